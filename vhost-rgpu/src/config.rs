@@ -14,6 +14,8 @@ use options::{File, Layer, Section};
 use protocol::device::MAX_EXTENTS;
 use thiserror::Error;
 
+use crate::device_process::Role;
+
 /// Give virtual machines and processes of this host the GPUs of a server.
 ///
 /// What to serve comes from a configuration file, or from --socket (one virtual machine) and --native-socket (processes of this host). Flags override the file.
@@ -29,6 +31,18 @@ pub struct Arguments {
     /// Print a commented configuration file with every option, and exit
     #[arg(long)]
     pub print_config: bool,
+    /// Serve this as a device process; only vhost-rgpu itself starts one
+    #[arg(long, hide = true, value_name = "ROLE")]
+    pub device_process: Option<Role>,
+}
+
+/// A configuration file as it was read once. Device processes get it from the keeper, so that all processes agree on it.
+#[derive(Debug, Clone)]
+pub struct Source {
+    /// Its path, for messages.
+    pub path: PathBuf,
+    /// Its text.
+    pub text: String,
 }
 
 /// Keys outside any section.
@@ -62,6 +76,9 @@ struct NativeOptions {
     /// Permissions of that socket's file, in octal: a process that may connect may use the GPU
     #[arg(id = "native.mode", long = "native-mode", value_name = "MODE", default_value = "0o660", value_parser = parse_mode)]
     mode: u32,
+    /// Maximum concurrent channels of one user of this host: a user who holds that many takes nothing from others
+    #[arg(id = "native.max_channels_per_user", long = "max-channels-per-user", value_name = "N", default_value_t = 128, value_parser = value_parser!(u32).range(1..=65536))]
+    max_channels_per_user: u32,
 }
 
 /// Keys of both sections: how sessions are opened and limited.
@@ -157,6 +174,8 @@ pub struct Native {
     pub socket: PathBuf,
     /// Permissions of the socket's file.
     pub mode: u32,
+    /// Concurrent channels of one user.
+    pub max_channels_per_user: u32,
     /// How sessions are opened.
     pub session: SessionConfig,
     /// What all clients together (channels) and each of them (sizes) may use.
@@ -203,9 +222,24 @@ impl Arguments {
         (Arguments::from_arg_matches(&given).unwrap_or_else(|e| e.exit()), given)
     }
 
+    /// The configuration file, if there is one.
+    pub fn source(&self) -> Result<Option<Source>, ConfigError> {
+        let read = |path: &PathBuf| match std::fs::read_to_string(path) {
+            Ok(text) => Ok(Source { path: path.clone(), text }),
+            Err(source) => Err(options::Error::Read { path: path.clone(), source }),
+        };
+        Ok(self.config.as_ref().map(read).transpose()?)
+    }
+
+    /// Whether a configuration file is given.
+    pub fn has_source(&self) -> bool {
+        self.config.is_some()
+    }
+
     /// What to serve.
-    pub fn config(&self, given: &ArgMatches) -> Result<Config, ConfigError> {
-        let file = self.config.as_ref().map(|path| File::read(path, &["vm", "native"])).transpose()?;
+    pub fn config(&self, given: &ArgMatches, source: Option<&Source>) -> Result<Config, ConfigError> {
+        let parse = |source: &Source| File::parse(&source.path, &source.text, &["vm", "native"]);
+        let file = source.map(parse).transpose()?;
         let mut config = read(given, file.as_ref())?;
         let all = Layer { given, section: None };
         if let (false, Ok(log)) = (all.has_flag("log"), std::env::var("RUST_LOG")) {
@@ -276,11 +310,12 @@ fn vm(layer: &Layer<'_>, poll: Option<Duration>) -> Result<Vm, options::Error> {
 }
 
 fn native(layer: &Layer<'_>, poll: Option<Duration>) -> Result<Native, options::Error> {
-    let NativeSection { session: options, own: NativeOptions { socket, mode } } = layer.read()?;
+    let NativeSection { session: options, own } = layer.read()?;
+    let NativeOptions { socket, mode, max_channels_per_user } = own;
     check_socket(layer, &socket, "native.socket")?;
     let name = options.name.clone().unwrap_or_else(host_name);
     let (session, limits) = session(layer, &name, &options, poll)?;
-    Ok(Native { socket, mode, session, limits })
+    Ok(Native { socket, mode, max_channels_per_user, session, limits })
 }
 
 /// In a file, a relative path would depend on the folder where the daemon was started.
@@ -364,7 +399,7 @@ fn parts(brief: bool) -> [Part; 3] {
         ("rdma.queue_depth", "128"),
     ];
     let command = || clap::Command::new("options");
-    let own = ["name", "server", "native.socket", "native.mode"];
+    let own = ["name", "server", "native.socket", "native.mode", "native.max_channels_per_user"];
     let hide = |arg: clap::Arg| {
         let hidden = !own.contains(&arg.get_id().as_str());
         arg.hide(hidden)

@@ -1,11 +1,12 @@
-//! Native clients: processes of this host, and of its containers, that speak [`protocol::native`] over a `SOCK_SEQPACKET` socket.
+//! Native clients: processes of this host, and of its containers, that speak [`protocol::native`] over a `SOCK_SEQPACKET` socket. The keeper accepts and counts them and passes each
+//! connection to the device process of its user.
 //!
 //! One thread serves one connection, which has one channel. A client's memory is a memfd sealed against shrinking, so a mapping here never loses its pages.
 //! A client that misbehaves is answered `INVALID` or disconnected; no other client is affected.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,7 @@ use host_bridge::framing::recv_some;
 use host_bridge::memory::Memories;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags};
-use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use protocol::device::{Answer, Extent, REGISTER_READ_ONLY, Response, request};
 use protocol::link::Memory;
 use protocol::native::{MAGIC, Request};
@@ -23,9 +24,10 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::config::Native;
 use crate::limit::LogLimit;
+use crate::link::{Control, ToKeeper};
 use crate::refusal::{Refusal, invalid, no_resources};
 use crate::registry::{Listed, Registry};
-use crate::sockets::{Listening, Stopper};
+use crate::sockets::Stopper;
 
 /// How long the server may hold a destroyed channel's memory before the log says so. The message is repeated as often.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -33,58 +35,51 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The open connections, and what ends them.
 #[derive(Debug, Default)]
 struct Connections {
-    /// Connections by number, and whether the daemon is ending, in which case no more are accepted.
-    open: Mutex<(std::collections::HashMap<u32, Stopper>, bool)>,
+    /// Connections by number, and whether the process is ending, in which case no more are accepted.
+    open: Mutex<(std::collections::HashMap<u64, Stopper>, bool)>,
     changed: Condvar,
 }
 
-/// The native socket's server.
+/// The server of one user's programs.
 #[derive(Debug)]
 pub struct Server {
     config: Native,
     registry: Arc<Registry>,
+    control: Arc<Control>,
     connections: Connections,
-    next: AtomicU32,
 }
 
 impl Server {
     /// A server with this configuration.
-    pub fn new(config: Native, registry: Arc<Registry>) -> Arc<Server> {
-        Arc::new(Server { config, registry, connections: Connections::default(), next: AtomicU32::new(0) })
+    pub fn new(config: Native, registry: Arc<Registry>, control: Arc<Control>) -> Arc<Server> {
+        Arc::new(Server { config, registry, control, connections: Connections::default() })
     }
 
-    /// Accepts and serves clients until the socket is stopped.
-    pub fn serve(self: &Arc<Self>, listening: &Listening) {
-        while let Some(socket) = listening.accept_patiently("native socket") {
-            let number = self.next.fetch_add(1, Ordering::Relaxed);
-            let who = describe(&socket);
-            match self.admit(number, &socket) {
-                Ok(()) => {}
-                Err(why) => {
-                    tracing::warn!("{who}: refused: {why}");
-                    let _ = answer(&socket, Answer::NoResources, &why, None);
-                    continue;
-                }
+    /// Serves a client that the keeper has accepted, in a thread of its own.
+    pub fn serve(self: &Arc<Self>, number: u64, who: String, socket: OwnedFd) {
+        // Also if serving fails or panics: a connection that the keeper does not know to be over would count against the limit for ever.
+        let forget = Forget(self.clone(), number);
+        if let Err(why) = self.admit(number, &socket) {
+            tracing::warn!("{who}: refused: {why}");
+            let _ = answer(&socket, Answer::NoResources, &why, None);
+            return;
+        }
+        let server = self.clone();
+        let spawned = std::thread::Builder::new().name(format!("native-{number}")).spawn(move || {
+            tracing::debug!("{who}: connected");
+            let _forget = forget;
+            Connection {
+                server: &server,
+                socket: &socket,
+                number,
+                who,
+                limit: LogLimit::new(),
+                channel: None,
             }
-            let server = self.clone();
-            let spawned = std::thread::Builder::new().name(format!("native-{number}")).spawn(move || {
-                tracing::debug!("{who}: connected");
-                // Also if serving panics: a connection that stays in the table would count against the limit for ever.
-                let _forget = Forget(&server, number);
-                Connection {
-                    server: &server,
-                    socket: &socket,
-                    number,
-                    who,
-                    limit: LogLimit::new(),
-                    channel: None,
-                }
-                .serve();
-            });
-            if let Err(e) = spawned {
-                tracing::error!("native socket: cannot start a thread for a client: {e}");
-                self.forget(number);
-            }
+            .serve();
+        });
+        if let Err(e) = spawned {
+            tracing::error!("native socket: cannot start a thread for a client: {e}");
         }
     }
 
@@ -104,16 +99,10 @@ impl Server {
         }
     }
 
-    fn admit(&self, number: u32, socket: &OwnedFd) -> Result<(), String> {
+    fn admit(&self, number: u64, socket: &OwnedFd) -> Result<(), String> {
         let mut open = self.connections.open.lock().unwrap_or_else(PoisonError::into_inner);
         if open.1 {
             return Err("the daemon is ending".to_owned());
-        }
-        let limit = self.config.limits.max_channels;
-        if open.0.len() >= limit as usize {
-            return Err(format!(
-                "{limit} native clients are connected, which is the limit (native.limits.max_channels)"
-            ));
         }
         let stopper =
             Stopper::for_connection(socket).map_err(|e| format!("this host is short of descriptors: {e}"))?;
@@ -121,33 +110,27 @@ impl Server {
         Ok(())
     }
 
-    fn forget(&self, number: u32) {
+    fn forget(&self, number: u64) {
         self.connections.open.lock().unwrap_or_else(PoisonError::into_inner).0.remove(&number);
         self.connections.changed.notify_all();
+        // A keeper that is gone counts nothing any more.
+        let _ = self.control.tell_keeper(&ToKeeper::Gone { number });
     }
 }
 
-/// Removes a connection from its server's table when dropped.
-struct Forget<'s>(&'s Server, u32);
+/// Removes a connection from its server's table when dropped, and tells the keeper.
+struct Forget(Arc<Server>, u64);
 
-impl Drop for Forget<'_> {
+impl Drop for Forget {
     fn drop(&mut self) {
         self.0.forget(self.1);
-    }
-}
-
-/// The process at the other end, for the log. The numbers come from the kernel, not from the client.
-fn describe(socket: &OwnedFd) -> String {
-    match getsockopt(socket, sockopt::PeerCredentials) {
-        Ok(peer) => format!("native client (pid {}, uid {}, gid {})", peer.pid(), peer.uid(), peer.gid()),
-        Err(e) => format!("native client (credentials unknown: {e})"),
     }
 }
 
 struct Connection<'s> {
     server: &'s Server,
     socket: &'s OwnedFd,
-    number: u32,
+    number: u64,
     who: String,
     limit: LogLimit,
     channel: Option<(Arc<Session>, Listed)>,
@@ -367,7 +350,8 @@ fn own_memory(mut fds: Vec<OwnedFd>, offset: u64, size: u64) -> Result<(Memories
     Ok((Memories::map(vec![(memory, file)])?, vec![Extent { addr: offset, len: size }]))
 }
 
-fn answer(socket: &OwnedFd, status: Answer, reason: &str, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+/// Answers a request, or a client that is refused before it has asked.
+pub fn answer(socket: &OwnedFd, status: Answer, reason: &str, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
     let response = Response::new(status, reason);
     let raw: Vec<_> = fd.iter().map(|fd| fd.as_raw_fd()).collect();
     let rights = [ControlMessage::ScmRights(&raw)];

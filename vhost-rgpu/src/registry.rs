@@ -1,9 +1,8 @@
-//! All sessions of the daemon, and the sums of the counters of those that have ended: for the status.
+//! All sessions of a device process, and the sums of the counters of those that have ended. The keeper's status is made of the reports of all device processes.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 use host_bridge::bridge::Session;
 use serde_json::{Map, Value, json};
@@ -12,11 +11,11 @@ use serde_json::{Map, Value, json};
 #[derive(Debug, Clone)]
 struct Entry {
     owner: String,
-    channel: u32,
+    channel: u64,
     session: Arc<Session>,
 }
 
-/// Counters since the daemon started.
+/// Counters since the process started.
 #[derive(Debug, Default)]
 pub struct Totals {
     /// Sessions opened.
@@ -31,14 +30,13 @@ pub struct Totals {
     pub malformed: AtomicU64,
 }
 
-/// The sessions of the daemon.
+/// The sessions of the process.
 #[derive(Debug)]
 pub struct Registry {
-    started: Instant,
     next: AtomicU64,
     sessions: Mutex<BTreeMap<u64, Entry>>,
     ended: Mutex<BTreeMap<&'static str, u64>>,
-    /// The daemon's own counters.
+    /// The process's own counters.
     pub totals: Totals,
 }
 
@@ -46,7 +44,6 @@ impl Registry {
     /// An empty registry.
     pub fn new() -> Registry {
         Registry {
-            started: Instant::now(),
             next: AtomicU64::new(1),
             sessions: Mutex::default(),
             ended: Mutex::default(),
@@ -59,14 +56,14 @@ impl Registry {
     }
 
     /// Lists a session until the guard is dropped.
-    pub fn list(self: &Arc<Self>, owner: &str, channel: u32, session: Arc<Session>) -> Listed {
+    pub fn list(self: &Arc<Self>, owner: &str, channel: u64, session: Arc<Session>) -> Listed {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.totals.opened.fetch_add(1, Ordering::Relaxed);
         self.lock().insert(id, Entry { owner: owner.to_owned(), channel, session });
         Listed { registry: self.clone(), id }
     }
 
-    /// The status as JSON: the daemon's counters, sums over all sessions since the start, and one object for each current session.
+    /// The report as JSON: the process's counters, sums over all sessions since its start, and one object for each current session.
     pub fn status(&self) -> Value {
         // A copy, so that sessions can begin and end while it is formatted.
         let entries: Vec<(u64, Entry)> = self.lock().iter().map(|(id, entry)| (*id, entry.clone())).collect();
@@ -99,11 +96,6 @@ impl Registry {
         }
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         json!({
-            "daemon": "vhost-rgpu",
-            "version": env!("CARGO_PKG_VERSION"),
-            "protocol": protocol::VERSION.to_string(),
-            "process": std::process::id(),
-            "seconds": self.started.elapsed().as_secs(),
             "sessions_opened": load(&self.totals.opened),
             "sessions_refused": load(&self.totals.refused),
             "sessions_lost": load(&self.totals.lost),

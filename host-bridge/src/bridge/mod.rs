@@ -31,7 +31,7 @@ use thiserror::Error;
 
 use crate::memory::{Memories, MemoryError};
 
-pub use self::state::{ChannelMemory, Wakeup};
+pub use self::state::{ChannelMemory, Wakeup, tell_lost};
 pub use counters::Counters;
 pub use session::{ConnectError, Prepared, Session, SessionConfig, TransportKind, Turn};
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::str::FromStr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -388,6 +388,14 @@ impl Prepared {
                 .map(|(link, handshake)| (Link::Local(link), handshake))?,
         };
         Ok(Prepared { config: config.clone(), link, handshake })
+    }
+
+    /// The socket to the worker that will have the client's memory mapped until it closes its end. `None`: no other process of this host gets the memory.
+    pub fn worker(&self) -> Option<BorrowedFd<'_>> {
+        match &self.link {
+            Link::Local(socket) => Some(socket.as_fd()),
+            Link::Tcp(_) | Link::Verbs(_) => None,
+        }
     }
 
     /// Begins the session. On success the channel's state is `READY`; on failure its memory is released before this returns. `channel` is the one that was

@@ -190,33 +190,34 @@ impl SessionState {
     }
 
     fn tell_client(&self, reason: &str) {
-        let header = self.header();
-        // A worker that reads the ring itself may have said why already; its words are the better ones.
-        if header.state() != State::Lost {
-            header.set_lost(reason);
-        }
         let mut waker = self.waker();
-        let geometry = *self.channel.view.geometry();
-        for index in 0..geometry.slot_count {
-            let sleeps = self
-                .channel
-                .view
-                .slot(index as u16)
-                .is_some_and(|slot| slot.abandon(Status::DEVICE_UNAVAILABLE));
-            if sleeps {
-                waker.wake(geometry.slot_offset(index) as u64);
-            }
-        }
-        header.ring_sleep.take();
-        header.progress_sleep.take();
-        waker.wake(Header::RING_SLEEP_OFFSET);
-        waker.wake(Header::PROGRESS_SLEEP_OFFSET);
+        tell_lost(&self.channel.view, reason, |offset| waker.wake(offset));
     }
 
     /// Collects wake-ups; what has to be called is called when the waker is dropped.
     pub fn waker(&self) -> Waker<'_> {
         Waker { session: self, call: false }
     }
+}
+
+/// Tells a channel's client that its session is over: all its calls fail with `reason`. `wake` is called with the offset of each word on which its threads may sleep.
+pub fn tell_lost(view: &ChannelView, reason: &str, mut wake: impl FnMut(u64)) {
+    let header = view.header();
+    // A worker that reads the ring itself may have said why already; its words are the better ones.
+    if header.state() != State::Lost {
+        header.set_lost(reason);
+    }
+    let geometry = *view.geometry();
+    for index in 0..geometry.slot_count {
+        let sleeps = view.slot(index as u16).is_some_and(|slot| slot.abandon(Status::DEVICE_UNAVAILABLE));
+        if sleeps {
+            wake(geometry.slot_offset(index) as u64);
+        }
+    }
+    header.ring_sleep.take();
+    header.progress_sleep.take();
+    wake(Header::RING_SLEEP_OFFSET);
+    wake(Header::PROGRESS_SLEEP_OFFSET);
 }
 
 /// Wakes the client's threads: by futex one word at a time, otherwise all by one call for all words together.

@@ -1,25 +1,26 @@
 //! The device that a guest sees: configuration space, queues, and its channels.
 //!
-//! Three rules:
+//! Four rules:
 //! - The virtqueue threads never block. A thread of its own executes each request (at most [`MAX_JOBS`] at a time) and answers it when it is done; answers come in any order.
 //! - A job touches guest memory (to answer, or to start a session) only while it holds `gate` for reading, and only if the device has not been reset since the request
 //!   came. A reset takes the gate for writing; after it, no earlier job touches guest memory.
+//! - What a successor of this process has to know is stored before anything depends on it: a request before it is looked at, a channel before anybody else touches its memory.
 //! - Nothing that a guest sends ends a thread or the device.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
-use host_bridge::bridge::{ChannelMemory, Closed, Prepared, RegionMemory, Session, Turn, Wakeup};
+use host_bridge::bridge::{ChannelMemory, Closed, Prepared, RegionMemory, Session, Turn, Wakeup, tell_lost};
 use host_bridge::memory::Memories;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::device::{
-    Answer, CONFIG_MAGIC, CONTROL_QUEUE, Config, DEVICE_VERSION, DOORBELL_QUEUE, EVENT_QUEUE, QUEUE_COUNT,
-    Response,
+    Answer, CONFIG_MAGIC, CONTROL_QUEUE, Config, DEVICE_VERSION, DOORBELL_QUEUE, EVENT_QUEUE, Extent,
+    QUEUE_COUNT, Response,
 };
 use protocol::link::Memory;
 use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
@@ -35,9 +36,11 @@ use zerocopy::IntoBytes;
 
 use super::control::{self, FIXED, Order};
 use super::events::Events;
+use super::recovery::{self, Extents, Leftover, Requests, Store};
 use super::{GuestMemory, Vring};
 use crate::config::Vm;
 use crate::limit::LogLimit;
+use crate::link::Stored;
 use crate::refusal::{Refusal, invalid, no_resources};
 use crate::registry::{Listed, Registry};
 
@@ -46,7 +49,7 @@ const VERSION_1: u64 = 1 << 32;
 /// `VIRTIO_RING_F_INDIRECT_DESC` and `VIRTIO_RING_F_EVENT_IDX`.
 const RING_FEATURES: u64 = 1 << 28 | 1 << 29;
 /// Maximum number of descriptors of a queue.
-const QUEUE_SIZE: usize = 1024;
+pub const QUEUE_SIZE: usize = 1024;
 /// Maximum number of requests in progress. Each has a thread.
 const MAX_JOBS: usize = 256;
 /// Maximum bytes of extents in requests in progress.
@@ -64,9 +67,22 @@ enum Channel {
     Waiting(Arc<EventFd>),
     /// Its session was refused after the guest had been told that it waits. Nothing touches its memory.
     Over,
+    /// Its session ended with the device process that served it. A worker may still have its memory mapped.
+    Left(Arc<Leftover>),
     /// A job waits until the server has released its memory.
     Closing(Arc<Session>),
     Open(Arc<Session>, #[expect(dead_code, reason = "keeps the session listed")] Listed),
+}
+
+impl Channel {
+    /// Ends what there is of a session, and waits up to `patience` until nothing touches the channel's memory.
+    fn close(&self, reason: &str, patience: Duration) -> Closed {
+        match self {
+            Channel::Open(session, _) | Channel::Closing(session) => session.close(reason, patience),
+            Channel::Left(leftover) => leftover.close(patience),
+            Channel::Opening | Channel::Waiting(_) | Channel::Over => Closed::Released,
+        }
+    }
 }
 
 /// The device of one virtual machine. The module's documentation gives its rules.
@@ -91,6 +107,22 @@ pub struct Device {
     limit: LogLimit,
     who: String,
     exit: [EventFd; THREADS.len()],
+    store: Store,
+    requests: Requests,
+    /// What a predecessor has left, until the request queue runs.
+    predecessor: Mutex<Option<Predecessor>>,
+    /// Channels of a predecessor that had not answered the request to create them. The request is executed again.
+    unanswered: Mutex<HashMap<u32, Leftover>>,
+    /// By queue index: whether the next buffer follows from the used ring, because a predecessor has taken some.
+    resumes: [AtomicBool; QUEUE_COUNT],
+}
+
+/// The device process that served this guest before.
+pub struct Predecessor {
+    /// How it ended.
+    pub how: String,
+    /// Its channels.
+    pub stored: BTreeMap<u32, Stored>,
 }
 
 /// A writable piece of a request's chain: address and length.
@@ -105,8 +137,15 @@ struct Fetched {
 }
 
 impl Device {
-    /// A device without channels.
-    pub fn new(config: Vm, registry: Arc<Registry>, guest: GuestMemory) -> io::Result<Arc<Device>> {
+    /// A device without channels, or with those of its predecessor.
+    pub fn new(
+        config: Vm,
+        registry: Arc<Registry>,
+        guest: GuestMemory,
+        store: Store,
+        requests: Requests,
+        predecessor: Option<Predecessor>,
+    ) -> io::Result<Arc<Device>> {
         let who = format!("vm {}", config.name);
         let exit = || EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         let exit = [exit()?, exit()?];
@@ -126,6 +165,11 @@ impl Device {
             limit: LogLimit::new(),
             who,
             exit,
+            store,
+            requests,
+            resumes: std::array::from_fn(|_| AtomicBool::new(predecessor.is_some())),
+            predecessor: Mutex::new(predecessor),
+            unanswered: Mutex::default(),
         }))
     }
 
@@ -139,15 +183,17 @@ impl Device {
 
     /// Ends every session because the device is reset or its VMM is gone. Returns when the sessions have released guest memory.
     pub fn end_all(&self, reason: &str) {
-        let sessions: Vec<(Arc<Session>, Channel)> = {
+        let (ids, channels) = {
             // A job that holds the gate is starting a session or answering. After this, no job of before gets it.
             let mut epoch = self.gate.write().unwrap_or_else(PoisonError::into_inner);
             *epoch += 1;
             *self.control.lock().unwrap_or_else(PoisonError::into_inner) = None;
             self.events.reset();
+            self.take_leftovers();
             let mut channels = self.channels();
+            let ids: Vec<u32> = channels.keys().copied().collect();
             let ended = channels.drain().filter_map(|(_, channel)| match &channel {
-                Channel::Open(session, _) | Channel::Closing(session) => Some((session.clone(), channel)),
+                Channel::Open(..) | Channel::Closing(_) | Channel::Left(_) => Some(channel),
                 Channel::Waiting(give_up) => {
                     // Writing fails only when the counter is at its maximum. Then the eventfd is readable, too.
                     let _ = give_up.write(1);
@@ -155,30 +201,45 @@ impl Device {
                 }
                 Channel::Opening | Channel::Over => None,
             });
-            ended.collect()
+            (ids, ended.collect::<Vec<_>>())
         };
         self.settled.notify_all();
-        if sessions.is_empty() {
-            return;
+        if !channels.is_empty() {
+            tracing::info!("{}: ending {} sessions: {reason}", self.who, channels.len());
         }
-        tracing::info!("{}: ending {} sessions: {reason}", self.who, sessions.len());
         // All sessions are told first and then end at the same time.
-        for (session, channel) in &sessions {
-            if matches!(channel, Channel::Open(..)) {
+        for channel in &channels {
+            if let Channel::Open(session, _) = channel {
                 self.count_end(session);
             }
-            session.close(reason, Duration::ZERO);
+            channel.close(reason, Duration::ZERO);
         }
         let deadline = Instant::now() + PATIENCE;
-        for (session, _) in &sessions {
-            if session.close(reason, deadline.saturating_duration_since(Instant::now())) == Closed::StillHeld
+        for channel in &channels {
+            if channel.close(reason, deadline.saturating_duration_since(Instant::now())) == Closed::StillHeld
             {
-                tracing::error!(
-                    "{}: the server at {} still holds guest memory after a reset",
-                    self.who,
-                    session.server()
-                );
+                tracing::error!("{}: the server still holds guest memory after a reset", self.who);
             }
+        }
+        self.requests.reset();
+        ids.into_iter().for_each(|channel| self.store.forget(channel));
+    }
+
+    /// Takes channels of a predecessor that nobody has asked for yet, so that they end with all others.
+    fn take_leftovers(&self) {
+        let predecessor = self.predecessor.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let stored = predecessor.map(|predecessor| predecessor.stored).unwrap_or_default();
+        let left = stored.into_iter().filter_map(|(channel, stored)| {
+            let leftover = Leftover::new(stored);
+            leftover
+                .inspect_err(|e| tracing::error!("{}: channel {channel}: {e}", self.who))
+                .ok()
+                .map(|l| (channel, l))
+        });
+        let unanswered = std::mem::take(&mut *self.unanswered.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut channels = self.channels();
+        for (channel, leftover) in left.chain(unanswered) {
+            channels.entry(channel).or_insert(Channel::Left(Arc::new(leftover)));
         }
     }
 
@@ -207,13 +268,21 @@ impl Device {
             }
         }
         let epoch = self.epoch();
+        if self.resumes[usize::from(CONTROL_QUEUE)].swap(false, Ordering::SeqCst) {
+            self.resume(vring, epoch);
+        }
+        // A queue that has requests, and gives none of them away, is broken or has just been stopped.
+        let mut fruitless = 0;
         loop {
+            fruitless += 1;
             let _ = vring.disable_notification();
             while let Some(fetched) = self.fetch(vring) {
+                fruitless = 0;
                 self.start_job(fetched, epoch);
             }
             match vring.enable_notification() {
-                Ok(true) => {}
+                Ok(true) if fruitless < 2 => {}
+                Ok(true) => return self.limit.warn(&self.who, "the request queue cannot be read"),
                 Ok(false) => return,
                 Err(e) => return self.limit.warn(&self.who, &format!("request queue: {e}")),
             }
@@ -225,12 +294,96 @@ impl Device {
         let memory = self.guest.memory();
         let chain = vring.get_mut().get_queue_mut().pop_descriptor_chain(memory.clone())?;
         let head = chain.head_index();
+        self.requests.taken(head);
         let place = |d: Descriptor| (d.addr(), d.len() as usize);
         let request: Vec<Piece> = chain.clone().readable().map(place).collect();
         let answer: Vec<Piece> = chain.writable().map(place).collect();
         let mut bytes = 0;
         let order = self.check(&memory, &request, &mut bytes);
         Some(Fetched { head, answer, order, bytes })
+    }
+
+    /// Copies a request that a predecessor had taken, and not answered, out of guest memory.
+    fn fetch_again(&self, memory: &GuestMemoryMmap, table: u64, size: u16, head: u16) -> Fetched {
+        let chain = recovery::chain(memory, table, size, head);
+        let (answer, request): (Vec<_>, Vec<_>) = chain.into_iter().partition(|d| d.is_write_only());
+        let place = |d: Descriptor| (d.addr(), d.len() as usize);
+        let request: Vec<Piece> = request.into_iter().map(place).collect();
+        let answer = answer.into_iter().map(place).collect();
+        let mut bytes = 0;
+        let order = self.check(memory, &request, &mut bytes);
+        Fetched { head, answer, order, bytes }
+    }
+
+    /// Goes on where a predecessor ended: its sessions are over, and its requests are executed again.
+    fn resume(&self, vring: &Vring, epoch: u64) {
+        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
+        if *gate != epoch {
+            return;
+        }
+        let Some(Predecessor { how, stored }) =
+            self.predecessor.lock().unwrap_or_else(PoisonError::into_inner).take()
+        else {
+            return;
+        };
+        let (heads, table, size) = {
+            let mut vring = vring.get_mut();
+            let queue = vring.get_queue_mut();
+            // Each buffer that was taken is either in the used ring or in progress.
+            let heads = self.requests.recover(queue.next_used());
+            queue.set_next_avail(queue.next_used().wrapping_add(heads.len() as u16));
+            (heads, queue.desc_table(), queue.size())
+        };
+        let memory = self.guest.memory();
+        let fetched: Vec<Fetched> =
+            heads.into_iter().map(|head| self.fetch_again(&memory, table, size, head)).collect();
+        let created = fetched.iter().filter_map(|fetched| match &fetched.order {
+            Ok(Order::Create { channel, .. }) => Some(*channel),
+            _ => None,
+        });
+        let created: HashSet<u32> = created.collect();
+        let reason = format!(
+            "the process of vhost-rgpu that served this guest {how}; another one serves the guest now: start the program again"
+        );
+        let mut lost = 0;
+        for (channel, stored) in stored {
+            let leftover = match Leftover::new(stored) {
+                Ok(leftover) => leftover,
+                Err(e) => {
+                    tracing::error!("{}: channel {channel} of the predecessor: {e}", self.who);
+                    continue;
+                }
+            };
+            if created.contains(&channel) {
+                self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).insert(channel, leftover);
+                continue;
+            }
+            self.tell_lost(channel, &leftover.extents, &reason);
+            self.channels().insert(channel, Channel::Left(Arc::new(leftover)));
+            lost += 1;
+        }
+        drop(gate);
+        self.registry.totals.lost.fetch_add(lost, Ordering::Relaxed);
+        tracing::warn!(
+            "{}: {lost} sessions are lost, {} requests are executed again",
+            self.who,
+            fetched.len()
+        );
+        fetched.into_iter().for_each(|fetched| self.start_job(fetched, epoch));
+    }
+
+    /// Tells the program that has this channel that its session is over.
+    fn tell_lost(&self, channel: u32, extents: &[Extent], reason: &str) {
+        let size = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
+        match self.memories().view(extents, size) {
+            Ok(view) => {
+                view.header().raise_alive();
+                tell_lost(&view, reason, |_| {});
+                self.events.wake(channel);
+            }
+            // The guest has changed what it had put there.
+            Err(e) => self.limit.warn(&self.who, &format!("channel {channel} of the predecessor: {e}")),
+        }
     }
 
     fn check(
@@ -322,7 +475,14 @@ impl Device {
             self.limit.warn(&self.who, "a request has no room for its answer");
         }
         let written = (response.as_bytes().len() - rest.len()) as u32;
-        let given = vring.add_used(head, written).map_err(|e| e.to_string()).and_then(|()| {
+        let added = {
+            let mut vring = vring.get_mut();
+            self.requests.answering(head);
+            let added = vring.add_used(head, written);
+            self.requests.answered(head, vring.get_queue().next_used());
+            added
+        };
+        let given = added.map_err(|e| e.to_string()).and_then(|()| {
             if vring.needs_notification().unwrap_or(true) {
                 vring.signal_used_queue().map_err(|e| e.to_string())
             } else {
@@ -346,7 +506,19 @@ impl Device {
                 let memory = RegionMemory { memories, extents, size, own_memory: false, read_only };
                 Ok(session.register_region(region, memory)?)
             }
-            Order::Unregister { channel, region } => Ok(self.session(channel)?.unregister_region(region)?),
+            Order::Unregister { channel, region } => {
+                let leftover = match self.channels().get(&channel) {
+                    Some(Channel::Left(leftover)) => Some(leftover.clone()),
+                    _ => None,
+                };
+                match leftover {
+                    Some(leftover) => {
+                        self.wait_for_release(channel, &leftover, job.epoch);
+                        Ok(())
+                    }
+                    None => Ok(self.session(channel)?.unregister_region(region)?),
+                }
+            }
         }
     }
 
@@ -357,21 +529,41 @@ impl Device {
     fn session(&self, channel: u32) -> Result<Arc<Session>, Refusal> {
         match self.channels().get(&channel) {
             Some(Channel::Open(session, _)) => Ok(session.clone()),
-            Some(Channel::Opening | Channel::Waiting(_) | Channel::Over | Channel::Closing(_)) => {
-                Err(invalid(format!("channel {channel} is not open")))
-            }
+            Some(
+                Channel::Opening
+                | Channel::Waiting(_)
+                | Channel::Over
+                | Channel::Closing(_)
+                | Channel::Left(_),
+            ) => Err(invalid(format!("channel {channel} is not open"))),
             None => Err(invalid(format!("channel {channel} does not exist"))),
+        }
+    }
+
+    /// Waits until no worker has the memory of a predecessor's channel mapped, or until the device is reset.
+    fn wait_for_release(&self, channel: u32, leftover: &Leftover, epoch: u64) {
+        let since = Instant::now();
+        while leftover.close(PATIENCE) == Closed::StillHeld && !self.epoch_changed(epoch) {
+            let seconds = since.elapsed().as_secs();
+            tracing::error!(
+                "{}: channel {channel}: after {seconds} s the server still holds its memory",
+                self.who
+            );
         }
     }
 
     fn create(
         &self,
         channel: u32,
-        extents: Vec<protocol::device::Extent>,
+        extents: Vec<Extent>,
         size: u64,
         job: &mut Job<'_>,
     ) -> Result<(), Refusal> {
         let epoch = job.epoch;
+        let before = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).remove(&channel);
+        if let Some(leftover) = before {
+            self.wait_for_release(channel, &leftover, epoch);
+        }
         {
             let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
             let mut channels = self.channels();
@@ -392,6 +584,7 @@ impl Device {
                 Some(Channel::Waiting(_)) => drop(channels.insert(channel, Channel::Over)),
                 _ => drop(channels.remove(&channel)),
             }
+            self.store.forget(channel);
             self.registry.totals.refused.fetch_add(1, Ordering::Relaxed);
         }
         drop(gate);
@@ -401,6 +594,9 @@ impl Device {
 
     fn open(&self, channel: u32, memory: ChannelMemory, job: &mut Job<'_>) -> Result<(), Refusal> {
         let epoch = job.epoch;
+        let extents = Extents::new(&memory.extents)
+            .map_err(|e| no_resources(format!("this host cannot remember the channel: {e}")))?;
+        self.remember(epoch, channel, &extents, None)?;
         let give_up = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))?;
         let mut turn = Queued { device: self, channel, memory: &memory, give_up: Arc::new(give_up), job };
@@ -411,6 +607,9 @@ impl Device {
                 return Err(e.into());
             }
         };
+        if let Some(worker) = prepared.worker() {
+            self.remember(epoch, channel, &extents, Some(worker))?;
+        }
         let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
         if *gate != epoch {
             return Err(invalid("the device was reset"));
@@ -422,9 +621,26 @@ impl Device {
             tracing::warn!("{who}: channel {channel}: {reason}");
         };
         let session = Arc::new(prepared.start(memory, wakeup, Box::new(lost))?);
-        let listed = self.registry.list(&self.who, channel, session.clone());
+        let listed = self.registry.list(&self.who, channel.into(), session.clone());
         self.channels().insert(channel, Channel::Open(session, listed));
         Ok(())
+    }
+
+    /// Remembers a channel for a successor, unless the device was reset: what a reset has ended must not be found again.
+    fn remember(
+        &self,
+        epoch: u64,
+        channel: u32,
+        extents: &Extents,
+        worker: Option<BorrowedFd<'_>>,
+    ) -> Result<(), Refusal> {
+        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
+        if *gate != epoch {
+            return Err(invalid("the device was reset"));
+        }
+        self.store
+            .remember(channel, extents, worker)
+            .map_err(|e| no_resources(format!("this host cannot remember the channel: {e}")))
     }
 
     fn destroy(&self, channel: u32, epoch: u64) -> Result<(), Refusal> {
@@ -442,6 +658,17 @@ impl Device {
                             let _ = give_up.write(1);
                         }
                         channels = self.settled.wait(channels).unwrap_or_else(PoisonError::into_inner);
+                    }
+                    Some(Channel::Left(leftover)) => {
+                        let leftover = leftover.clone();
+                        drop(channels);
+                        self.wait_for_release(channel, &leftover, epoch);
+                        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
+                        if *gate == epoch {
+                            self.channels().remove(&channel);
+                            self.store.forget(channel);
+                        }
+                        return Ok(());
                     }
                     Some(Channel::Open(session, _)) => break session.clone(),
                     None => return Err(invalid(format!("channel {channel} does not exist"))),
@@ -477,6 +704,7 @@ impl Device {
         let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
         if *gate == epoch {
             self.channels().remove(&channel);
+            self.store.forget(channel);
         }
         drop(gate);
         self.settled.notify_all();
@@ -678,6 +906,9 @@ impl VhostUserBackend for Device {
     }
 
     fn stop_vring(&self, queue_index: u32) -> io::Result<()> {
+        if let Some(resumes) = self.resumes.get(queue_index as usize) {
+            resumes.store(false, Ordering::SeqCst);
+        }
         // A virtio reset stops one queue after the other. When the guest stops its request queue, everything that it created through the queue ends.
         match u16::try_from(queue_index) {
             Ok(CONTROL_QUEUE) => self.end_all("the guest has reset the device"),
@@ -691,7 +922,15 @@ impl VhostUserBackend for Device {
         // `event` is the queue's index among those of its thread.
         match (thread, event, vrings.get(usize::from(event))) {
             (0, 0, Some(vring)) => self.take_requests(vring),
-            (0, 1, Some(vring)) => self.events.buffers(vring),
+            (0, 1, Some(vring)) => {
+                if self.resumes[usize::from(EVENT_QUEUE)].swap(false, Ordering::SeqCst) {
+                    // Each buffer is returned as soon as it is taken. One that was not is taken again.
+                    let mut vring = vring.get_mut();
+                    let queue = vring.get_queue_mut();
+                    queue.set_next_avail(queue.next_used());
+                }
+                self.events.buffers(vring);
+            }
             (1, 0, _) => self.ring(),
             _ => tracing::warn!("{}: unknown event {event} in thread {thread}", self.who),
         }

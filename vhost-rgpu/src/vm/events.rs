@@ -130,12 +130,17 @@ struct Buffers<'e> {
 impl Sink for Buffers<'_> {
     fn put(&mut self, event: Event) -> bool {
         let memory = self.events.memory.memory();
+        let mut looked_again = false;
         loop {
             let mut state = self.vring.get_mut();
             let Some(chain) = state.get_queue_mut().pop_descriptor_chain(memory.clone()) else {
                 // A guest that has just posted a buffer may have seen that notifications were disabled.
                 match state.enable_notification() {
-                    Ok(true) => continue,
+                    // A queue that has buffers, and gives none of them away, is broken or has just been stopped.
+                    Ok(true) if !looked_again => {
+                        looked_again = true;
+                        continue;
+                    }
                     _ => return false,
                 }
             };

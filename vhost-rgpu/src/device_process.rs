@@ -1,0 +1,169 @@
+//! A device process: it does all work on the sessions of one virtual machine, or of one user's programs on this host.
+//!
+//! The keeper starts it, gives it the configuration and a VMM's or clients' connections ([`link`](crate::link)), and tells it when to end. It ends by itself when its VMM is gone, and at
+//! once when the keeper is.
+
+use std::fmt;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::signal::{SigSet, Signal};
+
+use crate::config::{Config, Source};
+use crate::keeper::process::memory_file;
+use crate::link::{Control, ToDevice, ToKeeper};
+use crate::registry::Registry;
+use crate::{native, vm};
+
+/// The descriptor of the connection with the keeper.
+pub const CONTROL: RawFd = 3;
+
+/// How long sessions have to end when the daemon ends.
+const DRAIN: Duration = Duration::from_secs(3);
+
+/// What a device process serves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Role {
+    /// The virtual machine of that name.
+    Vm(String),
+    /// The programs of a user of this host.
+    Native(u32),
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Role::Vm(name) => write!(f, "vm {name}"),
+            Role::Native(uid) => write!(f, "user {uid}"),
+        }
+    }
+}
+
+impl FromStr for Role {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Role, String> {
+        let role = match text.split_once(' ') {
+            Some(("vm", name)) => Some(Role::Vm(name.to_owned())),
+            Some(("user", uid)) => uid.parse().ok().map(Role::Native),
+            _ => None,
+        };
+        role.ok_or_else(|| format!("{text:?}: only vhost-rgpu itself starts device processes"))
+    }
+}
+
+/// The connection with the keeper.
+///
+/// # Safety
+/// The keeper has started this process, and nothing else uses the descriptor [`CONTROL`]. Call it once.
+pub unsafe fn inherited() -> Result<Control> {
+    // SAFETY: the caller's promise.
+    let socket = unsafe { OwnedFd::from_raw_fd(CONTROL) };
+    nix::fcntl::fcntl(&socket, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC))
+        .context("there is no connection with the keeper")?;
+    Ok(Control::from(socket))
+}
+
+/// Reads the configuration file's text as the keeper had it. The other messages follow.
+pub fn receive_config(control: &Control) -> Result<Source> {
+    let Some(ToDevice::Config { path, text }) =
+        control.next_from_keeper().context("the keeper's first message")?
+    else {
+        bail!("the keeper's first message is not the configuration");
+    };
+    let file = std::fs::File::from(text);
+    let mut text = vec![0; file.metadata().context("the configuration")?.len() as usize];
+    file.read_exact_at(&mut text, 0).context("the configuration")?;
+    Ok(Source { path: PathBuf::from(path), text: String::from_utf8(text).context("the configuration")? })
+}
+
+/// What the role needs of the configuration.
+enum Serving {
+    Vm(Box<vm::Server>),
+    Native(Arc<native::Server>),
+}
+
+/// Serves until the keeper says otherwise.
+pub fn run(role: &Role, config: Config, control: Control) -> Result<()> {
+    // The keeper gets them, too, and decides.
+    SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]).thread_block().context("blocking signals")?;
+    raise_descriptor_limit();
+    // A core would contain a guest's data.
+    setrlimit(Resource::RLIMIT_CORE, 0, 0).context("forbidding core dumps")?;
+
+    let control = Arc::new(control);
+    let registry = Arc::new(Registry::new());
+    let mut serving = match role {
+        Role::Vm(name) => {
+            let vm = config.vms.into_iter().find(|vm| vm.name == *name);
+            let vm = vm.with_context(|| format!("the configuration has no vm {name}"))?;
+            Serving::Vm(Box::new(vm::Server::new(vm, registry.clone(), control.clone())))
+        }
+        Role::Native(_) => {
+            let native = config.native.context("the configuration has no section [native]")?;
+            Serving::Native(native::Server::new(native, registry.clone(), control.clone()))
+        }
+    };
+    let report = |question| {
+        let text = registry.status().to_string();
+        let sent = memory_file(c"status", text.as_bytes())
+            .and_then(|text| control.tell_keeper(&ToKeeper::Status { question, text }));
+        if let Err(e) = sent {
+            tracing::warn!("{role}: reporting the status: {e}");
+        }
+    };
+    loop {
+        match (control.next_from_keeper().context("the keeper's messages")?, &mut serving) {
+            // The keeper is gone, and with it whoever could serve its VMM or clients again.
+            (None, _) => bail!("the keeper has ended"),
+            (Some(ToDevice::End), _) => break,
+            (Some(ToDevice::AskStatus { question }), _) => report(question),
+            (Some(ToDevice::Restore { channel, stored }), Serving::Vm(vm)) => vm.restore(channel, stored),
+            (Some(ToDevice::Vmm { listening, requests, resumed }), Serving::Vm(vm)) => {
+                vm.serve(listening, requests, resumed)?;
+            }
+            (Some(ToDevice::Client { number, who, socket }), Serving::Native(native)) => {
+                native.serve(number, who, socket);
+            }
+            (Some(other), _) => bail!("a message that is not for {role}: {other:?}"),
+        }
+    }
+    match &mut serving {
+        Serving::Vm(vm) => vm.stop(),
+        Serving::Native(native) => native.drain(DRAIN),
+    }
+    report(0);
+    Ok(())
+}
+
+/// Each session needs about ten descriptors, and a guest with many processes has many sessions. The keeper passes its limit on, and holds descriptors for each guest itself.
+pub fn raise_descriptor_limit() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(soft, hard)| {
+        let wanted = hard.min(1 << 20);
+        if soft < wanted { setrlimit(Resource::RLIMIT_NOFILE, wanted, hard) } else { Ok(()) }
+    });
+    if let Err(e) = raised {
+        tracing::warn!("cannot raise the limit of open files: {e}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_role_survives_the_command_line() {
+        for role in [Role::Vm("guest-1.example".to_owned()), Role::Native(1000)] {
+            assert_eq!(role.to_string().parse(), Ok(role));
+        }
+        for wrong in ["", "vm", "user root", "guest 1"] {
+            assert!(wrong.parse::<Role>().is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! The keeper: the process that operators start. It is small and stays.
+//!
+//! It owns the sockets that VMMs, programs and `rgpuctl` connect to, and starts a device process for each virtual machine and for each user of this host. All work on sessions is done
+//! there. The keeper maps no memory of a guest and opens no session: what a guest or a program does can harm its own device process and nothing else.
+//!
+//! In reading order: [`process`] starts device processes and listens to them, [`vm`] with [`negotiation`] stands between a VMM and its device process, [`native`] does so for
+//! processes of this host, [`status`] adds up what device processes report.
+
+mod native;
+mod negotiation;
+pub mod process;
+mod status;
+mod vm;
+
+use std::ffi::OsString;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::socket::SockType;
+
+use crate::config::{Config, Source};
+use crate::device_process::raise_descriptor_limit;
+use crate::sockets::{Activated, Stopper};
+use process::Processes;
+use status::Own;
+
+/// How long sessions have to end when the daemon ends.
+const DRAIN: Duration = Duration::from_secs(4);
+/// Interval of the checks whether they have ended.
+const CHECK_EVERY: Duration = Duration::from_millis(5);
+
+/// What the keeper runs.
+struct Keeper {
+    processes: Arc<Processes>,
+    own: Arc<Own>,
+    stoppers: Vec<Stopper>,
+    threads: Vec<JoinHandle<()>>,
+    native: Option<Arc<native::Server>>,
+    vms: Vec<Arc<vm::Server>>,
+}
+
+/// Serves until SIGTERM or SIGINT. `arguments` are those of this process, `source` is the file that they name.
+pub fn run(config: Config, arguments: Vec<OsString>, source: Option<Source>) -> Result<()> {
+    // Before any thread starts: all threads inherit the mask, so that the signals come through the descriptor only.
+    let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
+    signals.thread_block().context("blocking signals")?;
+    let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
+        .context("a descriptor for signals")?;
+    raise_descriptor_limit();
+    let file = source.map(|source| (source.path.display().to_string(), source.text));
+    let processes = Arc::new(Processes::new(arguments, file).context("an eventfd")?);
+    let mut keeper = Keeper {
+        processes,
+        own: Arc::new(Own::new()),
+        stoppers: Vec::new(),
+        threads: Vec::new(),
+        native: None,
+        vms: Vec::new(),
+    };
+    let started = keeper.start(config);
+    if started.is_ok() {
+        let signal = keeper.listen_until_signal(&signals)?;
+        tracing::info!("{signal}: shutting down");
+    }
+    keeper.drain()?;
+    started
+}
+
+impl Keeper {
+    fn start(&mut self, config: Config) -> Result<()> {
+        let mut activated = Activated::from_environment();
+        // The status socket is created last, so that a client that reaches it finds the others listening.
+        let native = config
+            .native
+            .map(|native| {
+                let listening =
+                    activated.take_or_bind("native", &native.socket, SockType::SeqPacket, native.mode)?;
+                anyhow::Ok((native, listening))
+            })
+            .transpose()?;
+        let mut vms = Vec::with_capacity(config.vms.len());
+        for vm in config.vms {
+            let listening =
+                activated.take_or_bind(&format!("vm-{}", vm.name), &vm.socket, SockType::Stream, 0o660)?;
+            vms.push((vm, listening));
+        }
+        let status = config
+            .status
+            .map(|path| activated.take_or_bind("status", &path, SockType::Stream, 0o660))
+            .transpose()?;
+        for name in activated.unused() {
+            tracing::warn!(
+                "systemd passed a socket named {name:?} that no section of the configuration uses"
+            );
+        }
+
+        if let Some((config, listening)) = native {
+            tracing::info!(
+                "serving native clients at {} with {}",
+                config.socket.display(),
+                config.session.server
+            );
+            let server = native::Server::new(config, self.processes.clone(), self.own.clone());
+            self.native = Some(server.clone());
+            self.stoppers.push(listening.stopper());
+            self.spawn("native", move || server.serve(&listening))?;
+        }
+        for (config, listening) in vms {
+            tracing::info!(
+                "serving vm {} at {} with {}",
+                config.name,
+                config.socket.display(),
+                config.session.server
+            );
+            let server =
+                vm::Server::new(config, self.processes.clone(), self.own.clone()).context("an eventfd")?;
+            self.vms.push(server.clone());
+            self.stoppers.push(listening.stopper());
+            self.spawn("vm", move || server.serve(&listening))?;
+        }
+        if let Some(listening) = status {
+            let (processes, own) = (self.processes.clone(), self.own.clone());
+            self.stoppers.push(listening.stopper());
+            self.spawn("status", move || status::serve(&listening, &processes, &own))?;
+        }
+        Ok(())
+    }
+
+    fn spawn(&mut self, name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
+        self.threads.push(
+            std::thread::Builder::new().name(name.to_owned()).spawn(body).context("starting a thread")?,
+        );
+        Ok(())
+    }
+
+    /// Listens to the device processes until a signal comes.
+    fn listen_until_signal(&self, signals: &SignalFd) -> Result<Signal> {
+        loop {
+            if let Some(signal) = signals.read_signal().context("reading a signal")? {
+                return Signal::try_from(signal.ssi_signo.cast_signed()).context("a signal");
+            }
+            let next = self.native.as_ref().and_then(|native| native.expire());
+            self.processes.listen(&[signals.as_fd()], next).context("listening to device processes")?;
+        }
+    }
+
+    /// Stops listening, ends all device processes with their sessions, and removes the sockets. Threads that have not ended in time are logged and left to the end of the process.
+    fn drain(&mut self) -> Result<()> {
+        let over = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .context("an eventfd")?;
+        let processes = self.processes.clone();
+        std::thread::scope(|scope| {
+            // What device processes say while they end has to be read.
+            scope.spawn(|| {
+                self.end_all();
+                let _ = over.write(1);
+            });
+            while over.read().is_err() {
+                processes.listen(&[over.as_fd()], None).context("listening to device processes")?;
+            }
+            Ok(())
+        })
+    }
+
+    fn end_all(&mut self) {
+        // Device processes that do not end in their time are killed, so a thread needs a moment more.
+        let deadline = Instant::now() + DRAIN + Duration::from_secs(1);
+        self.stoppers.iter().for_each(Stopper::stop);
+        self.vms.iter().for_each(|vm| vm.stop());
+        if let Some(native) = &self.native {
+            native.drain(DRAIN);
+        }
+        while self.threads.iter().any(|thread| !thread.is_finished()) && Instant::now() < deadline {
+            std::thread::sleep(CHECK_EVERY);
+        }
+        for thread in self.threads.drain(..) {
+            let name = thread.thread().name().unwrap_or("?").to_owned();
+            if !thread.is_finished() {
+                tracing::error!("the thread {name} has not ended in time and is abandoned");
+            } else if thread.join().is_err() {
+                tracing::error!("the thread {name} panicked; its message is on standard error");
+            }
+        }
+    }
+}

@@ -1,0 +1,574 @@
+//! The keeper's part of a virtual machine: its vhost-user socket, and what stands between the VMM and the device process.
+//!
+//! The keeper answers the VMM, remembers what it says ([`Negotiation`]), and passes it on to the device process, over vhost-user as well. Memory, doorbells and interrupts are descriptors
+//! in these messages: nothing of a running session passes through the keeper.
+//!
+//! When the device process ends unexpectedly, another one is started and told everything again. The VMM and the guest's driver do not notice. The same process serves only one VMM
+//! connection: the next VMM begins with a fresh one.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserHeaderFlag,
+    VhostUserInflight, VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
+    VhostUserSharedMsg, VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vhost::vhost_user::{
+    BackendReqHandler, Error, Frontend, GpuBackend, Result, VhostUserBackendReqHandler, VhostUserFrontend,
+};
+use vhost::{VhostBackend, VhostUserMemoryRegionBase, VringConfigData};
+use vmm_sys_util::tempdir::TempDir;
+
+use protocol::device::QUEUE_COUNT;
+
+use super::negotiation::{MAX_MEMORIES, Negotiation, notifier};
+use super::process::{Owner, Process, Processes};
+use super::status::Own;
+use crate::config::Vm;
+use crate::device_process::Role;
+use crate::link::{Stored, ToDevice};
+use crate::sockets::Listening;
+use crate::vm::REQUESTS_SIZE;
+
+/// A device process that does not answer a vhost-user message for longer is replaced. Ending a guest's sessions takes up to ten seconds.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
+/// How long a device process has to end its sessions when its VMM is gone.
+const ENDS_WITHIN: Duration = Duration::from_secs(15);
+/// How long sessions have to end when the daemon ends.
+const DRAIN: Duration = Duration::from_secs(4);
+/// A device process that has run for longer is not counted as failing at its start.
+const HEALTHY: Duration = Duration::from_secs(60);
+/// The VMM is disconnected after so many device processes in a row that fail soon after their start.
+const MAX_FAILURES: u32 = 8;
+/// How long to wait before another attempt after the second failure. Doubled with each one.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Wakes a virtual machine's thread when its device process has ended.
+#[derive(Debug)]
+struct Unattended;
+
+impl Owner for Unattended {
+    fn gone(&self, _process: &Arc<Process>, _number: u64) {}
+
+    fn over(&self, _process: &Arc<Process>) {
+        // The virtual machine's thread watches `Process::ended`.
+    }
+}
+
+/// The server of one virtual machine's socket.
+#[derive(Debug)]
+pub struct Server {
+    config: Vm,
+    processes: Arc<Processes>,
+    own: Arc<Own>,
+    stopping: AtomicBool,
+    stop: EventFd,
+}
+
+impl Server {
+    /// A server with this configuration.
+    pub fn new(config: Vm, processes: Arc<Processes>, own: Arc<Own>) -> io::Result<Arc<Server>> {
+        let stop = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        Ok(Arc::new(Server { config, processes, own, stopping: AtomicBool::new(false), stop }))
+    }
+
+    /// Serves one VMM after the other until [`stop`](Self::stop) is called and the socket is stopped.
+    pub fn serve(&self, listening: &Listening) {
+        let name = &self.config.name;
+        while let Some(vmm) = listening.accept_patiently(&format!("vm {name}")) {
+            if self.stopping.load(Ordering::SeqCst) {
+                return;
+            }
+            if let Err(e) = self.serve_vmm(vmm) {
+                tracing::error!("vm {name}: {e:#}");
+                // Most likely the machine is out of descriptors, memory or processes.
+                self.pause(Duration::from_millis(200));
+            }
+        }
+    }
+
+    /// Ends the current connection and accepts no other.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::SeqCst);
+        // Fails only if the counter is at its maximum, and then it is readable, too.
+        let _ = self.stop.write(1);
+    }
+
+    /// Waits, unless the daemon ends.
+    fn pause(&self, time: Duration) {
+        let limit = PollTimeout::try_from(time.as_millis()).unwrap_or(PollTimeout::MAX);
+        let _ = poll(&mut [PollFd::new(self.stop.as_fd(), PollFlags::POLLIN)], limit);
+    }
+
+    fn serve_vmm(&self, vmm: OwnedFd) -> anyhow::Result<()> {
+        let name = &self.config.name;
+        let relay = Arc::new(Relay::start(self)?);
+        tracing::info!("vm {name}: a VMM has connected; device process {}", relay.lock().device.process.pid);
+        let stream = UnixStream::from(vmm);
+        let watched = stream.try_clone().context("duplicating the VMM's connection")?;
+        let mut requests = BackendReqHandler::from_stream(stream, relay.clone());
+        let result = self.relay(&watched, &mut requests, &relay);
+        match &result {
+            Ok(()) if self.stopping.load(Ordering::SeqCst) => {}
+            Ok(()) => tracing::info!("vm {name}: the VMM has disconnected"),
+            Err(e) => tracing::warn!("vm {name}: the VMM's connection ended: {e}"),
+        }
+        let limit = if self.stopping.load(Ordering::SeqCst) { DRAIN } else { ENDS_WITHIN };
+        let process = relay.lock().device.process.clone();
+        process.end(limit);
+        Ok(())
+    }
+
+    /// Passes the VMM's messages on until it disconnects or the daemon ends.
+    fn relay(
+        &self,
+        vmm: &UnixStream,
+        requests: &mut BackendReqHandler<Relay<'_>>,
+        relay: &Relay<'_>,
+    ) -> std::result::Result<(), String> {
+        loop {
+            let process = relay.lock().device.process.clone();
+            let watch = |fd| PollFd::new(fd, PollFlags::POLLIN);
+            let mut watched = [watch(self.stop.as_fd()), watch(process.ended()), watch(vmm.as_fd())];
+            match poll(&mut watched, PollTimeout::NONE) {
+                Ok(_) => {}
+                Err(nix::Error::EINTR) => continue,
+                Err(e) => return Err(format!("poll: {e}")),
+            }
+            let [stopped, ended, readable] = watched.map(|watched| watched.any().unwrap_or(true));
+            if stopped {
+                return Ok(());
+            }
+            if ended {
+                relay.lock().restart().map_err(|e| e.to_string())?;
+            } else if readable {
+                match requests.handle_request() {
+                    Ok(()) => {}
+                    Err(Error::Disconnected | Error::PartialMessage | Error::SocketBroken(_)) => {
+                        return Ok(());
+                    }
+                    Err(e) => return Err(e.to_string()),
+                }
+            }
+        }
+    }
+}
+
+/// A device process, and the connection on which the keeper speaks vhost-user with it.
+struct Device {
+    process: Arc<Process>,
+    frontend: Frontend,
+    features: u64,
+    protocol_features: VhostUserProtocolFeatures,
+}
+
+impl std::ops::Deref for Device {
+    type Target = Frontend;
+
+    fn deref(&self) -> &Frontend {
+        &self.frontend
+    }
+}
+
+/// A connection, and the listening socket in whose queue its other end waits. (`vhost-user-backend` takes its connection from a listening socket only.)
+fn connection() -> io::Result<(OwnedFd, UnixStream)> {
+    // A folder that nobody else may enter, so that nobody else connects.
+    let folder = TempDir::new_with_prefix(std::env::temp_dir().join("vhost-rgpu-"))?;
+    let path = folder.as_path().join("device");
+    let listening = UnixListener::bind(&path)?;
+    let stream = UnixStream::connect(&path)?;
+    Ok((listening.into(), stream))
+}
+
+fn requests_memory() -> io::Result<OwnedFd> {
+    let file = memfd_create(c"requests", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+    nix::unistd::ftruncate(&file, REQUESTS_SIZE as i64)?;
+    fcntl(&file, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW))?;
+    Ok(file)
+}
+
+impl Device {
+    /// Starts a device process. `stored` and `resumed` come from its predecessor.
+    fn start(
+        server: &Server,
+        requests: &OwnedFd,
+        stored: BTreeMap<u32, Stored>,
+        resumed: Option<String>,
+    ) -> anyhow::Result<Device> {
+        let config = &server.config;
+        let process = server
+            .processes
+            .start(
+                &Role::Vm(config.name.clone()),
+                Arc::new(Unattended),
+                stored,
+                config.limits.max_channels as usize,
+            )
+            .context("starting a device process")?;
+        Device::connect(&process, requests, resumed).inspect_err(|_| {
+            let _ = process.reap();
+        })
+    }
+
+    fn connect(
+        process: &Arc<Process>,
+        requests: &OwnedFd,
+        resumed: Option<String>,
+    ) -> anyhow::Result<Device> {
+        process.restore().context("passing on a device process's channels")?;
+        let (listening, stream) = connection().context("connecting with the device process")?;
+        let requests = requests.try_clone().context("duplicating a descriptor")?;
+        process
+            .tell(&ToDevice::Vmm { listening, requests, resumed })
+            .context("talking to the device process")?;
+        stream.set_read_timeout(Some(ANSWERS_WITHIN)).context("setting a timeout")?;
+        stream.set_write_timeout(Some(ANSWERS_WITHIN)).context("setting a timeout")?;
+        let mut frontend = Frontend::from_stream(stream, QUEUE_COUNT as u64);
+        let (features, protocol_features) = introduce(&mut frontend)
+            .map_err(|e| anyhow::anyhow!("the device process {} does not begin: {e}", process.pid))?;
+        Ok(Device { process: process.clone(), frontend, features, protocol_features })
+    }
+}
+
+/// Asks a device what it offers, and accepts all of vhost-user's extensions: what the VMM has accepted of them is between it and the keeper.
+fn introduce(device: &mut Frontend) -> vhost::Result<(u64, VhostUserProtocolFeatures)> {
+    device.set_owner()?;
+    let features = device.get_features()?;
+    let protocol = device.get_protocol_features()?;
+    device.set_protocol_features(protocol | VhostUserProtocolFeatures::REPLY_ACK)?;
+    // From here on each message is answered, so that an error is its own.
+    device.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+    Ok((features, protocol))
+}
+
+/// What stands between one VMM's connection and the device process that serves it now.
+struct Relay<'s>(Mutex<Inner<'s>>);
+
+struct Inner<'s> {
+    server: &'s Server,
+    device: Device,
+    negotiation: Negotiation,
+    /// The memory for requests in progress, which outlives device processes.
+    requests: OwnedFd,
+    /// When the current device process was started, and how many before it failed soon.
+    since: Instant,
+    failures: u32,
+}
+
+impl<'s> Relay<'s> {
+    fn start(server: &'s Server) -> anyhow::Result<Relay<'s>> {
+        let requests = requests_memory().context("memory for requests in progress")?;
+        let device = Device::start(server, &requests, BTreeMap::new(), None)?;
+        let (negotiation, since) = (Negotiation::default(), Instant::now());
+        Ok(Relay(Mutex::new(Inner { server, device, negotiation, requests, since, failures: 0 })))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner<'s>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether the device process itself has refused a message. After any other error it is of no use.
+fn refused(error: &vhost::Error) -> bool {
+    matches!(error, vhost::Error::VhostUserProtocol(Error::BackendInternalError | Error::InvalidParam))
+}
+
+impl Inner<'_> {
+    /// Replaces a device process that has ended, or that is of no use any more.
+    fn restart(&mut self) -> Result<()> {
+        let name = &self.server.config.name;
+        if self.since.elapsed() > HEALTHY {
+            self.failures = 0;
+        }
+        let failed = |text: String| Error::ReqHandlerError(io::Error::other(text));
+        let mut why = None;
+        loop {
+            // Nothing touches the guest's memory before the old process is gone.
+            let (how, stored) = self.device.process.take_over();
+            let why = why.get_or_insert_with(|| {
+                tracing::error!(
+                    "vm {name}: its device process {} {how}; starting another one",
+                    self.device.process.pid
+                );
+                how
+            });
+            self.failures += 1;
+            if self.failures > MAX_FAILURES {
+                return Err(failed(format!(
+                    "{MAX_FAILURES} device processes have failed one after the other"
+                )));
+            }
+            if self.failures > 1 {
+                self.server.pause(PAUSE * (1 << (self.failures - 2)));
+            }
+            if self.server.stopping.load(Ordering::SeqCst) {
+                return Err(failed("the daemon ends".to_owned()));
+            }
+            self.since = Instant::now();
+            match Device::start(self.server, &self.requests, stored, Some(why.clone())) {
+                Ok(device) => self.device = device,
+                Err(e) => return Err(failed(format!("{e:#}"))),
+            }
+            match self.negotiation.replay(&mut self.device.frontend) {
+                Ok(()) => {
+                    self.server.own.restarts.fetch_add(1, Ordering::Relaxed);
+                    tracing::info!(
+                        "vm {name}: device process {} serves the guest now",
+                        self.device.process.pid
+                    );
+                    return Ok(());
+                }
+                // The next one would not accept it either: the VMM has changed what it gave.
+                Err(e) if refused(&e) => {
+                    let process = self.device.process.pid;
+                    return Err(failed(format!(
+                        "device process {process} does not accept what was negotiated"
+                    )));
+                }
+                Err(e) => {
+                    tracing::error!("vm {name}: telling device process {}: {e}", self.device.process.pid)
+                }
+            }
+        }
+    }
+
+    /// Passes on what was just remembered. A device process that fails meanwhile is replaced, and its successor is told with everything else.
+    fn tell(&mut self, tell: impl FnOnce(&mut Frontend, &Negotiation) -> vhost::Result<()>) -> Result<()> {
+        match tell(&mut self.device.frontend, &self.negotiation) {
+            Ok(()) => Ok(()),
+            Err(e) if refused(&e) => Err(Error::BackendInternalError),
+            Err(_) => self.restart(),
+        }
+    }
+
+    /// Asks the device process, and its successor if it fails meanwhile.
+    fn ask<T>(&mut self, ask: impl Fn(&mut Frontend) -> vhost::Result<T>) -> Result<T> {
+        loop {
+            match ask(&mut self.device.frontend) {
+                Ok(answer) => return Ok(answer),
+                Err(e) if refused(&e) => return Err(Error::BackendInternalError),
+                Err(_) => self.restart()?,
+            }
+        }
+    }
+}
+
+fn unsupported<T>(what: &'static str) -> Result<T> {
+    Err(Error::InvalidOperation(what))
+}
+
+impl VhostUserBackendReqHandler for Relay<'_> {
+    fn set_owner(&self) -> Result<()> {
+        if std::mem::replace(&mut self.lock().negotiation.owned, true) {
+            return unsupported("the device has an owner already");
+        }
+        Ok(())
+    }
+
+    fn reset_owner(&self) -> Result<()> {
+        unsupported("RESET_OWNER: disconnect instead")
+    }
+
+    fn reset_device(&self) -> Result<()> {
+        let mut inner = self.lock();
+        inner.ask(|device| device.reset_device())?;
+        inner.negotiation.reset();
+        Ok(())
+    }
+
+    fn get_features(&self) -> Result<u64> {
+        Ok(self.lock().device.features)
+    }
+
+    fn set_features(&self, features: u64) -> Result<()> {
+        let mut inner = self.lock();
+        inner.negotiation.features = Some(features);
+        inner.tell(|device, _| device.set_features(features))
+    }
+
+    fn set_mem_table(
+        &self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy_listening: Option<bool>,
+    ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
+        let mut inner = self.lock();
+        inner.negotiation.set_memories(regions, files);
+        inner.tell(|device, negotiation| negotiation.send_memories(device))?;
+        Ok(None)
+    }
+
+    fn set_vring_num(&self, index: u32, num: u32) -> Result<()> {
+        let num = u16::try_from(num).map_err(|_| Error::InvalidParam)?;
+        let mut inner = self.lock();
+        inner.negotiation.ring(index)?.num = Some(num);
+        inner.tell(|device, _| device.set_vring_num(index as usize, num))
+    }
+
+    fn set_vring_addr(
+        &self,
+        index: u32,
+        flags: VhostUserVringAddrFlags,
+        descriptor: u64,
+        used: u64,
+        available: u64,
+        _log: u64,
+    ) -> Result<()> {
+        let addresses = VringConfigData {
+            queue_max_size: 0,
+            queue_size: 0,
+            flags: flags.bits(),
+            desc_table_addr: descriptor,
+            used_ring_addr: used,
+            avail_ring_addr: available,
+            log_addr: None,
+        };
+        let mut inner = self.lock();
+        inner.negotiation.ring(index)?.addresses = Some(addresses);
+        inner.tell(|device, _| device.set_vring_addr(index as usize, &addresses))
+    }
+
+    fn set_vring_base(&self, index: u32, base: u32) -> Result<()> {
+        // A split ring's index has 16 bits.
+        let base = base as u16;
+        let mut inner = self.lock();
+        inner.negotiation.ring(index)?.base = Some(base);
+        inner.tell(|device, _| device.set_vring_base(index as usize, base))
+    }
+
+    fn get_vring_base(&self, index: u32) -> Result<VhostUserVringState> {
+        let mut inner = self.lock();
+        inner.negotiation.ring(index)?;
+        let base = inner.ask(|device| device.get_vring_base(index as usize))?;
+        let ring = inner.negotiation.ring(index)?;
+        // The ring is stopped until the VMM says anew where it is and gives its descriptors.
+        (ring.addresses, ring.kick, ring.call, ring.base) = (None, None, None, Some(base as u16));
+        Ok(VhostUserVringState::new(index, base))
+    }
+
+    fn set_vring_kick(&self, index: u8, file: Option<File>) -> Result<()> {
+        let kick = notifier(file)?;
+        let mut inner = self.lock();
+        let ours = kick.try_clone().map_err(Error::ReqHandlerError)?;
+        inner.negotiation.ring(index.into())?.kick = Some(ours);
+        inner.tell(|device, _| device.set_vring_kick(index.into(), &kick))
+    }
+
+    fn set_vring_call(&self, index: u8, file: Option<File>) -> Result<()> {
+        let call = notifier(file)?;
+        let mut inner = self.lock();
+        let ours = call.try_clone().map_err(Error::ReqHandlerError)?;
+        inner.negotiation.ring(index.into())?.call = Some(ours);
+        inner.tell(|device, _| device.set_vring_call(index.into(), &call))
+    }
+
+    fn set_vring_err(&self, index: u8, file: Option<File>) -> Result<()> {
+        let err = notifier(file)?;
+        let mut inner = self.lock();
+        let ours = err.try_clone().map_err(Error::ReqHandlerError)?;
+        inner.negotiation.ring(index.into())?.err = Some(ours);
+        inner.tell(|device, _| device.set_vring_err(index.into(), &err))
+    }
+
+    fn get_protocol_features(&self) -> Result<VhostUserProtocolFeatures> {
+        Ok(self.lock().device.protocol_features)
+    }
+
+    fn set_protocol_features(&self, features: u64) -> Result<()> {
+        let offered = self.lock().device.protocol_features | VhostUserProtocolFeatures::REPLY_ACK;
+        if features & !offered.bits() != 0 { Err(Error::InvalidParam) } else { Ok(()) }
+    }
+
+    fn get_queue_num(&self) -> Result<u64> {
+        Ok(QUEUE_COUNT as u64)
+    }
+
+    fn set_vring_enable(&self, index: u32, enable: bool) -> Result<()> {
+        let mut inner = self.lock();
+        inner.negotiation.ring(index)?.enabled = Some(enable);
+        inner.tell(|device, _| device.set_vring_enable(index as usize, enable))
+    }
+
+    fn get_config(&self, offset: u32, size: u32, flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        let empty = vec![0; size as usize];
+        self.lock().ask(|device| device.get_config(offset, size, flags, &empty)).map(|(_, bytes)| bytes)
+    }
+
+    fn set_config(&self, _offset: u32, _bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
+        unsupported("the configuration space is read-only")
+    }
+
+    fn set_gpu_socket(&self, _gpu_backend: GpuBackend) -> Result<()> {
+        unsupported("GPU_SET_SOCKET")
+    }
+
+    fn get_shared_object(&self, _uuid: VhostUserSharedMsg) -> Result<File> {
+        unsupported("GET_SHARED_OBJECT")
+    }
+
+    fn get_inflight_fd(&self, _inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        unsupported("GET_INFLIGHT_FD")
+    }
+
+    fn set_inflight_fd(&self, _inflight: &VhostUserInflight, _file: File) -> Result<()> {
+        unsupported("SET_INFLIGHT_FD")
+    }
+
+    fn get_max_mem_slots(&self) -> Result<u64> {
+        Ok(MAX_MEMORIES as u64)
+    }
+
+    fn add_mem_region(
+        &self,
+        region: &VhostUserSingleMemoryRegion,
+        file: File,
+        _postcopy_listening: Option<bool>,
+    ) -> Result<Option<VhostUserMemoryRegionBase>> {
+        let mut inner = self.lock();
+        inner.negotiation.add_memory(region, file)?;
+        inner.tell(|device, negotiation| {
+            let added = negotiation.last_memory();
+            added.map_or(Ok(()), |memory| device.add_mem_region(memory).map(drop))
+        })?;
+        Ok(None)
+    }
+
+    fn remove_mem_region(&self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
+        let mut inner = self.lock();
+        let Some(removed) = inner.negotiation.remove_memory(region) else { return Err(Error::InvalidParam) };
+        inner.tell(|device, _| device.remove_mem_region(&removed))
+    }
+
+    fn set_device_state_fd(
+        &self,
+        _direction: VhostTransferStateDirection,
+        _phase: VhostTransferStatePhase,
+        _file: File,
+    ) -> Result<Option<File>> {
+        unsupported("SET_DEVICE_STATE_FD")
+    }
+
+    fn check_device_state(&self) -> Result<()> {
+        unsupported("CHECK_DEVICE_STATE")
+    }
+
+    fn get_shmem_config(&self) -> Result<VhostUserShMemConfig> {
+        unsupported("GET_SHMEM_CONFIG")
+    }
+
+    fn set_log_base(&self, _log: &VhostUserLog, _file: File) -> Result<()> {
+        unsupported("SET_LOG_BASE")
+    }
+}

@@ -1,0 +1,348 @@
+//! What the keeper and a device process say to each other.
+//!
+//! They share a socket of packets: one message is one packet, a [`Header`], then text for some, and descriptors. A packet that has been sent arrives even if its sender dies, so what a
+//! device process has [stored](ToKeeper::Store) outlives it without an answer.
+//!
+//! The keeper trusts nothing that a device process says. Everything here is bounded: [`MAX_PACKET`] bytes, [`MAX_FDS`] descriptors, and no packet makes the keeper allocate more than that.
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use host_bridge::framing::recv_some;
+use nix::sys::socket::{AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Maximum bytes of a packet.
+const MAX_PACKET: usize = 4096;
+/// Maximum descriptors in a packet.
+const MAX_FDS: usize = 2;
+
+/// The beginning of each packet.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Header {
+    kind: u32,
+    reserved: u32,
+    /// A channel's id, a client's or a question's number.
+    number: u64,
+}
+
+mod kind {
+    pub const CONFIG: u32 = 1;
+    pub const VMM: u32 = 2;
+    pub const RESTORE: u32 = 3;
+    pub const CLIENT: u32 = 4;
+    pub const ASK_STATUS: u32 = 5;
+    pub const END: u32 = 6;
+    pub const STORE: u32 = 17;
+    pub const FORGET: u32 = 18;
+    pub const STATUS: u32 = 19;
+    pub const GONE: u32 = 20;
+}
+
+/// What a device process needs to know of a channel that its predecessor opened. The keeper only holds it.
+#[derive(Debug)]
+pub struct Stored {
+    /// A memfd with the channel's extents.
+    pub extents: OwnedFd,
+    /// With transport `local`: the socket to the worker, which has the channel's memory mapped until it closes its end.
+    pub worker: Option<OwnedFd>,
+}
+
+/// From the keeper to a device process.
+#[derive(Debug)]
+pub enum ToDevice {
+    /// The configuration file as the keeper read it. Comes first, if there is a file.
+    Config {
+        /// Its path, for messages.
+        path: String,
+        /// A memfd with its text.
+        text: OwnedFd,
+    },
+    /// A VMM has connected. Comes once.
+    Vmm {
+        /// A listening socket with one connection in its queue, on which the keeper speaks vhost-user.
+        listening: OwnedFd,
+        /// Memory for the requests in progress (`vm::recovery`).
+        requests: OwnedFd,
+        /// How the predecessor ended, if there was one. The rings are resumed then.
+        resumed: Option<String>,
+    },
+    /// What the predecessor had stored. Comes before [`Vmm`](ToDevice::Vmm).
+    Restore {
+        /// The channel.
+        channel: u32,
+        /// What was stored.
+        stored: Stored,
+    },
+    /// A process of this host has connected.
+    Client {
+        /// Its number.
+        number: u64,
+        /// What the log calls it.
+        who: String,
+        /// The connection.
+        socket: OwnedFd,
+    },
+    /// Asks for a [`Status`](ToKeeper::Status).
+    AskStatus {
+        /// Repeated in the answer.
+        question: u64,
+    },
+    /// End all sessions and exit.
+    End,
+}
+
+/// From a device process to the keeper.
+#[derive(Debug)]
+pub enum ToKeeper {
+    /// Keep this for a successor, instead of what was stored for the channel before.
+    Store {
+        /// The channel.
+        channel: u32,
+        /// What to keep.
+        stored: Stored,
+    },
+    /// Forget what was stored for the channel.
+    Forget {
+        /// The channel.
+        channel: u32,
+    },
+    /// The status.
+    Status {
+        /// The question; 0 if nobody asked.
+        question: u64,
+        /// A file with JSON text.
+        text: OwnedFd,
+    },
+    /// A client's session is over, and its connection closed.
+    Gone {
+        /// Its number.
+        number: u64,
+    },
+}
+
+/// One end of the socket.
+#[derive(Debug)]
+pub struct Control(OwnedFd);
+
+impl From<OwnedFd> for Control {
+    fn from(socket: OwnedFd) -> Control {
+        Control(socket)
+    }
+}
+
+impl AsFd for Control {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// A connected pair.
+pub fn pair() -> io::Result<(Control, OwnedFd)> {
+    let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+    Ok((Control(ours), theirs))
+}
+
+fn malformed(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
+}
+
+fn channel(number: u64) -> io::Result<u32> {
+    u32::try_from(number).map_err(|_| malformed("a channel's id of more than 32 bits"))
+}
+
+/// A received packet.
+struct Packet {
+    kind: u32,
+    number: u64,
+    text: String,
+    fds: std::vec::IntoIter<OwnedFd>,
+}
+
+impl Packet {
+    fn fd(&mut self) -> io::Result<OwnedFd> {
+        self.fds.next().ok_or_else(|| malformed("a packet without its descriptor"))
+    }
+
+    fn stored(&mut self) -> io::Result<Stored> {
+        Ok(Stored { extents: self.fd()?, worker: self.fds.next() })
+    }
+}
+
+impl Control {
+    fn send(
+        &self,
+        kind: u32,
+        number: u64,
+        text: &str,
+        fds: &[BorrowedFd<'_>],
+        flags: MsgFlags,
+    ) -> io::Result<()> {
+        let header = Header { kind, reserved: 0, number };
+        // Only texts for people are ever that long.
+        let text = &text.as_bytes()[..text.len().min(MAX_PACKET - size_of::<Header>())];
+        let raw: Vec<_> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+        let rights = [ControlMessage::ScmRights(&raw)];
+        let control: &[ControlMessage<'_>] = if raw.is_empty() { &[] } else { &rights };
+        let parts = [IoSlice::new(header.as_bytes()), IoSlice::new(text)];
+        loop {
+            match sendmsg::<()>(self.0.as_raw_fd(), &parts, control, MsgFlags::MSG_NOSIGNAL | flags, None) {
+                Ok(_) => return Ok(()),
+                Err(nix::Error::EINTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+    }
+
+    /// The next packet. `None`: the other end is closed.
+    fn receive(&self) -> io::Result<Option<Packet>> {
+        // One byte more than a packet may have: a longer one shows.
+        let (mut bytes, mut fds) = ([0; MAX_PACKET + 1], Vec::new());
+        let length = loop {
+            match recv_some(self.0.as_fd(), &mut bytes, &mut fds) {
+                Ok(0) => return Ok(None),
+                Ok(length) => break length,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => fds.clear(),
+                // The other end died with packets that it had not read.
+                Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
+                Err(e) => return Err(e),
+            }
+        };
+        if length > MAX_PACKET || fds.len() > MAX_FDS {
+            return Err(malformed("a packet that is too long"));
+        }
+        let (header, text) = Header::read_from_prefix(&bytes[..length])
+            .map_err(|_| malformed("a packet shorter than its header"))?;
+        Ok(Some(Packet {
+            kind: header.kind,
+            number: header.number,
+            text: String::from_utf8_lossy(text).into_owned(),
+            fds: fds.into_iter(),
+        }))
+    }
+
+    /// Tells the device process something. Never blocks: one that does not read its packets is broken.
+    pub fn tell_device(&self, message: &ToDevice) -> io::Result<()> {
+        let send = |kind, number, text: &str, fds: &[BorrowedFd<'_>]| {
+            self.send(kind, number, text, fds, MsgFlags::MSG_DONTWAIT)
+        };
+        match message {
+            ToDevice::Config { path, text } => send(kind::CONFIG, 0, path, &[text.as_fd()]),
+            ToDevice::Vmm { listening, requests, resumed } => send(
+                kind::VMM,
+                resumed.is_some().into(),
+                resumed.as_deref().unwrap_or_default(),
+                &[listening.as_fd(), requests.as_fd()],
+            ),
+            ToDevice::Restore { channel, stored } => self.restore(*channel, stored),
+            ToDevice::Client { number, who, socket } => send(kind::CLIENT, *number, who, &[socket.as_fd()]),
+            ToDevice::AskStatus { question } => send(kind::ASK_STATUS, *question, "", &[]),
+            ToDevice::End => send(kind::END, 0, "", &[]),
+        }
+    }
+
+    /// Gives a device process what its predecessor had stored.
+    pub fn restore(&self, channel: u32, stored: &Stored) -> io::Result<()> {
+        self.send_stored(kind::RESTORE, channel, stored, MsgFlags::MSG_DONTWAIT)
+    }
+
+    fn send_stored(&self, kind: u32, channel: u32, stored: &Stored, flags: MsgFlags) -> io::Result<()> {
+        let fds: Vec<_> = std::iter::once(&stored.extents).chain(&stored.worker).map(AsFd::as_fd).collect();
+        self.send(kind, channel.into(), "", &fds, flags)
+    }
+
+    /// The keeper's next message; `None` if the keeper is gone. Blocks.
+    pub fn next_from_keeper(&self) -> io::Result<Option<ToDevice>> {
+        let Some(mut packet) = self.receive()? else { return Ok(None) };
+        Ok(Some(match packet.kind {
+            kind::CONFIG => ToDevice::Config { text: packet.fd()?, path: packet.text },
+            kind::VMM => ToDevice::Vmm {
+                listening: packet.fd()?,
+                requests: packet.fd()?,
+                resumed: (packet.number != 0).then_some(packet.text),
+            },
+            kind::RESTORE => ToDevice::Restore { channel: channel(packet.number)?, stored: packet.stored()? },
+            kind::CLIENT => {
+                ToDevice::Client { number: packet.number, socket: packet.fd()?, who: packet.text }
+            }
+            kind::ASK_STATUS => ToDevice::AskStatus { question: packet.number },
+            kind::END => ToDevice::End,
+            _ => return Err(malformed("a packet of unknown kind")),
+        }))
+    }
+
+    /// Tells the keeper something. Blocks while the keeper has much to read.
+    pub fn tell_keeper(&self, message: &ToKeeper) -> io::Result<()> {
+        let flags = MsgFlags::empty();
+        match message {
+            ToKeeper::Store { channel, stored } => self.send_stored(kind::STORE, *channel, stored, flags),
+            ToKeeper::Forget { channel } => self.send(kind::FORGET, (*channel).into(), "", &[], flags),
+            ToKeeper::Status { question, text } => {
+                self.send(kind::STATUS, *question, "", &[text.as_fd()], flags)
+            }
+            ToKeeper::Gone { number } => self.send(kind::GONE, *number, "", &[], flags),
+        }
+    }
+
+    /// A device process's next message; `None` if the process is gone. Does not block if the socket is readable.
+    pub fn next_from_device(&self) -> io::Result<Option<ToKeeper>> {
+        let Some(mut packet) = self.receive()? else { return Ok(None) };
+        Ok(Some(match packet.kind {
+            kind::STORE => ToKeeper::Store { channel: channel(packet.number)?, stored: packet.stored()? },
+            kind::FORGET => ToKeeper::Forget { channel: channel(packet.number)? },
+            kind::STATUS => ToKeeper::Status { question: packet.number, text: packet.fd()? },
+            kind::GONE => ToKeeper::Gone { number: packet.number },
+            _ => return Err(malformed("a packet of unknown kind")),
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn file() -> OwnedFd {
+        std::fs::File::open("/dev/null").unwrap().into()
+    }
+
+    #[test]
+    fn what_was_sent_arrives_after_its_senders_end() {
+        let (keeper, theirs) = pair().unwrap();
+        let device = Control::from(theirs);
+        let stored = Stored { extents: file(), worker: Some(file()) };
+        device.tell_keeper(&ToKeeper::Store { channel: 7, stored }).unwrap();
+        device.tell_keeper(&ToKeeper::Forget { channel: 9 }).unwrap();
+        drop(device);
+        let first = keeper.next_from_device().unwrap();
+        assert!(matches!(&first, Some(ToKeeper::Store { channel: 7, stored }) if stored.worker.is_some()));
+        assert!(matches!(keeper.next_from_device(), Ok(Some(ToKeeper::Forget { channel: 9 }))));
+        assert!(keeper.next_from_device().unwrap().is_none());
+    }
+
+    #[test]
+    fn the_keeper_never_waits_for_a_device_process_that_does_not_read() {
+        let (keeper, _theirs) = pair().unwrap();
+        let refused = (0..1_000_000).find_map(|_| keeper.tell_device(&ToDevice::End).err());
+        assert_eq!(refused.unwrap().kind(), io::ErrorKind::WouldBlock);
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_packets_are_refused_or_understood(bytes in proptest::collection::vec(any::<u8>(), 1..5000), descriptors in 0usize..6) {
+            let (keeper, theirs) = pair().unwrap();
+            let files: Vec<OwnedFd> = (0..descriptors).map(|_| file()).collect();
+            let raw: Vec<_> = files.iter().map(AsRawFd::as_raw_fd).collect();
+            let rights = [ControlMessage::ScmRights(&raw)];
+            let control: &[ControlMessage<'_>] = if raw.is_empty() { &[] } else { &rights };
+            sendmsg::<()>(theirs.as_raw_fd(), &[IoSlice::new(&bytes)], control, MsgFlags::empty(), None).unwrap();
+            drop(theirs);
+            let packet = keeper.next_from_device();
+            if bytes.len() < size_of::<Header>() || bytes.len() > MAX_PACKET || descriptors > MAX_FDS {
+                prop_assert!(packet.is_err());
+            }
+            prop_assert!(keeper.next_from_device().unwrap().is_none());
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! What outlives a device process, so that its successor can go on with the guest: the requests in progress, and the channels.
+//!
+//! - [`Requests`] is memory that the keeper gives to one device process after the other. It says which descriptor chains of the request queue were taken and not answered; the vhost-user
+//!   specification describes the same under "Inflight I/O tracking". A successor executes them again.
+//! - [`Store`] tells the keeper of each channel. A successor finds the programs with it, tells them that their sessions are over, and knows when the workers that had mapped their
+//!   memory ([`Leftover`]) have let go of it.
+//!
+//! The content comes from a process that a guest may have taken over. It belongs to that guest alone, and everything is checked like the guest's own requests.
+
+use std::io::{self, ErrorKind};
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
+use std::time::{Duration, Instant};
+
+use host_bridge::bridge::Closed;
+use host_bridge::framing::recv_some;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use nix::sys::socket::{Shutdown, shutdown};
+use protocol::device::{Extent, MAX_EXTENTS};
+use virtio_queue::desc::split::Descriptor;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::device::QUEUE_SIZE;
+use crate::keeper::process::memory_file;
+use crate::link::{Control, Stored, ToKeeper};
+
+/// Bytes of the memory for requests in progress.
+pub const REQUESTS_SIZE: u64 = 4096;
+
+/// What lies in it.
+#[repr(C)]
+struct Table {
+    /// The used ring's index after the last answer that is complete here.
+    used: AtomicU16,
+    /// The chain that was answered last.
+    last: AtomicU16,
+    /// By head: whether the chain was taken and not answered.
+    taken: [AtomicU8; QUEUE_SIZE],
+}
+
+const _: () = assert!(size_of::<Table>() <= REQUESTS_SIZE as usize);
+
+/// The requests in progress.
+#[derive(Debug)]
+pub struct Requests(NonNull<Table>);
+
+// SAFETY: the mapping belongs to no thread, and its content is made of atomics.
+unsafe impl Send for Requests {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Requests {}
+
+impl Requests {
+    /// Maps the keeper's file.
+    pub fn map(file: &OwnedFd) -> io::Result<Requests> {
+        let size = const { NonZeroUsize::new(REQUESTS_SIZE as usize).unwrap() };
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice. The keeper has sealed the file against shrinking.
+        let at = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, file, 0) }?;
+        Ok(Requests(at.cast()))
+    }
+
+    fn table(&self) -> &Table {
+        // SAFETY: mapped, page-aligned and large enough until `drop`; the table is made of atomics, for which any bytes are valid.
+        unsafe { self.0.as_ref() }
+    }
+
+    /// A chain was taken from the queue. Nothing has been done for it yet.
+    pub fn taken(&self, head: u16) {
+        if let Some(taken) = self.table().taken.get(usize::from(head)) {
+            taken.store(1, Ordering::SeqCst);
+        }
+    }
+
+    /// The chain's answer is about to be published: the used ring's index rises after this.
+    pub fn answering(&self, head: u16) {
+        self.table().last.store(head, Ordering::SeqCst);
+    }
+
+    /// The chain's answer is published, and the used ring's index is `used`.
+    pub fn answered(&self, head: u16, used: u16) {
+        if let Some(taken) = self.table().taken.get(usize::from(head)) {
+            taken.store(0, Ordering::SeqCst);
+        }
+        self.table().used.store(used, Ordering::SeqCst);
+    }
+
+    /// The queue has stopped, and the driver expects no answers.
+    pub fn reset(&self) {
+        self.table().taken.iter().for_each(|taken| taken.store(0, Ordering::SeqCst));
+        self.table().used.store(0, Ordering::SeqCst);
+    }
+
+    /// The chains in progress, given the used ring's index in guest memory.
+    pub fn recover(&self, used: u16) -> Vec<u16> {
+        let table = self.table();
+        if table.used.load(Ordering::SeqCst) != used {
+            // The process ended between the answer and `answered`.
+            self.answered(table.last.load(Ordering::SeqCst), used);
+        }
+        let taken = table.taken.iter().enumerate().filter(|(_, taken)| taken.load(Ordering::SeqCst) != 0);
+        taken.filter_map(|(head, _)| u16::try_from(head).ok()).collect()
+    }
+}
+
+impl Drop for Requests {
+    fn drop(&mut self) {
+        // SAFETY: `map` made this mapping, and references to it live no longer than `self`.
+        let _ = unsafe { munmap(self.0.cast(), REQUESTS_SIZE as usize) };
+    }
+}
+
+/// The descriptors of a chain that was taken from a queue earlier. A loop ends after as many as the queue is long.
+pub fn chain(memory: &GuestMemoryMmap, table: u64, size: u16, head: u16) -> Vec<Descriptor> {
+    let read = |table: u64, index: u16| -> Option<Descriptor> {
+        let at = table.checked_add(u64::from(index) * size_of::<Descriptor>() as u64)?;
+        memory.read_obj(GuestAddress(at)).ok()
+    };
+    let (mut table, mut count) = (table, size);
+    let mut next = (head < size).then_some(head);
+    let (mut found, mut indirect) = (Vec::new(), false);
+    while let Some(descriptor) = next.and_then(|index| read(table, index))
+        && found.len() < usize::from(u16::MAX)
+    {
+        if descriptor.refers_to_indirect_table() {
+            let entries = descriptor.len() as usize / size_of::<Descriptor>();
+            let entries = u16::try_from(entries).unwrap_or(0);
+            if indirect || entries == 0 {
+                break;
+            }
+            (table, count, next, indirect) = (descriptor.addr().0, entries, Some(0), true);
+            continue;
+        }
+        found.push(descriptor);
+        if found.len() >= usize::from(count) {
+            break;
+        }
+        next = (descriptor.has_next() && descriptor.next() < count).then(|| descriptor.next());
+    }
+    found
+}
+
+/// Remembers channels for a successor.
+#[derive(Debug)]
+pub struct Store(Arc<Control>);
+
+/// A channel's extents, ready to be stored.
+#[derive(Debug)]
+pub struct Extents(OwnedFd);
+
+impl Extents {
+    /// Writes the extents into a file.
+    pub fn new(extents: &[Extent]) -> io::Result<Extents> {
+        memory_file(c"extents", extents.as_bytes()).map(Extents)
+    }
+}
+
+impl Store {
+    /// Stores with the keeper.
+    pub fn new(control: Arc<Control>) -> Store {
+        Store(control)
+    }
+
+    /// Remembers a channel, and the socket to the worker that maps its memory.
+    pub fn remember(
+        &self,
+        channel: u32,
+        extents: &Extents,
+        worker: Option<BorrowedFd<'_>>,
+    ) -> io::Result<()> {
+        let worker = worker.map(|worker| worker.try_clone_to_owned()).transpose()?;
+        let stored = Stored { extents: extents.0.try_clone()?, worker };
+        self.0.tell_keeper(&ToKeeper::Store { channel, stored })
+    }
+
+    /// Forgets a channel: nothing can touch its memory any more.
+    pub fn forget(&self, channel: u32) {
+        // Without a keeper there is no successor.
+        let _ = self.0.tell_keeper(&ToKeeper::Forget { channel });
+    }
+}
+
+/// A channel of a predecessor.
+#[derive(Debug)]
+pub struct Leftover {
+    /// Its memory.
+    pub extents: Vec<Extent>,
+    worker: Option<OwnedFd>,
+}
+
+impl Leftover {
+    /// Tells the worker, if there is one, that the session is over.
+    pub fn new(stored: Stored) -> io::Result<Leftover> {
+        let file = std::fs::File::from(stored.extents);
+        let size = file.metadata()?.len();
+        if size > u64::from(MAX_EXTENTS) * size_of::<Extent>() as u64 {
+            return Err(io::Error::new(ErrorKind::InvalidData, "a channel with too many extents"));
+        }
+        let mut bytes = vec![0; size as usize];
+        file.read_exact_at(&mut bytes, 0)?;
+        let (extents, _) = bytes.as_chunks::<{ size_of::<Extent>() }>();
+        let extents = extents.iter().filter_map(|extent| Extent::read_from_bytes(extent).ok()).collect();
+        if let Some(worker) = &stored.worker {
+            // The worker finds the end of its client, as if nobody held the socket.
+            let _ = shutdown(worker.as_raw_fd(), Shutdown::Write);
+        }
+        Ok(Leftover { extents, worker: stored.worker })
+    }
+
+    /// Waits up to `patience` until no worker has the channel's memory mapped.
+    pub fn close(&self, patience: Duration) -> Closed {
+        let Some(worker) = &self.worker else { return Closed::Released };
+        let deadline = Instant::now() + patience;
+        let (mut bytes, mut fds) = ([0; 4096], Vec::new());
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now()).as_millis();
+            let limit = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+            match poll(&mut [PollFd::new(worker.as_fd(), PollFlags::POLLIN)], limit) {
+                Ok(0) => return Closed::StillHeld,
+                Ok(_) | Err(nix::Error::EINTR) => {}
+                Err(_) => return Closed::Released,
+            }
+            match recv_some(worker.as_fd(), &mut bytes, &mut fds) {
+                Ok(0) => return Closed::Released,
+                Ok(_) => fds.clear(),
+                Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
+                Err(_) => return Closed::Released,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn requests() -> (OwnedFd, Requests) {
+        let file = nix::sys::memfd::memfd_create(c"test", nix::sys::memfd::MFdFlags::MFD_CLOEXEC).unwrap();
+        nix::unistd::ftruncate(&file, REQUESTS_SIZE as i64).unwrap();
+        let requests = Requests::map(&file).unwrap();
+        (file, requests)
+    }
+
+    #[test]
+    fn a_successor_finds_the_requests_without_an_answer() {
+        let (file, requests) = requests();
+        [5, 9, 1023, 7].into_iter().for_each(|head| requests.taken(head));
+        requests.answering(9);
+        requests.answered(9, 1);
+        assert_eq!(Requests::map(&file).unwrap().recover(1), [5, 7, 1023]);
+        requests.reset();
+        assert!(requests.recover(0).is_empty());
+    }
+
+    #[test]
+    fn an_answer_that_was_just_published_is_not_given_again() {
+        let (file, requests) = requests();
+        [5, 9].into_iter().for_each(|head| requests.taken(head));
+        // The process ends here, after the used ring's index has risen.
+        requests.answering(5);
+        let successor = Requests::map(&file).unwrap();
+        assert_eq!(successor.recover(1), [9]);
+        assert_eq!(successor.recover(1), [9], "also to the next successor");
+    }
+
+    #[test]
+    fn an_answer_that_was_not_published_is_given_again() {
+        let (_file, requests) = requests();
+        requests.taken(5);
+        requests.answering(5);
+        assert_eq!(requests.recover(0), [5]);
+    }
+
+    fn memory(descriptors: &[(u16, Descriptor)]) -> GuestMemoryMmap {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
+        for (index, descriptor) in descriptors {
+            memory.write_obj(*descriptor, GuestAddress(u64::from(*index) * 16)).unwrap();
+        }
+        memory
+    }
+
+    #[test]
+    fn a_chain_is_read_again_also_from_an_indirect_table() {
+        let (next, write, indirect) = (1, 2, 4);
+        let direct = [(3, Descriptor::new(0x100, 32, next, 1)), (1, Descriptor::new(0x200, 264, write, 0))];
+        let found = chain(&memory(&direct), 0, 8, 3);
+        assert_eq!(
+            found.iter().map(|d| (d.addr().0, d.len())).collect::<Vec<_>>(),
+            [(0x100, 32), (0x200, 264)]
+        );
+        // The table lies at 0x1000.
+        let table = [
+            (2, Descriptor::new(0x1000, 32, indirect, 0)),
+            (0x100, Descriptor::new(0x300, 1, next, 1)),
+            (0x101, Descriptor::new(0x400, 2, write, 0)),
+        ];
+        let found = chain(&memory(&table), 0, 8, 2);
+        assert_eq!(found.iter().map(|d| (d.addr().0, d.len())).collect::<Vec<_>>(), [(0x300, 1), (0x400, 2)]);
+    }
+
+    proptest! {
+        #[test]
+        fn any_descriptors_give_a_bounded_chain(entries in proptest::collection::vec((0u64..0x20000, any::<u32>(), 0u16..8, any::<u16>()), 16), head in 0u16..32) {
+            let descriptors: Vec<_> = entries.iter().zip(0u16..).map(|((addr, len, flags, next), index)| (index, Descriptor::new(*addr, *len, *flags, *next))).collect();
+            prop_assert!(chain(&memory(&descriptors), 0, 16, head).len() <= usize::from(u16::MAX));
+        }
+    }
+}

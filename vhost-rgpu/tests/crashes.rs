@@ -1,0 +1,336 @@
+//! What happens when a device process ends unexpectedly: its guest gets another one without noticing more than lost sessions, and nobody else notices anything.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+mod daemon;
+mod guest;
+
+use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
+
+use daemon::Daemon;
+use guest::{Guest, create, message, plain};
+use host_bridge::framing::{recv_frame, recv_struct, send_frame, send_message};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use protocol::channel::{NO_SLOT, State};
+use protocol::data::{HostIn, HostOut, HostRange};
+use protocol::device::{
+    Answer, CONTROL_QUEUE, DOORBELL_QUEUE, EVENT_QUEUE, EVENT_WAKE, Event, Extent, Request, request,
+};
+use protocol::handle::StreamId;
+use protocol::link::{Ack, Hello, frame, wish};
+use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
+use test_kit::channel::in_a_file;
+use test_kit::link::welcome;
+use test_kit::native_client::{NativeClient, create_channel};
+use test_kit::server::{Behavior, FakeServer};
+use test_kit::*;
+use vhost::VhostBackend;
+use zerocopy::{FromBytes, IntoBytes};
+
+/// The process that serves the guest, or this user's programs.
+fn device_process(daemon: &Daemon, serves: &str) -> i32 {
+    let status = daemon.status();
+    let rows = status["device_processes"].as_array().unwrap();
+    let row = rows.iter().find(|row| row["serves"].as_str().unwrap().starts_with(serves)).unwrap();
+    i32::try_from(row["process"].as_u64().unwrap()).unwrap()
+}
+
+/// Kills the guest's device process and waits until another one serves it.
+fn crash(daemon: &Daemon) {
+    let (process, before) = (device_process(daemon, "vm"), daemon.number("device_processes_restarted"));
+    kill(Pid::from_raw(process), Signal::SIGKILL).unwrap();
+    eventually(|| daemon.number("device_processes_restarted") == before + 1);
+    assert_ne!(device_process(daemon, "vm"), process);
+}
+
+/// A native client with a channel.
+fn native(daemon: &Daemon) -> (NativeClient, test_kit::channel::Channel) {
+    let client = NativeClient::connect(&daemon.native()).unwrap();
+    let (file, view) = in_a_file(1 << 20, "neighbor");
+    client.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
+    let (answer, reason, mut fds) = client.response().unwrap().unwrap();
+    assert_eq!((answer, reason.as_str()), (Answer::Ok, ""));
+    let doorbell = fds.pop().unwrap();
+    let channel = test_kit::channel::Channel::new(view, move || {
+        nix::unistd::write(&doorbell, &1u64.to_ne_bytes()).unwrap();
+    });
+    (client, channel)
+}
+
+#[test]
+fn a_guest_goes_on_after_its_device_process_was_killed() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let (mut channel, other) = (guest.create(0), guest.create(1));
+    channel.synchronize();
+    for round in 1..=3 {
+        let events = [guest.post_event(), guest.post_event()];
+        crash(&daemon);
+        // Both programs learn why their sessions are over, and their sleeping threads are woken.
+        let mut woken = Vec::new();
+        for at in events {
+            assert_eq!(guest.wait_used(EVENT_QUEUE).1, 8);
+            let event = Event::read_from_bytes(&guest.read::<8>(at)).unwrap();
+            assert_eq!(event.kind, EVENT_WAKE);
+            woken.push(event.channel);
+        }
+        woken.sort_unstable();
+        assert_eq!(woken, [0, 1]);
+        for channel in [&channel, &other] {
+            assert_eq!(channel.view().header().state(), State::Lost);
+            let reason = channel.view().header().reason();
+            assert!(
+                reason.contains("was killed by SIGKILL") && reason.contains("start the program again"),
+                "{reason}"
+            );
+        }
+        eventually(|| daemon.number("sessions_lost") == 2 * round);
+        // What the driver still asks about these channels has an answer, and the next programs are served.
+        let unregister = Request { region: 3, ..plain(request::UNREGISTER_MEMORY, 0) };
+        assert_eq!(guest.ask(unregister, &[]), (Answer::Ok, String::new()));
+        let extents = scattered(5000, 1);
+        let register = Request { kind: request::REGISTER_MEMORY, region: 4, ..create(0, &extents) };
+        assert_eq!(guest.ask(register, &extents).0, Answer::Invalid);
+        for id in [0, 1] {
+            assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, id), &[]), (Answer::Ok, String::new()));
+            assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, id), &[]).0, Answer::Invalid);
+        }
+        channel = guest.create(0);
+        guest.create(1);
+        channel.synchronize();
+    }
+    assert_eq!(daemon.sessions(), 2);
+    guest.reset();
+    assert_eq!(daemon.sessions(), 0);
+}
+
+#[test]
+fn requests_in_progress_are_answered_by_the_successor() {
+    let server = FakeServer::start(Behavior { hold_data: true, ..Behavior::default() });
+    let daemon = Daemon::serving(&server);
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let extents = scattered(100_000, 4);
+    let register = Request { kind: request::REGISTER_MEMORY, region: 1, ..create(0, &extents) };
+    assert_eq!(guest.ask(register, &extents).0, Answer::Ok);
+    let dst = HostOut(HostRange { len: 5, ..region(1, 0, 0) });
+    channel.push(&MemcpyDtoH { stream: StreamId(0), src: 1, dst }, NO_SLOT);
+    eventually(|| server.commands().len() == 1);
+    // The server is held in the copy, so the region cannot be let go. A later request is answered before.
+    let (slow, slow_at) =
+        guest.send(&message(Request { region: 1, ..plain(request::UNREGISTER_MEMORY, 0) }, &[]));
+    let (quick, _) = guest.send(&message(plain(request::DESTROY_CHANNEL, 77), &[]));
+    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, quick);
+    crash(&daemon);
+    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, slow);
+    assert_eq!(guest.answer_at(slow_at), (Answer::Ok, String::new()));
+    assert_eq!(guest.used(CONTROL_QUEUE), None, "each request is answered once");
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]).0, Answer::Ok);
+    guest.create(0);
+}
+
+/// A server that accepts connections and never says anything. Gives its address and how many have come.
+fn mute_server() -> (String, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (address, count) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
+    let for_thread = count.clone();
+    std::thread::spawn(move || {
+        let mut open = Vec::new();
+        for connection in listener.incoming() {
+            open.push(connection);
+            for_thread.fetch_add(1, Ordering::SeqCst);
+        }
+    });
+    (format!("tcp:{address}"), count)
+}
+
+#[test]
+fn a_channel_that_was_being_created_is_created_by_the_successor() {
+    let (address, connections) = mute_server();
+    let daemon = Daemon::start(&["--server", &address]);
+    let mut guest = Guest::connect(&daemon);
+    let (extents, geometry) = guest.prepare(1);
+    let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
+    let (head, at) = guest.send(&message(create(1, &extents), &extents));
+    eventually(|| connections.load(Ordering::SeqCst) == 1);
+    crash(&daemon);
+    eventually(|| connections.load(Ordering::SeqCst) == 2);
+    assert_ne!(view.header().state(), State::Lost, "the program has no session yet that could be lost");
+    // The server stays mute, and that is what the guest is told, once.
+    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, head);
+    assert_eq!(guest.answer_at(at).0, Answer::NoServer);
+    assert_eq!(guest.used(CONTROL_QUEUE), None);
+}
+
+#[test]
+fn a_program_that_waits_in_a_servers_queue_learns_of_the_crash() {
+    let server = FakeServer::start(Behavior { queue: &[7], never_serves: true, ..Behavior::default() });
+    let daemon = Daemon::serving(&server);
+    let mut guest = Guest::connect(&daemon);
+    let (extents, geometry) = guest.prepare(2);
+    let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
+    view.header().set_wishes(wish::MAY_WAIT);
+    assert_eq!(guest.ask(create(2, &extents), &extents), (Answer::Ok, String::new()));
+    assert_eq!(view.header().state(), State::Waiting);
+    crash(&daemon);
+    eventually(|| view.header().state() == State::Lost);
+    eventually(|| server.left() == 1);
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 2), &[]), (Answer::Ok, String::new()));
+}
+
+/// A server on this host that takes one session and its memory, and closes it when it is told to. The receiver gets a message when the client is gone.
+fn local_server(path: &Path) -> (mpsc::Receiver<()>, mpsc::Sender<()>) {
+    let listener = std::os::unix::net::UnixListener::bind(path).unwrap();
+    let ((gone, is_gone), (close, may_close)) = (mpsc::channel(), mpsc::channel());
+    std::thread::spawn(move || {
+        let (socket, _) = listener.accept().unwrap();
+        recv_struct::<Hello>(socket.as_fd(), &mut Vec::new()).unwrap().unwrap();
+        send_message(socket.as_fd(), &[welcome(Answer::Ok, "").as_bytes()], &[]).unwrap();
+        let mut fds: Vec<OwnedFd> = Vec::new();
+        recv_frame(socket.as_fd(), &mut Vec::new(), &mut fds).unwrap().unwrap();
+        send_frame(socket.as_fd(), frame::ACK, &[Ack { status: 0, reserved: 0 }.as_bytes()], &[]).unwrap();
+        assert_eq!(recv_frame(socket.as_fd(), &mut Vec::new(), &mut Vec::new()).unwrap(), None);
+        gone.send(()).unwrap();
+        may_close.recv().unwrap();
+        drop((socket, fds));
+    });
+    (is_gone, close)
+}
+
+#[test]
+fn a_lost_channels_memory_is_the_guests_only_when_its_worker_has_let_go() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("server.sock");
+    let (gone, close) = local_server(&path);
+    let daemon = Daemon::start(&["--server", &format!("unix:{}", path.display()), "--transport", "local"]);
+    let mut guest = Guest::connect(&daemon);
+    let channel = guest.create(0);
+    crash(&daemon);
+    gone.recv_timeout(PATIENCE).unwrap();
+    eventually(|| channel.view().header().state() == State::Lost);
+    let (destroy, at) = guest.send(&message(plain(request::DESTROY_CHANNEL, 0), &[]));
+    let (quick, _) = guest.send(&message(plain(request::DESTROY_CHANNEL, 77), &[]));
+    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, quick);
+    // Yet another process in between changes nothing.
+    crash(&daemon);
+    let (quick, _) = guest.send(&message(plain(request::DESTROY_CHANNEL, 78), &[]));
+    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, quick);
+    close.send(()).unwrap();
+    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, destroy);
+    assert_eq!(guest.answer_at(at), (Answer::Ok, String::new()));
+}
+
+#[test]
+fn a_crash_affects_no_neighbor() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let (client, mut neighbor) = native(&daemon);
+    let _channel = guest.create(0);
+    let copies = |channel: &mut test_kit::channel::Channel, seed: u64| {
+        let bytes = pattern(100_000, seed);
+        channel.write_arena(0, &bytes);
+        let src = HostIn::Range(arena(0, 100_000));
+        channel.push(&MemcpyHtoD { stream: StreamId(0), dst: 1, src }, NO_SLOT);
+        channel.push(
+            &MemcpyDtoH { stream: StreamId(0), src: 1, dst: HostOut(arena(200_000, 100_000)) },
+            NO_SLOT,
+        );
+        channel.synchronize();
+        assert!(channel.read_arena(200_000, 100_000) == bytes);
+    };
+    copies(&mut neighbor, 1);
+    crash(&daemon);
+    copies(&mut neighbor, 2);
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]).0, Answer::Ok);
+    let mut channel = guest.create(0);
+    // The other way round: the programs of a user end with their device process, and the next ones are served.
+    kill(Pid::from_raw(device_process(&daemon, "user")), Signal::SIGKILL).unwrap();
+    assert!(client.is_closed());
+    copies(&mut channel, 3);
+    let (_client, mut next) = native(&daemon);
+    copies(&mut next, 4);
+    assert!(daemon.log().contains("the sessions of 1 clients"), "{}", daemon.log());
+}
+
+#[test]
+fn a_vmm_that_takes_memory_away_harms_only_its_own_guest() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let (_client, mut neighbor) = native(&daemon);
+    neighbor.synchronize();
+    let channel = guest.create(5);
+    let file = guest.memories.files().next().unwrap().1.try_clone().unwrap();
+    let process = device_process(&daemon, "vm");
+    // The queues stay, and the channel's pages are gone: whoever touches them gets SIGBUS.
+    std::mem::forget(channel);
+    nix::unistd::ftruncate(&file, 4 << 20).unwrap();
+    guest.kick(DOORBELL_QUEUE);
+    eventually(|| daemon.log().contains(&format!("its device process {process} was killed by SIGBUS")));
+    // Its memory is not what was negotiated any more, so the VMM is disconnected. Nobody else notices.
+    eventually(|| daemon.log().contains("does not accept what was negotiated"));
+    eventually(|| daemon.log().contains("the VMM's connection ended"));
+    neighbor.synchronize();
+    drop(guest);
+    let mut next = Guest::connect(&daemon);
+    next.create(0).synchronize();
+    neighbor.synchronize();
+}
+
+#[test]
+fn a_killed_keeper_leaves_no_process_behind() {
+    let mut daemon = Daemon::serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    guest.create(0).synchronize();
+    let (_client, _channel) = native(&daemon);
+    let processes = daemon.children();
+    assert_eq!(processes.len(), 2);
+    daemon.end(Signal::SIGKILL);
+    for process in processes {
+        let gone = || kill(Pid::from_raw(process), None).is_err() || is_zombie(process);
+        until("the device process has ended", gone);
+    }
+}
+
+fn is_zombie(process: i32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('Z'))
+}
+
+#[test]
+fn a_crash_in_the_middle_of_the_negotiation_is_made_up_for() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    for _ in 0..4 {
+        // The messages have no answer: the crash comes somewhere in between.
+        guest.reset();
+        (0..3).for_each(|index| guest.start(index));
+        crash(&daemon);
+        guest.create(0).synchronize();
+    }
+}
+
+#[test]
+fn a_memory_table_in_pieces_is_negotiated_again() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let added: Vec<OwnedFd> = (0..40).map(|_| memfd(4096)).collect();
+    for (index, file) in added.iter().enumerate() {
+        guest.add_memory(1 << 32 | (index as u64) << 12, 4096, file);
+    }
+    guest.remove_memory(1 << 32, 4096);
+    // The messages before have no answer, and this one has.
+    guest.frontend.get_features().unwrap();
+    crash(&daemon);
+    guest.create(0).synchronize();
+    let there = [Extent { addr: 1 << 32 | 39 << 12, len: 4096 }];
+    let removed = [Extent { addr: 1 << 32, len: 4096 }];
+    let register =
+        |extents: &[Extent], region| Request { kind: request::REGISTER_MEMORY, region, ..create(0, extents) };
+    assert_eq!(guest.ask(register(&there, 1), &there), (Answer::Ok, String::new()));
+    assert_eq!(guest.ask(register(&removed, 2), &removed).0, Answer::Invalid);
+}
