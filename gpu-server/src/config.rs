@@ -193,7 +193,7 @@ pub struct Backing {
     /// Number of software devices
     #[arg(id = "software.devices", long = "software-devices", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=32))]
     pub software_devices: u32,
-    /// For tests: how software devices delay their callers, as NVIDIA's driver does. A list of queue=N, waiting-calls, context-ms=N, call-us=N, seed=N, separated by commas
+    /// For tests: how software devices delay their callers, as NVIDIA's driver does. A list of queue=N, hardware-queues=N, waiting-calls, context-ms=N, call-us=N, seed=N, separated by commas
     #[arg(
         id = "software.imitate",
         long = "software-imitate",

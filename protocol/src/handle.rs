@@ -45,9 +45,9 @@ handles! {
     /// A linker: `CUlinkState`.
     LinkId(u32);
     /// A kernel: module in the upper half, the function's index in that module's function table in the lower.
-    FunctionId(u64);
+    FunctionId(u64) => Function;
     /// An instantiated graph.
-    GraphId(u32);
+    GraphId(u32) => Graph;
     /// An array, a mipmapped array, or a level of one.
     ArrayId(u32);
     /// A wait of a stream for the client ([`crate::ops::stream::StreamHostWait`]).
@@ -67,6 +67,10 @@ pub enum Handle {
     Stream(StreamId),
     /// The command records, waits for or changes this event.
     Event(EventId),
+    /// The command uses this function, or changes it.
+    Function(FunctionId),
+    /// The command uses this instantiated graph, or changes it.
+    Graph(GraphId),
 }
 
 impl FunctionId {

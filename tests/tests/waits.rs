@@ -55,6 +55,29 @@ fn many_short_copies_pass_through_a_full_queue() -> Result<()> {
     rig.check_healthy()
 }
 
+/// Streams that wait for host functions take no hardware queue, so neither the copies of other streams nor those that bring managed memory to a host function wait for them.
+#[test]
+fn more_streams_wait_for_the_program_than_there_are_hardware_queues() -> Result<()> {
+    for queues in [1, 2] {
+        let imitate = format!("hardware-queues={queues},waiting-calls");
+        let mut rig = Rig::with("waits-hardware-queues", &["--software-imitate", &imitate], &[])?;
+        for name in [
+            "held_streams",
+            "held_calls",
+            "callback_load",
+            "graph_host",
+            "managed_neighbors",
+            "stream_memory",
+        ] {
+            for transport in TRANSPORTS {
+                passes(&rig, transport, name, &[], None).with_context(|| format!("with {queues} queues"))?;
+            }
+        }
+        rig.check_healthy()?;
+    }
+    Ok(())
+}
+
 /// Copies of all kinds, loading, graphs, host functions, mirrored and managed memory, threads.
 const PROGRAMS: [&str; 26] = [
     "alloc_churn",

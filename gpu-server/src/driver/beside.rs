@@ -1,27 +1,19 @@
 //! What a client may need before a device goes on, whatever the dispatcher does.
 //!
-//! A stream that waits for the client ends its wait with a later command, and a host function of the client's may need the bytes of a mirror, or a kernel a word of one, which a later command
-//! carries. A call of the driver's that waits for such a stream or kernel keeps the dispatcher, and all commands behind it. So these few are also executed beside it
+//! A host function of the client's may need the bytes of a mirror, or a kernel a word of one, which a later command
+//! carries. A call of the driver's that waits for such a kernel keeps the dispatcher, and all commands behind it. So these few are also executed beside it
 //! ([`crate::worker`]), by what each backend shares for that: nothing here calls the driver.
 
 use protocol::Status;
 use protocol::channel::{MAX_PAYLOAD, NO_SLOT, Record};
-use protocol::handle::TicketId;
 use protocol::ops::memory::{HostPatch, HostRead, HostReadReply, HostWrite, WordPatch};
-use protocol::ops::stream::StreamHostSignal;
 use protocol::ops::{self, Class, Lane, Op};
 use protocol::wire::{Bytes, Wire, Writer};
 
-/// Streams' waits for the client, and mirrors of its memory, as every thread of a worker may use them. None of these waits for a device.
+/// Mirrors of the client's memory, as every thread of a worker may use them. None of these waits for a device.
 pub trait Beside: Send + Sync {
-    /// Whether a stream waits for the client, or a mirror exists: whether anything below can be of use.
+    /// Whether a mirror exists: whether anything below can be of use.
     fn is_needed(&self) -> bool;
-
-    /// Lets the stream that waits for `ticket` go on. False: none does.
-    fn signal(&self, ticket: TicketId) -> bool;
-
-    /// The session is over, and the client signals nothing any more: lets every stream that waits for it go on.
-    fn release(&self);
 
     /// Fills `bytes` from a mirror, from `address` on.
     ///
@@ -59,9 +51,6 @@ pub fn serve(beside: &dyn Beside, record: &Record, body: &[u8]) -> Option<Option
     if ops::info(record.opcode)?.lane != Lane::Express {
         return None;
     }
-    if let Some(op) = is::<StreamHostSignal>(record, body) {
-        return beside.signal(op.ticket).then_some(None);
-    }
     if let Some(op) = is::<HostWrite>(record, body) {
         return beside.write(op.address, op.bytes).ok().map(|()| None);
     }
@@ -78,6 +67,7 @@ pub fn serve(beside: &dyn Beside, record: &Record, body: &[u8]) -> Option<Option
 mod tests {
     use super::*;
     use protocol::handle::ContextId;
+    use protocol::ops::Hold;
 
     /// Takes everything.
     struct Willing;
@@ -86,10 +76,6 @@ mod tests {
         fn is_needed(&self) -> bool {
             true
         }
-        fn signal(&self, _ticket: TicketId) -> bool {
-            true
-        }
-        fn release(&self) {}
         fn read(&self, _address: u64, _bytes: &mut [u8]) -> Result<(), Status> {
             Ok(())
         }
@@ -111,14 +97,15 @@ mod tests {
         }
         let context = ContextId(0);
         let served = [
-            is_served(&StreamHostSignal { ticket: TicketId(1) }, NO_SLOT),
             is_served(&HostRead { context, address: 0, len: 8 }, 0),
             is_served(&HostWrite { context, address: 0, bytes: &[1] }, NO_SLOT),
             is_served(&HostPatch { context, words: vec![] }, NO_SLOT),
         ];
         assert!(served.iter().all(|(_, served)| *served), "{served:?}");
-        let mut express: Vec<u16> =
-            ops::all().filter(|row| row.lane == Lane::Express).map(|row| row.opcode).collect();
+        let mut express: Vec<u16> = ops::all()
+            .filter(|row| row.lane == Lane::Express && row.hold != Hold::Ends)
+            .map(|row| row.opcode)
+            .collect();
         express.retain(|opcode| served.iter().all(|(served, _)| served != opcode));
         assert!(express.is_empty(), "the list above lacks {express:#06x?}");
         assert!(!is_served(&protocol::ops::nvml::NvmlSystem {}, 0).1);

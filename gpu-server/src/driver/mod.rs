@@ -41,7 +41,6 @@ pub use call::{Call, Errors};
 use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
-use protocol::ops::MayBlock;
 
 use self::quota::Quota;
 use self::session::Session;
@@ -68,12 +67,6 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
 
     /// How it reaches the client's other sessions. Called once, before [`Backend::begin`].
     fn share(&mut self, broker: Arc<Broker>);
-
-    /// Whether the driver's call for a command may wait now, for what its entry says that it may wait for. It is not executed while a stream waits for the client: the command
-    /// that ends that wait comes later.
-    fn may_wait(&self, _may_block: MayBlock, _body: &[u8]) -> bool {
-        false
-    }
 
     /// What may be executed beside the dispatcher.
     fn beside(&self) -> Arc<dyn Beside>;

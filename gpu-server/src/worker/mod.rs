@@ -25,8 +25,8 @@ use protocol::trace::RECORDER;
 
 use crate::config;
 use crate::cuda_ipc::Broker;
+use crate::driver;
 use crate::driver::quota::Quota;
-use crate::driver::{self, Beside};
 use crate::pages::Page;
 use crate::worker_protocol::{self, Counters, FromWorker, Kind, ToWorker, Transport};
 
@@ -157,7 +157,7 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     });
     let (lost, counters) = match begun {
         Ok((mut commands, client, tcp)) => {
-            watch(&daemon, tcp, &client, &shared, &broker, backend.beside())?;
+            watch(&daemon, tcp, &client, &shared, &broker)?;
             backend.share(broker);
             let lost = session::run(&mut *commands, &client, &mut *backend, &shared, kind);
             (lost, shared.counters(&*client))
@@ -218,7 +218,6 @@ fn watch(
     client: &Arc<dyn Client>,
     shared: &Arc<Shared>,
     broker: &Arc<Broker>,
-    beside: Arc<dyn Beside>,
 ) -> anyhow::Result<()> {
     let broker = Arc::clone(broker);
     let socket = Arc::clone(daemon);
@@ -257,9 +256,8 @@ fn watch(
         shared.report(&*client, |counters| {
             drop(worker_protocol::send(socket.as_fd(), &FromWorker::Counters(counters), &[]))
         });
-        // The dispatcher notices the end, too, and ends the process, unless it is in a driver call that waits for a stream. If the stream waits for the client, releasing it ends the call.
-        // If its kernel never ends, the call would keep this process and its device memory forever.
-        beside.release();
+        // The dispatcher notices the end, too, and ends the process, unless it is in a driver call that waits for a stream. If the stream's kernel never ends, the call would keep this
+        // process and its device memory forever.
         std::thread::sleep(LAST_CALL);
         tracing::warn!("the session has ended but a driver call does not return; exiting without it");
         let (lost, counters) = (None, shared.counters(&*client));

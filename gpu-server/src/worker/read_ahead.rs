@@ -209,10 +209,10 @@ mod tests {
     use super::*;
     use host_bridge::endpoint::{Sink, Source as Data};
     use protocol::data::HostRange;
-    use protocol::handle::{ContextId, StreamId, TicketId};
+    use protocol::handle::{ContextId, StreamId};
     use protocol::link::ProgressUpdate;
     use protocol::ops::memory::{HostPatch, HostRead, HostWrite, WordPatch};
-    use protocol::ops::stream::{StreamHostSignal, StreamMark};
+    use protocol::ops::stream::StreamMark;
     use protocol::ops::{self, Op};
     use std::sync::mpsc::{Receiver, Sender, channel};
 
@@ -290,34 +290,25 @@ mod tests {
         }
     }
 
-    /// Sixteen bytes of mirrored memory, and the tickets that were signalled.
-    struct Bytes {
-        bytes: Mutex<[u8; 16]>,
-        signals: Mutex<Sender<u64>>,
-        waits: Vec<u64>,
-    }
+    /// Sixteen bytes of mirrored memory.
+    #[derive(Default)]
+    struct Bytes(Mutex<[u8; 16]>);
 
     impl Beside for Bytes {
         fn is_needed(&self) -> bool {
             true
         }
 
-        fn signal(&self, ticket: TicketId) -> bool {
-            self.waits.contains(&ticket.0) && self.signals.lock().expect("no panic").send(ticket.0).is_ok()
-        }
-
-        fn release(&self) {}
-
         fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {
             let from = address.checked_sub(MIRROR).ok_or(Status::INVALID_VALUE)? as usize;
-            let all = self.bytes.lock().expect("no panic");
+            let all = self.0.lock().expect("no panic");
             bytes.copy_from_slice(all.get(from..from + bytes.len()).ok_or(Status::INVALID_VALUE)?);
             Ok(())
         }
 
         fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Status> {
             let to = address.checked_sub(MIRROR).ok_or(Status::INVALID_VALUE)? as usize;
-            let mut all = self.bytes.lock().expect("no panic");
+            let mut all = self.0.lock().expect("no panic");
             all.get_mut(to..to + bytes.len()).ok_or(Status::INVALID_VALUE)?.copy_from_slice(bytes);
             Ok(())
         }
@@ -331,19 +322,12 @@ mod tests {
         }
     }
 
-    fn beside(waits: &[u64]) -> (Arc<dyn Beside>, Receiver<u64>) {
-        let (signals, signalled) = channel();
-        let signals = Mutex::new(signals);
-        (Arc::new(Bytes { bytes: Mutex::default(), signals, waits: waits.to_vec() }), signalled)
-    }
-
     #[test]
     fn a_later_command_releases_the_blocked_one() {
         let (mut peer, mut queue, client) = Peer::new();
-        let (beside, signalled) = beside(&[7]);
         let context = ContextId(0);
         let waits = peer.mark();
-        let ahead = Ahead::new(&mut queue, client, beside);
+        let ahead = Ahead::new(&mut queue, client, Arc::<Bytes>::default());
         std::thread::scope(|scope| {
             let _ending = ahead.ending();
             let mut body = Vec::new();
@@ -360,10 +344,7 @@ mod tests {
             });
             // Outside the mirror: left to the dispatcher.
             let wrong = peer.send(&HostWrite { context, address: MIRROR + 15, bytes: &[1, 2] });
-            let unknown = peer.send(&StreamHostSignal { ticket: TicketId(8) });
             let read = peer.send(&HostRead { context, address: MIRROR, len: 16 });
-            peer.send(&StreamHostSignal { ticket: TicketId(7) });
-            assert_eq!(signalled.recv_timeout(LONG), Ok(7));
             let (seq, payload) = peer.answers.recv_timeout(LONG).expect("an answer");
             assert_eq!(seq, read);
             assert_eq!(payload[4..], [9, 0, 0, 0, 0, 0, 0, 0, 5, 6, 0, 0, 0, 0, 0, 0]);
@@ -371,7 +352,7 @@ mod tests {
             let mut source = ahead.source();
             for seq in waits + 1..=peer.seq {
                 let (record, served) = source.next(&mut body).expect("a session").expect("a command");
-                assert_eq!((record.seq, served), (seq, ![between, wrong, unknown].contains(&seq)));
+                assert_eq!((record.seq, served), (seq, ![between, wrong].contains(&seq)));
             }
             drop(peer);
             assert_eq!(source.next(&mut body), Ok(None));
@@ -381,16 +362,15 @@ mod tests {
     #[test]
     fn commands_keep_their_order_whether_read_ahead_or_not() {
         let (mut peer, mut queue, client) = Peer::new();
-        let (beside, signalled) = beside(&[1, 2, 3]);
         let mut turns = 0;
-        let ahead = Ahead::new(&mut queue, client, beside);
+        let ahead = Ahead::new(&mut queue, client, Arc::<Bytes>::default());
         std::thread::scope(|scope| {
             let _ending = ahead.ending();
             scope.spawn(move || {
                 for n in 0..2000 {
                     peer.mark();
                     if n % 500 == 499 {
-                        peer.send(&StreamHostSignal { ticket: TicketId(n / 500) });
+                        peer.send(&HostWrite { context: ContextId(0), address: MIRROR, bytes: &[1] });
                         std::thread::sleep(3 * TICK);
                     }
                 }
@@ -409,6 +389,5 @@ mod tests {
             }
             assert_eq!(last, 2004);
         });
-        assert!(signalled.try_iter().all(|ticket| ticket < 4));
     }
 }

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::thread::Scope;
 
-use host_bridge::endpoint::{Client, Commands, Lost};
+use host_bridge::endpoint::{Client, Commands, Lost, Mapped};
 use protocol::Status;
 use protocol::channel::{NO_SLOT, Record};
 use protocol::data::DataUse;
@@ -14,7 +14,7 @@ use protocol::ops::{self, Class, Malformed, Op, OpInfo, Outcome, dispatch};
 use protocol::trace::{RECORDER, Stage};
 
 use super::Shared;
-use super::host_waits::{Held, Verdict};
+use super::host_waits::{HostWaits, Verdict};
 use super::read_ahead::Ahead;
 use crate::driver::{Backend, Call, Errors};
 use crate::worker_protocol::Kind;
@@ -35,7 +35,7 @@ pub fn run(
         shared,
         kind,
         reply: Vec::with_capacity(4096),
-        held: Held::default(),
+        waits: HostWaits::default(),
         executed: 0,
         unsupported: HashSet::new(),
     };
@@ -57,9 +57,17 @@ fn asks_nvml(opcode: u16) -> bool {
     opcode >> 8 == NvmlSystem::INFO.opcode >> 8
 }
 
-/// Whether the driver's call for a command may wait for work that may wait for the client.
-fn may_wait(backend: &dyn Backend, opcode: u16, body: &[u8]) -> bool {
-    ops::info(opcode).is_some_and(|info| backend.may_wait(info.may_block, body))
+/// The client's memory that a command names, kept for as long as the result exists.
+fn keep(client: &dyn Client, opcode: u16, body: &[u8]) -> Vec<Mapped> {
+    let mut kept = Vec::new();
+    if let Some(info) = ops::info(opcode).filter(|info| info.carries_data) {
+        // A command that cannot be decoded is refused when it is executed.
+        let _ = (info.visit_data)(body, &mut |data| {
+            let (DataUse::In(range) | DataUse::Late(range) | DataUse::Out(range)) = data;
+            kept.extend(client.keep(range));
+        });
+    }
+    kept
 }
 
 struct Dispatcher<'a> {
@@ -69,7 +77,7 @@ struct Dispatcher<'a> {
     shared: &'a Shared,
     kind: Kind,
     reply: Vec<u8>,
-    held: Held,
+    waits: HostWaits,
     /// Every command up to this has been executed, and the client told.
     executed: u64,
     /// Operations of which the log already says that they are not supported.
@@ -107,26 +115,14 @@ impl Dispatcher<'_> {
 
     /// Takes the next command. `served`: it was executed already, beside this thread.
     fn take(&mut self, record: Record, body: &[u8], served: bool) -> Result<(), Lost> {
-        let backend = &*self.backend;
-        let waits = || may_wait(backend, record.opcode, body);
-        match self.held.judge(&record, body, waits) {
-            Verdict::Execute if served => {
-                self.held.executed(&record, body, true);
-                self.shared.executed();
-            }
+        let client = &*self.call.client;
+        match self.waits.judge(&record, body, || keep(client, record.opcode, body)) {
+            Verdict::Execute if served => self.shared.executed(),
             Verdict::Execute => self.execute(record, body)?,
-            Verdict::Aside | Verdict::Done => {}
+            Verdict::Hold => self.waits.check_size()?,
         }
-        while let Some((record, body)) = self.held.take_surplus() {
+        while let Some((record, body)) = self.waits.next_ready() {
             self.execute(record, &body)?;
-        }
-        while let Some(mut aside) = self.held.take() {
-            while let Some((record, body)) = aside.pop_front() {
-                let waits = may_wait(&*self.backend, record.opcode, &body);
-                if let Some(body) = self.held.judge_aside(record, body, waits) {
-                    self.execute(record, &body)?;
-                }
-            }
         }
         self.tell_executed();
         Ok(())
@@ -135,7 +131,7 @@ impl Dispatcher<'_> {
     /// Tells the client up to where commands have been executed.
     #[inline]
     fn tell_executed(&mut self) {
-        let upto = self.held.executed_upto();
+        let upto = self.waits.executed_upto();
         if upto > self.executed {
             self.executed = upto;
             self.call.client.executed(upto);
@@ -144,9 +140,8 @@ impl Dispatcher<'_> {
 
     fn execute(&mut self, record: Record, body: &[u8]) -> Result<(), Lost> {
         let outcome = self.perform(record, body)?;
-        self.held.executed(&record, body, outcome == Outcome::Done);
         self.shared.executed();
-        Ok(())
+        self.waits.executed(&record, body, outcome == Outcome::Done)
     }
 
     fn perform(&mut self, record: Record, body: &[u8]) -> Result<Outcome, Lost> {

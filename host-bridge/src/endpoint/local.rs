@@ -25,7 +25,7 @@ use protocol::trace::{RECORDER, Stage};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::dispatcher_poll::{DispatcherPoll, Replies};
-use super::region::{Regions, Released};
+use super::region::{Mapped, Regions, Released};
 use super::wake::{self, StopEvent, Watch};
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
 use crate::framing::{recv_frame, send_frame, split_struct, with_causes};
@@ -459,6 +459,11 @@ impl Client for LocalClient {
     }
 
     fn nothing_sent(&self, _seq: u64) {}
+
+    fn keep(&self, range: HostRange) -> Option<Mapped> {
+        // A range that is not there is refused when the command is executed.
+        self.regions.keep(range)
+    }
 
     fn lose(&self, reason: &str) {
         // Under the lock, so that a thread that finds the session lost, and ends the process, does so after the client was told.

@@ -97,6 +97,11 @@ pub trait Client: Send + Sync {
     /// Command `seq` does not want its `piece`-th data range, which it names to be read. To be called instead of [`source`](Self::source), while `seq` is being executed.
     fn nothing_read(&self, _seq: u64, _piece: u32) {}
 
+    /// Keeps client memory from being taken away until the result is dropped, for a command that names it and is executed later. `None`: nothing can take it away here.
+    fn keep(&self, _range: HostRange) -> Option<Mapped> {
+        None
+    }
+
     /// Whether data that is to be read when a command's stream has come to it ([`protocol::data::HostIn::Late`]) is not read before.
     fn reads_late(&self) -> bool {
         false

@@ -6,7 +6,7 @@ use std::convert::Infallible;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
 use crate::memory::{ChannelView, Runs};
 use crate::shared::SharedBytes;
@@ -84,7 +84,7 @@ pub struct Mapped {
     runs: Vec<(NonNull<u8>, usize)>,
     len: usize,
     /// Dropped last. That tells the thread that removes the region that this command has finished with it.
-    _use: Sender<Infallible>,
+    _use: Arc<Sender<Infallible>>,
 }
 
 // SAFETY: the pointers refer to shared mappings that `region` keeps, usable from any thread.
@@ -153,20 +153,35 @@ impl Mapped {
 }
 
 /// Regions by id.
-type Table = HashMap<u32, Shared>;
+#[derive(Default)]
+struct Table {
+    here: HashMap<u32, Shared>,
+    /// Those that were removed. Commands that came before and are executed later find them here, as long as something [keeps](Regions::keep) them.
+    leaving: HashMap<u32, (Weak<Region>, Weak<Sender<Infallible>>)>,
+}
+
+impl Table {
+    fn find(&self, id: u32) -> Option<(Arc<Region>, Arc<Sender<Infallible>>)> {
+        if let Some(shared) = self.here.get(&id) {
+            return Some((Arc::clone(&shared.region), Arc::clone(&shared.uses)));
+        }
+        let (region, uses) = self.leaving.get(&id)?;
+        region.upgrade().zip(uses.upgrade())
+    }
+}
 
 /// A region, and the sender that shows whether a command uses it.
 struct Shared {
     region: Arc<Region>,
     /// Each use has a clone.
-    uses: Sender<Infallible>,
+    uses: Arc<Sender<Infallible>>,
     left: Receiver<Infallible>,
 }
 
 impl Shared {
     fn new(memory: Memory, read_only: bool) -> Shared {
         let (uses, left) = channel();
-        Shared { region: Arc::new(Region::new(memory, read_only)), uses, left }
+        Shared { region: Arc::new(Region::new(memory, read_only)), uses: Arc::new(uses), left }
     }
 }
 
@@ -180,8 +195,8 @@ pub(super) struct Leaving {
 /// The regions of a session, by id.
 pub(super) struct Regions {
     arena: Arc<Region>,
-    /// Uses of the arena. Nothing waits for them.
-    arena_uses: Sender<Infallible>,
+    /// Uses of the arena, for which nobody waits.
+    arena_uses: Arc<Sender<Infallible>>,
     regions: Mutex<Table>,
     released: Arc<Released>,
 }
@@ -199,35 +214,40 @@ impl Regions {
     /// Adds a region. Returns false if the id is in use.
     pub(super) fn add(&self, id: u32, runs: Runs, read_only: bool) -> bool {
         let mut regions = self.lock();
-        if regions.contains_key(&id) {
+        if regions.here.contains_key(&id) {
             return false;
         }
-        regions.insert(id, Shared::new(Memory::Runs(runs), read_only));
+        regions.here.insert(id, Shared::new(Memory::Runs(runs), read_only));
         true
     }
 
     /// Removes a region. Later commands cannot name it.
     pub(super) fn remove(&self, id: u32) -> Option<Leaving> {
-        let Shared { region, left, .. } = self.lock().remove(&id)?;
+        let mut regions = self.lock();
+        let Shared { region, uses, left } = regions.here.remove(&id)?;
+        regions.leaving.retain(|_, (_, uses)| uses.strong_count() > 0);
+        regions.leaving.insert(id, (Arc::downgrade(&region), Arc::downgrade(&uses)));
         Some(Leaving { _region: region, left })
     }
 
     /// `len` bytes at `offset` of the arena or a region, for a command. `None` if they do not exist or must not be written.
     pub(super) fn take(&self, range: protocol::data::HostRange, reader: Option<u64>) -> Option<Mapped> {
-        let (region, _use) = match range.place {
-            protocol::data::Place::Arena => (Arc::clone(&self.arena), self.arena_uses.clone()),
-            protocol::data::Place::Region(id) => {
-                let regions = self.lock();
-                let shared = regions.get(&id)?;
-                (Arc::clone(&shared.region), shared.uses.clone())
-            }
-        };
-        if reader.is_none() && region.read_only {
+        let mut mapped = self.keep(range)?;
+        if reader.is_none() && mapped.region.read_only {
             return None;
         }
+        mapped._read = reader.map(|seq| Released::begin(&self.released, seq));
+        Some(mapped)
+    }
+
+    /// As [`take`](Self::take), for a command that does not use the bytes yet.
+    pub(super) fn keep(&self, range: protocol::data::HostRange) -> Option<Mapped> {
+        let (region, _use) = match range.place {
+            protocol::data::Place::Arena => (Arc::clone(&self.arena), Arc::clone(&self.arena_uses)),
+            protocol::data::Place::Region(id) => self.lock().find(id)?,
+        };
         let runs = region.runs(range.offset, range.len)?;
-        let read = reader.map(|seq| Released::begin(&self.released, seq));
-        Some(Mapped { _read: read, region, runs, len: range.len as usize, _use })
+        Some(Mapped { _read: None, region, runs, len: range.len as usize, _use })
     }
 }
 

@@ -189,7 +189,7 @@ ops! {
 
     /// `cuMipmappedArrayGetLevel`. The level is destroyed with its mipmapped array.
     sync 0x0c02 array_level: ArrayLevel
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// The mipmapped array.
         mipmapped: ArrayId,
@@ -201,7 +201,7 @@ ops! {
 
     /// `cuArrayDestroy`, `cuMipmappedArrayDestroy`. For a level only its id is freed. No work that uses the array may be under way.
     async 0x0c03 array_destroy: ArrayDestroy
-        [order Session, may_block Never, lane Main]
+        [order Earlier, may_block Never, lane Main]
     {
         /// The array.
         array: ArrayId,
@@ -240,7 +240,7 @@ ops! {
 
     /// `cuTexObjectDestroy`. No work that uses it may be under way.
     async 0x0c06 texture_destroy: TextureDestroy
-        [order Session, may_block Never, lane Main]
+        [order Earlier, may_block Never, lane Main]
     {
         /// `CUtexObject`.
         texture: u64,
@@ -261,7 +261,7 @@ ops! {
 
     /// `cuSurfObjectDestroy`. No work that uses it may be under way.
     async 0x0c08 surface_destroy: SurfaceDestroy
-        [order Session, may_block Never, lane Main]
+        [order Earlier, may_block Never, lane Main]
     {
         /// `CUsurfObject`.
         surface: u64,
@@ -269,7 +269,7 @@ ops! {
 
     /// `cuDeviceGetTexture1DLinearMaxWidth`.
     sync 0x0c09 texture_linear_width: TextureLinearWidth
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// Ordinal of the device.
         device: u32,
@@ -284,7 +284,7 @@ ops! {
 
     /// `cuArrayGetMemoryRequirements`, `cuMipmappedArrayGetMemoryRequirements`: what has to be mapped to an array without memory.
     sync 0x0c0a array_requirements: ArrayRequirements
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// The array.
         array: ArrayId,

@@ -10,7 +10,7 @@ ops! {
 
     /// Creates a context: `cuCtxCreate`.
     sync 0x0201 context_create: ContextCreate
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// Its id; not below [`crate::channel::MAX_DEVICES`].
         context: ContextId,
@@ -38,7 +38,7 @@ ops! {
 
     /// `cuDevicePrimaryCtxSetFlags`.
     sync 0x0204 primary_set_flags: PrimarySetFlags
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// Ordinal of the device.
         device: u32,
@@ -94,7 +94,7 @@ ops! {
 
     /// `cuCtxEnablePeerAccess`: kernels of the context may now access variables of the peer's modules. The peer's window they may access anyway.
     sync 0x0208 peer_enable: PeerEnable
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// The context that will access.
         context: ContextId,

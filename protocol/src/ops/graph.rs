@@ -72,7 +72,7 @@ ops! {
 
     /// `cuGraphInstantiateWithFlags`. The status is the error of the first node's operation that could not be enqueued on a stream either, if there is one.
     sync 0x0a01 graph_instantiate: GraphInstantiate<'a>
-        [order Session, may_block Context, lane Main]
+        [order None, may_block Context, lane Main]
     {
         /// Context of all its nodes.
         context: ContextId,
@@ -106,7 +106,7 @@ ops! {
 
     /// `cuGraphExecUpdate`: changes what later launches do. Launches that are already enqueued are unaffected.
     sync 0x0a05 graph_update: GraphUpdate<'a>
-        [order Session, may_block Context, lane Main]
+        [order Object, may_block Context, lane Main]
     {
         /// The graph.
         graph: GraphId,
@@ -116,7 +116,7 @@ ops! {
 
     /// `cuGraphExecDestroy`. Launches that are under way complete.
     async 0x0a04 graph_destroy: GraphDestroy
-        [order Session, may_block Never, lane Main]
+        [order Earlier, may_block Never, lane Main]
     {
         /// The graph.
         graph: GraphId,
@@ -124,7 +124,7 @@ ops! {
 
     /// `cuGraphConditionalHandleCreate`. Creates the draft if there is none with that id.
     sync 0x0a06 graph_condition: GraphCondition
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// Context of all nodes of the graph.
         context: ContextId,
@@ -142,7 +142,7 @@ ops! {
     /// Adds a conditional node to a draft: `cuGraphAddNode`. Its dependencies follow when the graph is instantiated. Refused with `NOT_SUPPORTED` if
     /// the draft was instantiated before.
     sync 0x0a07 graph_conditional: GraphConditional
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// The draft.
         graph: GraphId,
@@ -156,7 +156,7 @@ ops! {
 
     /// `cuGraphInstantiateWithFlags` of a draft. Refused with `NOT_SUPPORTED` if its parts have changed since it was first instantiated.
     sync 0x0a08 graph_instantiate_draft: GraphInstantiateDraft<'a>
-        [order Session, may_block Context, lane Main]
+        [order None, may_block Context, lane Main]
     {
         /// Id of the instance.
         graph: GraphId,
@@ -170,7 +170,7 @@ ops! {
 
     /// `cuGraphDestroy` of a draft that is part of no other, with the drafts that are part of it. Its instances stay.
     async 0x0a09 graph_forget: GraphForget
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// The draft.
         graph: GraphId,
@@ -178,7 +178,7 @@ ops! {
 
     /// Removes a conditional node and its graphs from a draft: `cuGraphDestroyNode`. Refused with `NOT_SUPPORTED` if the draft was instantiated before.
     sync 0x0a0a graph_conditional_remove: GraphConditionalRemove
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// The first of the node's graphs.
         first: GraphId,

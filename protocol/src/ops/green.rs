@@ -27,7 +27,7 @@ ops! {
 
     /// The part of a kind that a device or green context has: `cuDeviceGetDevResource`, `cuGreenCtxGetDevResource`.
     sync 0x0d01 part_get: PartGet
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// Ordinal of the device.
         device: u32,
@@ -42,7 +42,7 @@ ops! {
 
     /// `cuDevSmResourceSplitByCount`.
     sync 0x0d02 part_split: PartSplit
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// The part to split.
         part: u32,
@@ -63,7 +63,7 @@ ops! {
 
     /// `cuDevResourceGenerateDesc`.
     sync 0x0d03 part_describe: PartDescribe
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// Its id, not in use.
         descriptor: DescriptorId,
@@ -73,7 +73,7 @@ ops! {
 
     /// `cuGreenCtxCreate`.
     sync 0x0d04 green_create: GreenCreate
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// Its id, not in use.
         green: GreenId,
@@ -95,7 +95,7 @@ ops! {
 
     /// `cuGreenCtxStreamCreate`: a stream that does not wait for default streams.
     async 0x0d06 green_stream: GreenStream
-        [order Session, may_block Never, lane Main]
+        [order Streams, may_block Never, lane Main]
     {
         /// The green context.
         green: GreenId,

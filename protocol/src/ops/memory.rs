@@ -104,7 +104,7 @@ ops! {
 
     /// Releases exactly what one [`MemGrow`] backed: `cuMemUnmap`, `cuMemRelease`. Waits for work that may use it.
     sync 0x0302 mem_shrink: MemShrink
-        [order None, may_block Never, lane Main]
+        [order Earlier, may_block Never, lane Main]
     {
         /// Ordinal.
         device: u32,
@@ -160,7 +160,7 @@ ops! {
 
     /// Removes what [`HostMap`] or [`HostMirror`] made. The client has already waited for the work that may use it.
     async 0x0307 host_unmap: HostUnmap
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// Context that it was mapped in.
         context: ContextId,
@@ -234,7 +234,7 @@ ops! {
 
     /// Frees a whole reservation with nothing mapped in it: `cuMemAddressFree`.
     sync 0x0341 address_free: AddressFree
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// First address.
         address: u64,
@@ -258,7 +258,7 @@ ops! {
 
     /// Releases memory that is no longer mapped: the last `cuMemRelease` or `cuMemUnmap`. Processes that imported it keep it.
     sync 0x0343 memory_release: MemoryRelease
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// The memory.
         memory: MemoryId,
@@ -280,7 +280,7 @@ ops! {
 
     /// Removes one whole mapping: `cuMemUnmap`. No work may use it.
     sync 0x0345 memory_unmap: MemoryUnmap
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// First address.
         address: u64,
@@ -305,7 +305,7 @@ ops! {
     /// Makes memory available to the other sessions of the same client under a token that cannot be guessed: `cuMemExportToShareableHandle`. The token ends
     /// with the memory and with the session.
     sync 0x0347 memory_export: MemoryExport
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// The memory.
         memory: MemoryId,
@@ -317,7 +317,7 @@ ops! {
     /// Imports memory that a session of the same client has exported: `cuMemImportFromShareableHandle`. A token that is unknown, or another client's, is
     /// `CUDA_ERROR_INVALID_VALUE`.
     sync 0x0348 memory_import: MemoryImport
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// Its id in this session, not in use.
         memory: MemoryId,
@@ -334,7 +334,7 @@ ops! {
 
     /// As [`MemoryExport`], for what one [`MemGrow`] backed: `cuIpcGetMemHandle`.
     sync 0x0349 piece_export: PieceExport
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// An address in it.
         address: u64,
@@ -347,7 +347,7 @@ ops! {
 
     /// Makes an interprocess event available, as [`MemoryExport`] does memory: `cuIpcGetEventHandle`.
     sync 0x034a event_export: EventExport
-        [order Session, may_block Never, lane Main]
+        [order Streams, may_block Never, lane Main]
     {
         /// Event.
         event: EventId,
@@ -358,7 +358,7 @@ ops! {
 
     /// Imports another session's event: `cuIpcOpenEventHandle`.
     sync 0x034b event_import: EventImport
-        [order Session, may_block Never, lane Main]
+        [order Streams, may_block Never, lane Main]
     {
         /// Context.
         context: ContextId,
@@ -370,7 +370,7 @@ ops! {
 
     /// Whether an event's last record, by any process, is done: `cuEventQuery` of an interprocess event.
     sync 0x034c event_query: EventQuery
-        [order Session, may_block Never, lane Main]
+        [order Streams, may_block Never, lane Main]
     {
         /// Event.
         event: EventId,

@@ -62,11 +62,15 @@ pub enum Class {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// Keeps the order of every stream and event that it names, and of the legacy default stream that orders them. Comes after earlier
-    /// [`Order::Session`] commands.
+    /// [`Order::Object`] commands that change a function or graph that it names, and after earlier [`Order::Session`] commands.
     Streams,
+    /// Changes a function or an instantiated graph that it names: comes after earlier commands that use or change it and before later ones, and
+    /// after earlier [`Order::Session`] commands.
+    Object,
     /// Comes after every earlier command and before every later one: it makes, changes or destroys something that others name.
     Session,
-    /// Comes after every earlier command. Later ones need not wait for it, since it changes nothing.
+    /// Comes after every earlier command (of a context or device, if it is about the work of one). Later ones need not wait for it, since it changes
+    /// nothing that they name: it waits, or destroys something whose number is not used again.
     Earlier,
     /// Is not ordered with work on streams: it asks a question or makes something new. Comes after earlier [`Order::Session`] commands, except in
     /// [`Lane::Express`], which is ordered with nothing.
@@ -468,11 +472,19 @@ mod tests {
     }
 
     #[test]
-    fn every_operation_that_keeps_the_order_of_streams_names_one_or_an_event() {
-        for row in all().filter(|row| row.order == Order::Streams) {
-            let named =
-                row.request.iter().any(|field| matches!(&*field.shape.to_string(), "StreamId" | "EventId"));
-            assert!(named, "{} keeps the order of streams and names none", row.name);
+    fn every_operation_names_what_it_keeps_the_order_of() {
+        let names = |row: &OpInfo, of: &[&str]| {
+            row.request.iter().any(|field| of.contains(&field.shape.to_string().as_str()))
+        };
+        for row in all() {
+            let named = match row.order {
+                Order::Streams => names(row, &["StreamId", "EventId", "FunctionId"]),
+                Order::Object => {
+                    names(row, &["FunctionId", "GraphId"]) && !names(row, &["StreamId", "EventId"])
+                }
+                _ => true,
+            };
+            assert!(named, "{} does not name what it keeps the order of", row.name);
         }
     }
 

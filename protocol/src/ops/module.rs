@@ -110,7 +110,7 @@ ops! {
 
     /// `cuModuleUnload`, `cuLibraryUnload`.
     async 0x0503 module_unload: ModuleUnload
-        [order Session, may_block Context, lane Main]
+        [order Earlier, may_block Context, lane Main]
     {
         /// The module.
         module: ModuleId,
@@ -135,7 +135,7 @@ ops! {
 
     /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, where only the driver can tell whether it accepts the value.
     sync 0x0505 function_set_attribute: FunctionSetAttribute
-        [order Session, may_block Never, lane Main]
+        [order Object, may_block Never, lane Main]
     {
         /// The function.
         function: FunctionId,
@@ -147,7 +147,7 @@ ops! {
 
     /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, `cuFuncSetCacheConfig` (as attribute 0x1_0000), with a value that the driver is known to accept.
     async 0x050f function_preset: FunctionPreset
-        [order Session, may_block Never, lane Main]
+        [order Object, may_block Never, lane Main]
     {
         /// The function.
         function: FunctionId,
@@ -159,7 +159,7 @@ ops! {
 
     /// Every `cuFuncGetAttribute` of a function whose row of the function table has none. Loads the function if the server's driver loads functions lazily.
     sync 0x0506 function_attributes: FunctionAttributes
-        [order None, may_block Never, lane Main]
+        [order Streams, may_block Never, lane Main]
     {
         /// The function.
         function: FunctionId,
@@ -170,7 +170,7 @@ ops! {
 
     /// `cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags`.
     sync 0x0507 occupancy_max_active_blocks: OccupancyMaxActiveBlocks
-        [order None, may_block Never, lane Main]
+        [order Streams, may_block Never, lane Main]
     {
         /// The function.
         function: FunctionId,
@@ -187,7 +187,7 @@ ops! {
 
     /// `cuOccupancyAvailableDynamicSMemPerBlock`.
     sync 0x050e occupancy_available_shared: OccupancyAvailableShared
-        [order None, may_block Never, lane Main]
+        [order Streams, may_block Never, lane Main]
     {
         /// The function.
         function: FunctionId,
@@ -202,7 +202,7 @@ ops! {
 
     /// `cuOccupancyMaxActiveClusters`; nothing is launched.
     sync 0x0508 occupancy_max_active_clusters: OccupancyMaxActiveClusters
-        [order None, may_block Never, lane Main]
+        [order Streams, may_block Never, lane Main]
     {
         /// The function.
         function: FunctionId,
@@ -221,7 +221,7 @@ ops! {
 
     /// `cuOccupancyMaxPotentialClusterSize`; nothing is launched.
     sync 0x0509 occupancy_max_potential_cluster_size: OccupancyMaxPotentialClusterSize
-        [order None, may_block Never, lane Main]
+        [order Streams, may_block Never, lane Main]
     {
         /// The function.
         function: FunctionId,
@@ -240,7 +240,7 @@ ops! {
 
     /// `cuLinkCreate`.
     sync 0x050a link_create: LinkCreate
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// Context.
         context: ContextId,
@@ -252,7 +252,7 @@ ops! {
 
     /// `cuLinkAddData`, `cuLinkAddFile`. The logs are returned whether the linker accepts the input or not.
     sync 0x050b link_add: LinkAdd<'a>
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// The linker.
         link: LinkId,
@@ -275,7 +275,7 @@ ops! {
 
     /// `cuLinkComplete`. An image that fits `image` is written there. If it does not fit, the client asks again with more room.
     sync 0x050c link_complete: LinkComplete
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// The linker.
         link: LinkId,
@@ -294,7 +294,7 @@ ops! {
 
     /// `cuLinkDestroy`.
     async 0x050d link_destroy: LinkDestroy
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// The linker.
         link: LinkId,

@@ -36,7 +36,7 @@ ops! {
 
     /// `cuTensorMapEncodeTiled`.
     sync 0x0b01 tensor_map_tiled: TensorMapTiled
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// Context of the device that will use it.
         context: ContextId,
@@ -51,7 +51,7 @@ ops! {
 
     /// `cuTensorMapEncodeIm2col`.
     sync 0x0b02 tensor_map_im2col: TensorMapIm2col
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// Context of the device that will use it.
         context: ContextId,
@@ -72,7 +72,7 @@ ops! {
 
     /// `cuTensorMapReplaceAddress`.
     sync 0x0b03 tensor_map_replace_address: TensorMapReplaceAddress
-        [order Session, may_block Never, lane Main]
+        [order None, may_block Never, lane Main]
     {
         /// Context of the device that will use it.
         context: ContextId,

@@ -22,7 +22,7 @@ use protocol::polling::{COMPLETER_BUSY, COMPLETER_BUSY_NETWORK, COMPLETER_IDLE};
 use super::api::{Api, CUcontext, CUdeviceptr, CUstream};
 use crate::driver::output::Output;
 
-/// Number of words, for streams, staging slots and tickets.
+/// Number of words, for streams and staging slots.
 const WORDS: usize = 16 << 10;
 /// The time between polls after polling for [`COMPLETER_BUSY`], and after [`LONG`].
 const NAP: Duration = Duration::from_micros(20);

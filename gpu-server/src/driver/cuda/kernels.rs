@@ -317,7 +317,7 @@ impl GpuModules for Cuda {
         module: CudaModule,
         _functions: Vec<CudaFunction>,
     ) -> Result {
-        // The driver waits for the context's work, which goes on by itself: no stream waits for the client now (`may_wait`).
+        // The driver waits for the context's work, which goes on by itself: no stream waits for the client on the device.
         // SAFETY: a module of that context, out of the session's table.
         let unloaded = unsafe { self.api.module_unload(module.handle) };
         self.note(context, unloaded)

@@ -34,7 +34,6 @@ use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::channel::MAX_DEVICES;
 use protocol::handle::ContextId;
-use protocol::ops::MayBlock;
 use protocol::ops::device::*;
 use protocol::ops::memory::{WINDOW_SIZE, window};
 
@@ -45,7 +44,6 @@ use self::reach::Reach;
 use self::staging::Staging;
 use self::streams::CudaStream;
 use super::Unavailable;
-use super::beside::Beside;
 use super::call::{Errors, Result};
 use super::gpu::Gpu;
 use super::ids::Ids;
@@ -691,16 +689,7 @@ impl Gpu for Cuda {
         unsafe { self.api.peer_disable(peer) }
     }
 
-    fn may_wait(&self, may_block: MayBlock, is_first_launch: impl FnOnce() -> bool) -> bool {
-        match may_block {
-            MayBlock::Never | MayBlock::Stream => false,
-            MayBlock::Context => true,
-            MayBlock::FirstLaunch => is_first_launch(),
-        }
-    }
-
     fn end(&mut self, _streams: &mut Streams<CudaStream>) {
-        self.beside.release();
         self.staging.stop();
         self.completer.stop();
     }

@@ -1,25 +1,22 @@
-//! What may be executed beside the dispatcher: points at which streams wait for the client, and mirrors that are there.
+//! What may be executed beside the dispatcher: the mirrors that are there.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard};
 
 use crate::driver::call::Result;
 use protocol::Status;
-use protocol::handle::TicketId;
 use protocol::ops::memory::WordPatch;
 
-use super::fence::Word;
 use crate::driver::beside::Beside;
 
 /// See the module's text.
 #[derive(Default)]
 pub struct Reach {
-    tickets: Mutex<HashMap<TicketId, Arc<Word>>>,
     /// Bytes of mirrors that are mapped, by first address. They stay so while this is locked.
     mirrors: Mutex<BTreeMap<usize, usize>>,
-    /// Of tickets and of mirrors, for a look without a lock.
-    counts: [AtomicUsize; 2],
+    /// How many there are, for a look without a lock.
+    count: AtomicUsize,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -27,29 +24,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Reach {
-    /// Changes the tickets, or (below) the mirrors.
-    fn tickets<R>(&self, change: impl FnOnce(&mut HashMap<TicketId, Arc<Word>>) -> R) -> R {
-        let mut tickets = lock(&self.tickets);
-        let result = change(&mut tickets);
-        self.counts[0].store(tickets.len(), Ordering::Relaxed);
-        result
-    }
-
     fn mirrors<R>(&self, change: impl FnOnce(&mut BTreeMap<usize, usize>) -> R) -> R {
         let mut mirrors = lock(&self.mirrors);
         let result = change(&mut mirrors);
-        self.counts[1].store(mirrors.len(), Ordering::Relaxed);
+        self.count.store(mirrors.len(), Ordering::Relaxed);
         result
-    }
-
-    /// Whether a stream waits for `ticket`.
-    pub(super) fn awaits(&self, ticket: TicketId) -> bool {
-        lock(&self.tickets).contains_key(&ticket)
-    }
-
-    /// A stream waits for `ticket`, until `word` is 1.
-    pub(super) fn open(&self, ticket: TicketId, word: Arc<Word>) {
-        self.tickets(|tickets| tickets.insert(ticket, word));
     }
 
     /// A mirror is mapped, readable and writable, until it is removed.
@@ -77,16 +56,7 @@ impl Reach {
 
 impl Beside for Reach {
     fn is_needed(&self) -> bool {
-        self.counts.iter().any(|count| count.load(Ordering::Relaxed) > 0)
-    }
-
-    fn signal(&self, ticket: TicketId) -> bool {
-        let word = self.tickets(|tickets| tickets.remove(&ticket));
-        word.inspect(|word| word.set(1)).is_some()
-    }
-
-    fn release(&self) {
-        self.tickets(|tickets| tickets.drain().for_each(|(_, word)| word.set(1)));
+        self.count.load(Ordering::Relaxed) > 0
     }
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result {

@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use protocol::Status;
 use protocol::channel::MAX_CONTEXTS;
-use protocol::handle::{ContextId, StreamId, TicketId};
+use protocol::handle::{ContextId, StreamId};
 use protocol::ops::Answer;
 use protocol::ops::event::*;
 use protocol::ops::launch::LaunchAttribute;
 use protocol::ops::stream::*;
 
 use super::Cuda;
-use super::api::{Api, BatchMemOp, CUevent, CUstream, IpcHandle, WAIT_AT_LEAST};
+use super::api::{Api, BatchMemOp, CUevent, CUstream, IpcHandle};
 use super::fence::{End, Health, Word};
 use crate::driver::call::{Call, Errors, Reply, Result};
 use crate::driver::gpu::GpuStreams;
@@ -443,24 +443,6 @@ impl GpuStreams for Cuda {
         // SAFETY: live handles of this session.
         let waits = unsafe { self.api.stream_wait_event(place.stream, event.handle, flags) };
         self.note(place.context, waits)
-    }
-
-    fn wait_for_client(
-        &mut self,
-        cx: &Call,
-        streams: &mut Streams<CudaStream>,
-        place: &Place,
-        ticket: TicketId,
-    ) -> Result {
-        if self.beside.awaits(ticket) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let word = self.words.take().map(Arc::new)?;
-        // SAFETY: a live stream; the word is registered memory, held by the fence until the stream has passed here.
-        let waits = unsafe { self.api.stream_wait(place.stream, word.address(), 1, WAIT_AT_LEAST) };
-        self.note(place.context, waits)?;
-        self.beside.open(ticket, Arc::clone(&word));
-        self.fence(streams, place, cx.seq, move |_| drop(word))
     }
 
     fn memory_op(&self, op: &MemoryOp, _device: u32) -> Result<BatchMemOp> {

@@ -31,7 +31,6 @@ use crate::driver::call::Result;
 use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::handle::ContextId;
-use protocol::ops::MayBlock;
 use protocol::ops::device::{DeviceInfoReply, PeerInfoReply};
 
 use super::Unavailable;
@@ -68,9 +67,6 @@ pub trait Gpu:
 
     /// A client has come. Called once, before its first command; perhaps from another thread than [`warm`](Gpu::warm) was.
     fn begin(&mut self, client: &Arc<dyn Client>);
-
-    /// Whether the driver's call for a command may wait now, for what its entry says that it may wait for. `is_first_launch` says of a launch whether it is the first of its function.
-    fn may_wait(&self, may_block: MayBlock, is_first_launch: impl FnOnce() -> bool) -> bool;
 
     /// What other threads may use, for those.
     fn beside(&self) -> &Arc<Self::Beside>;

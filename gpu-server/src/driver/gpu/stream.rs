@@ -1,7 +1,7 @@
 //! Streams, and events on them.
 
 use protocol::Status;
-use protocol::handle::{ContextId, StreamId, TicketId};
+use protocol::handle::{ContextId, StreamId};
 use protocol::ops::event::{EventElapsedReply, EventSynchronizeReply};
 use protocol::ops::launch::LaunchAttribute;
 use protocol::ops::stream::MemoryOp;
@@ -80,18 +80,6 @@ pub trait GpuStreams {
 
     /// What follows waits for an event's last record.
     fn wait_event(&mut self, place: &Self::Place, event: &Self::Event, flags: u32) -> Result;
-
-    /// What follows waits until the client signals `ticket`, which [`Gpu::Beside`](super::Gpu::Beside) knows from then on.
-    ///
-    /// # Errors
-    /// `INVALID_HANDLE` for a ticket that something waits for already.
-    fn wait_for_client(
-        &mut self,
-        cx: &Call,
-        streams: &mut Streams<Self::Stream>,
-        place: &Self::Place,
-        ticket: TicketId,
-    ) -> Result;
 
     /// A memory operation as the GPU takes it. It is valid, and its word, if it has one, is the session's, reached through `device`.
     fn memory_op(&self, op: &MemoryOp, device: u32) -> Result<Self::MemoryOp>;

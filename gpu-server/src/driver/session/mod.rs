@@ -25,7 +25,6 @@ use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
-use protocol::ops::MayBlock;
 
 use super::call::Result;
 use super::gpu::Gpu;
@@ -125,10 +124,6 @@ impl<G: Gpu> Backend for Session<G> {
 
     fn share(&mut self, broker: Arc<Broker>) {
         self.broker = Some(broker);
-    }
-
-    fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool {
-        self.gpu.may_wait(may_block, || self.modules.is_first_launch(body))
     }
 
     fn beside(&self) -> Arc<dyn Beside> {

@@ -36,8 +36,6 @@ struct Module<G: GpuModules> {
 /// A function. `F`: the GPU's.
 struct Function<F> {
     native: F,
-    /// Whether the GPU has accepted a launch of it: with the first launch NVIDIA's driver loads its code, which may wait for the device.
-    launched: bool,
 }
 
 /// A linker at work. `L`: the GPU's.
@@ -86,24 +84,6 @@ impl<G: GpuModules> Modules<G> {
         let module = self.module(id.module())?;
         let function = module.functions.get(id.index() as usize).filter(|_| module.context == context);
         function.map(|function| &function.native).ok_or(Status::INVALID_HANDLE)
-    }
-
-    /// A graph that launches this function was made.
-    pub(super) fn note_launched(&mut self, id: FunctionId) {
-        let module = self.modules.get_mut(&id.module().0);
-        if let Some(function) = module.and_then(|module| module.functions.get_mut(id.index() as usize)) {
-            function.launched = true;
-        }
-    }
-
-    /// Whether a launch, of which this is the body, is the first of its function.
-    pub(super) fn is_first_launch(&self, body: &[u8]) -> bool {
-        let Some(id) = body.first_chunk::<8>().map(|id| FunctionId(u64::from_le_bytes(*id))) else {
-            return false;
-        };
-        let module = self.modules.get(&id.module().0);
-        let function = module.and_then(|module| module.functions.get(id.index() as usize));
-        function.is_some_and(|function| !function.launched)
     }
 
     fn module(&self, id: protocol::handle::ModuleId) -> Result<&Module<G>> {
@@ -177,7 +157,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         let table = G::function_table(&native, functions.iter());
         let (info_size, written) = (table.len() as u64, cx.write_if_it_fits(op.info, &table));
         drop(table);
-        let functions = functions.into_iter().map(|native| Function { native, launched: false }).collect();
+        let functions = functions.into_iter().map(|native| Function { native }).collect();
         let (context, globals) = (op.context, Ranges::default());
         let module = Module { context, native, functions, globals, _charge: charge };
         self.modules.modules.insert(op.module.0, module);
@@ -344,8 +324,6 @@ impl<G: Gpu> LaunchOps<Call> for Session<G> {
         self.ensure_stream(op.stream)?;
         let place = self.gpu.enter_to_launch(cx, &mut self.streams, op.stream)?;
         let function = self.modules.function_to_launch(cx, op.function)?;
-        let launched = self.gpu.launch(&place, &mut function.native, &op);
-        function.launched |= launched.is_ok();
-        launched
+        self.gpu.launch(&place, &mut function.native, &op)
     }
 }

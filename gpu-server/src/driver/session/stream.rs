@@ -9,7 +9,6 @@ use protocol::ops::stream::*;
 
 use super::{Session, now};
 use crate::cuda_ipc::Token;
-use crate::driver::beside::Beside;
 use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::Gpu;
 use crate::driver::streams::Stream;
@@ -82,13 +81,14 @@ impl<G: Gpu> StreamOps<Call> for Session<G> {
     }
 
     fn stream_host_wait(&mut self, cx: &mut Call, op: StreamHostWait) -> Result {
-        let place = self.enter(cx, op.stream)?;
-        self.gpu.wait_for_client(cx, &mut self.streams, &place, op.ticket)
+        // The worker itself holds what comes behind; there only has to be such a stream.
+        self.ensure_stream(op.stream)?;
+        let stream = self.streams.get(&op.stream.0).ok_or(Status::INVALID_HANDLE)?;
+        cx.context = stream.context;
+        Ok(())
     }
 
-    fn stream_host_signal(&mut self, _cx: &mut Call, op: StreamHostSignal) -> Result {
-        // Signalled before its turn, or for a context that is gone: nothing is left to be done.
-        self.gpu.beside().signal(op.ticket);
+    fn stream_host_signal(&mut self, _cx: &mut Call, _op: StreamHostSignal) -> Result {
         Ok(())
     }
 

@@ -4,18 +4,21 @@
 //! wait, and a session must come through that: while the dispatcher is inside such a call, it reads no further commands. These are test aids. A server that
 //! is given none of them never comes here but for one look at an empty [`Imitate`].
 
+use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use software_gpu::{Event, Stream};
 
 /// What to imitate. As text: items separated by commas, each at most once.
 ///
 /// | item | meaning |
 /// |---|---|
 /// | `queue=N` | a stream's queue holds N operations; whoever puts one more into it waits until there is room |
+/// | `hardware-queues=N` | streams share N queues; what is in one of them is done in its order, whatever stream it is of |
 /// | `waiting-calls` | loading and unloading code, instantiating graphs, growing and shrinking device memory, and destroying or resetting a context wait for all work on the device |
 /// | `context-ms=N` | making a context takes N milliseconds |
 /// | `call-us=N` | commands are delayed by 0 to N microseconds, at random |
@@ -24,6 +27,8 @@ use serde::{Deserialize, Serialize};
 pub struct Imitate {
     /// Operations that a stream's queue holds; 0: any number.
     pub queue: u32,
+    /// Queues that streams share; 0: each has its own.
+    pub hardware_queues: u32,
     /// Some calls wait for all work on the device.
     pub waiting_calls: bool,
     /// Milliseconds that making a context takes.
@@ -49,13 +54,14 @@ impl FromStr for Imitate {
             let number = || value.parse().map_err(|_| format!("{item:?}: {value:?} is not a number"));
             match name {
                 "queue" => imitate.queue = number()?,
+                "hardware-queues" => imitate.hardware_queues = number()?,
                 "waiting-calls" if value.is_empty() => imitate.waiting_calls = true,
                 "context-ms" => imitate.context_ms = number()?,
                 "call-us" => imitate.call_us = number()?,
                 "seed" => imitate.seed = number()?,
                 _ => {
                     return Err(format!(
-                        "{item:?} is none of queue=N, waiting-calls, context-ms=N, call-us=N, seed=N"
+                        "{item:?} is none of queue=N, hardware-queues=N, waiting-calls, context-ms=N, call-us=N, seed=N"
                     ));
                 }
             }
@@ -68,6 +74,7 @@ impl fmt::Display for Imitate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let numbers = [
             ("queue", self.queue),
+            ("hardware-queues", self.hardware_queues),
             ("context-ms", self.context_ms),
             ("call-us", self.call_us),
             ("seed", self.seed),
@@ -119,6 +126,22 @@ impl Delays {
     }
 }
 
+/// For each queue that streams share, the stream that was last put into it.
+#[derive(Default)]
+pub(super) struct HardwareQueues(HashMap<u32, Stream>);
+
+impl HardwareQueues {
+    /// An operation of stream `id` is about to be put into one of `count` queues: it comes after everything that is in that queue.
+    pub(super) fn enter(&mut self, count: u32, id: u32, stream: &Stream) -> Result<(), software_gpu::Error> {
+        if let Some(last) = self.0.insert(id % count, stream.clone()) {
+            let event = Event::new();
+            last.record(&event)?;
+            stream.wait(&event)?;
+        }
+        Ok(())
+    }
+}
+
 /// A stream's queue with room for so many operations.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
@@ -159,9 +182,16 @@ mod tests {
 
     #[test]
     fn items_are_read_and_written() {
-        let text = "queue=1024,context-ms=250,call-us=30,seed=7,waiting-calls";
+        let text = "queue=1024,hardware-queues=2,context-ms=250,call-us=30,seed=7,waiting-calls";
         let imitate: Imitate = text.parse().unwrap();
-        let all = Imitate { queue: 1024, waiting_calls: true, context_ms: 250, call_us: 30, seed: 7 };
+        let all = Imitate {
+            queue: 1024,
+            hardware_queues: 2,
+            waiting_calls: true,
+            context_ms: 250,
+            call_us: 30,
+            seed: 7,
+        };
         assert_eq!(imitate, all);
         assert_eq!(imitate.to_string(), text);
         assert_eq!("".parse(), Ok(Imitate::default()));

@@ -8,12 +8,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use protocol::Status;
-use protocol::handle::{ContextId, TicketId};
+use protocol::handle::ContextId;
 use protocol::ops::Answer;
 use protocol::ops::memory::{HostMirror, HostMirrorReply, WordPatch};
 use software_gpu::{GRANULE, Gpu};
 
-use super::streams::Tickets;
 use super::{Software, code, memory};
 use crate::driver::beside::Beside;
 use crate::driver::call::{Call, Result};
@@ -30,10 +29,9 @@ struct Mirror {
     gpu: Gpu,
 }
 
-/// Mirrors by their first addresses, and points at which streams wait for the client.
+/// Mirrors by their first addresses.
 #[derive(Default)]
 pub struct Reach {
-    pub(super) tickets: Tickets,
     mirrors: Mutex<BTreeMap<u64, Mirror>>,
     count: AtomicUsize,
 }
@@ -72,15 +70,7 @@ impl Reach {
 
 impl Beside for Reach {
     fn is_needed(&self) -> bool {
-        self.count.load(Ordering::Relaxed) > 0 || self.tickets.any()
-    }
-
-    fn signal(&self, ticket: TicketId) -> bool {
-        self.tickets.signal(ticket.0)
-    }
-
-    fn release(&self) {
-        self.tickets.release_all();
+        self.count.load(Ordering::Relaxed) > 0
     }
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result {

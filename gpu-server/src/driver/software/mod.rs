@@ -30,12 +30,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::handle::ContextId;
-use protocol::ops::MayBlock;
 use protocol::ops::device::*;
 use software_gpu::{Gpu, GpuConfig};
 
-use self::imitate::Delays;
 pub use self::imitate::Imitate;
+use self::imitate::{Delays, HardwareQueues};
 use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
 use self::streams::SoftwareStream;
@@ -65,6 +64,7 @@ pub struct Software {
     bell: Arc<Bell>,
     imitate: Imitate,
     delays: Delays,
+    hardware_queues: HardwareQueues,
 }
 
 struct Device {
@@ -161,6 +161,7 @@ impl Software {
             bell: Arc::default(),
             imitate: backing.software_imitate,
             delays: Delays::new(&backing.software_imitate),
+            hardware_queues: HardwareQueues::default(),
         })
     }
 
@@ -202,10 +203,6 @@ impl driver::Gpu for Software {
     fn begin(&mut self, client: &Arc<dyn Client>) {
         self.output.serve(Arc::clone(client));
         self.errors = Some(Errors::new(Arc::clone(client)));
-    }
-
-    fn may_wait(&self, may_block: MayBlock, _is_first_launch: impl FnOnce() -> bool) -> bool {
-        self.imitate.waiting_calls && may_block == MayBlock::Context
     }
 
     fn beside(&self) -> &Arc<Reach> {
@@ -280,7 +277,6 @@ impl driver::Gpu for Software {
         streams: &Streams<SoftwareStream>,
         space: &Space<OwnedFd>,
     ) -> Result {
-        self.beside.tickets.release_all();
         self.before_waiting_call(streams, device)?;
         let fresh = Gpu::new(self.device(device)?.config.clone()).map_err(|e| code(&e))?;
         Software::map_again(device, &fresh, space)?;
@@ -329,7 +325,6 @@ impl driver::Gpu for Software {
     }
 
     fn end(&mut self, streams: &mut Streams<SoftwareStream>) {
-        self.beside.tickets.release_all();
         self.devices.iter().for_each(|d| d.gpu.cancel());
         streams.clear();
     }

@@ -6,13 +6,12 @@
 //! **Steps.** What the client waits for must come about even when the device has failed, when `software-gpu` runs no closure any more. So every
 //! step that somebody waits for is a [`Step`]: its end is called when it has run, or is dropped unrun.
 
-use std::collections::HashSet;
 use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Mutex};
 
 use protocol::Status;
-use protocol::handle::{ContextId, StreamId, TicketId};
+use protocol::handle::{ContextId, StreamId};
 use protocol::ops::Answer;
 use protocol::ops::event::*;
 use protocol::ops::launch::LaunchAttribute;
@@ -156,43 +155,6 @@ pub(super) fn after_all(gpu: &Gpu, streams: &[Stream], end: impl FnOnce(Status) 
     step(&waiter, gpu, end);
 }
 
-/// Points at which streams wait for the client.
-#[derive(Default)]
-pub(super) struct Tickets {
-    state: Mutex<(HashSet<u64>, bool)>,
-    changed: Condvar,
-}
-
-impl Tickets {
-    fn open(&self, ticket: u64) -> bool {
-        self.state.lock().unwrap_or_else(|e| e.into_inner()).0.insert(ticket)
-    }
-
-    /// Whether a stream waits.
-    pub(super) fn any(&self) -> bool {
-        !self.state.lock().unwrap_or_else(|e| e.into_inner()).0.is_empty()
-    }
-
-    /// Lets a stream go on. False: none waits for this.
-    pub(super) fn signal(&self, ticket: u64) -> bool {
-        let waited = self.state.lock().unwrap_or_else(|e| e.into_inner()).0.remove(&ticket);
-        self.changed.notify_all();
-        waited
-    }
-
-    fn wait(&self, ticket: u64) {
-        let mut state = self.state.lock().unwrap_or_else(|e| e.into_inner());
-        while state.0.contains(&ticket) && !state.1 {
-            state = self.changed.wait(state).unwrap_or_else(|e| e.into_inner());
-        }
-    }
-
-    pub(super) fn release_all(&self) {
-        self.state.lock().unwrap_or_else(|e| e.into_inner()).0.clear();
-        self.changed.notify_all();
-    }
-}
-
 impl Place {
     /// Publishes `seq` in the stream's word when the stream has come here.
     fn publish(&self, seq: u64) {
@@ -269,7 +231,12 @@ impl Software {
     /// A stream's queue takes one more operation, which is about to be enqueued.
     fn begin_operation(&mut self, streams: &mut Streams<SoftwareStream>, id: StreamId) -> Result {
         self.delays.delay();
-        let size = self.imitate.queue;
+        let (size, shared) = (self.imitate.queue, self.imitate.hardware_queues);
+        if shared > 0 {
+            let found = &find(streams, id)?.native;
+            // A device that has failed refuses it, and nothing waits there any more.
+            let _ = self.hardware_queues.enter(shared, id.0, &found.stream);
+        }
         if size > 0 {
             let found = &find(streams, id)?.native;
             let entry = found.queue.enter(size);
@@ -466,24 +433,6 @@ impl GpuStreams for Software {
 
     fn wait_event(&mut self, place: &Place, event: &SoftwareEvent, _flags: u32) -> Result {
         place.stream.wait(&event.event).map_err(|e| code(&e))
-    }
-
-    fn wait_for_client(
-        &mut self,
-        _cx: &Call,
-        _streams: &mut Streams<SoftwareStream>,
-        place: &Place,
-        ticket: TicketId,
-    ) -> Result {
-        if !self.beside.tickets.open(ticket.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let beside = Arc::clone(&self.beside);
-        let wait = move |_: &Gpu| {
-            beside.tickets.wait(ticket.0);
-            Ok(())
-        };
-        place.stream.enqueue(wait).map_err(|e| code(&e))
     }
 
     fn memory_op(&self, op: &MemoryOp, device: u32) -> Result<(MemoryOp, Gpu)> {

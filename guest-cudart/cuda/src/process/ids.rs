@@ -1,14 +1,19 @@
 //! Numbers: those that no object of the process had before, and those that the server's objects share one after the other.
 
+use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use client::channel::{MAX_CONTEXTS, MAX_DEVICES, MAX_STREAMS};
 use client::lock;
 
-/// Numbers of one kind of object. A number is used again once its object is gone.
+/// The number of free numbers that are left alone. While a stream waits for the program, the server also keeps what is destroyed behind the wait, and what has the same number next: so the number that
+/// has been free for the longest is used again, and none at once.
+const RESTING: usize = 256;
+
+/// Numbers of one kind of object. A number is used again some time after its object is gone.
 pub(crate) struct Ids {
-    free: Mutex<Vec<u32>>,
+    free: Mutex<VecDeque<u32>>,
     fresh: AtomicU32,
     end: u32,
 }
@@ -22,23 +27,24 @@ pub(crate) static EVENTS: Ids = Ids::new(0, u32::MAX);
 
 impl Ids {
     const fn new(first: u32, end: u32) -> Ids {
-        Ids { free: Mutex::new(Vec::new()), fresh: AtomicU32::new(first), end }
+        Ids { free: Mutex::new(VecDeque::new()), fresh: AtomicU32::new(first), end }
     }
 
     /// A number that no object has; `None`: all of them are in use.
     pub fn take(&self) -> Option<u32> {
-        if let Some(id) = lock(&self.free).pop() {
-            return Some(id);
+        let mut free = lock(&self.free);
+        if free.len() <= RESTING {
+            let next = |id| (id < self.end).then_some(id + 1);
+            if let Ok(fresh) = self.fresh.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next) {
+                return Some(fresh);
+            }
         }
-        let fresh = self
-            .fresh
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |id| (id < self.end).then_some(id + 1));
-        fresh.ok()
+        free.pop_front()
     }
 
     /// Gives back the number of an object that the server has no more.
     pub fn give_back(&self, id: u32) {
-        lock(&self.free).push(id);
+        lock(&self.free).push_back(id);
     }
 }
 

@@ -91,15 +91,6 @@ impl<G: Gpu> Session<G> {
         self.gpu.fill_draft(context, draft, self.resolve(context, nodes)?)
     }
 
-    /// Notes that the functions which these nodes launch have been given to the GPU: NVIDIA's driver has loaded them.
-    fn note_launched(&mut self, nodes: &[GraphNode]) {
-        for node in nodes {
-            if let Ok(Operation::Launch(launch)) = operation(node) {
-                self.modules.note_launched(launch.function);
-            }
-        }
-    }
-
     /// Makes a draft of a client's nodes, in a context that is entered for it.
     fn draft(&mut self, cx: &mut Call, context: ContextId, nodes: &[GraphNode]) -> Result<G::Draft> {
         cx.context = context;
@@ -107,7 +98,6 @@ impl<G: Gpu> Session<G> {
         self.gpu.enter(context)?;
         let draft = self.gpu.make_draft(context)?;
         self.fill(context, &draft, nodes)?;
-        self.note_launched(nodes);
         Ok(draft)
     }
 
@@ -129,7 +119,6 @@ impl<G: Gpu> Session<G> {
         for part in &parts.parts {
             self.fill(context, &self.graphs.drafts.get(part.graph)?.native, &part.nodes)?;
         }
-        parts.parts.iter().for_each(|part| self.note_launched(&part.nodes));
         *self.graphs.drafts.contents_mut(draft)? = Contents::Filled(bytes);
         Ok(())
     }
