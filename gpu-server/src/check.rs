@@ -6,10 +6,6 @@ use crate::config::{Backend, Backing};
 use crate::driver;
 use crate::driver::quota::Quota;
 
-fn unlimited() -> Quota {
-    Quota::new("device memory", 0)
-}
-
 /// Prints what it finds. Fails if nothing could be served.
 pub fn main(backing: &Backing) -> ExitCode {
     crate::parent::init_log("error");
@@ -20,13 +16,13 @@ pub fn main(backing: &Backing) -> ExitCode {
             Err(e) => println!("  CUDA: {e}"),
         }
     }
-    match driver::nvml::Management::new(backing, unlimited()).devices() {
+    match driver::nvml::Management::new(backing, Quota::default()).devices() {
         Ok(devices) => println!("  NVML: {} device(s): {}", devices.len(), devices.join(", ")),
         Err(status) => {
             println!("  NVML is not available (nvmlReturn_t {status}): clients' nvidia-smi will not work")
         }
     }
-    let made = driver::make(backing, unlimited()).and_then(|mut backend| {
+    let made = driver::make(backing, Quota::default()).and_then(|mut backend| {
         // Address ranges are reserved with the first context.
         backend.warm()?;
         Ok(backend)

@@ -12,6 +12,7 @@ use options::{File, Layer, parse_size};
 use serde::{Deserialize, Serialize};
 
 use crate::driver::software::Imitate;
+use crate::worker_protocol::{Amounts, Limits};
 
 /// Share the GPUs of this machine with rgpu clients.
 ///
@@ -87,6 +88,9 @@ pub struct Serve {
     /// What to log: a level (error, warn, info, debug, trace) or a filter as in RUST_LOG
     #[arg(long, value_name = "FILTER", default_value = "info")]
     pub log: String,
+    /// What each client may use.
+    #[command(flatten)]
+    pub share: Share,
     /// Options that workers need, too.
     #[command(flatten)]
     pub worker: WorkerOptions,
@@ -95,15 +99,68 @@ pub struct Serve {
     pub status_socket: Option<PathBuf>,
 }
 
+/// What each client may use, unless a policy for that client says otherwise.
+#[derive(Debug, Clone, Args)]
+pub struct Share {
+    /// Maximum memory of one session on each device, in bytes or with a unit (K, M, G, T). 0 means no limit
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
+    pub memory_limit: u64,
+    /// Maximum memory of all sessions of one client together on each device. 0 means no limit
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
+    pub client_memory_limit: u64,
+    /// Maximum page-locked memory of this machine that one session's programs may have for kernels. By default a quarter of this machine's memory
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub pinned_limit: Option<u64>,
+    /// Maximum page-locked memory of all sessions of one client together. By default a quarter of this machine's memory
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub client_pinned_limit: Option<u64>,
+    /// Maximum number of sessions of one client, including those that wait for a worker. Sessions that only query NVML are counted separately. 0 means no limit
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub client_sessions: u32,
+    /// Number of devices that a session gets: the least used ones. 0 means all
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub session_devices: u32,
+    /// Give each client its devices for itself: they serve nobody else while it has a session
+    #[arg(long)]
+    pub exclusive: bool,
+}
+
+impl Share {
+    /// The limits of a session of `principal`.
+    pub fn limits(&self, principal: String) -> Limits {
+        let quarter = || machine_memory() / 4;
+        Limits {
+            principal,
+            devices: Vec::new(),
+            device_count: self.session_devices,
+            exclusive: self.exclusive,
+            session: Amounts {
+                device_memory: self.memory_limit,
+                pinned_memory: self.pinned_limit.unwrap_or_else(quarter),
+            },
+            total: Amounts {
+                device_memory: self.client_memory_limit,
+                pinned_memory: self.client_pinned_limit.unwrap_or_else(quarter),
+            },
+            sessions: self.client_sessions,
+            ..Limits::default()
+        }
+    }
+}
+
+/// Bytes of memory of this machine.
+fn machine_memory() -> u64 {
+    // SAFETY: `sysconf` only reads its argument.
+    let (pages, size) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    u64::try_from(pages).unwrap_or(0).saturating_mul(u64::try_from(size).unwrap_or(0))
+}
+
 /// Options that the daemon passes on to each worker.
 #[derive(Debug, Clone, Args, Serialize, Deserialize)]
 pub struct WorkerOptions {
     /// Which devices.
     #[command(flatten)]
     pub backing: Backing,
-    /// Maximum device memory of one session, in bytes or with a unit (K, M, G, T). 0 means no limit
-    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
-    pub memory_limit: u64,
     /// Microseconds that a worker polls for commands before it sleeps. The default is 50, and less on machines with fewer than four processors
     #[arg(long, value_name = "N")]
     pub poll_us: Option<u64>,
@@ -232,7 +289,7 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             let flags = [OsString::from("rgpu-server"), "--config".into(), path.clone().into()];
             let serve = Arguments::read(flags).unwrap().serve;
-            assert_eq!((serve.listen.len(), serve.workers, serve.worker.memory_limit), (2, 2, 0));
+            assert_eq!((serve.listen.len(), serve.workers, serve.share.memory_limit), (2, 2, 0));
         }
     }
 
@@ -248,10 +305,7 @@ mod tests {
         let path = path.display().to_string();
         let serve = Arguments::read(["rgpu-server", "--config", &path, "--workers", "6"]).unwrap().serve;
         assert_eq!((serve.workers, serve.worker.backing.backend), (6, Backend::Software));
-        assert_eq!(
-            (serve.worker.memory_limit, serve.worker.rdma.port, serve.max_sessions),
-            (1 << 30, 2, 256)
-        );
+        assert_eq!((serve.share.memory_limit, serve.worker.rdma.port, serve.max_sessions), (1 << 30, 2, 256));
         std::fs::write(&path, "workers = 5\ncolour = 1\n").unwrap();
         let error = Arguments::read(["rgpu-server", "--config", &path]).unwrap_err().to_string();
         assert!(error.ends_with("line 2: colour: there is no such option"), "{error}");

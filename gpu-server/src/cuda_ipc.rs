@@ -18,7 +18,7 @@ use std::time::Duration;
 use protocol::Status;
 use serde::{Deserialize, Serialize};
 
-use crate::worker_protocol::{self, FromWorker};
+use crate::worker_protocol::{self, FromWorker, Resource};
 
 /// Names a shared object.
 pub type Token = [u8; 16];
@@ -52,7 +52,7 @@ pub enum Shared {
 pub enum Refusal {
     /// It names no object that this client may open.
     Unknown,
-    /// The session, or the daemon, has reached its maximum of shared objects.
+    /// The session, its principal, or the daemon has reached its maximum.
     Full,
 }
 
@@ -68,6 +68,8 @@ pub enum Reply {
         /// Whether the session that opens it has shared it itself.
         own: bool,
     },
+    /// To a request to charge bytes.
+    Charged,
     /// The request is refused.
     Refused(Refusal),
 }
@@ -121,8 +123,26 @@ impl Broker {
         match self.ask(|request| FromWorker::Share { request, what }, fd)?.0 {
             Reply::Shared(token) => Ok(token),
             Reply::Refused(_) => Err(Status::OUT_OF_MEMORY),
-            Reply::Opened { .. } => Err(Status::UNKNOWN),
+            Reply::Opened { .. } | Reply::Charged => Err(Status::UNKNOWN),
         }
+    }
+
+    /// Charges bytes to the principal.
+    ///
+    /// # Errors
+    /// `OUT_OF_MEMORY` when its limit leaves less than that.
+    pub fn charge(&self, resource: Resource, bytes: u64) -> Result<(), Status> {
+        match self.ask(|request| FromWorker::Charge { request, resource, bytes }, None)?.0 {
+            Reply::Charged => Ok(()),
+            Reply::Refused(_) => Err(Status::OUT_OF_MEMORY),
+            Reply::Shared(_) | Reply::Opened { .. } => Err(Status::UNKNOWN),
+        }
+    }
+
+    /// Gives charged bytes back.
+    pub fn discharge(&self, resource: Resource, bytes: u64) {
+        // A daemon that is gone counts nothing.
+        let _ = worker_protocol::send(self.daemon.as_fd(), &FromWorker::Discharge { resource, bytes }, &[]);
     }
 
     /// Opens a shared object. Returns the object, its descriptor, and whether this session has shared it itself. A token that names no object of this client gives `INVALID_VALUE`.
@@ -131,7 +151,7 @@ impl Broker {
             (Reply::Opened { what, own }, fd) => Ok((what, fd, own)),
             (Reply::Refused(Refusal::Unknown), _) => Err(Status::INVALID_VALUE),
             (Reply::Refused(Refusal::Full), _) => Err(Status::OUT_OF_MEMORY),
-            (Reply::Shared(_), _) => Err(Status::UNKNOWN),
+            (Reply::Shared(_) | Reply::Charged, _) => Err(Status::UNKNOWN),
         }
     }
 

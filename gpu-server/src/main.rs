@@ -10,6 +10,7 @@
 //! - [`config`]: the command line and the configuration file;
 //! - [`parent`]: the daemon;
 //! - [`worker_protocol`]: the messages between the daemon and its workers;
+//! - [`pages`]: memory that the daemon shares with each worker;
 //! - [`cuda_ipc`]: memory and events that sessions share with each other;
 //! - [`worker`]: a process that serves one session;
 //! - [`driver`]: what executes commands;
@@ -19,6 +20,7 @@ mod check;
 mod config;
 mod cuda_ipc;
 mod driver;
+mod pages;
 mod parent;
 mod worker;
 mod worker_protocol;

@@ -1,5 +1,6 @@
 //! The protocol between the daemon and its workers: JSON messages with descriptors over a seqpacket socket pair, one message for each packet.
 
+use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
@@ -36,6 +37,81 @@ impl Kind {
     }
 }
 
+/// What a session may use. The daemon decides it from who the client is and from the operator's policy. Nothing that a client or a worker says changes it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Limits {
+    /// Who opened the session, for accounting only: sessions with the same text share [`total`](Limits::total), [`sessions`](Limits::sessions) and their turns on a GPU.
+    pub principal: String,
+    /// Numbers of the devices that it may use, as `--devices` counts them. Empty: all that the server shares.
+    pub devices: Vec<u32>,
+    /// How many of these devices a session gets, the least used ones. 0: all of them, or one if they are exclusive.
+    pub device_count: u32,
+    /// Whether its devices serve nobody else as long as it has a session.
+    pub exclusive: bool,
+    /// What one session may hold.
+    pub session: Amounts,
+    /// What all sessions of the principal together may hold.
+    pub total: Amounts,
+    /// How many sessions of each kind the principal may have, including those that wait. 0: any number.
+    pub sessions: u32,
+    /// Its share of a GPU's time while others want it, too: in proportion to their weights. At least 1; the default is 100.
+    pub weight: u32,
+    /// While a principal with a higher priority has work for a GPU, those with lower ones wait. The default is 0.
+    pub priority: i32,
+}
+
+impl Limits {
+    /// The default weight.
+    pub const WEIGHT: u32 = 100;
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            principal: String::new(),
+            devices: Vec::new(),
+            device_count: 0,
+            exclusive: false,
+            session: Amounts::default(),
+            total: Amounts::default(),
+            sessions: 0,
+            weight: Limits::WEIGHT,
+            priority: 0,
+        }
+    }
+}
+
+/// Amounts of memory. 0: no limit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Amounts {
+    /// Bytes on each device.
+    pub device_memory: u64,
+    /// Bytes of this machine's memory that are page-locked for programs.
+    pub pinned_memory: u64,
+}
+
+/// Devices of a server whose use is counted, by their number.
+pub const MOST_DEVICES: usize = 64;
+
+/// What is limited.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Resource {
+    /// Memory of the device with this number.
+    Device(u32),
+    /// Page-locked memory of this machine.
+    Pinned,
+}
+
+impl fmt::Display for Resource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Resource::Device(number) => write!(f, "memory of device {number}"),
+            Resource::Pinned => f.write_str("page-locked memory"),
+        }
+    }
+}
+
 /// Messages from the daemon.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum ToWorker {
@@ -46,7 +122,7 @@ pub enum ToWorker {
         /// The daemon's options.
         options: WorkerOptions,
     },
-    /// The session to serve, with its connection.
+    /// The session to serve, with its connection and the descriptors of its [`Terms`](crate::pages::Terms) and its [`Meter`](crate::pages::Meter).
     Session {
         /// The kind of connection.
         transport: Transport,
@@ -54,10 +130,12 @@ pub enum ToWorker {
         program: String,
         /// Name of the client, for the log.
         client: String,
+        /// What the session may use.
+        limits: Limits,
     },
     /// A data connection of the session.
     Data,
-    /// The answer to a `Share` or an `Open`, with a descriptor if the shared object has one.
+    /// The answer to a `Share`, an `Open` or a `Charge`, with a descriptor if the shared object has one.
     Reply {
         /// The request's number.
         request: u64,
@@ -123,6 +201,22 @@ pub enum FromWorker {
     Unshare {
         /// The token.
         token: Token,
+    },
+    /// Charges bytes to the principal. The daemon answers.
+    Charge {
+        /// Number of the request.
+        request: u64,
+        /// What they are of.
+        resource: Resource,
+        /// How many.
+        bytes: u64,
+    },
+    /// Gives charged bytes back.
+    Discharge {
+        /// What they are of.
+        resource: Resource,
+        /// How many.
+        bytes: u64,
     },
     /// Counters of the running session.
     Counters(Counters),

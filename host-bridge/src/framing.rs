@@ -250,7 +250,7 @@ pub fn recv_frame(
     Ok(Some(header.kind))
 }
 
-fn check_len(header: FrameHeader) -> io::Result<()> {
+pub(crate) fn check_len(header: FrameHeader) -> io::Result<()> {
     if header.len > MAX_FRAME {
         let text = format!("frame of kind {} with {} bytes, more than {MAX_FRAME}", header.kind, header.len);
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));

@@ -12,6 +12,7 @@
 //! In reading order:
 //! - [`memory`]: the client's memory as a process sees it, every address checked once; [`shared`]: the copies to and from it;
 //! - [`framing`]: addresses, and the structures of [`protocol::link`] over sockets;
+//! - [`stream`]: the bytes of a connection, plain or encrypted;
 //! - [`bridge`]: the end that has the client: sessions, the trait [`bridge::Transport`] and its implementations;
 //! - [`verbs`]: InfiniBand and RoCE, for both ends;
 //! - [`endpoint`]: the end that has the GPU;
@@ -22,5 +23,6 @@ pub mod endpoint;
 pub mod framing;
 pub mod memory;
 pub mod shared;
+pub mod stream;
 pub mod trace;
 pub mod verbs;

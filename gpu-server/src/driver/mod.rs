@@ -9,23 +9,19 @@
 //! - [`call`]: one command that is being executed, and answers that are given later;
 //! - [`session`]: each operation, implemented once: what the client has made, and what it may do with it;
 //! - [`gpu`]: what the session needs of a GPU, documented as a contract; [`cuda`] and [`software`] implement it, and contain only what differs;
-//! - [`quota`]: the owner of the session's memory limit;
+//! - [`quota`]: the owner of the session's memory limits;
 //! - what the session keeps its tables in: [`ids`], [`ranges`] (addresses), [`space`] (virtual memory management), [`streams`], [`parts`] (of devices),
-//!   [`conditional`] and [`graph`] (graphs as a client describes them), [`rows`] (boxes of rows in memory);
+//!   [`rows`] (boxes of rows in memory);
 //! - [`slots`]: who may use which staging buffer; [`output`]: what kernels print;
 //! - [`beside`]: the few operations that are also executed while the dispatcher is busy; [`nvml`]: NVML's questions, which need no session.
 //!
 //! One thread, the dispatcher, calls a [`Backend`]. No call waits for the device: threads of the GPU's own tell the client of what finishes later, through
 //! [`Pending`](call::Pending) answers and [`Errors`].
-//!
-//! Graphs are not in [`session`]: `Session<Cuda>` and `Session<Software>` implement them, in the backends' `graph` and `conditional`.
 
 pub mod beside;
 pub mod call;
-pub mod conditional;
 pub mod cuda;
 pub mod gpu;
-pub mod graph;
 pub mod ids;
 pub mod nvml;
 pub mod output;
@@ -64,6 +60,9 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
     /// session needs it. Returns the bytes that are then free on that device, if they are known.
     fn warm(&mut self) -> Result<Option<u64>, Unavailable>;
 
+    /// The session may use only the devices with these numbers, in this order, and NVML tells of these. Called at most once, before [`Backend::begin`].
+    fn restrict(&mut self, numbers: &[u32], nvml: nvml::Management) -> call::Result;
+
     /// A client has come. Called once, before the first command.
     fn begin(&mut self, client: Arc<dyn Client>);
 
@@ -96,6 +95,13 @@ impl From<String> for Unavailable {
     fn from(reason: String) -> Unavailable {
         Unavailable { reason, full: false }
     }
+}
+
+/// Restricts a backend that [`make`] made to the devices with these numbers, before its session begins.
+pub fn restrict(backend: &mut dyn Backend, backing: &Backing, quota: Quota, numbers: &[u32]) -> call::Result {
+    let choice = if backend.name() == "cuda" { Choice::Cuda } else { Choice::Software };
+    let backing = Backing { backend: choice, devices: numbers.to_vec(), ..backing.clone() };
+    backend.restrict(numbers, nvml::Management::new(&backing, quota))
 }
 
 /// Makes the backend that `backing` chooses, for a session with this quota of device memory. It has no context yet: see [`Backend::warm`].

@@ -1,13 +1,13 @@
-//! What kernels print: `printf` goes to the client's standard output, the text of a failed `assert` to its standard error.
+//! What kernels print. `printf` goes to the client's standard output, the text of a failed `assert` to its standard error.
 //!
 //! ```text
 //!  kernel ─▶ software-gpu's sinks ──────────────┐
-//!  kernel ─▶ NVIDIA's driver ─▶ stdout, stderr ─┴▶ Output ── OUTPUT word: "so many bytes so far" ──▶ client's progress area
-//!                                                    ▲──────── device_output, asked by the client when the word has moved
+//!  kernel ─▶ NVIDIA's driver ─▶ stdout, stderr ─┴▶ Output ── OUTPUT word: bytes printed so far ──▶ client's progress area
+//!                                                    ▲──────── device_output, called by the client when the word has changed
 //! ```
 //!
-//! The word is published before whatever lets the client know that the kernel is done, so a client that synchronizes has the text before it goes on; a session whose
-//! kernels print nothing pays nothing for it. What a client does not fetch is kept up to [`MOST`] bytes; after that text is dropped, and the client is told how much.
+//! The word is published before the client learns that the kernel has finished, so a client that synchronizes gets the text before it continues. A session whose
+//! kernels print nothing pays nothing. Up to [`MAX_KEPT`] bytes are kept until the client fetches them. Further text is dropped, and the client is told how much.
 
 use std::collections::VecDeque;
 use std::ffi::{c_char, c_void};
@@ -19,12 +19,12 @@ use protocol::link::{ProgressUpdate, progress};
 use protocol::ops::context::DeviceOutputReply;
 use protocol::wire::Bytes;
 
-/// Text that is kept for a client.
-const MOST: usize = 16 << 20;
-/// Text of one answer, in bytes: with what is around it, it fits into a reply slot.
+/// Maximum amount of text kept for a client, in bytes.
+const MAX_KEPT: usize = 16 << 20;
+/// Maximum amount of text in one answer, in bytes. The whole answer fits into a reply slot.
 const PIECE: usize = 3840;
 
-/// Where a piece of text belongs.
+/// Where a kernel printed something.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stream {
     /// Standard output.
@@ -33,7 +33,7 @@ pub enum Stream {
     Err,
 }
 
-/// The text of a session's kernels that its client has not fetched.
+/// What a session's kernels have printed and its client has not fetched.
 #[derive(Default)]
 pub struct Output {
     state: Mutex<State>,
@@ -45,15 +45,15 @@ struct State {
     kept: VecDeque<(Stream, Vec<u8>)>,
     /// Bytes in `kept`.
     held: usize,
-    /// Bytes that were ever printed, those that were dropped among them.
+    /// Bytes printed since the session began, including dropped ones.
     total: u64,
-    /// `total` when the client was told last.
+    /// The last `total` that was published.
     told: u64,
     dropped: u64,
 }
 
 impl Output {
-    /// Of no client yet.
+    /// Without a client.
     pub fn new() -> Arc<Output> {
         Arc::default()
     }
@@ -62,17 +62,17 @@ impl Output {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The client that is told from now on.
+    /// Sets the client that is notified.
     pub fn serve(&self, client: Arc<dyn Client>) {
         self.lock().client = Some(client);
     }
 
-    /// Takes text that a kernel printed.
+    /// Adds text that a kernel printed.
     pub fn print(&self, stream: Stream, text: &[u8]) {
         self.lock().take(stream, text);
     }
 
-    /// Tells the client of what has been printed since it was told last.
+    /// Publishes the number of printed bytes, if it has changed.
     pub fn tell(&self) {
         let mut state = self.lock();
         if state.told != state.total
@@ -88,7 +88,7 @@ impl Output {
         }
     }
 
-    /// The next piece for the client; empty if there is none.
+    /// Removes and returns the next text for the client. It is empty if there is none.
     pub fn fetch(&self) -> DeviceOutputReply {
         let mut state = self.lock();
         let dropped = std::mem::take(&mut state.dropped);
@@ -109,7 +109,7 @@ impl Output {
 impl State {
     fn take(&mut self, stream: Stream, text: &[u8]) {
         self.total += text.len() as u64;
-        if self.held + text.len() > MOST {
+        if self.held + text.len() > MAX_KEPT {
             self.dropped += text.len() as u64;
             return;
         }
@@ -137,17 +137,17 @@ struct CookieFunctions {
     close: Option<extern "C" fn()>,
 }
 
-/// From now on, what this process prints through the C library's standard streams goes to `output`: NVIDIA's driver prints there what kernels print. The process's own log
-/// writes to descriptors and is not concerned.
+/// Redirects the C library's standard streams to `output`, because NVIDIA's driver prints there what kernels print. The process's own log writes to file
+/// descriptors and is not affected.
 pub fn capture(output: &Arc<Output>) -> io::Result<()> {
     let [out, err] = [to_output as extern "C" fn(_, _, _) -> _, to_errors].map(|write| {
         let functions = CookieFunctions { read: None, write: Some(write), seek: None, close: None };
-        // The streams are never closed, so that the reference is never given back.
+        // The streams are never closed, so the reference is never released.
         let cookie = Arc::into_raw(Arc::clone(output)).cast_mut().cast::<c_void>();
         // SAFETY: the functions take what the cookie is; the mode is a C string.
         let stream = unsafe { fopencookie(cookie, c"w".as_ptr(), functions) };
         if !stream.is_null() {
-            // SAFETY: a fresh stream, on which nothing was done yet.
+            // SAFETY: a new stream that nothing has used.
             unsafe { libc::setvbuf(stream, std::ptr::null_mut(), libc::_IONBF, 0) };
         }
         stream
@@ -155,7 +155,7 @@ pub fn capture(output: &Arc<Output>) -> io::Result<()> {
     if out.is_null() || err.is_null() {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the C library lets a program assign them; no other thread of this process prints through them at this point.
+    // SAFETY: the C library lets a program assign them. No other thread of this process prints through them at this point.
     unsafe {
         stdout = out;
         stderr = err;
@@ -174,7 +174,7 @@ extern "C" fn to_errors(cookie: *mut c_void, text: *const c_char, size: usize) -
 }
 
 /// # Safety
-/// `cookie` points to an [`Output`] that lives for ever, `text` to `size` bytes.
+/// `cookie` points to an [`Output`] that is never freed, `text` to `size` bytes.
 unsafe fn take(cookie: *mut c_void, stream: Stream, text: *const c_char, size: usize) -> isize {
     // SAFETY: by this function's own contract.
     let (output, text) =
@@ -183,10 +183,10 @@ unsafe fn take(cookie: *mut c_void, stream: Stream, text: *const c_char, size: u
     size as isize
 }
 
-/// Images are searched for `printf` as far as they are no longer than this unpacked.
+/// Maximum size of an image that is searched for `printf`, in bytes after decompression.
 const SEARCHED: usize = 4 << 20;
 
-/// Whether an image has code for a device of this compute capability that may call `printf`. `None`: it is too long to be searched, or of a form that cannot be.
+/// Whether an image contains code for a device of this compute capability that may call `printf`. `None` if it is too long or in a format that cannot be searched.
 pub fn may_print(image: &[u8], (major, minor): (u32, u32)) -> Option<bool> {
     software_gpu::mentions(image, 10 * major + minor, b"vprintf", SEARCHED)
 }
@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_comes_in_pieces_and_in_order() {
+    fn long_text_is_split_and_keeps_its_order() {
         let output = Output::new();
         output.print(Stream::Out, &[b'a'; PIECE + 10]);
         output.print(Stream::Err, b"assertion");
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_fetches_is_dropped_and_counted() {
+    fn text_beyond_the_limit_is_dropped_and_counted() {
         let output = Output::new();
         for _ in 0..20 {
             output.print(Stream::Out, &vec![b'x'; 1 << 20]);

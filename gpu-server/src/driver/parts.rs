@@ -1,15 +1,15 @@
-//! The parts of devices that a session knows, by number.
+//! The parts of devices (`CUdevResource`) that a session knows, by number.
 //!
-//! A program holds them as values, which have no end: so they are kept as long as the session, equal ones once, and there is an end to how many there can be.
+//! A program copies them like any value and never frees them. So they are kept until the session ends, equal parts have one number, and their number is limited.
 
 use std::collections::HashMap;
 
 use protocol::Status;
 
-/// Parts, or descriptors of parts, of one session at most.
+/// Maximum number of parts of a session, and of descriptors and of green contexts.
 const MAX: usize = 4096;
 
-/// The parts of a session, each `T` being the driver's.
+/// The parts of a session. `T`: the GPU's.
 pub struct Parts<T>(Vec<T>);
 
 impl<T> Default for Parts<T> {
@@ -19,10 +19,10 @@ impl<T> Default for Parts<T> {
 }
 
 impl<T: PartialEq> Parts<T> {
-    /// The number of a part, from 1.
+    /// The number of a part, from 1. A new part gets the next one.
     ///
     /// # Errors
-    /// `OUT_OF_MEMORY` when the session knows too many.
+    /// `OUT_OF_MEMORY` if the session has too many.
     pub fn number(&mut self, part: T) -> Result<u32, Status> {
         if let Some(place) = self.0.iter().position(|other| *other == part) {
             return Ok(place as u32 + 1);
@@ -34,10 +34,10 @@ impl<T: PartialEq> Parts<T> {
         Ok(self.0.len() as u32)
     }
 
-    /// The part of a number.
+    /// The part with a number.
     ///
     /// # Errors
-    /// `INVALID_VALUE` for a number that was not given.
+    /// `INVALID_VALUE` for a number that no part has.
     pub fn get(&self, number: u32) -> Result<&T, Status> {
         let place = (number as usize).checked_sub(1).ok_or(Status::INVALID_VALUE)?;
         self.0.get(place).ok_or(Status::INVALID_VALUE)
@@ -45,7 +45,7 @@ impl<T: PartialEq> Parts<T> {
 }
 
 impl<T: PartialEq + Clone> Parts<T> {
-    /// The parts of several numbers.
+    /// The parts with these numbers.
     ///
     /// # Errors
     /// As [`Parts::get`].
@@ -54,10 +54,10 @@ impl<T: PartialEq + Clone> Parts<T> {
     }
 }
 
-/// Whether a table of descriptors, or of green contexts, may have one more under a name.
+/// Checks that a table of descriptors or green contexts can take another one with this id.
 ///
 /// # Errors
-/// `OUT_OF_MEMORY` when it is full, `INVALID_HANDLE` for a name in use.
+/// `OUT_OF_MEMORY` if it is full, `INVALID_HANDLE` if the id is in use.
 pub fn may_have<T>(table: &HashMap<u32, T>, name: u32) -> Result<(), Status> {
     if table.len() >= MAX {
         return Err(Status::OUT_OF_MEMORY);
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_parts_have_one_number_and_zero_is_none() {
+    fn equal_parts_have_one_number_and_zero_is_no_part() {
         let mut parts = Parts::default();
         assert_eq!((parts.number("a"), parts.number("b"), parts.number("a")), (Ok(1), Ok(2), Ok(1)));
         assert_eq!(parts.get(2), Ok(&"b"));
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_takes_new_names_until_it_is_full() {
+    fn a_table_takes_new_ids_until_it_is_full() {
         let mut table: HashMap<u32, ()> = (1..MAX as u32).map(|name| (name, ())).collect();
         assert_eq!((may_have(&table, 0), may_have(&table, 1)), (Ok(()), Err(Status::INVALID_HANDLE)));
         table.insert(0, ());
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_an_end_to_parts() {
+    fn the_number_of_parts_is_limited() {
         let mut parts = Parts::default();
         for n in 0..MAX {
             assert_eq!(parts.number(n), Ok(n as u32 + 1));

@@ -1,81 +1,209 @@
-//! The owner of a session's memory limit.
+//! The owner of a session's memory limits.
 //!
-//! Whatever takes device memory first asks the session's [`Quota`] for a [`Charge`] of as many bytes and keeps the charge together with what it
-//! makes. Dropping the charge gives the bytes back, so no code path has to remember to. Every figure that a client or an operator sees comes
-//! from here: `cuMemGetInfo`, NVML's memory figures, `rgpuctl status`.
+//! Whatever takes device memory, or page-locked memory of this machine, first asks the session's [`Quota`] for a [`Charge`] of as many bytes and keeps the charge together with what it
+//! makes. Dropping the charge gives the bytes back, so no code path has to remember to. Every figure that a client or an operator sees comes from here: `cuMemGetInfo`,
+//! `cuDeviceTotalMem`, NVML's memory figures, `rgpuctl status`.
+//!
+//! Two limits hold for each [`Resource`]: the session's own, which is checked here, and that of all sessions of the principal together, whose owner is the daemon: where there is one, the
+//! daemon is asked for each charge.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use protocol::Status;
 
-/// A limit in bytes, and how many bytes are held against it. Clones share both.
-#[derive(Debug, Clone)]
+use crate::cuda_ipc::Broker;
+use crate::pages::{Meter, Page, Terms};
+use crate::worker_protocol::{Amounts, Limits, MOST_DEVICES, Resource};
+
+/// What a session may hold, and what it holds. Clones share both.
+#[derive(Clone, Default)]
 pub struct Quota(Arc<State>);
 
-#[derive(Debug)]
+#[derive(Default)]
 struct State {
-    /// What is limited, for the log.
-    what: &'static str,
-    /// `u64::MAX`: no limit.
-    limit: u64,
-    held: AtomicU64,
+    /// What is held while there is no session.
+    own: Meter,
+    session: OnceLock<Session>,
+}
+
+/// What a quota has from its session's beginning on.
+struct Session {
+    limits: Limits,
+    terms: Option<Page<Terms>>,
+    meter: Option<Page<Meter>>,
+    broker: Option<Arc<Broker>>,
+}
+
+impl Amounts {
+    /// Bytes of a resource at most; `u64::MAX`: any number.
+    pub fn of(&self, resource: Resource) -> u64 {
+        let limit = match resource {
+            Resource::Device(_) => self.device_memory,
+            Resource::Pinned => self.pinned_memory,
+        };
+        if limit == 0 { u64::MAX } else { limit }
+    }
+}
+
+impl Meter {
+    /// Where the held bytes of a resource are counted. Devices beyond the greatest number that is counted share one figure.
+    fn of(&self, resource: Resource) -> &AtomicU64 {
+        match resource {
+            Resource::Device(number) => &self.held[(number as usize).min(MOST_DEVICES - 1)],
+            Resource::Pinned => &self.pinned,
+        }
+    }
 }
 
 impl Quota {
-    /// A quota of `limit` bytes of `what`; 0 means no limit.
-    pub fn new(what: &'static str, limit: u64) -> Quota {
-        let limit = if limit == 0 { u64::MAX } else { limit };
-        Quota(Arc::new(State { what, limit, held: AtomicU64::new(0) }))
+    /// The session begins, with these limits; until then there are none. `terms` and `meter` are shared with the daemon, and `broker` leads to it.
+    pub fn begin(&self, limits: Limits, terms: Page<Terms>, meter: Page<Meter>, broker: Arc<Broker>) {
+        self.set(Session { limits, terms: Some(terms), meter: Some(meter), broker: Some(broker) });
+    }
+
+    fn set(&self, session: Session) {
+        if let Some(meter) = &session.meter {
+            for (to, from) in meter.held.iter().zip(&self.0.own.held) {
+                to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
+            }
+            meter.pinned.store(self.0.own.pinned.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        // A worker has one session.
+        let _ = self.0.session.set(session);
+    }
+
+    /// With limits for a session alone, for tests.
+    #[cfg(test)]
+    pub fn of_session(device_memory: u64) -> Quota {
+        let quota = Quota::default();
+        let session = Amounts { device_memory, pinned_memory: device_memory };
+        let limits = Limits { session, ..Limits::default() };
+        quota.set(Session { limits, terms: None, meter: None, broker: None });
+        quota
+    }
+
+    fn meter(&self) -> &Meter {
+        let shared = self.0.session.get().and_then(|session| session.meter.as_deref());
+        shared.unwrap_or(&self.0.own)
+    }
+
+    /// A figure of a device's in the daemon's page.
+    fn told(&self, resource: Resource, of: impl Fn(&Terms) -> &[AtomicU64; MOST_DEVICES]) -> u64 {
+        let terms = self.0.session.get().and_then(|session| session.terms.as_deref());
+        match (terms, resource) {
+            (Some(terms), Resource::Device(number)) => {
+                of(terms).get(number as usize).map_or(0, |figure| figure.load(Ordering::Relaxed))
+            }
+            _ => 0,
+        }
+    }
+
+    /// Limits of the session, and of its principal.
+    fn limits(&self, resource: Resource) -> [u64; 2] {
+        let limits = self.0.session.get().map(|session| &session.limits);
+        limits.map_or([u64::MAX; 2], |limits| [limits.session.of(resource), limits.total.of(resource)])
     }
 
     /// Charges `bytes` until the charge is dropped.
     ///
     /// # Errors
-    /// `OUT_OF_MEMORY` when the limit leaves less than that. The refusal is logged.
-    pub fn charge(&self, bytes: u64) -> Result<Charge, Status> {
-        let State { what, limit, held } = &*self.0;
-        let more = |held: u64| held.checked_add(bytes).filter(|sum| sum <= limit);
+    /// `OUT_OF_MEMORY` when a limit leaves less than that. The refusal is logged.
+    pub fn charge(&self, resource: Resource, bytes: u64) -> Result<Charge, Status> {
+        let [session, total] = self.limits(resource);
+        let most = session.saturating_sub(self.told(resource, |terms| &terms.implicit));
+        let more = |held: u64| held.checked_add(bytes).filter(|sum| *sum <= most);
         // The count guards no other memory, so its order with other accesses does not matter.
-        match held.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
-            Ok(_) => Ok(Charge { quota: self.clone(), bytes }),
-            Err(held) => {
-                tracing::info!(bytes, held, limit, "refused: beyond the session's limit of {what}");
-                Err(Status::OUT_OF_MEMORY)
-            }
+        let counted = self.meter().of(resource).fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        if let Err(held) = counted {
+            tracing::info!(bytes, held, limit = session, "refused: beyond the session's limit of {resource}");
+            return Err(Status::OUT_OF_MEMORY);
         }
+        let mut charge = Charge { quota: self.clone(), resource, bytes, asked: None };
+        let broker = self.0.session.get().and_then(|session| session.broker.as_ref());
+        if let Some(broker) = broker.filter(|_| total != u64::MAX && bytes > 0) {
+            if let Err(status) = broker.charge(resource, bytes) {
+                tracing::info!(bytes, limit = total, "refused: beyond the principal's limit of {resource}");
+                return Err(status);
+            }
+            charge.asked = Some(Arc::clone(broker));
+        }
+        Ok(charge)
+    }
+
+    /// Charges a mirror of `bytes` of a client's page-locked memory, for kernels on the device with a number: as memory of the device, which it stands in for, and as page-locked memory of
+    /// this machine, which it takes.
+    pub fn charge_mirror(&self, number: u32, bytes: u64) -> Result<MirrorCharge, Status> {
+        let [device, pinned] = [Resource::Device(number), Resource::Pinned];
+        Ok(MirrorCharge([self.charge(device, bytes)?, self.charge(pinned, bytes)?]))
     }
 
     /// Bytes that are charged now.
-    pub fn held(&self) -> u64 {
-        self.0.held.load(Ordering::Relaxed)
+    pub fn held(&self, resource: Resource) -> u64 {
+        self.meter().of(resource).load(Ordering::Relaxed)
     }
 
-    /// A device's free and total bytes as the session may see them.
-    pub fn visible(&self, free: u64, total: u64) -> (u64, u64) {
-        (free.min(self.0.limit.saturating_sub(self.held())), total.min(self.0.limit))
+    /// Bytes that are charged now on all devices.
+    pub fn held_on_devices(&self) -> u64 {
+        self.meter().held.iter().map(|held| held.load(Ordering::Relaxed)).sum()
+    }
+
+    /// Free and total bytes of the device with a number, as the session may see them.
+    pub fn visible(&self, number: u32, free: u64, total: u64) -> (u64, u64) {
+        let device = Resource::Device(number);
+        let [session, principal] = self.limits(device);
+        let held = self.held(device).saturating_add(self.told(device, |terms| &terms.implicit));
+        let left = session.saturating_sub(held);
+        let left_for_all = principal.saturating_sub(self.told(device, |terms| &terms.total_held));
+        (free.min(left).min(left_for_all), total.min(session).min(principal))
     }
 }
 
 /// Bytes that are held against a [`Quota`] until this is dropped.
-#[derive(Debug)]
 pub struct Charge {
     quota: Quota,
+    resource: Resource,
     bytes: u64,
+    /// The daemon counts it, too.
+    asked: Option<Arc<Broker>>,
 }
 
 impl Charge {
+    /// Its bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Adds the bytes of another charge of the same quota and resource.
+    pub fn join(&mut self, mut other: Charge) {
+        self.bytes += std::mem::take(&mut other.bytes);
+        self.asked = self.asked.take().or(other.asked.take());
+    }
+
     /// Takes `bytes` of this charge, at most all of them, as a charge of its own.
     pub fn split(&mut self, bytes: u64) -> Charge {
         let bytes = bytes.min(self.bytes);
         self.bytes -= bytes;
-        Charge { quota: self.quota.clone(), bytes }
+        Charge { quota: self.quota.clone(), resource: self.resource, bytes, asked: self.asked.clone() }
+    }
+}
+
+/// The charges of a mirror, or of several.
+pub struct MirrorCharge([Charge; 2]);
+
+impl MirrorCharge {
+    /// Takes `bytes` of them, as [`Charge::split`].
+    pub fn split(&mut self, bytes: u64) -> MirrorCharge {
+        MirrorCharge(self.0.each_mut().map(|charge| charge.split(bytes)))
     }
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        self.quota.0.held.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.quota.meter().of(self.resource).fetch_sub(self.bytes, Ordering::Relaxed);
+        if let Some(broker) = self.asked.as_ref().filter(|_| self.bytes > 0) {
+            broker.discharge(self.resource, self.bytes);
+        }
     }
 }
 
@@ -83,6 +211,8 @@ impl Drop for Charge {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    const DEVICE: Resource = Resource::Device(2);
 
     #[derive(Debug, Clone)]
     enum Step {
@@ -103,14 +233,14 @@ mod tests {
         /// The quota holds what its live charges hold, never more than its limit, and refuses nothing that fits.
         #[test]
         fn a_quota_holds_what_its_charges_hold(limit in 0u64..2000, steps in prop::collection::vec(step(), 1..200)) {
-            let quota = Quota::new("test memory", limit);
+            let quota = Quota::of_session(limit);
             let most = if limit == 0 { u64::MAX } else { limit };
             let mut live: Vec<Charge> = Vec::new();
             for step in steps {
                 let held: u64 = live.iter().map(|charge| charge.bytes).sum();
                 match step {
                     Step::Charge(bytes) => {
-                        let charged = quota.charge(bytes);
+                        let charged = quota.charge(DEVICE, bytes);
                         prop_assert_eq!(charged.is_ok(), bytes <= most - held);
                         live.extend(charged);
                     }
@@ -123,25 +253,60 @@ mod tests {
                     Step::Split(..) | Step::Drop(_) => {}
                 }
                 let held: u64 = live.iter().map(|charge| charge.bytes).sum();
-                prop_assert_eq!(quota.held(), held);
+                prop_assert_eq!(quota.held(DEVICE), held);
                 prop_assert!(held <= most);
-                prop_assert_eq!(quota.visible(u64::MAX, u64::MAX), (most - held, most));
+                prop_assert_eq!(quota.visible(2, u64::MAX, u64::MAX), (most - held, most));
             }
             live.clear();
-            prop_assert_eq!(quota.held(), 0);
+            prop_assert_eq!(quota.held(DEVICE), 0);
         }
     }
 
     #[test]
     fn charges_made_at_the_same_time_stay_within_the_limit() {
-        let quota = Quota::new("test memory", 100);
+        let quota = Quota::of_session(100);
         let live: Vec<Vec<Charge>> = std::thread::scope(|scope| {
-            let charge_some = || (0..50).filter_map(|_| quota.charge(1).ok()).collect();
+            let charge_some = || (0..50).filter_map(|_| quota.charge(DEVICE, 1).ok()).collect();
             let threads: Vec<_> = (0..4).map(|_| scope.spawn(charge_some)).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        assert_eq!((live.iter().map(Vec::len).sum::<usize>(), quota.held()), (100, 100));
+        assert_eq!((live.iter().map(Vec::len).sum::<usize>(), quota.held(DEVICE)), (100, 100));
         drop(live);
-        assert_eq!(quota.held(), 0);
+        assert_eq!(quota.held(DEVICE), 0);
+    }
+
+    #[test]
+    fn each_device_and_page_locked_memory_have_a_limit_of_their_own() {
+        let quota = Quota::of_session(100);
+        let _live = [Resource::Device(0), Resource::Device(1), Resource::Pinned]
+            .map(|resource| quota.charge(resource, 80).unwrap());
+        assert!(quota.charge(Resource::Device(1), 30).is_err());
+        assert_eq!((quota.held_on_devices(), quota.held(Resource::Pinned)), (160, 80));
+        assert_eq!(quota.visible(1, 1000, 2000), (20, 100));
+    }
+
+    #[test]
+    fn what_the_daemon_says_of_the_process_and_of_the_principal_is_not_free() {
+        let (terms, terms_fd) = Page::<Terms>::new().unwrap();
+        let (meter, meter_fd) = Page::<Meter>::new().unwrap();
+        let quota = Quota::default();
+        let before = quota.charge(DEVICE, 5).unwrap();
+        let limits = Limits {
+            session: Amounts { device_memory: 100, pinned_memory: 0 },
+            total: Amounts { device_memory: 150, pinned_memory: 0 },
+            ..Limits::default()
+        };
+        let (terms_there, meter_there) = (Page::open(&terms_fd).unwrap(), Page::open(&meter_fd).unwrap());
+        quota.set(Session { limits, terms: Some(terms_there), meter: Some(meter_there), broker: None });
+        let _charge = quota.charge(DEVICE, 20).unwrap();
+        assert_eq!(meter.held[2].load(Ordering::Relaxed), 25);
+        terms.implicit[2].store(30, Ordering::Relaxed);
+        terms.total_held[2].store(55, Ordering::Relaxed);
+        assert_eq!(quota.visible(2, 1000, 1000), (45, 100));
+        assert!(quota.charge(DEVICE, 46).is_err() && quota.charge(DEVICE, 45).is_ok());
+        terms.total_held[2].store(140, Ordering::Relaxed);
+        assert_eq!(quota.visible(2, 1000, 1000), (10, 100));
+        drop(before);
+        assert_eq!(meter.held[2].load(Ordering::Relaxed), 20);
     }
 }

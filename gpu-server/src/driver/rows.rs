@@ -1,9 +1,9 @@
-//! A box of rows in device memory, whose bytes, row after row, count as one packed range.
+//! A box in device memory: rows at a pitch, in slices. Row after row, its bytes count as one packed range.
 
 use protocol::Status;
 use protocol::ops::copy::Pitched;
 
-/// See the module.
+/// A box. See the module.
 #[derive(Debug, Clone, Copy)]
 pub struct Rows {
     /// Address of the first byte.
@@ -12,40 +12,43 @@ pub struct Rows {
     pub pitch: u64,
     /// Bytes from one slice to the next.
     pub slice: u64,
-    /// Bytes of a row.
+    /// Bytes per row.
     pub width: u64,
-    /// Rows of a slice.
+    /// Rows per slice.
     pub height: u64,
-    /// Slices.
+    /// Number of slices.
     pub depth: u64,
 }
 
-/// Rows that lie behind one another in one slice, a pitch apart; or a part of one row.
+/// Consecutive rows of one slice, or a part of one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part {
     /// Address of the first byte.
     pub at: u64,
-    /// Offset of the first byte from where the walk began, in packed bytes.
+    /// Offset of the first byte from the beginning of the walk, in packed bytes.
     pub offset: u64,
-    /// Bytes of a row.
+    /// Bytes per row.
     pub width: u64,
-    /// Rows.
+    /// Number of rows.
     pub rows: u64,
 }
 
 impl Rows {
-    /// `len` bytes in a line.
+    /// `len` contiguous bytes.
     pub fn line(at: u64, len: u64) -> Rows {
         Rows { at, pitch: len, slice: len, width: len, height: 1, depth: 1 }
     }
 
-    /// As an operation gives it.
+    /// The box of an operation.
     pub fn of(place: &Pitched, extent: [u64; 3]) -> Rows {
         let [width, height, depth] = extent;
         Rows { at: place.address, pitch: place.pitch, slice: place.slice, width, height, depth }
     }
 
-    /// Bytes of the packed range, and from the first to the last in device memory. Rows that overlap, or sizes that overflow, are invalid.
+    /// The size of the packed range, and the distance from the first to the last byte in device memory, both in bytes.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` if rows overlap or a size overflows.
     pub fn sizes(&self) -> Result<(u64, u64), Status> {
         let sizes = || {
             let packed = self.width.checked_mul(self.height)?.checked_mul(self.depth)?;
@@ -62,7 +65,7 @@ impl Rows {
         sizes().ok_or(Status::INVALID_VALUE)
     }
 
-    /// Walks `len` packed bytes from `offset`. Both lie inside, and [`sizes`](Self::sizes) has been asked.
+    /// Calls `each` for the parts of `len` packed bytes from `offset`. They lie inside the box, and [`sizes`](Self::sizes) has accepted it.
     pub fn parts<E>(
         &self,
         offset: u64,

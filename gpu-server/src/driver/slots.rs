@@ -1,48 +1,50 @@
-//! Who may use which staging buffer: slots, shared out among the streams whose data goes through them.
+//! Assigns staging buffers, called slots, to the streams whose data goes through them.
 //!
-//! A transfer is told at once which slot each of its chunks will use, and which use of that slot it is; nobody waits until the slot is free, because all work of a stream is done in
-//! order. What a stream's transfers share, in each direction, is a [`Flow`]: it takes slots for itself while there are enough, and beyond its share uses its own again, the oldest
-//! first. So however much a flow has under way, and however long its stream is held up, the other flows have slots; and no use of a slot waits for another stream's.
+//! A transfer learns at its beginning which slot each of its chunks will use, and which use of that slot it is. It does not wait until the slot is
+//! free, because the stream's work runs in order anyway. All transfers of a stream in one direction share a [`Flow`]. A flow takes slots while there
+//! are enough. When it has its share, it reuses its own slots, the oldest first. So other flows get slots no matter how much a flow has under way
+//! or how long its stream is held up, and no use of a slot waits for another stream.
 //!
-//! Slots are large and small: large ones in numbers that keep a fast link busy, small ones for the many flows that come after the large ones are given out. A flow finds none only
-//! when every slot belongs to another flow, more than twenty-four of them.
+//! There are enough large slots to keep a fast link busy. The small ones serve the flows that come when all large ones are taken. A flow has to wait
+//! only if other flows have every slot; then there are at least 24 of them.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
 
-/// Slots of each kind: how many, bytes of each, and how many of them a flow takes at most.
+/// The two kinds of slots: how many there are, their size, and how many one flow may have.
 pub const KINDS: [Kind; 2] =
     [Kind { count: 48, size: 1 << 20, most: 16 }, Kind { count: 32, size: 256 << 10, most: 2 }];
 
 /// See [`KINDS`].
 #[derive(Debug, Clone, Copy)]
 pub struct Kind {
-    /// Slots.
+    /// Number of slots.
     pub count: usize,
-    /// Bytes of each.
+    /// Size of each, in bytes.
     pub size: usize,
+    /// Maximum number for one flow.
     most: usize,
 }
 
-/// Bytes of all slots.
+/// Size of all slots together, in bytes.
 pub const BYTES: usize = KINDS[0].count * KINDS[0].size + KINDS[1].count * KINDS[1].size;
 
-/// Slots in all.
+/// Number of slots of both kinds.
 pub const COUNT: usize = KINDS[0].count + KINDS[1].count;
 
-/// Where a slot begins in the memory of all.
+/// Where a slot begins in the memory of all slots, in bytes.
 pub fn offset(slot: usize) -> usize {
     let large = slot.min(KINDS[0].count);
     large * KINDS[0].size + (slot - large) * KINDS[1].size
 }
 
-/// What uses slots in order: one direction of a stream.
+/// One direction of a stream. Its transfers use slots in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Flow(u64);
 
 impl Flow {
-    /// One that nothing uses yet.
+    /// A new flow, without slots.
     pub fn fresh() -> Flow {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Flow(NEXT.fetch_add(1, Ordering::Relaxed))
@@ -54,16 +56,16 @@ impl Flow {
 pub struct Use {
     /// The slot.
     pub slot: usize,
-    /// Which of its uses, counted from 1.
+    /// The number of this use among the slot's, from 1.
     pub number: u64,
 }
 
-/// See the module's text.
+/// The slots of a worker. See the module.
 #[derive(Debug)]
 pub struct Slots {
     state: Mutex<State>,
     freed: Condvar,
-    /// How often a flow had to wait for others.
+    /// How often a flow has waited for another one's slots.
     waits: AtomicUsize,
 }
 
@@ -75,7 +77,7 @@ struct State {
     over: bool,
 }
 
-/// A flow's slots, the one used longest ago first.
+/// A flow's slots. The first is the one that was used longest ago.
 #[derive(Debug)]
 struct Held {
     kind: usize,
@@ -101,8 +103,9 @@ impl Slots {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Uses for a transfer's chunks, in the order in which the flow's stream comes to them. `chunks` says how many chunks it has in slots of a size. `None`: nobody is served
-    /// any more. The transfer ends with [`give_back`](Self::give_back).
+    /// Assigns a use of a slot to each chunk of a transfer, in the order in which the stream reaches the chunks. `chunks` returns the number of chunks for
+    /// slots of a given size. Waits while other flows have all slots. Returns `None` after [`stop`](Self::stop). Call [`give_back`](Self::give_back) at the
+    /// end of the transfer.
     pub fn take(&self, flow: Flow, chunks: impl FnOnce(usize) -> u64) -> Option<Vec<Use>> {
         let mut state = self.lock();
         let kind = loop {
@@ -135,7 +138,7 @@ impl Slots {
         Some(all)
     }
 
-    /// One of the flow's transfers is over, all of its uses with it. With the last one the slots are free for others.
+    /// Ends one of the flow's transfers. When its last one ends, its slots are free for other flows.
     pub fn give_back(&self, flow: Flow) {
         let mut state = self.lock();
         let Some(held) = state.flows.get_mut(&flow) else { return };
@@ -154,7 +157,7 @@ impl Slots {
         self.lock().flows.is_empty()
     }
 
-    /// Nobody waits in here any more.
+    /// Makes every waiting and later [`take`](Self::take) return `None`.
     pub fn stop(&self) {
         self.lock().over = true;
         self.freed.notify_all();
@@ -166,16 +169,16 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// So many flows have slots at a time, whatever each of them does.
+    /// This many flows have slots at a time, whatever each of them does.
     const LEAST_FLOWS: usize = 24;
 
-    /// Bytes in slots of that size.
+    /// The number of chunks for `len` bytes.
     fn cut(len: u64) -> impl FnOnce(usize) -> u64 {
         move |size| len.div_ceil(size as u64)
     }
 
     #[test]
-    fn a_stream_that_is_held_leaves_slots_to_others_however_much_it_has_under_way() {
+    fn a_stalled_stream_leaves_slots_for_others() {
         let slots = Slots::default();
         let held = Flow::fresh();
         for _ in 0..100 {
@@ -188,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flow_that_begins_with_little_grows_and_one_alone_has_a_window_of_sixteen_megabytes() {
+    fn a_flow_alone_grows_to_sixteen_slots() {
         let (slots, flow) = (Slots::default(), Flow::fresh());
         slots.take(flow, cut(1)).unwrap();
         let uses = slots.take(flow, cut(256 << 20)).unwrap();
@@ -200,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_a_slot_gets_the_first_that_is_free_and_is_let_go_at_the_end() {
+    fn a_waiting_flow_gets_the_first_free_slot_and_stop_ends_all_waits() {
         let slots = Slots::default();
         let mut flows = Vec::new();
         while slots.lock().free.iter().any(|free| !free.is_empty()) {
@@ -228,7 +231,7 @@ mod tests {
     }
 
     proptest! {
-        /// Each slot belongs to one flow at a time, its uses are counted without a gap, and in the end all are free.
+        /// A slot belongs to one flow at a time, its uses are counted without gaps, and in the end all slots are free.
         #[test]
         fn a_slot_is_used_by_one_flow_at_a_time_and_its_uses_are_counted(
             steps in prop::collection::vec((0usize..LEAST_FLOWS, 0u64..20 << 20), 1..200),

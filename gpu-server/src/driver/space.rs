@@ -1,7 +1,7 @@
-//! Memory without an address, reserved addresses, and what is mapped where: the part of virtual memory management that both backends have in common.
+//! A session's virtual memory management: memory without an address, reserved addresses, and what is mapped where.
 //!
-//! Everything that a client names is checked here, before a backend does anything: what [`Space`] lets pass lies inside a reservation of the session, touches no
-//! other mapping and names memory of the session. The methods that change something are called when the backend has succeeded.
+//! `may_…` methods check what a client names before the GPU is called: that it is the session's memory, lies inside one of its reservations and
+//! overlaps no other mapping. The methods that change something are called when the GPU has succeeded.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
@@ -11,37 +11,38 @@ use protocol::ops::memory::{SPACE, SPACE_ALIGN, SPACE_SIZE};
 
 use super::quota::{Charge, Quota};
 use crate::cuda_ipc::Token;
+use crate::worker_protocol::Resource;
 
-/// Memories, and reservations, of a session at most.
+/// Maximum number of memories of a session, and of reservations.
 const MOST: usize = 1 << 17;
 
-/// Memory of a device. `M`: what the backend has for it.
+/// Memory of a device. `M`: the GPU's.
 pub struct Memory<M> {
     /// Ordinal of its device.
     pub device: u32,
-    /// Bytes.
+    /// Its size in bytes.
     pub size: u64,
     /// Whether it may be exported.
     pub exportable: bool,
-    /// The token by which it was opened, for memory that was exported before.
+    /// The token that it was imported by.
     pub imported: Option<Token>,
-    /// Under which it is exported.
+    /// The token that it is exported under.
     pub token: Option<Token>,
-    /// The backend's.
+    /// The GPU's.
     pub handle: M,
     mapped: usize,
-    /// Shared by all names of the same memory, which counts once.
+    /// Shared by all ids of the same memory, so that it is charged once.
     charge: Arc<Charge>,
 }
 
 impl<M> Memory<M> {
-    /// Memory that nothing is mapped to.
+    /// New memory, not mapped.
     pub fn new(device: u32, size: u64, exportable: bool, handle: M, charge: Charge) -> Memory<M> {
         let charge = Arc::new(charge);
         Memory { device, size, exportable, imported: None, token: None, handle, mapped: 0, charge }
     }
 
-    /// Memory that was exported under a token. `charge` comes from [`Space::charge_import`].
+    /// Memory that was imported by a token. `charge` comes from [`Space::charge_import`].
     pub fn imported(device: u32, size: u64, token: Token, handle: M, charge: Arc<Charge>) -> Memory<M> {
         Memory {
             device,
@@ -55,26 +56,26 @@ impl<M> Memory<M> {
         }
     }
 
-    /// Under which other names of the same memory are known, if it has any.
+    /// The token that all ids of the same memory share, if it was imported or exported.
     fn shared(&self) -> Option<Token> {
         self.imported.or(self.token)
     }
 }
 
-/// A part of memory at reserved addresses.
+/// A part of memory mapped at reserved addresses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mapping {
     /// The memory.
     pub memory: u32,
-    /// Its first byte there.
+    /// Offset of the first mapped byte in the memory, in bytes.
     pub offset: u64,
-    /// Bytes.
+    /// Its size in bytes.
     pub size: u64,
     /// Ordinals of the devices that may access it.
     pub access: Vec<u32>,
 }
 
-/// A session's.
+/// A session's memories, reservations and mappings.
 pub struct Space<M> {
     reserved: BTreeMap<u64, u64>,
     memories: HashMap<u32, Memory<M>>,
@@ -95,17 +96,17 @@ impl<M> Default for Space<M> {
 }
 
 fn overlaps(mut ranges: impl DoubleEndedIterator<Item = (u64, u64)>, address: u64) -> bool {
-    // The last one that begins before the end of what is asked.
+    // The last range that begins before the end of the one in question.
     ranges.next_back().is_some_and(|(start, size)| start + size > address)
 }
 
 impl<M> Space<M> {
-    /// Whether nothing was ever made, or all of it is gone.
+    /// Whether there is no memory and no reservation.
     pub fn is_empty(&self) -> bool {
         self.reserved.is_empty() && self.memories.is_empty()
     }
 
-    /// Whether these addresses may be reserved; `granule`: the greatest of all devices.
+    /// Checks that these addresses may be reserved. `granule` is the largest of all devices, in bytes.
     pub fn may_reserve(&self, address: u64, size: u64, granule: u64) -> Result<(), Status> {
         let end = address.checked_add(size).ok_or(Status::INVALID_VALUE)?;
         let inside = address >= SPACE && end <= SPACE + SPACE_SIZE;
@@ -122,12 +123,12 @@ impl<M> Space<M> {
         overlaps(self.reserved.range(..end).map(|(a, s)| (*a, *s)), address)
     }
 
-    /// They are.
+    /// The addresses were reserved.
     pub fn reserve(&mut self, address: u64, size: u64) {
         self.reserved.insert(address, size);
     }
 
-    /// Whether a reservation may go: it is named as it was made, and holds no mapping.
+    /// Checks that a reservation may be freed: it was made with this address and size, and contains no mapping.
     pub fn may_unreserve(&self, address: u64, size: u64) -> Result<(), Status> {
         let known = self.reserved.get(&address) == Some(&size);
         let used =
@@ -135,12 +136,12 @@ impl<M> Space<M> {
         if known && !used { Ok(()) } else { Err(Status::INVALID_VALUE) }
     }
 
-    /// It is gone.
+    /// The reservation was freed.
     pub fn unreserve(&mut self, address: u64) {
         self.reserved.remove(&address);
     }
 
-    /// Whether memory may get this name.
+    /// Checks that new memory may have this id.
     pub fn may_name(&self, id: u32) -> Result<(), Status> {
         if self.memories.contains_key(&id) {
             return Err(Status::INVALID_HANDLE);
@@ -148,7 +149,7 @@ impl<M> Space<M> {
         if self.memories.len() >= MOST { Err(Status::OUT_OF_MEMORY) } else { Ok(()) }
     }
 
-    /// Memory gets it.
+    /// Memory was made or imported.
     pub fn add(&mut self, id: u32, memory: Memory<M>) {
         if let Some(token) = memory.shared() {
             self.shared.insert(token, Arc::downgrade(&memory.charge));
@@ -156,23 +157,29 @@ impl<M> Space<M> {
         self.memories.insert(id, memory);
     }
 
-    /// The charge for opening memory of `size` bytes under a token: the one that the session has for it already, or a new one.
+    /// The charge for importing memory of `size` bytes by a token: the session's existing charge for this memory, or a new one.
     ///
     /// # Errors
-    /// As [`Quota::charge`]'s.
-    pub fn charge_import(&self, quota: &Quota, token: &Token, size: u64) -> Result<Arc<Charge>, Status> {
+    /// As [`Quota::charge`].
+    pub fn charge_import(
+        &self,
+        quota: &Quota,
+        resource: Resource,
+        token: &Token,
+        size: u64,
+    ) -> Result<Arc<Charge>, Status> {
         match self.shared.get(token).and_then(Weak::upgrade) {
             Some(charge) => Ok(charge),
-            None => quota.charge(size).map(Arc::new),
+            None => quota.charge(resource, size).map(Arc::new),
         }
     }
 
-    /// The memory of a name.
+    /// The memory with an id.
     pub fn memory(&self, id: u32) -> Result<&Memory<M>, Status> {
         self.memories.get(&id).ok_or(Status::INVALID_HANDLE)
     }
 
-    /// Memory that was made here is exported from now on.
+    /// Memory of this session was exported.
     pub fn export(&mut self, id: u32, token: Token) {
         if let Some(memory) = self.memories.get_mut(&id).filter(|memory| memory.shared().is_none()) {
             memory.token = Some(token);
@@ -180,7 +187,10 @@ impl<M> Space<M> {
         }
     }
 
-    /// Takes memory out that nothing is mapped to.
+    /// Removes memory.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` if it is mapped.
     pub fn remove(&mut self, id: u32) -> Result<Memory<M>, Status> {
         if self.memory(id)?.mapped > 0 {
             return Err(Status::INVALID_VALUE);
@@ -192,7 +202,7 @@ impl<M> Space<M> {
         Ok(memory)
     }
 
-    /// Whether a mapping may be made, of `granule`s.
+    /// Checks that a mapping may be made, of whole granules of `granule` bytes.
     pub fn may_map(&self, id: u32, offset: u64, address: u64, size: u64, granule: u64) -> Result<(), Status> {
         let memory = self.memory(id)?;
         let whole = [offset, address, size].iter().all(|n| n.is_multiple_of(granule));
@@ -204,7 +214,7 @@ impl<M> Space<M> {
         if size == 0 || !whole || !inside || !reserved || taken { Err(Status::INVALID_VALUE) } else { Ok(()) }
     }
 
-    /// It is made.
+    /// The mapping was made.
     pub fn map(&mut self, id: u32, offset: u64, address: u64, size: u64) {
         if let Some(memory) = self.memories.get_mut(&id) {
             memory.mapped += 1;
@@ -212,17 +222,17 @@ impl<M> Space<M> {
         }
     }
 
-    /// The mapping that begins at an address and has that size.
+    /// The mapping with this address and size.
     pub fn mapping(&self, address: u64, size: u64) -> Result<&Mapping, Status> {
         self.mappings.get(&address).filter(|mapping| mapping.size == size).ok_or(Status::INVALID_VALUE)
     }
 
-    /// The same, to be changed.
+    /// As [`mapping`](Self::mapping), mutable.
     pub fn mapping_mut(&mut self, address: u64, size: u64) -> Result<&mut Mapping, Status> {
         self.mappings.get_mut(&address).filter(|mapping| mapping.size == size).ok_or(Status::INVALID_VALUE)
     }
 
-    /// Takes a mapping out.
+    /// A mapping was removed.
     pub fn unmap(&mut self, address: u64) {
         if let Some(mapping) = self.mappings.remove(&address)
             && let Some(memory) = self.memories.get_mut(&mapping.memory)
@@ -231,7 +241,7 @@ impl<M> Space<M> {
         }
     }
 
-    /// A device may access a mapping from now on, or no more.
+    /// A device was given access to a mapping, or lost it.
     pub fn set_access(&mut self, address: u64, device: u32, access: bool) {
         if let Some(mapping) = self.mappings.get_mut(&address) {
             mapping.access.retain(|other| *other != device);
@@ -286,15 +296,17 @@ mod tests {
 
     const G: u64 = 2 << 20;
 
+    const DEVICE: Resource = Resource::Device(0);
+
     fn space(quota: &Quota) -> Space<()> {
         let mut space = Space::default();
         space.reserve(SPACE, 8 * G);
-        space.add(1, Memory::new(0, 4 * G, false, (), quota.charge(4 * G).unwrap()));
+        space.add(1, Memory::new(0, 4 * G, false, (), quota.charge(DEVICE, 4 * G).unwrap()));
         space
     }
 
     fn unlimited() -> Quota {
-        Quota::new("device memory", 0)
+        Quota::default()
     }
 
     #[test]
@@ -361,7 +373,7 @@ mod tests {
         space.unmap(SPACE + 4 * G);
         assert!(space.remove(1).is_ok() && space.may_unreserve(SPACE, 4 * G).is_err());
         assert_eq!(space.may_unreserve(SPACE, 8 * G), Ok(()));
-        assert_eq!(quota.held(), 0);
+        assert_eq!(quota.held(DEVICE), 0);
     }
 
     #[test]
@@ -371,20 +383,20 @@ mod tests {
         let token = [7; 16];
         space.export(1, token);
         let import = |space: &mut Space<()>, id, token, size| {
-            let charge = space.charge_import(&quota, &token, size).unwrap();
+            let charge = space.charge_import(&quota, DEVICE, &token, size).unwrap();
             space.add(id, Memory::imported(0, size, token, (), charge));
         };
         for id in [2, 3] {
             import(&mut space, id, token, 4 * G);
         }
-        assert_eq!((quota.held(), space.created_on(0)), (4 * G, 4 * G));
+        assert_eq!((quota.held(DEVICE), space.created_on(0)), (4 * G, 4 * G));
         assert!(space.remove(1).is_ok());
-        assert_eq!((quota.held(), space.created_on(0)), (4 * G, 0), "its maker's name is gone");
+        assert_eq!((quota.held(DEVICE), space.created_on(0)), (4 * G, 0), "its maker's name is gone");
         import(&mut space, 4, [8; 16], G);
-        assert_eq!(quota.held(), 5 * G);
+        assert_eq!(quota.held(DEVICE), 5 * G);
         for (id, left) in [(2, 5 * G), (3, G), (4, 0)] {
             assert!(space.remove(id).is_ok());
-            assert_eq!(quota.held(), left, "without {id}");
+            assert_eq!(quota.held(DEVICE), left, "without {id}");
         }
         assert!(space.shared.is_empty());
     }

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use host_bridge::framing::send_frame;
-use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
+use nix::sys::socket::sockopt::PeerCredentials;
+use nix::sys::socket::{MsgFlags, Shutdown, getsockopt, send, shutdown};
 use protocol::device::{Answer, text, untext};
 use protocol::link::{BadGreeting, Hello, MAGIC, Welcome, frame, greeting, purpose, wish};
 use protocol::version::{Mismatch, OURS};
@@ -195,10 +196,21 @@ fn route_data(server: &Server, connection: &Control, hello: &Hello) -> Result<()
     connection.limit(None, None).map_err(failed)?;
     // The answer is sent first: once the worker has the connection, it may send data on it.
     connection.send_welcome(&welcome(Answer::Ok, hello.token, 0, "")).map_err(failed)?;
-    if let Err(e) = worker.send(&ToWorker::Data, connection.as_fd()) {
+    if let Err(e) = worker.send(&ToWorker::Data, &[connection.as_fd()]) {
         tracing::debug!("a data connection came for a worker that is gone: {e}");
     }
     Ok(())
+}
+
+/// Who opens a session, as far as the connection itself shows: another machine, or a user of this one.
+fn principal(connection: &Control, peer: &str) -> String {
+    match connection {
+        Control::Tcp(_) => peer.rsplit_once(':').map_or(peer, |(host, _)| host).to_owned(),
+        Control::Local(socket) => match getsockopt(socket, PeerCredentials) {
+            Ok(credentials) => format!("user {}", credentials.uid()),
+            Err(_) => "this machine".into(),
+        },
+    }
 }
 
 /// Puts a client into the queue. It is served at once if a worker is ready.
@@ -236,10 +248,12 @@ fn open_session(
             transport,
             data_connections,
             token,
+            limits: server.options.share.limits(principal(connection, peer)),
             may_wait: hello.wishes & wish::MAY_WAIT != 0,
             since: now,
             told: None,
             failures: 0,
+            unplaced: None,
         },
     )
 }

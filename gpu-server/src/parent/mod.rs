@@ -2,14 +2,16 @@
 //!
 //! - [`listen`]: listening sockets;
 //! - [`handshake`]: the first message of a connection;
-//! - [`queue`]: clients that wait for a worker;
+//! - [`queue`]: clients that wait for a worker; [`placement`]: which devices a session gets; [`accounts`]: what principals hold;
 //! - [`pool`]: worker processes, from their start to their end;
 //! - [`status`]: the status for `rgpuctl status`.
 //!
 //! The daemon never touches a device, nor any byte of a session after its handshake. What one client or worker does wrong cannot affect another.
 
+mod accounts;
 mod handshake;
 mod listen;
+mod placement;
 mod pool;
 mod queue;
 mod status;
@@ -22,12 +24,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use nix::sys::signal::{SigSet, Signal};
 
+use self::accounts::Account;
 use self::handshake::Control;
 use self::pool::{Managed, Pool, Stage, Worker};
 use self::queue::Nudge;
 use crate::config::Serve;
 use crate::cuda_ipc::{Shares, Token};
-use crate::worker_protocol::{Counters, Kind};
+use crate::worker_protocol::{Counters, Kind, Limits};
 
 /// The daemon's state.
 struct Server {
@@ -87,6 +90,10 @@ struct Session {
     peer: String,
     since: Instant,
     counters: Counters,
+    limits: Limits,
+    /// Numbers of its devices.
+    devices: Vec<u32>,
+    account: Account,
     token: Token,
     /// For telling the client why its session ended if the worker no longer can.
     control: Arc<Control>,
@@ -97,6 +104,13 @@ struct Session {
 }
 
 impl Server {
+    /// Numbers of the devices that it shares, once a worker has said how many there are.
+    fn devices(&self, state: &State) -> Vec<u32> {
+        let shared = &self.options.worker.backing.devices;
+        let count = state.serving.as_ref().map_or(0, |(_, names)| names.len() as u32);
+        if shared.is_empty() { (0..count).collect() } else { shared.clone() }
+    }
+
     fn new(options: Serve) -> anyhow::Result<Server> {
         Ok(Server { options, state: Mutex::default(), changed: Condvar::new(), nudge: Nudge::new()? })
     }

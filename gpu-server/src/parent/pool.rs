@@ -57,9 +57,9 @@ impl Worker {
         let _ = worker_protocol::send(self.socket.as_fd(), &ToWorker::Reply { request, reply }, &fds);
     }
 
-    /// Sends a message with a descriptor.
-    pub(super) fn send(&self, message: &ToWorker, fd: BorrowedFd<'_>) -> io::Result<()> {
-        worker_protocol::send(self.socket.as_fd(), message, &[fd])
+    /// Sends a message with descriptors.
+    pub(super) fn send(&self, message: &ToWorker, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        worker_protocol::send(self.socket.as_fd(), message, fds)
     }
 
     /// Closes the connection to the worker, which then tells its session and exits.
@@ -368,6 +368,16 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut child: Child) {
                 worker.answer(request, reply, fd.as_deref());
                 continue;
             }
+            FromWorker::Charge { request, resource, bytes } => {
+                let reply = state.charge(pid, resource, bytes);
+                drop(state);
+                worker.answer(request, reply, None);
+                continue;
+            }
+            FromWorker::Discharge { resource, bytes } => {
+                state.discharge(pid, resource, bytes);
+                continue;
+            }
             FromWorker::Unshare { token } => state.shares.remove(&token, pid),
             FromWorker::Counters(counters) => {
                 if let Some(session) = state.sessions.get_mut(&pid) {
@@ -401,6 +411,8 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut child: Child) {
     let how = ended.as_ref().map_or_else(|e| e.to_string(), |status| describe(*status));
     let clean = ended.is_ok_and(|status| status.success());
     remove_worker(&mut server.lock(), pid, clean, &how, broken);
+    // Its devices may be what a client waits for.
+    queue::serve(server, Kind::Gpu);
     server.changed.notify_all();
     server.nudge.nudge();
 }
@@ -501,6 +513,7 @@ fn remove_worker(state: &mut State, pid: u32, clean: bool, how: &str, broken: Op
         return;
     };
     state.tokens.remove(&session.token);
+    state.publish(&session.limits.principal);
     if !session.ended {
         state.sessions_lost += 1;
         state.workers_crashed += 1;

@@ -22,10 +22,12 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::device::Answer;
 use protocol::link::Welcome;
 
+use super::accounts::Account;
 use super::handshake::{Control, Refused, refuse, welcome};
+use super::placement::NoDevice;
 use super::pool::{GIVE_UP, Stage, Worker};
 use super::{Server, Session, State, Token};
-use crate::worker_protocol::{Counters, Kind, ToWorker, Transport};
+use crate::worker_protocol::{Counters, Kind, Limits, ToWorker, Transport};
 
 /// How often waiting clients are told their position.
 const TELL_EVERY: Duration = Duration::from_secs(1);
@@ -40,6 +42,8 @@ pub(super) struct Parked {
     pub(super) transport: Transport,
     pub(super) data_connections: u32,
     pub(super) token: Token,
+    /// What its session may use.
+    pub(super) limits: Limits,
     /// Whether the client understands messages about its position in the queue.
     pub(super) may_wait: bool,
     pub(super) since: Instant,
@@ -47,6 +51,8 @@ pub(super) struct Parked {
     pub(super) told: Option<Instant>,
     /// The number of workers that had failed when it came.
     pub(super) failures: u64,
+    /// Why it has no devices, if a worker was there for it.
+    pub(super) unplaced: Option<String>,
 }
 
 #[cfg(test)]
@@ -63,10 +69,12 @@ impl Parked {
             transport: Transport::Local,
             data_connections: 0,
             token: [0; 16],
+            limits: Limits::default(),
             may_wait: true,
             since: Instant::now(),
             told: None,
             failures: 0,
+            unplaced: None,
         }
     }
 }
@@ -101,6 +109,11 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
             let reason = format!("the server has its maximum of {most} sessions (--max-sessions)");
             return Err(Refused(Answer::NoResources, reason));
         }
+        let limit = parked.limits.sessions;
+        if limit > 0 && state.sessions_of(&parked.limits.principal, kind) >= limit as usize {
+            let reason = format!("this client has its maximum of {limit} sessions");
+            return Err(Refused(Answer::NoResources, reason));
+        }
         let pool = state.pool_mut(kind);
         parked.failures = pool.failed;
         let before = pool.queue.len();
@@ -120,35 +133,85 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
     Ok(())
 }
 
-/// Gives ready workers to waiting clients, first come, first served.
+impl State {
+    /// Sessions of a kind that a principal has or waits for.
+    fn sessions_of(&self, principal: &str, kind: Kind) -> usize {
+        let running = self.sessions.values();
+        let running = running.filter(|s| s.kind == kind && s.limits.principal == principal).count();
+        running + self.pool(kind).queue.iter().filter(|parked| parked.limits.principal == principal).count()
+    }
+}
+
+/// Takes the first waiting client out of the queue that can have devices now, with their numbers. Refuses those that never will.
+fn take_placeable(server: &Server, state: &mut State, kind: Kind) -> Option<(Parked, Vec<u32>)> {
+    let all = server.devices(state);
+    let (mut reserved, mut at) = (Vec::new(), 0);
+    loop {
+        let parked = state.pool(kind).queue.get(at)?;
+        let placed = if all.is_empty() {
+            Ok(Vec::new())
+        } else {
+            state.place(&all, kind, &parked.limits, &mut reserved)
+        };
+        match placed {
+            Ok(devices) => return state.pool_mut(kind).queue.remove(at).map(|parked| (parked, devices)),
+            Err(NoDevice::Wait(why)) => {
+                if let Some(parked) = state.pool_mut(kind).queue.get_mut(at) {
+                    parked.unplaced = Some(why);
+                }
+                at += 1;
+            }
+            Err(NoDevice::Never(why)) => {
+                if let Some(Parked { connection, peer, client, program, .. }) =
+                    state.pool_mut(kind).queue.remove(at)
+                {
+                    refuse(&connection, &peer, &client, &program, &Refused(Answer::NoResources, why));
+                }
+            }
+        }
+    }
+}
+
+/// Gives ready workers to waiting clients: first come, first served, but for those whose devices others have.
 pub(super) fn serve(server: &Server, kind: Kind) {
     loop {
-        let (worker, parked, session) = {
+        let (worker, parked, session, pages) = {
             let mut state = server.lock();
-            if state.draining {
+            if state.draining || state.pool(kind).idle.is_empty() {
                 return;
             }
-            let pool = state.pool_mut(kind);
-            let (Some(_), Some(_)) = (pool.idle.front(), pool.queue.front()) else { return };
-            let (Some(worker), Some(parked)) = (pool.idle.pop_front(), pool.queue.pop_front()) else {
-                return;
+            let Some((parked, devices)) = take_placeable(server, &mut state, kind) else { return };
+            let (account, pages) = match Account::open() {
+                Ok(opened) => opened,
+                Err(e) => {
+                    let Parked { connection, peer, client, program, .. } = &parked;
+                    let why = format!("the server cannot make memory to share with a worker: {e}");
+                    refuse(connection, peer, client, program, &Refused(Answer::NoResources, why));
+                    continue;
+                }
             };
+            let pool = state.pool_mut(kind);
+            let Some(worker) = pool.idle.pop_front() else { return };
             pool.moved = Some(Instant::now());
             pool.begun += 1;
             if let Some(managed) = state.workers.get_mut(&worker.pid()) {
                 managed.stage = Stage::Serving;
             }
             state.tokens.insert(parked.token, Arc::clone(&worker));
-            state.sessions.insert(worker.pid(), session_of(&parked, kind));
+            let limits = Limits { devices: devices.clone(), ..parked.limits.clone() };
+            state.sessions.insert(worker.pid(), session_of(&parked, kind, devices, account));
+            state.publish(&parked.limits.principal);
             state.sessions_begun += 1;
             let message = ToWorker::Session {
                 transport: parked.transport,
                 program: parked.program.clone(),
                 client: parked.client.clone(),
+                limits,
             };
-            (worker, parked, message)
+            (worker, parked, message, pages)
         };
-        let sent = worker.send(&session, parked.connection.as_fd());
+        let [terms, meter] = &pages;
+        let sent = worker.send(&session, &[parked.connection.as_fd(), terms.as_fd(), meter.as_fd()]);
         let mut state = server.lock();
         // If the worker has died meanwhile, its session has been removed.
         let begun = sent.is_ok()
@@ -171,7 +234,7 @@ pub(super) fn serve(server: &Server, kind: Kind) {
     }
 }
 
-fn session_of(parked: &Parked, kind: Kind) -> Session {
+fn session_of(parked: &Parked, kind: Kind, devices: Vec<u32>, account: Account) -> Session {
     Session {
         kind,
         client: parked.client.clone(),
@@ -184,6 +247,9 @@ fn session_of(parked: &Parked, kind: Kind) -> Session {
         peer: parked.peer.clone(),
         since: Instant::now(),
         counters: Counters::default(),
+        limits: parked.limits.clone(),
+        devices,
+        account,
         token: parked.token,
         control: Arc::clone(&parked.connection),
         begun: false,
@@ -273,7 +339,14 @@ fn update(server: &Server, gone: &[Arc<Control>], now: Instant) {
             } else if pool.failures >= GIVE_UP && pool.failed > parked.failures && pool.starting == 0 {
                 Some(Refused(Answer::NoResources, crashing(pool.failures, &pool.last_failure)))
             } else if now.saturating_duration_since(since) >= patience {
-                Some(Refused(Answer::NoResources, waited_too_long(patience, kept.len(), &failure)))
+                let why = match &parked.unplaced {
+                    Some(why) => format!(
+                        "its devices did not become free within {} s (--wait-seconds): {why}",
+                        patience.as_secs()
+                    ),
+                    None => waited_too_long(patience, kept.len(), &failure),
+                };
+                Some(Refused(Answer::NoResources, why))
             } else {
                 None
             };
@@ -330,13 +403,19 @@ fn last_failure(state: &State, kind: Kind) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use host_bridge::framing::recv_struct;
     use std::os::unix::net::UnixStream;
 
     fn server(flags: &[&str]) -> Arc<Server> {
         Arc::new(Server::new(crate::config::Serve::from_flags(flags)).unwrap())
+    }
+
+    /// A session with these limits, without a client.
+    pub(in crate::parent) fn session_of_limits(limits: Limits) -> Session {
+        let (account, _pages) = Account::open().unwrap();
+        session_of(&Parked { limits, ..Parked::fake() }, Kind::Gpu, Vec::new(), account)
     }
 
     fn client(server: &Server, number: u32) -> Result<UnixStream, String> {

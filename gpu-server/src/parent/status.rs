@@ -1,5 +1,6 @@
 //! The status socket: it sends one JSON object to each connection and closes it.
 
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::listen::{Files, bind_unix};
-use super::{Server, Session};
+use super::{Server, Session, State};
 
 /// Starts serving the status at `path`.
 pub(super) fn start(server: &Arc<Server>, path: &Path, files: &mut Files) -> anyhow::Result<()> {
@@ -36,6 +37,7 @@ fn describe(server: &Server) -> serde_json::Value {
         Some((backend, devices)) => (Some(backend.as_str()), devices.as_slice()),
         None => (None, &[][..]),
     };
+    let principals = principals(server, &state);
     let sessions: Vec<_> = state.sessions.iter().map(|(worker, session)| row(*worker, session)).collect();
     json!({
         "daemon": "rgpu-server",
@@ -52,14 +54,42 @@ fn describe(server: &Server) -> serde_json::Value {
         "sessions_begun": state.sessions_begun,
         "sessions_lost": state.sessions_lost,
         "workers_crashed": state.workers_crashed,
+        "principals": principals,
         "sessions": sessions,
     })
+}
+
+/// Who has sessions, and what they hold.
+fn principals(server: &Server, state: &State) -> Vec<serde_json::Value> {
+    let mut all: BTreeMap<&str, Vec<&Session>> = BTreeMap::new();
+    for session in state.sessions.values() {
+        all.entry(&session.limits.principal).or_default().push(session);
+    }
+    let devices = server.devices(state);
+    let row = |(principal, sessions): (&str, Vec<&Session>)| {
+        let limits = &sessions.first()?.limits;
+        let memory = |number: &u32| -> u64 {
+            sessions.iter().map(|session| session.account.held(*number as usize)).sum()
+        };
+        Some(json!({
+            "principal": principal,
+            "sessions": sessions.len(),
+            "weight": limits.weight,
+            "priority": limits.priority,
+            "exclusive": limits.exclusive,
+            "device_memory": devices.iter().map(memory).sum::<u64>(),
+            "device_memory_limit": limits.total.device_memory,
+        }))
+    };
+    all.into_iter().filter_map(row).collect()
 }
 
 fn row(worker: u32, session: &Session) -> serde_json::Value {
     json!({
         "worker": worker,
         "kind": session.kind.name(),
+        "principal": session.limits.principal,
+        "devices": session.devices.iter().map(u32::to_string).collect::<Vec<_>>().join(","),
         "client": session.client,
         "program": session.program,
         "pid": session.pid,

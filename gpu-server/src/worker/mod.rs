@@ -7,7 +7,6 @@ mod host_waits;
 mod read_ahead;
 mod session;
 
-use std::net::TcpStream;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,6 +18,7 @@ use anyhow::{Context, bail};
 use host_bridge::endpoint::{
     Client, Commands, LocalCommands, Lost, Polling, TcpClient, TcpCommands, VerbsCommands,
 };
+use host_bridge::stream::Stream;
 use host_bridge::verbs::Settings;
 
 use protocol::trace::RECORDER;
@@ -27,6 +27,7 @@ use crate::config;
 use crate::cuda_ipc::Broker;
 use crate::driver::quota::Quota;
 use crate::driver::{self, Beside};
+use crate::pages::Page;
 use crate::worker_protocol::{self, Counters, FromWorker, Kind, ToWorker, Transport};
 
 /// How often changed counters are reported to the daemon.
@@ -35,7 +36,6 @@ const REPORT_EVERY: Duration = Duration::from_secs(1);
 const LAST_CALL: Duration = Duration::from_secs(5);
 
 /// What the dispatcher and the reporter share.
-#[derive(Debug)]
 pub struct Shared {
     commands: AtomicU64,
     quota: Quota,
@@ -94,7 +94,7 @@ impl Shared {
             bytes_in,
             bytes_out,
             bytes_copied: client.copied(),
-            device_memory: self.quota.held(),
+            device_memory: self.quota.held_on_devices(),
         }
     }
 }
@@ -109,7 +109,7 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     let Some((ToWorker::Prepare { kind, options }, _)) = worker_protocol::receive(daemon.as_fd())? else {
         bail!("a worker can only be started by the daemon");
     };
-    let quota = Quota::new("device memory", options.memory_limit);
+    let quota = Quota::default();
     let made = driver::make(&options.backing, quota.clone()).and_then(|mut backend| {
         let free = if kind == Kind::Gpu { backend.warm()? } else { None };
         Ok((backend, free))
@@ -128,22 +128,35 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
         Polling { most, while_due: most }
     });
 
-    let Some((ToWorker::Session { transport, program, client: name }, fds)) =
+    let Some((ToWorker::Session { transport, program, client: name, limits }, fds)) =
         worker_protocol::receive(daemon.as_fd())?
     else {
         // The daemon is gone or no longer needs this worker.
         return Ok(());
     };
-    let connection = fds.into_iter().next().context("the daemon sent a session without its connection")?;
+    let Ok([connection, terms, meter]) = <[OwnedFd; 3]>::try_from(fds) else {
+        bail!("the daemon sent a session without its connection or its pages");
+    };
+    let (terms, meter) = (Page::open(&terms), Page::open(&meter));
+    let (terms, meter) = (terms.context("mapping the terms")?, meter.context("mapping the meter")?);
     let _span = tracing::info_span!("session", client = %name, program = %program).entered();
     let daemon = Arc::new(daemon);
-    let shared = Arc::new(Shared::new(quota));
+    let broker = Broker::new(Arc::clone(&daemon));
+    let devices = limits.devices.clone();
+    quota.begin(limits, terms, meter, Arc::clone(&broker));
+    let shared = Arc::new(Shared::new(quota.clone()));
     if host_bridge::trace::folder().is_some() {
         RECORDER.start();
     }
-    let (lost, counters) = match begin(transport, connection, &options.rdma, polling) {
+    let begun = begin(transport, connection, &options.rdma, polling).and_then(|begun| {
+        if !devices.is_empty() {
+            driver::restrict(&mut *backend, &options.backing, quota, &devices)
+                .map_err(|status| Lost::new(format!("preparing devices {devices:?}: {status}")))?;
+        }
+        Ok(begun)
+    });
+    let (lost, counters) = match begun {
         Ok((mut commands, client, tcp)) => {
-            let broker = Broker::new(Arc::clone(&daemon));
             watch(&daemon, tcp, &client, &shared, &broker, backend.beside())?;
             backend.share(broker);
             let lost = session::run(&mut *commands, &client, &mut *backend, &shared, kind);
@@ -182,13 +195,13 @@ fn begin(
     match transport {
         Transport::Tcp { slot_count, data_connections } => {
             let (commands, client) =
-                TcpCommands::start(TcpStream::from(connection), slot_count, data_connections, polling)
+                TcpCommands::start(Stream::from(connection), slot_count, data_connections, polling)
                     .map_err(|e| Lost::new(format!("preparing the connection: {e}")))?;
             Ok((Box::new(commands), Arc::<TcpClient>::clone(&client), Some(client)))
         }
         Transport::Verbs { slot_count } => {
             let (commands, client) =
-                VerbsCommands::start(TcpStream::from(connection), slot_count, rdma, polling)?;
+                VerbsCommands::start(Stream::from(connection), slot_count, rdma, polling)?;
             Ok((Box::new(commands), client, None))
         }
         Transport::Local => {
@@ -216,7 +229,7 @@ fn watch(
                 Ok(Some((ToWorker::Data, fds))) => {
                     let added = match (&tcp, fds.into_iter().next()) {
                         (Some(tcp), Some(fd)) => {
-                            tcp.add_data_connection(TcpStream::from(fd)).map_err(|e| e.to_string())
+                            tcp.add_data_connection(Stream::from(fd)).map_err(|e| e.to_string())
                         }
                         _ => Err("this session cannot use a data connection".into()),
                     };

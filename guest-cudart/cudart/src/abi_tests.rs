@@ -315,7 +315,7 @@ fn structures_passed_through_unread_are_the_same_in_both_apis() {
 fn class_of_rust(kind: &str) -> Class {
     let kind = kind.trim().trim_start_matches("crate::types::");
     match kind {
-        "c_int" | "c_uint" => Class::Integer(4),
+        "c_int" | "c_uint" | "Count<c_int>" | "Count<c_uint>" => Class::Integer(4),
         "usize" | "u64" => Class::Integer(8),
         "f32" => Class::Float(4),
         "Dim3" => Class::Record(size_of::<Dim3>()),
@@ -324,7 +324,9 @@ fn class_of_rust(kind: &str) -> Class {
         "CUmemLocation" => Class::Record(size_of::<CUmemLocation>()),
         "CUipcMemHandle" => Class::Record(size_of::<CUipcMemHandle>()),
         "CUipcEventHandle" => Class::Record(size_of::<CUipcEventHandle>()),
-        _ if kind.starts_with('*') || kind.starts_with("CU") => Class::Pointer,
+        _ if ["*", "CU", "Out<", "In<", "Array<"].iter().any(|pointer| kind.starts_with(pointer)) => {
+            Class::Pointer
+        }
         _ => panic!("an argument of type {kind}"),
     }
 }
@@ -357,6 +359,7 @@ fn declared_functions() -> Vec<(String, Vec<Class>)> {
                     continue;
                 };
                 let name = entry
+                    .trim_start_matches("unsafe ")
                     .trim_start_matches("fn ")
                     .split(['(', '/', ' '])
                     .next()

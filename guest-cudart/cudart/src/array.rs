@@ -2,6 +2,7 @@
 
 use std::ffi::{c_int, c_uint};
 
+use crate::arguments::{In, Out};
 use crate::call_counts::{self, Call};
 use crate::context;
 use crate::driver::Driver;
@@ -136,53 +137,47 @@ pub(crate) fn describe(
 }
 
 api! {
-    ctx fn cudaMallocArray(array: *mut CUarray, desc: *const ChannelFormatDesc, width: usize, height: usize,
+    ctx unsafe fn cudaMallocArray(array: *mut CUarray, desc: In<ChannelFormatDesc>, width: usize, height: usize,
         flags: c_uint) |d| {
-        let desc = desc.as_ref().ok_or(Error::INVALID_VALUE)?;
-        d.cuArray3DCreate_v2(array, &describe(desc, Extent { width, height, depth: 0 }, flags)?)
+        d.cuArray3DCreate_v2(array, &describe(&desc.get()?, Extent { width, height, depth: 0 }, flags)?)
     };
-    ctx fn cudaMalloc3DArray(array: *mut CUarray, desc: *const ChannelFormatDesc, extent: Extent, flags: c_uint) |d| {
-        let desc = desc.as_ref().ok_or(Error::INVALID_VALUE)?;
-        d.cuArray3DCreate_v2(array, &describe(desc, extent, flags)?)
+    ctx unsafe fn cudaMalloc3DArray(array: *mut CUarray, desc: In<ChannelFormatDesc>, extent: Extent, flags: c_uint) |d| {
+        d.cuArray3DCreate_v2(array, &describe(&desc.get()?, extent, flags)?)
     };
-    ctx fn cudaMallocMipmappedArray(
-        array: *mut CUmipmappedArray, desc: *const ChannelFormatDesc, extent: Extent, levels: c_uint,
+    ctx unsafe fn cudaMallocMipmappedArray(
+        array: *mut CUmipmappedArray, desc: In<ChannelFormatDesc>, extent: Extent, levels: c_uint,
             flags: c_uint) |d| {
-        let desc = desc.as_ref().ok_or(Error::INVALID_VALUE)?;
-        d.cuMipmappedArrayCreate(array, &describe(desc, extent, flags)?, levels)
+        d.cuMipmappedArrayCreate(array, &describe(&desc.get()?, extent, flags)?, levels)
     };
-    ctx fn cudaFreeArray(array: CUarray) |d| {
+    ctx unsafe fn cudaFreeArray(array: CUarray) |d| {
         if array.is_null() { return Ok(()) }
         d.cuArrayDestroy(array)
     };
-    ctx fn cudaFreeMipmappedArray(array: CUmipmappedArray) |d| {
+    ctx unsafe fn cudaFreeMipmappedArray(array: CUmipmappedArray) |d| {
         if array.is_null() { return Ok(()) }
         d.cuMipmappedArrayDestroy(array)
     };
     ctx cudaGetMipmappedArrayLevel => cuMipmappedArrayGetLevel(level: *mut CUarray, array: CUmipmappedArray,
         index: c_uint);
     ctx cudaArrayGetPlane => cuArrayGetPlane(plane: *mut CUarray, array: CUarray, index: c_uint);
-    ctx fn cudaArrayGetInfo(desc: *mut ChannelFormatDesc, extent: *mut Extent, flags: *mut c_uint,
+    ctx fn cudaArrayGetInfo(desc: Out<ChannelFormatDesc>, extent: Out<Extent>, flags: Out<c_uint>,
         array: CUarray) |d| {
         let found = descriptor(d, array)?;
-        if let Some(desc) = desc.as_mut() { *desc = channel_desc(found.format, found.num_channels) }
-        if let Some(extent) = extent.as_mut() {
-            *extent = Extent { width: found.width, height: found.height, depth: found.depth };
-        }
-        if let Some(flags) = flags.as_mut() { *flags = found.flags }
+        desc.put_if_wanted(channel_desc(found.format, found.num_channels));
+        extent.put_if_wanted(Extent { width: found.width, height: found.height, depth: found.depth });
+        flags.put_if_wanted(found.flags);
         Ok(())
     };
-    ctx fn cudaGetChannelDesc(desc: *mut ChannelFormatDesc, array: CUarray) |d| {
-        let desc = desc.as_mut().ok_or(Error::INVALID_VALUE)?;
+    ctx fn cudaGetChannelDesc(desc: Out<ChannelFormatDesc>, array: CUarray) |d| {
+        desc.required()?;
         let found = descriptor(d, array)?;
-        *desc = channel_desc(found.format, found.num_channels);
-        Ok(())
+        desc.put(channel_desc(found.format, found.num_channels))
     };
-    init fn cudaArrayGetMemoryRequirements(out: *mut CUDA_ARRAY_MEMORY_REQUIREMENTS, array: CUarray,
+    init unsafe fn cudaArrayGetMemoryRequirements(out: *mut CUDA_ARRAY_MEMORY_REQUIREMENTS, array: CUarray,
         device: c_int) |d| {
         d.cuArrayGetMemoryRequirements(out, array, context::handle(d, device)?)
     };
-    init fn cudaMipmappedArrayGetMemoryRequirements(
+    init unsafe fn cudaMipmappedArrayGetMemoryRequirements(
         out: *mut CUDA_ARRAY_MEMORY_REQUIREMENTS, array: CUmipmappedArray, device: c_int) |d| {
         d.cuMipmappedArrayGetMemoryRequirements(out, array, context::handle(d, device)?)
     };

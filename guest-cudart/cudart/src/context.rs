@@ -219,6 +219,14 @@ pub(crate) fn flags(driver: &'static Driver, device: c_int) -> Result<c_uint> {
     Ok(flags)
 }
 
+/// The flags of the thread's current context.
+pub(crate) fn current_flags(driver: &Driver) -> Result<c_uint> {
+    let mut flags = 0;
+    // SAFETY: the flags are written to a live local variable.
+    unsafe { driver.cuCtxGetFlags(&mut flags)? };
+    Ok(flags)
+}
+
 /// `cudaDeviceReset`: destroys everything that the process has on the thread's device.
 pub(crate) fn reset(driver: &'static Driver) -> Result {
     let device = device(driver)?;
@@ -264,7 +272,7 @@ mod tests {
     fn device_of_thread() -> c_int {
         let mut device = -1;
         // SAFETY: the output is a live local variable.
-        assert_eq!(unsafe { cudaGetDevice(&mut device) }, 0);
+        assert_eq!(unsafe { cudaGetDevice((&mut device).into()) }, 0);
         device
     }
 
@@ -294,7 +302,7 @@ mod tests {
         let fake = Fake::new();
         let mut count = 0;
         // SAFETY: the output is a live local variable.
-        assert_eq!(unsafe { cudaGetDeviceCount(&mut count) }, 0);
+        assert_eq!(unsafe { cudaGetDeviceCount((&mut count).into()) }, 0);
         assert_eq!((count, fake.count("cuDevicePrimaryCtxRetain")), (2, 0));
     }
 

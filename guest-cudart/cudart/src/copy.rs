@@ -75,20 +75,20 @@ pub(crate) unsafe fn copy_async(
 }
 
 api! {
-    ctx fn cudaMemcpy/cudaMemcpy_ptds(dst: *mut c_void, src: *const c_void, count: usize, direction: c_uint) |d, s| {
+    ctx unsafe fn cudaMemcpy/cudaMemcpy_ptds(dst: *mut c_void, src: *const c_void, count: usize, direction: c_uint) |d, s| {
         copy(d, s, dst, src, count, direction)
     };
-    ctx fn cudaMemcpyAsync/cudaMemcpyAsync_ptsz(dst: *mut c_void, src: *const c_void, count: usize,
+    ctx unsafe fn cudaMemcpyAsync/cudaMemcpyAsync_ptsz(dst: *mut c_void, src: *const c_void, count: usize,
         direction: c_uint, stream: CUstream) |d, s| {
         copy_async(d, s, dst, src, count, direction, stream)
     };
-    ctx fn cudaMemcpyPeer(dst: *mut c_void, dst_device: c_int, src: *const c_void, src_device: c_int,
+    ctx unsafe fn cudaMemcpyPeer(dst: *mut c_void, dst_device: c_int, src: *const c_void, src_device: c_int,
         count: usize) |d| {
         let (to, from) = (context::primary(d, dst_device)?, context::primary(d, src_device)?);
         if count == 0 { return Ok(()) }
         d.cuMemcpyPeer(DefaultStream::Legacy, dst, to, src.cast_mut(), from, count)
     };
-    ctx fn cudaMemcpyPeerAsync(dst: *mut c_void, dst_device: c_int, src: *const c_void, src_device: c_int,
+    ctx unsafe fn cudaMemcpyPeerAsync(dst: *mut c_void, dst_device: c_int, src: *const c_void, src_device: c_int,
         count: usize, stream: CUstream) |d| {
         let (to, from) = (context::primary(d, dst_device)?, context::primary(d, src_device)?);
         if count == 0 { return Ok(()) }
@@ -98,7 +98,7 @@ api! {
 
 #[cfg(not(feature = "v12"))]
 api! {
-    ctx fn cudaMemcpyBatchAsync/cudaMemcpyBatchAsync_ptsz(targets: *const *mut c_void, sources: *const *const c_void,
+    ctx unsafe fn cudaMemcpyBatchAsync/cudaMemcpyBatchAsync_ptsz(targets: *const *mut c_void, sources: *const *const c_void,
         sizes: *const usize, count: usize, attributes: *mut CUmemcpyAttributes, indices: *mut usize,
         attribute_count: usize, stream: CUstream) |d, s| {
         d.cuMemcpyBatchAsync_v2(s, targets.cast_mut(), sources.cast_mut().cast(), sizes.cast_mut(), count, attributes,

@@ -3,6 +3,7 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
+use crate::arguments::In;
 use crate::array;
 use crate::context;
 use crate::driver::{DefaultStream, Driver};
@@ -212,62 +213,62 @@ fn rows(address: *const c_void, pitch: usize) -> End {
 }
 
 api! {
-    ctx fn cudaMemcpy2D/cudaMemcpy2D_ptds(dst: *mut c_void, dpitch: usize, src: *const c_void, spitch: usize,
+    ctx unsafe fn cudaMemcpy2D/cudaMemcpy2D_ptds(dst: *mut c_void, dpitch: usize, src: *const c_void, spitch: usize,
         width: usize, height: usize, kind: c_uint) |d, s| {
         run(d, s, &rectangle(rows(src, spitch), (0, 0), rows(dst, dpitch), (0, 0), width, height, kind)?, None)
     };
-    ctx fn cudaMemcpy2DAsync/cudaMemcpy2DAsync_ptsz(dst: *mut c_void, dpitch: usize, src: *const c_void,
+    ctx unsafe fn cudaMemcpy2DAsync/cudaMemcpy2DAsync_ptsz(dst: *mut c_void, dpitch: usize, src: *const c_void,
         spitch: usize,
         width: usize, height: usize, kind: c_uint, stream: CUstream) |d, s| {
         run(d, s, &rectangle(rows(src, spitch), (0, 0), rows(dst, dpitch), (0, 0), width, height, kind)?,
             Some(stream))
     };
-    ctx fn cudaMemcpy2DToArray/cudaMemcpy2DToArray_ptds(dst: CUarray, x: usize, y: usize, src: *const c_void,
+    ctx unsafe fn cudaMemcpy2DToArray/cudaMemcpy2DToArray_ptds(dst: CUarray, x: usize, y: usize, src: *const c_void,
         spitch: usize,
         width: usize, height: usize, kind: c_uint) |d, s| {
         run(d, s, &rectangle(rows(src, spitch), (0, 0), End::Array(dst), (x, y), width, height, kind)?, None)
     };
-    ctx fn cudaMemcpy2DToArrayAsync/cudaMemcpy2DToArrayAsync_ptsz(dst: CUarray, x: usize, y: usize,
+    ctx unsafe fn cudaMemcpy2DToArrayAsync/cudaMemcpy2DToArrayAsync_ptsz(dst: CUarray, x: usize, y: usize,
         src: *const c_void, spitch: usize,
         width: usize, height: usize, kind: c_uint, stream: CUstream) |d, s| {
         run(d, s, &rectangle(rows(src, spitch), (0, 0), End::Array(dst), (x, y), width, height, kind)?, Some(stream))
     };
-    ctx fn cudaMemcpy2DFromArray/cudaMemcpy2DFromArray_ptds(dst: *mut c_void, dpitch: usize, src: CUarray, x: usize,
+    ctx unsafe fn cudaMemcpy2DFromArray/cudaMemcpy2DFromArray_ptds(dst: *mut c_void, dpitch: usize, src: CUarray, x: usize,
         y: usize,
         width: usize, height: usize, kind: c_uint) |d, s| {
         run(d, s, &rectangle(End::Array(src), (x, y), rows(dst, dpitch), (0, 0), width, height, kind)?, None)
     };
-    ctx fn cudaMemcpy2DFromArrayAsync/cudaMemcpy2DFromArrayAsync_ptsz(dst: *mut c_void, dpitch: usize, src: CUarray,
+    ctx unsafe fn cudaMemcpy2DFromArrayAsync/cudaMemcpy2DFromArrayAsync_ptsz(dst: *mut c_void, dpitch: usize, src: CUarray,
         x: usize, y: usize,
         width: usize, height: usize, kind: c_uint, stream: CUstream) |d, s| {
         run(d, s, &rectangle(End::Array(src), (x, y), rows(dst, dpitch), (0, 0), width, height, kind)?, Some(stream))
     };
-    ctx fn cudaMemcpy2DArrayToArray/cudaMemcpy2DArrayToArray_ptds(dst: CUarray, dst_x: usize, dst_y: usize,
+    ctx unsafe fn cudaMemcpy2DArrayToArray/cudaMemcpy2DArrayToArray_ptds(dst: CUarray, dst_x: usize, dst_y: usize,
         src: CUarray,
         src_x: usize, src_y: usize, width: usize, height: usize, kind: c_uint) |d, s| {
         run(d, s, &rectangle(End::Array(src), (src_x, src_y), End::Array(dst), (dst_x, dst_y), width, height, kind)?,
             None)
     };
 
-    ctx fn cudaMemcpyToArray/cudaMemcpyToArray_ptds(dst: CUarray, x: usize, y: usize, src: *const c_void,
+    ctx unsafe fn cudaMemcpyToArray/cudaMemcpyToArray_ptds(dst: CUarray, x: usize, y: usize, src: *const c_void,
         count: usize, kind: c_uint) |d, s| {
         to_array(d, s, dst, (x, y), src, count, kind, None)
     };
-    ctx fn cudaMemcpyToArrayAsync/cudaMemcpyToArrayAsync_ptsz(dst: CUarray, x: usize, y: usize, src: *const c_void,
+    ctx unsafe fn cudaMemcpyToArrayAsync/cudaMemcpyToArrayAsync_ptsz(dst: CUarray, x: usize, y: usize, src: *const c_void,
         count: usize, kind: c_uint,
         stream: CUstream) |d, s| {
         to_array(d, s, dst, (x, y), src, count, kind, Some(stream))
     };
-    ctx fn cudaMemcpyFromArray/cudaMemcpyFromArray_ptds(dst: *mut c_void, src: CUarray, x: usize, y: usize,
+    ctx unsafe fn cudaMemcpyFromArray/cudaMemcpyFromArray_ptds(dst: *mut c_void, src: CUarray, x: usize, y: usize,
         count: usize, kind: c_uint) |d, s| {
         from_array(d, s, dst, src, (x, y), count, kind, None)
     };
-    ctx fn cudaMemcpyFromArrayAsync/cudaMemcpyFromArrayAsync_ptsz(dst: *mut c_void, src: CUarray, x: usize, y: usize,
+    ctx unsafe fn cudaMemcpyFromArrayAsync/cudaMemcpyFromArrayAsync_ptsz(dst: *mut c_void, src: CUarray, x: usize, y: usize,
         count: usize,
         kind: c_uint, stream: CUstream) |d, s| {
         from_array(d, s, dst, src, (x, y), count, kind, Some(stream))
     };
-    ctx fn cudaMemcpyArrayToArray/cudaMemcpyArrayToArray_ptds(dst: CUarray, dst_x: usize, dst_y: usize, src: CUarray,
+    ctx unsafe fn cudaMemcpyArrayToArray/cudaMemcpyArrayToArray_ptds(dst: CUarray, dst_x: usize, dst_y: usize, src: CUarray,
         src_x: usize, src_y: usize, count: usize, kind: c_uint) |d, s| {
         let (length, _) = array::rows(d, src)?;
         if array::rows(d, dst)?.0 != length || dst_x != src_x { return Err(Error::INVALID_VALUE) }
@@ -277,18 +278,18 @@ api! {
         })
     };
 
-    ctx fn cudaMemcpy3D/cudaMemcpy3D_ptds(p: *const Memcpy3DParms) |d, s| {
-        run(d, s, &of_parms(d, p.as_ref().ok_or(Error::INVALID_VALUE)?)?, None)
+    ctx unsafe fn cudaMemcpy3D/cudaMemcpy3D_ptds(p: In<Memcpy3DParms>) |d, s| {
+        run(d, s, &of_parms(d, &p.get()?)?, None)
     };
-    ctx fn cudaMemcpy3DAsync/cudaMemcpy3DAsync_ptsz(p: *const Memcpy3DParms, stream: CUstream) |d, s| {
-        run(d, s, &of_parms(d, p.as_ref().ok_or(Error::INVALID_VALUE)?)?, Some(stream))
+    ctx unsafe fn cudaMemcpy3DAsync/cudaMemcpy3DAsync_ptsz(p: In<Memcpy3DParms>, stream: CUstream) |d, s| {
+        run(d, s, &of_parms(d, &p.get()?)?, Some(stream))
     };
-    ctx fn cudaMemcpy3DPeer/cudaMemcpy3DPeer_ptds(p: *const Memcpy3DPeerParms) |d, s| {
-        let copy = between_devices(d, p.as_ref().ok_or(Error::INVALID_VALUE)?)?;
+    ctx unsafe fn cudaMemcpy3DPeer/cudaMemcpy3DPeer_ptds(p: In<Memcpy3DPeerParms>) |d, s| {
+        let copy = between_devices(d, &p.get()?)?;
         d.cuMemcpy3DPeer(s, &copy)
     };
-    ctx fn cudaMemcpy3DPeerAsync/cudaMemcpy3DPeerAsync_ptsz(p: *const Memcpy3DPeerParms, stream: CUstream) |d, s| {
-        let copy = between_devices(d, p.as_ref().ok_or(Error::INVALID_VALUE)?)?;
+    ctx unsafe fn cudaMemcpy3DPeerAsync/cudaMemcpy3DPeerAsync_ptsz(p: In<Memcpy3DPeerParms>, stream: CUstream) |d, s| {
+        let copy = between_devices(d, &p.get()?)?;
         d.cuMemcpy3DPeerAsync(s, &copy, stream)
     };
 }

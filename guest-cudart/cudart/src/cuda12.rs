@@ -4,6 +4,7 @@
 use std::ffi::{c_int, c_uint};
 use std::ptr;
 
+use crate::arguments::{Array, Count, Out};
 use crate::context;
 use crate::error::{Error, Result};
 use crate::event::elapsed_time;
@@ -30,28 +31,28 @@ fn location(device: c_int) -> CUmemLocation {
 }
 
 api! {
-    ctx fn cudaEventElapsedTime_v2(milliseconds: *mut f32, start: CUevent, end: CUevent) |d| {
+    ctx fn cudaEventElapsedTime_v2(milliseconds: Out<f32>, start: CUevent, end: CUevent) |d| {
         elapsed_time(d, milliseconds, start, end)
     };
 
-    ctx fn cudaMemPrefetchAsync/cudaMemPrefetchAsync_ptsz(address: CUdeviceptr, count: usize, device: c_int,
+    ctx unsafe fn cudaMemPrefetchAsync/cudaMemPrefetchAsync_ptsz(address: CUdeviceptr, count: usize, device: c_int,
         stream: CUstream) |d, s| {
         d.cuMemPrefetchAsync_v2(s, address, count, location(device), 0, stream)
     };
     ctx cudaMemPrefetchAsync_v2/cudaMemPrefetchAsync_v2_ptsz => cuMemPrefetchAsync_v2(
         address: CUdeviceptr, count: usize, location: CUmemLocation, flags: c_uint, stream: CUstream);
-    ctx fn cudaMemAdvise(address: CUdeviceptr, count: usize, advice: c_uint, device: c_int) |d| {
+    ctx unsafe fn cudaMemAdvise(address: CUdeviceptr, count: usize, advice: c_uint, device: c_int) |d| {
         d.cuMemAdvise_v2(address, count, advice, location(device))
     };
     ctx cudaMemAdvise_v2 => cuMemAdvise_v2(address: CUdeviceptr, count: usize, advice: c_uint,
         location: CUmemLocation);
 
-    ctx fn cudaStreamGetCaptureInfo/cudaStreamGetCaptureInfo_ptsz(stream: CUstream, status: *mut c_uint,
+    ctx unsafe fn cudaStreamGetCaptureInfo/cudaStreamGetCaptureInfo_ptsz(stream: CUstream, status: *mut c_uint,
         id: *mut u64) |d, s| {
         d.cuStreamGetCaptureInfo_v3(s, stream, status, id, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(),
             ptr::null_mut())
     };
-    ctx fn cudaStreamGetCaptureInfo_v2/cudaStreamGetCaptureInfo_v2_ptsz(stream: CUstream, status: *mut c_uint,
+    ctx unsafe fn cudaStreamGetCaptureInfo_v2/cudaStreamGetCaptureInfo_v2_ptsz(stream: CUstream, status: *mut c_uint,
         id: *mut u64,
         graph: *mut CUgraph, dependencies: *mut *const CUgraphNode, count: *mut usize) |d, s| {
         d.cuStreamGetCaptureInfo_v3(s, stream, status, id, graph, dependencies, ptr::null_mut(), count)
@@ -60,46 +61,46 @@ api! {
         status: *mut c_uint,
         id: *mut u64, graph: *mut CUgraph, dependencies: *mut *const CUgraphNode, edges: *mut *const CUgraphEdgeData,
             count: *mut usize);
-    ctx fn cudaStreamUpdateCaptureDependencies/cudaStreamUpdateCaptureDependencies_ptsz(
+    ctx unsafe fn cudaStreamUpdateCaptureDependencies/cudaStreamUpdateCaptureDependencies_ptsz(
         stream: CUstream, dependencies: *mut CUgraphNode, count: usize, flags: c_uint) |d, s| {
         d.cuStreamUpdateCaptureDependencies_v2(s, stream, dependencies, ptr::null(), count, flags)
     };
     ctx cudaStreamUpdateCaptureDependencies_v2/cudaStreamUpdateCaptureDependencies_v2_ptsz => cuStreamUpdateCaptureDependencies_v2(
         stream: CUstream, dependencies: *mut CUgraphNode, edges: *const CUgraphEdgeData, count: usize, flags: c_uint);
 
-    ctx fn cudaGraphAddDependencies(graph: CUgraph, from: *const CUgraphNode, to: *const CUgraphNode,
+    ctx unsafe fn cudaGraphAddDependencies(graph: CUgraph, from: *const CUgraphNode, to: *const CUgraphNode,
         count: usize) |d| {
         d.cuGraphAddDependencies_v2(graph, from, to, ptr::null(), count)
     };
     ctx cudaGraphAddDependencies_v2 => cuGraphAddDependencies_v2(graph: CUgraph, from: *const CUgraphNode,
         to: *const CUgraphNode,
         edges: *const CUgraphEdgeData, count: usize);
-    ctx fn cudaGraphRemoveDependencies(graph: CUgraph, from: *const CUgraphNode, to: *const CUgraphNode,
+    ctx unsafe fn cudaGraphRemoveDependencies(graph: CUgraph, from: *const CUgraphNode, to: *const CUgraphNode,
         count: usize) |d| {
         d.cuGraphRemoveDependencies_v2(graph, from, to, ptr::null(), count)
     };
     ctx cudaGraphRemoveDependencies_v2 => cuGraphRemoveDependencies_v2(graph: CUgraph, from: *const CUgraphNode,
         to: *const CUgraphNode, edges: *const CUgraphEdgeData, count: usize);
-    ctx fn cudaGraphGetEdges(graph: CUgraph, from: *mut CUgraphNode, to: *mut CUgraphNode, count: *mut usize) |d| {
+    ctx unsafe fn cudaGraphGetEdges(graph: CUgraph, from: *mut CUgraphNode, to: *mut CUgraphNode, count: *mut usize) |d| {
         d.cuGraphGetEdges_v2(graph, from, to, ptr::null_mut(), count)
     };
     ctx cudaGraphGetEdges_v2 => cuGraphGetEdges_v2(graph: CUgraph, from: *mut CUgraphNode, to: *mut CUgraphNode,
         edges: *mut CUgraphEdgeData, count: *mut usize);
-    ctx fn cudaGraphNodeGetDependencies(node: CUgraphNode, nodes: *mut CUgraphNode, count: *mut usize) |d| {
+    ctx unsafe fn cudaGraphNodeGetDependencies(node: CUgraphNode, nodes: *mut CUgraphNode, count: *mut usize) |d| {
         d.cuGraphNodeGetDependencies_v2(node, nodes, ptr::null_mut(), count)
     };
     ctx cudaGraphNodeGetDependencies_v2 => cuGraphNodeGetDependencies_v2(
         node: CUgraphNode, nodes: *mut CUgraphNode, edges: *mut CUgraphEdgeData, count: *mut usize);
-    ctx fn cudaGraphNodeGetDependentNodes(node: CUgraphNode, nodes: *mut CUgraphNode, count: *mut usize) |d| {
+    ctx unsafe fn cudaGraphNodeGetDependentNodes(node: CUgraphNode, nodes: *mut CUgraphNode, count: *mut usize) |d| {
         d.cuGraphNodeGetDependentNodes_v2(node, nodes, ptr::null_mut(), count)
     };
     ctx cudaGraphNodeGetDependentNodes_v2 => cuGraphNodeGetDependentNodes_v2(
         node: CUgraphNode, nodes: *mut CUgraphNode, edges: *mut CUgraphEdgeData, count: *mut usize);
-    ctx fn cudaGraphAddNode(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize,
+    ctx unsafe fn cudaGraphAddNode(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize,
         p: *mut CUgraphNodeParams) |d| {
         with_driver_params(d, p, |p| d.cuGraphAddNode_v2(node, graph, after, ptr::null(), count, p))
     };
-    ctx fn cudaGraphAddNode_v2(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode,
+    ctx unsafe fn cudaGraphAddNode_v2(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode,
         edges: *const CUgraphEdgeData,
         count: usize, p: *mut CUgraphNodeParams) |d| {
         with_driver_params(d, p, |p| d.cuGraphAddNode_v2(node, graph, after, edges, count, p))
@@ -111,27 +112,26 @@ api! {
     ctx cudaWaitExternalSemaphoresAsync_v2/cudaWaitExternalSemaphoresAsync_v2_ptsz => cuWaitExternalSemaphoresAsync(
         semaphores: *const CUexternalSemaphore, params: *const CUDA_EXTERNAL_SEMAPHORE_WAIT_PARAMS, count: c_uint,
             stream: CUstream);
-    ctx fn cudaSignalExternalSemaphoresAsync/cudaSignalExternalSemaphoresAsync_ptsz(
-        semaphores: *const CUexternalSemaphore, params: *const SignalParamsV1, count: c_uint, stream: CUstream) |d,
+    ctx unsafe fn cudaSignalExternalSemaphoresAsync/cudaSignalExternalSemaphoresAsync_ptsz(
+        semaphores: *const CUexternalSemaphore, params: Array<SignalParamsV1>, count: Count<c_uint>, stream: CUstream) |d,
             s| {
-        if params.is_null() { return Err(Error::INVALID_VALUE) }
-        let params: Vec<Params> = std::slice::from_raw_parts(params,
-            count as usize).iter().map(Params::signal).collect();
-        d.cuSignalExternalSemaphoresAsync(s, semaphores, params.as_ptr().cast(), count, stream)
+        params.required()?;
+        let params: Vec<Params> = params.entries(count)?.iter().map(Params::signal).collect();
+        d.cuSignalExternalSemaphoresAsync(s, semaphores, params.as_ptr().cast(), params.len() as c_uint, stream)
     };
-    ctx fn cudaWaitExternalSemaphoresAsync/cudaWaitExternalSemaphoresAsync_ptsz(
-        semaphores: *const CUexternalSemaphore, params: *const WaitParamsV1, count: c_uint, stream: CUstream) |d, s| {
-        if params.is_null() { return Err(Error::INVALID_VALUE) }
-        let params: Vec<Params> = std::slice::from_raw_parts(params,
-            count as usize).iter().map(Params::wait).collect();
-        d.cuWaitExternalSemaphoresAsync(s, semaphores, params.as_ptr().cast(), count, stream)
+    ctx unsafe fn cudaWaitExternalSemaphoresAsync/cudaWaitExternalSemaphoresAsync_ptsz(
+        semaphores: *const CUexternalSemaphore, params: Array<WaitParamsV1>, count: Count<c_uint>, stream: CUstream) |d, s| {
+        params.required()?;
+        let params: Vec<Params> = params.entries(count)?.iter().map(Params::wait).collect();
+        d.cuWaitExternalSemaphoresAsync(s, semaphores, params.as_ptr().cast(), params.len() as c_uint, stream)
     };
 
-    ctx fn cudaLaunchCooperativeKernelMultiDevice(list: *mut LaunchParams, count: c_uint, flags: c_uint) |d| {
-        if list.is_null() || count == 0 { return Err(Error::INVALID_VALUE) }
-        let launches = std::slice::from_raw_parts(list,
-            count as usize).iter().map(driver_launch).collect::<Result<Vec<_>>>();
-        d.cuLaunchCooperativeKernelMultiDevice(launches?.as_mut_ptr(), count, flags)
+    ctx unsafe fn cudaLaunchCooperativeKernelMultiDevice(list: Array<LaunchParams>, count: Count<c_uint>,
+        flags: c_uint) |d| {
+        list.required()?;
+        let mut launches = list.entries(count)?.iter().map(driver_launch).collect::<Result<Vec<_>>>()?;
+        if launches.is_empty() { return Err(Error::INVALID_VALUE) }
+        d.cuLaunchCooperativeKernelMultiDevice(launches.as_mut_ptr(), launches.len() as c_uint, flags)
     };
 
     init fn cudaThreadExit() |d| context::reset(d);
@@ -159,6 +159,7 @@ fn driver_launch(p: &LaunchParams) -> Result<CUDA_LAUNCH_PARAMS> {
 
 /// `cudaExternalSemaphoreSignalParams_v1`: a fence's value, a synchronization object, a key.
 #[repr(C)]
+#[derive(Clone, Copy)]
 pub struct SignalParamsV1 {
     values: [u64; 3],
     flags: c_uint,
@@ -167,6 +168,7 @@ const _: () = assert!(size_of::<SignalParamsV1>() == 32);
 
 /// `cudaExternalSemaphoreWaitParams_v1`: the same, and how long to wait for the key.
 #[repr(C)]
+#[derive(Clone, Copy)]
 pub struct WaitParamsV1 {
     values: [u64; 3],
     timeout_ms: c_uint,

@@ -3,6 +3,7 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
+use crate::arguments::{Array, Count, In, Out};
 use crate::context;
 use crate::error::Error;
 use crate::types::{CUasyncCallback, CUasyncCallbackHandle, CUmemoryPool, ChannelFormatDesc};
@@ -14,18 +15,16 @@ const MAP_HOST: c_uint = 8;
 const DEVICE_FLAGS: c_uint = 0xff;
 
 api! {
-    init fn cudaGetDeviceCount(count: *mut c_int) |d| {
-        if count.is_null() { return Err(Error::INVALID_VALUE) }
-        count.write(context::device_count(d)?);
-        Ok(())
+    init fn cudaGetDeviceCount(count: Out<c_int>) |d| {
+        count.required()?;
+        count.put(context::device_count(d)?)
     };
-    init fn cudaGetDevice(device: *mut c_int) |d| {
-        if device.is_null() { return Err(Error::INVALID_VALUE) }
-        device.write(context::device(d)?);
-        Ok(())
+    init fn cudaGetDevice(device: Out<c_int>) |d| {
+        device.required()?;
+        device.put(context::device(d)?)
     };
     init fn cudaSetDevice(device: c_int) |d| context::set_device(d, device);
-    init fn cudaInitDevice(device: c_int, device_flags: c_uint, flags: c_uint) |d| {
+    init unsafe fn cudaInitDevice(device: c_int, device_flags: c_uint, flags: c_uint) |d| {
         const FLAGS_ARE_VALID: c_uint = 1;
         if flags & !FLAGS_ARE_VALID != 0 { return Err(Error::INVALID_VALUE) }
         if flags & FLAGS_ARE_VALID != 0 {
@@ -33,43 +32,39 @@ api! {
         }
         context::primary(d, device).map(|_| ())
     };
-    init fn cudaSetValidDevices(devices: *mut c_int, len: c_int) |d| {
-        let len = usize::try_from(len).map_err(|_| Error::INVALID_VALUE)?;
-        if len == 0 { return context::set_valid_devices(d, &[]) }
-        if devices.is_null() { return Err(Error::INVALID_VALUE) }
-        context::set_valid_devices(d, std::slice::from_raw_parts(devices, len))
+    init fn cudaSetValidDevices(devices: Array<c_int>, len: Count<c_int>) |d| {
+        context::set_valid_devices(d, devices.entries(len)?)
     };
-    init fn cudaSetDeviceFlags(flags: c_uint) |d| {
+    init unsafe fn cudaSetDeviceFlags(flags: c_uint) |d| {
         if flags & !DEVICE_FLAGS != 0 { return Err(Error::INVALID_VALUE) }
         d.cuDevicePrimaryCtxSetFlags_v2(context::handle(d, context::device(d)?)?, flags & !MAP_HOST)
     };
-    init fn cudaGetDeviceFlags(flags: *mut c_uint) |d| {
-        if flags.is_null() { return Err(Error::INVALID_VALUE) }
-        if context::current_context(d)?.is_null() {
-            flags.write(context::flags(d, context::device(d)?)? | MAP_HOST);
-            return Ok(());
-        }
-        d.cuCtxGetFlags(flags)?;
-        flags.write(*flags | MAP_HOST);
-        Ok(())
+    init fn cudaGetDeviceFlags(flags: Out<c_uint>) |d| {
+        flags.required()?;
+        let found = if context::current_context(d)?.is_null() {
+            context::flags(d, context::device(d)?)?
+        } else {
+            context::current_flags(d)?
+        };
+        flags.put(found | MAP_HOST)
     };
-    init fn cudaDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) |d| {
+    init unsafe fn cudaDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) |d| {
         d.cuDeviceGetAttribute(value, attribute, context::handle(d, device)?)
     };
-    init fn cudaDeviceGetByPCIBusId(device: *mut c_int, bus_id: *const c_char) |d| {
+    init unsafe fn cudaDeviceGetByPCIBusId(device: *mut c_int, bus_id: *const c_char) |d| {
         d.cuDeviceGetByPCIBusId(device, bus_id)
     };
-    init fn cudaDeviceGetPCIBusId(bus_id: *mut c_char, len: c_int, device: c_int) |d| {
+    init unsafe fn cudaDeviceGetPCIBusId(bus_id: *mut c_char, len: c_int, device: c_int) |d| {
         d.cuDeviceGetPCIBusId(bus_id, len, context::handle(d, device)?)
     };
     init cudaDeviceGetP2PAttribute => cuDeviceGetP2PAttribute(value: *mut c_int, attribute: c_uint, source: c_int,
         target: c_int);
     init cudaDeviceCanAccessPeer => cuDeviceCanAccessPeer(can_access: *mut c_int, device: c_int, peer: c_int);
-    ctx fn cudaDeviceEnablePeerAccess(peer: c_int, flags: c_uint) |d| {
+    ctx unsafe fn cudaDeviceEnablePeerAccess(peer: c_int, flags: c_uint) |d| {
         if flags != 0 { return Err(Error::INVALID_VALUE) }
         d.cuCtxEnablePeerAccess(context::primary(d, peer)?, flags)
     };
-    ctx fn cudaDeviceDisablePeerAccess(peer: c_int) |d| d.cuCtxDisablePeerAccess(context::primary(d, peer)?);
+    ctx unsafe fn cudaDeviceDisablePeerAccess(peer: c_int) |d| d.cuCtxDisablePeerAccess(context::primary(d, peer)?);
 
     init cudaDeviceGetDefaultMemPool => cuDeviceGetDefaultMemPool(pool: *mut CUmemoryPool, device: c_int);
     init cudaDeviceSetMemPool => cuDeviceSetMemPool(device: c_int, pool: CUmemoryPool);
@@ -80,10 +75,9 @@ api! {
         device: c_int, callback: CUasyncCallback, user_data: *mut c_void, handle: *mut CUasyncCallbackHandle);
     init cudaDeviceUnregisterAsyncNotification => cuDeviceUnregisterAsyncNotification(
         device: c_int, handle: CUasyncCallbackHandle);
-    init fn cudaDeviceGetTexture1DLinearMaxWidth(width: *mut usize, format: *const ChannelFormatDesc,
+    init unsafe fn cudaDeviceGetTexture1DLinearMaxWidth(width: *mut usize, format: In<ChannelFormatDesc>,
         device: c_int) |d| {
-        let format = format.as_ref().ok_or(Error::INVALID_VALUE)?;
-        let (kind, channels) = crate::array::driver_format(format)?;
+        let (kind, channels) = crate::array::driver_format(&format.get()?)?;
         d.cuDeviceGetTexture1DLinearMaxWidth(width, kind, channels, context::handle(d, device)?)
     };
 

@@ -2,12 +2,13 @@
 
 use std::ffi::{c_uint, c_void};
 
+use crate::arguments::Out;
 use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::types::{CUevent, CUipcEventHandle, CUipcMemHandle, CUstream};
 
 api! {
-    ctx fn cudaEventCreate(event: *mut CUevent) |d| d.cuEventCreate(event, 0);
+    ctx unsafe fn cudaEventCreate(event: *mut CUevent) |d| d.cuEventCreate(event, 0);
     ctx cudaEventCreateWithFlags => cuEventCreate(event: *mut CUevent, flags: c_uint);
     ctx cudaEventRecord/cudaEventRecord_ptsz => cuEventRecord(event: CUevent, stream: CUstream);
     ctx cudaEventRecordWithFlags/cudaEventRecordWithFlags_ptsz => cuEventRecordWithFlags(
@@ -15,14 +16,14 @@ api! {
     ctx cudaEventQuery => cuEventQuery(event: CUevent);
     ctx cudaEventSynchronize => cuEventSynchronize(event: CUevent);
     ctx cudaEventDestroy => cuEventDestroy_v2(event: CUevent);
-    ctx fn cudaEventElapsedTime(milliseconds: *mut f32, start: CUevent, end: CUevent) |d| {
+    ctx fn cudaEventElapsedTime(milliseconds: Out<f32>, start: CUevent, end: CUevent) |d| {
         elapsed_time(d, milliseconds, start, end)
     };
 
     ctx cudaIpcGetEventHandle => cuIpcGetEventHandle(handle: *mut CUipcEventHandle, event: CUevent);
     ctx cudaIpcOpenEventHandle => cuIpcOpenEventHandle(event: *mut CUevent, handle: CUipcEventHandle);
     ctx cudaIpcGetMemHandle => cuIpcGetMemHandle(handle: *mut CUipcMemHandle, address: *mut c_void);
-    ctx fn cudaIpcOpenMemHandle(address: *mut *mut c_void, handle: CUipcMemHandle, flags: c_uint) |d| {
+    ctx unsafe fn cudaIpcOpenMemHandle(address: *mut *mut c_void, handle: CUipcMemHandle, flags: c_uint) |d| {
         const LAZY_ENABLE_PEER_ACCESS: c_uint = 1;
         if flags != LAZY_ENABLE_PEER_ACCESS { return Err(Error::INVALID_VALUE) }
         d.cuIpcOpenMemHandle_v2(address, handle, flags)
@@ -31,21 +32,12 @@ api! {
 }
 
 /// `cudaEventElapsedTime`. The runtime checks the output pointer before the driver checks the events.
-///
-/// # Safety
-///
-/// As for `cudaEventElapsedTime`.
-pub(crate) unsafe fn elapsed_time(
-    d: &Driver,
-    milliseconds: *mut f32,
-    start: CUevent,
-    end: CUevent,
-) -> Result {
-    if milliseconds.is_null() {
-        return Err(Error::INVALID_VALUE);
-    }
-    // SAFETY: the caller upholds the requirements of the driver's function, which takes the same arguments.
-    unsafe { d.cuEventElapsedTime_v2(milliseconds, start, end) }
+pub(crate) fn elapsed_time(d: &Driver, milliseconds: Out<f32>, start: CUevent, end: CUevent) -> Result {
+    milliseconds.required()?;
+    let mut elapsed = 0.0;
+    // SAFETY: the output is a live local variable; the driver checks the events.
+    unsafe { d.cuEventElapsedTime_v2(&mut elapsed, start, end)? };
+    milliseconds.put(elapsed)
 }
 
 #[cfg(test)]
@@ -61,8 +53,11 @@ mod tests {
         let mut milliseconds = 0.0;
         // SAFETY: the output is NULL or a live local variable; the fake driver does not look into events.
         unsafe {
-            assert_eq!(cudaEventElapsedTime(ptr::null_mut(), ptr::null_mut(), ptr::null_mut()), 1);
-            assert_eq!(cudaEventElapsedTime(&mut milliseconds, ptr::null_mut(), ptr::null_mut()), 400);
+            assert_eq!(cudaEventElapsedTime(Out::NULL, ptr::null_mut(), ptr::null_mut()), 1);
+            assert_eq!(
+                cudaEventElapsedTime((&mut milliseconds).into(), ptr::null_mut(), ptr::null_mut()),
+                400
+            );
         }
     }
 }

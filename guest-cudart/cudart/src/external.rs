@@ -2,6 +2,7 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
+use crate::arguments::In;
 use crate::array::describe;
 use crate::error::Error;
 use crate::types::{
@@ -15,21 +16,20 @@ use crate::types::{
 use crate::types::{CUDA_EXTERNAL_SEMAPHORE_SIGNAL_PARAMS, CUDA_EXTERNAL_SEMAPHORE_WAIT_PARAMS};
 
 api! {
-    ctx fn cudaImportExternalMemory(memory: *mut CUexternalMemory, desc: *const ExternalMemoryHandleDesc) |d| {
-        let desc = desc.as_ref().ok_or(Error::INVALID_VALUE)?;
-        let &ExternalMemoryHandleDesc { kind, handle, size, flags } = desc;
+    ctx unsafe fn cudaImportExternalMemory(memory: *mut CUexternalMemory, desc: In<ExternalMemoryHandleDesc>) |d| {
+        let ExternalMemoryHandleDesc { kind, handle, size, flags } = desc.get()?;
         d.cuImportExternalMemory(memory, &CUDA_EXTERNAL_MEMORY_HANDLE_DESC { kind, handle, size, flags,
             reserved: [0; 16] })
     };
-    ctx fn cudaExternalMemoryGetMappedBuffer(address: *mut CUdeviceptr, memory: CUexternalMemory,
-        desc: *const ExternalMemoryBufferDesc) |d| {
-        let &ExternalMemoryBufferDesc { offset, size, flags } = desc.as_ref().ok_or(Error::INVALID_VALUE)?;
+    ctx unsafe fn cudaExternalMemoryGetMappedBuffer(address: *mut CUdeviceptr, memory: CUexternalMemory,
+        desc: In<ExternalMemoryBufferDesc>) |d| {
+        let ExternalMemoryBufferDesc { offset, size, flags } = desc.get()?;
         d.cuExternalMemoryGetMappedBuffer(address, memory, &CUDA_EXTERNAL_MEMORY_BUFFER_DESC { offset, size, flags,
             reserved: [0; 16] })
     };
-    ctx fn cudaExternalMemoryGetMappedMipmappedArray(
-        array: *mut CUmipmappedArray, memory: CUexternalMemory, desc: *const ExternalMemoryMipmappedArrayDesc) |d| {
-        let desc = desc.as_ref().ok_or(Error::INVALID_VALUE)?;
+    ctx unsafe fn cudaExternalMemoryGetMappedMipmappedArray(
+        array: *mut CUmipmappedArray, memory: CUexternalMemory, desc: In<ExternalMemoryMipmappedArrayDesc>) |d| {
+        let desc = desc.get()?;
         d.cuExternalMemoryGetMappedMipmappedArray(array, memory, &CUDA_EXTERNAL_MEMORY_MIPMAPPED_ARRAY_DESC {
             offset: desc.offset,
             array: describe(&desc.format, desc.extent, desc.flags)?,
@@ -38,9 +38,9 @@ api! {
         })
     };
     ctx cudaDestroyExternalMemory => cuDestroyExternalMemory(memory: CUexternalMemory);
-    ctx fn cudaImportExternalSemaphore(semaphore: *mut CUexternalSemaphore,
-        desc: *const ExternalSemaphoreHandleDesc) |d| {
-        let &ExternalSemaphoreHandleDesc { kind, handle, flags } = desc.as_ref().ok_or(Error::INVALID_VALUE)?;
+    ctx unsafe fn cudaImportExternalSemaphore(semaphore: *mut CUexternalSemaphore,
+        desc: In<ExternalSemaphoreHandleDesc>) |d| {
+        let ExternalSemaphoreHandleDesc { kind, handle, flags } = desc.get()?;
         d.cuImportExternalSemaphore(semaphore, &CUDA_EXTERNAL_SEMAPHORE_HANDLE_DESC { kind, handle, flags,
             reserved: [0; 16] })
     };
@@ -49,11 +49,11 @@ api! {
     ctx cudaGraphicsUnregisterResource => cuGraphicsUnregisterResource(resource: CUgraphicsResource);
     ctx cudaGraphicsResourceSetMapFlags => cuGraphicsResourceSetMapFlags_v2(resource: CUgraphicsResource,
         flags: c_uint);
-    ctx fn cudaGraphicsMapResources(count: c_int, resources: *mut CUgraphicsResource, stream: CUstream) |d| {
+    ctx unsafe fn cudaGraphicsMapResources(count: c_int, resources: *mut CUgraphicsResource, stream: CUstream) |d| {
         let count = c_uint::try_from(count).map_err(|_| Error::INVALID_VALUE)?;
         d.cuGraphicsMapResources(crate::driver::DefaultStream::Legacy, count, resources, stream)
     };
-    ctx fn cudaGraphicsUnmapResources(count: c_int, resources: *mut CUgraphicsResource, stream: CUstream) |d| {
+    ctx unsafe fn cudaGraphicsUnmapResources(count: c_int, resources: *mut CUgraphicsResource, stream: CUstream) |d| {
         let count = c_uint::try_from(count).map_err(|_| Error::INVALID_VALUE)?;
         d.cuGraphicsUnmapResources(crate::driver::DefaultStream::Legacy, count, resources, stream)
     };

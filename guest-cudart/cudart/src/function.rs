@@ -2,11 +2,12 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
+use crate::arguments::{In, Out};
 use crate::context;
 use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::launch::driver_config;
-use crate::registry::{self, kernel, registered};
+use crate::registry::{kernel, registered};
 use crate::types::{CUdevice, CUfunction, CUkernel, FuncAttributes, LaunchConfig};
 
 /// The first function attribute that a program can set (`cudaFuncAttributeMaxDynamicSharedMemorySize`).
@@ -50,7 +51,7 @@ fn attributes(d: &Driver, kernel: CUkernel) -> Result<FuncAttributes> {
 }
 
 api! {
-    ctx fn cudaFuncGetAttributes(out: *mut FuncAttributes, function: *const c_void) |d| {
+    ctx unsafe fn cudaFuncGetAttributes(out: *mut FuncAttributes, function: *const c_void) |d| {
         if out.is_null() { return Err(Error::INVALID_VALUE) }
         let found = attributes(d, kernel(function)?)?;
         // The reserved words at the end stay as the program left them, as with NVIDIA's library.
@@ -58,55 +59,57 @@ api! {
         core::ptr::copy_nonoverlapping((&raw const found).cast::<u8>(), out.cast::<u8>(), known);
         Ok(())
     };
-    ctx fn cudaFuncSetAttribute(function: *const c_void, attribute: c_uint, value: c_int) |d| {
+    ctx unsafe fn cudaFuncSetAttribute(function: *const c_void, attribute: c_uint, value: c_int) |d| {
         if !(FIRST_SETTABLE..ATTRIBUTES).contains(&attribute) { return Err(Error::INVALID_VALUE) }
         d.cuKernelSetAttribute(attribute, value, kernel(function)?, current_device(d)?)
     };
-    ctx fn cudaKernelSetAttributeForDevice(kernel: CUkernel, attribute: c_uint, value: c_int, device: c_int) |d| {
+    ctx unsafe fn cudaKernelSetAttributeForDevice(kernel: CUkernel, attribute: c_uint, value: c_int, device: c_int) |d| {
         if !(FIRST_SETTABLE..ATTRIBUTES).contains(&attribute) { return Err(Error::INVALID_VALUE) }
         d.cuKernelSetAttribute(attribute, value, kernel, context::handle(d, device)?)
     };
-    ctx fn cudaFuncSetCacheConfig(function: *const c_void, config: c_uint) |d| {
+    ctx unsafe fn cudaFuncSetCacheConfig(function: *const c_void, config: c_uint) |d| {
         // CUDA 12's runtime accepts no kernel handles here.
         let kernel = if cfg!(feature = "v12") { registered(function)? } else { kernel(function)? };
         d.cuKernelSetCacheConfig(kernel, config, current_device(d)?)
     };
-    ctx fn cudaFuncSetSharedMemConfig(function: *const c_void, config: c_uint) |d| {
+    ctx unsafe fn cudaFuncSetSharedMemConfig(function: *const c_void, config: c_uint) |d| {
         d.cuFuncSetSharedMemConfig(driver_function(d, function)?, config)
     };
-    ctx fn cudaFuncGetName(name: *mut *const c_char, function: *const c_void) |d| {
+    ctx unsafe fn cudaFuncGetName(name: *mut *const c_char, function: *const c_void) |d| {
         d.cuKernelGetName(name, kernel(function)?)
     };
-    ctx fn cudaFuncGetParamInfo(function: *const c_void, index: usize, offset: *mut usize, size: *mut usize) |d| {
+    ctx unsafe fn cudaFuncGetParamInfo(function: *const c_void, index: usize, offset: *mut usize, size: *mut usize) |d| {
         d.cuKernelGetParamInfo(kernel(function)?, index, offset, size)
     };
-    ctx fn cudaGetFuncBySymbol(out: *mut CUfunction, symbol: *const c_void) |d| {
-        if out.is_null() { return Err(Error::INVALID_VALUE) }
-        out.write(driver_function(d, symbol)?);
-        Ok(())
+    ctx fn cudaGetFuncBySymbol(out: Out<CUfunction>, symbol: *const c_void) |d| {
+        out.required()?;
+        out.put(driver_function(d, symbol)?)
     };
-    ctx fn cudaGetKernel(out: *mut CUkernel, function: *const c_void) |_d| registry::get_kernel(out, function);
+    ctx fn cudaGetKernel(out: Out<CUkernel>, function: *const c_void) |_d| {
+        out.required()?;
+        out.put(registered(function)?)
+    };
 
-    ctx fn cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks: *mut c_int, function: *const c_void,
+    ctx unsafe fn cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks: *mut c_int, function: *const c_void,
         block_size: c_int, shared: usize) |d| {
         d.cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel(function)?, block_size, shared)
     };
-    ctx fn cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
+    ctx unsafe fn cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
         blocks: *mut c_int, function: *const c_void, block_size: c_int, shared: usize, flags: c_uint) |d| {
         d.cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, kernel(function)?, block_size, shared, flags)
     };
-    ctx fn cudaOccupancyAvailableDynamicSMemPerBlock(size: *mut usize, function: *const c_void, blocks: c_int,
+    ctx unsafe fn cudaOccupancyAvailableDynamicSMemPerBlock(size: *mut usize, function: *const c_void, blocks: c_int,
         block_size: c_int) |d| {
         d.cuOccupancyAvailableDynamicSMemPerBlock(size, kernel(function)?, blocks, block_size)
     };
-    ctx fn cudaOccupancyMaxPotentialClusterSize(size: *mut c_int, function: *const c_void,
-        config: *const LaunchConfig) |d| {
-        let config = driver_config(config.as_ref().ok_or(Error::INVALID_VALUE)?)?;
+    ctx unsafe fn cudaOccupancyMaxPotentialClusterSize(size: *mut c_int, function: *const c_void,
+        config: In<LaunchConfig>) |d| {
+        let config = driver_config(&config.get()?)?;
         d.cuOccupancyMaxPotentialClusterSize(size, kernel(function)?, &config)
     };
-    ctx fn cudaOccupancyMaxActiveClusters(clusters: *mut c_int, function: *const c_void,
-        config: *const LaunchConfig) |d| {
-        let config = driver_config(config.as_ref().ok_or(Error::INVALID_VALUE)?)?;
+    ctx unsafe fn cudaOccupancyMaxActiveClusters(clusters: *mut c_int, function: *const c_void,
+        config: In<LaunchConfig>) |d| {
+        let config = driver_config(&config.get()?)?;
         d.cuOccupancyMaxActiveClusters(clusters, kernel(function)?, &config)
     };
 }

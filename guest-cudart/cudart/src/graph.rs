@@ -20,7 +20,7 @@ api! {
     ctx cudaGraphGetNodes => cuGraphGetNodes(graph: CUgraph, nodes: *mut CUgraphNode, count: *mut usize);
     ctx cudaGraphGetRootNodes => cuGraphGetRootNodes(graph: CUgraph, nodes: *mut CUgraphNode, count: *mut usize);
     ctx cudaGraphDestroyNode => cuGraphDestroyNode(node: CUgraphNode);
-    ctx fn cudaGraphDebugDotPrint(graph: CUgraph, path: *const c_char, flags: c_uint) |d| {
+    ctx unsafe fn cudaGraphDebugDotPrint(graph: CUgraph, path: *const c_char, flags: c_uint) |d| {
         /// Makes the driver describe nodes in the runtime's terms.
         const RUNTIME_TYPES: c_uint = 1 << 1;
         d.cuGraphDebugDotPrint(graph, path, flags | RUNTIME_TYPES)

@@ -7,6 +7,7 @@
 use std::ffi::{c_uint, c_void};
 use std::ptr;
 
+use crate::arguments::{In, Out};
 use crate::context::required_context;
 use crate::copy3d::{of_bytes, of_parms, to_parms};
 use crate::driver::Driver;
@@ -34,14 +35,12 @@ fn kernel_to_driver(p: &KernelNodeParams) -> Result<CUDA_KERNEL_NODE_PARAMS> {
     })
 }
 
-unsafe fn kernel_params(p: *const KernelNodeParams) -> Result<CUDA_KERNEL_NODE_PARAMS> {
-    // SAFETY: the caller passes the program's parameters or NULL.
-    kernel_to_driver(unsafe { p.as_ref() }.ok_or(Error::INVALID_VALUE)?)
+fn kernel_params(p: In<KernelNodeParams>) -> Result<CUDA_KERNEL_NODE_PARAMS> {
+    kernel_to_driver(&p.get()?)
 }
 
-unsafe fn copy_params(d: &Driver, p: *const Memcpy3DParms) -> Result<CUDA_MEMCPY3D> {
-    // SAFETY: the caller passes the program's parameters or NULL.
-    of_parms(d, unsafe { p.as_ref() }.ok_or(Error::INVALID_VALUE)?)
+fn copy_params(d: &Driver, p: In<Memcpy3DParms>) -> Result<CUDA_MEMCPY3D> {
+    of_parms(d, &p.get()?)
 }
 
 fn to_symbol(
@@ -69,28 +68,27 @@ fn from_symbol(
 }
 
 api! {
-    ctx fn cudaGraphAddKernelNode(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize,
-        p: *const KernelNodeParams) |d| {
+    ctx unsafe fn cudaGraphAddKernelNode(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize,
+        p: In<KernelNodeParams>) |d| {
         d.cuGraphAddKernelNode_v2(node, graph, after, count, &kernel_params(p)?)
     };
-    ctx fn cudaGraphKernelNodeGetParams(node: CUgraphNode, out: *mut KernelNodeParams) |d| {
-        let out = out.as_mut().ok_or(Error::INVALID_VALUE)?;
+    ctx unsafe fn cudaGraphKernelNodeGetParams(node: CUgraphNode, out: Out<KernelNodeParams>) |d| {
+        out.required()?;
         let mut p = CUDA_KERNEL_NODE_PARAMS::default();
         d.cuGraphKernelNodeGetParams_v2(node, &mut p)?;
-        *out = KernelNodeParams {
+        out.put(KernelNodeParams {
             func: registry::host_function_of(d, p.kern, p.func),
             grid: p.grid,
             block: p.block,
             shared_mem_bytes: p.shared_mem_bytes,
             kernel_params: p.kernel_params,
             extra: p.extra,
-        };
-        Ok(())
+        })
     };
-    ctx fn cudaGraphKernelNodeSetParams(node: CUgraphNode, p: *const KernelNodeParams) |d| {
+    ctx unsafe fn cudaGraphKernelNodeSetParams(node: CUgraphNode, p: In<KernelNodeParams>) |d| {
         d.cuGraphKernelNodeSetParams_v2(node, &kernel_params(p)?)
     };
-    ctx fn cudaGraphExecKernelNodeSetParams(exec: CUgraphExec, node: CUgraphNode, p: *const KernelNodeParams) |d| {
+    ctx unsafe fn cudaGraphExecKernelNodeSetParams(exec: CUgraphExec, node: CUgraphNode, p: In<KernelNodeParams>) |d| {
         d.cuGraphExecKernelNodeSetParams_v2(exec, node, &kernel_params(p)?)
     };
     ctx cudaGraphKernelNodeCopyAttributes => cuGraphKernelNodeCopyAttributes(target: CUgraphNode,
@@ -100,69 +98,68 @@ api! {
     ctx cudaGraphKernelNodeSetAttribute => cuGraphKernelNodeSetAttribute(node: CUgraphNode, attribute: c_uint,
         value: *const CUlaunchAttributeValue);
 
-    ctx fn cudaGraphAddMemcpyNode(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize,
-        p: *const Memcpy3DParms) |d| {
+    ctx unsafe fn cudaGraphAddMemcpyNode(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize,
+        p: In<Memcpy3DParms>) |d| {
         d.cuGraphAddMemcpyNode(node, graph, after, count, &copy_params(d, p)?, required_context(d)?)
     };
-    ctx fn cudaGraphAddMemcpyNode1D(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize,
+    ctx unsafe fn cudaGraphAddMemcpyNode1D(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize,
         dst: *mut c_void, src: *const c_void, bytes: usize, kind: c_uint) |d| {
         d.cuGraphAddMemcpyNode(node, graph, after, count, &of_bytes(dst, src, bytes, kind)?, required_context(d)?)
     };
-    ctx fn cudaGraphAddMemcpyNodeToSymbol(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode,
+    ctx unsafe fn cudaGraphAddMemcpyNodeToSymbol(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode,
         count: usize,
         symbol: *const c_void, src: *const c_void, bytes: usize, offset: usize, kind: c_uint) |d| {
         d.cuGraphAddMemcpyNode(node, graph, after, count, &to_symbol(d, symbol, src, bytes, offset, kind)?,
             required_context(d)?)
     };
-    ctx fn cudaGraphAddMemcpyNodeFromSymbol(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode,
+    ctx unsafe fn cudaGraphAddMemcpyNodeFromSymbol(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode,
         count: usize,
         dst: *mut c_void, symbol: *const c_void, bytes: usize, offset: usize, kind: c_uint) |d| {
         d.cuGraphAddMemcpyNode(node, graph, after, count, &from_symbol(d, dst, symbol, bytes, offset, kind)?,
             required_context(d)?)
     };
-    ctx fn cudaGraphMemcpyNodeGetParams(node: CUgraphNode, out: *mut Memcpy3DParms) |d| {
-        let out = out.as_mut().ok_or(Error::INVALID_VALUE)?;
+    ctx unsafe fn cudaGraphMemcpyNodeGetParams(node: CUgraphNode, out: Out<Memcpy3DParms>) |d| {
+        out.required()?;
         let mut copy = CUDA_MEMCPY3D::default();
         d.cuGraphMemcpyNodeGetParams(node, &mut copy)?;
-        *out = to_parms(d, &copy)?;
-        Ok(())
+        out.put(to_parms(d, &copy)?)
     };
-    ctx fn cudaGraphMemcpyNodeSetParams(node: CUgraphNode, p: *const Memcpy3DParms) |d| {
+    ctx unsafe fn cudaGraphMemcpyNodeSetParams(node: CUgraphNode, p: In<Memcpy3DParms>) |d| {
         d.cuGraphMemcpyNodeSetParams(node, &copy_params(d, p)?)
     };
-    ctx fn cudaGraphMemcpyNodeSetParams1D(node: CUgraphNode, dst: *mut c_void, src: *const c_void, bytes: usize,
+    ctx unsafe fn cudaGraphMemcpyNodeSetParams1D(node: CUgraphNode, dst: *mut c_void, src: *const c_void, bytes: usize,
         kind: c_uint) |d| {
         d.cuGraphMemcpyNodeSetParams(node, &of_bytes(dst, src, bytes, kind)?)
     };
-    ctx fn cudaGraphMemcpyNodeSetParamsToSymbol(node: CUgraphNode, symbol: *const c_void, src: *const c_void,
+    ctx unsafe fn cudaGraphMemcpyNodeSetParamsToSymbol(node: CUgraphNode, symbol: *const c_void, src: *const c_void,
         bytes: usize, offset: usize, kind: c_uint) |d| {
         d.cuGraphMemcpyNodeSetParams(node, &to_symbol(d, symbol, src, bytes, offset, kind)?)
     };
-    ctx fn cudaGraphMemcpyNodeSetParamsFromSymbol(node: CUgraphNode, dst: *mut c_void, symbol: *const c_void,
+    ctx unsafe fn cudaGraphMemcpyNodeSetParamsFromSymbol(node: CUgraphNode, dst: *mut c_void, symbol: *const c_void,
         bytes: usize, offset: usize, kind: c_uint) |d| {
         d.cuGraphMemcpyNodeSetParams(node, &from_symbol(d, dst, symbol, bytes, offset, kind)?)
     };
-    ctx fn cudaGraphExecMemcpyNodeSetParams(exec: CUgraphExec, node: CUgraphNode, p: *const Memcpy3DParms) |d| {
+    ctx unsafe fn cudaGraphExecMemcpyNodeSetParams(exec: CUgraphExec, node: CUgraphNode, p: In<Memcpy3DParms>) |d| {
         d.cuGraphExecMemcpyNodeSetParams(exec, node, &copy_params(d, p)?, required_context(d)?)
     };
-    ctx fn cudaGraphExecMemcpyNodeSetParams1D(exec: CUgraphExec, node: CUgraphNode, dst: *mut c_void,
+    ctx unsafe fn cudaGraphExecMemcpyNodeSetParams1D(exec: CUgraphExec, node: CUgraphNode, dst: *mut c_void,
         src: *const c_void, bytes: usize, kind: c_uint) |d| {
         d.cuGraphExecMemcpyNodeSetParams(exec, node, &of_bytes(dst, src, bytes, kind)?, required_context(d)?)
     };
-    ctx fn cudaGraphExecMemcpyNodeSetParamsToSymbol(exec: CUgraphExec, node: CUgraphNode, symbol: *const c_void,
+    ctx unsafe fn cudaGraphExecMemcpyNodeSetParamsToSymbol(exec: CUgraphExec, node: CUgraphNode, symbol: *const c_void,
         src: *const c_void,
         bytes: usize, offset: usize, kind: c_uint) |d| {
         d.cuGraphExecMemcpyNodeSetParams(exec, node, &to_symbol(d, symbol, src, bytes, offset, kind)?,
             required_context(d)?)
     };
-    ctx fn cudaGraphExecMemcpyNodeSetParamsFromSymbol(exec: CUgraphExec, node: CUgraphNode, dst: *mut c_void,
+    ctx unsafe fn cudaGraphExecMemcpyNodeSetParamsFromSymbol(exec: CUgraphExec, node: CUgraphNode, dst: *mut c_void,
         symbol: *const c_void,
         bytes: usize, offset: usize, kind: c_uint) |d| {
         d.cuGraphExecMemcpyNodeSetParams(exec, node, &from_symbol(d, dst, symbol, bytes, offset, kind)?,
             required_context(d)?)
     };
 
-    ctx fn cudaGraphAddMemsetNode(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize,
+    ctx unsafe fn cudaGraphAddMemsetNode(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize,
         p: *const CUDA_MEMSET_NODE_PARAMS) |d| {
         d.cuGraphAddMemsetNode(node, graph, after, count, p, required_context(d)?)
     };
@@ -170,7 +167,7 @@ api! {
         p: *mut CUDA_MEMSET_NODE_PARAMS);
     ctx cudaGraphMemsetNodeSetParams => cuGraphMemsetNodeSetParams(node: CUgraphNode,
         p: *const CUDA_MEMSET_NODE_PARAMS);
-    ctx fn cudaGraphExecMemsetNodeSetParams(exec: CUgraphExec, node: CUgraphNode,
+    ctx unsafe fn cudaGraphExecMemsetNodeSetParams(exec: CUgraphExec, node: CUgraphNode,
         p: *const CUDA_MEMSET_NODE_PARAMS) |d| {
         d.cuGraphExecMemsetNodeSetParams(exec, node, p, required_context(d)?)
     };
@@ -228,26 +225,26 @@ api! {
         p: *mut CUDA_MEM_ALLOC_NODE_PARAMS);
     ctx cudaGraphAddMemFreeNode => cuGraphAddMemFreeNode(node: *mut CUgraphNode, graph: CUgraph,
         after: *const CUgraphNode, count: usize, address: *mut c_void);
-    ctx fn cudaGraphMemFreeNodeGetParams(node: CUgraphNode, address: *mut c_void) |d| {
+    ctx unsafe fn cudaGraphMemFreeNodeGetParams(node: CUgraphNode, address: *mut c_void) |d| {
         d.cuGraphMemFreeNodeGetParams(node, address.cast())
     };
 
     ctx cudaGraphNodeSetEnabled => cuGraphNodeSetEnabled(exec: CUgraphExec, node: CUgraphNode, enabled: c_uint);
     ctx cudaGraphNodeGetEnabled => cuGraphNodeGetEnabled(exec: CUgraphExec, node: CUgraphNode, enabled: *mut c_uint);
-    ctx fn cudaGraphConditionalHandleCreate(handle: *mut u64, graph: CUgraph, default: c_uint, flags: c_uint) |d| {
+    ctx unsafe fn cudaGraphConditionalHandleCreate(handle: *mut u64, graph: CUgraph, default: c_uint, flags: c_uint) |d| {
         d.cuGraphConditionalHandleCreate(handle, graph, required_context(d)?, default, flags)
     };
-    ctx fn cudaGraphNodeSetParams(node: CUgraphNode, p: *mut CUgraphNodeParams) |d| {
+    ctx unsafe fn cudaGraphNodeSetParams(node: CUgraphNode, p: *mut CUgraphNodeParams) |d| {
         with_driver_params(d, p, |p| d.cuGraphNodeSetParams(node, p))
     };
-    ctx fn cudaGraphExecNodeSetParams(exec: CUgraphExec, node: CUgraphNode, p: *mut CUgraphNodeParams) |d| {
+    ctx unsafe fn cudaGraphExecNodeSetParams(exec: CUgraphExec, node: CUgraphNode, p: *mut CUgraphNodeParams) |d| {
         with_driver_params(d, p, |p| d.cuGraphExecNodeSetParams(exec, node, p))
     };
 }
 
 #[cfg(not(feature = "v12"))]
 api! {
-    ctx fn cudaGraphAddNode(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode,
+    ctx unsafe fn cudaGraphAddNode(node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode,
         edges: *const crate::types::CUgraphEdgeData,
         count: usize, p: *mut CUgraphNodeParams) |d| {
         with_driver_params(d, p, |p| d.cuGraphAddNode_v2(node, graph, after, edges, count, p))

@@ -6,6 +6,7 @@
 use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_uint, c_void};
 
+use crate::arguments::{In, Out};
 use crate::context;
 use crate::driver::{DefaultStream, Driver};
 use crate::error::{Error, Result};
@@ -63,32 +64,31 @@ pub extern "C" fn __cudaPushCallConfiguration(
 }
 
 api! {
-    raw fn __cudaPopCallConfiguration(grid: *mut Dim3, block: *mut Dim3, shared_mem: *mut usize,
-        stream: *mut CUstream) |_d| {
-        if grid.is_null() || block.is_null() || shared_mem.is_null() || stream.is_null() { return Err(Error::INVALID_VALUE) }
+    raw fn __cudaPopCallConfiguration(grid: Out<Dim3>, block: Out<Dim3>, shared_mem: Out<usize>,
+        stream: Out<CUstream>) |_d| {
+        grid.required().and(block.required()).and(shared_mem.required()).and(stream.required())?;
         let top = with_pending(|stack| {
             stack.depth = stack.depth.checked_sub(1)?;
             Some(stack.entries[stack.depth])
         });
         let top = top.ok_or(Error::MISSING_CONFIGURATION)?;
-        grid.write(top.grid);
-        block.write(top.block);
-        shared_mem.write(top.shared_mem);
-        stream.write(top.stream);
-        Ok(())
+        grid.put(top.grid)?;
+        block.put(top.block)?;
+        shared_mem.put(top.shared_mem)?;
+        stream.put(top.stream)
     };
 
-    raw fn cudaLaunchKernel/cudaLaunchKernel_ptsz(function: *const c_void, grid: Dim3, block: Dim3,
+    raw unsafe fn cudaLaunchKernel/cudaLaunchKernel_ptsz(function: *const c_void, grid: Dim3, block: Dim3,
         args: *mut *mut c_void,
         shared_mem: usize, stream: CUstream) |_d, s| {
         launch(s, registry::kernel(function)?, grid, block, args, shared_mem, stream)
     };
-    raw fn __cudaLaunchKernel/__cudaLaunchKernel_ptsz(kernel: CUkernel, grid: Dim3, block: Dim3,
+    raw unsafe fn __cudaLaunchKernel/__cudaLaunchKernel_ptsz(kernel: CUkernel, grid: Dim3, block: Dim3,
         args: *mut *mut c_void,
         shared_mem: usize, stream: CUstream) |_d, s| {
         launch(s, registry::launched(kernel)?, grid, block, args, shared_mem, stream)
     };
-    raw fn cudaLaunchCooperativeKernel/cudaLaunchCooperativeKernel_ptsz(function: *const c_void, grid: Dim3,
+    raw unsafe fn cudaLaunchCooperativeKernel/cudaLaunchCooperativeKernel_ptsz(function: *const c_void, grid: Dim3,
         block: Dim3,
         args: *mut *mut c_void, shared_mem: usize, stream: CUstream) |_d, s| {
         let kernel = registry::kernel(function)?;
@@ -97,11 +97,11 @@ api! {
             s, kernel, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared, stream, args))
             .map_err(|error| explain(error, grid, block))
     };
-    raw fn cudaLaunchKernelExC/cudaLaunchKernelExC_ptsz(config: *const LaunchConfig, function: *const c_void,
+    raw unsafe fn cudaLaunchKernelExC/cudaLaunchKernelExC_ptsz(config: In<LaunchConfig>, function: *const c_void,
         args: *mut *mut c_void) |_d, s| {
-        let config = config.as_ref().ok_or(Error::INVALID_VALUE)?;
+        let config = config.get()?;
         let kernel = registry::kernel(function)?;
-        let driver_config = driver_config(config)?;
+        let driver_config = driver_config(&config)?;
         context::ctx(|d| d.cuLaunchKernelEx(s, &driver_config, kernel, args, std::ptr::null_mut()))
             .map_err(|error| explain(error, config.grid, config.block))
     };
@@ -245,10 +245,17 @@ mod tests {
         let _fake = Fake::new();
         let push = |x| __cudaPushCallConfiguration(Dim3 { x, ..ONE }, ONE, 0, ptr::null_mut());
         let pop = || {
-            let (mut grid, mut block, mut shared, mut stream) = (ONE, ONE, 0, ptr::null_mut());
+            let (mut grid, mut block, mut shared, mut stream): (_, _, _, CUstream) =
+                (ONE, ONE, 0, ptr::null_mut());
             // SAFETY: the outputs are live local variables.
-            let answer =
-                unsafe { __cudaPopCallConfiguration(&mut grid, &mut block, &mut shared, &mut stream) };
+            let answer = unsafe {
+                __cudaPopCallConfiguration(
+                    (&mut grid).into(),
+                    (&mut block).into(),
+                    (&mut shared).into(),
+                    (&mut stream).into(),
+                )
+            };
             (answer, grid.x)
         };
         assert_eq!((push(7), push(8)), (0, 0));

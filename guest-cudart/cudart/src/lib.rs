@@ -11,6 +11,7 @@
 //! - `call_counts`: reports to rgpu's libcuda which function caused an operation, for `RGPU_STATS=1`
 //! - `registry`, `address_map`: what compiled programs register (fat binaries, kernels, variables), loaded at
 //!   first use
+//! - `arguments`: the types of the pointers that programs pass
 //! - `macros`: `api!`, which defines every exported function
 //! - then one module for each chapter of the API, and `unsupported` for functions that cannot be served
 //!
@@ -30,6 +31,7 @@
 mod macros;
 
 mod address_map;
+mod arguments;
 mod call_counts;
 mod context;
 mod driver;

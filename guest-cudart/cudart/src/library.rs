@@ -15,7 +15,7 @@ api! {
         jit_values: *mut *mut c_void, jit_count: c_uint, options: *mut c_uint, values: *mut *mut c_void,
             count: c_uint);
     ctx cudaLibraryUnload => cuLibraryUnload(library: CUlibrary);
-    ctx fn cudaLibraryGetKernel(kernel: *mut CUkernel, library: CUlibrary, name: *const c_char) |d| {
+    ctx unsafe fn cudaLibraryGetKernel(kernel: *mut CUkernel, library: CUlibrary, name: *const c_char) |d| {
         d.cuLibraryGetKernel(kernel, library, name)?;
         registry::adopt(kernel.read());
         Ok(())
@@ -27,7 +27,7 @@ api! {
     ctx cudaLibraryGetUnifiedFunction => cuLibraryGetUnifiedFunction(function: *mut *mut c_void, library: CUlibrary,
         name: *const c_char);
     ctx cudaLibraryGetKernelCount => cuLibraryGetKernelCount(count: *mut c_uint, library: CUlibrary);
-    ctx fn cudaLibraryEnumerateKernels(kernels: *mut CUkernel, count: c_uint, library: CUlibrary) |d| {
+    ctx unsafe fn cudaLibraryEnumerateKernels(kernels: *mut CUkernel, count: c_uint, library: CUlibrary) |d| {
         if !kernels.is_null() {
             // The driver fills in only as many kernels as there are; clear the rest so that nothing there is
             // taken for a handle.

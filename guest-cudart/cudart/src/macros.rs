@@ -10,6 +10,9 @@
 //! ctx cudaName/cudaName_ptsz => cuName(arguments);
 //! ```
 //!
+//! Pointers that the expression reads or writes have the types of `arguments`, so it is safe code. `unsafe fn` in
+//! place of `fn` is for expressions that pass pointers of the program on to the driver.
+//!
 //! Every entry keeps an error as the thread's last error, and never unwinds into the program.
 
 macro_rules! api {
@@ -24,14 +27,32 @@ macro_rules! api {
         api! { @export $need $name ($($arg: $ty),*) $d { $body } }
         api! { $($rest)* }
     };
+    ($need:ident unsafe fn $name:ident / $per_thread:ident ($($arg:ident : $ty:ty),* $(,)?)
+        |$d:ident, $s:ident| $body:expr; $($rest:tt)*) => {
+        api! { @export_unsafe $need $name ($($arg: $ty),*) $d { let $s = $crate::driver::DefaultStream::Legacy; $body } }
+        api! { @export_unsafe $need $per_thread ($($arg: $ty),*) $d { let $s = $crate::driver::DefaultStream::PerThread; $body } }
+        api! { $($rest)* }
+    };
+    ($need:ident unsafe fn $name:ident ($($arg:ident : $ty:ty),* $(,)?) |$d:ident| $body:expr; $($rest:tt)*) => {
+        api! { @export_unsafe $need $name ($($arg: $ty),*) $d { $body } }
+        api! { $($rest)* }
+    };
     ($need:ident $name:ident / $per_thread:ident => $cu:ident ($($arg:ident : $ty:ty),* $(,)?); $($rest:tt)*) => {
-        api! { @export $need $name ($($arg: $ty),*) d { d.$cu($crate::driver::DefaultStream::Legacy $(, $arg)*) } }
-        api! { @export $need $per_thread ($($arg: $ty),*) d { d.$cu($crate::driver::DefaultStream::PerThread $(, $arg)*) } }
+        api! { @export_unsafe $need $name ($($arg: $ty),*) d { d.$cu($crate::driver::DefaultStream::Legacy $(, $arg)*) } }
+        api! { @export_unsafe $need $per_thread ($($arg: $ty),*) d { d.$cu($crate::driver::DefaultStream::PerThread $(, $arg)*) } }
         api! { $($rest)* }
     };
     ($need:ident $name:ident => $cu:ident ($($arg:ident : $ty:ty),* $(,)?); $($rest:tt)*) => {
-        api! { @export $need $name ($($arg: $ty),*) d { d.$cu($($arg),*) } }
+        api! { @export_unsafe $need $name ($($arg: $ty),*) d { d.$cu($($arg),*) } }
         api! { $($rest)* }
+    };
+    (@export_unsafe $need:ident $name:ident ($($arg:ident : $ty:ty),*) $d:ident $body:block) => {
+        api! { @export $need $name ($($arg: $ty),*) $d {
+            // SAFETY: the caller upholds what CUDA's manual requires of this function's arguments: a pointer is
+            // NULL where that is allowed, or valid for the documented type and length. The driver's function
+            // requires the same of them.
+            unsafe { $body }
+        } }
     };
     (@export $need:ident $name:ident ($($arg:ident : $ty:ty),*) $d:ident $body:block) => {
         #[unsafe(no_mangle)]
@@ -46,12 +67,7 @@ macro_rules! api {
                 // Entered here so that initialization on the first call is not counted as this function's
                 // work.
                 let _inside = $crate::call_counts::enter(&CALL);
-                // SAFETY: the caller upholds what CUDA's manual requires of this function's arguments: a
-                // pointer is NULL where that is allowed, or valid for the documented type and length.
-                // Pointers go to the driver under the same terms; those that the body reads or writes have
-                // been checked for NULL.
-                #[allow(unused_unsafe, reason = "some functions need no unsafe operation")]
-                unsafe { $body }
+                $body
             }))
         }
     };

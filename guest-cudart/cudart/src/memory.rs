@@ -3,6 +3,7 @@
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
 
+use crate::arguments::Out;
 use crate::driver::{DefaultStream, Driver};
 use crate::error::{Error, Result};
 use crate::types::{CUdeviceptr, CUstream, Extent, PitchedPtr, PointerAttributes};
@@ -13,33 +14,32 @@ const PITCH_ELEMENT: c_uint = 16;
 const NO_DEVICE: c_int = -2;
 
 api! {
-    ctx fn cudaMalloc(address: *mut CUdeviceptr, size: usize) |d| {
+    ctx unsafe fn cudaMalloc(address: *mut CUdeviceptr, size: usize) |d| {
         if address.is_null() { return Err(Error::INVALID_VALUE) }
         if size == 0 { address.write(ptr::null_mut()); return Ok(()) }
         d.cuMemAlloc_v2(address, size)
     };
-    ctx fn cudaMallocManaged(address: *mut CUdeviceptr, size: usize, flags: c_uint) |d| {
+    ctx unsafe fn cudaMallocManaged(address: *mut CUdeviceptr, size: usize, flags: c_uint) |d| {
         if address.is_null() { return Err(Error::INVALID_VALUE) }
         if size == 0 { address.write(ptr::null_mut()); return Ok(()) }
         d.cuMemAllocManaged(address, size, flags)
     };
-    ctx fn cudaMallocHost(address: *mut *mut c_void, size: usize) |d| host_alloc(d, address, size, 0);
-    ctx fn cudaHostAlloc(address: *mut *mut c_void, size: usize, flags: c_uint) |d| host_alloc(d, address, size,
+    ctx unsafe fn cudaMallocHost(address: *mut *mut c_void, size: usize) |d| host_alloc(d, address, size, 0);
+    ctx unsafe fn cudaHostAlloc(address: *mut *mut c_void, size: usize, flags: c_uint) |d| host_alloc(d, address, size,
         flags);
-    ctx fn cudaMallocPitch(address: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize) |d| {
+    ctx unsafe fn cudaMallocPitch(address: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize) |d| {
         if address.is_null() || pitch.is_null() { return Err(Error::INVALID_VALUE) }
         alloc_pitch(d, address, pitch, width, height)
     };
-    ctx fn cudaMalloc3D(out: *mut PitchedPtr, extent: Extent) |d| {
-        let out = out.as_mut().ok_or(Error::INVALID_VALUE)?;
+    ctx unsafe fn cudaMalloc3D(out: Out<PitchedPtr>, extent: Extent) |d| {
+        out.required()?;
         let rows = extent.height.checked_mul(extent.depth).ok_or(Error::INVALID_VALUE)?;
         let (mut address, mut pitch) = (ptr::null_mut(), 0);
         alloc_pitch(d, &mut address, &mut pitch, extent.width, rows)?;
-        *out = PitchedPtr { ptr: address, pitch, xsize: extent.width, ysize: extent.height };
-        Ok(())
+        out.put(PitchedPtr { ptr: address, pitch, xsize: extent.width, ysize: extent.height })
     };
     ctx cudaFree => cuMemFree_v2(address: CUdeviceptr);
-    ctx fn cudaFreeHost(address: *mut c_void) |d| {
+    ctx unsafe fn cudaFreeHost(address: *mut c_void) |d| {
         if address.is_null() { return Ok(()) }
         d.cuMemFreeHost(address)
     };
@@ -49,37 +49,36 @@ api! {
         device: *mut CUdeviceptr, host: *mut c_void, flags: c_uint);
     ctx cudaHostGetFlags => cuMemHostGetFlags(flags: *mut c_uint, host: *mut c_void);
     ctx cudaMemGetInfo => cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
-    ctx fn cudaPointerGetAttributes(out: *mut PointerAttributes, address: *const c_void) |d| {
-        let out = out.as_mut().ok_or(Error::INVALID_VALUE)?;
-        *out = pointer_attributes(d, address.cast_mut())?;
-        Ok(())
+    ctx fn cudaPointerGetAttributes(out: Out<PointerAttributes>, address: *const c_void) |d| {
+        out.required()?;
+        out.put(pointer_attributes(d, address.cast_mut())?)
     };
 
-    ctx fn cudaMemset/cudaMemset_ptds(address: CUdeviceptr, value: c_int, count: usize) |d, s| {
+    ctx unsafe fn cudaMemset/cudaMemset_ptds(address: CUdeviceptr, value: c_int, count: usize) |d, s| {
         if count == 0 { return Ok(()) }
         d.cuMemsetD8_v2(s, address, byte(value), count)
     };
-    ctx fn cudaMemsetAsync/cudaMemsetAsync_ptsz(address: CUdeviceptr, value: c_int, count: usize,
+    ctx unsafe fn cudaMemsetAsync/cudaMemsetAsync_ptsz(address: CUdeviceptr, value: c_int, count: usize,
         stream: CUstream) |d, s| {
         if count == 0 { return Ok(()) }
         d.cuMemsetD8Async(s, address, byte(value), count, stream)
     };
-    ctx fn cudaMemset2D/cudaMemset2D_ptds(address: CUdeviceptr, pitch: usize, value: c_int, width: usize,
+    ctx unsafe fn cudaMemset2D/cudaMemset2D_ptds(address: CUdeviceptr, pitch: usize, value: c_int, width: usize,
         height: usize) |d, s| {
         set_rows(address, pitch, width, height, |row, pitch, width, height| {
             d.cuMemsetD2D8_v2(s, row, pitch, byte(value), width, height)
         })
     };
-    ctx fn cudaMemset2DAsync/cudaMemset2DAsync_ptsz(
+    ctx unsafe fn cudaMemset2DAsync/cudaMemset2DAsync_ptsz(
         address: CUdeviceptr, pitch: usize, value: c_int, width: usize, height: usize, stream: CUstream) |d, s| {
         set_rows(address, pitch, width, height, |row, pitch, width, height| {
             d.cuMemsetD2D8Async(s, row, pitch, byte(value), width, height, stream)
         })
     };
-    ctx fn cudaMemset3D/cudaMemset3D_ptds(target: PitchedPtr, value: c_int, extent: Extent) |d, s| {
+    ctx unsafe fn cudaMemset3D/cudaMemset3D_ptds(target: PitchedPtr, value: c_int, extent: Extent) |d, s| {
         set_slices(d, s, target, value, extent, None)
     };
-    ctx fn cudaMemset3DAsync/cudaMemset3DAsync_ptsz(target: PitchedPtr, value: c_int, extent: Extent,
+    ctx unsafe fn cudaMemset3DAsync/cudaMemset3DAsync_ptsz(target: PitchedPtr, value: c_int, extent: Extent,
         stream: CUstream) |d, s| {
         set_slices(d, s, target, value, extent, Some(stream))
     };
@@ -171,7 +170,7 @@ unsafe fn set_slices(
 }
 
 /// What the driver knows of an address, in the runtime's terms.
-unsafe fn pointer_attributes(d: &Driver, address: *mut c_void) -> Result<PointerAttributes> {
+fn pointer_attributes(d: &Driver, address: *mut c_void) -> Result<PointerAttributes> {
     const MEMORY_TYPE: c_uint = 2;
     const DEVICE_POINTER: c_uint = 3;
     const HOST_POINTER: c_uint = 4;
@@ -187,7 +186,8 @@ unsafe fn pointer_attributes(d: &Driver, address: *mut c_void) -> Result<Pointer
         ptr::from_mut(&mut managed).cast(),
         ptr::from_mut(&mut device).cast(),
     ];
-    // SAFETY: each attribute goes to a live local variable of the type that cuda.h gives for it.
+    // SAFETY: each attribute goes to a live local variable of the type that cuda.h gives for it. The driver looks the
+    // address up and does not follow it.
     unsafe { d.cuPointerGetAttributes(5, attributes.as_mut_ptr(), data.as_mut_ptr(), address)? };
     // `cudaMemoryType` has the driver's numbers for host and device memory, and one of its own for managed
     // memory.
@@ -241,7 +241,10 @@ mod tests {
             // SAFETY: the structure consists of integers and pointers, for which zero is a value.
             let mut out: PointerAttributes = unsafe { std::mem::zeroed() };
             // SAFETY: the output is a live local variable.
-            assert_eq!(unsafe { cudaPointerGetAttributes(&mut out, ptr::without_provenance(address)) }, 0);
+            assert_eq!(
+                unsafe { cudaPointerGetAttributes((&mut out).into(), ptr::without_provenance(address)) },
+                0
+            );
             (out.kind, out.device, out.device_pointer.addr(), out.host_pointer.addr())
         };
         assert_eq!(attributes(64), (0, NO_DEVICE, 0, 64));

@@ -10,16 +10,16 @@ use crate::types::{
 };
 
 api! {
-    ctx fn cudaMallocAsync/cudaMallocAsync_ptsz(address: *mut CUdeviceptr, size: usize, stream: CUstream) |d, s| {
+    ctx unsafe fn cudaMallocAsync/cudaMallocAsync_ptsz(address: *mut CUdeviceptr, size: usize, stream: CUstream) |d, s| {
         if address.is_null() { return Err(Error::INVALID_VALUE) }
         if size == 0 { address.write(ptr::null_mut()); return Ok(()) }
         d.cuMemAllocAsync(s, address, size, stream)
     };
-    ctx fn cudaFreeAsync/cudaFreeAsync_ptsz(address: CUdeviceptr, stream: CUstream) |d, s| {
+    ctx unsafe fn cudaFreeAsync/cudaFreeAsync_ptsz(address: CUdeviceptr, stream: CUstream) |d, s| {
         if address.is_null() { return Ok(()) }
         d.cuMemFreeAsync(s, address, stream)
     };
-    ctx fn cudaMallocFromPoolAsync/cudaMallocFromPoolAsync_ptsz(
+    ctx unsafe fn cudaMallocFromPoolAsync/cudaMallocFromPoolAsync_ptsz(
         address: *mut CUdeviceptr, size: usize, pool: CUmemoryPool, stream: CUstream) |d, s| {
         if address.is_null() { return Err(Error::INVALID_VALUE) }
         if size == 0 { address.write(ptr::null_mut()); return Ok(()) }
@@ -33,11 +33,11 @@ api! {
     ctx cudaMemPoolSetAccess => cuMemPoolSetAccess(pool: CUmemoryPool, list: *const CUmemAccessDesc, count: usize);
     ctx cudaMemPoolGetAccess => cuMemPoolGetAccess(flags: *mut c_uint, pool: CUmemoryPool,
         location: *mut CUmemLocation);
-    ctx fn cudaMemPoolExportToShareableHandle(handle: *mut c_void, pool: CUmemoryPool, kind: c_uint,
+    ctx unsafe fn cudaMemPoolExportToShareableHandle(handle: *mut c_void, pool: CUmemoryPool, kind: c_uint,
         flags: c_uint) |d| {
         d.cuMemPoolExportToShareableHandle(handle, pool, kind, u64::from(flags))
     };
-    ctx fn cudaMemPoolImportFromShareableHandle(pool: *mut CUmemoryPool, handle: *mut c_void, kind: c_uint,
+    ctx unsafe fn cudaMemPoolImportFromShareableHandle(pool: *mut CUmemoryPool, handle: *mut c_void, kind: c_uint,
         flags: c_uint) |d| {
         d.cuMemPoolImportFromShareableHandle(pool, handle, kind, u64::from(flags))
     };

@@ -6,6 +6,7 @@
 use std::ffi::{c_char, c_int, c_uint};
 use std::sync::OnceLock;
 
+use crate::arguments::{In, Out};
 use crate::context;
 use crate::driver::Driver;
 use crate::error::{Error, Result};
@@ -17,7 +18,7 @@ macro_rules! properties {
     ($($(#[$meta:meta])* $field:ident: $ty:ty = [$($attribute:literal),*],)*) => {
         /// `struct cudaDeviceProp`.
         #[repr(C)]
-        #[derive(Clone)]
+        #[derive(Clone, Copy)]
         pub struct DeviceProp {
             $($(#[$meta])* pub $field: $ty,)*
         }
@@ -213,7 +214,7 @@ pub(crate) fn of(d: &Driver, ordinal: c_int) -> Result<DeviceProp> {
     match KNOWN.get() {
         Some(all) => {
             let found = usize::try_from(ordinal).ok().and_then(|place| all.get(place));
-            found.cloned().ok_or(Error::INVALID_DEVICE)
+            found.copied().ok_or(Error::INVALID_DEVICE)
         }
         None => query(d, ordinal),
     }
@@ -243,21 +244,19 @@ fn query(d: &Driver, ordinal: c_int) -> Result<DeviceProp> {
 
 #[cfg(not(feature = "v12"))]
 api! {
-    init fn cudaGetDeviceProperties(out: *mut DeviceProp, device: c_int) |d| {
-        if out.is_null() { return Err(Error::INVALID_VALUE) }
-        out.write(of(d, device)?);
-        Ok(())
+    init fn cudaGetDeviceProperties(out: Out<DeviceProp>, device: c_int) |d| {
+        out.required()?;
+        out.put(of(d, device)?)
     };
 }
 
 #[cfg(feature = "v12")]
 api! {
-    init fn cudaGetDeviceProperties_v2(out: *mut DeviceProp, device: c_int) |d| {
-        if out.is_null() { return Err(Error::INVALID_VALUE) }
-        out.write(of(d, device)?);
-        Ok(())
+    init fn cudaGetDeviceProperties_v2(out: Out<DeviceProp>, device: c_int) |d| {
+        out.required()?;
+        out.put(of(d, device)?)
     };
-    init fn cudaGetDeviceProperties(out: *mut u8, device: c_int) |d| {
+    init unsafe fn cudaGetDeviceProperties(out: *mut u8, device: c_int) |d| {
         if out.is_null() { return Err(Error::INVALID_VALUE) }
         let prop = of(d, device)?;
         out.copy_from_nonoverlapping(std::ptr::from_ref(&prop).cast(), SIZE_IN_11);
@@ -266,15 +265,15 @@ api! {
 }
 
 api! {
-    init fn cudaChooseDevice(out: *mut c_int, wanted: *const DeviceProp) |d| {
-        let (out, wanted) = (out.as_mut().ok_or(Error::INVALID_VALUE)?, wanted.as_ref().ok_or(Error::INVALID_VALUE)?);
+    init fn cudaChooseDevice(out: Out<c_int>, wanted: In<DeviceProp>) |d| {
+        out.required()?;
+        let wanted = wanted.get()?;
         let mut best: Option<(usize, c_int)> = None;
         for device in 0..context::device_count(d)? {
-            let score = matches(&of(d, device)?, wanted);
+            let score = matches(&of(d, device)?, &wanted);
             if best.is_none_or(|(most, _)| score > most) { best = Some((score, device)) }
         }
-        *out = best.ok_or(Error::NO_DEVICE)?.1;
-        Ok(())
+        out.put(best.ok_or(Error::NO_DEVICE)?.1)
     };
 }
 

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::address_map::AddressMap;
+use crate::arguments::Out;
 use crate::context;
 use crate::driver::Driver;
 use crate::error::{Error, Result, remember};
@@ -419,43 +420,21 @@ pub extern "C" fn __cudaUnregisterFatBinary(handle: *mut *mut c_void) {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn __cudaGetKernel(out: *mut CUkernel, host_function: *const c_void) -> c_int {
-    // SAFETY: the caller upholds the requirements of `get_kernel_for_stub`.
-    remember(unsafe { get_kernel_for_stub(out, host_function) })
+pub unsafe extern "C" fn __cudaGetKernel(out: Out<CUkernel>, host_function: *const c_void) -> c_int {
+    remember(get_kernel_for_stub(out, host_function))
 }
 
 /// `__cudaGetKernel`: a stub calls this once, ignores the result, keeps the handle in a static variable and
 /// launches it from then on. If the kernel is not available now, the stub gets its own address as the handle.
 /// Each launch then looks it up and reports the error. CUDA 12 reports nothing before that.
-///
-/// # Safety
-///
-/// `out` is NULL or writable.
-unsafe fn get_kernel_for_stub(out: *mut CUkernel, host_function: *const c_void) -> Result {
-    if out.is_null() {
-        return Err(Error::INVALID_VALUE);
-    }
+fn get_kernel_for_stub(out: Out<CUkernel>, host_function: *const c_void) -> Result {
+    out.required()?;
     let found = registered(host_function);
     if found.is_err() && host_function.is_null() {
         return found.map(|_| ());
     }
-    // SAFETY: checked for NULL; the caller makes it writable.
-    unsafe { out.write(found.unwrap_or(host_function.cast_mut())) };
+    out.put(found.unwrap_or(host_function.cast_mut()))?;
     if cfg!(feature = "v12") { Ok(()) } else { found.map(|_| ()) }
-}
-
-/// `cudaGetKernel`, which leaves `out` alone when it fails.
-///
-/// # Safety
-///
-/// `out` is NULL or writable.
-pub(crate) unsafe fn get_kernel(out: *mut CUkernel, host_function: *const c_void) -> Result {
-    if out.is_null() {
-        return Err(Error::INVALID_VALUE);
-    }
-    // SAFETY: checked for NULL; the caller makes it writable.
-    unsafe { out.write(registered(host_function)?) };
-    Ok(())
 }
 
 #[cfg(test)]
@@ -551,12 +530,12 @@ mod tests {
     #[test]
     fn cuda_get_kernel_leaves_its_output_alone_for_an_unregistered_function() {
         let _fake = Fake::new();
-        let before = ptr::without_provenance_mut(5);
+        let before: CUkernel = ptr::without_provenance_mut(5);
         let (mut kernel, mut function) = (before, before);
         // SAFETY: the outputs are live local variables.
         unsafe {
-            assert_eq!(cudaGetKernel(&mut kernel, stub()), 98);
-            assert_eq!(cudaGetFuncBySymbol(&mut function, stub()), 98);
+            assert_eq!(cudaGetKernel((&mut kernel).into(), stub()), 98);
+            assert_eq!(cudaGetFuncBySymbol((&mut function).into(), stub()), 98);
         }
         assert_eq!((kernel, function), (before, before));
     }
@@ -573,9 +552,9 @@ mod tests {
         let fake = Fake::new();
         fake.with(|state| state.load = 209);
         let function = kernel_of(binary(), c"known");
-        let mut kernel = ptr::null_mut();
+        let mut kernel: CUkernel = ptr::null_mut();
         // SAFETY: the output is a live local variable.
-        let answer = unsafe { __cudaGetKernel(&mut kernel, function) };
+        let answer = unsafe { __cudaGetKernel((&mut kernel).into(), function) };
         assert_eq!(answer, if cfg!(feature = "v12") { 0 } else { 209 });
         assert_eq!(kernel.cast_const(), function);
         assert_eq!((launch_by_stub(kernel), launch_by_stub(kernel)), (209, 209));
@@ -586,9 +565,9 @@ mod tests {
     #[test]
     fn a_stub_without_a_kernel_is_an_invalid_device_function() {
         let _fake = Fake::new();
-        let mut kernel = ptr::null_mut();
+        let mut kernel: CUkernel = ptr::null_mut();
         // SAFETY: the output is a live local variable.
-        assert_eq!(unsafe { __cudaGetKernel(&mut kernel, ptr::null()) }, 98);
+        assert_eq!(unsafe { __cudaGetKernel((&mut kernel).into(), ptr::null()) }, 98);
         assert_eq!(launch_by_stub(kernel), 98);
     }
 
@@ -646,12 +625,12 @@ mod tests {
         let handle = binary();
         __cudaRegisterManagedVar(handle, place, ptr::null_mut(), c"managed".as_ptr(), 0, 4, 0, 0);
         assert_eq!(__cudaInitModule(handle), 1);
-        let (mut by_place, mut by_memory) = (ptr::null_mut(), ptr::null_mut());
+        let (mut by_place, mut by_memory): (*mut c_void, *mut c_void) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: the place is leaked memory; the outputs are live local variables.
         unsafe {
             assert_eq!(place.read().addr(), fake_driver::MANAGED);
-            assert_eq!(cudaGetSymbolAddress(&mut by_place, place.cast()), 0);
-            assert_eq!(cudaGetSymbolAddress(&mut by_memory, place.read()), 0);
+            assert_eq!(cudaGetSymbolAddress((&mut by_place).into(), place.cast()), 0);
+            assert_eq!(cudaGetSymbolAddress((&mut by_memory).into(), place.read()), 0);
         }
         assert_eq!((by_place.addr(), by_memory.addr()), (fake_driver::MANAGED, fake_driver::MANAGED));
     }
@@ -665,8 +644,11 @@ mod tests {
         let mut back = KernelNodeParams::default();
         // SAFETY: outputs and descriptions are live local variables.
         unsafe {
-            assert_eq!(cudaGraphAddKernelNode(&mut node, ptr::null_mut(), ptr::null(), 0, &given), 0);
-            assert_eq!(cudaGraphKernelNodeGetParams(node, &mut back), 0);
+            assert_eq!(
+                cudaGraphAddKernelNode(&mut node, ptr::null_mut(), ptr::null(), 0, (&given).into()),
+                0
+            );
+            assert_eq!(cudaGraphKernelNodeGetParams(node, (&mut back).into()), 0);
         }
         assert_eq!(fake.with(|state| state.nodes[0].kern.addr()), fake_driver::KERNEL);
         assert_eq!(back.func.cast_const(), function);

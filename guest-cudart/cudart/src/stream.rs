@@ -8,7 +8,7 @@ use crate::types::{
 };
 
 api! {
-    ctx fn cudaStreamCreate(stream: *mut CUstream) |d| d.cuStreamCreate(stream, 0);
+    ctx unsafe fn cudaStreamCreate(stream: *mut CUstream) |d| d.cuStreamCreate(stream, 0);
     ctx cudaStreamCreateWithFlags => cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     ctx cudaStreamCreateWithPriority => cuStreamCreateWithPriority(stream: *mut CUstream, flags: c_uint,
         priority: c_int);

@@ -4,6 +4,7 @@ use std::ffi::c_uint;
 use std::mem::transmute_copy;
 use std::ptr;
 
+use crate::arguments::{In, Out};
 use crate::array::{channel_desc, driver_format};
 use crate::error::{Error, Result};
 use crate::types::{
@@ -113,52 +114,48 @@ fn texture_to_runtime(t: &CUDA_TEXTURE_DESC) -> TextureDesc {
 }
 
 api! {
-    ctx fn cudaCreateTextureObject(object: *mut u64, resource: *const ResourceDesc, texture: *const TextureDesc,
-        view: *const ResourceViewDesc) |d| {
-        let resource = to_driver(resource.as_ref().ok_or(Error::INVALID_VALUE)?)?;
-        let texture = texture_to_driver(texture.as_ref().ok_or(Error::INVALID_VALUE)?);
-        let view = view.as_ref().map(|&view| CUDA_RESOURCE_VIEW_DESC { view, reserved: [0; 16] });
+    ctx unsafe fn cudaCreateTextureObject(object: *mut u64, resource: In<ResourceDesc>, texture: In<TextureDesc>,
+        view: In<ResourceViewDesc>) |d| {
+        let resource = to_driver(&resource.get()?)?;
+        let texture = texture_to_driver(&texture.get()?);
+        let view = view.optional().map(|view| CUDA_RESOURCE_VIEW_DESC { view, reserved: [0; 16] });
         d.cuTexObjectCreate(object, &resource, &texture, view.as_ref().map_or(ptr::null(), ptr::from_ref))
     };
-    ctx fn cudaDestroyTextureObject(object: u64) |d| {
+    ctx unsafe fn cudaDestroyTextureObject(object: u64) |d| {
         if object == 0 { return Ok(()) }
         d.cuTexObjectDestroy(object)
     };
-    ctx fn cudaGetTextureObjectResourceDesc(out: *mut ResourceDesc, object: u64) |d| {
-        let out = out.as_mut().ok_or(Error::INVALID_VALUE)?;
+    ctx unsafe fn cudaGetTextureObjectResourceDesc(out: Out<ResourceDesc>, object: u64) |d| {
+        out.required()?;
         let mut desc = CUDA_RESOURCE_DESC::default();
         d.cuTexObjectGetResourceDesc(&mut desc, object)?;
-        *out = to_runtime(&desc);
-        Ok(())
+        out.put(to_runtime(&desc))
     };
-    ctx fn cudaGetTextureObjectTextureDesc(out: *mut TextureDesc, object: u64) |d| {
-        let out = out.as_mut().ok_or(Error::INVALID_VALUE)?;
+    ctx unsafe fn cudaGetTextureObjectTextureDesc(out: Out<TextureDesc>, object: u64) |d| {
+        out.required()?;
         let mut desc = CUDA_TEXTURE_DESC::default();
         d.cuTexObjectGetTextureDesc(&mut desc, object)?;
-        *out = texture_to_runtime(&desc);
-        Ok(())
+        out.put(texture_to_runtime(&desc))
     };
-    ctx fn cudaGetTextureObjectResourceViewDesc(out: *mut ResourceViewDesc, object: u64) |d| {
-        let out = out.as_mut().ok_or(Error::INVALID_VALUE)?;
+    ctx unsafe fn cudaGetTextureObjectResourceViewDesc(out: Out<ResourceViewDesc>, object: u64) |d| {
+        out.required()?;
         let mut desc = CUDA_RESOURCE_VIEW_DESC::default();
         d.cuTexObjectGetResourceViewDesc(&mut desc, object)?;
-        *out = desc.view;
-        Ok(())
+        out.put(desc.view)
     };
-    ctx fn cudaCreateSurfaceObject(object: *mut u64, resource: *const ResourceDesc) |d| {
-        let resource = to_driver(resource.as_ref().ok_or(Error::INVALID_VALUE)?)?;
+    ctx unsafe fn cudaCreateSurfaceObject(object: *mut u64, resource: In<ResourceDesc>) |d| {
+        let resource = to_driver(&resource.get()?)?;
         d.cuSurfObjectCreate(object, &resource)
     };
-    ctx fn cudaDestroySurfaceObject(object: u64) |d| {
+    ctx unsafe fn cudaDestroySurfaceObject(object: u64) |d| {
         if object == 0 { return Ok(()) }
         d.cuSurfObjectDestroy(object)
     };
-    ctx fn cudaGetSurfaceObjectResourceDesc(out: *mut ResourceDesc, object: u64) |d| {
-        let out = out.as_mut().ok_or(Error::INVALID_VALUE)?;
+    ctx unsafe fn cudaGetSurfaceObjectResourceDesc(out: Out<ResourceDesc>, object: u64) |d| {
+        out.required()?;
         let mut desc = CUDA_RESOURCE_DESC::default();
         d.cuSurfObjectGetResourceDesc(&mut desc, object)?;
-        *out = to_runtime(&desc);
-        Ok(())
+        out.put(to_runtime(&desc))
     };
 }
 

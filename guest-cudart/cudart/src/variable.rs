@@ -2,6 +2,7 @@
 
 use std::ffi::{c_uint, c_void};
 
+use crate::arguments::Out;
 use crate::copy::{self, kind};
 use crate::driver::Driver;
 use crate::error::{Error, Result};
@@ -32,33 +33,31 @@ pub(crate) fn check_direction(direction: c_uint, from: bool) -> Result {
 }
 
 api! {
-    ctx fn cudaGetSymbolAddress(address: *mut *mut c_void, symbol: *const c_void) |d| {
-        if address.is_null() { return Err(Error::INVALID_VALUE) }
-        address.write(registry::variable(d, symbol)?.0);
-        Ok(())
+    ctx fn cudaGetSymbolAddress(address: Out<*mut c_void>, symbol: *const c_void) |d| {
+        address.required()?;
+        address.put(registry::variable(d, symbol)?.0)
     };
-    ctx fn cudaGetSymbolSize(size: *mut usize, symbol: *const c_void) |d| {
-        if size.is_null() { return Err(Error::INVALID_VALUE) }
-        size.write(registry::variable(d, symbol)?.1);
-        Ok(())
+    ctx fn cudaGetSymbolSize(size: Out<usize>, symbol: *const c_void) |d| {
+        size.required()?;
+        size.put(registry::variable(d, symbol)?.1)
     };
-    ctx fn cudaMemcpyToSymbol/cudaMemcpyToSymbol_ptds(symbol: *const c_void, src: *const c_void, count: usize,
+    ctx unsafe fn cudaMemcpyToSymbol/cudaMemcpyToSymbol_ptds(symbol: *const c_void, src: *const c_void, count: usize,
         offset: usize, direction: c_uint) |d, s| {
         check_direction(direction, false)?;
         copy::copy(d, s, place(d, symbol, count, offset)?, src, count, direction)
     };
-    ctx fn cudaMemcpyFromSymbol/cudaMemcpyFromSymbol_ptds(dst: *mut c_void, symbol: *const c_void, count: usize,
+    ctx unsafe fn cudaMemcpyFromSymbol/cudaMemcpyFromSymbol_ptds(dst: *mut c_void, symbol: *const c_void, count: usize,
         offset: usize, direction: c_uint) |d, s| {
         check_direction(direction, true)?;
         copy::copy(d, s, dst, place(d, symbol, count, offset)?, count, direction)
     };
-    ctx fn cudaMemcpyToSymbolAsync/cudaMemcpyToSymbolAsync_ptsz(symbol: *const c_void, src: *const c_void,
+    ctx unsafe fn cudaMemcpyToSymbolAsync/cudaMemcpyToSymbolAsync_ptsz(symbol: *const c_void, src: *const c_void,
         count: usize, offset: usize,
         direction: c_uint, stream: CUstream) |d, s| {
         check_direction(direction, false)?;
         copy::copy_async(d, s, place(d, symbol, count, offset)?, src, count, direction, stream)
     };
-    ctx fn cudaMemcpyFromSymbolAsync/cudaMemcpyFromSymbolAsync_ptsz(dst: *mut c_void, symbol: *const c_void,
+    ctx unsafe fn cudaMemcpyFromSymbolAsync/cudaMemcpyFromSymbolAsync_ptsz(dst: *mut c_void, symbol: *const c_void,
         count: usize, offset: usize,
         direction: c_uint, stream: CUstream) |d, s| {
         check_direction(direction, true)?;

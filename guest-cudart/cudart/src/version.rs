@@ -2,6 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
+use crate::arguments::Out;
 use crate::driver::{self, Driver, RUNTIME_VERSION};
 use crate::error::{Error, Result};
 use crate::types::CUuuid;
@@ -10,29 +11,24 @@ use crate::types::CUuuid;
 const PER_THREAD: u64 = 2;
 
 api! {
-    raw fn cudaDriverGetVersion(version: *mut c_int) |_d| {
-        if version.is_null() { return Err(Error::INVALID_VALUE) }
-        version.write(driver::version()?);
-        Ok(())
+    raw fn cudaDriverGetVersion(version: Out<c_int>) |_d| {
+        version.required()?;
+        version.put(driver::version()?)
     };
-    raw fn cudaRuntimeGetVersion(version: *mut c_int) |_d| {
-        if version.is_null() { return Err(Error::INVALID_VALUE) }
-        version.write(RUNTIME_VERSION);
-        Ok(())
-    };
-    init fn cudaGetDriverEntryPoint(symbol: *const c_char, function: *mut *mut c_void, flags: u64,
+    raw fn cudaRuntimeGetVersion(version: Out<c_int>) |_d| version.put(RUNTIME_VERSION);
+    init unsafe fn cudaGetDriverEntryPoint(symbol: *const c_char, function: *mut *mut c_void, flags: u64,
         status: *mut c_uint) |d| {
         entry_point(d, symbol, function, RUNTIME_VERSION, flags, status)
     };
-    init fn cudaGetDriverEntryPoint_ptsz(symbol: *const c_char, function: *mut *mut c_void, flags: u64,
+    init unsafe fn cudaGetDriverEntryPoint_ptsz(symbol: *const c_char, function: *mut *mut c_void, flags: u64,
         status: *mut c_uint) |d| {
         entry_point(d, symbol, function, RUNTIME_VERSION, if flags == 0 { PER_THREAD } else { flags }, status)
     };
-    init fn cudaGetDriverEntryPointByVersion(symbol: *const c_char, function: *mut *mut c_void, version: c_uint,
+    init unsafe fn cudaGetDriverEntryPointByVersion(symbol: *const c_char, function: *mut *mut c_void, version: c_uint,
         flags: u64, status: *mut c_uint) |d| {
         entry_point(d, symbol, function, version.cast_signed(), flags, status)
     };
-    init fn cudaGetDriverEntryPointByVersion_ptsz(symbol: *const c_char, function: *mut *mut c_void, version: c_uint,
+    init unsafe fn cudaGetDriverEntryPointByVersion_ptsz(symbol: *const c_char, function: *mut *mut c_void, version: c_uint,
         flags: u64, status: *mut c_uint) |d| {
         entry_point(d, symbol, function, version.cast_signed(), if flags == 0 { PER_THREAD } else { flags }, status)
     };

@@ -1,8 +1,8 @@
 //! How long a dispatcher polls for its next command before it sleeps.
 //!
-//! To be woken takes a thread tens of microseconds, and more than a hundred on a virtual machine whose processors have been idle for a while. A program that waits for its device
-//! calls again as soon as it has its answer, so while a reply is outstanding the dispatcher polls for longer, where there are processors to spare: as long as that program's own thread
-//! and the worker's completer do. Otherwise each copy of some milliseconds would begin late by the time of a wake-up.
+//! Waking a thread takes tens of microseconds, and more than a hundred on a virtual machine whose processors have been idle for a while. A program that waits for its device calls again as
+//! soon as it has its answer. So while a reply is outstanding and processors are free, the dispatcher polls for longer: as long as the program's thread and the worker's completer do.
+//! Otherwise each copy of a few milliseconds would start late by a wake-up.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::Polling;
 use protocol::polling::PollTime;
 
-/// Replies that a session's client waits for. Counted by the dispatcher, which takes commands, and by the threads that answer them.
+/// Number of replies that a session's client waits for. The dispatcher adds commands; the threads that answer them subtract.
 #[derive(Debug, Default)]
 pub(super) struct Replies {
     asked: AtomicU32,
@@ -18,12 +18,12 @@ pub(super) struct Replies {
 }
 
 impl Replies {
-    /// A command that is to be answered was taken.
+    /// A `sync` command was taken from the ring.
     pub(super) fn asked(&self) {
         self.asked.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// It was answered.
+    /// A `sync` command was answered.
     pub(super) fn given(&self) {
         self.given.fetch_add(1, Ordering::Relaxed);
     }
@@ -37,7 +37,7 @@ impl Replies {
 #[derive(Debug)]
 pub(super) struct DispatcherPoll {
     most: Duration,
-    /// The time while a reply is outstanding. It adapts to whether polling pays.
+    /// The polling time while a reply is outstanding. It adapts to whether polling pays.
     while_due: PollTime,
 }
 
@@ -45,7 +45,7 @@ pub(super) struct DispatcherPoll {
 #[derive(Debug)]
 pub(super) struct Round {
     begun: Instant,
-    /// Since this moment no reply is outstanding.
+    /// When the last outstanding reply was given.
     since: Instant,
     given: u32,
     preempted: i64,
@@ -56,14 +56,14 @@ impl DispatcherPoll {
         DispatcherPoll { most: polling.most, while_due: PollTime::new(polling.while_due.max(polling.most)) }
     }
 
-    /// Begins to poll.
+    /// Starts a round of polling.
     pub(super) fn begin(&self, replies: &Replies) -> Round {
         let now = Instant::now();
         let given = replies.given.load(Ordering::Relaxed);
         Round { begun: now, since: now, given, preempted: preempted() }
     }
 
-    /// Whether to look again.
+    /// Whether to poll once more.
     #[inline]
     pub(super) fn lasts(&self, round: &mut Round, replies: &Replies) -> bool {
         let now = Instant::now();
@@ -75,7 +75,7 @@ impl DispatcherPoll {
             || (now - round.begun < self.while_due.get() && replies.are_outstanding())
     }
 
-    /// Ends a round of polling; `found`: a command came. If the thread lost its processor meanwhile, another thread needed it, and polling did not pay.
+    /// Ends a round of polling. `found`: whether a command arrived. If the thread lost its processor meanwhile, another thread needed it, so polling did not pay.
     pub(super) fn end(&mut self, round: &Round, found: bool) {
         if round.begun.elapsed() <= self.most {
             return;
@@ -84,7 +84,7 @@ impl DispatcherPoll {
     }
 }
 
-/// How often this thread had to leave its processor to another.
+/// How often this thread was preempted.
 fn preempted() -> i64 {
     // SAFETY: an all-zero rusage is valid, and the call writes nothing else.
     unsafe {

@@ -14,20 +14,18 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
-use std::net::TcpStream;
-use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::{MsgFlags, recv};
 use protocol::link::{DataGrant, DataHeader, EAGER, EAGER_FLAG, EAGER_PIECE, MAX_DATA};
 use protocol::polling;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::Lost;
 use crate::shared::SharedBytes;
+use crate::stream::Stream;
 
 /// How long eager bytes wait in their connection for a command that is about to be executed, before they are set aside: setting aside costs a copy.
 const BRIEFLY: Duration = Duration::from_millis(1);
@@ -678,7 +676,7 @@ impl Inbox {
     }
 
     /// Serves one data connection until it or the session ends. `Ok`: the peer closed it between two chunks.
-    pub(super) fn read_connection(&self, stream: &TcpStream) -> io::Result<()> {
+    pub(super) fn read_connection(&self, stream: &Stream) -> io::Result<()> {
         let mut waste = Vec::new();
         loop {
             let mut header = DataHeader::new_zeroed();
@@ -753,41 +751,37 @@ impl Expected {
 }
 
 /// Looks for the next bytes of a connection for a while.
-fn look_for_some(stream: &TcpStream) {
+fn look_for_some(stream: &Stream) {
     let begun = Instant::now();
-    while begun.elapsed() < linger() {
-        match recv(stream.as_raw_fd(), &mut [0], MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT) {
-            Err(nix::Error::EAGAIN | nix::Error::EINTR) => std::hint::spin_loop(),
-            // Something, or the end: the next receive will tell.
-            _ => return,
-        }
+    while begun.elapsed() < linger() && !stream.is_readable() {
+        std::hint::spin_loop();
     }
 }
 
 /// Receives `n` bytes for nobody.
-fn throw_away(stream: &TcpStream, waste: &mut Vec<u8>, n: usize) -> io::Result<usize> {
+fn throw_away(stream: &Stream, waste: &mut Vec<u8>, n: usize) -> io::Result<usize> {
     waste.resize(n, 0);
     receive_all(stream, waste)?;
     Ok(n)
 }
 
 /// Receives until `buffer` is full or the peer has closed; gives the bytes. One system call, and not one for each time that some have come.
-fn receive_whole(stream: &TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
+fn receive_whole(stream: &Stream, buffer: &mut [u8]) -> io::Result<usize> {
     let mut got = 0;
     while got < buffer.len() {
         #[cfg(test)]
         tests::CALLS.with(|calls| calls.set(calls.get() + 1));
-        match recv(stream.as_raw_fd(), &mut buffer[got..], MsgFlags::MSG_WAITALL) {
+        match stream.read_whole(&mut buffer[got..]) {
             Ok(0) => break,
             Ok(n) => got += n,
-            Err(nix::Error::EINTR) => {}
-            Err(e) => return Err(e.into()),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
         }
     }
     Ok(got)
 }
 
-fn receive_all(stream: &TcpStream, buffer: &mut [u8]) -> io::Result<()> {
+fn receive_all(stream: &Stream, buffer: &mut [u8]) -> io::Result<()> {
     let got = receive_whole(stream, buffer)?;
     if got == buffer.len() { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }

@@ -1,7 +1,5 @@
 //! Bulk data that goes out over data connections.
 
-use std::io::{self, IoSlice, Write};
-use std::net::{Shutdown, TcpStream};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
@@ -12,6 +10,7 @@ use zerocopy::IntoBytes;
 use super::tcp::TcpClient;
 use super::verbs::VerbsClient;
 use super::{Client, Lost};
+use crate::stream::Stream;
 
 /// The data connections' sending ends.
 pub(super) struct Outbox {
@@ -29,7 +28,7 @@ struct OutboxState {
 }
 
 struct Connection {
-    stream: TcpStream,
+    stream: Arc<Stream>,
     /// Held while sending, so that chunks leave whole.
     turn: Mutex<()>,
 }
@@ -49,12 +48,11 @@ impl Outbox {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    pub(super) fn add(&self, stream: TcpStream) {
+    pub(super) fn add(&self, stream: Arc<Stream>) {
         let connection = Connection { stream, turn: Mutex::new(()) };
         let mut state = self.lock();
         if state.over {
-            // Closed by the peer already: as good.
-            let _ = connection.stream.shutdown(Shutdown::Both);
+            connection.stream.shut_down();
             return;
         }
         state.connections.push(Arc::new(connection));
@@ -76,8 +74,7 @@ impl Outbox {
         let mut state = self.lock();
         state.over = true;
         for connection in state.connections.drain(..) {
-            // Closed by the peer already: as good.
-            let _ = connection.stream.shutdown(Shutdown::Both);
+            connection.stream.shut_down();
         }
         drop(state);
         self.changed.notify_all();
@@ -203,7 +200,7 @@ impl Outgoing {
         let mut at = offset;
         for chunk in bytes[..room].chunks(MAX_DATA as usize) {
             let header = DataHeader { seq: self.seq, offset: at, piece: self.piece, len: chunk.len() as u32 };
-            if let Err(e) = write_both(&connection.stream, header.as_bytes(), chunk) {
+            if let Err(e) = connection.stream.write_both(header.as_bytes(), chunk) {
                 let lost = Lost::new(format!("sending data of command {}: {e}", self.seq));
                 if let Some(client) = client.upgrade() {
                     client.lose(&lost.reason);
@@ -275,24 +272,11 @@ impl Drop for Outgoing {
     }
 }
 
-fn write_both(mut stream: &TcpStream, head: &[u8], tail: &[u8]) -> io::Result<()> {
-    let mut at = 0;
-    while at < head.len() {
-        match stream.write_vectored(&[IoSlice::new(&head[at..]), IoSlice::new(tail)]) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(n) => at += n,
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
-        }
-    }
-    stream.write_all(&tail[at - head.len()..])
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::io::Read;
-    use std::net::TcpListener;
+    use std::net::{TcpListener, TcpStream};
 
     fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -306,7 +290,7 @@ mod tests {
         let outgoing = Outgoing::new(Weak::new(), Arc::clone(&outbox), 7, 0, 5);
         let sending = std::thread::spawn(move || outgoing.send(0, 0, b"hello"));
         let (mut ours, theirs) = pair();
-        outbox.add(theirs);
+        outbox.add(Arc::new(theirs.into()));
         sending.join().unwrap().unwrap();
         let mut received = [0; size_of::<DataHeader>() + 5];
         ours.read_exact(&mut received).unwrap();
@@ -316,7 +300,7 @@ mod tests {
     #[test]
     fn who_waits_for_a_connection_is_let_go_at_the_end() {
         let outbox = Outbox::new(2);
-        outbox.add(pair().1);
+        outbox.add(Arc::new(pair().1.into()));
         let outgoing = Outgoing::new(Weak::new(), Arc::clone(&outbox), 7, 0, 5);
         let sending = std::thread::spawn(move || outgoing.send(1, 0, b"hello"));
         outbox.close();

@@ -4,13 +4,13 @@
 //!   bridge: chunk n ══ RDMA write ══▶ slot n mod count ─▶ the driver's device reads it there ─▶ free, in order ─▶ SLOTS_FREE
 //! ```
 //!
-//! A command's `In` data comes in chunks of [`protocol::link::chunk_len`] bytes, and the chunks of all commands, in the commands' order, go to the slots in turn. So where data
-//! will lie is known when its command is executed, before the data is there: a driver tells its device to wait for a slot and to read it in place, and no CPU touches the bytes.
+//! A command's `In` data arrives in chunks of [`protocol::link::chunk_len`] bytes. The chunks of all commands, in the commands' order, go to the slots in turn. So when a command is executed, it is known
+//! where its data will lie, before the data is there. A driver tells its device to wait for a slot and to read it in place, and no CPU touches the bytes.
 //!
-//! A slot is counted in rounds: its first chunk is round 1, the next round 2. The bridge may write a slot's next round once it was told that the slot is free, which it is
-//! when the chunk in it has landed and was *passed*: read by the command that wanted it, or wanted by none. Slots become free in the chunks' order: one that a stream does not come to
-//! holds back those behind it, once the bridge has filled all the others. As with `tcp` that cannot deadlock, for a command's data never waits for that of a later one.
-//! (Data that is granted later than its command comes has slots of its own, [`protocol::link::GRANTED_SLOTS`], which are not counted here.)
+//! The uses of a slot are numbered as rounds: its first chunk is round 1, the next is round 2. The bridge may write the next round when it was told that the slot is free. A slot is free when its chunk
+//! has landed and was *passed*: its command has read it or does not need it. Slots become free in the order of the chunks. If a stream is held up at a chunk, the bridge can fill the other slots and then
+//! has to wait. As with `tcp`, that cannot deadlock, because a command's data never waits for the data of a later command.
+//! (Data that is granted after its command was received has slots of its own, [`protocol::link::GRANTED_SLOTS`], which are not counted here.)
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -23,44 +23,44 @@ use protocol::link::{DataHeader, SLOT_DATA, chunk_len};
 use super::Lost;
 use crate::shared::SharedBytes;
 
-/// Number of freed slots that the bridge is told of together.
+/// Number of freed slots that the bridge is told of in one message.
 const BATCH: u64 = 8;
-/// The most pieces of data that commands name and the bridge has not sent. Our own bridge stays far below.
+/// Maximum number of pieces of data that commands have named and the bridge has not sent. Our own bridge stays far below it.
 const MAX_OWED: usize = 1 << 18;
 
-/// A driver whose device waits for slots and reads them by itself.
+/// A driver whose device waits for slots and reads them itself.
 pub trait Arrivals: Send + Sync {
-    /// A chunk has landed in this slot, its `round`-th. Called in the rounds' order, with a lock held: it must not block, nor call the client.
+    /// The chunk of round `round` has landed in this slot. Called in the order of rounds, with a lock held: it must not block or call the client.
     fn landed(&self, slot: usize, round: u64);
 
-    /// The last round of this slot that the device has finished with, as far as it was told of any.
+    /// The last round of this slot that the device has finished reading.
     fn passed(&self, slot: usize) -> u64;
 
     /// The session has ended: nothing more will land.
     fn lost(&self);
 }
 
-/// Is told when slots may have become free.
+/// Notified when slots may have become free.
 pub(super) trait Freed: Send + Sync {
     fn freed(&self);
 }
 
-/// See the module's text.
+/// A session's slots. See the module.
 pub(super) struct PlannedSlots {
     at: NonNull<u8>,
     slot_size: usize,
     count: u64,
     queues: u64,
-    /// For each slot the rounds that have landed, and those that were passed by a CPU.
+    /// For each slot, the last round that has landed, and the last that a CPU has passed.
     landed: Box<[AtomicU64]>,
     passed: Box<[AtomicU64]>,
     device: OnceLock<Arc<dyn Arrivals>>,
     state: Mutex<State>,
     changed: Condvar,
-    /// Runs that no driver has asked for yet.
+    /// Runs that no driver has requested yet.
     unasked: AtomicUsize,
     over: AtomicBool,
-    /// Bytes landed.
+    /// Number of bytes that have landed.
     pub(super) bytes: AtomicU64,
     freed: Weak<dyn Freed>,
 }
@@ -71,20 +71,20 @@ unsafe impl Send for PlannedSlots {}
 unsafe impl Sync for PlannedSlots {}
 
 struct State {
-    /// Runs with chunks that have not landed, or that nobody has asked for, and those between them; in order.
+    /// Runs in order, from the first that has not completely landed or was not requested.
     plan: VecDeque<Piece>,
     /// Number of the next piece's first chunk.
     next: u64,
-    /// Chunks that came before the command that they belong to was known.
+    /// Chunks that arrived before their command was known.
     early: Box<[Option<DataHeader>]>,
-    /// Chunks that have landed.
+    /// Number of chunks that have landed.
     arrived: u64,
-    /// Chunks before this one are free again, and before that one the bridge knows it.
+    /// Chunks before the first number are free again. The bridge knows of those before the second.
     free: u64,
     told: u64,
-    /// Chunks that nobody reads, or nobody any more.
+    /// Chunks that no command needs.
     abandoned: Vec<Range<u64>>,
-    /// To name freed slots in.
+    /// Buffer for the numbers of freed slots.
     names: Vec<u32>,
 }
 
@@ -155,13 +155,16 @@ impl PlannedSlots {
         ((chunk % self.count) as usize, chunk / self.count + 1)
     }
 
-    /// Has a driver's device wait for slots. To be called once, before the first command is executed.
+    /// Sets the driver whose device waits for slots. Called once, before the first command is executed.
     pub(super) fn watch(&self, device: Arc<dyn Arrivals>) {
-        // A second one would find nothing of the first's state: the first stays.
+        // A second one would lack the first one's state, so the first stays.
         let _ = self.device.set(device);
     }
 
-    /// A command with `len` bytes of `In` data has come; commands come in order. The error is what the bridge has done wrong before.
+    /// A command with `len` bytes of `In` data was received. Called in the order of commands.
+    ///
+    /// # Errors
+    /// An earlier protocol violation of the bridge.
     pub(super) fn plan(&self, seq: u64, piece: u32, len: u64) -> Result<(), String> {
         if len == 0 {
             return Ok(());
@@ -187,7 +190,10 @@ impl PlannedSlots {
         Ok(())
     }
 
-    /// The bridge has written this slot. The error is what is wrong with it.
+    /// The bridge has written this slot.
+    ///
+    /// # Errors
+    /// A protocol violation of the bridge.
     pub(super) fn arrived(&self, slot: u32, header: DataHeader) -> Result<(), String> {
         let in_use = || format!("the bridge wrote slot {slot}, which is in use");
         let landed = self.landed.get(slot as usize).ok_or_else(in_use)?;
@@ -223,7 +229,7 @@ impl PlannedSlots {
         Ok(())
     }
 
-    /// The data of a command that is being executed. `None`: no such data was announced.
+    /// The data of the command that is being executed. `None` if no such data was announced.
     pub(super) fn ask(self: &Arc<PlannedSlots>, seq: u64, piece: u32, len: u64) -> Option<Placed> {
         if len == 0 {
             return Some(Placed { ring: Arc::clone(self), first: 0, count: 0, chunk: 1, len: 0 });
@@ -282,7 +288,7 @@ impl PlannedSlots {
         }
     }
 
-    /// Whether a device may make slots free without anybody saying so.
+    /// Whether a device may free slots without a notification.
     pub(super) fn awaits_device(&self) -> bool {
         self.device.get().is_some() && {
             let state = self.lock();
@@ -290,10 +296,10 @@ impl PlannedSlots {
         }
     }
 
-    /// The session is over: threads that wait for data return.
+    /// Ends the session: threads that wait for data return.
     pub(super) fn close(&self) {
         self.over.store(true, Ordering::Release);
-        // Under the lock, so that nobody is between a look and a wait.
+        // Under the lock, so that no thread is between its check and its wait.
         drop(self.lock());
         self.changed.notify_all();
         if let Some(device) = self.device.get() {
@@ -302,7 +308,7 @@ impl PlannedSlots {
     }
 }
 
-/// Data that a command reads, in the transport's slots or on its way there. Dropped, it makes room for other data, read or not.
+/// Data that a command reads, in the transport's slots or on its way there. Dropping it frees the slots, read or not.
 pub struct Placed {
     ring: Arc<PlannedSlots>,
     first: u64,
@@ -317,33 +323,33 @@ impl std::fmt::Debug for Placed {
     }
 }
 
-/// Where some bytes of a command's data will lie.
+/// Where a chunk of a command's data will lie.
 #[derive(Debug, Clone, Copy)]
 pub struct PlacedChunk {
-    /// Their offset in the data.
+    /// Its offset in the data, in bytes.
     pub offset: u64,
-    /// How many.
+    /// Its size in bytes.
     pub len: usize,
-    /// The first of them.
+    /// Its first byte.
     pub at: NonNull<u8>,
-    /// Their slot, and its round: see [`Arrivals`].
+    /// Its slot. See [`Arrivals`].
     pub slot: usize,
-    /// The slot's round: see [`Arrivals`].
+    /// The slot's round. See [`Arrivals`].
     pub round: u64,
 }
 
 impl Placed {
-    /// Bytes in all.
+    /// Its size in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the data is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The chunks, in order. The bytes are there once the chunk's round has landed, and until it is passed or this is dropped.
+    /// The chunks in order. A chunk's bytes are there from when its round has landed until it is passed or this is dropped.
     pub fn chunks(&self) -> impl Iterator<Item = PlacedChunk> + '_ {
         (0..self.count).map(|i| {
             let (slot, round) = self.ring.place(self.first + i);
@@ -355,7 +361,7 @@ impl Placed {
         })
     }
 
-    /// Waits for all chunks in turn and gives each, with its offset, to `read`, for a CPU that copies the data to its destination. Each makes room when `read` returns; an error ends it.
+    /// Waits for each chunk in turn and calls `read` with its offset and its bytes, for a CPU that copies the data. A chunk's slot is free when `read` returns. Stops at the first error.
     pub fn read<E: From<Lost>>(
         self,
         mut read: impl FnMut(u64, SharedBytes<'_>) -> Result<(), E>,
@@ -540,8 +546,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the lengths, and in whatever order chunks land and are read: the bridge's and the server's idea of where each goes agree, nothing gets stuck, and no slot is
-        /// written before it is free.
+        /// For all lengths and all orders in which chunks land and are read, the bridge and the server agree on where each chunk goes, nothing gets stuck, and no slot is written before
+        /// it is free.
         #[test]
         fn both_sides_agree_where_chunks_go(
             count in 2usize..16,

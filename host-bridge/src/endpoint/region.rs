@@ -1,4 +1,4 @@
-//! The client's memory as commands name it: the arena and the regions, and ranges of them in use.
+//! The client's memory that commands can name: the arena, registered regions, and the ranges that commands use.
 
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
@@ -11,12 +11,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use crate::memory::{ChannelView, Runs};
 use crate::shared::SharedBytes;
 
-/// A memory that commands can name: the arena, or a registered region.
+/// Memory that commands can name: the arena, or a registered region.
 ///
-/// A driver may attach its own registration of the memory ([`Region::registration`]); it is dropped before the memory is unmapped, once the
-/// region was removed and no command uses it, by the thread that removes the region: it may wait for the device.
+/// A driver may attach its own registration of the memory ([`Region::registration`]). When the region was removed and no command uses it any more, the thread that
+/// removes it drops the registration, which may wait for the device, and then unmaps the memory.
 pub struct Region {
-    /// Dropped first.
+    /// Dropped before the mapping.
     registration: OnceLock<Box<dyn Any + Send + Sync>>,
     memory: Memory,
     read_only: bool,
@@ -38,7 +38,7 @@ impl Region {
         Region { registration: OnceLock::new(), memory, read_only }
     }
 
-    /// Bytes in all.
+    /// Its size in bytes.
     pub fn size(&self) -> usize {
         match &self.memory {
             Memory::Runs(runs) => runs.size(),
@@ -46,12 +46,17 @@ impl Region {
         }
     }
 
+    /// Whether it is the channel's arena, whose bytes stay as they are until a command has read them.
+    pub fn is_arena(&self) -> bool {
+        matches!(self.memory, Memory::Arena(_))
+    }
+
     /// Whether the worker may only read it.
     pub fn is_read_only(&self) -> bool {
         self.read_only
     }
 
-    /// The contiguous runs that make up `len` bytes from `offset`; all inside the region, or `None`.
+    /// The contiguous runs that make up `len` bytes from `offset`. `None` if they are not all inside the region.
     pub fn runs(&self, offset: u64, len: u64) -> Option<Vec<(NonNull<u8>, usize)>> {
         match &self.memory {
             Memory::Runs(runs) => runs.range(offset, len).map(Iterator::collect),
@@ -61,7 +66,7 @@ impl Region {
         }
     }
 
-    /// What the driver attached to this memory, made by `make` at the first call.
+    /// The driver's registration of this memory. The first call makes it with `make`.
     pub fn registration(
         &self,
         make: impl FnOnce() -> Box<dyn Any + Send + Sync>,
@@ -73,12 +78,12 @@ impl Region {
 /// A range of a region in use by a command. The region stays mapped until this is dropped.
 #[derive(Debug)]
 pub struct Mapped {
-    /// For a source: dropped first, it counts the source as read.
+    /// For a source. Dropped first; that counts the source as read.
     _read: Option<Reading>,
     region: Arc<Region>,
     runs: Vec<(NonNull<u8>, usize)>,
     len: usize,
-    /// Dropped last: tells the thread that removes the region that this command does not use it any more.
+    /// Dropped last. That tells the thread that removes the region that this command has finished with it.
     _use: Sender<Infallible>,
 }
 
@@ -88,12 +93,12 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
-    /// Bytes in all.
+    /// Its size in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the range is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -108,7 +113,7 @@ impl Mapped {
         &self.region
     }
 
-    /// Copies the bytes from `at` on into `to`. Both lie inside: `at + to.len() <= len`, or nothing is copied beyond it.
+    /// Copies bytes from offset `at` to `to`. Nothing beyond the end of the range is copied.
     pub fn read(&self, at: usize, to: &mut [u8]) {
         let mut to = to;
         self.walk(at, to.len(), |run| {
@@ -118,7 +123,7 @@ impl Mapped {
         });
     }
 
-    /// Copies `from` to the bytes from `at` on.
+    /// Copies `from` to offset `at`. Nothing beyond the end of the range is written.
     pub fn write(&self, at: usize, from: &[u8]) {
         let mut from = from;
         self.walk(at, from.len(), |run| {
@@ -150,7 +155,7 @@ impl Mapped {
 /// Regions by id.
 type Table = HashMap<u32, Shared>;
 
-/// A region, and what tells that no command uses it.
+/// A region, and the sender that shows whether a command uses it.
 struct Shared {
     region: Arc<Region>,
     /// Each use has a clone.
@@ -165,17 +170,17 @@ impl Shared {
     }
 }
 
-/// A region that was removed. Dropping it unmaps the memory, unless a command still uses it; then the last such command does.
+/// A removed region. Dropping it unmaps the memory. If commands still use it, the last of them does.
 pub(super) struct Leaving {
     _region: Arc<Region>,
-    /// Disconnected once no command uses the region.
+    /// Disconnected when no command uses the region.
     pub(super) left: Receiver<Infallible>,
 }
 
 /// The regions of a session, by id.
 pub(super) struct Regions {
     arena: Arc<Region>,
-    /// Uses of the arena, for which nobody waits.
+    /// Uses of the arena. Nothing waits for them.
     arena_uses: Sender<Infallible>,
     regions: Mutex<Table>,
     released: Arc<Released>,
@@ -191,7 +196,7 @@ impl Regions {
         self.regions.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Adds a region; false: the id is in use.
+    /// Adds a region. Returns false if the id is in use.
     pub(super) fn add(&self, id: u32, runs: Runs, read_only: bool) -> bool {
         let mut regions = self.lock();
         if regions.contains_key(&id) {
@@ -201,13 +206,13 @@ impl Regions {
         true
     }
 
-    /// Takes a region away from the commands to come.
+    /// Removes a region. Later commands cannot name it.
     pub(super) fn remove(&self, id: u32) -> Option<Leaving> {
         let Shared { region, left, .. } = self.lock().remove(&id)?;
         Some(Leaving { _region: region, left })
     }
 
-    /// `len` bytes at `offset` of a memory, for a command. `None`: it is not there, or may not be written.
+    /// `len` bytes at `offset` of the arena or a region, for a command. `None` if they do not exist or must not be written.
     pub(super) fn take(&self, range: protocol::data::HostRange, reader: Option<u64>) -> Option<Mapped> {
         let (region, _use) = match range.place {
             protocol::data::Place::Arena => (Arc::clone(&self.arena), self.arena_uses.clone()),
@@ -229,7 +234,7 @@ impl Regions {
 /// Called with each new value of the `released` watermark.
 type Publish = Box<dyn Fn(u64) + Send + Sync>;
 
-/// The `released` watermark: every command up to it has been executed and has read its sources.
+/// The `released` watermark. Every command up to it has been executed and has read its sources.
 pub(super) struct Released {
     state: Mutex<ReleasedState>,
     executed: AtomicU64,
@@ -252,7 +257,7 @@ impl Released {
         Reading { released: Arc::clone(this), seq }
     }
 
-    /// The dispatcher has executed `seq`.
+    /// The dispatcher has executed command `seq`.
     pub(super) fn executed(&self, seq: u64) {
         self.executed.store(seq, Ordering::Release);
         let state = self.state.lock().unwrap_or_else(|e| e.into_inner());
@@ -269,7 +274,7 @@ impl Released {
     }
 }
 
-/// One source of one command, not yet read to its end.
+/// A source of a command that was not completely read yet.
 struct Reading {
     released: Arc<Released>,
     seq: u64,

@@ -5,14 +5,12 @@
 //! something asks whether we are there ([`frame::ALIVE`]); the dispatcher answers, and while it is busy with a long command a keep-alive thread does. In an idle session both
 //! sleep, and what notices a bridge that is gone is the connection's keepalive.
 
-use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpStream};
-use std::os::fd::{AsFd, AsRawFd};
+use std::io::{self, Read};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::{MsgFlags, recv};
 use protocol::Status;
 use protocol::channel::{NO_SLOT, Record};
 use protocol::data::HostRange;
@@ -28,6 +26,7 @@ use super::stream::{Records, check_slot, put, put_executed, put_reply};
 use super::wake::{self, StopEvent};
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
 use crate::framing::{FrameReader, split_struct, watch_peer};
+use crate::stream::Stream;
 
 /// A peer that takes nothing for this long is lost.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
@@ -48,7 +47,7 @@ pub struct TcpCommands {
 /// The side of every other thread.
 pub struct TcpClient {
     this: Weak<TcpClient>,
-    control: TcpStream,
+    control: Stream,
     sending: Mutex<Sending>,
     slot_count: u32,
     inbox: Arc<Inbox>,
@@ -128,11 +127,11 @@ struct Sending {
     told: u64,
 }
 
-struct NonBlocking<'a>(&'a TcpStream);
+struct NonBlocking<'a>(&'a Stream);
 
 impl Read for NonBlocking<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        Ok(recv(self.0.as_raw_fd(), buf, MsgFlags::MSG_DONTWAIT)?)
+        self.0.read_now(buf)
     }
 }
 
@@ -140,14 +139,14 @@ impl TcpCommands {
     /// Begins a session on a control connection whose handshake is over. `slot_count`: the channel's reply slots, as the hello said. `data_connections`: as
     /// many as the welcome asked for; each comes by [`TcpClient::add_data_connection`].
     pub fn start(
-        control: TcpStream,
+        control: Stream,
         slot_count: u32,
         data_connections: u32,
         polling: Polling,
     ) -> io::Result<(TcpCommands, Arc<TcpClient>)> {
         control.set_nonblocking(false)?;
-        control.set_nodelay(true)?;
-        control.set_write_timeout(Some(SEND_TIMEOUT))?;
+        control.set_nodelay()?;
+        control.set_write_timeout(SEND_TIMEOUT)?;
         watch_peer(&control);
         let stop = StopEvent::new()?;
         let now = Instant::now();
@@ -291,12 +290,12 @@ impl Commands for TcpCommands {
 
 impl TcpClient {
     /// Adds one of the session's data connections, whose handshake is over.
-    pub fn add_data_connection(&self, stream: TcpStream) -> io::Result<()> {
+    pub fn add_data_connection(&self, stream: Stream) -> io::Result<()> {
         stream.set_nonblocking(false)?;
-        stream.set_nodelay(true)?;
-        stream.set_write_timeout(Some(SEND_TIMEOUT))?;
-        let reading = stream.try_clone()?;
-        self.outbox.add(stream);
+        stream.set_nodelay()?;
+        stream.set_write_timeout(SEND_TIMEOUT)?;
+        let reading = Arc::new(stream);
+        self.outbox.add(Arc::clone(&reading));
         let Some(client) = self.this.upgrade() else { return Ok(()) };
         std::thread::Builder::new().name("rgpu-data".into()).spawn(move || {
             match client.inbox.read_connection(&reading) {
@@ -332,7 +331,7 @@ impl TcpClient {
             sending.told = told;
             return;
         }
-        let sent = (&self.control).write_all(&sending.buffer);
+        let sent = self.control.write_all(&sending.buffer);
         sending.last = Instant::now();
         drop(sending);
         if let Err(e) = sent {
@@ -449,8 +448,8 @@ impl Client for TcpClient {
             let mut farewell = Vec::new();
             put(&mut farewell, frame::BYE, &[reason.as_bytes()]);
             // The peer may be the one that is gone.
-            let _ = (&self.control).write_all(&farewell);
-            let _ = self.control.shutdown(Shutdown::Both);
+            let _ = self.control.write_all(&farewell);
+            self.control.shut_down();
         }
         drop(whole);
     }
@@ -458,7 +457,7 @@ impl Client for TcpClient {
     fn close(&self) {
         let whole = self.sending.lock().unwrap_or_else(|e| e.into_inner());
         if self.finish(None) {
-            let _ = self.control.shutdown(Shutdown::Both);
+            self.control.shut_down();
         }
         drop(whole);
     }
@@ -484,7 +483,7 @@ impl Client for TcpClient {
 mod tests {
     use super::*;
     use protocol::link::progress;
-    use std::net::TcpListener;
+    use std::net::{TcpListener, TcpStream};
 
     /// The kinds of the frames that have come.
     fn kinds(stream: &mut TcpStream) -> Vec<u32> {
@@ -504,7 +503,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut bridge = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let control = listener.accept().unwrap().0;
-        let (_commands, client) = TcpCommands::start(control, 64, 1, Polling::default()).unwrap();
+        let (_commands, client) = TcpCommands::start(control.into(), 64, 1, Polling::default()).unwrap();
         client.executed(1);
         client.executed(2);
         client.reply(3, 0, Status::SUCCESS, &[]);

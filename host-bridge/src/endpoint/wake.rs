@@ -1,4 +1,4 @@
-//! Ways to wake a sleeper: an eventfd, or a futex on a shared word.
+//! Ways to wake a sleeping thread: an eventfd, or a futex on a shared word.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,7 +8,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-/// Says that something has ended: wakes the threads that poll it, and stays raised.
+/// Signals that something has ended. It wakes the threads that poll it and stays raised.
 #[derive(Debug)]
 pub(super) struct StopEvent(EventFd);
 
@@ -19,7 +19,7 @@ impl StopEvent {
     }
 
     pub(super) fn raise(&self) {
-        // A full counter means that it is raised already.
+        // A full counter means that it is already raised.
         let _ = self.0.write(1);
     }
 
@@ -28,16 +28,16 @@ impl StopEvent {
     }
 }
 
-/// Adds 1 to an eventfd that somebody else made.
+/// Adds 1 to an eventfd that another process made.
 pub(super) fn signal(fd: &OwnedFd) {
-    // A full counter, or a peer that is gone: nobody is left to wake.
+    // If the counter is full or the peer is gone, there is no thread to wake.
     let _ = nix::unistd::write(fd, &1u64.to_ne_bytes());
 }
 
-/// Waits for a doorbell that another process holds too, or for a [`StopEvent`].
+/// Waits for a doorbell that another process shares, or for a [`StopEvent`].
 ///
-/// A native client holds the doorbell as well and may do with it what it likes: read it, so that its count is gone before we look, or make it a blocking one, so
-/// that reading it would hang. So it is watched for the moment at which somebody writes it (edge-triggered), and never read.
+/// A native client can do anything with the doorbell: read it, so that its count is gone before this side looks, or make it blocking, so that a read here would hang. So the doorbell is
+/// never read. Epoll reports, edge-triggered, when it is written.
 #[derive(Debug)]
 pub(super) struct Watch {
     epoll: Epoll,
@@ -61,13 +61,13 @@ impl Watch {
     }
 }
 
-/// Whether the peer of a stream socket has closed its end, or its side of the sending, whatever is still unread.
+/// Whether the peer of a stream socket has closed it, or its sending side, even if there is unread data.
 pub(super) fn hung_up(socket: BorrowedFd<'_>) -> bool {
     let mut polled = [PollFd::new(socket, PollFlags::from_bits_retain(libc::POLLRDHUP))];
     poll(&mut polled, PollTimeout::ZERO).is_ok_and(|n| n > 0)
 }
 
-/// Waits until one of `fds` is readable (or broken). `Ok(false)`: the time is over.
+/// Waits until one of `fds` is readable (or broken). Returns `Ok(false)` after the time limit.
 pub(super) fn readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result<bool> {
     let mut polled: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::new(*fd, PollFlags::POLLIN)).collect();
     let timeout = match timeout {
@@ -81,7 +81,7 @@ pub(super) fn readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io:
     }
 }
 
-/// Wakes every thread of every process that sleeps by futex on the word at `word`.
+/// Wakes every thread of every process that sleeps on the futex at `word`.
 ///
 /// # Safety
 /// `word` is 4-aligned and mapped.
@@ -106,7 +106,7 @@ mod tests {
                 let waiting = scope.spawn(|| watch.wait().unwrap());
                 signal(&doorbell);
                 nix::unistd::read(&doorbell, &mut [0; 8]).unwrap();
-                // An edge that came and went before the wait began is not seen, and need not be: a thread looks for work before it sleeps.
+                // A write before the wait began is not reported. It need not be: a thread checks for work before it sleeps.
                 while !waiting.is_finished() {
                     signal(&doorbell);
                 }

@@ -1,7 +1,7 @@
 //! A client's memory, scattered over its pages, as one registration.
 //!
-//! A region is a list of extents, and a key must cover the region and nothing else. So the extents are mapped one behind the other a second time, and that mapping is
-//! registered: the device gets the same pages, the region has one key and one range of addresses, and a transfer of any part of it is one segment.
+//! A region is a list of extents, and its key must cover the region and nothing else. So the extents are mapped a second time, one after the other, and that mapping is registered. The
+//! device gets the same pages, the region has one key and one range of addresses, and a transfer of any part of it is one segment.
 
 use std::num::NonZeroUsize;
 use std::os::fd::AsFd;
@@ -17,15 +17,15 @@ use super::registration::{Access, Domain, Registration};
 use crate::memory::{ChannelView, Memories};
 
 const PAGE: u64 = 4096;
-/// Mappings that one region may take: a process has 65530 by default, for all.
+/// Maximum number of mappings of one region. By default a process can have 65530 mappings.
 const MAX_MAPPINGS: usize = 16384;
-/// Mappings that all regions of this process may take together. The rest is for its threads and its other memory, whatever clients register.
+/// Maximum number of mappings of all regions of this process. The rest is reserved for its threads and other memory.
 const MOST_MAPPINGS: usize = 3 * MAX_MAPPINGS;
 
-/// Mappings that regions of this process take.
+/// Number of mappings of all regions of this process.
 static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
 
-/// Some of the mappings that regions may take; given back when dropped.
+/// A share of the mappings. Returned when dropped.
 #[derive(Debug)]
 struct Share<'c> {
     count: usize,
@@ -33,7 +33,7 @@ struct Share<'c> {
 }
 
 impl<'c> Share<'c> {
-    /// `None`: there are not so many left.
+    /// Takes `count` mappings. `None` if not so many are left.
     fn take(of: &'c AtomicUsize, count: usize) -> Option<Share<'c>> {
         let more = |taken: usize| taken.checked_add(count).filter(|all| *all <= MOST_MAPPINGS);
         of.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
@@ -47,7 +47,7 @@ impl Drop for Share<'_> {
     }
 }
 
-/// A registered region. Dropped, its keys are void first and then its mapping goes.
+/// A registered region. Dropping it invalidates its keys and then removes its mapping.
 #[derive(Debug)]
 pub struct RegisteredRegion {
     registration: Registration,
@@ -59,7 +59,7 @@ enum Memory {
     Mapped {
         _mapping: Mapping,
     },
-    /// The channel's mapping, which its owner keeps.
+    /// The channel's mapping, which belongs to the channel.
     Arena,
 }
 
@@ -90,7 +90,7 @@ struct FileRange {
     len: u64,
 }
 
-/// Cuts extents into whole pages of files, neighbours taken together; the offset of the first byte in the first page comes along.
+/// Converts extents to whole pages of files and merges neighbors. Returns them with the offset of the first byte in the first page.
 fn ranges(
     memories: &[protocol::link::Memory],
     extents: &[Extent],
@@ -143,7 +143,7 @@ fn ranges(
 }
 
 impl RegisteredRegion {
-    /// Registers exactly the bytes that the extents name. `read_only`: the peer gets no key that can write.
+    /// Registers exactly the bytes of the extents. With `read_only`, the peer gets no key that allows writing.
     pub fn new(
         domain: &Arc<Domain>,
         memories: &Memories,

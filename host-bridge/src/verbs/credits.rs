@@ -1,33 +1,33 @@
-//! Credits: how much each side may send, so that the receiver is always ready.
+//! Credits: how much each side may send so that the receiver is always ready.
 //!
-//! Each side posts receives on every queue before the peer can send, and the peer counts them as credits: one for each message (queue 0) or write with
-//! immediate data (the other queues). A receive that was used is posted again first, and then announced, in the header of the next message that goes the
-//! other way. When half of a queue's receives wait to be announced and no message is sent, an empty one is.
+//! Each side posts receives on every queue before the peer can send. The peer counts them as credits: one for each message (queue 0) or write with immediate data (the other queues). A
+//! used receive is posted again and then announced, in the header of the next message in the other direction. If half of a queue's receives wait to be announced and there is no message
+//! to send, an empty one is sent.
 //!
-//! The last credit of queue 0 is kept for such an empty message. So it cannot happen that both sides have nothing left to announce with: the side that spends its last
-//! credit gives the peer at least half a queue's worth.
+//! The last credit of queue 0 is reserved for such an empty message. So the two sides can never both be unable to announce: the side that spends its last credit gives the peer at
+//! least half a queue's worth.
 
 use protocol::link::MAX_QUEUES;
 
 use super::VerbsError;
 
-/// Receives that queue 0 has at least, however shallow queues are configured: below that, announcements would answer announcements.
+/// Minimum number of receives of queue 0, even if a smaller depth is configured. With fewer, announcements would cause announcements.
 pub(super) const LEAST_RECEIVES: u32 = 16;
 
-/// The credits of one link, both ways.
+/// The credits of one link, in both directions.
 #[derive(Debug, Clone)]
 pub(super) struct Credits {
-    /// Receives that the peer has ready for us.
+    /// Number of receives that the peer has ready for us.
     have: [u32; MAX_QUEUES],
-    /// The most receives that it posts.
+    /// Maximum number of receives that the peer posts.
     theirs: u32,
-    /// Receives of ours, posted again and not yet announced.
+    /// Number of our receives that were posted again and not announced yet.
     owed: [u16; MAX_QUEUES],
-    /// Receives of ours that the peer knows of and has not used. More are ready; a peer that takes them sends what nobody has room for.
+    /// Number of our receives that the peer knows of and has not used. It must not use more, although more may be posted.
     lent: [u32; MAX_QUEUES],
-    /// What we post.
+    /// Number of receives that we post.
     ours: u32,
-    /// The peer shall send no more of its stream for now; this many of its messages wait to be announced after that.
+    /// If the peer's stream is held off: the number of its messages whose receives will be announced afterwards.
     hold: bool,
     withheld: u16,
 }
@@ -43,12 +43,15 @@ impl Credits {
         self.have[queue] > if queue == 0 { 1 } else { 0 }
     }
 
-    /// Something is sent on that queue.
+    /// Something was sent on that queue.
     pub(super) fn spend(&mut self, queue: usize) {
         self.have[queue] = self.have[queue].saturating_sub(1);
     }
 
-    /// Something of the peer's has come on that queue. The error: it had no receive left there.
+    /// Something of the peer's has arrived on that queue.
+    ///
+    /// # Errors
+    /// The peer had no receive left there.
     pub(super) fn arrived(&mut self, queue: usize) -> Result<(), VerbsError> {
         let beyond =
             || VerbsError::Peer(format!("it sent more on queue {queue} than it was told to have room for"));
@@ -61,13 +64,13 @@ impl Credits {
         self.owed[queue] = self.owed[queue].saturating_add(1);
     }
 
-    /// A receive of queue 0 has been used by a message with something in it, and posted again. While the peer is held off it is not announced; that of an
-    /// empty message always is, so the peer can go on announcing.
+    /// A receive of queue 0 has been used by a message that was not empty, and posted again. It is not announced while the peer is held off. Receives of empty messages are always
+    /// announced, so that the peer can continue to announce.
     pub(super) fn used_by_stream(&mut self) {
         if self.hold { self.withheld += 1 } else { self.used(0) }
     }
 
-    /// Holds the peer's stream off, or ends that.
+    /// Starts or stops holding off the peer's stream.
     pub(super) fn hold(&mut self, hold: bool) {
         self.hold = hold;
         if !hold {
@@ -75,12 +78,12 @@ impl Credits {
         }
     }
 
-    /// Whether it is time for a message with nothing but an announcement, and whether one can be sent.
+    /// Whether an empty message should be sent for an announcement, and can be.
     pub(super) fn must_announce(&self) -> bool {
         self.have[0] > 0 && self.owed.iter().any(|owed| u32::from(*owed) >= self.ours / 2)
     }
 
-    /// What to announce now; it counts as announced.
+    /// Takes what is to be announced now.
     pub(super) fn announce(&mut self) -> [u16; MAX_QUEUES] {
         for (lent, owed) in self.lent.iter_mut().zip(self.owed) {
             *lent += u32::from(owed);
@@ -88,7 +91,7 @@ impl Credits {
         std::mem::take(&mut self.owed)
     }
 
-    /// The peer announces.
+    /// The peer has announced receives.
     pub(super) fn grant(&mut self, announced: &[u16; MAX_QUEUES]) -> Result<(), VerbsError> {
         for (queue, (have, more)) in self.have.iter_mut().zip(announced).enumerate() {
             let sum = *have + u32::from(*more);

@@ -1,15 +1,14 @@
-//! A connected set of queue pairs: messages one way and the other on queue 0, writes on the others.
+//! A connected set of queue pairs: messages in both directions on queue 0, writes on the others.
 //!
 //! ```text
 //!   write() ─▶ out ─flush()─▶ message buffers ─SEND─▶ queue 0 ═══▶ peer's posted receives ─poll()─▶ Event::Bytes
 //!   put()   ─▶ registered memory ─RDMA WRITE with immediate─▶ queue 1… ═══▶ peer's memory ─poll()─▶ Event::Placed
 //! ```
 //!
-//! One thread at a time drives a link. Nothing blocks and nothing is allocated once the buffers have grown to their use: what cannot go now stays in `out`, or is refused
-//! ([`next_queue`](Link::next_queue)), and goes after a later [`poll`](Link::poll) has brought credits or completions.
+//! One thread at a time uses a link. Nothing blocks, and nothing is allocated once the buffers have grown to their final size. What cannot be sent now stays in `out` or is refused
+//! ([`next_queue`](Link::next_queue)), until a later [`poll`](Link::poll) has brought credits or completions.
 //!
-//! Requests are signalled selectively: the last of a run that somebody waits for, and every quarter of a queue. A completion stands for all requests before it on
-//! its queue.
+//! Requests are signalled selectively: the last of a run that a thread waits for, and every quarter of a queue. A completion covers all earlier requests on its queue.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -27,37 +26,37 @@ use super::sys::{Library, SendWr, Sge, Wc, number};
 use super::{DEEPEST, Settings, VerbsError};
 use crate::framing::SendBuffer;
 
-/// How long the completion that says why a link broke is waited for once another says that it did.
+/// When a completion says that the link has broken, how long to wait for the one that says why.
 const CAUSE: Duration = Duration::from_millis(20);
 
-/// The most bytes of a message, header included: a reply with its largest payload fits.
+/// Maximum size of a message with its header, in bytes. A reply with the largest payload fits.
 const MESSAGE: usize = 8192;
-/// Bytes of a message's header.
+/// Size of a message's header, in bytes.
 const HEADER: usize = size_of::<MessageHeader>();
-/// Bytes to ask for inside work requests.
+/// Inline size to request for work requests, in bytes.
 const INLINE: u32 = 220;
 /// Room for one piece's header.
 const PIECE: usize = 32;
-/// In a work request's id: it is a receive.
+/// A bit of a work request's id: it is a receive.
 const RECEIVE: u64 = 1 << 63;
 
-/// What has happened on a link.
+/// An event of a link.
 #[derive(Debug)]
 pub enum Event<'l> {
-    /// Bytes of the peer's stream have come, in order.
+    /// The next bytes of the peer's stream have arrived.
     Bytes(&'l [u8]),
     /// The peer has written `len` bytes with this immediate data.
     Placed {
-        /// On which queue.
+        /// The queue.
         queue: usize,
-        /// Its words.
+        /// The immediate data.
         immediate: u32,
-        /// Bytes written.
+        /// Number of bytes written.
         len: u32,
     },
-    /// A write of ours is in the peer's memory, and its source may be reused.
+    /// One of our writes has completed, and its source may be reused.
     Written {
-        /// As given to [`Link::put`].
+        /// The token given to [`Link::put`].
         token: u64,
     },
 }
@@ -69,26 +68,26 @@ pub struct Put {
     pub queue: usize,
     /// The source.
     pub source: Segment,
-    /// Goes before the source's bytes.
+    /// Bytes to write before the source's.
     pub header: Option<DataHeader>,
     /// Where the first byte goes in the peer's memory.
     pub address: u64,
-    /// The key to it.
+    /// The key of that memory.
     pub key: u32,
     /// Immediate data.
     pub immediate: u32,
-    /// Comes back in [`Event::Written`].
+    /// Returned in [`Event::Written`].
     pub token: u64,
-    /// No other write follows for now, or it is long: say at once when it is done. Otherwise that comes with a later one.
+    /// Whether to report its completion at once, because it is long or no other write follows for now. Otherwise a later one reports it.
     pub signal: bool,
 }
 
-/// A request that has been posted and not yet completed.
+/// A request that was posted and has not completed.
 #[derive(Debug, Clone, Copy)]
 enum Posted {
-    /// A message out of this buffer.
+    /// A message from this buffer.
     Message(u16),
-    /// A message that was copied into its request.
+    /// A message inside its request.
     Inline,
     Write(u64),
 }
@@ -97,7 +96,7 @@ enum Posted {
 struct Queue {
     pair: QueuePair,
     posted: VecDeque<Posted>,
-    /// The most requests under way.
+    /// Maximum number of outstanding requests.
     depth: usize,
     /// Position of the next request; the front of `posted` is at `next - posted.len()`.
     next: u64,
@@ -125,7 +124,7 @@ impl Queue {
     }
 }
 
-/// Queue pairs that take receives and wait to be told about the peer's.
+/// Queue pairs that accept receives but are not connected to the peer's.
 #[derive(Debug)]
 pub struct Unconnected {
     queues: Vec<Queue>,
@@ -140,7 +139,7 @@ pub struct Unconnected {
     loss: Duration,
 }
 
-/// See the module's text.
+/// A link. See the module.
 #[derive(Debug)]
 pub struct Link {
     /// Dropped first: after that the device touches none of the memory below.

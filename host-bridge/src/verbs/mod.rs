@@ -1,4 +1,4 @@
-//! InfiniBand and RoCE through libibverbs: what the transport `verbs` is built of, for both of its ends.
+//! InfiniBand and RoCE through libibverbs, for both ends of the transport `verbs`.
 //!
 //! ```text
 //!   Settings ─▶ Device (port, GID, MTU) ─▶ Domain ─▶ Unconnected ══ Queues over TCP ══▶ Link
@@ -13,8 +13,8 @@
 //! - [`link`]: all of that as one connection with messages and writes;
 //! - [`sys`]: the C library's types, and its functions found at run time.
 //!
-//! A device's context and domain belong to one session, so a key is good for that session's memory and on that session's queue pairs only. A registration is revoked
-//! before its memory goes, by the order in which things are dropped. Why the bindings are our own: `docs/decisions/0005-verbs-by-own-bindings.md`.
+//! A device's context and domain belong to one session, so a key is valid only for that session's memory and queue pairs. A registration is always dropped before its memory.
+//! `docs/decisions/0005-verbs-by-own-bindings.md` explains why rgpu has its own bindings.
 
 pub mod client_memory;
 mod credits;
@@ -40,8 +40,8 @@ pub use registration::{Access, Domain, Registration, Segment, Slab};
 /// How to use verbs: one set of settings for both ends. `vhost-rgpu` and `rgpu-server` take them as the flags that their names here stand for (`--rdma-device`), `vhost-rgpu`
 /// also as keys of a section `rdma` of its configuration (`device`).
 ///
-/// The client chooses how many queue pairs a session has and how deep they are, since it is the client's load that they serve; its server need not be started anew for that. So a
-/// server takes what it is asked for, unless told to stop below: [`MOST_QUEUE_PAIRS`] and [`MOST_DEPTH`], which no peer can make it exceed, bound what a session costs it.
+/// The client chooses how many queue pairs a session has and how deep they are, because they serve the client's load. A server grants what the client requests, up to its configured
+/// limits. [`MOST_QUEUE_PAIRS`] and [`MOST_DEPTH`] bound what a session can cost.
 #[derive(Debug, Clone, PartialEq, Eq, Args, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
@@ -66,21 +66,21 @@ pub struct Settings {
     /// Transport verbs: maximum outstanding work requests on each queue pair. By default vhost-rgpu requests 128, and rgpu-server grants up to 256
     #[arg(id = "rdma.queue_depth", long = "rdma-queue-depth", value_name = "N", value_parser = value_parser!(u32).range(1..=i64::from(DEEPEST)))]
     pub queue_depth: Option<u32>,
-    /// A peer that does not answer for this long is gone.
+    /// A peer that does not answer for this long is lost.
     #[arg(skip = Settings::default().loss)]
     #[serde(skip)]
     pub loss: Duration,
 }
 
-/// Queue pairs for data that a client asks for.
+/// Number of queue pairs for data that a client requests by default.
 pub const QUEUE_PAIRS: u32 = 2;
-/// Requests under way on each of them that a client asks for.
+/// Number of outstanding requests on each of them that a client requests by default.
 pub const DEPTH: u32 = 128;
-/// The most queue pairs for data.
+/// Maximum number of queue pairs for data.
 pub const MOST_QUEUE_PAIRS: u32 = MAX_QUEUES as u32 - 1;
-/// The most requests under way on a queue pair.
+/// Maximum number of outstanding requests on a queue pair.
 const DEEPEST: u32 = 1 << 14;
-/// Requests under way that a server accepts unless configured otherwise: the deepest queues that published measurements use. Each costs it two receives, one of 8 KiB.
+/// Number of outstanding requests that a server grants by default: the deepest queues that published measurements use. Each costs it two receives, one of them with 8 KiB.
 pub const MOST_DEPTH: u32 = 256;
 
 impl Default for Settings {
@@ -99,7 +99,7 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// What is wrong whatever the host has.
+    /// Checks what does not depend on the host.
     pub fn check(&self) -> Result<(), VerbsError> {
         let range = |name, value: Option<u32>, least: u32, most: u32| match value {
             Some(v) if !(least..=most).contains(&v) => {
@@ -113,12 +113,12 @@ impl Settings {
         range("mtu", self.mtu, 256, 4096)
     }
 
-    /// Queue pairs for data and requests under way on each, as a client asks for them.
+    /// Number of queue pairs for data and of outstanding requests on each, for a client.
     fn wish(&self) -> (u32, u32) {
         (self.queue_pairs.unwrap_or(QUEUE_PAIRS), self.queue_depth.unwrap_or(DEPTH))
     }
 
-    /// The same, as a server grants them.
+    /// The same for a server: the most that it grants.
     fn grant(&self, (queue_pairs, depth): (u32, u32)) -> (u32, u32) {
         let most = (self.queue_pairs.unwrap_or(MOST_QUEUE_PAIRS), self.queue_depth.unwrap_or(MOST_DEPTH));
         (queue_pairs.min(most.0), depth.min(most.1))

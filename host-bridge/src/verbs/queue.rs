@@ -1,4 +1,4 @@
-//! Completion queues and queue pairs: made, connected, posted to, polled.
+//! Completion queues and queue pairs: making, connecting, posting, polling.
 //!
 //! Posting and polling allocate nothing and make no system call of their own (the provider may).
 
@@ -16,10 +16,10 @@ use super::sys::{
     number,
 };
 
-/// The most completions that one poll takes.
+/// Maximum number of completions that one poll takes.
 pub(super) const POLL_BATCH: usize = 32;
 
-/// A completion queue with the descriptor on which to wait for it.
+/// A completion queue, with the file descriptor that signals completions.
 #[derive(Debug)]
 pub(super) struct Completions {
     cq: NonNull<sys::Cq>,
@@ -85,13 +85,13 @@ impl Completions {
         }
     }
 
-    /// Has the next completion make the descriptor readable. Completions that came before do not: poll once more after this and before sleeping.
+    /// Makes the next completion signal the descriptor. Earlier completions do not, so poll once more after this and before sleeping.
     pub(super) fn arm(&self) -> Result<(), VerbsError> {
         // SAFETY: a queue that lives.
         check("ibv_req_notify_cq", unsafe { (self.notify)(self.cq.as_ptr(), 0) })
     }
 
-    /// Takes what made the descriptor readable.
+    /// Clears the descriptor.
     pub(super) fn disarm(&self) {
         let (mut cq, mut context) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: a channel that lives and does not block; the places are writable.
@@ -131,7 +131,7 @@ pub(super) struct Target {
     pub(super) mtu: u32,
 }
 
-/// How much a queue pair holds.
+/// The capacity of a queue pair.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Depth {
     pub(super) sends: u32,
@@ -140,14 +140,14 @@ pub(super) struct Depth {
     pub(super) inline: u32,
 }
 
-/// One reliable connection. Destroyed when dropped: after that neither the device nor the peer touches any memory through it.
+/// A reliable connection. After it is dropped, neither the device nor the peer touches any memory through it.
 #[derive(Debug)]
 pub(super) struct QueuePair {
     qp: NonNull<sys::Qp>,
     library: &'static Library,
     post_send: unsafe extern "C" fn(*mut sys::Qp, *mut SendWr, *mut *mut SendWr) -> i32,
     post_recv: unsafe extern "C" fn(*mut sys::Qp, *mut RecvWr, *mut *mut RecvWr) -> i32,
-    /// Bytes that a send may carry inside its work request.
+    /// Maximum number of bytes that a send can carry inside its work request.
     pub(super) inline: u32,
     _completions: Arc<Completions>,
     domain: Arc<Domain>,
@@ -159,7 +159,7 @@ unsafe impl Send for QueuePair {}
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
-    /// A queue pair that takes receives already, but is not connected. The peer may write memory that is registered for it.
+    /// Makes a queue pair that accepts receives but is not connected. The peer may write memory that is registered for it.
     pub(super) fn new(
         domain: &Arc<Domain>,
         completions: &Arc<Completions>,
@@ -174,7 +174,7 @@ impl QueuePair {
             ops.post_send.ok_or_else(|| lacks("post_send"))?,
             ops.post_recv.ok_or_else(|| lacks("post_recv"))?,
         );
-        // Providers differ in how much goes inline, and have no other way to say so than to refuse.
+        // Providers differ in how much can be inline, and only say so by refusing.
         let mut made = None;
         for inline in [depth.inline, depth.inline / 2, 0] {
             let mut attr = QpInitAttr {
@@ -228,7 +228,7 @@ impl QueuePair {
         unsafe { self.qp.as_ref().qp_num }
     }
 
-    /// Connects it. `psn` is this side's first packet number; `loss` the time after which a silent peer counts as gone.
+    /// Connects it. `psn` is this side's first packet number, `loss` the time after which a silent peer is considered lost.
     pub(super) fn connect(&self, target: &Target, psn: u32, loss: Duration) -> Result<(), VerbsError> {
         let port: &Port = self.domain.device().port();
         let grh = GlobalRoute {
@@ -271,7 +271,7 @@ impl QueuePair {
             sq_psn: psn & 0xff_ffff,
             timeout: retry_timeout(loss),
             retry_cnt: RETRIES,
-            // Credits see to it that the peer is ready; that it is not is a defect, to be seen and not to be waited out.
+            // Credits ensure that the peer is ready. If it is not, that is a bug, which retries would hide.
             rnr_retry: 0,
             ..QpAttr::default()
         };
@@ -284,7 +284,7 @@ impl QueuePair {
         self.modify("ibv_modify_qp to RTS", &mut attr, mask)
     }
 
-    /// Stops it: everything posted comes back as flushed.
+    /// Stops it. All posted requests complete as flushed.
     pub(super) fn stop(&self) {
         let mut attr = QpAttr { qp_state: number::QPS_ERR, ..QpAttr::default() };
         if let Err(e) = self.modify("ibv_modify_qp to ERR", &mut attr, number::QP_STATE) {
@@ -324,7 +324,7 @@ impl Drop for QueuePair {
     }
 }
 
-/// Times that a packet is sent again before the connection counts as broken.
+/// How often a packet is resent before the connection counts as broken.
 const RETRIES: u8 = 7;
 
 /// The local ACK timeout, as the exponent that InfiniBand wants (4.096 µs × 2^n), such that all retries together take about a quarter of `loss`: devices may
@@ -342,7 +342,7 @@ mod tests {
     fn retries_outlast_a_second_and_end_within_the_time_given() {
         let all =
             |loss: u64| 4096 * (1u64 << retry_timeout(Duration::from_secs(loss))) * u64::from(RETRIES + 1);
-        // Stretched four times, still within; not stretched, longer than a link's short absence.
+        // Even four times as long, it is below the limit; on its own, it is longer than a short link failure.
         assert!(all(10) * 4 <= 10_000_000_000, "{}", all(10));
         assert!(all(10) > 1_000_000_000, "{}", all(10));
         assert!(retry_timeout(Duration::ZERO) == 8 && retry_timeout(Duration::from_secs(100_000)) == 24);

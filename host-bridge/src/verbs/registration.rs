@@ -13,7 +13,7 @@ use super::VerbsError;
 use super::device::Device;
 use super::sys::{self, Library, Sge, number};
 
-/// A protection domain. Queue pairs reach the memory of their own domain only, and each session has its own domain.
+/// A protection domain. Queue pairs reach only memory of their own domain, and each session has its own.
 #[derive(Debug)]
 pub struct Domain {
     pd: NonNull<sys::Pd>,
@@ -32,14 +32,14 @@ impl std::fmt::Debug for Library {
     }
 }
 
-/// What may be done with registered memory, besides the local device reading it.
+/// Who may access registered memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// The local device reads it: a source.
+    /// The local device reads it, as the source of a send or write.
     Read,
-    /// The local device writes it, too: a receive buffer.
+    /// The local device also writes it, as a receive buffer.
     Write,
-    /// The peer may write it by its key.
+    /// The peer may also write it, with its key.
     RemoteWrite,
 }
 
@@ -63,11 +63,11 @@ impl Domain {
         self.pd
     }
 
-    /// Registers memory: the device may use it, and with [`Access::RemoteWrite`] the peer, until the registration is dropped.
+    /// Registers memory. The device may use it, and with [`Access::RemoteWrite`] the peer, until the registration is dropped.
     ///
     /// # Safety
-    /// The `len` bytes at `at` are mapped, writable unless `access` is [`Access::Read`], and stay so until the registration is dropped. Their content may
-    /// change at any time by the device's hand, so no Rust reference covers them while the peer may write.
+    /// The `len` bytes at `at` are mapped, writable unless `access` is [`Access::Read`], and stay so until the registration is dropped. The device may
+    /// change their content at any time, so no Rust reference covers them while the peer may write.
     pub unsafe fn register(
         self: &Arc<Self>,
         at: NonNull<u8>,
@@ -111,25 +111,25 @@ impl Drop for Domain {
     }
 }
 
-/// Registered bytes that a work request names. A request whose registration is dropped before it completes fails; it touches nothing.
+/// Registered bytes for a work request. If the registration is dropped before the request completes, the request fails and touches nothing.
 #[derive(Debug, Clone, Copy)]
 pub struct Segment {
     pub(super) sge: Sge,
 }
 
 impl Segment {
-    /// Bytes.
+    /// Its size in bytes.
     pub fn len(&self) -> u32 {
         self.sge.length
     }
 
-    /// Whether there are none.
+    /// Whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.sge.length == 0
     }
 }
 
-/// Registered memory. Its keys are void once it is dropped; the memory is the owner's.
+/// Registered memory. Dropping it invalidates its keys. The memory belongs to its owner.
 #[derive(Debug)]
 pub struct Registration {
     mr: NonNull<sys::Mr>,
@@ -150,12 +150,12 @@ impl Registration {
         self.base
     }
 
-    /// Bytes.
+    /// Its size in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -166,7 +166,7 @@ impl Registration {
         unsafe { self.mr.as_ref().rkey }
     }
 
-    /// `len` bytes at `offset`, for a work request. `None`: they do not lie inside.
+    /// `len` bytes at `offset`, for a work request. `None` if they are not all inside.
     pub fn slice(&self, offset: u64, len: u32) -> Option<Segment> {
         let inside = offset.checked_add(len.into()).is_some_and(|end| end <= self.len as u64);
         // SAFETY: a registration that lives.
@@ -184,10 +184,10 @@ impl Drop for Registration {
     }
 }
 
-/// Memory of our own, page-aligned and registered.
+/// Page-aligned memory of this process, registered.
 #[derive(Debug)]
 pub struct Slab {
-    /// Dropped before the memory is.
+    /// Dropped before the memory.
     registration: Registration,
     _memory: Pages,
     at: NonNull<u8>,
@@ -212,7 +212,7 @@ impl Drop for Pages {
 }
 
 impl Slab {
-    /// `len` bytes, zeroed, registered.
+    /// Allocates `len` zeroed bytes and registers them.
     pub fn new(domain: &Arc<Domain>, len: usize, access: Access) -> Result<Slab, VerbsError> {
         let failed = |e: io::Error| VerbsError::call(&format!("allocating {len} bytes"), e);
         let length = NonZeroUsize::new(len).ok_or_else(|| failed(io::ErrorKind::InvalidInput.into()))?;
@@ -233,7 +233,7 @@ impl Slab {
         &self.registration
     }
 
-    /// A pointer to `len` bytes at `offset`. `None`: they do not lie inside.
+    /// A pointer to `len` bytes at `offset`. `None` if they are not all inside.
     pub fn pointer(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.registration.len);
         // SAFETY: inside the mapping.

@@ -139,7 +139,8 @@ ops! {
         handle: u64,
     }
 
-    /// Adds a conditional node to a draft: `cuGraphAddNode`. Its dependencies follow when the graph is instantiated.
+    /// Adds a conditional node to a draft: `cuGraphAddNode`. Its dependencies follow when the graph is instantiated. Refused with `NOT_SUPPORTED` if
+    /// the draft was instantiated before.
     sync 0x0a07 graph_conditional: GraphConditional
         [order Session, may_block Never, lane Main]
     {
@@ -153,7 +154,7 @@ ops! {
         bodies: Vec<GraphId>,
     } -> GraphConditionalReply {}
 
-    /// `cuGraphInstantiateWithFlags` of a draft. A server may refuse a draft whose parts have changed since it was last instantiated.
+    /// `cuGraphInstantiateWithFlags` of a draft. Refused with `NOT_SUPPORTED` if its parts have changed since it was first instantiated.
     sync 0x0a08 graph_instantiate_draft: GraphInstantiateDraft<'a>
         [order Session, may_block Context, lane Main]
     {
@@ -175,7 +176,7 @@ ops! {
         graph: GraphId,
     }
 
-    /// Removes a conditional node and its graphs from a draft: `cuGraphDestroyNode`. A server may refuse if the draft was instantiated before.
+    /// Removes a conditional node and its graphs from a draft: `cuGraphDestroyNode`. Refused with `NOT_SUPPORTED` if the draft was instantiated before.
     sync 0x0a0a graph_conditional_remove: GraphConditionalRemove
         [order Session, may_block Never, lane Main]
     {

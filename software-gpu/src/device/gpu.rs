@@ -361,6 +361,11 @@ impl Gpu {
         self.inner.cancelled.load(Ordering::Acquire)
     }
 
+    /// Checks a launch as [`crate::Stream::launch`] does, without running it.
+    pub fn check_launch(&self, function: &Function, config: LaunchConfig, params: &[u8]) -> Result<()> {
+        KernelRun::new(self, function, config, params).map(drop)
+    }
+
     /// Runs a kernel and waits for it. This is for closures on a stream ([`crate::Stream::enqueue`]) that
     /// decide only when they run which kernel to run.
     pub fn run(&self, function: &Function, config: LaunchConfig, params: &[u8]) -> Result<()> {

@@ -6,6 +6,7 @@
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 
 use cudarc::driver::sys::CUmemorytype;
 use host_bridge::endpoint::{Incoming, Landing, Mapped, Placed, Region, Sink};
@@ -205,7 +206,19 @@ impl Cuda {
         let transfer = self.staging.begin(place.flows.inbound, packed, chunk_in, &place.health)?;
         let grants = match feed {
             Feed::Mapped(mapped) => {
-                transfer.feed(mapped)?;
+                // Page-locked memory of the program may be written by what is before this copy on the stream: a program over `local` counts on the stream's order.
+                if !mapped.region().is_arena() {
+                    let (come, when) = channel();
+                    transfer.feed(mapped, Some(when))?;
+                    let begin = move |status: Status| {
+                        // A thread that is gone waits for nothing.
+                        let _ = come.send(status);
+                    };
+                    self.fence(streams, place, cx.seq, begin)?;
+                    Cuda::stream_is_dirty(streams, place.id)?;
+                } else {
+                    transfer.feed(mapped, None)?;
+                }
                 None
             }
             Feed::Incoming(incoming) => {
@@ -295,7 +308,7 @@ impl GpuCopies for Cuda {
                         drop(mapped);
                     });
                 }
-                if mapped.len() <= TAKEN_AT_ONCE {
+                if mapped.len() <= TAKEN_AT_ONCE && mapped.region().is_arena() {
                     let mut bytes = vec![0; mapped.len()];
                     mapped.read(0, &mut bytes);
                     drop(mapped);

@@ -5,9 +5,9 @@
 //!              Completer::when(word, seq, end)   ───────▶  completer polls its words, calls `end`
 //! ```
 //!
-//! The completer sleeps while nothing is awaited, after polling for [`COMPLETER_IDLE`]: a program that synchronizes again and again does not pay for waking it. While
-//! something is awaited, it polls; when nothing comes for a while it naps between polls, and asks each context concerned whether it has failed: then everything
-//! awaited there ends with the context's error.
+//! While something is awaited, the completer polls. If nothing arrives for a while, it naps between polls and asks each context concerned whether it has failed. If so, everything
+//! awaited there ends with the context's error. When nothing is awaited any more, it polls for [`COMPLETER_IDLE`] and then sleeps, so a program that synchronizes again and again does
+//! not pay for waking it.
 
 use std::collections::HashMap;
 use std::ptr::NonNull;
@@ -22,16 +22,16 @@ use protocol::polling::{COMPLETER_BUSY, COMPLETER_BUSY_NETWORK, COMPLETER_IDLE};
 use super::api::{Api, CUcontext, CUdeviceptr, CUstream};
 use crate::driver::output::Output;
 
-/// Words in all: streams, staging slots and tickets.
+/// Number of words, for streams, staging slots and tickets.
 const WORDS: usize = 16 << 10;
-/// After polling for [`COMPLETER_BUSY`] it naps this long between polls, and after [`LONG`] this much longer.
+/// The time between polls after polling for [`COMPLETER_BUSY`], and after [`LONG`].
 const NAP: Duration = Duration::from_micros(20);
 const LONG_NAP: Duration = Duration::from_micros(100);
 const LONG: Duration = Duration::from_millis(10);
-/// Asks contexts for errors this often while nothing happens.
+/// How often contexts are asked for errors while nothing happens.
 const HEALTH: Duration = Duration::from_millis(1);
 
-/// From now on this thread's naps end when they should: the kernel's usual 50 µs of slack would triple those of 20 µs.
+/// Makes this thread's sleeps precise: the kernel's default slack of 50 µs would more than triple a nap of 20 µs.
 pub(super) fn nap_precisely() {
     // SAFETY: changes this thread's timer slack alone.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000) };
@@ -40,7 +40,7 @@ pub(super) fn nap_precisely() {
 /// `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`.
 pub(super) const ALREADY_REGISTERED: Status = Status(712);
 
-/// Page-locked memory of this process: registered with CUDA, so that every context's streams read and write it.
+/// Page-locked memory of this process, registered with CUDA so that streams of every context can read and write it.
 pub struct Pinned {
     at: NonNull<u8>,
     len: usize,
@@ -53,7 +53,7 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// `len` zeroed bytes, to be [registered](Self::register).
+    /// Allocates `len` zeroed bytes. They must be [registered](Self::register) before use.
     pub fn new(len: usize) -> Result<Pinned> {
         // SAFETY: a fresh anonymous mapping.
         let at = unsafe {
@@ -70,7 +70,7 @@ impl Pinned {
         Ok(Pinned { at: at.ok_or(Status::OUT_OF_MEMORY)?, len, device: 0 })
     }
 
-    /// Registers it with the current context, again after the one before was reset.
+    /// Registers the memory with the current context. Called again if that context is reset.
     pub fn register(&mut self, api: &Api) -> Result {
         // SAFETY: the mapping lives until the process ends (it is never unmapped). Flags: portable, device-mapped.
         unsafe {
@@ -82,20 +82,20 @@ impl Pinned {
         }
     }
 
-    /// Its address for the host.
+    /// The host's address of a byte.
     pub fn host(&self, offset: usize) -> NonNull<u8> {
         debug_assert!(offset < self.len);
         // SAFETY: inside the mapping.
         unsafe { self.at.add(offset) }
     }
 
-    /// Its address for devices.
+    /// The devices' address of a byte.
     pub fn device(&self, offset: usize) -> CUdeviceptr {
         self.device + offset as u64
     }
 }
 
-/// The words.
+/// The pool of words.
 pub struct Words {
     memory: Mutex<Pinned>,
     host: NonNull<AtomicU64>,
@@ -108,7 +108,7 @@ unsafe impl Send for Words {}
 unsafe impl Sync for Words {}
 
 impl Words {
-    /// All words, zero, to be [registered](Self::register) before a stream uses one.
+    /// Allocates all words. They must be [registered](Self::register) before a stream uses one.
     pub fn new() -> Result<Arc<Words>> {
         let memory = Pinned::new(WORDS * 8)?;
         let host = memory.host(0).cast();
@@ -124,7 +124,7 @@ impl Words {
         self.memory.lock().unwrap_or_else(|e| e.into_inner()).register(api)
     }
 
-    /// A word that is 0, the caller's until it is dropped.
+    /// Takes a word and sets it to 0. Dropping it returns it to the pool.
     pub fn take(self: &Arc<Words>) -> Result<Word> {
         let index = self.free.lock().unwrap_or_else(|e| e.into_inner()).pop().ok_or(Status::OUT_OF_MEMORY)?;
         let word = Word { words: Arc::clone(self), index };
@@ -133,7 +133,7 @@ impl Words {
     }
 }
 
-/// One word.
+/// A word of 8 bytes that streams write and wait for.
 pub struct Word {
     words: Arc<Words>,
     index: u32,
@@ -145,18 +145,18 @@ impl Word {
         unsafe { self.words.host.add(self.index as usize).as_ref() }
     }
 
-    /// What it holds.
+    /// Its value.
     #[inline]
     pub fn get(&self) -> u64 {
         self.at().load(Ordering::Acquire)
     }
 
-    /// Writes it, for streams that wait for it.
+    /// Sets it. Streams may be waiting for the value.
     pub fn set(&self, value: u64) {
         self.at().store(value, Ordering::Release);
     }
 
-    /// Its address for streams.
+    /// The address that streams use.
     pub fn address(&self) -> CUdeviceptr {
         self.words.memory.lock().unwrap_or_else(|e| e.into_inner()).device(self.index as usize * 8)
     }
@@ -168,7 +168,7 @@ impl Drop for Word {
     }
 }
 
-/// Whether a context can still be used; shared with everybody who waits for its streams.
+/// Whether a context can still be used. Shared with everything that waits for its streams.
 pub struct Health {
     context: Mutex<CUcontextSend>,
     failed: AtomicU32,
@@ -182,24 +182,24 @@ struct CUcontextSend(CUcontext, CUstream);
 unsafe impl Send for CUcontextSend {}
 
 impl Health {
-    /// Of a healthy context, with a stream of it that is never used for work.
+    /// For a working context. `probe` is a stream of it that is never used for work.
     pub fn new(context: CUcontext, probe: CUstream) -> Arc<Health> {
         Arc::new(Health { context: Mutex::new(CUcontextSend(context, probe)), failed: AtomicU32::new(0) })
     }
 
-    /// Its error, if it has failed.
+    /// Returns the context's error if it has failed.
     #[inline]
     pub fn check(&self) -> Result {
         Status(self.failed.load(Ordering::Acquire)).ok()
     }
 
-    /// Notes that it has failed.
+    /// Records that the context has failed.
     pub fn fail(&self, status: Status) {
         // The first error stays.
         let _ = self.failed.compare_exchange(0, status.0, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// Calls `f` with the context current to this thread; not for a context that has failed or is about to go.
+    /// Makes the context current in this thread and calls `f`, unless the context has failed or is about to be destroyed.
     pub fn with<T>(&self, api: &Api, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
         self.check()?;
@@ -208,18 +208,18 @@ impl Health {
         f()
     }
 
-    /// Has the driver print what kernels of the context have printed: it does so when a stream is waited for, and the probe has nothing to wait for.
+    /// Makes the driver print what kernels of the context have printed. It does so whenever a stream is synchronized, and the probe stream is always idle.
     fn flush(&self, api: &Api) {
         let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
         if self.check().is_ok() {
-            // SAFETY: a live stream: `retire` waits for the lock. A context that has failed is noticed by others.
+            // SAFETY: a live stream: `retire` waits for the lock. `ask` notices a context that has failed.
             let _ = unsafe { api.stream_synchronize(held.1) };
         }
     }
 
-    /// Asks the driver.
+    /// Asks the driver whether the context has failed.
     fn ask(&self, api: &Api, output: Option<&Output>) {
-        // Held to the end: who takes the context away first makes it failed, then waits here.
+        // Held until the end: `retire` marks the context as failed and then waits for this lock.
         let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
         if self.check().is_err() {
             return;
@@ -230,8 +230,8 @@ impl Health {
         match result {
             Err(status) if status != Status::NOT_READY => {
                 tracing::warn!("a context has failed: {} ({})", api.name(status), status.0);
-                // What a failed assertion says must be there before the error is.
-                // SAFETY: a stream of the context, which is live, if of no more use.
+                // The text of a failed assertion must arrive before the error.
+                // SAFETY: a stream of the context, which still exists although it has failed.
                 let _ = unsafe { api.stream_synchronize(probe) };
                 output.inspect(|output| output.tell());
                 self.fail(status);
@@ -240,14 +240,14 @@ impl Health {
         }
     }
 
-    /// The context is about to go: from now on nobody uses it, and who waits for it is let go.
+    /// The context is about to be destroyed. Nothing uses it afterwards, and all waits for its streams end.
     pub fn retire(&self) {
         self.fail(Status::CONTEXT_IS_DESTROYED);
         drop(self.context.lock().unwrap_or_else(|e| e.into_inner()));
     }
 }
 
-/// Called when what was awaited has come (with success), or cannot come any more (with the context's error).
+/// Called with success when the awaited value has arrived, or with the context's error if it cannot arrive any more.
 pub type End = Box<dyn FnOnce(Status) + Send>;
 
 struct Awaited {
@@ -258,17 +258,17 @@ struct Awaited {
     ready: bool,
 }
 
-/// The thread that calls ends, and what it awaits.
+/// The thread that polls words and calls ends.
 pub struct Completer {
     new: Mutex<Vec<Awaited>>,
     wake: Condvar,
     /// Set, under the lock of `new`, while the thread waits for `wake`.
     sleeps: AtomicBool,
-    /// How many there are in `new`, for a look without the lock.
+    /// Length of `new`, to be read without the lock.
     count: AtomicU32,
     over_network: AtomicBool,
     over: AtomicBool,
-    /// Set once a kernel was launched that may print: from then on there may be something to flush.
+    /// Set when the first kernel that may print is launched. From then on there may be something to flush.
     prints: AtomicBool,
     output: OnceLock<Arc<Output>>,
 }
@@ -295,7 +295,7 @@ impl Completer {
         self.new.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Calls `end` when `word` has come to `value`, from the completer's thread. Ends of one word are called in the order of their values.
+    /// Calls `end` in the completer's thread when `word` has reached `value`. Ends of one word are called in the order of their values.
     pub fn when(&self, word: &Arc<Word>, value: u64, health: &Arc<Health>, end: End) {
         let mut new = self.lock();
         new.push(Awaited { word: Arc::clone(word), value, health: Arc::clone(health), end, ready: false });
@@ -307,12 +307,12 @@ impl Completer {
         }
     }
 
-    /// What the driver prints to: the client is told of it before any end is called.
+    /// Sets the output that the driver prints to. It is published before any end is called.
     pub fn flush_to(&self, output: &Arc<Output>) {
         let _ = self.output.set(Arc::clone(output));
     }
 
-    /// A kernel is launched that may print.
+    /// Called when a kernel that may print is launched.
     #[inline]
     pub fn may_print(&self) {
         if !self.prints.load(Ordering::Relaxed) {
@@ -320,7 +320,7 @@ impl Completer {
         }
     }
 
-    /// Has the driver print what was printed by work that is done, and passes it on.
+    /// Makes the driver print what the finished work has printed, and publishes it.
     fn flush(&self, ready: &[Awaited], api: &Api) {
         let Some(output) = self.output.get().filter(|_| self.prints.load(Ordering::Relaxed)) else {
             return;
@@ -340,10 +340,10 @@ impl Completer {
         self.over_network.store(so, Ordering::Relaxed);
     }
 
-    /// Calls no more ends; those awaited are dropped.
+    /// Stops the thread. It calls no more ends and drops those that are left.
     pub fn stop(&self) {
         self.over.store(true, Ordering::Release);
-        // Under the lock, so that the thread is not between its look and its sleep.
+        // Taken and released so that the thread cannot be between its check and its sleep.
         drop(self.lock());
         self.wake.notify_one();
     }
@@ -377,7 +377,7 @@ impl Completer {
                 self.count.store(0, Ordering::Release);
                 moved = Instant::now();
             }
-            // Looked at from the last to the first: a word that rises meanwhile never makes a later end ready without the earlier ones.
+            // From the last to the first: a word that rises meanwhile then never makes a later end ready without the earlier ones.
             for a in awaited.iter_mut().rev() {
                 a.ready = a.word.get() >= a.value || a.health.check().is_err();
             }
@@ -398,7 +398,7 @@ impl Completer {
             }
             moved = Instant::now();
             self.flush(&ready, api);
-            // Stable: ends of one word keep their order, and so do ends that were asked for one after the other.
+            // The order is kept, for the ends of one word and for ends that were requested one after the other.
             for done in ready.drain(..) {
                 let reached = done.word.get() >= done.value;
                 let status = if reached {

@@ -1,18 +1,22 @@
-//! Graphs. Each node is made by capturing its operation on a stream that nobody else has: so it is the same call, with the same checks, as on a stream
-//! of the client's.
+//! Graphs.
+//!
+//! Most nodes are made by capturing an operation on a stream that nothing else uses. A node is therefore the same call, with the same checks by the driver, as on a
+//! stream of the client's. Memory operations, empty and conditional nodes are added to the graph as such.
+//!
+//! The driver chooses a condition's handle for a graph of its own. So a draft is the driver's graph from the beginning, and those of its conditional nodes as well.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 
 use protocol::Status;
-use protocol::handle::{ContextId, GraphId, StreamId};
-use protocol::ops::Answer;
-use protocol::ops::graph::*;
+use protocol::handle::ContextId;
 
 use super::Cuda;
-use super::api::{Api, CUgraph, CUgraphExec, CUgraphNode, CUstream, UpdateResult};
-use crate::driver::call::{Call, Reply, Result};
-use crate::driver::graph::{self, MAX_GRAPH, Work};
-use crate::driver::session::Session;
+use super::api::{
+    Api, BatchMemOpNode, CUgraph, CUgraphExec, CUgraphNode, CUstream, ConditionalNode, UpdateResult,
+};
+use super::streams::Place;
+use crate::driver::call::{Call, Result};
+use crate::driver::gpu::{GpuGraphs, Node, NodeWork};
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const RELAXED: u32 = 2;
@@ -21,64 +25,61 @@ const FLAGS: u64 = 1 | 8;
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: u32 = 1;
 
-/// An instantiated graph.
-pub(super) struct ServerGraph {
-    pub(super) context: u32,
-    pub(super) flags: u64,
-    pub(super) exec: CUgraphExec,
+/// A graph that is not instantiated.
+pub struct Draft {
+    graph: CUgraph,
+    /// The driver's functions, to destroy it with. `None`: it goes with the conditional node that it belongs to.
+    owner: Option<&'static Api>,
 }
 
-/// The graphs of a session.
-pub(super) type Graphs = HashMap<u32, ServerGraph>;
+// SAFETY: the driver API takes handles from any thread.
+unsafe impl Send for Draft {}
 
-/// What an instantiation works with; gone afterwards.
-pub(super) struct Build {
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if let Some(api) = self.owner {
+            // SAFETY: made by `make_draft`, used by nothing else from here on; instances do not need it. If its context is gone, so is the graph, and the
+            // driver refuses.
+            let _ = unsafe { api.graph_destroy(self.graph) };
+        }
+    }
+}
+
+/// A conditional node.
+pub struct Conditional(CUgraphNode);
+
+// SAFETY: the driver API takes handles from any thread.
+unsafe impl Send for Conditional {}
+
+/// An instantiated graph.
+pub struct Executable(CUgraphExec);
+
+// SAFETY: the driver API takes handles from any thread.
+unsafe impl Send for Executable {}
+
+/// A stream for captures into a graph.
+struct Capture {
     api: &'static Api,
     graph: CUgraph,
-    /// Whether the graph goes with it.
-    own: bool,
     stream: CUstream,
 }
 
-impl Drop for Build {
+impl Drop for Capture {
     fn drop(&mut self) {
-        // SAFETY: made by `Build::new` or `Build::into`, used by nobody else; an instantiated graph does not need the one that it was made from.
-        unsafe {
-            let _ = self.api.stream_destroy(self.stream);
-            if self.own {
-                let _ = self.api.graph_destroy(self.graph);
-            }
-        }
+        // SAFETY: made by `Capture::new`, used by nothing else.
+        let _ = unsafe { self.api.stream_destroy(self.stream) };
     }
 }
 
-impl Build {
-    fn new(api: &'static Api) -> Result<Build> {
-        let mut graph: CUgraph = std::ptr::null_mut();
-        // SAFETY: writes a handle.
-        unsafe { api.graph_create(&mut graph, 0) }?;
-        match Build::into(api, graph) {
-            Ok(mut build) => {
-                build.own = true;
-                Ok(build)
-            }
-            Err(status) => {
-                // SAFETY: made above, and nobody else's.
-                let _ = unsafe { api.graph_destroy(graph) };
-                Err(status)
-            }
-        }
-    }
-
-    /// Into a graph that stays.
-    pub(super) fn into(api: &'static Api, graph: CUgraph) -> Result<Build> {
+impl Capture {
+    fn new(api: &'static Api, graph: CUgraph) -> Result<Capture> {
         let mut stream: CUstream = std::ptr::null_mut();
         // SAFETY: writes a handle.
         unsafe { api.stream_create(&mut stream, NON_BLOCKING, 0) }?;
-        Ok(Build { api, graph, own: false, stream })
+        Ok(Capture { api, graph, stream })
     }
 
-    /// Captures what `enqueue` puts on the stream, behind `before`; answers the nodes that whatever follows it must wait for.
+    /// Captures what `enqueue` puts on the stream, behind `before`. Returns the nodes that whatever follows must wait for.
     fn capture(
         &self,
         before: &[CUgraphNode],
@@ -99,7 +100,7 @@ impl Build {
         };
         let nodes = match told {
             Ok(()) if count > 0 && !last.is_null() => {
-                // SAFETY: the driver has told of as many nodes there, which stay until the capture's next call.
+                // SAFETY: the driver has written that `count` nodes are there, and they stay until the capture's next call.
                 unsafe { std::slice::from_raw_parts(last, count) }.to_vec()
             }
             _ => Vec::new(),
@@ -111,219 +112,176 @@ impl Build {
     }
 }
 
-impl Session<Cuda> {
-    fn node(&mut self, cx: &mut Call, context: ContextId, stream: CUstream, work: &Work<'_>) -> Result {
-        match work {
-            Work::Empty => Ok(()),
-            Work::Launch(op) => {
-                let function = self.modules.function_to_launch(cx, op.function)?;
-                let launched = self.gpu.launch_at(context, stream, &function.native, op);
-                function.launched |= launched.is_ok();
-                launched
-            }
-            Work::Memset(op) => match self.checked_fill(op, 0)? {
-                Some(fill) => self.gpu.fill_at(context, stream, &fill),
-                None => Ok(()),
-            },
-            Work::Copy(op) => self.gpu.copy_at(context, stream, &self.checked_line(op, 0)?),
-            Work::Copy3D(op) => match self.checked_box(op, 0)? {
-                Some(copy) => self.gpu.copy_3d_at(context, stream, &copy),
-                None => Ok(()),
-            },
-            // Not captured: these are made as nodes.
-            Work::Words(_) | Work::Conditional(_) => Err(Status::INVALID_VALUE),
-        }
-    }
-
-    /// Makes a graph of the driver's.
-    fn build(&mut self, cx: &mut Call, context: ContextId, nodes: &[GraphNode]) -> Result<Build> {
-        let build = Build::new(self.gpu.api)?;
-        self.fill_graph(cx, context, &build, nodes)?;
-        Ok(build)
-    }
-
-    /// Puts nodes into a graph of the driver's.
-    pub(super) fn fill_graph(
-        &mut self,
-        cx: &mut Call,
+impl Cuda {
+    /// Makes the driver's nodes for one of the client's, behind `before`. Returns those that whatever follows it must wait for; if it needs none of its own, `before`.
+    fn add_node(
+        &self,
         context: ContextId,
-        build: &Build,
-        nodes: &[GraphNode],
-    ) -> Result {
-        // What stands for each node: what it became, or, if it became nothing, what it waits for.
+        capture: &Capture,
+        before: Vec<CUgraphNode>,
+        work: NodeWork<'_, Cuda>,
+    ) -> Result<Vec<CUgraphNode>> {
+        let (graph, count) = (capture.graph, before.len());
+        let mut node: CUgraphNode = std::ptr::null_mut();
+        match work {
+            NodeWork::Empty if count < 2 => return Ok(before),
+            // SAFETY: nodes of this graph, as many as the length says; writes a handle.
+            NodeWork::Empty => unsafe { self.api.graph_add_empty(&mut node, graph, before.as_ptr(), count) }?,
+            NodeWork::Conditional(conditional) => {
+                node = conditional.0;
+                let after = vec![node; count];
+                // SAFETY: nodes of this graph, as many at one end as at the other.
+                unsafe { self.api.graph_depend(graph, before.as_ptr(), after.as_ptr(), count) }?;
+            }
+            NodeWork::MemoryOps(mut operations) => {
+                let params = BatchMemOpNode {
+                    context: self.context(context)?.handle,
+                    count: operations.len() as u32,
+                    operations: operations.as_mut_ptr(),
+                    flags: 0,
+                };
+                // SAFETY: nodes of this graph, as many as the length says; a description that lives through the call; writes a handle.
+                unsafe { self.api.graph_add_memory_ops(&mut node, graph, before.as_ptr(), count, &params) }?;
+            }
+            NodeWork::Launch { function, launch } => {
+                // The driver would load the function with its first launch, which it cannot while a stream is being captured.
+                // SAFETY: a live function.
+                unsafe { self.api.function_load(function.handle) }?;
+                return capture.capture(&before, |stream| self.launch_at(context, stream, function, &launch));
+            }
+            NodeWork::Fill(fill) => {
+                return capture.capture(&before, |stream| self.fill_at(context, stream, &fill));
+            }
+            NodeWork::CopyLine(copy) => {
+                return capture.capture(&before, |stream| self.copy_at(context, stream, &copy));
+            }
+            NodeWork::CopyBox(copy) => {
+                return capture.capture(&before, |stream| self.copy_3d_at(context, stream, &copy));
+            }
+        }
+        Ok(vec![node])
+    }
+
+    fn add_nodes(&self, context: ContextId, graph: CUgraph, nodes: Vec<Node<'_, Cuda>>) -> Result {
+        let capture = Capture::new(self.api, graph)?;
         let mut made: Vec<Vec<CUgraphNode>> = Vec::with_capacity(nodes.len());
         let mut seen: HashSet<usize> = HashSet::new();
         for node in nodes {
             seen.clear();
             let mut before: Vec<CUgraphNode> = Vec::new();
-            for dependency in &node.dependencies {
+            for dependency in node.dependencies {
                 let of = made.get(*dependency as usize).ok_or(Status::INVALID_VALUE)?;
                 before.extend(of.iter().filter(|node| seen.insert(node.addr())));
             }
-            let became = match graph::work(node)? {
-                Work::Empty if before.len() < 2 => before,
-                Work::Empty => {
-                    let mut empty: CUgraphNode = std::ptr::null_mut();
-                    // SAFETY: nodes of this graph, as many as the length says; writes a handle.
-                    unsafe {
-                        self.gpu.api.graph_add_empty(&mut empty, build.graph, before.as_ptr(), before.len())
-                    }?;
-                    vec![empty]
-                }
-                Work::Conditional(first) => {
-                    let node = self.gpu.drafts.node(first)?.native;
-                    let after = vec![node; before.len()];
-                    // SAFETY: nodes of this graph, as many at one end as at the other.
-                    unsafe {
-                        self.gpu.api.graph_depend(build.graph, before.as_ptr(), after.as_ptr(), before.len())
-                    }?;
-                    vec![node]
-                }
-                Work::Words(op) => {
-                    let operations = self.memory_ops(&op.operations, 0)?;
-                    vec![self.gpu.memory_ops_node(context, build.graph, &before, operations)?]
-                }
-                work => {
-                    if let Work::Launch(launch) = &work {
-                        let function = self.modules.function_to_launch(cx, launch.function)?.native.handle;
-                        // A capture is no time to load it.
-                        // SAFETY: a live function.
-                        unsafe { self.gpu.api.function_load(function) }?;
-                    }
-                    build.capture(&before, |stream| self.node(cx, context, stream, &work))?
-                }
-            };
-            made.push(became);
+            made.push(self.add_node(context, &capture, before, node.work)?);
         }
         Ok(())
     }
 }
 
-impl Cuda {
-    pub(super) fn instantiated(&self, graph: CUgraph, flags: u64) -> Result<CUgraphExec> {
-        let mut exec: CUgraphExec = std::ptr::null_mut();
-        // SAFETY: a graph; writes a handle.
-        unsafe { self.api.graph_instantiate(&mut exec, graph, flags & FLAGS) }?;
-        Ok(exec)
+impl GpuGraphs for Cuda {
+    type Draft = Draft;
+    type Conditional = Conditional;
+    type Graph = Executable;
+
+    fn home_of_graph(_device: u32) -> u32 {
+        0
     }
 
-    /// Makes an instance do what a graph does: the driver's own update where it can, a new instance where it cannot.
-    fn updated(&self, exec: CUgraphExec, build: &Build, flags: u64) -> Result<CUgraphExec> {
+    fn make_draft(&mut self, context: ContextId) -> Result<Draft> {
+        let mut graph: CUgraph = std::ptr::null_mut();
+        // SAFETY: writes a handle.
+        let made = unsafe { self.api.graph_create(&mut graph, 0) };
+        self.note(context, made)?;
+        Ok(Draft { graph, owner: Some(self.api) })
+    }
+
+    fn make_condition(&mut self, context: ContextId, draft: &Draft, default: u32, flags: u32) -> Result<u64> {
+        let of = self.context(context)?.handle;
+        let mut handle = 0;
+        // SAFETY: a live graph and a live context; writes one integer.
+        let made = unsafe { self.api.graph_condition(&mut handle, draft.graph, of, default, flags) };
+        self.note(context, made).map(|()| handle)
+    }
+
+    fn add_conditional(
+        &mut self,
+        context: ContextId,
+        draft: &Draft,
+        condition: u64,
+        kind: u32,
+        count: usize,
+    ) -> Result<(Conditional, Vec<Draft>)> {
+        let mut params = ConditionalNode::new(condition, kind, count as u32, self.context(context)?.handle);
+        let mut node: CUgraphNode = std::ptr::null_mut();
+        // SAFETY: a live graph, no nodes to depend on, a description of this kind; writes a handle.
+        let added =
+            unsafe { self.api.graph_add_node(&mut node, draft.graph, std::ptr::null(), 0, &mut params) };
+        self.note(context, added)?;
+        if params.graphs.is_null() {
+            return Err(Status::UNKNOWN);
+        }
+        // SAFETY: the driver has written where `count` graphs are, which stay as long as the node.
+        let graphs = unsafe { std::slice::from_raw_parts(params.graphs, count) };
+        let drafts = graphs.iter().map(|graph| Draft { graph: *graph, owner: None }).collect();
+        Ok((Conditional(node), drafts))
+    }
+
+    fn remove_conditional(&mut self, context: ContextId, node: &Conditional) -> Result {
+        // SAFETY: a live node, which the session removes from its table, with its graphs.
+        let removed = unsafe { self.api.graph_destroy_node(node.0) };
+        self.note(context, removed)
+    }
+
+    fn fill_draft(&self, context: ContextId, draft: &Draft, nodes: Vec<Node<'_, Cuda>>) -> Result {
+        self.note(context, self.add_nodes(context, draft.graph, nodes))
+    }
+
+    fn instantiate(&mut self, context: ContextId, draft: &Draft, flags: u64) -> Result<Executable> {
+        let mut exec: CUgraphExec = std::ptr::null_mut();
+        // SAFETY: a live graph; writes a handle.
+        let made = unsafe { self.api.graph_instantiate(&mut exec, draft.graph, flags & FLAGS) };
+        self.note(context, made).map(|()| Executable(exec))
+    }
+
+    /// The driver's own update where it can, a new instance where it cannot.
+    fn update_graph(
+        &mut self,
+        context: ContextId,
+        graph: &mut Executable,
+        draft: &Draft,
+        flags: u64,
+    ) -> Result {
         let mut why = UpdateResult {
             result: 0,
             error_node: std::ptr::null_mut(),
             error_from_node: std::ptr::null_mut(),
         };
-        // SAFETY: a live instance and a graph; writes what came of it.
-        if unsafe { self.api.graph_update(exec, build.graph, &mut why) }.is_ok() {
-            return Ok(exec);
+        // SAFETY: a live instance and a live graph; writes what came of it.
+        if unsafe { self.api.graph_update(graph.0, draft.graph, &mut why) }.is_ok() {
+            return Ok(());
         }
-        let fresh = self.instantiated(build.graph, flags)?;
-        // SAFETY: about to be replaced in the table; launches under way complete.
-        let _ = unsafe { self.api.graph_exec_destroy(exec) };
-        Ok(fresh)
-    }
-}
-
-impl Session<Cuda> {
-    fn graph_on(
-        &mut self,
-        cx: &mut Call,
-        graph: GraphId,
-        stream: StreamId,
-    ) -> Result<(CUgraphExec, CUstream)> {
-        let place = self.enter(cx, stream)?;
-        let found = self.gpu.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
-        Ok((found.ok_or(Status::INVALID_HANDLE)?.exec, place.stream))
-    }
-}
-
-impl GraphOps<Call> for Session<Cuda> {
-    fn graph_instantiate<'a>(
-        &mut self,
-        cx: &mut Call,
-        op: GraphInstantiate<'a>,
-    ) -> Reply<GraphInstantiateReply> {
-        cx.context = op.context;
-        if self.gpu.graphs.contains_key(&op.graph.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let nodes = graph::read(&cx.input(op.nodes)?.collect(MAX_GRAPH)?)?;
-        self.gpu.enter_context(op.context)?;
-        let built =
-            self.build(cx, op.context, &nodes).and_then(|build| self.gpu.instantiated(build.graph, op.flags));
-        cx.context = op.context;
-        let exec = self.gpu.note(op.context, built)?;
-        self.gpu.graphs.insert(op.graph.0, ServerGraph { context: op.context.0, flags: op.flags, exec });
-        Ok(Answer::Now(GraphInstantiateReply {}))
+        let old = std::mem::replace(graph, self.instantiate(context, draft, flags)?);
+        // SAFETY: replaced; launches under way complete.
+        let _ = unsafe { self.api.graph_exec_destroy(old.0) };
+        Ok(())
     }
 
-    fn graph_update<'a>(&mut self, cx: &mut Call, op: GraphUpdate<'a>) -> Reply<GraphUpdateReply> {
-        let found = self.gpu.graphs.get(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
-        let (context, flags, exec) = (ContextId(found.context), found.flags, found.exec);
-        cx.context = context;
-        let nodes = graph::read(&cx.input(op.nodes)?.collect(MAX_GRAPH)?)?;
-        self.gpu.enter_context(context)?;
-        let updated = self.build(cx, context, &nodes).and_then(|build| self.gpu.updated(exec, &build, flags));
-        cx.context = context;
-        let exec = self.gpu.note(context, updated)?;
-        self.gpu.graphs.insert(op.graph.0, ServerGraph { context: context.0, flags, exec });
-        Ok(Answer::Now(GraphUpdateReply {}))
-    }
-
-    fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result {
-        let (exec, stream) = self.graph_on(cx, op.graph, op.stream)?;
+    fn launch_graph(&mut self, _cx: &Call, place: &Place, graph: &Executable) -> Result {
         // SAFETY: live handles of the current context.
-        let launched = unsafe { self.gpu.api.graph_launch(exec, stream) };
-        self.gpu.note(cx.context, launched)
+        let launched = unsafe { self.api.graph_launch(graph.0, place.stream) };
+        self.note(place.context, launched)
     }
 
-    fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result {
-        let (exec, stream) = self.graph_on(cx, op.graph, op.stream)?;
+    fn upload_graph(&mut self, place: &Place, graph: &Executable) -> Result {
         // SAFETY: live handles of the current context.
-        let uploaded = unsafe { self.gpu.api.graph_upload(exec, stream) };
-        self.gpu.note(cx.context, uploaded)
+        let uploaded = unsafe { self.api.graph_upload(graph.0, place.stream) };
+        self.note(place.context, uploaded)
     }
 
-    fn graph_destroy(&mut self, cx: &mut Call, op: GraphDestroy) -> Result {
-        let graph = self.gpu.graphs.remove(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(graph.context);
-        self.gpu.enter_context(cx.context)?;
-        // SAFETY: out of the table; launches under way complete.
-        let destroyed = unsafe { self.gpu.api.graph_exec_destroy(graph.exec) };
-        self.gpu.note(cx.context, destroyed)
-    }
-
-    fn graph_condition(&mut self, cx: &mut Call, op: GraphCondition) -> Reply<GraphConditionReply> {
-        cx.context = op.context;
-        self.make_condition(&op).map(|handle| Answer::Now(GraphConditionReply { handle }))
-    }
-
-    fn graph_conditional(&mut self, cx: &mut Call, op: GraphConditional) -> Reply<GraphConditionalReply> {
-        cx.context = ContextId(self.gpu.drafts.get(op.graph)?.context);
-        self.make_conditional(&op).map(|()| Answer::Now(GraphConditionalReply {}))
-    }
-
-    fn graph_conditional_remove(
-        &mut self,
-        cx: &mut Call,
-        op: GraphConditionalRemove,
-    ) -> Reply<GraphConditionalRemoveReply> {
-        self.remove_conditional(cx, op.first).map(|()| Answer::Now(GraphConditionalRemoveReply {}))
-    }
-
-    fn graph_instantiate_draft<'a>(
-        &mut self,
-        cx: &mut Call,
-        op: GraphInstantiateDraft<'a>,
-    ) -> Reply<GraphInstantiateDraftReply> {
-        self.instantiate_draft(cx, op)
-    }
-
-    fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result {
-        // One that is unknown has gone with its context.
-        let Ok(draft) = self.gpu.drafts.get(op.graph) else { return Ok(()) };
-        cx.context = ContextId(draft.context);
-        self.gpu.drafts.forget(op.graph).map(drop)
+    fn destroy_graph(&mut self, context: ContextId, graph: Executable) -> Result {
+        // SAFETY: out of the session's table; launches under way complete.
+        let destroyed = unsafe { self.api.graph_exec_destroy(graph.0) };
+        self.note(context, destroyed)
     }
 }

@@ -18,8 +18,8 @@ use super::Cuda;
 use super::api::{Api, CUcontext};
 use super::reach::Reach;
 use crate::driver::call::{Call, Result};
-use crate::driver::gpu::GpuHostMemory;
-use crate::driver::quota::{Charge, Quota};
+use crate::driver::gpu::{GpuHostMemory, GpuMemory};
+use crate::driver::quota::{MirrorCharge, Quota};
 
 const PAGE: usize = 4096;
 /// Below this, no mapping is made, whatever a client says.
@@ -34,8 +34,7 @@ pub struct HostView {
     first: usize,
     len: usize,
     mirror: Option<Mirror>,
-    /// A mirror's bytes, against both of its quotas.
-    _charges: Option<[Charge; 2]>,
+    _charge: Option<MirrorCharge>,
 }
 
 /// What makes a view a mirror. It is there as soon as [`Reach`] has it.
@@ -94,14 +93,6 @@ unsafe fn register(api: &Api, view: &HostView) -> Result {
     Ok(())
 }
 
-/// Mirrors take at most a quarter of this machine's memory.
-pub(super) fn mirror_quota() -> Quota {
-    // SAFETY: `sysconf` only reads its argument.
-    let (pages, size) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
-    let machine = u64::try_from(pages).unwrap_or(0).saturating_mul(u64::try_from(size).unwrap_or(0));
-    Quota::new("pinned memory that kernels use", (machine / 4).max(1))
-}
-
 impl Drop for HostView {
     fn drop(&mut self) {
         let (first, len) = (self.first, self.len);
@@ -141,7 +132,7 @@ impl HostView {
             );
             return Err(Status::MAP_FAILED);
         }
-        let view = HostView { first: got as usize, len, mirror: None, _charges: None };
+        let view = HostView { first: got as usize, len, mirror: None, _charge: None };
         if got == wanted { Ok(view) } else { Err(Status::MAP_FAILED) }
     }
 
@@ -220,8 +211,9 @@ impl GpuHostMemory for Cuda {
         op: &HostMirror,
         quota: &Quota,
     ) -> Result<(HostView, Answer<HostMirrorReply>)> {
-        let charges = [quota.charge(op.size)?, self.mirror_quota.charge(op.size)?];
-        let context = self.enter_context(op.context)?.handle as usize;
+        let context = self.enter_context(op.context)?;
+        let (device, context) = (context.device, context.handle as usize);
+        let charge = quota.charge_mirror(self.number(device), op.size)?;
         let helper = match &self.mirrors {
             Some(helper) => helper.clone(),
             None => self.mirrors.insert(Helper::start()?).clone(),
@@ -229,7 +221,7 @@ impl GpuHostMemory for Cuda {
         let (first, len, api) = (op.address as usize, op.size as usize, self.api);
         let beside = Arc::clone(&self.beside);
         let mirror = Mirror { beside: Arc::clone(&beside), helper: helper.clone(), context, api };
-        let view = HostView { first, len, mirror: Some(mirror), _charges: Some(charges) };
+        let view = HostView { first, len, mirror: Some(mirror), _charge: Some(charge) };
         let pending = cx.later();
         helper.run(move || {
             let made = HostView::make_mirror(api, context, first, len);

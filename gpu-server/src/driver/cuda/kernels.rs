@@ -275,7 +275,7 @@ impl GpuModules for Cuda {
         let (loaded, logs) = self.load(context, options, &image)?;
         let handle = match loaded {
             Ok(handle) => handle,
-            Err(status) => return Ok(Loaded { module: Err(status), prints: false, logs }),
+            Err(status) => return Ok(Loaded { module: Err(status), prints: false, bytes: 0, logs }),
         };
         let described = functions(self.api, handle);
         let (mut functions, table) = match self.note(context, described) {
@@ -296,6 +296,8 @@ impl GpuModules for Cuda {
         Ok(Loaded {
             module: Ok((CudaModule { handle, table }, functions)),
             prints: prints.unwrap_or(false),
+            // The driver does not say; what it takes besides, the daemon learns from NVML.
+            bytes: image.len() as u64,
             logs,
         })
     }

@@ -2,7 +2,7 @@
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how the server learns what a stream has done;
 //! - here: devices and contexts; one file for each other chapter: [`memory`] and [`host_map`], [`streams`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`] (with [`link`]),
-//!   [`graph`] (with [`conditional`] and [`stream_memory`]), [`green`], [`array`], [`texture`]; [`nvml`];
+//!   [`graph`], [`green`], [`array`], [`texture`]; [`nvml`];
 //! - [`registration`]: client memory that CUDA reads and writes in place; [`reach`]: what other threads than the dispatcher's may use.
 //!
 //! The session has checked everything that a client names before the driver sees it. What a kernel does is confined by its process: a worker serves one
@@ -11,7 +11,6 @@
 pub mod api;
 mod array;
 mod arrivals;
-mod conditional;
 mod copies;
 mod fence;
 mod graph;
@@ -24,7 +23,6 @@ pub mod nvml;
 mod reach;
 mod registration;
 mod staging;
-mod stream_memory;
 mod streams;
 mod texture;
 
@@ -43,7 +41,6 @@ use protocol::ops::memory::{WINDOW_SIZE, window};
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
 use self::arrivals::Arrived;
 use self::fence::{Completer, Health, Words};
-use self::graph::Graphs;
 use self::reach::Reach;
 use self::staging::Staging;
 use self::streams::CudaStream;
@@ -53,7 +50,6 @@ use super::call::{Errors, Result};
 use super::gpu::Gpu;
 use super::ids::Ids;
 use super::output::{self, Output};
-use super::quota::Quota;
 use super::ranges::Ranges;
 use super::space::Space;
 use super::streams::Streams;
@@ -66,6 +62,15 @@ const EXPORTS_FD: u32 = 103;
 const CAN_MAP_HOST_MEMORY: u32 = 19;
 /// `CUdevice_attribute` numbers that are asked for.
 const ATTRIBUTES: std::ops::Range<u32> = 1..160;
+/// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT` and `CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR`.
+const MULTIPROCESSORS: u32 = 16;
+const THREADS_OF_MULTIPROCESSOR: u32 = 39;
+/// `CU_LIMIT_STACK_SIZE`, `CU_LIMIT_PRINTF_FIFO_SIZE` and `CU_LIMIT_MALLOC_HEAP_SIZE`.
+const LIMIT_STACK_SIZE: u32 = 0;
+const LIMIT_PRINTF_FIFO_SIZE: u32 = 1;
+const LIMIT_HEAP_SIZE: u32 = 2;
+/// Bytes of a thread's stack in every new context.
+const USUAL_STACK: u64 = 1024;
 /// `CU_STREAM_NON_BLOCKING`.
 const STREAM_NON_BLOCKING: u32 = 1;
 
@@ -85,8 +90,6 @@ pub struct Cuda {
     /// Windows of addresses, and how many of them are reserved: all, once there was a context.
     windows: u32,
     windows_reserved: u32,
-    graphs: Graphs,
-    drafts: conditional::Drafts,
     /// Makes mirrors of client memory; started with the first.
     mirrors: Option<host_map::Helper>,
     beside: Arc<Reach>,
@@ -97,8 +100,6 @@ pub struct Cuda {
     client: Option<Arc<dyn Client>>,
     /// Where data comes in by RDMA.
     arrived: Option<Arc<Arrived>>,
-    /// Limits mirrors to a part of this machine's memory.
-    mirror_quota: Quota,
     output: Arc<Output>,
     errors: Option<Errors>,
 }
@@ -210,8 +211,6 @@ impl Cuda {
             home: None,
             resets: false,
             home_goes: false,
-            graphs: Graphs::default(),
-            drafts: conditional::Drafts::default(),
             mirrors: None,
             beside: Arc::default(),
             words,
@@ -219,7 +218,6 @@ impl Cuda {
             staging,
             client: None,
             arrived: None,
-            mirror_quota: host_map::mirror_quota(),
             output,
             errors: None,
         })
@@ -617,10 +615,7 @@ impl Gpu for Cuda {
         }
     }
 
-    fn forget_context(&mut self, context: ContextId) {
-        let context = context.0;
-        self.graphs.retain(|_, graph| graph.context != context);
-        self.drafts.forget_context(context);
+    fn forget_context(&mut self, _context: ContextId) {
         self.current = None;
     }
 
@@ -668,6 +663,18 @@ impl Gpu for Cuda {
     fn set_limit(&mut self, _context: ContextId, limit: u32, value: u64) -> Result {
         // SAFETY: no requirement.
         unsafe { self.api.context_set_limit(limit, value as usize) }
+    }
+
+    fn limit_bytes(&self, device: u32, limit: u32, value: u64) -> u64 {
+        let Ok(device) = self.device(device) else { return 0 };
+        match limit {
+            LIMIT_STACK_SIZE if value > USUAL_STACK => {
+                let read = |number| attribute(self.api, device.handle, number).unwrap_or(0).max(0) as u64;
+                value.saturating_mul(read(MULTIPROCESSORS)).saturating_mul(read(THREADS_OF_MULTIPROCESSOR))
+            }
+            LIMIT_PRINTF_FIFO_SIZE | LIMIT_HEAP_SIZE => value,
+            _ => 0,
+        }
     }
 
     fn enable_peer(&mut self, context: ContextId, peer: ContextId) -> Result {

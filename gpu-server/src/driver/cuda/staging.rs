@@ -1,17 +1,17 @@
-//! Page-locked buffers between devices and data that comes or goes over the network (or lies where no device can reach it).
+//! Page-locked buffers between devices and data that travels over the network (or lies where no device can reach it).
 //!
-//! A transfer knows from the beginning which slot each of its chunks will use ([`slots`](crate::driver::slots)). All its device work is enqueued at once, in its stream;
-//! what orders it against the network are two words for each slot, counting that slot's uses:
+//! A transfer knows from the beginning which slot each of its chunks will use ([`slots`](crate::driver::slots)). All of its device work is enqueued in its stream at once.
+//! Two words for each slot, which count the slot's uses, order that work with the network:
 //!
 //! ```text
 //!  in:   network fills slot ─ host word = n ─▶ stream: wait(host ≥ n), copy to device, write(gpu = n) ─▶ the network may fill it again
 //!  out:  stream: wait(host ≥ n−1), copy from device, write(gpu = n) ─▶ sender sends it ─ host word = n ─▶ the stream may fill it again
 //! ```
 //!
-//! So a stream waits for nothing but the network, the dispatcher waits for nothing, and a stream whose data is late, or that is held up, holds back only itself.
+//! So a stream waits only for the network, the dispatcher never waits, and a stream whose data is late delays only itself.
 //!
-//! The slots' memory, 56 MiB, is there while it is needed: a worker has it when its session begins, so that the first copy is quick, and gives it back to the system when
-//! nothing was transferred for [`IDLE`]. The next transfer makes it anew.
+//! A worker allocates the slots' memory, 56 MiB, before its session begins, so that the first copy is fast. When nothing has been transferred for [`IDLE`], it frees the memory. The
+//! next transfer allocates it again.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
@@ -28,34 +28,34 @@ use super::api::{Api, CUcontext, CUdeviceptr};
 use super::fence::{ALREADY_REGISTERED, Completer, Health, Pinned, Word, Words, nap_precisely};
 use crate::driver::slots::{self, Flow, Slots, Use};
 
-/// Answers of a few bytes have places of their own, one for each of so many reply slots.
+/// Number of reply slots that have a buffer of their own for small answers.
 const ANSWERS: usize = 64;
-/// Bytes of such a place.
+/// Size of such a buffer, in bytes.
 pub(super) const ANSWER: usize = 4 << 10;
-/// Threads that send, and so data connections that one transfer can fill.
+/// Number of sending threads, and so of data connections that one transfer can fill.
 const SENDERS: usize = 4;
-/// A sender naps this long between looks when nothing is ready.
+/// The time between two checks of a sender when nothing is ready.
 const NAP: Duration = Duration::from_micros(20);
 
-/// The slots' memory goes when nothing was transferred for this long.
+/// The slots' memory is freed when nothing was transferred for this long.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// The pool, and the senders.
+/// The slots, the words that guard them, and the sending threads.
 pub(super) struct Staging {
     api: &'static Api,
-    /// Places for small answers.
+    /// Buffers for small answers.
     answers: Mutex<Pinned>,
     answers_at: NonNull<u8>,
     words: Vec<Slot>,
     slots: Slots,
-    /// The context in which everything here is registered. It outlives those that the program makes.
+    /// The context in which everything here is registered. It outlives contexts that the program makes.
     home: Mutex<Registered>,
     block: Mutex<Holding>,
     /// Started with the first block.
     senders: OnceLock<Vec<Mutex<Sender<Job>>>>,
-    /// A transfer began since the first sender last looked.
+    /// A transfer has begun since the first sender last checked.
     used: AtomicBool,
-    /// The session has begun: from now on the memory is released when it is not used.
+    /// The session has begun. From now on the memory is freed when it is idle.
     begun: AtomicBool,
     over: AtomicBool,
 }
@@ -65,19 +65,19 @@ unsafe impl Send for Staging {}
 // SAFETY: what `Send` relies on holds for shared use as well: locks, atomics, and the protocol of `slots` and of the words.
 unsafe impl Sync for Staging {}
 
-/// The slots' memory as it is now.
+/// The current memory of the slots.
 #[derive(Default)]
 struct Holding {
     block: Option<Arc<Block>>,
-    /// The RDMA device has it, too.
+    /// The RDMA device uses the memory too, so it is never freed.
     forever: bool,
 }
 
-/// Memory for all slots, registered with CUDA. Transfers hold it.
+/// Memory for all slots, registered with CUDA. Each transfer holds a reference.
 struct Block {
     api: &'static Api,
     at: NonNull<u8>,
-    /// Where it was registered last.
+    /// The context in which it was registered last.
     context: Mutex<Registered>,
 }
 
@@ -92,7 +92,7 @@ unsafe impl Send for Block {}
 unsafe impl Sync for Block {}
 
 impl Block {
-    /// Fresh memory, registered with the current context.
+    /// Allocates memory and registers it with the current context.
     fn new(api: &'static Api) -> Result<Block> {
         // SAFETY: a fresh anonymous mapping.
         let at = unsafe {
@@ -112,7 +112,7 @@ impl Block {
         Ok(block)
     }
 
-    /// Registers it with the current context, again after the one before was reset.
+    /// Registers the memory with the current context. Called again if that context is reset.
     fn register(&self) -> Result {
         let mut current: CUcontext = std::ptr::null_mut();
         // SAFETY: writes a context handle; then the memory is this block's, page-aligned, and unregistered before it is unmapped. Flags: portable, device-mapped.
@@ -127,7 +127,7 @@ impl Block {
         Ok(())
     }
 
-    /// Gives the memory back to the system. The driver may wait meanwhile for work that is under way.
+    /// Frees the memory. The driver may wait for unfinished work first.
     fn release(self) {
         let context = self.context.into_inner().unwrap_or_else(|e| e.into_inner()).0;
         // SAFETY: a context of this process (the driver refuses one that is gone), memory that was registered there, and a mapping that nobody uses any more.
@@ -136,7 +136,7 @@ impl Block {
                 .api
                 .context_set(context)
                 .and_then(|()| self.api.host_unregister(self.at.as_ptr().cast()));
-            // What the driver may still know must stay mapped.
+            // If the driver still has the memory registered, it must stay mapped.
             if unregistered.is_ok() {
                 libc::munmap(self.at.as_ptr().cast(), slots::BYTES);
             }
@@ -160,7 +160,7 @@ struct Slot {
 }
 
 impl Staging {
-    /// The pool, without its slots' memory. To be [registered](Self::register).
+    /// Makes everything except the slots' memory. It must be [registered](Self::register).
     pub(super) fn new(api: &'static Api, words: &Arc<Words>) -> Result<Arc<Staging>> {
         let answers = Pinned::new(ANSWERS * ANSWER)?;
         let words = (0..slots::COUNT)
@@ -185,7 +185,7 @@ impl Staging {
         self.block.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Registers what there is with the current context, again after the one before was reset. What is made later is registered there as well.
+    /// Registers the existing memory with the current context, which becomes the home. Called again if that context is reset. Memory that is allocated later is registered there as well.
     pub(super) fn register(&self) -> Result {
         let mut home = self.home.lock().unwrap_or_else(|e| e.into_inner());
         // SAFETY: writes a context handle.
@@ -195,8 +195,8 @@ impl Staging {
         self.holding().block.as_ref().map_or(Ok(()), |block| block.register())
     }
 
-    /// The slots' memory, made now if it is not there. The current context may be one that the program destroys while the session goes on, so the memory is registered in
-    /// the [home](Self::home) context. Were its registration to end, the driver would take it for pageable memory and read a slot before its data has come.
+    /// The slots' memory. It is allocated now if necessary and registered in the [home](Self::home) context, because the program may destroy the current one while the session goes on.
+    /// The registration would end with it. The driver would then take the memory for pageable and read a slot before its data has arrived.
     fn block(self: &Arc<Staging>) -> Result<Arc<Block>> {
         let mut holding = self.holding();
         if let Some(block) = &holding.block {
@@ -204,11 +204,11 @@ impl Staging {
         }
         if self.senders.get().is_none() {
             let senders = self.start_senders().map_err(|_| Status::OPERATING_SYSTEM)?;
-            // The lock above is held: nobody else starts them.
+            // The lock is held, so nothing else starts them.
             let _ = self.senders.set(senders);
         }
         let home = self.home.lock().unwrap_or_else(|e| e.into_inner()).0;
-        // SAFETY: a primary context that is live as long as it is the home: another is registered here when it is reset.
+        // SAFETY: a primary context, which is live while it is the home: `register` replaces it when it is reset.
         let block = Arc::new(unsafe { self.api.within(home, || Block::new(self.api)) }?);
         holding.block = Some(Arc::clone(&block));
         drop(holding);
@@ -216,7 +216,7 @@ impl Staging {
         Ok(block)
     }
 
-    /// Makes the slots' memory ahead of the first transfer.
+    /// Allocates the slots' memory before the first transfer.
     pub(super) fn prepare(self: &Arc<Staging>) -> Result {
         self.block().map(|_| ())
     }
@@ -246,7 +246,7 @@ impl Staging {
         Ok(all)
     }
 
-    /// The slots' memory, which from now on stays to the process's end.
+    /// The slots' memory. From now on it is never freed.
     pub(super) fn keep_area(self: &Arc<Staging>) -> Result<(NonNull<u8>, usize)> {
         let block = self.block()?;
         let mut holding = self.holding();
@@ -255,13 +255,13 @@ impl Staging {
         Ok((block.at, slots::BYTES))
     }
 
-    /// Whether the first sender is to look again whether the memory is used.
+    /// Whether the first sender should check later whether the memory is idle.
     fn may_release(&self) -> bool {
         let holding = self.holding();
         self.begun.load(Ordering::Acquire) && holding.block.is_some() && !holding.forever
     }
 
-    /// Gives the slots' memory back if no transfer has used it for a while.
+    /// Frees the slots' memory if no transfer has used it since the last check.
     fn release_if_idle(&self) {
         let mut holding = self.holding();
         if self.used.swap(false, Ordering::AcqRel) || holding.forever || !self.slots.are_unused() {
@@ -270,10 +270,10 @@ impl Staging {
         if let Some(block) = holding.block.take() {
             drop(holding);
             tracing::debug!("the staging memory is idle: released");
-            // In a thread that may wait, as a sender may not. Without one the memory stays.
+            // In a thread of its own, because senders must not wait. If it cannot be started, the memory stays.
             let _ = std::thread::Builder::new().name("rgpu-release".into()).spawn(move || {
                 let mut held = block;
-                // The last transfer gives its slots back a moment before it lets go of the memory.
+                // The last transfer gives its slots back a moment before it drops its reference to the memory.
                 loop {
                     match Arc::try_unwrap(held) {
                         Ok(block) => return block.release(),
@@ -285,19 +285,19 @@ impl Staging {
         }
     }
 
-    /// Nobody waits in here any more.
+    /// Ends all waits.
     pub(super) fn stop(&self) {
         self.over.store(true, Ordering::Release);
         self.slots.stop();
     }
 
-    /// The place for the answer in a reply slot, [`ANSWER`] bytes: its command's alone until it is answered. `None`: that slot has none.
+    /// The buffer of [`ANSWER`] bytes for the answer in a reply slot. It belongs to the slot's command until that is answered. `None`: the slot has no buffer.
     pub(super) fn answer(&self, slot: u16) -> Option<NonNull<u8>> {
         // SAFETY: inside the answers' memory.
         (usize::from(slot) < ANSWERS).then(|| unsafe { self.answers_at.add(usize::from(slot) * ANSWER) })
     }
 
-    /// Slots for a transfer of `len` bytes, the next of its flow, whose chunks are as long as `chunk_in` says for slots of a length.
+    /// Takes slots for the flow's next transfer, of `len` bytes. `chunk_in` returns the chunk size for slots of a given size, both in bytes.
     pub(super) fn begin(
         self: &Arc<Staging>,
         flow: Flow,
@@ -339,7 +339,7 @@ impl Staging {
         }))
     }
 
-    /// Sends what the transfer's stream puts into its slots to `sink`.
+    /// Starts sending to `sink` what the transfer's stream writes to its slots.
     pub(super) fn send(&self, transfer: Arc<Transfer>, sink: Sink) {
         let left = transfer.uses.len();
         let job = Arc::new(Departure {
@@ -347,16 +347,16 @@ impl Staging {
             sink: Mutex::new(Some(Arc::new(sink))),
             left: AtomicUsize::new(left),
         });
-        // They were started with the transfer's block.
+        // The senders were started when the transfer's memory was allocated.
         for sender in self.senders.get().into_iter().flatten() {
             // A sender ends only with the process.
             let _ = sender.lock().unwrap_or_else(|e| e.into_inner()).send(Job::Send(Arc::clone(&job)));
         }
     }
 
-    /// A sender's thread: of each job it sends every `SENDERS`-th chunk.
+    /// A sender's thread. It sends every `SENDERS`-th chunk of each transfer.
     fn run_sender(&self, sender: usize, jobs: &Receiver<Job>) {
-        // A stream waits until its data has been sent, so every delay here is a delay of the stream.
+        // A stream waits until its data has been sent, so every delay here delays the stream.
         nap_precisely();
         let mut active: Vec<(Arc<Departure>, u64)> = Vec::new();
         let mut moved = Instant::now();
@@ -406,37 +406,37 @@ impl Staging {
     }
 }
 
-/// A transfer's use of its slots. They go back to the pool with its flow's last transfer.
+/// A transfer and its slots. The slots become free with the last transfer of its flow.
 pub(super) struct Transfer {
     staging: Arc<Staging>,
     block: Arc<Block>,
     flow: Flow,
-    /// What each chunk uses.
+    /// The slot of each chunk, and which of its uses this is.
     uses: Vec<Use>,
     /// The last use of each slot.
     last: Vec<Use>,
-    /// Chunks before the first that uses a slot of this transfer's again.
+    /// Number of chunks before the first one that reuses a slot of this transfer.
     own: u64,
-    /// Bytes landed of each chunk.
+    /// Number of bytes of each chunk that have arrived.
     filled: Box<[AtomicU32]>,
     chunk: usize,
     len: u64,
     health: Arc<Health>,
-    /// The stream does not come to all of it.
+    /// The stream will not process all chunks.
     abandoned: AtomicBool,
 }
 
-/// One chunk, as streams see it.
+/// A chunk, for the stream's work.
 pub(super) struct ChunkPlace {
-    /// Its offset in the data.
+    /// Its offset in the data, in bytes.
     pub(super) offset: u64,
-    /// Its bytes.
+    /// Its size in bytes.
     pub(super) len: usize,
-    /// The slot in this process.
+    /// The slot's address in this process.
     pub(super) at: NonNull<u8>,
-    /// Word and value that the stream waits for before it touches the slot; in the outgoing direction 0 means no wait.
+    /// The word that the stream waits for before it uses the slot, and its value. Towards the client, 0 means no wait.
     pub(super) host: (CUdeviceptr, u64),
-    /// Word and value that the stream writes after.
+    /// The word that the stream writes afterwards, and its value.
     pub(super) gpu: (CUdeviceptr, u64),
 }
 
@@ -459,22 +459,22 @@ impl Transfer {
     }
 
     fn at(&self, slot: usize) -> NonNull<u8> {
-        // SAFETY: a slot of the pool's, so inside its memory.
+        // SAFETY: one of the slots, and so inside their memory.
         unsafe { self.block.at.add(slots::offset(slot)) }
     }
 
-    /// Whether the stream has taken what was in a chunk's slot before.
+    /// Whether the stream has processed the previous contents of a chunk's slot.
     fn is_free(&self, chunk: u64) -> bool {
         let (slot, uses) = self.place(chunk);
         self.slot(slot).gpu.get() + 1 >= uses
     }
 
-    /// The chunks, for a transfer towards the device.
+    /// The chunks of a transfer to the device.
     pub(super) fn inbound(&self) -> impl Iterator<Item = ChunkPlace> + '_ {
         (0..self.chunks()).map(|c| self.describe(c, 0))
     }
 
-    /// The chunks, for a transfer from the device.
+    /// The chunks of a transfer from the device.
     pub(super) fn outbound(&self) -> impl Iterator<Item = ChunkPlace> + '_ {
         (0..self.chunks()).map(|c| self.describe(c, 1))
     }
@@ -490,23 +490,23 @@ impl Transfer {
         }
     }
 
-    /// Words and values that a stream waits for until everything has been sent.
+    /// The words, with their values, that a stream waits for until everything has been sent.
     pub(super) fn all_sent(&self) -> impl Iterator<Item = (CUdeviceptr, u64)> + '_ {
         self.last.iter().map(|last| (self.slot(last.slot).host.address(), last.number))
     }
 
-    /// Bytes for which there is room before the stream has come to any, when what is before them on it is done.
+    /// Number of bytes that fit into the slots before the stream has processed any of them, once all work before this transfer is done.
     pub(super) fn window(&self) -> u64 {
         (self.own * self.chunk as u64).min(self.len)
     }
 
-    /// Bytes for which there is room now. What the flow's transfers before have in their slots may take a part of the [`window`](Self::window).
+    /// Number of bytes that fit now. Earlier transfers of the flow may still occupy a part of the [`window`](Self::window).
     pub(super) fn room_now(&self) -> u64 {
         let free = (0..self.own).take_while(|chunk| self.is_free(*chunk)).count();
         (free as u64 * self.chunk as u64).min(self.len)
     }
 
-    /// Grants the network room for more as the stream takes what has come, from the chunk that begins at `granted` on.
+    /// Grants room for the rest of the data as the stream processes what has arrived. `granted` bytes are granted already.
     pub(super) fn grant_as_taken(
         self: &Arc<Transfer>,
         completer: &Arc<Completer>,
@@ -517,7 +517,7 @@ impl Transfer {
         if next >= self.chunks() {
             return;
         }
-        // Two at a time where that leaves enough under way, so that not every chunk costs a message.
+        // Two chunks at a time if that leaves enough under way, so that not every chunk costs a message.
         let until = if self.own >= 4 { (next + 1).min(self.chunks() - 1) } else { next };
         let (slot, uses) = self.place(until);
         let (transfer, more) = (Arc::clone(self), Arc::clone(completer));
@@ -525,7 +525,7 @@ impl Transfer {
             if !status.is_success() {
                 return transfer.abandon(&grants);
             }
-            // One chunk is free after the other.
+            // Chunks become free in order.
             let free = (until + 1..transfer.chunks()).take_while(|chunk| transfer.is_free(*chunk)).count();
             let upto = (until + 1 + free as u64) * transfer.chunk as u64;
             grants.upto(upto);
@@ -534,13 +534,13 @@ impl Transfer {
         completer.when(&self.slot(slot).gpu, uses - 1, &self.health, Box::new(granted));
     }
 
-    /// The stream will not take all of it: what is still to come is thrown away.
+    /// The stream will not process all chunks. Data that is still to come is discarded.
     pub(super) fn abandon(&self, grants: &Grants) {
         self.abandoned.store(true, Ordering::Release);
         grants.all();
     }
 
-    /// Waits until the stream has taken what was in a chunk's slot before. False: it will not.
+    /// Waits until the stream has processed the previous contents of a chunk's slot. Returns false if it never will.
     fn await_slot(&self, offset: u64) -> bool {
         let begun = Instant::now();
         while !self.is_free(offset / self.chunk as u64) {
@@ -556,10 +556,14 @@ impl Transfer {
         true
     }
 
-    /// Lets the bytes of `mapped`, which no device can reach, land here, from a thread of their own.
-    pub(super) fn feed(self: &Arc<Transfer>, mapped: Mapped) -> Result {
+    /// Copies the bytes of `mapped`, which no device can reach, into the slots, in a thread of its own. With `when`, the thread starts when that
+    /// reports that the stream has reached the command. If it reports that the stream has failed, the bytes are not read.
+    pub(super) fn feed(self: &Arc<Transfer>, mapped: Mapped, when: Option<Receiver<Status>>) -> Result {
         let transfer = Arc::clone(self);
         let feeding = std::thread::Builder::new().name("rgpu-feed".into()).spawn(move || {
+            if when.is_some_and(|when| !when.recv().is_ok_and(|status| status.is_success())) {
+                return;
+            }
             let mut at = 0;
             while at < mapped.len() && transfer.await_slot(at as u64) {
                 let Some((room, n)) = transfer.room(at as u64, mapped.len() - at) else { return };
@@ -576,7 +580,7 @@ impl Transfer {
 impl Landing for Transfer {
     fn room(&self, offset: u64, len: usize) -> Option<(NonNull<u8>, usize)> {
         let chunk = offset / self.chunk as u64;
-        // The slot's bytes of the use before are on the device, or this one would not have been granted; unless the stream will not take any more.
+        // The previous contents are on the device, or this use would not have been granted, unless the stream was abandoned.
         if self.abandoned.load(Ordering::Acquire) || !self.is_free(chunk) {
             return None;
         }
@@ -590,7 +594,7 @@ impl Landing for Transfer {
     fn landed(&self, offset: u64, len: usize) {
         let chunk = offset / self.chunk as u64;
         let (slot, uses) = self.place(chunk);
-        // Whoever brings the last bytes has seen the others' counts, and so their bytes.
+        // The thread that adds the last bytes has seen the other threads' counts, and so their bytes.
         let filled = self.filled[chunk as usize].fetch_add(len as u32, Ordering::AcqRel) as usize + len;
         if filled >= self.bytes_of(chunk) {
             self.slot(slot).host.set(uses);
@@ -598,7 +602,7 @@ impl Landing for Transfer {
     }
 
     fn lost(&self) {
-        // The session is over. Streams that wait for the rest go on, with whatever is in the slots. (They compare differences, as signed numbers.)
+        // The session is over. Streams that wait for the rest continue with whatever is in the slots. (They compare signed differences.)
         for last in &self.last {
             self.slot(last.slot).host.set(i64::MAX as u64);
         }
@@ -608,7 +612,7 @@ impl Landing for Transfer {
 impl Drop for Transfer {
     fn drop(&mut self) {
         for last in &self.last {
-            // Where all went well they hold that already, or more; where a context failed, nobody waits for them any more.
+            // After a successful transfer the words have these values or larger ones. If a context failed, nothing waits for them any more.
             let slot = self.slot(last.slot);
             [&slot.host, &*slot.gpu].into_iter().filter(|word| word.get() < last.number).for_each(|word| {
                 word.set(last.number);
@@ -618,17 +622,17 @@ impl Drop for Transfer {
     }
 }
 
-/// A transfer on its way out.
+/// A transfer to the client.
 struct Departure {
     transfer: Arc<Transfer>,
-    /// Taken when the last chunk has been sent, which tells the client.
+    /// Dropped when the last chunk has been sent. That tells the client.
     sink: Mutex<Option<Arc<Sink>>>,
-    /// Chunks not yet sent.
+    /// Number of chunks that were not sent yet.
     left: AtomicUsize,
 }
 
 impl Departure {
-    /// Sends a chunk if the stream has filled its slot. False: not yet.
+    /// Sends a chunk if the stream has filled its slot. Returns false if it has not.
     fn try_send(&self, sender: usize, chunk: u64) -> bool {
         let transfer = &self.transfer;
         let (slot, uses) = transfer.place(chunk);
@@ -643,7 +647,7 @@ impl Departure {
                 unsafe { std::slice::from_raw_parts(transfer.at(slot).as_ptr(), transfer.bytes_of(chunk)) };
             let offset = chunk * transfer.chunk as u64;
             match sink.as_deref() {
-                // A client that is gone takes nothing; the stream goes on all the same.
+                // If the client is gone, the stream continues nevertheless.
                 Some(Sink::Outgoing(outgoing)) => drop(outgoing.send(sender, offset, bytes)),
                 Some(Sink::Mapped(mapped)) => mapped.write(offset as usize, bytes),
                 None => {}
@@ -654,7 +658,7 @@ impl Departure {
             transfer.slot(slot).host.set(uses);
         }
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            // First the client is told, then the stream goes on: so nothing that depends on the data is told before.
+            // Tell the client before the stream continues, so that it learns of nothing that depends on the data before.
             drop(self.sink.lock().unwrap_or_else(|e| e.into_inner()).take());
             for last in &transfer.last {
                 transfer.slot(last.slot).host.set(last.number);

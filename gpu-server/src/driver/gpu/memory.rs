@@ -103,7 +103,7 @@ pub trait GpuHostMemory {
     }
 
     /// Makes memory at a range that no other view touches, which devices reach there and [`Beside`](crate::driver::Beside) reads and writes. The context was
-    /// entered. Charges `quota` for it; the charge goes with the mirror.
+    /// entered. Charges `quota` for it, with [`charge_mirror`](Quota::charge_mirror); the charge goes with the mirror.
     fn mirror_host(
         &mut self,
         cx: &mut Call,

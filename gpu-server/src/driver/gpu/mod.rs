@@ -5,12 +5,13 @@
 //! any [`Status`]; the session then undoes what it has noted and passes the status on.
 //!
 //! [`Gpu`] itself is about devices and contexts. Each chapter of operations has a trait of its own: [`GpuMemory`] and [`GpuHostMemory`], [`GpuStreams`],
-//! [`GpuCopies`], [`GpuModules`], [`GpuArrays`] and [`GpuTensorMaps`], [`GpuGreenContexts`].
+//! [`GpuCopies`], [`GpuModules`], [`GpuGraphs`], [`GpuArrays`] and [`GpuTensorMaps`], [`GpuGreenContexts`].
 //!
 //! The dispatcher's thread makes all of these calls, one at a time. None of them may wait for work on the device.
 
 mod array;
 mod copy;
+mod graph;
 mod green;
 mod memory;
 mod module;
@@ -18,6 +19,7 @@ mod stream;
 
 pub use array::{AnyArray, CopyEnd, GpuArrays, GpuTensorMaps, TextureSource};
 pub use copy::{BoxCopy, Fill, GpuCopies, LineCopy};
+pub use graph::{GpuGraphs, Node, NodeWork};
 pub use green::{GpuGreenContexts, Split};
 pub use memory::{GpuHostMemory, GpuMemory};
 pub use module::{GpuModules, LinkInput, Loaded};
@@ -45,6 +47,7 @@ pub trait Gpu:
     + GpuStreams
     + GpuCopies
     + GpuModules
+    + GpuGraphs
     + GpuArrays
     + GpuTensorMaps
     + GpuGreenContexts
@@ -138,6 +141,9 @@ pub trait Gpu:
 
     /// Sets a limit of a context that was entered.
     fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result;
+
+    /// Bytes of device memory that a context takes for a limit of this value, beyond what every context takes.
+    fn limit_bytes(&self, device: u32, limit: u32, value: u64) -> u64;
 
     /// Lets kernels of one context use the memory of another one's device.
     fn enable_peer(&mut self, _context: ContextId, _peer: ContextId) -> Result {

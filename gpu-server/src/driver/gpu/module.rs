@@ -20,6 +20,8 @@ pub struct Loaded<M, F> {
     pub module: Result<(M, Vec<F>)>,
     /// Whether a kernel of it may print.
     pub prints: bool,
+    /// Bytes of device memory that it takes, as far as is known.
+    pub bytes: u64,
     /// What the compiler says: its messages, its errors.
     pub logs: [String; 2],
 }

@@ -196,8 +196,9 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
             return Err(Status::INVALID_VALUE);
         }
         let bytes = self.gpu.array_bytes(&op.shape, op.levels)?;
+        let device = self.device_of(op.context)?;
         let deferred = op.shape.flags & flag::DEFERRED_MAPPING != 0;
-        let charge = self.quota.charge(if deferred { 0 } else { bytes })?;
+        let charge = self.quota.charge(self.memory_of(device), if deferred { 0 } else { bytes })?;
         self.gpu.enter(op.context)?;
         let kind = if op.levels == 0 {
             Kind::Plain(self.gpu.make_array(op.context, &op.shape, bytes)?)

@@ -3,6 +3,8 @@
 //! A device's primary context has its ordinal's number and is there from the beginning; the backend makes its own when something enters it. The others are
 //! those that the program made.
 
+use std::collections::hash_map::Entry;
+
 use protocol::Status;
 use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES};
 use protocol::handle::ContextId;
@@ -13,10 +15,11 @@ use protocol::ops::device::*;
 use super::{Session, now};
 use crate::driver::call::{Call, Reply, Result, check_selection};
 use crate::driver::gpu::Gpu;
+use crate::driver::quota::Charge;
 
 impl<G: Gpu> Session<G> {
     /// The device of a context.
-    pub(in crate::driver) fn device_of(&self, context: ContextId) -> Result<u32> {
+    pub(super) fn device_of(&self, context: ContextId) -> Result<u32> {
         if self.check_device(context.0).is_ok() {
             return Ok(context.0);
         }
@@ -29,9 +32,11 @@ impl<G: Gpu> Session<G> {
         let gone: Vec<_> = self.events.extract_if(|_, event| event.context == context).collect();
         gone.into_iter().for_each(|(_, event)| self.unshare(event.tokens));
         self.modules.forget_context(context);
+        self.graphs.forget_context(context);
         self.gpu.forget_context(context);
         self.forget_arrays(context);
         self.forget_host_views(context.0);
+        self.limits.retain(|(of, _), _| *of != context.0);
     }
 }
 
@@ -49,7 +54,10 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
     fn device_info(&mut self, cx: &mut Call, op: DeviceInfo) -> Reply<DeviceInfoReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
-        self.gpu.describe(op.device, &*cx.client).map(Answer::Now)
+        let mut description = self.gpu.describe(op.device, &*cx.client)?;
+        let (number, whole) = (self.gpu.number(op.device), description.total_memory);
+        (_, description.total_memory) = self.quota.visible(number, whole, whole);
+        now(description)
     }
 
     fn peer_info(&mut self, cx: &mut Call, op: PeerInfo) -> Reply<PeerInfoReply> {
@@ -158,7 +166,21 @@ impl<G: Gpu> ContextOps<Call> for Session<G> {
     fn context_set_limit(&mut self, cx: &mut Call, op: ContextSetLimit) -> Reply<ContextSetLimitReply> {
         cx.context = op.context;
         self.gpu.enter(op.context)?;
+        let device = self.device_of(op.context)?;
+        let key = (op.context.0, op.limit);
+        let held = self.limits.get(&key).map_or(0, Charge::bytes);
+        let bytes = self.gpu.limit_bytes(device, op.limit, op.value);
+        let more = self.quota.charge(self.memory_of(device), bytes.saturating_sub(held))?;
         self.gpu.set_limit(op.context, op.limit, op.value)?;
+        match self.limits.entry(key) {
+            Entry::Occupied(mut charge) => {
+                charge.get_mut().join(more);
+                drop(charge.get_mut().split(held.saturating_sub(bytes)));
+            }
+            Entry::Vacant(place) => {
+                place.insert(more);
+            }
+        }
         now(ContextSetLimitReply {})
     }
 

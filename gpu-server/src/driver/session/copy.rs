@@ -16,14 +16,14 @@ use crate::driver::rows::Rows;
 /// What a copy or a fill inside device memory does, checked for a stream or a graph of the device `home`. `None`: nothing.
 impl<G: Gpu> Session<G> {
     /// A copy of bytes in a line.
-    pub(in crate::driver) fn checked_line(&self, op: &MemcpyDtoD, home: u32) -> Result<LineCopy> {
+    pub(super) fn checked_line(&self, op: &MemcpyDtoD, home: u32) -> Result<LineCopy> {
         let to = self.check_range(op.dst, op.len, home)?;
         let from = self.check_range(op.src, op.len, home)?;
         Ok(LineCopy { dst: op.dst, to, src: op.src, from, len: op.len })
     }
 
     /// A copy of a box.
-    pub(in crate::driver) fn checked_box(&self, op: &MemcpyDtoD3D, home: u32) -> Result<Option<BoxCopy>> {
+    pub(super) fn checked_box(&self, op: &MemcpyDtoD3D, home: u32) -> Result<Option<BoxCopy>> {
         let (source, target) = (Rows::of(&op.src, op.extent), Rows::of(&op.dst, op.extent));
         let ((packed, from_span), (_, to_span)) = (source.sizes()?, target.sizes()?);
         let from = self.check_range(source.at, from_span, home)?;
@@ -32,7 +32,7 @@ impl<G: Gpu> Session<G> {
     }
 
     /// A fill.
-    pub(in crate::driver) fn checked_fill(&self, op: &Memset, home: u32) -> Result<Option<Fill>> {
+    pub(super) fn checked_fill(&self, op: &Memset, home: u32) -> Result<Option<Fill>> {
         if !matches!(op.element, 1 | 2 | 4) || !op.dst.is_multiple_of(op.element.into()) {
             return Err(Status::INVALID_VALUE);
         }

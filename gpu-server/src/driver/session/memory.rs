@@ -14,6 +14,7 @@ use crate::driver::gpu::Gpu;
 use crate::driver::quota::Charge;
 use crate::driver::ranges::Ranges;
 use crate::driver::space::Memory;
+use crate::worker_protocol::Resource;
 
 /// A device's window of addresses.
 pub(super) struct Window<P> {
@@ -44,14 +45,16 @@ pub(super) struct HostView<V> {
     first: u64,
     size: u64,
     native: V,
+    /// For memory that is reached in place. A mirror has its own charge.
+    _charge: Option<Charge>,
 }
 
 impl<V> HostView<V> {
     /// For `size` bytes at `address`, in whole pages.
-    fn new(context: ContextId, address: u64, size: u64, native: V) -> HostView<V> {
+    fn new(context: ContextId, address: u64, size: u64, native: V, charge: Option<Charge>) -> HostView<V> {
         let first = address & !(MIRROR_PAGE - 1);
         let end = address.saturating_add(size).next_multiple_of(MIRROR_PAGE);
-        HostView { context: context.0, first, size: end - first, native }
+        HostView { context: context.0, first, size: end - first, native, _charge: charge }
     }
 }
 
@@ -67,13 +70,13 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Checks that there is such a device.
-    pub(in crate::driver) fn check_device(&self, device: u32) -> Result {
+    pub(super) fn check_device(&self, device: u32) -> Result {
         if (device as usize) < self.windows.len() { Ok(()) } else { Err(Status::INVALID_DEVICE) }
     }
 
     /// Checks that `len` bytes from `address` are one allocation's, one variable's, one piece of pinned memory's, or mapped. Returns the device
     /// through which they are reached; `home` where that makes no difference.
-    pub(in crate::driver) fn check_range(&self, address: u64, len: u64, home: u32) -> Result<u32> {
+    pub(super) fn check_range(&self, address: u64, len: u64, home: u32) -> Result<u32> {
         let found = match self.ordinal_of(address) {
             Some(ordinal) => {
                 self.windows[ordinal as usize].allocations.holds(address, len).then_some(ordinal)
@@ -102,14 +105,14 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Whether the session has no device memory, no reserved addresses and no client memory that kernels use.
-    pub(in crate::driver) fn has_no_memory(&self) -> bool {
+    pub(super) fn has_no_memory(&self) -> bool {
         self.space.is_empty()
             && self.host_views.is_empty()
             && self.windows.iter().all(|window| window.pieces.is_empty())
     }
 
     /// The session has so many devices from now on. It [has no memory](Self::has_no_memory).
-    pub(in crate::driver) fn clear_windows(&mut self, devices: usize) {
+    pub(super) fn clear_windows(&mut self, devices: usize) {
         self.windows.clear();
         self.windows.resize_with(devices, Window::default);
     }
@@ -122,7 +125,7 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Gives up everything in a device's window. Nothing of the device runs any more.
-    pub(in crate::driver) fn unback_all(&mut self, device: u32) {
+    pub(super) fn unback_all(&mut self, device: u32) {
         let Some(window) = self.windows.get_mut(device as usize) else { return };
         let mut window = std::mem::take(window);
         let all: Vec<_> = window.pieces.iter().collect();
@@ -136,7 +139,7 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Forgets client memory that kernels reach through a context that is gone.
-    pub(in crate::driver) fn forget_host_views(&mut self, context: u32) {
+    pub(super) fn forget_host_views(&mut self, context: u32) {
         for (_, view) in self.host_views.extract_if(|_, view| view.context == context) {
             self.gpu.forget_host(view.native);
         }
@@ -144,6 +147,11 @@ impl<G: Gpu> Session<G> {
 
     fn broker(&self) -> Result<&Broker> {
         self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)
+    }
+
+    /// What memory of a device is charged to.
+    pub(super) fn memory_of(&self, device: u32) -> Resource {
+        Resource::Device(self.gpu.number(device))
     }
 
     /// The greatest granule of all devices.
@@ -167,7 +175,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         {
             return Err(Status::INVALID_VALUE);
         }
-        let charge = self.quota.charge(op.size)?;
+        let charge = self.quota.charge(self.memory_of(op.device), op.size)?;
         self.gpu.before_waiting_call(&self.streams, op.device)?;
         let native = self.gpu.back(op.device, op.address, op.size)?;
         let piece = Piece { native, token: None, _charge: charge };
@@ -218,7 +226,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
         let (free, total) = self.gpu.memory_info(op.device)?;
-        let (free, total) = self.quota.visible(free, total);
+        let (free, total) = self.quota.visible(self.gpu.number(op.device), free, total);
         now(MemGetInfoReply { free, total })
     }
 
@@ -226,8 +234,10 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         cx.context = op.context;
         self.gpu.enter(op.context)?;
         let (context, address, size) = (op.context, op.address, op.memory.0.len);
+        let charge = self.quota.charge(Resource::Pinned, size)?;
         let native = self.gpu.map_host(cx, op)?;
-        self.host_views.insert(address, HostView::new(context, address, size, native));
+        let view = HostView::new(context, address, size, native, Some(charge));
+        self.host_views.insert(address, view);
         now(HostMapReply {})
     }
 
@@ -239,7 +249,8 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         }
         self.gpu.enter(op.context)?;
         let (native, answer) = self.gpu.mirror_host(cx, &op, &self.quota)?;
-        self.host_views.insert(op.address, HostView::new(op.context, op.address, op.size, native));
+        let view = HostView::new(op.context, op.address, op.size, native, None);
+        self.host_views.insert(op.address, view);
         Ok(answer)
     }
 
@@ -290,7 +301,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         if op.size == 0 || !op.size.is_multiple_of(self.gpu.granule(op.device)) {
             return Err(Status::INVALID_VALUE);
         }
-        let charge = self.quota.charge(op.size)?;
+        let charge = self.quota.charge(self.memory_of(op.device), op.size)?;
         if op.exportable && !self.gpu.exports(op.device) {
             return Err(Status::NOT_SUPPORTED);
         }
@@ -360,7 +371,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         let device = (0..self.windows.len() as u32).find(|device| self.gpu.number(*device) == number);
         let device = device.ok_or(Status::INVALID_DEVICE)?;
         cx.context = ContextId(device);
-        let charge = self.space.charge_import(&self.quota, &op.token, size)?;
+        let charge = self.space.charge_import(&self.quota, self.memory_of(device), &op.token, size)?;
         let handle = self.gpu.import(device, fd)?;
         self.space.add(op.memory.0, Memory::imported(device, size, op.token, handle, charge));
         now(MemoryImportReply { device, size, own })

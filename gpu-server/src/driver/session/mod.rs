@@ -5,13 +5,14 @@
 //! - [`context`]: devices and contexts; [`stream`]: streams and events;
 //! - [`memory`]: the windows of device memory, [`space`](super::space) and what shares memory with other sessions;
 //! - [`copy`]: copies and fills;
-//! - [`module`]: modules, their functions, launches, and the linker;
+//! - [`module`]: modules, their functions, launches, and the linker; [`graph`]: graphs;
 //! - [`array`]: arrays, textures and surfaces; [`texture`]: tensor maps; [`green`]: green contexts;
 //! - [`nvml`]: NVML's questions.
 
 mod array;
 mod context;
 mod copy;
+mod graph;
 mod green;
 mod memory;
 mod module;
@@ -23,19 +24,21 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
-use protocol::ops::{Driver, MayBlock};
+use protocol::Status;
+use protocol::ops::MayBlock;
 
-use super::call::{Call, Result};
+use super::call::Result;
 use super::gpu::Gpu;
 use super::ids::Ids;
 use super::nvml::Management;
-use super::quota::Quota;
+use super::quota::{Charge, Quota};
 use super::space::Space;
 use super::streams::Streams;
 use super::{Backend, Beside, Unavailable};
 use crate::cuda_ipc::Broker;
 
 use self::array::Arrays;
+use self::graph::Graphs;
 use self::green::Greens;
 use self::memory::{HostView, Window};
 use self::module::Modules;
@@ -43,21 +46,24 @@ use self::stream::Event;
 
 /// See the module.
 pub struct Session<G: Gpu> {
-    pub(super) gpu: G,
+    gpu: G,
     /// The devices' windows, by ordinal.
     windows: Vec<Window<G::Piece>>,
     /// Memory without an address, and where it is mapped.
-    pub(super) space: Space<G::Memory>,
+    space: Space<G::Memory>,
     /// Client memory that devices reach, by its address in the client.
     host_views: HashMap<u64, HostView<G::HostView>>,
-    pub(super) quota: Quota,
+    quota: Quota,
     /// The way to the client's other sessions.
     broker: Option<Arc<Broker>>,
+    /// Charges for limits of contexts, by context and limit.
+    limits: HashMap<(u32, u32), Charge>,
     /// Devices of the contexts that the program made.
     made_contexts: HashMap<u32, u32>,
-    pub(super) streams: Streams<G::Stream>,
+    streams: Streams<G::Stream>,
     events: Ids<Event<G::Event>>,
-    pub(super) modules: Modules<G>,
+    modules: Modules<G>,
+    graphs: Graphs<G>,
     arrays: Arrays<G>,
     greens: Greens<G>,
     /// Answers NVML's questions, which need none of the rest.
@@ -74,10 +80,12 @@ impl<G: Gpu> Session<G> {
             host_views: HashMap::new(),
             quota,
             broker: None,
+            limits: HashMap::new(),
             made_contexts: HashMap::new(),
             streams: Streams::default(),
             events: Ids::default(),
             modules: Modules::default(),
+            graphs: Graphs::default(),
             arrays: Arrays::default(),
             greens: Greens::default(),
             nvml,
@@ -85,10 +93,7 @@ impl<G: Gpu> Session<G> {
     }
 }
 
-impl<G: Gpu> Backend for Session<G>
-where
-    Session<G>: Driver<Call>,
-{
+impl<G: Gpu> Backend for Session<G> {
     fn name(&self) -> &'static str {
         G::NAME
     }
@@ -99,6 +104,19 @@ where
 
     fn warm(&mut self) -> Result<Option<u64>, Unavailable> {
         self.gpu.warm()
+    }
+
+    fn restrict(&mut self, numbers: &[u32], nvml: Management) -> Result {
+        let all: Vec<u32> = (0..self.windows.len() as u32).map(|ordinal| self.gpu.number(ordinal)).collect();
+        let ordinal_of = |number: &u32| all.iter().position(|other| other == number).map(|at| at as u32);
+        let ordinals: Option<Vec<u32>> = numbers.iter().map(ordinal_of).collect();
+        let ordinals = ordinals.filter(|some| !some.is_empty()).ok_or(Status::INVALID_DEVICE)?;
+        self.nvml = nvml;
+        if !ordinals.iter().copied().eq(0..all.len() as u32) {
+            self.clear_windows(ordinals.len());
+            self.gpu.select(&ordinals)?;
+        }
+        Ok(())
     }
 
     fn begin(&mut self, client: Arc<dyn Client>) {

@@ -11,13 +11,14 @@ use super::{Session, now};
 use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::{Gpu, GpuModules, LinkInput, Loaded};
 use crate::driver::ids::Ids;
+use crate::driver::quota::Charge;
 use crate::driver::ranges::Ranges;
 
 /// Most linkers of a session.
 const MOST_LINKS: usize = 256;
 
 /// What a session has of this chapter.
-pub(in crate::driver) struct Modules<G: GpuModules> {
+pub(super) struct Modules<G: GpuModules> {
     modules: Ids<Module<G>>,
     links: HashMap<u32, Link<G::Link>>,
 }
@@ -29,14 +30,14 @@ struct Module<G: GpuModules> {
     functions: Vec<Function<G::Function>>,
     /// Variables that the client has asked for.
     globals: Ranges,
+    _charge: Charge,
 }
 
 /// A function. `F`: the GPU's.
-pub(in crate::driver) struct Function<F> {
-    /// The GPU's.
-    pub native: F,
+struct Function<F> {
+    native: F,
     /// Whether the GPU has accepted a launch of it: with the first launch NVIDIA's driver loads its code, which may wait for the device.
-    pub launched: bool,
+    launched: bool,
 }
 
 /// A linker at work. `L`: the GPU's.
@@ -69,11 +70,7 @@ impl<G: GpuModules> Modules<G> {
     }
 
     /// A function that is about to be launched in the call's context; the call's context is the function's from here on.
-    pub(in crate::driver) fn function_to_launch(
-        &mut self,
-        cx: &mut Call,
-        id: FunctionId,
-    ) -> Result<&mut Function<G::Function>> {
+    fn function_to_launch(&mut self, cx: &mut Call, id: FunctionId) -> Result<&mut Function<G::Function>> {
         let context = cx.context;
         let module = self.modules.get_mut(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = module.context;
@@ -82,6 +79,21 @@ impl<G: GpuModules> Modules<G> {
             return Err(Status::INVALID_HANDLE);
         }
         Ok(function)
+    }
+
+    /// A function of a context, for a node of a graph there.
+    pub(super) fn function(&self, context: ContextId, id: FunctionId) -> Result<&G::Function> {
+        let module = self.module(id.module())?;
+        let function = module.functions.get(id.index() as usize).filter(|_| module.context == context);
+        function.map(|function| &function.native).ok_or(Status::INVALID_HANDLE)
+    }
+
+    /// A graph that launches this function was made.
+    pub(super) fn note_launched(&mut self, id: FunctionId) {
+        let module = self.modules.get_mut(&id.module().0);
+        if let Some(function) = module.and_then(|module| module.functions.get_mut(id.index() as usize)) {
+            function.launched = true;
+        }
     }
 
     /// Whether a launch, of which this is the body, is the first of its function.
@@ -146,7 +158,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         let image = cx.input(op.image)?.collect(G::MAX_IMAGE)?;
         self.gpu.before_waiting_call(&self.streams, device)?;
         self.gpu.enter(op.context)?;
-        let Loaded { module, prints, logs: [info_log, error_log] } =
+        let Loaded { module, prints, bytes, logs: [info_log, error_log] } =
             self.gpu.load_module(op.context, device, image, &op.options)?;
         let (native, functions) = match module {
             Ok(module) => module,
@@ -155,11 +167,19 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
                 return now(reply);
             }
         };
+        let charge = match self.quota.charge(self.memory_of(device), bytes) {
+            Ok(charge) => charge,
+            Err(status) => {
+                self.gpu.unload_module(&mut self.streams, op.context, device, native, functions)?;
+                return Err(status);
+            }
+        };
         let table = G::function_table(&native, functions.iter());
         let (info_size, written) = (table.len() as u64, cx.write_if_it_fits(op.info, &table));
         drop(table);
         let functions = functions.into_iter().map(|native| Function { native, launched: false }).collect();
-        let module = Module { context: op.context, native, functions, globals: Ranges::default() };
+        let (context, globals) = (op.context, Ranges::default());
+        let module = Module { context, native, functions, globals, _charge: charge };
         self.modules.modules.insert(op.module.0, module);
         written?;
         now(ModuleLoadReply { result: 0, info_size, prints, info_log, error_log })

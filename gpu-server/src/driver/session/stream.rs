@@ -24,7 +24,7 @@ pub(super) struct Event<E> {
 
 impl<G: Gpu> Session<G> {
     /// Makes a context's legacy default stream if `id` is one that is not there yet: nothing else makes it.
-    pub(in crate::driver) fn ensure_stream(&mut self, id: StreamId) -> Result {
+    pub(super) fn ensure_stream(&mut self, id: StreamId) -> Result {
         if id.0 < MAX_CONTEXTS && !self.streams.contains_key(&id.0) {
             let context = ContextId(id.0);
             let device = self.device_of(context).map_err(|_| Status::INVALID_HANDLE)?;
@@ -41,7 +41,7 @@ impl<G: Gpu> Session<G> {
     }
 
     /// The place in a stream where the next operation goes; the call's context is the stream's from here on. A context that has failed refuses with its error.
-    pub(in crate::driver) fn enter(&mut self, cx: &mut Call, id: StreamId) -> Result<G::Place> {
+    pub(super) fn enter(&mut self, cx: &mut Call, id: StreamId) -> Result<G::Place> {
         self.ensure_stream(id)?;
         self.gpu.enter_stream(cx, &mut self.streams, id)
     }
@@ -132,11 +132,7 @@ impl<G: Gpu> StreamOps<Call> for Session<G> {
 
 impl<G: Gpu> Session<G> {
     /// Memory operations, for a stream or a graph of the device `home`, as the GPU takes them. Each is valid, and its word is the session's.
-    pub(in crate::driver) fn memory_ops(
-        &self,
-        operations: &[MemoryOp],
-        home: u32,
-    ) -> Result<Vec<G::MemoryOp>> {
+    pub(super) fn memory_ops(&self, operations: &[MemoryOp], home: u32) -> Result<Vec<G::MemoryOp>> {
         if operations.is_empty() || operations.len() > memory_op::MOST {
             return Err(Status::INVALID_VALUE);
         }

@@ -1,191 +1,246 @@
-//! Graphs: lists of operations, put on the launch's stream one after the other, in an order in which each comes behind those that it waits for.
+//! Graphs. An instance is a list of steps in an order in which each follows those that it waits for. A launch is one operation of its stream, whose thread takes the
+//! steps one after the other. A condition is a word of device memory, whose address is its handle.
 
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, OnceLock};
 
 use protocol::Status;
-use protocol::handle::{ContextId, GraphId, StreamId};
-use protocol::ops::Answer;
-use protocol::ops::copy::{CopyOps, MemcpyDtoD, MemcpyDtoD3D, Memset};
-use protocol::ops::graph::*;
-use protocol::ops::launch::{Launch, LaunchOps};
-use protocol::ops::stream::{StreamBatchMemOp, StreamOps};
+use protocol::handle::ContextId;
+use protocol::ops::graph::{condition_flag, conditional};
+use protocol::ops::stream::MemoryOp;
+use software_gpu::{Function, Gpu, LaunchConfig};
 
-use super::Software;
-use super::conditional::{Cell, Conditionals};
-use crate::driver::call::{Call, Reply, Result};
-use crate::driver::gpu::Gpu as _;
-use crate::driver::graph::{self, MAX_GRAPH, Work};
-use crate::driver::session::Session;
+use super::kernels::prepare;
+use super::stream_memory::Bell;
+use super::streams::{Place, Word};
+use super::transfer::Again;
+use super::{Software, code};
+use crate::driver::call::{Call, Errors, Result};
+use crate::driver::gpu::{GpuGraphs, Node, NodeWork};
+
+/// What one node does, ready to be done.
+enum Step {
+    Kernel(Function, LaunchConfig, Vec<u8>),
+    Data(Again),
+    MemoryOps(Vec<(MemoryOp, Gpu)>),
+    Choice(Arc<Choice>),
+}
+
+/// What a draft was filled with.
+type Steps = Arc<OnceLock<Vec<Step>>>;
+type Conditions = Arc<Mutex<Vec<Arc<Condition>>>>;
+
+/// A graph that is not instantiated.
+#[derive(Default)]
+pub struct Draft {
+    steps: Steps,
+    /// The conditions of its root.
+    conditions: Conditions,
+}
+
+/// A condition's word.
+struct Condition {
+    gpu: Gpu,
+    address: u64,
+    /// Its value at the beginning of each launch. `None`: the value that it had.
+    default: Option<u32>,
+}
+
+impl Drop for Condition {
+    fn drop(&mut self) {
+        // Fails only if the device's memory is gone.
+        let _ = self.gpu.free(self.address);
+    }
+}
+
+/// A conditional node.
+pub struct Choice {
+    condition: u64,
+    kind: u32,
+    bodies: Vec<Steps>,
+}
 
 /// An instantiated graph.
-pub(super) struct SoftwareGraph {
-    pub(super) context: u32,
-    nodes: Arc<Vec<GraphNode>>,
-    conditionals: Arc<Conditionals>,
+pub struct Instance {
+    steps: Steps,
+    conditions: Vec<Arc<Condition>>,
+    /// Bytes of stack that a thread of its kernels needs.
+    stack: u64,
 }
 
-/// The graphs of a session.
-pub(super) type Graphs = HashMap<u32, SoftwareGraph>;
-
-impl Session<Software> {
-    /// The graph, whose context is the stream's.
-    fn graph_on(
-        &mut self,
-        cx: &mut Call,
-        graph: GraphId,
-        stream: StreamId,
-    ) -> Result<(Arc<Vec<GraphNode>>, Arc<Conditionals>)> {
-        self.ensure_stream(stream)?;
-        let place = self.gpu.look(cx, &mut self.streams, stream)?;
-        let found = self.gpu.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
-        let found = found.ok_or(Status::INVALID_HANDLE)?;
-        Ok((Arc::clone(&found.nodes), Arc::clone(&found.conditionals)))
-    }
-
-    /// Checks what a node names as far as it can be before it is launched.
-    fn check_node(&mut self, cx: &mut Call, context: ContextId, node: &GraphNode) -> Result {
-        if let Work::Launch(launch) = graph::work(node)? {
-            cx.context = context;
-            self.modules.function_to_launch(cx, launch.function)?;
-        }
-        Ok(())
-    }
-
-    fn read_graph(
-        &mut self,
-        cx: &mut Call,
-        context: ContextId,
-        nodes: protocol::data::HostIn<'_>,
-    ) -> Result<Arc<Vec<GraphNode>>> {
-        let nodes = graph::read(&cx.input(nodes)?.collect(MAX_GRAPH)?)?;
-        for node in &nodes {
-            self.check_node(cx, context, node)?;
-        }
-        cx.context = context;
-        let device = self.gpu.context(context)?.device;
-        self.gpu.before_waiting_call(&self.streams, device)?;
-        Ok(Arc::new(nodes))
-    }
+/// The most stack that a kernel of these steps needs, in bytes.
+fn stack(steps: &Steps) -> u64 {
+    let of_step = |step: &Step| match step {
+        Step::Kernel(function, ..) => function.info().local_bytes.into(),
+        Step::Choice(choice) => choice.bodies.iter().map(stack).max().unwrap_or(0),
+        Step::Data(_) | Step::MemoryOps(_) => 0,
+    };
+    steps.get().into_iter().flatten().map(of_step).max().unwrap_or(0)
 }
 
-impl GraphOps<Call> for Session<Software> {
-    fn graph_instantiate<'a>(
-        &mut self,
-        cx: &mut Call,
-        op: GraphInstantiate<'a>,
-    ) -> Reply<GraphInstantiateReply> {
-        cx.context = op.context;
-        self.gpu.context(op.context)?;
-        if self.gpu.graphs.contains_key(&op.graph.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let nodes = self.read_graph(cx, op.context, op.nodes)?;
-        let conditionals = Arc::default();
-        self.gpu.graphs.insert(op.graph.0, SoftwareGraph { context: op.context.0, nodes, conditionals });
-        Ok(Answer::Now(GraphInstantiateReply {}))
-    }
+/// A launch, in its stream's thread.
+struct Run {
+    graph: Arc<Instance>,
+    bell: Arc<Bell>,
+    word: Arc<Word>,
+    errors: Errors,
+    context: ContextId,
+    seq: u64,
+}
 
-    fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result {
-        let (nodes, conditionals) = self.graph_on(cx, op.graph, op.stream)?;
-        let stream = op.stream;
-        let place = self.enter(cx, stream)?;
-        conditionals.begin(&place)?;
-        for node in nodes.iter() {
-            match graph::work(node)? {
-                Work::Empty => {}
-                Work::Launch(op) => self.launch(cx, Launch { stream, ..op })?,
-                Work::Memset(op) => self.memset(cx, Memset { stream, ..op })?,
-                Work::Copy(op) => self.memcpy_dtod(cx, MemcpyDtoD { stream, ..op })?,
-                Work::Copy3D(op) => self.memcpy_dtod_3d(cx, MemcpyDtoD3D { stream, ..op })?,
-                Work::Words(op) => self.stream_batch_mem_op(cx, StreamBatchMemOp { stream, ..op })?,
-                Work::Conditional(first) => {
-                    let place = self.enter(cx, stream)?;
-                    self.launch_conditional(cx, &place, &conditionals, first)?;
-                }
+impl Run {
+    fn run(&self, gpu: &Gpu) -> software_gpu::Result<()> {
+        for condition in &self.graph.conditions {
+            if let Some(default) = condition.default {
+                gpu.store(condition.address, false, default.into())?;
             }
         }
-        conditionals.end(&place)
+        self.steps(gpu, &self.graph.steps)
     }
 
-    fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result {
-        // There is nowhere to upload it to.
-        self.graph_on(cx, op.graph, op.stream).map(|_| ())
-    }
-
-    fn graph_update<'a>(&mut self, cx: &mut Call, op: GraphUpdate<'a>) -> Reply<GraphUpdateReply> {
-        let context = ContextId(self.gpu.graphs.get(&op.graph.0).ok_or(Status::INVALID_HANDLE)?.context);
-        cx.context = context;
-        let nodes = self.read_graph(cx, context, op.nodes)?;
-        let conditionals = Arc::default();
-        self.gpu.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });
-        Ok(Answer::Now(GraphUpdateReply {}))
-    }
-
-    fn graph_destroy(&mut self, cx: &mut Call, op: GraphDestroy) -> Result {
-        let graph = self.gpu.graphs.remove(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(graph.context);
+    fn steps(&self, gpu: &Gpu, steps: &Steps) -> software_gpu::Result<()> {
+        for step in steps.get().into_iter().flatten() {
+            let done = match step {
+                Step::Kernel(function, config, params) => gpu.run(function, *config, params),
+                Step::Choice(choice) => self.choose(gpu, choice),
+                Step::Data(work) => self.survive(gpu, work()),
+                Step::MemoryOps(all) => self.survive(gpu, self.bell.run(all, &|| self.word.is_gone())),
+            };
+            done?;
+        }
         Ok(())
     }
 
-    fn graph_condition(&mut self, cx: &mut Call, op: GraphCondition) -> Reply<GraphConditionReply> {
-        cx.context = op.context;
-        let device = self.gpu.context(op.context)?.device;
-        let fresh = self.gpu.drafts.may_have_condition(op.context, op.graph, op.flags)?;
-        let cell = Cell::new(&self.gpu.device(device)?.gpu, op.default, op.flags)?;
-        if fresh {
-            self.gpu.drafts.add(op.context, op.graph, ());
+    /// Copies and memory operations that fail do not end the device: as on a stream, their error is the context's deferred one.
+    fn survive(&self, gpu: &Gpu, done: software_gpu::Result<()>) -> software_gpu::Result<()> {
+        match done {
+            Err(e) if gpu.status().is_ok() => {
+                self.errors.publish(self.context, code(&e), self.seq);
+                Ok(())
+            }
+            done => done,
         }
-        let handle = cell.address;
-        self.gpu.drafts.add_condition(op.graph, handle, Arc::new(cell));
-        Ok(Answer::Now(GraphConditionReply { handle }))
     }
 
-    fn graph_conditional(&mut self, cx: &mut Call, op: GraphConditional) -> Reply<GraphConditionalReply> {
-        cx.context = ContextId(self.gpu.drafts.may_have_node(&op)?.context);
-        let graphs = vec![(); op.bodies.len()];
-        self.gpu.drafts.add_node(&op, (), graphs);
-        Ok(Answer::Now(GraphConditionalReply {}))
+    fn choose(&self, gpu: &Gpu, choice: &Choice) -> software_gpu::Result<()> {
+        let condition = || gpu.load(choice.condition, false).map(|value| value as usize);
+        if choice.kind == conditional::WHILE {
+            while condition()? != 0 && !gpu.is_cancelled() && !self.word.is_gone() {
+                self.steps(gpu, &choice.bodies[0])?;
+            }
+            return Ok(());
+        }
+        let chosen = match condition()? {
+            0 if choice.kind == conditional::IF => 1,
+            _ if choice.kind == conditional::IF => 0,
+            n => n,
+        };
+        choice.bodies.get(chosen).map_or(Ok(()), |body| self.steps(gpu, body))
+    }
+}
+
+impl Software {
+    /// What a node does; `None`: nothing.
+    fn step(&self, gpu: &Gpu, work: NodeWork<'_, Software>) -> Result<Option<Step>> {
+        Ok(Some(match work {
+            NodeWork::Empty => return Ok(None),
+            NodeWork::Launch { function, launch } => {
+                let (function, config) = prepare(function, &launch)?;
+                gpu.check_launch(&function, config, launch.params)
+                    .map_err(|e| super::kernels::refused(&function, &e))?;
+                Step::Kernel(function, config, launch.params.to_vec())
+            }
+            NodeWork::Fill(fill) => Step::Data(self.fill_work(&fill)?),
+            NodeWork::CopyLine(copy) => Step::Data(self.line_work(&copy)?),
+            NodeWork::CopyBox(copy) => Step::Data(self.box_work(&copy)?),
+            NodeWork::MemoryOps(operations) => Step::MemoryOps(operations),
+            NodeWork::Conditional(choice) => Step::Choice(Arc::clone(choice)),
+        }))
     }
 
-    fn graph_conditional_remove(
+    fn gpu_of(&self, context: ContextId) -> Result<&Gpu> {
+        Ok(&self.device(self.context(context)?.device)?.gpu)
+    }
+}
+
+impl GpuGraphs for Software {
+    type Draft = Draft;
+    type Conditional = Arc<Choice>;
+    type Graph = Arc<Instance>;
+
+    fn home_of_graph(device: u32) -> u32 {
+        device
+    }
+
+    fn make_draft(&mut self, _context: ContextId) -> Result<Draft> {
+        Ok(Draft::default())
+    }
+
+    fn make_condition(&mut self, context: ContextId, draft: &Draft, default: u32, flags: u32) -> Result<u64> {
+        let gpu = self.gpu_of(context)?.clone();
+        let address = gpu.allocate(8).map_err(|e| code(&e))?;
+        let default = (flags & condition_flag::ASSIGN_DEFAULT != 0).then_some(default);
+        let condition = Arc::new(Condition { gpu, address, default });
+        draft.conditions.lock().unwrap_or_else(|e| e.into_inner()).push(condition);
+        Ok(address)
+    }
+
+    fn add_conditional(
         &mut self,
-        cx: &mut Call,
-        op: GraphConditionalRemove,
-    ) -> Reply<GraphConditionalRemoveReply> {
-        cx.context = ContextId(self.gpu.drafts.owner(op.first)?.context);
-        self.gpu.drafts.remove_node(op.first);
-        Ok(Answer::Now(GraphConditionalRemoveReply {}))
+        _context: ContextId,
+        draft: &Draft,
+        condition: u64,
+        kind: u32,
+        count: usize,
+    ) -> Result<(Arc<Choice>, Vec<Draft>)> {
+        let body = |_| Draft { steps: Steps::default(), conditions: Arc::clone(&draft.conditions) };
+        let drafts: Vec<Draft> = (0..count).map(body).collect();
+        let bodies = drafts.iter().map(|draft| Arc::clone(&draft.steps)).collect();
+        Ok((Arc::new(Choice { condition, kind, bodies }), drafts))
     }
 
-    fn graph_instantiate_draft<'a>(
+    fn remove_conditional(&mut self, _context: ContextId, _node: &Arc<Choice>) -> Result {
+        // Nothing refers to it before its draft is filled.
+        Ok(())
+    }
+
+    fn fill_draft(&self, context: ContextId, draft: &Draft, nodes: Vec<Node<'_, Software>>) -> Result {
+        let gpu = self.gpu_of(context)?;
+        let steps = nodes.into_iter().filter_map(|node| self.step(gpu, node.work).transpose());
+        let steps = steps.collect::<Result<Vec<Step>>>()?;
+        draft.steps.set(steps).map_err(|_| Status::NOT_SUPPORTED)
+    }
+
+    fn instantiate(&mut self, _context: ContextId, draft: &Draft, _flags: u64) -> Result<Arc<Instance>> {
+        let conditions = draft.conditions.lock().unwrap_or_else(|e| e.into_inner()).clone();
+        let steps = Arc::clone(&draft.steps);
+        Ok(Arc::new(Instance { stack: stack(&steps), steps, conditions }))
+    }
+
+    fn update_graph(
         &mut self,
-        cx: &mut Call,
-        op: GraphInstantiateDraft<'a>,
-    ) -> Reply<GraphInstantiateDraftReply> {
-        let context = ContextId(self.gpu.drafts.get(op.draft)?.context);
-        cx.context = context;
-        if self.gpu.graphs.contains_key(&op.graph.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let mut parts = graph::read_parts(&cx.input(op.parts)?.collect(MAX_GRAPH)?)?;
-        self.gpu.drafts.check_parts(op.draft, &parts)?;
-        for node in parts.parts.iter().flat_map(|part| &part.nodes) {
-            self.check_node(cx, context, node)?;
-        }
-        cx.context = context;
-        let device = self.gpu.context(context)?.device;
-        self.gpu.before_waiting_call(&self.streams, device)?;
-        let conditionals = Arc::new(self.conditionals(op.draft, &parts)?);
-        let nodes = Arc::new(std::mem::take(&mut parts.parts[0].nodes));
-        self.gpu.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });
-        Ok(Answer::Now(GraphInstantiateDraftReply {}))
+        context: ContextId,
+        graph: &mut Arc<Instance>,
+        draft: &Draft,
+        flags: u64,
+    ) -> Result {
+        *graph = self.instantiate(context, draft, flags)?;
+        Ok(())
     }
 
-    fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result {
-        // One that is unknown has gone with its context.
-        let Ok(draft) = self.gpu.drafts.get(op.graph) else { return Ok(()) };
-        cx.context = ContextId(draft.context);
-        self.gpu.drafts.forget(op.graph).map(drop)
+    fn launch_graph(&mut self, cx: &Call, place: &Place, graph: &Arc<Instance>) -> Result {
+        self.grow_stack(place.context, graph.stack);
+        let (errors, context) = place.errors();
+        let (graph, bell, word) = (Arc::clone(graph), Arc::clone(&self.bell), place.word());
+        let run = Run { graph, bell, word, errors, context, seq: cx.seq };
+        place.stream.enqueue(move |gpu| run.run(gpu)).map_err(|e| code(&e))
+    }
+
+    fn upload_graph(&mut self, _place: &Place, _graph: &Arc<Instance>) -> Result {
+        // There is nowhere to upload it to.
+        Ok(())
+    }
+
+    fn destroy_graph(&mut self, _context: ContextId, _graph: Arc<Instance>) -> Result {
+        Ok(())
     }
 }

@@ -11,7 +11,7 @@ use software_gpu::{Function, LaunchConfig};
 
 use super::link::{self, Link};
 use super::streams::{Place, SoftwareStream};
-use super::{Software, code, streams};
+use super::{Software, code, properties, streams};
 use crate::driver::call::{Call, Result};
 use crate::driver::gpu::{GpuModules, GpuStreams, LinkInput, Loaded};
 use crate::driver::output::may_print;
@@ -28,8 +28,6 @@ const REQUIRED_CLUSTER: u32 = 11;
 const NON_PORTABLE_CLUSTER: u32 = 14;
 /// `CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE`.
 const CLUSTER_SCHEDULING: u32 = 15;
-/// `CU_LIMIT_STACK_SIZE`.
-const STACK_SIZE: u32 = 0;
 /// Number of function attributes that are told.
 const ATTRIBUTES: u32 = 16;
 /// Blocks of a cluster that every GPU with clusters has.
@@ -180,14 +178,23 @@ pub(super) fn prepare(function: &LoadedFunction, op: &Launch<'_>) -> Result<(Fun
     Ok((function.function.clone(), config))
 }
 
+/// Logs why a launch was refused.
+pub(super) fn refused(function: &Function, error: &software_gpu::Error) -> Status {
+    match error {
+        software_gpu::Error::UnsupportedFunction { .. } => tracing::warn!("{error}"),
+        _ => tracing::debug!("launch of {} refused: {error}", function.info().name),
+    }
+    code(error)
+}
+
 impl Software {
     /// A kernel is launched: its context's stacks are as large as it needs them from then on.
-    fn grow_stack(&mut self, context: ContextId, stack: u64) {
+    pub(super) fn grow_stack(&mut self, context: ContextId, stack: u64) {
         if let Some(context) = self.contexts.get_mut(&context.0)
-            && context.limits.get(&STACK_SIZE).is_none_or(|now| *now < stack)
-            && super::properties::usual_limit(STACK_SIZE).is_none_or(|usual| usual < stack)
+            && context.limits.get(&properties::STACK_SIZE).is_none_or(|now| *now < stack)
+            && properties::usual_limit(properties::STACK_SIZE).is_none_or(|usual| usual < stack)
         {
-            context.limits.insert(STACK_SIZE, stack);
+            context.limits.insert(properties::STACK_SIZE, stack);
         }
     }
 }
@@ -207,13 +214,15 @@ impl GpuModules for Software {
         options: &[JitOption],
     ) -> Result<Loaded<software_gpu::Module, LoadedFunction>> {
         let gpu = self.device(device)?.gpu.clone();
+        let used = |gpu: &software_gpu::Gpu| gpu.memory_info().1.saturating_sub(gpu.memory_info().0);
+        let before = used(&gpu);
         let parts = link::unpack(&image).unwrap_or_else(|| vec![&image]);
         let module = match gpu.link_module(&parts) {
             Ok(module) => module,
             Err(error) => {
                 tracing::warn!("module refused: {error}");
                 let logs = [String::new(), link::told(&error)];
-                return Ok(Loaded { module: Err(code(&error)), prints: false, logs });
+                return Ok(Loaded { module: Err(code(&error)), prints: false, bytes: 0, logs });
             }
         };
         let usual = gpu.properties().shared_per_block;
@@ -230,7 +239,8 @@ impl GpuModules for Software {
         }
         let capability = gpu.properties().compute_capability;
         let prints = parts.iter().any(|part| may_print(part, capability) == Some(true));
-        Ok(Loaded { module: Ok((module, functions)), prints, logs: [String::new(), error_log] })
+        let bytes = used(&gpu).saturating_sub(before);
+        Ok(Loaded { module: Ok((module, functions)), prints, bytes, logs: [String::new(), error_log] })
     }
 
     fn function_table<'a>(
@@ -371,13 +381,7 @@ impl GpuModules for Software {
     fn launch(&mut self, place: &Place, function: &mut LoadedFunction, op: &Launch<'_>) -> Result {
         let (function, config) = prepare(function, op)?;
         self.grow_stack(place.context, function.info().local_bytes.into());
-        place.stream.launch(&function, config, op.params).map_err(|e| {
-            match e {
-                software_gpu::Error::UnsupportedFunction { .. } => tracing::warn!("{e}"),
-                _ => tracing::debug!("launch of {} refused: {e}", function.info().name),
-            }
-            code(&e)
-        })
+        place.stream.launch(&function, config, op.params).map_err(|e| refused(&function, &e))
     }
 
     fn make_link(&mut self, _context: ContextId, options: &[JitOption]) -> Result<Link> {

@@ -18,10 +18,10 @@ use super::{Software, code, memory};
 use crate::driver::beside::Beside;
 use crate::driver::call::{Call, Result};
 use crate::driver::gpu::GpuHostMemory;
-use crate::driver::quota::{Charge, Quota};
+use crate::driver::quota::{MirrorCharge, Quota};
 
 /// How many mirrors have bytes in each granule that is mapped, and the granule's charge.
-pub(super) type Granules = BTreeMap<u64, (usize, Charge)>;
+pub(super) type Granules = BTreeMap<u64, (usize, MirrorCharge)>;
 
 /// A mirror.
 struct Mirror {
@@ -145,7 +145,7 @@ impl GpuHostMemory for Software {
         let fresh: Vec<u64> =
             granules(op.address, op.size).filter(|at| !self.granules.contains_key(at)).collect();
         let bytes = fresh.len() as u64 * GRANULE;
-        let mut charge = quota.charge(bytes)?;
+        let mut charge = quota.charge_mirror(self.device(device)?.number, bytes)?;
         let gpus = self.gpus();
         let file = memory::file(bytes.max(GRANULE))?;
         let map =

@@ -1,13 +1,12 @@
 //! The GPU interface without a GPU: commands run on `software-gpu`, which executes PTX on CPU threads.
 //!
 //! - here: devices and contexts; one file for each other chapter: [`memory`] and [`mirror`], [`streams`] (with [`stream_attributes`] and [`stream_memory`]), [`transfer`] (copies and fills), [`kernels`] (with [`link`]),
-//!   [`graph`] (with [`conditional`]), [`green`], [`array`], [`tensor`]; [`nvml`];
+//!   [`graph`], [`green`], [`array`], [`tensor`]; [`nvml`];
 //! - [`properties`]: what a device says of itself; [`imitate`]: how NVIDIA's driver keeps its caller waiting, for tests.
 //!
 //! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
 
 mod array;
-mod conditional;
 mod graph;
 mod green;
 mod imitate;
@@ -62,8 +61,6 @@ pub struct Software {
     /// What mirrors take.
     granules: Granules,
     beside: Arc<Reach>,
-    graphs: graph::Graphs,
-    drafts: conditional::Drafts,
     /// Rung by memory operations of streams.
     bell: Arc<Bell>,
     imitate: Imitate,
@@ -161,8 +158,6 @@ impl Software {
             contexts,
             granules: Granules::default(),
             beside: Arc::default(),
-            graphs: graph::Graphs::default(),
-            drafts: conditional::Drafts::default(),
             bell: Arc::default(),
             imitate: backing.software_imitate,
             delays: Delays::new(&backing.software_imitate),
@@ -272,11 +267,7 @@ impl driver::Gpu for Software {
 
     fn retire_context(&mut self, _context: ContextId) {}
 
-    fn forget_context(&mut self, context: ContextId) {
-        let context = context.0;
-        self.graphs.retain(|_, graph| graph.context != context);
-        self.drafts.forget_context(context);
-    }
+    fn forget_context(&mut self, _context: ContextId) {}
 
     fn destroy_context(&mut self, context: ContextId) -> Result {
         self.contexts.remove(&context.0);
@@ -322,6 +313,19 @@ impl driver::Gpu for Software {
             self.device(device)?.gpu.set_heap_limit(value);
         }
         Ok(())
+    }
+
+    fn limit_bytes(&self, device: u32, limit: u32, value: u64) -> u64 {
+        let Ok(device) = self.device(device) else { return 0 };
+        match (limit, properties::usual_limit(limit)) {
+            (properties::STACK_SIZE, Some(usual)) if value > usual => {
+                let p = device.gpu.properties();
+                let threads = u64::from(p.multiprocessors) * u64::from(p.max_threads_per_multiprocessor);
+                value.saturating_mul(threads)
+            }
+            (properties::PRINTF_FIFO_SIZE | properties::MALLOC_HEAP_SIZE, _) => value,
+            _ => 0,
+        }
     }
 
     fn end(&mut self, streams: &mut Streams<SoftwareStream>) {

@@ -12,6 +12,7 @@ use super::{DRIVER_VERSION, NAME, numbers, properties};
 use crate::config::Backing;
 use crate::driver::nvml::Answers;
 use crate::driver::quota::Quota;
+use crate::worker_protocol::Resource;
 
 /// The driver's version: of the series that brought CUDA 13.0, which is what `cuDriverGetVersion` says of these devices.
 const DRIVER: &str = "580.00";
@@ -236,8 +237,9 @@ impl Answers for Devices {
 
     fn query(&self, query: &'static Query, op: &NvmlQuery<'_>) -> Result<Vec<u8>, u32> {
         let device = self.device(op.device)?;
-        let memory = device.about.total_memory;
-        let (free, total) = self.quota.visible(memory.saturating_sub(self.quota.held()), memory);
+        let (memory, held) = (device.about.total_memory, Resource::Device(device.number));
+        let (free, total) =
+            self.quota.visible(device.number, memory.saturating_sub(self.quota.held(held)), memory);
         let [first, second, _] = op.arguments;
         let choose = |values: &[u32]| values.get(first as usize).copied().ok_or(status::INVALID_ARGUMENT);
         Ok(match query {
@@ -415,7 +417,7 @@ mod tests {
     fn devices() -> Devices {
         let line = "rgpu-server --backend software --software-memory 1G --software-devices 2 --devices 1,0";
         let backing = crate::config::Arguments::parse_from(line.split(' ')).serve.worker.backing;
-        Devices::new(&backing, Quota::new("device memory", 1 << 29)).unwrap()
+        Devices::new(&backing, Quota::of_session(1 << 29)).unwrap()
     }
 
     fn ask(query: &'static Query, arguments: [u32; 3]) -> Result<Vec<u8>, u32> {

@@ -146,6 +146,10 @@ pub(super) fn describe(number: u32, p: &Properties) -> DeviceInfoReply {
     }
 }
 
+/// `CU_LIMIT_STACK_SIZE`.
+pub(super) const STACK_SIZE: u32 = 0;
+/// `CU_LIMIT_PRINTF_FIFO_SIZE`.
+pub(super) const PRINTF_FIFO_SIZE: u32 = 1;
 /// `CU_LIMIT_MALLOC_HEAP_SIZE`.
 pub(super) const MALLOC_HEAP_SIZE: u32 = 2;
 
@@ -154,8 +158,8 @@ pub(super) fn usual_limit(limit: u32) -> Option<u64> {
     Some(match limit {
         // CU_LIMIT_STACK_SIZE, PRINTF_FIFO_SIZE, MALLOC_HEAP_SIZE, DEV_RUNTIME_SYNC_DEPTH, DEV_RUNTIME_PENDING_LAUNCH_COUNT, MAX_L2_FETCH_GRANULARITY,
         // PERSISTING_L2_CACHE_SIZE
-        0 => 1024,
-        1 => 1 << 20,
+        STACK_SIZE => 1024,
+        PRINTF_FIFO_SIZE => 1 << 20,
         MALLOC_HEAP_SIZE => 8 << 20,
         3 => 2,
         4 => 2048,

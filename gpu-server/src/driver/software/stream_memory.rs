@@ -1,15 +1,11 @@
 //! Memory operations of streams. A stream that waits sleeps: it is woken by what other streams write with such operations, and looks now and then for what
 //! kernels, copies and other processes have written.
 
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 
 use protocol::ops::stream::{MemoryOp, memory_op};
 use software_gpu::{Gpu, Result};
-
-use super::Software;
-use super::streams::Place;
-use super::transfer::Again;
 
 /// Between a waiting stream's first looks, and between its later ones.
 const FIRST_NAP: Duration = Duration::from_micros(20);
@@ -26,6 +22,11 @@ impl Bell {
     fn ring(&self) {
         *self.rung.lock().unwrap_or_else(|e| e.into_inner()) += 1;
         self.heard.notify_all();
+    }
+
+    /// Executes operations, each on the device that has its word. `gone` says whether the stream is destroyed.
+    pub(super) fn run(&self, all: &[(MemoryOp, Gpu)], gone: &dyn Fn() -> bool) -> Result<()> {
+        all.iter().try_for_each(|(op, gpu)| run(op, gpu, self, gone))
     }
 
     /// Waits until `done`.
@@ -45,7 +46,6 @@ impl Bell {
     }
 }
 
-/// Does one operation on the device that has its word; `gone`: whether the stream is no more.
 fn run(op: &MemoryOp, gpu: &Gpu, bell: &Bell, gone: &dyn Fn() -> bool) -> Result<()> {
     let wide = op.width() == 8;
     match op.operation {
@@ -59,14 +59,6 @@ fn run(op: &MemoryOp, gpu: &Gpu, bell: &Bell, gone: &dyn Fn() -> bool) -> Result
         }
         // A stream's operations are ordered as they are.
         _ => Ok(()),
-    }
-}
-
-impl Software {
-    /// Memory operations for a place's stream, or a graph that it runs.
-    pub(super) fn words_work(&self, place: &Place, all: Vec<(MemoryOp, Gpu)>) -> Again {
-        let (bell, word) = (Arc::clone(&self.bell), place.word());
-        Box::new(move || all.iter().try_for_each(|(op, gpu)| run(op, gpu, &bell, &|| word.is_gone())))
     }
 }
 

@@ -495,8 +495,8 @@ impl GpuStreams for Software {
     }
 
     fn memory_ops(&mut self, cx: &Call, place: &Place, operations: Vec<(MemoryOp, Gpu)>) -> Result {
-        let work = self.words_work(place, operations);
-        enqueue_checked(place, cx.seq, move |_| work())
+        let (bell, word) = (Arc::clone(&self.bell), place.word());
+        enqueue_checked(place, cx.seq, move |_| bell.run(&operations, &|| word.is_gone()))
     }
 
     fn set_stream_attribute(

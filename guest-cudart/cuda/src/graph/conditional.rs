@@ -1,5 +1,5 @@
-//! Conditional nodes. What kernels know a condition by is chosen by the server's driver, for a graph of its own: so the server hears of a graph that has conditions, a *draft*,
-//! before it is instantiated, and of the graphs of its conditional nodes, which are drafts as well.
+//! Conditional nodes. The server's driver chooses the handle of a condition, for a graph of its own. So a graph with conditions is known to the server, as a *draft*, before it is
+//! instantiated. The graphs of its conditional nodes are drafts as well.
 
 use std::collections::HashSet;
 use std::sync::atomic::AtomicBool;
@@ -24,17 +24,17 @@ pub(crate) struct Conditional {
     handle: u64,
     /// The node's graphs.
     pub bodies: Vec<Arc<Graph>>,
-    /// Their handles: not for this library, but for the program, which may read them as long as the node is there.
+    /// Their handles. The program may read them here as long as the node exists.
     _handles: Box<[usize]>,
-    /// The server's name for the first of them, which is the node's as well.
+    /// The server's id of the first of them, which is the node's id as well.
     pub first: GraphId,
 }
 
 impl Conditional {
-    /// Takes the node out of the server's draft.
+    /// Removes the node from the server's draft.
     ///
     /// # Errors
-    /// `NOT_SUPPORTED` from a server whose graph has been instantiated.
+    /// `NOT_SUPPORTED` if the graph was instantiated before.
     pub fn remove(&self) -> Result {
         driver()?.session.call(&GraphConditionalRemove { first: self.first }).map(|_| ())
     }
@@ -54,14 +54,14 @@ impl Conditional {
 #[derive(Default)]
 pub(crate) struct Draft {
     pub id: OnceLock<GraphId>,
-    /// Belongs to another.
+    /// Belongs to another draft.
     part: bool,
-    /// Conditions that were made for the graph.
+    /// The graph's conditions.
     pub conditions: Mutex<Vec<u64>>,
 }
 
 impl Draft {
-    /// The server's name for it, if the server knows it.
+    /// The server's id for it, once the server knows it.
     pub fn id(&self) -> Option<GraphId> {
         self.id.get().copied()
     }
@@ -70,7 +70,7 @@ impl Draft {
 impl Drop for Draft {
     fn drop(&mut self) {
         if let (Some(graph), false, Ok(driver)) = (self.id(), self.part, driver()) {
-            // A lost session has none.
+            // After the session is lost there is nothing to remove.
             let _ = driver.session.append(&GraphForget { graph });
         }
     }
@@ -94,13 +94,13 @@ pub(crate) fn has_unused(graph: &Arc<Graph>) -> bool {
     !made.is_subset(&used)
 }
 
-/// A conditional node, with empty graphs, whose handles are told.
+/// Makes a conditional node with empty graphs, and returns their handles.
 pub(crate) fn described(graph: &Graph, p: &mut ConditionalNodeParams) -> Result<Work> {
     let driver = driver()?;
     let known = match p.kind {
         conditional::IF => p.size == 1 || p.size == 2,
         conditional::WHILE => p.size == 1,
-        // A limit, so that a wild number is no allocation.
+        // A limit, so that a bad number causes no huge allocation.
         conditional::SWITCH => (1..=1 << 16).contains(&p.size),
         _ => false,
     };
@@ -129,7 +129,7 @@ pub(crate) fn any(nodes: &[Flat]) -> bool {
     nodes.iter().any(|node| matches!(node.work, Work::Conditional(_)))
 }
 
-/// The draft that an instance's nodes go into, and what goes into it and into those that belong to it: `nodes`, which are those at `places`, first.
+/// The draft of an instance, and the contents of it and of the drafts that belong to it. The first are `nodes`, which are those at `places`.
 pub(crate) fn parts(
     driver: &Driver,
     all: &[Flat],
@@ -163,13 +163,13 @@ fn conditionals<'a>(nodes: impl Iterator<Item = &'a Flat>) -> Vec<Arc<Conditiona
         .collect()
 }
 
-/// What a conditional node's graph does: all of it the server's.
+/// The nodes of a conditional node's graph. The server does all of them.
 fn body_nodes(driver: &Driver, body: &Arc<Graph>) -> Result<(Vec<GraphNode>, Vec<Arc<Conditional>>)> {
     static SAID: AtomicBool = AtomicBool::new(false);
     let mut nodes = Vec::new();
     instance::flatten(body, &[], &mut nodes);
     if nodes.iter().any(|node| matches!(node.work, Work::Alloc(_) | Work::Free(_))) {
-        // CUDA has no such nodes there.
+        // CUDA does not allow such nodes there.
         return Err(Status::INVALID_VALUE);
     }
     let places: Vec<usize> = instance::plan(&nodes).into_iter().flat_map(|(_, places)| places).collect();
@@ -183,13 +183,13 @@ fn body_nodes(driver: &Driver, body: &Arc<Graph>) -> Result<(Vec<GraphNode>, Vec
     Ok((described, conditionals(nodes.iter())))
 }
 
-/// Notes that an instance with conditional nodes does not change.
+/// Logs that an instance with conditional nodes cannot be changed.
 pub(crate) fn refuse_change<T>() -> Result<T> {
     static SAID: AtomicBool = AtomicBool::new(false);
     refuse_form("changing an instance of a graph with conditional nodes", &SAID)
 }
 
-/// Notes that kernels which may set conditions are apart from the nodes that have them.
+/// Logs that kernels which may set conditions are in another graph of the server's than the conditional nodes.
 pub(crate) fn refuse_apart<T>() -> Result<T> {
     static SAID: AtomicBool = AtomicBool::new(false);
     refuse_form(

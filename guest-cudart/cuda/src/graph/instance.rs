@@ -1,11 +1,10 @@
 //! Instantiated graphs.
 //!
-//! An instance is a list of nodes without child graphs (theirs stand among the others), and the plan of a launch: steps that are put on the launch's
-//! stream one behind the other. What the server can do is gathered into graphs of the server's, as few as there can be: a graph of kernels, fills and copies inside the
-//! device is one step, one command. Between them stand the steps that only this process can do: host functions, copies with the host's
-//! memory, events.
+//! An instance is a list of nodes, with those of child graphs among the others, and the plan of a launch: steps that are enqueued on the launch's stream one after the other. Work
+//! that the server can do is collected into as few graphs on the server as possible, so a graph of kernels, fills and copies inside the device is one step and one command. Between
+//! them are the steps that only this process can do: host functions, copies from and to host memory, events.
 //!
-//! A change of parameters marks nodes; the next launch tells the server.
+//! A change of parameters marks nodes, and the next launch sends them to the server.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -36,7 +35,7 @@ use client::ops::graph::{
 use client::wire::{Bytes, Wire, Writer};
 use client::{Status, lock};
 
-/// Descriptions up to this many bytes go inside the record.
+/// Maximum size of a description that is sent inside the record, in bytes.
 const INLINE: usize = 24 << 10;
 
 /// `CUgraphExecUpdateResult`.
@@ -59,24 +58,24 @@ pub(crate) mod flag {
 
 /// A node of an instance.
 pub(crate) struct Flat {
-    /// The graph that it was made from, and its number there; 0: the beginning of a child graph.
+    /// The graph that it was made from, and its number there. 0: the beginning of a child graph.
     graph: u64,
     id: u64,
     pub owner: Weak<Graph>,
     pub work: Work,
-    /// Places of earlier nodes.
+    /// Places of the earlier nodes that it depends on.
     before: Vec<usize>,
-    /// Of the node that stands for the end of a child graph: the place of its beginning.
+    /// For a node that stands for the end of a child graph: the place of its beginning.
     begins: Option<usize>,
     enabled: bool,
     bounce: Option<Arc<Bounce>>,
 }
 
-/// What a launch does next.
+/// A step of a launch.
 enum Step {
-    /// A graph of the server's, and the places of its nodes.
+    /// A graph on the server, and the places of its nodes.
     Server(GraphId, Vec<usize>),
-    /// A node that this process puts on the stream.
+    /// A node that this process enqueues.
     Alone(usize),
 }
 
@@ -86,7 +85,7 @@ pub(crate) struct Exec {
     pub flags: u64,
     state: Mutex<State>,
     held: Vec<Held>,
-    /// The graph, as long as it has memory nodes and may have one instance only.
+    /// The graph, if it has memory nodes: then this is its only instance.
     claimed: Weak<Graph>,
 }
 
@@ -95,20 +94,20 @@ struct State {
     places: HashMap<(u64, u64), usize>,
     steps: Vec<Step>,
     changed: BTreeSet<usize>,
-    /// Memory of its allocation nodes, and whether the program has it after a launch.
+    /// Memory of its allocation nodes, and whether the program keeps it after a launch.
     memory: Vec<(Arc<GraphMemory>, bool)>,
-    /// What it frees of other graphs.
+    /// Memory of other graphs that it frees.
     frees: Vec<u64>,
-    /// The server's graphs are made by the next launch: they copy or fill memory of graphs that is not there before, or was other memory.
+    /// The next launch makes the server's graphs, because they copy or fill memory of graphs that does not exist before, or has been replaced.
     waits: bool,
-    /// Where it was launched last: launches of one instance come one after the other.
+    /// The stream of the last launch. Launches of one instance run one after the other.
     last: Option<Arc<Stream>>,
     event: Option<OwnEvent>,
 }
 
 pub(crate) static EXECS: Slab<Exec> = Slab::new(10);
 
-/// Appends a graph's nodes behind `entry`; the places of those that no other waits for.
+/// Appends a graph's nodes, which depend on `entry`. Returns the places of those that no other node depends on.
 pub(crate) fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) -> Vec<usize> {
     let mut places: HashMap<u64, usize> = HashMap::new();
     let mut waited: BTreeSet<usize> = BTreeSet::new();
@@ -145,7 +144,7 @@ pub(crate) fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) 
 }
 
 impl Flat {
-    /// Whether the server does the node's work, or there is none.
+    /// Whether the server does the node's work, or the node has none.
     pub fn is_servers(&self) -> bool {
         match &self.work {
             _ if !self.enabled => true,
@@ -157,19 +156,19 @@ impl Flat {
         }
     }
 
-    /// Whether it waits for what a node beside it may write.
+    /// Whether it waits for words that an independent node may write.
     fn waits(&self) -> bool {
         self.enabled && matches!(&self.work, Work::Words(words) if words.wait())
     }
 
-    /// The node as the program names it.
+    /// The node's handle in the program.
     fn name(&self) -> usize {
         self.owner.upgrade().and_then(|graph| Graph::node(&graph, self.id).ok()).unwrap_or(0)
     }
 }
 
-/// Nodes that may come next: those of the server, those of this process, and those that wait for words of memory. The last come behind all others, which may write these
-/// words: steps, and nodes of the software GPU, run one after the other.
+/// Nodes that may come next: those of the server, those of this process, and those that wait for words of memory. The last kind comes after all others, which may write these words,
+/// because steps, and nodes on the software GPU, run one after the other.
 #[derive(Default)]
 struct Next {
     ready: VecDeque<usize>,
@@ -188,7 +187,7 @@ impl Next {
     }
 }
 
-/// The order of a launch: the places of nodes that the server does together, or of one that it does not do.
+/// The steps of a launch: each has the places of nodes that the server does together, or of one node that it does not do.
 pub(crate) fn plan(nodes: &[Flat]) -> Vec<(bool, Vec<usize>)> {
     let mut missing: Vec<usize> = nodes.iter().map(|node| node.before.len()).collect();
     let mut after: Vec<Vec<usize>> = vec![Vec::new(); nodes.len()];
@@ -258,12 +257,12 @@ impl State {
         }
     }
 
-    /// Whether some of its copies and fills are of memory of graphs of a kind.
+    /// Whether it copies or fills memory of certain graphs.
     fn describes(&self, kind: impl Fn(&GraphMemory) -> bool) -> bool {
         self.nodes.iter().flat_map(|node| node.work.graph_memory()).any(|memory| kind(&memory))
     }
 
-    /// A graph of the server's in its wire form. `None`: nothing has to be done.
+    /// A graph for the server in its wire form. `None` if it would be empty.
     fn describe(
         &self,
         driver: &Driver,
@@ -279,14 +278,14 @@ impl State {
         Ok(some.then_some(bytes))
     }
 
-    /// Whether kernels are in one of the server's graphs at most, or there is no conditional node: conditions are of one graph, as are those that set them.
+    /// Whether all kernels are in one graph on the server, or there is no conditional node. A condition belongs to one graph, and so must the kernels that set it.
     fn is_together(&self, plan: &[(bool, Vec<usize>)]) -> bool {
         let sets = |place: &usize| matches!(self.nodes[*place].work, Work::Kernel(_) | Work::Conditional(_));
         !conditional::any(&self.nodes)
             || plan.iter().filter(|(together, places)| *together && places.iter().any(sets)).count() < 2
     }
 
-    /// Makes the plan and the server's graphs.
+    /// Makes the plan and the graphs on the server.
     fn instantiate(&mut self, driver: &'static Driver, context: &'static Context, flags: u64) -> Result {
         let mut steps = Vec::new();
         let plan = plan(&self.nodes);
@@ -324,7 +323,7 @@ impl State {
         Ok(())
     }
 
-    /// Brings the server's graphs up to date with what was changed.
+    /// Sends changes to the server's graphs.
     fn refresh(&mut self, driver: &'static Driver, context: &'static Context, flags: u64) -> Result {
         if self.changed.is_empty() || self.waits {
             return Ok(());
@@ -346,7 +345,7 @@ impl State {
                 if !places.iter().any(|place| self.changed.contains(place)) {
                     continue;
                 }
-                // With nothing to be done any more, it is not the same plan.
+                // If nothing is left to do, the plan changes.
                 let Some(bytes) = self.describe(driver, context, places)? else {
                     self.instantiate(driver, context, flags)?;
                     break;
@@ -360,7 +359,7 @@ impl State {
         Ok(())
     }
 
-    /// Lets `stream` wait for the launch before, if that was on another.
+    /// Makes `stream` wait for the previous launch, if that was on another stream.
     fn queue(&mut self, driver: &Driver, context: &'static Context, stream: &Arc<Stream>) -> Result {
         let last = self.last.replace(stream.clone());
         let Some(last) = last.filter(|last| !Arc::ptr_eq(last, stream) && !last.is_finished()) else {
@@ -377,7 +376,7 @@ impl State {
     }
 }
 
-/// Nodes at some places as the server is told of them.
+/// The wire form of the nodes at some places.
 pub(crate) fn describe(
     nodes: &[Flat],
     driver: &Driver,
@@ -399,7 +398,7 @@ pub(crate) fn describe(
     Ok(described)
 }
 
-/// Hands a description over: in the record, or staged.
+/// Sends a description inside the record or through the arena.
 fn with_bytes(driver: &'static Driver, bytes: &[u8], send: impl FnOnce(HostIn<'_>) -> Result) -> Result {
     if bytes.len() <= INLINE {
         return send(HostIn::Inline(bytes));
@@ -412,7 +411,7 @@ fn with_bytes(driver: &'static Driver, bytes: &[u8], send: impl FnOnce(HostIn<'_
     answer
 }
 
-/// A name for something of the server's graphs.
+/// A new id for a graph on the server.
 pub(crate) fn new_id() -> GraphId {
     static IDS: AtomicU32 = AtomicU32::new(1);
     GraphId(IDS.fetch_add(1, Ordering::Relaxed))
@@ -438,7 +437,7 @@ fn make(driver: &'static Driver, context: &'static Context, flags: u64, bytes: &
     Ok(graph)
 }
 
-/// Ends the server's graphs. A lost session has none.
+/// Destroys graphs on the server. After the session is lost there are none.
 fn destroy(driver: &Driver, steps: &[Step]) {
     for step in steps {
         if let Step::Server(graph, _) = step {
@@ -462,7 +461,7 @@ impl Exec {
             crate::graph::claim(graph)?;
             claimed = Arc::downgrade(graph);
         }
-        // From here on the claim goes with the instance.
+        // From here on the instance owns the claim.
         let held = user_object::share(&lock(&graph.held));
         state.waits = state.describes(|memory| !memory.segment.is_backed());
         let made = if state.waits {
@@ -474,7 +473,7 @@ impl Exec {
         made.map(|()| exec)
     }
 
-    /// Puts a launch on a stream, which is not being captured.
+    /// Enqueues a launch on a stream that is not being captured.
     pub fn launch(&self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
         let mut state = lock(&self.state);
         state.refresh(driver, self.context, self.flags)?;
@@ -507,7 +506,7 @@ impl Exec {
         graph_chunks::launched(driver, pool, stream, &state.memory, &freed)
     }
 
-    /// Gives the graph's allocations memory for a launch, and makes the server's graphs where they were waiting for that. `None`: it neither allocates nor frees.
+    /// Gives the graph's allocations memory for a launch, and makes the server's graphs if they need that memory. `None` if the graph neither allocates nor frees.
     fn back(
         &self,
         driver: &'static Driver,
@@ -548,7 +547,7 @@ impl Exec {
         Ok(())
     }
 
-    /// Changes a node that the program names as it named the graph's.
+    /// Changes a node, which the program names by the graph's node.
     pub fn change(&self, handle: usize, change: impl FnOnce(&Work) -> Result<Work>) -> Result {
         let (graph, id) = crate::graph::node(handle)?;
         let mut state = lock(&self.state);
@@ -593,7 +592,7 @@ impl Exec {
         Ok(())
     }
 
-    /// Whether a node that may be left out is done; `set`: whether it shall be.
+    /// Whether a node is enabled. `set` enables or disables it.
     pub fn enabled(&self, handle: usize, set: Option<bool>) -> Result<bool> {
         let (graph, id) = crate::graph::node(handle)?;
         let mut state = lock(&self.state);
@@ -612,7 +611,7 @@ impl Exec {
         Ok(was)
     }
 
-    /// Takes over what a graph's nodes do. `Err`: why not, the graph's node, and the instance's.
+    /// Takes over the work of a graph's nodes. On failure, returns the reason, the graph's node and the instance's node.
     pub fn update(
         &self,
         driver: &Driver,
@@ -641,7 +640,7 @@ impl Exec {
     }
 }
 
-/// Why a node cannot take the place of another; `None`: it can.
+/// The reason why one node cannot replace another. `None` if it can.
 fn differs(now: &Flat, node: &Flat) -> Option<u32> {
     if now.work.kind() != node.work.kind() {
         return Some(update::NODE_TYPE);
@@ -661,7 +660,7 @@ fn differs(now: &Flat, node: &Flat) -> Option<u32> {
     }
 }
 
-/// Whether a fill cannot take the place of another: "for 2d memsets, all dimension changes are rejected; for 1d memsets, changes in height" (`cuGraphExecMemsetNodeSetParams`), and memory
+/// Whether a fill cannot replace another: "for 2d memsets, all dimension changes are rejected; for 1d memsets, changes in height" (`cuGraphExecMemsetNodeSetParams`), or memory
 /// of another kind.
 fn fill_differs(now: &Work, new: &Work) -> bool {
     let (Work::Fill(a), Work::Fill(b)) = (now, new) else { return false };
@@ -683,7 +682,7 @@ impl Drop for Exec {
         }
         let held = std::mem::take(&mut self.held);
         if let Some(stream) = state.last.take().filter(|stream| !held.is_empty() && !stream.is_finished()) {
-            // What the program wants to live as long as the graph lives until the last launch is done.
+            // User objects of the graph live until the last launch has finished.
             launch_steps::after(driver, stream, held);
         }
     }

@@ -1,7 +1,7 @@
-//! Steps of a launch that this process puts on the stream itself.
+//! Steps of a launch that this process enqueues itself.
 //!
-//! Pageable memory is written when the stream comes to the copy: by way of pinned memory of the instance's, from which a host function of this library's own moves the
-//! bytes. It is read when the launch is made, once nothing before may write it.
+//! Pageable memory is written when the stream reaches the copy: the device writes pinned memory of the instance, and a host function of this library copies the bytes from there. It is
+//! read when the graph is launched, after everything before that may write it has finished.
 
 use std::sync::{Arc, Mutex};
 
@@ -21,7 +21,7 @@ use crate::work::fill::Fill;
 use crate::work::host_function::{self, Function};
 use client::{Status, lock};
 
-/// Pinned memory beside a pageable side of a copy.
+/// Pinned memory for the pageable side of a copy.
 pub(crate) struct Bounce {
     address: usize,
     /// The last launch that uses it: a stream and its mark.
@@ -36,7 +36,7 @@ impl Bounce {
         Ok(Arc::new(Bounce { address, last: Mutex::default() }))
     }
 
-    /// Notes that a launch uses it, up to a mark on its stream.
+    /// Records that a launch uses it until its stream passes a mark.
     pub fn used(&self, stream: Arc<Stream>, mark: u64) {
         *lock(&self.last) = Some((stream, mark));
     }
@@ -45,7 +45,7 @@ impl Bounce {
 impl Drop for Bounce {
     fn drop(&mut self) {
         let Ok(driver) = driver() else { return };
-        // The host of the GPU may be reading it, or writing.
+        // The server may be reading or writing it.
         match lock(&self.last).take() {
             Some((stream, mark)) if !stream.has_passed(driver, mark) => {
                 pinned::remove_later(driver, vec![(self.address, stream, mark)]);
@@ -55,7 +55,7 @@ impl Drop for Bounce {
     }
 }
 
-/// Puts a node's work on a stream.
+/// Enqueues a node's work.
 pub(crate) fn run(
     driver: &'static Driver,
     stream: &Arc<Stream>,
@@ -72,7 +72,7 @@ pub(crate) fn run(
         // SAFETY: the program vouches for the memory that it gave a graph to copy from and to, until the launch is done.
         Work::Copy(copy) => unsafe { run_copy(driver, stream, copy, bounce) },
         Work::Fill(fill) => Fill::of(driver, stream.id, fill)?.run(driver, stream),
-        // The server's, or nobody's.
+        // The server does it, or there is nothing to do.
         Work::Empty
         | Work::Kernel(_)
         | Work::Child(_)
@@ -105,7 +105,7 @@ unsafe fn run_copy(
         return unsafe { copy_boxes::run(&copier, copy) };
     };
     if !pageable.to_host {
-        // Read when the launch is made.
+        // Read when the graph is launched.
         let (at, len) = pageable.span();
         pending_writes::settle(driver, stream, at, len)?;
         // SAFETY: as the caller says.
@@ -123,8 +123,8 @@ unsafe fn run_copy(
     }
 }
 
-/// Keeps things until a stream has come here.
+/// Keeps values until the stream has reached this point.
 pub(crate) fn after(driver: &'static Driver, stream: Arc<Stream>, held: Vec<Held>) {
-    // Where it cannot be put on the stream, the session is lost and nothing runs any more.
+    // If it cannot be enqueued, the session is lost and nothing runs any more.
     let _ = call(driver, &stream, move || drop(held));
 }

@@ -1,13 +1,13 @@
-//! Graphs: work described once and launched often. They live here, as plain data: the server hears of a graph when it is instantiated
+//! Graphs: work that is described once and launched often. They are plain data in this process. The server learns of a graph when it is instantiated
 //! (docs/decisions/0006-graphs-live-in-the-client.md).
 //!
 //! - this file: a graph, its nodes and their dependencies, and the handles of all of them;
 //! - [`node_work`]: what a node does, and how it is sent to the server;
 //! - [`node_description`]: nodes from the structures in which a program describes them;
-//! - [`recording`]: nodes from what is put on a captured stream;
+//! - [`recording`]: nodes from work that is enqueued on a captured stream;
 //! - [`conditional`]: conditional nodes, which the server knows before the graph is instantiated;
-//! - [`instance`], [`launch_steps`]: instantiated graphs: launch and update;
-//! - [`user_object`]: what a graph keeps alive for the program. The memory of allocation nodes is in `memory::graph_memory`.
+//! - [`instance`], [`launch_steps`]: launching and updating instantiated graphs;
+//! - [`user_object`]: objects of the program that a graph keeps alive. The memory of allocation nodes is in `memory::graph_memory`.
 
 pub(crate) mod conditional;
 pub(crate) mod instance;
@@ -41,7 +41,7 @@ pub(crate) struct Edge {
     pub data: EdgeData,
 }
 
-/// A node: its name in its graph is a number that no other node of the graph has or had.
+/// A node. Its number in its graph is never used for another node.
 pub(crate) struct Node {
     pub work: Work,
     pub before: Vec<Edge>,
@@ -52,16 +52,16 @@ pub(crate) struct Node {
 pub(crate) struct Graph {
     pub context: &'static Context,
     pub unique: u64,
-    /// Of the graph that it is a clone of.
+    /// The handle of the graph that it was cloned from.
     pub origin: Option<u64>,
-    /// Part of a node of another graph: not the program's to destroy.
+    /// Whether it belongs to a node of another graph, so that the program cannot destroy it.
     pub part: bool,
     inner: Mutex<Inner>,
     handle: OnceLock<usize>,
     pub held: Mutex<Vec<Held>>,
     pub allocations: Allocations,
     pub draft: Draft,
-    /// A graph with memory nodes has one instance at a time.
+    /// Whether it has an instance. A graph with memory nodes can have only one at a time.
     pub instantiated: AtomicBool,
 }
 
@@ -72,14 +72,14 @@ pub(crate) struct Inner {
 }
 
 impl Inner {
-    /// Whether nodes and dependencies can be taken out: not of a graph with memory nodes, as the manual has it.
+    /// Checks that nodes and dependencies can be removed. CUDA's manual forbids that for graphs with memory nodes.
     fn may_lose(&self) -> Result {
         let is_memory = |node: &Node| matches!(node.work, Work::Alloc(_) | Work::Free(_));
         if self.nodes.values().any(is_memory) { Err(Status::NOT_SUPPORTED) } else { Ok(()) }
     }
 }
 
-/// What a node's handle names.
+/// What a node's handle stands for.
 struct NodeName {
     graph: Weak<Graph>,
     id: u64,
@@ -115,10 +115,10 @@ impl Graph {
         }
     }
 
-    /// A graph with the same nodes under the same names. `part`: of another graph's node.
+    /// A graph with the same nodes under the same numbers. `part`: whether it becomes part of another graph's node.
     ///
     /// # Errors
-    /// `NOT_SUPPORTED` for a graph with memory or conditional nodes, as CUDA has it.
+    /// `NOT_SUPPORTED` for a graph with memory or conditional nodes, as in CUDA.
     pub fn copy(&self, part: bool) -> Result<Graph> {
         let inner = lock(&self.inner);
         let mut nodes = BTreeMap::new();
@@ -135,7 +135,7 @@ impl Graph {
         Ok(Graph::with_parts(self.context, Some(self.unique), part, inner, held))
     }
 
-    /// Finds memory for an allocation that is to come behind other nodes.
+    /// Finds memory for an allocation that will depend on other nodes.
     pub fn allocate(
         &self,
         driver: &'static Driver,
@@ -147,10 +147,10 @@ impl Graph {
         GraphMemory::new(driver, &self.allocations, self.context, &self.ancestors(&before), device, size)
     }
 
-    /// Adds a node behind others of the graph; its number.
+    /// Adds a node that depends on others of the graph. Returns its number.
     ///
     /// # Errors
-    /// `INVALID_VALUE` when it would wait for what is no node of the graph, or twice for the same, or would free what another node of the graph frees.
+    /// `INVALID_VALUE` if a dependency is no node of the graph or is there twice, or if another node of the graph frees the same memory.
     pub fn add(&self, work: Work, before: Vec<Edge>) -> Result<u64> {
         let mut inner = lock(&self.inner);
         let mut seen = HashSet::new();
@@ -170,25 +170,25 @@ impl Graph {
         Ok(id)
     }
 
-    /// Calls `look` with every node, in the order in which they were made.
+    /// Calls `look` with every node, in the order in which they were added.
     pub fn each(&self, mut look: impl FnMut(u64, &Node)) {
         for (id, node) in &lock(&self.inner).nodes {
             look(*id, node);
         }
     }
 
-    /// Its nodes, each behind those that it waits for.
+    /// Its nodes. Each comes after those that it depends on.
     fn ordered(&self) -> Vec<(u64, Work, Vec<u64>)> {
         let inner = lock(&self.inner);
         let describe = |id: u64| {
             let node = inner.nodes.get(&id)?;
             Some((id, node.work.clone(), node.before.iter().map(|edge| edge.from).collect()))
         };
-        // A circle is refused when it would be closed.
+        // There is an order: a dependency that would close a cycle is refused.
         order(&inner.nodes).unwrap_or_default().into_iter().filter_map(describe).collect()
     }
 
-    /// Whether one of the nodes, or of those of its child graphs, is of a kind.
+    /// Whether the graph or one of its child graphs has a node of a kind.
     fn any(&self, which: &dyn Fn(&Work) -> bool) -> bool {
         lock(&self.inner).nodes.values().any(|node| match &node.work {
             Work::Child(child) => child.any(which),
@@ -201,7 +201,7 @@ impl Graph {
         lock(&self.inner).nodes.get_mut(&id).ok_or(Status::INVALID_VALUE).and_then(change)
     }
 
-    /// Some nodes, and all that they wait for.
+    /// Some nodes and everything that they depend on.
     pub fn ancestors(&self, of: &[u64]) -> HashSet<u64> {
         let inner = lock(&self.inner);
         let (mut found, mut left): (HashSet<u64>, Vec<u64>) = (HashSet::new(), of.to_vec());
@@ -215,7 +215,7 @@ impl Graph {
         found
     }
 
-    /// Adds dependencies: all of them, or none.
+    /// Adds all of these dependencies, or none.
     pub fn connect(&self, edges: &[(u64, u64, EdgeData)]) -> Result {
         let mut inner = lock(&self.inner);
         for (n, (from, to, _)) in edges.iter().enumerate() {
@@ -244,10 +244,10 @@ impl Graph {
         Err(Status::INVALID_VALUE)
     }
 
-    /// Takes dependencies away: all of them, or none.
+    /// Removes all of these dependencies, or none.
     ///
     /// # Errors
-    /// `INVALID_VALUE` when one is not there, `NOT_SUPPORTED` when the graph has memory nodes.
+    /// `INVALID_VALUE` if one of them does not exist, `NOT_SUPPORTED` if the graph has memory nodes.
     pub fn disconnect(&self, edges: &[(u64, u64)]) -> Result {
         let mut inner = lock(&self.inner);
         let there = |(from, to): &(u64, u64)| {
@@ -268,7 +268,7 @@ impl Graph {
     /// Removes a node, and the dependencies on it.
     ///
     /// # Errors
-    /// `NOT_SUPPORTED` when the graph has memory nodes; the server's for a conditional node, which it has already.
+    /// `NOT_SUPPORTED` if the graph has memory nodes; the server's error for a conditional node.
     pub fn remove(&self, id: u64) -> Result {
         let mut inner = lock(&self.inner);
         inner.may_lose()?;
@@ -346,7 +346,7 @@ impl Node {
     }
 }
 
-/// The nodes in an order in which each comes behind those that it depends on. `None`: there is none, since some depend on themselves.
+/// The nodes in an order in which each comes after those that it depends on. `None` if the dependencies form a cycle.
 fn order(nodes: &BTreeMap<u64, Node>) -> Option<Vec<u64>> {
     let mut missing: BTreeMap<u64, usize> = nodes.iter().map(|(id, node)| (*id, node.before.len())).collect();
     let mut after: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
@@ -371,13 +371,13 @@ fn order(nodes: &BTreeMap<u64, Node>) -> Option<Vec<u64>> {
     (order.len() == nodes.len()).then_some(order)
 }
 
-/// The graph that a handle names.
+/// The graph of a handle.
 pub(crate) fn of(handle: usize) -> Result<Arc<Graph>> {
     driver()?;
     GRAPHS.get(handle).ok_or(Status::INVALID_VALUE)
 }
 
-/// The graph and the number of the node that a handle names.
+/// The graph and the number of a node's handle.
 pub(crate) fn node(handle: usize) -> Result<(Arc<Graph>, u64)> {
     driver()?;
     let name = NODES.get(handle).ok_or(Status::INVALID_VALUE)?;
@@ -405,7 +405,7 @@ pub(crate) fn edges(
     Ok(from.into_iter().zip(data).map(|(from, data)| Edge { from, data }).collect())
 }
 
-/// What is said of `len` dependencies; zeros when there is no array of data.
+/// The data of `len` dependencies; zeros without an array.
 pub(crate) fn edge_data(data: Array<EdgeData>, count: Count, len: usize) -> Result<Vec<EdgeData>> {
     if data.is_null() {
         return Ok(vec![[0; 8]; len]);
@@ -416,7 +416,7 @@ pub(crate) fn edge_data(data: Array<EdgeData>, count: Count, len: usize) -> Resu
     if known { Ok(data.to_vec()) } else { Err(Status::INVALID_VALUE) }
 }
 
-/// A node's work, by the node's handle.
+/// The work of a node's handle.
 pub(crate) fn work_of(handle: usize) -> Result<Work> {
     let (graph, id) = node(handle)?;
     graph.with(id, |node| Ok(node.work.clone()))
@@ -431,7 +431,10 @@ pub(crate) fn set_work(handle: usize, change: impl FnOnce(&Work) -> Result<Work>
     })
 }
 
-/// Whether a graph with memory nodes has an instance, and notes that it has.
+/// Claims the only instance of a graph with memory nodes.
+///
+/// # Errors
+/// `NOT_SUPPORTED` if it has one.
 pub(crate) fn claim(graph: &Graph) -> Result {
     if graph.instantiated.swap(true, Ordering::AcqRel) { Err(Status::NOT_SUPPORTED) } else { Ok(()) }
 }
@@ -494,7 +497,7 @@ mod tests {
             for (from, to) in &edges {
                 nodes.get_mut(to).unwrap().before.push(edge(*from));
             }
-            // Nodes without open dependencies are struck out until none is left to strike.
+            // Remove nodes without unresolved dependencies until there are none.
             let mut left: Vec<u64> = (0..9).collect();
             loop {
                 let free = |to: &u64| !edges.iter().any(|(from, t)| t == to && left.contains(from));

@@ -20,14 +20,14 @@ use client::Status;
 /// A launch.
 ///
 /// # Safety
-/// The structure leads to the kernel's parameters, as CUDA's manual has it.
+/// The structure points to the kernel's parameters as CUDA's manual requires.
 pub(crate) unsafe fn kernel(p: In<KernelNodeParams>) -> Result<Work> {
     let p = p.get()?;
     // SAFETY: as the caller says.
     Ok(Work::Kernel(Arc::new(unsafe { Kernel::described(driver()?, &p, Vec::new()) }?)))
 }
 
-/// A function of the program's.
+/// A host function.
 pub(crate) fn host(p: In<HostNodeParams>) -> Result<Work> {
     let p = p.get()?;
     Ok(Work::Host(p.function.ok_or(Status::INVALID_VALUE)?, UserData(p.userData)))
@@ -50,7 +50,7 @@ pub(crate) fn waited(handle: usize) -> Result<Work> {
 /// Memory operations.
 ///
 /// # Safety
-/// The structure leads to as many operations as it says.
+/// The structure points to as many operations as it says.
 pub(crate) unsafe fn words(p: In<BatchMemOpNodeParams>) -> Result<Work> {
     let p = p.get()?;
     if p.flags != 0 {
@@ -64,7 +64,7 @@ pub(crate) unsafe fn words(p: In<BatchMemOpNodeParams>) -> Result<Work> {
 /// An allocation node that depends on others. Its address is known at once.
 ///
 /// # Safety
-/// The structure leads to as many descriptions of access as it says.
+/// The structure points to as many access descriptions as it says.
 pub(crate) unsafe fn alloc(graph: &Graph, before: &[Edge], to: InOut<MemAllocNodeParams>) -> Result<Work> {
     let mut p = to.get()?;
     let driver = driver()?;
@@ -90,7 +90,7 @@ pub(crate) unsafe fn alloc(graph: &Graph, before: &[Edge], to: InOut<MemAllocNod
 /// A node of any kind.
 ///
 /// # Safety
-/// The body holds the structure of the node's kind, which leads to what CUDA's manual says.
+/// The body contains the structure of the node's kind, whose pointers are as CUDA's manual requires.
 pub(crate) unsafe fn generic(
     graph: &Arc<Graph>,
     before: &[Edge],
@@ -108,17 +108,17 @@ pub(crate) unsafe fn generic(
             _ => described(In::from(&p)),
         }
     }?;
-    // These two kinds tell the program something.
+    // These two kinds return something to the program.
     if matches!(p.kind, kind::MEM_ALLOC | kind::CONDITIONAL) {
         to.put(p)?;
     }
     Ok(work)
 }
 
-/// What a node of a kind that has parameters to change does.
+/// The work of a node whose parameters can be changed, by its kind.
 ///
 /// # Safety
-/// As of [`generic`].
+/// As for [`generic`].
 pub(crate) unsafe fn described(p: In<GraphNodeParams>) -> Result<Work> {
     static SAID: AtomicBool = AtomicBool::new(false);
     let p = p.get()?;
@@ -144,7 +144,7 @@ pub(crate) unsafe fn described(p: In<GraphNodeParams>) -> Result<Work> {
     }
 }
 
-/// A free of what some graph allocates.
+/// A free of memory that a graph allocates.
 pub(crate) fn freed(address: u64) -> Result<Work> {
     if crate::memory::graph_memory::find(address).is_some() {
         Ok(Work::Free(address))

@@ -59,7 +59,7 @@ pub(crate) enum Work {
 
 /// A launch, with everything that belongs to it.
 pub(crate) struct Kernel {
-    /// As the program named it: a function or a kernel.
+    /// The function or the kernel, as the program named it.
     pub handle: usize,
     pub function: Arc<Function>,
     pub grid: [u32; 3],
@@ -67,17 +67,17 @@ pub(crate) struct Kernel {
     pub shared: u32,
     pub attributes: Vec<LaunchAttribute>,
     params: Box<[u8]>,
-    /// Addresses in `params`, one for each parameter: what the program is told, which it may read as long as the node stays as it is.
+    /// The address of each parameter in `params`. The program gets them and may read them until the node changes.
     pointers: Box<[usize]>,
 }
 
 /// How a node's work is done.
 pub(crate) enum Way {
-    /// By the server, as a node of a graph there: an operation's opcode and body.
+    /// The server does it, as a node of a graph there: an operation's opcode and body.
     Server(u16, Vec<u8>),
-    /// Not at all: it is there for its dependencies.
+    /// Nothing is done. The node exists for its dependencies.
     Nothing,
-    /// Put on the stream by this process, launch by launch.
+    /// This process enqueues it at each launch.
     Alone,
 }
 
@@ -102,7 +102,7 @@ impl Kernel {
         Kernel { handle, function, grid, block, shared, attributes, params, pointers }
     }
 
-    /// A kernel as a node's parameters describe it, checked as its launch would be.
+    /// The kernel that a node's parameters describe, checked like a launch.
     ///
     /// # Safety
     /// What the parameters point to may be read.
@@ -118,7 +118,7 @@ impl Kernel {
                 let kernel = KERNELS.get(kern).ok_or(Status::INVALID_HANDLE)?;
                 (kern, kernel.in_context(driver, context)?)
             }
-            // Beside a function the kernel is not looked at: NVIDIA's runtime leaves something there.
+            // With a function, the kernel is ignored: NVIDIA's runtime leaves arbitrary bytes there.
             (func, _) => (func, library::of(func)?),
         };
         let shape = launch::Shape { grid: p.grid, block: p.block, shared: p.sharedMemBytes };
@@ -136,9 +136,9 @@ impl Kernel {
         Kernel::new(self.handle, self.function.clone(), shape, attributes, &self.params)
     }
 
-    /// What the program is told of it.
+    /// The parameters that the program gets.
     pub fn describe(&self) -> KernelNodeParams {
-        // NVIDIA's runtime knows its kernels again by the kernel alone.
+        // NVIDIA's runtime recognizes its kernels only by the kernel's handle.
         let (func, kern) = match KERNELS.get(self.handle) {
             Some(_) => (0, self.handle),
             None => (self.handle, library::kernel_of(&self.function).unwrap_or(0)),
@@ -187,10 +187,10 @@ impl Work {
         }
     }
 
-    /// How it is done, for work in a context.
+    /// How the work is done in a context.
     ///
     /// # Errors
-    /// What the same work would be answered with on a stream now.
+    /// The error that the same work would get on a stream now.
     pub fn way(&self, driver: &Driver, context: &'static Context) -> Result<Way> {
         Ok(match self {
             Work::Kernel(kernel) if !std::ptr::eq(kernel.function.context, context) => {
@@ -217,7 +217,7 @@ impl Work {
         })
     }
 
-    /// The memory of graphs that it copies or fills, which is described to the server.
+    /// Memory of graphs that the node copies or fills.
     pub fn graph_memory(&self) -> impl Iterator<Item = Arc<GraphMemory>> {
         let addresses = match self {
             Work::Copy(copy) => [copy.dstDevice, copy.srcDevice],

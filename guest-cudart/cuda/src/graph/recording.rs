@@ -1,4 +1,4 @@
-//! Recording: what is put on a stream that is being captured becomes a node of the capture's graph.
+//! Recording: work that is enqueued on a captured stream becomes a node of the capture's graph.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ pub(crate) fn graph_of(capture: &Capture) -> Result<Arc<Graph>> {
     capture.graph.clone().downcast().map_err(|_| Status::UNKNOWN)
 }
 
-/// Adds work that was put on a stream.
+/// Adds work that was enqueued on a stream.
 pub(crate) fn add(capture: &Capture, stream: &Stream, work: Work) -> Result {
     capture.check()?;
     let graph = graph_of(capture)?;
@@ -33,7 +33,7 @@ pub(crate) fn add(capture: &Capture, stream: &Stream, work: Work) -> Result {
     Ok(())
 }
 
-/// Adds an allocation behind what a stream's next node depends on; its address.
+/// Adds an allocation that depends on what the stream's next node depends on. Returns its address.
 pub(crate) fn allocate(
     capture: &Capture,
     driver: &'static Driver,
@@ -47,7 +47,7 @@ pub(crate) fn allocate(
     add(capture, stream, Work::Alloc(made)).map(|()| address)
 }
 
-/// Adds a free of what some graph allocates.
+/// Adds a free of memory that a graph allocates.
 ///
 /// # Errors
 /// `INVALID_VALUE` for any other memory: "must be passed the address of a graph allocation" (`cuMemFreeAsync`).

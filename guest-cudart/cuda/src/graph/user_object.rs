@@ -1,4 +1,4 @@
-//! User objects: what a program wants to live as long as its graphs.
+//! User objects: objects of a program that live as long as graphs that use them.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -7,11 +7,11 @@ use crate::abi::types::HostFn;
 use client::handles::Slab;
 use client::{Status, lock};
 
-/// An object of the program's, and what ends it.
+/// An object of the program, and its destructor.
 pub(crate) struct Object {
     pub value: crate::abi::types::UserData,
     pub destroy: HostFn,
-    /// References, of the program and of graphs.
+    /// Number of references of the program and of graphs.
     pub count: Mutex<u32>,
     pub handle: OnceLock<usize>,
 }
@@ -49,12 +49,12 @@ pub(crate) struct Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // They were counted when they were taken.
+        // These references were counted when they were taken.
         let _ = self.object.release(self.count);
     }
 }
 
-/// The same objects, held by another as well.
+/// Takes references to the same objects for another owner.
 pub(crate) fn share(held: &[Held]) -> Vec<Held> {
     let again = |held: &Held| {
         held.object.retain(1).ok()?;

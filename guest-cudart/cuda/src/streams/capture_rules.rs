@@ -1,4 +1,4 @@
-//! What a capture forbids: calls that have no place in a graph invalidate it, as CUDA has it.
+//! What a capture forbids. As in CUDA, calls that cannot become part of a graph invalidate it.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -9,7 +9,7 @@ use crate::process::context::Context;
 use crate::process::stream::Stream;
 use client::lock;
 
-/// Fails for a wait for a whole context in which a stream is being captured. The captures are invalidated.
+/// Fails if a call waits for a whole context in which a stream is being captured, and invalidates the captures.
 pub(crate) fn forbid_all(context: &Context) -> Result {
     let mut result = Ok(());
     for capture in capture::all().iter().filter(|capture| capture.context == context.unique) {
@@ -19,7 +19,7 @@ pub(crate) fn forbid_all(context: &Context) -> Result {
     result
 }
 
-/// If `stream` is the legacy default stream: a capture that work on it would have to wait for.
+/// A capture that work on `stream` would have to wait for, if that is the legacy default stream.
 pub(crate) fn in_the_way(stream: &Stream) -> Option<Arc<Capture>> {
     if !capture::any() || !stream.is_legacy() {
         return None;
@@ -27,7 +27,7 @@ pub(crate) fn in_the_way(stream: &Stream) -> Option<Arc<Capture>> {
     capture::all().into_iter().find(|capture| capture.blocking && capture.context == stream.context.unique)
 }
 
-/// Fails for work on the legacy default stream while a stream that would wait for it is being captured.
+/// Fails for work on the legacy default stream if a stream that would wait for it is being captured.
 #[inline]
 pub(crate) fn implicit(stream: &Stream) -> Result {
     match in_the_way(stream) {
@@ -39,7 +39,7 @@ pub(crate) fn implicit(stream: &Stream) -> Result {
     }
 }
 
-/// Fails for a call that a captured stream does not allow, and invalidates the capture.
+/// Fails for a call that is not allowed on a captured stream, and invalidates the capture.
 pub(crate) fn forbid(stream: &Stream) -> Result {
     match stream.capture() {
         None => Ok(()),
@@ -62,7 +62,7 @@ pub(crate) fn refuse(stream: &Stream) -> Result {
     }
 }
 
-/// A stream waits for an event that stands for `point`. It joins the capture if it was not in it.
+/// Makes a stream wait for an event that stands for `point`. The stream joins the capture if it is not part of it.
 pub(crate) fn join(capture: &Arc<Capture>, stream: &Stream, point: &[u64]) -> Result {
     capture.check()?;
     match stream.capture() {

@@ -1,10 +1,10 @@
 //! Events.
 //!
-//! An event's record publishes in its stream's progress word, so that a query is a read of memory.
+//! A recorded event raises its stream's progress word, so a query only reads memory.
 //!
-//! Programs that measure ask for the time between the same two events in every step, after they have waited. So once a program has asked for the time from one event to another, it is asked for
-//! ahead, right behind each record of the latter: the server answers when that record is done, and the answer is here when the program asks. An event whose answers
-//! are not used is not asked about any more.
+//! Programs that measure time ask for the time between the same two events in every step. So once a program has asked for the time from one event to another, this library requests it in advance,
+//! right after each record of the second event. The server answers when that record has finished, and the answer is here when the program asks. If a program does not use the answers for an event, the
+//! requests stop.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -36,7 +36,7 @@ pub(crate) fn wait(driver: &Driver, stream: &Stream, event: &Event) -> Result {
     if let Some((other, record)) = last {
         stream.waits_for(seq, &other, record);
     }
-    // What another process records later is not waited for.
+    // A record that another process makes later is not waited for.
     event.arrive(driver)
 }
 
@@ -45,9 +45,9 @@ pub(crate) const INTERPROCESS: u32 = 4;
 /// Pauses between queries of a shared event. Nothing notifies this process of what another one has recorded.
 const FIRST_PAUSE: Duration = Duration::from_micros(20);
 const LAST_PAUSE: Duration = Duration::from_millis(1);
-/// Start events that each event keeps a time for, at most.
+/// Maximum number of start events that an event keeps a time for.
 const MOST_STARTS: usize = 4;
-/// After this many unused answers in a row, an event is not asked about ahead any more.
+/// After this many unused answers in a row, times for an event are no longer requested in advance.
 const MOST_MISSES: u32 = 3;
 
 /// An event.
@@ -56,30 +56,30 @@ pub(crate) struct Event {
     pub context: &'static Context,
     pub flags: u32,
     last: Mutex<Option<(Arc<Stream>, u64)>>,
-    /// What it stands for, if it was last recorded on a stream that was being captured.
+    /// The point in a capture that it stands for, if it was last recorded on a captured stream.
     pub captured: Mutex<Option<(Arc<Capture>, Vec<u64>)>>,
-    /// Times to it from events that the program has asked about, the latest last.
+    /// Times to it from events that the program has asked for. The most recent is the last.
     times: Mutex<Vec<Time>>,
-    /// Whether there are any: what a record looks at.
+    /// Whether there are any. Checked at each record.
     is_measured: AtomicBool,
 }
 
 /// The time from one event to another.
 struct Time {
     start: Weak<Event>,
-    /// `seq` of the records of both that it is the time between.
+    /// `seq` of the two records that it is the time between.
     records: (u64, u64),
     answer: TimeAnswer,
-    /// Answers in a row that came ahead and were of no use.
+    /// Number of unused answers in a row.
     misses: u32,
 }
 
 enum TimeAnswer {
-    /// Milliseconds, as the program was told.
+    /// Milliseconds, as returned to the program.
     Told(f32),
-    /// Asked for ahead.
+    /// Requested in advance.
     Ahead(Ahead<'static, EventElapsedReply>),
-    /// Was asked for ahead, and was of no use.
+    /// Requested in advance, and not used.
     Missed,
 }
 
@@ -109,22 +109,22 @@ impl Event {
         self.context
     }
 
-    /// Whether other processes may have recorded it, which this one does not see.
+    /// Whether other processes may have recorded it.
     pub fn is_shared(&self) -> bool {
         self.flags & INTERPROCESS != 0
     }
 
-    /// Asks the server whether its last record, by whichever process, is done.
+    /// Asks the server whether its last record, by any process, has finished.
     pub fn ask(&self, driver: &Driver) -> Result<bool> {
         Ok(driver.session.call(&EventQuery { event: self.id })?.done)
     }
 
-    /// For a shared event: returns when the server has executed what was said of it. The program may tell another process, whose commands reach the server by another way.
+    /// For a shared event: returns when the server has executed the commands about it. The program may now notify another process, whose commands reach the server on another connection.
     pub fn arrive(&self, driver: &Driver) -> Result {
         if self.is_shared() { self.ask(driver).map(|_| ()) } else { Ok(()) }
     }
 
-    /// Waits for its last record, by whichever process.
+    /// Waits for its last record, by any process.
     pub fn await_shared(&self, driver: &Driver) -> Result {
         let mut pause = FIRST_PAUSE;
         while !self.ask(driver)? {
@@ -139,7 +139,7 @@ impl Event {
         lock(&self.captured).clone()
     }
 
-    /// `Err` for an event that was recorded in a capture: nothing ever comes to it, and asking invalidates the capture.
+    /// Fails for an event that was recorded in a capture. It is never reached, and the query invalidates the capture.
     pub fn check(&self) -> Result {
         match &*lock(&self.captured) {
             None => Ok(()),
@@ -171,7 +171,7 @@ impl Event {
         }
     }
 
-    /// Has just been recorded: asks ahead for the times that the program has used since the record before.
+    /// Called when it was recorded. Requests the times that the program has used since the previous record.
     pub fn ask_ahead(&self, driver: &'static Driver) {
         if !self.is_measured.load(Ordering::Relaxed) {
             return;
@@ -185,7 +185,7 @@ impl Event {
             let TimeAnswer::Told(_) = time.answer else { return false };
             let (Some((_, from)), Some((_, to))) = (start.last(), self.last()) else { return false };
             let question = EventElapsed { start: start.id, end: self.id };
-            // Without a free slot the program asks as it did the first time.
+            // Without a free slot, the program's call will ask the server.
             if let Ok(Some(ahead)) = driver.session.submit_ahead(&question) {
                 (time.records, time.answer) = ((from, to), TimeAnswer::Ahead(ahead));
             }
@@ -194,7 +194,7 @@ impl Event {
         self.is_measured.store(!times.is_empty(), Ordering::Relaxed);
     }
 
-    /// The time from `start` between these records, where it is known or was asked for ahead.
+    /// The time from `start` between these records, if it is known or was requested in advance.
     pub fn time_since(&self, start: &Arc<Event>, records: (u64, u64)) -> Option<f32> {
         let mut times = lock(&self.times);
         let time = times.iter_mut().find(|time| time.is_since(start))?;
@@ -205,7 +205,7 @@ impl Event {
             }
             TimeAnswer::Ahead(ahead) if time.records == records => {
                 drop(times);
-                // A server that could not tell is asked again.
+                // If the server could not answer, it is asked again.
                 let milliseconds = ahead.take().ok()?.milliseconds;
                 self.keep_time(start, records, milliseconds, true);
                 Some(milliseconds)
@@ -214,7 +214,7 @@ impl Event {
         }
     }
 
-    /// Keeps what the program is told of the time from `start`; `ahead`: it had come ahead.
+    /// Keeps the time from `start` that the program gets. `ahead`: whether it was requested in advance.
     pub fn keep_time(&self, start: &Arc<Event>, records: (u64, u64), milliseconds: f32, ahead: bool) {
         let mut times = lock(&self.times);
         let earlier = times.iter().position(|time| time.is_since(start)).map(|at| times.remove(at));
@@ -242,7 +242,7 @@ impl Event {
     }
 }
 
-/// The event that a handle names.
+/// The event of a handle.
 pub(crate) fn of(handle: usize) -> Result<Arc<Event>> {
     driver()?;
     EVENTS.get(handle).ok_or(Status::INVALID_HANDLE)
@@ -264,7 +264,7 @@ pub(crate) fn record_on(driver: &Driver, event: &Event, stream: Arc<Stream>) -> 
         return Err(Status::INVALID_HANDLE);
     }
     *lock(&event.captured) = None;
-    // The lock is kept meanwhile: what the event says last is what was recorded last.
+    // The lock is held until the event is updated, so that it stands for the last record.
     let mut last = lock(&event.last);
     let seq =
         stream.publishing_work(driver, &EventRecord { event: event.id, stream: stream.id, flags: 0 })?;

@@ -1,4 +1,4 @@
-//! Waits that every stream of a context has to begin with: `cuCtxWaitEvent` and `cuGreenCtxWaitEvent`.
+//! Waits at the beginning of every stream of a context: `cuCtxWaitEvent` and `cuGreenCtxWaitEvent`.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -14,10 +14,10 @@ use client::lock;
 /// A context, or a green one in it.
 pub(crate) type Whole = (&'static Context, Option<Arc<Green>>);
 
-/// Streams that wait for what all work of a context, or of a green one in it, has to wait for: streams made later wait for them.
+/// Streams that wait for everything that all work of a context, or of a green context in it, has to wait for. Streams that are made later wait for these.
 pub(crate) static GATES: Mutex<Vec<(Whole, Arc<Stream>)>> = Mutex::new(Vec::new());
 
-/// A primary context is being emptied: its green contexts go with it.
+/// A primary context is being reset, and its green contexts with it.
 pub(crate) fn forget(context: &'static Context) {
     for green in GREENS.remove_where(|green| std::ptr::eq(green.context, context)) {
         green.alive.store(false, Ordering::Release);
@@ -26,7 +26,7 @@ pub(crate) fn forget(context: &'static Context) {
     lock(&GATES).retain(|((of, _), _)| !std::ptr::eq(*of, context));
 }
 
-/// A new stream waits for what all work of its context has to wait for.
+/// Makes a new stream wait for everything that all work of its context has to wait for.
 pub(crate) fn inherit(driver: &Driver, stream: &Stream) -> Result {
     let gates = lock(&GATES);
     for ((context, green), gate) in &*gates {

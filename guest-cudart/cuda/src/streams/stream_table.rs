@@ -1,7 +1,7 @@
 //! The streams that a program's handles name: making, finding and destroying them.
 //!
-//! The work of a destroyed stream still completes, and events recorded on it can still be queried. So the server learns of the destruction, and the stream's number is used again, only once its last mark has been seen. Until then the
-//! stream is kept in [`ENDING`].
+//! The work of a destroyed stream still completes, and events recorded on it can still be queried. So the server is told of the destruction, and the stream's number is reused, only when the stream's last mark has been
+//! reached. Until then the stream is kept in [`ENDING`].
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -38,7 +38,7 @@ pub(crate) fn ready_on(stream: usize) -> Result<(&'static Driver, &'static Conte
     }
 }
 
-/// A stream's context, current to a thread that has none until this goes.
+/// Makes a stream's context current in a thread without one, until this is dropped.
 pub(crate) struct Lent(());
 
 impl Drop for Lent {
@@ -80,7 +80,7 @@ thread_local! {
     static OWN: Lasting<RefCell<Own>> = const { Lasting::new(RefCell::new(Own(Vec::new()))) };
 }
 
-/// As [`plain`], for a stream that gets work. Fails for the legacy default stream while a stream that waits for it is being captured.
+/// As [`plain`], for a stream that gets work. Fails for the legacy default stream if a stream that would wait for it is being captured.
 #[inline]
 pub(crate) fn any(
     driver: &Driver,
@@ -99,7 +99,7 @@ pub(crate) fn any(
 /// The stream that a handle means in the current context.
 ///
 /// # Errors
-/// `INVALID_HANDLE` for what is no stream, `CONTEXT_IS_DESTROYED` when its context is.
+/// `INVALID_HANDLE` if there is no such stream, `CONTEXT_IS_DESTROYED` if its context was destroyed.
 #[inline]
 pub(crate) fn plain(
     driver: &Driver,
@@ -118,7 +118,7 @@ pub(crate) fn plain(
     }
 }
 
-/// The stream that a handle names.
+/// The stream of a handle.
 pub(crate) fn named(handle: usize) -> Result<Arc<Stream>> {
     let stream = STREAMS.get(handle).ok_or(Status::INVALID_HANDLE)?;
     match stream.green() {
@@ -135,7 +135,7 @@ pub(crate) fn green_default(context: &'static Context, per_thread: bool) -> Resu
         return Ok(context.legacy().clone());
     }
     if per_thread {
-        // It has none.
+        // The green context has no default stream.
         return Err(Status::INVALID_HANDLE);
     }
     green.default_stream()
@@ -157,7 +157,7 @@ pub(crate) fn own(driver: &Driver, context: &'static Context) -> Result<Arc<Stre
             lock(&OWNED).push(Arc::downgrade(&stream));
             Ok(stream)
         }
-        // The thread is being torn down: what it still does is done in the context's stream.
+        // The thread is ending. Its remaining work goes to the context's stream.
         None => Ok(context.legacy().clone()),
     }
 }
@@ -169,7 +169,7 @@ pub(crate) fn unnamed(driver: &Driver, context: &'static Context) -> Result<Arc<
     Ok(stream)
 }
 
-/// The same for one use: the caller destroys it.
+/// The same for one use. The caller destroys it.
 pub(crate) fn unnamed_once(driver: &Driver, context: &'static Context) -> Result<Stream> {
     make(driver, context, NON_BLOCKING, 0)
 }
@@ -181,12 +181,12 @@ pub(crate) fn in_green(driver: &Driver, green: &Arc<Green>, priority: i32) -> Re
     Ok(Stream { green: Some(green.clone()), ..Stream::new(id, green.context, NON_BLOCKING, priority, false) })
 }
 
-/// Remembers a stream of this library's own, so that it is destroyed with its context.
+/// Registers a stream of this library's own, so that it is destroyed with its context.
 pub(crate) fn keep(stream: &Arc<Stream>) {
     lock(&OWNED).push(Arc::downgrade(stream));
 }
 
-/// Streams of a context that work may be on, all of them or a green context's.
+/// Streams of a context, or of a green context, that may have work.
 pub(crate) fn of_context(context: &'static Context, green: Option<&Arc<Green>>) -> Vec<Arc<Stream>> {
     let mut all = STREAMS.all();
     all.extend(lock(&OWNED).iter().filter_map(std::sync::Weak::upgrade));
@@ -235,7 +235,7 @@ pub(crate) fn make(driver: &Driver, context: &'static Context, flags: u32, prior
     Ok(Stream::new(id, context, flags, priority, false))
 }
 
-/// An id for a new stream.
+/// An unused stream id.
 pub(crate) fn fresh(driver: &Driver) -> Result<StreamId> {
     reap(driver);
     let id = StreamId(ids::STREAMS.take().ok_or(Status::OUT_OF_MEMORY)?);
@@ -250,7 +250,7 @@ pub(crate) fn end(driver: &Driver, stream: Arc<Stream>) {
     if stream.finished.load(Ordering::Acquire) {
         return;
     }
-    // If the session is lost there is nothing to end.
+    // After the session is lost there is nothing to destroy.
     if stream.mark(driver).is_ok() {
         lock(&ENDING).push(stream);
         reap(driver);
@@ -307,7 +307,7 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
     legacy.synced.store(context.last_work(), Ordering::Release);
 }
 
-/// Makes a stream in a context, or in a green one of its; its handle.
+/// Makes a stream in a context or in one of its green contexts. Returns its handle.
 pub(crate) fn create_in(
     context: &'static Context,
     green: Option<Arc<Green>>,
@@ -338,7 +338,7 @@ pub(crate) fn create_in(
     STREAMS.insert(Arc::new(new)).ok_or(Status::OUT_OF_MEMORY)
 }
 
-/// The stream that a handle names, for queries that are allowed in any context.
+/// The stream of a handle, for queries that are allowed in any context.
 pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, Arc<Stream>)> {
     let driver = driver()?;
     if handle > PER_THREAD {

@@ -18,7 +18,7 @@ use names::ERRORS;
 
 /// A `cudaError_t` other than `cudaSuccess`, or any number that a caller passed as one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Error(pub(crate) c_int);
+pub struct Error(pub(crate) c_int);
 
 pub(crate) type Result<T = ()> = core::result::Result<T, Error>;
 

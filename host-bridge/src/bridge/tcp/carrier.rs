@@ -45,8 +45,8 @@ impl TcpCarrier {
         let control = Socket::new(links.control).map_err(here)?;
         wakeups.add(&control, CONTROL)?;
         let mut data = Vec::with_capacity(links.data.len());
-        for (index, fd) in links.data.into_iter().enumerate() {
-            let mut connection = DataConnection::new(Socket::new(fd).map_err(here)?, index);
+        for (index, stream) in links.data.into_iter().enumerate() {
+            let mut connection = DataConnection::new(Socket::new(stream).map_err(here)?, index);
             if config.io_threads {
                 let wake = mailbox.wake().as_fd().try_clone_to_owned().map_err(here)?;
                 connection.start_threads(session, &wake).map_err(here)?;
@@ -67,6 +67,9 @@ impl TcpCarrier {
 
     fn send_frames(&mut self) -> Result<bool, EndReason> {
         let mut worked = false;
+        if self.control.has_output() {
+            self.control.flush().map_err(|e| EndReason::Gone(e.to_string()))?;
+        }
         while !self.out.is_empty() {
             match not_now(self.control.send_bytes(self.out.unsent())) {
                 Ok(Some(n)) => {
@@ -88,7 +91,7 @@ impl TcpCarrier {
 
     /// Has each connection watched for what it needs now.
     fn watch(&mut self, machine: &Machine<'_>) -> Result<(), EndReason> {
-        let wanted = (machine.takes_frames(), !self.out.is_empty());
+        let wanted = (machine.takes_frames(), !self.out.is_empty() || self.control.has_output());
         if wanted != self.watched {
             self.wakeups.change(&self.control, CONTROL, wanted)?;
             self.watched = wanted;
@@ -108,6 +111,16 @@ impl TcpCarrier {
         self.watch(machine)?;
         let TcpCarrier { session, control, data, wakeups, gather, .. } = self;
         let mut heard = false;
+        // No event tells of what was received with something else and could not be taken then.
+        for connection in &mut *data {
+            if connection.has_input() {
+                heard |= connection.receive(machine, session, gather)?;
+            }
+        }
+        if machine.takes_frames() && control.has_input() {
+            heard |= read_control(control, machine)?;
+        }
+        let timeout = if heard { Some(Duration::ZERO) } else { timeout };
         let called = wakeups.wait(session, timeout, |number, broken| {
             match number.checked_sub(FIRST_DATA) {
                 Some(index) => {

@@ -69,6 +69,11 @@ fn send_whole(socket: &Socket, session: &SessionState, sending: &mut Sending) ->
             None => socket.wait(false)?,
         }
     }
+    socket.flush()?;
+    while socket.has_output() {
+        socket.wait(false)?;
+        socket.flush()?;
+    }
     Ok(())
 }
 
@@ -176,12 +181,24 @@ impl DataConnection {
 
     /// Whether the relay waits for room to send.
     pub(super) fn wants_room(&self) -> bool {
-        self.sending.is_some()
+        self.sending.is_some() || self.has_output()
+    }
+
+    /// Whether bytes that the socket took from the relay wait for room. Those of a thread are the thread's.
+    fn has_output(&self) -> bool {
+        self.threads.as_ref().is_none_or(|threads| threads.sends.held() == 0) && self.socket.has_output()
+    }
+
+    /// Whether [`receive`](Self::receive) has something that no event tells of.
+    pub(super) fn has_input(&self) -> bool {
+        self.wants_input() && self.socket.has_input()
     }
 
     /// Whether [`send`](Self::send) has something to do even if there are no further chunks.
     pub(super) fn may_send(&self) -> bool {
-        self.sending.is_some() || self.threads.as_ref().is_some_and(|threads| threads.sends.held() > 0)
+        self.sending.is_some()
+            || self.threads.as_ref().is_some_and(|threads| threads.sends.held() > 0)
+            || self.socket.has_output()
     }
 
     fn gone(&self, what: impl std::fmt::Display) -> EndReason {
@@ -219,6 +236,9 @@ impl DataConnection {
             result.map_err(|e| self.gone(e))?;
             worked = true;
             machine.sent(sending.chunk.seq, sending.chunk.len.into());
+        }
+        if self.has_output() {
+            self.socket.flush().map_err(|e| self.gone(e))?;
         }
         let mut budget = TURN;
         while budget > 0 {

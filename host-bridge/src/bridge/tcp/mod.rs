@@ -16,7 +16,7 @@ mod memory;
 mod socket;
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -30,6 +30,7 @@ use super::session::{Handshake, Turn, hello, welcome_at_once, welcome_in_turn};
 use super::state::{ChannelMemory, SessionState};
 use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::{connect as dial, recv_greeting, send_message};
+use crate::stream::Stream;
 use protocol::polling::PollTime;
 use zerocopy::IntoBytes;
 
@@ -39,8 +40,8 @@ const MAX_DATA_CONNECTIONS: u32 = 32;
 /// The connections of a session after the handshake.
 #[derive(Debug)]
 pub(super) struct Links {
-    control: OwnedFd,
-    data: Vec<OwnedFd>,
+    control: Stream,
+    data: Vec<Stream>,
 }
 
 /// Connects to the server and shakes hands on every connection.
@@ -75,7 +76,8 @@ pub(super) fn connect(
     for connection in &data {
         welcome_at_once(config, connection.as_fd(), deadline)?;
     }
-    Ok((Links { control, data }, handshake))
+    let data = data.into_iter().map(Stream::from).collect();
+    Ok((Links { control: control.into(), data }, handshake))
 }
 
 /// A session over TCP (or, for tests and special set-ups, over Unix stream sockets in the same manner).

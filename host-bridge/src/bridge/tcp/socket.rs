@@ -1,72 +1,23 @@
-//! The system calls of this transport: a non-blocking stream socket, and scattered client memory for vectored calls.
+//! A connection as the relay uses it: a stream that never waits.
 
 use std::io::{self, Read};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::ptr::NonNull;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use nix::poll::{PollFd, PollFlags, poll};
-use nix::sys::socket::{Shutdown, shutdown};
 
 use crate::framing::watch_peer;
+pub(super) use crate::stream::Gather;
+use crate::stream::Stream;
 
-/// The most runs in one system call.
-const MAX_RUNS: usize = 64;
-
-/// Memory for one vectored call: some of our own, some of the client's. The kernel copies; an address that has become invalid gives an error and
-/// harms nobody.
-pub(super) struct Gather {
-    runs: [libc::iovec; MAX_RUNS],
-    count: usize,
-    bytes: usize,
-}
-
-impl Gather {
-    pub(super) fn new() -> Gather {
-        let none = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
-        Gather { runs: [none; MAX_RUNS], count: 0, bytes: 0 }
-    }
-
-    pub(super) fn clear(&mut self) {
-        (self.count, self.bytes) = (0, 0);
-    }
-
-    /// Appends a run. False: there is no room for another.
-    pub(super) fn push(&mut self, at: NonNull<u8>, len: usize) -> bool {
-        if self.count == MAX_RUNS {
-            return false;
-        }
-        if len > 0 {
-            self.runs[self.count] = libc::iovec { iov_base: at.as_ptr().cast(), iov_len: len };
-            self.count += 1;
-            self.bytes += len;
-        }
-        true
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    fn message(&mut self) -> libc::msghdr {
-        // SAFETY: an all-zero msghdr is valid: no name, no control data, no runs.
-        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-        message.msg_iov = self.runs.as_mut_ptr();
-        message.msg_iovlen = self.count as _;
-        message
-    }
-}
-
-/// A connected stream socket, non-blocking.
+/// A connected stream, non-blocking.
 #[derive(Debug)]
-pub(super) struct Socket(OwnedFd);
+pub(super) struct Socket(Stream);
 
 impl Socket {
-    pub(super) fn new(fd: OwnedFd) -> io::Result<Socket> {
-        let flags = nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_GETFL)?;
-        let flags = nix::fcntl::OFlag::from_bits_retain(flags) | nix::fcntl::OFlag::O_NONBLOCK;
-        nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFL(flags))?;
-        watch_peer(&fd);
-        Ok(Socket(fd))
+    pub(super) fn new(stream: Stream) -> io::Result<Socket> {
+        stream.set_nonblocking(true)?;
+        watch_peer(&stream);
+        Ok(Socket(stream))
     }
 
     /// Sends from the gathered memory.
@@ -74,10 +25,8 @@ impl Socket {
     /// # Safety
     /// Every run lies in memory that stays mapped during the call.
     pub(super) unsafe fn send(&self, gather: &mut Gather) -> io::Result<usize> {
-        let message = gather.message();
-        // SAFETY: the caller's promise; the kernel reads the runs only during the call.
-        let n = unsafe { libc::sendmsg(self.0.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
-        if n < 0 { Err(io::Error::last_os_error()) } else { Ok(n as usize) }
+        // SAFETY: the caller's promise.
+        unsafe { self.0.send(gather) }
     }
 
     /// Receives into the gathered memory. 0: the peer closed the connection.
@@ -85,15 +34,31 @@ impl Socket {
     /// # Safety
     /// Every run lies in writable memory that stays mapped during the call and that no Rust reference covers.
     pub(super) unsafe fn receive(&self, gather: &mut Gather) -> io::Result<usize> {
-        let mut message = gather.message();
-        // SAFETY: the caller's promise; the kernel writes the runs only during the call.
-        let n = unsafe { libc::recvmsg(self.0.as_raw_fd(), &mut message, 0) };
-        if n < 0 { Err(io::Error::last_os_error()) } else { Ok(n as usize) }
+        // SAFETY: the caller's promise.
+        unsafe { self.0.receive(gather) }
     }
 
     /// Sends bytes of our own.
     pub(super) fn send_bytes(&self, bytes: &[u8]) -> io::Result<usize> {
-        Ok(nix::sys::socket::send(self.0.as_raw_fd(), bytes, nix::sys::socket::MsgFlags::MSG_NOSIGNAL)?)
+        self.0.send_bytes(bytes)
+    }
+
+    /// Whether bytes that were taken wait for room in the socket ([`flush`](Self::flush)).
+    pub(super) fn has_output(&self) -> bool {
+        self.0.has_output()
+    }
+
+    /// Sends bytes that were taken, as far as there is room.
+    pub(super) fn flush(&self) -> io::Result<()> {
+        match self.0.flush_output() {
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(()),
+            result => result,
+        }
+    }
+
+    /// Whether there is input of which no event tells.
+    pub(super) fn has_input(&self) -> bool {
+        self.0.has_input()
     }
 
     /// Waits for at most a second until something can be received (`input`) or sent, or the connection is broken.
@@ -107,13 +72,13 @@ impl Socket {
 
     /// Ends both directions at once, even if others hold the descriptor.
     pub(super) fn shut_down(&self) {
-        let _ = shutdown(self.0.as_raw_fd(), Shutdown::Both);
+        self.0.shut_down();
     }
 }
 
 impl Read for &Socket {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        Ok(nix::sys::socket::recv(self.0.as_raw_fd(), buf, nix::sys::socket::MsgFlags::empty())?)
+        self.0.read_now(buf)
     }
 }
 

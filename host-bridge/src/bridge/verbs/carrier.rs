@@ -1,7 +1,5 @@
 //! The queue pairs of a session, as its relay uses them.
 
-use std::io::Write;
-use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -12,6 +10,7 @@ use zerocopy::IntoBytes;
 use crate::bridge::relay::{Carrier, ClientMemory, EndReason, Mailbox, MemoryKey, Slots, Wakeups};
 use crate::bridge::state::SessionState;
 use crate::framing::{FrameReader, SendBuffer};
+use crate::stream::Stream;
 use crate::verbs::{DeviceEvent, Event, Link, Put, RegisteredRegion, VerbsError};
 
 /// How often the control connection and the device's events are looked at while there is work.
@@ -78,7 +77,7 @@ pub(super) struct VerbsCarrier {
     link: Link,
     session: Arc<SessionState>,
     queues: Queues,
-    control: TcpStream,
+    control: Stream,
     control_reader: FrameReader,
     wakeups: Wakeups,
     looked: Instant,
@@ -89,7 +88,7 @@ impl VerbsCarrier {
     pub(super) fn new(
         session: &Arc<SessionState>,
         mailbox: &Mailbox<DeviceMemory>,
-        control: TcpStream,
+        control: Stream,
         link: Link,
         queues: Queues,
     ) -> Result<VerbsCarrier, EndReason> {
@@ -142,7 +141,7 @@ impl VerbsCarrier {
     fn look(&mut self) -> Result<bool, EndReason> {
         self.looked = Instant::now();
         self.device_events()?;
-        match self.control_reader.fill(&mut self.control) {
+        match self.control_reader.fill(&mut &self.control) {
             Ok(0) => return Err(EndReason::Gone("the server closed the connection".into())),
             Ok(_) => {}
             Err(e)
@@ -263,8 +262,8 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
         if let Some(text) = farewell {
             // The control connection is never behind: it carries little else. A server that misses the farewell sees it close.
             let header = FrameHeader { kind: frame::BYE, len: text.len() as u32 };
-            let _ = self.control.write_all(&[header.as_bytes(), text.as_bytes()].concat());
+            let _ = self.control.send_bytes(&[header.as_bytes(), text.as_bytes()].concat());
         }
-        let _ = self.control.shutdown(Shutdown::Both);
+        self.control.shut_down();
     }
 }

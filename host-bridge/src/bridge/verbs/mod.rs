@@ -13,8 +13,7 @@
 
 mod carrier;
 
-use std::net::TcpStream;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -27,14 +26,15 @@ use super::relay::{EndReason, Machine, RelayHandle, Slots, run};
 use super::session::{Handshake, Turn, hello, welcome_in_turn};
 use super::state::{ChannelMemory, SessionState};
 use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
-use crate::framing::{connect as dial, recv_frame, send_frame, send_message, split_struct, watch_peer};
+use crate::framing::{connect as dial, send_message, split_struct, watch_peer};
+use crate::stream::Stream;
 use crate::verbs::{Device, Domain, Link, RegisteredRegion, Unconnected, VerbsError};
 use protocol::polling::{PollTime, processors};
 
 /// The connections of a session after the handshake.
 #[derive(Debug)]
 pub(super) struct Links {
-    control: OwnedFd,
+    control: Stream,
     link: Link,
     queues: Queues,
 }
@@ -57,10 +57,11 @@ pub(super) fn connect(
     let first = hello(config, channel, purpose::VERBS, offer.count - 1);
     send_message(control.as_fd(), &[first.as_bytes()], &[]).map_err(failed)?;
     let handshake = welcome_in_turn(config, control.as_fd(), deadline, turn)?;
+    let control = Stream::from(control);
     let protocol = |what: String| ConnectError::Protocol { server: server(), what };
-    send_frame(control.as_fd(), frame::QUEUES, &[offer.as_bytes()], &[]).map_err(failed)?;
+    control.send_frame(frame::QUEUES, &[offer.as_bytes()]).map_err(failed)?;
     let mut body = Vec::new();
-    let queues = match recv_frame(control.as_fd(), &mut body, &mut Vec::new()).map_err(failed)? {
+    let queues = match control.recv_frame(&mut body).map_err(failed)? {
         Some(frame::QUEUES) => split_struct::<Queues>(&body).map_err(|e| protocol(e.to_string()))?.0,
         Some(frame::BYE) => {
             let reason = String::from_utf8_lossy(&body).into_owned();
@@ -141,8 +142,7 @@ impl Transport for Verbs {
 }
 
 /// The control connection, which says little.
-fn quiet(control: OwnedFd) -> std::io::Result<TcpStream> {
-    let control = TcpStream::from(control);
+fn quiet(control: Stream) -> std::io::Result<Stream> {
     control.set_nonblocking(true)?;
     watch_peer(&control);
     Ok(control)

@@ -2,7 +2,7 @@
 
 use super::*;
 use std::io::Write;
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 
 fn pair() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -29,7 +29,7 @@ fn a_chunk_takes_two_system_calls_however_it_comes() {
     let mut queue = inbox.incoming(1, 0, count * len).into_queue(1 << 30);
     let reader = Arc::clone(&inbox);
     let thread = std::thread::spawn(move || {
-        reader.read_connection(&b).unwrap();
+        reader.read_connection(&b.into()).unwrap();
         CALLS.get()
     });
     let piece = vec![7; 16 << 10];
@@ -52,7 +52,7 @@ fn chunks_reach_their_command_and_unwanted_ones_are_thrown_away() {
     let inbox = Inbox::new();
     let (mut a, b) = pair();
     let reader = Arc::clone(&inbox);
-    let thread = std::thread::spawn(move || reader.read_connection(&b));
+    let thread = std::thread::spawn(move || reader.read_connection(&b.into()));
     send(&mut a, 1, 0, b"nobody asked");
     send(&mut a, 2, 3, b"def");
     send(&mut a, 2, 0, b"abc");
@@ -73,7 +73,7 @@ fn more_data_than_announced_ends_the_connection() {
         let (mut a, b) = pair();
         let _queue = inbox.incoming(1, 0, 4).into_queue(64);
         send(&mut a, 1, offset, bytes);
-        let error = inbox.read_connection(&b).unwrap_err();
+        let error = inbox.read_connection(&b.into()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
     }
 }
@@ -117,7 +117,7 @@ fn data_of_a_stream_that_does_not_go_on_lets_the_rest_of_its_connection_pass() {
     let told = told(&inbox);
     let (mut a, b) = pair();
     let reader = Arc::clone(&inbox);
-    let thread = std::thread::spawn(move || reader.read_connection(&b));
+    let thread = std::thread::spawn(move || reader.read_connection(&b.into()));
     // Room for four bytes; nobody takes them. And a command whose turn does not come.
     let held = inbox.incoming(1, 0, 12).into_queue(4);
     send_eagerly(&mut a, 1, 0, b"abcdefghijkl");
@@ -156,7 +156,7 @@ fn late_data_is_granted_when_it_is_asked_for_and_short_data_only_if_its_bridge_a
     send(&mut a, 1, 0, b"bytes");
     drop(a);
     let reader = Arc::clone(&inbox);
-    let thread = std::thread::spawn(move || reader.read_connection(&b));
+    let thread = std::thread::spawn(move || reader.read_connection(&b.into()));
     assert_eq!(&*late.next_chunk().unwrap().unwrap().bytes, b"bytes");
     thread.join().unwrap().unwrap();
     assert_eq!(told.grants.lock().unwrap()[2], (1, 5));
@@ -174,7 +174,7 @@ fn eager_bytes_are_bounded_and_given_back_whatever_becomes_of_them() {
     let told = told(&inbox);
     let (mut a, b) = pair();
     let reader = Arc::clone(&inbox);
-    let thread = std::thread::spawn(move || reader.read_connection(&b));
+    let thread = std::thread::spawn(move || reader.read_connection(&b.into()));
     let megabyte = vec![7; 1 << 20];
     for seq in 1..=EAGER >> 20 {
         send_eagerly(&mut a, seq, 0, &megabyte);
@@ -200,7 +200,7 @@ fn the_end_lets_everybody_go() {
     let (mut a, b) = pair();
     let mut queue = inbox.incoming(1, 0, 12).into_queue(4);
     let reader = Arc::clone(&inbox);
-    let thread = std::thread::spawn(move || reader.read_connection(&b));
+    let thread = std::thread::spawn(move || reader.read_connection(&b.into()));
     for i in 0..3 {
         send(&mut a, 1, i * 4, b"1234");
     }
@@ -219,7 +219,7 @@ fn a_cpu_copies_only_what_came_before_there_was_room() {
     let inbox = Inbox::new();
     let (mut a, b) = pair();
     let reader = Arc::clone(&inbox);
-    let thread = std::thread::spawn(move || reader.read_connection(&b));
+    let thread = std::thread::spawn(move || reader.read_connection(&b.into()));
     let mut granted = inbox.incoming(1, 0, 2 << 20).into_queue(4 << 20);
     for offset in [0, 1 << 20] {
         send_eagerly(&mut a, 1, offset, &vec![7; 1 << 20]);

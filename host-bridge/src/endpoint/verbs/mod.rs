@@ -18,9 +18,7 @@ mod pump;
 mod send;
 
 use std::collections::HashMap;
-use std::io::{self, Write};
-use std::net::{Shutdown, TcpStream};
-use std::os::fd::AsFd;
+use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
@@ -42,7 +40,8 @@ use super::planned_slots::{Arrivals, Freed, PlannedSlots};
 use super::stream::{Records, check_slot, put, put_executed, put_reply};
 use super::wake::StopEvent;
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source, StagingArea};
-use crate::framing::{FrameReader, recv_frame, send_frame, split_struct, watch_peer};
+use crate::framing::{FrameReader, split_struct, watch_peer};
+use crate::stream::Stream;
 use crate::verbs::{Access, Device, Domain, Link, Registration, Settings, Slab, Unconnected, VerbsError};
 use protocol::polling::{PollTime, processors};
 
@@ -84,7 +83,7 @@ pub struct VerbsClient {
     adopted: OnceLock<Registration>,
     buffers: Slab,
     slots: Slab,
-    control: TcpStream,
+    control: Stream,
     /// The client's address, for messages.
     peer: String,
     slot_count: u32,
@@ -136,19 +135,19 @@ impl VerbsCommands {
     /// Begins a session on a control connection whose welcome has been sent: makes queue pairs as the bridge wishes and `settings` allow. On failure the bridge has
     /// been told why. `slot_count`: the channel's reply slots, as the hello said.
     pub fn start(
-        control: TcpStream,
+        control: Stream,
         slot_count: u32,
         settings: &Settings,
         polling: Polling,
     ) -> Result<(VerbsCommands, Arc<VerbsClient>), Lost> {
         let failed = |e: io::Error| Lost::new(format!("preparing the connection: {e}"));
         control.set_nonblocking(false).map_err(failed)?;
-        control.set_nodelay(true).map_err(failed)?;
+        control.set_nodelay().map_err(failed)?;
         control.set_read_timeout(Some(SILENCE)).map_err(failed)?;
-        control.set_write_timeout(Some(SILENCE)).map_err(failed)?;
+        control.set_write_timeout(SILENCE).map_err(failed)?;
         watch_peer(&control);
         let mut body = Vec::new();
-        let kind = recv_frame(control.as_fd(), &mut body, &mut Vec::new()).map_err(failed)?;
+        let kind = control.recv_frame(&mut body).map_err(failed)?;
         if kind != Some(frame::QUEUES) {
             return Err(Lost::new(format!("frame of kind {kind:?} where QUEUES was expected")));
         }
@@ -157,7 +156,7 @@ impl VerbsCommands {
         let (link, slots, buffers) = made.map_err(|e| {
             let lost = Lost::new(format!("verbs: {e}"));
             // The bridge may be gone already.
-            let _ = send_frame(control.as_fd(), frame::BYE, &[lost.reason.as_bytes()], &[]);
+            let _ = control.send_frame(frame::BYE, &[lost.reason.as_bytes()]);
             lost
         })?;
         control.set_nonblocking(true).map_err(failed)?;
@@ -249,11 +248,7 @@ impl VerbsCommands {
 }
 
 /// Makes and connects the queue pairs, and answers the bridge.
-fn connect(
-    control: &TcpStream,
-    settings: &Settings,
-    peer: &Queues,
-) -> Result<(Link, Slab, Slab), VerbsError> {
+fn connect(control: &Stream, settings: &Settings, peer: &Queues) -> Result<(Link, Slab, Slab), VerbsError> {
     let domain = Domain::new(Device::open(settings)?)?;
     let slots = (SLOT_SIZE * (SLOTS + GRANTED_SLOTS)) as usize;
     let slots = Slab::new(&domain, slots, Access::RemoteWrite)?;
@@ -261,7 +256,8 @@ fn connect(
     let unconnected = Unconnected::answering(&domain, settings, peer)?;
     let offer = unconnected.offer(Some((&slots, SLOT_SIZE)));
     let link = unconnected.connect(peer)?;
-    send_frame(control.as_fd(), frame::QUEUES, &[offer.as_bytes()], &[])
+    control
+        .send_frame(frame::QUEUES, &[offer.as_bytes()])
         .map_err(|e| VerbsError::Broken(format!("answering the bridge: {e}")))?;
     Ok((link, slots, buffers))
 }
@@ -400,9 +396,9 @@ impl VerbsClient {
         if let Some(Lost { reason }) = &end {
             let header = FrameHeader { kind: frame::BYE, len: reason.len() as u32 };
             // The peer may be the one that is gone.
-            let _ = (&self.control).write_all(&[header.as_bytes(), reason.as_bytes()].concat());
+            let _ = self.control.send_bytes(&[header.as_bytes(), reason.as_bytes()].concat());
         }
-        let _ = self.control.shutdown(Shutdown::Both);
+        self.control.shut_down();
         let _ = self.end.set(end);
         self.stop.raise();
         self.ring.close();

@@ -14,6 +14,8 @@ use crate::driver::quota::Quota;
 /// The devices of a session.
 pub struct Nvidia {
     devices: Vec<Listed>,
+    /// Their numbers on this server.
+    numbers: Vec<u32>,
     quota: Quota,
 }
 
@@ -28,7 +30,12 @@ impl Nvidia {
                 chosen.iter().map(one).collect::<Result<_, _>>()?
             }
         };
-        Ok(Nvidia { devices, quota })
+        let numbers = if chosen.is_empty() { (0..devices.len() as u32).collect() } else { chosen.to_vec() };
+        Ok(Nvidia { devices, numbers, quota })
+    }
+
+    fn number(&self, ordinal: u32) -> u32 {
+        self.numbers.get(ordinal as usize).copied().unwrap_or(ordinal)
     }
 
     /// NVML's handle of a device. It is looked up for each question: a GPU that was reset has another.
@@ -60,7 +67,7 @@ impl Answers for Nvidia {
         let library = library()?;
         let function = library.of_query(query).ok_or(status::FUNCTION_NOT_FOUND)?;
         let mut output = ask(function, self.handle(library, op.device)?, query, op)?;
-        limit_memory(query, &mut output, &self.quota);
+        limit_memory(query, &mut output, &self.quota, self.number(op.device));
         Ok(output)
     }
 
@@ -83,7 +90,7 @@ impl Answers for Nvidia {
 }
 
 /// A session sees only the device memory that it may use.
-fn limit_memory(query: &Query, output: &mut [u8], quota: &Quota) {
+fn limit_memory(query: &Query, output: &mut [u8], quota: &Quota, number: u32) {
     // Places of total, free and used, in 64-bit words.
     let places = match query {
         q if q == nvml::MEMORY => [0, 1, 2],
@@ -92,7 +99,7 @@ fn limit_memory(query: &Query, output: &mut [u8], quota: &Quota) {
     };
     let (words, _) = output.as_chunks_mut::<8>();
     let [total, free, _] = places.map(|place| words.get(place).map_or(0, |word| u64::from_le_bytes(*word)));
-    let visible = quota.visible(free, total);
+    let visible = quota.visible(number, free, total);
     if visible == (free, total) {
         // Nothing is hidden. The second version counts what the driver reserves neither as free nor as used.
         return;
@@ -108,20 +115,21 @@ fn limit_memory(query: &Query, output: &mut [u8], quota: &Quota) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::worker_protocol::Resource;
 
     #[test]
     fn a_session_with_a_limit_is_told_of_no_more_memory_than_that() {
         let bytes = |words: [u64; 3]| words.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>();
         let before = bytes([100, 90, 10]);
         let mut output = before.clone();
-        limit_memory(nvml::MEMORY, &mut output, &Quota::new("device memory", 0));
+        limit_memory(nvml::MEMORY, &mut output, &Quota::default(), 0);
         assert_eq!(output, before);
-        let quota = Quota::new("device memory", 40);
-        limit_memory(nvml::MEMORY, &mut output, &quota);
+        let quota = Quota::of_session(40);
+        limit_memory(nvml::MEMORY, &mut output, &quota, 0);
         assert_eq!(output, bytes([40, 40, 0]));
-        let _charge = quota.charge(30).unwrap();
+        let _charge = quota.charge(Resource::Device(0), 30).unwrap();
         let mut output = before;
-        limit_memory(nvml::MEMORY, &mut output, &quota);
+        limit_memory(nvml::MEMORY, &mut output, &quota, 0);
         assert_eq!(output, bytes([40, 10, 30]));
     }
 
@@ -130,7 +138,7 @@ mod tests {
         let words = [40 | 2 << 24, 100, 7, 90, 3];
         let before: Vec<u8> = words.iter().flat_map(|value: &u64| value.to_le_bytes()).collect();
         let mut output = before.clone();
-        limit_memory(nvml::MEMORY_V2, &mut output, &Quota::new("device memory", 0));
+        limit_memory(nvml::MEMORY_V2, &mut output, &Quota::default(), 0);
         assert_eq!(output, before);
     }
 }

@@ -1,4 +1,4 @@
-//! A graph as a client describes it, read and checked as far as that needs no driver.
+//! Reads the nodes of a graph that a client describes.
 
 use protocol::Status;
 use protocol::handle::GraphId;
@@ -9,42 +9,36 @@ use protocol::ops::stream::StreamBatchMemOp;
 use protocol::ops::{Op, decode_reply};
 use protocol::wire::{Reader, Wire};
 
-/// Bytes of a graph's description at most.
-pub const MAX_GRAPH: u64 = 64 << 20;
+/// Maximum size of a graph's description, in bytes.
+pub(super) const MAX_GRAPH: u64 = 64 << 20;
 
-/// What a node does. The stream in it says nothing.
-pub enum Work<'a> {
-    /// Nothing: it stands for what it waits for.
+/// What a node does. The stream in it means nothing.
+pub(super) enum Operation<'a> {
     Empty,
-    /// A launch.
     Launch(Launch<'a>),
-    /// A fill.
     Memset(Memset),
-    /// Bytes in a row.
     Copy(MemcpyDtoD),
-    /// A box.
     Copy3D(MemcpyDtoD3D),
-    /// Memory operations.
-    Words(StreamBatchMemOp),
+    MemoryOps(StreamBatchMemOp),
     /// The conditional node whose first graph this is.
     Conditional(GraphId),
 }
 
-/// The list of nodes, each behind those that it waits for.
+/// Reads a list of nodes. Each comes after those that it waits for, and none is conditional.
 ///
 /// # Errors
-/// `INVALID_VALUE` for what is no such list, `NOT_SUPPORTED` for an operation that no graph has.
-pub fn read(bytes: &[u8]) -> Result<Vec<GraphNode>, Status> {
+/// `INVALID_VALUE` if this is no such list, `NOT_SUPPORTED` for an operation that cannot be a node.
+pub(super) fn read(bytes: &[u8]) -> Result<Vec<GraphNode>, Status> {
     let list: GraphNodes = decode_reply(bytes).map_err(|_| Status::INVALID_VALUE)?;
     check(&list.nodes, false)?;
     Ok(list.nodes)
 }
 
-/// The parts of a draft, in each of them every node behind those that it waits for.
+/// Reads the parts of a draft. In each of them, every node comes after those that it waits for.
 ///
 /// # Errors
-/// As [`read`]'s.
-pub fn read_parts(bytes: &[u8]) -> Result<GraphParts, Status> {
+/// As [`read`].
+pub(super) fn read_parts(bytes: &[u8]) -> Result<GraphParts, Status> {
     let all: GraphParts = decode_reply(bytes).map_err(|_| Status::INVALID_VALUE)?;
     all.parts.iter().try_for_each(|part| check(&part.nodes, true))?;
     Ok(all)
@@ -55,7 +49,7 @@ fn check(nodes: &[GraphNode], draft: bool) -> Result<(), Status> {
         if node.dependencies.iter().any(|from| *from as usize >= place) {
             return Err(Status::INVALID_VALUE);
         }
-        if matches!(work(node)?, Work::Conditional(_)) && !draft {
+        if matches!(operation(node)?, Operation::Conditional(_)) && !draft {
             return Err(Status::NOT_SUPPORTED);
         }
     }
@@ -71,19 +65,19 @@ fn decode<'a, T: Op<'a>>(body: &'a [u8]) -> Result<T, Status> {
 /// What a node does.
 ///
 /// # Errors
-/// As [`read`]'s.
-pub fn work(node: &GraphNode) -> Result<Work<'_>, Status> {
+/// As [`read`].
+pub(super) fn operation(node: &GraphNode) -> Result<Operation<'_>, Status> {
     let body = &node.body.0;
     match node.opcode {
-        0 if body.is_empty() => Ok(Work::Empty),
+        0 if body.is_empty() => Ok(Operation::Empty),
         0 => Err(Status::INVALID_VALUE),
-        opcode if opcode == <Launch as Op>::INFO.opcode => decode(body).map(Work::Launch),
-        opcode if opcode == <Memset as Op>::INFO.opcode => decode(body).map(Work::Memset),
-        opcode if opcode == <MemcpyDtoD as Op>::INFO.opcode => decode(body).map(Work::Copy),
-        opcode if opcode == <MemcpyDtoD3D as Op>::INFO.opcode => decode(body).map(Work::Copy3D),
-        opcode if opcode == <StreamBatchMemOp as Op>::INFO.opcode => decode(body).map(Work::Words),
+        opcode if opcode == <Launch as Op>::INFO.opcode => decode(body).map(Operation::Launch),
+        opcode if opcode == <Memset as Op>::INFO.opcode => decode(body).map(Operation::Memset),
+        opcode if opcode == <MemcpyDtoD as Op>::INFO.opcode => decode(body).map(Operation::Copy),
+        opcode if opcode == <MemcpyDtoD3D as Op>::INFO.opcode => decode(body).map(Operation::Copy3D),
+        opcode if opcode == <StreamBatchMemOp as Op>::INFO.opcode => decode(body).map(Operation::MemoryOps),
         opcode if opcode == <GraphConditional as Op>::INFO.opcode => {
-            decode_reply(body).map(Work::Conditional).map_err(|_| Status::INVALID_VALUE)
+            decode_reply(body).map(Operation::Conditional).map_err(|_| Status::INVALID_VALUE)
         }
         _ => Err(Status::NOT_SUPPORTED),
     }
@@ -115,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_that_no_graph_has_is_refused() {
+    fn an_operation_that_cannot_be_a_node_is_refused() {
         for opcode in [1, 0x0a01, u16::MAX] {
             let node = GraphNode { opcode, dependencies: vec![], body: Bytes(vec![]) };
             assert_eq!(read(&bytes(vec![node])).err(), Some(Status::NOT_SUPPORTED), "{opcode:#x}");
@@ -130,10 +124,10 @@ mod tests {
     }
 
     #[test]
-    fn a_conditional_node_has_its_place_in_a_draft_alone() {
+    fn only_a_draft_has_conditional_nodes() {
         let opcode = <GraphConditional as Op>::INFO.opcode;
         let node = GraphNode { opcode, dependencies: vec![], body: Bytes(vec![7, 0, 0, 0]) };
-        assert!(matches!(work(&node), Ok(Work::Conditional(GraphId(7)))));
+        assert!(matches!(operation(&node), Ok(Operation::Conditional(GraphId(7)))));
         assert_eq!(read(&bytes(vec![node])).err(), Some(Status::NOT_SUPPORTED));
     }
 

@@ -1,7 +1,7 @@
-//! Graphs with conditional nodes, before and while they are instantiated: what of them both backends have in common.
+//! Drafts: graphs with conditional nodes, which the server knows before they are instantiated.
 //!
-//! A *draft* is a graph that has conditions; the graphs of its conditional nodes, and of theirs, are drafts that belong to it. Everything that a client names is checked here
-//! before a backend does anything; the methods that change something are called when the backend has succeeded.
+//! A draft has conditions. The graphs of its conditional nodes, and of the conditional nodes in those, are drafts that belong to it: it is their
+//! *root*. `check_…` methods check what a client names before the GPU is called; `add_…` and `remove_…` note what the GPU has done.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,67 +9,72 @@ use protocol::Status;
 use protocol::handle::{ContextId, GraphId};
 use protocol::ops::graph::{GraphConditional, GraphParts, condition_flag, conditional};
 
-use super::graph::{Work, work};
+use super::nodes::{Operation, operation};
 
-/// Drafts, and conditions, of a session at most.
-const MOST: usize = 1 << 16;
-/// Conditional nodes inside conditional nodes at most.
-const DEEPEST: u32 = 64;
+/// Maximum number of drafts of a session, and of conditions.
+const MAX_DRAFTS: usize = 1 << 16;
+/// Maximum depth of conditional nodes inside conditional nodes.
+const MAX_DEPTH: u32 = 64;
 
-/// A draft. `G`: what the backend has for it.
-pub struct Draft<G> {
-    /// Its context.
+/// A draft. `D`: the GPU's.
+pub(super) struct Draft<D> {
     pub context: u32,
-    /// The draft that it belongs to: itself, if to no other.
+    /// The draft that it belongs to; its own id if it belongs to no other.
     pub root: u32,
-    /// The backend's.
-    pub graph: G,
+    pub native: D,
+    /// Only a root's is used, for all drafts that belong to it.
+    contents: Contents,
     /// First graphs of its conditional nodes.
     nodes: Vec<u32>,
     depth: u32,
 }
 
-/// A conditional node. `N`: what the backend has for it.
-pub struct Node<N> {
-    /// Its condition.
-    pub handle: u64,
-    /// `CUgraphConditionalNodeType`.
-    pub kind: u32,
-    /// Names of its graphs.
-    pub bodies: Vec<u32>,
-    /// The backend's.
-    pub native: N,
+/// Whether a root and its drafts have been filled with nodes. That happens once, because NVIDIA's driver takes nodes out of a graph one by one only.
+pub(super) enum Contents {
+    /// Not yet.
+    Open,
+    /// With this description.
+    Filled(Vec<u8>),
+    /// The GPU refused a node. Those before it are there.
+    Failed,
 }
 
-/// A condition. `C`: what the backend has for it.
-struct Condition<C> {
+/// A conditional node. `N`: the GPU's.
+pub(super) struct Node<N> {
+    pub native: N,
+    /// Ids of its graphs.
+    bodies: Vec<u32>,
+}
+
+struct Condition {
     root: u32,
     used: bool,
-    native: C,
 }
 
-/// A session's.
-pub struct Drafts<G, N, C> {
-    drafts: HashMap<u32, Draft<G>>,
+/// A session's drafts, conditional nodes and conditions.
+pub(super) struct Drafts<D, N> {
+    drafts: HashMap<u32, Draft<D>>,
+    /// By the first of a node's graphs.
     nodes: HashMap<u32, Node<N>>,
-    conditions: HashMap<u64, Condition<C>>,
+    /// By handle.
+    conditions: HashMap<u64, Condition>,
 }
 
-impl<G, N, C> Default for Drafts<G, N, C> {
-    fn default() -> Drafts<G, N, C> {
+impl<D, N> Default for Drafts<D, N> {
+    fn default() -> Drafts<D, N> {
         Drafts { drafts: HashMap::new(), nodes: HashMap::new(), conditions: HashMap::new() }
     }
 }
 
-impl<G, N, C> Drafts<G, N, C> {
-    /// The draft of a name.
-    pub fn get(&self, graph: GraphId) -> Result<&Draft<G>, Status> {
+impl<D, N> Drafts<D, N> {
+    /// A draft.
+    pub fn get(&self, graph: GraphId) -> Result<&Draft<D>, Status> {
         self.drafts.get(&graph.0).ok_or(Status::INVALID_HANDLE)
     }
 
-    /// The same, to be changed.
-    pub fn get_mut(&mut self, graph: GraphId) -> Result<&mut Draft<G>, Status> {
-        self.drafts.get_mut(&graph.0).ok_or(Status::INVALID_HANDLE)
+    /// What a root was filled with.
+    pub fn contents_mut(&mut self, root: GraphId) -> Result<&mut Contents, Status> {
+        self.drafts.get_mut(&root.0).map(|draft| &mut draft.contents).ok_or(Status::INVALID_HANDLE)
     }
 
     /// The conditional node whose first graph this is.
@@ -77,22 +82,17 @@ impl<G, N, C> Drafts<G, N, C> {
         self.nodes.get(&first.0).ok_or(Status::INVALID_HANDLE)
     }
 
-    /// The backend's part of a condition.
-    pub fn condition(&self, handle: u64) -> Result<&C, Status> {
-        self.conditions.get(&handle).map(|found| &found.native).ok_or(Status::INVALID_HANDLE)
-    }
-
-    /// Every condition of a draft that belongs to no other, and of those that belong to it.
-    pub fn conditions_of(&self, root: u32) -> impl Iterator<Item = &C> {
-        self.conditions.values().filter(move |c| c.root == root).map(|c| &c.native)
-    }
-
-    /// Whether a draft, or one that is yet to be made, may have another condition. True: it is yet to be made.
-    pub fn may_have_condition(&self, context: ContextId, graph: GraphId, flags: u32) -> Result<bool, Status> {
+    /// Checks that a draft may get another condition. Returns true if the draft itself has to be made first.
+    pub fn check_new_condition(
+        &self,
+        context: ContextId,
+        graph: GraphId,
+        flags: u32,
+    ) -> Result<bool, Status> {
         if flags & !condition_flag::ASSIGN_DEFAULT != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        if self.conditions.len() >= MOST || self.drafts.len() >= MOST {
+        if self.conditions.len() >= MAX_DRAFTS || self.drafts.len() >= MAX_DRAFTS {
             return Err(Status::OUT_OF_MEMORY);
         }
         match self.drafts.get(&graph.0) {
@@ -101,21 +101,25 @@ impl<G, N, C> Drafts<G, N, C> {
         }
     }
 
-    /// A draft that belongs to no other is made.
-    pub fn add(&mut self, context: ContextId, graph: GraphId, native: G) {
-        let draft = Draft { context: context.0, root: graph.0, graph: native, nodes: Vec::new(), depth: 0 };
-        self.drafts.insert(graph.0, draft);
+    fn insert(&mut self, id: GraphId, context: u32, root: u32, depth: u32, native: D) {
+        let draft = Draft { context, root, native, contents: Contents::Open, nodes: Vec::new(), depth };
+        self.drafts.insert(id.0, draft);
     }
 
-    /// A draft has a condition.
-    pub fn add_condition(&mut self, graph: GraphId, handle: u64, native: C) {
+    /// A root was made.
+    pub fn add(&mut self, context: ContextId, graph: GraphId, native: D) {
+        self.insert(graph, context.0, graph.0, 0, native);
+    }
+
+    /// A condition of a draft was made.
+    pub fn add_condition(&mut self, graph: GraphId, handle: u64) {
         if let Some(draft) = self.drafts.get(&graph.0) {
-            self.conditions.insert(handle, Condition { root: draft.root, used: false, native });
+            self.conditions.insert(handle, Condition { root: draft.root, used: false });
         }
     }
 
-    /// Whether a draft may have such a node.
-    pub fn may_have_node(&self, op: &GraphConditional) -> Result<&Draft<G>, Status> {
+    /// Checks that a draft may get such a conditional node.
+    pub fn check_new_node(&self, op: &GraphConditional) -> Result<(), Status> {
         let draft = self.get(op.graph)?;
         let condition = self.conditions.get(&op.handle).ok_or(Status::INVALID_VALUE)?;
         let size = op.bodies.len();
@@ -128,41 +132,42 @@ impl<G, N, C> Drafts<G, N, C> {
         if condition.root != draft.root || condition.used || !sized {
             return Err(Status::INVALID_VALUE);
         }
-        if draft.depth >= DEEPEST {
+        if draft.depth >= MAX_DEPTH {
             return Err(Status::NOT_SUPPORTED);
         }
-        if size > MOST - self.drafts.len().min(MOST) {
+        if size > MAX_DRAFTS - self.drafts.len().min(MAX_DRAFTS) {
             return Err(Status::OUT_OF_MEMORY);
         }
         let mut seen = HashSet::new();
         if op.bodies.iter().any(|body| self.drafts.contains_key(&body.0) || !seen.insert(body.0)) {
             return Err(Status::INVALID_HANDLE);
         }
-        Ok(draft)
+        Ok(())
     }
 
-    /// It has it; `graphs`: what the backend has for the node's graphs.
-    pub fn add_node(&mut self, op: &GraphConditional, native: N, graphs: Vec<G>) {
+    /// A conditional node was made. `graphs` are the GPU's for the node's graphs.
+    pub fn add_node(&mut self, op: &GraphConditional, native: N, graphs: Vec<D>) {
         let Some(draft) = self.drafts.get_mut(&op.graph.0) else { return };
         let (context, root, depth) = (draft.context, draft.root, draft.depth + 1);
         let Some(first) = op.bodies.first() else { return };
         draft.nodes.push(first.0);
         for (body, graph) in op.bodies.iter().zip(graphs) {
-            self.drafts.insert(body.0, Draft { context, root, graph, nodes: Vec::new(), depth });
+            self.insert(*body, context, root, depth, graph);
         }
         if let Some(condition) = self.conditions.get_mut(&op.handle) {
             condition.used = true;
         }
         let bodies = op.bodies.iter().map(|body| body.0).collect();
-        self.nodes.insert(first.0, Node { handle: op.handle, kind: op.kind, bodies, native });
+        self.nodes.insert(first.0, Node { native, bodies });
     }
 
-    /// The draft that has the conditional node whose first graph this is.
-    pub fn owner(&self, first: GraphId) -> Result<&Draft<G>, Status> {
-        self.drafts.values().find(|draft| draft.nodes.contains(&first.0)).ok_or(Status::INVALID_HANDLE)
+    /// The draft that contains the conditional node whose first graph this is.
+    pub fn owner(&self, first: GraphId) -> Result<GraphId, Status> {
+        let owner = self.drafts.iter().find(|(_, draft)| draft.nodes.contains(&first.0));
+        owner.map(|(id, _)| GraphId(*id)).ok_or(Status::INVALID_HANDLE)
     }
 
-    /// A conditional node goes, with its graphs and the nodes in them. Its condition is not for another.
+    /// A conditional node was removed, with its graphs and the nodes in them. Its condition stays used.
     pub fn remove_node(&mut self, first: GraphId) {
         for draft in self.drafts.values_mut() {
             draft.nodes.retain(|node| *node != first.0);
@@ -174,20 +179,20 @@ impl<G, N, C> Drafts<G, N, C> {
         }
     }
 
-    /// Whether these parts make up a draft that belongs to no other: it is the first; it and all that belong to it are there, each with all of its conditional nodes.
-    pub fn check_parts(&self, draft: GraphId, parts: &GraphParts) -> Result<(), Status> {
-        if self.get(draft)?.root != draft.0 || parts.parts.first().is_none_or(|part| part.graph != draft) {
+    /// Checks that these are all parts of a root: the root first, then all drafts that belong to it, each with all of its conditional nodes.
+    pub fn check_parts(&self, root: GraphId, parts: &GraphParts) -> Result<(), Status> {
+        if self.get(root)?.root != root.0 || parts.parts.first().is_none_or(|part| part.graph != root) {
             return Err(Status::INVALID_VALUE);
         }
         let mut seen = HashSet::new();
         for part in &parts.parts {
             let found = self.get(part.graph)?;
-            if found.root != draft.0 || !seen.insert(part.graph.0) {
+            if found.root != root.0 || !seen.insert(part.graph.0) {
                 return Err(Status::INVALID_VALUE);
             }
             let mut nodes: HashSet<u32> = found.nodes.iter().copied().collect();
             for node in &part.nodes {
-                if let Work::Conditional(first) = work(node)?
+                if let Operation::Conditional(first) = operation(node)?
                     && !nodes.remove(&first.0)
                 {
                     return Err(Status::INVALID_VALUE);
@@ -197,25 +202,26 @@ impl<G, N, C> Drafts<G, N, C> {
                 return Err(Status::INVALID_VALUE);
             }
         }
-        let all = self.drafts.values().filter(|other| other.root == draft.0).count();
+        let all = self.drafts.values().filter(|other| other.root == root.0).count();
         if all == seen.len() { Ok(()) } else { Err(Status::INVALID_VALUE) }
     }
 
-    /// A draft that belongs to no other goes, with all that belong to it; the backend's part of it.
-    pub fn forget(&mut self, graph: GraphId) -> Result<Draft<G>, Status> {
-        if self.get(graph)?.root != graph.0 {
+    /// Drops a root, with all drafts that belong to it.
+    pub fn forget(&mut self, root: GraphId) -> Result<(), Status> {
+        if self.get(root)?.root != root.0 {
             return Err(Status::INVALID_HANDLE);
         }
-        let draft = self.drafts.remove(&graph.0).ok_or(Status::INVALID_HANDLE)?;
-        self.drafts.retain(|_, other| other.root != graph.0);
-        self.nodes.retain(|first, _| self.drafts.contains_key(first));
-        self.conditions.retain(|_, condition| condition.root != graph.0);
-        Ok(draft)
+        self.retain(|draft| draft.root != root.0);
+        Ok(())
     }
 
-    /// All of a context's are gone with it.
-    pub fn forget_context(&mut self, context: u32) {
-        self.drafts.retain(|_, draft| draft.context != context);
+    /// Drops the drafts of a context that is gone.
+    pub fn forget_context(&mut self, context: ContextId) {
+        self.retain(|draft| draft.context != context.0);
+    }
+
+    fn retain(&mut self, keep: impl Fn(&Draft<D>) -> bool) {
+        self.drafts.retain(|_, draft| keep(draft));
         self.nodes.retain(|first, _| self.drafts.contains_key(first));
         self.conditions.retain(|_, condition| self.drafts.contains_key(&condition.root));
     }
@@ -244,14 +250,14 @@ mod tests {
     }
 
     /// Draft 1 with a loop whose graph, 2, has a choice between 3 and 4.
-    fn drafts() -> Drafts<(), (), ()> {
+    fn drafts() -> Drafts<(), ()> {
         let mut drafts = Drafts::default();
         drafts.add(ContextId(0), GraphId(1), ());
         for handle in [100, 101, 102] {
-            drafts.add_condition(GraphId(1), handle, ());
+            drafts.add_condition(GraphId(1), handle);
         }
         for op in [op(1, 100, conditional::WHILE, &[2]), op(2, 101, conditional::IF, &[3, 4])] {
-            drafts.may_have_node(&op).unwrap();
+            drafts.check_new_node(&op).unwrap();
             let graphs = vec![(); op.bodies.len()];
             drafts.add_node(&op, (), graphs);
         }
@@ -259,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_condition_is_of_its_draft_and_for_one_node() {
+    fn a_condition_belongs_to_one_draft_and_serves_one_node() {
         let mut drafts = drafts();
         drafts.add(ContextId(0), GraphId(9), ());
         for bad in [
@@ -271,18 +277,18 @@ mod tests {
             op(1, 102, conditional::SWITCH, &[]),
             op(1, 102, 3, &[5]),
         ] {
-            assert_eq!(drafts.may_have_node(&bad).err(), Some(Status::INVALID_VALUE), "{bad:?}");
+            assert_eq!(drafts.check_new_node(&bad).err(), Some(Status::INVALID_VALUE), "{bad:?}");
         }
         for bad in
             [op(1, 102, conditional::SWITCH, &[5, 5]), op(1, 102, conditional::IF, &[3]), op(8, 102, 0, &[5])]
         {
-            assert_eq!(drafts.may_have_node(&bad).err(), Some(Status::INVALID_HANDLE), "{bad:?}");
+            assert_eq!(drafts.check_new_node(&bad).err(), Some(Status::INVALID_HANDLE), "{bad:?}");
         }
-        assert!(drafts.may_have_node(&op(4, 102, conditional::SWITCH, &[5, 6, 7])).is_ok());
+        assert!(drafts.check_new_node(&op(4, 102, conditional::SWITCH, &[5, 6, 7])).is_ok());
     }
 
     #[test]
-    fn parts_are_the_whole_of_a_draft_or_refused() {
+    fn parts_must_be_the_whole_draft() {
         let drafts = drafts();
         let check = |parts| drafts.check_parts(GraphId(1), &GraphParts { parts });
         assert_eq!(check(vec![part(1, &[2]), part(2, &[3]), part(3, &[]), part(4, &[])]), Ok(()));
@@ -303,13 +309,13 @@ mod tests {
     #[test]
     fn a_node_goes_with_its_graphs_and_all_nodes_in_them() {
         let mut drafts = drafts();
-        assert!(drafts.owner(GraphId(3)).is_ok_and(|draft| draft.depth == 1));
+        assert_eq!(drafts.owner(GraphId(3)), Ok(GraphId(2)));
         drafts.remove_node(GraphId(2));
         assert!(drafts.nodes.is_empty() && drafts.drafts.len() == 1);
         assert_eq!(drafts.owner(GraphId(2)).err(), Some(Status::INVALID_HANDLE));
         assert_eq!(drafts.check_parts(GraphId(1), &GraphParts { parts: vec![part(1, &[])] }), Ok(()));
         let again = op(1, 100, conditional::WHILE, &[2]);
-        assert_eq!(drafts.may_have_node(&again).err(), Some(Status::INVALID_VALUE));
+        assert_eq!(drafts.check_new_node(&again).err(), Some(Status::INVALID_VALUE));
     }
 
     #[test]

@@ -1,0 +1,192 @@
+//! What each principal holds: the daemon owns the limits that all sessions of a principal share.
+//!
+//! A worker asks for each charge against such a limit. What a session holds here is what it was granted, less what it gave back, and goes with its worker. So a worker that lies gives itself no
+//! more than its principal's limit, and takes nothing from other principals.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+
+use super::State;
+use crate::cuda_ipc::{Refusal, Reply};
+use crate::pages::{Meter, Page, Terms};
+use crate::worker_protocol::{MOST_DEVICES, Resource};
+
+/// A session's bytes, and the pages that it shares with the daemon.
+pub(super) struct Account {
+    terms: Page<Terms>,
+    meter: Page<Meter>,
+    /// Granted bytes by device number.
+    devices: [u64; MOST_DEVICES],
+    /// Granted bytes of page-locked memory.
+    pinned: u64,
+}
+
+impl Account {
+    /// An account that holds nothing, and the descriptors of its pages for the worker.
+    pub(super) fn open() -> io::Result<(Account, [OwnedFd; 2])> {
+        let ((terms, terms_fd), (meter, meter_fd)) = (Page::new()?, Page::new()?);
+        let account = Account { terms, meter, devices: [0; MOST_DEVICES], pinned: 0 };
+        Ok((account, [terms_fd, meter_fd]))
+    }
+
+    /// Where a resource's granted bytes are counted, if there is such a resource.
+    fn granted_mut(&mut self, resource: Resource) -> Option<&mut u64> {
+        match resource {
+            Resource::Device(number) => self.devices.get_mut(number as usize),
+            Resource::Pinned => Some(&mut self.pinned),
+        }
+    }
+
+    fn granted(&self, resource: Resource) -> u64 {
+        match resource {
+            Resource::Device(number) => self.devices.get(number as usize).copied().unwrap_or(u64::MAX),
+            Resource::Pinned => self.pinned,
+        }
+    }
+
+    /// What the process takes on a device besides what the session has charged.
+    fn implicit(&self, number: usize) -> u64 {
+        self.terms.implicit.get(number).map_or(0, |bytes| bytes.load(Ordering::Relaxed))
+    }
+
+    /// Bytes that the session holds on a device, as its worker says and as NVML does.
+    pub(super) fn held(&self, number: usize) -> u64 {
+        let charged = self.meter.held.get(number).map_or(0, |bytes| bytes.load(Ordering::Relaxed));
+        charged.saturating_add(self.implicit(number))
+    }
+
+    /// NVML says that the session's process takes so many bytes on a device.
+    pub(super) fn measured(&self, number: usize, bytes: u64) {
+        if let (Some(implicit), Some(held)) = (self.terms.implicit.get(number), self.meter.held.get(number)) {
+            implicit.store(bytes.saturating_sub(held.load(Ordering::Relaxed)), Ordering::Relaxed);
+        }
+    }
+}
+
+impl State {
+    /// Bytes of a resource that the sessions of a principal hold together. Saturates, so that a resource that does not exist is never free.
+    fn total(&self, principal: &str, resource: Resource) -> u64 {
+        let of_principal = self.sessions.values().filter(|session| session.limits.principal == principal);
+        of_principal.fold(0, |sum: u64, session| {
+            let implicit = match resource {
+                Resource::Device(number) => session.account.implicit(number as usize),
+                Resource::Pinned => 0,
+            };
+            sum.saturating_add(session.account.granted(resource)).saturating_add(implicit)
+        })
+    }
+
+    /// A worker asks for bytes of its principal's.
+    pub(super) fn charge(&mut self, worker: u32, resource: Resource, bytes: u64) -> Reply {
+        let Some(session) = self.sessions.get(&worker) else { return Reply::Refused(Refusal::Unknown) };
+        let (principal, limit) = (session.limits.principal.clone(), session.limits.total.of(resource));
+        let most = self.total(&principal, resource).checked_add(bytes).filter(|sum| *sum <= limit);
+        let granted =
+            self.sessions.get_mut(&worker).and_then(|session| session.account.granted_mut(resource));
+        let (Some(_), Some(granted)) = (most, granted) else { return Reply::Refused(Refusal::Full) };
+        *granted += bytes;
+        self.publish(&principal);
+        Reply::Charged
+    }
+
+    /// A worker gives granted bytes back: no more than it was granted.
+    pub(super) fn discharge(&mut self, worker: u32, resource: Resource, bytes: u64) {
+        let Some(session) = self.sessions.get_mut(&worker) else { return };
+        let principal = session.limits.principal.clone();
+        if let Some(granted) = session.account.granted_mut(resource) {
+            *granted = granted.saturating_sub(bytes);
+        }
+        self.publish(&principal);
+    }
+
+    /// Tells the workers of a principal what it holds on each device.
+    pub(super) fn publish(&self, principal: &str) {
+        let mut totals = [0u64; MOST_DEVICES];
+        let of_principal = || self.sessions.values().filter(|session| session.limits.principal == principal);
+        for session in of_principal() {
+            for (number, total) in totals.iter_mut().enumerate() {
+                let account = &session.account;
+                *total =
+                    total.saturating_add(account.devices[number]).saturating_add(account.implicit(number));
+            }
+        }
+        for session in of_principal() {
+            for (told, total) in session.account.terms.total_held.iter().zip(totals) {
+                told.store(total, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::parent::queue::tests::session_of_limits;
+    use crate::worker_protocol::{Amounts, Limits};
+
+    const DEVICE: Resource = Resource::Device(1);
+
+    fn state(sessions: &[(u32, &str, u64)]) -> State {
+        let mut state = State::default();
+        for (worker, principal, limit) in sessions {
+            let total = Amounts { device_memory: *limit, pinned_memory: *limit };
+            let limits = Limits { principal: (*principal).into(), total, ..Limits::default() };
+            state.sessions.insert(*worker, session_of_limits(limits));
+        }
+        state
+    }
+
+    fn granted(reply: &Reply) -> bool {
+        matches!(reply, Reply::Charged)
+    }
+
+    #[test]
+    fn sessions_of_a_principal_share_its_limit_and_no_other_principal_does() {
+        let mut state = state(&[(1, "a", 100), (2, "a", 100), (3, "b", 100)]);
+        assert!(granted(&state.charge(1, DEVICE, 60)));
+        assert!(!granted(&state.charge(2, DEVICE, 50)) && granted(&state.charge(2, DEVICE, 40)));
+        assert!(granted(&state.charge(3, DEVICE, 100)) && granted(&state.charge(1, Resource::Pinned, 100)));
+        assert!(granted(&state.charge(1, Resource::Device(2), 100)), "each device has its own limit");
+        let told = |state: &State, worker| {
+            state.sessions[&worker].account.terms.total_held[1].load(Ordering::Relaxed)
+        };
+        assert_eq!((told(&state, 1), told(&state, 2), told(&state, 3)), (100, 100, 100));
+        state.sessions.remove(&1);
+        state.publish("a");
+        assert_eq!(told(&state, 2), 40);
+        assert!(granted(&state.charge(2, DEVICE, 60)));
+    }
+
+    #[test]
+    fn a_worker_gives_back_no_more_than_it_was_granted() {
+        let mut state = state(&[(1, "a", 100), (2, "a", 100)]);
+        assert!(granted(&state.charge(2, DEVICE, 90)));
+        state.discharge(1, DEVICE, 90);
+        assert!(!granted(&state.charge(1, DEVICE, 20)));
+        state.discharge(2, DEVICE, u64::MAX);
+        assert!(granted(&state.charge(1, DEVICE, 100)));
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        let mut state = state(&[(1, "a", 0)]);
+        assert!(granted(&state.charge(1, DEVICE, u64::MAX)));
+        for (worker, resource, bytes) in
+            [(1, DEVICE, 1), (1, Resource::Device(64), 1), (1, Resource::Device(u32::MAX), 0), (9, DEVICE, 1)]
+        {
+            assert!(!granted(&state.charge(worker, resource, bytes)), "{worker} {resource} {bytes}");
+        }
+        state.discharge(1, Resource::Device(u32::MAX), 1);
+    }
+
+    #[test]
+    fn what_a_process_takes_besides_counts_against_the_limit() {
+        let mut state = state(&[(1, "a", 100)]);
+        let account = &state.sessions[&1].account;
+        account.meter.held[1].store(20, Ordering::Relaxed);
+        account.measured(1, 70);
+        assert_eq!(account.held(1), 70);
+        assert!(!granted(&state.charge(1, DEVICE, 60)) && granted(&state.charge(1, DEVICE, 50)));
+    }
+}

@@ -1,0 +1,161 @@
+//! Which devices a session gets: decided when a worker is there for it.
+//!
+//! - A session uses devices that its limits allow, and as many as they say: those that the fewest sessions use.
+//! - Sessions of one principal get the same devices, so that its processes can share memory.
+//! - An exclusive principal's devices serve nobody else as long as it has a session. It waits until enough devices are free of others; meanwhile no later client gets the devices that it waits
+//!   for, so that it does not wait forever.
+
+use super::State;
+use crate::worker_protocol::{Kind, Limits};
+
+/// Why a session has no devices.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum NoDevice {
+    /// Others have them now.
+    Wait(String),
+    /// It never will.
+    Never(String),
+}
+
+fn list(numbers: &[u32]) -> String {
+    numbers.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
+}
+
+impl State {
+    /// Places a session, of which the devices in `reserved` are kept free. The numbers are in the server's order.
+    ///
+    /// # Errors
+    /// If it gets none now; adds the devices that an exclusive session waits for to `reserved`.
+    pub(super) fn place(
+        &self,
+        all: &[u32],
+        kind: Kind,
+        limits: &Limits,
+        reserved: &mut Vec<u32>,
+    ) -> Result<Vec<u32>, NoDevice> {
+        let allowed: Vec<u32> =
+            all.iter().copied().filter(|n| limits.devices.is_empty() || limits.devices.contains(n)).collect();
+        if allowed.is_empty() {
+            let (asked, shared) = (list(&limits.devices), list(all));
+            return Err(NoDevice::Never(format!(
+                "the policy gives this client devices {asked}, but the server shares devices {shared}"
+            )));
+        }
+        let gpu_sessions = || self.sessions.values().filter(|session| session.kind == Kind::Gpu);
+        let one_set = limits.exclusive || limits.device_count > 0;
+        let same = gpu_sessions().find(|session| session.limits.principal == limits.principal);
+        if let Some(session) = same.filter(|_| one_set) {
+            return Ok(session.devices.clone());
+        }
+        let others = || gpu_sessions().filter(|session| session.limits.principal != limits.principal);
+        let users = |number: u32| others().filter(|session| session.devices.contains(&number)).count();
+        let held = |number: u32| {
+            others().any(|session| session.limits.exclusive && session.devices.contains(&number))
+        };
+        let wanted = match limits.device_count {
+            0 if limits.exclusive => limits.devices.len().clamp(1, allowed.len()),
+            0 => allowed.len(),
+            count => (count as usize).min(allowed.len()),
+        };
+        let least_used = |mut numbers: Vec<u32>| {
+            // Stable: of equally used devices, the first.
+            numbers.sort_by_key(|number| users(*number));
+            numbers.truncate(wanted);
+            allowed.iter().copied().filter(|number| numbers.contains(number)).collect::<Vec<u32>>()
+        };
+        let open: Vec<u32> = allowed.iter().copied().filter(|n| !held(*n) && !reserved.contains(n)).collect();
+        if kind == Kind::Nvml || !limits.exclusive {
+            let devices = least_used(open);
+            return if devices.is_empty() {
+                Err(NoDevice::Wait(format!("others have devices {} for themselves", list(&allowed))))
+            } else {
+                Ok(devices)
+            };
+        }
+        let free: Vec<u32> = open.iter().copied().filter(|number| users(*number) == 0).collect();
+        if free.len() >= wanted {
+            return Ok(least_used(free));
+        }
+        reserved.extend(least_used(open));
+        let why = format!(
+            "it needs {wanted} of devices {} for itself, and {} are free of others",
+            list(&allowed),
+            free.len()
+        );
+        Err(NoDevice::Wait(why))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::parent::queue::tests::session_of_limits;
+
+    const ALL: [u32; 4] = [0, 1, 2, 3];
+
+    fn limits(principal: &str, exclusive: bool, devices: &[u32], device_count: u32) -> Limits {
+        let principal = principal.into();
+        Limits { principal, exclusive, devices: devices.to_vec(), device_count, ..Limits::default() }
+    }
+
+    /// Places a session and begins it.
+    fn begin(state: &mut State, worker: u32, limits: Limits) -> Result<Vec<u32>, NoDevice> {
+        let devices = state.place(&ALL, Kind::Gpu, &limits, &mut Vec::new())?;
+        let mut session = session_of_limits(limits);
+        session.devices.clone_from(&devices);
+        state.sessions.insert(worker, session);
+        Ok(devices)
+    }
+
+    fn waits(result: &Result<Vec<u32>, NoDevice>) -> bool {
+        matches!(result, Err(NoDevice::Wait(_)))
+    }
+
+    #[test]
+    fn an_exclusive_device_serves_nobody_else_and_the_others_are_shared() {
+        let mut state = State::default();
+        assert_eq!(begin(&mut state, 1, limits("a", true, &[2], 0)), Ok(vec![2]));
+        assert_eq!(begin(&mut state, 2, limits("b", false, &[], 0)), Ok(vec![0, 1, 3]));
+        assert!(waits(&begin(&mut state, 3, limits("c", false, &[2], 0))));
+        assert_eq!(begin(&mut state, 4, limits("a", true, &[2], 0)), Ok(vec![2]), "the same principal");
+        state.sessions.remove(&1);
+        assert!(waits(&begin(&mut state, 3, limits("c", false, &[2], 0))));
+        state.sessions.remove(&4);
+        assert_eq!(begin(&mut state, 3, limits("c", false, &[2], 0)), Ok(vec![2]));
+    }
+
+    #[test]
+    fn an_exclusive_client_waits_until_a_device_is_free_and_nobody_overtakes_it() {
+        let mut state = State::default();
+        for (worker, device) in (0..4).zip(ALL) {
+            begin(&mut state, worker, limits(&format!("p{worker}"), false, &[device], 0)).unwrap();
+        }
+        let mut reserved = Vec::new();
+        let exclusive = limits("x", true, &[], 0);
+        assert!(waits(&state.place(&ALL, Kind::Gpu, &exclusive, &mut reserved)));
+        assert_eq!(reserved, [0]);
+        let late = limits("late", false, &[], 0);
+        assert_eq!(state.place(&ALL, Kind::Gpu, &late, &mut reserved), Ok(vec![1, 2, 3]));
+        state.sessions.remove(&2);
+        assert_eq!(begin(&mut state, 9, exclusive), Ok(vec![2]));
+    }
+
+    #[test]
+    fn sessions_get_the_least_used_devices_and_those_of_one_principal_the_same() {
+        let mut state = State::default();
+        assert_eq!(begin(&mut state, 1, limits("a", false, &[], 2)), Ok(vec![0, 1]));
+        assert_eq!(begin(&mut state, 2, limits("b", false, &[], 1)), Ok(vec![2]));
+        assert_eq!(begin(&mut state, 3, limits("c", false, &[], 2)), Ok(vec![0, 3]));
+        assert_eq!(begin(&mut state, 4, limits("a", false, &[], 2)), Ok(vec![0, 1]));
+        assert_eq!(begin(&mut state, 5, limits("d", false, &[1], 7)), Ok(vec![1]));
+        let nvml = state.place(&ALL, Kind::Nvml, &limits("a", false, &[], 2), &mut Vec::new());
+        assert_eq!(nvml, Ok(vec![0, 1]));
+    }
+
+    #[test]
+    fn devices_that_the_server_does_not_share_are_refused_with_both_lists() {
+        let never = State::default().place(&ALL, Kind::Gpu, &limits("a", false, &[7], 0), &mut Vec::new());
+        let Err(NoDevice::Never(why)) = never else { panic!("{never:?}") };
+        assert!(why.contains("devices 7") && why.contains("0, 1, 2, 3"), "{why}");
+    }
+}

@@ -1,0 +1,187 @@
+//! What each client may use: quotas of memory, exclusive devices.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use protocol::Status;
+use protocol::data::{HostIn, HostOut};
+use protocol::handle::*;
+use protocol::ops::context::*;
+use protocol::ops::device::*;
+use protocol::ops::memory::*;
+use protocol::ops::module::*;
+use protocol::ops::nvml::{self, NvmlQuery};
+use support::*;
+use test_kit::link::{LocalBridge, Session, TcpSession, Waiting};
+use test_kit::*;
+
+const MIB: u64 = 1 << 20;
+/// `CU_LIMIT_MALLOC_HEAP_SIZE`.
+const HEAP: u32 = 2;
+
+fn grow<S: Session>(s: &mut S, device: u32, at: u64, bytes: u64) -> Result<(), Status> {
+    s.call(&MemGrow { device, address: window(device) + at, size: bytes }).map(|_| ())
+}
+
+/// Free and total bytes of a device, in MiB.
+fn info<S: Session>(s: &mut S, device: u32) -> (u64, u64) {
+    let reply = s.call(&MemGetInfo { device }).unwrap();
+    (reply.free / MIB, reply.total / MIB)
+}
+
+/// Free and total bytes of a device as NVML says, in MiB.
+fn nvml_info<S: Session>(s: &mut S, device: u32) -> (u64, u64) {
+    let query = NvmlQuery { device, query: nvml::MEMORY.number, arguments: [0; 3], input: &[] };
+    let output = s.call(&query).unwrap().output.0;
+    let word = |at: usize| u64::from_le_bytes(output[at * 8..at * 8 + 8].try_into().unwrap()) / MIB;
+    (word(1), word(0))
+}
+
+#[test]
+fn two_sessions_of_a_client_share_its_quota_and_see_what_the_other_holds() {
+    let server = Server::start(&["--client-memory-limit=64M"]);
+    let mut first = LocalBridge::connect(&server.socket());
+    let mut second = LocalBridge::connect(&server.socket());
+    let mut nvml = Waiting::ask(&server.socket(), protocol::link::wish::NVML_ONLY).served().0.unwrap();
+    let mut other = TcpSession::connect(server.port);
+    assert_eq!(second.call(&DeviceInfo { device: 0 }).unwrap().total_memory, 64 * MIB);
+    grow(&mut first, 0, 0, 40 * MIB).unwrap();
+    for free in [info(&mut first, 0), info(&mut second, 0), nvml_info(&mut nvml, 0)] {
+        assert_eq!(free, (24, 64));
+    }
+    assert_eq!(grow(&mut second, 0, 0, 26 * MIB), Err(Status::OUT_OF_MEMORY));
+    grow(&mut second, 0, 0, 24 * MIB).unwrap();
+    assert_eq!(grow(&mut first, 0, 40 * MIB, 2 * MIB), Err(Status::OUT_OF_MEMORY));
+    // Another client has a quota of its own.
+    grow(&mut other, 0, 0, 64 * MIB).unwrap();
+    assert_eq!(info(&mut other, 0), (0, 64));
+    drop(first);
+    until("its memory is free", || info(&mut second, 0) == (40, 64));
+    grow(&mut second, 0, 24 * MIB, 40 * MIB).unwrap();
+}
+
+#[test]
+fn a_limit_holds_on_each_device() {
+    let server = Server::start(&["--memory-limit=32M", "--software-devices=2"]);
+    let mut s = LocalBridge::connect(&server.socket());
+    for device in [0, 1] {
+        grow(&mut s, device, 0, 20 * MIB).unwrap();
+        assert_eq!(grow(&mut s, device, 20 * MIB, 14 * MIB), Err(Status::OUT_OF_MEMORY));
+        assert_eq!((info(&mut s, device), nvml_info(&mut s, device)), ((12, 32), (12, 32)));
+    }
+}
+
+#[test]
+fn an_allocator_with_expandable_segments_runs_within_the_quota_and_ends_at_it() {
+    let server = Server::start(&["--client-memory-limit=32M"]);
+    let mut s = TcpSession::connect(server.port);
+    s.call(&AddressReserve { address: SPACE, size: 256 * MIB }).unwrap();
+    // As PyTorch does: segments of 2 MiB grow until there is no memory; then all of it goes, and comes again.
+    for _ in 0..3 {
+        let mut made = 0;
+        let end = loop {
+            let memory = MemoryId(made + 1);
+            let created = s.call(&MemoryCreate { device: 0, memory, size: 2 * MIB, exportable: false });
+            if let Err(status) = created {
+                break status;
+            }
+            let (address, size) = (SPACE + u64::from(made) * 2 * MIB, 2 * MIB);
+            s.call(&MemoryMap { memory, offset: 0, address, size }).unwrap();
+            s.call(&MemoryAccess { device: 0, address, size, flags: 3 }).unwrap();
+            made += 1;
+        };
+        assert_eq!((end, made, info(&mut s, 0)), (Status::OUT_OF_MEMORY, 16, (0, 32)));
+        for n in 0..made {
+            s.call(&MemoryUnmap { address: SPACE + u64::from(n) * 2 * MIB, size: 2 * MIB }).unwrap();
+            s.call(&MemoryRelease { memory: MemoryId(n + 1) }).unwrap();
+        }
+        until("all is free again", || info(&mut s, 0) == (32, 32));
+    }
+    assert_eq!(s.error(0), None, "an ordinary error, which leaves the context as it was");
+}
+
+#[test]
+fn code_and_heaps_count_as_well() {
+    const PTX: &str = concat!(
+        ".version 8.0\n.target sm_90\n.address_size 64\n.visible .global .align 4 .b8 big[16777216];\n",
+        ".visible .entry nothing() { ret; }\n\0"
+    );
+    let server = Server::start(&["--memory-limit=40M"]);
+    let mut s = LocalBridge::connect(&server.socket());
+    let load = |s: &mut LocalBridge, number: u32| {
+        let (room, image) = (s.arena(4 << 20, &[0; 4096]), s.arena(0, PTX.as_bytes()));
+        let module = ModuleId(number);
+        let (image, info) = (HostIn::Range(image), HostOut(room));
+        s.call(&ModuleLoad { context: ContextId(0), module, options: vec![], image, info }).map(|_| ())
+    };
+    load(&mut s, 1).unwrap();
+    let (free, total) = info(&mut s, 0);
+    assert!(free <= 24 && total == 40, "{free} {total}");
+    load(&mut s, 2).unwrap();
+    assert_eq!(load(&mut s, 3), Err(Status::OUT_OF_MEMORY));
+    let heap = |value| ContextSetLimit { context: ContextId(0), limit: HEAP, value };
+    assert_eq!(s.call(&heap(9 * MIB)).err(), Some(Status::OUT_OF_MEMORY));
+    s.call(&heap(6 * MIB)).unwrap();
+    s.call(&heap(5 * MIB)).unwrap();
+    assert_eq!(info(&mut s, 0).0, free - 16 - 5);
+    s.push(&ModuleUnload { module: ModuleId(1) });
+    load(&mut s, 3).unwrap();
+    s.call(&PrimaryReset { device: 0 }).unwrap();
+    assert_eq!(info(&mut s, 0), (40, 40));
+}
+
+#[test]
+fn mirrors_of_page_locked_memory_have_a_limit_of_their_own() {
+    let server = Server::start(&["--client-pinned-limit=4M"]);
+    let mut first = TcpSession::connect(server.port);
+    let mut second = TcpSession::connect(server.port);
+    let address = |n: u64| 0x7000_0000_0000 + n * 4 * MIB;
+    let at = |n: u64| HostMirror { context: ContextId(0), address: address(n), size: 2 * MIB };
+    first.call(&at(0)).unwrap();
+    second.call(&at(0)).unwrap();
+    assert_eq!(second.call(&at(1)).err(), Some(Status::OUT_OF_MEMORY));
+    first.push(&HostUnmap { context: ContextId(0), address: address(0) });
+    until("it is given back", || second.call(&at(1)).is_ok());
+}
+
+#[test]
+fn a_client_has_no_more_sessions_than_its_limit() {
+    let server = Server::start(&["--client-sessions=1"]);
+    let first = LocalBridge::connect(&server.socket());
+    let refusal = LocalBridge::try_connect(&server.socket()).err().unwrap();
+    assert!(refusal.contains("maximum of 1 session"), "{refusal}");
+    let _other_client = TcpSession::connect(server.port);
+    drop(first);
+    until("the first has ended", || server.sessions() == 1);
+    LocalBridge::connect(&server.socket());
+}
+
+#[test]
+fn exclusive_devices_serve_one_client_at_a_time_and_others_wait_or_are_told_why() {
+    let server = Server::start(&["--exclusive", "--software-devices=2", "--wait-seconds=1"]);
+    let device = |server: &Server, n: usize| server.status()["sessions"][n]["devices"].clone();
+    let mut local = LocalBridge::connect(&server.socket());
+    assert_eq!(local.call(&SessionInfo {}).unwrap().device_count, 1);
+    assert_eq!(device(&server, 0), "0");
+    // The same client's next session has the same device; another client's has the other one.
+    let second = LocalBridge::connect(&server.socket());
+    let tcp = TcpSession::connect(server.port);
+    let devices = |server: &Server| {
+        let mut all: Vec<String> = (0..3).map(|n| device(server, n).as_str().unwrap().to_owned()).collect();
+        all.sort();
+        all
+    };
+    assert_eq!(devices(&server), ["0", "0", "1"]);
+    assert_eq!(server.sessions(), 3);
+    drop((second, tcp, local));
+    until("all have ended", || server.sessions() == 0);
+
+    let server = Server::start(&["--exclusive", "--wait-seconds=1"]);
+    let local = LocalBridge::connect(&server.socket());
+    let refusal = TcpSession::try_connect(server.port).err().unwrap();
+    assert!(refusal.contains("for itself"), "{refusal}");
+    drop(local);
+    until("its device is free", || server.sessions() == 0);
+    TcpSession::connect(server.port).call(&SessionInfo {}).unwrap();
+}

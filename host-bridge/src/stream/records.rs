@@ -1,0 +1,299 @@
+//! Records of TLS 1.3 after the handshake, in one direction each.
+//!
+//! rustls makes the handshake and derives the keys ([`super::handshake`]); the AEAD, its nonces and its padding are rustls', too. Here are the 5-byte headers, the counting of records, and
+//! what may come besides data: the peer's farewell, and its new keys. Each direction has its own state, so a thread that sends and one that receives share no lock.
+
+use std::collections::VecDeque;
+use std::io;
+use std::ops::Range;
+
+use rustls::crypto::cipher::{
+    InboundOpaqueMessage, MessageDecrypter, MessageEncrypter, OutboundChunks, OutboundPlainMessage,
+};
+use rustls::{ContentType, ProtocolVersion};
+
+/// Bytes of a record's header: its type, a version, its length.
+pub(super) const HEADER: usize = 5;
+/// Most bytes of data in one record.
+pub(super) const MAX_DATA: usize = 1 << 14;
+/// Most bytes of one record behind its header (RFC 8446, section 5.2).
+pub(super) const MAX_BODY: usize = MAX_DATA + 256;
+/// Bytes of the buffer for records that have come: so many at first, up to so many once the peer fills it.
+const BUFFER: (usize, usize) = (2 * (HEADER + MAX_BODY), 16 * (HEADER + MAX_BODY));
+
+/// `KeyUpdate` of RFC 8446, section 4.6.3: its type, its length, and whether the peer is asked to do the same.
+const KEY_UPDATE: [u8; 5] = [24, 0, 0, 1, 0];
+/// `close_notify`: a warning, 0.
+const CLOSE_NOTIFY: [u8; 2] = [1, 0];
+
+fn invalid(text: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, text.into())
+}
+
+/// What came out of a record.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Opened {
+    /// Data ([`Receiving::plain`]).
+    Data,
+    /// The peer uses new keys from here on, and asks (true) for new ones of ours.
+    NewKeys(bool),
+    /// The peer sends nothing more.
+    Closed,
+    /// There is no whole record.
+    Nothing,
+}
+
+/// The receiving direction.
+pub(super) struct Receiving {
+    decrypter: Box<dyn MessageDecrypter>,
+    /// Number of the next record.
+    number: u64,
+    buffer: Vec<u8>,
+    /// Bytes of the buffer that came and were not looked at.
+    held: Range<usize>,
+    /// Bytes of the buffer that are data and were not taken.
+    plain: Range<usize>,
+    closed: bool,
+    /// What was wrong with a record. Nothing behind it counts.
+    broken: Option<String>,
+}
+
+impl Receiving {
+    pub(super) fn new(decrypter: Box<dyn MessageDecrypter>, number: u64) -> Receiving {
+        Receiving {
+            decrypter,
+            number,
+            buffer: Vec::new(),
+            held: 0..0,
+            plain: 0..0,
+            closed: false,
+            broken: None,
+        }
+    }
+
+    /// Uses these keys for the records from here on.
+    pub(super) fn renew(&mut self, decrypter: Box<dyn MessageDecrypter>) {
+        (self.decrypter, self.number) = (decrypter, 0);
+    }
+
+    /// Data that was opened and not taken.
+    pub(super) fn plain(&self) -> &[u8] {
+        &self.buffer[self.plain.clone()]
+    }
+
+    /// The first `n` bytes of the data were taken.
+    pub(super) fn take(&mut self, n: usize) {
+        self.plain.start += n;
+        debug_assert!(self.plain.start <= self.plain.end);
+    }
+
+    /// Whether [`open`](Self::open) has something to open.
+    pub(super) fn has_record(&self) -> bool {
+        !self.closed
+            && self.broken.is_none()
+            && self.body_len().is_some_and(|len| self.held.len() >= HEADER + len)
+    }
+
+    /// Bytes behind the header at hand.
+    fn body_len(&self) -> Option<usize> {
+        let header = self.buffer[self.held.clone()].first_chunk::<HEADER>()?;
+        Some(usize::from(u16::from_be_bytes([header[3], header[4]])))
+    }
+
+    /// Where to receive further bytes. To be called when all data was taken.
+    pub(super) fn room(&mut self) -> &mut [u8] {
+        debug_assert!(self.plain.is_empty());
+        if self.held.is_empty() {
+            self.held = 0..0;
+        }
+        let full = self.held.len() + HEADER + MAX_BODY > self.buffer.len() - self.held.start;
+        if full && self.held.start > 0 {
+            self.buffer.copy_within(self.held.clone(), 0);
+            self.held = 0..self.held.len();
+        }
+        if self.buffer.is_empty() {
+            self.buffer.resize(BUFFER.0, 0);
+        }
+        &mut self.buffer[self.held.end..]
+    }
+
+    /// So many bytes came into the [`room`](Self::room). A peer that fills it gets more of it the next time.
+    pub(super) fn came(&mut self, n: usize) {
+        self.held.end += n;
+        if self.held.end == self.buffer.len() && self.buffer.len() < BUFFER.1 {
+            self.buffer.resize((2 * self.buffer.len()).min(BUFFER.1), 0);
+        }
+    }
+
+    /// Opens the next record. To be called when all data was taken. A record that was not made by the peer for this place fails, and so does everything behind it.
+    pub(super) fn open(&mut self) -> io::Result<Opened> {
+        if let Some(text) = &self.broken {
+            return Err(invalid(text.clone()));
+        }
+        self.open_next().inspect_err(|e| self.broken = Some(e.to_string()))
+    }
+
+    fn open_next(&mut self) -> io::Result<Opened> {
+        debug_assert!(self.plain.is_empty());
+        if self.closed {
+            return Ok(Opened::Closed);
+        }
+        let Some(len) = self.body_len() else { return Ok(Opened::Nothing) };
+        let kind = self.buffer[self.held.start];
+        if kind != u8::from(ContentType::ApplicationData) || len > MAX_BODY {
+            return Err(invalid(format!(
+                "a record of type {kind} with {len} bytes, which TLS does not allow here"
+            )));
+        }
+        if self.held.len() < HEADER + len {
+            return Ok(Opened::Nothing);
+        }
+        let at = self.held.start + HEADER;
+        self.held.start = at + len;
+        let body = &mut self.buffer[at..at + len];
+        let sealed = InboundOpaqueMessage::new(ContentType::ApplicationData, ProtocolVersion::TLSv1_2, body);
+        let opened = self
+            .decrypter
+            .decrypt(sealed, self.number)
+            .map_err(|e| invalid(format!("record {} is not the peer's: {e}", self.number)))?;
+        // One connection does not send 2^64 records.
+        self.number += 1;
+        let payload = opened.payload;
+        match opened.typ {
+            ContentType::ApplicationData => {
+                // Opened in place: the data begins where the record's body did.
+                self.plain = at..at + payload.len();
+                Ok(Opened::Data)
+            }
+            ContentType::Alert if payload == CLOSE_NOTIFY => {
+                self.closed = true;
+                Ok(Opened::Closed)
+            }
+            ContentType::Alert => Err(invalid(format!("the peer ended TLS with alert {payload:?}"))),
+            ContentType::Handshake
+                if payload.len() == KEY_UPDATE.len() && payload[..4] == KEY_UPDATE[..4] =>
+            {
+                match payload[4] {
+                    0 => Ok(Opened::NewKeys(false)),
+                    1 => Ok(Opened::NewKeys(true)),
+                    other => Err(invalid(format!("a key update that asks {other}"))),
+                }
+            }
+            other => Err(invalid(format!("a record of type {other:?} after the handshake"))),
+        }
+    }
+}
+
+/// The sending direction.
+pub(super) struct Sending {
+    encrypter: Box<dyn MessageEncrypter>,
+    /// Number of the next record.
+    number: u64,
+    /// Records after which new keys are due.
+    limit: u64,
+    /// Records that were not sent, and bytes of the first that were.
+    sealed: VecDeque<Vec<u8>>,
+    sent: usize,
+    /// Where data lies before it is sealed, if it is memory that others may write.
+    pub(super) scratch: Vec<u8>,
+}
+
+/// Most runs in one system call.
+const RUNS: usize = 32;
+
+impl Sending {
+    pub(super) fn new(encrypter: Box<dyn MessageEncrypter>, number: u64, limit: u64) -> Sending {
+        Sending { encrypter, number, limit, sealed: VecDeque::new(), sent: 0, scratch: Vec::new() }
+    }
+
+    /// Uses these keys for the records from here on.
+    pub(super) fn renew(&mut self, encrypter: Box<dyn MessageEncrypter>) {
+        (self.encrypter, self.number) = (encrypter, 0);
+    }
+
+    /// Has new keys be due after so many records.
+    #[cfg(test)]
+    pub(super) fn wear_after(&mut self, records: u64) {
+        self.limit = records;
+    }
+
+    /// Number of the next record under these keys.
+    #[cfg(test)]
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Whether new keys are due.
+    pub(super) fn is_worn(&self) -> bool {
+        self.number >= self.limit
+    }
+
+    fn seal_as(&mut self, typ: ContentType, payload: OutboundChunks<'_>) -> io::Result<()> {
+        let plain = OutboundPlainMessage { typ, version: ProtocolVersion::TLSv1_2, payload };
+        let sealed = self.encrypter.encrypt(plain, self.number).map_err(io::Error::other)?;
+        self.number += 1;
+        self.sealed.push_back(sealed.encode());
+        Ok(())
+    }
+
+    /// Seals one record: at most [`MAX_DATA`] bytes.
+    pub(super) fn seal(&mut self, payload: OutboundChunks<'_>) -> io::Result<()> {
+        debug_assert!(payload.len() <= MAX_DATA);
+        self.seal_as(ContentType::ApplicationData, payload)
+    }
+
+    /// Seals the first `len` bytes of the scratch memory.
+    pub(super) fn seal_scratch(&mut self, len: usize) -> io::Result<()> {
+        let scratch = std::mem::take(&mut self.scratch);
+        let result = self.seal(OutboundChunks::Single(&scratch[..len]));
+        self.scratch = scratch;
+        result
+    }
+
+    /// Seals the message that new keys follow.
+    pub(super) fn seal_key_update(&mut self) -> io::Result<()> {
+        self.seal_as(ContentType::Handshake, OutboundChunks::Single(&KEY_UPDATE))
+    }
+
+    /// Seals the farewell.
+    pub(super) fn seal_close(&mut self) -> io::Result<()> {
+        self.seal_as(ContentType::Alert, OutboundChunks::Single(&CLOSE_NOTIFY))
+    }
+
+    /// Whether records wait to be sent.
+    pub(super) fn is_pending(&self) -> bool {
+        !self.sealed.is_empty()
+    }
+
+    /// Sends what waits, by calls of `send`, until it gives an error.
+    pub(super) fn flush(
+        &mut self,
+        mut send: impl FnMut(&[io::IoSlice<'_>]) -> io::Result<usize>,
+    ) -> io::Result<()> {
+        while !self.sealed.is_empty() {
+            let mut slices = [io::IoSlice::new(&[]); RUNS];
+            let mut count = 0;
+            for (slice, record) in slices.iter_mut().zip(&self.sealed) {
+                *slice = io::IoSlice::new(if count == 0 { &record[self.sent..] } else { record });
+                count += 1;
+            }
+            let mut n = match send(&slices[..count]) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(n) => n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(e) => return Err(e),
+            };
+            while let Some(first) = self.sealed.front() {
+                let left = first.len() - self.sent;
+                if n < left {
+                    self.sent += n;
+                    break;
+                }
+                n -= left;
+                self.sent = 0;
+                self.sealed.pop_front();
+            }
+        }
+        Ok(())
+    }
+}

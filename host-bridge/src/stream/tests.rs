@@ -1,0 +1,330 @@
+//! Tests of streams over real sockets, with and without somebody in the middle.
+
+use std::net::TcpListener;
+use std::ptr::NonNull;
+use std::sync::mpsc::channel;
+
+use identity::tls::{client_pinning, server_pinning, session_name};
+use identity::{Fingerprint, Identity};
+
+use super::*;
+
+fn sockets() -> (OwnedFd, OwnedFd) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (ours.into(), listener.accept().unwrap().0.into())
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+/// Shakes hands over two sockets, which may be the ends of something in between.
+fn shake(
+    ours: OwnedFd,
+    theirs: OwnedFd,
+    pins: Option<(Fingerprint, Fingerprint)>,
+) -> (io::Result<Stream>, io::Result<Stream>) {
+    let (client, server) = (Identity::generate().unwrap(), Identity::generate().unwrap());
+    let (server_pin, client_pin) = pins.unwrap_or((server.fingerprint(), client.fingerprint()));
+    let accepting = std::thread::spawn(move || {
+        Stream::tls_server(theirs, &server_pinning(&server, client_pin).unwrap(), soon())
+    });
+    let config = client_pinning(&client, server_pin).unwrap();
+    let ours = Stream::tls_client(ours, &config, session_name(&[7; 16]), soon());
+    (ours, accepting.join().unwrap())
+}
+
+fn pair() -> (Stream, Stream) {
+    let (ours, theirs) = sockets();
+    let (ours, theirs) = shake(ours, theirs, None);
+    (ours.unwrap(), theirs.unwrap())
+}
+
+fn gather(memory: &mut [u8], runs: usize) -> Gather {
+    let mut gather = Gather::new();
+    for run in memory.chunks_mut(memory.len().div_ceil(runs)) {
+        assert!(gather.push(NonNull::from(&mut *run).cast(), run.len()));
+    }
+    gather
+}
+
+fn pattern(len: usize) -> Vec<u8> {
+    (0..len as u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect()
+}
+
+#[test]
+fn bytes_arrive_in_both_directions_at_once() {
+    let (a, b) = pair();
+    assert!(a.is_encrypted() && b.is_encrypted());
+    const LEN: usize = 3 << 20;
+    std::thread::scope(|scope| {
+        for (from, to, head) in [(&a, &b, 40usize), (&b, &a, 0)] {
+            scope.spawn(move || {
+                let bytes = pattern(LEN);
+                from.write_both(&bytes[..head], &bytes[head..]).unwrap();
+            });
+            scope.spawn(move || {
+                let mut got = vec![0; LEN];
+                to.read_exact(&mut got).unwrap();
+                assert!(got == pattern(LEN));
+            });
+        }
+    });
+}
+
+#[test]
+fn a_stream_that_does_not_block_takes_what_fits_and_keeps_no_record_back() {
+    let (a, b) = pair();
+    a.set_nonblocking(true).unwrap();
+    b.set_nonblocking(true).unwrap();
+    const LEN: usize = 5 << 20;
+    let (mut out, mut back) = (pattern(LEN), vec![0; LEN]);
+    let (mut sent, mut got) = (0, 0);
+    let would_block = |e: &io::Error| e.kind() == io::ErrorKind::WouldBlock;
+    let mut waited = 0;
+    while got < LEN {
+        if sent < LEN {
+            // SAFETY: the run lies in `out`, which nothing else uses.
+            match unsafe { a.send(&mut gather(&mut out[sent..], 7)) } {
+                Ok(n) => sent += n,
+                Err(e) if would_block(&e) => waited += 1,
+                Err(e) => panic!("{e}"),
+            }
+        } else if a.has_output() {
+            assert!(a.flush_output().is_ok_and(|()| true) || a.has_output());
+        }
+        if waited > 0 || sent == LEN {
+            // SAFETY: the run lies in `back`, which nothing else uses.
+            match unsafe { b.receive(&mut gather(&mut back[got..], 3)) } {
+                Ok(n) => got += n,
+                Err(e) if would_block(&e) => assert!(!b.has_input()),
+                Err(e) => panic!("{e}"),
+            }
+        }
+    }
+    assert!(waited > 0, "the socket was never full");
+    assert!(back == pattern(LEN) && !a.has_output() && !b.has_input());
+}
+
+#[test]
+fn what_was_received_and_not_taken_is_told() {
+    let (a, b) = pair();
+    a.write_all(b"one").unwrap();
+    a.write_all(b"two").unwrap();
+    let mut first = [0; 2];
+    b.read_exact(&mut first).unwrap();
+    assert!(b.has_input() && b.is_readable());
+    let mut rest = [0; 4];
+    b.read_exact(&mut rest).unwrap();
+    assert_eq!((&first, &rest), (b"on", b"etwo"));
+    assert!(!b.has_input());
+    b.set_nonblocking(true).unwrap();
+    assert_eq!(b.read_now(&mut rest).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+}
+
+#[test]
+fn a_farewell_ends_a_stream_and_a_cut_is_an_error() {
+    let (a, b) = pair();
+    a.write_all(b"last").unwrap();
+    a.shut_down();
+    let mut bytes = [0; 9];
+    assert_eq!(b.read_whole(&mut bytes).unwrap(), 4);
+    assert_eq!(b.read_whole(&mut bytes).unwrap(), 0);
+    let (a, b) = pair();
+    nix::sys::socket::shutdown(a.as_fd().as_raw_fd(), nix::sys::socket::Shutdown::Write).unwrap();
+    assert!(b.read_whole(&mut bytes).unwrap_err().to_string().contains("was cut"));
+}
+
+#[test]
+fn keys_are_renewed_when_they_are_worn_or_the_peer_asks() {
+    let (a, b) = pair();
+    let worn = a.tls.as_ref().unwrap();
+    lock(&worn.sending).wear_after(3);
+    worn.renew.store(true, Ordering::Release);
+    let sending = std::thread::spawn(move || {
+        for n in 0..50u8 {
+            a.write_all(&[n; 100]).unwrap();
+        }
+        a
+    });
+    let mut got = [0; 5000];
+    b.read_exact(&mut got).unwrap();
+    assert!(got.chunks(100).enumerate().all(|(n, part)| part == [n as u8; 100]));
+    let a = sending.join().unwrap();
+    assert!(lock(&a.tls.as_ref().unwrap().sending).number() < 4);
+    // The other direction has its own keys.
+    b.write_all(b"back").unwrap();
+    let mut back = [0; 4];
+    a.read_exact(&mut back).unwrap();
+    assert_eq!(&back, b"back");
+}
+
+#[test]
+fn a_peer_with_another_key_is_refused_by_either_side() {
+    let other = Identity::generate().unwrap().fingerprint();
+    let (server, client) = (Identity::generate().unwrap(), Identity::generate().unwrap());
+    for (server_pin, client_pin, words) in
+        [(other, client.fingerprint(), "and {} is pinned"), (server.fingerprint(), other, "and {} is pinned")]
+    {
+        let (ours, theirs) = sockets();
+        let (ours, theirs) = {
+            let (server, client) = (server.clone(), client.clone());
+            let accepting = std::thread::spawn(move || {
+                Stream::tls_server(theirs, &server_pinning(&server, client_pin).unwrap(), soon())
+            });
+            let config = client_pinning(&client, server_pin).unwrap();
+            let ours = Stream::tls_client(ours, &config, session_name(&[7; 16]), soon());
+            (ours, accepting.join().unwrap())
+        };
+        let words = words.replace("{}", &other.to_string());
+        match server_pin == other {
+            true => assert!(ours.unwrap_err().to_string().contains(&words)),
+            // The client learns of it with its first read.
+            false => {
+                assert!(theirs.unwrap_err().to_string().contains(&words));
+                assert!(ours.unwrap().read_whole(&mut [0; 1]).is_err());
+            }
+        }
+    }
+}
+
+/// What somebody in the middle does to the records of one direction. `None`: leaves out.
+type Meddle = fn(usize, Vec<u8>, &mut Vec<Vec<u8>>);
+
+/// Relays whole records between two connections, and has `meddle` see those to the server (`upwards`) or to the client. It is given a record's number and puts what goes on into the list.
+fn middle(upwards: bool, meddle: Meddle) -> (OwnedFd, OwnedFd) {
+    let (ours, near) = sockets();
+    let (far, theirs) = sockets();
+    let pass = move |from: TcpStream, to: TcpStream, meddle: Option<Meddle>| {
+        let mut number = 0;
+        loop {
+            let mut header = [0; 5];
+            if (&from).read_exact(&mut header).is_err() {
+                break;
+            }
+            let mut record = header.to_vec();
+            record.resize(5 + usize::from(u16::from_be_bytes([header[3], header[4]])), 0);
+            if (&from).read_exact(&mut record[5..]).is_err() {
+                break;
+            }
+            let mut out = Vec::new();
+            match meddle {
+                Some(meddle) => meddle(number, record, &mut out),
+                None => out.push(record),
+            }
+            number += 1;
+            if out.iter().any(|record| (&to).write_all(record).is_err()) {
+                break;
+            }
+        }
+        let _ = to.shutdown(Shutdown::Write);
+    };
+    let (near, far) = (TcpStream::from(near), TcpStream::from(far));
+    let (near_too, far_too) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+    std::thread::spawn(move || pass(near, far, upwards.then_some(meddle)));
+    std::thread::spawn(move || pass(far_too, near_too, (!upwards).then_some(meddle)));
+    (ours, theirs)
+}
+
+/// Sends a hundred numbered messages each way through somebody who meddles. What arrives is a prefix of what was sent, and whoever misses something gets an error.
+#[test]
+fn somebody_in_the_middle_changes_nothing_that_is_accepted() {
+    let meddles: [Meddle; 6] = [
+        |n, mut record, out| {
+            // Forges: one bit, at another place in every record.
+            let at = 5 + n * 7 % (record.len() - 5);
+            record[at] ^= 1;
+            out.push(record);
+        },
+        |n, record, out| {
+            // Replays.
+            if n % 3 == 2 {
+                out.push(record.clone());
+            }
+            out.push(record);
+        },
+        |n, record, out| {
+            // Leaves out.
+            if n % 4 != 3 {
+                out.push(record);
+            }
+        },
+        |n, mut record, out| {
+            // Truncates records, with a header that fits.
+            if n % 4 == 3 {
+                record.truncate(record.len() - 3);
+                let len = (record.len() - 5) as u16;
+                record[3..5].copy_from_slice(&len.to_be_bytes());
+            }
+            out.push(record);
+        },
+        |n, record, out| {
+            // Inserts a record of its own: data, or an alert in the clear.
+            if n % 5 == 4 {
+                out.push(vec![23, 3, 3, 0, 20, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]);
+                out.push(vec![21, 3, 3, 0, 2, 1, 0]);
+            }
+            out.push(record);
+        },
+        |n, record, out| {
+            // Speaks the server's or the client's alert for it.
+            if n == 0 {
+                out.push(vec![21, 3, 3, 0, 2, 2, 40]);
+            }
+            out.push(record);
+        },
+    ];
+    for upwards in [true, false] {
+        for (number, meddle) in meddles.into_iter().enumerate() {
+            let (ours, theirs) = middle(upwards, meddle);
+            let (tell, told) = channel();
+            let (ours, theirs) = shake(ours, theirs, None);
+            let (Ok(ours), Ok(theirs)) = (ours, theirs) else { continue };
+            let (from, to) = if upwards { (ours, theirs) } else { (theirs, ours) };
+            let receiving = std::thread::spawn(move || {
+                let mut got = 0u32;
+                let error = loop {
+                    let mut bytes = [0; 4];
+                    match to.read_exact(&mut bytes) {
+                        Ok(()) => {
+                            assert_eq!(u32::from_le_bytes(bytes), got, "meddle {number}");
+                            got += 1;
+                        }
+                        Err(e) => break e,
+                    }
+                };
+                tell.send((got, error)).unwrap();
+            });
+            for n in 0..100u32 {
+                if from.write_all(&n.to_le_bytes()).is_err() {
+                    break;
+                }
+            }
+            from.shut_down();
+            let (got, error) = told.recv_timeout(Duration::from_secs(60)).unwrap();
+            assert!(got < 100, "meddle {number}, upwards {upwards}: all was accepted: {error}");
+            receiving.join().unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_handshake_with_a_silent_peer_ends_in_time() {
+    let (ours, _theirs) = sockets();
+    let identity = Identity::generate().unwrap();
+    let config = client_pinning(&identity, identity.fingerprint()).unwrap();
+    let deadline = Instant::now() + Duration::from_millis(50);
+    let error = Stream::tls_client(ours, &config, session_name(&[0; 16]), deadline).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+}
+
+#[test]
+fn a_peer_that_does_not_speak_tls_is_refused() {
+    let (ours, theirs) = sockets();
+    TcpStream::from(theirs).write_all(b"HTTP/1.1 400 Bad Request\r\n").unwrap();
+    let identity = Identity::generate().unwrap();
+    let config = client_pinning(&identity, identity.fingerprint()).unwrap();
+    let error = Stream::tls_client(ours, &config, session_name(&[0; 16]), soon()).unwrap_err();
+    assert!(error.to_string().contains("does not speak TLS"), "{error}");
+}

@@ -1,0 +1,239 @@
+//! rustls configurations: TLS 1.3 alone, both sides with a certificate, nothing resumed, and nothing sent before the handshake is over. So nothing can be replayed.
+
+use std::fmt::Debug;
+use std::sync::{Arc, LazyLock};
+
+use rustls::client::Resumption;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::ring::cipher_suite::{
+    TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,
+};
+use rustls::crypto::{CryptoProvider, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::NoServerSessionStorage;
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::sign::SingleCertAndKey;
+use rustls::version::TLS13;
+use rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, ServerConfig,
+    SignatureScheme,
+};
+
+use crate::fingerprint::Fingerprint;
+use crate::key::Identity;
+
+/// The part of a session's name behind its id, in the clear part of a TLS hello.
+const SESSION_DOMAIN: &str = ".session.rgpu";
+
+/// AES-128 first: it is as safe here as the others, and faster.
+static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
+    Arc::new(CryptoProvider {
+        cipher_suites: vec![
+            TLS13_AES_128_GCM_SHA256,
+            TLS13_AES_256_GCM_SHA384,
+            TLS13_CHACHA20_POLY1305_SHA256,
+        ],
+        ..rustls::crypto::ring::default_provider()
+    })
+});
+
+/// The cryptography of every connection.
+pub(crate) fn provider() -> &'static Arc<CryptoProvider> {
+    &PROVIDER
+}
+
+/// The name under which a client opens a session's connections. It is visible to everybody on the network, and means nothing without the session's secret and the client's key.
+pub fn session_name(session: &[u8; 16]) -> ServerName<'static> {
+    let digits: String = session.iter().map(|byte| format!("{byte:02x}")).collect();
+    let name = format!("{digits}{SESSION_DOMAIN}");
+    match ServerName::try_from(name) {
+        Ok(name) => name,
+        Err(_) => unreachable!("hexadecimal digits and letters are a name"),
+    }
+}
+
+/// The session that a name of a TLS hello means, if it means one.
+pub fn session_of(name: &str) -> Option<[u8; 16]> {
+    let digits = name.strip_suffix(SESSION_DOMAIN)?;
+    if digits.len() != 32 || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+        return None;
+    }
+    let mut session = [0; 16];
+    for (at, byte) in session.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&digits[2 * at..2 * at + 2], 16).ok()?;
+    }
+    Some(session)
+}
+
+/// For the connections of a client that trusts the server with this key alone.
+pub fn client_pinning(identity: &Identity, server: Fingerprint) -> Result<Arc<ClientConfig>, Error> {
+    client(identity, Arc::new(Pinned(server)))
+}
+
+/// For the connections of a client that trusts what `verifier` does.
+pub(crate) fn client(
+    identity: &Identity,
+    verifier: Arc<dyn ServerCertVerifier>,
+) -> Result<Arc<ClientConfig>, Error> {
+    let certified = SingleCertAndKey::from(Arc::clone(&identity.certified));
+    let mut config = ClientConfig::builder_with_provider(Arc::clone(provider()))
+        .with_protocol_versions(&[&TLS13])?
+        .dangerous()
+        .with_custom_certificate_verifier(verifier)
+        .with_client_cert_resolver(Arc::new(certified));
+    config.resumption = Resumption::disabled();
+    config.enable_secret_extraction = true;
+    Ok(Arc::new(config))
+}
+
+/// For the connections of a server that lets in the client with this key alone.
+pub fn server_pinning(identity: &Identity, client: Fingerprint) -> Result<Arc<ServerConfig>, Error> {
+    server(identity, Arc::new(Pinned(client)))
+}
+
+/// For a server that lets in every client that has the key of its certificate. Who that is, and whether it may do anything, is decided when the handshake is over: then the client can be told why not.
+pub fn server_for_anyone(identity: &Identity) -> Result<Arc<ServerConfig>, Error> {
+    server(identity, Arc::new(AnyKey))
+}
+
+fn server(identity: &Identity, verifier: Arc<dyn ClientCertVerifier>) -> Result<Arc<ServerConfig>, Error> {
+    let certified = SingleCertAndKey::from(Arc::clone(&identity.certified));
+    let mut config = ServerConfig::builder_with_provider(Arc::clone(provider()))
+        .with_protocol_versions(&[&TLS13])?
+        .with_client_cert_verifier(verifier)
+        .with_cert_resolver(Arc::new(certified));
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    config.send_tls13_tickets = 0;
+    config.max_early_data_size = 0;
+    config.enable_secret_extraction = true;
+    Ok(Arc::new(config))
+}
+
+fn signature(
+    message: &[u8],
+    certificate: &CertificateDer<'_>,
+    signed: &DigitallySignedStruct,
+) -> Result<HandshakeSignatureValid, Error> {
+    verify_tls13_signature(message, certificate, signed, &provider().signature_verification_algorithms)
+}
+
+fn schemes() -> Vec<SignatureScheme> {
+    provider().signature_verification_algorithms.supported_schemes()
+}
+
+/// Trusts one key, whatever the certificate says around it. That the peer has the key is shown by its signature.
+#[derive(Debug)]
+struct Pinned(Fingerprint);
+
+impl Pinned {
+    fn check(&self, certificate: &CertificateDer<'_>) -> Result<(), Error> {
+        let key = Fingerprint::of(certificate)?;
+        if key.matches(&self.0) {
+            return Ok(());
+        }
+        Err(Error::General(format!("the peer has the key {key}, and {} is pinned", self.0)))
+    }
+}
+
+/// Trusts every key that the peer shows to have.
+#[derive(Debug)]
+struct AnyKey;
+
+impl ServerCertVerifier for Pinned {
+    fn verify_server_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        _intermediates: &[CertificateDer<'_>],
+        _name: &ServerName<'_>,
+        _ocsp: &[u8],
+        _now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        self.check(certificate).map(|()| ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _message: &[u8],
+        _certificate: &CertificateDer<'_>,
+        _signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Err(CertificateError::BadSignature.into())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        signature(message, certificate, signed)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        schemes()
+    }
+}
+
+macro_rules! client_verifier {
+    ($type:ty, |$self:ident, $certificate:ident| $check:expr) => {
+        impl ClientCertVerifier for $type {
+            fn root_hint_subjects(&self) -> &[DistinguishedName] {
+                &[]
+            }
+
+            fn verify_client_cert(
+                &$self,
+                $certificate: &CertificateDer<'_>,
+                _intermediates: &[CertificateDer<'_>],
+                _now: UnixTime,
+            ) -> Result<ClientCertVerified, Error> {
+                $check.map(|_| ClientCertVerified::assertion())
+            }
+
+            fn verify_tls12_signature(
+                &self,
+                _message: &[u8],
+                _certificate: &CertificateDer<'_>,
+                _signed: &DigitallySignedStruct,
+            ) -> Result<HandshakeSignatureValid, Error> {
+                Err(CertificateError::BadSignature.into())
+            }
+
+            fn verify_tls13_signature(
+                &self,
+                message: &[u8],
+                certificate: &CertificateDer<'_>,
+                signed: &DigitallySignedStruct,
+            ) -> Result<HandshakeSignatureValid, Error> {
+                signature(message, certificate, signed)
+            }
+
+            fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+                schemes()
+            }
+        }
+    };
+}
+
+client_verifier!(Pinned, |self, certificate| self.check(certificate));
+client_verifier!(AnyKey, |self, certificate| Fingerprint::of(certificate));
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_sessions_name_reads_back(session in any::<[u8; 16]>()) {
+            let name = session_name(&session);
+            prop_assert_eq!(session_of(&name.to_str()), Some(session));
+        }
+
+        #[test]
+        fn other_names_mean_no_session(name in "\\PC{0,60}") {
+            prop_assert_eq!(session_of(&name), None);
+            prop_assert_eq!(session_of(&format!("{name}{SESSION_DOMAIN}")).is_some(), name.len() == 32 && name.bytes().all(|b| b.is_ascii_hexdigit()));
+        }
+    }
+}

@@ -1,0 +1,495 @@
+//! From a command to a process in new namespaces.
+//!
+//! With `CAP_SYS_ADMIN` (the daemon is root), the process gets a PID namespace whose first process is not the process itself but a **guard**: a copy of the daemon that has closed every
+//! descriptor, waits for the daemon's end of a pipe to close, and exits. The kernel then kills everything in the namespace, so nothing outlives the daemon or the process. (If the process
+//! were the first one itself, the kernel would discard signals such as SIGABRT that end any other process.) The other namespaces are made by [`confine`](crate::confine).
+//!
+//! Without `CAP_SYS_ADMIN`, a user namespace provides the rights to make the others. The process is then the first of its PID namespace.
+
+use std::ffi::{CString, OsStr};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
+use std::ptr;
+use std::sync::Arc;
+
+use caps::{CapSet, Capability};
+use nix::fcntl::OFlag;
+use nix::unistd::pipe2;
+use serde::{Deserialize, Serialize};
+
+use crate::cgroup::Group;
+use crate::users::User;
+
+/// A program to start.
+#[derive(Debug, Clone)]
+pub struct Command {
+    program: CString,
+    arguments: Vec<CString>,
+    environment: Vec<CString>,
+    personality: Option<libc::c_ulong>,
+}
+
+fn c_string(text: &OsStr) -> CString {
+    // Arguments and variables of this process contain no NUL, and neither do texts of a program.
+    CString::new(text.as_bytes()).unwrap_or_default()
+}
+
+impl Command {
+    /// Runs `program` (a path) with `name` as its first argument and this process's environment.
+    pub fn new(program: impl AsRef<OsStr>, name: &str) -> Command {
+        let environment = std::env::vars_os().map(|(name, value)| {
+            let mut variable = name;
+            variable.push("=");
+            variable.push(value);
+            c_string(&variable)
+        });
+        Command {
+            program: c_string(program.as_ref()),
+            arguments: vec![c_string(name.as_ref())],
+            environment: environment.collect(),
+            personality: None,
+        }
+    }
+
+    /// Adds arguments.
+    pub fn arguments<T: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = T>) -> Command {
+        self.arguments.extend(arguments.into_iter().map(|argument| c_string(argument.as_ref())));
+        self
+    }
+
+    /// Sets a variable of its environment.
+    pub fn variable(mut self, name: &str, value: &str) -> Command {
+        let prefix = format!("{name}=");
+        self.environment.retain(|variable| !variable.as_bytes().starts_with(prefix.as_bytes()));
+        self.environment.push(c_string(format!("{prefix}{value}").as_ref()));
+        self
+    }
+
+    /// Sets its execution domain (personality(2)).
+    pub fn personality(mut self, personality: libc::c_ulong) -> Command {
+        self.personality = Some(personality);
+        self
+    }
+}
+
+/// Why a process could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A call of the starting process failed.
+    #[error("{0} failed")]
+    Call(&'static str, #[source] io::Error),
+    /// The new process could not run the program.
+    #[error("cannot run {program}")]
+    Program {
+        /// Its path.
+        program: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// How a process was started, and so which rights it has to confine itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Isolation {
+    /// In a PID namespace of its own, as root.
+    Root,
+    /// In new namespaces below a user namespace.
+    UserNamespace,
+    /// In the daemon's namespaces.
+    None {
+        /// Why not in others.
+        reason: String,
+    },
+}
+
+/// The user that a process is to run as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum RunAs {
+    /// The process changes it itself.
+    Itself,
+    /// 0 of the user namespace, which stands for this user ID.
+    Mapped(u32),
+}
+
+/// Sends signals to a process. A process that has ended gets none, even if its ID belongs to another by now.
+#[derive(Debug, Clone)]
+pub struct Handle(Arc<OwnedFd>);
+
+impl Handle {
+    /// Kills the process. What it has started dies with it if it has a PID namespace of its own.
+    pub fn kill(&self) {
+        // SAFETY: a plain system call on a descriptor that is open as long as `self`. It fails if the process has ended, which is what the caller wants.
+        unsafe { libc::syscall(libc::SYS_pidfd_send_signal, self.0.as_raw_fd(), libc::SIGKILL, 0, 0) };
+    }
+}
+
+/// The first process of a PID namespace.
+#[derive(Debug)]
+struct Guard {
+    pid: libc::pid_t,
+    handle: Handle,
+    /// It exits when this is closed, also by the daemon's death.
+    _alive: OwnedFd,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.handle.kill();
+        // Returns when everything in the namespace is gone.
+        let _ = reap(self.pid);
+    }
+}
+
+/// A process that was started. Dropping it kills the process.
+#[derive(Debug)]
+pub struct Process {
+    pid: libc::pid_t,
+    handle: Handle,
+    isolation: Isolation,
+    ended: bool,
+    // In the order in which they go: first what else runs in the namespace, then the group, and then the user ID, which nobody has any more.
+    guard: Option<Guard>,
+    group: Option<Group>,
+    user: Option<User>,
+}
+
+impl Process {
+    /// Its process ID.
+    pub fn pid(&self) -> u32 {
+        self.pid.cast_unsigned()
+    }
+
+    /// For sending signals to it from other threads.
+    pub fn handle(&self) -> Handle {
+        self.handle.clone()
+    }
+
+    /// How it was started, for its [`Confinement`](crate::Confinement).
+    pub fn isolation(&self) -> &Isolation {
+        &self.isolation
+    }
+
+    /// Its user ID, for its [`Confinement`](crate::Confinement): `None` if it keeps the daemon's.
+    pub fn user(&self) -> Option<u32> {
+        self.user.as_ref().map(User::id)
+    }
+
+    /// Its cgroup.
+    pub fn group(&self) -> Option<&Group> {
+        self.group.as_ref()
+    }
+
+    /// Waits until it has ended.
+    pub fn wait(&mut self) -> io::Result<ExitStatus> {
+        let status = reap(self.pid);
+        self.ended = true;
+        self.guard = None;
+        status
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.handle.kill();
+            // It is gone now either way.
+            let _ = self.wait();
+        }
+    }
+}
+
+fn reap(pid: libc::pid_t) -> io::Result<ExitStatus> {
+    let mut status = 0;
+    loop {
+        // SAFETY: writes the status to a variable that is there during the call.
+        if unsafe { libc::waitpid(pid, &mut status, 0) } == pid {
+            return Ok(ExitStatus::from_raw(status));
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// Whether this process has a capability.
+fn has(capability: Capability) -> bool {
+    caps::has_cap(None, CapSet::Effective, capability).unwrap_or(false)
+}
+
+/// Starts a process. It has `descriptors` under the numbers that they have here, standard output and error of this process, an empty standard input, and nothing else. It runs as `user` once it
+/// has confined itself; without the rights to change users, `user` must be `None`.
+pub fn start(
+    command: &Command,
+    descriptors: &[BorrowedFd<'_>],
+    user: Option<User>,
+    group: Option<Group>,
+) -> Result<Process, Error> {
+    let started = if has(Capability::CAP_SYS_ADMIN) {
+        in_pid_namespace(command, descriptors, group.as_ref())?
+    } else {
+        in_user_namespace(command, descriptors, user.as_ref(), group.as_ref())?
+    };
+    let Started { pid, handle, guard, isolation } = started;
+    Ok(Process { pid, handle, isolation, ended: false, guard, group, user })
+}
+
+/// Whether this process may give user IDs to others.
+pub fn may_change_users() -> bool {
+    has(Capability::CAP_SETUID) && has(Capability::CAP_SETGID)
+}
+
+struct Started {
+    pid: libc::pid_t,
+    handle: Handle,
+    guard: Option<Guard>,
+    isolation: Isolation,
+}
+
+fn in_pid_namespace(
+    command: &Command,
+    descriptors: &[BorrowedFd<'_>],
+    group: Option<&Group>,
+) -> Result<Started, Error> {
+    // A thread of its own, because the namespace for its children is a property of a thread that it cannot give up again.
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("rgpu-start".into()).spawn_scoped(scope, || {
+            // SAFETY: a plain system call.
+            if unsafe { libc::unshare(libc::CLONE_NEWPID) } != 0 {
+                let reason = format!("a PID namespace: {}", io::Error::last_os_error());
+                let (pid, handle) = spawn(command, descriptors, 0, group, RunAs::Itself)?;
+                return Ok(Started { pid, handle, guard: None, isolation: Isolation::None { reason } });
+            }
+            let guard = guard()?;
+            let (pid, handle) = spawn(command, descriptors, 0, group, RunAs::Itself)?;
+            Ok(Started { pid, handle, guard: Some(guard), isolation: Isolation::Root })
+        });
+        let thread = thread.map_err(|e| Error::Call("starting a thread", e))?;
+        thread
+            .join()
+            .unwrap_or_else(|_| Err(Error::Call("starting a process", io::Error::other("it panicked"))))
+    })
+}
+
+fn in_user_namespace(
+    command: &Command,
+    descriptors: &[BorrowedFd<'_>],
+    user: Option<&User>,
+    group: Option<&Group>,
+) -> Result<Started, Error> {
+    let flags = libc::CLONE_NEWUSER
+        | libc::CLONE_NEWPID
+        | libc::CLONE_NEWNS
+        | libc::CLONE_NEWIPC
+        | libc::CLONE_NEWNET;
+    let user = user.map_or_else(|| nix::unistd::geteuid().as_raw(), User::id);
+    let reason = match spawn(command, descriptors, flags, group, RunAs::Mapped(user)) {
+        Ok((pid, handle)) => {
+            return Ok(Started { pid, handle, guard: None, isolation: Isolation::UserNamespace });
+        }
+        Err(Error::Call(_, e)) => format!("a user namespace: {e}"),
+        Err(e) => return Err(e),
+    };
+    let (pid, handle) = spawn(command, descriptors, 0, group, RunAs::Itself)?;
+    Ok(Started { pid, handle, guard: None, isolation: Isolation::None { reason } })
+}
+
+/// A copy of this process, like fork(2), in new namespaces and in a group.
+///
+/// # Safety
+///
+/// Other threads of this process may hold locks that nobody will release in the copy. Until it runs another program, the copy may only make system calls, and must not allocate.
+unsafe fn copy(flags: libc::c_int, group: Option<&Group>) -> io::Result<Option<(libc::pid_t, Handle)>> {
+    let mut handle: RawFd = -1;
+    // SAFETY: a structure of integers, for which zero means nothing.
+    let mut arguments: libc::clone_args = unsafe { std::mem::zeroed() };
+    arguments.flags = u64::from(flags.cast_unsigned()) | u64::from(libc::CLONE_PIDFD.cast_unsigned());
+    arguments.pidfd = ptr::from_mut(&mut handle) as u64;
+    arguments.exit_signal = libc::SIGCHLD as u64;
+    if let Some(group) = group {
+        arguments.flags |= CLONE_INTO_CGROUP;
+        arguments.cgroup = group.folder().as_raw_fd() as u64;
+    }
+    // SAFETY: the structure is initialized and its pointer refers to a local variable. Without CLONE_VM the copy has memory of its own, and the caller promises what it does there.
+    let pid = unsafe { libc::syscall(libc::SYS_clone3, &arguments, size_of::<libc::clone_args>()) };
+    match pid {
+        -1 => Err(io::Error::last_os_error()),
+        0 => Ok(None),
+        // SAFETY: the kernel has just made this descriptor for this call, and nothing else owns it.
+        pid => Ok(Some((pid as libc::pid_t, Handle(Arc::new(unsafe { OwnedFd::from_raw_fd(handle) }))))),
+    }
+}
+
+/// `CLONE_INTO_CGROUP` of `linux/sched.h`, which does not fit the type of the C library's constant.
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+
+fn guard() -> Result<Guard, Error> {
+    let (reader, alive) = pipe2(OFlag::O_CLOEXEC).map_err(|e| Error::Call("pipe2", e.into()))?;
+    let pipe = reader.as_raw_fd();
+    // SAFETY: the copy makes system calls only, and never returns from this block.
+    let copied = unsafe { copy(0, None) }.map_err(|e| Error::Call("clone3", e))?;
+    let Some((pid, handle)) = copied else {
+        // SAFETY: plain system calls on numbers and on buffers of this function. The copy owns every descriptor that it closes.
+        unsafe {
+            libc::prctl(libc::PR_SET_NAME, c"rgpu-guard".as_ptr());
+            libc::prctl(libc::PR_SET_DUMPABLE, 0);
+            // Processes of the namespace that lose their parent become this one's children: let the kernel remove them.
+            libc::signal(libc::SIGCHLD, libc::SIG_IGN);
+            libc::dup2(pipe, 0);
+            libc::syscall(libc::SYS_close_range, 1, libc::c_uint::MAX, 0);
+            let mut byte = 0_u8;
+            loop {
+                match libc::read(0, ptr::from_mut(&mut byte).cast(), 1) {
+                    -1 if *libc::__errno_location() == libc::EINTR => {}
+                    _ => libc::_exit(0),
+                }
+            }
+        }
+    };
+    Ok(Guard { pid, handle, _alive: alive })
+}
+
+/// What the copy needs, prepared by this process because the copy must not allocate.
+struct Prepared<'a> {
+    program: *const libc::c_char,
+    arguments: Vec<*const libc::c_char>,
+    environment: Vec<*const libc::c_char>,
+    personality: Option<libc::c_ulong>,
+    descriptors: &'a [BorrowedFd<'a>],
+    input: RawFd,
+    /// A byte arrives here when the user namespace has its maps.
+    mapped: Option<RawFd>,
+    /// Receives the number of the error.
+    failed: RawFd,
+}
+
+fn pointers(texts: &[CString]) -> Vec<*const libc::c_char> {
+    texts.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect()
+}
+
+fn spawn(
+    command: &Command,
+    descriptors: &[BorrowedFd<'_>],
+    flags: libc::c_int,
+    group: Option<&Group>,
+    run_as: RunAs,
+) -> Result<(libc::pid_t, Handle), Error> {
+    let call = |name| move |e: nix::Error| Error::Call(name, e.into());
+    let input = std::fs::File::open("/dev/null").map_err(|e| Error::Call("opening /dev/null", e))?;
+    let (failure, failed) = pipe2(OFlag::O_CLOEXEC).map_err(call("pipe2"))?;
+    let (mapped, map) = pipe2(OFlag::O_CLOEXEC).map_err(call("pipe2"))?;
+    let prepared = Prepared {
+        program: command.program.as_ptr(),
+        arguments: pointers(&command.arguments),
+        environment: pointers(&command.environment),
+        personality: command.personality,
+        descriptors,
+        input: input.as_raw_fd(),
+        mapped: matches!(run_as, RunAs::Mapped(_)).then(|| mapped.as_raw_fd()),
+        failed: failed.as_raw_fd(),
+    };
+    // SAFETY: the copy only runs `become_program`, which keeps the promise and does not return.
+    let copied = unsafe { copy(flags, group) }.map_err(|e| Error::Call("clone3", e))?;
+    let Some((pid, handle)) = copied else {
+        // SAFETY: this is the copy, and `prepared` refers to strings and descriptors that it has, too.
+        unsafe { become_program(&prepared) }
+    };
+    drop(failed);
+    let undo = |error| {
+        handle.kill();
+        // Killed just now.
+        let _ = reap(pid);
+        Err(error)
+    };
+    if let RunAs::Mapped(user) = run_as {
+        if let Err(e) = write_maps(pid, user) {
+            return undo(Error::Call("mapping the user of a namespace", e));
+        }
+        // If the process is gone, the next read says why.
+        let _ = nix::unistd::write(&map, &[1]);
+    }
+    // Closed by the program's start.
+    let mut number = [0; 4];
+    match nix::unistd::read(&failure, &mut number) {
+        Ok(0) => Ok((pid, handle)),
+        Ok(_) => {
+            let source = io::Error::from_raw_os_error(i32::from_ne_bytes(number));
+            let program = command.program.to_string_lossy().into_owned();
+            undo(Error::Program { program, source })
+        }
+        Err(e) => undo(Error::Call("read", e.into())),
+    }
+}
+
+/// Lets 0 of the namespace stand for `user`.
+fn write_maps(pid: libc::pid_t, user: u32) -> io::Result<()> {
+    if !may_change_users() {
+        // Otherwise an ordinary user could leave groups that take rights away.
+        std::fs::write(format!("/proc/{pid}/setgroups"), "deny")?;
+    }
+    let own = user == nix::unistd::geteuid().as_raw();
+    let group = if own { nix::unistd::getegid().as_raw() } else { user };
+    std::fs::write(format!("/proc/{pid}/uid_map"), format!("0 {user} 1"))?;
+    std::fs::write(format!("/proc/{pid}/gid_map"), format!("0 {group} 1"))
+}
+
+/// Runs the program in the copy.
+///
+/// # Safety
+///
+/// Must be called in a copy that [`copy`] made, once.
+unsafe fn become_program(prepared: &Prepared<'_>) -> ! {
+    // SAFETY: system calls with pointers to memory of `prepared` or of this function, and no allocation. The user and group IDs are set by system calls and not by the C library, which would
+    // wait for threads that the copy does not have.
+    unsafe {
+        let fail = || -> ! {
+            let number = *libc::__errno_location();
+            libc::write(prepared.failed, ptr::from_ref(&number).cast(), size_of_val(&number));
+            libc::_exit(127)
+        };
+        if let Some(mapped) = prepared.mapped {
+            let mut byte = 0_u8;
+            // The parent's maps must be there before the program starts: a program of a user without a map starts without capabilities.
+            while libc::read(mapped, ptr::from_mut(&mut byte).cast(), 1) == -1 {
+                if *libc::__errno_location() != libc::EINTR {
+                    fail();
+                }
+            }
+            let (none, zero) = (0_usize, 0_usize);
+            // Not permitted without the right to change users, and then not necessary: the process has the daemon's groups anyway.
+            libc::syscall(libc::SYS_setgroups, none, ptr::null::<libc::gid_t>());
+            if libc::syscall(libc::SYS_setresgid, zero, zero, zero) != 0
+                || libc::syscall(libc::SYS_setresuid, zero, zero, zero) != 0
+            {
+                fail();
+            }
+        }
+        // Programs start with these defaults when std starts them, too.
+        let mut none: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut none);
+        libc::sigprocmask(libc::SIG_SETMASK, &none, ptr::null_mut());
+        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+        if libc::dup2(prepared.input, 0) == -1 {
+            fail();
+        }
+        let close_on_exec = libc::CLOSE_RANGE_CLOEXEC as libc::c_uint;
+        if libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, close_on_exec) != 0 {
+            fail();
+        }
+        for descriptor in prepared.descriptors {
+            if libc::fcntl(descriptor.as_fd().as_raw_fd(), libc::F_SETFD, 0) != 0 {
+                fail();
+            }
+        }
+        if let Some(personality) = prepared.personality {
+            // If the call is refused, the usual layout remains.
+            libc::personality(personality);
+        }
+        libc::execve(prepared.program, prepared.arguments.as_ptr(), prepared.environment.as_ptr());
+        fail()
+    }
+}
