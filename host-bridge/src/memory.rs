@@ -138,6 +138,15 @@ fn page_size(file: &OwnedFd) -> u64 {
     }
 }
 
+/// A piece of a channel that is contiguous in a file.
+struct Piece<'m> {
+    /// The first extent in it.
+    index: usize,
+    mapping: &'m Mapping,
+    file_offset: u64,
+    len: u64,
+}
+
 /// All of a client's memories, mapped. Cheap to clone; what is resolved from it keeps it mapped.
 #[derive(Debug, Clone, Default)]
 pub struct Memories {
@@ -208,6 +217,30 @@ impl Memories {
         Ok(Runs { runs, size: size as usize, _memories: self.clone() })
     }
 
+    /// A channel's extents, checked. Those that adjoin in a file are one piece: each piece costs a system call and a mapping, of which a process has few.
+    fn pieces(&self, extents: &[Extent]) -> Result<Vec<Piece<'_>>, MemoryError> {
+        let mut pieces: Vec<Piece<'_>> = Vec::new();
+        for (index, extent) in extents.iter().enumerate() {
+            let (addr, len) = (extent.addr, extent.len);
+            let Some((mapping, within)) = self.find(extent) else {
+                return Err(MemoryError::Outside { index, addr, len });
+            };
+            let file_offset = mapping.memory.file_offset + within;
+            if len == 0 || len % PAGE != 0 || file_offset % PAGE != 0 {
+                return Err(MemoryError::Unaligned { index, addr, len });
+            }
+            match pieces.last_mut() {
+                Some(last)
+                    if std::ptr::eq(last.mapping, mapping) && last.file_offset + last.len == file_offset =>
+                {
+                    last.len += len;
+                }
+                _ => pieces.push(Piece { index, mapping, file_offset, len }),
+            }
+        }
+        Ok(pieces)
+    }
+
     /// Maps a channel's extents a second time, one behind the other, and checks the header that the client has written there.
     pub fn view(&self, extents: &[Extent], size: u64) -> Result<ChannelView, MemoryError> {
         if size < HEADER_SIZE as u64 {
@@ -231,20 +264,13 @@ impl Memories {
         .map_err(failed)?;
         let reserved = Reserved { at: base.cast(), len: length.get() };
         let mut offset = 0usize;
-        for (index, extent) in extents.iter().enumerate() {
-            let (addr, len) = (extent.addr, extent.len);
-            let Some((mapping, within)) = self.find(extent) else {
-                return Err(MemoryError::Outside { index, addr, len });
-            };
-            let file_offset = mapping.memory.file_offset + within;
-            let whole = len > 0 && len % PAGE == 0 && file_offset % PAGE == 0;
-            let (Some(length), true) = (NonZeroUsize::new(len as usize), whole) else {
-                return Err(MemoryError::Unaligned { index, addr, len });
-            };
+        for Piece { index, mapping, file_offset, len } in self.pieces(extents)? {
             let page = mapping.page;
             if !len.is_multiple_of(page) || !file_offset.is_multiple_of(page) {
+                let addr = mapping.memory.addr + (file_offset - mapping.memory.file_offset);
                 return Err(MemoryError::HugePages { index, addr, len, page });
             }
+            let Some(length) = NonZeroUsize::new(len as usize) else { continue };
             let target = NonZeroUsize::new(reserved.at.as_ptr() as usize + offset);
             let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
             let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
@@ -512,6 +538,21 @@ mod tests {
         );
         assert!(matches!(memories.view(&[e(0x10, size)], size), Err(MemoryError::Unaligned { .. })));
         assert!(matches!(memories.view(&[e(0, size)], size), Err(MemoryError::Geometry(_))));
+    }
+
+    #[test]
+    fn adjoining_extents_of_a_channel_cost_one_mapping() {
+        let size = 64 * 0x1000;
+        let memories = memories(&[(0, size), (size, size)]);
+        let pages = |pages: &mut dyn Iterator<Item = u64>| -> Vec<Extent> {
+            pages.map(|page| e(page * 0x1000, 0x1000)).collect()
+        };
+        // Two memories adjoin at page 64, and are two files.
+        let lens = |extents: &[Extent]| -> Vec<u64> {
+            memories.pieces(extents).unwrap().iter().map(|p| p.len / 0x1000).collect()
+        };
+        assert_eq!(lens(&pages(&mut (60..70))), [4, 6]);
+        assert_eq!(lens(&pages(&mut (0..8).rev())), [1; 8]);
     }
 
     #[test]

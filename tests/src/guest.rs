@@ -185,6 +185,17 @@ impl Host {
         kill(self.bridge.take())
     }
 
+    /// Process id of the device process that serves the guest.
+    pub fn device_process(&self) -> Result<i32> {
+        let status = self.bridge()?.status()?;
+        let rows = status["device_processes"].as_array().context("the status has no device processes")?;
+        let row =
+            rows.iter().find(|row| row["serves"].as_str().is_some_and(|serves| serves.starts_with("vm ")));
+        let pid =
+            row.and_then(|row| row["process"].as_i64()).context("no device process serves the guest")?;
+        Ok(i32::try_from(pid)?)
+    }
+
     /// Process ids of the workers that serve a session.
     pub fn busy_workers(&self) -> Result<Vec<i32>> {
         let status = self.server()?.status()?;
@@ -237,14 +248,22 @@ impl Host {
     }
 
     fn holdings(&self) -> Result<Holdings> {
-        let (bridge, server) = (self.bridge()?.pid(), self.server()?.pid());
+        let server = self.server()?.pid();
+        let bridge = self.bridge_processes()?;
+        let sum = |what| bridge.iter().map(|pid| entries(*pid, what)).sum::<Result<usize>>();
         Ok(Holdings {
-            bridge_descriptors: entries(bridge, "fd")?,
+            bridge_descriptors: sum("fd")?,
             server_descriptors: entries(server, "fd")?,
-            bridge_threads: entries(bridge, "task")?,
+            bridge_threads: sum("task")?,
             server_threads: entries(server, "task")?,
             workers: children_of(server)?.len(),
         })
+    }
+
+    /// The keeper and its device processes.
+    fn bridge_processes(&self) -> Result<Vec<u32>> {
+        let keeper = self.bridge()?.pid();
+        Ok(children_of(keeper)?.into_iter().chain([keeper]).collect())
     }
 
     /// Waits until no session is left and the daemons hold no more than before. Otherwise the error shows the difference.
@@ -266,11 +285,11 @@ impl Host {
         }
     }
 
-    /// CPU time that both daemons and all workers have used, in clock ticks (hundredths of a second).
+    /// CPU time that both daemons, all device processes and all workers have used, in clock ticks (hundredths of a second).
     pub fn cpu_ticks(&self) -> Result<u64> {
         let server = self.server()?.pid();
         let mut sum = 0;
-        for pid in [self.bridge()?.pid(), server].into_iter().chain(children_of(server)?) {
+        for pid in self.bridge_processes()?.into_iter().chain([server]).chain(children_of(server)?) {
             sum += cpu_ticks(pid)?;
         }
         Ok(sum)
@@ -278,7 +297,8 @@ impl Host {
 
     /// Private memory of each daemon, in KiB.
     pub fn memory(&self) -> Result<[u64; 2]> {
-        Ok([anonymous_kib(self.bridge()?.pid())?, anonymous_kib(self.server()?.pid())?])
+        let bridge = self.bridge_processes()?.into_iter().map(anonymous_kib).sum::<Result<u64>>()?;
+        Ok([bridge, anonymous_kib(self.server()?.pid())?])
     }
 }
 

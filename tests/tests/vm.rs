@@ -365,6 +365,19 @@ fn a_lost_host_side_is_told(transport: &'static str) -> Result<Bed> {
     host.start_server()?;
     again(&host, "kill -9 of rgpu-server")?;
 
+    for part in ["kernel", "copy"] {
+        host.settled()?;
+        let process = start_kill_me(&machine, part)?;
+        let before = host.device_process()?;
+        kill(Pid::from_raw(before), Signal::SIGKILL)?;
+        failed_saying(
+            &process.wait(LONG)?,
+            &["is lost", "was killed by SIGKILL", "start the program again"],
+        )?;
+        again(&host, "kill -9 of the guest's device process")?;
+        ensure!(host.device_process()? != before, "another device process serves the guest");
+    }
+
     let process = start_kill_me(&machine, "kernel")?;
     let begin = Instant::now();
     host.kill_bridge()?;

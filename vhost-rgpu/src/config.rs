@@ -123,6 +123,9 @@ struct LimitOptions {
     /// Maximum pinned memory of one process, in MiB. 0 means no limit besides the guest's own
     #[arg(id = "limits.max_registered_mib", long = "max-registered-mib", value_name = "N", default_value_t = 0, value_parser = value_parser!(u64).range(0..=1 << 40))]
     max_registered_mib: u64,
+    /// Maximum pieces of guest memory that all processes of a guest have pinned together; adjacent pages are one piece. Each piece costs this host about 50 bytes
+    #[arg(id = "limits.max_registered_extents", long = "max-registered-extents", value_name = "N", default_value_t = 4 << 20, value_parser = value_parser!(u32).range(1..=1 << 28))]
+    max_registered_extents: u32,
 }
 
 #[derive(Debug, Args)]
@@ -193,6 +196,8 @@ pub struct Limits {
     pub max_channel_size: u64,
     /// Memory that one channel has registered; 0 means no limit.
     pub max_registered: u64,
+    /// Pieces of memory that all channels of a guest have registered.
+    pub max_registered_extents: u32,
 }
 
 /// Why there is nothing to serve.
@@ -352,6 +357,7 @@ fn session(
         max_extents: options.limits.max_extents,
         max_channel_size: options.limits.max_channel_mib << 20,
         max_registered: options.limits.max_registered_mib << 20,
+        max_registered_extents: options.limits.max_registered_extents,
     };
     session.data_connections = options.data_connections;
     session.silence = Duration::from_secs(options.lost_after_seconds);

@@ -304,6 +304,24 @@ fn a_client_beyond_the_limit_is_told_the_limit() {
 }
 
 #[test]
+fn a_user_at_its_share_of_the_limit_is_told_so() {
+    let server = FakeServer::good();
+    let arguments = ["--server", &server.address.to_string(), "--max-channels-per-user", "2"];
+    let daemon = Daemon::start(&arguments);
+    let first = [Client::open(&daemon.native()), Client::open(&daemon.native())];
+    let third = NativeClient::connect(&daemon.native()).unwrap();
+    let (answer, reason, _) = third.response().unwrap().unwrap();
+    assert_eq!(answer, Answer::NoResources);
+    assert!(reason.contains("native.max_channels_per_user"), "{reason}");
+    assert_eq!(daemon.number("clients_refused"), 1);
+    drop(first);
+    eventually(|| {
+        let (native, _view) = ask(&daemon.native(), 0);
+        native.response().unwrap().unwrap().0 == Answer::Ok
+    });
+}
+
+#[test]
 fn sigterm_ends_sessions_removes_sockets_and_exits_with_zero() {
     for signal in [Signal::SIGTERM, Signal::SIGINT] {
         let server = FakeServer::good();

@@ -7,7 +7,7 @@ mod guest;
 
 use daemon::Daemon;
 use guest::{CHANNEL, Guest, create, message, plain};
-use protocol::channel::{NO_SLOT, State};
+use protocol::channel::{Geometry, NO_SLOT, State};
 use protocol::data::{HostIn, HostOut, HostRange};
 use protocol::device::{
     Answer, CONFIG_MAGIC, CONTROL_QUEUE, Config, DEVICE_VERSION, DOORBELL_QUEUE, EVENT_QUEUE, EVENT_WAKE,
@@ -18,6 +18,7 @@ use protocol::link::wish;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamSynchronize;
 use protocol::ops::{Op, encode};
+use test_kit::channel::write_header;
 use test_kit::server::{Behavior, FakeServer};
 use test_kit::session::{RAM, read, write};
 use test_kit::*;
@@ -165,6 +166,69 @@ fn malformed_requests_are_answered_and_the_device_continues() {
     channel.synchronize();
     assert_eq!(guest.raw(&message(good, &extents)).0, Answer::Ok);
     assert!(daemon.status()["malformed_requests"].as_u64().unwrap() >= 12);
+}
+
+#[test]
+fn pieces_of_registered_memory_are_counted_for_the_whole_guest() {
+    let server = FakeServer::good();
+    let limit = ["--server", &server.address.to_string(), "--max-registered-extents", "100"];
+    let daemon = Daemon::start(&limit);
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    guest.create(1);
+    // One byte each, and no two adjoin: as many bytes as a host would never notice.
+    let bytes = |count: u64| -> Vec<Extent> {
+        (0..count).map(|i| Extent { addr: (40 << 20) + 2 * i, len: 1 }).collect()
+    };
+    let register = |channel, region, extents: &[Extent]| Request {
+        kind: request::REGISTER_MEMORY,
+        region,
+        ..create(channel, extents)
+    };
+    let (sixty, forty_one) = (bytes(60), bytes(41));
+    assert_eq!(guest.ask(register(0, 1, &sixty), &sixty), (Answer::Ok, String::new()));
+    let (answer, reason) = guest.ask(register(1, 1, &forty_one), &forty_one);
+    assert_eq!(answer, Answer::NoResources);
+    assert!(reason.contains("registered 60 pieces, the limit is 100"), "{reason}");
+    // Adjoining pages are one piece, however many extents they come in.
+    let pages: Vec<Extent> = (0..300).map(|i| Extent { addr: (50 << 20) + 4096 * i, len: 4096 }).collect();
+    assert_eq!(guest.ask(register(1, 2, &pages), &pages), (Answer::Ok, String::new()));
+    // What a program gives back, or leaves behind, is free for others.
+    let unregister = Request { region: 1, ..plain(request::UNREGISTER_MEMORY, 0) };
+    assert_eq!(guest.ask(unregister, &[]).0, Answer::Ok);
+    assert_eq!(guest.ask(register(1, 1, &forty_one), &forty_one).0, Answer::Ok);
+    assert_eq!(guest.ask(register(0, 1, &sixty), &sixty).0, Answer::NoResources);
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 1), &[]).0, Answer::Ok);
+    assert_eq!(guest.ask(register(0, 1, &sixty), &sixty).0, Answer::Ok);
+    channel.synchronize();
+}
+
+#[test]
+fn a_guest_with_scattered_channels_is_refused_before_the_host_runs_out_of_mappings() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    // Of a channel of 46 MiB, no two pages adjoin: pages may appear in it more than once.
+    let geometry = Geometry::with_arena(46 << 20);
+    let header = CHANNEL + (8 << 20);
+    let page = |addr| Extent { addr, len: 4096 };
+    let count = geometry.size as u64 / 4096;
+    let extents: Vec<Extent> =
+        (0..count).map(|i| page(header + if i == 0 { 0 } else { 0x2000 + i % 2 * 0x2000 })).collect();
+    guest.fill(header, 0x6000);
+    write_header(&guest.memories, header, &geometry.fields(3, "scattered"));
+    let open = |guest: &mut Guest, id| {
+        guest.reuse_buffers();
+        guest.ask(create(id, &extents), &extents)
+    };
+    let refusal = (1..20).map(|id| open(&mut guest, id)).find(|answer| answer.0 != Answer::Ok);
+    let (answer, reason) = refusal.unwrap();
+    assert_eq!(answer, Answer::NoResources);
+    assert!(reason.contains("this host maps at most") && reason.contains("vm.max_map_count"), "{reason}");
+    // What goes on, and small channels, still work; and what was given back can be used again.
+    channel.synchronize();
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 1), &[]).0, Answer::Ok);
+    assert_eq!(open(&mut guest, 1), (Answer::Ok, String::new()));
 }
 
 #[test]

@@ -121,7 +121,13 @@ mod tests {
     use zerocopy::IntoBytes;
 
     fn limits() -> Limits {
-        Limits { max_channels: 256, max_extents: 8, max_channel_size: 256 << 20, max_registered: 0 }
+        Limits {
+            max_channels: 256,
+            max_extents: 8,
+            max_channel_size: 256 << 20,
+            max_registered: 0,
+            max_registered_extents: 8,
+        }
     }
 
     fn fixed(request: Request) -> [u8; FIXED] {

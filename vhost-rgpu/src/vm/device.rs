@@ -34,6 +34,7 @@ use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::event::{EventConsumer, EventNotifier};
 use zerocopy::IntoBytes;
 
+use super::budget::{Budget, Charge};
 use super::control::{self, FIXED, Order};
 use super::events::Events;
 use super::recovery::{self, Extents, Leftover, Requests, Store};
@@ -71,7 +72,15 @@ enum Channel {
     Left(Arc<Leftover>),
     /// A job waits until the server has released its memory.
     Closing(Arc<Session>),
-    Open(Arc<Session>, #[expect(dead_code, reason = "keeps the session listed")] Listed),
+    Open(Arc<Session>, Held),
+}
+
+/// What an open channel holds, until nothing touches its memory any more.
+struct Held {
+    _listed: Listed,
+    _mappings: Charge,
+    /// By region.
+    pieces: HashMap<u32, Charge>,
 }
 
 impl Channel {
@@ -109,6 +118,7 @@ pub struct Device {
     exit: [EventFd; THREADS.len()],
     store: Store,
     requests: Requests,
+    budget: Budget,
     /// What a predecessor has left, until the request queue runs.
     predecessor: Mutex<Option<Predecessor>>,
     /// Channels of a predecessor that had not answered the request to create them. The request is executed again.
@@ -149,8 +159,10 @@ impl Device {
         let who = format!("vm {}", config.name);
         let exit = || EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         let exit = [exit()?, exit()?];
+        let budget = Budget::new(config.limits.max_registered_extents as usize);
         Ok(Arc::new_cyclic(|me| Device {
             me: me.clone(),
+            budget,
             events: Arc::new(Events::new(who.clone(), guest.clone())),
             config,
             registry,
@@ -502,9 +514,14 @@ impl Device {
                 let session = self.session(channel)?;
                 let memories = self.memories();
                 // A transport may pass extents on unchecked, so they are checked here.
-                memories.resolve(&extents, size)?;
+                let pieces = memories.resolve(&extents, size)?.all().len();
+                let charge = self.budget.region(pieces)?;
                 let memory = RegionMemory { memories, extents, size, own_memory: false, read_only };
-                Ok(session.register_region(region, memory)?)
+                session.register_region(region, memory)?;
+                if let Some(Channel::Open(_, held)) = self.channels().get_mut(&channel) {
+                    held.pieces.insert(region, charge);
+                }
+                Ok(())
             }
             Order::Unregister { channel, region } => {
                 let leftover = match self.channels().get(&channel) {
@@ -516,7 +533,13 @@ impl Device {
                         self.wait_for_release(channel, &leftover, job.epoch);
                         Ok(())
                     }
-                    None => Ok(self.session(channel)?.unregister_region(region)?),
+                    None => {
+                        self.session(channel)?.unregister_region(region)?;
+                        if let Some(Channel::Open(_, held)) = self.channels().get_mut(&channel) {
+                            held.pieces.remove(&region);
+                        }
+                        Ok(())
+                    }
                 }
             }
         }
@@ -574,8 +597,7 @@ impl Device {
                 channels.insert(channel, Channel::Opening);
             }
         }
-        let memory = ChannelMemory::new(self.memories(), extents, size).map_err(Refusal::from);
-        let result = memory.and_then(|memory| self.open(channel, memory, job));
+        let result = self.open_in(channel, extents, size, job);
         let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
         if *gate == epoch && result.is_err() {
             let mut channels = self.channels();
@@ -592,7 +614,25 @@ impl Device {
         result
     }
 
-    fn open(&self, channel: u32, memory: ChannelMemory, job: &mut Job<'_>) -> Result<(), Refusal> {
+    fn open_in(
+        &self,
+        channel: u32,
+        extents: Vec<Extent>,
+        size: u64,
+        job: &mut Job<'_>,
+    ) -> Result<(), Refusal> {
+        let memories = self.memories();
+        let mappings = self.budget.channel(memories.resolve(&extents, size)?.all().len())?;
+        self.open(channel, ChannelMemory::new(memories, extents, size)?, mappings, job)
+    }
+
+    fn open(
+        &self,
+        channel: u32,
+        memory: ChannelMemory,
+        mappings: Charge,
+        job: &mut Job<'_>,
+    ) -> Result<(), Refusal> {
         let epoch = job.epoch;
         let extents = Extents::new(&memory.extents)
             .map_err(|e| no_resources(format!("this host cannot remember the channel: {e}")))?;
@@ -622,7 +662,8 @@ impl Device {
         };
         let session = Arc::new(prepared.start(memory, wakeup, Box::new(lost))?);
         let listed = self.registry.list(&self.who, channel.into(), session.clone());
-        self.channels().insert(channel, Channel::Open(session, listed));
+        let held = Held { _listed: listed, _mappings: mappings, pieces: HashMap::new() };
+        self.channels().insert(channel, Channel::Open(session, held));
         Ok(())
     }
 
@@ -679,7 +720,7 @@ impl Device {
             }
         };
         // Two requests to destroy the channel may race: only the one that finds the same session open continues.
-        let listed = {
+        let held = {
             let mut channels = self.channels();
             match channels.get(&channel) {
                 Some(Channel::Open(now, _)) if Arc::ptr_eq(now, &session) => {
@@ -700,7 +741,7 @@ impl Device {
                 return Ok(());
             }
         }
-        drop(listed);
+        drop(held);
         let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
         if *gate == epoch {
             self.channels().remove(&channel);

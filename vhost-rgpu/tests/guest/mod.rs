@@ -31,6 +31,8 @@ pub const SIZE: u16 = 64;
 pub const VERSION_1: u64 = 1 << 32;
 /// `VHOST_USER_F_PROTOCOL_FEATURES`.
 pub const PROTOCOL_FEATURES: u64 = 1 << 30;
+/// Where buffers begin.
+const BUFFERS: u64 = 0x8_0000;
 /// Guest addresses: queues lie below 1 MiB, channels from there on.
 pub const CHANNEL: u64 = 1 << 20;
 pub const CHANNEL_STRIDE: u64 = 4 << 20;
@@ -73,7 +75,7 @@ impl Guest {
                         | VhostUserProtocolFeatures::RESET_DEVICE),
             )
             .unwrap();
-        let mut guest = Guest { frontend, memories, queues: Vec::new(), buffers: 0x8_0000 };
+        let mut guest = Guest { frontend, memories, queues: Vec::new(), buffers: BUFFERS };
         guest.share(&file);
         for index in 0..3 {
             let queue = Queue {
@@ -178,6 +180,11 @@ impl Guest {
         self.buffers += len.next_multiple_of(16);
         assert!(self.buffers <= CHANNEL);
         at
+    }
+
+    /// Uses the space of all buffers again: nothing that was posted is still needed.
+    pub fn reuse_buffers(&mut self) {
+        self.buffers = BUFFERS;
     }
 
     /// Puts a chain of (address, length, device writes) into a queue; its head.
