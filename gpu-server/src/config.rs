@@ -120,9 +120,18 @@ pub struct Share {
     /// Number of devices that a session gets: the least used ones. 0 means all
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub session_devices: u32,
-    /// Give each client its devices for itself: they serve nobody else while it has a session
-    #[arg(long)]
-    pub exclusive: bool,
+    /// Whether a client's devices also serve others while it has a session
+    #[arg(long, value_enum, default_value_t = Sharing::Shared)]
+    pub sharing: Sharing,
+}
+
+/// Whether a client's devices also serve others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Sharing {
+    /// They do
+    Shared,
+    /// They do not, for as long as it has a session; others wait
+    Exclusive,
 }
 
 impl Share {
@@ -133,7 +142,7 @@ impl Share {
             principal,
             devices: Vec::new(),
             device_count: self.session_devices,
-            exclusive: self.exclusive,
+            exclusive: self.sharing == Sharing::Exclusive,
             session: Amounts {
                 device_memory: self.memory_limit,
                 pinned_memory: self.pinned_limit.unwrap_or_else(quarter),
@@ -245,6 +254,8 @@ pub fn parts() -> [Part; 1] {
         ],
         examples: &[
             ("devices", "[0, 1]"),
+            ("pinned_limit", "\"16G\""),
+            ("client_pinned_limit", "\"64G\""),
             ("first_workers", "2"),
             ("poll_us", "50"),
             ("rdma.device", "\"mlx5_0\""),

@@ -159,7 +159,7 @@ fn a_client_has_no_more_sessions_than_its_limit() {
 
 #[test]
 fn exclusive_devices_serve_one_client_at_a_time_and_others_wait_or_are_told_why() {
-    let server = Server::start(&["--exclusive", "--software-devices=2", "--wait-seconds=1"]);
+    let server = Server::start(&["--sharing=exclusive", "--software-devices=2", "--wait-seconds=1"]);
     let device = |server: &Server, n: usize| server.status()["sessions"][n]["devices"].clone();
     let mut local = LocalBridge::connect(&server.socket());
     assert_eq!(local.call(&SessionInfo {}).unwrap().device_count, 1);
@@ -177,7 +177,7 @@ fn exclusive_devices_serve_one_client_at_a_time_and_others_wait_or_are_told_why(
     drop((second, tcp, local));
     until("all have ended", || server.sessions() == 0);
 
-    let server = Server::start(&["--exclusive", "--wait-seconds=1"]);
+    let server = Server::start(&["--sharing=exclusive", "--wait-seconds=1"]);
     let local = LocalBridge::connect(&server.socket());
     let refusal = TcpSession::try_connect(server.port).err().unwrap();
     assert!(refusal.contains("for itself"), "{refusal}");

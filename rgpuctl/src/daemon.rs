@@ -62,7 +62,7 @@ impl Daemon {
                 return Ok(());
             }
             if let Some(status) = self.ended() {
-                bail!("{} ended at once ({}){}", self.name, describe(status), self.last_lines());
+                bail!("{} ended immediately ({}){}", self.name, describe(status), self.last_lines());
             }
             if Instant::now() > deadline {
                 bail!(

@@ -22,7 +22,7 @@ pub struct Target {
     /// GPU server to use: HOST, HOST:PORT or unix:PATH. By default a private one is started
     #[arg(long, value_name = "ADDRESS", conflicts_with = "backend")]
     server: Option<String>,
-    /// What the private server executes commands on
+    /// What the private server runs GPU work on
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     backend: Backend,
     /// Transport to the server: shared memory (needs a server on this machine) or TCP.

@@ -1,7 +1,7 @@
 //! The guest driver, in booted machines, against a device that checks what the driver does (`mock_device`).
 //!
-//! `guest-driver/tests/rgpu_selftest.c` runs in the guest and judges the user API; the tests here judge what reaches the
-//! device, what is pinned, and that the kernel has nothing to complain of.
+//! `guest-driver/tests/rgpu_selftest.c` runs in the guest and judges the user API; the tests here check what reaches the
+//! device, what is pinned, and that the kernel logs no complaint.
 
 use anyhow::{Result, ensure};
 use rgpu_tests::machine::{Kernel, Machine, image, setup};
@@ -9,7 +9,7 @@ use rgpu_tests::mock_device::{Config, Kind, MockDevice};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// How long anything may take in an emulated guest on a busy machine before a test gives up. Nothing is judged by it.
+/// Time limit of everything in an emulated guest on a busy machine. No test depends on how long something takes.
 const LONG: Duration = Duration::from_secs(600);
 
 /// A machine with the driver and a mock device.
@@ -42,12 +42,12 @@ impl Bed {
         Ok(Self { machine, device, _dir: dir })
     }
 
-    /// Runs a test of the selftest, to its end.
+    /// Runs one test of the selftest to its end.
     fn selftest(&self, test: &str) -> Result<String> {
         self.machine.check(&format!("rgpu_selftest {test}"), LONG)
     }
 
-    /// Pages pinned and not unpinned, in all the guest.
+    /// Number of pinned pages in the whole guest.
     fn pinned(&self) -> Result<i64> {
         let text =
             self.machine.check("cat /proc/sys/vm/stat_refresh && grep nr_foll_pin /proc/vmstat", LONG)?;
@@ -61,7 +61,7 @@ impl Bed {
     /// What must hold whenever no program uses the device.
     fn check_idle(&self) -> Result<()> {
         self.device.wait_until("all channels are destroyed", LONG, |d| d.channels().is_empty())?;
-        // The device has answered; the driver's work item may still be about to run.
+        // The device has answered, but the driver's work item may not have run yet.
         let deadline = Instant::now() + LONG;
         loop {
             let pinned = self.pinned()?;
@@ -88,7 +88,7 @@ fn limits_are_those_of_the_configuration_space() -> Result<()> {
     let bed = Bed::with(Kernel::V6_1, config, 512)?;
     let text = bed.selftest("info")?;
     assert!(text.contains("version 1 channels 7 size 1048576 registered 12345678"), "{text}");
-    // Whoever is in the guest may use it.
+    // Every user of the guest may use the device.
     assert_eq!(bed.machine.check("stat -c %a /dev/rgpu0", LONG)?, "666");
     bed.check_idle()
 }
@@ -165,7 +165,7 @@ fn registrations_beyond_the_devices_limit_are_refused() -> Result<()> {
 fn malformed_arguments_are_refused() -> Result<()> {
     let bed = Bed::new()?;
     bed.selftest("arguments")?;
-    // The region whose number could not be told has been taken back.
+    // The region whose number could not be returned was removed again.
     assert_eq!(bed.device.count(Kind::Unregister), 1);
     bed.check_idle()
 }
@@ -222,7 +222,7 @@ fn doorbells_reach_the_device() -> Result<()> {
     let bed = Bed::new()?;
     let text = bed.selftest("doorbells 20")?;
     let count: u64 = text.split_whitespace().next().unwrap_or("").parse()?;
-    // The device may take several for one, even all of them if it is kept from its processor meanwhile.
+    // The device may take several doorbells for one, even all of them if it does not get a processor meanwhile.
     assert!((1..=21).contains(&count), "{text}");
     bed.check_idle()
 }
@@ -259,7 +259,7 @@ fn pages_of_a_program_killed_while_connecting_stay_until_the_device_answers() ->
     bed.device.wait_until("CREATE_CHANNEL arrives", LONG, |d| d.count(Kind::Create) == 1)?;
     process.kill()?;
     assert_eq!(process.wait(LONG)?.status, 128 + 9);
-    // Its pages are still its own: were they not, this would be given some of them, and the mock would see that.
+    // The process still has its pages. Otherwise the kernel would give some of them to this one, and the mock would notice.
     let second = bed.machine.spawn("rgpu_selftest register-scattered 64")?;
     bed.device.wait_until("another CREATE_CHANNEL arrives", LONG, |d| d.count(Kind::Create) == 2)?;
     bed.device.release();
@@ -313,7 +313,7 @@ fn a_device_that_is_removed_wakes_everyone_and_leaves_nothing_pinned() -> Result
         bed.selftest("channel 1024")?;
     }
     bed.check_idle()?;
-    // With all files closed, the module goes and comes back.
+    // When all files are closed, the module can be unloaded and loaded again.
     bed.machine.check("rmmod virtio_rgpu && insmod /lib/modules/virtio_rgpu.ko", LONG)?;
     bed.selftest("register")?;
     bed.check_idle()
@@ -403,7 +403,7 @@ fn a_device_of_another_version_is_refused_with_both_versions() -> Result<()> {
     Ok(())
 }
 
-/// What the tests above ask of 6.1, in short, of another kernel.
+/// A short form of the tests above, which run on Linux 6.1, for another kernel.
 fn works_on(kernel: Kernel) -> Result<()> {
     let bed = Bed::with(kernel, Config::default(), 768)?;
     for test in [

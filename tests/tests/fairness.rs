@@ -1,4 +1,4 @@
-//! Who has little to do waits for a bounded part of what others have to do, not for all of it. Counted in copies and in bytes, not in time.
+//! A session with little work waits for a bounded part of the other sessions' work, not for all of it. This is counted in copies and in bytes, not in time.
 
 mod support;
 
@@ -14,7 +14,7 @@ fn a_small_copy_does_not_wait_for_a_large_one_on_another_stream() -> Result<()> 
     Ok(())
 }
 
-/// Bytes that the sessions of a program have sent to the server so far, as the server tells once a second.
+/// Number of bytes that a program's sessions have sent to the server, as the server reports every second.
 fn bytes_in(rig: &Rig, program: &str) -> Result<u64> {
     let status = rig.server.status()?;
     let sessions = status["sessions"].as_array().context("no sessions")?;
@@ -22,8 +22,8 @@ fn bytes_in(rig: &Rig, program: &str) -> Result<u64> {
     Ok(sessions.iter().filter(of).filter_map(|session| session["bytes_in"].as_u64()).sum())
 }
 
-/// What a session that copies without end may move while another runs a short program from its start to its end: far more than a
-/// busy machine moves meanwhile, and less than in the time after which the short program is taken to hang.
+/// Maximum amount that an endlessly copying session may move while another session runs a short program: far more than a busy machine moves in
+/// that time, and less than it moves before the short program counts as hanging.
 const MOST: u64 = 64 << 30;
 
 #[test]
@@ -32,7 +32,7 @@ fn an_endlessly_copying_session_does_not_starve_others() -> Result<()> {
     for transport in TRANSPORTS {
         let busy = Running::start(rig.program(transport, "kill_me")?.arg("copy"), "RUNNING")?;
         let before = bytes_in(&rig, "kill_me")?;
-        // Launches, copies and synchronizations: some dozen answers that it waits for.
+        // Launches, copies and synchronizations. It waits for a few dozen answers.
         rig.passes(transport, "streams_events", &[])?;
         let moved = bytes_in(&rig, "kill_me")? - before;
         ensure!(moved < MOST, "{moved} bytes were copied over {transport:?} meanwhile");

@@ -1,5 +1,5 @@
-//! What dies, and what must live on: programs, workers, servers and bridges killed in the middle of their work, servers
-//! that are not there or not what they should be, and limits that are met.
+//! Programs, workers, servers and bridges that are killed in the middle of their work, servers that are missing or are no rgpu servers, and limits that are
+//! reached: the rest must continue to work.
 
 mod support;
 
@@ -20,7 +20,7 @@ use rgpu_tests::tree;
 use support::{Idle, PATIENCE, Rig, Running, TRANSPORTS, Transport, eventually, program};
 use zerocopy::{FromZeros, IntoBytes};
 
-/// Programs killed, half of them over each transport, half of them in each state.
+/// Number of programs to kill: half of them over each transport, half of them in each state.
 const KILLS: usize = 100;
 
 #[test]
@@ -30,11 +30,11 @@ fn a_hundred_programs_killed_in_copies_and_kernels_leave_nothing_behind() -> Res
         let transport = TRANSPORTS[index % 2];
         let state = ["copy", "kernel"][index / 2 % 2];
         let running = Running::start(rig.program(transport, "kill_me")?.arg(state), "RUNNING")?;
-        // Not always at the same place in the copy.
+        // At different points of the copy.
         std::thread::sleep(Duration::from_millis(index as u64 % 7));
         running.kill()
     };
-    // The first ones fill what is made once.
+    // The first ones fill caches.
     for index in 0..8 {
         kill_one(&rig, index)?;
     }
@@ -68,7 +68,7 @@ fn programs_killed_all_at_once_leave_nothing_behind() -> Result<()> {
     rig.check_healthy()
 }
 
-/// Requires that a program whose server has gone ended by itself, told in one line that names `why`.
+/// Checks that a program whose server is gone has ended by itself with one line on stderr that contains `why`.
 fn told(ended: (Option<i32>, String), why: &str) -> Result<()> {
     let (status, errors) = ended;
     ensure!(status == Some(1), "exit status {status:?}: {errors}");
@@ -80,7 +80,7 @@ fn told(ended: (Option<i32>, String), why: &str) -> Result<()> {
     Ok(())
 }
 
-/// The worker of the one session that a program has. Sessions of programs that have ended may still be listed.
+/// The worker of a program's only session. Sessions of ended programs may still be listed.
 fn worker_of(rig: &Rig, program: &str) -> Result<Pid> {
     let status = rig.server.status()?;
     let sessions = status["sessions"].as_array().context("no sessions")?;
@@ -103,7 +103,7 @@ fn a_worker_that_is_killed_costs_one_session() -> Result<()> {
             let running = Running::start(rig.program(transport, "kill_me")?.arg(state), "RUNNING")?;
             kill(worker_of(&rig, "kill_me")?, Signal::SIGKILL)?;
             told(running.ended()?, "is lost")?;
-            // The program may hear of it before the server has seen the worker's end.
+            // The program may notice before the server has seen that the worker ended.
             eventually(|| {
                 ensure!(killed() == before + 1, "{}", rig.server.log_text());
                 Ok(())
@@ -126,7 +126,7 @@ fn a_server_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()
         for running in running {
             told(running?.ended()?, "is lost").with_context(|| format!("round {round}"))?;
         }
-        // Without a server, and then with one again, through the same bridges.
+        // First without a server and then with one, through the same bridges.
         for transport in TRANSPORTS {
             let outcome = programs::run(&mut rig.program(transport, "vectorAdd")?, programs::LIMIT)?;
             refused(&outcome, "cannot be reached", "cudaErrorDevicesUnavailable (46)")?;
@@ -153,7 +153,7 @@ fn a_bridge_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()
     rig.check_healthy()
 }
 
-/// Requires that a program ended with CUDA's `code` and was told why in exactly one line, which holds `why`.
+/// Checks that a program ended with CUDA's error `code` and exactly one line on stderr, which contains `why`.
 fn refused(outcome: &Outcome, why: &str, code: &str) -> Result<()> {
     let lines: Vec<&str> = outcome.stderr.lines().collect();
     ensure!(
@@ -164,7 +164,7 @@ fn refused(outcome: &Outcome, why: &str, code: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs `vectorAdd` against a socket and judges how it was refused.
+/// Runs `vectorAdd` against a socket and checks how it was refused.
 fn refusal_at(socket: &Path, why: &str, code: &str) -> Result<()> {
     refused(&programs::run(&mut program(socket, "vectorAdd")?, programs::LIMIT)?, why, code)
 }
@@ -177,7 +177,7 @@ fn without_a_bridge_the_program_says_what_to_start() -> Result<()> {
     let file = folder.path().join("file");
     std::fs::write(&file, "not a socket")?;
     refusal_at(&file, "nobody listens: start vhost-rgpu", "cudaErrorDevicesUnavailable (46)")?;
-    // A socket of another kind: the server's own, where a bridge's is meant.
+    // A socket of another kind: the server's instead of the bridge's.
     let mut rig = Rig::start("faults-wrong-socket")?;
     refusal_at(&rig.server_socket(), "", "(46)")?;
     rig.check_healthy()
@@ -192,13 +192,13 @@ fn bridge_to(folder: &Path, name: &str, address: &str) -> Result<(Daemon, std::p
     Ok((Daemon::start("vhost-rgpu", arguments, &log, &folder.join("status"))?, socket))
 }
 
-/// What answers every connection with some bytes.
+/// A listener that answers every connection with some bytes.
 fn answering(bytes: Vec<u8>) -> Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let port = listener.local_addr()?.port();
     std::thread::spawn(move || {
         for stream in listener.incoming() {
-            // The bridge may close as soon as it has seen enough.
+            // The bridge may close the connection early.
             let _ = stream.and_then(|mut stream| {
                 std::io::Read::read_exact(&mut stream, &mut [0; size_of::<protocol::link::Hello>()])?;
                 stream.write_all(&bytes)
@@ -221,7 +221,7 @@ fn an_unreachable_or_incompatible_server_is_named_in_one_line() -> Result<()> {
         (format!("tcp:127.0.0.1:{free}"), format!("127.0.0.1:{free}"), unavailable),
         (format!("unix:{missing}"), missing.to_owned(), unavailable),
         (format!("tcp:127.0.0.1:{}", answering(other.as_bytes().to_vec())?), version.clone(), ""),
-        // Another version's welcome may be shorter.
+        // The welcome of another version may be shorter.
         (format!("tcp:127.0.0.1:{}", answering(other.as_bytes()[..12].to_vec())?), version, ""),
         (
             format!("tcp:127.0.0.1:{}", answering(other_build.as_bytes().to_vec())?),
@@ -301,7 +301,7 @@ fn refusals_name_the_limit_that_was_hit() -> Result<()> {
     rig.idle_holdings()?;
     for transport in TRANSPORTS {
         rig.passes(transport, "vectorAdd", &[])?;
-        // More device memory than a session may have: CUDA's own error for it, and the program goes on.
+        // More device memory than a session may have: the program gets CUDA's error and continues.
         let outcome =
             programs::run(rig.program(transport, "kill_me")?.args(["copy", "--full"]), programs::LIMIT)?;
         ensure!(

@@ -1,15 +1,15 @@
 //! Every CUDA test program on this machine's GPU: natively, and as a native client over both transports and in both
 //! builds, with the same output.
 //!
-//! `cargo xtask test gpu` builds what this needs and runs it. What passes natively but not through rgpu is rgpu's fault;
-//! what fails natively is the program's.
+//! `cargo xtask test gpu` builds what this needs and runs it. A program that passes natively but not through rgpu shows a
+//! bug in rgpu. One that fails natively is wrong itself.
 
 use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Trial};
 use rgpu_tests::programs::{Way, manifest, same_as_native, told};
 
-/// All ways but the native one.
+/// All ways except the native one.
 const WAYS: [Way; 3] =
     [Way::Client("cuda", "local"), Way::Client("cuda", "tcp"), Way::Inside("cuda", "local")];
 

@@ -1,4 +1,4 @@
-//! What the calls of a steady loop cost in a guest, in counts: an emulated guest is no clock, but a doorbell is an exit there as anywhere.
+//! Costs of calls in a steady loop in a guest, as counts. Times in an emulated guest mean little, but a doorbell is an exit there as anywhere.
 //!
 //! `UPDATE_DOCS=1` writes the table that was measured to `docs/benchmarks/guest.md`.
 
@@ -12,9 +12,9 @@ use rgpu_tests::programs::counted;
 use rgpu_tests::tree;
 
 const LIMIT: Duration = Duration::from_secs(600);
-/// Calls of a loop whose costs are compared: what both take alike is the program's start and end.
+/// Numbers of calls whose costs are compared. The difference does not contain the program's start and end.
 const CALLS: [u64; 2] = [100, 1100];
-/// The loops of the program `bench`, what each does, and the calls of each turn.
+/// The loops of the program `bench`, what each does, and its calls per iteration.
 const LOOPS: [(&str, &str, u64); 6] = [
     ("launches", "launch a kernel", 1),
     ("async_copies", "copy 4 KiB of pinned memory, asynchronously", 2),
@@ -26,7 +26,7 @@ const LOOPS: [(&str, &str, u64); 6] = [
 const COLUMNS: [&str; 6] =
     ["commands", "round_trips", "doorbells", "interrupts", "system_calls", "copied_bytes"];
 
-/// The counters of `bench loop NAME count` in the guest, and the interrupts that the device raised meanwhile.
+/// The counters of `bench loop NAME count` in the guest, and the number of interrupts meanwhile.
 fn counts(host: &Host, machine: &Machine, name: &str, count: u64) -> Result<Vec<u64>> {
     let raised = guest::interrupts(machine)?;
     let output = machine.run(&format!("RGPU_STATS=1 bench loop {name} {count}"), LIMIT)?;
@@ -38,9 +38,9 @@ fn counts(host: &Host, machine: &Machine, name: &str, count: u64) -> Result<Vec<
     COLUMNS.iter().map(one).collect()
 }
 
-/// Measures every loop over a transport; gives its rows of the table.
+/// Measures every loop over a transport. Returns the rows of the table.
 fn measure(transport: &'static str) -> Result<String> {
-    // Long enough that a busy machine, which takes processors away, does not ring for that alone.
+    // Long enough that a busy machine does not cause doorbells by preempting a thread.
     let options = Options { poll_us: Some(1000), ..Options::software(transport) };
     let host = Host::start(&format!("guest-counts/{transport}"), options)?;
     let bench = tree::programs().join("bench");

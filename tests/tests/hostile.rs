@@ -1,4 +1,4 @@
-//! Hostile clients, bridges and unknown peers. Each attack must end in a log line that says what was wrong, must cost the
+//! Hostile clients, bridges and unknown peers. Each attack must end with a log line that says what was wrong, must end the
 //! attacker's session and no other, and must leave nothing behind.
 //!
 //! Both daemons are real, the workers use a GPU in software, and the results of CUDA programs that run during the attack
@@ -46,7 +46,7 @@ fn attack(name: &str, attack: impl FnOnce(&Rig) -> Result<()>) -> Result<()> {
     })
 }
 
-/// Attacks daemons that have served programs. Afterwards they must serve as before and hold no more than before.
+/// Attacks daemons that have served programs. Afterwards they must serve as before and have no more resources than before.
 fn besieged(name: &str, siege: impl FnOnce(&Rig) -> Result<()>) -> Result<()> {
     let mut rig = Rig::start(&format!("hostile-{name}"))?;
     for transport in TRANSPORTS {
@@ -73,7 +73,7 @@ fn logged(daemon: &rgpu_tests::daemons::Daemon, words: &[&str]) -> Result<()> {
     })
 }
 
-/// An attack through a channel that costs the session, and what the log must say about it.
+/// An attack through a channel that ends the session, and what the log must say about it.
 struct Deed {
     name: &'static str,
     says: &'static str,
@@ -93,7 +93,7 @@ fn write_to(client: &mut Client, place: Place, offset: u64, len: u64) -> Result<
     client.tell(&MemcpyDtoH { stream: StreamId(0), src: window(0), dst: HostOut(range(place, offset, len)) })
 }
 
-/// Device memory, so that a copy is wrong in nothing but its place on the client's side.
+/// Makes device memory, so that only the client's side of a copy is wrong.
 fn some_memory(client: &mut Client) -> Result<()> {
     let granule = 2 << 20;
     client.call(&MemGrow { device: 0, address: window(0), size: 8 * granule })??;
@@ -238,7 +238,7 @@ fn commit(rig: &Rig, transport: Transport, deed: &Deed) -> Result<()> {
     let reason = client.lost()?;
     let says = deed.says.to_lowercase();
     ensure!(reason.to_lowercase().contains(&says), "the client was told: {reason}");
-    // The daemon closes the connection, and says in its log whom it has lost, and why.
+    // The daemon closes the connection, and its log says which client it lost and why.
     ensure!(client.connection.response()?.is_none(), "the connection stays open");
     eventually(|| {
         let log = rig.bridge(transport).log_text();
@@ -346,7 +346,7 @@ fn unknown_handles_and_wrong_parameters_are_answered_with_cudas_codes() -> Resul
                 c.tell(&launch(5, 0, params))?;
                 ensure!(error(c)?.is_some(), "{} bytes of parameters where 12 were due", params.len());
             }
-            // To CUDA what is missing at the end is zero.
+            // Missing bytes at the end count as zero.
             for params in [&[0; 3][..], &[0; 11]] {
                 c.tell(&launch(5, 0, params))?;
                 ensure!(
@@ -355,7 +355,7 @@ fn unknown_handles_and_wrong_parameters_are_answered_with_cudas_codes() -> Resul
                     params.len()
                 );
             }
-            // After all that, what is right still works.
+            // After all that, correct commands still work.
             c.tell(&launch(5, 0, &[0; 12]))?;
             ensure!(error(c)?.is_none() && c.reason().is_none(), "a right launch: {:?}", c.reason());
         }
@@ -485,7 +485,7 @@ fn memory_that_changes_while_it_is_read_affects_only_its_own_session() -> Result
                         }
                     });
                     std::thread::sleep(Duration::from_millis(20));
-                    // Only the tail moves: the records before it are whatever the scribbler has written last.
+                    // Only the tail moves. The records before it are whatever was written there last.
                     for step in 1..400u64 {
                         client.word(0x100).fetch_add(16 * (1 + step % 8), Ordering::Release);
                         client.ring()?;
@@ -552,7 +552,7 @@ fn flood(rig: &Rig) -> Result<()> {
         let open: Vec<NativeClient> =
             (0..400).map(|_| NativeClient::connect(&socket)).collect::<std::io::Result<_>>()?;
         logged(rig.bridge(transport), &["refused", "max_channels"])?;
-        // Whoever is refused is told why.
+        // Every refused client is told why.
         let (answer, reason, _) = open[399].response()?.context("closed without a word")?;
         ensure!(answer == Answer::NoResources && reason.contains("max_channels"), "{answer:?} {reason}");
         drop(open);
@@ -565,7 +565,7 @@ fn flood(rig: &Rig) -> Result<()> {
 
         let connection = NativeClient::connect(&socket)?;
         set_nonblocking(&connection)?;
-        // A flooder reads nothing.
+        // A flooding client reads nothing.
         let refused = (0..20_000).filter(|_| connection.send(&[0xee; 40], &[]).is_err()).count();
         ensure!(refused > 0, "the daemon took every request");
         logged(rig.bridge(transport), &["native client", "begins with rGPUnatv"])?;
@@ -608,7 +608,7 @@ fn connections_that_say_nothing_are_closed() -> Result<()> {
     })
 }
 
-/// A version that no build has.
+/// A version that does not exist.
 const OTHER: protocol::Version = protocol::Version { major: 99, minor: 0 };
 
 /// The hello of a peer that the server does not know.
@@ -629,7 +629,7 @@ fn unknown_peers_at_the_servers_sockets_are_refused_or_disconnected() -> Result<
                 "answered rubbish"
             );
             let mut unix = UnixStream::connect(rig.server_socket())?;
-            // The server may have closed before all of it is taken.
+            // The server may close before it has read everything.
             let _ = unix.write_all(rubbish);
             unix.set_read_timeout(Some(PATIENCE))?;
             let read = unix.read(&mut [0; 400]);
@@ -654,7 +654,7 @@ fn unknown_peers_at_the_servers_sockets_are_refused_or_disconnected() -> Result<
         refused(Hello { fingerprint: 1, ..unknown(purpose::CONTROL) }, Answer::Version, "different sources")?;
         refused(unknown(77), Answer::Invalid, "purpose 77")?;
         refused(unknown(purpose::LOCAL), Answer::Invalid, "not served over tcp")?;
-        // A token that nobody was given, and all zeros.
+        // A token that no session has, and all zeros.
         refused(
             Hello { token: [0x5a; 16], ..unknown(purpose::DATA) },
             Answer::Denied,
@@ -662,7 +662,7 @@ fn unknown_peers_at_the_servers_sockets_are_refused_or_disconnected() -> Result<
         )?;
         refused(unknown(purpose::DATA), Answer::Denied, "no session has this token")?;
 
-        // The first twelve bytes of another version's hello are enough to be told.
+        // The first twelve bytes of another version's hello are enough for an answer.
         let mut tcp = connect_tcp(rig.port)?;
         tcp.write_all(&Hello { version: OTHER, ..unknown(purpose::CONTROL) }.as_bytes()[..12])?;
         ensure!(
@@ -736,7 +736,7 @@ fn a_bridge_that_breaks_the_link_loses_its_own_session() -> Result<()> {
             begin_copy(b)?;
             chunk(b, 3, 0, 0, u32::MAX, &[7; 64])
         }),
-        // The server does not wait for all that it is sent here.
+        // The server may close before it has read all of this.
         ("data-eager", "eager bytes", |b| {
             begin_copy(b)?;
             let piece = vec![7; 4 << 20];
@@ -764,7 +764,7 @@ fn a_bridge_that_breaks_the_link_loses_its_own_session() -> Result<()> {
             closed(&bridge).context(*name)?;
             logged(&rig.server, &["session lost", &format!("program=\"{name}\""), says])?;
         }
-        // Data for commands that will never come, and for pieces that a command does not have. It does no harm and is dropped with the session.
+        // Data for commands that never come, and for pieces that a command does not have. It is dropped with the session.
         for (name, seq, piece) in [("data-nobody", 1_000_000, 0), ("data-piece", 3, 5)] {
             let bridge = open(name)?;
             begin_copy(&bridge)?;

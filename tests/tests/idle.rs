@@ -1,5 +1,5 @@
-//! An idle session takes no processor time anywhere: not in the program, not in `vhost-rgpu`, not in `rgpu-server` or its worker. Counted, not timed: no thread of any
-//! of these processes is scheduled once while a session has nothing to do.
+//! An idle session uses no processor time in the program, `vhost-rgpu`, `rgpu-server` or the worker. This is counted, not timed: no thread of these processes is scheduled
+//! while a session is idle.
 
 mod support;
 
@@ -9,10 +9,10 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use support::{Idle, Rig, TRANSPORTS, eventually};
 
-/// How long nothing may happen: longer than any period at which something was ever looked at here.
+/// How long nothing may happen: longer than any polling period that this code ever had.
 const QUIET: Duration = Duration::from_secs(6);
 
-/// What a thread has taken so far: context switches (voluntary and not), and clock ticks of processor time (user and system).
+/// A thread's use of the processor: context switches (voluntary and not), and clock ticks of processor time (user and system).
 type Taken = (u64, u64);
 
 fn field(text: &str, name: &str) -> Result<u64> {
@@ -29,7 +29,7 @@ fn threads(pid: u32) -> Result<BTreeMap<String, Taken>> {
         let status = std::fs::read_to_string(task.path().join("status"))?;
         let stat = std::fs::read_to_string(task.path().join("stat"))?;
         let name = std::fs::read_to_string(task.path().join("comm"))?;
-        // The name may hold anything; what follows it does not hold a parenthesis.
+        // The name can contain anything. What follows it contains no parenthesis.
         let after = stat.rsplit(')').next().context("no name in stat")?;
         let numbers: Vec<&str> = after.split_whitespace().collect();
         let ticks = numbers[11].parse::<u64>()? + numbers[12].parse::<u64>()?;
@@ -63,7 +63,7 @@ fn everybody(rig: &Rig, more: &[u32]) -> Result<BTreeMap<String, Taken>> {
     Ok(all)
 }
 
-/// Requires that sooner or later nobody is scheduled for [`QUIET`].
+/// Waits until no thread is scheduled for [`QUIET`].
 fn comes_to_rest(rig: &Rig, more: &[u32]) -> Result<()> {
     eventually(|| {
         let before = everybody(rig, more)?;
@@ -91,7 +91,7 @@ fn idle_daemons_and_sessions_take_no_processor_time() -> Result<()> {
     let programs = programs.into_iter().collect::<Result<Vec<_>>>()?;
     let pids: Vec<u32> = programs.iter().map(Idle::pid).collect();
     comes_to_rest(&rig, &pids).context("with a session of each transport that has worked")?;
-    // The status is right all the same, and whoever rested works again.
+    // The status is still correct, and idle sessions continue to work.
     let sessions = rig.server.status()?["sessions"].as_array().map_or(0, Vec::len);
     assert_eq!(sessions, 2);
     for program in programs {

@@ -1,5 +1,5 @@
 //! Every CUDA test program as a native client on the software GPU, over both transports, and with NVIDIA's own runtime inside
-//! the program, as nvcc builds it by default. Programs that need a GPU of NVIDIA's are in `gpu.rs` alone.
+//! the program, as nvcc builds it by default. Programs that need a GPU of NVIDIA's run only in `gpu.rs`.
 //!
 //! `cargo xtask test programs` builds what this needs and runs it. Each test starts its own server and daemon.
 
@@ -9,17 +9,17 @@ use libtest_mimic::{Arguments, Trial};
 use rgpu_tests::calls;
 use rgpu_tests::programs::{Way, passes_with, portable, told};
 
-/// How each program runs, by the name that its tests have.
+/// How each program runs, by the prefix of its tests' names.
 const WAYS: [(&str, Way); 3] = [
     ("local", Way::Client("software", "local")),
     ("tcp", Way::Client("software", "tcp")),
     ("with_nvidias_runtime", Way::Inside("software", "local")),
 ];
-/// Where userfaultfd is refused, as in containers, managed memory is made of page protection; all but system calls on it works.
+/// Programs to run without userfaultfd, as in containers. Managed memory then uses page protection, and everything except system calls on it works.
 const BY_PAGE_PROTECTION: [&str; 5] =
     ["managed_memory", "managed_neighbors", "managed_variables", "managed_api", "mapped_memory"];
 
-/// The program passes, and its calls are served where `tests/calls.txt` says.
+/// Runs a program and checks that its calls were served where `tests/calls.txt` says.
 fn run(name: &str, way: Way) -> anyhow::Result<()> {
     let outcome = passes_with(name, way, &[], &[("RGPU_STATS", "1")])?;
     calls::agree(&format!("{name}-{}", way.name()), &outcome.stderr)

@@ -1,4 +1,4 @@
-//! Programs that start together while a server's contexts take their time: they wait, say so, and are served; NVML's questions do not wait.
+//! Programs that start together while making contexts is slow. They wait, say so, and are served. NVML queries do not wait.
 
 mod support;
 
@@ -21,7 +21,7 @@ fn together(rig: &Rig, transport: Transport, name: &str, count: usize) -> Result
 
 #[test]
 fn programs_report_that_they_wait_in_the_queue() -> Result<()> {
-    // No more contexts are made at a time than there are processors, so the last programs wait for several.
+    // At most as many contexts are made at a time as there are processors, so the last programs wait for several.
     let processors = std::thread::available_parallelism().map_or(1, usize::from).max(2);
     let rig = Rig::with("queue", &["--software-imitate", "context-ms=3000"], &[])?;
     for transport in TRANSPORTS {

@@ -1,7 +1,7 @@
 //! The transport `verbs`, over RoCE in software, in machines that the tests boot.
 //!
-//! Booting is dear, so each test boots one machine and runs its parts there, one after another; a part that fails is named, and the others run all the same. `RGPU_RDMA_PART=word` runs
-//! only parts with that word in their names. Limits are generous: machines may be emulated, and their hosts busy.
+//! Booting is slow, so each test boots one machine and runs its parts there one after another. If a part fails, its name is printed and the others still run. `RGPU_RDMA_PART=word` runs
+//! only parts with that word in their names. Limits are generous, because machines may be emulated on busy hosts.
 //!
 //! `cargo xtask test rdma` runs two tests at once. They begin in the order of their names: the longest first, the three others beside it.
 //!
@@ -21,7 +21,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// How long anything may take in a machine that is emulated on a busy host before a test gives up. Nothing is judged by it.
+/// Time limit of everything in a machine that is emulated on a busy host. No test depends on how long something takes.
 const LONG: Duration = Duration::from_secs(900);
 
 /// The daemons and the examples, built.
@@ -38,7 +38,7 @@ fn built() -> Result<PathBuf> {
         if status.success() { Ok(()) } else { Err(format!("{what} do not build")) }
     };
     let build = || {
-        // As `cargo xtask build` builds them, so that it is not done twice: together with the examples they would be built with other features of what they depend on.
+        // Built as by `cargo xtask build`, so that this is not done twice. Together with the examples, their dependencies would have other features.
         run("the daemons", &["-p", "vhost-rgpu", "-p", "rgpu-server", "-p", "rgpuctl"])?;
         run("the examples", &["-p", "rgpu-host-bridge", "--example", "verbs", "--example", "hostile"])
     };
@@ -68,7 +68,7 @@ impl Parts {
         }
     }
 
-    /// Fails if a part did, or if none ran at all: a word of `RGPU_RDMA_PART` that fits nothing is no success.
+    /// Fails if a part failed, or if `RGPU_RDMA_PART` matched none.
     fn end(self) -> Result<()> {
         ensure!(self.ran > 0, "no part of this test ran: RGPU_RDMA_PART fits none");
         match self.failed.as_slice() {
@@ -112,12 +112,12 @@ impl Bed {
         Ok(String::from_utf8_lossy(&output.stderr).into_owned())
     }
 
-    /// What the listener has said.
+    /// The listener's output.
     fn log(&self) -> String {
         String::from_utf8_lossy(&self.listener.stdout()).into_owned()
     }
 
-    /// Ends the listener and starts another.
+    /// Restarts the listener.
     fn restart(&mut self) -> Result<()> {
         self.listener.kill()?;
         self.machine.check("while pidof verbs; do sleep 0.1; done", LONG)?;
@@ -179,8 +179,8 @@ fn a_wrong_choice_is_named(bed: &Bed) -> Result<()> {
     Ok(())
 }
 
-/// Takes the link down for a second. Returns whether it really was not down for much longer: on a busy host it may be, and then
-/// whatever used the link may have given it up after the ten seconds that are configured.
+/// Takes the link down for a second. Returns whether it was down for not much longer. On a busy host it may be, and then a session may have given it up
+/// after the configured ten seconds.
 fn cut_for_a_second(machine: &Machine) -> Result<bool> {
     let said = machine.check(
         &format!(
@@ -197,7 +197,7 @@ fn cut_for_a_second(machine: &Machine) -> Result<bool> {
     Ok(after - before <= 4)
 }
 
-/// How often the host may take too long over a short cut.
+/// How often the link may be down for too long because the host is busy.
 const CUTS: usize = 10;
 
 fn a_link_down_for_a_second_is_outlived(bed: &Bed) -> Result<()> {
@@ -217,11 +217,11 @@ fn a_link_down_for_a_second_is_outlived(bed: &Bed) -> Result<()> {
 fn a_link_down_for_good_ends_both_sides(bed: &Bed) -> Result<()> {
     let job = bed.endless("h2d --sleep")?;
     bed.machine.check(rdma::CUT, LONG)?;
-    // It takes the ten seconds that are configured.
+    // This takes the configured ten seconds.
     let output = job.wait(LONG)?;
     bed.machine.check(rdma::MEND, LONG)?;
     rdma::wait_up(&bed.machine)?;
-    // Who notices first names the cause, and the other learns that the control connection was closed.
+    // The side that notices first logs the cause. The other one learns that the control connection was closed.
     let said = String::from_utf8_lossy(&output.stderr);
     bed.listener.wait_for("lost: ", LONG)?;
     let cause = "does not answer any more";
@@ -241,7 +241,7 @@ fn a_killed_peer_is_noticed_and_leaves_nothing_behind(bed: &mut Bed) -> Result<(
     let output = job.wait(LONG)?;
     ensure!(!output.success() && !output.stderr.is_empty(), "{output}");
     bed.job("--do d2h --size 100000 --count 3")?;
-    // A client that is killed: the listener goes on.
+    // When a client is killed, the listener continues.
     let job = bed.endless("d2h --sleep")?;
     job.kill()?;
     let again = bed.machine.run(&bed.command("--do h2d --size 100000 --count 3"), LONG)?;
@@ -305,7 +305,7 @@ fn the_verbs_layer_delivers_data_intact_and_detects_failures() -> Result<()> {
     parts.end()
 }
 
-/// A machine in which rgpu runs: server and daemon started, over verbs. The server's driver keeps its caller waiting, as NVIDIA's does.
+/// A machine in which rgpu runs over verbs. The server's driver blocks its caller as NVIDIA's does.
 struct Rgpu {
     machine: Machine,
     server: Process,
@@ -412,7 +412,7 @@ impl Rgpu {
         Ok([size("/run/server.log")?, size("/run/vhost.log")?])
     }
 
-    /// What these logs have got since.
+    /// What was logged since.
     fn logs_since(&self, [server, vhost]: [usize; 2]) -> Result<[String; 2]> {
         let rest = |log: &str, from: usize| self.machine.check(&format!("tail -c +{} {log}", from + 1), LONG);
         Ok([rest("/run/server.log", server)?, rest("/run/vhost.log", vhost)?])
@@ -425,7 +425,7 @@ impl Rgpu {
             .unwrap_or_default()
     }
 
-    /// Waits until nobody holds registered memory: every session is gone, and its keys with it.
+    /// Waits until no memory is registered: all sessions are gone, with their keys.
     fn nothing_left(&self) -> Result<()> {
         self.machine.check("for i in $(seq 3000); do [ -z \"$(rdma resource show mr)\" ] && exit 0; sleep 0.1; done; rdma resource show mr; exit 1", LONG).context("registered memory is left")?;
         Ok(())
@@ -456,7 +456,7 @@ const PROGRAMS: [&str; 21] = [
     "batched_asks",
 ];
 
-/// While a session has nothing to do no thread of the daemons and of the worker is scheduled, and afterwards it goes on.
+/// While a session is idle, no thread of the daemons and the worker is scheduled. Afterwards it continues.
 fn an_idle_session_takes_no_processor(rgpu: &Rgpu) -> Result<()> {
     rgpu.nothing_left()?;
     let idle = rgpu.machine.spawn(&format!(
@@ -476,7 +476,7 @@ fn an_idle_session_takes_no_processor(rgpu: &Rgpu) -> Result<()> {
         Ok(said.lines().map(str::to_owned).collect())
     };
     let mut moved = Vec::new();
-    // What the start has left to do is done sooner or later.
+    // Wait until the rest of the start-up work is done.
     for _ in 0..30 {
         let before = switches()?;
         std::thread::sleep(Duration::from_secs(6));
@@ -493,7 +493,7 @@ fn an_idle_session_takes_no_processor(rgpu: &Rgpu) -> Result<()> {
     Ok(())
 }
 
-/// Page-locked memory goes from the program's pages into the buffers that the device reads, and back, with no CPU in between on either host.
+/// Page-locked memory travels between the program's pages and the buffers that the device reads without a CPU on either host.
 fn bulk_data_is_copied_by_no_cpu(rgpu: &Rgpu, program: &str) -> Result<()> {
     no_cpu_copies(rgpu, program, || rgpu.passes(program))
 }
@@ -519,7 +519,7 @@ fn no_cpu_copies(rgpu: &Rgpu, program: &str, run: impl FnOnce() -> Result<()>) -
     ensure!(came > 8 << 20 && went > 8 << 20, "{came} and {went} bytes are not much");
     ensure!(sent == came && received == went, "the bridge sent {sent} and received {received}");
     ensure!(by_cpu == 0, "the server's CPU copied {by_cpu} bytes");
-    // Commands and answers are copied, and nothing else is.
+    // Only commands and answers are copied.
     ensure!(copied < (came + went) / 20, "the bridge's CPU copied {copied} bytes");
     Ok(())
 }
@@ -543,7 +543,7 @@ fn a_killed_program_takes_nobody_along(rgpu: &Rgpu) -> Result<()> {
     rgpu.nothing_left()
 }
 
-/// A program that copies, and goes on copying after the link was down for a second.
+/// A program that continues to copy after the link was down for a second.
 fn after_a_short_cut(rgpu: &Rgpu) -> Result<Process> {
     for _ in 0..CUTS {
         let program = rgpu.endless_copies()?;
@@ -563,7 +563,7 @@ fn a_short_cut_is_outlived_and_a_long_one_ends_the_program(rgpu: &Rgpu) -> Resul
     let program = after_a_short_cut(rgpu)?;
     let before = rgpu.log_sizes()?;
     rgpu.machine.check(rdma::CUT, LONG)?;
-    // It takes the ten seconds that are configured. Both sides let go of everything before the link is back.
+    // This takes the configured ten seconds. Both sides let go of everything before the link is back.
     let output = program.wait(LONG);
     let left = rgpu.nothing_left();
     let told = output.and_then(|output| {
@@ -582,12 +582,12 @@ fn a_short_cut_is_outlived_and_a_long_one_ends_the_program(rgpu: &Rgpu) -> Resul
     rdma::wait_up(&rgpu.machine)?;
     left.context("while the link was down")?;
     told?;
-    // The link is back, and so is service.
+    // When the link is back, programs are served again.
     rgpu.nothing_left()?;
     rgpu.passes("vectorAdd")
 }
 
-/// Who is not reached any more, over which device, and why: in the program's last words and in the logs of the server and of `vhost-rgpu`.
+/// The program's last message and both daemons' logs say which peer is lost, over which device, and why.
 fn both_sides_say_what_happened(program: &str, [server, vhost]: &[String; 2]) -> Result<()> {
     const CAUSES: [&str; 2] = ["does not answer any more", "nothing came over RDMA device rxe"];
     let told = |who: &str, text: &str, words: &[&str]| {
@@ -636,7 +636,7 @@ fn a_killed_server_ends_the_program_with_a_reason(rgpu: &Rgpu) -> Result<()> {
     rgpu.nothing_left()
 }
 
-/// What a hostile bridge does, and a word of what it must be told: by the server, or by the device that refused it.
+/// Attacks of a hostile bridge, with a word of the expected answer of the server or of the refusing device.
 const HOSTILE_BRIDGES: [(&str, &str); 16] = [
     ("longer-header", "no piece of data"),
     ("no-header", "no piece of data"),
@@ -657,14 +657,14 @@ const HOSTILE_BRIDGES: [(&str, &str); 16] = [
 ];
 
 fn a_hostile_bridge_is_shown_out(rgpu: &Rgpu) -> Result<()> {
-    // Its session stands through everything that happens to the hostile ones, and gets its own data.
+    // Its session survives all attacks and gets the right data.
     let bystander = rgpu.spawn("copies")?;
     for (what, words) in HOSTILE_BRIDGES {
         let output = rgpu
             .machine
             .run(&format!("hostile bridge 127.0.0.1:9700 --device {} --do {what}", rdma::CLIENT.1), LONG)?;
         let said = output.text();
-        // The device refuses an access and stops the queue; which of the two the server hears of first is the device's affair.
+        // The device refuses an access and stops the queue. The server may learn of either first.
         let refused = words == "access error" && said.contains("asked for what it may not");
         ensure!(output.success() && (said.contains(words) || refused), "{what}: {output}\n{}", rgpu.logs());
         ensure!(said.starts_with("ended: ") || said.starts_with("refused: "), "{what}: {said}");
@@ -676,7 +676,7 @@ fn a_hostile_bridge_is_shown_out(rgpu: &Rgpu) -> Result<()> {
     rgpu.passes("vectorAdd")
 }
 
-/// What a hostile server does, and a word of what its peer says to it.
+/// Attacks of a hostile server, with a word of its peer's answer.
 const HOSTILE_SERVERS: [(&str, &str); 9] = [
     ("immediate", "for command"),
     ("wild-write", "access error"),
@@ -709,7 +709,7 @@ fn a_hostile_server_loses_its_client(rgpu: &Rgpu) -> Result<()> {
         ensure!(!ended.success(), "{what}: the program did not mind: {ended}");
         eprintln!("      {what}: {}", output.text().lines().last().unwrap_or_default());
     }
-    // It is still there, for other servers.
+    // It still works with other servers.
     daemon.kill()?;
     let output = daemon.wait(LONG)?;
     ensure!(output.status == 128 + 9, "the daemon had ended before: {output}\n{}", rgpu.logs());
@@ -739,7 +739,7 @@ fn every_program_runs_over_verbs_and_hostile_peers_harm_no_other_session() -> Re
     parts.end()
 }
 
-/// The whole chain: a program in a virtual machine, on a host that reaches the server by RDMA. The hosts' machine is emulated itself, so the virtual one is twice.
+/// The whole chain: a program in a virtual machine, on a host that reaches the server by RDMA. The hosts are in an emulated machine, so the virtual machine is emulated twice.
 #[test]
 fn guests_reach_the_server_over_verbs_and_no_cpu_copies_their_data() -> Result<()> {
     let nested = Nested::new("export LD_LIBRARY_PATH=/opt/rgpu/lib; RGPU_STATS=1 /opt/rgpu/pinned_bulk")?
@@ -762,7 +762,7 @@ fn guests_reach_the_server_over_verbs_and_no_cpu_copies_their_data() -> Result<(
     parts.end()
 }
 
-/// For longer than a loss is configured to be noticed after, and back up again.
+/// Takes the link down for longer than the configured time until a loss, and up again.
 fn a_function_taken_down_ends_the_program(rgpu: &Rgpu) -> Result<()> {
     let program = rgpu.endless_copies()?;
     rgpu.machine.check("/bin/ip link set vf0 down", LONG)?;

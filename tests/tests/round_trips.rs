@@ -1,4 +1,4 @@
-//! What a program's steady state costs, in counts instead of times: a loop of calls that need no answer makes no round trip, however long it is.
+//! Costs of a program's steady state, as counts instead of times: a loop of calls that need no answer makes no round trip, however long it is.
 
 use std::process::Command;
 
@@ -6,8 +6,8 @@ use anyhow::{Context, Result, ensure};
 use rgpu_tests::programs::{LIMIT, built, counter as counter_of, run};
 use rgpu_tests::tree;
 
-/// The counters that a client prints after `bench loop NAME count`, over a private server: a line for all, and one for each function of the driver API. Those of the runtime's functions tell the same
-/// commands again.
+/// The counters that a client prints after `bench loop NAME count` with a private server: a line for all, and one for each function of the driver API. Lines of the runtime's functions count the
+/// same commands again.
 fn stats(transport: &str, name: &str, count: u32) -> Result<Vec<String>> {
     stats_of(transport, "bench", &["loop", name, &count.to_string()])
 }
@@ -47,7 +47,7 @@ fn no_round_trip(name: &str) -> Result<()> {
             "{name} over {transport}: 290 more of them made {} more round trips",
             many - few
         );
-        // The counters do count: the calls themselves are there.
+        // The counters work: the calls themselves were counted.
         if name != "event_queries" {
             let commands = counter(transport, name, 300, "commands")?;
             assert!(commands >= 300, "{name} over {transport}: {commands} commands for 300 calls");
@@ -91,7 +91,7 @@ fn allocating_and_freeing_needs_no_round_trip() -> Result<()> {
     no_round_trip("alloc_free")
 }
 
-/// How many answers a program waited for: `few` and `many` steps of it.
+/// How many answers a program waited for in `few` and in `many` steps.
 fn waits(transport: &str, program: &str, way: &[&str], few: u32, many: u32) -> Result<[u64; 2]> {
     let of = |steps: u32| -> Result<u64> {
         let steps = steps.to_string();
@@ -110,10 +110,10 @@ fn repeated_queries_are_answered_in_the_process() -> Result<()> {
     Ok(())
 }
 
-/// So many answers of each step of a framework are waited for: those that the program needs and nobody nearer has.
+/// Checks the number of answers that each step of a framework waits for: only those that the program needs from the server.
 fn waits_of_a_step(name: &str, each: u64) -> Result<()> {
     for transport in ["local", "tcp"] {
-        // The first steps learn what there is to know: of every kernel, setting and size, and which times are asked for.
+        // The first steps learn everything about kernels, settings and sizes, and which times the program asks for.
         let (few, many) = (20, 120);
         let [begun, ended] = waits(transport, "framework_steps", &[name], few, many)?;
         let (steps, waits) = (u64::from(many - few), ended - begun);
@@ -147,7 +147,7 @@ fn the_time_of_a_call_is_counted_for_its_function() -> Result<()> {
     assert_eq!(counter_of(launches, "calls")?, 301, "{launches}");
     assert_eq!(counter_of(launches, "commands")?, 301, "{launches}");
     assert_eq!(counter_of(launches, "round_trips")?, 0, "{launches}");
-    // What the functions took is no more than what the process took.
+    // The functions' counts together do not exceed the process's.
     for counter in ["commands", "round_trips", "doorbells", "system_calls", "copied_bytes"] {
         let sum = lines[1..].iter().map(|line| counter_of(line, counter)).sum::<Result<u64>>()?;
         assert!(sum <= counter_of(&lines[0], counter)?, "{counter}: {lines:#?}");
@@ -155,7 +155,7 @@ fn the_time_of_a_call_is_counted_for_its_function() -> Result<()> {
     Ok(())
 }
 
-/// From its first call to its result a program waits four times: for what there is (the server and its device, asked together), for memory, for its code with all its functions'
+/// From its first call to its result, a program waits four times: for the descriptions of the server and its device (one round trip), for memory, for its code with all functions'
 /// parameters and attributes, and for the result. Queries of the device, its attributes, the functions and the limits are answered from what came with these.
 #[test]
 fn a_program_waits_four_times_from_its_first_call_to_its_result() -> Result<()> {
@@ -168,7 +168,7 @@ fn a_program_waits_four_times_from_its_first_call_to_its_result() -> Result<()> 
             .filter_map(|line| line.split(' ').next())
             .collect();
         assert_eq!(answered, ["cuMemAlloc_v2", "cuLibraryLoadData", "cuMemcpyDtoH_v2"], "{lines:#?}");
-        // The session's own beginning is put down to no function.
+        // The start of the session is counted for no function.
         assert_eq!((of(&lines[0], "exchanges")?, of(&lines[0], "round_trips")?), (4, 5), "{lines:#?}");
     }
     Ok(())

@@ -1,7 +1,7 @@
-//! The whole path: CUDA programs in a booted guest, `vhost-rgpu` and `rgpu-server` on this machine, and what happens when any of
-//! them goes away at a bad time.
+//! The whole path: CUDA programs in a booted guest, `vhost-rgpu` and `rgpu-server` on this machine, and what happens when one of
+//! them is killed.
 //!
-//! Guests are translated where there is no KVM, so each test does much in one boot.
+//! Without KVM, guests are emulated, so each test does many things in one boot.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -18,7 +18,7 @@ use rgpu_tests::machine::{Builder, Machine, Output};
 use rgpu_tests::programs::{self, Program};
 use rgpu_tests::tree;
 
-/// How long anything may take in an emulated guest on a busy machine before a test gives up. Nothing is judged by it.
+/// Time limit of everything in an emulated guest on a busy machine. No test depends on how long something takes.
 const LONG: Duration = Duration::from_secs(600);
 
 /// The daemons and a guest that they serve.
@@ -45,13 +45,13 @@ impl Bed {
         Ok(output)
     }
 
-    /// What the daemons hold at rest after a program has used them: the base line for all that follows.
+    /// The daemons' idle state after a program has used them, as the baseline for all that follows.
     fn base_line(&self) -> Result<Holdings> {
         self.passes("vectorAdd")?;
         self.host.at_rest()
     }
 
-    /// Nothing is left of what was before, on the host and in the guest, and the next program passes.
+    /// Checks that nothing is left of earlier programs on the host and in the guest, and that the next program passes.
     fn check_after(&self, what: &str, before: &Holdings) -> Result<()> {
         let check = || -> Result<()> {
             self.host.check_settled(before)?;
@@ -62,7 +62,7 @@ impl Bed {
         check().with_context(|| format!("after: {what}"))
     }
 
-    /// No page is pinned in the guest, and its kernel has nothing to complain of.
+    /// Checks that no page is pinned in the guest and that its kernel has logged no complaint.
     fn check_guest(&self) -> Result<()> {
         let deadline = Instant::now() + LONG;
         loop {
@@ -118,7 +118,7 @@ fn passed(name: &str, output: &Output) -> Result<()> {
     Ok(())
 }
 
-/// The one line that rgpu's libraries have said on standard error.
+/// The only line of rgpu's libraries on standard error.
 fn said(output: &Output) -> Result<String> {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("rgpu: ")).collect();
@@ -128,7 +128,7 @@ fn said(output: &Output) -> Result<String> {
     }
 }
 
-/// That a program failed, and that rgpu said why in one line, with all of `words` in it.
+/// Checks that a program failed and that rgpu said why in one line that contains all of `words`.
 fn failed_saying(output: &Output, words: &[&str]) -> Result<()> {
     ensure!(!output.success(), "it should have failed: {output}");
     let line = said(output)?;
@@ -169,7 +169,7 @@ fn every_program_passes_in_a_guest_over_tcp() -> Result<()> {
     all_programs_pass("tcp")
 }
 
-/// A number that the client's library counts, out of what `RGPU_STATS=1` has it print.
+/// A counter from the output of `RGPU_STATS=1`.
 fn counted(output: &Output, name: &str) -> Result<u64> {
     programs::counted(&String::from_utf8_lossy(&output.stderr), name)
 }
@@ -226,7 +226,7 @@ fn run_launch_loop(bed: &Bed, transport: &str, poll_us: Option<u32>) -> Result<(
     Ok((commands, [kicks, interrupts]))
 }
 
-/// A launch in an emulated guest may take longer than both sides usually look for work, so the bound for that is wide.
+/// A launch in an emulated guest may take longer than both sides usually poll, so this bound is generous.
 fn launches_need_no_exit_over(transport: &'static str) -> Result<()> {
     launches_need_no_exit(transport, Some(10_000), 2)?;
     launches_need_no_exit(transport, None, 25)
@@ -242,15 +242,15 @@ fn a_launch_loop_rings_no_doorbell_for_each_launch_over_tcp() -> Result<()> {
     launches_need_no_exit_over("tcp")
 }
 
-/// Starts `kill_me` and waits until it is in the middle of what `part` names.
+/// Starts `kill_me` and waits until it is in the middle of `part`.
 fn start_kill_me(machine: &Machine, part: &str) -> Result<rgpu_tests::machine::Process> {
     let process = machine.spawn(&format!("exec kill_me {part}"))?;
     process.wait_for(&format!("RUNNING {part}"), LONG)?;
     Ok(process)
 }
 
-/// By how much a daemon's memory may have grown: what its allocator keeps for the next time, in KiB. Sessions at the same time
-/// take more of that than one after the other.
+/// How much a daemon's memory may grow, in KiB: memory that its allocator keeps. Concurrent sessions need more of it than
+/// consecutive ones.
 const GROWTH: u64 = 24 << 10;
 
 fn nothing_is_left_of_a_program_or_a_guest(transport: &'static str) -> Result<()> {
@@ -270,7 +270,7 @@ fn nothing_is_left_of_a_program_or_a_guest(transport: &'static str) -> Result<()
     // A session whose program does nothing costs nothing.
     let process = start_kill_me(&bed.machine, "copy")?;
     bed.machine.check("killall -STOP kill_me", LONG)?;
-    // What was under way comes to its end first, sooner or later.
+    // Unfinished work ends first.
     let deadline = Instant::now() + LONG;
     loop {
         let ticks = bed.host.cpu_ticks()?;
@@ -288,7 +288,7 @@ fn nothing_is_left_of_a_program_or_a_guest(transport: &'static str) -> Result<()
     ensure!(process.wait(LONG)?.status == 128 + 9, "kill_me did not die of SIGKILL");
     bed.check_after("kill -9 of a stopped program", &before)?;
 
-    // A word that it does not know: it leaves by _Exit, holding device memory, pinned memory and a module.
+    // With an unknown word it calls _Exit while it has device memory, pinned memory and a module.
     ensure!(bed.machine.run("kill_me nonsense", LONG)?.status == 1, "kill_me knows the word nonsense");
     bed.check_after("a program that cleans nothing up", &before)?;
 
@@ -305,7 +305,7 @@ fn nothing_is_left_of_a_program_or_a_guest(transport: &'static str) -> Result<()
         bed.check_after(what, &before)?;
     }
 
-    // What the daemons keep of all these sessions is their logs' business, not their memory's.
+    // All that the daemons keep of these sessions is in their logs, not in their memory.
     for (now, then) in bed.host.memory()?.into_iter().zip(memory) {
         ensure!(now < then + GROWTH, "a daemon has grown from {then} KiB to {now} KiB");
     }
@@ -337,8 +337,8 @@ fn nothing_is_left_of_a_program_or_a_guest_over_tcp() -> Result<()> {
     nothing_is_left_of_a_program_or_a_guest("tcp")
 }
 
-/// What a program gets, and the next one, when a part of the host side is killed. Gives host and guest after the loss of `vhost-rgpu`, which QEMU
-/// does not make up for.
+/// What happens to a program and to the next one when a part of the host side is killed. Returns host and guest after the loss of `vhost-rgpu`, which QEMU
+/// does not handle.
 fn a_lost_host_side_is_told(transport: &'static str) -> Result<Bed> {
     let mut host = Host::start(&format!("vm/lost-{transport}"), Options::software(transport))?;
     let machine = boot(&host)?;
@@ -384,7 +384,7 @@ fn a_guest_program_reports_a_lost_host_over_local() -> Result<()> {
 #[test]
 fn a_guest_program_reports_a_lost_host_over_tcp() -> Result<()> {
     let Bed { mut host, machine } = a_lost_host_side_is_told("tcp")?;
-    // Nobody answers the next program either, until the guest is started anew.
+    // The next program gets no answer either, until the guest is restarted.
     let output = machine.run("device_list", LONG)?;
     failed_saying(&output, &["/dev/rgpu0", "does not respond", "vhost-rgpu"])?;
     machine.check_console()?;
@@ -434,7 +434,7 @@ fn a_native_program_reports_a_lost_daemon() -> Result<()> {
     Ok(())
 }
 
-/// Something that answers each connection like an rgpu-server of version 99.
+/// A listener that answers each connection like an rgpu-server of version 99.
 fn server_of_another_version() -> Result<u16> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let port = listener.local_addr()?.port();
@@ -448,7 +448,7 @@ fn server_of_another_version() -> Result<u16> {
             let mut welcome = [0; size_of::<Welcome>()];
             welcome[..8].copy_from_slice(&hello[..8]);
             welcome[8] = 99;
-            // The other end may not care for more.
+            // The other end may not read more.
             let _ = stream.write_all(&welcome);
         }
     });

@@ -1,5 +1,5 @@
-//! Sessions whose driver keeps its caller waiting, as NVIDIA's does: when a device's queue is full, and when code is loaded or memory made while there is work. The software GPU
-//! imitates that (`--software-imitate`). Whatever a stream needs to go on must reach the server although the thread that executes commands is inside such a call.
+//! Sessions whose driver blocks its caller, as NVIDIA's does: when a device's queue is full, and when code is loaded or memory allocated while work is running. The software GPU
+//! imitates that (`--software-imitate`). Everything that a stream waits for must reach the server although the thread that executes commands is blocked in such a call.
 
 mod support;
 
@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 use rgpu_tests::programs;
 use support::{Rig, TRANSPORTS, Transport};
 
-/// How long a program may take. Nothing but a hang takes so long.
+/// Time limit of a program. Only a hang takes this long.
 const LIMIT: Duration = Duration::from_secs(180);
 
 fn passes(
@@ -38,7 +38,7 @@ fn a_blocked_call_does_not_keep_the_data_it_needs_from_arriving() -> Result<()> 
         for bytes in ["65536", "800000", "4194304"] {
             let argument = format!("{mode}-{bytes}");
             passes(&rig, Transport::Local, "batched_asks", &[&argument], None)?;
-            // The bridge is stopped while the copy and the call are put into the ring.
+            // The bridge is stopped while the copy and the call are written to the ring.
             passes(&rig, Transport::Tcp, "batched_asks", &[&argument], Some(rig.tcp.pid()))?;
         }
     }
@@ -130,7 +130,7 @@ fn programs_pass_with_any_call_delayed() -> Result<()> {
     Ok(())
 }
 
-/// A port that passes every connection on to `port` and delays what it passes, each way of each connection at random. Gives the port. It is there until the test's process ends.
+/// Makes a port that forwards every connection to `port`, with random delays in each direction. Returns its number. It exists until the test's process ends.
 fn slow_link(port: u16, seed: u32) -> Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let own = listener.local_addr()?.port();
@@ -167,7 +167,7 @@ impl Random {
 fn pass_on(mut from: TcpStream, mut to: TcpStream, mut random: Random) {
     let mut buffer = vec![0; 256 << 10];
     loop {
-        // Now and then only a part of what is there, so that frames are cut anywhere.
+        // Sometimes only a part, so that frames are split anywhere.
         let most = if random.below(8) == 0 { 1 + random.below(100) as usize } else { buffer.len() };
         let Ok(got @ 1..) = from.read(&mut buffer[..most]) else { break };
         let delay = if random.below(40) == 0 { 5000 } else { 300 };
@@ -176,7 +176,7 @@ fn pass_on(mut from: TcpStream, mut to: TcpStream, mut random: Random) {
             break;
         }
     }
-    // One that is closed already needs no closing.
+    // It may already be closed.
     let _ = to.shutdown(Shutdown::Write);
     let _ = from.shutdown(Shutdown::Read);
 }
@@ -191,7 +191,7 @@ fn killing_a_program_ends_driver_calls_that_wait_for_it() -> Result<()> {
     for transport in TRANSPORTS {
         for state in ["copy", "kernel", "call", "callback"] {
             let running = support::Running::start(rig.program(transport, "kill_me")?.arg(state), "RUNNING")?;
-            // It may be in the call by then. Whether it is or not: nothing may be left.
+            // It may be in the call by then. In any case, nothing may be left.
             thread::sleep(Duration::from_millis(200));
             running.kill()?;
         }

@@ -273,11 +273,17 @@ fn read(given: &ArgMatches, file: Option<&File>) -> Result<Config, ConfigError> 
     for (vm, section) in vms.iter().zip(&all) {
         let line = |key| section.map_or(0, |section| section.line_of(key));
         if let Some(line) = names.insert(&vm.name, line("name")) {
-            let text = format!("the section at line {line} has the name {:?}, too", vm.name);
+            let text = format!(
+                "the section at line {line} already has the name {:?}; each VM needs its own",
+                vm.name
+            );
             return Err(layer(*section).wrong("name", text).into());
         }
         if let Some(line) = sockets.insert(&vm.socket, line("socket")) {
-            let text = format!("the section at line {line} has the socket {}, too", vm.socket.display());
+            let text = format!(
+                "the section at line {line} already has the socket {}; each VM needs its own",
+                vm.socket.display()
+            );
             return Err(layer(*section).wrong("socket", text).into());
         }
     }

@@ -56,6 +56,7 @@ impl Account {
         charged.saturating_add(self.implicit(number))
     }
 
+    #[cfg(test)]
     /// NVML says that the session's process takes so many bytes on a device.
     pub(super) fn measured(&self, number: usize, bytes: u64) {
         if let (Some(implicit), Some(held)) = (self.terms.implicit.get(number), self.meter.held.get(number)) {

@@ -521,7 +521,7 @@ impl Session {
             status.ok()?;
             decode_reply::<R>(payload).map_err(|error| {
                 log::error(format_args!(
-                    "the reply to {name} cannot be decoded ({error}): the server is a different build"
+                    "the reply to {name} cannot be decoded ({error}): the server is a different build; install the same version of rgpu on both sides"
                 ));
                 Status::UNKNOWN
             })

@@ -35,7 +35,7 @@ use crate::session::{Session, Target};
 pub struct Arguments {
     #[command(flatten)]
     target: Target,
-    /// Start no daemon: use the libcuda and the environment that programs have here, as inside a guest
+    /// Start no daemon. Use the libcuda that programs find in this environment, as inside a guest
     #[arg(long, conflicts_with_all = ["server", "backend", "transport", "log_dir", "native"])]
     installed: bool,
     /// Also measure NVIDIA's driver on this machine, and show the ratio to it

@@ -18,7 +18,7 @@ use protocol::wire::Bytes;
 use super::Cuda;
 use super::api::{Api, CUDA_MEMCPY3D, CUstream, WAIT_AT_LEAST};
 use super::registration;
-use super::staging::{ANSWER, Transfer};
+use super::staging::{ANSWER, ChunkPlace, Transfer};
 use super::streams::{CudaStream, Place};
 use crate::driver::call::{Call, Input, Result};
 use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, LineCopy};
@@ -238,7 +238,7 @@ impl Cuda {
                 Some((grants, window))
             }
         };
-        let enqueued = self.enqueue_upload(place, to, &transfer);
+        let enqueued = self.enqueue_chunks(place, Direction::ToDevice, to, transfer.inbound());
         if let Some((grants, window)) = grants {
             match enqueued {
                 Ok(()) => transfer.grant_as_taken(&self.completer, grants, window),
@@ -253,25 +253,21 @@ impl Cuda {
         })
     }
 
-    /// Enqueues, for each chunk, the wait for it, its copy, and the word that its slot is free again.
-    fn enqueue_upload(&self, place: &Place, to: &Rows, transfer: &Transfer) -> Result {
-        for chunk in transfer.inbound() {
-            // SAFETY: registered words and slots that the transfer holds until its fence; rows that were checked.
+    /// Enqueues, for each chunk, the wait for its slot, the copy, and the write of the word that says that the copy is done.
+    fn enqueue_chunks(
+        &self,
+        place: &Place,
+        direction: Direction,
+        rows: &Rows,
+        chunks: impl Iterator<Item = ChunkPlace>,
+    ) -> Result {
+        let (api, stream) = (self.api, place.stream);
+        for ChunkPlace { offset, len, at, host, gpu } in chunks {
+            // SAFETY: registered words and slots that the transfer holds until its fence; the session has checked the rows.
             let enqueued = unsafe {
-                self.api
-                    .stream_wait(place.stream, chunk.host.0, chunk.host.1, WAIT_AT_LEAST)
-                    .and_then(|()| {
-                        copy_rows(
-                            self.api,
-                            place.stream,
-                            Direction::ToDevice,
-                            to,
-                            chunk.offset,
-                            chunk.at,
-                            chunk.len,
-                        )
-                    })
-                    .and_then(|()| self.api.stream_write(place.stream, chunk.gpu.0, chunk.gpu.1, 0))
+                api.stream_wait(stream, host.0, host.1, WAIT_AT_LEAST)
+                    .and_then(|()| copy_rows(api, stream, direction, rows, offset, at, len))
+                    .and_then(|()| api.stream_write(stream, gpu.0, gpu.1, 0))
             };
             self.note(place.context, enqueued)?;
         }
@@ -352,26 +348,7 @@ impl GpuCopies for Cuda {
         let chunk_in = |slot| chunk_of(from, packed, slot);
         let transfer = self.staging.begin(place.flows.outbound, packed, chunk_in, &place.health)?;
         self.staging.send(Arc::clone(&transfer), sink);
-        for chunk in transfer.outbound() {
-            // SAFETY: registered words and slots that the transfer holds until its fence; the session has checked the rows.
-            let enqueued = unsafe {
-                self.api
-                    .stream_wait(place.stream, chunk.host.0, chunk.host.1, WAIT_AT_LEAST)
-                    .and_then(|()| {
-                        copy_rows(
-                            self.api,
-                            place.stream,
-                            Direction::FromDevice,
-                            from,
-                            chunk.offset,
-                            chunk.at,
-                            chunk.len,
-                        )
-                    })
-                    .and_then(|()| self.api.stream_write(place.stream, chunk.gpu.0, chunk.gpu.1, 0))
-            };
-            self.note(place.context, enqueued)?;
-        }
+        self.enqueue_chunks(place, Direction::FromDevice, from, transfer.outbound())?;
         // What follows on the stream counts as done only when the client has the data.
         for (word, value) in transfer.all_sent() {
             // SAFETY: registered words that the transfer holds until its fence.

@@ -172,7 +172,9 @@ fn refusal(answer: protocol::device::Answer) -> &'static str {
         }
         Answer::Version => "another version of rgpu",
         Answer::Denied => "the GPU server refused this client",
-        Answer::Unsupported => "the host does not know this request",
+        Answer::Unsupported => {
+            "the host does not know this request: install the same version of rgpu on both sides"
+        }
         Answer::Waiting => "the host sent a reply that only servers send",
     }
 }

@@ -185,7 +185,7 @@ impl Port for Native {
         if let Err(error) = self.request(request::UNREGISTER_MEMORY, region, 0, None)
             && self.alive()
         {
-            log::warn(format_args!("unregistering pinned memory: {}", error.line()));
+            log::warn(format_args!("cannot unregister pinned memory: {}", error.line()));
         }
     }
 

@@ -193,7 +193,7 @@ pub(crate) fn refuse_change<T>() -> Result<T> {
 pub(crate) fn refuse_apart<T>() -> Result<T> {
     static SAID: AtomicBool = AtomicBool::new(false);
     refuse_form(
-        "a graph with conditional nodes whose kernels stand before and behind steps of this process",
+        "a graph with conditional nodes that has kernels both before and after host functions, events or copies of host memory",
         &SAID,
     )
 }

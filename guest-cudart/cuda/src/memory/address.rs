@@ -10,7 +10,7 @@ use crate::process::driver::Driver;
 use client::ops::memory::is_managed;
 use client::{Status, lock};
 
-/// Whether an address is one of device memory: in a window, or a module's variable.
+/// Whether an address is in device memory: in a window, or in a module's variable.
 pub(crate) fn is_device(driver: &Driver, address: u64) -> bool {
     is_reserved(driver, address) || find(driver, address).is_some()
 }
@@ -64,10 +64,10 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
     })
 }
 
-/// Checks that `len` bytes at a device address (not 0 bytes) lie in one allocation, or are mapped. What of them the host has goes to the device.
+/// Checks that `len` bytes (not 0) at a device address lie in one allocation or are mapped. Sends what the host has of them to the device.
 ///
 /// # Errors
-/// `INVALID_VALUE`, as CUDA says of an address that is none, or a range that runs past its end.
+/// `INVALID_VALUE` for any other address or a range that goes beyond the end, as in CUDA.
 #[inline]
 pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {
     if virtual_memory::is_here(address) && graph_memory::found(address).is_none() {

@@ -18,7 +18,7 @@ pub(crate) struct Array {
     pub id: ArrayId,
     pub context: &'static Context,
     pub shape: ArrayShape,
-    /// The mipmapped array that it is a level of, which destroys it.
+    /// The mipmapped array that it is a level of. Destroying that destroys the level.
     pub level_of: Option<Weak<Mipmapped>>,
 }
 
@@ -28,7 +28,7 @@ pub(crate) struct Mipmapped {
     pub context: &'static Context,
     pub shape: ArrayShape,
     pub levels: u32,
-    /// Handles of the levels that were asked for.
+    /// Handles of the levels that the program has requested.
     pub told: Mutex<Vec<(u32, usize)>>,
 }
 
@@ -36,13 +36,13 @@ pub(crate) static ARRAYS: Slab<Array> = Slab::new(12);
 
 pub(crate) static MIPMAPPED: Slab<Mipmapped> = Slab::new(13);
 
-/// The array that a program's handle names.
+/// The array of a handle.
 pub(crate) fn of(handle: usize) -> Result<Arc<Array>> {
     driver()?;
     ARRAYS.get(handle).ok_or(Status::INVALID_HANDLE)
 }
 
-/// The mipmapped array that a program's handle names.
+/// The mipmapped array of a handle.
 pub(crate) fn mipmapped(handle: usize) -> Result<Arc<Mipmapped>> {
     driver()?;
     MIPMAPPED.get(handle).ok_or(Status::INVALID_HANDLE)
@@ -53,7 +53,7 @@ pub(crate) fn new_id() -> ArrayId {
     ArrayId(IDS.fetch_add(1, Ordering::Relaxed))
 }
 
-/// `CUdevice_attribute` numbers of the greatest sizes.
+/// `CUdevice_attribute` numbers of the maximum sizes.
 mod limit {
     pub const TEXTURE_1D: usize = 21;
     pub const TEXTURE_2D: [usize; 2] = [22, 23];
@@ -66,7 +66,7 @@ mod limit {
     pub const TEXTURE_CUBEMAP_LAYERED: [usize; 2] = [53, 54];
 }
 
-/// What a program asks for, checked as far as the device's attributes tell.
+/// Checks a description against the device's attributes.
 pub(crate) fn shape(context: &Context, d: &Array3DDescriptor, mipmapped: bool) -> Result<ArrayShape> {
     static SAID: AtomicBool = AtomicBool::new(false);
     if d.flags & !flag::KNOWN != 0 {
@@ -78,7 +78,7 @@ pub(crate) fn shape(context: &Context, d: &Array3DDescriptor, mipmapped: bool) -
     let [width, height, depth] = [d.width, d.height, d.depth].map(|n| n as u64);
     let shape = ArrayShape { width, height, depth, format: d.format, channels: d.channels, flags: d.flags };
     if shape.element_bytes().is_none() {
-        // Formats of video, compressed and normalized ones.
+        // Video, compressed and normalized formats.
         let known = matches!(d.format, 0x50 | 0x91..=0x9e | 0xb0..=0xcb);
         return if known {
             refuse_form("an array of this format", &SAID)
@@ -103,7 +103,7 @@ pub(crate) fn shape(context: &Context, d: &Array3DDescriptor, mipmapped: bool) -
         let most = limit::TEXTURE_2D_LAYERED;
         depth > 0 && at_most(width, most[0]) && at_most(height, most[1]) && at_most(depth, most[2])
     } else if depth > 0 {
-        // The device has an alternate form with other proportions, which the driver knows; height 0 has no depth.
+        // The device also supports other proportions, which only the driver knows. With height 0 there is no depth.
         height > 0
             && [width, height, depth]
                 .iter()
@@ -126,14 +126,14 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
     }
     let whole = arrays.iter().filter(|array| array.level_of.is_none()).map(|array| array.id);
     for array in whole.chain(mipmapped.iter().map(|array| array.id)) {
-        // A lost session has no arrays.
+        // After the session is lost there are no arrays.
         let _ = driver.session.append(&ArrayDestroy { array });
     }
 }
 
 /// One end of a copy.
 pub(crate) enum End {
-    /// An array, and the position in it: bytes in a row, row, slice.
+    /// An array, and a position in it: byte of the row, row, slice.
     Array(Arc<Array>, [u64; 3]),
     /// Device memory.
     Device(Pitched),

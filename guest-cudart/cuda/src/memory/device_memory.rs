@@ -1,4 +1,4 @@
-//! Device memory: the windows of addresses of the devices, and placing an allocation in one.
+//! Device memory: the devices' windows of addresses, and where an allocation is placed in one.
 
 use std::sync::Mutex;
 
@@ -18,12 +18,12 @@ pub(crate) struct Found {
     pub buffer: u64,
     pub pool: usize,
     pub sync_memops: bool,
-    /// It is managed memory, or used like it.
+    /// Whether it is managed memory, or used like it.
     pub managed: bool,
 }
 
 impl Found {
-    /// Whether it is shared with other processes by `cuIpcGetMemHandle`: not memory of a pool, of a module or without an address of its own.
+    /// Whether `cuIpcGetMemHandle` can share it with other processes. Memory of a pool or a module cannot be shared, nor memory that is only mapped at its address.
     pub fn is_exportable(&self, driver: &Driver) -> bool {
         self.pool == 0 && !self.managed && device_of(driver, self.base).is_some()
     }
@@ -35,7 +35,7 @@ pub(crate) fn device_of(driver: &Driver, address: u64) -> Option<&Device> {
     driver.devices.get(usize::try_from(ordinal).ok()?)
 }
 
-/// Places an allocation in one part of a device's memory. What streams have yet to let go is not waited for: see
+/// Places an allocation in one part of a device's memory. Does not wait for frees that are pending on streams: see
 /// `stream_ordered::with_room`.
 pub(crate) fn place(
     device: &Device,

@@ -1,8 +1,8 @@
-//! What backs the memory of graphs.
+//! Device memory behind the addresses of graphs' allocations.
 //!
-//! A graph's allocations have addresses from when their nodes are made, in segments of the graph's own; memory they have from a launch on. A launch gives each of its segments a chunk of device memory, and
-//! segments of graphs that do not run at the same time share chunks: one that was used last on the launch's own stream, or by what is done by now, serves again, as long as the program has nothing in it. A
-//! segment keeps its chunk until another's allocation stays in there, or the chunk is given back (`cuDeviceGraphMemTrim`).
+//! A graph's allocations get addresses when their nodes are made, in segments of the graph, and memory when the graph is launched. A launch gives each of its segments a chunk of device memory. Graphs that do
+//! not run at the same time share chunks: a chunk can be reused if it was last used on the launch's stream or its last use has finished, unless it contains an allocation of the program. A segment keeps its
+//! chunk until an allocation of another segment stays in it, or the chunk is freed (`cuDeviceGraphMemTrim`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -18,13 +18,13 @@ use crate::process::stream::Stream;
 use client::channel::MAX_DEVICES;
 use client::{Status, lock};
 
-/// A stream, and its mark behind the last work that uses something.
+/// A stream, and its mark after the last work that uses something.
 type Use = Option<(Arc<Stream>, u64)>;
 
 /// Addresses of a graph.
 pub(crate) struct Segment {
     pub address: u64,
-    /// Bytes: whole granules.
+    /// Size in bytes, whole granules.
     pub size: u64,
     pub device: u32,
     pub context: &'static Context,
@@ -36,13 +36,13 @@ struct Chunk {
     handle: usize,
     device: u32,
     size: u64,
-    /// The last work that uses it, in whichever segment.
+    /// The last work that uses it, through any segment.
     used: Use,
-    /// Allocations in it that are the program's, by address.
+    /// Existing allocations in it, by address.
     live: BTreeMap<u64, Arc<GraphMemory>>,
 }
 
-/// A segment of a graph that is gone.
+/// A segment of a destroyed graph.
 struct Leaving {
     address: u64,
     size: u64,
@@ -73,7 +73,7 @@ static POOL: Mutex<Pool> = Mutex::new(Pool {
     figures: [Figures { used_high: 0, reserved_high: 0 }; MAX_DEVICES as usize],
 });
 
-/// The memory of all graphs, for as long as a launch is put on its stream.
+/// The memory of all graphs, locked while a launch is enqueued.
 pub(crate) type Launching = MutexGuard<'static, Pool>;
 
 fn is_over(driver: &Driver, used: &Use) -> bool {
@@ -81,7 +81,7 @@ fn is_over(driver: &Driver, used: &Use) -> bool {
 }
 
 impl Segment {
-    /// Addresses for at least `size` bytes, and no memory.
+    /// Reserves addresses for at least `size` bytes, without memory.
     pub fn new(
         driver: &'static Driver,
         context: &'static Context,
@@ -109,7 +109,7 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // The next caller gives the addresses back: this thread may be one that a stream waits for.
+        // The next caller frees the addresses, because a stream may be waiting for this thread.
         let mut pool = lock(&POOL);
         let mapped = pool.bound.remove(&self.address).is_some();
         let used = lock(&self.used).take();
@@ -118,13 +118,13 @@ impl Drop for Segment {
 }
 
 impl Pool {
-    /// Gives the addresses of graphs that are gone back.
+    /// Frees the addresses of destroyed graphs.
     fn collect(&mut self, driver: &Driver) {
         self.leaving.retain(|segment| {
             if !is_over(driver, &segment.used) {
                 return true;
             }
-            // What a lost session has is gone with it.
+            // After the session is lost there is nothing to free.
             if segment.mapped {
                 let _ = virtual_memory::unmap(driver, segment.address, segment.size);
             }
@@ -133,7 +133,7 @@ impl Pool {
         });
     }
 
-    /// Gives a segment that has none a chunk, or another than the one that something stays in. True: it has another now.
+    /// Gives a segment a chunk if it has none, or if an allocation of another segment stays in its chunk. Returns true if it has a new one.
     fn back(
         &mut self,
         driver: &'static Driver,
@@ -163,7 +163,7 @@ impl Pool {
         let id = match found.max_by_key(|(_, chunk)| on_stream(chunk)).map(|(id, _)| *id) {
             Some(id) => id,
             None => match self.fresh(driver, segment, taken) {
-                // Another stream's, which the launch then waits for.
+                // Last used by another stream, which the launch then waits for.
                 Err(Status::OUT_OF_MEMORY) => {
                     let other = self.chunks.iter().find(|(id, chunk)| fits(id, chunk)).map(|(id, _)| *id);
                     other.ok_or(Status::OUT_OF_MEMORY)?
@@ -187,11 +187,11 @@ impl Pool {
         Ok(true)
     }
 
-    /// A chunk that did not exist before.
+    /// Allocates a new chunk.
     fn fresh(&mut self, driver: &'static Driver, segment: &Segment, taken: &BTreeSet<u64>) -> Result<u64> {
         let (device, size) = (segment.device, segment.size);
         let handle = match virtual_memory::create(driver, device, size) {
-            // What no graph uses now may be what is missing.
+            // Free chunks that no graph uses, and try again.
             Err(Status::OUT_OF_MEMORY) if self.trim(driver, device, taken) => {
                 virtual_memory::create(driver, device, size)?
             }
@@ -202,7 +202,7 @@ impl Pool {
         Ok(id)
     }
 
-    /// Gives back chunks of a device that nobody uses, but those that a launch has taken. False: there was none.
+    /// Frees chunks of a device that are not in use or taken by a launch. Returns false if there were none.
     fn trim(&mut self, driver: &Driver, device: u32, taken: &BTreeSet<u64>) -> bool {
         self.collect(driver);
         let idle = |id: &u64, chunk: &Chunk| {
@@ -227,7 +227,7 @@ impl Pool {
         !ids.is_empty()
     }
 
-    /// Bytes of a device that graphs have: those that a graph can reach, and all.
+    /// Memory of a device that graphs have, in bytes: what a graph can reach, and all of it.
     fn now(&self, device: u32) -> [u64; 2] {
         let reached: BTreeSet<&u64> = self.bound.values().collect();
         let of_device = self.chunks.iter().filter(|(_, chunk)| chunk.device == device);
@@ -236,7 +236,7 @@ impl Pool {
         })
     }
 
-    /// Notes how much it is at most.
+    /// Updates the maximum.
     fn look(&mut self, device: u32) {
         let [used, reserved] = self.now(device);
         if let Some(figures) = self.figures.get_mut(device as usize) {
@@ -246,8 +246,8 @@ impl Pool {
     }
 }
 
-/// Before a launch on a stream that uses segments: they have memory that no work beside the launch uses. True: some have other memory than before. What is given is to be handed to [`launched`]
-/// when the launch is on its stream.
+/// Called before a launch that uses segments. Gives them memory that no concurrent work uses. Returns true if some have other memory than before, and a value that must be passed to [`launched`]
+/// when the launch was enqueued.
 pub(crate) fn back(
     driver: &'static Driver,
     segments: &[Arc<Segment>],
@@ -272,7 +272,7 @@ pub(crate) fn back(
     Ok((pool, moved))
 }
 
-/// After a launch on a stream: which of its allocations the program has now, and what it has freed of other graphs.
+/// Called after a launch was enqueued. Registers which of its allocations exist now, and what it has freed of other graphs.
 pub(crate) fn launched(
     driver: &Driver,
     mut pool: Launching,
@@ -294,7 +294,7 @@ pub(crate) fn launched(
 }
 
 impl Pool {
-    /// Notes the last use of an allocation's chunk, and whether the program has the allocation. What is given back is to be dropped without the lock.
+    /// Records the last use of an allocation's chunk, and whether the allocation exists. The returned value must be dropped without the lock.
     fn hold(&mut self, memory: &Arc<GraphMemory>, live: bool, used: Use) -> Option<Arc<GraphMemory>> {
         memory.set_live(live);
         let chunk = self.chunks.get_mut(self.bound.get(&memory.segment.address)?)?;
@@ -307,7 +307,7 @@ impl Pool {
     }
 }
 
-/// The program has freed an allocation, in a stream's order or when all was done.
+/// The program has freed an allocation, in stream order or after all work.
 pub(crate) fn freed(memory: &Arc<GraphMemory>, used: Use) {
     let mut pool = lock(&POOL);
     let gone = pool.hold(memory, false, used);
@@ -315,7 +315,7 @@ pub(crate) fn freed(memory: &Arc<GraphMemory>, used: Use) {
     drop(gone);
 }
 
-/// Forgets the allocations that graphs of a destroyed context gave to the program.
+/// Drops existing allocations of graphs of a destroyed context.
 pub(crate) fn forget(context: &'static Context) {
     let mut gone = Vec::new();
     let mut pool = lock(&POOL);
@@ -328,12 +328,12 @@ pub(crate) fn forget(context: &'static Context) {
     gone.iter().for_each(|(_, memory)| memory.set_live(false));
 }
 
-/// Gives back what no graph of a device uses. False: there was nothing.
+/// Frees what no graph of a device uses. Returns false if there was nothing.
 pub(crate) fn trim(driver: &Driver, device: u32) -> bool {
     lock(&POOL).trim(driver, device, &BTreeSet::new())
 }
 
-/// Bytes of a device that graphs have: used, at most used, reserved, at most reserved.
+/// Memory of a device that graphs have, in bytes: used, maximum used, reserved, maximum reserved.
 pub(crate) fn figures(device: u32) -> [u64; 4] {
     if let Ok(driver) = driver() {
         lock(&POOL).collect(driver);
@@ -345,7 +345,7 @@ pub(crate) fn figures(device: u32) -> [u64; 4] {
     [used, used_high.max(used), reserved, reserved_high.max(reserved)]
 }
 
-/// Begins anew with what was used, or reserved, at most.
+/// Resets the maximum that was used, or reserved.
 pub(crate) fn reset_high(device: u32, reserved: bool) {
     let mut pool = lock(&POOL);
     let now = pool.now(device);

@@ -1,8 +1,8 @@
 //! Allocations of graphs.
 //!
-//! An allocation has its address from when its node is made: in a [`Segment`] of the graph, where allocations whose times do not overlap may have the same addresses. It is the program's, in CUDA's
-//! sense, from when a launch comes to the node until it is freed, by a node, in stream order or by `cuMemFree`; memory is there from a launch on ([`graph_chunks`]). What the program still has when the
-//! graph and its instance go stays until it is freed.
+//! An allocation gets its address when its node is made, in a [`Segment`] of the graph. Allocations whose lifetimes do not overlap may have the same addresses. In CUDA's terms, the allocation exists from when
+//! a launch reaches the node until it is freed, by a node, in stream order or by `cuMemFree`. A launch gives it memory ([`graph_chunks`]). An allocation that still exists when the graph and its instance are
+//! destroyed stays until it is freed.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use client::{Status, lock};
 
-/// What allocations begin at multiples of, in bytes.
+/// Alignment of allocations, in bytes.
 const ALIGN: u64 = 512;
 
 /// Memory of an allocation node.
@@ -25,15 +25,15 @@ pub(crate) struct GraphMemory {
     pub address: u64,
     pub size: u64,
     pub(crate) segment: Arc<Segment>,
-    /// Tells it from another allocation at the same address.
+    /// Distinguishes it from another allocation at the same address.
     buffer: u64,
     /// The node of its own graph that frees it.
     freed_by: OnceLock<u64>,
-    /// The program's.
+    /// Whether the allocation exists for the program.
     live: AtomicBool,
 }
 
-/// Memory of all graphs, by address: of several at one, the last, which alone can be the program's.
+/// Memory of all graphs, by address. Of several at one address, the last, because only that can belong to the program.
 static ALL: Mutex<BTreeMap<u64, Weak<GraphMemory>>> = Mutex::new(BTreeMap::new());
 
 /// The allocations of a graph.
@@ -53,7 +53,7 @@ fn gap(room: u64, size: u64, taken: &[(u64, u64)]) -> Option<u64> {
 }
 
 impl Allocations {
-    /// A place beside every allocation that is not freed by one of `earlier` nodes.
+    /// A place that overlaps no allocation, except those that one of the `earlier` nodes frees.
     fn place(&self, device: u32, size: u64, earlier: &HashSet<u64>) -> Option<(Arc<Segment>, u64)> {
         let all = lock(&self.0);
         let segments: BTreeMap<u64, &Arc<Segment>> =
@@ -74,7 +74,7 @@ impl Allocations {
         })
     }
 
-    /// A node frees an address: the last allocation there. False: that is freed by another. `None`: it is none of these.
+    /// Registers that a node frees the last allocation at an address. Returns false if another node frees it, and `None` if there is none.
     pub fn is_freed_by(&self, address: u64, node: u64) -> Option<bool> {
         let all = lock(&self.0);
         let memory = all.iter().rfind(|memory| memory.address == address)?;
@@ -88,7 +88,7 @@ impl Allocations {
 }
 
 impl GraphMemory {
-    /// Finds an address for an allocation of a graph's node that comes behind the `earlier` ones. The program has it only when a launch has come to it.
+    /// Finds an address for the allocation of a node that depends on the `earlier` ones. The allocation exists only when a launch reaches the node.
     pub fn new(
         driver: &'static Driver,
         allocations: &Allocations,
@@ -154,7 +154,7 @@ pub(crate) fn at(address: u64) -> Option<Arc<GraphMemory>> {
     here.find(|memory| address - memory.address < memory.size)
 }
 
-/// What a graph has at an address.
+/// The graph's memory at an address.
 pub(crate) fn found(address: u64) -> Option<Found> {
     let memory = at(address)?;
     Some(Found {
@@ -168,10 +168,10 @@ pub(crate) fn found(address: u64) -> Option<Found> {
     })
 }
 
-/// The program frees an address, in the order of a stream or when all is done. True: it is a graph's.
+/// The program frees an address, in stream order or after all work. Returns true if a graph allocated it.
 ///
 /// # Errors
-/// `INVALID_VALUE` when a graph has it and no launch has given it to the program.
+/// `INVALID_VALUE` if it is a graph's and does not exist, because no launch has reached its node.
 pub(crate) fn freed(driver: &Driver, address: u64, stream: Option<&Arc<Stream>>) -> Result<bool> {
     match find(address) {
         None => Ok(false),

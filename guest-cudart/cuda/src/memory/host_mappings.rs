@@ -6,18 +6,18 @@ use std::sync::{PoisonError, RwLock};
 
 /// Host memory at an address.
 struct Mapped {
-    /// Bytes.
+    /// Its size in bytes.
     size: u64,
     /// First address of the reservation that it lies in.
     reservation: u64,
 }
 
-/// What is mapped, by first address.
+/// The mapped memory, by first address.
 static MAPPED: RwLock<BTreeMap<u64, Mapped>> = RwLock::new(BTreeMap::new());
 /// How many entries `MAPPED` has, for processes without such memory.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Notes memory at `address`, in the reservation that begins at `reservation`.
+/// Adds memory at `address`, in the reservation that begins at `reservation`.
 pub(super) fn insert(address: u64, size: u64, reservation: u64) {
     update(|mapped| _ = mapped.insert(address, Mapped { size, reservation }));
 }
@@ -42,7 +42,7 @@ pub(crate) fn is_here(address: u64) -> bool {
     }
 }
 
-/// The first addresses of all host memory in a reservation of which some begins at `address`. A kernel that is given the address of one piece may go on into the next.
+/// The first addresses of all host memory in the reservation that has a piece at `address`. A kernel that gets the address of one piece may continue into the next.
 pub(super) fn neighbors(address: u64) -> Vec<u64> {
     let mapped = MAPPED.read().unwrap_or_else(PoisonError::into_inner);
     let Some(Mapped { reservation, .. }) = mapped.get(&address) else { return Vec::new() };

@@ -1,4 +1,4 @@
-//! Host memory in virtual memory management: what `cuMemCreate` makes at a location of the host.
+//! Host memory in virtual memory management: memory that `cuMemCreate` makes at a location of the host.
 //!
 //! The server reserves addresses for its devices. When host memory is first mapped in a reservation, the server gives those addresses up, and the memory there is pinned memory of this process, as
 //! `cuMemAllocHost` makes it: copies and kernels reach it in the same ways. A handle can be mapped at one place at a time. While it is mapped nowhere, a buffer keeps its bytes.
@@ -20,13 +20,13 @@ pub(crate) const HOST_NUMA_CURRENT: u32 = 4;
 
 /// Host memory behind a handle.
 pub(crate) struct HostMemory {
-    /// Where the program asked for it. The pages are wherever the system puts them.
+    /// The location that the program requested. The system decides where the pages really are.
     pub location: MemLocation,
-    /// Its first bytes while it is mapped nowhere; the others are 0. Empty while it is mapped.
+    /// Its first bytes while it is not mapped; the others are 0. Empty while it is mapped.
     kept: Mutex<Vec<u8>>,
 }
 
-/// Checks that a location is one of this machine's host memory.
+/// Checks that a location is host memory of this machine.
 ///
 /// # Errors
 /// `INVALID_DEVICE` for a NUMA node that the machine does not have, `INVALID_VALUE` for a location that is not the host's.
@@ -48,7 +48,7 @@ impl HostMemory {
         HostMemory { location, kept: Mutex::default() }
     }
 
-    /// Puts its `size` bytes at addresses of a reservation that the server has given up. It is mapped nowhere else.
+    /// Maps its `size` bytes at addresses of a reservation that the server has released. It is not mapped elsewhere.
     pub fn map(&self, reservation: u64, address: u64, size: u64) -> Result {
         let driver = driver()?;
         let current = context::current().ok().filter(|context| context.is_alive());
@@ -65,7 +65,7 @@ impl HostMemory {
         Ok(())
     }
 
-    /// Takes it away from where [`HostMemory::map`] put it. Its bytes are kept if `keep`. No work may use it there.
+    /// Unmaps it. `keep`: whether to keep its bytes. No work may use it.
     pub fn unmap(&self, address: u64, size: u64, keep: bool) -> Result {
         let driver = driver()?;
         if keep {

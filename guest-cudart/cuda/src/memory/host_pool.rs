@@ -1,7 +1,7 @@
 //! Memory pools of pinned host memory.
 //!
-//! A pool keeps what was freed in it, since registering memory is slow and letting go of it waits for the device: a piece is given out again at once to the stream that has freed it, and to any other when
-//! that stream has come to the free. What is kept beyond the release threshold, and beyond [`KEPT`], goes back to the system, as does all of it with the pool.
+//! A pool keeps freed memory, because registering memory is slow and unregistering waits for the device. A freed piece can be reused immediately by the stream that freed it, and by others when that stream has
+//! reached the free. Memory beyond the release threshold and beyond [`KEPT`] is returned to the system. So is all of it when the pool is destroyed.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -16,12 +16,12 @@ use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use client::{Status, lock};
 
-/// Bytes of free memory that a pool keeps whatever its threshold is.
+/// Amount of free memory that a pool keeps even with a lower threshold, in bytes.
 const KEPT: u64 = 64 << 20;
 /// Pieces are multiples of this, in bytes.
 const STEP: u64 = 4096;
 
-/// A piece that was freed, in the order of a stream.
+/// A piece that was freed in stream order.
 struct Free {
     address: usize,
     room: u64,
@@ -29,26 +29,26 @@ struct Free {
     mark: u64,
 }
 
-/// What a pool has beyond its allocations.
+/// The state of a pool besides its allocations.
 #[derive(Default)]
 pub(crate) struct HostPool {
     free: Mutex<Vec<Free>>,
     idle: AtomicU64,
-    /// Devices that were given access, a bit each. All have it; none is told so before, as by NVIDIA's driver.
+    /// A bit for each device that was given access. All devices have access, but queries report it only for these, as with NVIDIA's driver.
     told: AtomicU32,
 }
 
 /// An allocation.
 #[derive(Clone)]
 pub(crate) struct Live {
-    /// Its pool, which outlives its handle as long as there are allocations.
+    /// Its pool, which outlives its handle while there are allocations.
     pool: Arc<Pool>,
     /// The pool's handle.
     pub handle: usize,
-    /// Bytes, as the program asked.
+    /// The requested size in bytes.
     pub size: u64,
     room: u64,
-    /// Tells it from another at the same address.
+    /// Distinguishes it from another at the same address.
     pub buffer: u64,
 }
 
@@ -56,12 +56,12 @@ pub(crate) struct Live {
 static LIVE: Mutex<BTreeMap<usize, Live>> = Mutex::new(BTreeMap::new());
 
 impl HostPool {
-    /// Bytes that it keeps free.
+    /// Size of its free memory, in bytes.
     pub fn idle(&self) -> u64 {
         self.idle.load(Ordering::Relaxed)
     }
 
-    /// A device is given access.
+    /// Gives a device access.
     pub fn tell(&self, device: u32) {
         self.told.fetch_or(1 << device, Ordering::Relaxed);
     }
@@ -82,7 +82,7 @@ impl HostPool {
         Some(free.swap_remove(at).address)
     }
 
-    /// Gives pieces back to the system until no more than `keep` bytes are free, those that were freed first before others.
+    /// Returns free pieces to the system until at most `keep` bytes are left, the oldest first.
     pub fn trim(&self, keep: u64) {
         let mut gone = Vec::new();
         let mut free = lock(&self.free);
@@ -137,7 +137,7 @@ pub(crate) fn alloc(
     Ok(address as u64)
 }
 
-/// Frees an allocation in the order of a stream. False: the address is no pool's.
+/// Frees an allocation in stream order. Returns false if no pool allocated the address.
 pub(crate) fn free(driver: &Driver, address: u64, stream: Arc<Stream>) -> Result<bool> {
     let Some(live) = lock(&LIVE).remove(&(address as usize)) else { return Ok(false) };
     let mark = stream.mark(driver)?;

@@ -13,7 +13,7 @@ use client::{Status, lock};
 /// `CU_MEM_ADVISE_SET_PREFERRED_LOCATION`.
 pub(crate) const SET_PREFERRED_LOCATION: u32 = 3;
 
-/// The range that a call names, all of it one piece's.
+/// The range of a call, which must be inside one piece.
 pub(crate) fn ranged(driver: &Driver, address: u64, count: usize) -> Result<(u64, Range<u64>)> {
     let found = address::find(driver, address).filter(|found| found.managed && count > 0);
     let found = found.ok_or(Status::INVALID_VALUE)?;
@@ -21,7 +21,7 @@ pub(crate) fn ranged(driver: &Driver, address: u64, count: usize) -> Result<(u64
         return Err(Status::INVALID_VALUE);
     }
     let base = lock(&STATE).find(address).ok_or(Status::INVALID_VALUE)?.0;
-    // Advice is on pages.
+    // Advice applies to whole pages.
     let page = client::pages::PAGE as u64;
     Ok((base, address & !(page - 1)..(address + count as u64).next_multiple_of(page)))
 }
@@ -32,7 +32,7 @@ pub(crate) fn change(base: u64, range: &Range<u64>, with: impl Fn(&mut Advice)) 
     }
 }
 
-/// The place that a pool's allocation is to be at, or none.
+/// The location of a pool's allocations, if it has one.
 pub(crate) fn prefer(address: u64, size: u64, (kind, id): Place) -> Result {
     if kind == location::INVALID {
         return Ok(());
@@ -44,7 +44,7 @@ pub(crate) fn advise(address: u64, count: usize, advice: u32, to: MemLocation) -
     let driver = driver()?;
     driver.session.check()?;
     let (base, range) = ranged(driver, address, count)?;
-    // CU_MEM_ADVISE_SET_READ_MOSTLY and its opposite say nothing of a place.
+    // CU_MEM_ADVISE_SET_READ_MOSTLY and its opposite have no location.
     let at = || advice::place(to);
     match advice {
         1 => change(base, &range, |a| a.read_mostly = true),

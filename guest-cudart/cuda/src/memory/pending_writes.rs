@@ -1,8 +1,8 @@
-//! Writes to the program's memory that are still to come: results of copies, and whatever host functions write.
+//! Pending writes to the program's memory: results of copies, and anything that host functions may write.
 //!
 //! The server may read the source of a copy as soon as it receives the command, not when the stream reaches it. If something before the copy may still write those bytes, the command tells the server to read them only then ([`HostIn::Late`]). A server
-//! that cannot do that (over `verbs`), and code that reads the bytes in this process, wait for the stream first. That is late for a program whose host function waits for the thread that makes the call, and right for all others. A
-//! stream that waits for a word of memory may be waiting for that very thread, so behind such a wait the call gives up after a while and says why.
+//! that cannot do that (over `verbs`), and code that reads the bytes in this process, wait for the stream first. That is correct except for a program whose host function waits for the calling thread. A stream that waits for a word of
+//! memory may be waiting for that thread, so behind such a wait the call gives up after a while and logs why.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -26,18 +26,18 @@ struct Write {
 
 static WRITES: Mutex<Vec<Write>> = Mutex::new(Vec::new());
 
-/// Host functions that may yet be called: a stream, and the `seq` of what comes behind the call.
+/// Host functions that may still be called: a stream, and the `seq` of the record after the call.
 static CALLS: Mutex<Vec<(Arc<Stream>, u64)>> = Mutex::new(Vec::new());
 
-/// Waits for words of memory that may yet hold their streams: a stream, and the `seq` of what comes behind the wait.
+/// Waits for words of memory that may still hold their streams: a stream, and the `seq` of the record after the wait.
 static HOLDS: Mutex<Vec<(Arc<Stream>, u64)>> = Mutex::new(Vec::new());
 
-/// How long a copy waits for a stream that such a wait holds.
+/// How long a copy waits for a stream that is held by such a wait.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// So many are kept before those that are done are looked for.
+/// Number of entries above which finished ones are removed.
 const MANY: usize = 64;
 
-/// Notes that record `seq` of a stream writes `len` bytes of pinned memory.
+/// Registers that record `seq` of a stream writes `len` bytes of pinned memory.
 pub(crate) fn writes(driver: &Driver, stream: &Arc<Stream>, seq: u64, at: usize, len: usize) {
     if pinned_regions::is_mapped(at as u64) {
         return;
@@ -46,12 +46,12 @@ pub(crate) fn writes(driver: &Driver, stream: &Arc<Stream>, seq: u64, at: usize,
     if writes.len() >= MANY && writes.len().is_power_of_two() {
         writes.retain(|write| !write.stream.has_passed(driver, write.seq));
     }
-    // What one stream writes in one place is done when the last of it is.
+    // A stream's writes to one place are done when the last one is.
     writes.retain(|write| !(Arc::ptr_eq(&write.stream, stream) && write.at == at && write.len == len));
     writes.push(Write { stream: stream.clone(), seq, at, len });
 }
 
-/// Notes that a host function, which may write anything, is called before a stream passes record `seq`.
+/// Registers that a host function, which may write anything, is called before a stream passes record `seq`.
 pub(crate) fn calls(driver: &Driver, stream: &Arc<Stream>, seq: u64) {
     let mut calls = lock(&CALLS);
     if calls.len() >= MANY && calls.len().is_power_of_two() {
@@ -61,19 +61,19 @@ pub(crate) fn calls(driver: &Driver, stream: &Arc<Stream>, seq: u64) {
     calls.push((stream.clone(), seq));
 }
 
-/// Notes that a stream waits, before it passes record `seq`, for a word that the program may write, and whatever else before that.
+/// Registers that a stream waits for a word before it passes record `seq`. The program may write that word, and other bytes before it.
 pub(crate) fn holds(driver: &Driver, stream: &Arc<Stream>, seq: u64) {
     let mut holds = lock(&HOLDS);
     holds.retain(|(other, seq)| !Arc::ptr_eq(other, stream) && !other.has_passed(driver, *seq));
     holds.push((stream.clone(), seq));
 }
 
-/// Waits until no wait for a word holds a stream any more, of those that this one may be behind.
+/// Waits until no stream that this one may be waiting for is held by a wait for a word.
 fn released(driver: &Driver, stream: &Stream) -> Result {
     static SAID: AtomicBool = AtomicBool::new(false);
     let mut waiting = lock(&HOLDS).clone();
     waiting.retain(|(other, seq)| !other.has_passed(driver, *seq) && stream.may_be_behind(other, *seq));
-    // Whether it has passed is learnt from what is published behind the wait.
+    // What is published after the wait shows whether the stream has passed it.
     for (other, _) in &waiting {
         other.mark(driver)?;
     }
@@ -87,7 +87,7 @@ fn released(driver: &Driver, stream: &Stream) -> Result {
     )
 }
 
-/// How a stream's next copy names `range`, which are the `len` bytes at `at` of this process.
+/// How a stream's next copy refers to `range`, the `len` bytes at `at` of this process.
 pub(crate) fn source(
     driver: &Driver,
     stream: &Stream,
@@ -114,10 +114,10 @@ pub(crate) fn settle(driver: &Driver, stream: &Stream, at: usize, len: usize) ->
     if may_change(driver, at, len) { stream.synchronize(driver) } else { Ok(()) }
 }
 
-/// Waits until nothing that is under way copies from or to `len` bytes of pinned memory in place.
+/// Waits until no copy that is under way uses `len` bytes of pinned memory in place.
 ///
 /// # Errors
-/// `NOT_READY` when something still may after a while: a stream that waits for this very thread may hold it up.
+/// `NOT_READY` if one still does after a while. A stream that waits for this thread may hold it up.
 pub(crate) fn settle_all(driver: &Driver, at: usize, len: usize) -> Result {
     if !context::any_busy() {
         return Ok(());
@@ -138,7 +138,7 @@ pub(crate) fn settle_all(driver: &Driver, at: usize, len: usize) -> Result {
     patiently(driver, busy).and_then(|over| if over { Ok(()) } else { Err(Status::NOT_READY) })
 }
 
-/// Waits a while for something to end; says whether it has.
+/// Waits a while for something to end. Returns whether it has.
 fn patiently(driver: &Driver, mut goes_on: impl FnMut() -> bool) -> Result<bool> {
     let (begin, mut nap) = (Instant::now(), Duration::from_micros(20));
     while goes_on() {
@@ -152,14 +152,14 @@ fn patiently(driver: &Driver, mut goes_on: impl FnMut() -> bool) -> Result<bool>
     Ok(true)
 }
 
-/// Whether what is under way may write bytes that a copy reads.
+/// Whether work that is under way may write bytes that a copy reads.
 fn may_change(driver: &Driver, at: usize, len: usize) -> bool {
     if pinned_regions::is_mapped(at as u64) {
-        // The device reads them where they are.
+        // The device reads them in place.
         return false;
     }
     let pending = |other: &Stream, seq: u64| !other.has_passed(driver, seq);
-    // Which streams wait for which is not followed: what is under way on any stream may come before.
+    // Dependencies between streams are not tracked, so work of any stream may come before.
     let called = lock(&CALLS).iter().chain(lock(&HOLDS).iter()).any(|(other, seq)| pending(other, *seq));
     let written = || {
         lock(&WRITES).iter().any(|write| {

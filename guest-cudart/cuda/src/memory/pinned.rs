@@ -28,7 +28,7 @@ const READ_ONLY: u32 = 8;
 /// The pieces that kernels cannot reach yet and may, by address, with their sizes.
 static UNREACHED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
 
-/// The addresses that [`UNREACHED`] lies within: what every launch compares its parameters with, without a lock.
+/// The range of addresses of [`UNREACHED`]. Every launch compares its parameters with it, without a lock.
 static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
 
 static HIGHEST: AtomicU64 = AtomicU64::new(0);
@@ -42,12 +42,12 @@ fn with_unreached<R>(change: impl FnOnce(&mut BTreeMap<usize, usize>) -> R) -> R
     result
 }
 
-/// Whether kernels reach the piece that begins at `base` by now.
+/// Whether kernels can reach the piece that begins at `base`.
 pub(crate) fn is_reached_now(base: u64) -> bool {
     pinned_regions::is_mapped(base) || mirror::is_here(base)
 }
 
-/// Whether a kernel that is given the address reaches what is there.
+/// Whether a kernel can use this address.
 pub(crate) fn is_reached(pointer: u64) -> bool {
     is_reached_now(pointer) || unreached_at(pointer).is_some()
 }
@@ -89,7 +89,7 @@ fn reach_piece(driver: &'static Driver, base: usize) {
     let context = if tag.context.is_alive() { Ok(tag.context) } else { context::current() };
     if let Err(status) = context.and_then(|context| mirror(driver, context, base, size)) {
         log::warn(format_args!(
-            "kernels do not reach the {size} bytes of pinned memory at {base:#x}: {status}"
+            "kernels cannot use the {size} bytes of pinned memory at {base:#x}: {status}"
         ));
     }
     with_unreached(|unreached| unreached.remove(&base));
@@ -109,14 +109,14 @@ pub(crate) fn map(driver: &Driver, context: &'static Context, base: usize, size:
     if mapped.contains_key(&base) {
         return Ok(());
     }
-    // Without a region the host does not know the memory at all.
+    // Without a region the server does not know the memory at all.
     let range = REGIONS.range(base, size).ok_or(Status::NOT_SUPPORTED)?;
     driver.session.call(&HostMap { context: context.id, address: base as u64, memory: HostOut(range) })?;
     mapped.insert(base, context);
     Ok(())
 }
 
-/// Lets kernels reach the piece that begins at `base` if the device shares it; otherwise notes that they do not, if they may.
+/// Lets kernels reach the piece that begins at `base` if the device shares this process's memory. Otherwise adds it to the pieces that they cannot reach yet, if they may.
 pub(crate) fn offer(driver: &Driver, context: &'static Context, base: usize, size: usize, flags: u32) {
     fences::host_sees();
     let device = driver.devices.get(context.device as usize);
@@ -131,12 +131,12 @@ pub(crate) fn unmap(driver: &'static Driver, base: usize, keep: bool) {
     with_unreached(|unreached| unreached.remove(&base));
     mirror::release(driver, base as u64, keep);
     if let Some(context) = lock(&MAPPED).remove(&base) {
-        // A lost session has nothing mapped.
+        // After the session is lost nothing is mapped.
         let _ = driver.session.append(&HostUnmap { context: context.id, address: base as u64 });
     }
 }
 
-/// Forgets what was mapped in a context that is being destroyed.
+/// Drops what was mapped in a context that is being destroyed.
 pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     for base in mirror::of_context(context) {
         mirror::release(driver, base, true);
@@ -155,14 +155,14 @@ pub(crate) fn pin_new(
 ) -> Result<usize> {
     let tag = HostTag { context, flags, buffer: unique_id() };
     let address = REGIONS.alloc(driver.session.port(), size, at, tag).map_err(|error| {
-        log::warn(format_args!("{size} bytes of pinned memory: {}", error.line()));
+        log::warn(format_args!("cannot allocate {size} bytes of pinned memory: {}", error.line()));
         Status::OUT_OF_MEMORY
     })?;
     offer(driver, context, address, size, 0);
     Ok(address)
 }
 
-/// Pinned memory that was made here and the last that uses it: a mark on a stream.
+/// Pinned memory that was allocated here, and the last work that uses it: a mark on a stream.
 pub(crate) type Used = (usize, Arc<Stream>, u64);
 
 /// Frees pinned memory that was allocated here. No work may use it.
@@ -173,17 +173,19 @@ pub(crate) fn remove(driver: &'static Driver, address: usize) {
 
 /// Frees pinned memory that was allocated here once the streams that use it have passed their marks.
 ///
-/// Taking registered memory away waits for all that the device does: so neither this thread does it, whose next call may be what a stream waits for, nor the one that makes the
-/// streams' calls.
+/// Unregistering memory waits for all work of the device. So neither this thread does it, because a stream may wait for its next call, nor the thread that calls host
+/// functions.
 pub(crate) fn remove_later(driver: &'static Driver, pieces: Vec<Used>) {
     let wait = move || {
         for (address, stream, mark) in pieces {
-            // With a lost session, nobody uses it.
+            // After the session is lost, nothing uses it.
             let _ = driver.session.wait_progress(|| stream.has_passed(driver, mark));
             remove(driver, address);
         }
     };
     if let Err(error) = std::thread::Builder::new().name("rgpu-unpins".into()).spawn(wait) {
-        log::error(format_args!("no thread to free pinned memory when it is done with: {error}; it stays"));
+        log::error(format_args!(
+            "cannot start a thread to free pinned memory: {error}; the memory stays allocated"
+        ));
     }
 }

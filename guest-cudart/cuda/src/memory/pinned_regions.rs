@@ -7,7 +7,7 @@ use crate::process::context::Context;
 use client::lock;
 use client::regions::Regions;
 
-/// What is known of a piece of pinned memory.
+/// A piece of pinned memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HostTag {
     pub context: &'static Context,
@@ -21,20 +21,20 @@ pub(crate) static REGIONS: Regions<HostTag> = Regions::new();
 /// The pieces that kernels can reach, by address, each with the context that it was mapped in.
 pub(crate) static MAPPED: Mutex<BTreeMap<usize, &'static Context>> = Mutex::new(BTreeMap::new());
 
-/// Written while a piece goes from this process's hands into both sides'.
+/// Locked for writing while a piece becomes reachable for kernels.
 pub(crate) static CHANGING: RwLock<()> = RwLock::new(());
 
-/// While the guard lives, what [`Regions::range`] says stays true.
+/// While the guard exists, answers of [`Regions::range`] stay valid.
 pub(crate) fn steady() -> RwLockReadGuard<'static, ()> {
     CHANGING.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether kernels can reach what is at an address of pinned memory where it is.
+/// Whether kernels can reach an address of pinned memory in place.
 pub(crate) fn is_mapped(pointer: u64) -> bool {
     REGIONS.find(pointer as usize).is_some_and(|(base, ..)| lock(&MAPPED).contains_key(&base))
 }
 
-/// Pinned memory that an address lies in: first address, size, and what is known of it.
+/// The pinned memory that contains an address: its first address, its size, and its entry.
 pub(crate) fn find(pointer: u64) -> Option<(usize, usize, HostTag)> {
     REGIONS.any(pointer as usize)
 }

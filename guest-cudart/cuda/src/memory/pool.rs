@@ -1,7 +1,7 @@
 //! Stream-ordered allocation and memory pools.
 //!
-//! An allocation is placed at once, in memory that no stream uses any more (or that the same stream has freed before); a free takes effect when its stream comes to it. A pool is a
-//! name, a device and attributes: all of them draw from their device's window.
+//! An allocation is placed immediately, in memory that no stream uses any more (or that the same stream has freed before). A free takes effect when its stream reaches it. A pool is a handle, a
+//! device and attributes. All pools of a device share its window.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
@@ -22,7 +22,7 @@ pub(crate) const LOCATION_NONE: u32 = 0;
 pub(crate) const LOCATION_DEVICE: u32 = 1;
 /// `CU_MEM_LOCATION_TYPE_HOST`.
 pub(crate) const LOCATION_HOST: u32 = 2;
-/// A pool's limit is rounded up to this, as NVIDIA's driver does it.
+/// A pool's limit is rounded up to a multiple of this, as by NVIDIA's driver.
 pub(crate) const LIMIT_STEP: u64 = 32 << 20;
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 pub(crate) const PINNED: u32 = 1;
@@ -32,20 +32,20 @@ pub(crate) const MANAGED: u32 = 2;
 pub(crate) struct Pool {
     pub device: u32,
     pub default: bool,
-    /// Under which other processes know it, if it is shared.
+    /// Its name for other processes, if it is shared.
     pub name: Option<PoolName>,
-    /// It is another process's: memory of it is opened, not allocated.
+    /// Whether it is another process's pool. Its memory is opened, not allocated.
     pub imported: bool,
-    /// Its allocations are managed memory, which is to be at this place.
+    /// The location of its allocations, if they are managed memory.
     pub managed: Option<Place>,
-    /// Its allocations are pinned memory of the host.
+    /// Whether its allocations are pinned host memory.
     pub host: Option<HostPool>,
-    /// Bytes of its allocations at most; 0: as many as the device has.
+    /// Maximum size of its allocations together, in bytes. 0: no limit.
     pub limit: u64,
-    /// The three kinds of reuse, and the release threshold: kept and given back. Reuse is always the strictest.
+    /// The three reuse attributes and the release threshold. They are only stored: reuse is always the strictest kind.
     pub reuse: [AtomicI32; 3],
     pub threshold: AtomicU64,
-    /// Bytes of its allocations, now and at most.
+    /// Size of its allocations together, in bytes: now and at its maximum.
     pub used: AtomicU64,
     pub used_high: AtomicU64,
 }
@@ -78,7 +78,7 @@ impl Pool {
         Pool { host: Some(HostPool::default()), ..Pool::new(0) }
     }
 
-    /// What it has as a pool of pinned memory of the host, if it is one.
+    /// Its part as a pool of pinned host memory, if it is one.
     pub fn host(&self) -> Option<&HostPool> {
         self.host.as_ref()
     }
@@ -88,12 +88,12 @@ impl Pool {
         self.threshold.load(Ordering::Relaxed)
     }
 
-    /// Bytes that are reserved for it beyond those in use: a device's pool has none, the rest is the device's.
+    /// Number of bytes reserved for it beyond those in use. A device's pool reserves none.
     pub fn idle(&self) -> u64 {
         self.host.as_ref().map_or(0, HostPool::idle)
     }
 
-    /// The device in which it allocates for a context: managed memory that is to be at no device is in the context's.
+    /// The device on which it allocates for a context. Managed memory without a device as its location is on the context's.
     pub fn home(&self, context: &Context) -> u32 {
         match self.managed {
             Some((kind, _)) if kind != LOCATION_DEVICE => context.device,
@@ -115,13 +115,13 @@ impl Pool {
         Ok(())
     }
 
-    /// Bytes of an allocation are free again.
+    /// An allocation was freed.
     pub fn give_back(&self, size: u64) {
         self.used.fetch_sub(size, Ordering::Relaxed);
     }
 }
 
-/// Notes that an allocation of a pool was freed. Does nothing if the pool is gone, or for memory of no pool.
+/// Counts a freed allocation of a pool. Does nothing if the pool is gone or the memory belongs to none.
 pub(crate) fn gone(pool: usize, size: u64) {
     if let Some(pool) = POOLS.get(pool).filter(|_| pool != 0) {
         pool.give_back(size);
@@ -135,15 +135,15 @@ pub(crate) fn insert(pool: Pool) -> Result<usize> {
 
 pub(crate) static POOLS: Slab<Pool> = Slab::new(8);
 
-/// The default pool of managed memory of each place, and the one that was chosen.
+/// The default pool of managed memory of each location, and the chosen one.
 static MANAGED_POOLS: Mutex<BTreeMap<Place, (usize, usize)>> = Mutex::new(BTreeMap::new());
 
 static DEFAULTS: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 
-/// The default pool of pinned memory of the host, and the one that was chosen; 0: not made yet.
+/// The default pool of pinned host memory, and the chosen one. 0: not made yet.
 static HOST_POOLS: Mutex<(usize, usize)> = Mutex::new((0, 0));
 
-/// The pool that each device allocates from; 0: its default.
+/// The pool that each device allocates from. 0: its default pool.
 pub(crate) static CURRENT: [AtomicUsize; client::channel::MAX_DEVICES as usize] =
     [const { AtomicUsize::new(0) }; client::channel::MAX_DEVICES as usize];
 
@@ -164,13 +164,13 @@ pub(crate) fn current_pool(device: i32) -> Result<usize> {
     if chosen != 0 && POOLS.get(chosen).is_some() { Ok(chosen) } else { default_pool(device) }
 }
 
-/// The pool that a program's handle names.
+/// The pool of a handle.
 pub(crate) fn of(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
     let driver = driver()?;
     Ok((driver, POOLS.get(handle).ok_or(Status::INVALID_VALUE)?))
 }
 
-/// The same, which must not be another process's.
+/// The same, for a pool that must not be another process's.
 pub(crate) fn own(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
     of(handle).and_then(|found| if found.1.imported { Err(Status::INVALID_VALUE) } else { Ok(found) })
 }
@@ -185,7 +185,7 @@ pub(crate) fn location(location: MemLocation) -> Result<i32> {
     Ok(location.id)
 }
 
-/// The default pool of managed memory of a place, and the one that was chosen for it last.
+/// The default pool of managed memory of a location, and the one that was last chosen for it.
 pub(crate) fn managed_pools(place: Place) -> Result<(usize, usize)> {
     let mut pools = lock(&MANAGED_POOLS);
     if let Some(found) = pools.get(&place) {
@@ -205,7 +205,7 @@ pub(crate) fn set_managed(place: Place, pool: usize) -> Result {
     Ok(())
 }
 
-/// The default pool of pinned memory of the host, and the one that was chosen last.
+/// The default pool of pinned host memory, and the one that was last chosen.
 pub(crate) fn host_pools() -> Result<(usize, usize)> {
     let mut pools = lock(&HOST_POOLS);
     if pools.0 == 0 {
@@ -222,7 +222,7 @@ pub(crate) fn set_host(pool: usize) -> Result {
     Ok(())
 }
 
-/// Checks what access a program wants to give to memory of a device.
+/// Checks the access that a program sets for memory of a device.
 pub(crate) fn check_access(device: u32, map: &[MemAccessDesc]) -> Result {
     static SAID: AtomicBool = AtomicBool::new(false);
     for access in map {
@@ -230,7 +230,7 @@ pub(crate) fn check_access(device: u32, map: &[MemAccessDesc]) -> Result {
             return Err(Status::INVALID_VALUE);
         }
         driver::device(access.location.id)?;
-        // The owner's access cannot be taken away; that of others is not there to give.
+        // The owner's access cannot be removed, and access of other devices is not supported.
         if access.location.id == device as i32 {
             if access.flags != 3 {
                 return Err(Status::INVALID_VALUE);
@@ -242,5 +242,5 @@ pub(crate) fn check_access(device: u32, map: &[MemAccessDesc]) -> Result {
     Ok(())
 }
 
-/// Names a pool for every process.
+/// Gives a pool a name that all processes can use.
 pub(crate) type PoolName = [u8; 16];

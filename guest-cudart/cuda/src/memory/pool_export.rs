@@ -22,7 +22,7 @@ pub(crate) const FABRIC: u32 = 8;
 pub(crate) const POOL_MAGIC: shared_descriptor::Magic = *b"rgpu:pol";
 const POINTER_MAGIC: [u8; 8] = *b"rgpu:ptr";
 
-/// What such data say: the pool, the token of the piece that holds the allocation, where in it the allocation begins, and its bytes.
+/// The contents of such data: the pool, the token of the piece of memory that contains the allocation, the allocation's offset in it, and its size in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Name {
     pub pool: PoolName,
@@ -58,17 +58,17 @@ pub(crate) struct Imported {
     pub name: Name,
     /// Of the device that it is in.
     pub context: &'static Context,
-    /// Freed in the order of a stream, which has yet to pass the mark.
+    /// Freed in stream order; the stream has not passed the mark yet.
     pub leaving: Option<(Arc<Stream>, u64)>,
 }
 
 /// Handles of imported pools: one that is imported again has the same.
 pub(crate) static POOLS: Mutex<BTreeMap<PoolName, usize>> = Mutex::new(BTreeMap::new());
 
-/// Those of the process, by address.
+/// The process's imported allocations, by address.
 pub(crate) static IMPORTED: Mutex<BTreeMap<u64, Imported>> = Mutex::new(BTreeMap::new());
 
-/// The number of imported allocations that were freed on streams which have not come to the free.
+/// Number of imported allocations whose free a stream has not reached yet.
 static LEAVING: AtomicUsize = AtomicUsize::new(0);
 
 /// A name for a new pool.
@@ -93,7 +93,7 @@ pub(crate) fn forget_pool(driver: &Driver, name: &PoolName) -> Result {
     Ok(())
 }
 
-/// Frees an allocation of another process at once: after all work of its device.
+/// Frees an allocation of another process after all work of its device.
 pub(crate) fn free(driver: &Driver, address: u64) -> Result {
     let context = {
         let imported = lock(&IMPORTED);
@@ -103,12 +103,12 @@ pub(crate) fn free(driver: &Driver, address: u64) -> Result {
     if context.is_alive() {
         context.synchronize()?;
     }
-    // Of two threads that free it one finds it.
+    // If two threads free it, one finds it.
     lock(&IMPORTED).remove(&address).ok_or(Status::INVALID_VALUE)?;
     virtual_memory::close(driver, address)
 }
 
-/// The same, when a stream comes to it.
+/// The same, when a stream reaches it.
 pub(crate) fn free_in_order(driver: &Driver, address: u64, stream: Arc<Stream>) -> Result {
     let mut imported = lock(&IMPORTED);
     let found = imported.get_mut(&address).filter(|found| found.leaving.is_none());
@@ -144,7 +144,7 @@ fn close_where(driver: &Driver, gone: impl Fn(&Imported) -> bool) {
         if imported.leaving.is_some() {
             LEAVING.fetch_sub(1, Ordering::Relaxed);
         }
-        // A lost session has nothing open.
+        // After the session is lost nothing is open.
         let _ = virtual_memory::close(driver, address);
     }
 }

@@ -1,4 +1,4 @@
-//! Descriptors that name something for other processes: small files in memory. They pass through sockets and `fork` like any descriptor.
+//! File descriptors that identify something for other processes: small files in memory. They pass through sockets and `fork` like any descriptor.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
@@ -8,10 +8,10 @@ use std::os::unix::fs::FileExt;
 use crate::abi::result::Result;
 use client::Status;
 
-/// What a descriptor begins with: it tells what the name is of.
+/// The first bytes of the file: the kind of thing that it identifies.
 pub(crate) type Magic = [u8; 8];
 
-/// A descriptor with a name in it, for the program.
+/// Makes a descriptor that contains a name, for the program.
 pub(crate) fn make(magic: &Magic, name: &[u8]) -> Result<RawFd> {
     written(magic, name).map(IntoRawFd::into_raw_fd).map_err(|_| Status::OPERATING_SYSTEM)
 }
@@ -30,7 +30,7 @@ fn written(magic: &Magic, name: &[u8]) -> std::io::Result<File> {
     Ok(file)
 }
 
-/// The name in a descriptor that [`make`] has made in some process; `None`: it is another's. The descriptor stays the program's.
+/// The name in a descriptor that [`make`] has made in any process. `None` for other descriptors. The descriptor stays open.
 pub(crate) fn read<const N: usize>(magic: &Magic, handle: usize) -> Option<[u8; N]> {
     let fd = RawFd::try_from(handle).ok()?;
     // SAFETY: not owned: it is never dropped. A number that is no descriptor gives an error when read.

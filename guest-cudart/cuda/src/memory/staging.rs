@@ -1,11 +1,11 @@
-//! Memory that the host of the GPU reads or writes once.
+//! Memory that the server reads or writes once.
 
 use crate::abi::result::Result;
 use crate::process::driver::Driver;
 use client::data::{HostRange, Place};
 use client::{Status, log};
 
-/// Bytes somewhere that the host can read or write: the arena, or pinned memory where they are too many.
+/// Bytes that the server can read or write: in the arena, or in pinned memory if they are too many.
 pub(crate) enum Staging<'s> {
     Arena(client::arena::Block<'s>),
     Pinned { region: u32, mapping: client::port::mapping::Mapping },
@@ -18,7 +18,7 @@ impl Staging<'_> {
             return session.arena().alloc(session, len).map(Staging::Arena);
         }
         let pinned = session.port().pin_new(len.next_multiple_of(64 << 10), None).map_err(|error| {
-            log::warn(format_args!("{len} bytes of staging: {}", error.line()));
+            log::warn(format_args!("cannot allocate {len} bytes of staging memory: {}", error.line()));
             Status::OUT_OF_MEMORY
         })?;
         Ok(Staging::Pinned { region: pinned.region, mapping: pinned.mapping })
@@ -40,7 +40,7 @@ impl Staging<'_> {
         }
     }
 
-    /// Releases the memory. The host has answered and does not touch the bytes any more.
+    /// Releases the memory. The server has answered and does not touch the bytes any more.
     pub fn done(self, driver: &Driver) {
         if let Staging::Pinned { region, mapping } = self {
             driver.session.port().unpin(region);

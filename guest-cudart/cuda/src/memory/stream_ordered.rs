@@ -1,4 +1,4 @@
-//! Allocating and freeing in the order of streams: memory that a stream has freed is used again when the stream has come to the free.
+//! Stream-ordered allocation. Freed memory is reused when its stream has reached the free.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -16,7 +16,7 @@ use crate::streams::stream_table;
 use client::ops::memory::{MemAlloc, MemFree, is_managed};
 use client::{Status, lock};
 
-/// An allocation that was freed in stream order. It is used again when the stream has passed the mark.
+/// An allocation that was freed in stream order. It can be reused when the stream has passed the mark.
 pub(crate) struct Leaving {
     address: u64,
     size: u64,
@@ -28,7 +28,7 @@ pub(crate) struct Leaving {
 
 pub(crate) static LEAVING: Mutex<Vec<Leaving>> = Mutex::new(Vec::new());
 
-/// Waits for all work of a context, and gives back what was freed in stream order.
+/// Waits for all work of a context, and completes its stream-ordered frees.
 pub(crate) fn synchronize(context: &'static Context) -> Result {
     let driver = driver()?;
     let busy = context.is_busy();
@@ -40,7 +40,7 @@ pub(crate) fn synchronize(context: &'static Context) -> Result {
     result
 }
 
-/// Allocates in the current device.
+/// Allocates on the current device.
 pub(crate) fn alloc(
     driver: &'static Driver,
     context: &'static Context,
@@ -56,7 +56,7 @@ pub(crate) fn alloc(
     Ok(address)
 }
 
-/// Allocates, once more if there was no room: what streams have yet to let go, and what graphs keep, may be what is missing.
+/// Allocates. If there is no room, completes pending frees of streams, frees what graphs keep, and tries again.
 fn with_room(driver: &'static Driver, device: u32, allocate: impl Fn() -> Result<u64>) -> Result<u64> {
     match allocate() {
         Err(Status::OUT_OF_MEMORY)
@@ -68,7 +68,7 @@ fn with_room(driver: &'static Driver, device: u32, allocate: impl Fn() -> Result
     }
 }
 
-/// Allocates managed memory in a context's device, from a pool or none (0).
+/// Allocates managed memory on a context's device, from a pool or none (0).
 pub(crate) fn alloc_managed(
     driver: &'static Driver,
     context: &'static Context,
@@ -94,21 +94,21 @@ pub(crate) fn alloc_for_pool(
     managed_advice::prefer(address, size, place).map(|()| address)
 }
 
-/// Frees an allocation at once. No work may use it.
+/// Frees an allocation immediately. No work may use it.
 pub(crate) fn release(driver: &'static Driver, device: &Device, address: u64) {
     if is_managed(address) {
-        // What is not given back now is with the session.
+        // What cannot be freed now goes with the session.
         let _ = managed::free(driver, device, address);
         return;
     }
-    // In this order: the address is only used again after the server has heard that it is free.
+    // In this order, so that the address is reused only after the server knows that it is free.
     let mut memory = lock(&device.memory);
     if driver.session.append(&MemFree { address }).is_ok() {
         memory.free(address, driver);
     }
 }
 
-/// Frees in stream order: the memory is used again when the stream has come to the free.
+/// Frees in stream order. The memory can be reused when the stream has reached the free.
 pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<Stream>) -> Result {
     if graph_memory::freed(driver, address, Some(&stream))?
         || host_pool::free(driver, address, stream.clone())?
@@ -122,7 +122,7 @@ pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<S
     let (size, pool) = {
         let mut memory = lock(device.memory_of(address));
         let (base, allocation) = memory.find(address).ok_or(Status::INVALID_VALUE)?;
-        // Of managed memory only a pool's is freed so.
+        // Managed memory can be freed in stream order only if it belongs to a pool.
         let is_pools = !is_managed(address) || allocation.tag.pool != 0;
         if base != address || allocation.tag.freed || !is_pools {
             return Err(Status::INVALID_VALUE);
@@ -140,7 +140,7 @@ pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<S
     Ok(())
 }
 
-/// An allocation of the same size and pool that was freed earlier in the same stream: work on it there comes before whatever follows.
+/// An allocation of the same size and pool that was freed earlier in the same stream, so that earlier work on it comes before all later work.
 pub(crate) fn reuse(
     driver: &Driver,
     stream: &Arc<Stream>,
@@ -161,7 +161,7 @@ pub(crate) fn reuse(
     Some(found.address)
 }
 
-/// Frees what streams have passed the free of.
+/// Completes the frees that streams have passed.
 pub(crate) fn collect(driver: &'static Driver) {
     pool_export::collect(driver);
     let gone: Vec<Leaving> = {
@@ -191,7 +191,7 @@ pub(crate) fn wait_for_leaving(driver: &'static Driver, device: u32) -> bool {
     !waiting.is_empty()
 }
 
-/// Forgets all memory of a device, because the server resets the device.
+/// Drops all memory of a device that the server resets.
 pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     managed::reset(driver, device);
     graph_chunks::forget(device.primary);
@@ -221,7 +221,7 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     globals.retain(|_, (_, owner)| !std::ptr::eq(*owner, context));
 }
 
-/// Waits for all work of all devices: frees of pinned memory do that, because any device may be using it.
+/// Waits for all work of all devices, as freeing pinned memory does, because any device may be using it.
 pub(crate) fn settle_all() -> Result {
     let driver = driver()?;
     for device in &driver.devices {

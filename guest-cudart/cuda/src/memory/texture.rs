@@ -1,4 +1,4 @@
-//! Textures and surfaces. Their handles are the numbers that the server's driver made: kernels are given them as they are.
+//! Textures and surfaces. Their handles are those of the server's driver, because kernels use them directly.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, OnceLock};
@@ -27,7 +27,7 @@ pub(crate) struct Made {
     pub view: Option<ViewDesc>,
 }
 
-/// Those of the process, by handle: textures and surfaces number apart.
+/// The process's textures and surfaces, by handle. The two have separate numbers.
 #[derive(Default)]
 pub(crate) struct Objects {
     pub textures: HashMap<u64, Made>,
@@ -46,7 +46,7 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
     let textures: Vec<u64> = objects.textures.extract_if(gone).map(|(texture, _)| texture).collect();
     let surfaces: Vec<u64> = objects.surfaces.extract_if(gone).map(|(surface, _)| surface).collect();
     if !with_server {
-        // A lost session has none.
+        // After the session is lost there are none.
         for texture in textures {
             let _ = driver.session.append(&TextureDestroy { texture });
         }
@@ -56,7 +56,7 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
     }
 }
 
-/// What a program describes, checked as far as this side knows.
+/// Checks a program's description as far as this process can.
 pub(crate) fn resource(driver: &Driver, context: &'static Context, desc: &ResourceDesc) -> Result<Resource> {
     if desc.flags != 0 {
         return Err(Status::INVALID_VALUE);

@@ -1,6 +1,6 @@
-//! Bytes between this process's memory and a device: few of them in the record or in the answer, many in chunks by way of the arena.
+//! Copies bytes between this process's memory and a device: a few in the record or the answer, many in chunks through the arena.
 //!
-//! This knows nothing of pinned or managed memory: `work::copy` does, and managed memory itself moves its blocks so.
+//! This module does not know about pinned or managed memory. `work::copy` does, and managed memory uses this module to move its blocks.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,25 +17,25 @@ use client::ops::copy::{MemcpyDtoH, MemcpyDtoHInline, MemcpyHtoD};
 use client::ops::stream::{StreamSynchronize, StreamSynchronizeReply};
 use client::session::Pending;
 
-/// Bytes that go inside the record: copied into the ring instead of the arena.
+/// Maximum number of bytes that are sent inside the record, in the ring instead of the arena.
 pub(crate) const INLINE: usize = 8 << 10;
-/// Bytes that an answer holds.
+/// Maximum number of bytes in an answer.
 pub(crate) const MAX_INLINE_ANSWER: usize = MAX_PAYLOAD - 4;
-/// Chunks under way at once when much is copied to pageable memory.
+/// Number of chunks under way at once in a large copy to pageable memory.
 const DEPTH: usize = 4;
-/// Chunks that a transfer is cut into, within bounds: the pipeline is full soon, and not interrupted often.
+/// Number of chunks of a transfer, within the limits below: enough to fill the pipeline soon, few enough not to interrupt it often.
 const CHUNKS: usize = 8;
 const LEAST_CHUNK: usize = 256 << 10;
 const MOST_CHUNK: usize = 8 << 20;
-/// The same towards the device, where nothing is waited for but room: smaller chunks are free again sooner.
+/// The same for copies to the device, which only wait for room: smaller chunks are free again sooner.
 const MOST_CHUNK_TO_DEVICE: usize = 4 << 20;
 
-/// Bytes of one chunk of a transfer.
+/// Size of one chunk of a transfer, in bytes.
 pub(crate) fn chunk(driver: &Driver, len: usize) -> usize {
     (len / CHUNKS).clamp(LEAST_CHUNK, MOST_CHUNK).min(driver.session.arena().largest())
 }
 
-/// Copies bytes that another process may be writing, or that it will read: between program memory and the arena.
+/// Copies bytes between program memory and the arena, which another process may be writing or will read.
 ///
 /// # Safety
 /// `from` may be read and `to` written for `len` bytes; they do not overlap.
@@ -45,7 +45,7 @@ pub(crate) unsafe fn move_bytes(from: *const u8, to: *mut u8, len: usize) {
     unsafe { client::staging::copy(from, to, len) };
 }
 
-/// A chunk on its way to the host. The answer is waited for before the block goes, whatever happens in between.
+/// A chunk on its way to the host. Dropping it waits for the answer before the block is freed.
 struct Flight<'s> {
     pending: Pending<'s, StreamSynchronizeReply>,
     block: Block<'s>,
@@ -59,7 +59,7 @@ pub(crate) struct Transfer<'s> {
     pub stream: &'s Arc<Stream>,
 }
 
-/// Blocks of the arena are used as work of the stream.
+/// Blocks of the arena are used by work of the stream.
 impl Owner for Transfer<'_> {
     fn id(&self) -> u64 {
         self.stream.unique()
@@ -75,8 +75,8 @@ impl Owner for Transfer<'_> {
 }
 
 impl Transfer<'_> {
-    /// Host to device. The source has been read when this returns. `before` is called for each range of the target ahead of the operation that writes it;
-    /// what it gives is kept until that operation has been put on the stream.
+    /// Copies from the host to the device. When this returns, the source has been read. Calls `before` for each range of the target before the operation that writes it, and keeps
+    /// the result until that operation was enqueued.
     ///
     /// # Safety
     /// `src` may be read for `len` bytes.
@@ -113,7 +113,7 @@ impl Transfer<'_> {
         Ok(())
     }
 
-    /// Device to host. The bytes are there when this returns.
+    /// Copies from the device to the host. When this returns, the bytes are there.
     ///
     /// # Safety
     /// `dst` may be written for `len` bytes.
@@ -141,7 +141,7 @@ impl Transfer<'_> {
         Ok(())
     }
 
-    /// Fetches `len` bytes through the arena, several chunks under way at once; `out` gets each: its place, its bytes, its length.
+    /// Fetches `len` bytes through the arena, with several chunks under way at once. Calls `out` for each with its offset, its bytes and its length.
     fn pipeline(&self, src: u64, len: usize, out: &mut dyn FnMut(usize, *const u8, usize)) -> Result {
         let session = self.driver.session;
         let stream = self.stream.id;
@@ -151,7 +151,7 @@ impl Transfer<'_> {
         while at < len || !flights.is_empty() {
             while at < len && flights.len() < DEPTH {
                 let n = chunk.min(len - at);
-                // With chunks under way, wait for those, and not for room or a slot that other threads may hold.
+                // With chunks under way, wait for those instead of room or a slot that other threads may hold.
                 let block = if flights.is_empty() {
                     session.arena().alloc(session, n)?
                 } else {
@@ -165,7 +165,7 @@ impl Transfer<'_> {
                 let pending = match session.submit(&StreamSynchronize { stream }) {
                     Ok(pending) => pending,
                     Err(status) => {
-                        // The host may still write the block, and will not say when it has: it is lost with the session.
+                        // The server may still write the block and will not report when it has. The block is lost with the session.
                         std::mem::forget(block);
                         return Err(status);
                     }

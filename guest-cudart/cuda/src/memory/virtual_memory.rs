@@ -1,7 +1,7 @@
-//! Virtual memory management: memory without an address, addresses without memory, and both put together.
+//! Virtual memory management: memory without an address, addresses without memory, and mappings of one at the other.
 //!
-//! The server has the same tables and checks everything again; what is kept here is what the program may ask back, and what tells a good pointer from a bad one
-//! without a round trip. Addresses are chosen here, apart from every device's window.
+//! The server has the same tables and checks everything again. The tables here answer the program's queries and recognize invalid pointers without a round trip. Addresses are chosen here,
+//! outside of all devices' windows.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -30,24 +30,24 @@ pub(crate) const PINNED: u32 = 1;
 pub(crate) const DEVICE: u32 = 1;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 pub(crate) const POSIX_FD: u32 = 1;
-/// What a descriptor of exported memory begins with; a token follows.
+/// The first bytes of a descriptor of exported memory. A token follows.
 pub(crate) const MAGIC: shared_descriptor::Magic = *b"rgpu:mem";
-/// Addresses that are tried when the server's process has something else at those chosen.
+/// Number of addresses that are tried if the server's process has something else at the chosen ones.
 const ATTEMPTS: usize = 16;
 
 /// Where memory is.
 pub(crate) enum Home {
-    /// On the server's side: its name there, and the ordinal of its device.
+    /// On the server: its id there, and the ordinal of its device.
     Device(MemoryId, u32),
     Host(HostMemory),
 }
 
-/// Memory that the program names by a handle.
+/// Memory with a handle of the program.
 pub(crate) struct Memory {
     pub home: Home,
     size: u64,
     pub handle_types: u32,
-    /// `cuMemCreate` and everything that gave the handle again, less `cuMemRelease`. Under the lock of [`Space`], as `mapped` is.
+    /// Number of references: `cuMemCreate` and everything that returned the handle again, less `cuMemRelease`. Under the lock of [`Space`], as `mapped` is.
     pub handles: AtomicU32,
     mapped: AtomicU32,
 }
@@ -58,11 +58,11 @@ pub(crate) struct Mapping {
     pub handle: usize,
     pub memory: Arc<Memory>,
     buffer: u64,
-    /// What the program was given of it, where that is less than all: first address and bytes.
+    /// The part that the program was given, if that is not everything: first address and size in bytes.
     pub part: Option<(u64, u64)>,
     /// `CUmemAccess_flags` by device.
     pub access: Vec<u32>,
-    /// The same for the host, of host memory.
+    /// The same for the host, if it is host memory.
     pub host_access: u32,
 }
 
@@ -70,10 +70,10 @@ pub(crate) struct Mapping {
 #[derive(Default)]
 pub(crate) struct Space {
     reserved: BTreeMap<u64, u64>,
-    /// Those of them that the server has given up for host memory, by their first address.
+    /// Reservations that the server has released for host memory, by their first address.
     given_up: BTreeSet<u64>,
     pub mappings: BTreeMap<u64, Mapping>,
-    /// Where the next reservation is looked for.
+    /// Where the search for the next reservation starts.
     next: u64,
 }
 
@@ -85,10 +85,10 @@ static SPACES: RwLock<Space> = RwLock::new(Space {
 });
 static MEMORIES: Slab<Memory> = Slab::new(14);
 
-/// Before this process first shares memory: what it has copied so far has reached the device when this returns.
+/// Called before this process first shares memory. When this returns, everything that it has copied so far has reached the device.
 pub(crate) fn share(driver: &'static Driver) -> Result {
     SHARES.store(true, Ordering::Relaxed);
-    // No context has to be current for this.
+    // This needs no current context.
     let primary = driver.devices.iter().map(|device| device.primary);
     for context in primary.chain(context::current()).filter(|context| context.is_alive() && context.is_busy())
     {
@@ -129,7 +129,7 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
     Some(Found { base, size, context, buffer: mapping.buffer, pool: 0, sync_memops: false, managed: false })
 }
 
-/// Checks that a range (not 0 bytes) is mapped and that one device may access all of it; gives what is mapped at its beginning.
+/// Checks that a range (not 0 bytes) is mapped and that one device may access all of it. Returns what is mapped at its beginning.
 pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {
     let found = find(driver, address).ok_or(Status::INVALID_VALUE)?;
     let end = address.checked_add(len).ok_or(Status::INVALID_VALUE)?;
@@ -174,14 +174,14 @@ impl Space {
         is_apart(self.reserved.range(..address + size).map(|(start, len)| (*start, *len)), address)
     }
 
-    /// The first free range from `from` on; `None`: there is none up to the end.
+    /// The first free range from `from`. `None` if there is none before the end.
     fn free_from(&self, from: u64, size: u64, alignment: u64) -> Option<u64> {
         let mut at = from.checked_next_multiple_of(alignment)?;
         loop {
             let end = at.checked_add(size).filter(|end| *end <= SPACE + SPACE_SIZE)?;
             match self.reserved.range(..end).next_back() {
                 Some((start, len)) if start + len > at => {
-                    // What is in the way may begin before several others: go past this one.
+                    // There may be more behind this one, so continue after it.
                     let over = self.reserved.range(at..end).next().map_or(start + len, |(a, l)| a + l);
                     at = over.max(at + 1).checked_next_multiple_of(alignment)?;
                 }
@@ -233,7 +233,8 @@ impl Space {
         Ok(())
     }
 
-    /// Lets the reservation around a range be used for host memory, or for memory of devices; gives its first address. One that has had host memory has no other: the server may still be about to unregister its mirror.
+    /// Prepares the reservation around a range for host memory, or for memory of devices, and returns its first address. A reservation that has had host memory can have no other, because the
+    /// server may still be about to unregister its mirror.
     fn prepare(&mut self, driver: &Driver, address: u64, size: u64, for_host: bool) -> Result<u64> {
         static SAID: AtomicBool = AtomicBool::new(false);
         let (start, whole) = self
@@ -299,7 +300,7 @@ impl Space {
         Ok(())
     }
 
-    /// The mappings that a range consists of, whole and without a gap.
+    /// The mappings that make up a range, whole and without a gap.
     pub fn whole(&self, address: u64, size: u64) -> Result<Vec<u64>> {
         let end = address.checked_add(size).ok_or(Status::INVALID_VALUE)?;
         let mut at = address;
@@ -342,7 +343,7 @@ impl Space {
     ) -> Result {
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get_mut(&address) else { continue };
-            // A device reaches pinned memory in any case.
+            // A device can always reach pinned memory.
             if let Home::Device(..) = mapping.memory.home {
                 driver.session.call(&MemoryAccess { address, size: mapping.size, device, flags })?;
             }
@@ -353,7 +354,7 @@ impl Space {
         Ok(())
     }
 
-    /// The host reaches host memory in any case.
+    /// The host can always reach host memory.
     pub fn set_host_access(&mut self, address: u64, size: u64, flags: u32) -> Result {
         static SAID: AtomicBool = AtomicBool::new(false);
         for address in self.whole(address, size)? {
@@ -366,7 +367,7 @@ impl Space {
         Ok(())
     }
 
-    /// Memory goes with its last handle and its last mapping.
+    /// Frees memory when its last handle and its last mapping are gone.
     fn end_if_unused(&self, driver: &Driver, handle: usize, memory: &Memory) -> Result {
         if memory.handles.load(Ordering::Relaxed) == 0 && memory.mapped.load(Ordering::Relaxed) == 0 {
             MEMORIES.remove(handle);
@@ -397,8 +398,8 @@ pub(crate) fn import(driver: &Driver, token: [u8; 16], handle_types: u32) -> Res
     Ok((MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)?, reply.own))
 }
 
-/// Maps what a process has exported, for every device that may have it; gives the address at which `offset` lies. What this process has exported itself is only opened if `own_too`,
-/// else it is `INVALID_CONTEXT`.
+/// Maps memory that a process has exported, for every device that may use it. Returns the address of `offset`. Memory that this process has exported itself is opened only with `own_too`; otherwise
+/// it is `INVALID_CONTEXT`.
 pub(crate) fn open(driver: &Driver, token: [u8; 16], offset: u64, size: u64, own_too: bool) -> Result<u64> {
     let mut space = write();
     let (handle, own) = import(driver, token, 0)?;
@@ -416,19 +417,19 @@ pub(crate) fn open(driver: &Driver, token: [u8; 16], offset: u64, size: u64, own
                 .map(driver, address, memory.size, 0, handle, part)
                 .and_then(|()| space.set_access(driver, address, memory.size, device, 3));
             if mapped.is_err() {
-                // What was made of it goes again; the first error is the one to tell.
+                // Undo what was done. The first error is the one to report.
                 let _ = space.unmap(driver, address, memory.size);
                 let _ = space.free(driver, address, memory.size);
             }
             mapped.map(|()| address + offset)
         })
     };
-    // The mapping keeps it.
+    // The mapping keeps the memory.
     space.release(driver, handle)?;
     opened
 }
 
-/// Ends what [`open`] began.
+/// Closes what [`open`] opened.
 pub(crate) fn close(driver: &Driver, address: u64) -> Result {
     let mut space = write();
     let found = space.mappings.range(..=address).next_back();
@@ -440,35 +441,35 @@ pub(crate) fn close(driver: &Driver, address: u64) -> Result {
     space.free(driver, start, size)
 }
 
-/// Reserves addresses for at least `size` bytes of any device: the first, and how many.
+/// Reserves addresses for at least `size` bytes of any device. Returns the first address and the size.
 pub(crate) fn reserve(driver: &Driver, size: u64) -> Result<(u64, u64)> {
     let size = size.checked_next_multiple_of(Space::granule(driver)).ok_or(Status::OUT_OF_MEMORY)?;
     write().reserve(driver, size, 0, 0).map(|address| (address, size))
 }
 
-/// Gives back what [`reserve`] reserved.
+/// Frees addresses of [`reserve`].
 pub(crate) fn unreserve(driver: &Driver, address: u64, size: u64) -> Result {
     write().free(driver, address, size)
 }
 
-/// Memory of a device, for this library's own purposes; its handle.
+/// Makes memory of a device for this library's own use. Returns its handle.
 pub(crate) fn create(driver: &Driver, device: u32, size: u64) -> Result<usize> {
     make(driver, device, size, 0)
 }
 
-/// Puts all of such memory at reserved addresses, for its own device.
+/// Maps all of such memory at reserved addresses, for its own device.
 pub(crate) fn map(driver: &Driver, address: u64, size: u64, handle: usize, device: u32) -> Result {
     let mut space = write();
     space.map(driver, address, size, 0, handle, Some((address, size)))?;
     space.set_access(driver, address, size, device, 3)
 }
 
-/// Takes such memory away from its addresses. No work may use it there.
+/// Unmaps such memory. No work may use it there.
 pub(crate) fn unmap(driver: &Driver, address: u64, size: u64) -> Result {
     write().unmap(driver, address, size)
 }
 
-/// Gives such memory back.
+/// Frees such memory.
 pub(crate) fn release(driver: &Driver, handle: usize) -> Result {
     write().release(driver, handle)
 }
@@ -482,7 +483,7 @@ pub(crate) fn make(driver: &Driver, device: u32, size: u64, handle_types: u32) -
     MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)
 }
 
-/// Makes host memory; its handle.
+/// Makes host memory. Returns its handle.
 pub(crate) fn make_host(size: u64, location: MemLocation) -> Result<usize> {
     let home = Home::Host(HostMemory::new(location));
     let (handles, mapped) = (AtomicU32::new(1), AtomicU32::new(0));

@@ -1,4 +1,4 @@
-//! Advice on managed memory: kept, and told when it is asked for. Prefetching to a device gives it what the host has; to the host nothing is fetched before it is touched.
+//! Advice on managed memory. It is stored and returned by queries. Prefetching to a device gives it what the host has. Prefetching to the host does nothing: blocks are fetched when they are touched.
 
 use std::ops::Range;
 
@@ -25,7 +25,7 @@ pub(crate) type Place = (u32, i32);
 
 pub(crate) const NO_PLACE: Place = (location::INVALID, NOWHERE);
 
-/// What is advised of some bytes.
+/// The advice on some bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Advice {
     pub read_mostly: bool,
@@ -86,7 +86,7 @@ impl Advised {
         self.0 = parts;
     }
 
-    /// What is advised of every byte of a range.
+    /// The advice that all bytes of a range have.
     pub fn of(&self, range: &Range<u64>) -> Vec<Advice> {
         let mut found = Vec::new();
         let mut covered = range.start;
@@ -106,7 +106,7 @@ impl Advised {
     }
 }
 
-/// A place that a program names.
+/// A location that a program passes.
 pub(crate) fn place(l: MemLocation) -> Result<Place> {
     match l.kind {
         location::DEVICE => driver::device(l.id).map(|_| (location::DEVICE, l.id)),

@@ -1,33 +1,33 @@
-//! Which side has which block of a piece of managed memory. Pure bookkeeping, without pages and without a device.
+//! Which side has which block of a piece of managed memory. Only bookkeeping: no pages and no device.
 //!
-//! A piece is cut into blocks. Each is the device's, or the host has a copy of it: clean, as long as the program has only read it, or dirty. Work of the device
-//! takes all of them back, the dirty ones with their bytes. Faults that follow each other are answered with longer and longer runs of blocks.
+//! A piece is divided into blocks. A block is the device's, or the host has a copy of it: clean while the program has only read it, otherwise dirty. Work of the device takes all of
+//! them back, dirty ones with their bytes. Consecutive faults are answered with longer and longer runs of blocks.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::read_ahead::Streak;
 
-/// Bytes of a block.
+/// Size of a block, in bytes.
 pub(crate) const BLOCK: u64 = 64 << 10;
 
-/// Bytes that lie in a row, whole blocks but for the last of a piece.
+/// Contiguous bytes: whole blocks, except at the end of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Run {
     pub address: u64,
     pub len: u64,
 }
 
-/// What a fault asks for.
+/// What a fault needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// Nothing any more: the access will do.
+    /// Nothing any more: the access will succeed.
     Nothing,
     /// The device's bytes, which are all zero.
     Zeroes(Run),
     /// The device's bytes.
     Fetch(Run),
-    /// Changes of what the host has.
+    /// Write access to what the host has.
     Allow(Run),
 }
 
@@ -36,16 +36,16 @@ pub(crate) enum Answer {
 pub(crate) struct Blocks {
     base: u64,
     size: u64,
-    /// What the host has: a block's number, and whether it is dirty.
+    /// The blocks that the host has: their numbers, and whether they are dirty.
     host: BTreeMap<u64, bool>,
-    /// The device has nothing but zeroes, and no work has come since that was so.
+    /// Whether the device's bytes are all zero, and no work has been enqueued since that was known.
     zero: bool,
     reads: Streak,
     writes: Streak,
 }
 
 impl Blocks {
-    /// All of them the device's. `zero`: and known to be zero.
+    /// All blocks are the device's. `zero`: whether they are known to be zero.
     pub fn new(base: u64, size: u64, zero: bool) -> Blocks {
         let (reads, writes) = <(Streak, Streak)>::default();
         Blocks { base, size, host: BTreeMap::new(), zero, reads, writes }
@@ -68,7 +68,7 @@ impl Blocks {
         start / BLOCK..end.div_ceil(BLOCK)
     }
 
-    /// What an access asks for. It is noted only when it [is given](Self::given).
+    /// What an access needs. Recorded only when it [is given](Self::given).
     pub fn fault(&self, address: u64, write: bool) -> Answer {
         let at = (address - self.base) / BLOCK;
         let all = self.size.div_ceil(BLOCK);
@@ -85,7 +85,7 @@ impl Blocks {
         }
     }
 
-    /// The host has a run now.
+    /// The host has been given a run.
     pub fn given(&mut self, run: Run, write: bool) {
         let first = (run.address - self.base) / BLOCK;
         let count = run.len.div_ceil(BLOCK);
@@ -107,7 +107,7 @@ impl Blocks {
         runs.into_iter().map(|(first, count)| self.run(first, count)).collect()
     }
 
-    /// What the device has to be given before it works on a range.
+    /// What the device must be given before it works on a range.
     pub fn dirty(&self, range: &Range<u64>) -> Vec<Run> {
         self.runs(range, |dirty| dirty)
     }
@@ -176,7 +176,7 @@ mod tests {
     }
 
     proptest! {
-        /// A machine of three memories, one byte for each page: what the program should see, what the device has, what the host has.
+        /// A machine with three memories of one byte per page: what the program should see, what the device has, and what the host has.
         #[test]
         fn both_sides_always_see_the_last_write(steps in proptest::collection::vec(step(), 1..200), zero: bool) {
             const PAGES: usize = (5 * BLOCK as usize + 8192) / 4096;

@@ -47,13 +47,13 @@ impl Mirrors {
 /// How many regions there are.
 static PINNED: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether an address is one of such memory.
+/// Whether an address is in such memory.
 #[inline]
 pub(crate) fn is_here(address: u64) -> bool {
     PINNED.load(Ordering::Acquire) != 0 && lock(&STATE).mirrors.find(address).is_some()
 }
 
-/// Where those that were made in a context begin.
+/// The first addresses of those that were made in a context.
 pub(crate) fn of_context(context: &'static Context) -> Vec<u64> {
     let state = lock(&STATE);
     let chosen = state.mirrors.regions.iter().filter(|(_, region)| std::ptr::eq(region.context, context));
@@ -63,16 +63,16 @@ pub(crate) fn of_context(context: &'static Context) -> Vec<u64> {
 /// Lets kernels use the `size` bytes at `base`, which nothing copies from or to in place.
 ///
 /// # Errors
-/// What the server says; `NOT_SUPPORTED` where this process cannot watch its pages. All is as it was.
+/// The server's error; `NOT_SUPPORTED` if this process cannot watch the pages. Nothing has changed then.
 pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u64, size: u64) -> Result {
     const PAGE: u64 = client::pages::PAGE as u64;
     let (first, end) = (base & !(PAGE - 1), (base + size).next_multiple_of(PAGE));
-    // Allocated memory has all bytes of its pages.
+    // An allocation owns all bytes of its pages.
     let owned =
         if base.is_multiple_of(PAGE) && REGIONS.begins_at(base as usize, true) { end } else { base + size };
     let (parts, whole) = partial_pages::cut(base..owned);
     let mirror = mirror(driver, context, first, end - first)?;
-    // A fault that comes before the piece is known waits for this lock.
+    // A fault before the piece is registered waits for this lock.
     let state = &mut *lock(&STATE);
     let adopted = match &whole {
         Some(whole) => state.adopt(driver, pages(driver)?, context, whole.start, whole.end - whole.start),
@@ -90,7 +90,7 @@ pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u6
     Ok(())
 }
 
-/// The piece that begins at `base`, if there is one, is the program's alone again. `keep`: with the bytes that the device has; otherwise nobody uses them any more.
+/// Ends the mirroring of the piece at `base`, if there is one. `keep`: whether the program gets the device's bytes; otherwise the bytes are no longer needed.
 pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     if PINNED.load(Ordering::Acquire) == 0 {
         return;
@@ -101,7 +101,7 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     PINNED.store(state.mirrors.regions.len(), Ordering::Release);
     if keep && let Err(status) = state.fetch_all(driver, base, size) {
         log::error(format_args!(
-            "pinned memory at {base:#x}: what kernels wrote there last is lost ({status})"
+            "pinned memory at {base:#x}: the last bytes that kernels wrote there are lost ({status})"
         ));
     }
     let pieces: Vec<u64> = state.pieces.range(base..base + size).map(|(at, _)| *at).collect();
@@ -115,7 +115,8 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     state.unmirror(driver, context, mirror);
 }
 
-/// Has the server mirror whole pages, if it does not yet; says where the mirror begins. Callers take turns. Not under the lock: the server may have to wait for work that waits for the answer to a fault.
+/// Makes the server mirror whole pages, unless it already does, and returns where the mirror begins. Callers take turns. Must not be called under the lock, because the server may have to wait for work that
+/// waits for the answer to a fault.
 fn mirror(driver: &Driver, context: &Context, first: u64, size: u64) -> Result<u64> {
     {
         let mirrors = &mut lock(&STATE).mirrors.mirrors;
@@ -123,7 +124,7 @@ fn mirror(driver: &Driver, context: &Context, first: u64, size: u64) -> Result<u
         if let Some((at, (has, users))) = before.filter(|(at, (has, _))| *at + *has > first) {
             if *at > first || at + *has < first + size {
                 log::warn(format_args!(
-                    "pinned memory at {first:#x} has a page of other pinned memory that kernels use"
+                    "pinned memory at {first:#x} partly overlaps pages of other pinned memory that kernels use: kernels cannot use it"
                 ));
                 return Err(Status::NOT_SUPPORTED);
             }
@@ -132,7 +133,7 @@ fn mirror(driver: &Driver, context: &Context, first: u64, size: u64) -> Result<u
         }
     }
     if let Err(status) = driver.session.call(&HostMirror { context: context.id, address: first, size }) {
-        // A server that has made a note of it forgets it.
+        // The server drops it, if it knows of it.
         let _ = driver.session.append(&HostUnmap { context: context.id, address: first });
         return Err(status);
     }
@@ -140,13 +141,13 @@ fn mirror(driver: &Driver, context: &Context, first: u64, size: u64) -> Result<u
     Ok(first)
 }
 
-/// Bytes of one command to a mirror, and of one answer.
+/// Maximum number of bytes of one command to a mirror, and of one answer.
 const TO_MIRROR: usize = 8 << 10;
 const FROM_MIRROR: usize = client::channel::MAX_PAYLOAD - 64;
-/// Answers that are asked for at once.
+/// Number of answers that are requested at a time.
 const AT_ONCE: usize = 16;
 
-/// The bytes of a mirror as they are now.
+/// Reads the current bytes of a mirror.
 pub(crate) fn read(driver: &'static Driver, context: &Context, address: u64, to: &mut [u8]) -> Result {
     for (group, bytes) in to.chunks_mut(AT_ONCE * FROM_MIRROR).enumerate() {
         let first = address + (group * AT_ONCE * FROM_MIRROR) as u64;
@@ -181,7 +182,7 @@ impl State {
         *users -= 1;
         if *users == 0 {
             self.mirrors.mirrors.remove(&mirror);
-            // A lost session has none.
+            // After the session is lost there is no mirror.
             let _ = driver.session.append(&HostUnmap { context: context.id, address: mirror });
         }
     }
@@ -197,7 +198,7 @@ impl State {
         // SAFETY: whole pages of pinned memory, which stays until `release`.
         unsafe { pages.adopt(base as usize, size as usize) }.map_err(|error| {
             log::warn(format_args!(
-                "pinned memory at {base:#x} cannot be watched for kernels in another machine: {error}"
+                "kernels on another machine cannot use the pinned memory at {base:#x}, because its pages cannot be watched: {error}"
             ));
             Status::NOT_SUPPORTED
         })?;
@@ -222,7 +223,7 @@ impl State {
         Ok(())
     }
 
-    /// Gives the host every byte of a region, to change as it likes.
+    /// Gives the host all bytes of a region, writable.
     fn fetch_all(&mut self, driver: &'static Driver, region: u64, size: u64) -> Result {
         self.part(driver, |together| (region..region + size).contains(&together.base))?;
         self.compare_edges(driver)?;

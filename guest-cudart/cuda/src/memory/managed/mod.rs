@@ -1,21 +1,21 @@
-//! Managed memory: one address for host and device, which take turns on it.
+//! Managed memory: one address for host and device, which take turns using it.
 //!
-//! It is device memory, in a part of the device's window of its own, and the same addresses are taken in this process. The device's memory is the home of every byte; the
-//! host has copies of what the program touched since the device worked last ([`blocks`]), made when it touches them ([`page_faults`]). Each launch takes the copies
-//! back first ([`before_work`]), each copy or fill those of its range ([`lend`]): changed ones go to the device, and all are absent from then on.
+//! It is device memory in a part of the device's window, and this process reserves the same addresses. The device's memory is the home of every byte. The host has copies of blocks that
+//! the program has touched since the device last worked ([`blocks`]); a page fault fetches them ([`page_faults`]). Each launch first takes all copies back ([`before_work`]), each copy or
+//! fill those of its range ([`lend`]): changed ones go to the device, and all become absent.
 //!
 //! ```text
-//!   program touches a page ──▶ fault ──▶ wait for the device ──▶ fetch a block ──▶ the program goes on
-//!   launch ──▶ blocks that were changed go to the device, all are absent ──▶ the kernel runs on the device's memory alone
+//!   program touches a page ──▶ fault ──▶ wait for the device ──▶ fetch a block ──▶ the program continues
+//!   launch ──▶ changed blocks go to the device, all become absent ──▶ the kernel uses only the device's memory
 //! ```
 //!
-//! So a kernel runs at the speed of device memory, and whoever alternates pays for what was touched. Host and device do not use it at the same time
-//! (`CONCURRENT_MANAGED_ACCESS` is 0): an access of the host waits for the device. While the device waits for the host (for a host function, for a word that the program writes) nothing is waited for,
-//! and the device gets everything back before it goes on ([`before_going_on`]). Where other streams may be at work meanwhile, both sides have the block at the same time ([`shared_blocks`]).
+//! So a kernel runs at the speed of device memory, and a program that alternates between the sides pays only for what it touches. Host and device do not use the memory at the same time
+//! (`CONCURRENT_MANAGED_ACCESS` is 0): an access of the host waits for the device. While the device waits for the host (for a host function, or a word that the program writes), an access does not wait,
+//! and the device gets everything back before it continues ([`before_going_on`]). If other streams may be working meanwhile, both sides have the block at the same time ([`shared_blocks`]).
 //!
-//! Pinned memory that kernels use where the device does not share it is treated in the same way ([`mirror`]), but that both sides may have it at the same time whenever the device works.
+//! Pinned memory that kernels use on a device that cannot share it is handled in the same way ([`mirror`]), but both sides may have it at the same time whenever the device works.
 //!
-//! Variables (`__managed__`) are where the server's driver has put them; here their pages are treated in the same way.
+//! Variables (`__managed__`) are where the server's driver has put them. Their pages are handled in the same way.
 
 pub(crate) mod advice;
 pub(crate) mod blocks;
@@ -51,31 +51,31 @@ use client::ops::memory::{MemAlloc, MemFree, is_managed};
 use client::pages::{PAGE, Pages};
 use client::{Status, lock, log};
 
-/// Pages of managed memory, with what lies in them on the device.
+/// Pages of managed memory, and what is in them on the device.
 pub(crate) struct Piece {
     context: &'static Context,
     blocks: Blocks,
-    /// Where bytes are: all of an allocation, the variables of some pages.
+    /// The parts that have bytes: all of an allocation, or the variables in some pages.
     parts: Vec<Range<u64>>,
     pub advised: Advised,
-    /// It is pinned memory, which host and device may use at the same time.
+    /// Whether it is pinned memory, which host and device may use at the same time.
     pinned: bool,
 }
 
 pub(crate) struct State {
     /// By first address.
     pub pieces: BTreeMap<u64, (u64, Piece)>,
-    /// How many pieces lie outside of the windows' parts for managed memory.
+    /// Number of pieces outside of the windows' parts for managed memory.
     elsewhere: usize,
-    /// The pieces that the next work of the device has to look at.
+    /// The pieces that the next work of the device must check.
     held: BTreeSet<u64>,
-    /// For each context the stream on which blocks travel: beside all others, since what they may wait for may wait for these.
+    /// The stream of each context on which blocks travel. It is separate from all others, which may be waiting for these transfers.
     movers: Vec<(&'static Context, Arc<Stream>)>,
-    /// What the host has had of pinned memory while the device worked.
+    /// Pinned memory that the host was given while the device worked.
     together: Vec<Together>,
     /// Pinned memory that cannot be watched.
     edges: Vec<Edge>,
-    /// What the server has at the addresses of pinned memory.
+    /// The server's mirrors of pinned memory.
     mirrors: Mirrors,
 }
 
@@ -89,15 +89,15 @@ pub(crate) static STATE: Mutex<State> = Mutex::new(State {
     mirrors: Mirrors::new(),
 });
 
-/// How many pieces there are, and how many of them are held: what every launch looks at, without a lock.
+/// Number of pieces, and of those that the host has something of. Every launch checks this without a lock.
 static PIECES: AtomicUsize = AtomicUsize::new(0);
 
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// How many pieces lie outside of the windows' parts for managed memory: variables, and pinned memory. An address says of the others that they are managed.
+/// Number of pieces outside of the windows' parts for managed memory: variables and pinned memory. The others are recognized by their address.
 static ELSEWHERE: AtomicUsize = AtomicUsize::new(0);
 
-/// Read while work goes to the device, written while a fault is answered: no work comes in between.
+/// Held for reading while work is enqueued and for writing while a fault is answered, so that no work comes in between.
 pub(crate) static ORDER: RwLock<()> = RwLock::new(());
 
 thread_local! {
@@ -105,12 +105,12 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// While a thread has this, no fault is answered as if the device were idle. Work is put on a stream, and is noted there, before it goes.
+/// While a thread has this, no fault is answered as if the device were idle. The thread enqueues and records its work before it drops this.
 pub(crate) struct Order(Option<RwLockReadGuard<'static, ()>>);
 
 impl Order {
     fn take() -> Order {
-        // A graph's launch has it when its copies ask for it. A second lock would wait for a writer that waits for the first.
+        // A graph's launch already holds it when its copies ask for it. Locking again could wait for a writer that waits for the first lock.
         if INSIDE.get() {
             return Order(None);
         }
@@ -128,33 +128,35 @@ impl Drop for Order {
     }
 }
 
-/// The process's pages, and the thread that answers their faults.
+/// The process's watched pages, and the thread that answers their faults.
 pub(crate) fn pages(driver: &'static Driver) -> Result<&'static Pages> {
     static PAGES: OnceLock<Option<Pages>> = OnceLock::new();
     static START: std::sync::Once = std::sync::Once::new();
     let opened = PAGES.get_or_init(|| {
         Pages::open()
-            .inspect_err(|error| log::warn(format_args!("no managed memory in this process: {error}")))
+            .inspect_err(|error| log::warn(format_args!("this process cannot use managed memory: {error}")))
             .ok()
     });
     let pages = opened.as_ref().ok_or(Status::NOT_SUPPORTED)?;
     START.call_once(|| {
         let thread = std::thread::Builder::new().name("rgpu-pages".into());
         if let Err(error) = thread.spawn(move || page_faults::serve(driver, pages)) {
-            log::error(format_args!("no thread for managed memory: {error}"));
+            log::error(format_args!(
+                "cannot start a thread for managed memory: {error}; `ulimit -u` limits threads"
+            ));
         }
     });
     Ok(pages)
 }
 
-/// Backing for the part of a window that is the host's as well.
+/// Memory for the part of a window that the host uses as well.
 struct Both(&'static Driver);
 
 impl Backing for Both {
     fn grow(&self, device: u32, address: u64, size: u64) -> Result {
         let pages = pages(self.0)?;
         pages.map(address as usize, size as usize).map_err(|error| {
-            log::warn(format_args!("{size} bytes of managed memory at {address:#x}: {error}"));
+            log::warn(format_args!("cannot map {size} bytes of managed memory at {address:#x}: {error}"));
             Status::OUT_OF_MEMORY
         })?;
         let grown = self.0.grow(device, address, size);
@@ -183,7 +185,7 @@ impl State {
     fn counted(&self) {
         PIECES.store(self.pieces.len() + self.edges.len(), Ordering::Release);
         ELSEWHERE.store(self.elsewhere + self.edges.len(), Ordering::Release);
-        // What is not watched may have been changed at any time.
+        // Memory that is not watched may have been changed at any time.
         HELD.store(self.held.len() + self.edges.len(), Ordering::Release);
     }
 
@@ -217,7 +219,7 @@ impl State {
         Ok(stream)
     }
 
-    /// Gives the device a range of one piece: bytes that the host has changed, and the right to change them.
+    /// Gives the device a range of one piece: sends the bytes that the host has changed, and takes the blocks from the host.
     fn give(&mut self, driver: &'static Driver, base: u64, range: &Range<u64>) -> Result {
         self.part(driver, |together| together.base == base && together.touches(range))?;
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
@@ -265,7 +267,7 @@ impl State {
 }
 
 impl Piece {
-    /// What of a run has bytes.
+    /// The parts of a run that have bytes.
     fn parts_in(&self, run: &Run) -> impl Iterator<Item = Range<u64>> {
         let run = run.address..run.address + run.len;
         let inside = move |part: &Range<u64>| part.start.max(run.start)..part.end.min(run.end);
@@ -273,7 +275,7 @@ impl Piece {
     }
 }
 
-/// Before work that may use any memory is put on a stream: the device gets what the host has. Work follows before the guard goes.
+/// Called before work is enqueued that may use any memory. The device gets what the host has. Enqueue the work before dropping the guard.
 #[inline]
 pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<Order>> {
     if PIECES.load(Ordering::Acquire) == 0 {
@@ -286,13 +288,15 @@ pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<Order>> {
     Ok(Some(order))
 }
 
-/// Gives the device everything that the host has, before a stream goes on that waited for this process.
+/// Gives the device everything that the host has, before a stream continues that was waiting for this process.
 pub(crate) fn before_going_on(driver: &'static Driver) {
-    // Not by a look at `HELD`: a fault that is just being answered as if the stream were stopped is answered, and so held, when the lock is free.
+    // `HELD` is not enough: a fault may just be being answered as if the stream were stopped. When the lock is free, it was answered and counts as held.
     if PIECES.load(Ordering::Acquire) != 0
         && let Err(status) = give_all(driver)
     {
-        log::error(format_args!("managed memory does not reach the device: {status}"));
+        log::error(format_args!(
+            "the program's changes of managed memory cannot be sent to the device ({status}): kernels may read old values"
+        ));
     }
 }
 
@@ -306,8 +310,8 @@ fn give_all(driver: &'static Driver) -> Result {
     state.send_edges(driver, &all).map(drop)
 }
 
-/// Before work is put on a stream that writes a range of memory: the device gets what the host has of it. Work follows before the guard goes: the host cannot get, meanwhile, bytes that the work is
-/// about to change, which would go back to the device over what the work has written.
+/// Called before work is enqueued that writes a range of memory. The device gets what the host has of it. Enqueue the work before dropping the guard. Meanwhile the host cannot get bytes that the work will
+/// change, which would later overwrite the result.
 #[inline]
 pub(crate) fn before_work_on(address: u64, len: u64) -> Result<Option<Order>> {
     let pieces = PIECES.load(Ordering::Acquire) != 0;
@@ -319,7 +323,7 @@ pub(crate) fn before_work_on(address: u64, len: u64) -> Result<Option<Order>> {
     Ok(Some(order))
 }
 
-/// The device gets what the host has of a range of managed memory.
+/// Gives the device what the host has of a range of managed memory.
 pub(crate) fn lend(address: u64, len: u64) -> Result {
     if HELD.load(Ordering::Acquire) == 0 {
         return Ok(());
@@ -341,20 +345,20 @@ pub(crate) fn lend(address: u64, len: u64) -> Result {
     state.send_edges(driver, &range).map(drop)
 }
 
-/// Whether an address is one of managed memory, whatever it was asked for as.
+/// Whether an address is in managed memory of any kind.
 #[inline]
 pub(crate) fn is_here(address: u64) -> bool {
     PIECES.load(Ordering::Acquire) != 0 && lock(&STATE).find(address).is_some()
 }
 
-/// Whether an address only shares a page with managed memory: a module's other variables do, beside its managed ones.
+/// Whether an address only shares a page with managed memory, as a module's other variables may.
 pub(crate) fn is_beside(address: u64) -> bool {
     let state = lock(&STATE);
     let piece = state.find(address).and_then(|(base, _)| state.pieces.get(&base));
     piece.is_some_and(|(_, piece)| !piece.parts.iter().any(|part| part.contains(&address)))
 }
 
-/// Allocates in a context's device, from a pool or none (0); zero, as the first touch finds it.
+/// Allocates on a context's device, from a pool or none (0). The memory is zero when it is first touched.
 pub(crate) fn alloc(
     driver: &'static Driver,
     context: &'static Context,
@@ -404,7 +408,7 @@ pub(crate) fn free(driver: &'static Driver, device: &Device, address: u64) -> Re
     Ok(memory.free(address, &Both(driver)).is_some())
 }
 
-/// Forgets the managed memory of a device that the server resets.
+/// Drops the managed memory of a device that the server resets.
 pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     if PIECES.load(Ordering::Acquire) == 0 && lock(&STATE).movers.is_empty() {
         return;
@@ -415,7 +419,7 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
         |(_, (_, piece)): &(&u64, &(u64, Piece))| piece.context.device == device.ordinal && !piece.pinned;
     let gone: Vec<u64> = state.pieces.iter().filter(of_device).map(|(base, _)| *base).collect();
     for base in gone {
-        // What lies in the window goes with its backing, below.
+        // Memory in the window goes with its backing, below.
         if let Some((size, _)) = state.remove(base)
             && !is_managed(base)
         {
@@ -440,7 +444,7 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context, gone: i
             if let Some((tag, size)) = found.filter(|(tag, _)| !tag.freed) {
                 gone(tag.pool, size);
             }
-            // What is not given back now is with the session.
+            // What cannot be freed now goes with the session.
             let _ = free(driver, device, address);
         }
     }
@@ -450,7 +454,7 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context, gone: i
 /// Makes a module's managed variable accessible to the host.
 ///
 /// # Errors
-/// `NOT_SUPPORTED` where this process has something else at its address.
+/// `NOT_SUPPORTED` if this process has something else at its address.
 pub(crate) fn variable(
     driver: &'static Driver,
     context: &'static Context,
@@ -465,7 +469,7 @@ pub(crate) fn variable(
     while at < whole.end {
         let part = whole.start.max(at)..whole.end;
         let Some((base, len)) = state.find(at) else {
-            // As far as nothing else of ours is.
+            // Except where something else of this library is.
             let end = state.pieces.range(at..).next().map_or(u64::MAX, |(base, _)| *base);
             let len = whole.end.next_multiple_of(page).min(end) - at;
             let taken = pages
@@ -473,8 +477,8 @@ pub(crate) fn variable(
                 .and_then(|()| pages.open_range(at as usize, len as usize));
             if let Err(error) = taken {
                 log::warn(format_args!(
-                    "a managed variable at {address:#x}, where this process has something else ({error}): \
-                     it cannot be used here"
+                    "the GPU has a __managed__ variable at {address:#x}, where this process has something else ({error}): \
+                     the program cannot access the variable"
                 ));
                 return Err(Status::NOT_SUPPORTED);
             }
@@ -486,7 +490,7 @@ pub(crate) fn variable(
             at += len;
             continue;
         };
-        // What the host has of these pages does not have the new variable's bytes.
+        // The host's copies of these pages lack the new variable's bytes.
         state.give(driver, base, &(0..u64::MAX))?;
         if let Some((_, piece)) = state.pieces.get_mut(&base) {
             let part = part.start..part.end.min(base + len);
@@ -499,7 +503,7 @@ pub(crate) fn variable(
     Ok(())
 }
 
-/// Forgets a module's managed variable.
+/// Removes a module's managed variable.
 pub(crate) fn forget_variable(address: u64, size: u64) {
     let Ok(driver) = driver() else { return };
     let Ok(pages) = pages(driver) else { return };

@@ -13,20 +13,24 @@ use client::counters::{self, COUNTERS};
 use client::pages::{Fault, Pages};
 use client::{Status, lock, log};
 
-/// The thread that answers at once, where that can be. An access that has to wait for the device is another thread's: the device may wait for a host function, and
-/// that for the answer to an access of its own.
+/// The thread that answers immediately if possible. Another thread answers accesses that must wait for the device, because the device may be waiting for a host function, and that for the
+/// answer to an access of its own.
 pub(crate) fn serve(driver: &'static Driver, pages: &'static Pages) {
     let (later, waiting) = mpsc::channel();
     let thread = std::thread::Builder::new().name("rgpu-pages-wait".into());
     if let Err(error) = thread.spawn(move || serve_later(driver, pages, &waiting)) {
-        log::error(format_args!("no thread for managed memory: {error}"));
+        log::error(format_args!(
+            "cannot start a thread for managed memory: {error}; `ulimit -u` limits threads"
+        ));
         return;
     }
     let mut buffer = Vec::new();
     loop {
         let faults = match pages.faults() {
             Ok(faults) => faults,
-            Err(error) => return log::error(format_args!("managed memory: {error}")),
+            Err(error) => {
+                return log::error(format_args!("managed memory: page faults cannot be read: {error}"));
+            }
         };
         for fault in faults {
             counters::add(&COUNTERS.page_faults, 1);
@@ -50,12 +54,12 @@ fn is_pinned(address: u64) -> bool {
     piece.is_some_and(|(_, piece)| piece.pinned)
 }
 
-/// Whether the device waits for this process: a host function, or a word that the program writes. What is stopped may be what it waits for.
+/// Whether the device waits for this process: for a host function, or a word that the program writes. The stopped thread may be the one that it waits for.
 fn is_waited_for() -> bool {
     host_calls::is_calling() || host_calls::is_waiting()
 }
 
-/// No work comes before the guard goes. `None`: some is just coming.
+/// Keeps work from being enqueued until the guard is dropped. `None` if some is just being enqueued.
 fn no_work_comes() -> Option<RwLockWriteGuard<'static, ()>> {
     match ORDER.try_write() {
         Ok(order) => Some(order),
@@ -64,16 +68,16 @@ fn no_work_comes() -> Option<RwLockWriteGuard<'static, ()>> {
     }
 }
 
-/// No work is under way, and none comes before the guard goes.
+/// If no work is under way, keeps it so until the guard is dropped.
 fn idle_now() -> Option<RwLockWriteGuard<'static, ()>> {
     no_work_comes().filter(|_| !context::any_busy())
 }
 
-/// Answers an access at once, while the device waits for this process. What else the device does meanwhile may change the block.
+/// Answers an access immediately while the device waits for this process. Other work of the device may change the block meanwhile.
 fn answer_waiting(driver: &'static Driver, pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
     let order = no_work_comes();
     let mut state = lock(&STATE);
-    // Under the lock: a stream that stops waiting asks for it before it goes on.
+    // Under the lock: a stream that stops waiting takes it before it continues.
     let given = if order.is_some() && stream_table::all_stopped(driver) {
         state.give_to_host(driver, pages, fault, buffer)
     } else {
@@ -90,7 +94,7 @@ fn serve_later(driver: &'static Driver, pages: &'static Pages, waiting: &mpsc::R
         loop {
             let over = context::quiesce_all(driver);
             let order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
-            // New work may have come meanwhile; a context that has failed is never known to be done.
+            // New work may have been enqueued meanwhile. Work of a failed context is never known to be done.
             if !over || !context::any_busy() {
                 break answer(driver, pages, &fault, &mut buffer);
             }
@@ -107,14 +111,14 @@ pub(crate) fn answer(driver: &'static Driver, pages: &'static Pages, fault: &Fau
     finish(pages, fault, given);
 }
 
-/// Lets the stopped access go on, or end the program.
+/// Lets the stopped thread continue, or ends the program.
 pub(crate) fn finish(pages: &Pages, fault: &Fault, given: Result<bool>) {
     match given {
         Ok(true) => pages.retry(fault),
         Ok(false) => pages.refuse(fault),
         Err(status) => {
             log::error(format_args!(
-                "managed memory at {:#x} cannot be had from the device ({status}): the access ends the program",
+                "managed memory at {:#x} cannot be fetched from the device ({status}): the access ends the program",
                 fault.address
             ));
             let mut state = lock(&STATE);
@@ -129,14 +133,14 @@ pub(crate) fn finish(pages: &Pages, fault: &Fault, given: Result<bool>) {
 }
 
 impl State {
-    /// The piece that an access hit, by its first address, and what the access needs. `None`: there is nothing at the address.
+    /// The first address of the piece that was accessed, and what the access needs. `None` if there is nothing at the address.
     pub(crate) fn answer(&self, fault: &Fault) -> Option<(u64, Answer)> {
         let (base, _) = self.find(fault.address as u64)?;
         let (_, piece) = self.pieces.get(&base)?;
         Some((base, piece.blocks.fault(fault.address as u64, fault.write)))
     }
 
-    /// Gives the host what an access needs, while no work changes it. False: there is nothing at the address.
+    /// Gives the host what an access needs while no work changes it. Returns false if there is nothing at the address.
     fn give_to_host(
         &mut self,
         driver: &'static Driver,
@@ -164,7 +168,7 @@ impl State {
         Ok(true)
     }
 
-    /// Notes that the host is about to have a run. Before it has: its thread goes on as soon as the pages are there, and may put work on a stream that needs what it writes.
+    /// Records that the host is about to get a run. This must come first: the thread continues as soon as the pages are there, and may enqueue work that needs what it writes.
     pub(crate) fn given(&mut self, base: u64, run: Run, write: bool) {
         if let Some((_, piece)) = self.pieces.get_mut(&base) {
             piece.blocks.given(run, write);
@@ -210,6 +214,6 @@ fn fill(pages: &Pages, run: Run, bytes: &[u8], write: bool) -> Result {
 }
 
 pub(crate) fn failed(error: std::io::Error) -> Status {
-    log::error(format_args!("managed memory: {error}"));
+    log::error(format_args!("managed memory: the state of pages cannot be changed: {error}"));
     Status::UNKNOWN
 }

@@ -14,24 +14,24 @@ use crate::process::work_signal::{self, EDGES, WORK};
 use client::ops::memory::WordPatch;
 use client::{lock, log};
 
-/// What [`WORK`] was when they were compared last and no work was under way.
+/// The value of [`WORK`] when they were last compared with no work under way.
 static COMPARED: AtomicU64 = AtomicU64::new(0);
 
 /// Bytes that are compared.
 pub(crate) struct Edge {
-    /// First address of the pinned piece that they are of.
+    /// First address of their pinned piece.
     pub region: u64,
     context: &'static Context,
     /// Less than two pages.
     bytes: Range<u64>,
-    /// What both sides have had last, word by word.
+    /// The last value of each word that both sides had.
     known: Vec<u64>,
 }
 
 impl Edge {
     pub fn new(region: u64, context: &'static Context, bytes: Range<u64>) -> Edge {
         let mut edge = Edge { region, context, bytes, known: Vec::new() };
-        // Nothing is known of the device's: all of it is to be sent.
+        // The device's bytes are unknown, so everything is sent.
         edge.known = (0..edge.words()).map(|i| !edge.word(i).load(Ordering::Relaxed)).collect();
         edge
     }
@@ -57,14 +57,14 @@ impl Edge {
         unsafe { AtomicU64::from_ptr(self.at(i) as *mut u64) }
     }
 
-    /// Ones for the bytes of a word that are the piece's.
+    /// A mask of the bytes of a word that belong to the piece.
     fn mask(&self, i: usize) -> u64 {
         let at = self.at(i);
         let inside = |n: &u64| self.bytes.contains(&(at + n));
         (0..8).filter(inside).fold(0, |mask, n| mask | 0xff << (8 * n))
     }
 
-    /// What the program has changed, which is known from now on.
+    /// The program's changes, which become the known values.
     fn changes(&mut self) -> Vec<WordPatch> {
         let mut changes = Vec::new();
         for i in 0..self.words() {
@@ -77,19 +77,19 @@ impl Edge {
         changes
     }
 
-    /// Takes over what the device has changed; says whether there was something.
+    /// Takes over the device's changes. Returns whether there were any.
     fn take(&mut self, device: &[u64]) -> bool {
         let differs =
             |i: &usize| device.get(*i).is_some_and(|there| (there ^ self.known[*i]) & self.mask(*i) != 0);
         let differing: Vec<usize> = (0..self.words()).filter(differs).collect();
-        // As when they are sent: words that stand alone come last.
+        // As when sending, words that stand alone come last.
         let mut rows: Vec<&[usize]> = differing.chunk_by(|a, b| a + 1 == *b).collect();
         rows.sort_by_key(|row| std::cmp::Reverse(row.len()));
         let mut changed = false;
         for i in rows.concat() {
             let (mask, known, there) = (self.mask(i), self.known[i], device[i]);
             let taken = self.word(i).fetch_update(Ordering::AcqRel, Ordering::Acquire, |here| {
-                // What the program has changed meanwhile stands, and is sent next time.
+                // If the program has changed it meanwhile, its change stays and is sent next time.
                 ((here ^ known) & mask == 0).then_some(here & !mask | there & mask)
             });
             if taken.is_ok() {
@@ -106,11 +106,11 @@ pub(crate) fn is_due() -> bool {
     EDGES.load(Ordering::Acquire) != 0 && WORK.load(Ordering::Acquire) != COMPARED.load(Ordering::Acquire)
 }
 
-/// Compares all of them; says whether either side had changed something.
+/// Compares all of them. Returns whether either side had changed something.
 #[cold]
 pub(crate) fn compare_all(driver: &'static Driver) -> bool {
     let mut state = lock(&STATE);
-    // Work that comes from here on is counted, and compared for once more.
+    // Work from here on is counted and causes another comparison.
     let work = WORK.load(Ordering::Acquire);
     let over = !context::any_busy();
     let compared = state.compare_edges(driver);
@@ -119,7 +119,9 @@ pub(crate) fn compare_all(driver: &'static Driver) -> bool {
     }
     drop(state);
     compared.unwrap_or_else(|status| {
-        log::error(format_args!("pinned memory cannot be had from the device ({status})"));
+        log::error(format_args!(
+            "pinned memory that kernels have written cannot be fetched from the device ({status})"
+        ));
         false
     })
 }
@@ -136,7 +138,7 @@ impl State {
         EDGES.store(self.edges.len(), Ordering::Release);
     }
 
-    /// Sends what the program has changed of those that a range touches.
+    /// Sends the program's changes in the pages that a range touches.
     pub(crate) fn send_edges(&mut self, driver: &'static Driver, range: &Range<u64>) -> Result<bool> {
         let mut changed = false;
         for edge in self.edges.iter_mut().filter(|edge| edge.touches(range)) {
@@ -164,7 +166,7 @@ impl State {
     }
 }
 
-/// The parts of a piece: what is in pages of other memory as well, and the whole pages.
+/// Splits a piece into the parts in pages shared with other memory, and the whole pages.
 pub(crate) fn cut(bytes: Range<u64>) -> (Vec<Range<u64>>, Option<Range<u64>>) {
     const PAGE: u64 = client::pages::PAGE as u64;
     let whole = bytes.start.next_multiple_of(PAGE)..bytes.end & !(PAGE - 1);

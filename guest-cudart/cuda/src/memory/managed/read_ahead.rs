@@ -16,7 +16,7 @@ impl Streak {
         if self.len > 0 && at == self.next { (self.len * 2).min(LONGEST) } else { 1 }
     }
 
-    /// Notes that `len` blocks were given at block `at`.
+    /// Records that `len` blocks were given at block `at`.
     pub fn answered(&mut self, at: u64, len: u64) {
         *self = Streak { next: at + len, len };
     }

@@ -25,19 +25,19 @@ use client::ops::memory::{HostPatch, MOST_PATCHES, WordPatch};
 use client::pages::{Fault, Pages};
 use client::{lock, log};
 
-/// What the host keeps a block for, at least.
+/// Minimum time that the host keeps a block.
 const WHILE: Duration = Duration::from_micros(100);
-/// Runs that the host has at once at most.
+/// Maximum number of runs that the host has at once.
 const MOST: usize = 4;
 
-/// What the host was given while the device worked.
+/// A run that the host was given while the device worked.
 pub(crate) struct Together {
-    /// Of the piece.
+    /// First address of the piece.
     pub base: u64,
-    /// The piece is pinned memory, where each side soon sees what the other writes.
+    /// Whether the piece is pinned memory, where each side soon sees what the other writes.
     pinned: bool,
     run: Run,
-    /// The bytes as they were.
+    /// The bytes when the host was given them.
     before: Vec<u8>,
 }
 
@@ -50,18 +50,18 @@ impl Together {
 /// The longest pause between comparisons.
 const SELDOM: Duration = Duration::from_millis(5);
 
-/// Lets the thread look; it is started if it does not run yet.
+/// Wakes the thread, and starts it if necessary.
 pub(crate) fn start(driver: &'static Driver) {
     static START: Once = Once::new();
     START.call_once(|| {
         let thread = std::thread::Builder::new().name("rgpu-pages-part".into());
         if let Err(error) = thread.spawn(move || serve(driver)) {
-            log::error(format_args!("no thread for pinned memory: {error}"));
+            log::error(format_args!("cannot start a thread for pinned memory that kernels use: {error}; `ulimit -u` limits threads"));
         }
     });
 }
 
-/// Answers an access to pinned memory. `busy`: the device may be using it.
+/// Answers an access to pinned memory. `busy`: whether the device may be using it.
 pub(crate) fn answer(
     driver: &'static Driver,
     pages: &'static Pages,
@@ -79,7 +79,7 @@ pub(crate) fn answer(
     page_faults::finish(pages, fault, given);
 }
 
-/// The thread that takes away what the host was given while the device worked, and compares what cannot be watched.
+/// The thread that takes away runs that the host was given while the device worked, and compares pages that cannot be watched.
 fn serve(driver: &'static Driver) {
     let (mut pause, mut seldom) = (WHILE, WHILE);
     loop {
@@ -93,7 +93,7 @@ fn serve(driver: &'static Driver) {
         std::thread::sleep(if given { pause } else { seldom });
         let begin = Instant::now();
         take_all(driver, |together| together.pinned);
-        // The program has at least as much time for a block as it takes to move it.
+        // The program has a block for at least as long as moving it takes.
         pause = WHILE.max(begin.elapsed() * 2);
         if partial_pages::is_due() {
             seldom = if partial_pages::compare_all(driver) { WHILE } else { (seldom * 2).min(SELDOM) };
@@ -101,10 +101,10 @@ fn serve(driver: &'static Driver) {
     }
 }
 
-/// How many runs the host was given while the device worked.
+/// Number of runs that the host was given while the device worked.
 static GIVEN: AtomicUsize = AtomicUsize::new(0);
 
-/// After the program has learnt that work is over, and before it is told: it is to find what that work has written.
+/// Called when work has finished, before the program is told, so that it finds what that work has written.
 #[inline]
 pub(crate) fn after_wait(driver: &'static Driver) {
     if GIVEN.load(Ordering::SeqCst) != 0 {
@@ -118,18 +118,20 @@ pub(crate) fn after_wait(driver: &'static Driver) {
 #[cold]
 fn take_all(driver: &'static Driver, which: impl Fn(&Together) -> bool) {
     if let Err(status) = lock(&STATE).part(driver, which) {
-        log::error(format_args!("memory of the program's does not reach the device: {status}"));
+        log::error(format_args!(
+            "the program's changes of pinned or managed memory cannot be sent to the device ({status}): kernels may read old values"
+        ));
     }
 }
 
 impl State {
-    /// Takes away what the host was given while the device worked, of those that `which` chooses; what the program has changed goes to the device.
+    /// Takes away the runs that `which` selects. What the program has changed goes to the device.
     pub(crate) fn part(&mut self, driver: &'static Driver, which: impl Fn(&Together) -> bool) -> Result {
         let (gone, rest) = std::mem::take(&mut self.together).into_iter().partition(which);
         self.together = rest;
         let gone: Vec<Together> = gone;
         let taken = gone.iter().try_for_each(|together| self.take_away(driver, together));
-        // Only after they are gone: a thread that reads 0 lets the program go on without taking the lock.
+        // After they are gone, because a thread that reads 0 lets the program continue without taking the lock.
         GIVEN.store(self.together.len(), Ordering::SeqCst);
         taken
     }
@@ -160,7 +162,7 @@ impl State {
         Ok(())
     }
 
-    /// Copies the bytes of a run that the program has changed, and no others, to the device.
+    /// Copies only those bytes of a run to the device that the program has changed.
     fn overwrite(
         &mut self,
         driver: &'static Driver,
@@ -186,7 +188,7 @@ impl State {
         stream.synchronize(driver)
     }
 
-    /// Gives the host what an access to managed memory needs while work may change what is in the same block.
+    /// Gives the host what an access to managed memory needs, while work may change other bytes of the same block.
     pub(crate) fn give_beside_work(
         &mut self,
         driver: &'static Driver,
@@ -212,12 +214,12 @@ impl State {
         Ok(true)
     }
 
-    /// Before bytes are fetched that the host is given while the device works: who learns from here on that work is over takes them away again.
+    /// Called before bytes are fetched for the host while the device works. A thread that learns from now on that work has finished takes them away again.
     fn announce(&self) {
         GIVEN.store(self.together.len() + 1, Ordering::SeqCst);
     }
 
-    /// Sends what the program has changed so far: it is about to change another block, and the device sees the changes of two blocks in their order.
+    /// Sends the program's changes so far, because it is about to change another block and the device must see the changes of two blocks in order.
     fn publish(&mut self, driver: &'static Driver, pages: &Pages) -> Result {
         for Together { base, run, before, .. } in self.together.iter_mut().filter(|together| together.pinned)
         {
@@ -268,7 +270,7 @@ impl State {
         Ok(true)
     }
 
-    /// Takes away what the device has changed since the host was given it, and what is too much.
+    /// Takes away the runs that the device has changed since the host was given them, and surplus runs.
     fn look_again(&mut self, driver: &'static Driver, buffer: &mut Vec<u8>) -> Result {
         let (pinned, managed): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.together).into_iter().partition(|together| together.pinned);
@@ -284,7 +286,7 @@ impl State {
     }
 }
 
-/// Sends changed words. Which of them the program changed last is not known; most likely those that stand alone, as words that say something of others do: they go last.
+/// Sends changed words. It is not known which of them the program changed last. Most likely it is those that stand alone, such as flags, so they go last.
 pub(crate) fn send(driver: &Driver, context: &Context, mut words: Vec<WordPatch>) -> Result {
     words.sort_by_key(|patch| patch.address);
     let mut rows: Vec<&[WordPatch]> = words.chunk_by(|a, b| a.address + 8 == b.address).collect();
@@ -295,7 +297,7 @@ pub(crate) fn send(driver: &Driver, context: &Context, mut words: Vec<WordPatch>
     Ok(())
 }
 
-/// The words of 8 bytes in which bytes differ, from `address` on, a multiple of 8.
+/// The words of 8 bytes that differ, from `address`, a multiple of 8.
 fn changes(address: u64, before: &[u8], now: &[u8]) -> Vec<WordPatch> {
     let words = |bytes: &[u8]| -> Vec<u64> {
         bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect()
@@ -305,10 +307,10 @@ fn changes(address: u64, before: &[u8], now: &[u8]) -> Vec<WordPatch> {
     each.filter_map(|(i, (before, now))| change(address + 8 * i as u64, *before, *now, u64::MAX)).collect()
 }
 
-/// Rows that few changes may make, told byte by byte.
+/// Maximum number of rows for changes that are described byte by byte.
 const FEW: usize = 1024;
 
-/// Where bytes differ: rows of bytes, or, where these are many, of words of 8 bytes, which neighboring changes mostly fill.
+/// Where bytes differ, as rows of bytes. If there are many, as rows of 8-byte words, which neighboring changes mostly fill.
 fn rows(before: &[u8], now: &[u8]) -> Vec<Range<usize>> {
     let of = |grain: usize| {
         let mut rows: Vec<Range<usize>> = Vec::new();
@@ -332,7 +334,7 @@ fn rows(before: &[u8], now: &[u8]) -> Vec<Range<usize>> {
     if bytes.len() > FEW { words } else { bytes }
 }
 
-/// What makes one word of another, in the bytes of a mask; `None`: nothing.
+/// The write that turns one word into another, in the bytes of a mask. `None` if they are equal.
 pub(crate) fn change(address: u64, before: u64, now: u64, mask: u64) -> Option<WordPatch> {
     let bytes = ((before ^ now) & mask).to_le_bytes().map(|byte| if byte == 0 { 0 } else { 0xff });
     let mask = u64::from_le_bytes(bytes);
@@ -372,7 +374,7 @@ mod tests {
             let (mut host, mut device, mut both) = (before.clone(), before.clone(), before.clone());
             let mut whose = [None; 64];
             for (at, value, by_host) in writes {
-                // One byte is written by one side.
+                // Each byte is written by one side only.
                 if *whose[at].get_or_insert(by_host) == by_host {
                     both[at] = value;
                     if by_host { host[at] = value } else { device[at] = value }
