@@ -1,7 +1,7 @@
 //! Reads commands ahead while the dispatcher is blocked in one.
 //!
-//! The dispatcher reads a session's commands and executes each before it reads the next. A driver call may block until a stream or a kernel that waits for the client continues, and the command
-//! that releases it comes later. So while anything waits for the client ([`Beside::is_needed`]), the dispatcher lends its source of commands to a watcher before it executes one:
+//! The dispatcher reads a session's commands and executes each before it reads the next. A driver call may block until a kernel continues that waits for memory which the client
+//! writes, and the command that writes it comes later. So while there is such memory ([`Beside::is_needed`]), the dispatcher lends its source of commands to a watcher before it executes one:
 //!
 //! ```text
 //!  dispatcher   next ─ lend ─ execute ────────────────────────── take back ─ next (commands read ahead come first)

@@ -79,9 +79,9 @@ pub enum Order {
 
 /// What the driver's call for an operation may wait for.
 ///
-/// This is about calls known to wait for work that may in turn wait for the client. A server starts none of them while a stream waits for the
-/// client, because the command that ends the wait comes later. [`MayBlock::Never`] includes calls that wait in rare cases only (destroying a
-/// context with work under way).
+/// This is about calls known to wait for work on the device. Nothing there waits for a [`Hold::UntilSignal`], but a kernel may wait for memory that the
+/// client writes: a server must be able to receive that write while it is in such a call. [`MayBlock::Never`] includes calls that wait in rare cases only
+/// (destroying a context with work under way).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MayBlock {
     /// For nothing.
