@@ -69,6 +69,10 @@ fn more_streams_wait_for_the_program_than_there_are_hardware_queues() -> Result<
             "managed_neighbors",
             "stream_memory",
         ] {
+            // Its streams wait for words that other streams write: one queue would hold what they wait for.
+            if name == "stream_memory" && queues == 1 {
+                continue;
+            }
             for transport in TRANSPORTS {
                 passes(&rig, transport, name, &[], None).with_context(|| format!("with {queues} queues"))?;
             }

@@ -240,11 +240,10 @@ mod tests {
         let attributes = |address: usize| {
             // SAFETY: the structure consists of integers and pointers, for which zero is a value.
             let mut out: PointerAttributes = unsafe { std::mem::zeroed() };
+            let address = ptr::without_provenance(address);
             // SAFETY: the output is a live local variable.
-            assert_eq!(
-                unsafe { cudaPointerGetAttributes((&mut out).into(), ptr::without_provenance(address)) },
-                0
-            );
+            let status = unsafe { cudaPointerGetAttributes((&mut out).into(), address) };
+            assert_eq!(status, 0);
             (out.kind, out.device, out.device_pointer.addr(), out.host_pointer.addr())
         };
         assert_eq!(attributes(64), (0, NO_DEVICE, 0, 64));
