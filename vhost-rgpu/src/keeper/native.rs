@@ -6,12 +6,12 @@
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::{UnixCredentials, getsockopt, sockopt};
+use nix::sys::socket::{MsgFlags, UnixCredentials, getsockopt, recv, sockopt};
 use protocol::device::Answer;
 
 use super::process::{Owner, Process, Processes};
@@ -104,6 +104,8 @@ impl Server {
                 self.limit.warn(&who, &format!("refused: {why}"));
                 if let Some(socket) = socket {
                     let _ = answer(&socket, Answer::NoResources, &why, None);
+                    // A connection that is closed with an unread request is reset, and the client would not see the answer.
+                    let _ = recv(socket.as_raw_fd(), &mut [0; 256], MsgFlags::MSG_DONTWAIT);
                 }
             }
         }
