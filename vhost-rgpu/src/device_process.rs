@@ -7,6 +7,7 @@ use std::fmt;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::process::exit;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -119,19 +120,26 @@ pub fn run(role: &Role, config: Config, control: Control) -> Result<()> {
         }
     };
     loop {
-        match (control.next_from_keeper().context("the keeper's messages")?, &mut serving) {
-            // The keeper is gone, and with it whoever could serve its VMM or clients again.
-            (None, _) => bail!("the keeper has ended"),
-            (Some(ToDevice::End), _) => break,
-            (Some(ToDevice::AskStatus { question }), _) => report(question),
-            (Some(ToDevice::Restore { channel, stored }), Serving::Vm(vm)) => vm.restore(channel, stored),
-            (Some(ToDevice::Vmm { listening, requests, resumed }), Serving::Vm(vm)) => {
+        // The keeper is gone, and with it whoever could serve its VMM or clients again. Closing the sessions would tell
+        // their programs something else.
+        let Some(message) = control.next_from_keeper().unwrap_or_else(|e| {
+            tracing::warn!("{role}: the keeper's messages: {e}");
+            None
+        }) else {
+            tracing::warn!("{role}: the keeper has ended");
+            exit(1);
+        };
+        match (message, &mut serving) {
+            (ToDevice::End, _) => break,
+            (ToDevice::AskStatus { question }, _) => report(question),
+            (ToDevice::Restore { channel, stored }, Serving::Vm(vm)) => vm.restore(channel, stored),
+            (ToDevice::Vmm { listening, requests, resumed }, Serving::Vm(vm)) => {
                 vm.serve(listening, requests, resumed)?;
             }
-            (Some(ToDevice::Client { number, who, socket }), Serving::Native(native)) => {
+            (ToDevice::Client { number, who, socket }, Serving::Native(native)) => {
                 native.serve(number, who, socket);
             }
-            (Some(other), _) => bail!("a message that is not for {role}: {other:?}"),
+            (other, _) => bail!("a message that is not for {role}: {other:?}"),
         }
     }
     match &mut serving {
