@@ -2,15 +2,18 @@
 
 use std::ffi::OsString;
 use std::os::fd::RawFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use anyhow::Context;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use host_bridge::framing::Address;
 use host_bridge::verbs::Settings;
+use identity::servers::SERVER_FOLDER;
 use options::document::Part;
-use options::{File, Layer, parse_size};
+use options::{File, Layer, manual, parse_size};
 use serde::{Deserialize, Serialize};
 
+use crate::cache::store::{self, Store};
 use crate::driver::software::Imitate;
 use crate::worker_protocol::{Amounts, Limits};
 
@@ -23,21 +26,49 @@ use crate::worker_protocol::{Amounts, Limits};
     name = "rgpu-server",
     version,
     args_conflicts_with_subcommands = true,
-    subcommand_negates_reqs = true
+    subcommand_negates_reqs = true,
+    max_term_width = 100,
+    after_long_help = "Exit status:
+  0  it was told to end, or what was to be checked is in order
+  1  it failed; the last line on standard error says why
+  2  the command line is wrong
+
+Signals:
+  SIGTERM, SIGINT  begin no session, give those that run --drain-seconds, and end
+  SIGHUP           read keys, certificates and --clients again, open --audit-log anew
+  SIGUSR2          go on as the version that is installed, with all sessions
+
+Files:
+  /etc/rgpu/rgpu-server.toml  configuration of the packaged unit
+  /etc/rgpu/clients.toml      rules for clients, if the configuration names this file
+  /var/lib/rgpu/server        this server's key and the clients that joined
+  /var/cache/rgpu/server      what clients need not send again, if the configuration says so
+  /run/rgpu/server.sock       where vhost-rgpu of this machine connects
+  /run/rgpu/server.admin      where rgpuctl enrolls and revokes clients, and drains
+  /run/rgpu/server.status     where rgpuctl reads the status"
 )]
 pub struct Arguments {
     /// What to do instead of serving.
     #[command(subcommand)]
     pub command: Option<Command>,
-    /// Configuration file (TOML). Flags override it
+    /// Configuration file (TOML). Flags override it. By default there is none
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Check the configuration, report what is wrong with it, and exit
     #[arg(long)]
     pub check_config: bool,
+    /// With --check-config: whether this program takes over sessions of a daemon that writes them down in this format
+    #[arg(long, value_name = "FORMAT", hide = true)]
+    pub takes_over: Option<u32>,
     /// Print a commented configuration file with every option, and exit
     #[arg(long)]
     pub print_config: bool,
+    /// Print a commented file of rules for clients with every key, and exit
+    #[arg(long)]
+    pub print_clients: bool,
+    /// Write the man pages and shell completions into a folder that is installed as /usr/share, and exit; for packages
+    #[arg(long, hide = true, value_name = "FOLDER")]
+    pub write_manual: Option<PathBuf>,
     /// Options of the daemon.
     #[command(flatten)]
     pub serve: Serve,
@@ -70,10 +101,25 @@ pub struct Serve {
     /// Where to listen: tcp:ADDRESS[:PORT] or unix:PATH. May be given more than once
     #[arg(long, value_name = "ADDRESS", default_value = "unix:/run/rgpu/server.sock")]
     pub listen: Vec<Address>,
+    /// Accept connections over tcp without TLS. Then everybody who can reach the port can use the GPUs, and read and change what others send
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, action = clap::ArgAction::Set)]
+    pub insecure: bool,
+    /// Folder of this server's key, which is made at the first start, and of the list of clients that joined. Used if it listens on tcp and is not insecure
+    #[arg(long, value_name = "FOLDER", default_value = SERVER_FOLDER)]
+    pub identity: PathBuf,
+    /// Unix socket where rgpuctl enrolls, lists and revokes clients, and drains or upgrades the daemon. Only the user of this daemon may connect. By default there is none
+    #[arg(id = "admin.socket", long = "admin-socket", value_name = "PATH")]
+    pub admin_socket: Option<PathBuf>,
+    /// File that says what each client may use; clients.toml is an example. Read again on SIGHUP. By default all clients have the limits given here
+    #[arg(long, value_name = "FILE")]
+    pub clients: Option<PathBuf>,
+    /// File that gets a line of JSON for each session that begins, is refused or ends. Opened anew on SIGHUP. By default there is none
+    #[arg(long, value_name = "FILE")]
+    pub audit_log: Option<PathBuf>,
     /// Idle workers to keep ready, each with a context on the first device. With 0, a worker starts when a client asks for one
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub workers: usize,
-    /// Idle workers to keep ready until the first session begins, instead of --workers
+    /// Idle workers to keep ready until the first session begins. By default as many as later
     #[arg(long, value_name = "N")]
     pub first_workers: Option<usize>,
     /// Maximum number of sessions, including those that wait for a worker. Sessions that only query NVML have the same limit but are counted separately
@@ -82,7 +128,7 @@ pub struct Serve {
     /// Maximum seconds a session may wait for a worker while no other session begins and no worker becomes ready
     #[arg(long, value_name = "N", default_value_t = 60)]
     pub wait_seconds: u64,
-    /// Seconds that sessions have to end by themselves after SIGTERM
+    /// Seconds that sessions have to end by themselves after SIGTERM. rgpuctl drain says another time
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub drain_seconds: u64,
     /// What to log: a level (error, warn, info, debug, trace) or a filter as in RUST_LOG
@@ -94,9 +140,41 @@ pub struct Serve {
     /// Options that workers need, too.
     #[command(flatten)]
     pub worker: WorkerOptions,
-    /// Unix socket where the daemon reports its status to rgpuctl: one JSON object for each connection
+    /// What clients need not send again.
+    #[command(flatten)]
+    pub cache: Cache,
+    /// What workers may reach.
+    #[command(flatten)]
+    pub sandbox: Sandbox,
+    /// Where metrics are served.
+    #[command(flatten)]
+    pub metrics: metrics::Options,
+    /// Unix socket where the daemon reports its status to rgpuctl: one JSON object for each connection. By default there is none
     #[arg(id = "status.socket", long = "status-socket", value_name = "PATH")]
     pub status_socket: Option<PathBuf>,
+}
+
+/// What clients need not send again.
+#[derive(Debug, Clone, Args)]
+pub struct Cache {
+    /// Folder for what clients have sent over tcp, so that they need not send it again: the server keeps code and large copies to devices, those of each client apart, and finds them by their hashes.
+    /// Only this daemon's user may have access to it. By default nothing is kept
+    #[arg(id = "cache.folder", long = "cache", value_name = "FOLDER")]
+    pub folder: Option<PathBuf>,
+    /// Maximum size of what is kept of one client, in bytes or with a unit (K, M, G, T). What was not used for the longest time gives way
+    #[arg(id = "cache.client_limit", long = "cache-client-limit", value_name = "SIZE", default_value = "32G", value_parser = parse_size)]
+    pub client_limit: u64,
+    /// Maximum size of what is kept of all clients together. A client's data gives way to the same client's, or, while it has no session, to that of a client that has less
+    #[arg(id = "cache.limit", long = "cache-limit", value_name = "SIZE", default_value = "128G", value_parser = parse_size)]
+    pub limit: u64,
+}
+
+impl Cache {
+    /// Opens the store, if there is to be one.
+    pub fn open(&self) -> std::io::Result<Option<Store>> {
+        let limits = store::Limits { client: self.client_limit, all: self.limit };
+        self.folder.as_ref().map(|folder| Store::open(folder, limits)).transpose()
+    }
 }
 
 /// What each client may use, unless a policy for that client says otherwise.
@@ -120,6 +198,10 @@ pub struct Share {
     /// Number of devices that a session gets: the least used ones. 0 means all
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub session_devices: u32,
+    /// Maximum seconds for which a kernel, or a graph launched as a whole, may run, including the time in which others use the device beside it. A session with one that runs longer gets
+    /// cudaErrorLaunchTimeout and is ended. 0 means no limit. Each launch is then measured, which takes two more calls of the driver
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub kernel_seconds: u32,
     /// Whether a client's devices also serve others while it has a session
     #[arg(long, value_enum, default_value_t = Sharing::Shared)]
     pub sharing: Sharing,
@@ -152,6 +234,7 @@ impl Share {
                 pinned_memory: self.client_pinned_limit.unwrap_or_else(quarter),
             },
             sessions: self.client_sessions,
+            kernel_seconds: self.kernel_seconds,
             ..Limits::default()
         }
     }
@@ -170,12 +253,67 @@ pub struct WorkerOptions {
     /// Which devices.
     #[command(flatten)]
     pub backing: Backing,
+    /// Seconds for which a session over TCP is kept when its connections are lost, with everything that it has on the devices. 0 ends it with its connections
+    #[arg(long, value_name = "N", default_value_t = 600)]
+    pub grace_seconds: u32,
+    /// Memory of one session for data that was sent over TCP and that the client has not acknowledged, in bytes or with a unit (K, M, G, T). A download over a long link carries at most this much in a round trip; each data connection may use 8M in any case
+    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_size)]
+    pub replay_memory: u64,
+    /// Memory of one session for data that comes over TCP ahead of its turn, in bytes or with a unit (K, M, G, T). A client far away sends up to this much without being asked for it, as far as its
+    /// link needs that, which limits it to this much in a round trip; 16M are allowed in any case
+    #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = parse_size)]
+    pub ahead_memory: u64,
     /// Microseconds that a worker polls for commands before it sleeps. The default is 50, and less on machines with fewer than four processors
     #[arg(long, value_name = "N")]
     pub poll_us: Option<u64>,
     /// Sessions over verbs.
     #[command(flatten)]
     pub rdma: Settings,
+}
+
+impl WorkerOptions {
+    /// MiB of data that a session's bridge may send ahead of its turn, as the welcome says it.
+    pub fn eager_mib(&self) -> u32 {
+        u32::try_from(self.ahead_memory >> 20).unwrap_or(u32::MAX)
+    }
+}
+
+/// What workers may reach.
+#[derive(Debug, Clone, Args)]
+pub struct Sandbox {
+    /// Whether workers are confined, and what happens to system calls that they should not make
+    #[arg(id = "sandbox.mode", long = "sandbox", value_enum, default_value_t = sandbox::Mode::On)]
+    pub mode: sandbox::Mode,
+    /// Refuse to start if this machine does not provide every part of the sandbox. Without it, the log says what is missing
+    #[arg(
+        id = "sandbox.require",
+        long = "require-sandbox",
+        value_name = "BOOL",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        default_value_t = false,
+        action = clap::ArgAction::Set
+    )]
+    pub require: bool,
+    /// User IDs for workers, one for each. No account and no other program may use them
+    #[arg(id = "sandbox.users", long = "worker-users", value_name = "FIRST-LAST", default_value_t = sandbox::WORKER_USERS)]
+    pub users: sandbox::Range,
+    /// More files and folders that workers may read, such as the folder of a driver library in an unusual place. By default none
+    #[arg(id = "sandbox.files", long = "worker-files", value_name = "PATHS", value_delimiter = ',')]
+    pub files: Vec<PathBuf>,
+    /// Maximum memory of the server's machine for one worker, in bytes or with a unit (K, M, G, T). 0 means half of the machine's memory. Needs cgroup v2
+    #[arg(id = "sandbox.memory", long = "worker-memory", value_name = "SIZE", default_value = "0", value_parser = parse_size)]
+    pub memory: u64,
+    /// Maximum threads of one worker. 0 means no limit
+    #[arg(id = "sandbox.tasks", long = "worker-tasks", value_name = "N", default_value_t = 4096)]
+    pub tasks: u64,
+    /// Maximum CPU time of one worker, in percent of one CPU. 0 means no limit. Needs cgroup v2
+    #[arg(id = "sandbox.cpu_percent", long = "worker-cpu-percent", value_name = "N", default_value_t = 0)]
+    pub cpu_percent: u64,
+    /// For tests: the program that is started as a worker
+    #[arg(id = "sandbox.program", long = "worker-program", value_name = "PATH", hide = true)]
+    pub program: Option<PathBuf>,
 }
 
 /// Which devices, and what drives them.
@@ -193,7 +331,10 @@ pub struct Backing {
     /// Number of software devices
     #[arg(id = "software.devices", long = "software-devices", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=32))]
     pub software_devices: u32,
-    /// For tests: how software devices delay their callers, as NVIDIA's driver does. A list of queue=N, hardware-queues=N, waiting-calls, context-ms=N, call-us=N, seed=N, separated by commas
+    /// For tests: a FIFO from which what happens to software devices is read, one event a line: a device's number and xid N, ecc, nvlink N, lost, recovery N, hot or cool
+    #[arg(id = "software.events", long = "software-events", value_name = "PATH", hide = true)]
+    pub software_events: Option<PathBuf>,
+    /// For tests: how software devices delay their callers, as NVIDIA's driver does. A list of queue=N, hardware-queues=N, waiting-calls, pageable-memory, context-ms=N, call-us=N, block-us=N, seed=N, separated by commas
     #[arg(
         id = "software.imitate",
         long = "software-imitate",
@@ -232,6 +373,12 @@ impl Arguments {
     }
 }
 
+/// Writes the man pages and shell completions below `share`.
+pub fn write_manual(share: &Path) -> anyhow::Result<()> {
+    manual::write(Arguments::command(), share)
+        .with_context(|| format!("cannot write into {}", share.display()))
+}
+
 /// The example file: `rgpu-server --print-config`, and the packaged `rgpu-server.toml`.
 pub fn example() -> String {
     options::document::example(
@@ -246,17 +393,25 @@ pub fn parts() -> [Part; 1] {
     [Part {
         name: "",
         repeated: false,
+        commented: false,
         text: "",
         options: Serve::augment_args(clap::Command::new("options")),
         set: &[
             ("listen", "[\"unix:/run/rgpu/server.sock\", \"tcp:0.0.0.0:9700\"]"),
             ("status.socket", "\"/run/rgpu/server.status\""),
+            ("admin.socket", "\"/run/rgpu/server.admin\""),
         ],
         examples: &[
+            ("clients", "\"/etc/rgpu/clients.toml\""),
+            ("audit_log", "\"/var/log/rgpu/audit.log\""),
+            ("cache.folder", "\"/var/cache/rgpu/server\""),
             ("devices", "[0, 1]"),
+            ("metrics.listen", "\"tcp:127.0.0.1:9720\""),
+            ("metrics.token_file", "\"/etc/rgpu/metrics.token\""),
             ("pinned_limit", "\"16G\""),
             ("client_pinned_limit", "\"64G\""),
             ("first_workers", "2"),
+            ("sandbox.files", "[\"/opt/driver/lib\"]"),
             ("poll_us", "50"),
             ("rdma.device", "\"mlx5_0\""),
             ("rdma.gid_index", "3"),
@@ -280,8 +435,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn the_command_line_is_consistent_and_documented() {
         Arguments::command().debug_assert();
+        assert_eq!(options::manual::gaps(&Arguments::command()), Vec::<String>::new());
     }
 
     #[test]

@@ -13,18 +13,16 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use protocol::Status;
 use serde::{Deserialize, Serialize};
 
+use crate::shared_event::{self, SLOTS};
 use crate::worker_protocol::{self, FromWorker, Resource};
 
 /// Names a shared object.
 pub type Token = [u8; 16];
 
-/// The daemon answers at once. After this long without an answer, it counts as gone.
-const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 /// Maximum number of objects that one session may share at a time.
 pub const MAX_OF_SESSION: usize = 8192;
 
@@ -38,12 +36,10 @@ pub enum Shared {
         /// Bytes.
         size: u64,
     },
-    /// An interprocess event.
+    /// An [interprocess event](crate::shared_event), with its descriptor.
     Event {
-        /// The device's number.
-        device: u32,
-        /// The driver's own handle, if it has one; otherwise the event comes with a descriptor.
-        handle: Vec<u8>,
+        /// The slot of the session: 0 for the one that shares it. The daemon gives another one to each that opens it.
+        slot: u16,
     },
 }
 
@@ -113,7 +109,8 @@ impl Broker {
         };
         let fds: Vec<_> = fd.iter().map(|fd| fd.as_fd()).collect();
         let sent = worker_protocol::send(self.daemon.as_fd(), &message(request), &fds);
-        let received = sent.ok().and_then(|()| answered.recv_timeout(ANSWER_WITHIN).ok());
+        // The daemon answers at once. If it has crashed, its successor does. Should there be none, the connection ends and with it this wait.
+        let received = sent.ok().and_then(|()| answered.recv().ok());
         self.lock().asked.remove(&request);
         received.ok_or(Status::DEVICE_UNAVAILABLE)
     }
@@ -141,8 +138,14 @@ impl Broker {
 
     /// Gives charged bytes back.
     pub fn discharge(&self, resource: Resource, bytes: u64) {
+        let request = {
+            let mut state = self.lock();
+            state.next += 1;
+            state.next
+        };
+        let message = FromWorker::Discharge { request, resource, bytes };
         // A daemon that is gone counts nothing.
-        let _ = worker_protocol::send(self.daemon.as_fd(), &FromWorker::Discharge { resource, bytes }, &[]);
+        let _ = worker_protocol::send(self.daemon.as_fd(), &message, &[]);
     }
 
     /// Opens a shared object. Returns the object, its descriptor, and whether this session has shared it itself. A token that names no object of this client gives `INVALID_VALUE`.
@@ -193,6 +196,8 @@ struct Share {
     origin: String,
     what: Shared,
     fd: Option<Arc<OwnedFd>>,
+    /// For an event: the session of each slot.
+    slots: Vec<u32>,
 }
 
 impl Shares {
@@ -205,42 +210,100 @@ impl Shares {
         fd: Option<OwnedFd>,
     ) -> io::Result<Result<Token, Refusal>> {
         let of_owner = self.0.values().filter(|share| share.owner == owner).count();
-        if of_owner >= MAX_OF_SESSION || self.0.len() >= max_total() {
+        let of_origin = self.0.values().filter(|share| share.origin == origin).count();
+        // No origin takes all of them from the others.
+        if of_owner >= MAX_OF_SESSION || of_origin >= max_total() / 4 || self.0.len() >= max_total() {
             return Ok(Err(Refusal::Full));
         }
+        // What is settled later must be what it says.
+        if what == (Shared::Event { slot: 0 })
+            && fd.as_ref().is_none_or(|fd| shared_event::check(fd).is_err())
+        {
+            return Ok(Err(Refusal::Unknown));
+        }
         let token = random_token()?;
-        self.0.insert(token, Share { owner, origin, what, fd: fd.map(Arc::new) });
+        self.0.insert(token, Share { owner, origin, what, fd: fd.map(Arc::new), slots: vec![owner] });
         Ok(Ok(token))
     }
 
-    /// Looks an object up for a session of `origin`.
-    pub fn find(
-        &self,
-        token: &Token,
-        asker: u32,
-        origin: &str,
-    ) -> Option<(Shared, Option<Arc<OwnedFd>>, bool)> {
-        let share = self.0.get(token).filter(|share| share.origin == origin)?;
-        Some((share.what.clone(), share.fd.clone(), share.owner == asker))
+    /// An object that the daemon before this one had.
+    pub fn restore(&mut self, token: Token, owner: u32, origin: String, what: Shared, fd: OwnedFd) {
+        let share = Share { owner, origin, what, fd: Some(Arc::new(fd)), slots: vec![owner] };
+        self.0.insert(token, share);
     }
 
-    /// Revokes a token at its owner's request. A request from another session does nothing.
-    pub fn remove(&mut self, token: &Token, owner: u32) {
-        if self.0.get(token).is_some_and(|share| share.owner == owner) {
-            self.0.remove(token);
+    /// Another session had opened an event by then, and has this slot of it.
+    pub fn restore_slot(&mut self, token: &Token, slot: u16, session: u32) {
+        let Some(share) = self.0.get_mut(token) else { return };
+        if usize::from(slot) < SLOTS {
+            // Slots in between are nobody's that is still there.
+            share.slots.resize(share.slots.len().max(usize::from(slot) + 1), 0);
+            share.slots[usize::from(slot)] = session;
         }
     }
 
-    /// Removes every object of a session that has ended.
+    /// What a session shares, and under which tokens.
+    pub fn of(&self, owner: u32) -> impl Iterator<Item = (&Token, &Shared)> {
+        let own = self.0.iter().filter(move |(_, share)| share.owner == owner);
+        own.map(|(token, share)| (token, &share.what))
+    }
+
+    /// The sessions that share something.
+    pub fn owners(&self) -> impl Iterator<Item = u32> {
+        self.0.values().map(|share| share.owner)
+    }
+
+    /// An object's descriptor, if it has one.
+    pub fn file(&self, token: &Token) -> Option<Arc<OwnedFd>> {
+        self.0.get(token)?.fd.clone()
+    }
+
+    /// Opens an object for a session of `origin`.
+    pub fn open(
+        &mut self,
+        token: &Token,
+        asker: u32,
+        origin: &str,
+    ) -> Result<(Shared, Option<Arc<OwnedFd>>, bool), Refusal> {
+        let share = self.0.get_mut(token).filter(|share| share.origin == origin).ok_or(Refusal::Unknown)?;
+        let own = share.owner == asker;
+        let mut what = share.what.clone();
+        if let Shared::Event { slot } = &mut what
+            && !own
+        {
+            if share.slots.len() >= SLOTS {
+                return Err(Refusal::Full);
+            }
+            *slot = share.slots.len() as u16;
+            share.slots.push(asker);
+        }
+        Ok((what, share.fd.clone(), own))
+    }
+
+    /// Revokes a token at its owner's request. Gives what it was of. A request from another session does nothing.
+    pub fn remove(&mut self, token: &Token, owner: u32) -> Option<Shared> {
+        self.0.get(token).filter(|share| share.owner == owner)?;
+        self.0.remove(token).map(|share| share.what)
+    }
+
+    /// Removes every object of a session that has ended. Nobody waits for what it recorded.
     pub fn remove_all_of(&mut self, owner: u32) {
+        for share in self.0.values().filter(|share| matches!(share.what, Shared::Event { .. })) {
+            let slots = share.slots.iter().enumerate().filter(|(_, session)| **session == owner);
+            for (slot, fd) in slots.filter_map(|(slot, _)| Some((slot as u16, share.fd.as_ref()?))) {
+                if let Err(e) = shared_event::settle(fd, slot) {
+                    tracing::warn!("settling the events of a session that has ended: {e}");
+                }
+            }
+        }
         self.0.retain(|_, share| share.owner != owner);
     }
 }
 
-/// Maximum number of shared objects: half of the descriptors that the daemon may have. The other half is for connections and workers.
+/// Maximum number of shared objects: a quarter of the descriptors that the daemon may have. As many again keep them for its successor; the others are for connections and workers.
 fn max_total() -> usize {
     nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE)
-        .map_or(256, |(soft, _)| usize::try_from(soft / 2).unwrap_or(usize::MAX))
+        .map_or(256, |(soft, _)| usize::try_from(soft / 4).unwrap_or(usize::MAX))
 }
 
 /// 128 random bits.
@@ -254,6 +317,7 @@ pub fn random_token() -> io::Result<Token> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shared_event::SharedEvent;
 
     const WHAT: Shared = Shared::Memory { device: 1, size: 2 << 20 };
 
@@ -261,14 +325,14 @@ mod tests {
     fn only_the_same_origin_opens_a_token() {
         let mut shares = Shares::default();
         let token = shares.add(7, origin("10.0.0.1:4000", "vm1"), WHAT, None).unwrap().unwrap();
-        assert!(shares.find(&token, 8, "10.0.0.1/vm1").is_some_and(|(what, _, own)| what == WHAT && !own));
-        assert!(shares.find(&token, 7, &origin("10.0.0.1:5000", "vm1")).is_some_and(|(_, _, own)| own));
+        assert!(shares.open(&token, 8, "10.0.0.1/vm1").is_ok_and(|(what, _, own)| what == WHAT && !own));
+        assert!(shares.open(&token, 7, &origin("10.0.0.1:5000", "vm1")).is_ok_and(|(_, _, own)| own));
         for other in [origin("10.0.0.1:4000", "vm2"), origin("10.0.0.2:4000", "vm1"), String::new()] {
-            assert!(shares.find(&token, 8, &other).is_none(), "{other}");
+            assert!(shares.open(&token, 8, &other).is_err(), "{other}");
         }
         let mut guess = token;
         guess[15] ^= 1;
-        assert!(shares.find(&guess, 8, "10.0.0.1/vm1").is_none());
+        assert!(shares.open(&guess, 8, "10.0.0.1/vm1").is_err());
     }
 
     #[test]
@@ -278,21 +342,64 @@ mod tests {
         let second = shares.add(7, "a".into(), WHAT, None).unwrap().unwrap();
         assert_ne!(first, second);
         shares.remove(&first, 8);
-        assert!(shares.find(&first, 8, "a").is_some());
+        assert!(shares.open(&first, 8, "a").is_ok());
         shares.remove(&first, 7);
-        assert!(shares.find(&first, 8, "a").is_none());
+        assert!(shares.open(&first, 8, "a").is_err());
         shares.remove_all_of(7);
-        assert!(shares.find(&second, 8, "a").is_none());
+        assert!(shares.open(&second, 8, "a").is_err());
+    }
+
+    #[test]
+    fn each_opening_of_an_event_gets_a_slot_and_an_ended_session_leaves_nothing_to_wait_for() {
+        let event = SharedEvent::new().unwrap();
+        let mut shares = Shares::default();
+        let file = || Some(event.file().try_clone().unwrap());
+        let what = Shared::Event { slot: 0 };
+        let token = shares.add(7, "a".into(), what.clone(), file()).unwrap().unwrap();
+        assert_eq!(shares.add(7, "a".into(), what.clone(), None).unwrap(), Err(Refusal::Unknown));
+        assert!(shares.open(&token, 7, "a").is_ok_and(|(opened, _, own)| own && opened == what));
+        let mut opened = |session| {
+            let (Shared::Event { slot }, Some(file), false) = shares.open(&token, session, "a").unwrap()
+            else {
+                panic!("not another session's event");
+            };
+            SharedEvent::open(file.try_clone().unwrap(), slot).unwrap()
+        };
+        let (eighth, ninth) = (opened(8), opened(9));
+        let of_eighth = eighth.record();
+        let moment = ninth.last().unwrap();
+        shares.remove_all_of(9);
+        assert!(!moment.has_come());
+        shares.remove_all_of(8);
+        assert!(moment.has_come());
+        let of_seventh = event.record();
+        let moment = ninth.last().unwrap();
+        assert!(!moment.has_come());
+        shares.remove_all_of(7);
+        assert!(moment.has_come());
+        drop((of_eighth, of_seventh));
+    }
+
+    #[test]
+    fn an_event_is_opened_no_more_often_than_it_has_slots() {
+        let event = SharedEvent::new().unwrap();
+        let mut shares = Shares::default();
+        let file = event.file().try_clone().unwrap();
+        let token = shares.add(7, "a".into(), Shared::Event { slot: 0 }, Some(file)).unwrap().unwrap();
+        (1..SLOTS).for_each(|_| assert!(shares.open(&token, 8, "a").is_ok()));
+        assert_eq!(shares.open(&token, 8, "a").map(drop), Err(Refusal::Full));
     }
 
     #[test]
     fn refused_beyond_the_maximum_of_a_session() {
         let mut shares = Shares::default();
-        let most = MAX_OF_SESSION.min(max_total());
+        let most = MAX_OF_SESSION.min(max_total() / 4);
         for _ in 0..most {
             shares.add(7, "a".into(), WHAT, None).unwrap().unwrap();
         }
         assert_eq!(shares.add(7, "a".into(), WHAT, None).unwrap(), Err(Refusal::Full));
+        // Other clients still have theirs.
+        shares.add(8, "b".into(), WHAT, None).unwrap().unwrap();
     }
 
     #[test]

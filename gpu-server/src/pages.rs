@@ -1,4 +1,4 @@
-//! Two pages of memory that the daemon shares with the worker of each session.
+//! Pages of memory that processes share. Two of them the daemon shares with the worker of each session:
 //!
 //! | page | written by | contents |
 //! |---|---|---|
@@ -22,7 +22,7 @@ use crate::worker_protocol::MOST_DEVICES;
 /// `F_SEAL_FUTURE_WRITE`: no further mapping can be written to (Linux 5.1).
 const SEAL_FUTURE_WRITE: i32 = 0x10;
 /// Bytes of every page.
-const SIZE: usize = 4096;
+pub const SIZE: usize = 4096;
 
 /// What the daemon tells a worker all the time.
 #[repr(C)]
@@ -32,8 +32,45 @@ pub struct Terms {
     pub total_held: [AtomicU64; MOST_DEVICES],
     /// Bytes that this session's process takes on each device besides what it has charged, as NVML says: contexts, code, local memory.
     pub implicit: [AtomicU64; MOST_DEVICES],
-    /// Whether the session may give its devices work: see [`crate::turns`].
+    /// Whether the session may give its devices work: see [`gate`].
     pub gate: AtomicU32,
+    /// While the gate is metered: ns of device time up to which it may report work.
+    pub allowance: AtomicU64,
+    /// How many daemons the session has had before this one. Each counts its gate's steps from 0.
+    pub daemons: AtomicU32,
+}
+
+/// The word that is a session's gate: a mode in the lower two bits, and a count above.
+pub mod gate {
+    /// The session gives its devices work as it likes.
+    pub const OPEN: u32 = 0;
+    /// As before, and rings the daemon's bell when it does. The count tells each such time from the ones before.
+    pub const TELL: u32 = 1;
+    /// A little at a time, and reports it.
+    pub const METERED: u32 = 2;
+    /// Not at all, but for one piece for each step that is counted.
+    pub const CLOSED: u32 = 3;
+
+    /// A gate's word.
+    pub fn word(mode: u32, count: u32) -> u32 {
+        mode | count << 2
+    }
+
+    /// Its mode.
+    #[inline]
+    pub fn mode(word: u32) -> u32 {
+        word & 3
+    }
+
+    /// Its count.
+    pub fn steps(word: u32) -> u32 {
+        word >> 2
+    }
+
+    /// The count after this one.
+    pub fn next_step(steps: u32) -> u32 {
+        super::gate::steps(word(0, steps.wrapping_add(1)))
+    }
 }
 
 /// What a worker tells the daemon all the time.
@@ -44,6 +81,18 @@ pub struct Meter {
     pub held: [AtomicU64; MOST_DEVICES],
     /// Bytes of this machine's memory that it has charged as page-locked.
     pub pinned: AtomicU64,
+    /// Counts work that it has enqueued, or wanted to enqueue, while its gate was not open.
+    pub issued: AtomicU64,
+    /// Counts such work that is finished.
+    pub finished: AtomicU64,
+    /// Such work that is not.
+    pub unfinished: AtomicU64,
+    /// ns that the longest of the latest work took.
+    pub longest: AtomicU64,
+    /// ns that finished work took.
+    pub gpu_ns: AtomicU64,
+    /// 1 while the session waits at its gate.
+    pub waits: AtomicU32,
 }
 
 /// A structure of atomics that fits a page.
@@ -80,9 +129,14 @@ unsafe impl<T: Shared> Sync for Page<T> {}
 impl<T: Shared> Page<T> {
     /// Makes a page of zeros, for the daemon, and the descriptor for the worker.
     pub fn new() -> io::Result<(Page<T>, OwnedFd)> {
+        Page::with_room(0)
+    }
+
+    /// The same, with a file that is longer by `room` bytes, which are not mapped.
+    pub fn with_room(room: usize) -> io::Result<(Page<T>, OwnedFd)> {
         let name = c"rgpu session";
         let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
-        nix::unistd::ftruncate(&fd, SIZE as i64)?;
+        nix::unistd::ftruncate(&fd, (SIZE + room) as i64)?;
         let page = Page::map(&fd, true)?;
         let mut seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
         if !T::WRITTEN_BY_WORKER {
@@ -95,6 +149,28 @@ impl<T: Shared> Page<T> {
     /// Maps a page that the daemon made, in the worker.
     pub fn open(fd: &OwnedFd) -> io::Result<Page<T>> {
         Page::map(fd, T::WRITTEN_BY_WORKER)
+    }
+
+    /// Maps the file of another page in place of this one's. Whoever uses the page sees the other from then on.
+    ///
+    /// # Errors
+    /// If the descriptor is not that of a page. Then nothing has changed.
+    pub fn replace(&self, fd: &OwnedFd) -> io::Result<()> {
+        check(fd)?;
+        let access = if T::WRITTEN_BY_WORKER { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
+        let (at, flags) = (self.at.as_ptr().cast(), libc::MAP_SHARED | libc::MAP_FIXED);
+        // SAFETY: the range is exactly this page's own mapping, which the kernel replaces in one step; references into it see another page of atomics, for which every bit pattern is valid.
+        let at = unsafe { libc::mmap(at, SIZE, access, flags, fd.as_fd().as_raw_fd(), 0) };
+        if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Maps a page that another process made, for reading and writing.
+    ///
+    /// # Errors
+    /// If the descriptor is not that of a page, whose size never changes.
+    pub fn adopt(fd: &OwnedFd) -> io::Result<Page<T>> {
+        check(fd)?;
+        Page::map(fd, true)
     }
 
     fn map(fd: &OwnedFd, write: bool) -> io::Result<Page<T>> {
@@ -111,11 +187,22 @@ impl<T: Shared> Page<T> {
     }
 }
 
+/// Whether a descriptor is that of a file in memory that contains a page and never changes its size.
+fn check(fd: &OwnedFd) -> io::Result<()> {
+    let wanted = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+    // Only files in memory have seals.
+    let seals = SealFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GET_SEALS)?);
+    if !seals.contains(wanted) || nix::sys::stat::fstat(fd)?.st_size < SIZE as i64 {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    Ok(())
+}
+
 impl<T: Shared> std::ops::Deref for Page<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        // SAFETY: mapped for as long as `self` lives, large enough and aligned (checked in `map`); the file is sealed against shrinking, and its contents are atomics (`Shared`). Where the
+        // SAFETY: mapped for as long as `self` lives (`replace` leaves no gap), large enough and aligned (checked in `map`); the file is sealed against shrinking, and its contents are atomics (`Shared`). Where the
         // mapping cannot be written to, its owner only loads.
         unsafe { self.at.as_ref() }
     }
@@ -131,7 +218,17 @@ impl<T> Drop for Page<T> {
 /// Zeros in private memory, for a quota that belongs to no session.
 impl Default for Meter {
     fn default() -> Meter {
-        Meter { held: [const { AtomicU64::new(0) }; MOST_DEVICES], pinned: AtomicU64::new(0) }
+        let zero = || AtomicU64::new(0);
+        Meter {
+            held: [const { AtomicU64::new(0) }; MOST_DEVICES],
+            pinned: zero(),
+            issued: zero(),
+            finished: zero(),
+            unfinished: zero(),
+            longest: zero(),
+            gpu_ns: zero(),
+            waits: AtomicU32::new(0),
+        }
     }
 }
 

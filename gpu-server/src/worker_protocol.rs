@@ -4,15 +4,22 @@ use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
+use identity::Fingerprint;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use sandbox::Report;
+
 use crate::config::WorkerOptions;
-use crate::cuda_ipc::{Reply, Shared, Token};
+use crate::confinement::Orders;
+use crate::cuda_ipc::Token;
+pub use crate::cuda_ipc::{Reply, Shared};
 
 /// Maximum bytes of a message.
 const MAX_MESSAGE: usize = 64 * 1024;
+/// Maximum descriptors of a message: those of [`ToWorker::Session`].
+const MOST_DESCRIPTORS: usize = 5;
 
 /// What a worker is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,6 +44,9 @@ impl Kind {
     }
 }
 
+/// Version of what the daemon and its workers say to each other and of what daemons keep for their successors. A daemon takes over sessions that have the same one.
+pub const FORMAT: u32 = 2;
+
 /// What a session may use. The daemon decides it from who the client is and from the operator's policy. Nothing that a client or a worker says changes it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
@@ -58,6 +68,8 @@ pub struct Limits {
     pub weight: u32,
     /// While a principal with a higher priority has work for a GPU, those with lower ones wait. The default is 0.
     pub priority: i32,
+    /// Seconds for which a kernel may run. 0: no limit.
+    pub kernel_seconds: u32,
 }
 
 impl Limits {
@@ -77,6 +89,7 @@ impl Default for Limits {
             sessions: 0,
             weight: Limits::WEIGHT,
             priority: 0,
+            kernel_seconds: 0,
         }
     }
 }
@@ -115,14 +128,21 @@ impl fmt::Display for Resource {
 /// Messages from the daemon.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum ToWorker {
+    /// The first message to a worker that is only to find out what its sandbox lacks. It answers and exits.
+    Probe(Orders),
     /// The first message: what to prepare.
     Prepare {
+        /// What the worker must do before anything else.
+        orders: Orders,
+        /// The worker's process id as the daemon knows it.
+        pid: u32,
         /// The sessions that the worker is for.
         kind: Kind,
         /// The daemon's options.
         options: WorkerOptions,
     },
-    /// The session to serve, with its connection and the descriptors of its [`Terms`](crate::pages::Terms) and its [`Meter`](crate::pages::Meter).
+    /// The session to serve, with its connection (without TLS), the descriptors of its [`Terms`](crate::pages::Terms) and its [`Meter`](crate::pages::Meter), the daemon's bell, and
+    /// a socket to the cache, if the session has one.
     Session {
         /// The kind of connection.
         transport: Transport,
@@ -132,9 +152,34 @@ pub enum ToWorker {
         client: String,
         /// What the session may use.
         limits: Limits,
+        /// Under TLS: who may open the session's connections. No connection comes with this message then.
+        door: Option<Visitor>,
     },
     /// A data connection of the session.
-    Data,
+    Data {
+        /// Which of the session's links it belongs to.
+        attempt: u32,
+        /// Which data connection of that link it is.
+        index: u32,
+    },
+    /// A new control connection of the session, whose connections were lost.
+    Resume {
+        /// Which of the session's links it begins.
+        attempt: u32,
+    },
+    /// The client has ended the session.
+    End,
+    /// A connection under TLS that named the session. Nothing has been read from it.
+    Connection,
+    /// Another daemon has taken over the session. With the descriptor of its [`Terms`](crate::pages::Terms).
+    TakenOver,
+    /// A device has failed, and CUDA reports this to every program that uses it.
+    DeviceFailed {
+        /// Its number among the server's.
+        device: u32,
+        /// The `CUresult`.
+        status: u32,
+    },
     /// The answer to a `Share`, an `Open` or a `Charge`, with a descriptor if the shared object has one.
     Reply {
         /// The request's number.
@@ -142,6 +187,17 @@ pub enum ToWorker {
         /// The answer.
         reply: Reply,
     },
+}
+
+/// The one client that may open a session's connections under TLS.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Visitor {
+    /// The client's key.
+    pub key: Fingerprint,
+    /// The session's name, which is no secret.
+    pub token: Token,
+    /// The session's secret.
+    pub secret: [u8; 32],
 }
 
 /// A session's connection.
@@ -167,6 +223,8 @@ pub enum Transport {
 /// Messages from a worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum FromWorker {
+    /// The answer to a probe: what the sandbox lacks, or why a worker must not serve.
+    Sandbox(Result<Report, String>),
     /// The worker is ready for a session.
     Ready {
         /// `cuda` or `software`.
@@ -175,6 +233,8 @@ pub enum FromWorker {
         devices: Vec<String>,
         /// Free bytes on the device on which the worker has created a context, if known.
         free: Option<u64>,
+        /// The key that the worker has made for the connections of its session.
+        key: Fingerprint,
     },
     /// The worker cannot serve.
     Failed {
@@ -213,6 +273,8 @@ pub enum FromWorker {
     },
     /// Gives charged bytes back.
     Discharge {
+        /// Number of the request, which is not answered.
+        request: u64,
         /// What they are of.
         resource: Resource,
         /// How many.
@@ -220,6 +282,13 @@ pub enum FromWorker {
     },
     /// Counters of the running session.
     Counters(Counters),
+    /// The session has lost its link, or has one again.
+    Link {
+        /// Whether it has one.
+        up: bool,
+    },
+    /// A kernel of the session has run for too long, so the session ends.
+    Overrun,
     /// The session has ended, and the worker exits.
     Ended {
         /// Why it was lost, if it was.
@@ -234,6 +303,15 @@ pub enum FromWorker {
 pub struct Counters {
     /// Commands executed.
     pub commands: u64,
+    /// Of these: kernels and graphs launched.
+    #[serde(default)]
+    pub launches: u64,
+    /// Of these: copies.
+    #[serde(default)]
+    pub copies: u64,
+    /// Of these: commands for whose answer the client waits.
+    #[serde(default)]
+    pub round_trips: u64,
     /// Bytes of bulk data read from the client.
     pub bytes_in: u64,
     /// Bytes of bulk data written to the client.
@@ -245,8 +323,35 @@ pub struct Counters {
     pub device_memory: u64,
 }
 
+impl Counters {
+    /// Whether one of the counters that only grow is smaller than before.
+    pub fn is_before(&self, before: &Counters) -> bool {
+        self.commands < before.commands
+            || self.launches < before.launches
+            || self.copies < before.copies
+            || self.round_trips < before.round_trips
+            || self.bytes_in < before.bytes_in
+            || self.bytes_out < before.bytes_out
+            || self.bytes_copied < before.bytes_copied
+    }
+}
+
 /// Sends a message.
 pub fn send<T: Serialize>(socket: BorrowedFd<'_>, message: &T, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    send_with(socket, message, fds, MsgFlags::empty())
+}
+
+/// Sends a message if there is room for it. Otherwise the error is `WouldBlock`.
+pub fn try_send<T: Serialize>(socket: BorrowedFd<'_>, message: &T, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    send_with(socket, message, fds, MsgFlags::MSG_DONTWAIT)
+}
+
+fn send_with<T: Serialize>(
+    socket: BorrowedFd<'_>,
+    message: &T,
+    fds: &[BorrowedFd<'_>],
+    flags: MsgFlags,
+) -> io::Result<()> {
     let bytes = serde_json::to_vec(message)?;
     let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
     let rights = [ControlMessage::ScmRights(&raw)];
@@ -256,7 +361,7 @@ pub fn send<T: Serialize>(socket: BorrowedFd<'_>, message: &T, fds: &[BorrowedFd
             socket.as_raw_fd(),
             &[IoSlice::new(&bytes)],
             control,
-            MsgFlags::MSG_NOSIGNAL,
+            MsgFlags::MSG_NOSIGNAL | flags,
             None,
         ) {
             Ok(_) => return Ok(()),
@@ -268,12 +373,36 @@ pub fn send<T: Serialize>(socket: BorrowedFd<'_>, message: &T, fds: &[BorrowedFd
 
 /// Receives a message. `Ok(None)` if the other end is closed.
 pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
+    receive_with(socket, MsgFlags::empty())
+}
+
+/// Receives a message that stays the next one until it is [consumed](consume), whoever receives then. `Ok(None)` if the other end is closed.
+pub fn peek<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
+    receive_with(socket, MsgFlags::MSG_PEEK)
+}
+
+/// Takes away the message that was peeked at.
+pub fn consume(socket: BorrowedFd<'_>) -> io::Result<()> {
+    let flags = MsgFlags::MSG_DONTWAIT;
+    loop {
+        match nix::sys::socket::recv(socket.as_raw_fd(), &mut [0], flags) {
+            Err(nix::Error::EINTR) => {}
+            done => return done.map(drop).map_err(io::Error::from),
+        }
+    }
+}
+
+fn receive_with<T: DeserializeOwned>(
+    socket: BorrowedFd<'_>,
+    flags: MsgFlags,
+) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
     let mut bytes = vec![0; MAX_MESSAGE];
-    let mut space = nix::cmsg_space!([RawFd; 4]);
+    let mut space = nix::cmsg_space!([RawFd; MOST_DESCRIPTORS]);
     let mut reset = false;
+    let flags = flags | MsgFlags::MSG_CMSG_CLOEXEC;
     let (count, fds) = loop {
         let mut slices = [IoSliceMut::new(&mut bytes)];
-        match recvmsg::<()>(socket.as_raw_fd(), &mut slices, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC) {
+        match recvmsg::<()>(socket.as_raw_fd(), &mut slices, Some(&mut space), flags) {
             Ok(message) => {
                 let mut fds = Vec::new();
                 for control in message.cmsgs().map_err(io::Error::from)? {
@@ -311,10 +440,10 @@ mod tests {
     #[test]
     fn a_message_arrives_whole_with_its_descriptor() {
         let (a, b) = pair().unwrap();
-        send(a.as_fd(), &ToWorker::Data, &[a.as_fd()]).unwrap();
+        send(a.as_fd(), &ToWorker::Data { attempt: 0, index: 0 }, &[a.as_fd()]).unwrap();
         send(a.as_fd(), &FromWorker::Failed { reason: "ä".repeat(1000), full: false }, &[]).unwrap();
         let (first, fds) = receive::<ToWorker>(b.as_fd()).unwrap().unwrap();
-        assert!(matches!(first, ToWorker::Data) && fds.len() == 1);
+        assert!(matches!(first, ToWorker::Data { .. }) && fds.len() == 1);
         let (second, _) = receive::<FromWorker>(b.as_fd()).unwrap().unwrap();
         assert!(matches!(second, FromWorker::Failed { reason, .. } if reason.chars().count() == 1000));
         drop((a, fds));
@@ -322,9 +451,24 @@ mod tests {
     }
 
     #[test]
+    fn a_message_that_was_peeked_at_is_there_until_it_is_consumed() {
+        let (a, b) = pair().unwrap();
+        send(a.as_fd(), &ToWorker::Data { attempt: 0, index: 7 }, &[a.as_fd()]).unwrap();
+        send(a.as_fd(), &ToWorker::End, &[]).unwrap();
+        for _ in 0..2 {
+            let (message, fds) = peek::<ToWorker>(b.as_fd()).unwrap().unwrap();
+            assert!(matches!(message, ToWorker::Data { index: 7, .. }) && fds.len() == 1);
+        }
+        consume(b.as_fd()).unwrap();
+        assert!(matches!(peek::<ToWorker>(b.as_fd()).unwrap().unwrap().0, ToWorker::End));
+        consume(b.as_fd()).unwrap();
+        assert_eq!(consume(b.as_fd()).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
     fn messages_sent_before_the_peer_closed_with_unread_input_arrive() {
         let (a, b) = pair().unwrap();
-        send(a.as_fd(), &ToWorker::Data, &[a.as_fd()]).unwrap();
+        send(a.as_fd(), &ToWorker::Data { attempt: 0, index: 0 }, &[a.as_fd()]).unwrap();
         send(b.as_fd(), &FromWorker::Failed { reason: "last words".into(), full: false }, &[]).unwrap();
         // This closes the end with the first message unread.
         drop(b);

@@ -192,7 +192,8 @@ fn a_region_is_released_only_when_nothing_reads_it() {
     let range = HostRange { place: Place::Region(7), offset: 4096, len: 4096 };
     let copy = s.push(&MemcpyHtoD { stream: StreamId(0), dst: window(0), src: HostIn::Range(range) });
     s.push(&StreamMark { stream: StreamId(0) });
-    // What comes behind the wait is held, and the memory that it names with it.
+    // What comes behind the wait is held, and the memory that it names with it, once the worker has read it.
+    s.call(&SessionInfo {}).unwrap();
     until("all that is not held is executed", || s.channel().progress().released() == before);
     assert_eq!((s.channel().progress().executed(), before), (copy - 1, copy - 1));
     s.ask_to_remove_region(7);
@@ -223,6 +224,7 @@ fn a_bridge_that_disconnects_while_it_waits_for_a_region_ends_its_session() {
         s.push(&StreamHostWait { stream: StreamId(0), ticket: TicketId(1) });
         let range = HostRange { place: Place::Region(7), offset: 0, len: 4096 };
         let copy = s.push(&MemcpyHtoD { stream: StreamId(0), dst: window(0), src: HostIn::Range(range) });
+        s.call(&SessionInfo {}).unwrap();
         until("the copy is held", || s.channel().progress().executed() == copy - 1);
         s.ask_to_remove_region(7);
         if says_goodbye {
@@ -262,9 +264,10 @@ fn too_much_data_ends_only_that_session() {
     assert!(s.lost().is_none());
     // Beyond what the command names, while the command's data is awaited.
     s.push(&StreamHostWait { stream: StreamId(0), ticket: TicketId(1) });
-    s.send_data(1, DataHeader { seq: mark + 1, offset: 0, piece: 0, len: i32::MAX as u32 }, b"").unwrap();
+    let most = !DATA_FLAGS;
+    s.send_data(1, DataHeader { seq: mark + 1, offset: 0, piece: 0, len: most }, b"").unwrap();
     until("the session is lost", || s.lost().is_some());
-    assert!(s.lost().unwrap().contains("a chunk of 2147483647 bytes"), "{:?}", s.lost());
+    assert!(s.lost().unwrap().contains(&format!("a chunk of {most} bytes")), "{:?}", s.lost());
 }
 
 #[test]
@@ -300,7 +303,7 @@ fn sigterm_lets_sessions_end_then_ends_them_with_a_reason() {
     assert!(refusal.contains("shutting down"), "{refusal}");
     local.call(&SessionInfo {}).unwrap();
     until("the session is told", || local.lost().is_some());
-    assert!(local.lost().unwrap().contains("shutting down"), "{:?}", local.lost());
+    assert!(local.lost().unwrap().contains("rgpu-server has ended"), "{:?}", local.lost());
     assert!(server.wait().success());
     assert!(!server.socket().exists());
 }
@@ -321,4 +324,49 @@ fn without_a_gpu_cuda_fails_in_one_line_and_auto_uses_software() {
     let output = std::process::Command::new(binary()).arg("check").output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success() && text.contains("would serve with software"), "{text}");
+}
+
+/// Runs a server that is expected not to start. Returns what it says.
+fn refused(flags: &[&str]) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let listen = format!("--listen=unix:{}", folder.path().join("s").display());
+    let mut command = std::process::Command::new(binary());
+    let output = command.args([&listen, "--backend=software", "--workers=1"]).args(flags).output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success(), "{text}");
+    text
+}
+
+#[test]
+fn a_gpu_that_reaches_pageable_memory_is_not_served_without_a_sandbox() {
+    let text = refused(&["--software-imitate=pageable-memory", "--sandbox=off"]);
+    assert!(text.contains("attribute 88") && text.contains("--sandbox is off"), "{text}");
+    // Calls that are only reported protect nobody.
+    let text = refused(&["--software-imitate=pageable-memory", "--sandbox=report"]);
+    assert!(text.contains("attribute 88") && text.contains("only reported"), "{text}");
+    let server = Server::start(&["--software-imitate=pageable-memory"]);
+    LocalBridge::connect(&server.socket()).call(&SessionInfo {}).unwrap();
+}
+
+#[test]
+fn a_required_sandbox_that_is_not_there_keeps_the_server_from_starting() {
+    let text = refused(&["--require-sandbox", "--sandbox=off"]);
+    assert!(text.contains("--require-sandbox") && text.contains("--sandbox is off"), "{text}");
+}
+
+#[test]
+fn the_status_shows_what_the_kernel_says_about_each_worker() {
+    let server = Server::start(&["--workers=1"]);
+    until("a worker is ready", || server.number("workers_ready") == 1);
+    let worker = server.status()["workers"][0].clone();
+    assert_eq!(worker["stage"], "ready");
+    let state = &worker["sandbox"];
+    assert_eq!(state["no_new_privileges"], true);
+    assert_eq!(state["capabilities"], 0);
+    assert_eq!(state["core_limit"], 0);
+    assert!(state["filters"].as_u64().unwrap() >= 2, "{state}");
+    if nix::unistd::geteuid().is_root() {
+        assert_eq!(state["namespaces"], serde_json::json!(["mnt", "pid", "ipc", "net"]));
+        assert!(state["user"].as_u64().unwrap() >= 0x7000_0000, "{state}");
+    }
 }

@@ -172,7 +172,9 @@ fn a_server_without_spare_workers_starts_one_when_a_client_asks() {
 #[test]
 fn a_server_that_ends_kills_workers_that_are_still_starting() {
     let mut server = Server::start(&["--workers=2", ENDLESS]);
-    until("workers prepare", || server.children().len() == 2);
+    // A process is there a moment before the daemon has it in its table.
+    let known = || server.status()["workers"].as_array().map_or(0, Vec::len);
+    until("workers prepare", || server.children().len() == 2 && known() == 2);
     let preparing = server.children();
     let waits = Waiting::ask(&server.socket(), 0);
     waits.heard();

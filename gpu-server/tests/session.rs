@@ -5,7 +5,7 @@
 mod support;
 
 use protocol::Status;
-use protocol::channel::MAX_CONTEXTS;
+use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES};
 use protocol::data::{HostIn, HostOut};
 use protocol::handle::*;
 use protocol::ops::Op;
@@ -142,6 +142,71 @@ fn a_program_runs_from_its_first_call_to_its_result() {
         let bytes = s.call(&MemcpyDtoHInline { stream: StreamId(0), src: BASE + 4, len: 8 }).unwrap().bytes.0;
         assert_eq!(bytes, [27, 0, 0, 0, 54, 0, 0, 0]);
         assert_eq!(s.error(0), None);
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+/// Loads the image whose functions the client binds itself.
+fn load_by_name<S: Session>(s: &mut S, image: &str) -> u32 {
+    let image = HostIn::Inline(image.as_bytes());
+    s.call(&ModuleLoadByName { context: ContextId(0), module: ModuleId(1), image }).unwrap().result
+}
+
+fn bind<S: Session>(s: &mut S, index: u32, name: &str, params: &[(u32, u32)]) {
+    let params = params.iter().map(|&(offset, size)| Param { offset, size }).collect();
+    s.push(&FunctionBind { function: FunctionId::new(ModuleId(1), index), name, params });
+}
+
+const SCALE: [(u32, u32); 3] = [(0, 8), (8, 4), (12, 4)];
+
+#[test]
+fn functions_are_bound_in_the_order_of_their_first_use() {
+    fn body<S: Session>(s: &mut S) {
+        grow(s, 4096);
+        assert_eq!(load_by_name(s, PTX), 0);
+        bind(s, 0, "crash", &[(0, 8)]);
+        bind(s, 1, "scale", &SCALE);
+        s.push(&MemcpyHtoD { stream: StreamId(0), dst: BASE, src: HostIn::Inline(&[5, 0, 0, 0]) });
+        launch(s, 0, 1, &params(BASE, 3, 1));
+        let bytes = s.call(&MemcpyDtoHInline { stream: StreamId(0), src: BASE, len: 4 }).unwrap().bytes.0;
+        assert_eq!((bytes, s.error(0)), (vec![15, 0, 0, 0], None));
+        // The next one would be the third.
+        for index in [0, 1, 3, u32::MAX] {
+            bind(s, index, "scale", &SCALE);
+        }
+        s.call(&MemGetInfo { device: 0 }).unwrap();
+        assert_eq!(s.error(0), Some((Status::INVALID_HANDLE, false)));
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn a_kernel_is_not_launched_with_parameters_in_other_places() {
+    fn body<S: Session>(s: &mut S) {
+        grow(s, 4096);
+        assert_eq!(load_by_name(s, PTX), 0);
+        bind(s, 0, "scale", &[(0, 8), (8, 8), (16, 4)]);
+        s.push(&MemcpyHtoD { stream: StreamId(0), dst: BASE, src: HostIn::Inline(&[5, 0, 0, 0]) });
+        launch(s, 0, 0, &params(BASE, 3, 1));
+        let bytes = s.call(&MemcpyDtoHInline { stream: StreamId(0), src: BASE, len: 4 }).unwrap().bytes.0;
+        assert_eq!(bytes, [5, 0, 0, 0]);
+        assert_eq!(s.error(0), Some((Status::INVALID_IMAGE, false)));
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn what_follows_a_load_that_failed_fails_with_its_status() {
+    fn body<S: Session>(s: &mut S) {
+        let refused = load_by_name(s, ".version 8.0\n.target sm_90\n.address_size 64\nthis is no PTX\n");
+        assert_ne!(refused, 0);
+        bind(s, 0, "scale", &SCALE);
+        launch(s, 0, 0, &params(BASE, 3, 1));
+        let function = FunctionId::new(ModuleId(1), 0);
+        assert_eq!(s.call(&FunctionAttributes { function }).unwrap_err(), Status(refused));
+        assert_eq!(s.error(0), Some((Status(refused), false)));
+        s.push(&ModuleUnload { module: ModuleId(1) });
+        assert_eq!(s.call(&FunctionAttributes { function }).unwrap_err(), Status::INVALID_HANDLE);
     }
     on_each_transport!(Server::start(&[]), body);
 }
@@ -778,6 +843,46 @@ fn a_draft_is_filled_once_and_may_be_instantiated_again() {
             assert_eq!([0, 4, 8, 12].map(|at| word_at(s, BASE + at)), [1, 2, 0, 4], "graph {graph}");
         }
         assert_eq!(s.error(0), None);
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn flags_and_limits_that_concern_more_than_the_session_are_refused() {
+    fn body<S: Session>(s: &mut S) {
+        let make = |flags| ContextCreate { context: ContextId(MAX_DEVICES), device: 0, flags };
+        // Core dumps would be files on the server.
+        for flags in [0x20, 0x40, 0x28, 0x61] {
+            assert_eq!(s.call(&make(flags)).err(), Some(Status::NOT_SUPPORTED), "{flags:#x}");
+            let primary = PrimarySetFlags { device: 0, flags };
+            assert_eq!(s.call(&primary).err(), Some(Status::NOT_SUPPORTED), "{flags:#x}");
+        }
+        assert_eq!(s.call(&make(0x100)).err(), Some(Status::INVALID_VALUE));
+        s.call(&PrimarySetFlags { device: 0, flags: 0x1c }).unwrap();
+        s.call(&make(0x99)).unwrap();
+        let limit = |limit| ContextSetLimit { context: ContextId(0), limit, value: 4096 };
+        s.call(&limit(1)).unwrap();
+        for beyond in [7, 8, 9, 1000, u32::MAX] {
+            assert_eq!(s.call(&limit(beyond)).err(), Some(Status::NOT_SUPPORTED), "{beyond}");
+        }
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn events_beyond_the_maximum_are_refused_and_the_session_goes_on() {
+    fn body<S: Session>(s: &mut S) {
+        let event = |number| EventCreate { context: ContextId(0), event: EventId(number), flags: 2 };
+        for number in 1..=1 << 18 {
+            s.push(&event(number));
+        }
+        s.call(&ContextSynchronize { context: ContextId(0) }).unwrap();
+        s.push(&event((1 << 18) + 1));
+        s.call(&ContextSynchronize { context: ContextId(0) }).unwrap();
+        assert_eq!(s.error(0), Some((Status::OUT_OF_MEMORY, false)));
+        s.push(&EventDestroy { event: EventId(1) });
+        s.push(&event((1 << 18) + 1));
+        s.call(&EventSynchronize { event: EventId((1 << 18) + 1) }).unwrap();
     }
     on_each_transport!(Server::start(&[]), body);
 }

@@ -1,17 +1,21 @@
-//! What each client may use: quotas of memory, exclusive devices.
+//! What each client may use: quotas of memory, exclusive devices, shares of a device's time.
 
 #![allow(clippy::unwrap_used)]
 
 mod support;
+
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use protocol::Status;
 use protocol::data::{HostIn, HostOut};
 use protocol::handle::*;
 use protocol::ops::context::*;
 use protocol::ops::device::*;
+use protocol::ops::launch::Launch;
 use protocol::ops::memory::*;
 use protocol::ops::module::*;
 use protocol::ops::nvml::{self, NvmlQuery};
+use protocol::ops::stream::StreamSynchronize;
 use support::*;
 use test_kit::link::{LocalBridge, Session, TcpSession, Waiting};
 use test_kit::*;
@@ -159,7 +163,7 @@ fn a_client_has_no_more_sessions_than_its_limit() {
 
 #[test]
 fn exclusive_devices_serve_one_client_at_a_time_and_others_wait_or_are_told_why() {
-    let server = Server::start(&["--sharing=exclusive", "--software-devices=2", "--wait-seconds=1"]);
+    let server = Server::start(&["--sharing=exclusive", "--software-devices=2"]);
     let device = |server: &Server, n: usize| server.status()["sessions"][n]["devices"].clone();
     let mut local = LocalBridge::connect(&server.socket());
     assert_eq!(local.call(&SessionInfo {}).unwrap().device_count, 1);
@@ -178,10 +182,157 @@ fn exclusive_devices_serve_one_client_at_a_time_and_others_wait_or_are_told_why(
     until("all have ended", || server.sessions() == 0);
 
     let server = Server::start(&["--sharing=exclusive", "--wait-seconds=1"]);
+    until("a worker is ready", || server.number("workers_ready") > 0);
     let local = LocalBridge::connect(&server.socket());
     let refusal = TcpSession::try_connect(server.port).err().unwrap();
     assert!(refusal.contains("for itself"), "{refusal}");
     drop(local);
-    until("its device is free", || server.sessions() == 0);
+    until("its device is free", || server.sessions() == 0 && server.number("workers_ready") > 0);
     TcpSession::connect(server.port).call(&SessionInfo {}).unwrap();
+}
+
+/// Launches kernels of `blocks` blocks until `over`, and always has more.
+fn keep_busy<S: Session>(mut s: S, blocks: u32, over: &AtomicBool) {
+    const PTX: &str = ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0";
+    let (room, image) = (s.arena(4 << 20, &[0; 4096]), s.arena(0, PTX.as_bytes()));
+    let (image, info) = (HostIn::Range(image), HostOut(room));
+    let load = ModuleLoad { context: ContextId(0), module: ModuleId(1), options: vec![], image, info };
+    s.call(&load).unwrap();
+    let launch = Launch {
+        function: FunctionId::new(ModuleId(1), 0),
+        stream: StreamId(0),
+        grid: [blocks, 1, 1],
+        block: [1; 3],
+        dynamic_shared: 0,
+        attributes: vec![],
+        params: &[],
+    };
+    while !over.load(Ordering::Relaxed) {
+        for _ in 0..500 {
+            s.push(&launch);
+        }
+        s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+    }
+    assert_eq!(s.error(0), None);
+}
+
+/// Milliseconds of device time that each client was charged.
+fn charged(server: &Server) -> Vec<u64> {
+    let status = server.status();
+    let of = |row: &serde_json::Value| row["gpu_ms_shared"].as_u64().unwrap();
+    status["principals"].as_array().unwrap().iter().map(of).collect()
+}
+
+#[test]
+fn clients_share_a_device_by_weight_whatever_their_kernels_and_however_many_sessions_they_have() {
+    // A block takes a millisecond of imitated time, so that counters decide and not the clock. Time that nobody reports does not pass, so whoever has its turn has to go on or to end.
+    let server = Server::start(&["--software-imitate=block-us=1000"]);
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            let session = LocalBridge::connect(&server.socket());
+            scope.spawn(|| keep_busy(session, 1, &over));
+        }
+        let session = TcpSession::connect(server.port);
+        scope.spawn(|| keep_busy(session, 10, &over));
+        until("both have had their turns", || charged(&server).iter().all(|ms| *ms > 100));
+        let before = charged(&server);
+        let had =
+            || -> Vec<u64> { charged(&server).iter().zip(&before).map(|(now, then)| now - then).collect() };
+        until("they have had ten seconds together", || had().iter().sum::<u64>() > 10_000);
+        let had = had();
+        over.store(true, Ordering::Relaxed);
+        let share = had[0] as f64 * 100.0 / had.iter().sum::<u64>() as f64;
+        assert!((share - 50.0).abs() <= 3.0, "{share} % of {had:?} ms");
+    });
+}
+
+#[test]
+fn a_client_whose_kernel_runs_on_has_work_even_if_it_says_nothing_more() {
+    let server = Server::start(&[]);
+    let over = AtomicBool::new(false);
+    let mut silent = LocalBridge::connect(&server.socket());
+    // Nobody else is there yet, so nobody counts.
+    run_endlessly(&mut silent);
+    std::thread::scope(|scope| {
+        let session = TcpSession::connect(server.port);
+        scope.spawn(|| keep_busy(session, 1, &over));
+        until("both are charged", || charged(&server).iter().filter(|ms| **ms > 100).count() == 2);
+        over.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn a_client_that_is_alone_is_not_measured() {
+    let server = Server::start(&["--software-imitate=block-us=1000"]);
+    let over = AtomicBool::new(false);
+    let mut idle = TcpSession::connect(server.port);
+    idle.call(&SessionInfo {}).unwrap();
+    std::thread::scope(|scope| {
+        let session = LocalBridge::connect(&server.socket());
+        scope.spawn(|| keep_busy(session, 1, &over));
+        let commands = || {
+            server.status()["sessions"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|s| s["commands"].as_u64().unwrap())
+                .max()
+        };
+        until("it has worked", || commands() > Some(5_000));
+        over.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(charged(&server).iter().sum::<u64>(), 0);
+}
+
+/// A kernel attribute of the first device.
+fn attribute<S: Session>(s: &mut S, number: u32) -> Option<i32> {
+    let info = s.call(&DeviceInfo { device: 0 }).unwrap();
+    info.attributes.iter().find(|a| a.attribute == number).map(|a| a.value)
+}
+
+/// `CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT`.
+const KERNEL_EXEC_TIMEOUT: u32 = 17;
+
+/// Waits for what the watchdog does to a session whose kernel never ends.
+fn overruns<S: Session>(mut s: S) {
+    until("the program has CUDA's error", || s.error(0) == Some((Status::LAUNCH_TIMEOUT, true)));
+    until("the session is lost", || s.lost().is_some());
+    let why = s.lost().unwrap();
+    assert!(why.contains("more than 20 s") && why.contains("--kernel-seconds"), "{why}");
+}
+
+#[test]
+fn a_kernel_that_runs_for_too_long_is_ended_with_its_session_and_its_neighbors_go_on() {
+    // Long enough for kernels of nothing, however busy this machine is.
+    let server = Server::start(&["--kernel-seconds=20"]);
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let mut neighbor = TcpSession::connect(server.port);
+        assert_eq!(attribute(&mut neighbor, KERNEL_EXEC_TIMEOUT), Some(1));
+        scope.spawn(|| keep_busy(neighbor, 1, &over));
+        let (mut local, mut tcp) = (LocalBridge::connect(&server.socket()), TcpSession::connect(server.port));
+        run_endlessly(&mut local);
+        run_endlessly(&mut tcp);
+        overruns(local);
+        overruns(tcp);
+        until("their workers have ended", || server.sessions() == 1);
+        assert_eq!(server.number("kernels_overrun"), 2);
+        let commands = || server.status()["sessions"][0]["commands"].as_u64().unwrap();
+        let before = commands();
+        until("the neighbor goes on", || commands() > before + 1000);
+        over.store(true, Ordering::Relaxed);
+    });
+    let log = server.log();
+    assert!(log.contains("a kernel has run for 20 s") && log.contains("its session ends"), "{log}");
+}
+
+#[test]
+fn without_a_limit_a_kernel_runs_as_long_as_it_likes() {
+    let server = Server::start(&[]);
+    let mut s = LocalBridge::connect(&server.socket());
+    assert_eq!(attribute(&mut s, KERNEL_EXEC_TIMEOUT), Some(0));
+    run_endlessly(&mut s);
+    assert_eq!(s.call(&SessionInfo {}).unwrap().device_count, 1);
+    assert_eq!((s.error(0), s.lost()), (None, None));
 }

@@ -39,6 +39,7 @@ static void rgpu_channel_release(struct kref *ref)
 	if (chan->mm)
 		mmdrop(chan->mm);
 	put_pid(chan->owner);
+	rgpu_user_put(chan->user);
 	mutex_destroy(&chan->lock);
 	rgpu_device_put(chan->dev);
 	kfree(chan);
@@ -87,6 +88,10 @@ int rgpu_channel_create(struct rgpu_channel *chan, u64 size)
 	if (chan->pages)
 		goto out;
 	if (!chan->mm) {
+		ret = -ENOMEM;
+		chan->user = rgpu_user_get(chan->dev);
+		if (!chan->user)
+			goto out;
 		chan->owner = get_pid(task_tgid(current));
 		mmgrab(current->mm);
 		chan->mm = current->mm;
@@ -165,15 +170,19 @@ static int rgpu_id_alloc(struct rgpu_device *dev, struct rgpu_channel *chan)
 
 	for (;;) {
 		int freed = atomic_read(&dev->freed);
-		int ret = xa_alloc_cyclic_irq(&dev->channels, &chan->id, chan, limit,
-					      &dev->next_id, GFP_KERNEL);
+		int ret = rgpu_user_charge_channel(chan->user);
 		long left = deadline - jiffies;
 
-		if (ret >= 0) {
-			rgpu_channel_get(chan);
-			return 0;
+		if (!ret) {
+			ret = xa_alloc_cyclic_irq(&dev->channels, &chan->id, chan, limit,
+						  &dev->next_id, GFP_KERNEL);
+			if (ret >= 0) {
+				rgpu_channel_get(chan);
+				return 0;
+			}
+			rgpu_user_uncharge_channel(chan->user);
 		}
-		if (ret != -EBUSY || left <= 0)
+		if ((ret != -EBUSY && ret != -EUSERS) || left <= 0)
 			return ret;
 		if (freed == atomic_read(&dev->freed) && !atomic_read(&dev->closing))
 			return ret;
@@ -188,6 +197,7 @@ static void rgpu_id_free(struct rgpu_channel *chan)
 	struct rgpu_device *dev = chan->dev;
 
 	xa_erase_irq(&dev->channels, chan->id);
+	rgpu_user_uncharge_channel(chan->user);
 	atomic_inc(&dev->freed);
 	wake_up_all(&dev->id_freed);
 	rgpu_channel_put(chan);
@@ -276,7 +286,8 @@ static void rgpu_destroy_finish(struct rgpu_request *request)
  * @chan: the channel
  *
  * Return: the request, for rgpu_request_wait(), or an ERR_PTR(): -EBUSY if the
- * device has no free channel, or another errno.
+ * device has no free channel, -EUSERS if the user may not have another one, or
+ * another errno.
  */
 struct rgpu_request *rgpu_channel_connect(struct rgpu_channel *chan)
 {
@@ -374,9 +385,9 @@ static int rgpu_region_reply(struct rgpu_request *request)
 
 	if (!ret)
 		ret = rgpu_status_to_errno(request->status);
-	if (ret && ret != -EINTR && request->resp.reason[0])
+	if (ret && ret != -EINTR && request->reason[0])
 		pr_debug("%s: channel %u: %s\n", request->chan->dev->name,
-			 le32_to_cpu(request->req.channel), request->resp.reason);
+			 le32_to_cpu(request->req.channel), request->reason);
 	rgpu_request_put(request);
 	return ret;
 }

@@ -102,6 +102,13 @@ static int rgpu_ioctl_connect(struct rgpu_channel *chan, void __user *arg)
 			  chan->dev->name);
 		goto reply;
 	}
+	if (request == ERR_PTR(-EUSERS)) {
+		connect.status = RGPU_STATUS_NO_RESOURCES;
+		scnprintf(connect.reason, sizeof(connect.reason),
+			  "this user has as many channels of %s as one user may have, %u (parameter user_channels of the module virtio_rgpu)",
+			  chan->dev->name, rgpu_user_channel_limit(chan->dev));
+		goto reply;
+	}
 	if (IS_ERR(request))
 		return PTR_ERR(request);
 
@@ -111,7 +118,7 @@ static int rgpu_ioctl_connect(struct rgpu_channel *chan, void __user *arg)
 		if (connect.status == RGPU_STATUS_OK)
 			connect.channel = le32_to_cpu(request->req.channel);
 		else
-			memcpy(connect.reason, request->resp.reason, sizeof(connect.reason));
+			memcpy(connect.reason, request->reason, sizeof(connect.reason));
 	}
 	rgpu_request_put(request);
 	if (ret)

@@ -130,6 +130,8 @@ static int rgpu_probe(struct virtio_device *vdev)
 	init_waitqueue_head(&dev->stopped);
 	spin_lock_init(&dev->ctrl_lock);
 	spin_lock_init(&dev->event_lock);
+	spin_lock_init(&dev->users_lock);
+	INIT_LIST_HEAD(&dev->users);
 	INIT_LIST_HEAD(&dev->in_flight);
 	INIT_LIST_HEAD(&dev->waiting);
 	dev->vdev = vdev;
@@ -151,7 +153,7 @@ static int rgpu_probe(struct virtio_device *vdev)
 		.name = dev->name,
 		.fops = &rgpu_fops,
 		.parent = &vdev->dev,
-		/* The device isolates programs and limits their resources. */
+		/* The device isolates programs, and user.c limits what each user has of it. */
 		.mode = 0666,
 	};
 	ret = misc_register(&dev->misc);

@@ -138,9 +138,14 @@ int rgpu_pages_alloc(struct rgpu_channel *chan, unsigned long count)
 	unsigned long done = 0;
 	int ret;
 
+	ret = rgpu_user_charge_pages(chan->user, count);
+	if (ret)
+		return ret;
 	pages = kvmalloc_array(count, sizeof(*pages), GFP_KERNEL_ACCOUNT);
-	if (!pages)
-		return -ENOMEM;
+	if (!pages) {
+		ret = -ENOMEM;
+		goto err_uncharge;
+	}
 	rgpu_extents_init(&chan->extents);
 
 	while (done < count) {
@@ -188,6 +193,8 @@ err_free:
 		__free_page(pages[--done]);
 	kvfree(pages);
 	rgpu_extents_free(&chan->extents);
+err_uncharge:
+	rgpu_user_uncharge_pages(chan->user, count);
 	return ret;
 }
 
@@ -198,6 +205,8 @@ void rgpu_pages_free(struct rgpu_channel *chan)
 
 	for (i = 0; i < chan->page_count; i++)
 		put_page(chan->pages[i]);
+	if (chan->page_count)
+		rgpu_user_uncharge_pages(chan->user, chan->page_count);
 	kvfree(chan->pages);
 	chan->pages = NULL;
 	chan->page_count = 0;
@@ -292,7 +301,7 @@ static int rgpu_extents_pin(struct rgpu_extents *extents, unsigned long addr, si
  * @size: size in bytes
  * @read_only: whether the device only reads
  *
- * Charges the pages to the process. Takes mmap_lock.
+ * Charges the pages to the process and to the channel's user. Takes mmap_lock.
  *
  * Return: a region that is not live and has no number yet, or an ERR_PTR().
  */
@@ -316,9 +325,12 @@ struct rgpu_region *rgpu_region_pin(struct rgpu_channel *chan, u64 addr, u64 siz
 	region->read_only = read_only;
 	region->page_count = PHYS_PFN(PAGE_ALIGN(end)) - PHYS_PFN(addr);
 
-	ret = account_locked_vm(chan->mm, region->page_count, true);
+	ret = rgpu_user_charge_pages(chan->user, region->page_count);
 	if (ret)
 		goto err_free;
+	ret = account_locked_vm(chan->mm, region->page_count, true);
+	if (ret)
+		goto err_uncharge;
 	ret = rgpu_extents_pin(&region->extents, addr, size, read_only);
 	if (ret)
 		goto err_unaccount;
@@ -326,6 +338,8 @@ struct rgpu_region *rgpu_region_pin(struct rgpu_channel *chan, u64 addr, u64 siz
 
 err_unaccount:
 	account_locked_vm(chan->mm, region->page_count, false);
+err_uncharge:
+	rgpu_user_uncharge_pages(chan->user, region->page_count);
 err_free:
 	kfree(region);
 	return ERR_PTR(ret);
@@ -336,5 +350,6 @@ void rgpu_region_unpin(struct rgpu_channel *chan, struct rgpu_region *region)
 {
 	rgpu_extents_unpin(&region->extents, !region->read_only);
 	account_locked_vm(chan->mm, region->page_count, false);
+	rgpu_user_uncharge_pages(chan->user, region->page_count);
 	kfree(region);
 }

@@ -173,8 +173,8 @@ static void rgpu_ctrl_done(struct virtqueue *vq)
 			list_del_init(&request->node);
 			if (len < offsetofend(struct virtio_rgpu_ctrl_resp, status))
 				request->error = -EIO;
-			request->status = le32_to_cpu(request->resp.status);
-			request->resp.reason[sizeof(request->resp.reason) - 1] = '\0';
+			request->status = le32_to_cpu(READ_ONCE(request->resp.status));
+			memcpy(request->reason, request->resp.reason, sizeof(request->reason) - 1);
 			queue_work(rgpu_workqueue, &request->work);
 		}
 	} while (!virtqueue_enable_cb(vq));
@@ -196,11 +196,11 @@ static void rgpu_event_handle(struct rgpu_device *dev, const struct virtio_rgpu_
 	struct rgpu_channel *chan;
 	unsigned long flags;
 
-	if (le32_to_cpu(event->type) != VIRTIO_RGPU_EVENT_WAKE)
+	if (le32_to_cpu(READ_ONCE(event->type)) != VIRTIO_RGPU_EVENT_WAKE)
 		return;
 	/* The table holds a reference as long as the entry exists. */
 	xa_lock_irqsave(&dev->channels, flags);
-	chan = xa_load(&dev->channels, le32_to_cpu(event->channel));
+	chan = xa_load(&dev->channels, le32_to_cpu(READ_ONCE(event->channel)));
 	if (chan)
 		rgpu_channel_wake(chan);
 	xa_unlock_irqrestore(&dev->channels, flags);

@@ -5,6 +5,7 @@
  *   main.c     binds to the virtio device; starts and stops it
  *   queue.c    the virtqueues: requests, events, the doorbell
  *   memory.c   pages of channels, pinned pages of programs, extents
+ *   user.c     what one user of the guest may have of a device
  *   channel.c  the life cycle of channels and regions
  *   file.c     /dev/rgpuN
  *
@@ -14,9 +15,9 @@
  * device structure. Pages therefore outlive a killed program as long as the
  * device may use them, and nothing outlives the last file of a removed device.
  *
- * Lock order, outermost first: rgpu_channel.lock, mmap_lock, then either
- * rgpu_device.ctrl_lock or rgpu_device.event_lock (with the xarray's own lock
- * inside). mmap() is called with mmap_lock held and therefore never takes
+ * Lock order, outermost first: rgpu_channel.lock, mmap_lock, then one of
+ * rgpu_device.ctrl_lock, rgpu_device.event_lock (with the xarray's own lock
+ * inside) and rgpu_device.users_lock. mmap() is called with mmap_lock held and therefore never takes
  * rgpu_channel.lock.
  */
 #ifndef _RGPU_H
@@ -43,6 +44,7 @@
 
 struct rgpu_channel;
 struct rgpu_region;
+struct rgpu_user;
 
 /**
  * struct rgpu_device - one virtio device, from probe to its last open file
@@ -64,6 +66,8 @@ struct rgpu_region;
  * @freed: counts freed ids; with @id_freed, for a CONNECT that needs one
  * @id_freed: woken whenever @freed or @closing changes
  * @stopped: woken when the device stops, for poll()
+ * @users_lock: protects @users and what is in it
+ * @users: users with a channel (struct rgpu_user)
  * @ctrl_lock: protects @controlq, @running, @in_flight and @waiting
  * @max_descriptors: maximum per request: the size of the control queue, as
  *	virtio requires
@@ -98,6 +102,9 @@ struct rgpu_device {
 	wait_queue_head_t id_freed;
 	wait_queue_head_t stopped;
 
+	spinlock_t users_lock;	/* see above */
+	struct list_head users;
+
 	unsigned int max_descriptors;
 	spinlock_t ctrl_lock;	/* see above */
 	struct virtqueue *controlq;
@@ -111,6 +118,24 @@ struct rgpu_device {
 
 	struct srcu_struct doorbell_srcu;
 	struct virtqueue *doorbellq;
+};
+
+/**
+ * struct rgpu_user - a user of the guest who has a channel
+ * @node: in rgpu_device.users, whose lock protects the other members
+ * @dev: the device
+ * @uid: who it is
+ * @refs: number of the user's channels, connected or not
+ * @channels: number of channels that have an id
+ * @pages: pages of channels and of regions
+ */
+struct rgpu_user {
+	struct list_head node;
+	struct rgpu_device *dev;
+	kuid_t uid;
+	unsigned int refs;
+	u32 channels;
+	unsigned long pages;
 };
 
 /**
@@ -149,15 +174,18 @@ struct rgpu_extent_chunk {
  * @node: in rgpu_device.in_flight or .waiting
  * @work: calls @finish
  * @done: completed after @finish
- * @finish: called once, in process context, after @error and @status are set
+ * @finish: called once, in process context, after @error, @status and @reason are
+ *	set
  * @chan: holds a reference from submission until @finish has returned
  * @region: for (UN)REGISTER_MEMORY; kept by @chan while requests are in flight
  * @error: 0 if the device replied, -ENODEV if it was reset before that, -EIO if
  *	the reply was malformed
  * @status: status in the device's reply
+ * @reason: message in the device's reply, NUL-terminated
  * @out_count: number of device-readable entries of @sg; one writable follows
  * @req: the first part that the device reads
- * @resp: the part that the device writes
+ * @resp: the part that the device writes, and may still change after its reply:
+ *	read once, into @status and @reason
  * @sg: @req, the extents, @resp
  */
 struct rgpu_request {
@@ -170,6 +198,7 @@ struct rgpu_request {
 	struct rgpu_region *region;
 	int error;
 	u32 status;
+	char reason[sizeof_field(struct virtio_rgpu_ctrl_resp, reason)];
 	unsigned int out_count;
 	struct virtio_rgpu_ctrl_req req;
 	struct virtio_rgpu_ctrl_resp resp;
@@ -200,6 +229,7 @@ enum rgpu_channel_state {
  * @mm: mm of the process that created the channel (mmgrab); set once, before
  *	@pages
  * @owner: that process; set once
+ * @user: its user, to whom the channel counts; set once, before @pages
  * @pages: the channel's memory; set once, by smp_store_release()
  * @page_count: number of @pages; set once
  * @extents: the same pages, as described to the device
@@ -224,6 +254,7 @@ struct rgpu_channel {
 	struct mutex lock;	/* see above */
 	struct mm_struct *mm;
 	struct pid *owner;
+	struct rgpu_user *user;
 	struct page **pages;
 	unsigned long page_count;
 	struct rgpu_extents extents;
@@ -284,6 +315,15 @@ void rgpu_pages_free(struct rgpu_channel *chan);
 struct rgpu_region *rgpu_region_pin(struct rgpu_channel *chan, u64 addr, u64 size,
 				    bool read_only);
 void rgpu_region_unpin(struct rgpu_channel *chan, struct rgpu_region *region);
+
+/* user.c */
+u32 rgpu_user_channel_limit(const struct rgpu_device *dev);
+struct rgpu_user *rgpu_user_get(struct rgpu_device *dev);
+void rgpu_user_put(struct rgpu_user *user);
+int rgpu_user_charge_channel(struct rgpu_user *user);
+void rgpu_user_uncharge_channel(struct rgpu_user *user);
+int rgpu_user_charge_pages(struct rgpu_user *user, unsigned long pages);
+void rgpu_user_uncharge_pages(struct rgpu_user *user, unsigned long pages);
 
 /* channel.c */
 struct rgpu_channel *rgpu_channel_alloc(struct rgpu_device *dev);

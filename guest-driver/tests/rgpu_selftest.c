@@ -12,6 +12,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -665,6 +666,26 @@ static void test_refused(void)
 	CHECK(unregister_memory(fd, region) == 0);
 }
 
+/* Connects @max channels, as many as are allowed. */
+static void fill_up(struct channel **channels, int *fds, uint64_t max)
+{
+	for (uint64_t i = 0; i < max; i++) {
+		fds[i] = open_device();
+		channels[i] = connect_channel(fds[i], 4096);
+	}
+}
+
+/* Closing one of them makes room immediately. */
+static void makes_room(struct channel **channels, int *fds, uint64_t max)
+{
+	for (int i = 0; i < 20; i++) {
+		munmap(channels[i % max], 4096);
+		close(fds[i % max]);
+		fds[i % max] = open_device();
+		channels[i % max] = connect_channel(fds[i % max], 4096);
+	}
+}
+
 /* The device accepts its maximum number of channels and not one more. */
 static void test_max_channels(uint64_t max)
 {
@@ -672,22 +693,102 @@ static void test_max_channels(uint64_t max)
 	struct rgpu_connect connect;
 	int fds[512], fd;
 
-	for (uint64_t i = 0; i < max; i++) {
-		fds[i] = open_device();
-		channels[i] = connect_channel(fds[i], 4096);
-	}
+	fill_up(channels, fds, max);
 	fd = open_device();
 	create(fd, 4096);
 	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
 	CHECK(connect.status == RGPU_STATUS_NO_RESOURCES);
 	CHECK(strstr((char *)connect.reason, "in use"));
-	/* Closing one makes room immediately. */
-	for (int i = 0; i < 20; i++) {
-		munmap(channels[i % max], 4096);
-		close(fds[i % max]);
-		fds[i % max] = open_device();
-		channels[i % max] = connect_channel(fds[i % max], 4096);
+	makes_room(channels, fds, max);
+}
+
+/* Runs a test of a limit in a child, as another user; returns once it has passed. */
+static void as_user(uid_t uid, void (*run)(uint64_t), uint64_t argument)
+{
+	pid_t pid = fork();
+	int status;
+
+	CHECK(pid >= 0);
+	if (!pid) {
+		CHECK(setgid(uid) == 0 && setuid(uid) == 0);
+		run(argument);
+		exit(0);
 	}
+	CHECK(waitpid(pid, &status, 0) == pid);
+	CHECK(status == 0);
+}
+
+static void connects(uint64_t count)
+{
+	for (uint64_t i = 0; i < count; i++)
+		connect_channel(open_device(), 4096);
+}
+
+/* Has as many channels as one user may have, which keeps no other user out. */
+static void user_at_its_limit(uint64_t max)
+{
+	struct channel *channels[512];
+	struct rgpu_connect connect;
+	int fds[512], fd;
+
+	fill_up(channels, fds, max);
+	fd = open_device();
+	create(fd, 4096);
+	for (int i = 0; i < 3; i++) {
+		CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
+		CHECK(connect.status == RGPU_STATUS_NO_RESOURCES);
+		CHECK(strstr((char *)connect.reason, "user_channels"));
+	}
+	printf("full\n");
+	fflush(stdout);
+	while (access("/tmp/go-on", F_OK))
+		sleep_ms(10);
+	makes_room(channels, fds, max);
+	munmap(channels[0], 4096);
+	close(fds[0]);
+	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
+	CHECK(connect.status == RGPU_STATUS_OK);
+}
+
+static void test_user_channels(uint64_t max)
+{
+	as_user(1000, user_at_its_limit, max);
+}
+
+static void test_connects_as(uint64_t uid)
+{
+	as_user(uid, connects, 2);
+}
+
+/* Runs as an unprivileged user who may have @mib MiB of channels and memory. */
+static void test_user_memory(uint64_t mib)
+{
+	const uint64_t unit = 1 << 20;
+	struct rgpu_create_channel large = { .size = mib * unit };
+	uint8_t *memory = mmap(NULL, mib * unit, PROT_READ | PROT_WRITE,
+			       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	struct channel *channel;
+	uint32_t region;
+	int fd, other;
+
+	CHECK(memory != MAP_FAILED);
+	CHECK(setgid(1000) == 0 && setuid(1000) == 0);
+	fd = open_device();
+	channel = connect_channel(fd, unit);
+	/* The channel counts, and several processes and files are one user. */
+	FAILS(EDQUOT, register_memory(fd, memory, mib * unit, 0, NULL));
+	CHECK(register_memory(fd, memory, (mib - 1) * unit, 0, &region) == 0);
+	FAILS(EDQUOT, register_memory(fd, memory, 1, 0, NULL));
+	other = open_device();
+	FAILS(EDQUOT, ioctl(other, RGPU_IOC_CREATE_CHANNEL, &large));
+	CHECK(unregister_memory(fd, region) == 0);
+	FAILS(EDQUOT, ioctl(other, RGPU_IOC_CREATE_CHANNEL, &large));
+	/* A failure midway leaves nothing charged. */
+	CHECK(munmap(memory + (mib - 2) * unit, 4096) == 0);
+	FAILS(EFAULT, register_memory(fd, memory, (mib - 1) * unit, 0, NULL));
+	CHECK(munmap(channel, unit) == 0);
+	close(fd);
+	CHECK(ioctl(other, RGPU_IOC_CREATE_CHANNEL, &large) == 0);
 }
 
 static void one_of_many(unsigned int seed)
@@ -939,6 +1040,188 @@ static void test_kernel_access(void)
 	check_pattern(bytes, 64, 5);
 }
 
+/* SplitMix64. */
+static uint64_t next_random(uint64_t *state)
+{
+	uint64_t z = *state += 0x9e3779b97f4a7c15ULL;
+
+	z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+	z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+	return z ^ (z >> 31);
+}
+
+/* A number that a check may have overlooked. */
+static uint64_t odd_number(uint64_t *state)
+{
+	static const uint64_t odd[] = {
+		0, 1, 3, 4, 4095, 4096, 4097, 65536, 1 << 20, 0x7fffffff, 0x80000000, 0xffffffff,
+		1ULL << 32, 1ULL << 47, 0x7fffffffffffffff, 1ULL << 63, 0xfffffffffffff000, UINT64_MAX,
+	};
+	uint64_t r = next_random(state);
+
+	return r % 3 ? odd[r / 3 % (sizeof(odd) / sizeof(odd[0]))] : r >> (r % 64);
+}
+
+#define FUZZ_FILES	3
+#define FUZZ_MEMORY	(256 << 10)
+
+/* What the threads of a fuzzing process share: files, and memory that others unmap. */
+static struct {
+	_Atomic int fds[FUZZ_FILES];
+	uint8_t *memory;
+	uint64_t seed, count;
+} fuzz;
+
+/* Mostly calls that could succeed, in any order, with one argument that is wrong. */
+static void fuzz_step(uint64_t *state)
+{
+	uint64_t r = next_random(state);
+	int index = r % FUZZ_FILES, fd = atomic_load(&fuzz.fds[index]);
+	bool strange = next_random(state) % 4 == 0;
+
+	switch (r / FUZZ_FILES % 12) {
+	case 0: {
+		struct rgpu_create_channel create = { .size = 4096ULL << (r >> 60) % 9 };
+
+		if (strange)
+			*(next_random(state) % 2 ? &create.size : &create.flags) = odd_number(state);
+		if (ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create) == 0) {
+			struct channel *channel = mmap(NULL, create.size, PROT_READ | PROT_WRITE,
+						       MAP_SHARED, fd, 0);
+
+			/* Without it the mock device refuses the channel. */
+			if (channel != MAP_FAILED) {
+				channel->magic = MAGIC;
+				munmap(channel, create.size);
+			}
+		}
+		break;
+	}
+	case 1: {
+		struct rgpu_connect connect;
+
+		ioctl(fd, RGPU_IOC_CONNECT, strange ? (void *)odd_number(state) : &connect);
+		break;
+	}
+	case 2:
+	case 3: {
+		struct rgpu_register_memory reg = {
+			.addr = (uintptr_t)fuzz.memory + (r >> 32) % FUZZ_MEMORY,
+			.size = (r >> 40) % FUZZ_MEMORY,
+			.flags = (r >> 50) % 2,
+		};
+
+		if (strange)
+			*(next_random(state) % 2 ? &reg.addr : &reg.size) = odd_number(state);
+		ioctl(fd, RGPU_IOC_REGISTER_MEMORY, &reg);
+		break;
+	}
+	case 4: {
+		struct rgpu_unregister_memory unregister = { .region = (r >> 32) % 8 };
+
+		if (strange)
+			unregister.region = odd_number(state);
+		ioctl(fd, RGPU_IOC_UNREGISTER_MEMORY, &unregister);
+		break;
+	}
+	case 5: {
+		struct rgpu_wait wait = { .timeout_ns = r >> 44 };
+
+		if (strange)
+			*(next_random(state) % 2 ? &wait.offset : (__u64 *)&wait.timeout_ns) =
+				odd_number(state) & 0xffffff;
+		ioctl(fd, RGPU_IOC_WAIT, &wait);
+		break;
+	}
+	case 6: {
+		struct pollfd poll_fd = { .fd = fd, .events = POLLIN };
+
+		ioctl(fd, RGPU_IOC_KICK);
+		poll(&poll_fd, 1, 0);
+		break;
+	}
+	case 7:
+	case 8: {
+		uint64_t size = strange ? odd_number(state) : 4096ULL << (r >> 60) % 9;
+		uint64_t offset = strange ? odd_number(state) & ~4095ULL : 0;
+		void *channel = mmap(NULL, size, PROT_READ | PROT_WRITE,
+				     r % 2 ? MAP_SHARED : MAP_PRIVATE, fd, offset);
+
+		if (channel != MAP_FAILED)
+			munmap(channel, size);
+		break;
+	}
+	case 9:
+		if (strange)
+			ioctl(fd, next_random(state), odd_number(state));
+		break;
+	case 10:
+		/* Others may be pinning it. */
+		mmap(fuzz.memory + ((r >> 32) % FUZZ_MEMORY & ~4095ULL), 4096,
+		     strange ? PROT_READ : PROT_READ | PROT_WRITE,
+		     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+		break;
+	case 11:
+		/* A channel needs some calls before it can be used. */
+		if (!strange || next_random(state) % 8)
+			break;
+		fd = atomic_exchange(&fuzz.fds[index], -1);
+		if (fd >= 0)
+			close(fd);
+		atomic_store(&fuzz.fds[index], open(device, O_RDWR | O_CLOEXEC));
+		break;
+	}
+}
+
+static void *fuzz_thread(void *number)
+{
+	uint64_t state = fuzz.seed * 1000 + (uintptr_t)number;
+
+	for (uint64_t i = 0; i < fuzz.count; i++)
+		fuzz_step(&state);
+	return NULL;
+}
+
+/*
+ * Random calls from four processes of two threads each, @count by each thread; one
+ * process is killed in the middle. The caller checks that the kernel has not
+ * complained and that nothing is pinned afterwards.
+ */
+static void test_fuzz(uint64_t count)
+{
+	const char *seed = getenv("SEED");
+	pid_t pids[4];
+
+	for (int i = 0; i < 4; i++) {
+		pthread_t threads[2];
+
+		pids[i] = fork();
+		CHECK(pids[i] >= 0);
+		if (pids[i])
+			continue;
+		fuzz.seed = (seed ? strtoull(seed, NULL, 0) : 1) * 4 + i;
+		fuzz.count = i ? count : UINT64_MAX;
+		fuzz.memory = mmap(NULL, FUZZ_MEMORY * 2, PROT_READ | PROT_WRITE,
+				   MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		CHECK(fuzz.memory != MAP_FAILED);
+		for (int file = 0; file < FUZZ_FILES; file++)
+			fuzz.fds[file] = open_device();
+		for (uintptr_t thread = 0; thread < 2; thread++)
+			CHECK(pthread_create(&threads[thread], NULL, fuzz_thread, (void *)thread) == 0);
+		for (int thread = 0; thread < 2; thread++)
+			CHECK(pthread_join(threads[thread], NULL) == 0);
+		exit(0);
+	}
+	for (int i = 3; i >= 0; i--) {
+		int status;
+
+		if (!i)
+			CHECK(kill(pids[i], SIGKILL) == 0);
+		CHECK(waitpid(pids[i], &status, 0) == pids[i]);
+		CHECK(status == (i ? 0 : SIGKILL));
+	}
+}
+
 int main(int argc, char **argv)
 {
 	static const struct {
@@ -959,6 +1242,9 @@ int main(int argc, char **argv)
 		{ "waiters", test_waiters, NULL },
 		{ "refused", test_refused, NULL },
 		{ "max-channels", NULL, test_max_channels },
+		{ "user-channels", NULL, test_user_channels },
+		{ "connects-as", NULL, test_connects_as },
+		{ "user-memory", NULL, test_user_memory },
 		{ "many", NULL, test_many },
 		{ "fork", test_fork, NULL },
 		{ "orphan", test_orphan, NULL },
@@ -969,6 +1255,7 @@ int main(int argc, char **argv)
 		{ "suspend", test_suspend, NULL },
 		{ "doorbells", NULL, test_doorbells },
 		{ "kernel-access", test_kernel_access, NULL },
+		{ "fuzz", NULL, test_fuzz },
 	};
 
 	if (getenv("RGPU_DEVICE"))

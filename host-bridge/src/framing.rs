@@ -20,8 +20,8 @@ use protocol::version::{Speaks, Version};
 use thiserror::Error;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// The most descriptors in one message: as many memories as a guest can have, and two eventfds.
-pub const MAX_FDS: usize = 64;
+/// The most descriptors in one message: 62 memories, two eventfds and a socket.
+pub const MAX_FDS: usize = 65;
 
 /// Where a server listens.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -74,13 +74,15 @@ impl fmt::Display for Address {
     }
 }
 
-/// Turns on TCP keepalive: the kernel notices about eleven seconds after the last packet that the peer has vanished, at no cost to any process. Other sockets have no such option and need
-/// none.
+/// Has the kernel notice that the peer has vanished, about eleven seconds after its last packet, at no cost
+/// to any process: by keepalive while nothing is under way, and by a limit for what was sent otherwise. Other
+/// sockets than those of TCP have no such options and need none.
 pub fn watch_peer(socket: &impl AsFd) {
     let _ = setsockopt(socket, sockopt::KeepAlive, &true);
     let _ = setsockopt(socket, sockopt::TcpKeepIdle, &5);
     let _ = setsockopt(socket, sockopt::TcpKeepInterval, &2);
     let _ = setsockopt(socket, sockopt::TcpKeepCount, &3);
+    let _ = setsockopt(socket, sockopt::TcpUserTimeout, &11_000);
 }
 
 /// Connects over TCP, trying each address that the name has, with `timeout` for each. `TCP_NODELAY` is set.
@@ -198,13 +200,13 @@ pub fn recv_struct<T: FromBytes + IntoBytes>(
 
 /// Receives a greeting and judges it ([`greeting`]). Another major version is refused before the rest of it has come.
 pub fn recv_greeting<T: Greeting>(
-    socket: BorrowedFd<'_>,
+    from: &mut impl Read,
     ours: &Speaks<'_>,
 ) -> io::Result<Result<(T, Version), BadGreeting>> {
     let mut bytes = vec![0; size_of::<T>()];
     let mut at = 0;
     while at < bytes.len() {
-        match recv_some(socket, &mut bytes[at..], &mut Vec::new()) {
+        match from.read(&mut bytes[at..]) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(n) => at += n,
             Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
@@ -266,12 +268,18 @@ pub fn split_struct<T: FromBytes + Immutable>(body: &[u8]) -> io::Result<(T, &[u
     })
 }
 
-/// Frames on their way to a peer: appended as they arise, sent together.
+/// Frames on their way to a peer: appended as they arise, sent together. Over a link that may be lost, what was sent is kept until the peer has acknowledged it.
 #[derive(Debug)]
 pub struct SendBuffer {
     bytes: Vec<u8>,
-    /// Bytes at the front that were sent.
+    /// Bytes at the front that are not needed any more.
+    done: usize,
+    /// Bytes at the front that were sent; at least `done`.
     sent: usize,
+    /// Where in the stream `bytes` begins.
+    begin: u64,
+    /// Sent bytes are kept until they are acknowledged.
+    keeps: bool,
 }
 
 /// A frame that is being written into a [`SendBuffer`].
@@ -282,16 +290,24 @@ pub struct OpenFrame(usize);
 impl SendBuffer {
     /// Unsent bytes above which [`has_room`](Self::has_room) says no.
     const HIGH_WATER: usize = 256 << 10;
+    /// Bytes, sent or not, above which it says no.
+    const MOST_KEPT: usize = 4 << 20;
 
-    /// An empty buffer.
+    /// An empty buffer that forgets what was sent.
     #[allow(clippy::new_without_default, reason = "it allocates")]
     pub fn new() -> SendBuffer {
-        SendBuffer { bytes: Vec::with_capacity(2 * Self::HIGH_WATER), sent: 0 }
+        let bytes = Vec::with_capacity(2 * Self::HIGH_WATER);
+        SendBuffer { bytes, done: 0, sent: 0, begin: 0, keeps: false }
+    }
+
+    /// An empty buffer that keeps what was sent until it is [acknowledged](Self::acknowledge).
+    pub fn keeping() -> SendBuffer {
+        SendBuffer { keeps: true, ..SendBuffer::new() }
     }
 
     /// Whether more may be appended without piling up.
     pub fn has_room(&self) -> bool {
-        self.unsent().len() < Self::HIGH_WATER
+        self.unsent().len() < Self::HIGH_WATER && self.kept() < Self::MOST_KEPT
     }
 
     /// Whether everything was sent.
@@ -304,6 +320,16 @@ impl SendBuffer {
         &self.bytes[self.sent..]
     }
 
+    /// Bytes that wait to be sent or to be acknowledged.
+    pub fn kept(&self) -> usize {
+        self.bytes.len() - self.done
+    }
+
+    /// Bytes appended since the stream began.
+    pub fn appended(&self) -> u64 {
+        self.begin + self.bytes.len() as u64
+    }
+
     /// Takes note that the first `n` unsent bytes were sent.
     ///
     /// # Panics
@@ -311,12 +337,43 @@ impl SendBuffer {
     pub fn advance(&mut self, n: usize) {
         assert!(n <= self.unsent().len());
         self.sent += n;
-        if self.sent == self.bytes.len() {
-            self.bytes.clear();
-            self.sent = 0;
-        } else if self.sent >= Self::HIGH_WATER {
-            self.bytes.drain(..self.sent);
-            self.sent = 0;
+        if !self.keeps {
+            self.forget(self.sent);
+        }
+    }
+
+    /// The peer has received the stream's first `upto` bytes. (A smaller number than before is old news.) The error: so many were not sent.
+    pub fn acknowledge(&mut self, upto: u64) -> Result<(), BadAcknowledgement> {
+        let sent = self.begin + self.sent as u64;
+        if upto > sent {
+            return Err(BadAcknowledgement { upto, sent });
+        }
+        let done = upto.saturating_sub(self.begin) as usize;
+        if done > self.done {
+            self.forget(done);
+        }
+        Ok(())
+    }
+
+    /// The peer goes on behind the stream's first `received` bytes, over a new connection: what follows them counts as not sent. The error: it had acknowledged more before, or so many were not
+    /// sent.
+    pub fn resume(&mut self, received: u64) -> Result<(), BadAcknowledgement> {
+        if received < self.begin + self.done as u64 {
+            return Err(BadAcknowledgement { upto: received, sent: self.begin + self.sent as u64 });
+        }
+        self.acknowledge(received)?;
+        self.sent = self.done;
+        Ok(())
+    }
+
+    /// The first `done` bytes are not needed any more.
+    fn forget(&mut self, done: usize) {
+        self.done = done;
+        if done == self.bytes.len() || done >= Self::HIGH_WATER {
+            self.bytes.drain(..done);
+            self.begin += done as u64;
+            self.sent -= done;
+            self.done = 0;
         }
     }
 
@@ -344,6 +401,16 @@ impl SendBuffer {
         self.bytes.extend_from_slice(body);
         self.finish(frame);
     }
+}
+
+/// The peer acknowledges what it cannot have received, or takes back what it has acknowledged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("{upto} bytes of a stream are acknowledged of which {sent} were sent")]
+pub struct BadAcknowledgement {
+    /// What it says that it has.
+    pub upto: u64,
+    /// What was sent.
+    pub sent: u64,
 }
 
 /// Frames out of a byte stream that is read as it comes. It holds at most one frame and what was read beyond it.
@@ -468,6 +535,31 @@ mod tests {
             }
             assert_eq!(got, [(1, 0), (2, 5), (3, 200_000), (4, 1)], "step {step}");
         }
+    }
+
+    #[test]
+    fn what_was_sent_is_kept_until_it_is_acknowledged_and_sent_again_from_any_byte() {
+        let mut buffer = SendBuffer::keeping();
+        buffer.frame(1, b"first");
+        buffer.frame(2, b"second");
+        let all = buffer.unsent().to_vec();
+        buffer.advance(all.len() - 3);
+        assert!(buffer.acknowledge(all.len() as u64).is_err(), "not all was sent");
+        buffer.acknowledge(4).unwrap();
+        buffer.acknowledge(2).unwrap();
+        assert!(buffer.resume(3).is_err(), "it had four bytes");
+        for received in 4..all.len() - 3 {
+            buffer.resume(received as u64).unwrap();
+            assert_eq!(buffer.unsent(), &all[received..]);
+            buffer.advance(all.len() - 3 - received);
+        }
+        buffer.advance(3);
+        assert_eq!((buffer.is_empty(), buffer.kept() > 0), (true, true));
+        buffer.acknowledge(all.len() as u64).unwrap();
+        assert_eq!((buffer.kept(), buffer.appended()), (0, all.len() as u64));
+        buffer.frame(3, &[]);
+        assert!(buffer.acknowledge(buffer.appended()).is_err());
+        assert_eq!(buffer.unsent().len(), 8);
     }
 
     #[test]

@@ -11,7 +11,7 @@
 //!
 //! In reading order:
 //! - [`memory`]: the client's memory as a process sees it, every address checked once; [`shared`]: the copies to and from it;
-//! - [`framing`]: addresses, and the structures of [`protocol::link`] over sockets;
+//! - [`framing`]: addresses, and the structures of [`protocol::link`] over sockets; `journal`: data that was sent and may have to be sent again;
 //! - [`stream`]: the bytes of a connection, plain or encrypted;
 //! - [`bridge`]: the end that has the client: sessions, the trait [`bridge::Transport`] and its implementations;
 //! - [`verbs`]: InfiniBand and RoCE, for both ends;
@@ -21,6 +21,7 @@
 pub mod bridge;
 pub mod endpoint;
 pub mod framing;
+mod journal;
 pub mod memory;
 pub mod shared;
 pub mod stream;

@@ -2,148 +2,38 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
+use nix::poll::PollFd;
+use nix::sys::eventfd::EventFd;
+use nix::sys::socket::{AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair};
 use protocol::Status;
 use protocol::channel::{NO_SLOT, State};
-use protocol::data::{HostIn, HostOut};
-use protocol::device::Answer;
+use protocol::device::{Answer, Extent};
 use protocol::handle::StreamId;
-use protocol::link::{Hello, MAGIC, frame, purpose};
-use protocol::ops::Op;
-use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
+use protocol::link::{
+    ATTACH_FUTEX, ATTACH_SUCCESSION, Ack, Attach, FrameHeader, Hello, Memory, REGION_READ_ONLY, RegionAdd,
+    frame,
+};
 use protocol::ops::stream::StreamSynchronize;
-use protocol::wire::{Reader, Wire};
-use rgpu_host_bridge::bridge::{Closed, ConnectError, RegionError, SessionConfig};
-use rgpu_host_bridge::endpoint::{Client as Worker, Commands, LocalCommands, Polling, Sink, Source};
+use rgpu_host_bridge::bridge::{
+    ChannelMemory, Closed, ConnectError, Prepared, RegionError, Session, SessionConfig, Turn, Wakeup,
+};
+use rgpu_host_bridge::endpoint::{Commands, LocalCommands, Polling};
 use rgpu_host_bridge::framing::{Address, recv_frame, recv_struct, send_frame, send_message};
+use test_kit::channel::in_a_file;
 use test_kit::link::welcome;
+use test_kit::local_server::{Behavior, LocalServer};
 use test_kit::session::Client;
 use test_kit::*;
-use zerocopy::IntoBytes;
-
-/// What a worker does when a session has been opened with it.
-#[derive(Clone, Copy, PartialEq)]
-enum Behaviour {
-    Good,
-    /// Closes the socket at the first command, as a crash does.
-    Dies,
-    /// Says why it ends at the first command.
-    Leaves,
-    /// Refuses in the welcome.
-    Refuses,
-    /// Refuses the channel's memory.
-    RefusesMemory,
-}
-
-struct Server {
-    config: SessionConfig,
-    ended: Arc<AtomicUsize>,
-    trouble: Arc<Mutex<Vec<String>>>,
-    _folder: tempfile::TempDir,
-}
-
-fn server(behaviour: Behaviour) -> Server {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("server.sock");
-    let listener = UnixListener::bind(&path).unwrap();
-    let (ended, trouble) = (Arc::new(AtomicUsize::new(0)), Arc::new(Mutex::new(Vec::new())));
-    let (for_thread, for_trouble) = (ended.clone(), trouble.clone());
-    std::thread::spawn(move || {
-        for stream in listener.incoming() {
-            let (Ok(stream), ended, trouble) = (stream, for_thread.clone(), for_trouble.clone()) else {
-                return;
-            };
-            std::thread::spawn(move || {
-                if let Err(e) = work(stream, behaviour) {
-                    trouble.lock().unwrap().push(e);
-                }
-                ended.fetch_add(1, Ordering::SeqCst);
-            });
-        }
-    });
-    Server { config: SessionConfig::new(Address::Unix(path), "test-host"), ended, trouble, _folder: folder }
-}
-
-fn work(socket: UnixStream, behaviour: Behaviour) -> Result<(), String> {
-    let hello: Hello = recv_struct(socket.as_fd(), &mut Vec::new()).unwrap().unwrap();
-    assert_eq!((hello.magic, hello.purpose), (MAGIC, purpose::LOCAL));
-    let refuses = behaviour == Behaviour::Refuses;
-    let welcome = match refuses {
-        true => welcome(Answer::NoResources, "all GPUs are taken"),
-        false => welcome(Answer::Ok, ""),
-    };
-    send_message(socket.as_fd(), &[welcome.as_bytes()], &[]).unwrap();
-    if refuses {
-        return Ok(());
-    }
-    if behaviour == Behaviour::RefusesMemory {
-        let (mut body, mut fds) = (Vec::new(), Vec::new());
-        assert_eq!(recv_frame(socket.as_fd(), &mut body, &mut fds).unwrap(), Some(frame::ATTACH));
-        assert_eq!(fds.len(), 3, "one memory, doorbell, wake");
-        let ack = protocol::link::Ack { status: Answer::Invalid as u32, reserved: 0 };
-        send_frame(socket.as_fd(), frame::ACK, &[ack.as_bytes(), b"I do not like it"], &[]).unwrap();
-        return Ok(());
-    }
-    let (mut commands, client) =
-        LocalCommands::attach(socket, Polling::default()).map_err(|e| e.to_string())?;
-    let mut memory = std::collections::HashMap::new();
-    let mut body = Vec::new();
-    let result = loop {
-        let record = match commands.next(&mut body) {
-            Ok(Some(record)) => record,
-            Ok(None) => break Ok(()),
-            Err(e) => break Err(e.reason),
-        };
-        let mut reader = Reader::new(&body);
-        match behaviour {
-            Behaviour::Dies => break Err("died".into()),
-            Behaviour::Leaves => {
-                client.lose("this GPU has fallen off the bus");
-                break Err("left".into());
-            }
-            _ => {}
-        }
-        if record.opcode == MemcpyHtoD::INFO.opcode {
-            let op = MemcpyHtoD::get(&mut reader).unwrap();
-            let HostIn::Range(range) = op.src else { panic!("inline") };
-            let Source::Mapped(mapped) = client.source(record.seq, 0, range).unwrap() else {
-                panic!("not mapped")
-            };
-            let mut bytes = Vec::new();
-            for (at, len) in mapped.runs() {
-                // SAFETY: a mapped run, not written by anybody now.
-                bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(at.as_ptr(), *len) });
-            }
-            memory.insert(op.dst, bytes);
-        } else if record.opcode == MemcpyDtoH::INFO.opcode {
-            let op = MemcpyDtoH::get(&mut reader).unwrap();
-            let HostOut(range) = op.dst;
-            let Sink::Mapped(mapped) = client.sink(record.seq, 0, range).unwrap() else {
-                panic!("not mapped")
-            };
-            let mut rest = &memory[&op.src][..];
-            for (at, len) in mapped.runs() {
-                // SAFETY: a mapped run, not used by anybody else now.
-                unsafe { at.copy_from(std::ptr::NonNull::from(rest).cast(), *len) };
-                rest = &rest[*len..];
-            }
-        }
-        client.executed(record.seq);
-        if record.reply_slot != NO_SLOT {
-            client.reply(record.seq, record.reply_slot, Status::SUCCESS, &record.seq.to_le_bytes());
-        }
-    };
-    client.close();
-    result
-}
+use zerocopy::{FromBytes, IntoBytes};
 
 #[test]
 fn commands_and_data_travel_through_the_clients_memory() {
-    let server = server(Behaviour::Good);
+    let server = LocalServer::start(Behavior::Good);
     let mut client = Client::connect(&server.config);
     let extents = scattered(1_234_567, 3);
     let bytes = pattern(1_234_567, 3);
@@ -164,7 +54,7 @@ fn commands_and_data_travel_through_the_clients_memory() {
 
 #[test]
 fn a_doorbell_wakes_the_worker_and_an_answer_wakes_the_client() {
-    let server = server(Behaviour::Good);
+    let server = LocalServer::start(Behavior::Good);
     let mut client = Client::connect(&server.config);
     for round in 1..=20 {
         // The worker sleeps; so does the client's thread, as far as its slot says.
@@ -179,7 +69,7 @@ fn a_doorbell_wakes_the_worker_and_an_answer_wakes_the_client() {
 
 #[test]
 fn a_dead_worker_ends_the_session_and_every_wait() {
-    let server = server(Behaviour::Dies);
+    let server = LocalServer::start(Behavior::Dies);
     let mut client = Client::connect(&server.config);
     client.prepare(7);
     client.push(&StreamSynchronize { stream: StreamId(0) }, 7);
@@ -192,7 +82,7 @@ fn a_dead_worker_ends_the_session_and_every_wait() {
 
 #[test]
 fn a_workers_own_reason_is_what_the_client_reads() {
-    let server = server(Behaviour::Leaves);
+    let server = LocalServer::start(Behavior::Leaves);
     let mut client = Client::connect(&server.config);
     client.push(&protocol::ops::stream::StreamMark { stream: StreamId(0) }, NO_SLOT);
     eventually(|| client.lost.lock().unwrap().is_some());
@@ -203,7 +93,7 @@ fn a_workers_own_reason_is_what_the_client_reads() {
 
 #[test]
 fn a_malformed_record_ends_only_its_session() {
-    let server = server(Behaviour::Good);
+    let server = LocalServer::start(Behavior::Good);
     let mut bystander = Client::connect(&server.config);
     let client = Client::connect(&server.config);
     client.tail().store(7, Ordering::Release);
@@ -215,11 +105,11 @@ fn a_malformed_record_ends_only_its_session() {
 
 #[test]
 fn refusals_come_with_the_servers_words() {
-    let refused = server(Behaviour::Refuses);
+    let refused = LocalServer::start(Behavior::Refuses);
     let error = Client::try_connect(&refused.config).err().unwrap();
     assert!(matches!(error, ConnectError::Refused { answer: Answer::NoResources, .. }), "{error}");
     assert!(error.to_string().contains("all GPUs are taken"), "{error}");
-    let refused = server(Behaviour::RefusesMemory);
+    let refused = LocalServer::start(Behavior::RefusesMemory);
     let error = Client::try_connect(&refused.config).err().unwrap();
     assert_eq!(error.answer(), Answer::Invalid);
     assert!(error.to_string().contains("I do not like it"), "{error}");
@@ -235,12 +125,201 @@ fn a_server_that_is_not_there_is_named() {
 
 #[test]
 fn closing_waits_until_the_worker_has_released_memory() {
-    let server = server(Behaviour::Good);
+    let server = LocalServer::start(Behavior::Good);
     for round in 1..=20 {
         let mut client = Client::connect(&server.config);
         client.synchronize();
         assert_eq!(client.session.close("next", PATIENCE), Closed::Released);
         assert!(client.lost.lock().unwrap().is_none(), "a close that was asked for is no loss");
         eventually(|| server.ended.load(Ordering::SeqCst) == round);
+    }
+}
+
+/// A worker whose bridge's process can be replaced.
+struct Succeeded {
+    /// Gives how the session ended.
+    worker: std::thread::JoinHandle<Result<(), String>>,
+    /// Where the next process says that it is there.
+    next: OwnedFd,
+}
+
+impl Succeeded {
+    /// A worker, and the connection of its bridge's first process.
+    fn begin() -> (Succeeded, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let worker = std::thread::spawn(move || {
+            let (mut commands, client) =
+                LocalCommands::attach(theirs, Polling::default()).map_err(|e| e.reason)?;
+            let end = commands.next(&mut Vec::new(), &mut || {}).map_err(|e| e.reason);
+            assert!(end.as_ref().is_ok_and(Option::is_none) || end.is_err(), "no command was sent");
+            rgpu_host_bridge::endpoint::Client::close(&*client);
+            end.map(drop)
+        });
+        let (next, end) =
+            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
+        let (file, view) = in_a_file(1 << 20, "succeeded");
+        let size = view.geometry().size as u64;
+        let (memory, extent) = (Memory { addr: 0, size, file_offset: 0 }, Extent { addr: 0, len: size });
+        let flags = ATTACH_FUTEX | ATTACH_SUCCESSION;
+        let attach = Attach { memory_count: 1, extent_count: 1, flags, reserved: 0, size };
+        let doorbell = EventFd::new().unwrap();
+        let parts = [attach.as_bytes(), memory.as_bytes(), extent.as_bytes()];
+        send_frame(ours.as_fd(), frame::ATTACH, &parts, &[file.as_fd(), doorbell.as_fd(), end.as_fd()])
+            .unwrap();
+        assert_eq!(recv_frame(ours.as_fd(), &mut Vec::new(), &mut Vec::new()).unwrap(), Some(frame::ACK));
+        (Succeeded { worker, next }, ours)
+    }
+
+    /// Sends a packet with descriptors to where the worker waits for the next process.
+    fn packet(&self, bytes: &[u8], fds: &[i32]) {
+        let rights = [ControlMessage::ScmRights(fds)];
+        let parts = [std::io::IoSlice::new(bytes)];
+        sendmsg::<()>(self.next.as_raw_fd(), &parts, &rights, MsgFlags::empty(), None).unwrap();
+    }
+
+    /// The connection of another process, and the regions that the worker says there are.
+    fn take_over(&self) -> (UnixStream, Vec<RegionAdd>) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        self.packet(FrameHeader { kind: frame::TAKE_OVER, len: 0 }.as_bytes(), &[theirs.as_raw_fd()]);
+        drop(theirs);
+        let mut body = Vec::new();
+        assert_eq!(recv_frame(ours.as_fd(), &mut body, &mut Vec::new()).unwrap(), Some(frame::TAKEN_OVER));
+        let (regions, rest) = body.as_chunks::<{ size_of::<RegionAdd>() }>();
+        assert!(rest.is_empty());
+        let mut regions: Vec<_> =
+            regions.iter().map(|bytes| RegionAdd::read_from_bytes(bytes).unwrap()).collect();
+        regions.sort_by_key(|add| add.region);
+        (ours, regions)
+    }
+
+    /// Waits until the session has ended.
+    fn ended(self) -> Result<(), String> {
+        drop(self.next);
+        self.worker.join().unwrap()
+    }
+}
+
+/// A frame that registers pages of the channel, as one region.
+fn add(region: u32, flags: u32, pages: &[u64]) -> Vec<u8> {
+    let extents: Vec<_> = pages.iter().map(|page| Extent { addr: page * 4096, len: 4096 }).collect();
+    let (extent_count, size) = (extents.len() as u32, extents.len() as u64 * 4096);
+    let add = RegionAdd { region, extent_count, flags, reserved: 0, size };
+    let len = (add.as_bytes().len() + extents.as_bytes().len()) as u32;
+    [FrameHeader { kind: frame::REGION_ADD, len }.as_bytes(), add.as_bytes(), extents.as_bytes()].concat()
+}
+
+#[test]
+fn a_worker_goes_on_with_the_next_process_of_its_bridge() {
+    use std::io::Write;
+    let (worker, mut first) = Succeeded::begin();
+    // Two regions, of which nobody reads the answers, and half of a third.
+    first.write_all(&add(9, REGION_READ_ONLY, &[7])).unwrap();
+    first.write_all(&add(4, 0, &[1, 3, 4])).unwrap();
+    first.write_all(&add(5, 0, &[1, 3])[..30]).unwrap();
+    drop(first);
+    let (mut second, regions) = worker.take_over();
+    let told: Vec<_> =
+        regions.iter().map(|add| (add.region, add.flags, add.size, add.extent_count)).collect();
+    assert_eq!(told, [(4, 0, 3 * 4096, 2), (9, REGION_READ_ONLY, 4096, 1)]);
+    second.write_all(&add(5, 0, &[1])).unwrap();
+    assert_eq!(recv_frame(second.as_fd(), &mut Vec::new(), &mut Vec::new()).unwrap(), Some(frame::ACK));
+    drop(second);
+    // One that ends at once, and one that has everything from its predecessors.
+    drop(worker.take_over());
+    let (last, regions) = worker.take_over();
+    assert_eq!(regions.iter().map(|add| add.region).collect::<Vec<_>>(), [4, 5, 9]);
+    send_frame(last.as_fd(), frame::BYE, &[], &[]).unwrap();
+    assert_eq!(worker.ended(), Ok(()));
+}
+
+#[test]
+fn a_session_ends_when_nobody_is_left_who_could_take_over() {
+    let (worker, first) = Succeeded::begin();
+    let (worker, second) = {
+        drop(first);
+        let (second, _) = worker.take_over();
+        (worker, second)
+    };
+    drop(second);
+    assert_eq!(worker.ended(), Ok(()));
+}
+
+#[test]
+fn what_does_not_take_over_properly_ends_the_session() {
+    let (worker, first) = Succeeded::begin();
+    drop(first);
+    worker.packet(FrameHeader { kind: frame::BYE, len: 0 }.as_bytes(), &[]);
+    assert!(worker.ended().unwrap_err().contains("successor"));
+    // Something else than a socket is a process that is gone already.
+    let (worker, first) = Succeeded::begin();
+    drop(first);
+    let file = memfd(4096);
+    worker.packet(FrameHeader { kind: frame::TAKE_OVER, len: 0 }.as_bytes(), &[file.as_raw_fd()]);
+    assert!(worker.ended().is_err());
+}
+
+/// A server whose worker answers the process that takes over with these frames, and lets go when that one hangs up.
+fn answers_successors_with(
+    frames: Vec<(u32, Vec<u8>)>,
+) -> (SessionConfig, std::thread::JoinHandle<()>, tempfile::TempDir) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("server.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    let worker = std::thread::spawn(move || {
+        let (socket, _) = listener.accept().unwrap();
+        recv_struct::<Hello>(socket.as_fd(), &mut Vec::new()).unwrap().unwrap();
+        send_message(socket.as_fd(), &[welcome(Answer::Ok, "").as_bytes()], &[]).unwrap();
+        let (mut body, mut fds) = (Vec::new(), Vec::new());
+        assert_eq!(recv_frame(socket.as_fd(), &mut body, &mut fds).unwrap(), Some(frame::ATTACH));
+        send_frame(socket.as_fd(), frame::ACK, &[Ack { status: 0, reserved: 0 }.as_bytes()], &[]).unwrap();
+        let succession = fds.pop().unwrap();
+        assert_eq!(recv_frame(succession.as_fd(), &mut body, &mut fds).unwrap(), Some(frame::TAKE_OVER));
+        let next = fds.pop().unwrap();
+        for (kind, body) in frames {
+            // The bridge may have hung up already.
+            let _ = send_frame(next.as_fd(), kind, &[&body], &[]);
+        }
+        while !matches!(recv_frame(next.as_fd(), &mut body, &mut Vec::new()), Ok(None) | Err(_)) {}
+    });
+    (SessionConfig::new(Address::Unix(path), "test-host"), worker, folder)
+}
+
+#[test]
+fn a_worker_that_lies_about_its_regions_ends_only_the_session() {
+    let region = RegionAdd { region: 1, extent_count: u32::MAX, flags: 0, reserved: 0, size: u64::MAX };
+    let list = |count: usize| region.as_bytes().repeat(count);
+    for frames in [
+        vec![(frame::TAKEN_OVER, vec![0; 33])],
+        vec![(frame::TAKEN_OVER, list(3))],
+        vec![(frame::TAKEN_OVER, list(1)), (frame::TAKEN_OVER, list(1))],
+    ] {
+        let (mut config, worker, _folder) = answers_successors_with(frames);
+        config.max_regions = 2;
+        let (memories, channel) = session::channel(1 << 20);
+        let (extents, size) = (channel.extents.clone(), channel.size);
+        let mut prepared = Prepared::connect(&config, &channel, &mut Patient).unwrap();
+        let saved = prepared.save(&channel).unwrap().unwrap();
+        let wakeup = || Wakeup::Call(Arc::new(|| {}));
+        let first = prepared.start(channel, wakeup(), Box::new(|_| {})).unwrap();
+        let again = ChannelMemory::new(memories, extents, size).unwrap();
+        let (lost, is_lost) = std::sync::mpsc::channel();
+        let lost = Box::new(move |why: &str| lost.send(why.to_owned()).unwrap());
+        let second = Session::resume(&config, &saved, again, wakeup(), lost).unwrap();
+        let why = is_lost.recv_timeout(PATIENCE).unwrap();
+        assert!(why.contains("does not keep to the protocol"), "{why}");
+        worker.join().unwrap();
+        assert_eq!(second.close("done", PATIENCE), Closed::Released);
+        assert_eq!(first.close("done", PATIENCE), Closed::Released);
+    }
+}
+
+/// Waits its turn and tells nobody.
+struct Patient;
+
+impl Turn for Patient {
+    fn wait(&mut self, _server: &str, _ahead: u32) {}
+
+    fn given_up(&self) -> Option<PollFd<'_>> {
+        None
     }
 }

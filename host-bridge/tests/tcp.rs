@@ -9,7 +9,7 @@ use protocol::Status;
 use protocol::channel::{NO_SLOT, State};
 use protocol::device::{Answer, Extent};
 use protocol::handle::StreamId;
-use protocol::link::{DataHeader, DataSent, frame};
+use protocol::link::{DataHeader, DataSent, Received, frame};
 use protocol::ops::Op;
 use protocol::ops::copy::MemcpyDtoH;
 use protocol::ops::stream::{StreamMark, StreamSynchronize};
@@ -436,6 +436,11 @@ fn a_server_that_breaks_the_protocol_loses_the_session() {
     };
     unruly("expects none", data(1, 100));
     unruly("more than", data(1, u32::MAX >> 9));
+    let received = |stream, bytes| extra(frame::RECEIVED, Received { stream, reserved: 0, bytes }.as_bytes());
+    unruly("1099511627776 bytes of a stream are acknowledged", received(0, 1 << 40));
+    unruly("1 bytes of a stream are acknowledged of which 0 were sent", received(1, 1));
+    unruly("acknowledges stream 99, which the session does not have", received(99, 0));
+    unruly("acknowledgements", extra(frame::RECEIVED, &[0; 7]));
 }
 
 #[test]

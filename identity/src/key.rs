@@ -7,9 +7,10 @@ use rcgen::{CertificateParams, KeyPair};
 use rustls::crypto::ring::sign::any_supported_type;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
-use rustls::sign::CertifiedKey;
+use rustls::sign::{CertifiedKey, SigningKey};
 use thiserror::Error;
 
+use crate::authority::CERTIFICATE_FILE;
 use crate::files::{self, FileError};
 use crate::fingerprint::Fingerprint;
 
@@ -43,9 +44,12 @@ impl Identity {
         Identity::from_pair(&KeyPair::generate().map_err(KeyError::Make)?)
     }
 
-    /// Reads the key in `folder`, which `None` says is not there.
+    /// Reads the key in `folder`, which `None` says is not there, and its certificate if there is one.
     pub fn load(folder: &Path) -> Result<Option<Identity>, KeyError> {
-        let path = folder.join(KEY_FILE);
+        let (path, certificate) = (folder.join(KEY_FILE), folder.join(CERTIFICATE_FILE));
+        if certificate.exists() {
+            return Identity::from_files(&certificate, &path).map(Some);
+        }
         let Some(pem) = files::read_secret(&path)? else { return Ok(None) };
         let wrong = |text: String| FileError::content(&path, text);
         let text = String::from_utf8(pem).map_err(|_| wrong("is not a private key in PEM".into()))?;
@@ -80,7 +84,13 @@ impl Identity {
         let pem = files::read_secret(key)?.ok_or_else(|| missing(key))?;
         let private = PrivateKeyDer::from_pem_slice(&pem)
             .map_err(|e| FileError::content(key, format!("is not a private key in PEM: {e}")))?;
-        Identity::new(chain, &private)
+        Identity::new(chain, &private).map_err(|e| match e {
+            KeyError::Use(e) => {
+                let text = format!("cannot be used with the key {}: {e}", key.display());
+                FileError::content(certificate, text).into()
+            }
+            e => e,
+        })
     }
 
     fn from_pair(pair: &KeyPair) -> Result<Identity, KeyError> {
@@ -98,6 +108,16 @@ impl Identity {
         let certified = CertifiedKey::new(chain, signing);
         certified.keys_match().map_err(KeyError::Use)?;
         Ok(Identity { certified: Arc::new(certified), fingerprint })
+    }
+
+    /// A key that something else signs with.
+    pub(crate) fn of_signer(
+        chain: Vec<CertificateDer<'static>>,
+        signer: Arc<dyn SigningKey>,
+    ) -> Result<Identity, KeyError> {
+        let own = chain.first().ok_or(KeyError::Use(rustls::Error::NoCertificatesPresented))?;
+        let fingerprint = Fingerprint::of(own).map_err(KeyError::Use)?;
+        Ok(Identity { certified: Arc::new(CertifiedKey::new(chain, signer)), fingerprint })
     }
 
     /// The name of its public key.

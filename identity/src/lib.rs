@@ -12,13 +12,27 @@
 //! In reading order:
 //! - [`fingerprint`]: names of keys;
 //! - [`key`]: a private key with its certificate, in files or in memory;
+//! - [`authority`]: certificates of an authority;
 //! - [`tls`]: rustls configurations for every connection;
+//! - [`token`]: the text that `rgpuctl enroll` prints;
+//! - [`principals`]: the clients that a server knows, and the tokens that it has given out;
+//! - [`servers`]: the servers that a client knows;
+//! - [`remote`]: a client's key that another process has;
 //! - [`files`]: how these are written.
 
+pub mod authority;
 pub mod files;
 pub mod fingerprint;
 pub mod key;
+pub mod principals;
+pub mod remote;
+pub mod servers;
 pub mod tls;
+pub mod token;
 
+pub use authority::Authority;
 pub use fingerprint::Fingerprint;
 pub use key::Identity;
+pub use principals::Principals;
+pub use servers::{ClientFiles, Credentials, Source};
+pub use token::{Secret, Token};

@@ -3,8 +3,8 @@
 use std::fmt::Debug;
 use std::sync::{Arc, LazyLock};
 
-use rustls::client::Resumption;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::crypto::ring::cipher_suite::{
     TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,
 };
@@ -65,16 +65,18 @@ pub fn session_of(name: &str) -> Option<[u8; 16]> {
     Some(session)
 }
 
-/// For the connections of a client that trusts the server with this key alone.
-pub fn client_pinning(identity: &Identity, server: Fingerprint) -> Result<Arc<ClientConfig>, Error> {
-    client(identity, Arc::new(Pinned(server)))
+/// For the connections of a client that trusts servers with one of these keys, and nobody else.
+pub fn client_pinning(identity: &Identity, servers: &[Fingerprint]) -> Result<Arc<ClientConfig>, Error> {
+    client(identity, servers, None)
 }
 
-/// For the connections of a client that trusts what `verifier` does.
+/// For the connections of a client that trusts servers with one of these keys, and one whose certificate is an authority's for a name.
 pub(crate) fn client(
     identity: &Identity,
-    verifier: Arc<dyn ServerCertVerifier>,
+    servers: &[Fingerprint],
+    named: Option<Named>,
 ) -> Result<Arc<ClientConfig>, Error> {
+    let verifier = Arc::new(Trusted { pinned: Pinned(servers.to_vec()), named });
     let certified = SingleCertAndKey::from(Arc::clone(&identity.certified));
     let mut config = ClientConfig::builder_with_provider(Arc::clone(provider()))
         .with_protocol_versions(&[&TLS13])?
@@ -88,7 +90,7 @@ pub(crate) fn client(
 
 /// For the connections of a server that lets in the client with this key alone.
 pub fn server_pinning(identity: &Identity, client: Fingerprint) -> Result<Arc<ServerConfig>, Error> {
-    server(identity, Arc::new(Pinned(client)))
+    server(identity, Arc::new(Pinned(vec![client])))
 }
 
 /// For a server that lets in every client that has the key of its certificate. Who that is, and whether it may do anything, is decided when the handshake is over: then the client can be told why not.
@@ -121,34 +123,55 @@ fn schemes() -> Vec<SignatureScheme> {
     provider().signature_verification_algorithms.supported_schemes()
 }
 
-/// Trusts one key, whatever the certificate says around it. That the peer has the key is shown by its signature.
+/// Trusts these keys, whatever the certificate says around them. That the peer has the key is shown by its signature.
 #[derive(Debug)]
-struct Pinned(Fingerprint);
+struct Pinned(Vec<Fingerprint>);
 
 impl Pinned {
     fn check(&self, certificate: &CertificateDer<'_>) -> Result<(), Error> {
         let key = Fingerprint::of(certificate)?;
-        if key.matches(&self.0) {
+        if self.0.iter().any(|pinned| key.matches(pinned)) {
             return Ok(());
         }
-        Err(Error::General(format!("the peer has the key {key}, and {} is pinned", self.0)))
+        let pinned: Vec<_> = self.0.iter().map(Fingerprint::to_string).collect();
+        Err(Error::General(format!("the peer has the key {key}, and {} is pinned", pinned.join(" or "))))
     }
+}
+
+/// A server that an authority's certificate names, whatever name a connection uses.
+#[derive(Debug, Clone)]
+pub(crate) struct Named {
+    pub(crate) verifier: Arc<WebPkiServerVerifier>,
+    pub(crate) name: ServerName<'static>,
+}
+
+/// What a client trusts.
+#[derive(Debug)]
+struct Trusted {
+    pinned: Pinned,
+    named: Option<Named>,
 }
 
 /// Trusts every key that the peer shows to have.
 #[derive(Debug)]
 struct AnyKey;
 
-impl ServerCertVerifier for Pinned {
+impl ServerCertVerifier for Trusted {
     fn verify_server_cert(
         &self,
         certificate: &CertificateDer<'_>,
-        _intermediates: &[CertificateDer<'_>],
+        intermediates: &[CertificateDer<'_>],
         _name: &ServerName<'_>,
-        _ocsp: &[u8],
-        _now: UnixTime,
+        ocsp: &[u8],
+        now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        self.check(certificate).map(|()| ServerCertVerified::assertion())
+        match (self.pinned.check(certificate), &self.named) {
+            (Ok(()), _) => Ok(ServerCertVerified::assertion()),
+            (Err(_), Some(Named { verifier, name })) => {
+                verifier.verify_server_cert(certificate, intermediates, name, ocsp, now)
+            }
+            (Err(e), None) => Err(e),
+        }
     }
 
     fn verify_tls12_signature(
@@ -233,7 +256,8 @@ mod tests {
         #[test]
         fn other_names_mean_no_session(name in "\\PC{0,60}") {
             prop_assert_eq!(session_of(&name), None);
-            prop_assert_eq!(session_of(&format!("{name}{SESSION_DOMAIN}")).is_some(), name.len() == 32 && name.bytes().all(|b| b.is_ascii_hexdigit()));
+            let is_id = name.len() == 32 && name.bytes().all(|b| b.is_ascii_hexdigit());
+            prop_assert_eq!(session_of(&(name + SESSION_DOMAIN)).is_some(), is_id);
         }
     }
 }

@@ -10,6 +10,8 @@ pub struct Part {
     pub name: &'static str,
     /// Whether the section may appear more than once.
     pub repeated: bool,
+    /// Whether the example shows the section only as a comment.
+    pub commented: bool,
     /// What the section is for.
     pub text: &'static str,
     /// The structure of its options, as arguments of a command.
@@ -48,23 +50,24 @@ pub fn example(introduction: &str, parts: &[Part]) -> String {
     for part in parts {
         out.push('\n');
         comment(&mut out, part.text);
+        let sign = if part.commented { "#: " } else { "" };
         match (part.name, part.repeated) {
             ("", _) => {}
-            (name, true) => writeln!(out, "[[{name}]]").unwrap_or_default(),
-            (name, false) => writeln!(out, "[{name}]").unwrap_or_default(),
+            (name, true) => writeln!(out, "{sign}[[{name}]]").unwrap_or_default(),
+            (name, false) => writeln!(out, "{sign}[{name}]").unwrap_or_default(),
         }
         let mut table = String::new();
         for (key, arg) in part.options() {
             let (prefix, name) = key.rsplit_once('.').unwrap_or(("", &key));
             if prefix != table {
                 table = prefix.to_owned();
-                writeln!(out, "\n[{}]", part.full(prefix)).unwrap_or_default();
+                writeln!(out, "\n{sign}[{}]", part.full(prefix)).unwrap_or_default();
             }
             comment(&mut out, &help(arg));
             let find =
                 |list: &[(&str, &str)]| list.iter().find(|(k, _)| *k == key).map(|(_, v)| (*v).to_owned());
             match find(part.set) {
-                Some(value) => writeln!(out, "{name} = {value}"),
+                Some(value) => writeln!(out, "{sign}{name} = {value}"),
                 None => {
                     let value = find(part.examples).or_else(|| default(arg)).unwrap_or_else(|| "\"\"".into());
                     writeln!(out, "#: {name} = {value}")
@@ -86,6 +89,18 @@ pub fn table(parts: &[Part]) -> String {
             let key = part.full(&key);
             let help = help(arg).replace('|', "\\|");
             writeln!(out, "| `{key}` | `--{flag}` | {default} | {help} |").unwrap_or_default();
+        }
+    }
+    out
+}
+
+/// Writes a Markdown table of the keys of a file that no flag overrides.
+pub fn keys(parts: &[Part]) -> String {
+    let mut out = String::from("| key | meaning |\n|---|---|\n");
+    for part in parts {
+        for (key, arg) in part.options() {
+            let help = help(arg).replace('|', "\\|");
+            writeln!(out, "| `{}` | {help} |", part.full(&key)).unwrap_or_default();
         }
     }
     out

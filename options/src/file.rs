@@ -126,7 +126,8 @@ impl Reader<'_> {
             DeValue::Integer(number) => i64::from_str_radix(number.as_str(), number.radix())
                 .map(|number| number.to_string())
                 .map_err(|e| e.to_string()),
-            _ => Err("must be a string, a number or a list of them".to_owned()),
+            DeValue::Boolean(value) => Ok(value.to_string()),
+            _ => Err("must be a string, a number, true or false, or a list of them".to_owned()),
         };
         let words = match value.get_ref() {
             DeValue::Array(list) => list.iter().map(|item| word(item.get_ref())).collect(),

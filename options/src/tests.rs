@@ -80,6 +80,7 @@ fn documents_show_every_option_but_hidden_ones() {
     let part = Part {
         name: "part",
         repeated: true,
+        commented: false,
         text: "A part.",
         options: Options::augment_args(clap::Command::new("x")),
         set: &[("most", "7")],
@@ -87,9 +88,14 @@ fn documents_show_every_option_but_hidden_ones() {
     };
     let expected = "# An example.\n\n# A part.\n[[part]]\n# How many at most.\nmost = 7\n# Which way.\n#: way = \"up\"\n\n\
                     [part.net]\n# Where to listen; may be given more than once.\n#: listen = [\"here\"]\n";
-    let parts = [part];
+    let mut parts = [part];
     assert_eq!(example("An example.", &parts), expected);
     assert!(table(&parts).contains("| `part.most` | `--most` | `4` | How many at most. |"));
+    parts[0].commented = true;
+    let signs = ["[[part]]", "[part.net]", "most = 7"];
+    let signed =
+        signs.iter().fold(expected.to_owned(), |text, line| text.replace(line, &format!("#: {line}")));
+    assert_eq!(example("An example.", &parts), signed);
 }
 
 #[test]

@@ -4,7 +4,7 @@
 //!   bridge                                    server
 //!     │ ── Hello{CONTROL} ─────────────────────▶ │  refuses another major version, naming both
 //!     │ ◀──────────── Welcome{token} ─────────── │
-//!     │ ── Hello{DATA, token, index} ──▶ …       │  tcp: as many data connections as the welcome says
+//!     │ ── Hello{DATA, token, index} ──▶ …       │  tcp: as many data connections as the welcome says; under TLS, CONTROL likewise
 //!     │ ── Attach + descriptors ───────▶ …       │  local: the channel's memory; the worker then reads the ring itself
 //!     │ ◀═════════════ frames ══════════════════▶│
 //! ```
@@ -17,20 +17,34 @@
 //! and counts the command's pieces of bulk data ([`crate::data::DataUse`], from 0, both directions together).
 //!
 //! - *In* (to the server): the bridge may send a command's data before, with or after the command, in the order of the commands of one stream. The
-//!   server limits how much: up to [`EAGER_PIECE`] bytes of each piece go without a grant as long as no more than [`EAGER`] bytes of the session
-//!   await their place, the rest when the server grants it ([`frame::DATA_GRANT`]). So data of a stream that stands still never keeps another
+//!   server limits how much: the bridge may send *eagerly*, without a grant, as long as no more than [`Welcome::eager`] of the session's bytes
+//!   await their place, and the rest when the server grants it ([`frame::DATA_GRANT`]). Of a piece of up to [`EAGER_PIECE`] bytes it sends all or nothing eagerly. So data of a stream that stands still never keeps another
 //!   stream's data waiting. A [`HostIn::Late`](crate::data::HostIn) piece goes by grants alone.
 //! - *Out* (to the client): the server sends a command's data at any time after it took the command. Before it says anything that depends on the
 //!   data's arrival it sends [`frame::DATA_SENT`] on the control connection, and the bridge reads no further there until all of the data is in
 //!   the client's memory. `DATA_SENT` comes exactly once for every command that names `Out` data, even when the command failed and fewer bytes, or
 //!   none, were sent.
 //!
+//! The bytes that cross the control connection one way are a *stream*, and so are those of each data connection. Each end counts what it has received of
+//! each stream, says so ([`frame::RECEIVED`]), and keeps what it has sent until the peer has said so. When a connection is lost, the bridge opens new ones
+//! ([`purpose::RESUME`], `DATA`), both ends say what they have ([`frame::RESUMED`]), and every stream goes on behind that byte. Only
+//! [`frame::BYE`] ends a session; a server keeps one without connections for [`Welcome::grace`] seconds.
+//!
+//! A server may have kept what its client has sent before ([`Welcome::cache`]). Then the bridge can tell it the hash of a block of *In* data ([`HASH_FLAG`]), and once the server has said that it has
+//! the block ([`frame::DATA_KNOWN`]), refer to it ([`KNOWN_FLAG`]) where its bytes would be sent. All else is the same: what may go eagerly, and what needs a grant. The server keeps a block that it has said it has
+//! until all of it has come, one way or the other. A bridge waits for no answer that it need not wait for, because a command may be executed no further than its data has come.
+//!
 //! A piece of no bytes is not sent at all. Every data connection has its own [`Hello`] (with the session's token) and [`Welcome`]; frames may
 //! follow once all are welcomed.
 //!
+//! **TLS.** The connection on which the bridge greets the server is the daemon's alone, and stays open without frames as long as the session: on it the server may say
+//! [`frame::BYE`]. After the welcome the bridge opens all of the session's connections, control and data, each with a TLS hello of its own that has the session's token as a name in the clear
+//! ([`Welcome::token`]), and trusts the key with the fingerprint [`Welcome::session_key`] on them. Each begins with a [`Hello`] with token and secret, and a [`Welcome`].
+//!
 //! **local.** A Unix stream socket. After the welcome the bridge sends [`frame::ATTACH`], and later [`frame::REGION_ADD`] and
 //! [`frame::REGION_REMOVE`]; the worker answers each with [`frame::ACK`]. Descriptors travel with the first byte of their frame. Commands, replies
-//! and progress cross in the channel's memory.
+//! and progress cross in the channel's memory. With [`ATTACH_SUCCESSION`], a socket that closes without a [`frame::BYE`] does not end the session: another
+//! process of the bridge brings another socket ([`frame::TAKE_OVER`]). The session ends when nobody is left who could.
 //!
 //! **verbs.** The TCP control connection stays open for the whole session, for `ALIVE` and `BYE`. After the welcome both sides send one
 //! [`frame::QUEUES`], the bridge first, and then connect their queue pairs: queue 0 for messages, the others for data. A message is a
@@ -62,14 +76,26 @@ pub const DEFAULT_PORT: u16 = 9700;
 pub const MAX_FRAME: u32 = 32 << 20;
 /// Most bytes behind one [`DataHeader`].
 pub const MAX_DATA: u32 = 4 << 20;
-/// Most bytes of one piece of `In` data that a bridge may send eagerly, that is, without a grant.
+/// Of longer pieces of `In` data the server says what it grants without being asked.
 pub const EAGER_PIECE: u64 = 1 << 20;
-/// Most eager bytes of a session that may await their place at one time.
+/// Eager bytes of a session that any server lets await their place at one time.
 pub const EAGER: u64 = 16 << 20;
 /// Set in [`DataHeader::len`]: these bytes are eager.
 pub const EAGER_FLAG: u32 = 1 << 31;
+/// Set in [`DataHeader::len`]: no bytes follow but the BLAKE3 hash of so many bytes at this offset, which are a block ([`CACHE_BLOCK`]). The server says with [`frame::DATA_KNOWN`] whether it has them.
+pub const HASH_FLAG: u32 = 1 << 30;
+/// Set in [`DataHeader::len`]: no bytes follow, because they are part of a block that the server has said it has.
+pub const KNOWN_FLAG: u32 = 1 << 29;
+/// Set in [`DataHeader::len`]: the server may keep these bytes, so as to have them the next time.
+pub const KEEP_FLAG: u32 = 1 << 28;
+/// All flags of [`DataHeader::len`].
+pub const DATA_FLAGS: u32 = EAGER_FLAG | HASH_FLAG | KNOWN_FLAG | KEEP_FLAG;
+/// Bytes of a block, the unit in which a server knows data: a piece is cut at multiples of this, and its last block may be shorter.
+pub const CACHE_BLOCK: u64 = MAX_DATA as u64;
 /// `flags` of [`Attach`]: the client's threads sleep by futex on the channel's words. Otherwise a write to the wake eventfd reaches them.
 pub const ATTACH_FUTEX: u32 = 1;
+/// `flags` of [`Attach`]: the bridge's process may be replaced by another one. The last descriptor is the socket of packets on which that one says so ([`frame::TAKE_OVER`]).
+pub const ATTACH_SUCCESSION: u32 = 2;
 /// `flags` of [`RegionAdd`]: a descriptor comes along, and extents are offsets in its file.
 pub const REGION_OWN_MEMORY: u32 = 1;
 /// `flags` of [`RegionAdd`]: the worker may only read.
@@ -81,8 +107,16 @@ pub const GRANTED_SLOTS: u32 = 8;
 /// Most bytes of records that a `verbs` bridge may have sent and the server not taken ([`frame::COMMANDS_TAKEN`]). The server reads everything else
 /// at once, however long one command keeps it.
 pub const COMMANDS_AHEAD: u64 = 1 << 20;
+/// Bytes of a `tcp` session's control stream after whose arrival [`frame::RECEIVED`] says so, at the latest.
+pub const ACKNOWLEDGE_CONTROL: u64 = 64 << 10;
+/// The same for the stream of a data connection to the server.
+pub const ACKNOWLEDGE_IN: u64 = 1 << 20;
+/// The same for the stream of a data connection to the bridge.
+pub const ACKNOWLEDGE_OUT: u64 = 1 << 20;
 /// Where a piece's bytes begin in a slot, in bytes. The header ends there, so that one write carries both and the bytes are well aligned.
 pub const SLOT_DATA: u32 = 64;
+/// Most devices that a session can [ask for](Hello::devices). The field has a number in its type, because rustc 1.95 ends with an internal error at some uses of `Hello` otherwise.
+pub const MAX_DEVICE_LIST: usize = 32;
 /// `region` of [`RegionKey`]: the channel's arena.
 pub const ARENA_KEY: u32 = u32::MAX;
 
@@ -97,6 +131,12 @@ numbers! {
         LOCAL = 3;
         /// The control connection of a session over verbs.
         VERBS = 4;
+        /// A new control connection of the session that the token and the secret name, whose connections were lost.
+        RESUME = 5;
+        /// A client gives a token of the server's for its key being known from now on. Only under TLS; nothing follows the answer.
+        JOIN = 6;
+        /// Ends the session that the token and the secret name: its bridge could not say so on the control connection. The server welcomes and closes.
+        END = 7;
     }
 
     /// What a client asks of its session, in bits: in [`Hello::wishes`](super::Hello) and in a channel's header. These are hints: none gives a client
@@ -126,7 +166,8 @@ numbers! {
         /// `local` needs none, since a worker's death closes its socket, and ignores one that comes.
         ALIVE = 6;
         /// Bridge → worker, `local`: [`Attach`](super::Attach), then its memories, then its extents. Descriptors: one for each memory, the doorbell
-        /// eventfd, and, unless [`ATTACH_FUTEX`](super::ATTACH_FUTEX) is set, the wake eventfd.
+        /// eventfd, unless [`ATTACH_FUTEX`](super::ATTACH_FUTEX) is set the wake eventfd, and with [`ATTACH_SUCCESSION`](super::ATTACH_SUCCESSION) a
+        /// socket of packets.
         ATTACH = 7;
         /// Bridge → worker, `local`: [`RegionAdd`](super::RegionAdd), then its extents. With [`REGION_OWN_MEMORY`](super::REGION_OWN_MEMORY): one
         /// descriptor, and the extents count in it.
@@ -151,6 +192,21 @@ numbers! {
         DATA_ASK = 16;
         /// Server → bridge, `verbs`: u64: this many more bytes of records were taken to be executed ([`COMMANDS_AHEAD`](super::COMMANDS_AHEAD)).
         COMMANDS_TAKEN = 17;
+        /// Either way, `tcp`: one or more [`Received`](super::Received): how much of the session's streams has come. The peer need not keep it any longer. A
+        /// bridge says so here only of the control stream, because a server may read nothing behind a command while it executes it; of a data connection's
+        /// stream it says so on that connection, by a [`DataHeader`](super::DataHeader) of no bytes whose `seq` is 0 and whose `offset` is the number.
+        RECEIVED = 18;
+        /// Either way, `tcp`: the first frame on each control connection but the session's first, before its stream goes on: a
+        /// [`Received`](super::Received) for each of the session's streams, in order. It does not count as part of a stream.
+        RESUMED = 19;
+        /// Bridge → worker, `local`, as one packet on the socket of [`ATTACH_SUCCESSION`](super::ATTACH_SUCCESSION), empty: the descriptor that comes along is a
+        /// stream socket, in place of the one whose process has ended.
+        TAKE_OVER = 20;
+        /// Worker → bridge, `local`, the first frame on such a socket: a [`RegionAdd`](super::RegionAdd) for each region that is registered. Its extents do not
+        /// follow; `extent_count` says of how many pieces of memory the region is made. Of the requests before, the list alone says which were carried out.
+        TAKEN_OVER = 21;
+        /// Server → bridge, `tcp`: one or more [`DataKnown`](super::DataKnown), one for each [`HASH_FLAG`](super::HASH_FLAG).
+        DATA_KNOWN = 22;
     }
 
     /// Kinds of [`ProgressUpdate`](super::ProgressUpdate).
@@ -179,9 +235,9 @@ layouts! {
         pub purpose: u32,
         /// The fingerprint of `version`.
         pub fingerprint: u64,
-        /// `DATA`: the session's token; otherwise zero.
+        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's token; otherwise zero.
         pub token: [u8; 16],
-        /// `DATA`: which of the session's data connections this is. `CONTROL`: how many the bridge would like.
+        /// `DATA`: which of the session's data connections this is. `CONTROL`: how many the bridge would like. Otherwise zero.
         pub index: u32,
         /// Process id of the program, in its own namespace; for display.
         pub pid: u32,
@@ -189,10 +245,19 @@ layouts! {
         pub slot_count: u32,
         /// Bits of [`wish`]. Zero on a data connection.
         pub wishes: u32,
-        /// Name of the virtual machine or host, for display and admission. NUL-padded.
+        /// Name of the virtual machine or host, for display. NUL-padded.
         pub client: [u8; 64],
         /// Name of the program, for display. NUL-padded.
         pub program: [u8; 32],
+        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's secret. `JOIN`: the token's. Otherwise zero.
+        pub secret: [u8; 32],
+        /// `DATA`, `RESUME`: which of the session's links the connection belongs to. The first link is 0; each attempt to resume has a higher number.
+        pub attempt: u32,
+        /// Zero.
+        pub reserved: u32,
+        /// The devices that the session asks for, by the server's numbers plus 1, in the order in which it is to have them. 0: no more; all 0: any.
+        /// Zero on a data connection.
+        pub devices: [u8; 32],
     }
 
     /// Answer to every [`Hello`].
@@ -209,7 +274,7 @@ layouts! {
         pub status: u32,
         /// The fingerprint of `version`.
         pub fingerprint: u64,
-        /// Names the session on its data connections: random, not to be guessed.
+        /// Names the session on its other connections. Random.
         pub token: [u8; 16],
         /// Data connections that the bridge must open.
         pub data_connections: u32,
@@ -219,6 +284,20 @@ layouts! {
         pub server: [u8; 64],
         /// Why the server refuses. NUL-padded.
         pub reason: [u8; 256],
+        /// Proves that a later connection comes from the session's bridge. Random, and nobody else's to know.
+        pub secret: [u8; 32],
+        /// Seconds for which the server keeps the session when its connections are lost. 0: it ends with them.
+        pub grace: u32,
+        /// MiB of the session's data that may be sent eagerly and await their place, `tcp`. Fewer than [`EAGER`] stand for as many as that.
+        pub eager: u32,
+        /// Under TLS, the SHA-256 of the public key that the session's connections have; otherwise zero. The key exists for this session only, and the server's worker has it.
+        pub session_key: [u8; 32],
+        /// Whom the server takes the client for. NUL-padded.
+        pub principal: [u8; 64],
+        /// 1: the server keeps what the session sends over `tcp`, and need not be sent it again.
+        pub cache: u32,
+        /// Zero.
+        pub unused: u32,
     }
 
     /// Begins every frame; `len` bytes of body follow.
@@ -290,8 +369,30 @@ layouts! {
         pub offset: u64,
         /// Which of the command's pieces of bulk data.
         pub piece: u32,
-        /// Bytes that follow, at most [`MAX_DATA`]; over `tcp` with [`EAGER_FLAG`] where no grant covers them.
+        /// Bytes that follow, at most [`MAX_DATA`]; over `tcp` with [`EAGER_FLAG`] where no grant covers them, and with [`HASH_FLAG`], [`KNOWN_FLAG`] or [`KEEP_FLAG`] in a session with a cache.
         pub len: u32,
+    }
+
+    /// An entry of [`frame::DATA_KNOWN`].
+    pub struct DataKnown {
+        /// The command.
+        pub seq: u64,
+        /// Offset of the block in that piece of bulk data.
+        pub offset: u64,
+        /// Which of the command's pieces of bulk data.
+        pub piece: u32,
+        /// 1: the server has the block. 0: it does not.
+        pub known: u32,
+    }
+
+    /// An entry of [`frame::RECEIVED`] and [`frame::RESUMED`].
+    pub struct Received {
+        /// The stream: 0 is the control connections', 1 the first data connections', and so on.
+        pub stream: u32,
+        /// Zero.
+        pub reserved: u32,
+        /// Bytes of the stream that have come since the session began, over all of its links. Greetings and [`frame::RESUMED`] are not part of a stream.
+        pub bytes: u64,
     }
 
     /// Fixed part of [`frame::ATTACH`].
@@ -300,7 +401,7 @@ layouts! {
         pub memory_count: u32,
         /// Extents that follow them: the channel's memory, in order.
         pub extent_count: u32,
-        /// [`ATTACH_FUTEX`].
+        /// [`ATTACH_FUTEX`], [`ATTACH_SUCCESSION`].
         pub flags: u32,
         /// Zero.
         pub reserved: u32,

@@ -1,4 +1,4 @@
-//! Per-command timestamps, for latency analysis: when each command reached each process.
+//! Timelines: when each command reached each process, and what threads and streams were doing.
 //!
 //! ```text
 //!  program       bridge (tcp)      worker                             bridge (tcp)    program
@@ -6,19 +6,30 @@
 //! ```
 //!
 //! If the environment variable [`VARIABLE`] names a folder, each process records its [`Stage`]s by the command's `seq` ([`Recorder::start`]) and writes them
-//! there when its session ends. Otherwise each stage costs a command one check of a flag. The clock is the system's, so times of processes on one machine can
+//! there when its session ends, with the [`Span`]s that it recorded and the names of kernels. Otherwise each stage costs a command one check of a flag. The clock is the system's, so times of processes on one machine can
 //! be compared.
+//!
+//! | line | |
+//! |---|---|
+//! | `7 begun 1700000000000000000 launch 2` | command 7 reached this stage, in the process's second thread |
+//! | `call 2 BEGIN END cudaMalloc` | a function that the program called in that thread |
+//! | `work 5 BEGIN END 7` | command 7 on the device, in stream 5 |
+//! | `kernel 7 NAME` | the kernel that command 7 launches |
+//! | `lost 12` | so many lines more than a process keeps |
+//!
+//! Times are nanoseconds since 1970.
 
+use std::cell::Cell;
 use std::fmt::Write;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::SystemTime;
 
 /// The environment variable with the folder for the timestamps.
 pub const VARIABLE: &str = "RGPU_TRACE";
 
-/// Most stages that a process records. Later ones are dropped.
-const MOST: usize = 1 << 18;
+/// Most stages that a process records, and most spans and names together. Later ones are only counted.
+const MOST: usize = 1 << 20;
 
 /// A point on a command's way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,17 +72,67 @@ impl Stage {
     }
 }
 
+/// What a thread or a stream was doing for some time, from the first number of nanoseconds to the second, or the name of a kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Span {
+    /// This thread was in a function that the program called.
+    Call(&'static str, [u64; 2]),
+    /// A device was busy with the command of this `seq`, in this stream.
+    Work(u64, u32, [u64; 2]),
+    /// The command launches the kernel with this name.
+    Kernel(u64, String),
+}
+
+/// A command, by its `seq`, reached a stage.
+#[derive(Debug)]
+struct Note {
+    seq: u64,
+    stage: Stage,
+    opcode: u16,
+    at: u64,
+    thread: u32,
+}
+
 /// The timestamps of one process, or of one session in it.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Recorder {
     on: AtomicBool,
-    stages: Mutex<Vec<(Stage, u64, u16, u64)>>,
+    stages: Mutex<Vec<Note>>,
+    spans: Mutex<Vec<(Span, u32)>>,
+    lost: AtomicU32,
 }
 
 /// The recorder of this process.
-pub static RECORDER: Recorder = Recorder { on: AtomicBool::new(false), stages: Mutex::new(Vec::new()) };
+pub static RECORDER: Recorder = Recorder::new();
+
+/// This thread's number in the timeline, from 1 on.
+fn thread() -> u32 {
+    static COUNT: AtomicU32 = AtomicU32::new(1);
+    thread_local! {
+        static NUMBER: Cell<u32> = const { Cell::new(0) };
+    }
+    // It has no destructor, so it can be used as long as the thread runs.
+    NUMBER.with(|number| {
+        if number.get() == 0 {
+            number.set(COUNT.fetch_add(1, Ordering::Relaxed));
+        }
+        number.get()
+    })
+}
+
+impl Default for Recorder {
+    fn default() -> Recorder {
+        Recorder::new()
+    }
+}
 
 impl Recorder {
+    /// One that does not record yet.
+    pub const fn new() -> Recorder {
+        let (on, lost) = (AtomicBool::new(false), AtomicU32::new(0));
+        Recorder { on, stages: Mutex::new(Vec::new()), spans: Mutex::new(Vec::new()), lost }
+    }
+
     /// Whether it records.
     #[inline]
     pub fn is_on(&self) -> bool {
@@ -91,7 +152,25 @@ impl Recorder {
         }
     }
 
-    /// The time, for [`Recorder::note_at`]; 0 if nothing is recorded.
+    /// Records a span, or a name, if it records at all.
+    #[inline]
+    pub fn span(&self, span: impl FnOnce() -> Span) {
+        if self.is_on() {
+            self.keep_span(span());
+        }
+    }
+
+    #[cold]
+    fn keep_span(&self, span: Span) {
+        let mut spans = self.spans.lock().unwrap_or_else(|e| e.into_inner());
+        if spans.len() < MOST {
+            spans.push((span, thread()));
+        } else {
+            self.lost.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// The time, for [`Recorder::note_at`] and for spans; 0 if nothing is recorded.
     #[inline]
     pub fn clock(&self) -> u64 {
         if self.is_on() { now() } else { 0 }
@@ -109,21 +188,37 @@ impl Recorder {
     fn keep(&self, stage: Stage, seq: u64, opcode: u16, at: u64) {
         let mut stages = self.stages.lock().unwrap_or_else(|e| e.into_inner());
         if stages.len() < MOST {
-            stages.push((stage, seq, opcode, at));
+            stages.push(Note { seq, stage, opcode, at, thread: thread() });
+        } else {
+            self.lost.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// Takes what was recorded since the last call, one line for each: `seq stage nanoseconds operation`. `None` if nothing is recorded.
+    /// Takes what was recorded since the last call, as the lines above. `None` if nothing is recorded.
     pub fn take(&self) -> Option<String> {
         if !self.is_on() {
             return None;
         }
         let stages = std::mem::take(&mut *self.stages.lock().unwrap_or_else(|e| e.into_inner()));
         let mut text = String::with_capacity(stages.len() * 48);
-        for (stage, seq, opcode, at) in stages {
+        // Writing to a string does not fail.
+        for Note { seq, stage, opcode, at, thread } in stages {
             let name = crate::ops::info(opcode).map_or("-", |info| info.name);
-            // Writing to a string does not fail.
-            let _ = writeln!(text, "{seq} {} {at} {name}", stage.name());
+            let _ = writeln!(text, "{seq} {} {at} {name} {thread}", stage.name());
+        }
+        let spans = std::mem::take(&mut *self.spans.lock().unwrap_or_else(|e| e.into_inner()));
+        for (span, thread) in spans {
+            let _ = match span {
+                Span::Call(name, [begin, end]) => writeln!(text, "call {thread} {begin} {end} {name}"),
+                Span::Work(seq, stream, [begin, end]) => writeln!(text, "work {stream} {begin} {end} {seq}"),
+                Span::Kernel(seq, name) => {
+                    writeln!(text, "kernel {seq} {}", name.replace(char::is_whitespace, " "))
+                }
+            };
+        }
+        let lost = self.lost.swap(0, Ordering::Relaxed);
+        if lost > 0 {
+            let _ = writeln!(text, "lost {lost}");
         }
         Some(text)
     }
@@ -152,6 +247,22 @@ mod tests {
         assert_eq!((lines.len(), lines[0][0], lines[0][1]), (2, "2", "appended"));
         assert_eq!((lines[0][3], lines[1][1], lines[1][3]), ("stream_synchronize", "woken", "-"));
         assert!(lines[0][2].parse::<u64>().unwrap() <= lines[1][2].parse().unwrap());
+        assert_eq!(lines[0][4], lines[1][4], "one thread");
         assert_eq!(recorder.take().unwrap(), "");
+    }
+
+    #[test]
+    fn spans_and_names_have_lines_of_their_own() {
+        let recorder = Recorder::new();
+        recorder.span(|| unreachable!("nothing is recorded yet"));
+        recorder.start();
+        recorder.span(|| Span::Call("cudaMalloc", [5, 9]));
+        recorder.span(|| Span::Work(7, 3, [6, 8]));
+        std::thread::scope(|scope| {
+            scope.spawn(|| recorder.span(|| Span::Kernel(7, "add(int\n*)".into())));
+        });
+        let text = recorder.take().unwrap();
+        let thread = thread();
+        assert_eq!(text, format!("call {thread} 5 9 cudaMalloc\nwork 3 6 8 7\nkernel 7 add(int *)\n"));
     }
 }

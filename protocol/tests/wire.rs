@@ -81,6 +81,7 @@ fn only_operations_with_data_are_marked() {
             "memcpy_dtoh_3d",
             "module_load",
             "module_info",
+            "module_load_by_name",
             "link_add",
             "link_complete",
             "graph_instantiate",

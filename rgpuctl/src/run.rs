@@ -25,7 +25,8 @@ use crate::session::{Session, Target};
 #[command(after_long_help = "Examples:
   rgpuctl run -- ./vectorAdd                               this machine's GPU, or a GPU in software
   rgpuctl run --backend software -- ./vectorAdd            a GPU in software
-  rgpuctl run --server gpu7.example -- ./vectorAdd         a GPU server on the network")]
+  rgpuctl run --server gpu7.example -- ./vectorAdd         a GPU server on the network
+  rgpuctl run --server gpu1 --server gpu2/0,2 -- ./train   all devices of gpu1, then devices 0 and 2 of gpu2")]
 pub struct Arguments {
     #[command(flatten)]
     target: Target,

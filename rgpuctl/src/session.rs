@@ -19,9 +19,18 @@ use crate::installation::{find, libraries};
 /// Which server to use, and how.
 #[derive(Args)]
 pub struct Target {
-    /// GPU server to use: HOST, HOST:PORT or unix:PATH. By default a private one is started
-    #[arg(long, value_name = "ADDRESS", conflicts_with = "backend")]
-    server: Option<String>,
+    /// GPU server to use: HOST, HOST:PORT or unix:PATH, with /0,2 behind it for its devices 0 and 2 only. Given several
+    /// times, the program has the devices of all these servers, in this order. By default a private one is started
+    #[arg(long = "server", value_name = "ADDRESS", conflicts_with = "backend")]
+    servers: Vec<String>,
+    /// Connect over TCP without TLS. Everybody on the network can read and change what is sent, and the server must be
+    /// insecure, too
+    #[arg(long, requires = "servers")]
+    insecure: bool,
+    /// Folder of this machine's key and of the servers that it trusts, both made by rgpuctl join. By default
+    /// /var/lib/rgpu/client for root, and ~/.config/rgpu for other users
+    #[arg(long, value_name = "FOLDER")]
+    identity: Option<PathBuf>,
     /// What the private server runs GPU work on
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     backend: Backend,
@@ -29,7 +38,7 @@ pub struct Target {
     /// By default local for a private server or unix:PATH, otherwise tcp
     #[arg(long, value_enum)]
     transport: Option<Transport>,
-    /// Keep the daemons' logs in this folder. It is created if needed
+    /// Keep the daemons' logs in this folder, which is created if needed. By default they are not kept
     #[arg(long, value_name = "FOLDER")]
     log_dir: Option<PathBuf>,
 }
@@ -93,16 +102,21 @@ impl Session {
             }
             None => folder.path.clone(),
         };
-        let (server, address, transport) = match &target.server {
-            Some(address) => (None, address.clone(), target.transport),
-            None => {
-                let transport = target.transport.unwrap_or(Transport::Local);
-                let (server, address) = start_server(target.backend, transport, &folder.path, &logs)?;
-                (Some(server), address, Some(transport))
-            }
+        let private = target.servers.is_empty();
+        let (server, addresses, transport) = if private {
+            let transport = target.transport.unwrap_or(Transport::Local);
+            let (server, address) = start_server(target.backend, transport, &folder.path, &logs)?;
+            (Some(server), vec![address], Some(transport))
+        } else {
+            (None, target.servers.clone(), target.transport)
         };
         let socket = folder.path.join("native.sock");
-        let bridge = start_bridge(&address, transport, &socket, &folder.path, &logs)?;
+        // A private server listens on the loopback interface alone, where this user's sessions are as safe as a socket's.
+        let insecure = target.insecure || private;
+        let identity = target.identity.clone().unwrap_or_else(crate::enrollment::client_folder);
+        let protection =
+            if insecure { vec!["--insecure".into()] } else { option("--identity", identity).to_vec() };
+        let bridge = start_bridge(&addresses, transport, protection, &socket, &folder.path, &logs)?;
         let daemons = [Some(bridge), server].into_iter().flatten().collect();
         Ok(Self { libraries, socket, daemons, _folder: folder })
     }
@@ -147,23 +161,25 @@ fn start_server(
         Transport::Tcp => format!("tcp:127.0.0.1:{}", free_port()?),
     };
     let arguments: Vec<OsString> = [
-        option("--listen", &address),
-        option("--backend", backend.name()),
+        vec!["--insecure".into()],
+        option("--listen", &address).to_vec(),
+        option("--backend", backend.name()).to_vec(),
         // One worker is ready when the program asks for it. Only a program with several processes needs more, which then start on demand.
-        option("--workers", "0"),
-        option("--first-workers", "1"),
-        option("--status-socket", &status),
+        option("--workers", "0").to_vec(),
+        option("--first-workers", "1").to_vec(),
+        option("--status-socket", &status).to_vec(),
         // The program has ended before the server is told to end, so there are no sessions to wait for.
-        option("--drain-seconds", "1"),
+        option("--drain-seconds", "1").to_vec(),
     ]
     .concat();
     Ok((Daemon::start("rgpu-server", &binary, &arguments, &logs.join("rgpu-server.log"), &status)?, address))
 }
 
-/// Starts a private `vhost-rgpu` that serves `socket` and reaches the server at `address`.
+/// Starts a private `vhost-rgpu` that serves `socket` and reaches the servers at `addresses`.
 fn start_bridge(
-    address: &str,
+    addresses: &[String],
     transport: Option<Transport>,
+    protection: Vec<OsString>,
     socket: &Path,
     folder: &Path,
     logs: &Path,
@@ -171,8 +187,9 @@ fn start_bridge(
     let binary = find("vhost-rgpu")?;
     let status = folder.join("vhost-rgpu.status");
     let mut arguments: Vec<OsString> =
-        [option("--native-socket", socket), option("--server", address), option("--status-socket", &status)]
-            .concat();
+        [option("--native-socket", socket), option("--status-socket", &status)].concat();
+    arguments.extend(addresses.iter().flat_map(|address| option("--server", address)));
+    arguments.extend(protection);
     arguments
         .extend(transport.map(|transport| option("--transport", transport.name())).into_iter().flatten());
     Daemon::start("vhost-rgpu", &binary, &arguments, &logs.join("vhost-rgpu.log"), &status)

@@ -29,13 +29,14 @@ pub struct Arguments {
     json: bool,
 }
 
+/// The status sockets that are given, or the default ones.
+pub fn sockets(given: &[PathBuf]) -> Vec<PathBuf> {
+    if given.is_empty() { DEFAULT_SOCKETS.iter().map(PathBuf::from).collect() } else { given.to_vec() }
+}
+
 /// Prints every daemon's status.
 pub fn status(arguments: &Arguments) -> Result<ExitCode> {
-    let sockets = if arguments.socket.is_empty() {
-        DEFAULT_SOCKETS.iter().map(PathBuf::from).collect()
-    } else {
-        arguments.socket.clone()
-    };
+    let sockets = sockets(&arguments.socket);
     let mut answers = serde_json::Map::new();
     for socket in &sockets {
         match read_status(socket) {
@@ -115,7 +116,8 @@ fn is_scalar(value: &Value) -> bool {
 
 fn scalar(value: &Value) -> String {
     match value {
-        Value::String(text) => text.clone(),
+        // Programs' names are in it: nothing may steer the terminal.
+        Value::String(text) => text.chars().map(|c| if c.is_control() { '?' } else { c }).collect(),
         Value::Null => "-".to_owned(),
         other => other.to_string(),
     }
@@ -135,7 +137,7 @@ mod tests {
     fn lists_of_objects_become_tables() {
         let answer = json!({
             "version": "0.1.0",
-            "sessions": [{"id": 1, "client": "vm7"}, {"id": 22, "client": "native", "lost": true}],
+            "sessions": [{"id": 1, "client": "vm7\u{1b}[2J"}, {"id": 22, "client": "native", "lost": true}],
         });
         let text = render(&answer, 0);
         let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
@@ -143,7 +145,7 @@ mod tests {
         let table = &lines[lines.iter().position(|line| *line == "sessions:").unwrap() + 1..];
         assert_eq!(table.len(), 3, "{text}");
         assert_eq!(table[0].split_whitespace().count(), 3, "{text}");
-        assert!(table[1].contains("vm7") && table[1].contains('-'), "{text}");
+        assert!(table[1].contains("vm7?[2J") && table[1].contains('-'), "{text}");
     }
 
     #[test]

@@ -1,9 +1,8 @@
 //! `rgpuctl trace`: runs a program as a native client and shows where its calls spend their time.
 //!
-//! With `RGPU_TRACE=FOLDER` each process records per-command timestamps: the program's library in `program-PID`, the bridge in `bridge-PID` (with the program's PID), the worker in
-//! `worker-PID`. Each line is `seq stage nanoseconds operation`. This command joins them by `seq`.
+//! Each process records what it does with every command ([`recording`](crate::recording)); this joins the recordings to tables and, with `--output`, to a [timeline](crate::timeline).
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -12,8 +11,10 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Args;
 
+use crate::recording::{self, Commands, FIRST, STAGES};
 use crate::run::run_program;
 use crate::session::Target;
+use crate::timeline;
 
 /// Run a program as `run` does, and show where its calls spend their time
 ///
@@ -21,23 +22,28 @@ use crate::session::Target;
 /// microseconds. An operation without an answer ends when it is executed. The stages are: appended to the ring; taken by the bridge; received by the worker; begun; executed (for work on
 /// a stream: enqueued); answered; delivered by the bridge; woken (the program's thread has the answer). With transport local there are no stages of the bridge. With --server HOST the
 /// stages on that host are missing.
+///
+/// Below is a line for each function that waited for the server: the number of calls, how many answers they waited for, and the time that they spent waiting in milliseconds, the longest first. Over a slow
+/// network, these are the calls that make a program slow.
 #[derive(Args)]
-#[command(after_long_help = "Example:
-  rgpuctl trace --transport tcp -- ./vectorAdd")]
+///
+/// --output writes a timeline that shows every call, command, kernel and copy. Open it at https://ui.perfetto.dev, which keeps it in the browser, or in chrome://tracing.
+#[command(after_long_help = "Examples:
+  rgpuctl trace --transport tcp -- ./vectorAdd
+  rgpuctl trace --output train.json -- python3 train.py")]
 pub struct Arguments {
     #[command(flatten)]
     target: Target,
-    /// Keep the timestamps of every command in this folder. It is created if needed
+    /// Write a timeline to this file, in Chrome's trace format. By default none is written
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Keep the timestamps of every command in this folder, which is created if needed. By default they are not kept
     #[arg(long, value_name = "FOLDER")]
     keep: Option<PathBuf>,
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
 }
-
-/// The stages after the first, in order.
-const STAGES: [&str; 7] = ["taken", "received", "begun", "executed", "answered", "delivered", "woken"];
-const FIRST: &str = "appended";
 
 /// Runs the program, prints the table on standard error, and returns the program's exit status.
 pub fn trace(arguments: &Arguments) -> Result<ExitCode> {
@@ -52,81 +58,64 @@ pub fn trace(arguments: &Arguments) -> Result<ExitCode> {
     // SAFETY: no other thread has been started yet.
     unsafe { std::env::set_var("RGPU_TRACE", &folder) };
     let code = run_program(&arguments.target, &arguments.program);
-    let tables = tables(&folder);
+    let (traced, waits) = (recording::read(&folder), waits(&folder));
     if arguments.keep.is_none() {
         // Files that cannot be removed do no harm.
         let _ = std::fs::remove_dir_all(&folder);
     }
     let code = code?;
-    for (program, table) in tables? {
-        eprint!("rgpuctl: process {program}, microseconds:\n{table}");
+    let traced = traced?;
+    for program in &traced {
+        eprint!("rgpuctl: process {}, microseconds:\n{}", program.pid, table(&program.commands()));
+    }
+    for (program, table) in waits? {
+        eprint!("rgpuctl: process {program}, functions that waited for the server:\n{table}");
+    }
+    if let Some(file) = &arguments.output {
+        let written = timeline::write(&traced, file)?;
+        eprintln!("rgpuctl: {written} events in {}; open it at https://ui.perfetto.dev", file.display());
+    }
+    let lost: u64 = traced.iter().map(recording::Traced::lost).sum();
+    if lost > 0 {
+        eprintln!("rgpuctl: {lost} entries are missing: a process keeps the first million");
     }
     Ok(code)
 }
 
-/// The times at which a command reached each stage.
-#[derive(Default)]
-struct Command {
-    operation: String,
-    at: HashMap<String, u64>,
-}
-
-type Commands = BTreeMap<u64, Command>;
-
-fn read(text: &str, commands: &mut Commands) -> Option<()> {
-    for line in text.lines() {
-        let mut words = line.split(' ');
-        let (seq, stage, at) = (words.next()?.parse().ok()?, words.next()?, words.next()?.parse().ok()?);
-        let operation = words.next()?;
-        let command: &mut Command = commands.entry(seq).or_default();
-        if operation != "-" {
-            operation.clone_into(&mut command.operation);
-        }
-        command.at.insert(stage.to_owned(), at);
-    }
-    Some(())
-}
-
-/// When the first command reached a stage.
-fn begin(commands: &Commands, stage: &str) -> Option<u64> {
-    commands.first_key_value()?.1.at.get(stage).copied()
-}
-
-/// A table for each process that recorded timestamps, with its process id.
-fn tables(folder: &Path) -> Result<Vec<(String, String)>> {
-    let (mut programs, mut bridges, mut workers) = (Vec::new(), HashMap::new(), Vec::new());
+/// A table of the functions that waited, for each process that has some, with its process id.
+fn waits(folder: &Path) -> Result<Vec<(String, String)>> {
+    let mut all = Vec::new();
     for entry in std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        let Some((role, pid)) = name.split_once('-') else { continue };
+        let Some(program) = name.strip_prefix("waits-") else { continue };
         let text = std::fs::read_to_string(entry.path()).with_context(|| format!("cannot read {name}"))?;
-        let mut commands = Commands::new();
-        read(&text, &mut commands).with_context(|| format!("{name} was written by another version"))?;
-        match role {
-            "program" => programs.push((pid.to_owned(), commands)),
-            "bridge" => drop(bridges.insert(pid.to_owned(), commands)),
-            "worker" => workers.push(commands),
-            _ => {}
+        let rows: Option<Vec<_>> = text.lines().map(waiting).collect();
+        let rows = rows.with_context(|| format!("{name} was written by another version"))?;
+        if !rows.is_empty() {
+            all.push((program.to_owned(), wait_table(rows)));
         }
     }
-    programs.sort_by_key(|(_, commands)| begin(commands, FIRST));
-    Ok(programs
-        .into_iter()
-        .map(|(pid, mut commands)| {
-            let start = begin(&commands, FIRST);
-            // The worker of this program is the first to begin a command after the program's first command was appended.
-            let worker = workers.iter().filter(|worker| begin(worker, "begun") >= start);
-            let worker = worker.min_by_key(|worker| begin(worker, "begun"));
-            for more in bridges.get(&pid).into_iter().chain(worker) {
-                for (seq, command) in more {
-                    if let Some(known) = commands.get_mut(seq) {
-                        known.at.extend(command.at.iter().map(|(stage, at)| (stage.clone(), *at)));
-                    }
-                }
-            }
-            (pid, table(&commands))
-        })
-        .collect())
+    all.sort();
+    Ok(all)
+}
+
+/// A line of such a file: the function, its calls, the answers that it waited for, and the microseconds.
+fn waiting(line: &str) -> Option<(&str, [u64; 3])> {
+    let mut words = line.split(' ');
+    let name = words.next()?;
+    let mut number = || words.next()?.parse().ok();
+    Some((name, [number()?, number()?, number()?]))
+}
+
+fn wait_table(mut rows: Vec<(&str, [u64; 3])>) -> String {
+    rows.sort_by_key(|(_, [.., microseconds])| std::cmp::Reverse(*microseconds));
+    let mut text = format!("{:<54}{:>10}{:>10}{:>12}\n", "function", "calls", "answers", "waited [ms]");
+    for (name, [calls, answers, microseconds]) in rows {
+        // Writing to a string does not fail.
+        let _ = writeln!(text, "{name:<54}{calls:>10}{answers:>10}{:>12.2}", microseconds as f64 / 1e3);
+    }
+    text
 }
 
 /// Times of one operation, in nanoseconds: from the first stage to the last, and from each stage to the next.
@@ -147,16 +136,16 @@ fn median(values: &mut [u64]) -> String {
 fn table(commands: &Commands) -> String {
     let mut by_operation: BTreeMap<&str, Times> = BTreeMap::new();
     for command in commands.values() {
-        let Some(first) = command.at.get(FIRST) else { continue };
+        let Some(first) = command.at(FIRST) else { continue };
         let times = by_operation.entry(&command.operation).or_default();
-        let mut before = *first;
+        let mut before = first;
         for (stage, steps) in STAGES.iter().zip(&mut times.steps) {
-            if let Some(at) = command.at.get(*stage) {
+            if let Some(at) = command.at(stage) {
                 steps.push(at.saturating_sub(before));
-                before = *at;
+                before = at;
             }
         }
-        times.total.push(before.saturating_sub(*first));
+        times.total.push(before.saturating_sub(first));
     }
     let mut rows: Vec<_> = by_operation.into_iter().collect();
     // The operation that took most time in total comes first.
@@ -178,26 +167,45 @@ mod tests {
     use super::*;
 
     #[test]
+    fn functions_that_waited_are_listed_with_the_longest_wait_first() {
+        let folder = std::env::temp_dir().join(format!("rgpuctl-waits-test-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("waits-7"), "cuMemAlloc_v2 4 4 400\ncuStreamSynchronize 9 9 12345\n")
+            .unwrap();
+        std::fs::write(folder.join("waits-8"), "").unwrap();
+        let all = waits(&folder).unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert_eq!((all.len(), all[0].0.as_str()), (1, "7"));
+        let lines: Vec<Vec<&str>> = all[0].1.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(lines[1], ["cuStreamSynchronize", "9", "9", "12.35"]);
+        assert_eq!(lines[2], ["cuMemAlloc_v2", "4", "4", "0.40"]);
+    }
+
+    #[test]
     fn timestamps_of_three_processes_are_joined_in_one_line() {
         let folder = std::env::temp_dir().join(format!("rgpuctl-trace-test-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let files = [
-            ("program-7", "1 appended 1000 stream_synchronize\n1 woken 29000 -\n2 appended 5000 launch\n"),
-            ("bridge-7", "1 taken 2000 stream_synchronize\n1 delivered 21000 -\n"),
+            (
+                "program-7",
+                "1 appended 1000 stream_synchronize 1\n1 woken 29000 - 1\n2 appended 5000 launch 1\n",
+            ),
+            ("bridge-7", "1 taken 2000 stream_synchronize 1\n1 delivered 21000 - 1\n"),
             (
                 "worker-9",
-                "1 received 4500 stream_synchronize\n1 begun 5000 stream_synchronize\n1 executed 6000 -\n1 answered 16000 -\n2 begun 7000 launch\n2 executed 8000 launch\n",
+                "1 received 4500 stream_synchronize 1\n1 begun 5000 stream_synchronize 1\n1 executed 6000 - 1\n1 answered 16000 - 1\n2 begun 7000 launch 1\n2 executed 8000 launch 1\n",
             ),
             // Of an earlier session.
-            ("worker-8", "1 begun 500 stream_synchronize\n1 answered 600 -\n"),
+            ("worker-8", "1 begun 500 stream_synchronize 1\n1 answered 600 - 1\n"),
         ];
         for (name, text) in files {
             std::fs::write(folder.join(name), text).unwrap();
         }
-        let all = tables(&folder).unwrap();
+        let all = recording::read(&folder).unwrap();
         std::fs::remove_dir_all(&folder).unwrap();
-        assert_eq!((all.len(), all[0].0.as_str()), (1, "7"));
-        let lines: Vec<Vec<&str>> = all[0].1.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!((all.len(), all[0].pid, all[0].worker.as_ref().map(|(pid, _)| *pid)), (1, 7, Some(9)));
+        let table = table(&all[0].commands());
+        let lines: Vec<Vec<&str>> = table.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(
             lines[1],
             ["stream_synchronize", "1", "28.0", "1.0", "2.5", "0.5", "1.0", "10.0", "5.0", "8.0"]

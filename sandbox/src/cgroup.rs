@@ -49,6 +49,13 @@ pub enum Unavailable {
     },
 }
 
+impl Unavailable {
+    /// There is such a group already.
+    pub(crate) fn exists(&self) -> bool {
+        matches!(self, Unavailable::Change { source, .. } if source.kind() == io::ErrorKind::AlreadyExists)
+    }
+}
+
 /// The daemon's part of the tree.
 #[derive(Debug)]
 pub struct Cgroups {
@@ -72,12 +79,25 @@ impl Drop for Cgroups {
 pub struct Group {
     path: PathBuf,
     folder: OwnedFd,
+    /// Another daemon made it, whose own cgroup may have to be removed after it.
+    adopted: bool,
 }
 
 impl Group {
+    /// A group that another daemon made.
+    pub(crate) fn adopt(path: &Path) -> io::Result<Group> {
+        let folder = OwnedFd::from(fs::File::open(path)?);
+        Ok(Group { path: path.to_owned(), folder, adopted: true })
+    }
+
     /// Where it is.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Moves a process here.
+    pub(crate) fn add(&self, pid: i32) -> io::Result<()> {
+        fs::write(self.path.join("cgroup.procs"), pid.to_string())
     }
 
     pub(crate) fn folder(&self) -> &OwnedFd {
@@ -98,6 +118,10 @@ impl Drop for Group {
         // The kernel may still be taking the last process out of it.
         for _ in 0..50 {
             if !matches!(fs::remove_dir(&self.path), Err(e) if e.kind() == io::ErrorKind::ResourceBusy) {
+                if let Some(parent) = self.path.parent().filter(|_| self.adopted) {
+                    // Busy as long as anything is in it, such as other groups or a daemon.
+                    let _ = fs::remove_dir(parent);
+                }
                 return;
             }
             std::thread::sleep(std::time::Duration::from_millis(10));
@@ -111,6 +135,9 @@ fn write(path: &Path, text: &str) -> Result<(), Unavailable> {
         fs::OpenOptions::new().write(true).open(path).and_then(|mut file| file.write_all(text.as_bytes()));
     written.map_err(|source| Unavailable::Change { path: path.to_owned(), source })
 }
+
+/// The daemon's own part of its cgroup.
+const DAEMON: &str = "daemon";
 
 fn make(path: &Path) -> Result<(), Unavailable> {
     match fs::create_dir(path) {
@@ -145,6 +172,14 @@ impl Cgroups {
             return Err(Unavailable::Controllers { path: root, found: found.trim().to_owned() });
         }
         let has_cpu = has("cpu");
+        // The daemon before this one has divided the cgroup: it is the same process, or systemd has started this one there (DelegateSubgroup=).
+        if let Some(divided) = root.parent().filter(|_| root.ends_with(DAEMON)) {
+            let divided = divided.to_owned();
+            let children = fs::read_to_string(divided.join("cgroup.subtree_control")).unwrap_or_default();
+            if children.split_whitespace().any(|controller| controller == "memory") || delegated(&divided) {
+                root = divided;
+            }
+        }
         let controllers = if has_cpu { "+memory +pids +cpu" } else { "+memory +pids" };
         // Only the top of the whole tree has no type.
         let made = !root.join("cgroup.type").exists();
@@ -156,21 +191,28 @@ impl Cgroups {
             if Path::new("/run/systemd/system").exists() && !delegated(&root) {
                 return Err(Unavailable::NotDelegated(root));
             }
-            let own = root.join("daemon");
+            let own = root.join(DAEMON);
             make(&own)?;
             write(&own.join("cgroup.procs"), &std::process::id().to_string())?;
         }
         write(&root.join("cgroup.subtree_control"), controllers)?;
+        // What a daemon that crashed has left and nobody uses. Groups with processes are busy.
+        for entry in fs::read_dir(&root).into_iter().flatten().flatten() {
+            let _ = fs::remove_dir(entry.path());
+        }
         Ok(Cgroups { root, has_cpu, made })
     }
 
     /// Makes a group with limits. One process's lack of memory ends that group as a whole and nothing else.
+    ///
+    /// # Errors
+    /// Also if there is a group with that name.
     pub fn make(&self, name: &str, limits: &Limits) -> Result<Group, Unavailable> {
         let path = self.root.join(name);
-        make(&path)?;
+        fs::create_dir(&path).map_err(|source| Unavailable::Change { path: path.clone(), source })?;
         let failed = |source| Unavailable::Change { path: path.clone(), source };
         let folder = OwnedFd::from(fs::File::open(&path).map_err(failed)?);
-        let group = Group { path: path.clone(), folder };
+        let group = Group { path: path.clone(), folder, adopted: false };
         write(&path.join("memory.oom.group"), "1")?;
         if limits.memory != 0 {
             write(&path.join("memory.max"), &limits.memory.to_string())?;

@@ -82,9 +82,10 @@ pub enum Layer {
 }
 
 impl Layer {
-    /// Whether the layer keeps a process from others' files, processes, sockets and memory. Landlock does so a second time, and limits protect the machine's resources.
+    /// Whether a process without this layer could reach others' files, processes, sockets or memory. Landlock guards the same a second time, limits protect the machine's resources, and a
+    /// process in its own namespaces sees nothing that its user ID would open.
     pub fn isolates(self) -> bool {
-        !matches!(self, Layer::Limits | Layer::Resources | Layer::Landlock)
+        !matches!(self, Layer::Limits | Layer::Resources | Layer::Landlock | Layer::User)
     }
 
     fn name(self) -> &'static str {
@@ -118,6 +119,13 @@ impl fmt::Display for Missing {
     }
 }
 
+impl Missing {
+    /// Everything is missing.
+    pub fn everything(reason: &str) -> Missing {
+        Missing { layer: Layer::Files, reason: format!("and every other part of a sandbox: {reason}") }
+    }
+}
+
 /// What a process's sandbox lacks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
@@ -131,23 +139,26 @@ impl Report {
         self.missing.push(Missing { layer, reason: reason.to_string() });
     }
 
+    /// The layers that are not there but are wanted wherever possible, or `None`. Landlock is not one of them: what it guards is guarded by others, too.
+    pub fn required(&self) -> Option<String> {
+        self.list(|layer| layer != Layer::Landlock)
+    }
+
     /// The layers that are not there and that would keep the process from others, or `None` if all are there.
     pub fn not_isolated(&self) -> Option<String> {
-        let missing: Vec<String> =
-            self.missing.iter().filter(|missing| missing.layer.isolates()).map(ToString::to_string).collect();
+        self.list(Layer::isolates)
+    }
+
+    fn list(&self, of: impl Fn(Layer) -> bool) -> Option<String> {
+        let missing = self.missing.iter().filter(|missing| of(missing.layer));
+        let missing: Vec<String> = missing.map(ToString::to_string).collect();
         (!missing.is_empty()).then(|| missing.join("; "))
     }
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, missing) in self.missing.iter().enumerate() {
-            if i > 0 {
-                f.write_str("; ")?;
-            }
-            missing.fmt(f)?;
-        }
-        Ok(())
+        f.write_str(&self.list(|_| true).unwrap_or_else(|| "nothing".into()))
     }
 }
 
@@ -309,27 +320,19 @@ fn landlock(confinement: &Confinement, has_files: bool) -> Result<RulesetStatus,
         })
         .collect();
     let scratch = all & !(AccessFs::Execute | AccessFs::MakeBlock | AccessFs::MakeChar);
+    let facts = AccessFs::ReadFile | AccessFs::ReadDir;
+    // libcuda names its threads by /proc/self/task/TID/comm, as other programs write files, and cuInit fails if it cannot.
+    let own = facts | AccessFs::WriteFile | AccessFs::Truncate;
     if has_files {
         // All of these are the process's own.
-        rules.push(("/proc".into(), AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::ReadDir));
+        rules.push(("/proc".into(), own));
         rules.extend(["/tmp", "/dev/shm"].map(|path| (path.into(), scratch)));
     } else {
         // The machine's /proc: this process and facts about the machine, but no other process.
-        let facts = [
-            "self",
-            "cpuinfo",
-            "meminfo",
-            "stat",
-            "devices",
-            "version",
-            "driver",
-            "sys",
-            "modules",
-            "filesystems",
-        ];
-        rules.extend(
-            facts.map(|name| (Path::new("/proc").join(name), AccessFs::ReadFile | AccessFs::ReadDir)),
-        );
+        let names =
+            ["cpuinfo", "meminfo", "stat", "devices", "version", "driver", "sys", "modules", "filesystems"];
+        rules.push(("/proc/self".into(), own));
+        rules.extend(names.map(|name| (Path::new("/proc").join(name), facts)));
     }
     for (path, access) in rules {
         // What does not exist needs no rule.

@@ -14,6 +14,9 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::unistd::{chdir, pivot_root};
 use serde::{Deserialize, Serialize};
 
+/// Where the nodes of RDMA devices are.
+pub const RDMA_DEVICES: &str = "/dev/infiniband";
+
 /// What a process may do with files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -57,6 +60,13 @@ impl Visible {
             "/run/opengl-driver",
         ];
         folders.into_iter().map(|path| Visible::new(path, Access::Read))
+    }
+
+    /// What libibverbs opens: the nodes of RDMA devices ([`RDMA_DEVICES`]), and which drivers there are.
+    pub fn rdma() -> impl Iterator<Item = Visible> {
+        [(RDMA_DEVICES, Access::Device), ("/etc/libibverbs.d", Access::Read)]
+            .into_iter()
+            .map(|(path, access)| Visible::new(path, access))
     }
 
     /// Device nodes without hardware that libraries expect.

@@ -21,20 +21,26 @@
 //! - [`confine`](mod@confine): what the process does to itself, in order;
 //! - [`filesystem`]: a tree of files that contains what is visible and nothing else;
 //! - [`syscalls`]: the list of allowed system calls, and what happens to others;
-//! - [`inspect`](mod@inspect): what the kernel says about a running process.
+//! - [`inspect`](mod@inspect): what the kernel says about a running process;
+//! - [`service`]: all of this for a daemon that starts many such processes.
 
 mod cgroup;
 mod confine;
 mod filesystem;
 mod inspect;
+mod service;
 mod start;
 mod syscalls;
 mod users;
 
 pub use cgroup::{Cgroups, Group, Limits};
 pub use confine::{Confinement, Layer, Missing, Network, Refused, Report, Resources, confine};
-pub use filesystem::{Access, Visible};
+pub use filesystem::{Access, RDMA_DEVICES, Visible};
 pub use inspect::{Inspected, inspect};
-pub use start::{Command, Error as StartError, Handle, Isolation, Process, may_change_users, start};
+pub use service::{Failed, Mode, Orders, Policy, Reach, Sandboxes};
+pub use start::{
+    Command, Description, Error as StartError, Handle, Isolation, Process, may_change_users, start,
+    start_unconfined,
+};
 pub use syscalls::{Argument, OtherCalls, Syscalls};
 pub use users::{DEVICE_PROCESS_USERS, Error as UsersError, Range, User, Users, WORKER_USERS};

@@ -11,17 +11,19 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::ptr;
 use std::sync::Arc;
 
 use caps::{CapSet, Capability};
 use nix::fcntl::OFlag;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd::pipe2;
 use serde::{Deserialize, Serialize};
 
 use crate::cgroup::Group;
-use crate::users::User;
+use crate::users::{User, Users};
 
 /// A program to start.
 #[derive(Debug, Clone)]
@@ -65,6 +67,16 @@ impl Command {
         let prefix = format!("{name}=");
         self.environment.retain(|variable| !variable.as_bytes().starts_with(prefix.as_bytes()));
         self.environment.push(c_string(format!("{prefix}{value}").as_ref()));
+        self
+    }
+
+    /// Removes variables from its environment.
+    pub fn without_variables(mut self, names: &[&str]) -> Command {
+        let named = |variable: &CString| {
+            let name = variable.as_bytes().split(|byte| *byte == b'=').next().unwrap_or_default();
+            names.iter().any(|removed| removed.as_bytes() == name)
+        };
+        self.environment.retain(|variable| !named(variable));
         self
     }
 
@@ -125,6 +137,17 @@ impl Handle {
         // SAFETY: a plain system call on a descriptor that is open as long as `self`. It fails if the process has ended, which is what the caller wants.
         unsafe { libc::syscall(libc::SYS_pidfd_send_signal, self.0.as_raw_fd(), libc::SIGKILL, 0, 0) };
     }
+
+    /// Waits until the process has ended.
+    fn wait(&self) -> io::Result<()> {
+        loop {
+            match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE) {
+                Ok(_) => return Ok(()),
+                Err(nix::Error::EINTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+    }
 }
 
 /// The first process of a PID namespace.
@@ -133,14 +156,84 @@ struct Guard {
     pid: libc::pid_t,
     handle: Handle,
     /// It exits when this is closed, also by the daemon's death.
-    _alive: OwnedFd,
+    alive: OwnedFd,
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
         self.handle.kill();
         // Returns when everything in the namespace is gone.
-        let _ = reap(self.pid);
+        let _ = reap(self.pid, &self.handle);
+    }
+}
+
+/// A process that may not be this daemon's child.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Named {
+    pid: libc::pid_t,
+    /// When it started, in clock ticks since the machine did: no two processes have both in common.
+    started: u64,
+}
+
+impl Named {
+    fn new(pid: libc::pid_t) -> io::Result<Named> {
+        Ok(Named { pid, started: start_time(pid)? })
+    }
+
+    /// For signals to it and for its end. An error if it has ended and is no more.
+    fn open(&self) -> io::Result<Handle> {
+        // SAFETY: a plain system call, which makes a descriptor.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, self.pid, 0) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel has just made this descriptor for this call, and nothing else owns it.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd as RawFd) };
+        // The descriptor is one process's for ever, so what is read now is that one's, or it is gone.
+        if start_time(self.pid)? != self.started {
+            return Err(io::Error::from_raw_os_error(libc::ESRCH));
+        }
+        Ok(Handle(Arc::new(fd)))
+    }
+}
+
+/// When a process started, in clock ticks since the machine did.
+fn start_time(pid: libc::pid_t) -> io::Result<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // The name, in parentheses, may contain anything. It is the second field, and the time is the 22nd.
+    let rest = stat.rsplit_once(')').map(|(_, rest)| rest);
+    let field = rest.and_then(|rest| rest.split_whitespace().nth(19)?.parse().ok());
+    field.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
+}
+
+/// What another daemon must know of a process to take it over.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Description {
+    process: Named,
+    guard: Option<Named>,
+    isolation: Isolation,
+    user: Option<u32>,
+    group: Option<PathBuf>,
+}
+
+impl Description {
+    /// The process's ID.
+    pub fn pid(&self) -> u32 {
+        self.process.pid.cast_unsigned()
+    }
+
+    /// The process, which another daemon has started. `alive` is what that one had from [`Process::alive`]. `users` are those of this daemon.
+    pub(crate) fn adopt(&self, alive: Option<OwnedFd>, users: Option<&Arc<Users>>) -> io::Result<Process> {
+        let handle = self.process.open()?;
+        let guard = match (&self.guard, alive) {
+            (Some(guard), Some(alive)) => Some(Guard { pid: guard.pid, handle: guard.open()?, alive }),
+            (Some(_), None) => return Err(io::Error::other("nothing holds its namespace")),
+            (None, _) => None,
+        };
+        let group = self.group.as_ref().map(|path| Group::adopt(path)).transpose()?;
+        let user = self.user.zip(users).map(|(id, users)| users.adopt(id));
+        let (pid, isolation) = (self.process.pid, self.isolation.clone());
+        Ok(Process { pid, handle, isolation, ended: false, guard, group, user })
     }
 }
 
@@ -183,9 +276,28 @@ impl Process {
         self.group.as_ref()
     }
 
+    /// What another daemon must know to take it over, together with [`alive`](Self::alive).
+    pub fn describe(&self) -> io::Result<Description> {
+        Ok(Description {
+            process: Named::new(self.pid)?,
+            guard: self.guard.as_ref().map(|guard| Named::new(guard.pid)).transpose()?,
+            isolation: self.isolation.clone(),
+            user: self.user(),
+            group: self.group.as_ref().map(|group| group.path().to_owned()),
+        })
+    }
+
+    /// What ends the process when nobody has it open any more, if its namespace has a guard.
+    pub fn alive(&self) -> Option<BorrowedFd<'_>> {
+        self.guard.as_ref().map(|guard| guard.alive.as_fd())
+    }
+
     /// Waits until it has ended.
+    ///
+    /// # Errors
+    /// If it has ended and nobody knows how: another daemon had started it.
     pub fn wait(&mut self) -> io::Result<ExitStatus> {
-        let status = reap(self.pid);
+        let status = reap(self.pid, &self.handle);
         self.ended = true;
         self.guard = None;
         status
@@ -202,7 +314,7 @@ impl Drop for Process {
     }
 }
 
-fn reap(pid: libc::pid_t) -> io::Result<ExitStatus> {
+fn reap(pid: libc::pid_t, handle: &Handle) -> io::Result<ExitStatus> {
     let mut status = 0;
     loop {
         // SAFETY: writes the status to a variable that is there during the call.
@@ -210,8 +322,11 @@ fn reap(pid: libc::pid_t) -> io::Result<ExitStatus> {
             return Ok(ExitStatus::from_raw(status));
         }
         let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
+        match error.raw_os_error() {
+            Some(libc::EINTR) => {}
+            // Somebody else's child.
+            Some(libc::ECHILD) => return handle.wait().and(Err(error)),
+            _ => return Err(error),
         }
     }
 }
@@ -221,7 +336,7 @@ fn has(capability: Capability) -> bool {
     caps::has_cap(None, CapSet::Effective, capability).unwrap_or(false)
 }
 
-/// Starts a process. It has `descriptors` under the numbers that they have here, standard output and error of this process, an empty standard input, and nothing else. It runs as `user` once it
+/// Starts a process. It has `descriptors` under the numbers that they have here, the standard error of this process for its log, and nothing else. It runs as `user` once it
 /// has confined itself; without the rights to change users, `user` must be `None`.
 pub fn start(
     command: &Command,
@@ -236,6 +351,13 @@ pub fn start(
     };
     let Started { pid, handle, guard, isolation } = started;
     Ok(Process { pid, handle, isolation, ended: false, guard, group, user })
+}
+
+/// Starts a process in this process's namespaces, with its user and its rights. Otherwise like [`start`].
+pub fn start_unconfined(command: &Command, descriptors: &[BorrowedFd<'_>]) -> Result<Process, Error> {
+    let (pid, handle) = spawn(command, descriptors, 0, None, RunAs::Itself)?;
+    let isolation = Isolation::None { reason: "it was started without a sandbox".into() };
+    Ok(Process { pid, handle, isolation, ended: false, guard: None, group: None, user: None })
 }
 
 /// Whether this process may give user IDs to others.
@@ -315,13 +437,34 @@ unsafe fn copy(flags: libc::c_int, group: Option<&Group>) -> io::Result<Option<(
         arguments.cgroup = group.folder().as_raw_fd() as u64;
     }
     // SAFETY: the structure is initialized and its pointer refers to a local variable. Without CLONE_VM the copy has memory of its own, and the caller promises what it does there.
-    let pid = unsafe { libc::syscall(libc::SYS_clone3, &arguments, size_of::<libc::clone_args>()) };
+    let mut pid = unsafe { libc::syscall(libc::SYS_clone3, &arguments, size_of::<libc::clone_args>()) };
+    if pid == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
+        // Container runtimes answer so, because they cannot look into its arguments.
+        // SAFETY: the caller promises what the copy does, as above.
+        pid = unsafe { old_copy(flags, &mut handle) };
+        if let (1.., Some(group)) = (pid, group) {
+            group.add(pid as libc::pid_t)?;
+        }
+    }
     match pid {
         -1 => Err(io::Error::last_os_error()),
         0 => Ok(None),
         // SAFETY: the kernel has just made this descriptor for this call, and nothing else owns it.
         pid => Ok(Some((pid as libc::pid_t, Handle(Arc::new(unsafe { OwnedFd::from_raw_fd(handle) }))))),
     }
+}
+
+/// [`copy`] by the older system call, without a group. Returns what the system call returns.
+///
+/// # Safety
+///
+/// As for [`copy`].
+#[cfg(target_arch = "x86_64")]
+unsafe fn old_copy(flags: libc::c_int, handle: &mut RawFd) -> libc::c_long {
+    let flags = flags.cast_unsigned() | libc::CLONE_PIDFD.cast_unsigned() | libc::SIGCHLD.cast_unsigned();
+    let (none, handle) = (0_usize, ptr::from_mut(handle));
+    // SAFETY: without CLONE_VM the copy has memory of its own and goes on with a copy of this stack; the descriptor is written to the caller's variable.
+    unsafe { libc::syscall(libc::SYS_clone, libc::c_ulong::from(flags), none, handle, none, none) }
 }
 
 /// `CLONE_INTO_CGROUP` of `linux/sched.h`, which does not fit the type of the C library's constant.
@@ -340,7 +483,12 @@ fn guard() -> Result<Guard, Error> {
             // Processes of the namespace that lose their parent become this one's children: let the kernel remove them.
             libc::signal(libc::SIGCHLD, libc::SIG_IGN);
             libc::dup2(pipe, 0);
-            libc::syscall(libc::SYS_close_range, 1, libc::c_uint::MAX, 0);
+            if libc::syscall(libc::SYS_close_range, 1, libc::c_uint::MAX, 0) != 0 {
+                // A kernel before 5.9. The daemon raises its limit no further than this.
+                for fd in 1..1 << 16 {
+                    libc::close(fd);
+                }
+            }
             let mut byte = 0_u8;
             loop {
                 match libc::read(0, ptr::from_mut(&mut byte).cast(), 1) {
@@ -350,7 +498,7 @@ fn guard() -> Result<Guard, Error> {
             }
         }
     };
-    Ok(Guard { pid, handle, _alive: alive })
+    Ok(Guard { pid, handle, alive })
 }
 
 /// What the copy needs, prepared by this process because the copy must not allocate.
@@ -360,7 +508,7 @@ struct Prepared<'a> {
     environment: Vec<*const libc::c_char>,
     personality: Option<libc::c_ulong>,
     descriptors: &'a [BorrowedFd<'a>],
-    input: RawFd,
+    null: RawFd,
     /// A byte arrives here when the user namespace has its maps.
     mapped: Option<RawFd>,
     /// Receives the number of the error.
@@ -379,7 +527,8 @@ fn spawn(
     run_as: RunAs,
 ) -> Result<(libc::pid_t, Handle), Error> {
     let call = |name| move |e: nix::Error| Error::Call(name, e.into());
-    let input = std::fs::File::open("/dev/null").map_err(|e| Error::Call("opening /dev/null", e))?;
+    let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
+    let null = null.map_err(|e| Error::Call("opening /dev/null", e))?;
     let (failure, failed) = pipe2(OFlag::O_CLOEXEC).map_err(call("pipe2"))?;
     let (mapped, map) = pipe2(OFlag::O_CLOEXEC).map_err(call("pipe2"))?;
     let prepared = Prepared {
@@ -388,7 +537,7 @@ fn spawn(
         environment: pointers(&command.environment),
         personality: command.personality,
         descriptors,
-        input: input.as_raw_fd(),
+        null: null.as_raw_fd(),
         mapped: matches!(run_as, RunAs::Mapped(_)).then(|| mapped.as_raw_fd()),
         failed: failed.as_raw_fd(),
     };
@@ -402,7 +551,7 @@ fn spawn(
     let undo = |error| {
         handle.kill();
         // Killed just now.
-        let _ = reap(pid);
+        let _ = reap(pid, &handle);
         Err(error)
     };
     if let RunAs::Mapped(user) = run_as {
@@ -473,13 +622,12 @@ unsafe fn become_program(prepared: &Prepared<'_>) -> ! {
         libc::sigemptyset(&mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &none, ptr::null_mut());
         libc::signal(libc::SIGPIPE, libc::SIG_DFL);
-        if libc::dup2(prepared.input, 0) == -1 {
+        if libc::dup2(prepared.null, 0) == -1 || libc::dup2(prepared.null, 1) == -1 {
             fail();
         }
+        // A second guard: all descriptors of this process are closed on exec anyway. A kernel before 5.11 refuses.
         let close_on_exec = libc::CLOSE_RANGE_CLOEXEC as libc::c_uint;
-        if libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, close_on_exec) != 0 {
-            fail();
-        }
+        libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, close_on_exec);
         for descriptor in prepared.descriptors {
             if libc::fcntl(descriptor.as_fd().as_raw_fd(), libc::F_SETFD, 0) != 0 {
                 fail();

@@ -230,6 +230,12 @@ impl Syscalls {
         .absent(SYS_openat2, ENOSYS)
     }
 
+    /// Also RDMA: libibverbs finds its devices through netlink, and talks to them by ioctl.
+    pub fn rdma(self) -> Syscalls {
+        use libc::*;
+        self.allow_if(SYS_socket, &[Argument::is(0, AF_NETLINK as u32)]).allow(&[SYS_bind, SYS_ioctl])
+    }
+
     /// Allows calls.
     pub fn allow(mut self, calls: &[i64]) -> Syscalls {
         for call in calls {

@@ -128,6 +128,13 @@ impl Users {
         Err(Error::Full(self.range))
     }
 
+    /// An ID that a process has which another daemon started. That one has let go of its lock; should anybody else have taken it, there is none.
+    pub(crate) fn adopt(self: &Arc<Users>, id: u32) -> User {
+        let lock = self.claim(id).ok().flatten();
+        self.lock().insert(id);
+        User { id, users: Arc::clone(self), _lock: lock }
+    }
+
     /// Locks the ID's file. An error means that another daemon has it.
     fn claim(&self, id: u32) -> Result<Option<Flock<File>>, Errno> {
         let Some(folder) = &self.folder else { return Ok(None) };

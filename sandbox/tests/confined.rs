@@ -12,6 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -31,6 +32,8 @@ enum Task {
     Read(Vec<PathBuf>),
     /// Create a file in each of these folders: where that works.
     Create(Vec<PathBuf>),
+    /// Name the thread as libcuda does: with a file of /proc that is opened as for a new file. The name.
+    NameThread,
     /// List the processes in /proc.
     Processes,
     /// Send a signal to a process, trace it, and read its memory: what works.
@@ -99,6 +102,11 @@ fn confined(fd: RawFd) {
             answer(
                 folders.iter().filter(|path| create(path)).map(|path| path.display().to_string()).collect(),
             );
+        }
+        Task::NameThread => {
+            let file = format!("/proc/self/task/{}/comm", nix::unistd::gettid());
+            let named = std::fs::write(&file, "a-name").and_then(|()| std::fs::read_to_string(&file));
+            answer(vec![named.unwrap_or_else(|e| e.to_string())]);
         }
         Task::Processes => {
             let entries = std::fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().file_name());
@@ -221,7 +229,8 @@ fn run(task: Task, visible: Vec<Visible>, other_calls: OtherCalls) -> Sandboxed 
     let (ours, theirs) = UnixStream::pair().unwrap();
     let user = rgpu_sandbox::may_change_users().then(|| users().allocate().unwrap());
     // Its messages go to a file, which this program opens for it as standard error.
-    let log = scratch().join(format!("log-{}", theirs.as_raw_fd()));
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let log = scratch().join(format!("log-{}", NUMBER.fetch_add(1, Ordering::Relaxed)));
     let command = Command::new("/proc/self/exe", "confined").arguments([
         "--confined",
         &theirs.as_raw_fd().to_string(),
@@ -318,6 +327,11 @@ fn only_writable_folders_can_be_written() {
     assert_eq!(sandboxed.answer().results, [write.display().to_string(), "/tmp".into()]);
     assert!(write.join("made").exists());
     assert!(!Path::new("/tmp/made").exists(), "its /tmp is its own");
+}
+
+fn a_thread_can_be_named_through_proc() {
+    let sandboxed = run(Task::NameThread, Vec::new(), OtherCalls::End);
+    assert_eq!(sandboxed.answer().results, ["a-name\n"]);
 }
 
 fn no_other_process_can_be_seen_or_reached() {
@@ -450,6 +464,26 @@ fn an_ordinary_user_gets_every_layer_but_the_user_id() {
     assert!(output.status.success(), "{text}");
 }
 
+fn a_container_runtime_may_hide_clone3() {
+    let output = std::process::Command::new("/proc/self/exe").arg("--without-clone3").output().unwrap();
+    let text =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{text}");
+}
+
+/// Where clone3 answers ENOSYS, as under the usual profile of container runtimes.
+fn without_clone3() {
+    use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+    let calls = [(libc::SYS_clone3, Vec::new())].into_iter().collect();
+    let absent = SeccompAction::Errno(libc::ENOSYS as u32);
+    let filter = SeccompFilter::new(calls, SeccompAction::Allow, absent, TargetArch::x86_64).unwrap();
+    seccompiler::apply_filter(&BpfProgram::try_from(filter).unwrap()).unwrap();
+    let sandboxed = run(Task::Wait, Vec::new(), OtherCalls::End);
+    assert_eq!(sandboxed.answer().report.not_isolated(), None);
+    assert_eq!(*sandboxed.process.isolation(), Isolation::Root);
+    assert!(sandboxed.end().0.success());
+}
+
 /// As an ordinary user.
 fn ordinary() {
     let victim = run(Task::Wait, Vec::new(), OtherCalls::End);
@@ -482,13 +516,15 @@ fn main() {
         }
         Some("--daemon") => return daemon(),
         Some("--ordinary") => return ordinary(),
+        Some("--without-clone3") => return without_clone3(),
         _ => {}
     }
     let root = nix::unistd::geteuid().is_root();
-    let tests: [(&str, fn()); 14] = [
+    let tests: [(&str, fn()); 16] = [
         ("the_kernel_confirms_every_layer", the_kernel_confirms_every_layer),
         ("only_visible_files_can_be_opened", only_visible_files_can_be_opened),
         ("only_writable_folders_can_be_written", only_writable_folders_can_be_written),
+        ("a_thread_can_be_named_through_proc", a_thread_can_be_named_through_proc),
         ("no_other_process_can_be_seen_or_reached", no_other_process_can_be_seen_or_reached),
         ("no_socket_outside_can_be_reached", no_socket_outside_can_be_reached),
         (
@@ -501,6 +537,7 @@ fn main() {
             a_call_outside_the_list_is_executed_and_named_when_calls_are_only_reported,
         ),
         ("a_list_may_depend_on_arguments", a_list_may_depend_on_arguments),
+        ("a_container_runtime_may_hide_clone3", a_container_runtime_may_hide_clone3),
         ("two_processes_have_different_users", two_processes_have_different_users),
         ("signals_end_a_process_as_they_end_any_other", signals_end_a_process_as_they_end_any_other),
         ("nothing_is_left_of_a_process_that_has_ended", nothing_is_left_of_a_process_that_has_ended),

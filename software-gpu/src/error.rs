@@ -206,6 +206,9 @@ pub enum Error {
         /// Where.
         location: Arc<Location>,
     },
+    /// The GPU was told to break down ([`crate::Gpu::break_down`]) with this `CUresult`. Sticky.
+    #[error("the GPU has failed (CUresult {0})")]
+    Breakdown(u32),
     /// A closure passed to [`crate::Stream::enqueue`] failed. Sticky.
     #[error("stream operation: {0}")]
     Operation(Arc<Error>),
@@ -225,6 +228,7 @@ impl Error {
             Error::LaunchOutOfResources(_) => 701,
             Error::CooperativeLaunchTooLarge { .. } => 720,
             Error::InvalidClusterSize(_) => 912,
+            Error::Breakdown(code) => *code,
             Error::Operation(e) => e.cuda_code(),
             Error::Kernel { fault, .. } => match fault {
                 Fault::IllegalAddress { .. } => 700,

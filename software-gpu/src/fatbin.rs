@@ -1,46 +1,24 @@
 //! Finds the PTX to run in an image: PTX text or a fat binary.
-//!
-//! A fat binary is one or more containers. Each has a header (magic, version, header size, size of the rest)
-//! and entries with a kind, an architecture and a payload that may be compressed with LZ4 or zstd.
 
-use std::io::Read;
+use device_code::fatbin::{self, Entry, Kind};
 
 use crate::error::{Error, Result};
 
+/// `__fatBinC_Wrapper_t`, which only holds pointers.
 const WRAPPER_MAGIC: u32 = 0x4662_43b1;
-const CONTAINER_MAGIC: u32 = 0xba55_ed50;
-const KIND_PTX: u16 = 1;
-const KIND_ELF: u16 = 2;
-const FLAG_LZ4: u64 = 0x2000;
-const FLAG_ZSTD: u64 = 0x8000;
-/// No real PTX is larger, but a corrupt header could claim to be.
-const MAX_PTX: u64 = 1 << 30;
+/// Most bytes of PTX of one image, when decompressed. No real image has more, but a few bytes can claim to be, or become, any number.
+const MAX_PTX: u64 = 256 << 20;
 
-fn bytes<const N: usize>(data: &[u8], at: usize) -> Result<[u8; N]> {
-    let slice = data.get(at..at.saturating_add(N));
-    slice.and_then(|s| s.try_into().ok()).ok_or_else(|| truncated(at, data.len()))
+fn too_large(size: u64) -> Error {
+    Error::InvalidImage(format!(
+        "it contains {size} bytes of code when decompressed; at most {MAX_PTX} are accepted"
+    ))
 }
 
-fn truncated(at: usize, len: usize) -> Error {
-    Error::InvalidImage(format!("the fat binary ends at byte {len}, inside the header at {at}"))
-}
-
-fn u16_at(data: &[u8], at: usize) -> Result<u16> {
-    Ok(u16::from_le_bytes(bytes(data, at)?))
-}
-fn u32_at(data: &[u8], at: usize) -> Result<u32> {
-    Ok(u32::from_le_bytes(bytes(data, at)?))
-}
-fn u64_at(data: &[u8], at: usize) -> Result<u64> {
-    Ok(u64::from_le_bytes(bytes(data, at)?))
-}
-
-struct Entry<'a> {
-    arch: u32,
-    flags: u64,
-    /// Bytes when decompressed; 0 when not compressed.
-    size: u64,
-    payload: &'a [u8],
+impl From<fatbin::Error> for Error {
+    fn from(error: fatbin::Error) -> Error {
+        Error::InvalidImage(error.to_string())
+    }
 }
 
 /// Whether the code in `image` for a GPU of architecture `arch` contains `word` in its strings, symbols or
@@ -48,28 +26,21 @@ struct Entry<'a> {
 /// unknown or the code is longer than `most` bytes when decompressed.
 pub fn mentions(image: &[u8], arch: u32, word: &[u8], most: usize) -> Option<bool> {
     let has = |data: &[u8]| data.windows(word.len()).any(|bytes| bytes == word);
-    if u32_at(image, 0).ok()? != CONTAINER_MAGIC {
-        return (image.len() <= most).then(|| has(image));
+    if !fatbin::is_fat_binary(image) {
+        return (image.len() >= 4 && image.len() <= most).then(|| has(image));
     }
-    let (mut data, mut left) = (image, most as u64);
-    while data.len() >= 16 && u32_at(data, 0).ok()? == CONTAINER_MAGIC {
-        let header = usize::from(u16_at(data, 6).ok()?);
-        let end = usize::try_from(u64_at(data, 8).ok()?).ok()?.checked_add(header)?;
-        let container = data.get(..end).filter(|container| !container.is_empty())?;
-        let mut at = header;
-        while at.saturating_add(16) <= container.len() {
-            let (kind, entry, next) = entry(container, at).ok()?;
+    let mut left = most as u64;
+    for entries in fatbin::containers(image) {
+        for entry in entries.ok()? {
             // Machine code runs only on its own generation; PTX also on all later ones.
-            let runs = entry.arch <= arch && (kind != KIND_ELF || entry.arch / 10 == arch / 10);
+            let runs = entry.arch <= arch && (entry.kind != Kind::Elf || entry.arch / 10 == arch / 10);
             if runs {
-                left = left.checked_sub(entry.size.max(entry.payload.len() as u64))?;
-                if has(&unpack(&entry).ok()?) {
+                left = left.checked_sub(entry.len())?;
+                if has(&entry.code(MAX_PTX).ok()?) {
                     return Some(true);
                 }
             }
-            at = next;
         }
-        data = &data[end.next_multiple_of(8).min(data.len())..];
     }
     Some(false)
 }
@@ -81,11 +52,10 @@ pub fn mentions(image: &[u8], arch: u32, word: &[u8], most: usize) -> Option<boo
 /// first container has no PTX, the best PTX of each of the others is returned, to be linked here.
 pub(crate) fn select_ptx(image: &[u8], arch: u32) -> Result<Vec<String>> {
     if image.len() >= 4 {
-        let magic = u32_at(image, 0)?;
-        if magic == CONTAINER_MAGIC {
+        if fatbin::is_fat_binary(image) {
             return from_containers(image, arch);
         }
-        if magic == WRAPPER_MAGIC {
+        if image.starts_with(&WRAPPER_MAGIC.to_le_bytes()) {
             return Err(Error::InvalidImage(
                 "a fat binary wrapper only holds pointers: pass the container that it points to".into(),
             ));
@@ -117,23 +87,21 @@ fn ptx_target(text: &str) -> Option<u32> {
     name.trim_end_matches(|c: char| !c.is_ascii_digit()).parse().ok()
 }
 
-fn from_containers(mut data: &[u8], arch: u32) -> Result<Vec<String>> {
+fn from_containers(image: &[u8], arch: u32) -> Result<Vec<String>> {
     let mut out = Vec::new();
     let mut seen = Vec::new();
     let mut first = true;
-    while data.len() >= 16 && u32_at(data, 0)? == CONTAINER_MAGIC {
-        let header = usize::from(u16_at(data, 6)?);
-        let size = u64_at(data, 8)?;
-        let end = usize::try_from(size).ok().and_then(|s| s.checked_add(header)).filter(|&e| e <= data.len());
-        let end = end.filter(|&e| e > 0).ok_or_else(|| truncated(header, data.len()))?;
-        if let Some(entry) = best_entry(&data[..end], header, arch, &mut seen)? {
-            out.push(text(&unpack(&entry)?)?);
+    let mut left = MAX_PTX;
+    for entries in fatbin::containers(image) {
+        if let Some(entry) = best_entry(entries?, arch, &mut seen) {
+            let size = entry.len();
+            left = left.checked_sub(size).ok_or_else(|| too_large((MAX_PTX - left).saturating_add(size)))?;
+            out.push(text(&entry.code(MAX_PTX)?)?);
             if first {
                 break;
             }
         }
         first = false;
-        data = &data[end.next_multiple_of(8).min(data.len())..];
     }
     if out.is_empty() {
         return Err(Error::NoBinaryForGpu(format!(
@@ -144,70 +112,55 @@ fn from_containers(mut data: &[u8], arch: u32) -> Result<Vec<String>> {
     Ok(out)
 }
 
-/// The best PTX of one container, whose entries begin at `at`.
-fn best_entry<'a>(
-    data: &'a [u8],
-    mut at: usize,
-    arch: u32,
-    seen: &mut Vec<String>,
-) -> Result<Option<Entry<'a>>> {
+/// The best PTX of one container.
+fn best_entry<'a>(entries: Vec<Entry<'a>>, arch: u32, seen: &mut Vec<String>) -> Option<Entry<'a>> {
     let mut best: Option<Entry<'_>> = None;
-    while at.saturating_add(16) <= data.len() {
-        let (kind, entry, next) = entry(data, at)?;
-        let what = match kind {
-            KIND_PTX => "PTX",
-            KIND_ELF => "machine code",
-            _ => "unknown kind",
+    for entry in entries {
+        let what = match entry.kind {
+            Kind::Ptx => "PTX",
+            Kind::Elf => "machine code",
+            Kind::Other(_) => "unknown kind",
         };
         seen.push(format!("{what} sm_{}", entry.arch));
-        if kind == KIND_PTX && entry.arch <= arch && best.as_ref().is_none_or(|b| entry.arch > b.arch) {
+        if entry.kind == Kind::Ptx
+            && entry.arch <= arch
+            && best.as_ref().is_none_or(|best| entry.arch > best.arch)
+        {
             best = Some(entry);
         }
-        at = next;
     }
-    Ok(best)
+    best
 }
 
-/// The kind of the entry at `at` of a container, the entry, and where the next one begins.
-fn entry(data: &[u8], at: usize) -> Result<(u16, Entry<'_>, usize)> {
-    let kind = u16_at(data, at)?;
-    let head = u32_at(data, at + 4)? as usize;
-    let length = u64_at(data, at + 8)? as usize;
-    if head < 0x30 {
-        return Err(Error::InvalidImage(format!("an entry's header of {head} bytes at {at}")));
-    }
-    let start = at.saturating_add(head);
-    let stop = start.saturating_add(length);
-    if stop > data.len() {
-        return Err(truncated(at, data.len()));
-    }
-    let packed = u32_at(data, at + 0x10)? as usize;
-    let flags = u64_at(data, at + 0x28)?;
-    let compressed = flags & (FLAG_LZ4 | FLAG_ZSTD) != 0;
-    let size = if compressed { u64_at(data, at + 0x38)? } else { 0 };
-    let used = if compressed && packed != 0 { packed.min(length) } else { length };
-    let entry = Entry { arch: u32_at(data, at + 0x1c)?, flags, size, payload: &data[start..start + used] };
-    Ok((kind, entry, stop))
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-fn unpack(entry: &Entry<'_>) -> Result<Vec<u8>> {
-    if entry.size > MAX_PTX {
-        return Err(Error::InvalidImage(format!("code of {} bytes", entry.size)));
+    /// A container with one entry of PTX, which claims to have `size` bytes when decompressed.
+    fn container(size: u64) -> Vec<u8> {
+        let payload = [0_u8; 8];
+        let mut entry = vec![0_u8; 64];
+        entry[..2].copy_from_slice(&1_u16.to_le_bytes());
+        entry[4..8].copy_from_slice(&64_u32.to_le_bytes());
+        entry[8..16].copy_from_slice(&(payload.len() as u64).to_le_bytes());
+        entry[28..32].copy_from_slice(&80_u32.to_le_bytes());
+        entry[40..48].copy_from_slice(&0x8000_u64.to_le_bytes());
+        entry[56..64].copy_from_slice(&size.to_le_bytes());
+        entry.extend(payload);
+        let mut container = Vec::new();
+        container.extend(fatbin::MAGIC.to_le_bytes());
+        container.extend(1_u16.to_le_bytes());
+        container.extend(16_u16.to_le_bytes());
+        container.extend((entry.len() as u64).to_le_bytes());
+        container.extend(entry);
+        container
     }
-    if entry.flags & FLAG_ZSTD != 0 {
-        let mut out = Vec::with_capacity(entry.size as usize);
-        let decoder = ruzstd::decoding::StreamingDecoder::new(entry.payload)
-            .map_err(|e| Error::InvalidImage(format!("zstd: {e}")))?;
-        decoder
-            .take(entry.size.max(1))
-            .read_to_end(&mut out)
-            .map_err(|e| Error::InvalidImage(format!("zstd: {e}")))?;
-        return Ok(out);
+
+    #[test]
+    fn an_image_that_would_become_too_large_is_refused() {
+        let error = select_ptx(&container(MAX_PTX + 1), 90).unwrap_err().to_string();
+        assert!(error.contains("268435457 bytes of code"), "{error}");
+        let fits = select_ptx(&container(MAX_PTX), 90).unwrap_err().to_string();
+        assert!(fits.contains("zstd"), "{fits}");
     }
-    if entry.flags & FLAG_LZ4 != 0 {
-        let out = lz4_flex::block::decompress(entry.payload, entry.size as usize)
-            .map_err(|e| Error::InvalidImage(format!("LZ4: {e}")))?;
-        return Ok(out);
-    }
-    Ok(entry.payload.to_vec())
 }

@@ -27,7 +27,7 @@ def start(dist, name, port):
     addresses = [f"unix:{OUT}/{name}.sock", f"tcp:127.0.0.1:{port}"]
     listen = [word for address in addresses for word in ("--listen", address)]
     log = open(OUT / f"server-{name}.log", "w", encoding="utf-8")
-    server = subprocess.Popen([dist / "bin/rgpu-server", "--backend", "cuda", *listen], stderr=log)
+    server = subprocess.Popen([dist / "bin/rgpu-server", "--backend", "cuda", "--insecure", *listen], stderr=log)
     return server, {"local": addresses[0], "tcp": addresses[1].removeprefix("tcp:")}
 
 
@@ -58,7 +58,7 @@ def main():
             found.setdefault("native", []).append(run([program]))
             for way in ("local", "tcp"):
                 for name, dist in builds.items():
-                    command = [dist / "bin/rgpuctl", "run", "--server", servers[name][1][way], "--", program]
+                    command = [dist / "bin/rgpuctl", "run", "--insecure", "--server", servers[name][1][way], "--", program]
                     found.setdefault((way, name), []).append(run(command))
     finally:
         for server, _ in servers.values():

@@ -6,7 +6,7 @@
 # TARGET is a target folder of a build: programs/, programs-static/, guest/lib/ and release/ are used. NAME picks programs; all of programs/ else.
 # `cargo xtask test gpu` compares the same with a private server for each run. Here the workers, whose contexts take NVIDIA's driver about a second each
 # and one at a time, are made while programs run. WAYS picks from "local tcp static" (static: over local, with NVIDIA's runtime inside the program).
-# BACKEND=software tries the script itself: then nothing is run natively. Exit status: how many differ.
+# SERVER_OPTIONS are passed to the server. BACKEND=software tries the script itself: then nothing is run natively. Exit status: how many differ.
 set -u
 
 [ $# -ge 1 ] || { echo "usage: corpus.sh TARGET [NAME...]" >&2; exit 2; }
@@ -16,7 +16,7 @@ backend=${BACKEND:-cuda}
 RGPU_LIB_DIR=$target/guest/lib
 export RGPU_LIB_DIR
 work=$(mktemp -d)
-"$target/release/rgpu-server" --backend "$backend" --workers 4 --listen "unix:$work/server" --listen tcp:127.0.0.1:9799 2> "$work/log" &
+"$target/release/rgpu-server" --backend "$backend" --workers 4 --insecure ${SERVER_OPTIONS:-} --listen "unix:$work/server" --listen tcp:127.0.0.1:9799 2> "$work/log" &
 server=$!
 trap 'kill $server; wait $server; rm -rf "$work"' EXIT
 tries=0
@@ -37,7 +37,7 @@ for name in "$@"; do
         address=unix:$work/server folder=programs
         [ $way = tcp ] && address=127.0.0.1:9799
         [ $way = static ] && folder=programs-static
-        timeout 40 "$target/release/rgpuctl" run --server "$address" -- "$target/$folder/$name" > "$work/$way" 2> "$work/$way.err" < /dev/null ||
+        timeout 40 "$target/release/rgpuctl" run --insecure --server "$address" -- "$target/$folder/$name" > "$work/$way" 2> "$work/$way.err" < /dev/null ||
             said="$said $way: exit status $?: $(tail -n 1 "$work/$way") $(tail -n 1 "$work/$way.err");"
         [ -f "$first" ] || first=$work/$way
         cmp -s "$first" "$work/$way" || said="$said $way: $(diff "$first" "$work/$way" | head -n 4 | tr '\n' ' ');"

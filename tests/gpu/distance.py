@@ -64,9 +64,9 @@ def main():
     dist, relay = pathlib.Path(sys.argv[1]), sys.argv[2]
     delays = [int(delay) for delay in sys.argv[3:]] or [0, 200, 1000]
     rgpuctl, failed = dist / "bin/rgpuctl", False
-    tcp = [rgpuctl, "run", "--server", f"127.0.0.1:{SERVER_PORT}", "--"]
+    tcp = [rgpuctl, "run", "--insecure", "--server", f"127.0.0.1:{SERVER_PORT}", "--"]
     server = subprocess.Popen(
-        [dist / "bin/rgpu-server", "--backend", "cuda", "--listen", f"tcp:127.0.0.1:{SERVER_PORT}"],
+        [dist / "bin/rgpu-server", "--backend", "cuda", "--insecure", "--listen", f"tcp:127.0.0.1:{SERVER_PORT}"],
         stderr=subprocess.DEVNULL,
     )
     try:
@@ -81,7 +81,7 @@ def main():
                     [relay, "--listen", f"127.0.0.1:{RELAY_PORT}", "--to", f"127.0.0.1:{SERVER_PORT}", "--rtt-us", str(way)]
                 )
                 wait_for(RELAY_PORT)
-                prefix = [rgpuctl, "run", "--server", f"127.0.0.1:{RELAY_PORT}", "--"]
+                prefix = [rgpuctl, "run", "--insecure", "--server", f"127.0.0.1:{RELAY_PORT}", "--"]
             else:
                 prefix = ways[way]
             times, results = figures(run(prefix).stdout)

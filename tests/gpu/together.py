@@ -87,11 +87,11 @@ def main():
     for way, address in (("local", f"unix:{OUT}/server.sock"), ("tcp", f"tcp:127.0.0.1:{PORT}")):
         with open(OUT / f"server-{way}.log", "w", encoding="utf-8") as log:
             server = subprocess.Popen(
-                [dist / "bin/rgpu-server", "--backend", "cuda", "--listen", address, "--log", "debug"], stderr=log
+                [dist / "bin/rgpu-server", "--backend", "cuda", "--insecure", "--listen", address, "--log", "debug"], stderr=log
             )
         time.sleep(4)
         target = address.removeprefix("tcp:")
-        failed += measure(way, [rgpuctl, "run", "--server", target, "--", program], counts)
+        failed += measure(way, [rgpuctl, "run", "--insecure", "--server", target, "--", program], counts)
         server.terminate()
         server.wait()
     failed += private_server(rgpuctl, program)

@@ -70,7 +70,7 @@ def train(steps):
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         times.append(time.perf_counter() - begin)
-    print("training step:", median(times[10:]))
+    print("training step:", median(times[10:] or times))
     print("losses:", " ".join(f"{losses[i]:.4f}" for i in (0, steps // 2, -1)))
     return model
 
@@ -86,7 +86,7 @@ def decode(model, count):
         token = model(token, place, caches)[:, -1:].argmax(-1)
         tokens.append(token.item())
         times.append(time.perf_counter() - begin)
-    print("token:", median(times[32:]))
+    print("token:", median(times[32:] or times))
     print("tokens:", " ".join(map(str, tokens[-6:])))
 
 

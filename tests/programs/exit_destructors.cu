@@ -53,7 +53,10 @@ struct Late {
     CUevent event = nullptr;
     CUstream stream = nullptr;
     ~Late() {
-        OK(cuEventQuery(event));
+        // Nothing has waited for the event's stream.
+        CUresult status;
+        while ((status = cuEventQuery(event)) == CUDA_ERROR_NOT_READY) {}
+        OK(status);
         OK(cuEventDestroy(event));
         unsigned own = work(CU_STREAM_PER_THREAD), made = work(stream);
         OK(cuStreamDestroy(stream));

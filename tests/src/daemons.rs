@@ -54,9 +54,20 @@ impl Daemon {
         if let Some(folder) = log.parent() {
             std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
         }
-        let output = File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
-        let binary = build.binaries().join(name);
-        let mut command = Command::new(&binary);
+        File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
+        Self::start_by(Command::new(build.binaries().join(name)), arguments, log, status_socket)
+    }
+
+    /// Does the same by this command. Its output goes to the end of the file `log`.
+    pub fn start_by<S: AsRef<OsStr>>(
+        mut command: Command,
+        arguments: impl IntoIterator<Item = S>,
+        log: &Path,
+        status_socket: &Path,
+    ) -> Result<Self> {
+        let output = File::options().create(true).append(true).open(log);
+        let output = output.with_context(|| format!("cannot write {}", log.display()))?;
+        let name = command.get_program().display().to_string();
         command
             .args(arguments)
             .arg("--status-socket")
@@ -68,9 +79,8 @@ impl Daemon {
             .process_group(0);
         // SAFETY: the closure only makes one system call, prctl, which is async-signal-safe.
         unsafe { command.pre_exec(|| Ok(prctl::set_pdeathsig(Signal::SIGTERM)?)) };
-        let child = command
-            .spawn()
-            .with_context(|| format!("cannot start {}: `cargo xtask build` makes it", binary.display()))?;
+        let child =
+            command.spawn().with_context(|| format!("cannot start {name}: `cargo xtask build` makes it"))?;
         let mut daemon = Self { child, log: log.to_owned(), status_socket: status_socket.to_owned() };
 
         let deadline = Instant::now() + STARTED_WITHIN;

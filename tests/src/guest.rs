@@ -128,8 +128,17 @@ impl Host {
     /// Starts `rgpu-server`, once more.
     pub fn start_server(&mut self) -> Result<()> {
         let workers = WORKERS.to_string();
-        let mut arguments =
-            vec!["--listen", &self.address, "--backend", self.options.backend, "--workers", &workers];
+        let mut arguments = vec![
+            "--insecure",
+            "--listen",
+            &self.address,
+            "--backend",
+            self.options.backend,
+            "--workers",
+            &workers,
+        ];
+        // The sessions of a bridge that is killed are not kept for long.
+        arguments.extend(["--grace-seconds", "3"]);
         let poll = self.options.poll_us.map(|poll| poll.to_string());
         arguments.extend(poll.iter().flat_map(|poll| ["--poll-us", poll]));
         let (log, status) = (self.logs.join("rgpu-server.log"), self.folder.path().join("server.status"));
@@ -142,7 +151,7 @@ impl Host {
         let (socket, native) = (self.socket(), self.native_socket());
         let (socket, native) = (socket.display().to_string(), native.display().to_string());
         let mut arguments = vec!["--socket", &socket, "--native-socket", &native, "--server", &self.address];
-        arguments.extend(["--transport", self.options.transport]);
+        arguments.extend(["--insecure", "--transport", self.options.transport]);
         let poll = self.options.poll_us.map(|poll| poll.to_string());
         arguments.extend(poll.iter().flat_map(|poll| ["--poll-us", poll]));
         let (log, status) = (self.logs.join("vhost-rgpu.log"), self.folder.path().join("vhost-rgpu.status"));
@@ -158,6 +167,11 @@ impl Host {
     /// The socket for processes of this machine.
     pub fn native_socket(&self) -> PathBuf {
         self.folder.path().join("native.sock")
+    }
+
+    /// The address of `rgpu-server`.
+    pub fn address(&self) -> &str {
+        &self.address
     }
 
     /// Where the daemons' logs are.

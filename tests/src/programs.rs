@@ -42,6 +42,8 @@ pub enum Device {
     /// The software GPU, and any NVIDIA GPU.
     #[default]
     Any,
+    /// Two devices of two servers, of any kind.
+    Servers,
     /// An NVIDIA GPU of the generation that the project is measured on, or later.
     Cuda,
 }

@@ -70,13 +70,31 @@ fn an_installation_contains_every_file_it_needs() -> Result<()> {
         "share/rgpu/systemd/rgpu-server.service",
         "share/rgpu/systemd/vhost-rgpu.service",
         "share/rgpu/systemd/vhost-rgpu.socket",
+        "share/rgpu/systemd/rgpu.conf",
+        "share/man/man1/rgpuctl-run.1",
+        "share/man/man8/rgpu-server.8",
+        "share/man/man8/vhost-rgpu.8",
+        "share/bash-completion/completions/rgpuctl",
+        "share/zsh/vendor-completions/_rgpuctl",
+        "share/fish/vendor_completions.d/rgpuctl.fish",
         "share/rgpu/rgpu-server.toml",
+        "share/rgpu/clients.toml",
         "share/rgpu/vhost-rgpu.toml",
+        "share/rgpu/sbom.cdx.json",
     ] {
         ensure!(found.iter().any(|path| path == Path::new(file)), "{file} is missing");
     }
     let licences = found.iter().filter(|path| path.starts_with("share/rgpu/licences")).count();
     ensure!(licences > 50, "{licences} files of licences");
+    let bill: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(dist.join("share/rgpu/sbom.cdx.json"))?)?;
+    let listed: Vec<_> = bill["components"].as_array().into_iter().flatten().collect();
+    for path in found.iter().filter(|path| path.ends_with("SPDX")) {
+        let folder = path.iter().rev().nth(1).unwrap_or_default().to_string_lossy().into_owned();
+        let text = |c: &serde_json::Value, key: &str| c[key].as_str().unwrap_or_default().to_owned();
+        let listed = listed.iter().any(|c| format!("{}-{}", text(c, "name"), text(c, "version")) == folder);
+        ensure!(listed, "{folder} is not in the bill of materials");
+    }
     let built = ["ko", "o", "cmd", "mod", "symvers"];
     let left = found.iter().find(|path| path.extension().is_some_and(|e| built.iter().any(|b| e == *b)));
     ensure!(left.is_none(), "{left:?} is left of a build");

@@ -117,3 +117,37 @@ fn documents_are_found_inside_the_repository() {
     }
     assert!(found.is_empty(), "refer to documents outside the repository:\n{}", found.join("\n"));
 }
+
+/// The fields of a schema's object and of those in it, as rows of a table in Markdown.
+fn fields(schema: &serde_json::Value, prefix: &str, rows: &mut String) {
+    for (name, field) in schema["properties"].as_object().into_iter().flatten() {
+        let kinds = match &field["type"] {
+            serde_json::Value::Array(all) => {
+                all.iter().filter_map(|kind| kind.as_str()).collect::<Vec<_>>().join(" or ")
+            }
+            kind => kind.as_str().unwrap_or("string").to_owned(),
+        };
+        let meaning = field["description"].as_str().unwrap_or_default();
+        let (list, inner) =
+            if field["items"]["properties"].is_object() { ("[]", &field["items"]) } else { ("", field) };
+        rows.push_str(&format!("| `{prefix}{name}{list}` | {kinds} | {meaning} |\n"));
+        fields(inner, &format!("{prefix}{name}{list}."), rows);
+    }
+}
+
+#[test]
+fn the_page_about_the_status_follows_from_its_schema() {
+    let text = fs::read_to_string(tree::root().join("docs/status.schema.json")).expect("the schema");
+    let schema: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let mut page = String::new();
+    for daemon in ["rgpu-server", "vhost-rgpu"] {
+        page.push_str(&format!("\n## {daemon}\n\n| field | type | meaning |\n|---|---|---|\n"));
+        fields(&schema["$defs"][daemon], "", &mut page);
+    }
+    page.push('\n');
+    test_kit::check_generated(
+        &tree::root().join("docs/status.md").display().to_string(),
+        Some("status"),
+        &page,
+    );
+}

@@ -194,6 +194,37 @@ fn channels_are_limited_and_their_ids_are_reused() -> Result<()> {
 }
 
 #[test]
+fn one_user_leaves_channels_for_others() -> Result<()> {
+    let bed = Bed::with(Kernel::V6_1, Config { max_channels: 8, ..Config::default() }, 512)?;
+    // Half of the device's by default.
+    for (limit, channels) in [(0, 4), (3, 3)] {
+        bed.machine
+            .check(&format!("echo {limit} > /sys/module/virtio_rgpu/parameters/user_channels"), LONG)?;
+        let process = bed.machine.spawn(&format!("rgpu_selftest user-channels {channels}"))?;
+        process.wait_for("full", LONG)?;
+        bed.selftest("connects-as 1001")?;
+        // A privileged program is not limited.
+        bed.selftest(&format!("max-channels {}", 8 - channels))?;
+        bed.machine.check("touch /tmp/go-on", LONG)?;
+        let output = process.wait(LONG)?;
+        ensure!(output.success(), "{output}");
+        bed.check_idle()?;
+        bed.machine.check("rm /tmp/go-on", LONG)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn memory_of_one_user_is_limited() -> Result<()> {
+    let bed = Bed::new()?;
+    bed.machine.check("echo 8 > /sys/module/virtio_rgpu/parameters/user_memory_mib", LONG)?;
+    bed.selftest("user-memory 8")?;
+    // The limit does not apply to a privileged program.
+    bed.selftest("register-scattered 16")?;
+    bed.check_idle()
+}
+
+#[test]
 fn fifty_processes_at_once_do_not_disturb_each_other() -> Result<()> {
     let bed = Bed::with(Kernel::V6_1, Config::default(), 768)?;
     bed.selftest("many 50")?;
@@ -230,6 +261,24 @@ fn doorbells_reach_the_device() -> Result<()> {
 #[test]
 fn the_kernel_can_read_a_channel_for_a_debugger() -> Result<()> {
     passes("kernel-access")
+}
+
+#[test]
+fn random_calls_do_no_harm() -> Result<()> {
+    let bed = Bed::new()?;
+    let (calls, seed) = (number("RGPU_FUZZ_CALLS", 3000)?, number("RGPU_FUZZ_SEED", 1)?);
+    bed.machine.check(&format!("SEED={seed} rgpu_selftest fuzz {calls}"), LONG * 100)?;
+    let (created, registered) = (bed.device.count(Kind::Create), bed.device.count(Kind::Register));
+    ensure!(created > 20 && registered > 100, "{created} channels, {registered} registrations");
+    println!("{created} channels, {registered} registrations");
+    bed.check_idle()?;
+    bed.selftest("register")?;
+    bed.check_idle()
+}
+
+/// A number from the environment, for a longer run than CI's.
+fn number(variable: &str, default: u64) -> Result<u64> {
+    Ok(std::env::var(variable).map_or(Ok(default), |value| value.parse())?)
 }
 
 #[test]
@@ -426,6 +475,9 @@ fn works_on(kernel: Kernel) -> Result<()> {
         bed.selftest(test)?;
         bed.check_idle()?;
     }
+    bed.machine.check("echo 8 > /sys/module/virtio_rgpu/parameters/user_memory_mib", LONG)?;
+    bed.selftest("user-memory 8")?;
+    bed.check_idle()?;
     let process = bed.machine.spawn("exec rgpu_selftest hold")?;
     process.wait_for("ready", LONG)?;
     process.kill()?;

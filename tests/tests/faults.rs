@@ -115,23 +115,28 @@ fn a_worker_that_is_killed_costs_one_session() -> Result<()> {
     rig.check_healthy()
 }
 
+/// Its sessions end with a killed server. Over the network nobody can tell that from a link that is down, until the server is back.
 #[test]
 fn a_server_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()> {
     let mut rig = Rig::start("faults-server")?;
     for round in 0..3 {
-        let running = TRANSPORTS
-            .map(|transport| Running::start(rig.program(transport, "kill_me")?.arg("copy"), "RUNNING"));
+        let start = |transport| Running::start(rig.program(transport, "kill_me")?.arg("copy"), "RUNNING");
+        let (local, tcp) = (start(Transport::Local)?, start(Transport::Tcp)?);
         rig.server.signal(Signal::SIGKILL)?;
         rig.server.wait(PATIENCE)?;
-        for running in running {
-            told(running?.ended()?, "is lost").with_context(|| format!("round {round}"))?;
-        }
+        told(local.ended()?, "is lost").with_context(|| format!("round {round}"))?;
         // First without a server and then with one, through the same bridges.
         for transport in TRANSPORTS {
             let outcome = programs::run(&mut rig.program(transport, "vectorAdd")?, programs::LIMIT)?;
             refused(&outcome, "cannot be reached", "cudaErrorDevicesUnavailable (46)")?;
         }
         rig.restart_server()?;
+        let (status, errors) = tcp.ended()?;
+        // It may have been told before that it waits. Its worker may still have said why it ended.
+        let last = errors.lines().last().unwrap_or_default().to_owned();
+        let why = ["rgpu-server has ended", "no session has this token"];
+        let why = why.iter().find(|why| last.contains(**why)).unwrap_or(&why[0]);
+        told((status, last), why).with_context(|| format!("round {round}"))?;
         for transport in TRANSPORTS {
             rig.passes(transport, "vectorAdd", &[])?;
         }
@@ -141,7 +146,8 @@ fn a_server_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()
 
 #[test]
 fn a_bridge_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()> {
-    let mut rig = Rig::start("faults-bridge")?;
+    // The server keeps the session of a bridge that is gone for so long.
+    let mut rig = Rig::with("faults-bridge", &["--grace-seconds", "3"], &[])?;
     for transport in TRANSPORTS {
         rig.passes(transport, "vectorAdd", &[])?;
         let running = Running::start(rig.program(transport, "kill_me")?.arg("copy"), "RUNNING")?;
@@ -186,8 +192,8 @@ fn without_a_bridge_the_program_says_what_to_start() -> Result<()> {
 /// A bridge whose server is at `address`.
 fn bridge_to(folder: &Path, name: &str, address: &str) -> Result<(Daemon, std::path::PathBuf)> {
     let socket = folder.join("native.sock");
-    let arguments =
-        ["--server", address, "--native-socket", &socket.display().to_string()].map(str::to_owned);
+    let arguments = ["--insecure", "--server", address, "--native-socket", &socket.display().to_string()]
+        .map(str::to_owned);
     let log = tree::logs().join(name).join("vhost-rgpu.log");
     Ok((Daemon::start("vhost-rgpu", arguments, &log, &folder.join("status"))?, socket))
 }
@@ -280,6 +286,112 @@ fn a_server_that_gets_sigterm_lets_programs_finish() -> Result<()> {
     })?;
     programs.into_iter().try_for_each(Idle::passes)?;
     ensure!(rig.server.wait(PATIENCE)?.success(), "{}", rig.server.log_text());
+    Ok(())
+}
+
+/// `rgpuctl drain`, running, once the server has heard of it.
+struct Draining(std::process::Child);
+
+impl Draining {
+    fn start(rig: &Rig, within: u32) -> Result<Draining> {
+        let mut command = std::process::Command::new(tree::binaries().join("rgpuctl"));
+        command.args(["drain", "--within", &within.to_string(), "--socket"]).arg(rig.server_admin());
+        let child = command.stdout(std::process::Stdio::piped()).spawn().context("cannot start rgpuctl")?;
+        eventually(|| {
+            // A server that has ended does not answer.
+            let left = rig.server.status().map(|status| status["drain_seconds_left"].as_u64());
+            let obeys = left.map_or(true, |left| left.is_some_and(|left| left <= within.into()));
+            ensure!(obeys, "the server does not drain within {within} s");
+            Ok(())
+        })?;
+        Ok(Draining(child))
+    }
+
+    /// Its exit status, and what it has said.
+    fn ended(self) -> Result<(Option<i32>, String)> {
+        let output = self.0.wait_with_output()?;
+        Ok((output.status.code(), String::from_utf8(output.stdout)?))
+    }
+}
+
+#[test]
+fn a_server_that_drains_lets_programs_finish_and_begins_no_session() -> Result<()> {
+    let mut rig = Rig::with("faults-drain-finish", &["--drain-seconds", "1"], &[])?;
+    let programs = TRANSPORTS.map(|transport| Idle::start(&rig, transport));
+    let programs = programs.into_iter().collect::<Result<Vec<_>>>()?;
+    let draining = Draining::start(&rig, 100_000)?;
+    for transport in TRANSPORTS {
+        let outcome = programs::run(&mut rig.program(transport, "vectorAdd")?, programs::LIMIT)?;
+        let refused = outcome.stderr.contains("shutting down");
+        ensure!(outcome.status == Some(1) && refused, "a program began: {outcome:?}");
+    }
+    let pids = programs.iter().map(Idle::pid).collect::<Vec<_>>();
+    programs.into_iter().try_for_each(Idle::passes)?;
+    let (status, said) = draining.ended()?;
+    // It returns when the server has ended: nothing is left to wait for but the process's exit status.
+    ensure!(!rig.server_socket().exists(), "the server still listens");
+    ensure!(rig.server.wait(PATIENCE)?.success(), "{}", rig.server.log_text());
+    ensure!(status == Some(0) && said.contains("2 sessions finished, 0 lost, 0 ended"), "{status:?}: {said}");
+    for pid in pids {
+        let line = said.lines().find(|line| line.contains(&format!("idle (process {pid} of ")));
+        ensure!(line.is_some_and(|line| line.contains("has finished")), "{pid} in {said}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_server_that_drains_ends_sessions_when_the_time_is_over() -> Result<()> {
+    let mut rig = Rig::start("faults-drain-end")?;
+    let programs =
+        TRANSPORTS.map(|transport| Running::start(rig.program(transport, "kill_me")?.arg("copy"), "RUNNING"));
+    let programs = programs.into_iter().collect::<Result<Vec<_>>>()?;
+    let patient = Draining::start(&rig, 100_000)?;
+    // Another time, for the same server.
+    let hurried = Draining::start(&rig, 0)?;
+    for program in programs {
+        let (status, errors) = program.ended()?;
+        ensure!(status == Some(1) && errors.contains("is lost"), "{errors:?}");
+    }
+    for draining in [hurried, patient] {
+        let (status, said) = draining.ended()?;
+        let all = said.matches("was ended: its time was over").count() == 2
+            && said.contains("0 sessions finished, 0 lost, 2 ended");
+        ensure!(status == Some(3) && all, "{status:?}: {said}");
+    }
+    ensure!(rig.server.wait(PATIENCE)?.success(), "{}", rig.server.log_text());
+    Ok(())
+}
+
+#[test]
+fn a_server_that_drains_tells_of_a_session_that_is_lost() -> Result<()> {
+    let mut rig = Rig::start("faults-drain-lost")?;
+    let running = Running::start(rig.program(Transport::Tcp, "kill_me")?.arg("copy"), "RUNNING")?;
+    let worker = worker_of(&rig, "kill_me")?;
+    let draining = Draining::start(&rig, 100_000)?;
+    kill(worker, Signal::SIGKILL)?;
+    told(running.ended()?, "is lost")?;
+    let (status, said) = draining.ended()?;
+    ensure!(status == Some(3) && said.contains("was lost: the worker of this session"), "{status:?}: {said}");
+    ensure!(rig.server.wait(PATIENCE)?.success(), "{}", rig.server.log_text());
+    Ok(())
+}
+
+#[test]
+fn a_server_without_sessions_drains_at_once() -> Result<()> {
+    let mut rig = Rig::start("faults-drain-idle")?;
+    let (status, said) = Draining::start(&rig, 100_000)?.ended()?;
+    ensure!(status == Some(0) && said.contains("0 sessions finished"), "{status:?}: {said}");
+    ensure!(rig.server.wait(PATIENCE)?.success(), "{}", rig.server.log_text());
+    Ok(())
+}
+
+#[test]
+fn draining_a_server_that_is_not_there_says_what_to_check() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let mut command = std::process::Command::new(tree::binaries().join("rgpuctl"));
+    let outcome =
+        programs::run(command.args(["drain", "--socket"]).arg(folder.path().join("none")), programs::LIMIT)?;
+    ensure!(outcome.status == Some(125) && outcome.stderr.contains("--admin-socket"), "{outcome:?}");
     Ok(())
 }
 

@@ -7,7 +7,7 @@
 use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Trial};
-use rgpu_tests::programs::{Way, manifest, same_as_native, told};
+use rgpu_tests::programs::{Device, Program, Way, manifest, same_as_native, told};
 
 /// All ways except the native one.
 const WAYS: [Way; 3] =
@@ -15,6 +15,7 @@ const WAYS: [Way; 3] =
 
 fn main() -> anyhow::Result<ExitCode> {
     let trial = |name: String| Trial::test(name.clone(), move || Ok(told(same_as_native(&name, &WAYS))?));
-    let trials = manifest()?.into_iter().map(|program| trial(program.name)).collect();
+    let one_server = |program: &Program| program.device != Device::Servers;
+    let trials = manifest()?.into_iter().filter(one_server).map(|program| trial(program.name)).collect();
     Ok(libtest_mimic::run(&Arguments::from_args(), trials).exit_code())
 }

@@ -14,6 +14,8 @@ use rgpu_tests::tree;
 const LIMIT: Duration = Duration::from_secs(600);
 /// Numbers of calls whose costs are compared. The difference does not contain the program's start and end.
 const CALLS: [u64; 2] = [100, 1100];
+/// How many commands more a run may take than another: where answers take long, device memory is asked for ahead, and whether they do changes from run to run.
+const AHEAD: u64 = 4;
 /// The loops of the program `bench`, what each does, and its calls per iteration.
 const LOOPS: [(&str, &str, u64); 6] = [
     ("launches", "launch a kernel", 1),
@@ -59,13 +61,13 @@ fn measure(transport: &'static str) -> Result<String> {
         let of = |column: &str| more[COLUMNS.iter().position(|name| *name == column).unwrap_or(usize::MAX)];
         ensure!(of("round_trips") == 0, "{name} over {transport}: {} round trips", of("round_trips"));
         match name {
-            "event_queries" => ensure!(of("commands") == 0, "{name}: {} commands", of("commands")),
+            "event_queries" => ensure!(of("commands") <= AHEAD, "{name}: {} commands", of("commands")),
             "small_pageable" => {
                 ensure!(of("copied_bytes") == turns * 1024, "{name}: {} bytes copied", of("copied_bytes"))
             }
             _ => {
                 ensure!(
-                    of("commands") >= turns * calls,
+                    of("commands") + AHEAD >= turns * calls,
                     "{name}: {} commands for {turns} turns",
                     of("commands")
                 );

@@ -20,7 +20,9 @@ use protocol::channel::{Geometry, NO_SLOT};
 use protocol::data::{HostIn, HostOut, HostRange, Place};
 use protocol::device::{Answer, request, text};
 use protocol::handle::{ContextId, EventId, FunctionId, ModuleId, StreamId};
-use protocol::link::{self, DataAsk, DataHeader, EAGER_FLAG, FrameHeader, Hello, frame, purpose};
+use protocol::link::{
+    self, DataAsk, DataHeader, EAGER_FLAG, FrameHeader, HASH_FLAG, Hello, KNOWN_FLAG, frame, purpose,
+};
 use protocol::native::Request;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD, Memset};
 use protocol::ops::event::{EventRecord, EventSynchronize};
@@ -48,7 +50,9 @@ fn attack(name: &str, attack: impl FnOnce(&Rig) -> Result<()>) -> Result<()> {
 
 /// Attacks daemons that have served programs. Afterwards they must serve as before and have no more resources than before.
 fn besieged(name: &str, siege: impl FnOnce(&Rig) -> Result<()>) -> Result<()> {
-    let mut rig = Rig::start(&format!("hostile-{name}"))?;
+    // A session whose connections close without a farewell is kept for so long. Data ahead of its turn is limited to what any server takes, which a test exceeds.
+    let mut rig =
+        Rig::with(&format!("hostile-{name}"), &["--grace-seconds", "3", "--ahead-memory", "16M"], &[])?;
     for transport in TRANSPORTS {
         rig.passes(transport, "vectorAdd", &[])?;
     }
@@ -591,12 +595,17 @@ fn connections_that_say_nothing_are_closed() -> Result<()> {
             (0..200).map(|_| connect_tcp(rig.port)).collect::<std::io::Result<_>>()?;
         let mut unix: Vec<UnixStream> =
             (0..50).map(|_| Ok(UnixStream::connect(rig.server_socket())?)).collect::<Result<_>>()?;
-        // Some of them send a part of a hello.
+        // Some of them send a part of a hello. These are more than one address may have, so some are closed already.
         for stream in tcp.iter_mut().step_by(2) {
-            stream.write_all(&link::MAGIC.to_le_bytes())?;
+            let _ = stream.write_all(&link::MAGIC.to_le_bytes());
         }
         for stream in &mut tcp {
-            ensure!(stream.read(&mut [0; 400])? == 0, "the server answered");
+            // Closed with unread input, a connection ends in a reset.
+            let read = stream.read(&mut [0; 400]);
+            ensure!(
+                matches!(read, Ok(0)) || read.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionReset),
+                "the server answered"
+            );
         }
         for stream in &mut unix {
             stream.set_read_timeout(Some(PATIENCE))?;
@@ -750,6 +759,14 @@ fn a_bridge_that_breaks_the_link_loses_its_own_session() -> Result<()> {
             let asked = (10..70_000).take_while(|seq| b.frame(frame::DATA_ASK, ask(*seq).as_bytes()).is_ok());
             ensure!(asked.count() > 60_000, "fewer may be asked for");
             Ok(())
+        }),
+        ("data-known", "a cache that there is not", |b| {
+            begin_copy(b)?;
+            chunk(b, 3, 0, 0, KNOWN_FLAG | 64, &[])
+        }),
+        ("data-hash", "a cache that there is not", |b| {
+            begin_copy(b)?;
+            chunk(b, 3, 0, 0, HASH_FLAG | 64, &[7; 32])
         }),
         ("data-empty", "a chunk of 0 bytes", |b| chunk(b, 3, 0, 0, 0, &[])),
     ];

@@ -1,5 +1,7 @@
 //! Every CUDA test program as a native client on the software GPU, over both transports, and with NVIDIA's own runtime inside
-//! the program, as nvcc builds it by default. Programs that need a GPU of NVIDIA's run only in `gpu.rs`.
+//! the program, as nvcc builds it by default. Then again with device code that the process reads itself
+//! ([decision 60](../../docs/decisions/0060-code-is-read-in-the-process.md)), so that no load is waited for.
+//! Programs that need a GPU of NVIDIA's run only in `gpu.rs`.
 //!
 //! `cargo xtask test programs` builds what this needs and runs it. Each test starts its own server and daemon.
 
@@ -18,6 +20,8 @@ const WAYS: [(&str, Way); 3] = [
 /// Programs to run without userfaultfd, as in containers. Managed memory then uses page protection, and everything except system calls on it works.
 const BY_PAGE_PROTECTION: [&str; 5] =
     ["managed_memory", "managed_neighbors", "managed_variables", "managed_api", "mapped_memory"];
+/// The program with kernels that the software GPU cannot run: with images that were read in the process, that is known too late for it.
+const CANNOT_RUN: &str = "unsupported_kernels";
 
 /// Runs a program and checks that its calls were served where `tests/calls.txt` says.
 fn run(name: &str, way: Way) -> anyhow::Result<()> {
@@ -40,6 +44,13 @@ fn main() -> anyhow::Result<ExitCode> {
                 let how = Way::Client("software", transport);
                 told(passes_with(name, how, &[], &[("RGPU_PAGES", "signal")]))?;
             }
+            Ok(())
+        }));
+    }
+    for program in portable()?.into_iter().filter(|program| program.name != CANNOT_RUN) {
+        trials.push(Trial::test(format!("images_read::{}", program.name), move || {
+            let how = Way::Client("software", "tcp");
+            told(passes_with(&program.name, how, &[], &[("RGPU_READ_IMAGES", "always")]))?;
             Ok(())
         }));
     }

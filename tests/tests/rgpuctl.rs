@@ -3,7 +3,9 @@
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use rgpu_tests::programs::{LIMIT, built, run};
+use rgpu_tests::daemons::Daemon;
+use rgpu_tests::guest::free_port;
+use rgpu_tests::programs::{LIMIT, Outcome, built, run};
 use rgpu_tests::tree;
 use serde_json::Value;
 
@@ -80,6 +82,59 @@ fn trace_shows_the_stages_of_commands_in_every_process() -> Result<()> {
     Ok(())
 }
 
+/// Spans of a timeline with this name: the process's name, and from when to when, in microseconds.
+fn spans(events: &[Value], name: &str) -> Result<Vec<(String, [f64; 2])>> {
+    let process = |pid: &Value| {
+        let named = |event: &&Value| event["name"] == "process_name" && event["pid"] == *pid;
+        events.iter().find(named).and_then(|event| event["args"]["name"].as_str()).context("a process's name")
+    };
+    let found = events.iter().filter(|event| event["ph"] == "X" && event["name"] == name);
+    found
+        .map(|event| {
+            let (begin, took) = (event["ts"].as_f64(), event["dur"].as_f64());
+            let begin = begin.with_context(|| format!("no time: {event}"))?;
+            Ok((process(&event["pid"])?.to_owned(), [begin, begin + took.context("no duration")?]))
+        })
+        .collect()
+}
+
+#[test]
+fn a_timeline_has_calls_commands_and_kernels_on_one_clock() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    for transport in ["local", "tcp"] {
+        let file = folder.path().join(transport);
+        let mut command = Command::new(tree::binaries().join("rgpuctl"));
+        command
+            .args(["trace", "--backend", "software", "--transport", transport, "--output"])
+            .arg(&file)
+            .arg("--")
+            .arg(built("vectorAdd")?)
+            .env("RGPU_LIB_DIR", tree::guest_libraries());
+        run(&mut command, LIMIT)?.verdict("vectorAdd")?;
+        let timeline: Value = serde_json::from_str(&std::fs::read_to_string(&file)?)?;
+        let events = timeline["traceEvents"].as_array().context("no events")?;
+        let one = |name: &str, process: &str| -> Result<[f64; 2]> {
+            let found = spans(events, name)?;
+            let first = found.into_iter().find(|(of, _)| of.starts_with(process));
+            Ok(first.with_context(|| format!("no {name} of a {process} over {transport}"))?.1)
+        };
+        let (called, inner) = (one("cudaMalloc", "program ")?, one("cuMemAlloc_v2", "program ")?);
+        ensure!(called[0] <= inner[0] && inner[1] <= called[1], "{called:?} {inner:?}");
+        let launched = one("cuLaunchKernel", "program ")?;
+        let executed = one("launch", "worker ")?;
+        let kernel = one("vector_add(float const*, float const*, float*, int)", "GPU ")?;
+        let ordered = launched[0] <= executed[0] && executed[0] <= kernel[0] && kernel[0] <= kernel[1];
+        ensure!(ordered, "over {transport}: {launched:?} {executed:?} {kernel:?}");
+        // The program waits for the copy behind its kernel.
+        let last = spans(events, "cudaMemcpy")?.last().context("no cudaMemcpy")?.1;
+        ensure!(kernel[1] <= last[1], "over {transport}: {kernel:?} {last:?}");
+        let link =
+            |event: &Value| event["ph"] == "b" && event["cat"] == "command" && event["name"] == "launch";
+        ensure!(events.iter().any(link) == (transport == "tcp"), "the link over {transport}");
+    }
+    Ok(())
+}
+
 #[test]
 fn a_private_server_starts_no_unused_worker() -> Result<()> {
     let logs = tree::logs().join("rgpuctl-private");
@@ -97,5 +152,65 @@ fn a_private_server_starts_no_unused_worker() -> Result<()> {
         // When it was told to end, it had no worker left to end.
         ensure!(!log.contains("workers that had no session"), "over {transport}:\n{log}");
     }
+    Ok(())
+}
+
+/// `rgpuctl` with these words.
+fn rgpuctl(words: &[&str]) -> Result<Outcome> {
+    run(
+        Command::new(tree::binaries().join("rgpuctl"))
+            .args(words)
+            .env("RGPU_LIB_DIR", tree::guest_libraries()),
+        LIMIT,
+    )
+}
+
+#[test]
+fn a_machine_joins_a_server_and_runs_programs_there_until_it_is_revoked() -> Result<()> {
+    let (folder, logs) = (tempfile::tempdir()?, tree::logs().join("rgpuctl-join"));
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let address = format!("127.0.0.1:{}", free_port()?);
+    let (listen, admin, client) = (format!("tcp:{address}"), path("admin"), path("client"));
+    let arguments = [
+        "--backend",
+        "software",
+        "--listen",
+        &listen,
+        "--identity",
+        &path("server"),
+        "--admin-socket",
+        &admin,
+    ];
+    let log = logs.join("rgpu-server.log");
+    let _server = Daemon::start("rgpu-server", arguments, &log, &folder.path().join("status"))?;
+    let program = built("vectorAdd")?.display().to_string();
+    let vector_add = |protection: &[&str]| {
+        let words = [&["run", "--server", &address][..], protection, &["--", &program]].concat();
+        rgpuctl(&words)
+    };
+    let protected = ["--identity", client.as_str()];
+    let refusal = vector_add(&protected)?;
+    ensure!(refusal.stderr.contains("has no key") && refusal.stderr.contains("rgpuctl join"), "{refusal:?}");
+
+    let enrolled = rgpuctl(&["enroll", "host1", "--socket", &admin])?;
+    let mut words: Vec<&str> = enrolled.stdout.split_whitespace().collect();
+    ensure!(words.len() == 3 && words[..2] == ["rgpuctl", "join"], "{enrolled:?}");
+    words.extend(protected);
+    let joined = rgpuctl(&words[1..])?;
+    ensure!(joined.status == Some(0) && joined.stdout.contains("\"host1\""), "{joined:?}");
+    vector_add(&protected)?.verdict("vectorAdd")?;
+    let text = std::fs::read_to_string(&log)?;
+    ensure!(text.contains("session begins") && text.contains("principal=\"host1\""), "{text}");
+
+    let refusal = vector_add(&["--insecure"])?;
+    ensure!(refusal.stderr.contains("leave --insecure out"), "{refusal:?}");
+    let again = rgpuctl(&words[1..])?;
+    ensure!(again.status != Some(0) && again.stderr.contains("was used already"), "{again:?}");
+    let listed = rgpuctl(&["clients", "--socket", &admin])?;
+    ensure!(listed.stdout.contains("host1"), "{listed:?}");
+    let revoked = rgpuctl(&["revoke", "host1", "--socket", &admin])?;
+    ensure!(revoked.status == Some(0), "{revoked:?}");
+    let refusal = vector_add(&protected)?;
+    ensure!(refusal.stderr.contains("does not know this client's key"), "{refusal:?}");
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! Costs of a program's steady state, as counts instead of times: a loop of calls that need no answer makes no round trip, however long it is.
 
+use std::collections::BTreeMap;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
@@ -14,8 +15,14 @@ fn stats(transport: &str, name: &str, count: u32) -> Result<Vec<String>> {
 
 /// The same for any program.
 fn stats_of(transport: &str, program: &str, arguments: &[&str]) -> Result<Vec<String>> {
-    let logs =
-        tree::logs().join("round-trips").join(format!("{program}-{}-{transport}", arguments.join("-")));
+    stats_with(transport, program, arguments, "never")
+}
+
+/// The same for a program that reads its device code or does not: `RGPU_READ_IMAGES`.
+fn stats_with(transport: &str, program: &str, arguments: &[&str], reads: &str) -> Result<Vec<String>> {
+    let logs = tree::logs()
+        .join("round-trips")
+        .join(format!("{program}-{}-{transport}-{reads}", arguments.join("-")));
     let mut command = Command::new(tree::binaries().join("rgpuctl"));
     command
         .args(["run", "--backend", "software", "--transport", transport, "--log-dir"])
@@ -24,7 +31,8 @@ fn stats_of(transport: &str, program: &str, arguments: &[&str]) -> Result<Vec<St
         .arg(built(program)?)
         .args(arguments)
         .env("RGPU_LIB_DIR", tree::guest_libraries())
-        .env("RGPU_STATS", "1");
+        .env("RGPU_STATS", "1")
+        .env("RGPU_READ_IMAGES", reads);
     let outcome = run(&mut command, LIMIT)?;
     ensure!(outcome.verdict(program).is_ok(), "{program} {arguments:?} over {transport}: {outcome:?}");
     let lines = outcome.stderr.lines().filter_map(|line| line.strip_prefix("rgpu: stats: "));
@@ -170,6 +178,86 @@ fn a_program_waits_four_times_from_its_first_call_to_its_result() -> Result<()> 
         assert_eq!(answered, ["cuMemAlloc_v2", "cuLibraryLoadData", "cuMemcpyDtoH_v2"], "{lines:#?}");
         // The start of the session is counted for no function.
         assert_eq!((of(&lines[0], "exchanges")?, of(&lines[0], "round_trips")?), (4, 5), "{lines:#?}");
+    }
+    Ok(())
+}
+
+/// The round trips of a program that reads its device code: of all its functions together with the session's start, and of each function that waits.
+fn waits_with_images_read(
+    transport: &str,
+    program: &str,
+    arguments: &[&str],
+) -> Result<(u64, BTreeMap<String, u64>)> {
+    let lines = stats_with(transport, program, arguments, "always")?;
+    let mut functions = BTreeMap::new();
+    for line in &lines[1..] {
+        let (name, waits) =
+            (line.split(' ').next().context("no function")?, counter_of(line, "round_trips")?);
+        if waits > 0 {
+            // One function under two names.
+            functions.insert(name.trim_end_matches("_v2").to_owned(), waits);
+        }
+    }
+    Ok((counter_of(lines.first().context("no counters")?, "round_trips")?, functions))
+}
+
+/// Checks that these functions make so many round trips, the session's start two, and nothing else any.
+fn only_these_wait(
+    transport: &str,
+    program: &str,
+    arguments: &[&str],
+    expected: &[(&str, u64)],
+) -> Result<()> {
+    let (all, functions) = waits_with_images_read(transport, program, arguments)?;
+    let expected: BTreeMap<String, u64> =
+        expected.iter().map(|(name, waits)| ((*name).to_owned(), *waits)).collect();
+    assert_eq!(functions, expected, "{program} {arguments:?} over {transport}");
+    assert_eq!(all, 2 + expected.values().sum::<u64>(), "{program} {arguments:?} over {transport}");
+    Ok(())
+}
+
+/// Copying a model tensor by tensor, loading libraries, asking for their kernels, attributes and occupancy, and the first launches wait for nothing. Only how many clusters run at once is asked, once for all
+/// sizes.
+#[test]
+fn libraries_that_are_read_in_the_process_are_not_waited_for() -> Result<()> {
+    let expected = [
+        ("cuMemAlloc", 1),
+        ("cuCtxSynchronize", 1),
+        // The program looks for its own code in its file, and finds other code first.
+        ("cuLibraryLoadData", 1),
+        ("cuLibraryUnload", 1),
+        ("cuOccupancyMaxActiveClusters", 1),
+        // The last one: those behind the tensors wait for nothing.
+        ("cuStreamSynchronize", 1),
+        // The result, and the model in two parts.
+        ("cuMemcpyDtoH", 3),
+    ];
+    for transport in ["local", "tcp"] {
+        for libraries in ["2", "40"] {
+            only_these_wait(transport, "first_steps", &[libraries], &expected)?;
+        }
+    }
+    Ok(())
+}
+
+/// A program that reads its device code waits for memory, for its variables and for its results: not for its module, and not for the first launch.
+#[test]
+fn a_module_and_its_first_launch_are_not_waited_for() -> Result<()> {
+    for transport in ["local", "tcp"] {
+        only_these_wait(transport, "vectorAdd", &[], &[("cuMemAlloc", 1), ("cuMemcpyDtoH", 1)])?;
+        let of_variables =
+            [("cuLibraryGetGlobal", 7), ("cuMemAlloc", 1), ("cuMemcpyDtoH", 9), ("cuMemcpyDtoHAsync", 1)];
+        only_these_wait(transport, "globals", &[], &of_variables)?;
+    }
+    Ok(())
+}
+
+/// What a program reads, it is told by the server in the same way.
+#[test]
+fn what_is_read_in_the_process_is_what_the_server_says() -> Result<()> {
+    for reads in ["never", "auto", "always", "check"] {
+        stats_with("local", "first_steps", &["3"], reads)?;
+        stats_with("local", "libraries", &[], reads)?;
     }
     Ok(())
 }

@@ -5,6 +5,7 @@
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -15,8 +16,9 @@ use protocol::link::{Hello, Welcome};
 use rgpu_tests::daemons::Daemon;
 use rgpu_tests::guest::{self, Holdings, Host, Options};
 use rgpu_tests::machine::{Builder, Machine, Output};
-use rgpu_tests::programs::{self, Program};
+use rgpu_tests::programs::{self, Device, Program};
 use rgpu_tests::tree;
+use tempfile::TempDir;
 
 /// Time limit of everything in an emulated guest on a busy machine. No test depends on how long something takes.
 const LONG: Duration = Duration::from_secs(600);
@@ -118,10 +120,12 @@ fn passed(name: &str, output: &Output) -> Result<()> {
     Ok(())
 }
 
-/// The only line of rgpu's libraries on standard error.
+/// The only line of rgpu's libraries on standard error, besides that the program waits for its server, which it is told after a while.
 fn said(output: &Output) -> Result<String> {
     let stderr = String::from_utf8_lossy(&output.stderr);
-    let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("rgpu: ")).collect();
+    let waits = |line: &&str| line.contains("this program waits until it is back");
+    let lines: Vec<&str> =
+        stderr.lines().filter(|line| line.starts_with("rgpu: ")).filter(|line| !waits(line)).collect();
     match lines.as_slice() {
         [line] => Ok((*line).to_owned()),
         _ => bail!("one line of rgpu was due: {output}"),
@@ -138,9 +142,40 @@ fn failed_saying(output: &Output, words: &[&str]) -> Result<()> {
     Ok(())
 }
 
+/// Another server on this machine, and a `vhost-rgpu` that gives a guest the devices of a host's server and of this one.
+struct Pool {
+    folder: TempDir,
+    _daemons: [Daemon; 2],
+}
+
+impl Pool {
+    fn start(host: &Host) -> Result<Pool> {
+        let folder = tempfile::Builder::new().prefix("rgpu-vm-").tempdir()?;
+        let daemon = |name: &str, arguments: &[&str]| {
+            let status = folder.path().join(format!("{name}.status"));
+            Daemon::start(name, arguments, &host.logs().join(format!("{name}-pool.log")), &status)
+        };
+        let listen = format!("unix:{}", folder.path().join("server.sock").display());
+        // A device that is not the first of its server has another UUID than the other server's.
+        let devices = ["--backend", "software", "--software-devices", "2", "--workers", "2"];
+        let server = daemon("rgpu-server", &[&["--listen", &listen], &devices[..]].concat())?;
+        let (socket, second) = (folder.path().join("vm.sock").display().to_string(), format!("{listen}/1"));
+        let both = ["--insecure", "--socket", &socket, "--server", host.address(), "--server", &second];
+        let bridge = daemon("vhost-rgpu", &both)?;
+        Ok(Pool { folder, _daemons: [server, bridge] })
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join("vm.sock")
+    }
+}
+
 fn all_programs_pass(transport: &'static str) -> Result<()> {
     let host = Host::start(&format!("vm/programs-{transport}"), Options::software(transport))?;
-    let machine = guest::builder(&programs::portable()?).rgpu_socket(host.socket()).boot()?;
+    let pool = Pool::start(&host)?;
+    let mut programs = programs::manifest()?;
+    programs.retain(|program| program.device != Device::Cuda);
+    let machine = guest::builder(&programs).rgpu_socket(host.socket()).rgpu_socket(pool.socket()).boot()?;
     let bed = Bed { host, machine };
     let before = bed.base_line()?;
     let mut failures = Vec::new();
@@ -153,6 +188,12 @@ fn all_programs_pass(transport: &'static str) -> Result<()> {
             if result.is_ok() { "passed" } else { "FAILED" },
             begin.elapsed().as_secs_f64()
         );
+        failures.extend(result.err().map(|error| format!("{error:#}")));
+    }
+    for name in ["two_servers", "nvidia_smi"] {
+        let output = bed.machine.run(&format!("RGPU_DEVICE=/dev/rgpu1 {name}"), LONG);
+        let result =
+            output.and_then(|output| passed(name, &output)).context("with the devices of two servers");
         failures.extend(result.err().map(|error| format!("{error:#}")));
     }
     ensure!(failures.is_empty(), "{} programs failed\n{}", failures.len(), failures.join("\n"));
@@ -199,7 +240,7 @@ const ATTEMPTS: usize = 12;
 
 /// Runs a launch loop; returns its commands, and how many doorbells and interrupts there were meanwhile.
 fn run_launch_loop(bed: &Bed, transport: &str, poll_us: Option<u32>) -> Result<(u64, [u64; 2])> {
-    const LAUNCHES: u64 = 100_000;
+    const LAUNCHES: u64 = 20_000;
     bed.host.settled()?;
     let before = (
         guest::interrupts(&bed.machine)?,
@@ -337,6 +378,36 @@ fn nothing_is_left_of_a_program_or_a_guest_over_tcp() -> Result<()> {
     nothing_is_left_of_a_program_or_a_guest("tcp")
 }
 
+/// Waits until another device process than `before` has taken over the guest's only session.
+fn goes_on(host: &Host, before: i32) -> Result<()> {
+    let deadline = Instant::now() + LONG;
+    loop {
+        let status = host.bridge()?.status()?;
+        let rows = status["sessions"].as_array().context("the status has no sessions")?;
+        let other = rows.first().is_some_and(|row| row["process"] != before);
+        if other && rows[0]["resumed"] == 1 && rows[0]["state"] == "ready" {
+            return Ok(());
+        }
+        ensure!(Instant::now() < deadline, "the session does not go on: {status:#}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Kills the guest's device process once the program has a session; it must pass nevertheless.
+fn passes_without_its_device_process(host: &Host, machine: &Machine, program: &str) -> Result<()> {
+    host.settled()?;
+    let process = machine.spawn(&format!("{program}; echo STATUS $?"))?;
+    let deadline = Instant::now() + LONG;
+    while host.busy_workers()?.is_empty() && !String::from_utf8_lossy(&process.stdout()).contains("STATUS") {
+        ensure!(Instant::now() < deadline, "{program} gets no session");
+    }
+    kill(Pid::from_raw(host.device_process()?), Signal::SIGKILL)?;
+    let output = process.wait(LONG)?;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    ensure!(said.contains("STATUS 0") && said.contains("PASS"), "{program}: {output}");
+    Ok(())
+}
+
 /// What happens to a program and to the next one when a part of the host side is killed. Returns host and guest after the loss of `vhost-rgpu`, which QEMU
 /// does not handle.
 fn a_lost_host_side_is_told(transport: &'static str) -> Result<Bed> {
@@ -360,9 +431,10 @@ fn a_lost_host_side_is_told(transport: &'static str) -> Result<Bed> {
 
     let process = start_kill_me(&machine, "kernel")?;
     host.kill_server()?;
-    failed_saying(&process.wait(LONG)?, &["is lost", "server"])?;
     failed_saying(&machine.run("device_list", LONG)?, &["no GPU server could be reached", "rgpu-server"])?;
+    // Over tcp the program may wait for the server's return, which does not know its session.
     host.start_server()?;
+    failed_saying(&process.wait(LONG)?, &["is lost", "server"])?;
     again(&host, "kill -9 of rgpu-server")?;
 
     for part in ["kernel", "copy"] {
@@ -370,12 +442,25 @@ fn a_lost_host_side_is_told(transport: &'static str) -> Result<Bed> {
         let process = start_kill_me(&machine, part)?;
         let before = host.device_process()?;
         kill(Pid::from_raw(before), Signal::SIGKILL)?;
-        failed_saying(
-            &process.wait(LONG)?,
-            &["is lost", "was killed by SIGKILL", "start the program again"],
-        )?;
+        if transport == "local" {
+            goes_on(&host, before)?;
+            process.kill()?;
+            ensure!(process.wait(LONG)?.status == 128 + 9, "kill_me did not die of SIGKILL");
+        } else {
+            failed_saying(
+                &process.wait(LONG)?,
+                &["is lost", "was killed by SIGKILL", "start the program again"],
+            )?;
+        }
         again(&host, "kill -9 of the guest's device process")?;
         ensure!(host.device_process()? != before, "another device process serves the guest");
+    }
+    if transport == "local" {
+        for program in ["launch_storm 5000", "reduction", "templates", "multi"] {
+            passes_without_its_device_process(&host, &machine, program)?;
+        }
+        host.settled()?;
+        machine.check_console()?;
     }
 
     let process = start_kill_me(&machine, "kernel")?;
@@ -474,7 +559,13 @@ fn a_missing_part_is_reported_in_one_line() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let daemon = |name: &str, server: String| -> Result<Daemon> {
         let socket = folder.path().join(name);
-        let arguments = ["--socket".as_ref(), socket.as_os_str(), "--server".as_ref(), server.as_ref()];
+        let arguments = [
+            "--insecure".as_ref(),
+            "--socket".as_ref(),
+            socket.as_os_str(),
+            "--server".as_ref(),
+            server.as_ref(),
+        ];
         let log = tree::logs().join(format!("vm/missing/{name}.log"));
         Daemon::start("vhost-rgpu", arguments, &log, &folder.path().join(format!("{name}.status")))
     };
@@ -512,7 +603,7 @@ fn a_missing_part_is_reported_in_one_line() -> Result<()> {
 }
 
 /// Where `qemu-configs` are.
-fn configs() -> std::path::PathBuf {
+fn configs() -> PathBuf {
     tree::root().join("qemu-configs")
 }
 

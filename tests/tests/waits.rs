@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rgpu_tests::programs;
-use support::{Rig, TRANSPORTS, Transport};
+use support::{Rig, TRANSPORTS, Transport, on_this_host};
 
 /// Time limit of a program. Only a hang takes this long.
 const LIMIT: Duration = Duration::from_secs(180);
@@ -123,7 +123,8 @@ fn programs_pass_with_any_call_delayed() -> Result<()> {
     for seed in seeds()? {
         let imitate = format!("queue=600,waiting-calls,call-us=300,seed={seed}");
         let server = ["--software-imitate", imitate.as_str()];
-        let mut rig = Rig::through("waits-delays", &server, &[], |port| slow_link(port, seed))?;
+        let mut rig =
+            Rig::through("waits-delays", &server, &[], |port| Ok(on_this_host(slow_link(port, seed)?)))?;
         for name in PROGRAMS {
             for transport in TRANSPORTS {
                 passes(&rig, transport, name, &[], None).with_context(|| format!("with seed {seed}"))?;

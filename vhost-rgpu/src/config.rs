@@ -2,27 +2,52 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::os::fd::RawFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, value_parser};
-use host_bridge::bridge::{SessionConfig, TransportKind};
+use host_bridge::bridge::{CacheUse, Security, SessionConfig, TransportKind};
 use host_bridge::framing::Address;
 use host_bridge::verbs::Settings;
+use identity::ClientFiles;
+use identity::servers::CLIENT_FOLDER;
 use options::document::Part;
-use options::{File, Layer, Section};
+use options::{File, Layer, Section, manual};
 use protocol::device::MAX_EXTENTS;
+use sandbox::{Mode, Policy};
 use thiserror::Error;
 
-use crate::device_process::Role;
+use crate::servers::{self, Server, Servers};
 
 /// Give virtual machines and processes of this host the GPUs of a server.
 ///
 /// What to serve comes from a configuration file, or from --socket (one virtual machine) and --native-socket (processes of this host). Flags override the file.
 #[derive(Debug, Parser)]
-#[command(version)]
+#[command(
+    name = "vhost-rgpu",
+    version,
+    max_term_width = 100,
+    after_long_help = "Exit status:
+  0  it was told to end, or the configuration is valid
+  1  it failed; the last line on standard error says why
+  2  the command line is wrong
+
+Signals:
+  SIGTERM, SIGINT  end the sessions, and end
+
+Files:
+  /etc/rgpu/vhost-rgpu.toml     configuration of the packaged unit
+  /var/lib/rgpu/client          this host's key and the servers that it trusts
+  /run/rgpu/native.sock         where programs of this host connect
+  /run/rgpu/vhost-rgpu.status   where rgpuctl reads the status
+
+Environment:
+  RUST_LOG  what to log, as --log, which overrides it"
+)]
 pub struct Arguments {
-    /// Configuration file (TOML). Flags override it
+    /// Configuration file (TOML). Flags override it. By default there is none
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Check the configuration, report what is wrong with it, and exit
@@ -31,9 +56,12 @@ pub struct Arguments {
     /// Print a commented configuration file with every option, and exit
     #[arg(long)]
     pub print_config: bool,
-    /// Serve this as a device process; only vhost-rgpu itself starts one
-    #[arg(long, hide = true, value_name = "ROLE")]
-    pub device_process: Option<Role>,
+    /// Write the man pages and shell completions into a folder that is installed as /usr/share, and exit; for packages
+    #[arg(long, hide = true, value_name = "FOLDER")]
+    pub write_manual: Option<PathBuf>,
+    /// Be a device process, with the socket to the keeper as this descriptor; only vhost-rgpu itself starts one
+    #[arg(long, hide = true, value_name = "N")]
+    pub device_process: Option<RawFd>,
 }
 
 /// A configuration file as it was read once. Device processes get it from the keeper, so that all processes agree on it.
@@ -54,15 +82,52 @@ struct DaemonOptions {
     /// Maximum microseconds to poll for commands before sleeping. The default is 50, 20 with two or three processors, and 0 (never poll) with one
     #[arg(long, value_name = "N", value_parser = value_parser!(u64).range(0..=10_000))]
     poll_us: Option<u64>,
-    /// Unix socket where the daemon reports its status to rgpuctl: one JSON object for each connection
+    /// Unix socket where the daemon reports its status to rgpuctl: one JSON object for each connection. By default there is none
     #[arg(id = "status.socket", long = "status-socket", value_name = "PATH")]
     status_socket: Option<PathBuf>,
+    /// Where metrics are served.
+    #[command(flatten)]
+    metrics: metrics::Options,
+    /// What device processes may reach.
+    #[command(flatten)]
+    sandbox: SandboxOptions,
+}
+
+/// What the processes that serve guests and programs may reach.
+#[derive(Debug, Args)]
+struct SandboxOptions {
+    /// Whether device processes are confined, and what happens to system calls that they should not make: they end the process, and the log names them
+    #[arg(id = "sandbox.mode", long = "sandbox", value_enum, default_value_t = Mode::On)]
+    mode: Mode,
+    /// Refuse to start if this machine does not provide every part of the sandbox. Without it, the log says what is missing
+    #[arg(id = "sandbox.require", long = "require-sandbox", value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, action = clap::ArgAction::Set)]
+    require: bool,
+    /// User IDs for device processes, one for each. No account and no other program may use them
+    #[arg(id = "sandbox.users", long = "device-users", value_name = "FIRST-LAST", default_value_t = sandbox::DEVICE_PROCESS_USERS)]
+    users: sandbox::Range,
+    /// Maximum memory of one device process besides its guest's, in MiB. 0 means no limit. Needs cgroup v2
+    #[arg(id = "sandbox.memory_mib", long = "device-memory-mib", value_name = "N", default_value_t = 0, value_parser = value_parser!(u64).range(0..=1 << 40))]
+    memory_mib: u64,
+    /// Maximum threads of one device process. 0 means no limit
+    #[arg(id = "sandbox.tasks", long = "device-tasks", value_name = "N", default_value_t = 65536)]
+    tasks: u64,
+    /// Maximum CPU time of one device process, in percent of one CPU. 0 means no limit. Needs cgroup v2
+    #[arg(id = "sandbox.cpu_percent", long = "device-cpu-percent", value_name = "N", default_value_t = 0)]
+    cpu_percent: u64,
+}
+
+impl From<SandboxOptions> for Policy {
+    fn from(options: SandboxOptions) -> Policy {
+        let SandboxOptions { mode, require, users, memory_mib, tasks, cpu_percent } = options;
+        let limits = sandbox::Limits { memory: memory_mib << 20, tasks, cpu_percent };
+        Policy { mode, require, users: Some(users), limits }
+    }
 }
 
 /// Keys of a `[[vm]]` section alone.
 #[derive(Debug, Args)]
 struct VmOptions {
-    /// vhost-user socket of the virtual machine, which QEMU, libvirt or Cloud Hypervisor connects to. systemd may create it: descriptor name "vm-NAME"
+    /// vhost-user socket of the virtual machine, which QEMU, libvirt or Cloud Hypervisor connects to. systemd may create it: descriptor name "vm-NAME". By default no virtual machine is served
     #[arg(id = "vm.socket", long = "socket", value_name = "PATH")]
     socket: Option<PathBuf>,
 }
@@ -79,6 +144,9 @@ struct NativeOptions {
     /// Maximum concurrent channels of one user of this host: a user who holds that many takes nothing from others
     #[arg(id = "native.max_channels_per_user", long = "max-channels-per-user", value_name = "N", default_value_t = 128, value_parser = value_parser!(u32).range(1..=65536))]
     max_channels_per_user: u32,
+    /// Servers that a program may name in RGPU_SERVERS beside those of "server", in the same form. By default there are none. RGPU_SERVERS can name no others. With "/0,2", only these devices
+    #[arg(id = "native.named_servers", long = "named-servers", value_name = "ADDRESS", num_args = 1)]
+    named_servers: Vec<Server>,
 }
 
 /// Keys of both sections: how sessions are opened and limited.
@@ -87,17 +155,27 @@ struct SessionOptions {
     /// Name of the virtual machine or host, for the server and the log: letters, digits, "-", "_" and ".". By default the name of this host
     #[arg(long, value_name = "NAME", value_parser = parse_name)]
     name: Option<String>,
-    /// The server: tcp:HOST:PORT (port 9700 if omitted) or, on this host, unix:PATH
-    #[arg(long, value_name = "ADDRESS")]
-    server: Option<Address>,
+    /// The server: tcp:HOST:PORT (port 9700 if omitted) or, on this host, unix:PATH. It must be given. "/0,2" behind it selects devices of that server by its numbers. With several servers, in a list, each
+    /// program has the devices of all of them, in this order
+    #[arg(long, value_name = "ADDRESS", num_args = 1)]
+    server: Vec<Server>,
     /// Transport: tcp, verbs (InfiniBand or RoCE; the server's address is still that of its TCP socket) or local (the server maps the client's memory; needs a unix: address). By default
-    /// local for unix: and tcp for tcp:
+    /// local for unix: and tcp for tcp:. Of several servers, those that the transport does not reach have their default
     #[arg(long, value_name = "NAME")]
     transport: Option<TransportKind>,
+    /// Connect over tcp without TLS. Then everybody on the network can read and change what is sent. The server must be insecure, too
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, action = clap::ArgAction::Set)]
+    insecure: bool,
+    /// Folder of this host's key and of the servers that it trusts, both made by rgpuctl join
+    #[arg(long, value_name = "FOLDER", default_value = CLIENT_FOLDER)]
+    identity: PathBuf,
+    /// When to ask whether the server has data in its cache, which need not be sent then (transport tcp). A server has one with --cache
+    #[arg(long, value_name = "WHEN", value_enum, default_value_t = CacheUse::Slow)]
+    cache: CacheUse,
     /// TCP connections for bulk data to request for each session; the server decides
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u32).range(1..=16))]
     data_connections: u32,
-    /// Seconds without any message after which a server that owes an answer counts as lost
+    /// Seconds without any message after which a server that owes an answer counts as lost. Over tcp the link counts as lost after 2 already, and the session is resumed
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = value_parser!(u64).range(1..=3600))]
     lost_after_seconds: u64,
     /// Sessions over verbs.
@@ -155,6 +233,10 @@ pub struct Config {
     pub native: Option<Native>,
     /// Socket for the status.
     pub status: Option<PathBuf>,
+    /// Where metrics are served.
+    pub metrics: metrics::Options,
+    /// What device processes may reach.
+    pub sandbox: Policy,
 }
 
 /// One virtual machine.
@@ -164,8 +246,8 @@ pub struct Vm {
     pub name: String,
     /// vhost-user socket that its VMM connects to.
     pub socket: PathBuf,
-    /// How its sessions are opened.
-    pub session: SessionConfig,
+    /// Its servers, and how its sessions are opened.
+    pub servers: Servers,
     /// What its guest may use.
     pub limits: Limits,
 }
@@ -179,8 +261,8 @@ pub struct Native {
     pub mode: u32,
     /// Concurrent channels of one user.
     pub max_channels_per_user: u32,
-    /// How sessions are opened.
-    pub session: SessionConfig,
+    /// Its servers, and how sessions are opened.
+    pub servers: Servers,
     /// What all clients together (channels) and each of them (sizes) may use.
     pub limits: Limits,
 }
@@ -214,6 +296,24 @@ pub enum ConfigError {
     SeveralVms(usize),
 }
 
+impl Config {
+    /// How sessions are opened, for each section and server.
+    pub fn sessions(&self) -> impl Iterator<Item = &SessionConfig> {
+        let vms = self.vms.iter().map(|vm| &vm.servers);
+        vms.chain(self.native.iter().map(|native| &native.servers)).flat_map(Servers::all)
+    }
+
+    /// The servers on other machines to which sessions are opened without TLS.
+    pub fn insecure_servers(&self) -> Vec<String> {
+        let sessions = self.sessions();
+        let insecure = |s: &&SessionConfig| s.source().is_none() && matches!(s.server, Address::Tcp(..));
+        let mut all: Vec<_> = sessions.filter(insecure).map(|session| session.server.to_string()).collect();
+        all.sort();
+        all.dedup();
+        all
+    }
+}
+
 impl Arguments {
     /// The command with every option.
     fn full_command() -> clap::Command {
@@ -225,6 +325,11 @@ impl Arguments {
     pub fn read(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> (Arguments, ArgMatches) {
         let given = Arguments::full_command().get_matches_from(words);
         (Arguments::from_arg_matches(&given).unwrap_or_else(|e| e.exit()), given)
+    }
+
+    /// Writes the man pages and shell completions below `share`.
+    pub fn write_manual(share: &Path) -> std::io::Result<()> {
+        manual::write(Arguments::full_command(), share)
     }
 
     /// The configuration file, if there is one.
@@ -304,7 +409,9 @@ fn read(given: &ArgMatches, file: Option<&File>) -> Result<Config, ConfigError> 
     if vms.is_empty() && native.is_none() {
         return Err(ConfigError::Nothing);
     }
-    Ok(Config { log: daemon.log, vms, native, status: daemon.status_socket })
+    let sandbox = daemon.sandbox.into();
+    let DaemonOptions { log, status_socket: status, metrics, .. } = daemon;
+    Ok(Config { log, vms, native, status, metrics, sandbox })
 }
 
 fn vm(layer: &Layer<'_>, poll: Option<Duration>) -> Result<Vm, options::Error> {
@@ -316,17 +423,17 @@ fn vm(layer: &Layer<'_>, poll: Option<Duration>) -> Result<Vm, options::Error> {
     };
     let socket = options.own.socket.ok_or_else(|| missing("socket"))?;
     check_socket(layer, &socket, "vm.socket")?;
-    let (session, limits) = session(layer, &name, &options.session, poll)?;
-    Ok(Vm { name, socket, session, limits })
+    let (servers, limits) = servers(layer, &name, &options.session, &[], poll)?;
+    Ok(Vm { name, socket, servers, limits })
 }
 
 fn native(layer: &Layer<'_>, poll: Option<Duration>) -> Result<Native, options::Error> {
     let NativeSection { session: options, own } = layer.read()?;
-    let NativeOptions { socket, mode, max_channels_per_user } = own;
+    let NativeOptions { socket, mode, max_channels_per_user, named_servers } = own;
     check_socket(layer, &socket, "native.socket")?;
     let name = options.name.clone().unwrap_or_else(host_name);
-    let (session, limits) = session(layer, &name, &options, poll)?;
-    Ok(Native { socket, mode, max_channels_per_user, session, limits })
+    let (servers, limits) = servers(layer, &name, &options, &named_servers, poll)?;
+    Ok(Native { socket, mode, max_channels_per_user, servers, limits })
 }
 
 /// In a file, a relative path would depend on the folder where the daemon was started.
@@ -337,34 +444,67 @@ fn check_socket(layer: &Layer<'_>, path: &std::path::Path, id: &str) -> Result<(
     Err(layer.wrong("socket", format!("{} is not an absolute path", path.display())))
 }
 
-fn session(
+/// A section's servers, those that programs may name besides, and the section's limits.
+fn servers(
     layer: &Layer<'_>,
     client: &str,
     options: &SessionOptions,
+    named: &[Server],
     poll: Option<Duration>,
-) -> Result<(SessionConfig, Limits), options::Error> {
-    let missing = || layer.wrong("server", "is missing: unix:PATH or tcp:HOST:PORT of the rgpu-server");
-    let mut session = SessionConfig::new(options.server.clone().ok_or_else(missing)?, client);
-    if let Some(transport) = options.transport {
-        if !transport.reaches(&session.server) {
-            let text = format!("transport {transport} cannot reach {}", session.server);
-            return Err(layer.wrong("transport", text));
+) -> Result<(Servers, Limits), options::Error> {
+    let Some((first, more)) = options.server.split_first() else {
+        return Err(layer.wrong("server", "is missing: unix:PATH or tcp:HOST:PORT of the rgpu-server"));
+    };
+    for (key, list) in [("server", &options.server[..]), ("named_servers", named)] {
+        if list.len() > servers::MOST {
+            let text = format!("{} servers; a program can use {}", list.len(), servers::MOST);
+            return Err(layer.wrong(key, text));
         }
+    }
+    if let Some(transport) = options.transport
+        && !options.server.iter().any(|server| transport.reaches(&server.address))
+    {
+        return Err(layer.wrong("transport", format!("transport {transport} cannot reach {}", first.address)));
+    }
+    let limits = limits(&options.limits);
+    let one = |server: &Server| session(server, client, options, &limits, poll);
+    let all = |list: &[Server]| list.iter().map(one).collect();
+    Ok((Servers::new(one(first), all(more), all(named)), limits))
+}
+
+fn limits(options: &LimitOptions) -> Limits {
+    Limits {
+        max_channels: options.max_channels,
+        max_extents: options.max_extents,
+        max_channel_size: options.max_channel_mib << 20,
+        max_registered: options.max_registered_mib << 20,
+        max_registered_extents: options.max_registered_extents,
+    }
+}
+
+fn session(
+    server: &Server,
+    client: &str,
+    options: &SessionOptions,
+    limits: &Limits,
+    poll: Option<Duration>,
+) -> SessionConfig {
+    let mut session = SessionConfig::new(server.address.clone(), client);
+    session.devices.clone_from(&server.devices);
+    if let Some(transport) = options.transport.filter(|transport| transport.reaches(&session.server)) {
         session.transport = transport;
     }
-    let limits = Limits {
-        max_channels: options.limits.max_channels,
-        max_extents: options.limits.max_extents,
-        max_channel_size: options.limits.max_channel_mib << 20,
-        max_registered: options.limits.max_registered_mib << 20,
-        max_registered_extents: options.limits.max_registered_extents,
+    session.cache = options.cache;
+    session.security = match options.insecure {
+        true => Security::Insecure,
+        false => Security::Tls(Arc::new(ClientFiles { folder: options.identity.clone() })),
     };
     session.data_connections = options.data_connections;
     session.silence = Duration::from_secs(options.lost_after_seconds);
     session.poll = poll.unwrap_or(session.poll);
     session.max_registered = limits.max_registered;
     session.verbs = options.rdma.clone();
-    Ok((session, limits))
+    session
 }
 
 /// A name appears in the log, in names of sockets that systemd creates, and in the server's messages.
@@ -411,7 +551,14 @@ fn parts(brief: bool) -> [Part; 3] {
         ("rdma.queue_depth", "128"),
     ];
     let command = || clap::Command::new("options");
-    let own = ["name", "server", "native.socket", "native.mode", "native.max_channels_per_user"];
+    let own = [
+        "name",
+        "server",
+        "native.socket",
+        "native.mode",
+        "native.max_channels_per_user",
+        "native.named_servers",
+    ];
     let hide = |arg: clap::Arg| {
         let hidden = !own.contains(&arg.get_id().as_str());
         arg.hide(hidden)
@@ -421,14 +568,20 @@ fn parts(brief: bool) -> [Part; 3] {
         Part {
             name: "",
             repeated: false,
+            commented: false,
             text: "",
             options: DaemonOptions::augment_args(command()),
             set: &[("status.socket", "\"/run/rgpu/vhost-rgpu.status\"")],
-            examples: &[("poll_us", "50")],
+            examples: &[
+                ("poll_us", "50"),
+                ("metrics.listen", "\"tcp:127.0.0.1:9721\""),
+                ("metrics.token_file", "\"/etc/rgpu/metrics.token\""),
+            ],
         },
         Part {
             name: "vm",
             repeated: true,
+            commented: true,
             text: "One section for each virtual machine.",
             options: VmSection::augment_args(command()),
             set: &[
@@ -441,10 +594,11 @@ fn parts(brief: bool) -> [Part; 3] {
         Part {
             name: "native",
             repeated: false,
+            commented: false,
             text: "Processes of this host, and containers that the socket is mounted into. Without this section there are none. The other options of [[vm]] are valid here, too.",
             options: if brief { native.mut_args(hide) } else { NativeOptions::augment_args(command()) },
             set: &[("server", "\"unix:/run/rgpu/server.sock\"")],
-            examples: &[("name", "\"host\"")],
+            examples: &[("name", "\"host\""), ("named_servers", "[\"gpu1:9700\", \"gpu2:9700/0,2\"]")],
         },
     ]
 }
@@ -453,7 +607,6 @@ fn parts(brief: bool) -> [Part; 3] {
 mod tests {
     use super::*;
     use host_bridge::verbs::{DEPTH, QUEUE_PAIRS};
-    use std::path::Path;
 
     fn config(text: &str, flags: &[&str]) -> Result<Config, ConfigError> {
         let (_, given) = Arguments::read(std::iter::once("vhost-rgpu").chain(flags.iter().copied()));
@@ -468,8 +621,9 @@ mod tests {
     const VM: &str = "[[vm]]\nname = \"a\"\nsocket = \"/run/a.sock\"\nserver = \"tcp:gpu:9700\"\n";
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn the_command_line_is_consistent_and_documented() {
         Arguments::full_command().debug_assert();
+        assert_eq!(manual::gaps(&Arguments::full_command()), Vec::<String>::new());
     }
 
     #[test]
@@ -483,12 +637,13 @@ mod tests {
     #[test]
     fn every_line_of_the_example_is_valid() {
         let shown = config(&example(), &[]).unwrap();
-        assert_eq!(shown.vms.len(), 1);
+        assert_eq!(shown.vms.len(), 0);
         assert!(shown.native.is_some() && shown.status.is_some());
+        let shown = config(VM, &[]).unwrap();
         // The commented-out options show the defaults.
         let all = config(&example().replace("#: ", ""), &[]).unwrap();
         assert_eq!(all.vms[0].limits, shown.vms[0].limits);
-        let (before, now) = (&shown.vms[0].session, &all.vms[0].session);
+        let (before, now) = (shown.vms[0].servers.first(), all.vms[0].servers.first());
         assert_eq!((before.data_connections, before.silence), (now.data_connections, now.silence));
         assert_eq!(now.verbs.queue_pairs, Some(QUEUE_PAIRS));
         assert_eq!(now.verbs.queue_depth, Some(DEPTH));
@@ -497,7 +652,8 @@ mod tests {
 
     #[test]
     fn defaults_are_those_of_a_session() {
-        let session = config(VM, &[]).unwrap().vms.remove(0).session;
+        let vm = config(VM, &[]).unwrap().vms.remove(0);
+        let session = vm.servers.first();
         let expected = SessionConfig::new("tcp:gpu:9700".parse().unwrap(), "a");
         assert_eq!(format!("{session:?}"), format!("{expected:?}"));
     }
@@ -506,14 +662,27 @@ mod tests {
     fn a_section_says_how_to_use_rdma() {
         let text = format!("{VM}transport = \"verbs\"\n[vm.rdma]\ndevice = \"mlx5_2\"\nqueue_depth = 64\n");
         let verbs = Settings { device: Some("mlx5_2".into()), queue_depth: Some(64), ..Settings::default() };
-        assert_eq!(config(&text, &[]).unwrap().vms[0].session.verbs, verbs);
+        assert_eq!(config(&text, &[]).unwrap().vms[0].servers.first().verbs, verbs);
     }
 
     #[test]
     fn a_transport_follows_from_the_address() {
         let config = config(&format!("{VM}[native]\nserver = \"unix:/run/s\"\n"), &[]).unwrap();
-        assert_eq!(config.vms[0].session.transport, TransportKind::Tcp);
-        assert_eq!(config.native.unwrap().session.transport, TransportKind::Local);
+        assert_eq!(config.vms[0].servers.first().transport, TransportKind::Tcp);
+        assert_eq!(config.native.unwrap().servers.first().transport, TransportKind::Local);
+    }
+
+    #[test]
+    fn a_section_can_have_several_servers() {
+        let list = "server = [\"gpu1\", \"unix:/run/s\", \"tcp:gpu2:9701/2,0\"]\n";
+        let text = VM.replace("server = \"tcp:gpu:9700\"\n", list);
+        let config = config(&text, &[]).unwrap();
+        let sessions = config.vms[0].servers.all();
+        let shown: Vec<_> =
+            sessions.iter().map(|s| (s.server.to_string(), s.devices.clone(), s.transport)).collect();
+        let tcp = |address: &str, devices: &[u8]| (address.to_owned(), devices.to_vec(), TransportKind::Tcp);
+        let local = ("unix:/run/s".to_owned(), Vec::new(), TransportKind::Local);
+        assert_eq!(shown, [tcp("tcp:gpu1:9700", &[]), local, tcp("tcp:gpu2:9701", &[2, 0])]);
     }
 
     #[test]
@@ -534,7 +703,7 @@ mod tests {
         let (vm, native) = (&config.vms[0], config.native.unwrap());
         assert_eq!((vm.limits.max_channels, vm.socket.as_path()), (10, Path::new("b.sock")));
         assert_eq!((native.mode, native.limits.max_channels), (0o640, 10));
-        for session in [&vm.session, &native.session] {
+        for session in [vm.servers.first(), native.servers.first()] {
             assert_eq!(session.server.to_string(), "tcp:other:9700");
             assert_eq!(session.poll, Duration::from_micros(8));
         }

@@ -6,6 +6,7 @@
 use std::fmt;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::exit;
 use std::str::FromStr;
@@ -13,17 +14,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use host_bridge::bridge::Security;
+use identity::remote::Remote;
+use nix::sys::prctl;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigSet, Signal};
 
+use sandbox::Orders;
+
 use crate::config::{Config, Source};
+use crate::confinement::{self, KeeperConnects};
 use crate::keeper::process::memory_file;
 use crate::link::{Control, ToDevice, ToKeeper};
 use crate::registry::Registry;
+use crate::servers::Servers;
 use crate::{native, vm};
-
-/// The descriptor of the connection with the keeper.
-pub const CONTROL: RawFd = 3;
 
 /// How long sessions have to end when the daemon ends.
 const DRAIN: Duration = Duration::from_secs(3);
@@ -55,33 +60,56 @@ impl FromStr for Role {
             Some(("user", uid)) => uid.parse().ok().map(Role::Native),
             _ => None,
         };
-        role.ok_or_else(|| format!("{text:?}: only vhost-rgpu itself starts device processes"))
+        role.ok_or_else(|| format!("{text:?} is not what a device process can serve"))
     }
 }
 
 /// The connection with the keeper.
 ///
 /// # Safety
-/// The keeper has started this process, and nothing else uses the descriptor [`CONTROL`]. Call it once.
-pub unsafe fn inherited() -> Result<Control> {
+/// The keeper has started this process with this descriptor, and nothing else uses it. Call it once.
+pub unsafe fn inherited(descriptor: RawFd) -> Result<Control> {
     // SAFETY: the caller's promise.
-    let socket = unsafe { OwnedFd::from_raw_fd(CONTROL) };
+    let socket = unsafe { OwnedFd::from_raw_fd(descriptor) };
     nix::fcntl::fcntl(&socket, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC))
         .context("there is no connection with the keeper")?;
     Ok(Control::from(socket))
 }
 
+/// Reads how this process has to confine itself.
+pub fn receive_orders(control: &Control) -> Result<Orders> {
+    match control.next_from_keeper().context("the keeper's first message")? {
+        Some(ToDevice::Orders { text }) => confinement::from_file(text).context("the keeper's orders"),
+        _ => bail!("the keeper's first message does not say how to confine this process"),
+    }
+}
+
 /// Reads the configuration file's text as the keeper had it. The other messages follow.
 pub fn receive_config(control: &Control) -> Result<Source> {
     let Some(ToDevice::Config { path, text }) =
-        control.next_from_keeper().context("the keeper's first message")?
+        control.next_from_keeper().context("the keeper's second message")?
     else {
-        bail!("the keeper's first message is not the configuration");
+        bail!("the keeper's second message is not the configuration");
     };
     let file = std::fs::File::from(text);
     let mut text = vec![0; file.metadata().context("the configuration")?.len() as usize];
     file.read_exact_at(&mut text, 0).context("the configuration")?;
     Ok(Source { path: PathBuf::from(path), text: String::from_utf8(text).context("the configuration")? })
+}
+
+/// Has sessions' connections made by the keeper, and signed for where they are protected: the keeper alone has this host's key and network.
+fn through_keeper(control: &Arc<Control>, servers: &mut Servers) -> Result<()> {
+    for (server, session) in servers.all_mut().iter_mut().enumerate() {
+        if session.source().is_some() {
+            let message = control.next_from_keeper().context("the keeper's first messages")?;
+            let Some(ToDevice::Keys { socket }) = message else {
+                bail!("the keeper does not say where this host's key signs");
+            };
+            session.security = Security::Tls(Arc::new(Remote::new(UnixStream::from(socket))));
+        }
+        session.connector = Some(Arc::new(KeeperConnects { control: control.clone(), server }));
+    }
+    Ok(())
 }
 
 /// What the role needs of the configuration.
@@ -90,24 +118,40 @@ enum Serving {
     Native(Arc<native::Server>),
 }
 
-/// Serves until the keeper says otherwise.
-pub fn run(role: &Role, config: Config, control: Control) -> Result<()> {
+/// Confines this process, and serves what the keeper says until the keeper says otherwise.
+pub fn run(config: Config, control: Control, orders: &Orders) -> Result<()> {
     // The keeper gets them, too, and decides.
     SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]).thread_block().context("blocking signals")?;
     raise_descriptor_limit();
-    // A core would contain a guest's data.
+    // Also without a sandbox: a core would contain a guest's data.
     setrlimit(Resource::RLIMIT_CORE, 0, 0).context("forbidding core dumps")?;
+    prctl::set_dumpable(false).context("forbidding other processes of this user to look into this one")?;
+    prctl::set_no_new_privs().context("giving up the right to gain privileges")?;
+    // Everything that comes from a guest or a program comes after this.
+    let confined = confinement::enter(orders);
+    let text = confinement::to_file(&confined).context("the report on the sandbox")?;
+    control.tell_keeper(&ToKeeper::Confined { text }).context("the report on the sandbox")?;
+    confined.map_err(anyhow::Error::msg).context("a device process cannot be confined")?;
+    let role = match control.next_from_keeper().context("what to serve")? {
+        Some(ToDevice::Serve { role }) => role,
+        Some(other) => bail!("a message before it is known what to serve: {other:?}"),
+        // The keeper has ended without a use for this process.
+        None => return Ok(()),
+    };
+    let role = &role;
 
     let control = Arc::new(control);
     let registry = Arc::new(Registry::new());
     let mut serving = match role {
         Role::Vm(name) => {
             let vm = config.vms.into_iter().find(|vm| vm.name == *name);
-            let vm = vm.with_context(|| format!("the configuration has no vm {name}"))?;
+            let mut vm = vm.with_context(|| format!("the configuration has no vm {name}"))?;
+            through_keeper(&control, &mut vm.servers)?;
             Serving::Vm(Box::new(vm::Server::new(vm, registry.clone(), control.clone())))
         }
         Role::Native(_) => {
-            let native = config.native.context("the configuration has no section [native]")?;
+            let mut native = config.native.context("the configuration has no section [native]")?;
+            through_keeper(&control, &mut native.servers)?;
             Serving::Native(native::Server::new(native, registry.clone(), control.clone()))
         }
     };

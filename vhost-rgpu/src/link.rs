@@ -7,15 +7,19 @@
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
+use host_bridge::bridge::saved::MAX_DESCRIPTORS;
 use host_bridge::framing::recv_some;
 use nix::sys::socket::{AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::device_process::Role;
+
 /// Maximum bytes of a packet.
 const MAX_PACKET: usize = 4096;
-/// Maximum descriptors in a packet.
-const MAX_FDS: usize = 2;
+/// Maximum descriptors in a packet: a file, and those of a saved session.
+const MAX_FDS: usize = 1 + MAX_DESCRIPTORS;
 
 /// The beginning of each packet.
 #[repr(C)]
@@ -34,30 +38,51 @@ mod kind {
     pub const CLIENT: u32 = 4;
     pub const ASK_STATUS: u32 = 5;
     pub const END: u32 = 6;
+    pub const KEYS: u32 = 7;
+    pub const ORDERS: u32 = 8;
+    pub const CONNECTED: u32 = 9;
+    pub const SERVE: u32 = 10;
     pub const STORE: u32 = 17;
     pub const FORGET: u32 = 18;
     pub const STATUS: u32 = 19;
     pub const GONE: u32 = 20;
+    pub const CONFINED: u32 = 21;
+    pub const CONNECT: u32 = 22;
 }
 
 /// What a device process needs to know of a channel that its predecessor opened. The keeper only holds it.
 #[derive(Debug)]
 pub struct Stored {
-    /// A memfd with the channel's extents.
-    pub extents: OwnedFd,
-    /// With transport `local`: the socket to the worker, which has the channel's memory mapped until it closes its end.
-    pub worker: Option<OwnedFd>,
+    /// A memfd with the channel's extents and its saved session ([`host_bridge::bridge::Saved`]).
+    pub known: OwnedFd,
+    /// The saved session's descriptors.
+    pub descriptors: Vec<OwnedFd>,
 }
 
 /// From the keeper to a device process.
 #[derive(Debug)]
 pub enum ToDevice {
-    /// The configuration file as the keeper read it. Comes first, if there is a file.
+    /// How to confine itself. Comes first.
+    Orders {
+        /// A memfd with [`sandbox::Orders`] as JSON.
+        text: OwnedFd,
+    },
+    /// The configuration file as the keeper read it. Comes next, if there is a file.
     Config {
         /// Its path, for messages.
         path: String,
         /// A memfd with its text.
         text: OwnedFd,
+    },
+    /// What to serve. Comes next, when there is something.
+    Serve {
+        /// The role.
+        role: Role,
+    },
+    /// Where this host's key signs ([`identity::remote`]). Comes next, if sessions are protected by TLS.
+    Keys {
+        /// A stream socket.
+        socket: OwnedFd,
     },
     /// A VMM has connected. Comes once.
     Vmm {
@@ -120,6 +145,20 @@ pub enum ToKeeper {
         /// Its number.
         number: u64,
     },
+    /// What its sandbox lacks, or why it must not serve. Comes first.
+    Confined {
+        /// A memfd with a `Result<sandbox::Report, String>` as JSON.
+        text: OwnedFd,
+    },
+    /// Connect to a server of the process's sessions.
+    Connect {
+        /// Its place among those that the configuration names.
+        server: usize,
+        /// How long to try each address that the server's name has.
+        timeout: Duration,
+        /// Where the answer goes ([`Control::answer`]).
+        reply: OwnedFd,
+    },
 }
 
 /// One end of the socket.
@@ -166,7 +205,7 @@ impl Packet {
     }
 
     fn stored(&mut self) -> io::Result<Stored> {
-        Ok(Stored { extents: self.fd()?, worker: self.fds.next() })
+        Ok(Stored { known: self.fd()?, descriptors: self.fds.by_ref().collect() })
     }
 }
 
@@ -228,7 +267,10 @@ impl Control {
             self.send(kind, number, text, fds, MsgFlags::MSG_DONTWAIT)
         };
         match message {
+            ToDevice::Orders { text } => send(kind::ORDERS, 0, "", &[text.as_fd()]),
             ToDevice::Config { path, text } => send(kind::CONFIG, 0, path, &[text.as_fd()]),
+            ToDevice::Serve { role } => send(kind::SERVE, 0, &role.to_string(), &[]),
+            ToDevice::Keys { socket } => send(kind::KEYS, 0, "", &[socket.as_fd()]),
             ToDevice::Vmm { listening, requests, resumed } => send(
                 kind::VMM,
                 resumed.is_some().into(),
@@ -248,7 +290,8 @@ impl Control {
     }
 
     fn send_stored(&self, kind: u32, channel: u32, stored: &Stored, flags: MsgFlags) -> io::Result<()> {
-        let fds: Vec<_> = std::iter::once(&stored.extents).chain(&stored.worker).map(AsFd::as_fd).collect();
+        let fds: Vec<_> =
+            std::iter::once(&stored.known).chain(&stored.descriptors).map(AsFd::as_fd).collect();
         self.send(kind, channel.into(), "", &fds, flags)
     }
 
@@ -256,7 +299,10 @@ impl Control {
     pub fn next_from_keeper(&self) -> io::Result<Option<ToDevice>> {
         let Some(mut packet) = self.receive()? else { return Ok(None) };
         Ok(Some(match packet.kind {
+            kind::ORDERS => ToDevice::Orders { text: packet.fd()? },
             kind::CONFIG => ToDevice::Config { text: packet.fd()?, path: packet.text },
+            kind::SERVE => ToDevice::Serve { role: packet.text.parse().map_err(|e: String| malformed(&e))? },
+            kind::KEYS => ToDevice::Keys { socket: packet.fd()? },
             kind::VMM => ToDevice::Vmm {
                 listening: packet.fd()?,
                 requests: packet.fd()?,
@@ -282,6 +328,11 @@ impl Control {
                 self.send(kind::STATUS, *question, "", &[text.as_fd()], flags)
             }
             ToKeeper::Gone { number } => self.send(kind::GONE, *number, "", &[], flags),
+            ToKeeper::Confined { text } => self.send(kind::CONFINED, 0, "", &[text.as_fd()], flags),
+            ToKeeper::Connect { server, timeout, reply } => {
+                let millis = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
+                self.send(kind::CONNECT, millis, &server.to_string(), &[reply.as_fd()], flags)
+            }
         }
     }
 
@@ -293,8 +344,41 @@ impl Control {
             kind::FORGET => ToKeeper::Forget { channel: channel(packet.number)? },
             kind::STATUS => ToKeeper::Status { question: packet.number, text: packet.fd()? },
             kind::GONE => ToKeeper::Gone { number: packet.number },
+            kind::CONFINED => ToKeeper::Confined { text: packet.fd()? },
+            kind::CONNECT => ToKeeper::Connect {
+                server: packet.text.parse().map_err(|_| malformed("a server's place that is no number"))?,
+                timeout: Duration::from_millis(packet.number),
+                reply: packet.fd()?,
+            },
             _ => return Err(malformed("a packet of unknown kind")),
         }))
+    }
+}
+
+/// The answer to [`ToKeeper::Connect`], on the socket that came with it.
+impl Control {
+    /// Answers with a connected socket, or says why there is none. Never blocks.
+    pub fn answer(&self, connected: &io::Result<OwnedFd>) -> io::Result<()> {
+        match connected {
+            Ok(socket) => self.send(kind::CONNECTED, 0, "", &[socket.as_fd()], MsgFlags::MSG_DONTWAIT),
+            Err(e) => {
+                let number = e.raw_os_error().map_or(0, i32::unsigned_abs);
+                self.send(kind::CONNECTED, number.into(), &e.to_string(), &[], MsgFlags::MSG_DONTWAIT)
+            }
+        }
+    }
+
+    /// Waits for the answer.
+    pub fn connected(&self) -> io::Result<OwnedFd> {
+        let Some(mut packet) = self.receive()? else {
+            return Err(io::Error::other("the keeper has ended"));
+        };
+        match (packet.kind, i32::try_from(packet.number), packet.fds.next()) {
+            (kind::CONNECTED, Ok(0), Some(socket)) => Ok(socket),
+            (kind::CONNECTED, Ok(number @ 1..), None) => Err(io::Error::from_raw_os_error(number)),
+            (kind::CONNECTED, Ok(0), None) => Err(io::Error::other(packet.text)),
+            _ => Err(malformed("a packet of unknown kind")),
+        }
     }
 }
 
@@ -311,14 +395,33 @@ mod tests {
     fn what_was_sent_arrives_after_its_senders_end() {
         let (keeper, theirs) = pair().unwrap();
         let device = Control::from(theirs);
-        let stored = Stored { extents: file(), worker: Some(file()) };
+        let stored = Stored { known: file(), descriptors: vec![file(), file(), file()] };
         device.tell_keeper(&ToKeeper::Store { channel: 7, stored }).unwrap();
         device.tell_keeper(&ToKeeper::Forget { channel: 9 }).unwrap();
         drop(device);
         let first = keeper.next_from_device().unwrap();
-        assert!(matches!(&first, Some(ToKeeper::Store { channel: 7, stored }) if stored.worker.is_some()));
+        assert!(
+            matches!(&first, Some(ToKeeper::Store { channel: 7, stored }) if stored.descriptors.len() == 3)
+        );
         assert!(matches!(keeper.next_from_device(), Ok(Some(ToKeeper::Forget { channel: 9 }))));
         assert!(keeper.next_from_device().unwrap().is_none());
+    }
+
+    #[test]
+    fn an_answer_brings_a_socket_or_the_reason_why_there_is_none() {
+        let answered = |connected: io::Result<OwnedFd>| {
+            let (ours, theirs) = pair().unwrap();
+            Control::from(theirs).answer(&connected).unwrap();
+            ours.connected()
+        };
+        assert!(answered(Ok(file())).is_ok());
+        let refused = answered(Err(io::Error::from_raw_os_error(libc::ECONNREFUSED))).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+        let unknown = answered(Err(io::Error::other("no such host"))).unwrap_err();
+        assert_eq!(unknown.to_string(), "no such host");
+        let (ours, theirs) = pair().unwrap();
+        drop(theirs);
+        assert!(ours.connected().is_err());
     }
 
     #[test]

@@ -14,6 +14,7 @@
 //! - [`keeper`]: the process that owns the sockets and starts the others;
 //! - [`link`]: what the keeper and a device process say to each other;
 //! - [`device_process`]: a process for one virtual machine, or for one user's programs;
+//! - [`confinement`]: what such a process may reach;
 //! - [`vm`]: the virtio device of a virtual machine: requests, doorbell, events;
 //! - [`native`]: processes of this host;
 //! - [`refusal`]: the answers to requests that are refused;
@@ -23,6 +24,7 @@
 //! The daemon knows virtio and sessions. It knows nothing of CUDA or of what a command means.
 
 mod config;
+mod confinement;
 mod device_process;
 mod keeper;
 mod limit;
@@ -30,9 +32,11 @@ mod link;
 mod native;
 mod refusal;
 mod registry;
+mod servers;
 mod sockets;
 mod vm;
 
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
@@ -56,9 +60,16 @@ fn run() -> Result<()> {
         print!("{}", config::example());
         return Ok(());
     }
-    // SAFETY: the keeper, and nobody else, starts processes with a role and gives them the descriptor. Nothing before this uses descriptors.
-    let control =
-        arguments.device_process.as_ref().map(|_| unsafe { device_process::inherited() }).transpose()?;
+    if let Some(folder) = &arguments.write_manual {
+        return Arguments::write_manual(folder)
+            .with_context(|| format!("cannot write into {}", folder.display()));
+    }
+    // SAFETY: the keeper, and nobody else, starts processes with this argument and gives them the descriptor. Nothing before this uses descriptors.
+    let control = arguments
+        .device_process
+        .map(|descriptor| unsafe { device_process::inherited(descriptor) })
+        .transpose()?;
+    let orders = control.as_ref().map(device_process::receive_orders).transpose()?;
     let source = match &control {
         Some(control) if arguments.has_source() => Some(device_process::receive_config(control)?),
         Some(_) => None,
@@ -67,6 +78,9 @@ fn run() -> Result<()> {
     let config = arguments.config(&given, source.as_ref())?;
     let filter = EnvFilter::try_new(&config.log)
         .with_context(|| format!("log: {:?} is not a level or filter", config.log))?;
+    if control.is_none() {
+        config.metrics.check()?;
+    }
     if arguments.check_config {
         println!(
             "the configuration is valid: {} virtual machines, native socket {}",
@@ -78,9 +92,18 @@ fn run() -> Result<()> {
         );
         return Ok(());
     }
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    match (&arguments.device_process, control) {
-        (Some(role), Some(control)) => device_process::run(role, config, control),
+    // A log that nobody watches, such as systemd's, is not to have colors.
+    let colors = std::io::stderr().is_terminal();
+    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colors).with_writer(std::io::stderr).init();
+    if arguments.device_process.is_none() {
+        for server in config.insecure_servers() {
+            tracing::warn!(
+                "insecure: connections to {server} are neither encrypted nor authenticated; everybody on the network can read and change what is sent"
+            );
+        }
+    }
+    match (control, &orders) {
+        (Some(control), Some(orders)) => device_process::run(config, control, orders),
         _ => keeper::run(config, std::env::args_os().skip(1).collect(), source),
     }
 }

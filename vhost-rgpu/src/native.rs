@@ -261,12 +261,10 @@ impl Connection<'_> {
         let channel = ChannelMemory::new(memories, extents, size)?;
         let stopper = Stopper::for_connection(self.socket)
             .map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))?;
-        let config = &self.server.config.session;
-        let refused = |_: &ConnectError| {
-            self.server.registry.totals.refused.fetch_add(1, Ordering::Relaxed);
-        };
+        let (_, config) = self.server.config.servers.choose(&channel)?;
+        let refused = |e: &ConnectError| self.server.registry.totals.refuse(e.answer());
         let mut turn = Queued { socket: self.socket, channel: &channel, answered: false };
-        let connected = Prepared::connect(config, &channel, &mut turn).inspect_err(refused);
+        let connected = Prepared::connect(&config, &channel, &mut turn).inspect_err(refused);
         let waited = turn.answered;
         let prepared = match connected {
             Err(e) if waited => {

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use host_bridge::bridge::Session;
+use host_bridge::bridge::{LinkState, Session};
+use protocol::device::Answer;
 use serde_json::{Map, Value, json};
 
 /// A session and its owner.
@@ -20,14 +21,32 @@ struct Entry {
 pub struct Totals {
     /// Sessions opened.
     pub opened: AtomicU64,
-    /// Sessions that were refused or failed to connect.
-    pub refused: AtomicU64,
+    /// Sessions that were refused or failed to connect, by the answer that their client got.
+    refused: [AtomicU64; REFUSALS.len()],
     /// Sessions lost.
     pub lost: AtomicU64,
     /// Sessions closed on request.
     pub closed: AtomicU64,
     /// Requests answered `INVALID`.
     pub malformed: AtomicU64,
+}
+
+/// What a session is refused with, and what the status calls the number of such sessions.
+pub const REFUSALS: [(Answer, &str); 6] = [
+    (Answer::Invalid, "sessions_refused_invalid"),
+    (Answer::NoResources, "sessions_refused_no_resources"),
+    (Answer::NoServer, "sessions_refused_no_server"),
+    (Answer::Version, "sessions_refused_version"),
+    (Answer::Denied, "sessions_refused_denied"),
+    (Answer::Unsupported, "sessions_refused_unsupported"),
+];
+
+impl Totals {
+    /// A session was refused or failed to connect.
+    pub fn refuse(&self, answer: Answer) {
+        let place = REFUSALS.iter().position(|(other, _)| *other == answer).unwrap_or(0);
+        self.refused[place].fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 /// The sessions of the process.
@@ -55,10 +74,15 @@ impl Registry {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lists a session until the guard is dropped.
+    /// Lists a session that was opened until the guard is dropped.
     pub fn list(self: &Arc<Self>, owner: &str, channel: u64, session: Arc<Session>) -> Listed {
-        let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.totals.opened.fetch_add(1, Ordering::Relaxed);
+        self.list_resumed(owner, channel, session)
+    }
+
+    /// Lists a session that another process had opened until the guard is dropped.
+    pub fn list_resumed(self: &Arc<Self>, owner: &str, channel: u64, session: Arc<Session>) -> Listed {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.lock().insert(id, Entry { owner: owner.to_owned(), channel, session });
         Listed { registry: self.clone(), id }
     }
@@ -72,6 +96,11 @@ impl Registry {
         for (id, entry) in entries {
             let session = &entry.session;
             let (regions, registered) = session.registered();
+            let (state, round_trip) = match (session.over(), session.link()) {
+                (Some(_), _) => ("ended", None),
+                (None, LinkState::Lost) => ("resuming", None),
+                (None, LinkState::Up(round_trip)) => ("ready", round_trip),
+            };
             let mut row = Map::new();
             let fields = [
                 ("id", json!(id)),
@@ -82,12 +111,15 @@ impl Registry {
                 ("server", json!(session.server())),
                 ("server_name", json!(session.server_name())),
                 ("transport", json!(session.transport().to_string())),
-                ("state", json!(if session.over().is_some() { "ended" } else { "ready" })),
+                ("state", json!(state)),
                 ("seconds", json!(session.age().as_secs())),
                 ("regions", json!(regions)),
                 ("registered_bytes", json!(registered)),
             ];
             row.extend(fields.map(|(name, value)| (name.to_owned(), value)));
+            if let Some(time) = round_trip {
+                row.insert("round_trip_us".to_owned(), json!(time.as_micros() as u64));
+            }
             for (name, value) in session.counters().all() {
                 row.insert(name.to_owned(), json!(value));
                 *sums.entry(name).or_default() += value;
@@ -95,15 +127,19 @@ impl Registry {
             sessions.push(Value::Object(row));
         }
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        json!({
+        let mut report = json!({
             "sessions_opened": load(&self.totals.opened),
-            "sessions_refused": load(&self.totals.refused),
+            "sessions_refused": self.totals.refused.iter().map(load).sum::<u64>(),
             "sessions_lost": load(&self.totals.lost),
             "sessions_closed": load(&self.totals.closed),
             "malformed_requests": load(&self.totals.malformed),
             "totals": sums,
             "sessions": sessions,
-        })
+        });
+        for ((_, name), count) in REFUSALS.iter().zip(&self.totals.refused) {
+            report[name] = json!(load(count));
+        }
+        report
     }
 }
 

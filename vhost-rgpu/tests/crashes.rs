@@ -24,8 +24,10 @@ use protocol::device::{
 use protocol::handle::StreamId;
 use protocol::link::{Ack, Hello, frame, wish};
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
+use protocol::ops::stream::StreamMark;
 use test_kit::channel::in_a_file;
 use test_kit::link::welcome;
+use test_kit::local_server::{Behavior as Workers, LocalServer};
 use test_kit::native_client::{NativeClient, create_channel};
 use test_kit::server::{Behavior, FakeServer};
 use test_kit::*;
@@ -109,6 +111,40 @@ fn a_guest_goes_on_after_its_device_process_was_killed() {
     assert_eq!(daemon.sessions(), 0);
 }
 
+/// Sets the number of descriptors that a process may have, and gives the number before.
+fn limit_descriptors(process: u32, most: u64) -> u64 {
+    let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    let (pid, none) = (process.cast_signed(), std::ptr::null());
+    // SAFETY: the call reads and writes local variables only.
+    unsafe {
+        assert_eq!(libc::prlimit(pid, libc::RLIMIT_NOFILE, none, &mut before), 0);
+        let limit = libc::rlimit { rlim_cur: most, ..before };
+        assert_eq!(libc::prlimit(pid, libc::RLIMIT_NOFILE, &limit, std::ptr::null_mut()), 0);
+    }
+    before.rlim_cur
+}
+
+#[test]
+fn a_device_process_that_cannot_be_started_is_tried_again() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let channel = guest.create(0);
+    let before = daemon.number("device_processes_restarted");
+    let process = device_process(&daemon, "vm");
+    // The keeper can open nothing more for a while: as long as no number below the limit is free.
+    let free = (0..).find(|number| !Path::new(&format!("/proc/{}/fd/{number}", daemon.pid())).exists());
+    let most = limit_descriptors(daemon.pid(), free.unwrap());
+    kill(Pid::from_raw(process), Signal::SIGKILL).unwrap();
+    eventually(|| daemon.log().contains("Too many open files"));
+    limit_descriptors(daemon.pid(), most);
+    eventually(|| daemon.try_status().is_some_and(|s| s["device_processes_restarted"] == before + 1));
+    // The successor knows what its predecessor's predecessor had stored.
+    eventually(|| channel.view().header().state() == State::Lost);
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]), (Answer::Ok, String::new()));
+    guest.create(0).synchronize();
+    assert!(!daemon.log().contains("the VMM's connection ended"), "{}", daemon.log());
+}
+
 #[test]
 fn requests_in_progress_are_answered_by_the_successor() {
     let server = FakeServer::start(Behavior { hold_data: true, ..Behavior::default() });
@@ -183,7 +219,7 @@ fn a_program_that_waits_in_a_servers_queue_learns_of_the_crash() {
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 2), &[]), (Answer::Ok, String::new()));
 }
 
-/// A server on this host that takes one session and its memory, and closes it when it is told to. The receiver gets a message when the client is gone.
+/// A server on this host that takes one session and its memory, and closes it when it is told to. It never looks who comes after its client, which is gone when the receiver gets a message.
 fn local_server(path: &Path) -> (mpsc::Receiver<()>, mpsc::Sender<()>) {
     let listener = std::os::unix::net::UnixListener::bind(path).unwrap();
     let ((gone, is_gone), (close, may_close)) = (mpsc::channel(), mpsc::channel());
@@ -202,8 +238,198 @@ fn local_server(path: &Path) -> (mpsc::Receiver<()>, mpsc::Sender<()>) {
     (is_gone, close)
 }
 
+fn serving_locally(server: &LocalServer) -> Daemon {
+    Daemon::start(&["--server", &server.config.server.to_string(), "--transport", "local"])
+}
+
+/// Registers extents as a region.
+fn register(region: u32, extents: &[Extent]) -> Request {
+    Request { kind: request::REGISTER_MEMORY, region, ..create(0, extents) }
+}
+
+fn unregister(region: u32) -> Request {
+    Request { region, ..plain(request::UNREGISTER_MEMORY, 0) }
+}
+
 #[test]
-fn a_lost_channels_memory_is_the_guests_only_when_its_worker_has_let_go() {
+fn a_local_session_goes_on_in_the_next_device_process() {
+    let server = LocalServer::start(Workers::Good);
+    let daemon = serving_locally(&server);
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let bytes = pattern(100_000, 7);
+    for round in 0..3 {
+        let extents = scattered(100_000, round.into());
+        assert_eq!(guest.ask(register(round, &extents), &extents), (Answer::Ok, String::new()));
+        session::write(&guest.memories, &extents, &bytes);
+        channel.push(
+            &MemcpyHtoD {
+                stream: StreamId(0),
+                dst: round.into(),
+                src: HostIn::Range(region(round, 0, 100_000)),
+            },
+            NO_SLOT,
+        );
+        let event = guest.post_event();
+        crash(&daemon);
+        // Its threads look again: the old process may have been about to wake them.
+        assert_eq!(guest.wait_used(EVENT_QUEUE).1, 8);
+        assert_eq!(Event::read_from_bytes(&guest.read::<8>(event)).unwrap().channel, 0);
+        channel.synchronize();
+        assert_eq!(channel.view().header().state(), State::Ready);
+        // The regions are the same as before.
+        for round in 0..=round {
+            let extents = scattered(100_000, round.into());
+            session::write(&guest.memories, &extents, &vec![0; 100_000]);
+            let dst = HostOut(region(round, 0, 100_000));
+            channel.push(&MemcpyDtoH { stream: StreamId(0), src: round.into(), dst }, NO_SLOT);
+            channel.synchronize();
+            assert!(session::read(&guest.memories, &extents) == bytes, "region {round}");
+        }
+        assert_eq!(guest.ask(register(round, &extents), &extents).0, Answer::Invalid, "it is in use");
+        let status = daemon.status();
+        let [row] = &status["sessions"].as_array().unwrap()[..] else { panic!("{status}") };
+        assert_eq!((row["regions"].as_u64(), row["resumed"].as_u64()), (Some(u64::from(round) + 1), Some(1)));
+        assert_eq!(row["program"], "guest-program");
+    }
+    assert_eq!((daemon.number("sessions_lost"), daemon.number("sessions_opened")), (0, 1));
+    assert_eq!(guest.ask(unregister(1), &[]), (Answer::Ok, String::new()));
+    assert_eq!(guest.ask(unregister(1), &[]).0, Answer::Invalid);
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]), (Answer::Ok, String::new()));
+    eventually(|| server.ended.load(Ordering::SeqCst) == 1);
+    // A reset ends a session also if another process had it before.
+    guest.create(0).synchronize();
+    crash(&daemon);
+    guest.reset();
+    eventually(|| server.ended.load(Ordering::SeqCst) == 2);
+    assert_eq!(daemon.sessions(), 0);
+    // So does a VMM that leaves, and one that does so before the next process has found the session.
+    (0..3).for_each(|queue| guest.start(queue));
+    guest.create(0).synchronize();
+    kill(Pid::from_raw(device_process(&daemon, "vm")), Signal::SIGKILL).unwrap();
+    drop(guest);
+    eventually(|| server.ended.load(Ordering::SeqCst) == 3);
+    assert!(server.trouble.lock().unwrap().is_empty(), "{:?}", server.trouble);
+}
+
+#[test]
+fn requests_for_memory_are_carried_out_once_also_across_a_crash() {
+    let server = LocalServer::start(Workers::Keeps);
+    let daemon = serving_locally(&server);
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let extents = scattered(50_000, 3);
+    assert_eq!(guest.ask(register(1, &extents), &extents).0, Answer::Ok);
+    let copy = |region_id: u32| MemcpyHtoD {
+        stream: StreamId(0),
+        dst: 1,
+        src: HostIn::Range(region(region_id, 0, 50_000)),
+    };
+    channel.push(&copy(1), NO_SLOT);
+    channel.synchronize();
+    assert_eq!(server.keeps(), 1);
+    // The worker uses the region, so the first request waits, and the second one behind it.
+    let (slow, slow_at) = guest.send(&message(unregister(1), &[]));
+    let (next, next_at) = guest.send(&message(register(2, &extents), &extents));
+    let (quick, _) = guest.send(&message(plain(request::DESTROY_CHANNEL, 77), &[]));
+    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, quick);
+    crash(&daemon);
+    // The session goes on meanwhile.
+    channel.synchronize();
+    crash(&daemon);
+    channel.synchronize();
+    assert_eq!(guest.used(CONTROL_QUEUE), None, "the region is in use");
+    server.let_go();
+    let mut answered = [guest.wait_used(CONTROL_QUEUE).0, guest.wait_used(CONTROL_QUEUE).0];
+    answered.sort_unstable();
+    let mut expected = [slow, next];
+    expected.sort_unstable();
+    assert_eq!(answered, expected);
+    assert_eq!(guest.answer_at(slow_at), (Answer::Ok, String::new()));
+    assert_eq!(guest.answer_at(next_at), (Answer::Ok, String::new()));
+    assert_eq!(guest.used(CONTROL_QUEUE), None, "each request is answered once");
+    channel.push(&copy(2), NO_SLOT);
+    channel.synchronize();
+    // A program that is killed while the worker uses its memory does not wait for it.
+    let (waits, _) = guest.send(&message(unregister(2), &[]));
+    crash(&daemon);
+    let (destroy, _) = guest.send(&message(plain(request::DESTROY_CHANNEL, 0), &[]));
+    eventually(|| server.ended.load(Ordering::SeqCst) == 1);
+    server.let_go();
+    let answered = [guest.wait_used(CONTROL_QUEUE).0, guest.wait_used(CONTROL_QUEUE).0];
+    assert!(answered.contains(&waits) && answered.contains(&destroy), "{answered:?}");
+}
+
+#[test]
+fn crashes_at_any_moment_change_nothing_for_a_local_session() {
+    let server = LocalServer::start(Workers::Good);
+    let daemon = serving_locally(&server);
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let mut registered = [false; 5];
+    std::thread::scope(|scope| {
+        // As many as the keeper takes for an accident.
+        let crashes = scope.spawn(|| {
+            for round in 1..=6u64 {
+                std::thread::sleep(std::time::Duration::from_micros(round * 7919 % 40_000));
+                crash(&daemon);
+            }
+        });
+        for step in 0u64.. {
+            if crashes.is_finished() && step > 50 {
+                break;
+            }
+            guest.reuse_buffers();
+            let id = (step * step % 5) as u32;
+            let (extents, bytes) = (scattered(30_000, u64::from(id) + 1), pattern(30_000, step));
+            if registered[id as usize] && step % 3 == 0 {
+                assert_eq!(guest.ask(unregister(id), &[]), (Answer::Ok, String::new()), "step {step}");
+                registered[id as usize] = false;
+            }
+            if !registered[id as usize] {
+                assert_eq!(
+                    guest.ask(register(id, &extents), &extents),
+                    (Answer::Ok, String::new()),
+                    "step {step}"
+                );
+                registered[id as usize] = true;
+            }
+            session::write(&guest.memories, &extents, &bytes);
+            let range = region(id, 0, 30_000);
+            channel
+                .push(&MemcpyHtoD { stream: StreamId(0), dst: step % 7, src: HostIn::Range(range) }, NO_SLOT);
+            channel.synchronize();
+            session::write(&guest.memories, &extents, &[0; 30_000]);
+            channel.push(&MemcpyDtoH { stream: StreamId(0), src: step % 7, dst: HostOut(range) }, NO_SLOT);
+            channel.synchronize();
+            assert!(session::read(&guest.memories, &extents) == bytes, "step {step}");
+        }
+        crashes.join().unwrap();
+    });
+    assert_eq!((daemon.number("sessions_lost"), daemon.number("sessions_opened")), (0, 1));
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]), (Answer::Ok, String::new()));
+    eventually(|| server.ended.load(Ordering::SeqCst) == 1);
+    assert!(server.trouble.lock().unwrap().is_empty(), "{:?}", server.trouble);
+}
+
+#[test]
+fn a_worker_that_ends_with_the_device_process_is_told() {
+    let server = LocalServer::start(Workers::Dies);
+    let daemon = serving_locally(&server);
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let event = guest.post_event();
+    // The worker dies of the first command, whoever rings for it.
+    channel.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
+    crash(&daemon);
+    assert_eq!(guest.wait_used(EVENT_QUEUE).1, 8);
+    assert_eq!(Event::read_from_bytes(&guest.read::<8>(event)).unwrap().channel, 0);
+    eventually(|| channel.view().header().state() == State::Lost);
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]), (Answer::Ok, String::new()));
+}
+
+#[test]
+fn a_channels_memory_is_the_guests_only_when_its_worker_has_let_go() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("server.sock");
     let (gone, close) = local_server(&path);
@@ -212,7 +438,6 @@ fn a_lost_channels_memory_is_the_guests_only_when_its_worker_has_let_go() {
     let channel = guest.create(0);
     crash(&daemon);
     gone.recv_timeout(PATIENCE).unwrap();
-    eventually(|| channel.view().header().state() == State::Lost);
     let (destroy, at) = guest.send(&message(plain(request::DESTROY_CHANNEL, 0), &[]));
     let (quick, _) = guest.send(&message(plain(request::DESTROY_CHANNEL, 77), &[]));
     assert_eq!(guest.wait_used(CONTROL_QUEUE).0, quick);
@@ -223,6 +448,8 @@ fn a_lost_channels_memory_is_the_guests_only_when_its_worker_has_let_go() {
     close.send(()).unwrap();
     assert_eq!(guest.wait_used(CONTROL_QUEUE).0, destroy);
     assert_eq!(guest.answer_at(at), (Answer::Ok, String::new()));
+    assert_eq!(daemon.number("sessions_lost"), 0, "the program has ended its session");
+    drop(channel);
 }
 
 #[test]

@@ -5,12 +5,13 @@
 mod daemon;
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 
 use daemon::Daemon;
 use host_bridge::framing::{recv_frame, recv_struct, send_frame, send_message};
 use host_bridge::memory::{ChannelView, Memories};
+use identity::{Identity, servers};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::signal::Signal;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, socket};
@@ -24,7 +25,9 @@ use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamSynchronize;
 use protocol::version::Version;
 use test_kit::channel::{self, in_a_file};
+use test_kit::daemon::memory_contains;
 use test_kit::link::welcome;
+use test_kit::manager::Manager;
 use test_kit::native_client::{NativeClient, create_channel};
 use test_kit::server::{Behavior, FakeServer};
 use test_kit::*;
@@ -105,6 +108,39 @@ impl Client {
 }
 
 #[test]
+fn a_channel_is_for_the_server_that_its_header_names() {
+    let servers = [FakeServer::good(), FakeServer::good(), FakeServer::good()];
+    let addresses = servers.each_ref().map(|server| server.address.to_string());
+    let named = format!("{}/1,2", addresses[2]);
+    let arguments =
+        ["--server", &addresses[0], "--server", &addresses[1], "--named-servers", &named, "--name", "testvm"];
+    let daemon = Daemon::start(&arguments);
+    let open = |number: u32, name: &str| {
+        let native = NativeClient::connect(&daemon.native()).unwrap();
+        let (file, view) = in_a_file(1 << 20, PROGRAM);
+        view.header().ask_for_server(number, name);
+        native.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
+        let (answer, reason, _) = native.response().unwrap().unwrap();
+        (answer, reason, view.header().servers())
+    };
+    let served = || servers.each_ref().map(|server| server.programs().len());
+    assert_eq!(open(0, ""), (Answer::Ok, String::new(), 2));
+    assert_eq!(open(1, ""), (Answer::Ok, String::new(), 2));
+    assert_eq!(served(), [1, 1, 0]);
+    // By name, whatever the number is: one that every program has, and one that has to be named.
+    assert_eq!(open(7, &addresses[1]).0, Answer::Ok);
+    assert_eq!(open(0, &format!("{}/2", addresses[2])).0, Answer::Ok);
+    assert_eq!(served(), [1, 2, 1]);
+    for (number, name) in
+        [(2, ""), (u32::MAX, ""), (0, "127.0.0.1:1"), (0, "nonsense/x"), (0, &format!("{}/0", addresses[2]))]
+    {
+        let (answer, reason, _) = open(number, name);
+        assert_eq!(answer, Answer::Invalid, "{number} {name}: {reason}");
+    }
+    assert_eq!(served(), [1, 2, 1], "nobody else was connected to");
+}
+
+#[test]
 fn a_program_sends_commands_and_data_and_sleeps_for_answers() {
     let server = FakeServer::good();
     let daemon = Daemon::serving(&server);
@@ -139,6 +175,20 @@ fn a_program_sends_commands_and_data_and_sleeps_for_answers() {
     assert_eq!(channel.native.ask(plain(request::DESTROY_CHANNEL), &[]).unwrap().0, Answer::Ok);
     assert!(channel.native.is_closed());
     assert_eq!(server.programs(), ["native-test"]);
+}
+
+#[test]
+fn a_service_manager_hears_when_the_daemon_serves_and_when_it_ends() {
+    let (server, manager) = (FakeServer::good(), Manager::new());
+    let mut daemon = Daemon::managed(&manager, &server);
+    until("it serves", || manager.said() == ["READY=1"]);
+    // Every socket is there, without waiting for anything else.
+    assert_eq!(daemon.sessions(), 0);
+    let client = Client::open(&daemon.native());
+    std::os::unix::net::UnixStream::connect(daemon.vm()).unwrap();
+    drop(client);
+    assert!(daemon.end(Signal::SIGTERM).success());
+    assert_eq!(manager.said(), ["READY=1", "STOPPING=1"]);
 }
 
 #[test]
@@ -304,6 +354,23 @@ fn a_client_beyond_the_limit_is_told_the_limit() {
 }
 
 #[test]
+fn device_processes_use_the_configuration_file_as_the_keeper_read_it() {
+    let server = FakeServer::good();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("c.toml");
+    let address = &server.address;
+    let text = format!(
+        "[[vm]]\nname = \"testvm\"\nsocket = \"/nowhere\"\nserver = \"{address}\"\n[native]\nserver = \"{address}\"\nname = \"from-the-file\"\n"
+    );
+    std::fs::write(&file, text).unwrap();
+    let daemon = Daemon::start(&["--config", file.to_str().unwrap()]);
+    std::fs::write(&file, "this is not TOML").unwrap();
+    let mut client = Client::open(&daemon.native());
+    assert!(client.synchronize().is_success());
+    assert_eq!(daemon.status()["sessions"][0]["server"], address.to_string());
+}
+
+#[test]
 fn a_user_at_its_share_of_the_limit_is_told_so() {
     let server = FakeServer::good();
     let arguments = ["--server", &server.address.to_string(), "--max-channels-per-user", "2"];
@@ -403,6 +470,50 @@ fn a_configuration_is_checked_without_serving() {
 }
 
 #[test]
+fn a_device_process_reaches_nothing_but_what_it_was_given() {
+    let server = FakeServer::good();
+    let daemon = Daemon::serving(&server);
+    let _client = Client::open(&daemon.native());
+    let process = daemon.status()["device_processes"][0].clone();
+    let state = &process["sandbox"];
+    assert_eq!(state["no_new_privileges"], true);
+    assert_eq!((&state["capabilities"], &state["core_limit"]), (&0.into(), &0.into()));
+    assert!(state["filters"].as_u64().unwrap() >= 2, "{state}");
+    if !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    assert_eq!(state["namespaces"], serde_json::json!(["mnt", "pid", "ipc", "net"]));
+    assert!(state["user"].as_u64().unwrap() >= 0x7001_0000, "{state}");
+    // Its server is on a network that it does not have: the keeper has connected.
+    let folder = PathBuf::from(format!("/proc/{}", process["process"]));
+    let interfaces = std::fs::read_to_string(folder.join("net/dev")).unwrap();
+    assert_eq!(interfaces.lines().filter(|line| line.contains(':')).count(), 1, "{interfaces}");
+    let seen = |path: &str| folder.join("root").join(path).exists();
+    assert!(seen("dev/null"));
+    for hidden in ["etc/passwd", "etc/rgpu", "root", "home", "run", "usr/bin"] {
+        assert!(!seen(hidden), "{hidden}");
+    }
+}
+
+#[test]
+fn a_required_sandbox_that_is_not_there_keeps_the_daemon_from_starting() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |flags: &[&str]| {
+        let socket = folder.path().join("native.sock");
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_vhost-rgpu"));
+        command.arg("--native-socket").arg(socket).args(["--server", "unix:/nowhere"]).args(flags);
+        let output = command.output().unwrap();
+        (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (served, text) = run(&["--require-sandbox", "--sandbox=off"]);
+    assert!(!served && text.contains("--require-sandbox") && text.contains("--sandbox is off"), "{text}");
+    // Without a sandbox the log says so.
+    let daemon = Daemon::start(&["--server", "unix:/nowhere", "--sandbox=off"]);
+    let said = |log: &str| log.contains("device processes run without") && log.contains("--sandbox is off");
+    eventually(|| said(&daemon.log()));
+}
+
+#[test]
 fn clients_that_come_and_go_leave_nothing_behind() {
     let server = FakeServer::good();
     let daemon = Daemon::serving(&server);
@@ -443,4 +554,38 @@ fn a_socket_from_systemd_is_served_and_left_in_place() {
     let early = NativeClient::connect(&path).unwrap();
     let _next = Daemon::activated(&["--server", &server.address.to_string()], &listening, "native");
     assert_eq!(early.ask(request, &[&in_a_file(0, PROGRAM).0]).unwrap().0, Answer::Ok);
+}
+
+#[test]
+fn the_host_s_key_stays_with_the_keeper() {
+    let folder = tempfile::tempdir().unwrap();
+    let identity = Identity::load_or_create(folder.path()).unwrap();
+    // Nobody listens there.
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let server = format!("tcp:127.0.0.1:{port}");
+    let path = folder.path().display().to_string();
+    let daemon = Daemon::start(&["--server", &server, "--identity", &path]);
+    let refused = || {
+        let (native, _view) = ask(&daemon.native(), 0);
+        let (answer, reason, _) = native.response().unwrap().unwrap();
+        (native, answer, reason)
+    };
+    let (_native, answer, reason) = refused();
+    assert_eq!(answer, Answer::Denied);
+    assert!(reason.contains("no key is pinned for tcp:127.0.0.1"), "{reason}");
+    // What rgpuctl join adds counts at once.
+    servers::add(folder.path(), std::slice::from_ref(&server), identity.fingerprint(), "me").unwrap();
+    let (_native, answer, reason) = refused();
+    assert_eq!(answer, Answer::NoServer);
+    assert!(reason.contains("cannot be reached"), "{reason}");
+    // The device process asked for signatures of this key, and does not have it.
+    let device = daemon.children()[0] as u64;
+    let pem = std::fs::read_to_string(folder.path().join("key.pem")).unwrap();
+    let line = pem.lines().nth(1).unwrap();
+    let finds = |text: &str| memory_contains(device, text.as_bytes());
+    match finds(&server) {
+        // Only root looks into a device process.
+        None => assert!(!nix::unistd::geteuid().is_root()),
+        Some(found) => assert_eq!((found, finds(line)), (true, Some(false))),
+    }
 }

@@ -47,6 +47,27 @@ fn the_configuration_space_says_what_the_device_is() {
 }
 
 #[test]
+fn a_guests_channel_is_for_one_of_the_servers_that_its_host_offers() {
+    let servers = [FakeServer::good(), FakeServer::good()];
+    let addresses = servers.each_ref().map(|server| server.address.to_string());
+    let daemon = Daemon::start(&["--server", &addresses[0], "--server", &addresses[1], "--name", "testvm"]);
+    let mut guest = Guest::connect(&daemon);
+    let mut open = |channel: u32, number: u32, name: &str| {
+        let (extents, geometry) = guest.prepare(channel);
+        let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
+        view.header().ask_for_server(number, name);
+        (guest.ask(create(channel, &extents), &extents), view.header().servers())
+    };
+    assert_eq!(open(0, 1, ""), ((Answer::Ok, String::new()), 2));
+    assert_eq!(servers.each_ref().map(|server| server.programs().len()), [0, 1]);
+    for (number, name) in [(2, ""), (0, addresses[1].as_str())] {
+        let ((answer, reason), _) = open(1, number, name);
+        assert_eq!(answer, Answer::Invalid, "{number} {name}: {reason}");
+    }
+    assert_eq!(servers.each_ref().map(|server| server.programs().len()), [0, 1]);
+}
+
+#[test]
 fn a_guest_sends_commands_and_data_through_its_channel() {
     let server = FakeServer::good();
     let daemon = Daemon::serving(&server);

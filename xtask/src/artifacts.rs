@@ -72,25 +72,37 @@ pub const LIBRARIES: &[Library] = &[
 
 /// Builds everything with optimization.
 pub fn build() -> Result<()> {
+    build_as(Build::Release)
+}
+
+/// Builds everything.
+pub fn build_as(build: Build) -> Result<()> {
     debian::packages(PACKAGES, "building")?;
     let log = process::log("build")?;
+    let profile: &[&str] = if build == Build::Release { &["--release"] } else { &[] };
     let step = Step::spinner("building the daemons and rgpuctl");
     let mut command = process::cargo();
-    command.args(["build", "--release"]).args(packages());
+    command.arg("build").args(profile).args(packages());
     process::watch(&mut command, &log, &step)?;
     step.done("");
 
     let step = Step::spinner("building the libraries that programs load");
     for library in LIBRARIES {
         let mut command = process::cargo();
-        command.args(["rustc", "--release", "--lib", "--crate-type", "staticlib", "-p", library.package]);
+        command.arg("rustc").args(profile).args([
+            "--lib",
+            "--crate-type",
+            "staticlib",
+            "-p",
+            library.package,
+        ]);
         if !library.features.is_empty() {
             command.arg("--features").arg(library.features.join(","));
         }
         process::watch(&mut command, &log, &step)?;
-        link(library, Build::Release, &log)?;
+        link(library, build, &log)?;
     }
-    step.done(&format!("{} in {}", LIBRARIES.len(), tree::guest_libraries().display()));
+    step.done(&format!("{} in {}", LIBRARIES.len(), build.guest_libraries().display()));
     Ok(())
 }
 
@@ -106,6 +118,17 @@ pub fn build_quickly() -> Result<()> {
     process::watch(&mut command, &log, &step)?;
     link(library, Build::Debug, &log)?;
     step.done("without optimization");
+    Ok(())
+}
+
+/// Builds the examples of `host-bridge`, the peers of the RDMA tests: in a build of their own, because their
+/// dependencies would give the executables' dependencies other features.
+pub fn verbs_examples() -> Result<()> {
+    let step = Step::spinner("building the peers of the RDMA tests");
+    let mut command = process::cargo();
+    command.args(["build", "--release", "-p", "rgpu-host-bridge", "--examples"]);
+    process::watch(&mut command, &process::log("examples")?, &step)?;
+    step.done("");
     Ok(())
 }
 

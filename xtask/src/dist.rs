@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
-use rgpu_tests::tree;
+use rgpu_tests::tree::{self, Build};
 
 use crate::progress::Step;
-use crate::{artifacts, licenses, process};
+use crate::{artifacts, dependencies, licenses, process, sbom};
 
 /// The newest glibc version that a file may require.
 const GLIBC: (u32, u32) = (2, 36);
@@ -21,9 +21,11 @@ const SHARED: &[(&str, &str)] = &[
     ("guest-driver", "guest-driver"),
     ("qemu-configs", "qemu-configs"),
     ("docs", "docs"),
+    ("monitoring", "monitoring"),
     ("vhost-rgpu/systemd", "systemd"),
     ("gpu-server/systemd", "systemd"),
     ("gpu-server/rgpu-server.toml", "rgpu-server.toml"),
+    ("gpu-server/clients.toml", "clients.toml"),
     ("vhost-rgpu/vhost-rgpu.toml", "vhost-rgpu.toml"),
     ("README.md", "README.md"),
     ("LICENSE", "LICENSE"),
@@ -31,12 +33,22 @@ const SHARED: &[(&str, &str)] = &[
 /// Extensions of files that builds leave there, which are not copied.
 const LEFT_OUT: &[&str] = &["ko", "o", "cmd", "mod", "symvers", "order"];
 
+/// Where the tree is.
+pub fn folder() -> PathBuf {
+    tree::target().join("dist")
+}
+
 /// Builds the tree and checks it.
 pub fn dist() -> Result<()> {
-    artifacts::build()?;
+    dist_of(Build::Release)
+}
+
+/// Builds the tree from a build and checks it.
+pub fn dist_of(build: Build) -> Result<()> {
+    artifacts::build_as(build)?;
     let step = Step::spinner("making the relocatable tree");
     let log = process::log("dist")?;
-    let dist = tree::target().join("dist");
+    let dist = folder();
     if dist.exists() {
         std::fs::remove_dir_all(&dist).with_context(|| format!("cannot remove {}", dist.display()))?;
     }
@@ -47,16 +59,20 @@ pub fn dist() -> Result<()> {
 
     let mut binaries = Vec::new();
     for name in artifacts::EXECUTABLES {
-        binaries.push((tree::binaries().join(name), bin.join(name)));
+        binaries.push((build.binaries().join(name), bin.join(name)));
     }
     for library in artifacts::LIBRARIES {
-        binaries.push((tree::guest_libraries().join(library.name), lib.join(library.name)));
+        binaries.push((build.guest_libraries().join(library.name), lib.join(library.name)));
     }
     for (from, to) in &binaries {
         // Removes debug information and local symbols, but keeps the names that programs link to.
         let mut strip = Command::new("strip");
         process::run(strip.arg("--strip-unneeded").arg("-o").arg(to).arg(from), &log)?;
         check_glibc(to)?;
+    }
+    for name in artifacts::EXECUTABLES {
+        let write = if *name == "rgpuctl" { "write-manual" } else { "--write-manual" };
+        process::run(Command::new(bin.join(name)).arg(write).arg(dist.join("share")), &log)?;
     }
     for (from, to) in SHARED {
         copy(&tree::root().join(from), &share.join(to))?;
@@ -67,10 +83,19 @@ pub fn dist() -> Result<()> {
         .copied()
         .chain(artifacts::LIBRARIES.iter().map(|l| l.package))
         .collect();
-    licenses::collect(&packages, &share.join("licences"))?;
+    let crates = dependencies::linked(&packages)?;
+    licenses::collect(&crates, &share.join("licences"))?;
+    sbom::write(&crates, &share.join("sbom.cdx.json"))?;
 
     let size = size(&dist)?;
-    ensure!(size < LARGEST, "{} takes {} MiB, more than {}", dist.display(), size >> 20, LARGEST >> 20);
+    let limited = build == Build::Release;
+    ensure!(
+        !limited || size < LARGEST,
+        "{} takes {} MiB, more than {}",
+        dist.display(),
+        size >> 20,
+        LARGEST >> 20
+    );
     step.done(&format!("{}, {:.1} MiB", dist.display(), size as f64 / (1 << 20) as f64));
     Ok(())
 }

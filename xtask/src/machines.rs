@@ -1,10 +1,21 @@
 //! Prepares the virtual machines that the demonstration and the tests boot, with visible progress. Without
 //! this the tests would prepare them silently.
 
+use std::path::PathBuf;
+
 use anyhow::Result;
-use rgpu_tests::machine::{Accelerator, Kernel, Qemu, rdma, setup};
+use rgpu_tests::machine::{Accelerator, Kernel, Qemu, rdma, setup, systemd};
 
 use crate::progress::Step;
+use crate::toolchain;
+
+/// Fetches what all tests together need, so that it comes while something else keeps the processors busy.
+pub fn fetch() -> Result<()> {
+    toolchain::cuda()?;
+    prepare_all_kernels()?;
+    prepare_rdma()?;
+    prepare_systemd()
+}
 
 /// Prepares a normal guest. Returns how it will be accelerated.
 pub fn prepare() -> Result<Accelerator> {
@@ -34,6 +45,24 @@ pub fn prepare_rdma() -> Result<()> {
         Ok(Kernel::V6_1Full.files()?.version)
     })?;
     step.done(&version);
+    Ok(())
+}
+
+/// Prepares machines with a whole Debian.
+pub fn prepare_systemd() -> Result<()> {
+    prepare_disk(systemd::disk)
+}
+
+/// Prepares machines with a whole Debian that can build the driver.
+pub fn prepare_dkms() -> Result<()> {
+    prepare_disk(systemd::disk_with_dkms)
+}
+
+fn prepare_disk(make: fn() -> Result<PathBuf>) -> Result<()> {
+    prepare()?;
+    let step = Step::spinner("making a disk with Debian 12");
+    let disk = setup::listening(step.listener(), make)?;
+    step.done(&disk.display().to_string());
     Ok(())
 }
 

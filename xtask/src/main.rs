@@ -6,8 +6,8 @@
 //! - [`debian`], [`toolchain`]: install external tools
 //! - [`artifacts`], [`programs`], [`machines`]: build the daemons and libraries, the CUDA programs, and the
 //!   guests
-//! - [`test`], [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with [`licenses`] and [`stage`]),
-//!   [`bench`]: the commands built from these; [`nightly`]: fuzzing and Miri
+//! - [`test`], [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with [`dependencies`], [`licenses`], [`sbom`]
+//!   and [`stage`]), [`package`], [`bench`]: the commands built from these; [`nightly`]: fuzzing and Miri
 
 mod artifacts;
 mod bench;
@@ -15,13 +15,16 @@ mod checks;
 mod debian;
 mod demo;
 mod demo_shell;
+mod dependencies;
 mod dist;
 mod licenses;
 mod machines;
 mod nightly;
+mod package;
 mod process;
 mod programs;
 mod progress;
+mod sbom;
 mod stage;
 mod test;
 mod toolchain;
@@ -51,8 +54,12 @@ enum Command {
     Programs,
     /// Install NVIDIA's CUDA compiler from PyPI (build/cuda13)
     Toolchain,
+    /// Fetch all that the tests need from the network besides crates: compiler, QEMU, kernels, disks
+    Fetch,
     /// Build the tree to install on other machines (target/dist)
     Dist,
+    /// Build Debian packages (target/packages)
+    Package(package::Arguments),
     /// Measure calls and copies, natively and through rgpu, and write the results to docs/benchmarks
     Bench(bench::Arguments),
     /// Put everything that `test gpu` needs into a folder, for a machine with a GPU but no compiler
@@ -78,7 +85,9 @@ fn run(command: Command) -> Result<()> {
         Command::Build => artifacts::build(),
         Command::Programs => programs::build().map(drop),
         Command::Toolchain => toolchain::cuda().map(drop),
+        Command::Fetch => machines::fetch(),
         Command::Dist => dist::dist(),
+        Command::Package(arguments) => package::package(&arguments),
         Command::Bench(arguments) => bench::bench(&arguments),
         Command::StageGpu(arguments) => stage::stage(&arguments),
         Command::CiChecks => checks::checks(),

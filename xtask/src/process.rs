@@ -166,9 +166,20 @@ fn tail(log: &Path) -> String {
     quoted.iter().map(|line| format!("    {line}\n")).collect()
 }
 
-/// The cargo that runs xtask.
+/// The cargo that runs xtask, in the environment of whoever started xtask.
+///
+/// Cargo tells xtask about its package in variables. Some build scripts look at variables with these names
+/// (ring's does). They would run again whenever cargo is started from elsewhere, and everything that depends on
+/// them would be compiled again.
 pub fn cargo() -> Command {
-    Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    for (name, _) in std::env::vars_os() {
+        let of_package = ["CARGO_PKG_", "CARGO_MANIFEST_"];
+        if of_package.iter().any(|begin| name.to_string_lossy().starts_with(begin)) {
+            command.env_remove(name);
+        }
+    }
+    command
 }
 
 #[cfg(test)]

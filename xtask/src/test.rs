@@ -3,24 +3,24 @@
 //! `demo` is the demonstration, which must succeed like any test. `unit` is the tests of every package.
 //! `loom` checks the channel's atomics exhaustively. Each file in `tests/tests/` is a part with the file's
 //! name; this module prepares what it needs. Some parts run only on request: `gpu` needs a GPU, `fuzz` and
-//! `miri` a nightly compiler.
+//! `miri` a nightly compiler, and `guest_packages` the time to compile the driver in an emulated guest.
 
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use rgpu_tests::tree;
+use rgpu_tests::tree::{self, Build};
 
-use crate::{artifacts, bench, demo, dist, machines, nightly, process, programs};
+use crate::{artifacts, bench, debian, demo, dist, machines, nightly, package, process, programs};
 
 /// Parts that run only on request.
-const ON_REQUEST: &[&str] = &["fuzz", "gpu", "miri"];
+const ON_REQUEST: &[&str] = &["fuzz", "gpu", "guest_packages", "miri"];
 
 /// Run the tests: all that need no GPU, or selected parts.
 #[derive(Args)]
 pub struct Arguments {
     /// `demo`, `unit`, `loom`, `fuzz`, `miri`, or a file in tests/tests without `.rs`. The default is all
-    /// parts except `gpu`, `fuzz` and `miri`
+    /// parts except `gpu`, `guest_packages`, `fuzz` and `miri`
     parts: Vec<String>,
 }
 
@@ -144,6 +144,19 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             programs::build()?;
             command.args(["-p", "rgpu-tests", "--test", part]);
         }
+        "guest_packages" => {
+            package::make(Build::Release, 1, package::QUICK)?;
+            programs::build()?;
+            machines::prepare_dkms()?;
+            command.args(["-p", "rgpu-tests", "--test", part, "--", "--nocapture"]);
+        }
+        "packages" => {
+            debian::packages(&["fish", "man-db", "zsh"], "checking man pages and completions")?;
+            package::make(Build::Release, 1, package::QUICK)?;
+            programs::build()?;
+            machines::prepare_systemd()?;
+            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "1", "--nocapture"]);
+        }
         _ => {
             artifacts::build()?;
             programs::build()?;
@@ -152,7 +165,14 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             }
             match part {
                 "guest_counts" | "vm" => drop(machines::prepare()?),
-                "rdma" => machines::prepare_rdma()?,
+                "rdma" => {
+                    artifacts::verbs_examples()?;
+                    machines::prepare_rdma()?;
+                }
+                "containers" => {
+                    debian::packages(&["crun", "podman", "uidmap"], "running programs in containers")?;
+                }
+                "metrics" => debian::packages(&["prometheus"], "testing the metrics")?,
                 _ => {}
             }
             // Machines and whole daemons run one at a time, so that tests do not affect each other's

@@ -1,4 +1,4 @@
-//! What a client may need before a device goes on, whatever the dispatcher does.
+//! What a client may need before a device goes on, or when one fails, whatever the dispatcher does.
 //!
 //! A host function of the client's may need the bytes of a mirror, or a kernel a word of one, which a later command
 //! carries. A call of the driver's that waits for such a kernel keeps the dispatcher, and all commands behind it. So these few are also executed beside it
@@ -26,6 +26,9 @@ pub trait Beside: Send + Sync {
 
     /// Changes words of one mirror. Errors as [`Beside::read`], and for words that are not aligned.
     fn patch(&self, words: &[WordPatch]) -> Result<(), Status>;
+
+    /// The device with this number, among the server's, has failed: everything that waits for its work ends with `status`, and so does whatever uses it from now on.
+    fn fail_device(&self, number: u32, status: Status);
 }
 
 /// The bytes that a [`HostRead`] asks for.
@@ -85,6 +88,7 @@ mod tests {
         fn patch(&self, _words: &[WordPatch]) -> Result<(), Status> {
             Ok(())
         }
+        fn fail_device(&self, _number: u32, _status: Status) {}
     }
 
     #[test]

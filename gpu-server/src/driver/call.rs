@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use host_bridge::endpoint::{Client, Incoming, Lost, Mapped, Placed, Sink, Source};
 use protocol::Status;
+use protocol::channel::MAX_DEVICES;
 use protocol::data::{HostIn, HostOut};
 use protocol::handle::ContextId;
 use protocol::link::{ProgressUpdate, progress};
@@ -245,9 +246,31 @@ pub fn check_selection(devices: &[u32], count: u32) -> Result<(), Status> {
     }
 }
 
+/// The windows of so many selected devices: those that a client names, or the first ones.
+///
+/// # Errors
+/// `INVALID_VALUE` unless they are as many, ascending, and windows.
+pub fn check_windows(windows: Vec<u32>, devices: usize) -> Result<Vec<u32>, Status> {
+    if windows.is_empty() {
+        return Ok((0..devices as u32).collect());
+    }
+    let ascending = windows.is_sorted_by(|one, next| one < next);
+    let exist = windows.last().is_some_and(|last| *last < MAX_DEVICES);
+    if windows.len() == devices && ascending && exist { Ok(windows) } else { Err(Status::INVALID_VALUE) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn windows_are_as_many_as_devices_and_ascend() {
+        assert_eq!(check_windows(Vec::new(), 2), Ok(vec![0, 1]));
+        assert_eq!(check_windows(vec![3, 31], 2), Ok(vec![3, 31]));
+        for wrong in [vec![3], vec![3, 3], vec![4, 3], vec![3, 32], vec![1, 2, 3]] {
+            assert_eq!(check_windows(wrong.clone(), 2), Err(Status::INVALID_VALUE), "{wrong:?}");
+        }
+    }
 
     #[test]
     fn a_selection_names_devices_that_exist_and_none_twice() {

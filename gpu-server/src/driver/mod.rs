@@ -13,7 +13,8 @@
 //! - what the session keeps its tables in: [`ids`], [`ranges`] (addresses), [`space`] (virtual memory management), [`streams`], [`parts`] (of devices),
 //!   [`rows`] (boxes of rows in memory);
 //! - [`slots`]: who may use which staging buffer; [`output`]: what kernels print;
-//! - [`beside`]: the few operations that are also executed while the dispatcher is busy; [`nvml`]: NVML's questions, which need no session.
+//! - [`beside`]: the few operations that are also executed while the dispatcher is busy; [`nvml`]: NVML's questions, which need no session;
+//! - [`health`]: what can be wrong with a device; [`watchdog`]: which kernel runs for too long.
 //!
 //! One thread, the dispatcher, calls a [`Backend`]. No call waits for the device: threads of the GPU's own tell the client of what finishes later, through
 //! [`Pending`](call::Pending) answers and [`Errors`].
@@ -22,6 +23,7 @@ pub mod beside;
 pub mod call;
 pub mod cuda;
 pub mod gpu;
+pub mod health;
 pub mod ids;
 pub mod nvml;
 pub mod output;
@@ -34,6 +36,7 @@ pub mod slots;
 pub mod software;
 pub mod space;
 pub mod streams;
+pub mod watchdog;
 
 pub use beside::Beside;
 pub use call::{Call, Errors};
@@ -41,11 +44,17 @@ pub use call::{Call, Errors};
 use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
+use protocol::Status;
+use protocol::handle::StreamId;
 
 use self::quota::Quota;
 use self::session::Session;
+use self::watchdog::Watchdog;
 use crate::config::{Backend as Choice, Backing};
 use crate::cuda_ipc::Broker;
+
+/// Called with success when what it was meant for has come, else with what went wrong.
+pub type End = Box<dyn FnOnce(Status) + Send>;
 
 /// What a worker runs its session on.
 pub trait Backend: protocol::ops::Driver<Call> + Send {
@@ -54,6 +63,9 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
 
     /// Names of the devices, by ordinal.
     fn devices(&self) -> Vec<String>;
+
+    /// Whether a kernel can reach all memory of this process, and not only what CUDA has allocated or registered, on any of the devices.
+    fn reaches_pageable_memory(&self) -> bool;
 
     /// Makes ready what nearly every session needs: the first device's context. Called at most once, before [`Backend::begin`]; where it is not called, a context is made when a
     /// session needs it. Returns the bytes that are then free on that device, if they are known.
@@ -65,8 +77,20 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
     /// A client has come. Called once, before the first command.
     fn begin(&mut self, client: Arc<dyn Client>);
 
+    /// Kernels, and graphs launched as a whole, are watched. Called at most once, before [`Backend::begin`].
+    fn watch(&mut self, watchdog: Arc<Watchdog>);
+
     /// How it reaches the client's other sessions. Called once, before [`Backend::begin`].
     fn share(&mut self, broker: Arc<Broker>);
+
+    /// Fences each stream that was given work since it was last fenced here: `end` makes, from the number of pieces of work, what is called when everything on that stream so far is finished,
+    /// or never will be. Work is kernels, graphs, fills and copies on a device.
+    ///
+    /// A fence on a legacy default stream orders the work of other streams. `gently`: such a stream keeps its work for a later call if its context has streams that it is ordered with.
+    fn fence_work(&mut self, call: &mut Call, gently: bool, end: &mut dyn FnMut(u64) -> End);
+
+    /// Calls `end` when everything on a stream so far is finished, or never will be. On a legacy default stream this orders the work of other streams, as any operation there.
+    fn after_work(&mut self, call: &mut Call, stream: StreamId, end: End);
 
     /// What may be executed beside the dispatcher.
     fn beside(&self) -> Arc<dyn Beside>;

@@ -1,4 +1,5 @@
-//! What kernels print. `printf` goes to the client's standard output, the text of a failed `assert` to its standard error.
+//! What kernels print. `printf` goes to the client's standard output, the text of a failed `assert` to its
+//! standard error.
 //!
 //! ```text
 //!  kernel ─▶ software-gpu's sinks ──────────────┐
@@ -6,8 +7,9 @@
 //!                                                    ▲──────── device_output, called by the client when the word has changed
 //! ```
 //!
-//! The word is published before the client learns that the kernel has finished, so a client that synchronizes gets the text before it continues. A session whose
-//! kernels print nothing pays nothing. Up to [`MAX_KEPT`] bytes are kept until the client fetches them. Further text is dropped, and the client is told how much.
+//! The word is published before the client learns that the kernel has finished, so a client that synchronizes
+//! gets the text before it continues. A session whose kernels print nothing pays nothing. Up to [`MAX_KEPT`]
+//! bytes are kept until the client fetches them. Further text is dropped, and the client is told how much.
 
 use std::collections::VecDeque;
 use std::ffi::{c_char, c_void};
@@ -137,8 +139,8 @@ struct CookieFunctions {
     close: Option<extern "C" fn()>,
 }
 
-/// Redirects the C library's standard streams to `output`, because NVIDIA's driver prints there what kernels print. The process's own log writes to file
-/// descriptors and is not affected.
+/// Redirects the C library's standard streams to `output`, because NVIDIA's driver prints there what kernels
+/// print. The process's own log writes to file descriptors and is not affected.
 pub fn capture(output: &Arc<Output>) -> io::Result<()> {
     let [out, err] = [to_output as extern "C" fn(_, _, _) -> _, to_errors].map(|write| {
         let functions = CookieFunctions { read: None, write: Some(write), seek: None, close: None };
@@ -155,7 +157,8 @@ pub fn capture(output: &Arc<Output>) -> io::Result<()> {
     if out.is_null() || err.is_null() {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the C library lets a program assign them. No other thread of this process prints through them at this point.
+    // SAFETY: the C library lets a program assign them. No other thread of this process prints through them
+    // at this point.
     unsafe {
         stdout = out;
         stderr = err;
@@ -186,7 +189,8 @@ unsafe fn take(cookie: *mut c_void, stream: Stream, text: *const c_char, size: u
 /// Maximum size of an image that is searched for `printf`, in bytes after decompression.
 const SEARCHED: usize = 4 << 20;
 
-/// Whether an image contains code for a device of this compute capability that may call `printf`. `None` if it is too long or in a format that cannot be searched.
+/// Whether an image contains code for a device of this compute capability that may call `printf`. `None` if
+/// it is too long or in a format that cannot be searched.
 pub fn may_print(image: &[u8], (major, minor): (u32, u32)) -> Option<bool> {
     software_gpu::mentions(image, 10 * major + minor, b"vprintf", SEARCHED)
 }

@@ -1,6 +1,7 @@
 //! The parts of devices (`CUdevResource`) that a session knows, by number.
 //!
-//! A program copies them like any value and never frees them. So they are kept until the session ends, equal parts have one number, and their number is limited.
+//! A program copies them like any value and never frees them. So they are kept until the session ends, equal
+//! parts have one number, and their number is limited.
 
 use std::collections::HashMap;
 

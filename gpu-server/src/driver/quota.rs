@@ -30,8 +30,8 @@ struct State {
 /// What a quota has from its session's beginning on.
 struct Session {
     limits: Limits,
-    terms: Option<Page<Terms>>,
-    meter: Option<Page<Meter>>,
+    terms: Option<Arc<Page<Terms>>>,
+    meter: Option<Arc<Page<Meter>>>,
     broker: Option<Arc<Broker>>,
 }
 
@@ -58,7 +58,13 @@ impl Meter {
 
 impl Quota {
     /// The session begins, with these limits; until then there are none. `terms` and `meter` are shared with the daemon, and `broker` leads to it.
-    pub fn begin(&self, limits: Limits, terms: Page<Terms>, meter: Page<Meter>, broker: Arc<Broker>) {
+    pub fn begin(
+        &self,
+        limits: Limits,
+        terms: Arc<Page<Terms>>,
+        meter: Arc<Page<Meter>>,
+        broker: Arc<Broker>,
+    ) {
         self.set(Session { limits, terms: Some(terms), meter: Some(meter), broker: Some(broker) });
     }
 
@@ -84,13 +90,13 @@ impl Quota {
     }
 
     fn meter(&self) -> &Meter {
-        let shared = self.0.session.get().and_then(|session| session.meter.as_deref());
+        let shared = self.0.session.get().and_then(|session| session.meter.as_deref()).map(|page| &**page);
         shared.unwrap_or(&self.0.own)
     }
 
     /// A figure of a device's in the daemon's page.
     fn told(&self, resource: Resource, of: impl Fn(&Terms) -> &[AtomicU64; MOST_DEVICES]) -> u64 {
-        let terms = self.0.session.get().and_then(|session| session.terms.as_deref());
+        let terms = self.0.session.get().and_then(|session| session.terms.as_deref()).map(|page| &**page);
         match (terms, resource) {
             (Some(terms), Resource::Device(number)) => {
                 of(terms).get(number as usize).map_or(0, |figure| figure.load(Ordering::Relaxed))
@@ -296,7 +302,8 @@ mod tests {
             total: Amounts { device_memory: 150, pinned_memory: 0 },
             ..Limits::default()
         };
-        let (terms_there, meter_there) = (Page::open(&terms_fd).unwrap(), Page::open(&meter_fd).unwrap());
+        let (terms_there, meter_there) =
+            (Arc::new(Page::open(&terms_fd).unwrap()), Arc::new(Page::open(&meter_fd).unwrap()));
         quota.set(Session { limits, terms: Some(terms_there), meter: Some(meter_there), broker: None });
         let _charge = quota.charge(DEVICE, 20).unwrap();
         assert_eq!(meter.held[2].load(Ordering::Relaxed), 25);

@@ -45,7 +45,8 @@ impl Rows {
         Rows { at: place.address, pitch: place.pitch, slice: place.slice, width, height, depth }
     }
 
-    /// The size of the packed range, and the distance from the first to the last byte in device memory, both in bytes.
+    /// The size of the packed range, and the distance from the first to the last byte in device memory, both
+    /// in bytes.
     ///
     /// # Errors
     /// `INVALID_VALUE` if rows overlap or a size overflows.
@@ -65,7 +66,8 @@ impl Rows {
         sizes().ok_or(Status::INVALID_VALUE)
     }
 
-    /// Calls `each` for the parts of `len` packed bytes from `offset`. They lie inside the box, and [`sizes`](Self::sizes) has accepted it.
+    /// Calls `each` for the parts of `len` packed bytes from `offset`. They lie inside the box, and
+    /// [`sizes`](Self::sizes) has accepted it.
     pub fn parts<E>(
         &self,
         offset: u64,

@@ -1,12 +1,14 @@
 //! Assigns staging buffers, called slots, to the streams whose data goes through them.
 //!
-//! A transfer learns at its beginning which slot each of its chunks will use, and which use of that slot it is. It does not wait until the slot is
-//! free, because the stream's work runs in order anyway. All transfers of a stream in one direction share a [`Flow`]. A flow takes slots while there
-//! are enough. When it has its share, it reuses its own slots, the oldest first. So other flows get slots no matter how much a flow has under way
-//! or how long its stream is held up, and no use of a slot waits for another stream.
+//! A transfer learns at its beginning which slot each of its chunks will use, and which use of that slot it
+//! is. It does not wait until the slot is free, because the stream's work runs in order anyway. All transfers
+//! of a stream in one direction share a [`Flow`]. A flow takes slots while there are enough. When it has its
+//! share, it reuses its own slots, the oldest first. So other flows get slots no matter how much a flow has
+//! under way or how long its stream is held up, and no use of a slot waits for another stream.
 //!
-//! There are enough large slots to keep a fast link busy. The small ones serve the flows that come when all large ones are taken. A flow has to wait
-//! only if other flows have every slot; then there are at least 24 of them.
+//! There are enough large slots to keep a fast link busy. The small ones serve the flows that come when all
+//! large ones are taken. A flow has to wait only if other flows have every slot; then there are at least 24
+//! of them.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -103,9 +105,10 @@ impl Slots {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Assigns a use of a slot to each chunk of a transfer, in the order in which the stream reaches the chunks. `chunks` returns the number of chunks for
-    /// slots of a given size. Waits while other flows have all slots. Returns `None` after [`stop`](Self::stop). Call [`give_back`](Self::give_back) at the
-    /// end of the transfer.
+    /// Assigns a use of a slot to each chunk of a transfer, in the order in which the stream reaches the
+    /// chunks. `chunks` returns the number of chunks for slots of a given size. Waits while other flows have
+    /// all slots. Returns `None` after [`stop`](Self::stop). Call [`give_back`](Self::give_back) at the end
+    /// of the transfer.
     pub fn take(&self, flow: Flow, chunks: impl FnOnce(usize) -> u64) -> Option<Vec<Use>> {
         let mut state = self.lock();
         let kind = loop {
@@ -231,7 +234,8 @@ mod tests {
     }
 
     proptest! {
-        /// A slot belongs to one flow at a time, its uses are counted without gaps, and in the end all slots are free.
+        /// A slot belongs to one flow at a time, its uses are counted without gaps, and in the end all slots
+        /// are free.
         #[test]
         fn a_slot_is_used_by_one_flow_at_a_time_and_its_uses_are_counted(
             steps in prop::collection::vec((0usize..LEAST_FLOWS, 0u64..20 << 20), 1..200),

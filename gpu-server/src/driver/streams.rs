@@ -13,6 +13,8 @@ pub struct Stream<S> {
     pub context: ContextId,
     /// The green context that it was made in.
     pub green: Option<GreenId>,
+    /// Whether it is ordered with its context's legacy default stream.
+    pub is_blocking: bool,
     /// The backend's.
     pub native: S,
 }

@@ -7,7 +7,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
-use super::State;
+use super::arbiter::Gate;
+use super::record::Record;
+use super::{State, turns};
 use crate::cuda_ipc::{Refusal, Reply};
 use crate::pages::{Meter, Page, Terms};
 use crate::worker_protocol::{MOST_DEVICES, Resource};
@@ -16,33 +18,61 @@ use crate::worker_protocol::{MOST_DEVICES, Resource};
 pub(super) struct Account {
     terms: Page<Terms>,
     meter: Page<Meter>,
-    /// Granted bytes by device number.
-    devices: [u64; MOST_DEVICES],
-    /// Granted bytes of page-locked memory.
-    pinned: u64,
+    /// Granted bytes, and what else a successor of this daemon has to know.
+    record: Record,
+    /// The next request may be one that the daemon before this one has carried out.
+    may_repeat: bool,
+    /// The gate, and how often the session was asked to tell of its work.
+    gate: Gate,
+    tells: u32,
 }
 
 impl Account {
-    /// An account that holds nothing, and the descriptors of its pages for the worker.
-    pub(super) fn open() -> io::Result<(Account, [OwnedFd; 2])> {
+    /// An account that holds nothing, and for the worker the descriptors of its pages and of the bell.
+    pub(super) fn open(bell: &turns::Bell) -> io::Result<(Account, [OwnedFd; 3])> {
         let ((terms, terms_fd), (meter, meter_fd)) = (Page::new()?, Page::new()?);
-        let account = Account { terms, meter, devices: [0; MOST_DEVICES], pinned: 0 };
-        Ok((account, [terms_fd, meter_fd]))
+        let record = Record::new()?;
+        let account = Account { terms, meter, record, may_repeat: false, gate: Gate::Open, tells: 0 };
+        Ok((account, [terms_fd, meter_fd, bell.share()?]))
     }
 
-    /// Where a resource's granted bytes are counted, if there is such a resource.
-    fn granted_mut(&mut self, resource: Resource) -> Option<&mut u64> {
-        match resource {
-            Resource::Device(number) => self.devices.get_mut(number as usize),
-            Resource::Pinned => Some(&mut self.pinned),
-        }
+    /// The account of a session that the daemon before this one had, of which there were `daemons`, and for the worker the descriptor of its new terms.
+    pub(super) fn take_over(meter: &OwnedFd, record: Record, daemons: u32) -> io::Result<(Account, OwnedFd)> {
+        let ((terms, terms_fd), meter) = (Page::<Terms>::new()?, Page::adopt(meter)?);
+        terms.daemons.store(daemons, Ordering::Relaxed);
+        let account = Account { terms, meter, record, may_repeat: true, gate: Gate::Open, tells: 0 };
+        Ok((account, terms_fd))
     }
 
-    fn granted(&self, resource: Resource) -> u64 {
-        match resource {
-            Resource::Device(number) => self.devices.get(number as usize).copied().unwrap_or(u64::MAX),
-            Resource::Pinned => self.pinned,
+    /// What a successor of this daemon has to know.
+    pub(super) fn record(&self) -> &Record {
+        &self.record
+    }
+
+    /// A message of the worker has been dealt with: the next one cannot be one that the daemon before this one has read.
+    pub(super) fn heard(&mut self) {
+        self.may_repeat = false;
+    }
+
+    /// What the worker says.
+    pub(super) fn meter(&self) -> &Meter {
+        &self.meter
+    }
+
+    /// Sets the session's gate, and wakes it if it waits there.
+    pub(super) fn set_gate(&mut self, gate: Gate) {
+        if gate == self.gate {
+            return;
         }
+        self.tells = self.tells.wrapping_add(u32::from(gate == Gate::Tell));
+        self.gate = gate;
+        if let Gate::Metered { allowance, .. } = gate {
+            self.terms.allowance.store(allowance, Ordering::Relaxed);
+        }
+        self.terms.gate.store(turns::word(gate, self.tells), Ordering::Release);
+        let at = std::ptr::from_ref(&self.terms.gate);
+        // SAFETY: a futex word in a page that stays mapped; the call only wakes those that wait for it.
+        unsafe { libc::syscall(libc::SYS_futex, at, libc::FUTEX_WAKE, i32::MAX) };
     }
 
     /// What the process takes on a device besides what the session has charged.
@@ -56,7 +86,6 @@ impl Account {
         charged.saturating_add(self.implicit(number))
     }
 
-    #[cfg(test)]
     /// NVML says that the session's process takes so many bytes on a device.
     pub(super) fn measured(&self, number: usize, bytes: u64) {
         if let (Some(implicit), Some(held)) = (self.terms.implicit.get(number), self.meter.held.get(number)) {
@@ -74,31 +103,38 @@ impl State {
                 Resource::Device(number) => session.account.implicit(number as usize),
                 Resource::Pinned => 0,
             };
-            sum.saturating_add(session.account.granted(resource)).saturating_add(implicit)
+            sum.saturating_add(session.account.record.granted(resource)).saturating_add(implicit)
         })
     }
 
     /// A worker asks for bytes of its principal's.
-    pub(super) fn charge(&mut self, worker: u32, resource: Resource, bytes: u64) -> Reply {
+    pub(super) fn charge(&mut self, worker: u32, request: u64, resource: Resource, bytes: u64) -> Reply {
         let Some(session) = self.sessions.get(&worker) else { return Reply::Refused(Refusal::Unknown) };
-        let (principal, limit) = (session.limits.principal.clone(), session.limits.total.of(resource));
-        let most = self.total(&principal, resource).checked_add(bytes).filter(|sum| *sum <= limit);
-        let granted =
-            self.sessions.get_mut(&worker).and_then(|session| session.account.granted_mut(resource));
-        let (Some(_), Some(granted)) = (most, granted) else { return Reply::Refused(Refusal::Full) };
-        *granted += bytes;
-        self.publish(&principal);
+        let Account { record, may_repeat, .. } = &session.account;
+        if *may_repeat && record.has_done(request, resource, bytes) {
+            return Reply::Charged;
+        }
+        let (principal, limit) = (&session.limits.principal, session.limits.total.of(resource));
+        let most = self.total(principal, resource).checked_add(bytes).filter(|sum| *sum <= limit);
+        if most.is_none() || !record.has(resource) {
+            return Reply::Refused(Refusal::Full);
+        }
+        record.change(request, resource, bytes, record.granted(resource) + bytes);
+        self.publish(principal);
         Reply::Charged
     }
 
     /// A worker gives granted bytes back: no more than it was granted.
-    pub(super) fn discharge(&mut self, worker: u32, resource: Resource, bytes: u64) {
-        let Some(session) = self.sessions.get_mut(&worker) else { return };
-        let principal = session.limits.principal.clone();
-        if let Some(granted) = session.account.granted_mut(resource) {
-            *granted = granted.saturating_sub(bytes);
+    pub(super) fn discharge(&mut self, worker: u32, request: u64, resource: Resource, bytes: u64) {
+        let Some(session) = self.sessions.get(&worker) else { return };
+        let Account { record, may_repeat, .. } = &session.account;
+        if *may_repeat && record.has_done(request, resource, bytes) {
+            return;
         }
-        self.publish(&principal);
+        if record.has(resource) {
+            record.change(request, resource, bytes, record.granted(resource).saturating_sub(bytes));
+        }
+        self.publish(&session.limits.principal);
     }
 
     /// Tells the workers of a principal what it holds on each device.
@@ -108,8 +144,9 @@ impl State {
         for session in of_principal() {
             for (number, total) in totals.iter_mut().enumerate() {
                 let account = &session.account;
-                *total =
-                    total.saturating_add(account.devices[number]).saturating_add(account.implicit(number));
+                *total = total
+                    .saturating_add(account.record.granted(Resource::Device(number as u32)))
+                    .saturating_add(account.implicit(number));
             }
         }
         for session in of_principal() {
@@ -125,6 +162,7 @@ mod tests {
     use super::*;
     use crate::parent::queue::tests::session_of_limits;
     use crate::worker_protocol::{Amounts, Limits};
+    use std::os::fd::AsFd;
 
     const DEVICE: Resource = Resource::Device(1);
 
@@ -145,10 +183,12 @@ mod tests {
     #[test]
     fn sessions_of_a_principal_share_its_limit_and_no_other_principal_does() {
         let mut state = state(&[(1, "a", 100), (2, "a", 100), (3, "b", 100)]);
-        assert!(granted(&state.charge(1, DEVICE, 60)));
-        assert!(!granted(&state.charge(2, DEVICE, 50)) && granted(&state.charge(2, DEVICE, 40)));
-        assert!(granted(&state.charge(3, DEVICE, 100)) && granted(&state.charge(1, Resource::Pinned, 100)));
-        assert!(granted(&state.charge(1, Resource::Device(2), 100)), "each device has its own limit");
+        assert!(granted(&state.charge(1, 1, DEVICE, 60)));
+        assert!(!granted(&state.charge(2, 1, DEVICE, 50)) && granted(&state.charge(2, 1, DEVICE, 40)));
+        assert!(
+            granted(&state.charge(3, 1, DEVICE, 100)) && granted(&state.charge(1, 1, Resource::Pinned, 100))
+        );
+        assert!(granted(&state.charge(1, 1, Resource::Device(2), 100)), "each device has its own limit");
         let told = |state: &State, worker| {
             state.sessions[&worker].account.terms.total_held[1].load(Ordering::Relaxed)
         };
@@ -156,29 +196,47 @@ mod tests {
         state.sessions.remove(&1);
         state.publish("a");
         assert_eq!(told(&state, 2), 40);
-        assert!(granted(&state.charge(2, DEVICE, 60)));
+        assert!(granted(&state.charge(2, 1, DEVICE, 60)));
     }
 
     #[test]
     fn a_worker_gives_back_no_more_than_it_was_granted() {
         let mut state = state(&[(1, "a", 100), (2, "a", 100)]);
-        assert!(granted(&state.charge(2, DEVICE, 90)));
-        state.discharge(1, DEVICE, 90);
-        assert!(!granted(&state.charge(1, DEVICE, 20)));
-        state.discharge(2, DEVICE, u64::MAX);
-        assert!(granted(&state.charge(1, DEVICE, 100)));
+        assert!(granted(&state.charge(2, 1, DEVICE, 90)));
+        state.discharge(1, 1, DEVICE, 90);
+        assert!(!granted(&state.charge(1, 1, DEVICE, 20)));
+        state.discharge(2, 1, DEVICE, u64::MAX);
+        assert!(granted(&state.charge(1, 1, DEVICE, 100)));
+    }
+
+    #[test]
+    fn a_request_that_the_daemon_before_has_carried_out_is_not_carried_out_again() {
+        let mut state = state(&[(1, "a", 100)]);
+        assert!(granted(&state.charge(1, 5, DEVICE, 60)));
+        // Killed before it took the request away. Its successor reads the same request again.
+        let account = &state.sessions[&1].account;
+        let record = Record::open(account.record.as_fd().try_clone_to_owned().unwrap()).unwrap();
+        let (_, meter) = Page::<Meter>::new().unwrap();
+        let (taken, _terms) = Account::take_over(&meter, record, 1).unwrap();
+        state.sessions.get_mut(&1).unwrap().account = taken;
+        assert!(granted(&state.charge(1, 5, DEVICE, 60)) && state.total("a", DEVICE) == 60);
+        state.sessions.get_mut(&1).unwrap().account.heard();
+        assert!(!granted(&state.charge(1, 5, DEVICE, 60)), "another one with the same number");
+        state.discharge(1, 6, DEVICE, 60);
+        state.discharge(1, 6, DEVICE, 60);
+        assert_eq!(state.total("a", DEVICE), 0);
     }
 
     #[test]
     fn nonsense_is_refused() {
         let mut state = state(&[(1, "a", 0)]);
-        assert!(granted(&state.charge(1, DEVICE, u64::MAX)));
+        assert!(granted(&state.charge(1, 1, DEVICE, u64::MAX)));
         for (worker, resource, bytes) in
             [(1, DEVICE, 1), (1, Resource::Device(64), 1), (1, Resource::Device(u32::MAX), 0), (9, DEVICE, 1)]
         {
-            assert!(!granted(&state.charge(worker, resource, bytes)), "{worker} {resource} {bytes}");
+            assert!(!granted(&state.charge(worker, 1, resource, bytes)), "{worker} {resource} {bytes}");
         }
-        state.discharge(1, Resource::Device(u32::MAX), 1);
+        state.discharge(1, 1, Resource::Device(u32::MAX), 1);
     }
 
     #[test]
@@ -188,6 +246,6 @@ mod tests {
         account.meter.held[1].store(20, Ordering::Relaxed);
         account.measured(1, 70);
         assert_eq!(account.held(1), 70);
-        assert!(!granted(&state.charge(1, DEVICE, 60)) && granted(&state.charge(1, DEVICE, 50)));
+        assert!(!granted(&state.charge(1, 1, DEVICE, 60)) && granted(&state.charge(1, 1, DEVICE, 50)));
     }
 }

@@ -1,27 +1,29 @@
 //! The first message of a connection, which decides where the connection goes.
 
-use std::io::{self, Read};
+use std::io::{self, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
-use host_bridge::framing::send_frame;
-use nix::sys::socket::sockopt::PeerCredentials;
-use nix::sys::socket::{MsgFlags, Shutdown, getsockopt, send, shutdown};
+use identity::Secret;
+use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
 use protocol::device::{Answer, text, untext};
-use protocol::link::{BadGreeting, Hello, MAGIC, Welcome, frame, greeting, purpose, wish};
-use protocol::version::{Mismatch, OURS};
+use protocol::link::{FrameHeader, Hello, MAGIC, Welcome, frame, purpose, wish};
+use protocol::version::OURS;
+use rustls::ServerConnection;
 use zerocopy::IntoBytes;
 
+use super::listen::Now;
 use super::queue::{Parked, join};
-use super::{Server, Token};
+use super::refusals::Reason;
+use super::trust::Principal;
+use super::workers::Worker;
+use super::{Server, State, Token};
 use crate::cuda_ipc::random_token;
 use crate::worker_protocol::{Kind, ToWorker, Transport};
 
-/// How long a client may take to send its hello.
-const HELLO_WITHIN: Duration = Duration::from_secs(5);
 /// Data connections of a session: the default, and the maximum.
 const DATA_CONNECTIONS: (u32, u32) = (4, 16);
 
@@ -29,57 +31,70 @@ const DATA_CONNECTIONS: (u32, u32) = (4, 16);
 pub(super) enum Control {
     /// From a Unix socket.
     Local(UnixStream),
-    /// From another machine.
+    /// From another machine, without TLS.
     Tcp(TcpStream),
+    /// From another machine, under TLS.
+    Tls(TcpStream, Box<Mutex<ServerConnection>>),
 }
 
 impl AsFd for Control {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Control::Local(stream) => stream.as_fd(),
-            Control::Tcp(stream) => stream.as_fd(),
+            Control::Tcp(stream) | Control::Tls(stream, _) => stream.as_fd(),
         }
     }
 }
 
 impl Control {
-    fn limit(&self, read: Option<Duration>, write: Option<Duration>) -> io::Result<()> {
-        match self {
-            Control::Local(s) => s.set_read_timeout(read).and_then(|()| s.set_write_timeout(write)),
-            Control::Tcp(s) => s.set_read_timeout(read).and_then(|()| s.set_write_timeout(write)),
-        }
+    /// A connection under TLS whose handshake is over.
+    pub(super) fn tls(stream: TcpStream, mut tls: ServerConnection) -> Control {
+        // What is said here is short.
+        tls.set_buffer_limit(Some(64 << 10));
+        Control::Tls(stream, Box::new(Mutex::new(tls)))
     }
 
-    fn read(&self, buf: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Control::Local(s) => Read::read(&mut &*s, buf),
-            Control::Tcp(s) => Read::read(&mut &*s, buf),
-        }
+    /// Whether it is under TLS. Then it stays with the daemon, and the session's connections are others.
+    pub(super) fn is_encrypted(&self) -> bool {
+        matches!(self, Control::Tls(..))
     }
 
-    /// Sends a welcome. Never blocks: if the client has left so much unread that there is no room, this is an error.
-    pub(super) fn send_welcome(&self, welcome: &Welcome) -> io::Result<()> {
-        let bytes = welcome.as_bytes();
+    /// Sends bytes. Never waits: if the client has left so much unread that there is no room, this is an error.
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        let full = || io::Error::new(io::ErrorKind::WouldBlock, "the client does not read");
+        if let Control::Tls(stream, tls) = self {
+            let mut tls = tls.lock().unwrap_or_else(|e| e.into_inner());
+            tls.writer().write_all(bytes)?;
+            while tls.wants_write() {
+                tls.write_tls(&mut Now(stream.as_fd()))?;
+            }
+            return Ok(());
+        }
         let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
         match send(self.as_fd().as_raw_fd(), bytes, flags)? {
             n if n == bytes.len() => Ok(()),
-            _ => Err(io::Error::new(io::ErrorKind::WouldBlock, "the client does not read")),
+            _ => Err(full()),
         }
+    }
+
+    /// Sends a welcome. Never waits.
+    pub(super) fn send_welcome(&self, welcome: &Welcome) -> io::Result<()> {
+        self.send(welcome.as_bytes())
     }
 
     /// The transport's name, for the log and the status.
     pub(super) fn transport(&self) -> &'static str {
         match self {
             Control::Local(_) => "local",
-            Control::Tcp(_) => "tcp",
+            Control::Tcp(_) | Control::Tls(..) => "tcp",
         }
     }
 
-    /// Tells the client that its session is over, on behalf of a worker that no longer can.
+    /// Tells the client that its session is over, on behalf of a worker that no longer can. Never waits: a client that does not read learns of the end by the closed connection.
     pub(super) fn bye(&self, reason: &str) {
-        // If the client is gone or does not read, it learns of the end by the closed connection.
-        let _ = self.limit(None, Some(Duration::from_secs(1)));
-        let _ = send_frame(self.as_fd(), frame::BYE, &[reason.as_bytes()], &[]);
+        let header = FrameHeader { kind: frame::BYE, len: reason.len() as u32 };
+        let _ = self.send(&[header.as_bytes(), reason.as_bytes()].concat());
+        self.shut_down();
     }
 
     /// Closes the connection for both sides, which also wakes a thread that reads from it.
@@ -89,85 +104,96 @@ impl Control {
     }
 }
 
-/// A refusal: the answer and the reason.
-pub(super) struct Refused(pub(super) Answer, pub(super) String);
+/// A refusal: what it is for, and the reason in words.
+pub(super) struct Refused(pub(super) Reason, pub(super) String);
 
-/// Performs the handshake of a new connection. Calls `heard` when the client has sent its hello or failed to.
-pub(super) fn serve(server: &Arc<Server>, connection: &Arc<Control>, peer: &str, heard: impl FnOnce()) {
-    let hello = hello(connection);
-    heard();
-    let hello = match hello {
-        Ok(Ok(hello)) => hello,
-        Ok(Err(mismatch)) => {
-            let reason = mismatch.describe("the client speaks", "this server speaks");
-            // Who the client is stands in a part of its hello that another version may have elsewhere.
-            refuse(connection, peer, "", "", &Refused(Answer::Version, reason));
-            return;
-        }
-        Err(e) => {
-            tracing::info!(peer, "connection closed in its handshake: {e}");
-            return;
-        }
-    };
+/// Does what a client's first message asks for. `who`: whom it was found to be, or why it is nobody.
+pub(super) fn serve(
+    server: &Server,
+    connection: Arc<Control>,
+    peer: &str,
+    hello: &Hello,
+    who: Result<Principal, String>,
+) {
     let (client, program) = (untext(&hello.client), untext(&hello.program));
-    let result = check(connection, &hello).and_then(|()| match hello.purpose {
-        purpose::DATA => route_data(server, connection, &hello),
-        _ => open_session(server, connection, &hello, peer),
+    let principal = who.as_ref().ok().cloned();
+    let result = check(&connection, hello).and_then(|()| {
+        let who = who.map_err(|why| Refused(Reason::UnknownClient, why))?;
+        match hello.purpose {
+            purpose::JOIN => joined(server, &connection, peer, &who),
+            // A session's connections under TLS name it before they say anything, and go to its worker while it lives.
+            _ if connection.is_encrypted() && hello.token != [0; 16] => Err(over(&server.lock(), hello)),
+            purpose::DATA | purpose::RESUME | purpose::END => route(server, &connection, hello, peer),
+            _ => open_session(server, &connection, hello, peer, who),
+        }
     });
     if let Err(refused) = result {
-        refuse(connection, peer, &client, &program, &refused);
+        refuse(server, &connection, principal.as_ref(), peer, &client, &program, &refused);
     }
 }
 
-/// Tells a client why it is refused.
-pub(super) fn refuse(connection: &Control, peer: &str, client: &str, program: &str, refused: &Refused) {
-    let Refused(answer, reason) = refused;
+/// Tells a client that the server knows its key from now on.
+fn joined(server: &Server, connection: &Control, peer: &str, who: &Principal) -> Result<(), Refused> {
+    server.audit.joined(who, peer);
+    let key = who.key.map(|key| key.to_string()).unwrap_or_default();
+    tracing::info!(peer, principal = who.name, key, "a client has joined");
+    let welcome = Welcome { principal: text(&who.name), ..welcome(Answer::Ok, [0; 16], 0, "") };
+    if let Err(e) = connection.send_welcome(&welcome) {
+        tracing::info!(peer, principal = who.name, "cannot tell a client that it has joined: {e}");
+    }
+    Ok(())
+}
+
+/// Whether there is a session with this name.
+pub(super) fn is_known(server: &Server, session: &Token) -> bool {
+    server.lock().tokens.contains_key(session)
+}
+
+/// Gives a connection under TLS, from which nothing was read, to the worker of the session that it names.
+pub(super) fn hand_over(server: &Server, session: &Token, connection: BorrowedFd<'_>) -> Result<(), String> {
+    let worker = server.lock().tokens.get(session).cloned();
+    let worker = worker.ok_or("it names a session that does not exist")?;
+    worker
+        .send(&ToWorker::Connection, &[connection])
+        .map_err(|e| format!("the worker of its session does not take it: {e}"))
+}
+
+/// Tells a client why it is refused. `who`: whom it was found to be, if anybody.
+pub(super) fn refuse(
+    server: &Server,
+    connection: &Control,
+    who: Option<&Principal>,
+    peer: &str,
+    client: &str,
+    program: &str,
+    refused: &Refused,
+) {
+    let Refused(cause, reason) = refused;
+    server.refusals.count(*cause);
     tracing::info!(peer, client, program, "refused: {reason}");
+    server.audit.refused(who, peer, client, program, reason);
     // The client may be gone already.
-    let _ = connection.send_welcome(&welcome(*answer, [0; 16], 0, reason));
-}
-
-/// Reads a client's hello. The inner error is the refusal to send to the client.
-fn hello(connection: &Control) -> io::Result<Result<Hello, Mismatch>> {
-    let deadline = Instant::now() + HELLO_WITHIN;
-    let mut bytes = [0; size_of::<Hello>()];
-    let mut at = 0;
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::Error::new(
-                io::ErrorKind::TimedOut,
-                format!("no hello within {} s", HELLO_WITHIN.as_secs()),
-            ));
-        }
-        connection.limit(Some(left), Some(HELLO_WITHIN))?;
-        match connection.read(&mut bytes[at..]) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(n) => at += n,
-            Err(e)
-                if matches!(
-                    e.kind(),
-                    io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
-                ) => {}
-            Err(e) => return Err(e),
-        }
-        match greeting(&bytes[..at], &OURS) {
-            Ok(None) => {}
-            Ok(Some((hello, _))) => return Ok(Ok(hello)),
-            Err(BadGreeting::Version(mismatch)) => return Ok(Err(mismatch)),
-            Err(BadGreeting::Magic(_)) => {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "it does not speak rgpu"));
-            }
-        }
-    }
+    let _ = connection.send_welcome(&welcome(cause.answer(), [0; 16], 0, reason));
 }
 
 fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
     match (connection, hello.purpose) {
-        (Control::Tcp(_), purpose::CONTROL | purpose::DATA | purpose::VERBS)
+        (
+            Control::Tcp(_),
+            purpose::CONTROL | purpose::DATA | purpose::VERBS | purpose::RESUME | purpose::END,
+        )
+        | (
+            Control::Tls(..),
+            purpose::CONTROL
+            | purpose::VERBS
+            | purpose::JOIN
+            | purpose::DATA
+            | purpose::RESUME
+            | purpose::END,
+        )
         | (Control::Local(_), purpose::LOCAL) => Ok(()),
         (_, other) => Err(Refused(
-            Answer::Invalid,
+            Reason::Malformed,
             format!("purpose {other} is not served over {}", connection.transport()),
         )),
     }
@@ -185,32 +211,95 @@ pub(super) fn welcome(answer: Answer, token: Token, data_connections: u32, reaso
         ahead: 0,
         server: text(&super::host_name()),
         reason: text(reason),
+        secret: [0; 32],
+        grace: 0,
+        eager: 0,
+        session_key: [0; 32],
+        principal: [0; 64],
+        cache: 0,
+        unused: 0,
     }
 }
 
-fn route_data(server: &Server, connection: &Control, hello: &Hello) -> Result<(), Refused> {
-    let worker = server.lock().tokens.get(&hello.token).cloned();
-    let unknown = || Refused(Answer::Denied, "no session has this token".into());
-    let worker = worker.ok_or_else(unknown)?;
-    let failed = |e: io::Error| Refused(Answer::NoResources, format!("the session's worker is gone: {e}"));
-    connection.limit(None, None).map_err(failed)?;
+/// Gives a connection without TLS of a session that there is to its worker. Who does not know the session's secret learns nothing of it.
+fn route(server: &Server, connection: &Arc<Control>, hello: &Hello, peer: &str) -> Result<(), Refused> {
+    let worker = known(&mut server.lock(), hello)?;
+    let failed = |e: io::Error| Refused(Reason::Failed, format!("the session's worker is gone: {e}"));
     // The answer is sent first: once the worker has the connection, it may send data on it.
     connection.send_welcome(&welcome(Answer::Ok, hello.token, 0, "")).map_err(failed)?;
-    if let Err(e) = worker.send(&ToWorker::Data, &[connection.as_fd()]) {
-        tracing::debug!("a data connection came for a worker that is gone: {e}");
+    let Hello { attempt, index, .. } = *hello;
+    let sent = match hello.purpose {
+        purpose::END => worker.send(&ToWorker::End, &[]),
+        purpose::RESUME => {
+            // The worker closes a connection that comes behind a later attempt's.
+            let mut state = server.lock();
+            let session = state.sessions.get_mut(&worker.pid());
+            if let Some(session) = session.filter(|session| attempt > session.attempt) {
+                session.attempt = attempt;
+                session.control = Some(Arc::clone(connection));
+                peer.clone_into(&mut session.peer);
+                let (client, program) = (&session.client, &session.program);
+                tracing::info!(
+                    peer,
+                    client,
+                    program,
+                    worker = worker.pid(),
+                    attempt,
+                    "the bridge of a session brings new connections"
+                );
+            }
+            state.save(worker.pid());
+            drop(state);
+            worker.send(&ToWorker::Resume { attempt }, &[connection.as_fd()])
+        }
+        _ => worker.send(&ToWorker::Data { attempt, index }, &[connection.as_fd()]),
+    };
+    if let Err(e) = sent {
+        tracing::debug!(purpose = hello.purpose, "a connection came for a worker that is gone: {e}");
     }
     Ok(())
 }
 
-/// Who opens a session, as far as the connection itself shows: another machine, or a user of this one.
-fn principal(connection: &Control, peer: &str) -> String {
-    match connection {
-        Control::Tcp(_) => peer.rsplit_once(':').map_or(peer, |(host, _)| host).to_owned(),
-        Control::Local(socket) => match getsockopt(socket, PeerCredentials) {
-            Ok(credentials) => format!("user {}", credentials.uid()),
-            Err(_) => "this machine".into(),
-        },
+/// The worker of the session that a hello names and whose secret it tells. Data connections beyond those of a link are refused.
+fn known(state: &mut State, hello: &Hello) -> Result<Arc<Worker>, Refused> {
+    let worker = state.tokens.get(&hello.token).cloned();
+    let session = worker.as_ref().and_then(|worker| state.sessions.get_mut(&worker.pid()));
+    if let (Some(worker), Some(session)) = (worker, session)
+        && session.secret.matches(&hello.secret)
+        && !session.encrypted
+    {
+        if hello.purpose == purpose::DATA && hello.attempt == 0 {
+            let (most, came) = &mut session.data_connections;
+            if came >= most {
+                let reason = format!("the session has all of its {most} data connections");
+                return Err(Refused(Reason::Connections, reason));
+            }
+            *came += 1;
+            state.save(worker.pid());
+        }
+        return Ok(worker);
     }
+    Err(over(state, hello))
+}
+
+/// The refusal of a connection whose session there is not.
+fn over(state: &State, hello: &Hello) -> Refused {
+    let why = state
+        .end_of(&hello.token)
+        .unwrap_or("no session has this token and this secret: it has ended, or the server was restarted");
+    Refused(Reason::SessionOver, why.to_owned())
+}
+
+/// The devices that a client asks for, by the server's numbers. Whether there are such devices is found out when it is placed.
+fn devices_asked_for(hello: &Hello) -> Vec<u32> {
+    let mut devices = Vec::new();
+    for number in hello.devices.iter().take_while(|number| **number != 0).map(|number| u32::from(*number) - 1)
+    {
+        if !devices.contains(&number) {
+            devices.push(number);
+        }
+    }
+    devices
 }
 
 /// Puts a client into the queue. It is served at once if a worker is ready.
@@ -219,23 +308,27 @@ fn open_session(
     connection: &Arc<Control>,
     hello: &Hello,
     peer: &str,
+    principal: Principal,
 ) -> Result<(), Refused> {
-    let failed = |what: &str, e: io::Error| Refused(Answer::NoResources, format!("{what}: {e}"));
+    let failed = |what: &str, e: io::Error| Refused(Reason::Failed, format!("{what}: {e}"));
+    let grant = server.policy().grant(&principal.name, &server.options.share);
+    let grant = grant.map_err(|why| Refused(Reason::NotAllowed, why))?;
     let token = random_token().map_err(|e| failed("cannot read random numbers", e))?;
+    let secret = Secret::random().map_err(|e| failed("cannot read random numbers", e))?;
     let (transport, data_connections) = match &**connection {
         Control::Local(_) => (Transport::Local, 0),
-        Control::Tcp(_) if hello.purpose == purpose::VERBS => {
+        Control::Tcp(_) | Control::Tls(..) if hello.purpose == purpose::VERBS => {
             (Transport::Verbs { slot_count: hello.slot_count }, 0)
         }
-        Control::Tcp(_) => {
+        Control::Tcp(_) | Control::Tls(..) => {
             let wanted =
                 if hello.index == 0 { DATA_CONNECTIONS.0 } else { hello.index.min(DATA_CONNECTIONS.1) };
+            let wanted = wanted.min(grant.data_connections.unwrap_or(DATA_CONNECTIONS.1));
             (Transport::Tcp { slot_count: hello.slot_count, data_connections: wanted }, wanted)
         }
     };
-    connection.limit(None, None).map_err(|e| failed("the connection", e))?;
+    let is_tcp = matches!(transport, Transport::Tcp { .. });
     let kind = if hello.wishes & wish::NVML_ONLY != 0 { Kind::Nvml } else { Kind::Gpu };
-    let now = Instant::now();
     join(
         server,
         kind,
@@ -248,9 +341,15 @@ fn open_session(
             transport,
             data_connections,
             token,
-            limits: server.options.share.limits(principal(connection, peer)),
+            limits: grant.limits,
+            devices: devices_asked_for(hello),
+            rules: grant.rules,
+            secret,
+            principal,
+            grace: if is_tcp { server.options.worker.grace_seconds } else { 0 },
+            eager: if is_tcp { server.options.worker.eager_mib() } else { 0 },
             may_wait: hello.wishes & wish::MAY_WAIT != 0,
-            since: now,
+            since: Instant::now(),
             told: None,
             failures: 0,
             unplaced: None,

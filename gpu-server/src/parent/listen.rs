@@ -1,25 +1,52 @@
-//! Listening sockets.
+//! Listening sockets, and connections that have not said what they want.
+//!
+//! ```text
+//!   listeners ──▶ one thread, "rgpu-greet" ─┬─ Unix, or tcp without TLS ── Hello ──────────▶ handshake::serve
+//!                                           ├─ TLS with any other name ─── Hello, under TLS ─▶ handshake::serve
+//!                                           └─ TLS with a session's name ── unread ──────────▶ the session's worker
+//! ```
+//!
+//! One thread serves all of them, because whoever says nothing must cost next to nothing: a descriptor, and under TLS some kilobytes. There is room for [`MAX_SILENT`] such connections, and
+//! for [`MAX_SILENT_OF_ONE`] of one source: beyond that the source's own oldest one is closed, and never another's. A client says everything at once, so its connection is not among the
+//! oldest.
 
-use std::collections::BTreeMap;
-use std::net::TcpListener;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use handover::Inherited;
 use host_bridge::framing::Address;
+use identity::tls::session_of;
+use metrics::Place;
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::socket::{MsgFlags, recv, send};
+use protocol::link::{BadGreeting, Hello, greeting};
+use protocol::version::OURS;
+use rustls::ServerConnection;
+use rustls::server::Acceptor;
 
 use super::Server;
-use super::handshake::{self, Control};
+use super::handshake::{self, Control, Refused};
+use super::refusals::Reason;
+use super::trust::Principal;
 
-/// Maximum number of connections that have not sent their first message. When more come, the oldest of them is closed.
-const MAX_HANDSHAKES: usize = 512;
-
-/// Connections that have not sent their first message, by number, in order of arrival.
-static SILENT: Mutex<BTreeMap<u64, Arc<Control>>> = Mutex::new(BTreeMap::new());
+/// How long a client may take to say what it wants. Over TLS it takes four times the way to the server.
+const HELLO_WITHIN: Duration = Duration::from_secs(5);
+/// Most connections that have not said what they want.
+const MAX_SILENT: usize = 512;
+/// The same of one source: an address, or all of this machine's users together.
+const MAX_SILENT_OF_ONE: usize = 64;
+/// Most bytes of a client's first TLS message.
+const MAX_CLIENT_HELLO: usize = 8 << 10;
+/// The first byte of a TLS connection.
+const TLS: u8 = 22;
 
 /// Socket files of this daemon, removed when it ends.
 #[derive(Debug, Default)]
@@ -39,42 +66,79 @@ pub(super) fn addresses(all: &[Address]) -> String {
     all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Opens every listening socket and accepts from it.
-pub(super) fn start(server: &Arc<Server>, files: &mut Files) -> anyhow::Result<()> {
-    for address in &server.options.listen {
-        let server = Arc::clone(server);
-        let thread = std::thread::Builder::new().name("rgpu-accept".into());
-        match address {
-            Address::Unix(path) => {
-                let listener = bind_unix(path, files)?;
-                thread.spawn(move || {
-                    for stream in listener.incoming() {
-                        admit(&server, stream.map(Control::Local), || "this host".into());
-                    }
-                })?;
-            }
-            Address::Tcp(host, port) => {
-                let host = if host == "*" { "::" } else { host.as_str() };
-                let listener = TcpListener::bind((host, *port))
-                    .with_context(|| format!("cannot listen at {address}"))?;
-                thread.spawn(move || {
-                    loop {
-                        match listener.accept() {
-                            Ok((stream, peer)) => {
-                                admit(&server, Ok(Control::Tcp(stream)), || peer.to_string())
-                            }
-                            Err(e) => admit(&server, Err(e), String::new),
-                        }
-                    }
-                })?;
-            }
+/// The name under which a listening socket is kept for the next daemon.
+fn kept_name(address: &Address) -> String {
+    // A name may not contain everything that a path may. Two addresses that differ only there would share a name, and then the second one is bound anew.
+    let plain = |c: char| if c.is_ascii_graphic() && !":=".contains(c) { c } else { '_' };
+    let address: String = address.to_string().chars().map(plain).take(160).collect();
+    format!("listen-{address}")
+}
+
+/// Closes what the daemon before this one listened at and this one does not.
+pub(super) fn drop_others(server: &Server, inherited: &mut Inherited) {
+    let options = &server.options;
+    let metrics = match &options.metrics.listen {
+        Some(Place::Unix(path)) => Some(path),
+        _ => None,
+    };
+    let own = [options.admin_socket.as_ref(), options.status_socket.as_ref(), metrics];
+    let own = own.into_iter().flatten().cloned().map(Address::Unix);
+    let wanted: BTreeSet<String> = own.chain(options.listen.iter().cloned()).map(|a| kept_name(&a)).collect();
+    for rest in inherited.names("listen-") {
+        let name = format!("listen-{rest}");
+        if !wanted.contains(&name) {
+            drop(inherited.remove(&name));
+            server.succession.store.forget(&name);
         }
     }
+}
+
+/// Opens every listening socket and starts the thread that accepts from them.
+pub(super) fn start(
+    server: &Arc<Server>,
+    inherited: &mut Inherited,
+    files: &mut Files,
+) -> anyhow::Result<()> {
+    let mut listeners = Vec::new();
+    for address in &server.options.listen {
+        listeners.push(match address {
+            Address::Unix(path) => Listener::Unix(bind_unix(server, path, 0o660, inherited, files)?),
+            Address::Tcp(host, port) => {
+                let host = if host == "*" { "::" } else { host.as_str() };
+                let listener = match inherited.remove(&kept_name(address)) {
+                    Some(kept) => TcpListener::from(kept),
+                    None => TcpListener::bind((host, *port))
+                        .with_context(|| format!("cannot listen at {address}"))?,
+                };
+                server.succession.store.keep(&kept_name(address), &listener)?;
+                Listener::Tcp(listener)
+            }
+        });
+    }
+    let greeter = Greeter::new(Arc::clone(server), listeners).context("preparing to listen")?;
+    std::thread::Builder::new().name("rgpu-greet".into()).spawn(move || greeter.run())?;
     Ok(())
 }
 
-/// Binds a Unix socket, replacing a stale one.
-pub(super) fn bind_unix(path: &Path, files: &mut Files) -> anyhow::Result<UnixListener> {
+/// The Unix socket of the daemon before this one, or a new one with these permissions, which replaces a stale one.
+pub(super) fn bind_unix(
+    server: &Server,
+    path: &Path,
+    mode: u32,
+    inherited: &mut Inherited,
+    files: &mut Files,
+) -> anyhow::Result<UnixListener> {
+    let name = kept_name(&Address::Unix(path.to_owned()));
+    // Somebody may have removed its file, and then nobody reaches it.
+    let kept = inherited.remove(&name).filter(|_| path.exists()).map(UnixListener::from);
+    let listens_there = |kept: &UnixListener| kept.local_addr().is_ok_and(|a| a.as_pathname() == Some(path));
+    if let Some(kept) = kept.filter(listens_there) {
+        files.0.push(path.to_owned());
+        server.succession.store.keep(&name, &kept)?;
+        // The daemon before this one did not wait for connections there.
+        kept.set_nonblocking(false)?;
+        return Ok(kept);
+    }
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)
             .with_context(|| format!("cannot create the folder {}", folder.display()))?;
@@ -88,52 +152,488 @@ pub(super) fn bind_unix(path: &Path, files: &mut Files) -> anyhow::Result<UnixLi
     let listener =
         UnixListener::bind(path).with_context(|| format!("cannot listen at {}", path.display()))?;
     files.0.push(path.to_owned());
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660))
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
         .with_context(|| format!("cannot set the mode of {}", path.display()))?;
+    server.succession.store.forget(&name);
+    server.succession.store.keep(&name, &listener)?;
     Ok(listener)
 }
 
-fn admit(server: &Arc<Server>, accepted: std::io::Result<Control>, peer: impl FnOnce() -> String) {
-    let connection = match accepted {
-        Ok(connection) => connection,
-        Err(e) => {
-            tracing::warn!("cannot accept a connection: {e}");
-            // Most likely the process is out of descriptors. Some may be closed meanwhile.
-            std::thread::sleep(Duration::from_millis(100));
+/// Serves the Unix socket at `path`, with these permissions, in a thread: one connection after the other.
+pub(super) fn serve_unix(
+    server: &Arc<Server>,
+    (path, mode): (&Path, u32),
+    thread: &str,
+    (inherited, files): (&mut Inherited, &mut Files),
+    serve: impl Fn(&Arc<Server>, UnixStream) + Send + 'static,
+) -> anyhow::Result<()> {
+    let listener = bind_unix(server, path, mode, inherited, files)?;
+    let server = Arc::clone(server);
+    std::thread::Builder::new().name(thread.into()).spawn(move || {
+        for stream in listener.incoming() {
+            match stream {
+                Ok(stream) => serve(&server, stream),
+                // Too many descriptors, perhaps.
+                Err(_) => std::thread::sleep(Duration::from_millis(100)),
+            }
+        }
+    })?;
+    Ok(())
+}
+
+enum Listener {
+    Unix(UnixListener),
+    Tcp(TcpListener),
+}
+
+impl Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Listener::Unix(listener) => listener.as_fd(),
+            Listener::Tcp(listener) => listener.as_fd(),
+        }
+    }
+
+    fn accept(&self) -> io::Result<Arrival> {
+        let until = Instant::now() + HELLO_WITHIN;
+        match self {
+            Listener::Unix(listener) => {
+                let (stream, _) = listener.accept()?;
+                let (peer, phase) = ("this host".into(), Phase::Plain(Vec::new()));
+                Ok(Arrival { socket: Socket::Unix(stream), source: Source::Here, peer, until, phase })
+            }
+            Listener::Tcp(listener) => {
+                let (stream, peer) = listener.accept()?;
+                // What is sent here is short, and somebody waits for it.
+                stream.set_nodelay(true)?;
+                let source = Source::of(peer.ip());
+                let socket = Socket::Tcp(stream);
+                Ok(Arrival { socket, source, peer: peer.to_string(), until, phase: Phase::First })
+            }
+        }
+    }
+}
+
+/// Where connections come from, as far as their number is limited together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Source {
+    /// This machine, over a Unix socket.
+    Here,
+    /// An IPv4 address.
+    V4([u8; 4]),
+    /// The first 64 bits of an IPv6 address: the others are everybody's own to choose.
+    V6([u8; 8]),
+}
+
+impl Source {
+    fn of(address: IpAddr) -> Source {
+        match address.to_canonical() {
+            IpAddr::V4(address) => Source::V4(address.octets()),
+            IpAddr::V6(address) => {
+                let mut network = [0; 8];
+                network.copy_from_slice(&address.octets()[..8]);
+                Source::V6(network)
+            }
+        }
+    }
+}
+
+enum Socket {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Socket::Unix(stream) => stream.as_fd(),
+            Socket::Tcp(stream) => stream.as_fd(),
+        }
+    }
+}
+
+/// A socket whose calls never wait, whether it blocks or not.
+pub(super) struct Now<'a>(pub(super) BorrowedFd<'a>);
+
+impl Read for Now<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        Ok(recv(self.0.as_raw_fd(), buffer, MsgFlags::MSG_DONTWAIT)?)
+    }
+}
+
+impl Write for Now<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        Ok(send(self.0.as_raw_fd(), bytes, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A connection that has not said what it wants.
+struct Arrival {
+    socket: Socket,
+    source: Source,
+    peer: String,
+    until: Instant,
+    phase: Phase,
+}
+
+enum Phase {
+    /// Nothing has come.
+    First,
+    /// The first TLS message comes. It stays in the socket until it is known whom it is for.
+    ClientHello,
+    /// The handshake, then the hello.
+    Tls(Box<ServerConnection>, Vec<u8>),
+    /// The hello, without TLS.
+    Plain(Vec<u8>),
+}
+
+/// What a connection has come to.
+enum Step {
+    /// It has not said everything.
+    More,
+    /// It says this, under TLS or not.
+    Said(Result<Box<Hello>, BadGreeting>),
+    /// It speaks TLS, and this server does not.
+    SpeaksTls,
+    /// It is for a session's worker.
+    Session([u8; 16]),
+    /// It is closed, because of this.
+    Over(String),
+}
+
+impl Arrival {
+    /// Takes what has come.
+    fn advance(&mut self, server: &Server) -> Step {
+        self.try_advance(server).unwrap_or_else(|e| match e.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Step::More,
+            _ => Step::Over(e.to_string()),
+        })
+    }
+
+    fn try_advance(&mut self, server: &Server) -> io::Result<Step> {
+        loop {
+            let fd = self.socket.as_fd();
+            match &mut self.phase {
+                Phase::First => {
+                    let mut first = [0];
+                    let n = recv(fd.as_raw_fd(), &mut first, MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT)?;
+                    if n == 0 {
+                        return Err(io::ErrorKind::UnexpectedEof.into());
+                    }
+                    self.phase = if first[0] == TLS { Phase::ClientHello } else { Phase::Plain(Vec::new()) };
+                }
+                Phase::ClientHello => {
+                    let mut bytes = [0; MAX_CLIENT_HELLO];
+                    let Some(trust) = &server.trust else {
+                        // With something unread, the connection would be reset before the answer is read.
+                        recv(fd.as_raw_fd(), &mut bytes, MsgFlags::MSG_DONTWAIT)?;
+                        return Ok(Step::SpeaksTls);
+                    };
+                    let peek = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+                    let n = recv(fd.as_raw_fd(), &mut bytes, peek)?;
+                    let mut acceptor = Acceptor::default();
+                    let mut rest = &bytes[..n];
+                    while !rest.is_empty() {
+                        acceptor.read_tls(&mut rest)?;
+                    }
+                    let accepted = match acceptor.accept() {
+                        Ok(Some(accepted)) => accepted,
+                        // All of it was looked at, and the end of the connection would be another byte.
+                        Ok(None) if n == bytes.len() => {
+                            return Ok(Step::Over("its first TLS message is too long".into()));
+                        }
+                        Ok(None) => return Ok(Step::More),
+                        Err((e, mut alert)) => {
+                            // It may be gone.
+                            let _ = alert.write_all(&mut Now(fd));
+                            return Ok(Step::Over(format!("it does not speak TLS as expected: {e}")));
+                        }
+                    };
+                    // The daemon itself answers for a session that is over.
+                    let session = accepted.client_hello().server_name().and_then(session_of);
+                    if let Some(session) = session.filter(|session| handshake::is_known(server, session)) {
+                        return Ok(Step::Session(session));
+                    }
+                    // What was looked at is taken now.
+                    let taken = recv(fd.as_raw_fd(), &mut bytes[..n], MsgFlags::MSG_DONTWAIT)?;
+                    if taken != n {
+                        return Err(io::ErrorKind::InvalidData.into());
+                    }
+                    match accepted.into_connection(trust.config()) {
+                        Ok(tls) => self.phase = Phase::Tls(Box::new(tls), Vec::new()),
+                        Err((e, mut alert)) => {
+                            let _ = alert.write_all(&mut Now(fd));
+                            return Ok(Step::Over(format!("TLS: {e}")));
+                        }
+                    }
+                    // The answer goes out even if nothing further has come.
+                    self.flush()?;
+                }
+                Phase::Tls(tls, said) => {
+                    while !tls.is_handshaking() {
+                        let mut part = [0; size_of::<Hello>()];
+                        let room = part.len() - said.len();
+                        match tls.reader().read(&mut part[..room]) {
+                            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                            Ok(n) => said.extend_from_slice(&part[..n]),
+                            Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                            Err(e) => return Err(e),
+                        }
+                        if let Some(step) = judge(said) {
+                            return Ok(step);
+                        }
+                    }
+                    if tls.read_tls(&mut Now(fd))? == 0 {
+                        return Err(io::ErrorKind::UnexpectedEof.into());
+                    }
+                    let processed = tls.process_new_packets();
+                    // Also the alert that says what was wrong.
+                    self.flush()?;
+                    if let Err(e) = processed {
+                        return Ok(Step::Over(format!("TLS: {e}")));
+                    }
+                }
+                Phase::Plain(said) => {
+                    let mut part = [0; size_of::<Hello>()];
+                    let room = part.len() - said.len();
+                    match Now(fd).read(&mut part[..room])? {
+                        0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                        n => said.extend_from_slice(&part[..n]),
+                    }
+                    if let Some(step) = judge(said) {
+                        return Ok(step);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sends what TLS has to say, all of it: it is short.
+    fn flush(&mut self) -> io::Result<()> {
+        let Phase::Tls(tls, _) = &mut self.phase else { return Ok(()) };
+        while tls.wants_write() {
+            match tls.write_tls(&mut Now(self.socket.as_fd())) {
+                Ok(_) => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(io::Error::other("it does not read what it is sent"));
+                }
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    /// The connection as the rest of the daemon has it.
+    fn into_control(self) -> Control {
+        match (self.socket, self.phase) {
+            (Socket::Unix(stream), _) => Control::Local(stream),
+            (Socket::Tcp(stream), Phase::Tls(tls, _)) => Control::tls(stream, *tls),
+            (Socket::Tcp(stream), _) => Control::Tcp(stream),
+        }
+    }
+}
+
+/// The hello, once enough of it has come to judge it.
+fn judge(said: &[u8]) -> Option<Step> {
+    match greeting(said, &OURS) {
+        Ok(None) => None,
+        Ok(Some((hello, _))) => Some(Step::Said(Ok(Box::new(hello)))),
+        Err(BadGreeting::Magic(_)) => Some(Step::Over("it does not speak rgpu".into())),
+        Err(bad) => Some(Step::Said(Err(bad))),
+    }
+}
+
+struct Greeter {
+    server: Arc<Server>,
+    epoll: Epoll,
+    listeners: Vec<Listener>,
+    /// By number, in order of arrival.
+    silent: BTreeMap<u64, Arrival>,
+    sources: HashMap<Source, BTreeSet<u64>>,
+    next: u64,
+}
+
+/// Events looked at in one call.
+const EVENTS: usize = 64;
+/// Connections accepted from one listener before the others have their turn.
+const ACCEPTS: usize = 32;
+
+impl Greeter {
+    fn new(server: Arc<Server>, listeners: Vec<Listener>) -> anyhow::Result<Greeter> {
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        for (number, listener) in (0..).zip(&listeners) {
+            match listener {
+                Listener::Unix(listener) => listener.set_nonblocking(true)?,
+                Listener::Tcp(listener) => listener.set_nonblocking(true)?,
+            }
+            epoll.add(listener.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, number))?;
+        }
+        let next = listeners.len() as u64;
+        Ok(Greeter { server, epoll, listeners, silent: BTreeMap::new(), sources: HashMap::new(), next })
+    }
+
+    fn run(mut self) {
+        let mut events = [EpollEvent::empty(); EVENTS];
+        loop {
+            let timeout = match self.silent.first_key_value() {
+                None => EpollTimeout::NONE,
+                Some((_, oldest)) => {
+                    let left = oldest.until.saturating_duration_since(Instant::now()).as_millis() + 1;
+                    EpollTimeout::from(u16::try_from(left).unwrap_or(u16::MAX))
+                }
+            };
+            let count = match self.epoll.wait(&mut events, timeout) {
+                Ok(count) => count,
+                Err(nix::Error::EINTR) => 0,
+                Err(e) => {
+                    tracing::error!("cannot wait for connections: {e}");
+                    std::thread::sleep(Duration::from_millis(100));
+                    0
+                }
+            };
+            for event in &events[..count] {
+                match usize::try_from(event.data()).ok().filter(|at| *at < self.listeners.len()) {
+                    Some(at) => self.accept(at),
+                    None => self.advance(event.data()),
+                }
+            }
+            self.close_late(Instant::now());
+        }
+    }
+
+    fn accept(&mut self, at: usize) {
+        // Another program is about to take this one's place. Who connects now waits for it.
+        if self.server.lock().closed {
+            std::thread::sleep(Duration::from_millis(5));
             return;
         }
-    };
-    let peer = peer();
-    let (server, connection) = (Arc::clone(server), Arc::new(connection));
-    let number = await_hello(&connection);
-    let shaken = std::thread::Builder::new().name("rgpu-handshake".into()).spawn(move || {
-        handshake::serve(&server, &connection, &peer, || heard(number));
-    });
-    if let Err(e) = shaken {
-        heard(number);
-        tracing::warn!("cannot start a thread for a handshake: {e}");
+        for _ in 0..ACCEPTS {
+            match self.listeners[at].accept() {
+                Ok(arrival) => self.admit(arrival),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => {
+                    tracing::warn!("cannot accept a connection: {e}");
+                    // Most likely the process is out of descriptors. Some may be closed meanwhile.
+                    std::thread::sleep(Duration::from_millis(100));
+                    return;
+                }
+            }
+        }
     }
-}
 
-fn silent() -> MutexGuard<'static, BTreeMap<u64, Arc<Control>>> {
-    SILENT.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Adds a connection to [`SILENT`] and returns its number.
-fn await_hello(connection: &Arc<Control>) -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    let mut silent = silent();
-    silent.insert(number, Arc::clone(connection));
-    // A client of rgpu sends its hello at once, so the oldest connection is not one. Its thread ends with its connection.
-    if silent.len() > MAX_HANDSHAKES
-        && let Some((_, oldest)) = silent.pop_first()
-    {
-        oldest.shut_down();
+    fn admit(&mut self, arrival: Arrival) {
+        let number = self.next;
+        self.next += 1;
+        // Edge-triggered, because what is looked at may stay in the socket.
+        let events = EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET;
+        if let Err(e) = self.epoll.add(arrival.socket.as_fd(), EpollEvent::new(events, number)) {
+            tracing::warn!(peer = arrival.peer, "cannot watch a connection: {e}");
+            return;
+        }
+        let source = arrival.source;
+        self.sources.entry(source).or_default().insert(number);
+        self.silent.insert(number, arrival);
+        if self.sources.get(&source).is_some_and(|all| all.len() > MAX_SILENT_OF_ONE) {
+            self.close_oldest(source);
+        }
+        if self.silent.len() > MAX_SILENT {
+            let busiest = self.sources.iter().max_by_key(|(_, all)| all.len()).map(|(source, _)| *source);
+            busiest.inspect(|source| self.close_oldest(*source));
+        }
+        // Most have said something by now, of which no event would tell.
+        self.advance(number);
     }
-    number
-}
 
-fn heard(number: u64) {
-    silent().remove(&number);
+    fn close_oldest(&mut self, source: Source) {
+        let oldest = self.sources.get(&source).and_then(|all| all.first().copied());
+        if let Some(arrival) = oldest.and_then(|number| self.remove(number)) {
+            tracing::debug!(peer = arrival.peer, "a silent connection was closed for a newer one");
+        }
+    }
+
+    fn remove(&mut self, number: u64) -> Option<Arrival> {
+        let arrival = self.silent.remove(&number)?;
+        if let Some(all) = self.sources.get_mut(&arrival.source) {
+            all.remove(&number);
+            if all.is_empty() {
+                self.sources.remove(&arrival.source);
+            }
+        }
+        // It was added; its descriptor may go to another process, which must not wake this one.
+        let _ = self.epoll.delete(arrival.socket.as_fd());
+        Some(arrival)
+    }
+
+    fn close_late(&mut self, now: Instant) {
+        while let Some((number, oldest)) = self.silent.first_key_value() {
+            if oldest.until > now {
+                return;
+            }
+            let number = *number;
+            if let Some(arrival) = self.remove(number) {
+                let seconds = HELLO_WITHIN.as_secs();
+                tracing::info!(
+                    peer = arrival.peer,
+                    "connection closed in its handshake: no hello within {seconds} s"
+                );
+            }
+        }
+    }
+
+    fn advance(&mut self, number: u64) {
+        let Some(arrival) = self.silent.get_mut(&number) else { return };
+        let step = arrival.advance(&self.server);
+        if matches!(step, Step::More) {
+            return;
+        }
+        let Some(arrival) = self.remove(number) else { return };
+        let peer = arrival.peer.clone();
+        match step {
+            Step::More => {}
+            Step::Over(why) => tracing::info!(peer, "connection closed in its handshake: {why}"),
+            Step::SpeaksTls => {
+                let reason = "this server does not speak TLS (--insecure)".to_owned();
+                let refused = Refused(Reason::NoTls, reason);
+                // What the client reads in place of an answer under TLS tells it that there is none.
+                handshake::refuse(&self.server, &arrival.into_control(), None, &peer, "", "", &refused);
+            }
+            Step::Session(session) => {
+                if let Err(why) = handshake::hand_over(&self.server, &session, arrival.socket.as_fd()) {
+                    tracing::info!(peer, "connection closed: {why}");
+                }
+            }
+            Step::Said(Err(BadGreeting::Version(mismatch))) => {
+                let reason = mismatch.describe("the client speaks", "this server speaks");
+                // Who the client is stands in a part of its hello that another version may have elsewhere.
+                let refused = Refused(Reason::Version, reason);
+                handshake::refuse(&self.server, &arrival.into_control(), None, &peer, "", "", &refused);
+            }
+            Step::Said(Err(BadGreeting::Magic(_))) => {}
+            Step::Said(Ok(hello)) => {
+                let who = self.principal(&arrival, &hello);
+                handshake::serve(&self.server, Arc::new(arrival.into_control()), &peer, &hello, who);
+            }
+        }
+    }
+
+    /// Whom a client is found to be, or why it is nobody.
+    fn principal(&self, arrival: &Arrival, hello: &Hello) -> Result<Principal, String> {
+        match (&arrival.socket, &arrival.phase, &self.server.trust) {
+            (Socket::Unix(socket), ..) => Ok(Principal::of_socket(socket)),
+            (_, Phase::Tls(tls, _), Some(trust)) => {
+                let certificates = tls.peer_certificates().unwrap_or_default();
+                match hello.purpose {
+                    protocol::link::purpose::JOIN => trust.join(certificates, &hello.secret),
+                    _ => trust.principal(certificates),
+                }
+            }
+            _ if self.server.options.insecure => Ok(Principal::of_address(&arrival.peer)),
+            _ => Err("the server accepts no connection without TLS: join it with rgpuctl join and a token of rgpuctl enroll, and leave --insecure out; or start it with --insecure".into()),
+        }
+    }
 }

@@ -1,45 +1,105 @@
 //! The daemon: accepts connections, admits sessions, and gives each session to a worker.
 //!
-//! - [`listen`]: listening sockets;
+//! - [`listen`]: listening sockets, and connections that have not said what they want;
 //! - [`handshake`]: the first message of a connection;
-//! - [`queue`]: clients that wait for a worker; [`placement`]: which devices a session gets; [`accounts`]: what principals hold;
-//! - [`pool`]: worker processes, from their start to their end;
-//! - [`status`]: the status for `rgpuctl status`.
+//! - [`trust`]: who clients are; [`pace`]: how many sessions they begin; what they may use is the [policy](crate::policy)'s;
+//! - [`admin`]: what `rgpuctl` asks of the daemon; [`audit`]: the audit log;
+//! - [`queue`]: clients that wait for a worker; [`placement`]: which devices a session gets; [`accounts`]: what principals hold; [`memory`]: what NVML says of that;
+//! - [`pool`]: workers that are started ahead of need; [`workers`]: what the daemon knows of each; [`watch`]: what they say, and their end;
+//! - [`ends`]: sessions that the daemon ends, and what it remembers of those that are over;
+//! - [`health`]: devices that take no new sessions, and why;
+//! - [`arbiter`]: which principal's turn it is on a GPU; [`turns`]: the thread that carries that out;
+//! - [`refusals`]: why clients are refused;
+//! - [`gpus`]: what NVML says of the devices now;
+//! - [`status`]: the status for `rgpuctl status`; [`scrape`]: the same and more for Prometheus, by the definitions in [`families`];
+//! - [`drain`]: the daemon's end, and `rgpuctl drain`;
+//! - [`takeover`]: one daemon after the other, and `rgpuctl upgrade`; [`record`]: what one writes down for the next.
 //!
 //! The daemon never touches a device, nor any byte of a session after its handshake. What one client or worker does wrong cannot affect another.
 
 mod accounts;
+mod admin;
+mod arbiter;
+mod audit;
+mod drain;
+mod ends;
+mod families;
+mod gpus;
 mod handshake;
+mod health;
 mod listen;
+mod memory;
+mod pace;
 mod placement;
 mod pool;
 mod queue;
+mod record;
+mod refusals;
+mod scrape;
 mod status;
+mod takeover;
+mod trust;
+mod turns;
+mod watch;
+mod workers;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, bail};
+use handover::Inherited;
+use host_bridge::framing::Address;
+use identity::Secret;
 use nix::sys::signal::{SigSet, Signal};
 
 use self::accounts::Account;
+use self::audit::Audit;
+use self::drain::Drain;
+use self::gpus::Gpus;
 use self::handshake::Control;
-use self::pool::{Managed, Pool, Stage, Worker};
+use self::health::Illness;
+use self::pace::Paces;
+use self::pool::Pool;
 use self::queue::Nudge;
+use self::refusals::Refusals;
+use self::scrape::{Settled, Waits};
+use self::takeover::Succession;
+use self::trust::{Principal, Trust};
+use self::turns::Bell;
+use self::workers::{Managed, Worker};
+use crate::cache::{self, store::Store};
 use crate::config::Serve;
+use crate::confinement::Confining;
 use crate::cuda_ipc::{Shares, Token};
+use crate::policy::Policy;
 use crate::worker_protocol::{Counters, Kind, Limits};
 
 /// The daemon's state.
 struct Server {
     options: Serve,
+    confining: Confining,
     state: Mutex<State>,
     /// Notified whenever the state changes.
     changed: Condvar,
     /// Wakes the queue's thread.
     nudge: Nudge,
+    /// Who clients over TLS are. `None`: TLS is not spoken.
+    trust: Option<Trust>,
+    policy: Mutex<Arc<Policy>>,
+    audit: Audit,
+    /// Wakes the thread that gives principals their turns.
+    bell: Bell,
+    /// What clients need not send again.
+    cache: Option<Store>,
+    /// What the next daemon gets.
+    succession: Succession,
+    gpus: Gpus,
+    /// Refusals so far, and how long sessions waited for a worker.
+    refusals: Refusals,
+    waits: Waits,
 }
 
 #[derive(Default)]
@@ -53,15 +113,33 @@ struct State {
     /// By the worker's process id.
     sessions: HashMap<u32, Session>,
     tokens: HashMap<Token, Arc<Worker>>,
+    /// Why sessions have ended that their clients may want to resume, the latest last.
+    ended: VecDeque<(Token, String)>,
     shares: Shares,
     /// The backend and devices that workers serve, once one has been ready.
     serving: Option<(String, Vec<String>)>,
+    paces: Paces,
     /// Why nothing can be served at all.
     fatal: Option<String>,
-    draining: bool,
+    /// Set once the daemon was told to end.
+    drain: Option<Drain>,
+    /// Another program is about to take this one's place. Once it is closed, no worker starts and no session begins.
+    upgrading: bool,
+    closed: bool,
+    /// Devices that are not well, by their numbers.
+    ill: BTreeMap<u32, Illness>,
+    /// Whether to ask NVML what workers take.
+    measure: bool,
+    /// ns of GPU time that principals were charged.
+    charged: HashMap<String, u64>,
+    /// The same since the start of the daemon, and what sessions that are over have done.
+    charged_ever: metrics::Ledger<u64>,
+    settled: metrics::Ledger<Settled>,
     sessions_begun: u64,
     sessions_lost: u64,
     workers_crashed: u64,
+    /// Sessions that ended because a kernel ran for too long.
+    kernels_overrun: u64,
 }
 
 impl State {
@@ -70,6 +148,11 @@ impl State {
             Kind::Gpu => &self.gpu,
             Kind::Nvml => &self.nvml,
         }
+    }
+
+    /// Whether no session may begin any more.
+    fn stopped(&self) -> bool {
+        self.draining() || self.closed
     }
 
     fn pool_mut(&mut self, kind: Kind) -> &mut Pool {
@@ -90,34 +173,137 @@ struct Session {
     peer: String,
     since: Instant,
     counters: Counters,
+    /// What metrics call it.
+    key: metrics::Key,
     limits: Limits,
     /// Numbers of its devices.
     devices: Vec<u32>,
     account: Account,
     token: Token,
-    /// For telling the client why its session ended if the worker no longer can.
-    control: Arc<Control>,
+    secret: Secret,
+    principal: Principal,
+    /// Data connections that it was granted, and those of its first link that came without TLS.
+    data_connections: (u32, u32),
+    /// Whether its connections are under TLS.
+    encrypted: bool,
+    /// For telling the client why its session ended if the worker no longer can. Another one each time that the session is resumed without TLS. `None`: the daemon before this one had it.
+    control: Option<Arc<Control>>,
+    /// Since when it has no link.
+    parked: Option<Instant>,
+    /// The latest of its links, and how often it went on over new connections.
+    attempt: u32,
+    resumed: u64,
     /// Whether the worker has the connection. Before that, the client can still be given to another worker.
     begun: bool,
-    /// Whether the worker has reported the session's end.
+    /// Whether a kernel has run for too long.
+    overrun: bool,
+    /// Whether the worker has reported the session's end, or the daemon has decided it.
     ended: bool,
+    /// Whether it ended otherwise than by its client's will.
+    lost: bool,
+    /// How many daemons it has had before this one.
+    daemons: u32,
+    /// Whether it is kept for the next one.
+    kept: bool,
+    /// Events of other sessions that it has opened, and its slot of each.
+    opened: Vec<(Token, u16)>,
 }
 
 impl Server {
-    /// Numbers of the devices that it shares, once a worker has said how many there are.
-    fn devices(&self, state: &State) -> Vec<u32> {
-        let shared = &self.options.worker.backing.devices;
-        let count = state.serving.as_ref().map_or(0, |(_, names)| names.len() as u32);
-        if shared.is_empty() { (0..count).collect() } else { shared.clone() }
+    fn new(options: Serve, inherited: &mut Inherited) -> anyhow::Result<Server> {
+        let network = options.listen.iter().any(|address| matches!(address, Address::Tcp(..)));
+        let trust = if network && !options.insecure { Some(Trust::open(&options)?) } else { None };
+        let policy = Mutex::new(Arc::new(read_policy(&options)?));
+        let audit = Audit::open(options.audit_log.as_deref())?;
+        let confining = Confining::new(&options.sandbox, options.worker.backing.backend);
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        let succession = Succession::new(inherited).context("what the next daemon gets")?;
+        let (nudge, bell) = (Nudge::new()?, Bell::take_or_new(inherited, &succession.store)?);
+        let (gpus, refusals, waits) = Default::default();
+        let cache = options.cache.open().context("opening the cache (--cache)")?;
+        Ok(Server {
+            options,
+            confining,
+            state,
+            changed,
+            nudge,
+            bell,
+            succession,
+            gpus,
+            refusals,
+            waits,
+            trust,
+            policy,
+            audit,
+            cache,
+        })
     }
 
-    fn new(options: Serve) -> anyhow::Result<Server> {
-        Ok(Server { options, state: Mutex::default(), changed: Condvar::new(), nudge: Nudge::new()? })
+    /// A worker's end of a connection to the blocks that the cache has of a client. `None`: there is no cache, or it cannot be used.
+    fn cache_of(&self, client: &str) -> Option<UnixStream> {
+        let store = self.cache.as_ref()?;
+        let opened = UnixStream::pair().and_then(|(ours, theirs)| {
+            cache::serve(store, client, ours)?;
+            Ok(theirs)
+        });
+        opened.inspect_err(|e| tracing::warn!(client, "a session does without the cache: {e}")).ok()
+    }
+
+    /// The rules as they are now.
+    fn policy(&self) -> Arc<Policy> {
+        Arc::clone(&self.policy.lock().unwrap_or_else(|e| e.into_inner()))
+    }
+
+    /// Why a client that was found to be this principal may have no session, if it may not. It may have been revoked since.
+    fn unwelcome(&self, principal: &Principal) -> Option<String> {
+        if let Some(why) = self.trust.as_ref().and_then(|trust| trust.doubt(principal)) {
+            return Some(why);
+        }
+        self.policy().grant(&principal.name, &self.options.share).err()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
+}
+
+pub(crate) use self::takeover::takes_over;
+
+/// Checks the options and what they name, and returns the rules for clients.
+pub fn check(options: &Serve) -> anyhow::Result<Policy> {
+    options.metrics.check()?;
+    Ok(read_policy(options)?)
+}
+
+/// Reads the rules that the options name.
+fn read_policy(options: &Serve) -> Result<Policy, options::Error> {
+    let read = |path: &std::path::PathBuf| Policy::read(path, &options.worker.backing.devices);
+    options.clients.as_ref().map_or_else(|| Ok(Policy::default()), read)
+}
+
+/// Reads again what the operator may change while the server runs: its key and certificates, and the rules for clients. What is wrong stays as it was. Sessions of clients that may have none now are
+/// ended; others keep the limits with which they began.
+fn reload(server: &Server) {
+    server.succession.store.reloading();
+    server.audit.reopen();
+    match server.trust.as_ref().map(Trust::reload) {
+        Some(Ok(true)) => tracing::warn!(
+            "this server has another key: clients that joined it trust the one before, and have to join again"
+        ),
+        Some(Ok(false)) | None => {}
+        Some(Err(e)) => tracing::error!("the server's key and certificates stay as they were: {e:#}"),
+    }
+    match read_policy(&server.options) {
+        Ok(policy) => *server.policy.lock().unwrap_or_else(|e| e.into_inner()) = Arc::new(policy),
+        Err(e) => {
+            let why = host_bridge::framing::with_causes(&e);
+            tracing::error!("the rules for clients stay as they were: {why}");
+        }
+    }
+    let (groups, clients) = server.policy().counts();
+    let ended = ends::end_sessions(server, |principal| server.unwelcome(principal));
+    tracing::info!(groups, clients, ended, "SIGHUP: read keys, certificates and rules for clients again");
+    server.succession.store.ready();
 }
 
 /// The version and host of this `rgpu-server`, for display.
@@ -148,11 +334,14 @@ pub fn init_log(filter: &str) {
 
 /// Runs the daemon until it is told to end.
 pub fn main(options: Serve) -> anyhow::Result<()> {
+    let mut inherited = Inherited::take();
     init_log(&options.log);
     let mut ending = SigSet::empty();
     ending.add(Signal::SIGTERM);
     ending.add(Signal::SIGINT);
-    // Before any thread starts: all threads inherit the mask, so that only this one gets the signals.
+    ending.add(Signal::SIGHUP);
+    ending.add(Signal::SIGUSR2);
+    // Before any thread starts: all threads inherit the mask, so that the signals wait for the thread that takes them.
     ending.thread_block().context("blocking signals")?;
 
     // Each session's shared memory needs descriptors; in the software backend, so does each allocation.
@@ -163,77 +352,66 @@ pub fn main(options: Serve) -> anyhow::Result<()> {
         tracing::warn!("cannot raise the limit of open files: {e}");
     }
 
-    let server = Arc::new(Server::new(options)?);
-    let mut files = listen::Files::default();
-    listen::start(&server, &mut files)?;
-    if let Some(path) = &server.options.status_socket {
-        status::start(&server, path, &mut files)?;
+    let server = Arc::new(Server::new(options, &mut inherited)?);
+    match &server.trust {
+        Some(trust) => tracing::info!("this server's key has the fingerprint {}", trust.fingerprint()),
+        None if server.options.insecure => tracing::warn!(
+            "--insecure: connections over tcp are neither encrypted nor authenticated; everybody who can reach the port can use the GPUs"
+        ),
+        None => {}
     }
+    takeover::take_over(&server, &mut inherited);
+    let report = pool::probe(&server)?;
+    if !report.missing.is_empty() {
+        tracing::warn!("workers run without: {report}");
+    }
+    let mut files = listen::Files::default();
+    listen::drop_others(&server, &mut inherited);
+    listen::start(&server, &mut inherited, &mut files)?;
+    if let Some(path) = &server.options.admin_socket {
+        admin::start(&server, path, &mut inherited, &mut files)?;
+    }
+    if let Some(path) = &server.options.status_socket {
+        status::start(&server, path, &mut inherited, &mut files)?;
+    }
+    scrape::start(&server, &mut inherited, &mut files)?;
+    gpus::start(&server)?;
     queue::start(&server)?;
+    turns::start(&server)?;
+    memory::start(&server)?;
+    health::start(&server)?;
     pool::start(&server)?;
     tracing::info!("{} is listening at {}", server_name(), listen::addresses(&server.options.listen));
+    server.succession.store.ready();
 
-    let watched = Arc::clone(&server);
-    std::thread::Builder::new().name("rgpu-fatal".into()).spawn(move || {
-        let mut state = watched.lock();
-        while state.fatal.is_none() {
-            state = watched.changed.wait(state).unwrap_or_else(|e| e.into_inner());
+    let told = Arc::clone(&server);
+    std::thread::Builder::new().name("rgpu-signals".into()).spawn(move || {
+        while let Ok(signal) = ending.wait() {
+            if signal == Signal::SIGHUP {
+                reload(&told);
+                continue;
+            }
+            if signal == Signal::SIGUSR2 {
+                let Err(why) = takeover::upgrade(&told, |_| ());
+                tracing::error!("SIGUSR2: not upgraded: {why}");
+                continue;
+            }
+            tracing::info!("{signal}");
+            drain::within(&told, told.options.drain_seconds);
         }
-        drop(state);
-        // Wakes the main thread, which waits for this signal.
-        let _ = nix::sys::signal::kill(nix::unistd::getpid(), Signal::SIGTERM);
     })?;
-    let signal = ending.wait().context("waiting for a signal")?;
-    if let Some(fatal) = server.lock().fatal.clone() {
+    let mut state = server.lock();
+    while state.fatal.is_none() && !state.draining() {
+        state = server.changed.wait(state).unwrap_or_else(|e| e.into_inner());
+    }
+    if let Some(fatal) = state.fatal.clone() {
         bail!(fatal);
     }
-    tracing::info!("{signal}: accepting no new sessions; waiting for the running ones to end");
-    drain(&server);
+    drop(state);
+    drain::drain(&server);
+    server.audit.flush();
+    // Whoever is started next begins anew.
+    server.succession.store.forget_all();
     drop(files);
     Ok(())
-}
-
-/// Gives sessions time to end by themselves, then ends them. Workers without a session are killed at once: clients that wait for them are refused, and no context that is still being
-/// created is waited for.
-fn drain(server: &Server) {
-    let mut state = server.lock();
-    state.draining = true;
-    let unused: Vec<_> = state.workers.values().filter(|managed| managed.stage != Stage::Serving).collect();
-    unused.iter().for_each(|managed| managed.worker.kill());
-    if !unused.is_empty() {
-        tracing::info!("killed {} workers without a session", unused.len());
-    }
-    for kind in Kind::ALL {
-        state.pool_mut(kind).idle.clear();
-    }
-    server.changed.notify_all();
-    server.nudge.nudge();
-    let over = |state: &State| {
-        state.sessions.values().all(|session| session.ended)
-            && Kind::ALL.iter().all(|kind| state.pool(*kind).queue.is_empty())
-    };
-    let wait = |mut state: MutexGuard<'_, State>, limit: Duration| {
-        let deadline = Instant::now() + limit;
-        while !over(&state) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            state = server.changed.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
-        }
-        drop(state);
-    };
-    wait(state, Duration::from_secs(server.options.drain_seconds));
-    let state = server.lock();
-    let running = state.sessions.values().filter(|session| !session.ended).count();
-    if running > 0 {
-        tracing::warn!("ending {running} sessions that are still running");
-        // Each worker tells its client before it exits.
-        state.workers.values().for_each(|managed| managed.worker.hang_up());
-        wait(state, Duration::from_secs(2));
-    } else {
-        drop(state);
-    }
-    // Workers whose session has ended only have to exit, which takes the driver some time.
-    server.lock().workers.values().for_each(|managed| managed.worker.kill());
 }

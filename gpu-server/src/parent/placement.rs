@@ -1,5 +1,6 @@
 //! Which devices a session gets: decided when a worker is there for it.
 //!
+//! - No session gets a device that is not well ([`super::health`]).
 //! - A session uses devices that its limits allow, and as many as they say: those that the fewest sessions use.
 //! - Sessions of one principal get the same devices, so that its processes can share memory.
 //! - An exclusive principal's devices serve nobody else as long as it has a session. It waits until enough devices are free of others; meanwhile no later client gets the devices that it waits
@@ -41,11 +42,31 @@ impl State {
                 "the policy gives this client devices {asked}, but the server shares devices {shared}"
             )));
         }
+        let (well, ill): (Vec<u32>, Vec<u32>) =
+            allowed.iter().partition(|number| !self.ill.contains_key(number));
+        let allowed = match kind {
+            // NVML tells of a device that is not well, if there is no other.
+            Kind::Nvml if well.is_empty() => allowed,
+            _ => well,
+        };
+        if allowed.is_empty() {
+            let reasons = ill.iter().filter_map(|number| Some((number, self.ill.get(number)?)));
+            let reasons: Vec<String> =
+                reasons.map(|(number, illness)| format!("device {number}: {}", illness.why)).collect();
+            let why = format!("no healthy device is left for this client: {}", reasons.join("; "));
+            let lasting =
+                ill.iter().all(|number| self.ill.get(number).is_some_and(|illness| illness.lasting));
+            return Err(if lasting { NoDevice::Never(why) } else { NoDevice::Wait(why) });
+        }
         let gpu_sessions = || self.sessions.values().filter(|session| session.kind == Kind::Gpu);
         let one_set = limits.exclusive || limits.device_count > 0;
         let same = gpu_sessions().find(|session| session.limits.principal == limits.principal);
         if let Some(session) = same.filter(|_| one_set) {
-            return Ok(session.devices.clone());
+            let same: Vec<u32> =
+                session.devices.iter().copied().filter(|number| allowed.contains(number)).collect();
+            if !same.is_empty() {
+                return Ok(same);
+            }
         }
         let others = || gpu_sessions().filter(|session| session.limits.principal != limits.principal);
         let users = |number: u32| others().filter(|session| session.devices.contains(&number)).count();
@@ -86,10 +107,49 @@ impl State {
     }
 }
 
+impl State {
+    /// [Places](Self::place) a session that asks for certain devices, in the order in which it asks for them. Nobody gets more by asking than without.
+    pub(super) fn place_asked(
+        &self,
+        all: &[u32],
+        kind: Kind,
+        limits: &Limits,
+        asked: &[u32],
+        reserved: &mut Vec<u32>,
+    ) -> Result<Vec<u32>, NoDevice> {
+        if asked.is_empty() {
+            return self.place(all, kind, limits, reserved);
+        }
+        let shared = |n: &u32| all.contains(n) && (limits.devices.is_empty() || limits.devices.contains(n));
+        if let Some(other) = asked.iter().find(|number| !shared(number)) {
+            let mine: Vec<u32> = all.iter().copied().filter(shared).collect();
+            return Err(NoDevice::Never(format!(
+                "the client asks for device {other}, but the server shares devices {} with it",
+                list(&mine)
+            )));
+        }
+        let most = match limits.device_count {
+            0 if limits.exclusive => limits.devices.len().max(1) as u32,
+            count => count,
+        };
+        // Of equally used devices it gets those that it names first.
+        let placed = self.place(asked, kind, &Limits { device_count: most, ..limits.clone() }, reserved)?;
+        let (placed, others): (Vec<u32>, Vec<u32>) = asked.iter().partition(|number| placed.contains(number));
+        if most > 0 || others.is_empty() || kind == Kind::Nvml {
+            return Ok(placed);
+        }
+        let lasting = others.iter().any(|number| self.ill.get(number).is_some_and(|illness| illness.lasting));
+        let why = format!("of the devices that the client asks for, {} cannot be used now", list(&others));
+        Err(if lasting { NoDevice::Never(why) } else { NoDevice::Wait(why) })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::parent::health::Illness;
     use crate::parent::queue::tests::session_of_limits;
+    use std::time::Instant;
 
     const ALL: [u32; 4] = [0, 1, 2, 3];
 
@@ -150,6 +210,49 @@ mod tests {
         assert_eq!(begin(&mut state, 5, limits("d", false, &[1], 7)), Ok(vec![1]));
         let nvml = state.place(&ALL, Kind::Nvml, &limits("a", false, &[], 2), &mut Vec::new());
         assert_eq!(nvml, Ok(vec![0, 1]));
+    }
+
+    #[test]
+    fn a_device_that_is_not_well_gets_no_session_and_a_client_without_another_is_told_why() {
+        let mut state = State::default();
+        let ill = |lasting| Illness { why: "Xid 79".into(), since: Instant::now(), lasting, error: None };
+        assert_eq!(begin(&mut state, 1, limits("a", false, &[], 2)), Ok(vec![0, 1]));
+        state.ill.insert(1, ill(true));
+        assert_eq!(begin(&mut state, 2, limits("a", false, &[], 2)), Ok(vec![0]), "what is left of the same");
+        assert_eq!(begin(&mut state, 3, limits("b", false, &[], 0)), Ok(vec![0, 2, 3]));
+        let refused = begin(&mut state, 4, limits("c", false, &[1], 0));
+        let Err(NoDevice::Never(why)) = refused else { panic!("{refused:?}") };
+        assert!(why.contains("device 1: Xid 79"), "{why}");
+        state.ill.insert(1, ill(false));
+        assert!(waits(&begin(&mut state, 4, limits("c", false, &[1], 0))), "it may be well again");
+        let nvml = state.place(&ALL, Kind::Nvml, &limits("c", false, &[1], 0), &mut Vec::new());
+        assert_eq!(nvml, Ok(vec![1]));
+    }
+
+    #[test]
+    fn a_session_gets_the_devices_that_it_asks_for_in_its_order_and_no_more_than_the_policy_allows() {
+        let mut state = State::default();
+        let place = |state: &State, limits: &Limits, asked: &[u32]| {
+            state.place_asked(&ALL, Kind::Gpu, limits, asked, &mut Vec::new())
+        };
+        assert_eq!(place(&state, &limits("a", false, &[], 0), &[3, 1]), Ok(vec![3, 1]));
+        assert_eq!(place(&state, &limits("a", false, &[], 0), &[]), Ok(ALL.to_vec()));
+        assert_eq!(place(&state, &limits("a", false, &[], 1), &[3, 1]), Ok(vec![3]));
+        assert_eq!(
+            place(&state, &limits("a", true, &[], 0), &[2, 3]),
+            Ok(vec![2]),
+            "one is what it would have"
+        );
+        for (limits, asked) in
+            [(limits("a", false, &[], 0), [0, 4]), (limits("a", false, &[0, 1], 0), [0, 2])]
+        {
+            let Err(NoDevice::Never(why)) = place(&state, &limits, &asked) else { panic!("{asked:?}") };
+            assert!(why.contains(&format!("asks for device {}", asked[1])), "{why}");
+        }
+        let illness = Illness { why: "Xid 79".into(), since: Instant::now(), lasting: true, error: None };
+        state.ill.insert(1, illness);
+        let refused = place(&state, &limits("a", false, &[], 0), &[3, 1]);
+        assert!(matches!(refused, Err(NoDevice::Never(_))), "fewer than it asks for would be a surprise");
     }
 
     #[test]

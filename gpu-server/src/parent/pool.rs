@@ -1,22 +1,19 @@
-//! Worker processes: the daemon starts them ahead of need and watches them until they end.
+//! Workers without a session, which the daemon starts ahead of need.
 
 use std::collections::VecDeque;
-use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
-use nix::sys::signal::{SigSet, Signal, kill};
-use nix::sys::socket::{Shutdown, shutdown};
-use nix::unistd::Pid;
+use anyhow::{Context, bail};
+use sandbox::{Command, Process, Report};
 
-use super::queue::{self, Parked};
-use super::{Server, State};
+use super::queue::Parked;
+use super::watch::{describe, start_watching};
+use super::workers::{Managed, Worker};
+use super::{Server, State, takeover};
 use crate::config::Serve;
-use crate::cuda_ipc::{Refusal, Reply, Shared, Token, origin};
 use crate::worker_protocol::{self, FromWorker, Kind, ToWorker};
 
 /// How long to wait after a worker failed to start. Doubled for each failure in a row, up to [`MAX_PAUSE`].
@@ -29,69 +26,6 @@ pub(super) const GIVE_UP: u32 = 5;
 const FULL_PAUSE: Duration = Duration::from_secs(1);
 /// Device memory that a context takes, in bytes, with a margin. On an H100 it is 530 MiB.
 const CONTEXT: u64 = 640 << 20;
-
-/// A worker process.
-pub(super) struct Worker {
-    pid: u32,
-    socket: OwnedFd,
-}
-
-impl Worker {
-    /// A worker for tests, without a process, that never reads its messages.
-    #[cfg(test)]
-    pub(super) fn fake(pid: u32) -> Arc<Worker> {
-        let (socket, other_end) = worker_protocol::pair().unwrap();
-        std::mem::forget(other_end);
-        Arc::new(Worker { pid, socket })
-    }
-
-    /// Its process id.
-    pub(super) fn pid(&self) -> u32 {
-        self.pid
-    }
-
-    /// Answers one of the worker's requests.
-    fn answer(&self, request: u64, reply: Reply, fd: Option<&OwnedFd>) {
-        let fds: Vec<_> = fd.iter().map(|fd| fd.as_fd()).collect();
-        // The watcher notices when the worker is gone.
-        let _ = worker_protocol::send(self.socket.as_fd(), &ToWorker::Reply { request, reply }, &fds);
-    }
-
-    /// Sends a message with descriptors.
-    pub(super) fn send(&self, message: &ToWorker, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-        worker_protocol::send(self.socket.as_fd(), message, fds)
-    }
-
-    /// Closes the connection to the worker, which then tells its session and exits.
-    pub(super) fn hang_up(&self) {
-        // It may have ended already.
-        let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Write);
-    }
-
-    /// Kills the worker.
-    pub(super) fn kill(&self) {
-        // The caller holds the state's lock, and the worker is in the table: it has not been waited for, so the process id is still its own.
-        let _ = kill(Pid::from_raw(self.pid.cast_signed()), Signal::SIGKILL);
-    }
-}
-
-/// A worker process and its stage.
-pub(super) struct Managed {
-    pub(super) worker: Arc<Worker>,
-    kind: Kind,
-    pub(super) stage: Stage,
-}
-
-/// The stages of a worker, which it goes through in this order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stage {
-    /// It is starting.
-    Starting,
-    /// It is, or was, ready for a session.
-    Idle,
-    /// It has its session.
-    Serving,
-}
 
 /// The workers of one kind that have no session, and the clients that wait for them.
 #[derive(Default)]
@@ -113,14 +47,14 @@ pub(super) struct Pool {
     /// Why the last one failed.
     pub(super) last_failure: String,
     /// Whether the device had no memory for another context at the last try.
-    full: bool,
+    pub(super) full: bool,
     /// No worker is started before this time.
-    not_before: Option<Instant>,
+    pub(super) not_before: Option<Instant>,
     /// Free bytes on the device when the last worker became ready, if no worker has ended since.
-    free: Option<u64>,
+    pub(super) free: Option<u64>,
 }
 
-/// Starts the thread that keeps the pools filled. That thread starts every worker, because the kernel kills a worker when the thread that started it ends.
+/// Starts the thread that keeps the pools filled.
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     let server = Arc::clone(server);
     std::thread::Builder::new()
@@ -188,7 +122,11 @@ fn next_of_all(state: &State, options: &Serve, cores: usize, now: Instant) -> Op
 
 /// The next step for one pool: it needs a worker for each waiting client and the spare ones. At most as many start at the same time as there are cores, and as fit into the device's memory.
 fn next(state: &State, options: &Serve, kind: Kind, cores: usize, now: Instant) -> Option<Next> {
-    if state.draining || state.fatal.is_some() {
+    if state.stopped() || state.fatal.is_some() {
+        return None;
+    }
+    // Without a device that is well, no worker could serve.
+    if kind == Kind::Gpu && state.well(options).is_some_and(|well| well.is_empty()) {
         return None;
     }
     let pool = state.pool(kind);
@@ -215,7 +153,7 @@ fn next(state: &State, options: &Serve, kind: Kind, cores: usize, now: Instant) 
 
 impl Pool {
     /// A worker could not be started or died before it was ready.
-    fn fail(&mut self, now: Instant, why: String) {
+    pub(super) fn fail(&mut self, now: Instant, why: String) {
         self.failed += 1;
         self.last_failure = why;
         if self.full {
@@ -228,7 +166,7 @@ impl Pool {
     }
 
     /// A worker became ready.
-    fn succeed(&mut self, now: Instant, free: Option<u64>) {
+    pub(super) fn succeed(&mut self, now: Instant, free: Option<u64>) {
         (self.failures, self.full, self.not_before, self.free) = (0, false, None, free);
         self.last_failure.clear();
         self.moved = Some(now);
@@ -237,220 +175,85 @@ impl Pool {
 
 fn start_one(server: &Arc<Server>, kind: Kind) -> anyhow::Result<()> {
     let (ours, theirs) = worker_protocol::pair().context("creating a socket pair")?;
-    let child = spawn(server, &theirs)?;
+    let process = spawn(server, &theirs)?;
     drop(theirs);
-    let worker = Arc::new(Worker { pid: child.id(), socket: ours });
+    let orders = server.confining.orders(&process);
+    let alive = process.alive().map(|alive| alive.try_clone_to_owned()).transpose();
+    let alive = alive.context("duplicating a descriptor")?;
+    let worker = Arc::new(Worker::new(ours, &process, takeover::describe(&process), alive));
+    let mut options = server.options.worker.clone();
     {
         let mut state = server.lock();
-        let managed = Managed { worker: Arc::clone(&worker), kind, stage: Stage::Starting };
-        state.workers.insert(worker.pid, managed);
-        if state.draining {
+        let well = state.well(&server.options).filter(|_| kind == Kind::Gpu);
+        // The last device may have become ill meanwhile.
+        let outdated = well.as_ref().is_some_and(Vec::is_empty);
+        state.workers.insert(worker.pid(), Managed::starting(&worker, kind, outdated));
+        if state.stopped() || outdated {
             worker.kill();
         }
+        options.backing.devices = well.unwrap_or(options.backing.devices);
     }
-    let watcher = Arc::clone(server);
-    let watched = Arc::clone(&worker);
-    let watching = std::thread::Builder::new()
-        .name("rgpu-watch".into())
-        .spawn(move || watch(&watcher, &watched, child))
-        .context("starting a thread for a worker");
-    if let Err(e) = watching {
-        // No thread would notice its end. It exits by itself when its socket is closed.
-        server.lock().workers.remove(&worker.pid);
+    if let Err(e) = start_watching(server, &worker, process) {
+        // No thread would notice its end. It has been killed with its process's value.
+        server.lock().workers.remove(&worker.pid());
         return Err(e);
     }
-    let prepare = ToWorker::Prepare { kind, options: server.options.worker.clone() };
+    let prepare = ToWorker::Prepare { orders, pid: worker.pid(), kind, options };
     // The watcher notices when the worker is gone.
-    let _ = worker_protocol::send(worker.socket.as_fd(), &prepare, &[]);
+    let _ = worker.send(&prepare, &[]);
     Ok(())
 }
 
-fn spawn(server: &Server, socket: &OwnedFd) -> anyhow::Result<Child> {
-    let fd = socket.as_raw_fd();
-    let parent = nix::unistd::getpid();
+fn spawn(server: &Server, socket: &OwnedFd) -> anyhow::Result<Process> {
+    let fd = socket.as_raw_fd().to_string();
     // The executable that this process was started from, even if the file has been replaced since.
-    let mut command = Command::new("/proc/self/exe");
-    command
-        .arg0("rgpu-server")
-        .args(["worker", "--fd", &fd.to_string(), "--log", &server.options.log])
-        .stdin(Stdio::null());
+    let program = server.options.sandbox.program.as_deref().unwrap_or(Path::new("/proc/self/exe"));
+    let mut command = Command::new(program, "rgpu-server")
+        .arguments(["worker", "--fd", &fd, "--log", &server.options.log])
+        .without_variables(handover::VARIABLES)
+        // What the driver maps by itself, such as managed variables, needs addresses that are free in the client, too. Programs map at the top of the address space, so a worker
+        // maps at the bottom (setarch(8) -L).
+        .personality(libc::ADDR_COMPAT_LAYOUT as libc::c_ulong);
     // Loads a module's functions when they are first used, unless the operator chose otherwise.
     if std::env::var_os("CUDA_MODULE_LOADING").is_none() {
-        command.env("CUDA_MODULE_LOADING", "LAZY");
+        command = command.variable("CUDA_MODULE_LOADING", "LAZY");
     }
-    let before_exec = move || {
-        nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
-        SigSet::empty().thread_set_mask()?;
-        // SAFETY: a plain system call on a descriptor that this process holds open.
-        if unsafe { libc::fcntl(fd, libc::F_SETFD, 0) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // What the driver maps by itself, such as managed variables, needs addresses that are free in the client, too. Programs map at the top of the address space, so a worker
-        // maps at the bottom (personality(2), setarch(8) -L). If the call is refused, the usual layout remains.
-        // SAFETY: a plain system call.
-        unsafe { libc::personality(libc::ADDR_COMPAT_LAYOUT as libc::c_ulong) };
-        // The daemon may have died before the request above.
-        if nix::unistd::getppid() != parent {
-            return Err(io::Error::from_raw_os_error(libc::ESRCH));
-        }
-        Ok(())
-    };
-    // SAFETY: between fork and exec the closure makes async-signal-safe system calls only, and allocates nothing.
-    unsafe { command.pre_exec(before_exec) };
-    command.spawn().context("starting a worker process")
+    let confining = &server.confining;
+    if confining.on() {
+        // One client's compiled code must not become another's, and a worker has no files that outlive it.
+        command = command.variable("CUDA_CACHE_DISABLE", "1");
+    }
+    confining.start(&command, socket.as_fd()).context("starting a worker process")
 }
 
-fn describe(status: ExitStatus) -> String {
-    match (status.signal(), status.code()) {
-        (Some(signal), _) => {
-            let name = Signal::try_from(signal).map_or_else(|_| String::new(), |s| format!(" ({s})"));
-            format!("was killed by signal {signal}{name}")
+/// Starts a worker that only finds out what its sandbox lacks, and waits for its answer.
+pub(super) fn probe(server: &Server) -> anyhow::Result<Report> {
+    let (ours, theirs) = worker_protocol::pair().context("creating a socket pair")?;
+    let mut process = spawn(server, &theirs)?;
+    drop(theirs);
+    let probe = ToWorker::Probe(server.confining.orders(&process));
+    worker_protocol::send(ours.as_fd(), &probe, &[]).context("telling a worker what to do")?;
+    let answer = worker_protocol::receive(ours.as_fd()).context("the answer of a worker")?;
+    match answer {
+        Some((FromWorker::Sandbox(Ok(report)), _)) => Ok(report),
+        Some((FromWorker::Sandbox(Err(reason)), _)) => bail!(reason),
+        _ => {
+            let how = process.wait().map_or_else(|e| e.to_string(), describe);
+            bail!("a worker that was to find out what its sandbox lacks {how}")
         }
-        (None, Some(code)) => format!("exited with status {code}"),
-        (None, None) => "ended".into(),
-    }
-}
-
-/// Receives a worker's messages until it ends.
-fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut child: Child) {
-    let pid = worker.pid;
-    let mut broken = None;
-    loop {
-        let (message, fds) = match worker_protocol::receive::<FromWorker>(worker.socket.as_fd()) {
-            Ok(Some((message, fds))) => (message, fds),
-            Ok(None) => break,
-            Err(e) => {
-                tracing::warn!(worker = pid, "invalid message from a worker: {e}");
-                break;
-            }
-        };
-        let mut state = server.lock();
-        match message {
-            FromWorker::Ready { backend, devices, free } => match become_ready(&mut state, worker) {
-                Ok(kind) => {
-                    log_devices(&mut state, backend, devices);
-                    state.pool_mut(kind).succeed(Instant::now(), free);
-                    let keep = keep_idle(&mut state, &server.options, worker, kind);
-                    drop(state);
-                    if keep {
-                        queue::serve(server, kind);
-                    }
-                }
-                Err(why) => {
-                    broken = Some(why);
-                    worker.kill();
-                    break;
-                }
-            },
-            FromWorker::Failed { reason, full } => {
-                let first = state.serving.is_none();
-                if let Some(kind) = state.starting(pid) {
-                    tracing::error!(worker = pid, "a worker cannot start: {reason}");
-                    if first && kind == Kind::Gpu {
-                        state.fatal = Some(reason.clone());
-                    }
-                    // Memory can only become free when another session or worker on the device ends.
-                    let others = state.sessions.values().any(|session| session.kind == Kind::Gpu)
-                        || !state.gpu.idle.is_empty();
-                    state.pool_mut(kind).full = full && others;
-                    broken = Some(reason);
-                }
-            }
-            FromWorker::Share { request, what } => {
-                let reply = share(&mut state, pid, what, fds.into_iter().next());
-                drop(state);
-                worker.answer(request, reply, None);
-                continue;
-            }
-            FromWorker::Open { request, token } => {
-                let (reply, fd) = open(&state, pid, &token);
-                drop(state);
-                worker.answer(request, reply, fd.as_deref());
-                continue;
-            }
-            FromWorker::Charge { request, resource, bytes } => {
-                let reply = state.charge(pid, resource, bytes);
-                drop(state);
-                worker.answer(request, reply, None);
-                continue;
-            }
-            FromWorker::Discharge { resource, bytes } => {
-                state.discharge(pid, resource, bytes);
-                continue;
-            }
-            FromWorker::Unshare { token } => state.shares.remove(&token, pid),
-            FromWorker::Counters(counters) => {
-                if let Some(session) = state.sessions.get_mut(&pid) {
-                    session.counters = counters;
-                }
-            }
-            FromWorker::Ended { lost, counters } => {
-                let mut counted = false;
-                if let Some(session) = state.sessions.get_mut(&pid).filter(|session| !session.ended) {
-                    session.ended = true;
-                    session.counters = counters;
-                    counted = lost.is_some();
-                    let (client, program) = (&session.client, &session.program);
-                    match &lost {
-                        None => tracing::info!(
-                            worker = pid,
-                            client,
-                            program,
-                            commands = counters.commands,
-                            "session ends"
-                        ),
-                        Some(why) => tracing::warn!(worker = pid, client, program, "session lost: {why}"),
-                    }
-                }
-                state.sessions_lost += u64::from(counted);
-            }
-        }
-        server.changed.notify_all();
-    }
-    let ended = child.wait();
-    let how = ended.as_ref().map_or_else(|e| e.to_string(), |status| describe(*status));
-    let clean = ended.is_ok_and(|status| status.success());
-    remove_worker(&mut server.lock(), pid, clean, &how, broken);
-    // Its devices may be what a client waits for.
-    queue::serve(server, Kind::Gpu);
-    server.changed.notify_all();
-    server.nudge.nudge();
-}
-
-/// A worker reports that it is ready. Only a worker that is starting may do so; another one must not get a session, let alone a second one.
-fn become_ready(state: &mut State, worker: &Worker) -> Result<Kind, String> {
-    match state.workers.get_mut(&worker.pid) {
-        Some(managed) if managed.stage == Stage::Starting => {
-            managed.stage = Stage::Idle;
-            let kind = managed.kind;
-            state.pool_mut(kind).starting -= 1;
-            Ok(kind)
-        }
-        Some(managed) => {
-            let stage = managed.stage;
-            tracing::error!(worker = worker.pid, ?stage, "a worker reported twice that it is ready; killed");
-            Err("reported twice that it is ready".into())
-        }
-        None => Err("is unknown".into()),
-    }
-}
-
-fn log_devices(state: &mut State, backend: String, devices: Vec<String>) {
-    if state.serving.is_none() {
-        tracing::info!("serving {} device(s) with {backend}: {}", devices.len(), devices.join(", "));
-        state.serving = Some((backend, devices));
     }
 }
 
 /// Keeps a worker that is ready, unless no client needs it any more.
-fn keep_idle(state: &mut State, options: &Serve, worker: &Arc<Worker>, kind: Kind) -> bool {
-    let draining = state.draining;
+pub(super) fn keep_idle(state: &mut State, options: &Serve, worker: &Arc<Worker>, kind: Kind) -> bool {
+    let outdated = state.workers.get(&worker.pid()).is_some_and(|managed| managed.outdated);
+    let stopped = state.stopped() || outdated;
     let pool = state.pool_mut(kind);
     let spare = match kind {
         Kind::Gpu => options.workers.max(options.first_workers.unwrap_or(0)),
         Kind::Nvml => 0,
     };
-    if draining || pool.idle.len() >= pool.queue.len() + spare {
+    if stopped || pool.idle.len() >= pool.queue.len() + spare {
         worker.hang_up();
         return false;
     }
@@ -458,90 +261,9 @@ fn keep_idle(state: &mut State, options: &Serve, worker: &Arc<Worker>, kind: Kin
     true
 }
 
-fn origin_of(state: &State, pid: u32) -> Option<String> {
-    state.sessions.get(&pid).map(|session| origin(&session.peer, &session.client))
-}
-
-fn share(state: &mut State, pid: u32, what: Shared, fd: Option<OwnedFd>) -> Reply {
-    let Some(origin) = origin_of(state, pid) else { return Reply::Refused(Refusal::Unknown) };
-    match state.shares.add(pid, origin, what, fd) {
-        Ok(Ok(token)) => Reply::Shared(token),
-        Ok(Err(refusal)) => {
-            tracing::warn!(worker = pid, "a session has reached its maximum of shared objects");
-            Reply::Refused(refusal)
-        }
-        Err(e) => {
-            tracing::error!("cannot read random numbers: {e}");
-            Reply::Refused(Refusal::Full)
-        }
-    }
-}
-
-fn open(state: &State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedFd>>) {
-    match origin_of(state, pid).and_then(|origin| state.shares.find(token, pid, &origin)) {
-        Some((what, fd, own)) => (Reply::Opened { what, own }, fd),
-        None => {
-            tracing::info!(worker = pid, "a session asked for a shared object that its client does not have");
-            (Reply::Refused(Refusal::Unknown), None)
-        }
-    }
-}
-
-fn remove_worker(state: &mut State, pid: u32, clean: bool, how: &str, broken: Option<String>) {
-    let starting = state.starting(pid);
-    let kind = state.workers.remove(&pid).map_or(Kind::Gpu, |managed| managed.kind);
-    state.shares.remove_all_of(pid);
-    let draining = state.draining;
-    let pool = state.pool_mut(kind);
-    pool.idle.retain(|w| w.pid != pid);
-    // The worker's device memory is free again.
-    pool.free = None;
-    if starting.is_some() {
-        pool.starting -= 1;
-        if !draining {
-            pool.fail(Instant::now(), broken.unwrap_or_else(|| format!("it {how}")));
-        }
-    } else if pool.full {
-        // There may be room now.
-        pool.not_before = None;
-    }
-    let Some(session) = state.sessions.remove(&pid).filter(|session| session.begun) else {
-        if !clean && !draining {
-            tracing::warn!(worker = pid, "a worker without a session {how}");
-            state.workers_crashed += 1;
-        }
-        return;
-    };
-    state.tokens.remove(&session.token);
-    state.publish(&session.limits.principal);
-    if !session.ended {
-        state.sessions_lost += 1;
-        state.workers_crashed += 1;
-        let seconds = session.since.elapsed().as_secs();
-        let (client, program) = (&session.client, &session.program);
-        tracing::error!(worker = pid, client, program, seconds, "session lost: its worker {how}");
-        let reason = format!("the worker of this session on {} {how}", super::host_name());
-        // On a thread of its own, because the client may be slow and the state is locked.
-        let control = session.control;
-        let farewell =
-            std::thread::Builder::new().name("rgpu-bye".into()).spawn(move || control.bye(&reason));
-        if farewell.is_err() {
-            tracing::debug!(
-                "cannot start a thread to tell a client; it learns of the end by its closed connection"
-            );
-        }
-    }
-}
-
-impl State {
-    /// The kind of a worker that is starting.
-    fn starting(&self, pid: u32) -> Option<Kind> {
-        self.workers.get(&pid).filter(|managed| managed.stage == Stage::Starting).map(|managed| managed.kind)
-    }
-}
-
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
+    use super::super::watch::{become_ready, remove_worker};
     use super::*;
 
     fn options(flags: &[&str]) -> Serve {
@@ -564,10 +286,9 @@ mod tests {
         }
     }
 
-    fn starting_worker(state: &mut State, pid: u32, kind: Kind) -> Arc<Worker> {
+    pub(in super::super) fn starting_worker(state: &mut State, pid: u32, kind: Kind) -> Arc<Worker> {
         let worker = Worker::fake(pid);
-        let managed = Managed { worker: Arc::clone(&worker), kind, stage: Stage::Starting };
-        state.workers.insert(pid, managed);
+        state.workers.insert(pid, Managed::starting(&worker, kind, false));
         state.pool_mut(kind).starting += 1;
         worker
     }
@@ -651,22 +372,6 @@ mod tests {
         become_ready(&mut state, &other).unwrap();
         remove_worker(&mut state, 2, true, "exited", None);
         assert_eq!(started(&mut state, &options, Kind::Gpu, 16, now), 1);
-    }
-
-    #[test]
-    fn a_worker_may_report_ready_only_once() {
-        let mut state = State::default();
-        let worker = starting_worker(&mut state, 7, Kind::Gpu);
-        assert_eq!(become_ready(&mut state, &worker), Ok(Kind::Gpu));
-        assert_eq!(state.gpu.starting, 0);
-        // Neither while it waits for a session, nor while it has one.
-        assert!(become_ready(&mut state, &worker).is_err());
-        if let Some(managed) = state.workers.get_mut(&7) {
-            managed.stage = Stage::Serving;
-        }
-        assert!(become_ready(&mut state, &worker).is_err());
-        assert!(become_ready(&mut state, &Worker::fake(8)).is_err());
-        assert_eq!((state.gpu.starting, state.gpu.idle.len()), (0, 0));
     }
 
     #[test]

@@ -16,18 +16,23 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use identity::{Fingerprint, Secret};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use protocol::device::Answer;
+use protocol::device::{Answer, text};
 use protocol::link::Welcome;
 
 use super::accounts::Account;
 use super::handshake::{Control, Refused, refuse, welcome};
 use super::placement::NoDevice;
-use super::pool::{GIVE_UP, Stage, Worker};
-use super::{Server, Session, State, Token};
-use crate::worker_protocol::{Counters, Kind, Limits, ToWorker, Transport};
+use super::pool::GIVE_UP;
+use super::refusals::Reason;
+use super::trust::Principal;
+use super::workers::{Stage, Worker};
+use super::{Server, Session, State, Token, takeover};
+use crate::policy::Rules;
+use crate::worker_protocol::{Counters, Kind, Limits, ToWorker, Transport, Visitor};
 
 /// How often waiting clients are told their position.
 const TELL_EVERY: Duration = Duration::from_secs(1);
@@ -42,8 +47,19 @@ pub(super) struct Parked {
     pub(super) transport: Transport,
     pub(super) data_connections: u32,
     pub(super) token: Token,
+    pub(super) secret: Secret,
+    /// Whom the client was found to be.
+    pub(super) principal: Principal,
+    /// Seconds for which the session is kept without its connections.
+    pub(super) grace: u32,
+    /// MiB of data that its bridge may send ahead of its turn.
+    pub(super) eager: u32,
     /// What its session may use.
     pub(super) limits: Limits,
+    /// The devices that it asks for, by the server's numbers and in its order. Empty: any.
+    pub(super) devices: Vec<u32>,
+    /// The rules that a refusal names.
+    pub(super) rules: Rules,
     /// Whether the client understands messages about its position in the queue.
     pub(super) may_wait: bool,
     pub(super) since: Instant,
@@ -53,6 +69,22 @@ pub(super) struct Parked {
     pub(super) failures: u64,
     /// Why it has no devices, if a worker was there for it.
     pub(super) unplaced: Option<String>,
+}
+
+impl Parked {
+    /// Tells the client why it is refused.
+    pub(super) fn refuse(&self, server: &Server, refused: &Refused) {
+        let Parked { connection, principal, peer, client, program, .. } = self;
+        refuse(server, connection, Some(principal), peer, client, program, refused);
+    }
+
+    /// The transport's name, for the log and the status.
+    pub(super) fn transport_name(&self) -> &'static str {
+        match self.transport {
+            Transport::Verbs { .. } => "verbs",
+            Transport::Tcp { .. } | Transport::Local => self.connection.transport(),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -69,7 +101,13 @@ impl Parked {
             transport: Transport::Local,
             data_connections: 0,
             token: [0; 16],
+            secret: Secret([0; 32]),
+            principal: Principal::test(),
+            grace: 0,
+            eager: 0,
+            devices: Vec::new(),
             limits: Limits::default(),
+            rules: Rules { sessions: "--client-sessions".into(), ..Rules::default() },
             may_wait: true,
             since: Instant::now(),
             told: None,
@@ -98,8 +136,12 @@ impl Nudge {
 pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<(), Refused> {
     {
         let mut state = server.lock();
-        if state.draining {
+        if state.draining() {
             return Err(shutting_down());
+        }
+        // Whoever is revoked from here on is found in the queue.
+        if let Some(why) = server.unwelcome(&parked.principal) {
+            return Err(Refused(Reason::NotAllowed, why));
         }
         let most = server.options.max_sessions;
         // A client that waits will become a session, so both count.
@@ -107,12 +149,22 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
             + state.pool(kind).queue.len();
         if taken >= most {
             let reason = format!("the server has its maximum of {most} sessions (--max-sessions)");
-            return Err(Refused(Answer::NoResources, reason));
+            return Err(Refused(Reason::ServerFull, reason));
         }
         let limit = parked.limits.sessions;
         if limit > 0 && state.sessions_of(&parked.limits.principal, kind) >= limit as usize {
-            let reason = format!("this client has its maximum of {limit} sessions");
-            return Err(Refused(Answer::NoResources, reason));
+            let rule = &parked.rules.sessions;
+            let reason = format!("this client has its maximum of {limit} sessions ({rule})");
+            return Err(Refused(Reason::ClientFull, reason));
+        }
+        // The last question: a client that is refused for another reason has begun no session.
+        if let Some((most, rule)) = &parked.rules.sessions_per_minute
+            && !state.paces.take(&parked.limits.principal, *most, Instant::now())
+        {
+            let reason = format!(
+                "this client has begun {most} sessions within a minute, which is its maximum ({rule})"
+            );
+            return Err(Refused(Reason::Pace, reason));
         }
         let pool = state.pool_mut(kind);
         parked.failures = pool.failed;
@@ -142,30 +194,29 @@ impl State {
     }
 }
 
-/// Takes the first waiting client out of the queue that can have devices now, with their numbers. Refuses those that never will.
-fn take_placeable(server: &Server, state: &mut State, kind: Kind) -> Option<(Parked, Vec<u32>)> {
-    let all = server.devices(state);
+/// The place in the queue of the first waiting client that can have devices now, with their numbers. Refuses those that never will.
+fn first_placeable(server: &Server, state: &mut State, kind: Kind) -> Option<(usize, Vec<u32>)> {
+    let all = state.devices(&server.options);
     let (mut reserved, mut at) = (Vec::new(), 0);
     loop {
         let parked = state.pool(kind).queue.get(at)?;
         let placed = if all.is_empty() {
             Ok(Vec::new())
         } else {
-            state.place(&all, kind, &parked.limits, &mut reserved)
+            state.place_asked(&all, kind, &parked.limits, &parked.devices, &mut reserved)
         };
         match placed {
-            Ok(devices) => return state.pool_mut(kind).queue.remove(at).map(|parked| (parked, devices)),
+            Ok(devices) => return Some((at, devices)),
             Err(NoDevice::Wait(why)) => {
                 if let Some(parked) = state.pool_mut(kind).queue.get_mut(at) {
-                    parked.unplaced = Some(why);
+                    parked.unplaced = Some(parked.rules.explain(why));
                 }
                 at += 1;
             }
             Err(NoDevice::Never(why)) => {
-                if let Some(Parked { connection, peer, client, program, .. }) =
-                    state.pool_mut(kind).queue.remove(at)
-                {
-                    refuse(&connection, &peer, &client, &program, &Refused(Answer::NoResources, why));
+                if let Some(parked) = state.pool_mut(kind).queue.remove(at) {
+                    let why = parked.rules.explain(why);
+                    parked.refuse(server, &Refused(Reason::NoDevice, why));
                 }
             }
         }
@@ -175,18 +226,21 @@ fn take_placeable(server: &Server, state: &mut State, kind: Kind) -> Option<(Par
 /// Gives ready workers to waiting clients: first come, first served, but for those whose devices others have.
 pub(super) fn serve(server: &Server, kind: Kind) {
     loop {
-        let (worker, parked, session, pages) = {
+        let (worker, parked, placed, session, pages) = {
             let mut state = server.lock();
-            if state.draining || state.pool(kind).idle.is_empty() {
+            if state.stopped() || state.pool(kind).idle.is_empty() && state.ill.is_empty() {
                 return;
             }
-            let Some((parked, devices)) = take_placeable(server, &mut state, kind) else { return };
-            let (account, pages) = match Account::open() {
+            let Some((at, devices)) = first_placeable(server, &mut state, kind) else { return };
+            if state.pool(kind).idle.is_empty() {
+                return;
+            }
+            let Some(parked) = state.pool_mut(kind).queue.remove(at) else { return };
+            let (account, pages) = match Account::open(&server.bell) {
                 Ok(opened) => opened,
                 Err(e) => {
-                    let Parked { connection, peer, client, program, .. } = &parked;
                     let why = format!("the server cannot make memory to share with a worker: {e}");
-                    refuse(connection, peer, client, program, &Refused(Answer::NoResources, why));
+                    parked.refuse(server, &Refused(Reason::Failed, why));
                     continue;
                 }
             };
@@ -199,19 +253,35 @@ pub(super) fn serve(server: &Server, kind: Kind) {
             }
             state.tokens.insert(parked.token, Arc::clone(&worker));
             let limits = Limits { devices: devices.clone(), ..parked.limits.clone() };
-            state.sessions.insert(worker.pid(), session_of(&parked, kind, devices, account));
+            let key = state.settled.enter(names(&parked), Instant::now());
+            state.sessions.insert(worker.pid(), session_of(&parked, kind, devices.clone(), account, key));
+            state.measured_before(worker.pid());
             state.publish(&parked.limits.principal);
+            state.measure = true;
             state.sessions_begun += 1;
             let message = ToWorker::Session {
                 transport: parked.transport,
                 program: parked.program.clone(),
                 client: parked.client.clone(),
+                door: parked.principal.key.filter(|_| parked.connection.is_encrypted()).map(|key| Visitor {
+                    key,
+                    token: parked.token,
+                    secret: parked.secret.0,
+                }),
                 limits,
             };
-            (worker, parked, message, pages)
+            (worker, parked, devices, message, pages)
         };
-        let [terms, meter] = &pages;
-        let sent = worker.send(&session, &[parked.connection.as_fd(), terms.as_fd(), meter.as_fd()]);
+        let [terms, meter, bell] = &pages;
+        let cache = if matches!(parked.transport, Transport::Tcp { .. }) && kind == Kind::Gpu {
+            server.cache_of(&parked.principal.name)
+        } else {
+            None
+        };
+        let mut fds = vec![parked.connection.as_fd(), terms.as_fd(), meter.as_fd(), bell.as_fd()];
+        fds.extend(cache.as_ref().map(|cache| cache.as_fd()));
+        // Under TLS the client opens the session's connections itself.
+        let sent = worker.send(&session, if parked.connection.is_encrypted() { &fds[1..] } else { &fds });
         let mut state = server.lock();
         // If the worker has died meanwhile, its session has been removed.
         let begun = sent.is_ok()
@@ -220,8 +290,19 @@ pub(super) fn serve(server: &Server, kind: Kind) {
                 true
             });
         if begun {
+            // Before its end, which the state's lock keeps off.
+            server.audit.started(&parked, &placed);
+            for failed in state.errors_of(&placed) {
+                // The watcher notices when the worker is gone.
+                let _ = worker.send(&failed, &[]);
+            }
+            // Before its client knows of it, so that no session that a client has is lost if this daemon is killed. One that no client has ends as if its client were gone.
+            takeover::keep(server, &mut state, &worker, meter);
+            state.save_daemon(&server.succession, false);
+            begin(&worker, &parked, cache.is_some());
             drop(state);
-            begin(&worker, &parked);
+            server.waits.observe(kind, parked.since.elapsed());
+            server.bell.ring();
             continue;
         }
         tracing::debug!(worker = worker.pid(), "a ready worker is gone");
@@ -234,33 +315,71 @@ pub(super) fn serve(server: &Server, kind: Kind) {
     }
 }
 
-fn session_of(parked: &Parked, kind: Kind, devices: Vec<u32>, account: Account) -> Session {
+/// What metrics call the session of a client.
+fn names(parked: &Parked) -> [&str; 3] {
+    [&parked.limits.principal, &parked.client, &parked.program]
+}
+
+fn session_of(
+    parked: &Parked,
+    kind: Kind,
+    devices: Vec<u32>,
+    account: Account,
+    key: metrics::Key,
+) -> Session {
     Session {
         kind,
         client: parked.client.clone(),
         program: parked.program.clone(),
         pid: parked.pid,
-        transport: match parked.transport {
-            Transport::Verbs { .. } => "verbs",
-            _ => parked.connection.transport(),
-        },
+        transport: parked.transport_name(),
         peer: parked.peer.clone(),
         since: Instant::now(),
         counters: Counters::default(),
+        key,
         limits: parked.limits.clone(),
         devices,
         account,
         token: parked.token,
-        control: Arc::clone(&parked.connection),
+        secret: parked.secret,
+        principal: parked.principal.clone(),
+        data_connections: (parked.data_connections, 0),
+        encrypted: parked.connection.is_encrypted(),
+        control: Some(Arc::clone(&parked.connection)),
+        parked: None,
+        attempt: 0,
+        resumed: 0,
         begun: false,
+        overrun: false,
         ended: false,
+        lost: false,
+        daemons: 0,
+        kept: false,
+        opened: Vec::new(),
     }
 }
 
-fn begin(worker: &Worker, parked: &Parked) {
-    let Parked { peer, client, program, pid, .. } = parked;
-    tracing::info!(peer, client, program, pid, worker = worker.pid(), "session begins");
-    let welcome = welcome(Answer::Ok, parked.token, parked.data_connections, "");
+fn begin(worker: &Worker, parked: &Parked, cache: bool) {
+    let Parked { peer, client, program, pid, principal, .. } = parked;
+    tracing::info!(
+        peer,
+        client,
+        program,
+        pid,
+        principal = principal.name,
+        worker = worker.pid(),
+        "session begins"
+    );
+    let key = if parked.connection.is_encrypted() { worker.key() } else { Fingerprint([0; 32]) };
+    let welcome = Welcome {
+        secret: parked.secret.0,
+        grace: parked.grace,
+        eager: parked.eager,
+        session_key: key.0,
+        principal: text(&principal.name),
+        cache: cache.into(),
+        ..welcome(Answer::Ok, parked.token, parked.data_connections, "")
+    };
     if let Err(e) = parked.connection.send_welcome(&welcome) {
         tracing::debug!(peer, client, program, "cannot send a client its welcome: {e}");
         // The worker notices and ends.
@@ -320,7 +439,7 @@ fn wait(server: &Server) -> Vec<Arc<Control>> {
 /// Drops clients that are gone, refuses clients that have waited too long, and tells the others their position.
 fn update(server: &Server, gone: &[Arc<Control>], now: Instant) {
     let mut state = server.lock();
-    let draining = state.draining;
+    let draining = state.draining();
     let waited = state.gpu.queue.len() + state.nvml.queue.len();
     for kind in Kind::ALL {
         let failure = last_failure(&state, kind);
@@ -337,7 +456,7 @@ fn update(server: &Server, gone: &[Arc<Control>], now: Instant) {
             let refused = if draining {
                 Some(shutting_down())
             } else if pool.failures >= GIVE_UP && pool.failed > parked.failures && pool.starting == 0 {
-                Some(Refused(Answer::NoResources, crashing(pool.failures, &pool.last_failure)))
+                Some(Refused(Reason::WorkersFail, crashing(pool.failures, &pool.last_failure)))
             } else if now.saturating_duration_since(since) >= patience {
                 let why = match &parked.unplaced {
                     Some(why) => format!(
@@ -346,12 +465,14 @@ fn update(server: &Server, gone: &[Arc<Control>], now: Instant) {
                     ),
                     None => waited_too_long(patience, kept.len(), &failure),
                 };
-                Some(Refused(Answer::NoResources, why))
+                let reason =
+                    if parked.unplaced.is_some() { Reason::DevicesTaken } else { Reason::WaitedTooLong };
+                Some(Refused(reason, why))
             } else {
                 None
             };
             if let Some(refused) = refused {
-                refuse(connection, peer, client, program, &refused);
+                parked.refuse(server, &refused);
                 continue;
             }
             let time_to_tell =
@@ -379,7 +500,7 @@ fn position(ahead: usize) -> Welcome {
 }
 
 fn shutting_down() -> Refused {
-    Refused(Answer::Denied, "the server is shutting down".into())
+    Refused(Reason::Draining, "the server is shutting down".into())
 }
 
 fn crashing(failures: u32, why: &str) -> String {
@@ -404,18 +525,22 @@ fn last_failure(state: &State, kind: Kind) -> String {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use super::super::turns::Bell;
     use super::*;
+    use handover::Inherited;
     use host_bridge::framing::recv_struct;
     use std::os::unix::net::UnixStream;
 
     fn server(flags: &[&str]) -> Arc<Server> {
-        Arc::new(Server::new(crate::config::Serve::from_flags(flags)).unwrap())
+        Arc::new(Server::new(crate::config::Serve::from_flags(flags), &mut Inherited::default()).unwrap())
     }
 
     /// A session with these limits, without a client.
     pub(in crate::parent) fn session_of_limits(limits: Limits) -> Session {
-        let (account, _pages) = Account::open().unwrap();
-        session_of(&Parked { limits, ..Parked::fake() }, Kind::Gpu, Vec::new(), account)
+        let (account, _pages) = Account::open(&Bell::new().unwrap()).unwrap();
+        let parked = Parked { limits, ..Parked::fake() };
+        let key = metrics::Ledger::<()>::default().enter(names(&parked), Instant::now());
+        session_of(&parked, Kind::Gpu, Vec::new(), account, key)
     }
 
     fn client(server: &Server, number: u32) -> Result<UnixStream, String> {

@@ -6,39 +6,43 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use handover::Inherited;
 use serde_json::json;
 
-use super::listen::{Files, bind_unix};
+use super::health::Illness;
+use super::listen::{Files, serve_unix};
+use super::workers::Managed;
 use super::{Server, Session, State};
+use crate::cache::store::Figures;
+use crate::driver::cuda::nvml::readings::Reading;
 
 /// Starts serving the status at `path`.
-pub(super) fn start(server: &Arc<Server>, path: &Path, files: &mut Files) -> anyhow::Result<()> {
-    let listener = bind_unix(path, files)?;
-    let server = Arc::clone(server);
-    std::thread::Builder::new().name("rgpu-status".into()).spawn(move || {
-        for stream in listener.incoming() {
-            match stream {
-                Ok(mut stream) => {
-                    let text = format!("{:#}\n", describe(&server));
-                    // The client may be gone, or may not read.
-                    let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
-                    let _ = stream.write_all(text.as_bytes());
-                }
-                Err(_) => std::thread::sleep(Duration::from_millis(100)),
-            }
-        }
-    })?;
-    Ok(())
+pub(super) fn start(
+    server: &Arc<Server>,
+    path: &Path,
+    inherited: &mut Inherited,
+    files: &mut Files,
+) -> anyhow::Result<()> {
+    serve_unix(server, (path, 0o660), "rgpu-status", (inherited, files), |server, mut stream| {
+        let text = format!("{:#}\n", describe(server));
+        // The client may be gone, or may not read.
+        let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
+        let _ = stream.write_all(text.as_bytes());
+    })
 }
 
 fn describe(server: &Server) -> serde_json::Value {
+    let readings = server.gpus.watched();
     let state = server.lock();
     let (backend, devices) = match &state.serving {
         Some((backend, devices)) => (Some(backend.as_str()), devices.as_slice()),
         None => (None, &[][..]),
     };
+    let mut workers: Vec<_> = state.workers.iter().map(|(pid, managed)| worker_row(*pid, managed)).collect();
+    workers.sort_by_key(|row| row["pid"].as_u64());
     let principals = principals(server, &state);
-    let sessions: Vec<_> = state.sessions.iter().map(|(worker, session)| row(*worker, session)).collect();
+    let sessions: Vec<_> =
+        state.sessions.iter().map(|(worker, session)| row(*worker, session, &readings)).collect();
     json!({
         "daemon": "rgpu-server",
         "version": env!("CARGO_PKG_VERSION"),
@@ -49,13 +53,85 @@ fn describe(server: &Server) -> serde_json::Value {
         "workers_ready": state.gpu.idle.len(),
         "workers_starting": state.gpu.starting,
         "sessions_waiting": state.gpu.queue.len(),
-        "draining": state.draining,
+        "draining": state.draining(),
+        "drain_seconds_left": state.drain_seconds_left(),
+        "devices_unhealthy": unhealthy(&state),
         "max_sessions": server.options.max_sessions,
         "sessions_begun": state.sessions_begun,
         "sessions_lost": state.sessions_lost,
         "workers_crashed": state.workers_crashed,
+        "kernels_overrun": state.kernels_overrun,
+        "cache": server.cache.as_ref().map(|cache| cache_of(cache.figures())),
+        "gpus": gpus(server, &state, &readings),
+        "workers": workers,
         "principals": principals,
         "sessions": sessions,
+    })
+}
+
+fn cache_of(figures: Figures) -> serde_json::Value {
+    let Figures { folder, bytes, limits, hits, misses, saved, damaged, failed } = figures;
+    json!({
+        "folder": folder,
+        "bytes": bytes,
+        "limit": limits.all,
+        "client_limit": limits.client,
+        "hits": hits,
+        "misses": misses,
+        "bytes_saved": saved,
+        "blocks_damaged": damaged,
+        "blocks_failed": failed,
+    })
+}
+
+/// Devices that the server shares, with what NVML says of them; null if it does not.
+fn gpus(server: &Server, state: &State, readings: &[Reading]) -> Vec<serde_json::Value> {
+    let names = state.serving.as_ref().map_or(&[][..], |(_, names)| names.as_slice());
+    let row = |(number, name): (u32, &String)| {
+        let reading = readings.iter().find(|reading| reading.device == number);
+        let users = || state.sessions.values().filter(|session| session.devices.contains(&number));
+        let held = users().map(|session| session.account.held(number as usize)).fold(0, u64::saturating_add);
+        let memory = reading.and_then(|reading| reading.memory);
+        json!({
+            "gpu": number,
+            "name": name,
+            "uuid": reading.map(|reading| &reading.uuid),
+            "healthy": !state.ill.contains_key(&number),
+            "sessions": users().count(),
+            "session_memory": held,
+            "memory_used": memory.map(|(_, used)| used),
+            "memory_free": memory.map(|(free, _)| free),
+            "utilization_percent": reading.and_then(|reading| reading.utilization).map(|(gpu, _)| gpu),
+            "memory_utilization_percent": reading.and_then(|reading| reading.utilization).map(|(_, memory)| memory),
+            "temperature_celsius": reading.and_then(|reading| reading.temperature),
+            "power_watts": reading.and_then(|reading| reading.power),
+            "sm_clock_mhz": reading.and_then(|reading| reading.clocks).map(|(sm, _)| sm),
+            "memory_clock_mhz": reading.and_then(|reading| reading.clocks).map(|(_, memory)| memory),
+        })
+    };
+    state.devices(&server.options).into_iter().zip(names).map(row).collect()
+}
+
+/// Devices that take no new sessions.
+fn unhealthy(state: &State) -> Vec<serde_json::Value> {
+    let row = |(device, illness): (&u32, &Illness)| {
+        json!({
+            "device": device,
+            "reason": illness.why,
+            "seconds": illness.since.elapsed().as_secs(),
+            "lasting": illness.lasting,
+            "sessions": state.sessions.values().filter(|session| session.devices.contains(device)).count(),
+        })
+    };
+    state.ill.iter().map(row).collect()
+}
+
+/// A worker, with what the kernel says about its sandbox.
+fn worker_row(pid: u32, managed: &Managed) -> serde_json::Value {
+    json!({
+        "pid": pid,
+        "stage": managed.stage.name(),
+        "sandbox": sandbox::inspect(pid),
     })
 }
 
@@ -65,7 +141,7 @@ fn principals(server: &Server, state: &State) -> Vec<serde_json::Value> {
     for session in state.sessions.values() {
         all.entry(&session.limits.principal).or_default().push(session);
     }
-    let devices = server.devices(state);
+    let devices = state.devices(&server.options);
     let row = |(principal, sessions): (&str, Vec<&Session>)| {
         let limits = &sessions.first()?.limits;
         let memory = |number: &u32| -> u64 {
@@ -77,6 +153,8 @@ fn principals(server: &Server, state: &State) -> Vec<serde_json::Value> {
             "weight": limits.weight,
             "priority": limits.priority,
             "exclusive": limits.exclusive,
+            "kernel_seconds": limits.kernel_seconds,
+            "gpu_ms_shared": state.charged.get(principal).map_or(0, |ns| ns / 1_000_000),
             "device_memory": devices.iter().map(memory).sum::<u64>(),
             "device_memory_limit": limits.total.device_memory,
         }))
@@ -84,7 +162,9 @@ fn principals(server: &Server, state: &State) -> Vec<serde_json::Value> {
     all.into_iter().filter_map(row).collect()
 }
 
-fn row(worker: u32, session: &Session) -> serde_json::Value {
+fn row(worker: u32, session: &Session, readings: &[Reading]) -> serde_json::Value {
+    let own = readings.iter().filter(|reading| session.devices.contains(&reading.device));
+    let percents: Vec<u32> = own.filter_map(|reading| reading.processes.get(&worker).copied()).collect();
     json!({
         "worker": worker,
         "kind": session.kind.name(),
@@ -93,13 +173,20 @@ fn row(worker: u32, session: &Session) -> serde_json::Value {
         "client": session.client,
         "program": session.program,
         "pid": session.pid,
+        "daemons_before": session.daemons,
         "transport": session.transport,
         "peer": session.peer,
         "seconds": session.since.elapsed().as_secs(),
+        "parked_seconds": session.parked.map(|since| since.elapsed().as_secs()),
+        "resumed": session.resumed,
         "commands": session.counters.commands,
+        "round_trips": session.counters.round_trips,
+        "launches": session.counters.launches,
+        "copies": session.counters.copies,
         "bytes_in": session.counters.bytes_in,
         "bytes_out": session.counters.bytes_out,
         "bytes_copied": session.counters.bytes_copied,
         "device_memory": session.counters.device_memory,
+        "sm_percent": (!percents.is_empty()).then(|| percents.iter().sum::<u32>()),
     })
 }

@@ -422,7 +422,7 @@ mod tests {
     use protocol::ops::event::{EventCreate, EventDestroy, EventRecord};
     use protocol::ops::launch::Launch;
     use protocol::ops::memory::{HostRead, MemAlloc, MemGetInfo};
-    use protocol::ops::module::{FunctionPreset, ModuleUnload};
+    use protocol::ops::module::{FunctionPreset, ModuleGetGlobal, ModuleLoadByName, ModuleUnload};
     use protocol::ops::stream::{StreamMark, StreamSynchronize, StreamWaitEvent};
 
     /// A dispatcher that only records what it would execute.
@@ -640,6 +640,20 @@ mod tests {
         assert!(!fake.has_executed(destroy) && behind.iter().all(|seq| !fake.has_executed(*seq)));
         fake.signal(1);
         assert!(fake.executed.ends_with(&[unload, destroy, behind[0], behind[1]]));
+    }
+
+    #[test]
+    fn a_question_about_a_module_stays_behind_its_load() {
+        let mut fake = Fake::default();
+        let held = fake.stream(100, NON_BLOCKING);
+        fake.wait(held, 1);
+        let destroy = fake.push(&ContextDestroy { context: ContextId(0) });
+        let (context, module, image) = (ContextId(1), ModuleId(1), HostIn::Inline(&[]));
+        let load = fake.push(&ModuleLoadByName { context, module, image });
+        let question = fake.push(&ModuleGetGlobal { module, name: "variable" });
+        assert!(!fake.has_executed(load) && !fake.has_executed(question));
+        fake.signal(1);
+        assert!(fake.executed.ends_with(&[destroy, load, question]));
     }
 
     #[test]

@@ -3,9 +3,13 @@
 //! It prepares its first device (unless it is for NVML queries), tells the daemon, waits for a session, executes it to its end, and exits. Whatever a session leaves behind ends with
 //! the process.
 
+mod door;
 mod host_waits;
+pub(crate) mod pace;
 mod read_ahead;
 mod session;
+mod timeline;
+mod turns;
 
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -16,28 +20,79 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use host_bridge::endpoint::{
-    Client, Commands, LocalCommands, Lost, Polling, TcpClient, TcpCommands, VerbsCommands,
+    Allowance, Client, Commands, LocalCommands, Lost, Polling, TcpClient, TcpCommands, VerbsCommands,
 };
 use host_bridge::stream::Stream;
-use host_bridge::verbs::Settings;
-
+use identity::Identity;
+use protocol::Status;
+use protocol::link::purpose;
+use protocol::ops::Op;
+use protocol::ops::array::MemcpyArray;
+use protocol::ops::copy::{MemcpyHtoD, Memset};
+use protocol::ops::graph::GraphLaunch;
+use protocol::ops::launch::Launch;
 use protocol::trace::RECORDER;
 
-use crate::config;
+use self::door::{Admitted, Door};
+use self::turns::{Link, Turns};
+use crate::cache::Remote;
+use crate::config::{self, WorkerOptions};
+use crate::confinement;
 use crate::cuda_ipc::Broker;
 use crate::driver;
 use crate::driver::quota::Quota;
-use crate::pages::Page;
-use crate::worker_protocol::{self, Counters, FromWorker, Kind, ToWorker, Transport};
+use crate::driver::watchdog::Watchdog;
+use crate::driver::{Beside, Errors};
+use crate::pages::{Page, Terms};
+use crate::worker_protocol::{self, Counters, FromWorker, Kind, ToWorker, Transport, Visitor};
 
 /// How often changed counters are reported to the daemon.
 const REPORT_EVERY: Duration = Duration::from_secs(1);
 /// How long the dispatcher may stay in a driver call after its session has ended.
 const LAST_CALL: Duration = Duration::from_secs(5);
 
+/// Kinds of commands that are counted apart; the others are 0.
+const LAUNCHES: usize = 1;
+const COPIES: usize = 2;
+
+/// Commands executed, by kind, and those without and with an answer. Only the dispatcher counts, so each command costs one load and one store.
+#[derive(Default)]
+struct Commanded([[AtomicU64; 2]; 3]);
+
+impl Commanded {
+    #[inline]
+    fn count(&self, opcode: u16, answered: bool) {
+        const COPY_CHAPTER: u16 = MemcpyHtoD::INFO.opcode >> 8;
+        let kind = if opcode == Launch::INFO.opcode || opcode == GraphLaunch::INFO.opcode {
+            LAUNCHES
+        } else if opcode >> 8 == COPY_CHAPTER && opcode != Memset::INFO.opcode
+            || opcode == MemcpyArray::INFO.opcode
+        {
+            COPIES
+        } else {
+            0
+        };
+        let count = &self.0[kind][usize::from(answered)];
+        count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    /// The number of those kinds.
+    fn sum(&self, of: impl Fn(usize, bool) -> bool) -> u64 {
+        let counts = self
+            .0
+            .iter()
+            .enumerate()
+            .flat_map(|(kind, [not, answered])| [(kind, false, not), (kind, true, answered)]);
+        counts
+            .filter(|(kind, answered, _)| of(*kind, *answered))
+            .map(|(.., n)| n.load(Ordering::Relaxed))
+            .sum()
+    }
+}
+
 /// What the dispatcher and the reporter share.
 pub struct Shared {
-    commands: AtomicU64,
+    commands: Commanded,
     quota: Quota,
     /// Set by the reporter when no counter has changed, cleared by the dispatcher at the next command.
     resting: AtomicBool,
@@ -49,17 +104,22 @@ pub struct Shared {
 impl Shared {
     fn new(quota: Quota) -> Shared {
         let (resting, over) = (AtomicBool::new(false), AtomicBool::new(false));
-        Shared { commands: AtomicU64::new(0), quota, resting, over, reporter: OnceLock::new() }
+        Shared { commands: Commanded::default(), quota, resting, over, reporter: OnceLock::new() }
     }
 
-    /// The dispatcher has executed a command.
+    /// The dispatcher has executed a command with this opcode, which has an answer or not.
     #[inline]
-    fn executed(&self) {
-        self.commands.store(self.commands.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    fn executed(&self, opcode: u16, answered: bool) {
+        self.commands.count(opcode, answered);
         if self.resting.load(Ordering::Relaxed) {
             self.resting.store(false, Ordering::Relaxed);
             self.reporter.get().inspect(|reporter| reporter.unpark());
         }
+    }
+
+    /// Whether the session is over.
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Relaxed)
     }
 
     /// The session is over.
@@ -90,7 +150,10 @@ impl Shared {
     fn counters(&self, client: &dyn Client) -> Counters {
         let (bytes_in, bytes_out) = client.traffic();
         Counters {
-            commands: self.commands.load(Ordering::Relaxed),
+            commands: self.commands.sum(|_, _| true),
+            launches: self.commands.sum(|kind, _| kind == LAUNCHES),
+            copies: self.commands.sum(|kind, _| kind == COPIES),
+            round_trips: self.commands.sum(|_, answered| answered),
             bytes_in,
             bytes_out,
             bytes_copied: client.copied(),
@@ -106,11 +169,24 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
     // SAFETY: the daemon started this process with this descriptor open, and nothing else in the process uses it.
     let daemon = unsafe { OwnedFd::from_raw_fd(arguments.fd) };
-    let Some((ToWorker::Prepare { kind, options }, _)) = worker_protocol::receive(daemon.as_fd())? else {
-        bail!("a worker can only be started by the daemon");
+    let first = worker_protocol::receive(daemon.as_fd())?;
+    let (orders, pid, kind, options) = match first {
+        Some((ToWorker::Prepare { orders, pid, kind, options }, _)) => (orders, pid, kind, options),
+        Some((ToWorker::Probe(orders), _)) => {
+            let answer = FromWorker::Sandbox(confinement::enter(&orders));
+            return Ok(worker_protocol::send(daemon.as_fd(), &answer, &[])?);
+        }
+        _ => bail!("a worker can only be started by the daemon"),
     };
+    // Opened now, because the sandbox does not contain its folder.
+    let timeline = host_bridge::trace::Timeline::create(&format!("worker-{pid}"));
+    let entered = confinement::enter(&orders);
     let quota = Quota::default();
-    let made = driver::make(&options.backing, quota.clone()).and_then(|mut backend| {
+    let made = entered.map_err(driver::Unavailable::from).and_then(|report| {
+        let mut backend = driver::make(&options.backing, quota.clone())?;
+        if backend.reaches_pageable_memory() {
+            confinement::pageable_memory(&report)?;
+        }
         let free = if kind == Kind::Gpu { backend.warm()? } else { None };
         Ok((backend, free))
     });
@@ -121,50 +197,71 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
             return Ok(());
         }
     };
-    let ready = FromWorker::Ready { backend: backend.name().into(), devices: backend.devices(), free };
+    // It serves one session: its key ends with it.
+    let identity = Identity::generate().context("a key for the session's connections")?;
+    let ready = FromWorker::Ready {
+        backend: backend.name().into(),
+        devices: backend.devices(),
+        free,
+        key: identity.fingerprint(),
+    };
     worker_protocol::send(daemon.as_fd(), &ready, &[])?;
     let polling = options.poll_us.map_or_else(Polling::default, |us| {
         let most = Duration::from_micros(us.min(10_000_000));
         Polling { most, while_due: most }
     });
 
-    let Some((ToWorker::Session { transport, program, client: name, limits }, fds)) =
+    let Some((ToWorker::Session { transport, program, client: name, limits, door: visitor }, fds)) =
         worker_protocol::receive(daemon.as_fd())?
     else {
         // The daemon is gone or no longer needs this worker.
         return Ok(());
     };
-    let Ok([connection, terms, meter]) = <[OwnedFd; 3]>::try_from(fds) else {
+    let mut fds = fds.into_iter();
+    let connection = if visitor.is_none() { fds.next() } else { None };
+    let (Some(terms), Some(meter), Some(bell)) = (fds.next(), fds.next(), fds.next()) else {
         bail!("the daemon sent a session without its connection or its pages");
     };
+    let cache = fds.next().map(|socket| Remote::new(UnixStream::from(socket)));
     let (terms, meter) = (Page::open(&terms), Page::open(&meter));
-    let (terms, meter) = (terms.context("mapping the terms")?, meter.context("mapping the meter")?);
+    let terms = Arc::new(terms.context("mapping the terms")?);
+    let meter = Arc::new(meter.context("mapping the meter")?);
+    let link = Link { terms: Arc::clone(&terms), meter: Arc::clone(&meter), bell: Arc::new(bell) };
+    let told = Arc::clone(&terms);
+    let turns = Turns::new(link, options.backing.software_imitate.block_us);
     let _span = tracing::info_span!("session", client = %name, program = %program).entered();
     let daemon = Arc::new(daemon);
     let broker = Broker::new(Arc::clone(&daemon));
     let devices = limits.devices.clone();
+    let kernel_seconds = limits.kernel_seconds;
     quota.begin(limits, terms, meter, Arc::clone(&broker));
     let shared = Arc::new(Shared::new(quota.clone()));
-    if host_bridge::trace::folder().is_some() {
+    if timeline.is_some() {
         RECORDER.start();
     }
-    let begun = begin(transport, connection, &options.rdma, polling).and_then(|begun| {
+    let connected = connect(&daemon, &told, &identity, visitor, transport, connection);
+    let begun = connected.and_then(|(connection, door)| {
+        let begun = begin(transport, connection, &options, polling, cache)?;
         if !devices.is_empty() {
             driver::restrict(&mut *backend, &options.backing, quota, &devices)
                 .map_err(|status| Lost::new(format!("preparing devices {devices:?}: {status}")))?;
         }
-        Ok(begun)
+        Ok((begun, door))
     });
     let (lost, counters) = match begun {
-        Ok((mut commands, client, tcp)) => {
-            watch(&daemon, tcp, &client, &shared, &broker)?;
+        Ok(((mut commands, client, tcp), door)) => {
+            let from = Daemon { socket: Arc::clone(&daemon), terms: told, broker: Arc::clone(&broker) };
+            watch(&from, tcp, door, &client, &shared, backend.beside())?;
+            if kernel_seconds > 0 {
+                backend.watch(watch_kernels(kernel_seconds, &daemon, &client)?);
+            }
             backend.share(broker);
-            let lost = session::run(&mut *commands, &client, &mut *backend, &shared, kind);
+            let lost = session::run(&mut *commands, &client, &mut *backend, &shared, kind, turns);
             (lost, shared.counters(&*client))
         }
         Err(lost) => (Some(lost), Counters::default()),
     };
-    host_bridge::trace::save(&RECORDER, &format!("worker-{}", std::process::id()));
+    timeline.iter().for_each(|timeline| timeline.save(&RECORDER));
     match &lost {
         Some(lost) => tracing::warn!(commands = counters.commands, "session lost: {lost}"),
         None => tracing::info!(
@@ -186,55 +283,165 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
 
 type Begun = (Box<dyn Commands>, Arc<dyn Client>, Option<Arc<TcpClient>>);
 
+/// The session's control connection: the one that came with it, or, under TLS, the one that its client opens.
+fn connect(
+    daemon: &OwnedFd,
+    terms: &Page<Terms>,
+    identity: &Identity,
+    visitor: Option<Visitor>,
+    transport: Transport,
+    connection: Option<OwnedFd>,
+) -> Result<(Stream, Option<Arc<Door>>), Lost> {
+    match (visitor, connection) {
+        (Some(visitor), _) => {
+            let data_connections = match transport {
+                Transport::Tcp { data_connections, .. } => data_connections,
+                _ => 0,
+            };
+            let door = Door::new(identity, visitor, data_connections)?;
+            Ok((door.control(daemon, terms)?, Some(door)))
+        }
+        (None, Some(connection)) => Ok((Stream::from(connection), None)),
+        (None, None) => Err(Lost::new("the daemon sent a session without its connection")),
+    }
+}
+
 fn begin(
     transport: Transport,
-    connection: OwnedFd,
-    rdma: &Settings,
+    connection: Stream,
+    options: &WorkerOptions,
     polling: Polling,
+    cache: Option<Remote>,
 ) -> Result<Begun, Lost> {
     match transport {
         Transport::Tcp { slot_count, data_connections } => {
+            let grace = Duration::from_secs(options.grace_seconds.into());
+            let (replay, eager) = (options.replay_memory, u64::from(options.eager_mib()) << 20);
+            let allowance = Allowance { grace, replay, eager };
             let (commands, client) =
-                TcpCommands::start(Stream::from(connection), slot_count, data_connections, polling)
+                TcpCommands::start(connection, slot_count, data_connections, polling, allowance)
                     .map_err(|e| Lost::new(format!("preparing the connection: {e}")))?;
+            if let Some(cache) = cache {
+                client
+                    .use_cache(Arc::new(cache))
+                    .map_err(|e| Lost::new(format!("preparing the cache: {e}")))?;
+            }
             Ok((Box::new(commands), Arc::<TcpClient>::clone(&client), Some(client)))
         }
         Transport::Verbs { slot_count } => {
-            let (commands, client) =
-                VerbsCommands::start(Stream::from(connection), slot_count, rdma, polling)?;
+            let (commands, client) = VerbsCommands::start(connection, slot_count, &options.rdma, polling)?;
             Ok((Box::new(commands), client, None))
         }
         Transport::Local => {
-            let (commands, client) = LocalCommands::attach(UnixStream::from(connection), polling)?;
+            let (commands, client) =
+                LocalCommands::attach(UnixStream::from(connection.into_socket()), polling)?;
             Ok((Box::new(commands), client, None))
         }
     }
 }
 
+/// Starts the watchdog. When a kernel overruns, the client gets CUDA's error and the session is lost, and so this process ends: nothing else ends a kernel.
+fn watch_kernels(
+    seconds: u32,
+    daemon: &Arc<OwnedFd>,
+    client: &Arc<dyn Client>,
+) -> anyhow::Result<Arc<Watchdog>> {
+    let (daemon, client) = (Arc::clone(daemon), Arc::clone(client));
+    let overrun = move |context| {
+        // The daemon may be gone.
+        let _ = worker_protocol::send(daemon.as_fd(), &FromWorker::Overrun, &[]);
+        Errors::new(Arc::clone(&client)).publish(context, Status::LAUNCH_TIMEOUT, 0);
+        client.lose(&format!(
+            "a kernel ran for more than {seconds} s, which is the limit of this server (--kernel-seconds)"
+        ));
+    };
+    Watchdog::start(Duration::from_secs(seconds.into()), overrun).context("starting the watchdog")
+}
+
+/// What leads to the daemon.
+#[derive(Clone)]
+struct Daemon {
+    socket: Arc<OwnedFd>,
+    terms: Arc<Page<Terms>>,
+    broker: Arc<Broker>,
+}
+
+/// Another daemon is there, with terms of its own. Its predecessor's page, which nobody writes any more, can be written by nobody.
+fn taken_over(terms: &Page<Terms>, fds: Vec<OwnedFd>) {
+    let Some(fd) = fds.into_iter().next() else { return };
+    match terms.replace(&fd) {
+        Ok(()) => tracing::debug!("another daemon has taken over this session"),
+        Err(e) => tracing::error!("mapping another daemon's terms: {e}"),
+    }
+}
+
 /// Starts two threads: one receives the daemon's messages and loses the session when the daemon is gone; the other reports counters, and ends the process if the dispatcher cannot.
 fn watch(
-    daemon: &Arc<OwnedFd>,
+    daemon: &Daemon,
     tcp: Option<Arc<TcpClient>>,
+    door: Option<Arc<Door>>,
     client: &Arc<dyn Client>,
     shared: &Arc<Shared>,
-    broker: &Arc<Broker>,
+    beside: Arc<dyn Beside>,
 ) -> anyhow::Result<()> {
-    let broker = Arc::clone(broker);
-    let socket = Arc::clone(daemon);
+    if let (Some(door), Some(tcp)) = (&door, &tcp) {
+        let (tcp, listener) = (Arc::clone(tcp), Arc::clone(client));
+        door.open(Box::new(move |Admitted { hello, stream }| match hello.purpose {
+            purpose::END => listener.close(),
+            // The connection closes if the session cannot use it; the bridge may try again.
+            purpose::RESUME => {
+                if let Err(e) = tcp.resume(hello.attempt, stream) {
+                    tracing::warn!(attempt = hello.attempt, "cannot resume the session: {e}");
+                }
+            }
+            _ => {
+                if let Err(e) = tcp.add_data_connection(hello.attempt, hello.index, stream) {
+                    listener.lose(&format!("preparing a data connection: {e}"));
+                }
+            }
+        }));
+    }
+    if let Some(tcp) = &tcp {
+        let socket = Arc::clone(&daemon.socket);
+        tcp.when_link_changes(Box::new(move |up| {
+            // The thread below notices when the daemon is gone.
+            let _ = worker_protocol::send(socket.as_fd(), &FromWorker::Link { up }, &[]);
+        }));
+    }
+    let Daemon { socket, terms, broker } = daemon.clone();
     let listener = Arc::clone(client);
     std::thread::Builder::new().name("rgpu-daemon".into()).spawn(move || {
         loop {
             match worker_protocol::receive::<ToWorker>(socket.as_fd()) {
-                Ok(Some((ToWorker::Data, fds))) => {
+                Ok(Some((ToWorker::Data { attempt, index }, fds))) => {
                     let added = match (&tcp, fds.into_iter().next()) {
-                        (Some(tcp), Some(fd)) => {
-                            tcp.add_data_connection(Stream::from(fd)).map_err(|e| e.to_string())
-                        }
+                        (Some(tcp), Some(fd)) => tcp
+                            .add_data_connection(attempt, index, Stream::from(fd))
+                            .map_err(|e| e.to_string()),
                         _ => Err("this session cannot use a data connection".into()),
                     };
                     if let Err(e) = added {
                         listener.lose(&e);
                     }
+                }
+                Ok(Some((ToWorker::Connection, fds))) => {
+                    if let Some(door) = &door {
+                        fds.into_iter().for_each(|fd| door.knock(fd));
+                    }
+                }
+                Ok(Some((ToWorker::Resume { attempt }, fds))) => {
+                    // The connection closes if the session cannot use it; the bridge may try again.
+                    if let (Some(tcp), Some(fd)) = (&tcp, fds.into_iter().next())
+                        && let Err(e) = tcp.resume(attempt, Stream::from(fd))
+                    {
+                        tracing::warn!(attempt, "cannot resume the session: {e}");
+                    }
+                }
+                Ok(Some((ToWorker::TakenOver, fds))) => taken_over(&terms, fds),
+                Ok(Some((ToWorker::End, _))) => listener.close(),
+                Ok(Some((ToWorker::DeviceFailed { device, status }, _))) => {
+                    tracing::error!(device, "the device has failed: its programs get CUDA's error {status}");
+                    beside.fail_device(device, Status(status));
                 }
                 Ok(Some((ToWorker::Reply { request, reply }, fds))) => {
                     broker.deliver(request, reply, fds.into_iter().next());
@@ -242,13 +449,13 @@ fn watch(
                 Ok(Some(_)) => {}
                 Ok(None) | Err(_) => {
                     broker.close();
-                    listener.lose("rgpu-server is shutting down");
+                    listener.lose("rgpu-server has ended");
                     return;
                 }
             }
         }
     })?;
-    let (socket, client, shared) = (Arc::clone(daemon), Arc::clone(client), Arc::clone(shared));
+    let (socket, client, shared) = (Arc::clone(&daemon.socket), Arc::clone(client), Arc::clone(shared));
     let over = Arc::clone(&shared);
     client.when_over(Box::new(move || over.end()));
     std::thread::Builder::new().name("rgpu-report".into()).spawn(move || {

@@ -55,7 +55,11 @@ impl Next {
 impl Source<'_> {
     /// Like [`Commands::next`], and tells whether the command has been executed already.
     #[inline]
-    pub(super) fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<(Record, bool)>, Lost> {
+    pub(super) fn next(
+        &mut self,
+        body: &mut Vec<u8>,
+        rest: &mut dyn FnMut(),
+    ) -> Result<Option<(Record, bool)>, Lost> {
         if let Some(next) = self.ahead.pop_front() {
             self.bytes -= next.cost();
             *body = next.body;
@@ -63,7 +67,7 @@ impl Source<'_> {
         }
         match self.lost.take() {
             Some(lost) => Err(lost),
-            None => Ok(self.commands.next(body)?.map(|record| (record, false))),
+            None => Ok(self.commands.next(body, rest)?.map(|record| (record, false))),
         }
     }
 }
@@ -222,7 +226,7 @@ mod tests {
     struct Queue(Receiver<(Record, Vec<u8>)>);
 
     impl Commands for Queue {
-        fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+        fn next(&mut self, body: &mut Vec<u8>, _rest: &mut dyn FnMut()) -> Result<Option<Record>, Lost> {
             let Ok((record, bytes)) = self.0.recv() else { return Ok(None) };
             *body = bytes;
             Ok(Some(record))
@@ -320,6 +324,8 @@ mod tests {
                 self.write(patch.address, &patch.apply(u64::from_le_bytes(word)).to_le_bytes())
             })
         }
+
+        fn fail_device(&self, _number: u32, _status: Status) {}
     }
 
     #[test]
@@ -331,7 +337,7 @@ mod tests {
         std::thread::scope(|scope| {
             let _ending = ahead.ending();
             let mut body = Vec::new();
-            let first = ahead.source().next(&mut body).expect("a session").expect("a command");
+            let first = ahead.source().next(&mut body, &mut || {}).expect("a session").expect("a command");
             assert_eq!((first.0.seq, first.1), (waits, false));
             ahead.lend(scope);
             // The watcher has checked several times and found nothing.
@@ -351,11 +357,12 @@ mod tests {
             // Every command is returned in order, including those executed already.
             let mut source = ahead.source();
             for seq in waits + 1..=peer.seq {
-                let (record, served) = source.next(&mut body).expect("a session").expect("a command");
+                let (record, served) =
+                    source.next(&mut body, &mut || {}).expect("a session").expect("a command");
                 assert_eq!((record.seq, served), (seq, ![between, wrong].contains(&seq)));
             }
             drop(peer);
-            assert_eq!(source.next(&mut body), Ok(None));
+            assert_eq!(source.next(&mut body, &mut || {}), Ok(None));
         });
     }
 
@@ -377,7 +384,7 @@ mod tests {
             });
             let (mut body, mut last) = (Vec::new(), 0);
             loop {
-                let Ok(Some((record, _))) = ahead.source().next(&mut body) else { break };
+                let Ok(Some((record, _))) = ahead.source().next(&mut body, &mut || {}) else { break };
                 assert_eq!(record.seq, last + 1);
                 last = record.seq;
                 ahead.lend(scope);

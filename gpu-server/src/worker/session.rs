@@ -16,6 +16,8 @@ use protocol::trace::{RECORDER, Stage};
 use super::Shared;
 use super::host_waits::{HostWaits, Verdict};
 use super::read_ahead::Ahead;
+use super::timeline::Timeline;
+use super::turns::Turns;
 use crate::driver::{Backend, Call, Errors};
 use crate::worker_protocol::Kind;
 
@@ -26,6 +28,7 @@ pub fn run(
     backend: &mut dyn Backend,
     shared: &Shared,
     kind: Kind,
+    turns: Turns,
 ) -> Option<Lost> {
     backend.begin(Arc::clone(client));
     let mut dispatcher = Dispatcher {
@@ -34,6 +37,8 @@ pub fn run(
         backend,
         shared,
         kind,
+        turns,
+        timeline: Timeline::default(),
         reply: Vec::with_capacity(4096),
         waits: HostWaits::default(),
         executed: 0,
@@ -76,6 +81,8 @@ struct Dispatcher<'a> {
     backend: &'a mut dyn Backend,
     shared: &'a Shared,
     kind: Kind,
+    turns: Turns,
+    timeline: Timeline,
     reply: Vec<u8>,
     waits: HostWaits,
     /// Every command up to this has been executed, and the client told.
@@ -93,7 +100,8 @@ impl Dispatcher<'_> {
         let mut body = Vec::with_capacity(4096);
         let mut source = ahead.source();
         loop {
-            let (record, served) = match source.next(&mut body) {
+            let mut rest = || self.turns.rest(self.backend, &mut self.call);
+            let (record, served) = match source.next(&mut body, &mut rest) {
                 Ok(Some(next)) => next,
                 Ok(None) => return None,
                 Err(lost) => return Some(lost),
@@ -117,7 +125,7 @@ impl Dispatcher<'_> {
     fn take(&mut self, record: Record, body: &[u8], served: bool) -> Result<(), Lost> {
         let client = &*self.call.client;
         match self.waits.judge(&record, body, || keep(client, record.opcode, body)) {
-            Verdict::Execute if served => self.shared.executed(),
+            Verdict::Execute if served => self.shared.executed(record.opcode, record.reply_slot != NO_SLOT),
             Verdict::Execute => self.execute(record, body)?,
             Verdict::Hold => self.waits.check_size()?,
         }
@@ -140,7 +148,7 @@ impl Dispatcher<'_> {
 
     fn execute(&mut self, record: Record, body: &[u8]) -> Result<(), Lost> {
         let outcome = self.perform(record, body)?;
-        self.shared.executed();
+        self.shared.executed(record.opcode, record.reply_slot != NO_SLOT);
         self.waits.executed(&record, body, outcome == Outcome::Done)
     }
 
@@ -155,7 +163,10 @@ impl Dispatcher<'_> {
         }
         self.call.begin(record.seq, record.reply_slot);
         self.reply.clear();
-        RECORDER.note(Stage::Begun, record.seq, record.opcode);
+        let taken = RECORDER.clock();
+        RECORDER.note_at(Stage::Begun, record.seq, record.opcode, taken);
+        let metered = self.turns.is_limited()
+            && self.turns.before(self.backend, &mut self.call, record.opcode, || self.shared.is_over());
         let outcome = if self.kind == Kind::Nvml && !asks_nvml(record.opcode) {
             // Whatever the client said about itself, this process makes no context.
             Outcome::Failed(Status::NOT_PERMITTED)
@@ -174,6 +185,12 @@ impl Dispatcher<'_> {
                 self.call.client.reply(record.seq, record.reply_slot, Status::SUCCESS, &self.reply)
             }
             Outcome::Failed(status) => self.failed(info, &record, status),
+        }
+        if taken != 0 && outcome == Outcome::Done {
+            self.timeline.executed(self.backend, &mut self.call, &record, body, taken);
+        }
+        if metered {
+            self.turns.after(self.backend, &mut self.call, record.opcode, body);
         }
         Ok(outcome)
     }

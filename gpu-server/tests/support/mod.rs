@@ -2,12 +2,20 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod machine;
+
+use std::io::{Read, Write};
 use std::ops::{Deref, DerefMut};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 
+use protocol::data::{HostIn, HostOut};
+use protocol::handle::*;
+use protocol::ops::launch::Launch;
+use protocol::ops::module::ModuleLoad;
 use test_kit::daemon::Daemon;
+use test_kit::link::Session;
 
 /// The backend under test: software, unless `RGPU_TEST_BACKEND` names another.
 pub fn backend() -> String {
@@ -42,21 +50,92 @@ impl DerefMut for Server {
 }
 
 impl Server {
-    /// Starts one with software devices of 256 MiB that listens on a Unix socket and on TCP.
+    /// Starts one with software devices of 256 MiB that listens on a Unix socket and on TCP. Sessions end with their connections, because tests end them so.
     pub fn start(more: &[&str]) -> Server {
         let folder = Arc::new(tempfile::tempdir().unwrap());
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        Server::start_by(Command::new(binary()), &folder, port, &[&["--grace-seconds=0"], more].concat())
+            .ready()
+    }
+
+    /// Starts one by this command, in this folder and at this port. It also has an admin socket.
+    pub fn start_by(
+        mut command: Command,
+        folder: &Arc<tempfile::TempDir>,
+        port: u16,
+        more: &[&str],
+    ) -> Server {
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        command
+            .arg(format!("--listen=unix:{}", path("server.sock")))
+            .arg(format!("--listen=tcp:127.0.0.1:{port}"))
+            .arg(format!("--admin-socket={}", path("admin")))
+            .args([&format!("--backend={}", backend()), "--software-memory=256M", "--insecure"])
+            .args(more);
+        Server { daemon: Daemon::spawn(&mut command, folder), port }
+    }
+
+    /// Waits until it serves.
+    pub fn ready(self) -> Server {
+        Server { daemon: self.daemon.ready(), port: self.port }
+    }
+
+    /// Starts one that serves TLS over TCP, with its identity in a folder of its own.
+    pub fn start_protected(more: &[&str]) -> Server {
+        Server::start_protected_in(&Arc::new(tempfile::tempdir().unwrap()), more)
+    }
+
+    /// Starts one that serves TLS over TCP, in a folder that another has left.
+    pub fn start_protected_in(folder: &Arc<tempfile::TempDir>, more: &[&str]) -> Server {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        Server::start_protected_at(folder, port, more)
+    }
+
+    /// Does the same at this port.
+    pub fn start_protected_at(folder: &Arc<tempfile::TempDir>, port: u16, more: &[&str]) -> Server {
+        let path = |name: &str| folder.path().join(name).display().to_string();
         let mut command = Command::new(binary());
         command
-            .arg(format!("--listen=unix:{}", folder.path().join("server.sock").display()))
-            .arg(format!("--listen=tcp:127.0.0.1:{port}"))
+            .args([
+                format!("--listen=unix:{}", path("server.sock")),
+                format!("--listen=tcp:127.0.0.1:{port}"),
+            ])
+            .args([format!("--identity={}", path("identity")), format!("--admin-socket={}", path("admin"))])
             .args([&format!("--backend={}", backend()), "--software-memory=256M"])
             .args(more);
-        Server { daemon: Daemon::spawn(&mut command, &folder).ready(), port }
+        Server { daemon: Daemon::spawn(&mut command, folder).ready(), port }
+    }
+
+    /// Sends the admin socket a request and gives the answer.
+    pub fn ask(&self, request: serde_json::Value) -> serde_json::Value {
+        let mut socket = std::os::unix::net::UnixStream::connect(self.path("admin")).unwrap();
+        socket.write_all(request.to_string().as_bytes()).unwrap();
+        socket.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer).unwrap();
+        serde_json::from_str(&answer).unwrap()
     }
 
     /// Its Unix socket.
     pub fn socket(&self) -> PathBuf {
         self.path("server.sock")
     }
+}
+
+/// Loads a kernel that never ends, and launches it.
+pub fn run_endlessly<S: Session>(s: &mut S) {
+    const PTX: &str =
+        ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry endless() { AGAIN: bra AGAIN; }\n\0";
+    let (room, image) = (s.arena(4 << 20, &[0; 4096]), s.arena(0, PTX.as_bytes()));
+    let (image, info) = (HostIn::Range(image), HostOut(room));
+    s.call(&ModuleLoad { context: ContextId(0), module: ModuleId(1), options: vec![], image, info }).unwrap();
+    s.push(&Launch {
+        function: FunctionId::new(ModuleId(1), 0),
+        stream: StreamId(0),
+        grid: [1; 3],
+        block: [1; 3],
+        dynamic_shared: 0,
+        attributes: vec![],
+        params: &[],
+    });
 }

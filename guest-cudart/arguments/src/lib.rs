@@ -1,8 +1,11 @@
-//! Pointers that a program passes to an exported function, as types that know what the function may do with them.
+//! Pointers that a program passes to an exported function, as types that know what the function may do with
+//! them.
 //!
-//! In memory each is the bare pointer, so an exported function takes them where C has pointers. The contract of each type is what CUDA's manual asks of such an argument. The caller of the
-//! exported function, which is `unsafe` for that reason, vouches for it. The only other ways to make such a value are from a reference, as NULL, and with the `unsafe` constructors here. None
-//! outlives its call, so reading and writing through them is safe code. They check for NULL, which is the library's error for invalid values ([`Library`]).
+//! In memory each is the bare pointer, so an exported function takes them where C has pointers. The contract
+//! of each type is what CUDA's manual asks of such an argument. The caller of the exported function, which is
+//! `unsafe` for that reason, vouches for it. The only other ways to make such a value are from a reference,
+//! as NULL, and with the `unsafe` constructors here. None outlives its call, so reading and writing through
+//! them is safe code. They check for NULL, which is the library's error for invalid values ([`Library`]).
 
 use std::ffi::{CStr, c_char};
 use std::fmt::Debug;
@@ -34,7 +37,8 @@ impl<N: Copy + TryInto<usize>> Count<N> {
     /// The number.
     #[inline]
     pub fn get(self) -> usize {
-        // A negative number is no length; the largest number is none either, and refused where entries are read.
+        // A negative number is no length; the largest number is none either, and refused where entries are
+        // read.
         self.0.try_into().unwrap_or(usize::MAX)
     }
 }
@@ -89,7 +93,8 @@ impl<'a, T, L> From<&'a mut T> for Out<'a, T, L> {
     }
 }
 
-/// A value that a function reads: NULL, or a `T` that may be read until the function returns. `T` is plain data of C, for which every bit pattern that a program can have written is a value.
+/// A value that a function reads: NULL, or a `T` that may be read until the function returns. `T` is plain
+/// data of C, for which every bit pattern that a program can have written is a value.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct In<'a, T, L>(*const T, PhantomData<(&'a T, L)>);
@@ -131,7 +136,8 @@ impl<'a, T, L> From<&'a T> for In<'a, T, L> {
     }
 }
 
-/// A value that a function reads and overwrites: NULL, or a `T` that may be read and written until the function returns.
+/// A value that a function reads and overwrites: NULL, or a `T` that may be read and written until the
+/// function returns.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct InOut<'a, T, L>(*mut T, PhantomData<(&'a mut T, L)>);
@@ -162,7 +168,8 @@ impl<T: Copy, L: Library> InOut<'_, T, L> {
     }
 }
 
-/// An array that a function reads: NULL, or as many entries as the function's [`Count`] says, which may be read until it returns.
+/// An array that a function reads: NULL, or as many entries as the function's [`Count`] says, which may be
+/// read until it returns.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct Array<'a, T, L>(*const T, PhantomData<(&'a [T], L)>);
@@ -193,7 +200,8 @@ impl<'a, T: Copy, L: Library> Array<'a, T, L> {
         unsafe { self.first(count.get()) }
     }
 
-    /// As [`entries`](Self::entries), for a function whose arrays differ in length, or that reads only the first entries.
+    /// As [`entries`](Self::entries), for a function whose arrays differ in length, or that reads only the
+    /// first entries.
     ///
     /// # Errors
     /// [`Library::INVALID_VALUE`] for NULL.
@@ -214,7 +222,8 @@ impl<'a, T: Copy, L: Library> Array<'a, T, L> {
     }
 }
 
-/// An array of places for results: NULL, or places that may be written until the function returns. Another argument says how many there are.
+/// An array of places for results: NULL, or places that may be written until the function returns. Another
+/// argument says how many there are.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct OutArray<'a, T, L>(*mut T, PhantomData<(&'a mut [T], L)>);

@@ -7,43 +7,80 @@
 //! known to have passed the command ([`Owner`]). A copy on a running stream therefore never waits for a
 //! blocked stream. For the same reason, one stream's blocks never fill the whole arena.
 //!
+//! Over a long distance, a block is in use for a round trip at least, so the arena's size limits how much is on
+//! its way. When a copy has waited for room and the blocks are released in little more than a round trip, the
+//! link could carry more. Then the arena [grows](Arena::grow) by a piece of pinned memory. Where blocks take
+//! longer, the link is full, or a stream stands still. Such pieces are freed when they are not used for
+//! [`IDLE`].
+//!
 //! To avoid deadlock, a thread must not wait here while it holds blocks that only it can free. Use
 //! [`Arena::try_alloc`] for further blocks.
 
 use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use crate::counters::{COUNTERS, add};
-use crate::lock;
+use crate::port::Pinned;
 use crate::ranges::FreeRanges;
-use crate::session::Session;
+use crate::seq::Seq;
+use crate::session::{self, Session};
+use crate::{lock, log};
 use protocol::Status;
 use protocol::data::{HostRange, Place};
 
 /// Alignment of blocks in bytes: a cache line.
 const ALIGN: u64 = 64;
 
+/// Bytes by which the arena grows.
+const PIECE: usize = 32 << 20;
+/// Blocks that are in use for so many round trips are not waited for because of the distance alone.
+const ROUND_TRIPS: u32 = 3;
+/// Pieces that were not used for so long are freed.
+const IDLE: Duration = Duration::from_secs(10);
+
 /// The arena's allocator.
 #[derive(Debug)]
 pub struct Arena {
-    base: usize,
+    /// Size of the channel's part.
     size: u64,
+    /// Size up to which it grows.
+    most: u64,
     state: Mutex<State>,
 }
 
 #[derive(Debug)]
 struct State {
-    free: FreeRanges,
+    /// The channel's part, and the pieces behind it.
+    parts: Vec<Part>,
     /// Blocks that the host has not read yet.
     pending: Vec<Pending>,
+    /// How long the block was in use that was released last.
+    in_use_for: Option<Duration>,
+    /// A thread is about to add a piece, or there is no memory for another.
+    growing: bool,
+    /// A piece was used since the last look.
+    used: bool,
+}
+
+#[derive(Debug)]
+struct Part {
+    base: usize,
+    size: u64,
+    place: Place,
+    free: FreeRanges,
+    /// Of a piece.
+    memory: Option<Pinned>,
 }
 
 /// A block that the host has not read yet.
 #[derive(Debug)]
 struct Pending {
     /// The command that makes the host read the block.
-    seq: u64,
+    seq: Seq,
     /// The ID of the stream that owns it.
     owner: u64,
+    since: Instant,
+    part: usize,
     offset: u64,
     len: u64,
 }
@@ -57,24 +94,48 @@ pub trait Owner {
     fn mark(&self) -> Result<(), Status>;
 
     /// Whether the stream is known to have passed a command.
-    fn has_passed(&self, seq: u64) -> bool;
+    fn has_passed(&self, seq: Seq) -> bool;
 }
 
 /// A block of the arena, freed when dropped.
 #[derive(Debug)]
 pub struct Block<'s> {
     arena: &'s Arena,
+    part: usize,
+    place: Place,
+    address: usize,
     offset: u64,
     len: u64,
 }
 
-impl Arena {
-    /// An arena of `size` bytes at `base`.
-    pub fn new(base: *mut u8, size: usize) -> Arena {
+impl Part {
+    fn new(base: usize, size: u64, place: Place, memory: Option<Pinned>) -> Part {
         let mut free = FreeRanges::new();
-        let size = size as u64 / ALIGN * ALIGN;
         free.insert(0, size);
-        Arena { base: base as usize, size, state: Mutex::new(State { free, pending: Vec::new() }) }
+        Part { base, size, place, free, memory }
+    }
+}
+
+impl State {
+    fn size(&self) -> u64 {
+        self.parts.iter().map(|part| part.size).sum()
+    }
+
+    fn free(&mut self, part: usize, offset: u64, len: u64) {
+        // A part is there as long as a block of it is.
+        if let Some(part) = self.parts.get_mut(part) {
+            part.free.insert(offset, len);
+        }
+    }
+}
+
+impl Arena {
+    /// An arena of `size` bytes at `base`, which grows up to `most` bytes.
+    pub fn new(base: *mut u8, size: usize, most: usize) -> Arena {
+        let size = size as u64 / ALIGN * ALIGN;
+        let parts = vec![Part::new(base as usize, size, Place::Arena, None)];
+        let state = State { parts, pending: Vec::new(), in_use_for: None, growing: false, used: false };
+        Arena { size, most: most as u64, state: Mutex::new(state) }
     }
 
     /// The largest block in bytes: a quarter of the arena, so that several transfers can be in progress.
@@ -90,29 +151,82 @@ impl Arena {
     fn try_alloc_for(&self, len: usize, released: u64, owner: Option<&dyn Owner>) -> Option<Block<'_>> {
         let len = (len.max(1) as u64).next_multiple_of(ALIGN);
         let mut state = lock(&self.state);
-        let State { free, pending } = &mut *state;
         // Reclaim released blocks first: recently used memory is mapped and may still be cached.
         let done = |block: &Pending| {
-            block.seq <= released
+            block.seq.is_reached_at(released)
                 || owner.is_some_and(|owner| owner.id() == block.owner && owner.has_passed(block.seq))
         };
-        if pending.iter().any(done) {
-            pending.retain(|block| {
-                let done = done(block);
-                if done {
-                    free.insert(block.offset, block.len);
-                }
-                !done
-            });
+        if state.pending.iter().any(done) {
+            let (passed, pending): (Vec<_>, Vec<_>) =
+                std::mem::take(&mut state.pending).into_iter().partition(done);
+            state.pending = pending;
+            state.in_use_for = passed.iter().map(|block| block.since.elapsed()).min();
+            passed.iter().for_each(|block| state.free(block.part, block.offset, block.len));
         }
         if let Some(owner) = owner {
-            let mine = pending.iter().filter(|block| block.owner == owner.id());
-            if mine.map(|block| block.len).sum::<u64>() + len > self.size / 4 * 3 {
+            let mine = state.pending.iter().filter(|block| block.owner == owner.id());
+            if mine.map(|block| block.len).sum::<u64>() + len > state.size() / 4 * 3 {
                 return None;
             }
         }
-        let offset = free.take_best(len)?;
-        Some(Block { arena: self, offset, len })
+        let found = state.parts.iter_mut().enumerate().find_map(|(number, part)| {
+            let offset = part.free.take_best(len)?;
+            let address = part.base + offset as usize;
+            Some(Block { arena: self, part: number, place: part.place, address, offset, len })
+        });
+        state.used |= found.as_ref().is_some_and(|block| block.part > 0);
+        found
+    }
+
+    /// After a wait for room or for a block that was in use for `time`: adds a piece, if more of them would have
+    /// made the wait shorter.
+    pub fn grow(&self, session: &Session, time: Option<Duration>) {
+        let in_time = time.is_some_and(|time| time <= session.round_trip() * ROUND_TRIPS);
+        if !session.is_far() || !in_time {
+            return;
+        }
+        let mut state = lock(&self.state);
+        if state.growing || state.size() + PIECE as u64 > self.most {
+            return;
+        }
+        state.growing = true;
+        drop(state);
+        let pinned = session.port().pin_new(PIECE, None);
+        let mut state = lock(&self.state);
+        match pinned {
+            Ok(pinned) => {
+                let (base, place) = (pinned.mapping.base() as usize, Place::Region(pinned.region));
+                state.parts.push(Part::new(base, PIECE as u64, place, Some(pinned)));
+                state.growing = false;
+                let first = state.parts.len() == 2;
+                drop(state);
+                add(&COUNTERS.arena_pieces, 1);
+                if first {
+                    free_when_idle(session);
+                }
+            }
+            // It is not tried again.
+            Err(error) => log::debug(format_args!("the staging memory cannot grow: {}", error.line())),
+        }
+    }
+
+    /// Frees the pieces at the end that nothing uses, unless there was a use of one since the last call.
+    /// Returns whether any is left.
+    fn free_unused(&self, session: &Session) -> bool {
+        let mut state = lock(&self.state);
+        let mut freed = Vec::new();
+        if !std::mem::take(&mut state.used) {
+            while let Some(part) = state.parts.pop_if(|p| p.memory.is_some() && p.free.total() == p.size) {
+                freed.extend(part.memory);
+            }
+        }
+        let left = state.parts.len() > 1;
+        drop(state);
+        for Pinned { region, mapping, .. } in freed {
+            session.port().unpin(region);
+            drop(mapping);
+        }
+        left
     }
 
     /// Allocates a block of `len` bytes (at most [`largest`](Self::largest)), waiting until there is room.
@@ -152,25 +266,43 @@ impl Arena {
             block = self.try_alloc_for(len, progress.released(), owner);
             block.is_some()
         })?;
+        let time = lock(&self.state).in_use_for;
+        self.grow(session, time);
         block.ok_or(Status::UNKNOWN)
     }
+}
+
+/// Starts the thread that frees the arena's pieces.
+fn free_when_idle(session: &Session) {
+    let Some(session) = session::opened().find(|opened| std::ptr::eq(*opened, session)) else { return };
+    let free = || {
+        loop {
+            std::thread::sleep(IDLE);
+            if !session.arena().free_unused(session) {
+                return;
+            }
+        }
+    };
+    // Without it they stay.
+    let _ = std::thread::Builder::new().name("rgpu-arena".into()).spawn(free);
 }
 
 impl Block<'_> {
     /// The block's first byte.
     pub fn ptr(&self) -> *mut u8 {
-        (self.arena.base + self.offset as usize) as *mut u8
+        self.address as *mut u8
     }
 
     /// The first `len` bytes of the block, as commands name them.
     pub fn range(&self, len: usize) -> HostRange {
-        HostRange { place: Place::Arena, offset: self.offset, len: (len as u64).min(self.len) }
+        HostRange { place: self.place, offset: self.offset, len: (len as u64).min(self.len) }
     }
 
     /// Frees the block once the host has read the data of command `seq` on the stream with the given
     /// [`Owner::id`].
-    pub fn release_after(self, seq: u64, owner: u64) {
-        let block = Pending { seq, owner, offset: self.offset, len: self.len };
+    pub fn release_after(self, seq: Seq, owner: u64) {
+        let Block { part, offset, len, .. } = self;
+        let block = Pending { seq, owner, since: Instant::now(), part, offset, len };
         lock(&self.arena.state).pending.push(block);
         std::mem::forget(self);
     }
@@ -178,7 +310,7 @@ impl Block<'_> {
 
 impl Drop for Block<'_> {
     fn drop(&mut self) {
-        lock(&self.arena.state).free.insert(self.offset, self.len);
+        lock(&self.arena.state).free(self.part, self.offset, self.len);
     }
 }
 
@@ -189,8 +321,8 @@ mod tests {
 
     #[test]
     fn a_block_is_freed_when_its_command_is_released() {
-        let arena = Arena::new(std::ptr::null_mut(), 4096);
-        arena.try_alloc(4096, 0).unwrap().release_after(7, 0);
+        let arena = Arena::new(std::ptr::null_mut(), 4096, 0);
+        arena.try_alloc(4096, 0).unwrap().release_after(Seq::new(0, 7), 0);
         assert!(arena.try_alloc(1, 6).is_none());
         assert!(arena.try_alloc(4096, 7).is_some());
         assert!(arena.try_alloc(4096, 0).is_some(), "a dropped block is free at once");
@@ -205,21 +337,21 @@ mod tests {
         fn mark(&self) -> Result<(), Status> {
             Ok(())
         }
-        fn has_passed(&self, seq: u64) -> bool {
-            seq <= self.1
+        fn has_passed(&self, seq: Seq) -> bool {
+            seq.is_reached_at(self.1)
         }
     }
 
     #[test]
     fn a_running_stream_does_not_wait_for_others_and_none_takes_the_whole_arena() {
-        let arena = Arena::new(std::ptr::null_mut(), 4096);
+        let arena = Arena::new(std::ptr::null_mut(), 4096, 0);
         let alloc = |len, stream: Stream| arena.try_alloc_for(len, 0, Some(&stream));
-        alloc(2048, Stream(1, 0)).unwrap().release_after(1, 1);
-        alloc(1024, Stream(1, 0)).unwrap().release_after(2, 1);
+        alloc(2048, Stream(1, 0)).unwrap().release_after(Seq::new(0, 1), 1);
+        alloc(1024, Stream(1, 0)).unwrap().release_after(Seq::new(0, 2), 1);
         assert!(alloc(64, Stream(1, 0)).is_none(), "three quarters are one stream's");
-        alloc(1024, Stream(2, 0)).unwrap().release_after(3, 2);
+        alloc(1024, Stream(2, 0)).unwrap().release_after(Seq::new(0, 3), 2);
         assert!(alloc(64, Stream(2, 2)).is_none());
-        alloc(1024, Stream(2, 3)).unwrap().release_after(4, 2);
+        alloc(1024, Stream(2, 3)).unwrap().release_after(Seq::new(0, 4), 2);
         // The progress of another stream says nothing about this one's blocks.
         assert!(alloc(2048, Stream(2, 4)).is_none());
         assert!(alloc(2048, Stream(1, 1)).is_some());
@@ -227,24 +359,43 @@ mod tests {
 
     #[test]
     fn released_memory_is_reused_before_unused_memory() {
-        let arena = Arena::new(std::ptr::null_mut(), 1 << 20);
+        let arena = Arena::new(std::ptr::null_mut(), 1 << 20, 0);
         for seq in 1..1000 {
             let block = arena.try_alloc(4096, seq - 1).unwrap();
             assert_eq!(block.offset, 0);
-            block.release_after(seq, 0);
+            block.release_after(Seq::new(0, seq), 0);
         }
+    }
+
+    #[test]
+    fn what_does_not_fit_goes_to_a_piece() {
+        let arena = Arena::new(std::ptr::null_mut(), 4096, 0);
+        let first = arena.try_alloc(4096, 0).unwrap();
+        assert!(arena.try_alloc(64, 0).is_none());
+        lock(&arena.state).parts.push(Part::new(1 << 20, 8192, Place::Region(7), None));
+        let block = arena.try_alloc(8000, 0).unwrap();
+        assert_eq!((block.ptr() as usize, block.range(8000).place), (1 << 20, Place::Region(7)));
+        block.release_after(Seq::new(0, 1), 3);
+        // Three quarters of both are one stream's.
+        assert!(arena.try_alloc_for(1280, 0, Some(&Stream(3, 0))).is_none());
+        drop(first);
+        assert!(arena.try_alloc_for(1216, 0, Some(&Stream(3, 0))).is_some());
+        let again = arena.try_alloc(4096, 1).unwrap();
+        assert_eq!(again.range(1).place, Place::Arena, "the channel's part is preferred");
+        assert_eq!(arena.try_alloc(8192, 1).unwrap().range(1).place, Place::Region(7));
+        assert!(lock(&arena.state).used && lock(&arena.state).in_use_for.is_some());
     }
 
     proptest! {
         #[test]
         fn blocks_do_not_overlap(lens in proptest::collection::vec((1usize..900, any::<bool>()), 1..60)) {
-            let arena = Arena::new(std::ptr::null_mut(), 8192);
+            let arena = Arena::new(std::ptr::null_mut(), 8192, 0);
             let mut held: Vec<Block<'_>> = Vec::new();
             for (seq, (len, keep)) in lens.into_iter().enumerate() {
                 if let Some(block) = arena.try_alloc(len, seq as u64 / 2) {
                     prop_assert!(block.len >= len as u64 && block.offset + block.len <= 8192);
                     prop_assert!(held.iter().all(|b| b.offset + b.len <= block.offset || block.offset + block.len <= b.offset));
-                    if keep { held.push(block) } else { block.release_after(seq as u64, 0) }
+                    if keep { held.push(block) } else { block.release_after(Seq::new(0, seq as u64), 0) }
                 }
             }
             held.clear();

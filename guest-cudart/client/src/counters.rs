@@ -14,7 +14,7 @@ use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, Once, OnceLock, PoisonError};
 
-use protocol::trace::{RECORDER, VARIABLE};
+use protocol::trace::{RECORDER, Span, VARIABLE};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident;)*) => {
@@ -82,6 +82,10 @@ counters! {
     ring_full;
     /// Times that a thread found the arena full.
     arena_full;
+    /// Pieces by which the arena grew.
+    arena_pieces;
+    /// Microseconds that threads spent waiting for replies and progress of the host side.
+    waited_us;
 }
 
 /// Whether events are attributed to functions.
@@ -95,6 +99,8 @@ thread_local! {
     static INSIDE: Cell<Option<&'static Call>> = const { Cell::new(None) };
     /// The runtime API function that this thread is inside.
     static RUNTIME: Cell<Option<&'static Call>> = const { Cell::new(None) };
+    /// When it entered that.
+    static SINCE: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Adds to a counter.
@@ -119,6 +125,8 @@ fn put_down(index: usize, n: u64) {
 #[derive(Debug)]
 pub struct Call {
     name: &'static str,
+    /// It is a function of the runtime API, which calls others.
+    runtime: bool,
     calls: AtomicU64,
     counts: [AtomicU64; NAMES.len()],
 }
@@ -126,17 +134,29 @@ pub struct Call {
 impl Call {
     /// A function that has not been called.
     pub const fn new(name: &'static str) -> Call {
-        Call { name, calls: AtomicU64::new(0), counts: [const { AtomicU64::new(0) }; NAMES.len()] }
+        let counts = [const { AtomicU64::new(0) }; NAMES.len()];
+        Call { name, runtime: false, calls: AtomicU64::new(0), counts }
     }
 }
 
 /// Marks the thread as inside a function until dropped.
 #[derive(Debug)]
-pub struct Inside(());
+pub struct Inside {
+    call: &'static Call,
+    since: u64,
+}
 
 impl Drop for Inside {
     fn drop(&mut self) {
         let _ = INSIDE.try_with(|inside| inside.set(None));
+        note(self.call, self.since);
+    }
+}
+
+/// Puts a call into the timeline, if there is one.
+fn note(call: &'static Call, since: u64) {
+    if since != 0 {
+        RECORDER.span(|| Span::Call(call.name, [since, RECORDER.clock()]));
     }
 }
 
@@ -153,7 +173,8 @@ fn enter_counted(call: &'static Call) -> Option<Inside> {
         return None;
     }
     called(call);
-    INSIDE.try_with(|inside| inside.set(Some(call))).is_ok().then_some(Inside(()))
+    let since = RECORDER.clock();
+    INSIDE.try_with(|inside| inside.set(Some(call))).is_ok().then_some(Inside { call, since })
 }
 
 fn called(call: &'static Call) {
@@ -176,18 +197,21 @@ pub fn enter_runtime(known: &AtomicPtr<Call>, name: &CStr) -> bool {
         // SAFETY: this function stores only pointers that are never freed.
         unsafe { known.load(Ordering::Acquire).as_ref() }.unwrap_or_else(|| {
             let name = Box::leak(name.to_string_lossy().into_owned().into_boxed_str());
-            let made: &'static Call = Box::leak(Box::new(Call::new(name)));
+            let made: &'static Call = Box::leak(Box::new(Call { runtime: true, ..Call::new(name) }));
             known.store(std::ptr::from_ref(made).cast_mut(), Ordering::Release);
             made
         })
     });
     called(call);
+    let _ = SINCE.try_with(|since| since.set(RECORDER.clock()));
     RUNTIME.try_with(|runtime| runtime.set(Some(call))).is_ok()
 }
 
 /// Marks this thread as outside the runtime API function that it entered last.
 pub fn leave_runtime() {
-    let _ = RUNTIME.try_with(|runtime| runtime.set(None));
+    if let Ok(Some(call)) = RUNTIME.try_with(|runtime| runtime.replace(None)) {
+        note(call, SINCE.try_with(Cell::get).unwrap_or(0));
+    }
 }
 
 fn line(counts: impl Iterator<Item = u64>) -> String {
@@ -205,20 +229,36 @@ fn report() -> String {
     text
 }
 
-/// If `RGPU_TRACE` names a folder, starts recording per-command timestamps, for latency analysis, and writes
-/// them to a file there when the process exits.
+/// The driver API's functions that waited for the host side, one line for each: `name calls waits microseconds`.
+fn waits() -> String {
+    let of = |call: &Call, counter: &Counter| call.counts[counter.index].load(Ordering::Relaxed);
+    let called = CALLED.lock().unwrap_or_else(PoisonError::into_inner);
+    let waited = called.iter().filter(|call| !call.runtime && of(call, &COUNTERS.waited_us) > 0);
+    waited
+        .map(|call| {
+            let (calls, waits) = (call.calls.load(Ordering::Relaxed), of(call, &COUNTERS.round_trips));
+            format!("{} {calls} {waits} {}\n", call.name, of(call, &COUNTERS.waited_us))
+        })
+        .collect()
+}
+
+/// If `RGPU_TRACE` names a folder, starts recording a timeline and counting by function, and writes both to files
+/// there when the process exits.
 pub fn trace_to_exit() {
     static ONCE: Once = Once::new();
     extern "C" fn write() {
         let (Some(folder), Some(text)) = (std::env::var_os(VARIABLE), RECORDER.take()) else { return };
-        let path = std::path::Path::new(&folder).join(format!("program-{}", std::process::id()));
-        if let Err(error) = std::fs::write(&path, text) {
-            log::warn(format_args!("cannot write a timeline to {}: {error}", path.display()));
+        for (what, text) in [("program", text), ("waits", waits())] {
+            let path = std::path::Path::new(&folder).join(format!("{what}-{}", std::process::id()));
+            if let Err(error) = std::fs::write(&path, text) {
+                log::warn(format_args!("cannot write a timeline to {}: {error}", path.display()));
+            }
         }
     }
     ONCE.call_once(|| {
         if std::env::var_os(VARIABLE).is_some_and(|folder| !folder.is_empty()) {
             RECORDER.start();
+            BY_CALL.store(true, Ordering::Relaxed);
             // SAFETY: `write` is a plain C function that lives as long as this library.
             unsafe { libc::atexit(write) };
         }
@@ -278,6 +318,23 @@ mod tests {
             "{}",
             report()
         );
+    }
+
+    #[test]
+    fn a_function_that_waited_is_listed_with_its_calls_and_its_time() {
+        static WAITED: Call = Call::new("cuWaited");
+        static BUSY: Call = Call::new("cuBusy");
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        BY_CALL.store(true, Ordering::Relaxed);
+        for _ in 0..3 {
+            let _inside = enter(&WAITED);
+            add(&COUNTERS.round_trips, 2);
+            add(&COUNTERS.waited_us, 50);
+        }
+        drop(enter(&BUSY));
+        BY_CALL.store(false, Ordering::Relaxed);
+        let waits = waits();
+        assert!(waits.contains("cuWaited 3 6 150\n") && !waits.contains("cuBusy"), "{waits}");
     }
 
     #[test]

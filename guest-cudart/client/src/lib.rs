@@ -4,7 +4,9 @@
 //! It knows the protocol and how to reach the host, but not CUDA's C interface. In reading order:
 //! - [`log`] and [`counters`]: one-line messages; what a process did, for `RGPU_STATS=1`
 //! - [`port`]: how to reach the host: the guest's device `/dev/rgpu0`, or the Unix socket of `vhost-rgpu`
+//! - [`servers`]: which servers the process uses
 //! - [`session`]: the channel: appending operations, waiting for replies and progress, loss of the session
+//! - [`seq`]: positions in a session's sequence of records
 //! - `reply_slots`, `polling`: the channel's reply slots; how long a thread polls before it sleeps
 //! - `queue`: waiting for a session while the server serves other programs first
 //! - [`arena`]: the channel's staging memory
@@ -32,12 +34,14 @@ mod queue;
 pub mod ranges;
 pub mod regions;
 mod reply_slots;
+pub mod seq;
+pub mod servers;
 pub mod session;
 pub mod staging;
 pub mod thread;
 
 pub use log;
-pub use protocol::{Status, VERSION, Version, channel, data, handle, ops, wire};
+pub use protocol::{Status, VERSION, Version, channel, data, handle, ops, trace, wire};
 
 /// Locks a mutex even if a thread panicked while holding it: no code here leaves shared state inconsistent.
 pub fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {

@@ -8,8 +8,11 @@
 //! A chunk is the range that one `MemGrow` backed, and is given back as a whole. An allocation lies within
 //! one chunk, is placed by best fit, and needs no round trip. One granule between chunks stays unbacked, so
 //! that free ranges of two chunks never merge and a kernel that runs past the end of a chunk faults.
+//!
+//! Where an answer takes long, the next chunks are asked for while the program still fills the last one: one at first, and one more each time that the program has to wait for one. They are larger, the more
+//! memory the program has.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use crate::ranges::FreeRanges;
 use protocol::Status;
@@ -23,10 +26,30 @@ const MIN_CHUNK: u64 = 32 << 20;
 /// How many bytes of chunks without allocations are kept for later ones.
 const MAX_EMPTY: u64 = 256 << 20;
 
+/// The largest chunk in bytes that is asked for before it is needed.
+const MAX_AHEAD: u64 = 128 << 20;
+/// Chunks that are asked for before they are needed, at most.
+const MOST_AHEAD: usize = 4;
+/// A chunk that is asked for ahead is at least this part of what the program has, as far as that is not more than [`MAX_AHEAD`].
+const AHEAD_PART: u64 = 8;
+
+/// Memory that was asked for and not waited for.
+pub trait Growing: Send + std::fmt::Debug {
+    /// Whether the answer has arrived.
+    fn is_answered(&self) -> bool;
+    /// The answer. Waits for it.
+    fn answer(self: Box<Self>) -> Result<(), Status>;
+}
+
 /// Backs addresses with memory on the server.
 pub trait Backing {
     /// `MemGrow`.
     fn grow(&self, device: u32, address: u64, size: u64) -> Result<(), Status>;
+    /// `MemGrow`, not waited for. `None` if waiting takes so little time that it is not worth it, or if it is
+    /// not possible now.
+    fn grow_ahead(&self, _device: u32, _address: u64, _size: u64) -> Option<Box<dyn Growing>> {
+        None
+    }
     /// `MemShrink`.
     fn shrink(&self, device: u32, address: u64, size: u64) -> Result<(), Status>;
 }
@@ -56,7 +79,19 @@ pub struct DeviceMemory<T> {
     chunks: BTreeMap<u64, Piece>,
     free: FreeRanges,
     empty: u64,
+    /// The next chunks that were asked for, in this order, and how many there should be.
+    ahead: VecDeque<Ahead>,
+    depth: usize,
+    /// The server had no more memory when it was last asked: nothing is asked for ahead until some is given back.
+    full: bool,
     allocations: BTreeMap<u64, Allocation<T>>,
+}
+
+#[derive(Debug)]
+struct Ahead {
+    address: u64,
+    size: u64,
+    growing: Box<dyn Growing>,
 }
 
 #[derive(Debug)]
@@ -90,6 +125,9 @@ impl<T> DeviceMemory<T> {
             chunks: BTreeMap::new(),
             free: FreeRanges::new(),
             empty: 0,
+            ahead: VecDeque::new(),
+            depth: 1,
+            full: false,
             allocations: BTreeMap::new(),
         }
     }
@@ -104,8 +142,9 @@ impl<T> DeviceMemory<T> {
         self.chunks.iter().map(|(address, chunk)| (*address, chunk.size)).collect()
     }
 
-    /// Backed bytes outside all allocations.
-    pub fn free_bytes(&self) -> u64 {
+    /// Backed bytes outside all allocations, as far as the server has answered.
+    pub fn free_bytes(&mut self) -> u64 {
+        self.take_answered();
         self.free.total()
     }
 
@@ -132,17 +171,78 @@ impl<T> DeviceMemory<T> {
         Ok(address)
     }
 
+    /// Makes a free range of `reserved` bytes, or as many more as it takes.
     fn grow(&mut self, reserved: u64, backing: &dyn Backing) -> Result<(), Status> {
         let exact = reserved.next_multiple_of(self.granule);
         let wanted = exact.max(MIN_CHUNK.next_multiple_of(self.granule));
+        while self.ahead.iter().any(|ahead| ahead.size >= exact) {
+            let Some(ahead) = self.ahead.front() else { break };
+            let fits = ahead.size >= exact;
+            if !ahead.growing.is_answered() {
+                // The program needs memory faster than answers come.
+                self.depth = (self.depth + 1).min(MOST_AHEAD);
+            }
+            if self.take_ahead() && fits {
+                self.ask_ahead(wanted, backing);
+                return Ok(());
+            }
+        }
         match self.grow_by(wanted, backing) {
-            Err(Status::OUT_OF_MEMORY) => {}
-            other => return other,
+            Err(Status::OUT_OF_MEMORY) => self.full = true,
+            other => {
+                if other.is_ok() {
+                    self.ask_ahead(wanted, backing);
+                }
+                return other;
+            }
         }
         if self.trim(0, backing)? == 0 && wanted == exact {
             return Err(Status::OUT_OF_MEMORY);
         }
         self.grow_by(exact, backing)
+    }
+
+    /// Asks for the chunks that may be needed next, after one of `wanted` bytes was. They are never more than the program has.
+    fn ask_ahead(&mut self, wanted: u64, backing: &dyn Backing) {
+        let has: u64 = self.chunks.values().map(|chunk| chunk.size).sum();
+        let size = wanted.max(has / AHEAD_PART).clamp(MIN_CHUNK, MAX_AHEAD).next_multiple_of(self.granule);
+        let mut asked: u64 = self.ahead.iter().map(|ahead| ahead.size).sum();
+        while self.ahead.len() < self.depth && !self.full && (asked == 0 || asked + size <= has) {
+            let Some(address) = self.addresses.take_best(size + self.granule) else { return };
+            match backing.grow_ahead(self.device, address, size) {
+                Some(growing) => {
+                    asked += size;
+                    self.ahead.push_back(Ahead { address, size, growing });
+                }
+                None => {
+                    self.addresses.insert(address, size + self.granule);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Takes the chunks that have come.
+    fn take_answered(&mut self) {
+        while self.ahead.front().is_some_and(|ahead| ahead.growing.is_answered()) {
+            self.take_ahead();
+        }
+    }
+
+    /// Waits for the next chunk that was asked for. Returns whether there is one now.
+    fn take_ahead(&mut self) -> bool {
+        let Some(Ahead { address, size, growing }) = self.ahead.pop_front() else { return false };
+        match growing.answer() {
+            Ok(()) => self.add_chunk(address, size),
+            // Whoever needs memory learns why there is none.
+            Err(status) => {
+                self.full |= status == Status::OUT_OF_MEMORY;
+                self.depth = 1;
+                self.addresses.insert(address, size + self.granule);
+                return false;
+            }
+        }
+        true
     }
 
     fn grow_by(&mut self, size: u64, backing: &dyn Backing) -> Result<(), Status> {
@@ -152,15 +252,24 @@ impl<T> DeviceMemory<T> {
             self.addresses.insert(address, with_gap);
             return Err(status);
         }
+        self.add_chunk(address, size);
+        Ok(())
+    }
+
+    fn add_chunk(&mut self, address: u64, size: u64) {
         self.chunks.insert(address, Piece { size, used: 0 });
         self.free.insert(address, size);
         self.empty += size;
-        Ok(())
     }
 
     /// Gives chunks without allocations back until at most `keep` bytes of them are left. Returns how many
     /// bytes were given back. No pending work may use them.
     pub fn trim(&mut self, keep: u64, backing: &dyn Backing) -> Result<u64, Status> {
+        if keep == 0 {
+            while !self.ahead.is_empty() {
+                self.take_ahead();
+            }
+        }
         let mut gone = 0;
         while self.empty > keep {
             // Largest first, which needs the fewest calls.
@@ -178,6 +287,7 @@ impl<T> DeviceMemory<T> {
             self.free.remove(address, size);
             self.addresses.insert(address, size + self.granule);
             self.empty -= size;
+            self.full = false;
             gone += size;
         }
         Ok(gone)
@@ -226,22 +336,55 @@ impl<T> DeviceMemory<T> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::cell::RefCell;
+    use std::cell::{Cell, RefCell};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
 
     /// A device with `limit` bytes of memory that checks requests.
     struct Fake {
         limit: u64,
         backed: RefCell<BTreeMap<u64, u64>>,
+        far: bool,
+        /// Requests that were waited for.
+        waits: Cell<usize>,
     }
 
     impl Fake {
         fn new(limit: u64) -> Fake {
-            Fake { limit, backed: RefCell::default() }
+            Fake { limit, backed: RefCell::default(), far: false, waits: Cell::new(0) }
+        }
+
+        fn far(limit: u64) -> Fake {
+            Fake { far: true, ..Fake::new(limit) }
+        }
+
+        fn backed(&self) -> u64 {
+            self.backed.borrow().values().sum()
+        }
+    }
+
+    #[derive(Debug)]
+    struct Answered(Result<(), Status>);
+
+    impl Growing for Answered {
+        fn is_answered(&self) -> bool {
+            true
+        }
+        fn answer(self: Box<Self>) -> Result<(), Status> {
+            self.0
         }
     }
 
     impl Backing for Fake {
+        fn grow_ahead(&self, device: u32, address: u64, size: u64) -> Option<Box<dyn Growing>> {
+            let waits = self.waits.get();
+            let growing: Box<dyn Growing> =
+                Box::new(Answered(self.far.then(|| self.grow(device, address, size))?));
+            self.waits.set(waits);
+            Some(growing)
+        }
         fn grow(&self, device: u32, address: u64, size: u64) -> Result<(), Status> {
+            self.waits.set(self.waits.get() + 1);
             let mut backed = self.backed.borrow_mut();
             assert!(address >= window(device) && address + size <= window(device) + WINDOW_SIZE);
             assert!(address.is_multiple_of(2 << 20) && size.is_multiple_of(2 << 20));
@@ -298,6 +441,98 @@ mod tests {
     }
 
     #[test]
+    fn a_far_server_is_waited_for_once() {
+        let fake = Fake::far(4 << 30);
+        let mut memory = DeviceMemory::new(0, 2 << 20);
+        for _ in 0..30 {
+            memory.alloc(20 << 20, (), &fake).unwrap();
+        }
+        assert_eq!(fake.waits.get(), 1);
+        // What does not fit into what was asked for is waited for.
+        memory.alloc(200 << 20, (), &fake).unwrap();
+        assert_eq!(fake.waits.get(), 2);
+        // What is in nobody's hands is known, and bounded.
+        assert_eq!(memory.free_bytes() + 800 * (1 << 20), fake.backed());
+        assert!(memory.free_bytes() < 30 * (12 << 20) + 2 * MAX_AHEAD, "{}", memory.free_bytes());
+    }
+
+    /// A server whose answers take ten times as long as the program takes from one allocation to the next.
+    #[derive(Debug, Default)]
+    struct Clock {
+        now: AtomicU64,
+        waits: AtomicU64,
+    }
+
+    impl Clock {
+        const ANSWER: u64 = 10;
+
+        fn wait_until(&self, time: u64) {
+            if self.now.fetch_max(time, Ordering::Relaxed) < time {
+                self.waits.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    #[derive(Debug)]
+    struct Later(Arc<Clock>, u64);
+
+    impl Growing for Later {
+        fn is_answered(&self) -> bool {
+            self.0.now.load(Ordering::Relaxed) >= self.1
+        }
+        fn answer(self: Box<Self>) -> Result<(), Status> {
+            self.0.wait_until(self.1);
+            Ok(())
+        }
+    }
+
+    struct Far(Arc<Clock>);
+
+    impl Backing for Far {
+        fn grow(&self, _: u32, _: u64, _: u64) -> Result<(), Status> {
+            self.0.wait_until(self.0.now.load(Ordering::Relaxed) + Clock::ANSWER);
+            Ok(())
+        }
+        fn grow_ahead(&self, _: u32, _: u64, _: u64) -> Option<Box<dyn Growing>> {
+            let answered = self.0.now.load(Ordering::Relaxed) + Clock::ANSWER;
+            Some(Box::new(Later(self.0.clone(), answered)))
+        }
+        fn shrink(&self, _: u32, _: u64, _: u64) -> Result<(), Status> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_program_that_allocates_faster_than_answers_come_soon_waits_no_more() {
+        let clock = Arc::new(Clock::default());
+        let far = Far(clock.clone());
+        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let waits: Vec<u64> = (0..200)
+            .map(|_| {
+                memory.alloc(20 << 20, (), &far).unwrap();
+                clock.now.fetch_add(1, Ordering::Relaxed);
+                clock.waits.load(Ordering::Relaxed)
+            })
+            .collect();
+        assert!(waits[199] <= 12 && waits[199] == waits[100], "{waits:?}");
+        // Not more than a few chunks lie idle.
+        assert!(memory.free_bytes() <= (MOST_AHEAD as u64 + 1) * MAX_AHEAD + 40 * (12 << 20));
+    }
+
+    #[test]
+    fn what_was_asked_for_ahead_is_given_back_when_it_is_needed() {
+        let fake = Fake::far(128 << 20);
+        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let first = memory.alloc(32 << 20, (), &fake).unwrap();
+        assert_eq!(fake.backed(), 64 << 20);
+        memory.alloc(96 << 20, (), &fake).unwrap();
+        assert_eq!(fake.backed(), 128 << 20);
+        assert_eq!(memory.alloc(2 << 20, (), &fake), Err(Status::OUT_OF_MEMORY));
+        memory.free(first, &fake).unwrap();
+        assert!(memory.alloc(32 << 20, (), &fake).is_ok());
+    }
+
+    #[test]
     fn huge_sizes_are_out_of_memory() {
         let fake = Fake::new(1 << 30);
         let mut memory = DeviceMemory::new(0, 2 << 20);
@@ -308,8 +543,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn allocations_are_backed_and_do_not_overlap(steps in proptest::collection::vec((1u64..(9 << 20), any::<u16>()), 1..120)) {
-            let fake = Fake::new(160 << 20);
+        fn allocations_are_backed_and_do_not_overlap(far in any::<bool>(), steps in proptest::collection::vec((1u64..(9 << 20), any::<u16>()), 1..120)) {
+            let fake = Fake { far, ..Fake::new(160 << 20) };
             let mut memory = DeviceMemory::new(2, 2 << 20);
             let mut held: Vec<(u64, u64)> = Vec::new();
             for (size, choice) in steps {

@@ -1,9 +1,14 @@
 //! Pinned program memory, which the host can read and write in place.
+//!
+//! A process with several servers has a session with each, and each session has an ID of its own for a region: from the
+//! start in the session that the region was made with, in the others when a copy first names it there.
 
 use std::collections::BTreeMap;
 use std::sync::{PoisonError, RwLock};
 
-use crate::port::{Pinned, Port, PortError};
+use crate::log;
+use crate::port::{Pinned, PortError};
+use crate::session::Session;
 use protocol::data::{HostRange, Place};
 
 /// A range of host memory that the program pinned.
@@ -11,9 +16,9 @@ use protocol::data::{HostRange, Place};
 pub struct Region<T> {
     /// Size in bytes, as the program requested.
     pub size: usize,
-    /// The host's ID for it. `None` if this port cannot register the program's own memory: it is then
+    /// Its ID in each session that was asked to register it. `None` if that port cannot register it: it is then
     /// recorded as pinned, but copied like pageable memory.
-    pub id: Option<u32>,
+    ids: Vec<(&'static Session, Option<u32>)>,
     /// The owner's data.
     pub tag: T,
     /// Set if the host has the bytes elsewhere, so that they cannot be copied in place.
@@ -26,6 +31,31 @@ impl<T> Region<T> {
     /// Whether it was allocated here rather than registered.
     pub fn is_allocated(&self) -> bool {
         self.memory.is_some()
+    }
+
+    /// What a session knows it by; the outer `None`: the session was not asked to register it.
+    #[inline]
+    fn id(&self, session: &Session) -> Option<Option<u32>> {
+        self.ids.iter().find(|(other, _)| std::ptr::eq(*other, session)).map(|(_, id)| *id)
+    }
+
+    /// Has another session register it.
+    fn register_with(&mut self, session: &'static Session, base: usize) {
+        if self.id(session).is_some() {
+            return;
+        }
+        let id = match &self.memory {
+            Some(pinned) => Some(session.port().pin_shared(pinned)),
+            None => session.port().pin(base, self.size),
+        };
+        let id = id.transpose().unwrap_or_else(|error| {
+            log::warn(format_args!(
+                "pinned memory at {base:#x} is copied like pageable memory with one of the servers: {}",
+                error.line()
+            ));
+            None
+        });
+        self.ids.push((session, id));
     }
 }
 
@@ -56,8 +86,15 @@ impl<T: Clone> Regions<T> {
     }
 
     /// Allocates pinned memory and returns its address: `at`, or one of the port's choice.
-    /// See [`Port::pin_new`].
-    pub fn alloc(&self, port: &dyn Port, size: usize, at: Option<usize>, tag: T) -> Result<usize, PortError> {
+    /// See [`Port::pin_new`](crate::port::Port::pin_new).
+    pub fn alloc(
+        &self,
+        session: &'static Session,
+        size: usize,
+        at: Option<usize>,
+        tag: T,
+    ) -> Result<usize, PortError> {
+        let port = session.port();
         let rounded = size.checked_next_multiple_of(page()).filter(|size| *size <= isize::MAX as usize);
         let rounded = rounded.ok_or_else(|| PortError::Io {
             path: port.path().to_owned(),
@@ -66,7 +103,8 @@ impl<T: Clone> Regions<T> {
         })?;
         let pinned = port.pin_new(rounded, at)?;
         let address = pinned.mapping.base() as usize;
-        let region = Region { size, id: Some(pinned.region), tag, elsewhere: false, memory: Some(pinned) };
+        let ids = vec![(session, Some(pinned.region))];
+        let region = Region { size, ids, tag, elsewhere: false, memory: Some(pinned) };
         self.map.write().unwrap_or_else(PoisonError::into_inner).insert(address, region);
         Ok(address)
     }
@@ -74,7 +112,7 @@ impl<T: Clone> Regions<T> {
     /// Registers the program's own memory.
     pub fn register(
         &self,
-        port: &dyn Port,
+        session: &'static Session,
         address: usize,
         size: usize,
         tag: T,
@@ -84,15 +122,15 @@ impl<T: Clone> Regions<T> {
         if map.range(..end).next_back().is_some_and(|(base, region)| base + region.size > address) {
             return Err(RegisterError::Already);
         }
-        let id = port.pin(address, size).transpose().map_err(RegisterError::Port)?;
-        map.insert(address, Region { size, id, tag, elsewhere: false, memory: None });
+        let id = session.port().pin(address, size).transpose().map_err(RegisterError::Port)?;
+        map.insert(address, Region { size, ids: vec![(session, id)], tag, elsewhere: false, memory: None });
         Ok(())
     }
 
     /// Removes the memory that begins at `address`, if it was allocated (or registered) as `allocated` says.
     /// When this returns, the host no longer uses it, and allocated memory is unmapped. `None` if there is
     /// none. No pending work may use it.
-    pub fn remove(&self, port: &dyn Port, address: usize, allocated: bool) -> Option<T> {
+    pub fn remove(&self, address: usize, allocated: bool) -> Option<T> {
         let region = {
             let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
             if map.get(&address).is_none_or(|region| region.is_allocated() != allocated) {
@@ -100,8 +138,10 @@ impl<T: Clone> Regions<T> {
             }
             map.remove(&address)?
         };
-        if let Some(id) = region.id {
-            port.unpin(id);
+        for (session, id) in region.ids {
+            if let Some(id) = id {
+                session.port().unpin(id);
+            }
         }
         Some(region.tag)
     }
@@ -142,19 +182,33 @@ impl<T: Clone> Regions<T> {
         }
     }
 
-    /// How a command names `len` bytes at `address`, if they are all in place within one range that the host
-    /// knows.
+    /// How a command of a session names `len` bytes at `address`, if they are all in place within one range that
+    /// the host knows.
     #[inline]
-    pub fn range(&self, address: usize, len: usize) -> Option<HostRange> {
+    pub fn range(&self, session: &'static Session, address: usize, len: usize) -> Option<HostRange> {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
         let (base, region) = map.range(..=address).next_back().filter(|(_, region)| !region.elsewhere)?;
-        let offset = address - base;
-        let id = region.id?;
-        (offset.checked_add(len)? <= region.size).then_some(HostRange {
-            place: Place::Region(id),
-            offset: offset as u64,
-            len: len as u64,
-        })
+        let (base, offset) = (*base, address - base);
+        if offset.checked_add(len)? > region.size {
+            return None;
+        }
+        let id = match region.id(session) {
+            Some(id) => id?,
+            None => {
+                drop(map);
+                self.register_with(session, base)?
+            }
+        };
+        Some(HostRange { place: Place::Region(id), offset: offset as u64, len: len as u64 })
+    }
+
+    /// The ID of the region at `base` in a session that has not known it.
+    #[cold]
+    fn register_with(&self, session: &'static Session, base: usize) -> Option<u32> {
+        let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
+        let region = map.get_mut(&base)?;
+        region.register_with(session, base);
+        region.id(session).flatten()
     }
 }
 

@@ -1,20 +1,21 @@
 //! The channel as this process uses it: appends records and receives replies and progress.
 //!
-//! A process has one session, opened on first use. [`Session::append`] takes tens of nanoseconds: it encodes
+//! A process has one session for each of its servers, all opened on first use. [`Session::append`] takes tens of nanoseconds: it encodes
 //! into a thread-local buffer, locks the ring, writes, and checks whether the host side sleeps.
 //! [`Session::submit`] also takes a reply slot; [`Pending::wait`] polls it for a limited time and then
 //! sleeps.
 //!
 //! **Loss.** A waiting thread checks the channel's state whenever it wakes, and at least every
 //! [`LIVENESS_CHECK`]. Once the session is lost, every call immediately fails with
-//! `CUDA_ERROR_DEVICE_UNAVAILABLE`, after one line on stderr has given the reason.
+//! `CUDA_ERROR_DEVICE_UNAVAILABLE`, or with the error of a context that nothing but its end could clear, after
+//! one line on stderr has given the reason.
 //!
 //! **Fork.** A child has no session: its calls fail with `CUDA_ERROR_NOT_INITIALIZED` and do not touch the
 //! parent's.
 
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -23,23 +24,30 @@ use crate::counters::{self, COUNTERS, add};
 use crate::polling::Poll;
 use crate::port::{self, Port, PortError};
 use crate::reply_slots::ReplySlots;
+use crate::seq::Seq;
+use crate::servers::{self, Choice};
 use crate::{lock, log, queue};
 use protocol::Status;
 use protocol::channel::{
-    Full, Geometry, Header, MAX_RECORD, NO_SLOT, Producer, Progress, RECORD_HEADER, ReplySlot, RingMemory,
-    SleepFlag, SlotState, State,
+    Full, Geometry, Header, MAX_CONTEXTS, MAX_RECORD, MAX_SERVERS, NO_SLOT, Producer, Progress,
+    RECORD_HEADER, ReplySlot, RingMemory, SleepFlag, SlotState, State,
 };
+use protocol::handle::ContextId;
 use protocol::link::wish;
 use protocol::ops::context::DeviceOutput;
 use protocol::ops::{Op, SyncOp, decode_reply, encode};
 use protocol::trace::{RECORDER, Stage};
 use protocol::version::OURS;
 
+/// Answers that take longer come from a server that is [far](Session::is_far) away.
+const FAR: Duration = Duration::from_micros(500);
 /// How often a sleeping thread checks that the host side is alive.
 pub(crate) const LIVENESS_CHECK: Duration = Duration::from_millis(250);
 
-/// A process's session.
+/// A session with one of the process's servers.
 pub struct Session {
+    /// Its place among the process's sessions.
+    index: usize,
     port: Box<dyn Port>,
     geometry: Geometry,
     /// Minor number of the version that the session speaks.
@@ -50,9 +58,13 @@ pub struct Session {
     slots: ReplySlots,
     poll: Poll,
     arena: Arena,
+    /// The shortest time in microseconds in which a command was answered; `u32::MAX` before the first.
+    fastest: AtomicU32,
     /// Set when the host side has disappeared without reporting it.
     dead: AtomicBool,
     loss_reported: AtomicBool,
+    /// The program's user was told that the link to the server is interrupted.
+    interruption_reported: AtomicBool,
     server: OnceLock<String>,
     /// How many bytes of kernel output (`printf`) were passed on, out of those that the progress area
     /// reports.
@@ -62,8 +74,8 @@ pub struct Session {
 }
 
 static FORKED: AtomicBool = AtomicBool::new(false);
-static DESCRIPTORS: [AtomicI32; 4] = [const { AtomicI32::new(-1) }; 4];
-static GLOBAL: OnceLock<&'static Session> = OnceLock::new();
+static DESCRIPTORS: [AtomicI32; 4 * MAX_SERVERS] = [const { AtomicI32::new(-1) }; 4 * MAX_SERVERS];
+static SESSIONS: OnceLock<Vec<&'static Session>> = OnceLock::new();
 
 thread_local! {
     static REQUEST: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
@@ -84,12 +96,6 @@ pub fn forked() -> bool {
     FORKED.load(Ordering::Relaxed)
 }
 
-/// The process's session if it is open.
-#[inline]
-pub fn current() -> Option<&'static Session> {
-    GLOBAL.get().copied()
-}
-
 /// The purpose of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
@@ -99,32 +105,35 @@ pub enum Purpose {
     Nvml,
 }
 
-/// The process's session, opened if necessary. Waits while the server serves others first.
+/// The process's sessions, one for each of its servers and in their order, opened if necessary. Waits while a server
+/// serves others first.
 ///
 /// A failure is reported on stderr and is final for this process: a program whose first call failed does not
 /// expect the next one to succeed, and would continue without what the first should have set up.
-pub fn open() -> Result<&'static Session, Status> {
+pub fn open() -> Result<&'static [&'static Session], Status> {
     if forked() {
         return Err(Status::NOT_INITIALIZED);
     }
-    if let Some(session) = GLOBAL.get() {
-        return Ok(session);
+    if let Some(sessions) = SESSIONS.get() {
+        return Ok(sessions);
     }
     /// The process that was refused, and its error. A child process may try again.
     static REFUSED: Mutex<Option<(u32, Status)>> = Mutex::new(None);
     let mut refused = lock(&REFUSED);
-    if let Some(session) = GLOBAL.get() {
-        return Ok(session);
+    if let Some(sessions) = SESSIONS.get() {
+        return Ok(sessions);
     }
     if let Some((process, status)) = *refused
         && process == std::process::id()
     {
         return Err(status);
     }
-    let geometry = Geometry::with_arena(arena_size());
-    match port::open(geometry.size).and_then(|port| Session::over(port, geometry, Purpose::Compute)) {
-        Ok(session) => {
-            for (slot, fd) in DESCRIPTORS.iter().zip(session.port.descriptors()) {
+    match open_all(Geometry::with_arena(arena_size()), Purpose::Compute) {
+        Ok(sessions) => {
+            let sessions: Vec<&'static Session> =
+                sessions.into_iter().map(|session| &*Box::leak(session)).collect();
+            let descriptors = sessions.iter().flat_map(|session| session.port.descriptors());
+            for (slot, fd) in DESCRIPTORS.iter().zip(descriptors) {
                 slot.store(fd, Ordering::Relaxed);
             }
             // SAFETY: `in_child` only does what is allowed between fork and exec: it stores to atomics and
@@ -132,7 +141,7 @@ pub fn open() -> Result<&'static Session, Status> {
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
             counters::print_at_exit("pid");
             counters::trace_to_exit();
-            Ok(GLOBAL.get_or_init(|| session))
+            Ok(SESSIONS.get_or_init(|| sessions))
         }
         Err(error) => {
             let (status, name) = match error {
@@ -151,6 +160,47 @@ pub fn open() -> Result<&'static Session, Status> {
     }
 }
 
+/// Opens a session with each of the process's servers, in their order. The first one says how many there are, unless
+/// `RGPU_SERVERS` names them; the others are opened at the same time. If one cannot be opened, the others are closed.
+pub fn open_all(geometry: Geometry, purpose: Purpose) -> Result<Vec<Box<Session>>, PortError> {
+    let named = servers::named()?;
+    let one = |index| open_one(&named, index, geometry, purpose);
+    let first = one(0)?;
+    let count = if named.is_empty() {
+        first.header.servers().clamp(1, MAX_SERVERS as u32) as usize
+    } else {
+        named.len()
+    };
+    if count == 1 {
+        return Ok(vec![first]);
+    }
+    port::several();
+    let others = std::thread::scope(|scope| {
+        let one = &one;
+        let opening: Vec<_> = (1..count).map(|index| scope.spawn(move || one(index))).collect();
+        let opened = opening
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        opened.collect::<Result<Vec<_>, _>>()
+    })?;
+    Ok(std::iter::once(first).chain(others).collect())
+}
+
+/// Opens another session with the server of one that is lost.
+pub fn open_again(lost: &Session, purpose: Purpose) -> Result<Box<Session>, PortError> {
+    open_one(&servers::named()?, lost.index, lost.geometry, purpose)
+}
+
+fn open_one(
+    named: &[String],
+    index: usize,
+    geometry: Geometry,
+    purpose: Purpose,
+) -> Result<Box<Session>, PortError> {
+    let choice = Choice { index, name: named.get(index).map(String::as_str) };
+    port::open(geometry.size).and_then(|port| Session::to(port, geometry, purpose, &choice))
+}
+
 extern "C" fn in_child() {
     FORKED.store(true, Ordering::Relaxed);
     for slot in &DESCRIPTORS {
@@ -162,25 +212,60 @@ extern "C" fn in_child() {
     }
 }
 
+/// For how many seconds the session may be interrupted before it is lost: `RGPU_LOST_AFTER`; 0 where it is not set, and the server decides.
+fn lost_after() -> u32 {
+    let asked = std::env::var("RGPU_LOST_AFTER").ok().and_then(|value| value.trim().parse::<u32>().ok());
+    asked.map_or(0, |seconds| seconds.clamp(1, 86_400))
+}
+
 /// Size of the arena in bytes: 32 MiB, or `RGPU_ARENA_MIB`.
 fn arena_size() -> usize {
     let asked = std::env::var("RGPU_ARENA_MIB").ok().and_then(|value| value.trim().parse::<usize>().ok());
     asked.unwrap_or(32).clamp(4, 1024) << 20
 }
 
+/// Size in bytes up to which the staging memory grows over a long distance: 256 MiB, or `RGPU_ARENA_MOST_MIB`.
+fn most_staging() -> usize {
+    let asked =
+        std::env::var("RGPU_ARENA_MOST_MIB").ok().and_then(|value| value.trim().parse::<usize>().ok());
+    asked.unwrap_or(256).min(16 << 10) << 20
+}
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "session {}", self.index)
+    }
+}
+
+/// The process's sessions that [`open`] has opened.
+pub(crate) fn opened() -> impl Iterator<Item = &'static Session> {
+    SESSIONS.get().into_iter().flatten().copied()
+}
+
 impl Session {
-    /// Creates a session over a port whose channel has the size of `geometry`: writes the header, connects,
-    /// and waits until the server is ready. It lives as long as the process.
+    /// [`Session::to`] the first server, for as long as the process lives.
     pub fn over(
         port: Box<dyn Port>,
         geometry: Geometry,
         purpose: Purpose,
     ) -> Result<&'static Session, PortError> {
+        let first = Choice { index: 0, name: None };
+        Session::to(port, geometry, purpose, &first).map(|session| &*Box::leak(session))
+    }
+
+    /// Creates a session over a port whose channel has the size of `geometry`: writes the header, connects,
+    /// and waits until the server is ready. The session is closed when it is dropped.
+    pub fn to(
+        port: Box<dyn Port>,
+        geometry: Geometry,
+        purpose: Purpose,
+        server: &Choice<'_>,
+    ) -> Result<Box<Session>, PortError> {
         let base = port.channel().base();
         assert_eq!(port.channel().len(), geometry.size, "the port's channel has the wrong size");
         // SAFETY: the mapping is page-aligned and as long as the geometry says, its parts do not overlap, and
-        // everything in these parts is an atomic. It is never unmapped, because the port lives in the
-        // session, which is never freed.
+        // everything in these parts is an atomic. The port, which unmaps it, lives in the session, and the session
+        // gives these references to nobody for longer than it is borrowed.
         let (header, progress, ring, slots) = unsafe {
             (
                 &*base.cast::<Header>(),
@@ -200,6 +285,8 @@ impl Session {
             Purpose::Compute => wish::MAY_WAIT,
             Purpose::Nvml => wish::MAY_WAIT | wish::NVML_ONLY,
         });
+        header.set_lost_after(lost_after());
+        server.write_to(header);
         port.connect()?;
         queue::wait(header, &*port)?;
         let (version, fingerprint) = header.session_version();
@@ -209,23 +296,33 @@ impl Session {
             reason: mismatch.describe("the host speaks", "these libraries speak"),
         })?;
         // SAFETY: the geometry places the arena inside the mapping.
-        let arena = Arena::new(unsafe { base.add(geometry.arena_offset) }, geometry.arena_size);
-        Ok(Box::leak(Box::new(Session {
+        let arena =
+            Arena::new(unsafe { base.add(geometry.arena_offset) }, geometry.arena_size, most_staging());
+        Ok(Box::new(Session {
+            index: server.index,
             header,
             progress,
             producer: Mutex::new(Producer::new(header, RingMemory::new(ring))),
             slots: ReplySlots::new(slots),
             poll: Poll::from_environment(),
             arena,
+            fastest: AtomicU32::new(u32::MAX),
             dead: AtomicBool::new(false),
             loss_reported: AtomicBool::new(false),
+            interruption_reported: AtomicBool::new(false),
             server: OnceLock::new(),
             output_printed: AtomicU64::new(0),
             output_lock: Mutex::new(()),
             geometry,
             minor: version.minor,
             port,
-        })))
+        }))
+    }
+
+    /// Its place among the process's sessions.
+    #[inline]
+    pub fn index(&self) -> usize {
+        self.index
     }
 
     /// The port, for pinned memory.
@@ -253,7 +350,8 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// `NOT_INITIALIZED` in a forked child; `DEVICE_UNAVAILABLE` when the session is lost.
+    /// `NOT_INITIALIZED` in a forked child; when the session is lost, the sticky error of a context, or else
+    /// `DEVICE_UNAVAILABLE`.
     #[inline]
     pub fn check(&self) -> Result<(), Status> {
         if forked() {
@@ -269,17 +367,20 @@ impl Session {
     /// Reports the loss of the session once on stderr.
     #[cold]
     fn loss(&self) -> Status {
+        let errors = (0..MAX_CONTEXTS).filter_map(|id| self.progress.error(ContextId(id))?.get());
+        let sticky = errors.filter(|(_, sticky, _)| *sticky).map(|(status, ..)| status).next();
         if !self.loss_reported.swap(true, Ordering::Relaxed) {
             let reason = match self.header.state() {
                 State::Lost => self.header.reason(),
                 _ => self.port.why_dead(),
             };
             let server = self.server.get().map_or("the GPU server", |server| server.as_str());
+            let name = sticky.map_or("\"devices unavailable\"".to_owned(), |status| status.to_string());
             log::error(format_args!(
-                "the session with {server} is lost: {reason}. All further CUDA calls will fail with \"devices unavailable\""
+                "the session with {server} is lost: {reason}. All further CUDA calls will fail with {name}"
             ));
         }
-        Status::DEVICE_UNAVAILABLE
+        sticky.unwrap_or(Status::DEVICE_UNAVAILABLE)
     }
 
     fn check_liveness(&self) {
@@ -299,17 +400,59 @@ impl Session {
         if begin.elapsed() >= LIVENESS_CHECK / 2 {
             self.check_liveness();
         }
+        self.report_interruption();
+    }
+
+    /// Reports on stderr that the link to the server is interrupted, and that it stands again; each once.
+    fn report_interruption(&self) {
+        let interrupted = self.header.is_interrupted();
+        if interrupted == self.interruption_reported.load(Ordering::Relaxed)
+            || self.header.state() != State::Ready
+            || self.interruption_reported.swap(interrupted, Ordering::Relaxed) == interrupted
+        {
+            return;
+        }
+        let server = self.server.get().map_or("the GPU server", |server| server.as_str());
+        if interrupted {
+            log::warn(format_args!(
+                "the connection to {server} is interrupted: this program waits until it is back (RGPU_LOST_AFTER limits how long)"
+            ));
+        } else {
+            log::warn(format_args!("the connection to {server} is back: this program continues"));
+        }
+    }
+
+    /// How long an answer takes at least: the shortest time in which a command was answered so far. Zero if none was.
+    pub fn round_trip(&self) -> Duration {
+        match self.fastest.load(Ordering::Relaxed) {
+            u32::MAX => Duration::ZERO,
+            microseconds => Duration::from_micros(microseconds.into()),
+        }
+    }
+
+    /// Whether the server is so far away that the time for an answer limits how fast data goes, and not the copies.
+    pub fn is_far(&self) -> bool {
+        self.round_trip() >= FAR
     }
 
     /// Appends an operation without a reply and returns its `seq`.
     #[inline]
-    pub fn append<'a, T: Op<'a>>(&self, op: &T) -> Result<u64, Status> {
-        self.record(op, NO_SLOT)
+    pub fn append<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq, Status> {
+        self.record(op, NO_SLOT).map(|number| self.seq(number))
     }
 
-    /// The `seq` of the record that any thread appended last; 0 before the first.
-    pub fn last_seq(&self) -> u64 {
-        lock(&self.producer).last_seq()
+    fn seq(&self, number: u64) -> Seq {
+        Seq::new(self.index, number)
+    }
+
+    /// The `seq` of the record that any thread appended last; number 0 before the first.
+    pub fn last_seq(&self) -> Seq {
+        self.seq(lock(&self.producer).last_seq())
+    }
+
+    /// Whether the source data of a record of this session, and of all before it, has been read.
+    pub fn has_released(&self, seq: Seq) -> bool {
+        seq.is_reached_at(self.progress.released())
     }
 
     #[inline]
@@ -346,9 +489,10 @@ impl Session {
                 Err(Full) => self.push_when_there_is_room(&mut producer, opcode, slot, body)?,
             }
         };
-        RECORDER.note_at(Stage::Appended, seq, opcode, began);
+        let noted = self.seq(seq).in_timeline();
+        RECORDER.note_at(Stage::Appended, noted, opcode, began);
         if self.header.host_sleep.take() {
-            RECORDER.note(Stage::Rung, seq, opcode);
+            RECORDER.note(Stage::Rung, noted, opcode);
             add(&COUNTERS.doorbells, 1);
             self.port.kick();
         }
@@ -391,11 +535,13 @@ impl Session {
         }
         let slot = self.slots.acquire(self).inspect_err(|_| _ = count_expected(-1))?;
         self.slots.all[slot].prepare();
+        let begun = Instant::now();
         match self.record(op, slot as u16) {
             Ok(seq) => Ok(Pending {
                 session: self,
                 slot,
                 seq,
+                begun,
                 name: T::INFO.name,
                 waited: false,
                 reply: PhantomData,
@@ -441,8 +587,13 @@ impl Session {
     }
 
     /// Waits until `done` returns true. It is called whenever the progress area may have changed.
-    pub fn wait_progress(&self, done: impl FnMut() -> bool) -> Result<(), Status> {
-        let result = self.await_progress(done);
+    pub fn wait_progress(&self, mut done: impl FnMut() -> bool) -> Result<(), Status> {
+        let mut result = Ok(());
+        if !done() {
+            let begun = Instant::now();
+            result = self.await_progress(done);
+            add(&COUNTERS.waited_us, begun.elapsed().as_micros() as u64);
+        }
         self.show_output();
         result
     }
@@ -513,7 +664,7 @@ impl Session {
             payload.clear();
             // If this fails, the host is lost and keeps the slot.
             let status = self.await_slot(slot, payload)?;
-            RECORDER.note(Stage::Woken, seq, 0);
+            RECORDER.note(Stage::Woken, self.seq(seq).in_timeline(), 0);
             self.slots.release(slot);
             if status == Status::DEVICE_UNAVAILABLE {
                 self.check()?;
@@ -596,6 +747,7 @@ pub struct Pending<'s, R> {
     session: &'s Session,
     slot: usize,
     seq: u64,
+    begun: Instant,
     name: &'static str,
     waited: bool,
     reply: PhantomData<R>,
@@ -603,8 +755,8 @@ pub struct Pending<'s, R> {
 
 impl<R: for<'r> protocol::wire::Wire<'r>> Pending<'_, R> {
     /// The command's `seq`.
-    pub fn seq(&self) -> u64 {
-        self.seq
+    pub fn seq(&self) -> Seq {
+        self.session.seq(self.seq)
     }
 
     /// Waits for the reply.
@@ -618,10 +770,16 @@ impl<R: for<'r> protocol::wire::Wire<'r>> Pending<'_, R> {
     /// [`Pending::wait`] for the operation that fetches kernel output.
     fn wait_alone(mut self) -> Result<R, Status> {
         let session = self.session;
-        let (slot, seq, name) = (self.slot, self.seq, self.name);
+        let (slot, seq, name, begun) = (self.slot, self.seq, self.name, self.begun);
         self.waited = true;
         drop(self);
-        session.take_reply(slot, seq, name)
+        let reply = session.take_reply(slot, seq, name);
+        let took = u32::try_from(begun.elapsed().as_micros()).unwrap_or(u32::MAX);
+        add(&COUNTERS.waited_us, took.into());
+        if took < session.fastest.load(Ordering::Relaxed) {
+            session.fastest.store(took, Ordering::Relaxed);
+        }
+        reply
     }
 }
 
@@ -645,18 +803,32 @@ pub struct Ahead<'s, R> {
     reply: PhantomData<R>,
 }
 
+impl<R> Ahead<'_, R> {
+    /// The command's `seq`.
+    pub fn seq(&self) -> Seq {
+        self.session.seq(self.seq)
+    }
+
+    /// Whether the reply has arrived.
+    pub fn is_done(&self) -> bool {
+        self.session.slots.all[self.slot].is_done()
+    }
+}
+
 impl<R: for<'r> protocol::wire::Wire<'r>> Ahead<'_, R> {
     /// The reply. If it has not arrived, this waits for it and counts a round trip.
     pub fn take(mut self) -> Result<R, Status> {
         let session = self.session;
         self.taken = true;
-        if !session.slots.all[self.slot].is_done() {
+        if !self.is_done() {
             add(&COUNTERS.round_trips, 1);
             if count_expected(0) == 0 {
                 add(&COUNTERS.exchanges, 1);
             }
         }
+        let begun = Instant::now();
         let reply = session.take_reply(self.slot, self.seq, self.name);
+        add(&COUNTERS.waited_us, begun.elapsed().as_micros() as u64);
         session.show_output();
         reply
     }

@@ -12,11 +12,12 @@ use protocol::wire::{Reader, Wire, WireError, Writer};
 use rgpu_client::Status;
 use rgpu_client::channel::Geometry;
 use rgpu_client::counters::COUNTERS;
-use rgpu_client::handle::StreamId;
+use rgpu_client::handle::{ContextId, StreamId};
 use rgpu_client::ops::memory::{MemFree, MemGetInfo};
 use rgpu_client::ops::stream::{StreamMark, StreamSynchronize};
 use rgpu_client::ops::{Op, OpInfo};
 use rgpu_client::port;
+use rgpu_client::seq::Seq;
 use rgpu_client::session::{Purpose, Session};
 use test_kit::native_host::{NativeHost, Next};
 
@@ -156,6 +157,21 @@ fn losing_a_session_wakes_waiting_threads_and_fails_later_calls() {
 }
 
 #[test]
+fn a_lost_session_keeps_an_error_that_only_the_end_of_a_context_clears() {
+    let daemon = NativeHost::start(ok(), |host, _, _| {
+        let error = |context| host.view().progress().error(ContextId(context)).unwrap();
+        error(0).set(Status::INVALID_VALUE, false, 1);
+        error(1).set(Status::LAUNCH_TIMEOUT, true, 0);
+        host.lose("a kernel ran for more than 5 s");
+        Next::GoOn
+    });
+    let session = session(&daemon, 1 << 20);
+    let waits = session.call(&StreamSynchronize { stream: StreamId(0) });
+    assert_eq!(waits.unwrap_err(), Status::LAUNCH_TIMEOUT);
+    assert_eq!(session.append(&StreamMark { stream: StreamId(0) }), Err(Status::LAUNCH_TIMEOUT));
+}
+
+#[test]
 fn a_killed_host_is_detected_by_sleeping_threads() {
     let daemon = NativeHost::start(ok(), |_, _, _| Next::Die);
     let session = session(&daemon, 1 << 20);
@@ -226,7 +242,7 @@ fn an_early_reply_can_be_taken_before_or_after_it_arrives() {
         assert_eq!(to_come.take().unwrap().free, first + 1);
         let waited_for = session.submit_ahead(&MemGetInfo { device: 0 }).unwrap().unwrap();
         let mark = session.append(&StreamMark { stream: StreamId(0) }).unwrap();
-        assert_eq!(waited_for.take().unwrap().free, mark - 1);
+        assert_eq!(Seq::for_tests(0, waited_for.take().unwrap().free + 1), mark);
     }
 }
 
@@ -337,22 +353,19 @@ fn pinned_memory_is_registered_found_and_removed() {
     let daemon = NativeHost::start(ok(), |_, _, _| Next::GoOn);
     let session = session(&daemon, 1 << 20);
     let regions = rgpu_client::regions::Regions::new();
-    let address = regions.alloc(session.port(), 10_000, None, "tag").unwrap();
-    let range = regions.range(address + 100, 9_900).unwrap();
+    let address = regions.alloc(session, 10_000, None, "tag").unwrap();
+    let range = regions.range(session, address + 100, 9_900).unwrap();
     assert_eq!((range.offset, range.len), (100, 9_900));
-    assert!(regions.range(address + 100, 9_901).is_none(), "past the end of what was asked for");
+    assert!(regions.range(session, address + 100, 9_901).is_none(), "past the end of what was asked for");
     assert_eq!(regions.find(address + 9_999), Some((address, 10_000, "tag")));
     // The program's own memory is recorded here, but the host does not know it.
     let own = vec![0u8; 5000];
-    regions.register(session.port(), own.as_ptr() as usize, own.len(), "own").unwrap();
-    assert!(regions.register(session.port(), own.as_ptr() as usize + 10, 1, "again").is_err());
-    assert!(regions.range(own.as_ptr() as usize, 10).is_none());
-    assert!(
-        regions.remove(session.port(), own.as_ptr() as usize, true).is_none(),
-        "it was not allocated here"
-    );
-    assert_eq!(regions.remove(session.port(), own.as_ptr() as usize, false), Some("own"));
-    assert_eq!(regions.remove(session.port(), address, true), Some("tag"));
+    regions.register(session, own.as_ptr() as usize, own.len(), "own").unwrap();
+    assert!(regions.register(session, own.as_ptr() as usize + 10, 1, "again").is_err());
+    assert!(regions.range(session, own.as_ptr() as usize, 10).is_none());
+    assert!(regions.remove(own.as_ptr() as usize, true).is_none(), "it was not allocated here");
+    assert_eq!(regions.remove(own.as_ptr() as usize, false), Some("own"));
+    assert_eq!(regions.remove(address, true), Some("tag"));
     assert!(regions.find(address).is_none());
 }
 

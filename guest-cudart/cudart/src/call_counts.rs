@@ -1,5 +1,6 @@
-//! With `RGPU_STATS=1`, rgpu's libcuda counts the operations that each of this library's functions causes, if
-//! told when a function begins and ends. No other libcuda has this table, so with those nothing is counted.
+//! With `RGPU_STATS=1`, rgpu's libcuda counts the operations that each of this library's functions causes, and with
+//! `RGPU_TRACE` it shows their calls in a timeline, if told when a function begins and ends. No other libcuda has
+//! this table, so with those nothing is counted.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -43,7 +44,8 @@ impl Drop for Inside {
 
 /// Gets the driver's table if counts are wanted.
 pub(crate) fn connect(driver: &Driver) {
-    if std::env::var_os("RGPU_STATS").is_none_or(|value| value != "1") {
+    let counts = std::env::var_os("RGPU_STATS").is_some_and(|value| value == "1");
+    if !counts && std::env::var_os("RGPU_TRACE").is_none_or(|folder| folder.is_empty()) {
         return;
     }
     let mut table = std::ptr::null();

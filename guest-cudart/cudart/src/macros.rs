@@ -10,8 +10,8 @@
 //! ctx cudaName/cudaName_ptsz => cuName(arguments);
 //! ```
 //!
-//! Pointers that the expression reads or writes have the types of `arguments`, so it is safe code. `unsafe fn` in
-//! place of `fn` is for expressions that pass pointers of the program on to the driver.
+//! Pointers that the expression reads or writes have the types of `arguments`, so it is safe code. `unsafe
+//! fn` in place of `fn` is for expressions that pass pointers of the program on to the driver.
 //!
 //! Every entry keeps an error as the thread's last error, and never unwinds into the program.
 
@@ -48,9 +48,9 @@ macro_rules! api {
     };
     (@export_unsafe $need:ident $name:ident ($($arg:ident : $ty:ty),*) $d:ident $body:block) => {
         api! { @export $need $name ($($arg: $ty),*) $d {
-            // SAFETY: the caller upholds what CUDA's manual requires of this function's arguments: a pointer is
-            // NULL where that is allowed, or valid for the documented type and length. The driver's function
-            // requires the same of them.
+            // SAFETY: the caller upholds what CUDA's manual requires of this function's arguments: a pointer
+            // is NULL where that is allowed, or valid for the documented type and length. The driver's
+            // function requires the same of them.
             unsafe { $body }
         } }
     };

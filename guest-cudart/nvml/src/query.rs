@@ -1,8 +1,13 @@
 //! Sends queries of each form, and writes the reply where the program wants it.
 
 use std::ffi::c_char;
+use std::ops::Range;
 
-use client::ops::nvml::{FIELD_SIZE, MAX_FIELDS, NvmlQuery, Output, Query, status, struct_size};
+use client::ops::nvml::{
+    FIELD_SIZE, MAX_FIELDS, NVLINK_REMOTE_PCI_INFO, NvmlQuery, Output, PCI_INFO, PCI_INFO_EXT, Query, status,
+    struct_size,
+};
+use client::servers;
 
 use crate::error::{Result, of_session};
 use crate::state::{self, Handle};
@@ -10,14 +15,47 @@ use crate::state::{self, Handle};
 /// Sends a query. The reply is what the function wrote on the server.
 pub(crate) fn ask(device: Handle, query: &Query, arguments: &[u32], input: &[u8]) -> Result<Vec<u8>> {
     let connected = state::connected()?;
-    let device = state::ordinal(connected, device)?;
+    let (server, device) = connected.place(state::ordinal(connected, device)?)?;
     let mut all = [0; 3];
     for (place, argument) in all.iter_mut().zip(arguments) {
         *place = *argument;
     }
     let question = NvmlQuery { device, query: query.number, arguments: all, input };
-    let reply = connected.session.call(&question).map_err(of_session)?;
-    if reply.status == status::SUCCESS { Ok(reply.output.0) } else { Err(reply.status) }
+    let reply = server.session.call(&question).map_err(of_session)?;
+    if reply.status != status::SUCCESS {
+        return Err(reply.status);
+    }
+    let mut output = reply.output.0;
+    if server.session.index() > 0 {
+        if [PCI_INFO.number, NVLINK_REMOTE_PCI_INFO.number].contains(&query.number) {
+            // A short address, the numbers, two IDs, and a long address.
+            distinguish(&mut output, server.session.index(), Some(0..16), 16, 36..68);
+        } else if query.number == PCI_INFO_EXT.number {
+            // The version, the numbers, four IDs, and a long address.
+            distinguish(&mut output, server.session.index(), None, 4, 32..64);
+        }
+    }
+    Ok(output)
+}
+
+/// Changes the PCI domain in a structure to the one that the program sees for this server, as the CUDA library does.
+fn distinguish(
+    info: &mut [u8],
+    server: usize,
+    short: Option<Range<usize>>,
+    number: usize,
+    long: Range<usize>,
+) -> Option<()> {
+    let at = number..number + 4;
+    let domain = u32::from_le_bytes(info.get(at.clone())?.try_into().ok()?);
+    let domain = servers::distinct_domain(server, domain);
+    info.get_mut(at)?.copy_from_slice(&domain.to_le_bytes());
+    for (place, digits) in short.map(|place| (place, 4)).into_iter().chain([(long, 8)]) {
+        // The digits of the domain come first, and keep their number.
+        let text = format!("{domain:0digits$X}");
+        info.get_mut(place)?.get_mut(..digits)?.copy_from_slice(text.as_bytes());
+    }
+    Some(())
 }
 
 /// `Err` for a NULL pointer.
@@ -202,6 +240,19 @@ mod tests {
             assert_eq!(put_text(b"abc", room.as_mut_ptr(), 4), Ok(()));
         }
         assert_eq!(room.map(|c| c as u8), *b"abc\0");
+    }
+
+    #[test]
+    fn the_second_servers_devices_have_another_pci_domain() {
+        let mut info = [0; 68];
+        info[..12].copy_from_slice(b"0000:41:00.0");
+        info[20..24].copy_from_slice(&0x41u32.to_le_bytes());
+        info[36..52].copy_from_slice(b"00000000:41:00.0");
+        assert!(distinguish(&mut info, 1, Some(0..16), 16, 36..68).is_some());
+        assert_eq!(&info[..12], b"1000:41:00.0");
+        assert_eq!(info[16..24], [0, 0x10, 0, 0, 0x41, 0, 0, 0]);
+        assert_eq!(&info[36..52], b"00001000:41:00.0");
+        assert!(distinguish(&mut [0; 10], 1, None, 4, 32..64).is_none());
     }
 
     #[test]

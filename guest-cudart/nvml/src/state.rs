@@ -1,16 +1,15 @@
-//! The process's NVML state: how often it was initialized, and its session.
+//! The process's NVML state: how often it was initialized, and its sessions, one with each of the process's servers.
 //!
-//! The first `nvmlInit`, or the first call in a forked child, opens the session. It stays open as long as the
-//! process, or until it is lost; the next `nvmlInit` then opens another.
+//! The first `nvmlInit`, or the first call in a forked child, opens the sessions. They stay open as long as the
+//! process, or until one is lost; the next `nvmlInit` then opens another in its place.
 
 use std::ptr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering};
 
-use client::channel::{Geometry, MAX_DEVICES};
+use client::channel::{Geometry, MAX_DEVICES, MAX_SERVERS};
 use client::ops::nvml::{NvmlSystem, NvmlSystemReply, status};
-use client::port;
-use client::session::{Purpose, Session};
+use client::session::{self, Pending, Purpose, Session};
 use client::{lock, log};
 
 use crate::error::{Result, of_session};
@@ -18,10 +17,39 @@ use crate::error::{Result, of_session};
 /// Size of the channel's arena in bytes. NVML does not use it.
 const ARENA: usize = 4 << 20;
 
-/// The open session and its devices.
-pub(crate) struct Connected {
+/// The servers with open sessions, in their order. There is at least one.
+pub(crate) struct Connected(Vec<&'static Server>);
+
+/// A server and its devices.
+pub(crate) struct Server {
     pub session: &'static Session,
     pub system: NvmlSystemReply,
+}
+
+impl Connected {
+    /// The first server, whose driver's versions stand for all.
+    pub fn first(&self) -> &Server {
+        self.0[0]
+    }
+
+    /// The devices of all servers.
+    pub fn device_count(&self) -> u32 {
+        self.0
+            .iter()
+            .fold(0, |sum, server| (sum + server.system.device_count.min(MAX_DEVICES)).min(MAX_DEVICES))
+    }
+
+    /// The server of a device, and the device's number there.
+    pub fn place(&self, ordinal: u32) -> Result<(&Server, u32)> {
+        let mut number = ordinal;
+        for server in self.0.iter().copied() {
+            if number < server.system.device_count {
+                return Ok((server, number));
+            }
+            number -= server.system.device_count;
+        }
+        Err(status::INVALID_ARGUMENT)
+    }
 }
 
 /// What an `nvmlDevice_t` points to.
@@ -45,8 +73,8 @@ static DEVICES: [Device; MAX_DEVICES as usize] = {
 /// The number of `nvmlInit` calls without a matching `nvmlShutdown`.
 static USERS: AtomicUsize = AtomicUsize::new(0);
 static CURRENT: AtomicPtr<Connected> = AtomicPtr::new(ptr::null_mut());
-/// The session's descriptors, which a forked child closes.
-static DESCRIPTORS: [AtomicI32; 4] = [const { AtomicI32::new(-1) }; 4];
+/// The sessions' descriptors, which a forked child closes.
+static DESCRIPTORS: [AtomicI32; 4 * MAX_SERVERS] = [const { AtomicI32::new(-1) }; 4 * MAX_SERVERS];
 
 /// `nvmlInit`.
 pub(crate) fn init() -> Result {
@@ -61,7 +89,7 @@ pub(crate) fn shutdown() -> Result {
     fewer.map(|_| ()).map_err(|_| status::UNINITIALIZED)
 }
 
-/// The session, if NVML is initialized.
+/// The sessions, if NVML is initialized.
 pub(crate) fn connected() -> Result<&'static Connected> {
     if USERS.load(Ordering::Acquire) == 0 {
         return Err(status::UNINITIALIZED);
@@ -73,36 +101,38 @@ pub(crate) fn connected() -> Result<&'static Connected> {
     }
 }
 
-/// The handle of a device ordinal of the session.
+/// The handle of a device ordinal.
 pub(crate) fn handle(connected: &Connected, ordinal: u32) -> Result<Handle> {
-    let device = DEVICES.get(ordinal as usize).filter(|_| ordinal < connected.system.device_count);
+    let device = DEVICES.get(ordinal as usize).filter(|_| ordinal < connected.device_count());
     device.map(ptr::from_ref).ok_or(status::INVALID_ARGUMENT)
 }
 
 /// The ordinal of a handle.
 pub(crate) fn ordinal(connected: &Connected, handle: Handle) -> Result<u32> {
     let device = DEVICES.iter().find(|device| ptr::eq(*device, handle)).ok_or(status::INVALID_ARGUMENT)?;
-    if device.ordinal < connected.system.device_count {
-        Ok(device.ordinal)
-    } else {
-        Err(status::INVALID_ARGUMENT)
-    }
+    if device.ordinal < connected.device_count() { Ok(device.ordinal) } else { Err(status::INVALID_ARGUMENT) }
 }
 
-/// The current session, or a new one. Each distinct error is reported on stderr once.
+/// The current sessions, with new ones in place of those that are lost. Each distinct error is reported on stderr once.
 #[cold]
 fn connect() -> Result<&'static Connected> {
     static OPENING: Mutex<String> = Mutex::new(String::new());
     let mut said = lock(&OPENING);
     // SAFETY: `connect` publishes a complete value, which is never freed.
-    if let Some(connected) = unsafe { CURRENT.load(Ordering::Acquire).as_ref() }
-        && connected.session.check().is_ok()
+    let current = unsafe { CURRENT.load(Ordering::Acquire).as_ref() };
+    let is_usable = |server: &&'static Server| server.session.check().is_ok();
+    let all = current.iter().flat_map(|connected| connected.0.iter().copied());
+    let (mut servers, lost): (Vec<_>, Vec<_>) = all.partition(is_usable);
+    if let Some(current) = current
+        && lost.is_empty()
     {
-        return Ok(connected);
+        return Ok(current);
     }
-    let geometry = Geometry::with_arena(ARENA);
-    let opened = port::open(geometry.size).and_then(|port| Session::over(port, geometry, Purpose::Nvml));
-    let session = opened.map_err(|error| {
+    let opened = match current {
+        None => session::open_all(Geometry::with_arena(ARENA), Purpose::Nvml),
+        Some(_) => lost.iter().map(|server| session::open_again(server.session, Purpose::Nvml)).collect(),
+    };
+    let opened = opened.map_err(|error| {
         let line = error.line();
         if *said != line {
             log::error(format_args!("{line}"));
@@ -110,7 +140,19 @@ fn connect() -> Result<&'static Connected> {
         }
         status::DRIVER_NOT_LOADED
     })?;
-    let mut descriptors = session.port().descriptors().into_iter();
+    let asked: Vec<_> = opened.iter().map(|session| session.submit(&NvmlSystem {})).collect();
+    let answered: Result<Vec<_>> =
+        asked.into_iter().map(|asked| asked.and_then(Pending::wait).map_err(of_session)).collect();
+    let systems = answered?;
+    if let Some(failed) = systems.iter().find(|system| system.status != status::SUCCESS) {
+        return Err(failed.status);
+    }
+    for (session, system) in opened.into_iter().zip(systems) {
+        let session = Box::leak(session);
+        servers.push(Box::leak(Box::new(Server { session, system })));
+    }
+    servers.sort_by_key(|server| server.session.index());
+    let mut descriptors = servers.iter().flat_map(|server| server.session.port().descriptors());
     for slot in &DESCRIPTORS {
         slot.store(descriptors.next().unwrap_or(-1), Ordering::Relaxed);
     }
@@ -121,11 +163,7 @@ fn connect() -> Result<&'static Connected> {
         libc::pthread_atfork(None, None, Some(in_child));
     });
     client::counters::print_at_exit("nvml-pid");
-    let system = session.call(&NvmlSystem {}).map_err(of_session)?;
-    if system.status != status::SUCCESS {
-        return Err(system.status);
-    }
-    let connected = Box::leak(Box::new(Connected { session, system }));
+    let connected = Box::leak(Box::new(Connected(servers)));
     CURRENT.store(connected, Ordering::Release);
     Ok(connected)
 }

@@ -35,7 +35,7 @@ unsafe fn put<T>(to: *mut T, value: T) -> Result {
 
 /// The first device for which `is` returns true.
 fn find(connected: &Connected, is: impl Fn(Handle) -> bool) -> Result<Handle> {
-    (0..connected.system.device_count)
+    (0..connected.device_count())
         .filter_map(|ordinal| state::handle(connected, ordinal).ok())
         .find(|device| is(*device))
         .ok_or(status::NOT_FOUND)
@@ -95,13 +95,31 @@ unsafe fn by_index(index: u32, device: *mut Handle) -> Result {
 /// `count` is NULL or writable.
 unsafe fn device_count(count: *mut u32) -> Result {
     // SAFETY: the caller passes NULL or a writable pointer.
-    unsafe { put(count, state::connected()?.system.device_count) }
+    unsafe { put(count, state::connected()?.device_count()) }
+}
+
+/// What is so of two devices of different servers.
+fn between_servers(question: u32) -> Result<u32> {
+    /// `NVML_TOPOLOGY_SYSTEM`.
+    const SYSTEM: u32 = 50;
+    /// `NVML_P2P_STATUS_NOT_SUPPORTED`.
+    const NO_PEERS: u32 = 5;
+    match question {
+        nvml::pair::TOPOLOGY_COMMON_ANCESTOR => Ok(SYSTEM),
+        nvml::pair::ON_SAME_BOARD => Ok(0),
+        nvml::pair::P2P_STATUS => Ok(NO_PEERS),
+        _ => Err(status::NOT_SUPPORTED),
+    }
 }
 
 fn pair(device: Handle, peer: Handle, question: u32, argument: u32) -> Result<u32> {
     let connected = state::connected()?;
     let (device, peer) = (state::ordinal(connected, device)?, state::ordinal(connected, peer)?);
-    let reply = connected.session.call(&NvmlPair { device, peer, question, argument }).map_err(of_session)?;
+    let ((server, device), (other, peer)) = (connected.place(device)?, connected.place(peer)?);
+    if !std::ptr::eq(server, other) {
+        return between_servers(question);
+    }
+    let reply = server.session.call(&NvmlPair { device, peer, question, argument }).map_err(of_session)?;
     if reply.status == status::SUCCESS { Ok(reply.value) } else { Err(reply.status) }
 }
 
@@ -124,19 +142,19 @@ nvml! {
     }
 
     fn nvmlSystemGetDriverVersion(version: *mut c_char, length: u32) {
-        system_text(&state::connected()?.system.driver_version, version, length)
+        system_text(&state::connected()?.first().system.driver_version, version, length)
     }
 
     fn nvmlSystemGetNVMLVersion(version: *mut c_char, length: u32) {
-        system_text(&state::connected()?.system.nvml_version, version, length)
+        system_text(&state::connected()?.first().system.nvml_version, version, length)
     }
 
     fn nvmlSystemGetCudaDriverVersion(version: *mut i32) {
-        put(version, state::connected()?.system.cuda_version as i32)
+        put(version, state::connected()?.first().system.cuda_version as i32)
     }
 
     fn nvmlSystemGetCudaDriverVersion_v2(version: *mut i32) {
-        put(version, state::connected()?.system.cuda_version as i32)
+        put(version, state::connected()?.first().system.cuda_version as i32)
     }
 
     fn nvmlDeviceGetCount(count: *mut u32) {

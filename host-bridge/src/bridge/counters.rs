@@ -47,6 +47,8 @@ counters! {
     control_bytes_received,
     /// Bytes of bulk data sent to the server.
     data_bytes_sent,
+    /// Bytes of bulk data that were not sent because the server had them in its cache.
+    data_bytes_known,
     /// Bytes of bulk data received from the server.
     data_bytes_received,
     /// Replies written into the channel.
@@ -61,4 +63,6 @@ counters! {
     copied_bytes,
     /// Regions registered now or earlier.
     regions_registered,
+    /// Times that the session went on: over new connections, or in another process of this host.
+    resumed,
 }

@@ -1,59 +1,105 @@
 //! Transport `local`: the server is on this host. It gets the descriptors of the client's memory and of the doorbell and reads the ring itself. What remains
 //! here is a Unix socket on which regions are added and removed, and whose end says that the worker is gone.
 //!
+//! A session that was saved ([`Saved`](super::Saved)) outlives this process: another one brings the worker a socket of its own, and goes on.
+//!
 //! A worker that has died, or has closed its socket, touches the client's memory no more: its mappings went with it. That is what `unregister_region` and
 //! `close` wait for where the worker does not acknowledge first.
 
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, MsgFlags, Shutdown, SockFlag, SockType, sendmsg, setsockopt, shutdown,
+    socketpair, sockopt,
+};
 use nix::sys::time::TimeVal;
 use protocol::channel::Header;
 use protocol::device::Answer;
 use protocol::link::{
-    ATTACH_FUTEX, Ack, Attach, REGION_OWN_MEMORY, REGION_READ_ONLY, RegionAdd, frame, purpose,
+    ATTACH_FUTEX, ATTACH_SUCCESSION, Ack, Attach, FrameHeader, REGION_OWN_MEMORY, REGION_READ_ONLY,
+    RegionAdd, frame, purpose,
 };
 use std::os::fd::AsRawFd;
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes, IntoBytes};
 
-use super::session::{Handshake, Turn, hello, welcome_in_turn};
+use super::saved::{About, SavedLocal, duplicate};
+use super::session::{Handshake, InheritedRegion, Turn, hello, welcome_in_turn};
 use super::state::{ChannelMemory, SessionState, thread_name};
 use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
-use crate::framing::{Address, MAX_FDS, connect_unix, recv_frame, send_frame, send_message, split_struct};
+use crate::framing::{Address, MAX_FDS, recv_frame, send_frame, send_message, split_struct};
+use crate::stream::Stream;
+
+/// A session with a worker after the handshake.
+#[derive(Debug)]
+pub(super) struct Link {
+    socket: OwnedFd,
+    saved: Option<Succession>,
+}
+
+/// What is there beside the connection if the session is saved.
+#[derive(Debug)]
+struct Succession {
+    /// Where the worker waits for another process. Shut down when the session is closed: then nobody comes.
+    ours: OwnedFd,
+    /// The worker's end.
+    theirs: OwnedFd,
+    wake: EventFd,
+}
+
+impl Link {
+    /// Has another process be able to go on with the session.
+    pub(super) fn save(&mut self, doorbell: &EventFd, about: About) -> io::Result<SavedLocal> {
+        let (ours, theirs) =
+            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+        let wake = wake_event()?;
+        let saved = SavedLocal {
+            worker: ours.try_clone()?,
+            doorbell: duplicate(doorbell)?,
+            wake: duplicate(&wake)?,
+            about,
+        };
+        self.saved = Some(Succession { ours, theirs, wake });
+        Ok(saved)
+    }
+}
+
+/// What a worker writes to wake a guest's threads.
+fn wake_event() -> io::Result<EventFd> {
+    Ok(EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?)
+}
 
 /// Connects and shakes hands.
 pub(super) fn connect(
     config: &SessionConfig,
     memory: &ChannelMemory,
     turn: &mut dyn Turn,
-) -> Result<(OwnedFd, Handshake), ConnectError> {
+) -> Result<(Link, Handshake), ConnectError> {
     let server = config.server.to_string();
     let failed = |source| ConnectError::NoServer { server: server.clone(), source };
-    let Address::Unix(path) = &config.server else {
-        return Err(failed(io::Error::new(
-            io::ErrorKind::InvalidInput,
-            "transport local needs a unix: address",
-        )));
-    };
+    if !matches!(config.server, Address::Unix(_)) {
+        let wrong = io::Error::new(io::ErrorKind::InvalidInput, "transport local needs a unix: address");
+        return Err(failed(wrong));
+    }
     let count = memory.memories.files().count();
-    if count > MAX_FDS - 2 {
-        let text = format!("the client has {count} memories, transport local can pass {}", MAX_FDS - 2);
+    if count > MAX_FDS - 3 {
+        let text = format!("the client has {count} memories, transport local can pass {}", MAX_FDS - 3);
         return Err(ConnectError::Here { source: io::Error::new(io::ErrorKind::InvalidInput, text) });
     }
-    let socket: OwnedFd = connect_unix(path).map_err(failed)?.into();
+    let socket = config.dial(config.connect_timeout).map_err(failed)?;
     send_message(socket.as_fd(), &[hello(config, memory, purpose::LOCAL, 0).as_bytes()], &[])
         .map_err(failed)?;
     let deadline = Instant::now() + config.connect_timeout + config.handshake_timeout;
-    let handshake = welcome_in_turn(config, socket.as_fd(), deadline, turn)?;
-    Ok((socket, handshake))
+    let socket = Stream::from(socket);
+    let handshake = welcome_in_turn(config, &socket, deadline, turn)?;
+    Ok((Link { socket: socket.into_socket(), saved: None }, handshake))
 }
 
 type Waiter = Sender<(Answer, String)>;
@@ -62,6 +108,8 @@ type Waiter = Sender<(Answer, String)>;
 struct Shared {
     session: Arc<SessionState>,
     socket: OwnedFd,
+    /// Where the worker waits for another process, if the session was saved.
+    succession: Option<OwnedFd>,
     /// The worker writes it to wake a guest's threads. `None`: threads are reached by futex, which the worker does itself.
     wake: Option<EventFd>,
     state: Mutex<State>,
@@ -74,6 +122,8 @@ struct State {
     waiters: VecDeque<Waiter>,
     /// Set by `close`.
     asked: Option<String>,
+    /// Gets the regions that the session had under another process.
+    inherits: Option<(Sender<Vec<InheritedRegion>>, usize)>,
     /// The worker's socket is closed: nothing touches the client's memory.
     over: bool,
 }
@@ -95,31 +145,32 @@ impl Local {
     pub(super) fn start(
         config: &SessionConfig,
         session: Arc<SessionState>,
-        socket: OwnedFd,
+        link: Link,
     ) -> Result<Local, ConnectError> {
         let server = config.server.to_string();
         let here = |source| ConnectError::Here { source };
         let failed = |source| ConnectError::NoServer { server: server.clone(), source };
-        let wake = if session.futex() {
-            None
-        } else {
-            Some(
-                EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
-                    .map_err(|e| here(e.into()))?,
-            )
+        let Link { socket, saved } = link;
+        let (wake, succession) = match saved {
+            Some(Succession { ours, theirs, wake }) => (Some(wake), Some((ours, theirs))),
+            None if session.futex() => (None, None),
+            None => (Some(wake_event().map_err(here)?), None),
         };
+        let (succession, theirs) = succession.unzip();
 
         let memories: Vec<_> = session.channel.memories.files().collect();
         let attach = Attach {
             memory_count: memories.len() as u32,
             extent_count: session.channel.extents.len() as u32,
-            flags: if wake.is_none() { ATTACH_FUTEX } else { 0 },
+            flags: if wake.is_none() { ATTACH_FUTEX } else { 0 }
+                | if succession.is_some() { ATTACH_SUCCESSION } else { 0 },
             reserved: 0,
             size: session.channel.size,
         };
         let mut descriptors: Vec<BorrowedFd<'_>> = memories.iter().map(|(_, file)| file.as_fd()).collect();
         descriptors.push(session.doorbell.as_fd());
         descriptors.extend(wake.as_ref().map(AsFd::as_fd));
+        descriptors.extend(theirs.as_ref().map(AsFd::as_fd));
         let places: Vec<_> = memories.iter().map(|(memory, _)| *memory).collect();
         let parts = [attach.as_bytes(), places.as_bytes(), session.channel.extents.as_bytes()];
         send_frame(socket.as_fd(), frame::ATTACH, &parts, &descriptors).map_err(failed)?;
@@ -131,14 +182,47 @@ impl Local {
         setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::new(0, 0)).map_err(|e| here(e.into()))?;
         setsockopt(&socket, sockopt::SendTimeout, &TimeVal::new(10, 0)).map_err(|e| here(e.into()))?;
         session.header().set_ready();
+        Local::watched(Shared {
+            session,
+            socket,
+            succession,
+            wake,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        })
+        .map_err(here)
+    }
 
-        let shared =
-            Arc::new(Shared { session, socket, wake, state: Mutex::default(), changed: Condvar::new() });
+    /// Goes on with a session that another process had: brings its worker, which waits at `worker`, a connection with this one. The receiver gets the session's regions, at most `max_regions`, when
+    /// the worker has told them; nothing if the session ends before. Does not block.
+    pub(super) fn resume(
+        session: Arc<SessionState>,
+        worker: OwnedFd,
+        wake: EventFd,
+        max_regions: usize,
+    ) -> io::Result<(Local, Receiver<Vec<InheritedRegion>>)> {
+        let (socket, theirs) =
+            socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::SOCK_CLOEXEC)?;
+        setsockopt(&socket, sockopt::SendTimeout, &TimeVal::new(10, 0))?;
+        let packet = FrameHeader { kind: frame::TAKE_OVER, len: 0 };
+        let fds = [theirs.as_raw_fd()];
+        let rights = [ControlMessage::ScmRights(&fds)];
+        // What the predecessor has left need not be what it should be: nothing that this thread could wait for.
+        let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
+        sendmsg::<()>(worker.as_raw_fd(), &[io::IoSlice::new(packet.as_bytes())], &rights, flags, None)?;
+        drop(theirs);
+        let (inherits, inherited) = channel();
+        let state = State { inherits: Some((inherits, max_regions)), ..State::default() };
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        let shared = Shared { session, socket, succession: Some(worker), wake: Some(wake), state, changed };
+        Ok((Local::watched(shared)?, inherited))
+    }
+
+    fn watched(shared: Shared) -> io::Result<Local> {
+        let shared = Arc::new(shared);
         let for_thread = shared.clone();
-        let thread = std::thread::Builder::new()
-            .name(thread_name("local"))
-            .spawn(move || for_thread.watch())
-            .map_err(here)?;
+        let thread =
+            std::thread::Builder::new().name(thread_name("local")).spawn(move || for_thread.watch())?;
         Ok(Local { shared, thread: Mutex::new(Some(thread)) })
     }
 
@@ -159,7 +243,7 @@ impl Local {
             if let Err(e) = send_frame(self.shared.socket.as_fd(), kind, parts, fds) {
                 // The stream may be cut in mid-frame: it is of no further use.
                 tracing::warn!(server = %self.shared.session.server, "sending to the worker: {e}");
-                let _ = shutdown(self.shared.socket.as_raw_fd(), Shutdown::Write);
+                self.shared.hang_up();
             }
         }
         answer.recv().ok()
@@ -189,6 +273,18 @@ fn first_ack(socket: BorrowedFd<'_>) -> io::Result<(Answer, String)> {
     }
 }
 
+/// The regions in a worker's [`frame::TAKEN_OVER`].
+fn inherited(body: &[u8], most: usize) -> Result<Vec<InheritedRegion>, &'static str> {
+    let (regions, rest) = body.as_chunks::<{ size_of::<RegionAdd>() }>();
+    if !rest.is_empty() || regions.len() > most {
+        return Err("its list of regions is malformed, or longer than a session may have");
+    }
+    let regions = regions.iter().filter_map(|bytes| RegionAdd::read_from_bytes(bytes).ok());
+    Ok(regions
+        .map(|add| InheritedRegion { region: add.region, size: add.size, pieces: add.extent_count })
+        .collect())
+}
+
 fn ack(body: &[u8]) -> io::Result<(Answer, String)> {
     let (ack, reason) = split_struct::<Ack>(body)?;
     Ok((Answer::from_number(ack.status), String::from_utf8_lossy(reason).into_owned()))
@@ -209,8 +305,16 @@ impl Shared {
         }
         let mut state = self.lock();
         state.over = true;
+        state.inherits = None;
         state.waiters.clear();
         self.changed.notify_all();
+    }
+
+    /// The worker finds that its client is gone, and that nobody takes its place. Its answer is that it closes the socket.
+    fn hang_up(&self) {
+        for socket in std::iter::once(&self.socket).chain(&self.succession) {
+            let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);
+        }
     }
 
     fn listen(&self) -> String {
@@ -251,6 +355,22 @@ impl Shared {
                     }
                 },
                 Ok(Some(frame::ALIVE)) => {}
+                Ok(Some(frame::TAKEN_OVER)) => {
+                    let taken = self.lock().inherits.take();
+                    let told = taken.ok_or("it says what regions there are without being asked");
+                    let told = told.and_then(|(inherits, most)| Ok((inherits, inherited(&body, most)?)));
+                    match told {
+                        Ok((inherits, regions)) => {
+                            // Whoever waits for it may be gone.
+                            let _ = inherits.send(regions);
+                        }
+                        Err(what) => {
+                            goodbye =
+                                Some(format!("the server at {server} does not keep to the protocol: {what}"));
+                            self.hang_up();
+                        }
+                    }
+                }
                 Ok(Some(frame::BYE)) => {
                     goodbye = Some(match String::from_utf8_lossy(&body).as_ref() {
                         "" => format!("the server at {server} ended the session"),
@@ -313,7 +433,7 @@ impl Transport for Local {
         if !state.over && state.asked.is_none() {
             state.asked = Some(reason.to_owned());
             let _ = send_frame(self.shared.socket.as_fd(), frame::BYE, &[reason.as_bytes()], &[]);
-            let _ = shutdown(self.shared.socket.as_raw_fd(), Shutdown::Write);
+            self.shared.hang_up();
         }
         let wait = self.shared.changed.wait_timeout_while(state, patience, |state| !state.over);
         let (state, _) = wait.unwrap_or_else(PoisonError::into_inner);

@@ -9,16 +9,21 @@
 //!
 //! In reading order:
 //! - [`session`]: [`Session`], what a daemon holds for each channel, and how it is configured;
+//! - [`saved`]: what of a session outlives the process that had it;
+//! - `connect`: connections to a server, protected and greeted;
 //! - [`state`]: what session and transport share; the only code that writes into a channel when a session is lost;
 //! - `relay`: the rules of a session whose server is elsewhere, without I/O, and the loop that carries them out;
 //! - [`tcp`] and [`verbs`]: what carries a relay's bytes; [`local`]: a server of this host, which needs no relay;
-//! - [`polling`], [`counters`]: small parts.
+//! - [`polling`], [`counters`], `link` (how long the way to the server is): small parts.
 //!
 //! Whatever a client does wrong ends its own session, with a readable reason, and no other session.
 
+mod connect;
 pub mod counters;
+mod link;
 pub mod local;
 mod relay;
+pub mod saved;
 pub mod session;
 pub mod state;
 pub mod tcp;
@@ -31,9 +36,15 @@ use thiserror::Error;
 
 use crate::memory::{Memories, MemoryError};
 
+pub use self::relay::CacheUse;
 pub use self::state::{ChannelMemory, Wakeup, tell_lost};
+pub use connect::join;
 pub use counters::Counters;
-pub use session::{ConnectError, Prepared, Session, SessionConfig, TransportKind, Turn};
+pub use link::LinkState;
+pub use saved::Saved;
+pub use session::{
+    ConnectError, Connector, InheritedRegion, Prepared, Security, Session, SessionConfig, TransportKind, Turn,
+};
 
 /// A region of the client's memory that is about to be registered: where it lies, unchecked.
 #[derive(Debug)]

@@ -2,26 +2,32 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::str::FromStr;
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use identity::servers::CredentialsError;
+use identity::{ClientFiles, Fingerprint, Secret, Source};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 use protocol::channel::{Header, State};
 use protocol::device::{Answer, text, untext};
-use protocol::link::{BadGreeting, Hello, MAGIC, wish};
+use protocol::link::{BadGreeting, Hello, MAGIC, MAX_DEVICE_LIST, purpose, wish};
 use protocol::polling;
 use protocol::version::{Mismatch, OURS, Version};
 use thiserror::Error;
 
+use super::connect::receive_welcome;
 use super::local::{self, Local};
+use super::saved::{About, Kind, Saved, SavedLocal, duplicate};
 use super::state::{ChannelMemory, SessionState, Wakeup};
-use super::tcp::{self, Tcp, receive_welcome};
+use super::tcp::{self, Tcp};
 use super::verbs::{self, Verbs};
-use super::{Closed, Counters, RegionError, RegionMemory, Transport};
-use crate::framing::Address;
+use super::{CacheUse, Closed, Counters, LinkState, RegionError, RegionMemory, Transport};
+use crate::framing::{self, Address};
+use crate::stream::Stream;
 use crate::verbs::{Settings, VerbsError};
 
 /// Which transport carries a session.
@@ -73,14 +79,35 @@ impl std::fmt::Display for TransportKind {
     }
 }
 
+/// How connections to a server on another machine are protected.
+#[derive(Debug, Clone)]
+pub enum Security {
+    /// By TLS, with the key and the pins that this has.
+    Tls(Arc<dyn Source>),
+    /// Not at all: everybody on the network can read and change what passes.
+    Insecure,
+}
+
+/// Connects to a session's server for a process that cannot do so itself.
+pub trait Connector: std::fmt::Debug + Send + Sync {
+    /// A connected socket. `timeout` counts for each address that the server's name has.
+    fn connect(&self, timeout: Duration) -> io::Result<OwnedFd>;
+}
+
 /// How to open sessions.
 #[derive(Debug, Clone)]
 pub struct SessionConfig {
     /// The server.
     pub server: Address,
+    /// The devices to ask the server for, by its numbers and in this order. Empty: those that it gives anyway.
+    pub devices: Vec<u8>,
+    /// What connects to it. `None`: this process.
+    pub connector: Option<Arc<dyn Connector>>,
     /// What carries the session.
     pub transport: TransportKind,
-    /// Name of the virtual machine or host, for display and for the server's admission.
+    /// How connections to other machines are protected. Those to a server of this host need no protection.
+    pub security: Security,
+    /// Name of the virtual machine or host, for display.
     pub client: String,
     /// Longest time to poll for work before sleeping.
     pub poll: Duration,
@@ -100,13 +127,45 @@ pub struct SessionConfig {
     pub max_regions: usize,
     /// How to use verbs, for that transport.
     pub verbs: Settings,
+    /// When the server's cache is used (transport `tcp`).
+    pub cache: CacheUse,
 }
 
 impl SessionConfig {
+    /// Where credentials for the server come from, if its connections are protected.
+    pub fn source(&self) -> Option<&Arc<dyn Source>> {
+        match (&self.server, &self.security) {
+            (Address::Tcp(..), Security::Tls(source)) => Some(source),
+            (Address::Unix(_), _) | (_, Security::Insecure) => None,
+        }
+    }
+
+    /// The devices to ask for, as a hello that opens a session names them.
+    fn device_list(&self, purpose: u32) -> [u8; MAX_DEVICE_LIST] {
+        let mut list = [0; MAX_DEVICE_LIST];
+        if matches!(purpose, purpose::CONTROL | purpose::LOCAL | purpose::VERBS) {
+            for (place, device) in list.iter_mut().zip(&self.devices) {
+                *place = device.saturating_add(1);
+            }
+        }
+        list
+    }
+
+    /// Connects to the server. `timeout` counts for each address that its name has.
+    pub(super) fn dial(&self, timeout: Duration) -> io::Result<OwnedFd> {
+        match &self.connector {
+            Some(connector) => connector.connect(timeout),
+            None => framing::connect(&self.server, timeout),
+        }
+    }
+
     /// The usual settings for a server.
     pub fn new(server: Address, client: &str) -> SessionConfig {
         SessionConfig {
             transport: TransportKind::default_for(&server),
+            devices: Vec::new(),
+            connector: None,
+            security: Security::Tls(Arc::new(ClientFiles::of_machine())),
             server,
             client: client.to_owned(),
             poll: polling::RELAY.here(),
@@ -118,6 +177,7 @@ impl SessionConfig {
             max_registered: 0,
             max_regions: 65536,
             verbs: Settings::default(),
+            cache: CacheUse::Slow,
         }
     }
 }
@@ -132,6 +192,22 @@ pub enum ConnectError {
         server: String,
         /// The system's answer.
         source: io::Error,
+    },
+    /// The server could be reached, and is not the one that this host trusts, or does not speak TLS.
+    #[error("no protected connection to the server at {server}: {source}")]
+    Unsafe {
+        /// Its address.
+        server: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// This host cannot protect a connection to the server.
+    #[error("no session with the server at {server}: {source}")]
+    Credentials {
+        /// Its address.
+        server: String,
+        /// Why.
+        source: CredentialsError,
     },
     /// The server's version does not fit.
     #[error("{}", .mismatch.describe(&format!("the server at {server} speaks"), "this host speaks"))]
@@ -183,7 +259,10 @@ impl ConnectError {
     /// The answer that a client gets.
     pub fn answer(&self) -> Answer {
         match self {
-            ConnectError::NoServer { .. } | ConnectError::Protocol { .. } => Answer::NoServer,
+            ConnectError::NoServer { .. } | ConnectError::Protocol { .. } | ConnectError::Unsafe { .. } => {
+                Answer::NoServer
+            }
+            ConnectError::Credentials { .. } => Answer::Denied,
             ConnectError::Version { .. } => Answer::Version,
             ConnectError::Refused { answer, .. } => *answer,
             ConnectError::Here { .. } | ConnectError::Verbs { .. } | ConnectError::GivenUp { .. } => {
@@ -199,8 +278,19 @@ pub(super) struct Handshake {
     /// The version that this host and the server speak.
     pub(super) version: Version,
     pub(super) token: [u8; 16],
+    pub(super) secret: Secret,
+    /// The key of the session's connections under TLS.
+    pub(super) session_key: Fingerprint,
+    /// How long the server keeps the session when its connections are lost. Zero: it ends with them.
+    pub(super) grace: Duration,
     pub(super) data_connections: u32,
+    /// Bytes of data that the server takes without a grant.
+    pub(super) eager: u64,
+    /// Whether it keeps what it is sent.
+    pub(super) has_cache: bool,
     pub(super) server: String,
+    /// Whom the server takes this client for.
+    pub(super) principal: String,
 }
 
 /// The first message of a connection.
@@ -218,6 +308,10 @@ pub(super) fn hello(config: &SessionConfig, channel: &ChannelMemory, purpose: u3
         wishes: channel.wishes & (wish::NVML_ONLY | wish::MAY_WAIT),
         client: text(&config.client),
         program: text(&channel.program),
+        secret: [0; 32],
+        attempt: 0,
+        reserved: 0,
+        devices: config.device_list(purpose),
     }
 }
 
@@ -248,7 +342,7 @@ const TELL_EVERY: Duration = Duration::from_secs(1);
 /// Waits for the answer to a hello that may put the session into a queue.
 pub(super) fn welcome_in_turn(
     config: &SessionConfig,
-    socket: BorrowedFd<'_>,
+    socket: &Stream,
     deadline: Instant,
     turn: &mut dyn Turn,
 ) -> Result<Handshake, ConnectError> {
@@ -274,7 +368,7 @@ pub(super) fn welcome_in_turn(
 /// Waits a moment until the server has answered. False: not yet.
 fn wait_for_answer(
     config: &SessionConfig,
-    socket: BorrowedFd<'_>,
+    socket: &Stream,
     deadline: Instant,
     turn: &dyn Turn,
 ) -> Result<bool, ConnectError> {
@@ -283,7 +377,10 @@ fn wait_for_answer(
         let source = io::Error::new(io::ErrorKind::TimedOut, "no answer in time");
         return Err(ConnectError::NoServer { server: config.server.to_string(), source });
     }
-    let mut watched = vec![PollFd::new(socket, PollFlags::POLLIN)];
+    if socket.has_input() {
+        return Ok(true);
+    }
+    let mut watched = vec![PollFd::new(socket.as_fd(), PollFlags::POLLIN)];
     watched.extend(turn.given_up());
     let limit = left.min(TELL_EVERY).as_millis().max(1);
     match poll(&mut watched, PollTimeout::from(u16::try_from(limit).unwrap_or(u16::MAX))) {
@@ -311,23 +408,23 @@ pub(super) enum Heard {
     },
 }
 
-/// Waits for the answer to a data connection's hello.
+/// Waits for the answer to a hello that is served at once: of a data connection, for one.
 pub(super) fn welcome_at_once(
     config: &SessionConfig,
-    socket: BorrowedFd<'_>,
+    socket: &Stream,
     deadline: Instant,
-) -> Result<(), ConnectError> {
+) -> Result<Handshake, ConnectError> {
     match welcome(config, socket, deadline)? {
-        Heard::Welcome(_) => Ok(()),
+        Heard::Welcome(handshake) => Ok(handshake),
         Heard::Waiting { .. } => Err(ConnectError::Protocol {
             server: config.server.to_string(),
-            what: "it lets a data connection wait".into(),
+            what: "it lets a connection wait that no session begins with".into(),
         }),
     }
 }
 
 /// Receives the answer to a hello and judges it.
-fn welcome(config: &SessionConfig, socket: BorrowedFd<'_>, deadline: Instant) -> Result<Heard, ConnectError> {
+fn welcome(config: &SessionConfig, socket: &Stream, deadline: Instant) -> Result<Heard, ConnectError> {
     let server = config.server.to_string();
     let (welcome, version) = match receive_welcome(socket, deadline) {
         Ok(Ok(received)) => received,
@@ -342,8 +439,14 @@ fn welcome(config: &SessionConfig, socket: BorrowedFd<'_>, deadline: Instant) ->
         Answer::Ok => Ok(Heard::Welcome(Handshake {
             version,
             token: welcome.token,
+            secret: Secret(welcome.secret),
+            session_key: Fingerprint(welcome.session_key),
+            grace: Duration::from_secs(welcome.grace.into()),
             data_connections: welcome.data_connections,
+            eager: u64::from(welcome.eager) << 20,
+            has_cache: welcome.cache == 1,
             server: printable(&welcome.server),
+            principal: printable(&welcome.principal),
         })),
         Answer::Waiting => Ok(Heard::Waiting { server: printable(&welcome.server), ahead: welcome.ahead }),
         answer => Err(ConnectError::Refused { server, answer, reason: untext(&welcome.reason) }),
@@ -365,9 +468,9 @@ pub struct Prepared {
 
 #[derive(Debug)]
 enum Link {
-    Tcp(tcp::Links),
+    Tcp(Box<tcp::Links>),
     Verbs(Box<verbs::Links>),
-    Local(std::os::fd::OwnedFd),
+    Local(local::Link),
 }
 
 impl Prepared {
@@ -379,9 +482,8 @@ impl Prepared {
         turn: &mut dyn Turn,
     ) -> Result<Prepared, ConnectError> {
         let (link, handshake) = match config.transport {
-            TransportKind::Tcp => {
-                tcp::connect(config, channel, turn).map(|(links, handshake)| (Link::Tcp(links), handshake))?
-            }
+            TransportKind::Tcp => tcp::connect(config, channel, turn)
+                .map(|(links, handshake)| (Link::Tcp(Box::new(links)), handshake))?,
             TransportKind::Verbs => verbs::connect(config, channel, turn)
                 .map(|(links, handshake)| (Link::Verbs(Box::new(links)), handshake))?,
             TransportKind::Local => local::connect(config, channel, turn)
@@ -390,12 +492,19 @@ impl Prepared {
         Ok(Prepared { config: config.clone(), link, handshake })
     }
 
-    /// The socket to the worker that will have the client's memory mapped until it closes its end. `None`: no other process of this host gets the memory.
-    pub fn worker(&self) -> Option<BorrowedFd<'_>> {
-        match &self.link {
-            Link::Local(socket) => Some(socket.as_fd()),
-            Link::Tcp(_) | Link::Verbs(_) => None,
-        }
+    /// What another process needs to go on with the session when this one has ended, or to end it. It must be kept by somebody before [`start`](Self::start), and forgotten when the session has been
+    /// closed; a session that is not saved ends with this process. `None`: it ends with this process in any case, and nothing is to be done then.
+    ///
+    /// Only for clients whose threads are reached by [`Wakeup::Call`].
+    pub fn save(&mut self, channel: &ChannelMemory) -> io::Result<Option<Saved>> {
+        Ok(match &mut self.link {
+            Link::Tcp(links) => Some(Saved(Kind::Remote(Box::new(links.farewell())))),
+            Link::Local(link) => {
+                let about = About::now(&self.handshake.server);
+                Some(Saved(Kind::Local(link.save(&channel.doorbell, about)?)))
+            }
+            Link::Verbs(_) => None,
+        })
     }
 
     /// Begins the session. On success the channel's state is `READY`; on failure its memory is released before this returns. `channel` is the one that was
@@ -415,7 +524,7 @@ impl Prepared {
         channel.view.header().set_session_version(speaks.version(), speaks.fingerprint());
         let session = Arc::new(SessionState::new(channel, config.server.to_string(), wakeup, on_lost));
         let transport: Box<dyn Transport> = match link {
-            Link::Tcp(links) => Box::new(Tcp::start(&config, session.clone(), links)?),
+            Link::Tcp(links) => Box::new(Tcp::start(&config, session.clone(), *links)?),
             Link::Verbs(links) => Box::new(Verbs::start(&config, session.clone(), *links)?),
             Link::Local(link) => Box::new(Local::start(&config, session.clone(), link)?),
         };
@@ -424,7 +533,7 @@ impl Prepared {
         }
         tracing::info!(
             client = %config.client, program = %session.channel.program, pid = session.channel.pid, server = %config.server,
-            server_name = %handshake.server, transport = %config.transport, "session opened"
+            server_name = %handshake.server, transport = %config.transport, principal = %handshake.principal, "session opened"
         );
         Ok(Session {
             session,
@@ -432,11 +541,61 @@ impl Prepared {
             regions: Mutex::default(),
             max_registered: config.max_registered,
             max_regions: config.max_regions,
+            inherited: Mutex::default(),
             server_name: handshake.server,
             kind: config.transport,
             since: Instant::now(),
         })
     }
+}
+
+/// Goes on with a session that another process had, which has ended. See [`Session::resume`].
+fn resume(
+    config: &SessionConfig,
+    saved: &SavedLocal,
+    channel: ChannelMemory,
+    wakeup: Wakeup,
+    on_lost: Box<dyn FnOnce(&str) + Send>,
+) -> io::Result<Session> {
+    let channel = ChannelMemory { doorbell: Arc::new(duplicate(&saved.doorbell)?), ..channel };
+    let session = Arc::new(SessionState::new(channel, config.server.to_string(), wakeup, on_lost));
+    let (worker, wake) = (saved.worker.try_clone()?, duplicate(&saved.wake)?);
+    let (transport, inherited) = Local::resume(session.clone(), worker, wake, config.max_regions)?;
+    session.counters.resumed.add(1);
+    Ok(Session {
+        session,
+        transport: Box::new(transport),
+        regions: Mutex::default(),
+        max_registered: config.max_registered,
+        max_regions: config.max_regions,
+        inherited: Mutex::new(Inherited::Awaited(inherited)),
+        server_name: printable(&saved.about.server_name),
+        kind: TransportKind::Local,
+        since: handover::clock::from_ns(saved.about.since),
+    })
+}
+
+/// What is known of the regions that the session had under another process.
+#[derive(Debug, Default)]
+enum Inherited {
+    /// There was no other process, or everything is known and was taken.
+    #[default]
+    Taken,
+    /// The worker has not said yet.
+    Awaited(Receiver<Vec<InheritedRegion>>),
+    /// Nobody has asked yet.
+    Known(Vec<InheritedRegion>),
+}
+
+/// A region that was registered before this process had the session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct InheritedRegion {
+    /// Its id.
+    pub region: u32,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Pieces of memory that it is made of.
+    pub pieces: u32,
 }
 
 /// One channel's connection to one server.
@@ -450,6 +609,7 @@ pub struct Session {
     regions: Mutex<HashMap<u32, u64>>,
     max_registered: u64,
     max_regions: usize,
+    inherited: Mutex<Inherited>,
     server_name: String,
     kind: TransportKind,
     since: Instant,
@@ -464,6 +624,61 @@ impl Session {
         on_lost: Box<dyn FnOnce(&str) + Send>,
     ) -> Result<Session, ConnectError> {
         Prepared::connect(config, &channel, &mut Patient)?.start(channel, wakeup, on_lost)
+    }
+
+    /// Goes on with a session that another process had saved before it ended. The caller then rings the doorbell and wakes the client's threads: that process may have been about to. Does not
+    /// block. Where the session cannot go on in another process this is an error, and the caller has it [ended](Saved::end).
+    pub fn resume(
+        config: &SessionConfig,
+        saved: &Saved,
+        channel: ChannelMemory,
+        wakeup: Wakeup,
+        on_lost: Box<dyn FnOnce(&str) + Send>,
+    ) -> io::Result<Session> {
+        match &saved.0 {
+            Kind::Local(saved) => resume(config, saved, channel, wakeup, on_lost),
+            Kind::Remote(_) => {
+                let what = "a session over tcp cannot go on in another process";
+                Err(io::Error::new(io::ErrorKind::Unsupported, what))
+            }
+        }
+    }
+
+    /// Waits until it is known what regions a resumed session has. They are registered from then on, also where the predecessor had not told the client so yet. False: the session is over, and
+    /// it was never known; nothing has its regions any more.
+    pub fn wait_for_regions(&self) -> bool {
+        self.inherit(true)
+    }
+
+    /// The regions that the session had before it was resumed: once, when they are known.
+    pub fn take_inherited(&self) -> Vec<InheritedRegion> {
+        let mut inherited = self.inherited.lock().unwrap_or_else(PoisonError::into_inner);
+        match &mut *inherited {
+            Inherited::Known(regions) => std::mem::take(regions),
+            Inherited::Taken | Inherited::Awaited(_) => Vec::new(),
+        }
+    }
+
+    fn inherit(&self, wait: bool) -> bool {
+        let mut inherited = match wait {
+            true => self.inherited.lock().unwrap_or_else(PoisonError::into_inner),
+            // Somebody else is waiting.
+            false => match self.inherited.try_lock() {
+                Ok(inherited) => inherited,
+                Err(_) => return false,
+            },
+        };
+        let Inherited::Awaited(worker) = &*inherited else { return true };
+        let regions = if wait { worker.recv().ok() } else { worker.try_recv().ok() };
+        let Some(regions) = regions else { return false };
+        self.regions().extend(regions.iter().map(|region| (region.region, region.size)));
+        *inherited = Inherited::Known(regions);
+        true
+    }
+
+    /// Whether a region of that id is registered.
+    pub fn has_region(&self, id: u32) -> bool {
+        self.regions().contains_key(&id)
     }
 
     /// Passes a guest's doorbell on, if the channel has records that nobody has taken yet; in any case the guest sees that it was heard. Never blocks.
@@ -485,6 +700,7 @@ impl Session {
     /// Registers a region of the client's memory. Blocks until records may name it. See [`Transport::register_region`].
     pub fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
         self.ended()?;
+        self.wait_for_regions();
         let size = region.size;
         {
             let mut regions = self.regions();
@@ -510,8 +726,9 @@ impl Session {
 
     /// Forgets a region. Blocks until nothing touches it any more. See [`Transport::unregister_region`].
     pub fn unregister_region(&self, id: u32) -> Result<(), RegionError> {
-        if !self.regions().contains_key(&id) {
-            return Err(RegionError::Unknown(id));
+        let known = self.wait_for_regions();
+        if !self.has_region(id) {
+            return if known { Err(RegionError::Unknown(id)) } else { Ok(()) };
         }
         self.transport.unregister_region(id)?;
         self.regions().remove(&id);
@@ -539,6 +756,11 @@ impl Session {
     /// What it has done so far.
     pub fn counters(&self) -> &Counters {
         &self.session.counters
+    }
+
+    /// Whether its connection stands, and how long the way to the server is.
+    pub fn link(&self) -> LinkState {
+        self.session.link.state()
     }
 
     /// The transport's name, for display.
@@ -573,6 +795,7 @@ impl Session {
 
     /// Regions registered now, and bytes in them.
     pub fn registered(&self) -> (usize, u64) {
+        self.inherit(false);
         let regions = self.regions();
         (regions.len(), regions.values().sum())
     }

@@ -12,6 +12,7 @@ use protocol::trace::Recorder;
 use protocol::version::{OURS, Version};
 
 use super::Counters;
+use super::link::Link;
 use crate::memory::{ChannelView, Memories, MemoryError};
 
 /// A channel's memory, checked and mapped, with what is needed to pass it on.
@@ -33,6 +34,12 @@ pub struct ChannelMemory {
     pub program: String,
     /// What kind of session the client asks for: bits of [`wish`](protocol::link::wish).
     pub wishes: u32,
+    /// Most seconds for which the session may be interrupted; 0: as long as the server keeps it.
+    pub lost_after: u32,
+    /// The place of the server that the client asks for among those that it is offered.
+    pub server: u32,
+    /// The name of the server that it asks for instead; empty: none.
+    pub asked_server: String,
     /// The doorbell of the session to come.
     pub doorbell: Arc<EventFd>,
 }
@@ -42,12 +49,15 @@ impl ChannelMemory {
     pub fn new(memories: Memories, extents: Vec<Extent>, size: u64) -> Result<ChannelMemory, MemoryError> {
         let view = memories.view(&extents, size)?;
         let fields = view.fields();
-        // The name goes into logs: nothing in it may steer a terminal.
-        let program: String =
-            untext(&fields.program).chars().map(|c| if c.is_control() { '?' } else { c }).collect();
+        // The names go into logs: nothing in them may steer a terminal.
+        let plain =
+            |name: String| -> String { name.chars().map(|c| if c.is_control() { '?' } else { c }).collect() };
+        let program = plain(untext(&fields.program));
+        let (server, asked_server) = (fields.server, plain(view.header().asked_server()));
         let doorbell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(|e| MemoryError::Doorbell { source: e.into() })?;
         let (version, pid, wishes) = (OURS.at_most(fields.version).version(), fields.pid, fields.wishes);
+        let lost_after = fields.lost_after;
         Ok(ChannelMemory {
             memories,
             extents,
@@ -57,6 +67,9 @@ impl ChannelMemory {
             pid,
             program,
             wishes,
+            lost_after,
+            server,
+            asked_server,
             doorbell: Arc::new(doorbell),
         })
     }
@@ -64,6 +77,11 @@ impl ChannelMemory {
     /// Whether the client can be told that its session waits in a queue.
     pub fn may_wait(&self) -> bool {
         self.wishes & wish::MAY_WAIT != 0
+    }
+
+    /// Tells the client how many servers it is offered.
+    pub fn tell_servers(&self, servers: u32) {
+        self.view.header().set_servers(servers);
     }
 
     /// Tells the client that its session waits in the queue of the server of that name, and how many come first.
@@ -115,6 +133,8 @@ pub struct SessionState {
     pub trace: Recorder,
     /// The server's address, for messages.
     pub server: String,
+    /// The connection that carries it.
+    pub(super) link: Link,
     wakeup: Wakeup,
     ended: OnceLock<String>,
     on_lost: Mutex<Option<OnLost>>,
@@ -142,7 +162,17 @@ impl SessionState {
         if crate::trace::folder().is_some() {
             trace.start();
         }
-        SessionState { channel, doorbell, counters, trace, server, wakeup, ended, on_lost }
+        SessionState {
+            channel,
+            doorbell,
+            counters,
+            trace,
+            server,
+            link: Link::default(),
+            wakeup,
+            ended,
+            on_lost,
+        }
     }
 
     /// Rings the doorbell, on a guest's behalf. (A process rings by itself.)

@@ -8,7 +8,8 @@
 //! stream to go on: everything behind it would wait as well, perhaps even what the stream waits for. So the bridge sends what there is room for:
 //! - what was **granted**: a landing says how far it has room ([`Incoming::land`]), and as room comes free, how far then ([`Grants`]);
 //! - a little of each piece **eagerly**, so that short data need not wait for a grant. Where a command's turn has not come, or where its landing has no room yet, eager
-//!   bytes are set aside in memory; the session's eager bytes are bounded ([`EAGER`]), and exceeding the bound is a protocol violation.
+//!   bytes are set aside in memory; the session's eager bytes are bounded, and exceeding the bound is a protocol violation. Over a long distance a bridge sends most of its
+//!   data so: grants come a round trip late there.
 //!
 //! A bridge that sends more than it may, without saying that it is eager, waits: in its connection.
 
@@ -19,11 +20,15 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use protocol::link::{DataGrant, DataHeader, EAGER, EAGER_FLAG, EAGER_PIECE, MAX_DATA};
+use protocol::link::{
+    DATA_FLAGS, DataGrant, DataHeader, EAGER, EAGER_FLAG, EAGER_PIECE, HASH_FLAG, KEEP_FLAG, KNOWN_FLAG,
+    MAX_DATA,
+};
 use protocol::polling;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::Lost;
+use super::cache::{Blocks, Hash};
 use crate::shared::SharedBytes;
 use crate::stream::Stream;
 
@@ -53,7 +58,7 @@ pub trait Landing: Send + Sync {
 }
 
 /// The bridge, as told from here.
-pub(super) trait Bridge: Send + Sync {
+pub(crate) trait Bridge: Send + Sync {
     /// It may send so much.
     fn grant(&self, grant: DataGrant);
     /// So many eager bytes have found their place.
@@ -276,7 +281,7 @@ impl Landing for Queue {
 }
 
 /// What all data connections of a session share: which command expects what.
-pub(super) struct Inbox {
+pub(crate) struct Inbox {
     state: Mutex<InboxState>,
     changed: Condvar,
     /// Commands up to this have been executed: what they did not ask for, nobody will.
@@ -287,13 +292,22 @@ pub(super) struct Inbox {
     bridge: OnceLock<Weak<dyn Bridge>>,
     /// Raised whenever a thread that waits for a command or for room may look again.
     changes: AtomicU64,
+    /// Most eager bytes that may await their place.
+    limit: u64,
     pub(super) bytes: AtomicU64,
     /// Bytes that were set aside and then copied to where they belong.
     pub(super) copied: AtomicU64,
+    /// What the bridge need not send, in a session with a cache.
+    blocks: OnceLock<Arc<Blocks>>,
 }
 
-/// Eager bytes that were set aside, with their offset.
-type Aside = (u64, Box<[u8]>);
+/// Eager bytes that were set aside.
+struct Aside {
+    offset: u64,
+    bytes: Box<[u8]>,
+    /// They are to be gathered once they are placed.
+    keep: bool,
+}
 
 #[derive(Default)]
 struct InboxState {
@@ -337,8 +351,10 @@ enum Place {
 }
 
 impl Inbox {
-    pub(super) fn new() -> Arc<Inbox> {
+    /// For up to `eager` eager bytes, and [`EAGER`] in any case.
+    pub(crate) fn new(eager: u64) -> Arc<Inbox> {
         Arc::new(Inbox {
+            limit: eager.max(EAGER),
             state: Mutex::default(),
             changed: Condvar::new(),
             executed: AtomicU64::new(0),
@@ -347,11 +363,25 @@ impl Inbox {
             changes: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             copied: AtomicU64::new(0),
+            blocks: OnceLock::new(),
         })
     }
 
+    /// The session has a cache. To be called once, before anything comes.
+    pub(crate) fn knows(&self, blocks: Arc<Blocks>) {
+        // A second one would be the same.
+        let _ = self.blocks.set(blocks);
+    }
+
+    /// Whether data of a piece may still come for a command.
+    fn may_come(&self, key: (u64, u32)) -> bool {
+        let state = self.lock();
+        state.expected.contains_key(&key)
+            || key.0 > self.executed.load(Ordering::SeqCst) && !state.unwanted.contains(&key)
+    }
+
     /// Whom to tell. To be called once, before anything comes.
-    pub(super) fn tell(&self, bridge: Weak<dyn Bridge>) {
+    pub(crate) fn tell(&self, bridge: Weak<dyn Bridge>) {
         // A second one would be the same.
         let _ = self.bridge.set(bridge);
     }
@@ -370,7 +400,7 @@ impl Inbox {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    pub(super) fn incoming(self: &Arc<Inbox>, seq: u64, piece: u32, len: u64) -> Incoming {
+    pub(crate) fn incoming(self: &Arc<Inbox>, seq: u64, piece: u32, len: u64) -> Incoming {
         Incoming { hub: Arc::clone(self), key: (seq, piece), len, late: false, used: len == 0 }
     }
 
@@ -394,10 +424,10 @@ impl Inbox {
         }
         let aside = state.early.remove(&key).unwrap_or_default();
         self.waiting.fetch_sub(usize::from(!aside.is_empty()), Ordering::SeqCst);
-        let announced = aside.iter().map(|(_, bytes)| bytes.len() as u64).sum();
-        let wild = aside
-            .iter()
-            .any(|(offset, bytes)| offset.checked_add(bytes.len() as u64).is_none_or(|end| end > len));
+        let announced = aside.iter().map(|aside| aside.bytes.len() as u64).sum();
+        let wild = aside.iter().any(|Aside { offset, bytes, .. }| {
+            offset.checked_add(bytes.len() as u64).is_none_or(|end| end > len)
+        });
         let tell = state.asked.remove(&key) || late || len > EAGER_PIECE;
         let granted = window.min(len);
         state.expected.insert(key, Expected { landing, len, announced, landed: 0, granted, tell, aside });
@@ -434,7 +464,7 @@ impl Inbox {
 
     /// The bridge has data of this piece that it may not send before it is granted. It says so before it sends the command, because the server may read nothing further while it executes that
     /// until the data is there. The error is what the bridge has done wrong.
-    pub(super) fn ask(&self, key: (u64, u32)) -> Result<(), String> {
+    pub(crate) fn ask(&self, key: (u64, u32)) -> Result<(), String> {
         let mut state = self.lock();
         if state.expected.contains_key(&key) || key.0 <= self.executed.load(Ordering::SeqCst) {
             return Err(format!("it asks for data of command {} behind it", key.0));
@@ -453,24 +483,76 @@ impl Inbox {
 
     /// Granted bytes of a piece, which this thread brings by a copy. The error is what the bridge has done wrong.
     pub(super) fn bring(&self, header: &DataHeader, bytes: SharedBytes<'_>) -> Result<(), String> {
+        let brought = self.bring_by(header, |at, n, room| {
+            // SAFETY: the landing has just given this thread `n` writable bytes of its own.
+            unsafe { bytes.part(at, n).copy_to(room) };
+        })?;
+        self.bytes.fetch_add(brought, Ordering::Relaxed);
+        self.copied.fetch_add(brought, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Granted bytes of a piece, which `copy` copies as [`copy_in`] has it. Gives how many were wanted. The error is what the bridge has done wrong.
+    fn bring_by(&self, header: &DataHeader, copy: impl Fn(usize, usize, NonNull<u8>)) -> Result<u64, String> {
         let key = (header.seq, header.piece);
         let mut state = self.lock();
         // Nobody wants it any more.
-        let Some(expected) = state.expected.get_mut(&key) else { return Ok(()) };
+        let Some(expected) = state.expected.get_mut(&key) else { return Ok(0) };
         expected.announce(header).map_err(|e| e.to_string())?;
         if header.offset + u64::from(header.len) > expected.granted {
             return Err(format!("data of command {} beyond what was granted", header.seq));
         }
         let landing = Arc::clone(&expected.landing);
         drop(state);
-        self.bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        copy_in(&*landing, header.offset, bytes.len(), |at, n, room| {
-            // SAFETY: the landing has just given this thread `n` writable bytes of its own.
-            unsafe { bytes.part(at, n).copy_to(room) };
-        });
+        copy_in(&*landing, header.offset, header.len as usize, copy);
+        self.landed(key, header.len.into());
+        Ok(header.len.into())
+    }
+
+    /// The bridge refers to bytes that it was told are known here.
+    fn bring_known(&self, header: &DataHeader, eager: bool) -> io::Result<()> {
+        let wrong = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
+        let key = (header.seq, header.piece);
+        let blocks =
+            self.blocks.get().ok_or_else(|| wrong("it refers to a cache that there is not".into()))?;
+        let Some(bytes) = blocks.take(header) else {
+            if self.may_come(key) {
+                return Err(wrong(format!("it sends a block of command {} that is not known here", key.0)));
+            }
+            // Nobody wants it, and so what was found for it may be gone.
+            if eager {
+                self.lock().eager += u64::from(header.len);
+                self.eager_placed(header.len.into());
+            }
+            return Ok(());
+        };
+        blocks.passed(header);
         self.copied.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        self.landed(key, bytes.len() as u64);
-        Ok(())
+        if eager {
+            let noted = self.announce(header, true)?;
+            return self.set_aside(key, noted, Aside { offset: header.offset, bytes, keep: false });
+        }
+        let brought = self.bring_by(header, |at, n, room| {
+            // SAFETY: the landing has just given this thread `n` writable bytes of its own; `at + n` is at most the chunk's length.
+            unsafe { std::ptr::copy_nonoverlapping(bytes[at..at + n].as_ptr(), room.as_ptr(), n) };
+        });
+        brought.map(drop).map_err(wrong)
+    }
+
+    /// The bridge asks whether a block is known here.
+    fn ask_known(&self, header: &DataHeader, hash: Hash) -> io::Result<()> {
+        match self.blocks.get() {
+            Some(blocks) => blocks.ask(header, hash, &|key| self.may_come(key)),
+            None => Err(io::Error::new(io::ErrorKind::InvalidData, "it asks a cache that there is not")),
+        }
+    }
+
+    /// Bytes of a piece are where they belong; the server may keep them.
+    fn gather(&self, key: (u64, u32), offset: u64, bytes: &[u8]) {
+        let len = self.lock().expected.get(&key).map(|expected| expected.len);
+        if let (Some(blocks), Some(len)) = (self.blocks.get(), len) {
+            blocks.gather(key, len, offset, bytes);
+        }
     }
 
     /// A command that is being executed does not want this piece.
@@ -485,12 +567,12 @@ impl Inbox {
         self.changed.notify_all();
         if let Some(early) = early {
             self.waiting.fetch_sub(1, Ordering::SeqCst);
-            self.eager_placed(early.iter().map(|(_, bytes)| bytes.len() as u64).sum());
+            self.eager_placed(early.iter().map(|aside| aside.bytes.len() as u64).sum());
         }
         self.tell_grant(key, u64::MAX);
     }
 
-    pub(super) fn executed(&self, seq: u64) {
+    pub(crate) fn executed(&self, seq: u64) {
         self.executed.store(seq, Ordering::SeqCst);
         if self.waiting.load(Ordering::SeqCst) > 0 {
             // Under the lock, so that nobody is between a look and a wait.
@@ -500,7 +582,7 @@ impl Inbox {
             state.early.retain(|key, chunks| {
                 let keep = key.0 > seq;
                 if !keep {
-                    gone += chunks.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
+                    gone += chunks.iter().map(|aside| aside.bytes.len() as u64).sum::<u64>();
                 }
                 keep
             });
@@ -519,6 +601,7 @@ impl Inbox {
         state.over = true;
         let expected = std::mem::take(&mut state.expected);
         drop(state);
+        self.blocks.get().inspect(|blocks| blocks.close());
         self.changed.notify_all();
         expected.into_values().for_each(|e| e.landing.lost());
     }
@@ -543,8 +626,8 @@ impl Inbox {
         let mut state = self.lock();
         if eager {
             state.eager += u64::from(header.len);
-            if state.eager > EAGER {
-                let text = format!("{} eager bytes where {EAGER} are allowed", state.eager);
+            if state.eager > self.limit {
+                let text = format!("{} eager bytes where {} are allowed", state.eager, self.limit);
                 return Err(io::Error::new(io::ErrorKind::InvalidData, text));
             }
         }
@@ -554,7 +637,8 @@ impl Inbox {
         }
     }
 
-    /// What is to be done with `left` bytes from `offset` of a chunk. `noted`: whether the chunk was announced to its command.
+    /// What is to be done with `left` bytes from `offset` of a chunk. `noted`: whether the chunk was announced to its command. Waits until that is known, if `wait`; otherwise `None` says that it
+    /// is not.
     fn place(
         &self,
         header: &DataHeader,
@@ -562,12 +646,17 @@ impl Inbox {
         noted: &mut bool,
         offset: u64,
         left: usize,
-    ) -> io::Result<Place> {
+        wait: bool,
+    ) -> io::Result<Option<Place>> {
         let key = (header.seq, header.piece);
         let begun = Instant::now();
-        let deadline = eager.then(|| begun + BRIEFLY);
         let mut seen = self.changes.load(Ordering::Acquire);
         let mut state = self.lock();
+        // Where others of the piece are aside already, its room does not come soon.
+        let stands = state.early.contains_key(&key)
+            || state.expected.get(&key).is_some_and(|expected| !expected.aside.is_empty());
+        let wait_for_room = wait && !stands;
+        let deadline = eager.then(|| if wait_for_room { begun + BRIEFLY } else { begun });
         loop {
             if state.over {
                 return Err(io::ErrorKind::ConnectionAborted.into());
@@ -578,10 +667,10 @@ impl Inbox {
                 }
                 if expected.granted > offset {
                     let n = (expected.granted - offset).min(left as u64) as usize;
-                    return Ok(Place::Room(Arc::clone(&expected.landing), n));
+                    return Ok(Some(Place::Room(Arc::clone(&expected.landing), n)));
                 }
             }
-            if begun.elapsed() < linger() {
+            if wait && !(eager && stands) && begun.elapsed() < linger() {
                 drop(state);
                 while self.changes.load(Ordering::Acquire) == seen && begun.elapsed() < linger() {
                     std::hint::spin_loop();
@@ -596,12 +685,16 @@ impl Inbox {
                 && (header.seq <= self.executed.load(Ordering::SeqCst) || state.unwanted.contains(&key))
             {
                 self.waiting.fetch_sub(1, Ordering::SeqCst);
-                return Ok(Place::Nowhere);
+                return Ok(Some(Place::Nowhere));
             }
             let patience = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             if patience.is_some_and(|patience| patience.is_zero()) {
                 self.waiting.fetch_sub(1, Ordering::SeqCst);
-                return Ok(Place::Aside);
+                return Ok(Some(Place::Aside));
+            }
+            if !wait {
+                self.waiting.fetch_sub(1, Ordering::SeqCst);
+                return Ok(None);
             }
             state = match patience {
                 Some(patience) => {
@@ -614,14 +707,15 @@ impl Inbox {
     }
 
     /// Keeps eager bytes until there is room for them.
-    fn set_aside(&self, key: (u64, u32), noted: bool, offset: u64, bytes: Box<[u8]>) -> io::Result<()> {
+    fn set_aside(&self, key: (u64, u32), noted: bool, aside: Aside) -> io::Result<()> {
         let mut state = self.lock();
-        let len = bytes.len() as u64;
+        let len = aside.bytes.len() as u64;
         if let Some(expected) = state.expected.get_mut(&key) {
             if !noted {
-                expected.announce(&DataHeader { seq: key.0, offset, piece: key.1, len: len as u32 })?;
+                let (seq, piece) = key;
+                expected.announce(&DataHeader { seq, offset: aside.offset, piece, len: len as u32 })?;
             }
-            expected.aside.push((offset, bytes));
+            expected.aside.push(aside);
             drop(state);
             self.place_aside(key);
             return Ok(());
@@ -637,7 +731,7 @@ impl Inbox {
         let early = state.early.entry(key).or_default();
         // One count for each piece.
         self.waiting.fetch_sub(usize::from(!early.is_empty()), Ordering::SeqCst);
-        early.push((offset, bytes));
+        early.push(aside);
         Ok(())
     }
 
@@ -647,11 +741,11 @@ impl Inbox {
             let mut state = self.lock();
             let Some(expected) = state.expected.get_mut(&key) else { return };
             let granted = expected.granted;
-            let Some(at) = expected.aside.iter().position(|(offset, _)| *offset < granted) else { return };
-            let (offset, bytes) = expected.aside.swap_remove(at);
+            let Some(at) = expected.aside.iter().position(|aside| aside.offset < granted) else { return };
+            let Aside { offset, bytes, keep } = expected.aside.swap_remove(at);
             let now = ((granted - offset) as usize).min(bytes.len());
             if now < bytes.len() {
-                expected.aside.push((offset + now as u64, bytes[now..].into()));
+                expected.aside.push(Aside { offset: offset + now as u64, bytes: bytes[now..].into(), keep });
             }
             let landing = Arc::clone(&expected.landing);
             drop(state);
@@ -660,6 +754,9 @@ impl Inbox {
                 unsafe { std::ptr::copy_nonoverlapping(bytes[at..at + n].as_ptr(), room.as_ptr(), n) };
             });
             self.copied.fetch_add(now as u64, Ordering::Relaxed);
+            if keep {
+                self.gather(key, offset, &bytes[..now]);
+            }
             self.landed(key, now as u64);
             self.eager_placed(now as u64);
         }
@@ -675,62 +772,204 @@ impl Inbox {
         }
     }
 
-    /// Serves one data connection until it or the session ends. `Ok`: the peer closed it between two chunks.
-    pub(super) fn read_connection(&self, stream: &Stream) -> io::Result<()> {
-        let mut waste = Vec::new();
+    /// Serves the stream of a data connection until it or the session ends. `acknowledged` is called when the bridge says how much of the other stream it has.
+    pub(super) fn read_connection(
+        &self,
+        source: &impl DataSource,
+        mut acknowledged: impl FnMut(u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut reader = ChunkReader::default();
         loop {
-            let mut header = DataHeader::new_zeroed();
-            look_for_some(stream);
-            match receive_whole(stream, header.as_mut_bytes())? {
-                0 => return Ok(()),
-                n if n < size_of::<DataHeader>() => return Err(io::ErrorKind::UnexpectedEof.into()),
-                _ => {}
-            }
-            let eager = header.len & EAGER_FLAG != 0;
-            header.len &= !EAGER_FLAG;
-            if header.len == 0 || header.len > MAX_DATA {
-                let text = format!("a chunk of {} bytes for command {}", header.len, header.seq);
-                return Err(io::Error::new(io::ErrorKind::InvalidData, text));
-            }
-            self.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
-            let key = (header.seq, header.piece);
-            let mut noted = self.announce(&header, eager)?;
-            let (mut offset, mut left) = (header.offset, header.len as usize);
-            while left > 0 {
-                let n = match self.place(&header, eager, &mut noted, offset, left)? {
-                    Place::Room(landing, n) => match landing.room(offset, n) {
-                        Some((at, room)) => {
-                            let n = room.min(n);
-                            // SAFETY: the landing gives `room` writable bytes to this thread alone until `landed`.
-                            let target = unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), n) };
-                            receive_all(stream, target)?;
-                            landing.landed(offset, n);
-                            n
-                        }
-                        None => throw_away(stream, &mut waste, n)?,
-                    },
-                    Place::Nowhere => {
-                        let n = throw_away(stream, &mut waste, left)?;
-                        if eager {
-                            self.eager_placed(n as u64);
-                        }
-                        break;
-                    }
-                    Place::Aside => {
-                        let mut bytes = vec![0; left].into_boxed_slice();
-                        receive_all(stream, &mut bytes)?;
-                        self.set_aside(key, noted, offset, bytes)?;
-                        break;
-                    }
-                };
-                self.landed(key, n as u64);
-                if eager {
-                    self.eager_placed(n as u64);
-                }
-                offset += n as u64;
-                left -= n;
+            let starts = reader.is_between_chunks();
+            let Some((at, len)) = reader.room(self, true)? else { continue };
+            // SAFETY: `room` gives `len` writable bytes to this thread alone until `filled`.
+            let room = unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), len) };
+            match source.receive(room, starts)? {
+                0 if starts => return Ok(()),
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                n => reader.filled(self, n)?.map_or(Ok(()), &mut acknowledged)?,
             }
         }
+    }
+}
+
+/// Where the bytes of a data connection's stream come from.
+pub(super) trait DataSource {
+    /// Receives until `buffer` is full; fewer bytes where the connection broke, none when there will be no more. `starts`: the bytes begin a chunk, which may come much later than the one before.
+    fn receive(&self, buffer: &mut [u8], starts: bool) -> io::Result<usize>;
+}
+
+const HEADER: usize = size_of::<DataHeader>();
+/// A header with the hash behind it.
+const WITH_HASH: usize = HEADER + size_of::<Hash>();
+
+/// The stream of a data connection, taken apart into chunks that go where they belong. Bytes may come in any pieces.
+pub(crate) struct ChunkReader {
+    /// Room for a header, and for the hash behind it if there is one.
+    header: [u8; WITH_HASH],
+    got: usize,
+    /// Bytes of it that are to come.
+    whole: usize,
+    chunk: Option<Receiving>,
+}
+
+impl Default for ChunkReader {
+    fn default() -> ChunkReader {
+        ChunkReader { header: [0; WITH_HASH], got: 0, whole: HEADER, chunk: None }
+    }
+}
+
+/// A chunk whose header has come.
+struct Receiving {
+    header: DataHeader,
+    eager: bool,
+    /// Its bytes are to be gathered.
+    keep: bool,
+    /// It was announced to its command.
+    noted: bool,
+    offset: u64,
+    left: usize,
+    /// Where its next bytes go, once that is known, and how many of them have come.
+    target: Option<Target>,
+    filled: usize,
+}
+
+enum Target {
+    Room(Arc<dyn Landing>, NonNull<u8>, usize),
+    Aside(Box<[u8]>),
+    /// The command has taken note of them and has no room.
+    Unwanted(Vec<u8>),
+    /// There is no such command.
+    Nowhere(Vec<u8>),
+}
+
+// SAFETY: a landing's room belongs to whoever asked for it, on any thread, until it is told that the bytes have landed.
+unsafe impl Send for Target {}
+
+impl Target {
+    fn bytes(&mut self) -> (NonNull<u8>, usize) {
+        match self {
+            Target::Room(_, at, len) => (*at, *len),
+            Target::Aside(bytes) => (NonNull::from(&mut **bytes).cast(), bytes.len()),
+            Target::Unwanted(bytes) | Target::Nowhere(bytes) => {
+                (NonNull::from(&mut **bytes).cast(), bytes.len())
+            }
+        }
+    }
+}
+
+impl ChunkReader {
+    /// Whether the next byte begins a chunk.
+    pub(crate) fn is_between_chunks(&self) -> bool {
+        self.chunk.is_none() && self.got == 0
+    }
+
+    /// Where the next bytes go: at least one. Waits until that is known, if `wait`; otherwise `None` says that it is not. The place is the caller's until it calls [`filled`](Self::filled).
+    pub(crate) fn room(&mut self, inbox: &Inbox, wait: bool) -> io::Result<Option<(NonNull<u8>, usize)>> {
+        let Some(chunk) = &mut self.chunk else {
+            let rest = &mut self.header[self.got..self.whole];
+            return Ok(Some((NonNull::from(&mut *rest).cast(), rest.len())));
+        };
+        if chunk.target.is_none() {
+            let Some(place) =
+                inbox.place(&chunk.header, chunk.eager, &mut chunk.noted, chunk.offset, chunk.left, wait)?
+            else {
+                return Ok(None);
+            };
+            chunk.target = Some(match place {
+                Place::Room(landing, n) => match landing.room(chunk.offset, n) {
+                    Some((at, room)) => Target::Room(landing, at, room.min(n)),
+                    None => Target::Unwanted(vec![0; n]),
+                },
+                Place::Nowhere => Target::Nowhere(vec![0; chunk.left]),
+                Place::Aside => Target::Aside(vec![0; chunk.left].into_boxed_slice()),
+            });
+        }
+        Ok(chunk.target.as_mut().map(|target| {
+            let (at, len) = target.bytes();
+            // SAFETY: fewer bytes have come than the target has.
+            (unsafe { at.add(chunk.filled) }, len - chunk.filled)
+        }))
+    }
+
+    /// `n` bytes have come to where [`room`](Self::room) said. Gives what the bridge acknowledges, if these bytes say so.
+    pub(crate) fn filled(&mut self, inbox: &Inbox, n: usize) -> io::Result<Option<u64>> {
+        let Some(chunk) = &mut self.chunk else {
+            self.got += n;
+            return if self.got == self.whole { self.begin(inbox) } else { Ok(None) };
+        };
+        chunk.filled += n;
+        let whole = chunk.target.as_mut().map_or(0, |target| target.bytes().1);
+        if chunk.filled < whole {
+            return Ok(None);
+        }
+        let key = (chunk.header.seq, chunk.header.piece);
+        match chunk.target.take() {
+            Some(Target::Room(landing, at, _)) => {
+                if chunk.keep {
+                    // SAFETY: `whole` bytes of the room were filled, and it is this thread's until they have landed.
+                    inbox
+                        .gather(key, chunk.offset, unsafe { std::slice::from_raw_parts(at.as_ptr(), whole) });
+                }
+                landing.landed(chunk.offset, whole);
+                inbox.landed(key, whole as u64);
+            }
+            Some(Target::Unwanted(_)) => inbox.landed(key, whole as u64),
+            Some(Target::Aside(bytes)) => {
+                let (noted, offset, keep) = (chunk.noted, chunk.offset, chunk.keep);
+                self.chunk = None;
+                return inbox.set_aside(key, noted, Aside { offset, bytes, keep }).map(|()| None);
+            }
+            Some(Target::Nowhere(_)) | None => {}
+        }
+        if chunk.eager {
+            inbox.eager_placed(whole as u64);
+        }
+        chunk.offset += whole as u64;
+        chunk.left -= whole;
+        chunk.filled = 0;
+        if chunk.left == 0 {
+            self.chunk = None;
+        }
+        Ok(None)
+    }
+
+    /// A whole header has come, or a hash behind it.
+    fn begin(&mut self, inbox: &Inbox) -> io::Result<Option<u64>> {
+        let mut header = DataHeader::new_zeroed();
+        header.as_mut_bytes().copy_from_slice(&self.header[..HEADER]);
+        if header.len == 0 && header.seq == 0 {
+            self.got = 0;
+            return Ok(Some(header.offset));
+        }
+        let has = |flag| header.len & flag != 0;
+        let (eager, hash, known, keep) = (has(EAGER_FLAG), has(HASH_FLAG), has(KNOWN_FLAG), has(KEEP_FLAG));
+        header.len &= !DATA_FLAGS;
+        if header.len == 0 || header.len > MAX_DATA || hash && (eager || known || keep) || known && keep {
+            let text = format!("a chunk of {} bytes for command {}", header.len, header.seq);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
+        if hash && self.whole == HEADER {
+            self.whole = WITH_HASH;
+            return Ok(None);
+        }
+        (self.got, self.whole) = (0, HEADER);
+        if hash {
+            let mut hash = Hash::default();
+            hash.copy_from_slice(&self.header[HEADER..]);
+            return inbox.ask_known(&header, hash).map(|()| None);
+        }
+        if known {
+            return inbox.bring_known(&header, eager).map(|()| None);
+        }
+        inbox.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
+        if let Some(blocks) = inbox.blocks.get() {
+            blocks.passed(&header);
+        }
+        let noted = inbox.announce(&header, eager)?;
+        let (offset, left) = (header.offset, header.len as usize);
+        self.chunk = Some(Receiving { header, eager, keep, noted, offset, left, target: None, filled: 0 });
+        Ok(None)
     }
 }
 
@@ -750,40 +989,18 @@ impl Expected {
     }
 }
 
-/// Looks for the next bytes of a connection for a while.
-fn look_for_some(stream: &Stream) {
+/// Looks for the next bytes of a connection for a while. False: none have come.
+pub(super) fn look_for_some(stream: &Stream) -> bool {
     let begun = Instant::now();
-    while begun.elapsed() < linger() && !stream.is_readable() {
+    loop {
+        if stream.is_readable() {
+            return true;
+        }
+        if begun.elapsed() >= linger() {
+            return false;
+        }
         std::hint::spin_loop();
     }
-}
-
-/// Receives `n` bytes for nobody.
-fn throw_away(stream: &Stream, waste: &mut Vec<u8>, n: usize) -> io::Result<usize> {
-    waste.resize(n, 0);
-    receive_all(stream, waste)?;
-    Ok(n)
-}
-
-/// Receives until `buffer` is full or the peer has closed; gives the bytes. One system call, and not one for each time that some have come.
-fn receive_whole(stream: &Stream, buffer: &mut [u8]) -> io::Result<usize> {
-    let mut got = 0;
-    while got < buffer.len() {
-        #[cfg(test)]
-        tests::CALLS.with(|calls| calls.set(calls.get() + 1));
-        match stream.read_whole(&mut buffer[got..]) {
-            Ok(0) => break,
-            Ok(n) => got += n,
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(got)
-}
-
-fn receive_all(stream: &Stream, buffer: &mut [u8]) -> io::Result<()> {
-    let got = receive_whole(stream, buffer)?;
-    if got == buffer.len() { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
 /// Has `len` bytes copied to where a landing has room for all of them. `copy(at, n, room)` copies `n` bytes from `at` on to `room`, which is this thread's alone until it returns.
@@ -799,4 +1016,4 @@ fn copy_in(landing: &dyn Landing, offset: u64, len: usize, copy: impl Fn(usize, 
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

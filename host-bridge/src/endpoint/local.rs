@@ -1,14 +1,15 @@
 //! The worker's end of a `local` session: the client's memory is mapped, the ring is read in place.
 //!
-//! One control thread serves the bridge's socket (regions come and go; its end is the session's end). The dispatcher reads the ring, and sleeps on the
-//! doorbell. The thread that writes a reply wakes the client's: by futex for a process on this host, by the wake eventfd for a guest.
+//! One control thread serves the bridge's socket (regions come and go; its end is the session's end, unless another process may take the bridge's place:
+//! `succession`). The dispatcher reads the ring, and sleeps on the doorbell. The thread that writes a reply wakes the client's: by futex for a process on this
+//! host, by the wake eventfd for a guest.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use nix::sys::socket::{Shutdown, shutdown};
@@ -18,14 +19,15 @@ use protocol::data::HostRange;
 use protocol::device::{Answer, Extent};
 use protocol::handle::{ContextId, StreamId};
 use protocol::link::{
-    ATTACH_FUTEX, Ack, Attach, Memory, ProgressUpdate, REGION_OWN_MEMORY, REGION_READ_ONLY, RegionAdd, frame,
-    progress,
+    ATTACH_FUTEX, ATTACH_SUCCESSION, Ack, Attach, Memory, ProgressUpdate, REGION_OWN_MEMORY,
+    REGION_READ_ONLY, RegionAdd, frame, progress,
 };
 use protocol::trace::{RECORDER, Stage};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::dispatcher_poll::{DispatcherPoll, Replies};
-use super::region::{Mapped, Regions, Released};
+use super::region::{Leaving, Mapped, Regions, Released};
+use super::succession::{Next, Succession};
 use super::wake::{self, StopEvent, Watch};
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
 use crate::framing::{recv_frame, send_frame, split_struct, with_causes};
@@ -54,7 +56,10 @@ pub struct LocalClient {
     waker: Arc<Waker>,
     released: Arc<Released>,
     regions: Regions,
-    socket: UnixStream,
+    /// The connection with the bridge: another one when another process has taken its place.
+    socket: Mutex<Arc<UnixStream>>,
+    /// Where such a process comes from. `None`: the session ends with the bridge.
+    succession: Option<Succession>,
     /// Frames leave whole.
     sending: Mutex<()>,
     /// How the session ended: with nothing, or lost.
@@ -104,7 +109,7 @@ impl LocalCommands {
         if kind != Some(frame::ATTACH) {
             return Err(Lost::new(format!("frame of kind {kind:?} where ATTACH was expected")));
         }
-        let attached = match attach(&body, fds) {
+        let Attached { view, memories, doorbell, waker, succession } = match attach(&body, fds) {
             Ok(attached) => attached,
             Err((answer, lost)) => {
                 // The bridge may be gone already.
@@ -114,8 +119,6 @@ impl LocalCommands {
         };
         let failed = |e: io::Error| Lost::new(format!("preparing a session: {e}"));
         let stop = StopEvent::new().map_err(failed)?;
-        let control = socket.try_clone().map_err(failed)?;
-        let (view, memories, doorbell, waker) = attached;
         let watch = Watch::new(doorbell, &stop).map_err(failed)?;
         let waker = Arc::new(waker);
         let (channel, sleepers) = (Arc::clone(&view), Arc::clone(&waker));
@@ -129,7 +132,8 @@ impl LocalCommands {
             memories,
             waker,
             released,
-            socket,
+            socket: Mutex::new(Arc::new(socket)),
+            succession,
             sending: Mutex::new(()),
             end: OnceLock::new(),
             ending: Mutex::new(()),
@@ -143,11 +147,11 @@ impl LocalCommands {
         });
         let consumer = RingReader::new(Arc::clone(&client.view));
         client.view.header().set_ready();
-        ack(&client.socket, Answer::Ok, "").map_err(failed)?;
+        client.ack(Answer::Ok, "");
         let served = Arc::clone(&client);
         std::thread::Builder::new()
             .name("rgpu-control".into())
-            .spawn(move || served.serve(&control))
+            .spawn(move || served.serve())
             .map_err(failed)?;
         let poll = DispatcherPoll::new(polling);
         let commands = LocalCommands { consumer, client: Arc::clone(&client), watch, poll, since_wake: 0 };
@@ -171,25 +175,31 @@ impl LocalCommands {
     }
 }
 
-type Attached = (Arc<ChannelView>, Memories, OwnedFd, Waker);
+/// What the bridge hands over.
+struct Attached {
+    view: Arc<ChannelView>,
+    memories: Memories,
+    doorbell: OwnedFd,
+    waker: Waker,
+    succession: Option<Succession>,
+}
 
 fn attach(body: &[u8], fds: Vec<OwnedFd>) -> Result<Attached, (Answer, Lost)> {
     let invalid = |reason: String| (Answer::Invalid, Lost::new(reason));
     let (fixed, rest) = split_struct::<Attach>(body).map_err(|e| invalid(e.to_string()))?;
     let (memories, rest) = list::<Memory>(rest, fixed.memory_count).map_err(invalid)?;
     let (extents, rest) = list::<Extent>(rest, fixed.extent_count).map_err(invalid)?;
-    let futex = fixed.flags & ATTACH_FUTEX != 0;
-    let wanted = memories.len() + if futex { 1 } else { 2 };
+    let (futex, succeeded) = (fixed.flags & ATTACH_FUTEX != 0, fixed.flags & ATTACH_SUCCESSION != 0);
+    let wanted = memories.len() + 1 + usize::from(!futex) + usize::from(succeeded);
     if fds.len() != wanted || !rest.is_empty() {
         return Err(invalid(format!("ATTACH with {} descriptors where {wanted} were expected", fds.len())));
     }
     let mut fds = fds.into_iter();
     let files: Vec<(Memory, OwnedFd)> = memories.into_iter().zip(fds.by_ref()).collect();
     let Some(doorbell) = fds.next() else { return Err(invalid("ATTACH without a doorbell".into())) };
-    let waker = match fds.next() {
-        Some(event) => Waker::Event(event),
-        None => Waker::Futex,
-    };
+    // In this order, and as many as the flags say.
+    let waker = (!futex).then(|| fds.next()).flatten().map_or(Waker::Futex, Waker::Event);
+    let succession = fds.next().map(Succession::new);
     let memories = Memories::map(files).map_err(|e| invalid(with_causes(&e)))?;
     let view = memories.view(&extents, fixed.size).map_err(|e| match e {
         crate::memory::MemoryError::Geometry(protocol::channel::GeometryError::Version(_)) => {
@@ -197,7 +207,7 @@ fn attach(body: &[u8], fds: Vec<OwnedFd>) -> Result<Attached, (Answer, Lost)> {
         }
         e => invalid(with_causes(&e)),
     })?;
-    Ok((Arc::new(view), memories, doorbell, waker))
+    Ok(Attached { view: Arc::new(view), memories, doorbell, waker, succession })
 }
 
 fn list<T: FromBytes + Immutable + KnownLayout + Copy>(
@@ -219,7 +229,7 @@ fn ack(socket: &UnixStream, answer: Answer, reason: &str) -> io::Result<()> {
 }
 
 impl Commands for LocalCommands {
-    fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+    fn next(&mut self, body: &mut Vec<u8>, rest: &mut dyn FnMut()) -> Result<Option<Record>, Lost> {
         loop {
             if let Some(end) = self.ended() {
                 return end;
@@ -242,6 +252,7 @@ impl Commands for LocalCommands {
             if found {
                 continue;
             }
+            rest();
             let client = &self.client;
             let flag = &client.view.header().host_sleep;
             flag.announce();
@@ -276,14 +287,35 @@ impl Commands for LocalCommands {
 }
 
 impl LocalClient {
-    /// Serves the bridge's socket until it closes.
-    fn serve(&self, socket: &UnixStream) {
+    /// Serves the bridge's socket until it closes, and then that of the process that takes the bridge's place.
+    fn serve(&self) {
         let (mut body, mut fds) = (Vec::new(), Vec::new());
+        let mut socket = self.socket();
         let end = loop {
             fds.clear();
-            match recv_frame(socket.as_fd(), &mut body, &mut fds) {
+            let received = recv_frame(socket.as_fd(), &mut body, &mut fds);
+            let gone = match &received {
+                Ok(kind) => kind.is_none(),
+                Err(e) if e.kind() == io::ErrorKind::ConnectionReset => true,
+                // A process can end in the middle of a frame.
+                Err(e) => e.kind() == io::ErrorKind::UnexpectedEof && self.succession.is_some(),
+            };
+            if gone {
+                match self.succession.as_ref().map(Succession::wait) {
+                    Some(Ok(Next::Process(next))) => {
+                        socket = self.taken_over(Arc::new(next));
+                        // `close` knows this socket, or was before it.
+                        if self.end.get().is_some() {
+                            break None;
+                        }
+                        continue;
+                    }
+                    Some(Err(e)) => break Some(Lost::new(format!("the bridge's successor: {e}"))),
+                    Some(Ok(Next::Nobody)) | None => break None,
+                }
+            }
+            match received {
                 Ok(None) => break None,
-                Err(e) if e.kind() == io::ErrorKind::ConnectionReset => break None,
                 Err(e) => break Some(Lost::new(format!("the bridge's socket: {e}"))),
                 Ok(Some(frame::BYE)) => break None,
                 Ok(Some(frame::ALIVE)) => {}
@@ -296,19 +328,10 @@ impl LocalClient {
                 Ok(Some(frame::REGION_REMOVE)) => {
                     let id = body.first_chunk::<4>().map(|b| u32::from_le_bytes(*b));
                     match id.and_then(|id| self.regions.remove(id)) {
-                        Some(leaving) => {
-                            // Frames are not read meanwhile, but a bridge that is gone, or says goodbye, is seen: it may have gone just because this takes too long.
-                            let mut gone = false;
-                            while !gone && leaving.left.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
-                                gone = self.end.get().is_some() || wake::hung_up(socket.as_fd());
-                            }
-                            if gone {
-                                break None;
-                            }
-                            // The driver may wait for the device here.
-                            drop(leaving);
-                            self.ack(Answer::Ok, "");
-                        }
+                        Some(leaving) => match self.let_go(leaving, &socket) {
+                            Some(next) => socket = next,
+                            None => break None,
+                        },
                         None => self.ack(Answer::Invalid, &format!("no region {id:?}")),
                     }
                 }
@@ -321,10 +344,54 @@ impl LocalClient {
         }
     }
 
+    fn socket(&self) -> Arc<UnixStream> {
+        Arc::clone(&self.socket.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     fn ack(&self, answer: Answer, reason: &str) {
         let _whole = self.sending.lock().unwrap_or_else(|e| e.into_inner());
         // A bridge that is gone is noticed by the next receive.
-        let _ = ack(&self.socket, answer, reason);
+        let _ = ack(&self.socket(), answer, reason);
+    }
+
+    /// Waits until no command uses a region any more, and says so. Frames are not read meanwhile, but a bridge that is gone, or says goodbye, is seen: it may have gone just because this takes too
+    /// long. Gives the bridge's socket, which is another one if another process has taken its place meanwhile; `None`: the session ends.
+    fn let_go(&self, leaving: Leaving, socket: &Arc<UnixStream>) -> Option<Arc<UnixStream>> {
+        let mut now = Arc::clone(socket);
+        while leaving.left.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+            if self.end.get().is_some() {
+                return None;
+            }
+            if wake::hung_up(now.as_fd()) {
+                match self.succession.as_ref()?.look() {
+                    // Nothing has come on that socket that could be answered, so this thread need not read from it yet.
+                    Ok(Some(Next::Process(next))) => now = Arc::new(next),
+                    Ok(Some(Next::Nobody)) | Err(_) => return None,
+                    Ok(None) => {}
+                }
+            }
+        }
+        // The driver may wait for the device here.
+        drop(leaving);
+        if Arc::ptr_eq(&now, socket) {
+            self.ack(Answer::Ok, "");
+            return Some(now);
+        }
+        Some(self.taken_over(now))
+    }
+
+    /// Another process has taken the bridge's place: tells it what regions there are.
+    fn taken_over(&self, socket: Arc<UnixStream>) -> Arc<UnixStream> {
+        *self.socket.lock().unwrap_or_else(PoisonError::into_inner) = Arc::clone(&socket);
+        let regions = self.regions.list().into_iter().map(|(region, extent_count, memory)| {
+            let flags = if memory.is_read_only() { REGION_READ_ONLY } else { 0 };
+            RegionAdd { region, extent_count, flags, reserved: 0, size: memory.size() as u64 }
+        });
+        let regions: Vec<RegionAdd> = regions.collect();
+        let _whole = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        // One that is gone again is noticed by the next receive.
+        let _ = send_frame(socket.as_fd(), frame::TAKEN_OVER, &[regions.as_bytes()], &[]);
+        socket
     }
 
     fn add_region(&self, body: &[u8], fds: &mut Vec<OwnedFd>) -> Result<(), String> {
@@ -485,14 +552,17 @@ impl Client for LocalClient {
         self.wake_word(Header::PROGRESS_SLEEP_OFFSET as usize);
         let _whole = self.sending.lock().unwrap_or_else(|e| e.into_inner());
         // The bridge may be the one that is gone.
-        let _ = send_frame(self.socket.as_fd(), frame::BYE, &[reason.as_bytes()], &[]);
+        let _ = send_frame(self.socket().as_fd(), frame::BYE, &[reason.as_bytes()], &[]);
     }
 
     fn close(&self) {
         let _one = self.ending.lock().unwrap_or_else(|e| e.into_inner());
         self.finish(None);
-        // Lets the control thread go if it still waits for a frame.
-        let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Read);
+        // Lets the control thread go if it still waits for a frame, or for another process of the bridge.
+        let _ = shutdown(self.socket().as_raw_fd(), Shutdown::Read);
+        if let Some(succession) = &self.succession {
+            succession.stop();
+        }
     }
 
     fn when_over(&self, then: Box<dyn FnOnce() + Send>) {

@@ -7,9 +7,10 @@
 //!                  Client::source/sink   bulk data of a command: mapped memory (local), or a stream of chunks (tcp)
 //! ```
 //!
-//! - [`local`]: the client's memory is mapped here and the ring is read in place;
+//! - [`local`]: the client's memory is mapped here and the ring is read in place; `succession`: how another process takes the bridge's place;
 //! - [`verbs`]: as `tcp`, over InfiniBand or RoCE; bulk data comes into slots whose order is known ahead ([`planned_slots`]);
-//! - [`tcp`]: records and small answers cross one connection, bulk data several others ([`incoming`], [`outgoing`]); `stream`: the records and answers of both.
+//! - [`tcp`]: records and small answers cross one connection, bulk data several others ([`incoming`], [`outgoing`]); `stream`: the records and answers of both;
+//!   `link`: its connections, which may be lost and replaced; [`cache`]: blocks that need not be sent again.
 //!
 //! A worker uses [`Commands`] and [`Client`] only. The one difference that it must know is that data is
 //! [`Source::Mapped`], [`Source::Incoming`] or [`Source::Placed`], because only the worker knows how its device reads each.
@@ -25,23 +26,26 @@ use protocol::link::ProgressUpdate;
 use protocol::polling;
 use thiserror::Error;
 
+pub mod cache;
 mod dispatcher_poll;
 pub mod incoming;
+mod link;
 pub mod local;
 pub mod outgoing;
 pub mod planned_slots;
 pub mod region;
-mod stream;
+pub(crate) mod stream;
+mod succession;
 pub mod tcp;
 pub mod verbs;
 mod wake;
 
 pub use incoming::{Chunk, ChunkQueue, Grants, Incoming, Landing};
 pub use local::LocalCommands;
-pub use outgoing::{Lent, Outgoing};
+pub use outgoing::{Held, Lent, Outgoing, Unacknowledged};
 pub use planned_slots::{Arrivals, Placed, PlacedChunk};
 pub use region::{Mapped, Region};
-pub use tcp::{TcpClient, TcpCommands};
+pub use tcp::{Allowance, TcpClient, TcpCommands};
 pub use verbs::{VerbsClient, VerbsCommands};
 
 /// The session was lost: it ended though neither side asked for that. The text says why.
@@ -61,10 +65,10 @@ impl Lost {
 
 /// Where a dispatcher gets its commands. One thread uses it.
 pub trait Commands: Send {
-    /// The next record, its body (padding included) in `body`. Waits for one: polls for the configured time, then sleeps.
+    /// The next record, its body (padding included) in `body`. Waits for one: polls for the configured time, calls `rest`, and sleeps.
     ///
     /// `Ok(None)`: the client ended the session. `Err`: it is lost: the peer is gone, or sent what no correct peer sends. Either is final.
-    fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost>;
+    fn next(&mut self, body: &mut Vec<u8>, rest: &mut dyn FnMut()) -> Result<Option<Record>, Lost>;
 
     /// As [`next`](Self::next), but `Ok(None)` also when there is no record now. Never waits.
     fn try_next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost>;
@@ -137,7 +141,8 @@ pub trait Client: Send + Sync {
     /// Has `arrivals` be told of what comes into [`staging`](Self::staging), and asked for what of it is not needed any more. Called once, before the first command is executed.
     fn watch(&self, _arrivals: Arc<dyn Arrivals>) {}
 
-    /// Lets the transport send straight out of the `len` bytes at `at` when [`Outgoing::send`] is given some of them. Without this they are copied first. Called at most once.
+    /// Lets the transport send straight out of the `len` bytes at `at` when [`Outgoing::send_held`] is given
+    /// some of them. Without this they are copied first. Called at most once.
     ///
     /// # Safety
     /// The memory stays mapped as long as the client lives.

@@ -1,83 +1,360 @@
 //! Bulk data that goes out over data connections.
+//!
+//! A connection may be lost at any byte, so what was sent is kept until the bridge has it. It is kept where
+//! it is: in a buffer that the driver was [lent](Outgoing::lend), or in the driver's own memory, which it
+//! [lets be sent in place](Outgoing::send_held). Such memory may be scarce, so its owner can have the
+//! transport [copy](Unacknowledged::copy) what it still holds when there is nothing better to do. What is
+//! kept is bounded: whoever has more to send waits.
+//!
+//! The driver's memory would limit what is on its way over a long link. So where the bridge takes long to say
+//! that it has something, data is copied before it is sent.
 
+use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError, Weak};
+use std::time::{Duration, Instant};
 
-use protocol::link::{DataHeader, MAX_DATA};
+use protocol::link::{ACKNOWLEDGE_OUT, DataHeader, MAX_DATA};
 use zerocopy::IntoBytes;
 
+use super::Lost;
+use super::link::Connection;
 use super::tcp::TcpClient;
 use super::verbs::VerbsClient;
-use super::{Client, Lost};
-use crate::stream::Stream;
+use crate::framing::BadAcknowledgement;
+use crate::journal::{Journal, Piece};
 
-/// The data connections' sending ends.
+/// The streams of the data connections to the bridge.
 pub(super) struct Outbox {
-    state: Mutex<OutboxState>,
-    changed: Condvar,
-    /// How many connections there will be. The first commands may come before them.
-    expected: usize,
+    streams: Vec<Stream>,
+    /// Most bytes that one stream keeps.
+    limit: u64,
     pub(super) bytes: AtomicU64,
 }
 
+/// One of them.
 #[derive(Default)]
-struct OutboxState {
-    connections: Vec<Arc<Connection>>,
+struct Stream {
+    kept: Mutex<Kept>,
+    /// Room has come in the journal, or the session is over.
+    changed: Condvar,
+    /// The connection; held while sending, so that the stream's bytes leave in order.
+    turn: Mutex<Option<Connection>>,
+    /// Bytes of the stream that the bridge has.
+    arrived: AtomicU64,
+}
+
+/// What one stream keeps.
+#[derive(Default)]
+struct Kept {
+    journal: Journal<Arc<Chunk>>,
+    /// Buffers to be used again, and their bytes: fresh memory costs more than a copy.
+    free: Vec<Vec<u8>>,
+    free_bytes: usize,
+    distance: Distance,
     over: bool,
 }
 
-struct Connection {
-    stream: Arc<Stream>,
-    /// Held while sending, so that chunks leave whole.
-    turn: Mutex<()>,
+/// How long the bridge takes to say that it has something: the shortest time of recent ones. One chunk at a
+/// time is watched.
+#[derive(Default)]
+struct Distance {
+    /// Where in the stream the watched chunk ends, and when it was given out.
+    watched: Option<(u64, Instant)>,
+    shortest: Option<Duration>,
+    /// When a watched chunk last arrived.
+    arrived: Option<Instant>,
+}
+
+/// Above this time, driver memory that waits for the bridge would hold up the driver. Below, what a copy
+/// costs is more.
+const FAR: Duration = Duration::from_millis(1);
+/// After so long without data the session may have another path.
+const FORGET: Duration = Duration::from_secs(10);
+
+impl Distance {
+    fn is_far(&self) -> bool {
+        self.shortest.is_some_and(|shortest| shortest >= FAR)
+    }
+
+    /// A chunk is given out that ends at `end` of the stream.
+    fn leaves(&mut self, end: u64, now: Instant) {
+        if self.watched.is_some() {
+            return;
+        }
+        if self.arrived.is_some_and(|arrived| now.saturating_duration_since(arrived) > FORGET) {
+            *self = Distance::default();
+        }
+        self.watched = Some((end, now));
+    }
+
+    /// The bridge has the first `upto` bytes.
+    fn arrives(&mut self, upto: u64, now: impl FnOnce() -> Instant) {
+        let Some((_, begun)) = self.watched.take_if(|(end, _)| *end <= upto) else { return };
+        let now = now();
+        let time = now.saturating_duration_since(begun);
+        self.shortest = Some(self.shortest.map_or(time, |shortest| shortest.min(time)));
+        self.arrived = Some(now);
+    }
+
+    /// The connection has changed.
+    fn forget(&mut self) {
+        *self = Distance::default();
+    }
+}
+
+/// Most bytes of buffers that a stream has for its next chunks: what a bridge acknowledges at a time, and a
+/// little more.
+const MOST_FREE: usize = 2 * ACKNOWLEDGE_OUT as usize;
+/// Shorter data is always copied instead of held: many short copies would wait for the places of one another.
+const HELD_FROM: usize = 64 << 10;
+/// Smaller buffers are not worth keeping.
+const LEAST_FREE: usize = 4 << 10;
+
+/// A header and its bytes.
+struct Chunk {
+    header: DataHeader,
+    body: Body,
+}
+
+/// Where a chunk's bytes are.
+enum Body {
+    /// In the first bytes of a buffer of this module's.
+    Own(Vec<u8>),
+    Held(Box<dyn Held>),
+}
+
+/// Bytes that are sent from where they are, and stay as they are until this is dropped. That happens when the
+/// bridge has them, when they were copied ([`Unacknowledged::copy`]), or when the session is over; on any
+/// thread, which must not wait there.
+pub trait Held: Send + Sync {
+    /// The bytes, always the same.
+    fn bytes(&self) -> &[u8];
+}
+
+const HEADER: usize = size_of::<DataHeader>();
+
+impl Piece for Chunk {
+    fn stream_len(&self) -> u64 {
+        HEADER as u64 + u64::from(self.header.len)
+    }
+}
+
+impl Chunk {
+    fn bytes(&self) -> &[u8] {
+        let all = match &self.body {
+            Body::Own(bytes) => bytes,
+            Body::Held(held) => held.bytes(),
+        };
+        &all[..self.header.len as usize]
+    }
+
+    /// Sends it without its first `skip` bytes.
+    fn send(&self, stream: &crate::stream::Stream, skip: usize) -> io::Result<()> {
+        let of_header = skip.min(HEADER);
+        stream.write_both(&self.header.as_bytes()[of_header..], &self.bytes()[skip - of_header..])
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Kept {
+    /// A buffer of at least `len` bytes, and not many more, that was used before.
+    fn take_free(&mut self, len: usize) -> Option<Vec<u8>> {
+        let index = self.free.iter().rposition(|buffer| (len..=4 * len).contains(&buffer.len()))?;
+        let buffer = self.free.swap_remove(index);
+        self.free_bytes -= buffer.len();
+        Some(buffer)
+    }
+
+    /// Keeps a buffer for the next chunks, `most` bytes of them in all.
+    fn put_back(&mut self, buffer: Vec<u8>, most: usize) {
+        if buffer.len() >= LEAST_FREE && self.free_bytes + buffer.len() <= most {
+            self.free_bytes += buffer.len();
+            self.free.push(buffer);
+        }
+    }
+
+    /// Takes out the buffers beyond [`MOST_FREE`] if nothing is on its way.
+    fn surplus(&mut self) -> Vec<Vec<u8>> {
+        let mut surplus = Vec::new();
+        while self.journal.kept() == 0
+            && self.free_bytes > MOST_FREE
+            && let Some(buffer) = self.free.pop()
+        {
+            self.free_bytes -= buffer.len();
+            surplus.push(buffer);
+        }
+        surplus
+    }
+}
+
+impl Stream {
+    /// A buffer of at least `len` bytes, whose contents are anything.
+    fn buffer(&self, len: usize) -> Vec<u8> {
+        let free = lock(&self.kept).take_free(len);
+        free.unwrap_or_else(|| vec![0; len])
+    }
 }
 
 impl Outbox {
-    /// For a session that will have `expected` data connections.
-    pub(super) fn new(expected: usize) -> Arc<Outbox> {
-        Arc::new(Outbox {
-            state: Mutex::default(),
-            changed: Condvar::new(),
-            expected: expected.max(1),
-            bytes: AtomicU64::new(0),
-        })
+    /// For a session that has `count` data connections and keeps up to `replay` bytes for them. (A bridge need not acknowledge less than [`ACKNOWLEDGE_OUT`] of each, so there is room for twice
+    /// that at least.)
+    pub(super) fn new(count: usize, replay: u64) -> Arc<Outbox> {
+        let count = count.max(1);
+        let streams = (0..count).map(|_| Stream::default()).collect();
+        let limit = (replay / count as u64).max(2 * ACKNOWLEDGE_OUT);
+        Arc::new(Outbox { streams, limit, bytes: AtomicU64::new(0) })
     }
 
-    fn lock(&self) -> MutexGuard<'_, OutboxState> {
-        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    fn stream(&self, lane: usize) -> (usize, &Stream) {
+        let number = lane % self.streams.len();
+        (number, &self.streams[number])
     }
 
-    pub(super) fn add(&self, stream: Arc<Stream>) {
-        let connection = Connection { stream, turn: Mutex::new(()) };
-        let mut state = self.lock();
-        if state.over {
-            connection.stream.shut_down();
-            return;
+    /// Appends a chunk to the stream that `lane` picks. Waits for room. Gives the stream's number; the error:
+    /// the session is over.
+    fn append(&self, lane: usize, header: DataHeader, body: Body) -> Result<usize, Lost> {
+        let (number, stream) = self.stream(lane);
+        let chunk = Chunk { header, body };
+        let len = chunk.stream_len();
+        let mut kept = lock(&stream.kept);
+        while !kept.over && kept.journal.kept() > 0 && kept.journal.kept() + len > self.limit {
+            kept = stream.changed.wait(kept).unwrap_or_else(|e| e.into_inner());
         }
-        state.connections.push(Arc::new(connection));
-        drop(state);
-        self.changed.notify_all();
-    }
-
-    /// The connection that `lane` picks. Waits until the session has all its connections. `None`: the session is over.
-    fn lane(&self, lane: usize) -> Option<Arc<Connection>> {
-        let mut state = self.lock();
-        while state.connections.len() < self.expected && !state.over {
-            state = self.changed.wait(state).unwrap_or_else(|e| e.into_inner());
+        if kept.over {
+            return Err(Lost::new("the session is over"));
         }
-        (!state.over).then(|| Arc::clone(&state.connections[lane % state.connections.len()]))
+        kept.journal.push(Arc::new(chunk));
+        let end = kept.journal.end();
+        kept.distance.leaves(end, Instant::now());
+        drop(kept);
+        self.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
+        Ok(number)
     }
 
-    /// Closes the connections. Threads that send or receive on them, or wait for them, return.
+    /// Sends what stream `number` has to send, if it has a connection. The error: the attempt whose connection broke.
+    pub(super) fn send(&self, number: usize) -> Result<(), (u32, io::Error)> {
+        let Some(stream) = self.streams.get(number) else { return Ok(()) };
+        let mut turn = lock(&stream.turn);
+        let Some(connection) = turn.clone() else { return Ok(()) };
+        loop {
+            let Some((chunk, skip)) = lock(&stream.kept).journal.take() else { return Ok(()) };
+            if let Err(e) = chunk.send(&connection.stream, skip as usize) {
+                *turn = None;
+                return Err((connection.attempt, e));
+            }
+        }
+    }
+
+    /// The bridge has received the first `upto` bytes of stream `number`.
+    pub(super) fn acknowledge(&self, number: usize, upto: u64) -> Result<(), BadAcknowledgement> {
+        let Some(stream) = self.streams.get(number) else { return Ok(()) };
+        let mut done = Vec::new();
+        let mut kept = lock(&stream.kept);
+        kept.journal.acknowledge(upto, |chunk| done.push(chunk))?;
+        stream.arrived.fetch_max(upto, Ordering::Relaxed);
+        kept.distance.arrives(upto, Instant::now);
+        let most = if kept.distance.is_far() { self.limit as usize } else { MOST_FREE };
+        // Those of the driver's are dropped without the lock.
+        done.retain_mut(|chunk| match Arc::get_mut(chunk).map(|chunk| &mut chunk.body) {
+            Some(Body::Own(buffer)) => {
+                kept.put_back(std::mem::take(buffer), most);
+                false
+            }
+            _ => true,
+        });
+        let surplus = kept.surplus();
+        drop(kept);
+        drop(surplus);
+        stream.changed.notify_all();
+        Ok(())
+    }
+
+    /// Whether the bridge takes long to say what it has of the stream that `lane` picks.
+    fn is_far(&self, lane: usize) -> bool {
+        lock(&self.stream(lane).1.kept).distance.is_far()
+    }
+
+    /// Copies what the stream that `lane` picks holds of the driver's.
+    fn copy_held(&self, lane: usize) {
+        let (_, stream) = self.stream(lane);
+        loop {
+            let is_held = |chunk: &&mut Arc<Chunk>| matches!(chunk.body, Body::Held(_));
+            let held = lock(&stream.kept).journal.pieces_mut().find(is_held).map(|chunk| Arc::clone(chunk));
+            let Some(held) = held else { return };
+            let bytes = held.bytes();
+            let mut buffer = stream.buffer(bytes.len());
+            buffer[..bytes.len()].copy_from_slice(bytes);
+            let copy = Arc::new(Chunk { header: held.header, body: Body::Own(buffer) });
+            // It may have been acknowledged meanwhile.
+            let mut kept = lock(&stream.kept);
+            let replaced = kept.journal.pieces_mut().find(|chunk| Arc::ptr_eq(chunk, &held));
+            let replaced = replaced.map(|place| std::mem::replace(place, copy));
+            drop(kept);
+            drop(replaced);
+        }
+    }
+
+    /// Stream `number` leaves its connection, which was shut down.
+    pub(super) fn unplug(&self, number: usize) {
+        self.streams.get(number).inspect(|stream| *lock(&stream.turn) = None);
+    }
+
+    /// Stream `number` goes on over a connection, behind the first `upto` bytes, which the bridge has.
+    pub(super) fn plug(
+        &self,
+        number: usize,
+        connection: Connection,
+        upto: u64,
+    ) -> Result<(), BadAcknowledgement> {
+        let Some(stream) = self.streams.get(number) else { return Ok(()) };
+        let mut turn = lock(&stream.turn);
+        let mut done = Vec::new();
+        let mut kept = lock(&stream.kept);
+        kept.journal.resume(upto, |chunk| done.push(chunk))?;
+        kept.distance.forget();
+        drop(kept);
+        *turn = Some(connection);
+        drop(turn);
+        stream.changed.notify_all();
+        Ok(())
+    }
+
+    /// The session is over. Threads that wait for room return; those that send do once the connections are shut down.
     pub(super) fn close(&self) {
-        let mut state = self.lock();
-        state.over = true;
-        for connection in state.connections.drain(..) {
-            connection.stream.shut_down();
+        for stream in &self.streams {
+            let all = std::mem::replace(&mut *lock(&stream.kept), Kept { over: true, ..Kept::default() });
+            drop(all);
+            stream.changed.notify_all();
+            // Whoever sends drops it by itself.
+            match stream.turn.try_lock() {
+                Ok(mut turn) => *turn = None,
+                Err(TryLockError::Poisoned(turn)) => *turn.into_inner() = None,
+                Err(TryLockError::WouldBlock) => {}
+            }
         }
-        drop(state);
-        self.changed.notify_all();
+    }
+}
+
+/// What the streams to the bridge keep.
+#[derive(Clone)]
+pub struct Unacknowledged(Arc<Outbox>);
+
+impl Unacknowledged {
+    /// Copies what the lane keeps of memory that is [held](Held), and lets go of that: to be called when the
+    /// memory may be needed and the thread has nothing to send.
+    pub fn copy(&self, lane: usize) {
+        self.0.copy_held(lane);
+    }
+
+    /// How many bytes the client has of the stream that the lane picks. While that grows, memory that is held
+    /// comes free by itself.
+    pub fn arrived(&self, lane: usize) -> u64 {
+        self.0.stream(lane).1.arrived.load(Ordering::Relaxed)
     }
 }
 
@@ -141,82 +418,146 @@ impl Outgoing {
         self.len == 0
     }
 
-    /// A buffer of `len` bytes at most (fewer where the transport's are shorter) that goes out without being copied, for [`send_lent`](Self::send_lent). Waits until one is free. `None`:
-    /// the transport has none; bytes from anywhere are as good.
-    pub fn lend(&self, len: usize) -> Result<Option<Lent>, Lost> {
+    /// A buffer of `len` bytes at most (fewer where the transport's are shorter) that goes out without being
+    /// copied, for [`send_lent`](Self::send_lent) with the same `lane`. Its contents are anything. May wait
+    /// until one is free.
+    pub fn lend(&self, lane: usize, len: usize) -> Result<Lent, Lost> {
         match &self.way {
-            Way::Tcp { .. } => Ok(None),
-            Way::Verbs { client, .. } => match client.upgrade() {
-                Some(client) => client.lend(len).map(Some),
-                None => Err(Lost::new("the session is over")),
-            },
+            Way::Tcp { outbox, .. } => {
+                let len = len.min(MAX_DATA as usize);
+                let buffer = outbox.stream(lane).1.buffer(len);
+                Ok(Lent(Lending::Own { buffer, len }))
+            }
+            Way::Verbs { client, .. } => {
+                let client = client.upgrade().ok_or_else(|| Lost::new("the session is over"))?;
+                Ok(Lent(Lending::Registered(client.lend(len)?)))
+            }
         }
     }
 
-    /// Sends a buffer's bytes, which belong at `offset`. Returns at once; the buffer is lent out again when they have left. Bytes beyond the data's end are not sent.
-    pub fn send_lent(&self, offset: u64, lent: Lent) -> Result<(), Lost> {
-        let room = self.len.saturating_sub(offset).min(lent.len as u64) as usize;
-        match &self.way {
-            Way::Verbs { address, key, .. } if room > 0 => {
+    /// Sends a buffer's bytes, which belong at `offset`, over the data connection that `lane` picks, where
+    /// there are several: chunks of several lanes travel side by side. Returns when they have been handed to
+    /// the network, or will be once the session has a link again. Bytes beyond the data's end are not sent.
+    pub fn send_lent(&self, lane: usize, offset: u64, lent: Lent) -> Result<(), Lost> {
+        let room = self.len.saturating_sub(offset).min(lent.len() as u64) as usize;
+        if room == 0 {
+            return Ok(());
+        }
+        match (&self.way, lent.0) {
+            (Way::Verbs { address, key, .. }, Lending::Registered(lent)) => {
                 lent.send(self.seq, address + offset, *key, room)?;
                 self.sent.fetch_add(room as u64, Ordering::Relaxed);
                 Ok(())
             }
+            (Way::Tcp { .. }, Lending::Own { buffer, .. }) => {
+                self.send_chunk(lane, offset, room, Body::Own(buffer))
+            }
+            // A buffer of another session's.
             _ => Ok(()),
         }
     }
 
-    /// Sends all of the data, which a CPU has made: a table, say. As [`send`](Self::send), but nothing to be counted as copied.
+    /// Sends all of the data, which a CPU has made: a table, say. Nothing of it counts as copied.
     pub fn write(&self, bytes: &[u8]) -> Result<(), Lost> {
         let mut at = 0;
         while at < bytes.len() {
-            let Some(mut lent) = self.lend(bytes.len() - at)? else {
-                return self.send(0, at as u64, &bytes[at..]);
-            };
+            let mut lent = self.lend(0, bytes.len() - at)?;
             let room = lent.bytes();
             let end = at + room.len();
             room.copy_from_slice(&bytes[at..end]);
-            self.send_lent(at as u64, lent)?;
+            self.send_lent(0, at as u64, lent)?;
             at = end;
         }
         Ok(())
     }
 
-    /// Sends bytes that belong at `offset`, over the data connection that `lane` picks: chunks of several lanes travel side by side. Returns when the bytes
-    /// have been handed to the network. Bytes beyond the data's end are not sent.
-    pub fn send(&self, lane: usize, offset: u64, bytes: &[u8]) -> Result<(), Lost> {
+    /// Sends bytes of the driver's, which belong at `offset`, from where they are. Otherwise as
+    /// [`send_lent`](Self::send_lent). They may have to be sent again, so they are held for longer than this
+    /// takes, unless they are short or the link is long.
+    pub fn send_held(&self, lane: usize, offset: u64, held: Box<dyn Held>) -> Result<(), Lost> {
+        let bytes = held.bytes();
         let room = self.len.saturating_sub(offset).min(bytes.len() as u64) as usize;
-        let (client, outbox) = match &self.way {
-            Way::Tcp { client, outbox } => (client, outbox),
+        match &self.way {
+            _ if room == 0 => Ok(()),
             Way::Verbs { client, address, key } => {
                 let Some(client) = client.upgrade() else { return Err(Lost::new("the session is over")) };
                 client.send(self.seq, address + offset, *key, &bytes[..room])?;
                 self.sent.fetch_add(room as u64, Ordering::Relaxed);
-                return Ok(());
+                Ok(())
             }
-        };
-        let Some(connection) = outbox.lane(lane) else { return Err(Lost::new("the session is over")) };
-        let _whole = connection.turn.lock().unwrap_or_else(|e| e.into_inner());
-        let mut at = offset;
-        for chunk in bytes[..room].chunks(MAX_DATA as usize) {
-            let header = DataHeader { seq: self.seq, offset: at, piece: self.piece, len: chunk.len() as u32 };
-            if let Err(e) = connection.stream.write_both(header.as_bytes(), chunk) {
-                let lost = Lost::new(format!("sending data of command {}: {e}", self.seq));
-                if let Some(client) = client.upgrade() {
-                    client.lose(&lost.reason);
+            Way::Tcp { outbox, .. }
+                if (HELD_FROM..=MAX_DATA as usize).contains(&room) && !outbox.is_far(lane) =>
+            {
+                self.send_chunk(lane, offset, room, Body::Held(held))
+            }
+            Way::Tcp { .. } => {
+                let (mut held, mut at) = (Some(held), 0);
+                while let Some(bytes) = held.as_deref().map(Held::bytes) {
+                    let mut lent = self.lend(lane, room - at)?;
+                    let end = at + lent.len();
+                    lent.bytes().copy_from_slice(&bytes[at..end]);
+                    // The driver need not wait until the last copy is sent.
+                    held = held.filter(|_| end < room);
+                    self.send_lent(lane, offset + at as u64, lent)?;
+                    at = end;
                 }
-                return Err(lost);
+                Ok(())
             }
-            at += chunk.len() as u64;
-            self.sent.fetch_add(chunk.len() as u64, Ordering::Relaxed);
-            outbox.bytes.fetch_add(chunk.len() as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// What was sent and is kept. `None`: the transport keeps nothing.
+    pub fn unacknowledged(&self) -> Option<Unacknowledged> {
+        match &self.way {
+            Way::Tcp { outbox, .. } => Some(Unacknowledged(Arc::clone(outbox))),
+            Way::Verbs { .. } => None,
+        }
+    }
+
+    /// Sends the first `len` bytes of `body`, at most [`MAX_DATA`].
+    fn send_chunk(&self, lane: usize, offset: u64, len: usize, body: Body) -> Result<(), Lost> {
+        let Way::Tcp { client, outbox } = &self.way else { return Ok(()) };
+        let header = DataHeader { seq: self.seq, offset, piece: self.piece, len: len as u32 };
+        let stream = outbox.append(lane, header, body)?;
+        self.sent.fetch_add(len as u64, Ordering::Relaxed);
+        if let (Err((attempt, e)), Some(client)) = (outbox.send(stream), client.upgrade()) {
+            client.broken(attempt, Some(&e));
         }
         Ok(())
     }
 }
 
 /// A buffer of the transport's, to be filled and sent. Dropped, it is free again.
-pub struct Lent {
+pub struct Lent(Lending);
+
+enum Lending {
+    /// The first `len` bytes of this one.
+    Own {
+        buffer: Vec<u8>,
+        len: usize,
+    },
+    Registered(Registered),
+}
+
+impl Lent {
+    fn len(&self) -> usize {
+        match &self.0 {
+            Lending::Own { len, .. } => *len,
+            Lending::Registered(lent) => lent.len,
+        }
+    }
+
+    /// Its bytes.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        match &mut self.0 {
+            Lending::Own { buffer, len } => &mut buffer[..*len],
+            Lending::Registered(lent) => lent.bytes(),
+        }
+    }
+}
+
+/// A buffer that is registered with the RDMA device.
+pub(super) struct Registered {
     client: Arc<VerbsClient>,
     number: usize,
     at: NonNull<u8>,
@@ -224,18 +565,23 @@ pub struct Lent {
 }
 
 // SAFETY: the buffer is its owner's alone until it is sent or dropped.
-unsafe impl Send for Lent {}
+unsafe impl Send for Registered {}
 
-impl Lent {
+impl Registered {
     /// # Safety
     /// `len` bytes at `at` are initialized, belong to buffer `number` of `client`, and are nobody else's until that buffer is given back.
-    pub(super) unsafe fn new(client: Arc<VerbsClient>, number: usize, at: NonNull<u8>, len: usize) -> Lent {
-        Lent { client, number, at, len }
+    pub(super) unsafe fn new(
+        client: Arc<VerbsClient>,
+        number: usize,
+        at: NonNull<u8>,
+        len: usize,
+    ) -> Registered {
+        Registered { client, number, at, len }
     }
 
     /// Its bytes.
-    pub fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: `new`'s promise.
+    pub(super) fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: the promise of `new`.
         unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.len) }
     }
 
@@ -248,7 +594,7 @@ impl Lent {
     }
 }
 
-impl Drop for Lent {
+impl Drop for Registered {
     fn drop(&mut self) {
         self.client.give_back(self.number);
     }
@@ -278,32 +624,192 @@ mod tests {
     use std::io::Read;
     use std::net::{TcpListener, TcpStream};
 
-    fn pair() -> (TcpStream, TcpStream) {
+    fn pair() -> (TcpStream, Connection) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let a = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        (a, listener.accept().unwrap().0)
+        (a, Connection { attempt: 0, stream: Arc::new(listener.accept().unwrap().0.into()) })
+    }
+
+    fn outgoing(outbox: &Arc<Outbox>, len: u64) -> Outgoing {
+        Outgoing::new(Weak::new(), Arc::clone(outbox), 7, 0, len)
     }
 
     #[test]
-    fn data_waits_for_a_connection_that_comes_after_the_first_commands() {
-        let outbox = Outbox::new(1);
-        let outgoing = Outgoing::new(Weak::new(), Arc::clone(&outbox), 7, 0, 5);
-        let sending = std::thread::spawn(move || outgoing.send(0, 0, b"hello"));
+    fn data_waits_for_a_connection_and_is_sent_again_from_any_byte() {
+        let outbox = Outbox::new(1, 0);
+        outgoing(&outbox, 5).write(b"hello").unwrap();
+        for upto in [0, 3, HEADER + 2] {
+            let (mut ours, theirs) = pair();
+            outbox.plug(0, theirs, upto as u64).unwrap();
+            outbox.send(0).unwrap();
+            let mut received = vec![0; HEADER + 5 - upto];
+            ours.read_exact(&mut received).unwrap();
+            assert_eq!(&received[received.len() - 3..], b"llo");
+            outbox.unplug(0);
+        }
+        assert!(outbox.plug(0, pair().1, HEADER as u64).is_err(), "it had two bytes more");
+        assert!(outbox.acknowledge(0, HEADER as u64 + 6).is_err(), "so much was not sent");
+    }
+
+    #[test]
+    fn what_is_kept_is_bounded_and_room_comes_with_acknowledgements() {
+        const LEN: usize = 256 << 10;
+        let outbox = Outbox::new(1, 0);
         let (mut ours, theirs) = pair();
-        outbox.add(Arc::new(theirs.into()));
-        sending.join().unwrap().unwrap();
-        let mut received = [0; size_of::<DataHeader>() + 5];
-        ours.read_exact(&mut received).unwrap();
-        assert_eq!(&received[size_of::<DataHeader>()..], b"hello");
+        outbox.plug(0, theirs, 0).unwrap();
+        let reading = std::thread::spawn(move || std::io::copy(&mut ours, &mut std::io::sink()));
+        let bytes = vec![1; LEN];
+        let mut sent = 0;
+        while lock(&outbox.streams[0].kept).journal.kept() + (LEN as u64 + HEADER as u64) <= outbox.limit {
+            outgoing(&outbox, LEN as u64).write(&bytes).unwrap();
+            sent += LEN as u64 + HEADER as u64;
+        }
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| outgoing(&outbox, LEN as u64).write(&bytes));
+            assert!(!waiting.is_finished());
+            outbox.acknowledge(0, sent).unwrap();
+            waiting.join().unwrap().unwrap();
+        });
+        assert!(!lock(&outbox.streams[0].kept).free.is_empty());
+        outbox.close();
+        reading.join().unwrap().unwrap();
     }
 
     #[test]
-    fn who_waits_for_a_connection_is_let_go_at_the_end() {
-        let outbox = Outbox::new(2);
-        outbox.add(Arc::new(pair().1.into()));
-        let outgoing = Outgoing::new(Weak::new(), Arc::clone(&outbox), 7, 0, 5);
-        let sending = std::thread::spawn(move || outgoing.send(1, 0, b"hello"));
+    fn who_waits_for_room_is_let_go_at_the_end() {
+        let outbox = Outbox::new(1, 0);
+        let bytes = vec![1; 4 << 20];
+        std::thread::scope(|scope| {
+            let sending = scope.spawn(|| {
+                let outgoing = outgoing(&outbox, 64 << 20);
+                (0..16).try_for_each(|_| outgoing.write(&bytes))
+            });
+            while outbox.bytes.load(Ordering::Relaxed) == 0 {
+                std::thread::yield_now();
+            }
+            outbox.close();
+            assert!(sending.join().unwrap().is_err());
+        });
+    }
+
+    /// Memory that a test looks after.
+    struct Slot(&'static [u8], Arc<AtomicU64>);
+
+    impl Held for Slot {
+        fn bytes(&self) -> &[u8] {
+            self.0
+        }
+    }
+
+    impl Drop for Slot {
+        fn drop(&mut self) {
+            self.1.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn over_a_long_link_nothing_is_held_and_buffers_are_kept_for_as_long_as_data_flows() {
+        const LEN: usize = 1 << 20;
+        static BYTES: [u8; LEN] = [5; LEN];
+        let outbox = Outbox::new(1, 64 << 20);
+        let (mut ours, theirs) = pair();
+        outbox.plug(0, theirs, 0).unwrap();
+        let reading = std::thread::spawn(move || std::io::copy(&mut ours, &mut std::io::sink()));
+        let free: Arc<AtomicU64> = Arc::default();
+        let outgoing = outgoing(&outbox, 16 * LEN as u64);
+        let hold = |number: usize| {
+            let held = Box::new(Slot(&BYTES, Arc::clone(&free)));
+            outgoing.send_held(0, (number * LEN) as u64, held).unwrap();
+        };
+        let whole = (HEADER + LEN) as u64;
+        let kept = || lock(&outbox.streams[0].kept);
+        hold(0);
+        assert_eq!(free.load(Ordering::Relaxed), 0, "it is not known yet how far the bridge is");
+        // Only the clock tells the module how far it is.
+        kept().distance.watched = Some((whole, Instant::now().checked_sub(FAR).unwrap()));
+        outbox.acknowledge(0, whole).unwrap();
+        assert!(kept().distance.is_far());
+        (1..16).for_each(hold);
+        assert_eq!(free.load(Ordering::Relaxed), 16, "all were copied, the first one has arrived");
+        outbox.acknowledge(0, 15 * whole).unwrap();
+        assert_eq!(kept().free_bytes, 14 * LEN, "the next chunks have their buffers");
+        outbox.acknowledge(0, 16 * whole).unwrap();
+        assert!(kept().free_bytes <= MOST_FREE);
         outbox.close();
-        assert!(sending.join().unwrap().is_err());
+        reading.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn the_shortest_time_says_how_far_the_bridge_is_until_the_path_may_be_another() {
+        let begin = Instant::now();
+        let mut distance = Distance::default();
+        assert!(!distance.is_far());
+        distance.leaves(10, begin);
+        distance.leaves(20, begin + FAR * 5);
+        distance.arrives(9, || unreachable!("the watched one has not arrived"));
+        distance.arrives(10, || begin + FAR);
+        assert!(distance.is_far());
+        // A short time counts, a longer one later does not.
+        distance.leaves(30, begin + FAR);
+        distance.arrives(40, || begin + FAR + FAR / 2);
+        assert!(!distance.is_far());
+        distance.leaves(50, begin + FAR * 2);
+        distance.arrives(50, || begin + FAR * 9);
+        assert!(!distance.is_far());
+        let later = begin + FAR * 9 + FORGET * 2;
+        distance.leaves(60, later);
+        distance.arrives(60, || later + FAR);
+        assert!(distance.is_far());
+    }
+
+    #[test]
+    fn memory_is_held_until_its_bytes_have_arrived_or_were_copied() {
+        const LEN: usize = HELD_FROM;
+        static BYTES: [[u8; LEN]; 3] = [[1; LEN], [2; LEN], [3; LEN]];
+        let outbox = Outbox::new(1, 0);
+        let (mut ours, theirs) = pair();
+        outbox.plug(0, theirs, 0).unwrap();
+        let free: Arc<AtomicU64> = Arc::default();
+        let given_back = || free.load(Ordering::Relaxed);
+        let outgoing = outgoing(&outbox, 3 * LEN as u64 + 2);
+        let hold = |offset: usize, bytes| {
+            outgoing.send_held(0, offset as u64, Box::new(Slot(bytes, Arc::clone(&free)))).unwrap();
+        };
+        let whole = HEADER + LEN;
+        std::thread::scope(|scope| {
+            let reading = scope.spawn(move || {
+                let mut received = vec![0; 3 * whole];
+                ours.read_exact(&mut received).unwrap();
+                received
+            });
+            BYTES.iter().enumerate().for_each(|(number, bytes)| hold(number * LEN, bytes));
+            let received = reading.join().unwrap();
+            let arrived = || outgoing.unacknowledged().unwrap().arrived(0);
+            assert_eq!((received[HEADER], received[whole - 1], given_back(), arrived()), (1, 1, 0, 0));
+            outbox.acknowledge(0, whole as u64).unwrap();
+            assert_eq!((given_back(), arrived()), (1, whole as u64));
+            outgoing.unacknowledged().unwrap().copy(0);
+            assert_eq!(given_back(), 3);
+            // The copies are sent again.
+            outbox.unplug(0);
+            let (mut ours, theirs) = pair();
+            outbox.plug(0, theirs, whole as u64 + 1).unwrap();
+            let reading = scope.spawn(move || {
+                let mut again = vec![0; 2 * whole - 1];
+                ours.read_exact(&mut again).unwrap();
+                again
+            });
+            outbox.send(0).unwrap();
+            assert!(reading.join().unwrap() == received[whole + 1..]);
+        });
+        // What is beyond the data's end is neither sent nor held, nor is short data held.
+        hold(3 * LEN + 2, b"none");
+        assert_eq!(given_back(), 4);
+        hold(3 * LEN, b"xy");
+        assert_eq!(given_back(), 5);
+        hold(0, &BYTES[0]);
+        assert_eq!(given_back(), 5);
+        outbox.close();
+        assert_eq!(given_back(), 6);
     }
 }

@@ -221,6 +221,20 @@ impl Regions {
         true
     }
 
+    /// The registered regions, with their ids and the number of pieces of memory that each is made of.
+    pub(super) fn list(&self) -> Vec<(u32, u32, Arc<Region>)> {
+        let regions = self.lock();
+        let pieces = |region: &Region| match &region.memory {
+            Memory::Runs(runs) => u32::try_from(runs.all().len()).unwrap_or(u32::MAX),
+            Memory::Arena(_) => 1,
+        };
+        regions
+            .here
+            .iter()
+            .map(|(id, shared)| (*id, pieces(&shared.region), Arc::clone(&shared.region)))
+            .collect()
+    }
+
     /// Removes a region. Later commands cannot name it.
     pub(super) fn remove(&self, id: u32) -> Option<Leaving> {
         let mut regions = self.lock();

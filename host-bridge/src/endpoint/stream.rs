@@ -9,7 +9,7 @@ use super::Lost;
 
 /// Records to be taken apart, one behind the other.
 #[derive(Debug, Default)]
-pub(super) struct Records {
+pub(crate) struct Records {
     bytes: Vec<u8>,
     at: usize,
     /// Of the last record.
@@ -18,19 +18,19 @@ pub(super) struct Records {
 
 impl Records {
     /// Whether all have been taken.
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.at == self.bytes.len()
     }
 
     /// An empty buffer for more of them, once all have been taken.
-    pub(super) fn refill(&mut self) -> &mut Vec<u8> {
+    pub(crate) fn refill(&mut self) -> &mut Vec<u8> {
         self.bytes.clear();
         self.at = 0;
         &mut self.bytes
     }
 
     /// The next record; its body goes into `body`. `None`: all have been taken.
-    pub(super) fn take(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+    pub(crate) fn take(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
         let rest = &self.bytes[self.at..];
         if rest.is_empty() {
             return Ok(None);
@@ -68,20 +68,20 @@ impl Records {
 }
 
 /// Appends a frame.
-pub(super) fn put(out: &mut Vec<u8>, kind: u32, parts: &[&[u8]]) {
+pub(crate) fn put(out: &mut Vec<u8>, kind: u32, parts: &[&[u8]]) {
     let len = parts.iter().map(|p| p.len()).sum::<usize>() as u32;
     out.extend_from_slice(FrameHeader { kind, len }.as_bytes());
     parts.iter().for_each(|p| out.extend_from_slice(p));
 }
 
 /// Appends that every command up to `seq` has been executed.
-pub(super) fn put_executed(out: &mut Vec<u8>, seq: u64) {
+pub(crate) fn put_executed(out: &mut Vec<u8>, seq: u64) {
     let update = ProgressUpdate { kind: progress::EXECUTED, index: 0, seq, value: 0 };
     put(out, frame::PROGRESS, &[update.as_bytes()]);
 }
 
 /// What is wrong with the reply slot that a command names, where the channel has `count`.
-pub(super) fn check_slot(seq: u64, slot: u16, count: u32) -> Result<(), String> {
+pub(crate) fn check_slot(seq: u64, slot: u16, count: u32) -> Result<(), String> {
     match slot {
         NO_SLOT => Err(format!("command {seq} names no reply slot")),
         slot if u32::from(slot) >= count => Err(format!("command {seq} names reply slot {slot} of {count}")),
@@ -90,7 +90,7 @@ pub(super) fn check_slot(seq: u64, slot: u16, count: u32) -> Result<(), String> 
 }
 
 /// Appends an answer. A payload that no slot holds is answered as an unknown error.
-pub(super) fn put_reply(out: &mut Vec<u8>, seq: u64, slot: u16, status: Status, payload: &[u8]) {
+pub(crate) fn put_reply(out: &mut Vec<u8>, seq: u64, slot: u16, status: Status, payload: &[u8]) {
     let (status, payload) =
         if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
     let header = ReplyHeader { seq, slot: slot.into(), status: status.0 };

@@ -4,6 +4,9 @@
 //! nothing that a command needs may come behind it on that connection. Every thread may send on it, whole frames under a lock. A bridge that waits for
 //! something asks whether we are there ([`frame::ALIVE`]); the dispatcher answers, and while it is busy with a long command a keep-alive thread does. In an idle session both
 //! sleep, and what notices a bridge that is gone is the connection's keepalive.
+//!
+//! A lost connection does not end the session: it is parked until the bridge brings new connections ([`TcpClient::resume`]), for a grace period ([`link`](super::link)). What was sent is kept until
+//! the bridge has said that it has it, so each stream goes on behind the last byte that came.
 
 use std::io::{self, Read};
 use std::os::fd::AsFd;
@@ -11,27 +14,38 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::Status;
 use protocol::channel::{NO_SLOT, Record};
 use protocol::data::HostRange;
-use protocol::link::{DataAsk, DataGrant, DataSent, ProgressUpdate, frame};
+use protocol::link::{
+    ACKNOWLEDGE_CONTROL, ACKNOWLEDGE_IN, DataAsk, DataGrant, DataSent, ProgressUpdate, Received, frame,
+};
 use protocol::polling::DISPATCHER_REPLY_DUE_TCP;
 use protocol::trace::{RECORDER, Stage};
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes, IntoBytes};
 
+use super::cache::{BlockCache, Blocks};
 use super::dispatcher_poll::{DispatcherPoll, Replies};
 use super::incoming::{Bridge, Inbox};
+use super::link::{Connection, Counted, DataIn, DataOwner, Link};
 use super::outgoing::{Outbox, Outgoing};
 use super::stream::{Records, check_slot, put, put_executed, put_reply};
 use super::wake::{self, StopEvent};
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
-use crate::framing::{FrameReader, split_struct, watch_peer};
+use crate::framing::{BadAcknowledgement, FrameReader, SendBuffer, split_struct, watch_peer};
 use crate::stream::Stream;
 
 /// A peer that takes nothing for this long is lost.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// While the dispatcher is busy and nothing else is sent, the bridge is told this often that we are there.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
+/// Most bytes of the control stream that may wait to be sent or acknowledged. A bridge that acknowledges as it must never lets so many add up.
+const MOST_KEPT: usize = 64 << 20;
+/// A link that is down for less long is not talked about.
+const QUIET: Duration = Duration::from_millis(200);
+/// How long the other connections of an attempt to resume, and what the bridge says on them, may take to come.
+const RESUME_WITHIN: Duration = Duration::from_secs(10);
 /// Executed commands after which the client is told even while there is more to do.
 const BATCH: u64 = 512;
 
@@ -44,10 +58,29 @@ pub struct TcpCommands {
     poll: DispatcherPoll,
 }
 
+/// What a session may have of its server.
+#[derive(Debug, Clone, Copy)]
+pub struct Allowance {
+    /// How long it waits for others when its connections are lost. Zero: it ends with them.
+    pub grace: Duration,
+    /// About how many bytes of data that were sent it keeps until the bridge has said that it has them.
+    pub replay: u64,
+    /// How many bytes of data that came ahead of their turn it keeps, as the welcome said.
+    pub eager: u64,
+}
+
 /// The side of every other thread.
 pub struct TcpClient {
     this: Weak<TcpClient>,
-    control: Stream,
+    link: Link,
+    /// Where the dispatcher reads. `None` while there is no link.
+    control: Mutex<Option<Connection>>,
+    /// Raised when it is another one, and lowered by the dispatcher.
+    changed: EventFd,
+    control_counted: Counted,
+    data: Vec<Arc<DataIn>>,
+    link_changes: OnceLock<Box<dyn Fn(bool) + Send + Sync>>,
+    announcing: Mutex<()>,
     sending: Mutex<Sending>,
     slot_count: u32,
     inbox: Arc<Inbox>,
@@ -121,7 +154,8 @@ impl KeepAlive {
 }
 
 struct Sending {
-    buffer: Vec<u8>,
+    buffer: SendBuffer,
+    connection: Option<Connection>,
     last: Instant,
     /// `executed` as the client was last told.
     told: u64,
@@ -143,20 +177,35 @@ impl TcpCommands {
         slot_count: u32,
         data_connections: u32,
         polling: Polling,
+        allowance: Allowance,
     ) -> io::Result<(TcpCommands, Arc<TcpClient>)> {
-        control.set_nonblocking(false)?;
-        control.set_nodelay()?;
-        control.set_write_timeout(SEND_TIMEOUT)?;
-        watch_peer(&control);
+        let control = prepared(control)?;
+        watch_peer(&*control);
+        let first = Connection { attempt: 0, stream: Arc::clone(&control) };
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        let changed = EventFd::from_value_and_flags(0, flags)?;
         let stop = StopEvent::new()?;
         let now = Instant::now();
         let client = Arc::new_cyclic(|this| TcpClient {
             this: this.clone(),
-            control,
-            sending: Mutex::new(Sending { buffer: Vec::new(), last: now, told: 0 }),
+            link: Link::new(control, allowance.grace),
+            control: Mutex::new(Some(first.clone())),
+            changed,
+            control_counted: Counted::default(),
+            data: (0..data_connections)
+                .map(|_| Arc::new(DataIn::new(Box::new(Owner(this.clone())))))
+                .collect(),
+            link_changes: OnceLock::new(),
+            announcing: Mutex::default(),
+            sending: Mutex::new(Sending {
+                buffer: SendBuffer::keeping(),
+                connection: Some(first),
+                last: now,
+                told: 0,
+            }),
             slot_count,
-            inbox: Inbox::new(),
-            outbox: Outbox::new(data_connections as usize),
+            inbox: Inbox::new(allowance.eager),
+            outbox: Outbox::new(data_connections as usize, allowance.replay),
             executed: AtomicU64::new(0),
             end: OnceLock::new(),
             stop,
@@ -168,6 +217,10 @@ impl TcpCommands {
         client.inbox.tell(bridge);
         let kept = Arc::clone(&client);
         std::thread::Builder::new().name("rgpu-alive".into()).spawn(move || kept.keep_alive())?;
+        for index in 0..client.data.len() {
+            let client = Arc::clone(&client);
+            std::thread::Builder::new().name("rgpu-data".into()).spawn(move || client.read_data(index))?;
+        }
         let commands = TcpCommands {
             client: Arc::clone(&client),
             reader: FrameReader::new(),
@@ -199,6 +252,15 @@ impl TcpCommands {
                     let (ask, _) = split_struct::<DataAsk>(bytes).map_err(|e| wrong(e.to_string()))?;
                     self.client.inbox.ask((ask.seq, ask.piece)).map_err(wrong)?;
                 }
+                frame::RECEIVED => {
+                    for entry in bytes.chunks(size_of::<Received>()) {
+                        let entry = Received::read_from_bytes(entry)
+                            .map_err(|_| End::Lost(Lost::new("the bridge sent a broken acknowledgement")))?;
+                        self.client.control_arrived(entry).map_err(|wrong| {
+                            End::Lost(Lost::new(format!("the bridge is no bridge of ours: {wrong}")))
+                        })?;
+                    }
+                }
                 frame::BYE => return Err(End::Asked),
                 _ => return Err(End::Lost(Lost::new(format!("the bridge sent a frame of kind {kind}")))),
             }
@@ -208,12 +270,33 @@ impl TcpCommands {
 
     /// Reads what there is. `Ok(false)`: nothing.
     fn fill(&mut self) -> Result<bool, End> {
-        match self.reader.fill(&mut NonBlocking(&self.client.control)) {
-            Ok(0) => Err(End::Asked),
-            Ok(_) => Ok(true),
-            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(false),
-            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => Err(End::Asked),
-            Err(e) => Err(End::Lost(Lost::new(format!("the bridge's connection: {e}")))),
+        let mut control = lock(&self.client.control);
+        let Some(Connection { attempt, stream }) = &*control else { return Ok(false) };
+        let (attempt, result) = (*attempt, self.reader.fill(&mut NonBlocking(stream)));
+        let broken = match result {
+            Ok(0) => io::ErrorKind::UnexpectedEof.into(),
+            Ok(n) => {
+                let untold = self.client.control_counted.add(n as u64);
+                drop(control);
+                if untold >= ACKNOWLEDGE_CONTROL {
+                    self.client.say(Say::Received, |_| {});
+                }
+                return Ok(true);
+            }
+            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+                return Ok(false);
+            }
+            Err(e) => e,
+        };
+        *control = None;
+        drop(control);
+        if self.client.link.survives() {
+            self.client.broken(attempt, Some(&broken));
+            return Ok(false);
+        }
+        match broken.kind() {
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => Err(End::Asked),
+            _ => Err(End::Lost(Lost::new(format!("the bridge's connection: {broken}")))),
         }
     }
 
@@ -235,7 +318,7 @@ impl TcpCommands {
         }
     }
 
-    fn wait(&mut self, body: &mut Vec<u8>) -> Result<Record, End> {
+    fn wait(&mut self, body: &mut Vec<u8>, rest: &mut dyn FnMut()) -> Result<Record, End> {
         loop {
             if let Some(record) = self.poll(body)? {
                 return Ok(record);
@@ -250,8 +333,13 @@ impl TcpCommands {
                 std::hint::spin_loop();
             }
             self.poll.end(&round, false);
+            rest();
             self.client.flush_executed();
-            let fds = [self.client.control.as_fd(), self.client.stop.as_fd()];
+            // Lowered before the look at the connection, so that no change is missed.
+            let _ = client.changed.read();
+            let connection = lock(&client.control).clone();
+            let mut fds = vec![client.stop.as_fd(), client.changed.as_fd()];
+            fds.extend(connection.as_ref().map(|connection| connection.stream.as_fd()));
             self.client.keep_alive.rest();
             let woken = wake::readable(&fds, None);
             self.client.keep_alive.wake();
@@ -279,8 +367,8 @@ enum End {
 }
 
 impl Commands for TcpCommands {
-    fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
-        self.wait(body).map(Some).or_else(|end| self.ended(end))
+    fn next(&mut self, body: &mut Vec<u8>, rest: &mut dyn FnMut()) -> Result<Option<Record>, Lost> {
+        self.wait(body, rest).map(Some).or_else(|end| self.ended(end))
     }
 
     fn try_next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
@@ -289,69 +377,287 @@ impl Commands for TcpCommands {
 }
 
 impl TcpClient {
-    /// Adds one of the session's data connections, whose handshake is over.
-    pub fn add_data_connection(&self, stream: Stream) -> io::Result<()> {
-        stream.set_nonblocking(false)?;
-        stream.set_nodelay()?;
-        stream.set_write_timeout(SEND_TIMEOUT)?;
-        let reading = Arc::new(stream);
-        self.outbox.add(Arc::clone(&reading));
+    /// Adds a data connection of one of the session's links, whose handshake is over.
+    pub fn add_data_connection(&self, attempt: u32, index: u32, stream: Stream) -> io::Result<()> {
+        self.link.introduce();
+        if attempt > 0 {
+            self.link.add(attempt, index, stream);
+            return Ok(());
+        }
+        let stream = prepared(stream)?;
+        let Some(data) = self.data.get(index as usize) else {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("the session has no data connection {index}"),
+            ));
+        };
+        if self.link.join_first(&stream) {
+            let connection = Connection { attempt, stream };
+            if let Err(wrong) = self.outbox.plug(index as usize, connection.clone(), 0) {
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, wrong));
+            }
+            data.plug(connection);
+            self.send_data(index as usize);
+        }
+        Ok(())
+    }
+
+    /// Keeps what the session's bridge sends in `cache`, so that it need not be sent again. To be called once, before the first data connection is added; the welcome has said that there is a cache.
+    pub fn use_cache(&self, cache: Arc<dyn BlockCache>) -> io::Result<()> {
+        let blocks = Blocks::new();
+        self.inbox.knows(Arc::clone(&blocks));
+        let client = Weak::clone(&self.this);
+        let serve = move || {
+            blocks.serve(&*cache, |known| {
+                if let Some(client) = client.upgrade() {
+                    let put_known = |sending: &mut Sending| {
+                        put(sending.buffer.end(), frame::DATA_KNOWN, &[known.as_bytes()])
+                    };
+                    client.say(Say::Filled, put_known);
+                }
+            });
+        };
+        std::thread::Builder::new().name("rgpu-cache".into()).spawn(serve).map(drop)
+    }
+
+    /// Has `told` called after the session has lost its link (false), or has one again (true). To be called once.
+    pub fn when_link_changes(&self, told: Box<dyn Fn(bool) + Send + Sync>) {
+        // A second one would be the same.
+        let _ = self.link_changes.set(told);
+    }
+
+    /// Reads the stream of a data connection to its end.
+    fn read_data(&self, index: usize) {
+        let acknowledged = |upto| {
+            let bad = |wrong: BadAcknowledgement| io::Error::new(io::ErrorKind::InvalidData, wrong);
+            self.outbox.acknowledge(index, upto).map_err(bad)
+        };
+        match self.inbox.read_connection(&*self.data[index], acknowledged) {
+            Err(e) if self.end.get().is_none() => self.lose(&format!("a data connection: {e}")),
+            _ => {}
+        }
+    }
+
+    fn send_data(&self, index: usize) {
+        if let Err((attempt, e)) = self.outbox.send(index) {
+            self.broken(attempt, Some(&e));
+        }
+    }
+
+    /// A connection of `attempt` is broken, or was closed where nothing is missing (`None`).
+    pub(super) fn broken(&self, attempt: u32, why: Option<&io::Error>) {
+        if self.link.survives() {
+            let watch = self.link.lose(attempt);
+            self.park(watch, why.map_or_else(|| "closed by the bridge".into(), io::Error::to_string));
+        } else if let Some(why) = why.filter(|_| self.end.get().is_none()) {
+            // A bridge that closes its connections is gone; the control connection says so.
+            self.lose(&format!("the bridge's connection: {why}"));
+        }
+    }
+
+    /// The link is down. `watch`: the grace period is not counted yet.
+    fn park(&self, watch: bool, why: String) {
+        let (true, Some(client)) = (watch, self.this.upgrade()) else { return };
+        let watching = std::thread::Builder::new().name("rgpu-parked".into()).spawn(move || {
+            // Most sessions whose connections close have ended: the bridge's farewell comes right behind.
+            if client.link.outlasts(|_| QUIET) {
+                tracing::info!("link lost ({why}); the session waits for its bridge");
+                client.announce();
+            }
+            if client.link.outlasts(Link::patience) {
+                client.lose(&format!(
+                    "its connections were lost and its bridge has not come back within {} s (--grace-seconds)",
+                    client.link.patience().as_secs()
+                ));
+            }
+        });
+        if let Err(e) = watching {
+            self.lose(&format!("its connections were lost and nobody can wait for others: {e}"));
+        }
+    }
+
+    /// Says whether there is a link now.
+    fn announce(&self) {
+        if let Some(told) = self.link_changes.get() {
+            // In turn, so that the last one says what is true.
+            let _turn = lock(&self.announcing);
+            told(!self.link.is_down());
+        }
+    }
+
+    /// Goes on over new connections, of which this is the control connection: `attempt` is higher than that of all before. The caller has made sure that it comes from the session's bridge.
+    pub fn resume(&self, attempt: u32, control: Stream) -> io::Result<()> {
         let Some(client) = self.this.upgrade() else { return Ok(()) };
-        std::thread::Builder::new().name("rgpu-data".into()).spawn(move || {
-            match client.inbox.read_connection(&reading) {
-                Err(e) if client.end.get().is_none() => client.lose(&format!("a data connection: {e}")),
-                _ => {}
+        self.link.introduce();
+        let control = prepared(control)?;
+        std::thread::Builder::new().name("rgpu-resume".into()).spawn(move || {
+            let resumed = client.relink(attempt, &control);
+            if !matches!(resumed, Ok(true)) {
+                // The bridge must notice, and the daemon has the connection too.
+                control.shut_down();
+            }
+            match resumed {
+                Ok(true) => tracing::info!(attempt, "link restored; the session goes on"),
+                Ok(false) => {}
+                Err(why) => tracing::info!(attempt, "the session was not resumed: {why}"),
             }
         })?;
         Ok(())
     }
 
-    fn send(&self, fill: impl FnOnce(&mut Sending)) {
-        self.say(false, fill);
+    /// False: a later attempt has taken its place.
+    fn relink(&self, attempt: u32, control: &Arc<Stream>) -> io::Result<bool> {
+        let Some(watch) = self.link.begin(attempt, control) else { return Ok(false) };
+        self.park(watch, "the bridge brings new connections".into());
+        // The old connections are shut down. Once no stream has one any more, the numbers of bytes that have come stand.
+        *lock(&self.control) = None;
+        let mut counted = vec![&self.control_counted];
+        for (index, data) in self.data.iter().enumerate() {
+            data.unplug();
+            self.outbox.unplug(index);
+            counted.push(&data.counted);
+        }
+        lock(&self.sending).connection = None;
+        let mine: Vec<Received> = (0..)
+            .zip(&counted)
+            .map(|(stream, counted)| Received { stream, reserved: 0, bytes: counted.received() })
+            .collect();
+        let mut said = Vec::new();
+        put(&mut said, frame::RESUMED, &[mine.as_bytes()]);
+        control.write_all(&said)?;
+        control.set_read_timeout(Some(RESUME_WITHIN))?;
+        let mut body = Vec::new();
+        let kind = control.recv_frame(&mut body)?;
+        let theirs = resumed(kind, &body, mine.len())?;
+        control.set_read_timeout(None)?;
+        watch_peer(control);
+        let Some(data) = self.link.data(attempt, self.data.len(), RESUME_WITHIN) else { return Ok(false) };
+        data.iter().try_for_each(|stream| prepare(stream))?;
+        let installed = self.link.finish(attempt, || {
+            let mut sending = lock(&self.sending);
+            sending.buffer.resume(theirs[0])?;
+            for (index, stream) in data.iter().enumerate() {
+                let connection = Connection { attempt, stream: Arc::clone(stream) };
+                self.outbox.plug(index, connection.clone(), theirs[1 + index])?;
+                self.data[index].plug(connection);
+            }
+            let connection = Connection { attempt, stream: Arc::clone(control) };
+            sending.connection = Some(connection.clone());
+            counted.iter().zip(&mine).for_each(|(counted, said)| counted.tell(said.bytes));
+            *lock(&self.control) = Some(connection);
+            Ok::<(), BadAcknowledgement>(())
+        });
+        match installed {
+            None => return Ok(false),
+            Some(Err(wrong)) => {
+                self.lose(&format!("the bridge is no bridge of ours: {wrong}"));
+                return Err(io::Error::new(io::ErrorKind::InvalidData, wrong));
+            }
+            Some(Ok(())) => {}
+        }
+        let _ = self.changed.write(1);
+        self.announce();
+        self.say(Say::Unsent, |_| {});
+        // Side by side: each may have much to send again.
+        std::thread::scope(|scope| {
+            (0..self.data.len()).for_each(|index| drop(scope.spawn(move || self.send_data(index))));
+        });
+        Ok(true)
     }
 
-    /// Sends what `fill` puts into the buffer. What was executed goes along with it, and by itself only if `executed` says so.
-    fn say(&self, executed: bool, fill: impl FnOnce(&mut Sending)) {
+    /// The bridge says what it has received of the control stream.
+    fn control_arrived(&self, Received { stream, bytes, .. }: Received) -> Result<(), String> {
+        let acknowledged = match (stream as usize).checked_sub(1) {
+            None => lock(&self.sending).buffer.acknowledge(bytes),
+            Some(index) if index < self.data.len() => self.outbox.acknowledge(index, bytes),
+            Some(_) => {
+                return Err(format!("it acknowledges stream {stream}, which the session does not have"));
+            }
+        };
+        acknowledged.map_err(|wrong| wrong.to_string())
+    }
+
+    fn send(&self, fill: impl FnOnce(&mut Vec<u8>)) {
+        self.say(Say::Filled, |sending| fill(sending.buffer.end()));
+    }
+
+    /// Sends what `fill` puts into the buffer. What was executed and received goes along with it, and by itself only if `say` says so.
+    fn say(&self, say: Say, fill: impl FnOnce(&mut Sending)) {
         if self.end.get().is_some() {
             return;
         }
-        let mut sending = self.sending.lock().unwrap_or_else(|e| e.into_inner());
-        sending.buffer.clear();
+        let mut sending = lock(&self.sending);
+        let begin = sending.buffer.end().len();
         let (now, told) = (self.executed.load(Ordering::Acquire), sending.told);
         if now > told {
-            put_executed(&mut sending.buffer, now);
+            put_executed(sending.buffer.end(), now);
             sending.told = now;
         }
-        let along = sending.buffer.len();
+        let along = sending.buffer.end().len();
         fill(&mut sending);
-        if along == 0 && sending.buffer.is_empty() {
-            return;
-        }
-        if sending.buffer.len() == along && !executed {
+        let filled = sending.buffer.end().len() > along;
+        let acknowledged = (filled || say != Say::Filled) && self.put_received(&mut sending);
+        let alone = match say {
+            Say::Filled => false,
+            Say::Executed => along > begin || acknowledged,
+            Say::Received => acknowledged,
+            Say::Unsent => true,
+        };
+        if !filled && !alone {
+            sending.buffer.end().truncate(begin);
             sending.told = told;
             return;
         }
-        let sent = self.control.write_all(&sending.buffer);
-        sending.last = Instant::now();
+        let broken = sending.write();
+        let kept = sending.buffer.kept();
         drop(sending);
-        if let Err(e) = sent {
-            self.lose(&format!("sending to the bridge: {e}"));
+        if let Some((attempt, e)) = broken {
+            self.broken(attempt, Some(&e));
+        }
+        if kept > MOST_KEPT {
+            self.lose(&format!(
+                "the bridge has acknowledged nothing of the last {kept} bytes that were sent"
+            ));
         }
     }
 
-    /// Tells what was executed, if that is not known yet.
+    /// Says what has come, where it matters: the bridge keeps commands in their ring, and data in the client's memory, until then. True: something was said.
+    fn put_received(&self, sending: &mut Sending) -> bool {
+        let mut entries = [Received { stream: 0, reserved: 0, bytes: 0 }; 8];
+        let mut said = false;
+        let control = (&self.control_counted, ACKNOWLEDGE_CONTROL / 8);
+        let data = self.data.iter().map(|data| (&data.counted, 1));
+        let mut due = (0..)
+            .zip(std::iter::once(control).chain(data))
+            .filter(|(_, (counted, least))| counted.untold() >= *least)
+            .peekable();
+        while due.peek().is_some() {
+            let mut count = 0;
+            for (entry, (stream, (counted, _))) in entries.iter_mut().zip(&mut due) {
+                let bytes = counted.received();
+                counted.tell(bytes);
+                *entry = Received { stream, reserved: 0, bytes };
+                count += 1;
+            }
+            put(sending.buffer.end(), frame::RECEIVED, &[entries[..count].as_bytes()]);
+            said = true;
+        }
+        said
+    }
+
+    /// Tells what was executed, and what has come, if that is not known yet.
     fn flush_executed(&self) {
-        self.say(true, |_| {});
+        self.say(Say::Executed, |_| {});
     }
 
     pub(super) fn data_sent(&self, seq: u64, bytes: u64) {
-        self.send(|sending| {
-            put(&mut sending.buffer, frame::DATA_SENT, &[DataSent { seq, bytes }.as_bytes()]);
+        self.send(|buffer| {
+            put(buffer, frame::DATA_SENT, &[DataSent { seq, bytes }.as_bytes()]);
         });
     }
 
     fn alive(&self) {
-        self.send(|sending| put(&mut sending.buffer, frame::ALIVE, &[]));
+        self.send(|buffer| put(buffer, frame::ALIVE, &[]));
     }
 
     /// The keep-alive thread: answers for a dispatcher that is busy with one command for long, and may be asked meanwhile.
@@ -359,35 +665,121 @@ impl TcpClient {
         let mut seen = 0;
         while self.keep_alive.wait(&mut seen) {
             if self.keep_alive.busy.load(Ordering::SeqCst) {
-                self.send(|sending| {
+                self.say(Say::Filled, |sending| {
                     if sending.last.elapsed() >= ALIVE_EVERY {
-                        put(&mut sending.buffer, frame::ALIVE, &[]);
+                        put(sending.buffer.end(), frame::ALIVE, &[]);
                     }
                 });
             }
         }
     }
 
-    fn finish(&self, end: Option<Lost>) -> bool {
-        if self.end.set(end).is_err() {
-            return false;
-        }
+    /// The session has ended: all threads that wait in here return.
+    fn finish(&self) {
         self.keep_alive.end();
         self.stop.raise();
+        self.link.close();
         self.inbox.close();
         self.outbox.close();
+        self.data.iter().for_each(|data| data.close());
         self.farewell.call();
-        true
     }
+}
+
+/// What is worth a message of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Say {
+    /// Nothing but what the caller fills in.
+    Filled,
+    /// What was executed, and what has come.
+    Executed,
+    /// What has come.
+    Received,
+    /// Whatever was not sent when the last link broke.
+    Unsent,
+}
+
+impl Sending {
+    /// Sends all that is unsent, if there is a connection. Gives the attempt whose connection broke.
+    fn write(&mut self) -> Option<(u32, io::Error)> {
+        let Connection { attempt, stream } = self.connection.as_ref()?;
+        self.last = Instant::now();
+        let len = self.buffer.unsent().len();
+        match stream.write_all(self.buffer.unsent()) {
+            Ok(()) => {
+                self.buffer.advance(len);
+                None
+            }
+            Err(e) => {
+                // Some of it may have been sent. The bridge will say how much has come.
+                self.buffer.advance(len);
+                let attempt = *attempt;
+                self.connection = None;
+                Some((attempt, e))
+            }
+        }
+    }
+}
+
+/// What each data connection's stream tells its client.
+struct Owner(Weak<TcpClient>);
+
+impl DataOwner for Owner {
+    fn broken(&self, attempt: u32, why: Option<&io::Error>) {
+        if let Some(client) = self.0.upgrade() {
+            client.broken(attempt, why);
+        }
+    }
+
+    fn received(&self, untold: u64, idle: bool) {
+        if (idle || untold >= ACKNOWLEDGE_IN)
+            && let Some(client) = self.0.upgrade()
+        {
+            client.say(Say::Received, |_| {});
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+fn prepare(stream: &Stream) -> io::Result<()> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay()?;
+    stream.set_write_timeout(SEND_TIMEOUT)
+}
+
+fn prepared(stream: Stream) -> io::Result<Arc<Stream>> {
+    prepare(&stream)?;
+    Ok(Arc::new(stream))
+}
+
+/// The numbers in a bridge's [`frame::RESUMED`].
+fn resumed(kind: Option<u32>, body: &[u8], streams: usize) -> io::Result<Vec<u64>> {
+    let wrong = || {
+        let text = format!("a frame of kind {kind:?} with {} bytes where RESUMED was expected", body.len());
+        io::Error::new(io::ErrorKind::InvalidData, text)
+    };
+    if kind != Some(frame::RESUMED) || body.len() != streams * size_of::<Received>() {
+        return Err(wrong());
+    }
+    body.chunks(size_of::<Received>())
+        .zip(0..)
+        .map(|(entry, number)| match Received::read_from_bytes(entry) {
+            Ok(received) if received.stream == number => Ok(received.bytes),
+            _ => Err(wrong()),
+        })
+        .collect()
 }
 
 impl Bridge for TcpClient {
     fn grant(&self, grant: DataGrant) {
-        self.send(|sending| put(&mut sending.buffer, frame::DATA_GRANT, &[grant.as_bytes()]));
+        self.send(|buffer| put(buffer, frame::DATA_GRANT, &[grant.as_bytes()]));
     }
 
     fn placed(&self, bytes: u64) {
-        self.send(|sending| put(&mut sending.buffer, frame::DATA_PLACED, &[&bytes.to_le_bytes()]));
+        self.send(|buffer| put(buffer, frame::DATA_PLACED, &[&bytes.to_le_bytes()]));
     }
 
     fn wrong(&self, what: &str) {
@@ -401,7 +793,7 @@ impl Client for TcpClient {
             Ok(()) => {
                 RECORDER.note(Stage::Answered, seq, 0);
                 self.replies.given();
-                self.send(|sending| put_reply(&mut sending.buffer, seq, slot, status, payload));
+                self.send(|buffer| put_reply(buffer, seq, slot, status, payload));
             }
             Err(wrong) => self.lose(&wrong),
         }
@@ -409,7 +801,7 @@ impl Client for TcpClient {
 
     fn publish(&self, updates: &[ProgressUpdate]) {
         if !updates.is_empty() {
-            self.send(|sending| put(&mut sending.buffer, frame::PROGRESS, &[updates.as_bytes()]));
+            self.send(|buffer| put(buffer, frame::PROGRESS, &[updates.as_bytes()]));
         }
     }
 
@@ -443,23 +835,32 @@ impl Client for TcpClient {
 
     fn lose(&self, reason: &str) {
         // Under the lock, so that a thread that finds the session lost, and ends the process, does so after the client was told.
-        let whole = self.sending.lock().unwrap_or_else(|e| e.into_inner());
-        if self.finish(Some(Lost::new(reason))) {
-            let mut farewell = Vec::new();
-            put(&mut farewell, frame::BYE, &[reason.as_bytes()]);
+        let mut sending = lock(&self.sending);
+        let first = self.end.set(Some(Lost::new(reason))).is_ok();
+        if first {
+            put(sending.buffer.end(), frame::BYE, &[reason.as_bytes()]);
             // The peer may be the one that is gone.
-            let _ = self.control.write_all(&farewell);
-            self.control.shut_down();
+            let _ = sending.write();
         }
-        drop(whole);
+        drop(sending);
+        if first {
+            self.finish();
+        }
     }
 
     fn close(&self) {
-        let whole = self.sending.lock().unwrap_or_else(|e| e.into_inner());
-        if self.finish(None) {
-            self.control.shut_down();
+        let mut sending = lock(&self.sending);
+        let first = self.end.set(None).is_ok();
+        if first {
+            // The bridge must know that its farewell has come.
+            put(sending.buffer.end(), frame::BYE, &[]);
+            // It may be gone.
+            let _ = sending.write();
         }
-        drop(whole);
+        drop(sending);
+        if first {
+            self.finish();
+        }
     }
 
     fn when_over(&self, then: Box<dyn FnOnce() + Send>) {
@@ -485,6 +886,8 @@ mod tests {
     use protocol::link::progress;
     use std::net::{TcpListener, TcpStream};
 
+    const ALLOWANCE: Allowance = Allowance { grace: Duration::ZERO, replay: 0, eager: 0 };
+
     /// The kinds of the frames that have come.
     fn kinds(stream: &mut TcpStream) -> Vec<u32> {
         let mut reader = FrameReader::new();
@@ -503,7 +906,8 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut bridge = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let control = listener.accept().unwrap().0;
-        let (_commands, client) = TcpCommands::start(control.into(), 64, 1, Polling::default()).unwrap();
+        let (_commands, client) =
+            TcpCommands::start(control.into(), 64, 1, Polling::default(), ALLOWANCE).unwrap();
         client.executed(1);
         client.executed(2);
         client.reply(3, 0, Status::SUCCESS, &[]);

@@ -40,11 +40,7 @@ fn failed(e: rustls::Error) -> io::Error {
 }
 
 fn suite(suite: SupportedCipherSuite) -> io::Result<&'static rustls::Tls13CipherSuite> {
-    match suite {
-        SupportedCipherSuite::Tls13(suite) => Ok(suite),
-        #[allow(unreachable_patterns, reason = "rustls has TLS 1.2 if another crate asks for it")]
-        _ => Err(io::Error::new(io::ErrorKind::Unsupported, "TLS 1.3 is required")),
-    }
+    suite.tls13().ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "TLS 1.3 is required"))
 }
 
 fn decrypter(
@@ -294,7 +290,9 @@ fn read_record(socket: BorrowedFd<'_>, incoming: &mut Vec<u8>, deadline: Instant
     let len = usize::from(u16::from_be_bytes([header[3], header[4]]));
     // The first byte of a record of TLS: 20 to 23.
     if !(20..=23).contains(&header[0]) || header[1] != 3 {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "the peer does not speak TLS"));
+        let text = "the peer does not speak TLS: it was started with --insecure, or is something else. Start it without --insecure; \
+            or use --insecure on both sides, if nobody else can read or change what is sent";
+        return Err(io::Error::new(io::ErrorKind::InvalidData, text));
     }
     if len > MAX_BODY || incoming.len() + HEADER + len > MAX_HANDSHAKE {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "a handshake that is too long"));

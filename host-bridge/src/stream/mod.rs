@@ -102,6 +102,11 @@ impl Stream {
         Ok(Stream { socket: socket.into(), tls: Some(Box::new(Tls::new(outcome))) })
     }
 
+    /// The socket of a connection without TLS; with TLS it is of no use without the keys.
+    pub fn into_socket(self) -> OwnedFd {
+        self.socket.into()
+    }
+
     /// Whether the bytes are encrypted.
     pub fn is_encrypted(&self) -> bool {
         self.tls.is_some()

@@ -30,7 +30,7 @@ fn shake(
     let accepting = std::thread::spawn(move || {
         Stream::tls_server(theirs, &server_pinning(&server, client_pin).unwrap(), soon())
     });
-    let config = client_pinning(&client, server_pin).unwrap();
+    let config = client_pinning(&client, &[server_pin]).unwrap();
     let ours = Stream::tls_client(ours, &config, session_name(&[7; 16]), soon());
     (ours, accepting.join().unwrap())
 }
@@ -173,7 +173,7 @@ fn a_peer_with_another_key_is_refused_by_either_side() {
             let accepting = std::thread::spawn(move || {
                 Stream::tls_server(theirs, &server_pinning(&server, client_pin).unwrap(), soon())
             });
-            let config = client_pinning(&client, server_pin).unwrap();
+            let config = client_pinning(&client, &[server_pin]).unwrap();
             let ours = Stream::tls_client(ours, &config, session_name(&[7; 16]), soon());
             (ours, accepting.join().unwrap())
         };
@@ -309,11 +309,110 @@ fn somebody_in_the_middle_changes_nothing_that_is_accepted() {
     }
 }
 
+/// Passes the bytes of one direction on, and inverts a bit of the byte at `place`. What passed.
+fn flip(mut from: TcpStream, mut to: TcpStream, place: Option<usize>) -> Vec<u8> {
+    let (mut all, mut bytes) = (Vec::new(), [0; 4096]);
+    while let Ok(n @ 1..) = from.read(&mut bytes) {
+        let at = all.len();
+        all.extend_from_slice(&bytes[..n]);
+        if let Some(place) = place.and_then(|place| place.checked_sub(at)).filter(|place| *place < n) {
+            bytes[place] ^= 1;
+        }
+        if to.write_all(&bytes[..n]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Both);
+    let _ = from.shutdown(Shutdown::Both);
+    all
+}
+
+/// A whole connection through somebody who changes one byte of one direction: handshake, a question, an answer, a farewell. Whether both sides took it for unchanged, and what passed.
+fn changed(
+    client: &Arc<ClientConfig>,
+    server: &Arc<ServerConfig>,
+    upwards: bool,
+    place: Option<usize>,
+    within: Duration,
+) -> (bool, Vec<u8>) {
+    let ((ours, near), (far, theirs)) = (sockets(), sockets());
+    let (near, far) = (TcpStream::from(near), TcpStream::from(far));
+    let (near_too, far_too) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+    std::thread::scope(|scope| {
+        let up = scope.spawn(move || flip(near, far, place.filter(|_| upwards)));
+        let down = scope.spawn(move || flip(far_too, near_too, place.filter(|_| !upwards)));
+        let deadline = Instant::now() + within;
+        let serving = scope.spawn(move || -> io::Result<()> {
+            let stream = Stream::tls_server(theirs, server, deadline)?;
+            stream.set_read_timeout(Some(within))?;
+            let mut question = [0; 8];
+            stream.read_exact(&mut question)?;
+            assert_eq!(&question, b"question");
+            stream.write_all(b"answer")?;
+            let end = stream.read_whole(&mut [0; 1])?;
+            assert_eq!(end, 0);
+            Ok(())
+        });
+        let asking = || -> io::Result<()> {
+            let stream = Stream::tls_client(ours, client, session_name(&[7; 16]), deadline)?;
+            stream.set_read_timeout(Some(within))?;
+            stream.write_all(b"question")?;
+            let mut answer = [0; 6];
+            stream.read_exact(&mut answer)?;
+            assert_eq!(&answer, b"answer");
+            stream.shut_down();
+            Ok(())
+        };
+        let (asked, served) = (asking().is_ok(), serving.join().unwrap().is_ok());
+        let (up, down) = (up.join().unwrap(), down.join().unwrap());
+        (asked && served, if upwards { up } else { down })
+    })
+}
+
+#[test]
+fn a_change_of_any_byte_of_a_connection_is_noticed() {
+    let (client, server) = (Identity::generate().unwrap(), Identity::generate().unwrap());
+    let to_server = client_pinning(&client, &[server.fingerprint()]).unwrap();
+    let to_client = server_pinning(&server, client.fingerprint()).unwrap();
+    for upwards in [true, false] {
+        let (unchanged, passed) = changed(&to_server, &to_client, upwards, None, Duration::from_secs(60));
+        assert!(unchanged && passed.len() > 500, "{} bytes", passed.len());
+        for place in (0..passed.len()).filter(|place| differs(&passed, *place)) {
+            // A longer record than there is would be waited for. Whoever waits too long accepts nothing.
+            let (accepted, passed) =
+                changed(&to_server, &to_client, upwards, Some(place), Duration::from_millis(500));
+            assert!(!accepted || means_nothing(&passed, place), "byte {place}, upwards {upwards}");
+        }
+    }
+}
+
+/// Whether a change of this byte may do something else than a change of its neighbors: all of it in the clear, and the ends and samples of what is sealed as a whole.
+fn differs(passed: &[u8], place: usize) -> bool {
+    let mut at = 0;
+    loop {
+        let end = at + 5 + usize::from(u16::from_be_bytes([passed[at + 3], passed[at + 4]]));
+        if place < end {
+            return passed[at] != 23 || place < at + 13 || place + 18 > end || place.is_multiple_of(16);
+        }
+        at = end;
+    }
+}
+
+/// Whether a byte is the type or the version in a record's header. What these must be is authenticated, and what came is not looked at (RFC 8446, sections 5.1 and 5.2). A signature's length
+/// differs from time to time, so there may also be no such byte.
+fn means_nothing(passed: &[u8], place: usize) -> bool {
+    let mut at = 0;
+    while at + 5 <= passed.len() && at + 3 <= place {
+        at += 5 + usize::from(u16::from_be_bytes([passed[at + 3], passed[at + 4]]));
+    }
+    at >= passed.len() || (at..at + 3).contains(&place)
+}
+
 #[test]
 fn a_handshake_with_a_silent_peer_ends_in_time() {
     let (ours, _theirs) = sockets();
     let identity = Identity::generate().unwrap();
-    let config = client_pinning(&identity, identity.fingerprint()).unwrap();
+    let config = client_pinning(&identity, &[identity.fingerprint()]).unwrap();
     let deadline = Instant::now() + Duration::from_millis(50);
     let error = Stream::tls_client(ours, &config, session_name(&[0; 16]), deadline).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::TimedOut);
@@ -324,7 +423,7 @@ fn a_peer_that_does_not_speak_tls_is_refused() {
     let (ours, theirs) = sockets();
     TcpStream::from(theirs).write_all(b"HTTP/1.1 400 Bad Request\r\n").unwrap();
     let identity = Identity::generate().unwrap();
-    let config = client_pinning(&identity, identity.fingerprint()).unwrap();
+    let config = client_pinning(&identity, &[identity.fingerprint()]).unwrap();
     let error = Stream::tls_client(ours, &config, session_name(&[0; 16]), soon()).unwrap_err();
     assert!(error.to_string().contains("does not speak TLS"), "{error}");
 }

@@ -1,7 +1,8 @@
 //! A client's memory, scattered over its pages, as one registration.
 //!
-//! A region is a list of extents, and its key must cover the region and nothing else. So the extents are mapped a second time, one after the other, and that mapping is registered. The
-//! device gets the same pages, the region has one key and one range of addresses, and a transfer of any part of it is one segment.
+//! A region is a list of extents, and its key must cover the region and nothing else. So the extents are
+//! mapped a second time, one after the other, and that mapping is registered. The device gets the same pages,
+//! the region has one key and one range of addresses, and a transfer of any part of it is one segment.
 
 use std::num::NonZeroUsize;
 use std::os::fd::AsFd;
@@ -19,7 +20,8 @@ use crate::memory::{ChannelView, Memories};
 const PAGE: u64 = 4096;
 /// Maximum number of mappings of one region. By default a process can have 65530 mappings.
 const MAX_MAPPINGS: usize = 16384;
-/// Maximum number of mappings of all regions of this process. The rest is reserved for its threads and other memory.
+/// Maximum number of mappings of all regions of this process. The rest is reserved for its threads and other
+/// memory.
 const MOST_MAPPINGS: usize = 3 * MAX_MAPPINGS;
 
 /// Number of mappings of all regions of this process.
@@ -90,7 +92,8 @@ struct FileRange {
     len: u64,
 }
 
-/// Converts extents to whole pages of files and merges neighbors. Returns them with the offset of the first byte in the first page.
+/// Converts extents to whole pages of files and merges neighbors. Returns them with the offset of the first
+/// byte in the first page.
 fn ranges(
     memories: &[protocol::link::Memory],
     extents: &[Extent],
@@ -143,7 +146,8 @@ fn ranges(
 }
 
 impl RegisteredRegion {
-    /// Registers exactly the bytes of the extents. With `read_only`, the peer gets no key that allows writing.
+    /// Registers exactly the bytes of the extents. With `read_only`, the peer gets no key that allows
+    /// writing.
     pub fn new(
         domain: &Arc<Domain>,
         memories: &Memories,
@@ -200,7 +204,8 @@ impl RegisteredRegion {
         // SAFETY: `lead` is less than a page, and the mapping has at least that and `size`.
         let first = unsafe { mapping.at.add(lead as usize) };
         let access = if read_only { Access::Read } else { Access::RemoteWrite };
-        // SAFETY: mapped, writable, and unmapped only after the registration is dropped. It is the client's memory: no Rust reference covers it.
+        // SAFETY: mapped, writable, and unmapped only after the registration is dropped. It is the client's
+        // memory: no Rust reference covers it.
         let registration = unsafe { domain.register(first, size as usize, access) }?;
         Ok(RegisteredRegion { registration, _memory: Memory::Mapped { _mapping: mapping } })
     }

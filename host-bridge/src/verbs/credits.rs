@@ -1,17 +1,19 @@
 //! Credits: how much each side may send so that the receiver is always ready.
 //!
-//! Each side posts receives on every queue before the peer can send. The peer counts them as credits: one for each message (queue 0) or write with immediate data (the other queues). A
-//! used receive is posted again and then announced, in the header of the next message in the other direction. If half of a queue's receives wait to be announced and there is no message
-//! to send, an empty one is sent.
+//! Each side posts receives on every queue before the peer can send. The peer counts them as credits: one for
+//! each message (queue 0) or write with immediate data (the other queues). A used receive is posted again and
+//! then announced, in the header of the next message in the other direction. If half of a queue's receives
+//! wait to be announced and there is no message to send, an empty one is sent.
 //!
-//! The last credit of queue 0 is reserved for such an empty message. So the two sides can never both be unable to announce: the side that spends its last credit gives the peer at
-//! least half a queue's worth.
+//! The last credit of queue 0 is reserved for such an empty message. So the two sides can never both be
+//! unable to announce: the side that spends its last credit gives the peer at least half a queue's worth.
 
 use protocol::link::MAX_QUEUES;
 
 use super::VerbsError;
 
-/// Minimum number of receives of queue 0, even if a smaller depth is configured. With fewer, announcements would cause announcements.
+/// Minimum number of receives of queue 0, even if a smaller depth is configured. With fewer, announcements
+/// would cause announcements.
 pub(super) const LEAST_RECEIVES: u32 = 16;
 
 /// The credits of one link, in both directions.
@@ -23,11 +25,13 @@ pub(super) struct Credits {
     theirs: u32,
     /// Number of our receives that were posted again and not announced yet.
     owed: [u16; MAX_QUEUES],
-    /// Number of our receives that the peer knows of and has not used. It must not use more, although more may be posted.
+    /// Number of our receives that the peer knows of and has not used. It must not use more, although more
+    /// may be posted.
     lent: [u32; MAX_QUEUES],
     /// Number of receives that we post.
     ours: u32,
-    /// If the peer's stream is held off: the number of its messages whose receives will be announced afterwards.
+    /// If the peer's stream is held off: the number of its messages whose receives will be announced
+    /// afterwards.
     hold: bool,
     withheld: u16,
 }
@@ -64,8 +68,9 @@ impl Credits {
         self.owed[queue] = self.owed[queue].saturating_add(1);
     }
 
-    /// A receive of queue 0 has been used by a message that was not empty, and posted again. It is not announced while the peer is held off. Receives of empty messages are always
-    /// announced, so that the peer can continue to announce.
+    /// A receive of queue 0 has been used by a message that was not empty, and posted again. It is not
+    /// announced while the peer is held off. Receives of empty messages are always announced, so that the
+    /// peer can continue to announce.
     pub(super) fn used_by_stream(&mut self) {
         if self.hold { self.withheld += 1 } else { self.used(0) }
     }
@@ -141,7 +146,8 @@ mod tests {
         assert!(credits.arrived(1).is_err());
     }
 
-    /// A side of a simulated link, with the messages under way to it: queue, and what a message on queue 0 announces.
+    /// A side of a simulated link, with the messages under way to it: queue, and what a message on queue 0
+    /// announces.
     struct Side {
         credits: Credits,
         inbox: VecDeque<(usize, [u16; MAX_QUEUES])>,
@@ -149,7 +155,8 @@ mod tests {
     }
 
     impl Side {
-        /// Sends the next thing that it wishes to send, or an announcement if one is due. False: it can do neither.
+        /// Sends the next thing that it wishes to send, or an announcement if one is due. False: it can do
+        /// neither.
         fn send(&mut self) -> Option<(usize, [u16; MAX_QUEUES])> {
             if let Some(queue) = self.wish.last().copied().filter(|queue| self.credits.may_send(*queue)) {
                 self.wish.pop();
@@ -172,7 +179,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the order of sending and receiving, a peer never has more under way than there are receives, and everything gets through.
+        /// Whatever the order of sending and receiving, a peer never has more under way than there are
+        /// receives, and everything gets through.
         #[test]
         fn credits_neither_overrun_nor_run_dry(
             receives in LEAST_RECEIVES..64,

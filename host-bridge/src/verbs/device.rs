@@ -50,7 +50,14 @@ pub struct Limits {
     pub queue: u32,
     /// Entries in a completion queue.
     pub completions: u32,
+    /// How often the device resends a packet before it gives up, if it counts.
+    pub resends: Option<u8>,
 }
+
+/// How often a device that counts resends a packet before the connection is broken.
+pub(super) const RESENDS: u8 = 7;
+/// The vendor of `rdma_rxe`, software RoCE (`RXE_VENDOR_ID`).
+const RXE: u32 = 0xff_ffff;
 
 /// Something happened to the device.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -183,7 +190,7 @@ impl Device {
                 io::Error::last_os_error(),
             )
         })?;
-        let limits = Limits { queue: 0, completions: 0 };
+        let limits = Limits { queue: 0, completions: 0, resends: None };
         let port = Port {
             number: settings.port,
             lid: 0,
@@ -206,8 +213,11 @@ impl Device {
                 count: attr.phys_port_cnt,
             });
         }
-        opened.limits =
-            Limits { queue: attr.max_qp_wr.max(0) as u32, completions: attr.max_cqe.max(0) as u32 };
+        opened.limits = Limits {
+            queue: attr.max_qp_wr.max(0) as u32,
+            completions: attr.max_cqe.max(0) as u32,
+            resends: (attr.vendor_id != RXE).then_some(RESENDS),
+        };
         opened.choose_path(library, settings)?;
         Ok(opened)
     }

@@ -63,11 +63,13 @@ impl Domain {
         self.pd
     }
 
-    /// Registers memory. The device may use it, and with [`Access::RemoteWrite`] the peer, until the registration is dropped.
+    /// Registers memory. The device may use it, and with [`Access::RemoteWrite`] the peer, until the
+    /// registration is dropped.
     ///
     /// # Safety
-    /// The `len` bytes at `at` are mapped, writable unless `access` is [`Access::Read`], and stay so until the registration is dropped. The device may
-    /// change their content at any time, so no Rust reference covers them while the peer may write.
+    /// The `len` bytes at `at` are mapped, writable unless `access` is [`Access::Read`], and stay so until
+    /// the registration is dropped. The device may change their content at any time, so no Rust reference
+    /// covers them while the peer may write.
     pub unsafe fn register(
         self: &Arc<Self>,
         at: NonNull<u8>,
@@ -111,7 +113,8 @@ impl Drop for Domain {
     }
 }
 
-/// Registered bytes for a work request. If the registration is dropped before the request completes, the request fails and touches nothing.
+/// Registered bytes for a work request. If the registration is dropped before the request completes, the
+/// request fails and touches nothing.
 #[derive(Debug, Clone, Copy)]
 pub struct Segment {
     pub(super) sge: Sge,

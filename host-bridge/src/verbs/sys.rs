@@ -280,7 +280,8 @@ pub struct PortAttr {
 pub struct DeviceAttr {
     pub fw_ver: [c_char; 64],
     unused_0: [u64; 4],
-    unused_1: [u32; 3],
+    pub vendor_id: u32,
+    unused_1: [u32; 2],
     pub max_qp: c_int,
     pub max_qp_wr: c_int,
     pub device_cap_flags: c_uint,

@@ -3,7 +3,7 @@
 use super::ring::Cursors;
 use super::sleep::SleepFlag;
 use super::sync::{AtomicU32, AtomicU64, Ordering};
-use super::{HEADER_SIZE, MAGIC, MAX_RECORD, PROGRESS_SIZE, REASON_SIZE, SLOT_SIZE};
+use super::{HEADER_SIZE, MAGIC, MAX_RECORD, PROGRESS_SIZE, REASON_SIZE, SERVER_NAME_SIZE, SLOT_SIZE};
 use crate::schema::{Layout, layout_of, layouts, numbered};
 use crate::version::{Mismatch, OURS, Version};
 use thiserror::Error;
@@ -39,12 +39,14 @@ layouts! {
         pub program: [u8; 40],
         /// Bits of [`wish`](crate::link::wish).
         pub wishes: u32,
-        /// Zero.
-        pub reserved: u32,
+        /// Most seconds for which the session may be [interrupted](Header::is_interrupted) before it is lost. 0: as long as the server keeps it.
+        pub lost_after: u32,
         /// The fingerprint of `version`.
         pub fingerprint: u64,
+        /// Which of the servers that the host offers the session is with, from 0; in a name's place if the client [names](Header::asked_server) none.
+        pub server: u32,
         /// Zero.
-        pub reserved_end: [u8; 16],
+        pub reserved_end: [u8; 12],
     }
 }
 
@@ -60,10 +62,13 @@ pub struct Header {
     ahead: AtomicU32,
     /// The version that the session speaks, as the two `u16`s of a [`Version`]. Written by the host side before [`State::Ready`].
     session_version: AtomicU32,
-    _to_session_fingerprint: AtomicU32,
+    /// 1 while the link to the server has been interrupted for some seconds. Written by the host side.
+    interrupted: AtomicU32,
     /// The fingerprint of `session_version`, as the host side knows it.
     session_fingerprint: AtomicU64,
-    _to_tail: [AtomicU64; 13],
+    /// How many servers the host offers this client. Written by the host side before [`State::Ready`]. 0 stands for 1.
+    servers: AtomicU32,
+    _to_tail: [AtomicU32; 25],
     /// Bytes ever appended to the ring. Written by the client.
     tail: AtomicU64,
     _to_head: [AtomicU64; 15],
@@ -81,7 +86,11 @@ pub struct Header {
     _to_alive: [AtomicU32; 31],
     /// Increased by the host side at each doorbell of a guest's device.
     alive: AtomicU32,
-    _to_reason: [AtomicU32; 31 + 256],
+    _to_asked: [AtomicU32; 31],
+    /// The server that the client asks for, as in `RGPU_SERVERS`: UTF-8, NUL-terminated. Empty: the one with the number [`HeaderFields::server`]. Written by the
+    /// client before it connects.
+    asked_server: [AtomicU64; SERVER_NAME_SIZE / 8],
+    _to_reason: [AtomicU64; 96],
     /// Why the session was lost, or the name of the server that it waits for: UTF-8, NUL-terminated. Written by the host side before the state.
     reason: [AtomicU64; REASON_SIZE / 8],
     _end: [AtomicU64; 224],
@@ -93,13 +102,16 @@ impl Header {
         state: u32,
         ahead: u32,
         session_version: Version,
+        interrupted: u32,
         session_fingerprint: u64,
+        servers: u32,
         tail: u64,
         head: u64,
         host_sleep: u32,
         ring_sleep: u32,
         progress_sleep: u32,
         alive: u32,
+        asked_server: [u8; SERVER_NAME_SIZE],
         reason: [u8; REASON_SIZE],
     });
 }
@@ -109,13 +121,16 @@ const _: () = {
     assert!(size_of::<Header>() == HEADER_SIZE && size_of::<HeaderFields>() == 0x80);
     assert!(std::mem::offset_of!(Header, state) as u64 == Header::STATE_OFFSET);
     assert!(std::mem::offset_of!(Header, session_version) == 0x88);
+    assert!(std::mem::offset_of!(Header, interrupted) == 0x8c);
     assert!(std::mem::offset_of!(Header, session_fingerprint) == 0x90);
+    assert!(std::mem::offset_of!(Header, servers) == 0x98);
     assert!(std::mem::offset_of!(Header, tail) == 0x100);
     assert!(std::mem::offset_of!(Header, head) == 0x180);
     assert!(std::mem::offset_of!(Header, host_sleep) == 0x200);
     assert!(std::mem::offset_of!(Header, ring_sleep) as u64 == Header::RING_SLEEP_OFFSET);
     assert!(std::mem::offset_of!(Header, progress_sleep) as u64 == Header::PROGRESS_SLEEP_OFFSET);
     assert!(std::mem::offset_of!(Header, alive) == 0x380);
+    assert!(std::mem::offset_of!(Header, asked_server) == 0x400);
     assert!(std::mem::offset_of!(Header, reason) == 0x800);
 };
 
@@ -195,6 +210,22 @@ impl Header {
         (version, self.session_fingerprint.load(Ordering::Relaxed))
     }
 
+    /// Changes [`HeaderFields::lost_after`]. Client, before it connects.
+    #[cfg(not(loom))]
+    pub fn set_lost_after(&self, seconds: u32) {
+        self.write_fields(&HeaderFields { lost_after: seconds, ..self.read_fields() });
+    }
+
+    /// Says whether the link to the server is interrupted, once that has lasted for some seconds, and that it stands again. Host side.
+    pub fn set_interrupted(&self, interrupted: bool) {
+        self.interrupted.store(interrupted.into(), Ordering::Release);
+    }
+
+    /// Whether the link to the server has been interrupted for some seconds. The session goes on when it stands again. Client.
+    pub fn is_interrupted(&self) -> bool {
+        self.interrupted.load(Ordering::Acquire) != 0
+    }
+
     /// Publishes [`State::Ready`]. Host side.
     pub fn set_ready(&self) {
         self.state.store(State::Ready as u32, Ordering::Release);
@@ -207,12 +238,29 @@ impl Header {
     }
 
     fn write_text(&self, text: &str) {
-        let text = crate::device::text::<REASON_SIZE>(text);
-        for (word, bytes) in self.reason.iter().zip(text.chunks_exact(8)) {
-            let mut le = [0; 8];
-            le.copy_from_slice(bytes);
-            word.store(u64::from_le_bytes(le), Ordering::Relaxed);
-        }
+        store_text(&self.reason, &crate::device::text::<REASON_SIZE>(text));
+    }
+
+    /// Asks for a server: the one with that number, or one by its name, which is cut to [`SERVER_NAME_SIZE`] − 1 bytes. Client, before it connects.
+    #[cfg(not(loom))]
+    pub fn ask_for_server(&self, number: u32, name: &str) {
+        self.write_fields(&HeaderFields { server: number, ..self.read_fields() });
+        store_text(&self.asked_server, &crate::device::text::<SERVER_NAME_SIZE>(name));
+    }
+
+    /// The name of the server that the client asks for; empty if it has asked by number. Host side: each byte is read once.
+    pub fn asked_server(&self) -> String {
+        load_text(&self.asked_server)
+    }
+
+    /// Says how many servers there are. Host side, before [`State::Ready`].
+    pub fn set_servers(&self, servers: u32) {
+        self.servers.store(servers, Ordering::Relaxed);
+    }
+
+    /// How many servers there are; 0 stands for 1. Client, in [`State::Ready`].
+    pub fn servers(&self) -> u32 {
+        self.servers.load(Ordering::Relaxed)
     }
 
     /// Whether the ring holds records that the host side has not taken. Good enough for passing doorbells on, and no more: a hostile client can make it
@@ -233,9 +281,7 @@ impl Header {
 
     /// Why the session was lost, after [`State::Lost`]; the server's name, in [`State::Waiting`]. Client.
     pub fn reason(&self) -> String {
-        let bytes: Vec<u8> =
-            self.reason.iter().flat_map(|w| w.load(Ordering::Relaxed).to_le_bytes()).collect();
-        crate::device::untext(&bytes)
+        load_text(&self.reason)
     }
 
     /// Offset of the state in the channel, for a wait on it.
@@ -244,6 +290,19 @@ impl Header {
     pub const RING_SLEEP_OFFSET: u64 = 0x280;
     /// Offset of [`Header::progress_sleep`] in the channel, for a wait on it.
     pub const PROGRESS_SLEEP_OFFSET: u64 = 0x300;
+}
+
+fn store_text(words: &[AtomicU64], text: &[u8]) {
+    for (word, bytes) in words.iter().zip(text.chunks_exact(8)) {
+        let mut le = [0; 8];
+        le.copy_from_slice(bytes);
+        word.store(u64::from_le_bytes(le), Ordering::Relaxed);
+    }
+}
+
+fn load_text(words: &[AtomicU64]) -> String {
+    let bytes: Vec<u8> = words.iter().flat_map(|w| w.load(Ordering::Relaxed).to_le_bytes()).collect();
+    crate::device::untext(&bytes)
 }
 
 /// Where the parts of a channel lie: a checked copy of its header. Offsets and sizes are in bytes.
@@ -334,9 +393,10 @@ impl Geometry {
             arena_size: self.arena_size as u32,
             program: crate::device::text(program),
             wishes: 0,
-            reserved: 0,
+            lost_after: 0,
             fingerprint: OURS.fingerprint(),
-            reserved_end: [0; 16],
+            server: 0,
+            reserved_end: [0; 12],
         }
     }
 

@@ -64,8 +64,12 @@ pub const SLOT_SIZE: usize = 64 + MAX_PAYLOAD;
 pub const MAX_PAYLOAD: usize = if cfg!(loom) { 8 } else { 4096 };
 /// Bytes of the progress area.
 pub const PROGRESS_SIZE: usize = 64 * 1024;
-/// Most devices of a session.
+/// Most devices of a process, of all its sessions together.
 pub const MAX_DEVICES: u32 = 32;
+/// Most servers of a process.
+pub const MAX_SERVERS: usize = 16;
+/// Bytes of the name by which a client asks for a server, NUL included.
+pub const SERVER_NAME_SIZE: usize = 256;
 /// Most contexts of a session, primary ones included.
 pub const MAX_CONTEXTS: u32 = 64;
 /// Most streams of a session, default ones included.

@@ -224,6 +224,8 @@ pub struct Consumer<'m> {
     memory: RingMemory<'m>,
     head: u64,
     seq: u64,
+    /// The cursor as the producer sees it: what is before it is the producer's again.
+    released: u64,
 }
 
 impl<'m> Consumer<'m> {
@@ -233,13 +235,19 @@ impl<'m> Consumer<'m> {
     }
 
     pub(super) fn over(cursors: Cursors<'m>, memory: RingMemory<'m>) -> Self {
-        Consumer { cursors, memory, head: 0, seq: 0 }
+        Consumer { cursors, memory, head: 0, seq: 0, released: 0 }
     }
 
     /// The consumer of the same ring, at the [`position`](Self::position) where another one stopped.
     #[inline]
     pub fn resume(header: &'m Header, memory: RingMemory<'m>, position: Position) -> Self {
-        Consumer { cursors: header.cursors(), memory, head: position.head, seq: position.seq }
+        Consumer {
+            cursors: header.cursors(),
+            memory,
+            head: position.head,
+            seq: position.seq,
+            released: position.head,
+        }
     }
 
     /// How far this has read.
@@ -259,15 +267,32 @@ impl<'m> Consumer<'m> {
     /// always has room, so a consumer that asks before it sleeps never leaves a producer asleep.
     #[inline]
     pub fn has_room(&self) -> bool {
-        self.cursors.tail.load(Ordering::Acquire).wrapping_sub(self.head) <= self.memory.size() / 2
+        self.cursors.tail.load(Ordering::Acquire).wrapping_sub(self.released) <= self.memory.size() / 2
+    }
+
+    /// [Takes](Self::take) the next record and [releases](Self::release) its place at once.
+    #[inline]
+    pub fn pop(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, RecordError> {
+        let taken = self.take(body);
+        self.release(self.position());
+        taken
+    }
+
+    /// Gives the place of all records before `position`, which this consumer has passed, back to the producer. If the ring [has room](Self::has_room)
+    /// then, the caller asks [`Header::ring_sleep`] whether to wake the client.
+    #[inline]
+    pub fn release(&mut self, position: Position) {
+        if position.head != self.released {
+            self.released = position.head;
+            self.cursors.head.store(position.head, Ordering::Release);
+        }
     }
 
     /// Copies the next record out: returns its header and fills `body` with its body, padding included. `None`: the ring is empty.
     ///
-    /// The record's place in the ring is free at once. After one or more calls, if the ring [has room](Self::has_room), the caller asks
-    /// [`Header::ring_sleep`] whether to wake the client.
+    /// The record stays in the ring until its place is [released](Self::release): whoever takes this consumer's place can read it again.
     #[inline]
-    pub fn pop(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, RecordError> {
+    pub fn take(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, RecordError> {
         loop {
             let tail = self.cursors.tail.load(Ordering::Acquire);
             if tail == self.head {
@@ -300,7 +325,6 @@ impl<'m> Consumer<'m> {
                 body.extend(words.iter().flat_map(|w| w.load(Ordering::Relaxed).to_le_bytes()));
             }
             self.head = next;
-            self.cursors.head.store(next, Ordering::Release);
             if record.opcode != PAD {
                 return Ok(Some(record));
             }

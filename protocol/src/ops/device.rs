@@ -35,6 +35,8 @@ ops! {
         server: String,
         /// Whether commands may name [`HostIn::Late`](crate::data::HostIn) data.
         reads_late: bool,
+        /// Whether the devices run an image's machine code. If not, they run its PTX, and what the machine code says of a kernel need not be so.
+        runs_machine_code: bool,
     }
 
     /// Everything about a device that does not change: `cuDeviceGetName`, `cuDeviceGetUuid`, `cuDeviceTotalMem`, `cuDeviceGetAttribute`,
@@ -79,12 +81,15 @@ ops! {
         atomics: Vec<u32>,
     }
 
-    /// `CUDA_VISIBLE_DEVICES`: from now on the session has only these devices, and their ordinals are their positions in this list. Only before anything was
-    /// created on a device.
+    /// `CUDA_VISIBLE_DEVICES`, and the place of the session's devices among all of the process's: from now on the session has only these devices, and their ordinals are
+    /// their positions in this list. Only before anything was created on a device.
     sync 0x0104 select_devices: SelectDevices
         [order None, may_block Never, lane Main]
     {
         /// Ordinals, without repetition.
         devices: Vec<u32>,
+        /// For each, the number of its [window](crate::ops::memory::window) of addresses: ascending, below [`MAX_DEVICES`](crate::channel::MAX_DEVICES). A process with
+        /// several sessions gives their devices different windows. Empty: window *n* for ordinal *n*.
+        windows: Vec<u32>,
     } -> SelectDevicesReply {}
 }

@@ -46,6 +46,25 @@ crate::wire_struct! {
     }
 }
 
+crate::wire_struct! {
+    /// A further question of [`OccupancyMaxActiveClusters`], for blocks of the same number of threads: clusters in a row, and a grid of one.
+    pub struct ClusterShape {
+        /// Blocks of a cluster.
+        blocks: u32,
+        /// Dynamic shared memory of a block, in bytes.
+        dynamic_shared: u32,
+    }
+}
+
+/// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`: blocks of a cluster in x, y and z, as 32-bit numbers.
+pub const CLUSTER_DIMENSION: u32 = 4;
+
+/// Further questions of one [`OccupancyMaxActiveClusters`] at most.
+pub const MOST_CLUSTER_SHAPES: usize = 256;
+
+/// Functions that a client can bind in one module.
+pub const MOST_FUNCTIONS: u32 = 1 << 16;
+
 /// `CUjitInputType`.
 pub mod jit_input {
     /// Machine code.
@@ -106,6 +125,37 @@ ops! {
     } -> ModuleInfoReply {
         /// Its size in bytes. Nothing is written if there is less room.
         info_size: u64,
+    }
+
+    /// Loads an image that the client has read itself, so that it need not wait for the answer. There is no function table: the module's functions are
+    /// those that the client binds ([`FunctionBind`]). If the load fails, later commands for the module fail with its result.
+    sync 0x0511 module_load_by_name: ModuleLoadByName<'a>
+        [order None, may_block Context, lane Main]
+    {
+        /// Context to load it into.
+        context: ContextId,
+        /// Its id.
+        module: ModuleId,
+        /// The image.
+        image: HostIn<'a>,
+    } -> ModuleLoadByNameReply {
+        /// `CUresult`. After a failure nothing is loaded, and only the log is valid.
+        result: u32,
+        /// JIT error log, cut to fit into a reply.
+        error_log: String,
+    }
+
+    /// Gives a function of a module its id, if the module was loaded by [`ModuleLoadByName`]. The client states the parameters as it has read them from the image. A server whose
+    /// driver reports others refuses the function, and with it every launch: a kernel never gets parameters at places that it does not expect.
+    async 0x0510 function_bind: FunctionBind<'a>
+        [order Object, may_block Context, lane Main]
+    {
+        /// The id, not in use. Its index is below [`MOST_FUNCTIONS`].
+        function: FunctionId,
+        /// Mangled name.
+        name: &'a str,
+        /// Parameters in order.
+        params: Vec<Param>,
     }
 
     /// `cuModuleUnload`, `cuLibraryUnload`.
@@ -214,9 +264,15 @@ ops! {
         dynamic_shared: u32,
         /// Attributes.
         attributes: Vec<LaunchAttribute>,
+        /// What the client may want to know next; at most [`MOST_CLUSTER_SHAPES`].
+        shapes: Vec<ClusterShape>,
     } -> OccupancyMaxActiveClustersReply {
+        /// `CUresult` of the question itself.
+        result: u32,
         /// Clusters on the device.
         clusters: i32,
+        /// The same for each of `shapes`; -1 where the driver has no answer.
+        shapes: Vec<i32>,
     }
 
     /// `cuOccupancyMaxPotentialClusterSize`; nothing is launched.

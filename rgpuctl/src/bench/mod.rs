@@ -24,7 +24,8 @@ use crate::session::{Session, Target};
 /// Measure the latency of calls and the bandwidth of copies on this installation.
 ///
 /// Prints latencies in microseconds and copies in GB/s: the median, and the 10th and 90th percentile. Copies carry random
-/// data that is compared with what comes back; a difference fails the run.
+/// data that is compared with what comes back; a difference fails the run. Below the table is what a program will notice of them: how long each wait for
+/// the GPU takes, and how long the data of a model takes to get there.
 ///
 /// Without --server, a private server is started that uses this machine's GPU or a GPU in software.
 #[derive(Args)]
@@ -36,7 +37,7 @@ pub struct Arguments {
     #[command(flatten)]
     target: Target,
     /// Start no daemon. Use the libcuda that programs find in this environment, as inside a guest
-    #[arg(long, conflicts_with_all = ["server", "backend", "transport", "log_dir", "native"])]
+    #[arg(long, conflicts_with_all = ["servers", "backend", "transport", "log_dir", "native"])]
     installed: bool,
     /// Also measure NVIDIA's driver on this machine, and show the ratio to it
     #[arg(long)]
@@ -87,6 +88,9 @@ pub fn bench(arguments: &Arguments) -> Result<ExitCode> {
         println!("{}", object(&ways));
     } else {
         print!("{}", table(&ways));
+        if let Some((_, measurements)) = ways.first() {
+            print!("{}", consequences(measurements));
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -167,6 +171,40 @@ fn table(ways: &[(&str, Vec<Measurement>)]) -> String {
     text
 }
 
+/// What a program will notice, given these figures: waits, and the time that a model's data takes.
+fn consequences(measurements: &[Measurement]) -> String {
+    let median = |name: &str| {
+        measurements.iter().rfind(|measurement| measurement.name.starts_with(name)).map(|m| m.median)
+    };
+    let mut text = String::new();
+    if let Some(wait) = median("launch and synchronize") {
+        // Writing to a string does not fail.
+        let _ = writeln!(
+            text,
+            "\nEach wait for the GPU takes {}. A step of training in PyTorch waits once, a generated token about twice;\nprograms that copy small results back after every kernel wait each time.",
+            time(wait / 1e6)
+        );
+    }
+    if let (Some(up), Some(down)) = (median("pageable to device"), median("pageable to host")) {
+        let _ = writeln!(
+            text,
+            "10 GB, a large model, take {} to the GPU and {} back.",
+            time(10.0 / up),
+            time(10.0 / down)
+        );
+    }
+    text
+}
+
+/// Seconds with a unit that fits.
+fn time(seconds: f64) -> String {
+    match seconds {
+        s if s >= 1.0 => format!("{s:.1} s"),
+        s if s >= 1e-3 => format!("{:.1} ms", s * 1e3),
+        s => format!("{:.0} µs", s * 1e6),
+    }
+}
+
 fn cell(measurement: &Measurement) -> String {
     let number = |value: f64| match value {
         v if v >= 100.0 => format!("{v:.0}"),
@@ -203,6 +241,19 @@ mod tests {
         let line = text.lines().nth(1).unwrap();
         let words: Vec<&str> = line.split_whitespace().collect();
         assert_eq!(words, ["launch", "2.00", "(1.00–4.00)", "4.00", "(2.00–8.00)", "0.50", "µs"]);
+    }
+
+    #[test]
+    fn consequences_follow_from_waits_and_from_the_largest_copies() {
+        let figure = |name: &str, median| Measurement { name: name.into(), median, ..one(1.0).remove(0) };
+        let text = consequences(&[
+            figure("launch and synchronize", 10_040.0),
+            figure("pageable to device, 4 KiB", 0.1),
+            figure("pageable to device, 64 MiB", 5.0),
+            figure("pageable to host, 64 MiB", 20.0),
+        ]);
+        assert!(text.contains("takes 10.0 ms."), "{text}");
+        assert!(text.contains("take 2.0 s to the GPU and 500.0 ms back"), "{text}");
     }
 
     #[test]

@@ -6,17 +6,22 @@
 mod rdma;
 
 use std::net::{TcpStream, ToSocketAddrs};
-use std::os::unix::net::UnixStream;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Args;
+use host_bridge::framing::{Address, with_causes};
+use host_bridge::stream::Stream;
 use host_bridge::verbs::Settings;
+use identity::{ClientFiles, Source};
 use nix::sys::resource::{Resource, getrlimit};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use nix::unistd::{AccessFlags, access};
 
 use crate::daemon::read_status;
+use crate::enrollment::client_folder;
 
 /// Check this machine's setup and suggest fixes.
 ///
@@ -25,7 +30,7 @@ use crate::daemon::read_status;
 /// that rgpu needs.
 #[derive(Args)]
 pub struct Arguments {
-    /// Also check that this GPU server can be reached: HOST:PORT
+    /// Also check that this GPU server can be reached: HOST:PORT. By default no server is checked
     #[arg(long, value_name = "HOST:PORT")]
     server: Option<String>,
     #[command(flatten)]
@@ -56,6 +61,13 @@ pub fn doctor(arguments: &Arguments) -> ExitCode {
         println!("This is a host: there is no rgpu device here.");
         findings.extend([qemu(), kvm(), gpu()]);
         findings.extend([daemon("vhost-rgpu"), daemon("server")]);
+        for (daemon, list, name) in
+            [("server", "workers", "worker"), ("vhost-rgpu", "device_processes", "device process")]
+        {
+            let status = read_status(Path::new(&format!("/run/rgpu/{daemon}.status")));
+            let processes = status.as_ref().ok().and_then(|status| status[list].as_array());
+            findings.extend(processes.into_iter().flatten().map(|process| sandbox(name, process)));
+        }
         findings.push(native_socket());
     }
     findings.push(memory_lock());
@@ -208,14 +220,45 @@ fn daemon(name: &str) -> Finding {
     }
 }
 
+/// What the kernel says about the sandbox of a process that a daemon's status lists.
+fn sandbox(name: &str, process: &serde_json::Value) -> Finding {
+    let state = &process["sandbox"];
+    let number = |name: &str| state[name].as_u64();
+    let namespaces: Option<Vec<&str>> =
+        state["namespaces"].as_array().map(|all| all.iter().filter_map(serde_json::Value::as_str).collect());
+    let shown = |value: Option<u64>| value.map_or("unknown".into(), |value| value.to_string());
+    let pid = ["pid", "process"].into_iter().find_map(|field| process[field].as_u64());
+    let does = ["stage", "serves"].into_iter().find_map(|field| process[field].as_str()).unwrap_or("?");
+    let mut text = format!("{name} {} ({does}): user {}", shown(pid), shown(number("user")));
+    match &namespaces {
+        Some(names) if names.is_empty() => text += ", no namespaces of its own",
+        Some(names) => text += &format!(", its own {} namespaces", names.join(", ")),
+        None => text += ", namespaces unknown",
+    }
+    text += &format!(", {} system call filters", shown(number("filters")));
+    match number("memory_limit") {
+        Some(bytes) => text += &format!(", at most {} MiB of memory", bytes >> 20),
+        None => text += ", no limit of memory",
+    }
+    let confined = number("filters").is_some_and(|filters| filters > 0)
+        && state["no_new_privileges"] == true
+        && namespaces
+            .is_none_or(|names| ["mnt", "pid", "ipc", "net"].iter().all(|name| names.contains(name)));
+    // A device process has no limit of memory unless one is configured, but a cgroup of its own.
+    if confined && number("memory_limit").or(number("task_limit")).is_some() {
+        return Good(text);
+    }
+    Note(text, Some("the first lines of the daemon's log say what is missing and why; docs/sandbox.md says what provides it".into()))
+}
+
 fn native_socket() -> Finding {
     let (path, origin) = match std::env::var_os("RGPU_SOCKET") {
         Some(path) => (PathBuf::from(path), "RGPU_SOCKET names "),
         None => (PathBuf::from("/run/rgpu/native.sock"), ""),
     };
     let shown = format!("{origin}{}", path.display());
-    match UnixStream::connect(&path) {
-        Ok(_) => Good(format!("{shown}: programs on this host can reach vhost-rgpu")),
+    match connect_packets(&path) {
+        Ok(()) => Good(format!("{shown}: programs on this host can reach vhost-rgpu")),
         Err(error) if origin.is_empty() && error.kind() == std::io::ErrorKind::NotFound => {
             Note(format!("{shown} does not exist: start programs on this host with `rgpuctl run`"), None)
         }
@@ -224,6 +267,12 @@ fn native_socket() -> Finding {
             "start vhost-rgpu with --native-socket, or correct RGPU_SOCKET".into(),
         ),
     }
+}
+
+/// Connects to a socket for packets, as programs do.
+fn connect_packets(path: &Path) -> std::io::Result<()> {
+    let socket = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None)?;
+    Ok(connect(socket.as_raw_fd(), &UnixAddr::new(path)?)?)
 }
 
 /// Pinned memory counts against this limit, in guests and on hosts.
@@ -289,7 +338,7 @@ fn in_loader_cache(cache: &str, name: &str) -> Option<PathBuf> {
 fn server(address: &str) -> Finding {
     let bare = address.strip_prefix("tcp:").unwrap_or(address);
     let step = format!(
-        "start rgpu-server --listen tcp:0.0.0.0:PORT on the server, and allow {bare} in every firewall on the way"
+        "start rgpu-server with a tcp address on the server, and allow {bare} in every firewall on the way"
     );
     let addresses: Vec<_> = match bare.to_socket_addrs() {
         Ok(addresses) => addresses.collect(),
@@ -300,11 +349,39 @@ fn server(address: &str) -> Finding {
     let mut last = "it has no address".to_owned();
     for address in addresses {
         match TcpStream::connect_timeout(&address, Duration::from_secs(3)) {
-            Ok(_) => return Good(format!("a server listens at {bare} ({address})")),
+            Ok(socket) => return protected(bare, address, socket),
             Err(error) => last = error.to_string(),
         }
     }
     Wrong(format!("the server {bare} cannot be reached: {last}"), step)
+}
+
+/// Whether this user's key and the server's fit.
+fn protected(server: &str, at: std::net::SocketAddr, socket: TcpStream) -> Finding {
+    let files = ClientFiles { folder: client_folder() };
+    let address = match server.parse::<Address>() {
+        Ok(address) => address.to_string(),
+        Err(e) => return Wrong(e.to_string(), "give it as HOST:PORT".into()),
+    };
+    let credentials = match files.credentials(&address) {
+        Ok(credentials) => credentials,
+        Err(e) => {
+            let step = "run rgpuctl enroll NAME on the server, and here what it prints";
+            return Wrong(
+                format!("a server listens at {server} ({at}), but: {}", with_causes(&e)),
+                step.into(),
+            );
+        }
+    };
+    let unnamed = rustls::pki_types::ServerName::IpAddress(at.ip().into());
+    let deadline = Instant::now() + Duration::from_secs(5);
+    match Stream::tls_client(socket.into(), credentials.greeting(), unnamed, deadline) {
+        Ok(_) => Good(format!("the server at {server} ({at}) has the key that is pinned for it")),
+        Err(e) => Wrong(
+            format!("no protected connection to {server} ({at}): {e}"),
+            "if the server has a new key, join it again with rgpuctl enroll and rgpuctl join; otherwise somebody else answers there".into(),
+        ),
+    }
 }
 
 fn contains(bytes: &[u8], text: &[u8]) -> bool {
@@ -325,6 +402,30 @@ mod tests {
         let text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 12.2.0\n";
         assert_eq!(driver_version(text), Some(580));
         assert_eq!(driver_version(""), None);
+    }
+
+    #[test]
+    fn a_workers_sandbox_is_shown_as_the_kernel_reports_it() {
+        let worker = |state: serde_json::Value| {
+            sandbox("worker", &serde_json::json!({"pid": 7, "stage": "ready", "sandbox": state}))
+        };
+        let whole = worker(serde_json::json!({
+            "user": 1879048192, "namespaces": ["mnt", "pid", "ipc", "net"], "filters": 2, "no_new_privileges": true,
+            "memory_limit": 1 << 30,
+        }));
+        let text = "worker 7 (ready): user 1879048192, its own mnt, pid, ipc, net namespaces, 2 system call filters, at most 1024 MiB of memory";
+        assert_eq!(whole, Good(text.into()));
+        let open = worker(
+            serde_json::json!({"user": 0, "namespaces": [], "filters": 0, "no_new_privileges": false}),
+        );
+        assert!(
+            matches!(&open, Note(text, Some(_)) if text.contains("no namespaces of its own")),
+            "{open:?}"
+        );
+        let device = sandbox("device process", &serde_json::json!({"process": 8, "serves": "vm a"}));
+        assert!(
+            matches!(&device, Note(text, _) if text.starts_with("device process 8 (vm a): user unknown"))
+        );
     }
 
     #[test]

@@ -350,6 +350,20 @@ impl Gpu {
         self.inner.failed.store(true, Ordering::Release);
     }
 
+    /// Fails as a GPU does whose hardware has failed: every operation, from those that run now, ends with this `CUresult`, unless the GPU has another error already.
+    pub fn break_down(&self, code: u32) {
+        self.fail(Error::Breakdown(code));
+        self.cancel();
+    }
+
+    /// The `CUresult` of [`Gpu::break_down`], if that is the GPU's error.
+    pub fn breakdown(&self) -> Option<u32> {
+        match self.status() {
+            Err(Error::Breakdown(code)) => Some(code),
+            _ => None,
+        }
+    }
+
     /// Stops every kernel, now and in the future, with [`crate::Fault::Cancelled`]. Use it to end a program
     /// whose kernel never finishes.
     pub fn cancel(&self) {

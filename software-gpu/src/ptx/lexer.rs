@@ -20,12 +20,22 @@ fn is_name(c: u8) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, b'_' | b'$' | b'%')
 }
 
+/// Most tokens of a text: 1 GiB of memory, at 32 bytes each. A text of one-byte tokens would otherwise take 32 times its size.
+const MAX_TOKENS: usize = 32 << 20;
+
 /// The tokens with their line numbers. `End` is the last.
 pub(crate) fn tokens(text: &str) -> Result<Vec<(Token<'_>, u32)>> {
+    up_to(text, MAX_TOKENS)
+}
+
+fn up_to(text: &str, most: usize) -> Result<Vec<(Token<'_>, u32)>> {
     let b = text.as_bytes();
-    let mut out = Vec::with_capacity(text.len() / 4);
+    let mut out = Vec::with_capacity((text.len() / 4).min(most));
     let (mut i, mut line) = (0usize, 1u32);
     while i < b.len() {
+        if out.len() > most {
+            return Err(Error::InvalidPtx { line, message: format!("more than {most} tokens") });
+        }
         let c = b[i];
         match c {
             b'\n' => {
@@ -153,4 +163,16 @@ fn number(text: &str, start: usize) -> Option<(Token<'_>, usize)> {
         digits.parse().ok()?
     };
     Some((Token::Int(value), end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_of_many_tokens_is_refused() {
+        assert_eq!(up_to(";;;", 3).unwrap().len(), 4);
+        let error = up_to(&";".repeat(1000), 100).unwrap_err().to_string();
+        assert!(error.contains("more than 100 tokens"), "{error}");
+    }
 }

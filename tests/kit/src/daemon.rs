@@ -1,6 +1,7 @@
 //! A real daemon as a child process, in a folder of its own.
 
 use std::io::Read;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -10,6 +11,28 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::until;
+
+/// Whether the writable memory of a process contains these bytes. `None`: this user may not look into it.
+pub fn memory_contains(pid: u64, bytes: &[u8]) -> Option<bool> {
+    let memory = std::fs::File::open(format!("/proc/{pid}/mem")).ok()?;
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).ok()?;
+    let found = maps.lines().any(|line| {
+        let mut words = line.split_whitespace();
+        let (Some(range), Some(rights)) = (words.next(), words.next()) else { return false };
+        let (from, to) = range.split_once('-').unwrap();
+        let at = |digits| u64::from_str_radix(digits, 16).unwrap();
+        let (from, to) = (at(from), at(to));
+        // Of a GPU in software, most of which was never written: too large to search, and no place for a key.
+        if !rights.starts_with("rw") || to - from > 256 << 20 {
+            return false;
+        }
+        // A range that has gone meanwhile contains nothing.
+        let mut content = vec![0; (to - from) as usize];
+        memory.read_exact_at(&mut content, from).is_ok()
+            && content.windows(bytes.len()).any(|window| window == bytes)
+    });
+    Some(found)
+}
 
 /// A running daemon. Killed when dropped; a test that fails prints its log.
 pub struct Daemon {
@@ -55,7 +78,8 @@ impl Daemon {
         self.folder.path().join(name)
     }
 
-    fn try_status(&self) -> Option<serde_json::Value> {
+    /// Its status, if it answers. A daemon that another program replaces at this moment does not.
+    pub fn try_status(&self) -> Option<serde_json::Value> {
         let mut text = String::new();
         UnixStream::connect(self.path("status")).ok()?.read_to_string(&mut text).ok()?;
         serde_json::from_str(&text).ok()
@@ -87,10 +111,13 @@ impl Daemon {
         (count("fd"), count("task"))
     }
 
-    /// Process ids of its children that run.
+    /// Process ids of its children that run, without those that only hold a sandbox (`rgpu-guard`).
     pub fn children(&self) -> Vec<i32> {
         let parent = self.pid().to_string();
         let running = |stat: &str| -> Option<bool> {
+            if stat.contains("(rgpu-guard)") {
+                return Some(false);
+            }
             let mut fields = stat.rsplit(')').next()?.split_whitespace();
             Some(fields.next()? != "Z" && fields.next()? == parent)
         };

@@ -13,17 +13,24 @@
 //! - [`session`]: a program and the bridge's [`Session`](host_bridge::bridge::Session) in one process, for tests of the bridge;
 //! - [`link`]: a bridge that connects to `rgpu-server` over a Unix socket or TCP;
 //! - [`server`]: a server that speaks TCP to a bridge and keeps "device memory" in a map;
-//! - [`daemon`]: a real daemon as a child process.
+//! - [`local_server`]: a server of this host whose workers map the client's memory;
+//! - [`daemon`]: a real daemon as a child process;
+//! - [`manager`]: a service manager that keeps descriptors for daemons;
+//! - [`authority`]: an operator's certification authority.
 //!
 //! A peer panics when the other side breaks the protocol, unless its documentation says otherwise. A test waits for a condition with [`until`] and never for a fixed time.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
+pub mod authority;
 pub mod channel;
 pub mod daemon;
 pub mod link;
+pub mod local_server;
+pub mod manager;
 pub mod native_client;
 pub mod native_host;
+pub mod resources;
 pub mod server;
 pub mod session;
 

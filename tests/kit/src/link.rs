@@ -29,6 +29,7 @@ use crate::{PATIENCE, arena, until};
 /// The first message of a connection.
 pub fn hello(purpose: u32, token: [u8; 16], index: u32) -> Hello {
     Hello {
+        devices: [0; protocol::link::MAX_DEVICE_LIST],
         magic: MAGIC,
         version: OURS.version(),
         purpose,
@@ -40,6 +41,9 @@ pub fn hello(purpose: u32, token: [u8; 16], index: u32) -> Hello {
         wishes: 0,
         client: text("test"),
         program: text("a test"),
+        secret: [0; 32],
+        attempt: 0,
+        reserved: 0,
     }
 }
 
@@ -55,6 +59,13 @@ pub fn welcome(answer: Answer, reason: &str) -> Welcome {
         ahead: 0,
         server: text("fake"),
         reason: text(reason),
+        secret: [0; 32],
+        grace: 0,
+        eager: 0,
+        session_key: [0; 32],
+        principal: text(""),
+        cache: 0,
+        unused: 0,
     }
 }
 
@@ -289,6 +300,7 @@ pub struct TcpBridge {
     pub data: Vec<TcpStream>,
     /// The session's token.
     pub token: [u8; 16],
+    hello: Hello,
 }
 
 impl TcpBridge {
@@ -300,10 +312,16 @@ impl TcpBridge {
             if welcome.status != 0 { Err(untext(&welcome.reason)) } else { Ok((stream, welcome)) }
         };
         let (control, welcome) = greeted(hello)?;
-        let token = welcome.token;
-        let data = |index| Ok(greeted(&Hello { purpose: purpose::DATA, token, index, ..*hello })?.0);
+        let Welcome { token, secret, .. } = welcome;
+        let own = Hello { token, secret, ..*hello };
+        let data = |index| Ok(greeted(&Hello { purpose: purpose::DATA, index, ..own })?.0);
         let data = (0..welcome.data_connections).map(data).collect::<Result<_, String>>()?;
-        Ok(TcpBridge { control, data, token })
+        Ok(TcpBridge { control, data, token, hello: own })
+    }
+
+    /// A hello for another connection of the session.
+    pub fn hello(&self, purpose: u32, attempt: u32, index: u32) -> Hello {
+        Hello { purpose, attempt, index, ..self.hello }
     }
 
     /// Sends a frame.
@@ -421,7 +439,7 @@ impl TcpSession {
             frame::DATA_SENT => self.take_data(DataSent::read_from_bytes(&body).unwrap()),
             frame::BYE => self.bye = Some(String::from_utf8(body).unwrap()),
             // This side sends without waiting for grants, and blocks while the connections are full.
-            frame::ALIVE | frame::DATA_GRANT | frame::DATA_PLACED => {}
+            frame::ALIVE | frame::DATA_GRANT | frame::DATA_PLACED | frame::RECEIVED => {}
             other => panic!("frame of kind {other}"),
         }
     }

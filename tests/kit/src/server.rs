@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
 
-use host_bridge::bridge::SessionConfig;
+use host_bridge::bridge::{Security, SessionConfig};
 use host_bridge::framing::{Address, FrameReader};
 use protocol::channel::{NO_SLOT, RECORD_HEADER, Record};
 use protocol::data::HostIn;
@@ -73,8 +73,8 @@ struct Shared {
     programs: Mutex<Vec<String>>,
 }
 
-/// Takes the data connections of a session.
-type NewConnections = mpsc::Sender<TcpStream>;
+/// Takes the data connections of a session, with their indices.
+type NewConnections = mpsc::Sender<(u32, TcpStream)>;
 /// Chunks of one piece of data, with their offsets.
 type Chunks = Vec<(u64, Vec<u8>)>;
 
@@ -123,6 +123,7 @@ impl FakeServer {
     /// The configuration of a session with it.
     pub fn config(&self) -> SessionConfig {
         let mut config = SessionConfig::new(self.address.clone(), "test-host");
+        config.security = Security::Insecure;
         config.data_connections = 3;
         // On machines with few processors, too.
         config.io_threads = true;
@@ -207,20 +208,28 @@ impl Shared {
         }
         match data {
             Some(data) => self.serve(stream, &data, hello.index, hello.slot_count),
-            None => drop(self.sessions.lock().unwrap()[&token].send(stream)),
+            None => drop(self.sessions.lock().unwrap()[&token].send((hello.index, stream))),
         }
     }
 
-    fn serve(&self, control: TcpStream, connections: &mpsc::Receiver<TcpStream>, count: u32, slots: u32) {
+    fn serve(
+        &self,
+        control: TcpStream,
+        connections: &mpsc::Receiver<(u32, TcpStream)>,
+        count: u32,
+        slots: u32,
+    ) {
         assert_eq!(slots, 64);
+        let control = Arc::new(Mutex::new(control));
         let inbox = Inbox::default();
         let mut data = Vec::new();
         for _ in 0..count {
-            let Ok(connection) = connections.recv_timeout(PATIENCE) else { return };
+            let Ok((index, connection)) = connections.recv_timeout(PATIENCE) else { return };
             let (reader, inbox, slow) =
                 (connection.try_clone().unwrap(), inbox.clone(), self.behavior.slow_reads);
             if !self.behavior.silent {
-                std::thread::spawn(move || read_data(reader, &inbox, slow));
+                let control = Arc::clone(&control);
+                std::thread::spawn(move || read_data(reader, &inbox, slow, &control, 1 + index));
             }
             data.push(connection);
         }
@@ -228,7 +237,6 @@ impl Shared {
             std::thread::sleep(PATIENCE);
             return;
         }
-        let control = Arc::new(Mutex::new(control));
         let reader = control.lock().unwrap().try_clone().unwrap();
         let mut gpu = Gpu {
             shared: self,
@@ -247,11 +255,23 @@ impl Shared {
     }
 }
 
-fn read_data(mut connection: TcpStream, inbox: &Inbox, slow: Option<Duration>) {
+fn read_data(
+    mut connection: TcpStream,
+    inbox: &Inbox,
+    slow: Option<Duration>,
+    control: &Mutex<TcpStream>,
+    stream: u32,
+) {
+    let mut received = 0;
     loop {
         let mut header = DataHeader::new_zeroed();
         if connection.read_exact(header.as_mut_bytes()).is_err() {
             return;
+        }
+        if header.seq == 0 && header.len == 0 {
+            // The bridge says what it has received.
+            received += size_of::<DataHeader>() as u64;
+            continue;
         }
         let eager = header.len & EAGER_FLAG != 0;
         header.len &= !EAGER_FLAG;
@@ -261,6 +281,8 @@ fn read_data(mut connection: TcpStream, inbox: &Inbox, slow: Option<Duration>) {
             return;
         }
         slow.inspect(|time| std::thread::sleep(*time));
+        received += (size_of::<DataHeader>() + bytes.len()) as u64;
+        let _ = acknowledge(control, stream, received);
         let mut arrived = inbox.0.lock().unwrap();
         arrived.eager += if eager { u64::from(header.len) } else { 0 };
         assert!(arrived.eager <= EAGER, "{} eager bytes", arrived.eager);
@@ -268,6 +290,11 @@ fn read_data(mut connection: TcpStream, inbox: &Inbox, slow: Option<Duration>) {
         drop(arrived);
         inbox.1.notify_all();
     }
+}
+
+/// Says how much of a stream has come.
+fn acknowledge(control: &Mutex<TcpStream>, stream: u32, bytes: u64) -> std::io::Result<()> {
+    send(control, frame::RECEIVED, Received { stream, reserved: 0, bytes }.as_bytes())
 }
 
 fn send(control: &Mutex<TcpStream>, kind: u32, body: &[u8]) -> std::io::Result<()> {
@@ -292,10 +319,15 @@ struct Gpu<'s> {
 impl Gpu<'_> {
     fn run(&mut self, mut control: TcpStream) {
         let mut reader = FrameReader::new();
+        let (mut received, mut told) = (0, 0);
         loop {
             match reader.fill(&mut control) {
                 Ok(0) | Err(_) => return,
-                Ok(_) => {}
+                Ok(n) => received += n as u64,
+            }
+            if received - told >= ACKNOWLEDGE_CONTROL {
+                told = received;
+                let _ = acknowledge(self.control, 0, received);
             }
             while let Some((kind, body)) = reader.next_frame().unwrap() {
                 match kind {
@@ -313,7 +345,11 @@ impl Gpu<'_> {
                         self.shared.asked.fetch_add(1, Ordering::SeqCst);
                         let _ = send(self.control, frame::ALIVE, &[]);
                     }
-                    frame::BYE => return,
+                    frame::RECEIVED => {}
+                    frame::BYE => {
+                        let _ = send(self.control, frame::BYE, &[]);
+                        return;
+                    }
                     other => panic!("frame of kind {other}"),
                 }
             }

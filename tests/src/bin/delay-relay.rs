@@ -4,13 +4,14 @@
 //!  client ──▶ reader ──▶ queue of (time due, bytes) ──▶ writer ──▶ server      and the same back
 //! ```
 //!
-//! Each direction of each connection holds every byte back for half the round-trip time, without limiting the rate. At a round-trip time of 0 it shows what
-//! the relay itself costs.
+//! Each direction of each connection holds every byte back for half the round-trip time. At a round-trip time of 0 it shows what the relay itself costs. The
+//! rate is not limited, unless a rate is given: then the connections of one direction share a line that carries so much, and bytes wait for their turn there.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -35,6 +36,37 @@ struct Arguments {
     /// Round-trip time to add [µs]
     #[arg(long, value_name = "MICROSECONDS")]
     rtt_us: u64,
+    /// Megabits that each direction carries in a second, all connections together. 0 does not limit them
+    #[arg(long, value_name = "MEGABITS", default_value_t = 0)]
+    mbit: u64,
+}
+
+/// One direction of the line that all connections share.
+struct Line {
+    /// Half the round-trip time.
+    delay: Duration,
+    /// Bytes in a second; 0: any number.
+    rate: u64,
+    /// When it has carried what came so far.
+    free: Mutex<Instant>,
+}
+
+impl Line {
+    fn new(arguments: &Arguments) -> Arc<Line> {
+        let delay = Duration::from_micros(arguments.rtt_us) / 2;
+        Arc::new(Line { delay, rate: arguments.mbit * 125_000, free: Mutex::new(Instant::now()) })
+    }
+
+    /// When the other end has bytes that come in now.
+    fn due(&self, bytes: usize) -> Instant {
+        let now = Instant::now();
+        if self.rate == 0 {
+            return now + self.delay;
+        }
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        *free = now.max(*free) + Duration::from_secs_f64(bytes as f64 / self.rate as f64);
+        *free + self.delay
+    }
 }
 
 /// Bytes, and when they are to be delivered.
@@ -51,7 +83,7 @@ fn main() -> ExitCode {
 }
 
 fn relay(arguments: &Arguments) -> Result<()> {
-    let delay = Duration::from_micros(arguments.rtt_us) / 2;
+    let (there, back) = (Line::new(arguments), Line::new(arguments));
     let listener = TcpListener::bind(arguments.listen)
         .with_context(|| format!("cannot listen at {}", arguments.listen))?;
     for client in listener.incoming() {
@@ -59,8 +91,8 @@ fn relay(arguments: &Arguments) -> Result<()> {
         // If the server is not running yet, only this client is affected.
         match TcpStream::connect(arguments.to) {
             Ok(server) => {
-                one_way(&client, &server, delay)?;
-                one_way(&server, &client, delay)?;
+                one_way(&client, &server, &there)?;
+                one_way(&server, &client, &back)?;
             }
             Err(error) => eprintln!("cannot connect to {}: {error}", arguments.to),
         }
@@ -69,20 +101,21 @@ fn relay(arguments: &Arguments) -> Result<()> {
 }
 
 /// Starts the two threads of one direction.
-fn one_way(from: &TcpStream, to: &TcpStream, delay: Duration) -> Result<()> {
+fn one_way(from: &TcpStream, to: &TcpStream, line: &Arc<Line>) -> Result<()> {
     to.set_nodelay(true)?;
     let (from, to) = (from.try_clone()?, to.try_clone()?);
     let (sender, receiver) = sync_channel(IN_FLIGHT);
-    std::thread::spawn(move || read(from, &sender, delay));
+    let line = Arc::clone(line);
+    std::thread::spawn(move || read(from, &sender, &line));
     std::thread::spawn(move || write(to, &receiver));
     Ok(())
 }
 
 /// Stamps what arrives. An end or an error of the connection ends the queue.
-fn read(mut from: TcpStream, queue: &SyncSender<Parcel>, delay: Duration) {
+fn read(mut from: TcpStream, queue: &SyncSender<Parcel>, line: &Line) {
     let mut buffer = vec![0; CHUNK];
     while let Ok(count @ 1..) = from.read(&mut buffer) {
-        if queue.send((Instant::now() + delay, buffer[..count].to_vec())).is_err() {
+        if queue.send((line.due(count), buffer[..count].to_vec())).is_err() {
             return;
         }
     }

@@ -117,14 +117,24 @@ impl Daemons {
         let socket = folder.join("native.sock");
         let server = Daemon::start(
             "rgpu-server",
-            ["--listen", &address, "--backend", device, "--workers", "2", "--drain-seconds", "1"],
+            [
+                "--insecure",
+                "--listen",
+                &address,
+                "--backend",
+                device,
+                "--workers",
+                "2",
+                "--drain-seconds",
+                "1",
+            ],
             &tree::logs().join(format!("bench-{transport}-server.log")),
             &folder.join("server.status"),
         )?;
         let native = socket.display().to_string();
         let bridge = Daemon::start(
             "vhost-rgpu",
-            ["--native-socket", &native, "--server", &address, "--transport", transport],
+            ["--insecure", "--native-socket", &native, "--server", &address, "--transport", transport],
             &tree::logs().join(format!("bench-{transport}-bridge.log")),
             &folder.join("bridge.status"),
         )?;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /*
  * The first process of a test machine: mounts, loads modules, and then does what
- * it is told over a virtio-serial port named "rgpu.agent".
+ * it is told over a virtio-serial port named "rgpu.agent". In a machine with a
+ * disk it starts the disk's own first process instead, and that starts the agent
+ * once more, as a service.
  *
  * Each side begins by sending MAGIC, and skips everything up to the other's: so
  * bytes of an earlier boot cannot be mistaken for frames. Then frames go both
@@ -311,16 +313,50 @@ static void mount_all(void)
 	mount("debugfs", "/sys/kernel/debug", "debugfs", 0, NULL);
 }
 
+/*
+ * Makes the disk the root and starts what is its first process. The initramfs's
+ * /host is /mnt there.
+ */
+static _Noreturn void start_disk(void)
+{
+	static const char *const moved[] = { "/dev", "/proc", "/sys", "/run" };
+	int tries = 0;
+
+	mkdir("/disk", 0755);
+	while (mount("/dev/vda", "/disk", "ext4", 0, NULL)) {
+		if (++tries == 3000)
+			die("mount the disk");
+		usleep(10000);
+	}
+	if (mount("/host", "/disk/mnt", NULL, MS_BIND, NULL))
+		die("mount /mnt");
+	for (unsigned int i = 0; i < sizeof(moved) / sizeof(moved[0]); i++) {
+		char place[64];
+
+		snprintf(place, sizeof(place), "/disk%s", moved[i]);
+		if (mount(moved[i], place, NULL, MS_MOVE, NULL))
+			die(moved[i]);
+	}
+	if (chdir("/disk") || mount(".", "/", NULL, MS_MOVE, NULL) || chroot("."))
+		die("enter the disk");
+	execl("/sbin/init", "init", (char *)NULL);
+	die("start the disk's first process");
+}
+
 int main(void)
 {
 	char seen[MAGIC_LEN] = "";
 	sigset_t set;
 	int signals;
 
-	mount_all();
-	setenv("PATH", "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", 1);
+	setenv("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", 1);
 	setenv("HOME", "/root", 1);
-	load_modules();
+	if (getpid() == 1) {
+		mount_all();
+		load_modules();
+		if (!access("/host/agent", F_OK))
+			start_disk();
+	}
 
 	sigemptyset(&set);
 	sigaddset(&set, SIGCHLD);

@@ -1,7 +1,7 @@
 //! A machine: described by [`Builder`], booted as [`Machine`].
 
 use super::agent::{Agent, Output, Process};
-use super::image::Image;
+use super::image::{self, Image};
 use super::{Accelerator, Kernel, Qemu};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs::{self, File};
@@ -34,6 +34,7 @@ pub struct Builder {
     driver: bool,
     modules: Vec<String>,
     rgpu_sockets: Vec<PathBuf>,
+    disk: Option<PathBuf>,
     hardware: Hardware,
     qemu_args: Vec<String>,
     kernel_args: Vec<String>,
@@ -51,6 +52,7 @@ impl Builder {
             driver: false,
             modules: vec!["virtio_pci".into(), "virtio_console".into()],
             rgpu_sockets: Vec::new(),
+            disk: None,
             hardware: Hardware::Own,
             qemu_args: Vec::new(),
             kernel_args: Vec::new(),
@@ -99,6 +101,14 @@ impl Builder {
     pub fn rgpu_socket(mut self, socket: impl Into<PathBuf>) -> Self {
         self.rgpu_sockets.push(socket.into());
         self
+    }
+
+    /// Boots from this disk, an ext4 file system with a first process that starts `/mnt/agent` as a service. What the machine
+    /// writes there is gone with the machine. Files that are put into the guest's `/host` are in `/mnt` of the booted system;
+    /// others it does not see.
+    pub fn disk(mut self, disk: impl Into<PathBuf>) -> Self {
+        self.disk = Some(disk.into());
+        self.module("virtio_blk").module("crc32c_generic").module("ext4")
     }
 
     /// Takes the machine type, the guest's memory and the rgpu device from a `-readconfig` file, in place of [`Builder::rgpu_socket`]. The
@@ -195,6 +205,9 @@ impl Builder {
         let driver = if self.driver { vec![self.kernel.driver()?] } else { Vec::new() };
         let mut image = Image::new();
         image.base(&kernel, &self.modules, &driver)?;
+        if self.disk.is_some() {
+            image.file(&image::agent()?, "/host/agent")?;
+        }
         for step in self.steps {
             step(&mut image)?;
         }
@@ -244,6 +257,10 @@ impl Builder {
             command.arg("-device").arg(format!(
                 "vhost-user-test-device-pci,chardev=rgpu{i},virtio-id=38,num_vqs=3,vq_size=256,config_size=64"
             ));
+        }
+        if let Some(disk) = &self.disk {
+            let drive = format!("file={},format=raw,if=none,id=disk,snapshot=on", disk.display());
+            command.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
         }
         command.arg("-kernel").arg(kernel.image()).arg("-initrd").arg(&initrd);
         // An oops is never to be passed over, and a panic is seen at once as an unexpected boot.

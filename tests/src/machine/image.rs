@@ -209,7 +209,7 @@ fn member(archive: &mut Vec<u8>, inode: usize, name: &str, mode: u32, data: &[u8
 }
 
 /// The guest's first process, compiled if need be.
-fn agent() -> Result<PathBuf> {
+pub(super) fn agent() -> Result<PathBuf> {
     const SOURCE: &str = include_str!("agent.c");
     let program = setup::build_dir().join("agent");
     setup::once("agent", SOURCE, || static_program("agent.c", SOURCE, &program))?;

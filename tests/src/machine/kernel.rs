@@ -48,8 +48,16 @@ impl Kernel {
         if self == Kernel::V6_1Full { "linux-headers-amd64" } else { "linux-headers-cloud-amd64" }
     }
 
-    /// The kernel's files, fetched and unpacked if they are not there.
+    /// The kernel's files, fetched and unpacked if they are not there. In place of the usual one, those of `RGPU_TEST_KERNEL`, a folder that
+    /// `guest-driver/tests/debug-kernel.sh` has made.
     pub fn files(self) -> Result<KernelFiles> {
+        if self == Kernel::V6_1
+            && let Some(root) = std::env::var_os("RGPU_TEST_KERNEL")
+        {
+            let root = PathBuf::from(root);
+            let version = read(&root.join("version"))?.trim().to_owned();
+            return Ok(KernelFiles { version, root, chroot: false });
+        }
         let chroot = match self {
             Kernel::V6_1 | Kernel::V6_1Full => None,
             Kernel::V6_12 | Kernel::V7 => Some(setup::trixie()?),
@@ -149,6 +157,28 @@ impl KernelFiles {
     /// What modules are built against.
     pub fn headers(&self) -> PathBuf {
         self.root.join(format!("usr/src/linux-headers-{}", self.version))
+    }
+
+    /// Puts modules and headers into a Debian 12, where the kernel's packages have them.
+    pub(super) fn install(&self, debian: &Path) -> Result<()> {
+        ensure!(!self.chroot, "Linux {} is not that of Debian 12", self.version);
+        let (sources, tools) = (debian.join("usr/src"), debian.join("usr/lib"));
+        fs::create_dir_all(tools.join("modules"))?;
+        fs::create_dir_all(&sources)?;
+        let copy =
+            |from: &Path, to: &Path| setup::run(Command::new("cp").arg("-a").arg(from).arg(to)).map(drop);
+        copy(&self.modules_dir(), &tools.join("modules"))?;
+        copy(&self.headers(), &sources)?;
+        // The parts that several kernels of a version share.
+        let common = self.version.split('-').take(2).collect::<Vec<_>>().join("-");
+        let common = format!("linux-headers-{common}-common");
+        copy(&self.root.join("usr/src").join(&common), &sources)?;
+        // Here it names the folder that the headers were unpacked into.
+        let makefile = sources.join(format!("linux-headers-{}/Makefile", self.version));
+        fs::write(&makefile, format!("include /usr/src/{common}/Makefile\n"))
+            .with_context(|| format!("cannot write {}", makefile.display()))?;
+        let series = self.version.split('.').take(2).collect::<Vec<_>>().join(".");
+        copy(&self.root.join(format!("usr/lib/linux-kbuild-{series}")), &tools)
     }
 
     fn modules_dir(&self) -> PathBuf {

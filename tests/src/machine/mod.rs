@@ -16,7 +16,8 @@
 //! Everything a machine needs is fetched and built on first use, as root on Debian 12, and kept under `build/machine` in the
 //! repository: see [`setup`] for where things lie, [`qemu`] for the emulator, [`kernel`] for the kernels and the driver
 //! built for each. A machine's root file system is an initramfs ([`image`]); its first process is a small agent
-//! (`agent.c`), which runs commands for [`Machine::run`] and [`Machine::spawn`] ([`agent`] is the host's side).
+//! (`agent.c`), which runs commands for [`Machine::run`] and [`Machine::spawn`] ([`agent`] is the host's side). A machine
+//! with a disk ([`systemd`]) is a whole Debian.
 
 pub mod agent;
 pub mod image;
@@ -25,6 +26,7 @@ pub mod nested;
 pub mod qemu;
 pub mod rdma;
 pub mod setup;
+pub mod systemd;
 
 mod builder;
 

@@ -6,6 +6,7 @@
 //!   bookworm/          Debian 12's cloud kernel and its headers, unpacked
 //!   driver/VERSION/    virtio_rgpu.ko for that kernel, and a stamp of the sources it was built from
 //!   agent              the guest's first process
+//!   debian12.ext4      a disk with Debian 12 and systemd; debian12-dkms-VERSION.ext4 has a compiler as well
 //!   *.stamp            what has been done; without its stamp, a step is done again from the beginning
 //! ```
 //!
@@ -261,7 +262,7 @@ fn chroot_apt(root: &Path, args: &[&str]) -> Result<()> {
 }
 
 /// The mirror of Debian that this host uses, if apt knows one; otherwise debootstrap has a default.
-fn mirror() -> Option<String> {
+pub(super) fn mirror() -> Option<String> {
     let list = run(apt("apt-get").args([
         "indextargets",
         "--format",

@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 pub mod client;
+pub mod network;
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
@@ -22,6 +23,7 @@ use rgpu_tests::guest::free_port;
 use rgpu_tests::programs::{self, Outcome};
 use rgpu_tests::tree;
 pub use test_kit::PATIENCE;
+use test_kit::manager::Manager;
 
 /// How a native client's session travels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,9 +58,21 @@ pub struct Rig {
     folder: tempfile::TempDir,
     logs: PathBuf,
     server_arguments: Vec<String>,
+    /// Keeps descriptors for the server, as systemd does.
+    manager: Option<Manager>,
 }
 
 impl Rig {
+    /// Starts everything, with a server whose descriptors outlive it.
+    pub fn kept(name: &str, link: impl FnOnce(u16) -> Result<String>) -> Result<Self> {
+        let mut rig = Self::through(name, &[], &[], link)?;
+        rig.server.signal(Signal::SIGTERM)?;
+        rig.server.wait(PATIENCE)?;
+        rig.manager = Some(Manager::new());
+        rig.restart_server()?;
+        Ok(rig)
+    }
+
     /// Starts everything; the logs are in `target/logs/NAME/`.
     pub fn start(name: &str) -> Result<Self> {
         Self::with(name, &[], &[])
@@ -66,33 +80,42 @@ impl Rig {
 
     /// The same, with more arguments for the server and for both bridges.
     pub fn with(name: &str, server: &[&str], bridge: &[&str]) -> Result<Self> {
-        Self::through(name, server, bridge, Ok)
+        Self::through(name, server, bridge, |port| Ok(on_this_host(port)))
     }
 
-    /// The same. `link` maps the server's port to the port that the bridge over TCP connects to.
+    /// The same. `link` maps the server's port to the address that the bridge over TCP connects to. It is
+    /// called by this thread, right before that bridge is started.
     pub fn through(
         name: &str,
         server: &[&str],
         bridge: &[&str],
-        link: impl FnOnce(u16) -> Result<u16>,
+        link: impl FnOnce(u16) -> Result<String>,
     ) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let logs = tree::logs().join(name);
         let port = free_port()?;
         let unix = format!("unix:{}", folder.path().join("server.sock").display());
-        let mut server_arguments: Vec<String> =
-            ["--backend", "software", "--listen", &unix, "--listen", &format!("tcp:127.0.0.1:{port}")]
-                .map(str::to_owned)
-                .into();
+        let mut server_arguments: Vec<String> = [
+            "--backend",
+            "software",
+            "--insecure",
+            "--listen",
+            &unix,
+            "--listen",
+            &format!("tcp:127.0.0.1:{port}"),
+        ]
+        .map(str::to_owned)
+        .into();
+        let admin = folder.path().join("server.admin").display().to_string();
+        server_arguments.extend(["--admin-socket".to_owned(), admin]);
         server_arguments.extend(server.iter().map(|&argument| argument.to_owned()));
         if !server.contains(&"--workers") {
             server_arguments.extend(["--workers", "2"].map(str::to_owned));
         }
         let server = start_server(folder.path(), &logs, &server_arguments)?;
         let local = start_bridge(folder.path(), &logs, Transport::Local, &unix, bridge)?;
-        let near = format!("tcp:127.0.0.1:{}", link(port)?);
-        let tcp = start_bridge(folder.path(), &logs, Transport::Tcp, &near, bridge)?;
-        Ok(Self { server, local, tcp, port, folder, logs, server_arguments })
+        let tcp = start_bridge(folder.path(), &logs, Transport::Tcp, &link(port)?, bridge)?;
+        Ok(Self { server, local, tcp, port, folder, logs, server_arguments, manager: None })
     }
 
     /// The native socket of a transport's bridge.
@@ -103,6 +126,11 @@ impl Rig {
     /// The server's Unix socket.
     pub fn server_socket(&self) -> PathBuf {
         self.folder.path().join("server.sock")
+    }
+
+    /// The server's admin socket.
+    pub fn server_admin(&self) -> PathBuf {
+        self.folder.path().join("server.admin")
     }
 
     /// A transport's bridge.
@@ -120,15 +148,30 @@ impl Rig {
 
     /// Starts the server again, after its end.
     pub fn restart_server(&mut self) -> Result<()> {
-        self.server = start_server(self.folder.path(), &self.logs, &self.server_arguments)?;
+        let (folder, logs, arguments) = (self.folder.path(), &self.logs, &self.server_arguments);
+        self.server = match &self.manager {
+            Some(manager) => {
+                let command = manager.command(tree::binaries().join("rgpu-server"));
+                let (log, status) = (logs.join("rgpu-server.log"), folder.join("server.status"));
+                Daemon::start_by(command, arguments, &log, &status)?
+            }
+            None => start_server(folder, logs, arguments)?,
+        };
         Ok(())
+    }
+
+    /// Kills the server's daemon and starts it again. Its workers stay.
+    pub fn crash_server(&mut self) -> Result<()> {
+        self.server.signal(Signal::SIGKILL)?;
+        self.server.wait(PATIENCE)?;
+        self.restart_server()
     }
 
     /// Kills a transport's bridge and starts it again.
     pub fn restart_bridge(&mut self, transport: Transport) -> Result<()> {
         let server = match transport {
             Transport::Local => format!("unix:{}", self.server_socket().display()),
-            Transport::Tcp => format!("tcp:127.0.0.1:{}", self.port),
+            Transport::Tcp => on_this_host(self.port),
         };
         let (folder, logs) = (self.folder.path(), &self.logs);
         let bridge = match transport {
@@ -181,8 +224,9 @@ impl Rig {
         }
         let ready = self.server.status()?["workers_ready"].clone();
         ensure!(ready == 2, "{ready} workers are ready");
-        let children = Holdings::of(&self.server)?.children;
-        ensure!(children == 2, "{children} worker processes where 2 are ready");
+        let Holdings { children, guards, .. } = Holdings::of(&self.server)?;
+        let workers = children - guards;
+        ensure!(workers == 2, "{workers} worker processes where 2 are ready");
         Ok(())
     }
 
@@ -208,6 +252,11 @@ impl Rig {
         }
         Ok(())
     }
+}
+
+/// The address of a port of this host.
+pub fn on_this_host(port: u16) -> String {
+    format!("tcp:127.0.0.1:{port}")
 }
 
 fn native_socket(folder: &Path, transport: Transport) -> PathBuf {
@@ -247,7 +296,7 @@ fn start_bridge(
     };
     let socket = native_socket(folder, transport);
     let mut arguments: Vec<String> =
-        ["--transport", name, "--server", server, "--native-socket"].map(str::to_owned).into();
+        ["--insecure", "--transport", name, "--server", server, "--native-socket"].map(str::to_owned).into();
     arguments.push(socket.display().to_string());
     arguments.extend(more.iter().map(|&argument| argument.to_owned()));
     let status = folder.join(format!("vhost-rgpu-{name}.status"));
@@ -297,6 +346,13 @@ impl Running {
         self.child.kill()?;
         self.child.wait()?;
         Ok(())
+    }
+
+    /// The same; gives what it has written to its standard error.
+    pub fn killed(mut self) -> Result<String> {
+        self.child.kill()?;
+        self.child.wait()?;
+        self.errors()
     }
 
     /// Waits until it ends by itself. Returns its exit status and its standard error.
@@ -374,6 +430,8 @@ pub struct Holdings {
     pub memfds: usize,
     /// Processes that it has started.
     pub children: usize,
+    /// Those of them that only hold a worker's sandbox.
+    pub guards: usize,
     /// Its own resident memory, in KiB.
     pub resident: u64,
 }
@@ -389,17 +447,23 @@ impl Holdings {
         let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
         let resident = resident.trim().trim_end_matches(" kB").parse()?;
         let maps = std::fs::read_to_string(process.join("maps"))?;
-        let mut children = 0;
+        let (mut children, mut guards) = (0, 0);
         for task in std::fs::read_dir(process.join("task"))? {
             // A thread may end between the listing and the reading.
             let list = std::fs::read_to_string(task?.path().join("children")).unwrap_or_default();
-            children += list.split_whitespace().count();
+            for child in list.split_whitespace() {
+                children += 1;
+                // So may a child.
+                let name = std::fs::read_to_string(format!("/proc/{child}/comm")).unwrap_or_default();
+                guards += usize::from(name.trim_end() == "rgpu-guard");
+            }
         }
         Ok(Self {
             descriptors: count("fd")?,
             threads: count("task")?,
             memfds: maps.lines().filter(|line| line.contains("memfd:")).count(),
             children,
+            guards,
             resident,
         })
     }

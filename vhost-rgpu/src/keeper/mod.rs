@@ -4,11 +4,14 @@
 //! there. The keeper maps no memory of a guest and opens no session: what a guest or a program does can harm its own device process and nothing else.
 //!
 //! In reading order: [`process`] starts device processes and listens to them, [`vm`] with [`negotiation`] stands between a VMM and its device process, [`native`] does so for
-//! processes of this host, [`status`] adds up what device processes report.
+//! processes of this host, [`status`] adds up what device processes report, and [`scrape`] does so for Prometheus, by the definitions in
+//! [`families`].
 
+mod families;
 mod native;
 mod negotiation;
 pub mod process;
+mod scrape;
 mod status;
 mod vm;
 
@@ -19,14 +22,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use handover::Store;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::SockType;
 
 use crate::config::{Config, Source};
+use crate::confinement;
 use crate::device_process::raise_descriptor_limit;
-use crate::sockets::{Activated, Stopper};
+use crate::sockets::{Activated, Listening, Stopper};
 use process::Processes;
 use status::Own;
 
@@ -43,6 +48,8 @@ struct Keeper {
     threads: Vec<JoinHandle<()>>,
     native: Option<Arc<native::Server>>,
     vms: Vec<Arc<vm::Server>>,
+    /// Removes the socket's file of the metrics, if they have one.
+    _scraped: Option<Listening>,
 }
 
 /// Serves until SIGTERM or SIGINT. `arguments` are those of this process, `source` is the file that they name.
@@ -54,7 +61,9 @@ pub fn run(config: Config, arguments: Vec<OsString>, source: Option<Source>) -> 
         .context("a descriptor for signals")?;
     raise_descriptor_limit();
     let file = source.map(|source| (source.path.display().to_string(), source.text));
-    let processes = Arc::new(Processes::new(arguments, file).context("an eventfd")?);
+    let processes = Processes::new(arguments, file, confinement::prepare(&config)).context("an eventfd")?;
+    processes.prepare(config.sandbox.require).context("starting a device process")?;
+    let processes = Arc::new(processes);
     let mut keeper = Keeper {
         processes,
         own: Arc::new(Own::new()),
@@ -62,12 +71,16 @@ pub fn run(config: Config, arguments: Vec<OsString>, source: Option<Source>) -> 
         threads: Vec::new(),
         native: None,
         vms: Vec::new(),
+        _scraped: None,
     };
+    let manager = Store::new();
     let started = keeper.start(config);
     if started.is_ok() {
+        manager.ready();
         let signal = keeper.listen_until_signal(&signals)?;
         tracing::info!("{signal}: shutting down");
     }
+    manager.stopping();
     keeper.drain()?;
     started
 }
@@ -94,6 +107,7 @@ impl Keeper {
             .status
             .map(|path| activated.take_or_bind("status", &path, SockType::Stream, 0o660))
             .transpose()?;
+        let scraped = scrape::listen(&config.metrics)?;
         for name in activated.unused() {
             tracing::warn!(
                 "systemd passed a socket named {name:?} that no section of the configuration uses"
@@ -101,11 +115,7 @@ impl Keeper {
         }
 
         if let Some((config, listening)) = native {
-            tracing::info!(
-                "serving native clients at {} with {}",
-                config.socket.display(),
-                config.session.server
-            );
+            tracing::info!("serving native clients at {} with {}", config.socket.display(), config.servers);
             let server = native::Server::new(config, self.processes.clone(), self.own.clone());
             self.native = Some(server.clone());
             self.stoppers.push(listening.stopper());
@@ -116,7 +126,7 @@ impl Keeper {
                 "serving vm {} at {} with {}",
                 config.name,
                 config.socket.display(),
-                config.session.server
+                config.servers
             );
             let server =
                 vm::Server::new(config, self.processes.clone(), self.own.clone()).context("an eventfd")?;
@@ -128,6 +138,9 @@ impl Keeper {
             let (processes, own) = (self.processes.clone(), self.own.clone());
             self.stoppers.push(listening.stopper());
             self.spawn("status", move || status::serve(&listening, &processes, &own))?;
+        }
+        if let Some(scraped) = scraped {
+            self._scraped = scraped.serve(&self.processes, &self.own)?;
         }
         Ok(())
     }

@@ -7,7 +7,6 @@ use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -15,7 +14,7 @@ use nix::sys::socket::{MsgFlags, UnixCredentials, getsockopt, recv, sockopt};
 use protocol::device::Answer;
 
 use super::process::{Owner, Process, Processes};
-use super::status::Own;
+use super::status::{Own, Why};
 use crate::config::Native;
 use crate::device_process::Role;
 use crate::limit::LogLimit;
@@ -99,8 +98,8 @@ impl Server {
                 }
             };
             let who = format!("native client (pid {}, uid {}, gid {})", peer.pid(), peer.uid(), peer.gid());
-            if let Err((why, socket)) = self.pass_on(socket, peer.uid(), &who) {
-                self.own.refused.fetch_add(1, Ordering::Relaxed);
+            if let Err((cause, why, socket)) = self.pass_on(socket, peer.uid(), &who) {
+                self.own.refuse(cause);
                 self.limit.warn(&who, &format!("refused: {why}"));
                 if let Some(socket) = socket {
                     let _ = answer(&socket, Answer::NoResources, &why, None);
@@ -112,24 +111,24 @@ impl Server {
     }
 
     /// Gives a client to its user's device process. On failure the client has to be told why, if there still is a connection.
-    fn pass_on(&self, socket: OwnedFd, uid: u32, who: &str) -> Result<(), (String, Option<OwnedFd>)> {
+    fn pass_on(&self, socket: OwnedFd, uid: u32, who: &str) -> Result<(), (Why, String, Option<OwnedFd>)> {
         let mut state = self.lock();
         if state.ending {
-            return Err(("the daemon is ending".to_owned(), Some(socket)));
+            return Err((Why::Draining, "the daemon is ending".to_owned(), Some(socket)));
         }
         let limit = self.config.limits.max_channels as usize;
         if state.clients() >= limit {
             let why = format!(
                 "{limit} native clients are connected, which is the limit (native.limits.max_channels)"
             );
-            return Err((why, Some(socket)));
+            return Err((Why::HostFull, why, Some(socket)));
         }
         let share = self.config.max_channels_per_user as usize;
         if state.users.get(&uid).is_some_and(|user| user.clients.len() >= share) {
             let why = format!(
                 "{share} clients of user {uid} are connected, which is the limit (native.max_channels_per_user)"
             );
-            return Err((why, Some(socket)));
+            return Err((Why::UserFull, why, Some(socket)));
         }
         let number = state.next;
         state.next += 1;
@@ -137,21 +136,34 @@ impl Server {
             Entry::Occupied(user) => user.into_mut(),
             Entry::Vacant(free) => {
                 let Some(me) = self.me.upgrade() else {
-                    return Err(("the daemon is ending".to_owned(), None));
+                    return Err((Why::Draining, "the daemon is ending".to_owned(), None));
                 };
-                match self.processes.start(&Role::Native(uid), me, BTreeMap::new(), 0) {
+                let mut none = BTreeMap::new();
+                match self.processes.start(&Role::Native(uid), &self.config.servers, me, &mut none, 0) {
                     Ok(process) => {
                         tracing::debug!("user {uid}: device process {}", process.pid);
                         free.insert(User { process, clients: HashSet::new(), idle: None })
                     }
-                    Err(e) => return Err((format!("this host cannot start a process: {e}"), Some(socket))),
+                    Err(e) => {
+                        return Err((
+                            Why::Failed,
+                            format!("this host cannot start a process: {e}"),
+                            Some(socket),
+                        ));
+                    }
                 }
             }
         };
         let client = ToDevice::Client { number, who: who.to_owned(), socket };
         if let Err(e) = user.process.tell(&client) {
-            let ToDevice::Client { socket, .. } = client else { return Err((e.to_string(), None)) };
-            return Err((format!("the user's device process does not answer: {e}"), Some(socket)));
+            let ToDevice::Client { socket, .. } = client else {
+                return Err((Why::Failed, e.to_string(), None));
+            };
+            return Err((
+                Why::Failed,
+                format!("the user's device process does not answer: {e}"),
+                Some(socket),
+            ));
         }
         user.clients.insert(number);
         user.idle = None;

@@ -25,7 +25,7 @@ const MAX_FIELDS: usize = 64;
 /// Maximum characters of a text.
 const MAX_TEXT: usize = 256;
 /// How long device processes have to report.
-const PATIENCE: Duration = Duration::from_secs(2);
+pub const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What a device process has done, and its sessions.
 #[derive(Debug, Clone, Default)]
@@ -103,6 +103,21 @@ impl Counted {
         })
     }
 
+    /// One of its own counters; 0 if it has not reported it.
+    pub fn number(&self, name: &str) -> u64 {
+        self.numbers.get(name).copied().unwrap_or(0)
+    }
+
+    /// A sum over all its sessions; 0 if it has not reported it.
+    pub fn total(&self, name: &str) -> u64 {
+        self.totals.get(name).copied().unwrap_or(0)
+    }
+
+    /// Its sessions now.
+    pub fn sessions(&self) -> &[Map<String, Value>] {
+        &self.sessions
+    }
+
     /// Adds what another process has done, which has no sessions any more.
     pub fn add(&mut self, other: &Counted) {
         let sum = |to: &mut BTreeMap<String, u64>, from: &BTreeMap<String, u64>| {
@@ -126,14 +141,52 @@ pub struct Own {
     pub started: Instant,
     /// Device processes that were started in place of one that had ended unexpectedly.
     pub restarts: AtomicU64,
-    /// Native clients that were refused because of a limit.
-    pub refused: AtomicU64,
+    /// Native clients that were refused here, by [`Why`].
+    refused: [AtomicU64; Why::ALL.len()],
+}
+
+/// Why the keeper refuses a native client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Why {
+    /// The daemon ends.
+    Draining,
+    /// As many clients as may be are connected.
+    HostFull,
+    /// The same of the client's user.
+    UserFull,
+    /// There is no device process for the client.
+    Failed,
+}
+
+impl Why {
+    /// All of them.
+    pub const ALL: [Why; 4] = [Why::Draining, Why::HostFull, Why::UserFull, Why::Failed];
+
+    /// Its name in the metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Why::Draining => "draining",
+            Why::HostFull => "host_full",
+            Why::UserFull => "user_full",
+            Why::Failed => "failed",
+        }
+    }
 }
 
 impl Own {
     /// Starts to count.
     pub fn new() -> Own {
-        Own { started: Instant::now(), restarts: AtomicU64::new(0), refused: AtomicU64::new(0) }
+        Own { started: Instant::now(), restarts: AtomicU64::new(0), refused: Default::default() }
+    }
+
+    /// A native client is refused.
+    pub fn refuse(&self, why: Why) {
+        self.refused[why as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Native clients that were refused, by reason.
+    pub fn refused(&self) -> impl Iterator<Item = (Why, u64)> {
+        Why::ALL.into_iter().zip(&self.refused).map(|(why, count)| (why, count.load(Ordering::Relaxed)))
     }
 }
 
@@ -143,7 +196,9 @@ const NUMBERS: [&str; 5] =
 
 /// The status as JSON: sums of all counters since the keeper's start, and one object for each device process and each session.
 fn status(processes: &Processes, own: &Own) -> Value {
-    let (running, mut sums) = processes.all();
+    let (running, ended) = processes.all();
+    let mut sums = Counted::default();
+    ended.iter().for_each(|(_, done)| sums.add(done));
     let deadline = Instant::now() + PATIENCE;
     let (mut rows, mut sessions) = (Vec::with_capacity(running.len()), Vec::new());
     for process in running {
@@ -154,6 +209,7 @@ fn status(processes: &Processes, own: &Own) -> Value {
             "process": process.pid,
             "seconds": process.age().as_secs(),
             "sessions": counted.sessions.len(),
+            "sandbox": sandbox::inspect(process.pid),
         }));
         for mut row in counted.sessions {
             row.insert("process".to_owned(), json!(process.pid));
@@ -170,9 +226,9 @@ fn status(processes: &Processes, own: &Own) -> Value {
     ];
     fields.extend(own_fields.map(|(name, value)| (name.to_owned(), value)));
     for name in NUMBERS {
-        fields.insert(name.to_owned(), json!(sums.numbers.get(name).copied().unwrap_or(0)));
+        fields.insert(name.to_owned(), json!(sums.number(name)));
     }
-    let refused = own.refused.load(Ordering::Relaxed);
+    let refused: u64 = own.refused().map(|(_, count)| count).sum();
     fields.insert("clients_refused".to_owned(), json!(refused));
     fields.insert("device_processes_restarted".to_owned(), json!(own.restarts.load(Ordering::Relaxed)));
     fields.insert("totals".to_owned(), json!(sums.totals));

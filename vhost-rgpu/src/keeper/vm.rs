@@ -200,11 +200,11 @@ fn requests_memory() -> io::Result<OwnedFd> {
 }
 
 impl Device {
-    /// Starts a device process. `stored` and `resumed` come from its predecessor.
+    /// Starts a device process. `stored` and `resumed` come from its predecessor. If it fails, `stored` is as it was.
     fn start(
         server: &Server,
         requests: &OwnedFd,
-        stored: BTreeMap<u32, Stored>,
+        stored: &mut BTreeMap<u32, Stored>,
         resumed: Option<String>,
     ) -> anyhow::Result<Device> {
         let config = &server.config;
@@ -212,13 +212,16 @@ impl Device {
             .processes
             .start(
                 &Role::Vm(config.name.clone()),
+                &config.servers,
                 Arc::new(Unattended),
                 stored,
                 config.limits.max_channels as usize,
             )
             .context("starting a device process")?;
-        Device::connect(&process, requests, resumed).inspect_err(|_| {
-            let _ = process.reap();
+        Device::connect(&process, requests, resumed).map_err(|e| {
+            let (how, left) = process.take_over();
+            *stored = left;
+            e.context(format!("the device process {} {how}", process.pid))
         })
     }
 
@@ -270,7 +273,7 @@ struct Inner<'s> {
 impl<'s> Relay<'s> {
     fn start(server: &'s Server) -> anyhow::Result<Relay<'s>> {
         let requests = requests_memory().context("memory for requests in progress")?;
-        let device = Device::start(server, &requests, BTreeMap::new(), None)?;
+        let device = Device::start(server, &requests, &mut BTreeMap::new(), None)?;
         let (negotiation, since) = (Negotiation::default(), Instant::now());
         Ok(Relay(Mutex::new(Inner { server, device, negotiation, requests, since, failures: 0 })))
     }
@@ -294,9 +297,11 @@ impl Inner<'_> {
         }
         let failed = |text: String| Error::ReqHandlerError(io::Error::other(text));
         let mut why = None;
+        let mut stored = BTreeMap::new();
         loop {
             // Nothing touches the guest's memory before the old process is gone.
-            let (how, stored) = self.device.process.take_over();
+            let (how, left) = self.device.process.take_over();
+            stored.extend(left);
             let why = why.get_or_insert_with(|| {
                 tracing::error!(
                     "vm {name}: its device process {} {how}; starting another one",
@@ -317,9 +322,12 @@ impl Inner<'_> {
                 return Err(failed("the daemon ends".to_owned()));
             }
             self.since = Instant::now();
-            match Device::start(self.server, &self.requests, stored, Some(why.clone())) {
+            match Device::start(self.server, &self.requests, &mut stored, Some(why.clone())) {
                 Ok(device) => self.device = device,
-                Err(e) => return Err(failed(format!("{e:#}"))),
+                Err(e) => {
+                    tracing::error!("vm {name}: {e:#}");
+                    continue;
+                }
             }
             match self.negotiation.replay(&mut self.device.frontend) {
                 Ok(()) => {

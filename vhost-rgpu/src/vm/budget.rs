@@ -29,6 +29,12 @@ impl Limited {
             Err(used) => Err(used),
         }
     }
+
+    /// Counts what is there already, also beyond the limit: then nothing more is granted for a while.
+    fn count(self: &Arc<Self>, count: usize) -> Charge {
+        self.used.fetch_add(count, Ordering::Relaxed);
+        Charge { from: self.clone(), count }
+    }
 }
 
 /// Counts against a limit until it is dropped.
@@ -75,6 +81,11 @@ impl Budget {
         })
     }
 
+    /// A region of `count` pieces that a predecessor has granted.
+    pub fn inherited_region(&self, count: usize) -> Charge {
+        self.pieces.count(count)
+    }
+
     /// A channel that needs `count` mappings.
     pub fn channel(&self, count: usize) -> Result<Charge, Refusal> {
         self.mappings.charge(count).map_err(|used| {
@@ -98,7 +109,10 @@ mod tests {
         assert!(refusal.1.contains("registered 7 pieces, the limit is 10"), "{}", refusal.1);
         assert!(budget.region(usize::MAX).is_err());
         let rest = budget.region(3).unwrap();
+        let inherited = budget.inherited_region(5);
         drop(held);
+        assert!(budget.region(3).unwrap_err().1.contains("registered 8 pieces"));
+        drop(inherited);
         budget.region(7).unwrap();
         drop(rest);
         assert!(budget.channel(4).is_ok() && budget.channel(5).unwrap_err().1.contains("at most 4"));

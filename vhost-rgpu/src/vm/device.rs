@@ -9,12 +9,14 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
-use host_bridge::bridge::{ChannelMemory, Closed, Prepared, RegionMemory, Session, Turn, Wakeup, tell_lost};
+use host_bridge::bridge::{
+    ChannelMemory, Closed, Prepared, RegionMemory, Saved, Session, Turn, Wakeup, tell_lost,
+};
 use host_bridge::memory::Memories;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -37,7 +39,7 @@ use zerocopy::IntoBytes;
 use super::budget::{Budget, Charge};
 use super::control::{self, FIXED, Order};
 use super::events::Events;
-use super::recovery::{self, Extents, Leftover, Requests, Store};
+use super::recovery::{self, Known, Leftover, Requests, Store};
 use super::{GuestMemory, Vring};
 use crate::config::Vm;
 use crate::limit::LogLimit;
@@ -68,7 +70,7 @@ enum Channel {
     Waiting(Arc<EventFd>),
     /// Its session was refused after the guest had been told that it waits. Nothing touches its memory.
     Over,
-    /// Its session ended with the device process that served it. A worker may still have its memory mapped.
+    /// Its session is over because the device process that served it has ended. A worker may still have its memory mapped.
     Left(Arc<Leftover>),
     /// A job waits until the server has released its memory.
     Closing(Arc<Session>),
@@ -82,6 +84,8 @@ struct Held {
     /// By region.
     pieces: HashMap<u32, Charge>,
 }
+
+type Lost = Box<dyn FnOnce(&str) + Send>;
 
 impl Channel {
     /// Ends what there is of a session, and waits up to `patience` until nothing touches the channel's memory.
@@ -141,6 +145,8 @@ type Piece = (GuestAddress, usize);
 /// A request taken from the queue.
 struct Fetched {
     head: u16,
+    /// A predecessor had taken it, and may have executed it.
+    again: bool,
     answer: Vec<Piece>,
     order: Result<Order, Refusal>,
     bytes: usize,
@@ -242,7 +248,7 @@ impl Device {
         let predecessor = self.predecessor.lock().unwrap_or_else(PoisonError::into_inner).take();
         let stored = predecessor.map(|predecessor| predecessor.stored).unwrap_or_default();
         let left = stored.into_iter().filter_map(|(channel, stored)| {
-            let leftover = Leftover::new(stored);
+            let leftover = Leftover::new(stored, self.config.servers.all()).inspect(Leftover::end);
             leftover
                 .inspect_err(|e| tracing::error!("{}: channel {channel}: {e}", self.who))
                 .ok()
@@ -312,7 +318,7 @@ impl Device {
         let answer: Vec<Piece> = chain.writable().map(place).collect();
         let mut bytes = 0;
         let order = self.check(&memory, &request, &mut bytes);
-        Some(Fetched { head, answer, order, bytes })
+        Some(Fetched { head, again: false, answer, order, bytes })
     }
 
     /// Copies a request that a predecessor had taken, and not answered, out of guest memory.
@@ -324,10 +330,10 @@ impl Device {
         let answer = answer.into_iter().map(place).collect();
         let mut bytes = 0;
         let order = self.check(memory, &request, &mut bytes);
-        Fetched { head, answer, order, bytes }
+        Fetched { head, again: true, answer, order, bytes }
     }
 
-    /// Goes on where a predecessor ended: its sessions are over, and its requests are executed again.
+    /// Goes on where a predecessor ended: with its sessions, where that is possible, and with its requests, which are executed again.
     fn resume(&self, vring: &Vring, epoch: u64) {
         let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
         if *gate != epoch {
@@ -349,17 +355,20 @@ impl Device {
         let memory = self.guest.memory();
         let fetched: Vec<Fetched> =
             heads.into_iter().map(|head| self.fetch_again(&memory, table, size, head)).collect();
-        let created = fetched.iter().filter_map(|fetched| match &fetched.order {
-            Ok(Order::Create { channel, .. }) => Some(*channel),
-            _ => None,
-        });
-        let created: HashSet<u32> = created.collect();
+        let (mut created, mut destroyed) = (HashSet::new(), HashSet::new());
+        for fetched in &fetched {
+            match &fetched.order {
+                Ok(Order::Create { channel, .. }) => drop(created.insert(*channel)),
+                Ok(Order::Destroy { channel }) => drop(destroyed.insert(*channel)),
+                _ => {}
+            }
+        }
         let reason = format!(
             "the process of vhost-rgpu that served this guest {how}; another one serves the guest now: start the program again"
         );
-        let mut lost = 0;
+        let (mut kept, mut lost) = (0, 0);
         for (channel, stored) in stored {
-            let leftover = match Leftover::new(stored) {
+            let leftover = match Leftover::new(stored, self.config.servers.all()) {
                 Ok(leftover) => leftover,
                 Err(e) => {
                     tracing::error!("{}: channel {channel} of the predecessor: {e}", self.who);
@@ -367,21 +376,65 @@ impl Device {
                 }
             };
             if created.contains(&channel) {
+                leftover.end();
                 self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).insert(channel, leftover);
                 continue;
             }
+            let ends = destroyed.contains(&channel);
+            if let (Some(saved), false) = (&leftover.saved, ends) {
+                match self.go_on(channel, &leftover, saved) {
+                    Ok(()) => {
+                        kept += 1;
+                        continue;
+                    }
+                    Err(Refusal(_, why)) => {
+                        tracing::warn!("{}: channel {channel} of the predecessor: {why}", self.who);
+                    }
+                }
+            }
+            leftover.end();
             self.tell_lost(channel, &leftover.extents, &reason);
             self.channels().insert(channel, Channel::Left(Arc::new(leftover)));
-            lost += 1;
+            lost += u64::from(!ends);
         }
         drop(gate);
         self.registry.totals.lost.fetch_add(lost, Ordering::Relaxed);
         tracing::warn!(
-            "{}: {lost} sessions are lost, {} requests are executed again",
+            "{}: {kept} sessions go on, {lost} are lost, {} requests are executed again",
             self.who,
             fetched.len()
         );
         fetched.into_iter().for_each(|fetched| self.start_job(fetched, epoch));
+    }
+
+    /// Goes on with the session of a predecessor's channel.
+    fn go_on(&self, channel: u32, leftover: &Leftover, saved: &Saved) -> Result<(), Refusal> {
+        let extents = &leftover.extents[..];
+        let size = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
+        let memories = self.memories();
+        let mappings = self.budget.channel(memories.resolve(extents, size)?.all().len())?;
+        let memory = ChannelMemory::new(memories, extents.to_vec(), size)?;
+        let (wakeup, lost) = self.listeners(channel);
+        let session = Session::resume(&leftover.server, saved, memory, wakeup, lost)
+            .map_err(|e| no_resources(format!("its session cannot go on: {e}")))?;
+        let session = Arc::new(session);
+        let listed = self.registry.list_resumed(&self.who, channel.into(), session.clone());
+        let held = Held { _listed: listed, _mappings: mappings, pieces: HashMap::new() };
+        self.channels().insert(channel, Channel::Open(session.clone(), held));
+        // The predecessor may have taken a doorbell, or been told to wake the guest, and ended before it did.
+        session.doorbell();
+        self.events.wake(channel);
+        Ok(())
+    }
+
+    /// How a session wakes the guest's threads, and what is done when it is lost.
+    fn listeners(&self, channel: u32) -> (Wakeup, Lost) {
+        let (events, registry, who) = (self.events.clone(), self.registry.clone(), self.who.clone());
+        let lost = move |reason: &str| {
+            registry.totals.lost.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!("{who}: channel {channel}: {reason}");
+        };
+        (Wakeup::Call(Arc::new(move || events.wake(channel))), Box::new(lost))
     }
 
     /// Tells the program that has this channel that its session is over.
@@ -425,7 +478,7 @@ impl Device {
     }
 
     fn start_job(&self, fetched: Fetched, epoch: u64) {
-        let Fetched { head, answer, order, bytes } = fetched;
+        let Fetched { head, again, answer, order, bytes } = fetched;
         let order = match order {
             Ok(order) if self.jobs.fetch_add(1, Ordering::Relaxed) < MAX_JOBS => order,
             refused => {
@@ -440,7 +493,7 @@ impl Device {
         let Some(device) = self.me.upgrade() else { return };
         let pieces = answer.clone();
         let spawned = std::thread::Builder::new().name("request".to_owned()).spawn(move || {
-            let mut job = Job { device: &device, epoch, head, pieces, bytes, answered: false };
+            let mut job = Job { device: &device, epoch, head, again, pieces, bytes, answered: false };
             let result = device.execute(order, &mut job);
             job.answer(result);
         });
@@ -512,6 +565,11 @@ impl Device {
             Order::Destroy { channel } => self.destroy(channel, job.epoch),
             Order::Register { channel, region, extents, size, read_only } => {
                 let session = self.session(channel)?;
+                self.inherit(channel, &session);
+                if job.again && session.has_region(region) {
+                    // The predecessor had registered it, and not said so.
+                    self.unregister(channel, region, &session)?;
+                }
                 let memories = self.memories();
                 // A transport may pass extents on unchecked, so they are checked here.
                 let pieces = memories.resolve(&extents, size)?.all().len();
@@ -534,13 +592,34 @@ impl Device {
                         Ok(())
                     }
                     None => {
-                        self.session(channel)?.unregister_region(region)?;
-                        if let Some(Channel::Open(_, held)) = self.channels().get_mut(&channel) {
-                            held.pieces.remove(&region);
+                        let session = self.session(channel)?;
+                        self.inherit(channel, &session);
+                        if job.again && !session.has_region(region) {
+                            // The predecessor had unregistered it, and not said so.
+                            return Ok(());
                         }
-                        Ok(())
+                        self.unregister(channel, region, &session)
                     }
                 }
+            }
+        }
+    }
+
+    fn unregister(&self, channel: u32, region: u32, session: &Session) -> Result<(), Refusal> {
+        session.unregister_region(region)?;
+        if let Some(Channel::Open(_, held)) = self.channels().get_mut(&channel) {
+            held.pieces.remove(&region);
+        }
+        Ok(())
+    }
+
+    /// Counts the regions that a session has from a predecessor, before one is added or removed.
+    fn inherit(&self, channel: u32, session: &Session) {
+        session.wait_for_regions();
+        if let Some(Channel::Open(_, held)) = self.channels().get_mut(&channel) {
+            for inherited in session.take_inherited() {
+                let charge = self.budget.inherited_region(inherited.pieces as usize);
+                held.pieces.insert(inherited.region, charge);
             }
         }
     }
@@ -599,7 +678,7 @@ impl Device {
         }
         let result = self.open_in(channel, extents, size, job);
         let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
-        if *gate == epoch && result.is_err() {
+        if let (true, Err(Refusal(answer, _))) = (*gate == epoch, &result) {
             let mut channels = self.channels();
             match channels.get(&channel) {
                 // The guest was told that the channel exists, so the guest must destroy it.
@@ -607,7 +686,7 @@ impl Device {
                 _ => drop(channels.remove(&channel)),
             }
             self.store.forget(channel);
-            self.registry.totals.refused.fetch_add(1, Ordering::Relaxed);
+            self.registry.totals.refuse(*answer);
         }
         drop(gate);
         self.settled.notify_all();
@@ -634,33 +713,32 @@ impl Device {
         job: &mut Job<'_>,
     ) -> Result<(), Refusal> {
         let epoch = job.epoch;
-        let extents = Extents::new(&memory.extents)
-            .map_err(|e| no_resources(format!("this host cannot remember the channel: {e}")))?;
-        self.remember(epoch, channel, &extents, None)?;
+        if !memory.asked_server.is_empty() {
+            return Err(invalid("a guest cannot name servers; its host chooses them"));
+        }
+        let (server, config) = self.config.servers.choose(&memory)?;
+        let unknown = |e: io::Error| no_resources(format!("this host cannot remember the channel: {e}"));
+        self.remember(epoch, channel, Known::new(server, &memory.extents, None).map_err(unknown)?)?;
         let give_up = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))?;
         let mut turn = Queued { device: self, channel, memory: &memory, give_up: Arc::new(give_up), job };
-        let prepared = match Prepared::connect(&self.config.session, &memory, &mut turn) {
+        let mut prepared = match Prepared::connect(&config, &memory, &mut turn) {
             Ok(prepared) => prepared,
             Err(e) => {
                 turn.refused_after_waiting(&e.to_string());
                 return Err(e.into());
             }
         };
-        if let Some(worker) = prepared.worker() {
-            self.remember(epoch, channel, &extents, Some(worker))?;
-        }
+        let saved = prepared.save(&memory).map_err(unknown)?;
+        let known = Known::new(server, &memory.extents, saved.as_ref()).map_err(unknown)?;
+        self.remember(epoch, channel, known)?;
+        drop(saved);
         let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
         if *gate != epoch {
             return Err(invalid("the device was reset"));
         }
-        let (events, registry, who) = (self.events.clone(), self.registry.clone(), self.who.clone());
-        let wakeup = Wakeup::Call(Arc::new(move || events.wake(channel)));
-        let lost = move |reason: &str| {
-            registry.totals.lost.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!("{who}: channel {channel}: {reason}");
-        };
-        let session = Arc::new(prepared.start(memory, wakeup, Box::new(lost))?);
+        let (wakeup, lost) = self.listeners(channel);
+        let session = Arc::new(prepared.start(memory, wakeup, lost)?);
         let listed = self.registry.list(&self.who, channel.into(), session.clone());
         let held = Held { _listed: listed, _mappings: mappings, pieces: HashMap::new() };
         self.channels().insert(channel, Channel::Open(session, held));
@@ -668,19 +746,13 @@ impl Device {
     }
 
     /// Remembers a channel for a successor, unless the device was reset: what a reset has ended must not be found again.
-    fn remember(
-        &self,
-        epoch: u64,
-        channel: u32,
-        extents: &Extents,
-        worker: Option<BorrowedFd<'_>>,
-    ) -> Result<(), Refusal> {
+    fn remember(&self, epoch: u64, channel: u32, known: Known) -> Result<(), Refusal> {
         let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
         if *gate != epoch {
             return Err(invalid("the device was reset"));
         }
         self.store
-            .remember(channel, extents, worker)
+            .remember(channel, known)
             .map_err(|e| no_resources(format!("this host cannot remember the channel: {e}")))
     }
 
@@ -763,6 +835,7 @@ struct Job<'d> {
     device: &'d Device,
     epoch: u64,
     head: u16,
+    again: bool,
     pieces: Vec<Piece>,
     bytes: usize,
     answered: bool,

@@ -2,25 +2,23 @@
 //!
 //! - [`Requests`] is memory that the keeper gives to one device process after the other. It says which descriptor chains of the request queue were taken and not answered; the vhost-user
 //!   specification describes the same under "Inflight I/O tracking". A successor executes them again.
-//! - [`Store`] tells the keeper of each channel. A successor finds the programs with it, tells them that their sessions are over, and knows when the workers that had mapped their
-//!   memory ([`Leftover`]) have let go of it.
+//! - [`Store`] tells the keeper of each channel and its session. A successor finds the programs with it and goes on with their sessions. Where it cannot, it tells them that
+//!   they are over, and knows when the workers that had mapped their memory ([`Leftover`]) have let go of it.
 //!
 //! The content comes from a process that a guest may have taken over. It belongs to that guest alone, and everything is checked like the guest's own requests.
 
 use std::io::{self, ErrorKind};
 use std::num::NonZeroUsize;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use host_bridge::bridge::Closed;
-use host_bridge::framing::recv_some;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use host_bridge::bridge::saved::MAX_BYTES;
+use host_bridge::bridge::{Closed, Saved, SessionConfig};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
-use nix::sys::socket::{Shutdown, shutdown};
 use protocol::device::{Extent, MAX_EXTENTS};
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -149,14 +147,20 @@ pub fn chain(memory: &GuestMemoryMmap, table: u64, size: u16, head: u16) -> Vec<
 #[derive(Debug)]
 pub struct Store(Arc<Control>);
 
-/// A channel's extents, ready to be stored.
+/// What is to be known of a channel, ready to be stored.
 #[derive(Debug)]
-pub struct Extents(OwnedFd);
+pub struct Known(Stored);
 
-impl Extents {
-    /// Writes the extents into a file.
-    pub fn new(extents: &[Extent]) -> io::Result<Extents> {
-        memory_file(c"extents", extents.as_bytes()).map(Extents)
+impl Known {
+    /// Writes the place of the channel's server and the channel's extents into a file, and its session.
+    pub fn new(server: usize, extents: &[Extent], saved: Option<&Saved>) -> io::Result<Known> {
+        let (session, descriptors) = saved.map(Saved::parts).unwrap_or_default();
+        let mut bytes = (server as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(&(extents.len() as u64).to_le_bytes());
+        bytes.extend_from_slice(extents.as_bytes());
+        bytes.extend(session);
+        let descriptors = descriptors.iter().map(|fd| fd.try_clone_to_owned()).collect::<io::Result<_>>()?;
+        Ok(Known(Stored { known: memory_file(c"channel", &bytes)?, descriptors }))
     }
 }
 
@@ -166,16 +170,9 @@ impl Store {
         Store(control)
     }
 
-    /// Remembers a channel, and the socket to the worker that maps its memory.
-    pub fn remember(
-        &self,
-        channel: u32,
-        extents: &Extents,
-        worker: Option<BorrowedFd<'_>>,
-    ) -> io::Result<()> {
-        let worker = worker.map(|worker| worker.try_clone_to_owned()).transpose()?;
-        let stored = Stored { extents: extents.0.try_clone()?, worker };
-        self.0.tell_keeper(&ToKeeper::Store { channel, stored })
+    /// Remembers a channel.
+    pub fn remember(&self, channel: u32, known: Known) -> io::Result<()> {
+        self.0.tell_keeper(&ToKeeper::Store { channel, stored: known.0 })
     }
 
     /// Forgets a channel: nothing can touch its memory any more.
@@ -188,50 +185,51 @@ impl Store {
 /// A channel of a predecessor.
 #[derive(Debug)]
 pub struct Leftover {
+    /// How its sessions are opened.
+    pub server: SessionConfig,
     /// Its memory.
     pub extents: Vec<Extent>,
-    worker: Option<OwnedFd>,
+    /// Its session, if it had one that outlived the predecessor.
+    pub saved: Option<Saved>,
 }
 
 impl Leftover {
-    /// Tells the worker, if there is one, that the session is over.
-    pub fn new(stored: Stored) -> io::Result<Leftover> {
-        let file = std::fs::File::from(stored.extents);
+    /// Reads what was stored.
+    pub fn new(stored: Stored, servers: &[SessionConfig]) -> io::Result<Leftover> {
+        let malformed =
+            || io::Error::new(ErrorKind::InvalidData, "what was stored of a channel is malformed");
+        let file = std::fs::File::from(stored.known);
         let size = file.metadata()?.len();
-        if size > u64::from(MAX_EXTENTS) * size_of::<Extent>() as u64 {
-            return Err(io::Error::new(ErrorKind::InvalidData, "a channel with too many extents"));
+        if size > u64::from(MAX_EXTENTS) * size_of::<Extent>() as u64 + 16 + MAX_BYTES as u64 {
+            return Err(malformed());
         }
         let mut bytes = vec![0; size as usize];
         file.read_exact_at(&mut bytes, 0)?;
-        let (extents, _) = bytes.as_chunks::<{ size_of::<Extent>() }>();
+        let (server, rest) = bytes.split_first_chunk().ok_or_else(malformed)?;
+        let server = usize::try_from(u64::from_le_bytes(*server)).ok().and_then(|server| servers.get(server));
+        let server = server.ok_or_else(malformed)?.clone();
+        let (count, rest) = rest.split_first_chunk().ok_or_else(malformed)?;
+        let length = u64::from_le_bytes(*count).checked_mul(size_of::<Extent>() as u64);
+        let length = length.and_then(|length| usize::try_from(length).ok());
+        let (extents, session) =
+            length.and_then(|length| rest.split_at_checked(length)).ok_or_else(malformed)?;
+        let (extents, _) = extents.as_chunks::<{ size_of::<Extent>() }>();
         let extents = extents.iter().filter_map(|extent| Extent::read_from_bytes(extent).ok()).collect();
-        if let Some(worker) = &stored.worker {
-            // The worker finds the end of its client, as if nobody held the socket.
-            let _ = shutdown(worker.as_raw_fd(), Shutdown::Write);
-        }
-        Ok(Leftover { extents, worker: stored.worker })
+        let saved =
+            (!session.is_empty()).then(|| Saved::from_parts(session, stored.descriptors)).transpose()?;
+        Ok(Leftover { server, extents, saved })
     }
 
-    /// Waits up to `patience` until no worker has the channel's memory mapped.
-    pub fn close(&self, patience: Duration) -> Closed {
-        let Some(worker) = &self.worker else { return Closed::Released };
-        let deadline = Instant::now() + patience;
-        let (mut bytes, mut fds) = ([0; 4096], Vec::new());
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now()).as_millis();
-            let limit = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
-            match poll(&mut [PollFd::new(worker.as_fd(), PollFlags::POLLIN)], limit) {
-                Ok(0) => return Closed::StillHeld,
-                Ok(_) | Err(nix::Error::EINTR) => {}
-                Err(_) => return Closed::Released,
-            }
-            match recv_some(worker.as_fd(), &mut bytes, &mut fds) {
-                Ok(0) => return Closed::Released,
-                Ok(_) => fds.clear(),
-                Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
-                Err(_) => return Closed::Released,
-            }
+    /// Tells the worker or the server that the session is over.
+    pub fn end(&self) {
+        if let Some(saved) = &self.saved {
+            saved.end(&self.server);
         }
+    }
+
+    /// Waits up to `patience` until no worker has the channel's memory mapped. Call it after [`end`](Self::end).
+    pub fn close(&self, patience: Duration) -> Closed {
+        self.saved.as_ref().map_or(Closed::Released, |saved| saved.released(patience))
     }
 }
 

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 
+use test_kit::manager::Manager;
 use test_kit::server::FakeServer;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_vhost-rgpu");
@@ -33,6 +34,9 @@ impl DerefMut for Daemon {
 fn spawn(mut command: Command, folder: &Arc<tempfile::TempDir>, arguments: &[&str]) -> Daemon {
     let path = |name: &str| folder.path().join(name);
     command.arg("--native-socket").arg(path("native.sock")).arg("--socket").arg(path("vm.sock"));
+    if !arguments.contains(&"--identity") {
+        command.arg("--insecure");
+    }
     command.args(arguments).env("RUST_LOG", "debug");
     Daemon(test_kit::daemon::Daemon::spawn(&mut command, folder))
 }
@@ -64,6 +68,12 @@ impl Daemon {
             });
         }
         spawn(command, &Arc::new(tempfile::tempdir().unwrap()), arguments).ready()
+    }
+
+    /// Starts one under a service manager, without waiting for it.
+    pub fn managed(manager: &Manager, server: &FakeServer) -> Daemon {
+        let arguments = ["--server", &server.address.to_string(), "--name", "testvm"];
+        spawn(manager.command(BINARY), &Arc::new(tempfile::tempdir().unwrap()), &arguments)
     }
 
     /// Starts another one on the same sockets, without waiting for it.

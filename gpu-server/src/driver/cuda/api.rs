@@ -120,9 +120,6 @@ api! {
     memory_retain = "cuMemRetainAllocationHandle" (*mut u64, *mut c_void);
     memory_export = "cuMemExportToShareableHandle" (*mut c_void, u64, u32, u64);
     memory_import = "cuMemImportFromShareableHandle" (*mut u64, *mut c_void, u32);
-    event_export = "cuIpcGetEventHandle" (*mut IpcHandle, CUevent);
-    event_import = "cuIpcOpenEventHandle" (*mut CUevent, IpcHandle);
-    event_query_raw = "cuEventQuery" (CUevent);
     host_register = "cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
     host_unregister = "cuMemHostUnregister" (*mut c_void);
     host_device_pointer = "cuMemHostGetDevicePointer_v2" (*mut CUdeviceptr, *mut c_void, c_uint);
@@ -155,6 +152,7 @@ api! {
     module_load = "cuModuleLoadDataEx" (*mut CUmodule, *const c_void, c_uint, *mut u32, *mut *mut c_void);
     module_unload = "cuModuleUnload" (CUmodule);
     module_count = "cuModuleGetFunctionCount" (*mut c_uint, CUmodule);
+    module_function = "cuModuleGetFunction" (*mut CUfunction, CUmodule, *const c_char);
     module_functions = "cuModuleEnumerateFunctions" (*mut CUfunction, c_uint, CUmodule);
     pointer_attribute = "cuPointerGetAttribute" (*mut c_void, c_uint, CUdeviceptr);
     module_global = "cuModuleGetGlobal_v2" (*mut CUdeviceptr, *mut usize, CUmodule, *const c_char);
@@ -397,10 +395,6 @@ impl AllocationProp {
 #[repr(C, align(64))]
 pub struct TensorMap(pub [u8; 128]);
 
-/// `CUipcEventHandle`.
-#[repr(C)]
-pub struct IpcHandle(pub [u8; 64]);
-
 /// `CUmemAccessDesc`.
 #[repr(C)]
 pub struct AccessDesc {
@@ -519,8 +513,7 @@ impl Api {
 
     fn complain(&self, function: &str, status: Status) {
         match function {
-            "cuGetErrorName" | "cuFuncGetParamInfo" | "cuStreamQuery" | "cuEventQuery"
-            | "cuEventElapsedTime" => {}
+            "cuGetErrorName" | "cuFuncGetParamInfo" | "cuStreamQuery" | "cuEventElapsedTime" => {}
             // Asked of every attribute number there may be.
             "cuDeviceGetAttribute" | "cuFuncGetAttribute" | "cuDeviceGetP2PAttribute" => {
                 tracing::trace!("{function}: {} ({})", self.name(status), status.0);

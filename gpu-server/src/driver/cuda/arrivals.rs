@@ -1,10 +1,10 @@
-//! Data that comes by RDMA, read by devices where it lands: the transport's slots, registered with CUDA, and two words for each of them.
+//! Data that arrives by RDMA and is read in place by devices: the transport's slots, registered with CUDA, and two words for each of them.
 //!
 //! ```text
 //!   network fills slot (round n) ─ host word = n ─▶ stream: wait(host ≥ n), copy to device, write(gpu = n) ─▶ the network may fill it again
 //! ```
 //!
-//! It is [`super::staging`]'s order of things, but which chunk comes into which slot is the transport's rule ([`host_bridge::endpoint::planned_slots`]), known before the data is there. So
+//! This works like [`super::staging`], but the transport decides which chunk goes to which slot ([`host_bridge::endpoint::planned_slots`]), and that is known before the data is there. So
 //! all device work of an upload is enqueued at once, and no CPU touches the bytes.
 
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use super::fence::{ALREADY_REGISTERED, Word, Words};
 /// The slots of a session.
 pub(super) struct Arrived {
     area: StagingArea,
-    /// For each slot: written by the host and awaited by streams; written by streams and read by the host.
+    /// Two words for each slot: one that the host writes and streams wait for, and one that streams write and the host reads.
     words: Vec<(Word, Word)>,
 }
 
@@ -36,7 +36,7 @@ impl Arrived {
         Ok(Arc::new(arrived))
     }
 
-    /// Registers it with the current context, again after the one before was reset.
+    /// Registers the memory with the current context. Called again if that context is reset.
     pub(super) fn register(&self, api: &Api) -> Result {
         // SAFETY: page-aligned memory that stays mapped until the process ends. Flags: portable, device-mapped.
         match unsafe { api.host_register(self.area.at.as_ptr().cast(), self.area.len, 3) } {
@@ -63,7 +63,7 @@ impl Arrivals for Arrived {
     }
 
     fn lost(&self) {
-        // Streams that wait for the rest go on, with whatever is in the slots. (They compare differences, as signed numbers.)
+        // Streams that wait for the rest continue with whatever is in the slots. (They compare signed differences.)
         self.words.iter().for_each(|(host, _)| host.set(i64::MAX as u64));
     }
 }

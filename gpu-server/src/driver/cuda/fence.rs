@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
+use crate::driver::End;
 use crate::driver::call::Result;
 use protocol::Status;
 use protocol::polling::{COMPLETER_BUSY, COMPLETER_BUSY_NETWORK, COMPLETER_IDLE};
@@ -156,6 +157,13 @@ impl Word {
         self.at().store(value, Ordering::Release);
     }
 
+    /// Sets it unless it is larger already. For words that one thread at a time sets.
+    pub fn raise(&self, value: u64) {
+        if self.get() < value {
+            self.set(value);
+        }
+    }
+
     /// The address that streams use.
     pub fn address(&self) -> CUdeviceptr {
         self.words.memory.lock().unwrap_or_else(|e| e.into_inner()).device(self.index as usize * 8)
@@ -246,9 +254,6 @@ impl Health {
         drop(self.context.lock().unwrap_or_else(|e| e.into_inner()));
     }
 }
-
-/// Called with success when the awaited value has arrived, or with the context's error if it cannot arrive any more.
-pub type End = Box<dyn FnOnce(Status) + Send>;
 
 struct Awaited {
     word: Arc<Word>,

@@ -1,9 +1,11 @@
 //! Graphs.
 //!
-//! Most nodes are made by capturing an operation on a stream that nothing else uses. A node is therefore the same call, with the same checks by the driver, as on a
-//! stream of the client's. Memory operations, empty and conditional nodes are added to the graph as such.
+//! Most nodes are made by capturing an operation on a stream that nothing else uses. A node is therefore the
+//! same call, with the same checks by the driver, as on a stream of the client's. Memory operations, empty
+//! and conditional nodes are added to the graph as such.
 //!
-//! The driver chooses a condition's handle for a graph of its own. So a draft is the driver's graph from the beginning, and those of its conditional nodes as well.
+//! The driver chooses a condition's handle for a graph of its own. So a draft is the driver's graph from the
+//! beginning, and those of its conditional nodes as well.
 
 use std::collections::HashSet;
 
@@ -16,19 +18,18 @@ use super::api::{
 };
 use super::streams::Place;
 use crate::driver::call::{Call, Result};
-use crate::driver::gpu::{GpuGraphs, Node, NodeWork};
+use crate::driver::gpu::{GpuGraphs, Node, NodeWork, STREAM_NON_BLOCKING};
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const RELAXED: u32 = 2;
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH` and `…_USE_NODE_PRIORITY`.
 const FLAGS: u64 = 1 | 8;
-/// `CU_STREAM_NON_BLOCKING`.
-const NON_BLOCKING: u32 = 1;
 
 /// A graph that is not instantiated.
 pub struct Draft {
     graph: CUgraph,
-    /// The driver's functions, to destroy it with. `None`: it goes with the conditional node that it belongs to.
+    /// The driver's functions, to destroy it with. `None`: it goes with the conditional node that it belongs
+    /// to.
     owner: Option<&'static Api>,
 }
 
@@ -38,8 +39,8 @@ unsafe impl Send for Draft {}
 impl Drop for Draft {
     fn drop(&mut self) {
         if let Some(api) = self.owner {
-            // SAFETY: made by `make_draft`, used by nothing else from here on; instances do not need it. If its context is gone, so is the graph, and the
-            // driver refuses.
+            // SAFETY: made by `make_draft`, used by nothing else from here on; instances do not need it. If
+            // its context is gone, so is the graph, and the driver refuses.
             let _ = unsafe { api.graph_destroy(self.graph) };
         }
     }
@@ -75,11 +76,12 @@ impl Capture {
     fn new(api: &'static Api, graph: CUgraph) -> Result<Capture> {
         let mut stream: CUstream = std::ptr::null_mut();
         // SAFETY: writes a handle.
-        unsafe { api.stream_create(&mut stream, NON_BLOCKING, 0) }?;
+        unsafe { api.stream_create(&mut stream, STREAM_NON_BLOCKING, 0) }?;
         Ok(Capture { api, graph, stream })
     }
 
-    /// Captures what `enqueue` puts on the stream, behind `before`. Returns the nodes that whatever follows must wait for.
+    /// Captures what `enqueue` puts on the stream, behind `before`. Returns the nodes that whatever follows
+    /// must wait for.
     fn capture(
         &self,
         before: &[CUgraphNode],
@@ -100,7 +102,8 @@ impl Capture {
         };
         let nodes = match told {
             Ok(()) if count > 0 && !last.is_null() => {
-                // SAFETY: the driver has written that `count` nodes are there, and they stay until the capture's next call.
+                // SAFETY: the driver has written that `count` nodes are there, and they stay until the
+                // capture's next call.
                 unsafe { std::slice::from_raw_parts(last, count) }.to_vec()
             }
             _ => Vec::new(),
@@ -113,7 +116,8 @@ impl Capture {
 }
 
 impl Cuda {
-    /// Makes the driver's nodes for one of the client's, behind `before`. Returns those that whatever follows it must wait for; if it needs none of its own, `before`.
+    /// Makes the driver's nodes for one of the client's, behind `before`. Returns those that whatever follows
+    /// it must wait for; if it needs none of its own, `before`.
     fn add_node(
         &self,
         context: ContextId,
@@ -140,11 +144,13 @@ impl Cuda {
                     operations: operations.as_mut_ptr(),
                     flags: 0,
                 };
-                // SAFETY: nodes of this graph, as many as the length says; a description that lives through the call; writes a handle.
+                // SAFETY: nodes of this graph, as many as the length says; a description that lives through
+                // the call; writes a handle.
                 unsafe { self.api.graph_add_memory_ops(&mut node, graph, before.as_ptr(), count, &params) }?;
             }
             NodeWork::Launch { function, launch } => {
-                // The driver would load the function with its first launch, which it cannot while a stream is being captured.
+                // The driver would load the function with its first launch, which it cannot while a stream is
+                // being captured.
                 // SAFETY: a live function.
                 unsafe { self.api.function_load(function.handle) }?;
                 return capture.capture(&before, |stream| self.launch_at(context, stream, function, &launch));

@@ -3,10 +3,10 @@
 use crate::driver::call::Result;
 use protocol::handle::{ContextId, StreamId};
 
+use super::Cuda;
 use super::api::{CUcontext, CUgreenCtx, CUstream, Descriptor, DevResource};
 use super::streams::CudaStream;
-use super::{Cuda, STREAM_NON_BLOCKING};
-use crate::driver::gpu::{GpuGreenContexts, Split};
+use crate::driver::gpu::{GpuGreenContexts, STREAM_NON_BLOCKING, Split};
 
 /// A descriptor's handle.
 pub struct PartDescriptor(Descriptor);
@@ -17,7 +17,7 @@ unsafe impl Send for PartDescriptor {}
 /// A green context.
 pub struct Green {
     handle: CUgreenCtx,
-    /// The same as a context that can be made current.
+    /// Its form that can be made current.
     context: CUcontext,
 }
 
@@ -74,7 +74,7 @@ impl GpuGreenContexts for Cuda {
 
     fn make_green(&mut self, device: u32, descriptor: &PartDescriptor, flags: u32) -> Result<Green> {
         let handle_of_device = self.device(device)?.handle;
-        // A green context is a part of it.
+        // A green context is a part of the primary context.
         self.make_primary(device)?;
         let mut handle: CUgreenCtx = std::ptr::null_mut();
         // SAFETY: a descriptor that the driver made, and a device; writes a handle.

@@ -1,9 +1,10 @@
-//! Client memory that kernels reach by its address in the client: a second mapping of the same pages, at that address, registered with CUDA.
+//! Client memory that kernels use at its address in the client: a second mapping of the same pages at that address, registered with CUDA.
 //!
-//! With unified addressing a program may hand a pinned pointer straight to a kernel; so the address must be the client's own, and where this process has
-//! something else there, the answer is `MAP_FAILED`; "not supported" is for clients that share no memory at all. Clients place pinned memory where that is unlikely.
+//! With unified addressing a program may pass a pinned pointer directly to a kernel. So the address must be the client's. If this process has something else
+//! there, the operation fails with `MAP_FAILED`. Clients place pinned memory where that is unlikely.
 //!
-//! For those, a *mirror*: memory of this process at the same address, which the client keeps equal to its own. Kernels use it over the bus, as they use pinned memory on a machine of their own.
+//! Clients that share no memory with this process get a *mirror*: memory of this process at the same address, which the client keeps equal to its own. Kernels use it over the bus, like pinned
+//! memory on their own machine.
 
 use std::ffi::c_void;
 use std::sync::{Arc, mpsc};
@@ -22,9 +23,9 @@ use crate::driver::gpu::{GpuHostMemory, GpuMemory};
 use crate::driver::quota::{MirrorCharge, Quota};
 
 const PAGE: usize = 4096;
-/// Below this, no mapping is made, whatever a client says.
+/// The lowest address of a mapping.
 const LOWEST: usize = 1 << 20;
-/// Above this lies the kernel's half.
+/// The end of user space.
 const HIGHEST: usize = 1 << 47;
 /// `CU_MEMHOSTREGISTER_PORTABLE` and `CU_MEMHOSTREGISTER_DEVICEMAP`.
 const FLAGS: u32 = 3;
@@ -37,7 +38,7 @@ pub struct HostView {
     _charge: Option<MirrorCharge>,
 }
 
-/// What makes a view a mirror. It is there as soon as [`Reach`] has it.
+/// The part of a view that makes it a mirror. It exists as soon as [`Reach`] knows the mirror.
 struct Mirror {
     beside: Arc<Reach>,
     helper: Helper,
@@ -48,8 +49,8 @@ struct Mirror {
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// The thread that makes mirrors and takes them away, one after the other: the driver may do so only once all work is over, and work may wait for the client's host functions, and those
-/// for what the dispatcher does.
+/// The thread that makes and removes mirrors, one after the other. The driver may wait for all work to finish first. That work may wait for the client's host functions, and those for the
+/// dispatcher.
 #[derive(Clone)]
 pub(super) struct Helper(mpsc::Sender<Job>);
 
@@ -70,7 +71,7 @@ impl Helper {
     }
 }
 
-/// Has the driver let devices reach a view's pages, at the pages' own address.
+/// Registers a view's pages with the driver, so that devices reach them at the pages' own address.
 ///
 /// # Safety
 /// A context is current, and the pages stay mapped until they are unregistered or the context is gone.
@@ -119,7 +120,7 @@ impl Drop for HostView {
 }
 
 impl HostView {
-    /// Takes addresses in which this process has nothing.
+    /// Reserves addresses that this process does not use.
     fn reserve(first: usize, len: usize) -> Result<HostView> {
         let wanted = first as *mut c_void;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
@@ -136,7 +137,7 @@ impl HostView {
         if got == wanted { Ok(view) } else { Err(Status::MAP_FAILED) }
     }
 
-    /// Makes fresh memory at these pages, which devices reach.
+    /// Makes new memory at these pages, which devices can reach.
     fn make_mirror(api: &Api, context: usize, first: usize, len: usize) -> Result {
         let view = HostView::reserve(first, len)?;
         // SAFETY: the reservation, which nobody uses yet; a live context; pages that stay mapped until they are unregistered.
@@ -151,7 +152,7 @@ impl HostView {
         Ok(())
     }
 
-    /// Maps the pages of `memory` once more, so that its first byte is at `address`.
+    /// Maps the pages of `memory` a second time, so that its first byte is at `address`.
     fn at(address: u64, memory: &Mapped) -> Result<HostView> {
         let address = usize::try_from(address).map_err(|_| Status::INVALID_VALUE)?;
         let end = address
@@ -244,7 +245,7 @@ impl GpuHostMemory for Cuda {
     }
 
     fn forget_host(&mut self, view: HostView) {
-        // The registration is gone with the context; dropping the view takes its pages away.
+        // The registration is gone with the context. Dropping the view unmaps its pages.
         drop(view);
     }
 }

@@ -23,15 +23,15 @@ use crate::driver::streams::Streams;
 /// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
 const POINTER_IS_MANAGED: u32 = 8;
 
-/// Function attributes are told for modules of up to this many functions, since a function must be loaded before its attributes can be asked for.
+/// Attributes of functions are read for modules of up to this many functions, because reading them loads the function.
 const TELL_ATTRIBUTES: usize = 16;
 /// Number of function attributes.
 const ATTRIBUTES: u32 = 16;
 /// In place of an attribute: `cuFuncSetCacheConfig`.
 const CACHE_CONFIG: u32 = 0x1_0000;
-/// Parameters of a kernel whose addresses are gathered without memory being taken for it.
+/// Number of kernel parameters whose addresses fit on the stack.
 const FEW: usize = 32;
-/// Bytes of each JIT log, NUL included; together with the reply's other fields they fit a reply.
+/// Size of each JIT log with its NUL, in bytes. Both fit into a reply.
 pub(super) const LOG: usize = 1792;
 
 // `CUjit_option`.
@@ -43,8 +43,10 @@ const ERROR_LOG_SIZE: u32 = 6;
 /// A loaded module.
 pub struct CudaModule {
     handle: CUmodule,
-    /// The function table's wire form.
+    /// The function table's wire form; empty if its functions are bound by name.
     table: Vec<u8>,
+    /// Whether its functions may call `printf`.
+    prints: bool,
 }
 
 // SAFETY: the driver API takes handles from any thread.
@@ -69,25 +71,30 @@ fn text(pointer: *const c_char) -> String {
     unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
 }
 
-fn describe(api: &Api, handle: CUfunction, attributes: bool) -> Result<FunctionInfo> {
-    let mut name = std::ptr::null();
-    // SAFETY: a function of a loaded module; writes a pointer.
-    unsafe { api.function_name(&mut name, handle) }?;
+/// A function's parameters.
+fn params(api: &Api, handle: CUfunction) -> Result<Vec<Param>> {
     let mut params = Vec::new();
     loop {
         let (mut offset, mut size) = (0, 0);
         // SAFETY: writes two integers; an index beyond the last parameter is answered CUDA_ERROR_INVALID_VALUE.
         match unsafe { api.function_param_raw(handle, params.len(), &mut offset, &mut size) } {
             Ok(()) => params.push(Param { offset: offset as u32, size: size as u32 }),
-            Err(Status::INVALID_VALUE) => break,
+            Err(Status::INVALID_VALUE) => return Ok(params),
             Err(status) => return Err(status),
         }
     }
+}
+
+fn describe(api: &Api, handle: CUfunction, attributes: bool) -> Result<FunctionInfo> {
+    let mut name = std::ptr::null();
+    // SAFETY: a function of a loaded module; writes a pointer.
+    unsafe { api.function_name(&mut name, handle) }?;
+    let params = params(api, handle)?;
     let attributes = if attributes { function_attributes(api, handle)? } else { Vec::new() };
     Ok(FunctionInfo { name: text(name), params, attributes })
 }
 
-/// Loads the function, which the driver otherwise does at its first launch, and asks for its attributes.
+/// Loads the function, which the driver would otherwise do at its first launch, and reads its attributes.
 fn function_attributes(api: &Api, handle: CUfunction) -> Result<Vec<i32>> {
     // SAFETY: a function of a loaded module.
     unsafe { api.function_load(handle) }?;
@@ -96,7 +103,7 @@ fn function_attributes(api: &Api, handle: CUfunction) -> Result<Vec<i32>> {
         // SAFETY: writes one integer.
         unsafe { api.function_attribute(&mut value, number, handle) }.map(|()| value)
     };
-    // The first is there with every driver; the others end where this driver's knowledge does.
+    // Every driver has the first one. The list ends with the first that this driver does not know.
     let first = read(0)?;
     Ok(std::iter::once(first).chain((1..ATTRIBUTES).map_while(|number| read(number).ok())).collect())
 }
@@ -123,7 +130,7 @@ fn functions(api: &Api, module: CUmodule) -> Result<(Vec<CudaFunction>, Vec<u8>)
     Ok((functions, bytes))
 }
 
-/// Options of the compiler and the linker as the driver takes them: integers only. What names memory of the client's means nothing here: wall time, logs, symbols.
+/// Options of the compiler and the linker for the driver: integers only. Options that point to the client's memory are left out: wall time, logs, symbols.
 pub(super) fn jit_options(options: &[JitOption]) -> Result<(Vec<u32>, Vec<*mut c_void>)> {
     let (mut numbers, mut values) = (Vec::new(), Vec::new());
     for option in options {
@@ -139,16 +146,16 @@ pub(super) fn jit_options(options: &[JitOption]) -> Result<(Vec<u32>, Vec<*mut c
     Ok((numbers, values))
 }
 
-/// What the compiler or the linker says: its messages, its errors.
+/// Logs of the compiler or the linker: messages and errors.
 pub(super) struct Logs([Box<[u8]>; 2]);
 
 impl Logs {
-    /// Room for `room` bytes of each.
+    /// Allocates `room` bytes for each.
     pub(super) fn new(room: usize) -> Logs {
         Logs([vec![0; room].into(), vec![0; room].into()])
     }
 
-    /// Adds the options by which the driver writes here, as long as it is told to.
+    /// Adds the options that make the driver write here. This must outlive their use.
     pub(super) fn ask(&mut self, numbers: &mut Vec<u32>, values: &mut Vec<*mut c_void>) {
         numbers.extend([INFO_LOG, INFO_LOG_SIZE, ERROR_LOG, ERROR_LOG_SIZE]);
         for log in &mut self.0 {
@@ -156,7 +163,7 @@ impl Logs {
         }
     }
 
-    /// Both, as far as they are written.
+    /// Both logs.
     pub(super) fn texts(&self) -> [String; 2] {
         self.0.each_ref().map(|log| {
             let end = log.iter().position(|b| *b == 0).unwrap_or(log.len());
@@ -165,7 +172,7 @@ impl Logs {
     }
 }
 
-/// Where an image stops; the driver reads to an end that it finds in the image itself, so one that says that it is longer than what came is refused.
+/// Checks where an image ends. The driver reads to the end that the image itself states, so an image that claims to be longer than it is must be refused.
 fn whole(mut image: Vec<u8>) -> Result<Vec<u8>> {
     let word =
         |at: usize| image.get(at..at + 8).and_then(|b| b.first_chunk::<8>()).map(|b| u64::from_le_bytes(*b));
@@ -174,12 +181,12 @@ fn whole(mut image: Vec<u8>) -> Result<Vec<u8>> {
     let end = match image.first_chunk::<4>() {
         // A fat binary: header of 16 bytes, size of the rest at 8.
         Some([0x50, 0xed, 0x55, 0xba]) => word(8).and_then(|size| size.checked_add(16)),
-        // ELF: the section headers come last, or at least must lie inside.
+        // ELF: the section headers usually come last and must lie inside.
         Some([0x7f, b'E', b'L', b'F']) => word(0x28)
             .zip(half(0x3a))
             .zip(half(0x3c))
             .and_then(|((at, each), n)| at.checked_add(u64::from(each) * u64::from(n))),
-        // PTX: text, to a NUL.
+        // PTX: text that ends with NUL.
         _ => {
             image.push(0);
             Some(0)
@@ -220,7 +227,7 @@ impl Cuda {
         Ok((self.note(context, loaded).map(|()| module), texts))
     }
 
-    /// Launches on a stream of the current context, which is also the function's.
+    /// Enqueues a launch on a stream of the current context, which is also the function's.
     pub(super) fn launch_at(
         &self,
         context: ContextId,
@@ -262,7 +269,7 @@ impl GpuModules for Cuda {
     type Function = CudaFunction;
     type Link = Link;
     type LaunchPlace = (CUstream, ContextId);
-    const MAX_IMAGE: u64 = 4 << 30;
+    const MAX_IMAGE: u64 = 1 << 30;
 
     fn load_module(
         &mut self,
@@ -270,6 +277,7 @@ impl GpuModules for Cuda {
         device: u32,
         image: Vec<u8>,
         options: &[JitOption],
+        wanted: bool,
     ) -> Result<Loaded<CudaModule, CudaFunction>> {
         let image = whole(image)?;
         let (loaded, logs) = self.load(context, options, &image)?;
@@ -277,7 +285,7 @@ impl GpuModules for Cuda {
             Ok(handle) => handle,
             Err(status) => return Ok(Loaded { module: Err(status), prints: false, bytes: 0, logs }),
         };
-        let described = functions(self.api, handle);
+        let described = if wanted { functions(self.api, handle) } else { Ok((Vec::new(), Vec::new())) };
         let (mut functions, table) = match self.note(context, described) {
             Ok(described) => described,
             Err(status) => {
@@ -291,15 +299,37 @@ impl GpuModules for Cuda {
         let [major, minor] =
             [75, 76].map(|number| super::attribute(self.api, device, number).unwrap_or(0) as u32);
         let prints = may_print(&image, (major, minor));
+        let told = prints.unwrap_or(false);
         // A kernel that nobody looked at counts as one that may print.
-        functions.iter_mut().for_each(|function| function.prints = prints.unwrap_or(true));
-        Ok(Loaded {
-            module: Ok((CudaModule { handle, table }, functions)),
-            prints: prints.unwrap_or(false),
-            // The driver does not say; what it takes besides, the daemon learns from NVML.
-            bytes: image.len() as u64,
-            logs,
-        })
+        let prints = prints.unwrap_or(true);
+        functions.iter_mut().for_each(|function| function.prints = prints);
+        let module = CudaModule { handle, table, prints };
+        // The driver does not report its size. NVML shows the daemon what the driver uses in addition.
+        let bytes = image.len() as u64;
+        Ok(Loaded { module: Ok((module, functions)), prints: told, bytes, logs })
+    }
+
+    fn bind_function(
+        &mut self,
+        context: ContextId,
+        module: &CudaModule,
+        name: &str,
+        expected: &[Param],
+    ) -> Result<CudaFunction> {
+        let text = CString::new(name).map_err(|_| Status::INVALID_VALUE)?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: a live module, a C string; writes a handle.
+        let found = unsafe { self.api.module_function(&mut handle, module.handle, text.as_ptr()) };
+        self.note(context, found)?;
+        let params = params(self.api, handle);
+        let params = self.note(context, params)?;
+        if params != expected {
+            tracing::error!(
+                "kernel {name} is refused: the client has read {expected:?} in its image as the kernel's parameters, but the driver says {params:?}; RGPU_READ_IMAGES=never helps the client's program"
+            );
+            return Err(Status::INVALID_IMAGE);
+        }
+        Ok(CudaFunction { handle, params, prints: module.prints })
     }
 
     fn function_table<'a>(
@@ -317,7 +347,7 @@ impl GpuModules for Cuda {
         module: CudaModule,
         _functions: Vec<CudaFunction>,
     ) -> Result {
-        // The driver waits for the context's work, which goes on by itself: no stream waits for the client on the device.
+        // The driver waits for the context's work. That finishes without this thread, because no stream waits for the client on the device.
         // SAFETY: a module of that context, out of the session's table.
         let unloaded = unsafe { self.api.module_unload(module.handle) };
         self.note(context, unloaded)
@@ -472,7 +502,7 @@ impl GpuModules for Cuda {
     }
 }
 
-/// The attributes that pass as they are: their values hold no handle. (An access policy's window is an address of this session's device, a hint.)
+/// Attributes that are passed on unchanged, because their values contain no handle. (An access policy's window is an address on this session's device, and only a hint.)
 fn known(id: u32) -> Option<CUlaunchAttributeID> {
     Some(match id {
         0 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE,
@@ -491,7 +521,7 @@ fn known(id: u32) -> Option<CUlaunchAttributeID> {
     })
 }
 
-/// A launch's attributes as the driver takes them.
+/// A launch's attributes for the driver.
 fn launch_attributes(attributes: &[LaunchAttribute]) -> Result<Vec<CUlaunchAttribute>> {
     let translate = |attribute: &LaunchAttribute| {
         let id = known(attribute.id).ok_or_else(|| {
@@ -507,7 +537,7 @@ fn launch_attributes(attributes: &[LaunchAttribute]) -> Result<Vec<CUlaunchAttri
     attributes.iter().map(translate).collect()
 }
 
-/// A launch's description. It points into `attributes`.
+/// The driver's description of a launch. It points into `attributes`.
 fn config(
     grid: [u32; 3],
     block: [u32; 3],

@@ -12,15 +12,15 @@ use super::api::{Api, CUlinkState};
 use super::kernels::{LOG, Logs, jit_options};
 use crate::driver::gpu::LinkInput;
 
-/// A linker at work.
+/// A linker with its inputs.
 pub struct Link {
     api: &'static Api,
     state: CUlinkState,
     logs: Logs,
-    /// The options that it was made with, which the driver writes to as long as it is there.
+    /// The options that it was made with. The driver writes to the logs in them as long as the linker exists.
     _numbers: Vec<u32>,
     _values: Vec<*mut c_void>,
-    /// The image that came of it: the driver's, until it goes.
+    /// The linked image, which belongs to the driver until the linker is destroyed.
     image: Option<(*const u8, usize)>,
 }
 
@@ -35,7 +35,7 @@ impl Drop for Link {
 }
 
 impl Link {
-    /// Adds an input: the driver's result, and the logs until now.
+    /// Adds an input. Returns the driver's result and the logs so far.
     pub(super) fn add(&mut self, mut input: LinkInput<'_>) -> Result<(Result, [String; 2])> {
         let name = CString::new(input.name).map_err(|_| Status::INVALID_VALUE)?;
         let (mut numbers, mut values) = jit_options(input.options)?;
@@ -55,7 +55,7 @@ impl Link {
         Ok((added, self.logs.texts()))
     }
 
-    /// Links, if that is not done yet: the driver's result, and the logs until now.
+    /// Links, unless that was done before. Returns the driver's result and the logs so far.
     pub(super) fn complete(&mut self) -> (Result, [String; 2]) {
         let mut result = Ok(());
         if self.image.is_none() {
@@ -69,7 +69,7 @@ impl Link {
         (result, self.logs.texts())
     }
 
-    /// The image that came of it.
+    /// The linked image.
     pub(super) fn image(&self) -> Option<&[u8]> {
         let (at, size) = self.image.filter(|(at, _)| !at.is_null())?;
         // SAFETY: the driver has written as many bytes there, which stay until the linker goes.

@@ -45,12 +45,13 @@ use self::staging::Staging;
 use self::streams::CudaStream;
 use super::Unavailable;
 use super::call::{Errors, Result};
-use super::gpu::Gpu;
+use super::gpu::{Gpu, STREAM_NON_BLOCKING};
 use super::ids::Ids;
 use super::output::{self, Output};
 use super::ranges::Ranges;
 use super::space::Space;
 use super::streams::Streams;
+use crate::shared_event::Lookout;
 
 /// `CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS`.
 const CAN_USE_STREAM_WORDS: u32 = 122;
@@ -58,6 +59,8 @@ const CAN_USE_STREAM_WORDS: u32 = 122;
 const EXPORTS_FD: u32 = 103;
 /// `CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY`: true only where memory is shared with the client.
 const CAN_MAP_HOST_MEMORY: u32 = 19;
+/// `CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS`.
+const PAGEABLE_MEMORY: u32 = 88;
 /// `CUdevice_attribute` numbers that are asked for.
 const ATTRIBUTES: std::ops::Range<u32> = 1..160;
 /// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT` and `CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR`.
@@ -69,8 +72,6 @@ const LIMIT_PRINTF_FIFO_SIZE: u32 = 1;
 const LIMIT_HEAP_SIZE: u32 = 2;
 /// Bytes of a thread's stack in every new context.
 const USUAL_STACK: u64 = 1024;
-/// `CU_STREAM_NON_BLOCKING`.
-const STREAM_NON_BLOCKING: u32 = 1;
 
 /// The devices of a session, on NVIDIA's driver.
 pub struct Cuda {
@@ -85,14 +86,16 @@ pub struct Cuda {
     /// Of the device that is being reset: whether it has a context, and whether that is the home.
     resets: bool,
     home_goes: bool,
-    /// Windows of addresses, and how many of them are reserved: all, once there was a context.
-    windows: u32,
-    windows_reserved: u32,
+    /// Windows of addresses that the devices have, and those that are reserved: all that they have, once there was a context.
+    windows: Vec<u32>,
+    windows_reserved: Vec<u32>,
     /// Makes mirrors of client memory; started with the first.
     mirrors: Option<host_map::Helper>,
     beside: Arc<Reach>,
     words: Arc<Words>,
     completer: Arc<Completer>,
+    /// Looks for events of other sessions; started with the first wait for one.
+    lookout: Option<Lookout>,
     staging: Arc<Staging>,
     /// From the session's beginning.
     client: Option<Arc<dyn Client>>,
@@ -201,8 +204,8 @@ impl Cuda {
         completer.flush_to(&output);
         Ok(Cuda {
             api,
-            windows: devices.len() as u32,
-            windows_reserved: 0,
+            windows: (0..devices.len() as u32).collect(),
+            windows_reserved: Vec::new(),
             devices,
             contexts: Ids::default(),
             current: None,
@@ -213,6 +216,7 @@ impl Cuda {
             beside: Arc::default(),
             words,
             completer,
+            lookout: None,
             staging,
             client: None,
             arrived: None,
@@ -230,6 +234,7 @@ impl Cuda {
         let begun = Instant::now();
         self.current = None;
         let context = primary(self.api, ordinal, device)?;
+        self.beside.add_context(device as u32, &context.health);
         let made = begun.elapsed();
         self.contexts.insert(ordinal, context);
         self.current = Some(ordinal);
@@ -261,19 +266,21 @@ impl Cuda {
 
     /// Reserves the addresses of all windows, before something else is put there.
     fn reserve_windows(&mut self) -> Result {
-        while self.windows_reserved < self.windows {
-            let wanted = window(self.windows_reserved);
+        for number in &self.windows {
+            if self.windows_reserved.contains(number) {
+                continue;
+            }
+            let wanted = window(*number);
             let mut at: CUdeviceptr = 0;
             // SAFETY: reserves addresses; nothing is backed yet.
             unsafe { self.api.address_reserve(&mut at, WINDOW_SIZE as usize, 0, wanted, 0) }?;
             if at != wanted {
                 tracing::error!(
-                    "window {} was reserved at {at:#x} instead of {wanted:#x}: its addresses are taken",
-                    self.windows_reserved
+                    "window {number} was reserved at {at:#x} instead of {wanted:#x}: its addresses are taken"
                 );
                 return Err(Status::MAP_FAILED);
             }
-            self.windows_reserved += 1;
+            self.windows_reserved.push(*number);
         }
         Ok(())
     }
@@ -469,9 +476,14 @@ fn wrap(api: &Api, device: u32, handle: CUcontext) -> Result<Context> {
 impl Gpu for Cuda {
     const NAME: &'static str = "cuda";
     type Beside = Reach;
+    const RUNS_MACHINE_CODE: bool = true;
 
     fn names(&self) -> Vec<String> {
         self.devices.iter().map(|d| d.name.clone()).collect()
+    }
+
+    fn reaches_pageable_memory(&self) -> bool {
+        self.devices.iter().any(|device| attribute(self.api, device.handle, PAGEABLE_MEMORY) == Some(1))
     }
 
     fn warm(&mut self) -> Result<Option<u64>, Unavailable> {
@@ -571,7 +583,8 @@ impl Gpu for Cuda {
         Ok(PeerInfoReply { can_access, attributes, atomics })
     }
 
-    fn select(&mut self, devices: &[u32]) -> Result {
+    fn select(&mut self, devices: &[u32], windows: &[u32]) -> Result {
+        self.windows = windows.to_vec();
         let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
         let mut contexts = std::mem::take(&mut self.contexts);
         let home = self.home.take();
@@ -592,6 +605,9 @@ impl Gpu for Cuda {
                 unsafe { self.api.primary_reset(device.handle) }?;
             }
         }
+        if !self.contexts.is_empty() {
+            self.reserve_windows()?;
+        }
         if self.home.is_none() { self.move_home() } else { Ok(()) }
     }
 
@@ -603,7 +619,9 @@ impl Gpu for Cuda {
         self.current = None;
         // SAFETY: writes a context handle.
         unsafe { self.api.context_create(&mut handle, flags, handle_of_device) }?;
-        self.contexts.insert(context.0, wrap(self.api, device, handle)?);
+        let made = wrap(self.api, device, handle)?;
+        self.beside.add_context(handle_of_device as u32, &made.health);
+        self.contexts.insert(context.0, made);
         Ok(())
     }
 

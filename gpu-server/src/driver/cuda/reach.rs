@@ -1,13 +1,14 @@
-//! What may be executed beside the dispatcher: the mirrors that are there.
+//! What other threads than the dispatcher's may use: the mirrors that are there, and the health of contexts.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use crate::driver::call::Result;
 use protocol::Status;
 use protocol::ops::memory::WordPatch;
 
+use super::fence::Health;
 use crate::driver::beside::Beside;
 
 /// See the module's text.
@@ -17,6 +18,8 @@ pub struct Reach {
     mirrors: Mutex<BTreeMap<usize, usize>>,
     /// How many there are, for a look without a lock.
     count: AtomicUsize,
+    /// The health of each context, with its device's number among the server's.
+    contexts: Mutex<Vec<(u32, Weak<Health>)>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -34,6 +37,13 @@ impl Reach {
     /// A mirror is mapped, readable and writable, until it is removed.
     pub(super) fn add_mirror(&self, first: usize, len: usize) {
         self.mirrors(|mirrors| mirrors.insert(first, len));
+    }
+
+    /// A context was made on the device with this number.
+    pub(super) fn add_context(&self, number: u32, health: &Arc<Health>) {
+        let mut contexts = lock(&self.contexts);
+        contexts.retain(|(_, known)| known.strong_count() > 0);
+        contexts.push((number, Arc::downgrade(health)));
     }
 
     /// Forgets a mirror. False: there was none. Nobody uses it afterwards.
@@ -69,6 +79,12 @@ impl Beside for Reach {
         let (from, len) = (bytes.as_ptr(), bytes.len());
         // SAFETY: `to` has so many writable bytes, mapped while this runs; a device that reads them meanwhile may see some of each time.
         self.at(address, len, |to| unsafe { std::ptr::copy_nonoverlapping(from, to, len) })
+    }
+
+    fn fail_device(&self, number: u32, status: Status) {
+        for (_, health) in lock(&self.contexts).iter().filter(|(device, _)| *device == number) {
+            health.upgrade().inspect(|health| health.fail(status));
+        }
     }
 
     fn patch(&self, words: &[WordPatch]) -> Result {

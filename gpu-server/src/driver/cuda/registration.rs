@@ -20,6 +20,8 @@ const PAGE: usize = 4096;
 const MOST_RUNS: usize = 256;
 /// `CU_MEMHOSTREGISTER_PORTABLE`.
 const PORTABLE: u32 = 1;
+/// `CU_MEMHOSTREGISTER_READ_ONLY`: kernels cannot write to it. A device that does not know the flag refuses it.
+const READ_ONLY: u32 = 8;
 
 /// Pages of the arena are made in steps of so many bytes, so that other threads of the process can change its mappings in between.
 const STEP: usize = 1 << 20;
@@ -64,11 +66,13 @@ impl Registration {
             );
             return registration;
         }
+        // The pages may be of a file that the program can only read, and a kernel could guess their address here.
+        let flags = if region.is_read_only() { PORTABLE | READ_ONLY } else { PORTABLE };
         for (at, len) in runs {
             let first = at.as_ptr() as usize & !(PAGE - 1);
             let end = (at.as_ptr() as usize + len).next_multiple_of(PAGE);
             // SAFETY: whole pages of a mapping that the region keeps; unregistered before the region lets it go.
-            if unsafe { api.host_register(first as *mut c_void, end - first, PORTABLE) }.is_err() {
+            if unsafe { api.host_register(first as *mut c_void, end - first, flags) }.is_err() {
                 return registration;
             }
             registration.runs.push(first as *mut c_void);

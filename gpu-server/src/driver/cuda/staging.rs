@@ -1,12 +1,18 @@
 //! Page-locked buffers between devices and data that travels over the network (or lies where no device can reach it).
 //!
 //! A transfer knows from the beginning which slot each of its chunks will use ([`slots`](crate::driver::slots)). All of its device work is enqueued in its stream at once.
-//! Two words for each slot, which count the slot's uses, order that work with the network:
+//! Three words for each slot, which count the slot's uses, order that work with the network:
 //!
 //! ```text
 //!  in:   network fills slot ─ host word = n ─▶ stream: wait(host ≥ n), copy to device, write(gpu = n) ─▶ the network may fill it again
-//!  out:  stream: wait(host ≥ n−1), copy from device, write(gpu = n) ─▶ sender sends it ─ host word = n ─▶ the stream may fill it again
+//!  out:  stream: wait(free ≥ n−1), copy from device, write(gpu = n) ─▶ sender sends it
+//!                                          all is sent ─ host word = n ─▶ the stream goes on
+//!                   the client has it, or it was copied ─ free word = n ─▶ the stream may fill it again
 //! ```
+//!
+//! What was sent may have to be sent again when a connection is lost, so it stays in its slot until the
+//! client has acknowledged it. When acknowledgements do not come, a sender that has nothing to send has it
+//! copied instead. So no stream waits for them for long, and while they come, hardly a byte is copied.
 //!
 //! So a stream waits only for the network, the dispatcher never waits, and a stream whose data is late delays only itself.
 //!
@@ -19,7 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::driver::call::Result;
-use host_bridge::endpoint::{Grants, Landing, Mapped, Sink};
+use host_bridge::endpoint::{Grants, Held, Landing, Mapped, Sink, Unacknowledged};
 use protocol::Status;
 
 use std::ptr::NonNull;
@@ -34,6 +40,10 @@ const ANSWERS: usize = 64;
 pub(super) const ANSWER: usize = 4 << 10;
 /// Number of sending threads, and so of data connections that one transfer can fill.
 const SENDERS: usize = 4;
+/// A sender checks for so long whether there is something to send before it naps.
+const PATIENCE: Duration = Duration::from_micros(100);
+/// How long what was sent waits in its slots for an acknowledgement, of anything, before it is copied.
+const SETTLE: Duration = Duration::from_millis(1);
 /// The time between two checks of a sender when nothing is ready.
 const NAP: Duration = Duration::from_micros(20);
 
@@ -155,6 +165,8 @@ enum Job {
 struct Slot {
     /// Written by the host, awaited by streams.
     host: Word,
+    /// The same, towards the client: which use need not be kept any more.
+    free: Word,
     /// Written by streams, awaited by the host.
     gpu: Arc<Word>,
 }
@@ -164,7 +176,7 @@ impl Staging {
     pub(super) fn new(api: &'static Api, words: &Arc<Words>) -> Result<Arc<Staging>> {
         let answers = Pinned::new(ANSWERS * ANSWER)?;
         let words = (0..slots::COUNT)
-            .map(|_| Ok(Slot { host: words.take()?, gpu: words.take().map(Arc::new)? }))
+            .map(|_| Ok(Slot { host: words.take()?, free: words.take()?, gpu: words.take().map(Arc::new)? }))
             .collect::<Result<_>>()?;
         Ok(Arc::new(Staging {
             api,
@@ -360,9 +372,18 @@ impl Staging {
         nap_precisely();
         let mut active: Vec<(Arc<Departure>, u64)> = Vec::new();
         let mut moved = Instant::now();
+        let mut quiet = Quiet { since: moved, arrived: 0 };
+        // What was sent in place since that was last copied.
+        let mut in_place: Option<Unacknowledged> = None;
         loop {
             let new = if !active.is_empty() {
                 jobs.try_recv()
+            } else if in_place.is_some() {
+                // The client's next command says what has arrived, and saves the copy.
+                jobs.recv_timeout(SETTLE).map_err(|e| match e {
+                    RecvTimeoutError::Timeout => TryRecvError::Empty,
+                    RecvTimeoutError::Disconnected => TryRecvError::Disconnected,
+                })
             } else if sender == 0 && self.may_release() {
                 match jobs.recv_timeout(IDLE) {
                     Ok(job) => Ok(job),
@@ -389,7 +410,7 @@ impl Staging {
             }
             let mut worked = false;
             active.retain_mut(|(job, next)| {
-                while *next < job.transfer.chunks() && job.try_send(sender, *next) {
+                while *next < job.transfer.chunks() && job.try_send(sender, *next, &mut in_place) {
                     *next += SENDERS as u64;
                     worked = true;
                 }
@@ -397,12 +418,36 @@ impl Staging {
             });
             if worked {
                 moved = Instant::now();
-            } else if moved.elapsed() > Duration::from_micros(100) {
+                quiet.since = moved;
+            } else if let Some(kept) =
+                in_place.take_if(|kept| quiet.is_long(kept.arrived(sender), Instant::now()))
+            {
+                // There is nothing better to do, and the slots may be needed.
+                kept.copy(sender);
+            } else if moved.elapsed() > PATIENCE {
                 std::thread::sleep(NAP);
             } else {
                 std::hint::spin_loop();
             }
         }
+    }
+}
+
+/// Since when a sender has sent nothing, and nothing that it sent has arrived.
+struct Quiet {
+    since: Instant,
+    /// What has arrived, in bytes of the connection's stream.
+    arrived: u64,
+}
+
+impl Quiet {
+    /// Whether that is long enough to copy what is held. While acknowledgements come, however slowly the client
+    /// reads, they free the slots, and copies would only take the memory's bandwidth away from the transfer.
+    fn is_long(&mut self, arrived: u64, now: Instant) -> bool {
+        if arrived != self.arrived {
+            (self.since, self.arrived) = (now, arrived);
+        }
+        now.saturating_duration_since(self.since) >= SETTLE
     }
 }
 
@@ -434,7 +479,8 @@ pub(super) struct ChunkPlace {
     pub(super) len: usize,
     /// The slot's address in this process.
     pub(super) at: NonNull<u8>,
-    /// The word that the stream waits for before it uses the slot, and its value. Towards the client, 0 means no wait.
+    /// The host's word that the stream waits for before it uses the slot, and its value. Towards the client,
+    /// 0 means no wait.
     pub(super) host: (CUdeviceptr, u64),
     /// The word that the stream writes afterwards, and its value.
     pub(super) gpu: (CUdeviceptr, u64),
@@ -471,21 +517,27 @@ impl Transfer {
 
     /// The chunks of a transfer to the device.
     pub(super) fn inbound(&self) -> impl Iterator<Item = ChunkPlace> + '_ {
-        (0..self.chunks()).map(|c| self.describe(c, 0))
+        (0..self.chunks()).map(|chunk| {
+            let (slot, uses) = self.place(chunk);
+            self.describe(chunk, (self.slot(slot).host.address(), uses))
+        })
     }
 
     /// The chunks of a transfer from the device.
     pub(super) fn outbound(&self) -> impl Iterator<Item = ChunkPlace> + '_ {
-        (0..self.chunks()).map(|c| self.describe(c, 1))
+        (0..self.chunks()).map(|chunk| {
+            let (slot, uses) = self.place(chunk);
+            self.describe(chunk, (self.slot(slot).free.address(), uses - 1))
+        })
     }
 
-    fn describe(&self, chunk: u64, behind: u64) -> ChunkPlace {
+    fn describe(&self, chunk: u64, host: (CUdeviceptr, u64)) -> ChunkPlace {
         let (slot, uses) = self.place(chunk);
         ChunkPlace {
             offset: chunk * self.chunk as u64,
             len: self.bytes_of(chunk),
             at: self.at(slot),
-            host: (self.slot(slot).host.address(), uses - behind),
+            host,
             gpu: (self.slot(slot).gpu.address(), uses),
         }
     }
@@ -614,9 +666,7 @@ impl Drop for Transfer {
         for last in &self.last {
             // After a successful transfer the words have these values or larger ones. If a context failed, nothing waits for them any more.
             let slot = self.slot(last.slot);
-            [&slot.host, &*slot.gpu].into_iter().filter(|word| word.get() < last.number).for_each(|word| {
-                word.set(last.number);
-            });
+            [&slot.host, &slot.free, &*slot.gpu].into_iter().for_each(|word| word.raise(last.number));
         }
         self.staging.slots.give_back(self.flow);
     }
@@ -631,31 +681,56 @@ struct Departure {
     left: AtomicUsize,
 }
 
+/// A chunk that the stream has written to its slot. Dropped, the slot may be written again.
+struct Filled {
+    transfer: Arc<Transfer>,
+    chunk: u64,
+}
+
+impl Held for Filled {
+    fn bytes(&self) -> &[u8] {
+        let (slot, _) = self.transfer.place(self.chunk);
+        let len = self.transfer.bytes_of(self.chunk);
+        // SAFETY: the stream has filled the slot, and fills it again only after its free word has risen,
+        // which happens when this is dropped. The transfer keeps the memory mapped.
+        unsafe { std::slice::from_raw_parts(self.transfer.at(slot).as_ptr(), len) }
+    }
+}
+
+impl Drop for Filled {
+    fn drop(&mut self) {
+        let (slot, uses) = self.transfer.place(self.chunk);
+        self.transfer.slot(slot).free.raise(uses);
+    }
+}
+
 impl Departure {
-    /// Sends a chunk if the stream has filled its slot. Returns false if it has not.
-    fn try_send(&self, sender: usize, chunk: u64) -> bool {
+    /// Sends a chunk if the stream has filled its slot, and tells in `in_place` that it may be kept there.
+    /// Returns false if the stream has not.
+    fn try_send(&self, sender: usize, chunk: u64, in_place: &mut Option<Unacknowledged>) -> bool {
         let transfer = &self.transfer;
         let (slot, uses) = transfer.place(chunk);
         let failed = transfer.health.check().is_err();
         if transfer.slot(slot).gpu.get() < uses && !failed {
             return false;
         }
-        if !failed {
+        if failed {
+            transfer.slot(slot).free.raise(uses);
+        } else {
             let sink = self.sink.lock().unwrap_or_else(|e| e.into_inner()).clone();
-            // SAFETY: the stream has filled the slot and fills it again only after its host word has risen.
-            let bytes =
-                unsafe { std::slice::from_raw_parts(transfer.at(slot).as_ptr(), transfer.bytes_of(chunk)) };
+            let filled = Filled { transfer: Arc::clone(transfer), chunk };
             let offset = chunk * transfer.chunk as u64;
             match sink.as_deref() {
-                // If the client is gone, the stream continues nevertheless.
-                Some(Sink::Outgoing(outgoing)) => drop(outgoing.send(sender, offset, bytes)),
-                Some(Sink::Mapped(mapped)) => mapped.write(offset as usize, bytes),
+                Some(Sink::Outgoing(outgoing)) => {
+                    // If the client is gone, the stream continues nevertheless.
+                    let _ = outgoing.send_held(sender, offset, Box::new(filled));
+                    if in_place.is_none() {
+                        *in_place = outgoing.unacknowledged();
+                    }
+                }
+                Some(Sink::Mapped(mapped)) => mapped.write(offset as usize, filled.bytes()),
                 None => {}
             }
-        }
-        let last_of_slot = transfer.last.contains(&Use { slot, number: uses });
-        if !last_of_slot {
-            transfer.slot(slot).host.set(uses);
         }
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
             // Tell the client before the stream continues, so that it learns of nothing that depends on the data before.
@@ -665,5 +740,25 @@ impl Departure {
             }
         }
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_held_is_copied_only_when_nothing_moves() {
+        let begun = Instant::now();
+        let mut quiet = Quiet { since: begun, arrived: 0 };
+        // The client reads slowly: each acknowledgement comes just in time.
+        for number in 1..100 {
+            let just_before = begun + (SETTLE - Duration::from_nanos(1)) * number;
+            assert!(!quiet.is_long(u64::from(number), just_before));
+        }
+        let last = quiet.since;
+        assert!(!quiet.is_long(99, last + SETTLE / 2) && quiet.is_long(99, last + SETTLE));
+        quiet.since = last + SETTLE;
+        assert!(!quiet.is_long(99, last + SETTLE), "it has sent something");
     }
 }

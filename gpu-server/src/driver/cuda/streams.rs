@@ -13,15 +13,15 @@ use protocol::ops::launch::LaunchAttribute;
 use protocol::ops::stream::*;
 
 use super::Cuda;
-use super::api::{Api, BatchMemOp, CUevent, CUstream, IpcHandle};
-use super::fence::{End, Health, Word};
+use super::api::{Api, BatchMemOp, CUevent, CUstream, WAIT_AT_LEAST};
+use super::fence::{Health, Word};
+use crate::driver::End;
 use crate::driver::call::{Call, Errors, Reply, Result};
-use crate::driver::gpu::GpuStreams;
+use crate::driver::gpu::{EVENT_DISABLE_TIMING, GpuStreams};
 use crate::driver::slots::Flow;
 use crate::driver::streams::{Stream, Streams};
+use crate::shared_event::{Lookout, Moment};
 
-const EVENT_DISABLE_TIMING: u32 = 2;
-const EVENT_INTERPROCESS: u32 = 4;
 /// An event comes right behind its word, which others may have seen already: it is waited for so long at most.
 const BEHIND_WORD: Duration = Duration::from_millis(10);
 
@@ -248,6 +248,19 @@ impl Cuda {
         self.enter_briefly(cx, streams, id)
     }
 
+    /// As [`GpuStreams::enter_stream`], for what gives the stream no work. On the default stream, which waits for other streams, that needs a fence of its own nonetheless.
+    fn enter_to_look(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<CudaStream>,
+        id: StreamId,
+    ) -> Result<Place> {
+        let dirty = find(streams, id)?.native.dirty || id.0 < MAX_CONTEXTS;
+        let place = self.enter_stream(cx, streams, id)?;
+        find(streams, id)?.native.dirty = dirty;
+        Ok(place)
+    }
+
     /// Calls `end` when everything on the stream so far is done, with success; or with the context's error.
     pub(super) fn fence(
         &mut self,
@@ -330,7 +343,6 @@ impl GpuStreams for Cuda {
     type Place = Place;
     type Event = CudaEvent;
     type MemoryOp = BatchMemOp;
-    const SHARES_EVENTS: bool = true;
 
     fn default_stream(&mut self, context: ContextId, _device: u32) -> Result<CudaStream> {
         if !self.contexts.contains_key(&context.0) {
@@ -382,6 +394,17 @@ impl GpuStreams for Cuda {
         Ok(Place { id, stream, context, health, progress, flows })
     }
 
+    fn after_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<CudaStream>,
+        id: StreamId,
+        end: End,
+    ) -> Result {
+        let place = self.enter_to_look(cx, streams, id)?;
+        self.fence(streams, &place, cx.seq, end)
+    }
+
     fn device_at(_place: &Place) -> u32 {
         0
     }
@@ -392,10 +415,7 @@ impl GpuStreams for Cuda {
         streams: &mut Streams<CudaStream>,
         id: StreamId,
     ) -> Result {
-        // Looks only, unless on the default stream, where it covers other streams and so needs a fence of its own.
-        let dirty = find(streams, id)?.native.dirty || id.0 < MAX_CONTEXTS;
-        let place = self.enter_stream(cx, streams, id)?;
-        find(streams, id)?.native.dirty = dirty;
+        let place = self.enter_to_look(cx, streams, id)?;
         let (pending, progress) = (cx.later(), Arc::clone(&place.progress));
         self.fence(streams, &place, cx.seq, move |status| {
             progress.complain(status);
@@ -443,6 +463,28 @@ impl GpuStreams for Cuda {
         // SAFETY: live handles of this session.
         let waits = unsafe { self.api.stream_wait_event(place.stream, event.handle, flags) };
         self.note(place.context, waits)
+    }
+
+    fn wait_for(
+        &mut self,
+        cx: &Call,
+        streams: &mut Streams<CudaStream>,
+        place: &Place,
+        moment: Moment,
+    ) -> Result {
+        if self.lookout.is_none() {
+            self.lookout = Some(Lookout::start().map_err(|_| Status::OUT_OF_MEMORY)?);
+        }
+        let word = Arc::new(self.words.take()?);
+        // SAFETY: a live stream of the current context; the word is registered memory, and stays the stream's until the fence below.
+        let waits = unsafe { self.api.stream_wait(place.stream, word.address(), 1, WAIT_AT_LEAST) };
+        self.note(place.context, waits)?;
+        let passed = Arc::clone(&word);
+        self.fence(streams, place, cx.seq, move |_| drop(passed))?;
+        if let Some(lookout) = &self.lookout {
+            lookout.when(moment, move || word.set(1));
+        }
+        Ok(())
     }
 
     fn memory_op(&self, op: &MemoryOp, _device: u32) -> Result<BatchMemOp> {
@@ -515,7 +557,7 @@ impl GpuStreams for Cuda {
     fn make_event(&mut self, context: ContextId, flags: u32) -> Result<CudaEvent> {
         let mut handle: CUevent = std::ptr::null_mut();
         // How a thread waits for it is up to the client.
-        let kept = flags & (EVENT_DISABLE_TIMING | EVENT_INTERPROCESS);
+        let kept = flags & EVENT_DISABLE_TIMING;
         // SAFETY: writes an event handle.
         let made = unsafe { self.api.event_create(&mut handle, kept) };
         self.note(context, made)?;
@@ -600,29 +642,5 @@ impl GpuStreams for Cuda {
         };
         self.completer.when(word, *value, health, Box::new(measure));
         Ok(Answer::Later)
-    }
-
-    fn export_event(&mut self, event: &CudaEvent) -> Result<Vec<u8>> {
-        let mut handle = IpcHandle([0; 64]);
-        // SAFETY: a live event; writes 64 bytes. The driver refuses one that was not made for other processes.
-        unsafe { self.api.event_export(&mut handle, event.handle) }?;
-        Ok(handle.0.to_vec())
-    }
-
-    fn import_event(&mut self, _context: ContextId, handle: Vec<u8>) -> Result<CudaEvent> {
-        let handle = IpcHandle(handle.try_into().map_err(|_| Status::INVALID_VALUE)?);
-        let mut event: CUevent = std::ptr::null_mut();
-        // SAFETY: a handle that this driver made in another worker; writes one event.
-        unsafe { self.api.event_import(&mut event, handle) }?;
-        Ok(CudaEvent { handle: event, timed: None, recorded: None })
-    }
-
-    fn query_event(&mut self, context: ContextId, event: &CudaEvent) -> Result<bool> {
-        // SAFETY: a live event.
-        match unsafe { self.api.event_query_raw(event.handle) } {
-            Ok(()) => Ok(true),
-            Err(Status::NOT_READY) => Ok(false),
-            Err(status) => self.note(context, Err(status)),
-        }
     }
 }

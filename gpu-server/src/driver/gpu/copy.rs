@@ -7,31 +7,31 @@ use crate::driver::call::{Call, Input, Result};
 use crate::driver::rows::Rows;
 use crate::driver::streams::Streams;
 
-/// A copy of bytes in a line. Both ranges lie in memory that the devices reach.
+/// A copy of contiguous bytes. Both ranges lie in memory that the devices can reach.
 #[derive(Debug, Clone, Copy)]
 pub struct LineCopy {
-    /// Where to.
+    /// The target's address.
     pub dst: u64,
-    /// The device through which that is reached.
+    /// The device that reaches it.
     pub to: u32,
-    /// Where from.
+    /// The source's address.
     pub src: u64,
-    /// The device through which that is reached.
+    /// The device that reaches it.
     pub from: u32,
-    /// Bytes; perhaps none.
+    /// Number of bytes, perhaps 0.
     pub len: u64,
 }
 
 /// A copy of a box that is not empty. Both boxes have the same width, height and depth.
 #[derive(Debug, Clone, Copy)]
 pub struct BoxCopy {
-    /// Where from.
+    /// The source.
     pub source: Rows,
-    /// The device through which that is reached.
+    /// The device that reaches it.
     pub from: u32,
-    /// Where to.
+    /// The target.
     pub target: Rows,
-    /// The device through which that is reached.
+    /// The device that reaches it.
     pub to: u32,
 }
 
@@ -40,21 +40,22 @@ pub struct BoxCopy {
 pub struct Fill {
     /// The first element's address, a multiple of its size.
     pub address: u64,
-    /// The device through which it is reached.
+    /// The device that reaches it.
     pub device: u32,
     /// Bytes from one row to the next.
     pub pitch: u64,
-    /// What each element becomes.
+    /// The new value of each element.
     pub value: u32,
-    /// Bytes of an element: 1, 2 or 4.
+    /// Size of an element in bytes: 1, 2 or 4.
     pub element: u32,
-    /// Elements of a row.
+    /// Elements per row.
     pub width: u64,
-    /// Rows.
+    /// Number of rows.
     pub height: u64,
 }
 
-/// Copies and fills. Device memory lies in the session's ranges, and is reached through the device that is named; client memory is as long as the device's. Nothing is empty.
+/// Copies and fills. Device memory lies in the session's ranges and is reached through the given device. Client memory has the same size as the device memory. Except in
+/// [`copy_line`](Self::copy_line), nothing is empty.
 pub trait GpuCopies: GpuStreams {
     /// Enqueues a copy from the client to a device. The data may still be on its way.
     fn upload(
@@ -78,7 +79,7 @@ pub trait GpuCopies: GpuStreams {
         sink: Sink,
     ) -> Result;
 
-    /// Answers the call, a [`MemcpyDtoHInline`](protocol::ops::copy::MemcpyDtoHInline), with `len` bytes when the stream has come there.
+    /// Answers the call, a [`MemcpyDtoHInline`](protocol::ops::copy::MemcpyDtoHInline), with `len` bytes when the stream has reached it.
     fn download_inline(
         &mut self,
         cx: &mut Call,

@@ -39,24 +39,27 @@ pub enum NodeWork<'a, G: GpuGraphs> {
 
 /// Graphs. Their contexts were entered.
 ///
-/// The session makes a draft, perhaps with conditions and conditional nodes, whose graphs are drafts as well. It fills each of them once and
-/// then instantiates the outermost one, perhaps several times.
+/// The session makes a draft, perhaps with conditions and conditional nodes, whose graphs are drafts as well.
+/// It fills each of them once and then instantiates the outermost one, perhaps several times.
 pub trait GpuGraphs: GpuCopies + GpuModules + Sized {
-    /// A graph that is not instantiated yet, or a graph of a conditional node. It may be dropped before its instances.
+    /// A graph that is not instantiated yet, or a graph of a conditional node. It may be dropped before its
+    /// instances.
     type Draft: Send;
     /// A conditional node. It goes with its draft.
     type Conditional: Send;
     /// An instantiated graph.
     type Graph: Send;
 
-    /// The device whose point of view the addresses of a graph's nodes are checked from, for a graph of a context of `device`. See [`GpuStreams::device_at`](super::GpuStreams::device_at).
+    /// The device whose point of view the addresses of a graph's nodes are checked from, for a graph of a
+    /// context of `device`. See [`GpuStreams::device_at`](super::GpuStreams::device_at).
     fn home_of_graph(device: u32) -> u32;
 
     /// Makes an empty draft.
     fn make_draft(&mut self, context: ContextId) -> Result<Self::Draft>;
 
-    /// Makes a condition of a draft. Returns the handle that kernels use, which no other condition of the session has.
-    /// `flags` contains nothing but [`ASSIGN_DEFAULT`](protocol::ops::graph::condition_flag::ASSIGN_DEFAULT).
+    /// Makes a condition of a draft. Returns the handle that kernels use, which no other condition of the
+    /// session has. `flags` contains nothing but
+    /// [`ASSIGN_DEFAULT`](protocol::ops::graph::condition_flag::ASSIGN_DEFAULT).
     fn make_condition(
         &mut self,
         context: ContextId,
@@ -65,8 +68,10 @@ pub trait GpuGraphs: GpuCopies + GpuModules + Sized {
         flags: u32,
     ) -> Result<u64>;
 
-    /// Adds a conditional node with `count` graphs to a draft that was not filled yet. The condition belongs to this draft or to one that contains it;
-    /// `kind` is a [`conditional`](protocol::ops::graph::conditional) type that can have `count` graphs. Returns the node and its graphs.
+    /// Adds a conditional node with `count` graphs to a draft that was not filled yet. The condition belongs
+    /// to this draft or to one that contains it; `kind` is a
+    /// [`conditional`](protocol::ops::graph::conditional) type that can have `count` graphs. Returns the node
+    /// and its graphs.
     fn add_conditional(
         &mut self,
         context: ContextId,
@@ -79,10 +84,12 @@ pub trait GpuGraphs: GpuCopies + GpuModules + Sized {
     /// Removes a conditional node, its graphs and what they contain from a draft that was not filled yet.
     fn remove_conditional(&mut self, context: ContextId, node: &Self::Conditional) -> Result;
 
-    /// Puts the nodes into a draft. Those that are conditional are in it already. After a failure, the draft is not used again.
+    /// Puts the nodes into a draft. Those that are conditional are in it already. After a failure, the draft
+    /// is not used again.
     fn fill_draft(&self, context: ContextId, draft: &Self::Draft, nodes: Vec<Node<'_, Self>>) -> Result;
 
-    /// Instantiates a draft that was filled, with the graphs of all its conditional nodes. `flags` are the client's.
+    /// Instantiates a draft that was filled, with the graphs of all its conditional nodes. `flags` are the
+    /// client's.
     fn instantiate(&mut self, context: ContextId, draft: &Self::Draft, flags: u64) -> Result<Self::Graph>;
 
     /// Makes an instance do what a filled draft says. Launches that are under way complete as they were.

@@ -24,16 +24,16 @@ pub trait GpuGreenContexts: GpuStreams {
     /// A green context.
     type Green: Send;
 
-    /// A part as the client sees it: its kind, 0 for none, and what its kind tells.
+    /// A part as the client sees it: its kind (0: none) and the values of that kind.
     fn tell_part(part: &Self::Part) -> (u32, [u32; 3]);
 
-    /// All of a device that is of a kind.
+    /// All resources of a kind of a device.
     fn device_part(&mut self, device: u32, kind: u32) -> Result<Self::Part>;
 
-    /// All of a green context that is of a kind.
+    /// All resources of a kind of a green context.
     fn green_part(&mut self, green: &Self::Green, kind: u32) -> Result<Self::Part>;
 
-    /// Splits a part into groups of at least `least`, at most `groups` of them; `None` asks only how many there would be.
+    /// Splits a part into at most `groups` groups of at least `least`. `None` only asks how many there would be.
     fn split_part(
         &mut self,
         part: &Self::Part,
@@ -42,7 +42,7 @@ pub trait GpuGreenContexts: GpuStreams {
         least: u32,
     ) -> Result<Split<Self::Part>>;
 
-    /// Describes parts together.
+    /// Makes a descriptor of several parts.
     fn describe_parts(&mut self, parts: Vec<Self::Part>) -> Result<Self::PartDescriptor>;
 
     /// Makes a green context.
@@ -56,7 +56,7 @@ pub trait GpuGreenContexts: GpuStreams {
     /// A green context is out of the session's table, and has no streams.
     fn destroy_green(&mut self, device: u32, green: Self::Green) -> Result;
 
-    /// The device of a green context is about to be reset. Its streams are forgotten.
+    /// The device of a green context is about to be reset. Its streams are gone.
     fn forget_green(&mut self, green: Self::Green);
 
     /// Makes a stream in a green context.

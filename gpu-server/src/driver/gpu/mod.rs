@@ -1,8 +1,8 @@
 //! What a session needs of a GPU: the interface between [`Session`](super::session::Session) and the two backends.
 //!
-//! The session has checked everything that a client can get wrong before it calls one of these: handles name what it made, ranges lie in the
-//! session's memory, sizes are whole granules, quotas are charged. A backend contains only what its GPU does differently. It may refuse with
-//! any [`Status`]; the session then undoes what it has noted and passes the status on.
+//! Before the session calls one of these, it has checked everything that a client can get wrong: handles exist, ranges lie in the session's
+//! memory, sizes are whole granules, quotas are charged. A backend contains only what its GPU does differently. It may refuse with any
+//! [`Status`]. The session then undoes its own changes and passes the status on.
 //!
 //! [`Gpu`] itself is about devices and contexts. Each chapter of operations has a trait of its own: [`GpuMemory`] and [`GpuHostMemory`], [`GpuStreams`],
 //! [`GpuCopies`], [`GpuModules`], [`GpuGraphs`], [`GpuArrays`] and [`GpuTensorMaps`], [`GpuGreenContexts`].
@@ -23,7 +23,7 @@ pub use graph::{GpuGraphs, Node, NodeWork};
 pub use green::{GpuGreenContexts, Split};
 pub use memory::{GpuHostMemory, GpuMemory};
 pub use module::{GpuModules, LinkInput, Loaded};
-pub use stream::GpuStreams;
+pub use stream::{EVENT_DISABLE_TIMING, EVENT_INTERPROCESS, GpuStreams, STREAM_NON_BLOCKING};
 
 use std::sync::Arc;
 
@@ -56,19 +56,25 @@ pub trait Gpu:
     /// The backend's name: `cuda` or `software`.
     const NAME: &'static str;
 
-    /// What other threads than the dispatcher's may use.
+    /// The part that threads other than the dispatcher's may use.
     type Beside: Beside + 'static;
+
+    /// Whether the devices run an image's machine code, and not its PTX.
+    const RUNS_MACHINE_CODE: bool;
 
     /// Names of the devices, by ordinal.
     fn names(&self) -> Vec<String>;
 
+    /// See [`Backend::reaches_pageable_memory`](super::Backend::reaches_pageable_memory).
+    fn reaches_pageable_memory(&self) -> bool;
+
     /// See [`Backend::warm`](super::Backend::warm).
     fn warm(&mut self) -> Result<Option<u64>, Unavailable>;
 
-    /// A client has come. Called once, before its first command; perhaps from another thread than [`warm`](Gpu::warm) was.
+    /// A client has connected. Called once, before its first command, perhaps in another thread than [`warm`](Gpu::warm).
     fn begin(&mut self, client: &Arc<dyn Client>);
 
-    /// What other threads may use, for those.
+    /// The part that other threads may use.
     fn beside(&self) -> &Arc<Self::Beside>;
 
     /// The client is gone: releases every thread that waits for it. Called once, after the last command; the process ends soon after.
@@ -77,43 +83,43 @@ pub trait Gpu:
     /// What kernels have printed.
     fn output(&self) -> &Output;
 
-    /// Makes a context ready for the calls that follow. A device's primary context is made when something enters it for the first time.
+    /// Makes a context current for the following calls. A device's primary context is created when it is entered for the first time.
     ///
     /// # Errors
-    /// `INVALID_CONTEXT` if there is none; its error if it has failed.
+    /// `INVALID_CONTEXT` if there is no such context; the context's error if it has failed.
     fn enter(&mut self, context: ContextId) -> Result;
 
     /// `cuDriverGetVersion`.
     fn driver_version(&self) -> Result<u32>;
 
-    /// Whether pageable memory of this client's may be read when the stream comes to the copy.
+    /// Whether this client's pageable memory may be read as late as when the stream reaches the copy.
     fn reads_late(client: &dyn Client) -> bool;
 
     /// Describes a device to the client.
     fn describe(&mut self, device: u32, client: &dyn Client) -> Result<DeviceInfoReply>;
 
-    /// What a device can do with another one's memory.
+    /// Describes what a device can do with another one's memory.
     fn describe_peer(&mut self, device: u32, peer: u32) -> Result<PeerInfoReply>;
 
-    /// From now on the session has only these of its devices, in this order. It has made nothing on any of them, and the list names none twice.
-    fn select(&mut self, devices: &[u32]) -> Result;
+    /// Reduces the session's devices to these, in this order. The session has made nothing on any of them, and no device is listed twice.
+    fn select(&mut self, devices: &[u32], windows: &[u32]) -> Result;
 
-    /// Makes a context that is not a primary one.
+    /// Creates a context that is not a primary one.
     fn make_context(&mut self, context: ContextId, device: u32, flags: u32) -> Result;
 
-    /// A context is about to go: whoever waits for its streams is released. What the session has in it is forgotten after this.
+    /// A context is about to be destroyed. Ends all waits for its streams. Afterwards the session drops what it has in the context.
     fn retire_context(&mut self, context: ContextId);
 
-    /// Forgets what belongs to a context that was retired.
+    /// Drops what belongs to a retired context.
     fn forget_context(&mut self, context: ContextId);
 
-    /// A context that was made, and retired, goes.
+    /// Destroys a retired context that is not a primary one.
     fn destroy_context(&mut self, context: ContextId) -> Result;
 
-    /// A device is about to be reset. Memory without an address outlives it, and stays mapped.
+    /// A device is about to be reset. Memory without an address survives and stays mapped.
     ///
     /// # Errors
-    /// The primary context's error, if it cannot be reset any more.
+    /// The primary context's error if it cannot be reset any more.
     fn begin_reset(
         &mut self,
         device: u32,
@@ -121,7 +127,7 @@ pub trait Gpu:
         space: &Space<Self::Memory>,
     ) -> Result;
 
-    /// Resets a device. Its contexts were retired and, but for the primary one, destroyed.
+    /// Resets a device. Its contexts were retired and, except for the primary one, destroyed.
     fn reset(&mut self, device: u32) -> Result;
 
     /// A device was reset, and its window is empty.
@@ -129,29 +135,29 @@ pub trait Gpu:
         Ok(())
     }
 
-    /// `cuDevicePrimaryCtxSetFlags`, for flags that are not about how the calling thread waits.
+    /// `cuDevicePrimaryCtxSetFlags`, without the flags for how the calling thread waits.
     fn set_primary_flags(&mut self, device: u32, flags: u32) -> Result;
 
-    /// A limit of a context that was entered.
+    /// A limit of the entered context.
     fn limit(&mut self, context: ContextId, limit: u32) -> Result<u64>;
 
-    /// Sets a limit of a context that was entered.
+    /// Sets a limit of the entered context.
     fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result;
 
     /// Bytes of device memory that a context takes for a limit of this value, beyond what every context takes.
     fn limit_bytes(&self, device: u32, limit: u32, value: u64) -> u64;
 
-    /// Lets kernels of one context use the memory of another one's device.
+    /// Lets kernels of one context use the memory of another context's device.
     fn enable_peer(&mut self, _context: ContextId, _peer: ContextId) -> Result {
         Err(Status::NOT_SUPPORTED)
     }
 
-    /// Takes that back.
+    /// Ends that access.
     fn disable_peer(&mut self, _context: ContextId, _peer: ContextId) -> Result {
         Err(Status::NOT_SUPPORTED)
     }
 
-    /// Called before the calls for which NVIDIA's driver may wait until the device is idle, so that a backend can imitate that for tests.
+    /// Called before calls in which NVIDIA's driver may wait until the device is idle, so that a backend can imitate that for tests.
     fn before_waiting_call(&mut self, _streams: &Streams<Self::Stream>, _device: u32) -> Result {
         Ok(())
     }

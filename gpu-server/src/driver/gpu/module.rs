@@ -7,30 +7,30 @@ use protocol::handle::{ContextId, StreamId};
 use protocol::ops::launch::Launch;
 use protocol::ops::module::{
     JitOption, ModuleGetGlobalReply, OccupancyAvailableShared, OccupancyMaxActiveBlocks,
-    OccupancyMaxActiveClusters, OccupancyMaxPotentialClusterSize,
+    OccupancyMaxActiveClusters, OccupancyMaxPotentialClusterSize, Param,
 };
 
 use super::GpuStreams;
 use crate::driver::call::{Call, Result};
 use crate::driver::streams::Streams;
 
-/// What came of a module's load.
+/// The result of loading a module.
 pub struct Loaded<M, F> {
-    /// The module and its functions, in the order of its table; or the status that the image is refused with.
+    /// The module and its functions in the order of its table, or the reason why the image is refused.
     pub module: Result<(M, Vec<F>)>,
-    /// Whether a kernel of it may print.
+    /// Whether one of its kernels may print.
     pub prints: bool,
     /// Bytes of device memory that it takes, as far as is known.
     pub bytes: u64,
-    /// What the compiler says: its messages, its errors.
+    /// The compiler's messages, and its errors.
     pub logs: [String; 2],
 }
 
 /// An input of the linker.
 pub struct LinkInput<'a> {
-    /// `CUjitInputType`, one that exists.
+    /// A valid `CUjitInputType`.
     pub kind: u32,
-    /// Its bytes. PTX ends in a NUL.
+    /// Its bytes. PTX ends with NUL.
     pub data: Vec<u8>,
     /// Its name, for messages.
     pub name: &'a str,
@@ -38,27 +38,40 @@ pub struct LinkInput<'a> {
     pub options: &'a [JitOption],
 }
 
-/// Modules, their functions and variables, launches, and the linker. Contexts were entered.
+/// Modules, their functions and variables, launches, and the linker. The contexts were entered.
 pub trait GpuModules: GpuStreams {
     /// A module.
     type Module: Send;
     /// A function of a module.
     type Function: Send;
-    /// A linker at work.
+    /// A linker with its inputs.
     type Link: Send;
     /// A place in a stream for a launch.
     type LaunchPlace;
-    /// Most bytes of an image.
+    /// Maximum size of an image, in bytes.
     const MAX_IMAGE: u64;
 
-    /// Loads an image.
+    /// Loads an image. `functions`: its functions are wanted; otherwise those that are needed will be [bound](GpuModules::bind_function).
     fn load_module(
         &mut self,
         context: ContextId,
         device: u32,
         image: Vec<u8>,
         options: &[JitOption],
+        functions: bool,
     ) -> Result<Loaded<Self::Module, Self::Function>>;
+
+    /// Finds a function by its name.
+    ///
+    /// # Errors
+    /// `NOT_FOUND`; `INVALID_IMAGE` if its parameters are not these.
+    fn bind_function(
+        &mut self,
+        context: ContextId,
+        module: &Self::Module,
+        name: &str,
+        params: &[Param],
+    ) -> Result<Self::Function>;
 
     /// The wire form of a module's [`FunctionTable`](protocol::ops::module::FunctionTable).
     fn function_table<'a>(
@@ -130,7 +143,7 @@ pub trait GpuModules: GpuStreams {
         op: &OccupancyMaxPotentialClusterSize,
     ) -> Result<i32>;
 
-    /// As [`enter_stream`](GpuStreams::enter_stream), for a launch: the most frequent of all operations.
+    /// As [`enter_stream`](GpuStreams::enter_stream), for launches, which are the most frequent operation.
     fn enter_to_launch(
         &mut self,
         cx: &mut Call,
@@ -138,14 +151,14 @@ pub trait GpuModules: GpuStreams {
         id: StreamId,
     ) -> Result<Self::LaunchPlace>;
 
-    /// Enqueues a launch of a function of the place's context. The stream in `op` says nothing.
+    /// Enqueues a launch of a function of the place's context. Ignores the stream in `op`.
     fn launch(&mut self, place: &Self::LaunchPlace, function: &mut Self::Function, op: &Launch<'_>)
     -> Result;
 
     /// Makes a linker.
     fn make_link(&mut self, context: ContextId, options: &[JitOption]) -> Result<Self::Link>;
 
-    /// Adds an input: its result and what the linker has said until now, messages and errors.
+    /// Adds an input. Returns its result, and all of the linker's messages and errors so far.
     fn link_add(
         &mut self,
         context: ContextId,
@@ -154,7 +167,7 @@ pub trait GpuModules: GpuStreams {
         input: LinkInput<'_>,
     ) -> Result<(Status, [String; 2])>;
 
-    /// Links, if that is not done yet; answers as [`link_add`](GpuModules::link_add).
+    /// Links, unless that was done before. Returns what [`link_add`](GpuModules::link_add) does.
     fn link_complete(
         &mut self,
         context: ContextId,
@@ -162,6 +175,6 @@ pub trait GpuModules: GpuStreams {
         link: &mut Self::Link,
     ) -> Result<(Status, [String; 2])>;
 
-    /// The image that came of it.
+    /// The linked image.
     fn link_image(link: &Self::Link) -> Option<&[u8]>;
 }

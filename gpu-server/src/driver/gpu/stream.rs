@@ -6,8 +6,17 @@ use protocol::ops::event::{EventElapsedReply, EventSynchronizeReply};
 use protocol::ops::launch::LaunchAttribute;
 use protocol::ops::stream::MemoryOp;
 
+use crate::driver::End;
 use crate::driver::call::{Call, Reply, Result};
 use crate::driver::streams::Streams;
+use crate::shared_event::Moment;
+
+/// `CU_EVENT_DISABLE_TIMING`.
+pub const EVENT_DISABLE_TIMING: u32 = 2;
+/// `CU_EVENT_INTERPROCESS`.
+pub const EVENT_INTERPROCESS: u32 = 4;
+/// `CU_STREAM_NON_BLOCKING`.
+pub const STREAM_NON_BLOCKING: u32 = 1;
 
 /// Streams, and events on them.
 ///
@@ -21,8 +30,6 @@ pub trait GpuStreams {
     type Event: Send;
     /// A memory operation of a stream, as the GPU takes it.
     type MemoryOp;
-    /// Whether events can be shared between processes. Where not, their methods are never called.
-    const SHARES_EVENTS: bool;
 
     /// The legacy default stream of a context.
     fn default_stream(&mut self, context: ContextId, device: u32) -> Result<Self::Stream>;
@@ -46,6 +53,15 @@ pub trait GpuStreams {
         streams: &mut Streams<Self::Stream>,
         id: StreamId,
     ) -> Result<Self::Place>;
+
+    /// Calls `end` when everything on the stream so far is finished, or never will be. Sets the call's context.
+    fn after_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+        end: End,
+    ) -> Result;
 
     /// The device of a place; 0 where the GPU reaches all of the session's memory from any of its devices.
     fn device_at(place: &Self::Place) -> u32;
@@ -80,6 +96,15 @@ pub trait GpuStreams {
 
     /// What follows waits for an event's last record.
     fn wait_event(&mut self, place: &Self::Place, event: &Self::Event, flags: u32) -> Result;
+
+    /// What follows waits for a moment in the work of another session.
+    fn wait_for(
+        &mut self,
+        cx: &Call,
+        streams: &mut Streams<Self::Stream>,
+        place: &Self::Place,
+        moment: Moment,
+    ) -> Result;
 
     /// A memory operation as the GPU takes it. It is valid, and its word, if it has one, is the session's, reached through `device`.
     fn memory_op(&self, op: &MemoryOp, device: u32) -> Result<Self::MemoryOp>;
@@ -136,19 +161,4 @@ pub trait GpuStreams {
 
     /// Answers the call with the time between the last records of two events. The call's context is that of `end`.
     fn elapsed(&mut self, cx: &Call, start: &Self::Event, end: &Self::Event) -> Reply<EventElapsedReply>;
-
-    /// The handle by which other processes open an event. Only an event that was made for it has one.
-    fn export_event(&mut self, _event: &Self::Event) -> Result<Vec<u8>> {
-        Err(Status::NOT_SUPPORTED)
-    }
-
-    /// Opens an event that another worker exported, in a context that was entered.
-    fn import_event(&mut self, _context: ContextId, _handle: Vec<u8>) -> Result<Self::Event> {
-        Err(Status::NOT_SUPPORTED)
-    }
-
-    /// Whether an event's last record is done. Its context was entered.
-    fn query_event(&mut self, _context: ContextId, _event: &Self::Event) -> Result<bool> {
-        Err(Status::NOT_SUPPORTED)
-    }
 }

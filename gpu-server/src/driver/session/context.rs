@@ -13,9 +13,12 @@ use protocol::ops::context::*;
 use protocol::ops::device::*;
 
 use super::{Session, now};
-use crate::driver::call::{Call, Reply, Result, check_selection};
+use crate::driver::call::{Call, Reply, Result, check_selection, check_windows};
 use crate::driver::gpu::Gpu;
 use crate::driver::quota::Charge;
+
+/// `CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT`.
+const KERNEL_EXEC_TIMEOUT: u32 = 17;
 
 impl<G: Gpu> Session<G> {
     /// The device of a context.
@@ -48,6 +51,7 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
             backend: G::NAME.into(),
             server: crate::parent::server_name(),
             reads_late: G::reads_late(&*cx.client),
+            runs_machine_code: G::RUNS_MACHINE_CODE,
         })
     }
 
@@ -57,6 +61,10 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
         let mut description = self.gpu.describe(op.device, &*cx.client)?;
         let (number, whole) = (self.gpu.number(op.device), description.total_memory);
         (_, description.total_memory) = self.quota.visible(number, whole, whole);
+        if self.watchdog.is_some() {
+            description.attributes.retain(|a| a.attribute != KERNEL_EXEC_TIMEOUT);
+            description.attributes.push(Attribute { attribute: KERNEL_EXEC_TIMEOUT, value: 1 });
+        }
         now(description)
     }
 
@@ -79,10 +87,35 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
             return Err(Status::NOT_PERMITTED);
         }
         check_selection(&op.devices, self.windows.len() as u32)?;
-        self.clear_windows(op.devices.len());
-        self.gpu.select(&op.devices)?;
+        let windows = check_windows(op.windows, op.devices.len())?;
+        self.clear_windows(&windows);
+        self.gpu.select(&op.devices, &windows)?;
         now(SelectDevicesReply {})
     }
+}
+
+/// The flags of a context (`CUctx_flags`) that reach the driver.
+fn context_flags(flags: u32) -> Result<u32> {
+    // CU_CTX_MAP_HOST, CU_CTX_LMEM_RESIZE_TO_MAX and CU_CTX_SYNC_MEMOPS.
+    const PASSED: u32 = 0x08 | 0x10 | 0x80;
+    // CU_CTX_SCHED_*: how the calling thread waits, which is up to the client.
+    const SCHEDULING: u32 = 0x07;
+    // CU_CTX_COREDUMP_ENABLE and CU_CTX_USER_COREDUMP_ENABLE would write files on the server.
+    const CORE_DUMPS: u32 = 0x20 | 0x40;
+    if flags & !(PASSED | SCHEDULING | CORE_DUMPS) != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    if flags & CORE_DUMPS != 0 {
+        tracing::warn!(flags, "context flags refused: they ask for core dumps");
+        return Err(Status::NOT_SUPPORTED);
+    }
+    Ok(flags & PASSED)
+}
+
+/// Whether a limit (`CUlimit`) may be set. Those after `CU_LIMIT_PERSISTING_L2_CACHE_SIZE` belong to features that other processes on the device would notice.
+fn check_limit(limit: u32) -> Result {
+    const LAST: u32 = 6;
+    if limit <= LAST { Ok(()) } else { Err(Status::NOT_SUPPORTED) }
 }
 
 impl<G: Gpu> ContextOps<Call> for Session<G> {
@@ -98,7 +131,7 @@ impl<G: Gpu> ContextOps<Call> for Session<G> {
         if !free {
             return Err(Status::INVALID_CONTEXT);
         }
-        self.gpu.make_context(op.context, op.device, op.flags)?;
+        self.gpu.make_context(op.context, op.device, context_flags(op.flags)?)?;
         self.made_contexts.insert(op.context.0, op.device);
         now(ContextCreateReply {})
     }
@@ -141,8 +174,7 @@ impl<G: Gpu> ContextOps<Call> for Session<G> {
     fn primary_set_flags(&mut self, cx: &mut Call, op: PrimarySetFlags) -> Reply<PrimarySetFlagsReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
-        // Scheduling flags say how the calling thread waits, which is up to the client.
-        self.gpu.set_primary_flags(op.device, op.flags & !7)?;
+        self.gpu.set_primary_flags(op.device, context_flags(op.flags)?)?;
         now(PrimarySetFlagsReply {})
     }
 
@@ -171,6 +203,7 @@ impl<G: Gpu> ContextOps<Call> for Session<G> {
         let held = self.limits.get(&key).map_or(0, Charge::bytes);
         let bytes = self.gpu.limit_bytes(device, op.limit, op.value);
         let more = self.quota.charge(self.memory_of(device), bytes.saturating_sub(held))?;
+        check_limit(op.limit)?;
         self.gpu.set_limit(op.context, op.limit, op.value)?;
         match self.limits.entry(key) {
             Entry::Occupied(mut charge) => {

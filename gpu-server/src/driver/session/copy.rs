@@ -110,7 +110,7 @@ impl<G: Gpu> CopyOps<Call> for Session<G> {
     }
 
     fn memcpy_dtod(&mut self, cx: &mut Call, op: MemcpyDtoD) -> Result {
-        let place = self.enter(cx, op.stream)?;
+        let place = self.enter_to_work(cx, op.stream)?;
         let copy = self.checked_line(&op, G::device_at(&place))?;
         self.gpu.copy_line(cx, &place, &copy)
     }
@@ -124,7 +124,7 @@ impl<G: Gpu> CopyOps<Call> for Session<G> {
     }
 
     fn memcpy_dtod_3d(&mut self, cx: &mut Call, op: MemcpyDtoD3D) -> Result {
-        let place = self.enter(cx, op.stream)?;
+        let place = self.enter_to_work(cx, op.stream)?;
         match self.checked_box(&op, G::device_at(&place))? {
             Some(copy) => self.gpu.copy_box(cx, &place, &copy),
             None => Ok(()),
@@ -132,7 +132,7 @@ impl<G: Gpu> CopyOps<Call> for Session<G> {
     }
 
     fn memset(&mut self, cx: &mut Call, op: Memset) -> Result {
-        let place = self.enter(cx, op.stream)?;
+        let place = self.enter_to_work(cx, op.stream)?;
         match self.checked_fill(&op, G::device_at(&place))? {
             Some(fill) => self.gpu.fill(cx, &place, &fill),
             None => Ok(()),

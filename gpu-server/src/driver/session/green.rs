@@ -112,7 +112,8 @@ impl<G: Gpu> GreenOps<Call> for Session<G> {
         cx.context = context;
         self.check_new_stream(op.stream)?;
         let native = self.gpu.green_stream(op.stream, green.device, &green.native, op.priority)?;
-        self.streams.insert(op.stream.0, Stream { context, green: Some(op.green), native });
+        self.streams
+            .insert(op.stream.0, Stream { context, green: Some(op.green), is_blocking: false, native });
         Ok(())
     }
 }

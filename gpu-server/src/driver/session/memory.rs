@@ -14,10 +14,13 @@ use crate::driver::gpu::Gpu;
 use crate::driver::quota::Charge;
 use crate::driver::ranges::Ranges;
 use crate::driver::space::Memory;
+use crate::shared_event::SharedEvent;
 use crate::worker_protocol::Resource;
 
 /// A device's window of addresses.
 pub(super) struct Window<P> {
+    /// Which window it is.
+    number: u32,
     /// What is backed, as the client asked for it.
     pieces: Ranges<Piece<P>>,
     /// The program's allocations.
@@ -32,9 +35,10 @@ struct Piece<P> {
     _charge: Charge,
 }
 
-impl<P> Default for Window<P> {
-    fn default() -> Self {
-        Window { pieces: Ranges::default(), allocations: Ranges::default() }
+impl<P> Window<P> {
+    /// The window of this number, with nothing in it.
+    pub fn new(number: u32) -> Self {
+        Window { number, pieces: Ranges::default(), allocations: Ranges::default() }
     }
 }
 
@@ -61,8 +65,11 @@ impl<V> HostView<V> {
 impl<G: Gpu> Session<G> {
     /// The ordinal of the device whose window holds an address.
     fn ordinal_of(&self, address: u64) -> Option<u32> {
-        let ordinal = address.checked_sub(window(0))? / WINDOW_SIZE;
-        (ordinal < self.windows.len() as u64).then_some(ordinal as u32)
+        let number = address.checked_sub(window(0))? / WINDOW_SIZE;
+        // Nearly every session has window n for ordinal n.
+        let is_it = |window: &Window<_>| u64::from(window.number) == number;
+        let ordinal = usize::try_from(number).ok().filter(|at| self.windows.get(*at).is_some_and(is_it));
+        ordinal.or_else(|| self.windows.iter().position(is_it)).map(|ordinal| ordinal as u32)
     }
 
     fn window_mut(&mut self, device: u32) -> Result<&mut Window<G::Piece>> {
@@ -111,10 +118,9 @@ impl<G: Gpu> Session<G> {
             && self.windows.iter().all(|window| window.pieces.is_empty())
     }
 
-    /// The session has so many devices from now on. It [has no memory](Self::has_no_memory).
-    pub(super) fn clear_windows(&mut self, devices: usize) {
-        self.windows.clear();
-        self.windows.resize_with(devices, Window::default);
+    /// The session has devices with these windows from now on. It [has no memory](Self::has_no_memory).
+    pub(super) fn clear_windows(&mut self, numbers: &[u32]) {
+        self.windows = numbers.iter().map(|number| Window::new(*number)).collect();
     }
 
     /// Takes a piece out of its window. Other sessions no longer find it, but those that have opened it keep it.
@@ -127,7 +133,8 @@ impl<G: Gpu> Session<G> {
     /// Gives up everything in a device's window. Nothing of the device runs any more.
     pub(super) fn unback_all(&mut self, device: u32) {
         let Some(window) = self.windows.get_mut(device as usize) else { return };
-        let mut window = std::mem::take(window);
+        let empty = Window::new(window.number);
+        let mut window = std::mem::replace(window, empty);
         let all: Vec<_> = window.pieces.iter().collect();
         for (address, size) in all {
             if let Some((_, piece)) = window.pieces.remove(address) {
@@ -164,7 +171,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
     fn mem_grow(&mut self, cx: &mut Call, op: MemGrow) -> Reply<MemGrowReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
-        let (granule, first) = (self.gpu.granule(op.device), window(op.device));
+        let (granule, first) = (self.gpu.granule(op.device), window(self.window_mut(op.device)?.number));
         let end = op.address.checked_add(op.size).ok_or(Status::INVALID_VALUE)?;
         let aligned = op.size > 0 && op.size.is_multiple_of(granule) && op.address.is_multiple_of(granule);
         if op.address < first
@@ -397,36 +404,29 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
     }
 
     fn event_export(&mut self, _cx: &mut Call, op: EventExport) -> Reply<EventExportReply> {
-        if !G::SHARES_EVENTS || self.broker.is_none() {
-            return Err(Status::NOT_SUPPORTED);
-        }
-        let (device, handle) = self.event_handle(op.event)?;
-        let token = self.broker()?.share(Shared::Event { device, handle }, None)?;
+        let broker = self.broker()?;
+        let shared = self.shared_event(op.event)?;
+        let token = broker.share(Shared::Event { slot: 0 }, Some(shared.file()))?;
         self.note_shared(op.event, token);
         now(EventExportReply { token })
     }
 
     fn event_import(&mut self, cx: &mut Call, op: EventImport) -> Reply<EventImportReply> {
         cx.context = op.context;
-        if !G::SHARES_EVENTS {
-            return Err(Status::NOT_SUPPORTED);
-        }
         self.may_name_event(op.event)?;
-        let (Shared::Event { handle, .. }, _, own) = self.broker()?.open(op.token)? else {
+        let (Shared::Event { slot }, Some(file), own) = self.broker()?.open(op.token)? else {
             return Err(Status::INVALID_VALUE);
         };
         if own {
             // As without rgpu: a process cannot open its own.
             return Err(Status::INVALID_CONTEXT);
         }
-        self.open_event(op.context, op.event, handle)?;
+        let shared = SharedEvent::open(file, slot).map_err(|_| Status::OUT_OF_MEMORY)?;
+        self.open_event(op.context, op.event, shared)?;
         now(EventImportReply {})
     }
 
     fn event_query(&mut self, _cx: &mut Call, op: EventQuery) -> Reply<EventQueryReply> {
-        if !G::SHARES_EVENTS {
-            return Err(Status::NOT_SUPPORTED);
-        }
         now(EventQueryReply { done: self.is_event_done(op.event)? })
     }
 }

@@ -25,15 +25,17 @@ use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
+use protocol::handle::StreamId;
 
-use super::call::Result;
+use super::call::{Call, Result};
 use super::gpu::Gpu;
 use super::ids::Ids;
 use super::nvml::Management;
 use super::quota::{Charge, Quota};
 use super::space::Space;
 use super::streams::Streams;
-use super::{Backend, Beside, Unavailable};
+use super::watchdog::Watchdog;
+use super::{Backend, Beside, End, Unavailable};
 use crate::cuda_ipc::Broker;
 
 use self::array::Arrays;
@@ -60,6 +62,10 @@ pub struct Session<G: Gpu> {
     /// Devices of the contexts that the program made.
     made_contexts: HashMap<u32, u32>,
     streams: Streams<G::Stream>,
+    /// Pieces of work that each stream was given since it was last fenced.
+    worked: Ids<u64>,
+    /// Notices kernels that run for too long.
+    watchdog: Option<Arc<Watchdog>>,
     events: Ids<Event<G::Event>>,
     modules: Modules<G>,
     graphs: Graphs<G>,
@@ -73,7 +79,7 @@ impl<G: Gpu> Session<G> {
     /// A session on these devices.
     pub fn new(gpu: G, quota: Quota, nvml: Management) -> Session<G> {
         Session {
-            windows: gpu.names().iter().map(|_| Window::default()).collect(),
+            windows: (0..).zip(gpu.names()).map(|(number, _)| Window::new(number)).collect(),
             gpu,
             space: Space::default(),
             host_views: HashMap::new(),
@@ -82,6 +88,8 @@ impl<G: Gpu> Session<G> {
             limits: HashMap::new(),
             made_contexts: HashMap::new(),
             streams: Streams::default(),
+            worked: Ids::default(),
+            watchdog: None,
             events: Ids::default(),
             modules: Modules::default(),
             graphs: Graphs::default(),
@@ -101,6 +109,10 @@ impl<G: Gpu> Backend for Session<G> {
         self.gpu.names()
     }
 
+    fn reaches_pageable_memory(&self) -> bool {
+        self.gpu.reaches_pageable_memory()
+    }
+
     fn warm(&mut self) -> Result<Option<u64>, Unavailable> {
         self.gpu.warm()
     }
@@ -112,8 +124,9 @@ impl<G: Gpu> Backend for Session<G> {
         let ordinals = ordinals.filter(|some| !some.is_empty()).ok_or(Status::INVALID_DEVICE)?;
         self.nvml = nvml;
         if !ordinals.iter().copied().eq(0..all.len() as u32) {
-            self.clear_windows(ordinals.len());
-            self.gpu.select(&ordinals)?;
+            let windows: Vec<u32> = (0..ordinals.len() as u32).collect();
+            self.clear_windows(&windows);
+            self.gpu.select(&ordinals, &windows)?;
         }
         Ok(())
     }
@@ -122,8 +135,30 @@ impl<G: Gpu> Backend for Session<G> {
         self.gpu.begin(&client);
     }
 
+    fn watch(&mut self, watchdog: Arc<Watchdog>) {
+        self.watchdog = Some(watchdog);
+    }
+
     fn share(&mut self, broker: Arc<Broker>) {
         self.broker = Some(broker);
+    }
+
+    fn fence_work(&mut self, call: &mut Call, gently: bool, end: &mut dyn FnMut(u64) -> End) {
+        let mut worked = std::mem::take(&mut self.worked);
+        worked.retain(|id, pieces| {
+            if gently && self.orders_others(*id) {
+                return true;
+            }
+            // If it fails, the end is dropped: the stream is gone, or its context has failed.
+            let _ = self.gpu.after_stream(call, &mut self.streams, StreamId(*id), end(*pieces));
+            false
+        });
+        self.worked = worked;
+    }
+
+    fn after_work(&mut self, call: &mut Call, stream: StreamId, end: End) {
+        // If it fails, the end is dropped, as above.
+        let _ = self.gpu.after_stream(call, &mut self.streams, stream, end);
     }
 
     fn beside(&self) -> Arc<dyn Beside> {

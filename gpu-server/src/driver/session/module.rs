@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 
 use protocol::Status;
-use protocol::handle::{ContextId, FunctionId};
+use protocol::data::{HostIn, HostOut};
+use protocol::handle::{ContextId, FunctionId, ModuleId};
 use protocol::ops::launch::*;
 use protocol::ops::module::*;
 
@@ -16,10 +17,14 @@ use crate::driver::ranges::Ranges;
 
 /// Most linkers of a session.
 const MOST_LINKS: usize = 256;
+/// Most failed loads of a session that are kept for the commands that follow them.
+const MOST_REFUSED: usize = 4096;
 
 /// What a session has of this chapter.
 pub(super) struct Modules<G: GpuModules> {
     modules: Ids<Module<G>>,
+    /// Modules that could not be loaded and whose client did not wait for the answer, with the status that it gets for what it does with them.
+    refused: Ids<(ContextId, Status)>,
     links: HashMap<u32, Link<G::Link>>,
 }
 
@@ -27,7 +32,10 @@ pub(super) struct Modules<G: GpuModules> {
 struct Module<G: GpuModules> {
     context: ContextId,
     native: G::Module,
-    functions: Vec<Function<G::Function>>,
+    /// Whether the client binds its functions.
+    by_name: bool,
+    /// By index. An error: why it could not be bound.
+    functions: Vec<Result<Function<G::Function>>>,
     /// Variables that the client has asked for.
     globals: Ranges,
     _charge: Charge,
@@ -44,9 +52,21 @@ struct Link<L> {
     native: L,
 }
 
+/// Why there is no such module. If its load failed, the call's context is from here on the one that it was to be loaded into.
+#[cold]
+fn why_refused(refused: &Ids<(ContextId, Status)>, cx: &mut Call, id: ModuleId) -> Status {
+    match refused.get(&id.0) {
+        Some((context, status)) => {
+            cx.context = *context;
+            *status
+        }
+        None => Status::INVALID_HANDLE,
+    }
+}
+
 impl<G: GpuModules> Default for Modules<G> {
     fn default() -> Self {
-        Modules { modules: Ids::default(), links: HashMap::new() }
+        Modules { modules: Ids::default(), refused: Ids::default(), links: HashMap::new() }
     }
 }
 
@@ -64,15 +84,14 @@ impl<G: GpuModules> Modules<G> {
     /// A context is gone, with its modules and linkers.
     pub(super) fn forget_context(&mut self, context: ContextId) {
         self.modules.retain(|_, module| module.context != context);
+        self.refused.retain(|_, (of, _)| *of != context);
         self.links.retain(|_, link| link.context != context);
     }
 
     /// A function that is about to be launched in the call's context; the call's context is the function's from here on.
     fn function_to_launch(&mut self, cx: &mut Call, id: FunctionId) -> Result<&mut Function<G::Function>> {
         let context = cx.context;
-        let module = self.modules.get_mut(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = module.context;
-        let function = module.functions.get_mut(id.index() as usize).ok_or(Status::INVALID_HANDLE)?;
+        let function = self.function_mut(cx, id)?;
         if cx.context != context {
             return Err(Status::INVALID_HANDLE);
         }
@@ -82,11 +101,28 @@ impl<G: GpuModules> Modules<G> {
     /// A function of a context, for a node of a graph there.
     pub(super) fn function(&self, context: ContextId, id: FunctionId) -> Result<&G::Function> {
         let module = self.module(id.module())?;
-        let function = module.functions.get(id.index() as usize).filter(|_| module.context == context);
-        function.map(|function| &function.native).ok_or(Status::INVALID_HANDLE)
+        match module.functions.get(id.index() as usize).filter(|_| module.context == context) {
+            Some(Ok(function)) => Ok(&function.native),
+            Some(Err(status)) => Err(*status),
+            None => Err(Status::INVALID_HANDLE),
+        }
     }
 
-    fn module(&self, id: protocol::handle::ModuleId) -> Result<&Module<G>> {
+    /// A function; the call's context is the function's from here on.
+    #[inline]
+    fn function_mut(&mut self, cx: &mut Call, id: FunctionId) -> Result<&mut Function<G::Function>> {
+        let Some(module) = self.modules.get_mut(&id.module().0) else {
+            return Err(why_refused(&self.refused, cx, id.module()));
+        };
+        cx.context = module.context;
+        match module.functions.get_mut(id.index() as usize) {
+            Some(Ok(function)) => Ok(function),
+            Some(Err(status)) => Err(*status),
+            None => Err(Status::INVALID_HANDLE),
+        }
+    }
+
+    fn module(&self, id: ModuleId) -> Result<&Module<G>> {
         self.modules.get(&id.0).ok_or(Status::INVALID_HANDLE)
     }
 }
@@ -99,9 +135,7 @@ impl<G: Gpu> Session<G> {
         id: FunctionId,
         f: impl FnOnce(&mut G, ContextId, &mut G::Function) -> Result<R>,
     ) -> Result<R> {
-        let module = self.modules.modules.get_mut(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = module.context;
-        let function = module.functions.get_mut(id.index() as usize).ok_or(Status::INVALID_HANDLE)?;
+        let function = self.modules.function_mut(cx, id)?;
         self.gpu.enter(cx.context)?;
         f(&mut self.gpu, cx.context, &mut function.native)
     }
@@ -128,41 +162,96 @@ impl<G: Gpu> Session<G> {
     }
 }
 
-impl<G: Gpu> ModuleOps<Call> for Session<G> {
-    fn module_load<'a>(&mut self, cx: &mut Call, op: ModuleLoad<'a>) -> Reply<ModuleLoadReply> {
-        cx.context = op.context;
-        let device = self.device_of(op.context)?;
-        if self.modules.modules.contains_key(&op.module.0) {
+impl<G: Gpu> Session<G> {
+    /// Loads an image. With `info`, the function table is written there; without, the client binds the functions.
+    fn load_module(
+        &mut self,
+        cx: &mut Call,
+        context: ContextId,
+        id: ModuleId,
+        options: &[JitOption],
+        image: HostIn<'_>,
+        info: Option<HostOut>,
+    ) -> Result<ModuleLoadReply> {
+        cx.context = context;
+        let device = self.device_of(context)?;
+        if self.modules.modules.contains_key(&id.0) {
             return Err(Status::INVALID_HANDLE);
         }
-        let image = cx.input(op.image)?.collect(G::MAX_IMAGE)?;
+        let image = cx.input(image)?.collect(G::MAX_IMAGE)?;
         self.gpu.before_waiting_call(&self.streams, device)?;
-        self.gpu.enter(op.context)?;
+        self.gpu.enter(context)?;
         let Loaded { module, prints, bytes, logs: [info_log, error_log] } =
-            self.gpu.load_module(op.context, device, image, &op.options)?;
+            self.gpu.load_module(context, device, image, options, info.is_some())?;
         let (native, functions) = match module {
             Ok(module) => module,
             Err(Status(result)) => {
-                let reply = ModuleLoadReply { result, info_size: 0, prints: false, info_log, error_log };
-                return now(reply);
+                return Ok(ModuleLoadReply { result, info_size: 0, prints: false, info_log, error_log });
             }
         };
         let charge = match self.quota.charge(self.memory_of(device), bytes) {
             Ok(charge) => charge,
             Err(status) => {
-                self.gpu.unload_module(&mut self.streams, op.context, device, native, functions)?;
+                self.gpu.unload_module(&mut self.streams, context, device, native, functions)?;
                 return Err(status);
             }
         };
-        let table = G::function_table(&native, functions.iter());
-        let (info_size, written) = (table.len() as u64, cx.write_if_it_fits(op.info, &table));
-        drop(table);
-        let functions = functions.into_iter().map(|native| Function { native }).collect();
-        let (context, globals) = (op.context, Ranges::default());
-        let module = Module { context, native, functions, globals, _charge: charge };
-        self.modules.modules.insert(op.module.0, module);
+        let (mut info_size, mut written) = (0, Ok(()));
+        if let Some(info) = info {
+            let table = G::function_table(&native, functions.iter());
+            (info_size, written) = (table.len() as u64, cx.write_if_it_fits(info, &table));
+        }
+        let functions = functions.into_iter().map(|native| Ok(Function { native })).collect();
+        let (by_name, globals) = (info.is_none(), Ranges::default());
+        let module = Module { context, native, by_name, functions, globals, _charge: charge };
+        self.modules.modules.insert(id.0, module);
+        self.modules.refused.remove(&id.0);
         written?;
-        now(ModuleLoadReply { result: 0, info_size, prints, info_log, error_log })
+        Ok(ModuleLoadReply { result: 0, info_size, prints, info_log, error_log })
+    }
+}
+
+impl<G: Gpu> ModuleOps<Call> for Session<G> {
+    fn module_load<'a>(&mut self, cx: &mut Call, op: ModuleLoad<'a>) -> Reply<ModuleLoadReply> {
+        now(self.load_module(cx, op.context, op.module, &op.options, op.image, Some(op.info))?)
+    }
+
+    fn module_load_by_name<'a>(
+        &mut self,
+        cx: &mut Call,
+        op: ModuleLoadByName<'a>,
+    ) -> Reply<ModuleLoadByNameReply> {
+        let (context, id) = (op.context, op.module);
+        let reply = self.load_module(cx, context, id, &[], op.image, None);
+        let status = reply.as_ref().map_or_else(|status| *status, |reply| Status(reply.result));
+        let Modules { modules, refused, .. } = &mut self.modules;
+        if !modules.contains_key(&id.0) && refused.len() < MOST_REFUSED {
+            refused.insert(id.0, (context, status));
+        }
+        let ModuleLoadReply { result, error_log, .. } = reply?;
+        now(ModuleLoadByNameReply { result, error_log })
+    }
+
+    fn function_bind<'a>(&mut self, cx: &mut Call, op: FunctionBind<'a>) -> Result {
+        let Some(module) = self.modules.modules.get(&op.function.module().0) else {
+            return Err(why_refused(&self.modules.refused, cx, op.function.module()));
+        };
+        cx.context = module.context;
+        // A client numbers them as it binds them.
+        let index = op.function.index();
+        if !module.by_name || index as usize != module.functions.len() || index >= MOST_FUNCTIONS {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let device = self.device_of(cx.context)?;
+        self.gpu.before_waiting_call(&self.streams, device)?;
+        self.gpu.enter(cx.context)?;
+        let id = op.function.module().0;
+        let module = self.modules.modules.get_mut(&id).ok_or(Status::INVALID_HANDLE)?;
+        let native = self.gpu.bind_function(cx.context, &module.native, op.name, &op.params);
+        let bound = native.map(|native| Function { native });
+        let result = bound.as_ref().map(drop).map_err(|status| *status);
+        module.functions.push(bound);
+        result
     }
 
     fn link_create(&mut self, cx: &mut Call, op: LinkCreate) -> Reply<LinkCreateReply> {
@@ -220,19 +309,22 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
     fn module_info(&mut self, cx: &mut Call, op: ModuleInfo) -> Reply<ModuleInfoReply> {
         let module = self.modules.module(op.module)?;
         cx.context = module.context;
-        let functions = module.functions.iter().map(|function| &function.native);
+        let functions = module.functions.iter().flatten().map(|function| &function.native);
         let table = G::function_table(&module.native, functions);
         cx.write_if_it_fits(op.info, &table)?;
         now(ModuleInfoReply { info_size: table.len() as u64 })
     }
 
     fn module_unload(&mut self, cx: &mut Call, op: ModuleUnload) -> Result {
+        if self.modules.refused.remove(&op.module.0).is_some() {
+            return Ok(());
+        }
         let module = self.modules.modules.remove(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = module.context;
         self.gpu.enter(module.context)?;
         let device = self.device_of(module.context)?;
         self.gpu.before_waiting_call(&self.streams, device)?;
-        let functions = module.functions.into_iter().map(|function| function.native).collect();
+        let functions = module.functions.into_iter().flatten().map(|function| function.native).collect();
         self.gpu.unload_module(&mut self.streams, module.context, device, module.native, functions)
     }
 
@@ -241,7 +333,9 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         cx: &mut Call,
         op: ModuleGetGlobal<'a>,
     ) -> Reply<ModuleGetGlobalReply> {
-        let module = self.modules.modules.get_mut(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
+        let Some(module) = self.modules.modules.get_mut(&op.module.0) else {
+            return Err(why_refused(&self.modules.refused, cx, op.module));
+        };
         cx.context = module.context;
         self.gpu.enter(module.context)?;
         let found = self.gpu.module_global(module.context, &module.native, op.name)?;
@@ -301,10 +395,30 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         cx: &mut Call,
         op: OccupancyMaxActiveClusters,
     ) -> Reply<OccupancyMaxActiveClustersReply> {
-        let clusters = self.with_function(cx, op.function, |gpu, context, function| {
-            gpu.max_active_clusters(context, function, &op)
+        if op.shapes.len() > MOST_CLUSTER_SHAPES {
+            return Err(Status::INVALID_VALUE);
+        }
+        let (asked, shapes) = self.with_function(cx, op.function, |gpu, context, function| {
+            let asked = gpu.max_active_clusters(context, function, &op);
+            let of = |shape: &ClusterShape| {
+                let mut value = [0; 64];
+                for (at, size) in [shape.blocks, 1, 1].into_iter().enumerate() {
+                    value[4 * at..][..4].copy_from_slice(&size.to_le_bytes());
+                }
+                let question = OccupancyMaxActiveClusters {
+                    function: op.function,
+                    grid: [shape.blocks, 1, 1],
+                    block: op.block,
+                    dynamic_shared: shape.dynamic_shared,
+                    attributes: vec![LaunchAttribute { id: CLUSTER_DIMENSION, value }],
+                    shapes: Vec::new(),
+                };
+                gpu.max_active_clusters(context, function, &question).unwrap_or(-1)
+            };
+            Ok((asked, op.shapes.iter().map(of).collect()))
         })?;
-        now(OccupancyMaxActiveClustersReply { clusters })
+        let (result, clusters) = asked.map_or_else(|status| (status.0, 0), |clusters| (0, clusters));
+        now(OccupancyMaxActiveClustersReply { result, clusters, shapes })
     }
 
     fn occupancy_max_potential_cluster_size(
@@ -323,7 +437,10 @@ impl<G: Gpu> LaunchOps<Call> for Session<G> {
     fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result {
         self.ensure_stream(op.stream)?;
         let place = self.gpu.enter_to_launch(cx, &mut self.streams, op.stream)?;
-        let function = self.modules.function_to_launch(cx, op.function)?;
-        self.gpu.launch(&place, &mut function.native, &op)
+        self.works(op.stream);
+        self.launch_watched(cx, op.stream, |session, cx| {
+            let function = session.modules.function_to_launch(cx, op.function)?;
+            session.gpu.launch(&place, &mut function.native, &op)
+        })
     }
 }

@@ -1,5 +1,7 @@
 //! Streams and events: which there are, and whose.
 
+use std::sync::Arc;
+
 use protocol::Status;
 use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS};
 use protocol::handle::{ContextId, EventId, StreamId};
@@ -10,8 +12,12 @@ use protocol::ops::stream::*;
 use super::{Session, now};
 use crate::cuda_ipc::Token;
 use crate::driver::call::{Call, Reply, Result};
-use crate::driver::gpu::Gpu;
+use crate::driver::gpu::{EVENT_DISABLE_TIMING, EVENT_INTERPROCESS, Gpu, STREAM_NON_BLOCKING};
 use crate::driver::streams::Stream;
+use crate::shared_event::SharedEvent;
+
+/// Most events of a session. Each takes some hundred bytes of the server's memory, which no other limit counts. (Streams are limited by their progress words.)
+const MAX_EVENTS: usize = 1 << 18;
 
 /// An event of the client's. `E`: the GPU's.
 pub(super) struct Event<E> {
@@ -19,6 +25,8 @@ pub(super) struct Event<E> {
     pub(super) native: E,
     /// The tokens under which it is shared.
     pub(super) tokens: Vec<Token>,
+    /// For an interprocess event: what sessions share of it.
+    pub(super) shared: Option<SharedEvent>,
 }
 
 impl<G: Gpu> Session<G> {
@@ -28,7 +36,7 @@ impl<G: Gpu> Session<G> {
             let context = ContextId(id.0);
             let device = self.device_of(context).map_err(|_| Status::INVALID_HANDLE)?;
             let native = self.gpu.default_stream(context, device)?;
-            self.streams.insert(id.0, Stream { context, green: None, native });
+            self.streams.insert(id.0, Stream { context, green: None, is_blocking: true, native });
         }
         Ok(())
     }
@@ -44,6 +52,44 @@ impl<G: Gpu> Session<G> {
         self.ensure_stream(id)?;
         self.gpu.enter_stream(cx, &mut self.streams, id)
     }
+
+    /// As [`enter`](Self::enter), for a piece of work.
+    pub(super) fn enter_to_work(&mut self, cx: &mut Call, id: StreamId) -> Result<G::Place> {
+        let place = self.enter(cx, id)?;
+        self.works(id);
+        Ok(place)
+    }
+
+    /// Launches something on a stream that was entered, between two fences if there is a watchdog.
+    pub(super) fn launch_watched(
+        &mut self,
+        cx: &mut Call,
+        id: StreamId,
+        launch: impl FnOnce(&mut Session<G>, &mut Call) -> Result,
+    ) -> Result {
+        let Some(watchdog) = &self.watchdog else { return launch(self, cx) };
+        let watch = watchdog.watch(cx.context);
+        let begins = Arc::clone(&watch);
+        self.gpu.after_stream(cx, &mut self.streams, id, Box::new(move |status| begins.begin(status)))?;
+        // Once more: what is launched is behind that fence, which is not the end of the stream's work.
+        self.enter(cx, id)?;
+        launch(self, cx)?;
+        self.gpu.after_stream(cx, &mut self.streams, id, Box::new(move |_| drop(watch)))
+    }
+
+    /// Whether this is a legacy default stream whose context has other streams that wait for its work, and it for theirs.
+    pub(super) fn orders_others(&self, id: u32) -> bool {
+        let ordered = |(other, stream): (&u32, &Stream<G::Stream>)| {
+            *other != id && stream.is_blocking && stream.context.0 == id
+        };
+        id < MAX_CONTEXTS && self.streams.iter().any(ordered)
+    }
+
+    /// A stream that exists is given a piece of work.
+    #[inline]
+    pub(super) fn works(&mut self, id: StreamId) {
+        *self.worked.entry(id.0).or_default() += 1;
+    }
 }
 
 impl<G: Gpu> StreamOps<Call> for Session<G> {
@@ -52,7 +98,8 @@ impl<G: Gpu> StreamOps<Call> for Session<G> {
         self.check_new_stream(op.stream)?;
         self.gpu.enter(op.context)?;
         let native = self.gpu.make_stream(op.stream, op.context, op.flags, op.priority)?;
-        self.streams.insert(op.stream.0, Stream { context: op.context, green: None, native });
+        let is_blocking = op.flags & STREAM_NON_BLOCKING == 0;
+        self.streams.insert(op.stream.0, Stream { context: op.context, green: None, is_blocking, native });
         Ok(())
     }
 
@@ -77,7 +124,16 @@ impl<G: Gpu> StreamOps<Call> for Session<G> {
     fn stream_wait_event(&mut self, cx: &mut Call, op: StreamWaitEvent) -> Result {
         let place = self.enter(cx, op.stream)?;
         let event = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
-        self.gpu.wait_event(&place, &event.native, op.flags)
+        match event.shared.as_ref().map(|shared| (shared, shared.last())) {
+            Some((_, None)) => Ok(()),
+            Some((shared, Some(moment))) if !shared.is_own(&moment) => {
+                if moment.has_come() {
+                    return Ok(());
+                }
+                self.gpu.wait_for(cx, &mut self.streams, &place, moment)
+            }
+            _ => self.gpu.wait_event(&place, &event.native, op.flags),
+        }
     }
 
     fn stream_host_wait(&mut self, cx: &mut Call, op: StreamHostWait) -> Result {
@@ -153,9 +209,14 @@ impl<G: Gpu> EventOps<Call> for Session<G> {
         if self.events.contains_key(&op.event.0) {
             return Err(Status::INVALID_HANDLE);
         }
+        if self.events.len() >= MAX_EVENTS {
+            return Err(Status::OUT_OF_MEMORY);
+        }
         self.gpu.enter(op.context)?;
+        let shared = (op.flags & EVENT_INTERPROCESS != 0).then(SharedEvent::new).transpose();
+        let shared = shared.map_err(|_| Status::OUT_OF_MEMORY)?;
         let native = self.gpu.make_event(op.context, op.flags)?;
-        self.events.insert(op.event.0, Event { context: op.context, native, tokens: Vec::new() });
+        self.events.insert(op.event.0, Event { context: op.context, native, tokens: Vec::new(), shared });
         Ok(())
     }
 
@@ -172,7 +233,9 @@ impl<G: Gpu> EventOps<Call> for Session<G> {
         if event.context != cx.context {
             return Err(Status::INVALID_HANDLE);
         }
-        self.gpu.record_event(cx, &mut self.streams, &place, &mut event.native, op.flags)
+        self.gpu.record_event(cx, &mut self.streams, &place, &mut event.native, op.flags)?;
+        let Some(running) = event.shared.as_ref().map(SharedEvent::record) else { return Ok(()) };
+        self.gpu.after_stream(cx, &mut self.streams, op.stream, Box::new(move |_| drop(running)))
     }
 
     fn event_synchronize(&mut self, cx: &mut Call, op: EventSynchronize) -> Reply<EventSynchronizeReply> {
@@ -202,11 +265,10 @@ impl<G: Gpu> Session<G> {
         if self.events.contains_key(&id.0) { Err(Status::INVALID_HANDLE) } else { Ok(()) }
     }
 
-    /// The handle by which other processes open an event, and the number of its device.
-    pub(super) fn event_handle(&mut self, id: EventId) -> Result<(u32, Vec<u8>)> {
+    /// What sessions share of an event that was made for it.
+    pub(super) fn shared_event(&self, id: EventId) -> Result<&SharedEvent> {
         let event = self.events.get(&id.0).ok_or(Status::INVALID_HANDLE)?;
-        let handle = self.gpu.export_event(&event.native)?;
-        Ok((self.gpu.number(self.device_of(event.context)?), handle))
+        event.shared.as_ref().ok_or(Status::INVALID_VALUE)
     }
 
     /// An event is shared under a token.
@@ -217,17 +279,20 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Opens another session's event.
-    pub(super) fn open_event(&mut self, context: ContextId, id: EventId, handle: Vec<u8>) -> Result {
+    pub(super) fn open_event(&mut self, context: ContextId, id: EventId, shared: SharedEvent) -> Result {
         self.gpu.enter(context)?;
-        let native = self.gpu.import_event(context, handle)?;
-        self.events.insert(id.0, Event { context, native, tokens: Vec::new() });
+        let native = self.gpu.make_event(context, EVENT_DISABLE_TIMING)?;
+        self.events.insert(id.0, Event { context, native, tokens: Vec::new(), shared: Some(shared) });
         Ok(())
     }
 
-    /// Whether an event's last record is done.
+    /// Whether the last record of an interprocess event, by any session, is done.
     pub(super) fn is_event_done(&mut self, id: EventId) -> Result<bool> {
         let event = self.events.get(&id.0).ok_or(Status::INVALID_HANDLE)?;
+        let shared = event.shared.as_ref().ok_or(Status::INVALID_VALUE)?;
+        let done = shared.last().is_none_or(|moment| moment.has_come());
+        // A context that has failed says so.
         self.gpu.enter(event.context)?;
-        self.gpu.query_event(event.context, &event.native)
+        Ok(done)
     }
 }

@@ -1,5 +1,6 @@
-//! Graphs. An instance is a list of steps in an order in which each follows those that it waits for. A launch is one operation of its stream, whose thread takes the
-//! steps one after the other. A condition is a word of device memory, whose address is its handle.
+//! Graphs. An instance is a list of steps in an order in which each follows those that it waits for. A launch
+//! is one operation of its stream, whose thread takes the steps one after the other. A condition is a word of
+//! device memory, whose address is its handle.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -110,7 +111,8 @@ impl Run {
         Ok(())
     }
 
-    /// Copies and memory operations that fail do not end the device: as on a stream, their error is the context's deferred one.
+    /// Copies and memory operations that fail do not end the device: as on a stream, their error is the
+    /// context's deferred one.
     fn survive(&self, gpu: &Gpu, done: software_gpu::Result<()>) -> software_gpu::Result<()> {
         match done {
             Err(e) if gpu.status().is_ok() => {
@@ -144,10 +146,10 @@ impl Software {
         Ok(Some(match work {
             NodeWork::Empty => return Ok(None),
             NodeWork::Launch { function, launch } => {
-                let (function, config) = prepare(function, &launch)?;
-                gpu.check_launch(&function, config, launch.params)
+                let (function, config, params) = prepare(function, &launch)?;
+                gpu.check_launch(&function, config, &params)
                     .map_err(|e| super::kernels::refused(&function, &e))?;
-                Step::Kernel(function, config, launch.params.to_vec())
+                Step::Kernel(function, config, params.into_owned())
             }
             NodeWork::Fill(fill) => Step::Data(self.fill_work(&fill)?),
             NodeWork::CopyLine(copy) => Step::Data(self.line_work(&copy)?),

@@ -21,7 +21,9 @@ use software_gpu::{Event, Stream};
 /// | `hardware-queues=N` | streams share N queues; what is in one of them is done in its order, whatever stream it is of |
 /// | `waiting-calls` | loading and unloading code, instantiating graphs, growing and shrinking device memory, and destroying or resetting a context wait for all work on the device |
 /// | `context-ms=N` | making a context takes N milliseconds |
+/// | `pageable-memory` | kernels can reach pageable memory, says the device; they cannot |
 /// | `call-us=N` | commands are delayed by 0 to N microseconds, at random |
+/// | `block-us=N` | a block of a kernel takes N microseconds of the device's time, which passes only for the shares of clients: kernels take no longer |
 /// | `seed=N` | where the random numbers of `call-us` begin |
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Imitate {
@@ -31,10 +33,15 @@ pub struct Imitate {
     pub hardware_queues: u32,
     /// Some calls wait for all work on the device.
     pub waiting_calls: bool,
+    /// The device says that kernels can reach pageable memory.
+    pub pageable_memory: bool,
     /// Milliseconds that making a context takes.
     pub context_ms: u32,
     /// Microseconds by which a command is delayed at most.
     pub call_us: u32,
+    /// Microseconds of device time that a block of a kernel counts as.
+    #[serde(default)]
+    pub block_us: u32,
     /// Where the random numbers begin.
     pub seed: u32,
 }
@@ -56,12 +63,14 @@ impl FromStr for Imitate {
                 "queue" => imitate.queue = number()?,
                 "hardware-queues" => imitate.hardware_queues = number()?,
                 "waiting-calls" if value.is_empty() => imitate.waiting_calls = true,
+                "pageable-memory" if value.is_empty() => imitate.pageable_memory = true,
                 "context-ms" => imitate.context_ms = number()?,
                 "call-us" => imitate.call_us = number()?,
+                "block-us" => imitate.block_us = number()?,
                 "seed" => imitate.seed = number()?,
                 _ => {
                     return Err(format!(
-                        "{item:?} is none of queue=N, hardware-queues=N, waiting-calls, context-ms=N, call-us=N, seed=N"
+                        "{item:?} is none of queue=N, hardware-queues=N, waiting-calls, pageable-memory, context-ms=N, call-us=N, block-us=N, seed=N"
                     ));
                 }
             }
@@ -77,12 +86,16 @@ impl fmt::Display for Imitate {
             ("hardware-queues", self.hardware_queues),
             ("context-ms", self.context_ms),
             ("call-us", self.call_us),
+            ("block-us", self.block_us),
             ("seed", self.seed),
         ];
         let mut items: Vec<String> =
             numbers.iter().filter(|(_, n)| *n > 0).map(|(name, n)| format!("{name}={n}")).collect();
         if self.waiting_calls {
             items.push("waiting-calls".into());
+        }
+        if self.pageable_memory {
+            items.push("pageable-memory".into());
         }
         f.write_str(&items.join(","))
     }
@@ -182,14 +195,16 @@ mod tests {
 
     #[test]
     fn items_are_read_and_written() {
-        let text = "queue=1024,hardware-queues=2,context-ms=250,call-us=30,seed=7,waiting-calls";
+        let text = "queue=1024,hardware-queues=2,context-ms=250,call-us=30,block-us=5,seed=7,waiting-calls,pageable-memory";
         let imitate: Imitate = text.parse().unwrap();
         let all = Imitate {
             queue: 1024,
             hardware_queues: 2,
             waiting_calls: true,
+            pageable_memory: true,
             context_ms: 250,
             call_us: 30,
+            block_us: 5,
             seed: 7,
         };
         assert_eq!(imitate, all);
@@ -199,7 +214,9 @@ mod tests {
 
     #[test]
     fn wrong_items_are_named() {
-        for wrong in ["queue", "queue=x", "seed=-1", "waiting-calls=1", "slow", "queue=1,queue=2"] {
+        for wrong in
+            ["queue", "queue=x", "seed=-1", "waiting-calls=1", "pageable-memory=1", "slow", "queue=1,queue=2"]
+        {
             let name = wrong.split(['=', ',']).next().unwrap();
             assert!(wrong.parse::<Imitate>().unwrap_err().contains(name), "{wrong}");
         }

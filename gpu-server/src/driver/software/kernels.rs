@@ -7,7 +7,7 @@ use protocol::handle::{ContextId, StreamId};
 use protocol::ops::launch::*;
 use protocol::ops::module::*;
 use protocol::wire::{Wire, Writer};
-use software_gpu::{Function, LaunchConfig};
+use software_gpu::{Function, FunctionInfo, LaunchConfig};
 
 use super::link::{self, Link};
 use super::streams::{Place, SoftwareStream};
@@ -17,18 +17,18 @@ use crate::driver::gpu::{GpuModules, GpuStreams, LinkInput, Loaded};
 use crate::driver::output::may_print;
 use crate::driver::streams::Streams;
 
-/// Bytes of an image at most.
+/// Maximum size of an image, in bytes.
 pub(super) const MAX_IMAGE: u64 = 1 << 30;
 
 /// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
 const MAX_DYNAMIC_SHARED: u32 = 8;
-/// `CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH`, after which height and depth come.
+/// `CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH`. Height and depth follow.
 const REQUIRED_CLUSTER: u32 = 11;
 /// `CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED`.
 const NON_PORTABLE_CLUSTER: u32 = 14;
 /// `CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE`.
 const CLUSTER_SCHEDULING: u32 = 15;
-/// Number of function attributes that are told.
+/// Number of function attributes in a module's table.
 const ATTRIBUTES: u32 = 16;
 /// Blocks of a cluster that every GPU with clusters has.
 const PORTABLE_CLUSTER: u32 = 8;
@@ -37,20 +37,40 @@ const INVALID_CLUSTER_SIZE: Status = Status(912);
 /// In place of an attribute: `cuFuncSetCacheConfig`.
 const CACHE_CONFIG: u32 = 0x1_0000;
 
+/// A module.
+pub struct LoadedModule {
+    module: software_gpu::Module,
+    /// The most registers that a kernel of it is told to have.
+    most_registers: u32,
+    /// Dynamic and static shared memory of a block together, in bytes, that need not be asked for.
+    usual_shared: u32,
+}
+
+impl LoadedModule {
+    fn load(&self, info: &FunctionInfo) -> Result<LoadedFunction> {
+        let function = self.module.function(&info.name).map_err(|e| code(&e))?;
+        let dynamic_limit = self.usual_shared.saturating_sub(info.shared_bytes);
+        Ok(LoadedFunction::new(function, info.registers.min(self.most_registers), dynamic_limit))
+    }
+}
+
 /// A function of a module.
 pub struct LoadedFunction {
     function: Function,
-    /// Registers of a thread, as they are told.
+    /// Reported number of registers per thread.
     registers: u32,
-    /// What the program may ask for in dynamic shared memory, in bytes.
+    /// Maximum dynamic shared memory of a launch, in bytes.
     dynamic_limit: u32,
-    /// Attributes that the program has set and that change nothing here.
+    /// Attributes that the program has set and that have no effect here.
     carveout: i32,
     cluster_scheduling: i32,
-    /// Dimensions of clusters that the program requires, where the kernel itself does not; zeros if it does not.
+    /// Cluster dimensions that the program requires, if the kernel itself does not. Zeros: none.
     cluster: [u32; 3],
-    /// Whether clusters may be larger than is portable.
+    /// Whether clusters may be larger than the portable size.
     non_portable: bool,
+    /// Where launches have the parameters, if the client has read their places in the machine code and the PTX has others: for machine code, one that is aligned to more than 16 bytes begins
+    /// behind a gap.
+    places: Option<Vec<Param>>,
 }
 
 impl LoadedFunction {
@@ -63,10 +83,28 @@ impl LoadedFunction {
             cluster_scheduling: 0,
             cluster: [0; 3],
             non_portable: false,
+            places: None,
         }
     }
 
-    /// The clusters that are required, by the kernel or by the program.
+    /// A launch's parameters as the PTX has them.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` if the launch has no bytes where one is.
+    fn arrange<'a>(&self, params: &'a [u8]) -> Result<Cow<'a, [u8]>> {
+        let Some(places) = &self.places else { return Ok(Cow::Borrowed(params)) };
+        let info = self.function.info();
+        let mut block = vec![0; info.param_bytes as usize];
+        for (place, param) in places.iter().zip(&info.params) {
+            let (from, to, size) = (place.offset as usize, param.offset as usize, param.size as usize);
+            let bytes = from.checked_add(size).and_then(|end| params.get(from..end));
+            let room = to.checked_add(size).and_then(|end| block.get_mut(to..end));
+            room.ok_or(Status::INVALID_VALUE)?.copy_from_slice(bytes.ok_or(Status::INVALID_VALUE)?);
+        }
+        Ok(Cow::Owned(block))
+    }
+
+    /// The cluster dimensions that the kernel or the program requires.
     fn required_cluster(&self) -> [u32; 3] {
         match self.function.info().required_cluster {
             [0, 0, 0] => self.cluster,
@@ -74,13 +112,13 @@ impl LoadedFunction {
         }
     }
 
-    /// Blocks of a cluster at most.
+    /// Maximum number of blocks per cluster.
     fn max_cluster(&self) -> u32 {
         let most = self.function.info().max_cluster_blocks;
         if self.non_portable { most } else { most.min(PORTABLE_CLUSTER) }
     }
 
-    /// The clusters of a launch that asks for `asked`, if it has any to speak of.
+    /// The cluster dimensions of a launch that requests `asked`.
     fn clusters(&self, asked: Option<[u32; 3]>) -> Result<Option<[u32; 3]>> {
         let required = Some(self.required_cluster()).filter(|&r| r != [0; 3]);
         let size = asked.or(required);
@@ -91,7 +129,7 @@ impl LoadedFunction {
         Ok(size)
     }
 
-    /// Blocks on the whole device at a time.
+    /// Maximum number of blocks that are resident on the whole device.
     fn resident(&self, block: [u32; 3], dynamic: u32) -> u32 {
         let threads = block.iter().fold(1, |all: u32, &n| all.saturating_mul(n));
         if threads == 0 || threads > self.function.info().max_threads {
@@ -109,7 +147,7 @@ impl LoadedFunction {
             3 => info.local_bytes as i32,
             4 => self.registers as i32,
             5 => info.ptx_version as i32,
-            // `BINARY_VERSION`: a client launches no function whose code is for no device.
+            // `BINARY_VERSION`. A client launches no function with 0, which means no code for any device.
             6 if info.unsupported.is_some() => 0,
             6 => 90,
             7 => 0,
@@ -125,24 +163,29 @@ impl LoadedFunction {
         })
     }
 
-    fn describe(&self) -> FunctionInfo {
+    fn describe(&self) -> protocol::ops::module::FunctionInfo {
         let info = self.function.info();
-        FunctionInfo {
+        protocol::ops::module::FunctionInfo {
             name: info.name.clone(),
-            params: info.params.iter().map(|p| Param { offset: p.offset, size: p.size }).collect(),
+            params: params(info),
             attributes: (0..ATTRIBUTES).map_while(|n| self.attribute(n)).collect(),
         }
     }
 }
 
-/// What a launch's attributes ask for, as far as it means anything here.
+/// A kernel's parameters.
+fn params(info: &FunctionInfo) -> Vec<Param> {
+    info.params.iter().map(|p| Param { offset: p.offset, size: p.size }).collect()
+}
+
+/// The launch attributes that have an effect here.
 #[derive(Default)]
 struct Asked {
     cooperative: bool,
     cluster: Option<[u32; 3]>,
 }
 
-/// Reads a launch's attributes. Hints are left out; what would change the result is refused.
+/// Reads a launch's attributes. Ignores hints, and refuses attributes that would change the result.
 fn asked(attributes: &[LaunchAttribute]) -> Result<Asked> {
     let mut asked = Asked::default();
     for attribute in attributes {
@@ -162,8 +205,11 @@ fn asked(attributes: &[LaunchAttribute]) -> Result<Asked> {
     Ok(asked)
 }
 
-/// A launch, checked as far as the function itself tells.
-pub(super) fn prepare(function: &LoadedFunction, op: &Launch<'_>) -> Result<(Function, LaunchConfig)> {
+/// A launch, checked against the function's attributes, and its parameters.
+pub(super) fn prepare<'a>(
+    function: &LoadedFunction,
+    op: &Launch<'a>,
+) -> Result<(Function, LaunchConfig, Cow<'a, [u8]>)> {
     let asked = asked(&op.attributes)?;
     if op.dynamic_shared > function.dynamic_limit {
         return Err(Status::INVALID_VALUE);
@@ -175,7 +221,7 @@ pub(super) fn prepare(function: &LoadedFunction, op: &Launch<'_>) -> Result<(Fun
         cooperative: asked.cooperative,
         cluster: function.clusters(asked.cluster)?,
     };
-    Ok((function.function.clone(), config))
+    Ok((function.function.clone(), config, function.arrange(op.params)?))
 }
 
 /// Logs why a launch was refused.
@@ -188,7 +234,7 @@ pub(super) fn refused(function: &Function, error: &software_gpu::Error) -> Statu
 }
 
 impl Software {
-    /// A kernel is launched: its context's stacks are as large as it needs them from then on.
+    /// Increases the context's stack size to what a launched kernel needs, as CUDA does.
     pub(super) fn grow_stack(&mut self, context: ContextId, stack: u64) {
         if let Some(context) = self.contexts.get_mut(&context.0)
             && context.limits.get(&properties::STACK_SIZE).is_none_or(|now| *now < stack)
@@ -200,7 +246,7 @@ impl Software {
 }
 
 impl GpuModules for Software {
-    type Module = software_gpu::Module;
+    type Module = LoadedModule;
     type Function = LoadedFunction;
     type Link = Link;
     type LaunchPlace = Place;
@@ -212,7 +258,8 @@ impl GpuModules for Software {
         device: u32,
         image: Vec<u8>,
         options: &[JitOption],
-    ) -> Result<Loaded<software_gpu::Module, LoadedFunction>> {
+        wanted: bool,
+    ) -> Result<Loaded<LoadedModule, LoadedFunction>> {
         let gpu = self.device(device)?.gpu.clone();
         let used = |gpu: &software_gpu::Gpu| gpu.memory_info().1.saturating_sub(gpu.memory_info().0);
         let before = used(&gpu);
@@ -225,14 +272,12 @@ impl GpuModules for Software {
                 return Ok(Loaded { module: Err(code(&error)), prints: false, bytes: 0, logs });
             }
         };
-        let usual = gpu.properties().shared_per_block;
+        let usual_shared = gpu.properties().shared_per_block;
         let most_registers = link::most_registers(&image, options);
-        let mut functions = Vec::with_capacity(module.functions().len());
-        for info in module.functions() {
-            let function = module.function(&info.name).map_err(|e| code(&e))?;
-            let dynamic_limit = usual.saturating_sub(info.shared_bytes);
-            functions.push(LoadedFunction::new(function, info.registers.min(most_registers), dynamic_limit));
-        }
+        let loaded = LoadedModule { module, most_registers, usual_shared };
+        let module = &loaded.module;
+        let infos = if wanted { module.functions() } else { &[] };
+        let functions = infos.iter().map(|info| loaded.load(info)).collect::<Result<Vec<_>>>()?;
         let error_log = link::told_of_kernels(module.functions());
         for reason in module.functions().iter().filter_map(|kernel| kernel.unsupported.as_ref()) {
             tracing::info!("a module was loaded without all of its kernels: {reason}");
@@ -240,11 +285,35 @@ impl GpuModules for Software {
         let capability = gpu.properties().compute_capability;
         let prints = parts.iter().any(|part| may_print(part, capability) == Some(true));
         let bytes = used(&gpu).saturating_sub(before);
-        Ok(Loaded { module: Ok((module, functions)), prints, bytes, logs: [String::new(), error_log] })
+        Ok(Loaded { module: Ok((loaded, functions)), prints, bytes, logs: [String::new(), error_log] })
+    }
+
+    fn bind_function(
+        &mut self,
+        _context: ContextId,
+        module: &LoadedModule,
+        name: &str,
+        expected: &[Param],
+    ) -> Result<LoadedFunction> {
+        let function = module.module.function(name).map_err(|e| code(&e))?;
+        let info = function.info();
+        if let Some(why) = &info.unsupported {
+            tracing::warn!("kernel {name} cannot be launched: line {}: {}", why.line, why.what);
+            return Err(Status::NO_BINARY_FOR_GPU);
+        }
+        let params = params(info);
+        if !params.iter().map(|param| param.size).eq(expected.iter().map(|param| param.size)) {
+            tracing::error!(
+                "kernel {name} is refused: the client has read {expected:?} in its image as the kernel's parameters, but its PTX has {params:?}"
+            );
+            return Err(Status::INVALID_IMAGE);
+        }
+        let places = (params != expected).then(|| expected.to_vec());
+        Ok(LoadedFunction { places, ..module.load(info)? })
     }
 
     fn function_table<'a>(
-        _module: &'a software_gpu::Module,
+        _module: &'a LoadedModule,
         functions: impl Iterator<Item = &'a LoadedFunction>,
     ) -> Cow<'a, [u8]> {
         let mut bytes = Vec::new();
@@ -258,10 +327,10 @@ impl GpuModules for Software {
         streams: &mut Streams<SoftwareStream>,
         _context: ContextId,
         device: u32,
-        module: software_gpu::Module,
+        module: LoadedModule,
         functions: Vec<LoadedFunction>,
     ) -> Result {
-        // Kernels that still run hold what they need of it, but for its variables: those go when the context's work so far is done.
+        // Running kernels hold what they need of the module, except its variables. Those are freed when the context's work so far is done.
         let gpu = self.device(device)?.gpu.clone();
         let streams = self.streams_of_device(streams, device);
         streams::after_all(&gpu, &streams, move |_| drop((module, functions)));
@@ -271,10 +340,10 @@ impl GpuModules for Software {
     fn module_global(
         &mut self,
         _context: ContextId,
-        module: &software_gpu::Module,
+        module: &LoadedModule,
         name: &str,
     ) -> Result<ModuleGetGlobalReply> {
-        let global = module.global(name).map_err(|e| code(&e))?;
+        let global = module.module.global(name).map_err(|e| code(&e))?;
         Ok(ModuleGetGlobalReply { address: global.address, size: global.size, managed: global.managed })
     }
 
@@ -297,7 +366,7 @@ impl GpuModules for Software {
             9 if (-1..=100).contains(&value) => function.carveout = value,
             REQUIRED_CLUSTER..NON_PORTABLE_CLUSTER if value >= 0 => {
                 let (at, value) = ((attribute - REQUIRED_CLUSTER) as usize, value as u32);
-                // Those that a kernel was compiled for it keeps.
+                // A kernel keeps the dimensions that it was compiled for.
                 match function.function.info().required_cluster {
                     [0, 0, 0] => function.cluster[at] = value,
                     own if own[at] == value => {}
@@ -305,9 +374,9 @@ impl GpuModules for Software {
                 }
             }
             NON_PORTABLE_CLUSTER => function.non_portable = value != 0,
-            // Clusters are spread as they come.
+            // Clusters are always scheduled in order.
             CLUSTER_SCHEDULING if (0..=2).contains(&value) => function.cluster_scheduling = value,
-            // A preference between caches that are not there.
+            // A preference between caches that do not exist here.
             CACHE_CONFIG if (0..=3).contains(&value) => {}
             _ => return Err(Status::INVALID_VALUE),
         }
@@ -352,9 +421,11 @@ impl GpuModules for Software {
         op: &OccupancyMaxActiveClusters,
     ) -> Result<i32> {
         let asked = asked(&op.attributes)?;
-        let size = function.clusters(asked.cluster)?.unwrap_or([1; 3]).iter().product::<u32>();
+        // Without clusters there are none, says NVIDIA's driver.
+        let Some(size) = function.clusters(asked.cluster)? else { return Ok(0) };
+        let size = size.iter().product::<u32>();
         let resident = function.resident(op.block, op.dynamic_shared);
-        // One worker runs all blocks of a cluster, so that one cluster always fits if one block does.
+        // One worker runs all blocks of a cluster, so a cluster always fits if a block does.
         let clusters = if resident == 0 { 0 } else { (resident / size.max(1)).max(1) };
         Ok(clusters as i32)
     }
@@ -379,9 +450,9 @@ impl GpuModules for Software {
     }
 
     fn launch(&mut self, place: &Place, function: &mut LoadedFunction, op: &Launch<'_>) -> Result {
-        let (function, config) = prepare(function, op)?;
+        let (function, config, params) = prepare(function, op)?;
         self.grow_stack(place.context, function.info().local_bytes.into());
-        place.stream.launch(&function, config, op.params).map_err(|e| refused(&function, &e))
+        place.stream.launch(&function, config, &params).map_err(|e| refused(&function, &e))
     }
 
     fn make_link(&mut self, _context: ContextId, options: &[JitOption]) -> Result<Link> {
@@ -409,5 +480,44 @@ impl GpuModules for Software {
 
     fn link_image(link: &Link) -> Option<&[u8]> {
         link.image()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use software_gpu::{Gpu, GpuConfig};
+
+    const PTX: &[u8] = b".version 8.0\n.target sm_90\n.address_size 64\n\
+        .visible .entry aligned(.param .u32 first, .param .align 64 .b8 second[64]) { ret; }\n\0";
+
+    /// The kernel, whose client has read its parameters at these places.
+    fn read_at(places: [(u32, u32); 2]) -> LoadedFunction {
+        let gpu = Gpu::new(GpuConfig { workers: 1, ..GpuConfig::default() }).unwrap();
+        let function = gpu.link_module(&[PTX]).unwrap().function("aligned").unwrap();
+        let places = places.map(|(offset, size)| Param { offset, size }).to_vec();
+        LoadedFunction { places: Some(places), ..LoadedFunction::new(function, 16, 0) }
+    }
+
+    #[test]
+    fn parameters_move_from_where_machine_code_has_them_to_where_ptx_has_them() {
+        let function = read_at([(0, 4), (48, 64)]);
+        let of_ptx: Vec<(u32, u32)> =
+            function.function.info().params.iter().map(|param| (param.offset, param.size)).collect();
+        assert_eq!(of_ptx, [(0, 4), (64, 64)]);
+        let given: Vec<u8> = (1..=112).collect();
+        let arranged = function.arrange(&given).unwrap();
+        assert_eq!(
+            (&arranged[..4], &arranged[4..64], &arranged[64..]),
+            (&given[..4], &[0; 60][..], &given[48..])
+        );
+    }
+
+    #[test]
+    fn places_outside_a_launch_s_parameters_are_refused() {
+        for (offset, given) in [(48, 111), (u32::MAX, 112), (48, 0)] {
+            let arranged = read_at([(0, 4), (offset, 64)]).arrange(&vec![0; given]).map(drop);
+            assert_eq!(arranged, Err(Status::INVALID_VALUE), "{offset} {given}");
+        }
     }
 }

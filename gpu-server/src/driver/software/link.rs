@@ -1,5 +1,5 @@
-//! The linker. The image that comes of it is an ELF file with the inputs as its sections, which a load links as it does the parts of one program: what they are to each other is
-//! told when they are lowered.
+//! The linker. The linked image is an ELF file with the inputs as its sections. Loading it links them like the parts of one program, so references between them are resolved when they are
+//! lowered.
 
 use protocol::Status;
 use protocol::ops::module::*;
@@ -11,22 +11,22 @@ use super::code;
 use super::kernels::MAX_IMAGE;
 use crate::driver::gpu::LinkInput;
 
-/// Inputs of a linker at most.
+/// Maximum number of inputs of a linker.
 const INPUTS: usize = 1024;
-/// Characters of what is said of an input.
+/// Maximum length of a message about an input, in characters.
 const LOG: usize = 448;
 
-/// How an image begins: as a 64-bit little-endian ELF file, with a mark of our own in the bytes that mean nothing.
+/// The beginning of an image: that of a 64-bit little-endian ELF file, with our own mark in the padding.
 const IDENT: [u8; 16] = *b"\x7fELF\x02\x01\x01\0\0rgpusw\0";
-/// Bytes of an ELF file's header, and of one of its sections'.
+/// Size of an ELF file's header, and of a section header, in bytes.
 const HEADER: usize = 64;
 
-/// Where the most registers stand that a kernel of an image may have: in an ELF file's flags.
+/// Where an image has the maximum number of registers of its kernels: in the ELF flags.
 const REGISTERS: std::ops::Range<usize> = 48..52;
 /// `CU_JIT_MAX_REGISTERS`.
 const MAX_REGISTERS: u32 = 0;
 
-/// A linker at work.
+/// A linker with its inputs.
 pub struct Link {
     registers: u32,
     inputs: Vec<Vec<u8>>,
@@ -35,19 +35,19 @@ pub struct Link {
     image: Option<Vec<u8>>,
 }
 
-/// The most registers that these options allow; 0: any number.
+/// The maximum number of registers that these options allow. 0: any number.
 fn allowed(options: &[JitOption]) -> u32 {
     options.iter().rfind(|option| option.option == MAX_REGISTERS).map_or(0, |option| option.value as u32)
 }
 
-/// The most registers that a kernel of an image may have: what its load says, or the linker that made it.
+/// The maximum number of registers of an image's kernels, from the options of its load or of the linker that made it.
 pub(super) fn most_registers(image: &[u8], options: &[JitOption]) -> u32 {
     let linked = image.strip_prefix(&IDENT).and_then(|_| image.get(REGISTERS)?.first_chunk());
     let said = [allowed(options), linked.map_or(0, |bytes| u32::from_le_bytes(*bytes))];
     said.into_iter().filter(|&most| most != 0).min().unwrap_or(u32::MAX)
 }
 
-/// An image with these inputs.
+/// Makes an image of these inputs.
 fn pack(inputs: &[Vec<u8>]) -> Vec<u8> {
     let tables = HEADER * (1 + inputs.len());
     let mut image = IDENT.to_vec();
@@ -70,7 +70,7 @@ fn pack(inputs: &[Vec<u8>]) -> Vec<u8> {
     image
 }
 
-/// The inputs of an image that a linker has made; `None`: it is another.
+/// The inputs of an image that a linker has made. `None` for other images.
 pub(super) fn unpack(image: &[u8]) -> Option<Vec<&[u8]>> {
     image.strip_prefix(&IDENT)?;
     let count = usize::from(u16::from_le_bytes(*image.get(60..)?.first_chunk()?));
@@ -104,13 +104,13 @@ fn embedded(data: &[u8]) -> Result<Vec<&[u8]>, object::Error> {
     Ok(all)
 }
 
-/// Bytes of these parts and of what there is already, if a linker takes so many.
+/// The size of these parts and the existing ones, if a linker can take so many.
 fn together(already: u64, parts: &[&[u8]]) -> Option<u64> {
     let all = parts.iter().try_fold(already, |sum, part| sum.checked_add(part.len() as u64))?;
     (all <= MAX_IMAGE).then_some(all)
 }
 
-/// What NVIDIA's driver has in its log of PTX that `ptxas` refuses: on which line, and what is wrong there. It calls every input the same.
+/// The log that NVIDIA's driver writes for PTX that `ptxas` refuses: the line, and what is wrong there. It uses the same name for every input.
 pub(super) fn told(error: &Error) -> String {
     let input = "application ptx input";
     let mut text = match error {
@@ -126,8 +126,8 @@ pub(super) fn told(error: &Error) -> String {
     text + "\nptxas fatal   : Ptx assembly aborted due to errors"
 }
 
-/// The error log of a module that loaded although some of its kernels cannot be launched: a line for each of them, cut to what a
-/// reply holds.
+/// The error log of a module that was loaded although some of its kernels cannot be launched: a line for each of them, truncated to fit
+/// into a reply.
 pub(super) fn told_of_kernels(kernels: &[FunctionInfo]) -> String {
     let lines = kernels.iter().filter_map(|kernel| {
         let Unsupported { line, what, .. } = kernel.unsupported.as_ref()?;
@@ -148,7 +148,7 @@ impl Link {
         Link { registers: allowed(options), inputs, bytes: 0, error_log, image: None }
     }
 
-    /// Notes why an input is refused, or the whole.
+    /// Logs why an input, or the whole link, is refused.
     fn refuse(&mut self, status: Status, name: &str, why: &str) -> Status {
         tracing::warn!("linker: {name}: {why}");
         self.error_log = why.to_owned();
@@ -159,7 +159,7 @@ impl Link {
         [String::new(), self.error_log.clone()]
     }
 
-    /// Takes an input in: its result, and the logs until now.
+    /// Adds an input. Returns its result and the logs so far.
     pub(super) fn add_input(
         &mut self,
         gpu: &software_gpu::Gpu,
@@ -172,7 +172,7 @@ impl Link {
         (result, self.logs())
     }
 
-    /// Links, if that is not done yet: the result, and the logs until now.
+    /// Links, unless that was done before. Returns the result and the logs so far.
     pub(super) fn complete(&mut self, gpu: &software_gpu::Gpu) -> (Status, [String; 2]) {
         let mut result = Status::SUCCESS;
         if self.image.is_none() {
@@ -191,12 +191,12 @@ impl Link {
         (result, self.logs())
     }
 
-    /// The image that came of it.
+    /// The linked image.
     pub(super) fn image(&self) -> Option<&[u8]> {
         self.image.as_deref()
     }
 
-    /// Takes an input in. `Err`: why not.
+    /// Adds an input. On failure, returns the reason.
     fn add(&mut self, gpu: &software_gpu::Gpu, kind: u32, data: Vec<u8>) -> Result<(), (Status, String)> {
         if self.image.is_some() {
             return Err((Status::INVALID_VALUE, "an input comes after the end".into()));
@@ -212,15 +212,15 @@ impl Link {
                 ));
             }
         };
-        // Before any is read or copied: the sections of an object file may lie over one another.
+        // Checked before anything is copied, because the sections of an object file may overlap.
         let bytes = together(self.bytes, &parts).filter(|_| self.inputs.len() + parts.len() <= INPUTS);
         let bytes = bytes.ok_or((Status::OUT_OF_MEMORY, "the inputs are too many".into()))?;
         let mut taken = Vec::new();
         for part in parts {
             match gpu.check_image(part) {
                 Ok(()) => taken.push(part.to_vec()),
-                // What has no PTX is not linked here. Of a library it may not be needed, as the device runtime, which this device has by itself; what is missed in the end is told
-                // then.
+                // Inputs without PTX are not linked. A library may not be needed, such as the device runtime, which this device has built in. Missing symbols are
+                // reported at the end.
                 Err(_) if inside => {}
                 Err(error) => return Err((code(&error), told(&error))),
             }
@@ -288,7 +288,7 @@ mod tests {
         let all = archive(&[&one, &object(&[(".text", b"code")]), &other]);
         assert_eq!(embedded(&all).unwrap(), [&b"first"[..], b"second", b"third!"]);
         assert!(embedded(b"no object file").is_err());
-        // Sections may lie over one another: all of them count.
+        // Sections may overlap; all of them count.
         let part = vec![0; 1 << 20];
         let over = vec![&part[..]; (MAX_IMAGE >> 20) as usize];
         assert_eq!((together(0, &over), together(1, &over)), (Some(MAX_IMAGE), None));
@@ -305,7 +305,7 @@ mod tests {
         #[test]
         fn an_image_that_lies_about_its_parts_has_none(mut bytes in proptest::collection::vec(any::<u8>(), 16..300)) {
             bytes[..16].copy_from_slice(&IDENT);
-            // Whatever it says, nothing outside of it is read.
+            // Nothing outside of the file is read, whatever it says.
             let _ = unpack(&bytes);
             prop_assert!(unpack(&bytes[16..]).is_none());
         }

@@ -1,6 +1,8 @@
-//! Mirrors of pinned program memory, for kernels: at the addresses that it has in the program, in the memory of every device, which is one and the same.
+//! Mirrors of pinned program memory for kernels, at the program's addresses, in memory that all devices share.
 //!
-//! A device's memory is mapped in granules, a mirror begins on any page: a granule goes with the last mirror that has bytes in it.
+//! [`Reach`] is what other threads than the dispatcher's may use: the mirrors, and the devices when they fail.
+//!
+//! Device memory is mapped in granules, but a mirror can begin on any page. So a granule is unmapped with the last mirror that has bytes in it.
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
@@ -19,7 +21,7 @@ use crate::driver::call::{Call, Result};
 use crate::driver::gpu::GpuHostMemory;
 use crate::driver::quota::{MirrorCharge, Quota};
 
-/// How many mirrors have bytes in each granule that is mapped, and the granule's charge.
+/// The number of mirrors in each mapped granule, and the granule's charge.
 pub(super) type Granules = BTreeMap<u64, (usize, MirrorCharge)>;
 
 /// A mirror.
@@ -34,11 +36,35 @@ struct Mirror {
 pub struct Reach {
     mirrors: Mutex<BTreeMap<u64, Mirror>>,
     count: AtomicUsize,
+    /// The devices by their number among the server's.
+    devices: Mutex<BTreeMap<u32, Gpu>>,
 }
 
 impl Reach {
     fn mirrors(&self) -> MutexGuard<'_, BTreeMap<u64, Mirror>> {
         self.mirrors.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn devices(&self) -> MutexGuard<'_, BTreeMap<u32, Gpu>> {
+        self.devices.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// A device, in place of the one that had this number.
+    ///
+    /// # Errors
+    /// That one's error, if it has failed: then no reset helps.
+    pub(super) fn set_device(&self, number: u32, gpu: &Gpu) -> Result {
+        let mut devices = self.devices();
+        if let Some(code) = devices.get(&number).and_then(Gpu::breakdown) {
+            return Err(Status(code));
+        }
+        devices.insert(number, gpu.clone());
+        Ok(())
+    }
+
+    /// The session uses only devices with these numbers.
+    pub(super) fn keep_devices(&self, numbers: &[u32]) {
+        self.devices().retain(|number, _| numbers.contains(number));
     }
 
     fn insert(&self, address: u64, mirror: Mirror) {
@@ -54,7 +80,7 @@ impl Reach {
         mirror
     }
 
-    /// Uses the device of the mirror that has these bytes. The mirror stays meanwhile.
+    /// Calls a function with the device of the mirror that contains these bytes. The mirror exists until it returns.
     fn at<R>(
         &self,
         address: u64,
@@ -79,6 +105,10 @@ impl Beside for Reach {
 
     fn write(&self, address: u64, bytes: &[u8]) -> Result {
         self.at(address, bytes.len() as u64, |gpu| gpu.write(address, bytes))
+    }
+
+    fn fail_device(&self, number: u32, status: Status) {
+        self.devices().get(&number).inspect(|gpu| gpu.break_down(status.0));
     }
 
     fn patch(&self, words: &[WordPatch]) -> Result {
@@ -147,7 +177,7 @@ impl GpuHostMemory for Software {
         if let Err(error) = made {
             tracing::warn!("pinned memory at {:#x} cannot be mirrored for kernels: {error}", op.address);
             for gpu in &gpus {
-                // What was not made is not there to be taken away.
+                // Undo only what was done.
                 let _ = gpu.release(op.address);
                 fresh.iter().for_each(|at| drop(gpu.unmap(*at, GRANULE)));
             }
@@ -159,7 +189,7 @@ impl GpuHostMemory for Software {
         let shares_granules = fresh.len() < granules(op.address, op.size).count();
         self.beside.insert(op.address, Mirror { size: op.size, gpu: home.clone() });
         if shares_granules && let Err(error) = home.write(op.address, &vec![0; op.size as usize]) {
-            // Another mirror may have left something in a granule that both have.
+            // Another mirror may have left bytes in a granule that both share.
             self.unmirror(op.address)?;
             return Err(code(&error));
         }

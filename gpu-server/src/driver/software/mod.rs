@@ -122,6 +122,7 @@ impl Software {
     /// Makes the devices.
     pub fn new(backing: &Backing) -> Result<Software, String> {
         let output = Output::new();
+        let beside = Arc::new(Reach::default());
         let mut devices = Vec::new();
         for number in numbers(backing) {
             if number >= backing.software_devices {
@@ -148,6 +149,9 @@ impl Software {
             };
             let gpu = Gpu::new(config.clone()).map_err(|e| format!("software device {number}: {e}"))?;
             let context = AtomicBool::new(false);
+            beside
+                .set_device(number, &gpu)
+                .map_err(|status| format!("software device {number}: {status}"))?;
             devices.push(Device { gpu, number, config, context });
         }
         let contexts = (0..devices.len() as u32).map(|n| (n, Context::new(n))).collect();
@@ -157,7 +161,7 @@ impl Software {
             errors: None,
             contexts,
             granules: Granules::default(),
-            beside: Arc::default(),
+            beside,
             bell: Arc::default(),
             imitate: backing.software_imitate,
             delays: Delays::new(&backing.software_imitate),
@@ -190,9 +194,14 @@ impl Software {
 impl driver::Gpu for Software {
     const NAME: &'static str = "software";
     type Beside = Reach;
+    const RUNS_MACHINE_CODE: bool = false;
 
     fn names(&self) -> Vec<String> {
         self.devices.iter().map(|d| d.gpu.properties().name.clone()).collect()
+    }
+
+    fn reaches_pageable_memory(&self) -> bool {
+        self.imitate.pageable_memory
     }
 
     fn warm(&mut self) -> Result<Option<u64>, Unavailable> {
@@ -249,9 +258,10 @@ impl driver::Gpu for Software {
         Ok(PeerInfoReply { can_access: false, attributes, atomics })
     }
 
-    fn select(&mut self, devices: &[u32]) -> Result {
+    fn select(&mut self, devices: &[u32], _windows: &[u32]) -> Result {
         let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
         self.devices.extend(devices.iter().filter_map(|number| old[*number as usize].take()));
+        self.beside.keep_devices(&self.devices.iter().map(|device| device.number).collect::<Vec<_>>());
         self.contexts = (0..self.devices.len() as u32).map(|n| (n, Context::new(n))).collect();
         Ok(())
     }
@@ -279,6 +289,7 @@ impl driver::Gpu for Software {
     ) -> Result {
         self.before_waiting_call(streams, device)?;
         let fresh = Gpu::new(self.device(device)?.config.clone()).map_err(|e| code(&e))?;
+        self.beside.set_device(self.device(device)?.number, &fresh)?;
         Software::map_again(device, &fresh, space)?;
         let device = self.devices.get_mut(device as usize).ok_or(Status::INVALID_DEVICE)?;
         std::mem::replace(&mut device.gpu, fresh).cancel();

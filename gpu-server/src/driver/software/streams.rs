@@ -22,12 +22,11 @@ use super::imitate::Queue;
 use super::stream_attributes::StreamAttributes;
 use super::transfer::enqueue_checked;
 use super::{Software, code};
+use crate::driver::End;
 use crate::driver::call::{Call, Errors, Reply, Result};
-use crate::driver::gpu::GpuStreams;
+use crate::driver::gpu::{EVENT_DISABLE_TIMING, GpuStreams, STREAM_NON_BLOCKING};
 use crate::driver::streams::{self, Streams};
-
-const STREAM_NON_BLOCKING: u32 = 1;
-const EVENT_DISABLE_TIMING: u32 = 2;
+use crate::shared_event::Moment;
 
 /// A stream of the client's.
 pub struct SoftwareStream {
@@ -116,8 +115,6 @@ pub struct Place {
     pub(super) context: ContextId,
     word: Arc<Word>,
 }
-
-type End = Box<dyn FnOnce(Status) + Send>;
 
 struct Step {
     gpu: Gpu,
@@ -270,7 +267,6 @@ impl GpuStreams for Software {
     type Place = Place;
     type Event = SoftwareEvent;
     type MemoryOp = (MemoryOp, Gpu);
-    const SHARES_EVENTS: bool = false;
 
     fn default_stream(&mut self, context: ContextId, device: u32) -> Result<SoftwareStream> {
         self.new_stream(StreamId(context.0), context, device, true)
@@ -306,7 +302,7 @@ impl GpuStreams for Software {
                 Entry::Occupied(found) => found.into_mut(),
                 Entry::Vacant(free) => {
                     let native = self.default_stream(context, device)?;
-                    free.insert(streams::Stream { context, green: None, native })
+                    free.insert(streams::Stream { context, green: None, is_blocking: true, native })
                 }
             };
             legacy.native.stream.wait(&event).map_err(|e| code(&e))?;
@@ -362,6 +358,18 @@ impl GpuStreams for Software {
             }
         }
         Ok(place)
+    }
+
+    fn after_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<SoftwareStream>,
+        id: StreamId,
+        end: End,
+    ) -> Result {
+        let place = self.look(cx, streams, id)?;
+        step(&place.stream, &place.gpu, end);
+        Ok(())
     }
 
     fn device_at(place: &Place) -> u32 {
@@ -433,6 +441,20 @@ impl GpuStreams for Software {
 
     fn wait_event(&mut self, place: &Place, event: &SoftwareEvent, _flags: u32) -> Result {
         place.stream.wait(&event.event).map_err(|e| code(&e))
+    }
+
+    fn wait_for(
+        &mut self,
+        cx: &Call,
+        _streams: &mut Streams<SoftwareStream>,
+        place: &Place,
+        moment: Moment,
+    ) -> Result {
+        let word = place.word();
+        enqueue_checked(place, cx.seq, move |gpu| {
+            moment.await_unless(|| word.is_gone() || gpu.is_cancelled());
+            Ok(())
+        })
     }
 
     fn memory_op(&self, op: &MemoryOp, device: u32) -> Result<(MemoryOp, Gpu)> {

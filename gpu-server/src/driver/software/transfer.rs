@@ -1,4 +1,4 @@
-//! Copies and fills: checked when they are enqueued, done by the stream's thread.
+//! Copies and fills. They are checked when they are enqueued, and the stream's thread does them.
 
 use host_bridge::endpoint::Sink;
 use protocol::Status;
@@ -13,9 +13,9 @@ use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, LineCopy};
 use crate::driver::rows::Rows;
 use crate::driver::streams::Streams;
 
-/// Bytes that a copy holds on the heap at a time.
+/// Size of a copy's buffer on the heap, in bytes.
 const CHUNK: usize = 1 << 20;
-/// Bytes of a transfer over the network that may wait for their stream.
+/// Number of bytes of a transfer over the network that may wait for their stream.
 const QUEUED: usize = 8 << 20;
 
 fn write(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &[u8]) -> Result<()> {
@@ -66,7 +66,7 @@ impl Upload {
                 }
                 Ok(())
             }
-            // This device's copy engine is the CPU. It copies what the peer may still write before it looks at it.
+            // This device's copy engine is the CPU. The peer may still write the bytes, so they are copied once.
             Upload::Placed(placed) => {
                 let mut buffer = Vec::new();
                 let read = placed.read(|at, bytes| {
@@ -75,7 +75,7 @@ impl Upload {
                     Ok(write(to, gpu, at, &buffer)?)
                 });
                 match read {
-                    // The session is over; nobody wants the rest.
+                    // The session is over; the rest is not needed.
                     Ok(()) | Err(Ended::Lost) => Ok(()),
                     Err(Ended::Failed(e)) => Err(e),
                 }
@@ -108,7 +108,7 @@ impl From<software_gpu::Error> for Ended {
     }
 }
 
-/// Enqueues work whose failure is the context's deferred error, but not the device's end: memory that was freed under the copy, say.
+/// Enqueues work whose failure becomes the context's deferred error without failing the device, for example if memory is freed during a copy.
 pub(super) fn enqueue_checked(
     place: &super::streams::Place,
     seq: u64,
@@ -118,7 +118,7 @@ pub(super) fn enqueue_checked(
     let step = move |gpu: &Gpu| {
         match work(gpu) {
             Ok(()) => Ok(()),
-            // A kernel's failure that shows here is sticky already.
+            // If a kernel has failed, its error is already sticky.
             Err(e) if gpu.status().is_err() => Err(e),
             Err(e) => {
                 errors.publish(context, code(&e), seq);
@@ -161,35 +161,31 @@ impl GpuCopies for Software {
         let (gpu, from) = (self.device(device)?.gpu.clone(), *from);
         let (packed, _) = from.sizes()?;
         enqueue_checked(place, cx.seq, move |_| {
+            let mut buffer = Vec::new();
             let mut at = 0;
-            if let Sink::Outgoing(outgoing) = &sink {
-                // Straight into buffers of the transport's, where it has some.
-                while at < packed
-                    && let Ok(Some(mut lent)) = outgoing.lend((packed - at).min(CHUNK as u64) as usize)
-                {
-                    let bytes = lent.bytes();
-                    let n = bytes.len() as u64;
-                    read(&from, &gpu, at, bytes)?;
-                    if outgoing.send_lent(at, lent).is_err() {
-                        return Ok(());
-                    }
-                    at += n;
-                }
-            }
-            let mut buffer = vec![0; CHUNK.min((packed - at) as usize)];
             while at < packed {
-                let n = buffer.len().min((packed - at) as usize);
-                read(&from, &gpu, at, &mut buffer[..n])?;
-                match &sink {
-                    Sink::Mapped(mapped) => mapped.write(at as usize, &buffer[..n]),
+                let n = (packed - at).min(CHUNK as u64) as usize;
+                at += match &sink {
+                    Sink::Mapped(mapped) => {
+                        buffer.resize(n, 0);
+                        read(&from, &gpu, at, &mut buffer)?;
+                        mapped.write(at as usize, &buffer);
+                        n as u64
+                    }
+                    // Directly into the transport's buffers.
                     Sink::Outgoing(outgoing) => {
-                        if outgoing.send(at as usize / CHUNK, at, &buffer[..n]).is_err() {
-                            // The session is over; nobody wants the rest.
+                        let lane = at as usize / CHUNK;
+                        // An error: the session is over; the rest is not needed.
+                        let Ok(mut lent) = outgoing.lend(lane, n) else { return Ok(()) };
+                        let bytes = lent.bytes();
+                        let n = bytes.len() as u64;
+                        read(&from, &gpu, at, bytes)?;
+                        if outgoing.send_lent(lane, at, lent).is_err() {
                             return Ok(());
                         }
+                        n
                     }
-                }
-                at += n as u64;
+                };
             }
             Ok(())
         })
@@ -235,10 +231,10 @@ impl GpuCopies for Software {
     }
 }
 
-/// What a stream's thread does, as often as it is called.
+/// Work of a stream's thread that can be repeated.
 pub(super) type Again = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
-/// Work inside device memory, of a device's stream, or of a graph that it runs.
+/// Work inside device memory, for a stream or a graph.
 impl Software {
     pub(super) fn line_work(&self, copy: &LineCopy) -> std::result::Result<Again, Status> {
         let (from, to) = (self.device(copy.from)?.gpu.clone(), self.device(copy.to)?.gpu.clone());

@@ -170,7 +170,8 @@ impl Guest {
             });
         }
         let mut create = CreateChannel { size: size as u64, flags: 0 };
-        call(&file, CREATE_CHANNEL, &mut create).map_err(error("RGPU_IOC_CREATE_CHANNEL"))?;
+        call(&file, CREATE_CHANNEL, &mut create)
+            .map_err(|source| error(over_limit(&source).unwrap_or("RGPU_IOC_CREATE_CHANNEL"))(source))?;
         let channel = Mapping::shared(file.as_fd(), size).map_err(error("mapping the channel"))?;
         channel.dont_fork();
         Ok(Guest {
@@ -185,10 +186,18 @@ impl Guest {
     fn register(&self, addr: usize, size: usize) -> Result<u32, PortError> {
         let mut request = RegisterMemory { addr: addr as u64, size: size as u64, flags: 0, region: 0 };
         call(&self.file, REGISTER_MEMORY, &mut request).map_err(|source| {
-            PortError::io(&self.path, "RGPU_IOC_REGISTER_MEMORY (see also ulimit -l)", source)
+            let what = over_limit(&source).unwrap_or("RGPU_IOC_REGISTER_MEMORY (see also ulimit -l)");
+            PortError::io(&self.path, what, source)
         })?;
         Ok(request.region)
     }
+}
+
+/// What to say of an error that stands for the driver's limit of memory for one user.
+fn over_limit(error: &io::Error) -> Option<&'static str> {
+    (error.raw_os_error() == Some(libc::EDQUOT)).then_some(
+        "this user's channels and pinned memory would exceed what one user of this machine may have (parameter user_memory_mib of the module virtio_rgpu)",
+    )
 }
 
 /// An ioctl, repeated if a signal interrupts it.
@@ -279,11 +288,15 @@ impl Port for Guest {
         let mapping = Mapping::pinned(None, size, at)
             .map_err(|source| PortError::io(&self.path, "mapping pinned memory", source))?;
         let region = self.register(mapping.base() as usize, size)?;
-        Ok(Pinned { mapping, region })
+        Ok(Pinned { mapping, region, file: None })
     }
 
     fn pin(&self, addr: usize, size: usize) -> Option<Result<u32, PortError>> {
         Some(self.register(addr, size))
+    }
+
+    fn pin_shared(&self, pinned: &Pinned) -> Result<u32, PortError> {
+        self.register(pinned.mapping.base() as usize, pinned.mapping.len())
     }
 
     fn unpin(&self, region: u32) {

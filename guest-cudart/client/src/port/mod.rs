@@ -9,8 +9,9 @@ pub mod mapping;
 mod native;
 
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use mapping::Mapping;
@@ -119,6 +120,9 @@ pub trait Port: Send + Sync {
     /// that the memory must be treated as pageable.
     fn pin(&self, addr: usize, size: usize) -> Option<Result<u32, PortError>>;
 
+    /// Registers memory that another port of this process has made with [`Port::pin_new`], and returns its region here.
+    fn pin_shared(&self, pinned: &Pinned) -> Result<u32, PortError>;
+
     /// Removes a registration. Returns when the host no longer uses the memory.
     fn unpin(&self, region: u32);
 
@@ -136,6 +140,17 @@ pub struct Pinned {
     pub mapping: Mapping,
     /// Its region.
     pub region: u32,
+    /// The memory as a file, where another port needs that to register it.
+    pub file: Option<OwnedFd>,
+}
+
+/// Whether the process has several servers.
+static SEVERAL: AtomicBool = AtomicBool::new(false);
+
+/// Called before a process opens its second session. From then on ports keep what
+/// [other ports](Port::pin_shared) need.
+pub(crate) fn several() {
+    SEVERAL.store(true, Ordering::Relaxed);
 }
 
 /// Opens the port that the environment selects, with a channel of `size` bytes.

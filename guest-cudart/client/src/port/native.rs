@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use super::mapping::Mapping;
-use super::{Pinned, Port, PortError};
+use super::{Pinned, Port, PortError, SEVERAL};
 use crate::counters::{COUNTERS, add};
 use crate::{lock, log};
 use protocol::device::{Answer, Response, request};
@@ -52,6 +52,13 @@ impl Native {
             next_region: AtomicU32::new(1),
             gone: AtomicBool::new(false),
         })
+    }
+
+    /// Registers `size` bytes of a file.
+    fn register(&self, memory: &OwnedFd, size: usize) -> Result<u32, PortError> {
+        let region = self.next_region.fetch_add(1, Ordering::Relaxed);
+        self.request(request::REGISTER_MEMORY, region, size, Some(memory.as_raw_fd()))?;
+        Ok(region)
     }
 
     /// Sends a request and receives the reply, with its descriptor if any.
@@ -171,14 +178,22 @@ impl Port for Native {
         let memory = memfd(c"rgpu-pinned", size).map_err(error("creating pinned memory"))?;
         let mapping =
             Mapping::pinned(Some(memory.as_fd()), size, at).map_err(error("mapping pinned memory"))?;
-        let region = self.next_region.fetch_add(1, Ordering::Relaxed);
-        self.request(request::REGISTER_MEMORY, region, size, Some(memory.as_raw_fd()))?;
-        Ok(Pinned { mapping, region })
+        let region = self.register(&memory, size)?;
+        // A process with one server has a descriptor less for each piece.
+        let file = SEVERAL.load(Ordering::Relaxed).then_some(memory);
+        Ok(Pinned { mapping, region, file })
     }
 
     /// The host cannot map the program's own memory, because it is not a memfd.
     fn pin(&self, _addr: usize, _size: usize) -> Option<Result<u32, PortError>> {
         None
+    }
+
+    fn pin_shared(&self, pinned: &Pinned) -> Result<u32, PortError> {
+        let no_file = || io::Error::other("its file is closed");
+        let memory = pinned.file.as_ref().ok_or_else(no_file);
+        let memory = memory.map_err(|e| PortError::io(&self.path, "sharing pinned memory", e))?;
+        self.register(memory, pinned.mapping.len())
     }
 
     fn unpin(&self, region: u32) {

@@ -46,15 +46,21 @@ impl DevResource {
     /// What stands before the number in the structure's inside: no program has this by chance.
     const MARK: u32 = u32::from_le_bytes(*b"rgpu");
 
-    pub fn holding(part: &Part) -> DevResource {
+    /// A part of a device, by the number of its session and its own number there.
+    pub fn holding(part: &Part, session: u32) -> DevResource {
         let mut resource = DevResource { kind: part.kind, inside: [0; 23], told: [0; 12] };
         resource.told[..3].copy_from_slice(&part.sm);
-        resource.inside[..2].copy_from_slice(&[Self::MARK, part.number]);
+        resource.inside[..3].copy_from_slice(&[Self::MARK, part.number, session]);
         resource
     }
 
-    pub fn number(&self) -> Result<u32> {
-        if self.inside[0] == Self::MARK { Ok(self.inside[1]) } else { Err(Status::INVALID_VALUE) }
+    /// The number of the session, and the part's own.
+    pub fn number(&self) -> Result<(u32, u32)> {
+        if self.inside[0] == Self::MARK {
+            Ok((self.inside[2], self.inside[1]))
+        } else {
+            Err(Status::INVALID_VALUE)
+        }
     }
 }
 
@@ -482,3 +488,18 @@ pub struct AccessDesc {
 
 /// `CUgraphEdgeData`. Every dependency is kept as one on the whole of the earlier node, which is never less than the program asked for.
 pub type EdgeData = [u8; 8];
+
+/// `CUlaunchAttributeID` numbers.
+pub(crate) mod launch_attr {
+    pub const IGNORE: u32 = 0;
+    pub const COOPERATIVE: u32 = 2;
+    pub const CLUSTER_DIMENSION: u32 = 4;
+    pub const CLUSTER_SCHEDULING_POLICY_PREFERENCE: u32 = 5;
+    pub const PROGRAMMATIC_STREAM_SERIALIZATION: u32 = 6;
+    pub const PROGRAMMATIC_EVENT: u32 = 7;
+    pub const PRIORITY: u32 = 8;
+    pub const LAUNCH_COMPLETION_EVENT: u32 = 12;
+    pub const DEVICE_UPDATABLE_KERNEL_NODE: u32 = 13;
+    /// `CU_LAUNCH_ATTRIBUTE_MAX`.
+    pub const END: u32 = 17;
+}

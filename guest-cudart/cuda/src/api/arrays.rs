@@ -7,7 +7,7 @@ use crate::abi::result::Result;
 use crate::abi::types::{Array3DDescriptor, ArrayDescriptor, Requirements};
 use crate::memory::array::{self, ARRAYS, Array, End, MIPMAPPED, Mipmapped};
 use crate::memory::stream_ordered;
-use crate::process::context;
+use crate::process::context::{self, Context};
 use crate::process::driver::{self, driver};
 use crate::work::copy::{Copier, Mode};
 use client::handle::ArrayId;
@@ -16,22 +16,33 @@ use client::{Status, lock};
 
 fn create(to: Out<usize>, desc: &Array3DDescriptor) -> Result {
     to.required()?;
-    let (driver, context) = context::ready()?;
+    let (_, context) = context::ready()?;
     let shape = array::shape(context, desc, false)?;
     let id = array::new_id();
-    driver.session.call(&ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels: 0 })?;
+    context.session().call(&ArrayCreate {
+        context: context.id,
+        array: id,
+        shape: shape.clone(),
+        levels: 0,
+    })?;
     let made = ARRAYS.insert(Arc::new(Array { id, context, shape, level_of: None }));
     to.put(made.ok_or(Status::OUT_OF_MEMORY)?)
 }
 
-pub(crate) fn requirements(id: ArrayId, shape: &ArrayShape, device: i32, to: Out<Requirements>) -> Result {
+pub(crate) fn requirements(
+    context: &Context,
+    id: ArrayId,
+    shape: &ArrayShape,
+    device: i32,
+    to: Out<Requirements>,
+) -> Result {
     to.required()?;
     driver::device(device)?;
     // An array that has memory needs none.
     if shape.flags & flag::DEFERRED_MAPPING == 0 {
         return Err(Status::INVALID_VALUE);
     }
-    let found = driver()?.session.call(&ArrayRequirements { array: id })?;
+    let found = context.session().call(&ArrayRequirements { array: id })?;
     to.put(Requirements { size: found.size as usize, alignment: found.alignment as usize, reserved: [0; 4] })
 }
 
@@ -60,7 +71,7 @@ api! {
     }
 
     fn cuArrayDestroy(handle: usize) {
-        let driver = driver()?;
+        driver()?;
         let array = array::of(handle)?;
         stream_ordered::synchronize(array.context)?;
         // Of a level only this handle goes: it may be asked for again.
@@ -68,7 +79,7 @@ api! {
             lock(&whole.told).retain(|(_, told)| *told != handle);
         }
         ARRAYS.remove(handle).ok_or(Status::INVALID_HANDLE)?;
-        driver.session.append(&ArrayDestroy { array: array.id }).map(|_| ())
+        array.context.session().append(&ArrayDestroy { array: array.id }).map(|_| ())
     }
 
     fn cuArrayGetDescriptor_v2(desc: Out<ArrayDescriptor>, array: usize) {
@@ -84,25 +95,25 @@ api! {
 
     fn cuArrayGetMemoryRequirements(to: Out<Requirements>, array: usize, device: i32) {
         let array = array::of(array)?;
-        requirements(array.id, &array.shape, device, to)
+        requirements(array.context, array.id, &array.shape, device, to)
     }
 
     fn cuMipmappedArrayCreate(array: Out<usize>, desc: In<Array3DDescriptor>, levels: u32) {
         array.required()?;
         desc.required()?;
-        let (driver, context) = context::ready()?;
+        let (_, context) = context::ready()?;
         let shape = array::shape(context, &desc.get()?, true)?;
         // More levels than halvings are as many as there are.
         let levels = levels.clamp(1, shape.most_levels());
         let id = array::new_id();
-        driver.session.call(&ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels })?;
+        context.session().call(&ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels })?;
         let made = MIPMAPPED.insert(Arc::new(Mipmapped { id, context, shape, levels, told: Mutex::default() }));
         array.put(made.ok_or(Status::OUT_OF_MEMORY)?)
     }
 
     fn cuMipmappedArrayGetLevel(level: Out<usize>, array: usize, index: u32) {
         level.required()?;
-        let driver = driver()?;
+        driver()?;
         let whole = array::mipmapped(array)?;
         if index >= whole.levels {
             return Err(Status::INVALID_VALUE);
@@ -112,7 +123,7 @@ api! {
             return level.put(*handle);
         }
         let id = array::new_id();
-        driver.session.call(&ArrayLevel { mipmapped: whole.id, level: index, array: id })?;
+        whole.context.session().call(&ArrayLevel { mipmapped: whole.id, level: index, array: id })?;
         let array = Array { id, context: whole.context, shape: whole.shape.level(index), level_of: Some(Arc::downgrade(&whole)) };
         let handle = ARRAYS.insert(Arc::new(array)).ok_or(Status::OUT_OF_MEMORY)?;
         told.push((index, handle));
@@ -120,19 +131,19 @@ api! {
     }
 
     fn cuMipmappedArrayDestroy(handle: usize) {
-        let driver = driver()?;
+        driver()?;
         let array = array::mipmapped(handle)?;
         stream_ordered::synchronize(array.context)?;
         MIPMAPPED.remove(handle).ok_or(Status::INVALID_HANDLE)?;
         for (_, level) in lock(&array.told).drain(..) {
             ARRAYS.remove(level);
         }
-        driver.session.append(&ArrayDestroy { array: array.id }).map(|_| ())
+        array.context.session().append(&ArrayDestroy { array: array.id }).map(|_| ())
     }
 
     fn cuMipmappedArrayGetMemoryRequirements(to: Out<Requirements>, array: usize, device: i32) {
         let array = array::mipmapped(array)?;
-        requirements(array.id, &array.shape, device, to)
+        requirements(array.context, array.id, &array.shape, device, to)
     }
 
     unsafe fn cuMemcpyHtoA_v2 / cuMemcpyHtoA_v2_ptds(array: usize, offset: usize, host: usize, bytes: usize) |pt| {

@@ -21,7 +21,7 @@ pub(crate) const EXEC_AFFINITY_SM_COUNT: u32 = 0;
 
 pub(crate) fn create(pctx: Out<usize>, flags: u32, dev: i32) -> Result {
     pctx.required()?;
-    let context = context::make(driver()?, driver::device(dev)?.ordinal, flags)?;
+    let context = context::make(driver::device(dev)?, flags)?;
     context::push(context);
     pctx.put(context.handle)
 }

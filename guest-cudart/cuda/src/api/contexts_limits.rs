@@ -12,8 +12,8 @@ pub(crate) fn set(context: &'static Context, limit: u32, value: u64) -> Result {
     if limit > LAST {
         return Err(Status::INVALID_VALUE);
     }
-    let driver = crate::process::driver::driver()?;
-    let result = driver.session.call(&ContextSetLimit { context: context.id, limit, value });
+    crate::process::driver::driver()?;
+    let result = context.session().call(&ContextSetLimit { context: context.id, limit, value });
     context::of_device(context.device).for_each(|context| context.limits.forget());
     result.map(|_| ())
 }
@@ -21,8 +21,8 @@ pub(crate) fn set(context: &'static Context, limit: u32, value: u64) -> Result {
 api! {
     fn cuCtxGetLimit(value: Out<usize>, limit: u32) {
         value.required()?;
-        let (driver, context) = context::ready()?;
-        let ask = || driver.session.call(&ContextGetLimit { context: context.id, limit }).map(|reply| reply.value);
+        let (_, context) = context::ready()?;
+        let ask = || context.session().call(&ContextGetLimit { context: context.id, limit }).map(|reply| reply.value);
         value.put(context.limits.get(limit, ask)? as usize)
     }
 

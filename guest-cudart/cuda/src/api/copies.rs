@@ -86,6 +86,14 @@ fn on_device(copier: &Copier, dst: u64, src: u64, len: usize) -> Result {
     }
 }
 
+/// Between devices whose contexts the program names.
+fn between_peers(copier: &Copier, ends: [&'static Context; 2], dst: u64, src: u64, len: usize) -> Result {
+    if copier.stream.capture().is_some() {
+        return on_device(copier, dst, src, len);
+    }
+    copier.on_devices((dst, ends[0].server), (src, ends[1].server), len)
+}
+
 /// A copy whose ends say by their addresses where they are: unified addressing.
 ///
 /// # Safety
@@ -221,13 +229,13 @@ api! {
 
     fn cuMemcpyPeer / cuMemcpyPeer_ptds(dst: u64, dst_ctx: usize, src: u64, src_ctx: usize, len: usize) |pt| {
         driver()?;
-        peers(dst_ctx, src_ctx)?;
-        on_device(&Copier::new(0, pt, Mode::Async)?, dst, src, len)
+        let ends = peers(dst_ctx, src_ctx)?;
+        between_peers(&Copier::new(0, pt, Mode::Async)?, ends, dst, src, len)
     }
 
     fn cuMemcpyPeerAsync / cuMemcpyPeerAsync_ptsz(dst: u64, dst_ctx: usize, src: u64, src_ctx: usize, len: usize, stream: usize) |pt| {
         driver()?;
-        peers(dst_ctx, src_ctx)?;
-        on_device(&Copier::new(stream, pt, Mode::Async)?, dst, src, len)
+        let ends = peers(dst_ctx, src_ctx)?;
+        between_peers(&Copier::new(stream, pt, Mode::Async)?, ends, dst, src, len)
     }
 }

@@ -40,7 +40,7 @@ fn check_hints(order: u32, flags: u32) -> Result {
 /// The stream that a batch goes on: any but the legacy default stream, and none that is being captured.
 fn copier(handle: usize, per_thread: bool) -> Result<Copier> {
     let (driver, context) = context::ready()?;
-    let stream = stream_table::any(driver, context, handle, per_thread)?;
+    let stream = stream_table::any(context, handle, per_thread)?;
     if stream.is_legacy() {
         return Err(Status::INVALID_VALUE);
     }
@@ -68,7 +68,7 @@ impl Copy {
     /// # Errors
     /// What the copy alone would be answered with.
     fn new(copier: &Copier, copy: Memcpy3D, order: u32) -> Result<Copy> {
-        copy_boxes::route(copier.driver, &copy)?;
+        copy_boxes::route(copier.driver, copier.server(), &copy)?;
         Ok(Copy { copy, order })
     }
 
@@ -79,7 +79,8 @@ impl Copy {
     unsafe fn run(&self, copier: &Copier) -> Result<bool> {
         let resolved = copy_boxes::resolve(copier.driver, &self.copy)?;
         let from_host = resolved.srcMemoryType == memory_type::HOST;
-        let pageable = copy_boxes::pageable(copier.driver, &resolved)?.filter(|pageable| !pageable.to_host);
+        let pageable = copy_boxes::pageable(copier.driver, &copier.stream, &resolved)?
+            .filter(|pageable| !pageable.to_host);
         if let Some(pageable) = pageable.as_ref().filter(|_| self.order == order::STREAM) {
             // Read in this call, so what comes before on the stream must have written it.
             let (at, len) = pageable.span();
@@ -104,7 +105,7 @@ unsafe fn run(copier: &Copier, copies: &[Copy]) -> Result {
         // SAFETY: as the caller says.
         wait |= unsafe { copy.run(copier) }?;
     }
-    if wait { copier.stream.synchronize(copier.driver) } else { Ok(()) }
+    if wait { copier.stream.synchronize() } else { Ok(()) }
 }
 
 /// The attributes of copy `i`: of the last entry that begins at or before it.

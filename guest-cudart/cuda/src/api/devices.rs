@@ -153,7 +153,7 @@ api! {
     fn cuDevicePrimaryCtxRetain(context: Out<usize>, dev: i32) {
         context.required()?;
         let device = device(dev)?;
-        driver()?.session.check()?;
+        driver()?.check()?;
         device.primary.retain();
         context.put(device.primary.handle)
     }

@@ -21,16 +21,16 @@ pub(crate) fn record(handle: usize, stream: usize, per_thread: bool, flags: u32)
     if flags & !1 != 0 {
         return Err(Status::INVALID_VALUE);
     }
-    let driver = driver()?;
+    driver()?;
     let stream = match stream {
         // A NULL stream is the event's context's.
         0 | stream::LEGACY | stream::PER_THREAD => {
-            stream_table::any(driver, context::current()?, stream, per_thread)?
+            stream_table::any(context::current()?, stream, per_thread)?
         }
-        handle => stream_table::any(driver, event.context, handle, per_thread)?,
+        handle => stream_table::any(event.context, handle, per_thread)?,
     };
-    driver.session.check()?;
-    stream.context.deferred(driver)?;
+    stream.session().check()?;
+    stream.context.deferred()?;
     if let Some(capture) = stream.capture() {
         if flags != 0 {
             return recording::add(&capture, &stream, Work::Record(handle));
@@ -42,19 +42,19 @@ pub(crate) fn record(handle: usize, stream: usize, per_thread: bool, flags: u32)
     if flags != 0 {
         return Err(code::ILLEGAL_STATE);
     }
-    event::record_on(driver, &event, stream)?;
-    event.ask_ahead(driver);
+    event::record_on(&event, stream)?;
+    event.ask_ahead();
     Ok(())
 }
 
 pub(crate) fn elapsed(milliseconds: Out<f32>, start: usize, end: usize) -> Result {
     milliseconds.required()?;
     let (start, end) = (event::of(start)?, event::of(end)?);
-    let driver = driver()?;
-    driver.session.check()?;
+    driver()?;
+    start.context.session().check()?;
     start.check()?;
     end.check()?;
-    start.context.deferred(driver)?;
+    start.context.deferred()?;
     if (start.flags | end.flags) & DISABLE_TIMING != 0 {
         return Err(Status::INVALID_HANDLE);
     }
@@ -65,13 +65,13 @@ pub(crate) fn elapsed(milliseconds: Out<f32>, start: usize, end: usize) -> Resul
     if start.context.device != end.context.device {
         return Err(Status::INVALID_HANDLE);
     }
-    if !start.is_over(driver)? || !end.is_over(driver)? {
+    if !start.is_over()? || !end.is_over()? {
         return Err(Status::NOT_READY);
     }
     let time = match end.time_since(&start, records) {
         Some(time) => time,
         None => {
-            let reply = driver.session.call(&EventElapsed { start: start.id, end: end.id })?;
+            let reply = end.context.session().call(&EventElapsed { start: start.id, end: end.id })?;
             end.keep_time(&start, records, reply.milliseconds, false);
             reply.milliseconds
         }
@@ -85,20 +85,20 @@ api! {
         if flags & !7 != 0 || flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0 {
             return Err(Status::INVALID_VALUE);
         }
-        let (driver, context) = context::ready()?;
+        let (_, context) = context::ready()?;
         let device = driver::device(context.device as i32)?;
         if flags & INTERPROCESS != 0 && device.attribute(attr::IPC_EVENT_SUPPORTED) == 0 {
             return Err(Status::NOT_SUPPORTED);
         }
-        event.put(EVENTS.insert(Arc::new(event::make(driver, context, flags)?)).ok_or(Status::OUT_OF_MEMORY)?)
+        event.put(EVENTS.insert(Arc::new(event::make(context, flags)?)).ok_or(Status::OUT_OF_MEMORY)?)
     }
 
     fn cuEventDestroy_v2(event: usize) {
-        let driver = driver()?;
+        driver()?;
         let event = EVENTS.remove(event).ok_or(Status::INVALID_HANDLE)?;
-        driver.session.append(&EventDestroy { event: event.id })?;
+        event.context.session().append(&EventDestroy { event: event.id })?;
         ids::EVENTS.give_back(event.id.0);
-        event.context.deferred(driver)
+        event.context.deferred()
     }
     alias cuEventDestroy = cuEventDestroy_v2(event: usize);
 
@@ -113,37 +113,37 @@ api! {
     fn cuEventQuery(event: usize) {
         let event = event::of(event)?;
         let driver = driver()?;
-        driver.session.check()?;
+        event.context.session().check()?;
         event.check()?;
         capture::unsafe_call()?;
-        event.context.deferred(driver)?;
-        let done = if event.is_shared() { event.ask(driver)? } else { event.is_over(driver)? };
+        event.context.deferred()?;
+        let done = if event.is_shared() { event.ask()? } else { event.is_over()? };
         if !done {
             return Err(Status::NOT_READY);
         }
         shared_blocks::after_wait(driver);
-        event.context.deferred(driver)
+        event.context.deferred()
     }
 
     fn cuEventSynchronize(event: usize) {
         let event = event::of(event)?;
         let driver = driver()?;
         host_calls::forbid()?;
-        driver.session.check()?;
+        event.context.session().check()?;
         event.check()?;
         capture::unsafe_call()?;
-        event.context.deferred(driver)?;
+        event.context.deferred()?;
         if event.is_shared() {
-            let result = event.await_shared(driver);
+            let result = event.await_shared();
             shared_blocks::after_wait(driver);
-            return event.context.settle(driver, result);
+            return event.context.settle(result);
         }
-        if event.is_done(driver) {
-            driver.session.show_output();
+        if event.is_done() {
+            event.context.session().show_output();
             shared_blocks::after_wait(driver);
-            return event.context.deferred(driver);
+            return event.context.deferred();
         }
-        let result = event.synchronize(driver);
+        let result = event.synchronize();
         shared_blocks::after_wait(driver);
         result
     }

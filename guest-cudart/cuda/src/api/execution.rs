@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicBool;
 
 use crate::abi::arguments::In;
 use crate::abi::result::{Result, refuse_form};
+use crate::abi::types::launch_attr;
 use crate::abi::types::{LaunchAttr, LaunchConfig};
 use crate::code::library;
 use crate::graph::node_work::{Kernel, Work};
@@ -15,9 +16,10 @@ use crate::memory::{managed, pinned};
 use crate::process::device_attributes::attr;
 use crate::process::stream;
 use crate::streams::{event, stream_table};
-use crate::work::launch::{self, Shape, launch_attr};
+use crate::work::launch::{self, Shape};
 use client::Status;
 use client::ops::launch::{Launch, LaunchAttribute};
+use client::trace::{RECORDER, Span};
 
 thread_local! {
     static BLOCK: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
@@ -58,7 +60,7 @@ pub(crate) unsafe fn launch(
         return Err(Status::INVALID_HANDLE);
     }
     let function = library::of(handle)?;
-    let stream = stream_table::any(driver, context, stream, per_thread)?;
+    let stream = stream_table::any(context, stream, per_thread)?;
     if !std::ptr::eq(function.context, context) || !std::ptr::eq(stream.context, context) {
         return Err(Status::INVALID_HANDLE);
     }
@@ -67,7 +69,7 @@ pub(crate) unsafe fn launch(
         let mut block = Vec::new();
         // SAFETY: as the caller says.
         unsafe { launch::parameters(&function, params, extra, &mut block) }?;
-        pinned::reach(driver, &block);
+        pinned::reach(driver, context, &block);
         let attributes = stream::of_captured(&stream, attributes);
         let kernel = Kernel::new(handle, function, shape, attributes, &block);
         return recording::add(&capture, &stream, Work::Kernel(Arc::new(kernel)));
@@ -76,10 +78,10 @@ pub(crate) unsafe fn launch(
         // Parameters are read first: they may stand in managed memory, which then is the host's once more.
         // SAFETY: as the caller says.
         unsafe { launch::parameters(&function, params, extra, block) }?;
-        pinned::reach(driver, block);
+        pinned::reach(driver, context, block);
         let _order = managed::before_work(driver)?;
         let op = Launch {
-            function: function.id,
+            function: function.known_id(),
             stream: stream.id,
             grid: shape.grid,
             block: shape.block,
@@ -87,9 +89,10 @@ pub(crate) unsafe fn launch(
             attributes: attributes.clone(),
             params: block,
         };
-        stream.work(driver, &op)?;
+        let seq = stream.work(&op)?;
+        RECORDER.span(|| Span::Kernel(seq.in_timeline(), function.name.to_string_lossy().into_owned()));
         context.limits.launched(function.stack());
-        Ok(())
+        function.launched(&shape.block)
     };
     let appended = BLOCK.try_with(|block| match block.try_borrow_mut() {
         Ok(mut block) => append(&mut block),
@@ -131,15 +134,15 @@ api! {
             // SAFETY: as CUDA's manual has it, which the program vouches for.
             return unsafe { launch(function, shape, c.hStream, pt, attributes, params, extra) };
         }
-        let (driver, context, _lent) = stream_table::ready_on(c.hStream)?;
-        let stream = stream_table::any(driver, context, c.hStream, pt)?;
+        let (_, context, _lent) = stream_table::ready_on(c.hStream)?;
+        let stream = stream_table::any(context, c.hStream, pt)?;
         if stream.capture().is_some() {
             return refuse_form("a captured launch that records an event", &SAID);
         }
         let events = events.into_iter().map(event::of).collect::<Result<Vec<_>>>()?;
         // SAFETY: as CUDA's manual has it, which the program vouches for.
         unsafe { launch(function, shape, c.hStream, pt, attributes, params, extra) }?;
-        events.iter().try_for_each(|event| event::record_on(driver, event, stream.clone()))
+        events.iter().try_for_each(|event| event::record_on(event, stream.clone()))
     }
 
     unsafe fn cuLaunchCooperativeKernel / cuLaunchCooperativeKernel_ptsz(

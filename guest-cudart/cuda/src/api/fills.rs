@@ -19,7 +19,7 @@ pub(crate) fn fill(
     per_thread: bool,
 ) -> Result {
     let (driver, context, _lent) = stream_table::ready_on(handle.unwrap_or(0))?;
-    let stream = stream_table::any(driver, context, handle.unwrap_or(0), per_thread)?;
+    let stream = stream_table::any(context, handle.unwrap_or(0), per_thread)?;
     let params = MemsetNodeParams { dst, pitch, value, elementSize: element, width, height };
     let fill = Fill::of(driver, stream.id, &params)?;
     if let (Some(capture), false) = (stream.capture(), matches!(fill, Fill::Nothing)) {
@@ -28,7 +28,7 @@ pub(crate) fn fill(
     // For memory of the host, also for what a device has of it for the time being, this is the form that waits.
     let waits = handle.is_none() && (matches!(fill, Fill::Here(_)) || mirror::is_here(dst));
     fill.run(driver, &stream)?;
-    if waits { stream.synchronize(driver) } else { Ok(()) }
+    if waits { stream.synchronize() } else { Ok(()) }
 }
 
 api! {

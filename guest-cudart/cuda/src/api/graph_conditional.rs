@@ -10,7 +10,7 @@ use client::{Status, lock, log};
 
 /// A condition of a graph.
 pub(crate) fn create(graph: &Graph, ctx: usize, default: u32, flags: u32) -> Result<u64> {
-    let driver = driver()?;
+    driver()?;
     if flags & !condition_flag::ASSIGN_DEFAULT != 0 {
         return Err(Status::INVALID_VALUE);
     }
@@ -18,10 +18,10 @@ pub(crate) fn create(graph: &Graph, ctx: usize, default: u32, flags: u32) -> Res
         return Err(Status::INVALID_VALUE);
     }
     let id = graph.draft.id().unwrap_or_else(instance::new_id);
-    let context = graph.context.id;
-    let reply = driver.session.call(&GraphCondition { context, graph: id, default, flags })?;
+    let (context, session) = (graph.context.id, graph.context.session());
+    let reply = session.call(&GraphCondition { context, graph: id, default, flags })?;
     // Of two threads that are here for the first time, one has made a draft that nobody uses.
-    if *graph.draft.id.get_or_init(|| id) != id {
+    if graph.draft.id.get_or_init(|| (id, session)).0 != id {
         log::warn(format_args!("conditions of one graph were made by two threads at once"));
         return Err(Status::NOT_PERMITTED);
     }

@@ -47,22 +47,22 @@ fn instantiate(graph: usize, flags: u64) -> Result<usize> {
 }
 
 /// The stream of a launch or an upload, of the instance's context.
-fn on(driver: &Driver, exec: &Exec, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
+fn on(exec: &Exec, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
     let (_, context, _lent) = stream_table::ready_on(handle)?;
-    let stream = stream_table::any(driver, context, handle, per_thread)?;
+    let stream = stream_table::any(context, handle, per_thread)?;
     if std::ptr::eq(stream.context, exec.context) { Ok(stream) } else { Err(Status::INVALID_VALUE) }
 }
 
 fn upload(handle: usize, stream: usize, per_thread: bool) -> Result {
     let (driver, exec) = exec(handle)?;
-    let stream = on(driver, &exec, stream, per_thread)?;
+    let stream = on(&exec, stream, per_thread)?;
     crate::streams::capture_rules::forbid(&stream)?;
     exec.upload(driver, &stream)
 }
 
 fn launch(handle: usize, stream: usize, per_thread: bool) -> Result {
     let (driver, exec) = exec(handle)?;
-    let stream = on(driver, &exec, stream, per_thread)?;
+    let stream = on(&exec, stream, per_thread)?;
     crate::streams::capture_rules::forbid(&stream)?;
     exec.launch(driver, &stream)?;
     stream.context.limits.launched_graph();

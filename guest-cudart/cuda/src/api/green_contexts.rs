@@ -12,7 +12,7 @@ use crate::abi::result::{Result, code};
 use crate::abi::types::DevResource;
 use crate::api::teardown;
 use crate::process::context::{self, Context};
-use crate::process::driver::{self, Driver, driver};
+use crate::process::driver::{self, Device, Driver, Server, driver};
 use crate::process::fences;
 use crate::process::green::{ANY, GREENS, Green};
 use crate::process::ids::unique_id;
@@ -21,7 +21,7 @@ use crate::streams::event::{self, Event};
 use crate::streams::green_gates::{self, GATES, Whole};
 use crate::streams::stream_table;
 use client::handle::{DescriptorId, GreenId};
-use client::ops::green::{GreenCreate, GreenDestroy, MAX_GROUPS, PartDescribe, PartGet, PartSplit};
+use client::ops::green::{GreenCreate, GreenDestroy, MAX_GROUPS, Part, PartDescribe, PartGet, PartSplit};
 use client::{Status, lock};
 
 /// `CU_DEV_RESOURCE_TYPE_SM`.
@@ -30,7 +30,7 @@ const SM: u32 = 1;
 static IDS: AtomicU32 = AtomicU32::new(1);
 
 /// What programs made descriptors of; their handle is the place here, from 1.
-static DESCRIPTORS: Mutex<Vec<DescriptorId>> = Mutex::new(Vec::new());
+static DESCRIPTORS: Mutex<Vec<(DescriptorId, &'static Server)>> = Mutex::new(Vec::new());
 
 fn of(handle: usize) -> Result<(&'static Driver, Arc<Green>)> {
     let driver = driver()?;
@@ -52,25 +52,25 @@ fn streams(context: &'static Context, green: Option<&Arc<Green>>) -> Result<Vec<
 }
 
 /// Records an event after all work so far of a context, or of a green one in it.
-fn record_all(driver: &Driver, (context, green): Whole, event: &Event) -> Result {
+fn record_all((context, green): Whole, event: &Event) -> Result {
     if event.context().device != context.device {
         return Err(Status::INVALID_HANDLE);
     }
     let all = streams(context, green.as_ref())?;
     let last = Arc::new(match &green {
-        None => stream_table::unnamed_once(driver, context)?,
-        Some(green) => stream_table::in_green(driver, green, 0)?,
+        None => stream_table::unnamed_once(context)?,
+        Some(green) => stream_table::in_green(green, 0)?,
     });
     for stream in all {
-        fences::join(driver, &stream, &last)?;
+        fences::join(&stream, &last)?;
     }
-    event::record_on(driver, event, last.clone())?;
-    stream_table::end(driver, last);
+    event::record_on(event, last.clone())?;
+    stream_table::end(last);
     Ok(())
 }
 
 /// Makes all work from now on in a context, or in a green one in it, wait for an event.
-fn wait_all(driver: &Driver, (context, green): Whole, event: &Event) -> Result {
+fn wait_all((context, green): Whole, event: &Event) -> Result {
     if let Some((capture, _)) = event.captured() {
         capture.spoil();
         return Err(code::STREAM_CAPTURE_UNSUPPORTED);
@@ -84,30 +84,42 @@ fn wait_all(driver: &Driver, (context, green): Whole, event: &Event) -> Result {
     };
     if !gates.iter().any(|((of, other), _)| std::ptr::eq(*of, context) && is_it(other)) {
         let gate = match &green {
-            None => stream_table::unnamed(driver, context)?,
+            None => stream_table::unnamed(context)?,
             Some(green) => {
-                let gate = Arc::new(stream_table::in_green(driver, green, 0)?);
+                let gate = Arc::new(stream_table::in_green(green, 0)?);
                 stream_table::keep(&gate);
                 gate
             }
         };
-        event::wait(driver, &gate, event)?;
+        event::wait(&gate, event)?;
         gates.push(((context, green), gate));
     }
     drop(gates);
     for stream in all {
-        event::wait(driver, &stream, event)?;
+        event::wait(&stream, event)?;
     }
     Ok(())
 }
 
-fn part(to: Out<DevResource>, device: u32, green: Option<GreenId>, kind: u32) -> Result {
+fn part(to: Out<DevResource>, device: &Device, green: Option<GreenId>, kind: u32) -> Result {
     to.required()?;
     if kind != SM {
         return Err(code::INVALID_RESOURCE_TYPE);
     }
-    let reply = driver()?.session.call(&PartGet { device, green, kind })?;
-    to.put(DevResource::holding(&reply.part))
+    let reply = device.server.session.call(&PartGet { device: device.number, green, kind })?;
+    to.put(holding(&reply.part, device.server))
+}
+
+/// A part of a device as a program keeps it.
+fn holding(part: &Part, server: &Server) -> DevResource {
+    DevResource::holding(part, server.session.index() as u32)
+}
+
+/// The server of a part, and its number there.
+fn part_of(driver: &Driver, part: &DevResource) -> Result<(&'static Server, u32)> {
+    let (server, number) = part.number()?;
+    let server = driver.servers.get(server as usize).ok_or(Status::INVALID_VALUE)?;
+    Ok((server, number))
 }
 
 fn split(
@@ -124,16 +136,17 @@ fn split(
         return Err(code::INVALID_RESOURCE_TYPE);
     }
     let wanted = (!groups.is_null()).then_some(wanted.min(MAX_GROUPS));
-    let request = PartSplit { part: input.number()?, groups: wanted, flags, least };
-    let reply = driver.session.call(&request)?;
+    let (server, part) = part_of(driver, &input)?;
+    let request = PartSplit { part, groups: wanted, flags, least };
+    let reply = server.session.call(&request)?;
     if reply.groups.len() > wanted.unwrap_or(0) as usize {
         return Err(Status::UNKNOWN);
     }
     if !groups.is_null() {
         // SAFETY: there is room for as many as `count` says, by CUDA's manual, and there are no more.
-        unsafe { groups.put(reply.groups.iter().map(DevResource::holding)) }?;
+        unsafe { groups.put(reply.groups.iter().map(|group| holding(group, server))) }?;
     }
-    rest.put_if_wanted(DevResource::holding(&reply.rest));
+    rest.put_if_wanted(holding(&reply.rest, server));
     count.put(reply.count)
 }
 
@@ -148,22 +161,30 @@ fn describe(to: Out<usize>, parts: Array<DevResource>, count: Count<u32>) -> Res
     if parts.iter().any(|part| part.kind != SM) {
         return Err(code::INVALID_RESOURCE_TYPE);
     }
-    let parts = parts.iter().map(DevResource::number).collect::<Result<_>>()?;
+    let parts = parts.iter().map(|part| part_of(driver, part)).collect::<Result<Vec<_>>>()?;
+    let server = parts[0].0;
+    if parts.iter().any(|(other, _)| !std::ptr::eq(*other, server)) {
+        return Err(Status::INVALID_VALUE);
+    }
+    let parts = parts.into_iter().map(|(_, part)| part).collect();
     let descriptor = DescriptorId(IDS.fetch_add(1, Ordering::Relaxed));
-    driver.session.call(&PartDescribe { descriptor, parts })?;
+    server.session.call(&PartDescribe { descriptor, parts })?;
     let mut all = lock(&DESCRIPTORS);
-    all.push(descriptor);
+    all.push((descriptor, server));
     to.put(all.len())
 }
 
 fn create(to: Out<usize>, descriptor: usize, dev: i32, flags: u32) -> Result {
-    let driver = driver()?;
+    driver()?;
     to.required()?;
     let device = driver::device(dev)?;
     let found = descriptor.checked_sub(1).and_then(|place| lock(&DESCRIPTORS).get(place).copied());
-    let descriptor = found.ok_or(Status::INVALID_VALUE)?;
+    let (descriptor, server) = found.ok_or(Status::INVALID_VALUE)?;
+    if !std::ptr::eq(server, device.server) {
+        return Err(Status::INVALID_DEVICE);
+    }
     let id = GreenId(IDS.fetch_add(1, Ordering::Relaxed));
-    driver.session.call(&GreenCreate { green: id, descriptor, device: device.ordinal, flags })?;
+    device.server.session.call(&GreenCreate { green: id, descriptor, device: device.number, flags })?;
     let green = Arc::new(Green {
         id,
         context: device.primary,
@@ -174,10 +195,10 @@ fn create(to: Out<usize>, descriptor: usize, dev: i32, flags: u32) -> Result {
         default: Mutex::new(None),
     });
     device.primary.retain();
-    fences::before_stream(driver, device.primary)?;
-    let stream = Arc::new(stream_table::in_green(driver, &green, 0)?);
+    fences::before_stream(device.primary)?;
+    let stream = Arc::new(stream_table::in_green(&green, 0)?);
     stream_table::keep(&stream);
-    green_gates::inherit(driver, &stream)?;
+    green_gates::inherit(&stream)?;
     *lock(&green.default) = Some(stream);
     let handle = GREENS.insert(green.clone()).ok_or(Status::OUT_OF_MEMORY)?;
     green.handle.get_or_init(|| handle);
@@ -186,33 +207,33 @@ fn create(to: Out<usize>, descriptor: usize, dev: i32, flags: u32) -> Result {
 }
 
 fn destroy(handle: usize) -> Result {
-    let (driver, green) = of(handle)?;
+    let (_, green) = of(handle)?;
     GREENS.remove(handle).ok_or(Status::INVALID_CONTEXT)?;
-    let deferred = green.context.deferred(driver);
+    let deferred = green.context.deferred();
     // Its work is done before its streams go.
-    green.context.quiesce(driver);
+    green.context.quiesce();
     green.alive.store(false, Ordering::Release);
-    stream_table::end_all_of(driver, &green);
+    stream_table::end_all_of(&green);
     lock(&GATES).retain(|((_, other), _)| other.as_ref().is_none_or(|other| !Arc::ptr_eq(other, &green)));
     *lock(&green.default) = None;
-    driver.session.call(&GreenDestroy { green: green.id })?;
+    green.context.session().call(&GreenDestroy { green: green.id })?;
     teardown::release(green.context)?;
     deferred
 }
 
 api! {
     fn cuDeviceGetDevResource(device: i32, resource: Out<DevResource>, kind: u32) {
-        part(resource, driver::device(device)?.ordinal, None, kind)
+        part(resource, driver::device(device)?, None, kind)
     }
 
     fn cuCtxGetDevResource(ctx: usize, resource: Out<DevResource>, kind: u32) {
         let (context, green) = context::and_green_of(ctx)?;
-        part(resource, context.device, green.map(|green| green.id), kind)
+        part(resource, driver::device(context.device as i32)?, green.map(|green| green.id), kind)
     }
 
     fn cuGreenCtxGetDevResource(ctx: usize, resource: Out<DevResource>, kind: u32) {
         let (_, green) = of(ctx)?;
-        part(resource, green.context.device, Some(green.id), kind)
+        part(resource, driver::device(green.context.device as i32)?, Some(green.id), kind)
     }
 
     fn cuDevSmResourceSplitByCount(
@@ -245,9 +266,9 @@ api! {
 
     fn cuGreenCtxStreamCreate(stream: Out<usize>, ctx: usize, flags: u32, priority: i32) {
         const NON_BLOCKING: u32 = 1;
-        let (driver, green) = of(ctx)?;
-        driver.session.check()?;
-        green.context.deferred(driver)?;
+        let (_, green) = of(ctx)?;
+        green.context.session().check()?;
+        green.context.deferred()?;
         if flags != NON_BLOCKING {
             return Err(Status::INVALID_VALUE);
         }
@@ -261,22 +282,22 @@ api! {
     }
 
     fn cuGreenCtxRecordEvent(ctx: usize, event: usize) {
-        let (driver, green) = of(ctx)?;
-        record_all(driver, (green.context, Some(green)), &*event::of(event)?)
+        let (_, green) = of(ctx)?;
+        record_all((green.context, Some(green)), &*event::of(event)?)
     }
 
     fn cuGreenCtxWaitEvent(ctx: usize, event: usize) {
-        let (driver, green) = of(ctx)?;
-        wait_all(driver, (green.context, Some(green)), &*event::of(event)?)
+        let (_, green) = of(ctx)?;
+        wait_all((green.context, Some(green)), &*event::of(event)?)
     }
 
     fn cuCtxRecordEvent(ctx: usize, event: usize) {
         let event = event::of(event)?;
-        record_all(driver()?, context::and_green_of(ctx)?, &event)
+        record_all(context::and_green_of(ctx)?, &event)
     }
 
     fn cuCtxWaitEvent(ctx: usize, event: usize) {
         let event = event::of(event)?;
-        wait_all(driver()?, context::and_green_of(ctx)?, &event)
+        wait_all(context::and_green_of(ctx)?, &event)
     }
 }

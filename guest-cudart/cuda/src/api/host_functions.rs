@@ -13,7 +13,7 @@ api! {
     fn cuLaunchHostFunc / cuLaunchHostFunc_ptsz(stream: usize, function: Option<HostFn>, data: *mut c_void) |pt| {
         let function = function.ok_or(Status::INVALID_VALUE)?;
         let (driver, context, _lent) = stream_table::ready_on(stream)?;
-        let stream = stream_table::any(driver, context, stream, pt)?;
+        let stream = stream_table::any(context, stream, pt)?;
         if let Some(capture) = stream.capture() {
             return recording::add(&capture, &stream, Work::Host(function, UserData(data)));
         }
@@ -26,7 +26,7 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         let (driver, context, _lent) = stream_table::ready_on(stream)?;
-        let on_stream = stream_table::any(driver, context, stream, pt)?;
+        let on_stream = stream_table::any(context, stream, pt)?;
         capture_rules::forbid(&on_stream)?;
         host_function::on(driver, on_stream, Function::Callback(callback, stream), data)
     }

@@ -7,7 +7,6 @@ use crate::abi::arguments::Out;
 use crate::abi::types::IpcHandle;
 use crate::memory::{address, stream_ordered, virtual_memory};
 use crate::process::context;
-use crate::process::driver::driver;
 use crate::streams::event;
 use client::ops::memory::PieceExport;
 use client::{Status, lock};
@@ -48,7 +47,7 @@ static OPENED: Mutex<BTreeMap<Name, (u64, u32)>> = Mutex::new(BTreeMap::new());
 api! {
     fn cuIpcGetEventHandle(handle: Out<IpcHandle>, event: usize) {
         handle.required()?;
-        let token = event::export(driver()?, event)?;
+        let token = event::export(event)?;
         let mut bytes = [0; 64];
         bytes[..8].copy_from_slice(&EVENT_MAGIC);
         bytes[8..24].copy_from_slice(&token);
@@ -57,9 +56,9 @@ api! {
 
     fn cuIpcOpenEventHandle(event: Out<usize>, handle: IpcHandle) {
         event.required()?;
-        let (driver, context) = context::ready()?;
+        let (_, context) = context::ready()?;
         let token = handle.0.strip_prefix(&EVENT_MAGIC).and_then(|rest| rest.first_chunk::<16>());
-        event.put(event::import(driver, context, *token.ok_or(Status::INVALID_VALUE)?)?)
+        event.put(event::import(context, *token.ok_or(Status::INVALID_VALUE)?)?)
     }
 
     fn cuIpcGetMemHandle(handle: Out<IpcHandle>, dptr: u64) {
@@ -70,14 +69,14 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         virtual_memory::share(driver)?;
-        let reply = driver.session.call(&PieceExport { address: found.base })?;
+        let reply = found.context.session().call(&PieceExport { address: found.base })?;
         let offset = found.base.checked_sub(reply.base).ok_or(Status::UNKNOWN)?;
         handle.put(Name { token: reply.token, offset, size: found.size }.handle())
     }
 
     fn cuIpcOpenMemHandle_v2(dptr: Out<u64>, handle: IpcHandle, flags: u32) {
         dptr.required()?;
-        let (driver, _) = context::ready()?;
+        let (driver, context) = context::ready()?;
         // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is the only flag there is, and must be given.
         if flags != 1 {
             return Err(Status::INVALID_VALUE);
@@ -89,7 +88,7 @@ api! {
             return dptr.put(*address);
         }
         virtual_memory::share(driver)?;
-        let address = virtual_memory::open(driver, name.token, name.offset, name.size, false)?;
+        let address = virtual_memory::open(driver, context.server, name.token, name.offset, name.size, false)?;
         opened.insert(name, (address, 1));
         dptr.put(address)
     }

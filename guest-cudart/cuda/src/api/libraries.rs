@@ -23,7 +23,7 @@ api! {
         // nvcc's own and has no meaning for a remote device.
         let _ = (library_options, library_values, library_count);
         to.required()?;
-        driver()?.session.check()?;
+        driver()?.check()?;
         // SAFETY: as many options as the count says, by CUDA's manual.
         let jit = unsafe { Jit::parse(count, options, values) }?;
         // SAFETY: the program gives a whole image.
@@ -37,7 +37,7 @@ api! {
         let _ = (library_options, library_values, library_count);
         to.required()?;
         name.required()?;
-        driver()?.session.check()?;
+        driver()?.check()?;
         // SAFETY: as many options as the count says, by CUDA's manual.
         let jit = unsafe { Jit::parse(count, options, values) }?;
         let bytes = read_file(name.get()?)?;
@@ -46,15 +46,15 @@ api! {
     }
 
     fn cuLibraryUnload(handle: usize) {
-        let driver = driver()?;
+        driver()?;
         let library = LIBRARIES.remove(handle).ok_or(Status::INVALID_HANDLE)?;
         for kernel in lock(&library.kernels).drain().map(|(_, kernel)| kernel) {
             KERNELS.remove(kernel.handle);
         }
         for (context, module) in lock(&library.instances).drain(..) {
             // A kernel of it may be running.
-            context.quiesce(driver);
-            module.unload(driver)?;
+            context.quiesce();
+            module.unload()?;
         }
         Ok(())
     }
@@ -87,8 +87,8 @@ api! {
 
     fn cuLibraryGetModule(to: Out<usize>, handle: usize) {
         to.required()?;
-        let (driver, library) = library::library(handle)?;
-        to.put(library.in_context(driver, context::current()?)?.handle()?)
+        let (_, library) = library::library(handle)?;
+        to.put(library.in_context(context::current()?)?.handle()?)
     }
 
     fn cuLibraryGetGlobal(address: Out<u64>, size: Out<usize>, handle: usize, name: Text) {
@@ -113,21 +113,21 @@ api! {
 
     fn cuKernelGetAttribute(value: Out<i32>, number: u32, handle: usize, dev: i32) {
         value.required()?;
-        let (driver, kernel) = library::kernel(handle)?;
-        value.put(kernel.get(driver, dev, number)?)
+        let (_, kernel) = library::kernel(handle)?;
+        value.put(kernel.get(dev, number)?)
     }
 
     fn cuKernelSetAttribute(number: u32, value: i32, handle: usize, dev: i32) {
-        let (driver, kernel) = library::kernel(handle)?;
-        kernel.set(driver, dev, number, value)
+        let (_, kernel) = library::kernel(handle)?;
+        kernel.set(dev, number, value)
     }
 
     fn cuKernelSetCacheConfig(handle: usize, config: u32, dev: i32) {
-        let (driver, kernel) = library::kernel(handle)?;
+        let (_, kernel) = library::kernel(handle)?;
         if config > 3 {
             return Err(Status::INVALID_VALUE);
         }
-        kernel.set(driver, dev, func::CACHE_CONFIG, config as i32)
+        kernel.set(dev, func::CACHE_CONFIG, config as i32)
     }
 
     fn cuKernelGetParamInfo(handle: usize, index: usize, offset: Out<usize>, size: Out<usize>) {

@@ -23,23 +23,23 @@ pub(crate) unsafe fn create(
 ) -> Result {
     static IDS: AtomicU32 = AtomicU32::new(1);
     state.required()?;
-    let (driver, context) = context::ready()?;
+    let (_, context) = context::ready()?;
     // SAFETY: as many as the program says.
     let jit = unsafe { Jit::parse(count, options, values) }?;
     let id = LinkId(IDS.fetch_add(1, Ordering::Relaxed));
-    driver.session.call(&LinkCreate { context: context.id, link: id, options: jit.options.clone() })?;
-    let link = Link { id, jit, image: Mutex::default() };
+    context.session().call(&LinkCreate { context: context.id, link: id, options: jit.options.clone() })?;
+    let link = Link { id, session: context.session(), jit, image: Mutex::default() };
     let handle = LINKS.insert(Arc::new(link)).ok_or(Status::OUT_OF_MEMORY)?;
     state.put(handle)
 }
 
 fn complete(handle: usize, image: Out<*const c_void>, size: Out<usize>) -> Result {
     image.required()?;
-    let (driver, link) = linker::of(handle)?;
+    let link = linker::of(handle)?;
     let mut kept = lock(&link.image);
     if kept.is_none() {
-        let fetched = match linker::fetch(driver, &link, IMAGE) {
-            Err(Ok(needed)) => linker::fetch(driver, &link, needed),
+        let fetched = match linker::fetch(&link, IMAGE) {
+            Err(Ok(needed)) => linker::fetch(&link, needed),
             other => other,
         };
         *kept = Some(fetched.map_err(|error| error.err().unwrap_or(Status::UNKNOWN))?);

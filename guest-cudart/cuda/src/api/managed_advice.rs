@@ -26,7 +26,7 @@ pub(crate) fn prefetch(
     per_thread: bool,
 ) -> Result {
     let (driver, context) = context::ready()?;
-    stream_table::plain(driver, context, handle, per_thread)?;
+    stream_table::plain(context, handle, per_thread)?;
     let at = advice::place(to)?;
     if flags != 0 {
         return Err(Status::INVALID_VALUE);
@@ -150,7 +150,7 @@ api! {
 
     fn cuMemDiscardBatchAsync / cuMemDiscardBatchAsync_ptsz(dptrs: Array<u64>, sizes: Array<usize>, count: Count, flags: u64, stream: usize) |pt| {
         let (driver, context) = context::ready()?;
-        stream_table::plain(driver, context, stream, pt)?;
+        stream_table::plain(context, stream, pt)?;
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }

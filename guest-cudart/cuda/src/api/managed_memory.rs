@@ -30,7 +30,7 @@ api! {
 
     fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz(handle: usize, dptr: u64, length: usize, flags: u32) |pt| {
         let (driver, context) = context::ready()?;
-        stream_table::plain(driver, context, handle, pt)?;
+        stream_table::plain(context, handle, pt)?;
         // An access of the host waits for all streams, whichever the memory is attached to.
         let found = address::find(driver, dptr).filter(|found| found.managed && found.base == dptr);
         let found = found.ok_or(Status::INVALID_VALUE)?;

@@ -8,7 +8,7 @@ use crate::memory::{
 };
 use crate::process::capture;
 use crate::process::context::{self, Context};
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::driver;
 use client::ops::memory::{MemFree, MemGetInfo};
 use client::{Status, lock};
 
@@ -16,11 +16,11 @@ use client::{Status, lock};
 pub(crate) const PITCH: usize = 512;
 
 /// `cuMemFree` of an allocation of a pool of pinned memory: all that may use it is done first.
-fn free_to_pool(driver: &'static Driver, context: &'static Context, address: u64) -> Result {
+fn free_to_pool(context: &'static Context, address: u64) -> Result {
     capture::unsafe_call()?;
     stream_ordered::settle_all()?;
-    let stream = crate::streams::stream_table::any(driver, context, 0, false)?;
-    if host_pool::free(driver, address, stream)? { Ok(()) } else { Err(Status::INVALID_VALUE) }
+    let stream = crate::streams::stream_table::any(context, 0, false)?;
+    if host_pool::free(address, stream)? { Ok(()) } else { Err(Status::INVALID_VALUE) }
 }
 
 api! {
@@ -28,7 +28,7 @@ api! {
         let (driver, context) = context::ready()?;
         let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
         stream_ordered::collect(driver);
-        let reply = driver.session.call(&MemGetInfo { device: device.ordinal })?;
+        let reply = device.server.session.call(&MemGetInfo { device: device.number })?;
         // What is backed and free here is free to the program.
         let spare = lock(&device.memory).free_bytes() + lock(&device.managed).free_bytes();
         free.put_if_wanted((reply.free + spare).min(reply.total) as usize);
@@ -67,14 +67,14 @@ api! {
             return Ok(());
         }
         if host_pool::is_here(dptr) {
-            return free_to_pool(driver, context, dptr);
+            return free_to_pool(context, dptr);
         }
         if let Some(found) = graph_memory::found(dptr) {
             capture::unsafe_call()?;
             if found.context.is_alive() {
                 stream_ordered::synchronize(found.context)?;
             }
-            return graph_memory::freed(driver, dptr, None)?.then_some(()).ok_or(Status::INVALID_VALUE);
+            return graph_memory::freed(dptr, None)?.then_some(()).ok_or(Status::INVALID_VALUE);
         }
         if virtual_memory::is_here(dptr) {
             capture::unsafe_call()?;
@@ -98,8 +98,8 @@ api! {
         if memory.find(dptr).is_none_or(|(base, a)| base != dptr || a.tag.freed || a.tag.buffer != found.buffer) {
             return Err(Status::INVALID_VALUE);
         }
-        driver.session.append(&MemFree { address: dptr })?;
-        memory.free(dptr, driver);
+        device.server.session.append(&MemFree { address: dptr })?;
+        memory.free(dptr, device);
         pool::gone(found.pool, found.size);
         Ok(())
     }

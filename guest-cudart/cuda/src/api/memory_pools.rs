@@ -30,7 +30,7 @@ pub(crate) fn alloc(
     static SAID: AtomicBool = AtomicBool::new(false);
     dptr.required()?;
     let (driver, context) = context::ready()?;
-    let stream = stream_table::any(driver, context, handle, per_thread)?;
+    let stream = stream_table::any(context, handle, per_thread)?;
     let pool_handle = match pool {
         Some(pool) => pool,
         None => pool::current_pool(stream.context.device as i32)?,
@@ -126,7 +126,7 @@ api! {
 
     fn cuMemFreeAsync / cuMemFreeAsync_ptsz(dptr: u64, stream: usize) |pt| {
         let (driver, context) = context::ready()?;
-        let stream = stream_table::any(driver, context, stream, pt)?;
+        let stream = stream_table::any(context, stream, pt)?;
         if dptr == 0 {
             return Ok(());
         }
@@ -244,7 +244,7 @@ api! {
         }
         stream_ordered::collect(driver);
         let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        lock(&device.memory).trim(keep as u64, driver).map(|_| ())
+        lock(&device.memory).trim(keep as u64, device).map(|_| ())
     }
 
     unsafe fn cuMemPoolSetAttribute(pool: usize, attribute: u32, value: *mut c_void) {

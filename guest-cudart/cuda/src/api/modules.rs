@@ -19,9 +19,9 @@ pub(crate) fn of(handle: usize) -> Result<(&'static Driver, Arc<Module>)> {
 
 unsafe fn load_data(module: Out<usize>, image: *const c_void, jit: &Jit) -> Result {
     module.required()?;
-    let (driver, context) = context::ready()?;
+    let (_, context) = context::ready()?;
     // SAFETY: the program gives a whole image.
-    let loaded = module::load(driver, context, &unsafe { image::bytes(image)? }, jit)?;
+    let loaded = module::load(context, &unsafe { image::bytes(image)? }, jit)?;
     module.put(loaded.handle()?)
 }
 
@@ -58,14 +58,14 @@ api! {
     }
 
     fn cuModuleUnload(module: usize) {
-        let (driver, module) = of(module)?;
-        driver.session.check()?;
+        let (_, module) = of(module)?;
+        module.context.session().check()?;
         // A kernel of it may be running.
-        module.context.quiesce(driver);
+        module.context.quiesce();
         if library::owns(&module) {
             return Err(Status::NOT_PERMITTED);
         }
-        module.unload(driver)
+        module.unload()
     }
 
     fn cuModuleGetLoadingMode(mode: Out<u32>) {
@@ -100,7 +100,7 @@ api! {
     fn cuModuleGetGlobal_v2(address: Out<u64>, size: Out<usize>, module: usize, name: Text) {
         name.required()?;
         let (driver, module) = of(module)?;
-        driver.session.check()?;
+        module.context.session().check()?;
         put_variable(module.global(driver, name.get()?)?, address, size)
     }
 }

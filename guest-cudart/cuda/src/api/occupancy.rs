@@ -1,18 +1,19 @@
-//! Occupancy. The server says how many blocks fit, once for each question; the search for a good block size happens here.
+//! Occupancy. How many blocks fit is computed where the rules are known, or asked once for each question; the search for a good block size happens here.
 
 use crate::abi::arguments::{In, Out};
 use crate::abi::result::Result;
 use crate::abi::types::{BlockToShared, LaunchConfig};
 use crate::code::function::{Function, func};
-use crate::code::library;
+use crate::code::occupancy::{self, ClusterAnswer};
+use crate::code::{library, reading};
 use crate::process::device_attributes::attr;
 use crate::process::driver::{self, Device};
 use crate::work::launch;
-use client::Status;
 use client::ops::module::{
     OccupancyAvailableShared, OccupancyMaxActiveBlocks, OccupancyMaxActiveClusters,
     OccupancyMaxPotentialClusterSize,
 };
+use client::{Status, log};
 
 /// Blocks of a function that fit on one multiprocessor.
 fn blocks(function: &Function, block_size: i32, shared: usize, flags: u32) -> Result<i32> {
@@ -20,9 +21,76 @@ fn blocks(function: &Function, block_size: i32, shared: usize, flags: u32) -> Re
     if flags & !1 != 0 {
         return Err(Status::INVALID_VALUE);
     }
-    let request =
-        OccupancyMaxActiveBlocks { function: function.id, block_size, dynamic_shared: shared as u64, flags };
-    Ok(function.ask(&request, |reply| reply.blocks as u64)? as i32)
+    function.context.session().check()?;
+    let dynamic_shared = shared as u64;
+    // The flag means nothing to devices whose rules are known.
+    let computed = occupancy::blocks(function, block_size, dynamic_shared);
+    if let Some(blocks) = computed
+        && !reading::is_checked()
+    {
+        return Ok(blocks);
+    }
+    let function_id = function.id()?;
+    let request = OccupancyMaxActiveBlocks { function: function_id, block_size, dynamic_shared, flags };
+    let told = function.ask(&request, |reply| reply.blocks as u64)? as i32;
+    if let Some(blocks) = computed.filter(|blocks| *blocks != told) {
+        differs(function, "blocks", blocks.into(), told.into());
+    }
+    Ok(told)
+}
+
+/// Reports what `RGPU_READ_IMAGES=check` has found.
+fn differs(function: &Function, what: &str, computed: i64, told: i64) {
+    let name = function.name.to_string_lossy();
+    log::warn(format_args!("occupancy of {name}: computed {computed} {what}, the server says {told}"));
+}
+
+/// Clusters of a function that the device runs at once.
+fn clusters(function: &Function, mut request: OccupancyMaxActiveClusters) -> Result<i32> {
+    let changes = function.changes();
+    let rules = occupancy::clusters(function, &request);
+    let known = match rules {
+        ClusterAnswer::Known(answer) => Some(answer),
+        ClusterAnswer::Class(class) => class.known().map(Ok),
+        ClusterAnswer::Unknown(_) => None,
+    };
+    if let Some(answer) = known
+        && !reading::is_checked()
+    {
+        return answer;
+    }
+    let others = match rules {
+        ClusterAnswer::Class(class) if reading::asks_ahead() => class.others(function, &request),
+        _ => Vec::new(),
+    };
+    if let ClusterAnswer::Unknown(why) = rules {
+        let name = function.name.to_string_lossy();
+        log::debug(format_args!(
+            "the server is asked how many clusters of {name} it runs: {why}; {request:?}"
+        ));
+    }
+    let (classes, shapes): (Vec<_>, Vec<_>) = others.into_iter().unzip();
+    request.shapes = shapes;
+    let mut answers = Vec::new();
+    let told = function.ask(&request, |reply| {
+        answers = reply.shapes;
+        u64::from(reply.result) << 32 | u64::from(reply.clusters as u32)
+    })?;
+    let told = Status((told >> 32) as u32).ok().map(|()| told as u32 as i32);
+    if let Some(answer) = known.filter(|answer| *answer != told) {
+        let number = |answer: Result<i32>| answer.map_or_else(|status| -i64::from(status.0), i64::from);
+        differs(function, "clusters", number(answer), number(told));
+    }
+    // Another thread may have set something between the rules and the answer.
+    if function.changes() == changes {
+        for (class, clusters) in classes.iter().zip(answers).filter(|(_, clusters)| *clusters >= 0) {
+            class.keep(clusters);
+        }
+        if let (ClusterAnswer::Class(class), Ok(clusters)) = (rules, told) {
+            class.keep(clusters);
+        }
+    }
+    told
 }
 
 /// A cooperative grid must be resident as a whole.
@@ -94,15 +162,17 @@ api! {
         config.required()?;
         let c = config.get()?;
         let function = library::of(function)?;
+        function.context.session().check()?;
         let request = OccupancyMaxActiveClusters {
-            function: function.id,
+            function: function.id()?,
             grid: c.grid,
             block: c.block,
             dynamic_shared: c.sharedMemBytes,
             // SAFETY: the array has as many attributes as the program says.
             attributes: unsafe { launch::attributes(&c) }?,
+            shapes: Vec::new(),
         };
-        count.put(function.ask(&request, |reply| reply.clusters as u64)? as i32)
+        count.put(clusters(&function, request)?)
     }
 
     unsafe fn cuOccupancyMaxPotentialClusterSize(size: Out<i32>, function: usize, config: In<LaunchConfig>) {
@@ -111,7 +181,7 @@ api! {
         let c = config.get()?;
         let function = library::of(function)?;
         let request = OccupancyMaxPotentialClusterSize {
-            function: function.id,
+            function: function.id()?,
             grid: c.grid,
             block: c.block,
             dynamic_shared: c.sharedMemBytes,
@@ -152,8 +222,20 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         function.ready()?;
+        let computed = occupancy::available(&function, num_blocks as u32, block_size as u32);
+        if let Some(bytes) = computed
+            && !reading::is_checked()
+        {
+            function.context.session().check()?;
+            return size.put(bytes? as usize);
+        }
         let request =
-            OccupancyAvailableShared { function: function.id, blocks: num_blocks as u32, block_size: block_size as u32 };
-        size.put(function.ask(&request, |reply| reply.bytes)? as usize)
+            OccupancyAvailableShared { function: function.id()?, blocks: num_blocks as u32, block_size: block_size as u32 };
+        let told = function.ask(&request, |reply| reply.bytes);
+        if let Some(bytes) = computed.filter(|bytes| *bytes != told) {
+            let number = |bytes: Result<u64>| bytes.map_or(-1, |bytes| bytes as i64);
+            differs(&function, "bytes of shared memory", number(bytes), number(told));
+        }
+        size.put(told? as usize)
     }
 }

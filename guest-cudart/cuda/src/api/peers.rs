@@ -2,17 +2,15 @@
 
 use crate::abi::arguments::{Array, Count, Out, OutArray};
 use crate::abi::result::{Result, code};
-use crate::process::context;
-use crate::process::driver::{device, driver};
+use crate::process::context::{self, Context};
+use crate::process::driver::{Device, device};
 use client::Status;
 use client::ops::context::{PeerDisable, PeerEnable};
-use client::ops::device::{ATOMIC_OPERATIONS, PeerInfo};
+use client::ops::device::{ATOMIC_OPERATIONS, PEER_ATTRIBUTES, PeerInfo, PeerInfoReply};
 
 /// The other context of a pair that is about to be joined or parted.
-fn pair(
-    peer: usize,
-) -> Result<(&'static crate::process::driver::Driver, &'static context::Context, &'static context::Context)> {
-    let (driver, context) = context::ready()?;
+fn pair(peer: usize) -> Result<(&'static Context, &'static Context)> {
+    let (_, context) = context::ready()?;
     if peer == 0 {
         return Err(Status::INVALID_CONTEXT);
     }
@@ -20,7 +18,21 @@ fn pair(
     if !other.is_alive() {
         return Err(Status::INVALID_CONTEXT);
     }
-    Ok((driver, context, other))
+    Ok((context, other))
+}
+
+/// What a server says of two of its devices; `None`: they are of two servers, and neither reaches the other's memory.
+///
+/// # Errors
+/// `INVALID_DEVICE` if they are one.
+fn asked(device: &Device, peer: &Device) -> Result<Option<PeerInfoReply>> {
+    if device.ordinal == peer.ordinal {
+        return Err(Status::INVALID_DEVICE);
+    }
+    if !std::ptr::eq(device.server, peer.server) {
+        return Ok(None);
+    }
+    device.server.session.call(&PeerInfo { device: device.number, peer: peer.number }).map(Some)
 }
 
 /// Writes what some operations can do, of all that `known` tells.
@@ -44,11 +56,10 @@ api! {
     }
 
     fn cuDeviceGetP2PAtomicCapabilities(capabilities: OutArray<u32>, operations: Array<u32>, count: Count<u32>, src: i32, dst: i32) {
-        let (a, b) = (device(src)?.ordinal, device(dst)?.ordinal);
-        if a == b {
-            return Err(Status::INVALID_DEVICE);
-        }
-        let known = driver()?.session.call(&PeerInfo { device: a, peer: b })?.atomics;
+        let known = match asked(device(src)?, device(dst)?)? {
+            Some(info) => info.atomics,
+            None => vec![0; ATOMIC_OPERATIONS],
+        };
         if known.is_empty() {
             // Its driver is older than the question.
             return Err(Status::NOT_SUPPORTED);
@@ -58,40 +69,37 @@ api! {
 
     fn cuDeviceCanAccessPeer(can: Out<i32>, dev: i32, peer: i32) {
         can.required()?;
-        let (a, b) = (device(dev)?.ordinal, device(peer)?.ordinal);
-        if a == b {
+        let (a, b) = (device(dev)?, device(peer)?);
+        if a.ordinal == b.ordinal {
             return can.put(0);
         }
-        can.put(driver()?.session.call(&PeerInfo { device: a, peer: b })?.can_access.into())
+        can.put(asked(a, b)?.is_some_and(|info| info.can_access).into())
     }
 
     fn cuDeviceGetP2PAttribute(value: Out<i32>, attribute: u32, src: i32, dst: i32) {
         value.required()?;
-        let (a, b) = (device(src)?.ordinal, device(dst)?.ordinal);
-        if a == b {
-            return Err(Status::INVALID_DEVICE);
-        }
-        let at = (attribute as usize).checked_sub(1).ok_or(Status::INVALID_VALUE)?;
-        let reply = driver()?.session.call(&PeerInfo { device: a, peer: b })?;
-        value.put(*reply.attributes.get(at).ok_or(Status::INVALID_VALUE)?)
+        let info = asked(device(src)?, device(dst)?)?;
+        let at = (attribute as usize).checked_sub(1).filter(|at| *at < PEER_ATTRIBUTES).ok_or(Status::INVALID_VALUE)?;
+        let Some(info) = info else { return value.put(0) };
+        value.put(*info.attributes.get(at).ok_or(Status::INVALID_VALUE)?)
     }
 
     fn cuCtxEnablePeerAccess(peer: usize, flags: u32) {
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        let (driver, context, other) = pair(peer)?;
-        if other.device == context.device {
+        let (context, other) = pair(peer)?;
+        if other.device == context.device || !std::ptr::eq(other.server, context.server) {
             return Err(code::PEER_ACCESS_UNSUPPORTED);
         }
-        driver.session.call(&PeerEnable { context: context.id, peer: other.id }).map(|_| ())
+        context.session().call(&PeerEnable { context: context.id, peer: other.id }).map(|_| ())
     }
 
     fn cuCtxDisablePeerAccess(peer: usize) {
-        let (driver, context, other) = pair(peer)?;
-        if other.device == context.device {
+        let (context, other) = pair(peer)?;
+        if other.device == context.device || !std::ptr::eq(other.server, context.server) {
             return Err(code::PEER_ACCESS_NOT_ENABLED);
         }
-        driver.session.call(&PeerDisable { context: context.id, peer: other.id }).map(|_| ())
+        context.session().call(&PeerDisable { context: context.id, peer: other.id }).map(|_| ())
     }
 }

@@ -28,7 +28,7 @@ pub(crate) fn alloc(pp: Out<*mut c_void>, size: usize, flags: u32) -> Result {
     let address = pinned::pin_new(driver, context, size, None, flags)?;
     if flags & DEVICEMAP != 0 {
         // Asked for by name, it is reached also by kernels that find its address in other memory.
-        pinned::reach_at(driver, address as u64);
+        pinned::reach_at(driver, context, address as u64);
     }
     pp.put(address as *mut c_void)
 }
@@ -54,7 +54,7 @@ api! {
         }
         stream_ordered::settle_all()?;
         pinned::unmap(driver, p as usize, false);
-        REGIONS.remove(driver.session.port(), p as usize, true).map(|_| ()).ok_or(Status::INVALID_VALUE)
+        REGIONS.remove(p as usize, true).map(|_| ()).ok_or(Status::INVALID_VALUE)
     }
 
     fn cuMemHostRegister_v2(p: *mut c_void, size: usize, flags: u32) {
@@ -70,7 +70,7 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         let tag = HostTag { context, flags, buffer: unique_id() };
-        REGIONS.register(driver.session.port(), p as usize, size, tag).map_err(|error| match error {
+        REGIONS.register(context.session(), p as usize, size, tag).map_err(|error| match error {
             RegisterError::Already => code::HOST_MEMORY_ALREADY_REGISTERED,
             RegisterError::Port(error) => {
                 log::warn(format_args!("registering {size} bytes of host memory: {}", error.line()));
@@ -94,7 +94,7 @@ api! {
         }
         stream_ordered::settle_all()?;
         pinned::unmap(driver, p as usize, true);
-        REGIONS.remove(driver.session.port(), p as usize, false).map(|_| ()).ok_or(code::HOST_MEMORY_NOT_REGISTERED)
+        REGIONS.remove(p as usize, false).map(|_| ()).ok_or(code::HOST_MEMORY_NOT_REGISTERED)
     }
 
     fn cuMemHostGetFlags(flags: Out<u32>, p: *mut c_void) {
@@ -110,11 +110,11 @@ api! {
         let (driver, context) = context::ready()?;
         let found = pinned_regions::find(p as u64).filter(|_| flags == 0);
         let (base, size, _) = found.ok_or(Status::INVALID_VALUE)?;
-        pinned::reach_at(driver, p as u64);
+        pinned::reach_at(driver, context, p as u64);
         if mirror::is_here(p as u64) {
             return dptr.put(p as u64);
         }
-        match pinned::map(driver, context, base, size) {
+        match pinned::map(context, base, size) {
             Ok(()) => dptr.put(p as u64),
             Err(Status::NOT_SUPPORTED) => refuse_form(
                 "cuMemHostGetDevicePointer of memory that cannot be mirrored for a GPU that does not share it",

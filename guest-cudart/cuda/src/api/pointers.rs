@@ -76,7 +76,7 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
             3 if device => word(pointer)?,
             4 if !device || managed => word(pointer)?,
             // Pinned memory that the device reaches it reaches at the same address.
-            3 if pinned::is_reached(pointer) => word(pointer)?,
+            3 if pinned::is_reached(context.server, pointer) => word(pointer)?,
             // The host cannot reach a device's memory.
             3 | 4 => {
                 word(0)?;

@@ -53,7 +53,7 @@ api! {
         let found = found.ok_or(Status::INVALID_VALUE)?;
         let pool = pool::of(found.pool)?.1.name.ok_or(Status::INVALID_VALUE)?;
         virtual_memory::share(driver)?;
-        let reply = driver.session.call(&PieceExport { address })?;
+        let reply = found.context.session().call(&PieceExport { address })?;
         let offset = address.checked_sub(reply.base).ok_or(Status::UNKNOWN)?;
         data.put(Name { pool, token: reply.token, offset, size: found.size }.data())
     }
@@ -74,7 +74,7 @@ api! {
         if let Some((known, _)) = known {
             return address.put(*known);
         }
-        let opened = virtual_memory::open(driver, name.token, name.offset, name.size, true)?;
+        let opened = virtual_memory::open(driver, device.server, name.token, name.offset, name.size, true)?;
         imported.insert(opened, Imported { name, context: device.primary, leaving: None });
         address.put(opened)
     }

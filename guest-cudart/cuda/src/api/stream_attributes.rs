@@ -5,7 +5,6 @@ use std::sync::Arc;
 use crate::abi::arguments::{In, Out};
 use crate::abi::result::Result;
 use crate::abi::types::AttrValue;
-use crate::process::driver::Driver;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
 use client::ops::launch::LaunchAttribute;
@@ -17,52 +16,52 @@ fn is_of_kernels(id: u32) -> bool {
     id != attribute::SYNCHRONIZATION_POLICY
 }
 
-fn get(driver: &Driver, stream: &Stream, attribute: u32) -> Result<[u8; 64]> {
-    Ok(driver.session.call(&StreamGetAttribute { stream: stream.id, attribute })?.value)
+fn get(stream: &Stream, attribute: u32) -> Result<[u8; 64]> {
+    Ok(stream.session().call(&StreamGetAttribute { stream: stream.id, attribute })?.value)
 }
 
 /// Takes over the priority that the stream has now.
-fn follow_priority(driver: &Driver, stream: &Stream) -> Result {
-    let value = get(driver, stream, attribute::PRIORITY)?;
+fn follow_priority(stream: &Stream) -> Result {
+    let value = get(stream, attribute::PRIORITY)?;
     stream.set_priority(value.first_chunk().map_or(0, |bytes| i32::from_le_bytes(*bytes)));
     Ok(())
 }
 
-fn set(driver: &Driver, stream: &Arc<Stream>, id: u32, value: [u8; 64]) -> Result {
+fn set(stream: &Arc<Stream>, id: u32, value: [u8; 64]) -> Result {
     let new = LaunchAttribute { id, value };
-    driver.session.call(&StreamSetAttribute { stream: stream.id, attribute: new.clone() })?;
+    stream.session().call(&StreamSetAttribute { stream: stream.id, attribute: new.clone() })?;
     if is_of_kernels(id) {
         let mut all = lock(stream.attributes());
         all.retain(|other| other.id != id);
         all.push(new);
     }
-    if id == attribute::PRIORITY { follow_priority(driver, stream) } else { Ok(()) }
+    if id == attribute::PRIORITY { follow_priority(stream) } else { Ok(()) }
 }
 
 api! {
     fn cuStreamSetAttribute / cuStreamSetAttribute_ptsz(stream: usize, attribute: u32, value: In<AttrValue>) |pt| {
         value.required()?;
-        let (driver, stream) = stream_table::ask(stream, pt)?;
-        set(driver, &stream, attribute, value.get()?.0)
+        let (_, stream) = stream_table::ask(stream, pt)?;
+        set(&stream, attribute, value.get()?.0)
     }
 
     fn cuStreamGetAttribute / cuStreamGetAttribute_ptsz(stream: usize, attribute: u32, value: Out<AttrValue>) |pt| {
         value.required()?;
-        let (driver, stream) = stream_table::ask(stream, pt)?;
-        value.put(AttrValue(get(driver, &stream, attribute)?))
+        let (_, stream) = stream_table::ask(stream, pt)?;
+        value.put(AttrValue(get(&stream, attribute)?))
     }
 
     fn cuStreamCopyAttributes / cuStreamCopyAttributes_ptsz(dst: usize, src: usize) |pt| {
-        let (driver, dst) = stream_table::ask(dst, pt)?;
+        let (_, dst) = stream_table::ask(dst, pt)?;
         let (_, src) = stream_table::ask(src, pt)?;
         if !std::ptr::eq(dst.context, src.context) {
             return Err(Status::INVALID_VALUE);
         }
-        driver.session.call(&StreamCopyAttributes { dst: dst.id, src: src.id })?;
+        dst.session().call(&StreamCopyAttributes { dst: dst.id, src: src.id })?;
         if !Arc::ptr_eq(&dst, &src) {
             let all = lock(src.attributes()).clone();
             *lock(dst.attributes()) = all;
         }
-        follow_priority(driver, &dst)
+        follow_priority(&dst)
     }
 }

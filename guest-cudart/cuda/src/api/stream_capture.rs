@@ -20,8 +20,8 @@ pub(crate) fn begin(
     mode: u32,
     into: Option<(Arc<Graph>, Vec<u64>)>,
 ) -> Result {
-    let (driver, context) = context::ready()?;
-    let stream = stream_table::plain(driver, context, handle, per_thread)?;
+    let (_, context) = context::ready()?;
+    let stream = stream_table::plain(context, handle, per_thread)?;
     if mode > RELAXED {
         return Err(Status::INVALID_VALUE);
     }
@@ -39,10 +39,10 @@ pub(crate) fn begin(
 }
 
 pub(crate) fn end(handle: usize, per_thread: bool, graph: Out<usize>) -> Result {
-    let (driver, context) = context::ready()?;
+    let (_, context) = context::ready()?;
     // A capture into an existing graph need not return it. Without a place, the capture's own graph is dropped.
     let tell = |handle: usize| graph.put_if_wanted(handle);
-    let stream = stream_table::plain(driver, context, handle, per_thread)?;
+    let stream = stream_table::plain(context, handle, per_thread)?;
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
     if capture.mode != RELAXED && capture.thread != std::thread::current().id() {
         // NVIDIA's driver was seen to end the capture all the same.
@@ -92,7 +92,8 @@ fn info(handle: usize, per_thread: bool, status: Out<u32>, wanted: &CaptureInfo<
         // A thread may ask that has no current context.
         stream_table::ask(handle, per_thread)?.1
     } else {
-        stream_table::plain(driver()?, context::current()?, handle, per_thread)?
+        driver()?;
+        stream_table::plain(context::current()?, handle, per_thread)?
     };
     // Asking does not spoil that capture.
     if capture_rules::in_the_way(&stream).is_some() {
@@ -131,8 +132,8 @@ fn update(
     if flags > 1 {
         return Err(Status::INVALID_VALUE);
     }
-    let driver = driver()?;
-    let stream = stream_table::plain(driver, context::current()?, handle, per_thread)?;
+    driver()?;
+    let stream = stream_table::plain(context::current()?, handle, per_thread)?;
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
     capture.check()?;
     let edges = graph::edges(&graph_of(&capture)?, nodes, data, count)?;

@@ -14,7 +14,7 @@ use client::ops::stream::memory_op;
 
 pub(crate) fn enqueue(handle: usize, per_thread: bool, given: &[BatchMemOp], first: bool) -> Result {
     let (driver, context, _lent) = stream_table::ready_on(handle)?;
-    let stream = stream_table::any(driver, context, handle, per_thread)?;
+    let stream = stream_table::any(context, handle, per_thread)?;
     let device = driver.devices.get(stream.context.device as usize).ok_or(Status::INVALID_DEVICE)?;
     let operations = Operations::new(driver, device, given, first)?;
     match stream.capture() {

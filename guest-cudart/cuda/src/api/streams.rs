@@ -8,7 +8,7 @@ use crate::graph::node_work::Work;
 use crate::graph::recording;
 use crate::memory::managed::shared_blocks;
 use crate::process::driver::driver;
-use crate::process::{context, green, host_calls};
+use crate::process::{context, fences, green, host_calls};
 use crate::streams::stream_table::{self, STREAMS};
 use crate::streams::{capture_rules, event};
 use client::Status;
@@ -33,14 +33,14 @@ api! {
     }
 
     fn cuStreamDestroy_v2(stream: usize) {
-        let driver = driver()?;
+        driver()?;
         let stream = STREAMS.remove(stream).ok_or(Status::INVALID_HANDLE)?;
         if stream.green().is_some_and(|green| !green.is_alive()) {
             return Err(Status::CONTEXT_IS_DESTROYED);
         }
-        driver.session.check()?;
-        let deferred = stream.context.deferred(driver);
-        stream_table::end(driver, stream);
+        stream.session().check()?;
+        let deferred = stream.context.deferred();
+        stream_table::end(stream);
         deferred
     }
     alias cuStreamDestroy = cuStreamDestroy_v2(stream: usize);
@@ -74,9 +74,9 @@ api! {
 
     fn cuStreamWaitEvent / cuStreamWaitEvent_ptsz(stream: usize, handle: usize, flags: u32) |pt| {
         let event = event::of(handle)?;
-        let (driver, stream) = stream_table::ask(stream, pt)?;
-        driver.session.check()?;
-        stream.context.deferred(driver)?;
+        let (_, stream) = stream_table::ask(stream, pt)?;
+        stream.session().check()?;
+        stream.context.deferred()?;
         if flags & !EXTERNAL != 0 {
             return Err(Status::INVALID_VALUE);
         }
@@ -95,28 +95,28 @@ api! {
                 Err(code::STREAM_CAPTURE_ISOLATION)
             };
         }
-        event::wait(driver, &stream, &event)
+        event::wait(&stream, &event)
     }
 
     fn cuStreamQuery / cuStreamQuery_ptsz(stream: usize) |pt| {
         let (driver, stream) = stream_table::ask(stream, pt)?;
-        driver.session.check()?;
+        stream.session().check()?;
         capture_rules::forbid(&stream)?;
-        stream.context.deferred(driver)?;
-        if !stream.is_done(driver)? {
+        stream.context.deferred()?;
+        if !stream.is_done()? {
             return Err(Status::NOT_READY);
         }
         shared_blocks::after_wait(driver);
-        stream.context.deferred(driver)
+        stream.context.deferred()
     }
 
     fn cuStreamSynchronize / cuStreamSynchronize_ptsz(stream: usize) |pt| {
         let (driver, stream) = stream_table::ask(stream, pt)?;
         host_calls::forbid()?;
-        driver.session.check()?;
+        stream.session().check()?;
         capture_rules::forbid(&stream)?;
-        stream.context.deferred(driver)?;
-        let result = stream.synchronize(driver);
+        stream.context.deferred()?;
+        let result = fences::synchronize(&stream);
         shared_blocks::after_wait(driver);
         result
     }

@@ -36,10 +36,10 @@ fn empty(context: &'static Context, stays: bool) -> Result {
         return Ok(());
     }
     stream_ordered::reset(driver, device);
-    let result = driver.session.call(&PrimaryReset { device: context.device }).map(|_| ());
+    let result = context.session().call(&PrimaryReset { device: device.number }).map(|_| ());
     context::of_device(context.device).for_each(|context| context.limits.forget());
     // The server has cleared the error; a word that was on its way meanwhile must not survive.
-    if let Some(word) = driver.session.progress().error(context.id) {
+    if let Some(word) = context.session().progress().error(context.id) {
         word.clear();
     }
     result
@@ -52,8 +52,8 @@ pub(crate) fn destroy(handle: usize) -> Result {
     forget_contents(driver, context, true);
     stream_ordered::forget(driver, context);
     context::leave(context);
-    let result = driver.session.call(&ContextDestroy { context: context.id }).map(|_| ());
-    if let Some(word) = driver.session.progress().error(context.id) {
+    let result = context.session().call(&ContextDestroy { context: context.id }).map(|_| ());
+    if let Some(word) = context.session().progress().error(context.id) {
         word.clear();
     }
     if result.is_ok() {
@@ -65,7 +65,7 @@ pub(crate) fn destroy(handle: usize) -> Result {
 /// Forgets everything in a context except its memory; all handles become invalid. `with_server`: the server destroys the objects itself.
 fn forget_contents(driver: &'static Driver, context: &'static Context, with_server: bool) {
     // The result of the work does not matter any more, but the work must be done.
-    context.quiesce(driver);
+    context.quiesce();
     let stored: Vec<(usize, Stored)> = lock(&context.storage).drain().collect();
     for (key, Stored { value, destructor }) in stored {
         if let Some(destructor) = destructor {
@@ -74,13 +74,15 @@ fn forget_contents(driver: &'static Driver, context: &'static Context, with_serv
         }
     }
     green_gates::forget(context);
-    stream_table::forget(driver, context, with_server);
-    event::forget(driver, context, with_server);
-    module::forget(driver, context, with_server);
-    library::forget(driver, context, with_server);
+    stream_table::forget(context, with_server);
+    event::forget(context, with_server);
+    module::forget(context, with_server);
+    library::forget(context, with_server);
     instance::forget(context);
-    texture::forget(driver, context, with_server);
-    array::forget(driver, context, with_server);
+    texture::forget(context, with_server);
+    array::forget(context, with_server);
     pinned::forget(driver, context);
-    context.is_synced(context.last_work());
+    if let Some(last) = context.last_work() {
+        context.is_synced(last);
+    }
 }

@@ -56,13 +56,13 @@ api! {
         steps: Array<u32>, interleave: u32, swizzle: u32, l2_promotion: u32, fill: u32
     ) {
         map.required()?;
-        let (driver, context) = context::ready()?;
+        let (_, context) = context::ready()?;
         let said = TensorArguments { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill };
         // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
         let tensor = unsafe { said.read() }?;
         // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
         let box_sizes = unsafe { box_sizes.first(rank as usize) }?.to_vec();
-        map.put(driver.session.call(&TensorMapTiled { context: context.id, tensor, box_sizes })?.map)
+        map.put(context.session().call(&TensorMapTiled { context: context.id, tensor, box_sizes })?.map)
     }
 
     unsafe fn cuTensorMapEncodeIm2col(
@@ -70,7 +70,7 @@ api! {
         upper: Array<i32>, channels: u32, pixels: u32, steps: Array<u32>, interleave: u32, swizzle: u32, l2_promotion: u32, fill: u32
     ) {
         map.required()?;
-        let (driver, context) = context::ready()?;
+        let (_, context) = context::ready()?;
         let said = TensorArguments { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill };
         // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
         let tensor = unsafe { said.read() }?;
@@ -78,13 +78,13 @@ api! {
         // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
         let (lower, upper) = unsafe { (lower.first(corners)?.to_vec(), upper.first(corners)?.to_vec()) };
         let request = TensorMapIm2col { context: context.id, tensor, lower, upper, channels, pixels };
-        map.put(driver.session.call(&request)?.map)
+        map.put(context.session().call(&request)?.map)
     }
 
     fn cuTensorMapReplaceAddress(map: InOut<[u8; 128]>, address: *mut c_void) {
         let old = map.get()?;
-        let (driver, context) = context::ready()?;
+        let (_, context) = context::ready()?;
         let request = TensorMapReplaceAddress { context: context.id, map: old, address: address as u64 };
-        map.put(driver.session.call(&request)?.map)
+        map.put(context.session().call(&request)?.map)
     }
 }

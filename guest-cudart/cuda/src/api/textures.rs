@@ -14,7 +14,7 @@ use client::{Status, lock};
 
 pub(crate) fn texture_of(handle: u64) -> Result<Made> {
     driver()?;
-    lock(texture::objects()).textures.get(&handle).copied().ok_or(Status::INVALID_VALUE)
+    texture::texture(handle)
 }
 
 api! {
@@ -45,17 +45,18 @@ api! {
             levels: view.levels,
             layers: view.layers,
         });
-        let made = driver.session.call(&TextureCreate { context: context.id, resource, sampling, view: seen })?;
-        lock(texture::objects()).textures.insert(made.texture, Made { context, resource: desc, texture: Some(texture), view });
+        let made = context.session().call(&TextureCreate { context: context.id, resource, sampling, view: seen })?;
+        lock(texture::objects()).textures.insert((context.session().index(), made.texture), Made { context, resource: desc, texture: Some(texture), view });
         object.put(made.texture)
     }
 
     fn cuTexObjectDestroy(object: u64) {
-        let driver = driver()?;
+        driver()?;
         let made = texture_of(object)?;
         stream_ordered::synchronize(made.context)?;
-        lock(texture::objects()).textures.remove(&object).ok_or(Status::INVALID_VALUE)?;
-        driver.session.append(&TextureDestroy { texture: object }).map(|_| ())
+        let session = made.context.session();
+        lock(texture::objects()).textures.remove(&(session.index(), object)).ok_or(Status::INVALID_VALUE)?;
+        session.append(&TextureDestroy { texture: object }).map(|_| ())
     }
 
     fn cuTexObjectGetResourceDesc(desc: Out<ResourceDesc>, object: u64) {
@@ -82,30 +83,32 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         let array = texture::resource(driver, context, &desc)?.array;
-        let made = driver.session.call(&SurfaceCreate { context: context.id, array })?;
-        lock(texture::objects()).surfaces.insert(made.surface, Made { context, resource: desc, texture: None, view: None });
+        let made = context.session().call(&SurfaceCreate { context: context.id, array })?;
+        lock(texture::objects()).surfaces.insert((context.session().index(), made.surface), Made { context, resource: desc, texture: None, view: None });
         object.put(made.surface)
     }
 
     fn cuSurfObjectDestroy(object: u64) {
-        let driver = driver()?;
-        let made = lock(texture::objects()).surfaces.get(&object).copied().ok_or(Status::INVALID_VALUE)?;
+        driver()?;
+        let made = texture::surface(object)?;
         stream_ordered::synchronize(made.context)?;
-        lock(texture::objects()).surfaces.remove(&object).ok_or(Status::INVALID_VALUE)?;
-        driver.session.append(&SurfaceDestroy { surface: object }).map(|_| ())
+        let session = made.context.session();
+        lock(texture::objects()).surfaces.remove(&(session.index(), object)).ok_or(Status::INVALID_VALUE)?;
+        session.append(&SurfaceDestroy { surface: object }).map(|_| ())
     }
 
     fn cuSurfObjectGetResourceDesc(desc: Out<ResourceDesc>, object: u64) {
         desc.required()?;
         driver()?;
-        let made = lock(texture::objects()).surfaces.get(&object).copied().ok_or(Status::INVALID_VALUE)?;
+        let made = texture::surface(object)?;
         desc.put(made.resource)
     }
 
     fn cuDeviceGetTexture1DLinearMaxWidth(width: Out<usize>, format: u32, channels: u32, device: i32) {
         width.required()?;
-        let device = driver::device(device)?.ordinal;
-        let found = driver()?.session.call(&TextureLinearWidth { device, format, channels })?;
+        let device = driver::device(device)?;
+        let question = TextureLinearWidth { device: device.number, format, channels };
+        let found = device.server.session.call(&question)?;
         width.put(found.width as usize)
     }
 }

@@ -198,9 +198,10 @@ api! {
         if flags != 0 || kind != POSIX_FD || memory.handle_types & kind == 0 {
             return Err(Status::INVALID_VALUE);
         }
-        let Home::Device(id, _) = memory.home else { return Err(Status::INVALID_VALUE) };
+        let Home::Device(id, device) = memory.home else { return Err(Status::INVALID_VALUE) };
         virtual_memory::share(driver)?;
-        let token = driver.session.call(&MemoryExport { memory: id })?.token;
+        let device = driver::device(device as i32)?;
+        let token = device.server.session.call(&MemoryExport { memory: id })?.token;
         // SAFETY: not NULL, and room for a descriptor, as CUDA's manual has it of this kind of handle.
         unsafe { put(shareable.cast::<RawFd>(), shared_descriptor::make(&MAGIC, &token)?) }
     }
@@ -213,6 +214,6 @@ api! {
         }
         let token = shared_descriptor::read(&MAGIC, shareable).ok_or(Status::INVALID_VALUE)?;
         virtual_memory::share(driver)?;
-        handle.put(virtual_memory::import(driver, token, POSIX_FD)?.0 as u64)
+        handle.put(virtual_memory::import_from_any(driver, token, POSIX_FD)?.0 as u64)
     }
 }

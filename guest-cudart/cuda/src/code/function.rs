@@ -1,4 +1,4 @@
-//! Functions and their attributes. The attributes come with the module; those of a large module's functions come when the first of them is needed.
+//! Functions and their attributes. The attributes are read in the image, or come with the module; those of a large module's functions come when the first of them is needed.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -6,15 +6,19 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use crate::abi::result::Result;
+use crate::code::loading::Loading;
 use crate::code::module::Module;
+use crate::code::occupancy::Resources;
+use crate::code::reading;
 use crate::process::context::Context;
 use crate::process::device_attributes::attr;
-use crate::process::driver::{self, driver};
+use crate::process::driver;
 use client::handle::{FunctionId, ModuleId};
 use client::handles::Slab;
 use client::ops::module::{FunctionAttributes, FunctionInfo, FunctionPreset, FunctionSetAttribute, Param};
 use client::ops::{Op, SyncOp, encode};
 use client::{Status, lock, log};
+use device_code::cubin::{self, Cubin};
 
 /// `CUfunction_attribute` numbers that are used here.
 pub(crate) mod func {
@@ -56,7 +60,14 @@ struct Settings {
 
 /// A function in a context.
 pub(crate) struct Function {
-    pub id: FunctionId,
+    /// Its id, as far as it has one: a function that was read in an image gets one when it is first used.
+    id: OnceLock<FunctionId>,
+    /// The load of its module, if its image was read here.
+    loading: Option<Arc<Loading>>,
+    /// What the image says of it beside its attributes.
+    code: Option<Resources>,
+    /// The only shape of a block that it can be launched with, as its image says.
+    required_block: Option<[u32; 3]>,
     pub context: &'static Context,
     pub name: CString,
     pub params: Vec<Param>,
@@ -98,7 +109,10 @@ impl Function {
         });
         let function = Function {
             unsupported,
-            id: FunctionId::new(module, index),
+            id: OnceLock::from(FunctionId::new(module, index)),
+            loading: None,
+            code: None,
+            required_block: None,
             context,
             name,
             params_size,
@@ -114,6 +128,109 @@ impl Function {
             function.keep(&info.attributes);
         }
         Ok(function)
+    }
+
+    /// A function that was read in an image.
+    pub fn read(
+        context: &'static Context,
+        loading: Arc<Loading>,
+        cubin: &Cubin,
+        kernel: cubin::Kernel,
+    ) -> Result<Function> {
+        let resources = Resources::of(&kernel);
+        let attributes = resources.attributes(cubin, &kernel);
+        let name = CString::new(kernel.name).map_err(|_| Status::INVALID_IMAGE)?;
+        let params: Vec<Param> =
+            kernel.params.iter().map(|p| Param { offset: p.offset, size: p.size }).collect();
+        let function = Function {
+            unsupported: None,
+            id: OnceLock::new(),
+            loading: Some(loading),
+            code: Some(resources),
+            required_block: kernel.required_threads,
+            context,
+            name,
+            // As many as the image may say.
+            params_size: params.last().map_or(0, |last| (last.offset + last.size) as usize),
+            params,
+            prints: cubin.prints,
+            attributes: Default::default(),
+            settings: Mutex::default(),
+            loaded: OnceLock::new(),
+            handle: OnceLock::new(),
+            module: OnceLock::new(),
+        };
+        function.keep(&attributes);
+        Ok(function)
+    }
+
+    /// The function's id.
+    ///
+    /// # Errors
+    /// What its module's load failed with.
+    #[inline]
+    pub fn id(&self) -> Result<FunctionId> {
+        match self.id.get() {
+            Some(id) => Ok(*id),
+            None => self.bind(),
+        }
+    }
+
+    #[cold]
+    fn bind(&self) -> Result<FunctionId> {
+        let loading = self.loading.as_ref().ok_or(Status::INVALID_HANDLE)?;
+        let id = loading.bind(&self.id, &self.name, &self.params)?;
+        if reading::is_checked() {
+            self.compare(id)?;
+        }
+        Ok(id)
+    }
+
+    /// Compares the attributes that were read with the server's, and takes those.
+    fn compare(&self, function: FunctionId) -> Result {
+        let reply = self.context.session().call(&FunctionAttributes { function })?;
+        for (number, (place, value)) in self.attributes.iter().zip(&reply.attributes).enumerate() {
+            let read = place.load(Ordering::Relaxed);
+            // The server does not know yet what was set before.
+            if read != *value && (number as u32) < func::FIRST_SETTABLE {
+                let name = self.name.to_string_lossy();
+                log::warn(format_args!("attribute {number} of {name}: read {read}, the server says {value}"));
+                place.store(*value, Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks the server whether a launch that was just appended was accepted, if its image requires another shape of blocks: the driver refuses such a launch at once.
+    ///
+    /// # Errors
+    /// The context's deferred error, which is the launch's status if it was refused.
+    #[inline]
+    pub fn launched(&self, block: &[u32; 3]) -> Result {
+        match &self.required_block {
+            Some(required) if required != block => {
+                self.context.session().call(&FunctionAttributes { function: self.id()? })?;
+                self.context.deferred()
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The id of a function that [`id`](Self::id) has found to have one.
+    #[inline]
+    pub fn known_id(&self) -> FunctionId {
+        // No server has a function of this id.
+        self.id.get().copied().unwrap_or(FunctionId(u64::MAX))
+    }
+
+    /// What its image says of it, if that was read here.
+    pub fn resources(&self) -> Option<&Resources> {
+        self.code.as_ref()
+    }
+
+    /// Whether nothing but its attributes was set for it.
+    pub fn has_usual_caches(&self) -> bool {
+        lock(&self.settings).cache_config == 0
     }
 
     /// Keeps the attributes as they came, once: what the program sets later is not overwritten by a second thread's answer.
@@ -135,7 +252,7 @@ impl Function {
 
     #[cold]
     fn fetch(&self) -> Result<u32> {
-        let reply = driver()?.session.call(&FunctionAttributes { function: self.id })?;
+        let reply = self.context.session().call(&FunctionAttributes { function: self.id()? })?;
         Ok(self.keep(&reply.attributes))
     }
 
@@ -218,22 +335,25 @@ impl Function {
             func::PREFERRED_SHARED_MEMORY_CARVEOUT if (-1..=100).contains(&value) => (value, true),
             // Only the driver knows which clusters its device can have.
             func::REQUIRED_CLUSTER_WIDTH..=func::REQUIRED_CLUSTER_DEPTH if value >= 0 => (value, false),
-            func::NON_PORTABLE_CLUSTER_SIZE_ALLOWED => (i32::from(value != 0), false),
-            func::CLUSTER_SCHEDULING_POLICY_PREFERENCE if (0..=2).contains(&value) => (value, false),
+            func::NON_PORTABLE_CLUSTER_SIZE_ALLOWED => (i32::from(value != 0), self.may_have_clusters()?),
+            func::CLUSTER_SCHEDULING_POLICY_PREFERENCE if (0..=2).contains(&value) => {
+                (value, self.may_have_clusters()?)
+            }
             _ => return Err(Status::INVALID_VALUE),
         };
         let Some(place) = self.attributes.get(number as usize) else { return Err(Status::INVALID_VALUE) };
-        let session = driver()?.session;
+        let session = self.context.session();
         session.check()?;
+        let function = self.id()?;
         let mut settings = lock(&self.settings);
         if of_kernel && settings.own & 1 << number != 0 {
             return Ok(());
         }
         if number >= known || place.load(Ordering::Relaxed) != value {
             if certain {
-                session.append(&FunctionPreset { function: self.id, attribute: number, value })?;
+                session.append(&FunctionPreset { function, attribute: number, value })?;
             } else {
-                session.call(&FunctionSetAttribute { function: self.id, attribute: number, value })?;
+                session.call(&FunctionSetAttribute { function, attribute: number, value })?;
             }
             place.store(value, Ordering::Relaxed);
             settings.changes += 1;
@@ -244,27 +364,38 @@ impl Function {
         Ok(())
     }
 
+    /// Whether its device accepts what is set about clusters for every function. (Recorded on an H200, value by value.)
+    fn may_have_clusters(&self) -> Result<bool> {
+        Ok(driver::device(self.context.device as i32)?.attribute(attr::COMPUTE_CAPABILITY_MAJOR) == 9)
+    }
+
     /// `cuFuncSetCacheConfig`.
     pub fn set_cache_config(&self, config: u32) -> Result {
         if config > 3 {
             return Err(Status::INVALID_VALUE);
         }
-        let session = driver()?.session;
+        let session = self.context.session();
         session.check()?;
+        let function = self.id()?;
         let mut settings = lock(&self.settings);
         if settings.cache_config == config {
             return Ok(());
         }
         let (attribute, value) = (func::CACHE_CONFIG, config as i32);
-        session.append(&FunctionPreset { function: self.id, attribute, value })?;
+        session.append(&FunctionPreset { function, attribute, value })?;
         settings.cache_config = config;
         settings.changes += 1;
         Ok(())
     }
 
+    /// How often something was set for it.
+    pub fn changes(&self) -> u64 {
+        lock(&self.settings).changes
+    }
+
     /// The server's answer to a question that depends on nothing but the function and what is set for it. It is asked once for each.
     pub fn ask<T: SyncOp<'static>>(&self, question: &T, number: impl FnOnce(T::Reply) -> u64) -> Result<u64> {
-        let session = driver()?.session;
+        let session = self.context.session();
         session.check()?;
         let mut key = <T as Op>::INFO.opcode.to_le_bytes().to_vec();
         encode(question, &mut key);

@@ -71,6 +71,15 @@ impl Jit {
         Ok(parsed)
     }
 
+    /// Whether the program has given no option and wants no message.
+    pub fn is_plain(&self) -> bool {
+        self.options.is_empty()
+            && self.info.is_none()
+            && self.error.is_none()
+            && self.sizes == [None; 2]
+            && self.wall_time.is_none()
+    }
+
     /// The options alone: for a later load, when the program's buffers are gone.
     pub fn without_buffers(&self) -> Jit {
         Jit { options: self.options.clone(), ..Jit::default() }

@@ -2,14 +2,15 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
 
-use crate::abi::result::Result;
+use crate::abi::result::{Result, refuse_form};
 use crate::code::function::{FUNCTIONS, Function, func};
 use crate::code::jit_options::Jit;
 use crate::code::module::{self, Module, Variable};
 use crate::process::context::{self, Context};
-use crate::process::driver::{self, Driver, driver};
+use crate::process::driver::{self, Driver, Server, driver};
 use client::handles::Slab;
 use client::{Status, lock};
 
@@ -22,9 +23,9 @@ pub(crate) fn of(handle: usize) -> Result<Arc<Function>> {
     if let Some(function) = FUNCTIONS.get(handle) {
         return Ok(function);
     }
-    let driver = driver()?;
+    driver()?;
     let kernel = KERNELS.get(handle).ok_or(Status::INVALID_HANDLE)?;
-    kernel.in_context(driver, context::current()?)
+    kernel.in_context(context::current()?)
 }
 
 /// A library.
@@ -35,6 +36,8 @@ pub(crate) struct Library {
     jit: Jit,
     pub instances: Mutex<Vec<(&'static Context, Arc<Module>)>>,
     pub kernels: Mutex<HashMap<CString, Arc<Kernel>>>,
+    /// The server whose managed variables the program has been told of. Another server's would be others, which the host never sees: the library is not loaded there.
+    home: OnceLock<&'static Server>,
 }
 
 /// A kernel of a library: usable wherever a function is.
@@ -54,18 +57,35 @@ pub(crate) static KERNELS: Slab<Kernel> = Slab::new(7);
 
 impl Library {
     /// The library's module in a context, loaded there now if it was not yet.
-    pub fn in_context(&self, driver: &'static Driver, context: &'static Context) -> Result<Arc<Module>> {
-        self.load(driver, context, &self.jit)
+    pub fn in_context(&self, context: &'static Context) -> Result<Arc<Module>> {
+        self.load(context, &self.jit)
     }
 
-    fn load(&self, driver: &'static Driver, context: &'static Context, jit: &Jit) -> Result<Arc<Module>> {
+    fn load(&self, context: &'static Context, jit: &Jit) -> Result<Arc<Module>> {
         let mut instances = lock(&self.instances);
         if let Some((_, module)) = instances.iter().find(|(c, _)| std::ptr::eq(*c, context)) {
             return Ok(module.clone());
         }
-        let module = module::load(driver, context, &self.image, jit)?;
+        if self.home.get().is_some_and(|home| !std::ptr::eq(*home, context.server)) {
+            return on_two_servers();
+        }
+        let module = module::load(context, &self.image, jit)?;
         instances.push((context, module.clone()));
         Ok(module)
+    }
+
+    /// The program hears of a managed variable in one of the library's modules.
+    ///
+    /// # Errors
+    /// `NOT_SUPPORTED` if the library is in use on another server, whose kernels have a variable of their own.
+    fn tells_of(&self, module: &Module) -> Result {
+        let server = module.context.server;
+        let instances = lock(&self.instances);
+        let elsewhere = instances.iter().any(|(context, _)| !std::ptr::eq(context.server, server));
+        if elsewhere || !std::ptr::eq(*self.home.get_or_init(|| server), server) {
+            return on_two_servers();
+        }
+        Ok(())
     }
 
     /// The library's module in whatever context there is: for what is the same in all of them.
@@ -73,7 +93,7 @@ impl Library {
         if let Some((_, module)) = lock(&self.instances).first() {
             return Ok(module.clone());
         }
-        self.in_context(driver, usual(driver)?)
+        self.in_context(usual(driver)?)
     }
 
     pub fn kernel(self: &Arc<Self>, name: &CStr) -> Result<Arc<Kernel>> {
@@ -110,19 +130,19 @@ fn usual(driver: &'static Driver) -> Result<&'static Context> {
 impl Kernel {
     /// The kernel's function in a context.
     #[inline]
-    pub fn in_context(&self, driver: &'static Driver, context: &'static Context) -> Result<Arc<Function>> {
+    pub fn in_context(&self, context: &'static Context) -> Result<Arc<Function>> {
         let instances = self.instances.read().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, function)) = instances.iter().find(|(c, _)| std::ptr::eq(*c, context)) {
             return Ok(function.clone());
         }
         drop(instances);
-        self.load(driver, context)
+        self.load(context)
     }
 
     #[cold]
-    fn load(&self, driver: &'static Driver, context: &'static Context) -> Result<Arc<Function>> {
+    fn load(&self, context: &'static Context) -> Result<Arc<Function>> {
         let library = self.library.upgrade().ok_or(Status::INVALID_HANDLE)?;
-        let module = library.in_context(driver, context)?;
+        let module = library.in_context(context)?;
         let function = module.function(&self.name).ok_or(Status::NOT_FOUND)?.clone();
         let settings = lock(&self.settings);
         for (device, attribute, value) in settings.iter() {
@@ -142,18 +162,18 @@ impl Kernel {
     }
 
     /// The kernel's function in some context of a device: the current one, or the primary.
-    fn on_device(&self, driver: &'static Driver, device: i32) -> Result<Arc<Function>> {
+    fn on_device(&self, device: i32) -> Result<Arc<Function>> {
         let device = driver::device(device)?;
         let context = context::current()
             .ok()
             .filter(|context| context.device == device.ordinal)
             .unwrap_or(device.primary);
-        self.in_context(driver, context)
+        self.in_context(context)
     }
 
     /// An attribute on a device: what was set for the kernel, whatever was set for its functions.
-    pub fn get(&self, driver: &'static Driver, device: i32, attribute: u32) -> Result<i32> {
-        let function = self.on_device(driver, device)?;
+    pub fn get(&self, device: i32, attribute: u32) -> Result<i32> {
+        let function = self.on_device(device)?;
         let loaded = function.loaded(attribute)?;
         let settings = lock(&self.settings);
         let set = settings.iter().find(|(d, a, _)| (*d, *a) == (device as u32, attribute));
@@ -161,8 +181,8 @@ impl Kernel {
     }
 
     /// Sets something for every context of a device, those to come included; not where it was set for the function itself.
-    pub fn set(&self, driver: &'static Driver, device: i32, attribute: u32, value: i32) -> Result {
-        let first = self.on_device(driver, device)?;
+    pub fn set(&self, device: i32, attribute: u32, value: i32) -> Result {
+        let first = self.on_device(device)?;
         let apply = |function: &Function| match attribute {
             func::CACHE_CONFIG => function.set_cache_config(value as u32),
             _ => function.set(attribute, value, true),
@@ -181,8 +201,14 @@ impl Kernel {
     }
 }
 
+/// The answer to the use of a library with managed variables on a second server.
+fn on_two_servers<T>() -> Result<T> {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    refuse_form("code with __managed__ variables on GPUs of two servers", &SAID)
+}
+
 /// Forgets what libraries loaded into a context. `with_server`: the server unloads it with the context.
-pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
+pub(crate) fn forget(context: &'static Context, with_server: bool) {
     for kernel in KERNELS.all() {
         kernel
             .instances
@@ -192,10 +218,10 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
     }
     for library in LIBRARIES.all() {
         for (_, module) in lock(&library.instances).extract_if(.., |(c, _)| std::ptr::eq(*c, context)) {
-            module.forget(driver);
+            module.forget();
             if !with_server {
                 // A lost session has no modules.
-                let _ = module.unload(driver);
+                let _ = module.unload();
             }
         }
     }
@@ -234,23 +260,33 @@ pub(crate) fn library(handle: usize) -> Result<(&'static Driver, Arc<Library>)> 
 /// A variable of a library, in the current context.
 pub(crate) fn variable(handle: usize, name: &CStr) -> Result<Variable> {
     let (driver, library) = library(handle)?;
-    library.in_context(driver, context::current()?)?.global(driver, name)
+    let module = library.in_context(context::current()?)?;
+    let variable = module.global(driver, name)?;
+    if variable.managed {
+        library.tells_of(&module)?;
+    }
+    Ok(variable)
 }
 
 /// A managed variable of a library: it has one address in all contexts, and needs none that is current.
 pub(crate) fn managed_variable(handle: usize, name: &CStr) -> Result<Variable> {
     let (driver, library) = library(handle)?;
-    let variable = library.anywhere(driver)?.global(driver, name)?;
-    if variable.managed { Ok(variable) } else { Err(Status::NOT_FOUND) }
+    let module = library.anywhere(driver)?;
+    let variable = module.global(driver, name)?;
+    if !variable.managed {
+        return Err(Status::NOT_FOUND);
+    }
+    library.tells_of(&module)?;
+    Ok(variable)
 }
 
 /// The handle of a kernel's function in the current context.
 pub(crate) fn function_of(handle: usize) -> Result<usize> {
-    let (driver, kernel) = kernel(handle)?;
+    let (_, kernel) = kernel(handle)?;
     let context = context::current()?;
-    let function = kernel.in_context(driver, context)?;
+    let function = kernel.in_context(context)?;
     let library = kernel.library.upgrade().ok_or(Status::INVALID_HANDLE)?;
-    function.handle(&library.in_context(driver, context)?)
+    function.handle(&library.in_context(context)?)
 }
 
 pub(crate) fn kernel(handle: usize) -> Result<(&'static Driver, Arc<Kernel>)> {
@@ -269,13 +305,14 @@ pub(crate) fn new_library(image: &[u8], jit: Jit) -> Result<usize> {
             jit: jit.without_buffers(),
             instances: Mutex::default(),
             kernels: Mutex::default(),
+            home: OnceLock::new(),
         });
         made = Some(library.clone());
         library
     });
     let library = made.filter(|_| handle.is_some()).ok_or(Status::OUT_OF_MEMORY)?;
     // Loaded at once, so that a bad image is known here, as CUDA has it.
-    if let Err(status) = usual(driver).and_then(|context| library.load(driver, context, &jit)) {
+    if let Err(status) = usual(driver).and_then(|context| library.load(context, &jit)) {
         LIBRARIES.remove(library.handle);
         return Err(status);
     }

@@ -6,11 +6,12 @@ use crate::abi::result::Result;
 use crate::code::jit_options::Jit;
 use crate::memory::staging::Staging;
 use crate::memory::transfer;
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::driver;
 use client::data::{HostIn, HostOut};
 use client::handle::LinkId;
 use client::handles::Slab;
 use client::ops::module::{LinkAdd, LinkComplete, LinkDestroy, jit_input};
+use client::session::Session;
 use client::{Status, lock};
 
 /// Inputs up to this many bytes go inside the record.
@@ -23,6 +24,7 @@ const NAME: usize = 200;
 /// A linker at work.
 pub(crate) struct Link {
     pub id: LinkId,
+    pub session: &'static Session,
     /// The program's options, with its buffers for messages, which it keeps as long as the linker.
     pub jit: Jit,
     /// The image, which the program may read as long as the linker is there.
@@ -31,18 +33,16 @@ pub(crate) struct Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        if let Ok(driver) = driver() {
-            // A lost session has none.
-            let _ = driver.session.append(&LinkDestroy { link: self.id });
-        }
+        // A lost session has none.
+        let _ = self.session.append(&LinkDestroy { link: self.id });
     }
 }
 
 pub(crate) static LINKS: Slab<Link> = Slab::new(17);
 
-pub(crate) fn of(handle: usize) -> Result<(&'static Driver, Arc<Link>)> {
-    let driver = driver()?;
-    Ok((driver, LINKS.get(handle).ok_or(Status::INVALID_HANDLE)?))
+pub(crate) fn of(handle: usize) -> Result<Arc<Link>> {
+    driver()?;
+    LINKS.get(handle).ok_or(Status::INVALID_HANDLE)
 }
 
 /// The beginning of a name.
@@ -51,14 +51,14 @@ fn cut(name: &str) -> &str {
 }
 
 pub(crate) fn add(handle: usize, kind: u32, data: &[u8], name: &str, jit: &Jit) -> Result {
-    let (driver, link) = of(handle)?;
+    let link = of(handle)?;
     if kind > jit_input::LAST || data.is_empty() || lock(&link.image).is_some() {
         return Err(Status::INVALID_VALUE);
     }
     let staged = if data.len() <= INLINE {
         None
     } else {
-        let staging = Staging::new(driver, data.len())?;
+        let staging = Staging::new(link.session, data.len())?;
         // SAFETY: the staging has room for as many bytes, and is nobody else's.
         unsafe { transfer::move_bytes(data.as_ptr(), staging.ptr(), data.len()) };
         Some(staging)
@@ -66,9 +66,9 @@ pub(crate) fn add(handle: usize, kind: u32, data: &[u8], name: &str, jit: &Jit) 
     let bytes =
         staged.as_ref().map_or(HostIn::Inline(data), |staging| HostIn::Range(staging.range(data.len())));
     let options = jit.options.clone();
-    let answer = driver.session.call(&LinkAdd { link: link.id, kind, name: cut(name), options, data: bytes });
+    let answer = link.session.call(&LinkAdd { link: link.id, kind, name: cut(name), options, data: bytes });
     if let Some(staging) = staged {
-        staging.done(driver);
+        staging.done();
     }
     let reply = answer?;
     // SAFETY: the program keeps its buffers as long as the linker.
@@ -79,13 +79,9 @@ pub(crate) fn add(handle: usize, kind: u32, data: &[u8], name: &str, jit: &Jit) 
 }
 
 /// Fetches the image, with room for as many bytes. `Err(Ok(size))`: there was less room than is needed.
-pub(crate) fn fetch(
-    driver: &'static Driver,
-    link: &Link,
-    room: usize,
-) -> std::result::Result<Box<[u8]>, Result<usize>> {
-    let staging = Staging::new(driver, room).map_err(Err)?;
-    let answer = driver.session.call(&LinkComplete { link: link.id, image: HostOut(staging.range(room)) });
+pub(crate) fn fetch(link: &Link, room: usize) -> std::result::Result<Box<[u8]>, Result<usize>> {
+    let staging = Staging::new(link.session, room).map_err(Err)?;
+    let answer = link.session.call(&LinkComplete { link: link.id, image: HostOut(staging.range(room)) });
     let fetched = answer.map_err(Err).and_then(|reply| {
         // SAFETY: the program keeps its buffers as long as the linker.
         unsafe { link.jit.report(&reply.info_log, &reply.error_log) };
@@ -97,6 +93,6 @@ pub(crate) fn fetch(
         // SAFETY: the host has written `size` bytes there before it answered.
         Ok(unsafe { std::slice::from_raw_parts(staging.ptr(), size) }.into())
     });
-    staging.done(driver);
+    staging.done();
     fetched
 }

@@ -5,4 +5,7 @@ pub(crate) mod image;
 pub(crate) mod jit_options;
 pub(crate) mod library;
 pub(crate) mod linker;
+pub(crate) mod loading;
 pub(crate) mod module;
+pub(crate) mod occupancy;
+pub(crate) mod reading;

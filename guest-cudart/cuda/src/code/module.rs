@@ -2,22 +2,28 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::abi::result::Result;
 use crate::code::function::{FUNCTIONS, Function};
 use crate::code::jit_options::Jit;
 use crate::code::library;
-use crate::memory::managed;
+use crate::code::loading::Loading;
+use crate::code::reading;
 use crate::memory::staging::Staging;
+use crate::memory::{address, managed};
 use crate::process::context::Context;
-use crate::process::driver::Driver;
+use crate::process::driver::{Driver, Server};
 use client::data::{HostIn, HostOut};
 use client::handle::ModuleId;
 use client::handles::Slab;
-use client::ops::module::{FunctionTable, ModuleGetGlobal, ModuleInfo, ModuleLoad, ModuleUnload};
+use client::ops::module::{
+    FunctionTable, ModuleGetGlobal, ModuleInfo, ModuleLoad, ModuleLoadByName, ModuleUnload,
+};
+use client::session::Session;
 use client::{Status, lock, log};
+use device_code::cubin::Cubin;
 
 /// Images up to this many bytes go inside the record.
 const INLINE: usize = 24 << 10;
@@ -31,6 +37,8 @@ pub(crate) struct Module {
     pub functions: Vec<Arc<Function>>,
     by_name: HashMap<CString, usize>,
     globals: Mutex<HashMap<CString, Variable>>,
+    /// Its load, if that was not waited for.
+    loading: Option<Arc<Loading>>,
     /// Handle of the module itself: made when it is asked for, for a library's.
     handle: OnceLock<usize>,
 }
@@ -48,26 +56,48 @@ pub(crate) static MODULES: Slab<Module> = Slab::new(4);
 
 static IDS: AtomicU32 = AtomicU32::new(1);
 
-/// Loads an image into a context.
-pub(crate) fn load(
-    driver: &'static Driver,
-    context: &'static Context,
-    image: &[u8],
-    jit: &Jit,
-) -> Result<Arc<Module>> {
-    let session = driver.session;
+/// Puts an image where the host can read it, unless it is small.
+fn stage(session: &'static Session, image: &[u8]) -> Result<Option<Staging<'static>>> {
+    if image.len() <= INLINE {
+        return Ok(None);
+    }
+    let staging = Staging::new(session, image.len())?;
+    // SAFETY: the staging has room for as many bytes, and is nobody else's.
+    unsafe { crate::memory::transfer::move_bytes(image.as_ptr(), staging.ptr(), image.len()) };
+    Ok(Some(staging))
+}
+
+/// An image as a command names it.
+fn named<'a>(image: &'a [u8], staged: Option<&Staging<'_>>) -> HostIn<'a> {
+    staged.map_or(HostIn::Inline(image), |staging| HostIn::Range(staging.range(image.len())))
+}
+
+/// Loads an image that was read here, without waiting for the answer. `None` if too many answers are due.
+fn load_read(context: &'static Context, image: &[u8], mut cubin: Cubin) -> Result<Option<Arc<Module>>> {
     let id = ModuleId(IDS.fetch_add(1, Ordering::Relaxed));
-    let staged = if image.len() <= INLINE {
-        None
-    } else {
-        let staging = Staging::new(driver, image.len())?;
-        // SAFETY: the staging has room for as many bytes, and is nobody else's.
-        unsafe { crate::memory::transfer::move_bytes(image.as_ptr(), staging.ptr(), image.len()) };
-        Some(staging)
-    };
-    let table = Staging::new(driver, TABLE)?;
-    let source =
-        staged.as_ref().map_or(HostIn::Inline(image), |staging| HostIn::Range(staging.range(image.len())));
+    let staged = stage(context.session(), image)?;
+    let load = ModuleLoadByName { context: context.id, module: id, image: named(image, staged.as_ref()) };
+    let Some(loading) = Loading::send(context.session(), &load, staged)? else { return Ok(None) };
+    let kernels = std::mem::take(&mut cubin.kernels).into_iter();
+    let function = |kernel| Function::read(context, loading.clone(), &cubin, kernel).map(Arc::new);
+    let functions = kernels.map(function).collect::<Result<_>>()?;
+    Ok(Some(Module::new(id, context, functions, Some(loading.clone()))))
+}
+
+/// Loads an image into a context.
+pub(crate) fn load(context: &'static Context, image: &[u8], jit: &Jit) -> Result<Arc<Module>> {
+    let session = context.session();
+    // A context that has failed refuses the load, so that is waited for.
+    if !context.has_error()
+        && let Some(cubin) = reading::read(context, image, jit)
+        && let Some(module) = load_read(context, image, cubin)?
+    {
+        return Ok(module);
+    }
+    let id = ModuleId(IDS.fetch_add(1, Ordering::Relaxed));
+    let staged = stage(context.session(), image)?;
+    let table = Staging::new(session, TABLE)?;
+    let source = named(image, staged.as_ref());
     let result = session.call(&ModuleLoad {
         context: context.id,
         module: id,
@@ -76,7 +106,7 @@ pub(crate) fn load(
         info: HostOut(table.range(TABLE)),
     });
     if let Some(staging) = staged {
-        staging.done(driver);
+        staging.done();
     }
     let reply = match result {
         Ok(reply) => reply,
@@ -103,13 +133,13 @@ pub(crate) fn load(
     let functions = if needed <= TABLE {
         read(&table, needed)?
     } else {
-        let large = Staging::new(driver, needed)?;
+        let large = Staging::new(session, needed)?;
         let again = session.call(&ModuleInfo { module: id, info: HostOut(large.range(needed)) })?;
         if again.info_size as usize > needed {
             return Err(Status::UNKNOWN);
         }
         let functions = read(&large, again.info_size as usize);
-        large.done(driver);
+        large.done();
         functions?
     };
     let functions: Vec<Arc<Function>> = functions
@@ -120,18 +150,21 @@ pub(crate) fn load(
             Function::new(id, index as u32, context, info, reply.prints, &reply.error_log).map(Arc::new)
         })
         .collect::<Result<_>>()?;
-    let by_name = functions.iter().enumerate().map(|(i, function)| (function.name.clone(), i)).collect();
-    Ok(Arc::new(Module {
-        id,
-        context,
-        functions,
-        by_name,
-        globals: Mutex::default(),
-        handle: OnceLock::new(),
-    }))
+    Ok(Module::new(id, context, functions, None))
 }
 
 impl Module {
+    fn new(
+        id: ModuleId,
+        context: &'static Context,
+        functions: Vec<Arc<Function>>,
+        loading: Option<Arc<Loading>>,
+    ) -> Arc<Module> {
+        let by_name = functions.iter().enumerate().map(|(i, function)| (function.name.clone(), i)).collect();
+        let (globals, handle) = (Mutex::default(), OnceLock::new());
+        Arc::new(Module { id, context, functions, by_name, globals, loading, handle })
+    }
+
     /// The function of a name.
     pub fn function(&self, name: &CStr) -> Option<&Arc<Function>> {
         self.by_name.get(name).and_then(|i| self.functions.get(*i))
@@ -156,25 +189,40 @@ impl Module {
             return Ok(*found);
         }
         let text = name.to_str().map_err(|_| Status::NOT_FOUND)?;
-        let reply = driver.session.call(&ModuleGetGlobal { module: self.id, name: text })?;
+        // The server answers behind the load, and if that fails with its status.
+        self.loading.as_ref().map_or(Ok(()), |loading| loading.check())?;
+        let reply = self.context.session().call(&ModuleGetGlobal { module: self.id, name: text })?;
         let variable = Variable { address: reply.address, size: reply.size, managed: reply.managed };
         if variable.managed {
             managed::variable(driver, self.context, variable.address, variable.size)?;
         }
+        self.warn_of_twins(driver, text, variable.address);
         lock(&self.globals).insert(name.to_owned(), variable);
-        let mut globals = driver.globals.write().unwrap_or_else(PoisonError::into_inner);
+        let mut globals = self.context.server.globals.write().unwrap_or_else(PoisonError::into_inner);
         globals.insert(reply.address, (reply.size, self.context));
         Ok(variable)
     }
 
+    /// Says once that the address of a variable alone does not tell whose it is.
+    fn warn_of_twins(&self, driver: &Driver, name: &str, at: u64) {
+        static SAID: AtomicBool = AtomicBool::new(false);
+        let own = self.context.server;
+        let has_one = |other: &Server| !std::ptr::eq(other, own) && address::variable(other, at).is_some();
+        if driver.servers.iter().any(|other| has_one(other)) && !SAID.swap(true, Ordering::Relaxed) {
+            log::warn(format_args!(
+                "two servers have variables at {at:#x} ({name}): a call that names such an address, but no device and no stream, means the current device's"
+            ));
+        }
+    }
+
     /// Unloads it on the server. Its functions' handles name nothing from here on.
-    pub fn unload(&self, driver: &Driver) -> Result {
-        self.forget(driver);
-        driver.session.append(&ModuleUnload { module: self.id }).map(|_| ())
+    pub fn unload(&self) -> Result {
+        self.forget();
+        self.context.session().append(&ModuleUnload { module: self.id }).map(|_| ())
     }
 
     /// Its handles, and those of its functions, name nothing from here on.
-    pub fn forget(&self, driver: &Driver) {
+    pub fn forget(&self) {
         for function in &self.functions {
             if let Some(handle) = function.handle.get() {
                 FUNCTIONS.remove(*handle);
@@ -183,7 +231,7 @@ impl Module {
         if let Some(handle) = self.handle.get() {
             MODULES.remove(*handle);
         }
-        let mut globals = driver.globals.write().unwrap_or_else(PoisonError::into_inner);
+        let mut globals = self.context.server.globals.write().unwrap_or_else(PoisonError::into_inner);
         for variable in lock(&self.globals).values() {
             globals.remove(&variable.address);
             if variable.managed {
@@ -194,13 +242,13 @@ impl Module {
 }
 
 /// Forgets a context's modules. `with_server`: the server unloads them with the context.
-pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
+pub(crate) fn forget(context: &'static Context, with_server: bool) {
     for module in MODULES.remove_where(|module| std::ptr::eq(module.context, context)) {
-        module.forget(driver);
+        module.forget();
         // A library's modules are its own to unload.
         if !with_server && !library::owns(&module) {
             // A lost session has no modules.
-            let _ = driver.session.append(&ModuleUnload { module: module.id });
+            let _ = context.session().append(&ModuleUnload { module: module.id });
         }
     }
 }

@@ -1,5 +1,6 @@
-//! Conditional nodes. The server's driver chooses the handle of a condition, for a graph of its own. So a graph with conditions is known to the server, as a *draft*, before it is
-//! instantiated. The graphs of its conditional nodes are drafts as well.
+//! Conditional nodes. The server's driver chooses the handle of a condition, for a graph of its own. So a
+//! graph with conditions is known to the server, as a *draft*, before it is instantiated. The graphs of its
+//! conditional nodes are drafts as well.
 
 use std::collections::HashSet;
 use std::sync::atomic::AtomicBool;
@@ -10,11 +11,12 @@ use crate::abi::types::ConditionalNodeParams;
 use crate::graph::instance::{self, Flat};
 use crate::graph::node_work::Work;
 use crate::graph::{GRAPHS, Graph, Inner};
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::Driver;
 use client::handle::GraphId;
 use client::ops::graph::{
     GraphConditional, GraphConditionalRemove, GraphForget, GraphNode, GraphPart, conditional,
 };
+use client::session::Session;
 use client::{Status, lock};
 
 /// What a conditional node does.
@@ -28,6 +30,7 @@ pub(crate) struct Conditional {
     _handles: Box<[usize]>,
     /// The server's id of the first of them, which is the node's id as well.
     pub first: GraphId,
+    session: &'static Session,
 }
 
 impl Conditional {
@@ -36,7 +39,7 @@ impl Conditional {
     /// # Errors
     /// `NOT_SUPPORTED` if the graph was instantiated before.
     pub fn remove(&self) -> Result {
-        driver()?.session.call(&GraphConditionalRemove { first: self.first }).map(|_| ())
+        self.session.call(&GraphConditionalRemove { first: self.first }).map(|_| ())
     }
 
     /// Destroys the node's graphs.
@@ -53,7 +56,7 @@ impl Conditional {
 /// A graph's draft.
 #[derive(Default)]
 pub(crate) struct Draft {
-    pub id: OnceLock<GraphId>,
+    pub id: OnceLock<(GraphId, &'static Session)>,
     /// Belongs to another draft.
     part: bool,
     /// The graph's conditions.
@@ -63,20 +66,21 @@ pub(crate) struct Draft {
 impl Draft {
     /// The server's id for it, once the server knows it.
     pub fn id(&self) -> Option<GraphId> {
-        self.id.get().copied()
+        self.id.get().map(|(id, _)| *id)
     }
 }
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        if let (Some(graph), false, Ok(driver)) = (self.id(), self.part, driver()) {
+        if let (Some((graph, session)), false) = (self.id.get().copied(), self.part) {
             // After the session is lost there is nothing to remove.
-            let _ = driver.session.append(&GraphForget { graph });
+            let _ = session.append(&GraphForget { graph });
         }
     }
 }
 
-/// Whether a condition of a graph, or of its conditional nodes' graphs, has no node: such a graph has no instances (`CUDA_GRAPH_INSTANTIATE_CONDITIONAL_HANDLE_UNUSED`).
+/// Whether a condition of a graph, or of its conditional nodes' graphs, has no node: such a graph has no
+/// instances (`CUDA_GRAPH_INSTANTIATE_CONDITIONAL_HANDLE_UNUSED`).
 pub(crate) fn has_unused(graph: &Arc<Graph>) -> bool {
     if graph.draft.id().is_none() {
         return false;
@@ -96,7 +100,7 @@ pub(crate) fn has_unused(graph: &Arc<Graph>) -> bool {
 
 /// Makes a conditional node with empty graphs, and returns their handles.
 pub(crate) fn described(graph: &Graph, p: &mut ConditionalNodeParams) -> Result<Work> {
-    let driver = driver()?;
+    let session = graph.context.session();
     let known = match p.kind {
         conditional::IF => p.size == 1 || p.size == 2,
         conditional::WHILE => p.size == 1,
@@ -106,22 +110,17 @@ pub(crate) fn described(graph: &Graph, p: &mut ConditionalNodeParams) -> Result<
     };
     let draft = graph.draft.id().filter(|_| known).ok_or(Status::INVALID_VALUE)?;
     let ids: Vec<GraphId> = (0..p.size).map(|_| instance::new_id()).collect();
-    driver.session.call(&GraphConditional {
-        graph: draft,
-        handle: p.handle,
-        kind: p.kind,
-        bodies: ids.clone(),
-    })?;
+    session.call(&GraphConditional { graph: draft, handle: p.handle, kind: p.kind, bodies: ids.clone() })?;
     let body = |id: &GraphId| {
         let mut body = Graph::with_parts(graph.context, None, true, Inner::default(), Vec::new());
-        body.draft = Draft { id: OnceLock::from(*id), part: true, conditions: Mutex::default() };
+        body.draft = Draft { id: OnceLock::from((*id, session)), part: true, conditions: Mutex::default() };
         Arc::new(body)
     };
     let bodies: Vec<Arc<Graph>> = ids.iter().map(body).collect();
     let handles: Box<[usize]> = bodies.iter().map(Graph::handle).collect::<Result<_>>()?;
     p.graphs = handles.as_ptr();
     let (kind, handle, first) = (p.kind, p.handle, ids[0]);
-    Ok(Work::Conditional(Arc::new(Conditional { kind, handle, bodies, _handles: handles, first })))
+    Ok(Work::Conditional(Arc::new(Conditional { kind, handle, bodies, _handles: handles, first, session })))
 }
 
 /// Whether some of an instance's nodes are conditional.
@@ -129,7 +128,8 @@ pub(crate) fn any(nodes: &[Flat]) -> bool {
     nodes.iter().any(|node| matches!(node.work, Work::Conditional(_)))
 }
 
-/// The draft of an instance, and the contents of it and of the drafts that belong to it. The first are `nodes`, which are those at `places`.
+/// The draft of an instance, and the contents of it and of the drafts that belong to it. The first are
+/// `nodes`, which are those at `places`.
 pub(crate) fn parts(
     driver: &Driver,
     all: &[Flat],
@@ -189,7 +189,8 @@ pub(crate) fn refuse_change<T>() -> Result<T> {
     refuse_form("changing an instance of a graph with conditional nodes", &SAID)
 }
 
-/// Logs that kernels which may set conditions are in another graph of the server's than the conditional nodes.
+/// Logs that kernels which may set conditions are in another graph of the server's than the conditional
+/// nodes.
 pub(crate) fn refuse_apart<T>() -> Result<T> {
     static SAID: AtomicBool = AtomicBool::new(false);
     refuse_form(

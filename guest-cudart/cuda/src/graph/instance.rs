@@ -1,16 +1,18 @@
 //! Instantiated graphs.
 //!
-//! An instance is a list of nodes, with those of child graphs among the others, and the plan of a launch: steps that are enqueued on the launch's stream one after the other. Work
-//! that the server can do is collected into as few graphs on the server as possible, so a graph of kernels, fills and copies inside the device is one step and one command. Between
-//! them are the steps that only this process can do: host functions, copies from and to host memory, events.
+//! An instance is a list of nodes, with those of child graphs among the others, and the plan of a launch:
+//! steps that are enqueued on the launch's stream one after the other. Work that the server can do is
+//! collected into as few graphs on the server as possible, so a graph of kernels, fills and copies inside the
+//! device is one step and one command. Between them are the steps that only this process can do: host
+//! functions, copies from and to host memory, events.
 //!
 //! A change of parameters marks nodes, and the next launch sends them to the server.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use crate::abi::result::Result;
+use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::MemsetNodeParams;
 use crate::graph::launch_steps::{self, Bounce};
 use crate::graph::node_work::{Way, Work};
@@ -24,7 +26,7 @@ use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
 use crate::process::fences::OwnEvent;
 use crate::process::stream::Stream;
-use crate::work::fill;
+use crate::work::{copy_boxes, fill};
 use client::data::HostIn;
 use client::handle::GraphId;
 use client::handles::Slab;
@@ -32,6 +34,7 @@ use client::ops::graph::{
     GraphDestroy, GraphInstantiate, GraphInstantiateDraft, GraphLaunch, GraphNode, GraphNodes, GraphPart,
     GraphParts, GraphUpdate, GraphUpload,
 };
+use client::session::Session;
 use client::wire::{Bytes, Wire, Writer};
 use client::{Status, lock};
 
@@ -98,7 +101,8 @@ struct State {
     memory: Vec<(Arc<GraphMemory>, bool)>,
     /// Memory of other graphs that it frees.
     frees: Vec<u64>,
-    /// The next launch makes the server's graphs, because they copy or fill memory of graphs that does not exist before, or has been replaced.
+    /// The next launch makes the server's graphs, because they copy or fill memory of graphs that does not
+    /// exist before, or has been replaced.
     waits: bool,
     /// The stream of the last launch. Launches of one instance run one after the other.
     last: Option<Arc<Stream>>,
@@ -107,7 +111,8 @@ struct State {
 
 pub(crate) static EXECS: Slab<Exec> = Slab::new(10);
 
-/// Appends a graph's nodes, which depend on `entry`. Returns the places of those that no other node depends on.
+/// Appends a graph's nodes, which depend on `entry`. Returns the places of those that no other node depends
+/// on.
 pub(crate) fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) -> Vec<usize> {
     let mut places: HashMap<u64, usize> = HashMap::new();
     let mut waited: BTreeSet<usize> = BTreeSet::new();
@@ -149,8 +154,14 @@ impl Flat {
         match &self.work {
             _ if !self.enabled => true,
             Work::Host(..) | Work::Wait(_) | Work::Record(_) => false,
-            Work::Copy(copy) => crate::work::copy_boxes::is_on_device(copy),
-            Work::Fill(fill) => !driver().is_ok_and(|driver| fill::is_here(driver, fill)),
+            Work::Copy(copy) => match self.owner.upgrade() {
+                Some(graph) => copy_boxes::is_on_server(graph.context.server, copy),
+                None => copy_boxes::is_on_device(copy),
+            },
+            Work::Fill(fill) => {
+                let server = self.owner.upgrade().map(|graph| graph.context.server);
+                !driver().is_ok_and(|driver| fill::is_elsewhere(driver, server, fill))
+            }
             Work::Words(words) => words.is_on_device(),
             _ => true,
         }
@@ -167,8 +178,9 @@ impl Flat {
     }
 }
 
-/// Nodes that may come next: those of the server, those of this process, and those that wait for words of memory. The last kind comes after all others, which may write these words,
-/// because steps, and nodes on the software GPU, run one after the other.
+/// Nodes that may come next: those of the server, those of this process, and those that wait for words of
+/// memory. The last kind comes after all others, which may write these words, because steps, and nodes on the
+/// software GPU, run one after the other.
 #[derive(Default)]
 struct Next {
     ready: VecDeque<usize>,
@@ -187,7 +199,8 @@ impl Next {
     }
 }
 
-/// The steps of a launch: each has the places of nodes that the server does together, or of one node that it does not do.
+/// The steps of a launch: each has the places of nodes that the server does together, or of one node that it
+/// does not do.
 pub(crate) fn plan(nodes: &[Flat]) -> Vec<(bool, Vec<usize>)> {
     let mut missing: Vec<usize> = nodes.iter().map(|node| node.before.len()).collect();
     let mut after: Vec<Vec<usize>> = vec![Vec::new(); nodes.len()];
@@ -278,7 +291,8 @@ impl State {
         Ok(some.then_some(bytes))
     }
 
-    /// Whether all kernels are in one graph on the server, or there is no conditional node. A condition belongs to one graph, and so must the kernels that set it.
+    /// Whether all kernels are in one graph on the server, or there is no conditional node. A condition
+    /// belongs to one graph, and so must the kernels that set it.
     fn is_together(&self, plan: &[(bool, Vec<usize>)]) -> bool {
         let sets = |place: &usize| matches!(self.nodes[*place].work, Work::Kernel(_) | Work::Conditional(_));
         !conditional::any(&self.nodes)
@@ -299,26 +313,26 @@ impl State {
             } else if places.iter().any(|place| matches!(self.nodes[*place].work, Work::Conditional(_))) {
                 let nodes = describe(&self.nodes, driver, context, &places)?;
                 let made = conditional::parts(driver, &self.nodes, &places, nodes)
-                    .and_then(|(draft, parts)| make_draft(driver, flags, draft, parts));
+                    .and_then(|(draft, parts)| make_draft(context.session(), flags, draft, parts));
                 match made {
                     Ok(id) => steps.push(Step::Server(id, places)),
                     Err(status) => {
-                        destroy(driver, &steps);
+                        destroy(context, &steps);
                         return Err(status);
                     }
                 }
             } else if let Some(bytes) = self.describe(driver, context, &places)? {
-                let made = make(driver, context, flags, &bytes);
+                let made = make(context, flags, &bytes);
                 match made {
                     Ok(id) => steps.push(Step::Server(id, places)),
                     Err(status) => {
-                        destroy(driver, &steps);
+                        destroy(context, &steps);
                         return Err(status);
                     }
                 }
             }
         }
-        destroy(driver, &self.steps);
+        destroy(context, &self.steps);
         self.steps = steps;
         Ok(())
     }
@@ -350,8 +364,8 @@ impl State {
                     self.instantiate(driver, context, flags)?;
                     break;
                 };
-                with_bytes(driver, &bytes, |nodes| {
-                    driver.session.call(&GraphUpdate { graph: *id, nodes }).map(|_| ())
+                with_bytes(context.session(), &bytes, |nodes| {
+                    context.session().call(&GraphUpdate { graph: *id, nodes }).map(|_| ())
                 })?;
             }
         }
@@ -360,17 +374,17 @@ impl State {
     }
 
     /// Makes `stream` wait for the previous launch, if that was on another stream.
-    fn queue(&mut self, driver: &Driver, context: &'static Context, stream: &Arc<Stream>) -> Result {
+    fn queue(&mut self, context: &'static Context, stream: &Arc<Stream>) -> Result {
         let last = self.last.replace(stream.clone());
         let Some(last) = last.filter(|last| !Arc::ptr_eq(last, stream) && !last.is_finished()) else {
             return Ok(());
         };
         if self.event.is_none() {
-            self.event = Some(OwnEvent::new(driver, context)?);
+            self.event = Some(OwnEvent::new(context)?);
         }
         if let Some(event) = &self.event {
-            event.record(driver, &last)?;
-            event.hold(driver, stream)?;
+            event.record(&last)?;
+            event.hold(stream)?;
         }
         Ok(())
     }
@@ -390,6 +404,8 @@ pub(crate) fn describe(
         let way = if node.enabled { node.work.way(driver, context)? } else { Way::Nothing };
         let (opcode, body) = match way {
             Way::Server(opcode, body) => (opcode, body),
+            // It was to be the server's: it is another one's than the graph's kernels.
+            Way::Alone if node.is_servers() => return Err(Status::NOT_SUPPORTED),
             Way::Nothing | Way::Alone => (0, Vec::new()),
         };
         let dependencies = node.before.iter().filter_map(|from| local.get(from).copied()).collect();
@@ -399,15 +415,15 @@ pub(crate) fn describe(
 }
 
 /// Sends a description inside the record or through the arena.
-fn with_bytes(driver: &'static Driver, bytes: &[u8], send: impl FnOnce(HostIn<'_>) -> Result) -> Result {
+fn with_bytes(session: &'static Session, bytes: &[u8], send: impl FnOnce(HostIn<'_>) -> Result) -> Result {
     if bytes.len() <= INLINE {
         return send(HostIn::Inline(bytes));
     }
-    let staging = Staging::new(driver, bytes.len())?;
+    let staging = Staging::new(session, bytes.len())?;
     // SAFETY: the staging has room for as many bytes, and is nobody else's.
     unsafe { transfer::move_bytes(bytes.as_ptr(), staging.ptr(), bytes.len()) };
     let answer = send(HostIn::Range(staging.range(bytes.len())));
-    staging.done(driver);
+    staging.done();
     answer
 }
 
@@ -417,31 +433,36 @@ pub(crate) fn new_id() -> GraphId {
     GraphId(IDS.fetch_add(1, Ordering::Relaxed))
 }
 
-fn make_draft(driver: &'static Driver, flags: u64, draft: GraphId, parts: Vec<GraphPart>) -> Result<GraphId> {
+fn make_draft(
+    session: &'static Session,
+    flags: u64,
+    draft: GraphId,
+    parts: Vec<GraphPart>,
+) -> Result<GraphId> {
     let graph = new_id();
     let mut bytes = Vec::new();
     GraphParts { parts }.put(&mut Writer(&mut bytes));
-    with_bytes(driver, &bytes, |parts| {
+    with_bytes(session, &bytes, |parts| {
         let request = GraphInstantiateDraft { graph, draft, flags: flags & !flag::UPLOAD, parts };
-        driver.session.call(&request).map(|_| ())
+        session.call(&request).map(|_| ())
     })?;
     Ok(graph)
 }
 
-fn make(driver: &'static Driver, context: &'static Context, flags: u64, bytes: &[u8]) -> Result<GraphId> {
+fn make(context: &'static Context, flags: u64, bytes: &[u8]) -> Result<GraphId> {
     let graph = new_id();
-    with_bytes(driver, bytes, |nodes| {
+    with_bytes(context.session(), bytes, |nodes| {
         let request = GraphInstantiate { context: context.id, graph, flags: flags & !flag::UPLOAD, nodes };
-        driver.session.call(&request).map(|_| ())
+        context.session().call(&request).map(|_| ())
     })?;
     Ok(graph)
 }
 
 /// Destroys graphs on the server. After the session is lost there are none.
-fn destroy(driver: &Driver, steps: &[Step]) {
+fn destroy(context: &Context, steps: &[Step]) {
     for step in steps {
         if let Step::Server(graph, _) = step {
-            let _ = driver.session.append(&GraphDestroy { graph: *graph });
+            let _ = context.session().append(&GraphDestroy { graph: *graph });
         }
     }
 }
@@ -449,7 +470,7 @@ fn destroy(driver: &Driver, steps: &[Step]) {
 impl Exec {
     pub fn new(graph: &Arc<Graph>, flags: u64) -> Result<Exec> {
         let driver = driver()?;
-        driver.session.check()?;
+        graph.context.session().check()?;
         let mut state = State::new(graph);
         let kernel = state.nodes.iter().find_map(|node| match &node.work {
             Work::Kernel(kernel) => Some(kernel.function.context),
@@ -473,8 +494,18 @@ impl Exec {
         made.map(|()| exec)
     }
 
+    /// Checks that the server which has the graph also has a stream.
+    fn check_server(&self, stream: &Stream) -> Result {
+        static SAID: AtomicBool = AtomicBool::new(false);
+        if std::ptr::eq(self.context.server, stream.context.server) {
+            return Ok(());
+        }
+        refuse_form("launching a graph on a stream of another server than its kernels'", &SAID)
+    }
+
     /// Enqueues a launch on a stream that is not being captured.
     pub fn launch(&self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
+        self.check_server(stream)?;
         let mut state = lock(&self.state);
         state.refresh(driver, self.context, self.flags)?;
         let taken = state.memory.iter().any(|(memory, _)| memory.is_live());
@@ -482,14 +513,14 @@ impl Exec {
             return Err(Status::INVALID_VALUE);
         }
         let _order = crate::memory::managed::before_work(driver)?;
-        state.queue(driver, self.context, stream)?;
+        state.queue(self.context, stream)?;
         let backed = self.back(driver, &mut state, stream)?;
         let State { steps, nodes, .. } = &mut *state;
         for step in steps {
             match step {
                 Step::Server(graph, _) => {
                     let op = GraphLaunch { graph: *graph, stream: stream.id };
-                    stream.work(driver, &op)?;
+                    stream.work(&op)?;
                 }
                 Step::Alone(place) => {
                     let node = &mut nodes[*place];
@@ -498,15 +529,16 @@ impl Exec {
             }
         }
         for bounce in nodes.iter().filter_map(|node| node.bounce.as_ref()) {
-            bounce.used(stream.clone(), stream.mark(driver)?);
+            bounce.used(stream.clone(), stream.mark()?);
         }
         let Some(pool) = backed else { return Ok(()) };
         let freed: Vec<_> =
             state.frees.iter().filter_map(|address| crate::memory::graph_memory::find(*address)).collect();
-        graph_chunks::launched(driver, pool, stream, &state.memory, &freed)
+        graph_chunks::launched(pool, stream, &state.memory, &freed)
     }
 
-    /// Gives the graph's allocations memory for a launch, and makes the server's graphs if they need that memory. `None` if the graph neither allocates nor frees.
+    /// Gives the graph's allocations memory for a launch, and makes the server's graphs if they need that
+    /// memory. `None` if the graph neither allocates nor frees.
     fn back(
         &self,
         driver: &'static Driver,
@@ -534,13 +566,14 @@ impl Exec {
     }
 
     pub fn upload(&self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
+        self.check_server(stream)?;
         let mut state = lock(&self.state);
         state.refresh(driver, self.context, self.flags)?;
         let backed = self.back(driver, &mut state, stream)?;
         for step in &state.steps {
             if let Step::Server(graph, _) = step {
                 let op = GraphUpload { graph: *graph, stream: stream.id };
-                stream.work(driver, &op)?;
+                stream.work(&op)?;
             }
         }
         drop(backed);
@@ -611,7 +644,8 @@ impl Exec {
         Ok(was)
     }
 
-    /// Takes over the work of a graph's nodes. On failure, returns the reason, the graph's node and the instance's node.
+    /// Takes over the work of a graph's nodes. On failure, returns the reason, the graph's node and the
+    /// instance's node.
     pub fn update(
         &self,
         driver: &Driver,
@@ -660,8 +694,8 @@ fn differs(now: &Flat, node: &Flat) -> Option<u32> {
     }
 }
 
-/// Whether a fill cannot replace another: "for 2d memsets, all dimension changes are rejected; for 1d memsets, changes in height" (`cuGraphExecMemsetNodeSetParams`), or memory
-/// of another kind.
+/// Whether a fill cannot replace another: "for 2d memsets, all dimension changes are rejected; for 1d
+/// memsets, changes in height" (`cuGraphExecMemsetNodeSetParams`), or memory of another kind.
 fn fill_differs(now: &Work, new: &Work) -> bool {
     let (Work::Fill(a), Work::Fill(b)) = (now, new) else { return false };
     let rows = |fill: &MemsetNodeParams| (fill.width, fill.elementSize, fill.pitch);
@@ -676,9 +710,9 @@ impl Drop for Exec {
         }
         let state = self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         let Ok(driver) = driver() else { return };
-        destroy(driver, &state.steps);
+        destroy(self.context, &state.steps);
         if let Some(event) = &state.event {
-            event.end(driver, false);
+            event.end(false);
         }
         let held = std::mem::take(&mut self.held);
         if let Some(stream) = state.last.take().filter(|stream| !held.is_empty() && !stream.is_finished()) {

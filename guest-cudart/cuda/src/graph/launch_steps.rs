@@ -1,7 +1,8 @@
 //! Steps of a launch that this process enqueues itself.
 //!
-//! Pageable memory is written when the stream reaches the copy: the device writes pinned memory of the instance, and a host function of this library copies the bytes from there. It is
-//! read when the graph is launched, after everything before that may write it has finished.
+//! Pageable memory is written when the stream reaches the copy: the device writes pinned memory of the
+//! instance, and a host function of this library copies the bytes from there. It is read when the graph is
+//! launched, after everything before that may write it has finished.
 
 use std::sync::{Arc, Mutex};
 
@@ -19,25 +20,26 @@ use crate::work::copy::{Copier, Mode};
 use crate::work::copy_boxes;
 use crate::work::fill::Fill;
 use crate::work::host_function::{self, Function};
+use client::seq::Seq;
 use client::{Status, lock};
 
 /// Pinned memory for the pageable side of a copy.
 pub(crate) struct Bounce {
     address: usize,
     /// The last launch that uses it: a stream and its mark.
-    last: Mutex<Option<(Arc<Stream>, u64)>>,
+    last: Mutex<Option<(Arc<Stream>, Seq)>>,
 }
 
 impl Bounce {
-    fn new(driver: &Driver, stream: &Stream, size: usize) -> Result<Arc<Bounce>> {
+    fn new(stream: &Stream, size: usize) -> Result<Arc<Bounce>> {
         let tag = HostTag { context: stream.context, flags: 0, buffer: unique_id() };
-        let made = REGIONS.alloc(driver.session.port(), size, None, tag);
+        let made = REGIONS.alloc(stream.session(), size, None, tag);
         let address = made.map_err(|_| Status::OUT_OF_MEMORY)?;
         Ok(Arc::new(Bounce { address, last: Mutex::default() }))
     }
 
     /// Records that a launch uses it until its stream passes a mark.
-    pub fn used(&self, stream: Arc<Stream>, mark: u64) {
+    pub fn used(&self, stream: Arc<Stream>, mark: Seq) {
         *lock(&self.last) = Some((stream, mark));
     }
 }
@@ -47,7 +49,7 @@ impl Drop for Bounce {
         let Ok(driver) = driver() else { return };
         // The server may be reading or writing it.
         match lock(&self.last).take() {
-            Some((stream, mark)) if !stream.has_passed(driver, mark) => {
+            Some((stream, mark)) if !stream.has_passed(mark) => {
                 pinned::remove_later(driver, vec![(self.address, stream, mark)]);
             }
             _ => pinned::remove(driver, self.address),
@@ -66,10 +68,11 @@ pub(crate) fn run(
         Work::Host(function, data) => {
             host_function::on(driver, stream.clone(), Function::Host(*function), data.0)
         }
-        Work::Wait(handle) => event::wait(driver, stream, &*event::of(*handle)?),
-        Work::Record(handle) => event::record_on(driver, &*event::of(*handle)?, stream.clone()),
+        Work::Wait(handle) => event::wait(stream, &*event::of(*handle)?),
+        Work::Record(handle) => event::record_on(&*event::of(*handle)?, stream.clone()),
         Work::Words(words) => words.run(driver, stream),
-        // SAFETY: the program vouches for the memory that it gave a graph to copy from and to, until the launch is done.
+        // SAFETY: the program vouches for the memory that it gave a graph to copy from and to, until the
+        // launch is done.
         Work::Copy(copy) => unsafe { run_copy(driver, stream, copy, bounce) },
         Work::Fill(fill) => Fill::of(driver, stream.id, fill)?.run(driver, stream),
         // The server does it, or there is nothing to do.
@@ -100,7 +103,7 @@ unsafe fn run_copy(
             let _ = unsafe { copy_boxes::on_host(driver, &copy) };
         });
     }
-    let Some(pageable) = copy_boxes::pageable(driver, copy)? else {
+    let Some(pageable) = copy_boxes::pageable(driver, stream, copy)? else {
         // SAFETY: as the caller says.
         return unsafe { copy_boxes::run(&copier, copy) };
     };
@@ -113,10 +116,10 @@ unsafe fn run_copy(
     }
     let bounce = match bounce {
         Some(bounce) => bounce.clone(),
-        None => bounce.insert(Bounce::new(driver, stream, pageable.len())?).clone(),
+        None => bounce.insert(Bounce::new(stream, pageable.len())?).clone(),
     };
-    // SAFETY: the pinned memory has as many bytes, stays until the instance's last launch is done, and is used by nothing else here in the
-    // stream's order; the rest as the caller says.
+    // SAFETY: the pinned memory has as many bytes, stays until the instance's last launch is done, and is
+    // used by nothing else here in the stream's order; the rest as the caller says.
     unsafe {
         copy_boxes::run(&copier, &copy_boxes::to_packed(copy, bounce.address))?;
         call(driver, stream, move || pageable.unpack(bounce.address as *const u8))

@@ -1,5 +1,5 @@
-//! Graphs: work that is described once and launched often. They are plain data in this process. The server learns of a graph when it is instantiated
-//! (docs/decisions/0006-graphs-live-in-the-client.md).
+//! Graphs: work that is described once and launched often. They are plain data in this process. The server
+//! learns of a graph when it is instantiated (docs/decisions/0006-graphs-live-in-the-client.md).
 //!
 //! - this file: a graph, its nodes and their dependencies, and the handles of all of them;
 //! - [`node_work`]: what a node does, and how it is sent to the server;
@@ -7,7 +7,8 @@
 //! - [`recording`]: nodes from work that is enqueued on a captured stream;
 //! - [`conditional`]: conditional nodes, which the server knows before the graph is instantiated;
 //! - [`instance`], [`launch_steps`]: launching and updating instantiated graphs;
-//! - [`user_object`]: objects of the program that a graph keeps alive. The memory of allocation nodes is in `memory::graph_memory`.
+//! - [`user_object`]: objects of the program that a graph keeps alive. The memory of allocation nodes is in
+//!   `memory::graph_memory`.
 
 pub(crate) mod conditional;
 pub(crate) mod instance;
@@ -72,7 +73,8 @@ pub(crate) struct Inner {
 }
 
 impl Inner {
-    /// Checks that nodes and dependencies can be removed. CUDA's manual forbids that for graphs with memory nodes.
+    /// Checks that nodes and dependencies can be removed. CUDA's manual forbids that for graphs with memory
+    /// nodes.
     fn may_lose(&self) -> Result {
         let is_memory = |node: &Node| matches!(node.work, Work::Alloc(_) | Work::Free(_));
         if self.nodes.values().any(is_memory) { Err(Status::NOT_SUPPORTED) } else { Ok(()) }
@@ -115,7 +117,8 @@ impl Graph {
         }
     }
 
-    /// A graph with the same nodes under the same numbers. `part`: whether it becomes part of another graph's node.
+    /// A graph with the same nodes under the same numbers. `part`: whether it becomes part of another graph's
+    /// node.
     ///
     /// # Errors
     /// `NOT_SUPPORTED` for a graph with memory or conditional nodes, as in CUDA.
@@ -150,7 +153,8 @@ impl Graph {
     /// Adds a node that depends on others of the graph. Returns its number.
     ///
     /// # Errors
-    /// `INVALID_VALUE` if a dependency is no node of the graph or is there twice, or if another node of the graph frees the same memory.
+    /// `INVALID_VALUE` if a dependency is no node of the graph or is there twice, or if another node of the
+    /// graph frees the same memory.
     pub fn add(&self, work: Work, before: Vec<Edge>) -> Result<u64> {
         let mut inner = lock(&self.inner);
         let mut seen = HashSet::new();
@@ -346,7 +350,8 @@ impl Node {
     }
 }
 
-/// The nodes in an order in which each comes after those that it depends on. `None` if the dependencies form a cycle.
+/// The nodes in an order in which each comes after those that it depends on. `None` if the dependencies form
+/// a cycle.
 fn order(nodes: &BTreeMap<u64, Node>) -> Option<Vec<u64>> {
     let mut missing: BTreeMap<u64, usize> = nodes.iter().map(|(id, node)| (*id, node.before.len())).collect();
     let mut after: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
@@ -446,7 +451,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn graph() -> Arc<Graph> {
-        Arc::new(Graph::new(Context::new(ContextId(0), 0, 0, true)))
+        Arc::new(Graph::new(Context::new(ContextId(0), crate::process::driver::Server::unused(), 0, 0, true)))
     }
 
     fn edge(from: u64) -> Edge {

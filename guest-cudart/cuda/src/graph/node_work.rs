@@ -8,6 +8,7 @@ use crate::code::function::Function;
 use crate::code::library::{self, KERNELS};
 use crate::graph::Graph;
 use crate::graph::conditional::Conditional;
+use crate::memory::address;
 use crate::memory::graph_memory::{self, GraphMemory};
 use crate::memory::pinned;
 use crate::process::context::{self, Context};
@@ -67,7 +68,8 @@ pub(crate) struct Kernel {
     pub shared: u32,
     pub attributes: Vec<LaunchAttribute>,
     params: Box<[u8]>,
-    /// The address of each parameter in `params`. The program gets them and may read them until the node changes.
+    /// The address of each parameter in `params`. The program gets them and may read them until the node
+    /// changes.
     pointers: Box<[usize]>,
 }
 
@@ -116,7 +118,7 @@ impl Kernel {
             (0, 0) => return Err(Status::INVALID_VALUE),
             (0, kern) => {
                 let kernel = KERNELS.get(kern).ok_or(Status::INVALID_HANDLE)?;
-                (kern, kernel.in_context(driver, context)?)
+                (kern, kernel.in_context(context)?)
             }
             // With a function, the kernel is ignored: NVIDIA's runtime leaves arbitrary bytes there.
             (func, _) => (func, library::of(func)?),
@@ -126,7 +128,7 @@ impl Kernel {
         let mut block = Vec::new();
         // SAFETY: as the caller says.
         unsafe { launch::parameters(&function, p.kernelParams, p.extra, &mut block) }?;
-        pinned::reach(driver, &block);
+        pinned::reach(driver, function.context, &block);
         Ok(Kernel::new(handle, function, shape, attributes, &block))
     }
 
@@ -157,7 +159,7 @@ impl Kernel {
 
     fn op(&self) -> Launch<'_> {
         Launch {
-            function: self.function.id,
+            function: self.function.known_id(),
             stream: StreamId(0),
             grid: self.grid,
             block: self.block,
@@ -198,11 +200,12 @@ impl Work {
             }
             Work::Kernel(kernel) => server(&kernel.op()),
             Work::Fill(fill) => match Fill::of(driver, StreamId(0), fill)? {
-                Fill::Server(op) => server(&op),
+                Fill::Server(_, home) if !std::ptr::eq(home.server, context.server) => Way::Alone,
+                Fill::Server(op, _) => server(&op),
                 Fill::Nothing => Way::Nothing,
                 Fill::Here(_) => Way::Alone,
             },
-            Work::Copy(copy) => match copy_boxes::route(driver, copy)? {
+            Work::Copy(copy) => match copy_boxes::route(driver, context.server, copy)? {
                 Route::Nothing => Way::Nothing,
                 Route::Here => Way::Alone,
                 Route::Server(OnDevice::Line(op)) => server(&op),
@@ -230,7 +233,7 @@ impl Work {
     /// A copy, checked as on a stream.
     pub fn copy(driver: &Driver, copy: &Memcpy3D) -> Result<Work> {
         let copy = copy_boxes::resolve(driver, copy)?;
-        copy_boxes::route(driver, &copy)?;
+        copy_boxes::route(driver, address::nearest(driver), &copy)?;
         Ok(Work::Copy(copy))
     }
 

@@ -50,7 +50,8 @@ pub(crate) fn allocate(
 /// Adds a free of memory that a graph allocates.
 ///
 /// # Errors
-/// `INVALID_VALUE` for any other memory: "must be passed the address of a graph allocation" (`cuMemFreeAsync`).
+/// `INVALID_VALUE` for any other memory: "must be passed the address of a graph allocation"
+/// (`cuMemFreeAsync`).
 pub(crate) fn free(capture: &Capture, stream: &Stream, address: u64) -> Result {
     capture.check()?;
     graph_memory::find(address).ok_or(Status::INVALID_VALUE)?;

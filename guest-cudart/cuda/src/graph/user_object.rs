@@ -34,7 +34,8 @@ impl Object {
             if let Some(handle) = self.handle.get() {
                 OBJECTS.remove(*handle);
             }
-            // SAFETY: the program gave the function to be called once, with this argument, when nobody needs the object any more.
+            // SAFETY: the program gave the function to be called once, with this argument, when nobody needs
+            // the object any more.
             unsafe { (self.destroy)(self.value.0) };
         }
         Ok(())

@@ -1,4 +1,5 @@
-//! What lies at an address: device memory, mapped memory, pinned memory that kernels use, or a module's variable.
+//! What lies at an address: device memory, mapped memory, pinned memory that kernels use, or a module's
+//! variable.
 
 use std::sync::PoisonError;
 
@@ -6,7 +7,8 @@ use crate::abi::result::Result;
 use crate::memory::device_memory::{self, Found};
 use crate::memory::managed::{self, mirror};
 use crate::memory::{graph_memory, pinned_regions, virtual_memory};
-use crate::process::driver::Driver;
+use crate::process::context;
+use crate::process::driver::{Driver, Server};
 use client::ops::memory::is_managed;
 use client::{Status, lock};
 
@@ -20,8 +22,21 @@ pub(crate) fn is_reserved(driver: &Driver, address: u64) -> bool {
     device_memory::device_of(driver, address).is_some() || virtual_memory::is_here(address)
 }
 
-/// What lies at a device address, if it is the program's.
+/// What lies at a device address, if it is the program's. The current context's server is the nearest.
 pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
+    find_near(driver, nearest(driver), address)
+}
+
+/// The server of the current context, or the first.
+pub(crate) fn nearest(driver: &Driver) -> &'static Server {
+    match &driver.servers[..] {
+        [only] => only,
+        servers => context::current().map_or(servers[0], |context| context.server),
+    }
+}
+
+/// What lies at a device address, if it is the program's: `near` says whose variable is meant if several servers have one there.
+pub(crate) fn find_near(driver: &Driver, near: &'static Server, address: u64) -> Option<Found> {
     if virtual_memory::is_here(address) {
         return graph_memory::found(address).or_else(|| virtual_memory::find(driver, address));
     }
@@ -44,14 +59,21 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
         return Some(Found {
             base: base as u64,
             size: size as u64,
-            context: tag.context,
+            context: mirror::context_at(address)?,
             buffer: tag.buffer,
             pool: 0,
             sync_memops: false,
             managed: true,
         });
     }
-    let globals = driver.globals.read().unwrap_or_else(PoisonError::into_inner);
+    // Two servers may have variables at the same address: the nearest one's is meant.
+    let others = driver.servers.iter().copied().filter(|other| !std::ptr::eq(*other, near));
+    std::iter::once(near).chain(others).find_map(|server| variable(server, address))
+}
+
+/// The variable of a server's modules at an address.
+pub(crate) fn variable(server: &Server, address: u64) -> Option<Found> {
+    let globals = server.globals.read().unwrap_or_else(PoisonError::into_inner);
     let (base, (size, context)) = globals.range(..=address).next_back()?;
     (address - base < *size).then_some(Found {
         base: *base,
@@ -64,16 +86,23 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
     })
 }
 
-/// Checks that `len` bytes (not 0) at a device address lie in one allocation or are mapped. Sends what the host has of them to the device.
+/// Checks that `len` bytes (not 0) at a device address lie in one allocation or are mapped. Sends what the
+/// host has of them to the device.
 ///
 /// # Errors
 /// `INVALID_VALUE` for any other address or a range that goes beyond the end, as in CUDA.
 #[inline]
 pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {
+    check_near(driver, nearest(driver), address, len)
+}
+
+/// The same with [another server](find_near) as the nearest.
+#[inline]
+pub(crate) fn check_near(driver: &Driver, near: &'static Server, address: u64, len: u64) -> Result<Found> {
     if virtual_memory::is_here(address) && graph_memory::found(address).is_none() {
         return virtual_memory::check(driver, address, len);
     }
-    let found = find(driver, address).ok_or(Status::INVALID_VALUE)?;
+    let found = find_near(driver, near, address).ok_or(Status::INVALID_VALUE)?;
     let end = address.checked_add(len).ok_or(Status::INVALID_VALUE)?;
     if end > found.base + found.size {
         return Err(Status::INVALID_VALUE);

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, Weak};
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::Array3DDescriptor;
 use crate::process::context::Context;
-use crate::process::driver::{self, Driver, driver};
+use crate::process::driver::{self, driver};
 use client::Status;
 use client::handle::ArrayId;
 use client::handles::Slab;
@@ -103,7 +103,8 @@ pub(crate) fn shape(context: &Context, d: &Array3DDescriptor, mipmapped: bool) -
         let most = limit::TEXTURE_2D_LAYERED;
         depth > 0 && at_most(width, most[0]) && at_most(height, most[1]) && at_most(depth, most[2])
     } else if depth > 0 {
-        // The device also supports other proportions, which only the driver knows. With height 0 there is no depth.
+        // The device also supports other proportions, which only the driver knows. With height 0 there is no
+        // depth.
         height > 0
             && [width, height, depth]
                 .iter()
@@ -118,7 +119,7 @@ pub(crate) fn shape(context: &Context, d: &Array3DDescriptor, mipmapped: bool) -
 }
 
 /// The server's objects of a context are destroyed with it, or now.
-pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
+pub(crate) fn forget(context: &'static Context, with_server: bool) {
     let arrays = ARRAYS.remove_where(|array| std::ptr::eq(array.context, context));
     let mipmapped = MIPMAPPED.remove_where(|array| std::ptr::eq(array.context, context));
     if with_server {
@@ -127,7 +128,7 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
     let whole = arrays.iter().filter(|array| array.level_of.is_none()).map(|array| array.id);
     for array in whole.chain(mipmapped.iter().map(|array| array.id)) {
         // After the session is lost there are no arrays.
-        let _ = driver.session.append(&ArrayDestroy { array });
+        let _ = context.session().append(&ArrayDestroy { array });
     }
 }
 

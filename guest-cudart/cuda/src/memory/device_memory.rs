@@ -23,7 +23,8 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    /// Whether `cuIpcGetMemHandle` can share it with other processes. Memory of a pool or a module cannot be shared, nor memory that is only mapped at its address.
+    /// Whether `cuIpcGetMemHandle` can share it with other processes. Memory of a pool or a module cannot be
+    /// shared, nor memory that is only mapped at its address.
     pub fn is_exportable(&self, driver: &Driver) -> bool {
         self.pool == 0 && !self.managed && device_of(driver, self.base).is_some()
     }
@@ -35,8 +36,8 @@ pub(crate) fn device_of(driver: &Driver, address: u64) -> Option<&Device> {
     driver.devices.get(usize::try_from(ordinal).ok()?)
 }
 
-/// Places an allocation in one part of a device's memory. Does not wait for frees that are pending on streams: see
-/// `stream_ordered::with_room`.
+/// Places an allocation in one part of a device's memory. Does not wait for frees that are pending on
+/// streams: see `stream_ordered::with_room`.
 pub(crate) fn place(
     device: &Device,
     part: &Mutex<DeviceMemory<Tag>>,

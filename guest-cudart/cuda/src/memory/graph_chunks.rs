@@ -1,8 +1,10 @@
 //! Device memory behind the addresses of graphs' allocations.
 //!
-//! A graph's allocations get addresses when their nodes are made, in segments of the graph, and memory when the graph is launched. A launch gives each of its segments a chunk of device memory. Graphs that do
-//! not run at the same time share chunks: a chunk can be reused if it was last used on the launch's stream or its last use has finished, unless it contains an allocation of the program. A segment keeps its
-//! chunk until an allocation of another segment stays in it, or the chunk is freed (`cuDeviceGraphMemTrim`).
+//! A graph's allocations get addresses when their nodes are made, in segments of the graph, and memory when
+//! the graph is launched. A launch gives each of its segments a chunk of device memory. Graphs that do not
+//! run at the same time share chunks: a chunk can be reused if it was last used on the launch's stream or its
+//! last use has finished, unless it contains an allocation of the program. A segment keeps its chunk until an
+//! allocation of another segment stays in it, or the chunk is freed (`cuDeviceGraphMemTrim`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -16,10 +18,11 @@ use crate::process::fences;
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use client::channel::MAX_DEVICES;
+use client::seq::Seq;
 use client::{Status, lock};
 
 /// A stream, and its mark after the last work that uses something.
-type Use = Option<(Arc<Stream>, u64)>;
+type Use = Option<(Arc<Stream>, Seq)>;
 
 /// Addresses of a graph.
 pub(crate) struct Segment {
@@ -76,8 +79,8 @@ static POOL: Mutex<Pool> = Mutex::new(Pool {
 /// The memory of all graphs, locked while a launch is enqueued.
 pub(crate) type Launching = MutexGuard<'static, Pool>;
 
-fn is_over(driver: &Driver, used: &Use) -> bool {
-    used.as_ref().is_none_or(|(stream, mark)| stream.has_passed(driver, *mark))
+fn is_over(used: &Use) -> bool {
+    used.as_ref().is_none_or(|(stream, mark)| stream.has_passed(*mark))
 }
 
 impl Segment {
@@ -121,7 +124,7 @@ impl Pool {
     /// Frees the addresses of destroyed graphs.
     fn collect(&mut self, driver: &Driver) {
         self.leaving.retain(|segment| {
-            if !is_over(driver, &segment.used) {
+            if !is_over(&segment.used) {
                 return true;
             }
             // After the session is lost there is nothing to free.
@@ -133,7 +136,8 @@ impl Pool {
         });
     }
 
-    /// Gives a segment a chunk if it has none, or if an allocation of another segment stays in its chunk. Returns true if it has a new one.
+    /// Gives a segment a chunk if it has none, or if an allocation of another segment stays in its chunk.
+    /// Returns true if it has a new one.
     fn back(
         &mut self,
         driver: &'static Driver,
@@ -159,7 +163,7 @@ impl Pool {
         let on_stream =
             |chunk: &Chunk| chunk.used.as_ref().is_some_and(|(last, _)| Arc::ptr_eq(last, stream));
         let found = self.chunks.iter().filter(|(id, chunk)| fits(id, chunk));
-        let found = found.filter(|(_, chunk)| on_stream(chunk) || is_over(driver, &chunk.used));
+        let found = found.filter(|(_, chunk)| on_stream(chunk) || is_over(&chunk.used));
         let id = match found.max_by_key(|(_, chunk)| on_stream(chunk)).map(|(id, _)| *id) {
             Some(id) => id,
             None => match self.fresh(driver, segment, taken) {
@@ -175,7 +179,7 @@ impl Pool {
         if old.is_some() {
             // Earlier launches use the addresses.
             if let Some((last, mark)) = &*lock(&segment.used) {
-                driver.session.wait_progress(|| last.has_passed(driver, *mark))?;
+                last.session().wait_progress(|| last.has_passed(*mark))?;
             }
             virtual_memory::unmap(driver, segment.address, segment.size)?;
             self.bound.remove(&segment.address);
@@ -206,10 +210,7 @@ impl Pool {
     fn trim(&mut self, driver: &Driver, device: u32, taken: &BTreeSet<u64>) -> bool {
         self.collect(driver);
         let idle = |id: &u64, chunk: &Chunk| {
-            chunk.device == device
-                && chunk.live.is_empty()
-                && !taken.contains(id)
-                && is_over(driver, &chunk.used)
+            chunk.device == device && chunk.live.is_empty() && !taken.contains(id) && is_over(&chunk.used)
         };
         let ids: Vec<u64> =
             self.chunks.iter().filter(|(id, chunk)| idle(id, chunk)).map(|(id, _)| *id).collect();
@@ -246,8 +247,9 @@ impl Pool {
     }
 }
 
-/// Called before a launch that uses segments. Gives them memory that no concurrent work uses. Returns true if some have other memory than before, and a value that must be passed to [`launched`]
-/// when the launch was enqueued.
+/// Called before a launch that uses segments. Gives them memory that no concurrent work uses. Returns true if
+/// some have other memory than before, and a value that must be passed to [`launched`] when the launch was
+/// enqueued.
 pub(crate) fn back(
     driver: &'static Driver,
     segments: &[Arc<Segment>],
@@ -260,27 +262,25 @@ pub(crate) fn back(
     }
     for id in taken {
         let Some(chunk) = pool.chunks.get(&id) else { continue };
-        let Some((last, _)) = chunk
-            .used
-            .as_ref()
-            .filter(|(last, mark)| !Arc::ptr_eq(last, stream) && !last.has_passed(driver, *mark))
+        let Some((last, _)) =
+            chunk.used.as_ref().filter(|(last, mark)| !Arc::ptr_eq(last, stream) && !last.has_passed(*mark))
         else {
             continue;
         };
-        fences::join(driver, last, stream)?;
+        fences::join(last, stream)?;
     }
     Ok((pool, moved))
 }
 
-/// Called after a launch was enqueued. Registers which of its allocations exist now, and what it has freed of other graphs.
+/// Called after a launch was enqueued. Registers which of its allocations exist now, and what it has freed of
+/// other graphs.
 pub(crate) fn launched(
-    driver: &Driver,
     mut pool: Launching,
     stream: &Arc<Stream>,
     memory: &[(Arc<GraphMemory>, bool)],
     freed: &[Arc<GraphMemory>],
 ) -> Result {
-    let mark = stream.mark(driver)?;
+    let mark = stream.mark()?;
     let mut gone = Vec::new();
     let all =
         memory.iter().map(|(memory, live)| (memory, *live)).chain(freed.iter().map(|memory| (memory, false)));
@@ -294,7 +294,8 @@ pub(crate) fn launched(
 }
 
 impl Pool {
-    /// Records the last use of an allocation's chunk, and whether the allocation exists. The returned value must be dropped without the lock.
+    /// Records the last use of an allocation's chunk, and whether the allocation exists. The returned value
+    /// must be dropped without the lock.
     fn hold(&mut self, memory: &Arc<GraphMemory>, live: bool, used: Use) -> Option<Arc<GraphMemory>> {
         memory.set_live(live);
         let chunk = self.chunks.get_mut(self.bound.get(&memory.segment.address)?)?;

@@ -1,8 +1,10 @@
 //! Allocations of graphs.
 //!
-//! An allocation gets its address when its node is made, in a [`Segment`] of the graph. Allocations whose lifetimes do not overlap may have the same addresses. In CUDA's terms, the allocation exists from when
-//! a launch reaches the node until it is freed, by a node, in stream order or by `cuMemFree`. A launch gives it memory ([`graph_chunks`]). An allocation that still exists when the graph and its instance are
-//! destroyed stays until it is freed.
+//! An allocation gets its address when its node is made, in a [`Segment`] of the graph. Allocations whose
+//! lifetimes do not overlap may have the same addresses. In CUDA's terms, the allocation exists from when a
+//! launch reaches the node until it is freed, by a node, in stream order or by `cuMemFree`. A launch gives it
+//! memory ([`graph_chunks`]). An allocation that still exists when the graph and its instance are destroyed
+//! stays until it is freed.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,14 +35,16 @@ pub(crate) struct GraphMemory {
     live: AtomicBool,
 }
 
-/// Memory of all graphs, by address. Of several at one address, the last, because only that can belong to the program.
+/// Memory of all graphs, by address. Of several at one address, the last, because only that can belong to the
+/// program.
 static ALL: Mutex<BTreeMap<u64, Weak<GraphMemory>>> = Mutex::new(BTreeMap::new());
 
 /// The allocations of a graph.
 #[derive(Default)]
 pub(crate) struct Allocations(Mutex<Vec<Arc<GraphMemory>>>);
 
-/// The first place for `size` bytes of a segment of `room` bytes beside those that are taken, in order of their beginnings.
+/// The first place for `size` bytes of a segment of `room` bytes beside those that are taken, in order of
+/// their beginnings.
 fn gap(room: u64, size: u64, taken: &[(u64, u64)]) -> Option<u64> {
     let mut at = 0;
     for (begin, end) in taken {
@@ -74,7 +78,8 @@ impl Allocations {
         })
     }
 
-    /// Registers that a node frees the last allocation at an address. Returns false if another node frees it, and `None` if there is none.
+    /// Registers that a node frees the last allocation at an address. Returns false if another node frees it,
+    /// and `None` if there is none.
     pub fn is_freed_by(&self, address: u64, node: u64) -> Option<bool> {
         let all = lock(&self.0);
         let memory = all.iter().rfind(|memory| memory.address == address)?;
@@ -88,7 +93,8 @@ impl Allocations {
 }
 
 impl GraphMemory {
-    /// Finds an address for the allocation of a node that depends on the `earlier` ones. The allocation exists only when a launch reaches the node.
+    /// Finds an address for the allocation of a node that depends on the `earlier` ones. The allocation
+    /// exists only when a launch reaches the node.
     pub fn new(
         driver: &'static Driver,
         allocations: &Allocations,
@@ -172,11 +178,11 @@ pub(crate) fn found(address: u64) -> Option<Found> {
 ///
 /// # Errors
 /// `INVALID_VALUE` if it is a graph's and does not exist, because no launch has reached its node.
-pub(crate) fn freed(driver: &Driver, address: u64, stream: Option<&Arc<Stream>>) -> Result<bool> {
+pub(crate) fn freed(address: u64, stream: Option<&Arc<Stream>>) -> Result<bool> {
     match find(address) {
         None => Ok(false),
         Some(memory) if memory.live.swap(false, Ordering::AcqRel) => {
-            let used = stream.map(|stream| Ok((stream.clone(), stream.mark(driver)?))).transpose()?;
+            let used = stream.map(|stream| Ok((stream.clone(), stream.mark()?))).transpose()?;
             graph_chunks::freed(&memory, used);
             Ok(true)
         }

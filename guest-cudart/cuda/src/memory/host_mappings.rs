@@ -42,7 +42,8 @@ pub(crate) fn is_here(address: u64) -> bool {
     }
 }
 
-/// The first addresses of all host memory in the reservation that has a piece at `address`. A kernel that gets the address of one piece may continue into the next.
+/// The first addresses of all host memory in the reservation that has a piece at `address`. A kernel that
+/// gets the address of one piece may continue into the next.
 pub(super) fn neighbors(address: u64) -> Vec<u64> {
     let mapped = MAPPED.read().unwrap_or_else(PoisonError::into_inner);
     let Some(Mapped { reservation, .. }) = mapped.get(&address) else { return Vec::new() };

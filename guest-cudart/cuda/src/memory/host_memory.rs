@@ -1,7 +1,9 @@
 //! Host memory in virtual memory management: memory that `cuMemCreate` makes at a location of the host.
 //!
-//! The server reserves addresses for its devices. When host memory is first mapped in a reservation, the server gives those addresses up, and the memory there is pinned memory of this process, as
-//! `cuMemAllocHost` makes it: copies and kernels reach it in the same ways. A handle can be mapped at one place at a time. While it is mapped nowhere, a buffer keeps its bytes.
+//! The server reserves addresses for its devices. When host memory is first mapped in a reservation, the
+//! server gives those addresses up, and the memory there is pinned memory of this process, as
+//! `cuMemAllocHost` makes it: copies and kernels reach it in the same ways. A handle can be mapped at one
+//! place at a time. While it is mapped nowhere, a buffer keeps its bytes.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -29,7 +31,8 @@ pub(crate) struct HostMemory {
 /// Checks that a location is host memory of this machine.
 ///
 /// # Errors
-/// `INVALID_DEVICE` for a NUMA node that the machine does not have, `INVALID_VALUE` for a location that is not the host's.
+/// `INVALID_DEVICE` for a NUMA node that the machine does not have, `INVALID_VALUE` for a location that is
+/// not the host's.
 pub(crate) fn check(location: MemLocation) -> Result {
     match location.kind {
         HOST | HOST_NUMA_CURRENT => Ok(()),
@@ -48,7 +51,8 @@ impl HostMemory {
         HostMemory { location, kept: Mutex::default() }
     }
 
-    /// Maps its `size` bytes at addresses of a reservation that the server has released. It is not mapped elsewhere.
+    /// Maps its `size` bytes at addresses of a reservation that the server has released. It is not mapped
+    /// elsewhere.
     pub fn map(&self, reservation: u64, address: u64, size: u64) -> Result {
         let driver = driver()?;
         let current = context::current().ok().filter(|context| context.is_alive());
@@ -56,11 +60,13 @@ impl HostMemory {
         let made = pinned::pin_new(driver, context, size as usize, Some(address as usize), 0)?;
         let kept = std::mem::take(&mut *lock(&self.kept));
         let len = kept.len().min(size as usize);
-        // SAFETY: `pin_new` has just mapped `size` bytes there, and no other thread knows the address yet; `len` is no more than either.
+        // SAFETY: `pin_new` has just mapped `size` bytes there, and no other thread knows the address yet;
+        // `len` is no more than either.
         unsafe { std::ptr::copy_nonoverlapping(kept.as_ptr(), made as *mut u8, len) };
         host_mappings::insert(address, size, reservation);
-        if host_mappings::neighbors(address).iter().any(|at| *at != address && pinned::is_reached_now(*at)) {
-            pinned::reach_at(driver, address);
+        let is_reached = |at: &u64| *at != address && pinned::is_reached_now(context.server, *at);
+        if host_mappings::neighbors(address).iter().any(is_reached) {
+            pinned::reach_at(driver, context, address);
         }
         Ok(())
     }
@@ -69,7 +75,8 @@ impl HostMemory {
     pub fn unmap(&self, address: u64, size: u64, keep: bool) -> Result {
         let driver = driver()?;
         if keep {
-            // SAFETY: mapped by `map` for as many bytes, and unmapped below; the program says that nothing uses the memory any more.
+            // SAFETY: mapped by `map` for as many bytes, and unmapped below; the program says that nothing
+            // uses the memory any more.
             let bytes = unsafe { std::slice::from_raw_parts(address as *const u8, size as usize) };
             *lock(&self.kept) = bytes.to_vec();
         }

@@ -1,7 +1,9 @@
 //! Memory pools of pinned host memory.
 //!
-//! A pool keeps freed memory, because registering memory is slow and unregistering waits for the device. A freed piece can be reused immediately by the stream that freed it, and by others when that stream has
-//! reached the free. Memory beyond the release threshold and beyond [`KEPT`] is returned to the system. So is all of it when the pool is destroyed.
+//! A pool keeps freed memory, because registering memory is slow and unregistering waits for the device. A
+//! freed piece can be reused immediately by the stream that freed it, and by others when that stream has
+//! reached the free. Memory beyond the release threshold and beyond [`KEPT`] is returned to the system. So is
+//! all of it when the pool is destroyed.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -14,6 +16,7 @@ use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
+use client::seq::Seq;
 use client::{Status, lock};
 
 /// Amount of free memory that a pool keeps even with a lower threshold, in bytes.
@@ -26,7 +29,7 @@ struct Free {
     address: usize,
     room: u64,
     stream: Arc<Stream>,
-    mark: u64,
+    mark: Seq,
 }
 
 /// The state of a pool besides its allocations.
@@ -34,7 +37,8 @@ struct Free {
 pub(crate) struct HostPool {
     free: Mutex<Vec<Free>>,
     idle: AtomicU64,
-    /// A bit for each device that was given access. All devices have access, but queries report it only for these, as with NVIDIA's driver.
+    /// A bit for each device that was given access. All devices have access, but queries report it only for
+    /// these, as with NVIDIA's driver.
     told: AtomicU32,
 }
 
@@ -72,11 +76,10 @@ impl HostPool {
     }
 
     /// A piece of this size that a stream may use now.
-    fn again(&self, driver: &Driver, stream: &Arc<Stream>, room: u64) -> Option<usize> {
+    fn again(&self, stream: &Arc<Stream>, room: u64) -> Option<usize> {
         let mut free = lock(&self.free);
-        let fits = |f: &Free| {
-            f.room == room && (Arc::ptr_eq(&f.stream, stream) || f.stream.has_passed(driver, f.mark))
-        };
+        let fits =
+            |f: &Free| f.room == room && (Arc::ptr_eq(&f.stream, stream) || f.stream.has_passed(f.mark));
         let at = free.iter().position(fits)?;
         self.idle.fetch_sub(room, Ordering::Relaxed);
         Some(free.swap_remove(at).address)
@@ -128,7 +131,7 @@ pub(crate) fn alloc(
         .map(|device| device.primary)
         .filter(|primary| primary.is_alive())
         .unwrap_or(stream.context);
-    let address = match host.again(driver, stream, room) {
+    let address = match host.again(stream, room) {
         Some(address) => address,
         None => pinned::pin_new(driver, context, room as usize, None, 0)?,
     };
@@ -138,9 +141,9 @@ pub(crate) fn alloc(
 }
 
 /// Frees an allocation in stream order. Returns false if no pool allocated the address.
-pub(crate) fn free(driver: &Driver, address: u64, stream: Arc<Stream>) -> Result<bool> {
+pub(crate) fn free(address: u64, stream: Arc<Stream>) -> Result<bool> {
     let Some(live) = lock(&LIVE).remove(&(address as usize)) else { return Ok(false) };
-    let mark = stream.mark(driver)?;
+    let mark = stream.mark()?;
     live.pool.give_back(live.size);
     let Some(host) = live.pool.host() else { return Ok(false) };
     let piece = Free { address: address as usize, room: live.room, stream, mark };

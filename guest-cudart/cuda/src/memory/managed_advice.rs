@@ -42,7 +42,7 @@ pub(crate) fn prefer(address: u64, size: u64, (kind, id): Place) -> Result {
 
 pub(crate) fn advise(address: u64, count: usize, advice: u32, to: MemLocation) -> Result {
     let driver = driver()?;
-    driver.session.check()?;
+    driver.check()?;
     let (base, range) = ranged(driver, address, count)?;
     // CU_MEM_ADVISE_SET_READ_MOSTLY and its opposite have no location.
     let at = || advice::place(to);

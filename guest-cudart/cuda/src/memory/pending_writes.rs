@@ -1,8 +1,11 @@
 //! Pending writes to the program's memory: results of copies, and anything that host functions may write.
 //!
-//! The server may read the source of a copy as soon as it receives the command, not when the stream reaches it. If something before the copy may still write those bytes, the command tells the server to read them only then ([`HostIn::Late`]). A server
-//! that cannot do that (over `verbs`), and code that reads the bytes in this process, wait for the stream first. That is correct except for a program whose host function waits for the calling thread. A stream that waits for a word of
-//! memory may be waiting for that thread, so behind such a wait the call gives up after a while and logs why.
+//! The server may read the source of a copy as soon as it receives the command, not when the stream reaches
+//! it. If something before the copy may still write those bytes, the command tells the server to read them
+//! only then ([`HostIn::Late`]). A server that cannot do that (over `verbs`), and code that reads the bytes
+//! in this process, wait for the stream first. That is correct except for a program whose host function waits
+//! for the calling thread. A stream that waits for a word of memory may be waiting for that thread, so behind
+//! such a wait the call gives up after a while and logs why.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -11,15 +14,16 @@ use std::time::{Duration, Instant};
 use crate::abi::result::{Result, refuse_form};
 use crate::memory::pinned_regions;
 use crate::process::context;
-use crate::process::driver::Driver;
+use crate::process::driver::{Driver, Server, driver};
 use crate::process::stream::Stream;
 use client::data::{HostIn, HostRange};
+use client::seq::Seq;
 use client::{Status, lock};
 
 /// A copy to the host that may be under way.
 struct Write {
     stream: Arc<Stream>,
-    seq: u64,
+    seq: Seq,
     at: usize,
     len: usize,
 }
@@ -27,10 +31,11 @@ struct Write {
 static WRITES: Mutex<Vec<Write>> = Mutex::new(Vec::new());
 
 /// Host functions that may still be called: a stream, and the `seq` of the record after the call.
-static CALLS: Mutex<Vec<(Arc<Stream>, u64)>> = Mutex::new(Vec::new());
+static CALLS: Mutex<Vec<(Arc<Stream>, Seq)>> = Mutex::new(Vec::new());
 
-/// Waits for words of memory that may still hold their streams: a stream, and the `seq` of the record after the wait.
-static HOLDS: Mutex<Vec<(Arc<Stream>, u64)>> = Mutex::new(Vec::new());
+/// Waits for words of memory that may still hold their streams: a stream, and the `seq` of the record after
+/// the wait.
+static HOLDS: Mutex<Vec<(Arc<Stream>, Seq)>> = Mutex::new(Vec::new());
 
 /// How long a copy waits for a stream that is held by such a wait.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -38,13 +43,13 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const MANY: usize = 64;
 
 /// Registers that record `seq` of a stream writes `len` bytes of pinned memory.
-pub(crate) fn writes(driver: &Driver, stream: &Arc<Stream>, seq: u64, at: usize, len: usize) {
-    if pinned_regions::is_mapped(at as u64) {
+pub(crate) fn writes(stream: &Arc<Stream>, seq: Seq, at: usize, len: usize) {
+    if is_in_place(stream.context.server, at) {
         return;
     }
     let mut writes = lock(&WRITES);
     if writes.len() >= MANY && writes.len().is_power_of_two() {
-        writes.retain(|write| !write.stream.has_passed(driver, write.seq));
+        writes.retain(|write| !write.stream.has_passed(write.seq));
     }
     // A stream's writes to one place are done when the last one is.
     writes.retain(|write| !(Arc::ptr_eq(&write.stream, stream) && write.at == at && write.len == len));
@@ -52,19 +57,20 @@ pub(crate) fn writes(driver: &Driver, stream: &Arc<Stream>, seq: u64, at: usize,
 }
 
 /// Registers that a host function, which may write anything, is called before a stream passes record `seq`.
-pub(crate) fn calls(driver: &Driver, stream: &Arc<Stream>, seq: u64) {
+pub(crate) fn calls(stream: &Arc<Stream>, seq: Seq) {
     let mut calls = lock(&CALLS);
     if calls.len() >= MANY && calls.len().is_power_of_two() {
-        calls.retain(|(stream, seq)| !stream.has_passed(driver, *seq));
+        calls.retain(|(stream, seq)| !stream.has_passed(*seq));
     }
     calls.retain(|(other, _)| !Arc::ptr_eq(other, stream));
     calls.push((stream.clone(), seq));
 }
 
-/// Registers that a stream waits for a word before it passes record `seq`. The program may write that word, and other bytes before it.
-pub(crate) fn holds(driver: &Driver, stream: &Arc<Stream>, seq: u64) {
+/// Registers that a stream waits for a word before it passes record `seq`. The program may write that word,
+/// and other bytes before it.
+pub(crate) fn holds(stream: &Arc<Stream>, seq: Seq) {
     let mut holds = lock(&HOLDS);
-    holds.retain(|(other, seq)| !Arc::ptr_eq(other, stream) && !other.has_passed(driver, *seq));
+    holds.retain(|(other, seq)| !Arc::ptr_eq(other, stream) && !other.has_passed(*seq));
     holds.push((stream.clone(), seq));
 }
 
@@ -72,12 +78,12 @@ pub(crate) fn holds(driver: &Driver, stream: &Arc<Stream>, seq: u64) {
 fn released(driver: &Driver, stream: &Stream) -> Result {
     static SAID: AtomicBool = AtomicBool::new(false);
     let mut waiting = lock(&HOLDS).clone();
-    waiting.retain(|(other, seq)| !other.has_passed(driver, *seq) && stream.may_be_behind(other, *seq));
+    waiting.retain(|(other, seq)| !other.has_passed(*seq) && stream.may_be_behind(other, *seq));
     // What is published after the wait shows whether the stream has passed it.
     for (other, _) in &waiting {
-        other.mark(driver)?;
+        other.mark()?;
     }
-    let held = || waiting.iter().any(|(other, seq)| !other.has_passed(driver, *seq));
+    let held = || waiting.iter().any(|(other, seq)| !other.has_passed(*seq));
     if patiently(driver, held)? {
         return Ok(());
     }
@@ -95,10 +101,10 @@ pub(crate) fn source(
     at: usize,
     len: usize,
 ) -> Result<HostIn<'static>> {
-    if !may_change(driver, at, len) {
+    if !may_change(stream.context.server, at, len) {
         return Ok(HostIn::Range(range));
     }
-    if driver.reads_late {
+    if stream.context.server.reads_late {
         return Ok(HostIn::Late(range));
     }
     settle(driver, stream, at, len)?;
@@ -107,11 +113,11 @@ pub(crate) fn source(
 
 /// Waits until nothing before a stream's next copy may write the bytes that it reads.
 pub(crate) fn settle(driver: &Driver, stream: &Stream, at: usize, len: usize) -> Result {
-    if !may_change(driver, at, len) {
+    if !may_change(stream.context.server, at, len) {
         return Ok(());
     }
     released(driver, stream)?;
-    if may_change(driver, at, len) { stream.synchronize(driver) } else { Ok(()) }
+    if may_change(stream.context.server, at, len) { stream.synchronize() } else { Ok(()) }
 }
 
 /// Waits until no copy that is under way uses `len` bytes of pinned memory in place.
@@ -123,17 +129,22 @@ pub(crate) fn settle_all(driver: &Driver, at: usize, len: usize) -> Result {
         return Ok(());
     }
     let overlaps = |write: &Write| at < write.at + write.len && write.at < at + len;
-    let writing: Vec<(Arc<Stream>, u64)> = {
+    let writing: Vec<(Arc<Stream>, Seq)> = {
         let writes = lock(&WRITES);
         writes.iter().filter(|write| overlaps(write)).map(|write| (write.stream.clone(), write.seq)).collect()
     };
     for (stream, _) in &writing {
-        stream.mark(driver)?;
+        stream.mark()?;
     }
-    let last = driver.session.last_seq();
+    let last: Vec<_> = driver
+        .servers
+        .iter()
+        .map(|server| (server.session, server.session.last_seq()))
+        .filter(|(session, _)| session.check().is_ok())
+        .collect();
     let busy = || {
-        driver.session.progress().released() < last
-            || writing.iter().any(|(stream, seq)| !stream.has_passed(driver, *seq))
+        last.iter().any(|(session, last)| !session.has_released(*last) && session.check().is_ok())
+            || writing.iter().any(|(stream, seq)| !stream.has_passed(*seq))
     };
     patiently(driver, busy).and_then(|over| if over { Ok(()) } else { Err(Status::NOT_READY) })
 }
@@ -142,7 +153,7 @@ pub(crate) fn settle_all(driver: &Driver, at: usize, len: usize) -> Result {
 fn patiently(driver: &Driver, mut goes_on: impl FnMut() -> bool) -> Result<bool> {
     let (begin, mut nap) = (Instant::now(), Duration::from_micros(20));
     while goes_on() {
-        driver.session.check()?;
+        driver.check()?;
         if begin.elapsed() > PATIENCE {
             return Ok(false);
         }
@@ -152,13 +163,18 @@ fn patiently(driver: &Driver, mut goes_on: impl FnMut() -> bool) -> Result<bool>
     Ok(true)
 }
 
+/// Whether every device of the process reaches pinned memory in place. What a device of one server writes there, a copy to another server may read.
+fn is_in_place(server: &Server, at: usize) -> bool {
+    pinned_regions::is_mapped(server, at as u64) && driver().is_ok_and(|driver| driver.servers.len() == 1)
+}
+
 /// Whether work that is under way may write bytes that a copy reads.
-fn may_change(driver: &Driver, at: usize, len: usize) -> bool {
-    if pinned_regions::is_mapped(at as u64) {
+fn may_change(server: &Server, at: usize, len: usize) -> bool {
+    if is_in_place(server, at) {
         // The device reads them in place.
         return false;
     }
-    let pending = |other: &Stream, seq: u64| !other.has_passed(driver, seq);
+    let pending = |other: &Stream, seq: Seq| !other.has_passed(seq);
     // Dependencies between streams are not tracked, so work of any stream may come before.
     let called = lock(&CALLS).iter().chain(lock(&HOLDS).iter()).any(|(other, seq)| pending(other, *seq));
     let written = || {

@@ -1,7 +1,10 @@
 //! Pinned host memory that kernels reach.
 //!
-//! With unified addressing a kernel may receive the address of any pinned memory as it is, whatever its flags say (PyTorch does that with small arrays of pointers). A device that shares this process's memory has all pinned memory mapped from the start. For
-//! other devices, a piece is [mirrored](crate::memory::managed::mirror) when a kernel could first find its address: among the parameters of a launch, or when the program asks for its device pointer ([`reach`]).
+//! With unified addressing a kernel may receive the address of any pinned memory as it is, whatever its flags
+//! say (PyTorch does that with small arrays of pointers). A device that shares this process's memory has all
+//! pinned memory mapped from the start. For other devices, a piece is
+//! [mirrored](crate::memory::managed::mirror) when a kernel could first find its address: among the
+//! parameters of a launch, or when the program asks for its device pointer ([`reach`]).
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,13 +14,14 @@ use crate::abi::result::Result;
 use crate::memory::managed::mirror;
 use crate::memory::pinned_regions::{self, CHANGING, HostTag, MAPPED, REGIONS};
 use crate::memory::{host_mappings, pending_writes};
-use crate::process::context::{self, Context};
-use crate::process::driver::Driver;
+use crate::process::context::Context;
+use crate::process::driver::{Driver, Server};
 use crate::process::fences;
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use client::data::HostOut;
 use client::ops::memory::{HostMap, HostUnmap};
+use client::seq::Seq;
 use client::{Status, lock, log};
 
 /// `CU_MEMHOSTALLOC_DEVICEMAP`.
@@ -25,43 +29,68 @@ pub(crate) const DEVICEMAP: u32 = 2;
 /// `CU_MEMHOSTREGISTER_READ_ONLY`.
 const READ_ONLY: u32 = 8;
 
-/// The pieces that kernels cannot reach yet and may, by address, with their sizes.
-static UNREACHED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
+/// A piece that kernels of some servers cannot reach yet and may.
+#[derive(Clone, Copy)]
+struct Unreached {
+    size: usize,
+    /// These servers, a bit for each session's number.
+    servers: u32,
+}
+
+/// Such pieces, by address.
+static UNREACHED: Mutex<BTreeMap<usize, Unreached>> = Mutex::new(BTreeMap::new());
 
 /// The range of addresses of [`UNREACHED`]. Every launch compares its parameters with it, without a lock.
 static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
 
 static HIGHEST: AtomicU64 = AtomicU64::new(0);
 
-fn with_unreached<R>(change: impl FnOnce(&mut BTreeMap<usize, usize>) -> R) -> R {
+fn with_unreached<R>(change: impl FnOnce(&mut BTreeMap<usize, Unreached>) -> R) -> R {
     let mut unreached = lock(&UNREACHED);
     let result = change(&mut unreached);
-    let end = unreached.last_key_value().map_or(0, |(base, size)| base + size);
+    let end = unreached.last_key_value().map_or(0, |(base, piece)| base + piece.size);
     LOWEST.store(unreached.first_key_value().map_or(usize::MAX, |(base, _)| *base) as u64, Ordering::Release);
     HIGHEST.store(end as u64, Ordering::Release);
     result
 }
 
-/// Whether kernels can reach the piece that begins at `base`.
-pub(crate) fn is_reached_now(base: u64) -> bool {
-    pinned_regions::is_mapped(base) || mirror::is_here(base)
+/// A bit for a server.
+fn bit(server: &Server) -> u32 {
+    1 << server.session.index()
 }
 
-/// Whether a kernel can use this address.
-pub(crate) fn is_reached(pointer: u64) -> bool {
-    is_reached_now(pointer) || unreached_at(pointer).is_some()
+/// Whether kernels of a server can reach the piece that begins at `base`.
+pub(crate) fn is_reached_now(server: &Server, base: u64) -> bool {
+    pinned_regions::is_mapped(server, base) || mirror::is_here(base)
 }
 
-/// The piece at an address that kernels cannot reach yet.
-fn unreached_at(pointer: u64) -> Option<(usize, usize)> {
+/// Whether a kernel of a server can use this address.
+pub(crate) fn is_reached(server: &Server, pointer: u64) -> bool {
+    is_reached_now(server, pointer) || unreached_at(server, pointer).is_some()
+}
+
+/// The piece at an address that kernels of a server cannot reach yet.
+fn unreached_at(server: &Server, pointer: u64) -> Option<(usize, usize)> {
     let unreached = lock(&UNREACHED);
-    let (base, size) = unreached.range(..=pointer as usize).next_back()?;
-    (pointer as usize - base < *size).then_some((*base, *size))
+    let (base, piece) = unreached.range(..=pointer as usize).next_back()?;
+    let is_it = pointer as usize - base < piece.size && piece.servers & bit(server) != 0;
+    is_it.then_some((*base, piece.size))
 }
 
-/// Lets kernels reach the pinned memory whose addresses are among a launch's parameters.
+/// Notes that kernels of a server reach a piece, or never will.
+fn settled(server: &Server, base: usize) {
+    with_unreached(|unreached| {
+        let Some(piece) = unreached.get_mut(&base) else { return };
+        piece.servers &= !bit(server);
+        if piece.servers == 0 {
+            unreached.remove(&base);
+        }
+    });
+}
+
+/// Lets kernels of a context reach the pinned memory whose addresses are among a launch's parameters.
 #[inline]
-pub(crate) fn reach(driver: &'static Driver, parameters: &[u8]) {
+pub(crate) fn reach(driver: &'static Driver, context: &'static Context, parameters: &[u8]) {
     let within = LOWEST.load(Ordering::Acquire)..HIGHEST.load(Ordering::Acquire);
     if within.is_empty() {
         return;
@@ -69,34 +98,46 @@ pub(crate) fn reach(driver: &'static Driver, parameters: &[u8]) {
     for word in parameters.chunks_exact(8) {
         let word = u64::from_ne_bytes(word.try_into().unwrap_or_default());
         if within.contains(&word) {
-            reach_at(driver, word);
+            reach_at(driver, context, word);
         }
     }
 }
 
-/// Lets kernels reach the pinned memory at an address, if there is any that they cannot reach yet. Where that cannot be, the log says why, and kernels find nothing there.
+/// Lets kernels reach the pinned memory at an address, if there is any that they cannot reach yet. Where that
+/// cannot be, the log says why, and kernels find nothing there.
 #[cold]
-pub(crate) fn reach_at(driver: &'static Driver, pointer: u64) {
+pub(crate) fn reach_at(driver: &'static Driver, context: &'static Context, pointer: u64) {
     let _changing = CHANGING.write().unwrap_or_else(PoisonError::into_inner);
-    let Some((base, _)) = unreached_at(pointer) else { return };
-    reach_piece(driver, base);
-    host_mappings::neighbors(base as u64).into_iter().for_each(|base| reach_piece(driver, base as usize));
+    let Some((base, _)) = unreached_at(context.server, pointer) else { return };
+    reach_piece(driver, context, base);
+    let neighbors = host_mappings::neighbors(base as u64);
+    neighbors.into_iter().for_each(|base| reach_piece(driver, context, base as usize));
 }
 
-fn reach_piece(driver: &'static Driver, base: usize) {
-    let Some((base, size)) = unreached_at(base as u64) else { return };
-    let Some((_, _, tag)) = REGIONS.find(base) else { return };
-    let context = if tag.context.is_alive() { Ok(tag.context) } else { context::current() };
-    if let Err(status) = context.and_then(|context| mirror(driver, context, base, size)) {
+fn reach_piece(driver: &'static Driver, context: &'static Context, base: usize) {
+    let Some((base, size)) = unreached_at(context.server, base as u64) else { return };
+    let Some((_, _, tag)) = REGIONS.any(base) else { return };
+    let same_server = std::ptr::eq(tag.context.server, context.server);
+    let context = if same_server && tag.context.is_alive() { tag.context } else { context };
+    // A server that shares this process's memory has mapped what belongs to its own devices, if it can.
+    let reached = match driver.devices.get(context.device as usize) {
+        Some(device) if device.shares_host_memory && !same_server => map(context, base, size),
+        _ => mirror(driver, context, base, size),
+    };
+    if let Err(status) = reached {
         log::warn(format_args!(
-            "kernels cannot use the {size} bytes of pinned memory at {base:#x}: {status}"
+            "kernels of {context:?} cannot use the {size} bytes of pinned memory at {base:#x}: {status}. Kernels of two servers can use the same pinned memory only if both servers are on this host"
         ));
     }
-    with_unreached(|unreached| unreached.remove(&base));
+    settled(context.server, base);
 }
 
 /// Lets kernels reach the piece that begins at `base` by mirroring it. Copies that are under way end first.
 pub(crate) fn mirror(driver: &'static Driver, context: &'static Context, base: usize, size: usize) -> Result {
+    // Its bytes can be in one mirror, and not at the same time where another server's device reaches them in place.
+    if REGIONS.find(base).is_none() || lock(&MAPPED).contains_key(&base) {
+        return Err(Status::NOT_SUPPORTED);
+    }
     pending_writes::settle_all(driver, base, size)?;
     REGIONS.set_elsewhere(base, true);
     mirror::adopt(driver, context, base as u64, size as u64)
@@ -104,25 +145,30 @@ pub(crate) fn mirror(driver: &'static Driver, context: &'static Context, base: u
 }
 
 /// Lets kernels reach the piece that begins at `base`.
-pub(crate) fn map(driver: &Driver, context: &'static Context, base: usize, size: usize) -> Result {
+pub(crate) fn map(context: &'static Context, base: usize, size: usize) -> Result {
     let mut mapped = lock(&MAPPED);
-    if mapped.contains_key(&base) {
+    let on_server = |other: &&Context| std::ptr::eq(other.server, context.server);
+    if mapped.get(&base).is_some_and(|contexts| contexts.iter().any(on_server)) {
         return Ok(());
     }
     // Without a region the server does not know the memory at all.
-    let range = REGIONS.range(base, size).ok_or(Status::NOT_SUPPORTED)?;
-    driver.session.call(&HostMap { context: context.id, address: base as u64, memory: HostOut(range) })?;
-    mapped.insert(base, context);
+    let range = REGIONS.range(context.session(), base, size).ok_or(Status::NOT_SUPPORTED)?;
+    context.session().call(&HostMap { context: context.id, address: base as u64, memory: HostOut(range) })?;
+    mapped.entry(base).or_default().push(context);
     Ok(())
 }
 
-/// Lets kernels reach the piece that begins at `base` if the device shares this process's memory. Otherwise adds it to the pieces that they cannot reach yet, if they may.
+/// Lets kernels reach the piece that begins at `base` if the device shares this process's memory. Otherwise
+/// adds it to the pieces that they cannot reach yet, if they may.
 pub(crate) fn offer(driver: &Driver, context: &'static Context, base: usize, size: usize, flags: u32) {
     fences::host_sees();
     let device = driver.devices.get(context.device as usize);
     let shares = device.is_some_and(|device| device.shares_host_memory);
-    if (!shares || map(driver, context, base, size).is_err()) && flags & READ_ONLY == 0 {
-        with_unreached(|unreached| unreached.insert(base, size));
+    let reached = shares && map(context, base, size).is_ok();
+    let all = driver.servers.iter().fold(0, |all, server| all | bit(server));
+    let servers = if reached { all & !bit(context.server) } else { all };
+    if servers != 0 && flags & READ_ONLY == 0 {
+        with_unreached(|unreached| unreached.insert(base, Unreached { size, servers }));
     }
 }
 
@@ -130,9 +176,9 @@ pub(crate) fn offer(driver: &Driver, context: &'static Context, base: usize, siz
 pub(crate) fn unmap(driver: &'static Driver, base: usize, keep: bool) {
     with_unreached(|unreached| unreached.remove(&base));
     mirror::release(driver, base as u64, keep);
-    if let Some(context) = lock(&MAPPED).remove(&base) {
+    for context in lock(&MAPPED).remove(&base).unwrap_or_default() {
         // After the session is lost nothing is mapped.
-        let _ = driver.session.append(&HostUnmap { context: context.id, address: base as u64 });
+        let _ = context.session().append(&HostUnmap { context: context.id, address: base as u64 });
     }
 }
 
@@ -142,7 +188,10 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
         mirror::release(driver, base, true);
         REGIONS.set_elsewhere(base as usize, false);
     }
-    lock(&MAPPED).retain(|_, other| !std::ptr::eq(*other, context));
+    lock(&MAPPED).retain(|_, contexts| {
+        contexts.retain(|other| !std::ptr::eq(*other, context));
+        !contexts.is_empty()
+    });
 }
 
 /// Makes pinned memory, exactly at an address if one is given; its address.
@@ -154,7 +203,7 @@ pub(crate) fn pin_new(
     flags: u32,
 ) -> Result<usize> {
     let tag = HostTag { context, flags, buffer: unique_id() };
-    let address = REGIONS.alloc(driver.session.port(), size, at, tag).map_err(|error| {
+    let address = REGIONS.alloc(context.session(), size, at, tag).map_err(|error| {
         log::warn(format_args!("cannot allocate {size} bytes of pinned memory: {}", error.line()));
         Status::OUT_OF_MEMORY
     })?;
@@ -163,23 +212,23 @@ pub(crate) fn pin_new(
 }
 
 /// Pinned memory that was allocated here, and the last work that uses it: a mark on a stream.
-pub(crate) type Used = (usize, Arc<Stream>, u64);
+pub(crate) type Used = (usize, Arc<Stream>, Seq);
 
 /// Frees pinned memory that was allocated here. No work may use it.
 pub(crate) fn remove(driver: &'static Driver, address: usize) {
     unmap(driver, address, false);
-    REGIONS.remove(driver.session.port(), address, true);
+    REGIONS.remove(address, true);
 }
 
 /// Frees pinned memory that was allocated here once the streams that use it have passed their marks.
 ///
-/// Unregistering memory waits for all work of the device. So neither this thread does it, because a stream may wait for its next call, nor the thread that calls host
-/// functions.
+/// Unregistering memory waits for all work of the device. So neither this thread does it, because a stream
+/// may wait for its next call, nor the thread that calls host functions.
 pub(crate) fn remove_later(driver: &'static Driver, pieces: Vec<Used>) {
     let wait = move || {
         for (address, stream, mark) in pieces {
             // After the session is lost, nothing uses it.
-            let _ = driver.session.wait_progress(|| stream.has_passed(driver, mark));
+            let _ = stream.session().wait_progress(|| stream.has_passed(mark));
             remove(driver, address);
         }
     };

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard};
 
 use crate::process::context::Context;
+use crate::process::driver::Server;
 use client::lock;
 use client::regions::Regions;
 
@@ -18,8 +19,8 @@ pub(crate) struct HostTag {
 /// The process's pinned memory.
 pub(crate) static REGIONS: Regions<HostTag> = Regions::new();
 
-/// The pieces that kernels can reach, by address, each with the context that it was mapped in.
-pub(crate) static MAPPED: Mutex<BTreeMap<usize, &'static Context>> = Mutex::new(BTreeMap::new());
+/// The pieces that kernels can reach, by address, each with the contexts that it was mapped in: one for each server.
+pub(crate) static MAPPED: Mutex<BTreeMap<usize, Vec<&'static Context>>> = Mutex::new(BTreeMap::new());
 
 /// Locked for writing while a piece becomes reachable for kernels.
 pub(crate) static CHANGING: RwLock<()> = RwLock::new(());
@@ -29,9 +30,12 @@ pub(crate) fn steady() -> RwLockReadGuard<'static, ()> {
     CHANGING.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether kernels can reach an address of pinned memory in place.
-pub(crate) fn is_mapped(pointer: u64) -> bool {
-    REGIONS.find(pointer as usize).is_some_and(|(base, ..)| lock(&MAPPED).contains_key(&base))
+/// Whether kernels of a server can reach an address of pinned memory in place.
+pub(crate) fn is_mapped(server: &Server, pointer: u64) -> bool {
+    let on_server = |context: &&Context| std::ptr::eq(context.server, server);
+    REGIONS.find(pointer as usize).is_some_and(|(base, ..)| {
+        lock(&MAPPED).get(&base).is_some_and(|contexts| contexts.iter().any(on_server))
+    })
 }
 
 /// The pinned memory that contains an address: its first address, its size, and its entry.

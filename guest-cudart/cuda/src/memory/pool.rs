@@ -1,7 +1,8 @@
 //! Stream-ordered allocation and memory pools.
 //!
-//! An allocation is placed immediately, in memory that no stream uses any more (or that the same stream has freed before). A free takes effect when its stream reaches it. A pool is a handle, a
-//! device and attributes. All pools of a device share its window.
+//! An allocation is placed immediately, in memory that no stream uses any more (or that the same stream has
+//! freed before). A free takes effect when its stream reaches it. A pool is a handle, a device and
+//! attributes. All pools of a device share its window.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
@@ -42,7 +43,8 @@ pub(crate) struct Pool {
     pub host: Option<HostPool>,
     /// Maximum size of its allocations together, in bytes. 0: no limit.
     pub limit: u64,
-    /// The three reuse attributes and the release threshold. They are only stored: reuse is always the strictest kind.
+    /// The three reuse attributes and the release threshold. They are only stored: reuse is always the
+    /// strictest kind.
     pub reuse: [AtomicI32; 3],
     pub threshold: AtomicU64,
     /// Size of its allocations together, in bytes: now and at its maximum.
@@ -93,7 +95,8 @@ impl Pool {
         self.host.as_ref().map_or(0, HostPool::idle)
     }
 
-    /// The device on which it allocates for a context. Managed memory without a device as its location is on the context's.
+    /// The device on which it allocates for a context. Managed memory without a device as its location is on
+    /// the context's.
     pub fn home(&self, context: &Context) -> u32 {
         match self.managed {
             Some((kind, _)) if kind != LOCATION_DEVICE => context.device,

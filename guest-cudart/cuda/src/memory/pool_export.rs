@@ -1,7 +1,8 @@
 //! Memory pools shared between processes: a pool's name travels in a descriptor, an allocation's in 64 bytes.
 //!
-//! The server knows no pools. A process opens the piece of memory that holds the allocation, by the token that the server issued for it, as `cuIpcOpenMemHandle` does
-//! ([`virtual_memory::open`]). The pool's own name, 128 random bits, ties an allocation to the pool that it was exported from.
+//! The server knows no pools. A process opens the piece of memory that holds the allocation, by the token
+//! that the server issued for it, as `cuIpcOpenMemHandle` does ([`virtual_memory::open`]). The pool's own
+//! name, 128 random bits, ties an allocation to the pool that it was exported from.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,6 +15,7 @@ use crate::memory::{shared_descriptor, virtual_memory};
 use crate::process::context::Context;
 use crate::process::driver::Driver;
 use crate::process::stream::Stream;
+use client::seq::Seq;
 use client::{Status, lock};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`, `…_FABRIC`.
@@ -22,7 +24,8 @@ pub(crate) const FABRIC: u32 = 8;
 pub(crate) const POOL_MAGIC: shared_descriptor::Magic = *b"rgpu:pol";
 const POINTER_MAGIC: [u8; 8] = *b"rgpu:ptr";
 
-/// The contents of such data: the pool, the token of the piece of memory that contains the allocation, the allocation's offset in it, and its size in bytes.
+/// The contents of such data: the pool, the token of the piece of memory that contains the allocation, the
+/// allocation's offset in it, and its size in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Name {
     pub pool: PoolName,
@@ -59,7 +62,7 @@ pub(crate) struct Imported {
     /// Of the device that it is in.
     pub context: &'static Context,
     /// Freed in stream order; the stream has not passed the mark yet.
-    pub leaving: Option<(Arc<Stream>, u64)>,
+    pub leaving: Option<(Arc<Stream>, Seq)>,
 }
 
 /// Handles of imported pools: one that is imported again has the same.
@@ -113,7 +116,7 @@ pub(crate) fn free_in_order(driver: &Driver, address: u64, stream: Arc<Stream>) 
     let mut imported = lock(&IMPORTED);
     let found = imported.get_mut(&address).filter(|found| found.leaving.is_none());
     let found = found.ok_or(Status::INVALID_VALUE)?;
-    let mark = stream.mark(driver)?;
+    let mark = stream.mark()?;
     found.leaving = Some((stream, mark));
     LEAVING.fetch_add(1, Ordering::Relaxed);
     drop(imported);
@@ -125,7 +128,7 @@ pub(crate) fn free_in_order(driver: &Driver, address: u64, stream: Arc<Stream>) 
 pub(crate) fn collect(driver: &Driver) {
     if LEAVING.load(Ordering::Relaxed) != 0 {
         close_where(driver, |imported| {
-            imported.leaving.as_ref().is_some_and(|(stream, mark)| stream.has_passed(driver, *mark))
+            imported.leaving.as_ref().is_some_and(|(stream, mark)| stream.has_passed(*mark))
         });
     }
 }

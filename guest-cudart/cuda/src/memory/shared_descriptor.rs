@@ -1,4 +1,5 @@
-//! File descriptors that identify something for other processes: small files in memory. They pass through sockets and `fork` like any descriptor.
+//! File descriptors that identify something for other processes: small files in memory. They pass through
+//! sockets and `fork` like any descriptor.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
@@ -30,7 +31,8 @@ fn written(magic: &Magic, name: &[u8]) -> std::io::Result<File> {
     Ok(file)
 }
 
-/// The name in a descriptor that [`make`] has made in any process. `None` for other descriptors. The descriptor stays open.
+/// The name in a descriptor that [`make`] has made in any process. `None` for other descriptors. The
+/// descriptor stays open.
 pub(crate) fn read<const N: usize>(magic: &Magic, handle: usize) -> Option<[u8; N]> {
     let fd = RawFd::try_from(handle).ok()?;
     // SAFETY: not owned: it is never dropped. A number that is no descriptor gives an error when read.

@@ -1,19 +1,22 @@
 //! Memory that the server reads or writes once.
 
 use crate::abi::result::Result;
-use crate::process::driver::Driver;
 use client::data::{HostRange, Place};
+use client::seq::Seq;
+use client::session::Session;
 use client::{Status, log};
+
+/// Owner of blocks that no stream reads: none has this ID.
+const NO_STREAM: u64 = u64::MAX;
 
 /// Bytes that the server can read or write: in the arena, or in pinned memory if they are too many.
 pub(crate) enum Staging<'s> {
     Arena(client::arena::Block<'s>),
-    Pinned { region: u32, mapping: client::port::mapping::Mapping },
+    Pinned { session: &'static Session, region: u32, mapping: client::port::mapping::Mapping },
 }
 
 impl Staging<'_> {
-    pub fn new(driver: &'static Driver, len: usize) -> Result<Staging<'static>> {
-        let session = driver.session;
+    pub fn new(session: &'static Session, len: usize) -> Result<Staging<'static>> {
         if len <= session.arena().largest() {
             return session.arena().alloc(session, len).map(Staging::Arena);
         }
@@ -21,7 +24,7 @@ impl Staging<'_> {
             log::warn(format_args!("cannot allocate {len} bytes of staging memory: {}", error.line()));
             Status::OUT_OF_MEMORY
         })?;
-        Ok(Staging::Pinned { region: pinned.region, mapping: pinned.mapping })
+        Ok(Staging::Pinned { session, region: pinned.region, mapping: pinned.mapping })
     }
 
     pub fn ptr(&self) -> *mut u8 {
@@ -40,10 +43,21 @@ impl Staging<'_> {
         }
     }
 
+    /// Releases the memory when the host has read it for command `seq`. What is returned is to be kept until the command is answered.
+    pub fn read_by(self, seq: Seq) -> Option<Self> {
+        match self {
+            Staging::Arena(block) => {
+                block.release_after(seq, NO_STREAM);
+                None
+            }
+            Staging::Pinned { .. } => Some(self),
+        }
+    }
+
     /// Releases the memory. The server has answered and does not touch the bytes any more.
-    pub fn done(self, driver: &Driver) {
-        if let Staging::Pinned { region, mapping } = self {
-            driver.session.port().unpin(region);
+    pub fn done(self) {
+        if let Staging::Pinned { session, region, mapping } = self {
+            session.port().unpin(region);
             drop(mapping);
         }
     }

@@ -14,6 +14,7 @@ use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
 use client::ops::memory::{MemAlloc, MemFree, is_managed};
+use client::seq::Seq;
 use client::{Status, lock};
 
 /// An allocation that was freed in stream order. It can be reused when the stream has passed the mark.
@@ -23,7 +24,7 @@ pub(crate) struct Leaving {
     device: u32,
     pool: usize,
     stream: Arc<Stream>,
-    mark: u64,
+    mark: Seq,
 }
 
 pub(crate) static LEAVING: Mutex<Vec<Leaving>> = Mutex::new(Vec::new());
@@ -34,7 +35,7 @@ pub(crate) fn synchronize(context: &'static Context) -> Result {
     let busy = context.is_busy();
     let result = context.synchronize();
     if busy {
-        stream_table::reap(driver);
+        stream_table::reap();
         collect(driver);
     }
     result
@@ -50,13 +51,14 @@ pub(crate) fn alloc(
 ) -> Result<u64> {
     let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
     let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false, freed: false };
-    let place = || device_memory::place(device, &device.memory, size, tag, driver);
+    let place = || device_memory::place(device, &device.memory, size, tag, device);
     let address = with_room(driver, device.ordinal, place)?;
-    driver.session.append(&MemAlloc { address, size })?;
+    device.server.session.append(&MemAlloc { address, size })?;
     Ok(address)
 }
 
-/// Allocates. If there is no room, completes pending frees of streams, frees what graphs keep, and tries again.
+/// Allocates. If there is no room, completes pending frees of streams, frees what graphs keep, and tries
+/// again.
 fn with_room(driver: &'static Driver, device: u32, allocate: impl Fn() -> Result<u64>) -> Result<u64> {
     match allocate() {
         Err(Status::OUT_OF_MEMORY)
@@ -103,16 +105,14 @@ pub(crate) fn release(driver: &'static Driver, device: &Device, address: u64) {
     }
     // In this order, so that the address is reused only after the server knows that it is free.
     let mut memory = lock(&device.memory);
-    if driver.session.append(&MemFree { address }).is_ok() {
-        memory.free(address, driver);
+    if device.server.session.append(&MemFree { address }).is_ok() {
+        memory.free(address, device);
     }
 }
 
 /// Frees in stream order. The memory can be reused when the stream has reached the free.
 pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<Stream>) -> Result {
-    if graph_memory::freed(driver, address, Some(&stream))?
-        || host_pool::free(driver, address, stream.clone())?
-    {
+    if graph_memory::freed(address, Some(&stream))? || host_pool::free(address, stream.clone())? {
         return Ok(());
     }
     if virtual_memory::is_here(address) {
@@ -134,13 +134,14 @@ pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<S
         (size, pool)
     };
     pool::gone(pool, size);
-    let mark = stream.mark(driver)?;
+    let mark = stream.mark()?;
     lock(&LEAVING).push(Leaving { address, size, device: device.ordinal, pool, stream, mark });
     collect(driver);
     Ok(())
 }
 
-/// An allocation of the same size and pool that was freed earlier in the same stream, so that earlier work on it comes before all later work.
+/// An allocation of the same size and pool that was freed earlier in the same stream, so that earlier work on
+/// it comes before all later work.
 pub(crate) fn reuse(
     driver: &Driver,
     stream: &Arc<Stream>,
@@ -169,7 +170,7 @@ pub(crate) fn collect(driver: &'static Driver) {
         if leaving.is_empty() {
             return;
         }
-        leaving.extract_if(.., |l| l.stream.has_passed(driver, l.mark)).collect()
+        leaving.extract_if(.., |l| l.stream.has_passed(l.mark)).collect()
     };
     for l in gone {
         if let Some(device) = driver.devices.get(l.device as usize) {
@@ -180,10 +181,10 @@ pub(crate) fn collect(driver: &'static Driver) {
 
 /// Waits for the streams that have frees pending on a device. Returns false if there are none.
 pub(crate) fn wait_for_leaving(driver: &'static Driver, device: u32) -> bool {
-    let waiting: Vec<(Arc<Stream>, u64)> =
+    let waiting: Vec<(Arc<Stream>, Seq)> =
         lock(&LEAVING).iter().filter(|l| l.device == device).map(|l| (l.stream.clone(), l.mark)).collect();
     for (stream, mark) in &waiting {
-        if driver.session.wait_progress(|| stream.has_passed(driver, *mark)).is_err() {
+        if stream.session().wait_progress(|| stream.has_passed(*mark)).is_err() {
             return false;
         }
     }
@@ -198,7 +199,7 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     graph_chunks::trim(driver, device.ordinal);
     lock(&LEAVING).retain(|l| l.device != device.ordinal);
     lock(&device.memory).reset();
-    let mut globals = driver.globals.write().unwrap_or_else(PoisonError::into_inner);
+    let mut globals = device.server.globals.write().unwrap_or_else(PoisonError::into_inner);
     globals.retain(|_, (_, owner)| owner.device != device.ordinal);
 }
 
@@ -217,7 +218,7 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
             release(driver, device, address);
         }
     }
-    let mut globals = driver.globals.write().unwrap_or_else(PoisonError::into_inner);
+    let mut globals = context.server.globals.write().unwrap_or_else(PoisonError::into_inner);
     globals.retain(|_, (_, owner)| !std::ptr::eq(*owner, context));
 }
 
@@ -225,8 +226,9 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
 pub(crate) fn settle_all() -> Result {
     let driver = driver()?;
     for device in &driver.devices {
-        if device.primary.is_alive() && device.primary.is_busy() {
-            synchronize(device.primary)?;
+        let primary = device.primary;
+        if primary.is_alive() && primary.is_busy() && !primary.is_given_up() {
+            synchronize(primary)?;
         }
     }
     let context = context::current()?;

@@ -6,7 +6,7 @@ use std::sync::{Mutex, OnceLock};
 use crate::abi::result::Result;
 use crate::abi::types::{ResourceDesc, TextureDesc, ViewDesc};
 use crate::memory::{address, array};
-use crate::process::context::Context;
+use crate::process::context::{self, Context};
 use crate::process::driver::Driver;
 use client::handle::ArrayId;
 use client::ops::array::{ArrayShape, Resource, SurfaceDestroy, TextureDestroy};
@@ -27,11 +27,32 @@ pub(crate) struct Made {
     pub view: Option<ViewDesc>,
 }
 
-/// The process's textures and surfaces, by handle. The two have separate numbers.
+/// The number of a session, and a handle of its server's driver: two servers may choose the same.
+type Name = (usize, u64);
+
+/// The process's textures and surfaces. The two have separate handles.
 #[derive(Default)]
 pub(crate) struct Objects {
-    pub textures: HashMap<u64, Made>,
-    pub surfaces: HashMap<u64, Made>,
+    pub textures: HashMap<Name, Made>,
+    pub surfaces: HashMap<Name, Made>,
+}
+
+/// What a handle names: an object of the current context's server, or else of the only server that has one.
+fn named(all: &HashMap<Name, Made>, object: u64) -> Result<Made> {
+    let here = context::current().ok().and_then(|context| all.get(&(context.session().index(), object)));
+    let mut anywhere = all.iter().filter(|((_, handle), _)| *handle == object).map(|(_, made)| made);
+    let found = here.or_else(|| anywhere.next().filter(|_| anywhere.next().is_none()));
+    found.copied().ok_or(Status::INVALID_VALUE)
+}
+
+/// The texture of a handle.
+pub(crate) fn texture(object: u64) -> Result<Made> {
+    named(&lock(objects()).textures, object)
+}
+
+/// The surface of a handle.
+pub(crate) fn surface(object: u64) -> Result<Made> {
+    named(&lock(objects()).surfaces, object)
 }
 
 pub(crate) fn objects() -> &'static Mutex<Objects> {
@@ -40,18 +61,18 @@ pub(crate) fn objects() -> &'static Mutex<Objects> {
 }
 
 /// The server's objects of a context are destroyed with it, or now.
-pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
-    let gone = |_: &u64, made: &mut Made| std::ptr::eq(made.context, context);
+pub(crate) fn forget(context: &'static Context, with_server: bool) {
+    let gone = |_: &Name, made: &mut Made| std::ptr::eq(made.context, context);
     let mut objects = lock(objects());
-    let textures: Vec<u64> = objects.textures.extract_if(gone).map(|(texture, _)| texture).collect();
-    let surfaces: Vec<u64> = objects.surfaces.extract_if(gone).map(|(surface, _)| surface).collect();
+    let textures: Vec<u64> = objects.textures.extract_if(gone).map(|((_, texture), _)| texture).collect();
+    let surfaces: Vec<u64> = objects.surfaces.extract_if(gone).map(|((_, surface), _)| surface).collect();
     if !with_server {
         // After the session is lost there are none.
         for texture in textures {
-            let _ = driver.session.append(&TextureDestroy { texture });
+            let _ = context.session().append(&TextureDestroy { texture });
         }
         for surface in surfaces {
-            let _ = driver.session.append(&SurfaceDestroy { surface });
+            let _ = context.session().append(&SurfaceDestroy { surface });
         }
     }
 }

@@ -1,12 +1,15 @@
-//! Copies bytes between this process's memory and a device: a few in the record or the answer, many in chunks through the arena.
+//! Copies bytes between this process's memory and a device: a few in the record or the answer, many in chunks
+//! through the arena.
 //!
-//! This module does not know about pinned or managed memory. `work::copy` does, and managed memory uses this module to move its blocks.
+//! This module does not know about pinned or managed memory. `work::copy` does, and managed memory uses this
+//! module to move its blocks.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
 
 use crate::abi::result::Result;
-use crate::process::driver::Driver;
 use crate::process::stream::Stream;
 use client::Status;
 use client::arena::{Block, Owner};
@@ -15,15 +18,23 @@ use client::counters::{self, COUNTERS};
 use client::data::{HostIn, HostOut};
 use client::ops::copy::{MemcpyDtoH, MemcpyDtoHInline, MemcpyHtoD};
 use client::ops::stream::{StreamSynchronize, StreamSynchronizeReply};
-use client::session::Pending;
+use client::seq::Seq;
+use client::session::{Pending, Session};
 
 /// Maximum number of bytes that are sent inside the record, in the ring instead of the arena.
 pub(crate) const INLINE: usize = 8 << 10;
 /// Maximum number of bytes in an answer.
 pub(crate) const MAX_INLINE_ANSWER: usize = MAX_PAYLOAD - 4;
-/// Number of chunks under way at once in a large copy to pageable memory.
+/// Number of chunks under way at once in a large copy to pageable memory, at first and at most. Over a long
+/// distance it takes more than the first number to fill the link.
 const DEPTH: usize = 4;
-/// Number of chunks of a transfer, within the limits below: enough to fill the pipeline soon, few enough not to interrupt it often.
+const MOST_DEPTH: usize = 32;
+/// A chunk that takes so many round trips waits for others and not for the distance.
+const ROUND_TRIPS: u32 = 3;
+/// The depth that the last large copy had in the end.
+static DEEP: AtomicUsize = AtomicUsize::new(DEPTH);
+/// Number of chunks of a transfer, within the limits below: enough to fill the pipeline soon, few enough not
+/// to interrupt it often.
 const CHUNKS: usize = 8;
 const LEAST_CHUNK: usize = 256 << 10;
 const MOST_CHUNK: usize = 8 << 20;
@@ -31,8 +42,8 @@ const MOST_CHUNK: usize = 8 << 20;
 const MOST_CHUNK_TO_DEVICE: usize = 4 << 20;
 
 /// Size of one chunk of a transfer, in bytes.
-pub(crate) fn chunk(driver: &Driver, len: usize) -> usize {
-    (len / CHUNKS).clamp(LEAST_CHUNK, MOST_CHUNK).min(driver.session.arena().largest())
+pub(crate) fn chunk(session: &Session, len: usize) -> usize {
+    (len / CHUNKS).clamp(LEAST_CHUNK, MOST_CHUNK).min(session.arena().largest())
 }
 
 /// Copies bytes between program memory and the arena, which another process may be writing or will read.
@@ -49,13 +60,13 @@ pub(crate) unsafe fn move_bytes(from: *const u8, to: *mut u8, len: usize) {
 struct Flight<'s> {
     pending: Pending<'s, StreamSynchronizeReply>,
     block: Block<'s>,
+    begun: Instant,
     at: usize,
     len: usize,
 }
 
 /// Transfers on a stream.
 pub(crate) struct Transfer<'s> {
-    pub driver: &'static Driver,
     pub stream: &'s Arc<Stream>,
 }
 
@@ -66,17 +77,18 @@ impl Owner for Transfer<'_> {
     }
 
     fn mark(&self) -> Result {
-        self.stream.mark(self.driver).map(drop)
+        self.stream.mark().map(drop)
     }
 
-    fn has_passed(&self, seq: u64) -> bool {
-        self.stream.has_passed(self.driver, seq)
+    fn has_passed(&self, seq: Seq) -> bool {
+        self.stream.has_passed(seq)
     }
 }
 
 impl Transfer<'_> {
-    /// Copies from the host to the device. When this returns, the source has been read. Calls `before` for each range of the target before the operation that writes it, and keeps
-    /// the result until that operation was enqueued.
+    /// Copies from the host to the device. When this returns, the source has been read. Calls `before` for
+    /// each range of the target before the operation that writes it, and keeps the result until that
+    /// operation was enqueued.
     ///
     /// # Safety
     /// `src` may be read for `len` bytes.
@@ -87,16 +99,16 @@ impl Transfer<'_> {
         len: usize,
         before: impl Fn(u64, u64) -> Result<G>,
     ) -> Result {
-        let (session, stream) = (self.driver.session, self.stream.id);
+        let (session, stream) = (self.stream.session(), self.stream.id);
         if len <= INLINE {
             counters::add(&COUNTERS.copied_bytes, len as u64);
             // SAFETY: readable, as the caller says.
             let bytes = unsafe { std::slice::from_raw_parts(src, len) };
             let _order = before(dst, len as u64)?;
             let op = MemcpyHtoD { stream, dst, src: HostIn::Inline(bytes) };
-            return self.stream.work(self.driver, &op).map(drop);
+            return self.stream.settled_work(&op).map(drop);
         }
-        let chunk = chunk(self.driver, len).min(MOST_CHUNK_TO_DEVICE);
+        let chunk = chunk(session, len).min(MOST_CHUNK_TO_DEVICE);
         let mut at = 0;
         while at < len {
             let n = chunk.min(len - at);
@@ -106,32 +118,29 @@ impl Transfer<'_> {
             let to = dst + at as u64;
             let _order = before(to, n as u64)?;
             let op = MemcpyHtoD { stream, dst: to, src: HostIn::Range(block.range(n)) };
-            let seq = self.stream.work(self.driver, &op)?;
+            let seq = self.stream.settled_work(&op)?;
             block.release_after(seq, self.stream.unique());
             at += n;
         }
         Ok(())
     }
 
-    /// Copies from the device to the host. When this returns, the bytes are there.
+    /// Copies from the device to the host. When this returns, the bytes are there. Whether work before the
+    /// copy has failed is for the caller to find out: the context keeps that error.
     ///
     /// # Safety
     /// `dst` may be written for `len` bytes.
     pub unsafe fn receive(&self, dst: *mut u8, src: u64, len: usize) -> Result {
         if len > MAX_INLINE_ANSWER {
-            let result = self.pipeline(src, len, &mut |at, block, n| {
+            return self.pipeline(src, len, &mut |at, block, n| {
                 // SAFETY: the chunk at..at+n is inside the target, and the block has n bytes.
                 unsafe { move_bytes(block, dst.add(at), n) }
             });
-            return self.stream.context.settle(self.driver, result);
         }
         let op = MemcpyDtoHInline { stream: self.stream.id, src, len: len as u32 };
-        let pending = self.driver.session.submit(&op)?;
+        let pending = self.stream.session().submit(&op)?;
         let seq = pending.seq();
-        let bytes = match pending.wait() {
-            Ok(reply) => reply.bytes.0,
-            Err(status) => return self.stream.context.settle(self.driver, Err(status)),
-        };
+        let bytes = pending.wait()?.bytes.0;
         if bytes.len() != len {
             return Err(Status::UNKNOWN);
         }
@@ -141,43 +150,65 @@ impl Transfer<'_> {
         Ok(())
     }
 
-    /// Fetches `len` bytes through the arena, with several chunks under way at once. Calls `out` for each with its offset, its bytes and its length.
+    /// Fetches `len` bytes through the arena, with several chunks under way at once. Calls `out` for each
+    /// with its offset, its bytes and its length.
     fn pipeline(&self, src: u64, len: usize, out: &mut dyn FnMut(usize, *const u8, usize)) -> Result {
-        let session = self.driver.session;
+        let session = self.stream.session();
         let stream = self.stream.id;
-        let chunk = chunk(self.driver, len);
-        let mut flights: VecDeque<Flight<'_>> = VecDeque::with_capacity(DEPTH);
+        let chunk = chunk(session, len);
+        let (mut depth, mut no_room) = (DEEP.load(Ordering::Relaxed), false);
+        let mut flights: VecDeque<Flight<'_>> = VecDeque::with_capacity(depth);
         let mut at = 0;
         while at < len || !flights.is_empty() {
-            while at < len && flights.len() < DEPTH {
+            while at < len && flights.len() < depth {
                 let n = chunk.min(len - at);
-                // With chunks under way, wait for those instead of room or a slot that other threads may hold.
+                // With chunks under way, wait for those instead of room or a slot that other threads may
+                // hold.
                 let block = if flights.is_empty() {
                     session.arena().alloc(session, n)?
                 } else {
                     match session.arena().try_alloc(n, session.progress().released()) {
                         Some(block) if session.has_free_slot() => block,
-                        _ => break,
+                        found => {
+                            no_room = found.is_none();
+                            break;
+                        }
                     }
                 };
                 let dst = HostOut(block.range(n));
-                self.stream.work(self.driver, &MemcpyDtoH { stream, src: src + at as u64, dst })?;
+                self.stream.work(&MemcpyDtoH { stream, src: src + at as u64, dst })?;
                 let pending = match session.submit(&StreamSynchronize { stream }) {
                     Ok(pending) => pending,
                     Err(status) => {
-                        // The server may still write the block and will not report when it has. The block is lost with the session.
+                        // The server may still write the block and will not report when it has. The block is
+                        // lost with the session.
                         std::mem::forget(block);
                         return Err(status);
                     }
                 };
-                flights.push_back(Flight { pending, block, at, len: n });
+                flights.push_back(Flight { pending, block, begun: Instant::now(), at, len: n });
                 at += n;
             }
-            let Some(Flight { pending, block, at, len }) = flights.pop_front() else { break };
+            let Some(Flight { pending, block, begun, at: place, len: n }) = flights.pop_front() else {
+                break;
+            };
             let seq = pending.seq();
             pending.wait()?;
+            let time = begun.elapsed();
             self.stream.is_synced(seq);
-            out(at, block.ptr(), len);
+            out(place, block.ptr(), n);
+            // Where the link carries a chunk in less than a round trip, more of them fill it.
+            if at < len && session.is_far() {
+                if std::mem::take(&mut no_room) {
+                    session.arena().grow(session, Some(time));
+                } else if flights.len() + 1 == depth && time <= session.round_trip() * ROUND_TRIPS {
+                    depth = (depth + 1).min(MOST_DEPTH);
+                }
+            }
+        }
+        // One that was not filled was not of this copy's making.
+        if len / chunk >= depth {
+            DEEP.store(depth, Ordering::Relaxed);
         }
         Ok(())
     }

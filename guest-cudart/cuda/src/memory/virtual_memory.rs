@@ -1,7 +1,9 @@
-//! Virtual memory management: memory without an address, addresses without memory, and mappings of one at the other.
+//! Virtual memory management: memory without an address, addresses without memory, and mappings of one at the
+//! other.
 //!
-//! The server has the same tables and checks everything again. The tables here answer the program's queries and recognize invalid pointers without a round trip. Addresses are chosen here,
-//! outside of all devices' windows.
+//! The server has the same tables and checks everything again. The tables here answer the program's queries
+//! and recognize invalid pointers without a round trip. Addresses are chosen here, outside of all devices'
+//! windows.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -13,7 +15,7 @@ use crate::memory::device_memory::Found;
 use crate::memory::host_memory::HostMemory;
 use crate::memory::{host_mappings, shared_descriptor};
 use crate::process::context;
-use crate::process::driver::Driver;
+use crate::process::driver::{Driver, Server};
 use crate::process::fences::SHARES;
 use crate::process::ids::unique_id;
 use client::Status;
@@ -23,6 +25,7 @@ use client::ops::memory::{
     AddressFree, AddressReserve, MemoryAccess, MemoryCreate, MemoryImport, MemoryMap, MemoryRelease,
     MemoryUnmap, SPACE, SPACE_ALIGN, SPACE_SIZE,
 };
+use client::session::Session;
 
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 pub(crate) const PINNED: u32 = 1;
@@ -47,7 +50,8 @@ pub(crate) struct Memory {
     pub home: Home,
     size: u64,
     pub handle_types: u32,
-    /// Number of references: `cuMemCreate` and everything that returned the handle again, less `cuMemRelease`. Under the lock of [`Space`], as `mapped` is.
+    /// Number of references: `cuMemCreate` and everything that returned the handle again, less
+    /// `cuMemRelease`. Under the lock of [`Space`], as `mapped` is.
     pub handles: AtomicU32,
     mapped: AtomicU32,
 }
@@ -85,14 +89,16 @@ static SPACES: RwLock<Space> = RwLock::new(Space {
 });
 static MEMORIES: Slab<Memory> = Slab::new(14);
 
-/// Called before this process first shares memory. When this returns, everything that it has copied so far has reached the device.
+/// Called before this process first shares memory. When this returns, everything that it has copied so far
+/// has reached the device.
 pub(crate) fn share(driver: &'static Driver) -> Result {
     SHARES.store(true, Ordering::Relaxed);
     // This needs no current context.
     let primary = driver.devices.iter().map(|device| device.primary);
-    for context in primary.chain(context::current()).filter(|context| context.is_alive() && context.is_busy())
-    {
-        context.legacy().synchronize(driver)?;
+    let is_busy =
+        |context: &&context::Context| context.is_alive() && context.is_busy() && !context.is_given_up();
+    for context in primary.chain(context::current()).filter(is_busy) {
+        context.legacy().synchronize()?;
     }
     Ok(())
 }
@@ -129,7 +135,8 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
     Some(Found { base, size, context, buffer: mapping.buffer, pool: 0, sync_memops: false, managed: false })
 }
 
-/// Checks that a range (not 0 bytes) is mapped and that one device may access all of it. Returns what is mapped at its beginning.
+/// Checks that a range (not 0 bytes) is mapped and that one device may access all of it. Returns what is
+/// mapped at its beginning.
 pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {
     let found = find(driver, address).ok_or(Status::INVALID_VALUE)?;
     let end = address.checked_add(len).ok_or(Status::INVALID_VALUE)?;
@@ -158,6 +165,40 @@ pub(crate) fn memory_of(handle: usize) -> Result<Arc<Memory>> {
 fn new_id() -> MemoryId {
     static IDS: AtomicU32 = AtomicU32::new(1);
     MemoryId(IDS.fetch_add(1, Ordering::Relaxed))
+}
+
+/// The session of a device's server.
+fn session_of(driver: &Driver, device: u32) -> Result<&'static Session> {
+    driver.devices.get(device as usize).map(|device| device.server.session).ok_or(Status::INVALID_DEVICE)
+}
+
+/// The sessions that are not lost; all, if every one is, so that the caller hears of it.
+fn sessions(driver: &Driver) -> Vec<&'static Session> {
+    let all = driver.servers.iter().map(|server| server.session);
+    let usable: Vec<_> = all.clone().filter(|session| session.check().is_ok()).collect();
+    if usable.is_empty() { all.collect() } else { usable }
+}
+
+/// Reserves addresses with every server, since memory of any device may be mapped there.
+fn reserve_with_all(driver: &Driver, address: u64, size: u64) -> Result {
+    let sessions = sessions(driver);
+    for (done, session) in sessions.iter().enumerate() {
+        if let Err(status) = session.call(&AddressReserve { address, size }) {
+            for session in &sessions[..done] {
+                // The first error is the one to report.
+                let _ = session.call(&AddressFree { address, size });
+            }
+            return Err(status);
+        }
+    }
+    Ok(())
+}
+
+/// Frees such addresses. Nothing is mapped there.
+fn free_with_all(driver: &Driver, address: u64, size: u64) -> Result {
+    let freed =
+        sessions(driver).into_iter().map(|session| session.call(&AddressFree { address, size }).map(drop));
+    freed.reduce(|first, other| first.and(other)).unwrap_or(Ok(()))
 }
 
 /// Whether the last of some ranges (first addresses, and bytes), in order, ends before an address.
@@ -206,8 +247,8 @@ impl Space {
             let found = self.free_from(from, size, alignment);
             let address =
                 found.or_else(|| self.free_from(SPACE, size, alignment)).ok_or(Status::OUT_OF_MEMORY)?;
-            match driver.session.call(&AddressReserve { address, size }) {
-                Ok(_) => {
+            match reserve_with_all(driver, address, size) {
+                Ok(()) => {
                     self.reserved.insert(address, size);
                     self.next = address + size;
                     return Ok(address);
@@ -224,7 +265,7 @@ impl Space {
             return Err(Status::INVALID_VALUE);
         }
         if !self.given_up.contains(&address) {
-            driver.session.call(&AddressFree { address, size })?;
+            free_with_all(driver, address, size)?;
         } else if self.mappings.range(address..address + size).next().is_some() {
             return Err(Status::INVALID_VALUE);
         }
@@ -233,8 +274,9 @@ impl Space {
         Ok(())
     }
 
-    /// Prepares the reservation around a range for host memory, or for memory of devices, and returns its first address. A reservation that has had host memory can have no other, because the
-    /// server may still be about to unregister its mirror.
+    /// Prepares the reservation around a range for host memory, or for memory of devices, and returns its
+    /// first address. A reservation that has had host memory can have no other, because the server may still
+    /// be about to unregister its mirror.
     fn prepare(&mut self, driver: &Driver, address: u64, size: u64, for_host: bool) -> Result<u64> {
         static SAID: AtomicBool = AtomicBool::new(false);
         let (start, whole) = self
@@ -252,7 +294,7 @@ impl Space {
         if !for_host || self.mappings.range(start..start + whole).next().is_some() {
             return refuse_form("cuMemMap of host memory and memory of a device in one reservation", &SAID);
         }
-        driver.session.call(&AddressFree { address: start, size: whole })?;
+        free_with_all(driver, start, whole)?;
         self.given_up.insert(start);
         Ok(start)
     }
@@ -278,8 +320,8 @@ impl Space {
         let memory = memory_of(handle)?;
         let reservation = self.prepare(driver, address, size, matches!(memory.home, Home::Host(_)))?;
         match &memory.home {
-            Home::Device(id, _) => {
-                driver.session.call(&MemoryMap { memory: *id, offset, address, size })?;
+            Home::Device(id, device) => {
+                session_of(driver, *device)?.call(&MemoryMap { memory: *id, offset, address, size })?;
             }
             Home::Host(host) => {
                 let whole = size.is_multiple_of(Space::granule(driver))
@@ -317,8 +359,8 @@ impl Space {
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get(&address) else { continue };
             match &mapping.memory.home {
-                Home::Device(..) => {
-                    driver.session.call(&MemoryUnmap { address, size: mapping.size })?;
+                Home::Device(_, device) => {
+                    session_of(driver, *device)?.call(&MemoryUnmap { address, size: mapping.size })?;
                 }
                 Home::Host(host) => {
                     let keep = mapping.memory.handles.load(Ordering::Relaxed) > 0;
@@ -344,8 +386,14 @@ impl Space {
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get_mut(&address) else { continue };
             // A device can always reach pinned memory.
-            if let Home::Device(..) = mapping.memory.home {
-                driver.session.call(&MemoryAccess { address, size: mapping.size, device, flags })?;
+            if let Home::Device(_, home) = mapping.memory.home {
+                let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
+                let home = session_of(driver, home)?;
+                if !std::ptr::eq(home, device.server.session) {
+                    // No device of another server reaches it.
+                    return Err(Status::INVALID_DEVICE);
+                }
+                home.call(&MemoryAccess { address, size: mapping.size, device: device.number, flags })?;
             }
             if let Some(place) = mapping.access.get_mut(device as usize) {
                 *place = flags;
@@ -371,8 +419,8 @@ impl Space {
     fn end_if_unused(&self, driver: &Driver, handle: usize, memory: &Memory) -> Result {
         if memory.handles.load(Ordering::Relaxed) == 0 && memory.mapped.load(Ordering::Relaxed) == 0 {
             MEMORIES.remove(handle);
-            if let Home::Device(id, _) = memory.home {
-                driver.session.call(&MemoryRelease { memory: id })?;
+            if let Home::Device(id, device) = memory.home {
+                session_of(driver, device)?.call(&MemoryRelease { memory: id })?;
             }
         }
         Ok(())
@@ -385,11 +433,16 @@ impl Space {
     }
 }
 
-pub(crate) fn import(driver: &Driver, token: [u8; 16], handle_types: u32) -> Result<(usize, bool)> {
+pub(crate) fn import(
+    driver: &Driver,
+    server: &Server,
+    token: [u8; 16],
+    handle_types: u32,
+) -> Result<(usize, bool)> {
     let id = new_id();
-    let reply = driver.session.call(&MemoryImport { memory: id, token })?;
+    let reply = server.session.call(&MemoryImport { memory: id, token })?;
     let memory = Memory {
-        home: Home::Device(id, reply.device),
+        home: Home::Device(id, driver.device_on(server, reply.device)?.ordinal),
         size: reply.size,
         handle_types,
         handles: AtomicU32::new(1),
@@ -398,11 +451,33 @@ pub(crate) fn import(driver: &Driver, token: [u8; 16], handle_types: u32) -> Res
     Ok((MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)?, reply.own))
 }
 
-/// Maps memory that a process has exported, for every device that may use it. Returns the address of `offset`. Memory that this process has exported itself is opened only with `own_too`; otherwise
-/// it is `INVALID_CONTEXT`.
-pub(crate) fn open(driver: &Driver, token: [u8; 16], offset: u64, size: u64, own_too: bool) -> Result<u64> {
+/// The same for memory of a server that nobody names: the one that knows the token, which no two servers have.
+pub(crate) fn import_from_any(driver: &Driver, token: [u8; 16], handle_types: u32) -> Result<(usize, bool)> {
+    let asked = driver.servers.iter().map(|server| import(driver, server, token, handle_types));
+    let mut refused = Err(Status::INVALID_VALUE);
+    for (at, answer) in asked.enumerate() {
+        match answer {
+            Err(status) if at == 0 => refused = Err(status),
+            Err(_) => {}
+            found => return found,
+        }
+    }
+    refused
+}
+
+/// Maps memory that a process has exported, for every device that may use it. Returns the address of
+/// `offset`. Memory that this process has exported itself is opened only with `own_too`; otherwise it is
+/// `INVALID_CONTEXT`.
+pub(crate) fn open(
+    driver: &Driver,
+    server: &Server,
+    token: [u8; 16],
+    offset: u64,
+    size: u64,
+    own_too: bool,
+) -> Result<u64> {
     let mut space = write();
-    let (handle, own) = import(driver, token, 0)?;
+    let (handle, own) = import(driver, server, token, 0)?;
     let memory = memory_of(handle)?;
     let Home::Device(_, device) = memory.home else { return Err(Status::INVALID_VALUE) };
     let inside = offset.checked_add(size).is_some_and(|end| end <= memory.size);
@@ -477,7 +552,8 @@ pub(crate) fn release(driver: &Driver, handle: usize) -> Result {
 pub(crate) fn make(driver: &Driver, device: u32, size: u64, handle_types: u32) -> Result<usize> {
     let id = new_id();
     let exportable = handle_types & POSIX_FD != 0;
-    driver.session.call(&MemoryCreate { memory: id, device, size, exportable })?;
+    let on = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
+    on.server.session.call(&MemoryCreate { memory: id, device: on.number, size, exportable })?;
     let (handles, mapped) = (AtomicU32::new(1), AtomicU32::new(0));
     let memory = Memory { home: Home::Device(id, device), size, handle_types, handles, mapped };
     MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)

@@ -5,11 +5,11 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::{Device, Driver, Server, device, driver};
 use crate::process::fences::Fences;
 use crate::process::green::{self, Green};
 use crate::process::host_calls;
@@ -19,12 +19,17 @@ use crate::process::stream::Stream;
 use client::handle::ContextId;
 use client::handles::Slab;
 use client::ops::context::{ContextCreate, ContextSynchronize, PrimarySetFlags};
+use client::seq::{LastSeq, Seq};
+use client::session::Session;
 use client::thread::Lasting;
 use client::{Status, lock};
 
 /// A context.
 pub(crate) struct Context {
     pub id: ContextId,
+    /// The server that its device is of. Everything in the context belongs to that server's session.
+    pub server: &'static Server,
+    /// Ordinal of its device.
     pub device: u32,
     pub handle: usize,
     pub unique: u64,
@@ -36,15 +41,17 @@ pub(crate) struct Context {
     pub attached: Mutex<u32>,
     legacy: std::sync::OnceLock<Arc<Stream>>,
     /// The legacy default stream, and so every stream that it waits for, is known to be done up to this `seq`.
-    legacy_synced: AtomicU64,
+    legacy_synced: LastSeq,
     /// `seq` of the last record of work in this context.
-    last_work: AtomicU64,
-    /// The same, of work on streams that do not wait for the legacy default stream.
-    last_free_work: AtomicU64,
+    last_work: LastSeq,
+    /// The same, of work on streams that wait for the legacy default stream, if it is more than a copy whose source has been read, or an event's record.
+    pub last_unread: LastSeq,
+    /// The same as `last_work`, of work on streams that do not wait for the legacy default stream.
+    last_free_work: LastSeq,
     /// Records on such streams that are being appended: they may be in the ring and not yet be counted in `last_free_work`.
     appending_free: AtomicU64,
     /// All work up to this `seq` is known to be done.
-    synced: AtomicU64,
+    synced: LastSeq,
     /// The copies that streams beside theirs come behind.
     pub fences: Fences,
     pub cache_config: AtomicU32,
@@ -110,11 +117,18 @@ const KNOWN_FLAGS: u32 = 0xff;
 
 impl Context {
     /// Makes the client's side of a context.
-    pub fn new(id: ContextId, device: u32, flags: u32, primary: bool) -> &'static Context {
+    pub fn new(
+        id: ContextId,
+        server: &'static Server,
+        device: u32,
+        flags: u32,
+        primary: bool,
+    ) -> &'static Context {
         let mut made = None;
         let handle = CONTEXTS.insert_with(|handle| {
             let context: &'static Context = Box::leak(Box::new(Context {
                 id,
+                server,
                 device,
                 handle,
                 unique: unique_id(),
@@ -124,11 +138,12 @@ impl Context {
                 retained: Mutex::new(0),
                 attached: Mutex::new(0),
                 legacy: std::sync::OnceLock::new(),
-                legacy_synced: AtomicU64::new(0),
-                last_work: AtomicU64::new(0),
-                last_free_work: AtomicU64::new(0),
+                legacy_synced: LastSeq::new(),
+                last_work: LastSeq::new(),
+                last_unread: LastSeq::new(),
+                last_free_work: LastSeq::new(),
                 appending_free: AtomicU64::new(0),
-                synced: AtomicU64::new(0),
+                synced: LastSeq::new(),
                 fences: Fences::new(),
                 cache_config: AtomicU32::new(0),
                 limits: Limits::default(),
@@ -148,6 +163,12 @@ impl Context {
         self.alive.load(Ordering::Acquire)
     }
 
+    /// The session that it belongs to.
+    #[inline]
+    pub fn session(&self) -> &'static Session {
+        self.server.session
+    }
+
     /// The legacy default stream.
     pub fn legacy(&'static self) -> &'static Arc<Stream> {
         self.legacy.get_or_init(|| Stream::legacy(self))
@@ -164,31 +185,31 @@ impl Context {
 
     /// Notes that record `seq` is work in this context; `free`: on a stream that does not wait for the legacy default stream.
     #[inline]
-    pub fn worked(&self, seq: u64, free: bool) {
-        self.last_work.fetch_max(seq, Ordering::AcqRel);
+    pub fn worked(&self, seq: Seq, free: bool) {
+        self.last_work.raise(seq);
         if free {
-            self.last_free_work.fetch_max(seq, Ordering::AcqRel);
+            self.last_free_work.raise(seq);
         }
     }
 
     /// `seq` of the last record of work that the legacy default stream waits for.
-    pub fn last_work(&self) -> u64 {
-        self.last_work.load(Ordering::Acquire)
+    pub fn last_work(&self) -> Option<Seq> {
+        self.last_work.get()
     }
 
     /// Notes that all work up to `seq` is done.
-    pub fn is_synced(&self, seq: u64) {
-        self.synced.fetch_max(seq, Ordering::AcqRel);
+    pub fn is_synced(&self, seq: Seq) {
+        self.synced.raise(seq);
     }
 
     /// Notes that the legacy default stream, and so everything that it waits for, is done up to `seq`.
     ///
     /// All work of the context is done up to `seq` if the work on other streams is. A record before `seq` was announced before `seq` was appended. So if no announcement
     /// is open now, `last_free_work`, which is read after that, covers every such record.
-    pub fn legacy_is_synced(&self, seq: u64) {
-        self.legacy_synced.fetch_max(seq, Ordering::AcqRel);
+    pub fn legacy_is_synced(&self, seq: Seq) {
+        self.legacy_synced.raise(seq);
         if self.appending_free.load(Ordering::Acquire) == 0
-            && self.last_free_work.load(Ordering::Acquire) <= self.synced.load(Ordering::Acquire)
+            && self.synced.has_reached_all_of(&self.last_free_work)
         {
             self.is_synced(seq);
         }
@@ -196,46 +217,50 @@ impl Context {
 
     /// Whether record `seq` of one of its streams is known to be done; `free`: of a stream that the legacy default stream does not wait for.
     #[inline]
-    pub fn has_synced(&self, seq: u64, free: bool) -> bool {
-        self.synced.load(Ordering::Acquire) >= seq
-            || !free && self.legacy_synced.load(Ordering::Acquire) >= seq
+    pub fn has_synced(&self, seq: Seq, free: bool) -> bool {
+        self.synced.has_reached(seq) || !free && self.legacy_synced.has_reached(seq)
     }
 
     /// Whether the legacy default stream has promised that record `seq` of a stream that it waits for is done.
-    pub fn legacy_has_promised(&self, seq: u64) -> bool {
+    pub fn legacy_has_promised(&self, seq: Seq) -> bool {
         self.legacy.get().is_some_and(|legacy| legacy.promise.covers(seq))
     }
 
     /// Whether work may be under way.
     pub fn is_busy(&self) -> bool {
-        self.last_work.load(Ordering::Acquire) > self.synced.load(Ordering::Acquire)
+        !self.synced.has_reached_all_of(&self.last_work)
+    }
+
+    /// Whether its server is lost and the process has another one, which goes on: nothing waits for this one's work any more.
+    pub fn is_given_up(&self) -> bool {
+        driver().is_ok_and(|driver| driver.servers.len() > 1) && self.session().check().is_err()
     }
 
     /// Waits for all work of the context. No round trip when none may be under way. What was freed in stream order is given back by
     /// `memory::stream_ordered::synchronize`.
     pub fn synchronize(&'static self) -> Result {
-        let driver = driver()?;
-        self.deferred(driver)?;
+        driver()?;
+        self.deferred()?;
         if !self.is_busy() {
-            driver.session.show_output();
-            driver.session.check()?;
-            return self.deferred(driver);
+            self.session().show_output();
+            self.session().check()?;
+            return self.deferred();
         }
-        let pending = driver.session.submit(&ContextSynchronize { context: self.id })?;
+        let pending = self.session().submit(&ContextSynchronize { context: self.id })?;
         let seq = pending.seq();
         let result = pending.wait().map(|_| ());
         if result.is_ok() {
             self.is_synced(seq);
         }
-        self.settle(driver, result)
+        self.settle(result)
     }
 
     /// Waits for all work of the context; what it comes to is left for the calls that ask. False: it cannot be known to be done.
-    pub fn quiesce(&self, driver: &Driver) -> bool {
+    pub fn quiesce(&self) -> bool {
         if !self.is_busy() {
             return true;
         }
-        let Ok(pending) = driver.session.submit(&ContextSynchronize { context: self.id }) else {
+        let Ok(pending) = self.session().submit(&ContextSynchronize { context: self.id }) else {
             return false;
         };
         let seq = pending.seq();
@@ -248,18 +273,30 @@ impl Context {
 
     /// The deferred error of earlier work, if there is one: taken away unless it is sticky.
     #[inline]
-    pub fn deferred(&self, driver: &Driver) -> Result {
-        match driver.session.progress().error(self.id).and_then(|word| word.get()) {
+    pub fn deferred(&self) -> Result {
+        match self.session().progress().error(self.id).and_then(|word| word.get()) {
             None => Ok(()),
-            Some(_) => self.take_deferred(driver),
+            Some(_) => self.take_deferred(),
         }
     }
 
+    /// Notes that work of this context has failed in this process, such as a copy from another server. The context's next call that asks for errors gets it, once.
+    pub fn fail(&self, status: Status) {
+        if let Some(word) = self.session().progress().error(self.id) {
+            word.set(status, false, 0);
+        }
+    }
+
+    /// Whether earlier work has failed, as far as is known.
+    pub fn has_error(&self) -> bool {
+        self.session().progress().error(self.id).is_some_and(|word| word.get().is_some())
+    }
+
     #[cold]
-    fn take_deferred(&self, driver: &Driver) -> Result {
+    fn take_deferred(&self) -> Result {
         static TAKING: Mutex<()> = Mutex::new(());
         let _taking = lock(&TAKING);
-        let Some(word) = driver.session.progress().error(self.id) else { return Ok(()) };
+        let Some(word) = self.session().progress().error(self.id) else { return Ok(()) };
         let Some((status, sticky, seq)) = word.get() else { return Ok(()) };
         if !sticky {
             word.clear();
@@ -269,9 +306,9 @@ impl Context {
     }
 
     /// A synchronizing call's result. What the server answered with is the deferred error itself, which is then not returned again.
-    pub fn settle(&self, driver: &Driver, result: Result) -> Result {
-        let Err(status) = result else { return self.deferred(driver) };
-        let word = driver.session.progress().error(self.id);
+    pub fn settle(&self, result: Result) -> Result {
+        let Err(status) = result else { return self.deferred() };
+        let word = self.session().progress().error(self.id);
         if let Some(word) = word
             && let Some((found, false, _)) = word.get()
             && found == status
@@ -285,7 +322,11 @@ impl Context {
     pub fn retain(&self) {
         let mut retained = lock(&self.retained);
         *retained += 1;
-        self.alive.store(true, Ordering::Release);
+        let first = !self.alive.swap(true, Ordering::AcqRel);
+        drop(retained);
+        if first {
+            come_behind_others();
+        }
     }
 
     /// Counts one user of a primary context less. Returns whether it was the last.
@@ -315,7 +356,8 @@ impl Context {
             return Err(Status::INVALID_VALUE);
         }
         if self.primary {
-            driver()?.session.call(&PrimarySetFlags { device: self.device, flags })?;
+            let device = device(self.device as i32)?.number;
+            self.session().call(&PrimarySetFlags { device, flags })?;
         }
         self.flags.store(flags, Ordering::Relaxed);
         Ok(())
@@ -323,14 +365,28 @@ impl Context {
 }
 
 /// Waits for all work of all contexts. False: some of it cannot be known to be done.
-pub(crate) fn quiesce_all(driver: &Driver) -> bool {
-    busy().fold(true, |all, context| all & context.quiesce(driver))
+pub(crate) fn quiesce_all() -> bool {
+    busy().fold(true, |all, context| all & context.quiesce())
 }
 
 /// The contexts in which work may be under way.
 pub(crate) fn busy() -> impl Iterator<Item = &'static Context> {
     let all = CONTEXTS.all().into_iter().map(|context| *context);
-    all.filter(|context| context.is_alive() && context.is_busy())
+    all.filter(|context| context.is_alive() && context.is_busy() && !context.is_given_up())
+}
+
+/// Called when a context has come to life: its work comes behind all that the program was told is done. (Within a context, [fences](crate::process::fences) see to that.)
+pub(crate) fn come_behind_others() {
+    fence(Ordering::SeqCst);
+    if any_busy() {
+        quiesce_all();
+    }
+}
+
+/// Whether no other context is alive. One that comes to life later waits for the work that this thread has put on its streams before the call.
+pub(crate) fn is_only(context: &Context) -> bool {
+    fence(Ordering::SeqCst);
+    CONTEXTS.all().into_iter().all(|other| std::ptr::eq(*other, context) || !other.is_alive())
 }
 
 /// Every context of a device, its primary one whether it is in use or not.
@@ -373,8 +429,8 @@ pub(crate) fn ready() -> Result<(&'static Driver, &'static Context)> {
     let driver = driver()?;
     host_calls::forbid()?;
     let context = current()?;
-    driver.session.check()?;
-    context.deferred(driver)?;
+    context.session().check()?;
+    context.deferred()?;
     Ok((driver, context))
 }
 
@@ -436,16 +492,19 @@ pub(crate) fn pop() -> Option<usize> {
 }
 
 /// Makes a context on a device.
-pub(crate) fn make(driver: &Driver, device: u32, flags: u32) -> Result<&'static Context> {
+pub(crate) fn make(device: &Device, flags: u32) -> Result<&'static Context> {
     if !are_flags(flags) {
         return Err(Status::INVALID_VALUE);
     }
     let id = ContextId(ids::CONTEXTS.take().ok_or(Status::OUT_OF_MEMORY)?);
-    if let Err(status) = driver.session.call(&ContextCreate { context: id, device, flags }) {
+    let create = ContextCreate { context: id, device: device.number, flags };
+    if let Err(status) = device.server.session.call(&create) {
         ids::CONTEXTS.give_back(id.0);
         return Err(status);
     }
-    Ok(Context::new(id, device, flags, false))
+    let context = Context::new(id, device.server, device.ordinal, flags, false);
+    come_behind_others();
+    Ok(context)
 }
 
 /// Invalidates the handle of a context that was made, and marks the context as destroyed.
@@ -487,26 +546,30 @@ impl std::fmt::Debug for Context {
 mod tests {
     use super::*;
 
+    fn seq(number: u64) -> Seq {
+        Seq::for_tests(0, number)
+    }
+
     #[test]
     fn a_synchronized_legacy_stream_does_not_hide_work_that_another_thread_is_appending() {
-        let context = Context::new(ContextId(0), 0, 0, true);
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
         // A thread appends record 10 on a non-blocking stream. Before it notes that, another synchronizes the legacy default stream with record 11.
         let appending = context.appending(true);
-        context.legacy_is_synced(11);
-        context.worked(10, true);
+        context.legacy_is_synced(seq(11));
+        context.worked(seq(10), true);
         drop(appending);
         assert!(context.is_busy(), "record 10 may still run");
-        context.is_synced(12);
+        context.is_synced(seq(12));
         assert!(!context.is_busy());
     }
 
     #[test]
     fn a_synchronized_legacy_stream_covers_all_work_when_no_other_is_open() {
-        let context = Context::new(ContextId(0), 0, 0, true);
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
         let appending = context.appending(false);
-        context.worked(10, false);
+        context.worked(seq(10), false);
         drop(appending);
-        context.legacy_is_synced(11);
+        context.legacy_is_synced(seq(11));
         assert!(!context.is_busy());
     }
 }

@@ -22,6 +22,8 @@ pub(crate) mod attr {
     pub const PCI_DOMAIN_ID: usize = 50;
     pub const COMPUTE_CAPABILITY_MAJOR: usize = 75;
     pub const COMPUTE_CAPABILITY_MINOR: usize = 76;
+    pub const MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: usize = 81;
+    pub const MAX_REGISTERS_PER_MULTIPROCESSOR: usize = 82;
     pub const CAN_USE_STREAM_MEM_OPS_V1: usize = 92;
     pub const CAN_USE_64_BIT_STREAM_MEM_OPS_V1: usize = 93;
     pub const CAN_USE_STREAM_WAIT_VALUE_NOR_V1: usize = 94;
@@ -31,6 +33,8 @@ pub(crate) mod attr {
     pub const CAN_FLUSH_REMOTE_WRITES: usize = 98;
     pub const HOST_REGISTER_SUPPORTED: usize = 99;
     pub const HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: usize = 103;
+    pub const MAX_BLOCKS_PER_MULTIPROCESSOR: usize = 106;
+    pub const RESERVED_SHARED_MEMORY_PER_BLOCK: usize = 111;
     pub const MEMORY_POOLS_SUPPORTED: usize = 115;
     pub const MEMPOOL_SUPPORTED_HANDLE_TYPES: usize = 119;
     pub const CAN_USE_64_BIT_STREAM_MEM_OPS: usize = 122;

@@ -1,4 +1,4 @@
-//! The process's session and its devices, which `cuInit` makes.
+//! The process's servers and their devices, which `cuInit` makes.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,27 +8,44 @@ use crate::abi::result::Result;
 use crate::process::context::Context;
 use crate::process::device_attributes::attr;
 use crate::process::visible_devices;
+use client::channel::MAX_DEVICES;
 use client::handle::ContextId;
-use client::memory::{Backing, DeviceMemory};
-use client::ops::device::{DeviceInfo, DeviceInfoReply, SelectDevices, SessionInfo};
-use client::ops::memory::{MemGrow, MemShrink, is_managed};
-use client::session::{self, Session};
+use client::memory::{Backing, DeviceMemory, Growing};
+use client::ops::device::{DeviceInfo, DeviceInfoReply, SelectDevices, SessionInfo, SessionInfoReply};
+use client::ops::memory::{MemGrow, MemGrowReply, MemShrink, is_managed};
+use client::servers::distinct_domain;
+use client::session::{self, Ahead, Pending, Session};
 use client::{Status, lock, log};
 
 /// Everything that exists once in a process.
 pub(crate) struct Driver {
-    pub session: &'static Session,
+    /// In the order in which the host or the user names them.
+    pub servers: Vec<&'static Server>,
     pub version: i32,
+    /// The devices of all servers, by ordinal.
+    pub devices: Vec<Device>,
+}
+
+/// A server that the process has a session with. Contexts say which one they are on, and everything in a context belongs to its server's session.
+pub(crate) struct Server {
+    pub session: &'static Session,
     /// Whether the server can delay reading the source of a copy until the stream reaches the copy.
     pub reads_late: bool,
-    pub devices: Vec<Device>,
-    /// Variables of loaded modules: address → size and context. They lie outside every window.
+    /// The devices run an image's machine code, and not its PTX.
+    pub runs_machine_code: bool,
+    /// The devices that the session had at first.
+    device_count: u32,
+    /// Variables of loaded modules: address → size and context. They lie outside every window, and two servers may have some at the same address.
     pub globals: RwLock<BTreeMap<u64, (u64, &'static Context)>>,
 }
 
 /// One device.
 pub(crate) struct Device {
+    /// Its number among all devices of the process.
     pub ordinal: u32,
+    /// Its number among those of its session.
+    pub number: u32,
+    pub server: &'static Server,
     pub info: DeviceInfoReply,
     /// By number in `CUdevice_attribute`; `None`: the server's driver does not know it.
     pub attributes: Vec<Option<i32>>,
@@ -55,6 +72,23 @@ pub(crate) fn driver() -> Result<&'static Driver> {
         return Err(Status::DEINITIALIZED);
     }
     DRIVER.get().ok_or(Status::NOT_INITIALIZED)
+}
+
+impl Driver {
+    /// `Ok` while some server's session is usable.
+    ///
+    /// # Errors
+    /// The first server's, if none is.
+    pub fn check(&self) -> Result {
+        let usable = self.servers.iter().map(|server| server.session.check());
+        usable.reduce(|first, other| first.or_else(|status| other.map_err(|_| status))).unwrap_or(Ok(()))
+    }
+
+    /// The device that has a number in the session with a server.
+    pub fn device_on(&self, server: &Server, number: u32) -> Result<&Device> {
+        let is_it = |device: &&Device| std::ptr::eq(device.server, server) && device.number == number;
+        self.devices.iter().find(is_it).ok_or(Status::INVALID_DEVICE)
+    }
 }
 
 /// The device of an ordinal.
@@ -85,54 +119,145 @@ pub(crate) fn init() -> Result<&'static Driver> {
     if let Some(driver) = DRIVER.get() {
         return Ok(driver);
     }
-    let session = session::open()?;
+    let sessions = session::open()?;
     // Runs before functions that were registered earlier, such as a runtime's, which unload modules. Destructors of objects made later run first and can still use CUDA.
     // SAFETY: a plain C function that lives as long as this library.
     unsafe { libc::atexit(end) };
-    // Asked for together, and answered in one exchange: nearly every server has a first device.
-    let asked = session.submit(&SessionInfo {})?;
-    let first = session.submit(&DeviceInfo { device: 0 })?;
-    let info = asked.wait()?;
-    session.set_server(&info.server);
-    log::info(format_args!(
-        "{} device(s) of {} ({}), CUDA {}.{}",
-        info.device_count,
-        info.server,
-        info.backend,
-        info.driver_version / 1000,
-        info.driver_version % 1000 / 10
-    ));
-    if info.device_count == 0 {
+    // Asked for together, and answered in one exchange for each server: nearly every server has a first device.
+    let asked: Vec<Asked> = sessions.iter().map(|session| Asked::begin(session)).collect::<Result<_>>()?;
+    let mut version = i32::MAX;
+    let mut servers: Vec<&'static Server> = Vec::new();
+    let mut found: Vec<Found> = Vec::new();
+    for asked in asked {
+        let (server, its_version, infos) = asked.end()?;
+        version = version.min(its_version);
+        found.extend((0..).zip(infos).map(|(number, info)| Found { server, number, info }));
+        servers.push(server);
+    }
+    if found.is_empty() {
         return Err(Status::NO_DEVICE);
     }
-    let count = info.device_count.min(client::channel::MAX_DEVICES);
-    let others: Vec<_> =
-        (1..count).map(|device| session.submit(&DeviceInfo { device })).collect::<Result<_>>()?;
-    let asked = std::iter::once(first).chain(others);
-    let mut infos = asked.map(|asked| asked.wait()).collect::<Result<Vec<_>>>()?;
-    if let Ok(list) = std::env::var("CUDA_VISIBLE_DEVICES") {
-        let uuids: Vec<[u8; 16]> = infos.iter().map(|info| info.uuid).collect();
-        let devices = visible_devices::select(&list, &uuids)?;
-        if !devices.iter().copied().eq(0..count) {
-            session.call(&SelectDevices { devices: devices.clone() })?;
-            let mut all: Vec<_> = infos.into_iter().map(Some).collect();
-            infos = devices.iter().filter_map(|number| all[*number as usize].take()).collect();
-        }
+    if found.len() > MAX_DEVICES as usize {
+        log::warn(format_args!(
+            "the servers have {} devices; this program uses the first {MAX_DEVICES}",
+            found.len()
+        ));
+        found.truncate(MAX_DEVICES as usize);
     }
-    let devices = (0..).zip(infos).map(|(ordinal, info)| Device::new(ordinal, info)).collect();
-    // This library implements the API of this version, even if the server's driver is newer.
-    let version = (info.driver_version as i32).min(API_VERSION);
-    Ok(DRIVER.get_or_init(|| Driver {
-        session,
-        version,
-        reads_late: info.reads_late,
-        devices,
-        globals: RwLock::default(),
-    }))
+    let uuids: Vec<[u8; 16]> = found.iter().map(|found| found.info.uuid).collect();
+    if let Some(chosen) = visible_devices::of_process(&uuids)? {
+        let mut all: Vec<_> = found.into_iter().map(Some).collect();
+        found = chosen.iter().filter_map(|ordinal| all[*ordinal as usize].take()).collect();
+    }
+    for (index, server) in servers.iter().enumerate() {
+        place(index, server, &mut found)?;
+    }
+    let devices = (0..).zip(found).map(|(ordinal, found)| Device::new(ordinal, found)).collect();
+    // This library implements the API of this version, even if a server's driver is newer.
+    let version = version.min(API_VERSION);
+    Ok(DRIVER.get_or_init(|| Driver { servers, version, devices }))
+}
+
+/// A device that a session has.
+struct Found {
+    server: &'static Server,
+    /// Its number among those of the session.
+    number: u32,
+    info: DeviceInfoReply,
+}
+
+/// What a server was asked at the beginning, and has not answered yet.
+struct Asked {
+    session: &'static Session,
+    about: Pending<'static, SessionInfoReply>,
+    first: Pending<'static, DeviceInfoReply>,
+}
+
+impl Asked {
+    fn begin(session: &'static Session) -> Result<Asked> {
+        let about = session.submit(&SessionInfo {})?;
+        let first = session.submit(&DeviceInfo { device: 0 })?;
+        Ok(Asked { session, about, first })
+    }
+
+    /// The server, its driver's version, and its devices.
+    fn end(self) -> Result<(&'static Server, i32, Vec<DeviceInfoReply>)> {
+        let Asked { session, about, first } = self;
+        let info = about.wait()?;
+        session.set_server(&info.server);
+        log::info(format_args!(
+            "{} device(s) of {} ({}), CUDA {}.{}",
+            info.device_count,
+            info.server,
+            info.backend,
+            info.driver_version / 1000,
+            info.driver_version % 1000 / 10
+        ));
+        let version = info.driver_version as i32;
+        let server: &'static Server = Box::leak(Box::new(Server {
+            session,
+            reads_late: info.reads_late,
+            runs_machine_code: info.runs_machine_code,
+            device_count: info.device_count,
+            globals: RwLock::default(),
+        }));
+        if info.device_count == 0 {
+            return Ok((server, version, Vec::new()));
+        }
+        let count = info.device_count.min(MAX_DEVICES);
+        let others: Vec<_> =
+            (1..count).map(|device| session.submit(&DeviceInfo { device })).collect::<Result<_>>()?;
+        let asked = std::iter::once(first).chain(others);
+        Ok((server, version, asked.map(Pending::wait).collect::<Result<_>>()?))
+    }
+}
+
+/// Tells a server which of its devices the program sees and where their memory is among all addresses, if that is not what the session has anyway; and distinguishes what two servers may have alike.
+fn place(index: usize, server: &'static Server, found: &mut [Found]) -> Result {
+    let own = |(_, found): &(u32, &mut Found)| std::ptr::eq(found.server, server);
+    let mine: Vec<(u32, &mut Found)> = (0..).zip(found).filter(own).collect();
+    let (windows, devices): (Vec<u32>, Vec<u32>) =
+        mine.iter().map(|(window, found)| (*window, found.number)).unzip();
+    let as_they_are = |numbers: &[u32]| numbers.iter().copied().eq(0..numbers.len() as u32);
+    if devices.is_empty() {
+        return Ok(());
+    }
+    let all = devices.len() as u32 == server.device_count && as_they_are(&devices);
+    if !all || !as_they_are(&windows) {
+        let windows = if as_they_are(&windows) { Vec::new() } else { windows };
+        server.session.call(&SelectDevices { devices, windows })?;
+    }
+    for (number, (_, found)) in (0..).zip(mine) {
+        found.number = number;
+        // The addresses of devices on their buses say nothing of their machine. The domain does, here.
+        let domain = distinct_domain(index, found.info.pci[0]);
+        found.info.pci[0] = domain;
+        let attributes =
+            found.info.attributes.iter_mut().filter(|a| a.attribute as usize == attr::PCI_DOMAIN_ID);
+        attributes.for_each(|attribute| attribute.value = domain as i32);
+    }
+    Ok(())
+}
+
+impl Server {
+    /// A server that nothing is sent to, for tests of what happens in this process alone.
+    #[cfg(test)]
+    pub fn unused() -> &'static Server {
+        let (device_count, globals) = (0, RwLock::default());
+        let session = unused::session();
+        Box::leak(Box::new(Server {
+            session,
+            reads_late: false,
+            runs_machine_code: false,
+            device_count,
+            globals,
+        }))
+    }
 }
 
 impl Device {
-    fn new(ordinal: u32, info: DeviceInfoReply) -> Device {
+    fn new(ordinal: u32, found: Found) -> Device {
+        let Found { server, number, info } = found;
         let most = info
             .attributes
             .iter()
@@ -150,8 +275,8 @@ impl Device {
         crate::process::device_attributes::complete_attributes(&mut attributes);
         let memory = Mutex::new(DeviceMemory::new(ordinal, info.granule));
         let managed = Mutex::new(DeviceMemory::both(ordinal, info.granule, client::pages::PAGE as u64));
-        let primary = Context::new(ContextId(ordinal), ordinal, 0, true);
-        Device { ordinal, info, attributes, memory, managed, primary, shares_host_memory }
+        let primary = Context::new(ContextId(number), server, ordinal, 0, true);
+        Device { ordinal, number, server, info, attributes, memory, managed, primary, shares_host_memory }
     }
 
     /// The part of the device's memory that an address belongs to.
@@ -165,13 +290,42 @@ impl Device {
     }
 }
 
-impl Backing for Driver {
-    fn grow(&self, device: u32, address: u64, size: u64) -> Result {
-        self.session.call(&MemGrow { device, address, size }).map(|_| ())
+/// Device memory that was asked for and not waited for.
+struct GrowAhead(Ahead<'static, MemGrowReply>);
+
+impl std::fmt::Debug for GrowAhead {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "GrowAhead({:?})", self.0.seq())
+    }
+}
+
+impl Growing for GrowAhead {
+    fn is_answered(&self) -> bool {
+        self.0.is_done()
     }
 
-    fn shrink(&self, device: u32, address: u64, size: u64) -> Result {
-        self.session.call(&MemShrink { device, address, size }).map(|_| ())
+    fn answer(self: Box<Self>) -> Result {
+        self.0.take().map(drop)
+    }
+}
+
+/// Device memory comes from the device's server. Its window says which device of the process it is; the server has a number of its own for it.
+impl Backing for Device {
+    fn grow(&self, _ordinal: u32, address: u64, size: u64) -> Result {
+        self.server.session.call(&MemGrow { device: self.number, address, size }).map(|_| ())
+    }
+
+    fn grow_ahead(&self, _ordinal: u32, address: u64, size: u64) -> Option<Box<dyn Growing>> {
+        let session = self.server.session;
+        if !session.is_far() {
+            return None;
+        }
+        let ahead = session.submit_ahead(&MemGrow { device: self.number, address, size }).ok()??;
+        Some(Box::new(GrowAhead(ahead)))
+    }
+
+    fn shrink(&self, _ordinal: u32, address: u64, size: u64) -> Result {
+        self.server.session.call(&MemShrink { device: self.number, address, size }).map(|_| ())
     }
 }
 
@@ -188,4 +342,76 @@ pub(crate) struct Tag {
     pub sync_memops: bool,
     /// Freed in stream order: no longer the program's.
     pub freed: bool,
+}
+
+/// A session that goes nowhere, for tests of what happens in this process alone.
+#[cfg(test)]
+mod unused {
+    use std::os::fd::RawFd;
+    use std::path::Path;
+    use std::time::Duration;
+
+    use client::channel::{Geometry, Header};
+    use client::port::mapping::Mapping;
+    use client::port::{Pinned, Port, PortError};
+    use client::session::{Purpose, Session};
+    use protocol::version::OURS;
+
+    struct Nowhere(Mapping);
+
+    impl Port for Nowhere {
+        fn channel(&self) -> &Mapping {
+            &self.0
+        }
+
+        fn connect(&self) -> Result<(), PortError> {
+            // SAFETY: the mapping begins with the header, which consists of atomics, and lives as long as the process.
+            let header = unsafe { &*self.0.base().cast::<Header>() };
+            header.set_session_version(OURS.version(), OURS.fingerprint());
+            header.set_ready();
+            Ok(())
+        }
+
+        fn kick(&self) {}
+
+        fn wait(&self, _offset: u64, _expected: u32, _timeout: Duration) -> bool {
+            false
+        }
+
+        fn alive(&self) -> bool {
+            true
+        }
+
+        fn why_dead(&self) -> String {
+            unreachable!("it lives")
+        }
+
+        fn pin_new(&self, _size: usize, _at: Option<usize>) -> Result<Pinned, PortError> {
+            unreachable!("nothing is pinned")
+        }
+
+        fn pin(&self, _addr: usize, _size: usize) -> Option<Result<u32, PortError>> {
+            None
+        }
+
+        fn pin_shared(&self, _pinned: &Pinned) -> Result<u32, PortError> {
+            unreachable!("nothing is pinned")
+        }
+
+        fn unpin(&self, _region: u32) {}
+
+        fn descriptors(&self) -> Vec<RawFd> {
+            Vec::new()
+        }
+
+        fn path(&self) -> &Path {
+            Path::new("nowhere")
+        }
+    }
+
+    pub fn session() -> &'static Session {
+        let geometry = Geometry::with_arena(1 << 20);
+        let mapping = Mapping::pinned(None, geometry.size, None).expect("memory for a channel");
+        Session::over(Box::new(Nowhere(mapping)), geometry, Purpose::Compute).expect("a session")
+    }
 }

@@ -4,13 +4,12 @@
 //! there is work behind the last one. From then on it only reads memory.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
 use crate::process::capture::{self, Capture};
 use crate::process::context::Context;
-use crate::process::driver::Driver;
 use crate::process::fences::Promise;
 use crate::process::green::Green;
 use crate::process::ids::unique_id;
@@ -20,6 +19,8 @@ use client::lock;
 use client::ops::Op;
 use client::ops::launch::LaunchAttribute;
 use client::ops::stream::{StreamMark, StreamSynchronize};
+use client::seq::{LastSeq, Seq};
+use client::session::Session;
 
 /// `CU_STREAM_LEGACY`.
 pub(crate) const LEGACY: usize = 1;
@@ -40,14 +41,17 @@ pub(crate) struct Stream {
     pub unique: u64,
     pub legacy: bool,
     /// The `seq` of its last work, the `seq` of its last publishing record, and the `seq` up to which it is known to be done.
-    pub last_work: AtomicU64,
-    pub last_mark: AtomicU64,
-    pub synced: AtomicU64,
-    /// Records of other streams that this one has waited for: the wait's own `seq`, the stream, the record's `seq`. When this stream
+    pub last_work: LastSeq,
+    /// The `seq` of its last work that is more than a copy whose source has been read, or an event's record. Only for a stream that the legacy default stream does not wait for; the
+    /// context has that of the others, which wait for each other.
+    pub last_unread: LastSeq,
+    pub last_mark: LastSeq,
+    pub synced: LastSeq,
+    /// Records of other streams that this one has waited for: the wait's own `seq`, the stream, the record's `seq` in that stream's session. When this stream
     /// is known to be past the wait, the other is known to be past the record, whether or not its progress word says so yet.
-    pub waited_for: Mutex<Vec<(u64, Arc<Stream>, u64)>>,
-    /// The last of the records in it that were forgotten.
-    pub forgotten: AtomicU64,
+    pub waited_for: Mutex<Vec<(Seq, Arc<Stream>, Seq)>>,
+    /// The records in it that were forgotten: the last one of each session.
+    pub forgotten: Mutex<Vec<Seq>>,
     /// All its work is done, and its progress word may belong to another stream.
     pub finished: AtomicBool,
     /// The capture that it is in, or was in last.
@@ -72,15 +76,22 @@ impl Stream {
             attributes: Mutex::default(),
             unique: unique_id(),
             legacy,
-            last_work: AtomicU64::new(0),
-            last_mark: AtomicU64::new(0),
-            synced: AtomicU64::new(0),
+            last_work: LastSeq::new(),
+            last_unread: LastSeq::new(),
+            last_mark: LastSeq::new(),
+            synced: LastSeq::new(),
             waited_for: Mutex::default(),
-            forgotten: AtomicU64::new(0),
+            forgotten: Mutex::default(),
             finished: AtomicBool::new(false),
             capturing: Mutex::default(),
             promise: Promise::new(),
         }
+    }
+
+    /// The session that it belongs to.
+    #[inline]
+    pub fn session(&self) -> &'static Session {
+        self.context.server.session
     }
 
     /// Whether it is a non-blocking stream: neither it nor the legacy default stream waits for the other.
@@ -132,36 +143,61 @@ impl Stream {
 
     /// Puts an operation on the stream, which is not being captured. Returns the `seq` of its record.
     #[inline]
-    pub fn work<'a, T: Op<'a>>(&self, driver: &Driver, op: &T) -> Result<u64> {
+    pub fn work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
         let _appending = self.context.appending(self.is_free());
-        let seq = driver.session.append(op)?;
+        let seq = self.session().append(op)?;
+        let last_unread = if self.is_free() { &self.last_unread } else { &self.context.last_unread };
+        last_unread.raise(seq);
+        self.worked(seq);
+        Ok(seq)
+    }
+
+    /// Puts an operation on the stream whose end the program need not wait for, if everything before it is done: a copy to the device whose source has been read, or an
+    /// event's record. See [`fences::synchronize`](crate::process::fences::synchronize).
+    pub fn settled_work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
+        let _appending = self.context.appending(self.is_free());
+        let seq = self.session().append(op)?;
         self.worked(seq);
         Ok(seq)
     }
 
     /// Puts an operation on the stream that publishes: an event's record. It is work too.
-    pub fn publishing_work<'a, T: Op<'a>>(&self, driver: &Driver, op: &T) -> Result<u64> {
-        let seq = self.work(driver, op)?;
-        self.last_mark.fetch_max(seq, Ordering::AcqRel);
+    pub fn publishing_work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
+        let seq = self.settled_work(op)?;
+        self.last_mark.raise(seq);
         Ok(seq)
     }
 
     /// Notes that record `seq` is work on this stream.
     #[inline]
-    fn worked(&self, seq: u64) {
-        self.last_work.fetch_max(seq, Ordering::AcqRel);
+    fn worked(&self, seq: Seq) {
+        self.last_work.raise(seq);
         self.context.worked(seq, self.is_free());
         work_signal::work_came();
     }
 
     /// `seq` of the last work that this stream has to pass: for the legacy default stream also that of the streams it waits for.
-    pub fn due(&self) -> u64 {
-        if self.legacy { self.context.last_work() } else { self.last_work.load(Ordering::Acquire) }
+    pub fn due(&self) -> Option<Seq> {
+        if self.legacy { self.context.last_work() } else { self.last_work.get() }
+    }
+
+    /// Whether it is known to be done with all work that it [has to pass](Self::due).
+    pub fn is_known_idle(&self) -> bool {
+        self.due().is_none_or(|due| self.synced.has_reached(due))
+    }
+
+    /// Whether it is known, without asking, that nothing that the stream has to pass is under way but what [`settled_work`](Self::settled_work) has put there.
+    pub fn is_settled(&self) -> bool {
+        if self.is_free() {
+            self.last_unread.get().is_none_or(|last| self.is_known_done(last))
+        } else {
+            self.context.last_unread.get().is_none_or(|last| self.context.has_synced(last, false))
+        }
     }
 
     /// Whether the stream is known, without asking, to be done up to record `seq`.
-    pub fn is_known_done(&self, seq: u64) -> bool {
-        self.synced.load(Ordering::Acquire) >= seq || self.context.has_synced(seq, self.is_free())
+    pub fn is_known_done(&self, seq: Seq) -> bool {
+        self.synced.has_reached(seq) || self.context.has_synced(seq, self.is_free())
     }
 
     /// Whether work on this stream waits for the work before it on another, of the same context, by itself.
@@ -170,53 +206,51 @@ impl Stream {
     }
 
     /// Whether a copy that the program was told is done stands behind record `seq`: then the program knows that this is done, too.
-    pub fn has_promised(&self, seq: u64) -> bool {
+    pub fn has_promised(&self, seq: Seq) -> bool {
         self.promise.covers(seq) || !self.is_free() && self.context.legacy_has_promised(seq)
     }
 
     /// Whether the stream has passed the publishing record `seq`.
-    pub fn has_passed(&self, driver: &Driver, seq: u64) -> bool {
+    pub fn has_passed(&self, seq: Seq) -> bool {
         if self.is_known_done(seq) {
             return true;
         }
         // The word may be another stream's by now, but then it was zeroed after `finished` was set.
-        let word = driver.session.progress().stream(self.id).map_or(0, |word| word.load(Ordering::Acquire));
-        word >= seq || self.finished.load(Ordering::Acquire)
+        let word = self.session().progress().stream(self.id).map_or(0, |word| word.load(Ordering::Acquire));
+        seq.is_reached_at(word) || self.finished.load(Ordering::Acquire)
     }
 
     /// A publishing record after all work so far; its `seq`.
-    pub fn mark(&self, driver: &Driver) -> Result<u64> {
+    pub fn mark(&self) -> Result<Seq> {
         let due = self.due();
-        let last = self.last_mark.load(Ordering::Acquire);
-        if last >= due && last != 0 {
+        if let Some(last) = self.last_mark.get()
+            && due.is_none_or(|due| self.last_mark.has_reached(due))
+        {
             return Ok(last);
         }
-        let seq = driver.session.append(&StreamMark { stream: self.id })?;
-        self.last_mark.fetch_max(seq, Ordering::AcqRel);
+        let seq = self.session().append(&StreamMark { stream: self.id })?;
+        self.last_mark.raise(seq);
         Ok(seq)
     }
 
     /// Whether everything on the stream is done. Takes a round trip only if the program was already told so.
-    pub fn is_done(&self, driver: &Driver) -> Result<bool> {
-        let due = self.due();
-        if due <= self.synced.load(Ordering::Acquire) {
-            return Ok(true);
-        }
-        let mark = self.mark(driver)?;
-        if !self.has_passed(driver, mark) {
+    pub fn is_done(&self) -> Result<bool> {
+        let Some(due) = self.due().filter(|due| !self.synced.has_reached(*due)) else { return Ok(true) };
+        let mark = self.mark()?;
+        if !self.has_passed(mark) {
             if !self.has_promised(due) {
                 return Ok(false);
             }
-            self.synchronize(driver)?;
+            self.synchronize()?;
         }
         self.is_synced(mark);
         Ok(true)
     }
 
     /// Whether its own work is known to be done. Does not wait.
-    pub fn is_idle(&self, driver: &Driver) -> bool {
-        let last = self.last_work.load(Ordering::Acquire);
-        self.is_known_done(last) || self.mark(driver).is_ok_and(|mark| self.has_passed(driver, mark))
+    pub fn is_idle(&self) -> bool {
+        self.last_work.get().is_none_or(|last| self.is_known_done(last))
+            || self.mark().is_ok_and(|mark| self.has_passed(mark))
     }
 
     /// Whether it was destroyed and all its work is done.
@@ -225,8 +259,8 @@ impl Stream {
     }
 
     /// Notes that everything on the stream up to `seq` is done.
-    pub fn is_synced(&self, seq: u64) {
-        if self.synced.fetch_max(seq, Ordering::AcqRel) >= seq {
+    pub fn is_synced(&self, seq: Seq) {
+        if !self.synced.raise(seq) {
             return;
         }
         if self.legacy {
@@ -236,7 +270,7 @@ impl Stream {
         if waited_for.is_empty() {
             return;
         }
-        let passed: Vec<_> = waited_for.extract_if(.., |(wait, ..)| *wait <= seq).collect();
+        let passed: Vec<_> = waited_for.extract_if(.., |(wait, ..)| !wait.may_be_after(seq)).collect();
         drop(waited_for);
         for (_, other, record) in passed {
             other.is_synced(record);
@@ -244,21 +278,26 @@ impl Stream {
     }
 
     /// Notes that record `wait` makes this stream wait for `record` of another.
-    pub fn waits_for(&self, wait: u64, other: &Arc<Stream>, record: u64) {
-        if std::ptr::eq(self, &**other) || other.synced.load(Ordering::Acquire) >= record {
+    pub fn waits_for(&self, wait: Seq, other: &Arc<Stream>, record: Seq) {
+        if std::ptr::eq(self, &**other) || other.synced.has_reached(record) {
             return;
         }
         let mut waited_for = lock(&self.waited_for);
         // A later wait for the same stream says more once it is passed; the earlier ones are kept while they are few.
         if waited_for.len() >= 64 {
             let (_, _, record) = waited_for.remove(0);
-            self.forgotten.fetch_max(record, Ordering::AcqRel);
+            let mut forgotten = lock(&self.forgotten);
+            match forgotten.iter_mut().find(|other| other.is_of_session_of(record)) {
+                Some(last) if record.may_be_after(*last) => *last = record,
+                Some(_) => {}
+                None => forgotten.push(record),
+            }
         }
         waited_for.push((wait, other.clone(), record));
     }
 
     /// Whether what is put on this stream now may come behind record `seq` of another, directly or by way of others. True also where that is not known.
-    pub fn may_be_behind(&self, other: &Stream, seq: u64) -> bool {
+    pub fn may_be_behind(&self, other: &Stream, seq: Seq) -> bool {
         let mut seen: HashSet<u64> = HashSet::new();
         let mut open: Vec<Arc<Stream>> = Vec::new();
         if self.leads_to(other, seq, &mut open) {
@@ -273,36 +312,40 @@ impl Stream {
     }
 
     /// Whether this stream is the one, or may be behind it without others between them; else `open` gets those that it has waited for.
-    fn leads_to(&self, other: &Stream, seq: u64, open: &mut Vec<Arc<Stream>>) -> bool {
-        if std::ptr::eq(self, other) || self.forgotten.load(Ordering::Acquire) > seq {
+    fn leads_to(&self, other: &Stream, seq: Seq, open: &mut Vec<Arc<Stream>>) -> bool {
+        let forgotten = || lock(&self.forgotten).iter().any(|record| record.may_be_after(seq));
+        if std::ptr::eq(self, other) || forgotten() {
             return true;
         }
         // Blocking streams are behind each other by way of the legacy default stream, whatever that has waited for.
         let legacy = self.context.legacy();
-        let through = self.legacy || other.legacy || legacy.last_work.load(Ordering::Acquire) > seq;
+        let later = || legacy.last_work.get().is_some_and(|last| last.may_be_after(seq));
+        let through = self.legacy || other.legacy || later();
         if !self.is_free() && through {
             return true;
         }
         // A way that leads there goes over records that came later.
         let waited_for = lock(&self.waited_for);
-        open.extend(waited_for.iter().filter(|(.., record)| *record > seq).map(|(_, via, _)| via.clone()));
+        open.extend(
+            waited_for.iter().filter(|(.., record)| record.may_be_after(seq)).map(|(_, via, _)| via.clone()),
+        );
         false
     }
 
     /// Waits until everything on the stream is done. No round trip when it is known to be.
-    pub fn synchronize(&self, driver: &Driver) -> Result {
-        if self.due() <= self.synced.load(Ordering::Acquire) {
-            driver.session.show_output();
-            driver.session.check()?;
-            return self.context.deferred(driver);
+    pub fn synchronize(&self) -> Result {
+        if self.is_known_idle() {
+            self.session().show_output();
+            self.session().check()?;
+            return self.context.deferred();
         }
-        let pending = driver.session.submit(&StreamSynchronize { stream: self.id })?;
+        let pending = self.session().submit(&StreamSynchronize { stream: self.id })?;
         let seq = pending.seq();
         let result = pending.wait().map(|_| ());
         if result.is_ok() {
             self.is_synced(seq);
         }
-        self.context.settle(driver, result)
+        self.context.settle(result)
     }
 }
 
@@ -320,11 +363,16 @@ pub(crate) fn of_captured(stream: &Stream, mut attributes: Vec<LaunchAttribute>)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::process::driver::Server;
     use client::channel::MAX_CONTEXTS;
     use client::handle::ContextId;
 
+    fn seq(number: u64) -> Seq {
+        Seq::for_tests(0, number)
+    }
+
     fn streams(flags: [u32; 3]) -> [Arc<Stream>; 3] {
-        let context = Context::new(ContextId(0), 0, 0, true);
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
         let mut id = MAX_CONTEXTS;
         flags.map(|flags| {
             id += 1;
@@ -335,35 +383,35 @@ mod tests {
     #[test]
     fn a_stream_is_behind_those_that_it_waits_for_from_then_on() {
         let [a, b, c] = streams([NON_BLOCKING; 3]);
-        assert!(a.may_be_behind(&a, 10));
-        assert!(!b.may_be_behind(&a, 10) && !c.may_be_behind(&a, 10));
+        assert!(a.may_be_behind(&a, seq(10)));
+        assert!(!b.may_be_behind(&a, seq(10)) && !c.may_be_behind(&a, seq(10)));
         // A record before is none behind it.
-        b.waits_for(12, &a, 9);
-        assert!(!b.may_be_behind(&a, 10));
-        b.waits_for(14, &a, 11);
-        c.waits_for(16, &b, 15);
-        assert!(b.may_be_behind(&a, 10) && c.may_be_behind(&a, 10));
-        assert!(!a.may_be_behind(&c, 10));
+        b.waits_for(seq(12), &a, seq(9));
+        assert!(!b.may_be_behind(&a, seq(10)));
+        b.waits_for(seq(14), &a, seq(11));
+        c.waits_for(seq(16), &b, seq(15));
+        assert!(b.may_be_behind(&a, seq(10)) && c.may_be_behind(&a, seq(10)));
+        assert!(!a.may_be_behind(&c, seq(10)));
         // What waits for itself by way of others is no trouble.
-        a.waits_for(20, &c, 19);
-        assert!(!a.may_be_behind(&b, 30));
+        a.waits_for(seq(20), &c, seq(19));
+        assert!(!a.may_be_behind(&b, seq(30)));
     }
 
     #[test]
     fn blocking_streams_are_behind_each_other_once_the_legacy_stream_has_work() {
         let [a, b, free] = streams([0, 0, NON_BLOCKING]);
-        assert!(!b.may_be_behind(&a, 10));
-        a.context.legacy().last_work.store(11, Ordering::Release);
-        assert!(b.may_be_behind(&a, 10) && !free.may_be_behind(&a, 10));
-        assert!(a.context.legacy().may_be_behind(&a, 10));
+        assert!(!b.may_be_behind(&a, seq(10)));
+        a.context.legacy().last_work.raise(seq(11));
+        assert!(b.may_be_behind(&a, seq(10)) && !free.may_be_behind(&a, seq(10)));
+        assert!(a.context.legacy().may_be_behind(&a, seq(10)));
     }
 
     #[test]
     fn what_is_forgotten_may_have_led_anywhere() {
         let [a, b, c] = streams([NON_BLOCKING; 3]);
         for record in 0..65 {
-            b.waits_for(200 + record, &c, 100 + record);
+            b.waits_for(seq(200 + record), &c, seq(100 + record));
         }
-        assert!(b.may_be_behind(&a, 99) && !b.may_be_behind(&a, 300));
+        assert!(b.may_be_behind(&a, seq(99)) && !b.may_be_behind(&a, seq(300)));
     }
 }

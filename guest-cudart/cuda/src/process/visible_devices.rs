@@ -1,15 +1,62 @@
-//! `CUDA_VISIBLE_DEVICES`: which of the session's devices the program sees, and in which order.
+//! Which of the session's devices the program sees, and in which order: those of its container, and of these what `CUDA_VISIBLE_DEVICES` says.
+//!
+//! A container that was started with some of the devices that `rgpuctl cdi generate` describes has a variable for each: `RGPU_GPU_0`, `RGPU_GPU_1` …, or `RGPU_GPU_ALL`. They choose, as
+//! `CUDA_VISIBLE_DEVICES` does; what a program may use at all is the server's affair.
 //!
 //! The list is read as NVIDIA's driver reads it: ordinals, or UUIDs (`GPU-…`, of which a beginning that only one device has will do), separated by commas; the first
 //! entry that names no device ends the list. Ordinals are the server's: `CUDA_DEVICE_ORDER` says nothing here.
 
 use client::Status;
 
+/// What the names of a container's variables begin with.
+const OF_CONTAINER: &str = "RGPU_GPU_";
+
+/// The devices that this process sees, by their ordinals; `uuids` are those of all devices. `None`: all.
+///
+/// # Errors
+/// `NO_DEVICE`: none is left, or the list names one twice.
+pub(crate) fn of_process(uuids: &[[u8; 16]]) -> Result<Option<Vec<u32>>, Status> {
+    let names: Vec<String> = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
+    let list = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    chosen(names.iter().map(String::as_str), list.as_deref(), uuids)
+}
+
+/// The same for a process with these variables' names and this `CUDA_VISIBLE_DEVICES`.
+fn chosen<'a>(
+    variables: impl Iterator<Item = &'a str>,
+    list: Option<&str>,
+    uuids: &[[u8; 16]],
+) -> Result<Option<Vec<u32>>, Status> {
+    let Some(container) = of_container(variables, uuids.len()) else {
+        return list.map(|list| select(list, uuids)).transpose();
+    };
+    if container.is_empty() {
+        return Err(Status::NO_DEVICE);
+    }
+    let Some(list) = list else { return Ok(Some(container)) };
+    let own: Vec<[u8; 16]> = container.iter().map(|ordinal| uuids[*ordinal as usize]).collect();
+    let selected = select(list, &own)?;
+    Ok(Some(selected.into_iter().map(|ordinal| container[ordinal as usize]).collect()))
+}
+
+/// The container's devices among `count`; `None`: it has them all, or there is no container.
+fn of_container<'a>(variables: impl Iterator<Item = &'a str>, count: usize) -> Option<Vec<u32>> {
+    let names: Vec<&str> = variables.filter_map(|name| name.strip_prefix(OF_CONTAINER)).collect();
+    if names.is_empty() || names.contains(&"ALL") {
+        return None;
+    }
+    let ordinals = names.iter().filter_map(|name| name.parse::<u32>().ok());
+    let mut devices: Vec<u32> = ordinals.filter(|ordinal| (*ordinal as usize) < count).collect();
+    devices.sort_unstable();
+    devices.dedup();
+    Some(devices)
+}
+
 /// The devices that `list` names, by their ordinals; `uuids` are those of all devices.
 ///
 /// # Errors
 /// `NO_DEVICE`: the list names none, or one of them twice.
-pub(crate) fn select(list: &str, uuids: &[[u8; 16]]) -> Result<Vec<u32>, Status> {
+fn select(list: &str, uuids: &[[u8; 16]]) -> Result<Vec<u32>, Status> {
     let names: Vec<String> = uuids.iter().map(name).collect();
     let mut chosen = Vec::new();
     for entry in list.split(',') {
@@ -69,6 +116,31 @@ mod tests {
         for list in ["", "-1", "none", "9", "0,0", "GPU-", "MIG-1"] {
             assert_eq!(select(list, &uuids()), Err(Status::NO_DEVICE), "{list:?}");
         }
+    }
+
+    #[test]
+    fn a_container_has_the_devices_that_its_variables_name() {
+        let chosen = |names: &[&'static str], list: Option<&str>| {
+            chosen(["PATH"].iter().chain(names).copied(), list, &uuids())
+        };
+        assert_eq!(chosen(&[], None), Ok(None));
+        assert_eq!(chosen(&["RGPU_GPU_2", "RGPU_GPU_0"], None), Ok(Some(vec![0, 2])));
+        assert_eq!(chosen(&["RGPU_GPU_2", "RGPU_GPU_ALL"], None), Ok(None));
+        assert_eq!(chosen(&["RGPU_GPU_1", "RGPU_GPU_7"], None), Ok(Some(vec![1])));
+        // One that the server does not have, and nonsense.
+        for name in ["RGPU_GPU_3", "RGPU_GPU_", "RGPU_GPU_-1", "RGPU_GPU_all"] {
+            assert_eq!(chosen(&[name], None), Err(Status::NO_DEVICE), "{name}");
+        }
+    }
+
+    #[test]
+    fn the_list_counts_among_the_container_s_devices() {
+        let chosen = |list| chosen(["RGPU_GPU_1", "RGPU_GPU_2"].into_iter(), Some(list), &uuids());
+        assert_eq!(chosen("1,0"), Ok(Some(vec![2, 1])));
+        assert_eq!(chosen("1"), Ok(Some(vec![2])));
+        assert_eq!(chosen("2"), Err(Status::NO_DEVICE));
+        assert_eq!(chosen("GPU-11"), Err(Status::NO_DEVICE));
+        assert_eq!(chosen("GPU-ab"), Ok(Some(vec![2])));
     }
 
     #[test]

@@ -9,7 +9,8 @@ use crate::process::context::Context;
 use crate::process::stream::Stream;
 use client::lock;
 
-/// Fails if a call waits for a whole context in which a stream is being captured, and invalidates the captures.
+/// Fails if a call waits for a whole context in which a stream is being captured, and invalidates the
+/// captures.
 pub(crate) fn forbid_all(context: &Context) -> Result {
     let mut result = Ok(());
     for capture in capture::all().iter().filter(|capture| capture.context == context.unique) {
@@ -62,7 +63,8 @@ pub(crate) fn refuse(stream: &Stream) -> Result {
     }
 }
 
-/// Makes a stream wait for an event that stands for `point`. The stream joins the capture if it is not part of it.
+/// Makes a stream wait for an event that stands for `point`. The stream joins the capture if it is not part
+/// of it.
 pub(crate) fn join(capture: &Arc<Capture>, stream: &Stream, point: &[u64]) -> Result {
     capture.check()?;
     match stream.capture() {

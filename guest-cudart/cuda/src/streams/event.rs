@@ -2,19 +2,21 @@
 //!
 //! A recorded event raises its stream's progress word, so a query only reads memory.
 //!
-//! Programs that measure time ask for the time between the same two events in every step. So once a program has asked for the time from one event to another, this library requests it in advance,
-//! right after each record of the second event. The server answers when that record has finished, and the answer is here when the program asks. If a program does not use the answers for an event, the
-//! requests stop.
+//! Programs that measure time ask for the time between the same two events in every step. So once a program
+//! has asked for the time from one event to another, this library requests it in advance, right after each
+//! record of the second event. The server answers when that record has finished, and the answer is here when
+//! the program asks. If a program does not use the answers for an event, the requests stop.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use crate::abi::result::{Result, code};
+use crate::abi::result::{Result, code, refuse_form};
 use crate::process::capture::Capture;
 use crate::process::context::Context;
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::driver;
 use crate::process::ids;
+use crate::process::server_waits;
 use crate::process::stream::Stream;
 use client::handle::EventId;
 use client::handles::Slab;
@@ -23,21 +25,35 @@ use client::ops::event::{
 };
 use client::ops::memory::{EventExport, EventImport, EventQuery};
 use client::ops::stream::StreamWaitEvent;
+use client::seq::Seq;
 use client::session::Ahead;
 use client::{Status, lock};
 
 /// Makes a stream wait for an event's last record, if there is one.
-pub(crate) fn wait(driver: &Driver, stream: &Stream, event: &Event) -> Result {
+pub(crate) fn wait(stream: &Stream, event: &Event) -> Result {
     let last = event.last();
     if last.is_none() && !event.is_shared() {
         return Ok(());
     }
-    let seq = stream.work(driver, &StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
+    if !std::ptr::eq(stream.session(), event.context.session()) {
+        return wait_for_other_server(stream, event, last);
+    }
+    let seq = stream.work(&StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
     if let Some((other, record)) = last {
         stream.waits_for(seq, &other, record);
     }
     // A record that another process makes later is not waited for.
-    event.arrive(driver)
+    event.arrive()
+}
+
+/// Makes a stream wait for an event of another server.
+fn wait_for_other_server(stream: &Stream, event: &Event, last: Option<(Arc<Stream>, Seq)>) -> Result {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    match last {
+        Some((other, record)) if !event.is_shared() => server_waits::hold(stream, &other, record),
+        // Its server does not tell this process when another one's record is passed.
+        _ => refuse_form("waiting for another process's event on a GPU of another server", &SAID),
+    }
 }
 
 pub(crate) const DISABLE_TIMING: u32 = 2;
@@ -55,7 +71,7 @@ pub(crate) struct Event {
     pub id: EventId,
     pub context: &'static Context,
     pub flags: u32,
-    last: Mutex<Option<(Arc<Stream>, u64)>>,
+    last: Mutex<Option<(Arc<Stream>, Seq)>>,
     /// The point in a capture that it stands for, if it was last recorded on a captured stream.
     pub captured: Mutex<Option<(Arc<Capture>, Vec<u64>)>>,
     /// Times to it from events that the program has asked for. The most recent is the last.
@@ -68,7 +84,7 @@ pub(crate) struct Event {
 struct Time {
     start: Weak<Event>,
     /// `seq` of the two records that it is the time between.
-    records: (u64, u64),
+    records: (Seq, Seq),
     answer: TimeAnswer,
     /// Number of unused answers in a row.
     misses: u32,
@@ -115,19 +131,20 @@ impl Event {
     }
 
     /// Asks the server whether its last record, by any process, has finished.
-    pub fn ask(&self, driver: &Driver) -> Result<bool> {
-        Ok(driver.session.call(&EventQuery { event: self.id })?.done)
+    pub fn ask(&self) -> Result<bool> {
+        Ok(self.context.session().call(&EventQuery { event: self.id })?.done)
     }
 
-    /// For a shared event: returns when the server has executed the commands about it. The program may now notify another process, whose commands reach the server on another connection.
-    pub fn arrive(&self, driver: &Driver) -> Result {
-        if self.is_shared() { self.ask(driver).map(|_| ()) } else { Ok(()) }
+    /// For a shared event: returns when the server has executed the commands about it. The program may now
+    /// notify another process, whose commands reach the server on another connection.
+    pub fn arrive(&self) -> Result {
+        if self.is_shared() { self.ask().map(|_| ()) } else { Ok(()) }
     }
 
     /// Waits for its last record, by any process.
-    pub fn await_shared(&self, driver: &Driver) -> Result {
+    pub fn await_shared(&self) -> Result {
         let mut pause = FIRST_PAUSE;
-        while !self.ask(driver)? {
+        while !self.ask()? {
             std::thread::sleep(pause);
             pause = (pause * 2).min(LAST_PAUSE);
         }
@@ -139,7 +156,8 @@ impl Event {
         lock(&self.captured).clone()
     }
 
-    /// Fails for an event that was recorded in a capture. It is never reached, and the query invalidates the capture.
+    /// Fails for an event that was recorded in a capture. It is never reached, and the query invalidates the
+    /// capture.
     pub fn check(&self) -> Result {
         match &*lock(&self.captured) {
             None => Ok(()),
@@ -151,28 +169,28 @@ impl Event {
     }
 
     /// Its last record: the stream, and the record's `seq`.
-    pub fn last(&self) -> Option<(Arc<Stream>, u64)> {
+    pub fn last(&self) -> Option<(Arc<Stream>, Seq)> {
         lock(&self.last).clone()
     }
 
     /// Whether its last record is done.
-    pub fn is_done(&self, driver: &Driver) -> bool {
-        lock(&self.last).as_ref().is_none_or(|(stream, seq)| stream.has_passed(driver, *seq))
+    pub fn is_done(&self) -> bool {
+        lock(&self.last).as_ref().is_none_or(|(stream, seq)| stream.has_passed(*seq))
     }
 
     /// Whether its last record is done; waits for it if the program was told that it is.
-    pub fn is_over(&self, driver: &Driver) -> Result<bool> {
-        if self.is_done(driver) {
+    pub fn is_over(&self) -> Result<bool> {
+        if self.is_done() {
             return Ok(true);
         }
         match self.last() {
-            Some((stream, seq)) if stream.has_promised(seq) => self.synchronize(driver).map(|()| true),
+            Some((stream, seq)) if stream.has_promised(seq) => self.synchronize().map(|()| true),
             _ => Ok(false),
         }
     }
 
     /// Called when it was recorded. Requests the times that the program has used since the previous record.
-    pub fn ask_ahead(&self, driver: &'static Driver) {
+    pub fn ask_ahead(&self) {
         if !self.is_measured.load(Ordering::Relaxed) {
             return;
         }
@@ -186,7 +204,7 @@ impl Event {
             let (Some((_, from)), Some((_, to))) = (start.last(), self.last()) else { return false };
             let question = EventElapsed { start: start.id, end: self.id };
             // Without a free slot, the program's call will ask the server.
-            if let Ok(Some(ahead)) = driver.session.submit_ahead(&question) {
+            if let Ok(Some(ahead)) = self.context.session().submit_ahead(&question) {
                 (time.records, time.answer) = ((from, to), TimeAnswer::Ahead(ahead));
             }
             true
@@ -195,7 +213,7 @@ impl Event {
     }
 
     /// The time from `start` between these records, if it is known or was requested in advance.
-    pub fn time_since(&self, start: &Arc<Event>, records: (u64, u64)) -> Option<f32> {
+    pub fn time_since(&self, start: &Arc<Event>, records: (Seq, Seq)) -> Option<f32> {
         let mut times = lock(&self.times);
         let time = times.iter_mut().find(|time| time.is_since(start))?;
         match std::mem::replace(&mut time.answer, TimeAnswer::Missed) {
@@ -215,7 +233,7 @@ impl Event {
     }
 
     /// Keeps the time from `start` that the program gets. `ahead`: whether it was requested in advance.
-    pub fn keep_time(&self, start: &Arc<Event>, records: (u64, u64), milliseconds: f32, ahead: bool) {
+    pub fn keep_time(&self, start: &Arc<Event>, records: (Seq, Seq), milliseconds: f32, ahead: bool) {
         let mut times = lock(&self.times);
         let earlier = times.iter().position(|time| time.is_since(start)).map(|at| times.remove(at));
         if times.len() >= MOST_STARTS {
@@ -232,13 +250,13 @@ impl Event {
     }
 
     /// Waits for its last record.
-    pub fn synchronize(&self, driver: &Driver) -> Result {
+    pub fn synchronize(&self) -> Result {
         let last = self.last();
-        let result = driver.session.call(&EventSynchronize { event: self.id }).map(|_| ());
+        let result = self.context.session().call(&EventSynchronize { event: self.id }).map(|_| ());
         if let (Ok(()), Some((stream, seq))) = (&result, last) {
             stream.is_synced(seq);
         }
-        self.context.settle(driver, result)
+        self.context.settle(result)
     }
 }
 
@@ -249,9 +267,9 @@ pub(crate) fn of(handle: usize) -> Result<Arc<Event>> {
 }
 
 /// Destroys a context's events. `with_server`: the server destroys its own with the context.
-pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
+pub(crate) fn forget(context: &'static Context, with_server: bool) {
     for event in EVENTS.remove_where(|event| std::ptr::eq(event.context, context)) {
-        if !with_server && driver.session.append(&EventDestroy { event: event.id }).is_err() {
+        if !with_server && context.session().append(&EventDestroy { event: event.id }).is_err() {
             return;
         }
         ids::EVENTS.give_back(event.id.0);
@@ -259,39 +277,38 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
 }
 
 /// Records an event on a stream that is not being captured.
-pub(crate) fn record_on(driver: &Driver, event: &Event, stream: Arc<Stream>) -> Result {
+pub(crate) fn record_on(event: &Event, stream: Arc<Stream>) -> Result {
     if stream.context.device != event.context.device {
         return Err(Status::INVALID_HANDLE);
     }
     *lock(&event.captured) = None;
     // The lock is held until the event is updated, so that it stands for the last record.
     let mut last = lock(&event.last);
-    let seq =
-        stream.publishing_work(driver, &EventRecord { event: event.id, stream: stream.id, flags: 0 })?;
+    let seq = stream.publishing_work(&EventRecord { event: event.id, stream: stream.id, flags: 0 })?;
     *last = Some((stream, seq));
     drop(last);
-    event.arrive(driver)
+    event.arrive()
 }
 
-pub(crate) fn make(driver: &Driver, context: &'static Context, flags: u32) -> Result<Event> {
+pub(crate) fn make(context: &'static Context, flags: u32) -> Result<Event> {
     let id = EventId(ids::EVENTS.take().ok_or(Status::OUT_OF_MEMORY)?);
-    driver.session.append(&EventCreate { context: context.id, event: id, flags })?;
+    context.session().append(&EventCreate { context: context.id, event: id, flags })?;
     Ok(Event::new(id, context, flags))
 }
 
 /// The token under which other processes find an event that was made for them.
-pub(crate) fn export(driver: &Driver, handle: usize) -> Result<[u8; 16]> {
+pub(crate) fn export(handle: usize) -> Result<[u8; 16]> {
     let event = of(handle)?;
     if !event.is_shared() {
         return Err(Status::INVALID_VALUE);
     }
-    Ok(driver.session.call(&EventExport { event: event.id })?.token)
+    Ok(event.context.session().call(&EventExport { event: event.id })?.token)
 }
 
 /// An event of another process.
-pub(crate) fn import(driver: &Driver, context: &'static Context, token: [u8; 16]) -> Result<usize> {
+pub(crate) fn import(context: &'static Context, token: [u8; 16]) -> Result<usize> {
     let id = EventId(ids::EVENTS.take().ok_or(Status::OUT_OF_MEMORY)?);
-    if let Err(status) = driver.session.call(&EventImport { context: context.id, event: id, token }) {
+    if let Err(status) = context.session().call(&EventImport { context: context.id, event: id, token }) {
         ids::EVENTS.give_back(id.0);
         return Err(status);
     }

@@ -5,7 +5,6 @@ use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
 use crate::process::context::Context;
-use crate::process::driver::Driver;
 use crate::process::fences;
 use crate::process::green::{GREENS, Green};
 use crate::process::stream::Stream;
@@ -14,7 +13,8 @@ use client::lock;
 /// A context, or a green one in it.
 pub(crate) type Whole = (&'static Context, Option<Arc<Green>>);
 
-/// Streams that wait for everything that all work of a context, or of a green context in it, has to wait for. Streams that are made later wait for these.
+/// Streams that wait for everything that all work of a context, or of a green context in it, has to wait for.
+/// Streams that are made later wait for these.
 pub(crate) static GATES: Mutex<Vec<(Whole, Arc<Stream>)>> = Mutex::new(Vec::new());
 
 /// A primary context is being reset, and its green contexts with it.
@@ -27,7 +27,7 @@ pub(crate) fn forget(context: &'static Context) {
 }
 
 /// Makes a new stream wait for everything that all work of its context has to wait for.
-pub(crate) fn inherit(driver: &Driver, stream: &Stream) -> Result {
+pub(crate) fn inherit(stream: &Stream) -> Result {
     let gates = lock(&GATES);
     for ((context, green), gate) in &*gates {
         let same = match (green, stream.green()) {
@@ -36,7 +36,7 @@ pub(crate) fn inherit(driver: &Driver, stream: &Stream) -> Result {
             (Some(_), None) => false,
         };
         if same && std::ptr::eq(*context, stream.context) {
-            fences::join(driver, gate, stream)?;
+            fences::join(gate, stream)?;
         }
     }
     Ok(())

@@ -1,7 +1,8 @@
 //! The streams that a program's handles name: making, finding and destroying them.
 //!
-//! The work of a destroyed stream still completes, and events recorded on it can still be queried. So the server is told of the destruction, and the stream's number is reused, only when the stream's last mark has been
-//! reached. Until then the stream is kept in [`ENDING`].
+//! The work of a destroyed stream still completes, and events recorded on it can still be queried. So the
+//! server is told of the destruction, and the stream's number is reused, only when the stream's last mark has
+//! been reached. Until then the stream is kept in [`ENDING`].
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,13 +23,15 @@ use client::ops::stream::{StreamCreate, StreamDestroy};
 use client::thread::Lasting;
 use client::{Status, lock};
 
-/// Whether all work of all contexts is known to be done, except work behind a host function that is being called.
-pub(crate) fn all_stopped(driver: &Driver) -> bool {
-    context::busy().all(|context| is_stopped(driver, context))
+/// Whether all work of all contexts is known to be done, except work behind a host function that is being
+/// called.
+pub(crate) fn all_stopped() -> bool {
+    context::busy().all(is_stopped)
 }
 
-/// As [`context::ready`], for a call that names a stream. In a thread without a current context, the stream's context is current until the guard is dropped. NVIDIA's driver
-/// accepts launches, copies and fills in such threads, except on a default stream.
+/// As [`context::ready`], for a call that names a stream. In a thread without a current context, the stream's
+/// context is current until the guard is dropped. NVIDIA's driver accepts launches, copies and fills in such
+/// threads, except on a default stream.
 #[inline]
 pub(crate) fn ready_on(stream: usize) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
     match context::ready() {
@@ -68,9 +71,9 @@ pub(crate) struct Own(Vec<Arc<Stream>>);
 
 impl Drop for Own {
     fn drop(&mut self) {
-        if let Ok(driver) = driver() {
+        if driver().is_ok() {
             for stream in self.0.drain(..) {
-                end(driver, stream);
+                end(stream);
             }
         }
     }
@@ -80,18 +83,14 @@ thread_local! {
     static OWN: Lasting<RefCell<Own>> = const { Lasting::new(RefCell::new(Own(Vec::new()))) };
 }
 
-/// As [`plain`], for a stream that gets work. Fails for the legacy default stream if a stream that would wait for it is being captured.
+/// As [`plain`], for a stream that gets work. Fails for the legacy default stream if a stream that would wait
+/// for it is being captured.
 #[inline]
-pub(crate) fn any(
-    driver: &Driver,
-    context: &'static Context,
-    handle: usize,
-    per_thread: bool,
-) -> Result<Arc<Stream>> {
-    let stream = plain(driver, context, handle, per_thread)?;
+pub(crate) fn any(context: &'static Context, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
+    let stream = plain(context, handle, per_thread)?;
     capture_rules::implicit(&stream)?;
     if stream.capture().is_none() {
-        fences::respect(driver, &stream)?;
+        fences::respect(&stream)?;
     }
     Ok(stream)
 }
@@ -101,19 +100,14 @@ pub(crate) fn any(
 /// # Errors
 /// `INVALID_HANDLE` if there is no such stream, `CONTEXT_IS_DESTROYED` if its context was destroyed.
 #[inline]
-pub(crate) fn plain(
-    driver: &Driver,
-    context: &'static Context,
-    handle: usize,
-    per_thread: bool,
-) -> Result<Arc<Stream>> {
+pub(crate) fn plain(context: &'static Context, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
     match handle {
         0..=PER_THREAD if green::any() && context::current_green().is_some() => {
             green_default(context, handle == PER_THREAD || handle == 0 && per_thread)
         }
         0 if !per_thread => Ok(context.legacy().clone()),
         LEGACY => Ok(context.legacy().clone()),
-        0 | PER_THREAD => own(driver, context),
+        0 | PER_THREAD => own(context),
         _ => named(handle),
     }
 }
@@ -142,7 +136,7 @@ pub(crate) fn green_default(context: &'static Context, per_thread: bool) -> Resu
 }
 
 /// The calling thread's per-thread default stream in a context.
-pub(crate) fn own(driver: &Driver, context: &'static Context) -> Result<Arc<Stream>> {
+pub(crate) fn own(context: &'static Context) -> Result<Arc<Stream>> {
     let found = Lasting::with(&OWN, |own| {
         let mut own = own.borrow_mut();
         own.0.retain(|stream| !stream.finished.load(Ordering::Relaxed));
@@ -151,8 +145,8 @@ pub(crate) fn own(driver: &Driver, context: &'static Context) -> Result<Arc<Stre
     match found {
         Some(Some(stream)) => Ok(stream),
         Some(None) => {
-            let stream = Arc::new(make(driver, context, 0, 0)?);
-            green_gates::inherit(driver, &stream)?;
+            let stream = Arc::new(make(context, 0, 0)?);
+            green_gates::inherit(&stream)?;
             let _ = Lasting::with(&OWN, |own| own.borrow_mut().0.push(stream.clone()));
             lock(&OWNED).push(Arc::downgrade(&stream));
             Ok(stream)
@@ -163,21 +157,21 @@ pub(crate) fn own(driver: &Driver, context: &'static Context) -> Result<Arc<Stre
 }
 
 /// Makes a non-blocking stream for this library's own use. It is destroyed with the context.
-pub(crate) fn unnamed(driver: &Driver, context: &'static Context) -> Result<Arc<Stream>> {
-    let stream = Arc::new(unnamed_once(driver, context)?);
+pub(crate) fn unnamed(context: &'static Context) -> Result<Arc<Stream>> {
+    let stream = Arc::new(unnamed_once(context)?);
     keep(&stream);
     Ok(stream)
 }
 
 /// The same for one use. The caller destroys it.
-pub(crate) fn unnamed_once(driver: &Driver, context: &'static Context) -> Result<Stream> {
-    make(driver, context, NON_BLOCKING, 0)
+pub(crate) fn unnamed_once(context: &'static Context) -> Result<Stream> {
+    make(context, NON_BLOCKING, 0)
 }
 
 /// A stream of a green context.
-pub(crate) fn in_green(driver: &Driver, green: &Arc<Green>, priority: i32) -> Result<Stream> {
-    let id = fresh(driver)?;
-    driver.session.append(&GreenStream { green: green.id, stream: id, priority })?;
+pub(crate) fn in_green(green: &Arc<Green>, priority: i32) -> Result<Stream> {
+    let id = fresh(green.context)?;
+    green.context.session().append(&GreenStream { green: green.id, stream: id, priority })?;
     Ok(Stream { green: Some(green.clone()), ..Stream::new(id, green.context, NON_BLOCKING, priority, false) })
 }
 
@@ -198,16 +192,17 @@ pub(crate) fn of_context(context: &'static Context, green: Option<&Arc<Green>>) 
     all
 }
 
-/// Whether all work of a context is known to be done, except work behind a host function that is being called. Does not wait.
-pub(crate) fn is_stopped(driver: &Driver, context: &'static Context) -> bool {
+/// Whether all work of a context is known to be done, except work behind a host function that is being
+/// called. Does not wait.
+pub(crate) fn is_stopped(context: &'static Context) -> bool {
     let stopped = host_calls::stopped();
     let mut all = of_context(context, None);
     all.extend(lock(&ENDING).iter().filter(|stream| std::ptr::eq(stream.context, context)).cloned());
-    all.iter().all(|stream| stopped.contains(&stream.unique) || stream.is_idle(driver))
+    all.iter().all(|stream| stopped.contains(&stream.unique) || stream.is_idle())
 }
 
 /// Destroys the streams of a green context that is being destroyed.
-pub(crate) fn end_all_of(driver: &Driver, green: &Arc<Green>) {
+pub(crate) fn end_all_of(green: &Arc<Green>) {
     let mut gone = of_context(green.context, Some(green));
     lock(&ENDING).retain(|stream| {
         let of_it = stream.green().is_some_and(|other| Arc::ptr_eq(green, other));
@@ -217,56 +212,57 @@ pub(crate) fn end_all_of(driver: &Driver, green: &Arc<Green>) {
         !of_it
     });
     for stream in gone {
-        fences::forget(driver, &stream, false);
+        fences::forget(&stream, false);
         if !stream.finished.swap(true, Ordering::AcqRel)
-            && driver.session.append(&StreamDestroy { stream: stream.id }).is_ok()
+            && stream.session().append(&StreamDestroy { stream: stream.id }).is_ok()
         {
             ids::STREAMS.give_back(stream.id.0);
         }
     }
 }
 
-/// Streams without a handle: per-thread default streams and this library's own. They are destroyed with their context.
+/// Streams without a handle: per-thread default streams and this library's own. They are destroyed with their
+/// context.
 pub(crate) static OWNED: Mutex<Vec<std::sync::Weak<Stream>>> = Mutex::new(Vec::new());
 
-pub(crate) fn make(driver: &Driver, context: &'static Context, flags: u32, priority: i32) -> Result<Stream> {
-    let id = fresh(driver)?;
-    driver.session.append(&StreamCreate { context: context.id, stream: id, flags, priority })?;
+pub(crate) fn make(context: &'static Context, flags: u32, priority: i32) -> Result<Stream> {
+    let id = fresh(context)?;
+    context.session().append(&StreamCreate { context: context.id, stream: id, flags, priority })?;
     Ok(Stream::new(id, context, flags, priority, false))
 }
 
 /// An unused stream id.
-pub(crate) fn fresh(driver: &Driver) -> Result<StreamId> {
-    reap(driver);
+pub(crate) fn fresh(context: &Context) -> Result<StreamId> {
+    reap();
     let id = StreamId(ids::STREAMS.take().ok_or(Status::OUT_OF_MEMORY)?);
-    if let Some(word) = driver.session.progress().stream(id) {
+    if let Some(word) = context.session().progress().stream(id) {
         word.store(0, Ordering::Release);
     }
     Ok(id)
 }
 
 /// Destroys a stream. The server learns of it when the stream's work is done.
-pub(crate) fn end(driver: &Driver, stream: Arc<Stream>) {
+pub(crate) fn end(stream: Arc<Stream>) {
     if stream.finished.load(Ordering::Acquire) {
         return;
     }
     // After the session is lost there is nothing to destroy.
-    if stream.mark(driver).is_ok() {
+    if stream.mark().is_ok() {
         lock(&ENDING).push(stream);
-        reap(driver);
+        reap();
     }
 }
 
 /// Tells the server of destroyed streams whose work is done.
-pub(crate) fn reap(driver: &Driver) {
+pub(crate) fn reap() {
     let mut ending = lock(&ENDING);
     ending.retain(|stream| {
-        let mark = stream.last_mark.load(Ordering::Acquire);
-        if stream.due() > stream.synced.load(Ordering::Acquire) && !stream.has_passed(driver, mark) {
+        let passed = || stream.last_mark.get().is_some_and(|mark| stream.has_passed(mark));
+        if !stream.is_known_idle() && !passed() {
             return true;
         }
-        fences::forget(driver, stream, false);
-        if driver.session.append(&StreamDestroy { stream: stream.id }).is_ok() {
+        fences::forget(stream, false);
+        if stream.session().append(&StreamDestroy { stream: stream.id }).is_ok() {
             stream.finished.store(true, Ordering::Release);
             ids::STREAMS.give_back(stream.id.0);
         }
@@ -275,7 +271,7 @@ pub(crate) fn reap(driver: &Driver) {
 }
 
 /// Destroys a context's streams. `with_server`: the server destroys its own with the context.
-pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
+pub(crate) fn forget(context: &'static Context, with_server: bool) {
     let mut gone = STREAMS.remove_where(|stream| std::ptr::eq(stream.context, context));
     lock(&ENDING).retain(|stream| {
         let other = !std::ptr::eq(stream.context, context);
@@ -292,19 +288,21 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
         other => other.is_some(),
     });
     let legacy = context.legacy();
-    fences::forget(driver, legacy, with_server);
+    fences::forget(legacy, with_server);
     for stream in &gone {
-        fences::forget(driver, stream, with_server);
+        fences::forget(stream, with_server);
     }
     for stream in gone {
         if !stream.finished.swap(true, Ordering::AcqRel) {
-            if !with_server && driver.session.append(&StreamDestroy { stream: stream.id }).is_err() {
+            if !with_server && stream.session().append(&StreamDestroy { stream: stream.id }).is_err() {
                 return;
             }
             ids::STREAMS.give_back(stream.id.0);
         }
     }
-    legacy.synced.store(context.last_work(), Ordering::Release);
+    if let Some(last) = context.last_work() {
+        legacy.synced.raise(last);
+    }
 }
 
 /// Makes a stream in a context or in one of its green contexts. Returns its handle.
@@ -317,7 +315,7 @@ pub(crate) fn create_in(
     if flags & !NON_BLOCKING != 0 {
         return Err(Status::INVALID_VALUE);
     }
-    let driver = driver()?;
+    driver()?;
     if green.is_some() && flags & NON_BLOCKING == 0 {
         static SAID: AtomicBool = AtomicBool::new(false);
         return crate::abi::result::refuse_form(
@@ -328,13 +326,13 @@ pub(crate) fn create_in(
     let [least, greatest] = driver::device(context.device as i32)?.info.stream_priorities;
     let priority = priority.clamp(greatest.min(least), least.max(greatest));
     if flags & NON_BLOCKING != 0 {
-        fences::before_stream(driver, context)?;
+        fences::before_stream(context)?;
     }
     let new = match &green {
-        None => make(driver, context, flags, priority)?,
-        Some(green) => in_green(driver, green, priority)?,
+        None => make(context, flags, priority)?,
+        Some(green) => in_green(green, priority)?,
     };
-    green_gates::inherit(driver, &new)?;
+    green_gates::inherit(&new)?;
     STREAMS.insert(Arc::new(new)).ok_or(Status::OUT_OF_MEMORY)
 }
 
@@ -345,5 +343,5 @@ pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, A
         return Ok((driver, named(handle)?));
     }
     let context = context::current()?;
-    Ok((driver, any(driver, context, handle, per_thread)?))
+    Ok((driver, any(context, handle, per_thread)?))
 }

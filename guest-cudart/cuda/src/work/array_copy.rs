@@ -3,12 +3,14 @@
 //! A copy between an array and device memory, or between two arrays, is one operation. A copy between an array and the host goes through temporary device memory, which is freed in stream order, so that every kind of host memory
 //! is copied as [`copy_boxes`](crate::work::copy_boxes) does it.
 
-use crate::abi::result::Result;
+use std::sync::atomic::AtomicBool;
+
+use crate::abi::result::{Result, refuse_form};
 use crate::memory::address::{self, is_device};
 use crate::memory::array::{self, End};
 use crate::memory::stream_ordered;
 use crate::streams::capture_rules;
-use crate::work::copy::Copier;
+use crate::work::copy::{Copier, is_pinned};
 use client::Status;
 use client::ops::array::MemcpyArray;
 use client::ops::copy::Pitched;
@@ -25,7 +27,7 @@ impl Copier {
                 let [width, height, depth] = extent.map(|n| n.saturating_sub(1));
                 self.put(&op, to.address, depth * to.slice + height * to.pitch + width + 1).map(drop)
             }
-            End::Array(..) => self.stream.work(self.driver, &op).map(drop),
+            End::Array(..) => self.stream.work(&op).map(drop),
         }
     }
 
@@ -51,9 +53,29 @@ impl Copier {
         bytes: usize,
         to_array: bool,
     ) -> Result {
-        let array = array::of(array)?;
+        let handle = array;
+        let array = array::of(handle)?;
         if bytes == 0 {
             return Ok(());
+        }
+        let near = self.server();
+        let home = match is_device(self.driver, memory) {
+            true => Some(address::check_near(self.driver, near, memory, bytes as u64)?.context),
+            false => None,
+        };
+        let mut ends = [Some(array.context), home].into_iter().flatten();
+        if let Some(other) = ends.find(|context| !self.is_own(context)) {
+            static SAID: AtomicBool = AtomicBool::new(false);
+            if home.is_some_and(|home| !std::ptr::eq(home.server, array.context.server)) {
+                return refuse_form(
+                    "copying bytes in a row between an array and another server's memory",
+                    &SAID,
+                );
+            }
+            let stays = home.is_some() || is_pinned(memory, bytes);
+            // SAFETY: as the caller says: the call waits unless the memory is pinned or a device's.
+            let work = move |copier: &Copier| unsafe { copier.row(handle, offset, memory, bytes, to_array) };
+            return self.with_other(other, stays, work);
         }
         let extent = [bytes as u64, 1, 1];
         let end = End::Array(array, [offset as u64, 0, 0]);
@@ -66,8 +88,7 @@ impl Copier {
                 self.with_array(&memory, &end, extent)
             }
         };
-        if is_device(self.driver, memory) {
-            address::check(self.driver, memory, bytes as u64)?;
+        if home.is_some() {
             return copy(&Pitched { address: memory, pitch: bytes as u64, slice: bytes as u64 });
         }
         self.by_way_of(extent, |between| {

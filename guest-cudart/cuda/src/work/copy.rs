@@ -18,16 +18,19 @@ use crate::memory::pending_writes;
 use crate::memory::pinned_regions::{self, REGIONS};
 use crate::memory::transfer::{INLINE, MAX_INLINE_ANSWER, Transfer};
 use crate::process::capture::Capture;
-use crate::process::driver::Driver;
+use crate::process::context::Context;
+use crate::process::driver::{Driver, Server};
 use crate::process::fences;
 use crate::process::stream::Stream;
 use crate::streams::capture_rules;
 use crate::streams::stream_table::{self, Lent};
 use crate::work::host_function::{self, Function};
+use crate::work::server_copy::{self, Linear, Part};
 use client::Status;
 use client::data::HostOut;
 use client::ops::Op;
-use client::ops::copy::{MemcpyDtoD, MemcpyDtoH, MemcpyHtoD};
+use client::ops::copy::{MemcpyDtoD, MemcpyDtoH, MemcpyHtoD, Pitched};
+use client::seq::Seq;
 
 /// Whether the call returns before the copy is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +47,7 @@ pub(crate) struct Copier {
     /// It is this library's own: no call of the program's waits for it.
     pub own: bool,
     /// The last record that the stream had to pass when the copier was made.
-    pub before: u64,
+    pub before: Option<Seq>,
     /// The stream's context, where the thread has none.
     lent: Option<Lent>,
 }
@@ -61,8 +64,7 @@ impl Copier {
     /// A copier for the current context and the stream that a handle means there.
     pub fn new(handle: usize, per_thread: bool, mode: Mode) -> Result<Copier> {
         let (driver, context, lent) = stream_table::ready_on(handle)?;
-        let mut copier =
-            Copier::on(driver, stream_table::any(driver, context, handle, per_thread)?, mode, false);
+        let mut copier = Copier::on(driver, stream_table::any(context, handle, per_thread)?, mode, false);
         copier.lent = lent;
         Ok(copier)
     }
@@ -86,22 +88,18 @@ impl Copier {
 
     /// A synchronous copy is done when this returns.
     pub fn finish(&self) -> Result {
-        if self.mode == Mode::Sync { self.stream.synchronize(self.driver) } else { Ok(()) }
+        if self.mode == Mode::Sync { self.stream.synchronize() } else { Ok(()) }
     }
 
     /// After a copy to the device whose source has been read: what a synchronous one promises is kept.
     pub fn copied(&self) -> Result {
-        if self.mode == Mode::Sync && !self.own {
-            fences::copied(self.driver, &self.stream, self.before)
-        } else {
-            Ok(())
-        }
+        if self.mode == Mode::Sync && !self.own { fences::copied(&self.stream, self.before) } else { Ok(()) }
     }
 
     /// Puts a copy on the stream that writes device memory in the `len` bytes at `dst`; the `seq` of its record.
-    pub fn put<'a, T: Op<'a>>(&self, op: &T, dst: u64, len: u64) -> Result<u64> {
+    pub fn put<'a, T: Op<'a>>(&self, op: &T, dst: u64, len: u64) -> Result<Seq> {
         let _order = self.order(dst, len)?;
-        self.stream.work(self.driver, op)
+        self.stream.work(op)
     }
 
     /// What has to come before work that writes the `len` bytes at `dst`. A graph's launch has seen to that for its copies.
@@ -111,7 +109,7 @@ impl Copier {
 
     /// Transfers on its stream that know nothing of pinned and managed memory.
     pub fn transfer(&self) -> Transfer<'_> {
-        Transfer { driver: self.driver, stream: &self.stream }
+        Transfer { stream: &self.stream }
     }
 
     /// Host to device.
@@ -128,14 +126,19 @@ impl Copier {
         if dst == 0 || src.is_null() || address::is_reserved(self.driver, src as u64) {
             return Err(Status::INVALID_VALUE);
         }
-        if let Err(status) = address::check(self.driver, dst, len as u64) {
+        let home = match address::check_near(self.driver, self.server(), dst, len as u64) {
+            Ok(found) => found.context,
             // With unified addressing pinned memory is a device's as well.
-            return if is_pinned(dst, len) {
-                // SAFETY: as the caller says.
-                unsafe { self.on_host(dst as *mut u8, src, len) }
-            } else {
-                Err(status)
-            };
+            // SAFETY: as the caller says.
+            Err(_) if is_pinned(dst, len) => return unsafe { self.on_host(dst as *mut u8, src, len) },
+            Err(status) => return Err(status),
+        };
+        if !self.is_own(home) {
+            let src = src as usize;
+            return self.with_other(home, is_pinned(src as u64, len), move |copier| {
+                // SAFETY: as the caller says: pageable memory is read before the call returns.
+                unsafe { copier.send(dst, src as *const u8, len) }
+            });
         }
         // SAFETY: as the caller says.
         unsafe { self.send(dst, src, len) }
@@ -147,13 +150,12 @@ impl Copier {
     /// As there.
     pub unsafe fn send(&self, dst: u64, src: *const u8, len: usize) -> Result {
         let stream = self.stream.id;
-        let _session = self.driver.session;
-        if let Some(range) = REGIONS.range(src as usize, len) {
+        if let Some(range) = REGIONS.range(self.stream.session(), src as usize, len) {
             let from = pending_writes::source(self.driver, &self.stream, range, src as usize, len)?;
             // Few bytes are cheaper in the record, but only where nothing may still be on its way into them.
             if !(self.mode == Mode::Sync && len <= INLINE && !self.stream.context.is_busy()) {
                 let steady = pinned_regions::steady();
-                if REGIONS.range(src as usize, len).is_none() {
+                if REGIONS.range(self.stream.session(), src as usize, len).is_none() {
                     drop(steady);
                     return self.on_device(dst, src as u64, len);
                 }
@@ -165,7 +167,7 @@ impl Copier {
         if self.mode == Mode::Async && REGIONS.find(src as usize).is_some() {
             // Registered memory that the host cannot read in place: it is read here and now, so what comes before on the stream (a
             // host function may write it) must be over.
-            self.stream.synchronize(self.driver)?;
+            self.stream.synchronize()?;
         }
         // SAFETY: as the caller says.
         unsafe { self.transfer().send(dst, src, len, |dst, len| self.order(dst, len)) }?;
@@ -186,13 +188,18 @@ impl Copier {
         if src == 0 || dst.is_null() || address::is_reserved(self.driver, dst as u64) {
             return Err(Status::INVALID_VALUE);
         }
-        if let Err(status) = address::check(self.driver, src, len as u64) {
-            return if is_pinned(src, len) {
-                // SAFETY: as the caller says.
-                unsafe { self.on_host(dst, src as *const u8, len) }
-            } else {
-                Err(status)
-            };
+        let home = match address::check_near(self.driver, self.server(), src, len as u64) {
+            Ok(found) => found.context,
+            // SAFETY: as the caller says.
+            Err(_) if is_pinned(src, len) => return unsafe { self.on_host(dst, src as *const u8, len) },
+            Err(status) => return Err(status),
+        };
+        if !self.is_own(home) {
+            let dst = dst as usize;
+            return self.with_other(home, is_pinned(dst as u64, len), move |copier| {
+                // SAFETY: as the caller says: pageable memory is written before the call returns.
+                unsafe { copier.receive(dst as *mut u8, src, len) }
+            });
         }
         // SAFETY: as the caller says.
         unsafe { self.receive(dst, src, len) }
@@ -205,32 +212,87 @@ impl Copier {
     pub unsafe fn receive(&self, dst: *mut u8, src: u64, len: usize) -> Result {
         let stream = self.stream.id;
         let in_place = self.mode == Mode::Async || len > MAX_INLINE_ANSWER;
-        if in_place && REGIONS.range(dst as usize, len).is_some() {
+        if in_place && REGIONS.range(self.stream.session(), dst as usize, len).is_some() {
             let steady = pinned_regions::steady();
-            let Some(range) = REGIONS.range(dst as usize, len) else {
+            let Some(range) = REGIONS.range(self.stream.session(), dst as usize, len) else {
                 drop(steady);
                 return self.on_device(dst as u64, src, len);
             };
-            let seq = self.stream.work(self.driver, &MemcpyDtoH { stream, src, dst: HostOut(range) })?;
-            pending_writes::writes(self.driver, &self.stream, seq, dst as usize, len);
+            let seq = self.stream.work(&MemcpyDtoH { stream, src, dst: HostOut(range) })?;
+            pending_writes::writes(&self.stream, seq, dst as usize, len);
             drop(steady);
             return self.finish();
         }
         // SAFETY: as the caller says.
-        unsafe { self.transfer().receive(dst, src, len) }
+        let received = unsafe { self.transfer().receive(dst, src, len) };
+        // A kernel that was to write the bytes may have been refused.
+        self.stream.context.settle(received)
     }
 
     /// Device to device, of one device or two: never waits.
     pub fn on_device(&self, dst: u64, src: u64, len: usize) -> Result {
+        self.on_devices((dst, self.server()), (src, self.server()), len)
+    }
+
+    /// The same with addresses of certain servers, where that makes a difference.
+    pub fn on_devices(
+        &self,
+        (dst, dst_near): (u64, &'static Server),
+        (src, src_near): (u64, &'static Server),
+        len: usize,
+    ) -> Result {
         if len == 0 {
             return Ok(());
         }
-        if !self.is_on_device(dst, src, len)? {
+        if is_pinned(dst, len) || is_pinned(src, len) {
             // SAFETY: pinned memory of the program's, or none that a copy would accept.
             return unsafe { self.unified(dst, src, len) };
         }
+        let to = address::check_near(self.driver, dst_near, dst, len as u64)?.context;
+        let from = address::check_near(self.driver, src_near, src, len as u64)?.context;
         let op = MemcpyDtoD { stream: self.stream.id, dst, src, len: len as u64 };
-        self.put(&op, dst, len as u64).map(drop)
+        if self.is_own(to) && self.is_own(from) {
+            return self.put(&op, dst, len as u64).map(drop);
+        }
+        if std::ptr::eq(to.server, from.server) {
+            return self.with_other(to, true, move |copier| copier.on_device(dst, src, len));
+        }
+        let ends = [(to, dst), (from, src)];
+        let [to, from] = ends.map(|(context, address)| {
+            let len = len as u64;
+            Linear { context, place: Pitched { address, pitch: len, slice: len } }
+        });
+        let part = |at: usize| {
+            let n = server_copy::SLOT.min(len - at) as u64;
+            Part { dst: dst + at as u64, src: src + at as u64, extent: [n, 1, 1] }
+        };
+        let parts = (0..len).step_by(server_copy::SLOT).map(part).collect();
+        let spans = [(dst, len as u64), (src, len as u64)];
+        server_copy::between(self.driver, &self.stream, to, from, spans, parts)
+    }
+
+    /// The server that the stream is on.
+    pub fn server(&self) -> &'static Server {
+        self.stream.context.server
+    }
+
+    /// Whether memory that was made in a context is on the stream's server.
+    pub fn is_own(&self, home: &Context) -> bool {
+        std::ptr::eq(home.server, self.server())
+    }
+
+    /// Does `work` with a copier of another server, when the stream comes to it. The call waits for it if it is to be synchronous, or if the memory of this process `stays` only during the call.
+    pub fn with_other(
+        &self,
+        home: &'static Context,
+        stays: bool,
+        work: impl FnOnce(&Copier) -> Result + Send + 'static,
+    ) -> Result {
+        let driver = self.driver;
+        let now = self.mode == Mode::Sync || !stays;
+        server_copy::on_other(driver, &self.stream, home, now, move |stream| {
+            work(&Copier::on(driver, stream.clone(), Mode::Sync, true))
+        })
     }
 
     /// Checks that both ends are memory of devices. False: one of them is pinned memory, as its address tells.
@@ -238,8 +300,8 @@ impl Copier {
         if is_pinned(dst, len) || is_pinned(src, len) {
             return Ok(false);
         }
-        address::check(self.driver, dst, len as u64)?;
-        address::check(self.driver, src, len as u64)?;
+        address::check_near(self.driver, self.server(), dst, len as u64)?;
+        address::check_near(self.driver, self.server(), src, len as u64)?;
         Ok(true)
     }
 
@@ -262,7 +324,7 @@ impl Copier {
             }));
             return host_function::on(self.driver, self.stream.clone(), copied, std::ptr::null_mut());
         }
-        self.stream.synchronize(self.driver)?;
+        self.stream.synchronize()?;
         // SAFETY: as the caller says.
         unsafe { std::ptr::copy(src, dst, len) };
         Ok(())
@@ -289,6 +351,6 @@ impl Copier {
 }
 
 /// Whether a range is one of pinned memory.
-fn is_pinned(address: u64, len: usize) -> bool {
+pub(crate) fn is_pinned(address: u64, len: usize) -> bool {
     REGIONS.find(address as usize).is_some_and(|(base, size, _)| len <= size - (address as usize - base))
 }

@@ -8,12 +8,15 @@ use crate::abi::result::Result;
 use crate::abi::types::{Memcpy3D, memory_type};
 use crate::memory::address::{self, is_device};
 use crate::memory::array::{self, End};
-use crate::memory::managed;
 use crate::memory::pinned_regions::REGIONS;
 use crate::memory::transfer::{self, move_bytes};
-use crate::process::context;
-use crate::process::driver::Driver;
+use crate::memory::{managed, stream_ordered};
+use crate::process::context::{self, Context};
+use crate::process::driver::{Driver, Server, driver};
+use crate::process::stream::Stream;
+use crate::streams::capture_rules;
 use crate::work::copy::{Copier, Mode};
+use crate::work::server_copy::{self, Linear};
 use client::Status;
 use client::data::{HostIn, HostOut};
 use client::handle::StreamId;
@@ -51,26 +54,31 @@ impl Side {
         (e.height == 1 || self.pitch == e.width) && (e.depth == 1 || self.slice == e.width * e.height)
     }
 
-    /// Checks that all of it is memory of its kind.
-    fn check(&self, driver: &Driver, e: &Extent) -> Result {
+    /// Checks that all of it is memory of its kind. Returns the context of a device's.
+    fn check(&self, driver: &Driver, near: &'static Server, e: &Extent) -> Result<Option<&'static Context>> {
         let span = self.span(e).filter(|span| self.address.checked_add(*span).is_some());
         let span = span.ok_or(Status::INVALID_VALUE)?;
         if self.address == 0 {
             return Err(Status::INVALID_VALUE);
         }
         if self.device {
-            address::check(driver, self.address, span).map(|_| ())
+            address::check_near(driver, near, self.address, span).map(|found| Some(found.context))
         } else if address::is_reserved(driver, self.address)
             && !address::find(driver, self.address).is_some_and(|found| found.managed)
         {
             Err(Status::INVALID_VALUE)
         } else {
-            Ok(())
+            Ok(None)
         }
     }
 
     fn row(&self, z: u64, y: u64) -> u64 {
         self.address + z * self.slice + y * self.pitch
+    }
+
+    /// It, as memory that was made in a context.
+    fn on(&self, context: &'static Context) -> Linear {
+        Linear { context, place: self.pitched() }
     }
 
     fn pitched(&self) -> Pitched {
@@ -85,8 +93,13 @@ impl Copier {
         if e.width == 0 || e.height == 0 || e.depth == 0 {
             return Ok(());
         }
-        dst.check(self.driver, &e)?;
-        src.check(self.driver, &e)?;
+        let to = dst.check(self.driver, self.server(), &e)?;
+        let from = src.check(self.driver, self.server(), &e)?;
+        let other = [to, from].into_iter().flatten().find(|context| !self.is_own(context));
+        if let Some(other) = other {
+            // SAFETY: as the caller says.
+            return unsafe { self.boxes_elsewhere(dst, src, e, other, [to, from]) };
+        }
         let packed = dst.is_packed(&e) && src.is_packed(&e);
         let bytes = (e.width * e.height * e.depth) as usize;
         // SAFETY: as the caller says.
@@ -110,7 +123,7 @@ impl Copier {
                     self.on_host(dst.address as *mut u8, src.address as *const u8, bytes)
                 }
                 (false, false) => {
-                    self.stream.synchronize(self.driver)?;
+                    self.stream.synchronize()?;
                     for (z, y) in rows(&e) {
                         std::ptr::copy(
                             src.row(z, y) as *const u8,
@@ -124,13 +137,40 @@ impl Copier {
         }
     }
 
+    /// A copy with a side on another server than the stream's.
+    ///
+    /// # Safety
+    /// As [`boxes`](Self::boxes).
+    unsafe fn boxes_elsewhere(
+        &self,
+        dst: Side,
+        src: Side,
+        e: Extent,
+        other: &'static Context,
+        ends: [Option<&'static Context>; 2],
+    ) -> Result {
+        if let [Some(to), Some(from)] = ends
+            && !std::ptr::eq(to.server, from.server)
+        {
+            let span = |side: &Side| Ok((side.address, side.span(&e).ok_or(Status::INVALID_VALUE)?));
+            let spans = [span(&dst)?, span(&src)?];
+            let (to, from) = (dst.on(to), src.on(from));
+            return server_copy::between(self.driver, &self.stream, to, from, spans, pieces(&dst, &src, &e));
+        }
+        let stays = [dst, src].iter().all(|side| side.device || self.pinned(side, &e));
+        // SAFETY: as the caller says: the call waits unless all of the host's side is pinned.
+        self.with_other(other, stays, move |copier| unsafe { copier.boxes(dst, src, e) })
+    }
+
     /// The host's side as one region, if it is pinned as a whole and known to the host.
     fn pinned(&self, side: &Side, e: &Extent) -> bool {
-        side.span(e).is_some_and(|span| REGIONS.range(side.address as usize, span as usize).is_some())
+        side.span(e).is_some_and(|span| {
+            REGIONS.range(self.stream.session(), side.address as usize, span as usize).is_some()
+        })
     }
 
     unsafe fn rows_to_device(&self, dst: Side, src: Side, e: Extent) -> Result {
-        let session = self.driver.session;
+        let session = self.stream.session();
         let stream = self.stream.id;
         if self.pinned(&src, &e) {
             if self.mode == Mode::Async {
@@ -140,9 +180,9 @@ impl Copier {
                 }
                 return Ok(());
             }
-            self.stream.synchronize(self.driver)?;
+            self.stream.synchronize()?;
         }
-        for part in parts(&e, transfer::chunk(self.driver, (e.width * e.height * e.depth) as usize) as u64) {
+        for part in parts(&e, transfer::chunk(session, (e.width * e.height * e.depth) as usize) as u64) {
             let n = part.bytes() as usize;
             let block = session.arena().alloc_for(session, n, &self.transfer())?;
             for (i, (z, y)) in part.rows().enumerate() {
@@ -165,7 +205,7 @@ impl Copier {
     }
 
     unsafe fn rows_to_host(&self, dst: Side, src: Side, e: Extent) -> Result {
-        let session = self.driver.session;
+        let session = self.stream.session();
         let stream = self.stream.id;
         if self.mode == Mode::Async && self.pinned(&dst, &e) {
             for (z, y) in rows(&e) {
@@ -174,7 +214,7 @@ impl Copier {
             }
             return Ok(());
         }
-        for part in parts(&e, transfer::chunk(self.driver, (e.width * e.height * e.depth) as usize) as u64) {
+        for part in parts(&e, transfer::chunk(session, (e.width * e.height * e.depth) as usize) as u64) {
             let n = part.bytes() as usize;
             let block = session.arena().alloc(session, n)?;
             let op = MemcpyDtoH3D {
@@ -183,7 +223,7 @@ impl Copier {
                 extent: [part.width, part.height, part.depth],
                 dst: HostOut(block.range(n)),
             };
-            self.stream.work(self.driver, &op)?;
+            self.stream.work(&op)?;
             let pending = match session.submit(&StreamSynchronize { stream }) {
                 Ok(pending) => pending,
                 Err(status) => {
@@ -194,7 +234,7 @@ impl Copier {
             };
             let seq = pending.seq();
             if let Err(status) = pending.wait() {
-                return self.stream.context.settle(self.driver, Err(status));
+                return self.stream.context.settle(Err(status));
             }
             self.stream.is_synced(seq);
             for (i, (z, y)) in part.rows().enumerate() {
@@ -205,7 +245,8 @@ impl Copier {
                 }
             }
         }
-        Ok(())
+        // A kernel that was to write the bytes may have been refused.
+        self.stream.context.deferred()
     }
 }
 
@@ -268,6 +309,17 @@ fn parts(e: &Extent, most: u64) -> impl Iterator<Item = Part> + use<> {
     })
 }
 
+/// A copy between two servers in pieces that fit into slots.
+fn pieces(dst: &Side, src: &Side, e: &Extent) -> Vec<server_copy::Part> {
+    let at = |side: &Side, part: &Part| side.row(part.z, part.y) + part.x;
+    let piece = |part: Part| server_copy::Part {
+        dst: at(dst, &part),
+        src: at(src, &part),
+        extent: [part.width, part.height, part.depth],
+    };
+    parts(e, server_copy::SLOT as u64).map(piece).collect()
+}
+
 /// One side of a program's description.
 struct Described {
     kind: u32,
@@ -283,12 +335,12 @@ struct Described {
 }
 
 impl Described {
-    fn end(&self, driver: &Driver, e: &Extent) -> Result<Linear> {
+    fn end(&self, driver: &Driver, e: &Extent) -> Result<Place> {
         if self.kind == memory_type::ARRAY {
             let at = [self.x as u64, self.y as u64, self.z as u64];
-            return Ok(Linear::Not(End::Array(array::of(self.array)?, at)));
+            return Ok(Place::Not(End::Array(array::of(self.array)?, at)));
         }
-        self.side(driver, e).map(Linear::Side)
+        self.side(driver, e).map(Place::Side)
     }
 
     fn side(&self, driver: &Driver, e: &Extent) -> Result<Side> {
@@ -330,7 +382,7 @@ impl Described {
 }
 
 /// One end of a copy: linear memory, or an array.
-enum Linear {
+enum Place {
     Side(Side),
     Not(End),
 }
@@ -339,7 +391,21 @@ impl Copier {
     /// # Safety
     /// As [`Copier::boxes`].
     unsafe fn between(&self, dst: &Described, src: &Described, e: Extent) -> Result {
+        // SAFETY: as the caller says.
+        unsafe { self.between_ends(dst.end(self.driver, &e)?, src.end(self.driver, &e)?, e) }
+    }
+
+    /// # Safety
+    /// As [`Copier::boxes`].
+    unsafe fn between_ends(&self, dst: Place, src: Place, e: Extent) -> Result {
         let extent = [e.width, e.height, e.depth];
+        if matches!((&dst, &src), (Place::Not(_), _) | (_, Place::Not(_))) {
+            let ends = [self.home(&dst, &e)?, self.home(&src, &e)?];
+            if ends.iter().flatten().any(|context| !self.is_own(context)) {
+                // SAFETY: as the caller says.
+                return unsafe { self.arrays_elsewhere(dst, src, e, ends) };
+            }
+        }
         let memory = |side: &Side| {
             let span = side.span(&e).ok_or(Status::INVALID_VALUE)?;
             address::check(self.driver, side.address, span)?;
@@ -353,25 +419,129 @@ impl Copier {
         };
         // SAFETY: as the caller says.
         unsafe {
-            match (dst.end(self.driver, &e)?, src.end(self.driver, &e)?) {
-                (Linear::Side(dst), Linear::Side(src)) => self.boxes(dst, src, e),
-                (Linear::Not(dst), Linear::Not(src)) => self.with_array(&dst, &src, extent),
-                (Linear::Not(dst), Linear::Side(src)) if src.device => {
+            match (dst, src) {
+                (Place::Side(dst), Place::Side(src)) => self.boxes(dst, src, e),
+                (Place::Not(dst), Place::Not(src)) => self.with_array(&dst, &src, extent),
+                (Place::Not(dst), Place::Side(src)) if src.device => {
                     self.with_array(&dst, &memory(&src)?, extent)
                 }
-                (Linear::Side(dst), Linear::Not(src)) if dst.device => {
+                (Place::Side(dst), Place::Not(src)) if dst.device => {
                     self.with_array(&memory(&dst)?, &src, extent)
                 }
-                (Linear::Not(dst), Linear::Side(src)) => self.by_way_of(extent, |between| {
+                (Place::Not(dst), Place::Side(src)) => self.by_way_of(extent, |between| {
                     self.boxes(packed(between), src, e)?;
                     self.with_array(&dst, &End::Device(between.clone()), extent)?;
                     self.copied()
                 }),
-                (Linear::Side(dst), Linear::Not(src)) => self.by_way_of(extent, |between| {
+                (Place::Side(dst), Place::Not(src)) => self.by_way_of(extent, |between| {
                     self.with_array(&End::Device(between.clone()), &src, extent)?;
                     self.boxes(dst, packed(between), e)
                 }),
             }
+        }
+    }
+}
+
+impl Copier {
+    /// The context of an end that is a device's.
+    fn home(&self, end: &Place, e: &Extent) -> Result<Option<&'static Context>> {
+        match end {
+            Place::Not(End::Array(array, _)) => Ok(Some(array.context)),
+            Place::Not(End::Device(_)) => Ok(None),
+            Place::Side(side) => side.check(self.driver, self.server(), e),
+        }
+    }
+
+    /// A copy with an array, and with an end on another server than the stream's.
+    ///
+    /// # Safety
+    /// As [`Copier::boxes`].
+    unsafe fn arrays_elsewhere(
+        &self,
+        dst: Place,
+        src: Place,
+        e: Extent,
+        ends: [Option<&'static Context>; 2],
+    ) -> Result {
+        capture_rules::refuse(&self.stream)?;
+        let driver = self.driver;
+        let [Some(to), Some(from)] = ends else {
+            let home = ends.into_iter().flatten().next().ok_or(Status::INVALID_VALUE)?;
+            let pinned =
+                |end: &Place| !matches!(end, Place::Side(side) if !side.device && !self.pinned(side, &e));
+            let stays = pinned(&dst) && pinned(&src);
+            // SAFETY: as the caller says: the call waits unless all of the host's side is pinned.
+            return self.with_other(home, stays, move |copier| unsafe { copier.between_ends(dst, src, e) });
+        };
+        if std::ptr::eq(to.server, from.server) {
+            // SAFETY: no end is the host's.
+            return self.with_other(to, true, move |copier| unsafe { copier.between_ends(dst, src, e) });
+        }
+        let ends = [server_copy::alive(driver, to), server_copy::alive(driver, from)];
+        server_copy::across(driver, &self.stream, &ends, move || {
+            let copiers = [Copier::beside(driver, ends[0])?, Copier::beside(driver, ends[1])?];
+            let (to, from) = (Flat::of(&copiers[0], dst, &e)?, Flat::of(&copiers[1], src, &e)?);
+            from.read_array(&copiers[1], &e)?;
+            copiers[1].stream.synchronize()?;
+            let spans = [to.span(&e)?, from.span(&e)?];
+            let pieces = pieces(&to.side, &from.side, &e);
+            server_copy::carry(&to.side.on(ends[0]), &from.side.on(ends[1]), spans, pieces)?;
+            to.write_array(&copiers[0], &e)?;
+            copiers[0].stream.synchronize()
+        })
+    }
+
+    /// A copier for this library's own work in a context.
+    fn beside(driver: &'static Driver, context: &'static Context) -> Result<Copier> {
+        Ok(Copier::on(driver, server_copy::stream_of(context)?, Mode::Sync, true))
+    }
+}
+
+/// An end of a copy between servers as linear memory: an array has some in its place meanwhile.
+struct Flat<'c> {
+    side: Side,
+    array: Option<End>,
+    copier: &'c Copier,
+}
+
+impl Flat<'_> {
+    fn of<'c>(copier: &'c Copier, end: Place, e: &Extent) -> Result<Flat<'c>> {
+        let array = match end {
+            Place::Side(side) => return Ok(Flat { side, array: None, copier }),
+            Place::Not(array) => array,
+        };
+        array.check([e.width, e.height, e.depth])?;
+        let bytes = e.width.checked_mul(e.height).and_then(|n| n.checked_mul(e.depth));
+        let (bytes, context) = (bytes.ok_or(Status::INVALID_VALUE)?, copier.stream.context);
+        let address = stream_ordered::alloc(copier.driver, context, context.device, bytes, 0)?;
+        let side = Side { device: true, address, pitch: e.width, slice: e.width * e.height };
+        Ok(Flat { side, array: Some(array), copier })
+    }
+
+    fn span(&self, e: &Extent) -> Result<(u64, u64)> {
+        Ok((self.side.address, self.side.span(e).ok_or(Status::INVALID_VALUE)?))
+    }
+
+    fn read_array(&self, copier: &Copier, e: &Extent) -> Result {
+        let Some(array) = &self.array else { return Ok(()) };
+        copier.with_array(&End::Device(self.side.pitched()), array, [e.width, e.height, e.depth])
+    }
+
+    fn write_array(&self, copier: &Copier, e: &Extent) -> Result {
+        let Some(array) = &self.array else { return Ok(()) };
+        copier.with_array(array, &End::Device(self.side.pitched()), [e.width, e.height, e.depth])
+    }
+}
+
+impl Drop for Flat<'_> {
+    fn drop(&mut self) {
+        if self.array.is_some() {
+            // What cannot be freed goes with the session.
+            let _ = stream_ordered::free_in_order(
+                self.copier.driver,
+                self.side.address,
+                self.copier.stream.clone(),
+            );
         }
     }
 }
@@ -467,6 +637,18 @@ pub(crate) fn is_on_device(c: &Memcpy3D) -> bool {
     c.dstMemoryType == memory_type::DEVICE && c.srcMemoryType == memory_type::DEVICE
 }
 
+/// Whether a server can do a copy by itself: both sides are linear memory of its devices.
+pub(crate) fn is_on_server(server: &'static Server, c: &Memcpy3D) -> bool {
+    let is_its = |driver: &Driver, address| {
+        address::find_near(driver, server, address)
+            .is_none_or(|found| std::ptr::eq(found.context.server, server))
+    };
+    is_on_device(c)
+        && driver().is_ok_and(|driver| {
+            driver.servers.len() == 1 || is_its(driver, c.dstDevice) && is_its(driver, c.srcDevice)
+        })
+}
+
 /// How a copy is done.
 pub(crate) enum Route {
     /// There is nothing to copy.
@@ -478,19 +660,23 @@ pub(crate) enum Route {
 }
 
 /// How a graph's copy is done, checked.
-pub(crate) fn route(driver: &Driver, c: &Memcpy3D) -> Result<Route> {
+pub(crate) fn route(driver: &Driver, server: &'static Server, c: &Memcpy3D) -> Result<Route> {
     let (dst, src, e) = described(c);
     if !is_some(c, false)? {
         return Ok(Route::Nothing);
     }
     let extent = [e.width, e.height, e.depth];
+    let mut own = true;
     for side in [&dst, &src] {
         match side.end(driver, &e)? {
-            Linear::Not(end) => end.check(extent)?,
-            Linear::Side(side) => side.check(driver, &e)?,
+            Place::Not(end) => end.check(extent)?,
+            Place::Side(side) => {
+                let home = side.check(driver, server, &e)?;
+                own &= home.is_none_or(|home| std::ptr::eq(home.server, server));
+            }
         }
     }
-    if !is_on_device(c) {
+    if !own || !is_on_device(c) {
         return Ok(Route::Here);
     }
     let (dst, src) = (dst.side(driver, &e)?, src.side(driver, &e)?);
@@ -535,7 +721,7 @@ impl Pageable {
 }
 
 /// The pageable side of a copy that was [resolved](resolve), if one side is the host's and the other is not.
-pub(crate) fn pageable(driver: &Driver, c: &Memcpy3D) -> Result<Option<Pageable>> {
+pub(crate) fn pageable(driver: &Driver, stream: &Stream, c: &Memcpy3D) -> Result<Option<Pageable>> {
     let (dst, src, extent) = described(c);
     let to_host = dst.kind == memory_type::HOST;
     if to_host == (src.kind == memory_type::HOST) {
@@ -543,7 +729,7 @@ pub(crate) fn pageable(driver: &Driver, c: &Memcpy3D) -> Result<Option<Pageable>
     }
     let side = if to_host { &dst } else { &src }.side(driver, &extent)?;
     let span = side.span(&extent).ok_or(Status::INVALID_VALUE)?;
-    let pinned = REGIONS.range(side.address as usize, span as usize).is_some();
+    let pinned = REGIONS.range(stream.session(), side.address as usize, span as usize).is_some();
     Ok((!pinned).then_some(Pageable { to_host, side, extent }))
 }
 

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use crate::abi::result::Result;
 use crate::abi::types::MemsetNodeParams;
 use crate::memory::{address, managed, pinned_regions};
-use crate::process::driver::Driver;
+use crate::process::context::Context;
+use crate::process::driver::{Driver, Server};
 use crate::process::stream::Stream;
 use crate::work::host_function::{self, Function};
+use crate::work::server_copy;
 use client::Status;
 use client::handle::StreamId;
 use client::ops::copy::Memset;
@@ -16,8 +18,8 @@ use client::ops::copy::Memset;
 pub(crate) enum Fill {
     /// There is nothing to fill.
     Nothing,
-    /// By the server.
-    Server(Memset),
+    /// By the server that has the memory, in whichever context it was made.
+    Server(Memset, &'static Context),
     /// By this process, whose pinned memory it is.
     Here(Bytes),
 }
@@ -30,17 +32,22 @@ impl Fill {
         {
             return Ok(Fill::Here(bytes));
         }
-        Ok(op(driver, stream, p)?.map_or(Fill::Nothing, Fill::Server))
+        Ok(op(driver, stream, p)?.map_or(Fill::Nothing, |(op, home)| Fill::Server(op, home)))
     }
 
     /// Puts it on a stream.
     pub fn run(self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
         match self {
             Fill::Nothing => Ok(()),
-            Fill::Server(op) => {
+            Fill::Server(op, home) if !std::ptr::eq(home.server, stream.context.server) => {
+                server_copy::on_other(driver, stream, home, false, move |stream| {
+                    Fill::Server(Memset { stream: stream.id, ..op }, stream.context).run(driver, stream)
+                })
+            }
+            Fill::Server(op, _) => {
                 let span = op.pitch * op.height.saturating_sub(1) + op.width * u64::from(op.element);
                 let _order = managed::before_work_on(op.dst, span)?;
-                stream.work(driver, &op).map(drop)
+                stream.work(&op).map(drop)
             }
             Fill::Here(bytes) => {
                 let filled = Function::Own(Box::new(move || {
@@ -55,11 +62,20 @@ impl Fill {
 
 /// Whether a fill is made by this process.
 pub(crate) fn is_here(driver: &Driver, p: &MemsetNodeParams) -> bool {
-    matches!(Fill::of(driver, StreamId(0), p), Ok(Fill::Here(_)))
+    is_elsewhere(driver, None, p)
+}
+
+/// Whether a fill is made by this process, or by another server.
+pub(crate) fn is_elsewhere(driver: &Driver, server: Option<&Server>, p: &MemsetNodeParams) -> bool {
+    match Fill::of(driver, StreamId(0), p) {
+        Ok(Fill::Here(_)) => true,
+        Ok(Fill::Server(_, home)) => server.is_some_and(|server| !std::ptr::eq(home.server, server)),
+        Ok(Fill::Nothing) | Err(_) => false,
+    }
 }
 
 /// A fill as an operation, checked; `None` when there is nothing to fill.
-fn op(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Option<Memset>> {
+fn op(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Option<(Memset, &'static Context)>> {
     let MemsetNodeParams { dst, pitch, value, elementSize: element, width, height } = *p;
     if width == 0 || height == 0 {
         return Ok(None);
@@ -79,9 +95,9 @@ fn op(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Option<
         .checked_mul(height as u64 - 1)
         .and_then(|rows| rows.checked_add(row))
         .ok_or(Status::INVALID_VALUE)?;
-    address::check(driver, dst, if height > 1 { span } else { row })?;
+    let home = address::check(driver, dst, if height > 1 { span } else { row })?.context;
     let (pitch, width, height) = (pitch as u64, width as u64, height as u64);
-    Ok(Some(Memset { stream, dst, pitch, value, element, width, height }))
+    Ok(Some((Memset { stream, dst, pitch, value, element, width, height }, home)))
 }
 
 /// What a fill of pinned memory writes.

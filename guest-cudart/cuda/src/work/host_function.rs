@@ -11,12 +11,14 @@ use crate::abi::result::Result;
 use crate::abi::types::{HostFn, StreamCallback};
 use crate::memory::managed::{self, shared_blocks};
 use crate::memory::pending_writes;
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::{Driver, Server, driver};
 use crate::process::host_calls::{self, CALLED, CALLING, STOPPED};
 use crate::process::stream::Stream;
 use crate::process::{context, fences};
+use client::channel::MAX_SERVERS;
 use client::handle::TicketId;
 use client::ops::stream::{StreamHostSignal, StreamHostWait, StreamMark};
+use client::seq::Seq;
 use client::{Status, lock, log};
 
 /// What is called.
@@ -25,11 +27,13 @@ pub(crate) enum Function {
     Callback(StreamCallback, usize),
     /// Something of this library's own, which calls nothing that waits for the stream. It is dropped uncalled where a host function is not called.
     Own(Box<dyn FnOnce() + Send>),
+    /// A copy from or to another server. If it fails, the stream's context has that error.
+    Copy(Box<dyn FnOnce() -> Result + Send>),
 }
 
 struct Call {
     stream: Arc<Stream>,
-    mark: u64,
+    mark: Seq,
     ticket: TicketId,
     function: Function,
     data: *mut c_void,
@@ -38,7 +42,7 @@ struct Call {
 // SAFETY: the pointer is the program's, handed back to its function and otherwise left alone.
 unsafe impl Send for Call {}
 
-/// Calls that are due, or will be, and the thread that makes them.
+/// Calls that are due, or will be, and the thread that makes them. Each server's streams have queues of their own, since a thread can wait for the progress of one session.
 struct Queue {
     calls: Mutex<VecDeque<Call>>,
     came: Condvar,
@@ -51,10 +55,24 @@ impl Queue {
     }
 }
 
-/// The program's functions; and this library's own, which must go on while one of the program's waits for something.
-static PROGRAMS: Queue = Queue::new();
+/// The queues of a server's streams.
+struct Queues {
+    /// The program's functions.
+    programs: Queue,
+    /// This library's own, which must go on while one of the program's waits for something.
+    own: Queue,
+    /// Copies from and to other servers, which take their time.
+    copies: Queue,
+}
 
-static OWN: Queue = Queue::new();
+impl Queues {
+    const fn new() -> Queues {
+        Queues { programs: Queue::new(), own: Queue::new(), copies: Queue::new() }
+    }
+}
+
+/// By the number of the session.
+static QUEUES: [Queues; MAX_SERVERS] = [const { Queues::new() }; MAX_SERVERS];
 
 /// Calls a function when a stream, which is not being captured, comes to it; the stream goes on when it returns.
 pub(crate) fn on(
@@ -63,16 +81,22 @@ pub(crate) fn on(
     function: Function,
     data: *mut c_void,
 ) -> Result {
-    let queue = if matches!(function, Function::Own(_)) { &OWN } else { &PROGRAMS };
+    let server = stream.context.server;
+    let queues = &QUEUES[server.session.index()];
+    let (queue, name) = match function {
+        Function::Own(_) => (&queues.own, "rgpu-own-calls"),
+        Function::Copy(_) => (&queues.copies, "rgpu-copies"),
+        Function::Host(_) | Function::Callback(..) => (&queues.programs, "rgpu-callbacks"),
+    };
     fences::host_sees();
     let ticket = host_calls::ticket();
     queue.start.call_once(|| {
-        let started = if std::ptr::eq(queue, &PROGRAMS) {
-            start_programs()
+        let started = if std::ptr::eq(queue, &queues.programs) {
+            start_programs(server)
         } else {
             std::thread::Builder::new()
-                .name("rgpu-own-calls".into())
-                .spawn(move || serve(driver, queue))
+                .name(name.into())
+                .spawn(move || serve(driver, server, queue))
                 .map(drop)
         };
         if let Err(error) = started {
@@ -81,18 +105,18 @@ pub(crate) fn on(
     });
     // Under the queue's lock, so that calls stand in the queue in the order of their streams.
     let mut calls = lock(&queue.calls);
-    let mark = stream.publishing_work(driver, &StreamMark { stream: stream.id })?;
-    let seq = stream.work(driver, &StreamHostWait { stream: stream.id, ticket })?;
-    pending_writes::calls(driver, &stream, seq);
+    let mark = stream.publishing_work(&StreamMark { stream: stream.id })?;
+    let seq = stream.work(&StreamHostWait { stream: stream.id, ticket })?;
+    pending_writes::calls(&stream, seq);
     calls.push_back(Call { stream, mark, ticket, function, data });
     queue.came.notify_one();
     Ok(())
 }
 
 /// The first call in the queue whose stream has come to it. Calls of one stream stand in order, so none is overtaken by its own.
-fn next(driver: &Driver, queue: &Queue) -> Option<Call> {
+fn next(queue: &Queue) -> Option<Call> {
     let mut calls = lock(&queue.calls);
-    let at = calls.iter().position(|call| call.stream.has_passed(driver, call.mark))?;
+    let at = calls.iter().position(|call| call.stream.has_passed(call.mark))?;
     calls.remove(at)
 }
 
@@ -101,12 +125,14 @@ fn next(driver: &Driver, queue: &Queue) -> Option<Call> {
 /// Such a function may end the thread: an interpreter that shuts down lets every thread that comes back to it do so (CPython's `PyThread_exit_thread`, by `pthread_exit`), and its process then ends as
 /// it would have. A thread of Rust's own catches what unwinds it so, and the C library ends the process for that; hence a thread of the system's, with nothing on it to catch, and nothing to
 /// drop where the functions are called.
-fn start_programs() -> std::io::Result<()> {
-    extern "C-unwind" fn programs(_: *mut c_void) -> *mut c_void {
+fn start_programs(server: &'static Server) -> std::io::Result<()> {
+    extern "C-unwind" fn programs(server: *mut c_void) -> *mut c_void {
         // SAFETY: a name with its NUL, of at most 16 bytes, for this thread.
         unsafe { libc::prctl(libc::PR_SET_NAME, c"rgpu-callbacks".as_ptr()) };
+        // SAFETY: the server that the thread was started with, which is never freed.
+        let server: &'static Server = unsafe { &*server.cast() };
         if let Ok(driver) = driver() {
-            serve(driver, &PROGRAMS);
+            serve(driver, server, &QUEUES[server.session.index()].programs);
         }
         std::ptr::null_mut()
     }
@@ -114,10 +140,10 @@ fn start_programs() -> std::io::Result<()> {
     type Unwinding = extern "C-unwind" fn(*mut c_void) -> *mut c_void;
     // SAFETY: the two differ in what a caller may assume of unwinding, and the C library's threads end by it (`pthread_exit`).
     let routine = unsafe { std::mem::transmute::<Unwinding, Plain>(programs) };
+    let argument = std::ptr::from_ref(server).cast_mut().cast();
     let mut thread = 0;
-    // SAFETY: writes a handle; the routine takes no argument.
-    let failed =
-        unsafe { libc::pthread_create(&mut thread, std::ptr::null(), routine, std::ptr::null_mut()) };
+    // SAFETY: writes a handle; the routine takes a server that lives as long as the process.
+    let failed = unsafe { libc::pthread_create(&mut thread, std::ptr::null(), routine, argument) };
     if failed != 0 {
         return Err(std::io::Error::from_raw_os_error(failed));
     }
@@ -127,7 +153,8 @@ fn start_programs() -> std::io::Result<()> {
 }
 
 /// A queue's thread.
-fn serve(driver: &'static Driver, queue: &'static Queue) {
+fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue) {
+    let session = server.session;
     loop {
         {
             let mut calls = lock(&queue.calls);
@@ -136,14 +163,13 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
             }
         }
         let mut call = None;
-        let waited = driver.session.wait_progress(|| {
-            call = next(driver, queue);
+        let waited = session.wait_progress(|| {
+            call = next(queue);
             call.is_some()
         });
         let (call, status) = match (call, waited) {
             (Some(call), _) => {
-                let failed =
-                    driver.session.progress().error(call.stream.context.id).and_then(|word| word.get());
+                let failed = session.progress().error(call.stream.context.id).and_then(|word| word.get());
                 (call, failed.filter(|(_, sticky, _)| *sticky).map_or(Status::SUCCESS, |(status, ..)| status))
             }
             // The session is lost: callbacks hear of it, in order.
@@ -156,7 +182,7 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
         let Call { stream, ticket, function, data, .. } = call;
         // As in NVIDIA's driver, whose functions are refused there nevertheless.
         context::enter(stream.context);
-        let stopped = stream.unique();
+        let (context, stopped) = (stream.context, stream.unique());
         drop(stream);
         // The function is to find what the stream has written before it.
         shared_blocks::after_wait(driver);
@@ -170,7 +196,12 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
                 // SAFETY: the program gave the function for this call with this argument.
                 unsafe { function(data) }
             }
-            Function::Host(_) | Function::Own(_) => {}
+            Function::Copy(copy) if status == Status::SUCCESS => {
+                if let Err(status) = copy() {
+                    context.fail(status);
+                }
+            }
+            Function::Host(_) | Function::Own(_) | Function::Copy(_) => {}
             Function::Callback(function, handle) => {
                 CALLED.set(true);
                 // SAFETY: the program gave the callback for this call with this argument.
@@ -182,6 +213,6 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
         lock(&STOPPED).retain(|stream| *stream != stopped);
         managed::before_going_on(driver);
         // The stream goes on. If the session is lost there is nothing that could.
-        let _ = driver.session.append(&StreamHostSignal { ticket });
+        let _ = session.append(&StreamHostSignal { ticket });
     }
 }

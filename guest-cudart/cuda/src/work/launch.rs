@@ -5,25 +5,13 @@ use std::sync::atomic::AtomicBool;
 
 use crate::abi::arguments::non_null;
 use crate::abi::result::{Result, code, refuse_form};
-use crate::abi::types::{LaunchAttr, LaunchConfig};
+use crate::abi::types::{LaunchAttr, LaunchConfig, launch_attr};
 use crate::code::function::{Function, func};
 use crate::process::device_attributes::attr;
 use crate::process::driver::{Device, Driver};
 use crate::process::fences;
 use client::Status;
 use client::ops::launch::LaunchAttribute;
-
-/// `CUlaunchAttributeID` numbers.
-pub(crate) mod launch_attr {
-    pub const IGNORE: u32 = 0;
-    pub const COOPERATIVE: u32 = 2;
-    pub const CLUSTER_DIMENSION: u32 = 4;
-    pub const PROGRAMMATIC_EVENT: u32 = 7;
-    pub const LAUNCH_COMPLETION_EVENT: u32 = 12;
-    pub const DEVICE_UPDATABLE_KERNEL_NODE: u32 = 13;
-    /// `CU_LAUNCH_ATTRIBUTE_MAX`.
-    pub const END: u32 = 17;
-}
 
 /// Blocks of a cluster that every device of the architecture can have.
 const PORTABLE_CLUSTER: u32 = 8;
@@ -193,6 +181,7 @@ pub(crate) fn check_all(
     let device = driver.devices.get(function.context.device as usize).ok_or(Status::INVALID_DEVICE)?;
     check(device, function, shape)?;
     check_clusters(function, attributes, &shape.grid)?;
+    function.id()?;
     function.context.limits.will_need(function.stack());
     if function.prints {
         fences::host_sees();

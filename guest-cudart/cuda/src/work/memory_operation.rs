@@ -19,10 +19,13 @@ use crate::process::driver::{Device, Driver};
 use crate::process::host_calls::{self, WAITING};
 use crate::process::stream::Stream;
 use crate::work::host_function::{self, Function};
+use client::channel::MAX_SERVERS;
 use client::handle::{StreamId, TicketId};
 use client::ops::stream::{
     MemoryOp, StreamBatchMemOp, StreamHostSignal, StreamHostWait, StreamMark, memory_op,
 };
+use client::seq::Seq;
+use client::session::Session;
 use client::{Status, lock, log};
 
 /// `CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER`, which only the first form of the functions knows: with a barrier it is done all the same.
@@ -58,14 +61,26 @@ enum Where {
 /// A wait of a stream for a word of this process's.
 struct HostWait {
     stream: Arc<Stream>,
-    mark: u64,
+    mark: Seq,
     ticket: TicketId,
     op: MemoryOp,
 }
 
-static WAITS: Mutex<VecDeque<HostWait>> = Mutex::new(VecDeque::new());
+/// The waits of a server's streams, and the thread that ends them.
+struct Waits {
+    all: Mutex<VecDeque<HostWait>>,
+    came: Condvar,
+    start: Once,
+}
 
-static CAME: Condvar = Condvar::new();
+impl Waits {
+    const fn new() -> Waits {
+        Waits { all: Mutex::new(VecDeque::new()), came: Condvar::new(), start: Once::new() }
+    }
+}
+
+/// By the number of the session.
+static WAITS: [Waits; MAX_SERVERS] = [const { Waits::new() }; MAX_SERVERS];
 
 /// Whether an operation's word lies in pinned memory.
 fn is_pinned(op: &MemoryOp) -> bool {
@@ -154,10 +169,10 @@ impl Operations {
                     .filter(|op| op.place == Where::InTurn)
                     .map(|Checked { op, .. }| managed::before_work_on(op.address, op.width()))
                     .collect::<Result<Vec<_>>>()?;
-                let seq = stream.work(driver, &on_server(stream.id, ops))?;
+                let seq = stream.work(&on_server(stream.id, ops))?;
                 drop(order);
                 if ops.iter().any(|Checked { op, .. }| op.is_wait()) {
-                    pending_writes::holds(driver, stream, seq);
+                    pending_writes::holds(stream, seq);
                 }
             } else if !is_pinned(op) {
                 return Err(Status::INVALID_VALUE);
@@ -209,20 +224,22 @@ fn check(driver: &Driver, device: &Device, given: &BatchMemOp, first: bool) -> R
             &SAID,
         );
     }
-    place(driver, &op).map(|place| Checked { op, place })
+    place(driver, device, &op).map(|place| Checked { op, place })
 }
 
 /// Where an operation's word is.
-fn place(driver: &Driver, op: &MemoryOp) -> Result<Where> {
+fn place(driver: &Driver, device: &Device, op: &MemoryOp) -> Result<Where> {
     if op.width() == 0 {
         return Ok(Where::Device);
     }
-    match address::check(driver, op.address, op.width()) {
+    match address::check_near(driver, device.server, op.address, op.width()) {
+        // No device reaches another server's memory.
+        Ok(found) if !std::ptr::eq(found.context.server, device.server) => Err(Status::INVALID_VALUE),
         Ok(found) if !found.managed => Ok(Where::Device),
         Ok(_) if mirror::is_here(op.address) => Ok(Where::InTurn),
         // CUDA has no such operations on managed memory.
         Ok(_) => Err(Status::INVALID_VALUE),
-        Err(_) if pinned_regions::is_mapped(op.address) => Ok(Where::Device),
+        Err(_) if pinned_regions::is_mapped(device.server, op.address) => Ok(Where::Device),
         Err(_) if is_pinned(op) => Ok(Where::Here),
         Err(status) => Err(status),
     }
@@ -230,29 +247,32 @@ fn place(driver: &Driver, op: &MemoryOp) -> Result<Where> {
 
 /// Holds a stream until a word of this process's memory is as it is waited for.
 fn wait_here(driver: &'static Driver, stream: &Arc<Stream>, op: &MemoryOp) -> Result {
-    static START: Once = Once::new();
-    START.call_once(|| {
-        let started = std::thread::Builder::new().name("rgpu-waits".into()).spawn(move || serve(driver));
+    let session = stream.session();
+    let waits = &WAITS[session.index()];
+    waits.start.call_once(|| {
+        let started = std::thread::Builder::new()
+            .name("rgpu-waits".into())
+            .spawn(move || serve(driver, session, waits));
         if let Err(error) = started {
             log::error(format_args!("no thread for streams that wait for memory: {error}"));
         }
     });
     let ticket = host_calls::ticket();
-    let mut waits = lock(&WAITS);
-    let mark = stream.publishing_work(driver, &StreamMark { stream: stream.id })?;
-    let seq = stream.work(driver, &StreamHostWait { stream: stream.id, ticket })?;
-    pending_writes::holds(driver, stream, seq);
+    let mut all = lock(&waits.all);
+    let mark = stream.publishing_work(&StreamMark { stream: stream.id })?;
+    let seq = stream.work(&StreamHostWait { stream: stream.id, ticket })?;
+    pending_writes::holds(stream, seq);
     WAITING.fetch_add(1, Ordering::AcqRel);
-    waits.push_back(HostWait { stream: stream.clone(), mark, ticket, op: op.clone() });
-    CAME.notify_one();
+    all.push_back(HostWait { stream: stream.clone(), mark, ticket, op: op.clone() });
+    waits.came.notify_one();
     Ok(())
 }
 
 /// Lets streams go on whose conditions hold. Some stream waits, and none went on: `Some(true)`; none waits yet: `Some(false)`.
-fn look(driver: &'static Driver) -> Option<bool> {
+fn look(driver: &'static Driver, waits: &Waits) -> Option<bool> {
     let (mut some, mut went) = (false, false);
-    lock(&WAITS).retain(|wait| {
-        if !wait.stream.has_passed(driver, wait.mark) {
+    lock(&waits.all).retain(|wait| {
+        if !wait.stream.has_passed(wait.mark) {
             return true;
         }
         some = true;
@@ -262,23 +282,23 @@ fn look(driver: &'static Driver) -> Option<bool> {
         went = true;
         managed::before_going_on(driver);
         // If the session is lost there is nothing that could go on.
-        let _ = driver.session.append(&StreamHostSignal { ticket: wait.ticket });
+        let _ = wait.stream.session().append(&StreamHostSignal { ticket: wait.ticket });
         WAITING.fetch_sub(1, Ordering::AcqRel);
         false
     });
     (!went).then_some(some)
 }
 
-fn serve(driver: &'static Driver) {
+fn serve(driver: &'static Driver, session: &Session, waits: &Waits) {
     let mut nap = FIRST_NAP;
     loop {
         {
-            let mut waits = lock(&WAITS);
-            while waits.is_empty() {
-                waits = CAME.wait(waits).unwrap_or_else(PoisonError::into_inner);
+            let mut all = lock(&waits.all);
+            while all.is_empty() {
+                all = waits.came.wait(all).unwrap_or_else(PoisonError::into_inner);
             }
         }
-        let lost = match look(driver) {
+        let lost = match look(driver, waits) {
             None => {
                 nap = FIRST_NAP;
                 false
@@ -286,17 +306,17 @@ fn serve(driver: &'static Driver) {
             Some(true) => {
                 std::thread::sleep(nap);
                 nap = (nap * 2).min(LAST_NAP);
-                driver.session.check().is_err()
+                session.check().is_err()
             }
             Some(false) => {
-                let come = || lock(&WAITS).iter().any(|wait| wait.stream.has_passed(driver, wait.mark));
-                driver.session.wait_progress(come).is_err()
+                let come = || lock(&waits.all).iter().any(|wait| wait.stream.has_passed(wait.mark));
+                session.wait_progress(come).is_err()
             }
         };
         if lost {
-            let mut waits = lock(&WAITS);
-            WAITING.fetch_sub(waits.len(), Ordering::AcqRel);
-            waits.clear();
+            let mut all = lock(&waits.all);
+            WAITING.fetch_sub(all.len(), Ordering::AcqRel);
+            all.clear();
         }
     }
 }

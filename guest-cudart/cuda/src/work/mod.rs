@@ -7,3 +7,4 @@ pub(crate) mod fill;
 pub(crate) mod host_function;
 pub(crate) mod launch;
 pub(crate) mod memory_operation;
+pub(crate) mod server_copy;

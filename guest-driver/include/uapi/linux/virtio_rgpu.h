@@ -71,7 +71,8 @@ struct rgpu_info {
  *
  * Errors: EINVAL (0, or not a multiple of the page size), EFBIG (more than
  * @max_channel_size of &struct rgpu_info), EEXIST (the file has a channel),
- * ENOMEM, E2BIG (memory is too fragmented to describe to the device), EINTR.
+ * ENOMEM, EDQUOT (the user's limit, module parameter user_memory_mib), E2BIG
+ * (memory is too fragmented to describe to the device), EINTR.
  */
 struct rgpu_create_channel {
 	__u64 size;
@@ -86,7 +87,8 @@ struct rgpu_create_channel {
  *
  * The program must have written the channel header. The call returns 0 if there
  * is a reply, even a refusal. The driver itself replies NO_RESOURCES if all
- * channels of the device are in use. The call may take seconds; only a fatal
+ * channels of the device are in use, or as many by this user as one may have
+ * (module parameter user_channels). The call may take seconds; only a fatal
  * signal interrupts it. It may be repeated after a reply other than OK.
  *
  * Errors: ENXIO (no channel was created), EISCONN, EALREADY (another thread is
@@ -132,7 +134,8 @@ struct rgpu_wait {
  * CAP_IPC_LOCK.
  *
  * Errors: ENXIO, ENOTCONN, EINVAL, EFAULT (no such memory, or not writable and
- * not registered read-only), ENOMEM (RLIMIT_MEMLOCK, or no memory), E2BIG (more
+ * not registered read-only), ENOMEM (RLIMIT_MEMLOCK, or no memory), EDQUOT (the
+ * user's limit, module parameter user_memory_mib), E2BIG (more
  * extents than the device accepts), ENOSPC (@max_registered of &struct
  * rgpu_info, or a limit of the server), EINTR (fatal signal), and the device's
  * other refusals: EINVAL, EHOSTUNREACH (NO_SERVER), EPROTO (VERSION), EACCES

@@ -25,6 +25,9 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
     /// The frames that go to the server, in this order.
     fn out(&mut self) -> &mut SendBuffer;
 
+    /// Called before records are put into [`out`](Self::out): says what the server should know before it has them.
+    fn before_commands(&mut self) {}
+
     /// Sends frames, and data that the schedule lets go, as far as the connections take them now. Calls [`Machine::sent`] for data whose source is free again. True: something moved.
     fn send(&mut self, machine: &mut Machine<'_, S>) -> Result<bool, EndReason>;
 
@@ -38,6 +41,17 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
     /// after [`arm`](Self::arm).
     fn wait(&mut self, machine: &mut Machine<'_, S>, timeout: Option<Duration>) -> Result<(), EndReason>;
 
+    /// Called when the connections are lost because of `why`, and no farewell was found: waits until there are new ones over which the session goes on behind what both sides have. Meanwhile it
+    /// serves the mailbox. The error is the end of the session.
+    fn reconnect(
+        &mut self,
+        _machine: &mut Machine<'_, S>,
+        _mailbox: &Mailbox<S::Memory>,
+        why: String,
+    ) -> Result<(), EndReason> {
+        Err(EndReason::Gone(why))
+    }
+
     /// The message that the server has been silent for so many seconds.
     fn silent(&self, seconds: u64) -> String;
 
@@ -45,7 +59,7 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
     fn last_words(&mut self, machine: &mut Machine<'_, S>) -> Result<(), EndReason>;
 
     /// Says farewell, if there is one to say, as far as the connection takes it now, and closes everything.
-    fn close(&mut self, farewell: Option<&str>);
+    fn close(&mut self, machine: &mut Machine<'_, S>, farewell: Option<&str>);
 }
 
 /// Runs a session until it ends, and says why it did. Nothing of the transport reaches the client's memory any more when this returns.
@@ -59,32 +73,42 @@ pub(in crate::bridge) fn run<S: Schedule, C: Carrier<S>>(
     mut carrier: C,
     poll: PollTime,
 ) -> EndReason {
-    let mut end = match work(session, mailbox, &mut machine, &mut carrier, poll) {
-        Ok(never) => match never {},
-        Err(end) => end,
-    };
-    if let EndReason::Gone(_) = end {
+    let end = loop {
+        let end = match work(session, mailbox, &mut machine, &mut carrier, poll) {
+            Ok(never) => match never {},
+            Err(end) => end,
+        };
+        let EndReason::Gone(why) = end else { break end };
         // A connection may break before a farewell on another one was read, whose words are the better ones.
-        let deadline = Instant::now() + C::LAST_WORDS;
-        while Instant::now() < deadline {
-            match carrier.last_words(&mut machine) {
-                Ok(()) => std::thread::sleep(Duration::from_millis(5)),
-                Err(bye @ EndReason::Bye(_)) => {
-                    end = bye;
-                    break;
-                }
-                Err(_) => break,
-            }
+        if let Some(bye) = farewell(&mut machine, &mut carrier) {
+            break bye;
         }
-    }
+        if let Err(end) = carrier.reconnect(&mut machine, mailbox, why) {
+            break end;
+        }
+        machine.heard(Instant::now());
+    };
     let text = match &end {
         EndReason::Asked(_) => Some(String::new()),
         EndReason::Bye(_) => None,
         _ => Some(end.text(&session.server)),
     };
-    carrier.close(text.as_deref());
+    carrier.close(&mut machine, text.as_deref());
     drop(carrier);
     end
+}
+
+/// The server's farewell, if it is still on its way.
+fn farewell<S: Schedule, C: Carrier<S>>(machine: &mut Machine<'_, S>, carrier: &mut C) -> Option<EndReason> {
+    let deadline = Instant::now() + C::LAST_WORDS;
+    while Instant::now() < deadline {
+        match carrier.last_words(machine) {
+            Ok(()) => std::thread::sleep(Duration::from_millis(5)),
+            Err(bye @ EndReason::Bye(_)) => return Some(bye),
+            Err(_) => return None,
+        }
+    }
+    None
 }
 
 fn work<S: Schedule, C: Carrier<S>>(
@@ -98,9 +122,12 @@ fn work<S: Schedule, C: Carrier<S>>(
     loop {
         let now = Instant::now();
         let mut worked = false;
-        while let Some(message) = mailbox.next() {
-            machine.message(message)?;
+        if mailbox.has_messages() {
+            machine.serve(mailbox)?;
             worked = true;
+        }
+        if machine.has_records() {
+            carrier.before_commands();
         }
         worked |= machine.take_records(carrier.out())?;
         worked |= carrier.send(machine)?;

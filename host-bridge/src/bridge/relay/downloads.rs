@@ -68,11 +68,13 @@ impl<M> Downloads<M> {
 
     /// Says that `len` bytes for command `seq` are in the client's memory.
     pub(super) fn received(&mut self, seq: u64, len: u64) -> Result<(), EndReason> {
-        let wrong =
-            |what| EndReason::Server(format!("it sent {len} bytes of data for command {seq}, {what}"));
-        let expected = self.commands.get_mut(&seq).ok_or_else(|| wrong("which expects none"))?;
-        if len > expected.total - expected.received {
-            return Err(wrong("more than it expects"));
+        let wrong = |what: &str| {
+            EndReason::Server(format!("it sent {len} bytes of data for command {seq}, which expects {what}"))
+        };
+        let expected = self.commands.get_mut(&seq).ok_or_else(|| wrong("none"))?;
+        let Expected { received, total, .. } = *expected;
+        if len > total - received {
+            return Err(wrong(&format!("{total} and has got {received}")));
         }
         expected.received += len;
         self.bytes -= len;

@@ -14,6 +14,7 @@ use super::EndReason;
 use super::mailbox::{Mailbox, Message};
 use crate::bridge::state::{SessionState, thread_name};
 use crate::bridge::{Closed, ConnectError, RegionError};
+use crate::trace::Timeline;
 
 /// Whether the relay has ended.
 #[derive(Debug, Default)]
@@ -55,7 +56,9 @@ impl<M: Send + 'static> RelayHandle<M> {
                     catch_unwind(AssertUnwindSafe(|| relay(&for_relay, &for_mailbox))).unwrap_or_else(|_| {
                         EndReason::Here("the relay panicked: its message is on standard error".into())
                     });
-                crate::trace::save(&for_relay.trace, &format!("bridge-{}", for_relay.channel.pid));
+                if let Some(timeline) = Timeline::create(&format!("bridge-{}", for_relay.channel.pid)) {
+                    timeline.save(&for_relay.trace);
+                }
                 let reason = end.text(&for_relay.server);
                 for_mailbox.close();
                 match end {

@@ -1,5 +1,6 @@
 //! The rules of a relayed session, without I/O.
 
+use std::collections::VecDeque;
 use std::io::{self, Read};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -11,19 +12,20 @@ use protocol::channel::{
 use protocol::data::{DataUse, Place};
 use protocol::handle::{ContextId, StreamId};
 use protocol::link::{
-    ARENA_KEY, DataAsk, DataGrant, DataSent, ProgressUpdate, RegionKey, ReplyHeader, frame, progress,
+    ARENA_KEY, DataAsk, DataGrant, DataSent, ProgressUpdate, Received, RegionKey, ReplyHeader, frame,
+    progress,
 };
 use protocol::ops::{self, Class};
 use protocol::trace::Stage;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::downloads::Downloads;
-use super::mailbox::Message;
+use super::mailbox::{Mailbox, Message};
 use super::regions::{Regions, Span};
 use super::unsent::Unsent;
 use super::{EndReason, Schedule, Upload};
 use crate::bridge::state::{SessionState, Waker};
-use crate::framing::{FrameReader, OpenFrame, SendBuffer, split_struct};
+use crate::framing::{BadAcknowledgement, FrameReader, OpenFrame, SendBuffer, split_struct};
 
 /// Most commands with data under way, each way; above it no more records are taken. (A GPU's own queue holds about a thousand.)
 const MAX_UNDER_WAY: usize = 1 << 16;
@@ -47,6 +49,12 @@ pub(in crate::bridge) struct Machine<'c, S: Schedule> {
     waiting: Vec<u64>,
     /// Bytes of records that the server has not taken, where it says what it takes.
     untaken: u64,
+    /// Where the ring was read to when the control stream was so long. What the server has received leaves the ring.
+    forwarded: VecDeque<(u64, Position)>,
+    /// Bytes of the control stream that have come.
+    control_received: u64,
+    /// What the server says that it has received, as far as its carrier has not asked.
+    acknowledged: Vec<Received>,
     last_seq: u64,
     taken_bytes: u64,
     released: u64,
@@ -81,6 +89,9 @@ impl<'c, S: Schedule> Machine<'c, S> {
             settling: None,
             waiting: vec![0; view.geometry().slot_count],
             untaken: 0,
+            forwarded: VecDeque::new(),
+            control_received: 0,
+            acknowledged: Vec::new(),
             last_seq: 0,
             taken_bytes: 0,
             released: 0,
@@ -108,6 +119,15 @@ impl<'c, S: Schedule> Machine<'c, S> {
             Message::Unregister { id, done } => self.regions.unregister(id, self.taken_bytes, done),
             Message::Close(reason) => return Err(EndReason::Asked(reason)),
         }
+        Ok(())
+    }
+
+    /// Acts on other threads' messages while there is no connection.
+    pub(in crate::bridge) fn serve(&mut self, mailbox: &Mailbox<S::Memory>) -> Result<(), EndReason> {
+        while let Some(message) = mailbox.next() {
+            self.message(message)?;
+        }
+        self.finish_turn();
         Ok(())
     }
 
@@ -151,12 +171,57 @@ impl<'c, S: Schedule> Machine<'c, S> {
         }
         let worked = taken?;
         if worked {
-            if self.consumer.has_room() && self.session.header().ring_sleep.take() {
-                self.session.waker().wake(Header::RING_SLEEP_OFFSET);
+            if S::ACKNOWLEDGED {
+                self.forwarded.push_back((out.appended(), self.consumer.position()));
+            } else {
+                self.release_records(self.consumer.position());
             }
             self.publish_released();
         }
         Ok(worked)
+    }
+
+    /// Gives the client the place of the records before `position` back.
+    fn release_records(&mut self, position: Position) {
+        self.consumer.release(position);
+        if self.consumer.has_room() && self.session.header().ring_sleep.take() {
+            self.session.waker().wake(Header::RING_SLEEP_OFFSET);
+        }
+    }
+
+    /// The server has received the first `upto` bytes of the control stream, which comes out of `out`.
+    pub(in crate::bridge) fn frames_arrived(
+        &mut self,
+        out: &mut SendBuffer,
+        upto: u64,
+    ) -> Result<(), EndReason> {
+        out.acknowledge(upto).map_err(untrue)?;
+        self.records_arrived(upto);
+        Ok(())
+    }
+
+    fn records_arrived(&mut self, upto: u64) {
+        let mut passed = None;
+        while let Some((end, position)) = self.forwarded.front()
+            && *end <= upto
+        {
+            passed = Some(*position);
+            self.forwarded.pop_front();
+        }
+        if let Some(position) = passed {
+            self.release_records(position);
+        }
+    }
+
+    /// The control stream goes on behind its first `upto` bytes, over a new connection.
+    pub(in crate::bridge) fn frames_resume(
+        &mut self,
+        out: &mut SendBuffer,
+        upto: u64,
+    ) -> Result<(), EndReason> {
+        out.resume(upto).map_err(untrue)?;
+        self.records_arrived(upto);
+        Ok(())
     }
 
     fn append_records(
@@ -167,7 +232,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
         let counters = &self.session.counters;
         let mut worked = false;
         while self.can_take(out) {
-            let record = self.consumer.pop(&mut self.body).map_err(|e| EndReason::Client(e.to_string()))?;
+            let record = self.consumer.take(&mut self.body).map_err(|e| EndReason::Client(e.to_string()))?;
             let Some(record) = record else { break };
             self.session.trace.note(Stage::Taken, record.seq, record.opcode);
             self.check(record, out, commands)?;
@@ -270,7 +335,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
 
     // Data that a carrier has moved.
 
-    /// `len` bytes of command `seq`'s `In` data were sent, and their source is the client's again.
+    /// `len` bytes of command `seq`'s `In` data are with the server, and their source is the client's again.
     pub(in crate::bridge) fn sent(&mut self, seq: u64, len: u64) {
         self.completed |= self.unsent.sent(seq, len);
     }
@@ -324,8 +389,24 @@ impl<'c, S: Schedule> Machine<'c, S> {
     /// Reads the server's frames once, to be [taken](Self::take_frames). 0: the end of the stream.
     pub(in crate::bridge) fn read(&mut self, from: &mut impl Read) -> io::Result<usize> {
         let n = self.reader.fill(from)?;
+        self.control_received += n as u64;
         self.session.counters.control_bytes_received.add(n as u64);
         Ok(n)
+    }
+
+    /// What was read of frames and not taken, for whoever reads on when the session is over.
+    pub(in crate::bridge) fn take_reader(&mut self) -> FrameReader {
+        std::mem::take(&mut self.reader)
+    }
+
+    /// Bytes of the control stream that have come since the session began.
+    pub(in crate::bridge) fn control_received(&self) -> u64 {
+        self.control_received
+    }
+
+    /// What the server says that it has received, since the last call.
+    pub(in crate::bridge) fn take_acknowledged(&mut self) -> Vec<Received> {
+        std::mem::take(&mut self.acknowledged)
     }
 
     /// Whether frames are taken now. While data that they may depend on is on its way they are not.
@@ -370,6 +451,12 @@ impl<'c, S: Schedule> Machine<'c, S> {
                 }
                 frame::DATA_GRANT => {
                     each(body, "a frame of grants", |grant: DataGrant| self.schedule.grant(grant))?;
+                }
+                frame::RECEIVED if S::ACKNOWLEDGED => {
+                    each(body, "a frame of acknowledgements", |received| {
+                        self.acknowledged.push(received);
+                        Ok(())
+                    })?;
                 }
                 frame::COMMANDS_TAKEN if S::COMMANDS_AHEAD.is_some() => {
                     let bytes = body.first_chunk::<8>().map(|bytes| u64::from_le_bytes(*bytes));
@@ -447,6 +534,11 @@ impl<'c, S: Schedule> Machine<'c, S> {
             self.heard = now;
         }
     }
+}
+
+/// The server acknowledges what it cannot have.
+pub(in crate::bridge) fn untrue(bad: BadAcknowledgement) -> EndReason {
+    EndReason::Server(bad.to_string())
 }
 
 /// Calls `act` with each entry of a frame's body. Entries are copied one by one: a frame begins anywhere in its buffer, so its body may lie at any address.

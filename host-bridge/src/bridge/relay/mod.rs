@@ -13,7 +13,7 @@
 //! In reading order:
 //! - [`machine`]: records, frames, replies, progress, whether the server is there;
 //! - [`regions`]: the memory that records may name; [`unsent`] and [`downloads`]: data under way to the server and from it;
-//! - [`flows`], [`slots`]: the two schedules;
+//! - [`flows`], [`slots`]: the two schedules; [`pace`]: how much should be on its way; [`knowledge`]: what the server has already;
 //! - [`carrier`]: what a transport must do, and the loop that has it do so;
 //! - [`handle`], [`mailbox`]: the relay as other threads see it.
 
@@ -21,10 +21,14 @@ mod carrier;
 mod downloads;
 mod flows;
 mod handle;
+mod knowledge;
 mod machine;
 mod mailbox;
+mod pace;
 mod regions;
 mod slots;
+#[cfg(test)]
+mod survival_tests;
 #[cfg(test)]
 mod tests;
 mod unsent;
@@ -34,9 +38,10 @@ use protocol::ops::OpInfo;
 use protocol::wire::WireError;
 
 pub(super) use self::carrier::{Carrier, Wakeups, run};
-pub(super) use self::flows::{Chunk, Flows};
+pub(super) use self::flows::{Carries, Chunk, Flows, ToHash};
 pub(super) use self::handle::RelayHandle;
-pub(super) use self::machine::Machine;
+pub use self::knowledge::CacheUse;
+pub(super) use self::machine::{Machine, untrue};
 pub(super) use self::mailbox::Mailbox;
 pub(super) use self::regions::{ClientMemory, MemoryKey, Span};
 pub(super) use self::slots::Slots;
@@ -97,6 +102,8 @@ pub(super) trait Schedule {
 
     /// Most bytes of records that the server may have received and not taken ([`COMMANDS_TAKEN`](protocol::link::frame::COMMANDS_TAKEN)). `None`: the connection itself holds records back.
     const COMMANDS_AHEAD: Option<u64>;
+    /// The server acknowledges what it has received ([`RECEIVED`](protocol::link::frame::RECEIVED)), so the session survives its connections.
+    const ACKNOWLEDGED: bool;
 
     /// A command is about to be sent. Called for each, in order, before its data is [pushed](Self::push). The error: its body does not decode.
     fn command(&mut self, seq: u64, info: &OpInfo, body: &[u8]) -> Result<(), WireError>;

@@ -178,6 +178,7 @@ impl<M> Slots<M> {
 impl<M: ClientMemory> Schedule for Slots<M> {
     type Memory = M;
     const COMMANDS_AHEAD: Option<u64> = Some(COMMANDS_AHEAD);
+    const ACKNOWLEDGED: bool = false;
 
     fn command(&mut self, _seq: u64, info: &OpInfo, _body: &[u8]) -> Result<(), WireError> {
         self.holds.note(info.hold);

@@ -13,7 +13,9 @@ use std::time::{Duration, Instant};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use proptest::prelude::*;
-use protocol::channel::{Geometry, Header, MAX_RECORD, NO_SLOT, Producer, RECORD_HEADER, Record, RingMemory};
+use protocol::channel::{
+    Geometry, Header, MAX_RECORD, NO_SLOT, Position, Producer, RECORD_HEADER, Record, RingMemory,
+};
 use protocol::data::{DataUse, HostIn, HostOut, HostRange, Place};
 use protocol::device::Extent;
 use protocol::handle::{StreamId, TicketId};
@@ -29,7 +31,7 @@ use zerocopy::IntoBytes;
 use super::carrier::{Carrier, Wakeups, run};
 use super::mailbox::{Mailbox, Message};
 use super::regions::{ClientMemory, MemoryKey, Span};
-use super::{EndReason, Flows, Machine, Schedule, Slots};
+use super::{CacheUse, EndReason, Flows, Machine, Schedule, Slots};
 use crate::bridge::state::{ChannelMemory, SessionState, Wakeup};
 use crate::framing::{FrameReader, SendBuffer, split_struct};
 use crate::memory::Memories;
@@ -47,7 +49,7 @@ pub(super) struct TestMemory {
 }
 
 impl TestMemory {
-    fn new(size: u64, read_only: bool) -> TestMemory {
+    pub(super) fn new(size: u64, read_only: bool) -> TestMemory {
         TestMemory { size, read_only, key_taken: AtomicBool::new(false) }
     }
 
@@ -92,7 +94,7 @@ trait TestSchedule: Schedule<Memory = TestMemory> + Send + 'static {
 
 impl TestSchedule for Flows<TestMemory> {
     fn begin() -> Self {
-        Flows::new(4)
+        Flows::new(4, 0, CacheUse::Never)
     }
 
     fn next(&mut self) -> Option<Sent> {
@@ -138,7 +140,7 @@ impl TestSchedule for Slots<TestMemory> {
 }
 
 /// A fresh session, and the number of wake-ups that its client has had.
-fn session() -> (Arc<SessionState>, Arc<AtomicUsize>) {
+pub(super) fn session() -> (Arc<SessionState>, Arc<AtomicUsize>) {
     let geometry = Geometry::with_arena(0x1000);
     let size = geometry.size as u64;
     let file = memfd_create(c"test", MFdFlags::MFD_CLOEXEC).unwrap();
@@ -158,7 +160,7 @@ fn session() -> (Arc<SessionState>, Arc<AtomicUsize>) {
 }
 
 /// The client's end of its ring.
-fn producer(session: &SessionState) -> Producer<'_> {
+pub(super) fn producer(session: &SessionState) -> Producer<'_> {
     let view = &session.channel.view;
     let geometry = view.geometry();
     // SAFETY: the ring lies inside the channel, aligned, all atomics, and stays mapped as long as `session`.
@@ -170,10 +172,10 @@ fn producer(session: &SessionState) -> Producer<'_> {
 }
 
 /// A small generator: the order of things follows from its seed.
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(super) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -181,11 +183,11 @@ impl Random {
         z ^ z >> 31
     }
 
-    fn below(&mut self, n: usize) -> usize {
+    pub(super) fn below(&mut self, n: usize) -> usize {
         (self.next() % n.max(1) as u64) as usize
     }
 
-    fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+    pub(super) fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         of[self.below(of.len())]
     }
 }
@@ -533,6 +535,10 @@ impl<'c, S: TestSchedule> Session<'c, S> {
                 let bytes = self.out.unsent()[..n].to_vec();
                 self.out.advance(n);
                 self.server.hear(&bytes);
+                if S::ACKNOWLEDGED {
+                    let heard = self.out.appended() - self.out.unsent().len() as u64;
+                    self.machine.frames_arrived(&mut self.out, heard).unwrap();
+                }
                 n > 0
             }
             2 => self.give(),
@@ -642,7 +648,7 @@ impl<'c, S: TestSchedule> Session<'c, S> {
     }
 }
 
-fn push<'a, T: Op<'a>>(producer: &mut Producer<'_>, op: &T, slot: u16) -> u64 {
+pub(super) fn push<'a, T: Op<'a>>(producer: &mut Producer<'_>, op: &T, slot: u16) -> u64 {
     assert_eq!(T::INFO.class == Class::Sync, slot != NO_SLOT);
     let mut body = Vec::new();
     ops::encode(op, &mut body);
@@ -853,6 +859,8 @@ fn records_wait_while_too_many_commands_have_data_under_way() {
         session.push(&MemcpyHtoD { stream: StreamId(0), dst: 0, src }, NO_SLOT);
         assert!(session.step(0));
         session.out.advance(session.out.unsent().len());
+        let sent = session.out.appended();
+        session.machine.frames_arrived(&mut session.out, sent).unwrap();
     }
     session.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
     assert!(!session.step(0));
@@ -863,6 +871,30 @@ fn records_wait_while_too_many_commands_have_data_under_way() {
     assert!(session.machine.schedule().next().is_none(), "behind data of its stream that is not granted");
     session.machine.sent(9, 1);
     assert!(session.step(0));
+}
+
+#[test]
+fn a_record_stays_in_the_ring_until_the_server_has_received_it() {
+    let (session, _) = session();
+    let mut session = Session::<Flows<TestMemory>>::new(&session, 1);
+    session.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
+    assert!(session.step(0));
+    let whole = session.out.appended();
+    session.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
+    assert!(session.step(0));
+    session.out.advance(session.out.unsent().len());
+    for received in [0, 1, whole - 1] {
+        session.machine.frames_arrived(&mut session.out, received).unwrap();
+        let ring = session.session.channel.view.consumer(Position::default()).take(&mut Vec::new());
+        assert!(session.session.header().has_records() && ring.unwrap().is_some());
+    }
+    session.machine.frames_arrived(&mut session.out, whole).unwrap();
+    assert!(session.session.header().has_records(), "the second one");
+    let all = session.out.appended();
+    session.machine.frames_resume(&mut session.out, all).unwrap();
+    assert!(!session.session.header().has_records());
+    let more = session.machine.frames_arrived(&mut session.out, all + 1);
+    assert!(matches!(more, Err(EndReason::Server(_))), "{more:?}");
 }
 
 #[test]
@@ -980,7 +1012,7 @@ impl<S: TestSchedule> Carrier<S> for Pipe<S> {
         self.take(machine).map(drop)
     }
 
-    fn close(&mut self, farewell: Option<&str>) {
+    fn close(&mut self, _machine: &mut Machine<'_, S>, farewell: Option<&str>) {
         if let Some(text) = farewell {
             self.out.frame(frame::BYE, text.as_bytes());
             let _ = self.to.send(ToServer::Frames(self.out.unsent().to_vec()));

@@ -1,4 +1,4 @@
-//! Which commands' `In` data is not with the server yet. From this follows the progress word `released`: the client may reuse a command's data once it was sent.
+//! Which commands' `In` data is not with the server yet. From this follows the progress word `released`: the client may reuse a command's data once nobody has to send it any more.
 
 use std::collections::BTreeMap;
 

@@ -4,29 +4,46 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use protocol::link::frame;
+use protocol::link::{ACKNOWLEDGE_CONTROL, Received, frame};
+use zerocopy::IntoBytes;
 
 use super::Links;
-use super::connection::DataConnection;
-use super::memory::SocketMemory;
+use super::connection::{DataConnection, waker};
+use super::io_thread::IoThread;
+use super::memory::{SocketMemory, hash};
+use super::resume::{Interruption, Ticket};
 use super::socket::{Gather, Socket, not_now};
 use crate::bridge::SessionConfig;
-use crate::bridge::relay::{Carrier, EndReason, Flows, Mailbox, Wakeups};
-use crate::bridge::state::SessionState;
+use crate::bridge::connect::Daemon;
+use crate::bridge::relay::{CacheUse, Carrier, EndReason, Flows, Mailbox, ToHash, Wakeups};
+use crate::bridge::state::{SessionState, thread_name};
 use crate::framing::SendBuffer;
 
 /// The control connection's number among the descriptors that are watched; the data connections come behind it.
 const CONTROL: usize = 0;
 const FIRST_DATA: usize = 1;
 
+/// How often the daemon is listened to while a session is interrupted.
+const LISTEN_EVERY: Duration = Duration::from_millis(200);
+
 type Machine<'c> = crate::bridge::relay::Machine<'c, Flows<SocketMemory>>;
 
 /// A session's connections.
 pub(super) struct TcpCarrier {
     session: Arc<SessionState>,
-    control: Socket,
+    config: SessionConfig,
+    ticket: Ticket,
+    /// The number of the next attempt to resume.
+    attempt: u32,
+    control: Arc<Socket>,
+    /// Under TLS, where the daemon may say more than the control connection did.
+    daemon: Option<Daemon>,
     out: SendBuffer,
+    /// Bytes of the control stream that the server was told of.
+    told: u64,
     data: Vec<DataConnection>,
+    /// Computes hashes of blocks that the server may have in its cache.
+    hasher: Option<IoThread<ToHash<SocketMemory>>>,
     wakeups: Wakeups,
     /// What the control connection is watched for: input, room.
     watched: (bool, bool),
@@ -42,27 +59,76 @@ impl TcpCarrier {
     ) -> Result<TcpCarrier, EndReason> {
         let here = |e: std::io::Error| EndReason::Here(e.to_string());
         let wakeups = Wakeups::new(session, mailbox)?;
-        let control = Socket::new(links.control).map_err(here)?;
-        wakeups.add(&control, CONTROL)?;
+        let control = Arc::new(Socket::new(links.control).map_err(here)?);
+        wakeups.add(&*control, CONTROL)?;
+        session.link.stands(&control);
         let mut data = Vec::with_capacity(links.data.len());
         for (index, stream) in links.data.into_iter().enumerate() {
             let mut connection = DataConnection::new(Socket::new(stream).map_err(here)?, index);
-            if config.io_threads {
-                let wake = mailbox.wake().as_fd().try_clone_to_owned().map_err(here)?;
-                connection.start_threads(session, &wake).map_err(here)?;
-            }
-            wakeups.add(connection.socket(), FIRST_DATA + index)?;
+            open(&mut connection, index, session, mailbox, config, &wakeups)?;
             data.push(connection);
+        }
+        let hasher = match links.ticket.cache(config) {
+            CacheUse::Never => None,
+            CacheUse::Slow | CacheUse::Always => {
+                let wake = mailbox.wake().as_fd().try_clone_to_owned().map_err(here)?;
+                let work = |task: &mut ToHash<SocketMemory>| {
+                    hash(task);
+                    Ok(())
+                };
+                Some(IoThread::start(thread_name("hash"), work, waker(wake)).map_err(here)?)
+            }
+        };
+        // From now on the carrier ends the session.
+        if let Some(unbegun) = links.unbegun {
+            unbegun.begun();
         }
         Ok(TcpCarrier {
             session: Arc::clone(session),
+            config: config.clone(),
+            ticket: links.ticket,
+            attempt: 1,
             control,
-            out: SendBuffer::new(),
+            daemon: links.daemon,
+            out: SendBuffer::keeping(),
+            told: 0,
             data,
+            hasher,
             wakeups,
             watched: (true, false),
             gather: Gather::new(),
         })
+    }
+
+    /// Has the server told what has come of the control stream, once that is much, and a little sooner when it is
+    /// told something anyway.
+    fn acknowledge(&mut self, machine: &Machine<'_>) {
+        let received = machine.control_received();
+        let untold = received - self.told;
+        let enough = if self.out.is_empty() { ACKNOWLEDGE_CONTROL } else { ACKNOWLEDGE_CONTROL / 8 };
+        if untold >= enough {
+            self.told = received;
+            let received = Received { stream: 0, reserved: 0, bytes: received };
+            self.out.frame(frame::RECEIVED, received.as_bytes());
+        }
+    }
+
+    /// Forgets what the server has received.
+    fn forget(&mut self, machine: &mut Machine<'_>) -> Result<(), EndReason> {
+        for Received { stream, bytes, .. } in machine.take_acknowledged() {
+            match (stream as usize).checked_sub(FIRST_DATA) {
+                None => machine.frames_arrived(&mut self.out, bytes)?,
+                Some(index) => match self.data.get_mut(index) {
+                    Some(connection) => connection.arrived(machine, bytes)?,
+                    None => {
+                        return Err(EndReason::Server(format!(
+                            "it acknowledges stream {stream}, which the session does not have"
+                        )));
+                    }
+                },
+            }
+        }
+        Ok(())
     }
 
     fn send_frames(&mut self) -> Result<bool, EndReason> {
@@ -93,7 +159,7 @@ impl TcpCarrier {
     fn watch(&mut self, machine: &Machine<'_>) -> Result<(), EndReason> {
         let wanted = (machine.takes_frames(), !self.out.is_empty() || self.control.has_output());
         if wanted != self.watched {
-            self.wakeups.change(&self.control, CONTROL, wanted)?;
+            self.wakeups.change(&*self.control, CONTROL, wanted)?;
             self.watched = wanted;
         }
         for (index, connection) in self.data.iter_mut().enumerate() {
@@ -142,9 +208,27 @@ impl TcpCarrier {
         if heard {
             machine.heard(Instant::now());
             machine.take_frames()?;
+            self.forget(machine)?;
         }
         Ok(heard || called)
     }
+}
+
+/// Begins to use a data connection.
+fn open(
+    connection: &mut DataConnection,
+    index: usize,
+    session: &Arc<SessionState>,
+    mailbox: &Mailbox<SocketMemory>,
+    config: &SessionConfig,
+    wakeups: &Wakeups,
+) -> Result<(), EndReason> {
+    let here = |e: std::io::Error| EndReason::Here(e.to_string());
+    if config.io_threads {
+        let wake = mailbox.wake().as_fd().try_clone_to_owned().map_err(here)?;
+        connection.start_threads(session, &wake).map_err(here)?;
+    }
+    wakeups.add(connection.socket(), FIRST_DATA + index)
 }
 
 fn read_control(control: &Socket, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
@@ -156,7 +240,8 @@ fn read_control(control: &Socket, machine: &mut Machine<'_>) -> Result<bool, End
 }
 
 impl Carrier<Flows<SocketMemory>> for TcpCarrier {
-    const LAST_WORDS: Duration = Duration::from_secs(1);
+    /// Short, because the server says why a session ended when it is asked to resume it.
+    const LAST_WORDS: Duration = Duration::from_millis(50);
     /// A look at the connections is a system call.
     const RING_LOOKS: u32 = 64;
 
@@ -164,7 +249,27 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         &mut self.out
     }
 
+    /// What has come of data: a program that waited for its copies sends its next commands now, and the places of
+    /// those copies are free for them.
+    fn before_commands(&mut self) {
+        for (stream, connection) in (1..).zip(&mut self.data) {
+            if let Some(bytes) = connection.tell_along() {
+                let received = Received { stream, reserved: 0, bytes };
+                self.out.frame(frame::RECEIVED, received.as_bytes());
+            }
+        }
+    }
+
     fn send(&mut self, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
+        if let Some(hasher) = &self.hasher {
+            while let Some((done, _)) = hasher.take() {
+                machine.schedule().hashed(done);
+            }
+            while let Some(task) = machine.schedule().next_to_hash() {
+                hasher.give(task);
+            }
+        }
+        self.acknowledge(machine);
         let mut worked = self.send_frames()?;
         // Every connection has something to send before one has something ahead.
         for ahead in 1..=super::connection::AHEAD {
@@ -190,6 +295,65 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         self.take(machine, timeout).map(drop)
     }
 
+    fn reconnect(
+        &mut self,
+        machine: &mut Machine<'_>,
+        mailbox: &Mailbox<SocketMemory>,
+        why: String,
+    ) -> Result<(), EndReason> {
+        let limit = self.ticket.limit(&self.session);
+        if limit.is_zero() {
+            return Err(EndReason::Gone(why));
+        }
+        // After this, the numbers of bytes that have come stand.
+        self.control.shut_down();
+        self.session.link.lost();
+        let mut received = vec![machine.control_received()];
+        for connection in &mut self.data {
+            received.push(connection.disconnect(machine)?);
+        }
+        let lost = Interruption::begin(Arc::clone(&self.session), why, limit);
+        let resumption = self.ticket.resume(&self.config, &self.session, mailbox, self.attempt, received);
+        let mut resumption = resumption.map_err(|e| EndReason::Here(e.to_string()))?;
+        let resumed = loop {
+            machine.serve(mailbox)?;
+            match resumption.outcome() {
+                Some(Ok(resumed)) => break resumed,
+                Some(Err(refusal)) => return Err(EndReason::Gone(lost.ended(&refusal))),
+                None => {}
+            }
+            if let Some(words) = self.daemon.as_mut().and_then(Daemon::last_words) {
+                return Err(EndReason::Bye(words));
+            }
+            let timeout = lost.look().map_err(|last| EndReason::Gone(lost.too_long(last, &resumption)))?;
+            // The daemon's last words come without an event.
+            let timeout = if self.daemon.is_some() { timeout.min(LISTEN_EVERY) } else { timeout };
+            self.wakeups.wait(&self.session, Some(timeout), |_, _| Ok(()))?;
+        };
+        self.attempt = resumed.attempt + 1;
+        let here = |e: std::io::Error| EndReason::Here(e.to_string());
+        let [control, data @ ..] = resumed.received.as_slice() else {
+            return Err(EndReason::Server("it resumes a session without streams".into()));
+        };
+        self.control = Arc::new(Socket::new(resumed.links.control).map_err(here)?);
+        self.wakeups.add(&*self.control, CONTROL)?;
+        self.watched = (true, false);
+        self.told = machine.control_received();
+        machine.frames_resume(&mut self.out, *control)?;
+        for (index, (stream, upto)) in resumed.links.data.into_iter().zip(data).enumerate() {
+            let Some(connection) = self.data.get_mut(index) else { break };
+            connection.reconnect(machine, Socket::new(stream).map_err(here)?, *upto)?;
+            open(connection, index, &self.session, mailbox, &self.config, &self.wakeups)?;
+        }
+        self.session.link.stands(&self.control);
+        self.session.counters.resumed.add(1);
+        tracing::info!(
+            server = %self.session.server, program = %self.session.channel.program, pid = self.session.channel.pid,
+            seconds = lost.end().as_secs_f32(), "link restored: the session continues"
+        );
+        Ok(())
+    }
+
     fn silent(&self, seconds: u64) -> String {
         format!("nothing was heard of it for {seconds} s")
     }
@@ -201,19 +365,26 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
             return Err(EndReason::Gone(why.to_owned()));
         }
         // Once for each call: a server that goes on sending must not keep this thread past its deadline.
-        if self.read_frames(machine)? {
-            machine.take_frames()?;
+        match self.read_frames(machine) {
+            Ok(true) => machine.take_frames(),
+            Ok(false) => Ok(()),
+            Err(gone) => match &mut self.daemon {
+                Some(daemon) => daemon.last_words().map_or(Ok(()), |words| Err(EndReason::Bye(words))),
+                None => Err(gone),
+            },
         }
-        Ok(())
     }
 
-    fn close(&mut self, farewell: Option<&str>) {
+    fn close(&mut self, machine: &mut Machine<'_>, farewell: Option<&str>) {
         if let Some(text) = farewell {
-            // A server that misses it sees the connection close.
             self.out.frame(frame::BYE, text.as_bytes());
-            let _ = self.send_frames();
+            let said = self.send_frames().is_ok() && self.out.is_empty();
+            let answered = said.then(|| (Arc::clone(&self.control), machine.take_reader()));
+            super::resume::end(&self.ticket, &self.config, answered);
+            self.control.finish();
+        } else {
+            self.control.shut_down();
         }
-        self.control.shut_down();
         self.data.iter().for_each(|connection| connection.socket().shut_down());
     }
 }

@@ -1,20 +1,26 @@
 //! One data connection: chunks of bulk data out of the client's pages and into them.
+//!
+//! The connection may be lost and replaced by another: the two streams, one each way, go on behind the last byte that came. So what was sent is kept in a [`Journal`] until the server has
+//! acknowledged it, and what came is counted and acknowledged, on this connection's own stream.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use protocol::link::{DataHeader, EAGER_FLAG, MAX_DATA};
+use protocol::link::{ACKNOWLEDGE_OUT, DataHeader, MAX_DATA};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::io_thread::IoThread;
 use super::memory::{SocketMemory, gather_span};
 use super::socket::{Gather, Socket, not_now};
-use crate::bridge::relay::{Chunk, EndReason, Flows, Span};
+use crate::bridge::relay::{Carries, Chunk, EndReason, Flows, Span, untrue};
 use crate::bridge::state::{SessionState, thread_name};
+use crate::journal::{Journal, Piece};
 
 const HEADER: usize = size_of::<DataHeader>();
+/// A header with a hash behind it.
+const WITH_HASH: usize = HEADER + 32;
 /// Bytes moved in one turn, each way. Then the relay turns to the others.
 const TURN: usize = 4 << 20;
 /// Chunks of at least so many bytes are left to a thread, where there is one.
@@ -22,10 +28,46 @@ const LONG: u64 = 128 << 10;
 
 type Machine<'c> = crate::bridge::relay::Machine<'c, Flows<SocketMemory>>;
 
+/// What goes to the server.
+#[derive(Debug, Clone)]
+enum Outbound {
+    Chunk(Chunk<SocketMemory>),
+    /// So many bytes of the stream to the bridge have come.
+    Received(u64),
+}
+
+impl Outbound {
+    /// Bytes of the client's memory in it.
+    fn len(&self) -> u64 {
+        match self {
+            Outbound::Chunk(chunk) => chunk.sends(),
+            Outbound::Received(_) => 0,
+        }
+    }
+
+    fn header(&self) -> DataHeader {
+        match self {
+            Outbound::Chunk(chunk) => chunk.header(),
+            Outbound::Received(bytes) => DataHeader { seq: 0, offset: *bytes, piece: 0, len: 0 },
+        }
+    }
+}
+
+impl Piece for Outbound {
+    fn stream_len(&self) -> u64 {
+        match self {
+            Outbound::Chunk(chunk) => chunk.stream_len(),
+            Outbound::Received(_) => HEADER as u64,
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Sending {
-    chunk: Chunk<SocketMemory>,
-    header: [u8; HEADER],
+    what: Outbound,
+    /// What stands before the client's bytes, and how long that is.
+    head: [u8; WITH_HASH],
+    head_len: usize,
     sent: usize,
 }
 
@@ -54,17 +96,25 @@ struct Threads {
     receives: IoThread<Arriving>,
 }
 
+/// Wakes the relay, which watches `wake`.
+pub(super) fn waker(wake: OwnedFd) -> impl Fn() {
+    move || {
+        // A full counter means that it is raised already.
+        let _ = nix::unistd::write(&wake, &1u64.to_ne_bytes());
+    }
+}
+
 /// Sends a chunk to its end.
 fn send_whole(socket: &Socket, session: &SessionState, sending: &mut Sending) -> io::Result<()> {
     let mut gather = Gather::new();
-    while sending.sent < HEADER + sending.chunk.len as usize {
+    while sending.sent < sending.what.stream_len() as usize {
         sending.gather(&mut gather);
         // SAFETY: the header lives in `sending`; `sending` holds the span, which keeps the client's memory mapped.
         match not_now(unsafe { socket.send(&mut gather) })? {
             Some(n) => {
-                let before = sending.sent.saturating_sub(HEADER);
+                let before = sending.data_sent();
                 sending.sent += n;
-                session.counters.data_bytes_sent.add((sending.sent.saturating_sub(HEADER) - before) as u64);
+                session.counters.data_bytes_sent.add(sending.data_sent() - before);
             }
             None => socket.wait(false)?,
         }
@@ -104,15 +154,36 @@ fn receive_whole(socket: &Socket, session: &SessionState, arriving: &mut Arrivin
 }
 
 impl Sending {
+    /// The server has the first `sent` bytes of it.
+    fn new(what: Outbound, sent: u64) -> Sending {
+        let (mut head, mut head_len) = ([0; WITH_HASH], HEADER);
+        head[..HEADER].copy_from_slice(what.header().as_bytes());
+        if let Outbound::Chunk(Chunk { carries: Carries::Hash(hash), .. }) = &what {
+            head[HEADER..].copy_from_slice(hash);
+            head_len = WITH_HASH;
+        }
+        Sending { what, head, head_len, sent: sent as usize }
+    }
+
+    /// Bytes of the client's memory that have been sent.
+    fn data_sent(&self) -> u64 {
+        self.sent.saturating_sub(self.head_len) as u64
+    }
+
     /// What is left to send.
     fn gather(&mut self, gather: &mut Gather) {
         gather.clear();
-        if self.sent < HEADER {
-            let rest = &mut self.header[self.sent..];
+        let at = self.data_sent();
+        if self.sent < self.head_len {
+            let rest = &mut self.head[self.sent..self.head_len];
             gather.push(NonNull::from(&mut *rest).cast(), rest.len());
         }
-        let at = self.sent.saturating_sub(HEADER) as u64;
-        gather_span(&self.chunk.span, self.chunk.at + at, u64::from(self.chunk.len) - at, gather);
+        if let Outbound::Chunk(chunk) = &self.what {
+            let left = chunk.sends() - at;
+            if left > 0 {
+                gather_span(&chunk.span, chunk.at + at, left, gather);
+            }
+        }
     }
 }
 
@@ -123,10 +194,14 @@ pub(super) struct DataConnection {
     threads: Option<Threads>,
     socket: Arc<Socket>,
     index: usize,
+    journal: Journal<Outbound>,
     sending: Option<Sending>,
     header: [u8; HEADER],
     header_got: usize,
     receiving: Option<Receiving>,
+    /// Bytes of the stream that have come, and how many of them the server was told of.
+    received: u64,
+    told: u64,
     /// What the relay watches it for: input, room.
     pub(super) watched: (bool, bool),
 }
@@ -137,35 +212,42 @@ impl Drop for DataConnection {
     }
 }
 
+/// Nobody has to send it any more.
+fn freed(machine: &mut Machine<'_>, what: &Outbound) {
+    if let Outbound::Chunk(chunk) = what {
+        machine.schedule().arrived(chunk);
+        if !matches!(chunk.carries, Carries::Hash(_)) {
+            machine.sent(chunk.seq, chunk.len.into());
+        }
+    }
+}
+
 impl DataConnection {
     pub(super) fn new(socket: Socket, index: usize) -> DataConnection {
         DataConnection {
             threads: None,
             socket: Arc::new(socket),
             index,
+            journal: Journal::default(),
             sending: None,
             header: [0; HEADER],
             header_got: 0,
             receiving: None,
+            received: 0,
+            told: 0,
             watched: (true, false),
         }
     }
 
     /// Starts threads for long chunks. They write to `wake` when they are done with one.
     pub(super) fn start_threads(&mut self, session: &Arc<SessionState>, wake: &OwnedFd) -> io::Result<()> {
-        let tell = |wake: OwnedFd| {
-            move || {
-                // A full counter means that it is raised already.
-                let _ = nix::unistd::write(&wake, &1u64.to_ne_bytes());
-            }
-        };
         let (socket, held) = (self.socket.clone(), session.clone());
         let work = move |sending: &mut Sending| send_whole(&socket, &held, sending);
-        let sends = IoThread::start(thread_name("send"), work, tell(wake.as_fd().try_clone_to_owned()?))?;
+        let sends = IoThread::start(thread_name("send"), work, waker(wake.as_fd().try_clone_to_owned()?))?;
         let (socket, held) = (self.socket.clone(), session.clone());
         let work = move |arriving: &mut Arriving| receive_whole(&socket, &held, arriving);
         let receives =
-            IoThread::start(thread_name("receive"), work, tell(wake.as_fd().try_clone_to_owned()?))?;
+            IoThread::start(thread_name("receive"), work, waker(wake.as_fd().try_clone_to_owned()?))?;
         self.threads = Some(Threads { sends, receives });
         Ok(())
     }
@@ -196,9 +278,70 @@ impl DataConnection {
 
     /// Whether [`send`](Self::send) has something to do even if there are no further chunks.
     pub(super) fn may_send(&self) -> bool {
-        self.sending.is_some()
-            || self.threads.as_ref().is_some_and(|threads| threads.sends.held() > 0)
-            || self.socket.has_output()
+        let held = self.threads.as_ref().is_some_and(|threads| threads.sends.held() > 0);
+        held || self.sending.is_some() || self.journal.next().is_some() || self.socket.has_output()
+    }
+
+    /// The server has received the first `upto` bytes of the stream.
+    pub(super) fn arrived(&mut self, machine: &mut Machine<'_>, upto: u64) -> Result<(), EndReason> {
+        self.journal.acknowledge(upto, |what| freed(machine, &what)).map_err(untrue)
+    }
+
+    /// The connection is lost: ends its threads. Gives the bytes of the stream that have come.
+    pub(super) fn disconnect(&mut self, machine: &mut Machine<'_>) -> Result<u64, EndReason> {
+        self.socket.shut_down();
+        self.sending = None;
+        if let Some(Threads { sends, receives }) = self.threads.take() {
+            // What a thread had to send is in the journal.
+            drop(sends.finish());
+            // A thread has one chunk to receive at a time.
+            for arrived in receives.finish() {
+                self.take_back(machine, arrived)?;
+            }
+        }
+        Ok(self.received)
+    }
+
+    /// Takes over what a thread has received, which may be a part.
+    fn take_back(&mut self, machine: &mut Machine<'_>, arrived: Arriving) -> Result<(), EndReason> {
+        let Arriving { receiving, header, header_got } = arrived;
+        self.received += receiving.at + header_got as u64;
+        machine.received(receiving.seq, receiving.at)?;
+        (self.header, self.header_got) = (header, header_got);
+        if receiving.at < receiving.span.len() {
+            self.receiving = Some(receiving);
+        } else if self.header_got == HEADER {
+            self.begin(machine)?;
+        }
+        Ok(())
+    }
+
+    /// Goes on over a new connection, of whose stream the server has `upto` bytes.
+    pub(super) fn reconnect(
+        &mut self,
+        machine: &mut Machine<'_>,
+        socket: Socket,
+        upto: u64,
+    ) -> Result<(), EndReason> {
+        self.socket = Arc::new(socket);
+        self.told = self.received;
+        self.watched = (true, false);
+        self.journal.resume(upto, |what| freed(machine, &what)).map_err(untrue)
+    }
+
+    /// Has the server told what has come, once that is much.
+    fn acknowledge(&mut self) {
+        if self.received - self.told >= ACKNOWLEDGE_OUT {
+            self.told = self.received;
+            self.journal.push(Outbound::Received(self.received));
+        }
+    }
+
+    /// What has come, if the server was not told of data among it: to be said now, along with something else.
+    pub(super) fn tell_along(&mut self) -> Option<u64> {
+        let untold = self.received > self.told;
+        self.told = self.received;
+        untold.then_some(self.received)
     }
 
     fn gone(&self, what: impl std::fmt::Display) -> EndReason {
@@ -211,12 +354,9 @@ impl DataConnection {
         else {
             return Ok(false);
         };
+        self.take_back(machine, arrived)?;
         result.map_err(|e| self.gone(e))?;
-        machine.received(arrived.receiving.seq, arrived.receiving.span.len())?;
-        (self.header, self.header_got) = (arrived.header, arrived.header_got);
-        if self.header_got == HEADER {
-            self.begin(machine)?;
-        }
+        self.acknowledge();
         Ok(true)
     }
 
@@ -232,10 +372,9 @@ impl DataConnection {
         if ahead > 1 && self.threads.is_none() {
             return Ok(false);
         }
-        while let Some((sending, result)) = self.threads.as_ref().and_then(|threads| threads.sends.take()) {
+        while let Some((_, result)) = self.threads.as_ref().and_then(|threads| threads.sends.take()) {
             result.map_err(|e| self.gone(e))?;
             worked = true;
-            machine.sent(sending.chunk.seq, sending.chunk.len.into());
         }
         if self.has_output() {
             self.socket.flush().map_err(|e| self.gone(e))?;
@@ -246,18 +385,20 @@ impl DataConnection {
             if self.sending.is_none() {
                 // A short chunk waits until the thread is done: the relay would have to send it in between.
                 let fits = |len| held == 0 || (held < ahead && len >= LONG);
-                if !machine.schedule().peek().is_some_and(fits) {
+                let next = self.journal.next().map(Outbound::len);
+                if !next.or_else(|| machine.schedule().peek()).is_some_and(fits) {
                     break;
                 }
-                let Some(chunk) = machine.schedule().next_chunk() else { break };
-                let flag = if chunk.eager { EAGER_FLAG } else { 0 };
-                let (seq, offset, piece) = (chunk.seq, chunk.at, chunk.piece);
-                let header = DataHeader { seq, offset, piece, len: chunk.len | flag };
-                let mut bytes = [0; HEADER];
-                bytes.copy_from_slice(header.as_bytes());
-                let sending = Sending { chunk, header: bytes, sent: 0 };
-                if let Some(threads) = self.threads.as_ref().filter(|_| u64::from(sending.chunk.len) >= LONG)
-                {
+                if next.is_none() {
+                    let Some(chunk) = machine.schedule().next_chunk() else { break };
+                    if chunk.carries == Carries::Nothing {
+                        session.counters.data_bytes_known.add(chunk.len.into());
+                    }
+                    self.journal.push(Outbound::Chunk(chunk));
+                }
+                let Some((what, skip)) = self.journal.take() else { break };
+                let sending = Sending::new(what, skip);
+                if let Some(threads) = self.threads.as_ref().filter(|_| sending.what.len() >= LONG) {
                     threads.sends.give(sending);
                     worked = true;
                     break;
@@ -265,20 +406,17 @@ impl DataConnection {
                 self.sending = Some(sending);
             }
             let Some(sending) = &mut self.sending else { break };
-            let whole = HEADER + sending.chunk.len as usize;
-            let at = sending.sent.saturating_sub(HEADER) as u64;
+            let at = sending.data_sent();
             sending.gather(gather);
             // SAFETY: the header lives in `self`; `sending` holds the span, which keeps the client's memory mapped.
             let result = unsafe { self.socket.send(gather) };
             match not_now(result) {
                 Ok(Some(n)) => {
-                    let data = (sending.sent + n).saturating_sub(HEADER) as u64 - at;
-                    session.counters.data_bytes_sent.add(data);
                     sending.sent += n;
+                    session.counters.data_bytes_sent.add(sending.data_sent() - at);
                     worked = true;
                     budget = budget.saturating_sub(n);
-                    if sending.sent == whole {
-                        machine.sent(sending.chunk.seq, sending.chunk.len.into());
+                    if sending.sent as u64 == sending.what.stream_len() {
                         self.sending = None;
                     }
                 }
@@ -317,6 +455,7 @@ impl DataConnection {
                 Err(e) => return Err(self.gone(e)),
             };
             taken += n;
+            self.received += n as u64;
             let data = (n as u64).min(body);
             if let Some(receiving) = &mut self.receiving {
                 receiving.at += data;
@@ -331,6 +470,7 @@ impl DataConnection {
                 self.begin(machine)?;
             }
         }
+        self.acknowledge();
         Ok(taken > 0)
     }
 

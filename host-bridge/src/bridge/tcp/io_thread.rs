@@ -98,6 +98,27 @@ impl<T: Send + 'static> IoThread<T> {
     }
 }
 
+impl<T> IoThread<T> {
+    /// Ends the thread, whose connection must be shut down, and gives all tasks that were not taken back, in order: those done, the one that failed, and those not begun.
+    pub(super) fn finish(mut self) -> Vec<T> {
+        self.stop();
+        let mut tasks = self.shared.lock();
+        let done: Vec<T> = tasks.done.drain(..).map(|(task, _)| task).collect();
+        done.into_iter().chain(tasks.todo.drain(..)).collect()
+    }
+
+    /// Waits for the thread. Its connection was shut down before, so it does not wait for the peer.
+    fn stop(&mut self) {
+        self.shared.over.store(true, Ordering::Release);
+        // Through the lock, so that the thread is not between its look and its sleep.
+        drop(self.shared.lock());
+        self.shared.came.notify_one();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
 impl<T> Shared<T> {
     fn lock(&self) -> MutexGuard<'_, Tasks<T>> {
         self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
@@ -128,15 +149,8 @@ impl<T> Shared<T> {
 }
 
 impl<T> Drop for IoThread<T> {
-    /// Waits for the thread. Its connection was shut down before, so it does not wait for the peer.
     fn drop(&mut self) {
-        self.shared.over.store(true, Ordering::Release);
-        // Through the lock, so that the thread is not between its look and its sleep.
-        drop(self.shared.lock());
-        self.shared.came.notify_one();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        self.stop();
     }
 }
 
@@ -181,6 +195,24 @@ mod tests {
         assert_eq!(thread.held(), 3);
         let back: Vec<u32> = std::iter::from_fn(|| thread.take()).map(|(n, _)| n).collect();
         assert_eq!((back, thread.held()), (vec![0, 1, 2], 0));
+    }
+
+    #[test]
+    fn an_ended_thread_gives_all_its_tasks_back_in_order() {
+        let (tell, told) = channel();
+        let (begin, begun) = channel::<()>();
+        let begun = std::sync::Mutex::new(begun);
+        let work = move |_: &mut u32| begun.lock().unwrap().recv().map_err(io::Error::other);
+        let thread = IoThread::start("test".into(), work, move || {
+            let _ = tell.send(());
+        })
+        .unwrap();
+        (0..4).for_each(|n| thread.give(n));
+        begin.send(()).unwrap();
+        told.recv().unwrap();
+        // The second fails now, and the thread may begin no other once it is to end.
+        drop(begin);
+        assert_eq!(thread.finish(), [0, 1, 2, 3]);
     }
 
     #[test]

@@ -1,11 +1,13 @@
 //! The client's memory as sockets use it: runs of bytes for vectored calls.
 
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::socket::Gather;
-use crate::bridge::relay::{ClientMemory, Span};
+use crate::bridge::relay::{ClientMemory, Span, ToHash};
 use crate::bridge::state::SessionState;
 use crate::memory::Runs;
+use crate::shared::SharedBytes;
 
 /// The arena, or a registered region.
 #[derive(Debug)]
@@ -29,22 +31,44 @@ impl ClientMemory for SocketMemory {
     }
 }
 
-/// Appends the runs of `len` bytes from `at` of a span to `gather`, as far as it has room for runs.
-pub(super) fn gather_span(span: &Span<SocketMemory>, at: u64, len: u64, gather: &mut Gather) {
+/// Calls `take` with the runs of `len` bytes from `at` of a span, as long as it returns true.
+fn each_run(span: &Span<SocketMemory>, at: u64, len: u64, mut take: impl FnMut(NonNull<u8>, usize) -> bool) {
     debug_assert!(at + len <= span.len());
     let at = span.offset() + at;
     match span.memory() {
         SocketMemory::Arena(session) => {
             if let Some((at, len)) = session.channel.view.arena(at, len) {
-                gather.push(at, len);
+                take(at, len);
             }
         }
         SocketMemory::Region { runs, .. } => {
             for (at, len) in runs.range(at, len).into_iter().flatten() {
-                if !gather.push(at, len) {
+                if !take(at, len) {
                     break;
                 }
             }
         }
     }
+}
+
+/// Appends the runs of `len` bytes from `at` of a span to `gather`, as far as it has room for runs.
+pub(super) fn gather_span(span: &Span<SocketMemory>, at: u64, len: u64, gather: &mut Gather) {
+    each_run(span, at, len, |at, len| gather.push(at, len));
+}
+
+/// Computes the hash of a block. The client may write its memory meanwhile, so a copy of it is read.
+pub(super) fn hash(task: &mut ToHash<SocketMemory>) {
+    const STEP: usize = 128 << 10;
+    let (mut hasher, mut copy) = (blake3::Hasher::new(), vec![0; STEP]);
+    each_run(&task.span, 0, task.span.len(), |at, len| {
+        // SAFETY: the span keeps the client's memory mapped, and this process accesses that through `shared` and the kernel only.
+        let run = unsafe { SharedBytes::new(at, len) };
+        for from in (0..len).step_by(STEP) {
+            let part = &mut copy[..STEP.min(len - from)];
+            run.part(from, part.len()).read(part);
+            hasher.update(part);
+        }
+        true
+    });
+    task.hash = *hasher.finalize().as_bytes();
 }

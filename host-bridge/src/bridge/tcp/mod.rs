@@ -7,41 +7,56 @@
 //! ```
 //!
 //! The rules are the relay's ([`relay`](super::relay)). In reading order: the handshake here, then `carrier` (what the relay calls), `connection` (one data connection), `io_thread` (threads for
-//! long chunks), `memory` (the client's memory for vectored calls), `socket` (system calls).
+//! long chunks), `memory` (the client's memory for vectored calls), `socket` (system calls), `resume`
+//! (new connections for a session that has lost its own).
 
 mod carrier;
 mod connection;
 mod io_thread;
 mod memory;
+mod resume;
 mod socket;
 
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use protocol::link::{BadGreeting, Hello, Welcome, purpose};
-use protocol::version::{OURS, Version};
+use protocol::link::{Hello, purpose};
 
 use self::carrier::TcpCarrier;
 use self::memory::SocketMemory;
+pub(super) use self::resume::Farewell;
+use self::resume::{Ticket, Unbegun};
+use super::connect::{Connections, Daemon, greet, open};
 use super::relay::{Flows, Machine, RelayHandle, run};
-use super::session::{Handshake, Turn, hello, welcome_at_once, welcome_in_turn};
+use super::session::{Handshake, Turn, hello};
 use super::state::{ChannelMemory, SessionState};
 use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
-use crate::framing::{connect as dial, recv_greeting, send_message};
 use crate::stream::Stream;
 use protocol::polling::PollTime;
-use zerocopy::IntoBytes;
 
 /// Most data connections that a server may ask for.
 const MAX_DATA_CONNECTIONS: u32 = 32;
+
+/// A server that is waited for and silent for longer is asked for new connections.
+const SILENCE: Duration = Duration::from_secs(2);
 
 /// The connections of a session after the handshake.
 #[derive(Debug)]
 pub(super) struct Links {
     control: Stream,
     data: Vec<Stream>,
+    /// Under TLS, of a session's first link: the connection to the daemon.
+    daemon: Option<Daemon>,
+    ticket: Ticket,
+    /// For the first links of a session that has not begun.
+    unbegun: Option<Unbegun>,
+}
+
+impl Links {
+    /// For telling the server that the session has ended.
+    pub(super) fn farewell(&self) -> Farewell {
+        self.ticket.farewell()
+    }
 }
 
 /// Connects to the server and shakes hands on every connection.
@@ -50,14 +65,12 @@ pub(super) fn connect(
     channel: &ChannelMemory,
     turn: &mut dyn Turn,
 ) -> Result<(Links, Handshake), ConnectError> {
-    let failed = |source| ConnectError::NoServer { server: config.server.to_string(), source };
-    let handshake_deadline = Instant::now() + config.connect_timeout + config.handshake_timeout;
-    let control = dial(&config.server, config.connect_timeout).map_err(failed)?;
     let first = hello(config, channel, purpose::CONTROL, config.data_connections);
-    send_message(control.as_fd(), &[first.as_bytes()], &[]).map_err(failed)?;
-    let handshake = welcome_in_turn(config, control.as_fd(), handshake_deadline, turn)?;
-    let deadline = Instant::now() + config.connect_timeout + config.handshake_timeout;
-    let count = handshake.data_connections;
+    let greeted = greet(config, &first, turn)?;
+    let ticket = Ticket::new(first, &greeted);
+    // Whatever fails from here on: the server has the session already.
+    let unbegun = Some(Unbegun::new(&ticket, config));
+    let count = greeted.handshake.data_connections;
     if count == 0 || count > MAX_DATA_CONNECTIONS {
         return Err(ConnectError::Protocol {
             server: config.server.to_string(),
@@ -66,18 +79,9 @@ pub(super) fn connect(
             ),
         });
     }
-    let mut data = Vec::with_capacity(count as usize);
-    for index in 0..count {
-        let connection = dial(&config.server, config.connect_timeout).map_err(failed)?;
-        let more = Hello { token: handshake.token, index, ..hello(config, channel, purpose::DATA, 0) };
-        send_message(connection.as_fd(), &[more.as_bytes()], &[]).map_err(failed)?;
-        data.push(connection);
-    }
-    for connection in &data {
-        welcome_at_once(config, connection.as_fd(), deadline)?;
-    }
-    let data = data.into_iter().map(Stream::from).collect();
-    Ok((Links { control: control.into(), data }, handshake))
+    let data = (0..count).map(|index| Hello { index, ..hello(config, channel, purpose::DATA, 0) });
+    let (Connections { control, data, daemon }, handshake) = open(config, greeted, first, data.collect())?;
+    Ok((Links { control, data, daemon, ticket, unbegun }, handshake))
 }
 
 /// A session over TCP (or, for tests and special set-ups, over Unix stream sockets in the same manner).
@@ -95,13 +99,17 @@ impl Tcp {
     ) -> Result<Tcp, ConnectError> {
         let config = config.clone();
         let relay = RelayHandle::start(session, move |session, mailbox| {
-            let schedule = Flows::new(links.data.len());
+            let cache = links.ticket.cache(&config);
+            let schedule = Flows::new(links.data.len(), links.ticket.eager, cache);
+            let survives = !links.ticket.limit(session).is_zero();
             let carrier = match TcpCarrier::new(session, mailbox, links, &config) {
                 Ok(carrier) => carrier,
                 Err(end) => return end,
             };
             let arena = SocketMemory::Arena(Arc::clone(session));
-            let machine = Machine::new(session, Some(arena), schedule, config.silence);
+            // To ask for new connections harms nobody, and those that hang may do so for as long again.
+            let silence = if survives { config.silence.min(SILENCE) } else { config.silence };
+            let machine = Machine::new(session, Some(arena), schedule, silence);
             run(session, mailbox, machine, carrier, PollTime::new(config.poll))
         })?;
         Ok(Tcp { relay })
@@ -121,22 +129,4 @@ impl Transport for Tcp {
     fn close(&self, reason: &str, patience: Duration) -> Closed {
         self.relay.close(reason, patience)
     }
-}
-
-/// Reads a welcome with a deadline, for all transports.
-pub(super) fn receive_welcome(
-    socket: BorrowedFd<'_>,
-    deadline: Instant,
-) -> io::Result<Result<(Welcome, Version), BadGreeting>> {
-    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    let time = nix::sys::time::TimeVal::new(left.as_secs() as i64, i64::from(left.subsec_micros()));
-    nix::sys::socket::setsockopt(&socket, nix::sys::socket::sockopt::ReceiveTimeout, &time)?;
-    nix::sys::socket::setsockopt(&socket, nix::sys::socket::sockopt::SendTimeout, &time)?;
-    recv_greeting(socket, &OURS).map_err(|e| match e.kind() {
-        io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "no answer in time"),
-        io::ErrorKind::UnexpectedEof => {
-            io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection without an answer")
-        }
-        _ => e,
-    })
 }

@@ -1,9 +1,10 @@
 //! A connection as the relay uses it: a stream that never waits.
 
 use std::io::{self, Read};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use nix::poll::{PollFd, PollFlags, poll};
+use nix::sys::socket::{Shutdown, shutdown};
 
 use crate::framing::watch_peer;
 pub(super) use crate::stream::Gather;
@@ -68,6 +69,11 @@ impl Socket {
             Ok(_) | Err(nix::Error::EINTR) => Ok(()),
             Err(e) => Err(e.into()),
         }
+    }
+
+    /// Says that nothing more will be sent.
+    pub(super) fn finish(&self) {
+        let _ = shutdown(self.0.as_fd().as_raw_fd(), Shutdown::Write);
     }
 
     /// Ends both directions at once, even if others hold the descriptor.

@@ -258,7 +258,7 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
         self.look().map(drop)
     }
 
-    fn close(&mut self, farewell: Option<&str>) {
+    fn close(&mut self, _machine: &mut Machine<'_>, farewell: Option<&str>) {
         if let Some(text) = farewell {
             // The control connection is never behind: it carries little else. A server that misses the farewell sees it close.
             let header = FrameHeader { kind: frame::BYE, len: text.len() as u32 };

@@ -13,20 +13,20 @@
 
 mod carrier;
 
-use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use protocol::device::Answer;
 use protocol::link::{GRANTED_SLOTS, Queues, SLOT_DATA, frame, purpose};
 use zerocopy::IntoBytes;
 
 use self::carrier::{DeviceMemory, VerbsCarrier};
+use super::connect::{Connections, greet, open};
 use super::relay::{EndReason, Machine, RelayHandle, Slots, run};
-use super::session::{Handshake, Turn, hello, welcome_in_turn};
+use super::session::{Handshake, Turn, hello};
 use super::state::{ChannelMemory, SessionState};
 use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
-use crate::framing::{connect as dial, send_message, split_struct, watch_peer};
+use crate::framing::{split_struct, watch_peer};
 use crate::stream::Stream;
 use crate::verbs::{Device, Domain, Link, RegisteredRegion, Unconnected, VerbsError};
 use protocol::polling::{PollTime, processors};
@@ -51,13 +51,10 @@ pub(super) fn connect(
     // What is wrong on this host is said before the server is bothered.
     let domain = Domain::new(Device::open(&config.verbs).map_err(here)?).map_err(here)?;
     let unconnected = Unconnected::new(&domain, &config.verbs).map_err(here)?;
-    let deadline = Instant::now() + config.connect_timeout + config.handshake_timeout;
-    let control = dial(&config.server, config.connect_timeout).map_err(failed)?;
     let offer = unconnected.offer(None);
     let first = hello(config, channel, purpose::VERBS, offer.count - 1);
-    send_message(control.as_fd(), &[first.as_bytes()], &[]).map_err(failed)?;
-    let handshake = welcome_in_turn(config, control.as_fd(), deadline, turn)?;
-    let control = Stream::from(control);
+    let greeted = greet(config, &first, turn)?;
+    let (Connections { control, .. }, handshake) = open(config, greeted, first, Vec::new())?;
     let protocol = |what: String| ConnectError::Protocol { server: server(), what };
     control.send_frame(frame::QUEUES, &[offer.as_bytes()]).map_err(failed)?;
     let mut body = Vec::new();

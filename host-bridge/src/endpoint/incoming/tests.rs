@@ -10,6 +10,19 @@ fn pair() -> (TcpStream, TcpStream) {
     (a, listener.accept().unwrap().0)
 }
 
+/// A connection that is not replaced when it breaks.
+impl DataSource for Stream {
+    fn receive(&self, buffer: &mut [u8], starts: bool) -> io::Result<usize> {
+        if starts {
+            look_for_some(self);
+        }
+        match crate::endpoint::link::receive_whole(self, buffer) {
+            (0, e) if e.kind() != io::ErrorKind::UnexpectedEof => Err(e),
+            (got, _) => Ok(got),
+        }
+    }
+}
+
 fn send(stream: &mut TcpStream, seq: u64, offset: u64, bytes: &[u8]) {
     stream.write_all(DataHeader { seq, offset, piece: 0, len: bytes.len() as u32 }.as_bytes()).unwrap();
     stream.write_all(bytes).unwrap();
@@ -17,19 +30,19 @@ fn send(stream: &mut TcpStream, seq: u64, offset: u64, bytes: &[u8]) {
 
 std::thread_local! {
     /// System calls to receive, of this thread.
-    pub(super) static CALLS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+    pub(in crate::endpoint) static CALLS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
 #[test]
 fn a_chunk_takes_two_system_calls_however_it_comes() {
-    let inbox = Inbox::new();
+    let inbox = Inbox::new(0);
     let (mut a, b) = pair();
     a.set_nodelay(true).unwrap();
     let (count, len) = (8, 256 << 10);
     let mut queue = inbox.incoming(1, 0, count * len).into_queue(1 << 30);
     let reader = Arc::clone(&inbox);
     let thread = std::thread::spawn(move || {
-        reader.read_connection(&b.into()).unwrap();
+        reader.read_connection(&Stream::from(b), |_| Ok(())).unwrap();
         CALLS.get()
     });
     let piece = vec![7; 16 << 10];
@@ -49,10 +62,10 @@ fn a_chunk_takes_two_system_calls_however_it_comes() {
 
 #[test]
 fn chunks_reach_their_command_and_unwanted_ones_are_thrown_away() {
-    let inbox = Inbox::new();
+    let inbox = Inbox::new(0);
     let (mut a, b) = pair();
     let reader = Arc::clone(&inbox);
-    let thread = std::thread::spawn(move || reader.read_connection(&b.into()));
+    let thread = std::thread::spawn(move || reader.read_connection(&Stream::from(b), |_| Ok(())));
     send(&mut a, 1, 0, b"nobody asked");
     send(&mut a, 2, 3, b"def");
     send(&mut a, 2, 0, b"abc");
@@ -69,11 +82,11 @@ fn chunks_reach_their_command_and_unwanted_ones_are_thrown_away() {
 #[test]
 fn more_data_than_announced_ends_the_connection() {
     for (offset, bytes) in [(0, &b"12345"[..]), (4, b"1"), (u64::MAX, b"1")] {
-        let inbox = Inbox::new();
+        let inbox = Inbox::new(0);
         let (mut a, b) = pair();
         let _queue = inbox.incoming(1, 0, 4).into_queue(64);
         send(&mut a, 1, offset, bytes);
-        let error = inbox.read_connection(&b.into()).unwrap_err();
+        let error = inbox.read_connection(&Stream::from(b), |_| Ok(())).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
     }
 }
@@ -113,11 +126,11 @@ fn send_eagerly(stream: &mut TcpStream, seq: u64, offset: u64, bytes: &[u8]) {
 
 #[test]
 fn data_of_a_stream_that_does_not_go_on_lets_the_rest_of_its_connection_pass() {
-    let inbox = Inbox::new();
+    let inbox = Inbox::new(0);
     let told = told(&inbox);
     let (mut a, b) = pair();
     let reader = Arc::clone(&inbox);
-    let thread = std::thread::spawn(move || reader.read_connection(&b.into()));
+    let thread = std::thread::spawn(move || reader.read_connection(&Stream::from(b), |_| Ok(())));
     // Room for four bytes; nobody takes them. And a command whose turn does not come.
     let held = inbox.incoming(1, 0, 12).into_queue(4);
     send_eagerly(&mut a, 1, 0, b"abcdefghijkl");
@@ -144,7 +157,7 @@ fn data_of_a_stream_that_does_not_go_on_lets_the_rest_of_its_connection_pass() {
 
 #[test]
 fn late_data_is_granted_when_it_is_asked_for_and_short_data_only_if_its_bridge_asks() {
-    let inbox = Inbox::new();
+    let inbox = Inbox::new(0);
     let told = told(&inbox);
     let mut late = inbox.incoming(1, 0, 5).late().into_queue(64);
     let _short = inbox.incoming(2, 0, 5).into_queue(64);
@@ -156,7 +169,7 @@ fn late_data_is_granted_when_it_is_asked_for_and_short_data_only_if_its_bridge_a
     send(&mut a, 1, 0, b"bytes");
     drop(a);
     let reader = Arc::clone(&inbox);
-    let thread = std::thread::spawn(move || reader.read_connection(&b.into()));
+    let thread = std::thread::spawn(move || reader.read_connection(&Stream::from(b), |_| Ok(())));
     assert_eq!(&*late.next_chunk().unwrap().unwrap().bytes, b"bytes");
     thread.join().unwrap().unwrap();
     assert_eq!(told.grants.lock().unwrap()[2], (1, 5));
@@ -170,11 +183,11 @@ fn late_data_is_granted_when_it_is_asked_for_and_short_data_only_if_its_bridge_a
 
 #[test]
 fn eager_bytes_are_bounded_and_given_back_whatever_becomes_of_them() {
-    let inbox = Inbox::new();
+    let inbox = Inbox::new(0);
     let told = told(&inbox);
     let (mut a, b) = pair();
     let reader = Arc::clone(&inbox);
-    let thread = std::thread::spawn(move || reader.read_connection(&b.into()));
+    let thread = std::thread::spawn(move || reader.read_connection(&Stream::from(b), |_| Ok(())));
     let megabyte = vec![7; 1 << 20];
     for seq in 1..=EAGER >> 20 {
         send_eagerly(&mut a, seq, 0, &megabyte);
@@ -196,11 +209,11 @@ fn eager_bytes_are_bounded_and_given_back_whatever_becomes_of_them() {
 
 #[test]
 fn the_end_lets_everybody_go() {
-    let inbox = Inbox::new();
+    let inbox = Inbox::new(0);
     let (mut a, b) = pair();
     let mut queue = inbox.incoming(1, 0, 12).into_queue(4);
     let reader = Arc::clone(&inbox);
-    let thread = std::thread::spawn(move || reader.read_connection(&b.into()));
+    let thread = std::thread::spawn(move || reader.read_connection(&Stream::from(b), |_| Ok(())));
     for i in 0..3 {
         send(&mut a, 1, i * 4, b"1234");
     }
@@ -216,10 +229,10 @@ fn the_end_lets_everybody_go() {
 
 #[test]
 fn a_cpu_copies_only_what_came_before_there_was_room() {
-    let inbox = Inbox::new();
+    let inbox = Inbox::new(0);
     let (mut a, b) = pair();
     let reader = Arc::clone(&inbox);
-    let thread = std::thread::spawn(move || reader.read_connection(&b.into()));
+    let thread = std::thread::spawn(move || reader.read_connection(&Stream::from(b), |_| Ok(())));
     let mut granted = inbox.incoming(1, 0, 2 << 20).into_queue(4 << 20);
     for offset in [0, 1 << 20] {
         send_eagerly(&mut a, 1, offset, &vec![7; 1 << 20]);

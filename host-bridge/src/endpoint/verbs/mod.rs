@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   messages ─▶ pump ─▶ records ─▶ dispatcher            any thread ─▶ link.out ─▶ messages
-//!   writes ───▶ slots, in turn ([`PlannedSlots`]) ─▶ the device  Outgoing::send, send_lent ─▶ writes into the client's pages
+//!   writes ───▶ slots, in turn ([`PlannedSlots`]) ─▶ the device  send_held, send_lent ─▶ writes into the client's pages
 //!   writes of granted data ─▶ slots of their own ─▶ pump ─▶ where they belong ([`Inbox`])
 //! ```
 //!
@@ -180,7 +180,7 @@ impl VerbsCommands {
         let Some(at) = slots.pointer(0, (SLOT_SIZE * SLOTS) as usize) else {
             return Err(Lost::new("the slots have no memory"));
         };
-        let inbox = Inbox::new();
+        let inbox = Inbox::new(0);
         let client = Arc::new_cyclic(|this: &Weak<VerbsClient>| {
             let freed: Weak<dyn Freed> = this.clone();
             inbox.tell(this.clone());
@@ -267,7 +267,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Commands for VerbsCommands {
-    fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+    fn next(&mut self, body: &mut Vec<u8>, rest: &mut dyn FnMut()) -> Result<Option<Record>, Lost> {
         'next: loop {
             if let Some(record) = self.try_next(body)? {
                 return Ok(Some(record));
@@ -290,6 +290,7 @@ impl Commands for VerbsCommands {
                 }
                 self.poll.pause();
             }
+            rest();
             client.flush_executed();
             // From here on nobody else takes completions.
             if let Some(pump) = client.pump.get().filter(|_| self.poll.gives_way()) {

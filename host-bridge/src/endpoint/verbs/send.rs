@@ -7,7 +7,7 @@ use protocol::link::chunk_len;
 
 use super::{BUFFERS, CHUNK, SEND, SIGNALLED, VerbsClient};
 use crate::endpoint::Lost;
-use crate::endpoint::outgoing::Lent;
+use crate::endpoint::outgoing::Registered;
 use crate::verbs::{Put, Registration, VerbsError};
 
 impl VerbsClient {
@@ -87,12 +87,12 @@ impl VerbsClient {
     }
 
     /// Lends a buffer of `len` bytes, or of as many as it has. Waits for one.
-    pub(in crate::endpoint) fn lend(self: &Arc<Self>, len: usize) -> Result<Lent, Lost> {
+    pub(in crate::endpoint) fn lend(self: &Arc<Self>, len: usize) -> Result<Registered, Lost> {
         let number = self.wait_for(|engine| engine.free_buffers.pop()).ok_or_else(|| self.over())?;
         let len = len.min(CHUNK);
         let at = self.buffers.pointer(number * CHUNK, len).ok_or_else(|| self.over())?;
         // SAFETY: a buffer of the slab, zeroed when it was made, taken off the list of the free ones.
-        Ok(unsafe { Lent::new(Arc::clone(self), number, at, len) })
+        Ok(unsafe { Registered::new(Arc::clone(self), number, at, len) })
     }
 
     /// A buffer that was lent is not needed.

@@ -70,13 +70,13 @@ impl Bed {
             .spawn(&format!("exec verbs listen 127.0.0.1:9800 --device {}", rdma::SERVER.1))?
             .wait_for("listening", LIMIT)?;
         machine.spawn(&format!(
-            "exec /opt/rgpu/rgpu-server --listen tcp:127.0.0.1:9700 --listen unix:/run/server.sock --backend software --software-memory 256M --rdma-device {} 2>/run/server.log",
+            "exec /opt/rgpu/rgpu-server --insecure --listen tcp:127.0.0.1:9700 --listen unix:/run/server.sock --backend software --software-memory 256M --rdma-device {} 2>/run/server.log",
             rdma::SERVER.1
         ))?;
         machine.check("for i in $(seq 600); do [ -S /run/server.sock ] && exit 0; sleep 0.1; done; cat /run/server.log; exit 1", LIMIT)?;
         for (way, server) in WAYS.into_iter().zip(["unix:/run/server.sock", "tcp:127.0.0.1:9700"]) {
             machine.spawn(&format!(
-                "exec /opt/rgpu/vhost-rgpu --native-socket /run/{way}.sock --server {server} --transport {way} --rdma-device {} --status-socket /run/{way}.status 2>/run/{way}.log",
+                "exec /opt/rgpu/vhost-rgpu --insecure --native-socket /run/{way}.sock --server {server} --transport {way} --rdma-device {} --status-socket /run/{way}.status 2>/run/{way}.log",
                 rdma::CLIENT.1
             ))?;
             machine.check(&format!("for i in $(seq 600); do [ -S /run/{way}.sock ] && exit 0; sleep 0.1; done; cat /run/{way}.log; exit 1"), LIMIT)?;

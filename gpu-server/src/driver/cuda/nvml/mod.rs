@@ -1,8 +1,11 @@
 //! NVML's questions, put to NVIDIA's library on this machine: `library`. No question needs a context, and none needs the CUDA driver
 //! unless the order of the devices does: `order`.
 
+pub mod health;
 mod library;
 mod order;
+pub mod processes;
+pub mod readings;
 
 use protocol::ops::nvml::{self, NvmlPair, NvmlQuery, Query, status};
 

@@ -1,7 +1,8 @@
 //! Drafts: graphs with conditional nodes, which the server knows before they are instantiated.
 //!
-//! A draft has conditions. The graphs of its conditional nodes, and of the conditional nodes in those, are drafts that belong to it: it is their
-//! *root*. `check_…` methods check what a client names before the GPU is called; `add_…` and `remove_…` note what the GPU has done.
+//! A draft has conditions. The graphs of its conditional nodes, and of the conditional nodes in those, are
+//! drafts that belong to it: it is their *root*. `check_…` methods check what a client names before the GPU
+//! is called; `add_…` and `remove_…` note what the GPU has done.
 
 use std::collections::{HashMap, HashSet};
 
@@ -29,7 +30,8 @@ pub(super) struct Draft<D> {
     depth: u32,
 }
 
-/// Whether a root and its drafts have been filled with nodes. That happens once, because NVIDIA's driver takes nodes out of a graph one by one only.
+/// Whether a root and its drafts have been filled with nodes. That happens once, because NVIDIA's driver
+/// takes nodes out of a graph one by one only.
 pub(super) enum Contents {
     /// Not yet.
     Open,
@@ -179,7 +181,8 @@ impl<D, N> Drafts<D, N> {
         }
     }
 
-    /// Checks that these are all parts of a root: the root first, then all drafts that belong to it, each with all of its conditional nodes.
+    /// Checks that these are all parts of a root: the root first, then all drafts that belong to it, each
+    /// with all of its conditional nodes.
     pub fn check_parts(&self, root: GraphId, parts: &GraphParts) -> Result<(), Status> {
         if self.get(root)?.root != root.0 || parts.parts.first().is_none_or(|part| part.graph != root) {
             return Err(Status::INVALID_VALUE);

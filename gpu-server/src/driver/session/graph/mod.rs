@@ -123,7 +123,8 @@ impl<G: Gpu> Session<G> {
         Ok(())
     }
 
-    /// Checks that conditional nodes may still be added to a draft, or removed from it, and enters its context, which is the call's from here on.
+    /// Checks that conditional nodes may still be added to a draft, or removed from it, and enters its
+    /// context, which is the call's from here on.
     fn enter_open_draft(&mut self, cx: &mut Call, graph: GraphId) -> Result<ContextId> {
         let draft = self.graphs.drafts.get(graph)?;
         let (context, root) = (ContextId(draft.context), GraphId(draft.root));
@@ -163,8 +164,10 @@ impl<G: Gpu> GraphOps<Call> for Session<G> {
     }
 
     fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result {
-        let place = self.enter(cx, op.stream)?;
-        self.gpu.launch_graph(cx, &place, self.graphs.get_in(op.graph, cx.context)?)
+        let place = self.enter_to_work(cx, op.stream)?;
+        self.launch_watched(cx, op.stream, |session, cx| {
+            session.gpu.launch_graph(cx, &place, session.graphs.get_in(op.graph, cx.context)?)
+        })
     }
 
     fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result {

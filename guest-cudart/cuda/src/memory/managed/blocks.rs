@@ -1,7 +1,8 @@
 //! Which side has which block of a piece of managed memory. Only bookkeeping: no pages and no device.
 //!
-//! A piece is divided into blocks. A block is the device's, or the host has a copy of it: clean while the program has only read it, otherwise dirty. Work of the device takes all of
-//! them back, dirty ones with their bytes. Consecutive faults are answered with longer and longer runs of blocks.
+//! A piece is divided into blocks. A block is the device's, or the host has a copy of it: clean while the
+//! program has only read it, otherwise dirty. Work of the device takes all of them back, dirty ones with
+//! their bytes. Consecutive faults are answered with longer and longer runs of blocks.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -176,7 +177,8 @@ mod tests {
     }
 
     proptest! {
-        /// A machine with three memories of one byte per page: what the program should see, what the device has, and what the host has.
+        /// A machine with three memories of one byte per page: what the program should see, what the device
+        /// has, and what the host has.
         #[test]
         fn both_sides_always_see_the_last_write(steps in proptest::collection::vec(step(), 1..200), zero: bool) {
             const PAGES: usize = (5 * BLOCK as usize + 8192) / 4096;

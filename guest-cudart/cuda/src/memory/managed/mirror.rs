@@ -1,7 +1,9 @@
-//! Mirrored pinned memory: pinned memory that kernels use on a device that is in another machine or shares no memory.
+//! Mirrored pinned memory: pinned memory that kernels use on a device that is in another machine or shares no
+//! memory.
 //!
-//! The server allocates memory in its own machine at the same addresses, the mirror. The whole pages of the program's memory are watched like managed memory. Pages that other memory of the program shares are compared instead
-//! ([`partial_pages`]).
+//! The server allocates memory in its own machine at the same addresses, the mirror. The whole pages of the
+//! program's memory are watched like managed memory. Pages that other memory of the program shares are
+//! compared instead ([`partial_pages`]).
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
@@ -53,6 +55,11 @@ pub(crate) fn is_here(address: u64) -> bool {
     PINNED.load(Ordering::Acquire) != 0 && lock(&STATE).mirrors.find(address).is_some()
 }
 
+/// The context whose device has the bytes of such memory.
+pub(crate) fn context_at(address: u64) -> Option<&'static Context> {
+    lock(&STATE).mirrors.find(address).map(|(_, region)| region.context)
+}
+
 /// The first addresses of those that were made in a context.
 pub(crate) fn of_context(context: &'static Context) -> Vec<u64> {
     let state = lock(&STATE);
@@ -71,15 +78,15 @@ pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u6
     let owned =
         if base.is_multiple_of(PAGE) && REGIONS.begins_at(base as usize, true) { end } else { base + size };
     let (parts, whole) = partial_pages::cut(base..owned);
-    let mirror = mirror(driver, context, first, end - first)?;
+    let mirror = mirror(context, first, end - first)?;
     // A fault before the piece is registered waits for this lock.
     let state = &mut *lock(&STATE);
     let adopted = match &whole {
-        Some(whole) => state.adopt(driver, pages(driver)?, context, whole.start, whole.end - whole.start),
+        Some(whole) => state.adopt(pages(driver)?, context, whole.start, whole.end - whole.start),
         None => Ok(()),
     };
     if let Err(status) = adopted {
-        state.unmirror(driver, context, mirror);
+        state.unmirror(context, mirror);
         return Err(status);
     }
     state.add_edges(parts.into_iter().map(|bytes| Edge::new(base, context, bytes)));
@@ -90,7 +97,8 @@ pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u6
     Ok(())
 }
 
-/// Ends the mirroring of the piece at `base`, if there is one. `keep`: whether the program gets the device's bytes; otherwise the bytes are no longer needed.
+/// Ends the mirroring of the piece at `base`, if there is one. `keep`: whether the program gets the device's
+/// bytes; otherwise the bytes are no longer needed.
 pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     if PINNED.load(Ordering::Acquire) == 0 {
         return;
@@ -112,12 +120,13 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     }
     state.drop_edges(base);
     state.counted();
-    state.unmirror(driver, context, mirror);
+    state.unmirror(context, mirror);
 }
 
-/// Makes the server mirror whole pages, unless it already does, and returns where the mirror begins. Callers take turns. Must not be called under the lock, because the server may have to wait for work that
-/// waits for the answer to a fault.
-fn mirror(driver: &Driver, context: &Context, first: u64, size: u64) -> Result<u64> {
+/// Makes the server mirror whole pages, unless it already does, and returns where the mirror begins. Callers
+/// take turns. Must not be called under the lock, because the server may have to wait for work that waits for
+/// the answer to a fault.
+fn mirror(context: &Context, first: u64, size: u64) -> Result<u64> {
     {
         let mirrors = &mut lock(&STATE).mirrors.mirrors;
         let before = mirrors.range_mut(..first + size).next_back();
@@ -132,9 +141,9 @@ fn mirror(driver: &Driver, context: &Context, first: u64, size: u64) -> Result<u
             return Ok(*at);
         }
     }
-    if let Err(status) = driver.session.call(&HostMirror { context: context.id, address: first, size }) {
+    if let Err(status) = context.session().call(&HostMirror { context: context.id, address: first, size }) {
         // The server drops it, if it knows of it.
-        let _ = driver.session.append(&HostUnmap { context: context.id, address: first });
+        let _ = context.session().append(&HostUnmap { context: context.id, address: first });
         return Err(status);
     }
     lock(&STATE).mirrors.mirrors.insert(first, (size, 1));
@@ -148,12 +157,12 @@ const FROM_MIRROR: usize = client::channel::MAX_PAYLOAD - 64;
 const AT_ONCE: usize = 16;
 
 /// Reads the current bytes of a mirror.
-pub(crate) fn read(driver: &'static Driver, context: &Context, address: u64, to: &mut [u8]) -> Result {
+pub(crate) fn read(context: &Context, address: u64, to: &mut [u8]) -> Result {
     for (group, bytes) in to.chunks_mut(AT_ONCE * FROM_MIRROR).enumerate() {
         let first = address + (group * AT_ONCE * FROM_MIRROR) as u64;
         let ask = |(i, part): (usize, &mut [u8])| {
             let address = first + (i * FROM_MIRROR) as u64;
-            driver.session.submit(&HostRead { context: context.id, address, len: part.len() as u32 })
+            context.session().submit(&HostRead { context: context.id, address, len: part.len() as u32 })
         };
         let asked: Vec<_> = bytes.chunks_mut(FROM_MIRROR).enumerate().map(ask).collect::<Result<_>>()?;
         for (pending, part) in asked.into_iter().zip(bytes.chunks_mut(FROM_MIRROR)) {
@@ -168,33 +177,26 @@ pub(crate) fn read(driver: &'static Driver, context: &Context, address: u64, to:
 }
 
 /// Changes the bytes of a mirror, before anything that is appended later.
-pub(crate) fn write(driver: &Driver, context: &Context, address: u64, bytes: &[u8]) -> Result {
+pub(crate) fn write(context: &Context, address: u64, bytes: &[u8]) -> Result {
     for (i, bytes) in bytes.chunks(TO_MIRROR).enumerate() {
         let address = address + (i * TO_MIRROR) as u64;
-        driver.session.append(&HostWrite { context: context.id, address, bytes })?;
+        context.session().append(&HostWrite { context: context.id, address, bytes })?;
     }
     Ok(())
 }
 
 impl State {
-    fn unmirror(&mut self, driver: &Driver, context: &Context, mirror: u64) {
+    fn unmirror(&mut self, context: &Context, mirror: u64) {
         let Some((_, users)) = self.mirrors.mirrors.get_mut(&mirror) else { return };
         *users -= 1;
         if *users == 0 {
             self.mirrors.mirrors.remove(&mirror);
             // After the session is lost there is no mirror.
-            let _ = driver.session.append(&HostUnmap { context: context.id, address: mirror });
+            let _ = context.session().append(&HostUnmap { context: context.id, address: mirror });
         }
     }
 
-    fn adopt(
-        &mut self,
-        driver: &'static Driver,
-        pages: &Pages,
-        context: &'static Context,
-        base: u64,
-        size: u64,
-    ) -> Result {
+    fn adopt(&mut self, pages: &Pages, context: &'static Context, base: u64, size: u64) -> Result {
         // SAFETY: whole pages of pinned memory, which stays until `release`.
         unsafe { pages.adopt(base as usize, size as usize) }.map_err(|error| {
             log::warn(format_args!(
@@ -208,8 +210,7 @@ impl State {
             let bytes = unsafe { std::slice::from_raw_parts(pages.bytes(at as usize), len) };
             // The mirror is zero.
             if bytes.iter().any(|byte| *byte != 0) {
-                write(driver, context, at, bytes)
-                    .inspect_err(|_| pages.release(base as usize, size as usize))?;
+                write(context, at, bytes).inspect_err(|_| pages.release(base as usize, size as usize))?;
             }
         }
         pages
@@ -226,7 +227,7 @@ impl State {
     /// Gives the host all bytes of a region, writable.
     fn fetch_all(&mut self, driver: &'static Driver, region: u64, size: u64) -> Result {
         self.part(driver, |together| (region..region + size).contains(&together.base))?;
-        self.compare_edges(driver)?;
+        self.compare_edges()?;
         let mut buffer = Vec::new();
         let mut at = region.next_multiple_of(PAGE as u64);
         while let Some((base, _)) = self.find(at) {
@@ -234,7 +235,7 @@ impl State {
             let end = base + size;
             let run = match piece.blocks.fault(at, true) {
                 Answer::Zeroes(run) | Answer::Fetch(run) => {
-                    self.fetch(driver, base, run, &mut buffer)?;
+                    self.fetch(base, run, &mut buffer)?;
                     pages(driver)?.fill(run.address as usize, &buffer, true).map_err(page_faults::failed)?;
                     run
                 }

@@ -1,21 +1,28 @@
 //! Managed memory: one address for host and device, which take turns using it.
 //!
-//! It is device memory in a part of the device's window, and this process reserves the same addresses. The device's memory is the home of every byte. The host has copies of blocks that
-//! the program has touched since the device last worked ([`blocks`]); a page fault fetches them ([`page_faults`]). Each launch first takes all copies back ([`before_work`]), each copy or
-//! fill those of its range ([`lend`]): changed ones go to the device, and all become absent.
+//! It is device memory in a part of the device's window, and this process reserves the same addresses. The
+//! device's memory is the home of every byte. The host has copies of blocks that the program has touched
+//! since the device last worked ([`blocks`]); a page fault fetches them ([`page_faults`]). Each launch first
+//! takes all copies back ([`before_work`]), each copy or fill those of its range ([`lend`]): changed ones go
+//! to the device, and all become absent.
 //!
 //! ```text
 //!   program touches a page ──▶ fault ──▶ wait for the device ──▶ fetch a block ──▶ the program continues
 //!   launch ──▶ changed blocks go to the device, all become absent ──▶ the kernel uses only the device's memory
 //! ```
 //!
-//! So a kernel runs at the speed of device memory, and a program that alternates between the sides pays only for what it touches. Host and device do not use the memory at the same time
-//! (`CONCURRENT_MANAGED_ACCESS` is 0): an access of the host waits for the device. While the device waits for the host (for a host function, or a word that the program writes), an access does not wait,
-//! and the device gets everything back before it continues ([`before_going_on`]). If other streams may be working meanwhile, both sides have the block at the same time ([`shared_blocks`]).
+//! So a kernel runs at the speed of device memory, and a program that alternates between the sides pays only
+//! for what it touches. Host and device do not use the memory at the same time (`CONCURRENT_MANAGED_ACCESS`
+//! is 0): an access of the host waits for the device. While the device waits for the host (for a host
+//! function, or a word that the program writes), an access does not wait, and the device gets everything back
+//! before it continues ([`before_going_on`]). If other streams may be working meanwhile, both sides have the
+//! block at the same time ([`shared_blocks`]).
 //!
-//! Pinned memory that kernels use on a device that cannot share it is handled in the same way ([`mirror`]), but both sides may have it at the same time whenever the device works.
+//! Pinned memory that kernels use on a device that cannot share it is handled in the same way ([`mirror`]),
+//! but both sides may have it at the same time whenever the device works.
 //!
-//! Variables (`__managed__`) are where the server's driver has put them. Their pages are handled in the same way.
+//! Variables (`__managed__`) are where the server's driver has put them. Their pages are handled in the same
+//! way.
 
 pub(crate) mod advice;
 pub(crate) mod blocks;
@@ -69,7 +76,8 @@ pub(crate) struct State {
     elsewhere: usize,
     /// The pieces that the next work of the device must check.
     held: BTreeSet<u64>,
-    /// The stream of each context on which blocks travel. It is separate from all others, which may be waiting for these transfers.
+    /// The stream of each context on which blocks travel. It is separate from all others, which may be
+    /// waiting for these transfers.
     movers: Vec<(&'static Context, Arc<Stream>)>,
     /// Pinned memory that the host was given while the device worked.
     together: Vec<Together>,
@@ -94,10 +102,12 @@ static PIECES: AtomicUsize = AtomicUsize::new(0);
 
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// Number of pieces outside of the windows' parts for managed memory: variables and pinned memory. The others are recognized by their address.
+/// Number of pieces outside of the windows' parts for managed memory: variables and pinned memory. The others
+/// are recognized by their address.
 static ELSEWHERE: AtomicUsize = AtomicUsize::new(0);
 
-/// Held for reading while work is enqueued and for writing while a fault is answered, so that no work comes in between.
+/// Held for reading while work is enqueued and for writing while a fault is answered, so that no work comes
+/// in between.
 pub(crate) static ORDER: RwLock<()> = RwLock::new(());
 
 thread_local! {
@@ -105,12 +115,14 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// While a thread has this, no fault is answered as if the device were idle. The thread enqueues and records its work before it drops this.
+/// While a thread has this, no fault is answered as if the device were idle. The thread enqueues and records
+/// its work before it drops this.
 pub(crate) struct Order(Option<RwLockReadGuard<'static, ()>>);
 
 impl Order {
     fn take() -> Order {
-        // A graph's launch already holds it when its copies ask for it. Locking again could wait for a writer that waits for the first lock.
+        // A graph's launch already holds it when its copies ask for it. Locking again could wait for a writer
+        // that waits for the first lock.
         if INSIDE.get() {
             return Order(None);
         }
@@ -150,27 +162,27 @@ pub(crate) fn pages(driver: &'static Driver) -> Result<&'static Pages> {
 }
 
 /// Memory for the part of a window that the host uses as well.
-struct Both(&'static Driver);
+struct Both<'d>(&'static Driver, &'d Device);
 
-impl Backing for Both {
+impl Backing for Both<'_> {
     fn grow(&self, device: u32, address: u64, size: u64) -> Result {
         let pages = pages(self.0)?;
         pages.map(address as usize, size as usize).map_err(|error| {
             log::warn(format_args!("cannot map {size} bytes of managed memory at {address:#x}: {error}"));
             Status::OUT_OF_MEMORY
         })?;
-        let grown = self.0.grow(device, address, size);
+        let grown = self.1.grow(device, address, size);
         // To the server a piece is one allocation.
-        grown.and_then(|()| self.0.session.append(&MemAlloc { address, size }).map(|_| ())).inspect_err(
-            |_| {
+        grown
+            .and_then(|()| self.1.server.session.append(&MemAlloc { address, size }).map(|_| ()))
+            .inspect_err(|_| {
                 pages.unmap(address as usize, size as usize);
-            },
-        )
+            })
     }
 
     fn shrink(&self, device: u32, address: u64, size: u64) -> Result {
-        self.0.session.append(&MemFree { address })?;
-        self.0.shrink(device, address, size)?;
+        self.1.server.session.append(&MemFree { address })?;
+        self.1.shrink(device, address, size)?;
         pages(self.0)?.unmap(address as usize, size as usize);
         Ok(())
     }
@@ -209,17 +221,18 @@ impl State {
     }
 
     /// The stream on which bytes move between the sides.
-    fn mover(&mut self, driver: &'static Driver, context: &'static Context) -> Result<Arc<Stream>> {
+    fn mover(&mut self, context: &'static Context) -> Result<Arc<Stream>> {
         let found = self.movers.iter().find(|(other, _)| std::ptr::eq(*other, context));
         if let Some((_, stream)) = found {
             return Ok(stream.clone());
         }
-        let stream = stream_table::unnamed(driver, context)?;
+        let stream = stream_table::unnamed(context)?;
         self.movers.push((context, stream.clone()));
         Ok(stream)
     }
 
-    /// Gives the device a range of one piece: sends the bytes that the host has changed, and takes the blocks from the host.
+    /// Gives the device a range of one piece: sends the bytes that the host has changed, and takes the blocks
+    /// from the host.
     fn give(&mut self, driver: &'static Driver, base: u64, range: &Range<u64>) -> Result {
         self.part(driver, |together| together.base == base && together.touches(range))?;
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
@@ -231,11 +244,11 @@ impl State {
                 pages.forbid_writes(at, len).map_err(|_| Status::UNKNOWN)?;
                 // SAFETY: blocks that the host has, and that nobody changes.
                 let bytes = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
-                mirror::write(driver, piece.context, run.address, bytes)?;
+                mirror::write(piece.context, run.address, bytes)?;
             }
         } else if !dirty.is_empty() {
-            let stream = self.mover(driver, piece.context)?;
-            let transfer = Transfer { driver, stream: &stream };
+            let stream = self.mover(piece.context)?;
+            let transfer = Transfer { stream: &stream };
             let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
             for run in &dirty {
                 pages.forbid_writes(run.address as usize, run.len as usize).map_err(|_| Status::UNKNOWN)?;
@@ -247,7 +260,7 @@ impl State {
                     }?;
                 }
             }
-            stream.synchronize(driver)?;
+            stream.synchronize()?;
         }
         for run in &held {
             pages.clear(run.address as usize, run.len as usize).map_err(page_faults::failed)?;
@@ -275,7 +288,8 @@ impl Piece {
     }
 }
 
-/// Called before work is enqueued that may use any memory. The device gets what the host has. Enqueue the work before dropping the guard.
+/// Called before work is enqueued that may use any memory. The device gets what the host has. Enqueue the
+/// work before dropping the guard.
 #[inline]
 pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<Order>> {
     if PIECES.load(Ordering::Acquire) == 0 {
@@ -288,9 +302,11 @@ pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<Order>> {
     Ok(Some(order))
 }
 
-/// Gives the device everything that the host has, before a stream continues that was waiting for this process.
+/// Gives the device everything that the host has, before a stream continues that was waiting for this
+/// process.
 pub(crate) fn before_going_on(driver: &'static Driver) {
-    // `HELD` is not enough: a fault may just be being answered as if the stream were stopped. When the lock is free, it was answered and counts as held.
+    // `HELD` is not enough: a fault may just be being answered as if the stream were stopped. When the lock
+    // is free, it was answered and counts as held.
     if PIECES.load(Ordering::Acquire) != 0
         && let Err(status) = give_all(driver)
     {
@@ -305,13 +321,17 @@ fn give_all(driver: &'static Driver) -> Result {
     let all = 0..u64::MAX;
     let mut state = lock(&STATE);
     for base in state.held.clone() {
-        state.give(driver, base, &all)?;
+        let given_up = state.pieces.get(&base).is_some_and(|(_, piece)| piece.context.is_given_up());
+        if !given_up {
+            state.give(driver, base, &all)?;
+        }
     }
-    state.send_edges(driver, &all).map(drop)
+    state.send_edges(&all).map(drop)
 }
 
-/// Called before work is enqueued that writes a range of memory. The device gets what the host has of it. Enqueue the work before dropping the guard. Meanwhile the host cannot get bytes that the work will
-/// change, which would later overwrite the result.
+/// Called before work is enqueued that writes a range of memory. The device gets what the host has of it.
+/// Enqueue the work before dropping the guard. Meanwhile the host cannot get bytes that the work will change,
+/// which would later overwrite the result.
 #[inline]
 pub(crate) fn before_work_on(address: u64, len: u64) -> Result<Option<Order>> {
     let pieces = PIECES.load(Ordering::Acquire) != 0;
@@ -342,7 +362,7 @@ pub(crate) fn lend(address: u64, len: u64) -> Result {
     for base in touched {
         state.give(driver, base, &range)?;
     }
-    state.send_edges(driver, &range).map(drop)
+    state.send_edges(&range).map(drop)
 }
 
 /// Whether an address is in managed memory of any kind.
@@ -368,10 +388,10 @@ pub(crate) fn alloc(
     pages(driver)?;
     let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
     let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false, freed: false };
-    let address = device_memory::place(device, &device.managed, size, tag, &Both(driver))?;
+    let address = device_memory::place(device, &device.managed, size, tag, &Both(driver, device))?;
     let reserved = size.next_multiple_of(PAGE as u64);
     prepare(driver, context, address, reserved).inspect_err(|_| {
-        lock(&device.managed).free(address, &Both(driver));
+        lock(&device.managed).free(address, &Both(driver, device));
     })?;
     Ok(address)
 }
@@ -379,11 +399,11 @@ pub(crate) fn alloc(
 fn prepare(driver: &'static Driver, context: &'static Context, address: u64, size: u64) -> Result {
     let pages = pages(driver)?;
     let mut state = lock(&STATE);
-    let stream = state.mover(driver, context)?;
+    let stream = state.mover(context)?;
     let width = size / 4;
     let zero = Memset { stream: stream.id, dst: address, pitch: 0, value: 0, element: 4, width, height: 1 };
-    stream.work(driver, &zero)?;
-    stream.synchronize(driver)?;
+    stream.work(&zero)?;
+    stream.synchronize()?;
     pages.open_range(address as usize, size as usize).map_err(|_| Status::OUT_OF_MEMORY)?;
     let all = address..address + size;
     let blocks = Blocks::new(address, size, true);
@@ -405,7 +425,7 @@ pub(crate) fn free(driver: &'static Driver, device: &Device, address: u64) -> Re
     if let Some((size, _)) = lock(&STATE).remove(address) {
         pages.close_range(address as usize, size as usize);
     }
-    Ok(memory.free(address, &Both(driver)).is_some())
+    Ok(memory.free(address, &Both(driver, device)).is_some())
 }
 
 /// Drops the managed memory of a device that the server resets.
@@ -435,7 +455,8 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     memory.reset();
 }
 
-/// Frees the managed memory of a context that is being destroyed. Calls `gone` with the pool and the size of each allocation.
+/// Frees the managed memory of a context that is being destroyed. Calls `gone` with the pool and the size of
+/// each allocation.
 pub(crate) fn forget(driver: &'static Driver, context: &'static Context, gone: impl Fn(usize, u64)) {
     for device in &driver.devices {
         let addresses = lock(&device.managed).addresses_where(|tag| std::ptr::eq(tag.context, context));

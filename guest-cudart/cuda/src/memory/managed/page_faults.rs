@@ -13,12 +13,13 @@ use client::counters::{self, COUNTERS};
 use client::pages::{Fault, Pages};
 use client::{Status, lock, log};
 
-/// The thread that answers immediately if possible. Another thread answers accesses that must wait for the device, because the device may be waiting for a host function, and that for the
-/// answer to an access of its own.
+/// The thread that answers immediately if possible. Another thread answers accesses that must wait for the
+/// device, because the device may be waiting for a host function, and that for the answer to an access of its
+/// own.
 pub(crate) fn serve(driver: &'static Driver, pages: &'static Pages) {
     let (later, waiting) = mpsc::channel();
     let thread = std::thread::Builder::new().name("rgpu-pages-wait".into());
-    if let Err(error) = thread.spawn(move || serve_later(driver, pages, &waiting)) {
+    if let Err(error) = thread.spawn(move || serve_later(pages, &waiting)) {
         log::error(format_args!(
             "cannot start a thread for managed memory: {error}; `ulimit -u` limits threads"
         ));
@@ -38,9 +39,9 @@ pub(crate) fn serve(driver: &'static Driver, pages: &'static Pages) {
                 let idle = idle_now();
                 shared_blocks::answer(driver, pages, &fault, &mut buffer, idle.is_none());
             } else if let Some(_order) = idle_now() {
-                answer(driver, pages, &fault, &mut buffer);
+                answer(pages, &fault, &mut buffer);
             } else if is_waited_for() {
-                answer_waiting(driver, pages, &fault, &mut buffer);
+                answer_waiting(pages, &fault, &mut buffer);
             } else if later.send(fault).is_err() {
                 return;
             }
@@ -54,7 +55,8 @@ fn is_pinned(address: u64) -> bool {
     piece.is_some_and(|(_, piece)| piece.pinned)
 }
 
-/// Whether the device waits for this process: for a host function, or a word that the program writes. The stopped thread may be the one that it waits for.
+/// Whether the device waits for this process: for a host function, or a word that the program writes. The
+/// stopped thread may be the one that it waits for.
 fn is_waited_for() -> bool {
     host_calls::is_calling() || host_calls::is_waiting()
 }
@@ -73,41 +75,42 @@ fn idle_now() -> Option<RwLockWriteGuard<'static, ()>> {
     no_work_comes().filter(|_| !context::any_busy())
 }
 
-/// Answers an access immediately while the device waits for this process. Other work of the device may change the block meanwhile.
-fn answer_waiting(driver: &'static Driver, pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
+/// Answers an access immediately while the device waits for this process. Other work of the device may change
+/// the block meanwhile.
+fn answer_waiting(pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
     let order = no_work_comes();
     let mut state = lock(&STATE);
     // Under the lock: a stream that stops waiting takes it before it continues.
-    let given = if order.is_some() && stream_table::all_stopped(driver) {
-        state.give_to_host(driver, pages, fault, buffer)
+    let given = if order.is_some() && stream_table::all_stopped() {
+        state.give_to_host(pages, fault, buffer)
     } else {
-        state.give_beside_work(driver, pages, fault, buffer)
+        state.give_beside_work(pages, fault, buffer)
     };
     drop(state);
     finish(pages, fault, given);
 }
 
 /// The thread that waits for the device.
-fn serve_later(driver: &'static Driver, pages: &'static Pages, waiting: &mpsc::Receiver<Fault>) {
+fn serve_later(pages: &'static Pages, waiting: &mpsc::Receiver<Fault>) {
     let mut buffer = Vec::new();
     while let Ok(fault) = waiting.recv() {
         loop {
-            let over = context::quiesce_all(driver);
+            let over = context::quiesce_all();
             let order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
             // New work may have been enqueued meanwhile. Work of a failed context is never known to be done.
             if !over || !context::any_busy() {
-                break answer(driver, pages, &fault, &mut buffer);
+                break answer(pages, &fault, &mut buffer);
             }
             if is_waited_for() {
                 drop(order);
-                break answer_waiting(driver, pages, &fault, &mut buffer);
+                break answer_waiting(pages, &fault, &mut buffer);
             }
         }
     }
 }
 
-pub(crate) fn answer(driver: &'static Driver, pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
-    let given = lock(&STATE).give_to_host(driver, pages, fault, buffer);
+pub(crate) fn answer(pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
+    let given = lock(&STATE).give_to_host(pages, fault, buffer);
     finish(pages, fault, given);
 }
 
@@ -133,21 +136,17 @@ pub(crate) fn finish(pages: &Pages, fault: &Fault, given: Result<bool>) {
 }
 
 impl State {
-    /// The first address of the piece that was accessed, and what the access needs. `None` if there is nothing at the address.
+    /// The first address of the piece that was accessed, and what the access needs. `None` if there is
+    /// nothing at the address.
     pub(crate) fn answer(&self, fault: &Fault) -> Option<(u64, Answer)> {
         let (base, _) = self.find(fault.address as u64)?;
         let (_, piece) = self.pieces.get(&base)?;
         Some((base, piece.blocks.fault(fault.address as u64, fault.write)))
     }
 
-    /// Gives the host what an access needs while no work changes it. Returns false if there is nothing at the address.
-    fn give_to_host(
-        &mut self,
-        driver: &'static Driver,
-        pages: &Pages,
-        fault: &Fault,
-        buffer: &mut Vec<u8>,
-    ) -> Result<bool> {
+    /// Gives the host what an access needs while no work changes it. Returns false if there is nothing at the
+    /// address.
+    fn give_to_host(&mut self, pages: &Pages, fault: &Fault, buffer: &mut Vec<u8>) -> Result<bool> {
         let Some((base, answer)) = self.answer(fault) else { return Ok(false) };
         match answer {
             Answer::Nothing => {}
@@ -160,7 +159,7 @@ impl State {
                 fill(pages, run, zeroed(buffer, run), fault.write)?;
             }
             Answer::Fetch(run) => {
-                self.fetch(driver, base, run, buffer)?;
+                self.fetch(base, run, buffer)?;
                 self.given(base, run, fault.write);
                 fill(pages, run, buffer, fault.write)?;
             }
@@ -168,7 +167,8 @@ impl State {
         Ok(true)
     }
 
-    /// Records that the host is about to get a run. This must come first: the thread continues as soon as the pages are there, and may enqueue work that needs what it writes.
+    /// Records that the host is about to get a run. This must come first: the thread continues as soon as the
+    /// pages are there, and may enqueue work that needs what it writes.
     pub(crate) fn given(&mut self, base: u64, run: Run, write: bool) {
         if let Some((_, piece)) = self.pieces.get_mut(&base) {
             piece.blocks.given(run, write);
@@ -178,21 +178,15 @@ impl State {
     }
 
     /// The device's bytes of a run.
-    pub(crate) fn fetch(
-        &mut self,
-        driver: &'static Driver,
-        base: u64,
-        run: Run,
-        buffer: &mut Vec<u8>,
-    ) -> Result {
+    pub(crate) fn fetch(&mut self, base: u64, run: Run, buffer: &mut Vec<u8>) -> Result {
         let bytes = zeroed(buffer, run);
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
         let context = piece.context;
         if piece.pinned {
-            return mirror::read(driver, context, run.address, bytes);
+            return mirror::read(context, run.address, bytes);
         }
-        let stream = self.mover(driver, context)?;
-        let transfer = Transfer { driver, stream: &stream };
+        let stream = self.mover(context)?;
+        let transfer = Transfer { stream: &stream };
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
         for part in piece.parts_in(&run) {
             let to = &mut bytes[(part.start - run.address) as usize..(part.end - run.address) as usize];

@@ -1,7 +1,10 @@
-//! Pinned memory in pages that it shares with other memory of the program. Such pages cannot be watched, so their words are compared.
+//! Pinned memory in pages that it shares with other memory of the program. Such pages cannot be watched, so
+//! their words are compared.
 //!
-//! A word that differs from the last known value was changed by one side and is sent to the other: the program's changes before work of the device begins, the device's changes before the program learns that work is done, and both
-//! periodically while the device works. A word of 8 bytes is never torn. The order of changes to different words is kept only across comparisons.
+//! A word that differs from the last known value was changed by one side and is sent to the other: the
+//! program's changes before work of the device begins, the device's changes before the program learns that
+//! work is done, and both periodically while the device works. A word of 8 bytes is never torn. The order of
+//! changes to different words is kept only across comparisons.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +12,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::abi::result::Result;
 use crate::memory::managed::{STATE, State, mirror, shared_blocks};
 use crate::process::context::{self, Context};
-use crate::process::driver::Driver;
 use crate::process::work_signal::{self, EDGES, WORK};
 use client::ops::memory::WordPatch;
 use client::{lock, log};
@@ -108,12 +110,12 @@ pub(crate) fn is_due() -> bool {
 
 /// Compares all of them. Returns whether either side had changed something.
 #[cold]
-pub(crate) fn compare_all(driver: &'static Driver) -> bool {
+pub(crate) fn compare_all() -> bool {
     let mut state = lock(&STATE);
     // Work from here on is counted and causes another comparison.
     let work = WORK.load(Ordering::Acquire);
     let over = !context::any_busy();
-    let compared = state.compare_edges(driver);
+    let compared = state.compare_edges();
     if over || compared.is_err() {
         COMPARED.store(work, Ordering::Release);
     }
@@ -139,25 +141,25 @@ impl State {
     }
 
     /// Sends the program's changes in the pages that a range touches.
-    pub(crate) fn send_edges(&mut self, driver: &'static Driver, range: &Range<u64>) -> Result<bool> {
+    pub(crate) fn send_edges(&mut self, range: &Range<u64>) -> Result<bool> {
         let mut changed = false;
         for edge in self.edges.iter_mut().filter(|edge| edge.touches(range)) {
             let changes = edge.changes();
             changed |= !changes.is_empty();
-            shared_blocks::send(driver, edge.context, changes)?;
+            shared_blocks::send(edge.context, changes)?;
         }
         Ok(changed)
     }
 
-    pub(crate) fn compare_edges(&mut self, driver: &'static Driver) -> Result<bool> {
-        let mut changed = self.send_edges(driver, &(0..u64::MAX))?;
+    pub(crate) fn compare_edges(&mut self) -> Result<bool> {
+        let mut changed = self.send_edges(&(0..u64::MAX))?;
         for n in 0..self.edges.len() {
             let (context, first, len) = {
                 let edge = &self.edges[n];
                 (edge.context, edge.first(), edge.words() * 8)
             };
             let mut bytes = vec![0; len];
-            mirror::read(driver, context, first, &mut bytes)?;
+            mirror::read(context, first, &mut bytes)?;
             let words: Vec<u64> =
                 bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect();
             changed |= self.edges[n].take(&words);
@@ -201,7 +203,7 @@ mod tests {
         ) {
             let mut memory = [0x5555_5555_5555_5555u64; 8];
             let base = memory.as_mut_ptr() as u64;
-            let context = Context::new(ContextId(0), 0, 0, true);
+            let context = Context::new(ContextId(0), crate::process::driver::Server::unused(), 0, 0, true);
             let range = base + start as u64..base + (start + len).min(64) as u64;
             let mut edge = Edge::new(0, context, range.clone());
             let mut device = [0u8; 64];

@@ -11,7 +11,8 @@ pub(super) struct Streak {
 }
 
 impl Streak {
-    /// How many blocks to give at block `at`: twice as many as last time if the faults continue each other, otherwise one.
+    /// How many blocks to give at block `at`: twice as many as last time if the faults continue each other,
+    /// otherwise one.
     pub fn longest(&self, at: u64) -> u64 {
         if self.len > 0 && at == self.next { (self.len * 2).min(LONGEST) } else { 1 }
     }

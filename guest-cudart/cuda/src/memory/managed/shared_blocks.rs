@@ -1,13 +1,21 @@
-//! Blocks that host and device have at the same time: a program waits for a word that a kernel writes, or a kernel waits for a word that the program writes.
+//! Blocks that host and device have at the same time: a program waits for a word that a kernel writes, or a
+//! kernel waits for a word that the program writes.
 //!
-//! For pinned memory, an access of the host while the device works is answered at once with the current bytes, and those bytes are remembered. A thread takes the blocks away again after a moment. Bytes that differ from the remembered ones by then were
-//! written by the program and go to the device word by word. Bytes that the device writes are found at the next access. So each side sees the other's changes within about a millisecond, and neither side waits.
+//! For pinned memory, an access of the host while the device works is answered at once with the current
+//! bytes, and those bytes are remembered. A thread takes the blocks away again after a moment. Bytes that
+//! differ from the remembered ones by then were written by the program and go to the device word by word.
+//! Bytes that the device writes are found at the next access. So each side sees the other's changes within
+//! about a millisecond, and neither side waits.
 //!
-//! Managed memory is shared like this only while the device waits for this process on one stream and may work on others. Such a block is taken away when the stream goes on, when other work is put on a stream, and when the program learns
-//! that work is done. Only the bytes that the program changed go to the device; what kernels wrote beside them stays.
+//! Managed memory is shared like this only while the device waits for this process on one stream and may work
+//! on others. Such a block is taken away when the stream goes on, when other work is put on a stream, and
+//! when the program learns that work is done. Only the bytes that the program changed go to the device; what
+//! kernels wrote beside them stays.
 //!
-//! Ordering: before a block is given, all other blocks that the host has are checked again, and those that the device has changed are taken away, so the program never sees a later write of the device before an earlier one in another block. What the
-//! program writes in one block is sent before it can write in another. The order of its writes to words of the same block is unknown.
+//! Ordering: before a block is given, all other blocks that the host has are checked again, and those that
+//! the device has changed are taken away, so the program never sees a later write of the device before an
+//! earlier one in another block. What the program writes in one block is sent before it can write in another.
+//! The order of its writes to words of the same block is unknown.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -70,7 +78,7 @@ pub(crate) fn answer(
     busy: bool,
 ) {
     if !busy {
-        return page_faults::answer(driver, pages, fault, buffer);
+        return page_faults::answer(pages, fault, buffer);
     }
     start(driver);
     let mut state = lock(&STATE);
@@ -79,7 +87,8 @@ pub(crate) fn answer(
     page_faults::finish(pages, fault, given);
 }
 
-/// The thread that takes away runs that the host was given while the device worked, and compares pages that cannot be watched.
+/// The thread that takes away runs that the host was given while the device worked, and compares pages that
+/// cannot be watched.
 fn serve(driver: &'static Driver) {
     let (mut pause, mut seldom) = (WHILE, WHILE);
     loop {
@@ -96,7 +105,7 @@ fn serve(driver: &'static Driver) {
         // The program has a block for at least as long as moving it takes.
         pause = WHILE.max(begin.elapsed() * 2);
         if partial_pages::is_due() {
-            seldom = if partial_pages::compare_all(driver) { WHILE } else { (seldom * 2).min(SELDOM) };
+            seldom = if partial_pages::compare_all() { WHILE } else { (seldom * 2).min(SELDOM) };
         }
     }
 }
@@ -111,7 +120,7 @@ pub(crate) fn after_wait(driver: &'static Driver) {
         take_all(driver, |_| true);
     }
     if partial_pages::is_due() {
-        partial_pages::compare_all(driver);
+        partial_pages::compare_all();
     }
 }
 
@@ -131,7 +140,8 @@ impl State {
         self.together = rest;
         let gone: Vec<Together> = gone;
         let taken = gone.iter().try_for_each(|together| self.take_away(driver, together));
-        // After they are gone, because a thread that reads 0 lets the program continue without taking the lock.
+        // After they are gone, because a thread that reads 0 lets the program continue without taking the
+        // lock.
         GIVEN.store(self.together.len(), Ordering::SeqCst);
         taken
     }
@@ -147,9 +157,9 @@ impl State {
             // SAFETY: present pages that nobody changes now.
             let now = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
             if *pinned {
-                send(driver, piece.context, changes(run.address, before, now))?;
+                send(piece.context, changes(run.address, before, now))?;
             } else {
-                self.overwrite(driver, *base, run, before, now)?;
+                self.overwrite(*base, run, before, now)?;
             }
         }
         pages.clear(at, len).map_err(page_faults::failed)?;
@@ -163,35 +173,29 @@ impl State {
     }
 
     /// Copies only those bytes of a run to the device that the program has changed.
-    fn overwrite(
-        &mut self,
-        driver: &'static Driver,
-        base: u64,
-        run: &Run,
-        before: &[u8],
-        now: &[u8],
-    ) -> Result {
+    fn overwrite(&mut self, base: u64, run: &Run, before: &[u8], now: &[u8]) -> Result {
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
-        let stream = self.mover(driver, piece.context)?;
-        let transfer = Transfer { driver, stream: &stream };
+        let stream = self.mover(piece.context)?;
+        let transfer = Transfer { stream: &stream };
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
         for part in piece.parts_in(run) {
             let within = (part.start - run.address) as usize..(part.end - run.address) as usize;
             for row in rows(&before[within.clone()], &now[within.clone()]) {
                 let bytes = &now[within.start + row.start..within.start + row.end];
-                // SAFETY: bytes of present pages that nobody changes now; they are read before the call returns.
+                // SAFETY: bytes of present pages that nobody changes now; they are read before the call
+                // returns.
                 unsafe {
                     transfer.send(part.start + row.start as u64, bytes.as_ptr(), bytes.len(), |_, _| Ok(()))
                 }?;
             }
         }
-        stream.synchronize(driver)
+        stream.synchronize()
     }
 
-    /// Gives the host what an access to managed memory needs, while work may change other bytes of the same block.
+    /// Gives the host what an access to managed memory needs, while work may change other bytes of the same
+    /// block.
     pub(crate) fn give_beside_work(
         &mut self,
-        driver: &'static Driver,
         pages: &Pages,
         fault: &Fault,
         buffer: &mut Vec<u8>,
@@ -205,7 +209,7 @@ impl State {
             }
             Answer::Zeroes(run) | Answer::Fetch(run) => {
                 self.announce();
-                self.fetch(driver, base, run, buffer)?;
+                self.fetch(base, run, buffer)?;
                 self.given(base, run, fault.write);
                 pages.fill(run.address as usize, buffer, fault.write).map_err(page_faults::failed)?;
                 self.together.push(Together { base, pinned: false, run, before: buffer.clone() });
@@ -214,13 +218,15 @@ impl State {
         Ok(true)
     }
 
-    /// Called before bytes are fetched for the host while the device works. A thread that learns from now on that work has finished takes them away again.
+    /// Called before bytes are fetched for the host while the device works. A thread that learns from now on
+    /// that work has finished takes them away again.
     fn announce(&self) {
         GIVEN.store(self.together.len() + 1, Ordering::SeqCst);
     }
 
-    /// Sends the program's changes so far, because it is about to change another block and the device must see the changes of two blocks in order.
-    fn publish(&mut self, driver: &'static Driver, pages: &Pages) -> Result {
+    /// Sends the program's changes so far, because it is about to change another block and the device must
+    /// see the changes of two blocks in order.
+    fn publish(&mut self, pages: &Pages) -> Result {
         for Together { base, run, before, .. } in self.together.iter_mut().filter(|together| together.pinned)
         {
             let Some((_, piece)) = self.pieces.get(base) else { continue };
@@ -231,7 +237,7 @@ impl State {
             pages.forbid_writes(at, len).map_err(page_faults::failed)?;
             // SAFETY: present pages that nobody changes now.
             let now = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
-            send(driver, piece.context, changes(run.address, before, now))?;
+            send(piece.context, changes(run.address, before, now))?;
             before.copy_from_slice(now);
             pages.allow_writes(at, len).map_err(page_faults::failed)?;
         }
@@ -249,17 +255,17 @@ impl State {
         match answer {
             Answer::Nothing => {}
             Answer::Allow(run) => {
-                self.publish(driver, pages)?;
+                self.publish(pages)?;
                 self.given(base, run, true);
                 pages.allow_writes(run.address as usize, run.len as usize).map_err(page_faults::failed)?;
             }
             Answer::Zeroes(run) | Answer::Fetch(run) => {
                 self.announce();
-                self.fetch(driver, base, run, buffer)?;
+                self.fetch(base, run, buffer)?;
                 let before = buffer.clone();
                 self.look_again(driver, buffer)?;
                 if fault.write {
-                    self.publish(driver, pages)?;
+                    self.publish(pages)?;
                 }
                 self.given(base, run, fault.write);
                 pages.fill(run.address as usize, &before, fault.write).map_err(page_faults::failed)?;
@@ -279,20 +285,21 @@ impl State {
         let mut pinned = pinned.into_iter();
         let mut gone: Vec<Together> = pinned.by_ref().take(oldest).collect();
         for together in pinned {
-            self.fetch(driver, together.base, together.run, buffer)?;
+            self.fetch(together.base, together.run, buffer)?;
             if *buffer == together.before { &mut self.together } else { &mut gone }.push(together);
         }
         gone.iter().try_for_each(|together| self.take_away(driver, together))
     }
 }
 
-/// Sends changed words. It is not known which of them the program changed last. Most likely it is those that stand alone, such as flags, so they go last.
-pub(crate) fn send(driver: &Driver, context: &Context, mut words: Vec<WordPatch>) -> Result {
+/// Sends changed words. It is not known which of them the program changed last. Most likely it is those that
+/// stand alone, such as flags, so they go last.
+pub(crate) fn send(context: &Context, mut words: Vec<WordPatch>) -> Result {
     words.sort_by_key(|patch| patch.address);
     let mut rows: Vec<&[WordPatch]> = words.chunk_by(|a, b| a.address + 8 == b.address).collect();
     rows.sort_by_key(|row| std::cmp::Reverse(row.len()));
     for words in rows.concat().chunks(MOST_PATCHES) {
-        driver.session.append(&HostPatch { context: context.id, words: words.to_vec() })?;
+        context.session().append(&HostPatch { context: context.id, words: words.to_vec() })?;
     }
     Ok(())
 }
@@ -310,7 +317,8 @@ fn changes(address: u64, before: &[u8], now: &[u8]) -> Vec<WordPatch> {
 /// Maximum number of rows for changes that are described byte by byte.
 const FEW: usize = 1024;
 
-/// Where bytes differ, as rows of bytes. If there are many, as rows of 8-byte words, which neighboring changes mostly fill.
+/// Where bytes differ, as rows of bytes. If there are many, as rows of 8-byte words, which neighboring
+/// changes mostly fill.
 fn rows(before: &[u8], now: &[u8]) -> Vec<Range<usize>> {
     let of = |grain: usize| {
         let mut rows: Vec<Range<usize>> = Vec::new();

@@ -1,0 +1,71 @@
+//! What processes take on the devices, as NVML says.
+
+use protocol::ops::nvml::status;
+
+use super::library::library;
+use super::order;
+
+/// Bytes of an `nvmlProcessInfo_t`: process ID, used bytes, and two numbers about MIG.
+const ENTRY: usize = 24;
+/// Processes of a device that are looked at.
+const MOST: usize = 4096;
+/// `NVML_VALUE_NOT_AVAILABLE`.
+const UNKNOWN: u64 = u64::MAX;
+
+/// Bytes that a process takes on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Use {
+    /// The process.
+    pub pid: u32,
+    /// The device's number on this server.
+    pub device: u32,
+    /// Bytes of its memory.
+    pub bytes: u64,
+}
+
+/// What each process with a context takes on the devices with these numbers.
+///
+/// # Errors
+/// NVML's status, if the library is not there or does not say.
+pub fn uses(numbers: &[u32]) -> Result<Vec<Use>, u32> {
+    let library = library()?;
+    let function =
+        library.find(c"nvmlDeviceGetComputeRunningProcesses_v3").ok_or(status::FUNCTION_NOT_FOUND)?;
+    let all = order::devices(library)?;
+    let mut uses = Vec::new();
+    for device in numbers {
+        let handle = all.get(*device as usize).and_then(|listed| listed.handle(library));
+        let handle = handle.ok_or(status::NOT_FOUND)?;
+        let mut count = MOST as u32;
+        let mut entries = vec![0u64; MOST * ENTRY / 8];
+        let to = [std::ptr::from_mut(&mut count) as usize, entries.as_mut_ptr() as usize];
+        // SAFETY: a device's handle, a count, and room for as many entries as the count says.
+        match unsafe { function(handle, to[0], to[1], 0, 0, 0) } {
+            status::SUCCESS => uses.extend(read(&entries, count as usize, *device)),
+            failure => return Err(failure),
+        }
+    }
+    Ok(uses)
+}
+
+/// Reads the first `count` entries.
+fn read(entries: &[u64], count: usize, device: u32) -> Vec<Use> {
+    let known = |entry: &[u64]| match *entry {
+        [pid, bytes, ..] if bytes != UNKNOWN => Some(Use { pid: pid as u32, device, bytes }),
+        _ => None,
+    };
+    entries.chunks_exact(ENTRY / 8).take(count).filter_map(known).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_are_read_up_to_the_count_and_unknown_figures_left_out() {
+        let entries = [7, 100, 0, 8 | 1 << 40, UNKNOWN, 0, 9, 300, 0, 10, 400, 0];
+        let expected = [Use { pid: 7, device: 2, bytes: 100 }, Use { pid: 9, device: 2, bytes: 300 }];
+        assert_eq!(read(&entries, 3, 2), expected);
+        assert_eq!(read(&entries, 0, 2), []);
+    }
+}

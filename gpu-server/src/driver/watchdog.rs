@@ -1,0 +1,158 @@
+//! Notices kernels that run for too long.
+//!
+//! ```text
+//!   stream:  … ─ fence ─ kernel ─ fence ─ …
+//!                  │                │
+//!                begins            ends          more than the limit between the two: the thread calls what the watchdog was made with, once
+//! ```
+//!
+//! A kernel that waits for its turn in its stream, for an event or for data does not run: the first fence is behind all of these.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use protocol::Status;
+use protocol::handle::ContextId;
+
+/// What runs.
+#[derive(Default)]
+struct Running {
+    /// When each kernel began, and its context, in this order.
+    since: BTreeMap<u64, (Instant, ContextId)>,
+    begun: u64,
+    /// The thread sleeps until something begins.
+    rests: bool,
+}
+
+/// See the module.
+pub struct Watchdog {
+    running: Mutex<Running>,
+    begins: Condvar,
+}
+
+impl Watchdog {
+    /// Starts the thread, which calls `overrun` with the context of the first kernel that runs for longer than `limit`, and ends.
+    pub fn start(
+        limit: Duration,
+        overrun: impl FnOnce(ContextId) + Send + 'static,
+    ) -> std::io::Result<Arc<Watchdog>> {
+        let watchdog = Arc::new(Watchdog { running: Mutex::default(), begins: Condvar::new() });
+        let watches = Arc::clone(&watchdog);
+        std::thread::Builder::new()
+            .name("rgpu-watchdog".into())
+            .spawn(move || overrun(watches.wait_for_overrun(limit)))?;
+        Ok(watchdog)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Running> {
+        self.running.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn wait_for_overrun(&self, limit: Duration) -> ContextId {
+        let mut running = self.lock();
+        loop {
+            let Some((since, context)) = running.since.values().next().copied() else {
+                running.rests = true;
+                running = self.begins.wait(running).unwrap_or_else(|e| e.into_inner());
+                continue;
+            };
+            let left = limit.saturating_sub(since.elapsed());
+            if left.is_zero() {
+                return context;
+            }
+            running.rests = false;
+            drop(running);
+            // The first one may end meanwhile; none that begins later runs for too long before this.
+            std::thread::sleep(left);
+            running = self.lock();
+        }
+    }
+
+    /// A kernel is about to be launched in a context.
+    pub fn watch(self: &Arc<Watchdog>, context: ContextId) -> Arc<Watch> {
+        Arc::new(Watch { watchdog: Arc::clone(self), context, number: Mutex::new(None) })
+    }
+}
+
+/// One kernel. Dropping it says that the kernel has ended, or never ran.
+pub struct Watch {
+    watchdog: Arc<Watchdog>,
+    context: ContextId,
+    /// Its number among those that run, once it does.
+    number: Mutex<Option<u64>>,
+}
+
+impl Watch {
+    /// Everything before the kernel is finished, unless that has failed.
+    pub fn begin(&self, status: Status) {
+        if !status.is_success() {
+            return;
+        }
+        let mut running = self.watchdog.lock();
+        running.begun += 1;
+        let number = running.begun;
+        running.since.insert(number, (Instant::now(), self.context));
+        let rests = std::mem::take(&mut running.rests);
+        *self.number.lock().unwrap_or_else(|e| e.into_inner()) = Some(number);
+        drop(running);
+        if rests {
+            self.watchdog.begins.notify_one();
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        if let Some(number) = self.number.get_mut().unwrap_or_else(|e| e.into_inner()) {
+            self.watchdog.lock().since.remove(number);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+
+    const LONG: Duration = Duration::from_secs(240);
+
+    #[test]
+    fn a_kernel_that_runs_for_too_long_is_noticed_and_none_that_waits_or_has_ended() {
+        let (found, overrun) = channel();
+        // Long enough for what ends at once, however busy this machine is.
+        let limit = Duration::from_secs(5);
+        let watchdog = Watchdog::start(limit, move |context| found.send(context).unwrap()).unwrap();
+        let _waits = watchdog.watch(ContextId(1));
+        let failed = watchdog.watch(ContextId(2));
+        failed.begin(Status(700));
+        for _ in 0..1000 {
+            let ends = watchdog.watch(ContextId(3));
+            ends.begin(Status::SUCCESS);
+        }
+        assert!(watchdog.lock().since.is_empty());
+        let since = Instant::now();
+        let endless = watchdog.watch(ContextId(4));
+        endless.begin(Status::SUCCESS);
+        assert_eq!(overrun.recv_timeout(LONG), Ok(ContextId(4)));
+        assert!(since.elapsed() >= limit);
+    }
+
+    #[test]
+    fn one_that_ends_in_time_makes_way_for_the_next() {
+        let (found, overrun) = channel();
+        let watchdog =
+            Watchdog::start(Duration::from_secs(5), move |context| found.send(context).unwrap()).unwrap();
+        let first = watchdog.watch(ContextId(1));
+        first.begin(Status::SUCCESS);
+        drop(first);
+        let until = Instant::now() + LONG;
+        while !watchdog.lock().rests {
+            assert!(Instant::now() < until, "the thread does not rest");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let second = watchdog.watch(ContextId(2));
+        second.begin(Status::SUCCESS);
+        assert_eq!(overrun.recv_timeout(LONG), Ok(ContextId(2)));
+    }
+}

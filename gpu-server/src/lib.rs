@@ -1,0 +1,68 @@
+//! rgpu-server: shares the GPUs of this machine with rgpu clients.
+//!
+//! ```text
+//!  parent ── accepts, handshake, admission ─┬─ connection + token ──▶ worker (one process for each session)
+//!    │ pool and queue: workers, clients     └─ data connections  ──▶    dispatcher ─▶ driver: cuda | software
+//!    └ status socket, admin socket
+//! ```
+//!
+//! In reading order:
+//! - [`config`]: the command line and the configuration file; [`policy`]: the rules for clients;
+//! - [`parent`]: the daemon;
+//! - [`worker_protocol`]: the messages between the daemon and its workers;
+//! - [`confinement`]: what a worker may reach;
+//! - [`pages`]: memory that the daemon shares with each worker;
+//! - [`cache`]: what clients need not send again;
+//! - [`cuda_ipc`]: memory and events that sessions share with each other;
+//! - [`worker`]: a process that serves one session;
+//! - [`driver`]: what executes commands;
+//! - [`check`]: `rgpu-server check`.
+
+mod cache;
+mod check;
+mod config;
+pub mod confinement;
+mod cuda_ipc;
+mod driver;
+mod pages;
+mod parent;
+mod policy;
+mod shared_event;
+mod worker;
+pub mod worker_protocol;
+
+use std::process::ExitCode;
+
+/// Runs what the command line asks for.
+pub fn main() -> ExitCode {
+    match run() {
+        Ok(code) => code,
+        Err(e) => {
+            eprintln!("rgpu-server: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> anyhow::Result<ExitCode> {
+    let arguments = config::Arguments::read(std::env::args_os())?;
+    match &arguments.command {
+        Some(config::Command::Worker(worker)) => worker::main(worker)?,
+        Some(config::Command::Check(options)) => return Ok(check::main(options)),
+        None if arguments.print_clients => print!("{}", policy::example()),
+        None if arguments.print_config => print!("{}", config::example()),
+        None if let Some(folder) = &arguments.write_manual => config::write_manual(folder)?,
+        None if arguments.check_config && arguments.takes_over.is_some() => {
+            parent::check(&arguments.serve)?;
+            arguments.takes_over.map_or(Ok(()), parent::takes_over)?;
+        }
+        None if arguments.check_config => match parent::check(&arguments.serve)?.counts() {
+            (0, 0) => println!("the configuration is valid"),
+            (groups, clients) => {
+                println!("the configuration is valid, with rules for {groups} groups and {clients} clients");
+            }
+        },
+        None => parent::main(arguments.serve)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,206 @@
+//! What `rgpuctl` asks of the daemon, over a Unix socket that only the daemon's user and root can open: one JSON object each way, and the connection closes. Only `drain` is answered by many, until
+//! the daemon has ended ([`drain`]).
+//!
+//! ```text
+//!   {"enroll": {"name": "host1", "valid_seconds": 3600}}     {"token": …}, where to connect and this server's key in it
+//!   {"clients": {}}                                          {"clients": [{"name", "key", "since"}], "tokens": [{"name", "expires"}]}
+//!   {"revoke": {"name": "host1"}}                            {"ended_sessions": 2}
+//!   {"drain": {"seconds": 60}}                               what becomes of each session
+//!   {"upgrade": {}}                                          {"upgrading": {"sessions": 3, "version": …}}, and another program takes over
+//!   {"version": {}}                                          {"version": …, "pid": 7, "sessions": 3}
+//! ```
+//!
+//! An answer to what cannot be done is `{"error": "why"}`.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use handover::Inherited;
+use host_bridge::framing::{Address, with_causes};
+use identity::Token;
+use identity::principals::now;
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
+use nix::unistd::geteuid;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::listen::{Files, serve_unix};
+use super::trust::Trust;
+use super::{Server, drain, ends, takeover};
+
+/// Most bytes of a request.
+const MAX_REQUEST: u64 = 64 << 10;
+/// How long a client may take to send its request, and to take the answer.
+const WITHIN: Duration = Duration::from_secs(5);
+
+/// A request.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "lowercase", deny_unknown_fields)]
+enum Request {
+    Enroll {
+        name: String,
+        valid_seconds: u64,
+        /// Where the client reaches this server. Without any, what the server knows of itself.
+        #[serde(default)]
+        addresses: Vec<String>,
+    },
+    Clients {},
+    Revoke {
+        name: String,
+    },
+    Upgrade {},
+    Version {},
+    Drain {
+        /// How long sessions have to end by themselves.
+        seconds: u64,
+    },
+}
+
+/// Starts serving requests at `path`.
+pub(super) fn start(
+    server: &Arc<Server>,
+    path: &Path,
+    inherited: &mut Inherited,
+    files: &mut Files,
+) -> anyhow::Result<()> {
+    serve_unix(server, (path, 0o600), "rgpu-admin", (inherited, files), |server, stream| {
+        if let Err(e) = serve(server, stream) {
+            tracing::debug!("a request at the admin socket: {e}");
+        }
+    })
+}
+
+fn serve(server: &Arc<Server>, mut stream: UnixStream) -> std::io::Result<()> {
+    let uid = getsockopt(&stream, PeerCredentials)?.uid();
+    if uid != 0 && uid != geteuid().as_raw() {
+        tracing::warn!(uid, "a request at the admin socket from a user who may not make any");
+        return Ok(());
+    }
+    stream.set_read_timeout(Some(WITHIN))?;
+    stream.set_write_timeout(Some(WITHIN))?;
+    let mut text = String::new();
+    (&stream).take(MAX_REQUEST).read_to_string(&mut text)?;
+    let answer = match serde_json::from_str::<Request>(&text) {
+        Ok(Request::Drain { seconds }) => return drain::order(server, seconds, stream),
+        Ok(Request::Upgrade {}) => return upgrade(server, stream),
+        Ok(Request::Version {}) => Ok(version(server)),
+        Ok(Request::Enroll { name, valid_seconds, addresses }) => {
+            trust(server).and_then(|trust| enroll(server, trust, &name, valid_seconds, addresses))
+        }
+        Ok(Request::Clients {}) => trust(server).map(clients),
+        Ok(Request::Revoke { name }) => trust(server).and_then(|trust| revoke(server, trust, &name)),
+        Err(e) => Err(format!("the request is not one: {e}")),
+    };
+    let answer = answer.unwrap_or_else(|why| json!({ "error": why }));
+    stream.write_all(format!("{answer}\n").as_bytes())
+}
+
+/// Executes the program that is where this one was started from, and says so right before. A thread does it: an operator who asks meanwhile is answered.
+fn upgrade(server: &Arc<Server>, mut stream: UnixStream) -> std::io::Result<()> {
+    let server = Arc::clone(server);
+    let work = move || {
+        let mut own = stream.try_clone();
+        let say = |what: &Value| {
+            // The operator may be gone, and the upgrade goes on.
+            own.iter_mut().for_each(|stream| drop(stream.write_all(format!("{what}\n").as_bytes())));
+        };
+        let Err(why) = takeover::upgrade(&server, say);
+        tracing::error!("rgpuctl upgrade: not upgraded: {why}");
+        drop(stream.write_all(format!("{}\n", json!({ "error": why })).as_bytes()));
+    };
+    std::thread::Builder::new().name("rgpu-upgrade".into()).spawn(work).map(drop)
+}
+
+fn version(server: &Server) -> Value {
+    let sessions = server.lock().sessions.len();
+    json!({ "version": env!("CARGO_PKG_VERSION"), "pid": std::process::id(), "sessions": sessions })
+}
+
+fn trust(server: &Server) -> Result<&Trust, String> {
+    server.trust.as_ref().ok_or_else(|| {
+        "this server has no clients on other machines: start it with --listen tcp:ADDRESS and without --insecure".into()
+    })
+}
+
+fn enroll(
+    server: &Server,
+    trust: &Trust,
+    name: &str,
+    valid_seconds: u64,
+    addresses: Vec<String>,
+) -> Result<Value, String> {
+    let addresses = if addresses.is_empty() { own_addresses(server) } else { check(addresses)? };
+    let secret = trust.enroll(name, Duration::from_secs(valid_seconds)).map_err(|e| with_causes(&e))?;
+    tracing::info!(principal = name, valid_seconds, "a token was given out");
+    let token = Token { server: trust.fingerprint(), secret, addresses };
+    Ok(json!({ "token": token.to_string() }))
+}
+
+fn revoke(server: &Server, trust: &Trust, name: &str) -> Result<Value, String> {
+    if !trust.principals().revoke(name).map_err(|e| with_causes(&e))? {
+        return Err(format!("no client is called {name:?}"));
+    }
+    let reason = format!("the access of {name} to this server was revoked");
+    server.audit.revoked(name);
+    let ended = ends::end_sessions(server, |principal| {
+        (principal.name == name && principal.key.is_some()).then(|| reason.clone())
+    });
+    tracing::info!(principal = name, ended, "a client was revoked");
+    Ok(json!({ "ended_sessions": ended }))
+}
+
+fn clients(trust: &Trust) -> Value {
+    let principals = trust.principals();
+    let tokens: Vec<Value> = principals
+        .tokens(now())
+        .map(|offer| json!({ "name": offer.name, "expires": offer.expires }))
+        .collect();
+    json!({ "server_key": trust.fingerprint(), "clients": principals.clients(), "tokens": tokens })
+}
+
+fn check(addresses: Vec<String>) -> Result<Vec<String>, String> {
+    let tcp = |text: String| match text.parse::<Address>() {
+        Ok(address @ Address::Tcp(..)) => Ok(address.to_string()),
+        Ok(Address::Unix(_)) => Err(format!("{text} cannot be reached from another machine")),
+        Err(e) => Err(e.to_string()),
+    };
+    addresses.into_iter().map(tcp).collect()
+}
+
+/// Where this server can probably be reached: what it listens at, and for all of its addresses the name of this machine and each of them.
+fn own_addresses(server: &Server) -> Vec<String> {
+    let mut all = Vec::new();
+    let mut add = |host: String, port| {
+        let address = Address::Tcp(host, port).to_string();
+        if !all.contains(&address) {
+            all.push(address);
+        }
+    };
+    for address in &server.options.listen {
+        match address {
+            Address::Tcp(host, port) if ["*", "::", "0.0.0.0"].contains(&host.as_str()) => {
+                add(super::host_name(), *port);
+                interface_addresses().into_iter().for_each(|host| add(host, *port));
+            }
+            Address::Tcp(host, port) => add(host.clone(), *port),
+            Address::Unix(_) => {}
+        }
+    }
+    all
+}
+
+/// The addresses of this machine's interfaces that others may use.
+fn interface_addresses() -> Vec<String> {
+    let Ok(all) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
+    let address = |interface: nix::ifaddrs::InterfaceAddress| {
+        let address = interface.address?;
+        let v4 = address.as_sockaddr_in().map(|a| std::net::IpAddr::V4(a.ip()));
+        let v6 = address.as_sockaddr_in6().map(|a| a.ip()).filter(|ip| !ip.is_unicast_link_local());
+        v4.or(v6.map(std::net::IpAddr::V6)).filter(|ip| !ip.is_loopback()).map(|ip| ip.to_string())
+    };
+    all.filter_map(address).collect()
+}

@@ -1,0 +1,76 @@
+//! Sessions that the daemon ends, and what it remembers of those that are over.
+
+use super::handshake::Refused;
+use super::refusals::Reason;
+use super::trust::Principal;
+use super::{Server, State};
+use crate::cuda_ipc::Token;
+use crate::worker_protocol::Kind;
+
+/// Ends the sessions of the principals for which there is a reason, those that wait for a worker among them, and tells their clients. Returns their number.
+pub(super) fn end_sessions(server: &Server, reason: impl Fn(&Principal) -> Option<String>) -> usize {
+    let mut state = server.lock();
+    let mut count = 0;
+    for kind in Kind::ALL {
+        let queue = &mut state.pool_mut(kind).queue;
+        for parked in std::mem::take(queue) {
+            match reason(&parked.principal) {
+                Some(why) => {
+                    count += 1;
+                    parked.refuse(server, &Refused(Reason::NotAllowed, why));
+                }
+                None => queue.push_back(parked),
+            }
+        }
+    }
+    let mut running = state.running();
+    let state = &mut *state;
+    let mut over = Vec::new();
+    for (pid, session) in &mut state.sessions {
+        if session.ended {
+            continue;
+        }
+        let Some(reason) = reason(&session.principal) else { continue };
+        count += 1;
+        (session.ended, session.lost) = (true, true);
+        running -= usize::from(session.begun);
+        state.drain.iter_mut().for_each(|drain| drain.note(session, Some(&reason), running));
+        let (client, program) = (&session.client, &session.program);
+        tracing::warn!(
+            worker = pid,
+            client,
+            program,
+            principal = session.principal.name,
+            "session ended: {reason}"
+        );
+        // The worker sends nothing more. Its own connection ends with it.
+        state.workers.get(pid).inspect(|managed| managed.worker.kill());
+        session.control.iter().for_each(|control| control.bye(&reason));
+        over.push((*pid, session.token, reason));
+    }
+    for (pid, token, reason) in over {
+        state.save(pid);
+        state.remember_end(token, reason);
+    }
+    server.changed.notify_all();
+    server.nudge.nudge();
+    count
+}
+
+/// Most ended sessions of which the daemon remembers why they ended.
+const MOST_REMEMBERED: usize = 1024;
+
+impl State {
+    /// Remembers why a session ended, for a client that wants to resume it.
+    pub(super) fn remember_end(&mut self, token: Token, why: String) {
+        if self.ended.len() == MOST_REMEMBERED {
+            self.ended.pop_front();
+        }
+        self.ended.push_back((token, why));
+    }
+
+    /// Why a session ended, if that is remembered.
+    pub(super) fn end_of(&self, token: &Token) -> Option<&str> {
+        self.ended.iter().rev().find(|(of, _)| of == token).map(|(_, why)| why.as_str())
+    }
+}

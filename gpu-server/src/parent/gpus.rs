@@ -1,0 +1,140 @@
+//! What NVML says of the devices now: utilization, memory, temperature, power.
+//!
+//! A thread asks NVML when somebody wants to know, and at most twice a second: a question takes the driver's time. Nobody waits for long, because NVML may not answer for a device that has
+//! failed. Software devices have no such figures.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+
+use super::Server;
+use crate::driver::cuda::nvml::readings::{self, Reading};
+
+/// Figures are not asked for again before they are this old.
+const FRESH: Duration = Duration::from_millis(500);
+/// Older figures are not shown.
+const STALE: Duration = Duration::from_secs(10);
+/// Whoever reads the status twice within this time watches it. The first time no figures are asked for: a daemon's status is also how it is found out that the daemon is ready.
+const WATCHES: Duration = Duration::from_secs(10);
+
+/// The latest figures, and who wants others.
+#[derive(Debug, Default)]
+pub(super) struct Gpus {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    wanted: bool,
+    at: Option<Instant>,
+    readings: Arc<Vec<Reading>>,
+    status_read: Option<Instant>,
+}
+
+impl State {
+    fn is_fresh(&self, age: Duration) -> bool {
+        self.at.is_some_and(|at| at.elapsed() < age)
+    }
+
+    fn shown(&self) -> Arc<Vec<Reading>> {
+        if self.is_fresh(STALE) { Arc::clone(&self.readings) } else { Arc::default() }
+    }
+}
+
+impl Gpus {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn want(&self, state: &mut State) {
+        if !state.is_fresh(FRESH) {
+            state.wanted = true;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Figures of now, if they come within that time; otherwise the last ones.
+    pub(super) fn fresh(&self, within: Duration) -> Arc<Vec<Reading>> {
+        let mut state = self.lock();
+        self.want(&mut state);
+        let waited = self.changed.wait_timeout_while(state, within, |state| !state.is_fresh(FRESH));
+        waited.unwrap_or_else(PoisonError::into_inner).0.shown()
+    }
+
+    /// The last figures, for the status. Others are asked for if somebody watches the status.
+    pub(super) fn watched(&self) -> Arc<Vec<Reading>> {
+        let mut state = self.lock();
+        if state.status_read.replace(Instant::now()).is_some_and(|last| last.elapsed() < WATCHES) {
+            self.want(&mut state);
+        }
+        state.shown()
+    }
+}
+
+/// Starts the thread.
+pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
+    let server = Arc::clone(server);
+    std::thread::Builder::new()
+        .name("rgpu-gpus".into())
+        .spawn(move || run(&server))
+        .context("starting to read the devices' figures")?;
+    Ok(())
+}
+
+fn run(server: &Server) {
+    let gpus = &server.gpus;
+    let mut failed = false;
+    loop {
+        let state = gpus.lock();
+        drop(gpus.changed.wait_while(state, |state| !state.wanted).unwrap_or_else(PoisonError::into_inner));
+        let numbers = {
+            let state = server.lock();
+            match &state.serving {
+                Some((backend, _)) if backend == "cuda" => state.devices(&server.options),
+                _ => Vec::new(),
+            }
+        };
+        let read = if numbers.is_empty() { Ok(Vec::new()) } else { readings::read(&numbers) };
+        if let (Err(status), false) = (&read, failed) {
+            tracing::warn!(
+                "NVML does not tell the devices' figures (nvmlReturn_t {status}): metrics and status lack them"
+            );
+        }
+        failed = read.is_err();
+        let mut state = gpus.lock();
+        (state.wanted, state.at, state.readings) =
+            (false, Some(Instant::now()), Arc::new(read.unwrap_or_default()));
+        drop(state);
+        gpus.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_waits_for_figures_that_do_not_come() {
+        let gpus = Gpus::default();
+        assert!(gpus.fresh(Duration::from_millis(1)).is_empty());
+        assert!(gpus.lock().wanted);
+    }
+
+    #[test]
+    fn who_reads_the_status_once_asks_nvml_nothing() {
+        let gpus = Gpus::default();
+        gpus.watched();
+        assert!(!gpus.lock().wanted);
+        gpus.watched();
+        assert!(gpus.lock().wanted);
+        let reading = Reading { device: 3, ..Reading::default() };
+        let mut state = gpus.lock();
+        (state.wanted, state.at, state.readings) =
+            (false, Some(Instant::now()), Arc::new(vec![reading.clone()]));
+        drop(state);
+        assert_eq!(*gpus.watched(), [reading]);
+        assert!(!gpus.lock().wanted);
+    }
+}

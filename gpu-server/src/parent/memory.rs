@@ -1,0 +1,106 @@
+//! The thread that asks NVML what each worker takes on each device: contexts, code and local memory are nobody's allocations, and count nonetheless.
+//!
+//! It asks a second after a worker has become ready or reported counters, or a session has begun, so never while all sessions are idle. Not at once: the question takes the driver's time on
+//! every device, and a session that has just begun would wait for it. What its worker took before is known by then. Software devices have no such memory.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use protocol::ops::nvml::status;
+
+use super::{Server, State};
+use crate::driver::cuda::nvml::processes::{self, Use};
+
+/// The time before a question.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// Starts the thread.
+pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
+    let server = Arc::clone(server);
+    let measure = move || {
+        loop {
+            let numbers = {
+                let mut state = server.lock();
+                while !state.measure {
+                    state = server.changed.wait(state).unwrap_or_else(|e| e.into_inner());
+                }
+                drop(state);
+                std::thread::sleep(PAUSE);
+                state = server.lock();
+                state.measure = false;
+                if state.serving.as_ref().is_none_or(|(backend, _)| backend != "cuda") {
+                    continue;
+                }
+                state.well(&server.options).unwrap_or_else(|| state.devices(&server.options))
+            };
+            match processes::uses(&numbers) {
+                Ok(uses) => server.lock().measured(&uses),
+                // A device may be gone before its health is known: the others are measured again.
+                Err(status @ (status::GPU_IS_LOST | status::NOT_FOUND)) => {
+                    tracing::debug!("NVML does not say what processes take (nvmlReturn_t {status})");
+                }
+                Err(status) => {
+                    tracing::warn!(
+                        "NVML does not say what processes take on a device (nvmlReturn_t {status}): contexts and code do not count against limits"
+                    );
+                    return;
+                }
+            }
+        }
+    };
+    std::thread::Builder::new()
+        .name("rgpu-memory".into())
+        .spawn(measure)
+        .context("starting to measure memory")?;
+    Ok(())
+}
+
+impl State {
+    /// Notes what NVML says of all processes.
+    fn measured(&mut self, uses: &[Use]) {
+        self.workers.values_mut().for_each(|managed| managed.takes.clear());
+        for one in uses {
+            if let Some(managed) = self.workers.get_mut(&one.pid) {
+                managed.takes.push((one.device, one.bytes));
+            }
+            if let Some(session) = self.sessions.get(&one.pid) {
+                session.account.measured(one.device as usize, one.bytes);
+            }
+        }
+        let principals: BTreeSet<&str> =
+            self.sessions.values().map(|session| session.limits.principal.as_str()).collect();
+        principals.into_iter().for_each(|principal| self.publish(principal));
+    }
+    /// A worker's session has begun: what the worker takes is known from before.
+    pub(super) fn measured_before(&self, worker: u32) {
+        if let (Some(managed), Some(session)) = (self.workers.get(&worker), self.sessions.get(&worker)) {
+            for (device, bytes) in &managed.takes {
+                session.account.measured(*device as usize, *bytes);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::queue::tests::session_of_limits;
+    use super::super::workers::{Managed, Stage};
+    use super::*;
+    use crate::worker_protocol::Limits;
+
+    #[test]
+    fn what_a_worker_takes_before_its_session_counts_from_the_beginning() {
+        let mut state = State::default();
+        state.workers.insert(7, Managed::fake(7, Stage::Idle));
+        let measured = |state: &mut State, bytes| state.measured(&[Use { pid: 7, device: 1, bytes }]);
+        measured(&mut state, 400);
+        measured(&mut state, 500);
+        state.sessions.insert(7, session_of_limits(Limits::default()));
+        state.measured_before(7);
+        assert_eq!(state.sessions[&7].account.held(1), 500);
+        measured(&mut state, 600);
+        assert_eq!(state.sessions[&7].account.held(1), 600);
+    }
+}

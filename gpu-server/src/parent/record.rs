@@ -1,0 +1,193 @@
+//! A record: what a daemon writes down for its successor, in a file in memory that only daemons have.
+//!
+//! Its first page is a [`Ledger`], which is changed in place. Behind it are two places for a text, of which one is valid: a text is written to the other place, and then the ledger says that
+//! it counts. So a daemon that is killed at any point leaves a text that is whole, and amounts of which at most the last change has to be completed.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::pages::{self, Page, Shared};
+use crate::worker_protocol::{MOST_DEVICES, Resource};
+
+/// Most bytes of a text.
+const ROOM: usize = 1 << 20;
+
+/// The amounts of a session.
+#[repr(C)]
+#[derive(Debug)]
+struct Ledger {
+    /// Where the text is: its place in the upper half, its length in the lower.
+    text: AtomicU64,
+    /// Granted bytes by device number, and behind them those of page-locked memory.
+    granted: [AtomicU64; MOST_DEVICES + 1],
+    /// The last change: the request, what it is of, by how many bytes, and the amount after it. With request 0 there is none.
+    request: AtomicU64,
+    of: AtomicU64,
+    bytes: AtomicU64,
+    after: AtomicU64,
+}
+
+// SAFETY: all fields are atomic integers.
+unsafe impl Shared for Ledger {
+    const WRITTEN_BY_WORKER: bool = true;
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Record {
+    ledger: Page<Ledger>,
+    file: File,
+}
+
+impl AsFd for Record {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+/// Where a resource's amount is, if there is such a resource.
+fn place(resource: Resource) -> Option<usize> {
+    match resource {
+        Resource::Device(number) => Some(number as usize).filter(|number| *number < MOST_DEVICES),
+        Resource::Pinned => Some(MOST_DEVICES),
+    }
+}
+
+impl Record {
+    /// An empty one.
+    pub(super) fn new() -> io::Result<Record> {
+        let (ledger, file) = Page::with_room(2 * ROOM)?;
+        Ok(Record { ledger, file: file.into() })
+    }
+
+    /// That of the daemon before this one.
+    pub(super) fn open(file: OwnedFd) -> io::Result<Record> {
+        let ledger = Page::<Ledger>::adopt(&file)?;
+        let Ledger { granted, request, of, after, .. } = &*ledger;
+        if request.load(Ordering::Acquire) != 0 {
+            // The last change, which may have been made or not.
+            let of = usize::try_from(of.load(Ordering::Relaxed)).unwrap_or(usize::MAX);
+            granted
+                .get(of)
+                .inspect(|granted| granted.store(after.load(Ordering::Relaxed), Ordering::Relaxed));
+        }
+        Ok(Record { ledger, file: file.into() })
+    }
+
+    /// Writes a text in place of the one before.
+    pub(super) fn write(&self, what: &impl Serialize) -> io::Result<()> {
+        let text = serde_json::to_vec(what)?;
+        if text.len() > ROOM {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        let place = 1 - (self.ledger.text.load(Ordering::Relaxed) >> 32).min(1);
+        self.file.write_all_at(&text, self.offset(place))?;
+        self.ledger.text.store(place << 32 | text.len() as u64, Ordering::Release);
+        Ok(())
+    }
+
+    /// Reads the text.
+    pub(super) fn read<T: DeserializeOwned>(&self) -> io::Result<T> {
+        let at = self.ledger.text.load(Ordering::Acquire);
+        let mut text = vec![0; ((at & u64::from(u32::MAX)) as usize).min(ROOM)];
+        self.file.read_exact_at(&mut text, self.offset((at >> 32).min(1)))?;
+        Ok(serde_json::from_slice(&text)?)
+    }
+
+    fn offset(&self, place: u64) -> u64 {
+        pages::SIZE as u64 + place * ROOM as u64
+    }
+
+    /// Granted bytes of a resource. Those of one that does not exist are more than any limit.
+    pub(super) fn granted(&self, resource: Resource) -> u64 {
+        place(resource).map_or(u64::MAX, |at| self.ledger.granted[at].load(Ordering::Relaxed))
+    }
+
+    /// Whether there is such a resource.
+    pub(super) fn has(&self, resource: Resource) -> bool {
+        place(resource).is_some()
+    }
+
+    /// A request changes the granted bytes of a resource, by `bytes`, to `after`.
+    pub(super) fn change(&self, request: u64, resource: Resource, bytes: u64, after: u64) {
+        let Some(at) = place(resource) else { return };
+        let ledger = &*self.ledger;
+        // In this order: a daemon that is killed in between leaves no change, or a whole one.
+        ledger.request.store(0, Ordering::SeqCst);
+        ledger.of.store(at as u64, Ordering::SeqCst);
+        ledger.bytes.store(bytes, Ordering::SeqCst);
+        ledger.after.store(after, Ordering::SeqCst);
+        ledger.request.store(request, Ordering::SeqCst);
+        ledger.granted[at].store(after, Ordering::SeqCst);
+    }
+
+    /// Whether the last change was that of this request. The daemon before this one may have been killed before it took the request away.
+    pub(super) fn has_done(&self, request: u64, resource: Resource, bytes: u64) -> bool {
+        let Ledger { request: last, of, bytes: by, .. } = &*self.ledger;
+        let is = |word: &AtomicU64, value: u64| word.load(Ordering::Relaxed) == value;
+        request != 0
+            && is(last, request)
+            && is(by, bytes)
+            && place(resource).is_some_and(|place| is(of, place as u64))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn copy(record: &Record) -> Record {
+        Record::open(record.file.try_clone().unwrap().into()).unwrap()
+    }
+
+    #[test]
+    fn a_text_is_the_last_one_that_was_written_whole() {
+        let record = Record::new().unwrap();
+        assert!(record.read::<String>().is_err(), "there is none yet");
+        for text in ["first", "a longer second", "3"] {
+            record.write(&text).unwrap();
+            assert_eq!(copy(&record).read::<String>().unwrap(), text);
+        }
+        assert!(record.write(&"x".repeat(ROOM)).is_err());
+        // Killed while it wrote the next one.
+        let place = 1 - (record.ledger.text.load(Ordering::Relaxed) >> 32);
+        record.file.write_all_at(b"\"half", record.offset(place)).unwrap();
+        assert_eq!(copy(&record).read::<String>().unwrap(), "3");
+    }
+
+    #[test]
+    fn a_change_is_made_once_wherever_the_daemon_was_killed() {
+        let record = Record::new().unwrap();
+        record.change(7, Resource::Device(2), 100, 100);
+        // Before the amount was written.
+        record.ledger.granted[2].store(0, Ordering::Relaxed);
+        let successor = copy(&record);
+        assert_eq!(successor.granted(Resource::Device(2)), 100);
+        assert!(successor.has_done(7, Resource::Device(2), 100));
+        for (request, resource, bytes) in [
+            (8, Resource::Device(2), 100),
+            (7, Resource::Pinned, 100),
+            (7, Resource::Device(2), 99),
+            (0, Resource::Device(2), 100),
+        ] {
+            assert!(!successor.has_done(request, resource, bytes), "{request} {resource} {bytes}");
+        }
+        successor.change(8, Resource::Pinned, 5, 5);
+        let next = copy(&successor);
+        assert_eq!((next.granted(Resource::Device(2)), next.granted(Resource::Pinned)), (100, 5));
+        assert_eq!((next.granted(Resource::Device(64)), next.has(Resource::Device(64))), (u64::MAX, false));
+    }
+
+    #[test]
+    fn another_file_is_no_record() {
+        let (reader, _writer) = std::io::pipe().unwrap();
+        assert!(Record::open(reader.into()).is_err());
+        assert!(Record::open(File::open("/dev/null").unwrap().into()).is_err());
+    }
+}

@@ -1,0 +1,141 @@
+//! Why clients are refused.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use protocol::device::Answer;
+
+/// What a refusal is for. Metrics count refusals by this, so there are few of them, and none has a client's words in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reason {
+    /// The server does not know who the client is.
+    UnknownClient,
+    /// It speaks TLS, and this server does not.
+    NoTls,
+    /// It speaks another version.
+    Version,
+    /// It asks for what is not served there.
+    Malformed,
+    /// The rules for clients give it nothing, or it was revoked.
+    NotAllowed,
+    /// The server has its maximum of sessions.
+    ServerFull,
+    /// The client has its maximum of sessions.
+    ClientFull,
+    /// It has begun too many sessions within a minute.
+    Pace,
+    /// The session has all of its connections.
+    Connections,
+    /// No device that it may use will be free or well.
+    NoDevice,
+    /// Others had its devices for themselves for too long.
+    DevicesTaken,
+    /// No worker became ready in time.
+    WaitedTooLong,
+    /// Workers do not start.
+    WorkersFail,
+    /// The session that it wants to go on with is over.
+    SessionOver,
+    /// The server ends.
+    Draining,
+    /// Something on the server's machine failed.
+    Failed,
+}
+
+impl Reason {
+    /// All of them.
+    pub(super) const ALL: [Reason; 16] = [
+        Reason::UnknownClient,
+        Reason::NoTls,
+        Reason::Version,
+        Reason::Malformed,
+        Reason::NotAllowed,
+        Reason::ServerFull,
+        Reason::ClientFull,
+        Reason::Pace,
+        Reason::Connections,
+        Reason::NoDevice,
+        Reason::DevicesTaken,
+        Reason::WaitedTooLong,
+        Reason::WorkersFail,
+        Reason::SessionOver,
+        Reason::Draining,
+        Reason::Failed,
+    ];
+
+    /// What the client is told in one word.
+    pub(super) fn answer(self) -> Answer {
+        match self {
+            Reason::UnknownClient
+            | Reason::NoTls
+            | Reason::NotAllowed
+            | Reason::SessionOver
+            | Reason::Draining => Answer::Denied,
+            Reason::Version => Answer::Version,
+            Reason::Malformed => Answer::Invalid,
+            Reason::ServerFull
+            | Reason::ClientFull
+            | Reason::Pace
+            | Reason::Connections
+            | Reason::NoDevice
+            | Reason::DevicesTaken
+            | Reason::WaitedTooLong
+            | Reason::WorkersFail
+            | Reason::Failed => Answer::NoResources,
+        }
+    }
+
+    /// Its name in the metrics.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Reason::UnknownClient => "unknown_client",
+            Reason::NoTls => "no_tls",
+            Reason::Version => "version",
+            Reason::Malformed => "malformed",
+            Reason::NotAllowed => "not_allowed",
+            Reason::ServerFull => "server_full",
+            Reason::ClientFull => "client_full",
+            Reason::Pace => "pace",
+            Reason::Connections => "connections",
+            Reason::NoDevice => "no_device",
+            Reason::DevicesTaken => "devices_taken",
+            Reason::WaitedTooLong => "waited_too_long",
+            Reason::WorkersFail => "workers_fail",
+            Reason::SessionOver => "session_over",
+            Reason::Draining => "draining",
+            Reason::Failed => "failed",
+        }
+    }
+}
+
+/// Refusals so far, by their reason.
+#[derive(Debug, Default)]
+pub(super) struct Refusals([AtomicU64; Reason::ALL.len()]);
+
+impl Refusals {
+    /// A client is refused.
+    pub(super) fn count(&self, reason: Reason) {
+        self.0[reason as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// All reasons with their numbers.
+    pub(super) fn all(&self) -> impl Iterator<Item = (Reason, u64)> {
+        Reason::ALL.into_iter().zip(&self.0).map(|(reason, count)| (reason, count.load(Ordering::Relaxed)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_reason_is_counted_under_its_own_name() {
+        for (place, reason) in Reason::ALL.into_iter().enumerate() {
+            let refusals = Refusals::default();
+            refusals.count(reason);
+            let counted: Vec<_> = refusals.all().filter(|(_, count)| *count > 0).collect();
+            assert_eq!(counted, [(reason, 1)]);
+            assert_eq!(reason as usize, place);
+            assert!(Reason::ALL[..place].iter().all(|other| other.name() != reason.name()));
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! What a scrape reads: the counters that the daemon keeps anyway, as metrics.
+//!
+//! A worker is believed no more than elsewhere. What it says of itself is a value under its own principal's name, and every name that a client chooses goes through a [ledger](metrics::Ledger), which bounds how
+//! many there are. What sessions have done is added to the ledger when they are over ([`State::settle`]), and that of running ones when somebody asks.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::Context;
+use handover::Inherited;
+use metrics::serve::Listener;
+use metrics::{Histogram, Place, Samples};
+
+use super::families as f;
+use super::listen::{Files, bind_unix};
+use super::{Server, Session, State};
+use crate::cache::store::Figures;
+use crate::driver::cuda::nvml::readings::Reading;
+use crate::worker_protocol::{Counters, Kind};
+
+/// How long a scrape waits for NVML.
+const NVML_WITHIN: Duration = Duration::from_secs(1);
+
+/// What the sessions under one name have done that are over.
+#[derive(Debug, Default, Clone, Copy)]
+pub(super) struct Settled {
+    sessions: u64,
+    lost: u64,
+    resumed: u64,
+    time: Duration,
+    counters: Counters,
+}
+
+impl Settled {
+    /// Adds a session.
+    fn add(&mut self, session: &Session) {
+        let Counters { commands, launches, copies, round_trips, bytes_in, bytes_out, bytes_copied, .. } =
+            session.counters;
+        let sums = &mut self.counters;
+        for (sum, value) in [
+            (&mut self.sessions, 1),
+            (&mut self.lost, u64::from(session.lost)),
+            (&mut self.resumed, session.resumed),
+            (&mut sums.commands, commands),
+            (&mut sums.launches, launches),
+            (&mut sums.copies, copies),
+            (&mut sums.round_trips, round_trips),
+            (&mut sums.bytes_in, bytes_in),
+            (&mut sums.bytes_out, bytes_out),
+            (&mut sums.bytes_copied, bytes_copied),
+        ] {
+            *sum = sum.saturating_add(value);
+        }
+        self.time = self.time.saturating_add(session.since.elapsed());
+    }
+}
+
+/// How long sessions waited for a worker, by kind.
+#[derive(Debug)]
+pub(super) struct Waits([Histogram; Kind::ALL.len()]);
+
+impl Default for Waits {
+    fn default() -> Waits {
+        Waits(Kind::ALL.map(|_| Histogram::new([0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0])))
+    }
+}
+
+impl Waits {
+    /// A session begins after so long.
+    pub(super) fn observe(&self, kind: Kind, waited: Duration) {
+        let of_kind = Kind::ALL.into_iter().zip(&self.0).find(|(other, _)| *other == kind);
+        of_kind.inspect(|(_, histogram)| histogram.observe(waited.as_secs_f64()));
+    }
+}
+
+impl State {
+    /// A session that had begun is over, and its worker gone.
+    pub(super) fn settle(&mut self, session: &Session) {
+        self.settled.value(&session.key, Instant::now()).add(session);
+    }
+
+    /// The arbiter has charged principals so much in all, since each of them has had sessions.
+    pub(super) fn note_charged(&mut self, charged: &HashMap<String, u64>) {
+        let now = Instant::now();
+        for (principal, ns) in charged {
+            let more = ns.saturating_sub(self.charged.get(principal).copied().unwrap_or(0));
+            if more > 0 {
+                let key = self.charged_ever.enter([principal, "", ""], now);
+                let sum = self.charged_ever.value(&key, now);
+                *sum = sum.saturating_add(more);
+            }
+        }
+    }
+}
+
+/// Starts serving metrics, if the options say so.
+pub(super) fn start(
+    server: &Arc<Server>,
+    inherited: &mut Inherited,
+    files: &mut Files,
+) -> anyhow::Result<()> {
+    let options = &server.options.metrics;
+    options.check()?;
+    let Some(place) = &options.listen else { return Ok(()) };
+    let (listener, token) = match place {
+        Place::Unix(path) => (Listener::Unix(bind_unix(server, path, 0o660, inherited, files)?), None),
+        Place::Tcp(host, port) => {
+            let listener = Listener::tcp(host, *port);
+            let listener = listener.with_context(|| format!("cannot serve metrics at {place}"))?;
+            (listener, options.token_file.clone())
+        }
+    };
+    let started = SystemTime::now();
+    let of_server = Arc::clone(server);
+    metrics::serve::start(listener, token, move || collect(&of_server, started).text())
+        .context("starting to serve metrics")?;
+    tracing::info!("serving metrics at {place}");
+    Ok(())
+}
+
+/// Everything as it is now.
+fn collect(server: &Server, started: SystemTime) -> Samples {
+    // Before the lock: NVML may be slow.
+    let readings = server.gpus.fresh(NVML_WITHIN);
+    let mut samples = Samples::default();
+    let since_epoch = started.duration_since(UNIX_EPOCH).unwrap_or_default();
+    samples.add(&f::STARTED, &[], since_epoch.as_secs_f64());
+    for (reason, count) in server.refusals.all() {
+        samples.add(&f::REFUSALS, &[reason.name()], count);
+    }
+    for (kind, waits) in Kind::ALL.into_iter().zip(&server.waits.0) {
+        samples.add(&f::WAITED, &[kind.name()], waits.clone());
+    }
+    if let Some(cache) = &server.cache {
+        let Figures { bytes, limits, hits, misses, saved, damaged, failed, .. } = cache.figures();
+        for (family, value) in [
+            (&f::CACHE_SIZE, bytes),
+            (&f::CACHE_LIMIT, limits.all),
+            (&f::CACHE_HITS, hits),
+            (&f::CACHE_MISSES, misses),
+            (&f::CACHE_SAVED, saved),
+            (&f::CACHE_DAMAGED, damaged),
+            (&f::CACHE_FAILED, failed),
+        ] {
+            samples.add(family, &[], value);
+        }
+    }
+    let state = server.lock();
+    let backend = state.serving.as_ref().map_or("", |(backend, _)| backend.as_str());
+    samples.add(&f::INFO, &[env!("CARGO_PKG_VERSION"), backend], 1u64);
+    samples.add(&f::DRAINING, &[], state.draining());
+    samples.add(&f::SESSIONS_LIMIT, &[], server.options.max_sessions);
+    samples.add(&f::WORKERS_CRASHED, &[], state.workers_crashed);
+    samples.add(&f::KERNELS_OVERRUN, &[], state.kernels_overrun);
+    queue(&mut samples, &state);
+    sessions(&mut samples, &state, &readings);
+    gpus(&mut samples, server, &state, &readings);
+    samples
+}
+
+fn queue(samples: &mut Samples, state: &State) {
+    for kind in Kind::ALL {
+        let pool = state.pool(kind);
+        samples.add(&f::WAITING, &[kind.name()], pool.queue.len());
+        let longest = pool.queue.iter().map(|parked| parked.since.elapsed()).max().unwrap_or_default();
+        samples.add(&f::WAITING_LONGEST, &[kind.name()], longest.as_secs_f64());
+        samples.add(&f::WORKERS_FAILED, &[kind.name()], pool.failed);
+    }
+    for managed in state.workers.values() {
+        samples.add(&f::WORKERS, &[managed.kind.name(), managed.stage.name()], 1u64);
+    }
+}
+
+fn sessions(samples: &mut Samples, state: &State, readings: &[Reading]) {
+    for (key, settled) in state.settled.rows() {
+        count(samples, key.labels(), settled);
+    }
+    for (worker, session) in state.sessions.iter().filter(|(_, session)| session.begun) {
+        let names = session.key.labels();
+        let [principal, client, program] = names;
+        let mut own = Settled::default();
+        own.add(session);
+        count(samples, names, &own);
+        let labels = [principal, client, program, session.kind.name(), session.transport];
+        samples.add(&f::SESSIONS, &labels, 1u64);
+        samples.add(&f::SESSIONS_PARKED, &names, session.parked.is_some());
+        for number in &session.devices {
+            let labels = [principal, client, program, &number.to_string()];
+            samples.add(&f::MEMORY, &labels, session.account.held(*number as usize));
+            let reading = readings.iter().find(|reading| reading.device == *number);
+            if let Some(percent) = reading.and_then(|reading| reading.processes.get(worker)) {
+                samples.add(&f::SM_UTILIZATION, &labels, f64::from(*percent) / 100.0);
+            }
+        }
+    }
+    let mut limited: Vec<(&str, u64)> = state
+        .sessions
+        .values()
+        .map(|session| (session.key.labels()[0], session.limits.total.device_memory))
+        .filter(|(_, limit)| *limit > 0)
+        .collect();
+    limited.sort_unstable();
+    limited.dedup_by_key(|(principal, _)| *principal);
+    for (principal, limit) in limited {
+        samples.add(&f::MEMORY_LIMIT, &[principal], limit);
+    }
+    for (key, ns) in state.charged_ever.rows() {
+        samples.add(&f::SHARED_TIME, &key.labels()[..1], *ns as f64 / 1e9);
+    }
+}
+
+/// Adds what sessions under these names have done.
+fn count(samples: &mut Samples, names: [&str; 3], done: &Settled) {
+    let Counters { commands, launches, copies, round_trips, bytes_in, bytes_out, bytes_copied, .. } =
+        done.counters;
+    for (family, value) in [
+        (&f::SESSIONS_BEGUN, done.sessions),
+        (&f::SESSIONS_LOST, done.lost),
+        (&f::RESUMES, done.resumed),
+        (&f::COMMANDS, commands),
+        (&f::LAUNCHES, launches),
+        (&f::COPIES, copies),
+        (&f::ROUND_TRIPS, round_trips),
+        (&f::RECEIVED, bytes_in),
+        (&f::SENT, bytes_out),
+        (&f::COPIED, bytes_copied),
+    ] {
+        samples.add(family, &names, value);
+    }
+    samples.add(&f::SESSION_TIME, &names, done.time.as_secs_f64());
+}
+
+fn gpus(samples: &mut Samples, server: &Server, state: &State, readings: &[Reading]) {
+    for number in state.devices(&server.options) {
+        let gpu = number.to_string();
+        samples.add(&f::GPU_HEALTHY, &[&gpu], !state.ill.contains_key(&number));
+        let users = state.sessions.values().filter(|session| session.devices.contains(&number)).count();
+        samples.add(&f::GPU_SESSIONS, &[&gpu], users);
+    }
+    let host = super::host_name();
+    for reading in readings {
+        let gpu = reading.device.to_string();
+        let labels = [gpu.as_str(), &reading.uuid, &reading.name, &host];
+        let mut add = |family, value: Option<f64>| {
+            if let Some(value) = value {
+                samples.add(family, &labels, value);
+            }
+        };
+        let mib = |bytes: u64| (bytes >> 20) as f64;
+        add(&f::GPU_UTIL, reading.utilization.map(|(gpu, _)| gpu.into()));
+        add(&f::MEM_COPY_UTIL, reading.utilization.map(|(_, memory)| memory.into()));
+        add(&f::FB_FREE, reading.memory.map(|(free, _)| mib(free)));
+        add(&f::FB_USED, reading.memory.map(|(_, used)| mib(used)));
+        add(&f::GPU_TEMP, reading.temperature.map(f64::from));
+        add(&f::POWER_USAGE, reading.power);
+        add(&f::SM_CLOCK, reading.clocks.map(|(multiprocessors, _)| multiprocessors.into()));
+        add(&f::MEM_CLOCK, reading.clocks.map(|(_, memory)| memory.into()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::queue::tests::session_of_limits;
+    use super::*;
+    use crate::worker_protocol::Limits;
+
+    fn text(state: &State) -> String {
+        let mut samples = Samples::default();
+        sessions(&mut samples, state, &[]);
+        samples.text()
+    }
+
+    fn value(text: &str, series: &str) -> Option<f64> {
+        text.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
+    }
+
+    fn session(state: &mut State, worker: u32, program: &str, counters: Counters) {
+        let mut session = session_of_limits(Limits { principal: "host1".into(), ..Limits::default() });
+        session.key = state.settled.enter(["host1", "vm7", program], Instant::now());
+        (session.begun, session.counters) = (true, counters);
+        state.sessions.insert(worker, session);
+    }
+
+    #[test]
+    fn counters_do_not_fall_when_a_session_ends() {
+        let mut state = State::default();
+        let counters = Counters { commands: 7, launches: 3, bytes_in: 100, ..Counters::default() };
+        session(&mut state, 1, "train", counters);
+        session(&mut state, 2, "train", counters);
+        let commands = "rgpu_server_commands_total{principal=\"host1\",client=\"vm7\",program=\"train\"}";
+        let begun = commands.replace("commands", "sessions_begun");
+        let running = "rgpu_server_sessions{principal=\"host1\",client=\"vm7\",program=\"train\",kind=\"gpu\",transport=\"local\"}";
+        let now = text(&state);
+        assert_eq!(
+            (value(&now, commands), value(&now, &begun), value(&now, running)),
+            (Some(14.0), Some(2.0), Some(2.0))
+        );
+        let ended = state.sessions.remove(&2).unwrap();
+        state.settle(&ended);
+        let now = text(&state);
+        assert_eq!(
+            (value(&now, commands), value(&now, &begun), value(&now, running)),
+            (Some(14.0), Some(2.0), Some(1.0))
+        );
+    }
+
+    #[test]
+    fn what_a_worker_makes_up_stays_a_number_of_its_own_principal() {
+        let mut state = State::default();
+        let most = Counters { commands: u64::MAX, ..Counters::default() };
+        session(&mut state, 1, "a", most);
+        session(&mut state, 2, "a", most);
+        session(&mut state, 3, "b", Counters { commands: 1, ..Counters::default() });
+        let now = text(&state);
+        let of = |program| {
+            format!("rgpu_server_commands_total{{principal=\"host1\",client=\"vm7\",program=\"{program}\"}}")
+        };
+        assert_eq!(value(&now, &of("a")), Some(u64::MAX as f64));
+        assert_eq!(value(&now, &of("b")), Some(1.0));
+    }
+
+    #[test]
+    fn charged_time_is_kept_when_a_principal_has_no_session_any_more() {
+        let mut state = State::default();
+        for charged in
+            [&[("a", 1_000_000_000), ("b", 5)][..], &[("a", 1_500_000_000)], &[], &[("a", 500_000_000)]]
+        {
+            let charged: HashMap<String, u64> =
+                charged.iter().map(|(name, ns)| ((*name).to_owned(), *ns)).collect();
+            state.note_charged(&charged);
+            state.charged = charged;
+        }
+        let series = "rgpu_server_shared_gpu_time_seconds_total{principal=\"a\"}";
+        assert_eq!(value(&text(&state), series), Some(2.0));
+    }
+}

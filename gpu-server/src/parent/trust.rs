@@ -1,0 +1,200 @@
+//! Who clients are: by their keys over TLS, by their user over a Unix socket.
+
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use anyhow::Context;
+use identity::principals::{EnrollError, JoinError, now};
+use identity::{Authority, Fingerprint, Identity, Principals, Secret, tls};
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
+use rustls::ServerConfig;
+use rustls::pki_types::{CertificateDer, UnixTime};
+use serde::{Deserialize, Serialize};
+
+use crate::config::Serve;
+
+/// Whom a client was found to be. Nothing of it comes from what the client says about itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Principal {
+    /// The name: a client's that joined; `uid:N` for a user of this machine; `insecure:ADDRESS` without TLS.
+    pub(super) name: String,
+    /// The client's key, over TLS.
+    pub(super) key: Option<Fingerprint>,
+    /// The certificates that prove the name, if an authority's do.
+    certificates: Option<Arc<[CertificateDer<'static>]>>,
+}
+
+/// A principal as it is written down.
+#[derive(Serialize, Deserialize)]
+pub(super) struct SavedPrincipal {
+    name: String,
+    key: Option<Fingerprint>,
+    certificates: Option<Vec<Vec<u8>>>,
+}
+
+impl SavedPrincipal {
+    pub(super) fn restore(self) -> Principal {
+        let certificates = self.certificates.map(|all| all.into_iter().map(CertificateDer::from).collect());
+        Principal { name: self.name, key: self.key, certificates }
+    }
+}
+
+impl Principal {
+    pub(super) fn save(&self) -> SavedPrincipal {
+        let bytes = |all: &Arc<[CertificateDer<'static>]>| all.iter().map(|one| one.to_vec()).collect();
+        SavedPrincipal {
+            name: self.name.clone(),
+            key: self.key,
+            certificates: self.certificates.as_ref().map(bytes),
+        }
+    }
+
+    /// A user of this machine.
+    pub(super) fn of_socket(socket: &impl AsFd) -> Principal {
+        let name = match getsockopt(&socket.as_fd(), PeerCredentials) {
+            Ok(peer) => format!("uid:{}", peer.uid()),
+            Err(_) => "uid:unknown".to_owned(),
+        };
+        Principal { name, key: None, certificates: None }
+    }
+
+    /// Somebody at `peer`, over tcp without TLS.
+    pub(super) fn of_address(peer: &str) -> Principal {
+        let host = peer.rsplit_once(':').map_or(peer, |(host, _)| host);
+        Principal { name: format!("insecure:{host}"), key: None, certificates: None }
+    }
+
+    #[cfg(test)]
+    pub(super) fn test() -> Principal {
+        Principal { name: "uid:0".into(), key: None, certificates: None }
+    }
+}
+
+/// The server's key, and the clients that it knows.
+pub(super) struct Trust {
+    folder: PathBuf,
+    files: Mutex<Arc<Files>>,
+    principals: Mutex<Principals>,
+}
+
+/// What the operator may replace while the server runs.
+struct Files {
+    identity: Identity,
+    config: Arc<ServerConfig>,
+    authority: Option<Authority>,
+}
+
+impl Files {
+    fn with(identity: Identity, folder: &Path) -> anyhow::Result<Files> {
+        let config = tls::server_for_anyone(&identity).context("preparing TLS")?;
+        let authority = Authority::load(folder).context("the authorities of clients (--identity)")?;
+        Ok(Files { identity, config, authority })
+    }
+}
+
+impl Trust {
+    /// Reads the server's key and its clients. Makes the key if there is none.
+    pub(super) fn open(options: &Serve) -> anyhow::Result<Trust> {
+        let folder = options.identity.clone();
+        let identity = Identity::load_or_create(&folder).context("this server's key (--identity)")?;
+        let files = Mutex::new(Arc::new(Files::with(identity, &folder)?));
+        let principals = Mutex::new(Principals::open(&folder)?);
+        Ok(Trust { folder, files, principals })
+    }
+
+    /// Reads the key, the certificates and the lists of revoked ones again, all or none of them. Whether the key is another one.
+    pub(super) fn reload(&self) -> anyhow::Result<bool> {
+        let before = self.fingerprint();
+        let identity = Identity::load(&self.folder)?.context("there is no key any more")?;
+        let files = Arc::new(Files::with(identity, &self.folder)?);
+        let changed = files.identity.fingerprint() != before;
+        *self.files.lock().unwrap_or_else(PoisonError::into_inner) = files;
+        Ok(changed)
+    }
+
+    fn files(&self) -> Arc<Files> {
+        Arc::clone(&self.files.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(super) fn principals(&self) -> MutexGuard<'_, Principals> {
+        self.principals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// For connections of clients to the daemon.
+    pub(super) fn config(&self) -> Arc<ServerConfig> {
+        Arc::clone(&self.files().config)
+    }
+
+    /// The fingerprint of the server's key.
+    pub(super) fn fingerprint(&self) -> Fingerprint {
+        self.files().identity.fingerprint()
+    }
+
+    /// The principal with these certificates, whose key it has shown to have. The error says why there is none.
+    pub(super) fn principal(&self, certificates: &[CertificateDer<'_>]) -> Result<Principal, String> {
+        let key = key(certificates)?;
+        if let Some(name) = self.principals().find(&key) {
+            return Ok(Principal { name: name.to_owned(), key: Some(key), certificates: None });
+        }
+        let files = self.files();
+        let Some(authority) = &files.authority else {
+            return Err(format!(
+                "the server does not know this client's key {key}: run rgpuctl enroll on the server and rgpuctl join on the client"
+            ));
+        };
+        match authority.principal(certificates, UnixTime::now()) {
+            Ok(name) => {
+                let certificates = certificates.iter().map(|certificate| certificate.clone().into_owned());
+                Ok(Principal { name, key: Some(key), certificates: Some(certificates.collect()) })
+            }
+            Err(why) => Err(format!(
+                "the server does not know this client: its certificate does not count ({why}), and its key was not enrolled (rgpuctl enroll)"
+            )),
+        }
+    }
+
+    /// Why a principal is not what it was found to be, if it is not any more: its access or its certificate was revoked.
+    pub(super) fn doubt(&self, principal: &Principal) -> Option<String> {
+        let (Principal { name, .. }, key) = (principal, principal.key?);
+        let Some(certificates) = &principal.certificates else {
+            let known = self.principals().find(&key) == Some(name);
+            return (!known).then(|| format!("the access of {name} to this server was revoked"));
+        };
+        let files = self.files();
+        let Some(authority) = &files.authority else {
+            return Some(format!("this server trusts no authority any more, and so not {name}"));
+        };
+        let why = authority.principal(certificates, UnixTime::now()).err()?;
+        Some(format!("the certificate of {name} does not count any more: {why}"))
+    }
+
+    /// Takes a token for the key of these certificates.
+    pub(super) fn join(
+        &self,
+        certificates: &[CertificateDer<'_>],
+        secret: &[u8; 32],
+    ) -> Result<Principal, String> {
+        let key = key(certificates)?;
+        let name = self.principals().join(&Secret(*secret), key, now()).map_err(|e| match e {
+            JoinError::File(e) => {
+                tracing::error!("cannot store a client's key: {}", host_bridge::framing::with_causes(&e));
+                "the server cannot store this client's key; its log says why".to_owned()
+            }
+            e => e.to_string(),
+        })?;
+        Ok(Principal { name, key: Some(key), certificates: None })
+    }
+
+    /// Gives out a token.
+    pub(super) fn enroll(&self, name: &str, valid: Duration) -> Result<Secret, EnrollError> {
+        self.principals().enroll(name, now(), valid)
+    }
+}
+
+fn key(certificates: &[CertificateDer<'_>]) -> Result<Fingerprint, String> {
+    let certificate = certificates.first().ok_or("the client has shown no certificate")?;
+    Fingerprint::of(certificate).map_err(|e| format!("the client's certificate cannot be read: {e}"))
+}

@@ -1,0 +1,169 @@
+//! The thread that carries out what the [`Arbiter`] decides: it reads the sessions' meters and sets their gates.
+//!
+//! It sleeps while no two principals have work for the same devices, and is woken by the bell that workers ring.
+
+use std::collections::{BTreeSet, HashMap};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use handover::{Inherited, Store};
+use nix::fcntl::OFlag;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::arbiter::{Arbiter, Clock, Gate, View};
+use super::{Server, Session, State};
+use crate::pages::gate;
+use crate::worker_protocol::{Kind, MOST_DEVICES};
+
+/// The time between two steps while principals take turns.
+const TICK: u16 = 1;
+/// Two steps are at least so far apart, and so many times as far as a step takes, however often workers ring.
+const LEAST: Duration = Duration::from_micros(50);
+const REST: u32 = 4;
+
+/// Wakes the thread. A pipe: workers have the end that cannot be read, so none can take away what another has rung.
+pub(super) struct Bell {
+    read: OwnedFd,
+    write: OwnedFd,
+}
+
+impl Bell {
+    /// The one of the daemon before this one, which its workers have, or a new one.
+    pub(super) fn take_or_new(inherited: &mut Inherited, store: &Store) -> anyhow::Result<Bell> {
+        let (read, write) = ("bell-read", "bell-write");
+        let bell = match (inherited.remove(read), inherited.remove(write)) {
+            (Some(read), Some(write)) => Bell { read, write },
+            _ => {
+                [read, write].iter().for_each(|name| store.forget(name));
+                Bell::new()?
+            }
+        };
+        store
+            .keep(read, &bell.read)
+            .and_then(|()| store.keep(write, &bell.write))
+            .context("keeping the bell")?;
+        Ok(bell)
+    }
+
+    pub(super) fn new() -> anyhow::Result<Bell> {
+        let (read, write) =
+            nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).context("a pipe for turns")?;
+        Ok(Bell { read, write })
+    }
+
+    pub(super) fn ring(&self) {
+        // Writing fails only when the pipe is full. Then the thread is awake.
+        let _ = nix::unistd::write(&self.write, &[1]);
+    }
+
+    /// The end for a worker.
+    pub(super) fn share(&self) -> std::io::Result<OwnedFd> {
+        self.write.as_fd().try_clone_to_owned()
+    }
+
+    /// Waits until it rings, or for `limit`, and takes what has been rung.
+    fn wait(&self, limit: PollTimeout) {
+        let mut bell = [PollFd::new(self.read.as_fd(), PollFlags::POLLIN)];
+        if poll(&mut bell, limit).is_ok_and(|ready| ready > 0) {
+            // As much as a pipe holds. Whatever comes meanwhile rings again.
+            let _ = nix::unistd::read(&self.read, &mut [0; 64 << 10]);
+        }
+    }
+}
+
+/// Starts the thread.
+pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
+    let server = Arc::clone(server);
+    std::thread::Builder::new()
+        .name("rgpu-turns".into())
+        .spawn(move || run(&server))
+        .context("starting turns")?;
+    Ok(())
+}
+
+fn run(server: &Server) {
+    let virtual_time = server.options.worker.backing.software_imitate.block_us > 0;
+    let mut arbiter = Arbiter::new(if virtual_time { Clock::Reported } else { Clock::Observed });
+    let begun = Instant::now();
+    loop {
+        let limit = if arbiter.is_contended() { PollTimeout::from(TICK) } else { PollTimeout::NONE };
+        server.bell.wait(limit);
+        let since = Instant::now();
+        let now = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        step(&mut server.lock(), &mut arbiter, now);
+        std::thread::sleep(LEAST.max(since.elapsed() * REST));
+    }
+}
+
+/// One step: reads all meters once, and sets all gates.
+fn step(state: &mut State, arbiter: &mut Arbiter, now: u64) {
+    let takes_part = |session: &Session| session.kind == Kind::Gpu && session.begun && !session.ended;
+    let sessions = || state.sessions.iter().filter(|(_, session)| takes_part(session));
+    let views: Vec<View<'_>> = sessions()
+        .map(|(worker, session)| {
+            let meter = session.account.meter();
+            // Before the other figures: see the worker.
+            let unfinished = meter.unfinished.load(Ordering::Acquire) > 0;
+            View {
+                worker: *worker,
+                principal: &session.limits.principal,
+                weight: session.limits.weight,
+                priority: session.limits.priority,
+                devices: session
+                    .devices
+                    .iter()
+                    .filter(|n| (**n as usize) < MOST_DEVICES)
+                    .fold(0, |all, n| all | 1 << n),
+                issued: meter.issued.load(Ordering::Relaxed),
+                unfinished,
+                finished: meter.finished.load(Ordering::Relaxed),
+                longest: meter.longest.load(Ordering::Relaxed),
+                waits: meter.waits.load(Ordering::Acquire) != 0,
+                reported: meter.gpu_ns.load(Ordering::Relaxed),
+            }
+        })
+        .collect();
+    let gates = arbiter.step(now, &views);
+    let principals: BTreeSet<&str> = views.iter().map(|view| view.principal).collect();
+    let charged: HashMap<String, u64> =
+        principals.into_iter().map(|name| (name.to_owned(), arbiter.charged(name))).collect();
+    for (worker, gate) in gates {
+        if let Some(session) = state.sessions.get_mut(&worker) {
+            session.account.set_gate(gate);
+        }
+    }
+    state.note_charged(&charged);
+    state.charged = charged;
+}
+
+/// A gate as the word that the worker reads. `tells` counts how often the session was asked to tell of its work.
+pub(super) fn word(decided: Gate, tells: u32) -> u32 {
+    let (mode, steps) = match decided {
+        Gate::Open => (gate::OPEN, 0),
+        Gate::Tell => (gate::TELL, tells),
+        Gate::Metered { steps, .. } => (gate::METERED, steps),
+        Gate::Closed { steps } => (gate::CLOSED, steps),
+    };
+    gate::word(mode, steps)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_worker_can_ring_but_not_take_away_what_was_rung() {
+        let bell = Bell::new().unwrap();
+        let worker = bell.share().unwrap();
+        bell.ring();
+        assert!(nix::unistd::read(&worker, &mut [0; 8]).is_err());
+        // However often it rings, the others' rings do not wait, and the daemon takes all of them at once.
+        while nix::unistd::write(&worker, &[1; 4096]).is_ok() {}
+        bell.ring();
+        bell.wait(PollTimeout::NONE);
+        assert!(nix::unistd::read(&bell.read, &mut [0; 8]).is_err(), "nothing is left");
+    }
+}

@@ -1,0 +1,513 @@
+//! What workers tell the daemon, and their ends. A thread for each worker receives its messages.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use nix::sys::signal::Signal;
+use sandbox::Process;
+
+use super::pool::keep_idle;
+use super::workers::{Stage, Worker};
+use super::{Server, Session, State, queue, takeover};
+use crate::cuda_ipc::{Refusal, Reply, Shared, Token, origin};
+use crate::worker_protocol::{self, FromWorker, Kind};
+
+/// Starts the thread that receives a worker's messages until it ends.
+pub(super) fn start_watching(
+    server: &Arc<Server>,
+    worker: &Arc<Worker>,
+    process: Process,
+) -> anyhow::Result<()> {
+    let (server, worker) = (Arc::clone(server), Arc::clone(worker));
+    std::thread::Builder::new()
+        .name("rgpu-watch".into())
+        .spawn(move || watch(&server, &worker, process))
+        .context("starting a thread for a worker")?;
+    Ok(())
+}
+
+/// How a process ended, after "it".
+pub(super) fn describe(status: ExitStatus) -> String {
+    match (status.signal(), status.code()) {
+        (Some(signal), _) => {
+            let name = Signal::try_from(signal).map_or_else(|_| String::new(), |s| format!(" ({s})"));
+            format!("was killed by signal {signal}{name}")
+        }
+        (None, Some(code)) => format!("exited with status {code}"),
+        (None, None) => "ended".into(),
+    }
+}
+
+/// The end of a process of which nobody says how it was.
+fn unknown(e: &io::Error) -> String {
+    match e.raw_os_error() {
+        Some(libc::ECHILD) => {
+            "has ended; how is not known, because the daemon that had started it crashed".into()
+        }
+        _ => format!("has ended; how is not known: {e}"),
+    }
+}
+
+/// Receives a worker's messages until it ends.
+fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
+    let pid = worker.pid();
+    // Why it was ended: it broke the protocol, or it said that it cannot serve.
+    let (mut broken, mut failed) = (None, None);
+    let mut budget = Budget::new(Instant::now());
+    let mut first = true;
+    loop {
+        let pause = budget.take(Instant::now());
+        if !pause.is_zero() {
+            std::thread::sleep(pause);
+        }
+        // It stays the next one until it was dealt with: should this daemon crash meanwhile, its successor receives it again.
+        let received = worker_protocol::peek::<FromWorker>(worker.socket().as_fd());
+        let (mut message, fds) = match received {
+            Ok(Some((message, fds))) => (message, fds),
+            Ok(None) => break,
+            Err(e) => {
+                broken = Some(format!("sent an invalid message: {e}"));
+                break;
+            }
+        };
+        let mut state = server.lock();
+        // What a worker says is checked like what a client says: whoever has taken it over speaks for it.
+        if let Err(why) = check(&state, pid, &mut message) {
+            broken = Some(why);
+            break;
+        }
+        if !std::mem::replace(&mut first, false) {
+            state.sessions.get_mut(&pid).into_iter().for_each(|session| session.account.heard());
+        }
+        // What happens all the time and concerns nobody else.
+        let quiet = matches!(
+            message,
+            FromWorker::Share { .. }
+                | FromWorker::Open { .. }
+                | FromWorker::Charge { .. }
+                | FromWorker::Discharge { .. }
+        );
+        match message {
+            FromWorker::Sandbox(_) => {}
+            FromWorker::Ready { backend, devices, free, key } => match become_ready(&mut state, worker) {
+                Ok(kind) => {
+                    worker.set_key(key);
+                    log_devices(&mut state, backend, devices);
+                    state.save_daemon(&server.succession, false);
+                    state.pool_mut(kind).succeed(Instant::now(), free);
+                    state.measure = true;
+                    // Before it can have a session: a successor of this daemon takes over workers with one, which say this no more.
+                    let _ = worker_protocol::consume(worker.socket().as_fd());
+                    let keep = keep_idle(&mut state, &server.options, worker, kind);
+                    drop(state);
+                    if keep {
+                        queue::serve(server, kind);
+                    }
+                    server.changed.notify_all();
+                    continue;
+                }
+                Err(why) => {
+                    broken = Some(why);
+                    break;
+                }
+            },
+            FromWorker::Failed { reason, full } => {
+                let first = state.serving.is_none();
+                if let Some(kind) = state.starting(pid) {
+                    tracing::error!(worker = pid, "a worker cannot start: {reason}");
+                    if first && kind == Kind::Gpu {
+                        state.fatal = Some(reason.clone());
+                    }
+                    // Memory can only become free when another session or worker on the device ends.
+                    let others = state.sessions.values().any(|session| session.kind == Kind::Gpu)
+                        || !state.gpu.idle.is_empty();
+                    state.pool_mut(kind).full = full && others;
+                }
+                failed = Some(reason);
+                break;
+            }
+            FromWorker::Share { request, what } => {
+                let reply = share(server, &mut state, pid, what, fds.into_iter().next());
+                worker.answer(request, reply, None);
+            }
+            FromWorker::Open { request, token } => {
+                let (reply, fd) = open(&mut state, pid, &token);
+                worker.answer(request, reply, fd.as_deref());
+            }
+            FromWorker::Charge { request, resource, bytes } => {
+                let reply = state.charge(pid, request, resource, bytes);
+                worker.answer(request, reply, None);
+            }
+            FromWorker::Discharge { request, resource, bytes } => {
+                state.discharge(pid, request, resource, bytes);
+            }
+            FromWorker::Unshare { token } => {
+                if let Some(what) = state.shares.remove(&token, pid) {
+                    server.succession.store.forget(&takeover::share_name(&token, pid, &what));
+                }
+            }
+            FromWorker::Counters(counters) => {
+                if let Some(session) = state.sessions.get_mut(&pid).filter(|session| !session.ended) {
+                    session.counters = counters;
+                }
+                state.measure = true;
+            }
+            FromWorker::Link { up } => {
+                if let Some(session) = state.sessions.get_mut(&pid).filter(|session| !session.ended) {
+                    session.parked = (!up).then(|| session.parked.unwrap_or_else(Instant::now));
+                    session.resumed += u64::from(up);
+                }
+                state.save(pid);
+            }
+            FromWorker::Overrun => {
+                let session = state.sessions.get_mut(&pid);
+                if let Some(session) = session.filter(|session| !session.ended && !session.overrun) {
+                    session.overrun = true;
+                    let (client, program) = (&session.client, &session.program);
+                    let (principal, seconds) = (&session.limits.principal, session.limits.kernel_seconds);
+                    tracing::warn!(
+                        worker = pid,
+                        client,
+                        program,
+                        principal,
+                        "a kernel has run for {seconds} s (--kernel-seconds): its session ends"
+                    );
+                    state.kernels_overrun += 1;
+                    state.save(pid);
+                }
+            }
+            FromWorker::Ended { lost, counters } => {
+                let mut first = false;
+                if let Some(token) = state.sessions.get(&pid).map(|session| session.token) {
+                    let why = lost.as_deref().unwrap_or("the session has ended");
+                    state.remember_end(token, why.to_owned());
+                }
+                if let Some(session) = state.sessions.get_mut(&pid).filter(|session| !session.ended) {
+                    (session.ended, session.lost) = (true, lost.is_some());
+                    if !counters.is_before(&session.counters) {
+                        session.counters = counters;
+                    }
+                    first = true;
+                    let (client, program) = (&session.client, &session.program);
+                    match &lost {
+                        None => tracing::info!(
+                            worker = pid,
+                            client,
+                            program,
+                            commands = counters.commands,
+                            "session ends"
+                        ),
+                        Some(why) => tracing::warn!(worker = pid, client, program, "session lost: {why}"),
+                    }
+                }
+                if first {
+                    state.note_end_of(pid, lost.as_deref());
+                }
+                state.sessions_lost += u64::from(first && lost.is_some());
+                state.save(pid);
+            }
+        }
+        // Only this thread reads the worker's socket, so this takes the message that was just dealt with.
+        let _ = worker_protocol::consume(worker.socket().as_fd());
+        if !quiet {
+            server.changed.notify_all();
+        }
+    }
+    if let Some(why) = &broken {
+        tracing::error!(worker = pid, "a worker {why}; killed");
+    }
+    // It may be about to exit by itself, but it cannot be relied on: nobody listens to it any more.
+    if broken.is_some() {
+        worker.kill();
+    }
+    let broken = broken.or(failed);
+    let ended = process.wait();
+    let mut how = ended.as_ref().map_or_else(unknown, |status| describe(*status));
+    if process.group().is_some_and(sandbox::Group::ran_out_of_memory) {
+        how.push_str(": it used more memory of the server's machine than it may (--worker-memory)");
+    }
+    // Its user ID and its group can be used again from here on.
+    drop(process);
+    let clean = ended.is_ok_and(|status| status.success());
+    {
+        let mut state = server.lock();
+        for name in state.shares.of(pid).map(|(token, what)| takeover::share_name(token, pid, what)) {
+            server.succession.store.forget(&name);
+        }
+        if let Some((session, reason)) = remove_worker(&mut state, pid, clean, &how, broken) {
+            takeover::forget(server, pid);
+            state.save_daemon(&server.succession, false);
+            server.audit.ended(&session, session.lost, &reason);
+        }
+    }
+    // Its devices, or its turn, may be what others wait for.
+    queue::serve(server, Kind::Gpu);
+    server.bell.ring();
+    server.changed.notify_all();
+    server.nudge.nudge();
+}
+
+/// Messages that a worker may send at once, and per second in the long run. More wait in its socket, so that a flood takes little of the daemon's time.
+const MESSAGES: (f64, f64) = (20_000.0, 10_000.0);
+
+/// How many messages of a worker are read now.
+struct Budget {
+    left: f64,
+    at: Instant,
+}
+
+impl Budget {
+    fn new(now: Instant) -> Budget {
+        Budget { left: MESSAGES.0, at: now }
+    }
+
+    /// Accounts for one message. Returns how long to wait before it is read.
+    fn take(&mut self, now: Instant) -> Duration {
+        let earned = now.saturating_duration_since(self.at).as_secs_f64() * MESSAGES.1;
+        (self.left, self.at) = ((self.left + earned).min(MESSAGES.0) - 1.0, now);
+        Duration::from_secs_f64((-self.left).max(0.0) / MESSAGES.1)
+    }
+}
+
+/// Longest text of a worker that is logged or shown, in characters.
+const TEXT: usize = 1024;
+
+/// Makes a worker's text fit for the log and the status: no control characters, and not too long.
+fn clean(text: &mut String) {
+    if text.chars().any(char::is_control) || text.len() > TEXT {
+        *text = text.chars().take(TEXT).map(|c| if c.is_control() { ' ' } else { c }).collect();
+    }
+}
+
+/// Checks a message against what the daemon knows of the worker. An error says what the worker did that no worker of rgpu does.
+fn check(state: &State, pid: u32, message: &mut FromWorker) -> Result<(), String> {
+    let Some(stage) = state.workers.get(&pid).map(|managed| managed.stage) else {
+        return Err("is unknown".into());
+    };
+    let serving = |what: &str| match stage {
+        Stage::Serving => Ok(()),
+        Stage::Starting | Stage::Idle => Err(format!("{what} without a session")),
+    };
+    match message {
+        FromWorker::Sandbox(_) => Err("answered a question that nobody asked".into()),
+        FromWorker::Ready { backend, devices, .. } => {
+            clean(backend);
+            devices.iter_mut().for_each(clean);
+            Ok(())
+        }
+        FromWorker::Failed { reason, .. } => {
+            clean(reason);
+            match stage {
+                Stage::Starting => Ok(()),
+                Stage::Idle | Stage::Serving => Err("said that it cannot start after it had started".into()),
+            }
+        }
+        FromWorker::Share { .. } | FromWorker::Unshare { .. } => serving("shared an object"),
+        FromWorker::Charge { .. } | FromWorker::Discharge { .. } => serving("charged memory"),
+        FromWorker::Open { .. } => serving("opened a shared object"),
+        FromWorker::Link { .. } => serving("reported its link"),
+        FromWorker::Overrun => serving("reported a kernel"),
+        FromWorker::Counters(counters) => {
+            serving("reported counters")?;
+            // After the end, a report that was on its way may be older than the last one.
+            match state.sessions.get(&pid).filter(|session| !session.ended) {
+                Some(session) if counters.is_before(&session.counters) => {
+                    Err("reported counters that run backwards".into())
+                }
+                _ => Ok(()),
+            }
+        }
+        FromWorker::Ended { lost, .. } => {
+            lost.iter_mut().for_each(clean);
+            serving("ended")
+        }
+    }
+}
+
+/// A worker reports that it is ready. Only a worker that is starting may do so; another one must not get a session, let alone a second one.
+pub(super) fn become_ready(state: &mut State, worker: &Worker) -> Result<Kind, String> {
+    match state.workers.get_mut(&worker.pid()) {
+        Some(managed) if managed.stage == Stage::Starting => {
+            managed.stage = Stage::Idle;
+            let kind = managed.kind;
+            state.pool_mut(kind).starting -= 1;
+            Ok(kind)
+        }
+        Some(_) => Err("reported twice that it is ready".into()),
+        None => Err("is unknown".into()),
+    }
+}
+
+fn log_devices(state: &mut State, backend: String, devices: Vec<String>) {
+    if state.serving.is_none() {
+        tracing::info!("serving {} device(s) with {backend}: {}", devices.len(), devices.join(", "));
+        state.serving = Some((backend, devices));
+    }
+}
+
+fn origin_of(state: &State, pid: u32) -> Option<String> {
+    state.sessions.get(&pid).map(|session| origin(&session.peer, &session.client))
+}
+
+fn share(server: &Server, state: &mut State, pid: u32, what: Shared, fd: Option<OwnedFd>) -> Reply {
+    let Some(origin) = origin_of(state, pid) else { return Reply::Refused(Refusal::Unknown) };
+    let name = |token| takeover::share_name(token, pid, &what);
+    match state.shares.add(pid, origin, what.clone(), fd) {
+        Ok(Ok(token)) => {
+            let kept = state.shares.file(&token).map(|fd| server.succession.store.keep(&name(&token), &fd));
+            if let Some(Err(e)) = kept {
+                tracing::warn!(worker = pid, "a shared object cannot be kept for another daemon: {e}");
+            }
+            Reply::Shared(token)
+        }
+        Ok(Err(refusal)) => {
+            tracing::warn!(worker = pid, "a session has reached its maximum of shared objects");
+            Reply::Refused(refusal)
+        }
+        Err(e) => {
+            tracing::error!("cannot read random numbers: {e}");
+            Reply::Refused(Refusal::Full)
+        }
+    }
+}
+
+fn open(state: &mut State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedFd>>) {
+    let Some(origin) = origin_of(state, pid) else { return (Reply::Refused(Refusal::Unknown), None) };
+    match state.shares.open(token, pid, &origin) {
+        Ok((what, fd, own)) => {
+            if let (Shared::Event { slot }, false, Some(session)) = (&what, own, state.sessions.get_mut(&pid))
+            {
+                session.opened.push((*token, *slot));
+                state.save(pid);
+            }
+            (Reply::Opened { what, own }, fd)
+        }
+        Err(refusal) => {
+            tracing::info!(worker = pid, "a session may not open a shared object: {refusal:?}");
+            (Reply::Refused(refusal), None)
+        }
+    }
+}
+
+/// A worker process is gone. Its session, if it had one, and why that ended.
+pub(super) fn remove_worker(
+    state: &mut State,
+    pid: u32,
+    clean: bool,
+    how: &str,
+    broken: Option<String>,
+) -> Option<(Session, String)> {
+    let starting = state.starting(pid);
+    let removed = state.workers.remove(&pid);
+    let kind = removed.as_ref().map_or(Kind::Gpu, |managed| managed.kind);
+    state.shares.remove_all_of(pid);
+    // These were killed on purpose.
+    let draining = state.stopped() || removed.is_some_and(|managed| managed.outdated);
+    let pool = state.pool_mut(kind);
+    pool.idle.retain(|w| w.pid() != pid);
+    // The worker's device memory is free again.
+    pool.free = None;
+    if starting.is_some() {
+        pool.starting -= 1;
+        if !draining {
+            pool.fail(Instant::now(), broken.unwrap_or_else(|| format!("it {how}")));
+        }
+    } else if pool.full {
+        // There may be room now.
+        pool.not_before = None;
+    }
+    let Some(mut session) = state.sessions.remove(&pid).filter(|session| session.begun) else {
+        if !clean && !draining {
+            tracing::warn!(worker = pid, "a worker without a session {how}");
+            state.workers_crashed += 1;
+        }
+        return None;
+    };
+    state.tokens.remove(&session.token);
+    state.publish(&session.limits.principal);
+    if !session.ended {
+        state.sessions_lost += 1;
+        state.workers_crashed += 1;
+        let seconds = session.since.elapsed().as_secs();
+        let (client, program) = (&session.client, &session.program);
+        tracing::error!(worker = pid, client, program, seconds, "session lost: its worker {how}");
+        let reason = format!("the worker of this session on {} {how}", super::host_name());
+        state.remember_end(session.token, reason.clone());
+        state.note_end(&session, Some(&reason));
+        session.control.iter().for_each(|control| control.bye(&reason));
+        session.lost = true;
+    }
+    state.settle(&session);
+    let reason = state.end_of(&session.token).unwrap_or_default().to_owned();
+    Some((session, reason))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::pool::tests::starting_worker;
+    use super::*;
+    use crate::worker_protocol::Counters;
+    use sandbox::Report;
+
+    #[test]
+    fn a_worker_may_report_ready_only_once() {
+        let mut state = State::default();
+        let worker = starting_worker(&mut state, 7, Kind::Gpu);
+        assert_eq!(become_ready(&mut state, &worker), Ok(Kind::Gpu));
+        assert_eq!(state.gpu.starting, 0);
+        // Neither while it waits for a session, nor while it has one.
+        assert!(become_ready(&mut state, &worker).is_err());
+        if let Some(managed) = state.workers.get_mut(&7) {
+            managed.stage = Stage::Serving;
+        }
+        assert!(become_ready(&mut state, &worker).is_err());
+        assert!(become_ready(&mut state, &Worker::fake(8)).is_err());
+        assert_eq!((state.gpu.starting, state.gpu.idle.len()), (0, 0));
+    }
+
+    #[test]
+    fn what_a_worker_says_must_fit_its_stage() {
+        let mut state = State::default();
+        starting_worker(&mut state, 7, Kind::Gpu);
+        let ended = || FromWorker::Ended { lost: None, counters: Counters::default() };
+        let wrong = |state: &State, mut message: FromWorker| check(state, 7, &mut message).is_err();
+        for stage in [Stage::Starting, Stage::Idle] {
+            state.workers.get_mut(&7).unwrap().stage = stage;
+            assert!(wrong(&state, ended()));
+            assert!(wrong(&state, FromWorker::Counters(Counters::default())));
+            assert!(wrong(&state, FromWorker::Open { request: 1, token: [0; 16] }));
+            assert!(wrong(&state, FromWorker::Unshare { token: [0; 16] }));
+            assert!(wrong(&state, FromWorker::Overrun));
+            let what = Shared::Memory { device: 0, size: 1 };
+            assert!(wrong(&state, FromWorker::Share { request: 1, what }));
+        }
+        assert!(wrong(&state, FromWorker::Failed { reason: String::new(), full: false }));
+        assert!(wrong(&state, FromWorker::Sandbox(Ok(Report::default()))));
+        state.workers.get_mut(&7).unwrap().stage = Stage::Serving;
+        assert!(!wrong(&state, ended()));
+        assert!(wrong(&state, FromWorker::Failed { reason: String::new(), full: true }));
+    }
+
+    #[test]
+    fn a_flood_of_messages_is_read_at_a_limited_rate() {
+        let mut now = Instant::now();
+        let mut budget = Budget::new(now);
+        let at_once = (0..100_000).take_while(|_| budget.take(now).is_zero()).count();
+        assert_eq!(at_once, MESSAGES.0 as usize);
+        let start = now;
+        (0..MESSAGES.1 as usize).for_each(|_| now += budget.take(now));
+        assert!(now - start >= Duration::from_millis(990), "{:?}", now - start);
+    }
+
+    #[test]
+    fn a_workers_text_cannot_write_lines_of_the_log() {
+        let mut text = format!("a\nERROR forged\x1b[2J{}", "x".repeat(5000));
+        clean(&mut text);
+        assert!(text.starts_with("a ERROR forged [2J") && text.len() == TEXT, "{text}");
+    }
+}

@@ -1,0 +1,164 @@
+//! Worker processes, as the daemon knows them.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, OnceLock};
+
+use identity::Fingerprint;
+use nix::sys::socket::{Shutdown, shutdown};
+use sandbox::{Description, Handle, Process};
+
+use super::State;
+use crate::cuda_ipc::Reply;
+use crate::worker_protocol::{self, Kind, ToWorker};
+
+/// A worker process.
+pub(super) struct Worker {
+    pid: u32,
+    socket: OwnedFd,
+    /// What another daemon needs to take it over, if that is possible.
+    process: Option<Description>,
+    alive: Option<OwnedFd>,
+    /// The key of its session's connections, once it is ready.
+    key: OnceLock<Fingerprint>,
+    /// `None` in tests, where there is no process.
+    handle: Option<Handle>,
+}
+
+impl Worker {
+    /// A worker for tests, without a process, that never reads its messages.
+    #[cfg(test)]
+    pub(super) fn fake(pid: u32) -> Arc<Worker> {
+        let (socket, other_end) = worker_protocol::pair().unwrap();
+        std::mem::forget(other_end);
+        Arc::new(Worker { pid, socket, process: None, alive: None, key: OnceLock::new(), handle: None })
+    }
+
+    /// The daemon's side of a process at the other end of `socket`. `described`: what another daemon needs to take it over, if that is possible; `alive` is what holds its namespace.
+    pub(super) fn new(
+        socket: OwnedFd,
+        process: &Process,
+        described: Option<Description>,
+        alive: Option<OwnedFd>,
+    ) -> Worker {
+        let (pid, handle, key) = (process.pid(), Some(process.handle()), OnceLock::new());
+        Worker { pid, socket, process: described, alive, key, handle }
+    }
+
+    /// Its process id.
+    pub(super) fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// What another daemon needs to take it over: its process, and what holds its namespace, besides the [socket](Self::socket).
+    pub(super) fn process(&self) -> Option<&Description> {
+        self.process.as_ref()
+    }
+
+    pub(super) fn alive(&self) -> Option<&OwnedFd> {
+        self.alive.as_ref()
+    }
+
+    /// The daemon's end of the socket that the two have.
+    pub(super) fn socket(&self) -> &OwnedFd {
+        &self.socket
+    }
+
+    /// Answers one of the worker's requests.
+    pub(super) fn answer(&self, request: u64, reply: Reply, fd: Option<&OwnedFd>) {
+        let fds: Vec<_> = fd.iter().map(|fd| fd.as_fd()).collect();
+        // The watcher notices when the worker is gone.
+        let _ = self.send(&ToWorker::Reply { request, reply }, &fds);
+    }
+
+    /// The worker is ready, with this key for its session's connections. It reports that only once.
+    pub(super) fn set_key(&self, key: Fingerprint) {
+        let _ = self.key.set(key);
+    }
+
+    /// The key of its session's connections. Zero before it is ready.
+    pub(super) fn key(&self) -> Fingerprint {
+        self.key.get().copied().unwrap_or(Fingerprint([0; 32]))
+    }
+
+    /// Sends a message with descriptors, without waiting. A worker that leaves so much unread that there is no room is killed: a thread of the daemon must not wait for it.
+    pub(super) fn send(&self, message: &ToWorker, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let sent = worker_protocol::try_send(self.socket.as_fd(), message, fds);
+        if sent.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock) {
+            tracing::error!(worker = self.pid, "a worker does not read its messages; killed");
+            self.kill();
+        }
+        sent
+    }
+
+    /// Closes the connection to the worker, which then tells its session and exits.
+    pub(super) fn hang_up(&self) {
+        // It may have ended already.
+        let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Write);
+    }
+
+    /// Kills the worker.
+    pub(super) fn kill(&self) {
+        self.handle.iter().for_each(Handle::kill);
+    }
+}
+
+/// A worker process and its stage.
+pub(super) struct Managed {
+    pub(super) worker: Arc<Worker>,
+    pub(super) kind: Kind,
+    pub(super) stage: Stage,
+    /// It was made for other devices than those that are well now, and gets no session.
+    pub(super) outdated: bool,
+    /// Device numbers, and the bytes that the process takes there, as NVML said last.
+    pub(super) takes: Vec<(u32, u64)>,
+}
+
+impl Managed {
+    /// One that is starting.
+    pub(super) fn starting(worker: &Arc<Worker>, kind: Kind, outdated: bool) -> Managed {
+        Managed { worker: Arc::clone(worker), kind, stage: Stage::Starting, outdated, takes: Vec::new() }
+    }
+
+    /// One that has its session.
+    pub(super) fn serving(worker: &Arc<Worker>, kind: Kind) -> Managed {
+        Managed { stage: Stage::Serving, ..Managed::starting(worker, kind, false) }
+    }
+}
+
+#[cfg(test)]
+impl Managed {
+    /// One for tests, without a process.
+    pub(super) fn fake(pid: u32, stage: Stage) -> Managed {
+        Managed { stage, ..Managed::starting(&Worker::fake(pid), Kind::Gpu, false) }
+    }
+}
+
+/// The stages of a worker, which it goes through in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// It is starting.
+    Starting,
+    /// It is, or was, ready for a session.
+    Idle,
+    /// It has its session.
+    Serving,
+}
+
+impl Stage {
+    /// Its name in the status.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Stage::Starting => "starting",
+            Stage::Idle => "ready",
+            Stage::Serving => "serving",
+        }
+    }
+}
+
+impl State {
+    /// The kind of a worker that is starting.
+    pub(super) fn starting(&self, pid: u32) -> Option<Kind> {
+        self.workers.get(&pid).filter(|managed| managed.stage == Stage::Starting).map(|managed| managed.kind)
+    }
+}

@@ -1,0 +1,228 @@
+//! A session's connections under TLS. The worker makes a key for them, which exists in its memory only. The daemon tells the client the key's fingerprint and passes on, unread, each connection
+//! that names the session.
+//!
+//! A connection is the session's when the client has shown on it that it has the key that it greeted the daemon with, and has said the session's secret. Until then it counts as nobody's: a
+//! few of them may be under way at a time, and none longer than [`WITHIN`].
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use host_bridge::endpoint::Lost;
+use host_bridge::stream::Stream;
+use identity::{Identity, Secret, tls};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use protocol::device::{Answer, text};
+use protocol::link::{Hello, MAGIC, Welcome, greeting, purpose};
+use protocol::version::OURS;
+use rustls::ServerConfig;
+use zerocopy::{FromZeros, IntoBytes};
+
+use crate::pages::{Page, Terms};
+use crate::worker_protocol::{self, ToWorker, Visitor};
+
+/// How long a connection may take to become the session's.
+const WITHIN: Duration = Duration::from_secs(10);
+/// How long the client may take to open its control connection.
+const FIRST_WITHIN: Duration = Duration::from_secs(30);
+/// Most connections that are under way to be the session's. Everybody who sees a session's name can open such connections; the client's own need a moment each.
+const MAX_PENDING: usize = 64;
+
+/// A connection of the session.
+#[derive(Debug)]
+pub struct Admitted {
+    /// What its client said on it.
+    pub hello: Hello,
+    /// The connection.
+    pub stream: Stream,
+}
+
+/// What is done with a connection.
+type Then = Box<dyn Fn(Admitted) + Send + Sync>;
+
+/// See the module's text.
+pub struct Door {
+    config: Arc<ServerConfig>,
+    visitor: Visitor,
+    /// How many data connections the session has.
+    data_connections: u32,
+    pending: AtomicUsize,
+    state: Mutex<State>,
+    /// Raised when a connection was admitted.
+    admitted: EventFd,
+}
+
+#[derive(Default)]
+struct State {
+    /// The control connection was admitted, and the data connections with these indices.
+    control: bool,
+    data: Vec<u32>,
+    /// Admitted connections that nobody has taken.
+    waiting: Vec<Admitted>,
+    then: Option<Then>,
+}
+
+impl Door {
+    /// Lets in the visitor, to a session with so many data connections.
+    pub fn new(identity: &Identity, visitor: Visitor, data_connections: u32) -> Result<Arc<Door>, Lost> {
+        let failed = |e: String| Lost::new(format!("preparing the session's connections: {e}"));
+        let config = tls::server_pinning(identity, visitor.key).map_err(|e| failed(e.to_string()))?;
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        let admitted = EventFd::from_value_and_flags(0, flags).map_err(|e| failed(e.to_string()))?;
+        let (pending, state) = (AtomicUsize::new(0), Mutex::default());
+        Ok(Arc::new(Door { config, visitor, data_connections, pending, state, admitted }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A connection has come. Returns at once.
+    pub fn knock(self: &Arc<Door>, socket: OwnedFd) {
+        if self.pending.fetch_add(1, Ordering::AcqRel) >= MAX_PENDING {
+            self.pending.fetch_sub(1, Ordering::AcqRel);
+            tracing::warn!("a connection was closed: {MAX_PENDING} others have not shown whose they are");
+            return;
+        }
+        let door = Arc::clone(self);
+        let begun = std::thread::Builder::new().name("rgpu-door".into()).spawn(move || {
+            match door.admit(socket) {
+                Ok(admitted) => door.let_in(admitted),
+                Err(e) => tracing::info!("a connection that named this session was closed: {e}"),
+            }
+            door.pending.fetch_sub(1, Ordering::AcqRel);
+        });
+        if let Err(e) = begun {
+            self.pending.fetch_sub(1, Ordering::AcqRel);
+            tracing::warn!("cannot start a thread for a connection: {e}");
+        }
+    }
+
+    fn admit(&self, socket: OwnedFd) -> io::Result<Admitted> {
+        let deadline = Instant::now() + WITHIN;
+        let stream = Stream::tls_server(socket, &self.config, deadline)?;
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        stream.set_nonblocking(false)?;
+        stream.set_nodelay()?;
+        stream.set_read_timeout(Some(left))?;
+        stream.set_write_timeout(left)?;
+        let mut hello = Hello::new_zeroed();
+        stream.read_exact(hello.as_mut_bytes())?;
+        stream.set_read_timeout(None)?;
+        let refused = self.check(&hello).err();
+        let (answer, reason) =
+            refused.as_ref().map_or((Answer::Ok, ""), |(answer, reason)| (*answer, reason.as_str()));
+        let welcome = Welcome {
+            magic: MAGIC,
+            version: OURS.version(),
+            status: answer as u32,
+            fingerprint: OURS.fingerprint(),
+            token: self.visitor.token,
+            data_connections: self.data_connections,
+            ahead: 0,
+            server: [0; 64],
+            reason: text(reason),
+            secret: [0; 32],
+            grace: 0,
+            eager: 0,
+            session_key: [0; 32],
+            principal: [0; 64],
+            cache: 0,
+            unused: 0,
+        };
+        stream.write_all(welcome.as_bytes())?;
+        match refused {
+            None => Ok(Admitted { hello, stream }),
+            Some((_, reason)) => Err(io::Error::other(reason)),
+        }
+    }
+
+    /// Whether a connection with this hello is the session's, and one that it does not have yet.
+    fn check(&self, hello: &Hello) -> Result<(), (Answer, String)> {
+        greeting::<Hello>(hello.as_bytes(), &OURS).map_err(|e| (Answer::Version, e.to_string()))?;
+        let secret = Secret(self.visitor.secret).matches(&hello.secret);
+        if !secret || hello.token != self.visitor.token {
+            return Err((Answer::Denied, "the session has another secret".into()));
+        }
+        let mut state = self.lock();
+        match hello.purpose {
+            purpose::CONTROL | purpose::VERBS if !state.control => state.control = true,
+            purpose::CONTROL | purpose::VERBS => {
+                return Err((Answer::NoResources, "the session has its control connection".into()));
+            }
+            // Of connections that take the place of lost ones, the session itself takes those of the last attempt.
+            purpose::RESUME | purpose::END => {}
+            purpose::DATA if hello.index < self.data_connections && hello.attempt > 0 => {}
+            purpose::DATA if hello.index < self.data_connections && !state.data.contains(&hello.index) => {
+                state.data.push(hello.index);
+            }
+            purpose::DATA => {
+                let reason = format!("the session has all of its {} data connections", self.data_connections);
+                return Err((Answer::NoResources, reason));
+            }
+            other => return Err((Answer::Invalid, format!("purpose {other} is not one of a session's"))),
+        }
+        Ok(())
+    }
+
+    fn let_in(&self, admitted: Admitted) {
+        let mut state = self.lock();
+        match &state.then {
+            Some(then) => then(admitted),
+            None => {
+                state.waiting.push(admitted);
+                // A full counter means that it is raised already.
+                let _ = self.admitted.write(1);
+            }
+        }
+    }
+
+    /// Does `then` with the connections that wait, and with each that comes from now on.
+    pub fn open(&self, then: Then) {
+        let mut state = self.lock();
+        for admitted in std::mem::take(&mut state.waiting) {
+            then(admitted);
+        }
+        state.then = Some(then);
+    }
+
+    /// Waits for the control connection. Until it is there, nobody else receives the daemon's messages.
+    pub fn control(self: &Arc<Door>, daemon: &OwnedFd, terms: &Page<Terms>) -> Result<Stream, Lost> {
+        let failed = |e: io::Error| Lost::new(format!("waiting for the client's connections: {e}"));
+        let deadline = Instant::now() + FIRST_WITHIN;
+        loop {
+            {
+                let mut state = self.lock();
+                if let Some(at) = state.waiting.iter().position(|a| a.hello.purpose != purpose::DATA) {
+                    return Ok(state.waiting.swap_remove(at).stream);
+                }
+            }
+            let left = deadline.saturating_duration_since(Instant::now()).as_millis();
+            if left == 0 {
+                let seconds = FIRST_WITHIN.as_secs();
+                return Err(Lost::new(format!("the client opened no control connection within {seconds} s")));
+            }
+            let mut watched = [
+                PollFd::new(daemon.as_fd(), PollFlags::POLLIN),
+                PollFd::new(self.admitted.as_fd(), PollFlags::POLLIN),
+            ];
+            match poll(&mut watched, PollTimeout::from(left as u16)) {
+                Ok(_) | Err(nix::Error::EINTR) => {}
+                Err(e) => return Err(failed(e.into())),
+            }
+            // This takes all events at once.
+            let _ = self.admitted.read();
+            if watched[0].revents().is_some_and(|events| !events.is_empty()) {
+                match worker_protocol::receive::<ToWorker>(daemon.as_fd()).map_err(failed)? {
+                    Some((ToWorker::Connection, fds)) => fds.into_iter().for_each(|fd| self.knock(fd)),
+                    Some((ToWorker::TakenOver, fds)) => super::taken_over(terms, fds),
+                    Some(_) => {}
+                    None => return Err(Lost::new("rgpu-server is shutting down")),
+                }
+            }
+        }
+    }
+}

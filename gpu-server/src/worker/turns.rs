@@ -1,0 +1,346 @@
+//! The worker's side of the turns that principals take on a GPU: [`crate::parent`] decides, and tells each session by the **gate** in its [`Terms`].
+//!
+//! The dispatcher asks before each command that gives a device work. While the gate is open, which it is as long as nobody else wants the devices, that is one relaxed load and no call. Otherwise:
+//!
+//! | gate | the dispatcher |
+//! |---|---|
+//! | `TELL` | rings the daemon's bell, once, and goes on |
+//! | `METERED` | goes on as long as only a few milliseconds of work are unfinished, and reports what is finished; with devices that imitate time, up to its allowance |
+//! | `CLOSED` | waits; goes on by one command for each step that is added |
+//!
+//! Before the dispatcher sleeps, it fences what is not fenced yet, so that the daemon knows of work that was enqueued while the gate was open ([`Turns::rest`]). [`super::pace`] knows how much
+//! is under way.
+//!
+//! It never waits without end for work that is unfinished: a kernel may wait for one that a later command launches. Copies from and to the client are not work in this sense: they use
+//! engines of their own.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use protocol::Status;
+use protocol::ops::copy::{MemcpyDtoD, MemcpyDtoD3D, Memset};
+use protocol::ops::graph::GraphLaunch;
+use protocol::ops::launch::Launch;
+use protocol::ops::{self, Op};
+
+use super::pace::{Pace, Takes};
+use crate::driver::{Backend, Call};
+use crate::pages::{Meter, Page, Terms, gate};
+
+/// Work is fenced at most this often.
+const FENCE_EVERY: Duration = Duration::from_micros(100);
+/// At a closed gate, the dispatcher looks this often whether its session is over.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// The pages that a session shares with the daemon, and the daemon's bell.
+#[derive(Clone)]
+pub struct Link {
+    pub terms: Arc<Page<Terms>>,
+    pub meter: Arc<Page<Meter>>,
+    pub bell: Arc<OwnedFd>,
+}
+
+impl Link {
+    fn ring(&self) {
+        // Writing fails only when the pipe is full: then the daemon is awake.
+        let _ = nix::unistd::write(&*self.bell, &[1]);
+    }
+
+    /// Sleeps until the gate is no longer `word`, or it is time to look around.
+    fn wait_at_gate(&self, word: u32) {
+        let limit = libc::timespec { tv_sec: 0, tv_nsec: LOOK_EVERY.subsec_nanos().into() };
+        let at = std::ptr::from_ref::<AtomicU32>(&self.terms.gate);
+        // SAFETY: a futex word in a page that stays mapped, which the kernel only reads, and a timeout; the call has no other effect.
+        unsafe { libc::syscall(libc::SYS_futex, at, libc::FUTEX_WAIT, word, &raw const limit) };
+    }
+}
+
+struct Progress {
+    link: Link,
+    begun: Instant,
+    pace: Mutex<Pace>,
+    changed: Condvar,
+}
+
+impl Progress {
+    /// ns since the session began.
+    fn now(&self) -> u64 {
+        u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Pace> {
+        self.pace.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+/// Fenced work. Dropping it says that it is finished, or never will be.
+struct Batch {
+    progress: Arc<Progress>,
+    pieces: u64,
+    takes: Takes,
+    begun: u64,
+}
+
+impl Batch {
+    fn new(progress: &Arc<Progress>, pieces: u64, takes: Takes) -> Batch {
+        let begun = progress.now();
+        let mut pace = progress.lock();
+        pace.begin(pieces, takes);
+        progress.link.meter.unfinished.store(pace.unfinished(), Ordering::Relaxed);
+        drop(pace);
+        Batch { progress: Arc::clone(progress), pieces, takes, begun }
+    }
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        let Progress { link, changed, .. } = &*self.progress;
+        let now = self.progress.now();
+        let mut pace = self.progress.lock();
+        let took = pace.end(self.pieces, self.takes, self.begun, now);
+        let meter = &link.meter;
+        meter.gpu_ns.fetch_add(took, Ordering::Relaxed);
+        meter.longest.store(pace.longest(), Ordering::Relaxed);
+        meter.finished.fetch_add(self.pieces, Ordering::Relaxed);
+        // After the other figures: a daemon that sees no unfinished work sees them, too.
+        meter.unfinished.store(pace.unfinished(), Ordering::Release);
+        let drained =
+            pace.unfinished() == 0 && gate::mode(link.terms.gate.load(Ordering::Relaxed)) == gate::CLOSED;
+        drop(pace);
+        changed.notify_all();
+        if drained {
+            link.ring();
+        }
+    }
+}
+
+/// The steps of a closed gate that a session has taken, of those that its word counts.
+#[derive(Default)]
+struct Steps(u32);
+
+impl Steps {
+    /// At a closed gate: takes a step, if there is one.
+    fn take(&mut self, word: u32) -> bool {
+        let more = gate::steps(word) != self.0;
+        if more {
+            self.0 = gate::next_step(self.0);
+        }
+        more
+    }
+
+    /// At a metered gate: steps from before no longer count. The words of other gates count something else.
+    fn forget(&mut self, word: u32) {
+        self.0 = gate::steps(word);
+    }
+}
+
+/// Whether a command gives a device work that others have to wait for.
+fn is_work(opcode: u16) -> bool {
+    [
+        Launch::INFO.opcode,
+        GraphLaunch::INFO.opcode,
+        Memset::INFO.opcode,
+        MemcpyDtoD::INFO.opcode,
+        MemcpyDtoD3D::INFO.opcode,
+    ]
+    .contains(&opcode)
+}
+
+/// See the module.
+pub(super) struct Turns {
+    link: Link,
+    progress: Arc<Progress>,
+    /// Microseconds of device time that each block of a kernel is said to take, if the devices imitate time.
+    block_us: u64,
+    steps: Steps,
+    /// How many daemons the session had had when these steps were counted.
+    daemons: u32,
+    /// The gate that the daemon was told of last.
+    told: Option<u32>,
+    /// Stated time in ns of work that is not fenced yet.
+    stated: u64,
+    fenced: Option<Instant>,
+    /// Whether work was enqueued while the gate was open, and not fenced since.
+    backlog: bool,
+}
+
+impl Turns {
+    pub(super) fn new(link: Link, block_us: u32) -> Turns {
+        let (pace, changed) = Default::default();
+        let progress = Arc::new(Progress { link: link.clone(), begun: Instant::now(), pace, changed });
+        let (steps, daemons, told, fenced) = (Steps::default(), 0, None, None);
+        let (block_us, stated, backlog) = (block_us.into(), 0, false);
+        Turns { link, progress, block_us, steps, daemons, told, stated, fenced, backlog }
+    }
+
+    /// Whether anything but to go on is to be done before work.
+    #[inline]
+    pub(super) fn is_limited(&mut self) -> bool {
+        let open = gate::mode(self.link.terms.gate.load(Ordering::Relaxed)) == gate::OPEN;
+        self.backlog |= open;
+        !open
+    }
+
+    /// Before a command: waits until it may go on. Says whether [`after`](Turns::after) is to be called when it was executed. `over`: whether the session is.
+    pub(super) fn before(
+        &mut self,
+        backend: &mut dyn Backend,
+        call: &mut Call,
+        opcode: u16,
+        over: impl Fn() -> bool,
+    ) -> bool {
+        if !is_work(opcode) {
+            return false;
+        }
+        let mut limit = None;
+        loop {
+            let word = self.link.terms.gate.load(Ordering::Acquire);
+            let daemons = self.link.terms.daemons.load(Ordering::Relaxed);
+            if std::mem::replace(&mut self.daemons, daemons) != daemons {
+                // The new one knows nothing of what the one before was told.
+                (self.steps, self.told) = (Steps::default(), None);
+            }
+            if matches!(gate::mode(word), gate::CLOSED | gate::METERED) && self.backlog {
+                self.fence(backend, call, false);
+            }
+            match gate::mode(word) {
+                gate::CLOSED if over() => return false,
+                gate::CLOSED if self.steps.take(word) => {
+                    self.wait_for(false);
+                    return true;
+                }
+                gate::CLOSED => {
+                    self.fence(backend, call, false);
+                    self.wait_for(true);
+                    self.tell(word);
+                    self.link.wait_at_gate(word);
+                }
+                gate::METERED if self.is_used_up() => {
+                    if over() {
+                        return false;
+                    }
+                    self.steps.forget(word);
+                    self.fence(backend, call, false);
+                    self.wait_for(true);
+                    self.link.wait_at_gate(word);
+                }
+                gate::METERED => {
+                    self.steps.forget(word);
+                    // When the gate closes again, that is another time, though the word may be the same.
+                    self.told = None;
+                    self.wait_for(false);
+                    if !self.progress.lock().is_deep() {
+                        return true;
+                    }
+                    self.fence(backend, call, false);
+                    let pace = self.progress.lock();
+                    let end =
+                        *limit.get_or_insert_with(|| Instant::now() + Duration::from_nanos(pace.patience()));
+                    let pause = end.saturating_duration_since(Instant::now());
+                    if pause.is_zero() {
+                        return true;
+                    }
+                    // Work may have finished while this thread did not hold the lock.
+                    if pace.is_deep() {
+                        drop(self.progress.changed.wait_timeout(pace, pause));
+                    }
+                }
+                mode => {
+                    self.backlog = true;
+                    self.wait_for(false);
+                    if mode == gate::TELL {
+                        self.link.meter.issued.fetch_add(1, Ordering::Relaxed);
+                        self.tell(word);
+                    }
+                    return false;
+                }
+            }
+        }
+    }
+
+    /// Whether the session has worked for as long as its turn allows.
+    fn is_used_up(&self) -> bool {
+        let allowance = self.link.terms.allowance.load(Ordering::Relaxed);
+        let Link { meter, .. } = &self.link;
+        allowance != u64::MAX
+            && meter.gpu_ns.load(Ordering::Relaxed).saturating_add(self.progress.lock().stated()) >= allowance
+    }
+
+    /// Says whether the session waits at its gate.
+    fn wait_for(&self, waits: bool) {
+        self.link.meter.waits.store(waits.into(), Ordering::Release);
+    }
+
+    /// Rings the bell, once for each state of the gate.
+    fn tell(&mut self, word: u32) {
+        if self.told.replace(word) != Some(word) {
+            self.link.ring();
+        }
+    }
+
+    /// After a command that gave a device work: notes it.
+    pub(super) fn after(&mut self, backend: &mut dyn Backend, call: &mut Call, opcode: u16, body: &[u8]) {
+        self.link.meter.issued.fetch_add(1, Ordering::Relaxed);
+        let stated = self.stated(opcode, body);
+        self.stated += stated;
+        if stated > 0 || self.fenced.is_none_or(|last| last.elapsed() >= FENCE_EVERY) {
+            self.fence(backend, call, false);
+        }
+    }
+
+    /// Before the dispatcher sleeps: the daemon is to know of all work that is under way, whether it was counted or not. Otherwise a program with a few long kernels, which seldom has a command
+    /// for its gate, would seem to have none.
+    pub(super) fn rest(&mut self, backend: &mut dyn Backend, call: &mut Call) {
+        self.fence(backend, call, true);
+    }
+
+    /// ns that a command takes of a device that imitates time.
+    fn stated(&self, opcode: u16, body: &[u8]) -> u64 {
+        if self.block_us == 0 {
+            return 0;
+        }
+        let blocks = if opcode == Launch::INFO.opcode {
+            let grid = ops::decode::<Launch<'_>>(body).map_or([1; 3], |launch| launch.grid);
+            grid.iter().fold(1, |all: u64, n| all.saturating_mul(u64::from(*n)))
+        } else {
+            1
+        };
+        blocks.saturating_mul(self.block_us * 1000).clamp(1, 1 << 40)
+    }
+
+    /// Has the backend say when the work so far is finished. `gently`: only where that does not order any work.
+    fn fence(&mut self, backend: &mut dyn Backend, call: &mut Call, gently: bool) {
+        let mut stated = std::mem::take(&mut self.stated);
+        let backlog = std::mem::take(&mut self.backlog);
+        backend.fence_work(call, gently, &mut |pieces| {
+            let takes = match std::mem::take(&mut stated) {
+                _ if backlog => Takes::Backlog,
+                0 => Takes::Measured,
+                stated => Takes::Stated(stated),
+            };
+            let batch = Batch::new(&self.progress, pieces, takes);
+            Box::new(move |_: Status| drop(batch))
+        });
+        self.fenced = Some(Instant::now());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_closed_gate_lets_through_one_command_for_each_step_and_none_from_before() {
+        let closed = |steps| gate::word(gate::CLOSED, steps);
+        let mut steps = Steps::default();
+        assert!(!steps.take(closed(0)));
+        assert!(steps.take(closed(2)) && steps.take(closed(2)) && !steps.take(closed(2)));
+        steps.forget(gate::word(gate::METERED, 5));
+        assert!(!steps.take(closed(5)) && steps.take(closed(6)));
+        let last = gate::steps(u32::MAX);
+        steps.forget(gate::word(gate::METERED, last));
+        assert!(steps.take(closed(0)) && !steps.take(closed(0)), "the count begins again");
+    }
+}

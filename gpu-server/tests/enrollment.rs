@@ -1,0 +1,540 @@
+//! Clients on other machines: how they join, what protects their connections, and who gets nothing.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use base64::Engine;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use host_bridge::bridge::{ConnectError, Security, SessionConfig, join};
+use host_bridge::framing::with_causes;
+use host_bridge::stream::Stream;
+use identity::tls::{client_pinning, session_name};
+use identity::{Credentials, Fingerprint, Identity, Secret, servers};
+use protocol::device::{Answer, untext};
+
+use protocol::link::*;
+
+use protocol::ops::device::SessionInfo;
+use protocol::ops::memory::window;
+use serde_json::json;
+use support::machine::*;
+use support::*;
+use test_kit::link::{LocalBridge, Session as _, greet, hello};
+use test_kit::session::Client;
+
+use test_kit::{arena, until};
+use zerocopy::{FromZeros, IntoBytes};
+
+fn key_file(folder: &Path) -> PathBuf {
+    folder.join("identity/key.pem")
+}
+
+#[test]
+fn a_client_joins_once_and_its_sessions_have_the_name_that_it_was_enrolled_with() {
+    let server = Server::start_protected(&[]);
+    let token = enroll(&server, "host1");
+    let machine = Machine::new();
+    assert_eq!(machine.join(&server, &token).unwrap(), "host1");
+    let mut client = machine.try_connect(server.port).unwrap();
+    works(&mut client);
+    let session = &server.status()["sessions"][0];
+    assert_eq!((session["principal"].as_str(), session["client"].as_str()), (Some("host1"), Some("a liar")));
+    // The token is used up, for its user, too.
+    let late = Machine::new();
+    let refusal = late.join(&server, &token).unwrap_err();
+    assert!(refusal.contains("was used already"), "{refusal}");
+    assert!(machine.join(&server, &token).is_err());
+    // Without its key, what the first one has is worth nothing.
+    late.pin(server.port, token.server);
+    let refusal = late.try_connect(server.port).err().unwrap();
+    assert!(
+        refusal.contains("does not know this client's key") && refusal.contains("rgpuctl enroll"),
+        "{refusal}"
+    );
+    // Neither the secret nor the token is in a log.
+    let secret = Fingerprint(token.secret.0).to_string();
+    assert!(!server.log().contains(&secret) && !server.log().contains(&token.to_string()));
+}
+
+#[test]
+fn keys_and_clients_outlive_the_server() {
+    let mut server = Server::start_protected(&[]);
+    let machine = joined(&server, "host1");
+    let key = std::fs::read(key_file(server.folder().path())).unwrap();
+    let folder = Arc::clone(server.folder());
+    server.end(nix::sys::signal::Signal::SIGTERM);
+    drop(server);
+    let server = Server::start_protected_in(&folder, &[]);
+    assert_eq!(std::fs::read(key_file(folder.path())).unwrap(), key);
+    let pins = servers::known(machine.folder.path()).unwrap();
+    machine.pin(server.port, pins[0].key);
+    works(&mut machine.try_connect(server.port).unwrap());
+}
+
+#[test]
+fn a_revoked_client_loses_its_sessions_and_gets_no_new_one() {
+    let server = Server::start_protected(&[]);
+    let (one, other) = (joined(&server, "one"), joined(&server, "other"));
+    let mut lost = one.try_connect(server.port).unwrap();
+    let mut kept = other.try_connect(server.port).unwrap();
+    works(&mut lost);
+    assert_eq!(server.ask(json!({ "revoke": { "name": "one" } })), json!({ "ended_sessions": 1 }));
+    let reason = lost.wait_lost();
+    assert!(reason.contains("the access of one to this server was revoked"), "{reason}");
+    works(&mut kept);
+    let refusal = one.try_connect(server.port).err().unwrap();
+    assert!(refusal.contains("does not know this client's key"), "{refusal}");
+    let answer = server.ask(json!({ "revoke": { "name": "one" } }));
+    assert!(answer["error"].as_str().unwrap().contains("no client is called"), "{answer}");
+    let names = server.ask(json!({ "clients": {} }));
+    assert_eq!(names["clients"].as_array().unwrap().len(), 1);
+    until("the sessions are over", || server.sessions() == 1);
+}
+
+#[test]
+fn without_tls_the_network_is_refused_with_what_to_do() {
+    let server = Server::start_protected(&[]);
+    let stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+    let welcome = greet(&stream, &hello(purpose::CONTROL, [0; 16], 1)).unwrap();
+    assert_eq!(welcome.status, Answer::Denied as u32);
+    let reason = untext(&welcome.reason);
+    assert!(reason.contains("without TLS") && reason.contains("rgpuctl join"), "{reason}");
+    // The Unix socket needs none.
+    let mut local = LocalBridge::connect(&server.socket());
+    local.call(&SessionInfo {}).unwrap();
+    assert_eq!(server.status()["sessions"][0]["principal"], format!("uid:{}", nix::unistd::geteuid()));
+}
+
+#[test]
+fn a_client_without_a_key_or_a_pin_connects_nowhere() {
+    let server = Server::start_protected(&[]);
+    let machine = Machine::new();
+    let refusal = machine.try_connect(server.port).err().unwrap();
+    assert!(refusal.contains("has no key") && refusal.contains("rgpuctl join"), "{refusal}");
+    machine.identity();
+    let refusal = machine.try_connect(server.port).err().unwrap();
+    assert!(refusal.contains("no key is pinned for tcp:127.0.0.1"), "{refusal}");
+    // Somebody else who answers at the address.
+    machine.pin(server.port, machine.identity().fingerprint());
+    let Err(e @ ConnectError::Unsafe { .. }) = Client::try_connect(&machine.config(server.port)) else {
+        panic!("another key than the pinned one was trusted")
+    };
+    assert!(with_causes(&e).contains("is pinned"), "{}", with_causes(&e));
+}
+
+/// A connection to the daemon under TLS, as somebody with this key makes it.
+fn greeted(server: &Server, machine: &Machine, hello: &Hello) -> (Stream, Welcome) {
+    let pins = servers::known(machine.folder.path()).unwrap();
+    let config = client_pinning(&machine.identity(), &[pins[0].key]).unwrap();
+    let socket = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+    let name = rustls::pki_types::ServerName::try_from("localhost").unwrap();
+    let stream = Stream::tls_client(socket.into(), &config, name, soon()).unwrap();
+    stream.write_all(hello.as_bytes()).unwrap();
+    let welcome = hear(&stream).unwrap();
+    (stream, welcome)
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+fn hear(stream: &Stream) -> std::io::Result<Welcome> {
+    let mut welcome = Welcome::new_zeroed();
+    stream.read_exact(welcome.as_mut_bytes())?;
+    Ok(welcome)
+}
+
+/// Opens a connection of the session that `welcome` began, with `machine`'s key and this hello.
+fn of_session(
+    server: &Server,
+    machine: &Machine,
+    welcome: &Welcome,
+    hello: &Hello,
+) -> std::io::Result<(Stream, Welcome)> {
+    let config = client_pinning(&machine.identity(), &[Fingerprint(welcome.session_key)]).unwrap();
+    let socket = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+    let stream = Stream::tls_client(socket.into(), &config, session_name(&welcome.token), soon())?;
+    stream.write_all(hello.as_bytes())?;
+    let welcome = hear(&stream)?;
+    Ok((stream, welcome))
+}
+
+#[test]
+fn a_session_takes_no_connection_but_its_clients_own_and_no_more_than_agreed() {
+    let server = Server::start_protected(&[]);
+    let (machine, other) = (joined(&server, "one"), joined(&server, "other"));
+    let (_daemon, welcome) = greeted(&server, &machine, &hello(purpose::CONTROL, [0; 16], 2));
+    assert_eq!((welcome.status, welcome.data_connections), (0, 2));
+    let right = |purpose, index| Hello { secret: welcome.secret, ..hello(purpose, welcome.token, index) };
+    // Another client, though it knows everything.
+    assert!(of_session(&server, &other, &welcome, &right(purpose::CONTROL, 0)).is_err());
+    // The client's key, without the secret.
+    let guess = Hello { secret: [7; 32], ..right(purpose::CONTROL, 0) };
+    let (_, refused) = of_session(&server, &machine, &welcome, &guess).unwrap();
+    assert_eq!(refused.status, Answer::Denied as u32);
+    let (_control, answer) = of_session(&server, &machine, &welcome, &right(purpose::CONTROL, 0)).unwrap();
+    assert_eq!(answer.status, 0);
+    let mut data = Vec::new();
+    for index in 0..2 {
+        let (stream, answer) = of_session(&server, &machine, &welcome, &right(purpose::DATA, index)).unwrap();
+        assert_eq!(answer.status, 0);
+        data.push(stream);
+    }
+    for (purpose, index) in [(purpose::DATA, 0), (purpose::DATA, 2), (purpose::CONTROL, 0)] {
+        let (_, refused) = of_session(&server, &machine, &welcome, &right(purpose, index)).unwrap();
+        assert_eq!(refused.status, Answer::NoResources as u32, "{}", untext(&refused.reason));
+    }
+    // A name that no session has.
+    let unknown = Welcome { token: [9; 16], ..welcome };
+    assert!(of_session(&server, &machine, &unknown, &right(purpose::CONTROL, 0)).is_err());
+    // The same secret opens nothing without TLS.
+    let stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+    let refused = greet(&stream, &right(purpose::DATA, 0)).unwrap();
+    assert_eq!(refused.status, Answer::Denied as u32);
+}
+
+/// Somebody between clients and the server.
+struct Middle {
+    port: u16,
+    /// Every connection there was, both sides of each.
+    connections: Arc<Mutex<Vec<[TcpStream; 2]>>>,
+}
+
+impl Middle {
+    /// Forwards bytes. `meddle` gets the connection's number, whether the bytes come from the client, their position in
+    /// that direction, and the bytes; it returns what to forward.
+    fn between(
+        server: u16,
+        meddle: impl Fn(usize, bool, usize, Vec<u8>) -> Vec<u8> + Send + Sync + 'static,
+    ) -> Middle {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let connections = Arc::<Mutex<Vec<[TcpStream; 2]>>>::default();
+        let (meddle, all) = (Arc::new(meddle), Arc::clone(&connections));
+        std::thread::spawn(move || {
+            for (number, near) in listener.incoming().enumerate() {
+                let Ok(near) = near else { return };
+                let Ok(far) = TcpStream::connect(("127.0.0.1", server)) else { continue };
+                all.lock().unwrap().push([near.try_clone().unwrap(), far.try_clone().unwrap()]);
+                for upwards in [true, false] {
+                    let (mut from, mut to) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+                    if !upwards {
+                        std::mem::swap(&mut from, &mut to);
+                    }
+                    let meddle = Arc::clone(&meddle);
+                    std::thread::spawn(move || {
+                        let mut bytes = vec![0; 1 << 16];
+                        let mut at = 0;
+                        while let Ok(n @ 1..) = from.read(&mut bytes) {
+                            let passed = meddle(number, upwards, at, bytes[..n].to_vec());
+                            at += n;
+                            if passed.is_empty() || to.write_all(&passed).is_err() {
+                                break;
+                            }
+                        }
+                        let _ = to.shutdown(Shutdown::Both);
+                        let _ = from.shutdown(Shutdown::Both);
+                    });
+                }
+            }
+        });
+        Middle { port, connections }
+    }
+
+    /// Cuts the connections that there are, and gives their number.
+    fn cut(&self) -> usize {
+        let cut = std::mem::take(&mut *self.connections.lock().unwrap());
+        cut.iter().flatten().for_each(|side| drop(side.shutdown(Shutdown::Both)));
+        cut.len()
+    }
+}
+
+/// Everything that passed, by connection and direction.
+type Passed = Arc<Mutex<Vec<((usize, bool), Vec<u8>)>>>;
+
+/// Somebody between clients and the server who passes everything on, and what passes.
+fn recording(server: u16) -> (Middle, Passed) {
+    let passed = Passed::default();
+    let to = Arc::clone(&passed);
+    let middle = Middle::between(server, move |number, upwards, _at, bytes| {
+        to.lock().unwrap().push(((number, upwards), bytes.clone()));
+        bytes
+    });
+    (middle, passed)
+}
+
+#[test]
+fn somebody_who_reads_everything_finds_no_secret_and_can_replay_nothing() {
+    let server = Server::start_protected(&[]);
+    let token = enroll(&server, "host1");
+    let (Middle { port, .. }, passed) = recording(server.port);
+    let machine = Machine::new();
+    let credentials = Credentials::pinning(machine.identity(), token.server).unwrap();
+    join(&address(port), &credentials, &token.secret).unwrap();
+    machine.pin(port, token.server);
+    let mut client = machine.try_connect(port).unwrap();
+    works(&mut client);
+    let marker = b"the bytes of a program that nobody else may read";
+    client.write_arena(0, marker);
+    client.htod(window(0), arena(0, marker.len() as u64));
+    client.synchronize();
+    let passed = passed.lock().unwrap().clone();
+    let mut whole = std::collections::HashMap::<_, Vec<u8>>::new();
+    for (way, bytes) in passed {
+        whole.entry(way).or_default().extend(bytes);
+    }
+    assert!(whole.len() >= 12, "{} directions", whole.len());
+    let finds = |what: &[u8]| whole.values().any(|bytes| bytes.windows(what.len()).any(|w| w == what));
+    assert!(!finds(&token.secret.0) && !finds(marker) && !finds(b"test-program") && !finds(b"rGPUlink"));
+    // What a client said before says nothing when somebody else says it again.
+    let before = server.status()["sessions_begun"].clone();
+    for ((_, upwards), bytes) in &whole {
+        if *upwards {
+            let mut replay = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+            replay.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+            // It may be cut off before the end.
+            let _ = replay.write_all(bytes);
+            let _ = replay.read_to_end(&mut Vec::new());
+        }
+    }
+    assert_eq!(server.status()["sessions_begun"], before);
+    client.push(&SessionInfo {}, 0);
+    assert!(client.answer(0).0.status.ok().is_ok());
+}
+
+#[test]
+fn whoever_forges_cuts_or_swaps_bytes_during_the_setup_gets_nothing_accepted() {
+    let server = Server::start_protected(&[]);
+    let machine = joined(&server, "host1");
+    let key = servers::known(machine.folder.path()).unwrap()[0].key;
+    let begun = || server.status()["sessions_begun"].as_u64().unwrap();
+    // The setup takes six connections of some hundred bytes each way, and a few thousand in all.
+    for at in (0..2400usize).step_by(149) {
+        for (number, upwards) in [(0, true), (0, false), (1, true), (1, false)] {
+            let kind = (at / 149) % 3;
+            let Middle { port, .. } =
+                Middle::between(server.port, move |connection, direction, offset, mut bytes| {
+                    if (connection, direction) == (number, upwards)
+                        && (offset..offset + bytes.len()).contains(&at)
+                    {
+                        let place = at - offset;
+                        match kind {
+                            0 => bytes[place] ^= 1,
+                            1 => bytes.truncate(place),
+                            _ => bytes[place..].reverse(),
+                        }
+                    }
+                    bytes
+                });
+            machine.pin(port, key);
+            let mut config = machine.config(port);
+            (config.connect_timeout, config.handshake_timeout) =
+                (Duration::from_secs(2), Duration::from_secs(2));
+            match Client::try_connect(&config) {
+                Err(_) => {}
+                // The change hit bytes that this setup does not have, or that nobody waits for.
+                Ok(mut client) => {
+                    client.push(&SessionInfo {}, 0);
+                    until("an answer, or the session's end", || {
+                        client.lost().is_some()
+                            || client.view().slot(0).unwrap().poll(&mut Vec::new()).is_some()
+                    });
+                }
+            }
+        }
+    }
+    // Nothing of this has hurt anybody else.
+    assert!(begun() > 0);
+    works(&mut machine.try_connect(server.port).unwrap());
+}
+
+/// The first of a machine's sessions, behind somebody who passes everything on.
+fn through_a_middle(server: &Server, name: &str) -> (Machine, Middle, Client) {
+    let machine = joined(server, name);
+    let middle = Middle::between(server.port, |_, _, _, bytes| bytes);
+    machine.pin(middle.port, servers::known(machine.folder.path()).unwrap()[0].key);
+    let mut client = machine.try_connect(middle.port).unwrap();
+    works(&mut client);
+    (machine, middle, client)
+}
+
+fn resumed(server: &Server) -> u64 {
+    server.status()["sessions"][0]["resumed"].as_u64().unwrap()
+}
+
+#[test]
+fn a_session_goes_on_under_tls_when_its_connections_are_cut() {
+    let server = Server::start_protected(&[]);
+    let (_machine, middle, mut client) = through_a_middle(&server, "host1");
+    let bytes: Vec<u8> = (0..1_500_000u32).map(|n| (n.wrapping_mul(89) >> 3) as u8).collect();
+    for round in 1..=4 {
+        client.write_arena(0, &bytes);
+        client.write_arena(2 << 20, &vec![0; bytes.len()]);
+        // Data is under way in both directions.
+        client.htod(window(0), arena(0, bytes.len() as u64));
+        client.dtoh(window(0), arena(2 << 20, bytes.len() as u64));
+        // The first link has a connection to the daemon besides its own five.
+        assert_eq!(middle.cut(), if round == 1 { 6 } else { 5 });
+        client.synchronize();
+        assert!(client.read_arena(2 << 20, bytes.len() as u64) == bytes);
+        until("the session has resumed", || resumed(&server) >= round);
+        assert_eq!(client.lost(), None);
+    }
+    let session = &server.status()["sessions"][0];
+    assert_eq!(session["principal"], "host1");
+    // The server does not keep it when its client has ended it.
+    drop(client);
+    until("the session is over", || server.sessions() == 0);
+    assert_eq!(server.number("sessions_lost"), 0);
+}
+
+#[test]
+fn a_session_under_tls_resumes_and_is_revoked_under_the_next_daemon() {
+    let server = Server::start_protected(&[]);
+    let (_machine, middle, mut client) = through_a_middle(&server, "host1");
+    let upgraded = |times: u64| {
+        let before = |status: &serde_json::Value| status["sessions"][0]["daemons_before"].as_u64();
+        server.try_status().as_ref().and_then(before) == Some(times)
+    };
+    for round in 1..=2 {
+        server.signal(nix::sys::signal::Signal::SIGUSR2);
+        until("the next program serves", || upgraded(round));
+        // Its connections end in its worker, so it has noticed nothing. Now they are cut, and the next daemon passes new ones on.
+        middle.cut();
+        works_on(&mut client, round);
+        until("the session has resumed", || resumed(&server) >= round);
+    }
+    assert_eq!(server.ask(json!({ "revoke": { "name": "host1" } })), json!({ "ended_sessions": 1 }));
+    let reason = client.wait_lost();
+    assert!(reason.contains("revoked") || reason.contains("does not know this client's key"), "{reason}");
+}
+
+/// Copies data to the device and back in a session that has done so before.
+fn works_on(client: &mut Client, seed: u64) {
+    let bytes: Vec<u8> = (0..1_500_000u64).map(|n| (n.wrapping_mul(83 + seed) >> 4) as u8).collect();
+    client.write_arena(0, &bytes);
+    client.htod(window(0), arena(0, bytes.len() as u64));
+    client.dtoh(window(0), arena(2 << 20, bytes.len() as u64));
+    client.synchronize();
+    assert!(client.read_arena(2 << 20, bytes.len() as u64) == bytes);
+}
+
+#[test]
+fn a_session_that_ends_while_its_connections_are_cut_is_told_so() {
+    let mut server = Server::start_protected(&[]);
+    let (_one, middle, client) = through_a_middle(&server, "one");
+    // Revoked, and nothing that says so arrives.
+    middle.cut();
+    server.ask(json!({ "revoke": { "name": "one" } }));
+    let reason = client.wait_lost();
+    assert!(reason.contains("does not know this client's key") || reason.contains("was revoked"), "{reason}");
+    let (_other, middle, client) = through_a_middle(&server, "other");
+    let (folder, port) = (Arc::clone(server.folder()), server.port);
+    // The server ends at once and another one takes its place, which has the same key.
+    middle.cut();
+    server.end(nix::sys::signal::Signal::SIGKILL);
+    drop(server);
+    let _successor = Server::start_protected_at(&folder, port, &[]);
+    let reason = client.wait_lost();
+    assert!(reason.contains("no session has this token and this secret"), "{reason}");
+}
+
+#[test]
+fn no_worker_has_the_servers_key() {
+    let server = Server::start_protected(&[]);
+    let machine = joined(&server, "host1");
+    let (_daemon, welcome) = greeted(&server, &machine, &hello(purpose::CONTROL, [0; 16], 1));
+    let hello = Hello { secret: welcome.secret, ..hello(purpose::CONTROL, welcome.token, 0) };
+    let _control = of_session(&server, &machine, &welcome, &hello).unwrap();
+    let worker = server.status()["sessions"][0]["worker"].as_u64().unwrap();
+    let pem = std::fs::read_to_string(key_file(server.folder().path())).unwrap();
+    let identity = Identity::load(&server.path("identity")).unwrap().unwrap();
+    // The key in PEM, and what the library works with: 32 bytes behind these five, in either order.
+    let middle = pem.lines().nth(1).unwrap();
+    let whole = base64::engine::general_purpose::STANDARD
+        .decode(pem.lines().filter(|line| !line.starts_with('-')).collect::<String>())
+        .unwrap();
+    let at = whole.windows(5).position(|bytes| bytes == [2, 1, 1, 4, 32]).unwrap() + 5;
+    let scalar = &whole[at..at + 32];
+    let backwards: Vec<u8> = scalar.iter().rev().copied().collect();
+    let finds = |bytes: &[u8]| test_kit::daemon::memory_contains(worker, bytes);
+    match finds(&welcome.secret) {
+        // Only root looks into a worker.
+        None => assert!(!nix::unistd::geteuid().is_root()),
+        Some(found) => {
+            assert!(found, "the secret of the worker's own session is to be found");
+            for key in [middle.as_bytes(), scalar, &backwards] {
+                assert_eq!(finds(key), Some(false));
+            }
+        }
+    }
+    assert_ne!(Fingerprint(welcome.session_key), identity.fingerprint());
+}
+
+#[test]
+fn insecure_on_one_side_alone_says_what_to_do() {
+    let server = Server::start(&[]);
+    let machine = Machine::new();
+    machine.pin(server.port, machine.identity().fingerprint());
+    let refusal = machine.try_connect(server.port).err().unwrap();
+    assert!(refusal.contains("does not speak TLS") && refusal.contains("--insecure"), "{refusal}");
+    assert_eq!(server.sessions(), 0);
+    // What this machine would need to join.
+    let answer = Server::start_protected(&["--insecure"]).ask(json!({ "clients": {} }));
+    let refusal = answer["error"].as_str().unwrap();
+    assert!(refusal.contains("without --insecure"), "{refusal}");
+    // The other way round.
+    let server = Server::start_protected(&[]);
+    let config = SessionConfig { security: Security::Insecure, ..machine.config(server.port) };
+    let refusal = with_causes(&Client::try_connect(&config).err().unwrap());
+    assert!(refusal.contains("rgpuctl join") && refusal.contains("--insecure"), "{refusal}");
+    assert_eq!(server.sessions(), 0);
+}
+
+#[test]
+fn silent_connections_of_one_source_lock_nobody_out_and_cost_no_thread() {
+    let server = Server::start_protected(&[]);
+    let machine = joined(&server, "host1");
+    let (_, threads) = server.resources();
+    let mut silent = Vec::new();
+    for round in 0..4 {
+        for n in 0..128 {
+            let mut stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+            // Some say a little: the beginning of a TLS record, or of a hello.
+            match n % 3 {
+                0 => stream.write_all(&[22, 3, 1, 2, 0, 1]).unwrap(),
+                1 => stream.write_all(b"rGPU").unwrap(),
+                _ => {}
+            }
+            silent.push(stream);
+        }
+        works(&mut machine.try_connect(server.port).unwrap_or_else(|e| panic!("round {round}: {e}")));
+        LocalBridge::connect(&server.socket()).call(&SessionInfo {}).unwrap();
+    }
+    until("the sessions are over", || server.sessions() == 0);
+    let (descriptors, now) = server.resources();
+    assert!(now <= threads + 4, "{threads} threads before, {now} with {} silent connections", silent.len());
+    assert!(descriptors < 200, "{descriptors} descriptors");
+}
+
+#[test]
+fn a_token_cannot_be_used_without_tls_and_names_that_mislead_cannot_be_enrolled() {
+    let server = Server::start_protected(&[]);
+    let token = enroll(&server, "host1");
+    let stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+    let joining = Hello { secret: token.secret.0, ..hello(purpose::JOIN, [0; 16], 0) };
+    assert_ne!(greet(&stream, &joining).unwrap().status, 0);
+    // It was not used up.
+    let machine = Machine::new();
+    machine.join(&server, &token).unwrap();
+    let answer = server.ask(json!({ "enroll": { "name": "uid:0", "valid_seconds": 60 } }));
+    assert!(answer["error"].as_str().unwrap().contains("is not a name"), "{answer}");
+    let guess = Credentials::pinning(Identity::generate().unwrap(), token.server).unwrap();
+    assert!(join(&address(server.port), &guess, &Secret([0; 32])).is_err());
+}

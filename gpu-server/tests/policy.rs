@@ -1,0 +1,141 @@
+//! What clients may use: rules that are read again, and what is written about it.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use nix::sys::signal::Signal;
+use protocol::device::{Answer, untext};
+use protocol::link::{Welcome, purpose};
+use protocol::ops::device::SessionInfo;
+use serde_json::Value;
+use support::*;
+use test_kit::link::{LocalBridge, Session as _, greet, hello};
+use test_kit::until;
+
+fn uid() -> nix::unistd::Uid {
+    nix::unistd::geteuid()
+}
+
+/// A file of rules, and the flag that names it.
+fn rules(text: &str) -> (tempfile::TempDir, PathBuf, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("clients.toml");
+    std::fs::write(&path, text).unwrap();
+    let flag = format!("--clients={}", path.display());
+    (folder, path, flag)
+}
+
+/// What the server says to a client of this machine. Its session, if it gets one, lives as long as the connection.
+fn ask(server: &Server) -> (UnixStream, Welcome) {
+    let stream = UnixStream::connect(server.socket()).unwrap();
+    let welcome = greet(&stream, &hello(purpose::LOCAL, [0; 16], 0)).unwrap();
+    (stream, welcome)
+}
+
+fn refusal(server: &Server) -> String {
+    let (_, welcome) = ask(server);
+    assert_ne!(welcome.status, Answer::Ok as u32);
+    untext(&welcome.reason)
+}
+
+fn audited(path: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn of<'a>(events: &'a [Value], event: &str) -> Vec<&'a Value> {
+    events.iter().filter(|line| line["event"] == event).collect()
+}
+
+#[test]
+fn a_refusal_names_the_rule_and_what_happened_is_in_the_audit_log() {
+    let text = format!("[[client]]\nname = \"uid:{}\"\nclient_sessions = 1\n", uid());
+    let (folder, _, flag) = rules(&text);
+    let audit = folder.path().join("audit");
+    let mut server = Server::start(&[&flag, &format!("--audit-log={}", audit.display())]);
+    let (first, welcome) = ask(&server);
+    assert_eq!(welcome.status, 0);
+    let why = refusal(&server);
+    assert!(why.contains("its maximum of 1 sessions (clients.toml, line 3: client_sessions)"), "{why}");
+    drop(first);
+    until("the session is over", || server.sessions() == 0);
+    until("its end is written", || of(&audited(&audit), "ended").len() == 1);
+    let (_running, _) = ask(&server);
+    server.end(Signal::SIGTERM);
+    let events = audited(&audit);
+    let (started, refused, ended) = (of(&events, "started"), of(&events, "refused"), of(&events, "ended"));
+    // Also the session that the server's end has ended is there.
+    assert_eq!((started.len(), refused.len(), ended.len()), (2, 1, 2), "{events:?}");
+    let principal = Value::from(format!("uid:{}", uid()));
+    assert!(events.iter().all(|event| event["principal"] == principal), "{events:?}");
+    assert_eq!(
+        (&started[0]["session"], &started[0]["transport"]),
+        (&ended[0]["session"], &Value::from("local"))
+    );
+    assert_eq!(refused[0]["reason"], why);
+}
+
+#[test]
+fn rules_are_read_again_and_who_may_not_stay_is_told_why() {
+    let (_folder, path, flag) = rules("weight = 5\n");
+    let server = Server::start(&[&flag]);
+    let mut client = LocalBridge::connect(&server.socket());
+    client.call(&SessionInfo {}).unwrap();
+    // A file that is wrong changes nothing.
+    std::fs::write(&path, "weight = 0\n").unwrap();
+    server.signal(Signal::SIGHUP);
+    until("the mistake is logged", || server.log().contains("stay as they were"));
+    client.call(&SessionInfo {}).unwrap();
+    std::fs::write(&path, format!("\n[[client]]\nname = \"uid:{}\"\nallow = false\n", uid())).unwrap();
+    server.signal(Signal::SIGHUP);
+    until("the session is over", || server.sessions() == 0);
+    let rule = format!("uid:{} may not use this server (clients.toml, line 4: allow = false)", uid());
+    assert!(server.log().contains(&rule), "{}", server.log());
+    assert_eq!(refusal(&server), rule);
+    std::fs::write(&path, "").unwrap();
+    server.signal(Signal::SIGHUP);
+    until("it is allowed again", || ask(&server).1.status == 0);
+}
+
+#[test]
+fn a_client_begins_no_more_sessions_within_a_minute_than_it_may() {
+    let (_folder, _, flag) = rules("sessions_per_minute = 2\n");
+    let server = Server::start(&[&flag]);
+    for _ in 0..2 {
+        assert_eq!(ask(&server).1.status, 0);
+    }
+    let why = refusal(&server);
+    assert!(
+        why.contains("2 sessions within a minute") && why.contains("line 1: sessions_per_minute"),
+        "{why}"
+    );
+}
+
+#[test]
+fn a_client_that_gets_no_device_is_told_by_which_rule() {
+    let (_folder, _, flag) = rules("client_sessions = 9\ndevices = [7]\n");
+    let why = refusal(&Server::start(&[&flag]));
+    let rule = "gives this client devices 7, but the server shares devices 0 (clients.toml, line 2: devices)";
+    assert!(why.contains(rule), "{why}");
+}
+
+#[test]
+fn rules_are_checked_before_a_server_starts() {
+    let (_folder, path, flag) = rules("[[client]]\nname = \"a\"\ngroup = \"nobody\"\n");
+    let check = || Command::new(binary()).args([&flag, "--check-config"]).output().unwrap();
+    let wrong = check();
+    let said = String::from_utf8_lossy(&wrong.stderr).into_owned();
+    assert!(
+        !wrong.status.success() && said.contains("line 3: client.group: there is no group nobody"),
+        "{said}"
+    );
+    std::fs::write(&path, "[[group]]\nname = \"g\"\n[[client]]\nname = \"a\"\ngroup = \"g\"\n").unwrap();
+    let right = check();
+    let said = String::from_utf8_lossy(&right.stdout).into_owned();
+    assert!(right.status.success() && said.contains("rules for 1 groups and 1 clients"), "{said}");
+}

@@ -1,0 +1,122 @@
+//! Positions in a session's sequence of records.
+//!
+//! Every session counts its own records, so positions in two sessions have no order. A [`Seq`] therefore has none at
+//! all: `<` between two of them does not compile. Whether one position has been reached is a question to a
+//! [`LastSeq`], which belongs to an object of one session and answers "no" for a position in another.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The position of a record in the sequence of its session.
+///
+/// The session's number is in the upper bits, so a position is equal to no position in another session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Seq(u64);
+
+/// Bits of the number. A session that appends a record each nanosecond would need two years for them.
+const BITS: u32 = 56;
+
+impl Seq {
+    /// Record `number` of the process's session `session`.
+    pub(crate) fn new(session: usize, number: u64) -> Seq {
+        Seq((session as u64) << BITS | number & ((1 << BITS) - 1))
+    }
+
+    /// Record `number` of session `session`, for tests.
+    #[doc(hidden)]
+    pub fn for_tests(session: usize, number: u64) -> Seq {
+        Seq::new(session, number)
+    }
+
+    /// The number as the session's channel has it.
+    pub(crate) fn number(self) -> u64 {
+        self.0 & ((1 << BITS) - 1)
+    }
+
+    /// What stands for it in a timeline: the first session's numbers, and others for the other sessions' records.
+    pub fn in_timeline(self) -> u64 {
+        self.0
+    }
+
+    /// Whether a session's channel that has come to record `number` has come to this one, which is a record of that
+    /// session.
+    #[inline]
+    pub fn is_reached_at(self, number: u64) -> bool {
+        self.number() <= number
+    }
+
+    /// Whether both are positions in one session.
+    pub fn is_of_session_of(self, other: Seq) -> bool {
+        self.0 >> BITS == other.0 >> BITS
+    }
+
+    /// Whether this record may have been appended after `other`. Between sessions that is not known.
+    pub fn may_be_after(self, other: Seq) -> bool {
+        !self.is_of_session_of(other) || self.0 > other.0
+    }
+}
+
+/// The last of some positions in one session. It never goes back.
+#[derive(Debug, Default)]
+pub struct LastSeq(AtomicU64);
+
+impl LastSeq {
+    /// None so far.
+    pub const fn new() -> LastSeq {
+        LastSeq(AtomicU64::new(0))
+    }
+
+    /// Notes a position. All of them are in one session. Returns whether the last one is now this one, and was before
+    /// it.
+    #[inline]
+    pub fn raise(&self, seq: Seq) -> bool {
+        self.0.fetch_max(seq.0, Ordering::AcqRel) < seq.0
+    }
+
+    /// The last one, if there is one.
+    #[inline]
+    pub fn get(&self) -> Option<Seq> {
+        let last = self.0.load(Ordering::Acquire);
+        (last != 0).then_some(Seq(last))
+    }
+
+    /// Whether it has come to a position: never to one in another session.
+    #[inline]
+    pub fn has_reached(&self, seq: Seq) -> bool {
+        self.get().is_some_and(|last| last.0 >= seq.0 && last.is_of_session_of(seq))
+    }
+
+    /// Whether it has come as far as another, which belongs to the same session.
+    #[inline]
+    pub fn has_reached_all_of(&self, other: &LastSeq) -> bool {
+        other.get().is_none_or(|other| self.has_reached(other))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn positions_of_two_sessions_have_no_order() {
+        let (first, second) = (Seq::new(0, 7), Seq::new(1, 7));
+        assert_ne!(first, second);
+        assert!(first.may_be_after(second) && second.may_be_after(first));
+        let last = LastSeq::new();
+        assert!(!last.has_reached(first) && last.get().is_none());
+        assert!(last.raise(second) && !last.raise(Seq::new(1, 6)));
+        assert!(
+            last.has_reached(Seq::new(1, 6)) && last.has_reached(second) && !last.has_reached(Seq::new(1, 8))
+        );
+        assert!(!last.has_reached(first), "a higher session's record says nothing about a lower one's");
+        let other = LastSeq::new();
+        assert!(last.has_reached_all_of(&other) && !other.has_reached_all_of(&last));
+        other.raise(first);
+        assert!(!last.has_reached_all_of(&other) && !other.has_reached_all_of(&last));
+    }
+
+    #[test]
+    fn a_channel_knows_its_own_numbers_only() {
+        assert!(Seq::new(3, 9).is_reached_at(9) && !Seq::new(3, 9).is_reached_at(8));
+        assert!(Seq::new(3, 9).may_be_after(Seq::new(3, 8)) && !Seq::new(3, 9).may_be_after(Seq::new(3, 9)));
+    }
+}

@@ -1,0 +1,83 @@
+//! Which servers a process uses.
+//!
+//! The host decides: it offers a list, which a process gets whole unless `RGPU_SERVERS` names some of those that the
+//! host lets its programs choose. There is one channel for each server; its header says which one it is for.
+
+use std::path::PathBuf;
+
+use crate::port::PortError;
+use protocol::channel::{Header, MAX_SERVERS, SERVER_NAME_SIZE};
+
+/// The variable in which a user names servers.
+const VARIABLE: &str = "RGPU_SERVERS";
+
+/// The server of a session.
+#[derive(Debug, Clone, Copy)]
+pub struct Choice<'n> {
+    /// Its place among the process's servers.
+    pub index: usize,
+    /// Its name, if the user chose it.
+    pub name: Option<&'n str>,
+}
+
+impl Choice<'_> {
+    /// Asks for it, before the channel is connected.
+    pub(crate) fn write_to(&self, header: &Header) {
+        // All zeros is the first server, and what the channel has already.
+        if self.index > 0 || self.name.is_some() {
+            header.ask_for_server(self.index as u32, self.name.unwrap_or_default());
+        }
+    }
+}
+
+/// The PCI domain that a program sees for a domain of one of its servers: devices of two servers may have the same
+/// addresses on their buses. The first server's are its own.
+pub fn distinct_domain(server: usize, domain: u32) -> u32 {
+    const { assert!(MAX_SERVERS <= 16) };
+    if server == 0 { domain } else { domain.wrapping_add((server as u32) << 12) & 0xffff }
+}
+
+/// The servers that `RGPU_SERVERS` names, separated by spaces; none if it is not set.
+pub(crate) fn named() -> Result<Vec<String>, PortError> {
+    let text = std::env::var(VARIABLE).unwrap_or_default();
+    parse(&text).map_err(|reason| PortError::Refused {
+        path: PathBuf::from(VARIABLE),
+        what: "cannot be used",
+        reason,
+    })
+}
+
+fn parse(text: &str) -> Result<Vec<String>, String> {
+    let names: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
+    if names.len() > MAX_SERVERS {
+        return Err(format!("{} servers, and a program can use {MAX_SERVERS}", names.len()));
+    }
+    match names.iter().find(|name| name.len() >= SERVER_NAME_SIZE) {
+        Some(name) => Err(format!("{name}: a server's name has fewer than {SERVER_NAME_SIZE} bytes")),
+        None => Ok(names),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_have_different_pci_domains() {
+        assert_eq!([0, 1, 15].map(|server| distinct_domain(server, 0)), [0, 0x1000, 0xf000]);
+        assert_eq!((distinct_domain(0, 0x10000), distinct_domain(1, 0xf001)), (0x10000, 1));
+    }
+
+    #[test]
+    fn names_are_separated_by_spaces_because_commas_separate_devices() {
+        assert_eq!(parse(" gpu1  gpu2:9700/0,2 "), Ok(vec!["gpu1".to_owned(), "gpu2:9700/0,2".to_owned()]));
+        assert_eq!(parse(""), Ok(Vec::new()));
+    }
+
+    #[test]
+    fn too_many_servers_and_too_long_names_are_refused_with_the_limit() {
+        assert_eq!(parse(&"a ".repeat(17)), Err("17 servers, and a program can use 16".to_owned()));
+        assert!(parse(&"a".repeat(256)).unwrap_err().ends_with("a server's name has fewer than 256 bytes"));
+        assert!(parse(&"a".repeat(255)).is_ok());
+    }
+}

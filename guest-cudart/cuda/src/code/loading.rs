@@ -1,0 +1,113 @@
+//! Loads whose answers nobody has waited for yet. The server tells here how they ended, and functions of such a module get their ids here when they are first used.
+//!
+//! What CUDA tells a program at once is told at once: an image that was not read in the process is waited for. What is left is what the server's driver may still refuse, such as a lack of memory. NVIDIA's
+//! driver reports that late, too, since it loads code when a function of it is first used (`CUDA_MODULE_LOADING=LAZY`, its default): the first launch fails, or, if the answer was not there at the first
+//! launch, the context's next call that waits.
+
+use std::ffi::CStr;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use crate::abi::result::Result;
+use crate::memory::staging::Staging;
+use client::handle::{FunctionId, ModuleId};
+use client::ops::module::{FunctionBind, ModuleLoadByName, ModuleLoadByNameReply, Param};
+use client::session::{Ahead, Session};
+use client::{Status, lock, log};
+
+/// A load.
+pub(crate) struct Loading {
+    session: &'static Session,
+    module: ModuleId,
+    answer: Mutex<Option<Answer>>,
+    /// How it ended, once that is known.
+    result: OnceLock<Result>,
+    /// Functions that have an id.
+    bound: Mutex<u32>,
+}
+
+/// The answer that is due, and memory that the host reads until then.
+struct Answer {
+    ahead: Ahead<'static, ModuleLoadByNameReply>,
+    image: Option<Staging<'static>>,
+}
+
+/// Loads whose answers are due. They hold reply slots, so they are looked at often.
+static DUE: Mutex<Vec<Arc<Loading>>> = Mutex::new(Vec::new());
+
+impl Loading {
+    /// Sends a load. `None` if too many answers are due.
+    pub fn send(
+        session: &'static Session,
+        load: &ModuleLoadByName<'_>,
+        image: Option<Staging<'static>>,
+    ) -> Result<Option<Arc<Loading>>> {
+        collect();
+        let Some(ahead) = session.submit_ahead(load)? else { return Ok(None) };
+        let image = image.and_then(|image| image.read_by(ahead.seq()));
+        let loading = Arc::new(Loading {
+            session,
+            module: load.module,
+            answer: Mutex::new(Some(Answer { ahead, image })),
+            result: OnceLock::new(),
+            bound: Mutex::new(0),
+        });
+        lock(&DUE).push(loading.clone());
+        Ok(Some(loading))
+    }
+
+    /// How the load ended, as far as that is known: an error is final.
+    #[inline]
+    pub fn check(&self) -> Result {
+        self.result.get().copied().unwrap_or(Ok(()))
+    }
+
+    /// Takes the answer if it is there. Returns whether it is taken.
+    fn take(&self) -> bool {
+        let mut answer = lock(&self.answer);
+        if answer.as_ref().is_some_and(|answer| !answer.ahead.is_done()) {
+            return false;
+        }
+        let Some(Answer { ahead, image }) = answer.take() else { return true };
+        let reply = ahead.take();
+        if let Some(image) = image {
+            image.done();
+        }
+        let (result, log) = match reply {
+            Ok(reply) => (Status(reply.result).ok(), reply.error_log),
+            Err(status) => (Err(status), String::new()),
+        };
+        // The loss of the session is reported elsewhere.
+        if let Err(status) = result
+            && status != Status::DEVICE_UNAVAILABLE
+        {
+            log::warn(format_args!(
+                "a module that was loaded earlier was refused: {status} {}",
+                log.trim_end()
+            ));
+        }
+        let _ = self.result.set(result);
+        true
+    }
+
+    /// Gives a function its id, unless another thread has just done so.
+    pub fn bind(&self, id: &OnceLock<FunctionId>, name: &CStr, params: &[Param]) -> Result<FunctionId> {
+        collect();
+        self.check()?;
+        let name = name.to_str().map_err(|_| Status::NOT_FOUND)?;
+        // The server expects them to be numbered in this order.
+        let mut bound = lock(&self.bound);
+        if let Some(id) = id.get() {
+            return Ok(*id);
+        }
+        let function = FunctionId::new(self.module, *bound);
+        self.session.append(&FunctionBind { function, name, params: params.to_vec() })?;
+        *bound += 1;
+        Ok(*id.get_or_init(|| function))
+    }
+}
+
+/// Takes the answers that have arrived.
+fn collect() {
+    let mut due = lock(&DUE);
+    due.retain(|loading| !loading.take());
+}

@@ -1,0 +1,258 @@
+//! Copies between servers, and work on memory of another server than the stream's.
+//!
+//! Such work is held back until its stream comes to it, as a host function is. A thread of this process then does it on streams of the servers that have the memory, and the stream goes on. So the
+//! program's threads wait for nothing, and events and streams order it at both ends as in one machine.
+//!
+//! ```text
+//!  server A ── MemcpyDtoH ──▶ slot (pinned memory that both servers know) ── MemcpyHtoD ──▶ server B
+//! ```
+//!
+//! The bytes pass through this process's memory, [`SLOTS`] pieces at a time, and no processor here touches them.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+use crate::abi::result::Result;
+use crate::memory::managed;
+use crate::memory::pinned_regions::{HostTag, REGIONS};
+use crate::process::context::Context;
+use crate::process::driver::Driver;
+use crate::process::fences;
+use crate::process::ids::unique_id;
+use crate::process::server_waits;
+use crate::process::stream::Stream;
+use crate::streams::stream_table;
+use crate::work::host_function::{self, Function};
+use client::data::{HostIn, HostOut};
+use client::ops::copy::{MemcpyDtoH, MemcpyDtoH3D, MemcpyHtoD, MemcpyHtoD3D, Pitched};
+use client::seq::Seq;
+use client::{Status, lock, log};
+
+/// Bytes of a slot.
+pub(crate) const SLOT: usize = 1 << 20;
+/// Slots of one copy.
+const SLOTS: usize = 4;
+
+/// The streams that this work is done on, one for each context.
+static STREAMS: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
+
+/// Slots that no copy uses, by address. They stay registered.
+static FREE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+
+/// The stream of a context for such work. It comes behind the copies that the program was told are done.
+pub(crate) fn stream_of(context: &'static Context) -> Result<Arc<Stream>> {
+    let mut streams = lock(&STREAMS);
+    streams.retain(|stream| !stream.is_finished());
+    let found = streams.iter().find(|stream| std::ptr::eq(stream.context, context)).cloned();
+    let stream = match found {
+        Some(stream) => stream,
+        None => {
+            let stream = stream_table::unnamed(context)?;
+            streams.push(stream.clone());
+            stream
+        }
+    };
+    drop(streams);
+    fences::respect(&stream)?;
+    Ok(stream)
+}
+
+/// A context on a server that work of this library can be put in: the one that made the memory, or else its device's primary one.
+pub(crate) fn alive(driver: &'static Driver, context: &'static Context) -> &'static Context {
+    if context.is_alive() {
+        return context;
+    }
+    driver.devices.get(context.device as usize).map_or(context, |device| device.primary)
+}
+
+/// Does `work` on a stream of another server's context when `stream`, which is not being captured, comes to it. `now`: waits for the stream and for the work.
+pub(crate) fn on_other(
+    driver: &'static Driver,
+    stream: &Arc<Stream>,
+    home: &'static Context,
+    now: bool,
+    work: impl FnOnce(&Arc<Stream>) -> Result + Send + 'static,
+) -> Result {
+    let home = alive(driver, home);
+    let all = move || {
+        let other = stream_of(home)?;
+        work(&other)?;
+        other.synchronize()
+    };
+    if now {
+        stream.synchronize()?;
+        if stream.is_legacy() {
+            home.legacy().synchronize()?;
+        }
+        return all();
+    }
+    across(driver, stream, &[home], all)
+}
+
+/// Linear memory of a device, as rows and slices.
+#[derive(Clone)]
+pub(crate) struct Linear {
+    pub context: &'static Context,
+    pub place: Pitched,
+}
+
+/// A piece of a copy: where it lies at both ends, and its bytes, rows and slices. It has at most [`SLOT`] bytes.
+pub(crate) struct Part {
+    pub dst: u64,
+    pub src: u64,
+    pub extent: [u64; 3],
+}
+
+impl Part {
+    fn bytes(&self) -> usize {
+        self.extent.iter().product::<u64>() as usize
+    }
+
+    fn is_a_row(&self) -> bool {
+        self.extent[1] == 1 && self.extent[2] == 1
+    }
+}
+
+/// Copies `parts` from one server's memory to another's when a stream comes to it. `spans`: all bytes that are written, and read.
+pub(crate) fn between(
+    driver: &'static Driver,
+    stream: &Arc<Stream>,
+    dst: Linear,
+    src: Linear,
+    spans: [(u64, u64); 2],
+    parts: Vec<Part>,
+) -> Result {
+    let ends = [alive(driver, dst.context), alive(driver, src.context)];
+    let (dst, src) = (Linear { context: ends[0], ..dst }, Linear { context: ends[1], ..src });
+    across(driver, stream, &ends, move || carry(&dst, &src, spans, parts))
+}
+
+/// Does work in this process, for contexts of other servers or also of the stream's, when a stream comes to it.
+pub(crate) fn across(
+    driver: &'static Driver,
+    stream: &Arc<Stream>,
+    ends: &[&'static Context],
+    work: impl FnOnce() -> Result + Send + 'static,
+) -> Result {
+    let everywhere = stream.is_legacy();
+    // A default stream's work comes behind what the other devices' default streams have, and before what they get.
+    let others = || ends.iter().map(|context| context.legacy()).filter(|legacy| !Arc::ptr_eq(legacy, stream));
+    if everywhere {
+        for legacy in others() {
+            join(legacy, stream)?;
+        }
+    }
+    host_function::on(driver, stream.clone(), Function::Copy(Box::new(work)), std::ptr::null_mut())?;
+    if everywhere {
+        for legacy in others() {
+            join(stream, legacy)?;
+        }
+    }
+    Ok(())
+}
+
+/// Makes a stream wait for all work so far on another, of any server.
+fn join(from: &Arc<Stream>, to: &Stream) -> Result {
+    if std::ptr::eq(from.session(), to.session()) {
+        fences::join(from, to)
+    } else {
+        server_waits::hold(to, from, from.mark()?)
+    }
+}
+
+/// Slots of one copy, given back when dropped.
+struct Slots(Vec<usize>);
+
+impl Slots {
+    /// As many as a copy of so many parts uses.
+    fn take(context: &'static Context, parts: usize) -> Result<Slots> {
+        let mut slots = Slots(Vec::new());
+        while slots.0.len() < parts.min(SLOTS) {
+            let free = lock(&FREE).pop();
+            let slot = match free {
+                Some(slot) => slot,
+                None => {
+                    let tag = HostTag { context, flags: 0, buffer: unique_id() };
+                    let made = REGIONS.alloc(context.session(), SLOT, None, tag).map_err(|error| {
+                        log::warn(format_args!("no memory for a copy between servers: {}", error.line()));
+                        Status::OUT_OF_MEMORY
+                    });
+                    match made {
+                        Ok(slot) => slot,
+                        // Fewer will do.
+                        Err(_) if !slots.0.is_empty() => break,
+                        Err(status) => return Err(status),
+                    }
+                }
+            };
+            slots.0.push(slot);
+        }
+        Ok(slots)
+    }
+}
+
+impl Drop for Slots {
+    fn drop(&mut self) {
+        lock(&FREE).append(&mut self.0);
+    }
+}
+
+/// Copies parts, in order, through slots. When this returns, all bytes are there.
+pub(crate) fn carry(dst: &Linear, src: &Linear, spans: [(u64, u64); 2], parts: Vec<Part>) -> Result {
+    let (to, from) = (stream_of(dst.context)?, stream_of(src.context)?);
+    let slots = Slots::take(src.context, parts.len())?;
+    let carried = carry_through(&slots, (&to, dst), (&from, src), spans, parts);
+    if carried.is_err() {
+        // Neither server may use the slots any more. A lost one does not.
+        let _ = from.synchronize();
+        let _ = to.synchronize();
+    }
+    carried
+}
+
+fn carry_through(
+    slots: &Slots,
+    (to, dst): (&Arc<Stream>, &Linear),
+    (from, src): (&Arc<Stream>, &Linear),
+    spans: [(u64, u64); 2],
+    parts: Vec<Part>,
+) -> Result {
+    let [(written, write_len), (read, read_len)] = spans;
+    managed::lend(read, read_len)?;
+    let known = |session, slot: usize, len| REGIONS.range(session, slot, len).ok_or(Status::OUT_OF_MEMORY);
+    // Slots and the marks behind their last use at the destination.
+    let mut free: VecDeque<(usize, Option<Seq>)> = slots.0.iter().map(|slot| (*slot, None)).collect();
+    let mut coming: VecDeque<(usize, Part, Seq)> = VecDeque::new();
+    let mut parts = parts.into_iter();
+    loop {
+        while let Some((slot, used)) = free.front().copied()
+            && let Some(part) = parts.next()
+        {
+            free.pop_front();
+            if let Some(mark) = used {
+                to.session().wait_progress(|| to.has_passed(mark))?;
+            }
+            let range = HostOut(known(from.session(), slot, part.bytes())?);
+            if part.is_a_row() {
+                from.work(&MemcpyDtoH { stream: from.id, src: part.src, dst: range })?;
+            } else {
+                let place = Pitched { address: part.src, ..src.place.clone() };
+                from.work(&MemcpyDtoH3D { stream: from.id, src: place, extent: part.extent, dst: range })?;
+            }
+            coming.push_back((slot, part, from.mark()?));
+        }
+        let Some((slot, part, mark)) = coming.pop_front() else { break };
+        from.session().wait_progress(|| from.has_passed(mark))?;
+        from.context.deferred()?;
+        let range = HostIn::Range(known(to.session(), slot, part.bytes())?);
+        let _order = managed::before_work_on(written, write_len)?;
+        if part.is_a_row() {
+            to.work(&MemcpyHtoD { stream: to.id, dst: part.dst, src: range })?;
+        } else {
+            let place = Pitched { address: part.dst, ..dst.place.clone() };
+            to.work(&MemcpyHtoD3D { stream: to.id, dst: place, extent: part.extent, src: range })?;
+        }
+        free.push_back((slot, Some(to.mark()?)));
+    }
+    to.synchronize()
+}

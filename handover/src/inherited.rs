@@ -1,0 +1,127 @@
+//! What a process was given at its start.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+
+use crate::KEPT;
+
+/// Most descriptors that are taken.
+const MOST: i32 = 1 << 16;
+/// The first descriptor of `sd_listen_fds(3)`.
+const FIRST: RawFd = 3;
+
+/// Descriptors by name. Those that nobody takes are closed when this is dropped.
+#[derive(Debug, Default)]
+pub struct Inherited(BTreeMap<String, OwnedFd>);
+
+impl Inherited {
+    /// What this process was given by [`Store::exec`](crate::Store::exec) or by its service manager. Call it once, before anything else opens
+    /// descriptors: it takes ownership of those that the environment names.
+    pub fn take() -> Inherited {
+        let read = |name: &str| std::env::var(name).unwrap_or_default();
+        let kept = read(KEPT);
+        if !kept.is_empty() {
+            return Inherited::from_kept(&kept);
+        }
+        Inherited::from_manager(&read("LISTEN_PID"), &read("LISTEN_FDS"), &read("LISTEN_FDNAMES"), FIRST)
+    }
+
+    fn from_kept(kept: &str) -> Inherited {
+        let mut parts = kept.split(':');
+        if parts.next().and_then(|pid| pid.parse().ok()) != Some(std::process::id()) {
+            return Inherited::default();
+        }
+        let pairs = parts.filter_map(|part| part.rsplit_once('='));
+        Inherited::of(pairs.filter_map(|(name, number)| Some((name.to_owned(), number.parse().ok()?))))
+    }
+
+    fn from_manager(pid: &str, count: &str, names: &str, first: RawFd) -> Inherited {
+        if pid.parse() != Ok(std::process::id()) {
+            return Inherited::default();
+        }
+        let count: i32 = count.parse().unwrap_or(0).clamp(0, MOST);
+        let mut names = names.split(':');
+        let pairs =
+            (first..first + count).map(|number| (names.next().unwrap_or_default().to_owned(), number));
+        Inherited::of(pairs.collect::<Vec<_>>())
+    }
+
+    fn of(pairs: impl IntoIterator<Item = (String, RawFd)>) -> Inherited {
+        let mut all = BTreeMap::new();
+        for (name, number) in pairs {
+            if number < FIRST {
+                continue;
+            }
+            // SAFETY: whoever started this process says that it owns this descriptor, and this is called before anything else opens one. One that is not open is found out next.
+            let fd = unsafe { OwnedFd::from_raw_fd(number) };
+            if let Err(e) = fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)) {
+                tracing::error!("cannot use descriptor {number} ({name:?}) that this process was given: {e}");
+                // It is not open, so there is nothing to close.
+                std::mem::forget(fd);
+                continue;
+            }
+            match all.entry(name) {
+                Entry::Vacant(free) => {
+                    free.insert(fd);
+                }
+                Entry::Occupied(taken) => {
+                    let name = taken.key();
+                    tracing::warn!(
+                        "this process was given two descriptors named {name:?}; the second is closed"
+                    );
+                }
+            }
+        }
+        Inherited(all)
+    }
+
+    /// Takes the descriptor with this name.
+    pub fn remove(&mut self, name: &str) -> Option<OwnedFd> {
+        self.0.remove(name)
+    }
+
+    /// Names that begin with `prefix`, without it.
+    pub fn names(&self, prefix: &str) -> Vec<String> {
+        self.0.keys().filter_map(|name| name.strip_prefix(prefix)).map(str::to_owned).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::IntoRawFd;
+
+    /// A pipe's end under a high number that parallel tests do not use.
+    fn open(least: RawFd) -> RawFd {
+        let (reader, _writer) = std::io::pipe().unwrap();
+        fcntl(OwnedFd::from(reader), FcntlArg::F_DUPFD_CLOEXEC(least)).unwrap()
+    }
+
+    #[test]
+    fn descriptors_come_under_their_names_and_those_of_another_process_do_not() {
+        let (own, number) = (std::process::id(), open(700));
+        assert!(Inherited::from_kept(&format!("{}:a={number}", own + 1)).0.is_empty());
+        assert!(Inherited::from_manager("1", "1", "a", number).0.is_empty());
+        let mut kept = Inherited::from_kept(&format!("{own}:worker-1-socket={number}:closed=999:0=0:=:x"));
+        assert_eq!(kept.names("worker-"), ["1-socket"]);
+        assert!(kept.remove("worker-1-socket").is_some() && kept.names("").is_empty());
+        let number = open(800);
+        let mut given = Inherited::from_manager(&own.to_string(), "1", "a:b", number);
+        assert_eq!(given.names(""), ["a"]);
+        assert_eq!(given.remove("a").unwrap().into_raw_fd(), number);
+    }
+
+    #[test]
+    fn nonsense_in_the_environment_gives_nothing() {
+        let own = std::process::id();
+        for kept in ["", ":", "x", "-1", &format!("{own}"), &format!("{own}:a=-4:b=99999999999:=7777777:c")] {
+            assert!(Inherited::from_kept(kept).0.is_empty(), "{kept:?}");
+        }
+        for (count, names) in [("-5", ""), ("", ""), ("many", "a:b")] {
+            assert!(Inherited::from_manager(&own.to_string(), count, names, 5000).0.is_empty());
+        }
+    }
+}

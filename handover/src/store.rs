@@ -1,0 +1,211 @@
+//! What a process keeps for the next one.
+
+use std::collections::BTreeMap;
+use std::ffi::{CString, OsStr, OsString};
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, sendmsg, setsockopt, socket,
+    sockopt,
+};
+use nix::sys::time::TimeVal;
+
+use crate::{KEPT, VARIABLES, clock};
+
+/// How long a service manager may take for a message before the daemon goes on without it.
+const SENT_WITHIN: TimeVal = TimeVal::new(2, 0);
+
+/// The service manager's end of `sd_notify(3)`.
+#[derive(Debug)]
+struct Manager {
+    socket: OwnedFd,
+    address: UnixAddr,
+}
+
+impl Manager {
+    fn new(address: &OsStr) -> io::Result<Manager> {
+        let address = match address.as_bytes().strip_prefix(b"@") {
+            Some(name) => UnixAddr::new_abstract(name),
+            None => UnixAddr::new(Path::new(address)),
+        }?;
+        let socket = socket(AddressFamily::Unix, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
+        setsockopt(&socket, sockopt::SendTimeout, &SENT_WITHIN)?;
+        Ok(Manager { socket, address })
+    }
+
+    fn send(&self, text: &str, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+        let raw: Vec<_> = fd.iter().map(AsRawFd::as_raw_fd).collect();
+        let rights = [ControlMessage::ScmRights(&raw)];
+        let control: &[ControlMessage<'_>] = if raw.is_empty() { &[] } else { &rights };
+        let parts = [IoSlice::new(text.as_bytes())];
+        let (socket, flags) = (self.socket.as_raw_fd(), MsgFlags::MSG_NOSIGNAL);
+        loop {
+            match sendmsg(socket, &parts, control, flags, Some(&self.address)) {
+                Ok(_) => return Ok(()),
+                Err(nix::Error::EINTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+    }
+}
+
+/// Descriptors for the next process, by name. A name is at most 200 characters of ASCII without `:`, `=` and control
+/// characters.
+#[derive(Debug, Default)]
+pub struct Store {
+    manager: Option<Manager>,
+    kept: Mutex<BTreeMap<String, OwnedFd>>,
+    /// That the service manager does not take what it is given was logged.
+    complained: AtomicBool,
+}
+
+impl Store {
+    /// A store that the service manager has part in, if the environment names one (`NOTIFY_SOCKET`).
+    pub fn new() -> Store {
+        let named = std::env::var_os("NOTIFY_SOCKET").filter(|address| !address.is_empty());
+        let manager = named.and_then(|address| {
+            let made = Manager::new(&address);
+            made.inspect_err(|e| tracing::warn!("NOTIFY_SOCKET {address:?}: {e}")).ok()
+        });
+        Store { manager, ..Store::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, OwnedFd>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, text: &str, fd: Option<BorrowedFd<'_>>) {
+        let Some(manager) = &self.manager else { return };
+        if let Err(e) = manager.send(text, fd)
+            && !self.complained.swap(true, Ordering::Relaxed)
+        {
+            tracing::warn!(
+                "the service manager takes neither this daemon's state nor what a successor would need after a crash: {e}"
+            );
+        }
+    }
+
+    /// Keeps a duplicate of a descriptor, in place of what had the same name.
+    ///
+    /// # Errors
+    /// If this process can have no more descriptors.
+    pub fn keep(&self, name: &str, fd: &impl AsFd) -> io::Result<()> {
+        debug_assert!(is_name(name), "{name:?}");
+        let own = fd.as_fd().try_clone_to_owned()?;
+        // Polling would remove a connection whose other end has closed, and with it the reason that a successor has to tell.
+        let text = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
+        if self.lock().insert(name.to_owned(), own).is_some() {
+            self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
+        }
+        self.tell(&text, Some(fd.as_fd()));
+        Ok(())
+    }
+
+    /// Does not keep this any more, whether it is this process or the one before that kept it.
+    pub fn forget(&self, name: &str) {
+        self.lock().remove(name);
+        self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
+    }
+
+    /// Keeps nothing any more.
+    pub fn forget_all(&self) {
+        for (name, _) in std::mem::take(&mut *self.lock()) {
+            self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
+        }
+    }
+
+    /// Tells the service manager that this daemon serves: the first time, or again after [`reloading`](Store::reloading).
+    pub fn ready(&self) {
+        self.tell("READY=1", None);
+    }
+
+    /// Tells the service manager that this daemon reads its configuration again, or makes way for another program, until
+    /// it is [`ready`](Store::ready).
+    pub fn reloading(&self) {
+        let now = Duration::from_nanos(clock::to_ns(Instant::now())).as_micros();
+        self.tell(&format!("RELOADING=1\nMONOTONIC_USEC={now}"), None);
+    }
+
+    /// Tells the service manager that this daemon needs so long to end, however short it is configured to wait.
+    pub fn ends_within(&self, time: Duration) {
+        self.tell(&format!("EXTEND_TIMEOUT_USEC={}", time.as_micros()), None);
+    }
+
+    /// Tells the service manager that this daemon ends now.
+    pub fn stopping(&self) {
+        self.tell("STOPPING=1", None);
+    }
+
+    /// Executes `program` in place of this one, with this process's environment and all that is kept. Returns only if
+    /// that fails, and then nothing has changed. The signal mask stays as it is, so blocked signals wait for the next program.
+    pub fn exec(&self, program: &Path, arguments: &[OsString]) -> io::Error {
+        let kept = self.lock();
+        let mut words = vec![std::process::id().to_string()];
+        words.extend(kept.iter().map(|(name, fd)| format!("{name}={}", fd.as_raw_fd())));
+        let result = prepare(program, arguments, &words.join(":")).and_then(|prepared| {
+            kept.values().try_for_each(|fd| close_on_exec(fd, false))?;
+            Err(prepared.run())
+        });
+        // A descriptor that was open a moment ago still is.
+        kept.values().for_each(|fd| drop(close_on_exec(fd, true)));
+        match result {
+            Ok(()) => io::Error::other("the program was executed"),
+            Err(e) => e,
+        }
+    }
+}
+
+/// Whether a name is one of a descriptor.
+fn is_name(name: &str) -> bool {
+    (1..=200).contains(&name.len())
+        && name.bytes().all(|byte| byte.is_ascii_graphic() && !b":=".contains(&byte))
+}
+
+fn close_on_exec(fd: &OwnedFd, close: bool) -> io::Result<()> {
+    let flags = if close { FdFlag::FD_CLOEXEC } else { FdFlag::empty() };
+    fcntl(fd, FcntlArg::F_SETFD(flags)).map(drop).map_err(io::Error::from)
+}
+
+struct Prepared {
+    program: CString,
+    arguments: Vec<CString>,
+    environment: Vec<CString>,
+}
+
+fn c_string(text: impl AsRef<OsStr>) -> io::Result<CString> {
+    CString::new(text.as_ref().as_bytes()).map_err(io::Error::from)
+}
+
+fn prepare(program: &Path, arguments: &[OsString], kept: &str) -> io::Result<Prepared> {
+    let stays = |name: &OsString| {
+        // The service manager's socket stays the next program's, too.
+        name == "NOTIFY_SOCKET" || name == "FDSTORE" || !VARIABLES.iter().any(|variable| name == variable)
+    };
+    let environment = std::env::vars_os().filter(|(name, _)| stays(name)).map(|(name, value)| {
+        let mut variable = name;
+        variable.push("=");
+        variable.push(value);
+        c_string(variable)
+    });
+    Ok(Prepared {
+        program: c_string(program)?,
+        arguments: arguments.iter().map(c_string).collect::<io::Result<_>>()?,
+        environment: environment.chain([c_string(format!("{KEPT}={kept}"))]).collect::<io::Result<_>>()?,
+    })
+}
+
+impl Prepared {
+    fn run(&self) -> io::Error {
+        match nix::unistd::execve(&self.program, &self.arguments, &self.environment) {
+            Ok(never) => match never {},
+            Err(e) => e.into(),
+        }
+    }
+}

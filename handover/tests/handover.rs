@@ -1,0 +1,94 @@
+//! A process that hands over to another program, and to a service manager: this test is all of them.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{Read, Seek, Write};
+use std::os::unix::net::UnixDatagram;
+use std::process::{Command, ExitCode};
+
+use rgpu_handover::{Inherited, Store};
+
+/// What the processes do, by the variable that says so.
+const ROLE: &str = "HANDOVER_TEST";
+
+fn main() -> ExitCode {
+    match std::env::var(ROLE).as_deref() {
+        Ok("first") => first(),
+        Ok("second") => second(),
+        _ => test(),
+    }
+    ExitCode::SUCCESS
+}
+
+fn file(text: &str) -> File {
+    let mut file = tempfile::tempfile().expect("a file");
+    file.write_all(text.as_bytes()).expect("writing");
+    file
+}
+
+/// Keeps two files and executes this program again.
+fn first() {
+    let store = Store::new();
+    store.keep("greeting", &file("hello")).expect("keeping");
+    store.keep("other", &file("replaced")).expect("keeping");
+    store.keep("other", &file("kept")).expect("keeping");
+    store.keep("gone", &file("gone")).expect("keeping");
+    store.forget("gone");
+    let program = std::env::current_exe().expect("this program");
+    let missing = store.exec(std::path::Path::new("/nonexistent/program"), &[]);
+    assert_eq!(missing.kind(), std::io::ErrorKind::NotFound);
+    // SAFETY: this process has one thread.
+    unsafe { std::env::set_var(ROLE, "second") };
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    panic!("not executed: {}", store.exec(&program, &arguments));
+}
+
+/// Has what the program before it kept.
+fn second() {
+    let mut inherited = Inherited::take();
+    assert_eq!(inherited.names(""), ["greeting", "other"]);
+    for (name, text) in [("greeting", "hello"), ("other", "kept")] {
+        let mut file = File::from(inherited.remove(name).expect("inherited"));
+        let mut found = String::new();
+        file.rewind().expect("rewinding");
+        file.read_to_string(&mut found).expect("reading");
+        assert_eq!(found, text);
+    }
+    // A program that this one starts has nothing of it.
+    assert!(std::env::var("LISTEN_FDS").is_err());
+    println!("handed over");
+}
+
+fn test() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("notify");
+    let manager = UnixDatagram::bind(&path).expect("a socket");
+    let program = std::env::current_exe().expect("this program");
+    let output = Command::new(program)
+        .env(ROLE, "first")
+        .env("NOTIFY_SOCKET", &path)
+        .env("LISTEN_FDS", "7")
+        .env("LISTEN_PID", "1")
+        .output()
+        .expect("starting");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "handed over\n");
+    manager.set_nonblocking(true).expect("a socket");
+    let mut heard = Vec::new();
+    let mut buffer = [0; 4096];
+    while let Ok(length) = manager.recv(&mut buffer) {
+        heard.push(String::from_utf8_lossy(&buffer[..length]).into_owned());
+    }
+    let stored = |name: &str| format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
+    let removed = |name: &str| format!("FDSTOREREMOVE=1\nFDNAME={name}");
+    let expected = [
+        stored("greeting"),
+        stored("other"),
+        removed("other"),
+        stored("other"),
+        stored("gone"),
+        removed("gone"),
+    ];
+    assert_eq!(heard, expected);
+    println!("test handed_over_to_a_program_and_to_a_service_manager ... ok");
+}

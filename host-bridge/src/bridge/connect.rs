@@ -1,0 +1,279 @@
+//! Connections to a server: reached, protected, and greeted. The same for every transport that leaves this host.
+//!
+//! ```text
+//!   plain   ── Hello ─▶ ◀─ Welcome ──                       the session's control connection
+//!           ── Hello{DATA} ─▶ ◀─ Welcome ──                 data connections, all at once
+//!   TLS     ── Hello ─▶ ◀─ Welcome{session_key} ──          the daemon, which has the server's key; this connection stays for its last words
+//!           ── Hello{CONTROL | DATA} ─▶ ◀─ Welcome ──       the session's worker, which has a key of its own; all connections at once
+//! ```
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use identity::servers::CredentialsError;
+use identity::tls::session_name;
+use identity::{Credentials, Fingerprint, Secret};
+use nix::sys::socket::{setsockopt, sockopt};
+use nix::sys::time::TimeVal;
+use protocol::device::text;
+use protocol::link::{BadGreeting, Hello, MAGIC, MAX_DEVICE_LIST, Welcome, frame, purpose};
+use protocol::version::{OURS, Version};
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+use zerocopy::IntoBytes;
+
+use super::session::{Handshake, Turn, welcome_at_once, welcome_in_turn};
+use super::{ConnectError, SessionConfig};
+use crate::framing::{Address, FrameReader, recv_greeting};
+use crate::stream::Stream;
+
+/// A server that has welcomed a session.
+pub(super) struct Greeted {
+    pub(super) handshake: Handshake,
+    /// The greeted connection. Without TLS it is the session's control connection.
+    connection: Stream,
+    /// What the session's own connections trust, under TLS.
+    pub(super) session: Option<Arc<ClientConfig>>,
+    /// How long it took to connect.
+    pub(super) dialed_in: Duration,
+}
+
+/// The connections of a session.
+#[derive(Debug)]
+pub(super) struct Connections {
+    pub(super) control: Stream,
+    pub(super) data: Vec<Stream>,
+    /// Under TLS, the connection to the daemon.
+    pub(super) daemon: Option<Daemon>,
+}
+
+/// The connection on which a daemon may say why a session ended whose worker no longer can.
+#[derive(Debug)]
+pub(super) struct Daemon {
+    connection: Stream,
+    reader: FrameReader,
+}
+
+impl Daemon {
+    /// The daemon's farewell, if there is one by now.
+    pub(super) fn last_words(&mut self) -> Option<String> {
+        let mut from = Now(&self.connection);
+        // A few times at most: a daemon that never stops sending must not hold up the session.
+        for _ in 0..8 {
+            if !self.reader.fill(&mut from).is_ok_and(|n| n > 0) {
+                break;
+            }
+        }
+        match self.reader.next_frame() {
+            Ok(Some((frame::BYE, text))) => Some(String::from_utf8_lossy(text).into_owned()),
+            _ => None,
+        }
+    }
+}
+
+struct Now<'a>(&'a Stream);
+
+impl io::Read for Now<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.0.read_now(buffer)
+    }
+}
+
+/// Longest time that connecting and one answer take.
+fn in_time(config: &SessionConfig) -> Instant {
+    Instant::now() + config.connect_timeout + config.handshake_timeout
+}
+
+fn reach(config: &SessionConfig) -> Result<OwnedFd, ConnectError> {
+    let failed = |source| ConnectError::NoServer { server: config.server.to_string(), source };
+    config.dial(config.connect_timeout).map_err(failed)
+}
+
+fn protect(
+    config: &SessionConfig,
+    socket: OwnedFd,
+    tls: &Arc<ClientConfig>,
+    name: ServerName<'static>,
+) -> Result<Stream, ConnectError> {
+    let failed = |source: io::Error| {
+        let server = config.server.to_string();
+        match source.kind() {
+            io::ErrorKind::TimedOut | io::ErrorKind::ConnectionReset => {
+                ConnectError::NoServer { server, source }
+            }
+            _ => ConnectError::Unsafe { server, source },
+        }
+    };
+    Stream::tls_client(socket, tls, name, in_time(config)).map_err(failed)
+}
+
+/// The server's name in a TLS hello. It decides nothing: the server is known by its key.
+fn server_name(address: &Address) -> ServerName<'static> {
+    let host = match address {
+        Address::Tcp(host, _) => host.as_str(),
+        Address::Unix(_) => "localhost",
+    };
+    let unnamed = ServerName::IpAddress(std::net::Ipv4Addr::UNSPECIFIED.into());
+    ServerName::try_from(host.to_owned()).unwrap_or(unnamed)
+}
+
+fn say(config: &SessionConfig, connection: &Stream, hello: &Hello) -> Result<(), ConnectError> {
+    let failed = |source| ConnectError::NoServer { server: config.server.to_string(), source };
+    connection.write_all(hello.as_bytes()).map_err(failed)
+}
+
+/// The protection that a server needs, if it needs one.
+fn credentials(config: &SessionConfig) -> Result<Option<Credentials>, ConnectError> {
+    let server = config.server.to_string();
+    let credentials = config.source().map(|source| source.credentials(&server)).transpose();
+    credentials.map_err(|source| ConnectError::Credentials { server, source })
+}
+
+/// Reaches the server and waits until it welcomes the session.
+pub(super) fn greet(
+    config: &SessionConfig,
+    hello: &Hello,
+    turn: &mut dyn Turn,
+) -> Result<Greeted, ConnectError> {
+    let credentials = credentials(config)?;
+    let deadline = in_time(config);
+    let begun = Instant::now();
+    let socket = reach(config)?;
+    let dialed_in = begun.elapsed();
+    let connection = match &credentials {
+        Some(credentials) => protect(config, socket, credentials.greeting(), server_name(&config.server))?,
+        None => Stream::from(socket),
+    };
+    say(config, &connection, hello)?;
+    let handshake = welcome_in_turn(config, &connection, deadline, turn)?;
+    let wrong =
+        |what: &str| ConnectError::Protocol { server: config.server.to_string(), what: what.to_owned() };
+    let session = match (&credentials, handshake.session_key == Fingerprint([0; 32])) {
+        (Some(credentials), false) => {
+            let key = credentials.session(handshake.session_key);
+            Some(key.map_err(|e| wrong(&format!("the session has no usable key: {e}")))?)
+        }
+        (None, true) => None,
+        (Some(_), true) => return Err(wrong("the session has no key")),
+        (None, false) => return Err(wrong("the session has a key, and the connection is not protected")),
+    };
+    Ok(Greeted { handshake, connection, session, dialed_in })
+}
+
+/// Opens the session's connections: `control` begins its control connection under TLS, and each of `data` begins a data connection.
+pub(super) fn open(
+    config: &SessionConfig,
+    greeted: Greeted,
+    control: Hello,
+    data: Vec<Hello>,
+) -> Result<(Connections, Handshake), ConnectError> {
+    let Greeted { handshake, connection, session, .. } = greeted;
+    let (token, secret) = (handshake.token, handshake.secret.0);
+    let first = session.is_some().then_some(control);
+    let hellos: Vec<Hello> =
+        first.into_iter().chain(data).map(|hello| Hello { token, secret, ..hello }).collect();
+    let session = session.as_ref();
+    // Each waits for the network a few times; all of them together wait no longer.
+    let opened: Vec<Result<Stream, ConnectError>> = std::thread::scope(|scope| {
+        let opening: Vec<_> =
+            hellos.iter().map(|hello| scope.spawn(move || open_one(config, session, hello))).collect();
+        let broken =
+            || ConnectError::Here { source: io::Error::other("a thread that connects has panicked") };
+        opening.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(broken()))).collect()
+    });
+    let mut opened = opened.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let (control, daemon) = match session {
+        Some(_) => (opened.remove(0), Some(Daemon { connection, reader: FrameReader::new() })),
+        None => (connection, None),
+    };
+    Ok((Connections { control, data: opened, daemon }, handshake))
+}
+
+/// Gives the server at `address` a token's secret, so that it knows the key of `credentials` from now on. Returns the name that this client has there.
+pub fn join(address: &Address, credentials: &Credentials, secret: &Secret) -> Result<String, ConnectError> {
+    let config = SessionConfig::new(address.clone(), "");
+    let connection = protect(&config, reach(&config)?, credentials.greeting(), server_name(address))?;
+    let hello = Hello {
+        devices: [0; MAX_DEVICE_LIST],
+        magic: MAGIC,
+        version: OURS.version(),
+        purpose: purpose::JOIN,
+        fingerprint: OURS.fingerprint(),
+        token: [0; 16],
+        index: 0,
+        pid: std::process::id(),
+        slot_count: 0,
+        wishes: 0,
+        client: text(""),
+        program: text("rgpuctl join"),
+        secret: secret.0,
+        attempt: 0,
+        reserved: 0,
+    };
+    say(&config, &connection, &hello)?;
+    welcome_at_once(&config, &connection, in_time(&config)).map(|handshake| handshake.principal)
+}
+
+fn open_one(
+    config: &SessionConfig,
+    session: Option<&Arc<ClientConfig>>,
+    hello: &Hello,
+) -> Result<Stream, ConnectError> {
+    let socket = reach(config)?;
+    let connection = match session {
+        Some(tls) => protect(config, socket, tls, session_name(&hello.token))?,
+        None => Stream::from(socket),
+    };
+    say(config, &connection, hello)?;
+    welcome_at_once(config, &connection, in_time(config))?;
+    Ok(connection)
+}
+
+/// What the connections of a session with this key trust, under TLS.
+pub(super) fn session_trust(
+    config: &SessionConfig,
+    key: Fingerprint,
+) -> Result<Option<Arc<ClientConfig>>, ConnectError> {
+    let unusable =
+        |source: CredentialsError| ConnectError::Credentials { server: config.server.to_string(), source };
+    if key == Fingerprint([0; 32]) {
+        return Ok(None);
+    }
+    credentials(config)?
+        .map(|credentials| credentials.session(key).map_err(|e| unusable(e.into())))
+        .transpose()
+}
+
+/// Protects another connection of a session, if its connections are protected.
+pub(super) fn protect_session(
+    config: &SessionConfig,
+    socket: OwnedFd,
+    session: Option<&Arc<ClientConfig>>,
+    token: &[u8; 16],
+    deadline: Instant,
+) -> io::Result<Stream> {
+    match session {
+        Some(tls) => Stream::tls_client(socket, tls, session_name(token), deadline.min(in_time(config))),
+        None => Ok(Stream::from(socket)),
+    }
+}
+
+/// Reads a welcome with a deadline.
+pub(super) fn receive_welcome(
+    connection: &Stream,
+    deadline: Instant,
+) -> io::Result<Result<(Welcome, Version), BadGreeting>> {
+    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    let time = TimeVal::new(left.as_secs() as i64, i64::from(left.subsec_micros()));
+    setsockopt(&connection.as_fd(), sockopt::ReceiveTimeout, &time)?;
+    setsockopt(&connection.as_fd(), sockopt::SendTimeout, &time)?;
+    recv_greeting(&mut &*connection, &OURS).map_err(|e| match e.kind() {
+        io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "no answer in time"),
+        io::ErrorKind::UnexpectedEof => {
+            io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection without an answer")
+        }
+        _ => e,
+    })
+}

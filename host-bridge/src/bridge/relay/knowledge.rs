@@ -1,0 +1,110 @@
+//! What the server has of the session's data, and when it is worth waiting to be told.
+//!
+//! A piece of data is cut into blocks. Their hashes are computed beside everything else, and the server is asked about them while what comes before them is being sent. When a block's turn comes
+//! before the answer, there is a choice: to send it all the same, or to wait. It is sent as long as the last answers were mostly that the server does not have it, so that data which is new is not
+//! delayed. Once the server has had a block, it will have the next, too, and its answer is waited for.
+//!
+//! Over a fast link, hashes take as long as sending, so no block is asked about. How fast it is is known from what arrived ([`Pace`]).
+
+use std::collections::VecDeque;
+
+use clap::ValueEnum;
+use protocol::link::CACHE_BLOCK;
+
+use super::pace::Pace;
+
+/// Shorter pieces are sent: each is one of many, or not worth a question.
+const LEAST: u64 = 32 << 10;
+/// Bytes of blocks that the server is asked about and that have not been sent. A server keeps twice as much.
+const MOST_ASKED: u64 = 32 << 20;
+/// How many answers that the server has a block make up for as many that it does not.
+const MOST_SCORE: i32 = 4;
+
+/// When a session asks what its server has in its cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum CacheUse {
+    /// Never: everything is sent
+    Never,
+    /// Over links that carry less than a GiB a second
+    Slow,
+    /// Over every link. For tests
+    Always,
+}
+
+/// What is known of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Block {
+    /// The server has not been asked.
+    Unasked,
+    /// The server is being asked.
+    Asked,
+    /// The server has it.
+    Known,
+    /// The server does not have it.
+    Missing,
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub(super) struct Knowledge {
+    cache: CacheUse,
+    /// Blocks to ask about, in the order of their commands: command, piece, offset.
+    queue: VecDeque<(u64, u32, u64)>,
+    /// Bytes of blocks that the server was asked about and that have not been sent.
+    asked: u64,
+    /// Above 0: the server is expected to have what comes.
+    score: i32,
+}
+
+impl Knowledge {
+    pub(super) fn new(cache: CacheUse) -> Knowledge {
+        Knowledge { cache, queue: VecDeque::new(), asked: 0, score: 1 }
+    }
+
+    /// The blocks of a piece of `len` bytes, none if the server is not asked about it.
+    pub(super) fn blocks(&mut self, seq: u64, piece: u32, len: u64, pace: &Pace) -> Vec<Block> {
+        let asks = match self.cache {
+            CacheUse::Never => false,
+            CacheUse::Slow => !pace.is_fast(),
+            CacheUse::Always => true,
+        };
+        if !asks || len < LEAST {
+            return Vec::new();
+        }
+        let count = len.div_ceil(CACHE_BLOCK);
+        self.queue.extend((0..count).map(|block| (seq, piece, block * CACHE_BLOCK)));
+        vec![Block::Unasked; count as usize]
+    }
+
+    /// The next block to ask about.
+    pub(super) fn next(&mut self) -> Option<(u64, u32, u64)> {
+        if self.asked >= MOST_ASKED { None } else { self.queue.pop_front() }
+    }
+
+    /// The server is being asked about a block of `len` bytes.
+    pub(super) fn asked(&mut self, len: u64) {
+        self.asked += len;
+    }
+
+    /// A block of `len` bytes has been given out to be sent.
+    pub(super) fn passed(&mut self, block: Block, len: u64) {
+        if block != Block::Unasked {
+            self.asked = self.asked.saturating_sub(len);
+        }
+    }
+
+    /// The server has said whether it has a block.
+    pub(super) fn told(&mut self, known: bool) {
+        self.score = if known { (self.score + 1).min(MOST_SCORE) } else { (self.score - 1).max(0) };
+    }
+
+    /// Whether the server's answers are waited for.
+    pub(super) fn expects_hits(&self, pace: &Pace) -> bool {
+        self.score > 0
+            && match self.cache {
+                CacheUse::Never => false,
+                CacheUse::Slow => pace.is_slow(),
+                CacheUse::Always => true,
+            }
+    }
+}

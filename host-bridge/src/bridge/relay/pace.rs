@@ -1,0 +1,202 @@
+//! How much `In` data a session should have on its way: twice what the link carries in a round trip.
+//!
+//! One chunk at a time is watched, from when it is given out until the server has it. What the server has received meanwhile is what was on its way in that time. If that is a
+//! full window, then the window may have been what limited it, so twice as much is tried; once more gets through in no less time, the link is full, and the window stays.
+//!
+//! ```text
+//!   on the way in the shortest round trip ≈ received while watched × shortest ÷ time watched
+//! ```
+//!
+//! The clock is the caller's.
+
+use std::time::{Duration, Instant};
+
+/// A session without data for so long begins anew: it may have another path then.
+const IDLE: Duration = Duration::from_secs(10);
+
+/// A chunk that takes so long came over a link whose distance matters.
+const FAR: Duration = Duration::from_micros(500);
+
+/// Bytes a second from which on computing hashes would be what limits the link.
+const FAST: u64 = 1 << 30;
+/// The rate is known from as many bytes as this, received one after the other.
+const ENOUGH: u64 = 256 << 10;
+
+/// See the module's text.
+#[derive(Debug)]
+pub(super) struct Pace {
+    least: u64,
+    most: u64,
+    window: u64,
+    /// Bytes that the server has received.
+    received: u64,
+    /// The shortest time that a chunk took.
+    shortest: Duration,
+    /// The most bytes a second that were received. 0: it is not known.
+    rate: u64,
+    watched: Option<Watched>,
+    /// When a watched chunk last arrived.
+    arrived: Option<Instant>,
+}
+
+/// A chunk on its way.
+#[derive(Debug)]
+struct Watched {
+    seq: u64,
+    piece: u32,
+    at: u64,
+    begun: Instant,
+    /// [`Pace::received`] then.
+    received: u64,
+}
+
+impl Pace {
+    /// The window is from `least` to `most` bytes.
+    pub(super) fn new(least: u64, most: u64) -> Pace {
+        Pace {
+            least,
+            most: most.max(least),
+            window: least,
+            received: 0,
+            shortest: Duration::MAX,
+            rate: 0,
+            watched: None,
+            arrived: None,
+        }
+    }
+
+    /// Bytes that should be on their way at most.
+    pub(super) fn window(&self) -> u64 {
+        self.window
+    }
+
+    /// Whether waiting for an answer of the server would leave the link empty for long.
+    pub(super) fn is_far(&self) -> bool {
+        (FAR..Duration::MAX).contains(&self.shortest)
+    }
+
+    /// Whether the link is known to carry many bytes a second, or few. Neither, if too little has been sent.
+    pub(super) fn is_fast(&self) -> bool {
+        self.rate >= FAST
+    }
+
+    pub(super) fn is_slow(&self) -> bool {
+        (1..FAST).contains(&self.rate)
+    }
+
+    /// A chunk is given out to be sent.
+    pub(super) fn leaves(&mut self, seq: u64, piece: u32, at: u64, now: impl FnOnce() -> Instant) {
+        if self.watched.is_some() || self.most == self.least {
+            return;
+        }
+        let begun = now();
+        if self.arrived.is_some_and(|arrived| begun.saturating_duration_since(arrived) > IDLE) {
+            (self.window, self.shortest, self.rate, self.arrived) = (self.least, Duration::MAX, 0, None);
+        }
+        self.watched = Some(Watched { seq, piece, at, begun, received: self.received });
+    }
+
+    /// The server has a chunk of `len` bytes. True: the window has grown, or the link is found to be far.
+    pub(super) fn arrives(
+        &mut self,
+        seq: u64,
+        piece: u32,
+        at: u64,
+        len: u64,
+        now: impl FnOnce() -> Instant,
+    ) -> bool {
+        self.received += len;
+        let Some(watched) = self.watched.take_if(|w| (w.seq, w.piece, w.at) == (seq, piece, at)) else {
+            return false;
+        };
+        let now = now();
+        let time = now.saturating_duration_since(watched.begun).max(Duration::from_nanos(1));
+        let near = !self.is_far();
+        self.shortest = self.shortest.min(time);
+        self.arrived = Some(now);
+        let meanwhile = u128::from(self.received - watched.received);
+        if meanwhile >= ENOUGH.into() {
+            let rate = u64::try_from(meanwhile * 1_000_000_000 / time.as_nanos()).unwrap_or(u64::MAX);
+            self.rate = self.rate.max(rate);
+        }
+        let on_the_way = meanwhile * self.shortest.as_nanos() / time.as_nanos();
+        let before = self.window;
+        let wanted = u64::try_from(2 * on_the_way).unwrap_or(u64::MAX);
+        self.window = self.window.max(wanted).min(self.most);
+        self.window > before || near && self.is_far()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEAST: u64 = 16 << 20;
+    const MOST: u64 = 256 << 20;
+
+    /// Sends a few bytes, and then at `rate` bytes a second with a full window under way, over a link of this round-trip time, until the window stays. Gives it.
+    fn settled(pace: &mut Pace, rate: u64, round_trip: Duration, mut now: Instant) -> u64 {
+        pace.leaves(u64::MAX, 0, 0, || now);
+        now += round_trip;
+        pace.arrives(u64::MAX, 0, 0, 1, || now);
+        for seq in 0..20 {
+            let before = pace.window();
+            // A window is sent in the time that the link takes, or the round trip limits.
+            let time = Duration::from_secs_f64(before as f64 / rate as f64).max(round_trip);
+            pace.leaves(seq, 0, 0, || now);
+            now += time;
+            pace.arrives(seq + 1000, 0, 0, before - 1, || now);
+            pace.arrives(seq, 0, 0, 1, || now);
+        }
+        pace.window()
+    }
+
+    #[test]
+    fn the_window_is_twice_what_the_link_carries_in_a_round_trip() {
+        let begin = Instant::now();
+        for (rate, milliseconds) in [(3_u64 << 30, 10), (1 << 30, 30), (10 << 30, 1)] {
+            let mut pace = Pace::new(LEAST, MOST);
+            let carried = rate * milliseconds / 1000;
+            let window = settled(&mut pace, rate, Duration::from_millis(milliseconds), begin);
+            assert!(
+                (2 * carried - LEAST / 8..=2 * carried + LEAST / 8).contains(&window),
+                "{window} {carried}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_near_or_slow_link_keeps_the_least_and_a_far_one_stays_below_the_most() {
+        let (begin, near) = (Instant::now(), Duration::from_micros(100));
+        let mut pace = Pace::new(LEAST, MOST);
+        assert_eq!(settled(&mut pace, 14 << 30, near, begin), LEAST, "14 GiB/s over 0.1 ms");
+        let mut pace = Pace::new(LEAST, MOST);
+        assert_eq!(settled(&mut pace, 100 << 30, Duration::from_millis(100), begin), MOST);
+        // As large as the least: it never asks the clock.
+        let mut pace = Pace::new(LEAST, 0);
+        pace.leaves(1, 0, 0, || unreachable!());
+        assert!(!pace.arrives(1, 0, 0, 1 << 30, || unreachable!()));
+    }
+
+    #[test]
+    fn a_link_is_fast_or_slow_once_enough_has_arrived() {
+        let begin = Instant::now();
+        for (rate, fast) in [(125_000_000, false), (4 << 30, true)] {
+            let mut pace = Pace::new(LEAST, MOST);
+            pace.leaves(1, 0, 0, || begin);
+            pace.arrives(1, 0, 0, 1000, || begin + Duration::from_millis(1));
+            assert!(!pace.is_fast() && !pace.is_slow());
+            settled(&mut pace, rate, Duration::from_micros(200), begin);
+            assert_eq!((pace.is_fast(), pace.is_slow()), (fast, !fast));
+        }
+    }
+
+    #[test]
+    fn after_a_while_without_data_it_begins_anew() {
+        let begin = Instant::now();
+        let mut pace = Pace::new(LEAST, MOST);
+        assert_eq!(settled(&mut pace, 100 << 30, Duration::from_millis(100), begin), MOST);
+        pace.leaves(7, 0, 0, || begin + Duration::from_secs(60));
+        assert_eq!(pace.window(), LEAST);
+    }
+}

@@ -1,0 +1,188 @@
+//! What of a session outlives the bridge's process: enough for another one to go on with it, or to end it.
+//!
+//! It is made before the session begins ([`Prepared::save`](super::Prepared::save)) and never changes. What changes while the session runs is with the server or its worker, which tell a
+//! successor.
+//!
+//! A successor gets it from whoever keeps it, and does not trust it more than the client that it belongs to: the process that made it may have been taken over by that client.
+
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::EventFd;
+use nix::sys::socket::{Shutdown, shutdown};
+use protocol::device::text;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::tcp::Farewell;
+use super::{Closed, SessionConfig};
+use crate::framing::recv_some;
+
+/// The most descriptors of a saved session.
+pub const MAX_DESCRIPTORS: usize = 3;
+/// The most bytes of a saved session.
+pub const MAX_BYTES: usize = 1024;
+
+/// A saved session.
+#[derive(Debug)]
+pub struct Saved(pub(super) Kind);
+
+#[derive(Debug)]
+pub(super) enum Kind {
+    /// The server is elsewhere. It can be told that the session has ended.
+    Remote(Box<Farewell>),
+    /// The worker is on this host and goes on by itself.
+    Local(SavedLocal),
+}
+
+/// A session with a worker of this host.
+#[derive(Debug)]
+pub(super) struct SavedLocal {
+    /// Where the worker waits for another process. Closed when nothing of the worker is left.
+    pub(super) worker: OwnedFd,
+    /// The session's doorbell.
+    pub(super) doorbell: EventFd,
+    /// What the worker writes to wake the client's threads.
+    pub(super) wake: EventFd,
+    pub(super) about: About,
+}
+
+/// What a successor tells an operator of the session.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+pub(super) struct About {
+    /// When it began, in ns of CLOCK_MONOTONIC.
+    pub(super) since: u64,
+    pub(super) server_name: [u8; 64],
+}
+
+impl About {
+    pub(super) fn now(server_name: &str) -> About {
+        About { since: handover::clock::to_ns(Instant::now()), server_name: text(server_name) }
+    }
+}
+
+const REMOTE: u64 = 1;
+const LOCAL: u64 = 2;
+
+/// A descriptor that can be anything, as an eventfd that never blocks. If it is something else, what is done with it fails or has no meaning.
+fn event(fd: OwnedFd) -> io::Result<EventFd> {
+    fcntl(&fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+    // SAFETY: the type only reads and writes the descriptor that it owns, 8 bytes of its own at a time, which harms no memory whatever is behind it.
+    Ok(unsafe { EventFd::from_owned_fd(fd) })
+}
+
+/// The same eventfd once more.
+pub(super) fn duplicate(of: &EventFd) -> io::Result<EventFd> {
+    event(of.as_fd().try_clone_to_owned()?)
+}
+
+impl Saved {
+    /// Bytes, which contain the session's secret, and descriptors.
+    pub fn parts(&self) -> (Vec<u8>, Vec<BorrowedFd<'_>>) {
+        match &self.0 {
+            Kind::Remote(farewell) => {
+                ([&REMOTE.to_le_bytes(), &farewell.to_bytes()[..]].concat(), Vec::new())
+            }
+            Kind::Local(local) => {
+                let bytes = [&LOCAL.to_le_bytes(), local.about.as_bytes()].concat();
+                (bytes, vec![local.worker.as_fd(), local.doorbell.as_fd(), local.wake.as_fd()])
+            }
+        }
+    }
+
+    /// What [`parts`](Self::parts) gave.
+    pub fn from_parts(bytes: &[u8], descriptors: Vec<OwnedFd>) -> io::Result<Saved> {
+        let malformed = || io::Error::new(ErrorKind::InvalidData, "what was saved of a session is malformed");
+        let (kind, rest) = bytes.split_first_chunk().ok_or_else(malformed)?;
+        let kind = match (u64::from_le_bytes(*kind), <[OwnedFd; MAX_DESCRIPTORS]>::try_from(descriptors)) {
+            (REMOTE, Err(none)) if none.is_empty() => {
+                Kind::Remote(Box::new(Farewell::from_bytes(rest).ok_or_else(malformed)?))
+            }
+            (LOCAL, Ok([worker, doorbell, wake])) => Kind::Local(SavedLocal {
+                worker,
+                doorbell: event(doorbell)?,
+                wake: event(wake)?,
+                about: About::read_from_bytes(rest).map_err(|_| malformed())?,
+            }),
+            _ => return Err(malformed()),
+        };
+        Ok(Saved(kind))
+    }
+
+    /// Ends the session: tells its server or worker, as far as they can be told. Does not block.
+    pub fn end(&self, config: &SessionConfig) {
+        match &self.0 {
+            // A server keeps a session whose connections are merely closed.
+            Kind::Remote(farewell) => farewell.say(config),
+            // The worker finds that nobody can come, as if nobody held the socket.
+            Kind::Local(local) => {
+                let _ = shutdown(local.worker.as_raw_fd(), Shutdown::Write);
+            }
+        }
+    }
+
+    /// Waits up to `patience` until no worker has the client's memory mapped. Call it after [`end`](Self::end).
+    pub fn released(&self, patience: Duration) -> Closed {
+        let Kind::Local(SavedLocal { worker, .. }) = &self.0 else { return Closed::Released };
+        let deadline = Instant::now() + patience;
+        let (mut bytes, mut fds) = ([0; 4096], Vec::new());
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now()).as_millis();
+            let limit = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+            match poll(&mut [PollFd::new(worker.as_fd(), PollFlags::POLLIN)], limit) {
+                Ok(0) => return Closed::StillHeld,
+                Ok(_) | Err(nix::Error::EINTR) => {}
+                Err(_) => return Closed::Released,
+            }
+            match recv_some(worker.as_fd(), &mut bytes, &mut fds) {
+                Ok(0) => return Closed::Released,
+                Ok(_) => fds.clear(),
+                Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
+                Err(_) => return Closed::Released,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::eventfd::EfdFlags;
+    use proptest::prelude::*;
+
+    fn files(count: usize) -> Vec<OwnedFd> {
+        (0..count).map(|_| std::fs::File::open("/dev/null").unwrap().into()).collect()
+    }
+
+    #[test]
+    fn a_saved_session_has_its_parts_again() {
+        let event = || EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC).unwrap();
+        let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let about = About::now("gpu-1");
+        let local = SavedLocal { worker: ours.into(), doorbell: event(), wake: event(), about };
+        let saved = Saved(Kind::Local(local));
+        let (bytes, descriptors) = saved.parts();
+        assert!(bytes.len() <= MAX_BYTES && descriptors.len() <= MAX_DESCRIPTORS);
+        let descriptors = descriptors.iter().map(|fd| fd.try_clone_to_owned().unwrap()).collect();
+        let Saved(Kind::Local(again)) = Saved::from_parts(&bytes, descriptors).unwrap() else {
+            panic!("another kind")
+        };
+        assert_eq!(again.about.as_bytes(), about.as_bytes());
+        // None blocks the successor, whatever its predecessor had made of it.
+        assert!(again.doorbell.read().is_err() && again.wake.read().is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn anything_that_was_saved_is_refused_or_understood(bytes in proptest::collection::vec(any::<u8>(), 0..600), kind in 0u64..4, descriptors in 0usize..5) {
+            let bytes = [&kind.to_le_bytes(), &bytes[..]].concat();
+            if let Ok(saved) = Saved::from_parts(&bytes, files(descriptors)) {
+                prop_assert_eq!(saved.parts().0, bytes);
+                prop_assert_eq!(saved.released(Duration::ZERO), Closed::Released);
+            }
+        }
+    }
+}

@@ -1,0 +1,494 @@
+//! New connections for a session that has lost its own.
+//!
+//! ```text
+//!   relay ── Ticket::resume ──▶ a thread: dials, greets and tells what has come, again and again
+//!     │  ◀── Resumption::outcome ── new connections, or the server's refusal
+//!     └── Interruption: how long it has lasted; tells the client
+//! ```
+//!
+//! A server keeps a session whose connections are merely closed, so [`end`] makes sure that it learns of the end.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use identity::{Fingerprint, Secret};
+use protocol::device::Answer;
+use protocol::link::{Hello, Received, frame, purpose};
+use rustls::ClientConfig;
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::Links;
+use super::memory::SocketMemory;
+use super::socket::{Socket, not_now};
+use crate::bridge::connect::{Greeted, protect_session, session_trust};
+use crate::bridge::relay::{CacheUse, Mailbox};
+use crate::bridge::session::{Handshake, welcome_at_once};
+use crate::bridge::state::{SessionState, thread_name};
+use crate::bridge::{ConnectError, SessionConfig};
+use crate::framing::{FrameReader, with_causes};
+use crate::stream::Stream;
+
+/// An interruption that lasts longer is told to the client.
+const TELL_AFTER: Duration = Duration::from_secs(5);
+/// Pauses between two attempts: the first one, and the longest, to which they double.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(300));
+/// The least time that a connection may take to come about. One that takes longer may hang on a packet that is repeated only after seconds, so it is tried again instead.
+const DIAL_WITHIN: Duration = Duration::from_millis(500);
+/// How long the server's answers may take: the first time, and at most. Doubled each time that they did not come.
+const ANSWER_WITHIN: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(15));
+
+/// How long a server may take to answer the farewell before it is told in another way.
+const FAREWELL_WITHIN: Duration = Duration::from_secs(2);
+/// The longest pause between two attempts to tell it.
+const LAST_PAUSE: Duration = Duration::from_secs(5);
+
+/// What it takes to resume a session.
+#[derive(Debug, Clone)]
+pub(super) struct Ticket {
+    /// A hello of the session's client.
+    hello: Hello,
+    token: [u8; 16],
+    secret: Secret,
+    grace: Duration,
+    /// How long it took to connect the first time.
+    dialed_in: Duration,
+    /// The key of the session's connections under TLS, and what trusts it.
+    key: Fingerprint,
+    tls: Option<Arc<ClientConfig>>,
+    /// Bytes of data that the server takes without a grant.
+    pub(super) eager: u64,
+    /// The server keeps what it is sent.
+    has_cache: bool,
+}
+
+/// Connections over which the session goes on.
+#[derive(Debug)]
+pub(super) struct Resumed {
+    pub(super) links: Links,
+    /// What the server has of each stream, the control stream first.
+    pub(super) received: Vec<u64>,
+    pub(super) attempt: u32,
+}
+
+/// An attempt to resume, repeated until it succeeds. It is given up when this is dropped.
+pub(super) struct Resumption {
+    outcome: Receiver<Result<Resumed, String>>,
+    given_up: Arc<AtomicBool>,
+    last_failure: Arc<Mutex<String>>,
+}
+
+impl Drop for Resumption {
+    fn drop(&mut self) {
+        self.given_up.store(true, Ordering::Release);
+    }
+}
+
+impl Resumption {
+    /// New connections, or why the session cannot be resumed. `None`: neither is there yet. The thread rings the mailbox when it is.
+    pub(super) fn outcome(&mut self) -> Option<Result<Resumed, String>> {
+        match self.outcome.try_recv() {
+            Ok(outcome) => Some(outcome),
+            Err(TryRecvError::Empty) => None,
+            Err(TryRecvError::Disconnected) => Some(Err("the thread that resumes it panicked".into())),
+        }
+    }
+
+    fn last_failure(&self) -> String {
+        self.last_failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// Why an attempt failed.
+enum Failure {
+    /// The server does not know the session, or does not want it.
+    Refused(String),
+    /// It may succeed later.
+    Later { why: String, answered_late: bool },
+}
+
+impl From<ConnectError> for Failure {
+    fn from(e: ConnectError) -> Failure {
+        match e {
+            ConnectError::Refused { answer: Answer::NoResources, reason, .. } => {
+                Failure::Later { why: reason, answered_late: false }
+            }
+            ConnectError::Refused { reason, .. } => Failure::Refused(reason),
+            ConnectError::Version { .. } | ConnectError::Protocol { .. } => Failure::Refused(e.to_string()),
+            e => Failure::Later { why: with_causes(&e), answered_late: true },
+        }
+    }
+}
+
+impl Ticket {
+    /// For a session whose server was greeted with `hello`.
+    pub(super) fn new(hello: Hello, greeted: &Greeted) -> Ticket {
+        let Handshake { token, secret, grace, eager, has_cache, session_key: key, .. } = greeted.handshake;
+        let (dialed_in, tls) = (greeted.dialed_in, greeted.session.clone());
+        Ticket { hello, token, secret, grace, eager, has_cache, dialed_in, key, tls }
+    }
+
+    /// Whether the session asks what the server has.
+    pub(super) fn cache(&self, config: &SessionConfig) -> CacheUse {
+        if self.has_cache { config.cache } else { CacheUse::Never }
+    }
+
+    fn hello(&self, purpose: u32, attempt: u32, index: u32) -> Hello {
+        let Ticket { token, secret: Secret(secret), .. } = *self;
+        Hello { purpose, token, secret, attempt, index, ..self.hello }
+    }
+
+    /// Protects a connection of the session as its first ones were.
+    fn protect(&self, config: &SessionConfig, socket: OwnedFd, deadline: Instant) -> io::Result<Stream> {
+        protect_session(config, socket, self.tls.as_ref(), &self.token, deadline)
+    }
+
+    /// For telling the server that the session has ended.
+    pub(super) fn farewell(&self) -> Farewell {
+        Farewell { hello: self.hello(purpose::END, 0, 0), key: self.key, grace: self.grace }
+    }
+
+    /// How long the session may be interrupted: as long as the server keeps it and its client waits.
+    pub(super) fn limit(&self, session: &SessionState) -> Duration {
+        match session.channel.lost_after {
+            0 => self.grace,
+            seconds => self.grace.min(Duration::from_secs(seconds.into())),
+        }
+    }
+
+    /// Starts a thread that resumes the session, whose client side has `received` so much of each stream.
+    pub(super) fn resume(
+        &self,
+        config: &SessionConfig,
+        session: &Arc<SessionState>,
+        mailbox: &Mailbox<SocketMemory>,
+        attempt: u32,
+        received: Vec<u64>,
+    ) -> io::Result<Resumption> {
+        let (given_up, last_failure) = (Arc::new(AtomicBool::new(false)), Arc::<Mutex<String>>::default());
+        let (sender, outcome) = channel();
+        let attempts = Attempts {
+            ticket: self.clone(),
+            config: config.clone(),
+            received,
+            given_up: Arc::clone(&given_up),
+            last_failure: Arc::clone(&last_failure),
+            wake: mailbox.wake().as_fd().try_clone_to_owned()?,
+        };
+        tracing::info!(
+            server = %session.server, program = %session.channel.program, pid = session.channel.pid, "link lost: resuming the session"
+        );
+        std::thread::Builder::new()
+            .name(thread_name("resume"))
+            .spawn(move || attempts.run(attempt, &sender))?;
+        Ok(Resumption { outcome, given_up, last_failure })
+    }
+}
+
+/// Makes sure that the server knows that the session has ended: it keeps one whose connections are merely
+/// closed. `control`: the connection on which the farewell went, if it went completely, and what was read of
+/// it. Does not block.
+pub(super) fn end(ticket: &Ticket, config: &SessionConfig, control: Option<(Arc<Socket>, FrameReader)>) {
+    let farewell = ticket.farewell();
+    farewell.say_unless(config, move || {
+        control
+            .is_some_and(|(control, mut reader)| is_answered_within(&control, &mut reader, FAREWELL_WITHIN))
+    });
+}
+
+/// A session that the server has and that may not begin. Dropped, it has the server told that it has ended.
+#[derive(Debug)]
+pub(super) struct Unbegun {
+    farewell: Option<Farewell>,
+    config: SessionConfig,
+}
+
+impl Unbegun {
+    pub(super) fn new(ticket: &Ticket, config: &SessionConfig) -> Unbegun {
+        Unbegun { farewell: Some(ticket.farewell()), config: config.clone() }
+    }
+
+    /// The session has begun.
+    pub(super) fn begun(mut self) {
+        self.farewell = None;
+    }
+}
+
+impl Drop for Unbegun {
+    fn drop(&mut self) {
+        if let Some(farewell) = self.farewell.take() {
+            farewell.say(&self.config);
+        }
+    }
+}
+
+/// What it takes to tell a server that a session has ended, also from another process than the one that had it.
+#[derive(Clone, Copy)]
+pub(in crate::bridge) struct Farewell {
+    hello: Hello,
+    /// The key of the session's connections under TLS; otherwise zero.
+    key: Fingerprint,
+    grace: Duration,
+}
+
+impl std::fmt::Debug for Farewell {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Farewell")
+    }
+}
+
+impl Farewell {
+    /// For another process: it holds the session's secret.
+    pub(in crate::bridge) fn to_bytes(self) -> Vec<u8> {
+        let mut bytes = self.grace.as_secs().to_le_bytes().to_vec();
+        bytes.extend_from_slice(&self.key.0);
+        bytes.extend_from_slice(self.hello.as_bytes());
+        bytes
+    }
+
+    /// What [`to_bytes`](Self::to_bytes) has given.
+    pub(in crate::bridge) fn from_bytes(bytes: &[u8]) -> Option<Farewell> {
+        let (seconds, hello) = bytes.split_first_chunk()?;
+        let (key, hello) = hello.split_first_chunk()?;
+        let hello = Hello::read_from_bytes(hello).ok()?;
+        Some(Farewell {
+            hello,
+            key: Fingerprint(*key),
+            grace: Duration::from_secs(u64::from_le_bytes(*seconds)),
+        })
+    }
+
+    /// Tells the server, for as long as it would keep the session. Does not block.
+    pub(in crate::bridge) fn say(self, config: &SessionConfig) {
+        self.say_unless(config, || false);
+    }
+
+    /// Does the same unless the server knows already, which `knows` may find out in the thread that would tell it.
+    fn say_unless(self, config: &SessionConfig, knows: impl FnOnce() -> bool + Send + 'static) {
+        let Farewell { hello, key, grace } = self;
+        if grace.is_zero() {
+            return;
+        }
+        let config = config.clone();
+        let server = config.server.to_string();
+        let ending = std::thread::Builder::new().name(thread_name("farewell")).spawn(move || {
+            if knows() {
+                return;
+            }
+            let begun = Instant::now();
+            let mut pause = PAUSES.0;
+            while begun.elapsed() < grace {
+                let ended = config.dial(config.connect_timeout).and_then(|fd| {
+                    let tls = session_trust(&config, key).map_err(io::Error::other)?;
+                    let deadline = Instant::now() + ANSWER_WITHIN.1;
+                    let connection = protect_session(&config, fd, tls.as_ref(), &hello.token, deadline)?;
+                    connection.write_all(hello.as_bytes())?;
+                    match welcome_at_once(&config, &connection, deadline) {
+                        Err(ConnectError::NoServer { source, .. }) => Err(source),
+                        // It has ended, or is not known any more.
+                        _ => Ok(()),
+                    }
+                });
+                if ended.is_ok() {
+                    return;
+                }
+                std::thread::sleep(pause);
+                pause = (2 * pause).min(LAST_PAUSE);
+            }
+        });
+        if let Err(e) = ending {
+            tracing::warn!(
+                server,
+                "the server may keep a session that has ended for {} s: {e}",
+                grace.as_secs()
+            );
+        }
+    }
+}
+
+/// Whether the server answers the farewell in time. What else it says is thrown away. (That the connection
+/// closes says nothing: others than the server can do that.)
+fn is_answered_within(control: &Socket, reader: &mut FrameReader, time: Duration) -> bool {
+    let deadline = Instant::now() + time;
+    while Instant::now() < deadline {
+        match reader.next_frame() {
+            Ok(Some((frame::BYE, _))) => return true,
+            Ok(Some(_)) => continue,
+            Ok(None) => {}
+            Err(_) => return false,
+        }
+        match not_now(reader.fill(&mut &*control)) {
+            Ok(Some(1..)) => {}
+            Ok(None) if control.wait(true).is_ok() => {}
+            _ => return false,
+        }
+    }
+    false
+}
+
+/// What the thread works with.
+struct Attempts {
+    ticket: Ticket,
+    config: SessionConfig,
+    received: Vec<u64>,
+    given_up: Arc<AtomicBool>,
+    last_failure: Arc<Mutex<String>>,
+    wake: OwnedFd,
+}
+
+impl Attempts {
+    fn run(&self, first: u32, outcome: &Sender<Result<Resumed, String>>) {
+        let (mut attempt, mut pause, mut patience) = (first, PAUSES.0, ANSWER_WITHIN.0);
+        while !self.given_up.load(Ordering::Acquire) {
+            match self.once(attempt, patience) {
+                Ok(resumed) => {
+                    // The relay may have ended meanwhile; then the connections close, and the server keeps the session for its grace period.
+                    let _ = outcome.send(Ok(resumed));
+                    break;
+                }
+                Err(Failure::Refused(why)) => {
+                    let _ = outcome.send(Err(why));
+                    break;
+                }
+                Err(Failure::Later { why, answered_late }) => {
+                    tracing::debug!(server = %self.config.server, attempt, "cannot resume yet: {why}");
+                    *self.last_failure.lock().unwrap_or_else(PoisonError::into_inner) = why;
+                    if answered_late {
+                        patience = (2 * patience).min(ANSWER_WITHIN.1);
+                    }
+                }
+            }
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(PAUSES.1);
+            attempt = attempt.saturating_add(1);
+        }
+        // A full counter means that it is raised already.
+        let _ = nix::unistd::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    fn dial(&self) -> Result<OwnedFd, Failure> {
+        let limit = DIAL_WITHIN.max(4 * self.ticket.dialed_in).min(self.config.connect_timeout);
+        self.config.dial(limit).map_err(|e| Failure::Later { why: e.to_string(), answered_late: false })
+    }
+
+    /// One attempt. All connections come about side by side, so it takes two round trips.
+    fn once(&self, attempt: u32, patience: Duration) -> Result<Resumed, Failure> {
+        let later = |e: io::Error| Failure::Later { why: e.to_string(), answered_late: true };
+        let greet = |fd: OwnedFd, hello: Hello, deadline: Instant| {
+            let connection = self.ticket.protect(&self.config, fd, deadline).map_err(later)?;
+            connection.write_all(hello.as_bytes()).map_err(later)?;
+            if hello.purpose == purpose::RESUME {
+                let mine: Vec<Received> = (0..)
+                    .zip(&self.received)
+                    .map(|(stream, bytes)| Received { stream, reserved: 0, bytes: *bytes })
+                    .collect();
+                connection.send_frame(frame::RESUMED, &[mine.as_bytes()]).map_err(later)?;
+            }
+            welcome_at_once(&self.config, &connection, deadline)?;
+            Ok::<_, Failure>(connection)
+        };
+        let count = self.received.len() as u32 - 1;
+        std::thread::scope(|scope| {
+            let data: Vec<_> = (0..count)
+                .map(|index| {
+                    scope.spawn(move || {
+                        let fd = self.dial()?;
+                        let deadline = Instant::now() + patience;
+                        greet(fd, self.ticket.hello(purpose::DATA, attempt, index), deadline)
+                    })
+                })
+                .collect();
+            let control = self.dial()?;
+            let deadline = Instant::now() + patience;
+            let control = greet(control, self.ticket.hello(purpose::RESUME, attempt, 0), deadline)?;
+            // The socket's time limit stands since the welcome.
+            let mut body = Vec::new();
+            let kind = control.recv_frame(&mut body).map_err(later)?;
+            let received = counts(kind, &body, self.received.len())?;
+            let data = data
+                .into_iter()
+                .map(|thread| {
+                    let panicked =
+                        |_| Failure::Later { why: "a thread panicked".into(), answered_late: false };
+                    thread.join().map_err(panicked)?
+                })
+                .collect::<Result<Vec<_>, Failure>>()?;
+            let links = Links { control, data, daemon: None, ticket: self.ticket.clone(), unbegun: None };
+            Ok(Resumed { links, received, attempt })
+        })
+    }
+}
+
+/// The numbers in a server's [`frame::RESUMED`].
+fn counts(kind: Option<u32>, body: &[u8], streams: usize) -> Result<Vec<u64>, Failure> {
+    let wrong =
+        || Failure::Refused(format!("it answered with a frame of kind {kind:?}, {} bytes", body.len()));
+    match kind {
+        None => Err(Failure::Later { why: "it closed the connection".into(), answered_late: false }),
+        Some(frame::RESUMED) if body.len() == streams * size_of::<Received>() => body
+            .chunks(size_of::<Received>())
+            .zip(0..)
+            .map(|(entry, number)| match Received::read_from_bytes(entry) {
+                Ok(received) if received.stream == number => Ok(received.bytes),
+                _ => Err(wrong()),
+            })
+            .collect(),
+        Some(frame::BYE) => Err(Failure::Refused(String::from_utf8_lossy(body).into_owned())),
+        Some(_) => Err(wrong()),
+    }
+}
+
+/// A time without a link. The client is told while it lasts.
+pub(super) struct Interruption {
+    session: Arc<SessionState>,
+    why: String,
+    begun: Instant,
+    limit: Duration,
+}
+
+impl Interruption {
+    pub(super) fn begin(session: Arc<SessionState>, why: String, limit: Duration) -> Interruption {
+        Interruption { session, why, begun: Instant::now(), limit }
+    }
+
+    fn since(&self) -> Duration {
+        self.begun.elapsed()
+    }
+
+    /// Tells the client when it is time. Gives the time until something is to be done; the error is the number of seconds after which it is over.
+    pub(super) fn look(&self) -> Result<Duration, u64> {
+        let since = self.since();
+        if since >= self.limit {
+            return Err(since.as_secs());
+        }
+        let left = self.limit - since;
+        if since < TELL_AFTER {
+            return Ok(left.min(TELL_AFTER - since));
+        }
+        self.session.header().set_interrupted(true);
+        Ok(left)
+    }
+
+    /// The link stands again. (A client whose session is lost is told that instead.)
+    pub(super) fn end(self) -> Duration {
+        self.session.header().set_interrupted(false);
+        self.since()
+    }
+
+    /// The words for a session that the server does not resume.
+    pub(super) fn ended(&self, refusal: &str) -> String {
+        format!("{}; it cannot be resumed: {refusal}", self.why)
+    }
+
+    /// The words for an interruption that lasted too long.
+    pub(super) fn too_long(&self, seconds: u64, attempts: &Resumption) -> String {
+        let last = match attempts.last_failure().as_str() {
+            "" => String::new(),
+            last => format!(" (last attempt: {last})"),
+        };
+        format!("{}; it did not come back within {seconds} s{last}", self.why)
+    }
+}

@@ -1,0 +1,401 @@
+//! Blocks of a session's uploads that the server has already, and those that it gathers to have them the next time.
+//!
+//! ```text
+//!   bridge                                    reader threads                     the thread here ──▶ BlockCache
+//!   hash of a block (HASH_FLAG)          ──▶  ask  ──────────────────────────▶   find ──▶ found
+//!   ◀── DATA_KNOWN ───────────────────────────────────────────────────────────────┘
+//!   part of a known block (KNOWN_FLAG)   ──▶  take ◀────────────────────────────  found
+//!   bytes of others (KEEP_FLAG)          ──▶  gather ─── a whole block ──────▶   keep
+//! ```
+//!
+//! Only a bridge knows when it is worth its while to ask, and it alone decides for each part of a block whether it sends the bytes or says that they are known. What was found for it is kept until
+//! all of that block has come one way or the other. Both are bounded: beyond that, blocks are not known, and are not gathered.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use protocol::link::{CACHE_BLOCK, DataHeader, DataKnown};
+
+/// The BLAKE3 hash of a block's bytes.
+pub type Hash = [u8; 32];
+
+/// The blocks that a session's client has sent before, in this session or another.
+pub trait BlockCache: Send + Sync {
+    /// The block with this hash. Its bytes have been compared with that.
+    fn find(&self, hash: &Hash) -> Option<Vec<u8>>;
+
+    /// Keeps a block, if there is room for it.
+    fn keep(&self, bytes: &[u8]);
+}
+
+/// Most bytes of blocks that were found and have not been used. A bridge asks for half as many at a time.
+const MOST_FOUND: u64 = 64 << 20;
+/// Most bytes of blocks that are gathered.
+const MOST_GATHERED: u64 = 64 << 20;
+/// Most questions that have not been answered.
+const MOST_ASKED: usize = 4096;
+/// From so many blocks on, those that nobody will use are looked for.
+const MANY: usize = 128;
+
+/// A block: the command, its piece, and the block's offset in that.
+type Key = (u64, u32, u64);
+
+/// Whether data of a command's piece may still come.
+pub(super) type MayCome<'a> = &'a dyn Fn((u64, u32)) -> bool;
+
+/// See the module's text.
+pub(crate) struct Blocks {
+    state: Mutex<State>,
+    came: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    tasks: VecDeque<Task>,
+    /// Blocks that were asked for, and what was found for those that were answered.
+    asked: BTreeMap<Key, Asked>,
+    unanswered: usize,
+    found_bytes: u64,
+    gathered: BTreeMap<Key, Gathered>,
+    /// With those that are about to be kept.
+    gathered_bytes: u64,
+    over: bool,
+}
+
+enum Task {
+    Find(Key, Hash),
+    Keep(Vec<u8>),
+}
+
+struct Asked {
+    len: u64,
+    /// Bytes of it that have not come, one way or the other.
+    left: u64,
+    found: Option<Arc<[u8]>>,
+}
+
+struct Gathered {
+    bytes: Vec<u8>,
+    left: usize,
+}
+
+fn key_at(seq: u64, piece: u32, offset: u64) -> Key {
+    (seq, piece, offset - offset % CACHE_BLOCK)
+}
+
+fn wrong(text: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, text)
+}
+
+impl Blocks {
+    pub(crate) fn new() -> Arc<Blocks> {
+        Arc::new(Blocks { state: Mutex::default(), came: Condvar::new() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The bridge asks for a block of `header.len` bytes.
+    pub(super) fn ask(&self, header: &DataHeader, hash: Hash, may_come: MayCome<'_>) -> io::Result<()> {
+        let DataHeader { seq, offset, piece, len } = *header;
+        let (key, len) = (key_at(seq, piece, offset), u64::from(len));
+        if key.2 != offset || len > CACHE_BLOCK {
+            return Err(wrong(format!("it asks for {len} bytes at {offset}, which are no block")));
+        }
+        let mut state = self.lock();
+        if state.asked.len() >= MANY {
+            state.clean(may_come);
+        }
+        if state.unanswered >= MOST_ASKED || state.asked.len() >= 2 * MOST_ASKED {
+            return Err(wrong(format!("it asks for more than {MOST_ASKED} blocks at a time")));
+        }
+        // All of it may have come over another connection. Then the answer is of no use.
+        if may_come((seq, piece)) && state.asked.insert(key, Asked { len, left: len, found: None }).is_some()
+        {
+            return Err(wrong(format!("it asks twice for the block at {offset} of command {seq}")));
+        }
+        state.unanswered += 1;
+        state.tasks.push_back(Task::Find(key, hash));
+        drop(state);
+        self.came.notify_one();
+        Ok(())
+    }
+
+    /// Bytes of a block that the bridge was told is known. `None`: it was told so of no such block.
+    pub(super) fn take(&self, header: &DataHeader) -> Option<Box<[u8]>> {
+        let DataHeader { seq, offset, piece, len } = *header;
+        let key = key_at(seq, piece, offset);
+        let state = self.lock();
+        let found = state.asked.get(&key)?.found.as_ref()?;
+        let at = usize::try_from(offset - key.2).ok()?;
+        found.get(at..at.checked_add(len as usize)?).map(Box::from)
+    }
+
+    /// Bytes of a piece come now, one way or the other.
+    pub(super) fn passed(&self, header: &DataHeader) {
+        let DataHeader { seq, offset, piece, len } = *header;
+        let Some(end) = offset.checked_add(len.into()) else { return };
+        let mut state = self.lock();
+        let mut at = offset;
+        while at < end {
+            let key = key_at(seq, piece, at);
+            let n = (end - at).min(key.2.saturating_add(CACHE_BLOCK) - at);
+            if let Some(asked) = state.asked.get_mut(&key) {
+                asked.left = asked.left.saturating_sub(n);
+                if asked.left == 0 {
+                    state.forget(&key);
+                }
+            }
+            at += n;
+        }
+    }
+
+    /// Bytes from `offset` of a piece of `len` bytes, to be kept.
+    pub(super) fn gather(&self, piece: (u64, u32), len: u64, mut offset: u64, mut bytes: &[u8]) {
+        let mut state = self.lock();
+        while !bytes.is_empty() {
+            let key = key_at(piece.0, piece.1, offset);
+            let whole = CACHE_BLOCK.min(len.saturating_sub(key.2)) as usize;
+            let at = (offset - key.2) as usize;
+            let n = bytes.len().min(whole.saturating_sub(at));
+            if n == 0 {
+                return;
+            }
+            let (now, rest) = bytes.split_at(n);
+            state.add(key, whole, at, now);
+            (bytes, offset) = (rest, offset + n as u64);
+        }
+        let keep = !state.tasks.is_empty();
+        drop(state);
+        if keep {
+            self.came.notify_one();
+        }
+    }
+
+    /// The session is over.
+    pub(super) fn close(&self) {
+        self.lock().over = true;
+        self.came.notify_all();
+    }
+
+    /// Asks `cache` and gives to it, and tells `answer` what is known, until the session is over.
+    pub(super) fn serve(&self, cache: &dyn BlockCache, answer: impl Fn(DataKnown)) {
+        while let Some(task) = self.wait() {
+            self.carry_out(task, cache, &answer);
+        }
+    }
+
+    /// Does what there is to do, once. False: there was nothing.
+    #[cfg(test)]
+    pub(crate) fn work(&self, cache: &dyn BlockCache, answer: impl Fn(DataKnown)) -> bool {
+        let task = self.lock().tasks.pop_front();
+        task.is_some_and(|task| {
+            self.carry_out(task, cache, &answer);
+            true
+        })
+    }
+
+    fn carry_out(&self, task: Task, cache: &dyn BlockCache, answer: &impl Fn(DataKnown)) {
+        match task {
+            Task::Find(key, hash) => answer(self.found(key, cache.find(&hash))),
+            Task::Keep(bytes) => {
+                cache.keep(&bytes);
+                self.lock().gathered_bytes -= bytes.len() as u64;
+            }
+        }
+    }
+
+    fn wait(&self) -> Option<Task> {
+        let mut state = self.lock();
+        loop {
+            if state.over {
+                return None;
+            }
+            if let Some(task) = state.tasks.pop_front() {
+                return Some(task);
+            }
+            state = self.came.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// What the bridge is told of a block that was looked for. One of which everything has come meanwhile is not kept; the answer only says what to expect of others.
+    fn found(&self, key: Key, bytes: Option<Vec<u8>>) -> DataKnown {
+        let mut state = self.lock();
+        state.unanswered -= 1;
+        let room = MOST_FOUND - state.found_bytes;
+        let mut known = u32::from(bytes.is_some());
+        if let Some(asked) = state.asked.get_mut(&key) {
+            match bytes.filter(|bytes| bytes.len() as u64 == asked.len && asked.len <= room) {
+                Some(bytes) => {
+                    asked.found = Some(Arc::from(bytes));
+                    state.found_bytes += state.asked.get(&key).map_or(0, |asked| asked.len);
+                }
+                None => {
+                    known = 0;
+                    state.asked.remove(&key);
+                }
+            }
+        }
+        DataKnown { seq: key.0, offset: key.2, piece: key.1, known }
+    }
+}
+
+impl State {
+    fn forget(&mut self, key: &Key) {
+        if let Some(Asked { found: Some(found), .. }) = self.asked.remove(key) {
+            self.found_bytes -= found.len() as u64;
+        }
+    }
+
+    /// Forgets the blocks of pieces of which nothing more comes.
+    fn clean(&mut self, may_come: MayCome<'_>) {
+        let gone: Vec<Key> = self.asked.keys().filter(|key| !may_come((key.0, key.1))).copied().collect();
+        gone.iter().for_each(|key| self.forget(key));
+        let bytes = &mut self.gathered_bytes;
+        self.gathered.retain(|key, gathered| {
+            let keep = may_come((key.0, key.1));
+            if !keep {
+                *bytes -= gathered.bytes.len() as u64;
+            }
+            keep
+        });
+    }
+
+    fn add(&mut self, key: Key, whole: usize, at: usize, bytes: &[u8]) {
+        if !self.gathered.contains_key(&key) {
+            if self.gathered_bytes + whole as u64 > MOST_GATHERED {
+                return;
+            }
+            self.gathered_bytes += whole as u64;
+            self.gathered.insert(key, Gathered { bytes: vec![0; whole], left: whole });
+        }
+        let Some(gathered) = self.gathered.get_mut(&key) else { return };
+        let Some(place) = gathered.bytes.get_mut(at..at + bytes.len()) else { return };
+        place.copy_from_slice(bytes);
+        gathered.left = gathered.left.saturating_sub(bytes.len());
+        if gathered.left == 0
+            && let Some(gathered) = self.gathered.remove(&key)
+        {
+            self.tasks.push_back(Task::Keep(gathered.bytes));
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use std::collections::HashMap;
+
+    /// A cache without a disk.
+    #[derive(Default)]
+    pub(crate) struct Memory(Mutex<HashMap<Hash, Vec<u8>>>);
+
+    impl BlockCache for Memory {
+        fn find(&self, hash: &Hash) -> Option<Vec<u8>> {
+            self.0.lock().unwrap().get(hash).cloned()
+        }
+        fn keep(&self, bytes: &[u8]) {
+            self.0.lock().unwrap().insert(*blake3::hash(bytes).as_bytes(), bytes.to_vec());
+        }
+    }
+
+    /// Does the tasks that there are, and gives the answers.
+    fn work(blocks: &Blocks, cache: &Memory) -> Vec<DataKnown> {
+        let answers = Mutex::new(Vec::new());
+        while blocks.work(cache, |answer| answers.lock().unwrap().push(answer)) {}
+        answers.into_inner().unwrap()
+    }
+
+    fn header(seq: u64, offset: u64, len: usize) -> DataHeader {
+        DataHeader { seq, offset, piece: 0, len: len as u32 }
+    }
+
+    fn ask(blocks: &Blocks, seq: u64, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let hash = *blake3::hash(bytes).as_bytes();
+        blocks.ask(&header(seq, offset, bytes.len()), hash, &|_| true)
+    }
+
+    fn is_empty(blocks: &Blocks) -> bool {
+        let state = blocks.lock();
+        (state.asked.len(), state.found_bytes, state.gathered.len(), state.gathered_bytes) == (0, 0, 0, 0)
+    }
+
+    #[test]
+    fn a_block_that_was_gathered_in_parts_is_known_the_next_time() {
+        let (blocks, cache) = (Blocks::new(), Memory::default());
+        let len = CACHE_BLOCK as usize + 100_000;
+        let bytes: Vec<u8> = (0..len).map(|i| (i / 1000) as u8).collect();
+        let offsets = [0, CACHE_BLOCK as usize];
+        ask(&blocks, 1, 0, &bytes[..offsets[1]]).unwrap();
+        assert_eq!(work(&blocks, &cache).iter().map(|a| a.known).collect::<Vec<_>>(), [0]);
+        // In any order, and across the end of a block.
+        for (from, to) in [(300_000, 400_000), (0, 300_000), (400_000, len)] {
+            blocks.gather((1, 0), len as u64, from as u64, &bytes[from..to]);
+            blocks.passed(&header(1, from as u64, to - from));
+        }
+        work(&blocks, &cache);
+        assert!(is_empty(&blocks) && cache.0.lock().unwrap().len() == 2);
+        ask(&blocks, 2, 0, &bytes[..offsets[1]]).unwrap();
+        ask(&blocks, 2, CACHE_BLOCK, &bytes[offsets[1]..]).unwrap();
+        assert_eq!(
+            work(&blocks, &cache).iter().map(|a| (a.offset, a.known)).collect::<Vec<_>>(),
+            [(0, 1), (CACHE_BLOCK, 1)]
+        );
+        for (from, to) in [(0, 1000), (1000, offsets[1]), (offsets[1], len)] {
+            let part = header(2, from as u64, to - from);
+            assert_eq!(blocks.take(&part).as_deref(), Some(&bytes[from..to]));
+            blocks.passed(&part);
+        }
+        assert!(is_empty(&blocks) && blocks.take(&header(2, 0, 1000)).is_none());
+    }
+
+    #[test]
+    fn what_a_bridge_may_not_do_is_refused() {
+        let (blocks, cache) = (Blocks::new(), Memory::default());
+        assert!(ask(&blocks, 1, 5, &[1; 100]).is_err(), "no block");
+        ask(&blocks, 1, 0, &[1; 100]).unwrap();
+        assert!(ask(&blocks, 1, 0, &[1; 100]).is_err(), "twice");
+        for header in [header(1, 0, 100), header(9, 0, 1), header(1, u64::MAX, 9)] {
+            assert!(blocks.take(&header).is_none(), "not known yet");
+        }
+        cache.keep(&[1; 100]);
+        work(&blocks, &cache);
+        assert!(blocks.take(&header(1, 50, 51)).is_none(), "beyond the block");
+        assert!(blocks.take(&header(1, 50, 50)).is_some());
+        for seq in 2..=MOST_ASKED as u64 + 1 {
+            ask(&blocks, seq, 0, &[2; 10]).unwrap();
+        }
+        assert!(ask(&blocks, 9999, 0, &[2; 10]).is_err(), "too many");
+    }
+
+    #[test]
+    fn what_is_kept_for_a_bridge_is_bounded_and_cleaned() {
+        let (blocks, cache) = (Blocks::new(), Memory::default());
+        let bytes = vec![3; CACHE_BLOCK as usize];
+        cache.keep(&bytes);
+        let most = MOST_FOUND / CACHE_BLOCK;
+        for seq in 0..most + 2 {
+            ask(&blocks, seq, 0, &bytes).unwrap();
+        }
+        let known: u32 = work(&blocks, &cache).iter().map(|answer| answer.known).sum();
+        assert_eq!(u64::from(known), most);
+        // What came before its question was answered is not kept.
+        blocks.passed(&header(0, 0, bytes.len()));
+        ask(&blocks, 100, 0, &bytes).unwrap();
+        blocks.passed(&header(100, 0, bytes.len()));
+        assert_eq!((work(&blocks, &cache)[0].known, blocks.take(&header(100, 0, 10))), (1, None));
+        // A part of a block that never comes whole.
+        for piece in 0..20 {
+            blocks.gather((200, piece), CACHE_BLOCK, 0, &bytes[..10]);
+        }
+        assert_eq!(blocks.lock().gathered_bytes, MOST_GATHERED);
+        blocks.lock().clean(&|_| false);
+        assert!(is_empty(&blocks));
+        let hash = *blake3::hash(&bytes).as_bytes();
+        blocks.ask(&header(300, 0, bytes.len()), hash, &|_| false).unwrap();
+        assert!(is_empty(&blocks), "all of it has come");
+        assert_eq!((work(&blocks, &cache)[0].known, is_empty(&blocks)), (1, true));
+    }
+}

@@ -1,0 +1,153 @@
+//! The text that `rgpuctl enroll` prints and `rgpuctl join` takes.
+//!
+//! It contains everything that the other machine needs: where the server is, which key it has, and a secret that the server accepts once. Whoever reads a token before it is used can join in
+//! its place; a used one is worth nothing.
+
+use std::fmt;
+use std::str::FromStr;
+
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use ring::rand::{SecureRandom, SystemRandom};
+use subtle::ConstantTimeEq;
+use thiserror::Error;
+
+use crate::fingerprint::Fingerprint;
+
+/// What every token begins with: a later format has another number.
+const PREFIX: &str = "rgpu1-";
+/// Bytes of the checksum at the end, which finds what was mistyped or cut.
+const CHECK: usize = 4;
+/// Most bytes of a token's text.
+const MAX_TEXT: usize = 4096;
+
+/// A secret of 32 random bytes. It is neither printed nor logged.
+#[derive(Clone, Copy)]
+pub struct Secret(pub [u8; 32]);
+
+impl Secret {
+    /// A new one.
+    pub fn random() -> std::io::Result<Secret> {
+        let mut bytes = [0; 32];
+        SystemRandom::new()
+            .fill(&mut bytes)
+            .map_err(|_| std::io::Error::other("the system gives no random numbers"))?;
+        Ok(Secret(bytes))
+    }
+
+    /// Whether both are the same, in a time that does not depend on where they differ.
+    pub fn matches(&self, other: &[u8; 32]) -> bool {
+        self.0.ct_eq(other).into()
+    }
+
+    /// What a server stores of it.
+    pub fn hash(&self) -> Fingerprint {
+        Fingerprint::hash(&self.0)
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(…)")
+    }
+}
+
+/// An invitation to a server.
+#[derive(Debug, Clone)]
+pub struct Token {
+    /// The fingerprint of the server's key.
+    pub server: Fingerprint,
+    /// What the server knows the client by.
+    pub secret: Secret,
+    /// Where the server may be: `tcp:HOST:PORT`, to be tried in this order.
+    pub addresses: Vec<String>,
+}
+
+/// Why a text is no token.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum TokenError {
+    /// It is something else.
+    #[error("this is not a token of rgpuctl enroll: those begin with {PREFIX}")]
+    Other,
+    /// It is damaged.
+    #[error("the token is damaged or incomplete: copy it again, all of it")]
+    Damaged,
+}
+
+impl fmt::Display for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut bytes = [&self.server.0[..], &self.secret.0, self.addresses.join("\n").as_bytes()].concat();
+        let check = Fingerprint::hash(&bytes);
+        bytes.extend_from_slice(&check.0[..CHECK]);
+        write!(f, "{PREFIX}{}", URL_SAFE_NO_PAD.encode(bytes))
+    }
+}
+
+impl FromStr for Token {
+    type Err = TokenError;
+
+    fn from_str(text: &str) -> Result<Token, TokenError> {
+        let text = text.trim();
+        let body = text.strip_prefix(PREFIX).ok_or(TokenError::Other)?;
+        if body.len() > MAX_TEXT {
+            return Err(TokenError::Damaged);
+        }
+        let bytes = URL_SAFE_NO_PAD.decode(body).map_err(|_| TokenError::Damaged)?;
+        let (content, check) = bytes.split_last_chunk::<CHECK>().ok_or(TokenError::Damaged)?;
+        if Fingerprint::hash(content).0[..CHECK] != check[..] {
+            return Err(TokenError::Damaged);
+        }
+        let (server, rest) = content.split_first_chunk::<32>().ok_or(TokenError::Damaged)?;
+        let (secret, addresses) = rest.split_first_chunk::<32>().ok_or(TokenError::Damaged)?;
+        let addresses = str::from_utf8(addresses).map_err(|_| TokenError::Damaged)?;
+        Ok(Token {
+            server: Fingerprint(*server),
+            secret: Secret(*secret),
+            addresses: addresses.split('\n').filter(|a| !a.is_empty()).map(str::to_owned).collect(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_token_reads_back_as_written(
+            server in any::<[u8; 32]>(), secret in any::<[u8; 32]>(),
+            addresses in proptest::collection::vec("tcp:[a-z0-9.]{1,20}:[0-9]{1,5}", 0..5),
+        ) {
+            let token = Token { server: Fingerprint(server), secret: Secret(secret), addresses };
+            let back: Token = format!(" {token}\n").parse().unwrap();
+            prop_assert!(back.server == token.server && back.secret.matches(&secret));
+            prop_assert_eq!(back.addresses, token.addresses);
+        }
+
+        #[test]
+        fn no_text_is_a_panic(text in "\\PC{0,200}") {
+            prop_assert!(text.parse::<Token>().is_err());
+            let prefixed = format!("{PREFIX}{text}");
+            prop_assert!(prefixed.parse::<Token>().is_err());
+        }
+
+        #[test]
+        fn a_changed_or_cut_token_is_damaged(at in 0usize..100, cut: bool) {
+            let token = Token { server: Fingerprint([3; 32]), secret: Secret([5; 32]), addresses: vec!["tcp:a:1".into()] };
+            let mut text = token.to_string().into_bytes();
+            let at = PREFIX.len() + at % (text.len() - PREFIX.len());
+            if cut {
+                text.truncate(at);
+            } else {
+                text[at] = if text[at] == b'A' { b'B' } else { b'A' };
+            }
+            prop_assert_eq!(String::from_utf8(text).unwrap().parse::<Token>().unwrap_err(), TokenError::Damaged);
+        }
+    }
+
+    #[test]
+    fn a_secret_is_not_printed() {
+        assert_eq!(format!("{:?}", Secret([77; 32])), "Secret(…)");
+    }
+}

@@ -1,0 +1,161 @@
+//! Values by names that clients choose: whose they are, which virtual machine's, which program's.
+//!
+//! Each name costs memory here and in Prometheus, and a client can invent as many as it likes. So there is room for a bounded number of rows, and for a part of that for one owner. What finds no
+//! room is counted under the name [`OTHER`]. A row that nothing has used for a day makes room for a new one.
+
+use std::borrow::Borrow;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The name of everything that found no room.
+pub const OTHER: &str = "other";
+/// Most rows, besides those of others.
+const MOST: usize = 1024;
+/// The same of one owner.
+const MOST_OF_ONE: usize = 64;
+/// A row that nothing has used for this long makes room for others.
+const UNUSED: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Names of a row: the owner, a virtual machine or host, and a program. A row stays as long as somebody holds its key.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Key(Arc<[String; 3]>);
+
+impl Key {
+    /// The names, as labels.
+    pub fn labels(&self) -> [&str; 3] {
+        self.0.each_ref().map(String::as_str)
+    }
+
+    fn is_other(&self) -> bool {
+        self.0[2] == OTHER && self.0[1] == OTHER
+    }
+}
+
+impl Borrow<[String; 3]> for Key {
+    fn borrow(&self) -> &[String; 3] {
+        &self.0
+    }
+}
+
+#[derive(Debug)]
+struct Row<T> {
+    value: T,
+    used: Instant,
+}
+
+/// Values by [`Key`].
+#[derive(Debug)]
+pub struct Ledger<T> {
+    rows: BTreeMap<Key, Row<T>>,
+}
+
+impl<T> Default for Ledger<T> {
+    fn default() -> Ledger<T> {
+        Ledger { rows: BTreeMap::new() }
+    }
+}
+
+impl<T: Default> Ledger<T> {
+    /// The row for these names, or for others of this owner, or of all, if there is no room.
+    pub fn enter(&mut self, names: [&str; 3], now: Instant) -> Key {
+        let names = names.map(str::to_owned);
+        if let Some((key, _)) = self.rows.get_key_value(&names) {
+            let key = key.clone();
+            return self.used(key, now);
+        }
+        let counts = |key: &&Key| !key.is_other();
+        let of_owner = |key: &&Key| key.0[0] == names[0];
+        let all = self.rows.keys().filter(counts).count();
+        let own = self.rows.keys().filter(counts).filter(of_owner).count();
+        let full_of_own = own >= MOST_OF_ONE;
+        if full_of_own || all >= MOST {
+            let unused = |(key, row): &(&Key, &Row<T>)| {
+                Arc::strong_count(&key.0) == 1
+                    && now.saturating_duration_since(row.used) >= UNUSED
+                    && (!full_of_own || key.0[0] == names[0])
+                    && !key.is_other()
+            };
+            let oldest = self.rows.iter().filter(unused).min_by_key(|(_, row)| row.used);
+            match oldest.map(|(key, _)| key.clone()) {
+                Some(oldest) => drop(self.rows.remove(&oldest)),
+                None => {
+                    let [owner, ..] = names;
+                    let owner = if own > 0 { owner } else { OTHER.to_owned() };
+                    let key = Key(Arc::new([owner, OTHER.to_owned(), OTHER.to_owned()]));
+                    return self.used(key, now);
+                }
+            }
+        }
+        self.used(Key(Arc::new(names)), now)
+    }
+
+    fn used(&mut self, key: Key, now: Instant) -> Key {
+        if let Some((known, _)) = self.rows.get_key_value(&key) {
+            let known = known.clone();
+            self.rows.entry(known.clone()).and_modify(|row| row.used = now);
+            return known;
+        }
+        self.rows.insert(key.clone(), Row { value: T::default(), used: now });
+        key
+    }
+
+    /// The value of a row.
+    pub fn value(&mut self, key: &Key, now: Instant) -> &mut T {
+        let row = self.rows.entry(key.clone()).or_insert_with(|| Row { value: T::default(), used: now });
+        row.used = now;
+        &mut row.value
+    }
+
+    /// All rows.
+    pub fn rows(&self) -> impl Iterator<Item = (&Key, &T)> {
+        self.rows.iter().map(|(key, row)| (key, &row.value))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_owner_that_invents_names_takes_its_own_room_and_no_more() {
+        let (mut ledger, now) = (Ledger::<u64>::default(), Instant::now());
+        for number in 0..100_000 {
+            let key = ledger.enter(["hostile", "vm", &format!("program{number}")], now);
+            *ledger.value(&key, now) += 1;
+        }
+        assert_eq!(ledger.rows().count(), MOST_OF_ONE + 1);
+        assert_eq!(ledger.rows().map(|(_, value)| value).sum::<u64>(), 100_000);
+        let honest = ledger.enter(["honest", "vm", "train"], now);
+        assert_eq!(honest.labels(), ["honest", "vm", "train"]);
+        let others = ledger.enter(["hostile", "vm", "again"], now);
+        assert_eq!(others.labels(), ["hostile", OTHER, OTHER]);
+    }
+
+    #[test]
+    fn owners_without_end_share_one_row() {
+        let (mut ledger, now) = (Ledger::<u64>::default(), Instant::now());
+        for number in 0..10_000 {
+            ledger.enter([&format!("address{number}"), "vm", "program"], now);
+        }
+        assert_eq!(ledger.rows().count(), MOST + 1);
+        assert_eq!(ledger.enter(["late", "vm", "program"], now).labels(), [OTHER; 3]);
+    }
+
+    #[test]
+    fn a_row_that_nothing_uses_makes_room_and_one_in_use_does_not() {
+        let (mut ledger, start) = (Ledger::<u64>::default(), Instant::now());
+        let held = ledger.enter(["a", "vm", "held"], start);
+        for number in 1..MOST_OF_ONE {
+            ledger.enter(["a", "vm", &format!("program{number}")], start);
+        }
+        let later = start + UNUSED;
+        assert_eq!(ledger.enter(["a", "vm", "new"], start).labels(), ["a", OTHER, OTHER]);
+        assert_eq!(ledger.enter(["a", "vm", "new"], later).labels(), ["a", "vm", "new"]);
+        for number in 0..MOST_OF_ONE {
+            ledger.enter(["a", "vm", &format!("later{number}")], later);
+        }
+        assert!(ledger.rows().any(|(key, _)| *key == held));
+        assert_eq!(ledger.enter(["a", "vm", "held"], later), held);
+    }
+}

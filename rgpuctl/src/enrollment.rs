@@ -1,0 +1,222 @@
+//! `rgpuctl enroll`, `join`, `clients` and `revoke`: which machines may use a server.
+//!
+//! `enroll`, `clients` and `revoke` ask the daemon of this machine, over its admin socket. `join` runs on the other machine, and talks to the server over TLS.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use host_bridge::bridge::{ConnectError, join as join_server};
+use host_bridge::framing::Address;
+use identity::servers::{self, CLIENT_FOLDER};
+use identity::{Credentials, Identity, Token};
+use serde_json::{Value, json};
+
+/// Where the daemon takes requests unless it is configured otherwise.
+const ADMIN_SOCKET: &str = "/run/rgpu/server.admin";
+
+/// How long to wait for a daemon that does not take requests yet.
+const STARTED_WITHIN: Duration = Duration::from_secs(3);
+
+/// The daemon to ask.
+#[derive(Args)]
+pub struct Admin {
+    /// Admin socket of the rgpu-server on this machine (its option --admin-socket)
+    #[arg(long, value_name = "PATH", default_value = ADMIN_SOCKET)]
+    pub socket: PathBuf,
+}
+
+/// Let another machine use this server: prints a token for `rgpuctl join` there.
+///
+/// The token works once, and until it expires. Whoever has it before that can join in the other machine's place, so give
+/// it only over a channel that you trust. A name that joins again gets a new key, and its old one counts no longer.
+#[derive(Args)]
+#[command(after_long_help = "Example:
+  gpu7# rgpuctl enroll host1          prints a token
+  host1# rgpuctl join rgpu1-…         makes a key on host1, which gpu7 knows as \"host1\" from then on")]
+pub struct Enroll {
+    /// Name of the other machine: letters, digits, \"-\", \"_\" and \".\"
+    name: String,
+    /// Where the other machine reaches this server: HOST or HOST:PORT. May be given more than once. By default the addresses
+    /// of this machine
+    #[arg(long, value_name = "ADDRESS")]
+    address: Vec<String>,
+    /// Minutes until the token expires
+    #[arg(long, value_name = "N", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=60 * 24 * 30))]
+    valid_minutes: u64,
+    #[command(flatten)]
+    admin: Admin,
+}
+
+/// Join a server with a token of `rgpuctl enroll`: makes a key for this machine and pins the server's.
+///
+/// The key stays in this machine, in a folder that only its user can read: /var/lib/rgpu/client for root, where vhost-rgpu
+/// looks, or ~/.config/rgpu for another user's `rgpuctl run`.
+#[derive(Args)]
+pub struct Join {
+    /// The token
+    token: String,
+    /// Folder of this machine's key and of the servers that it trusts. By default /var/lib/rgpu/client for root, and
+    /// ~/.config/rgpu for other users
+    #[arg(long, value_name = "FOLDER")]
+    identity: Option<PathBuf>,
+}
+
+/// List the machines that may use this server, and the tokens that are out.
+#[derive(Args)]
+pub struct Clients {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    admin: Admin,
+}
+
+/// Take a machine's access to this server back. Its sessions end at once.
+#[derive(Args)]
+pub struct Revoke {
+    /// Name of the machine, as `rgpuctl clients` lists it
+    name: String,
+    #[command(flatten)]
+    admin: Admin,
+}
+
+/// Where this user's key and servers are: root's folder if this user is root or can read nothing else.
+pub fn client_folder() -> PathBuf {
+    let own = std::env::var_os("XDG_CONFIG_HOME")
+        .map(PathBuf::from)
+        .or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".config")))
+        .map(|folder| folder.join("rgpu"));
+    match own {
+        Some(own) if !nix::unistd::geteuid().is_root() => own,
+        _ => CLIENT_FOLDER.into(),
+    }
+}
+
+/// Connects to the daemon, which may just have been started.
+fn reach(socket: &Path) -> std::io::Result<UnixStream> {
+    let deadline = Instant::now() + STARTED_WITHIN;
+    loop {
+        match UnixStream::connect(socket) {
+            Err(e)
+                if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused)
+                    && Instant::now() < deadline =>
+            {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            result => return result,
+        }
+    }
+}
+
+/// Sends the daemon a request. Gives where the answer comes.
+pub fn request(socket: &Path, request: &Value) -> Result<UnixStream> {
+    let mut stream = reach(socket).with_context(|| {
+        format!(
+            "no rgpu-server takes requests at {}: start it with --admin-socket, and run this command as its user or as root",
+            socket.display()
+        )
+    })?;
+    stream.write_all(request.to_string().as_bytes())?;
+    stream.shutdown(Shutdown::Write)?;
+    Ok(stream)
+}
+
+/// Sends the daemon a request and gives its answer.
+fn ask(socket: &Path, what: &Value) -> Result<Value> {
+    let mut stream = request(socket, what)?;
+    stream.set_read_timeout(Some(Duration::from_secs(30)))?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).context("reading the answer of rgpu-server")?;
+    let answer: Value =
+        serde_json::from_str(&text).context("rgpu-server gave no answer; its log may say why")?;
+    match answer["error"].as_str() {
+        Some(error) => bail!("{error}"),
+        None => Ok(answer),
+    }
+}
+
+/// Prints a token.
+pub fn enroll(arguments: &Enroll) -> Result<ExitCode> {
+    let request = json!({ "enroll": {
+        "name": arguments.name, "valid_seconds": arguments.valid_minutes * 60, "addresses": arguments.address,
+    } });
+    let answer = ask(&arguments.admin.socket, &request)?;
+    let token = answer["token"].as_str().context("rgpu-server gave no token")?;
+    eprintln!("Run this on {}, as root, within {} minutes:\n", arguments.name, arguments.valid_minutes);
+    println!("rgpuctl join {token}");
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Joins a server.
+pub fn join(arguments: &Join) -> Result<ExitCode> {
+    let token: Token = arguments.token.parse()?;
+    let folder = arguments.identity.clone().unwrap_or_else(client_folder);
+    let identity = Identity::load_or_create(&folder)?;
+    let credentials = Credentials::pinning(identity, token.server)?;
+    let mut unreachable = Vec::new();
+    for text in &token.addresses {
+        let address: Address = text.parse().with_context(|| format!("the token names {text:?}"))?;
+        match join_server(&address, &credentials, &token.secret) {
+            Ok(principal) => {
+                // The addresses behind the first that works are the same server's: they have its key.
+                servers::add(&folder, &token.addresses, token.server, &principal)?;
+                println!(
+                    "This machine is known to the server as {principal:?}. Its key is in {}.",
+                    folder.display()
+                );
+                println!(
+                    "Use the server with rgpuctl run --server {address}, or with server = \"{address}\" in /etc/rgpu/vhost-rgpu.toml and systemctl restart vhost-rgpu"
+                );
+                return Ok(ExitCode::SUCCESS);
+            }
+            Err(error @ ConnectError::NoServer { .. }) => unreachable.push(with_causes(&error)),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    bail!(
+        "the server cannot be reached at any of its addresses ({}): enroll again with --address HOST:PORT\n  {}",
+        token.addresses.join(", "),
+        unreachable.join("\n  ")
+    )
+}
+
+fn with_causes(error: &ConnectError) -> String {
+    host_bridge::framing::with_causes(error)
+}
+
+/// Lists clients and tokens.
+pub fn clients(arguments: &Clients) -> Result<ExitCode> {
+    let answer = ask(&arguments.admin.socket, &json!({ "clients": {} }))?;
+    if arguments.json {
+        println!("{answer:#}");
+        return Ok(ExitCode::SUCCESS);
+    }
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let text = |value: &Value| value.as_str().unwrap_or("?").to_owned();
+    println!("this server's key  {}", text(&answer["server_key"]));
+    for client in answer["clients"].as_array().into_iter().flatten() {
+        let days = now.saturating_sub(client["since"].as_u64().unwrap_or(now)) / 86400;
+        println!("{}  key {}  joined {days} days ago", text(&client["name"]), text(&client["key"]));
+    }
+    for token in answer["tokens"].as_array().into_iter().flatten() {
+        let minutes = token["expires"].as_u64().unwrap_or(now).saturating_sub(now).div_ceil(60);
+        println!("{}  has not joined; its token expires in {minutes} minutes", text(&token["name"]));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Revokes a client.
+pub fn revoke(arguments: &Revoke) -> Result<ExitCode> {
+    let answer = ask(&arguments.admin.socket, &json!({ "revoke": { "name": arguments.name } }))?;
+    println!(
+        "{} may not use this server any more; {} of its sessions ended",
+        arguments.name, answer["ended_sessions"]
+    );
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,125 @@
+//! `rgpuctl top`: sessions, programs, GPUs and links as they are now.
+//!
+//! ```text
+//!   thread: status sockets ──▶ Sample ──▶ App (rows, rates, order) ──▶ draw ──▶ terminal
+//!                                          ▲ keys
+//! ```
+//!
+//! - [`sample`]: what the status sockets say, and what follows from two such answers;
+//! - [`app`]: what is shown, and what keys do; no I/O;
+//! - [`draw`]: how it looks.
+
+mod app;
+mod draw;
+mod sample;
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use ratatui::crossterm::event::{self, Event, KeyEventKind};
+
+use self::app::{App, Order};
+use self::sample::Sample;
+use crate::status::sockets;
+
+/// How long a key may wait for the screen.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// Show sessions, programs, GPUs and links of this machine live.
+///
+/// Reads the status sockets of rgpu-server and vhost-rgpu. Keys: 1 to 4 or Tab choose what is shown, ← and → the column
+/// to sort by, r the direction, ↑ ↓ PgUp PgDn Home End scroll, p pauses, q quits.
+#[derive(Args)]
+pub struct Arguments {
+    /// Status socket to read. May be given more than once. By default /run/rgpu/vhost-rgpu.status and
+    /// /run/rgpu/server.status
+    #[arg(long, value_name = "PATH")]
+    socket: Vec<PathBuf>,
+    /// Seconds between two looks at the daemons, 0.2 to 3600
+    #[arg(long, value_name = "SECONDS", default_value_t = 2.0, value_parser = parse_interval)]
+    interval: f64,
+}
+
+fn parse_interval(text: &str) -> Result<f64, String> {
+    let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is not a number of seconds"))?;
+    if (0.2..=3600.0).contains(&seconds) { Ok(seconds) } else { Err("0.2 to 3600 make sense".into()) }
+}
+
+/// Shows the daemons until the user quits.
+pub fn top(arguments: &Arguments) -> Result<ExitCode> {
+    ensure!(
+        std::io::stdin().is_terminal() && std::io::stdout().is_terminal(),
+        "top needs a terminal; for programs there is rgpuctl status --json"
+    );
+    let sockets = sockets(&arguments.socket);
+    let (first, others) = (Sample::read(&sockets), channel());
+    // Otherwise the reason would stand on a screen of its own, where nothing else is.
+    ensure!(first.is_any(), "{}", first.failures().join("\n"));
+    let interval = Duration::from_secs_f64(arguments.interval);
+    let (samples, next) = look(sockets, interval, others)?;
+    let mut app = App::new(first);
+    let mut terminal = ratatui::try_init().context("cannot prepare the terminal")?;
+    let result = run(&mut terminal, &mut app, &samples, &next);
+    ratatui::restore();
+    result.map(|()| ExitCode::SUCCESS)
+}
+
+/// Starts the thread that reads the status sockets. A daemon that does not answer must not keep the keys from working.
+fn look(
+    sockets: Vec<PathBuf>,
+    interval: Duration,
+    (to_screen, samples): (Sender<Sample>, Receiver<Sample>),
+) -> Result<(Receiver<Sample>, Sender<()>)> {
+    let (next, asked) = channel::<()>();
+    let read = move || {
+        loop {
+            // At once if the user asks.
+            if asked.recv_timeout(interval) == Err(std::sync::mpsc::RecvTimeoutError::Disconnected) {
+                return;
+            }
+            if to_screen.send(Sample::read(&sockets)).is_err() {
+                return;
+            }
+        }
+    };
+    std::thread::Builder::new().name("status".into()).spawn(read).context("cannot start a thread")?;
+    Ok((samples, next))
+}
+
+fn run(
+    terminal: &mut ratatui::DefaultTerminal,
+    app: &mut App,
+    samples: &Receiver<Sample>,
+    next: &Sender<()>,
+) -> Result<()> {
+    let mut stale = true;
+    loop {
+        while let Ok(sample) = samples.try_recv() {
+            app.take(sample);
+            stale = true;
+        }
+        if stale {
+            terminal.draw(|frame| draw::draw(frame, app)).context("cannot write to the terminal")?;
+            stale = false;
+        }
+        if !event::poll(LOOK_EVERY).context("cannot read from the terminal")? {
+            continue;
+        }
+        match event::read().context("cannot read from the terminal")? {
+            Event::Key(key) if key.kind != KeyEventKind::Release => match app.key(key) {
+                Order::Quit => return Ok(()),
+                // The thread may be looking at the daemons already.
+                Order::Look => drop(next.send(())),
+                Order::Nothing => {}
+            },
+            Event::Resize(..) => {}
+            _ => continue,
+        }
+        stale = true;
+    }
+}

@@ -1,0 +1,118 @@
+//! `rgpuctl upgrade`: replaces a running `rgpu-server` by the program that is installed now.
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use serde_json::{Value, json};
+
+use crate::enrollment::{Admin, request};
+
+/// How long the server may take until it makes way, and its successor until it answers.
+const WITHIN: Duration = Duration::from_secs(120);
+/// A successor that has not answered is asked again after this time.
+const AGAIN: Duration = Duration::from_millis(50);
+
+/// Replace the running rgpu-server on this machine by the version that is installed now.
+///
+/// Sessions go on: their workers keep running, and programs do not notice. Clients that wait for a worker connect again.
+/// The server first asks the installed program whether it can go on with these sessions and whether it accepts the
+/// configuration; if not, nothing happens. A worker keeps its version until its session ends.
+///
+/// Exit status: 0 when the installed version serves, 125 when the old one goes on or none answers.
+#[derive(Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    admin: Admin,
+}
+
+/// Has the server make way, and waits for its successor.
+pub fn upgrade(arguments: &Arguments) -> Result<ExitCode> {
+    let path = arguments.admin.socket.display();
+    let server = request(&arguments.admin.socket, &json!({ "upgrade": {} }))?;
+    server.set_read_timeout(Some(WITHIN))?;
+    let mut line = String::new();
+    BufReader::new(server)
+        .read_line(&mut line)
+        .with_context(|| format!("listening to the server at {path}"))?;
+    let (before, sessions) = agreed(&line)?;
+    let text = successor(|| ask(arguments), Instant::now() + WITHIN).with_context(|| {
+        format!("the server at {path} has made way, and its successor does not answer: see its log")
+    })?;
+    println!("{}", outcome(&before, sessions, &text)?);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Asks whoever serves now for its version. The listening socket stays the same, so this waits until it takes requests.
+fn ask(arguments: &Arguments) -> Result<String> {
+    let mut server = request(&arguments.admin.socket, &json!({ "version": {} }))?;
+    server.set_read_timeout(Some(WITHIN))?;
+    let mut text = String::new();
+    server.read_to_string(&mut text)?;
+    Ok(text)
+}
+
+/// The successor's answer. A request that comes a moment before the server makes way is accepted and never answered.
+fn successor(mut ask: impl FnMut() -> Result<String>, deadline: Instant) -> Result<String> {
+    loop {
+        match ask() {
+            Ok(text) if !text.is_empty() => return Ok(text),
+            last if Instant::now() >= deadline => return last,
+            _ => std::thread::sleep(AGAIN),
+        }
+    }
+}
+
+/// What the server says right before it makes way: its version, and how many sessions it has.
+fn agreed(line: &str) -> Result<(String, u64)> {
+    if line.is_empty() {
+        bail!("the server ended without an answer: see its log");
+    }
+    let said: Value = serde_json::from_str(line).with_context(|| format!("the server said {line:?}"))?;
+    match (&said["error"], &said["upgrading"]) {
+        (Value::String(why), _) => bail!("not upgraded: {why}"),
+        (_, Value::Object(upgrading)) => {
+            let version = upgrading.get("version").and_then(Value::as_str).unwrap_or("?").to_owned();
+            Ok((version, upgrading.get("sessions").and_then(Value::as_u64).unwrap_or(0)))
+        }
+        _ => bail!("the server said {line:?}"),
+    }
+}
+
+/// What to say about the successor.
+fn outcome(before: &str, sessions: u64, text: &str) -> Result<String> {
+    let said: Value = serde_json::from_str(text).with_context(|| {
+        format!("rgpu-server {before} has made way, and its successor said {text:?}: see its log")
+    })?;
+    if let Some(why) = said["error"].as_str() {
+        bail!("the successor of rgpu-server {before} does not understand this command: {why}");
+    }
+    let version = said["version"].as_str().unwrap_or("?");
+    let sessions = if sessions == 1 { "1 session".to_owned() } else { format!("{sessions} sessions") };
+    Ok(format!("rgpu-server {version} serves in place of {before} and has taken over {sessions}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_that_nobody_answers_is_repeated() {
+        let mut answers = vec![Ok("{}".to_owned()), Err(anyhow::anyhow!("reset")), Ok(String::new())];
+        let far = Instant::now() + WITHIN;
+        assert_eq!(successor(|| answers.pop().unwrap(), far).unwrap(), "{}");
+        assert!(successor(|| bail!("refused"), Instant::now()).is_err());
+    }
+
+    #[test]
+    fn what_the_servers_say_is_told_in_one_line() {
+        let (before, sessions) = agreed(r#"{"upgrading": {"sessions": 1, "version": "0.1.0"}}"#).unwrap();
+        let text = outcome(&before, sessions, r#"{"version": "0.2.0", "pid": 7, "sessions": 1}"#).unwrap();
+        assert_eq!(text, "rgpu-server 0.2.0 serves in place of 0.1.0 and has taken over 1 session");
+        let refused = agreed(r#"{"error": "the server is shutting down"}"#).unwrap_err().to_string();
+        assert_eq!(refused, "not upgraded: the server is shutting down");
+        assert!(agreed("").is_err() && agreed("what?").is_err() && outcome("0.1.0", 0, "").is_err());
+    }
+}

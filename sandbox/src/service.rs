@@ -1,0 +1,194 @@
+//! A daemon's sandboxes: how its processes are started, and what it tells each of them.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use crate::cgroup::{Cgroups, Group, Limits, Unavailable};
+use crate::confine::{Confinement, Layer, Missing, Network, Report, Resources, confine};
+use crate::filesystem::{RDMA_DEVICES, Visible};
+use crate::start::{Command, Description, Error, Process, may_change_users, start, start_unconfined};
+use crate::syscalls::{OtherCalls, Syscalls};
+use crate::users::{Error as UsersError, Range, Users};
+
+/// How processes are confined.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Mode {
+    /// Confined
+    On,
+    /// Confined, but system calls that are not in the list are executed, and named in the log. For finding out what a process needs
+    Report,
+    /// Not confined: whoever takes over such a process has all rights of the daemon
+    Off,
+}
+
+/// What an operator has chosen.
+#[derive(Debug, Clone)]
+pub struct Policy {
+    /// How processes are confined.
+    pub mode: Mode,
+    /// Whether a process must not serve if this machine does not provide every part of its sandbox.
+    pub require: bool,
+    /// User IDs, one for each process. `None`: processes keep the daemon's.
+    pub users: Option<Range>,
+    /// Maximum bytes of memory, tasks and CPU time of a process; 0 means no limit.
+    pub limits: Limits,
+}
+
+/// What every process of a kind may reach.
+#[derive(Debug, Clone)]
+pub struct Reach {
+    /// Files.
+    pub visible: Vec<Visible>,
+    /// What happens to system calls that are not in the list, unless they are only reported.
+    pub other_calls: OtherCalls,
+}
+
+/// What a process has to do, in its first message.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Orders {
+    /// How to confine itself. `None`: it runs without a sandbox.
+    confinement: Option<Confinement>,
+    /// What the daemon knows to be missing.
+    known: Report,
+    /// Whether the process must not serve if something is missing.
+    required: bool,
+}
+
+/// Why a process could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum Failed {
+    /// There is no user ID for it.
+    #[error("a user ID for it (--worker-users of rgpu-server, --device-users of vhost-rgpu)")]
+    User(#[from] UsersError),
+    /// It could not be started.
+    #[error(transparent)]
+    Start(#[from] Error),
+}
+
+/// The daemon's part.
+#[derive(Debug)]
+pub struct Sandboxes {
+    policy: Policy,
+    reach: Reach,
+    users: Option<Arc<Users>>,
+    groups: Result<Cgroups, String>,
+    number: AtomicU64,
+}
+
+impl Sandboxes {
+    /// Prepares the sandboxes of a daemon's processes. `daemon` names its cgroups.
+    pub fn new(policy: Policy, daemon: &str, reach: Reach) -> Sandboxes {
+        let on = policy.mode != Mode::Off;
+        let users = policy.users.filter(|_| on && may_change_users()).map(Users::new);
+        let groups = if on {
+            Cgroups::claim(daemon).map_err(|e| match std::error::Error::source(&e) {
+                Some(source) => format!("{e}: {source}"),
+                None => e.to_string(),
+            })
+        } else {
+            Err("there is no sandbox".into())
+        };
+        Sandboxes { policy, reach, users, groups, number: AtomicU64::new(0) }
+    }
+
+    /// Whether processes are confined.
+    pub fn on(&self) -> bool {
+        self.policy.mode != Mode::Off
+    }
+
+    /// Starts a process with `descriptors`, as [`start`] does. `kind` names its cgroup. It has to [enter](Orders::enter) its sandbox as its [orders](Self::orders) say. Returns
+    /// also why it has no cgroup, if only for it there is none.
+    pub fn start(
+        &self,
+        command: &Command,
+        descriptors: &[BorrowedFd<'_>],
+        kind: &str,
+    ) -> Result<(Process, Option<String>), Failed> {
+        if !self.on() {
+            return Ok((start_unconfined(command, descriptors)?, None));
+        }
+        let user = self.users.as_ref().map(Users::allocate).transpose()?;
+        let (group, lacks) = match self.groups.as_ref().map(|groups| self.group(groups, kind)) {
+            Ok(Ok(group)) => (Some(group), None),
+            Ok(Err(e)) => (None, Some(e.to_string())),
+            Err(_) => (None, None),
+        };
+        Ok((start(command, descriptors, user, group)?, lacks))
+    }
+
+    fn group(&self, groups: &Cgroups, kind: &str) -> Result<Group, Unavailable> {
+        loop {
+            let name = format!("{kind}-{}", self.number.fetch_add(1, Ordering::Relaxed));
+            match groups.make(&name, &self.policy.limits) {
+                // A process of the daemon before this one has it.
+                Err(e) if e.exists() => {}
+                made => return made,
+            }
+        }
+    }
+
+    /// Takes over a process that the daemon before this one has started. `alive` is what that one had from [`Process::alive`].
+    ///
+    /// # Errors
+    /// If the process has ended, or is not the one that was described.
+    pub fn adopt(&self, description: &Description, alive: Option<OwnedFd>) -> io::Result<Process> {
+        description.adopt(alive, self.users.as_ref())
+    }
+
+    /// What a process has to do.
+    pub fn orders(&self, process: &Process) -> Orders {
+        let mut known = Report::default();
+        if let Err(reason) = &self.groups {
+            known.lacks(Layer::Limits, reason);
+        }
+        let confinement = Confinement {
+            isolation: process.isolation().clone(),
+            user: process.user(),
+            visible: self.reach.visible.clone(),
+            network: Network::Own,
+            // Memory that devices read and write is locked, and so is memory that a client registers.
+            resources: Resources {
+                descriptors: None,
+                locked: Some(u64::MAX),
+                tasks: process.user().map(|_| self.policy.limits.tasks).filter(|tasks| *tasks > 0),
+            },
+            other_calls: match self.policy.mode {
+                Mode::Report => OtherCalls::Report,
+                Mode::On | Mode::Off => self.reach.other_calls,
+            },
+        };
+        Orders { confinement: self.on().then_some(confinement), known, required: self.policy.require }
+    }
+}
+
+impl Orders {
+    /// Whether the process's files include RDMA devices. `false` without a sandbox.
+    pub fn has_rdma(&self) -> bool {
+        let visible = self.confinement.iter().flat_map(|confinement| &confinement.visible);
+        visible.into_iter().any(|visible| visible.path == Path::new(RDMA_DEVICES))
+    }
+
+    /// Confines this process as [`confine`] does. The error says why it must not serve.
+    pub fn enter(&self, syscalls: &Syscalls) -> Result<Report, String> {
+        let mut report = self.known.clone();
+        match &self.confinement {
+            Some(confinement) => {
+                let own = confine(confinement, syscalls).map_err(|e| e.to_string())?;
+                report.missing.extend(own.missing);
+            }
+            None => report.missing.push(Missing::everything("--sandbox is off")),
+        }
+        match report.required() {
+            Some(missing) if self.required => {
+                Err(format!("--require-sandbox: it would run without {missing}"))
+            }
+            _ => Ok(report),
+        }
+    }
+}

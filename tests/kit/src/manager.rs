@@ -1,0 +1,168 @@
+//! A service manager, as systemd is one for a daemon: it keeps the descriptors that the daemon gives it
+//! (`sd_notify(3)`, `FDSTORE=1`), starts another daemon with them (`sd_listen_fds(3)`), and hears when a daemon serves.
+
+use std::ffi::OsStr;
+use std::io::IoSliceMut;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+use nix::sys::stat::fstat;
+
+use crate::until;
+
+/// The numbers under which descriptors wait in the new process for their own.
+const ABOVE: RawFd = 700;
+
+type Kept = Vec<(String, OwnedFd)>;
+
+/// What it has heard.
+#[derive(Debug, Default)]
+struct Heard {
+    kept: Kept,
+    /// What was said of the daemon's state, in order.
+    said: Vec<String>,
+    /// How often [`Manager::settle`] was heard.
+    settled: u64,
+}
+
+/// A service manager. What it keeps is closed when it is dropped.
+#[derive(Debug)]
+pub struct Manager {
+    folder: tempfile::TempDir,
+    heard: Arc<Mutex<Heard>>,
+}
+
+impl Default for Manager {
+    fn default() -> Manager {
+        Manager::new()
+    }
+}
+
+impl Manager {
+    /// One that keeps nothing yet.
+    pub fn new() -> Manager {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = UnixDatagram::bind(folder.path().join("notify")).unwrap();
+        let heard = Arc::<Mutex<Heard>>::default();
+        let for_thread = heard.clone();
+        std::thread::spawn(move || while serve_one(&socket, &for_thread) {});
+        Manager { folder, heard }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Heard> {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn say(&self, text: &str) {
+        let own = UnixDatagram::unbound().unwrap();
+        own.send_to(text.as_bytes(), self.folder.path().join("notify")).unwrap();
+    }
+
+    /// Waits until everything that was said so far is heard.
+    fn settle(&self) {
+        let before = self.lock().settled;
+        self.say("SETTLE");
+        until("the service manager has heard everything", || self.lock().settled > before);
+    }
+
+    /// Names of what it keeps.
+    pub fn names(&self) -> Vec<String> {
+        self.settle();
+        self.lock().kept.iter().map(|(name, _)| name.clone()).collect()
+    }
+
+    /// What daemons have said of their states so far: `READY=1` and the like, without the times that go with them.
+    pub fn said(&self) -> Vec<String> {
+        self.settle();
+        self.lock().said.iter().filter_map(|text| text.lines().next()).map(str::to_owned).collect()
+    }
+
+    /// Keeps a descriptor as if a daemon had given it.
+    pub fn put(&self, name: &str, fd: OwnedFd) {
+        self.lock().kept.push((name.to_owned(), fd));
+    }
+
+    /// The command that starts `program` with what is kept.
+    pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        self.settle();
+        let kept: Kept =
+            self.lock().kept.iter().map(|(name, fd)| (name.clone(), fd.try_clone().unwrap())).collect();
+        let names: Vec<&str> = kept.iter().map(|(name, _)| name.as_str()).collect();
+        // The process id must be the daemon's: that of the shell, which the daemon replaces.
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", "LISTEN_PID=$$ exec \"$0\" \"$@\""])
+            .arg(program)
+            .env("NOTIFY_SOCKET", self.folder.path().join("notify"))
+            .env("LISTEN_FDS", kept.len().to_string())
+            .env("LISTEN_FDNAMES", names.join(":"));
+        // Out of the way of the numbers that they get.
+        let high: Vec<OwnedFd> = kept
+            .into_iter()
+            .map(|(_, fd)| {
+                let number = fcntl(fd.as_fd(), FcntlArg::F_DUPFD_CLOEXEC(ABOVE)).unwrap();
+                // SAFETY: the kernel has just made this descriptor for this call, and nothing else owns it.
+                unsafe { OwnedFd::from_raw_fd(number) }
+            })
+            .collect();
+        // SAFETY: between fork and exec the closure makes system calls only, dup2, which is async-signal-safe. It clears close-on-exec for the new numbers.
+        unsafe {
+            command.pre_exec(move || {
+                for (number, fd) in (3..).zip(&high) {
+                    if libc::dup2(fd.as_raw_fd(), number) < 0 {
+                        return Err(std::io::Error::last_os_error());
+                    }
+                }
+                Ok(())
+            });
+        }
+        command
+    }
+}
+
+impl Drop for Manager {
+    fn drop(&mut self) {
+        self.say("END");
+    }
+}
+
+/// Hears one message. False: the manager is gone.
+fn serve_one(socket: &UnixDatagram, heard: &Mutex<Heard>) -> bool {
+    let mut bytes = [0; 4096];
+    let mut space = nix::cmsg_space!([RawFd; 16]);
+    let mut slices = [IoSliceMut::new(&mut bytes)];
+    let flags = MsgFlags::MSG_CMSG_CLOEXEC;
+    let message = recvmsg::<()>(socket.as_raw_fd(), &mut slices, Some(&mut space), flags).unwrap();
+    let mut fds = Vec::new();
+    for control in message.cmsgs().unwrap() {
+        if let ControlMessageOwned::ScmRights(received) = control {
+            // SAFETY: the kernel has just installed these descriptors in this process, and nothing else owns them.
+            fds.extend(received.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
+        }
+    }
+    let length = message.bytes;
+    let text = String::from_utf8_lossy(&bytes[..length]).into_owned();
+    let value = |key: &str| text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+    let mut heard = heard.lock().unwrap_or_else(PoisonError::into_inner);
+    let name = value("FDNAME").unwrap_or("stored").to_owned();
+    if value("FDSTORE") == Some("1") {
+        let file = |fd: &OwnedFd| fstat(fd).map(|stat| (stat.st_dev, stat.st_ino)).unwrap();
+        for fd in fds {
+            if !heard.kept.iter().any(|(other, there)| *other == name && file(there) == file(&fd)) {
+                heard.kept.push((name.clone(), fd));
+            }
+        }
+    } else if value("FDSTOREREMOVE") == Some("1") {
+        heard.kept.retain(|(other, _)| *other != name);
+    } else if text == "SETTLE" {
+        heard.settled += 1;
+    } else {
+        heard.said.push(text.clone());
+    }
+    text != "END"
+}

@@ -1,0 +1,111 @@
+//! What processes hold, from `/proc`: for tests with many sessions.
+
+use std::fs;
+use std::ops::Sub;
+use std::time::Duration;
+
+/// What some processes hold together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Resources {
+    /// Processes.
+    pub processes: usize,
+    /// Threads.
+    pub threads: usize,
+    /// Open descriptors.
+    pub descriptors: usize,
+    /// KiB of memory: their own, and their part of what is shared (`Pss`).
+    pub memory_kib: u64,
+    /// KiB of it that are locked or pinned (`VmLck`, `VmPin`).
+    pub pinned_kib: u64,
+}
+
+impl Sub for Resources {
+    type Output = Resources;
+
+    fn sub(self, less: Resources) -> Resources {
+        Resources {
+            processes: self.processes.saturating_sub(less.processes),
+            threads: self.threads.saturating_sub(less.threads),
+            descriptors: self.descriptors.saturating_sub(less.descriptors),
+            memory_kib: self.memory_kib.saturating_sub(less.memory_kib),
+            pinned_kib: self.pinned_kib.saturating_sub(less.pinned_kib),
+        }
+    }
+}
+
+/// The sum of the numbers behind `names` in a file of `/proc`. A process that has ended has none.
+fn numbers(path: &str, names: &[&str]) -> u64 {
+    let text = fs::read_to_string(path).unwrap_or_default();
+    let of = |line: &str| {
+        let (name, rest) = line.split_once(':')?;
+        names.contains(&name).then(|| rest.split_whitespace().next()?.parse::<u64>().ok())?
+    };
+    text.lines().filter_map(of).sum()
+}
+
+/// The process and all that it has started, directly or not.
+pub fn family(process: u32) -> Vec<u32> {
+    let mut all = vec![process];
+    let mut at = 0;
+    while let Some(parent) = all.get(at).copied() {
+        at += 1;
+        for task in tasks(parent) {
+            let children =
+                fs::read_to_string(format!("/proc/{parent}/task/{task}/children")).unwrap_or_default();
+            all.extend(children.split_whitespace().filter_map(|child| child.parse::<u32>().ok()));
+        }
+    }
+    all
+}
+
+fn tasks(process: u32) -> Vec<String> {
+    let entries = fs::read_dir(format!("/proc/{process}/task"));
+    let names = entries.into_iter().flatten().flatten().map(|entry| entry.file_name());
+    names.filter_map(|name| name.into_string().ok()).collect()
+}
+
+/// What these processes hold.
+pub fn resources(processes: &[u32]) -> Resources {
+    let mut sum = Resources { processes: processes.len(), ..Resources::default() };
+    for process in processes {
+        sum.threads += tasks(*process).len();
+        sum.descriptors +=
+            fs::read_dir(format!("/proc/{process}/fd")).map_or(0, |descriptors| descriptors.count());
+        sum.memory_kib += numbers(&format!("/proc/{process}/smaps_rollup"), &["Pss"]);
+        sum.pinned_kib += numbers(&format!("/proc/{process}/status"), &["VmLck", "VmPin"]);
+    }
+    sum
+}
+
+/// How often threads of these processes were given a processor, since they began.
+fn runs(processes: &[u32]) -> u64 {
+    let of = |process: &u32| -> u64 {
+        let names = ["voluntary_ctxt_switches", "nonvoluntary_ctxt_switches"];
+        tasks(*process)
+            .iter()
+            .map(|task| numbers(&format!("/proc/{process}/task/{task}/status"), &names))
+            .sum()
+    };
+    processes.iter().map(of).sum()
+}
+
+/// Waits until no thread of these processes runs for a whole second.
+pub fn until_idle(processes: impl Fn() -> Vec<u32>) {
+    crate::until("no thread runs for a second", || {
+        let before = (processes(), runs(&processes()));
+        std::thread::sleep(Duration::from_secs(1));
+        before == (processes(), runs(&processes()))
+    });
+}
+
+/// Lets this process open as many descriptors as it may.
+pub fn raise_descriptors() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
+}
+
+/// How many sessions a test of scale opens: `RGPU_SCALE`, or few enough for every run of the tests.
+pub fn scale(usual: usize) -> usize {
+    std::env::var("RGPU_SCALE").map_or(usual, |number| number.parse().expect("RGPU_SCALE is a number"))
+}

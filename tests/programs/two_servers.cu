@@ -1,0 +1,835 @@
+// Two devices of two servers in one program. Each check is for something that would be wrong without an error if the two were confused: positions in their sequences of records, equal addresses of variables, equal
+// handles of textures, equal numbers of streams, events of the other server, modules of the other server. Then copies between the servers in every form.
+#define PROGRAM "two_servers"
+#include "common.h"
+#include "cases.h"
+#include "driver.h"
+
+#include <dlfcn.h>
+#include <strings.h>
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <vector>
+
+__device__ int variable;
+
+__global__ void add(int *data, int n, int by) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) data[i] += by;
+}
+
+__global__ void read_variable(int *to) { *to = variable; }
+
+__global__ void read_texture(cudaTextureObject_t texture, int *to, int n) {
+    for (int i = 0; i < n; i++) to[i] = tex1Dfetch<int>(texture, i);
+}
+
+static void set_device(int device) { CHECK(cudaSetDevice(device)); }
+
+// Holds a stream until it is told otherwise.
+struct Gate {
+    std::atomic<bool> open{false};
+    static void CUDART_CB wait(void *self) {
+        while (!static_cast<Gate *>(self)->open) std::this_thread::yield();
+    }
+};
+
+static int *on_device(int device, int n, int value) {
+    set_device(device);
+    int *data;
+    CHECK(cudaMalloc(&data, n * sizeof(int)));
+    std::vector<int> host(n);
+    for (int i = 0; i < n; i++) host[i] = value + i;
+    CHECK(cudaMemcpy(data, host.data(), n * sizeof(int), cudaMemcpyHostToDevice));
+    return data;
+}
+
+static bool holds(const int *data, int n, int value) {
+    std::vector<int> host(n, -1);
+    CHECK(cudaMemcpy(host.data(), data, n * sizeof(int), cudaMemcpyDeviceToHost));
+    for (int i = 0; i < n; i++) {
+        if (host[i] != value + i) return false;
+    }
+    return true;
+}
+
+static void devices() {
+    int count, can = -1, domains[2];
+    CHECK(cudaGetDeviceCount(&count));
+    expect_value("the devices of both servers", 2, count);
+    if (count < 2) fail("there are not two devices");
+    for (int i = 0; i < 2; i++) {
+        CHECK(cudaDeviceGetAttribute(&domains[i], cudaDevAttrPciDomainId, i));
+        char id[32];
+        int back = -1;
+        CHECK(cudaDeviceGetPCIBusId(id, sizeof id, i));
+        CHECK(cudaDeviceGetByPCIBusId(&back, id));
+        expect_value("the device of a PCI bus ID", i, back);
+    }
+    expect_value("different PCI domains", 1, domains[0] != domains[1]);
+    CHECK(cudaDeviceCanAccessPeer(&can, 0, 1));
+    expect_value("peer access", 0, can);
+    set_device(0);
+    RETURNS(cudaErrorPeerAccessUnsupported, cudaDeviceEnablePeerAccess(1, 0));
+    RETURNS(cudaErrorPeerAccessNotEnabled, cudaDeviceDisablePeerAccess(1));
+    CHECK(cudaDeviceGetP2PAttribute(&can, cudaDevP2PAttrAccessSupported, 0, 1));
+    expect_value("the attribute of peer access", 0, can);
+}
+
+// A management program sees the same devices at the same places.
+static void management() {
+    void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+    REQUIRE(library, "%s", dlerror());
+    auto call = [&](const char *name) {
+        void *found = dlsym(library, name);
+        REQUIRE(found, "%s", dlerror());
+        return found;
+    };
+    auto init = (int (*)())call("nvmlInit_v2");
+    auto count_of = (int (*)(unsigned *))call("nvmlDeviceGetCount_v2");
+    auto by_index = (int (*)(unsigned, void **))call("nvmlDeviceGetHandleByIndex_v2");
+    auto pci_of = (int (*)(void *, void *))call("nvmlDeviceGetPciInfo_v3");
+    auto by_pci = (int (*)(const char *, void **))call("nvmlDeviceGetHandleByPciBusId_v2");
+    auto by_uuid = (int (*)(const char *, void **))call("nvmlDeviceGetHandleByUUID");
+    auto uuid_of = (int (*)(void *, char *, unsigned))call("nvmlDeviceGetUUID");
+    auto index_of = (int (*)(void *, unsigned *))call("nvmlDeviceGetIndex");
+    auto memory_of = (int (*)(void *, void *))call("nvmlDeviceGetMemoryInfo");
+    auto shutdown = (int (*)())call("nvmlShutdown");
+    auto peers = (int (*)(void *, void *, int, int *))call("nvmlDeviceGetP2PStatus");
+    unsigned count = 0;
+    void *devices[2];
+    expect_value("nvmlInit", 0, init());
+    expect_value("nvmlDeviceGetCount", 0, count_of(&count));
+    expect_value("NVML's devices", 2, count);
+    char uuids[2][96] = {};
+    // Two servers may share one GPU, for a test.
+    bool one_gpu = getenv("RGPU_TEST_ONE_GPU");
+    // NVML has the servers' order, which CUDA_VISIBLE_DEVICES does not change.
+    bool same_order = !getenv("CUDA_VISIBLE_DEVICES");
+    for (int i = 0; i < 2; i++) {
+        struct { char legacy[16]; unsigned domain, bus, device, ids[2]; char address[32]; } pci = {};
+        unsigned long long memory[3] = {};
+        unsigned index = 99;
+        void *found = nullptr;
+        int domain = -1;
+        char id[32], text[96] = "GPU-";
+        CHECK(cudaDeviceGetPCIBusId(id, sizeof id, i));
+        expect_value("nvmlDeviceGetHandleByPciBusId", 0, by_pci(id, &devices[i]));
+        expect_value("nvmlDeviceGetPciInfo", 0, pci_of(devices[i], &pci));
+        CHECK(cudaDeviceGetAttribute(&domain, cudaDevAttrPciDomainId, i));
+        expect_value("NVML's PCI domain", domain, pci.domain);
+        expect_value("NVML's address", 0, strcasecmp(id, pci.legacy));
+        expect_value("by NVML's own address", 0, by_pci(pci.address, &found));
+        expect_value("the device at an address", 1, found == devices[i]);
+        expect_value("nvmlDeviceGetIndex", 0, index_of(devices[i], &index));
+        if (same_order) expect_value("the index of a device", i, index);
+        expect_value("nvmlDeviceGetHandleByIndex", 0, by_index(index, &found));
+        expect_value("the device of an index", 1, found == devices[i]);
+        expect_value("nvmlDeviceGetUUID", 0, uuid_of(devices[i], uuids[i], sizeof uuids[i]));
+        cudaDeviceProp properties;
+        CHECK(cudaGetDeviceProperties(&properties, i));
+        for (int byte = 0; byte < 16; byte++) {
+            bool dash = byte == 4 || byte == 6 || byte == 8 || byte == 10;
+            snprintf(text + strlen(text), 8, dash ? "-%02x" : "%02x", (unsigned char)properties.uuid.bytes[byte]);
+        }
+        expect_value("a UUID is CUDA's", 0, strcmp(text, uuids[i]));
+        expect_value("nvmlDeviceGetHandleByUUID", 0, by_uuid(uuids[i], &found));
+        if (!one_gpu) expect_value("the device of a UUID", 1, found == devices[i]);
+        expect_value("nvmlDeviceGetMemoryInfo", 0, memory_of(devices[i], memory));
+        expect_value("memory of a device", 1, memory[0] > 0);
+    }
+    expect_value("different UUIDs", !one_gpu, strcmp(uuids[0], uuids[1]) != 0);
+    void *none;
+    expect_value("a third index", 2, by_index(2, &none));
+    const int not_supported = 5;
+    int status = -1;
+    expect_value("nvmlDeviceGetP2PStatus", 0, peers(devices[0], devices[1], 0, &status));
+    expect_value("peers by NVML", not_supported, status);
+    expect_value("nvmlShutdown", 0, shutdown());
+}
+
+// One server's records are far ahead of the other's: what it has done says nothing of the other. Both servers' events and streams are made by turns, so that they have equal numbers.
+static void sequences(int ahead, int behind) {
+    int *a = on_device(ahead, 1, 0), *b = on_device(behind, 1, 0);
+    cudaStream_t passing, held;
+    cudaEvent_t over, event;
+    Gate gate;
+    set_device(ahead);
+    CHECK(cudaStreamCreateWithFlags(&passing, cudaStreamNonBlocking));
+    CHECK(cudaEventCreate(&over));
+    set_device(behind);
+    CHECK(cudaStreamCreateWithFlags(&held, cudaStreamNonBlocking));
+    CHECK(cudaEventCreate(&event));
+    CHECK(cudaLaunchHostFunc(held, Gate::wait, &gate));
+    add<<<1, 1, 0, held>>>(b, 1, 1);
+    CHECK(cudaEventRecord(event, held));
+    set_device(ahead);
+    for (int i = 0; i < 500; i++) add<<<1, 1, 0, passing>>>(a, 1, 1);
+    // A host function of this server's is called although one of the other's does not return.
+    std::atomic<int> called{0};
+    CHECK(cudaLaunchHostFunc(passing, [](void *count) { ++*static_cast<std::atomic<int> *>(count); }, &called));
+    CHECK(cudaEventRecord(over, passing));
+    CHECK(cudaDeviceSynchronize());
+    expect_value("host functions called", 1, called);
+    RETURNS(cudaSuccess, cudaEventQuery(over));
+    RETURNS(cudaSuccess, cudaStreamQuery(passing));
+    RETURNS(cudaErrorNotReady, cudaEventQuery(event));
+    RETURNS(cudaErrorNotReady, cudaStreamQuery(held));
+    gate.open = true;
+    CHECK(cudaEventSynchronize(event));
+    float milliseconds;
+    RETURNS(cudaErrorInvalidResourceHandle, cudaEventElapsedTime(&milliseconds, over, event));
+    set_device(behind);
+    expect_value("the held kernel's result", 1, holds(b, 1, 1));
+    expect_value("the other device's result", 1, holds(a, 1, 500));
+    CHECK(cudaStreamDestroy(held));
+    CHECK(cudaEventDestroy(event));
+    CHECK(cudaFree(b));
+    set_device(ahead);
+    CHECK(cudaStreamDestroy(passing));
+    CHECK(cudaEventDestroy(over));
+    CHECK(cudaFree(a));
+}
+
+static void variables() {
+    void *addresses[2];
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        int value = 100 + i;
+        CHECK(cudaGetSymbolAddress(&addresses[i], variable));
+        CHECK(cudaMemcpyToSymbol(variable, &value, sizeof value));
+    }
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        int value = -1, *read = on_device(i, 1, 0);
+        CHECK(cudaMemcpyFromSymbol(&value, variable, sizeof value));
+        expect_value("a variable", 100 + i, value);
+        read_variable<<<1, 1>>>(read);
+        expect_value("a variable as a kernel reads it", 1, holds(read, 1, 100 + i));
+        CHECK(cudaFree(read));
+    }
+    // An address alone means the current device's variable, if both have one there, and else whose it is.
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        int value = -1;
+        CHECK(cudaMemcpy(&value, addresses[i], sizeof value, cudaMemcpyDefault));
+        expect_value("a variable at its address", 100 + i, value);
+        cudaPointerAttributes about;
+        CHECK(cudaPointerGetAttributes(&about, addresses[i]));
+        expect_value("the device of a variable", i, about.device);
+    }
+    // The peer copy names the devices, so that equal addresses do not matter.
+    CHECK(cudaMemcpyPeer(addresses[1], 1, addresses[0], 0, sizeof(int)));
+    int value = -1;
+    set_device(1);
+    CHECK(cudaMemcpyFromSymbol(&value, variable, sizeof value));
+    expect_value("a variable that was copied from the other server", 100, value);
+}
+
+static void textures() {
+    const int n = 16;
+    cudaTextureObject_t objects[2];
+    int *data[2];
+    for (int i = 0; i < 2; i++) {
+        data[i] = on_device(i, n, 1000 * (i + 1));
+        cudaResourceDesc resource = {};
+        resource.resType = cudaResourceTypeLinear;
+        resource.res.linear.devPtr = data[i];
+        resource.res.linear.desc = cudaCreateChannelDesc<int>();
+        resource.res.linear.sizeInBytes = n * sizeof(int);
+        cudaTextureDesc description = {};
+        description.readMode = cudaReadModeElementType;
+        CHECK(cudaCreateTextureObject(&objects[i], &resource, &description, nullptr));
+    }
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        cudaResourceDesc found;
+        CHECK(cudaGetTextureObjectResourceDesc(&found, objects[i]));
+        expect_value("the memory of a texture", 1, found.res.linear.devPtr == data[i]);
+        int *read = on_device(i, n, 0);
+        read_texture<<<1, 1>>>(objects[i], read, n);
+        expect_value("what a texture reads", 1, holds(read, n, 1000 * (i + 1)));
+        CHECK(cudaFree(read));
+    }
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        CHECK(cudaDestroyTextureObject(objects[i]));
+        CHECK(cudaFree(data[i]));
+    }
+}
+
+// Streams of both servers, made and used by turns, so that equal numbers would be noticed.
+static void streams() {
+    const int n = 1 << 10, each = 4;
+    int *data[2][each];
+    cudaStream_t all[2][each];
+    for (int s = 0; s < each; s++) {
+        for (int i = 0; i < 2; i++) {
+            data[i][s] = on_device(i, n, 0);
+            CHECK(cudaStreamCreate(&all[i][s]));
+        }
+    }
+    for (int round = 0; round < 10; round++) {
+        for (int s = 0; s < each; s++) {
+            for (int i = 0; i < 2; i++) {
+                set_device(i);
+                add<<<n / 256, 256, 0, all[i][s]>>>(data[i][s], n, 1 + i + 2 * s);
+            }
+        }
+    }
+    for (int s = 0; s < each; s++) {
+        for (int i = 0; i < 2; i++) {
+            CHECK(cudaStreamSynchronize(all[i][s]));
+            set_device(i);
+            expect_value("a stream's result", 1, holds(data[i][s], n, 10 * (1 + i + 2 * s)));
+            CHECK(cudaStreamDestroy(all[i][s]));
+            CHECK(cudaFree(data[i][s]));
+        }
+    }
+}
+
+static void other_servers_event(int from, int to) {
+    const int n = 1 << 12;
+    int *a = on_device(from, n, 0), *b = on_device(to, n, 0);
+    cudaStream_t first, second;
+    cudaEvent_t event;
+    Gate gate;
+    set_device(from);
+    CHECK(cudaStreamCreateWithFlags(&first, cudaStreamNonBlocking));
+    CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    CHECK(cudaLaunchHostFunc(first, Gate::wait, &gate));
+    add<<<n / 256, 256, 0, first>>>(a, n, 7);
+    CHECK(cudaEventRecord(event, first));
+    set_device(to);
+    CHECK(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
+    // This call and the next return although the event is held.
+    CHECK(cudaStreamWaitEvent(second, event, 0));
+    CHECK(cudaMemcpyPeerAsync(b, to, a, from, n * sizeof(int), second));
+    add<<<n / 256, 256, 0, second>>>(b, n, 1);
+    RETURNS(cudaErrorNotReady, cudaStreamQuery(second));
+    expect_value("nothing came before the event", 1, holds(b, n, 0));
+    gate.open = true;
+    CHECK(cudaStreamSynchronize(second));
+    expect_value("what came behind the event", 1, holds(b, n, 8));
+    // By way of pinned memory that both servers copy in place.
+    int *pinned;
+    CHECK(cudaMallocHost(&pinned, n * sizeof(int)));
+    set_device(from);
+    Gate again;
+    CHECK(cudaLaunchHostFunc(first, Gate::wait, &again));
+    CHECK(cudaMemcpyAsync(pinned, a, n * sizeof(int), cudaMemcpyDeviceToHost, first));
+    CHECK(cudaEventRecord(event, first));
+    set_device(to);
+    CHECK(cudaStreamWaitEvent(second, event, 0));
+    CHECK(cudaMemcpyAsync(b, pinned, n * sizeof(int), cudaMemcpyHostToDevice, second));
+    again.open = true;
+    CHECK(cudaStreamSynchronize(second));
+    expect_value("what came by way of pinned memory", 1, holds(b, n, 7));
+    CHECK(cudaFreeHost(pinned));
+    CHECK(cudaStreamDestroy(second));
+    set_device(from);
+    CHECK(cudaStreamDestroy(first));
+    CHECK(cudaEventDestroy(event));
+    CHECK(cudaFree(a));
+    CHECK(cudaFree(b));
+}
+
+// What the default stream of one device does with another server's memory comes behind what that device's default stream has been given, and before what it gets next.
+static void default_streams() {
+    const int n = 1 << 12;
+    int *data = on_device(0, n, 0), *pinned;
+    CHECK(cudaMallocHost(&pinned, n * sizeof(int)));
+    for (int i = 0; i < n; i++) pinned[i] = i + 9;
+    for (int copy = 0; copy < 2; copy++) {
+        Gate gate;
+        set_device(0);
+        CHECK(cudaLaunchHostFunc(0, Gate::wait, &gate));
+        CHECK(cudaMemsetAsync(data, 1, n * sizeof(int), 0));
+        set_device(1);
+        if (copy) CHECK(cudaMemcpyAsync(data, pinned, n * sizeof(int), cudaMemcpyHostToDevice, 0));
+        else CHECK(cudaMemsetAsync(data, 0, n * sizeof(int), 0));
+        set_device(0);
+        add<<<n / 256, 256>>>(data, n, 1);
+        gate.open = true;
+        CHECK(cudaDeviceSynchronize());
+        std::vector<int> host(n, -1);
+        CHECK(cudaMemcpy(host.data(), data, n * sizeof(int), cudaMemcpyDeviceToHost));
+        bool right = true;
+        for (int i = 0; i < n; i++) right = right && host[i] == (copy ? i + 10 : 1);
+        expect_value(copy ? "a copy by the other default stream" : "a fill by the other default stream", 1, right);
+    }
+    CHECK(cudaFreeHost(pinned));
+    CHECK(cudaFree(data));
+}
+
+static void other_servers_objects() {
+    int *b = on_device(1, 1, 0);
+    cudaStream_t stream;
+    cudaEvent_t event;
+    CHECK(cudaStreamCreate(&stream));
+    set_device(0);
+    CHECK(cudaEventCreate(&event));
+    add<<<1, 1, 0, stream>>>(b, 1, 1);
+    expect_("a launch in the other server's stream", cudaErrorInvalidResourceHandle, cudaGetLastError());
+    RETURNS(cudaErrorInvalidResourceHandle, cudaEventRecord(event, stream));
+    // A function belongs to the context that its module was loaded into.
+    CUfunction function;
+    CUcontext contexts[2];
+    for (int i = 0; i < 2; i++) DRIVER(cuDevicePrimaryCtxRetain(&contexts[i], i));
+    cudaFunction_t found;
+    CHECK(cudaGetFuncBySymbol(&found, (const void *)read_variable));
+    function = (CUfunction)found;
+    // What stands for all contexts is not it.
+    CUfunction own;
+    if (cuKernelGetFunction(&own, (CUkernel)found) == CUDA_SUCCESS) function = own;
+    CUdeviceptr to = (CUdeviceptr)b;
+    void *parameters[] = {&to};
+    DRIVER(cuCtxSetCurrent(contexts[1]));
+    CUresult launched = cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, 0, parameters, 0);
+    expect_value("a launch of the other server's function", CUDA_ERROR_INVALID_HANDLE, launched);
+    for (int i = 0; i < 2; i++) DRIVER(cuDevicePrimaryCtxRelease(i));
+    set_device(1);
+    expect_value("nothing was launched", 1, holds(b, 1, 0));
+    CHECK(cudaStreamDestroy(stream));
+    CHECK(cudaFree(b));
+    set_device(0);
+    CHECK(cudaEventDestroy(event));
+}
+
+static void copies(size_t bytes) {
+    int n = bytes / sizeof(int);
+    for (int from = 0; from < 2; from++) {
+        int to = 1 - from;
+        int *a = on_device(from, n, 3), *b = on_device(to, n, 0), *c = on_device(from, n, 0);
+        for (int current = 0; current < 2; current++) {
+            set_device(current);
+            CHECK(cudaMemset(b, 0, bytes));
+            CHECK(cudaMemcpy(b, a, bytes, cudaMemcpyDefault));
+            expect_value("cudaMemcpyDefault", 1, holds(b, n, 3));
+            CHECK(cudaMemset(c, 0, bytes));
+            CHECK(cudaMemcpyPeer(c, from, b, to, bytes));
+            expect_value("cudaMemcpyPeer", 1, holds(c, n, 3));
+            cudaStream_t stream;
+            CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+            CHECK(cudaMemsetAsync(b, 0, bytes, stream));
+            CHECK(cudaMemcpyPeerAsync(b, to, a, from, bytes, stream));
+            CHECK(cudaMemsetAsync(c, 0, bytes, stream));
+            CHECK(cudaMemcpyAsync(c, b, bytes, cudaMemcpyDeviceToDevice, stream));
+            CHECK(cudaStreamSynchronize(stream));
+            expect_value("asynchronous copies there", 1, holds(b, n, 3));
+            expect_value("asynchronous copies back", 1, holds(c, n, 3));
+            CHECK(cudaStreamDestroy(stream));
+        }
+        set_device(from);
+        CHECK(cudaFree(a));
+        CHECK(cudaFree(b));
+        CHECK(cudaFree(c));
+    }
+}
+
+static void boxes() {
+    const int width = 60, height = 50, depth = 5;
+    std::vector<int> host(width * height * depth), back(host.size());
+    for (size_t i = 0; i < host.size(); i++) host[i] = i * 3 + 1;
+    cudaPitchedPtr at[2];
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        CHECK(cudaMalloc3D(&at[i], make_cudaExtent(width * sizeof(int), height, depth)));
+        CHECK(cudaMemset(at[i].ptr, 0, at[i].pitch * height * depth));
+    }
+    // Down to the first device, which is not current, over to the second, and back.
+    cudaMemcpy3DParms down = {};
+    down.srcPtr = make_cudaPitchedPtr(host.data(), width * sizeof(int), width, height);
+    down.dstPtr = at[0];
+    down.extent = make_cudaExtent(width * sizeof(int), height, depth);
+    down.kind = cudaMemcpyDefault;
+    CHECK(cudaMemcpy3D(&down));
+    cudaMemcpy3DPeerParms over = {};
+    over.srcPtr = at[0];
+    over.srcDevice = 0;
+    over.dstPtr = at[1];
+    over.dstDevice = 1;
+    over.extent = down.extent;
+    CHECK(cudaMemcpy3DPeer(&over));
+    cudaMemcpy3DParms up = {};
+    up.srcPtr = at[1];
+    up.dstPtr = make_cudaPitchedPtr(back.data(), width * sizeof(int), width, height);
+    up.extent = down.extent;
+    up.kind = cudaMemcpyDefault;
+    CHECK(cudaMemcpy3D(&up));
+    expect_value("a box", 1, back == host);
+    // Rows of one slice.
+    CHECK(cudaMemset(at[0].ptr, 0, at[0].pitch * height * depth));
+    CHECK(cudaMemcpy2D(at[0].ptr, at[0].pitch, at[1].ptr, at[1].pitch, width * sizeof(int), height, cudaMemcpyDefault));
+    std::fill(back.begin(), back.end(), 0);
+    CHECK(cudaMemcpy2D(back.data(), width * sizeof(int), at[0].ptr, at[0].pitch, width * sizeof(int), height, cudaMemcpyDefault));
+    expect_value("rows", 1, std::equal(back.begin(), back.begin() + width * height, host.begin()));
+    // Arrays at both ends, and at one.
+    cudaArray_t arrays[2];
+    cudaChannelFormatDesc format = cudaCreateChannelDesc<int>();
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        CHECK(cudaMalloc3DArray(&arrays[i], &format, make_cudaExtent(width, height, depth)));
+    }
+    cudaMemcpy3DParms fill = {};
+    fill.srcPtr = make_cudaPitchedPtr(host.data(), width * sizeof(int), width, height);
+    fill.dstArray = arrays[0];
+    fill.extent = make_cudaExtent(width, height, depth);
+    fill.kind = cudaMemcpyHostToDevice;
+    CHECK(cudaMemcpy3D(&fill));
+    cudaMemcpy3DPeerParms across = {};
+    across.srcArray = arrays[0];
+    across.srcDevice = 0;
+    across.dstArray = arrays[1];
+    across.dstDevice = 1;
+    across.extent = fill.extent;
+    CHECK(cudaMemcpy3DPeer(&across));
+    cudaMemcpy3DParms fetch = {};
+    fetch.srcArray = arrays[1];
+    fetch.dstPtr = make_cudaPitchedPtr(back.data(), width * sizeof(int), width, height);
+    fetch.extent = fill.extent;
+    fetch.kind = cudaMemcpyDeviceToHost;
+    std::fill(back.begin(), back.end(), 0);
+    CHECK(cudaMemcpy3D(&fetch));
+    expect_value("arrays", 1, back == host);
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        CHECK(cudaFreeArray(arrays[i]));
+        CHECK(cudaFree(at[i].ptr));
+    }
+}
+
+static void graphs() {
+    const int n = 1 << 14;
+    int *a = on_device(0, n, 0), *b = on_device(1, n, 0);
+    set_device(0);
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CHECK(cudaStreamCreate(&stream));
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    add<<<n / 256, 256, 0, stream>>>(a, n, 1);
+    CHECK(cudaMemcpyPeerAsync(b, 1, a, 0, n * sizeof(int), stream));
+    add<<<n / 256, 256, 0, stream>>>(a, n, 10);
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    for (int i = 0; i < 3; i++) CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    expect_value("a graph's kernels", 1, holds(a, n, 33));
+    expect_value("a graph's copy to the other server", 1, holds(b, n, 23));
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaStreamDestroy(stream));
+    CHECK(cudaFree(a));
+    CHECK(cudaFree(b));
+}
+
+// A graph's kernels are of one server. Work that a capture brings to another one's is refused, and not put on the wrong device.
+static void graph_of_both() {
+    int *a = on_device(0, 1, 0), *b = on_device(1, 1, 0);
+    cudaStream_t first, second;
+    cudaEvent_t fork, joined;
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    set_device(1);
+    CHECK(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
+    CHECK(cudaEventCreateWithFlags(&joined, cudaEventDisableTiming));
+    set_device(0);
+    CHECK(cudaStreamCreateWithFlags(&first, cudaStreamNonBlocking));
+    CHECK(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming));
+    // Each call may be the one that refuses it.
+    bool works = cudaStreamBeginCapture(first, cudaStreamCaptureModeRelaxed) == cudaSuccess;
+    works = works && cudaEventRecord(fork, first) == cudaSuccess && cudaStreamWaitEvent(second, fork, 0) == cudaSuccess;
+    add<<<1, 1, 0, first>>>(a, 1, 1);
+    set_device(1);
+    add<<<1, 1, 0, second>>>(b, 1, 1);
+    works = works && cudaGetLastError() == cudaSuccess && cudaEventRecord(joined, second) == cudaSuccess;
+    set_device(0);
+    works = works && cudaStreamWaitEvent(first, joined, 0) == cudaSuccess;
+    works = cudaStreamEndCapture(first, &graph) == cudaSuccess && works;
+    works = works && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess && cudaGraphLaunch(exec, first) == cudaSuccess;
+    works = works && cudaStreamSynchronize(first) == cudaSuccess;
+    cudaGetLastError();
+    expect_value("a graph with kernels of two servers is refused", 0, works);
+    expect_value("the second server's kernel did not run", 1, holds(b, 1, 0));
+    if (exec) CHECK(cudaGraphExecDestroy(exec));
+    if (graph) CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaStreamDestroy(first));
+    CHECK(cudaStreamDestroy(second));
+    CHECK(cudaEventDestroy(fork));
+    CHECK(cudaEventDestroy(joined));
+    CHECK(cudaFree(a));
+    CHECK(cudaFree(b));
+}
+
+// Memory in stream order, freed by the other server's stream too; and a pool that the other server's device cannot reach.
+static void stream_ordered() {
+    const int n = 1 << 12;
+    cudaStream_t streams[2];
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        CHECK(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking));
+    }
+    for (int round = 0; round < 8; round++) {
+        int *data[2];
+        for (int i = 0; i < 2; i++) {
+            set_device(i);
+            CHECK(cudaMallocAsync(&data[i], n * sizeof(int), streams[i]));
+            CHECK(cudaMemsetAsync(data[i], 0, n * sizeof(int), streams[i]));
+            add<<<n / 256, 256, 0, streams[i]>>>(data[i], n, 1 + i);
+        }
+        // The copy comes behind what the second stream has done with its memory, and before what it does next.
+        cudaEvent_t ready, copied;
+        CHECK(cudaEventCreateWithFlags(&ready, cudaEventDisableTiming));
+        CHECK(cudaEventRecord(ready, streams[1]));
+        set_device(0);
+        CHECK(cudaEventCreateWithFlags(&copied, cudaEventDisableTiming));
+        CHECK(cudaStreamWaitEvent(streams[0], ready, 0));
+        CHECK(cudaMemcpyPeerAsync(data[1], 1, data[0], 0, n * sizeof(int), streams[0]));
+        CHECK(cudaEventRecord(copied, streams[0]));
+        CHECK(cudaStreamWaitEvent(streams[1], copied, 0));
+        set_device(1);
+        add<<<n / 256, 256, 0, streams[1]>>>(data[1], n, 5);
+        std::vector<int> host(n, -1);
+        CHECK(cudaMemcpyAsync(host.data(), data[1], n * sizeof(int), cudaMemcpyDeviceToHost, streams[1]));
+        CHECK(cudaStreamSynchronize(streams[1]));
+        bool right = true;
+        for (int value : host) right = right && value == 1 + 5;
+        expect_value("memory in stream order", 1, right);
+        CHECK(cudaEventDestroy(ready));
+        CHECK(cudaEventDestroy(copied));
+        CHECK(cudaFreeAsync(data[1], streams[0]));
+        CHECK(cudaFreeAsync(data[0], streams[0]));
+    }
+    for (int i = 0; i < 2; i++) CHECK(cudaStreamSynchronize(streams[i]));
+    cudaMemPool_t pool;
+    CHECK(cudaDeviceGetDefaultMemPool(&pool, 0));
+    cudaMemAccessDesc access = {};
+    access.location.type = cudaMemLocationTypeDevice;
+    access.location.id = 1;
+    access.flags = cudaMemAccessFlagsProtReadWrite;
+    cudaError_t error = cudaMemPoolSetAccess(pool, &access, 1);
+    cudaGetLastError();
+    expect_value("access to the other server's pool is refused", 1, error != cudaSuccess);
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        CHECK(cudaStreamDestroy(streams[i]));
+    }
+}
+
+// Managed memory of both servers: each has what its own device and the host write, page by page.
+static void managed_of_both() {
+    const int n = 3000;
+    int *data[2];
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        CHECK(cudaMallocManaged(&data[i], n * sizeof(int)));
+        for (int k = 0; k < n; k++) data[i][k] = k;
+    }
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < 2; i++) {
+            set_device(i);
+            add<<<(n + 255) / 256, 256>>>(data[i], n, 10 * (i + 1));
+        }
+        for (int i = 0; i < 2; i++) {
+            set_device(i);
+            CHECK(cudaDeviceSynchronize());
+            data[i][round] += 1000;
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        bool right = true;
+        for (int k = 0; k < n; k++) right = right && data[i][k] == k + 30 * (i + 1) + (k < 3 ? 1000 : 0);
+        expect_value("managed memory of a server", 1, right);
+    }
+    set_device(0);
+    CHECK(cudaMemcpy(data[0], data[1], n * sizeof(int), cudaMemcpyDefault));
+    expect_value("managed memory copied from the other server", 3 + 60, data[0][3]);
+    for (int i = 0; i < 2; i++) CHECK(cudaFree(data[i]));
+}
+
+// A managed variable is one place for the host and the kernels of one server. The same code is not loaded on another, where it would have a variable that the host never sees.
+static void managed_variable() {
+    const char *code = ".version 7.0\n.target sm_70\n.address_size 64\n"
+                       ".visible .global .attribute(.managed) .align 4 .u32 shared_word;\n"
+                       ".visible .entry bump() {\n"
+                       "  .reg .b32 %r<3>;\n  .reg .b64 %rd<2>;\n"
+                       "  mov.u64 %rd1, shared_word;\n  ld.global.u32 %r1, [%rd1];\n  add.s32 %r2, %r1, 1;\n"
+                       "  st.global.u32 [%rd1], %r2;\n  ret;\n}\n";
+    CUlibrary library;
+    CUkernel kernel;
+    CUdeviceptr address;
+    size_t size;
+    set_device(0);
+    DRIVER(cuLibraryLoadData(&library, code, nullptr, nullptr, 0, nullptr, nullptr, 0));
+    DRIVER(cuLibraryGetKernel(&kernel, library, "bump"));
+    DRIVER(cuLibraryGetManaged(&address, &size, library, "shared_word"));
+    volatile int *word = (volatile int *)address;
+    *word = 41;
+    DRIVER(cuLaunchKernel((CUfunction)kernel, 1, 1, 1, 1, 1, 1, 0, 0, nullptr, nullptr));
+    DRIVER(cuCtxSynchronize());
+    expect_value("a managed variable", 42, *word);
+    set_device(1);
+    CUresult launched = cuLaunchKernel((CUfunction)kernel, 1, 1, 1, 1, 1, 1, 0, 0, nullptr, nullptr);
+    expect_value("its code on the other server", CUDA_ERROR_NOT_SUPPORTED, launched);
+    CHECK(cudaDeviceSynchronize());
+    expect_value("the variable is as it was", 42, *word);
+    // And if the code is on both servers before the program asks where the variable is.
+    CUlibrary other;
+    DRIVER(cuLibraryLoadData(&other, code, nullptr, nullptr, 0, nullptr, nullptr, 0));
+    DRIVER(cuLibraryGetKernel(&kernel, other, "bump"));
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        DRIVER(cuLaunchKernel((CUfunction)kernel, 1, 1, 1, 1, 1, 1, 0, 0, nullptr, nullptr));
+        CHECK(cudaDeviceSynchronize());
+    }
+    expect_value("a managed variable of code on both servers", CUDA_ERROR_NOT_SUPPORTED,
+                 cuLibraryGetManaged(&address, &size, other, "shared_word"));
+    DRIVER(cuLibraryUnload(other));
+    DRIVER(cuLibraryUnload(library));
+}
+
+// Pinned memory that kernels of one server after the other use. True: the second one can, because both servers are on this host.
+static bool mapped(bool *wrong) {
+    const int n = 1 << 10;
+    int *data;
+    set_device(0);
+    CHECK(cudaHostAlloc(&data, n * sizeof(int), cudaHostAllocPortable | cudaHostAllocMapped));
+    for (int i = 0; i < n; i++) data[i] = i;
+    add<<<n / 256, 256>>>(data, n, 1);
+    CHECK(cudaDeviceSynchronize());
+    set_device(1);
+    add<<<n / 256, 256>>>(data, n, 1);
+    cudaError_t error = cudaDeviceSynchronize();
+    int sum = error == cudaSuccess ? 2 : 1;
+    for (int i = 0; i < n; i++) *wrong = *wrong || data[i] != i + sum;
+    return error == cudaSuccess;
+}
+
+// Managed memory is with the server of the device that was current. The host and copies to the other server see what that device wrote.
+static void managed() {
+    const int n = 1 << 12;
+    int *data, *b = on_device(1, n, 0);
+    set_device(0);
+    CHECK(cudaMallocManaged(&data, n * sizeof(int)));
+    for (int i = 0; i < n; i++) data[i] = i;
+    add<<<n / 256, 256>>>(data, n, 5);
+    CHECK(cudaDeviceSynchronize());
+    data[0] += 100;
+    data[0] -= 100;
+    CHECK(cudaMemcpyPeer(b, 1, data, 0, n * sizeof(int)));
+    expect_value("managed memory on the other server", 1, holds(b, n, 5));
+    set_device(1);
+    add<<<n / 256, 256>>>(b, n, 1);
+    CHECK(cudaMemcpy(data, b, n * sizeof(int), cudaMemcpyDefault));
+    set_device(0);
+    add<<<n / 256, 256>>>(data, n, 1);
+    CHECK(cudaDeviceSynchronize());
+    for (int i = 0; i < n; i++) {
+        if (data[i] != i + 7) {
+            expect_value("managed memory that came back", i + 7, data[i]);
+            break;
+        }
+    }
+    CHECK(cudaFree(data));
+    CHECK(cudaFree(b));
+}
+
+// A kernel of the other server does not reach it: that is an error of that device, and of no other.
+static int unreachable() {
+    int *data;
+    set_device(0);
+    CHECK(cudaMallocManaged(&data, sizeof(int)));
+    *data = 1;
+    set_device(1);
+    add<<<1, 1>>>(data, 1, 1);
+    cudaError_t error = cudaDeviceSynchronize();
+    expect_value("an error of the second device", 1, error != cudaSuccess);
+    set_device(0);
+    add<<<1, 1>>>(data, 1, 1);
+    CHECK(cudaDeviceSynchronize());
+    expect_value("what the first device added", 2, *data);
+    return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%s", cudaGetErrorName(error));
+}
+
+// Kernels of both servers use one piece of pinned memory, or the second one's fails. The first device goes on.
+static int pinned_of_both() {
+    bool wrong = false, both = mapped(&wrong);
+    expect_value("bytes of pinned memory", 0, wrong);
+    int *data = on_device(0, 1, 0);
+    add<<<1, 1>>>(data, 1, 1);
+    CHECK(cudaDeviceSynchronize());
+    expect_value("what the first device added", 1, holds(data, 1, 1));
+    return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%s", both ? "both servers" : "one server");
+}
+
+// Until the second server is gone, and beyond that on the first.
+static int lost() {
+    const int n = 1 << 12;
+    int *a = on_device(0, n, 0), *b = on_device(1, n, 0);
+    cudaStream_t waits;
+    cudaEvent_t event;
+    static Gate gate;
+    set_device(0);
+    CHECK(cudaStreamCreateWithFlags(&waits, cudaStreamNonBlocking));
+    set_device(1);
+    CHECK(cudaEventCreate(&event));
+    cudaStream_t held;
+    CHECK(cudaStreamCreateWithFlags(&held, cudaStreamNonBlocking));
+    CHECK(cudaLaunchHostFunc(held, Gate::wait, &gate));
+    CHECK(cudaEventRecord(event, held));
+    set_device(0);
+    CHECK(cudaStreamWaitEvent(waits, event, 0));
+    printf("READY\n");
+    fflush(stdout);
+    set_device(1);
+    cudaError_t error = cudaSuccess;
+    auto begin = std::chrono::steady_clock::now();
+    while (error == cudaSuccess && std::chrono::steady_clock::now() - begin < std::chrono::minutes(5)) {
+        error = cudaMemcpy(b, b + 1, 4, cudaMemcpyDeviceToDevice);
+        if (error == cudaSuccess) error = cudaStreamSynchronize(0);
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    expect_value("an error of the lost device", 1, error != cudaSuccess);
+    set_device(0);
+    // What waited for the lost server says so once, and goes on.
+    expect_value("the waiting stream has an error", 1, cudaStreamSynchronize(waits) != cudaSuccess);
+    expect_value("a copy from the lost server fails", 1, cudaMemcpyPeer(a, 0, b, 1, 4) != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess);
+    cudaGetLastError();
+    add<<<n / 256, 256>>>(a, n, 1);
+    CHECK(cudaDeviceSynchronize());
+    expect_value("the first device goes on", 1, holds(a, n, 1));
+    int *more = on_device(0, n, 5);
+    expect_value("new memory", 1, holds(more, n, 5));
+    return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("the other server's devices go on");
+}
+
+int main(int argc, char **argv) {
+    Options options = parse_options(argc, argv);
+    if (options.word == "unreachable") return unreachable();
+    if (options.word == "pinned") return pinned_of_both();
+    if (options.word == "lost") return lost();
+    devices();
+    management();
+    sequences(0, 1);
+    sequences(1, 0);
+    variables();
+    textures();
+    streams();
+    other_servers_event(0, 1);
+    other_servers_event(1, 0);
+    default_streams();
+    other_servers_objects();
+    for (size_t bytes : {size_t(4), size_t(1000), size_t(1) << 20, (size_t(5) << 20) + 20}) copies(bytes);
+    boxes();
+    graphs();
+    graph_of_both();
+    stream_ordered();
+    managed();
+    managed_of_both();
+    managed_variable();
+    if (mismatches) fail("%d of %d cases: %s", mismatches, cases, first_mismatch.c_str());
+    return pass("%d cases", cases);
+}

@@ -1,0 +1,129 @@
+//! A machine that is a whole Debian 12, with systemd as its first process: to install packages in, and to run services.
+//!
+//! The disk is made once; a machine's changes to it are gone with the machine. The kernel and its modules come from outside, as in
+//! every machine here.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::{Builder, Kernel, Machine, setup};
+
+/// What the system has besides Debian's essential packages and apt.
+const PACKAGES: &str = "systemd,systemd-sysv,dbus,udev,kmod,iproute2,procps";
+
+/// Runs the agent, which `agent.c` describes.
+const AGENT: &str = "[Unit]
+Description=Agent of the test machine
+
+[Service]
+ExecStart=/mnt/agent
+
+[Install]
+WantedBy=multi-user.target
+";
+
+/// What is of no use in a machine without a network, a screen or a clock of its own.
+const MASKED: [&str; 9] = [
+    "getty@tty1.service",
+    "serial-getty@ttyS0.service",
+    "apt-daily.timer",
+    "apt-daily-upgrade.timer",
+    "dpkg-db-backup.timer",
+    "e2scrub_all.timer",
+    "e2scrub_reap.service",
+    "systemd-logind.service",
+    "fstrim.timer",
+];
+
+/// How long the machine may take to start its services, emulated on a busy host.
+const LONG: Duration = Duration::from_secs(600);
+
+/// The disk; made if it is not there (about a minute).
+pub fn disk() -> Result<PathBuf> {
+    make("debian12", PACKAGES, |_| Ok(()))
+}
+
+/// The same with DKMS, a compiler, and the headers of the kernel that these machines have: to build the guest's driver.
+pub fn disk_with_dkms() -> Result<PathBuf> {
+    let kernel = Kernel::default().files()?;
+    // libelf1 is for the kernel's objtool.
+    let packages = format!("{PACKAGES},dkms,gcc,make,libelf1");
+    make(&format!("debian12-dkms-{}", kernel.version), &packages, |root| kernel.install(root))
+}
+
+fn make(name: &str, packages: &str, finish: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+    let disk = setup::build_dir().join(format!("{name}.ext4"));
+    setup::once(name, &format!("2 {packages} {AGENT} {MASKED:?}"), || {
+        ensure!(nix::unistd::geteuid().is_root(), "making {} takes root (debootstrap)", disk.display());
+        setup::need_program("debootstrap", "debootstrap")?;
+        setup::need_program("mke2fs", "e2fsprogs")?;
+        setup::announce("making a disk with Debian 12 and systemd");
+        let root = setup::build_dir().join(name);
+        if root.exists() {
+            fs::remove_dir_all(&root).with_context(|| format!("cannot remove {}", root.display()))?;
+        }
+        let mut debootstrap = setup::apt("debootstrap");
+        debootstrap.args(["--variant=minbase", "--include", packages, "bookworm"]).arg(&root);
+        setup::watch(debootstrap.args(setup::mirror()))?;
+
+        let units = root.join("etc/systemd/system");
+        fs::write(units.join("agent.service"), AGENT)?;
+        fs::create_dir_all(units.join("multi-user.target.wants"))?;
+        let link = |target: &str, name: &str| std::os::unix::fs::symlink(target, units.join(name));
+        link("../agent.service", "multi-user.target.wants/agent.service")?;
+        MASKED.iter().try_for_each(|unit| link("/dev/null", unit))?;
+        fs::write(root.join("etc/hostname"), "host\n")?;
+        fs::write(root.join("etc/hosts"), "127.0.0.1 localhost host\n")?;
+        // Whatever is installed is gone with the machine.
+        fs::write(root.join("etc/dpkg/dpkg.cfg.d/fast"), "force-unsafe-io\n")?;
+        // Each boot makes its own.
+        fs::write(root.join("etc/machine-id"), "")?;
+        for unused in
+            ["var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man", "usr/share/locale"]
+        {
+            let folder = root.join(unused);
+            fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
+            fs::create_dir_all(&folder)?;
+        }
+        finish(&root)?;
+        // Written anew in full each time, so a journal would only cost time.
+        let mut make = Command::new("/sbin/mke2fs");
+        make.args(["-q", "-F", "-t", "ext4", "-O", "^has_journal", "-L", "debian", "-d"]).arg(&root);
+        let _ = fs::remove_file(&disk);
+        setup::run(make.arg(&disk).arg("1500M"))?;
+        fs::remove_dir_all(&root).with_context(|| format!("cannot remove {}", root.display()))
+    })?;
+    Ok(disk)
+}
+
+/// What such a machine consists of; [`boot`] boots it.
+pub fn builder() -> Result<Builder> {
+    Ok(Machine::builder().memory_mib(2048).cpus(2).disk(disk()?))
+}
+
+/// The same with what it takes to build the guest's driver.
+pub fn builder_with_dkms() -> Result<Builder> {
+    Ok(Machine::builder().memory_mib(2048).cpus(2).disk(disk_with_dkms()?))
+}
+
+/// Boots a machine, and returns when its services have started.
+pub fn boot(builder: Builder) -> Result<Machine> {
+    let machine = builder.boot()?;
+    wait_up(&machine)?;
+    Ok(machine)
+}
+
+/// Waits until the services have started, and requires that none has failed.
+pub fn wait_up(machine: &Machine) -> Result<()> {
+    let state = machine.run("systemctl is-system-running --wait", LONG)?.text();
+    if state != "running" {
+        let failed = machine
+            .run("systemctl --failed --no-pager --plain; journalctl -b -p warning --no-pager", LONG)?;
+        anyhow::bail!("the machine's system is {state}\n{failed}");
+    }
+    Ok(())
+}

@@ -1,0 +1,416 @@
+//! The Debian packages that `cargo xtask package` makes: their pages and completions, and what happens when they are installed, used,
+//! upgraded and purged in a machine with Debian 12 and systemd as its first process. The daemons run under their own units there.
+
+#[path = "support/packages.rs"]
+mod support;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use rgpu_tests::machine::{Machine, systemd};
+use rgpu_tests::programs;
+use support::*;
+
+/// The packages of a machine that is server and host in one; a machine with the server is no guest.
+const INSTALLED: [&str; 4] = ["rgpu-server", "vhost-rgpu", "rgpuctl", "rgpu-libs"];
+
+/// Unpacks packages into a folder.
+fn unpacked(names: &[&str]) -> Result<tempfile::TempDir> {
+    let folder = tempfile::tempdir()?;
+    for name in names {
+        output(Command::new("dpkg-deb").arg("-x").arg(package(name)?).arg(folder.path()))?;
+    }
+    Ok(folder)
+}
+
+fn files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))? {
+        let path = entry?.path();
+        if path.is_dir() { found.extend(files(&path)?) } else { found.push(path) }
+    }
+    found.sort();
+    Ok(found)
+}
+
+#[test]
+fn man_pages_are_well_formed_and_complete() -> Result<()> {
+    let folder = unpacked(&INSTALLED)?;
+    let pages = files(&folder.path().join("usr/share/man"))?;
+    let names: BTreeSet<String> = pages
+        .iter()
+        .map(|page| page.file_name().unwrap_or_default().to_string_lossy().into_owned())
+        .collect();
+    for page in ["rgpu-server.8.gz", "rgpu-server-check.8.gz", "vhost-rgpu.8.gz", "rgpuctl.1.gz"] {
+        ensure!(names.contains(page), "{page} is missing: {names:?}");
+    }
+    let help = output(Command::new(folder.path().join("usr/bin/rgpuctl")).arg("--help"))?;
+    let commands = help.split("Commands:").nth(1).and_then(|rest| rest.split("Options:").next());
+    let commands: Vec<&str> = commands
+        .context("rgpuctl --help lists no commands")?
+        .lines()
+        .filter(|line| line.starts_with("  ") && !line.starts_with("   "))
+        .filter_map(|line| line.split_whitespace().next())
+        .filter(|name| *name != "help")
+        .collect();
+    ensure!(commands.len() >= 10, "rgpuctl --help lists {commands:?}");
+    for command in commands {
+        ensure!(
+            names.contains(&format!("rgpuctl-{command}.1.gz")),
+            "rgpuctl {command} has no page: {names:?}"
+        );
+    }
+    for page in &pages {
+        let mut man = Command::new("man");
+        man.args(["--warnings=all", "--encoding=UTF-8", "-l"])
+            .arg(page)
+            .env("MANWIDTH", "100")
+            .env("LC_ALL", "C.UTF-8");
+        let formatted = man.output().context("cannot run man")?;
+        let complaints = String::from_utf8_lossy(&formatted.stderr).into_owned();
+        ensure!(formatted.status.success() && complaints.is_empty(), "{}: {complaints}", page.display());
+        let text = String::from_utf8_lossy(&formatted.stdout).into_owned();
+        for heading in ["NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "SEE ALSO"] {
+            ensure!(text.lines().any(|line| line == heading), "{} has no {heading}:\n{text}", page.display());
+        }
+    }
+    for program in ["rgpu-server", "vhost-rgpu", "rgpuctl"] {
+        let page = pages.iter().find(|page| page.to_string_lossy().contains(&format!("/{program}.")));
+        let text = output(Command::new("zcat").arg(page.context("there is a page")?))?;
+        ensure!(text.contains(".SH \"EXIT STATUS\""), "{program} explains no exit status");
+    }
+    Ok(())
+}
+
+#[test]
+fn shells_complete_commands_and_options() -> Result<()> {
+    let folder = unpacked(&INSTALLED)?;
+    let share = folder.path().join("usr/share");
+    for (shell, place) in [
+        (["bash", "-n"], "bash-completion/completions"),
+        (["zsh", "-n"], "zsh/vendor-completions"),
+        (["fish", "--no-execute"], "fish/vendor_completions.d"),
+    ] {
+        let scripts = files(&share.join(place))?;
+        ensure!(scripts.len() == 3, "{place} has {scripts:?}");
+        for script in scripts {
+            output(Command::new(shell[0]).arg(shell[1]).arg(script))?;
+        }
+    }
+    let bash = share.join("bash-completion/completions/rgpuctl");
+    let ask = |words: &str, word: &str, before: &str| {
+        let script = format!(
+            ". {}; COMP_WORDS=({words} {word}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _rgpuctl rgpuctl '{word}' {before}; echo ${{COMPREPLY[@]}}",
+            bash.display()
+        );
+        output(Command::new("bash").args(["-c", &script]))
+    };
+    ensure!(ask("rgpuctl", "ru", "rgpuctl")?.trim() == "run", "bash does not complete a command");
+    let options = ask("rgpuctl run", "--tr", "run")?;
+    ensure!(options.trim() == "--transport", "bash completes --tr with {options:?}");
+    let path = format!("{}:{}", folder.path().join("usr/bin").display(), std::env::var("PATH")?);
+    let script = format!(
+        "source {}; complete -C 'rgpuctl ru'",
+        share.join("fish/vendor_completions.d/rgpuctl.fish").display()
+    );
+    let fish = output(Command::new("fish").args(["--no-config", "-c", &script]).env("PATH", path))?;
+    ensure!(fish.starts_with("run\t"), "fish completes rgpuctl ru with {fish:?}");
+    Ok(())
+}
+
+/// A machine with the packages at hand, not yet installed.
+fn boot(newer: &[PathBuf]) -> Result<Machine> {
+    systemd::boot(contents(systemd::builder()?, &INSTALLED, newer, &["vectorAdd", "idle"])?)
+}
+
+/// A property of a unit.
+fn property(machine: &Machine, unit: &str, name: &str) -> Result<String> {
+    machine.check(&format!("systemctl show --value -p {name} {unit}"), LONG)
+}
+
+fn status(machine: &Machine, daemon: &str) -> Result<serde_json::Value> {
+    let path = format!("/run/rgpu/{daemon}.status");
+    let text = machine.check(&format!("rgpuctl status --json --socket {path}"), LONG)?;
+    let mut status: serde_json::Value = serde_json::from_str(&text)?;
+    Ok(status[path.as_str()].take())
+}
+
+/// Requires that the daemons have logged no warning.
+fn quiet(machine: &Machine) -> Result<()> {
+    let log = machine
+        .check("journalctl -b --no-pager -o cat -u rgpu-server -u vhost-rgpu -u vhost-rgpu.socket", LONG)?;
+    // The software GPU cannot map pinned memory, and says so once.
+    let loud = log.lines().filter(|line| !line.contains("op=\"host_map\"")).find(|line| {
+        let words = [
+            "WARN",
+            "ERROR",
+            "Failed",
+            "failed",
+            "denied",
+            "Unknown key",
+            "deprecated",
+            "panicked",
+            "\u{1b}",
+        ];
+        words.iter().any(|word| line.contains(word))
+    });
+    match loud {
+        Some(line) => bail!("the log says: {line}\n{log}"),
+        None => Ok(()),
+    }
+}
+
+/// Runs a program of the machine as a native client of the daemons there, as this user.
+fn native(machine: &Machine, user: &str, program: &str) -> Result<()> {
+    let run = format!(
+        "setpriv --reuid={user} --regid={user} --init-groups env LD_LIBRARY_PATH=/usr/lib/rgpu {PROGRAMS}/{program}"
+    );
+    let output = machine.run(&run, LONG)?;
+    ensure!(output.success() && output.text().contains("PASS"), "{program} as {user}: {output}");
+    Ok(())
+}
+
+/// What is tested, and how.
+type Phase = (&'static str, fn(&Machine) -> Result<()>);
+
+#[test]
+fn packages_are_installed_used_upgraded_and_purged() -> Result<()> {
+    programs::built("vectorAdd")?;
+    let begin = Instant::now();
+    let folder = tempfile::tempdir()?;
+    let machine = boot(&newer(&INSTALLED, folder.path())?)?;
+    let before = inventory(&machine)?;
+    println!("booted after {:.0} s", begin.elapsed().as_secs_f64());
+    let phases: [Phase; 8] = [
+        ("installation", installation),
+        ("the units", units),
+        ("sessions", sessions),
+        ("a session over TLS", over_tls),
+        ("cgroups", groups),
+        ("reload and restart", reload_and_restart),
+        ("upgrade", upgrade),
+        ("limits", limits),
+    ];
+    for (name, phase) in phases {
+        phase(&machine).context(name)?;
+        println!("{name}: done after {:.0} s", begin.elapsed().as_secs_f64());
+    }
+    purge(&machine, &INSTALLED, "/etc/rgpu/vhost-rgpu.toml /var/lib/rgpu/server", &before).context("purge")
+}
+
+fn installation(machine: &Machine) -> Result<()> {
+    machine.check("apt-get install -y --no-install-recommends /mnt/packages/*.deb", LONG)?;
+    for unit in ["rgpu-server.service", "vhost-rgpu.service", "vhost-rgpu.socket"] {
+        machine.check(&format!("systemctl is-active {unit}"), LONG)?;
+        ensure!(property(machine, unit, "UnitFileState")? == "enabled", "{unit} is not enabled");
+    }
+    let lists = machine.check("dpkg -V rgpu-server vhost-rgpu rgpuctl rgpu-libs; dpkg --audit", LONG)?;
+    ensure!(lists.is_empty(), "dpkg finds: {lists}");
+    Ok(())
+}
+
+fn units(machine: &Machine) -> Result<()> {
+    let complaints = machine
+        .run("systemd-analyze verify rgpu-server.service vhost-rgpu.service vhost-rgpu.socket", LONG)?;
+    ensure!(complaints.success() && complaints.stderr.is_empty(), "systemd-analyze verify: {complaints}");
+    for unit in ["rgpu-server", "vhost-rgpu"] {
+        // 10 is no protection at all. What remains comes from what starting confined processes takes.
+        let rating =
+            machine.run(&format!("systemd-analyze security --no-pager --threshold=50 {unit}"), LONG)?;
+        ensure!(rating.success(), "systemd-analyze security: {rating}");
+        println!("{}", rating.text().lines().last().unwrap_or_default());
+    }
+    // Every part of the sandbox is there: otherwise the log says what is missing.
+    // Whoever is started serves.
+    for (daemon, list) in [("server", "workers"), ("vhost-rgpu", "device_processes")] {
+        let status = status(machine, daemon)?;
+        ensure!(status.is_object(), "{daemon} reports {status}");
+        println!("{daemon}: {}", status[list]);
+    }
+    let doctor = machine.run("rgpuctl doctor", LONG)?;
+    ensure!(doctor.success(), "rgpuctl doctor finds: {doctor}");
+    ensure!(doctor.text().contains("native.sock: programs on this host can reach vhost-rgpu"), "{doctor}");
+    quiet(machine)
+}
+
+fn sessions(machine: &Machine) -> Result<()> {
+    native(machine, "root", "vectorAdd")?;
+    // Members of the group may use the socket, others may not.
+    machine.check(
+        "useradd --no-create-home member; usermod -a -G rgpu member; useradd --no-create-home other",
+        LONG,
+    )?;
+    native(machine, "member", "vectorAdd")?;
+    let refused =
+        native(machine, "other", "vectorAdd").err().context("a user outside the group got a session")?;
+    ensure!(refused.to_string().contains("ermission denied"), "{refused}");
+    machine.check("userdel member; userdel other", LONG)?;
+    let run = machine
+        .run(&format!("rgpuctl run --server unix:/run/rgpu/server.sock -- {PROGRAMS}/vectorAdd"), LONG)?;
+    ensure!(run.success() && run.text().contains("PASS vectorAdd"), "rgpuctl run: {run}");
+    quiet(machine)
+}
+
+fn over_tls(machine: &Machine) -> Result<()> {
+    machine.check("rgpuctl enroll host --address 127.0.0.1 > /tmp/join && sh /tmp/join", LONG)?;
+    let run = machine.run(&format!("rgpuctl run --server 127.0.0.1 -- {PROGRAMS}/vectorAdd"), LONG)?;
+    ensure!(run.success() && run.text().contains("PASS vectorAdd"), "rgpuctl run over TLS: {run}");
+    // And through the daemon of this host.
+    machine.check(
+        "sed -i 's|^server = .*|server = \"tcp:127.0.0.1\"|' /etc/rgpu/vhost-rgpu.toml && systemctl restart vhost-rgpu",
+        LONG,
+    )?;
+    native(machine, "root", "vectorAdd")?;
+    quiet(machine)
+}
+
+/// The processes that work on data of clients have groups of their own, with limits.
+fn groups(machine: &Machine) -> Result<()> {
+    let held = Held::start(machine, "groups")?;
+    for (daemon, unit, list, tasks) in [
+        ("server", "rgpu-server", "workers", "4096"),
+        ("vhost-rgpu", "vhost-rgpu", "device_processes", "65536"),
+    ] {
+        let status = status(machine, daemon)?;
+        let processes = status[list].as_array().with_context(|| format!("no {list} in {status}"))?.clone();
+        ensure!(!processes.is_empty(), "{daemon} has no {list}: {status}");
+        for process in processes {
+            let pid = process["process"].as_u64().or(process["pid"].as_u64()).or(process["worker"].as_u64());
+            let pid = pid.with_context(|| format!("no process in {process}"))?;
+            let group = machine.check(&format!("sed -n 's/^0:://p' /proc/{pid}/cgroup"), LONG)?;
+            let parent = format!("/system.slice/{unit}.service/");
+            ensure!(
+                group.starts_with(&parent) && !group.ends_with("/daemon"),
+                "process {pid} of {unit} is in {group}"
+            );
+            let read = |file: &str| machine.check(&format!("cat /sys/fs/cgroup{group}/{file}"), LONG);
+            ensure!(read("pids.max")? == tasks, "{group} has pids.max {}", read("pids.max")?);
+            ensure!(read("memory.oom.group")? == "1", "{group} does not end as a whole");
+            let memory = read("memory.max")?;
+            ensure!((memory == "max") == (unit == "vhost-rgpu"), "{group} has memory.max {memory}");
+            let user = machine.check(&format!("stat -c %u /proc/{pid}"), LONG)?;
+            ensure!(user.parse::<u32>()? >= 1 << 30, "process {pid} of {unit} has user {user}");
+            let seccomp = machine
+                .check(&format!("grep -E '^(Seccomp|NoNewPrivs|CapEff):' /proc/{pid}/status"), LONG)?;
+            let words: Vec<&str> = seccomp.split_whitespace().collect();
+            ensure!(
+                words == ["CapEff:", "0000000000000000", "NoNewPrivs:", "1", "Seccomp:", "2"],
+                "process {pid}: {seccomp}"
+            );
+        }
+    }
+    held.finish(machine, "groups")
+}
+
+fn reload_and_restart(machine: &Machine) -> Result<()> {
+    let pid = property(machine, "rgpu-server", "MainPID")?;
+    let held = Held::start(machine, "reload")?;
+    machine.check("systemctl reload rgpu-server", LONG)?;
+    eventually(machine, "journalctl -b --no-pager -u rgpu-server | grep -q 'SIGHUP: read'")?;
+    ensure!(property(machine, "rgpu-server", "MainPID")? == pid, "a reload started another process");
+    held.finish(machine, "reload")?;
+
+    // A stopped daemon leaves no process, and no cgroup.
+    for unit in ["rgpu-server", "vhost-rgpu"] {
+        let stop = if unit == "vhost-rgpu" { "vhost-rgpu.socket vhost-rgpu" } else { unit };
+        machine.check(&format!("systemctl stop {stop}"), LONG)?;
+        ensure!(property(machine, unit, "Result")? == "success", "{unit} did not stop in order");
+        let left = machine
+            .check(&format!("ls -d /sys/fs/cgroup/system.slice/{unit}.service 2>/dev/null; true"), LONG)?;
+        ensure!(left.is_empty(), "{left} is left");
+    }
+    // The socket starts the daemon, which waits for the server.
+    machine.check("systemctl start rgpu-server vhost-rgpu.socket", LONG)?;
+    ensure!(
+        machine.run("systemctl is-active vhost-rgpu", LONG)?.text() == "inactive",
+        "it was to be inactive"
+    );
+    native(machine, "root", "vectorAdd")?;
+    machine.check("systemctl is-active vhost-rgpu", LONG)?;
+
+    // The socket stays while the daemon restarts.
+    let inode = "stat -c %i /run/rgpu/native.sock";
+    let socket = machine.check(inode, LONG)?;
+    machine.check("systemctl restart vhost-rgpu rgpu-server && rgpuctl status", LONG)?;
+    ensure!(machine.check(inode, LONG)? == socket, "the socket is another one after a restart");
+    native(machine, "root", "vectorAdd")?;
+    quiet(machine)?;
+
+    // A daemon that is killed is started again, without what its processes had.
+    for unit in ["rgpu-server", "vhost-rgpu"] {
+        let pid = property(machine, unit, "MainPID")?;
+        machine.check(&format!("kill -9 {pid}"), LONG)?;
+        eventually(
+            machine,
+            &format!(
+                "systemctl is-active -q {unit} && test $(systemctl show --value -p MainPID {unit}) != {pid}"
+            ),
+        )?;
+    }
+    native(machine, "root", "vectorAdd")?;
+    // The kill is the only thing worth a warning so far.
+    machine.check("sleep 2; journalctl --rotate; journalctl --vacuum-time=1s", LONG)?;
+    Ok(())
+}
+
+fn upgrade(machine: &Machine) -> Result<()> {
+    let pids = |machine: &Machine| -> Result<[String; 2]> {
+        Ok([property(machine, "rgpu-server", "MainPID")?, property(machine, "vhost-rgpu", "MainPID")?])
+    };
+    let before = pids(machine)?;
+    let held = Held::start(machine, "upgrade")?;
+    let said = machine.check("apt-get install -y --no-install-recommends /mnt/newer/*.deb", LONG)?;
+    for text in ["rgpu-server keeps running", "vhost-rgpu keeps running"] {
+        ensure!(said.contains(text), "the upgrade does not say {text:?}: {said}");
+    }
+    let version = machine.check("dpkg-query -W -f '${Version}' rgpu-server", LONG)?;
+    ensure!(version.ends_with(".1"), "the version is {version}");
+    ensure!(pids(machine)? == before, "the upgrade has restarted a daemon");
+    // The operator's change of the configuration is still there.
+    machine.check("grep -q '^server = \"tcp:127.0.0.1\"' /etc/rgpu/vhost-rgpu.toml", LONG)?;
+    // Sessions go on, and others begin.
+    native(machine, "root", "vectorAdd")?;
+    // The new server takes the sessions over.
+    machine.check("rgpuctl upgrade", LONG)?;
+    native(machine, "root", "vectorAdd")?;
+    held.finish(machine, "upgrade")?;
+    machine.check("systemctl restart rgpu-server vhost-rgpu", LONG)?;
+    let now = pids(machine)?;
+    ensure!(now[0] != before[0] && now[1] != before[1], "the restart has not restarted the daemons");
+    native(machine, "root", "vectorAdd")?;
+    // A unit that its operator has disabled stays disabled.
+    machine.check("systemctl disable rgpu-server; dpkg -i /mnt/packages/rgpu-server.deb", LONG)?;
+    ensure!(property(machine, "rgpu-server", "UnitFileState")? == "disabled", "the unit is enabled again");
+    quiet(machine)?;
+    machine.check_console()
+}
+
+/// A worker that needs more memory than it may ends alone.
+fn limits(machine: &Machine) -> Result<()> {
+    machine.check(
+        "printf '[sandbox]\\nmemory = \"100M\"\\ntasks = 64\\ncpu_percent = 150\\n' > /tmp/limits; \
+         sed -i -e '/^\\[sandbox\\]/{r /tmp/limits' -e 'd}' /etc/rgpu/rgpu-server.toml && systemctl restart rgpu-server",
+        LONG,
+    )?;
+    native(machine, "root", "vectorAdd")?;
+    let held = Held::start(machine, "limits")?;
+    let pid = property(machine, "rgpu-server", "MainPID")?;
+    let group = machine.check(
+        "cd /sys/fs/cgroup/system.slice/rgpu-server.service && for g in worker*; do echo $(cat $g/memory.max $g/pids.max $g/cpu.max); done | sort -u",
+        LONG,
+    )?;
+    ensure!(group == "104857600 64 150000 100000", "the workers' limits are {group}");
+    // It copies 128 MiB to its device, which is memory of the worker.
+    let greedy = machine.run(&format!("LD_LIBRARY_PATH=/usr/lib/rgpu {PROGRAMS}/vectorAdd --full"), LONG)?;
+    ensure!(!greedy.success(), "a worker used more memory than it may: {greedy}");
+    eventually(
+        machine,
+        "journalctl -b --no-pager -u rgpu-server | grep -i 'session lost' | grep -qi memory",
+    )?;
+    ensure!(property(machine, "rgpu-server", "MainPID")? == pid, "the daemon ended with its worker");
+    held.finish(machine, "limits")?;
+    native(machine, "root", "vectorAdd")
+}
