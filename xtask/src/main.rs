@@ -6,7 +6,7 @@
 //! - [`debian`], [`toolchain`]: install external tools
 //! - [`artifacts`], [`programs`], [`machines`]: build the daemons and libraries, the CUDA programs, and the
 //!   guests
-//! - [`test`], [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with [`dependencies`], [`licenses`], [`sbom`]
+//! - [`test`] (with [`unit_tests`]), [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with [`dependencies`], [`licenses`], [`sbom`]
 //!   and [`stage`]), [`package`], [`bench`]: the commands built from these; [`nightly`]: fuzzing and Miri
 
 mod artifacts;
@@ -28,6 +28,7 @@ mod sbom;
 mod stage;
 mod test;
 mod toolchain;
+mod unit_tests;
 
 use std::process::ExitCode;
 

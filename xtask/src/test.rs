@@ -11,7 +11,9 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use rgpu_tests::tree::{self, Build};
 
-use crate::{artifacts, bench, debian, demo, dist, machines, nightly, package, process, programs};
+use crate::{
+    artifacts, bench, debian, demo, dist, machines, nightly, package, process, programs, unit_tests,
+};
 
 /// Parts that run only on request.
 const ON_REQUEST: &[&str] = &["fuzz", "gpu", "guest_packages", "miri"];
@@ -98,16 +100,8 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             return Ok(true);
         }
         "unit" => {
-            command.args(["--workspace", "--exclude", "rgpu-tests"]);
-            let mut succeeded = process::show(&mut command, &log, |line| tally.count(line))?;
-            // CUDA 12's runtime is built from the same source with different structures and names.
-            let mut twelve = process::cargo();
-            twelve.args(["test", "--no-fail-fast", "-p", "rgpu-cudart", "--features", "v12"]);
-            succeeded &= process::show(&mut twelve, &log, |line| tally.count(line))?;
-            // The tests' own package has unit tests, too; its integration tests are the other parts.
-            let mut own = process::cargo();
-            own.args(["test", "--no-fail-fast", "-p", "rgpu-tests", "--lib", "--bins"]);
-            return Ok(process::show(&mut own, &log, |line| tally.count(line))? && succeeded);
+            let executables = unit_tests::build(&log)?;
+            return unit_tests::run(&executables, &log, |line| tally.count(line));
         }
         "loom" => {
             // loom replaces the atomics. A separate target folder keeps this build from invalidating others.
@@ -175,10 +169,9 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
                 "metrics" => debian::packages(&["prometheus"], "testing the metrics")?,
                 _ => {}
             }
-            // Machines and whole daemons run one at a time, so that tests do not affect each other's
-            // counters. RDMA tests each have a machine and count inside it. They mostly wait for failed links
-            // and retries, so two run at once.
-            let threads = if part == "rdma" { "2" } else { "1" };
+            // Whole daemons run one at a time, so that tests do not affect each other's counters. Tests with a
+            // machine have daemons of their own, too, and wait for it most of the time, so two run at once.
+            let threads = if matches!(part, "rdma" | "vm") { "2" } else { "1" };
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", threads]);
         }
     }
