@@ -101,7 +101,10 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
         }
         "unit" => {
             let executables = unit_tests::build(&log)?;
-            return unit_tests::run(&executables, &log, |line| tally.count(line));
+            let succeeded = unit_tests::run(&executables, &log, |line| tally.count(line))?;
+            // The examples in the documentation.
+            command.args(["--workspace", "--doc"]);
+            return Ok(process::show(&mut command, &log, |line| tally.count(line))? && succeeded);
         }
         "loom" => {
             // loom replaces the atomics. A separate target folder keeps this build from invalidating others.

