@@ -123,7 +123,7 @@ fn render(command: &Command, section: &str, related: &[String], out: &mut dyn Wr
 }
 
 /// The headings of a text with the lines below them, without the indentation that they share.
-fn sections(text: &str) -> Vec<(String, Vec<String>)> {
+pub(crate) fn sections(text: &str) -> Vec<(String, Vec<String>)> {
     let mut sections: Vec<(String, Vec<String>)> = Vec::new();
     for line in text.lines() {
         match line.strip_suffix(':') {
