@@ -24,7 +24,9 @@ fn write_command(out: &mut String, command: &Command, elsewhere: &Command, level
     let about = command.get_long_about().or_else(|| command.get_about()).map(ToString::to_string);
     let usage = named.render_usage().to_string();
     let usage = usage.trim_start_matches("Usage:").lines().map(str::trim).collect::<Vec<_>>().join("\n");
-    let _ = writeln!(out, "\n{} {name}\n\n{}\n", "#".repeat(level), cell(&about.unwrap_or_default(), "\n\n"));
+    // clap takes the full stop off a text of one paragraph.
+    let about = cell(about.unwrap_or_default().trim_end_matches('.'), "\n\n");
+    let _ = writeln!(out, "\n{} {name}\n\n{about}.\n", "#".repeat(level));
     let _ = writeln!(out, "```text\n{}\n```", usage.trim());
     let listed = |arg: &&Arg| {
         let automatic = matches!(arg.get_id().as_str(), "help" | "version");

@@ -407,3 +407,48 @@ fn the_page_about_the_status_follows_from_its_schema() {
         &page,
     );
 }
+
+#[test]
+fn the_page_about_libvirt_has_the_domain_that_is_tested() {
+    let file = fs::read_to_string(tree::root().join("qemu-configs/libvirt.xml")).expect("the file");
+    let domain = &file[file.find("<domain").expect("a domain")..];
+    let page = tree::root().join("docs/libvirt.md").display().to_string();
+    test_kit::check_generated(&page, Some("domain"), &format!("\n```xml\n{domain}```\n\n"));
+}
+
+#[test]
+fn messages_in_the_page_about_troubleshooting_are_printed_somewhere() {
+    let sources = files().into_iter().filter(|file| file.ends_with(".rs") || file.ends_with(".c"));
+    let mut said = String::new();
+    for file in sources.filter(|file| !file.starts_with("tests/")) {
+        let text = fs::read_to_string(tree::root().join(file)).expect("a source file");
+        // A text goes on behind a backslash at the end of a line.
+        let mut joined = false;
+        for line in text.lines() {
+            let line = if joined { line.trim_start() } else { line };
+            joined = line.ends_with('\\');
+            said.push_str(line.trim_end_matches('\\'));
+            said.push_str(if joined { "" } else { "\n" });
+        }
+    }
+    let page = fs::read_to_string(tree::root().join("docs/troubleshooting.md")).expect("the page");
+    let (mut missing, mut found) = (Vec::new(), 0);
+    for row in page.lines().filter_map(|line| line.strip_prefix("| ")) {
+        for span in code_spans(row.split(" | ").next().unwrap_or_default()) {
+            if span.starts_with("lspci") {
+                continue;
+            }
+            // What stands for a value in the message.
+            let pieces =
+                span.split('…').flat_map(|part| part.split("HOST")).flat_map(|part| part.split("REASON"));
+            for piece in pieces.map(|piece| piece.trim_matches([' ', ':', '(', ')', ',', '.'])) {
+                found += 1;
+                if piece.len() >= 12 && !piece.starts_with("FILE") && !said.contains(piece) {
+                    missing.push(piece);
+                }
+            }
+        }
+    }
+    assert!(found > 60, "the page has {found} pieces of messages");
+    assert!(missing.is_empty(), "nothing prints these:\n{}", missing.join("\n"));
+}

@@ -3,7 +3,8 @@
 //! `demo` is the demonstration, which must succeed like any test. `unit` is the tests of every package.
 //! `loom` checks the channel's atomics exhaustively. Each file in `tests/tests/` is a part with the file's
 //! name; this module prepares what it needs. Some parts run only on request: `gpu` needs a GPU, `fuzz` and
-//! `miri` a nightly compiler, and `guest_packages` the time to compile the driver in an emulated guest.
+//! `miri` a nightly compiler, `guest_packages` the time to compile the driver in an emulated guest, and
+//! `libvirt` many packages.
 
 use std::time::Instant;
 
@@ -16,13 +17,13 @@ use crate::{
 };
 
 /// Parts that run only on request.
-const ON_REQUEST: &[&str] = &["fuzz", "gpu", "guest_packages", "miri"];
+const ON_REQUEST: &[&str] = &["fuzz", "gpu", "guest_packages", "libvirt", "miri"];
 
 /// Run the tests: all that need no GPU, or selected parts.
 #[derive(Args)]
 pub struct Arguments {
     /// `demo`, `unit`, `loom`, `fuzz`, `miri`, or a file in tests/tests without `.rs`. The default is all
-    /// parts except `gpu`, `guest_packages`, `fuzz` and `miri`
+    /// parts except `gpu`, `guest_packages`, `libvirt`, `fuzz` and `miri`
     parts: Vec<String>,
 }
 
@@ -168,6 +169,11 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
                 }
                 "containers" => {
                     debian::packages(&["crun", "podman", "uidmap"], "running programs in containers")?;
+                }
+                "libvirt" => {
+                    let names = ["libvirt-clients", "libvirt-daemon", "libvirt-daemon-driver-qemu"];
+                    debian::packages(&names, "testing a domain of libvirt")?;
+                    machines::prepare()?;
                 }
                 "metrics" => debian::packages(&["prometheus"], "testing the metrics")?,
                 _ => {}
