@@ -370,6 +370,12 @@ fn documents_are_found_inside_the_repository() {
                 found.push(format!("{}: {outside}", page.display()));
             }
         }
+        // Issues are elsewhere, too.
+        for part in text.split("ssue ").skip(1).filter(|part| part.starts_with(|c: char| c.is_ascii_digit()))
+        {
+            let number: String = part.chars().take_while(char::is_ascii_digit).collect();
+            found.push(format!("{}: issue {number}", page.display()));
+        }
     }
     assert!(found.is_empty(), "refer to documents outside the repository:\n{}", found.join("\n"));
 }
