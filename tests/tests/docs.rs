@@ -370,6 +370,12 @@ fn documents_are_found_inside_the_repository() {
                 found.push(format!("{}: {outside}", page.display()));
             }
         }
+        // Issues are elsewhere, too.
+        for part in text.split("ssue ").skip(1).filter(|part| part.starts_with(|c: char| c.is_ascii_digit()))
+        {
+            let number: String = part.chars().take_while(char::is_ascii_digit).collect();
+            found.push(format!("{}: issue {number}", page.display()));
+        }
     }
     assert!(found.is_empty(), "refer to documents outside the repository:\n{}", found.join("\n"));
 }
@@ -451,4 +457,41 @@ fn messages_in_the_page_about_troubleshooting_are_printed_somewhere() {
     }
     assert!(found > 60, "the page has {found} pieces of messages");
     assert!(missing.is_empty(), "nothing prints these:\n{}", missing.join("\n"));
+}
+
+#[test]
+fn the_table_of_alerts_follows_from_the_rules() {
+    let rules = fs::read_to_string(tree::root().join("monitoring/rgpu-alerts.yml")).expect("the rules");
+    let mut table = String::from("\n| alert | severity | it says | it advises |\n|---|---|---|---|\n");
+    for rule in rules.split("- alert: ").skip(1) {
+        let after = |key: &str| rule.split(key).nth(1).unwrap_or_else(|| panic!("{key} in {rule}"));
+        let quoted = |key: &str| after(key).split('"').nth(1).unwrap_or_default();
+        let severity = after("severity: ").split_whitespace().next().unwrap_or_default();
+        // A value of Prometheus' templates: {{ $labels.instance }}
+        let plain = |text: &str| {
+            let mut parts = text.split("{{ ");
+            let mut plain = parts.next().unwrap_or_default().to_owned();
+            for part in parts {
+                let (value, rest) = part.split_once(" }}").expect("a template's end");
+                match value.split(' ').next().unwrap_or_default() {
+                    "if" | "end" => plain.push_str(rest),
+                    "else" => plain += &format!(" or {rest}"),
+                    value => {
+                        let name = value.trim_start_matches("$labels.").trim_start_matches('$');
+                        plain += &format!("*{name}*{rest}");
+                    }
+                }
+            }
+            plain.replace('|', "\\|")
+        };
+        let name = rule.lines().next().unwrap_or_default();
+        let (says, advises) = (plain(quoted("summary:")), plain(quoted("description:")));
+        table.push_str(&format!("| `{name}` | {severity} | {says} | {advises} |\n"));
+    }
+    table.push('\n');
+    test_kit::check_generated(
+        &tree::root().join("docs/metrics.md").display().to_string(),
+        Some("alerts"),
+        &table,
+    );
 }

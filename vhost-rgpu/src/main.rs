@@ -82,14 +82,10 @@ fn run() -> Result<()> {
         config.metrics.check()?;
     }
     if arguments.check_config {
-        println!(
-            "the configuration is valid: {} virtual machines, native socket {}",
-            config.vms.len(),
-            match &config.native {
-                Some(native) => native.socket.display().to_string(),
-                None => "none".to_owned(),
-            }
-        );
+        let vms: Vec<&str> = config.vms.iter().map(|vm| vm.name.as_str()).collect();
+        let vms = if vms.is_empty() { "none".to_owned() } else { vms.join(", ") };
+        let native = config.native.map_or("none".to_owned(), |native| native.socket.display().to_string());
+        println!("the configuration is valid; virtual machines: {vms}; native socket: {native}");
         return Ok(());
     }
     // A log that nobody watches, such as systemd's, is not to have colors.
