@@ -66,11 +66,38 @@ pub enum Reply {
     },
     /// To a request to charge bytes.
     Charged,
+    /// To a request for a ticket of a [direct connection](crate::direct).
+    Ticket {
+        /// Its name.
+        token: Token,
+        /// Its secret.
+        secret: [u8; 32],
+        /// Whether connections over TCP are under TLS.
+        encrypted: bool,
+        /// Where this server listens.
+        addresses: Vec<String>,
+    },
+    /// To a request for a connection to another server, which comes along.
+    Connected,
+    /// To such a request: why there is none.
+    NotConnected(String),
     /// The request is refused.
     Refused(Refusal),
 }
 
 type Answered = (Reply, Option<OwnedFd>);
+
+/// A ticket that the daemon has made.
+pub struct MadeTicket {
+    /// Its name.
+    pub token: Token,
+    /// Its secret.
+    pub secret: [u8; 32],
+    /// Whether connections over TCP are under TLS.
+    pub encrypted: bool,
+    /// Where this server listens.
+    pub addresses: Vec<String>,
+}
 
 /// Sends a worker's requests to the daemon.
 pub struct Broker {
@@ -120,7 +147,7 @@ impl Broker {
         match self.ask(|request| FromWorker::Share { request, what }, fd)?.0 {
             Reply::Shared(token) => Ok(token),
             Reply::Refused(_) => Err(Status::OUT_OF_MEMORY),
-            Reply::Opened { .. } | Reply::Charged => Err(Status::UNKNOWN),
+            _ => Err(Status::UNKNOWN),
         }
     }
 
@@ -132,7 +159,34 @@ impl Broker {
         match self.ask(|request| FromWorker::Charge { request, resource, bytes }, None)?.0 {
             Reply::Charged => Ok(()),
             Reply::Refused(_) => Err(Status::OUT_OF_MEMORY),
-            Reply::Shared(_) | Reply::Opened { .. } => Err(Status::UNKNOWN),
+            _ => Err(Status::UNKNOWN),
+        }
+    }
+
+    /// Has a ticket made for a direct connection to this session.
+    ///
+    /// # Errors
+    /// `OUT_OF_MEMORY` if the session has as many as it may.
+    pub fn ticket(&self) -> Result<MadeTicket, Status> {
+        match self.ask(|request| FromWorker::Ticket { request }, None)?.0 {
+            Reply::Ticket { token, secret, encrypted, addresses } => {
+                Ok(MadeTicket { token, secret, encrypted, addresses })
+            }
+            Reply::Refused(_) => Err(Status::OUT_OF_MEMORY),
+            _ => Err(Status::UNKNOWN),
+        }
+    }
+
+    /// Has a connection made to another server. Waits for it.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn connect(&self, address: &str, encrypted: bool) -> Result<OwnedFd, String> {
+        let address = address.to_owned();
+        match self.ask(|request| FromWorker::Connect { request, address, encrypted }, None) {
+            Ok((Reply::Connected, Some(socket))) => Ok(socket),
+            Ok((Reply::NotConnected(why), _)) => Err(why),
+            _ => Err("the daemon does not answer".into()),
         }
     }
 
@@ -154,7 +208,7 @@ impl Broker {
             (Reply::Opened { what, own }, fd) => Ok((what, fd, own)),
             (Reply::Refused(Refusal::Unknown), _) => Err(Status::INVALID_VALUE),
             (Reply::Refused(Refusal::Full), _) => Err(Status::OUT_OF_MEMORY),
-            (Reply::Shared(_) | Reply::Charged, _) => Err(Status::UNKNOWN),
+            _ => Err(Status::UNKNOWN),
         }
     }
 
