@@ -644,9 +644,38 @@ static void managed_of_both() {
         for (int k = 0; k < n; k++) right = right && data[i][k] == k + 30 * (i + 1) + (k < 3 ? 1000 : 0);
         expect_value("managed memory of a server", 1, right);
     }
+    // The host reads and writes managed memory without asking, so a synchronous copy is done when the call returns. The stream is held until then, or for a while.
     set_device(0);
-    CHECK(cudaMemcpy(data[0], data[1], n * sizeof(int), cudaMemcpyDefault));
-    expect_value("managed memory copied from the other server", 3 + 60, data[0][3]);
+    int *linear = on_device(0, n, 0);
+    auto behind_a_gate = [](auto copy) {
+        Gate gate;
+        CHECK(cudaLaunchHostFunc(0, Gate::wait, &gate));
+        std::thread opener([&] {
+            std::this_thread::sleep_for(std::chrono::milliseconds(100));
+            gate.open = true;
+        });
+        copy();
+        opener.join();
+        CHECK(cudaStreamSynchronize(0));
+    };
+    behind_a_gate([&] {
+        CHECK(cudaMemcpy(data[0], data[1], n * sizeof(int), cudaMemcpyDefault));
+        expect_value("managed memory copied from the other server", 3 + 60, data[0][3]);
+    });
+    behind_a_gate([&] {
+        CHECK(cudaMemcpy2D(data[0], 64, data[1], 32, 32, 20, cudaMemcpyDefault));
+        expect_value("rows of managed memory copied from the other server", 8 + 60, data[0][16]);
+    });
+    behind_a_gate([&] {
+        CHECK(cudaMemcpy(linear, data[1], n * sizeof(int), cudaMemcpyDefault));
+        for (int k = 0; k < n; k++) data[1][k] = -1;
+    });
+    std::vector<int> host(n, -1);
+    CHECK(cudaMemcpy(host.data(), linear, n * sizeof(int), cudaMemcpyDeviceToHost));
+    bool right = true;
+    for (int k = 0; k < n; k++) right = right && host[k] == k + 60 + (k < 3 ? 1000 : 0);
+    expect_value("what managed memory held at the call", 1, right);
+    CHECK(cudaFree(linear));
     for (int i = 0; i < 2; i++) CHECK(cudaFree(data[i]));
 }
 

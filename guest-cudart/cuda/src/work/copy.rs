@@ -268,7 +268,15 @@ impl Copier {
         };
         let parts = (0..len).step_by(server_copy::SLOT).map(part).collect();
         let spans = [(dst, len as u64), (src, len as u64)];
-        server_copy::between(self.driver, &self.stream, to, from, spans, parts)
+        server_copy::between(self.driver, &self.stream, to, from, spans, parts)?;
+        self.finish_managed(&[dst, src])
+    }
+
+    /// After a copy between servers that has been put on the stream: a synchronous one is done if it has to do with managed memory at these addresses, because the host reads and writes that without
+    /// asking. Within one server the host's pages are taken when the call comes; here, a thread does so later.
+    pub fn finish_managed(&self, ends: &[u64]) -> Result {
+        let managed = |end: &u64| address::find(self.driver, *end).is_some_and(|found| found.managed);
+        if ends.iter().any(managed) { self.finish() } else { Ok(()) }
     }
 
     /// The server that the stream is on.

@@ -155,7 +155,8 @@ impl Copier {
             let span = |side: &Side| Ok((side.address, side.span(&e).ok_or(Status::INVALID_VALUE)?));
             let spans = [span(&dst)?, span(&src)?];
             let (to, from) = (dst.on(to), src.on(from));
-            return server_copy::between(self.driver, &self.stream, to, from, spans, pieces(&dst, &src, &e));
+            server_copy::between(self.driver, &self.stream, to, from, spans, pieces(&dst, &src, &e))?;
+            return self.finish_managed(&[dst.address, src.address]);
         }
         let stays = [dst, src].iter().all(|side| side.device || self.pinned(side, &e));
         // SAFETY: as the caller says: the call waits unless all of the host's side is pinned.
@@ -477,6 +478,8 @@ impl Copier {
             // SAFETY: no end is the host's.
             return self.with_other(to, true, move |copier| unsafe { copier.between_ends(dst, src, e) });
         }
+        let linear = |end: &Place| if let Place::Side(side) = end { side.address } else { 0 };
+        let linear = [linear(&dst), linear(&src)];
         let ends = [server_copy::alive(driver, to), server_copy::alive(driver, from)];
         server_copy::across(driver, &self.stream, &ends, move || {
             let copiers = [Copier::beside(driver, ends[0])?, Copier::beside(driver, ends[1])?];
@@ -488,7 +491,8 @@ impl Copier {
             server_copy::carry(&to.side.on(ends[0]), &from.side.on(ends[1]), spans, pieces)?;
             to.write_array(&copiers[0], &e)?;
             copiers[0].stream.synchronize()
-        })
+        })?;
+        self.finish_managed(&linear)
     }
 
     /// A copier for this library's own work in a context.
