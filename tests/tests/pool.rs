@@ -88,6 +88,54 @@ fn if_a_kernel_cannot_reach_memory_of_the_other_server_only_its_device_has_the_e
     Ok(())
 }
 
+/// A pair of servers each of which may connect to the other.
+fn connected(name: &str) -> Result<[Rig; 2]> {
+    let mut first = Rig::start(&format!("{name}-1"))?;
+    let mut allowed = Vec::new();
+    for transport in support::TRANSPORTS {
+        allowed.extend(["--direct-to".to_owned(), address(&first, transport)]);
+    }
+    let allowed: Vec<&str> = allowed.iter().map(String::as_str).collect();
+    let second =
+        Rig::with(&format!("{name}-2"), &[["--software-devices", "3"].as_slice(), &allowed].concat(), &[])?;
+    let allowed = support::TRANSPORTS.map(|transport| address(&second, transport));
+    first.restart_server_with(&allowed.each_ref().map(|address| ["--direct-to", address]).concat())?;
+    Ok([first, second])
+}
+
+/// A counter of the one session that a server has had.
+fn counter(rig: &Rig, name: &str) -> Result<u64> {
+    let log = rig.server.log_text();
+    let last = log.lines().rev().find_map(|line| line.split_once(&format!(" {name}="))?.1.split(' ').next());
+    let last = last.with_context(|| format!("the log has no {name}:\n{log}"))?;
+    last.trim().parse().with_context(|| format!("{name}={last:?}"))
+}
+
+#[test]
+fn copies_between_servers_pass_from_worker_to_worker() -> Result<()> {
+    for transport in support::TRANSPORTS {
+        let rigs = connected("pool-direct")?;
+        let mut command = with_servers(&servers(&rigs, [transport, transport]), PROGRAM)?;
+        let outcome = programs::run(command.arg("direct"), programs::LIMIT)?;
+        let said = outcome.verdict(PROGRAM).with_context(|| format!("over {transport:?}"))?;
+        let bytes: u64 = said.split(' ').next().context("no number")?.parse()?;
+        for rig in &rigs {
+            eventually(|| {
+                let direct = counter(rig, "bytes_direct")?;
+                ensure!(direct == 2 * bytes, "{direct} bytes where {bytes} were copied each way");
+                let client = counter(rig, "bytes_in")? + counter(rig, "bytes_out")?;
+                ensure!(client < 1 << 20, "{client} bytes were exchanged with the client");
+                Ok(())
+            })?;
+        }
+        // Everything else works as well, and copies of all kinds take this way.
+        programs::run(&mut with_servers(&servers(&rigs, [transport, transport]), PROGRAM)?, programs::LIMIT)?
+            .verdict(PROGRAM)
+            .with_context(|| format!("over {transport:?}"))?;
+    }
+    Ok(())
+}
+
 /// The program's next line.
 fn line(program: &mut Child) -> Result<String> {
     let stdout = program.stdout.as_mut().context("the program's output is not read")?;

@@ -274,6 +274,7 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
             bytes_in = counters.bytes_in,
             bytes_out = counters.bytes_out,
             bytes_copied = counters.bytes_copied,
+            bytes_direct = counters.bytes_direct,
             "session ended"
         ),
     }

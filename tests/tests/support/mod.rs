@@ -160,6 +160,14 @@ impl Rig {
         Ok(())
     }
 
+    /// Ends the server and starts it again with more arguments.
+    pub fn restart_server_with(&mut self, more: &[&str]) -> Result<()> {
+        self.server.signal(Signal::SIGTERM)?;
+        self.server.wait(PATIENCE)?;
+        self.server_arguments.extend(more.iter().map(|&argument| argument.to_owned()));
+        self.restart_server()
+    }
+
     /// Kills the server's daemon and starts it again. Its workers stay.
     pub fn crash_server(&mut self) -> Result<()> {
         self.server.signal(Signal::SIGKILL)?;
