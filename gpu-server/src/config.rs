@@ -406,6 +406,7 @@ pub fn parts() -> [Part; 1] {
             ("admin.socket", "\"/run/rgpu/server.admin\""),
         ],
         examples: &[
+            ("direct_to", "[\"tcp:gpu2:9700\"]"),
             ("clients", "\"/etc/rgpu/clients.toml\""),
             ("audit_log", "\"/var/log/rgpu/audit.log\""),
             ("cache.folder", "\"/var/cache/rgpu/server\""),

@@ -161,10 +161,10 @@ impl Rig {
     }
 
     /// Ends the server and starts it again with more arguments.
-    pub fn restart_server_with(&mut self, more: &[&str]) -> Result<()> {
+    pub fn restart_server_with(&mut self, more: &[String]) -> Result<()> {
         self.server.signal(Signal::SIGTERM)?;
         self.server.wait(PATIENCE)?;
-        self.server_arguments.extend(more.iter().map(|&argument| argument.to_owned()));
+        self.server_arguments.extend_from_slice(more);
         self.restart_server()
     }
 
