@@ -23,8 +23,11 @@ use client::{Status, lock, log};
 /// Pieces of a copy that were sent and of which it is not known that they have come. The servers have room for twice as many.
 const WINDOW: usize = 8;
 
-/// The connections, by the sending and the receiving session. Copies over one connection are made one after the other.
-static CONNECTIONS: Mutex<BTreeMap<(usize, usize), Arc<Mutex<Connection>>>> = Mutex::new(BTreeMap::new());
+/// A connection. Copies over it are made one after the other.
+type Shared = Arc<Mutex<Connection>>;
+
+/// The connections, by the sending and the receiving session.
+static CONNECTIONS: Mutex<BTreeMap<(usize, usize), Shared>> = Mutex::new(BTreeMap::new());
 
 /// The number of the next connection.
 static NEXT: AtomicU32 = AtomicU32::new(1);
@@ -46,7 +49,33 @@ struct Open {
     last: u64,
 }
 
-fn connection(from: &Server, to: &Server) -> Arc<Mutex<Connection>> {
+/// The servers on which the program has had a context.
+static USED: Mutex<Vec<&'static Server>> = Mutex::new(Vec::new());
+
+/// The program has a context on a server. When that is not its first one, the connections between them are opened ahead of the first copy, by a thread of their own.
+pub(crate) fn used(server: &'static Server) {
+    let mut used = lock(&USED);
+    if used.iter().any(|known| std::ptr::eq(*known, server)) {
+        return;
+    }
+    let others = used.clone();
+    used.push(server);
+    drop(used);
+    if others.is_empty() {
+        return;
+    }
+    let open_all = move || {
+        for other in others {
+            for (from, to) in [(server, other), (other, server)] {
+                ensure(&mut lock(&connection(from, to)), from, to);
+            }
+        }
+    };
+    // Without the thread the first copy opens them.
+    let _ = std::thread::Builder::new().name("rgpu-direct".into()).spawn(open_all);
+}
+
+fn connection(from: &Server, to: &Server) -> Shared {
     let key = (from.session.index(), to.session.index());
     Arc::clone(lock(&CONNECTIONS).entry(key).or_default())
 }
@@ -144,10 +173,6 @@ fn carry_over(
 
 /// Most bytes of a piece in a copy of so many: short ones for short copies, whose first piece then arrives earlier.
 fn piece_of(bytes: usize) -> usize {
-    match bytes {
-        ..=0x9_6000 => 128 << 10,
-        ..=0x40_0000 => 256 << 10,
-        ..=0xe0_0000 => 512 << 10,
-        _ => 1 << 20,
-    }
+    const STEPS: [(usize, usize); 3] = [(600 << 10, 128 << 10), (4 << 20, 256 << 10), (14 << 20, 512 << 10)];
+    STEPS.iter().find(|(upto, _)| bytes <= *upto).map_or(1 << 20, |(_, piece)| *piece)
 }
