@@ -137,6 +137,30 @@ fn copies_between_servers_pass_from_worker_to_worker() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn servers_connect_when_a_program_uses_devices_of_both() -> Result<()> {
+    let rigs = connected("pool-ahead", &[Transport::Tcp])?;
+    let mut command = with_servers(&servers(&rigs, [Transport::Tcp, Transport::Tcp]), PROGRAM)?;
+    // It copies nothing from one to the other before it says this, and then waits.
+    let mut program = command.arg("lost").stdout(Stdio::piped()).spawn()?;
+    ensure!(line(&mut program)? == "READY\n", "the program has ended");
+    for rig in &rigs {
+        eventually(|| {
+            let log = rig.server.log_text();
+            for way in [
+                "a direct connection to another server is open",
+                "a direct connection of another server is open",
+            ] {
+                ensure!(log.contains(way), "{way:?} is not in the log:\n{log}");
+            }
+            Ok(())
+        })?;
+    }
+    program.kill()?;
+    program.wait()?;
+    Ok(())
+}
+
 /// The process that serves a server's one session.
 fn worker(rig: &Rig) -> Result<i32> {
     let status = rig.server.status()?;
