@@ -29,6 +29,7 @@ use protocol::link::purpose;
 use protocol::ops::Op;
 use protocol::ops::array::MemcpyArray;
 use protocol::ops::copy::{MemcpyHtoD, Memset};
+use protocol::ops::direct::{DirectLand, DirectSend};
 use protocol::ops::graph::GraphLaunch;
 use protocol::ops::launch::Launch;
 use protocol::trace::RECORDER;
@@ -67,7 +68,7 @@ impl Commanded {
         let kind = if opcode == Launch::INFO.opcode || opcode == GraphLaunch::INFO.opcode {
             LAUNCHES
         } else if opcode >> 8 == COPY_CHAPTER && opcode != Memset::INFO.opcode
-            || opcode == MemcpyArray::INFO.opcode
+            || [MemcpyArray::INFO.opcode, DirectSend::INFO.opcode, DirectLand::INFO.opcode].contains(&opcode)
         {
             COPIES
         } else {

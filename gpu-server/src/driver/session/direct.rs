@@ -37,7 +37,7 @@ impl<G: Gpu> DirectOps<Call> for Session<G> {
     fn direct_send(&mut self, cx: &mut Call, op: DirectSend) -> Result {
         // Dropped where this returns early: the other end then hears that the piece will not come.
         let mut sending = self.directs()?.outgoing(op.direct)?.piece(op.number);
-        let place = self.enter_to_work(cx, op.stream)?;
+        let place = self.enter(cx, op.stream)?;
         let from = Rows::of(&op.src, op.extent);
         let (packed, span) = from.sizes()?;
         let device = self.check_range(from.at, span, G::device_at(&place))?;
@@ -58,7 +58,7 @@ impl<G: Gpu> DirectOps<Call> for Session<G> {
 
     fn direct_land(&mut self, cx: &mut Call, op: DirectLand) -> Result {
         let incoming = self.directs()?.incoming(op.direct)?;
-        let place = self.enter_to_work(cx, op.stream)?;
+        let place = self.enter(cx, op.stream)?;
         let to = Rows::of(&op.dst, op.extent);
         let (packed, span) = to.sizes()?;
         let device = self.check_range(to.at, span, G::device_at(&place))?;
