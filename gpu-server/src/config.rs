@@ -443,6 +443,10 @@ mod tests {
     fn the_command_line_is_consistent_and_documented() {
         Arguments::command().debug_assert();
         assert_eq!(options::manual::gaps(&Arguments::command()), Vec::<String>::new());
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/command-line.md");
+        let in_file = Serve::augment_args(clap::Command::new(""));
+        let text = options::reference::markdown(Arguments::command(), &in_file);
+        test_kit::check_generated(page, Some("rgpu-server"), &text);
     }
 
     #[test]

@@ -106,7 +106,7 @@ pub fn keys(parts: &[Part]) -> String {
     out
 }
 
-fn help(arg: &Arg) -> String {
+pub(crate) fn help(arg: &Arg) -> String {
     let help = arg.get_long_help().or_else(|| arg.get_help()).map(ToString::to_string).unwrap_or_default();
     help.split_whitespace().collect::<Vec<_>>().join(" ").trim_end_matches('.').to_owned() + "."
 }

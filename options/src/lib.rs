@@ -13,12 +13,14 @@
 //! - [`file`]: reads a file into sections of keys and values, with their lines;
 //! - [`layer`]: combines a section with the command line into the structure;
 //! - [`document`]: writes the commented example file and the table of options;
-//! - [`manual`]: writes man pages and shell completions, also for a program without a file.
+//! - [`manual`]: writes man pages and shell completions, also for a program without a file;
+//! - [`reference`]: writes the same as a page in Markdown.
 
 pub mod document;
 pub mod file;
 pub mod layer;
 pub mod manual;
+pub mod reference;
 
 use std::path::PathBuf;
 

@@ -123,7 +123,7 @@ fn render(command: &Command, section: &str, related: &[String], out: &mut dyn Wr
 }
 
 /// The headings of a text with the lines below them, without the indentation that they share.
-fn sections(text: &str) -> Vec<(String, Vec<String>)> {
+pub(crate) fn sections(text: &str) -> Vec<(String, Vec<String>)> {
     let mut sections: Vec<(String, Vec<String>)> = Vec::new();
     for line in text.lines() {
         match line.strip_suffix(':') {
@@ -185,6 +185,9 @@ fn find_gaps(command: &Command, gaps: &mut Vec<String>) {
         let option = arg.get_long().map_or_else(|| arg.get_id().to_string(), |long| format!("--{long}"));
         let help =
             arg.get_long_help().or_else(|| arg.get_help()).map(ToString::to_string).unwrap_or_default();
+        if help.contains('\\') {
+            gaps.push(format!("{name} {option}: a backslash"));
+        }
         let help = help.to_lowercase();
         let says = |words: &[&str]| words.iter().any(|word| help.contains(word));
         let values = arg.get_value_names().unwrap_or_default();
@@ -257,12 +260,13 @@ mod tests {
         assert_eq!(gaps(&command()), Vec::<String>::new());
         let silent = command()
             .after_long_help("")
-            .arg(Arg::new("size").long("size").value_name("SIZE").help("A size"))
+            .arg(Arg::new("size").long("size").value_name("SIZE").help(r#"A \"size\""#))
             .subcommand(
                 Command::new("more").arg(Arg::new("flag").long("flag").action(clap::ArgAction::SetTrue)),
             );
         let expected = [
             "rgpuctl: no exit status",
+            "rgpuctl --size: a backslash",
             "rgpuctl --size: no unit",
             "rgpuctl --size: no default",
             "rgpuctl-more: no description",

@@ -40,7 +40,7 @@ pub struct Admin {
   gpu7# rgpuctl enroll host1          prints a token
   host1# rgpuctl join rgpu1-…         makes a key on host1, which gpu7 knows as \"host1\" from then on")]
 pub struct Enroll {
-    /// Name of the other machine: letters, digits, \"-\", \"_\" and \".\"
+    /// Name of the other machine: letters, digits, "-", "_" and "."
     name: String,
     /// Where the other machine reaches this server: HOST or HOST:PORT. May be given more than once. By default the addresses
     /// of this machine

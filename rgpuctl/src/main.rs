@@ -122,5 +122,8 @@ mod tests {
     fn the_command_line_is_consistent_and_documented() {
         Cli::command().debug_assert();
         assert_eq!(options::manual::gaps(&Cli::command()), Vec::<String>::new());
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/command-line.md");
+        let text = options::reference::markdown(Cli::command(), &clap::Command::new(""));
+        test_kit::check_generated(page, Some("rgpuctl"), &text);
     }
 }

@@ -1,6 +1,6 @@
-//! Checks the documents: every path and link in them exists, and none refers to a document outside the repository.
+//! Checks the documents: every path, link and command in them exists, the book's table of contents is complete, and none refers to a document outside the repository.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -41,13 +41,45 @@ fn code_spans(text: &str) -> Vec<&str> {
     found
 }
 
-/// The targets of links within the repository.
-fn links(text: &str) -> Vec<&str> {
+/// The targets of links within the repository, each with the heading that it names, or an empty text.
+fn links(text: &str) -> Vec<(&str, &str)> {
     let targets = text.split("](").skip(1).filter_map(|rest| rest.split(')').next());
-    targets
-        .map(|target| target.split('#').next().unwrap_or_default())
-        .filter(|target| !target.is_empty() && !target.contains("://"))
-        .collect()
+    let within = targets.filter(|target| !target.contains("://"));
+    within.map(|target| target.split_once('#').unwrap_or((target, ""))).collect()
+}
+
+/// What a link to a heading of a page calls it, on GitHub and in the book: in lower case, with "-" for each space, without other signs.
+fn headings(text: &str) -> BTreeSet<String> {
+    let (mut found, mut in_block) = (BTreeSet::new(), false);
+    for line in text.lines() {
+        in_block ^= line.trim_start().starts_with("```");
+        let Some(title) = line.trim_start_matches('#').strip_prefix(' ').filter(|_| line.starts_with('#'))
+        else {
+            continue;
+        };
+        if !in_block {
+            let kept = title.trim().to_lowercase();
+            let kept = kept.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
+            found.insert(kept.map(|c| if c == ' ' { '-' } else { c }).collect());
+        }
+    }
+    found
+}
+
+/// The lines of a page's blocks of code in one of these languages.
+fn blocks<'a>(text: &'a str, language: &str) -> Vec<Vec<&'a str>> {
+    let (mut found, mut open) = (Vec::new(), None);
+    for line in text.lines() {
+        match (&mut open, line.trim_start().strip_prefix("```")) {
+            (None, Some(name)) => open = Some((name.trim() == language, Vec::new())),
+            (Some((_, lines)), None) => lines.push(line),
+            (Some(_), Some(_)) => {
+                found.extend(open.take().filter(|(wanted, _)| *wanted).map(|(_, lines)| lines))
+            }
+            (None, None) => {}
+        }
+    }
+    found
 }
 
 /// All files of the repository, as paths from its root, without those that builds create.
@@ -96,12 +128,236 @@ fn paths_and_links_in_the_documents_exist() {
         let folder = page.parent().expect("a page has a folder");
         let paths = code_spans(&text).into_iter().filter(|span| names_a_file(span, &files));
         let absent = paths.filter(|path| !exists(path, &files)).map(|path| ("path", path));
-        let dead = links(&text).into_iter().filter(|link| !folder.join(link).exists());
-        for (kind, target) in absent.chain(dead.map(|link| ("link", link))) {
+        let mut dead = Vec::new();
+        for (file, heading) in links(&text) {
+            let target = if file.is_empty() { page.clone() } else { folder.join(file) };
+            let is_there = match fs::read_to_string(&target) {
+                Ok(text) if !heading.is_empty() => headings(&text).contains(heading),
+                _ => heading.is_empty() && target.exists(),
+            };
+            if !is_there {
+                dead.push(format!("{file}#{heading}"));
+            }
+        }
+        for (kind, target) in absent.chain(dead.iter().map(|link| ("link", link.as_str()))) {
             missing.push(format!("{}: {kind} {target}", page.display()));
         }
     }
     assert!(missing.is_empty(), "do not exist:\n{}", missing.join("\n"));
+}
+
+/// The pages of the book, as paths from `docs`.
+fn book() -> BTreeSet<String> {
+    let docs = tree::root().join("docs");
+    let inside = pages().into_iter().filter_map(|page| page.strip_prefix(&docs).ok().map(Path::to_owned));
+    inside.map(|page| page.display().to_string()).filter(|page| page != "SUMMARY.md").collect()
+}
+
+/// Checks, or updates, the list of decisions in the table of contents.
+fn check_list_of_decisions() {
+    let docs = tree::root().join("docs");
+    let mut list = String::new();
+    for page in book().iter().filter(|page| page.starts_with("decisions/0")) {
+        let text = fs::read_to_string(docs.join(page)).expect("a page");
+        let number: u32 = page["decisions/".len()..][..4].parse().expect("a decision's number");
+        let title = text.lines().next().unwrap_or_default().trim_start_matches("# ");
+        let title = title.trim_start_matches(|c: char| c.is_ascii_digit() || ".: ".contains(c));
+        list.push_str(&format!("  - [{number}. {title}]({page})\n"));
+    }
+    test_kit::check_generated(&docs.join("SUMMARY.md").display().to_string(), Some("decisions"), &list);
+}
+
+#[test]
+fn the_book_has_each_page_once_and_leads_nowhere_else() {
+    check_list_of_decisions();
+    let docs = tree::root().join("docs");
+    let contents = fs::read_to_string(docs.join("SUMMARY.md")).expect("the table of contents");
+    let listed: Vec<&str> = links(&contents).into_iter().map(|(file, _)| file).collect();
+    let pages = book();
+    for page in &pages {
+        let times = listed.iter().filter(|file| *file == page).count();
+        assert_eq!(times, 1, "docs/SUMMARY.md has {page} {times} times");
+    }
+    // What lies outside of the book would be a dead link in it: pages name it without one.
+    let mut outside = Vec::new();
+    for page in &pages {
+        let path = docs.join(page);
+        let text = fs::read_to_string(&path).expect("a page");
+        let folder = path.parent().expect("a page has a folder");
+        for (file, _) in links(&text) {
+            let target = folder.join(file).canonicalize().unwrap_or_default();
+            let within = target.starts_with(docs.canonicalize().expect("the folder"));
+            if !file.is_empty() && (!within || target.ends_with("SUMMARY.md")) {
+                outside.push(format!("{page}: {file}"));
+            }
+        }
+    }
+    assert!(outside.is_empty(), "links that lead out of the book:\n{}", outside.join("\n"));
+}
+
+/// The flags of each command that the reference lists: `rgpuctl run` and so on, and the daemons with what their configuration has.
+fn known_flags() -> BTreeMap<String, BTreeSet<String>> {
+    fn add(all: &mut BTreeMap<String, BTreeSet<String>>, command: &str, text: &str) {
+        let flags = text.split(|c: char| !(c.is_ascii_alphanumeric() || "-_".contains(c)));
+        let flags = flags.filter(|word| word.starts_with("--")).map(str::to_owned);
+        all.entry(command.to_owned()).or_default().extend(flags);
+    }
+    let page = |name: &str| fs::read_to_string(tree::root().join("docs").join(name)).expect("a page");
+    let (mut all, mut command) = (BTreeMap::new(), String::new());
+    for line in page("command-line.md").lines() {
+        if let Some(title) = line.trim_start_matches('#').strip_prefix(' ').filter(|_| line.starts_with("##"))
+        {
+            command = title.to_owned();
+            all.insert(command.clone(), ["--help", "--version"].map(str::to_owned).into());
+        } else if line.starts_with("| `") {
+            add(&mut all, &command, line.split('|').nth(1).unwrap_or_default());
+        }
+    }
+    for line in page("configuration.md").lines().filter(|line| line.starts_with("| `")) {
+        for daemon in ["rgpu-server", "vhost-rgpu"] {
+            add(&mut all, daemon, line.split('|').nth(2).unwrap_or_default());
+        }
+    }
+    // cargo xtask's are the variants of an enum.
+    let xtask = fs::read_to_string(tree::root().join("xtask/src/main.rs")).expect("the file");
+    let variants = xtask.split("enum Command {").nth(1).and_then(|rest| rest.split("\n}").next());
+    for variant in variants.unwrap_or_default().lines().filter_map(|line| line.strip_prefix("    ")) {
+        let name: String = variant.chars().take_while(char::is_ascii_alphanumeric).collect();
+        let dashed: String = name
+            .char_indices()
+            .map(|(i, c)| match (i, c.is_ascii_uppercase()) {
+                (1.., true) => format!("-{}", c.to_ascii_lowercase()),
+                _ => c.to_ascii_lowercase().to_string(),
+            })
+            .collect();
+        all.insert(format!("cargo xtask {dashed}"), BTreeSet::new());
+    }
+    all
+}
+
+/// What is wrong with a command line that may call a program of rgpu. What stands behind "--" is another program's.
+fn fault(line: &str, known: &BTreeMap<String, BTreeSet<String>>) -> Option<String> {
+    let line = line.split(" -- ").next().unwrap_or_default();
+    let line = line.split(" #").next().unwrap_or_default();
+    for part in line.split(['|', ';']).flat_map(|part| part.split("&&")) {
+        let words: Vec<&str> = part.split_whitespace().collect();
+        if let ["cargo", "xtask", name, ..] = words.as_slice() {
+            let placeholder = name.starts_with('-') || !name.is_ascii();
+            if !placeholder && !known.contains_key(&format!("cargo xtask {name}")) {
+                return Some(format!("cargo xtask {name}: no such command"));
+            }
+        }
+        let Some(at) = words.iter().position(|word| {
+            ["rgpuctl", "rgpu-server", "vhost-rgpu"].contains(word) || word.ends_with("/release/rgpuctl")
+        }) else {
+            continue;
+        };
+        // Another program's word may be the name of one: systemctl restart vhost-rgpu.
+        let behind = at > 0 && !words[..at].iter().all(|word| word.contains('=') || *word == "RUST_LOG");
+        if behind {
+            continue;
+        }
+        let mut command = words[at].rsplit('/').next().unwrap_or_default().to_owned();
+        let mut rest = &words[at + 1..];
+        while let Some(sub) = rest.first().filter(|word| !word.starts_with('-')) {
+            let longer = format!("{command} {sub}");
+            if !known.contains_key(&longer) {
+                break;
+            }
+            command = longer;
+            rest = &rest[1..];
+        }
+        let Some(flags) = known.get(&command) else { return Some(format!("{command}: no such command")) };
+        if let (true, Some(sub)) = (command == "rgpuctl", rest.first().filter(|word| !word.starts_with('-')))
+        {
+            return Some(format!("rgpuctl {sub}: no such command"));
+        }
+        let given = rest.iter().filter(|word| word.starts_with("--") && word.len() > 2);
+        for flag in given.map(|word| word.split(['=', ',', '`']).next().unwrap_or_default()) {
+            if !flags.contains(flag) {
+                return Some(format!("{command} has no {flag}"));
+            }
+        }
+    }
+    None
+}
+
+#[test]
+fn commands_in_the_pages_exist() {
+    let known = known_flags();
+    assert!(known["rgpuctl run"].contains("--server") && known["rgpu-server"].contains("--listen"));
+    for wrong in [
+        "rgpuctl rum -- x",
+        "rgpuctl run --sever a",
+        "A=b vhost-rgpu --nothing",
+        "cargo xtask boil",
+        "ls; rgpu-server --x",
+    ] {
+        assert!(fault(wrong, &known).is_some(), "{wrong}");
+    }
+    for right in
+        ["rgpuctl run --server a -- rgpuctl --x", "systemctl restart vhost-rgpu --now", "rgpuctl --version"]
+    {
+        assert_eq!(fault(right, &known), None, "{right}");
+    }
+    let mut wrong = Vec::new();
+    for page in pages() {
+        // Decisions and measurements are of their time.
+        if ["decisions", "benchmarks"].iter().any(|part| page.iter().any(|name| name == *part)) {
+            continue;
+        }
+        let text = fs::read_to_string(&page).expect("a page");
+        let lines = blocks(&text, "sh").concat();
+        for line in lines.iter().chain(code_spans(&text).iter()) {
+            wrong.extend(fault(line, &known).map(|fault| format!("{}: {fault}: {line}", page.display())));
+        }
+    }
+    assert!(wrong.is_empty(), "commands that do not exist:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn examples_of_configuration_are_toml_with_keys_that_exist() {
+    let reference = fs::read_to_string(tree::root().join("docs/configuration.md")).expect("the page");
+    let rows = reference.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+    let keys: BTreeSet<&str> = rows.collect();
+    /// All keys of a table that hold values, with those of the tables around them.
+    fn flat(table: &toml::Table, prefix: &str, found: &mut Vec<String>) {
+        for (key, value) in table {
+            let path = format!("{prefix}{key}");
+            match value {
+                toml::Value::Table(inner) => flat(inner, &format!("{path}."), found),
+                toml::Value::Array(all) if all.iter().any(toml::Value::is_table) => {
+                    all.iter()
+                        .filter_map(toml::Value::as_table)
+                        .for_each(|t| flat(t, &format!("{path}."), found));
+                }
+                _ => found.push(path),
+            }
+        }
+    }
+    let mut wrong = Vec::new();
+    for page in pages() {
+        let text = fs::read_to_string(&page).expect("a page");
+        for block in blocks(&text, "toml") {
+            let example = block.join("\n");
+            let mut found = Vec::new();
+            match example.parse::<toml::Table>() {
+                Ok(table) => flat(&table, "", &mut found),
+                Err(error) => wrong.push(format!("{}: {error}\n{example}", page.display())),
+            }
+            // [native] has the keys of [[vm]], and a group or a client those outside any section.
+            let known = |key: &String| {
+                let last = key.split_once('.').map_or("", |(_, last)| last);
+                keys.contains(key.as_str())
+                    || keys.contains(format!("vm.{last}").as_str())
+                    || keys.contains(last)
+            };
+            wrong.extend(
+                found.iter().filter(|key| !known(key)).map(|key| format!("{}: no key {key}", page.display())),
+            );
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 #[test]
@@ -150,4 +406,49 @@ fn the_page_about_the_status_follows_from_its_schema() {
         Some("status"),
         &page,
     );
+}
+
+#[test]
+fn the_page_about_libvirt_has_the_domain_that_is_tested() {
+    let file = fs::read_to_string(tree::root().join("qemu-configs/libvirt.xml")).expect("the file");
+    let domain = &file[file.find("<domain").expect("a domain")..];
+    let page = tree::root().join("docs/libvirt.md").display().to_string();
+    test_kit::check_generated(&page, Some("domain"), &format!("\n```xml\n{domain}```\n\n"));
+}
+
+#[test]
+fn messages_in_the_page_about_troubleshooting_are_printed_somewhere() {
+    let sources = files().into_iter().filter(|file| file.ends_with(".rs") || file.ends_with(".c"));
+    let mut said = String::new();
+    for file in sources.filter(|file| !file.starts_with("tests/")) {
+        let text = fs::read_to_string(tree::root().join(file)).expect("a source file");
+        // A text goes on behind a backslash at the end of a line.
+        let mut joined = false;
+        for line in text.lines() {
+            let line = if joined { line.trim_start() } else { line };
+            joined = line.ends_with('\\');
+            said.push_str(line.trim_end_matches('\\'));
+            said.push_str(if joined { "" } else { "\n" });
+        }
+    }
+    let page = fs::read_to_string(tree::root().join("docs/troubleshooting.md")).expect("the page");
+    let (mut missing, mut found) = (Vec::new(), 0);
+    for row in page.lines().filter_map(|line| line.strip_prefix("| ")) {
+        for span in code_spans(row.split(" | ").next().unwrap_or_default()) {
+            if span.starts_with("lspci") {
+                continue;
+            }
+            // What stands for a value in the message.
+            let pieces =
+                span.split('…').flat_map(|part| part.split("HOST")).flat_map(|part| part.split("REASON"));
+            for piece in pieces.map(|piece| piece.trim_matches([' ', ':', '(', ')', ',', '.'])) {
+                found += 1;
+                if piece.len() >= 12 && !piece.starts_with("FILE") && !said.contains(piece) {
+                    missing.push(piece);
+                }
+            }
+        }
+    }
+    assert!(found > 60, "the page has {found} pieces of messages");
+    assert!(missing.is_empty(), "nothing prints these:\n{}", missing.join("\n"));
 }

@@ -297,6 +297,13 @@ fn a_real_prometheus_scrapes_both_daemons_and_loads_the_rules() -> Result<()> {
     for query in &queries {
         prometheus.query(query)?;
     }
+    // This server has a cache, so each question about it has an answer.
+    eventually(|| {
+        for query in queries.iter().filter(|query| query.contains("_cache_")) {
+            ensure!(!prometheus.query(query)?.is_empty(), "{query} finds nothing");
+        }
+        Ok(())
+    })?;
     let rules = fs::read_to_string(monitoring().join("rgpu-alerts.yml"))?;
     let asked: BTreeSet<String> =
         queries.iter().flat_map(|query| metrics_in(query)).chain(metrics_in(&rules)).collect();

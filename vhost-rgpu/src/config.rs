@@ -624,6 +624,9 @@ mod tests {
     fn the_command_line_is_consistent_and_documented() {
         Arguments::full_command().debug_assert();
         assert_eq!(manual::gaps(&Arguments::full_command()), Vec::<String>::new());
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/command-line.md");
+        let text = options::reference::markdown(Arguments::command(), &clap::Command::new(""));
+        test_kit::check_generated(page, Some("vhost-rgpu"), &text);
     }
 
     #[test]

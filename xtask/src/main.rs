@@ -6,11 +6,13 @@
 //! - [`debian`], [`toolchain`]: install external tools
 //! - [`artifacts`], [`programs`], [`machines`]: build the daemons and libraries, the CUDA programs, and the
 //!   guests
-//! - [`test`], [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with [`dependencies`], [`licenses`], [`sbom`]
-//!   and [`stage`]), [`package`], [`bench`]: the commands built from these; [`nightly`]: fuzzing and Miri
+//! - [`test`] (with [`unit_tests`]), [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with [`dependencies`],
+//!   [`licenses`], [`sbom`] and [`stage`]), [`package`], [`bench`], [`book`]: the commands built from these;
+//!   [`nightly`]: fuzzing and Miri
 
 mod artifacts;
 mod bench;
+mod book;
 mod checks;
 mod debian;
 mod demo;
@@ -28,6 +30,7 @@ mod sbom;
 mod stage;
 mod test;
 mod toolchain;
+mod unit_tests;
 
 use std::process::ExitCode;
 
@@ -64,6 +67,8 @@ enum Command {
     Bench(bench::Arguments),
     /// Put everything that `test gpu` needs into a folder, for a machine with a GPU but no compiler
     StageGpu(stage::Arguments),
+    /// Make a book of the pages in docs, with mdBook (target/book)
+    Book,
     /// Check formatting, lints and the dependencies' licenses
     CiChecks,
 }
@@ -90,6 +95,7 @@ fn run(command: Command) -> Result<()> {
         Command::Package(arguments) => package::package(&arguments),
         Command::Bench(arguments) => bench::bench(&arguments),
         Command::StageGpu(arguments) => stage::stage(&arguments),
+        Command::Book => book::book(),
         Command::CiChecks => checks::checks(),
     }
 }

@@ -83,6 +83,8 @@ const PACKAGES: &[Package] = &[
         name: "rgpuctl",
         files: &[
             ("bin/rgpuctl", "usr/bin"),
+            ("share/rgpu/monitoring/rgpu-alerts.yml", "usr/share/rgpu/monitoring"),
+            ("share/rgpu/monitoring/rgpu-dashboard.json", "usr/share/rgpu/monitoring"),
             ("share/man/man1/rgpuctl*", "usr/share/man/man1"),
             ("share/bash-completion/completions/rgpuctl", "usr/share/bash-completion/completions"),
             ("share/zsh/vendor-completions/_rgpuctl", "usr/share/zsh/vendor-completions"),

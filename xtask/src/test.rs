@@ -3,7 +3,8 @@
 //! `demo` is the demonstration, which must succeed like any test. `unit` is the tests of every package.
 //! `loom` checks the channel's atomics exhaustively. Each file in `tests/tests/` is a part with the file's
 //! name; this module prepares what it needs. Some parts run only on request: `gpu` needs a GPU, `fuzz` and
-//! `miri` a nightly compiler, and `guest_packages` the time to compile the driver in an emulated guest.
+//! `miri` a nightly compiler, `guest_packages` the time to compile the driver in an emulated guest, and
+//! `libvirt` many packages.
 
 use std::time::Instant;
 
@@ -11,16 +12,18 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use rgpu_tests::tree::{self, Build};
 
-use crate::{artifacts, bench, debian, demo, dist, machines, nightly, package, process, programs};
+use crate::{
+    artifacts, bench, debian, demo, dist, machines, nightly, package, process, programs, unit_tests,
+};
 
 /// Parts that run only on request.
-const ON_REQUEST: &[&str] = &["fuzz", "gpu", "guest_packages", "miri"];
+const ON_REQUEST: &[&str] = &["fuzz", "gpu", "guest_packages", "libvirt", "miri"];
 
 /// Run the tests: all that need no GPU, or selected parts.
 #[derive(Args)]
 pub struct Arguments {
     /// `demo`, `unit`, `loom`, `fuzz`, `miri`, or a file in tests/tests without `.rs`. The default is all
-    /// parts except `gpu`, `guest_packages`, `fuzz` and `miri`
+    /// parts except `gpu`, `guest_packages`, `libvirt`, `fuzz` and `miri`
     parts: Vec<String>,
 }
 
@@ -98,16 +101,11 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             return Ok(true);
         }
         "unit" => {
-            command.args(["--workspace", "--exclude", "rgpu-tests"]);
-            let mut succeeded = process::show(&mut command, &log, |line| tally.count(line))?;
-            // CUDA 12's runtime is built from the same source with different structures and names.
-            let mut twelve = process::cargo();
-            twelve.args(["test", "--no-fail-fast", "-p", "rgpu-cudart", "--features", "v12"]);
-            succeeded &= process::show(&mut twelve, &log, |line| tally.count(line))?;
-            // The tests' own package has unit tests, too; its integration tests are the other parts.
-            let mut own = process::cargo();
-            own.args(["test", "--no-fail-fast", "-p", "rgpu-tests", "--lib", "--bins"]);
-            return Ok(process::show(&mut own, &log, |line| tally.count(line))? && succeeded);
+            let executables = unit_tests::build(&log)?;
+            let succeeded = unit_tests::run(&executables, &log, |line| tally.count(line))?;
+            // The examples in the documentation.
+            command.args(["--workspace", "--doc"]);
+            return Ok(process::show(&mut command, &log, |line| tally.count(line))? && succeeded);
         }
         "loom" => {
             // loom replaces the atomics. A separate target folder keeps this build from invalidating others.
@@ -172,13 +170,17 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
                 "containers" => {
                     debian::packages(&["crun", "podman", "uidmap"], "running programs in containers")?;
                 }
+                "libvirt" => {
+                    let names = ["libvirt-clients", "libvirt-daemon", "libvirt-daemon-driver-qemu"];
+                    debian::packages(&names, "testing a domain of libvirt")?;
+                    machines::prepare()?;
+                }
                 "metrics" => debian::packages(&["prometheus"], "testing the metrics")?,
                 _ => {}
             }
-            // Machines and whole daemons run one at a time, so that tests do not affect each other's
-            // counters. RDMA tests each have a machine and count inside it. They mostly wait for failed links
-            // and retries, so two run at once.
-            let threads = if part == "rdma" { "2" } else { "1" };
+            // Whole daemons run one at a time, so that tests do not affect each other's counters. Tests with a
+            // machine have daemons of their own, too, and wait for it most of the time, so two run at once.
+            let threads = if matches!(part, "rdma" | "vm") { "2" } else { "1" };
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", threads]);
         }
     }

@@ -1,4 +1,4 @@
-//! Installs tools from package registries: NVIDIA's CUDA compiler from PyPI, cargo-deny and cargo-fuzz from
+//! Installs tools from package registries: NVIDIA's CUDA compiler from PyPI; cargo-fuzz and mdBook from
 //! crates.io.
 //!
 //! Each tool has a folder in `build/` with a file that lists its versions. It is reinstalled only if the
@@ -31,9 +31,8 @@ pub fn packages() -> Vec<&'static str> {
     packages
 }
 
-/// PyPI only has older versions, which cannot parse the metadata of current Cargo versions.
-const CARGO_DENY: &str = "0.20.2";
 const CARGO_FUZZ: &str = "0.13.2";
+const MDBOOK: &str = "0.5.4";
 
 /// The CUDA toolkit's folder with `bin/nvcc`, `include` and `lib`. Installs it if missing.
 pub fn cuda() -> Result<PathBuf> {
@@ -49,22 +48,25 @@ pub fn cuda() -> Result<PathBuf> {
     Ok(toolkit)
 }
 
-/// The cargo-deny executable. Builds it if missing.
-pub fn cargo_deny() -> Result<PathBuf> {
-    cargo_tool("cargo-deny", CARGO_DENY)
-}
-
 /// The cargo-fuzz executable. Builds it if missing.
 pub fn cargo_fuzz() -> Result<PathBuf> {
-    cargo_tool("cargo-fuzz", CARGO_FUZZ)
+    cargo_tool("cargo-fuzz", CARGO_FUZZ, &[])
 }
 
-/// A Cargo subcommand in exactly this version.
-fn cargo_tool(name: &str, version: &str) -> Result<PathBuf> {
+/// The mdBook executable. Builds it if missing: without the server and the watcher, which take most of the time.
+pub fn mdbook() -> Result<PathBuf> {
+    cargo_tool("mdbook", MDBOOK, &["--no-default-features", "--features", "search"])
+}
+
+/// A program from crates.io in exactly this version.
+fn cargo_tool(name: &str, version: &str, features: &[&str]) -> Result<PathBuf> {
     let folder = tree::root().join("build").join(name);
     let binary = folder.join("bin").join(name);
     let found = process::output(Command::new(&binary).arg("--version"));
-    if found.is_ok_and(|text| text.trim() == format!("{name} {version}")) {
+    // "cargo-deny 0.20.2", "mdbook v0.5.4"
+    if found.is_ok_and(|text| {
+        text.trim().strip_prefix(name).is_some_and(|said| said.trim_start_matches([' ', 'v']) == version)
+    }) {
         return Ok(binary);
     }
     let step = Step::spinner(format!("building {name}"));
@@ -72,7 +74,7 @@ fn cargo_tool(name: &str, version: &str) -> Result<PathBuf> {
     let mut install = process::cargo();
     // Without optimization, which halves the build time; the tool has little to do.
     install.args(["install", name, "--locked", "--force", "--debug", "--version", version, "--root"]);
-    install.arg(&folder).arg("--target-dir").arg(objects.path());
+    install.arg(&folder).arg("--target-dir").arg(objects.path()).args(features);
     process::watch(&mut install, &process::log(name)?, &step)?;
     step.done("");
     Ok(binary)

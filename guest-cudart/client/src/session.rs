@@ -150,10 +150,9 @@ pub fn open() -> Result<&'static [&'static Session], Status> {
                 }
                 _ => (Status::DEVICE_UNAVAILABLE, "devices unavailable"),
             };
-            log::error(format_args!(
-                "{}. All CUDA calls of this process will fail with \"{name}\"",
-                error.line()
-            ));
+            let line = error.line();
+            let stop = log::full_stop(&line);
+            log::error(format_args!("{line}{stop} All CUDA calls of this process will fail with \"{name}\""));
             *refused = Some((std::process::id(), status));
             Err(status)
         }
@@ -376,8 +375,9 @@ impl Session {
             };
             let server = self.server.get().map_or("the GPU server", |server| server.as_str());
             let name = sticky.map_or("\"devices unavailable\"".to_owned(), |status| status.to_string());
+            let stop = log::full_stop(&reason);
             log::error(format_args!(
-                "the session with {server} is lost: {reason}. All further CUDA calls will fail with {name}"
+                "the session with {server} is lost: {reason}{stop} All further CUDA calls will fail with {name}"
             ));
         }
         sticky.unwrap_or(Status::DEVICE_UNAVAILABLE)

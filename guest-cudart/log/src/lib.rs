@@ -71,6 +71,11 @@ pub fn debug(message: Arguments<'_>) {
     write(Level::Debug, message);
 }
 
+/// The character that ends a sentence with this text, unless the text brings one: a reason may be a question.
+pub fn full_stop(text: &str) -> &'static str {
+    if text.ends_with(['.', '?', '!', '…']) { "" } else { "." }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -80,5 +85,14 @@ mod tests {
         assert_eq!(Level::parse("OFF"), Level::Off);
         assert_eq!(Level::parse(" debug "), Level::Debug);
         assert_eq!(Level::parse("loud"), Level::Warn);
+    }
+
+    #[test]
+    fn a_question_ends_its_own_sentence() {
+        for (reason, end) in
+            [("is the link down?", ""), ("it ended.", ""), ("the worker is gone", "."), ("", ".")]
+        {
+            assert_eq!(full_stop(reason), end, "{reason:?}");
+        }
     }
 }

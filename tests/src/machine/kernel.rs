@@ -68,14 +68,17 @@ impl Kernel {
             setup::announce(&format!("fetching {}", self.name()));
             setup::need_program("depmod", "kmod")?;
             let apt = Apt { chroot: chroot.as_deref() };
-            let version = apt.kernel_version(self)?;
-            let mut packages = BTreeSet::new();
-            apt.closure(&format!("linux-headers-{version}"), &mut packages)?;
-            apt.closure(&format!("linux-image-{version}"), &mut packages)?;
-            let packages: Vec<String> = packages.into_iter().collect();
             let target = if chroot.is_some() { Path::new("/") } else { root.as_path() };
             fs::create_dir_all(&root)?;
-            setup::unpack(&packages, target, chroot.as_deref())?;
+            let version = setup::with_lists(chroot.as_deref(), || {
+                let version = apt.kernel_version(self)?;
+                let mut packages = BTreeSet::new();
+                apt.closure(&format!("linux-headers-{version}"), &mut packages)?;
+                apt.closure(&format!("linux-image-{version}"), &mut packages)?;
+                let packages: Vec<String> = packages.into_iter().collect();
+                setup::unpack(&packages, target, chroot.as_deref())?;
+                Ok(version)
+            })?;
             if chroot.is_none() {
                 rehome_headers(&root, &version)?;
             }
@@ -241,28 +244,13 @@ struct Apt<'a> {
 
 impl Apt<'_> {
     fn cache(&self, args: &[&str]) -> Result<String> {
-        let mut command = match self.chroot {
-            Some(dir) => {
-                let mut command = setup::apt("chroot");
-                command.arg(dir).arg("apt-cache");
-                command
-            }
-            None => setup::apt("apt-cache"),
-        };
-        setup::run(command.args(args))
+        setup::run(setup::inside(self.chroot, "apt-cache").args(args))
     }
 
     /// The `uname -r` of the kernel that the metapackage of that series points to.
     fn kernel_version(&self, kernel: Kernel) -> Result<String> {
         let meta = kernel.headers_package();
-        let shown = match self.cache(&["show", meta]) {
-            Ok(shown) => shown,
-            Err(_) if self.chroot.is_none() => {
-                setup::run(setup::apt("apt-get").arg("update"))?;
-                self.cache(&["show", meta])?
-            }
-            Err(e) => return Err(e),
-        };
+        let shown = self.cache(&["show", meta])?;
         let prefix = format!("linux-headers-{}", kernel.version_prefix());
         shown
             .lines()

@@ -87,7 +87,7 @@ pub fn userland() -> Result<PathBuf> {
         let _ = std::fs::remove_dir_all(&root);
         std::fs::create_dir_all(&root)?;
         let packages: Vec<String> = PACKAGES.iter().map(|p| (*p).to_owned()).collect();
-        setup::unpack(&packages, &root, None)?;
+        setup::with_lists(None, || setup::unpack(&packages, &root, None))?;
         for folder in ["usr/share/doc", "usr/share/man", "usr/share/bash-completion"] {
             let _ = std::fs::remove_dir_all(root.join(folder));
         }

@@ -173,24 +173,34 @@ fn install(package: &str) -> Result<()> {
     announce(&format!("installing Debian's package {package}"));
     // Another process, one that knows nothing of the lock above, may be installing something just now.
     let args = ["install", "-y", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=600", package];
-    if watch(apt("apt-get").args(args)).is_ok() {
-        return Ok(());
-    }
-    watch(apt("apt-get").arg("update"))?;
-    watch(apt("apt-get").args(args)).map(drop)
+    with_lists(None, || watch(apt("apt-get").args(args)).map(drop))
 }
 
-/// Downloads Debian packages into `dir` and unpacks them into `root`, without installing them. `chroot` runs apt in that
-/// Debian instead of on this host; then `root` is seen from inside it.
-pub(crate) fn unpack(packages: &[String], root: &Path, chroot: Option<&Path>) -> Result<()> {
-    let inside = |program: &str| match chroot {
+/// Does what needs apt's lists of packages, on this host or in the Debian at `chroot`. If it fails, the lists are brought up to date, and it is done again: they may be missing, or older than the mirror, which has only
+/// the newest versions.
+pub(crate) fn with_lists<T>(chroot: Option<&Path>, attempt: impl Fn() -> Result<T>) -> Result<T> {
+    attempt().or_else(|_| {
+        announce("bringing apt's lists of packages up to date");
+        watch(inside(chroot, "apt-get").arg("update"))?;
+        attempt()
+    })
+}
+
+/// A program of this host's, or of the Debian at `chroot`, with apt's settings.
+pub(crate) fn inside(chroot: Option<&Path>, program: &str) -> Command {
+    match chroot {
         Some(dir) => {
             let mut command = apt("chroot");
             command.arg(dir).arg(program);
             command
         }
         None => apt(program),
-    };
+    }
+}
+
+/// Downloads Debian packages into `dir` and unpacks them into `root`, without installing them. `chroot` runs apt in that
+/// Debian instead of on this host; then `root` is seen from inside it.
+pub(crate) fn unpack(packages: &[String], root: &Path, chroot: Option<&Path>) -> Result<()> {
     let on_host = |path: &Path| match chroot {
         Some(dir) => dir.join(path.strip_prefix("/").unwrap_or(path)),
         None => path.to_path_buf(),
@@ -200,10 +210,10 @@ pub(crate) fn unpack(packages: &[String], root: &Path, chroot: Option<&Path>) ->
     fs::create_dir_all(on_host(&downloads))?;
     // apt-get downloads into its working directory, which a chroot takes from its caller only through a shell.
     let script = "cd \"$0\" && exec apt-get -o APT::Sandbox::User=root download \"$@\"";
-    watch(inside("sh").args(["-c", script]).arg(&downloads).args(packages))?;
+    watch(inside(chroot, "sh").args(["-c", script]).arg(&downloads).args(packages))?;
     for package in fs::read_dir(on_host(&downloads))? {
         let name = package?.file_name();
-        run(inside("dpkg-deb").arg("-x").arg(downloads.join(name)).arg(root))?;
+        run(inside(chroot, "dpkg-deb").arg("-x").arg(downloads.join(name)).arg(root))?;
     }
     fs::remove_dir_all(on_host(&downloads))?;
     Ok(())
