@@ -18,6 +18,7 @@ impl ops::graph::GraphOps<()> for Nothing {}
 impl ops::texture::TextureOps<()> for Nothing {}
 impl ops::array::ArrayOps<()> for Nothing {}
 impl ops::green::GreenOps<()> for Nothing {}
+impl ops::direct::DirectOps<()> for Nothing {}
 
 fuzz_target!(|input: (u16, &[u8])| {
     let (opcode, body) = input;

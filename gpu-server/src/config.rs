@@ -104,6 +104,10 @@ pub struct Serve {
     /// Accept connections over tcp without TLS. Then everybody who can reach the port can use the GPUs, and read and change what others send
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, action = clap::ArgAction::Set)]
     pub insecure: bool,
+    /// Another server to which workers of this one may connect, so that copies between GPUs of both take the shortest way: tcp:HOST[:PORT] or unix:PATH, exactly as that server calls itself
+    /// (rgpuctl enroll there prints its addresses in the token). May be given more than once. By default there is none, and such copies pass through the client's machine
+    #[arg(long, value_name = "ADDRESS")]
+    pub direct_to: Vec<Address>,
     /// Folder of this server's key, which is made at the first start, and of the list of clients that joined. Used if it listens on tcp and is not insecure
     #[arg(long, value_name = "FOLDER", default_value = SERVER_FOLDER)]
     pub identity: PathBuf,
@@ -402,6 +406,7 @@ pub fn parts() -> [Part; 1] {
             ("admin.socket", "\"/run/rgpu/server.admin\""),
         ],
         examples: &[
+            ("direct_to", "[\"tcp:gpu2:9700\"]"),
             ("clients", "\"/etc/rgpu/clients.toml\""),
             ("audit_log", "\"/var/log/rgpu/audit.log\""),
             ("cache.folder", "\"/var/cache/rgpu/server\""),

@@ -11,14 +11,18 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use protocol::Status;
 use serde::{Deserialize, Serialize};
 
 use crate::shared_event::{self, SLOTS};
 use crate::worker_protocol::{self, FromWorker, Resource};
+
+/// How long a worker waits for a connection that its daemon makes.
+const CONNECT_WITHIN: Duration = Duration::from_secs(60);
 
 /// Names a shared object.
 pub type Token = [u8; 16];
@@ -66,11 +70,38 @@ pub enum Reply {
     },
     /// To a request to charge bytes.
     Charged,
+    /// To a request for a ticket of a [direct connection](crate::direct).
+    Ticket {
+        /// Its name.
+        token: Token,
+        /// Its secret.
+        secret: [u8; 32],
+        /// Whether connections over TCP are under TLS.
+        encrypted: bool,
+        /// Where this server listens.
+        addresses: Vec<String>,
+    },
+    /// To a request for a connection to another server, which comes along.
+    Connected,
+    /// To such a request: why there is none.
+    NotConnected(String),
     /// The request is refused.
     Refused(Refusal),
 }
 
 type Answered = (Reply, Option<OwnedFd>);
+
+/// A ticket that the daemon has made.
+pub struct MadeTicket {
+    /// Its name.
+    pub token: Token,
+    /// Its secret.
+    pub secret: [u8; 32],
+    /// Whether connections over TCP are under TLS.
+    pub encrypted: bool,
+    /// Where this server listens.
+    pub addresses: Vec<String>,
+}
 
 /// Sends a worker's requests to the daemon.
 pub struct Broker {
@@ -96,6 +127,16 @@ impl Broker {
     }
 
     fn ask(&self, message: impl FnOnce(u64) -> FromWorker, fd: Option<&OwnedFd>) -> Result<Answered, Status> {
+        // The daemon answers at once. If it has crashed, its successor does. Should there be none, the connection ends and with it this wait.
+        self.ask_and(message, fd, |answered| answered.recv().ok())
+    }
+
+    fn ask_and(
+        &self,
+        message: impl FnOnce(u64) -> FromWorker,
+        fd: Option<&OwnedFd>,
+        wait: impl FnOnce(&Receiver<Answered>) -> Option<Answered>,
+    ) -> Result<Answered, Status> {
         let (answer, answered) = channel();
         let request = {
             let mut state = self.lock();
@@ -109,8 +150,7 @@ impl Broker {
         };
         let fds: Vec<_> = fd.iter().map(|fd| fd.as_fd()).collect();
         let sent = worker_protocol::send(self.daemon.as_fd(), &message(request), &fds);
-        // The daemon answers at once. If it has crashed, its successor does. Should there be none, the connection ends and with it this wait.
-        let received = sent.ok().and_then(|()| answered.recv().ok());
+        let received = sent.ok().and_then(|()| wait(&answered));
         self.lock().asked.remove(&request);
         received.ok_or(Status::DEVICE_UNAVAILABLE)
     }
@@ -120,7 +160,7 @@ impl Broker {
         match self.ask(|request| FromWorker::Share { request, what }, fd)?.0 {
             Reply::Shared(token) => Ok(token),
             Reply::Refused(_) => Err(Status::OUT_OF_MEMORY),
-            Reply::Opened { .. } | Reply::Charged => Err(Status::UNKNOWN),
+            _ => Err(Status::UNKNOWN),
         }
     }
 
@@ -132,7 +172,36 @@ impl Broker {
         match self.ask(|request| FromWorker::Charge { request, resource, bytes }, None)?.0 {
             Reply::Charged => Ok(()),
             Reply::Refused(_) => Err(Status::OUT_OF_MEMORY),
-            Reply::Shared(_) | Reply::Opened { .. } => Err(Status::UNKNOWN),
+            _ => Err(Status::UNKNOWN),
+        }
+    }
+
+    /// Has a ticket made for a direct connection to this session.
+    ///
+    /// # Errors
+    /// `OUT_OF_MEMORY` if the session has as many as it may.
+    pub fn ticket(&self) -> Result<MadeTicket, Status> {
+        match self.ask(|request| FromWorker::Ticket { request }, None)?.0 {
+            Reply::Ticket { token, secret, encrypted, addresses } => {
+                Ok(MadeTicket { token, secret, encrypted, addresses })
+            }
+            Reply::Refused(_) => Err(Status::OUT_OF_MEMORY),
+            _ => Err(Status::UNKNOWN),
+        }
+    }
+
+    /// Has a connection made to another server. Waits for it.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn connect(&self, address: &str, encrypted: bool) -> Result<OwnedFd, String> {
+        let address = address.to_owned();
+        // A daemon that is replaced while it connects does not answer.
+        let wait = |answered: &Receiver<Answered>| answered.recv_timeout(CONNECT_WITHIN).ok();
+        match self.ask_and(|request| FromWorker::Connect { request, address, encrypted }, None, wait) {
+            Ok((Reply::Connected, Some(socket))) => Ok(socket),
+            Ok((Reply::NotConnected(why), _)) => Err(why),
+            _ => Err("the daemon does not answer".into()),
         }
     }
 
@@ -154,7 +223,7 @@ impl Broker {
             (Reply::Opened { what, own }, fd) => Ok((what, fd, own)),
             (Reply::Refused(Refusal::Unknown), _) => Err(Status::INVALID_VALUE),
             (Reply::Refused(Refusal::Full), _) => Err(Status::OUT_OF_MEMORY),
-            (Reply::Shared(_) | Reply::Charged, _) => Err(Status::UNKNOWN),
+            _ => Err(Status::UNKNOWN),
         }
     }
 
@@ -400,6 +469,30 @@ mod tests {
         assert_eq!(shares.add(7, "a".into(), WHAT, None).unwrap(), Err(Refusal::Full));
         // Other clients still have theirs.
         shares.add(8, "b".into(), WHAT, None).unwrap().unwrap();
+    }
+
+    #[test]
+    fn a_connection_that_the_daemon_could_not_make_is_an_error_with_its_words() {
+        let (ours, theirs) = worker_protocol::pair().unwrap();
+        let broker = Broker::new(Arc::new(ours));
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(|| broker.connect("tcp:a:1", true));
+            let received = worker_protocol::receive::<FromWorker>(theirs.as_fd()).unwrap();
+            let Some((FromWorker::Connect { request, address, encrypted: true }, _)) = received else {
+                panic!("{received:?}");
+            };
+            assert_eq!(address, "tcp:a:1");
+            broker.deliver(request, Reply::NotConnected("no".into()), None);
+            assert_eq!(asking.join().unwrap().map(drop), Err("no".into()));
+        });
+        // Nor is one an answer that brings none.
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(|| broker.connect("tcp:a:1", true));
+            let received = worker_protocol::receive::<FromWorker>(theirs.as_fd()).unwrap();
+            let Some((FromWorker::Connect { request, .. }, _)) = received else { panic!("{received:?}") };
+            broker.deliver(request, Reply::Connected, None);
+            assert!(asking.join().unwrap().is_err());
+        });
     }
 
     #[test]

@@ -23,6 +23,7 @@ mod check;
 mod config;
 pub mod confinement;
 mod cuda_ipc;
+mod direct;
 mod driver;
 mod pages;
 mod parent;

@@ -45,7 +45,7 @@ impl Kind {
 }
 
 /// Version of what the daemon and its workers say to each other and of what daemons keep for their successors. A daemon takes over sessions that have the same one.
-pub const FORMAT: u32 = 2;
+pub const FORMAT: u32 = 3;
 
 /// What a session may use. The daemon decides it from who the client is and from the operator's policy. Nothing that a client or a worker says changes it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -171,6 +171,13 @@ pub enum ToWorker {
     End,
     /// A connection under TLS that named the session. Nothing has been read from it.
     Connection,
+    /// A direct connection from another server's worker, which named a ticket of the session.
+    Direct {
+        /// The ticket's name.
+        token: Token,
+        /// The daemon has checked the ticket and welcomed the connection. Otherwise it is under TLS, and nothing has been read from it.
+        welcomed: bool,
+    },
     /// Another daemon has taken over the session. With the descriptor of its [`Terms`](crate::pages::Terms).
     TakenOver,
     /// A device has failed, and CUDA reports this to every program that uses it.
@@ -180,7 +187,7 @@ pub enum ToWorker {
         /// The `CUresult`.
         status: u32,
     },
-    /// The answer to a `Share`, an `Open` or a `Charge`, with a descriptor if the shared object has one.
+    /// The answer to a `Share`, an `Open`, a `Charge`, a `Ticket` or a `Connect`, with a descriptor if it has one.
     Reply {
         /// The request's number.
         request: u64,
@@ -280,6 +287,20 @@ pub enum FromWorker {
         /// How many.
         bytes: u64,
     },
+    /// Asks for a ticket of a direct connection to the session. The daemon answers.
+    Ticket {
+        /// Number of the request.
+        request: u64,
+    },
+    /// Asks for a connection to another server. The daemon answers.
+    Connect {
+        /// Number of the request.
+        request: u64,
+        /// Where to.
+        address: String,
+        /// Whether the worker will shake hands under TLS.
+        encrypted: bool,
+    },
     /// Counters of the running session.
     Counters(Counters),
     /// The session has lost its link, or has one again.
@@ -319,6 +340,9 @@ pub struct Counters {
     /// Bytes of bulk data that the worker's CPU copied between the transport's memory and the driver's.
     #[serde(default)]
     pub bytes_copied: u64,
+    /// Bytes of copies that went to and came from workers of other servers.
+    #[serde(default)]
+    pub bytes_direct: u64,
     /// Bytes of device memory held.
     pub device_memory: u64,
 }
@@ -333,6 +357,7 @@ impl Counters {
             || self.bytes_in < before.bytes_in
             || self.bytes_out < before.bytes_out
             || self.bytes_copied < before.bytes_copied
+            || self.bytes_direct < before.bytes_direct
     }
 }
 

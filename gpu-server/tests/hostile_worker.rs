@@ -7,7 +7,7 @@
 mod support;
 
 use std::io::{Read, Write};
-use std::net::{SocketAddrV4, TcpStream};
+use std::net::{SocketAddrV4, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrIn, bind, conn
 use protocol::device::text;
 use protocol::link::{Hello, purpose};
 use rgpu_server::confinement;
-use rgpu_server::worker_protocol::{self, Counters, FromWorker, Shared, ToWorker};
+use rgpu_server::worker_protocol::{self, Counters, FromWorker, Reply, Shared, ToWorker};
 use support::{Server, binary};
 use test_kit::link::{greet, hello};
 use test_kit::manager::Manager;
@@ -150,6 +150,26 @@ fn worker(fd: RawFd) {
             send(&FromWorker::Open { request: 2, token: token() }, &[]);
             let Some((ToWorker::Reply { reply, .. }, fds)) = receive() else { return };
             report(&format!("steals {reply:?} with {} descriptors", fds.len()));
+            drop(receive());
+        }
+        // Connections to where it should not have any, and as many tickets as it gets.
+        "connect" => {
+            for (request, encrypted) in [(0, true), (1, false)] {
+                let address = argument.to_owned();
+                send(&FromWorker::Connect { request, address, encrypted }, &[]);
+                let Some((ToWorker::Reply { reply, .. }, fds)) = receive() else { return };
+                report(&format!("connects: {reply:?} with {} descriptors", fds.len()));
+            }
+            let mut tickets = 0;
+            loop {
+                send(&FromWorker::Ticket { request: 2 }, &[]);
+                match receive() {
+                    Some((ToWorker::Reply { reply: Reply::Ticket { .. }, .. }, _)) => tickets += 1,
+                    Some(_) => break,
+                    None => return,
+                }
+            }
+            report(&format!("has {tickets} tickets"));
             drop(receive());
         }
         _ => report("does not know what to do"),
@@ -434,12 +454,26 @@ fn a_worker_cannot_open_or_revoke_what_another_client_has_shared() {
     assert!(server.log().contains("steals Refused(Unknown) with 0 descriptors"), "{}", server.log());
 }
 
+fn a_worker_gets_no_connection_that_the_operator_does_not_allow() {
+    let (server, victim) = (start(), TcpListener::bind("127.0.0.1:0").unwrap());
+    victim.set_nonblocking(true).unwrap();
+    let _attacker = client(&server, &format!("connect tcp:{}", victim.local_addr().unwrap()));
+    until("it has tried everything", || server.log().contains("HOSTILE has"));
+    let log = server.log();
+    assert_eq!(log.matches("HOSTILE connects: NotConnected").count(), 2, "{log}");
+    assert!(
+        log.matches("with 0 descriptors").count() == 2 && log.contains("HOSTILE has 64 tickets"),
+        "{log}"
+    );
+    assert!(victim.accept().is_err(), "the daemon has connected");
+}
+
 fn main() {
     let words: Vec<String> = std::env::args().collect();
     if words.get(1).is_some_and(|word| word == "worker") {
         return worker(words[3].parse().unwrap());
     }
-    let tests: [(&str, fn()); 6] = [
+    let tests: [(&str, fn()); 7] = [
         (
             "a_worker_that_lies_to_the_next_daemon_is_killed_and_its_neighbor_goes_on",
             a_worker_that_lies_to_the_next_daemon_is_killed_and_its_neighbor_goes_on,
@@ -460,6 +494,10 @@ fn main() {
         (
             "a_worker_cannot_change_what_others_get_from_the_cache",
             a_worker_cannot_change_what_others_get_from_the_cache,
+        ),
+        (
+            "a_worker_gets_no_connection_that_the_operator_does_not_allow",
+            a_worker_gets_no_connection_that_the_operator_does_not_allow,
         ),
     ];
     let trials = tests.map(|(name, test)| {

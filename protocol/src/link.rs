@@ -120,6 +120,23 @@ pub const MAX_DEVICE_LIST: usize = 32;
 /// `region` of [`RegionKey`]: the channel's arena.
 pub const ARENA_KEY: u32 = u32::MAX;
 
+impl DirectHeader {
+    /// The bytes that follow, if a correct peer sends this header after the piece with the number `last`.
+    ///
+    /// # Errors
+    /// Says in words what is wrong.
+    pub fn check(&self, last: u64) -> Result<usize, String> {
+        let DirectHeader { number, len, reserved } = *self;
+        if number <= last {
+            return Err(format!("piece {number} after piece {last}"));
+        }
+        if u64::from(len) > crate::ops::direct::MAX_PIECE || reserved != 0 {
+            return Err(format!("piece {number} with {len} bytes and {reserved} where 0 belongs"));
+        }
+        Ok(len as usize)
+    }
+}
+
 numbers! {
     /// What a connection is for.
     pub mod purpose: u32 {
@@ -137,6 +154,8 @@ numbers! {
         JOIN = 6;
         /// Ends the session that the token and the secret name: its bridge could not say so on the control connection. The server welcomes and closes.
         END = 7;
+        /// A [direct connection](crate::ops::direct) from another server's worker. The token and the secret are a ticket's; [`DirectHeader`](super::DirectHeader)s follow the answer.
+        DIRECT = 8;
     }
 
     /// What a client asks of its session, in bits: in [`Hello::wishes`](super::Hello) and in a channel's header. These are hints: none gives a client
@@ -235,7 +254,7 @@ layouts! {
         pub purpose: u32,
         /// The fingerprint of `version`.
         pub fingerprint: u64,
-        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's token; otherwise zero.
+        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's token. `DIRECT`: the ticket's. Otherwise zero.
         pub token: [u8; 16],
         /// `DATA`: which of the session's data connections this is. `CONTROL`: how many the bridge would like. Otherwise zero.
         pub index: u32,
@@ -249,7 +268,7 @@ layouts! {
         pub client: [u8; 64],
         /// Name of the program, for display. NUL-padded.
         pub program: [u8; 32],
-        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's secret. `JOIN`: the token's. Otherwise zero.
+        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's secret. `JOIN`: the token's. `DIRECT`: the ticket's. Otherwise zero.
         pub secret: [u8; 32],
         /// `DATA`, `RESUME`: which of the session's links the connection belongs to. The first link is 0; each attempt to resume has a higher number.
         pub attempt: u32,
@@ -371,6 +390,16 @@ layouts! {
         pub piece: u32,
         /// Bytes that follow, at most [`MAX_DATA`]; over `tcp` with [`EAGER_FLAG`] where no grant covers them, and with [`HASH_FLAG`], [`KNOWN_FLAG`] or [`KEEP_FLAG`] in a session with a cache.
         pub len: u32,
+    }
+
+    /// Begins each piece on a [direct connection](crate::ops::direct); `len` bytes follow.
+    pub struct DirectHeader {
+        /// The piece's number, which is higher than that of the one before.
+        pub number: u64,
+        /// Bytes that follow, from 1 to [`MAX_PIECE`](crate::ops::direct::MAX_PIECE). 0: the piece will not come.
+        pub len: u32,
+        /// Zero.
+        pub reserved: u32,
     }
 
     /// An entry of [`frame::DATA_KNOWN`].

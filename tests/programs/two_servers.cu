@@ -835,11 +835,78 @@ static int lost() {
     return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("the other server's devices go on");
 }
 
+__global__ void fill(unsigned *data, size_t n, unsigned seed) {
+    for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) data[i] = seed + unsigned(i) * 2654435761u;
+}
+
+__global__ void count_wrong(const unsigned *data, size_t n, unsigned seed, int *wrong) {
+    for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+        if (data[i] != seed + unsigned(i) * 2654435761u) atomicAdd(wrong, 1);
+    }
+}
+
+// Copies in both directions at once, made and checked by kernels: of their bytes the host needs none. The number of bytes is printed.
+static int direct(bool forever) {
+    const size_t most = size_t(64) << 20;
+    const unsigned blocks = 32, threads = 64;
+    unsigned *source[2], *target[2];
+    int *wrong[2];
+    cudaStream_t streams[2];
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        CHECK(cudaMalloc(&source[i], most));
+        CHECK(cudaMalloc(&target[i], most));
+        CHECK(cudaMalloc(&wrong[i], sizeof(int)));
+        CHECK(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking));
+    }
+    size_t copied = 0;
+    unsigned seed = 1;
+    std::vector<size_t> sizes = {4, 1000, (128 << 10) + 4, 1 << 20, (5 << 20) + 20, most};
+    if (forever) sizes = {4, size_t(3) << 20};
+    do {
+        for (size_t bytes : sizes) {
+            size_t n = bytes / sizeof(unsigned);
+            for (int i = 0; i < 2; i++) {
+                set_device(i);
+                CHECK(cudaMemsetAsync(target[i], 0, bytes, streams[i]));
+                fill<<<blocks, threads, 0, streams[i]>>>(source[i], n, seed + i);
+                CHECK(cudaStreamSynchronize(streams[i]));
+            }
+            // By the stream of the sending device, and of the receiving one.
+            for (int i = 0; i < 2; i++) {
+                set_device(i);
+                int from = seed & 2 ? i : 1 - i;
+                CHECK(cudaMemcpyPeerAsync(target[1 - from], 1 - from, source[from], from, bytes, streams[i]));
+            }
+            for (int i = 0; i < 2; i++) CHECK(cudaStreamSynchronize(streams[i]));
+            for (int i = 0; i < 2; i++) {
+                int count = 0;
+                set_device(i);
+                CHECK(cudaMemsetAsync(wrong[i], 0, sizeof(int), streams[i]));
+                count_wrong<<<blocks, threads, 0, streams[i]>>>(target[i], n, seed + 1 - i, wrong[i]);
+                CHECK(cudaMemcpyAsync(&count, wrong[i], sizeof count, cudaMemcpyDeviceToHost, streams[i]));
+                CHECK(cudaStreamSynchronize(streams[i]));
+                expect_value("wrong words of a copy between servers", 0, count);
+            }
+            copied += bytes;
+            seed += 2;
+            if (mismatches) break;
+        }
+        if (forever) {
+            printf("COPIED\n");
+            fflush(stdout);
+        }
+    } while (forever && !mismatches);
+    return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%zu bytes each way", copied);
+}
+
 int main(int argc, char **argv) {
     Options options = parse_options(argc, argv);
     if (options.word == "unreachable") return unreachable();
     if (options.word == "pinned") return pinned_of_both();
     if (options.word == "lost") return lost();
+    if (options.word == "direct") return direct(false);
+    if (options.word == "copies") return direct(true);
     devices();
     management();
     sequences(0, 1);

@@ -3,6 +3,8 @@
 mod support;
 
 use std::io::{BufRead, BufReader, Read};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
@@ -84,6 +86,172 @@ fn if_a_kernel_cannot_reach_memory_of_the_other_server_only_its_device_has_the_e
         let outcome = programs::run(command.arg("pinned"), programs::LIMIT)?;
         let reached = outcome.verdict(PROGRAM).with_context(|| format!("over {transport:?}"))?;
         println!("pinned memory over {transport:?}: kernels of {reached}");
+    }
+    Ok(())
+}
+
+/// A pair of servers each of which may connect to the other by these transports.
+fn connected(name: &str, transports: &[Transport]) -> Result<[Rig; 2]> {
+    let mut first = Rig::start(&format!("{name}-1"))?;
+    let to = |rig: &Rig| -> Vec<String> {
+        transports.iter().map(|transport| format!("--direct-to={}", address(rig, *transport))).collect()
+    };
+    let allowed = to(&first);
+    let mut arguments = vec!["--software-devices", "3"];
+    arguments.extend(allowed.iter().map(String::as_str));
+    let second = Rig::with(&format!("{name}-2"), &arguments, &[])?;
+    first.restart_server_with(&to(&second))?;
+    Ok([first, second])
+}
+
+/// A counter of the one session that a server has had.
+fn counter(rig: &Rig, name: &str) -> Result<u64> {
+    let log = rig.server.log_text();
+    let last = log.lines().rev().find_map(|line| line.split_once(&format!(" {name}="))?.1.split(' ').next());
+    let last = last.with_context(|| format!("the log has no {name}:\n{log}"))?;
+    last.trim().parse().with_context(|| format!("{name}={last:?}"))
+}
+
+#[test]
+fn copies_between_servers_pass_from_worker_to_worker() -> Result<()> {
+    for transport in support::TRANSPORTS {
+        let rigs = connected("pool-direct", &[transport])?;
+        let mut command = with_servers(&servers(&rigs, [transport, transport]), PROGRAM)?;
+        let outcome = programs::run(command.arg("direct"), programs::LIMIT)?;
+        let said = outcome.verdict(PROGRAM).with_context(|| format!("over {transport:?}"))?;
+        let bytes: u64 = said.split(' ').next().context("no number")?.parse()?;
+        for rig in &rigs {
+            eventually(|| {
+                let direct = counter(rig, "bytes_direct")?;
+                ensure!(direct == 2 * bytes, "{direct} bytes where {bytes} were copied each way");
+                let client = counter(rig, "bytes_in")? + counter(rig, "bytes_out")?;
+                ensure!(client < 1 << 20, "{client} bytes were exchanged with the client");
+                Ok(())
+            })?;
+        }
+        // Everything else works as well, and copies of all kinds take this way.
+        programs::run(&mut with_servers(&servers(&rigs, [transport, transport]), PROGRAM)?, programs::LIMIT)?
+            .verdict(PROGRAM)
+            .with_context(|| format!("over {transport:?}"))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn servers_connect_when_a_program_uses_devices_of_both() -> Result<()> {
+    let rigs = connected("pool-ahead", &[Transport::Tcp])?;
+    let mut command = with_servers(&servers(&rigs, [Transport::Tcp, Transport::Tcp]), PROGRAM)?;
+    // It copies nothing from one to the other before it says this, and then waits.
+    let mut program = command.arg("lost").stdout(Stdio::piped()).spawn()?;
+    ensure!(line(&mut program)? == "READY\n", "the program has ended");
+    for rig in &rigs {
+        eventually(|| {
+            let log = rig.server.log_text();
+            for way in [
+                "a direct connection to another server is open",
+                "a direct connection of another server is open",
+            ] {
+                ensure!(log.contains(way), "{way:?} is not in the log:\n{log}");
+            }
+            Ok(())
+        })?;
+    }
+    program.kill()?;
+    program.wait()?;
+    Ok(())
+}
+
+/// The process that serves a server's one session.
+fn worker(rig: &Rig) -> Result<i32> {
+    let status = rig.server.status()?;
+    let worker = status["sessions"][0]["worker"].as_i64().context("no worker")?;
+    Ok(i32::try_from(worker)?)
+}
+
+/// Shuts down the connections that a process has to a port, as a network might.
+fn cut(process: i32, port: u16) -> Result<()> {
+    let owned = |fd: libc::c_long| -> Result<OwnedFd> {
+        ensure!(fd >= 0, "a descriptor of process {process}: {}", std::io::Error::last_os_error());
+        // SAFETY: the kernel has just made it for this process.
+        Ok(unsafe { OwnedFd::from_raw_fd(i32::try_from(fd)?) })
+    };
+    // SAFETY: no memory is passed.
+    let handle = owned(unsafe { libc::syscall(libc::SYS_pidfd_open, process, 0) })?;
+    let mut cut = 0;
+    for entry in std::fs::read_dir(format!("/proc/{process}/fd"))? {
+        let number: i32 = entry?.file_name().to_string_lossy().parse()?;
+        // SAFETY: no memory is passed.
+        let copied = unsafe { libc::syscall(libc::SYS_pidfd_getfd, handle.as_raw_fd(), number, 0) };
+        // It may be closed by now.
+        let Ok(copied) = owned(copied) else { continue };
+        let stream = TcpStream::from(copied);
+        if stream.peer_addr().is_ok_and(|peer| peer.port() == port) {
+            stream.shutdown(Shutdown::Both)?;
+            cut += 1;
+        }
+    }
+    ensure!(cut == 1, "the process has {cut} connections to port {port}");
+    Ok(())
+}
+
+#[test]
+fn whoever_is_killed_in_the_middle_of_copies_leaves_nothing_behind() -> Result<()> {
+    for round in 0..4 {
+        let transport = support::TRANSPORTS[round % 2];
+        let mut rigs = connected("pool-killed", &[transport])?;
+        let before: Vec<_> = rigs.iter().map(Rig::idle_holdings).collect::<Result<_>>()?;
+        let mut command = with_servers(&servers(&rigs, [transport, transport]), PROGRAM)?;
+        command.arg("copies").env("RGPU_LOST_AFTER", "2").stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut program = command.spawn()?;
+        for _ in 0..2 {
+            let copied = line(&mut program)?;
+            ensure!(copied == "COPIED\n", "{copied:?}");
+        }
+        // The program, or a worker of one of the servers, at some moment of its copies.
+        if round < 2 {
+            program.kill()?;
+        } else {
+            nix::sys::signal::kill(nix::unistd::Pid::from_raw(worker(&rigs[round % 2])?), Signal::SIGKILL)?;
+        }
+        let (mut stdout, mut stderr) = (String::new(), String::new());
+        program.stdout.take().context("stdout")?.read_to_string(&mut stdout)?;
+        program.stderr.take().context("stderr")?.read_to_string(&mut stderr)?;
+        let status = program.wait()?;
+        ensure!(!stdout.contains("wrong words"), "bytes that did not come: {stdout}");
+        ensure!(!status.success(), "round {round}: {stdout}{stderr}");
+        for (rig, before) in rigs.iter_mut().zip(&before) {
+            rig.check_left_nothing(before).with_context(|| format!("round {round}, {transport:?}"))?;
+            rig.check_healthy()?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn if_a_connection_between_servers_breaks_copies_go_through_the_client() -> Result<()> {
+    for from in 0..2 {
+        let rigs = connected("pool-broken", &[Transport::Tcp])?;
+        let mut command = with_servers(&servers(&rigs, [Transport::Tcp, Transport::Tcp]), PROGRAM)?;
+        command.arg("copies").stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut program = command.spawn()?;
+        ensure!(line(&mut program)? == "COPIED\n", "no copies");
+        cut(worker(&rigs[from])?, rigs[1 - from].port)?;
+        // Copies go on, all of their bytes right, and what the client sees of them grows.
+        for _ in 0..4 {
+            ensure!(line(&mut program)? == "COPIED\n", "the copies have ended");
+        }
+        program.kill()?;
+        let mut stderr = String::new();
+        program.stderr.take().context("stderr")?.read_to_string(&mut stderr)?;
+        program.wait()?;
+        ensure!(stderr.contains("pass through this machine from now on"), "{stderr}");
+        for rig in &rigs {
+            eventually(|| {
+                let client = counter(rig, "bytes_in")? + counter(rig, "bytes_out")?;
+                ensure!(client > 3 << 20, "{client} bytes passed through the client");
+                Ok(())
+            })?;
+        }
     }
     Ok(())
 }

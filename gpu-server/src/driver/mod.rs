@@ -52,6 +52,7 @@ use self::session::Session;
 use self::watchdog::Watchdog;
 use crate::config::{Backend as Choice, Backing};
 use crate::cuda_ipc::Broker;
+use crate::direct::Directs;
 
 /// Called with success when what it was meant for has come, else with what went wrong.
 pub type End = Box<dyn FnOnce(Status) + Send>;
@@ -82,6 +83,9 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
 
     /// How it reaches the client's other sessions. Called once, before [`Backend::begin`].
     fn share(&mut self, broker: Arc<Broker>);
+
+    /// How it reaches workers of other servers. Called once, before [`Backend::begin`]; where it is not called, it reaches none.
+    fn reach(&mut self, directs: Arc<Directs>);
 
     /// Fences each stream that was given work since it was last fenced here: `end` makes, from the number of pieces of work, what is called when everything on that stream so far is finished,
     /// or never will be. Work is kernels, graphs, fills and copies on a device.

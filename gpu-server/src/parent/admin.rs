@@ -172,7 +172,7 @@ fn check(addresses: Vec<String>) -> Result<Vec<String>, String> {
 }
 
 /// Where this server can probably be reached: what it listens at, and for all of its addresses the name of this machine and each of them.
-fn own_addresses(server: &Server) -> Vec<String> {
+pub(super) fn own_addresses(server: &Server) -> Vec<String> {
     let mut all = Vec::new();
     let mut add = |host: String, port| {
         let address = Address::Tcp(host, port).to_string();

@@ -124,6 +124,7 @@ pub(super) fn serve(
             // A session's connections under TLS name it before they say anything, and go to its worker while it lives.
             _ if connection.is_encrypted() && hello.token != [0; 16] => Err(over(&server.lock(), hello)),
             purpose::DATA | purpose::RESUME | purpose::END => route(server, &connection, hello, peer),
+            purpose::DIRECT => connect_directly(server, &connection, hello),
             _ => open_session(server, &connection, hello, peer, who),
         }
     });
@@ -144,17 +145,26 @@ fn joined(server: &Server, connection: &Control, peer: &str, who: &Principal) ->
     Ok(())
 }
 
-/// Whether there is a session with this name.
+/// Whether there is a session with this name, or a ticket for a direct connection to one.
 pub(super) fn is_known(server: &Server, session: &Token) -> bool {
-    server.lock().tokens.contains_key(session)
+    let state = server.lock();
+    state.tokens.contains_key(session) || state.tickets.find(session, Instant::now()).is_some()
 }
 
 /// Gives a connection under TLS, from which nothing was read, to the worker of the session that it names.
 pub(super) fn hand_over(server: &Server, session: &Token, connection: BorrowedFd<'_>) -> Result<(), String> {
-    let worker = server.lock().tokens.get(session).cloned();
-    let worker = worker.ok_or("it names a session that does not exist")?;
+    let state = server.lock();
+    let (worker, message) = match state.tickets.find(session, Instant::now()) {
+        Some(worker) => (worker, ToWorker::Direct { token: *session, welcomed: false }),
+        None => {
+            let worker = state.tokens.get(session).ok_or("it names a session that does not exist")?;
+            (worker, ToWorker::Connection)
+        }
+    };
+    let worker = Arc::clone(worker);
+    drop(state);
     worker
-        .send(&ToWorker::Connection, &[connection])
+        .send(&message, &[connection])
         .map_err(|e| format!("the worker of its session does not take it: {e}"))
 }
 
@@ -180,7 +190,12 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
     match (connection, hello.purpose) {
         (
             Control::Tcp(_),
-            purpose::CONTROL | purpose::DATA | purpose::VERBS | purpose::RESUME | purpose::END,
+            purpose::CONTROL
+            | purpose::DATA
+            | purpose::VERBS
+            | purpose::RESUME
+            | purpose::END
+            | purpose::DIRECT,
         )
         | (
             Control::Tls(..),
@@ -191,7 +206,7 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
             | purpose::RESUME
             | purpose::END,
         )
-        | (Control::Local(_), purpose::LOCAL) => Ok(()),
+        | (Control::Local(_), purpose::LOCAL | purpose::DIRECT) => Ok(()),
         (_, other) => Err(Refused(
             Reason::Malformed,
             format!("purpose {other} is not served over {}", connection.transport()),
@@ -256,6 +271,21 @@ fn route(server: &Server, connection: &Arc<Control>, hello: &Hello, peer: &str) 
     };
     if let Err(e) = sent {
         tracing::debug!(purpose = hello.purpose, "a connection came for a worker that is gone: {e}");
+    }
+    Ok(())
+}
+
+/// Gives a direct connection without TLS to the worker that its ticket leads to.
+fn connect_directly(server: &Server, connection: &Arc<Control>, hello: &Hello) -> Result<(), Refused> {
+    let worker = server.lock().tickets.take(&hello.token, &hello.secret, Instant::now());
+    let unknown =
+        || Refused(Reason::SessionOver, "there is no such ticket, or it was used, or is too old".into());
+    let worker = worker.ok_or_else(unknown)?;
+    let failed = |e: io::Error| Refused(Reason::Failed, format!("the ticket's worker is gone: {e}"));
+    connection.send_welcome(&welcome(Answer::Ok, hello.token, 0, "")).map_err(failed)?;
+    let message = ToWorker::Direct { token: hello.token, welcomed: true };
+    if let Err(e) = worker.send(&message, &[connection.as_fd()]) {
+        tracing::debug!("a direct connection came for a worker that is gone: {e}");
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! The daemon: accepts connections, admits sessions, and gives each session to a worker.
 //!
-//! - [`listen`]: listening sockets, and connections that have not said what they want;
+//! - [`listen`]: listening sockets, and connections that have not said what they want; [`direct`]: those between workers of two servers;
 //! - [`handshake`]: the first message of a connection;
 //! - [`trust`]: who clients are; [`pace`]: how many sessions they begin; what they may use is the [policy](crate::policy)'s;
 //! - [`admin`]: what `rgpuctl` asks of the daemon; [`audit`]: the audit log;
@@ -21,6 +21,7 @@ mod accounts;
 mod admin;
 mod arbiter;
 mod audit;
+mod direct;
 mod drain;
 mod ends;
 mod families;
@@ -57,6 +58,7 @@ use nix::sys::signal::{SigSet, Signal};
 
 use self::accounts::Account;
 use self::audit::Audit;
+use self::direct::Tickets;
 use self::drain::Drain;
 use self::gpus::Gpus;
 use self::handshake::Control;
@@ -113,6 +115,8 @@ struct State {
     /// By the worker's process id.
     sessions: HashMap<u32, Session>,
     tokens: HashMap<Token, Arc<Worker>>,
+    /// For direct connections from other servers.
+    tickets: Tickets,
     /// Why sessions have ended that their clients may want to resume, the latest last.
     ended: VecDeque<(Token, String)>,
     shares: Shares,

@@ -186,6 +186,7 @@ fn row(worker: u32, session: &Session, readings: &[Reading]) -> serde_json::Valu
         "bytes_in": session.counters.bytes_in,
         "bytes_out": session.counters.bytes_out,
         "bytes_copied": session.counters.bytes_copied,
+        "bytes_direct": session.counters.bytes_direct,
         "device_memory": session.counters.device_memory,
         "sm_percent": (!percents.is_empty()).then(|| percents.iter().sum::<u32>()),
     })

@@ -13,7 +13,7 @@ use sandbox::Process;
 
 use super::pool::keep_idle;
 use super::workers::{Stage, Worker};
-use super::{Server, Session, State, queue, takeover};
+use super::{Server, Session, State, direct, queue, takeover};
 use crate::cuda_ipc::{Refusal, Reply, Shared, Token, origin};
 use crate::worker_protocol::{self, FromWorker, Kind};
 
@@ -91,6 +91,8 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                 | FromWorker::Open { .. }
                 | FromWorker::Charge { .. }
                 | FromWorker::Discharge { .. }
+                | FromWorker::Ticket { .. }
+                | FromWorker::Connect { .. }
         );
         match message {
             FromWorker::Sandbox(_) => {}
@@ -145,6 +147,13 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
             }
             FromWorker::Discharge { request, resource, bytes } => {
                 state.discharge(pid, request, resource, bytes);
+            }
+            FromWorker::Ticket { request } => {
+                let reply = direct::ticket(server, &mut state.tickets, worker);
+                worker.answer(request, reply, None);
+            }
+            FromWorker::Connect { request, address, encrypted } => {
+                direct::serve(server, worker, request, &address, encrypted);
             }
             FromWorker::Unshare { token } => {
                 if let Some(what) = state.shares.remove(&token, pid) {
@@ -310,6 +319,11 @@ fn check(state: &State, pid: u32, message: &mut FromWorker) -> Result<(), String
         FromWorker::Share { .. } | FromWorker::Unshare { .. } => serving("shared an object"),
         FromWorker::Charge { .. } | FromWorker::Discharge { .. } => serving("charged memory"),
         FromWorker::Open { .. } => serving("opened a shared object"),
+        FromWorker::Ticket { .. } => serving("asked for a ticket"),
+        FromWorker::Connect { address, .. } => {
+            clean(address);
+            serving("asked for a connection")
+        }
         FromWorker::Link { .. } => serving("reported its link"),
         FromWorker::Overrun => serving("reported a kernel"),
         FromWorker::Counters(counters) => {
@@ -406,6 +420,7 @@ pub(super) fn remove_worker(
     let removed = state.workers.remove(&pid);
     let kind = removed.as_ref().map_or(Kind::Gpu, |managed| managed.kind);
     state.shares.remove_all_of(pid);
+    state.tickets.remove_all_of(pid);
     // These were killed on purpose.
     let draining = state.stopped() || removed.is_some_and(|managed| managed.outdated);
     let pool = state.pool_mut(kind);
@@ -483,6 +498,9 @@ mod tests {
             assert!(wrong(&state, FromWorker::Open { request: 1, token: [0; 16] }));
             assert!(wrong(&state, FromWorker::Unshare { token: [0; 16] }));
             assert!(wrong(&state, FromWorker::Overrun));
+            assert!(wrong(&state, FromWorker::Ticket { request: 1 }));
+            let address = "tcp:a".into();
+            assert!(wrong(&state, FromWorker::Connect { request: 1, address, encrypted: true }));
             let what = Shared::Memory { device: 0, size: 1 };
             assert!(wrong(&state, FromWorker::Share { request: 1, what }));
         }

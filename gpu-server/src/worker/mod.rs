@@ -29,6 +29,7 @@ use protocol::link::purpose;
 use protocol::ops::Op;
 use protocol::ops::array::MemcpyArray;
 use protocol::ops::copy::{MemcpyHtoD, Memset};
+use protocol::ops::direct::{DirectLand, DirectSend};
 use protocol::ops::graph::GraphLaunch;
 use protocol::ops::launch::Launch;
 use protocol::trace::RECORDER;
@@ -39,6 +40,7 @@ use crate::cache::Remote;
 use crate::config::{self, WorkerOptions};
 use crate::confinement;
 use crate::cuda_ipc::Broker;
+use crate::direct::Directs;
 use crate::driver;
 use crate::driver::quota::Quota;
 use crate::driver::watchdog::Watchdog;
@@ -66,7 +68,7 @@ impl Commanded {
         let kind = if opcode == Launch::INFO.opcode || opcode == GraphLaunch::INFO.opcode {
             LAUNCHES
         } else if opcode >> 8 == COPY_CHAPTER && opcode != Memset::INFO.opcode
-            || opcode == MemcpyArray::INFO.opcode
+            || [MemcpyArray::INFO.opcode, DirectSend::INFO.opcode, DirectLand::INFO.opcode].contains(&opcode)
         {
             COPIES
         } else {
@@ -94,6 +96,7 @@ impl Commanded {
 pub struct Shared {
     commands: Commanded,
     quota: Quota,
+    directs: Arc<Directs>,
     /// Set by the reporter when no counter has changed, cleared by the dispatcher at the next command.
     resting: AtomicBool,
     /// The session is over.
@@ -102,9 +105,9 @@ pub struct Shared {
 }
 
 impl Shared {
-    fn new(quota: Quota) -> Shared {
+    fn new(quota: Quota, directs: Arc<Directs>) -> Shared {
         let (resting, over) = (AtomicBool::new(false), AtomicBool::new(false));
-        Shared { commands: Commanded::default(), quota, resting, over, reporter: OnceLock::new() }
+        Shared { commands: Commanded::default(), quota, directs, resting, over, reporter: OnceLock::new() }
     }
 
     /// The dispatcher has executed a command with this opcode, which has an answer or not.
@@ -157,6 +160,7 @@ impl Shared {
             bytes_in,
             bytes_out,
             bytes_copied: client.copied(),
+            bytes_direct: self.directs.bytes(),
             device_memory: self.quota.held_on_devices(),
         }
     }
@@ -198,7 +202,7 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
         }
     };
     // It serves one session: its key ends with it.
-    let identity = Identity::generate().context("a key for the session's connections")?;
+    let identity = Arc::new(Identity::generate().context("a key for the session's connections")?);
     let ready = FromWorker::Ready {
         backend: backend.name().into(),
         devices: backend.devices(),
@@ -235,7 +239,8 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     let devices = limits.devices.clone();
     let kernel_seconds = limits.kernel_seconds;
     quota.begin(limits, terms, meter, Arc::clone(&broker));
-    let shared = Arc::new(Shared::new(quota.clone()));
+    let directs = Directs::new(Arc::clone(&identity), Arc::clone(&broker));
+    let shared = Arc::new(Shared::new(quota.clone(), directs));
     if timeline.is_some() {
         RECORDER.start();
     }
@@ -256,6 +261,7 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
                 backend.watch(watch_kernels(kernel_seconds, &daemon, &client)?);
             }
             backend.share(broker);
+            backend.reach(Arc::clone(&shared.directs));
             let lost = session::run(&mut *commands, &client, &mut *backend, &shared, kind, turns);
             (lost, shared.counters(&*client))
         }
@@ -269,6 +275,7 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
             bytes_in = counters.bytes_in,
             bytes_out = counters.bytes_out,
             bytes_copied = counters.bytes_copied,
+            bytes_direct = counters.bytes_direct,
             "session ended"
         ),
     }
@@ -410,6 +417,7 @@ fn watch(
     }
     let Daemon { socket, terms, broker } = daemon.clone();
     let listener = Arc::clone(client);
+    let directs = Arc::clone(&shared.directs);
     std::thread::Builder::new().name("rgpu-daemon".into()).spawn(move || {
         loop {
             match worker_protocol::receive::<ToWorker>(socket.as_fd()) {
@@ -428,6 +436,9 @@ fn watch(
                     if let Some(door) = &door {
                         fds.into_iter().for_each(|fd| door.knock(fd));
                     }
+                }
+                Ok(Some((ToWorker::Direct { token, welcomed }, fds))) => {
+                    fds.into_iter().for_each(|fd| directs.knock(token, fd, welcomed));
                 }
                 Ok(Some((ToWorker::Resume { attempt }, fds))) => {
                     // The connection closes if the session cannot use it; the bridge may try again.

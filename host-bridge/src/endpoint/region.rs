@@ -3,10 +3,14 @@
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
+use std::io;
+use std::num::NonZeroUsize;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use crate::memory::{ChannelView, Runs};
 use crate::shared::SharedBytes;
@@ -25,6 +29,25 @@ pub struct Region {
 enum Memory {
     Runs(Runs),
     Arena(Arc<ChannelView>),
+    Own(Own),
+}
+
+/// Memory of this process. Unmapped when dropped.
+struct Own {
+    at: NonNull<u8>,
+    len: NonZeroUsize,
+}
+
+// SAFETY: the mapping belongs to no thread, and only `drop` unmaps it.
+unsafe impl Send for Own {}
+// SAFETY: the fields are never changed; who uses which of its bytes is the business of whoever made the region.
+unsafe impl Sync for Own {}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        // SAFETY: made by `Region::own`; whatever uses it holds the region.
+        let _ = unsafe { munmap(self.at.cast(), self.len.get()) };
+    }
 }
 
 impl std::fmt::Debug for Region {
@@ -38,11 +61,23 @@ impl Region {
         Region { registration: OnceLock::new(), memory, read_only }
     }
 
+    /// Memory of this process, zeroed, that a driver can use like a client's: a buffer. Its size is a whole number of pages.
+    ///
+    /// # Errors
+    /// What the system says if there is no memory.
+    pub fn own(len: NonZeroUsize) -> io::Result<Arc<Region>> {
+        let rights = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a fresh mapping.
+        let at = unsafe { mmap_anonymous(None, len, rights, MapFlags::MAP_PRIVATE) }?;
+        Ok(Arc::new(Region::new(Memory::Own(Own { at: at.cast(), len }), false)))
+    }
+
     /// Its size in bytes.
     pub fn size(&self) -> usize {
         match &self.memory {
             Memory::Runs(runs) => runs.size(),
             Memory::Arena(view) => view.geometry().arena_size,
+            Memory::Own(own) => own.len.get(),
         }
     }
 
@@ -62,6 +97,12 @@ impl Region {
             Memory::Runs(runs) => runs.range(offset, len).map(Iterator::collect),
             Memory::Arena(view) => {
                 view.arena(offset, len).map(|run| if run.1 > 0 { vec![run] } else { Vec::new() })
+            }
+            Memory::Own(own) => {
+                let end = offset.checked_add(len).filter(|end| *end <= own.len.get() as u64);
+                // SAFETY: the offset lies inside the mapping, or just behind it.
+                let run = |_| (unsafe { own.at.add(offset as usize) }, len as usize);
+                end.map(run).map(|run| if run.1 > 0 { vec![run] } else { Vec::new() })
             }
         }
     }
@@ -93,6 +134,14 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
+    /// The first `len` bytes of a region, for a command. `None` if it has fewer.
+    pub fn of(region: &Arc<Region>, len: u64) -> Option<Mapped> {
+        let runs = region.runs(0, len)?;
+        // Nobody waits for the end of this use.
+        let _use = Arc::new(channel().0);
+        Some(Mapped { _read: None, region: Arc::clone(region), runs, len: len as usize, _use })
+    }
+
     /// Its size in bytes.
     pub fn len(&self) -> usize {
         self.len
@@ -226,7 +275,7 @@ impl Regions {
         let regions = self.lock();
         let pieces = |region: &Region| match &region.memory {
             Memory::Runs(runs) => u32::try_from(runs.all().len()).unwrap_or(u32::MAX),
-            Memory::Arena(_) => 1,
+            Memory::Arena(_) | Memory::Own(_) => 1,
         };
         regions
             .here

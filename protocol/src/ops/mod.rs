@@ -36,6 +36,7 @@ pub mod array;
 pub mod context;
 pub mod copy;
 pub mod device;
+pub mod direct;
 pub mod event;
 pub mod graph;
 pub mod green;
@@ -450,6 +451,7 @@ chapters! {
     0x0b texture TextureOps;
     0x0c array ArrayOps;
     0x0d green GreenOps;
+    0x0e direct DirectOps;
 }
 
 /// Every row of the table, chapter by chapter.
@@ -511,6 +513,7 @@ mod tests {
         impl texture::TextureOps<()> for Nothing {}
         impl array::ArrayOps<()> for Nothing {}
         impl green::GreenOps<()> for Nothing {}
+        impl direct::DirectOps<()> for Nothing {}
         let mut reply = Vec::new();
         for opcode in [0, 0x00ff, 0x01ff, 0xffff] {
             assert_eq!(

@@ -160,6 +160,14 @@ impl Rig {
         Ok(())
     }
 
+    /// Ends the server and starts it again with more arguments.
+    pub fn restart_server_with(&mut self, more: &[String]) -> Result<()> {
+        self.server.signal(Signal::SIGTERM)?;
+        self.server.wait(PATIENCE)?;
+        self.server_arguments.extend_from_slice(more);
+        self.restart_server()
+    }
+
     /// Kills the server's daemon and starts it again. Its workers stay.
     pub fn crash_server(&mut self) -> Result<()> {
         self.server.signal(Signal::SIGKILL)?;

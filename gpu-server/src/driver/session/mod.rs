@@ -4,7 +4,7 @@
 //!
 //! - [`context`]: devices and contexts; [`stream`]: streams and events;
 //! - [`memory`]: the windows of device memory, [`space`](super::space) and what shares memory with other sessions;
-//! - [`copy`]: copies and fills;
+//! - [`copy`]: copies and fills; [`direct`]: copies from and to other servers;
 //! - [`module`]: modules, their functions, launches, and the linker; [`graph`]: graphs;
 //! - [`array`]: arrays, textures and surfaces; [`texture`]: tensor maps; [`green`]: green contexts;
 //! - [`nvml`]: NVML's questions.
@@ -12,6 +12,7 @@
 mod array;
 mod context;
 mod copy;
+mod direct;
 mod graph;
 mod green;
 mod memory;
@@ -37,6 +38,7 @@ use super::streams::Streams;
 use super::watchdog::Watchdog;
 use super::{Backend, Beside, End, Unavailable};
 use crate::cuda_ipc::Broker;
+use crate::direct::Directs;
 
 use self::array::Arrays;
 use self::graph::Graphs;
@@ -57,6 +59,8 @@ pub struct Session<G: Gpu> {
     quota: Quota,
     /// The way to the client's other sessions.
     broker: Option<Arc<Broker>>,
+    /// The way to other servers.
+    directs: Option<Arc<Directs>>,
     /// Charges for limits of contexts, by context and limit.
     limits: HashMap<(u32, u32), Charge>,
     /// Devices of the contexts that the program made.
@@ -85,6 +89,7 @@ impl<G: Gpu> Session<G> {
             host_views: HashMap::new(),
             quota,
             broker: None,
+            directs: None,
             limits: HashMap::new(),
             made_contexts: HashMap::new(),
             streams: Streams::default(),
@@ -141,6 +146,10 @@ impl<G: Gpu> Backend for Session<G> {
 
     fn share(&mut self, broker: Arc<Broker>) {
         self.broker = Some(broker);
+    }
+
+    fn reach(&mut self, directs: Arc<Directs>) {
+        self.directs = Some(directs);
     }
 
     fn fence_work(&mut self, call: &mut Call, gently: bool, end: &mut dyn FnMut(u64) -> End) {

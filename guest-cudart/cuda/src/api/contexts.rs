@@ -14,6 +14,7 @@ use crate::process::device_attributes::attr;
 use crate::process::driver::{self, driver};
 use crate::process::host_calls;
 use crate::streams::capture_rules;
+use crate::work::direct_copy;
 use client::{Status, lock, session};
 
 /// `CU_EXEC_AFFINITY_TYPE_SM_COUNT`.
@@ -23,6 +24,7 @@ pub(crate) fn create(pctx: Out<usize>, flags: u32, dev: i32) -> Result {
     pctx.required()?;
     let context = context::make(driver::device(dev)?, flags)?;
     context::push(context);
+    direct_copy::used(context.server);
     pctx.put(context.handle)
 }
 

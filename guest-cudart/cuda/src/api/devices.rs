@@ -9,6 +9,7 @@ use crate::abi::types::DevProp;
 use crate::api::teardown;
 use crate::process::device_attributes::attr;
 use crate::process::driver::{self, device, driver};
+use crate::work::direct_copy;
 use client::Status;
 
 /// Writes text with its NUL, cut to `len` bytes.
@@ -155,6 +156,7 @@ api! {
         let device = device(dev)?;
         driver()?.check()?;
         device.primary.retain();
+        direct_copy::used(device.server);
         context.put(device.primary.handle)
     }
 

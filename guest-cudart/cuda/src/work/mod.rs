@@ -3,6 +3,7 @@
 pub(crate) mod array_copy;
 pub(crate) mod copy;
 pub(crate) mod copy_boxes;
+pub(crate) mod direct_copy;
 pub(crate) mod fill;
 pub(crate) mod host_function;
 pub(crate) mod launch;

@@ -7,7 +7,8 @@
 //!  server A ── MemcpyDtoH ──▶ slot (pinned memory that both servers know) ── MemcpyHtoD ──▶ server B
 //! ```
 //!
-//! The bytes pass through this process's memory, [`SLOTS`] pieces at a time, and no processor here touches them.
+//! Where the servers' workers have a connection of their own ([`direct_copy`]), the bytes take that. Otherwise they pass through this process's memory, [`SLOTS`] pieces at a time, and no processor
+//! here touches them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -22,6 +23,7 @@ use crate::process::ids::unique_id;
 use crate::process::server_waits;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
+use crate::work::direct_copy;
 use crate::work::host_function::{self, Function};
 use client::data::{HostIn, HostOut};
 use client::ops::copy::{MemcpyDtoH, MemcpyDtoH3D, MemcpyHtoD, MemcpyHtoD3D, Pitched};
@@ -104,12 +106,22 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.extent.iter().product::<u64>() as usize
     }
 
     fn is_a_row(&self) -> bool {
         self.extent[1] == 1 && self.extent[2] == 1
+    }
+
+    /// The same in parts of at most `most` bytes, if it is a row, and as it is otherwise.
+    pub(crate) fn cut(&self, most: usize) -> impl Iterator<Item = Part> + use<> {
+        let Part { dst, src, extent } = *self;
+        let step = if self.is_a_row() { most as u64 } else { extent[0].max(1) };
+        (0..extent[0]).step_by(step as usize).map(move |at| {
+            let width = step.min(extent[0] - at);
+            Part { dst: dst + at, src: src + at, extent: [width, extent[1], extent[2]] }
+        })
     }
 }
 
@@ -197,9 +209,12 @@ impl Drop for Slots {
     }
 }
 
-/// Copies parts, in order, through slots. When this returns, all bytes are there.
+/// Copies parts, in order, from worker to worker or else through slots. When this returns, all bytes are there.
 pub(crate) fn carry(dst: &Linear, src: &Linear, spans: [(u64, u64); 2], parts: Vec<Part>) -> Result {
     let (to, from) = (stream_of(dst.context)?, stream_of(src.context)?);
+    if direct_copy::carry((&to, dst), (&from, src), spans, &parts)? {
+        return Ok(());
+    }
     let slots = Slots::take(src.context, parts.len())?;
     let carried = carry_through(&slots, (&to, dst), (&from, src), spans, parts);
     if carried.is_err() {

@@ -1,0 +1,24 @@
+//! What comes on a direct connection: headers, each with its bytes behind it, as long as they are those of a correct peer.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use protocol::link::DirectHeader;
+use protocol::ops::direct::MAX_PIECE;
+use zerocopy::FromBytes;
+
+fuzz_target!(|stream: &[u8]| {
+    let (mut rest, mut last) = (stream, 0);
+    while let Ok((header, behind)) = DirectHeader::read_from_prefix(rest) {
+        match header.check(last) {
+            Ok(len) => {
+                assert!(header.number > last && len as u64 <= MAX_PIECE && len == header.len as usize);
+                last = header.number;
+                rest = behind.get(len..).unwrap_or_default();
+            }
+            Err(why) => {
+                assert!(!why.is_empty());
+                return;
+            }
+        }
+    }
+});

@@ -1,0 +1,666 @@
+//! Direct connections from and to workers of other servers, over which copies between GPUs travel. [`protocol::ops::direct`] has what a client asks for.
+//!
+//! ```text
+//!  sending worker                                                          receiving worker
+//!   stream: device ─▶ buffer ─ thread of the connection ─▶ socket ─ thread ─▶ buffer ─▶ device: stream
+//! ```
+//!
+//! A connection leads one way. Each end has buffers for [`PIECES`] pieces, which CUDA registers at their first use. A buffer is taken while nobody waits for it: the sending end refuses what it has no
+//! buffer for, and the receiving end reads no further.
+//!
+//! The daemons connect and accept, since workers have no network. What they believe of a ticket, and what not, is in `parent/direct.rs`. The peer is another server's worker, which may have been taken
+//! over by its client: it can do no worse than send wrong bytes for this session's client, or none.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use host_bridge::endpoint::{Mapped, Region};
+use host_bridge::framing::{Address, watch_peer};
+use host_bridge::stream::Stream;
+use identity::{Fingerprint, Identity, Secret, tls};
+use protocol::Status;
+use protocol::device::{Answer, untext};
+use protocol::link::{DirectHeader, Hello, MAGIC, Welcome, greeting, purpose};
+use protocol::ops::direct::{
+    DirectArrivalReply, DirectOfferReply, DirectOpenReply, DirectTicket, MAX_ADDRESSES, MAX_DIRECTS,
+    MAX_PIECE, PIECES,
+};
+use protocol::version::OURS;
+use zerocopy::{FromZeros, IntoBytes};
+
+use crate::cuda_ipc::{Broker, Token};
+use crate::driver::call::Pending;
+
+/// How long a connection may take to be made, from the connected socket on.
+const WITHIN: Duration = Duration::from_secs(10);
+/// A peer that takes nothing, or stops in the middle of a piece, for this long is lost.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Answers that a client may wait for on one connection.
+const MAX_WAITING: usize = 64;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A session's direct connections.
+pub struct Directs {
+    identity: Arc<Identity>,
+    broker: Arc<Broker>,
+    table: Mutex<Table>,
+    /// Connections that have not shown whose they are.
+    strangers: AtomicUsize,
+    /// Bytes of pieces that were sent and received.
+    bytes: Arc<AtomicU64>,
+}
+
+#[derive(Default)]
+struct Table {
+    /// By the client's numbers. `None`: being opened, or refused.
+    outgoing: HashMap<u32, Option<Arc<Outgoing>>>,
+    incoming: HashMap<u32, Arc<Incoming>>,
+    /// Tickets that were not used, by their names.
+    offers: HashMap<Token, Offer>,
+}
+
+/// Who may use a ticket.
+#[derive(Clone)]
+struct Offer {
+    direct: u32,
+    key: Fingerprint,
+    secret: [u8; 32],
+}
+
+impl Directs {
+    /// Those of a session whose worker has this key.
+    pub fn new(identity: Arc<Identity>, broker: Arc<Broker>) -> Arc<Directs> {
+        let (table, strangers, bytes) = Default::default();
+        Arc::new(Directs { identity, broker, table, strangers, bytes })
+    }
+
+    /// The key with which this worker opens connections.
+    pub fn key(&self) -> [u8; 32] {
+        self.identity.fingerprint().0
+    }
+
+    /// Bytes of pieces that were sent and received.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Makes a ticket for a worker with this key. Returns at once.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` for a number that was used, `OUT_OF_MEMORY` beyond [`MAX_DIRECTS`].
+    pub fn offer(self: &Arc<Directs>, direct: u32, key: [u8; 32], answer: Pending) -> Result<(), Status> {
+        {
+            let mut table = lock(&self.table);
+            may_be_new(table.incoming.contains_key(&direct), table.incoming.len())?;
+            table.incoming.insert(direct, Arc::new(Incoming::new(Arc::clone(&self.bytes))));
+        }
+        let directs = Arc::clone(self);
+        let offer = move || {
+            let made = directs.broker.ticket().map(|made| {
+                let (key, secret) = (Fingerprint(key), made.secret);
+                lock(&directs.table).offers.insert(made.token, Offer { direct, key, secret });
+                let ticket = DirectTicket {
+                    token: made.token,
+                    secret,
+                    key: directs.key(),
+                    encrypted: made.encrypted,
+                    addresses: made.addresses,
+                };
+                DirectOfferReply { ticket }
+            });
+            if made.is_err() {
+                directs.close_incoming(direct);
+            }
+            answer.answer(made);
+        };
+        start(offer)
+    }
+
+    fn close_incoming(&self, direct: u32) {
+        let incoming = lock(&self.table).incoming.get(&direct).cloned();
+        incoming.inspect(|incoming| incoming.close());
+    }
+
+    /// Opens a connection with a ticket. Returns at once.
+    ///
+    /// # Errors
+    /// As [`offer`](Self::offer).
+    pub fn open(
+        self: &Arc<Directs>,
+        direct: u32,
+        ticket: DirectTicket,
+        answer: Pending,
+    ) -> Result<(), Status> {
+        {
+            let mut table = lock(&self.table);
+            may_be_new(table.outgoing.contains_key(&direct), table.outgoing.len())?;
+            table.outgoing.insert(direct, None);
+        }
+        let directs = Arc::clone(self);
+        let open = move || {
+            let opened = directs.connect(&ticket).and_then(|stream| {
+                let outgoing = Outgoing::start(stream, Arc::clone(&directs.bytes));
+                outgoing.map_err(|e| format!("cannot start a thread: {e}"))
+            });
+            let refusal = match opened {
+                Ok(outgoing) => {
+                    lock(&directs.table).outgoing.insert(direct, Some(outgoing));
+                    tracing::info!(direct, "a direct connection to another server is open");
+                    String::new()
+                }
+                Err(why) => {
+                    tracing::info!(direct, "no direct connection to another server: {why}");
+                    // It fits into a reply.
+                    why.chars().take(1024).collect()
+                }
+            };
+            answer.answer(Ok(DirectOpenReply { refusal }));
+        };
+        start(open)
+    }
+
+    /// Connects to the first of a ticket's addresses where that is allowed and possible.
+    fn connect(&self, ticket: &DirectTicket) -> Result<Stream, String> {
+        if ticket.addresses.is_empty() || ticket.addresses.len() > MAX_ADDRESSES {
+            return Err(format!("a ticket with {} addresses", ticket.addresses.len()));
+        }
+        let mut failed = Vec::new();
+        for text in &ticket.addresses {
+            let connected = text.parse::<Address>().map_err(|e| e.to_string()).and_then(|address| {
+                let encrypted = ticket.encrypted && matches!(address, Address::Tcp(..));
+                let socket = self.broker.connect(text, encrypted)?;
+                self.show(socket, ticket, encrypted).map_err(|e| format!("{address}: {e}"))
+            });
+            match connected {
+                Ok(stream) => return Ok(stream),
+                Err(why) if !failed.contains(&why) => failed.push(why),
+                Err(_) => {}
+            }
+        }
+        Err(failed.join("; "))
+    }
+
+    /// Shows a ticket on a connected socket.
+    fn show(&self, socket: OwnedFd, ticket: &DirectTicket, encrypted: bool) -> io::Result<Stream> {
+        watch_peer(&socket);
+        let stream = if encrypted {
+            let config = tls::client_pinning(&self.identity, &[Fingerprint(ticket.key)]);
+            let config = config.map_err(io::Error::other)?;
+            let name = tls::session_name(&ticket.token);
+            Stream::tls_client(socket, &config, name, Instant::now() + WITHIN)?
+        } else {
+            Stream::from(socket)
+        };
+        prepare(&stream)?;
+        let hello = Hello {
+            magic: MAGIC,
+            version: OURS.version(),
+            purpose: purpose::DIRECT,
+            fingerprint: OURS.fingerprint(),
+            token: ticket.token,
+            secret: ticket.secret,
+            ..Hello::new_zeroed()
+        };
+        stream.write_all(hello.as_bytes())?;
+        let mut welcome = Welcome::new_zeroed();
+        stream.read_exact(welcome.as_mut_bytes())?;
+        greeting::<Welcome>(welcome.as_bytes(), &OURS).map_err(|e| io::Error::other(e.to_string()))?;
+        if welcome.status != Answer::Ok as u32 {
+            return Err(io::Error::other(format!("refused: {}", untext(&welcome.reason))));
+        }
+        stream.set_read_timeout(None)?;
+        Ok(stream)
+    }
+
+    /// A connection has come that names a ticket. `welcomed`: the daemon has checked and welcomed it; otherwise it is under TLS, and nothing was read from it. Returns at once.
+    pub fn knock(self: &Arc<Directs>, token: Token, socket: OwnedFd, welcomed: bool) {
+        if self.strangers.fetch_add(1, Ordering::AcqRel) >= PIECES {
+            self.strangers.fetch_sub(1, Ordering::AcqRel);
+            tracing::warn!("a direct connection was closed: too many others have not shown whose they are");
+            return;
+        }
+        let directs = Arc::clone(self);
+        let admit = move || {
+            let admitted = directs.admit(&token, socket, welcomed);
+            directs.strangers.fetch_sub(1, Ordering::AcqRel);
+            match admitted {
+                Ok((stream, incoming)) => {
+                    tracing::info!("a direct connection of another server is open");
+                    let why = incoming.read(&stream, PATIENCE);
+                    stream.shut_down();
+                    tracing::info!("a direct connection of another server is over: {why}");
+                }
+                Err(e) => tracing::info!("a direct connection was closed: {e}"),
+            }
+        };
+        if start(admit).is_err() {
+            self.strangers.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+
+    fn admit(&self, token: &Token, socket: OwnedFd, welcomed: bool) -> io::Result<(Stream, Arc<Incoming>)> {
+        let unknown = || io::Error::other("its ticket is unknown, or was used");
+        let offer = lock(&self.table).offers.get(token).cloned().ok_or_else(unknown)?;
+        watch_peer(&socket);
+        let (stream, refused) = if welcomed {
+            let stream = Stream::from(socket);
+            prepare(&stream)?;
+            (stream, None)
+        } else {
+            let config = tls::server_pinning(&self.identity, offer.key).map_err(io::Error::other)?;
+            let stream = Stream::tls_server(socket, &config, Instant::now() + WITHIN)?;
+            prepare(&stream)?;
+            let mut hello = Hello::new_zeroed();
+            stream.read_exact(hello.as_mut_bytes())?;
+            (stream, check(&hello, token, &offer).err())
+        };
+        // Taken out only now: whoever sees a ticket's name on the network cannot use it up.
+        let incoming = {
+            let mut table = lock(&self.table);
+            let taken = if refused.is_none() { table.offers.remove(token) } else { None };
+            taken.and_then(|offer| table.incoming.get(&offer.direct).cloned())
+        };
+        if !welcomed {
+            let answer = if incoming.is_some() { Answer::Ok } else { Answer::Denied };
+            let welcome = Welcome {
+                magic: MAGIC,
+                version: OURS.version(),
+                status: answer as u32,
+                fingerprint: OURS.fingerprint(),
+                token: *token,
+                ..Welcome::new_zeroed()
+            };
+            stream.write_all(welcome.as_bytes())?;
+        }
+        if let Some(why) = refused {
+            return Err(io::Error::other(why));
+        }
+        stream.set_read_timeout(None)?;
+        incoming.map(|incoming| (stream, incoming)).ok_or_else(unknown)
+    }
+
+    /// A connection to another server.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` if there never was one with this number.
+    pub fn outgoing(&self, direct: u32) -> Result<Arc<Outgoing>, Status> {
+        lock(&self.table).outgoing.get(&direct).cloned().flatten().ok_or(Status::INVALID_HANDLE)
+    }
+
+    /// A connection from another server.
+    ///
+    /// # Errors
+    /// As [`outgoing`](Self::outgoing).
+    pub fn incoming(&self, direct: u32) -> Result<Arc<Incoming>, Status> {
+        lock(&self.table).incoming.get(&direct).cloned().ok_or(Status::INVALID_HANDLE)
+    }
+}
+
+fn may_be_new(used: bool, count: usize) -> Result<(), Status> {
+    match (used, count) {
+        (true, _) => Err(Status::INVALID_HANDLE),
+        (false, MAX_DIRECTS..) => Err(Status::OUT_OF_MEMORY),
+        (false, _) => Ok(()),
+    }
+}
+
+fn start(run: impl FnOnce() + Send + 'static) -> Result<(), Status> {
+    let started = std::thread::Builder::new().name("rgpu-direct".into()).spawn(run);
+    started.map(drop).map_err(|_| Status::OPERATING_SYSTEM)
+}
+
+fn prepare(stream: &Stream) -> io::Result<()> {
+    stream.set_nonblocking(false)?;
+    // A Unix socket needs none.
+    let _ = stream.set_nodelay();
+    stream.set_write_timeout(PATIENCE)?;
+    stream.set_read_timeout(Some(WITHIN))
+}
+
+/// Whether a connection under TLS with this hello may use a ticket.
+fn check(hello: &Hello, token: &Token, offer: &Offer) -> Result<(), String> {
+    greeting::<Hello>(hello.as_bytes(), &OURS).map_err(|e| e.to_string())?;
+    let good = Secret(offer.secret).matches(&hello.secret) && hello.token == *token;
+    if !good || hello.purpose != purpose::DIRECT {
+        return Err("it does not have the ticket that it names".into());
+    }
+    Ok(())
+}
+
+/// Buffers of one end of a connection.
+struct Pool {
+    state: Mutex<PoolState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct PoolState {
+    free: Vec<Arc<Region>>,
+    made: usize,
+    closed: bool,
+}
+
+impl Pool {
+    fn new() -> Arc<Pool> {
+        Arc::new(Pool { state: Mutex::default(), changed: Condvar::new() })
+    }
+
+    /// A buffer, unless all are in use.
+    fn try_take(self: &Arc<Pool>) -> Option<Buffer> {
+        self.take_from(&mut lock(&self.state))
+    }
+
+    fn take_from(self: &Arc<Pool>, state: &mut PoolState) -> Option<Buffer> {
+        if state.closed {
+            return None;
+        }
+        let region = match state.free.pop() {
+            Some(region) => region,
+            None if state.made < PIECES => {
+                let region = NonZeroUsize::new(MAX_PIECE as usize).map(Region::own)?;
+                let region = region.inspect_err(|e| tracing::warn!("no memory for a direct connection: {e}"));
+                let region = region.ok()?;
+                state.made += 1;
+                region
+            }
+            None => return None,
+        };
+        Some(Buffer { region, pool: Arc::clone(self) })
+    }
+
+    /// A buffer; waits for one. `None`: the connection is closed, or there is no memory.
+    fn take(self: &Arc<Pool>) -> Option<Buffer> {
+        let mut state = lock(&self.state);
+        while state.free.is_empty() && state.made >= PIECES && !state.closed {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        self.take_from(&mut state)
+    }
+
+    /// Nothing is taken any more. Free buffers go now; the few others stay.
+    fn close(&self) {
+        let mut state = lock(&self.state);
+        state.closed = true;
+        let free = std::mem::take(&mut state.free);
+        drop(state);
+        self.changed.notify_all();
+        // This may wait for the device.
+        drop(free);
+    }
+}
+
+/// A buffer in use. Dropped, it is free again.
+struct Buffer {
+    region: Arc<Region>,
+    pool: Arc<Pool>,
+}
+
+impl Buffer {
+    /// Its first `len` bytes.
+    fn bytes(&mut self, len: usize) -> &mut [u8] {
+        match self.region.runs(0, len as u64).as_deref() {
+            // SAFETY: the region is this buffer's, and whoever has the buffer has it alone: a device is done with it when it is passed on.
+            Some([(at, len)]) => unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), *len) },
+            _ => &mut [],
+        }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // Also when the pool is closed: this thread may be one that must not wait for the device, as freeing may.
+        lock(&self.pool.state).free.push(Arc::clone(&self.region));
+        self.pool.changed.notify_all();
+    }
+}
+
+/// A buffer that a device uses. Unless that is known to be [over](InUse::over), its memory stays for good.
+pub struct InUse(Option<Buffer>);
+
+impl InUse {
+    /// The device is done with it.
+    fn over(mut self) -> Option<Buffer> {
+        self.0.take()
+    }
+
+    /// The device is done with it, if the status says so, and nobody needs its bytes.
+    pub fn release(self, status: Status) {
+        if status.is_success() {
+            drop(self.over());
+        }
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.0.take() {
+            // Its place goes to a new one.
+            lock(&buffer.pool.state).made -= 1;
+            buffer.pool.changed.notify_all();
+            std::mem::forget(buffer);
+        }
+    }
+}
+
+/// The sending end of a connection.
+pub struct Outgoing {
+    jobs: Mutex<Option<Sender<Job>>>,
+    pool: Arc<Pool>,
+}
+
+enum Job {
+    Piece(u64, Buffer, usize),
+    /// This piece will not come.
+    Nothing(u64),
+}
+
+impl Outgoing {
+    fn start(stream: Stream, bytes: Arc<AtomicU64>) -> io::Result<Arc<Outgoing>> {
+        let (jobs, due) = channel();
+        let outgoing = Arc::new(Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new() });
+        let own = Arc::clone(&outgoing);
+        std::thread::Builder::new().name("rgpu-direct".into()).spawn(move || {
+            let why = send(&stream, &due, &bytes);
+            stream.shut_down();
+            drop(lock(&own.jobs).take());
+            own.pool.close();
+            if let Err(e) = why {
+                tracing::info!("a direct connection to another server is over: {e}");
+            }
+        })?;
+        Ok(outgoing)
+    }
+
+    /// Begins to send a piece. It has to be [filled](Sending::fill) and [finished](Sending::finish); dropped without, the other end hears that it will not come.
+    pub fn piece(self: &Arc<Outgoing>, number: u64) -> Sending {
+        Sending { outgoing: Arc::clone(self), number, len: 0, buffer: None }
+    }
+
+    fn push(&self, job: Job) {
+        if let Some(jobs) = &*lock(&self.jobs) {
+            // The connection may just have been lost.
+            let _ = jobs.send(job);
+        }
+    }
+}
+
+/// Sends what comes. Returns when the connection is lost.
+fn send(stream: &Stream, due: &Receiver<Job>, bytes: &AtomicU64) -> io::Result<()> {
+    // Numbers ascend on a connection. Streams may come to their pieces in another order, and then the other end hears of a gap and the client makes the copy again.
+    let mut last = 0;
+    while let Ok(job) = due.recv() {
+        let (number, piece) = match job {
+            Job::Piece(number, buffer, len) => (number, Some((buffer, len))),
+            Job::Nothing(number) => (number, None),
+        };
+        if number <= last {
+            continue;
+        }
+        last = number;
+        let len = piece.as_ref().map_or(0, |(_, len)| *len);
+        stream.write_all(DirectHeader { number, len: len as u32, reserved: 0 }.as_bytes())?;
+        if let Some((mut buffer, len)) = piece {
+            stream.write_all(buffer.bytes(len))?;
+            bytes.fetch_add(len as u64, Ordering::Relaxed);
+        }
+    }
+    Ok(())
+}
+
+/// A piece on its way into a buffer of the sending end.
+pub struct Sending {
+    outgoing: Arc<Outgoing>,
+    number: u64,
+    len: usize,
+    buffer: Option<InUse>,
+}
+
+impl Sending {
+    /// Where a device is to write its `len` bytes. `None`: the connection is lost, or the client has more under way than there are buffers.
+    pub fn fill(&mut self, len: u64) -> Option<Mapped> {
+        let buffer = self.outgoing.pool.try_take()?;
+        let mapped = Mapped::of(&buffer.region, len)?;
+        (self.len, self.buffer) = (len as usize, Some(InUse(Some(buffer))));
+        Some(mapped)
+    }
+
+    /// Its bytes are there, if the status says so.
+    pub fn finish(mut self, status: Status) {
+        if status.is_success()
+            && let Some(buffer) = self.buffer.take().and_then(InUse::over)
+        {
+            self.outgoing.push(Job::Piece(self.number, buffer, self.len));
+            self.len = 0;
+            self.number = 0;
+        }
+    }
+}
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        if self.number > 0 {
+            self.outgoing.push(Job::Nothing(self.number));
+        }
+    }
+}
+
+/// The receiving end of a connection.
+pub struct Incoming {
+    state: Mutex<Arrived>,
+    pool: Arc<Pool>,
+    bytes: Arc<AtomicU64>,
+}
+
+#[derive(Default)]
+struct Arrived {
+    /// Pieces that have come and were not landed.
+    pieces: BTreeMap<u64, (Buffer, usize)>,
+    /// What the client waits for.
+    waiting: Vec<(u64, Pending)>,
+    /// The last piece that has come, or will not.
+    last: u64,
+    over: bool,
+}
+
+impl Arrived {
+    /// Whether a piece has come, and which after it. `None`: it may yet.
+    fn look(&self, number: u64) -> Option<Result<u64, Status>> {
+        if self.pieces.contains_key(&number) {
+            let after = self.pieces.keys().skip_while(|at| **at < number).zip(number..);
+            let upto = after.take_while(|(at, expected)| *at == expected).last();
+            return Some(Ok(upto.map_or(number, |(_, upto)| upto)));
+        }
+        (self.over || number <= self.last).then_some(Err(Status::DEVICE_UNAVAILABLE))
+    }
+
+    /// Answers what can be answered.
+    fn answer(&mut self) {
+        let waiting = std::mem::take(&mut self.waiting);
+        for (number, pending) in waiting {
+            match self.look(number) {
+                Some(found) => pending.answer(found.map(|upto| DirectArrivalReply { upto })),
+                None => self.waiting.push((number, pending)),
+            }
+        }
+    }
+}
+
+impl Incoming {
+    fn new(bytes: Arc<AtomicU64>) -> Incoming {
+        Incoming { state: Mutex::default(), pool: Pool::new(), bytes }
+    }
+
+    /// Answers once a piece has come, or if it will not.
+    ///
+    /// # Errors
+    /// `OUT_OF_MEMORY` if the client waits for too many.
+    pub fn arrival(&self, number: u64, pending: Pending) -> Result<(), Status> {
+        let mut state = lock(&self.state);
+        if state.waiting.len() >= MAX_WAITING {
+            return Err(Status::OUT_OF_MEMORY);
+        }
+        state.waiting.push((number, pending));
+        state.answer();
+        Ok(())
+    }
+
+    /// Takes a piece that has come, to be landed: its buffer, and its bytes.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` if it has not come, or was landed.
+    pub fn land(&self, number: u64) -> Result<(InUse, Mapped), Status> {
+        let (buffer, len) = lock(&self.state).pieces.remove(&number).ok_or(Status::INVALID_VALUE)?;
+        let mapped = Mapped::of(&buffer.region, len as u64).ok_or(Status::INVALID_VALUE)?;
+        Ok((InUse(Some(buffer)), mapped))
+    }
+
+    /// No more pieces will come. Those that have come can still be landed.
+    fn close(&self) {
+        self.pool.close();
+        let mut state = lock(&self.state);
+        state.over = true;
+        state.answer();
+    }
+
+    /// Receives pieces until the connection is lost; gives the reason. `patience`: for how long the peer may stop in the middle of a piece.
+    fn read(&self, stream: &Stream, patience: Duration) -> String {
+        let why = self.receive(stream, patience).err();
+        self.close();
+        why.map_or_else(|| "closed".into(), |e| e.to_string())
+    }
+
+    fn receive(&self, stream: &Stream, patience: Duration) -> io::Result<()> {
+        loop {
+            let mut header = DirectHeader::new_zeroed();
+            stream.read_exact(header.as_mut_bytes())?;
+            let last = lock(&self.state).last;
+            let len = header.check(last).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
+            let mut piece = None;
+            if len > 0 {
+                // The client lands what has come, or the session ends.
+                let Some(mut buffer) = self.pool.take() else { return Ok(()) };
+                stream.set_read_timeout(Some(patience))?;
+                stream.read_exact(buffer.bytes(len))?;
+                stream.set_read_timeout(None)?;
+                self.bytes.fetch_add(len as u64, Ordering::Relaxed);
+                piece = Some((buffer, len));
+            }
+            let mut state = lock(&self.state);
+            state.last = header.number;
+            piece.and_then(|piece| state.pieces.insert(header.number, piece));
+            state.answer();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

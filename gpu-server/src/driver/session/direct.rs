@@ -1,0 +1,74 @@
+//! Copies over direct connections.
+
+use std::sync::Arc;
+
+use host_bridge::endpoint::Sink;
+use protocol::Status;
+use protocol::ops::Answer;
+use protocol::ops::direct::*;
+
+use super::{Session, now};
+use crate::direct::Directs;
+use crate::driver::call::{Call, Input, Reply, Result};
+use crate::driver::gpu::Gpu;
+use crate::driver::rows::Rows;
+
+impl<G: Gpu> Session<G> {
+    fn directs(&self) -> Result<&Arc<Directs>> {
+        self.directs.as_ref().ok_or(Status::NOT_SUPPORTED)
+    }
+}
+
+impl<G: Gpu> DirectOps<Call> for Session<G> {
+    fn direct_key(&mut self, _cx: &mut Call, _op: DirectKey) -> Reply<DirectKeyReply> {
+        now(DirectKeyReply { key: self.directs()?.key() })
+    }
+
+    fn direct_offer(&mut self, cx: &mut Call, op: DirectOffer) -> Reply<DirectOfferReply> {
+        self.directs()?.offer(op.direct, op.key, cx.later())?;
+        Ok(Answer::Later)
+    }
+
+    fn direct_open(&mut self, cx: &mut Call, op: DirectOpen) -> Reply<DirectOpenReply> {
+        self.directs()?.open(op.direct, op.ticket, cx.later())?;
+        Ok(Answer::Later)
+    }
+
+    fn direct_send(&mut self, cx: &mut Call, op: DirectSend) -> Result {
+        // Dropped where this returns early: the other end then hears that the piece will not come.
+        let mut sending = self.directs()?.outgoing(op.direct)?.piece(op.number);
+        let place = self.enter(cx, op.stream)?;
+        let from = Rows::of(&op.src, op.extent);
+        let (packed, span) = from.sizes()?;
+        let device = self.check_range(from.at, span, G::device_at(&place))?;
+        if packed == 0 || packed > MAX_PIECE {
+            return Err(Status::INVALID_VALUE);
+        }
+        // No failure of the program's: it can take another way.
+        let Some(buffer) = sending.fill(packed) else { return Ok(()) };
+        self.gpu.download(cx, &mut self.streams, &place, &from, device, Sink::Mapped(buffer))?;
+        let finish = Box::new(move |status| sending.finish(status));
+        self.gpu.after_stream(cx, &mut self.streams, op.stream, finish)
+    }
+
+    fn direct_arrival(&mut self, cx: &mut Call, op: DirectArrival) -> Reply<DirectArrivalReply> {
+        self.directs()?.incoming(op.direct)?.arrival(op.number, cx.later())?;
+        Ok(Answer::Later)
+    }
+
+    fn direct_land(&mut self, cx: &mut Call, op: DirectLand) -> Result {
+        let incoming = self.directs()?.incoming(op.direct)?;
+        let place = self.enter(cx, op.stream)?;
+        let to = Rows::of(&op.dst, op.extent);
+        let (packed, span) = to.sizes()?;
+        let device = self.check_range(to.at, span, G::device_at(&place))?;
+        let (buffer, bytes) = incoming.land(op.number)?;
+        if packed != bytes.len() as u64 {
+            buffer.release(Status::SUCCESS);
+            return Err(Status::INVALID_VALUE);
+        }
+        self.gpu.upload(cx, &mut self.streams, &place, &to, device, Input::Mapped(bytes))?;
+        let landed = Box::new(move |status| buffer.release(status));
+        self.gpu.after_stream(cx, &mut self.streams, op.stream, landed)
+    }
+}

@@ -1,0 +1,372 @@
+//! Direct connections between workers of two servers: good ones, tickets that are none, and peers that do not keep to the protocol.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+
+use protocol::Status;
+use protocol::data::HostIn;
+use protocol::device::{Answer, untext};
+use protocol::handle::*;
+use protocol::link::{DirectHeader, Hello, Welcome, purpose};
+use protocol::ops::copy::*;
+use protocol::ops::direct::*;
+use protocol::ops::memory::*;
+use protocol::ops::stream::*;
+use support::*;
+use test_kit::link::{LocalBridge, Session, connect_tcp, greet, hello, welcome};
+use test_kit::*;
+use zerocopy::{FromZeros, IntoBytes};
+
+const BASE: u64 = window(0);
+const STREAM: StreamId = StreamId(0);
+
+fn session(server: &Server) -> LocalBridge {
+    let mut session = LocalBridge::connect(&server.socket());
+    session.call(&MemGrow { device: 0, address: BASE, size: 2 << 20 }).unwrap();
+    session.push(&MemAlloc { address: BASE, size: 2 << 20 });
+    session
+}
+
+fn tcp(server: &Server) -> String {
+    format!("tcp:127.0.0.1:{}", server.port)
+}
+
+fn unix(server: &Server) -> String {
+    format!("unix:{}", server.socket().display())
+}
+
+fn allowing(addresses: &[String]) -> Vec<String> {
+    addresses.iter().map(|address| format!("--direct-to={address}")).collect()
+}
+
+fn offer(from: &mut impl Session, to: &mut impl Session, direct: u32) -> DirectTicket {
+    let key = from.call(&DirectKey {}).unwrap().key;
+    to.call(&DirectOffer { direct, key }).unwrap().ticket
+}
+
+fn open(from: &mut impl Session, direct: u32, ticket: &DirectTicket) -> Result<(), String> {
+    let refusal = from.call(&DirectOpen { direct, ticket: ticket.clone() }).unwrap().refusal;
+    if refusal.is_empty() { Ok(()) } else { Err(refusal) }
+}
+
+fn row(address: u64, len: u64) -> (Pitched, [u64; 3]) {
+    (Pitched { address, pitch: len, slice: len }, [len, 1, 1])
+}
+
+fn send(from: &mut impl Session, direct: u32, number: u64, at: u64, len: u64) {
+    let (src, extent) = row(at, len);
+    from.push(&DirectSend { stream: STREAM, direct, number, src, extent });
+}
+
+fn land(to: &mut impl Session, direct: u32, number: u64, at: u64, len: u64) {
+    let (dst, extent) = row(at, len);
+    to.push(&DirectLand { stream: STREAM, direct, number, dst, extent });
+}
+
+fn put(session: &mut impl Session, at: u64, bytes: &[u8]) {
+    session.push(&MemcpyHtoD { stream: STREAM, dst: at, src: HostIn::Inline(bytes) });
+}
+
+fn get(session: &mut impl Session, at: u64, len: u32) -> Vec<u8> {
+    session.call(&MemcpyDtoHInline { stream: STREAM, src: at, len }).unwrap().bytes.0
+}
+
+/// One piece travels and is landed.
+fn copies(from: &mut impl Session, to: &mut impl Session, direct: u32, number: u64) {
+    let bytes = number.to_le_bytes();
+    put(from, BASE, &bytes);
+    send(from, direct, number, BASE, 8);
+    assert_eq!(to.call(&DirectArrival { direct, number }).unwrap().upto, number);
+    land(to, direct, number, BASE + 512, 8);
+    assert_eq!(get(to, BASE + 512, 8), bytes);
+}
+
+fn rejects(to: &mut impl Session, direct: u32, number: u64) -> bool {
+    to.call(&DirectArrival { direct, number }).is_err()
+}
+
+#[test]
+fn pieces_travel_over_unix_sockets_over_tcp_and_under_tls() {
+    let plain = Server::start(&[]);
+    let protected = Server::start_protected(&[]);
+    for (target, address) in [(&plain, unix(&plain)), (&plain, tcp(&plain)), (&protected, tcp(&protected))] {
+        let allowed = allowing(std::slice::from_ref(&address));
+        let allowed: Vec<&str> = allowed.iter().map(String::as_str).collect();
+        let source = Server::start(&allowed);
+        let (mut from, mut to) = (session(&source), session(target));
+        let ticket = offer(&mut from, &mut to, 1);
+        assert!(ticket.addresses.contains(&address), "{:?} without {address}", ticket.addresses);
+        open(&mut from, 1, &ticket).unwrap();
+        (1..40).for_each(|number| copies(&mut from, &mut to, 1, number));
+        // Many at once, of which one answer tells.
+        (40..48).for_each(|number| send(&mut from, 1, number, BASE, 1 << 20));
+        assert_eq!(to.call(&DirectArrival { direct: 1, number: 47 }).unwrap().upto, 47);
+        assert_eq!(to.call(&DirectArrival { direct: 1, number: 40 }).unwrap().upto, 47);
+        (40..48).for_each(|number| land(&mut to, 1, number, BASE, 1 << 20));
+        to.call(&StreamSynchronize { stream: STREAM }).unwrap();
+        assert_eq!((from.error(0), to.error(0)), (None, None));
+        // The end of one session is the end of the connection.
+        drop(from);
+        assert!(rejects(&mut to, 1, 48));
+    }
+}
+
+#[test]
+fn a_server_connects_only_where_its_operator_allows_it() {
+    let (target, listener) = (Server::start(&[]), TcpListener::bind("127.0.0.1:0").unwrap());
+    listener.set_nonblocking(true).unwrap();
+    let victim = format!("tcp:{}", listener.local_addr().unwrap());
+    // It does not even follow a listed name to another port or with another spelling.
+    let source = Server::start(&["--direct-to=tcp:127.0.0.1:1"]);
+    let (mut from, mut to) = (session(&source), session(&target));
+    let ticket = offer(&mut from, &mut to, 1);
+    let mut direct = 0;
+    let mut refused = |addresses: Vec<String>, why: &str| {
+        direct += 1;
+        let refusal = open(&mut from, direct, &DirectTicket { addresses, ..ticket.clone() }).unwrap_err();
+        assert!(refusal.contains(why), "{refusal}");
+    };
+    refused(ticket.addresses.clone(), "--direct-to");
+    refused(vec![victim.clone()], "--direct-to");
+    refused(vec!["unix:/run/systemd/notify".into(), victim], "--direct-to");
+    refused(vec!["gopher://x\n\u{1b}[2J".into()], "is not an address");
+    refused(vec![String::new(); 17], "17 addresses");
+    refused(Vec::new(), "0 addresses");
+    refused(vec!["tcp:127.0.0.1:1".into()], "127.0.0.1:1");
+    assert!(listener.accept().is_err(), "something has connected");
+    assert!(!source.log().contains('\u{1b}'));
+
+    // Nothing leaves without encryption where that is required.
+    let source = Server::start_protected(&[&format!("--direct-to={}", tcp(&target))]);
+    let mut from = session(&source);
+    let ticket = offer(&mut from, &mut to, 2);
+    let refusal = open(&mut from, 1, &ticket).unwrap_err();
+    assert!(refusal.contains("TLS"), "{refusal}");
+}
+
+fn shown(ticket: &DirectTicket) -> Hello {
+    Hello { secret: ticket.secret, ..hello(purpose::DIRECT, ticket.token, 0) }
+}
+
+#[test]
+fn a_ticket_is_good_once_and_only_as_it_was_made() {
+    let target = Server::start(&[]);
+    let source = Server::start(&[&format!("--direct-to={}", tcp(&target))]);
+    let (mut from, mut to) = (session(&source), session(&target));
+    let ticket = offer(&mut from, &mut to, 1);
+    let mut forged = vec![ticket.clone(), ticket.clone()];
+    forged[0].secret[31] ^= 1;
+    forged[1].token[0] ^= 1;
+    for forged in &forged {
+        for answer in [
+            greet(connect_tcp(target.port).unwrap(), &shown(forged)).unwrap(),
+            greet(UnixStream::connect(target.socket()).unwrap(), &shown(forged)).unwrap(),
+        ] {
+            assert_ne!(answer.status, Answer::Ok as u32);
+        }
+    }
+    open(&mut from, 7, &forged[0]).unwrap_err();
+    // None of this has used it up.
+    open(&mut from, 1, &ticket).unwrap();
+    copies(&mut from, &mut to, 1, 1);
+    let refusal = open(&mut from, 2, &ticket).unwrap_err();
+    assert!(refusal.contains("no such ticket"), "{refusal}");
+    // Neither has the second try harmed the connection.
+    copies(&mut from, &mut to, 1, 2);
+    // Numbers are used once, and there are only so many.
+    let key = [0; 32];
+    assert_eq!(to.call(&DirectOffer { direct: 1, key }).unwrap_err(), Status::INVALID_HANDLE);
+    (2..=MAX_DIRECTS as u32).for_each(|direct| drop(to.call(&DirectOffer { direct, key }).unwrap()));
+    assert_eq!(to.call(&DirectOffer { direct: 1000, key }).unwrap_err(), Status::OUT_OF_MEMORY);
+    copies(&mut from, &mut to, 1, 3);
+}
+
+#[test]
+fn under_tls_a_stolen_ticket_is_worth_nothing() {
+    let target = Server::start_protected(&[]);
+    let source = Server::start(&[&format!("--direct-to={}", tcp(&target))]);
+    let (mut from, mut thief, mut to) = (session(&source), session(&source), session(&target));
+    let ticket = offer(&mut from, &mut to, 1);
+    open(&mut thief, 1, &ticket).unwrap_err();
+    // Nor without TLS, nor with the ticket of a server that is another one.
+    let answer = greet(connect_tcp(target.port).unwrap(), &shown(&ticket)).unwrap();
+    assert_ne!(answer.status, Answer::Ok as u32, "{}", untext(&answer.reason));
+    let mut pretended = ticket.clone();
+    pretended.key[0] ^= 1;
+    open(&mut from, 2, &pretended).unwrap_err();
+    pretended = DirectTicket { encrypted: false, ..ticket.clone() };
+    open(&mut from, 3, &pretended).unwrap_err();
+    open(&mut from, 1, &ticket).unwrap();
+    copies(&mut from, &mut to, 1, 1);
+}
+
+/// A connection to `to`, made by the test.
+fn pretend(server: &Server, to: &mut impl Session, direct: u32) -> TcpStream {
+    let ticket = to.call(&DirectOffer { direct, key: [0; 32] }).unwrap().ticket;
+    let stream = connect_tcp(server.port).unwrap();
+    assert_eq!(greet(&stream, &shown(&ticket)).unwrap().status, Answer::Ok as u32);
+    stream
+}
+
+fn header(number: u64, len: u32) -> DirectHeader {
+    DirectHeader { number, len, reserved: 0 }
+}
+
+#[test]
+fn what_a_peer_sends_wrongly_ends_its_connection_and_nothing_else() {
+    let server = Server::start(&[]);
+    let mut to = session(&server);
+    let mut direct = 0;
+    let mut after = |bytes: &[u8], close: bool, number: u64| {
+        direct += 1;
+        let mut stream = pretend(&server, &mut to, direct);
+        stream.write_all(&[header(1, 2).as_bytes(), &[1, 2]].concat()).unwrap();
+        assert_eq!(to.call(&DirectArrival { direct, number: 1 }).unwrap().upto, 1);
+        // The connection may be closed before all is written.
+        let _ = stream.write_all(bytes);
+        let kept = (!close).then_some(stream);
+        assert!(rejects(&mut to, direct, number));
+        // What had come before is there.
+        land(&mut to, direct, 1, BASE, 2);
+        assert_eq!(get(&mut to, BASE, 2), [1, 2]);
+        assert_eq!(to.error(0), None);
+        drop(kept);
+    };
+    after(header(2, MAX_PIECE as u32 + 1).as_bytes(), false, 2);
+    after(header(2, u32::MAX).as_bytes(), false, 2);
+    after(DirectHeader { reserved: 1, ..header(2, 1) }.as_bytes(), false, 2);
+    after(&[header(1, 1).as_bytes(), &[1]].concat(), false, 2);
+    after(header(0, 1).as_bytes(), false, 2);
+    // Closed: between pieces, in a header, in a piece.
+    after(&[], true, 2);
+    after(&header(2, 1000).as_bytes()[..7], true, 2);
+    after(&[header(2, 1000).as_bytes(), &[7; 999]].concat(), true, 2);
+    // Those that it says will not come, and those that it leaves out.
+    after(header(2, 0).as_bytes(), false, 2);
+    after(&[header(3, 1).as_bytes(), &[1]].concat(), false, 2);
+
+    // A client that lands what did not come, twice, or with other bytes than there are.
+    direct += 1;
+    let mut stream = pretend(&server, &mut to, direct);
+    stream.write_all(&[header(1, 2).as_bytes(), &[1, 2]].concat()).unwrap();
+    to.call(&DirectArrival { direct, number: 1 }).unwrap();
+    for (number, len) in [(2, 2), (1, 3), (1, 2)] {
+        land(&mut to, direct, number, BASE, len);
+    }
+    land(&mut to, 9999, 1, BASE, 2);
+    send(&mut to, direct, 1, BASE, 2);
+    assert_eq!(to.call(&DirectArrival { direct: 9999, number: 1 }).unwrap_err(), Status::INVALID_HANDLE);
+    assert!(to.error(0).is_some_and(|(_, sticky)| !sticky));
+    drop(to);
+    until("its session has ended", || server.sessions() == 0);
+}
+
+#[test]
+fn a_peer_that_keeps_sending_fills_its_buffers_and_no_more() {
+    let server = Server::start(&[]);
+    let mut to = session(&server);
+    let stream = pretend(&server, &mut to, 1);
+    stream.set_nonblocking(true).unwrap();
+    let piece = vec![5; 64 << 10];
+    let (mut number, mut left) = (0, Vec::new());
+    let mut sent = 0;
+    // Until the connection takes nothing for some time after the buffers are full.
+    let mut quiet = 0;
+    while quiet < 200 || number <= PIECES as u64 {
+        if left.is_empty() {
+            number += 1;
+            left = [header(number, piece.len() as u32).as_bytes(), &piece].concat();
+        }
+        match (&stream).write(&left) {
+            Ok(n) => {
+                left.drain(..n);
+                (sent, quiet) = (sent + n, 0);
+            }
+            Err(e) => {
+                assert_eq!(e.kind(), std::io::ErrorKind::WouldBlock);
+                quiet += 1;
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        }
+        assert!(sent < 256 << 20, "it takes whatever comes");
+    }
+    // Those that have come can be landed, and then it goes on.
+    let last = to.call(&DirectArrival { direct: 1, number: PIECES as u64 }).unwrap().upto;
+    assert_eq!(last, PIECES as u64);
+    (1..=last).for_each(|number| land(&mut to, 1, number, BASE, piece.len() as u64));
+    to.call(&DirectArrival { direct: 1, number: last + 1 }).unwrap();
+    assert_eq!(to.error(0), None);
+}
+
+#[test]
+fn a_receiver_that_is_none_costs_the_sender_nothing_but_the_connection() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp:{}", listener.local_addr().unwrap());
+    let server = Server::start(&[&format!("--direct-to={address}")]);
+    let mut from = session(&server);
+    let ticket = DirectTicket {
+        token: [1; 16],
+        secret: [2; 32],
+        key: [0; 32],
+        encrypted: false,
+        addresses: vec![address],
+    };
+    let accept = |answer: Option<Welcome>| {
+        let stream = listener.accept().unwrap().0;
+        let mut said = Hello::new_zeroed();
+        std::io::Read::read_exact(&mut (&stream), said.as_mut_bytes()).unwrap();
+        assert_eq!((said.purpose, said.token, said.secret), (purpose::DIRECT, [1; 16], [2; 32]));
+        answer.inspect(|answer| (&stream).write_all(answer.as_bytes()).unwrap());
+        stream
+    };
+    std::thread::scope(|scope| {
+        let refuses = scope.spawn(|| drop(accept(Some(welcome(Answer::Denied, "not\x1b[2J you")))));
+        assert!(open(&mut from, 1, &ticket).unwrap_err().contains("not"));
+        refuses.join().unwrap();
+        let closes = scope.spawn(|| drop(accept(None)));
+        open(&mut from, 2, &ticket).unwrap_err();
+        closes.join().unwrap();
+        let other = Welcome { magic: 7, ..welcome(Answer::Ok, "") };
+        let babbles = scope.spawn(move || drop(accept(Some(other))));
+        open(&mut from, 3, &ticket).unwrap_err();
+        babbles.join().unwrap();
+        // One that takes nothing of what is sent: the session's own work goes on, and so does its end.
+        let sleeps = scope.spawn(|| accept(Some(welcome(Answer::Ok, ""))));
+        open(&mut from, 4, &ticket).unwrap();
+        let kept = sleeps.join().unwrap();
+        (1..=200).for_each(|number| send(&mut from, 4, number, BASE, 1 << 20));
+        put(&mut from, BASE, &[9; 4]);
+        assert_eq!((get(&mut from, BASE, 4), from.error(0)), (vec![9; 4], None));
+        drop(kept);
+        // And then one that is gone.
+        (201..=220).for_each(|number| send(&mut from, 4, number, BASE, 1 << 20));
+        assert_eq!((get(&mut from, BASE, 4), from.error(0)), (vec![9; 4], None));
+    });
+    // A connection that there never was, a place that is not the session's, too many bytes, none.
+    send(&mut from, 5, 1, BASE, 4);
+    get(&mut from, BASE, 4);
+    assert_eq!(from.error(0), Some((Status::INVALID_HANDLE, false)));
+    drop(from);
+    until("its session has ended", || server.sessions() == 0);
+}
+
+#[test]
+fn a_piece_that_cannot_be_sent_is_announced_to_the_other_end() {
+    let target = Server::start(&[]);
+    let source = Server::start(&[&format!("--direct-to={}", unix(&target))]);
+    let (mut from, mut to) = (session(&source), session(&target));
+    let ticket = offer(&mut from, &mut to, 1);
+    open(&mut from, 1, &ticket).unwrap();
+    // Outside the session's memory, too long, empty.
+    for (number, at, len) in [(1, BASE + (2 << 20) - 4, 8), (2, BASE, MAX_PIECE + 1), (3, BASE, 0)] {
+        send(&mut from, 1, number, at, len);
+        assert!(rejects(&mut to, 1, number));
+    }
+    assert_eq!(from.error(0), Some((Status::INVALID_VALUE, false)));
+    copies(&mut from, &mut to, 1, 4);
+}
