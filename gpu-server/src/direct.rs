@@ -93,17 +93,22 @@ impl Directs {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Makes a ticket for a worker with this key. Returns at once.
+    /// Makes a ticket for a worker with this key. Returns at once, and answers `later`.
     ///
     /// # Errors
     /// `INVALID_HANDLE` for a number that was used, `OUT_OF_MEMORY` beyond [`MAX_DIRECTS`].
-    pub fn offer(self: &Arc<Directs>, direct: u32, key: [u8; 32], answer: Pending) -> Result<(), Status> {
+    pub fn offer(
+        self: &Arc<Directs>,
+        direct: u32,
+        key: [u8; 32],
+        later: impl FnOnce() -> Pending,
+    ) -> Result<(), Status> {
         {
             let mut table = lock(&self.table);
             may_be_new(table.incoming.contains_key(&direct), table.incoming.len())?;
             table.incoming.insert(direct, Arc::new(Incoming::new(Arc::clone(&self.bytes))));
         }
-        let directs = Arc::clone(self);
+        let (directs, answer) = (Arc::clone(self), later());
         let offer = move || {
             let made = directs.broker.ticket().map(|made| {
                 let (key, secret) = (Fingerprint(key), made.secret);
@@ -138,14 +143,14 @@ impl Directs {
         self: &Arc<Directs>,
         direct: u32,
         ticket: DirectTicket,
-        answer: Pending,
+        later: impl FnOnce() -> Pending,
     ) -> Result<(), Status> {
         {
             let mut table = lock(&self.table);
             may_be_new(table.outgoing.contains_key(&direct), table.outgoing.len())?;
             table.outgoing.insert(direct, None);
         }
-        let directs = Arc::clone(self);
+        let (directs, answer) = (Arc::clone(self), later());
         let open = move || {
             let opened = directs.connect(&ticket).and_then(|stream| {
                 let outgoing = Outgoing::start(stream, Arc::clone(&directs.bytes));
@@ -603,12 +608,12 @@ impl Incoming {
     ///
     /// # Errors
     /// `OUT_OF_MEMORY` if the client waits for too many.
-    pub fn arrival(&self, number: u64, pending: Pending) -> Result<(), Status> {
+    pub fn arrival(&self, number: u64, later: impl FnOnce() -> Pending) -> Result<(), Status> {
         let mut state = lock(&self.state);
         if state.waiting.len() >= MAX_WAITING {
             return Err(Status::OUT_OF_MEMORY);
         }
-        state.waiting.push((number, pending));
+        state.waiting.push((number, later()));
         state.answer();
         Ok(())
     }

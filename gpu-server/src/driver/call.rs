@@ -1,5 +1,6 @@
 //! One command being executed, and answers that are given later.
 
+use std::cell::OnceCell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -32,6 +33,8 @@ pub struct Call {
     pub piece: u32,
     /// Whether the command's place for output was taken.
     pub sink_taken: bool,
+    /// Whether the command was answered, if its answer is to be given later.
+    answered: OnceCell<Arc<AtomicBool>>,
 }
 
 /// Where a command's input is.
@@ -86,7 +89,8 @@ impl Input<'_> {
 impl Call {
     /// A call context for a session.
     pub fn new(client: Arc<dyn Client>) -> Call {
-        Call { client, seq: 0, slot: 0, context: ContextId(0), piece: 0, sink_taken: false }
+        let answered = OnceCell::new();
+        Call { client, seq: 0, slot: 0, context: ContextId(0), piece: 0, sink_taken: false, answered }
     }
 
     /// Begins the next command.
@@ -96,6 +100,14 @@ impl Call {
         self.context = ContextId(0);
         self.piece = 0;
         self.sink_taken = false;
+        self.answered.take();
+    }
+
+    /// Answers with an error, unless an answer that was to be given [later](Self::later) was given already: the client may be using its slot for another command then.
+    pub fn refuse(&self, status: Status) {
+        if self.answered.get().is_none_or(|answered| !answered.swap(true, Ordering::AcqRel)) {
+            self.client.reply(self.seq, self.slot, status, &[]);
+        }
     }
 
     /// The command's next piece of bulk data, to be read. To be called in field order with [`Call::output`].
@@ -142,14 +154,14 @@ impl Call {
         Errors::new(Arc::clone(&self.client))
     }
 
-    /// The command's answer, to be given later.
+    /// The command's answer, to be given later. Taken when nothing can go wrong any more: if it is dropped and the command fails, its status is lost.
     pub fn later(&self) -> Pending {
         Pending {
             client: Arc::clone(&self.client),
             seq: self.seq,
             slot: self.slot,
             fallback: Mutex::new(Status::DEVICE_UNAVAILABLE),
-            answered: AtomicBool::new(false),
+            answered: Arc::clone(self.answered.get_or_init(Arc::default)),
         }
     }
 }
@@ -160,7 +172,7 @@ pub struct Pending {
     seq: u64,
     slot: u16,
     fallback: Mutex<Status>,
-    answered: AtomicBool,
+    answered: Arc<AtomicBool>,
 }
 
 impl Pending {
@@ -262,6 +274,61 @@ pub fn check_windows(windows: Vec<u32>, devices: usize) -> Result<Vec<u32>, Stat
 #[cfg(test)]
 mod tests {
     use super::*;
+    use protocol::data::HostRange;
+
+    /// The statuses of the answers.
+    #[derive(Default)]
+    struct Answers(Mutex<Vec<(u64, Status)>>);
+
+    impl Client for Answers {
+        fn reply(&self, seq: u64, _slot: u16, status: Status, _payload: &[u8]) {
+            self.0.lock().unwrap().push((seq, status));
+        }
+        fn publish(&self, _updates: &[ProgressUpdate]) {}
+        fn executed(&self, _seq: u64) {}
+        fn source(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Source, Status> {
+            Err(Status::INVALID_VALUE)
+        }
+        fn sink(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Sink, Status> {
+            Err(Status::INVALID_VALUE)
+        }
+        fn nothing_sent(&self, _seq: u64) {}
+        fn lose(&self, _reason: &str) {}
+        fn close(&self) {}
+        fn streams_data(&self) -> bool {
+            true
+        }
+        fn traffic(&self) -> (u64, u64) {
+            (0, 0)
+        }
+    }
+
+    #[test]
+    fn a_command_that_fails_is_answered_once_whatever_became_of_its_later_answer() {
+        let answers = Arc::new(Answers::default());
+        let mut call = Call::new(answers.clone());
+        call.begin(1, 0);
+        call.refuse(Status::INVALID_VALUE);
+        // Dropped with what was to be done, before the command was refused.
+        call.begin(2, 0);
+        drop(call.later());
+        call.refuse(Status::OUT_OF_MEMORY);
+        // And afterwards.
+        call.begin(3, 0);
+        let pending = call.later();
+        call.refuse(Status::OUT_OF_MEMORY);
+        pending.answer(Ok(protocol::ops::memory::MemShrinkReply {}));
+        drop(pending);
+        call.begin(4, 0);
+        call.refuse(Status::INVALID_HANDLE);
+        let expected = [
+            (1, Status::INVALID_VALUE),
+            (2, Status::DEVICE_UNAVAILABLE),
+            (3, Status::OUT_OF_MEMORY),
+            (4, Status::INVALID_HANDLE),
+        ];
+        assert_eq!(*answers.0.lock().unwrap(), expected);
+    }
 
     #[test]
     fn windows_are_as_many_as_devices_and_ascend() {

@@ -206,7 +206,7 @@ impl Dispatcher<'_> {
             tracing::debug!(op = info.name, seq = record.seq, "failed: {status}");
         }
         match info.class {
-            Class::Sync => self.call.client.reply(record.seq, record.reply_slot, status, &[]),
+            Class::Sync => self.call.refuse(status),
             Class::Async => self.errors.publish(self.call.context, status, record.seq),
         }
     }

@@ -25,12 +25,12 @@ impl<G: Gpu> DirectOps<Call> for Session<G> {
     }
 
     fn direct_offer(&mut self, cx: &mut Call, op: DirectOffer) -> Reply<DirectOfferReply> {
-        self.directs()?.offer(op.direct, op.key, cx.later())?;
+        self.directs()?.offer(op.direct, op.key, || cx.later())?;
         Ok(Answer::Later)
     }
 
     fn direct_open(&mut self, cx: &mut Call, op: DirectOpen) -> Reply<DirectOpenReply> {
-        self.directs()?.open(op.direct, op.ticket, cx.later())?;
+        self.directs()?.open(op.direct, op.ticket, || cx.later())?;
         Ok(Answer::Later)
     }
 
@@ -52,7 +52,7 @@ impl<G: Gpu> DirectOps<Call> for Session<G> {
     }
 
     fn direct_arrival(&mut self, cx: &mut Call, op: DirectArrival) -> Reply<DirectArrivalReply> {
-        self.directs()?.incoming(op.direct)?.arrival(op.number, cx.later())?;
+        self.directs()?.incoming(op.direct)?.arrival(op.number, || cx.later())?;
         Ok(Answer::Later)
     }
 
