@@ -305,6 +305,11 @@ impl SendBuffer {
         SendBuffer { keeps: true, ..SendBuffer::new() }
     }
 
+    /// A buffer that [keeps](Self::keeping) what was sent, of a stream of which `bytes` were sent from `begin` on.
+    pub(crate) fn restored(begin: u64, bytes: Vec<u8>) -> SendBuffer {
+        SendBuffer { sent: bytes.len(), bytes, done: 0, begin, keeps: true }
+    }
+
     /// Whether more may be appended without piling up.
     pub fn has_room(&self) -> bool {
         self.unsent().len() < Self::HIGH_WATER && self.kept() < Self::MOST_KEPT

@@ -53,6 +53,13 @@ impl<T> Default for Journal<T> {
 }
 
 impl<T: Piece + Clone> Journal<T> {
+    /// A journal of a stream of which `pieces` were sent, from `begin` on.
+    pub fn restored(begin: u64, pieces: VecDeque<T>) -> Journal<T> {
+        let bytes: u64 = pieces.iter().map(Piece::stream_len).sum();
+        let (taken, taken_to) = (pieces.len(), begin + bytes);
+        Journal { pieces, begin, taken_to, taken, skip: 0, acknowledged: begin, bytes }
+    }
+
     /// Appends a piece.
     pub fn push(&mut self, piece: T) {
         self.bytes += piece.stream_len();
@@ -107,10 +114,10 @@ impl<T: Piece + Clone> Journal<T> {
         Ok(())
     }
 
-    /// The peer goes on behind the stream's first `received` bytes, over a new connection: what follows them is to be taken again. As [`acknowledge`](Self::acknowledge); an error too if it
-    /// had acknowledged more before.
+    /// The peer goes on behind the stream's first `received` bytes, over a new connection: what follows them is to be taken again. As [`acknowledge`](Self::acknowledge); an error too if that
+    /// is not kept. (A peer may have acknowledged a part of a piece and want that again: another process of it, which knows of whole pieces only.)
     pub fn resume(&mut self, received: u64, done: impl FnMut(T)) -> Result<(), BadAcknowledgement> {
-        if received < self.acknowledged {
+        if received < self.begin {
             return Err(BadAcknowledgement { upto: received, sent: self.taken_to });
         }
         self.acknowledge(received, done)?;
@@ -168,8 +175,13 @@ mod tests {
         journal.acknowledge(2, drop).unwrap();
         journal.acknowledge(1, drop).unwrap();
         assert!(journal.acknowledge(4, drop).is_err() && journal.resume(4, drop).is_err());
-        assert!(journal.resume(1, drop).is_err(), "it had two bytes");
-        journal.resume(2, drop).unwrap();
-        assert_eq!(journal.take(), Some((vec![1, 2, 3], 2)));
+        journal.resume(1, drop).unwrap();
+        assert_eq!(journal.take(), Some((vec![1, 2, 3], 1)), "a part of a piece is sent again");
+        journal.push(vec![4, 5]);
+        journal.take();
+        journal.acknowledge(4, drop).unwrap();
+        assert!(journal.resume(2, drop).is_err(), "it had a whole piece");
+        journal.resume(4, drop).unwrap();
+        assert_eq!(journal.take(), Some((vec![4, 5], 1)));
     }
 }

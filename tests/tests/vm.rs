@@ -442,26 +442,17 @@ fn a_lost_host_side_is_told(transport: &'static str) -> Result<Bed> {
         let process = start_kill_me(&machine, part)?;
         let before = host.device_process()?;
         kill(Pid::from_raw(before), Signal::SIGKILL)?;
-        if transport == "local" {
-            goes_on(&host, before)?;
-            process.kill()?;
-            ensure!(process.wait(LONG)?.status == 128 + 9, "kill_me did not die of SIGKILL");
-        } else {
-            failed_saying(
-                &process.wait(LONG)?,
-                &["is lost", "was killed by SIGKILL", "start the program again"],
-            )?;
-        }
+        goes_on(&host, before)?;
+        process.kill()?;
+        ensure!(process.wait(LONG)?.status == 128 + 9, "kill_me did not die of SIGKILL");
         again(&host, "kill -9 of the guest's device process")?;
         ensure!(host.device_process()? != before, "another device process serves the guest");
     }
-    if transport == "local" {
-        for program in ["launch_storm 5000", "reduction", "templates", "multi"] {
-            passes_without_its_device_process(&host, &machine, program)?;
-        }
-        host.settled()?;
-        machine.check_console()?;
+    for program in ["launch_storm 5000", "reduction", "templates", "multi"] {
+        passes_without_its_device_process(&host, &machine, program)?;
     }
+    host.settled()?;
+    machine.check_console()?;
 
     let process = start_kill_me(&machine, "kernel")?;
     let begin = Instant::now();

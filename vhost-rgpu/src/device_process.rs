@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use host_bridge::bridge::Security;
+use host_bridge::bridge::{Security, finish_farewells};
 use identity::remote::Remote;
 use nix::sys::prctl;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -32,6 +32,8 @@ use crate::{native, vm};
 
 /// How long sessions have to end when the daemon ends.
 const DRAIN: Duration = Duration::from_secs(3);
+/// How long servers have to hear of sessions that have ended without a link. With [`DRAIN`], less than the keeper waits.
+const FAREWELLS: Duration = Duration::from_millis(900);
 
 /// What a device process serves.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -190,6 +192,7 @@ pub fn run(config: Config, control: Control, orders: &Orders) -> Result<()> {
         Serving::Vm(vm) => vm.stop(),
         Serving::Native(native) => native.drain(DRAIN),
     }
+    finish_farewells(FAREWELLS);
     report(0);
     Ok(())
 }

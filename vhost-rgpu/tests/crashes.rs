@@ -30,6 +30,7 @@ use test_kit::link::welcome;
 use test_kit::local_server::{Behavior as Workers, LocalServer};
 use test_kit::native_client::{NativeClient, create_channel};
 use test_kit::server::{Behavior, FakeServer};
+use test_kit::tcp_server::TcpServer;
 use test_kit::*;
 use vhost::VhostBackend;
 use zerocopy::{FromBytes, IntoBytes};
@@ -242,6 +243,10 @@ fn serving_locally(server: &LocalServer) -> Daemon {
     Daemon::start(&["--server", &server.config.server.to_string(), "--transport", "local"])
 }
 
+fn serving_over_tcp(server: &TcpServer) -> Daemon {
+    Daemon::start(&["--server", &server.config.server.to_string()])
+}
+
 /// Registers extents as a region.
 fn register(region: u32, extents: &[Extent]) -> Request {
     Request { kind: request::REGISTER_MEMORY, region, ..create(0, extents) }
@@ -254,8 +259,26 @@ fn unregister(region: u32) -> Request {
 #[test]
 fn a_local_session_goes_on_in_the_next_device_process() {
     let server = LocalServer::start(Workers::Good);
-    let daemon = serving_locally(&server);
+    let (daemon, ended) = (serving_locally(&server), || server.ended.load(Ordering::SeqCst));
+    goes_on_in_the_next_device_process(&daemon, ended);
+    // A VMM that leaves before the next process has found the session ends it, too.
     let mut guest = Guest::connect(&daemon);
+    guest.create(0).synchronize();
+    kill(Pid::from_raw(device_process(&daemon, "vm")), Signal::SIGKILL).unwrap();
+    drop(guest);
+    eventually(|| ended() == 4);
+    assert!(server.trouble.lock().unwrap().is_empty(), "{:?}", server.trouble);
+}
+
+#[test]
+fn a_session_over_tcp_goes_on_in_the_next_device_process() {
+    let server = TcpServer::start();
+    goes_on_in_the_next_device_process(&serving_over_tcp(&server), || server.ended());
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+fn goes_on_in_the_next_device_process(daemon: &Daemon, ended: impl Fn() -> usize) {
+    let mut guest = Guest::connect(daemon);
     let mut channel = guest.create(0);
     let bytes = pattern(100_000, 7);
     for round in 0..3 {
@@ -271,7 +294,7 @@ fn a_local_session_goes_on_in_the_next_device_process() {
             NO_SLOT,
         );
         let event = guest.post_event();
-        crash(&daemon);
+        crash(daemon);
         // Its threads look again: the old process may have been about to wake them.
         assert_eq!(guest.wait_used(EVENT_QUEUE).1, 8);
         assert_eq!(Event::read_from_bytes(&guest.read::<8>(event)).unwrap().channel, 0);
@@ -296,20 +319,19 @@ fn a_local_session_goes_on_in_the_next_device_process() {
     assert_eq!(guest.ask(unregister(1), &[]), (Answer::Ok, String::new()));
     assert_eq!(guest.ask(unregister(1), &[]).0, Answer::Invalid);
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]), (Answer::Ok, String::new()));
-    eventually(|| server.ended.load(Ordering::SeqCst) == 1);
+    eventually(|| ended() == 1);
     // A reset ends a session also if another process had it before.
     guest.create(0).synchronize();
-    crash(&daemon);
+    crash(daemon);
     guest.reset();
-    eventually(|| server.ended.load(Ordering::SeqCst) == 2);
+    eventually(|| ended() == 2);
     assert_eq!(daemon.sessions(), 0);
-    // So does a VMM that leaves, and one that does so before the next process has found the session.
+    // So does a VMM that leaves.
     (0..3).for_each(|queue| guest.start(queue));
     guest.create(0).synchronize();
-    kill(Pid::from_raw(device_process(&daemon, "vm")), Signal::SIGKILL).unwrap();
+    crash(daemon);
     drop(guest);
-    eventually(|| server.ended.load(Ordering::SeqCst) == 3);
-    assert!(server.trouble.lock().unwrap().is_empty(), "{:?}", server.trouble);
+    eventually(|| ended() == 3);
 }
 
 #[test]
@@ -369,8 +391,22 @@ fn requests_for_memory_are_carried_out_once_also_across_a_crash() {
 #[test]
 fn crashes_at_any_moment_change_nothing_for_a_local_session() {
     let server = LocalServer::start(Workers::Good);
-    let daemon = serving_locally(&server);
-    let mut guest = Guest::connect(&daemon);
+    crashes_at_any_moment(&serving_locally(&server), 30_000);
+    eventually(|| server.ended.load(Ordering::SeqCst) == 1);
+    assert!(server.trouble.lock().unwrap().is_empty(), "{:?}", server.trouble);
+}
+
+#[test]
+fn crashes_at_any_moment_change_nothing_for_a_session_over_tcp() {
+    let server = TcpServer::start();
+    crashes_at_any_moment(&serving_over_tcp(&server), 3_000_000);
+    eventually(|| server.ended() == 1);
+    assert!(server.resumed() >= 6 && server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+/// Copies `len` bytes to and fro while device processes end.
+fn crashes_at_any_moment(daemon: &Daemon, len: u64) {
+    let mut guest = Guest::connect(daemon);
     let mut channel = guest.create(0);
     let mut registered = [false; 5];
     std::thread::scope(|scope| {
@@ -378,7 +414,7 @@ fn crashes_at_any_moment_change_nothing_for_a_local_session() {
         let crashes = scope.spawn(|| {
             for round in 1..=6u64 {
                 std::thread::sleep(std::time::Duration::from_micros(round * 7919 % 40_000));
-                crash(&daemon);
+                crash(daemon);
             }
         });
         for step in 0u64.. {
@@ -387,7 +423,7 @@ fn crashes_at_any_moment_change_nothing_for_a_local_session() {
             }
             guest.reuse_buffers();
             let id = (step * step % 5) as u32;
-            let (extents, bytes) = (scattered(30_000, u64::from(id) + 1), pattern(30_000, step));
+            let (extents, bytes) = (scattered(len, u64::from(id) + 1), pattern(len as usize, step));
             if registered[id as usize] && step % 3 == 0 {
                 assert_eq!(guest.ask(unregister(id), &[]), (Answer::Ok, String::new()), "step {step}");
                 registered[id as usize] = false;
@@ -401,11 +437,11 @@ fn crashes_at_any_moment_change_nothing_for_a_local_session() {
                 registered[id as usize] = true;
             }
             session::write(&guest.memories, &extents, &bytes);
-            let range = region(id, 0, 30_000);
+            let range = region(id, 0, len);
             channel
                 .push(&MemcpyHtoD { stream: StreamId(0), dst: step % 7, src: HostIn::Range(range) }, NO_SLOT);
             channel.synchronize();
-            session::write(&guest.memories, &extents, &[0; 30_000]);
+            session::write(&guest.memories, &extents, &vec![0; len as usize]);
             channel.push(&MemcpyDtoH { stream: StreamId(0), src: step % 7, dst: HostOut(range) }, NO_SLOT);
             channel.synchronize();
             assert!(session::read(&guest.memories, &extents) == bytes, "step {step}");
@@ -414,8 +450,6 @@ fn crashes_at_any_moment_change_nothing_for_a_local_session() {
     });
     assert_eq!((daemon.number("sessions_lost"), daemon.number("sessions_opened")), (0, 1));
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]), (Answer::Ok, String::new()));
-    eventually(|| server.ended.load(Ordering::SeqCst) == 1);
-    assert!(server.trouble.lock().unwrap().is_empty(), "{:?}", server.trouble);
 }
 
 #[test]

@@ -45,6 +45,7 @@ pub use saved::Saved;
 pub use session::{
     ConnectError, Connector, InheritedRegion, Prepared, Security, Session, SessionConfig, TransportKind, Turn,
 };
+pub use tcp::finish_farewells;
 
 /// A region of the client's memory that is about to be registered: where it lies, unchecked.
 #[derive(Debug)]

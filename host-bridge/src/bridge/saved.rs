@@ -1,7 +1,7 @@
 //! What of a session outlives the bridge's process: enough for another one to go on with it, or to end it.
 //!
-//! It is made before the session begins ([`Prepared::save`](super::Prepared::save)) and never changes. What changes while the session runs is with the server or its worker, which tell a
-//! successor.
+//! It is made before the session begins ([`Prepared::save`](super::Prepared::save)) and never changes. What changes while the session runs is with its worker, which tells a successor, or over
+//! `tcp` in the files that belong to it: the relay's ledger and the list of regions.
 //!
 //! A successor gets it from whoever keeps it, and does not trust it more than the client that it belongs to: the process that made it may have been taken over by that client.
 
@@ -16,7 +16,7 @@ use nix::sys::socket::{Shutdown, shutdown};
 use protocol::device::text;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::tcp::Farewell;
+use super::tcp::SavedTcp;
 use super::{Closed, SessionConfig};
 use crate::framing::recv_some;
 
@@ -31,8 +31,8 @@ pub struct Saved(pub(super) Kind);
 
 #[derive(Debug)]
 pub(super) enum Kind {
-    /// The server is elsewhere. It can be told that the session has ended.
-    Remote(Box<Farewell>),
+    /// The server is elsewhere. The next process takes the relay's place.
+    Remote(Box<SavedTcp>),
     /// The worker is on this host and goes on by itself.
     Local(SavedLocal),
 }
@@ -83,8 +83,9 @@ impl Saved {
     /// Bytes, which contain the session's secret, and descriptors.
     pub fn parts(&self) -> (Vec<u8>, Vec<BorrowedFd<'_>>) {
         match &self.0 {
-            Kind::Remote(farewell) => {
-                ([&REMOTE.to_le_bytes(), &farewell.to_bytes()[..]].concat(), Vec::new())
+            Kind::Remote(tcp) => {
+                let (bytes, descriptors) = tcp.parts();
+                ([&REMOTE.to_le_bytes(), &bytes[..]].concat(), descriptors)
             }
             Kind::Local(local) => {
                 let bytes = [&LOCAL.to_le_bytes(), local.about.as_bytes()].concat();
@@ -98,8 +99,8 @@ impl Saved {
         let malformed = || io::Error::new(ErrorKind::InvalidData, "what was saved of a session is malformed");
         let (kind, rest) = bytes.split_first_chunk().ok_or_else(malformed)?;
         let kind = match (u64::from_le_bytes(*kind), <[OwnedFd; MAX_DESCRIPTORS]>::try_from(descriptors)) {
-            (REMOTE, Err(none)) if none.is_empty() => {
-                Kind::Remote(Box::new(Farewell::from_bytes(rest).ok_or_else(malformed)?))
+            (REMOTE, Err(descriptors)) => {
+                Kind::Remote(Box::new(SavedTcp::from_parts(rest, descriptors).ok_or_else(malformed)?))
             }
             (LOCAL, Ok([worker, doorbell, wake])) => Kind::Local(SavedLocal {
                 worker,
@@ -116,7 +117,7 @@ impl Saved {
     pub fn end(&self, config: &SessionConfig) {
         match &self.0 {
             // A server keeps a session whose connections are merely closed.
-            Kind::Remote(farewell) => farewell.say(config),
+            Kind::Remote(tcp) => tcp.end(config),
             // The worker finds that nobody can come, as if nobody held the socket.
             Kind::Local(local) => {
                 let _ = shutdown(local.worker.as_raw_fd(), Shutdown::Write);

@@ -21,7 +21,7 @@ use thiserror::Error;
 
 use super::connect::receive_welcome;
 use super::local::{self, Local};
-use super::saved::{About, Kind, Saved, SavedLocal, duplicate};
+use super::saved::{About, Kind, Saved, duplicate};
 use super::state::{ChannelMemory, SessionState, Wakeup};
 use super::tcp::{self, Tcp};
 use super::verbs::{self, Verbs};
@@ -497,12 +497,10 @@ impl Prepared {
     ///
     /// Only for clients whose threads are reached by [`Wakeup::Call`].
     pub fn save(&mut self, channel: &ChannelMemory) -> io::Result<Option<Saved>> {
+        let about = About::now(&self.handshake.server);
         Ok(match &mut self.link {
-            Link::Tcp(links) => Some(Saved(Kind::Remote(Box::new(links.farewell())))),
-            Link::Local(link) => {
-                let about = About::now(&self.handshake.server);
-                Some(Saved(Kind::Local(link.save(&channel.doorbell, about)?)))
-            }
+            Link::Tcp(links) => Some(Saved(Kind::Remote(Box::new(links.save(about)?)))),
+            Link::Local(link) => Some(Saved(Kind::Local(link.save(&channel.doorbell, about)?))),
             Link::Verbs(_) => None,
         })
     }
@@ -552,26 +550,42 @@ impl Prepared {
 /// Goes on with a session that another process had, which has ended. See [`Session::resume`].
 fn resume(
     config: &SessionConfig,
-    saved: &SavedLocal,
+    saved: &Saved,
     channel: ChannelMemory,
     wakeup: Wakeup,
     on_lost: Box<dyn FnOnce(&str) + Send>,
 ) -> io::Result<Session> {
-    let channel = ChannelMemory { doorbell: Arc::new(duplicate(&saved.doorbell)?), ..channel };
+    let channel = match &saved.0 {
+        Kind::Local(saved) => ChannelMemory { doorbell: Arc::new(duplicate(&saved.doorbell)?), ..channel },
+        Kind::Remote(_) => channel,
+    };
     let session = Arc::new(SessionState::new(channel, config.server.to_string(), wakeup, on_lost));
-    let (worker, wake) = (saved.worker.try_clone()?, duplicate(&saved.wake)?);
-    let (transport, inherited) = Local::resume(session.clone(), worker, wake, config.max_regions)?;
-    session.counters.resumed.add(1);
+    let (transport, inherited, about): (Box<dyn Transport>, _, _) = match &saved.0 {
+        Kind::Local(saved) => {
+            let (worker, wake) = (saved.worker.try_clone()?, duplicate(&saved.wake)?);
+            let (local, inherited) = Local::resume(session.clone(), worker, wake, config.max_regions)?;
+            session.counters.resumed.add(1);
+            (Box::new(local), Inherited::Awaited(inherited), saved.about)
+        }
+        Kind::Remote(saved) => {
+            let (tcp, inherited) = Tcp::resume(config, session.clone(), saved)?;
+            (Box::new(tcp), Inherited::Known(inherited), saved.about)
+        }
+    };
+    let regions = match &inherited {
+        Inherited::Known(regions) => regions.iter().map(|region| (region.region, region.size)).collect(),
+        Inherited::Taken | Inherited::Awaited(_) => HashMap::new(),
+    };
     Ok(Session {
         session,
-        transport: Box::new(transport),
-        regions: Mutex::default(),
+        transport,
+        regions: Mutex::new(regions),
         max_registered: config.max_registered,
         max_regions: config.max_regions,
-        inherited: Mutex::new(Inherited::Awaited(inherited)),
-        server_name: printable(&saved.about.server_name),
-        kind: TransportKind::Local,
-        since: handover::clock::from_ns(saved.about.since),
+        inherited: Mutex::new(inherited),
+        server_name: printable(&about.server_name),
+        kind: config.transport,
+        since: handover::clock::from_ns(about.since),
     })
 }
 
@@ -635,13 +649,7 @@ impl Session {
         wakeup: Wakeup,
         on_lost: Box<dyn FnOnce(&str) + Send>,
     ) -> io::Result<Session> {
-        match &saved.0 {
-            Kind::Local(saved) => resume(config, saved, channel, wakeup, on_lost),
-            Kind::Remote(_) => {
-                let what = "a session over tcp cannot go on in another process";
-                Err(io::Error::new(io::ErrorKind::Unsupported, what))
-            }
-        }
+        resume(config, saved, channel, wakeup, on_lost)
     }
 
     /// Waits until it is known what regions a resumed session has. They are registered from then on, also where the predecessor had not told the client so yet. False: the session is over, and

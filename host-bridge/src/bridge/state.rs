@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::Status;
-use protocol::channel::{Header, State};
+use protocol::channel::{Completed, Header, State};
 use protocol::device::{Extent, untext};
 use protocol::link::wish;
 use protocol::trace::Recorder;
@@ -189,6 +189,11 @@ impl SessionState {
     /// The channel's header.
     pub fn header(&self) -> &Header {
         self.channel.view.header()
+    }
+
+    /// Whether the answer to command `seq` was given in this slot, or may have been.
+    pub(super) fn was_completed(&self, slot: u16, seq: u64) -> bool {
+        self.channel.view.slot(slot).is_some_and(|slot| slot.was_completed(seq) != Completed::No)
     }
 
     /// Whether threads are reached by futex.

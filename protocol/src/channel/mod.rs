@@ -34,7 +34,7 @@ pub use geometry::{Geometry, GeometryError, Header, HeaderFields, State};
 pub use progress::{ErrorWord, Progress};
 pub use ring::{Consumer, Full, PAD, Position, Producer, Record, RecordError, RecordHeader, RingMemory};
 pub use sleep::SleepFlag;
-pub use slots::{Completion, ReplySlot, SlotState};
+pub use slots::{Completed, Completion, ReplySlot, SlotState};
 
 use crate::schema::Layout;
 

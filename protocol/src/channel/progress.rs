@@ -77,6 +77,12 @@ impl ErrorWord {
         }
     }
 
+    /// Whether [`set`](Self::set) was called for an error of command `seq` that is not there now: it was about to be published, or the client has taken it. For a process that takes the
+    /// place of one that may have published it. Host side.
+    pub fn may_have_been_taken(&self, seq: u64) -> bool {
+        self.seq.load(Ordering::Acquire) == seq && self.status.load(Ordering::Acquire) == 0
+    }
+
     /// Clears the error: the client after it returned one that is not sticky, the host side when a context is reset.
     pub fn clear(&self) {
         self.status.store(0, Ordering::Release);

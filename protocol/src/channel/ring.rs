@@ -217,6 +217,18 @@ pub struct Position {
     seq: u64,
 }
 
+impl Position {
+    /// What [`parts`](Self::parts) gave.
+    pub fn from_parts(head: u64, seq: u64) -> Position {
+        Position { head, seq }
+    }
+
+    /// The cursor, and the number of the last record before it: for whoever keeps them while this process may end.
+    pub fn parts(&self) -> (u64, u64) {
+        (self.head, self.seq)
+    }
+}
+
 /// The host side's end.
 #[derive(Debug)]
 pub struct Consumer<'m> {

@@ -57,6 +57,17 @@ pub struct Completion {
     pub len: usize,
 }
 
+/// What a slot says of an answer that it may have got.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Completed {
+    /// It has not got it.
+    No,
+    /// It has got it.
+    Yes,
+    /// Either it was about to get it, or the client has taken it and used the slot for another request.
+    Unknown,
+}
+
 impl ReplySlot {
     #[cfg(loom)]
     pub(super) fn new() -> Self {
@@ -121,6 +132,25 @@ impl ReplySlot {
         self.status.store(status.0, Ordering::Relaxed);
         self.seq.store(seq, Ordering::Relaxed);
         self.state.swap(SlotState::Done as u32, Ordering::AcqRel) == SlotState::Sleeping as u32
+    }
+
+    /// Whether a request is under way whose thread sleeps. Host side.
+    pub fn sleeps(&self) -> bool {
+        self.state.load(Ordering::Acquire) == SlotState::Sleeping as u32
+    }
+
+    /// Whether [`complete`](Self::complete) was called for request `seq`, for a process that takes the place of one that may have done so. Host side.
+    pub fn was_completed(&self, seq: u64) -> Completed {
+        // Written before the state is, and by the host side alone.
+        if self.seq.load(Ordering::Acquire) != seq {
+            return Completed::No;
+        }
+        let state = self.state.load(Ordering::Acquire);
+        if state == SlotState::Pending as u32 || state == SlotState::Sleeping as u32 {
+            Completed::Unknown
+        } else {
+            Completed::Yes
+        }
     }
 
     /// Answers the slot with `status` if a request is under way in it. The host side does this with every slot when a session is lost. True: wake it.

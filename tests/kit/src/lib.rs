@@ -14,6 +14,7 @@
 //! - [`link`]: a bridge that connects to `rgpu-server` over a Unix socket or TCP;
 //! - [`server`]: a server that speaks TCP to a bridge and keeps "device memory" in a map;
 //! - [`local_server`]: a server of this host whose workers map the client's memory;
+//! - [`tcp_server`]: a server whose workers are the real ends of sessions over TCP, which outlive their connections;
 //! - [`daemon`]: a real daemon as a child process;
 //! - [`manager`]: a service manager that keeps descriptors for daemons;
 //! - [`authority`]: an operator's certification authority.
@@ -33,6 +34,7 @@ pub mod native_host;
 pub mod resources;
 pub mod server;
 pub mod session;
+pub mod tcp_server;
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};

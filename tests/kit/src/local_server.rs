@@ -49,7 +49,7 @@ pub struct LocalServer {
     _folder: tempfile::TempDir,
 }
 
-type Kept = Arc<Mutex<Vec<Mapped>>>;
+pub(crate) type Kept = Arc<Mutex<Vec<Mapped>>>;
 
 impl LocalServer {
     /// Lets go of the memory that it [keeps](Behavior::Keeps).
@@ -114,9 +114,21 @@ fn work(socket: UnixStream, behavior: Behavior, kept: &Kept) -> Result<(), Strin
 fn serve(socket: UnixStream, behavior: Behavior, kept: &Kept) -> Result<(), String> {
     let (mut commands, client) =
         LocalCommands::attach(socket, Polling::default()).map_err(|e| e.to_string())?;
+    let result = execute(&mut commands, &*client, behavior, kept);
+    client.close();
+    result
+}
+
+/// Executes a session's commands over "device memory" in a map, until it ends.
+pub(crate) fn execute(
+    commands: &mut dyn Commands,
+    client: &dyn Client,
+    behavior: Behavior,
+    kept: &Kept,
+) -> Result<(), String> {
     let mut memory = std::collections::HashMap::new();
     let mut body = Vec::new();
-    let result = loop {
+    loop {
         let record = match commands.next(&mut body, &mut || {}) {
             Ok(Some(record)) => record,
             Ok(None) => break Ok(()),
@@ -134,36 +146,46 @@ fn serve(socket: UnixStream, behavior: Behavior, kept: &Kept) -> Result<(), Stri
         if record.opcode == MemcpyHtoD::INFO.opcode {
             let op = MemcpyHtoD::get(&mut reader).unwrap();
             let HostIn::Range(range) = op.src else { panic!("inline") };
-            let Source::Mapped(mapped) = client.source(record.seq, 0, range).unwrap() else {
-                panic!("not mapped")
-            };
             let mut bytes = Vec::new();
-            for (at, len) in mapped.runs() {
-                // SAFETY: a mapped run, not written by anybody now.
-                bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(at.as_ptr(), *len) });
+            match client.source(record.seq, 0, range).unwrap() {
+                Source::Mapped(mapped) => {
+                    for (at, len) in mapped.runs() {
+                        // SAFETY: a mapped run, not written by anybody now.
+                        bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(at.as_ptr(), *len) });
+                    }
+                    if behavior == Behavior::Keeps {
+                        kept.lock().unwrap().push(mapped);
+                    }
+                }
+                Source::Incoming(incoming) => match incoming.collect() {
+                    Ok(came) => bytes = came,
+                    Err(e) => break Err(e.reason),
+                },
+                Source::Placed(_) => panic!("no slots"),
             }
             memory.insert(op.dst, bytes);
-            if behavior == Behavior::Keeps {
-                kept.lock().unwrap().push(mapped);
-            }
         } else if record.opcode == MemcpyDtoH::INFO.opcode {
             let op = MemcpyDtoH::get(&mut reader).unwrap();
             let HostOut(range) = op.dst;
-            let Sink::Mapped(mapped) = client.sink(record.seq, 0, range).unwrap() else {
-                panic!("not mapped")
-            };
             let mut rest = &memory[&op.src][..];
-            for (at, len) in mapped.runs() {
-                // SAFETY: a mapped run, not used by anybody else now.
-                unsafe { at.copy_from(std::ptr::NonNull::from(rest).cast(), *len) };
-                rest = &rest[*len..];
+            match client.sink(record.seq, 0, range).unwrap() {
+                Sink::Mapped(mapped) => {
+                    for (at, len) in mapped.runs() {
+                        // SAFETY: a mapped run, not used by anybody else now.
+                        unsafe { at.copy_from(std::ptr::NonNull::from(rest).cast(), *len) };
+                        rest = &rest[*len..];
+                    }
+                }
+                Sink::Outgoing(outgoing) => {
+                    if let Err(e) = outgoing.write(rest) {
+                        break Err(e.reason);
+                    }
+                }
             }
         }
         client.executed(record.seq);
         if record.reply_slot != NO_SLOT {
             client.reply(record.seq, record.reply_slot, Status::SUCCESS, &record.seq.to_le_bytes());
         }
-    };
-    client.close();
-    result
+    }
 }

@@ -26,7 +26,7 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
     fn out(&mut self) -> &mut SendBuffer;
 
     /// Called before records are put into [`out`](Self::out): says what the server should know before it has them.
-    fn before_commands(&mut self) {}
+    fn before_commands(&mut self, _machine: &mut Machine<'_, S>) {}
 
     /// Sends frames, and data that the schedule lets go, as far as the connections take them now. Calls [`Machine::sent`] for data whose source is free again. True: something moved.
     fn send(&mut self, machine: &mut Machine<'_, S>) -> Result<bool, EndReason>;
@@ -65,18 +65,22 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
 /// Runs a session until it ends, and says why it did. Nothing of the transport reaches the client's memory any more when this returns.
 ///
 /// In each turn the relay does what can be done now, and nothing blocks. With nothing to do it polls for a while ([`PollTime`]) and then sleeps on everything together. Because it always
-/// receives while it cannot send, two sides that both have much to send cannot wait for each other.
+/// receives while it cannot send, two sides that both have much to send cannot wait for each other. `lost`: the session begins without a link, because of that.
 pub(in crate::bridge) fn run<S: Schedule, C: Carrier<S>>(
     session: &SessionState,
     mailbox: &Mailbox<S::Memory>,
     mut machine: Machine<'_, S>,
     mut carrier: C,
     poll: PollTime,
+    mut lost: Option<String>,
 ) -> EndReason {
     let end = loop {
-        let end = match work(session, mailbox, &mut machine, &mut carrier, poll) {
-            Ok(never) => match never {},
-            Err(end) => end,
+        let end = match lost.take() {
+            Some(why) => EndReason::Gone(why),
+            None => match work(session, mailbox, &mut machine, &mut carrier, poll) {
+                Ok(never) => match never {},
+                Err(end) => end,
+            },
         };
         let EndReason::Gone(why) = end else { break end };
         // A connection may break before a farewell on another one was read, whose words are the better ones.
@@ -127,7 +131,7 @@ fn work<S: Schedule, C: Carrier<S>>(
             worked = true;
         }
         if machine.has_records() {
-            carrier.before_commands();
+            carrier.before_commands(machine);
         }
         worked |= machine.take_records(carrier.out())?;
         worked |= carrier.send(machine)?;

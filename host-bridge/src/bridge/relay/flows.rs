@@ -22,6 +22,7 @@ use protocol::wire::WireError;
 use zerocopy::FromBytes;
 
 use super::knowledge::{Block, CacheUse, Knowledge};
+use super::ledger::{self, Ledger};
 use super::pace::Pace;
 use super::regions::{ClientMemory, Span};
 use super::{EndReason, Schedule, Upload};
@@ -73,6 +74,11 @@ impl<M> Job<M> {
 
     fn may_send(&self, waits: bool) -> bool {
         self.has_room() && !self.awaits_answer(waits)
+    }
+
+    fn to_note(&self, flow: u64) -> (u64, u32, ledger::Job) {
+        let Job { seq, piece, at, eager, granted, .. } = *self;
+        (seq, piece, ledger::Job { flow, at, eager, granted })
     }
 
     /// Whether the next chunk is eager, and its length.
@@ -194,6 +200,8 @@ pub(in crate::bridge) struct Flows<M> {
     knowledge: Knowledge,
     /// Questions for the server.
     asks: VecDeque<Chunk<M>>,
+    /// Pieces of which more was given out, granted or made eager since that was last noted, if it is.
+    changed: Option<Vec<(u64, u32, ledger::Job)>>,
     /// The flow of the command that is being taken.
     flow: u64,
     /// Connections to spread a piece over.
@@ -212,9 +220,15 @@ impl<M> Flows<M> {
             held: VecDeque::new(),
             unplaced: 0,
             pace: Pace::new(EAGER, eager),
+            changed: None,
             flow: 0,
             connections: connections as u64,
         }
+    }
+
+    /// The same, and what is done is [noted](Schedule::note).
+    pub(in crate::bridge) fn noted(self) -> Flows<M> {
+        Flows { changed: Some(Vec::new()), ..self }
     }
 
     /// Whether there is something that may be sent now.
@@ -263,6 +277,9 @@ impl<M> Flows<M> {
                 carries,
             };
             job.at += len;
+            if let Some(changed) = &mut self.changed {
+                changed.push(job.to_note(number));
+            }
             let over = job.at == job.span.len();
             if let Some(block) = block
                 && (over || job.at.is_multiple_of(CACHE_BLOCK))
@@ -427,12 +444,45 @@ impl<M> Flows<M> {
             if may && self.unplaced + len + FOR_SHORT <= window {
                 self.unplaced += len;
                 job.eager = job.at + len;
+                if let Some(changed) = &mut self.changed {
+                    changed.push(job.to_note(number));
+                }
                 self.turn(number);
             } else {
                 flow.held = true;
                 self.held.push_back(number);
             }
         }
+    }
+}
+
+impl<M: ClientMemory> Flows<M> {
+    /// Goes on with pieces, in the order of their commands, of which another process has given out a part; `unplaced` eager bytes were not placed. The server is not asked whether it has
+    /// them: it may have been.
+    pub(super) fn restore(&mut self, pieces: Vec<(Upload<M>, ledger::Job)>, unplaced: u64) {
+        self.unplaced = unplaced;
+        for (Upload { seq, piece, span, late }, ledger::Job { flow, at, eager, granted }) in pieces {
+            if at == span.len() {
+                continue;
+            }
+            let chunk = self.chunk_of(span.len());
+            self.places.insert((seq, piece), flow);
+            let job = Job { seq, piece, span, at, chunk, eager, late, granted, blocks: Vec::new() };
+            self.flows.entry(flow).or_default().jobs.push_back(job);
+        }
+        let mut flows: Vec<(u64, u64, bool)> = self
+            .flows
+            .iter()
+            .filter_map(|(number, flow)| flow.jobs.front().map(|job| (job.seq, *number, job.has_room())))
+            .collect();
+        flows.sort_unstable();
+        for (_, number, has_room) in flows {
+            if has_room { self.turn(number) } else { self.hold(number) }
+        }
+    }
+
+    fn chunk_of(&self, len: u64) -> u64 {
+        (len / (8 * self.connections)).clamp(MIN_CHUNK, MAX_CHUNK)
     }
 }
 
@@ -458,6 +508,7 @@ impl<M: ClientMemory> Schedule for Flows<M> {
     /// It is decided here once and for all what goes without a grant.
     fn push(&mut self, Upload { seq, piece, span, late }: Upload<M>) -> bool {
         let len = span.len();
+        let chunk = self.chunk_of(len);
         let flow = self.flows.entry(self.flow).or_default();
         let wish = len.min(EAGER_PIECE);
         let at_once = !late && (len <= SHORT || flow.jobs.is_empty());
@@ -465,10 +516,12 @@ impl<M: ClientMemory> Schedule for Flows<M> {
         self.unplaced += eager;
         // The server tells of longer pieces, and of late ones, without being asked.
         let ask = eager == 0 && !late && len <= EAGER_PIECE;
-        let chunk = (len / (8 * self.connections)).clamp(MIN_CHUNK, MAX_CHUNK);
         // What earlier work may still write has no hash yet.
         let blocks = if late { Vec::new() } else { self.knowledge.blocks(seq, piece, len, &self.pace) };
         let job = Job { seq, piece, span, at: 0, chunk, eager, late, granted: 0, blocks };
+        if let Some(changed) = &mut self.changed {
+            changed.push(job.to_note(self.flow));
+        }
         let (first, has_room) = (flow.jobs.is_empty(), job.has_room());
         flow.jobs.push_back(job);
         self.places.insert((seq, piece), self.flow);
@@ -487,11 +540,21 @@ impl<M: ClientMemory> Schedule for Flows<M> {
         let at = flow.jobs.partition_point(|job| (job.seq, job.piece) < (seq, piece));
         let Some(job) = flow.jobs.get_mut(at) else { return Ok(()) };
         job.granted = job.granted.max(upto.min(job.span.len()));
+        if let Some(changed) = &mut self.changed {
+            changed.push(job.to_note(*number));
+        }
         if at == 0 && job.has_room() {
             let number = *number;
             self.turn(number);
         }
         Ok(())
+    }
+
+    fn note(&mut self, ledger: &mut Ledger) {
+        if let Some(changed) = &mut self.changed {
+            changed.drain(..).for_each(|(seq, piece, job)| ledger.job(seq, piece, job));
+            ledger.unplaced(self.unplaced);
+        }
     }
 
     fn frame(&mut self, kind: u32, body: &[u8]) -> Result<bool, EndReason> {
@@ -518,338 +581,4 @@ impl<M: ClientMemory> Schedule for Flows<M> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::tests::TestMemory;
-    use super::*;
-    use std::collections::BTreeMap;
-    use std::time::Duration;
-    use zerocopy::IntoBytes;
-
-    type TestFlows = Flows<TestMemory>;
-
-    fn upload(seq: u64, piece: u32, len: u64, late: bool) -> Upload<TestMemory> {
-        Upload { seq, piece, span: TestMemory::span(len), late }
-    }
-
-    /// Queues a piece for which the server need not be asked.
-    fn push(flows: &mut TestFlows, flow: u64, seq: u64, piece: u32, len: u64) {
-        flows.flow = flow;
-        assert!(!flows.push(upload(seq, piece, len, false)), "command {seq}");
-    }
-
-    fn grant(flows: &mut TestFlows, seq: u64, piece: u32, upto: u64) {
-        flows.grant(DataGrant { seq, piece, reserved: 0, upto }).unwrap();
-    }
-
-    /// Takes chunks as long as there are some; gives the seq, offset and length of each.
-    fn drain(flows: &mut TestFlows) -> Vec<(u64, u64, u64)> {
-        std::iter::from_fn(|| flows.next_chunk()).map(|c| (c.seq, c.at, u64::from(c.len))).collect()
-    }
-
-    #[test]
-    fn chunks_cover_a_piece_once_and_in_order() {
-        for len in [1, MIN_CHUNK, MIN_CHUNK + 1, 7 * MAX_CHUNK + 13, 100 * MAX_CHUNK] {
-            let mut flows = TestFlows::new(4, 0, CacheUse::Never);
-            push(&mut flows, 0, 1, 0, len);
-            let mut at = 0;
-            for step in 1..=4 {
-                grant(&mut flows, 1, 0, len / 4 * step + len % 4);
-                while let Some(chunk) = flows.next_chunk() {
-                    assert_eq!(chunk.at, at);
-                    assert!(u64::from(chunk.len) <= MAX_CHUNK + MAX_CHUNK / 4);
-                    at += u64::from(chunk.len);
-                    assert!(at <= EAGER_PIECE.max(len / 4 * step + len % 4));
-                }
-            }
-            assert_eq!((at, flows.places.len()), (len, 0));
-        }
-    }
-
-    /// Asks about the next blocks; the hash of each is its command's number.
-    fn hash(flows: &mut TestFlows) -> usize {
-        let mut count = 0;
-        while let Some(mut task) = flows.next_to_hash() {
-            task.hash = [task.seq as u8; 32];
-            flows.hashed(task);
-            count += 1;
-        }
-        count
-    }
-
-    fn tell(flows: &mut TestFlows, seq: u64, offset: u64, known: u32) {
-        let known = DataKnown { seq, offset, piece: 0, known };
-        assert!(flows.frame(frame::DATA_KNOWN, known.as_bytes()).unwrap());
-    }
-
-    /// Takes chunks as long as there are some; gives the seq, length and kind of each.
-    fn kinds(flows: &mut TestFlows) -> Vec<(u64, u64, Carries)> {
-        std::iter::from_fn(|| flows.next_chunk()).map(|c| (c.seq, u64::from(c.len), c.carries)).collect()
-    }
-
-    const NEW: Carries = Carries::Bytes { keep: true };
-
-    #[test]
-    fn what_the_server_has_is_not_sent_and_what_is_new_is_not_delayed() {
-        const LEN: u64 = 100_000;
-        let mut flows = TestFlows::new(4, 0, CacheUse::Always);
-        let ask = |seq: u64| (seq, LEN, Carries::Hash([seq as u8; 32]));
-        let send = |flows: &mut TestFlows, seq: u64| {
-            push(flows, 1, seq, 0, LEN);
-            assert_eq!(hash(flows), 1);
-            kinds(flows)
-        };
-        // The first answer is waited for, and those behind one that the server has a block.
-        assert_eq!(send(&mut flows, 1), [ask(1)]);
-        tell(&mut flows, 1, 0, 1);
-        assert_eq!(kinds(&mut flows), [(1, LEN, Carries::Nothing)]);
-        for seq in [2, 3] {
-            assert_eq!(send(&mut flows, seq), [ask(seq)]);
-            tell(&mut flows, seq, 0, 0);
-            assert_eq!(kinds(&mut flows), [(seq, LEN, NEW)]);
-        }
-        // The server does not seem to have what comes.
-        assert_eq!(send(&mut flows, 4), [ask(4), (4, LEN, NEW)]);
-        // It has after all, also what was sent meanwhile. So the next answer is waited for again, but not for ever.
-        tell(&mut flows, 4, 0, 1);
-        assert_eq!(send(&mut flows, 5), [ask(5)]);
-        flows.flow = 2;
-        assert!(!flows.push(upload(6, 0, LEN, false)));
-        assert_eq!((hash(&mut flows), kinds(&mut flows)), (1, vec![ask(6)]));
-        tell(&mut flows, 5, 0, 0);
-        // An answer that it does not have one block lets those go on that wait for others.
-        let sent = kinds(&mut flows);
-        assert!(sent.contains(&(5, LEN, NEW)) && sent.contains(&(6, LEN, NEW)), "{sent:?}");
-        // What the server was not asked about, what it makes up, short and late data.
-        for (seq, offset) in [(6, 0), (99, 0), (6, 17), (u64::MAX, u64::MAX)] {
-            tell(&mut flows, seq, offset, 0);
-        }
-        push(&mut flows, 1, 7, 0, 1000);
-        assert_eq!(
-            (hash(&mut flows), kinds(&mut flows)),
-            (0, vec![(7, 1000, Carries::Bytes { keep: false })])
-        );
-        assert!(!flows.push(upload(8, 0, LEN, true)));
-        assert_eq!(hash(&mut flows), 0);
-        assert!(flows.frame(frame::DATA_KNOWN, &[1, 2, 3]).is_err());
-    }
-
-    #[test]
-    fn a_long_piece_is_named_block_by_block_as_far_as_it_is_granted() {
-        let mut flows = TestFlows::new(4, 0, CacheUse::Always);
-        let len = 20 * CACHE_BLOCK + 1000;
-        push(&mut flows, 1, 1, 0, len);
-        // Not more of it than the server keeps for the bridge.
-        assert_eq!(hash(&mut flows), 8);
-        let asks = kinds(&mut flows);
-        assert!(asks.len() == 8 && asks.iter().all(|(.., carries)| matches!(carries, Carries::Hash(_))));
-        let (mut named, mut bytes, mut at) = (0, 0, 0);
-        for block in 0..=20 {
-            let offset = block * CACHE_BLOCK;
-            tell(&mut flows, 1, offset, u32::from(block % 3 != 0));
-            for upto in [offset + 100_000, offset + CACHE_BLOCK] {
-                grant(&mut flows, 1, 0, upto);
-                while let Some(chunk) = flows.next_chunk() {
-                    let Carries::Hash(_) = chunk.carries else {
-                        assert!(
-                            chunk.at == at && (at..at + u64::from(chunk.len)).end <= offset + CACHE_BLOCK
-                        );
-                        at += u64::from(chunk.len);
-                        let known = chunk.carries == Carries::Nothing;
-                        assert_eq!(known, !(chunk.at / CACHE_BLOCK).is_multiple_of(3), "{chunk:?}");
-                        *(if known { &mut named } else { &mut bytes }) += u64::from(chunk.len);
-                        continue;
-                    };
-                }
-                hash(&mut flows);
-            }
-        }
-        assert_eq!((at, named + bytes), (len, len));
-        assert_eq!(bytes, 7 * CACHE_BLOCK);
-        assert!(flows.flows.is_empty() && flows.places.is_empty() && flows.turns.is_empty());
-    }
-
-    #[test]
-    fn a_stream_without_room_keeps_back_no_other_and_eager_data_is_bounded() {
-        let mut flows = TestFlows::new(4, 0, CacheUse::Never);
-        push(&mut flows, 1, 1, 0, 64 << 20);
-        push(&mut flows, 1, 2, 0, 100);
-        push(&mut flows, 2, 3, 0, 100);
-        flows.flow = 3;
-        assert!(!flows.push(upload(4, 0, 100, true)));
-        let sent = drain(&mut flows);
-        assert!(
-            sent.iter().all(|(seq, at, len)| *seq == 3 || (*seq == 1 && at + len <= EAGER_PIECE)),
-            "{sent:?}"
-        );
-        assert!(sent.contains(&(3, 0, 100)) && !flows.has_chunks());
-        grant(&mut flows, 4, 0, u64::MAX);
-        assert_eq!(drain(&mut flows), [(4, 0, 100)]);
-        // What the server has no place for is not sent without end.
-        flows.flow = 9;
-        let asks: Vec<u64> = (5..500).filter(|seq| flows.push(upload(*seq, 0, EAGER_PIECE, false))).collect();
-        let bytes: u64 = drain(&mut flows).iter().map(|(_, _, len)| len).sum();
-        assert!(bytes <= EAGER, "{bytes}");
-        assert!(asks.len() as u64 >= 495 - EAGER / EAGER_PIECE);
-        let placed =
-            |flows: &mut TestFlows, bytes: u64| flows.frame(frame::DATA_PLACED, &bytes.to_le_bytes());
-        assert!(placed(&mut flows, bytes + EAGER_PIECE + 100).unwrap());
-        assert!(placed(&mut flows, EAGER).is_err() && flows.frame(frame::DATA_PLACED, &[0; 7]).is_err());
-        grant(&mut flows, 1, 0, 64 << 20);
-        asks.iter().for_each(|seq| grant(&mut flows, *seq, 0, EAGER_PIECE));
-        drain(&mut flows);
-        assert_eq!((flows.flows.len(), flows.places.len()), (0, 0));
-    }
-
-    #[test]
-    fn long_data_behind_other_data_of_its_stream_waits_for_its_grant_and_short_data_does_not() {
-        let mut flows = TestFlows::new(4, 0, CacheUse::Never);
-        push(&mut flows, 1, 1, 0, 4 << 20);
-        assert!(flows.push(upload(2, 0, 512 << 10, false)));
-        push(&mut flows, 1, 3, 0, SHORT);
-        // Each of four connections has something of the first eager megabyte.
-        let eager = drain(&mut flows);
-        assert_eq!(eager.iter().map(|(seq, _, len)| (*seq, *len)).collect::<Vec<_>>(), [(1, 256 << 10); 4]);
-        grant(&mut flows, 1, 0, 4 << 20);
-        drain(&mut flows);
-        grant(&mut flows, 2, 0, 512 << 10);
-        assert_eq!(drain(&mut flows).iter().map(|(_, _, len)| len).sum::<u64>(), (512 << 10) + SHORT);
-    }
-
-    #[test]
-    fn streams_take_turns() {
-        let mut flows = TestFlows::new(4, 0, CacheUse::Never);
-        push(&mut flows, 1, 1, 0, 64 << 20);
-        grant(&mut flows, 1, 0, 64 << 20);
-        flows.next_chunk();
-        push(&mut flows, 2, 2, 0, 100);
-        push(&mut flows, 3, 3, 0, 4 << 20);
-        let first: Vec<u64> = (0..4).filter_map(|_| flows.next_chunk()).map(|chunk| chunk.seq).collect();
-        assert_eq!(first, [1, 2, 3, 1]);
-    }
-
-    /// What happens at the other end of a simulated link, or comes back from there.
-    enum Event {
-        Arrives(Chunk<TestMemory>),
-        Acknowledged(Chunk<TestMemory>),
-        Placed(u64),
-        Granted(u64, u64),
-    }
-
-    /// A link of `rate` bytes a second and a round-trip time, and a server that places what arrives and has `room` for each piece. Sends `pieces` pieces of `len` bytes on one stream, 64 MiB of
-    /// them at a time; gives the share of the link that was used.
-    fn share_of_the_link(
-        flows: &mut TestFlows,
-        room: u64,
-        rate: f64,
-        round_trip: Duration,
-        pieces: u64,
-        len: u64,
-    ) -> f64 {
-        let begin = Instant::now();
-        let (mut now, mut free) = (begin, begin);
-        // By when, and in which order they were made.
-        let mut events: BTreeMap<(Instant, usize), Event> = BTreeMap::new();
-        let mut made = 0;
-        let mut at = |events: &mut BTreeMap<_, _>, time, event| {
-            made += 1;
-            events.insert((time, made), event);
-        };
-        let (mut landed, mut placed) = (vec![0; pieces as usize + 1], 0);
-        let (mut left, mut pushed, mut ahead) = (pieces * len, 0, 0);
-        while left > 0 {
-            while pushed < pieces && ahead < 64 << 20 {
-                pushed += 1;
-                ahead += len;
-                push(flows, 1, pushed, 0, len);
-                at(&mut events, now + round_trip, Event::Granted(pushed, room.min(len)));
-            }
-            if free <= now
-                && let Some(chunk) = flows.next_chunk_at(|| now)
-            {
-                free = now + Duration::from_secs_f64(f64::from(chunk.len) / rate);
-                at(&mut events, free + round_trip / 2, Event::Arrives(chunk));
-            }
-            let next = events.first_key_value().map(|((time, _), _)| *time);
-            if free > now && next.is_none_or(|next| next > free) {
-                now = free;
-                continue;
-            }
-            let ((time, _), event) = events.pop_first().expect("the transfer stands still");
-            now = time;
-            let back = time + round_trip / 2;
-            match event {
-                Event::Arrives(chunk) => {
-                    let (seq, bytes) = (chunk.seq, u64::from(chunk.len));
-                    landed[seq as usize] += bytes;
-                    placed += if chunk.eager { bytes } else { 0 };
-                    if placed >= EAGER / 4 {
-                        at(&mut events, back, Event::Placed(std::mem::take(&mut placed)));
-                    }
-                    at(&mut events, back, Event::Granted(seq, (landed[seq as usize] + room).min(len)));
-                    at(&mut events, back, Event::Acknowledged(chunk));
-                    left -= bytes;
-                }
-                Event::Acknowledged(chunk) => {
-                    ahead -= u64::from(chunk.len);
-                    flows.arrived_at(&chunk, || now);
-                }
-                Event::Placed(bytes) => {
-                    assert!(flows.frame(frame::DATA_PLACED, &bytes.to_le_bytes()).unwrap())
-                }
-                Event::Granted(seq, upto) => grant(flows, seq, 0, upto),
-            }
-        }
-        (pieces * len) as f64 / rate / (now - begin).as_secs_f64()
-    }
-
-    #[test]
-    fn one_stream_of_copies_fills_a_long_link() {
-        let far = Duration::from_millis(10);
-        // One copy, and many; 3 GB/s × 10 ms are 30 MB.
-        let fixed =
-            share_of_the_link(&mut TestFlows::new(4, 0, CacheUse::Never), 16 << 20, 3e9, far, 1, 4 << 30);
-        assert!(fixed < 0.6, "{fixed} of the link with the usual window");
-        // However little room the server has at a time.
-        for (room, pieces, len) in [(16 << 20, 1, 4 << 30), (1 << 20, 1, 4 << 30), (16 << 20, 1024, 4 << 20)]
-        {
-            let mut flows = TestFlows::new(4, 128 << 20, CacheUse::Never);
-            let share = share_of_the_link(&mut flows, room, 3e9, far, pieces, len);
-            assert!(share > 0.95, "{share} of the link");
-            assert!(flows.pace.window() < 100 << 20, "{}", flows.pace.window());
-            assert_eq!((flows.flows.len(), flows.places.len()), (0, 0));
-            assert!(flows.held.len() <= 1, "{}", flows.held.len());
-        }
-    }
-
-    #[test]
-    fn a_near_link_sends_long_data_by_grants() {
-        let mut flows = TestFlows::new(4, 128 << 20, CacheUse::Never);
-        let share = share_of_the_link(&mut flows, 16 << 20, 12e9, Duration::from_micros(100), 1, 1 << 30);
-        assert!(share > 0.95 && flows.pace.window() == EAGER, "{share}, {}", flows.pace.window());
-        assert!(flows.held.is_empty());
-    }
-
-    #[test]
-    fn a_stream_that_stands_still_gets_no_more_than_the_window_and_leaves_room_for_short_data() {
-        const LIMIT: u64 = 64 << 20;
-        let mut flows = TestFlows::new(4, LIMIT, CacheUse::Never);
-        share_of_the_link(&mut flows, 16 << 20, 10e9, Duration::from_millis(30), 1, 2 << 30);
-        assert_eq!(flows.pace.window(), LIMIT);
-        let before = flows.unplaced;
-        push(&mut flows, 1, 7, 0, 1 << 30);
-        let sent: u64 = drain(&mut flows).iter().map(|(_, _, len)| len).sum();
-        assert!(
-            sent + before <= LIMIT - FOR_SHORT && sent + before + MAX_CHUNK > LIMIT - FOR_SHORT,
-            "{sent}"
-        );
-        push(&mut flows, 2, 8, 0, 100);
-        assert_eq!(drain(&mut flows), [(8, 0, 100)]);
-        // Late data goes by grants alone.
-        flows.flow = 3;
-        assert!(flows.frame(frame::DATA_PLACED, &sent.to_le_bytes()).unwrap());
-        drain(&mut flows);
-        assert!(!flows.push(upload(9, 0, 1 << 30, true)));
-        assert!(flows.frame(frame::DATA_PLACED, &flows.unplaced.to_le_bytes()).unwrap());
-        assert!(drain(&mut flows).iter().all(|(seq, ..)| *seq == 7));
-    }
-}
+mod tests;

@@ -7,19 +7,20 @@ use std::time::{Duration, Instant};
 
 use protocol::Status;
 use protocol::channel::{
-    Consumer, Header, MAX_PAYLOAD, MAX_RECORD, NO_SLOT, Position, RECORD_HEADER, Record,
+    Completed, Consumer, Header, MAX_PAYLOAD, MAX_RECORD, NO_SLOT, Position, RECORD_HEADER, Record,
 };
 use protocol::data::{DataUse, Place};
 use protocol::handle::{ContextId, StreamId};
 use protocol::link::{
-    ARENA_KEY, DataAsk, DataGrant, DataSent, ProgressUpdate, Received, RegionKey, ReplyHeader, frame,
-    progress,
+    ARENA_KEY, DataAsk, DataGrant, DataHeader, DataSent, ProgressUpdate, Received, RegionKey, ReplyHeader,
+    frame, progress,
 };
 use protocol::ops::{self, Class};
 use protocol::trace::Stage;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::downloads::Downloads;
+use super::ledger::{Framed, Ledger};
 use super::mailbox::{Mailbox, Message};
 use super::regions::{Regions, Span};
 use super::unsent::Unsent;
@@ -36,26 +37,33 @@ const BULK: u64 = 256 << 10;
 
 /// The state of a relayed session. All its methods return at once; an error ends the session.
 pub(in crate::bridge) struct Machine<'c, S: Schedule> {
-    session: &'c SessionState,
-    consumer: Consumer<'c>,
-    regions: Regions<S::Memory>,
-    schedule: S,
-    unsent: Unsent,
-    downloads: Downloads<S::Memory>,
+    pub(super) session: &'c SessionState,
+    pub(super) consumer: Consumer<'c>,
+    pub(super) regions: Regions<S::Memory>,
+    pub(super) schedule: S,
+    pub(super) unsent: Unsent,
+    pub(super) downloads: Downloads<S::Memory>,
+    /// For another process that takes this one's place.
+    pub(super) ledger: Option<Ledger>,
     reader: FrameReader,
     /// The server has sent this command's data. Until it is all here no further frame is taken, for what comes behind may depend on it.
     settling: Option<DataSent>,
     /// For each reply slot the seq of the command that awaits an answer there; 0: none.
-    waiting: Vec<u64>,
+    pub(super) waiting: Vec<u64>,
     /// Bytes of records that the server has not taken, where it says what it takes.
     untaken: u64,
     /// Where the ring was read to when the control stream was so long. What the server has received leaves the ring.
-    forwarded: VecDeque<(u64, Position)>,
-    /// Bytes of the control stream that have come.
-    control_received: u64,
+    pub(super) forwarded: VecDeque<(u64, Position)>,
+    /// What stands in frames that are finished.
+    pub(super) framed: Position,
+    /// Bytes of the control stream that have come, and of frames that were acted on.
+    pub(super) control_received: u64,
+    pub(super) processed: u64,
+    /// The next frame may have been acted on by another process.
+    pub(super) again: bool,
     /// What the server says that it has received, as far as its carrier has not asked.
     acknowledged: Vec<Received>,
-    last_seq: u64,
+    pub(super) last_seq: u64,
     taken_bytes: u64,
     released: u64,
     /// All data of a command was sent since `released` was last published.
@@ -85,12 +93,16 @@ impl<'c, S: Schedule> Machine<'c, S> {
             schedule,
             unsent: Unsent::default(),
             downloads: Downloads::new(),
+            ledger: None,
             reader: FrameReader::new(),
             settling: None,
             waiting: vec![0; view.geometry().slot_count],
             untaken: 0,
             forwarded: VecDeque::new(),
+            framed: Position::default(),
             control_received: 0,
+            processed: 0,
+            again: false,
             acknowledged: Vec::new(),
             last_seq: 0,
             taken_bytes: 0,
@@ -103,6 +115,34 @@ impl<'c, S: Schedule> Machine<'c, S> {
             body: Vec::with_capacity(MAX_RECORD),
             uses: Vec::new(),
         }
+    }
+
+    /// Has all that is done noted for another process. To be called before anything is.
+    pub(in crate::bridge) fn note_in(&mut self, ledger: Ledger) {
+        self.ledger = Some(ledger);
+    }
+
+    /// Notes what has been done. Called before anybody sees it, except for answers and progress.
+    pub(in crate::bridge) fn commit(&mut self) {
+        if let Some(ledger) = &mut self.ledger {
+            self.schedule.note(ledger);
+            ledger.commit();
+        }
+    }
+
+    /// The process ends when it has written so many more words into its ledger.
+    #[cfg(test)]
+    pub(super) fn end_after(&self, words: Option<u64>) {
+        self.ledger.as_ref().unwrap().end_after(words);
+    }
+
+    /// Appends a short frame to the control stream. False: there is no room for it now.
+    pub(in crate::bridge) fn frame(&mut self, out: &mut SendBuffer, kind: u32, body: &[u8]) -> bool {
+        let room = self.ledger.as_ref().is_none_or(Ledger::has_room_for_frame);
+        if room {
+            short_frame(&mut self.ledger, out, kind, body);
+        }
+        room
     }
 
     /// What may be sent now.
@@ -159,6 +199,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
             && S::COMMANDS_AHEAD.is_none_or(|most| self.untaken < most)
             && self.unsent.commands() < MAX_UNDER_WAY
             && self.downloads.commands() < MAX_UNDER_WAY
+            && self.ledger.as_ref().is_none_or(Ledger::has_room)
     }
 
     /// Takes records off the ring and appends them to `out`, as many as limits allow. True: there was one.
@@ -168,9 +209,13 @@ impl<'c, S: Schedule> Machine<'c, S> {
         // Also behind a record that is refused: the farewell must not land inside a frame.
         if let Some(commands) = commands {
             out.finish(commands);
+            if let Some(ledger) = &mut self.ledger {
+                ledger.frame(out.appended(), Framed::Commands(self.framed));
+            }
         }
         let worked = taken?;
         if worked {
+            self.commit();
             if S::ACKNOWLEDGED {
                 self.forwarded.push_back((out.appended(), self.consumer.position()));
             } else {
@@ -201,6 +246,10 @@ impl<'c, S: Schedule> Machine<'c, S> {
     }
 
     fn records_arrived(&mut self, upto: u64) {
+        if let Some(ledger) = &mut self.ledger {
+            ledger.frames_arrived(upto);
+            self.commit();
+        }
         let mut passed = None;
         while let Some((end, position)) = self.forwarded.front()
             && *end <= upto
@@ -243,6 +292,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
             let size = RECORD_HEADER + self.body.len();
             out.end().extend_from_slice(&record.to_bytes(size as u32));
             out.end().extend_from_slice(&self.body);
+            self.framed = self.consumer.position();
             self.last_seq = record.seq;
             self.taken_bytes += size as u64;
             self.untaken += size as u64;
@@ -279,7 +329,19 @@ impl<'c, S: Schedule> Machine<'c, S> {
                 None => {
                     return Err(wrong(&format_args!("names reply slot {reply_slot}, which does not exist")));
                 }
-                Some(awaited @ 0) => *awaited = seq,
+                Some(awaited @ 0) => {
+                    *awaited = seq;
+                    if let Some(ledger) = &mut self.ledger {
+                        ledger.awaits(reply_slot, seq);
+                    }
+                }
+                Some(other) if self.again && self.session.was_completed(reply_slot, *other) => {
+                    // The process before had given that answer, and not noted it.
+                    *other = seq;
+                    if let Some(ledger) = &mut self.ledger {
+                        ledger.awaits(reply_slot, seq);
+                    }
+                }
                 Some(other) => {
                     return Err(wrong(&format_args!(
                         "names reply slot {reply_slot}, where command {other} awaits its answer"
@@ -294,11 +356,15 @@ impl<'c, S: Schedule> Machine<'c, S> {
         self.uses.clear();
         let uses = &mut self.uses;
         (info.visit_data)(&self.body, &mut |data| uses.push(data)).map_err(undecodable)?;
-        let mut first = |kind, body: &[u8]| {
+        let framed = self.framed;
+        let mut first = |ledger: &mut Option<Ledger>, kind, body: &[u8]| {
             if let Some(commands) = commands.take() {
                 out.finish(commands);
+                if let Some(ledger) = ledger {
+                    ledger.frame(out.appended(), Framed::Commands(framed));
+                }
             }
-            out.frame(kind, body);
+            short_frame(ledger, out, kind, body);
         };
         for (piece, data) in self.uses.iter().enumerate() {
             let (range, write, late) = match *data {
@@ -320,13 +386,19 @@ impl<'c, S: Schedule> Machine<'c, S> {
                         Place::Region(id) => id,
                     };
                     let key = RegionKey { address: key.address, size: key.size, region, key: key.key };
-                    first(frame::REGION_KEY, key.as_bytes());
+                    first(&mut self.ledger, frame::REGION_KEY, key.as_bytes());
                 }
                 self.downloads.expect(seq, piece, span);
+                if let Some(ledger) = &mut self.ledger {
+                    ledger.download(seq, piece, range);
+                }
             } else if span.len() > 0 {
                 self.unsent.add(seq, span.len());
+                if let Some(ledger) = &mut self.ledger {
+                    ledger.upload(seq, piece, range, late);
+                }
                 if self.schedule.push(Upload { seq, piece, span, late }) {
-                    first(frame::DATA_ASK, DataAsk { seq, piece, reserved: 0 }.as_bytes());
+                    first(&mut self.ledger, frame::DATA_ASK, DataAsk { seq, piece, reserved: 0 }.as_bytes());
                 }
             }
         }
@@ -337,7 +409,39 @@ impl<'c, S: Schedule> Machine<'c, S> {
 
     /// `len` bytes of command `seq`'s `In` data are with the server, and their source is the client's again.
     pub(in crate::bridge) fn sent(&mut self, seq: u64, len: u64) {
-        self.completed |= self.unsent.sent(seq, len);
+        let complete = self.unsent.sent(seq, len);
+        self.completed |= complete;
+        if let (true, Some(ledger)) = (complete, &mut self.ledger) {
+            ledger.uploaded(seq);
+        }
+    }
+
+    /// Whether data connection `lane` may have another chunk under way. There is more room for acknowledgements than for data.
+    pub(in crate::bridge) fn lane_has_room(&self, lane: usize, data: bool) -> bool {
+        self.ledger.as_ref().is_none_or(|ledger| ledger.lane_has_room(lane, data))
+    }
+
+    /// What has this header, and perhaps a hash behind it, is about to be sent on data connection `lane`.
+    pub(in crate::bridge) fn sending(&mut self, lane: usize, header: &DataHeader, hash: Option<&[u8; 32]>) {
+        if let Some(ledger) = &mut self.ledger {
+            ledger.sending(lane, header, hash);
+            self.commit();
+        }
+    }
+
+    /// The server has what was sent first on data connection `lane` of what it had not, `len` bytes of the stream.
+    pub(in crate::bridge) fn arrived(&mut self, lane: usize, len: u64) {
+        if let Some(ledger) = &mut self.ledger {
+            ledger.arrived(lane, len);
+        }
+    }
+
+    /// A whole chunk of `len` bytes of command `seq` has come on data connection `lane`, of whose stream that are the first `end` bytes.
+    pub(in crate::bridge) fn chunk_came(&mut self, lane: usize, end: u64, seq: u64, len: u64) {
+        if let Some(ledger) = &mut self.ledger {
+            ledger.chunk_came(lane, end, seq, len);
+            self.commit();
+        }
     }
 
     /// Where `len` bytes from `offset` of a piece of `Out` data go.
@@ -377,6 +481,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
         if released <= self.released {
             return;
         }
+        self.commit();
         self.released = released;
         self.session.channel.view.progress().set_released(released);
         if self.session.header().progress_sleep.take() {
@@ -399,9 +504,16 @@ impl<'c, S: Schedule> Machine<'c, S> {
         std::mem::take(&mut self.reader)
     }
 
-    /// Bytes of the control stream that have come since the session began.
-    pub(in crate::bridge) fn control_received(&self) -> u64 {
-        self.control_received
+    /// Bytes of the control stream whose frames were acted on since the session began. What has come beyond that is not acknowledged, because another process would not know of it.
+    pub(in crate::bridge) fn control_taken(&self) -> u64 {
+        self.processed
+    }
+
+    /// The control stream goes on behind the frames that were acted on, over a new connection. Gives its bytes up to there.
+    pub(in crate::bridge) fn restart_frames(&mut self) -> u64 {
+        (self.reader, self.settling) = (FrameReader::new(), None);
+        self.control_received = self.processed;
+        self.processed
     }
 
     /// What the server says that it has received, since the last call.
@@ -435,19 +547,31 @@ impl<'c, S: Schedule> Machine<'c, S> {
                     break;
                 }
                 self.settling = None;
+                if let Some(ledger) = &mut self.ledger {
+                    ledger.downloaded(seq);
+                }
+                self.frame_taken();
             }
             let next = self.reader.next_frame().map_err(|e| EndReason::Server(e.to_string()))?;
             let Some((kind, body)) = next else { break };
             session.counters.frames_received.add(1);
+            let again = std::mem::take(&mut self.again);
             match kind {
-                frame::REPLY => reply(session, &mut self.waiting, body, &mut waker)?,
+                frame::REPLY => {
+                    let slot =
+                        reply(session, &mut self.waiting, body, &mut waker, again.then_some(&self.consumer))?;
+                    if let (Some(slot), Some(ledger)) = (slot, &mut self.ledger) {
+                        ledger.awaits(slot, 0);
+                    }
+                }
                 frame::PROGRESS => {
-                    each(body, "a frame of progress", |update| publish(session, update))?;
+                    each(body, "a frame of progress", |update| publish(session, update, again))?;
                     published = true;
                 }
                 frame::DATA_SENT => {
                     let (sent, _) = split_struct(body).map_err(|e| EndReason::Server(e.to_string()))?;
                     self.settling = Some(sent);
+                    continue;
                 }
                 frame::DATA_GRANT => {
                     each(body, "a frame of grants", |grant: DataGrant| self.schedule.grant(grant))?;
@@ -475,11 +599,21 @@ impl<'c, S: Schedule> Machine<'c, S> {
                     }
                 }
             }
+            self.frame_taken();
         }
         if published && session.header().progress_sleep.take() {
             waker.wake(Header::PROGRESS_SLEEP_OFFSET);
         }
         Ok(())
+    }
+
+    /// The last frame that was read has been acted on.
+    fn frame_taken(&mut self) {
+        self.processed = self.control_received - self.reader.buffered() as u64;
+        if let Some(ledger) = &mut self.ledger {
+            ledger.control_in(self.processed);
+            self.commit();
+        }
     }
 
     // Whether the server is there.
@@ -515,11 +649,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
             return Ok(false);
         }
         self.asked = now;
-        let room = out.has_room();
-        if room {
-            out.frame(frame::ALIVE, &[]);
-        }
-        Ok(room)
+        Ok(out.has_room() && self.frame(out, frame::ALIVE, &[]))
     }
 
     /// How long nothing needs to be done unless something happens. `None`: for ever.
@@ -533,6 +663,15 @@ impl<'c, S: Schedule> Machine<'c, S> {
         if !awaited {
             self.heard = now;
         }
+    }
+}
+
+fn short_frame(ledger: &mut Option<Ledger>, out: &mut SendBuffer, kind: u32, body: &[u8]) {
+    out.frame(kind, body);
+    if let Some(ledger) = ledger {
+        let mut words = [0; 24];
+        words[..body.len()].copy_from_slice(body);
+        ledger.frame(out.appended(), Framed::Short(kind, body.len(), words));
     }
 }
 
@@ -554,17 +693,26 @@ fn each<T: FromBytes + Immutable>(
     Ok(())
 }
 
+/// Gives an answer to its client. `again`: another process may have given it, and the ring tells what the client has done since. Gives the slot, unless another answer is awaited there.
 fn reply(
     session: &SessionState,
     waiting: &mut [u64],
     body: &[u8],
     waker: &mut Waker<'_>,
-) -> Result<(), EndReason> {
+    again: Option<&Consumer<'_>>,
+) -> Result<Option<u16>, EndReason> {
     let (header, payload) =
         split_struct::<ReplyHeader>(body).map_err(|e| EndReason::Server(e.to_string()))?;
     let ReplyHeader { seq, slot, status } = header;
-    let awaited = waiting.get_mut(slot as usize).filter(|awaited| **awaited == seq && seq != 0);
     let view = &session.channel.view;
+    let awaited = waiting.get_mut(slot as usize);
+    if again.is_some()
+        && awaited.as_ref().is_some_and(|awaited| **awaited != seq)
+        && session.was_completed(slot as u16, seq)
+    {
+        return Ok(None);
+    }
+    let awaited = awaited.filter(|awaited| **awaited == seq && seq != 0);
     let (Some(awaited), Some(reply_slot)) =
         (awaited, u16::try_from(slot).ok().and_then(|slot| view.slot(slot)))
     else {
@@ -582,13 +730,37 @@ fn reply(
     session.counters.replies.add(1);
     session.counters.copied_bytes.add(payload.len() as u64);
     session.trace.note(Stage::Delivered, seq, 0);
-    if reply_slot.complete(seq, Status(status), payload) {
+    let given = again.map_or(Completed::No, |_| reply_slot.was_completed(seq));
+    let given = match (given, again) {
+        (Completed::No, _) | (Completed::Unknown, None) => false,
+        (Completed::Yes, _) => true,
+        (Completed::Unknown, Some(consumer)) => {
+            // Whoever uses the slot again appends a command, and sleeps only after that.
+            let sleeps = reply_slot.sleeps();
+            match names_slot(session, consumer.position(), slot as u16) {
+                true => true,
+                false if sleeps => false,
+                false => {
+                    let what = format!("it is not known whether command {seq} was answered");
+                    return Err(EndReason::Here(what));
+                }
+            }
+        }
+    };
+    if !given && reply_slot.complete(seq, Status(status), payload) {
         waker.wake(view.geometry().slot_offset(slot as usize) as u64);
     }
-    Ok(())
+    Ok(Some(slot as u16))
 }
 
-fn publish(session: &SessionState, update: ProgressUpdate) -> Result<(), EndReason> {
+/// Whether a command in the ring behind `position` awaits its answer in this slot.
+fn names_slot(session: &SessionState, position: Position, slot: u16) -> bool {
+    let (mut records, mut body) = (session.channel.view.consumer(position), Vec::new());
+    std::iter::from_fn(|| records.take(&mut body).ok().flatten()).any(|record| record.reply_slot == slot)
+}
+
+/// Publishes a word of progress. `again`: another process may have done so.
+fn publish(session: &SessionState, update: ProgressUpdate, again: bool) -> Result<(), EndReason> {
     let area = session.channel.view.progress();
     let wrong = || {
         EndReason::Server(format!(
@@ -607,6 +779,11 @@ fn publish(session: &SessionState, update: ProgressUpdate) -> Result<(), EndReas
             let word = area.error(ContextId(context)).ok_or_else(wrong)?;
             match u32::try_from(update.value).map_err(|_| wrong())? {
                 0 => word.clear(),
+                _ if again && word.may_have_been_taken(update.seq) => {
+                    let what =
+                        format!("it is not known whether the error of command {} was told", update.seq);
+                    return Err(EndReason::Here(what));
+                }
                 status => word.set(Status(status), sticky, update.seq),
             }
         }

@@ -12,21 +12,25 @@
 //!
 //! In reading order:
 //! - [`machine`]: records, frames, replies, progress, whether the server is there;
-//! - [`regions`]: the memory that records may name; [`unsent`] and [`downloads`]: data under way to the server and from it;
+//! - [`regions`]: the memory that records may name; [`unsent`] and [`downloads`]: data under way to the server and from it; [`sent`]: what goes on a data connection;
 //! - [`flows`], [`slots`]: the two schedules; [`pace`]: how much should be on its way; [`knowledge`]: what the server has already;
 //! - [`carrier`]: what a transport must do, and the loop that has it do so;
-//! - [`handle`], [`mailbox`]: the relay as other threads see it.
+//! - [`handle`], [`mailbox`]: the relay as other threads see it;
+//! - [`ledger`], [`succession`]: how another process goes on where this one ended.
 
 mod carrier;
 mod downloads;
 mod flows;
 mod handle;
 mod knowledge;
+mod ledger;
 mod machine;
 mod mailbox;
 mod pace;
 mod regions;
+mod sent;
 mod slots;
+mod succession;
 #[cfg(test)]
 mod survival_tests;
 #[cfg(test)]
@@ -38,13 +42,16 @@ use protocol::ops::OpInfo;
 use protocol::wire::WireError;
 
 pub(super) use self::carrier::{Carrier, Wakeups, run};
-pub(super) use self::flows::{Carries, Chunk, Flows, ToHash};
+pub(super) use self::flows::{Carries, Flows, ToHash};
 pub(super) use self::handle::RelayHandle;
 pub use self::knowledge::CacheUse;
+pub(super) use self::ledger::{Ledger, file as ledger_file};
 pub(super) use self::machine::{Machine, untrue};
 pub(super) use self::mailbox::Mailbox;
 pub(super) use self::regions::{ClientMemory, MemoryKey, Span};
+pub(super) use self::sent::Sent;
 pub(super) use self::slots::Slots;
+pub(super) use self::succession::{Restored, RestoredLane};
 
 /// Why a relay ended.
 #[derive(Debug)]
@@ -113,6 +120,9 @@ pub(super) trait Schedule {
 
     /// The server has room for a part of a piece. The command and the piece are the server's words and may not exist.
     fn grant(&mut self, grant: DataGrant) -> Result<(), EndReason>;
+
+    /// Has a ledger note what has been done since the last call.
+    fn note(&mut self, _ledger: &mut Ledger) {}
 
     /// Acts on a frame of a kind that only this schedule knows. `Ok(false)`: it does not know it.
     fn frame(&mut self, kind: u32, body: &[u8]) -> Result<bool, EndReason>;

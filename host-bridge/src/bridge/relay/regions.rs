@@ -95,6 +95,11 @@ impl<M: ClientMemory> Regions<M> {
         Regions { arena, known: HashMap::new(), leaving: VecDeque::new(), draining: Vec::new() }
     }
 
+    /// A region that was registered with another process.
+    pub(super) fn restore(&mut self, id: u32, region: M) {
+        self.known.insert(id, Arc::new(region));
+    }
+
     pub(super) fn register(&mut self, id: u32, region: M, done: Done) {
         self.known.insert(id, Arc::new(region));
         // The caller may have given up waiting.

@@ -4,9 +4,13 @@
 //! the order that a seed says. What must hold: every command arrives once, unchanged and in order; so does every answer; no byte of data is wrong, missing or written twice; nothing is read from the
 //! client's memory after it was released; and the session comes to its end, with nothing kept.
 //!
+//! The bridge's process ends again and again as well, between any two words that it writes into its [ledger](super::ledger), and another one goes on from there: with the client's memory and
+//! the ledger, and nothing else.
+//!
 //! `RGPU_SURVIVAL_CUTS=1000000 cargo test -p rgpu-host-bridge survival -- --nocapture` runs until so many cuts were made.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
@@ -21,8 +25,9 @@ use protocol::ops::stream::{StreamMark, StreamSynchronize};
 use protocol::ops::{self, Op};
 use zerocopy::{FromZeros, IntoBytes};
 
+use super::ledger::{self, Ended, Ledger};
 use super::tests::{Random, TestMemory, producer, push, session};
-use super::{CacheUse, Carries, Chunk, Flows, Machine, ToHash};
+use super::{CacheUse, Carries, EndReason, Flows, Machine, Sent, ToHash};
 use crate::bridge::state::SessionState;
 use crate::endpoint::cache::tests::Memory;
 use crate::endpoint::cache::{BlockCache, Blocks};
@@ -30,6 +35,8 @@ use crate::endpoint::incoming::{Bridge, ChunkReader, Grants, Inbox, Landing};
 use crate::endpoint::stream::{Records, put_executed, put_reply};
 use crate::framing::{FrameReader, SendBuffer, split_struct};
 use crate::journal::{Journal, Piece};
+
+mod succession;
 
 /// Data connections.
 const DATA: usize = 2;
@@ -47,21 +54,7 @@ fn bytes(seq: u64, offset: u64, len: usize) -> Vec<u8> {
     (offset..offset + len as u64).map(|offset| byte(seq, offset)).collect()
 }
 
-/// What goes to the server on a data connection.
-#[derive(Clone)]
-enum Outbound {
-    Chunk(Chunk<TestMemory>),
-    Received(u64),
-}
-
-impl Piece for Outbound {
-    fn stream_len(&self) -> u64 {
-        match self {
-            Outbound::Chunk(chunk) => chunk.stream_len(),
-            Outbound::Received(_) => HEADER as u64,
-        }
-    }
-}
+type Outbound = Sent<TestMemory>;
 
 /// The bytes of a stream that are under way, in one direction.
 #[derive(Default)]
@@ -84,10 +77,12 @@ struct NearData {
     /// What is being sent, and how much of it was.
     sending: Option<(Outbound, u64)>,
     received: u64,
+    /// How much of that is whole chunks.
+    whole: u64,
     told: u64,
     header: Vec<u8>,
-    /// The chunk that comes: its command, the offset of its next byte, and how many are left.
-    chunk: Option<(u64, u32, u64, usize)>,
+    /// The chunk that comes: its command, the offset of its next byte, how many are left, and its length.
+    chunk: Option<(u64, u32, u64, usize, u64)>,
 }
 
 /// The same, the endpoint's end.
@@ -191,6 +186,9 @@ enum ToSend {
 
 struct Model<'c> {
     session: &'c SessionState,
+    /// Where the ledger is.
+    file: OwnedFd,
+    cache: CacheUse,
     producer: Producer<'c>,
     machine: Machine<'c, Flows<TestMemory>>,
     out: SendBuffer,
@@ -213,15 +211,25 @@ struct Model<'c> {
     awaited: u64,
     random: Random,
     cuts: u64,
+    /// How often another process has gone on.
+    crashes: u64,
+    /// How often one has found that it cannot say whether the client has got something.
+    unknown: bool,
     /// The link is cut when so many more bytes were delivered.
     cut_in: Option<u64>,
 }
 
+fn arena() -> Option<TestMemory> {
+    Some(TestMemory::new(64 << 20, false))
+}
+
 impl<'c> Model<'c> {
     fn new(session: &'c SessionState, seed: u64) -> Model<'c> {
-        let arena = Some(TestMemory::new(64 << 20, false));
+        let file = ledger::file().unwrap();
         let cache = if seed.is_multiple_of(2) { CacheUse::Always } else { CacheUse::Never };
-        let machine = Machine::new(session, arena, Flows::new(DATA, 0, cache), Duration::from_secs(60));
+        let schedule = Flows::new(DATA, 0, cache).noted();
+        let mut machine = Machine::new(session, arena(), schedule, Duration::from_secs(60));
+        machine.note_in(Ledger::begin(&file, DATA).unwrap());
         let (inbox, blocks) = (Inbox::new(0), Blocks::new());
         inbox.knows(Arc::clone(&blocks));
         let said = Arc::new(Told::default());
@@ -247,6 +255,8 @@ impl<'c> Model<'c> {
         };
         Model {
             session,
+            file,
+            cache,
             producer: producer(session),
             machine,
             out: SendBuffer::keeping(),
@@ -265,6 +275,8 @@ impl<'c> Model<'c> {
             awaited: 0,
             random: Random(seed),
             cuts: 0,
+            crashes: 0,
+            unknown: false,
             cut_in: None,
         }
     }
@@ -322,13 +334,14 @@ impl<'c> Model<'c> {
     /// The bridge hands bytes of stream `number` to its connection.
     fn send_there(&mut self, number: usize) -> bool {
         let Some(index) = number.checked_sub(1) else {
-            let untold = self.machine.control_received() - self.told;
+            let untold = self.machine.control_taken() - self.told;
             // Acknowledgements of acknowledgements would never end.
             if untold > 200 && self.random.below(3) == 0 {
                 self.told += untold;
                 let received = Received { stream: 0, reserved: 0, bytes: self.told };
-                self.out.frame(frame::RECEIVED, received.as_bytes());
+                assert!(self.machine.frame(&mut self.out, frame::RECEIVED, received.as_bytes()));
             }
+            self.machine.commit();
             let n = self.some(self.out.unsent().len());
             self.there[0].send(&self.out.unsent()[..n]);
             self.out.advance(n);
@@ -349,27 +362,27 @@ impl<'c> Model<'c> {
         let data = &mut self.data[index];
         if data.sending.is_none() {
             if data.journal.next().is_none() {
-                if data.received > data.told + 200 && self.random.below(2) == 0 {
-                    data.told = data.received;
-                    data.journal.push(Outbound::Received(data.received));
+                if data.whole > data.told + 200 && self.random.below(2) == 0 {
+                    data.told = data.whole;
+                    let what = Outbound::received(data.whole);
+                    self.machine.sending(index, &what.header(), None);
+                    data.journal.push(what);
                 } else if let Some(chunk) = self.machine.schedule().next_chunk() {
                     self.known += if chunk.carries == Carries::Nothing { chunk.len.into() } else { 0 };
-                    data.journal.push(Outbound::Chunk(chunk));
+                    let what = Outbound::Chunk(chunk);
+                    self.machine.sending(index, &what.header(), what.hash());
+                    data.journal.push(what);
                 }
             }
             data.sending = data.journal.take();
         }
         let Some((what, sent)) = data.sending.take() else { return hashed };
-        let (header, hash) = match &what {
-            Outbound::Received(bytes) => (DataHeader { seq: 0, offset: *bytes, piece: 0, len: 0 }, None),
-            Outbound::Chunk(chunk) => {
-                // What was released is the client's: it may hold anything now.
-                let gone = self.session.channel.view.progress().released() >= chunk.seq;
-                assert!(!gone || chunk.sends() == 0, "command {} is sent after it was released", chunk.seq);
-                let hash = if let Carries::Hash(hash) = chunk.carries { Some(hash) } else { None };
-                (chunk.header(), hash)
-            }
-        };
+        let (header, hash) = (what.header(), what.hash().copied());
+        if let Outbound::Chunk(chunk) = &what {
+            // What was released is the client's: it may hold anything now.
+            let gone = self.session.channel.view.progress().released() >= chunk.seq;
+            assert!(!gone || chunk.sends() == 0, "command {} is sent after it was released", chunk.seq);
+        }
         let whole = what.stream_len() as usize;
         let head = [header.as_bytes(), hash.as_ref().map_or(&[][..], |hash| hash)].concat();
         let (at, left) = (sent as usize, whole - sent as usize);
@@ -521,7 +534,7 @@ impl<'c> Model<'c> {
         };
         while !rest.is_empty() {
             let data = &mut self.data[index];
-            let Some((seq, piece, offset, left)) = data.chunk.take() else {
+            let Some((seq, piece, offset, left, len)) = data.chunk.take() else {
                 let more = (HEADER - data.header.len()).min(rest.len());
                 data.header.extend_from_slice(&rest[..more]);
                 rest = &rest[more..];
@@ -531,7 +544,7 @@ impl<'c> Model<'c> {
                     header.as_mut_bytes().copy_from_slice(&std::mem::take(&mut data.header));
                     let DataHeader { seq, offset, piece, len } = header;
                     self.machine.target(seq, piece, offset, len.into()).unwrap();
-                    data.chunk = Some((seq, piece, offset, len as usize));
+                    data.chunk = Some((seq, piece, offset, len as usize, len.into()));
                 }
                 continue;
             };
@@ -540,30 +553,38 @@ impl<'c> Model<'c> {
             for (i, came) in rest[..now].iter().enumerate() {
                 let at = offset + i as u64;
                 assert_eq!(*came, byte(seq, at), "byte {at} of command {seq} to the client");
-                assert!(
-                    !std::mem::replace(&mut written[at as usize], true),
-                    "byte {at} of command {seq} twice"
-                );
+                let twice = std::mem::replace(&mut written[at as usize], true);
+                // Another process may have written the chunk that comes.
+                assert!(!twice || self.crashes > 0, "byte {at} of command {seq} twice");
             }
             rest = &rest[now..];
             data.received += now as u64;
-            if now < left {
-                data.chunk = Some((seq, piece, offset + now as u64, left - now));
-            }
             self.machine.received(seq, now as u64).unwrap();
+            if now < left {
+                data.chunk = Some((seq, piece, offset + now as u64, left - now, len));
+            } else {
+                data.whole = data.received;
+                self.machine.chunk_came(index, data.received, seq, len);
+            }
         }
         self.near_frames();
         n > 0
     }
 
     fn near_frames(&mut self) {
-        self.machine.take_frames().unwrap();
+        match self.machine.take_frames() {
+            Err(EndReason::Here(what)) if self.crashes > 0 && what.starts_with("it is not known whether") => {
+                self.unknown = true;
+                std::panic::resume_unwind(Box::new(Ended));
+            }
+            taken => taken.unwrap(),
+        }
         for Received { stream, bytes, .. } in self.machine.take_acknowledged() {
             match (stream as usize).checked_sub(1) {
                 None => self.machine.frames_arrived(&mut self.out, bytes).unwrap(),
                 Some(index) => {
                     let machine = &mut self.machine;
-                    self.data[index].journal.acknowledge(bytes, |what| freed(machine, &what)).unwrap();
+                    self.data[index].journal.acknowledge(bytes, |what| freed(machine, index, &what)).unwrap();
                 }
             }
         }
@@ -652,13 +673,13 @@ impl<'c> Model<'c> {
     fn cut(&mut self) {
         self.cuts += 1;
         self.there.iter_mut().chain(&mut self.back).for_each(|wire| wire.0.clear());
+        self.far.out.resume(self.machine.restart_frames()).unwrap();
         self.machine.frames_resume(&mut self.out, self.far.received).unwrap();
-        self.far.out.resume(self.machine.control_received()).unwrap();
-        (self.told, self.far.told) = (self.machine.control_received(), self.far.received);
-        for (near, far) in self.data.iter_mut().zip(&mut self.far.data) {
+        (self.told, self.far.told) = (self.machine.control_taken(), self.far.received);
+        for (index, (near, far)) in self.data.iter_mut().zip(&mut self.far.data).enumerate() {
             (near.sending, far.sending) = (None, None);
             let machine = &mut self.machine;
-            near.journal.resume(far.received, |what| freed(machine, &what)).unwrap();
+            near.journal.resume(far.received, |what| freed(machine, index, &what)).unwrap();
             far.journal.resume(near.received, drop).unwrap();
             (near.told, far.told) = (near.received, far.received);
         }
@@ -741,7 +762,8 @@ impl<'c> Model<'c> {
 }
 
 /// Nobody has to send it any more.
-fn freed(machine: &mut Machine<'_, Flows<TestMemory>>, what: &Outbound) {
+fn freed(machine: &mut Machine<'_, Flows<TestMemory>>, index: usize, what: &Outbound) {
+    machine.arrived(index, what.stream_len());
     if let Outbound::Chunk(chunk) = what
         && !matches!(chunk.carries, Carries::Hash(_))
     {

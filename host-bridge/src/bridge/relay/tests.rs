@@ -1086,7 +1086,7 @@ fn with_relay<S: TestSchedule>(
             let arena = Some(TestMemory::new(64 << 20, false));
             let machine = Machine::new(session, arena, S::begin(), PATIENCE);
             let poll = PollTime::new(Duration::from_micros(5));
-            *ended.lock().unwrap() = Some(run(session, mailbox, machine, carrier, poll));
+            *ended.lock().unwrap() = Some(run(session, mailbox, machine, carrier, poll, None));
         });
         client(session, mailbox);
         served.join().unwrap()

@@ -1,6 +1,7 @@
 //! The sockets of a session, as its relay uses them.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,9 +16,10 @@ use super::resume::{Interruption, Ticket};
 use super::socket::{Gather, Socket, not_now};
 use crate::bridge::SessionConfig;
 use crate::bridge::connect::Daemon;
-use crate::bridge::relay::{CacheUse, Carrier, EndReason, Flows, Mailbox, ToHash, Wakeups};
+use crate::bridge::relay::{CacheUse, Carrier, EndReason, Flows, Mailbox, RestoredLane, ToHash, Wakeups};
 use crate::bridge::state::{SessionState, thread_name};
 use crate::framing::SendBuffer;
+use crate::stream::Stream;
 
 /// The control connection's number among the descriptors that are watched; the data connections come behind it.
 const CONTROL: usize = 0;
@@ -51,7 +53,43 @@ pub(super) struct TcpCarrier {
 }
 
 impl TcpCarrier {
+    /// The carrier of a session that begins with these connections.
     pub(super) fn new(
+        session: &Arc<SessionState>,
+        mailbox: &Mailbox<SocketMemory>,
+        links: Links,
+        config: &SessionConfig,
+    ) -> Result<TcpCarrier, EndReason> {
+        let mut carrier = TcpCarrier::over(session, mailbox, links, config)?;
+        session.link.stands(&carrier.control);
+        for (index, connection) in carrier.data.iter_mut().enumerate() {
+            open(connection, index, session, mailbox, config, &carrier.wakeups)?;
+        }
+        Ok(carrier)
+    }
+
+    /// The carrier of a session that another process had. `links` are closed: it has to [reconnect](Carrier::reconnect) first, as after any lost link.
+    pub(super) fn restored(
+        session: &Arc<SessionState>,
+        mailbox: &Mailbox<SocketMemory>,
+        links: Links,
+        config: &SessionConfig,
+        Left { out, lanes, generation }: Left,
+    ) -> Result<TcpCarrier, EndReason> {
+        let Some(attempt) = first_attempt(generation) else {
+            return Err(EndReason::Here(format!("{generation} processes have served the program before")));
+        };
+        let mut carrier = TcpCarrier::over(session, mailbox, links, config)?;
+        let restored = |(index, lane)| {
+            let here = |e: std::io::Error| EndReason::Here(e.to_string());
+            Ok(DataConnection::restored(Socket::new(closed().map_err(here)?).map_err(here)?, index, lane))
+        };
+        carrier.data = lanes.into_iter().enumerate().map(restored).collect::<Result<_, EndReason>>()?;
+        (carrier.out, carrier.attempt) = (out, attempt);
+        Ok(carrier)
+    }
+
+    fn over(
         session: &Arc<SessionState>,
         mailbox: &Mailbox<SocketMemory>,
         links: Links,
@@ -61,13 +99,9 @@ impl TcpCarrier {
         let wakeups = Wakeups::new(session, mailbox)?;
         let control = Arc::new(Socket::new(links.control).map_err(here)?);
         wakeups.add(&*control, CONTROL)?;
-        session.link.stands(&control);
-        let mut data = Vec::with_capacity(links.data.len());
-        for (index, stream) in links.data.into_iter().enumerate() {
-            let mut connection = DataConnection::new(Socket::new(stream).map_err(here)?, index);
-            open(&mut connection, index, session, mailbox, config, &wakeups)?;
-            data.push(connection);
-        }
+        let data = links.data.into_iter().enumerate();
+        let data = data.map(|(index, stream)| Ok(DataConnection::new(Socket::new(stream)?, index)));
+        let data = data.collect::<Result<Vec<_>, _>>().map_err(here)?;
         let hasher = match links.ticket.cache(config) {
             CacheUse::Never => None,
             CacheUse::Slow | CacheUse::Always => {
@@ -102,14 +136,15 @@ impl TcpCarrier {
 
     /// Has the server told what has come of the control stream, once that is much, and a little sooner when it is
     /// told something anyway.
-    fn acknowledge(&mut self, machine: &Machine<'_>) {
-        let received = machine.control_received();
+    fn acknowledge(&mut self, machine: &mut Machine<'_>) {
+        let received = machine.control_taken();
         let untold = received - self.told;
         let enough = if self.out.is_empty() { ACKNOWLEDGE_CONTROL } else { ACKNOWLEDGE_CONTROL / 8 };
         if untold >= enough {
-            self.told = received;
-            let received = Received { stream: 0, reserved: 0, bytes: received };
-            self.out.frame(frame::RECEIVED, received.as_bytes());
+            let frame = Received { stream: 0, reserved: 0, bytes: received };
+            if machine.frame(&mut self.out, frame::RECEIVED, frame.as_bytes()) {
+                self.told = received;
+            }
         }
     }
 
@@ -214,6 +249,26 @@ impl TcpCarrier {
     }
 }
 
+/// What of a session's streams another process has left.
+pub(super) struct Left {
+    /// The control stream to the server.
+    pub(super) out: SendBuffer,
+    pub(super) lanes: Vec<RestoredLane<SocketMemory>>,
+    /// How many processes have had the session before.
+    pub(super) generation: u64,
+}
+
+/// A connection that is closed already.
+pub(super) fn closed() -> std::io::Result<Stream> {
+    Ok(OwnedFd::from(UnixStream::pair()?.0).into())
+}
+
+/// The first attempt to resume of the process that comes after so many others: higher than any that they have made.
+fn first_attempt(generation: u64) -> Option<u32> {
+    const OF_A_PROCESS: u32 = 1 << 20;
+    u32::try_from(generation).ok()?.checked_mul(OF_A_PROCESS)?.checked_add(1)
+}
+
 /// Begins to use a data connection.
 fn open(
     connection: &mut DataConnection,
@@ -251,11 +306,12 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
 
     /// What has come of data: a program that waited for its copies sends its next commands now, and the places of
     /// those copies are free for them.
-    fn before_commands(&mut self) {
+    fn before_commands(&mut self, machine: &mut Machine<'_>) {
         for (stream, connection) in (1..).zip(&mut self.data) {
             if let Some(bytes) = connection.tell_along() {
                 let received = Received { stream, reserved: 0, bytes };
-                self.out.frame(frame::RECEIVED, received.as_bytes());
+                // Without room for it the connection's own acknowledgements are enough.
+                machine.frame(&mut self.out, frame::RECEIVED, received.as_bytes());
             }
         }
     }
@@ -270,6 +326,7 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
             }
         }
         self.acknowledge(machine);
+        machine.commit();
         let mut worked = self.send_frames()?;
         // Every connection has something to send before one has something ahead.
         for ahead in 1..=super::connection::AHEAD {
@@ -308,7 +365,7 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         // After this, the numbers of bytes that have come stand.
         self.control.shut_down();
         self.session.link.lost();
-        let mut received = vec![machine.control_received()];
+        let mut received = vec![machine.restart_frames()];
         for connection in &mut self.data {
             received.push(connection.disconnect(machine)?);
         }
@@ -338,7 +395,7 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         self.control = Arc::new(Socket::new(resumed.links.control).map_err(here)?);
         self.wakeups.add(&*self.control, CONTROL)?;
         self.watched = (true, false);
-        self.told = machine.control_received();
+        self.told = machine.control_taken();
         machine.frames_resume(&mut self.out, *control)?;
         for (index, (stream, upto)) in resumed.links.data.into_iter().zip(data).enumerate() {
             let Some(connection) = self.data.get_mut(index) else { break };

@@ -14,7 +14,7 @@ use zerocopy::{FromBytes, FromZeros, IntoBytes};
 use super::io_thread::IoThread;
 use super::memory::{SocketMemory, gather_span};
 use super::socket::{Gather, Socket, not_now};
-use crate::bridge::relay::{Carries, Chunk, EndReason, Flows, Span, untrue};
+use crate::bridge::relay::{Carries, EndReason, Flows, RestoredLane, Sent, Span, untrue};
 use crate::bridge::state::{SessionState, thread_name};
 use crate::journal::{Journal, Piece};
 
@@ -28,39 +28,7 @@ const LONG: u64 = 128 << 10;
 
 type Machine<'c> = crate::bridge::relay::Machine<'c, Flows<SocketMemory>>;
 
-/// What goes to the server.
-#[derive(Debug, Clone)]
-enum Outbound {
-    Chunk(Chunk<SocketMemory>),
-    /// So many bytes of the stream to the bridge have come.
-    Received(u64),
-}
-
-impl Outbound {
-    /// Bytes of the client's memory in it.
-    fn len(&self) -> u64 {
-        match self {
-            Outbound::Chunk(chunk) => chunk.sends(),
-            Outbound::Received(_) => 0,
-        }
-    }
-
-    fn header(&self) -> DataHeader {
-        match self {
-            Outbound::Chunk(chunk) => chunk.header(),
-            Outbound::Received(bytes) => DataHeader { seq: 0, offset: *bytes, piece: 0, len: 0 },
-        }
-    }
-}
-
-impl Piece for Outbound {
-    fn stream_len(&self) -> u64 {
-        match self {
-            Outbound::Chunk(chunk) => chunk.stream_len(),
-            Outbound::Received(_) => HEADER as u64,
-        }
-    }
-}
+type Outbound = Sent<SocketMemory>;
 
 #[derive(Debug)]
 struct Sending {
@@ -158,7 +126,7 @@ impl Sending {
     fn new(what: Outbound, sent: u64) -> Sending {
         let (mut head, mut head_len) = ([0; WITH_HASH], HEADER);
         head[..HEADER].copy_from_slice(what.header().as_bytes());
-        if let Outbound::Chunk(Chunk { carries: Carries::Hash(hash), .. }) = &what {
+        if let Some(hash) = what.hash() {
             head[HEADER..].copy_from_slice(hash);
             head_len = WITH_HASH;
         }
@@ -199,8 +167,9 @@ pub(super) struct DataConnection {
     header: [u8; HEADER],
     header_got: usize,
     receiving: Option<Receiving>,
-    /// Bytes of the stream that have come, and how many of them the server was told of.
+    /// Bytes of the stream that have come; how many of them are whole chunks; and how many the server was told of, which is the end of a chunk, because another process would not know of more.
     received: u64,
+    whole: u64,
     told: u64,
     /// What the relay watches it for: input, room.
     pub(super) watched: (bool, bool),
@@ -213,7 +182,8 @@ impl Drop for DataConnection {
 }
 
 /// Nobody has to send it any more.
-fn freed(machine: &mut Machine<'_>, what: &Outbound) {
+fn freed(machine: &mut Machine<'_>, index: usize, what: &Outbound) {
+    machine.arrived(index, what.stream_len());
     if let Outbound::Chunk(chunk) = what {
         machine.schedule().arrived(chunk);
         if !matches!(chunk.carries, Carries::Hash(_)) {
@@ -234,9 +204,19 @@ impl DataConnection {
             header_got: 0,
             receiving: None,
             received: 0,
+            whole: 0,
             told: 0,
             watched: (true, false),
         }
+    }
+
+    /// One that another process had, whose connection is lost.
+    pub(super) fn restored(socket: Socket, index: usize, lane: RestoredLane<SocketMemory>) -> DataConnection {
+        let RestoredLane { received, base, sent } = lane;
+        let mut connection = DataConnection::new(socket, index);
+        connection.journal = Journal::restored(base, sent);
+        (connection.received, connection.whole, connection.told) = (received, received, received);
+        connection
     }
 
     /// Starts threads for long chunks. They write to `wake` when they are done with one.
@@ -284,7 +264,8 @@ impl DataConnection {
 
     /// The server has received the first `upto` bytes of the stream.
     pub(super) fn arrived(&mut self, machine: &mut Machine<'_>, upto: u64) -> Result<(), EndReason> {
-        self.journal.acknowledge(upto, |what| freed(machine, &what)).map_err(untrue)
+        let index = self.index;
+        self.journal.acknowledge(upto, |what| freed(machine, index, &what)).map_err(untrue)
     }
 
     /// The connection is lost: ends its threads. Gives the bytes of the stream that have come.
@@ -307,6 +288,10 @@ impl DataConnection {
         let Arriving { receiving, header, header_got } = arrived;
         self.received += receiving.at + header_got as u64;
         machine.received(receiving.seq, receiving.at)?;
+        if receiving.at == receiving.span.len() {
+            self.whole = self.received - header_got as u64;
+            machine.chunk_came(self.index, self.whole, receiving.seq, receiving.at);
+        }
         (self.header, self.header_got) = (header, header_got);
         if receiving.at < receiving.span.len() {
             self.receiving = Some(receiving);
@@ -326,22 +311,26 @@ impl DataConnection {
         self.socket = Arc::new(socket);
         self.told = self.received;
         self.watched = (true, false);
-        self.journal.resume(upto, |what| freed(machine, &what)).map_err(untrue)
+        let index = self.index;
+        self.journal.resume(upto, |what| freed(machine, index, &what)).map_err(untrue)
     }
 
     /// Has the server told what has come, once that is much.
-    fn acknowledge(&mut self) {
-        if self.received - self.told >= ACKNOWLEDGE_OUT {
-            self.told = self.received;
-            self.journal.push(Outbound::Received(self.received));
+    fn acknowledge(&mut self, machine: &mut Machine<'_>) {
+        let enough = self.whole.saturating_sub(self.told) >= ACKNOWLEDGE_OUT;
+        if enough && machine.lane_has_room(self.index, false) {
+            self.told = self.whole;
+            let what = Outbound::received(self.whole);
+            machine.sending(self.index, &what.header(), None);
+            self.journal.push(what);
         }
     }
 
     /// What has come, if the server was not told of data among it: to be said now, along with something else.
     pub(super) fn tell_along(&mut self) -> Option<u64> {
-        let untold = self.received > self.told;
-        self.told = self.received;
-        untold.then_some(self.received)
+        let untold = self.whole > self.told;
+        self.told = self.told.max(self.whole);
+        untold.then_some(self.whole)
     }
 
     fn gone(&self, what: impl std::fmt::Display) -> EndReason {
@@ -356,7 +345,7 @@ impl DataConnection {
         };
         self.take_back(machine, arrived)?;
         result.map_err(|e| self.gone(e))?;
-        self.acknowledge();
+        self.acknowledge(machine);
         Ok(true)
     }
 
@@ -390,11 +379,16 @@ impl DataConnection {
                     break;
                 }
                 if next.is_none() {
+                    if !machine.lane_has_room(self.index, true) {
+                        break;
+                    }
                     let Some(chunk) = machine.schedule().next_chunk() else { break };
                     if chunk.carries == Carries::Nothing {
                         session.counters.data_bytes_known.add(chunk.len.into());
                     }
-                    self.journal.push(Outbound::Chunk(chunk));
+                    let what = Outbound::Chunk(chunk);
+                    machine.sending(self.index, &what.header(), what.hash());
+                    self.journal.push(what);
                 }
                 let Some((what, skip)) = self.journal.take() else { break };
                 let sending = Sending::new(what, skip);
@@ -461,7 +455,10 @@ impl DataConnection {
                 receiving.at += data;
                 machine.received(receiving.seq, data)?;
                 session.counters.data_bytes_received.add(data);
-                if receiving.at == receiving.span.len() {
+                let len = receiving.span.len();
+                if receiving.at == len {
+                    self.whole = self.received - (n as u64 - data);
+                    machine.chunk_came(self.index, self.whole, receiving.seq, len);
                     self.receiving = None;
                 }
             }
@@ -470,7 +467,7 @@ impl DataConnection {
                 self.begin(machine)?;
             }
         }
-        self.acknowledge();
+        self.acknowledge(machine);
         Ok(taken > 0)
     }
 

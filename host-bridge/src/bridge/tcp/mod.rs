@@ -8,27 +8,36 @@
 //!
 //! The rules are the relay's ([`relay`](super::relay)). In reading order: the handshake here, then `carrier` (what the relay calls), `connection` (one data connection), `io_thread` (threads for
 //! long chunks), `memory` (the client's memory for vectored calls), `socket` (system calls), `resume`
-//! (new connections for a session that has lost its own).
+//! (new connections for a session that has lost its own), `saved` and `regions` (what another process needs to go on with a session).
 
 mod carrier;
 mod connection;
 mod io_thread;
 mod memory;
+mod regions;
 mod resume;
+mod saved;
 mod socket;
 
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use protocol::channel::State;
 use protocol::link::{Hello, purpose};
 
-use self::carrier::TcpCarrier;
+use self::carrier::{Left, TcpCarrier, closed};
 use self::memory::SocketMemory;
-pub(super) use self::resume::Farewell;
+use self::regions::{RegionsFile, StoredRegion};
+pub use self::resume::finish_farewells;
 use self::resume::{Ticket, Unbegun};
+pub(super) use self::saved::SavedTcp;
+use self::saved::Terms;
 use super::connect::{Connections, Daemon, greet, open};
-use super::relay::{Flows, Machine, RelayHandle, run};
-use super::session::{Handshake, Turn, hello};
+use super::relay::{EndReason, Flows, Ledger, Machine, Mailbox, RelayHandle, Restored, ledger_file, run};
+use super::saved::About;
+use super::session::{Handshake, InheritedRegion, Turn, hello};
 use super::state::{ChannelMemory, SessionState};
 use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::stream::Stream;
@@ -50,12 +59,28 @@ pub(super) struct Links {
     ticket: Ticket,
     /// For the first links of a session that has not begun.
     unbegun: Option<Unbegun>,
+    /// If the session was saved: what another process goes on from.
+    succession: Option<Succession>,
+}
+
+/// Where it is noted what a session has done.
+#[derive(Debug)]
+struct Succession {
+    ledger: Ledger,
+    regions: RegionsFile,
 }
 
 impl Links {
-    /// For telling the server that the session has ended.
-    pub(super) fn farewell(&self) -> Farewell {
-        self.ticket.farewell()
+    /// Has another process be able to go on with the session, or at least to end it.
+    pub(super) fn save(&mut self, about: About) -> io::Result<SavedTcp> {
+        let mut saved = SavedTcp::new(&self.ticket, self.data.len(), about);
+        if self.ticket.survives() {
+            let (file, regions) = (ledger_file()?, RegionsFile::new()?);
+            let ledger = Ledger::begin(&file, self.data.len())?;
+            saved.memory = Some((file, regions.file().try_clone_to_owned()?));
+            self.succession = Some(Succession { ledger, regions });
+        }
+        Ok(saved)
     }
 }
 
@@ -81,13 +106,15 @@ pub(super) fn connect(
     }
     let data = (0..count).map(|index| Hello { index, ..hello(config, channel, purpose::DATA, 0) });
     let (Connections { control, data, daemon }, handshake) = open(config, greeted, first, data.collect())?;
-    Ok((Links { control, data, daemon, ticket, unbegun }, handshake))
+    Ok((Links { control, data, daemon, ticket, unbegun, succession: None }, handshake))
 }
 
 /// A session over TCP (or, for tests and special set-ups, over Unix stream sockets in the same manner).
 #[derive(Debug)]
 pub(super) struct Tcp {
     relay: RelayHandle<SocketMemory>,
+    /// For another process.
+    regions: Option<RegionsFile>,
 }
 
 impl Tcp {
@@ -95,12 +122,15 @@ impl Tcp {
     pub(super) fn start(
         config: &SessionConfig,
         session: Arc<SessionState>,
-        links: Links,
+        mut links: Links,
     ) -> Result<Tcp, ConnectError> {
         let config = config.clone();
+        let (ledger, regions) =
+            links.succession.take().map(|Succession { ledger, regions }| (ledger, regions)).unzip();
         let relay = RelayHandle::start(session, move |session, mailbox| {
             let cache = links.ticket.cache(&config);
             let schedule = Flows::new(links.data.len(), links.ticket.eager, cache);
+            let schedule = if ledger.is_some() { schedule.noted() } else { schedule };
             let survives = !links.ticket.limit(session).is_zero();
             let carrier = match TcpCarrier::new(session, mailbox, links, &config) {
                 Ok(carrier) => carrier,
@@ -109,21 +139,104 @@ impl Tcp {
             let arena = SocketMemory::Arena(Arc::clone(session));
             // To ask for new connections harms nobody, and those that hang may do so for as long again.
             let silence = if survives { config.silence.min(SILENCE) } else { config.silence };
-            let machine = Machine::new(session, Some(arena), schedule, silence);
-            run(session, mailbox, machine, carrier, PollTime::new(config.poll))
+            let mut machine = Machine::new(session, Some(arena), schedule, silence);
+            if let Some(ledger) = ledger {
+                machine.note_in(ledger);
+            }
+            run(session, mailbox, machine, carrier, PollTime::new(config.poll), None)
         })?;
-        Ok(Tcp { relay })
+        Ok(Tcp { relay, regions })
+    }
+
+    /// Goes on with a session that another process had. Gives the regions that it has. Does not block.
+    pub(super) fn resume(
+        config: &SessionConfig,
+        session: Arc<SessionState>,
+        saved: &SavedTcp,
+    ) -> io::Result<(Tcp, Vec<InheritedRegion>)> {
+        let Some((ledger, regions)) = &saved.memory else {
+            return Err(io::Error::other("the server keeps no session whose connections are closed"));
+        };
+        if session.header().state() != State::Ready {
+            return Err(io::Error::other("it had ended before"));
+        }
+        let (ledger, (regions, stored)) = (ledger.try_clone()?, RegionsFile::open(regions.try_clone()?)?);
+        let (mut memory, mut inherited) = (Vec::new(), Vec::new());
+        for StoredRegion { id, size, read_only, extents } in stored {
+            let runs = session.channel.memories.resolve(&extents, size).map_err(io::Error::other)?;
+            inherited.push(InheritedRegion { region: id, size, pieces: runs.all().len() as u32 });
+            memory.push((id, SocketMemory::Region { runs, read_only }));
+        }
+        let (config, saved) = (config.clone(), saved.terms());
+        let relay = RelayHandle::start(session, move |session, mailbox| {
+            relay_on(session, mailbox, &config, saved, &ledger, memory)
+        });
+        Ok((Tcp { relay: relay.map_err(io::Error::other)?, regions: Some(regions) }, inherited))
+    }
+}
+
+/// The relay of a session that another process had.
+fn relay_on(
+    session: &Arc<SessionState>,
+    mailbox: &Mailbox<SocketMemory>,
+    config: &SessionConfig,
+    saved: Terms,
+    ledger: &OwnedFd,
+    regions: Vec<(u32, SocketMemory)>,
+) -> EndReason {
+    let here = |what: &dyn std::fmt::Display| EndReason::Here(what.to_string());
+    let lanes = saved.connections();
+    let ticket = match saved.ticket(config) {
+        Ok(ticket) => ticket,
+        Err(e) => return here(&e),
+    };
+    let schedule = Flows::new(lanes, ticket.eager, ticket.cache(config)).noted();
+    let memory = (Some(SocketMemory::Arena(Arc::clone(session))), regions);
+    let silence = config.silence.min(SILENCE);
+    let restored = Machine::restore(session, memory, schedule, silence, ledger, lanes);
+    let begun = restored.and_then(|Restored { machine, out, lanes, generation }| {
+        let control = closed().map_err(|e| here(&e))?;
+        let links = Links {
+            control,
+            data: Vec::new(),
+            daemon: None,
+            ticket: ticket.clone(),
+            unbegun: None,
+            succession: None,
+        };
+        let left = Left { out, lanes, generation };
+        Ok((machine, TcpCarrier::restored(session, mailbox, links, config, left)?))
+    });
+    match begun {
+        Ok((machine, carrier)) => {
+            let lost = "the process of this host that carried the session has ended".to_owned();
+            run(session, mailbox, machine, carrier, PollTime::new(config.poll), Some(lost))
+        }
+        Err(end) => {
+            ticket.farewell().say(config);
+            end
+        }
     }
 }
 
 impl Transport for Tcp {
     fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
         let runs = region.memories.resolve(&region.extents, region.size)?;
+        if let Some(regions) = &self.regions {
+            let noted = regions.add(id, region.size, region.read_only, &region.extents);
+            noted.map_err(|e| RegionError::Over(format!("this host cannot note the region: {e}")))?;
+        }
         self.relay.register(id, SocketMemory::Region { runs, read_only: region.read_only })
     }
 
     fn unregister_region(&self, id: u32) -> Result<(), RegionError> {
-        self.relay.unregister(id)
+        self.relay.unregister(id)?;
+        if let Some(regions) = &self.regions
+            && let Err(e) = regions.remove(id)
+        {
+            tracing::warn!("region {id} is still noted for another process: {e}");
+        }
+        Ok(())
     }
 
     fn close(&self, reason: &str, patience: Duration) -> Closed {

@@ -12,7 +12,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use identity::{Fingerprint, Secret};
@@ -55,14 +55,14 @@ pub(super) struct Ticket {
     secret: Secret,
     grace: Duration,
     /// How long it took to connect the first time.
-    dialed_in: Duration,
+    pub(super) dialed_in: Duration,
     /// The key of the session's connections under TLS, and what trusts it.
     key: Fingerprint,
     tls: Option<Arc<ClientConfig>>,
     /// Bytes of data that the server takes without a grant.
     pub(super) eager: u64,
     /// The server keeps what it is sent.
-    has_cache: bool,
+    pub(super) has_cache: bool,
 }
 
 /// Connections over which the session goes on.
@@ -129,6 +129,24 @@ impl Ticket {
         let Handshake { token, secret, grace, eager, has_cache, session_key: key, .. } = greeted.handshake;
         let (dialed_in, tls) = (greeted.dialed_in, greeted.session.clone());
         Ticket { hello, token, secret, grace, eager, has_cache, dialed_in, key, tls }
+    }
+
+    /// For a session of which another process has left this.
+    pub(super) fn restored(
+        Farewell { hello, key, grace }: Farewell,
+        config: &SessionConfig,
+        eager: u64,
+        dialed_in: Duration,
+        has_cache: bool,
+    ) -> Result<Ticket, ConnectError> {
+        let tls = session_trust(config, key)?;
+        let (token, secret) = (hello.token, Secret(hello.secret));
+        Ok(Ticket { hello, token, secret, grace, eager, has_cache, dialed_in, key, tls })
+    }
+
+    /// Whether the server keeps the session when its connections are lost.
+    pub(super) fn survives(&self) -> bool {
+        !self.grace.is_zero()
     }
 
     /// Whether the session asks what the server has.
@@ -274,7 +292,9 @@ impl Farewell {
         }
         let config = config.clone();
         let server = config.server.to_string();
+        let saying = Saying::begin();
         let ending = std::thread::Builder::new().name(thread_name("farewell")).spawn(move || {
+            let _saying = saying;
             if knows() {
                 return;
             }
@@ -307,6 +327,32 @@ impl Farewell {
             );
         }
     }
+}
+
+/// A farewell that is being said, by a thread that this process must not end before.
+struct Saying;
+
+/// How many there are.
+static SAYING: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
+
+impl Saying {
+    fn begin() -> Saying {
+        *SAYING.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Saying
+    }
+}
+
+impl Drop for Saying {
+    fn drop(&mut self) {
+        *SAYING.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        SAYING.1.notify_all();
+    }
+}
+
+/// Waits up to `patience` until all servers know which sessions have ended. For a process that ends: a server that was not told keeps a session for its grace period.
+pub fn finish_farewells(patience: Duration) {
+    let saying = SAYING.0.lock().unwrap_or_else(PoisonError::into_inner);
+    drop(SAYING.1.wait_timeout_while(saying, patience, |saying| *saying > 0));
 }
 
 /// Whether the server answers the farewell in time. What else it says is thrown away. (That the connection
@@ -416,7 +462,14 @@ impl Attempts {
                     thread.join().map_err(panicked)?
                 })
                 .collect::<Result<Vec<_>, Failure>>()?;
-            let links = Links { control, data, daemon: None, ticket: self.ticket.clone(), unbegun: None };
+            let links = Links {
+                control,
+                data,
+                daemon: None,
+                ticket: self.ticket.clone(),
+                unbegun: None,
+                succession: None,
+            };
             Ok(Resumed { links, received, attempt })
         })
     }

@@ -111,7 +111,7 @@ impl Verbs {
             };
             let arena = arena.map(|registered| DeviceMemory::new(registered, false));
             let machine = Machine::new(session, arena, schedule, config.silence);
-            run(session, mailbox, machine, carrier, PollTime::giving_way(config.poll, processors()))
+            run(session, mailbox, machine, carrier, PollTime::giving_way(config.poll, processors()), None)
         })?;
         Ok(Verbs { relay, domain })
     }

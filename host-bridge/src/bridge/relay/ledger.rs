@@ -1,0 +1,657 @@
+//! What a relay has done, in memory that outlives its process: enough for another process to go on with the same streams at the same bytes.
+//!
+//! ```text
+//!   memfd:  head │ log │ awaited answers │ outline of the control stream │ uploads │ downloads │ lanes: chunks under way, by data connection
+//! ```
+//!
+//! The commands themselves stay in the client's ring, and data in the client's memory, until the server has them; here is what neither of them says: where frames and chunks begin and end in the
+//! streams, which data and which answers are awaited, and how far the server's streams have been acted on.
+//!
+//! A process may end between any two of its instructions. So what belongs together changes together: a change is *staged*, and [`commit`](Ledger::commit) first writes all that was staged
+//! to a log, then says how long the log is, and only then carries it out. Whoever comes next [carries out](Ledger::open) what the log says, if it says anything. The relay commits before others see
+//! what it has done: before bytes leave, and before the client gets the place of its records or its data back. Answers and progress it commits after the client sees them, frame by frame,
+//! so that at most one frame may be acted on twice.
+//!
+//! What was written is read again by a process that trusts it no more than it trusts the client: every number is checked, and what makes no sense ends the session.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use nix::unistd::ftruncate;
+use protocol::channel::Position;
+use protocol::data::{HostRange, Place};
+use protocol::link::DataHeader;
+
+/// What a ledger begins with. Another layout gets another number.
+const MAGIC: u64 = u64::from_le_bytes(*b"rGPUled1");
+
+/// Pairs of cell and value that one commit may change.
+const LOG: u32 = 1 << 17;
+/// Staged changes above which no further record is taken before a commit.
+const MUCH_STAGED: usize = LOG as usize / 4;
+/// Frames of the control stream that the server need not have acknowledged.
+const FRAMES: u32 = 1 << 14;
+/// Pieces of data under way, each way.
+const PIECES: u32 = 1 << 17;
+/// Data connections.
+const LANES: u32 = 32;
+/// Chunks that one connection has under way.
+const CHUNKS: u32 = 1 << 12;
+/// More than one record needs of anything.
+const MARGIN: u32 = 1 << 12;
+/// Chunks that only acknowledgements may take.
+const LANE_MARGIN: u32 = 64;
+/// No stream is so long, and no number of bytes so large.
+const LONGEST: u64 = 1 << 60;
+
+// Cells, by their number. A cell is a word of 8 bytes.
+const LOGGED: u32 = 1;
+const GENERATION: u32 = 2;
+/// Where in the control stream the outline begins.
+const OUT_BASE: u32 = 3;
+/// Where in the ring, and behind which command.
+const RING: u32 = 4;
+const CONTROL_IN: u32 = 6;
+const UNPLACED: u32 = 7;
+const FRAMES_FRONT: u32 = 8;
+const UPLOADS_TOP: u32 = 10;
+const DOWNLOADS_TOP: u32 = 11;
+/// For each lane: bytes of whole chunks that came, where the first chunk under way begins, and which chunks those are.
+const LANE_HEADS: u32 = 64;
+const LANE_HEAD: u32 = 4;
+const LOG_AT: u32 = 256;
+const AWAITED: u32 = LOG_AT + 2 * LOG;
+const FRAMES_AT: u32 = AWAITED + (1 << 16);
+const FRAME: u32 = 5;
+const UPLOADS_AT: u32 = FRAMES_AT + FRAMES * FRAME;
+const UPLOAD: u32 = 9;
+const DOWNLOADS_AT: u32 = UPLOADS_AT + PIECES * UPLOAD;
+const DOWNLOAD: u32 = 6;
+const LANES_AT: u32 = DOWNLOADS_AT + PIECES * DOWNLOAD;
+const CHUNK: u32 = 7;
+const CELLS: u32 = LANES_AT + LANES * CHUNKS * CHUNK;
+/// Bytes of a ledger. Only the pages that were written take memory.
+const SIZE: usize = CELLS as usize * size_of::<u64>();
+
+const _: () = assert!(LANE_HEADS + LANES * LANE_HEAD <= LOG_AT);
+
+/// A frame of the control stream that the server may not have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Framed {
+    /// All records before this position of the ring, from where the frame before it ended.
+    Commands(Position),
+    /// A frame of this kind with the first so many bytes.
+    Short(u32, usize, [u8; 24]),
+}
+
+/// An upload that the server may not have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Upload {
+    pub(super) seq: u64,
+    pub(super) piece: u32,
+    pub(super) late: bool,
+    pub(super) range: HostRange,
+    pub(super) job: Job,
+}
+
+/// How far it has been given out.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Job {
+    pub(super) flow: u64,
+    pub(super) at: u64,
+    pub(super) eager: u64,
+    pub(super) granted: u64,
+}
+
+/// A download that the client was not told of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Download {
+    pub(super) seq: u64,
+    pub(super) piece: u32,
+    pub(super) range: HostRange,
+    /// Bytes of the command that have come, all pieces together; in one of them.
+    pub(super) received: u64,
+}
+
+/// One data connection's streams.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Lane {
+    /// Bytes of whole chunks that have come.
+    pub(super) received: u64,
+    /// Where in the stream to the server the first of `chunks` begins.
+    pub(super) base: u64,
+    /// Headers of the chunks that the server may not have, each with the hash that stands behind it if its header says so.
+    pub(super) chunks: Vec<(DataHeader, [u8; 32])>,
+}
+
+/// All that a ledger says.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Content {
+    /// How many processes have had the session before.
+    pub(super) generation: u64,
+    pub(super) out_base: u64,
+    pub(super) ring: Position,
+    pub(super) frames: Vec<(u64, Framed)>,
+    pub(super) control_in: u64,
+    pub(super) unplaced: u64,
+    /// By slot: the command whose answer is awaited, or 0.
+    pub(super) awaited: Vec<u64>,
+    /// In the order of their commands.
+    pub(super) uploads: Vec<Upload>,
+    pub(super) downloads: Vec<Download>,
+    pub(super) lanes: Vec<Lane>,
+}
+
+/// Mapped cells.
+#[derive(Debug)]
+struct Cells {
+    at: NonNull<AtomicU64>,
+    /// How many more words are written before the process ends.
+    #[cfg(test)]
+    fuse: std::cell::Cell<Option<u64>>,
+}
+
+// SAFETY: the mapping belongs to no thread, and its content is made of atomics.
+unsafe impl Send for Cells {}
+
+impl Cells {
+    fn map(file: BorrowedFd<'_>) -> io::Result<Cells> {
+        let stat = nix::sys::stat::fstat(file)?;
+        if u64::try_from(stat.st_size).unwrap_or(0) < SIZE as u64 {
+            return Err(malformed("its size"));
+        }
+        let size = const { NonZeroUsize::new(SIZE).unwrap() };
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        let at = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, file, 0) }?;
+        Ok(Cells {
+            at: at.cast(),
+            #[cfg(test)]
+            fuse: std::cell::Cell::new(None),
+        })
+    }
+
+    fn cell(&self, index: u32) -> &AtomicU64 {
+        assert!(index < CELLS);
+        // SAFETY: inside the mapping, which is page-aligned and stays until `drop`; any bytes are a valid word.
+        unsafe { self.at.add(index as usize).as_ref() }
+    }
+
+    fn get(&self, index: u32) -> u64 {
+        self.cell(index).load(Ordering::Acquire)
+    }
+
+    /// Words become visible in the order in which they are set.
+    fn set(&self, index: u32, value: u64) {
+        #[cfg(test)]
+        if let Some(left) = self.fuse.get() {
+            self.fuse.set(left.checked_sub(1));
+            if left == 0 {
+                std::panic::resume_unwind(Box::new(Ended));
+            }
+        }
+        self.cell(index).store(value, Ordering::Release);
+    }
+}
+
+/// What a test's process ends with.
+#[cfg(test)]
+pub(super) struct Ended;
+
+impl Drop for Cells {
+    fn drop(&mut self) {
+        // SAFETY: `map` made this mapping, and references to it live no longer than `self`.
+        let _ = unsafe { munmap(self.at.cast(), SIZE) };
+    }
+}
+
+fn malformed(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("the ledger of a session is malformed: {what}"))
+}
+
+/// Entries that come and go in any order.
+#[derive(Debug)]
+struct Table {
+    at: u32,
+    width: u32,
+    /// The cell that says how many entries there have been at a time.
+    top_cell: u32,
+    top: u32,
+    free: Vec<u32>,
+    /// By command and piece: the first cell of the entry.
+    entries: BTreeMap<(u64, u32), u32>,
+}
+
+impl Table {
+    fn new(at: u32, width: u32, top_cell: u32) -> Table {
+        Table { at, width, top_cell, top: 0, free: Vec::new(), entries: BTreeMap::new() }
+    }
+
+    fn has_room(&self) -> bool {
+        (self.entries.len() as u32) < PIECES - MARGIN
+    }
+
+    fn add(&mut self, staged: &mut Staged, key: (u64, u32)) -> u32 {
+        let at = self.free.pop().unwrap_or_else(|| {
+            let at = self.at + self.top * self.width;
+            self.top += 1;
+            staged.set(self.top_cell, self.top.into());
+            at
+        });
+        self.entries.insert(key, at);
+        at
+    }
+
+    /// Removes what there is of a command.
+    fn remove(&mut self, staged: &mut Staged, seq: u64) {
+        while let Some((key, at)) = self.entries.range((seq, 0)..=(seq, u32::MAX)).next() {
+            let (key, at) = (*key, *at);
+            self.entries.remove(&key);
+            self.free.push(at);
+            staged.set(at, 0);
+        }
+    }
+
+    /// The cells of the entries that were in use, when another process had it.
+    fn read(&mut self, cells: &Cells) -> io::Result<Vec<u32>> {
+        let top = u32::try_from(cells.get(self.top_cell)).ok().filter(|top| *top <= PIECES);
+        self.top = top.ok_or_else(|| malformed("a table's size"))?;
+        let all = (0..self.top).rev().map(|index| self.at + index * self.width);
+        let (free, used): (Vec<u32>, Vec<u32>) = all.partition(|at| cells.get(*at) == 0);
+        self.free = free;
+        for at in &used {
+            let key = (cells.get(*at), cells.get(*at + 1) as u32);
+            if self.entries.insert(key, *at).is_some() {
+                return Err(malformed("a piece of data stands there twice"));
+            }
+        }
+        Ok(self.entries.values().copied().collect())
+    }
+}
+
+/// Changes that wait for their commit.
+#[derive(Debug, Default)]
+struct Staged(Vec<(u32, u64)>);
+
+impl Staged {
+    fn set(&mut self, cell: u32, value: u64) {
+        self.0.push((cell, value));
+    }
+
+    fn set_all<const N: usize>(&mut self, at: u32, values: [u64; N]) {
+        (at..).zip(values).for_each(|(cell, value)| self.set(cell, value));
+    }
+}
+
+/// Entries of a ring of cells: the first, and how many.
+#[derive(Debug, Clone, Copy, Default)]
+struct Ring {
+    front: u32,
+    len: u32,
+}
+
+impl Ring {
+    fn read(cells: &Cells, at: u32, size: u32) -> io::Result<Ring> {
+        let number = |cell, most| u32::try_from(cells.get(cell)).ok().filter(|number| *number <= most);
+        let (Some(front), Some(len)) = (number(at, size - 1), number(at + 1, size)) else {
+            return Err(malformed("the ends of a list"));
+        };
+        Ok(Ring { front, len })
+    }
+
+    fn places(self, size: u32) -> impl Iterator<Item = u32> {
+        (0..self.len).map(move |index| (self.front + index) % size)
+    }
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub(in crate::bridge) struct Ledger {
+    cells: Cells,
+    staged: Staged,
+    frames: Ring,
+    /// Where each frame of the outline ends, and which records are before that.
+    ends: VecDeque<(u64, Option<Position>)>,
+    uploads: Table,
+    downloads: Table,
+    lanes: Vec<(Ring, u64)>,
+    unplaced: u64,
+}
+
+fn place(place: Place) -> u64 {
+    match place {
+        Place::Arena => u64::MAX,
+        Place::Region(id) => id.into(),
+    }
+}
+
+/// A memory file for a new ledger.
+pub(in crate::bridge) fn file() -> io::Result<OwnedFd> {
+    let file = memfd_create(c"ledger", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+    ftruncate(&file, SIZE as i64)?;
+    fcntl(&file, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW))?;
+    Ok(file)
+}
+
+impl Ledger {
+    /// Begins a ledger in a [`file`] for a session with so many data connections.
+    pub(in crate::bridge) fn begin(file: &impl AsFd, lanes: usize) -> io::Result<Ledger> {
+        let mut ledger = Ledger::over(Cells::map(file.as_fd())?);
+        ledger.lanes = vec![(Ring::default(), 0); lanes.min(LANES as usize)];
+        ledger.cells.set(0, MAGIC);
+        Ok(ledger)
+    }
+
+    fn over(cells: Cells) -> Ledger {
+        Ledger {
+            cells,
+            staged: Staged::default(),
+            frames: Ring::default(),
+            ends: VecDeque::new(),
+            uploads: Table::new(UPLOADS_AT, UPLOAD, UPLOADS_TOP),
+            downloads: Table::new(DOWNLOADS_AT, DOWNLOAD, DOWNLOADS_TOP),
+            lanes: Vec::new(),
+            unplaced: 0,
+        }
+    }
+
+    /// Takes over the ledger of another process's session, which has so many answer slots and data connections.
+    pub(super) fn open(file: &impl AsFd, slots: usize, lanes: usize) -> io::Result<(Ledger, Content)> {
+        let mut ledger = Ledger::over(Cells::map(file.as_fd())?);
+        let cells = &ledger.cells;
+        if cells.get(0) != MAGIC || slots > 1 << 16 || lanes == 0 || lanes > LANES as usize {
+            return Err(malformed("another version of this program wrote it"));
+        }
+        redo(cells)?;
+        let generation = cells.get(GENERATION).saturating_add(1);
+        cells.set(GENERATION, generation);
+        let length = |cell| match cells.get(cell) {
+            bytes @ 0..LONGEST => Ok(bytes),
+            _ => Err(malformed("a number of bytes")),
+        };
+        let mut content = Content {
+            generation,
+            out_base: length(OUT_BASE)?,
+            ring: Position::from_parts(length(RING)?, length(RING + 1)?),
+            control_in: length(CONTROL_IN)?,
+            unplaced: length(UNPLACED)?,
+            awaited: (0..slots as u32).map(|slot| cells.get(AWAITED + slot)).collect(),
+            ..Content::default()
+        };
+        ledger.unplaced = content.unplaced;
+        ledger.frames = Ring::read(cells, FRAMES_FRONT, FRAMES)?;
+        for place in ledger.frames.places(FRAMES) {
+            let at = FRAMES_AT + place * FRAME;
+            let [end, kind, a, b, c] = std::array::from_fn(|index| cells.get(at + index as u32));
+            let framed = match (kind as u32, kind >> 32) {
+                (0, _) if a < LONGEST && b < LONGEST => Framed::Commands(Position::from_parts(a, b)),
+                (kind @ 1.., len @ 0..=24) => {
+                    let mut body = [0; 24];
+                    for (to, word) in body.chunks_mut(8).zip([a, b, c]) {
+                        to.copy_from_slice(&word.to_le_bytes());
+                    }
+                    Framed::Short(kind, len as usize, body)
+                }
+                _ => return Err(malformed("a frame")),
+            };
+            let position = if let Framed::Commands(position) = framed { Some(position) } else { None };
+            ledger.ends.push_back((end, position));
+            content.frames.push((end, framed));
+        }
+        let range = |at| -> io::Result<HostRange> {
+            let place = match cells.get(at) {
+                u64::MAX => Place::Arena,
+                id => Place::Region(u32::try_from(id).map_err(|_| malformed("a region"))?),
+            };
+            Ok(HostRange { place, offset: cells.get(at + 1), len: cells.get(at + 2) })
+        };
+        for at in ledger.uploads.read(cells)? {
+            let range = range(at + 2)?;
+            let [flow, at_offset, eager, granted] =
+                std::array::from_fn(|index| cells.get(at + 5 + index as u32));
+            if range.len == 0 || [at_offset, eager, granted].iter().any(|offset| *offset > range.len) {
+                return Err(malformed("an upload"));
+            }
+            content.uploads.push(Upload {
+                seq: cells.get(at),
+                piece: cells.get(at + 1) as u32,
+                late: cells.get(at + 1) >> 32 != 0,
+                range,
+                job: Job { flow, at: at_offset, eager, granted },
+            });
+        }
+        for at in ledger.downloads.read(cells)? {
+            let (range, received) = (range(at + 2)?, cells.get(at + 5));
+            content.downloads.push(Download {
+                seq: cells.get(at),
+                piece: cells.get(at + 1) as u32,
+                range,
+                received,
+            });
+        }
+        for number in 0..lanes as u32 {
+            let head = LANE_HEADS + number * LANE_HEAD;
+            let ring = Ring::read(cells, head + 2, CHUNKS)?;
+            let chunks = ring.places(CHUNKS).map(|place| {
+                let at = LANES_AT + (number * CHUNKS + place) * CHUNK;
+                let word = |index| cells.get(at + index);
+                let header = DataHeader {
+                    seq: word(0),
+                    offset: word(1),
+                    piece: word(2) as u32,
+                    len: (word(2) >> 32) as u32,
+                };
+                let mut hash = [0; 32];
+                for (to, index) in hash.chunks_mut(8).zip(3..) {
+                    to.copy_from_slice(&word(index).to_le_bytes());
+                }
+                (header, hash)
+            });
+            let lane = Lane { received: length(head)?, base: length(head + 1)?, chunks: chunks.collect() };
+            ledger.lanes.push((ring, lane.base));
+            content.lanes.push(lane);
+        }
+        Ok((ledger, content))
+    }
+
+    /// Whether another record and all that it names may be noted.
+    pub(super) fn has_room(&self) -> bool {
+        self.staged.0.len() < MUCH_STAGED
+            && self.frames.len < FRAMES - MARGIN
+            && self.uploads.has_room()
+            && self.downloads.has_room()
+    }
+
+    /// Whether another short frame may be noted.
+    pub(super) fn has_room_for_frame(&self) -> bool {
+        self.frames.len < FRAMES
+    }
+
+    /// A frame was appended to the control stream, which ends at `end` now.
+    pub(super) fn frame(&mut self, end: u64, framed: Framed) {
+        let place = (self.frames.front + self.frames.len) % FRAMES;
+        let (position, words) = match framed {
+            Framed::Commands(position) => {
+                let (head, seq) = position.parts();
+                (Some(position), [end, 0, head, seq, 0])
+            }
+            Framed::Short(kind, len, body) => {
+                let (words, _) = body.as_chunks::<8>();
+                let [a, b, c] = [words[0], words[1], words[2]].map(u64::from_le_bytes);
+                (None, [end, (len as u64) << 32 | u64::from(kind), a, b, c])
+            }
+        };
+        self.staged.set_all(FRAMES_AT + place * FRAME, words);
+        self.frames.len += 1;
+        self.staged.set(FRAMES_FRONT + 1, self.frames.len.into());
+        self.ends.push_back((end, position));
+    }
+
+    /// The server has the first `upto` bytes of the control stream.
+    pub(super) fn frames_arrived(&mut self, upto: u64) {
+        let mut base = None;
+        while let Some((end, position)) = self.ends.front().copied()
+            && end <= upto
+        {
+            self.ends.pop_front();
+            self.frames = Ring { front: (self.frames.front + 1) % FRAMES, len: self.frames.len - 1 };
+            base = Some(end);
+            if let Some(position) = position {
+                let (head, seq) = position.parts();
+                self.staged.set_all(RING, [head, seq]);
+            }
+        }
+        if let Some(base) = base {
+            self.staged.set(OUT_BASE, base);
+            self.staged.set_all(FRAMES_FRONT, [self.frames.front.into(), self.frames.len.into()]);
+        }
+    }
+
+    /// The server's control stream has been acted on up to here.
+    pub(super) fn control_in(&mut self, upto: u64) {
+        self.staged.set(CONTROL_IN, upto);
+    }
+
+    /// The answer to command `seq` is awaited in this slot; 0: none is.
+    pub(super) fn awaits(&mut self, slot: u16, seq: u64) {
+        self.staged.set(AWAITED + u32::from(slot), seq);
+    }
+
+    pub(super) fn upload(&mut self, seq: u64, piece: u32, range: HostRange, late: bool) {
+        let at = self.uploads.add(&mut self.staged, (seq, piece));
+        let flags = u64::from(piece) | u64::from(late) << 32;
+        let HostRange { place: memory, offset, len } = range;
+        self.staged.set_all(at, [seq, flags, place(memory), offset, len, 0, 0, 0, 0]);
+    }
+
+    /// How far an upload has been given out.
+    pub(super) fn job(&mut self, seq: u64, piece: u32, job: Job) {
+        if let Some(at) = self.uploads.entries.get(&(seq, piece)) {
+            self.staged.set_all(at + 5, [job.flow, job.at, job.eager, job.granted]);
+        }
+    }
+
+    /// Bytes that go eagerly and that the server has not placed.
+    pub(super) fn unplaced(&mut self, bytes: u64) {
+        if bytes != self.unplaced {
+            self.unplaced = bytes;
+            self.staged.set(UNPLACED, bytes);
+        }
+    }
+
+    /// The server has all uploads of a command.
+    pub(super) fn uploaded(&mut self, seq: u64) {
+        self.uploads.remove(&mut self.staged, seq);
+    }
+
+    pub(super) fn download(&mut self, seq: u64, piece: u32, range: HostRange) {
+        let at = self.downloads.add(&mut self.staged, (seq, piece));
+        let HostRange { place: memory, offset, len } = range;
+        self.staged.set_all(at, [seq, piece.into(), place(memory), offset, len, 0]);
+    }
+
+    /// A whole chunk has come on connection `lane`, of whose stream that is the end: `received` bytes of the command have come now in whole chunks.
+    pub(super) fn chunk_came(&mut self, lane: usize, end: u64, seq: u64, len: u64) {
+        self.staged.set(LANE_HEADS + lane as u32 * LANE_HEAD, end);
+        if let Some((_, at)) = self.downloads.entries.range((seq, 0)..=(seq, u32::MAX)).next() {
+            let received = self.cells.get(at + 5) + len;
+            self.staged.set(at + 5, received);
+        }
+    }
+
+    /// All downloads of a command have come.
+    pub(super) fn downloaded(&mut self, seq: u64) {
+        self.downloads.remove(&mut self.staged, seq);
+    }
+
+    /// Whether connection `lane` may have another chunk under way; there is more room for acknowledgements.
+    pub(super) fn lane_has_room(&self, lane: usize, data: bool) -> bool {
+        let margin = if data { LANE_MARGIN } else { 0 };
+        self.lanes.get(lane).is_some_and(|(ring, _)| ring.len < CHUNKS - margin)
+    }
+
+    /// A chunk is about to be sent on connection `lane`.
+    pub(super) fn sending(&mut self, lane: usize, header: &DataHeader, hash: Option<&[u8; 32]>) {
+        let Some((ring, _)) = self.lanes.get_mut(lane) else { return };
+        let place = (ring.front + ring.len) % CHUNKS;
+        ring.len += 1;
+        let at = LANES_AT + (lane as u32 * CHUNKS + place) * CHUNK;
+        let piece = u64::from(header.piece) | u64::from(header.len) << 32;
+        self.staged.set_all(at, [header.seq, header.offset, piece]);
+        if let Some(hash) = hash {
+            let (words, _) = hash.as_chunks::<8>();
+            (at + 3..).zip(words).for_each(|(cell, word)| self.staged.set(cell, u64::from_le_bytes(*word)));
+        }
+        self.staged.set(LANE_HEADS + lane as u32 * LANE_HEAD + 3, ring.len.into());
+    }
+
+    /// The server has the first chunk under way on connection `lane`, which takes `len` bytes of the stream.
+    pub(super) fn arrived(&mut self, lane: usize, len: u64) {
+        let Some((ring, base)) = self.lanes.get_mut(lane) else { return };
+        *ring = Ring { front: (ring.front + 1) % CHUNKS, len: ring.len.saturating_sub(1) };
+        *base += len;
+        let words = [*base, ring.front.into(), ring.len.into()];
+        self.staged.set_all(LANE_HEADS + lane as u32 * LANE_HEAD + 1, words);
+    }
+
+    /// Carries out what was staged, all or nothing of it.
+    pub(super) fn commit(&mut self) {
+        let Ledger { cells, staged: Staged(staged), .. } = self;
+        if staged.len() > 1 {
+            assert!(staged.len() <= LOG as usize, "a commit of {} changes", staged.len());
+            for (at, (cell, value)) in (LOG_AT..).step_by(2).zip(&*staged) {
+                cells.set(at, (*cell).into());
+                cells.set(at + 1, *value);
+            }
+            cells.set(LOGGED, staged.len() as u64);
+        }
+        let logged = staged.len() > 1;
+        staged.drain(..).for_each(|(cell, value)| cells.set(cell, value));
+        if logged {
+            cells.set(LOGGED, 0);
+        }
+    }
+
+    /// Another process has written anything to any place, `at` of `of`.
+    #[cfg(test)]
+    pub(super) fn spoil(file: &impl AsFd, at: u64, of: u64, value: u64) {
+        // Where entries are that tests make, and not everywhere in so much memory.
+        let places: Vec<u32> =
+            [0, LANE_HEADS, LOG_AT, AWAITED, FRAMES_AT, UPLOADS_AT, DOWNLOADS_AT, LANES_AT]
+                .into_iter()
+                .chain([LANES_AT + CHUNKS * CHUNK])
+                .flat_map(|first| first..first + 60)
+                .collect();
+        let cells = Cells::map(file.as_fd()).unwrap();
+        cells.set(places[(at * places.len() as u64 / of) as usize], value);
+    }
+
+    /// The process ends when it has written so many more words.
+    #[cfg(test)]
+    pub(super) fn end_after(&self, words: Option<u64>) {
+        self.cells.fuse.set(words);
+    }
+}
+
+/// Carries out what a process had committed and not carried out.
+fn redo(cells: &Cells) -> io::Result<()> {
+    let count = cells.get(LOGGED);
+    if count > u64::from(LOG) {
+        return Err(malformed("its log"));
+    }
+    for at in (LOG_AT..).step_by(2).take(count as usize) {
+        match u32::try_from(cells.get(at)) {
+            Ok(cell @ (GENERATION..LOG_AT | AWAITED..CELLS)) => cells.set(cell, cells.get(at + 1)),
+            _ => return Err(malformed("its log")),
+        }
+    }
+    cells.set(LOGGED, 0);
+    Ok(())
+}

@@ -1,0 +1,218 @@
+//! The regions of a session in a file that outlives this process, so that another one can register them again.
+//!
+//! The file begins with where its entries begin and end. Each is a header and the region's extents; those of regions that have left are marked, and written over by and by. A single write of a
+//! few bytes is done or not done when a process ends, so there is always a whole list.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use protocol::device::Extent;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Bytes of entries that are read at most: more than a guest may register by default.
+const MOST: u64 = 512 << 20;
+/// Bytes of regions that have left, beyond those of regions that are there, for which the file is not written anew.
+const SLACK: u64 = 1 << 20;
+
+/// Where the entries begin and end.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Ends {
+    begin: u64,
+    end: u64,
+}
+
+const FIRST: u64 = size_of::<Ends>() as u64;
+
+/// What stands before a region's extents.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Entry {
+    id: u32,
+    extents: u32,
+    read_only: u32,
+    /// 1: the region has left.
+    left: u32,
+    size: u64,
+}
+
+const ENTRY: u64 = size_of::<Entry>() as u64;
+
+/// A region that another process had registered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct StoredRegion {
+    pub(super) id: u32,
+    pub(super) size: u64,
+    pub(super) read_only: bool,
+    pub(super) extents: Vec<Extent>,
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub(super) struct RegionsFile {
+    file: File,
+    list: Mutex<List>,
+}
+
+#[derive(Debug)]
+struct List {
+    ends: Ends,
+    /// By region: where its entry begins, and its length.
+    entries: BTreeMap<u32, (u64, u64)>,
+}
+
+fn malformed() -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, "the list of a session's regions is malformed")
+}
+
+impl RegionsFile {
+    pub(super) fn new() -> io::Result<RegionsFile> {
+        let file = File::from(memfd_create(c"regions", MFdFlags::MFD_CLOEXEC)?);
+        let ends = Ends { begin: FIRST, end: FIRST };
+        file.write_all_at(ends.as_bytes(), 0)?;
+        Ok(RegionsFile { file, list: Mutex::new(List { ends, entries: BTreeMap::new() }) })
+    }
+
+    /// Takes over another process's file. Gives what is registered.
+    pub(super) fn open(file: OwnedFd) -> io::Result<(RegionsFile, Vec<StoredRegion>)> {
+        let file = File::from(file);
+        let mut ends = Ends { begin: 0, end: 0 };
+        file.read_exact_at(ends.as_mut_bytes(), 0)?;
+        let Ends { begin, end } = ends;
+        let length = end.checked_sub(begin).filter(|length| *length <= MOST).ok_or_else(malformed)?;
+        if begin < FIRST || file.metadata()?.len() < end {
+            return Err(malformed());
+        }
+        let mut bytes = vec![0; length as usize];
+        file.read_exact_at(&mut bytes, begin)?;
+        let (mut rest, mut regions, mut entries) = (&bytes[..], Vec::new(), BTreeMap::new());
+        while !rest.is_empty() {
+            let at = end - rest.len() as u64;
+            let (entry, behind) = Entry::read_from_prefix(rest).map_err(|_| malformed())?;
+            let count = entry.extents as usize;
+            let (extents, behind) =
+                <[Extent]>::ref_from_prefix_with_elems(behind, count).map_err(|_| malformed())?;
+            if entry.left == 0 {
+                let Entry { id, size, read_only, .. } = entry;
+                let length = (rest.len() - behind.len()) as u64;
+                if entries.insert(id, (at, length)).is_some() {
+                    return Err(malformed());
+                }
+                regions.push(StoredRegion { id, size, read_only: read_only != 0, extents: extents.to_vec() });
+            }
+            rest = behind;
+        }
+        Ok((RegionsFile { file, list: Mutex::new(List { ends, entries }) }, regions))
+    }
+
+    pub(super) fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A region is about to be registered.
+    pub(super) fn add(&self, id: u32, size: u64, read_only: bool, extents: &[Extent]) -> io::Result<()> {
+        let mut list = self.list();
+        let entry = Entry { id, extents: extents.len() as u32, read_only: read_only.into(), left: 0, size };
+        let bytes = [entry.as_bytes(), extents.as_bytes()].concat();
+        let at = list.ends.end;
+        self.file.write_all_at(&bytes, at)?;
+        let ends = Ends { end: at + bytes.len() as u64, ..list.ends };
+        self.set_ends(&mut list, ends)?;
+        list.entries.insert(id, (at, bytes.len() as u64));
+        Ok(())
+    }
+
+    /// A region has left.
+    pub(super) fn remove(&self, id: u32) -> io::Result<()> {
+        let mut list = self.list();
+        let Some((at, _)) = list.entries.remove(&id) else { return Ok(()) };
+        self.file.write_all_at(&1u32.to_le_bytes(), at + ENTRY - 12)?;
+        let live: u64 = list.entries.values().map(|(_, length)| length).sum();
+        if list.ends.end - list.ends.begin <= 2 * live + SLACK {
+            return Ok(());
+        }
+        // All that is there, before the old entries or behind them.
+        let begin = if FIRST + live <= list.ends.begin { FIRST } else { list.ends.end };
+        let (mut entries, mut to) = (BTreeMap::new(), begin);
+        for (id, (from, length)) in &list.entries {
+            let mut bytes = vec![0; *length as usize];
+            self.file.read_exact_at(&mut bytes, *from)?;
+            self.file.write_all_at(&bytes, to)?;
+            entries.insert(*id, (to, *length));
+            to += length;
+        }
+        self.set_ends(&mut list, Ends { begin, end: to })?;
+        list.entries = entries;
+        self.file.set_len(to)
+    }
+
+    fn set_ends(&self, list: &mut List, ends: Ends) -> io::Result<()> {
+        self.file.write_all_at(ends.as_bytes(), 0)?;
+        list.ends = ends;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn extents(count: u64, from: u64) -> Vec<Extent> {
+        (0..count).map(|index| Extent { addr: from + index, len: index + 1 }).collect()
+    }
+
+    fn open(file: &RegionsFile) -> io::Result<(RegionsFile, Vec<StoredRegion>)> {
+        RegionsFile::open(file.file().try_clone_to_owned().unwrap())
+    }
+
+    #[test]
+    fn another_process_finds_what_is_registered() {
+        let mut file = RegionsFile::new().unwrap();
+        let mut expected = BTreeMap::new();
+        for step in 0..2000u64 {
+            let id = (step * 7 % 13) as u32;
+            if expected.remove(&id).is_some() {
+                file.remove(id).unwrap();
+                file.remove(id).unwrap();
+            } else {
+                let (size, read_only) = (step + 1, step % 3 == 0);
+                let extents = extents(step % 2500, step);
+                file.add(id, size, read_only, &extents).unwrap();
+                expected.insert(id, StoredRegion { id, size, read_only, extents });
+            }
+            if step % 50 == 0 {
+                let (again, mut regions) = open(&file).unwrap();
+                regions.sort_by_key(|region| region.id);
+                assert!(regions == expected.values().cloned().collect::<Vec<_>>(), "step {step}");
+                file = again;
+            }
+        }
+        assert!(file.file.metadata().unwrap().len() < 8 << 20);
+    }
+
+    proptest! {
+        #[test]
+        fn anything_in_the_file_is_refused_or_understood(ends in (0u64..200, 0u64..300), bytes in prop::collection::vec(any::<u8>(), 0..300), small in any::<bool>()) {
+            let file = RegionsFile::new().unwrap();
+            let bytes: Vec<u8> = if small { bytes.iter().map(|byte| byte % 2).collect() } else { bytes };
+            file.file.write_all_at(&bytes, 0).unwrap();
+            file.file.write_all_at(Ends { begin: ends.0, end: ends.1 }.as_bytes(), 0).unwrap();
+            if let Ok((again, regions)) = open(&file) {
+                for region in &regions {
+                    again.remove(region.id).unwrap();
+                }
+                prop_assert!(open(&again).unwrap().1.is_empty());
+            }
+        }
+    }
+}

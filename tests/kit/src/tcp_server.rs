@@ -1,0 +1,133 @@
+//! A server whose workers are the real ends of `tcp` sessions, in threads, over "device memory" in a map. Sessions outlive their connections.
+
+use std::collections::HashMap;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use host_bridge::bridge::{Security, SessionConfig};
+use host_bridge::endpoint::{Allowance, Client, Polling, TcpClient, TcpCommands};
+use host_bridge::framing::Address;
+use host_bridge::stream::Stream;
+use protocol::device::Answer;
+use protocol::link::{Hello, MAGIC, Welcome, purpose};
+use zerocopy::{FromZeros, IntoBytes};
+
+use crate::PATIENCE;
+use crate::link::welcome;
+use crate::local_server::{Behavior, Kept, execute};
+
+/// Data connections of each session.
+const DATA: u32 = 3;
+
+/// A server on a port of this host.
+pub struct TcpServer {
+    /// How to reach it.
+    pub config: SessionConfig,
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    sessions: Mutex<HashMap<[u8; 16], Arc<TcpClient>>>,
+    begun: AtomicUsize,
+    resumed: AtomicUsize,
+    ended: AtomicUsize,
+    trouble: Mutex<Vec<String>>,
+}
+
+impl TcpServer {
+    /// Starts one.
+    pub fn start() -> TcpServer {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = Address::Tcp("127.0.0.1".into(), listener.local_addr().unwrap().port());
+        let shared = Arc::<Shared>::default();
+        let for_thread = shared.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let (Ok(stream), shared) = (stream, for_thread.clone()) else { return };
+                std::thread::spawn(move || shared.greet(stream));
+            }
+        });
+        let mut config = SessionConfig::new(address, "test-host");
+        config.security = Security::Insecure;
+        TcpServer { config, shared }
+    }
+
+    /// Attempts to resume a session that came with its secret.
+    pub fn resumed(&self) -> usize {
+        self.shared.resumed.load(Ordering::SeqCst)
+    }
+
+    /// Sessions that have ended.
+    pub fn ended(&self) -> usize {
+        self.shared.ended.load(Ordering::SeqCst)
+    }
+
+    /// Why sessions ended otherwise than by their clients' will.
+    pub fn trouble(&self) -> Vec<String> {
+        self.shared.trouble.lock().unwrap().clone()
+    }
+}
+
+impl Shared {
+    fn greet(&self, mut stream: TcpStream) {
+        stream.set_nodelay(true).unwrap();
+        let mut hello = Hello::new_zeroed();
+        if stream.read_exact(hello.as_mut_bytes()).is_err() {
+            return;
+        }
+        assert_eq!(hello.magic, MAGIC);
+        let opens = hello.purpose == purpose::CONTROL;
+        let number = if opens { self.begun.fetch_add(1, Ordering::SeqCst) as u8 } else { 0 };
+        let token = if opens { [number; 16] } else { hello.token };
+        let known = self.sessions.lock().unwrap().get(&token).cloned();
+        let welcome = match &known {
+            None if !opens => welcome(Answer::Denied, "no session has this token"),
+            _ => Welcome {
+                token,
+                secret: [number; 32],
+                data_connections: DATA,
+                grace: PATIENCE.as_secs() as u32,
+                ..welcome(Answer::Ok, "")
+            },
+        };
+        if opens {
+            return self.serve(token, stream, hello.slot_count, &welcome);
+        }
+        let (Ok(()), Some(client)) = (stream.write_all(welcome.as_bytes()), known) else { return };
+        let stream = Stream::from(OwnedFd::from(stream));
+        assert_eq!(hello.secret, [token[0]; 32]);
+        // A session may end meanwhile.
+        let _ = match hello.purpose {
+            purpose::DATA => client.add_data_connection(hello.attempt, hello.index, stream),
+            purpose::RESUME => {
+                self.resumed.fetch_add(1, Ordering::SeqCst);
+                client.resume(hello.attempt, stream)
+            }
+            purpose::END => {
+                client.close();
+                Ok(())
+            }
+            other => panic!("a connection for {other}"),
+        };
+    }
+
+    fn serve(&self, token: [u8; 16], mut socket: TcpStream, slots: u32, welcome: &Welcome) {
+        let control = Stream::from(OwnedFd::from(socket.try_clone().unwrap()));
+        let allowance = Allowance { grace: PATIENCE, replay: 64 << 20, eager: 0 };
+        let (mut commands, client) =
+            TcpCommands::start(control, slots, DATA, Polling::default(), allowance).unwrap();
+        // The data connections come as soon as the client is welcome.
+        self.sessions.lock().unwrap().insert(token, client.clone());
+        let _ = socket.write_all(welcome.as_bytes());
+        if let Err(e) = execute(&mut commands, &*client, Behavior::Good, &Kept::default()) {
+            self.trouble.lock().unwrap().push(e);
+        }
+        client.close();
+        self.sessions.lock().unwrap().remove(&token);
+        self.ended.fetch_add(1, Ordering::SeqCst);
+    }
+}
