@@ -43,12 +43,10 @@ fn nvidia() -> &'static Nvidia {
             // Install into a temporary folder and rename it, so that a concurrent test run never sees half an
             // installation.
             let fresh = tempfile::tempdir_in(&build).expect("build/cuda-runtime/ can be written");
-            let venv = fresh.path().join("venv");
-            run(Command::new("python3").args(["-m", "venv"]).arg(&venv));
-            let pip = venv.join("bin/pip");
             let target = fresh.path().join("packages");
-            run(Command::new(pip)
-                .args(["install", "--quiet", "--no-deps", PACKAGE, COMPILER_HEADERS, "--target"])
+            run(Command::new("python3")
+                .args(["-m", "pip", "install", "--quiet", "--no-deps", "--root-user-action", "ignore"])
+                .args([PACKAGE, COMPILER_HEADERS, "--target"])
                 .arg(&target));
             // If another test run renamed its copy first, use that one.
             let _ = fs::rename(&target, &root);

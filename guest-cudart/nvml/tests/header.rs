@@ -29,11 +29,10 @@ fn include() -> &'static Path {
             // Install into a temporary folder and rename it, so that a concurrent test run never sees half an
             // installation.
             let fresh = tempfile::tempdir_in(&build).expect("build/ can be written");
-            let venv = fresh.path().join("venv");
-            run(Command::new("python3").args(["-m", "venv"]).arg(&venv));
             let target = fresh.path().join("packages");
-            run(Command::new(venv.join("bin/pip"))
-                .args(["install", "--quiet", "--no-deps", PACKAGE, "--target"])
+            run(Command::new("python3")
+                .args(["-m", "pip", "install", "--quiet", "--no-deps", "--root-user-action", "ignore"])
+                .args([PACKAGE, "--target"])
                 .arg(&target));
             // If another test run renamed its copy first, use that one.
             let _ = fs::rename(&target, &root);
