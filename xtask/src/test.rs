@@ -176,6 +176,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
                     machines::prepare()?;
                 }
                 "metrics" => debian::packages(&["prometheus"], "testing the metrics")?,
+                "survive" => debian::packages(&["iproute2"], "testing with networks of their own")?,
                 _ => {}
             }
             // Whole daemons run one at a time, so that tests do not affect each other's counters. Tests with a
