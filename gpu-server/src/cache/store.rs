@@ -120,6 +120,8 @@ struct Contents {
 struct Block {
     len: u64,
     turn: u64,
+    /// The turn in which it was added. One that was removed and added again has another.
+    added: u64,
 }
 
 fn hex(hash: &Hash) -> String {
@@ -282,7 +284,7 @@ impl Client {
     /// The block with this hash, if it is here and as it was.
     pub fn find(&self, hash: &Hash) -> Option<Vec<u8>> {
         let known = lock(&self.shelf.contents).use_again(hash);
-        let bytes = known.and_then(|len| self.read(hash, len));
+        let bytes = known.and_then(|block| self.read(hash, block));
         let totals = &self.store.totals;
         match &bytes {
             Some(bytes) => {
@@ -294,7 +296,7 @@ impl Client {
         bytes
     }
 
-    fn read(&self, hash: &Hash, len: u64) -> Option<Vec<u8>> {
+    fn read(&self, hash: &Hash, Block { len, added, .. }: Block) -> Option<Vec<u8>> {
         let path = self.shelf.path(hash);
         let read = || {
             let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(&path)?;
@@ -309,8 +311,11 @@ impl Client {
             Ok(_) => "it is not what it was".to_owned(),
             Err(e) => e.to_string(),
         };
-        // Otherwise it has just given way to another.
-        if self.store.remove(&self.shelf, &mut lock(&self.shelf.contents), hash) {
+        // Otherwise it has just given way to another, and may have come back since.
+        let mut contents = lock(&self.shelf.contents);
+        let same = contents.blocks.get(hash).is_some_and(|block| block.added == added);
+        if same && self.store.remove(&self.shelf, &mut contents, hash) {
+            drop(contents);
             self.store.totals.damaged.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(file = ?path, "a block of the cache is removed: {why}");
         }
@@ -456,25 +461,25 @@ impl Contents {
     /// Adds a block, whose bytes were added already.
     fn add(&mut self, hash: Hash, len: u64) {
         self.turn += 1;
-        self.blocks.insert(hash, Block { len, turn: self.turn });
+        self.blocks.insert(hash, Block { len, turn: self.turn, added: self.turn });
         self.turns.insert(self.turn, hash);
     }
 
     fn take(&mut self, hash: &Hash) -> Option<u64> {
-        let Block { len, turn } = self.blocks.remove(hash)?;
+        let Block { len, turn, .. } = self.blocks.remove(hash)?;
         self.turns.remove(&turn);
         self.bytes -= len;
         Some(len)
     }
 
-    /// The length of a block that is here; it becomes the last one used.
-    fn use_again(&mut self, hash: &Hash) -> Option<u64> {
+    /// A block that is here; it becomes the last one used.
+    fn use_again(&mut self, hash: &Hash) -> Option<Block> {
         let block = self.blocks.get_mut(hash)?;
         self.turn += 1;
         self.turns.remove(&block.turn);
         block.turn = self.turn;
         self.turns.insert(self.turn, *hash);
-        Some(block.len)
+        Some(*block)
     }
 }
 
@@ -620,6 +625,24 @@ mod tests {
             ["alice", "bob"].map(|name| lock(&store.client(name).unwrap().shelf.contents).bytes).iter().sum();
         assert_eq!((kept, files(folder.path()) as u64 * 400), (bytes_of(&store), bytes_of(&store)));
         assert_eq!((store.figures().damaged, store.figures().failed), (0, 0));
+    }
+
+    #[test]
+    fn a_block_that_came_back_is_not_what_an_earlier_reader_missed() {
+        let folder = own_folder();
+        let store = Store::open(folder.path(), LIMITS).unwrap();
+        let client = store.client("alice").unwrap();
+        let (hash, bytes) = block(1, 100);
+        client.keep(&bytes).unwrap();
+        let known = lock(&client.shelf.contents).use_again(&hash).unwrap();
+        assert!(store.0.remove(&client.shelf, &mut lock(&client.shelf.contents), &hash));
+        client.keep(&bytes).unwrap();
+        // The reader finds the moment in which there is no file.
+        let file = fs::read(client.shelf.path(&hash)).unwrap();
+        fs::remove_file(client.shelf.path(&hash)).unwrap();
+        assert_eq!(client.read(&hash, known), None);
+        fs::write(client.shelf.path(&hash), file).unwrap();
+        assert_eq!((client.find(&hash), store.figures().damaged), (Some(bytes), 0));
     }
 
     #[test]

@@ -42,6 +42,8 @@ metrics::families! {
     SENT: Counter "rgpu_server_sent" ["bytes"] { "principal", "client", "program" };
     /// Bulk data that workers copied by CPU between the transport's memory and the driver's.
     COPIED: Counter "rgpu_server_copied" ["bytes"] { "principal", "client", "program" };
+    /// Bytes of copies that went to and came from GPUs of other servers without passing through the client.
+    DIRECT: Counter "rgpu_server_direct" ["bytes"] { "principal", "client", "program" };
 
     /// Device memory that sessions hold, with what their processes take besides.
     MEMORY: Gauge "rgpu_server_device_memory" ["bytes"] { "principal", "client", "program", "gpu" };

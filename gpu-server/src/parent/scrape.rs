@@ -35,8 +35,17 @@ pub(super) struct Settled {
 impl Settled {
     /// Adds a session.
     fn add(&mut self, session: &Session) {
-        let Counters { commands, launches, copies, round_trips, bytes_in, bytes_out, bytes_copied, .. } =
-            session.counters;
+        let Counters {
+            commands,
+            launches,
+            copies,
+            round_trips,
+            bytes_in,
+            bytes_out,
+            bytes_copied,
+            bytes_direct,
+            ..
+        } = session.counters;
         let sums = &mut self.counters;
         for (sum, value) in [
             (&mut self.sessions, 1),
@@ -49,6 +58,7 @@ impl Settled {
             (&mut sums.bytes_in, bytes_in),
             (&mut sums.bytes_out, bytes_out),
             (&mut sums.bytes_copied, bytes_copied),
+            (&mut sums.bytes_direct, bytes_direct),
         ] {
             *sum = sum.saturating_add(value);
         }
@@ -212,8 +222,17 @@ fn sessions(samples: &mut Samples, state: &State, readings: &[Reading]) {
 
 /// Adds what sessions under these names have done.
 fn count(samples: &mut Samples, names: [&str; 3], done: &Settled) {
-    let Counters { commands, launches, copies, round_trips, bytes_in, bytes_out, bytes_copied, .. } =
-        done.counters;
+    let Counters {
+        commands,
+        launches,
+        copies,
+        round_trips,
+        bytes_in,
+        bytes_out,
+        bytes_copied,
+        bytes_direct,
+        ..
+    } = done.counters;
     for (family, value) in [
         (&f::SESSIONS_BEGUN, done.sessions),
         (&f::SESSIONS_LOST, done.lost),
@@ -225,6 +244,7 @@ fn count(samples: &mut Samples, names: [&str; 3], done: &Settled) {
         (&f::RECEIVED, bytes_in),
         (&f::SENT, bytes_out),
         (&f::COPIED, bytes_copied),
+        (&f::DIRECT, bytes_direct),
     ] {
         samples.add(family, &names, value);
     }
