@@ -65,7 +65,7 @@ impl Nested {
              -machine q35,memory-backend=ram,vmport=off -object memory-backend-memfd,id=ram,size=384M,share=on -m 384M -nodefaults \
              -no-user-config -display none -monitor none -no-reboot -serial stdio -chardev socket,id=rgpu0,path={socket} \
              -device vhost-user-test-device-pci,chardev=rgpu0,virtio-id=38,num_vqs=3,vq_size=256,config_size=64 \
-             -kernel /opt/nested/kernel -initrd /opt/nested/initramfs -append 'console=ttyS0 loglevel=4 panic=-1 mitigations=off no_timer_check cryptomgr.notests'"
+             -kernel /opt/nested/kernel -initrd /opt/nested/initramfs -append 'console=ttyS0 loglevel=4 panic=-1 mitigations=off no_timer_check'"
         )
     }
 }
