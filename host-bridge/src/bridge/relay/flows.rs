@@ -67,9 +67,9 @@ impl<M> Job<M> {
         self.blocks.get((self.at / CACHE_BLOCK) as usize)
     }
 
-    /// Whether it is to wait until the server has said whether it has the next block.
+    /// Whether it is to wait until the server has said whether it has the next block. Not if a part of that was sent: the question may not be asked then, and the answer is of no use.
     fn awaits_answer(&self, waits: bool) -> bool {
-        waits && self.block() == Some(&Block::Asked)
+        waits && self.at.is_multiple_of(CACHE_BLOCK) && self.block() == Some(&Block::Asked)
     }
 
     fn may_send(&self, waits: bool) -> bool {

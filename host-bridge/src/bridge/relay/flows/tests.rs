@@ -110,6 +110,30 @@ fn what_the_server_has_is_not_sent_and_what_is_new_is_not_delayed() {
 }
 
 #[test]
+fn a_block_of_which_a_part_was_sent_waits_for_no_answer() {
+    const LEN: u64 = 3 << 20;
+    let mut flows = TestFlows::new(4, 0, CacheUse::Always);
+    push(&mut flows, 1, 1, 0, LEAST_TO_ASK);
+    assert_eq!((hash(&mut flows), kinds(&mut flows).len()), (1, 1));
+    tell(&mut flows, 1, 0, 0);
+    assert_eq!(kinds(&mut flows), [(1, LEAST_TO_ASK, NEW)]);
+    // It is being asked about, and the first part is sent meanwhile.
+    push(&mut flows, 1, 2, 0, LEN);
+    grant(&mut flows, 2, 0, LEN);
+    let task = flows.next_to_hash().unwrap();
+    let mut sent = u64::from(flows.next_chunk().unwrap().len);
+    assert!(sent < LEN);
+    // Now answers are waited for again, but the question about this block is of no use any more, and not asked.
+    tell(&mut flows, 1, 0, 1);
+    flows.hashed(task);
+    sent +=
+        kinds(&mut flows).iter().map(|(_, len, carries)| if *carries == NEW { *len } else { 0 }).sum::<u64>();
+    assert_eq!(sent, LEN);
+}
+
+const LEAST_TO_ASK: u64 = 100_000;
+
+#[test]
 fn a_long_piece_is_named_block_by_block_as_far_as_it_is_granted() {
     let mut flows = TestFlows::new(4, 0, CacheUse::Always);
     let len = 20 * CACHE_BLOCK + 1000;
