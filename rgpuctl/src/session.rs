@@ -86,6 +86,8 @@ pub struct Session {
     socket: PathBuf,
     /// The bridge comes first and ends before the server, so that it never reports the server as lost.
     daemons: Vec<Daemon>,
+    /// The program has devices of several servers.
+    several: bool,
     _folder: RuntimeFolder,
 }
 
@@ -118,7 +120,7 @@ impl Session {
             if insecure { vec!["--insecure".into()] } else { option("--identity", identity).to_vec() };
         let bridge = start_bridge(&addresses, transport, protection, &socket, &folder.path, &logs)?;
         let daemons = [Some(bridge), server].into_iter().flatten().collect();
-        Ok(Self { libraries, socket, daemons, _folder: folder })
+        Ok(Self { libraries, socket, daemons, several: target.servers.len() > 1, _folder: folder })
     }
 
     /// Sets the environment that makes the command a client of this session.
@@ -126,6 +128,10 @@ impl Session {
         command
             .env("RGPU_SOCKET", &self.socket)
             .env("LD_LIBRARY_PATH", with_libraries(&self.libraries, std::env::var_os("LD_LIBRARY_PATH"))?);
+        // NCCL takes GPUs of one process for GPUs of one machine, and lets their kernels meet in a file of /dev/shm.
+        if self.several && std::env::var_os("NCCL_SHM_DISABLE").is_none() {
+            command.env("NCCL_SHM_DISABLE", "1");
+        }
         Ok(())
     }
 

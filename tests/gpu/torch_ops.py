@@ -291,7 +291,8 @@ def compiled():
 
     a, b = rand(300, 200), rand(300, 200, seed=2)
     close("fused", f(a.cuda(), b.cuda()), (torch.sin(a) * b + a.relu()).sum(-1).softmax(0), 1e-4)
-    say("losses", [f"{loss:.4f}" for loss in gpt(5, True, "compile")])
+    # Inductor chooses by timing, so two native runs differ in the fourth digit as well.
+    say("losses", [f"{loss:.2f}" for loss in gpt(5, True, "compile")])
 
 
 def main():

@@ -23,15 +23,22 @@ fn address(rig: &Rig, transport: Transport) -> String {
     }
 }
 
-/// `rgpuctl run` of a program with these servers.
+/// `rgpuctl run` with these servers, and a test program.
 fn with_servers(servers: &[String], program: &str) -> Result<Command> {
+    let mut command = run_with(servers);
+    command.arg(programs::built(program)?);
+    Ok(command)
+}
+
+/// `rgpuctl run` with these servers, without its program.
+fn run_with(servers: &[String]) -> Command {
     let mut command = Command::new(tree::binaries().join("rgpuctl"));
     command.args(["run", "--insecure"]).env("RGPU_LIB_DIR", tree::guest_libraries());
     for server in servers {
         command.args(["--server", server]);
     }
-    command.arg("--").arg(programs::built(program)?);
-    Ok(command)
+    command.arg("--");
+    command
 }
 
 fn two(name: &str) -> Result<[Rig; 2]> {
@@ -66,6 +73,12 @@ fn a_program_uses_the_devices_of_two_servers() -> Result<()> {
         let outcome = programs::run(program.env("CUDA_VISIBLE_DEVICES", &visible), programs::LIMIT)?;
         outcome.verdict(PROGRAM).with_context(|| format!("with CUDA_VISIBLE_DEVICES={visible}"))?;
     }
+    // NCCL's GPUs are in one process, and yet not in one machine.
+    let told = |named: &[String]| -> Result<String> {
+        let output = run_with(named).args(["sh", "-c", "echo ${NCCL_SHM_DISABLE-unset}"]).output()?;
+        Ok(String::from_utf8(output.stdout)?.trim().to_owned())
+    };
+    ensure!(told(&servers)? == "1" && told(&servers[..1])? == "unset", "NCCL is not told");
     // Management programs.
     for program in ["nvidia_smi", "nvml"] {
         programs::run(&mut with_servers(&servers, program)?, programs::LIMIT)?.verdict(program)?;

@@ -44,7 +44,7 @@ const MANY: usize = 64;
 
 /// Registers that record `seq` of a stream writes `len` bytes of pinned memory.
 pub(crate) fn writes(stream: &Arc<Stream>, seq: Seq, at: usize, len: usize) {
-    if is_in_place(stream.context.server, at) {
+    if all_are_in_place(stream.context.server, at) {
         return;
     }
     let mut writes = lock(&WRITES);
@@ -163,15 +163,15 @@ fn patiently(driver: &Driver, mut goes_on: impl FnMut() -> bool) -> Result<bool>
     Ok(true)
 }
 
-/// Whether every device of the process reaches pinned memory in place. What a device of one server writes there, a copy to another server may read.
-fn is_in_place(server: &Server, at: usize) -> bool {
+/// Whether every device of the process reaches this pinned memory in place. What a device of one server writes there, a copy to another server may read too early.
+fn all_are_in_place(server: &Server, at: usize) -> bool {
     pinned_regions::is_mapped(server, at as u64) && driver().is_ok_and(|driver| driver.servers.len() == 1)
 }
 
-/// Whether work that is under way may write bytes that a copy reads.
-fn may_change(server: &Server, at: usize, len: usize) -> bool {
-    if is_in_place(server, at) {
-        // The device reads them in place.
+/// Whether work that is under way may write bytes that a copy to a server's device reads, and the copy would read them before the stream comes to it.
+pub(crate) fn may_change(server: &Server, at: usize, len: usize) -> bool {
+    if pinned_regions::is_mapped(server, at as u64) {
+        // The device reads them in place, in the stream's order.
         return false;
     }
     let pending = |other: &Stream, seq: Seq| !other.has_passed(seq);
@@ -183,4 +183,29 @@ fn may_change(server: &Server, at: usize, len: usize) -> bool {
         })
     };
     called || written()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::pinned_regions::{HostTag, MAPPED, REGIONS};
+    use crate::process::context::Context;
+    use client::channel::MAX_CONTEXTS;
+    use client::handle::{ContextId, StreamId};
+
+    #[test]
+    fn a_server_that_reads_memory_in_place_waits_for_no_other_servers_write() {
+        let contexts = [0, 1].map(|n| Context::new(ContextId(n), Server::unused(), n, 0, true));
+        let [writer, reader] = contexts;
+        let (size, tag) = (1 << 16, HostTag { context: writer, flags: 0, buffer: 1 });
+        let memory = Box::leak(vec![0_u8; size].into_boxed_slice()).as_ptr() as usize;
+        REGIONS.register(writer.session(), memory, size, tag).ok();
+        assert!(REGIONS.find(memory).is_some());
+        let stream = Arc::new(Stream::new(StreamId(MAX_CONTEXTS + 1), writer, 1, 0, false));
+        writes(&stream, Seq::for_tests(0, 10), memory, size);
+        assert!(may_change(reader.server, memory, 4), "the bytes would be read when the copy is called");
+        lock(&MAPPED).entry(memory).or_default().push(reader);
+        assert!(!may_change(reader.server, memory, 4));
+        assert!(may_change(writer.server, memory, 4), "it has not mapped them");
+    }
 }

@@ -103,6 +103,14 @@ pub(crate) fn reach(driver: &'static Driver, context: &'static Context, paramete
     }
 }
 
+/// Has the device of a context read pinned memory in place, if it can: so the bytes of a copy are read when its stream comes to it.
+#[cold]
+pub(crate) fn read_in_place(driver: &'static Driver, context: &'static Context, address: u64) {
+    if driver.devices.get(context.device as usize).is_some_and(|device| device.shares_host_memory) {
+        reach_at(driver, context, address);
+    }
+}
+
 /// Lets kernels reach the pinned memory at an address, if there is any that they cannot reach yet. Where that
 /// cannot be, the log says why, and kernels find nothing there.
 #[cold]

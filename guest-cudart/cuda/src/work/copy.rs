@@ -14,9 +14,9 @@ use std::sync::Arc;
 use crate::abi::result::Result;
 use crate::memory::address::{self, is_device};
 use crate::memory::managed::{self, Order, shared_blocks};
-use crate::memory::pending_writes;
 use crate::memory::pinned_regions::{self, REGIONS};
 use crate::memory::transfer::{INLINE, MAX_INLINE_ANSWER, Transfer};
+use crate::memory::{pending_writes, pinned};
 use crate::process::capture::Capture;
 use crate::process::context::Context;
 use crate::process::driver::{Driver, Server};
@@ -151,6 +151,9 @@ impl Copier {
     pub unsafe fn send(&self, dst: u64, src: *const u8, len: usize) -> Result {
         let stream = self.stream.id;
         if let Some(range) = REGIONS.range(self.stream.session(), src as usize, len) {
+            if !self.server().reads_late && pending_writes::may_change(self.server(), src as usize, len) {
+                pinned::read_in_place(self.driver, self.stream.context, src as u64);
+            }
             let from = pending_writes::source(self.driver, &self.stream, range, src as usize, len)?;
             // Few bytes are cheaper in the record, but only where nothing may still be on its way into them.
             if !(self.mode == Mode::Sync && len <= INLINE && !self.stream.context.is_busy()) {
