@@ -166,13 +166,7 @@ impl Cgroups {
         let of_process = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let path = of_process.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
         let mut root = top.join(path);
-        let found = fs::read_to_string(root.join("cgroup.controllers")).unwrap_or_default();
-        let has = |name: &str| found.split_whitespace().any(|controller| controller == name);
-        if !has("memory") || !has("pids") {
-            return Err(Unavailable::Controllers { path: root, found: found.trim().to_owned() });
-        }
-        let has_cpu = has("cpu");
-        // The daemon before this one has divided the cgroup: it is the same process, or systemd has started this one there (DelegateSubgroup=).
+        // The daemon before this one has divided the cgroup: it is the same process, or systemd has started this one there (DelegateSubgroup=). The part itself has no controllers before that.
         if let Some(divided) = root.parent().filter(|_| root.ends_with(DAEMON)) {
             let divided = divided.to_owned();
             let children = fs::read_to_string(divided.join("cgroup.subtree_control")).unwrap_or_default();
@@ -180,6 +174,12 @@ impl Cgroups {
                 root = divided;
             }
         }
+        let found = fs::read_to_string(root.join("cgroup.controllers")).unwrap_or_default();
+        let has = |name: &str| found.split_whitespace().any(|controller| controller == name);
+        if !has("memory") || !has("pids") {
+            return Err(Unavailable::Controllers { path: root, found: found.trim().to_owned() });
+        }
+        let has_cpu = has("cpu");
         let controllers = if has_cpu { "+memory +pids +cpu" } else { "+memory +pids" };
         // Only the top of the whole tree has no type.
         let made = !root.join("cgroup.type").exists();

@@ -1,5 +1,5 @@
 //! The Debian packages that `cargo xtask package` makes: their pages and completions, and what happens when they are installed, used,
-//! upgraded and purged in a machine with Debian 12 and systemd as its first process. The daemons run under their own units there.
+//! upgraded and purged in machines with Debian 12 and 13 and systemd as their first process. The daemons run under their own units there.
 
 #[path = "support/packages.rs"]
 mod support;
@@ -10,6 +10,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
+use rgpu_tests::machine::systemd::Release;
 use rgpu_tests::machine::{Machine, systemd};
 use rgpu_tests::programs;
 use support::*;
@@ -122,8 +123,8 @@ fn shells_complete_commands_and_options() -> Result<()> {
 }
 
 /// A machine with the packages at hand, not yet installed.
-fn boot(newer: &[PathBuf]) -> Result<Machine> {
-    systemd::boot(contents(systemd::builder()?, &INSTALLED, newer, &["vectorAdd", "idle"])?)
+fn boot(release: Release, newer: &[PathBuf]) -> Result<Machine> {
+    systemd::boot(contents(systemd::builder(release)?, &INSTALLED, newer, &["vectorAdd", "idle"])?)
 }
 
 /// A property of a unit.
@@ -178,14 +179,8 @@ type Phase = (&'static str, fn(&Machine) -> Result<()>);
 
 #[test]
 fn packages_are_installed_used_upgraded_and_purged() -> Result<()> {
-    programs::built("vectorAdd")?;
-    let begin = Instant::now();
-    let folder = tempfile::tempdir()?;
-    let machine = boot(&newer(&INSTALLED, folder.path())?)?;
-    let before = inventory(&machine)?;
-    println!("booted after {:.0} s", begin.elapsed().as_secs_f64());
-    let phases: [Phase; 8] = [
-        ("installation", installation),
+    let phases = [
+        ("installation", installation as fn(&Machine) -> Result<()>),
         ("the units", units),
         ("sessions", sessions),
         ("a session over TLS", over_tls),
@@ -194,9 +189,34 @@ fn packages_are_installed_used_upgraded_and_purged() -> Result<()> {
         ("upgrade", upgrade),
         ("limits", limits),
     ];
+    in_a_machine(Release::Debian12, &phases)
+}
+
+#[test]
+fn in_debian_13_sessions_go_on_if_the_server_is_killed() -> Result<()> {
+    let phases = [
+        ("installation", installation as fn(&Machine) -> Result<()>),
+        ("the units", units),
+        ("sessions", sessions),
+        ("a session over TLS", over_tls),
+        ("cgroups", groups),
+        ("a server that is killed", killed),
+        ("upgrade", upgrade),
+    ];
+    in_a_machine(Release::Debian13, &phases)
+}
+
+/// Boots a machine, does all this in it, and purges the packages.
+fn in_a_machine(release: Release, phases: &[Phase]) -> Result<()> {
+    programs::built("vectorAdd")?;
+    let begin = Instant::now();
+    let folder = tempfile::tempdir()?;
+    let machine = boot(release, &newer(&INSTALLED, folder.path())?)?;
+    let before = inventory(&machine)?;
+    println!("{release:?}: booted after {:.0} s", begin.elapsed().as_secs_f64());
     for (name, phase) in phases {
-        phase(&machine).context(name)?;
-        println!("{name}: done after {:.0} s", begin.elapsed().as_secs_f64());
+        phase(&machine).context(*name)?;
+        println!("{release:?}: {name}: done after {:.0} s", begin.elapsed().as_secs_f64());
     }
     purge(&machine, &INSTALLED, "/etc/rgpu/vhost-rgpu.toml /var/lib/rgpu/server", &before).context("purge")
 }
@@ -352,6 +372,36 @@ fn reload_and_restart(machine: &Machine) -> Result<()> {
     }
     native(machine, "root", "vectorAdd")?;
     // The kill is the only thing worth a warning so far.
+    machine.check("sleep 2; journalctl --rotate; journalctl --vacuum-time=1s", LONG)?;
+    Ok(())
+}
+
+/// The service manager keeps the descriptors of a daemon that is killed, from systemd 254 on, and the next daemon gets them: sessions do not notice.
+fn killed(machine: &Machine) -> Result<()> {
+    let held = Held::start(machine, "killed")?;
+    let worker = |machine: &Machine| -> Result<serde_json::Value> {
+        let sessions = status(machine, "server")?["sessions"].take();
+        ensure!(
+            sessions.as_array().is_some_and(|sessions| sessions.len() == 1),
+            "the sessions are {sessions}"
+        );
+        Ok(sessions[0]["worker"].clone())
+    };
+    let before = worker(machine)?;
+    for _ in 0..2 {
+        let pid = property(machine, "rgpu-server", "MainPID")?;
+        machine.check(&format!("kill -9 {pid}"), LONG)?;
+        eventually(
+            machine,
+            &format!(
+                "systemctl is-active -q rgpu-server && test $(systemctl show --value -p MainPID rgpu-server) != {pid}"
+            ),
+        )?;
+        ensure!(worker(machine)? == before, "the session has another worker");
+        native(machine, "root", "vectorAdd")?;
+    }
+    held.finish(machine, "killed")?;
+    // The kills are the only thing worth a warning so far.
     machine.check("sleep 2; journalctl --rotate; journalctl --vacuum-time=1s", LONG)?;
     Ok(())
 }

@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
+use rgpu_tests::machine::systemd::Release;
 use rgpu_tests::machine::{Accelerator, Kernel, Qemu, rdma, setup, systemd};
 
 use crate::progress::Step;
@@ -50,17 +51,20 @@ pub fn prepare_rdma() -> Result<()> {
 
 /// Prepares machines with a whole Debian.
 pub fn prepare_systemd() -> Result<()> {
-    prepare_disk(systemd::disk)
+    for release in [Release::Debian12, Release::Debian13] {
+        prepare_disk(release, || systemd::disk(release))?;
+    }
+    Ok(())
 }
 
 /// Prepares machines with a whole Debian that can build the driver.
 pub fn prepare_dkms() -> Result<()> {
-    prepare_disk(systemd::disk_with_dkms)
+    prepare_disk(Release::Debian12, systemd::disk_with_dkms)
 }
 
-fn prepare_disk(make: fn() -> Result<PathBuf>) -> Result<()> {
+fn prepare_disk(release: Release, make: impl FnOnce() -> Result<PathBuf>) -> Result<()> {
     prepare()?;
-    let step = Step::spinner("making a disk with Debian 12");
+    let step = Step::spinner(format!("making a disk with {release:?}"));
     let disk = setup::listening(step.listener(), make)?;
     step.done(&disk.display().to_string());
     Ok(())

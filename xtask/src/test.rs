@@ -153,7 +153,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             package::make(Build::Release, 1, package::QUICK)?;
             programs::build()?;
             machines::prepare_systemd()?;
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "1", "--nocapture"]);
+            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2", "--nocapture"]);
         }
         _ => {
             artifacts::build()?;

@@ -1,4 +1,4 @@
-//! A machine that is a whole Debian 12, with systemd as its first process: to install packages in, and to run services.
+//! A machine that is a whole Debian, with systemd as its first process: to install packages in, and to run services.
 //!
 //! The disk is made once; a machine's changes to it are gone with the machine. The kernel and its modules come from outside, as in
 //! every machine here.
@@ -11,6 +11,40 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use super::{Builder, Kernel, Machine, setup};
+
+/// Debian's release in such a machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Release {
+    /// 12, bookworm: systemd 252.
+    Debian12,
+    /// 13, trixie: systemd 257.
+    Debian13,
+}
+
+impl Release {
+    /// Debian's name for it.
+    fn suite(self) -> &'static str {
+        match self {
+            Release::Debian12 => "bookworm",
+            Release::Debian13 => "trixie",
+        }
+    }
+
+    fn disk_name(self) -> &'static str {
+        match self {
+            Release::Debian12 => "debian12",
+            Release::Debian13 => "debian13",
+        }
+    }
+
+    /// The kernel of its cloud images.
+    fn kernel(self) -> Kernel {
+        match self {
+            Release::Debian12 => Kernel::V6_1,
+            Release::Debian13 => Kernel::V6_12,
+        }
+    }
+}
 
 /// What the system has besides Debian's essential packages and apt.
 const PACKAGES: &str = "systemd,systemd-sysv,dbus,udev,kmod,iproute2,procps";
@@ -43,31 +77,37 @@ const MASKED: [&str; 9] = [
 const LONG: Duration = Duration::from_secs(600);
 
 /// The disk; made if it is not there (about a minute).
-pub fn disk() -> Result<PathBuf> {
-    make("debian12", PACKAGES, |_| Ok(()))
+pub fn disk(release: Release) -> Result<PathBuf> {
+    make(release, release.disk_name(), PACKAGES, |_| Ok(()))
 }
 
-/// The same with DKMS, a compiler, and the headers of the kernel that these machines have: to build the guest's driver.
+/// Debian 12's with DKMS, a compiler, and the headers of the kernel that these machines have: to build the guest's driver.
 pub fn disk_with_dkms() -> Result<PathBuf> {
     let kernel = Kernel::default().files()?;
     // libelf1 is for the kernel's objtool.
     let packages = format!("{PACKAGES},dkms,gcc,make,libelf1");
-    make(&format!("debian12-dkms-{}", kernel.version), &packages, |root| kernel.install(root))
+    let name = format!("debian12-dkms-{}", kernel.version);
+    make(Release::Debian12, &name, &packages, |root| kernel.install(root))
 }
 
-fn make(name: &str, packages: &str, finish: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+fn make(
+    release: Release,
+    name: &str,
+    packages: &str,
+    finish: impl FnOnce(&Path) -> Result<()>,
+) -> Result<PathBuf> {
     let disk = setup::build_dir().join(format!("{name}.ext4"));
     setup::once(name, &format!("2 {packages} {AGENT} {MASKED:?}"), || {
         ensure!(nix::unistd::geteuid().is_root(), "making {} takes root (debootstrap)", disk.display());
         setup::need_program("debootstrap", "debootstrap")?;
         setup::need_program("mke2fs", "e2fsprogs")?;
-        setup::announce("making a disk with Debian 12 and systemd");
+        setup::announce(&format!("making a disk with {release:?} and systemd"));
         let root = setup::build_dir().join(name);
         if root.exists() {
             fs::remove_dir_all(&root).with_context(|| format!("cannot remove {}", root.display()))?;
         }
         let mut debootstrap = setup::apt("debootstrap");
-        debootstrap.args(["--variant=minbase", "--include", packages, "bookworm"]).arg(&root);
+        debootstrap.args(["--variant=minbase", "--include", packages, release.suite()]).arg(&root);
         setup::watch(debootstrap.args(setup::mirror()))?;
 
         let units = root.join("etc/systemd/system");
@@ -101,8 +141,8 @@ fn make(name: &str, packages: &str, finish: impl FnOnce(&Path) -> Result<()>) ->
 }
 
 /// What such a machine consists of; [`boot`] boots it.
-pub fn builder() -> Result<Builder> {
-    Ok(Machine::builder().memory_mib(2048).cpus(2).disk(disk()?))
+pub fn builder(release: Release) -> Result<Builder> {
+    Ok(Machine::builder().kernel(release.kernel()).memory_mib(2048).cpus(2).disk(disk(release)?))
 }
 
 /// The same with what it takes to build the guest's driver.
