@@ -14,10 +14,12 @@
 //! - [`framing`]: addresses, and the structures of [`protocol::link`] over sockets; `journal`: data that was sent and may have to be sent again;
 //! - [`stream`]: the bytes of a connection, plain or encrypted;
 //! - [`bridge`]: the end that has the client: sessions, the trait [`bridge::Transport`] and its implementations;
+//! - [`ask`]: what a client asks a server that needs no session;
 //! - [`verbs`]: InfiniBand and RoCE, for both ends;
 //! - [`endpoint`]: the end that has the GPU;
 //! - [`trace`]: writes per-command timelines into files.
 
+pub mod ask;
 pub mod bridge;
 pub mod endpoint;
 pub mod framing;

@@ -155,7 +155,7 @@ struct SessionOptions {
     /// Name of the virtual machine or host, for the server and the log: letters, digits, "-", "_" and ".". By default the name of this host
     #[arg(long, value_name = "NAME", value_parser = parse_name)]
     name: Option<String>,
-    /// The server: tcp:HOST:PORT (port 9700 if omitted) or, on this host, unix:PATH. It must be given. "/0,2" behind it selects devices of that server by its numbers. With several servers, in a list, each
+    /// The server: tcp:HOST:PORT (port 9700 if omitted) or, on this host, unix:PATH. It must be given. "/0,2" behind it selects devices of that server by its numbers, "#KEY" a lease (rgpuctl lease). With several servers, in a list, each
     /// program has the devices of all of them, in this order
     #[arg(long, value_name = "ADDRESS", num_args = 1)]
     server: Vec<Server>,
@@ -491,6 +491,7 @@ fn session(
 ) -> SessionConfig {
     let mut session = SessionConfig::new(server.address.clone(), client);
     session.devices.clone_from(&server.devices);
+    session.lease = server.lease;
     if let Some(transport) = options.transport.filter(|transport| transport.reaches(&session.server)) {
         session.transport = transport;
     }

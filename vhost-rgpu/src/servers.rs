@@ -8,19 +8,22 @@ use std::str::FromStr;
 
 use host_bridge::bridge::{ChannelMemory, SessionConfig};
 use host_bridge::framing::{Address, AddressError};
+use identity::Secret;
 use protocol::channel::MAX_SERVERS;
 use protocol::link::MAX_DEVICE_LIST;
 use thiserror::Error;
 
 use crate::refusal::{Refusal, invalid};
 
-/// A server as a configuration or a user names it: an address, and the devices to use there.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A server as a configuration or a user names it: an address, and the devices to use there, or a lease of some.
+#[derive(Debug, Clone)]
 pub struct Server {
     /// Its address.
     pub address: Address,
     /// Numbers of its devices, in the order in which programs see them. Empty: those that the server gives.
     pub devices: Vec<u8>,
+    /// The key of the lease under which to use it, if any.
+    pub lease: Option<Secret>,
 }
 
 /// Why a text names no server.
@@ -34,17 +37,24 @@ pub enum ServerError {
         "{0:?}: the devices behind the last \"/\" are numbers below 255, separated by commas, none twice, at most {MAX_DEVICE_LIST}"
     )]
     Devices(String),
+    /// What is behind its "#" is no lease's key. The text is not repeated, because part of a key may be in it.
+    #[error("what follows \"#\" is the key of a lease, 64 hexadecimal digits, as rgpuctl lease prints it")]
+    Lease,
 }
 
 impl FromStr for Server {
     type Err = ServerError;
 
-    /// `ADDRESS` or `ADDRESS/DEVICE,DEVICE…`.
+    /// `ADDRESS` or `ADDRESS/DEVICE,DEVICE…`, and then perhaps `#LEASE`.
     fn from_str(text: &str) -> Result<Server, ServerError> {
+        let (text, lease) = match text.rsplit_once('#') {
+            Some((text, key)) => (text, Some(Secret::from_text(key).ok_or(ServerError::Lease)?)),
+            None => (text, None),
+        };
         let is_list = |list: &str| !list.is_empty() && list.chars().all(|c| c.is_ascii_digit() || c == ',');
         let (address, list) = match text.rsplit_once('/') {
             Some((address, list)) if is_list(list) => (address, list),
-            _ => return Ok(Server { address: text.parse()?, devices: Vec::new() }),
+            _ => return Ok(Server { address: text.parse()?, devices: Vec::new(), lease }),
         };
         let wrong = || ServerError::Devices(text.to_owned());
         let mut devices = Vec::new();
@@ -55,11 +65,12 @@ impl FromStr for Server {
             }
             devices.push(number);
         }
-        Ok(Server { address: address.parse()?, devices })
+        Ok(Server { address: address.parse()?, devices, lease })
     }
 }
 
 impl fmt::Display for Server {
+    /// Without the lease's key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.address)?;
         let numbers: Vec<String> = self.devices.iter().map(u8::to_string).collect();
@@ -122,6 +133,7 @@ impl Servers {
         if !asked.devices.is_empty() {
             session.devices = asked.devices;
         }
+        session.lease = asked.lease.or(session.lease);
         Ok((place, session))
     }
 
@@ -142,7 +154,7 @@ impl fmt::Display for Servers {
 
 fn names(sessions: &[SessionConfig]) -> String {
     let name = |session: &SessionConfig| {
-        Server { address: session.server.clone(), devices: session.devices.clone() }.to_string()
+        Server { address: session.server.clone(), devices: session.devices.clone(), lease: None }.to_string()
     };
     sessions.iter().map(name).collect::<Vec<_>>().join(", ")
 }
@@ -168,5 +180,9 @@ mod tests {
             assert!(matches!(parse(wrong), Err(ServerError::Devices(_))), "{wrong}");
         }
         assert!(matches!(parse("gpu1/x"), Err(ServerError::Address(_))));
+        // A key is kept, and not shown.
+        let leased: Server = format!("gpu1/2#{}", "0a".repeat(32)).parse().unwrap();
+        assert_eq!((leased.to_string(), leased.lease.unwrap().0), ("tcp:gpu1:9700/2".to_owned(), [10; 32]));
+        assert!(matches!(parse("gpu1#12"), Err(ServerError::Lease)));
     }
 }
