@@ -3,14 +3,8 @@
 //! A [`Question`] is JSON behind the hello of a connection of its own ([`purpose::ASK`](protocol::link::purpose::ASK)), and its [`Answer`] is JSON in a frame behind the welcome. Who asks is known
 //! as for a session: by its key, or by its user on the same machine. What cannot be had is refused in the welcome.
 
-use std::fmt;
-use std::str::FromStr;
-
-use identity::Secret;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-
-use crate::framing::{Address, AddressError};
 
 /// Most GPUs that a lease has.
 pub const MAX_GPUS: usize = protocol::link::MAX_DEVICE_LIST;
@@ -191,43 +185,6 @@ pub struct Lease {
     pub sessions: u32,
 }
 
-/// A lease as a program names it: where it is, and its key, as `ADDRESS#KEY`.
-#[derive(Debug, Clone)]
-pub struct Held {
-    /// The server.
-    pub server: Address,
-    /// The key.
-    pub key: Secret,
-}
-
-/// Why a text names no lease.
-#[derive(Debug, Error, PartialEq, Eq)]
-pub enum HeldError {
-    /// It has no key. The text is not repeated, because part of a key may be in it.
-    #[error("a lease is ADDRESS#KEY, as rgpuctl lease prints it, with 64 hexadecimal digits as the key")]
-    Key,
-    /// Its address is none.
-    #[error(transparent)]
-    Address(#[from] AddressError),
-}
-
-impl FromStr for Held {
-    type Err = HeldError;
-
-    fn from_str(text: &str) -> Result<Held, HeldError> {
-        let (server, key) = text.rsplit_once('#').ok_or(HeldError::Key)?;
-        let key = Secret::from_text(key).ok_or(HeldError::Key)?;
-        Ok(Held { server: server.parse()?, key })
-    }
-}
-
-impl fmt::Display for Held {
-    /// With the key.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}#{}", self.server, self.key.to_text())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -290,16 +247,6 @@ mod tests {
         }
         for text in ["{}", "{\"lease\":{\"gpus\":1}}", "{\"inventory\":{\"x\":1}}", "{\"inventory\":{}} {}"] {
             assert!(Question::parse(text.as_bytes()).is_err(), "{text}");
-        }
-    }
-
-    #[test]
-    fn a_lease_is_an_address_and_a_key() {
-        let text = format!("tcp:gpu1:9700#{}", "0a".repeat(32));
-        let held: Held = text.parse().unwrap();
-        assert_eq!((held.to_string(), held.key.0), (text, [10; 32]));
-        for wrong in ["tcp:gpu1:9700", "gpu1#", "gpu1#12", &format!("gpu1#{}", "zz".repeat(32))] {
-            assert_eq!(wrong.parse::<Held>().unwrap_err(), HeldError::Key, "{wrong}");
         }
     }
 }

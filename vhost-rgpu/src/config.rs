@@ -10,6 +10,7 @@ use std::time::Duration;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, value_parser};
 use host_bridge::bridge::{CacheUse, Security, SessionConfig, TransportKind};
 use host_bridge::framing::Address;
+use host_bridge::server::Server;
 use host_bridge::verbs::Settings;
 use identity::ClientFiles;
 use identity::servers::CLIENT_FOLDER;
@@ -19,7 +20,7 @@ use protocol::device::MAX_EXTENTS;
 use sandbox::{Mode, Policy};
 use thiserror::Error;
 
-use crate::servers::{self, Server, Servers};
+use crate::servers::{self, Servers};
 
 /// Give virtual machines and processes of this host the GPUs of a server.
 ///
