@@ -73,6 +73,18 @@ struct Rule {
     /// Maximum seconds for which a kernel, or a graph launched as a whole, may run. 0 means no limit
     #[arg(long, value_name = "N")]
     kernel_seconds: Option<u32>,
+    /// Maximum number of leases that one client may hold. 0 means none. The default is 16
+    #[arg(long, value_name = "N")]
+    leases: Option<u32>,
+    /// Whether its leases may keep others from their GPUs. The default is false
+    #[arg(long, value_name = "BOOL")]
+    exclusive_leases: Option<bool>,
+    /// Maximum minutes of a lease until it has to be renewed. The default is 1440, a day
+    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=525_600))]
+    lease_minutes: Option<u32>,
+    /// Whether sessions need a lease. Sessions that only query NVML need none. The default is false
+    #[arg(long, value_name = "BOOL")]
+    lease_required: Option<bool>,
 }
 
 /// A `[[group]]`.
@@ -139,7 +151,27 @@ pub struct Grant {
     pub rules: Rules,
     /// Most data connections of its session.
     pub data_connections: Option<u32>,
+    /// Which leases it may have.
+    pub leasing: Leasing,
 }
+
+/// Which leases a client may have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Leasing {
+    /// How many, and the rule.
+    pub most: (u32, String),
+    /// Whether exclusive ones, and the rule.
+    pub exclusive: (bool, String),
+    /// For how many seconds, and the rule.
+    pub seconds: (u64, String),
+    /// The rule by which its sessions need one, if there is one.
+    pub required: Option<String>,
+}
+
+/// Leases that a client may hold where no rule says how many.
+const LEASES: u32 = 16;
+/// Minutes of a lease where no rule says how many.
+const LEASE_MINUTES: u32 = 24 * 60;
 
 /// The rules that the admission of a client's sessions follows from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -153,7 +185,17 @@ pub struct Rules {
 }
 
 /// Keys that a refusal may name.
-const NAMED: [&str; 5] = ["allow", "client_sessions", "sessions_per_minute", "devices", "sharing"];
+const NAMED: [&str; 9] = [
+    "allow",
+    "client_sessions",
+    "sessions_per_minute",
+    "devices",
+    "sharing",
+    "leases",
+    "exclusive_leases",
+    "lease_minutes",
+    "lease_required",
+];
 
 impl Rules {
     /// Why a client has no devices, with the rule that this follows from.
@@ -296,7 +338,27 @@ impl Policy {
         }
         let paced =
             places.iter().find_map(|w| Some((w.rule.sessions_per_minute?, rule("sessions_per_minute", w))));
+        fn with_rule<T: Copy>(
+            places: &[&Written],
+            (key, of): (&'static str, impl Fn(&Rule) -> Option<T>),
+            rule: impl Fn(&'static str, &Written) -> String,
+        ) -> Option<(T, String)> {
+            places.iter().find_map(|written| Some((of(&written.rule)?, rule(key, written))))
+        }
+        let unwritten = |key: &str| format!("{key}, which clients.toml can change");
+        let leases = with_rule(&places, ("leases", |r| r.leases), rule);
+        let exclusive = with_rule(&places, ("exclusive_leases", |r| r.exclusive_leases), rule);
+        let minutes = with_rule(&places, ("lease_minutes", |r| r.lease_minutes), rule);
+        let required = with_rule(&places, ("lease_required", |r| r.lease_required), rule);
+        let (minutes, minutes_rule) = minutes.unwrap_or_else(|| (LEASE_MINUTES, unwritten("lease_minutes")));
+        let leasing = Leasing {
+            most: leases.unwrap_or_else(|| (LEASES, unwritten("leases"))),
+            exclusive: exclusive.unwrap_or_else(|| (false, unwritten("exclusive_leases"))),
+            seconds: (u64::from(minutes) * 60, minutes_rule),
+            required: required.and_then(|(required, rule)| required.then_some(rule)),
+        };
         Ok(Grant {
+            leasing,
             limits,
             rules: Rules {
                 sessions: sessions_rule,
@@ -349,6 +411,10 @@ fn parts() -> [Part; 3] {
                 ("weight", "100"),
                 ("priority", "0"),
                 ("kernel_seconds", "0"),
+                ("leases", "16"),
+                ("exclusive_leases", "false"),
+                ("lease_minutes", "1440"),
+                ("lease_required", "false"),
             ],
         },
         Part {
@@ -471,6 +537,21 @@ allow = false
         let none = Policy::default().grant("uid:0", &share(&["--client-sessions=3"])).unwrap();
         assert_eq!((none.limits.sessions, none.data_connections), (3, None));
         assert_eq!(none.rules, Rules { sessions: "--client-sessions".into(), ..Rules::default() });
+    }
+
+    #[test]
+    fn leases_follow_the_most_specific_rule_which_refusals_name() {
+        let text = "leases = 2\nlease_required = true\n[[client]]\nname = \"host1\"\nexclusive_leases = true\nlease_minutes = 5\nlease_required = false\n";
+        let policy = policy(text).unwrap();
+        let of = |name| policy.grant(name, &share(&[])).unwrap().leasing;
+        let (host1, other) = (of("host1"), of("other"));
+        assert_eq!((host1.most.clone(), host1.required), ((2, "clients.toml, line 1: leases".into()), None));
+        assert_eq!(host1.exclusive, (true, "clients.toml, line 5: exclusive_leases".into()));
+        assert_eq!(host1.seconds, (300, "clients.toml, line 6: lease_minutes".into()));
+        assert_eq!(other.required, Some("clients.toml, line 2: lease_required".into()));
+        assert_eq!((other.exclusive.0, other.seconds.0), (false, 86400));
+        let none = Policy::default().grant("uid:0", &share(&[])).unwrap().leasing;
+        assert_eq!((none.most.0, none.exclusive.0, none.required), (16, false, None));
     }
 
     #[test]

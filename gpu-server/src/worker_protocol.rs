@@ -45,7 +45,7 @@ impl Kind {
 }
 
 /// Version of what the daemon and its workers say to each other and of what daemons keep for their successors. A daemon takes over sessions that have the same one.
-pub const FORMAT: u32 = 3;
+pub const FORMAT: u32 = 4;
 
 /// What a session may use. The daemon decides it from who the client is and from the operator's policy. Nothing that a client or a worker says changes it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

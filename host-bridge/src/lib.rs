@@ -11,18 +11,21 @@
 //!
 //! In reading order:
 //! - [`memory`]: the client's memory as a process sees it, every address checked once; [`shared`]: the copies to and from it;
-//! - [`framing`]: addresses, and the structures of [`protocol::link`] over sockets; `journal`: data that was sent and may have to be sent again;
+//! - [`server`]: servers as users name them; [`framing`]: addresses, and the structures of [`protocol::link`] over sockets; `journal`: data that was sent and may have to be sent again;
 //! - [`stream`]: the bytes of a connection, plain or encrypted;
 //! - [`bridge`]: the end that has the client: sessions, the trait [`bridge::Transport`] and its implementations;
+//! - [`ask`]: what a client asks a server that needs no session;
 //! - [`verbs`]: InfiniBand and RoCE, for both ends;
 //! - [`endpoint`]: the end that has the GPU;
 //! - [`trace`]: writes per-command timelines into files.
 
+pub mod ask;
 pub mod bridge;
 pub mod endpoint;
 pub mod framing;
 mod journal;
 pub mod memory;
+pub mod server;
 pub mod shared;
 pub mod stream;
 pub mod trace;

@@ -40,6 +40,23 @@ impl Secret {
         self.0.ct_eq(other).into()
     }
 
+    /// The secret as text: 64 hexadecimal digits.
+    pub fn to_text(&self) -> String {
+        self.0.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// The secret that [`to_text`](Self::to_text) has written.
+    pub fn from_text(text: &str) -> Option<Secret> {
+        if text.len() != 64 || !text.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+            return None;
+        }
+        let mut bytes = [0; 32];
+        for (place, byte) in bytes.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(&text[2 * place..2 * place + 2], 16).ok()?;
+        }
+        Some(Secret(bytes))
+    }
+
     /// What a server stores of it.
     pub fn hash(&self) -> Fingerprint {
         Fingerprint::hash(&self.0)

@@ -80,6 +80,8 @@ pub const MAX_DATA: u32 = 4 << 20;
 pub const EAGER_PIECE: u64 = 1 << 20;
 /// Eager bytes of a session that any server lets await their place at one time.
 pub const EAGER: u64 = 16 << 20;
+/// Most bytes of a question ([`purpose::ASK`]).
+pub const MAX_QUESTION: u32 = 4096;
 /// Set in [`DataHeader::len`]: these bytes are eager.
 pub const EAGER_FLAG: u32 = 1 << 31;
 /// Set in [`DataHeader::len`]: no bytes follow but the BLAKE3 hash of so many bytes at this offset, which are a block ([`CACHE_BLOCK`]). The server says with [`frame::DATA_KNOWN`] whether it has them.
@@ -156,6 +158,8 @@ numbers! {
         END = 7;
         /// A [direct connection](crate::ops::direct) from another server's worker. The token and the secret are a ticket's; [`DirectHeader`](super::DirectHeader)s follow the answer.
         DIRECT = 8;
+        /// A question that needs no session, such as for a lease. [`Hello::index`](super::Hello) bytes of it follow at once, the answer is one [`ANSWER`](super::frame::ANSWER) behind the welcome.
+        ASK = 9;
     }
 
     /// What a client asks of its session, in bits: in [`Hello::wishes`](super::Hello) and in a channel's header. These are hints: none gives a client
@@ -226,6 +230,8 @@ numbers! {
         TAKEN_OVER = 21;
         /// Server → bridge, `tcp`: one or more [`DataKnown`](super::DataKnown), one for each [`HASH_FLAG`](super::HASH_FLAG).
         DATA_KNOWN = 22;
+        /// Server → client, to a question ([`purpose::ASK`](super::purpose::ASK)): the answer as JSON.
+        ANSWER = 23;
     }
 
     /// Kinds of [`ProgressUpdate`](super::ProgressUpdate).
@@ -256,7 +262,7 @@ layouts! {
         pub fingerprint: u64,
         /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's token. `DIRECT`: the ticket's. Otherwise zero.
         pub token: [u8; 16],
-        /// `DATA`: which of the session's data connections this is. `CONTROL`: how many the bridge would like. Otherwise zero.
+        /// `DATA`: which of the session's data connections this is. `CONTROL`: how many the bridge would like. `ASK`: bytes of the question, at most [`MAX_QUESTION`]. Otherwise zero.
         pub index: u32,
         /// Process id of the program, in its own namespace; for display.
         pub pid: u32,
@@ -268,7 +274,8 @@ layouts! {
         pub client: [u8; 64],
         /// Name of the program, for display. NUL-padded.
         pub program: [u8; 32],
-        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's secret. `JOIN`: the token's. `DIRECT`: the ticket's. Otherwise zero.
+        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's secret. `JOIN`: the token's. `DIRECT`: the ticket's.
+        /// A hello that opens a session: the key of the lease that it is to have, or zero. Otherwise zero.
         pub secret: [u8; 32],
         /// `DATA`, `RESUME`: which of the session's links the connection belongs to. The first link is 0; each attempt to resume has a higher number.
         pub attempt: u32,

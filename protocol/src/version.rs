@@ -75,7 +75,7 @@ macro_rules! limits {
 const LIMITS: Numbers = limits! {
     channel::MAGIC, channel::RECORD_HEADER, channel::MAX_RECORD, channel::NO_SLOT, channel::PAD, channel::SLOT_SIZE,
     channel::MAX_PAYLOAD, channel::PROGRESS_SIZE, channel::MAX_DEVICES, channel::MAX_CONTEXTS, channel::MAX_STREAMS,
-    channel::REASON_SIZE, channel::MAX_SERVERS, channel::SERVER_NAME_SIZE, link::MAX_DEVICE_LIST, link::MAGIC, link::MAX_FRAME, link::MAX_DATA, link::EAGER_PIECE, link::EAGER,
+    channel::REASON_SIZE, channel::MAX_SERVERS, channel::SERVER_NAME_SIZE, link::MAX_DEVICE_LIST, link::MAGIC, link::MAX_FRAME, link::MAX_DATA, link::EAGER_PIECE, link::EAGER, link::MAX_QUESTION,
     link::EAGER_FLAG, link::ATTACH_FUTEX, link::ATTACH_SUCCESSION, link::REGION_OWN_MEMORY, link::REGION_READ_ONLY, link::MAX_QUEUES,
     link::GRANTED_SLOTS, link::COMMANDS_AHEAD, link::SLOT_DATA, link::ARENA_KEY, native::MAGIC,
     device::REGISTER_READ_ONLY, ops::memory::FIRST_WINDOW, ops::memory::WINDOW_SIZE, ops::memory::DEVICE_PART,

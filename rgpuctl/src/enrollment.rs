@@ -128,7 +128,7 @@ pub fn request(socket: &Path, request: &Value) -> Result<UnixStream> {
 }
 
 /// Sends the daemon a request and gives its answer.
-fn ask(socket: &Path, what: &Value) -> Result<Value> {
+pub fn request_answer(socket: &Path, what: &Value) -> Result<Value> {
     let mut stream = request(socket, what)?;
     stream.set_read_timeout(Some(Duration::from_secs(30)))?;
     let mut text = String::new();
@@ -146,7 +146,7 @@ pub fn enroll(arguments: &Enroll) -> Result<ExitCode> {
     let request = json!({ "enroll": {
         "name": arguments.name, "valid_seconds": arguments.valid_minutes * 60, "addresses": arguments.address,
     } });
-    let answer = ask(&arguments.admin.socket, &request)?;
+    let answer = request_answer(&arguments.admin.socket, &request)?;
     let token = answer["token"].as_str().context("rgpu-server gave no token")?;
     eprintln!("Run this on {}, as root, within {} minutes:\n", arguments.name, arguments.valid_minutes);
     println!("rgpuctl join {token}");
@@ -192,7 +192,7 @@ fn with_causes(error: &ConnectError) -> String {
 
 /// Lists clients and tokens.
 pub fn clients(arguments: &Clients) -> Result<ExitCode> {
-    let answer = ask(&arguments.admin.socket, &json!({ "clients": {} }))?;
+    let answer = request_answer(&arguments.admin.socket, &json!({ "clients": {} }))?;
     if arguments.json {
         println!("{answer:#}");
         return Ok(ExitCode::SUCCESS);
@@ -213,7 +213,7 @@ pub fn clients(arguments: &Clients) -> Result<ExitCode> {
 
 /// Revokes a client.
 pub fn revoke(arguments: &Revoke) -> Result<ExitCode> {
-    let answer = ask(&arguments.admin.socket, &json!({ "revoke": { "name": arguments.name } }))?;
+    let answer = request_answer(&arguments.admin.socket, &json!({ "revoke": { "name": arguments.name } }))?;
     println!(
         "{} may not use this server any more; {} of its sessions ended",
         arguments.name, answer["ended_sessions"]

@@ -7,6 +7,7 @@
 //! - [`session`]: the daemons that these start, with a private server if none is given;
 //! - [`daemon`]: starting and ending daemons, and quoting their log when that fails;
 //! - [`enrollment`]: which machines may use a server;
+//! - [`lease`]: GPUs for a time; [`pool`]: asking servers, and choosing among them;
 //! - [`status`]: shows the status of running daemons; [`top`] shows it live;
 //! - [`drain`]: ends a server after its sessions; [`upgrade`]: replaces it under them;
 //! - [`cdi`]: describes the GPUs to container engines;
@@ -19,6 +20,8 @@ mod doctor;
 mod drain;
 mod enrollment;
 mod installation;
+mod lease;
+mod pool;
 mod recording;
 mod run;
 mod session;
@@ -42,7 +45,8 @@ use clap::{CommandFactory, Parser, Subcommand};
     max_term_width = 100,
     after_long_help = "Exit status:
   0    done
-  1    status: no daemon answers; doctor: something is missing that rgpu needs
+  1    status: no daemon answers; doctor: something is missing that rgpu needs; renew, release, leases, inventory: not with
+       all servers
   2    the command line is wrong
   3    drain: the server had to end sessions, or sessions were lost
   125  rgpuctl itself failed; the last line on standard error says why
@@ -51,6 +55,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 Files:
   /run/rgpu/native.sock      where programs of this machine reach vhost-rgpu
   /run/rgpu/*.status         where the daemons report their status
+  /etc/rgpu/pool.toml        the servers among which --gpus chooses
   /run/rgpu/server.admin     where rgpu-server takes requests of root
   /var/lib/rgpu/client       root's key, and the servers that it trusts
   ~/.config/rgpu             the same of another user"
@@ -73,6 +78,11 @@ enum Command {
     Join(enrollment::Join),
     Clients(enrollment::Clients),
     Revoke(enrollment::Revoke),
+    Lease(lease::Lease),
+    Renew(lease::Renew),
+    Release(lease::Release),
+    Leases(lease::Leases),
+    Inventory(lease::Inventory),
     Cdi(cdi::Arguments),
     Doctor(doctor::Arguments),
     /// Write the man pages and shell completions into a folder; for packages
@@ -96,6 +106,11 @@ fn main() -> ExitCode {
         Command::Join(arguments) => enrollment::join(&arguments),
         Command::Clients(arguments) => enrollment::clients(&arguments),
         Command::Revoke(arguments) => enrollment::revoke(&arguments),
+        Command::Lease(arguments) => lease::lease(&arguments),
+        Command::Renew(arguments) => lease::renew(&arguments),
+        Command::Release(arguments) => lease::release(&arguments),
+        Command::Leases(arguments) => lease::leases(&arguments),
+        Command::Inventory(arguments) => lease::inventory(&arguments),
         Command::Cdi(arguments) => cdi::run(&arguments),
         Command::Doctor(arguments) => Ok(doctor::doctor(&arguments)),
         Command::WriteManual { folder } => options::manual::write(Cli::command(), &folder)

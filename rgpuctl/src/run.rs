@@ -17,7 +17,8 @@ use crate::session::{Session, Target};
 /// Run a program on this machine as a client of rgpu.
 ///
 /// The program needs no change: rgpuctl puts rgpu's CUDA libraries first in LD_LIBRARY_PATH and tells them by RGPU_SOCKET
-/// where to connect. Without --server, rgpuctl starts a private server for the program, which uses this machine's GPU or,
+/// where to connect. With --gpus, rgpuctl chooses among the servers of a pool, leases the GPUs while the program runs, and gives
+/// them back. Without either and without --server, rgpuctl starts a private server for the program, which uses this machine's GPU or,
 /// if there is none, a GPU in software.
 ///
 /// The exit status is the program's own, 128 + N if signal N ended it, or 125 if rgpuctl could not run it.
@@ -26,7 +27,8 @@ use crate::session::{Session, Target};
   rgpuctl run -- ./vectorAdd                               this machine's GPU, or a GPU in software
   rgpuctl run --backend software -- ./vectorAdd            a GPU in software
   rgpuctl run --server gpu7.example -- ./vectorAdd         a GPU server on the network
-  rgpuctl run --server gpu1 --server gpu2/0,2 -- ./train   all devices of gpu1, then devices 0 and 2 of gpu2")]
+  rgpuctl run --server gpu1 --server gpu2/0,2 -- ./train   all devices of gpu1, then devices 0 and 2 of gpu2
+  rgpuctl run --gpus 3 --exclusive --model H100 -- ./train the three least used H100 of a pool, for this program alone")]
 pub struct Arguments {
     #[command(flatten)]
     target: Target,

@@ -9,30 +9,25 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
+use host_bridge::server::Server;
 use nix::fcntl::{Flock, FlockArg};
 
 use crate::daemon::{Daemon, option};
 use crate::installation::{find, libraries};
+use crate::lease::{Renewed, SERVERS};
+use crate::pool::{Place, Wanted};
 
 /// Which server to use, and how.
 #[derive(Args)]
 pub struct Target {
-    /// GPU server to use: HOST, HOST:PORT or unix:PATH, with /0,2 behind it for its devices 0 and 2 only. Given several
-    /// times, the program has the devices of all these servers, in this order. By default a private one is started
-    #[arg(long = "server", value_name = "ADDRESS", conflicts_with = "backend")]
-    servers: Vec<String>,
-    /// Connect over TCP without TLS. Everybody on the network can read and change what is sent, and the server must be
-    /// insecure, too
-    #[arg(long, requires = "servers")]
-    insecure: bool,
-    /// Folder of this machine's key and of the servers that it trusts, both made by rgpuctl join. By default
-    /// /var/lib/rgpu/client for root, and ~/.config/rgpu for other users
-    #[arg(long, value_name = "FOLDER")]
-    identity: Option<PathBuf>,
-    /// What the private server runs GPU work on
-    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    #[command(flatten)]
+    place: Place,
+    #[command(flatten)]
+    wanted: Wanted,
+    /// What the private server runs GPU work on, which is started if there is no --server and no --gpus
+    #[arg(long, value_enum, default_value_t = Backend::Auto, conflicts_with_all = ["servers", "gpus"])]
     backend: Backend,
     /// Transport to the server: shared memory (needs a server on this machine) or TCP.
     /// By default local for a private server or unix:PATH, otherwise tcp
@@ -88,6 +83,10 @@ pub struct Session {
     daemons: Vec<Daemon>,
     /// The program has devices of several servers.
     several: bool,
+    /// What programs are told of their servers.
+    named: Option<String>,
+    /// Given back after the daemons' end.
+    _leases: Option<Renewed>,
     _folder: RuntimeFolder,
 }
 
@@ -104,29 +103,39 @@ impl Session {
             }
             None => folder.path.clone(),
         };
-        let private = target.servers.is_empty();
+        let leases = (target.wanted.gpus.is_some())
+            .then(|| Renewed::take(&target.place, &target.wanted, "rgpuctl run"))
+            .transpose()?;
+        let servers = leases.as_ref().map_or(&target.place.servers[..], Renewed::servers);
+        ensure!(!servers.is_empty() || target.place.pool.is_none(), "--pool needs --gpus");
+        // Who lists this machine's processes must not see keys, which a command line shows.
+        let leased = servers.iter().any(|server| server.lease.is_some());
+        let named = leased.then(|| servers.iter().map(Server::with_key).collect::<Vec<_>>().join(" "));
+        let several = servers.len() > 1;
+        let private = servers.is_empty();
         let (server, addresses, transport) = if private {
             let transport = target.transport.unwrap_or(Transport::Local);
             let (server, address) = start_server(target.backend, transport, &folder.path, &logs)?;
             (Some(server), vec![address], Some(transport))
         } else {
-            (None, target.servers.clone(), target.transport)
+            (None, servers.iter().map(ToString::to_string).collect(), target.transport)
         };
         let socket = folder.path.join("native.sock");
         // A private server listens on the loopback interface alone, where this user's sessions are as safe as a socket's.
-        let insecure = target.insecure || private;
-        let identity = target.identity.clone().unwrap_or_else(crate::enrollment::client_folder);
+        let insecure = target.place.insecure || private;
+        let identity = target.place.identity();
         let protection =
             if insecure { vec!["--insecure".into()] } else { option("--identity", identity).to_vec() };
         let bridge = start_bridge(&addresses, transport, protection, &socket, &folder.path, &logs)?;
         let daemons = [Some(bridge), server].into_iter().flatten().collect();
-        Ok(Self { libraries, socket, daemons, several: target.servers.len() > 1, _folder: folder })
+        Ok(Self { libraries, socket, daemons, several, named, _leases: leases, _folder: folder })
     }
 
     /// Sets the environment that makes the command a client of this session.
     pub fn environment(&self, command: &mut Command) -> Result<()> {
         command
             .env("RGPU_SOCKET", &self.socket)
+            .envs(self.named.as_ref().map(|named| (SERVERS, named)))
             .env("LD_LIBRARY_PATH", with_libraries(&self.libraries, std::env::var_os("LD_LIBRARY_PATH"))?);
         // NCCL takes GPUs of one process for GPUs of one machine, and lets their kernels meet in a file of /dev/shm.
         if self.several && std::env::var_os("NCCL_SHM_DISABLE").is_none() {

@@ -84,7 +84,7 @@ fn render(value: &Value, depth: usize) -> String {
 }
 
 /// A list of objects as a table with a column for each field of any object.
-fn table(rows: &[Value], depth: usize) -> String {
+pub fn table(rows: &[Value], depth: usize) -> String {
     let mut columns: Vec<&str> = Vec::new();
     for name in rows.iter().filter_map(Value::as_object).flat_map(|row| row.keys()) {
         if !columns.contains(&name.as_str()) {

@@ -10,6 +10,7 @@ use std::time::Duration;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, value_parser};
 use host_bridge::bridge::{CacheUse, Security, SessionConfig, TransportKind};
 use host_bridge::framing::Address;
+use host_bridge::server::Server;
 use host_bridge::verbs::Settings;
 use identity::ClientFiles;
 use identity::servers::CLIENT_FOLDER;
@@ -19,7 +20,7 @@ use protocol::device::MAX_EXTENTS;
 use sandbox::{Mode, Policy};
 use thiserror::Error;
 
-use crate::servers::{self, Server, Servers};
+use crate::servers::{self, Servers};
 
 /// Give virtual machines and processes of this host the GPUs of a server.
 ///
@@ -155,7 +156,7 @@ struct SessionOptions {
     /// Name of the virtual machine or host, for the server and the log: letters, digits, "-", "_" and ".". By default the name of this host
     #[arg(long, value_name = "NAME", value_parser = parse_name)]
     name: Option<String>,
-    /// The server: tcp:HOST:PORT (port 9700 if omitted) or, on this host, unix:PATH. It must be given. "/0,2" behind it selects devices of that server by its numbers. With several servers, in a list, each
+    /// The server: tcp:HOST:PORT (port 9700 if omitted) or, on this host, unix:PATH. It must be given. "/0,2" behind it selects devices of that server by its numbers, "#KEY" a lease (rgpuctl lease). With several servers, in a list, each
     /// program has the devices of all of them, in this order
     #[arg(long, value_name = "ADDRESS", num_args = 1)]
     server: Vec<Server>,
@@ -491,6 +492,7 @@ fn session(
 ) -> SessionConfig {
     let mut session = SessionConfig::new(server.address.clone(), client);
     session.devices.clone_from(&server.devices);
+    session.lease = server.lease;
     if let Some(transport) = options.transport.filter(|transport| transport.reaches(&session.server)) {
         session.transport = transport;
     }

@@ -4,68 +4,12 @@
 //! `RGPU_SERVERS`, by its address. Nobody can have this host connect to an address that its configuration does not name.
 
 use std::fmt;
-use std::str::FromStr;
 
 use host_bridge::bridge::{ChannelMemory, SessionConfig};
-use host_bridge::framing::{Address, AddressError};
+use host_bridge::server::{Server, ServerError};
 use protocol::channel::MAX_SERVERS;
-use protocol::link::MAX_DEVICE_LIST;
-use thiserror::Error;
 
 use crate::refusal::{Refusal, invalid};
-
-/// A server as a configuration or a user names it: an address, and the devices to use there.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Server {
-    /// Its address.
-    pub address: Address,
-    /// Numbers of its devices, in the order in which programs see them. Empty: those that the server gives.
-    pub devices: Vec<u8>,
-}
-
-/// Why a text names no server.
-#[derive(Debug, Error, PartialEq, Eq)]
-pub enum ServerError {
-    /// It has no address.
-    #[error(transparent)]
-    Address(#[from] AddressError),
-    /// Its list of devices is wrong.
-    #[error(
-        "{0:?}: the devices behind the last \"/\" are numbers below 255, separated by commas, none twice, at most {MAX_DEVICE_LIST}"
-    )]
-    Devices(String),
-}
-
-impl FromStr for Server {
-    type Err = ServerError;
-
-    /// `ADDRESS` or `ADDRESS/DEVICE,DEVICE…`.
-    fn from_str(text: &str) -> Result<Server, ServerError> {
-        let is_list = |list: &str| !list.is_empty() && list.chars().all(|c| c.is_ascii_digit() || c == ',');
-        let (address, list) = match text.rsplit_once('/') {
-            Some((address, list)) if is_list(list) => (address, list),
-            _ => return Ok(Server { address: text.parse()?, devices: Vec::new() }),
-        };
-        let wrong = || ServerError::Devices(text.to_owned());
-        let mut devices = Vec::new();
-        for number in list.split(',') {
-            let number = number.parse().ok().filter(|number| *number < u8::MAX).ok_or_else(wrong)?;
-            if devices.contains(&number) || devices.len() == MAX_DEVICE_LIST {
-                return Err(wrong());
-            }
-            devices.push(number);
-        }
-        Ok(Server { address: address.parse()?, devices })
-    }
-}
-
-impl fmt::Display for Server {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.address)?;
-        let numbers: Vec<String> = self.devices.iter().map(u8::to_string).collect();
-        if numbers.is_empty() { Ok(()) } else { write!(f, "/{}", numbers.join(",")) }
-    }
-}
 
 /// How sessions with each server are opened. There is at least one.
 #[derive(Debug, Clone)]
@@ -122,6 +66,7 @@ impl Servers {
         if !asked.devices.is_empty() {
             session.devices = asked.devices;
         }
+        session.lease = asked.lease.or(session.lease);
         Ok((place, session))
     }
 
@@ -142,31 +87,10 @@ impl fmt::Display for Servers {
 
 fn names(sessions: &[SessionConfig]) -> String {
     let name = |session: &SessionConfig| {
-        Server { address: session.server.clone(), devices: session.devices.clone() }.to_string()
+        Server { address: session.server.clone(), devices: session.devices.clone(), lease: None }.to_string()
     };
     sessions.iter().map(name).collect::<Vec<_>>().join(", ")
 }
 
 /// The most servers that a list in the configuration has.
 pub const MOST: usize = MAX_SERVERS;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_server_is_an_address_and_its_devices() {
-        let parse = |text: &str| text.parse::<Server>().map(|server| (server.to_string(), server.devices));
-        assert_eq!(parse("gpu1"), Ok(("tcp:gpu1:9700".to_owned(), vec![])));
-        assert_eq!(parse("gpu2:9701/2,0"), Ok(("tcp:gpu2:9701/2,0".to_owned(), vec![2, 0])));
-        assert_eq!(
-            parse("unix:/run/rgpu/server.sock"),
-            Ok(("unix:/run/rgpu/server.sock".to_owned(), vec![]))
-        );
-        assert_eq!(parse("unix:/run/server.sock/1"), Ok(("unix:/run/server.sock/1".to_owned(), vec![1])));
-        for wrong in ["gpu1/0,0", "gpu1/255", "gpu1/0,", "gpu1/,", "gpu1/999"] {
-            assert!(matches!(parse(wrong), Err(ServerError::Devices(_))), "{wrong}");
-        }
-        assert!(matches!(parse("gpu1/x"), Err(ServerError::Address(_))));
-    }
-}

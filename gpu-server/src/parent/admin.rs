@@ -5,6 +5,8 @@
 //!   {"enroll": {"name": "host1", "valid_seconds": 3600}}     {"token": …}, where to connect and this server's key in it
 //!   {"clients": {}}                                          {"clients": [{"name", "key", "since"}], "tokens": [{"name", "expires"}]}
 //!   {"revoke": {"name": "host1"}}                            {"ended_sessions": 2}
+//!   {"leases": {}}                                           {"leases": [{"id", "principal", "devices", …}]}
+//!   {"release": {"lease": "3f2a77c0"}}                       {"ended_sessions": 1}
 //!   {"drain": {"seconds": 60}}                               what becomes of each session
 //!   {"upgrade": {}}                                          {"upgrading": {"sessions": 3, "version": …}}, and another program takes over
 //!   {"version": {}}                                          {"version": …, "pid": 7, "sessions": 3}
@@ -16,7 +18,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use handover::Inherited;
 use host_bridge::framing::{Address, with_causes};
@@ -30,7 +32,7 @@ use serde_json::{Value, json};
 
 use super::listen::{Files, serve_unix};
 use super::trust::Trust;
-use super::{Server, drain, ends, takeover};
+use super::{Server, drain, ends, leases, takeover};
 
 /// Most bytes of a request.
 const MAX_REQUEST: u64 = 64 << 10;
@@ -51,6 +53,10 @@ enum Request {
     Clients {},
     Revoke {
         name: String,
+    },
+    Leases {},
+    Release {
+        lease: String,
     },
     Upgrade {},
     Version {},
@@ -88,6 +94,8 @@ fn serve(server: &Arc<Server>, mut stream: UnixStream) -> std::io::Result<()> {
         Ok(Request::Drain { seconds }) => return drain::order(server, seconds, stream),
         Ok(Request::Upgrade {}) => return upgrade(server, stream),
         Ok(Request::Version {}) => Ok(version(server)),
+        Ok(Request::Leases {}) => Ok(all_leases(server)),
+        Ok(Request::Release { lease }) => release(server, &lease),
         Ok(Request::Enroll { name, valid_seconds, addresses }) => {
             trust(server).and_then(|trust| enroll(server, trust, &name, valid_seconds, addresses))
         }
@@ -120,6 +128,22 @@ fn version(server: &Server) -> Value {
     json!({ "version": env!("CARGO_PKG_VERSION"), "pid": std::process::id(), "sessions": sessions })
 }
 
+fn all_leases(server: &Server) -> Value {
+    let state = server.lock();
+    let rows: Vec<_> = state.leases.all().map(|lease| state.row(lease, Instant::now())).collect();
+    json!({ "leases": rows })
+}
+
+fn release(server: &Server, id: &str) -> Result<Value, String> {
+    if !server.lock().leases.all().any(|lease| lease.id.to_string() == id) {
+        return Err(format!("there is no lease {id:?}"));
+    }
+    let ended = leases::end(server, |lease| {
+        (lease.id.to_string() == id).then(|| "was released by the operator".to_owned())
+    });
+    Ok(json!({ "ended_sessions": ended }))
+}
+
 fn trust(server: &Server) -> Result<&Trust, String> {
     server.trust.as_ref().ok_or_else(|| {
         "this server has no clients on other machines: start it with --listen tcp:ADDRESS and without --insecure".into()
@@ -146,9 +170,10 @@ fn revoke(server: &Server, trust: &Trust, name: &str) -> Result<Value, String> {
     }
     let reason = format!("the access of {name} to this server was revoked");
     server.audit.revoked(name);
-    let ended = ends::end_sessions(server, |principal| {
+    let ended = ends::end_sessions(server, |principal, _| {
         (principal.name == name && principal.key.is_some()).then(|| reason.clone())
     });
+    leases::end(server, |lease| (lease.principal == name).then(|| format!("ended: {reason}")));
     tracing::info!(principal = name, ended, "a client was revoked");
     Ok(json!({ "ended_sessions": ended }))
 }

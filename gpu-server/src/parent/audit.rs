@@ -1,4 +1,4 @@
-//! The audit log: a line of JSON for each session that began, was refused or ended, and for each client that joined or was revoked.
+//! The audit log: a line of JSON for each session that began, was refused or ended, for each lease that was granted or ended, and for each client that joined or was revoked.
 //!
 //! ```text
 //!   {"time": "2026-11-22T21:55:00.123Z", "event": "started", "session": "6f…", "principal": "host1", "key": "a1…", "peer": "10.0.0.7:4711", "client": …, "program": …, "pid": …, "transport": "tcp", "devices": [0]}
@@ -24,6 +24,7 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
 use super::Session;
+use super::leases::Lease;
 use super::queue::Parked;
 use super::trust::Principal;
 
@@ -76,7 +77,7 @@ impl Audit {
             "started",
             json!({
                 "session": hex(&parked.token), "principal": principal.name, "key": key(principal), "peer": peer, "client": client,
-                "program": program, "pid": pid, "transport": parked.transport_name(), "devices": devices,
+                "program": program, "pid": pid, "transport": parked.transport_name(), "devices": devices, "lease": parked.lease.map(|lease| lease.to_string()),
             }),
         );
     }
@@ -110,6 +111,24 @@ impl Audit {
                 "commands": counters.commands, "bytes_in": counters.bytes_in, "bytes_out": counters.bytes_out,
                 "bytes_direct": counters.bytes_direct,
             }),
+        );
+    }
+
+    /// A lease was granted.
+    pub(super) fn leased(&self, lease: &Lease) {
+        let Lease { id, principal, devices, exclusive, .. } = lease;
+        self.event(
+            "leased",
+            json!({ "lease": id.to_string(), "principal": principal, "devices": devices, "exclusive": exclusive }),
+        );
+    }
+
+    /// A lease has ended.
+    pub(super) fn lease_ended(&self, lease: &Lease, reason: &str) {
+        let Lease { id, principal, .. } = lease;
+        self.event(
+            "lease_ended",
+            json!({ "lease": id.to_string(), "principal": principal, "reason": reason }),
         );
     }
 

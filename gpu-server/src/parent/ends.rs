@@ -1,20 +1,24 @@
 //! Sessions that the daemon ends, and what it remembers of those that are over.
 
 use super::handshake::Refused;
+use super::leases::LeaseId;
 use super::refusals::Reason;
 use super::trust::Principal;
 use super::{Server, State};
 use crate::cuda_ipc::Token;
 use crate::worker_protocol::Kind;
 
-/// Ends the sessions of the principals for which there is a reason, those that wait for a worker among them, and tells their clients. Returns their number.
-pub(super) fn end_sessions(server: &Server, reason: impl Fn(&Principal) -> Option<String>) -> usize {
+/// Ends the sessions for whose principal or lease there is a reason, those that wait for a worker among them, and tells their clients. Returns their number.
+pub(super) fn end_sessions(
+    server: &Server,
+    reason: impl Fn(&Principal, Option<LeaseId>) -> Option<String>,
+) -> usize {
     let mut state = server.lock();
     let mut count = 0;
     for kind in Kind::ALL {
         let queue = &mut state.pool_mut(kind).queue;
         for parked in std::mem::take(queue) {
-            match reason(&parked.principal) {
+            match reason(&parked.principal, parked.lease) {
                 Some(why) => {
                     count += 1;
                     parked.refuse(server, &Refused(Reason::NotAllowed, why));
@@ -30,7 +34,7 @@ pub(super) fn end_sessions(server: &Server, reason: impl Fn(&Principal) -> Optio
         if session.ended {
             continue;
         }
-        let Some(reason) = reason(&session.principal) else { continue };
+        let Some(reason) = reason(&session.principal, session.lease) else { continue };
         count += 1;
         (session.ended, session.lost) = (true, true);
         running -= usize::from(session.begun);

@@ -45,6 +45,10 @@ metrics::families! {
     /// Bytes of copies that went to and came from GPUs of other servers without passing through the client.
     DIRECT: Counter "rgpu_server_direct" ["bytes"] { "principal", "client", "program" };
 
+    /// Leases that a principal has.
+    LEASES: Gauge "rgpu_server_leases" { "principal" };
+    /// Leases that were granted.
+    LEASES_GRANTED: Counter "rgpu_server_leases_granted" {};
     /// Device memory that sessions hold, with what their processes take besides.
     MEMORY: Gauge "rgpu_server_device_memory" ["bytes"] { "principal", "client", "program", "gpu" };
     /// Device memory that all sessions of a principal may hold together on each device. Absent without a limit.
@@ -88,6 +92,8 @@ metrics::families! {
     GPU_HEALTHY: Gauge "rgpu_server_gpu_healthy" { "gpu" };
     /// Sessions that use the device.
     GPU_SESSIONS: Gauge "rgpu_server_gpu_sessions" { "gpu" };
+    /// Leases that have the device.
+    GPU_LEASES: Gauge "rgpu_server_gpu_leases" { "gpu" };
     /// Percent of the time in which a kernel ran on the GPU, as dcgm-exporter has it.
     GPU_UTIL: Gauge "DCGM_FI_DEV_GPU_UTIL" { "gpu", "UUID", "modelName", "Hostname" };
     /// Percent of the time in which the GPU's memory was read or written, as dcgm-exporter has it.

@@ -15,6 +15,8 @@ use protocol::version::OURS;
 use rustls::ServerConnection;
 use zerocopy::IntoBytes;
 
+use super::asks::Ask;
+use super::leases::{self, LeaseId};
 use super::listen::Now;
 use super::queue::{Parked, join};
 use super::refusals::Reason;
@@ -22,6 +24,7 @@ use super::trust::Principal;
 use super::workers::Worker;
 use super::{Server, State, Token};
 use crate::cuda_ipc::random_token;
+use crate::policy::Grant;
 use crate::worker_protocol::{Kind, ToWorker, Transport};
 
 /// Data connections of a session: the default, and the maximum.
@@ -82,6 +85,13 @@ impl Control {
         self.send(welcome.as_bytes())
     }
 
+    /// Sends the answer to a question behind a welcome. Never waits.
+    pub(super) fn send_answer(&self, answer: &[u8]) -> io::Result<()> {
+        let welcome = welcome(Answer::Ok, [0; 16], 0, "");
+        let header = FrameHeader { kind: frame::ANSWER, len: answer.len() as u32 };
+        self.send(&[welcome.as_bytes(), header.as_bytes(), answer].concat())
+    }
+
     /// The transport's name, for the log and the status.
     pub(super) fn transport(&self) -> &'static str {
         match self {
@@ -113,6 +123,7 @@ pub(super) fn serve(
     connection: Arc<Control>,
     peer: &str,
     hello: &Hello,
+    question: Vec<u8>,
     who: Result<Principal, String>,
 ) {
     let (client, program) = (untext(&hello.client), untext(&hello.program));
@@ -121,6 +132,10 @@ pub(super) fn serve(
         let who = who.map_err(|why| Refused(Reason::UnknownClient, why))?;
         match hello.purpose {
             purpose::JOIN => joined(server, &connection, peer, &who),
+            purpose::ASK => {
+                let (connection, peer) = (Arc::clone(&connection), peer.to_owned());
+                server.asks.take(Ask { connection, peer, who, question })
+            }
             // A session's connections under TLS name it before they say anything, and go to its worker while it lives.
             _ if connection.is_encrypted() && hello.token != [0; 16] => Err(over(&server.lock(), hello)),
             purpose::DATA | purpose::RESUME | purpose::END => route(server, &connection, hello, peer),
@@ -195,7 +210,8 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
             | purpose::VERBS
             | purpose::RESUME
             | purpose::END
-            | purpose::DIRECT,
+            | purpose::DIRECT
+            | purpose::ASK,
         )
         | (
             Control::Tls(..),
@@ -204,9 +220,10 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
             | purpose::JOIN
             | purpose::DATA
             | purpose::RESUME
-            | purpose::END,
+            | purpose::END
+            | purpose::ASK,
         )
-        | (Control::Local(_), purpose::LOCAL | purpose::DIRECT) => Ok(()),
+        | (Control::Local(_), purpose::LOCAL | purpose::DIRECT | purpose::ASK) => Ok(()),
         (_, other) => Err(Refused(
             Reason::Malformed,
             format!("purpose {other} is not served over {}", connection.transport()),
@@ -332,6 +349,30 @@ fn devices_asked_for(hello: &Hello) -> Vec<u32> {
     devices
 }
 
+/// The lease that a session is to have, and its limits with it.
+fn lease_of(
+    server: &Server,
+    hello: &Hello,
+    principal: &Principal,
+    kind: Kind,
+    grant: &mut Grant,
+) -> Result<Option<LeaseId>, Refused> {
+    let refused = |why: String| Refused(Reason::NoLease, why);
+    if hello.secret == [0; 32] {
+        return match &grant.leasing.required {
+            Some(rule) if kind == Kind::Gpu => Err(refused(format!(
+                "this client's sessions need a lease ({rule}): take one with rgpuctl lease"
+            ))),
+            _ => Ok(None),
+        };
+    }
+    let state = server.lock();
+    let lease = state.leases.find(&hello.secret, &principal.name);
+    let lease = lease.ok_or_else(|| refused(leases::UNKNOWN.into()))?;
+    lease.narrow(&mut grant.limits);
+    Ok(Some(lease.id))
+}
+
 /// Puts a client into the queue. It is served at once if a worker is ready.
 fn open_session(
     server: &Server,
@@ -342,7 +383,9 @@ fn open_session(
 ) -> Result<(), Refused> {
     let failed = |what: &str, e: io::Error| Refused(Reason::Failed, format!("{what}: {e}"));
     let grant = server.policy().grant(&principal.name, &server.options.share);
-    let grant = grant.map_err(|why| Refused(Reason::NotAllowed, why))?;
+    let mut grant = grant.map_err(|why| Refused(Reason::NotAllowed, why))?;
+    let kind = if hello.wishes & wish::NVML_ONLY != 0 { Kind::Nvml } else { Kind::Gpu };
+    let lease = lease_of(server, hello, &principal, kind, &mut grant)?;
     let token = random_token().map_err(|e| failed("cannot read random numbers", e))?;
     let secret = Secret::random().map_err(|e| failed("cannot read random numbers", e))?;
     let (transport, data_connections) = match &**connection {
@@ -358,7 +401,6 @@ fn open_session(
         }
     };
     let is_tcp = matches!(transport, Transport::Tcp { .. });
-    let kind = if hello.wishes & wish::NVML_ONLY != 0 { Kind::Nvml } else { Kind::Gpu };
     join(
         server,
         kind,
@@ -372,6 +414,7 @@ fn open_session(
             data_connections,
             token,
             limits: grant.limits,
+            lease,
             devices: devices_asked_for(hello),
             rules: grant.rules,
             secret,

@@ -27,10 +27,11 @@ use identity::tls::session_of;
 use metrics::Place;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::socket::{MsgFlags, recv, send};
-use protocol::link::{BadGreeting, Hello, greeting};
+use protocol::link::{BadGreeting, Hello, MAX_QUESTION, greeting, purpose};
 use protocol::version::OURS;
 use rustls::ServerConnection;
 use rustls::server::Acceptor;
+use zerocopy::FromBytes;
 
 use super::Server;
 use super::handshake::{self, Control, Refused};
@@ -295,8 +296,8 @@ enum Phase {
 enum Step {
     /// It has not said everything.
     More,
-    /// It says this, under TLS or not.
-    Said(Result<Box<Hello>, BadGreeting>),
+    /// It says this, under TLS or not. A question may follow the hello.
+    Said(Result<Box<(Hello, Vec<u8>)>, BadGreeting>),
     /// It speaks TLS, and this server does not.
     SpeaksTls,
     /// It is for a session's worker.
@@ -375,8 +376,8 @@ impl Arrival {
                 }
                 Phase::Tls(tls, said) => {
                     while !tls.is_handshaking() {
-                        let mut part = [0; size_of::<Hello>()];
-                        let room = part.len() - said.len();
+                        let mut part = [0; MAX_SAID];
+                        let room = length(said) - said.len();
                         match tls.reader().read(&mut part[..room]) {
                             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                             Ok(n) => said.extend_from_slice(&part[..n]),
@@ -398,8 +399,8 @@ impl Arrival {
                     }
                 }
                 Phase::Plain(said) => {
-                    let mut part = [0; size_of::<Hello>()];
-                    let room = part.len() - said.len();
+                    let mut part = [0; MAX_SAID];
+                    let room = length(said) - said.len();
                     match Now(fd).read(&mut part[..room])? {
                         0 => return Err(io::ErrorKind::UnexpectedEof.into()),
                         n => said.extend_from_slice(&part[..n]),
@@ -437,11 +438,24 @@ impl Arrival {
     }
 }
 
-/// The hello, once enough of it has come to judge it.
+/// Most bytes that a connection says: a hello and a question.
+const MAX_SAID: usize = size_of::<Hello>() + MAX_QUESTION as usize;
+
+/// How many bytes a connection says, as far as that is known from what it has said: a hello, and behind it the question that it announces.
+fn length(said: &[u8]) -> usize {
+    let question = match Hello::read_from_prefix(said) {
+        Ok((hello, _)) if hello.purpose == purpose::ASK => hello.index.min(MAX_QUESTION) as usize,
+        _ => 0,
+    };
+    size_of::<Hello>() + question
+}
+
+/// The hello, once enough has come to judge it, and what follows it.
 fn judge(said: &[u8]) -> Option<Step> {
-    match greeting(said, &OURS) {
+    match greeting::<Hello>(said, &OURS) {
         Ok(None) => None,
-        Ok(Some((hello, _))) => Some(Step::Said(Ok(Box::new(hello)))),
+        Ok(Some(_)) if said.len() < length(said) => None,
+        Ok(Some((hello, _))) => Some(Step::Said(Ok(Box::new((hello, said[size_of::<Hello>()..].to_vec()))))),
         Err(BadGreeting::Magic(_)) => Some(Step::Over("it does not speak rgpu".into())),
         Err(bad) => Some(Step::Said(Err(bad))),
     }
@@ -614,9 +628,11 @@ impl Greeter {
                 handshake::refuse(&self.server, &arrival.into_control(), None, &peer, "", "", &refused);
             }
             Step::Said(Err(BadGreeting::Magic(_))) => {}
-            Step::Said(Ok(hello)) => {
+            Step::Said(Ok(said)) => {
+                let (hello, question) = *said;
                 let who = self.principal(&arrival, &hello);
-                handshake::serve(&self.server, Arc::new(arrival.into_control()), &peer, &hello, who);
+                let connection = Arc::new(arrival.into_control());
+                handshake::serve(&self.server, connection, &peer, &hello, question, who);
             }
         }
     }
@@ -628,7 +644,7 @@ impl Greeter {
             (_, Phase::Tls(tls, _), Some(trust)) => {
                 let certificates = tls.peer_certificates().unwrap_or_default();
                 match hello.purpose {
-                    protocol::link::purpose::JOIN => trust.join(certificates, &hello.secret),
+                    purpose::JOIN => trust.join(certificates, &hello.secret),
                     _ => trust.principal(certificates),
                 }
             }

@@ -9,6 +9,7 @@
 //! - [`ends`]: sessions that the daemon ends, and what it remembers of those that are over;
 //! - [`health`]: devices that take no new sessions, and why;
 //! - [`arbiter`]: which principal's turn it is on a GPU; [`turns`]: the thread that carries that out;
+//! - [`leases`]: GPUs that clients have for a time; [`asks`]: what clients ask that needs no session;
 //! - [`refusals`]: why clients are refused;
 //! - [`gpus`]: what NVML says of the devices now;
 //! - [`status`]: the status for `rgpuctl status`; [`scrape`]: the same and more for Prometheus, by the definitions in [`families`];
@@ -20,6 +21,7 @@
 mod accounts;
 mod admin;
 mod arbiter;
+mod asks;
 mod audit;
 mod direct;
 mod drain;
@@ -28,6 +30,7 @@ mod families;
 mod gpus;
 mod handshake;
 mod health;
+mod leases;
 mod listen;
 mod memory;
 mod pace;
@@ -57,12 +60,14 @@ use identity::Secret;
 use nix::sys::signal::{SigSet, Signal};
 
 use self::accounts::Account;
+use self::asks::Asks;
 use self::audit::Audit;
 use self::direct::Tickets;
 use self::drain::Drain;
 use self::gpus::Gpus;
 use self::handshake::Control;
 use self::health::Illness;
+use self::leases::{LeaseId, Leases};
 use self::pace::Paces;
 use self::pool::Pool;
 use self::queue::Nudge;
@@ -102,6 +107,7 @@ struct Server {
     /// Refusals so far, and how long sessions waited for a worker.
     refusals: Refusals,
     waits: Waits,
+    asks: Asks,
 }
 
 #[derive(Default)]
@@ -120,6 +126,7 @@ struct State {
     /// Why sessions have ended that their clients may want to resume, the latest last.
     ended: VecDeque<(Token, String)>,
     shares: Shares,
+    leases: Leases,
     /// The backend and devices that workers serve, once one has been ready.
     serving: Option<(String, Vec<String>)>,
     paces: Paces,
@@ -144,6 +151,7 @@ struct State {
     workers_crashed: u64,
     /// Sessions that ended because a kernel ran for too long.
     kernels_overrun: u64,
+    leases_granted: u64,
 }
 
 impl State {
@@ -180,6 +188,8 @@ struct Session {
     /// What metrics call it.
     key: metrics::Key,
     limits: Limits,
+    /// The lease under which it runs.
+    lease: Option<LeaseId>,
     /// Numbers of its devices.
     devices: Vec<u32>,
     account: Account,
@@ -223,7 +233,7 @@ impl Server {
         let (state, changed) = (Mutex::default(), Condvar::new());
         let succession = Succession::new(inherited).context("what the next daemon gets")?;
         let (nudge, bell) = (Nudge::new()?, Bell::take_or_new(inherited, &succession.store)?);
-        let (gpus, refusals, waits) = Default::default();
+        let (gpus, refusals, waits, asks) = Default::default();
         let cache = options.cache.open().context("opening the cache (--cache)")?;
         Ok(Server {
             options,
@@ -236,6 +246,7 @@ impl Server {
             gpus,
             refusals,
             waits,
+            asks,
             trust,
             policy,
             audit,
@@ -263,7 +274,12 @@ impl Server {
         if let Some(why) = self.trust.as_ref().and_then(|trust| trust.doubt(principal)) {
             return Some(why);
         }
-        self.policy().grant(&principal.name, &self.options.share).err()
+        self.not_allowed(&principal.name)
+    }
+
+    /// Why the rules give a principal nothing, if they do not.
+    fn not_allowed(&self, principal: &str) -> Option<String> {
+        self.policy().grant(principal, &self.options.share).err()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -305,7 +321,8 @@ fn reload(server: &Server) {
         }
     }
     let (groups, clients) = server.policy().counts();
-    let ended = ends::end_sessions(server, |principal| server.unwelcome(principal));
+    let ended = ends::end_sessions(server, |principal, _| server.unwelcome(principal))
+        + leases::end(server, |lease| server.not_allowed(&lease.principal));
     tracing::info!(groups, clients, ended, "SIGHUP: read keys, certificates and rules for clients again");
     server.succession.store.ready();
 }
@@ -381,6 +398,8 @@ pub fn main(options: Serve) -> anyhow::Result<()> {
     scrape::start(&server, &mut inherited, &mut files)?;
     gpus::start(&server)?;
     queue::start(&server)?;
+    leases::start(&server)?;
+    asks::start(&server)?;
     turns::start(&server)?;
     memory::start(&server)?;
     health::start(&server)?;

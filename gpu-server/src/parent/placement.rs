@@ -3,6 +3,7 @@
 //! - No session gets a device that is not well ([`super::health`]).
 //! - A session uses devices that its limits allow, and as many as they say: those that the fewest sessions use.
 //! - Sessions of one principal get the same devices, so that its processes can share memory.
+//! - A [lease](super::leases) counts like a session of a principal of its own.
 //! - An exclusive principal's devices serve nobody else as long as it has a session. It waits until enough devices are free of others; meanwhile no later client gets the devices that it waits
 //!   for, so that it does not wait forever.
 
@@ -68,11 +69,15 @@ impl State {
                 return Ok(same);
             }
         }
-        let others = || gpu_sessions().filter(|session| session.limits.principal != limits.principal);
-        let users = |number: u32| others().filter(|session| session.devices.contains(&number)).count();
-        let held = |number: u32| {
-            others().any(|session| session.limits.exclusive && session.devices.contains(&number))
-        };
+        // Who else uses devices, and whether exclusively: sessions, and leases, with or without sessions.
+        let sessions = gpu_sessions().filter(|session| session.limits.principal != limits.principal);
+        let sessions = sessions.map(|session| (&session.devices, session.limits.exclusive));
+        let leases = self.leases.all().filter(|lease| lease.account() != limits.principal);
+        let others: Vec<(&Vec<u32>, bool)> =
+            sessions.chain(leases.map(|lease| (&lease.devices, lease.exclusive))).collect();
+        let users = |number: u32| others.iter().filter(|(devices, _)| devices.contains(&number)).count();
+        let held =
+            |number: u32| others.iter().any(|(devices, exclusive)| *exclusive && devices.contains(&number));
         let wanted = match limits.device_count {
             0 if limits.exclusive => limits.devices.len().clamp(1, allowed.len()),
             0 => allowed.len(),

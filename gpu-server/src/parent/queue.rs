@@ -25,6 +25,7 @@ use protocol::link::Welcome;
 
 use super::accounts::Account;
 use super::handshake::{Control, Refused, refuse, welcome};
+use super::leases::{self, LeaseId};
 use super::placement::NoDevice;
 use super::pool::GIVE_UP;
 use super::refusals::Reason;
@@ -56,6 +57,8 @@ pub(super) struct Parked {
     pub(super) eager: u32,
     /// What its session may use.
     pub(super) limits: Limits,
+    /// The lease under which it will run.
+    pub(super) lease: Option<LeaseId>,
     /// The devices that it asks for, by the server's numbers and in its order. Empty: any.
     pub(super) devices: Vec<u32>,
     /// The rules that a refusal names.
@@ -107,6 +110,7 @@ impl Parked {
             eager: 0,
             devices: Vec::new(),
             limits: Limits::default(),
+            lease: None,
             rules: Rules { sessions: "--client-sessions".into(), ..Rules::default() },
             may_wait: true,
             since: Instant::now(),
@@ -142,6 +146,10 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
         // Whoever is revoked from here on is found in the queue.
         if let Some(why) = server.unwelcome(&parked.principal) {
             return Err(Refused(Reason::NotAllowed, why));
+        }
+        // So is whoever's lease ends from here on.
+        if parked.lease.is_some_and(|lease| !state.leases.has(lease)) {
+            return Err(Refused(Reason::NoLease, leases::UNKNOWN.into()));
         }
         let most = server.options.max_sessions;
         // A client that waits will become a session, so both count.
@@ -338,6 +346,7 @@ fn session_of(
         counters: Counters::default(),
         key,
         limits: parked.limits.clone(),
+        lease: parked.lease,
         devices,
         account,
         token: parked.token,

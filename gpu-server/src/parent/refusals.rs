@@ -17,6 +17,10 @@ pub(super) enum Reason {
     Malformed,
     /// The rules for clients give it nothing, or it was revoked.
     NotAllowed,
+    /// It has not the lease that it needs, or names one that there is not.
+    NoLease,
+    /// There is no room for the lease that it asks for.
+    LeaseTaken,
     /// The server has its maximum of sessions.
     ServerFull,
     /// The client has its maximum of sessions.
@@ -43,12 +47,14 @@ pub(super) enum Reason {
 
 impl Reason {
     /// All of them.
-    pub(super) const ALL: [Reason; 16] = [
+    pub(super) const ALL: [Reason; 18] = [
         Reason::UnknownClient,
         Reason::NoTls,
         Reason::Version,
         Reason::Malformed,
         Reason::NotAllowed,
+        Reason::NoLease,
+        Reason::LeaseTaken,
         Reason::ServerFull,
         Reason::ClientFull,
         Reason::Pace,
@@ -68,11 +74,13 @@ impl Reason {
             Reason::UnknownClient
             | Reason::NoTls
             | Reason::NotAllowed
+            | Reason::NoLease
             | Reason::SessionOver
             | Reason::Draining => Answer::Denied,
             Reason::Version => Answer::Version,
             Reason::Malformed => Answer::Invalid,
-            Reason::ServerFull
+            Reason::LeaseTaken
+            | Reason::ServerFull
             | Reason::ClientFull
             | Reason::Pace
             | Reason::Connections
@@ -92,6 +100,8 @@ impl Reason {
             Reason::Version => "version",
             Reason::Malformed => "malformed",
             Reason::NotAllowed => "not_allowed",
+            Reason::NoLease => "no_lease",
+            Reason::LeaseTaken => "lease_taken",
             Reason::ServerFull => "server_full",
             Reason::ClientFull => "client_full",
             Reason::Pace => "pace",

@@ -3,7 +3,7 @@
 //! A worker is believed no more than elsewhere. What it says of itself is a value under its own principal's name, and every name that a client chooses goes through a [ledger](metrics::Ledger), which bounds how
 //! many there are. What sessions have done is added to the ledger when they are over ([`State::settle`]), and that of running ones when somebody asks.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -163,6 +163,10 @@ fn collect(server: &Server, started: SystemTime) -> Samples {
     samples.add(&f::SESSIONS_LIMIT, &[], server.options.max_sessions);
     samples.add(&f::WORKERS_CRASHED, &[], state.workers_crashed);
     samples.add(&f::KERNELS_OVERRUN, &[], state.kernels_overrun);
+    samples.add(&f::LEASES_GRANTED, &[], state.leases_granted);
+    let mut owners: BTreeMap<&str, u64> = BTreeMap::new();
+    state.leases.all().for_each(|lease| *owners.entry(&lease.principal).or_default() += 1);
+    owners.into_iter().for_each(|(principal, leases)| samples.add(&f::LEASES, &[principal], leases));
     queue(&mut samples, &state);
     sessions(&mut samples, &state, &readings);
     gpus(&mut samples, server, &state, &readings);
@@ -257,6 +261,8 @@ fn gpus(samples: &mut Samples, server: &Server, state: &State, readings: &[Readi
         samples.add(&f::GPU_HEALTHY, &[&gpu], !state.ill.contains_key(&number));
         let users = state.sessions.values().filter(|session| session.devices.contains(&number)).count();
         samples.add(&f::GPU_SESSIONS, &[&gpu], users);
+        let leases = state.leases.all().filter(|lease| lease.devices.contains(&number)).count();
+        samples.add(&f::GPU_LEASES, &[&gpu], leases);
     }
     let host = super::host_name();
     for reading in readings {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use handover::Inherited;
 use serde_json::json;
@@ -41,6 +41,7 @@ fn describe(server: &Server) -> serde_json::Value {
     let mut workers: Vec<_> = state.workers.iter().map(|(pid, managed)| worker_row(*pid, managed)).collect();
     workers.sort_by_key(|row| row["pid"].as_u64());
     let principals = principals(server, &state);
+    let leases: Vec<_> = state.leases.all().map(|lease| state.row(lease, Instant::now())).collect();
     let sessions: Vec<_> =
         state.sessions.iter().map(|(worker, session)| row(*worker, session, &readings)).collect();
     json!({
@@ -65,6 +66,8 @@ fn describe(server: &Server) -> serde_json::Value {
         "gpus": gpus(server, &state, &readings),
         "workers": workers,
         "principals": principals,
+        "leases": leases,
+        "leases_granted": state.leases_granted,
         "sessions": sessions,
     })
 }
@@ -169,6 +172,7 @@ fn row(worker: u32, session: &Session, readings: &[Reading]) -> serde_json::Valu
         "worker": worker,
         "kind": session.kind.name(),
         "principal": session.limits.principal,
+        "lease": session.lease.map(|lease| lease.to_string()),
         "devices": session.devices.iter().map(u32::to_string).collect::<Vec<_>>().join(","),
         "client": session.client,
         "program": session.program,

@@ -32,11 +32,12 @@ use serde::{Deserialize, Serialize};
 use super::accounts::Account;
 use super::audit::hex;
 use super::health::Illness;
+use super::leases::{Lease, LeaseId, Leases};
 use super::record::Record;
 use super::trust::SavedPrincipal;
 use super::watch::start_watching;
 use super::workers::{Managed, Stage, Worker};
-use super::{Server, Session, State, ends};
+use super::{Server, Session, State, ends, leases};
 use crate::cuda_ipc::{Shared, Token, origin};
 use crate::shared_event;
 use crate::worker_protocol::{Counters, FORMAT, Kind, Limits, ToWorker};
@@ -66,6 +67,7 @@ struct Saved {
     parked: Option<u64>,
     counters: Counters,
     limits: Limits,
+    lease: Option<LeaseId>,
     devices: Vec<u32>,
     token: Token,
     secret: [u8; 32],
@@ -94,8 +96,9 @@ struct SavedDaemon {
     serving: Option<(String, Vec<String>)>,
     /// By device: why it is ill, since when, whether that lasts, and the error that programs get.
     ill: Vec<(u32, String, u64, bool, Option<u32>)>,
-    /// Numbers of sessions begun and lost, workers crashed, kernels overrun.
-    counts: [u64; 4],
+    /// Numbers of sessions begun and lost, workers crashed, kernels overrun, leases granted.
+    counts: [u64; 5],
+    leases: Vec<Lease>,
     ended: Vec<(Token, String)>,
 }
 
@@ -206,6 +209,7 @@ impl State {
             parked: session.parked.map(clock::to_ns),
             counters: session.counters,
             limits: session.limits.clone(),
+            lease: session.lease,
             devices: session.devices.clone(),
             token: session.token,
             secret: session.secret.0,
@@ -234,7 +238,14 @@ impl State {
             format: FORMAT,
             serving: self.serving.clone(),
             ill: ill.collect(),
-            counts: [self.sessions_begun, self.sessions_lost, self.workers_crashed, self.kernels_overrun],
+            counts: [
+                self.sessions_begun,
+                self.sessions_lost,
+                self.workers_crashed,
+                self.kernels_overrun,
+                self.leases_granted,
+            ],
+            leases: self.leases.all().cloned().collect(),
             ended: if ended { self.ended.iter().cloned().collect() } else { Vec::new() },
         };
         if let Err(e) = succession.record.write(&saved) {
@@ -245,7 +256,14 @@ impl State {
     /// Notes what the daemon before this one knew.
     fn restore(&mut self, saved: SavedDaemon) {
         self.serving = saved.serving;
-        [self.sessions_begun, self.sessions_lost, self.workers_crashed, self.kernels_overrun] = saved.counts;
+        [
+            self.sessions_begun,
+            self.sessions_lost,
+            self.workers_crashed,
+            self.kernels_overrun,
+            self.leases_granted,
+        ] = saved.counts;
+        self.leases = Leases::restore(saved.leases);
         self.ended = saved.ended.into();
         self.ill = saved
             .ill
@@ -340,7 +358,8 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
         tracing::info!("took over {count} sessions of the daemon before this one; {gone} are over");
     }
     // The rules may have changed meanwhile.
-    ends::end_sessions(server, |principal| server.unwelcome(principal));
+    ends::end_sessions(server, |principal, _| server.unwelcome(principal));
+    leases::end(server, |lease| server.not_allowed(&lease.principal));
 }
 
 /// A worker that was taken over with its session, whose messages nobody receives yet.
@@ -423,6 +442,7 @@ fn session_of(server: &Server, saved: Saved, account: Account) -> Session {
         counters: saved.counters,
         key,
         limits: saved.limits,
+        lease: saved.lease,
         devices: saved.devices,
         account,
         token: saved.token,

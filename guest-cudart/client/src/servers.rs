@@ -53,7 +53,11 @@ fn parse(text: &str) -> Result<Vec<String>, String> {
         return Err(format!("{} servers, and a program can use {MAX_SERVERS}", names.len()));
     }
     match names.iter().find(|name| name.len() >= SERVER_NAME_SIZE) {
-        Some(name) => Err(format!("{name}: a server's name has fewer than {SERVER_NAME_SIZE} bytes")),
+        Some(name) => {
+            // What is behind it is a lease's key.
+            let name = name.split('#').next().unwrap_or_default();
+            Err(format!("{name}: a server's name has fewer than {SERVER_NAME_SIZE} bytes"))
+        }
         None => Ok(names),
     }
 }

@@ -25,7 +25,8 @@ use rustls::pki_types::ServerName;
 use zerocopy::IntoBytes;
 
 use super::session::{Handshake, Turn, welcome_at_once, welcome_in_turn};
-use super::{ConnectError, SessionConfig};
+use super::{ConnectError, Security, SessionConfig};
+use crate::ask::{self, Question};
 use crate::framing::{Address, FrameReader, recv_greeting};
 use crate::stream::Stream;
 
@@ -195,11 +196,49 @@ pub(super) fn open(
 pub fn join(address: &Address, credentials: &Credentials, secret: &Secret) -> Result<String, ConnectError> {
     let config = SessionConfig::new(address.clone(), "");
     let connection = protect(&config, reach(&config)?, credentials.greeting(), server_name(address))?;
-    let hello = Hello {
+    let hello = Hello { secret: secret.0, ..without_session(purpose::JOIN, "rgpuctl join") };
+    say(&config, &connection, &hello)?;
+    welcome_at_once(&config, &connection, in_time(&config)).map(|handshake| handshake.principal)
+}
+
+/// Asks a server what needs no session.
+pub fn ask(server: &Address, security: Security, question: &Question) -> Result<ask::Answer, ConnectError> {
+    let config = SessionConfig { security, ..SessionConfig::new(server.clone(), "") };
+    let deadline = in_time(&config);
+    let wrong = |what: String| ConnectError::Protocol { server: server.to_string(), what };
+    let connection = match credentials(&config)? {
+        Some(credentials) => protect(&config, reach(&config)?, credentials.greeting(), server_name(server))?,
+        None => Stream::from(reach(&config)?),
+    };
+    let question = question.to_bytes();
+    let index = u32::try_from(question.len()).unwrap_or(u32::MAX);
+    let hello = Hello { index, ..without_session(purpose::ASK, "rgpuctl") };
+    let failed = |source| ConnectError::NoServer { server: server.to_string(), source };
+    connection.write_all(&[hello.as_bytes(), &question].concat()).map_err(failed)?;
+    welcome_at_once(&config, &connection, deadline)?;
+    let mut reader = FrameReader::new();
+    loop {
+        match reader.next_frame().map_err(|e| wrong(e.to_string()))? {
+            Some((frame::ANSWER, text)) => {
+                return serde_json::from_slice(text)
+                    .map_err(|e| wrong(format!("its answer is not understood: {e}")));
+            }
+            Some((kind, _)) => return Err(wrong(format!("frame {kind} in place of an answer"))),
+            None => {}
+        }
+        if reader.fill(&mut &connection).map_err(failed)? == 0 {
+            return Err(failed(io::ErrorKind::UnexpectedEof.into()));
+        }
+    }
+}
+
+/// A hello of this process that opens no session.
+fn without_session(purpose: u32, program: &str) -> Hello {
+    Hello {
         devices: [0; MAX_DEVICE_LIST],
         magic: MAGIC,
         version: OURS.version(),
-        purpose: purpose::JOIN,
+        purpose,
         fingerprint: OURS.fingerprint(),
         token: [0; 16],
         index: 0,
@@ -207,13 +246,11 @@ pub fn join(address: &Address, credentials: &Credentials, secret: &Secret) -> Re
         slot_count: 0,
         wishes: 0,
         client: text(""),
-        program: text("rgpuctl join"),
-        secret: secret.0,
+        program: text(program),
+        secret: [0; 32],
         attempt: 0,
         reserved: 0,
-    };
-    say(&config, &connection, &hello)?;
-    welcome_at_once(&config, &connection, in_time(&config)).map(|handshake| handshake.principal)
+    }
 }
 
 fn open_one(

@@ -38,7 +38,7 @@ use crate::memory::{Memories, MemoryError};
 
 pub use self::relay::CacheUse;
 pub use self::state::{ChannelMemory, Wakeup, tell_lost};
-pub use connect::join;
+pub use connect::{ask, join};
 pub use counters::Counters;
 pub use link::LinkState;
 pub use saved::Saved;

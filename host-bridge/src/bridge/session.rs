@@ -101,6 +101,8 @@ pub struct SessionConfig {
     pub server: Address,
     /// The devices to ask the server for, by its numbers and in this order. Empty: those that it gives anyway.
     pub devices: Vec<u8>,
+    /// The lease under which to open sessions, if any.
+    pub lease: Option<Secret>,
     /// What connects to it. `None`: this process.
     pub connector: Option<Arc<dyn Connector>>,
     /// What carries the session.
@@ -140,10 +142,15 @@ impl SessionConfig {
         }
     }
 
+    /// The lease's key, as a hello that opens a session has it.
+    fn lease_key(&self, purpose: u32) -> [u8; 32] {
+        self.lease.filter(|_| opens_session(purpose)).map_or([0; 32], |key| key.0)
+    }
+
     /// The devices to ask for, as a hello that opens a session names them.
     fn device_list(&self, purpose: u32) -> [u8; MAX_DEVICE_LIST] {
         let mut list = [0; MAX_DEVICE_LIST];
-        if matches!(purpose, purpose::CONTROL | purpose::LOCAL | purpose::VERBS) {
+        if opens_session(purpose) {
             for (place, device) in list.iter_mut().zip(&self.devices) {
                 *place = device.saturating_add(1);
             }
@@ -164,6 +171,7 @@ impl SessionConfig {
         SessionConfig {
             transport: TransportKind::default_for(&server),
             devices: Vec::new(),
+            lease: None,
             connector: None,
             security: Security::Tls(Arc::new(ClientFiles::of_machine())),
             server,
@@ -180,6 +188,10 @@ impl SessionConfig {
             cache: CacheUse::Slow,
         }
     }
+}
+
+fn opens_session(purpose: u32) -> bool {
+    matches!(purpose, purpose::CONTROL | purpose::LOCAL | purpose::VERBS)
 }
 
 /// Why no session came about.
@@ -308,7 +320,7 @@ pub(super) fn hello(config: &SessionConfig, channel: &ChannelMemory, purpose: u3
         wishes: channel.wishes & (wish::NVML_ONLY | wish::MAY_WAIT),
         client: text(&config.client),
         program: text(&channel.program),
-        secret: [0; 32],
+        secret: config.lease_key(purpose),
         attempt: 0,
         reserved: 0,
         devices: config.device_list(purpose),

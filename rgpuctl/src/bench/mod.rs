@@ -37,7 +37,7 @@ pub struct Arguments {
     #[command(flatten)]
     target: Target,
     /// Start no daemon. Use the libcuda that programs find in this environment, as inside a guest
-    #[arg(long, conflicts_with_all = ["servers", "backend", "transport", "log_dir", "native"])]
+    #[arg(long, conflicts_with_all = ["servers", "pool", "gpus", "backend", "transport", "log_dir", "native"])]
     installed: bool,
     /// Also measure NVIDIA's driver on this machine, and show the ratio to it
     #[arg(long)]

@@ -101,9 +101,13 @@ pub struct Waiting {
 impl Waiting {
     /// Asks for a session with `wishes` besides being able to wait.
     pub fn ask(path: &Path, wishes: u32) -> Waiting {
+        Waiting::say(path, &Hello { wishes: wishes | wish::MAY_WAIT, ..hello(purpose::LOCAL, [0; 16], 0) })
+    }
+
+    /// Asks for a session with this hello.
+    pub fn say(path: &Path, hello: &Hello) -> Waiting {
         let socket = UnixStream::connect(path).unwrap();
-        let hello = Hello { wishes: wishes | wish::MAY_WAIT, ..hello(purpose::LOCAL, [0; 16], 0) };
-        say_hello(&socket, &hello).unwrap();
+        say_hello(&socket, hello).unwrap();
         Waiting { socket }
     }
 

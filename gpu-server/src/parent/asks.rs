@@ -1,0 +1,180 @@
+//! What clients ask that needs no session: the inventory, and [leases](super::leases). One thread answers, so that nobody who waits for a device's figures holds up anybody's session.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use host_bridge::ask::{self, Question};
+use identity::Secret;
+
+use super::handshake::{Control, Refused, refuse};
+use super::leases::{self, Known};
+use super::refusals::Reason;
+use super::trust::Principal;
+use super::{Server, State};
+use crate::driver::cuda::nvml::readings::Reading;
+
+/// Most questions that wait, of all clients and of one.
+const MOST: (usize, usize) = (256, 16);
+/// How long an answer waits for what NVML says of the devices now.
+const FIGURES_WITHIN: Duration = Duration::from_secs(1);
+
+/// A client's question.
+pub(super) struct Ask {
+    pub(super) connection: Arc<Control>,
+    pub(super) peer: String,
+    pub(super) who: Principal,
+    /// What it has sent, unread.
+    pub(super) question: Vec<u8>,
+}
+
+/// Questions that wait for their answer.
+#[derive(Default)]
+pub(super) struct Asks {
+    waiting: Mutex<VecDeque<Ask>>,
+    came: Condvar,
+}
+
+impl Asks {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Ask>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Puts a question at the end of the queue.
+    pub(super) fn take(&self, ask: Ask) -> Result<(), Refused> {
+        let mut waiting = self.lock();
+        let of_client = waiting.iter().filter(|other| other.who.name == ask.who.name).count();
+        if waiting.len() >= MOST.0 || of_client >= MOST.1 {
+            return Err(Refused(Reason::ServerFull, "too many questions wait for an answer".into()));
+        }
+        waiting.push_back(ask);
+        self.came.notify_all();
+        Ok(())
+    }
+
+    fn next(&self) -> Ask {
+        let mut waiting = self.lock();
+        loop {
+            match waiting.pop_front() {
+                Some(ask) => return ask,
+                None => waiting = self.came.wait(waiting).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+}
+
+/// Starts the thread.
+pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
+    let server = Arc::clone(server);
+    let work = move || {
+        loop {
+            let ask = server.asks.next();
+            serve(&server, &ask);
+        }
+    };
+    std::thread::Builder::new()
+        .name("rgpu-asks".into())
+        .spawn(work)
+        .context("starting to answer questions")?;
+    Ok(())
+}
+
+fn serve(server: &Server, ask: &Ask) {
+    let Ask { connection, peer, who, question } = ask;
+    let answered = answer(server, who, question).and_then(|answer| {
+        let text = serde_json::to_vec(&answer)
+            .map_err(|e| Refused(Reason::Failed, format!("the answer cannot be written: {e}")))?;
+        // The client may be gone. What it was granted ends with its time.
+        let _ = connection.send_answer(&text);
+        Ok(())
+    });
+    if let Err(refused) = answered {
+        refuse(server, connection, Some(who), peer, "", "", &refused);
+    }
+}
+
+fn answer(server: &Server, who: &Principal, question: &[u8]) -> Result<ask::Answer, Refused> {
+    let malformed = |why: String| Refused(Reason::Malformed, why);
+    let question = Question::parse(question).map_err(|e| malformed(e.to_string()))?;
+    // It may have been revoked since it came.
+    if let Some(why) = server.unwelcome(who) {
+        return Err(Refused(Reason::NotAllowed, why));
+    }
+    let grant = server.policy().grant(&who.name, &server.options.share);
+    let grant = grant.map_err(|why| Refused(Reason::NotAllowed, why))?;
+    let key = |text: &str| Secret::from_text(text).ok_or_else(|| malformed("this is no lease's key".into()));
+    match question {
+        Question::Inventory {} => {
+            let readings = server.gpus.fresh(FIGURES_WITHIN);
+            let state = server.lock();
+            let allowed = &grant.limits.devices;
+            let mine = |gpu: &Known| allowed.is_empty() || allowed.contains(&gpu.number);
+            let known = known(server, &state, &readings).into_iter().filter(mine);
+            Ok(ask::Answer::Inventory(
+                known.map(|gpu| with_reading(state.describe(gpu), &readings)).collect(),
+            ))
+        }
+        Question::Leases {} => {
+            let state = server.lock();
+            let own = state.leases.all().filter(|lease| lease.principal == who.name);
+            Ok(ask::Answer::Leases(own.map(|lease| state.row(lease, Instant::now())).collect()))
+        }
+        Question::Lease(wish) => {
+            let readings = server.gpus.fresh(FIGURES_WITHIN);
+            let gpus = known(server, &server.lock(), &readings);
+            leases::take(server, &gpus, &grant, &who.name, &wish)
+        }
+        Question::Renew { key: text } => leases::renew(server, &who.name, &key(&text)?),
+        Question::Release { key: text } => leases::release(server, &who.name, &key(&text)?),
+    }
+}
+
+/// The devices that the server shares.
+fn known(server: &Server, state: &State, readings: &[Reading]) -> Vec<Known> {
+    let (backend, names) = state.serving.as_ref().map_or(("", &[][..]), |(backend, names)| (backend, names));
+    let memory = |number: u32| match backend {
+        "software" => Some(server.options.worker.backing.software_memory),
+        _ => {
+            let reading = readings.iter().find(|reading| reading.device == number)?;
+            reading.memory.map(|(free, used)| free.saturating_add(used))
+        }
+    };
+    let devices = state.devices(&server.options).into_iter().zip(names);
+    devices.map(|(number, name)| Known { number, name: name.clone(), memory: memory(number) }).collect()
+}
+
+/// What NVML says of a device, in place of what sessions are known to hold.
+fn with_reading(gpu: ask::Gpu, readings: &[Reading]) -> ask::Gpu {
+    let reading = readings.iter().find(|reading| reading.device == gpu.gpu);
+    let memory = reading.and_then(|reading| reading.memory).map(|(free, _)| free);
+    let utilization = reading.and_then(|reading| reading.utilization).map(|(gpu, _)| gpu);
+    ask::Gpu { memory_free: memory.or(gpu.memory_free), utilization, ..gpu }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn one_client_cannot_fill_the_queue_for_others() {
+        let asks = Asks::default();
+        let ask = |name: &str| {
+            let (connection, _) = UnixStream::pair().unwrap();
+            let who = Principal::of_address(name);
+            Ask {
+                connection: Arc::new(Control::Local(connection)),
+                peer: String::new(),
+                who,
+                question: vec![],
+            }
+        };
+        for _ in 0..MOST.1 {
+            assert!(asks.take(ask("a:1")).is_ok());
+        }
+        assert!(asks.take(ask("a:2")).is_err() && asks.take(ask("b:1")).is_ok());
+        assert_eq!(asks.next().who.name, "insecure:a");
+        assert!(asks.take(ask("a:3")).is_ok());
+    }
+}

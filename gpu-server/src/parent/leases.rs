@@ -1,0 +1,586 @@
+//! Leases: GPUs that a client has for a time, whether it has sessions there or not.
+//!
+//! - A lease is a principal's. Its sessions show the lease's key in their first message, and their [`Limits`] are then [narrowed](Lease::narrow) to it: its devices, its memory, its weight, its
+//!   exclusive use. Nothing else enforces a lease, so it gives nothing that the policy does not.
+//! - [Placement](super::placement) counts a lease like a session that is there all the time.
+//! - A lease ends when its time is over and it was not renewed, when its owner or the operator releases it, or when its owner may not use the server any more. Its sessions end with it.
+//! - Leases are part of what a daemon keeps for its successor ([`super::takeover`]).
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use host_bridge::ask::{self, Wish};
+use identity::Secret;
+use serde::{Deserialize, Serialize};
+
+use super::handshake::Refused;
+use super::placement::NoDevice;
+use super::refusals::Reason;
+use super::{Server, State, ends, queue};
+use crate::cuda_ipc::random_token;
+use crate::policy::Grant;
+use crate::worker_protocol::{Kind, Limits};
+
+/// Most leases of all clients together.
+const MOST: usize = 256;
+
+/// What is said of a lease that there is not. Whether it is another client's is not said.
+pub(super) const UNKNOWN: &str =
+    "this client has no such lease: its time was over, it was released, or rgpu-server was restarted";
+
+/// What the server calls a lease. It is no secret.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(super) struct LeaseId(u32);
+
+impl fmt::Display for LeaseId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:08x}", self.0)
+    }
+}
+
+/// A lease.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Lease {
+    pub(super) id: LeaseId,
+    key: [u8; 32],
+    /// The principal that has it.
+    pub(super) principal: String,
+    /// What that one's sessions count for without a lease: its own name, or its group's.
+    account: String,
+    name: String,
+    pub(super) devices: Vec<u32>,
+    pub(super) exclusive: bool,
+    /// Bytes on each device; 0: no limit.
+    memory: u64,
+    weight: u32,
+    /// How long it lasts from its grant, or from when it was last renewed.
+    lasts: Duration,
+    #[serde(with = "past")]
+    granted: Instant,
+    #[serde(with = "past")]
+    renewed: Instant,
+}
+
+/// Times that are over, as another daemon can read them.
+mod past {
+    use std::time::Instant;
+
+    use handover::clock;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(time: &Instant, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_u64(clock::to_ns(*time))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Instant, D::Error> {
+        u64::deserialize(from).map(clock::from_ns)
+    }
+}
+
+impl Lease {
+    /// What its sessions count for.
+    pub(super) fn account(&self) -> String {
+        account(&self.account, self.id)
+    }
+
+    fn until(&self) -> Instant {
+        self.renewed + self.lasts
+    }
+
+    /// What of a client's limits its sessions under this lease have.
+    pub(super) fn narrow(&self, limits: &mut Limits) {
+        let least = |limit: u64| match (limit, self.memory) {
+            (0, memory) => memory,
+            (limit, 0) => limit,
+            (limit, memory) => limit.min(memory),
+        };
+        limits.principal = self.account();
+        limits.devices.clone_from(&self.devices);
+        limits.device_count = 0;
+        limits.exclusive = self.exclusive;
+        limits.weight = self.weight;
+        limits.session.device_memory = least(limits.session.device_memory);
+        limits.total.device_memory = least(limits.total.device_memory);
+    }
+}
+
+fn account(of: &str, id: LeaseId) -> String {
+    // No principal's name has a slash in it.
+    format!("{of}/{id}")
+}
+
+/// All leases.
+#[derive(Debug, Default)]
+pub(super) struct Leases(BTreeMap<LeaseId, Lease>);
+
+impl Leases {
+    /// Those that a daemon before this one had.
+    pub(super) fn restore(leases: Vec<Lease>) -> Leases {
+        Leases(leases.into_iter().map(|lease| (lease.id, lease)).collect())
+    }
+
+    pub(super) fn all(&self) -> impl Iterator<Item = &Lease> {
+        self.0.values()
+    }
+
+    pub(super) fn has(&self, id: LeaseId) -> bool {
+        self.0.contains_key(&id)
+    }
+
+    /// The lease with this key, if it is this principal's.
+    pub(super) fn find(&self, key: &[u8; 32], principal: &str) -> Option<&Lease> {
+        self.0.values().find(|lease| Secret(lease.key).matches(key) && lease.principal == principal)
+    }
+
+    /// Bytes of a device that were promised to leases: to those of an account, or all of them.
+    fn promised(&self, device: u32, of: Option<&str>) -> u64 {
+        let those = self.all().filter(|lease| lease.devices.contains(&device) && !lease.exclusive);
+        let those = those.filter(|lease| of.is_none_or(|account| lease.account == account));
+        those.fold(0, |sum, lease| sum.saturating_add(lease.memory))
+    }
+}
+
+/// A GPU, as far as a lease has to know it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Known {
+    pub(super) number: u32,
+    pub(super) name: String,
+    /// Bytes of memory, if known.
+    pub(super) memory: Option<u64>,
+}
+
+impl State {
+    /// Grants a client a lease. `gpus`: those that the server shares; `id` and `key` are random.
+    fn lease(
+        &mut self,
+        gpus: &[Known],
+        grant: &Grant,
+        principal: &str,
+        wish: &Wish,
+        (id, key): (LeaseId, Secret),
+        now: Instant,
+    ) -> Result<&Lease, Refused> {
+        let (limits, leasing) = (&grant.limits, &grant.leasing);
+        let not_allowed = |why: String| Err(Refused(Reason::NotAllowed, why));
+        let (most, rule) = &leasing.most;
+        let held = self.leases.all().filter(|lease| lease.account == limits.principal).count();
+        if *most == 0 {
+            return not_allowed(format!("this client may have no leases ({rule})"));
+        }
+        if held >= *most as usize {
+            let why = format!("this client has its maximum of {most} leases ({rule})");
+            return Err(Refused(Reason::ClientFull, why));
+        }
+        if self.leases.0.len() >= MOST || self.leases.has(id) {
+            return Err(Refused(Reason::ServerFull, format!("the server has its maximum of {MOST} leases")));
+        }
+        if wish.exclusive && !leasing.exclusive.0 && !limits.exclusive {
+            return not_allowed(format!(
+                "this client may have no exclusive leases ({})",
+                leasing.exclusive.1
+            ));
+        }
+        let (longest, rule) = &leasing.seconds;
+        if wish.seconds > *longest {
+            return not_allowed(format!("a lease lasts for at most {longest} s ({rule}); it can be renewed"));
+        }
+        if wish.weight > limits.weight {
+            let (wanted, own) = (wish.weight, limits.weight);
+            return not_allowed(format!("a weight of {wanted}, and this client's is {own} (weight)"));
+        }
+        let total = limits.total.device_memory;
+        if total > 0 && wish.memory > total {
+            let wanted = wish.memory;
+            return not_allowed(format!(
+                "{wanted} bytes on each GPU, and this client may have {total} (client_memory_limit)"
+            ));
+        }
+        if limits.device_count > 0 && wish.gpus > limits.device_count {
+            let (wanted, most) = (wish.gpus, limits.device_count);
+            return not_allowed(format!("{wanted} GPUs, and this client may have {most} (session_devices)"));
+        }
+        let exclusive = wish.exclusive || limits.exclusive;
+        let memory = if wish.memory > 0 { wish.memory } else { total };
+        let devices = self.place_lease(gpus, limits, wish, exclusive, memory, id)?;
+        let lease = Lease {
+            id,
+            key: key.0,
+            principal: principal.to_owned(),
+            account: limits.principal.clone(),
+            name: wish.name.clone(),
+            devices,
+            exclusive,
+            memory,
+            weight: if wish.weight > 0 { wish.weight } else { limits.weight },
+            lasts: Duration::from_secs(wish.seconds),
+            granted: now,
+            renewed: now,
+        };
+        self.leases_granted += 1;
+        Ok(self.leases.0.entry(id).or_insert(lease))
+    }
+
+    /// The devices of a new lease.
+    fn place_lease(
+        &self,
+        gpus: &[Known],
+        limits: &Limits,
+        wish: &Wish,
+        exclusive: bool,
+        memory: u64,
+        id: LeaseId,
+    ) -> Result<Vec<u32>, Refused> {
+        let count = wish.gpus as usize;
+        if gpus.is_empty() {
+            let why = "the server has not found its GPUs yet: no worker was ready so far".to_owned();
+            return Err(Refused(Reason::LeaseTaken, why));
+        }
+        let model = wish.model.to_lowercase();
+        let fits = |gpu: &&Known| {
+            (limits.devices.is_empty() || limits.devices.contains(&gpu.number))
+                && (wish.devices.is_empty() || wish.devices.contains(&gpu.number))
+                && gpu.name.to_lowercase().contains(&model)
+                && gpu.memory.is_none_or(|bytes| bytes >= memory)
+        };
+        let fitting: Vec<&Known> = gpus.iter().filter(fits).collect();
+        if fitting.len() < count {
+            let why = format!(
+                "{count} such GPUs are asked for, and the server has {} that this client may use",
+                fitting.len()
+            );
+            return Err(Refused(Reason::NoDevice, why));
+        }
+        // A promise to more than one lease must hold for all of them.
+        let total = limits.total.device_memory;
+        let has_room = |gpu: &&&Known| {
+            let promised = |of| self.leases.promised(gpu.number, of).saturating_add(memory);
+            exclusive
+                || gpu.memory.is_none_or(|bytes| promised(None) <= bytes)
+                    && (total == 0 || promised(Some(&limits.principal)) <= total)
+        };
+        let room: Vec<u32> = fitting.iter().filter(has_room).map(|gpu| gpu.number).collect();
+        let taken = |why: String| Refused(Reason::LeaseTaken, why);
+        if room.len() < count {
+            let free = room.len();
+            return Err(taken(format!(
+                "{count} GPUs are asked for, and {free} have so much memory that no lease was promised"
+            )));
+        }
+        let all: Vec<u32> = gpus.iter().map(|gpu| gpu.number).collect();
+        // What exclusive clients in the queue wait for is not given away.
+        let mut reserved = Vec::new();
+        for parked in &self.gpu.queue {
+            let _ = self.place_asked(&all, Kind::Gpu, &parked.limits, &parked.devices, &mut reserved);
+        }
+        let own = Limits {
+            principal: account(&limits.principal, id),
+            devices: room,
+            device_count: wish.gpus,
+            exclusive,
+            ..Limits::default()
+        };
+        match self.place(&all, Kind::Gpu, &own, &mut reserved) {
+            Ok(devices) if devices.len() == count => Ok(devices),
+            Ok(devices) => Err(taken(format!(
+                "{count} GPUs are asked for, and {} are free of exclusive use",
+                devices.len()
+            ))),
+            Err(NoDevice::Wait(why)) => Err(taken(why)),
+            Err(NoDevice::Never(why)) => Err(Refused(Reason::NoDevice, why)),
+        }
+    }
+
+    /// A lease, as lists show it.
+    pub(super) fn row(&self, lease: &Lease, now: Instant) -> ask::Lease {
+        let sessions = self.sessions.values().filter(|session| session.lease == Some(lease.id)).count();
+        ask::Lease {
+            id: lease.id.to_string(),
+            principal: lease.principal.clone(),
+            name: lease.name.clone(),
+            devices: lease.devices.clone(),
+            exclusive: lease.exclusive,
+            memory: lease.memory,
+            weight: lease.weight,
+            seconds: now.saturating_duration_since(lease.granted).as_secs(),
+            seconds_left: lease.until().saturating_duration_since(now).as_secs(),
+            sessions: u32::try_from(sessions).unwrap_or(u32::MAX),
+        }
+    }
+
+    /// A GPU with its leases and sessions.
+    pub(super) fn describe(&self, gpu: Known) -> ask::Gpu {
+        let number = gpu.number;
+        let users = || self.sessions.values().filter(|session| session.devices.contains(&number));
+        let leases = || self.leases.all().filter(|lease| lease.devices.contains(&number));
+        let gpu_users = || users().filter(|session| session.kind == Kind::Gpu);
+        let held = users().map(|session| session.account.held(number as usize)).fold(0, u64::saturating_add);
+        ask::Gpu {
+            gpu: number,
+            model: gpu.name,
+            unhealthy: self.ill.get(&number).map(|illness| illness.why.clone()),
+            memory: gpu.memory,
+            memory_free: gpu.memory.map(|bytes| bytes.saturating_sub(held)),
+            memory_leased: self.leases.promised(number, None),
+            sessions: u32::try_from(gpu_users().count()).unwrap_or(u32::MAX),
+            leases: u32::try_from(leases().count()).unwrap_or(u32::MAX),
+            exclusive: leases().any(|lease| lease.exclusive)
+                || gpu_users().any(|session| session.limits.exclusive),
+            utilization: None,
+        }
+    }
+}
+
+/// Grants a client a lease, and keeps it for a successor of this daemon before the client knows of it.
+pub(super) fn take(
+    server: &Server,
+    gpus: &[Known],
+    grant: &Grant,
+    principal: &str,
+    wish: &Wish,
+) -> Result<ask::Answer, Refused> {
+    let failed = |e| Refused(Reason::Failed, format!("cannot read random numbers: {e}"));
+    let key = Secret::random().map_err(failed)?;
+    let [a, b, c, d, ..] = random_token().map_err(failed)?;
+    let id = LeaseId(u32::from_le_bytes([a, b, c, d]));
+    let mut state = server.lock();
+    if state.stopped() {
+        return Err(Refused(Reason::Draining, "the server is shutting down".into()));
+    }
+    let lease = state.lease(gpus, grant, principal, wish, (id, key), Instant::now())?.clone();
+    state.save_daemon(&server.succession, true);
+    server.audit.leased(&lease);
+    let row = state.row(&lease, Instant::now());
+    drop(state);
+    tracing::info!(lease = row.id, principal, devices = ?row.devices, exclusive = row.exclusive, "lease granted");
+    server.changed.notify_all();
+    Ok(ask::Answer::Lease { lease: row, key: key.to_text() })
+}
+
+/// Begins a lease's time anew.
+pub(super) fn renew(server: &Server, principal: &str, key: &Secret) -> Result<ask::Answer, Refused> {
+    let mut state = server.lock();
+    let id = known(&state, principal, key)?;
+    if let Some(lease) = state.leases.0.get_mut(&id) {
+        lease.renewed = Instant::now();
+    }
+    state.save_daemon(&server.succession, true);
+    let lease = state.leases.0.get(&id).map(|lease| state.row(lease, Instant::now()));
+    Ok(ask::Answer::Lease { lease: lease.unwrap_or_default(), key: key.to_text() })
+}
+
+/// Ends a client's lease as it asks.
+pub(super) fn release(server: &Server, principal: &str, key: &Secret) -> Result<ask::Answer, Refused> {
+    let id = known(&server.lock(), principal, key)?;
+    let sessions = end(server, |lease| (lease.id == id).then(|| "was released".to_owned()));
+    Ok(ask::Answer::Released { sessions })
+}
+
+fn known(state: &State, principal: &str, key: &Secret) -> Result<LeaseId, Refused> {
+    let lease = state.leases.find(&key.0, principal).map(|lease| lease.id);
+    lease.ok_or_else(|| Refused(Reason::NoLease, UNKNOWN.into()))
+}
+
+/// Ends the leases for which there is a reason, and their sessions. Returns the number of these.
+pub(super) fn end(server: &Server, reason: impl Fn(&Lease) -> Option<String>) -> usize {
+    let mut state = server.lock();
+    let over: Vec<(LeaseId, String)> =
+        state.leases.all().filter_map(|lease| Some((lease.id, reason(lease)?))).collect();
+    if over.is_empty() {
+        return 0;
+    }
+    for (id, why) in &over {
+        if let Some(lease) = state.leases.0.remove(id) {
+            tracing::info!(lease = %id, principal = lease.principal, "the lease {why}");
+            server.audit.lease_ended(&lease, why);
+        }
+    }
+    state.save_daemon(&server.succession, true);
+    drop(state);
+    let ended = ends::end_sessions(server, |_, lease| {
+        let (id, why) = over.iter().find(|(id, _)| Some(*id) == lease)?;
+        Some(format!("the lease {id} of this session {why}"))
+    });
+    // Its devices may be what others wait for.
+    Kind::ALL.into_iter().for_each(|kind| queue::serve(server, kind));
+    ended
+}
+
+/// Starts the thread that ends leases whose time is over.
+pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
+    let server = Arc::clone(server);
+    let work = move || {
+        loop {
+            let now = Instant::now();
+            end(&server, |lease| (lease.until() <= now).then(|| "was not renewed in time".to_owned()));
+            let state = server.lock();
+            match state.leases.all().map(Lease::until).min() {
+                Some(next) => {
+                    let left = next.saturating_duration_since(Instant::now());
+                    drop(server.changed.wait_timeout(state, left));
+                }
+                None => drop(server.changed.wait(state)),
+            }
+        }
+    };
+    std::thread::Builder::new().name("rgpu-leases".into()).spawn(work).context("starting to watch leases")?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::config::Serve;
+    use crate::parent::queue::tests::session_of_limits;
+    use crate::policy::Policy;
+
+    const MEMORY: u64 = 80 << 30;
+
+    fn gpus() -> Vec<Known> {
+        let known = |number| Known {
+            number,
+            name: if number < 3 { "NVIDIA H100" } else { "NVIDIA A100" }.into(),
+            memory: Some(MEMORY),
+        };
+        (0..4).map(known).collect()
+    }
+
+    /// What the policy gives a client that may have exclusive leases.
+    fn grant(principal: &str) -> Grant {
+        let mut grant = Policy::default().grant(principal, &Serve::from_flags(&[]).share).unwrap();
+        grant.leasing.exclusive.0 = true;
+        grant
+    }
+
+    fn ask_by(state: &mut State, grant: &Grant, wish: &Wish, number: u32) -> Result<Lease, (Reason, String)> {
+        let named = (LeaseId(number), Secret([number as u8; 32]));
+        let owner = grant.limits.principal.clone();
+        let lease = state.lease(&gpus(), grant, &owner, wish, named, Instant::now());
+        lease.cloned().map_err(|Refused(reason, why)| (reason, why))
+    }
+
+    fn wish(gpus: u32, exclusive: bool) -> Wish {
+        Wish { gpus, exclusive, seconds: 60, ..Wish::default() }
+    }
+
+    #[test]
+    fn an_exclusive_lease_keeps_others_off_and_its_own_sessions_in() {
+        let mut state = State::default();
+        let lease = ask_by(&mut state, &grant("a"), &wish(2, true), 1).unwrap();
+        assert_eq!(lease.devices, [0, 1]);
+        let place = |state: &State, limits: &Limits| {
+            state.place(&[0, 1, 2, 3], Kind::Gpu, limits, &mut Vec::new()).ok()
+        };
+        let other = grant("b").limits;
+        assert_eq!(place(&state, &other), Some(vec![2, 3]));
+        assert_eq!(place(&state, &grant("a").limits), Some(vec![2, 3]), "not under the lease");
+        let mut own = grant("a").limits;
+        lease.narrow(&mut own);
+        assert_eq!(place(&state, &own), Some(vec![0, 1]));
+        let refused = ask_by(&mut state, &grant("b"), &wish(3, false), 2).unwrap_err();
+        assert_eq!(refused.0, Reason::LeaseTaken, "{}", refused.1);
+        let mut session = session_of_limits(other);
+        session.devices = vec![2, 3];
+        state.sessions.insert(7, session);
+        let refused = ask_by(&mut state, &grant("b"), &wish(1, true), 3).unwrap_err();
+        assert_eq!(refused.0, Reason::LeaseTaken, "devices with sessions are not free: {}", refused.1);
+        state.sessions.clear();
+        assert_eq!(ask_by(&mut state, &grant("b"), &wish(2, true), 4).unwrap().devices, [2, 3]);
+    }
+
+    #[test]
+    fn leases_with_memory_share_a_device_until_it_is_promised() {
+        let mut state = State::default();
+        let half = Wish { memory: MEMORY / 2, devices: vec![3], ..wish(1, false) };
+        for number in 1..=2 {
+            assert_eq!(ask_by(&mut state, &grant("a"), &half, number).unwrap().devices, [3]);
+        }
+        assert_eq!(ask_by(&mut state, &grant("b"), &half, 3).unwrap_err().0, Reason::LeaseTaken);
+        let anywhere = Wish { devices: vec![], ..half };
+        assert_eq!(ask_by(&mut state, &grant("b"), &anywhere, 4).unwrap().devices, [0]);
+        let huge = Wish { memory: MEMORY + 1, ..wish(1, false) };
+        assert_eq!(ask_by(&mut state, &grant("b"), &huge, 5).unwrap_err().0, Reason::NoDevice);
+        let mut limits = Limits::default();
+        state.leases.all().next().unwrap().narrow(&mut limits);
+        assert_eq!(
+            (limits.session.device_memory, limits.total.device_memory, limits.principal.as_str()),
+            (MEMORY / 2, MEMORY / 2, "a/00000001")
+        );
+    }
+
+    #[test]
+    fn the_policy_bounds_what_a_lease_has_and_a_refusal_names_the_rule() {
+        let mut state = State::default();
+        let mut bounded = grant("a");
+        bounded.leasing.exclusive.0 = false;
+        bounded.leasing.most.0 = 1;
+        bounded.leasing.seconds.0 = 100;
+        bounded.limits.total.device_memory = 10 << 30;
+        bounded.limits.device_count = 2;
+        bounded.limits.devices = vec![1, 3];
+        for (wish, words) in [
+            (wish(1, true), "exclusive_leases"),
+            (Wish { seconds: 101, ..wish(1, false) }, "lease_minutes"),
+            (Wish { weight: 101, ..wish(1, false) }, "weight"),
+            (Wish { memory: 11 << 30, ..wish(1, false) }, "client_memory_limit"),
+            (wish(3, false), "session_devices"),
+            (Wish { devices: vec![0, 1], ..wish(2, false) }, "has 1"),
+            (Wish { model: "h200".into(), ..wish(1, false) }, "has 0"),
+        ] {
+            let refused = ask_by(&mut state, &bounded, &wish, 1).unwrap_err().1;
+            assert!(refused.contains(words), "{refused}");
+        }
+        let lease =
+            ask_by(&mut state, &bounded, &Wish { model: "a100".into(), ..wish(1, false) }, 1).unwrap();
+        assert_eq!((lease.devices, lease.memory), (vec![3], 10 << 30));
+        let refused = ask_by(&mut state, &bounded, &wish(1, false), 2).unwrap_err();
+        assert!(
+            refused.0 == Reason::ClientFull && refused.1.contains("maximum of 1 leases"),
+            "{}",
+            refused.1
+        );
+        bounded.leasing.most.0 = 0;
+        assert_eq!(ask_by(&mut state, &bounded, &wish(1, false), 2).unwrap_err().0, Reason::NotAllowed);
+    }
+
+    #[test]
+    fn a_lease_is_found_by_its_owner_with_its_key_alone_also_by_the_next_daemon() {
+        let mut state = State::default();
+        ask_by(&mut state, &grant("a"), &wish(1, false), 5).unwrap();
+        let text = serde_json::to_string(&state.leases.all().collect::<Vec<_>>()).unwrap();
+        let next = Leases::restore(serde_json::from_str(&text).unwrap());
+        for leases in [&state.leases, &next] {
+            let id = |key: u8, who| leases.find(&[key; 32], who).map(|lease| lease.id);
+            assert_eq!((id(5, "a"), id(5, "b"), id(6, "a")), (Some(LeaseId(5)), None, None));
+            let left = leases.all().next().unwrap().until().saturating_duration_since(Instant::now());
+            assert!(left > Duration::from_secs(50) && left <= Duration::from_secs(60), "{left:?}");
+        }
+    }
+
+    proptest! {
+        /// Whatever clients ask for and give back, exclusive leases share no device, and shared ones were not promised more memory than there is.
+        #[test]
+        fn no_device_is_promised_twice(asked in proptest::collection::vec((0u32..4, 1u32..5, any::<bool>(), 0u64..5, any::<bool>()), 1..60)) {
+            let mut state = State::default();
+            for (number, (client, gpus, exclusive, quarters, release)) in (0..).zip(asked) {
+                let oldest = state.leases.0.keys().next().copied();
+                if let Some(id) = oldest.filter(|_| release) {
+                    state.leases.0.remove(&id);
+                }
+                let wish = Wish { memory: quarters * MEMORY / 4, ..wish(gpus, exclusive) };
+                if let Ok(lease) = ask_by(&mut state, &grant(&format!("p{client}")), &wish, number) {
+                    prop_assert_eq!(lease.devices.len(), gpus as usize);
+                }
+                for device in 0..4 {
+                    let leases: Vec<_> = state.leases.all().filter(|lease| lease.devices.contains(&device)).collect();
+                    prop_assert!(leases.len() < 2 || leases.iter().all(|lease| !lease.exclusive));
+                    prop_assert!(state.leases.promised(device, None) <= MEMORY);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,334 @@
+//! `rgpuctl lease`, `renew`, `release`, `leases` and `inventory`: GPUs of servers for a time.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use host_bridge::ask::{Answer, Lease as Row, Question};
+use host_bridge::framing::with_causes;
+use host_bridge::server::Server;
+use nix::sys::signal::{SigSet, SigmaskHow};
+use serde_json::{Value, json};
+
+use crate::enrollment::{Admin, request_answer};
+use crate::pool::{self, Asker, Held, Place, Wanted};
+use crate::status::table;
+
+/// The variable in which programs find their servers, with their leases.
+pub const SERVERS: &str = "RGPU_SERVERS";
+/// Seconds of a lease that this process renews.
+const HELD_SECONDS: u64 = 120;
+/// How often it does.
+const RENEW_EVERY: Duration = Duration::from_secs(20);
+
+/// Lease GPUs of one or several servers for a time.
+///
+/// Prints the leases as RGPU_SERVERS takes them. Programs that are started with this variable use these GPUs, if vhost-rgpu on this machine
+/// is configured with these servers (server or named_servers) and has the key with which they were leased. Who sees the text can use the GPUs from this
+/// machine until the lease ends.
+///
+/// A lease ends when its time is over and it was not renewed, and when it is released. Its sessions end with it.
+#[derive(Args)]
+#[command(after_long_help = "Examples:
+  export RGPU_SERVERS=\"$(rgpuctl lease --gpus 3 --exclusive --model H100)\"    three H100 of the pool in /etc/rgpu/pool.toml
+  rgpuctl lease --server gpu7 --gpus 1 --memory 8G --minutes 480              8 GiB of one GPU of gpu7, for a working day
+  rgpuctl release                                                             gives back those in RGPU_SERVERS")]
+pub struct Lease {
+    #[command(flatten)]
+    place: Place,
+    #[command(flatten)]
+    wanted: Wanted,
+    /// Minutes until the lease ends unless it is renewed
+    #[arg(long, value_name = "N", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=525_600))]
+    minutes: u64,
+    /// What lists of leases call it
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
+    name: String,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Begin the time of leases anew.
+#[derive(Args)]
+pub struct Renew {
+    /// Leases, as rgpuctl lease prints them. By default those in RGPU_SERVERS
+    #[arg(value_name = "LEASE")]
+    leases: Vec<String>,
+    #[command(flatten)]
+    how: How,
+}
+
+/// Give leases back. Their sessions end at once.
+///
+/// An operator of a server can also end a lease of somebody else there, by its number.
+#[derive(Args)]
+pub struct Release {
+    /// Leases, as rgpuctl lease prints them, or on the server the numbers that rgpuctl leases prints. By default those in
+    /// RGPU_SERVERS
+    #[arg(value_name = "LEASE")]
+    leases: Vec<String>,
+    #[command(flatten)]
+    how: How,
+    #[command(flatten)]
+    admin: Admin,
+}
+
+/// How to reach servers.
+#[derive(Args)]
+pub struct How {
+    /// Connect over TCP without TLS
+    #[arg(long)]
+    insecure: bool,
+    /// Folder of this machine's key and of the servers that it trusts. By default /var/lib/rgpu/client for root, and
+    /// ~/.config/rgpu for other users
+    #[arg(long, value_name = "FOLDER")]
+    identity: Option<PathBuf>,
+}
+
+/// List leases: with --server or --pool this machine's there, otherwise all of the server on this machine.
+#[derive(Args)]
+pub struct Leases {
+    #[command(flatten)]
+    place: Place,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    admin: Admin,
+}
+
+/// Show the GPUs of servers that this machine may use: their names, memory, sessions, leases and health.
+#[derive(Args)]
+pub struct Inventory {
+    #[command(flatten)]
+    place: Place,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl How {
+    fn asker(&self) -> Asker {
+        let (insecure, identity) = (self.insecure, self.identity.clone());
+        Place { servers: Vec::new(), pool: None, insecure, identity }.asker()
+    }
+}
+
+/// The leases as a program takes them.
+fn as_servers(held: &[Held]) -> String {
+    held.iter().map(|held| held.server.with_key()).collect::<Vec<_>>().join(" ")
+}
+
+/// Takes leases.
+pub fn lease(arguments: &Lease) -> Result<ExitCode> {
+    let Lease { place, wanted, minutes, name, json, .. } = arguments;
+    let asker = place.asker();
+    let held = pool::lease(&asker, &place.members()?, wanted, name, minutes * 60)?;
+    if *json {
+        let rows: Vec<Value> = held.iter().map(|held| row(&held.server.to_string(), &held.lease)).collect();
+        println!("{}", json!({ "servers": as_servers(&held), "leases": rows }));
+        return Ok(ExitCode::SUCCESS);
+    }
+    for Held { server, lease } in &held {
+        let devices: Vec<String> = lease.devices.iter().map(u32::to_string).collect();
+        let how = if lease.exclusive { "exclusively" } else { "shared" };
+        eprintln!(
+            "lease {} of {server}: devices {}, {how}, for {} s",
+            lease.id,
+            devices.join(", "),
+            lease.seconds_left
+        );
+    }
+    println!("{}", as_servers(&held));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A lease with its server, for lists.
+fn row(server: &str, lease: &Row) -> Value {
+    let devices: Vec<String> = lease.devices.iter().map(u32::to_string).collect();
+    json!({
+        "server": server, "lease": lease.id, "principal": lease.principal, "name": lease.name, "devices": devices.join(","),
+        "exclusive": lease.exclusive, "memory": lease.memory, "weight": lease.weight, "seconds": lease.seconds,
+        "seconds_left": lease.seconds_left, "sessions": lease.sessions,
+    })
+}
+
+/// The leases that are given, or those in the environment.
+fn given(leases: &[String]) -> Result<Vec<String>> {
+    if !leases.is_empty() {
+        return Ok(leases.iter().flat_map(|text| text.split_whitespace()).map(str::to_owned).collect());
+    }
+    let text = std::env::var(SERVERS).unwrap_or_default();
+    let found: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
+    if found.is_empty() {
+        bail!("no lease was given, and RGPU_SERVERS has none");
+    }
+    Ok(found)
+}
+
+/// Does something with each lease. Fails if that failed for one of them, after all.
+fn each(leases: &[String], mut act: impl FnMut(&str) -> Result<()>) -> Result<ExitCode> {
+    let mut failed = false;
+    for lease in given(leases)? {
+        if let Err(error) = act(&lease) {
+            eprintln!("rgpuctl: {error:#}");
+            failed = true;
+        }
+    }
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// The lease that a text names, with its key as text.
+fn parse(text: &str) -> Result<(Server, String)> {
+    let server: Server = text.parse()?;
+    let key = server.lease.context("it has no lease's key: ADDRESS#KEY, as rgpuctl lease prints it")?;
+    Ok((server, key.to_text()))
+}
+
+/// Renews leases.
+pub fn renew(arguments: &Renew) -> Result<ExitCode> {
+    let asker = arguments.how.asker();
+    each(&arguments.leases, |text| {
+        let (server, key) = parse(text)?;
+        asker.ask(&server, &Question::Renew { key })?;
+        Ok(())
+    })
+}
+
+/// Gives leases back.
+pub fn release(arguments: &Release) -> Result<ExitCode> {
+    let asker = arguments.how.asker();
+    let number = |text: &str| text.len() == 8 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
+    each(&arguments.leases, |text| {
+        let sessions = if number(text) {
+            let question = json!({ "release": { "lease": text } });
+            request_answer(&arguments.admin.socket, &question)?["ended_sessions"].as_u64().unwrap_or(0)
+        } else {
+            let (server, key) = parse(text)?;
+            match asker.ask(&server, &Question::Release { key })? {
+                Answer::Released { sessions } => sessions as u64,
+                _ => 0,
+            }
+        };
+        if sessions > 0 {
+            eprintln!("{sessions} sessions ended with the lease");
+        }
+        Ok(())
+    })
+}
+
+/// Prints rows as JSON or as a table, and why some servers' are missing.
+fn print(rows: &[Value], json: bool, missing: &[String]) -> ExitCode {
+    if json {
+        println!("{}", Value::from(rows));
+    } else if rows.is_empty() {
+        println!("none");
+    } else {
+        print!("{}", table(rows, 0));
+    }
+    for why in missing {
+        eprintln!("rgpuctl: {why}");
+    }
+    if missing.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Lists leases.
+pub fn leases(arguments: &Leases) -> Result<ExitCode> {
+    let Leases { place, json, admin } = arguments;
+    let (mut rows, mut missing) = (Vec::new(), Vec::new());
+    if place.is_given() {
+        let members = place.members()?;
+        for (server, answer) in members.iter().zip(place.asker().ask_all(&members, &Question::Leases {})) {
+            match answer {
+                Ok(Answer::Leases(leases)) => {
+                    rows.extend(leases.iter().map(|lease| row(&server.to_string(), lease)));
+                }
+                Ok(_) => missing.push(format!("{server} gives another answer than its leases")),
+                Err(error) => missing.push(with_causes(&error)),
+            }
+        }
+    } else {
+        let mut answer = request_answer(&admin.socket, &json!({ "leases": {} }))?;
+        let all: Vec<Row> = serde_json::from_value(answer["leases"].take()).context("the server's leases")?;
+        rows.extend(all.iter().map(|lease| row("this machine", lease)));
+    }
+    Ok(print(&rows, *json, &missing))
+}
+
+/// Shows the GPUs of servers.
+pub fn inventory(arguments: &Inventory) -> Result<ExitCode> {
+    let Inventory { place, json } = arguments;
+    let members = place.members()?;
+    let (mut rows, mut missing) = (Vec::new(), Vec::new());
+    for (server, answer) in members.iter().zip(place.asker().ask_all(&members, &Question::Inventory {})) {
+        match answer {
+            Ok(Answer::Inventory(gpus)) => rows.extend(gpus.iter().map(|gpu| {
+                json!({
+                    "server": server.to_string(), "gpu": gpu.gpu, "model": gpu.model,
+                    "healthy": gpu.unhealthy.is_none(), "reason": gpu.unhealthy, "memory": gpu.memory,
+                    "memory_free": gpu.memory_free, "memory_leased": gpu.memory_leased, "sessions": gpu.sessions,
+                    "leases": gpu.leases, "exclusive": gpu.exclusive, "utilization_percent": gpu.utilization,
+                })
+            })),
+            Ok(_) => missing.push(format!("{server} gives another answer than its inventory")),
+            Err(error) => missing.push(with_causes(&error)),
+        }
+    }
+    Ok(print(&rows, *json, &missing))
+}
+
+/// Leases that are renewed as long as this value lives, and given back in the end. If this process is killed, they end with their time.
+pub struct Renewed {
+    asker: Asker,
+    servers: Vec<Server>,
+    /// Ends the thread when it is dropped.
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Renewed {
+    /// Takes leases of what is wanted.
+    pub fn take(place: &Place, wanted: &Wanted, name: &str) -> Result<Renewed> {
+        let asker = place.asker();
+        let held = pool::lease(&asker, &place.members()?, wanted, name, HELD_SECONDS)?;
+        let servers: Vec<Server> = held.into_iter().map(|held| held.server).collect();
+        let (stop, stopped) = channel::<()>();
+        let (own_asker, own) = (asker.clone(), servers.clone());
+        let work = move || {
+            while stopped.recv_timeout(RENEW_EVERY) == Err(RecvTimeoutError::Timeout) {
+                for server in &own {
+                    let key = server.lease.map(|key| key.to_text()).unwrap_or_default();
+                    if let Err(error) = own_asker.ask(server, &Question::Renew { key }) {
+                        eprintln!("rgpuctl: a lease was not renewed: {}", with_causes(&error));
+                    }
+                }
+            }
+        };
+        let mut renewed = Renewed { asker, servers, stop: Some(stop), thread: None };
+        // The thread takes no signals: those that come while a program runs are the main thread's, which reads them from a descriptor.
+        let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK).context("cannot block signals")?;
+        let thread = std::thread::Builder::new().name("renew".into()).spawn(work);
+        before.thread_set_mask().context("cannot unblock signals")?;
+        renewed.thread = Some(thread.context("cannot start a thread")?);
+        Ok(renewed)
+    }
+
+    /// The servers with their leases.
+    pub fn servers(&self) -> &[Server] {
+        &self.servers
+    }
+}
+
+impl Drop for Renewed {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        // A thread that has panicked renews nothing, and the leases are given back all the same.
+        self.thread.take().into_iter().for_each(|thread| drop(thread.join()));
+        pool::release(&self.asker, self.servers.iter());
+    }
+}

@@ -1,0 +1,400 @@
+//! A pool of servers: asking them, and choosing GPUs among them.
+//!
+//! Nobody else keeps a pool's state. Each server says what it has and how busy that is, the choice falls here, and a lease makes sure of it at the server. Whoever finds that somebody else was
+//! faster asks again.
+
+use std::cmp::Reverse;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use host_bridge::ask::{Answer, Gpu, Lease, MAX_GPUS, Question, Wish};
+use host_bridge::bridge::{ConnectError, Security, ask};
+use host_bridge::framing::with_causes;
+use host_bridge::server::Server;
+use identity::{ClientFiles, Secret};
+use options::{File, Layer, parse_size};
+use protocol::device::Answer as Refusal;
+
+/// The pool's file if none is named.
+const POOL: &str = "/etc/rgpu/pool.toml";
+/// How long to wait before asking again when GPUs are taken.
+const AGAIN: Duration = Duration::from_secs(1);
+/// How often to choose again at once because somebody else was faster.
+const TRIES: u32 = 5;
+
+/// Which servers to ask, and how.
+#[derive(Args, Clone)]
+pub struct Place {
+    /// GPU server to use: HOST, HOST:PORT or unix:PATH, with /0,2 behind it for its devices 0 and 2 only, or a lease as
+    /// rgpuctl lease prints it. May be given several times: a program has the devices of all of them, in this order. By default none
+    /// is named
+    #[arg(long = "server", value_name = "ADDRESS")]
+    pub servers: Vec<Server>,
+    /// File that lists the servers among which --gpus chooses, as servers = ["gpu1", "gpu2"]. By default
+    /// /etc/rgpu/pool.toml
+    #[arg(long, value_name = "FILE", conflicts_with = "servers")]
+    pub pool: Option<PathBuf>,
+    /// Connect over TCP without TLS. Everybody on the network can read and change what is sent, and the server must be
+    /// insecure, too
+    #[arg(long)]
+    pub insecure: bool,
+    /// Folder of this machine's key and of the servers that it trusts, both made by rgpuctl join. By default
+    /// /var/lib/rgpu/client for root, and ~/.config/rgpu for other users
+    #[arg(long, value_name = "FOLDER")]
+    pub identity: Option<PathBuf>,
+}
+
+/// Which GPUs to choose.
+#[derive(Args, Clone)]
+pub struct Wanted {
+    /// Number of GPUs to choose among the servers, the least used ones, and to lease. By default none are chosen
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_GPUS as i64))]
+    pub gpus: Option<u32>,
+    /// Nobody else uses them meanwhile. The servers' rules must allow that (exclusive_leases in clients.toml)
+    #[arg(long, requires = "gpus")]
+    pub exclusive: bool,
+    /// Only GPUs whose name has this in it, such as H100, in whatever case
+    #[arg(long, value_name = "TEXT", requires = "gpus", default_value = "", hide_default_value = true)]
+    pub model: String,
+    /// Memory on each GPU, in bytes or with a unit (K, M, G, T): the program gets no more, and no other lease gets it. By
+    /// default what the server's rules give
+    #[arg(long, value_name = "SIZE", requires = "gpus", value_parser = parse_size, default_value = "0", hide_default_value = true)]
+    pub memory: u64,
+    /// Weight of the lease, a number from 1 to 10000: its share of the GPUs' time while others want it, too. By default what the server's rules give
+    #[arg(long, value_name = "N", requires = "gpus", default_value_t = 0, hide_default_value = true)]
+    pub weight: u32,
+    /// Seconds to wait if so many are not free
+    #[arg(long, value_name = "SECONDS", requires = "gpus", default_value_t = 0)]
+    pub wait: u64,
+}
+
+/// The pool's file.
+#[derive(Debug, Args)]
+struct PoolFile {
+    /// The servers, as --server has them.
+    #[arg(long, value_name = "ADDRESS", num_args = 1)]
+    servers: Vec<Server>,
+}
+
+/// The servers that a pool's file lists.
+fn read(path: &Path) -> Result<Vec<Server>> {
+    let file = File::read(path, &[])?;
+    let given = clap::Command::new("pool").get_matches_from(["pool"]);
+    let mut servers = Vec::new();
+    for section in file.sections("") {
+        let layer = Layer { given: &given, section: Some((&file, section)) };
+        servers.extend(layer.read::<PoolFile>()?.servers);
+    }
+    ensure!(!servers.is_empty(), "{} lists no servers", path.display());
+    Ok(servers)
+}
+
+/// How to ask servers.
+#[derive(Clone)]
+pub struct Asker(Security);
+
+impl Place {
+    /// Whether the command line names servers.
+    pub fn is_given(&self) -> bool {
+        !self.servers.is_empty() || self.pool.is_some()
+    }
+
+    /// The folder of this machine's key.
+    pub fn identity(&self) -> PathBuf {
+        self.identity.clone().unwrap_or_else(crate::enrollment::client_folder)
+    }
+
+    /// How to ask these servers.
+    pub fn asker(&self) -> Asker {
+        Asker(if self.insecure {
+            Security::Insecure
+        } else {
+            Security::Tls(Arc::new(ClientFiles { folder: self.identity() }))
+        })
+    }
+
+    /// The servers that were named, or those of the pool.
+    pub fn members(&self) -> Result<Vec<Server>> {
+        if !self.servers.is_empty() {
+            return Ok(self.servers.clone());
+        }
+        let path = self.pool.as_deref().unwrap_or(Path::new(POOL));
+        read(path).context("no --server was given, and the pool's file cannot be used")
+    }
+}
+
+impl Asker {
+    /// Asks one server.
+    pub fn ask(&self, server: &Server, question: &Question) -> Result<Answer, ConnectError> {
+        ask(&server.address, self.0.clone(), question)
+    }
+
+    /// Asks all servers at the same time.
+    pub fn ask_all(&self, servers: &[Server], question: &Question) -> Vec<Result<Answer, ConnectError>> {
+        std::thread::scope(|scope| {
+            let asking: Vec<_> =
+                servers.iter().map(|server| scope.spawn(|| self.ask(server, question))).collect();
+            let broken = || ConnectError::Here { source: std::io::Error::other("a thread has panicked") };
+            asking.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(broken()))).collect()
+        })
+    }
+}
+
+/// The GPUs of a server that are as wanted, the best ones first. `listed`: those that may be chosen; empty: all.
+fn fitting<'g>(gpus: &'g [Gpu], listed: &[u8], wanted: &Wanted) -> Vec<&'g Gpu> {
+    let model = wanted.model.to_lowercase();
+    let unpromised = |gpu: &Gpu| gpu.memory.map(|bytes| bytes.saturating_sub(gpu.memory_leased));
+    let fits = |gpu: &&Gpu| {
+        let free = !gpu.exclusive && (!wanted.exclusive || gpu.sessions == 0 && gpu.leases == 0);
+        free && gpu.unhealthy.is_none()
+            && (listed.is_empty() || listed.iter().any(|number| u32::from(*number) == gpu.gpu))
+            && gpu.model.to_lowercase().contains(&model)
+            && unpromised(gpu).is_none_or(|bytes| bytes >= wanted.memory)
+            && gpu.memory_free.is_none_or(|bytes| bytes >= wanted.memory)
+    };
+    let mut fitting: Vec<&Gpu> = gpus.iter().filter(fits).collect();
+    fitting.sort_by_key(|gpu| load(gpu));
+    fitting
+}
+
+/// How busy a GPU is: by who uses it, then by what they do, then by the memory that they leave.
+fn load(gpu: &Gpu) -> (u32, u32, Reverse<u64>) {
+    (gpu.sessions + gpu.leases, gpu.utilization.unwrap_or(0), Reverse(gpu.memory_free.unwrap_or(0)))
+}
+
+/// Chooses `count` GPUs: for each server its place in `all`, and its numbers of them. All of one server if one has enough: its GPUs reach each other without the network. `Err`: how many there are.
+fn choose(all: &[Vec<&Gpu>], count: usize) -> Result<Vec<(usize, Vec<u32>)>, usize> {
+    let numbers = |gpus: &[&Gpu]| gpus.iter().map(|gpu| gpu.gpu).collect::<Vec<u32>>();
+    let enough = all.iter().enumerate().filter(|(_, gpus)| gpus.len() >= count);
+    // The busiest one counts first: it is what the others wait for.
+    let busyness = |gpus: &[&Gpu]| gpus.iter().rev().map(|gpu| load(gpu)).collect::<Vec<_>>();
+    if let Some((place, gpus)) = enough.min_by_key(|(_, gpus)| busyness(&gpus[..count])) {
+        return Ok(vec![(place, numbers(&gpus[..count]))]);
+    }
+    let mut places: Vec<usize> = (0..all.len()).filter(|place| !all[*place].is_empty()).collect();
+    places.sort_by_key(|place| Reverse(all[*place].len()));
+    let (mut left, mut chosen) = (count, Vec::new());
+    for place in places {
+        let take = left.min(all[place].len());
+        chosen.push((place, numbers(&all[place][..take])));
+        left -= take;
+        if left == 0 {
+            return Ok(chosen);
+        }
+    }
+    Err(count - left)
+}
+
+/// A lease that this process has taken.
+#[derive(Debug, Clone)]
+pub struct Held {
+    /// Where, with the key.
+    pub server: Server,
+    /// What the server says of it.
+    pub lease: Lease,
+}
+
+/// Takes leases of as many GPUs as are wanted, for so many seconds each. The servers, and within each of them its GPUs, are in no order that counts.
+pub fn lease(
+    asker: &Asker,
+    members: &[Server],
+    wanted: &Wanted,
+    name: &str,
+    seconds: u64,
+) -> Result<Vec<Held>> {
+    let count = wanted.gpus.unwrap_or(1) as usize;
+    let deadline = Instant::now() + Duration::from_secs(wanted.wait);
+    // Servers whose rules refuse, with their words.
+    let mut refusing: Vec<Option<String>> = vec![None; members.len()];
+    let mut tries = 0;
+    loop {
+        let inventories = asker.ask_all(members, &Question::Inventory {});
+        let mut said = Vec::new();
+        let gpus: Vec<Vec<Gpu>> = inventories
+            .into_iter()
+            .zip(&refusing)
+            .map(|(inventory, refusing)| match (inventory, refusing) {
+                (_, Some(why)) => {
+                    said.push(why.clone());
+                    Vec::new()
+                }
+                (Ok(Answer::Inventory(gpus)), None) => gpus,
+                (Ok(_), None) => Vec::new(),
+                (Err(error), None) => {
+                    said.push(with_causes(&error));
+                    Vec::new()
+                }
+            })
+            .collect();
+        let fitting: Vec<Vec<&Gpu>> =
+            gpus.iter().zip(members).map(|(gpus, server)| fitting(gpus, &server.devices, wanted)).collect();
+        match choose(&fitting, count) {
+            Ok(chosen) => match take(asker, members, &chosen, wanted, name, seconds) {
+                Ok(held) => return Ok(held),
+                Err((place, error)) => {
+                    let busy = matches!(error, ConnectError::Refused { answer: Refusal::NoResources, .. });
+                    if !busy {
+                        refusing[place] = Some(with_causes(&error));
+                        continue;
+                    }
+                    tries += 1;
+                    if tries < TRIES {
+                        continue;
+                    }
+                    said.push(with_causes(&error));
+                }
+            },
+            Err(there) => {
+                let all = gpus.iter().map(Vec::len).sum::<usize>();
+                let why = format!("{there} of the {all} GPUs are free and as wanted");
+                said.insert(0, why);
+            }
+        }
+        if refusing.iter().all(Option::is_some) || Instant::now() >= deadline {
+            bail!("there are no {count} such GPUs now: {}", said.join("; "));
+        }
+        tries = 0;
+        std::thread::sleep(AGAIN.min(deadline.saturating_duration_since(Instant::now())));
+    }
+}
+
+/// Takes leases of what was chosen, all or none. The error is the place of the server that refused, and why.
+fn take(
+    asker: &Asker,
+    members: &[Server],
+    chosen: &[(usize, Vec<u32>)],
+    wanted: &Wanted,
+    name: &str,
+    seconds: u64,
+) -> Result<Vec<Held>, (usize, ConnectError)> {
+    let mut held = Vec::new();
+    for (place, devices) in chosen {
+        let server = &members[*place];
+        let wish = Wish {
+            gpus: u32::try_from(devices.len()).unwrap_or(u32::MAX),
+            devices: devices.clone(),
+            model: wanted.model.clone(),
+            exclusive: wanted.exclusive,
+            memory: wanted.memory,
+            weight: wanted.weight,
+            seconds,
+            name: name.to_owned(),
+        };
+        let answer = asker.ask(server, &Question::Lease(wish));
+        let granted = answer.and_then(|answer| {
+            granted(answer).ok_or_else(|| {
+                let (server, what) = (server.to_string(), "its answer is no lease".to_owned());
+                ConnectError::Protocol { server, what }
+            })
+        });
+        match granted {
+            Ok((lease, key)) => {
+                let server =
+                    Server { address: server.address.clone(), devices: Vec::new(), lease: Some(key) };
+                held.push(Held { server, lease });
+            }
+            Err(error) => {
+                release(asker, held.iter().map(|held| &held.server));
+                return Err((*place, error));
+            }
+        }
+    }
+    Ok(held)
+}
+
+fn granted(answer: Answer) -> Option<(Lease, Secret)> {
+    let Answer::Lease { lease, key } = answer else { return None };
+    Some((lease, Secret::from_text(&key)?))
+}
+
+/// Gives leases back. What cannot be given back now ends with its time, and is said on standard error.
+pub fn release<'s>(asker: &Asker, leases: impl Iterator<Item = &'s Server>) {
+    for server in leases {
+        let Some(key) = server.lease else { continue };
+        if let Err(error) = asker.ask(server, &Question::Release { key: key.to_text() }) {
+            eprintln!("rgpuctl: a lease was not given back: {}", with_causes(&error));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(number: u32, sessions: u32, free_gib: u64) -> Gpu {
+        let (memory, memory_free) = (Some(80 << 30), Some(free_gib << 30));
+        Gpu { gpu: number, model: "NVIDIA H100".into(), memory, memory_free, sessions, ..Gpu::default() }
+    }
+
+    fn wanted(exclusive: bool, memory_gib: u64, model: &str) -> Wanted {
+        let (model, memory) = (model.to_owned(), memory_gib << 30);
+        Wanted { gpus: None, exclusive, model, memory, weight: 0, wait: 0 }
+    }
+
+    /// Chooses among the GPUs of servers.
+    fn chosen(servers: &[Vec<Gpu>], wanted: &Wanted, count: usize) -> Result<Vec<(usize, Vec<u32>)>, usize> {
+        let fitting: Vec<_> = servers.iter().map(|gpus| fitting(gpus, &[], wanted)).collect();
+        choose(&fitting, count)
+    }
+
+    #[test]
+    fn the_least_used_gpus_are_chosen_and_those_of_one_server_if_it_has_enough() {
+        let servers = [
+            vec![gpu(0, 0, 80), gpu(1, 3, 20)],
+            vec![gpu(0, 1, 60), gpu(1, 0, 40), gpu(2, 0, 70)],
+            vec![gpu(0, 0, 10)],
+        ];
+        let any = wanted(false, 0, "");
+        assert_eq!(chosen(&servers, &any, 1), Ok(vec![(0, vec![0])]), "most free memory of the idle ones");
+        assert_eq!(chosen(&servers, &any, 2), Ok(vec![(1, vec![2, 1])]));
+        assert_eq!(chosen(&servers, &any, 3), Ok(vec![(1, vec![2, 1, 0])]));
+        assert_eq!(chosen(&servers, &any, 4), Ok(vec![(1, vec![2, 1, 0]), (0, vec![0])]));
+        assert_eq!(chosen(&servers, &any, 7), Err(6));
+        assert_eq!(
+            chosen(&servers, &wanted(true, 0, ""), 4),
+            Ok(vec![(1, vec![2, 1]), (0, vec![0]), (2, vec![0])])
+        );
+        assert_eq!(chosen(&servers, &wanted(false, 50, ""), 4), Err(3));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_not_chosen() {
+        let leased = Gpu { leases: 1, memory_leased: 60 << 30, ..gpu(3, 0, 80) };
+        let ill = Gpu { unhealthy: Some("Xid 79".into()), ..gpu(1, 0, 80) };
+        let servers = [vec![
+            Gpu { model: "NVIDIA A100".into(), ..gpu(0, 0, 80) },
+            ill,
+            Gpu { exclusive: true, ..gpu(2, 0, 80) },
+            leased,
+        ]];
+        assert_eq!(chosen(&servers, &wanted(false, 0, "h100"), 1), Ok(vec![(0, vec![3])]));
+        assert_eq!(chosen(&servers, &wanted(false, 20, "h100"), 1), Ok(vec![(0, vec![3])]));
+        assert_eq!(chosen(&servers, &wanted(false, 30, "h100"), 1), Err(0), "promised to others");
+        assert_eq!(chosen(&servers, &wanted(true, 0, "h100"), 1), Err(0));
+        assert_eq!(fitting(&servers[0], &[1, 2], &wanted(false, 0, "")).len(), 0);
+    }
+
+    #[test]
+    fn a_pool_is_a_file_of_servers_and_what_is_wrong_is_said_with_its_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pool.toml");
+        let read_text = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            let servers = read(&path).map_err(|e| format!("{e:#}"))?;
+            Ok::<_, String>(servers.iter().map(ToString::to_string).collect::<Vec<_>>())
+        };
+        let two = read_text("# ours\nservers = [\"gpu1\", \"gpu2:9701/0,2\"]\n");
+        assert_eq!(two, Ok(vec!["tcp:gpu1:9700".to_owned(), "tcp:gpu2:9701/0,2".to_owned()]));
+        for (text, words) in [
+            ("", "lists no servers"),
+            ("\nserver = [\"a\"]\n", "line 2: server"),
+            ("servers = [\"a/x\"]\n", "line 1: servers"),
+        ] {
+            let error = read_text(text).unwrap_err();
+            assert!(error.contains(words), "{text}: {error}");
+        }
+    }
+}
