@@ -73,6 +73,9 @@ struct Rule {
     /// Maximum seconds for which a kernel, or a graph launched as a whole, may run. 0 means no limit
     #[arg(long, value_name = "N")]
     kernel_seconds: Option<u32>,
+    /// Whether device memory of idle sessions may be moved to the server's machine, if the server does that. The default is true
+    #[arg(long, value_name = "BOOL")]
+    swappable: Option<bool>,
 }
 
 /// A `[[group]]`.
@@ -289,6 +292,7 @@ impl Policy {
         limits.weight = first(&places, |rule| rule.weight).unwrap_or(limits.weight);
         limits.priority = first(&places, |rule| rule.priority).unwrap_or(limits.priority);
         limits.kernel_seconds = first(&places, |rule| rule.kernel_seconds).unwrap_or(limits.kernel_seconds);
+        limits.swappable = first(&places, |rule| rule.swappable).unwrap_or(limits.swappable);
         let mut sessions_rule = "--client-sessions".to_owned();
         if let Some(written) = places.iter().find(|written| written.rule.client_sessions.is_some()) {
             limits.sessions = written.rule.client_sessions.unwrap_or_default();
@@ -349,6 +353,7 @@ fn parts() -> [Part; 3] {
                 ("weight", "100"),
                 ("priority", "0"),
                 ("kernel_seconds", "0"),
+                ("swappable", "true"),
             ],
         },
         Part {

@@ -9,6 +9,7 @@
 //! - [`ends`]: sessions that the daemon ends, and what it remembers of those that are over;
 //! - [`health`]: devices that take no new sessions, and why;
 //! - [`arbiter`]: which principal's turn it is on a GPU; [`turns`]: the thread that carries that out;
+//! - [`residency`]: whose memory is on the devices when they have not enough for all; [`swap`]: how that is carried out;
 //! - [`refusals`]: why clients are refused;
 //! - [`gpus`]: what NVML says of the devices now;
 //! - [`status`]: the status for `rgpuctl status`; [`scrape`]: the same and more for Prometheus, by the definitions in [`families`];
@@ -36,8 +37,10 @@ mod pool;
 mod queue;
 mod record;
 mod refusals;
+mod residency;
 mod scrape;
 mod status;
+mod swap;
 mod takeover;
 mod trust;
 mod turns;
@@ -68,6 +71,7 @@ use self::pool::Pool;
 use self::queue::Nudge;
 use self::refusals::Refusals;
 use self::scrape::{Settled, Waits};
+use self::swap::Swapping;
 use self::takeover::Succession;
 use self::trust::{Principal, Trust};
 use self::turns::Bell;
@@ -132,6 +136,8 @@ struct State {
     closed: bool,
     /// Devices that are not well, by their numbers.
     ill: BTreeMap<u32, Illness>,
+    /// Where sessions' device memory is, if it is moved.
+    swapping: Option<Swapping>,
     /// Whether to ask NVML what workers take.
     measure: bool,
     /// ns of GPU time that principals were charged.
@@ -364,6 +370,7 @@ pub fn main(options: Serve) -> anyhow::Result<()> {
         ),
         None => {}
     }
+    swap::prepare(&server)?;
     takeover::take_over(&server, &mut inherited);
     let report = pool::probe(&server)?;
     if !report.missing.is_empty() {

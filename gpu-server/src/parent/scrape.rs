@@ -88,6 +88,7 @@ impl State {
     /// A session that had begun is over, and its worker gone.
     pub(super) fn settle(&mut self, session: &Session) {
         self.settled.value(&session.key, Instant::now()).add(session);
+        self.settle_moved(session);
     }
 
     /// The arbiter has charged principals so much in all, since each of them has had sessions.
@@ -163,6 +164,18 @@ fn collect(server: &Server, started: SystemTime) -> Samples {
     samples.add(&f::SESSIONS_LIMIT, &[], server.options.max_sessions);
     samples.add(&f::WORKERS_CRASHED, &[], state.workers_crashed);
     samples.add(&f::KERNELS_OVERRUN, &[], state.kernels_overrun);
+    if let Some(swapping) = &state.swapping {
+        let [left, returned] = state.moved();
+        for (family, value) in [
+            (&f::SWAP_LIMIT, server.options.worker.swap.memory),
+            (&f::SWAP_KEPT, state.kept_for_swap()),
+            (&f::SWAPPED_OUT, left),
+            (&f::SWAPPED_IN, returned),
+            (&f::SWAP_HELD_BACK, swapping.held_back),
+        ] {
+            samples.add(family, &[], value);
+        }
+    }
     queue(&mut samples, &state);
     sessions(&mut samples, &state, &readings);
     gpus(&mut samples, server, &state, &readings);
@@ -198,6 +211,7 @@ fn sessions(samples: &mut Samples, state: &State, readings: &[Reading]) {
         for number in &session.devices {
             let labels = [principal, client, program, &number.to_string()];
             samples.add(&f::MEMORY, &labels, session.account.held(*number as usize));
+            samples.add(&f::MEMORY_AWAY, &labels, session.account.away(*number));
             let reading = readings.iter().find(|reading| reading.device == *number);
             if let Some(percent) = reading.and_then(|reading| reading.processes.get(worker)) {
                 samples.add(&f::SM_UTILIZATION, &labels, f64::from(*percent) / 100.0);
