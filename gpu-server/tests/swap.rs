@@ -4,6 +4,8 @@
 
 mod support;
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use protocol::Status;
 use protocol::data::{HostIn, HostOut};
 use protocol::handle::StreamId;
@@ -213,4 +215,80 @@ fn copies_that_wait_for_their_client_keep_memory_where_it_is() {
     first.push(&MemcpyDtoH { stream: STREAM, dst: HostOut(room), src: window(0) + MIB });
     first.call(&StreamSynchronize { stream: STREAM }).unwrap();
     assert!(first.read_arena(0, 4 << 20) == bytes);
+}
+
+/// Sessions in which nobody is killed keep their data; those that are killed, and daemons, leave nothing. `RGPU_SWAP_KILLS` says how many are killed.
+#[test]
+fn whoever_is_killed_in_the_middle_leaves_nothing_and_touches_nobodys_data() {
+    const SMALL: u64 = 38 * MIB;
+    let kills = std::env::var("RGPU_SWAP_KILLS").map_or(9, |number| number.parse().unwrap());
+    let files = tempfile::tempdir().unwrap();
+    let option = format!("--swap-folder={}", files.path().display());
+    // Room for the memory of one session; that of the others goes to files.
+    let flags = ["--grace-seconds=0", "--swap-device-memory=64M", "--swap-memory=64M", SWAP[1], &option];
+    let service = Service::new(&flags);
+    let mut server = service.start();
+    let mut survivors = [(); 2].map(|()| LocalBridge::connect(&server.socket()));
+    let mut workers = std::collections::BTreeSet::new();
+    for (number, s) in (0..).zip(&mut survivors) {
+        take(s, SMALL).unwrap();
+        fill(s, number, 0, SMALL);
+    }
+    let mut random = 1u64;
+    for round in 1..=kills {
+        let mut victim = LocalBridge::connect(&server.socket());
+        take(&mut victim, SMALL).unwrap();
+        fill(&mut victim, 9, round, SMALL);
+        let rows = server.status()["sessions"].clone();
+        let pids = rows.as_array().unwrap().iter().map(|row| row["worker"].as_i64().unwrap());
+        let newest = pids.clone().find(|pid| !workers.contains(pid) && workers.len() >= 2);
+        workers.extend(pids);
+        // The victim's memory leaves for the first survivor's, which comes back.
+        let slot = 1;
+        let seq = survivors[0].send(slot, &StreamSynchronize { stream: STREAM });
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        std::thread::sleep(std::time::Duration::from_micros((random >> 33) % 60_000));
+        match round % 3 {
+            0 => drop(victim),
+            1 => {
+                if let Some(pid) = newest {
+                    kill(Pid::from_raw(pid as i32), Signal::SIGKILL).unwrap();
+                }
+                drop(victim);
+            }
+            _ => {
+                server = service.crash(server);
+                check(&mut victim, 9, round, SMALL);
+                drop(victim);
+            }
+        }
+        assert_eq!(survivors[0].wait(slot, seq).0, Status::SUCCESS);
+        for (number, s) in (0..).zip(&mut survivors) {
+            check(s, number, round - 1, SMALL);
+            fill(s, number, round, SMALL);
+        }
+        until("the victim has ended", || server.sessions() == 2);
+    }
+    drop(survivors);
+    until("all have ended", || server.sessions() == 0);
+    until("their processes are gone", || {
+        workers.iter().all(|pid| kill(Pid::from_raw(*pid as i32), None).is_err())
+    });
+    assert_eq!((swap(&server, "away"), swap(&server, "memory_kept")), (0, 0));
+    assert_eq!(std::fs::read_dir(&files).unwrap().count(), 0);
+    until("nothing is kept", || !service.manager.names().iter().any(|name| name.starts_with("worker-")));
+    // Descriptors and threads of a daemon that has seen nothing of all this.
+    let idle = |server: &Server| {
+        let mut last = server.resources();
+        until("a daemon does nothing", || {
+            std::thread::sleep(std::time::Duration::from_millis(300));
+            std::mem::replace(&mut last, server.resources()) == last
+                && server.status()["workers"][0]["stage"] == "ready"
+        });
+        last
+    };
+    let old = idle(&server);
+    let server = service.crash(server);
+    let fresh = idle(&server);
+    assert!(old.0 <= fresh.0 && old.1 <= fresh.1, "{old:?} {fresh:?}");
 }
