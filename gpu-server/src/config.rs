@@ -209,6 +209,9 @@ pub struct Share {
     /// Whether a client's devices also serve others while it has a session
     #[arg(long, value_enum, default_value_t = Sharing::Shared)]
     pub sharing: Sharing,
+    /// Whether device memory of idle sessions may be moved to this machine (see --swap-memory)
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = true, action = clap::ArgAction::Set)]
+    pub swappable: bool,
 }
 
 /// Whether a client's devices also serve others.
@@ -239,6 +242,7 @@ impl Share {
             },
             sessions: self.client_sessions,
             kernel_seconds: self.kernel_seconds,
+            swappable: self.swappable,
             ..Limits::default()
         }
     }
@@ -270,9 +274,37 @@ pub struct WorkerOptions {
     /// Microseconds that a worker polls for commands before it sleeps. The default is 50, and less on machines with fewer than four processors
     #[arg(long, value_name = "N")]
     pub poll_us: Option<u64>,
+    /// Device memory beyond what the devices have.
+    #[command(flatten)]
+    pub swap: Swap,
     /// Sessions over verbs.
     #[command(flatten)]
     pub rdma: Settings,
+}
+
+/// Device memory beyond what the devices have.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Args, Serialize, Deserialize)]
+pub struct Swap {
+    /// Maximum memory of this machine, in bytes or with a unit (K, M, G, T), to which device memory of idle sessions is moved when a device has no more. It is page-locked. Sessions can then hold more
+    /// together than a device has. 0: nothing is moved to memory
+    #[arg(id = "swap.memory", long = "swap-memory", value_name = "SIZE", default_value = "0", value_parser = parse_size)]
+    pub memory: u64,
+    /// Folder for files to which device memory is moved when --swap-memory is used up. The files have no names and end with their sessions. By default none is
+    #[arg(id = "swap.folder", long = "swap-folder", value_name = "FOLDER")]
+    pub folder: Option<PathBuf>,
+    /// Memory of each device that sessions may use at a time if device memory is moved, in bytes or with a unit (K, M, G, T). 0 means all that a device has, but for 1G of NVIDIA's
+    #[arg(id = "swap.device_memory", long = "swap-device-memory", value_name = "SIZE", default_value = "0", value_parser = parse_size)]
+    pub device_memory: u64,
+    /// Milliseconds for which a session's memory stays on its devices at least, once it is there. A session that is not idle keeps it five times as long
+    #[arg(id = "swap.residency_ms", long = "swap-residency-ms", value_name = "N", default_value_t = 2000)]
+    pub residency_ms: u32,
+}
+
+impl Swap {
+    /// Whether device memory is moved at all.
+    pub fn on(&self) -> bool {
+        self.memory > 0 || self.folder.is_some()
+    }
 }
 
 impl WorkerOptions {
@@ -410,6 +442,7 @@ pub fn parts() -> [Part; 1] {
             ("clients", "\"/etc/rgpu/clients.toml\""),
             ("audit_log", "\"/var/log/rgpu/audit.log\""),
             ("cache.folder", "\"/var/cache/rgpu/server\""),
+            ("swap.folder", "\"/var/lib/rgpu/swap\""),
             ("devices", "[0, 1]"),
             ("metrics.listen", "\"tcp:127.0.0.1:9720\""),
             ("metrics.token_file", "\"/etc/rgpu/metrics.token\""),

@@ -92,7 +92,7 @@ impl Confining {
 }
 
 /// Bytes of memory of a worker's cgroup: by default, half of the machine's.
-fn memory_limit(option: u64) -> u64 {
+pub fn memory_limit(option: u64) -> u64 {
     if option > 0 {
         return option;
     }

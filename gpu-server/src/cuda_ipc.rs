@@ -54,6 +54,8 @@ pub enum Refusal {
     Unknown,
     /// The session, its principal, or the daemon has reached its maximum.
     Full,
+    /// The device has no room now; others may make some.
+    Crowded,
 }
 
 /// The daemon's answer.
@@ -167,10 +169,11 @@ impl Broker {
     /// Charges bytes to the principal.
     ///
     /// # Errors
-    /// `OUT_OF_MEMORY` when its limit leaves less than that.
+    /// `OUT_OF_MEMORY` when its limit leaves less than that; `NOT_READY` when the device has no room now.
     pub fn charge(&self, resource: Resource, bytes: u64) -> Result<(), Status> {
         match self.ask(|request| FromWorker::Charge { request, resource, bytes }, None)?.0 {
             Reply::Charged => Ok(()),
+            Reply::Refused(Refusal::Crowded) => Err(Status::NOT_READY),
             Reply::Refused(_) => Err(Status::OUT_OF_MEMORY),
             _ => Err(Status::UNKNOWN),
         }

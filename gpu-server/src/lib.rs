@@ -11,7 +11,7 @@
 //! - [`parent`]: the daemon;
 //! - [`worker_protocol`]: the messages between the daemon and its workers;
 //! - [`confinement`]: what a worker may reach;
-//! - [`pages`]: memory that the daemon shares with each worker;
+//! - [`pages`]: memory that the daemon shares with each worker; [`room`]: how a worker waits for memory of a device;
 //! - [`cache`]: what clients need not send again;
 //! - [`cuda_ipc`]: memory and events that sessions share with each other;
 //! - [`worker`]: a process that serves one session;
@@ -28,6 +28,7 @@ mod driver;
 mod pages;
 mod parent;
 mod policy;
+mod room;
 mod shared_event;
 mod worker;
 pub mod worker_protocol;

@@ -40,7 +40,7 @@ pub struct Terms {
     pub daemons: AtomicU32,
 }
 
-/// The word that is a session's gate: a mode in the lower two bits, and a count above.
+/// The word that is a session's gate: a mode in the lower two bits, a count above, and a bit that says something else.
 pub mod gate {
     /// The session gives its devices work as it likes.
     pub const OPEN: u32 = 0;
@@ -53,8 +53,11 @@ pub mod gate {
 
     /// A gate's word.
     pub fn word(mode: u32, count: u32) -> u32 {
-        mode | count << 2
+        (mode | count << 2) & !ASKED
     }
+
+    /// A bit of the word, beside the mode: there is an order for the session's memory ([`crate::worker_protocol::MemoryOrder`]), which it looks for before its next command.
+    pub const ASKED: u32 = 1 << 31;
 
     /// Its mode.
     #[inline]
@@ -64,7 +67,13 @@ pub mod gate {
 
     /// Its count.
     pub fn steps(word: u32) -> u32 {
-        word >> 2
+        (word & !ASKED) >> 2
+    }
+
+    /// Whether the session gives its devices work as it likes, and has nothing else to look for.
+    #[inline]
+    pub fn is_free(word: u32) -> bool {
+        word & (ASKED | 3) == OPEN
     }
 
     /// The count after this one.
@@ -93,6 +102,51 @@ pub struct Meter {
     pub gpu_ns: AtomicU64,
     /// 1 while the session waits at its gate.
     pub waits: AtomicU32,
+    /// What it says of its memory.
+    pub memory: Whereabouts,
+}
+
+/// Where a session's device memory is.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Whereabouts {
+    /// Bytes on each device that could be moved to this machine's memory, and those of them that are there now.
+    pub movable: [AtomicU64; MOST_DEVICES],
+    pub away: [AtomicU64; MOST_DEVICES],
+    /// Bytes of new memory on each device that it waits for.
+    pub needs: [AtomicU64; MOST_DEVICES],
+    /// ns of `CLOCK_MONOTONIC` when it last had no command. 0: never yet.
+    pub rested: AtomicU64,
+    /// 1 while it waits for its memory to be on the devices again.
+    pub returns: AtomicU32,
+    /// The last order that it has begun to deal with.
+    pub begun: AtomicU32,
+    /// The last order that it has dealt with: its number in the upper half; 1 below if it was carried out.
+    pub done: AtomicU64,
+    /// Bytes of this machine's memory that it keeps for its device memory.
+    pub keeps: AtomicU64,
+    /// Bytes that it has moved from and to the devices, and the ns that this took.
+    pub left: [AtomicU64; 2],
+    pub returned: [AtomicU64; 2],
+}
+
+impl Default for Whereabouts {
+    fn default() -> Whereabouts {
+        let zero = || AtomicU64::new(0);
+        let zeros = || [const { AtomicU64::new(0) }; MOST_DEVICES];
+        Whereabouts {
+            movable: zeros(),
+            away: zeros(),
+            needs: zeros(),
+            rested: zero(),
+            returns: AtomicU32::new(0),
+            begun: AtomicU32::new(0),
+            done: zero(),
+            keeps: zero(),
+            left: [zero(), zero()],
+            returned: [zero(), zero()],
+        }
+    }
 }
 
 /// A structure of atomics that fits a page.
@@ -228,6 +282,7 @@ impl Default for Meter {
             longest: zero(),
             gpu_ns: zero(),
             waits: AtomicU32::new(0),
+            memory: Whereabouts::default(),
         }
     }
 }

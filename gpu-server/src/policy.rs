@@ -85,6 +85,9 @@ struct Rule {
     /// Whether sessions need a lease. Sessions that only query NVML need none. The default is false
     #[arg(long, value_name = "BOOL")]
     lease_required: Option<bool>,
+    /// Whether device memory of idle sessions may be moved to the server's machine, if the server does that. The default is true
+    #[arg(long, value_name = "BOOL")]
+    swappable: Option<bool>,
 }
 
 /// A `[[group]]`.
@@ -331,6 +334,7 @@ impl Policy {
         limits.weight = first(&places, |rule| rule.weight).unwrap_or(limits.weight);
         limits.priority = first(&places, |rule| rule.priority).unwrap_or(limits.priority);
         limits.kernel_seconds = first(&places, |rule| rule.kernel_seconds).unwrap_or(limits.kernel_seconds);
+        limits.swappable = first(&places, |rule| rule.swappable).unwrap_or(limits.swappable);
         let mut sessions_rule = "--client-sessions".to_owned();
         if let Some(written) = places.iter().find(|written| written.rule.client_sessions.is_some()) {
             limits.sessions = written.rule.client_sessions.unwrap_or_default();
@@ -415,6 +419,7 @@ fn parts() -> [Part; 3] {
                 ("exclusive_leases", "false"),
                 ("lease_minutes", "1440"),
                 ("lease_required", "false"),
+                ("swappable", "true"),
             ],
         },
         Part {

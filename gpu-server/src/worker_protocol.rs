@@ -70,6 +70,8 @@ pub struct Limits {
     pub priority: i32,
     /// Seconds for which a kernel may run. 0: no limit.
     pub kernel_seconds: u32,
+    /// Whether its device memory may be moved to the server's machine while it does nothing.
+    pub swappable: bool,
 }
 
 impl Limits {
@@ -90,6 +92,7 @@ impl Default for Limits {
             weight: Limits::WEIGHT,
             priority: 0,
             kernel_seconds: 0,
+            swappable: true,
         }
     }
 }
@@ -187,6 +190,14 @@ pub enum ToWorker {
         /// The `CUresult`.
         status: u32,
     },
+    /// An order for the session's device memory, with the descriptor of an empty file if it is to go to one. The worker says in its [`Whereabouts`](crate::pages::Whereabouts) when it has
+    /// dealt with it. A later order takes the place of one that was not begun.
+    Memory {
+        /// The order's number.
+        number: u32,
+        /// What to do.
+        order: MemoryOrder,
+    },
     /// The answer to a `Share`, an `Open`, a `Charge`, a `Ticket` or a `Connect`, with a descriptor if it has one.
     Reply {
         /// The request's number.
@@ -194,6 +205,21 @@ pub enum ToWorker {
         /// The answer.
         reply: Reply,
     },
+}
+
+/// What a session does with its device memory. A worker that cannot carry out an order says so, and nothing has changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MemoryOrder {
+    /// Moves it to this machine's memory, or to the file that came along. `busy`: even if there are commands; otherwise only while there are none. Never while a device works on one.
+    Leave {
+        /// See above.
+        busy: bool,
+    },
+    /// There is room: moves it back. Only for a session that waits for that.
+    Return,
+    /// Gives up the memory of this machine that is kept for the next time.
+    Forget,
 }
 
 /// The one client that may open a session's connections under TLS.

@@ -6,9 +6,7 @@ mod support;
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::process::Command;
-use std::sync::Arc;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -20,46 +18,9 @@ use protocol::ops::memory::*;
 use serde_json::{Value, json};
 use support::*;
 use test_kit::link::{LocalBridge, Session, TcpSession, connect_tcp, greet};
-use test_kit::manager::Manager;
 use test_kit::*;
 
 const MIB: u64 = 1 << 20;
-
-/// A server that a service manager starts, again and again.
-struct Service {
-    manager: Manager,
-    folder: Arc<tempfile::TempDir>,
-    port: u16,
-    flags: Vec<String>,
-}
-
-impl Service {
-    fn new(flags: &[&str]) -> Service {
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let folder = Arc::new(tempfile::tempdir().unwrap());
-        Service {
-            manager: Manager::new(),
-            folder,
-            port,
-            flags: flags.iter().map(|&f| f.to_owned()).collect(),
-        }
-    }
-
-    fn spawn(&self, program: PathBuf) -> Server {
-        let flags: Vec<&str> = self.flags.iter().map(String::as_str).collect();
-        Server::start_by(self.manager.command(program), &self.folder, self.port, &flags)
-    }
-
-    fn start(&self) -> Server {
-        self.spawn(binary()).ready()
-    }
-
-    /// Kills the daemon and starts another one.
-    fn crash(&self, mut server: Server) -> Server {
-        server.end(Signal::SIGKILL);
-        self.start()
-    }
-}
 
 fn row(server: &Server, transport: &str) -> Value {
     // While another program takes over, a connection may be closed without an answer.

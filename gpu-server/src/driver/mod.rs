@@ -35,13 +35,16 @@ pub mod session;
 pub mod slots;
 pub mod software;
 pub mod space;
+pub mod store;
 pub mod streams;
 pub mod watchdog;
 
 pub use beside::Beside;
 pub use call::{Call, Errors};
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
@@ -49,6 +52,7 @@ use protocol::handle::StreamId;
 
 use self::quota::Quota;
 use self::session::Session;
+use self::store::Store;
 use self::watchdog::Watchdog;
 use crate::config::{Backend as Choice, Backing};
 use crate::cuda_ipc::Broker;
@@ -95,6 +99,31 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
 
     /// Calls `end` when everything on a stream so far is finished, or never will be. On a legacy default stream this orders the work of other streams, as any operation there.
     fn after_work(&mut self, call: &mut Call, stream: StreamId, end: End);
+
+    /// Moves the session's movable memory off its devices, into `store`: what it has of its windows, and shares with no other session. To be called between two commands. Waits up to `patience` until no
+    /// device works for the session. From then on no command may be executed until [`come_back`](Backend::come_back) has succeeded. Returns the bytes that were moved.
+    ///
+    /// # Errors
+    /// `NOT_READY` if a device works on; otherwise what went wrong. What has not been moved by then stays where it is, and what has been moved is in `store`.
+    fn leave(
+        &mut self,
+        call: &mut Call,
+        store: &mut Store,
+        file: Option<OwnedFd>,
+        patience: Duration,
+    ) -> call::Result<u64>;
+
+    /// Moves back what [`leave`](Backend::leave) has moved, to the same addresses. Returns the bytes.
+    ///
+    /// # Errors
+    /// If a device has no room. Then everything is in `store` again, or still.
+    fn come_back(&mut self, store: &mut Store) -> call::Result<u64>;
+
+    /// Whether any memory is in a store.
+    fn is_away(&self) -> bool;
+
+    /// Gives up what a store takes. Nothing is in it.
+    fn clear(&mut self, store: &mut Store);
 
     /// What may be executed beside the dispatcher.
     fn beside(&self) -> Arc<dyn Beside>;

@@ -9,11 +9,14 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use protocol::Status;
 
+use super::store::Way;
 use crate::cuda_ipc::Broker;
 use crate::pages::{Meter, Page, Terms};
+use crate::room::{Room, WITHIN};
 use crate::worker_protocol::{Amounts, Limits, MOST_DEVICES, Resource};
 
 /// What a session may hold, and what it holds. Clones share both.
@@ -33,6 +36,8 @@ struct Session {
     terms: Option<Arc<Page<Terms>>>,
     meter: Option<Arc<Page<Meter>>>,
     broker: Option<Arc<Broker>>,
+    /// Where others make room: then the daemon is asked for each charge of device memory.
+    room: Option<Arc<Room>>,
 }
 
 impl Amounts {
@@ -47,25 +52,31 @@ impl Amounts {
 }
 
 impl Meter {
-    /// Where the held bytes of a resource are counted. Devices beyond the greatest number that is counted share one figure.
+    /// Where the held bytes of a resource are counted.
     fn of(&self, resource: Resource) -> &AtomicU64 {
         match resource {
-            Resource::Device(number) => &self.held[(number as usize).min(MOST_DEVICES - 1)],
+            Resource::Device(number) => figure(&self.held, number),
             Resource::Pinned => &self.pinned,
         }
     }
 }
 
+/// A device's figure. Devices beyond the greatest number that is counted share one.
+fn figure(figures: &[AtomicU64; MOST_DEVICES], number: u32) -> &AtomicU64 {
+    &figures[(number as usize).min(MOST_DEVICES - 1)]
+}
+
 impl Quota {
-    /// The session begins, with these limits; until then there are none. `terms` and `meter` are shared with the daemon, and `broker` leads to it.
+    /// The session begins, with these limits; until then there are none. `terms` and `meter` are shared with the daemon, and `broker` leads to it. `room`: where others make room on a device.
     pub fn begin(
         &self,
         limits: Limits,
         terms: Arc<Page<Terms>>,
         meter: Arc<Page<Meter>>,
         broker: Arc<Broker>,
+        room: Option<Arc<Room>>,
     ) {
-        self.set(Session { limits, terms: Some(terms), meter: Some(meter), broker: Some(broker) });
+        self.set(Session { limits, terms: Some(terms), meter: Some(meter), broker: Some(broker), room });
     }
 
     fn set(&self, session: Session) {
@@ -85,7 +96,7 @@ impl Quota {
         let quota = Quota::default();
         let session = Amounts { device_memory, pinned_memory: device_memory };
         let limits = Limits { session, ..Limits::default() };
-        quota.set(Session { limits, terms: None, meter: None, broker: None });
+        quota.set(Session { limits, terms: None, meter: None, broker: None, room: None });
         quota
     }
 
@@ -127,14 +138,60 @@ impl Quota {
         }
         let mut charge = Charge { quota: self.clone(), resource, bytes, asked: None };
         let broker = self.0.session.get().and_then(|session| session.broker.as_ref());
-        if let Some(broker) = broker.filter(|_| total != u64::MAX && bytes > 0) {
-            if let Err(status) = broker.charge(resource, bytes) {
-                tracing::info!(bytes, limit = total, "refused: beyond the principal's limit of {resource}");
-                return Err(status);
-            }
+        let asks = total != u64::MAX || self.room().is_some() && matches!(resource, Resource::Device(_));
+        if let Some(broker) = broker.filter(|_| asks && bytes > 0) {
+            self.when_there_is_room(resource, bytes, || broker.charge(resource, bytes)).inspect_err(
+                |_| {
+                    tracing::info!(
+                        bytes,
+                        limit = total,
+                        "refused: beyond the principal's limit of {resource}, or no room"
+                    );
+                },
+            )?;
             charge.asked = Some(Arc::clone(broker));
         }
         Ok(charge)
+    }
+
+    fn room(&self) -> Option<&Room> {
+        self.0.session.get().and_then(|session| session.room.as_deref())
+    }
+
+    /// Calls `take` until it says something else than `NOT_READY`, while others make room for `bytes`.
+    ///
+    /// # Errors
+    /// Those of `take`, and `OUT_OF_MEMORY` if there was no room for too long.
+    pub fn when_there_is_room<T>(
+        &self,
+        resource: Resource,
+        bytes: u64,
+        mut take: impl FnMut() -> Result<T, Status>,
+    ) -> Result<T, Status> {
+        let taken = take();
+        let (Err(Status::NOT_READY), Some(room), Resource::Device(number)) = (&taken, self.room(), resource)
+        else {
+            return taken.map_err(|status| match status {
+                Status::NOT_READY => Status::OUT_OF_MEMORY,
+                other => other,
+            });
+        };
+        let until = Instant::now() + WITHIN;
+        let taken = loop {
+            room.wait(number, bytes);
+            match take() {
+                Err(Status::NOT_READY) if Instant::now() < until => {}
+                Err(Status::NOT_READY) => break Err(Status::OUT_OF_MEMORY),
+                taken => break taken,
+            }
+        };
+        room.end(number);
+        taken
+    }
+
+    /// Whether others may make room on a device.
+    pub fn is_shared(&self) -> bool {
+        self.room().is_some()
     }
 
     /// Charges a mirror of `bytes` of a client's page-locked memory, for kernels on the device with a number: as memory of the device, which it stands in for, and as page-locked memory of
@@ -142,6 +199,25 @@ impl Quota {
     pub fn charge_mirror(&self, number: u32, bytes: u64) -> Result<MirrorCharge, Status> {
         let [device, pinned] = [Resource::Device(number), Resource::Pinned];
         Ok(MirrorCharge([self.charge(device, bytes)?, self.charge(pinned, bytes)?]))
+    }
+
+    /// A piece of memory of a device can be moved to this machine's memory, or is new.
+    pub fn more_movable(&self, number: u32, bytes: u64) {
+        figure(&self.meter().memory.movable, number).fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Such a piece is gone, or can be moved no more.
+    pub fn less_movable(&self, number: u32, bytes: u64) {
+        figure(&self.meter().memory.movable, number).fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// A piece of a device's memory was moved off it, or back.
+    pub fn moved(&self, way: Way, number: u32, bytes: u64) {
+        let away = figure(&self.meter().memory.away, number);
+        match way {
+            Way::Out => away.fetch_add(bytes, Ordering::Release),
+            Way::In => away.fetch_sub(bytes, Ordering::Release),
+        };
     }
 
     /// Bytes that are charged now.
@@ -304,7 +380,13 @@ mod tests {
         };
         let (terms_there, meter_there) =
             (Arc::new(Page::open(&terms_fd).unwrap()), Arc::new(Page::open(&meter_fd).unwrap()));
-        quota.set(Session { limits, terms: Some(terms_there), meter: Some(meter_there), broker: None });
+        quota.set(Session {
+            limits,
+            terms: Some(terms_there),
+            meter: Some(meter_there),
+            broker: None,
+            room: None,
+        });
         let _charge = quota.charge(DEVICE, 20).unwrap();
         assert_eq!(meter.held[2].load(Ordering::Relaxed), 25);
         terms.implicit[2].store(30, Ordering::Relaxed);

@@ -73,6 +73,16 @@ impl<V> Ranges<V> {
         self.0.is_empty()
     }
 
+    /// What all ranges carry.
+    pub fn values(&self) -> impl Iterator<Item = &V> {
+        self.0.values().map(|(_, value)| value)
+    }
+
+    /// All ranges: first address, size, and what they carry, to be changed.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = (u64, u64, &mut V)> {
+        self.0.iter_mut().map(|(start, (size, value))| (*start, *size, value))
+    }
+
     /// All ranges: first address and size.
     pub fn iter(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.0.iter().map(|(start, (size, _))| (*start, *size))

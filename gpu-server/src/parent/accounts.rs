@@ -11,7 +11,7 @@ use super::arbiter::Gate;
 use super::record::Record;
 use super::{State, turns};
 use crate::cuda_ipc::{Refusal, Reply};
-use crate::pages::{Meter, Page, Terms};
+use crate::pages::{Meter, Page, Terms, gate};
 use crate::worker_protocol::{MOST_DEVICES, Resource};
 
 /// A session's bytes, and the pages that it shares with the daemon.
@@ -25,6 +25,8 @@ pub(super) struct Account {
     /// The gate, and how often the session was asked to tell of its work.
     gate: Gate,
     tells: u32,
+    /// Whether there is an order for its memory.
+    asked: bool,
 }
 
 impl Account {
@@ -32,7 +34,8 @@ impl Account {
     pub(super) fn open(bell: &turns::Bell) -> io::Result<(Account, [OwnedFd; 3])> {
         let ((terms, terms_fd), (meter, meter_fd)) = (Page::new()?, Page::new()?);
         let record = Record::new()?;
-        let account = Account { terms, meter, record, may_repeat: false, gate: Gate::Open, tells: 0 };
+        let account =
+            Account { terms, meter, record, may_repeat: false, gate: Gate::Open, tells: 0, asked: false };
         Ok((account, [terms_fd, meter_fd, bell.share()?]))
     }
 
@@ -40,7 +43,8 @@ impl Account {
     pub(super) fn take_over(meter: &OwnedFd, record: Record, daemons: u32) -> io::Result<(Account, OwnedFd)> {
         let ((terms, terms_fd), meter) = (Page::<Terms>::new()?, Page::adopt(meter)?);
         terms.daemons.store(daemons, Ordering::Relaxed);
-        let account = Account { terms, meter, record, may_repeat: true, gate: Gate::Open, tells: 0 };
+        let account =
+            Account { terms, meter, record, may_repeat: true, gate: Gate::Open, tells: 0, asked: false };
         Ok((account, terms_fd))
     }
 
@@ -69,14 +73,26 @@ impl Account {
         if let Gate::Metered { allowance, .. } = gate {
             self.terms.allowance.store(allowance, Ordering::Relaxed);
         }
-        self.terms.gate.store(turns::word(gate, self.tells), Ordering::Release);
+        self.show_gate();
+    }
+
+    /// Says whether the worker is to look for an order before its next command.
+    pub(super) fn set_asked(&mut self, asked: bool) {
+        if std::mem::replace(&mut self.asked, asked) != asked {
+            self.show_gate();
+        }
+    }
+
+    fn show_gate(&self) {
+        let asked = if self.asked { gate::ASKED } else { 0 };
+        self.terms.gate.store(turns::word(self.gate, self.tells) | asked, Ordering::Release);
         let at = std::ptr::from_ref(&self.terms.gate);
         // SAFETY: a futex word in a page that stays mapped; the call only wakes those that wait for it.
         unsafe { libc::syscall(libc::SYS_futex, at, libc::FUTEX_WAKE, i32::MAX) };
     }
 
     /// What the process takes on a device besides what the session has charged.
-    fn implicit(&self, number: usize) -> u64 {
+    pub(super) fn implicit(&self, number: usize) -> u64 {
         self.terms.implicit.get(number).map_or(0, |bytes| bytes.load(Ordering::Relaxed))
     }
 
@@ -89,7 +105,8 @@ impl Account {
     /// NVML says that the session's process takes so many bytes on a device.
     pub(super) fn measured(&self, number: usize, bytes: u64) {
         if let (Some(implicit), Some(held)) = (self.terms.implicit.get(number), self.meter.held.get(number)) {
-            implicit.store(bytes.saturating_sub(held.load(Ordering::Relaxed)), Ordering::Relaxed);
+            let charged = held.load(Ordering::Relaxed).saturating_sub(self.away(number as u32));
+            implicit.store(bytes.saturating_sub(charged), Ordering::Relaxed);
         }
     }
 }
@@ -118,6 +135,11 @@ impl State {
         let most = self.total(principal, resource).checked_add(bytes).filter(|sum| *sum <= limit);
         if most.is_none() || !record.has(resource) {
             return Reply::Refused(Refusal::Full);
+        }
+        match self.has_room(worker, resource, bytes) {
+            Ok(true) => {}
+            Ok(false) => return Reply::Refused(Refusal::Crowded),
+            Err(()) => return Reply::Refused(Refusal::Full),
         }
         record.change(request, resource, bytes, record.granted(resource) + bytes);
         self.publish(principal);

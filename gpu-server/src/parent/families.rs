@@ -51,6 +51,8 @@ metrics::families! {
     LEASES_GRANTED: Counter "rgpu_server_leases_granted" {};
     /// Device memory that sessions hold, with what their processes take besides.
     MEMORY: Gauge "rgpu_server_device_memory" ["bytes"] { "principal", "client", "program", "gpu" };
+    /// Of these, what was moved off the device because others needed room. It comes back before the session's next command.
+    MEMORY_AWAY: Gauge "rgpu_server_device_memory_away" ["bytes"] { "principal", "client", "program", "gpu" };
     /// Device memory that all sessions of a principal may hold together on each device. Absent without a limit.
     MEMORY_LIMIT: Gauge "rgpu_server_device_memory_limit" ["bytes"] { "principal" };
     /// Part of the multiprocessors' time that sessions had a moment ago, as NVML says.
@@ -72,6 +74,17 @@ metrics::families! {
     WORKERS_FAILED: Counter "rgpu_server_workers_failed" { "kind" };
     /// Sessions that ended because a kernel ran for too long (--kernel-seconds).
     KERNELS_OVERRUN: Counter "rgpu_server_kernels_overrun" {};
+
+    /// Maximum memory of this machine for device memory (--swap-memory). Without --swap-memory and --swap-folder there are no such figures.
+    SWAP_LIMIT: Gauge "rgpu_server_swap_limit" ["bytes"] {};
+    /// Memory of this machine that sessions keep for device memory.
+    SWAP_KEPT: Gauge "rgpu_server_swap_kept" ["bytes"] {};
+    /// Bytes that were moved off devices because others needed room.
+    SWAPPED_OUT: Counter "rgpu_server_swapped_out" ["bytes"] {};
+    /// Bytes that were moved back.
+    SWAPPED_IN: Counter "rgpu_server_swapped_in" ["bytes"] {};
+    /// Times that a session had to wait for room because others had only just got their memory back (--swap-residency-ms): the sessions that work at the same time need more than the devices have.
+    SWAP_HELD_BACK: Counter "rgpu_server_swap_held_back" {};
 
     /// Bytes that the cache keeps of what clients have sent. Without --cache there are no such figures.
     CACHE_SIZE: Gauge "rgpu_server_cache_size" ["bytes"] {};

@@ -10,6 +10,7 @@
 //! - [`health`]: devices that take no new sessions, and why;
 //! - [`arbiter`]: which principal's turn it is on a GPU; [`turns`]: the thread that carries that out;
 //! - [`leases`]: GPUs that clients have for a time; [`asks`]: what clients ask that needs no session;
+//! - [`residency`]: whose memory is on the devices when they have not enough for all; [`swap`]: how that is carried out;
 //! - [`refusals`]: why clients are refused;
 //! - [`gpus`]: what NVML says of the devices now;
 //! - [`status`]: the status for `rgpuctl status`; [`scrape`]: the same and more for Prometheus, by the definitions in [`families`];
@@ -39,8 +40,10 @@ mod pool;
 mod queue;
 mod record;
 mod refusals;
+mod residency;
 mod scrape;
 mod status;
+mod swap;
 mod takeover;
 mod trust;
 mod turns;
@@ -73,6 +76,7 @@ use self::pool::Pool;
 use self::queue::Nudge;
 use self::refusals::Refusals;
 use self::scrape::{Settled, Waits};
+use self::swap::Swapping;
 use self::takeover::Succession;
 use self::trust::{Principal, Trust};
 use self::turns::Bell;
@@ -139,6 +143,8 @@ struct State {
     closed: bool,
     /// Devices that are not well, by their numbers.
     ill: BTreeMap<u32, Illness>,
+    /// Where sessions' device memory is, if it is moved.
+    swapping: Option<Swapping>,
     /// Whether to ask NVML what workers take.
     measure: bool,
     /// ns of GPU time that principals were charged.
@@ -381,6 +387,7 @@ pub fn main(options: Serve) -> anyhow::Result<()> {
         ),
         None => {}
     }
+    swap::prepare(&server)?;
     takeover::take_over(&server, &mut inherited);
     let report = pool::probe(&server)?;
     if !report.missing.is_empty() {

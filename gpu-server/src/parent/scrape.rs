@@ -88,6 +88,7 @@ impl State {
     /// A session that had begun is over, and its worker gone.
     pub(super) fn settle(&mut self, session: &Session) {
         self.settled.value(&session.key, Instant::now()).add(session);
+        self.settle_moved(session);
     }
 
     /// The arbiter has charged principals so much in all, since each of them has had sessions.
@@ -167,6 +168,18 @@ fn collect(server: &Server, started: SystemTime) -> Samples {
     let mut owners: BTreeMap<&str, u64> = BTreeMap::new();
     state.leases.all().for_each(|lease| *owners.entry(&lease.principal).or_default() += 1);
     owners.into_iter().for_each(|(principal, leases)| samples.add(&f::LEASES, &[principal], leases));
+    if let Some(swapping) = &state.swapping {
+        let [left, returned] = state.moved();
+        for (family, value) in [
+            (&f::SWAP_LIMIT, server.options.worker.swap.memory),
+            (&f::SWAP_KEPT, state.kept_for_swap()),
+            (&f::SWAPPED_OUT, left),
+            (&f::SWAPPED_IN, returned),
+            (&f::SWAP_HELD_BACK, swapping.held_back),
+        ] {
+            samples.add(family, &[], value);
+        }
+    }
     queue(&mut samples, &state);
     sessions(&mut samples, &state, &readings);
     gpus(&mut samples, server, &state, &readings);
@@ -202,6 +215,7 @@ fn sessions(samples: &mut Samples, state: &State, readings: &[Reading]) {
         for number in &session.devices {
             let labels = [principal, client, program, &number.to_string()];
             samples.add(&f::MEMORY, &labels, session.account.held(*number as usize));
+            samples.add(&f::MEMORY_AWAY, &labels, session.account.away(*number));
             let reading = readings.iter().find(|reading| reading.device == *number);
             if let Some(percent) = reading.and_then(|reading| reading.processes.get(worker)) {
                 samples.add(&f::SM_UTILIZATION, &labels, f64::from(*percent) / 100.0);

@@ -63,6 +63,7 @@ fn describe(server: &Server) -> serde_json::Value {
         "workers_crashed": state.workers_crashed,
         "kernels_overrun": state.kernels_overrun,
         "cache": server.cache.as_ref().map(|cache| cache_of(cache.figures())),
+        "swap": swap_of(server, &state),
         "gpus": gpus(server, &state, &readings),
         "workers": workers,
         "principals": principals,
@@ -70,6 +71,21 @@ fn describe(server: &Server) -> serde_json::Value {
         "leases_granted": state.leases_granted,
         "sessions": sessions,
     })
+}
+
+/// What was moved of device memory. Null: nothing ever is.
+fn swap_of(server: &Server, state: &State) -> Option<serde_json::Value> {
+    let swapping = state.swapping.as_ref()?;
+    let [left, returned] = state.moved();
+    let devices = state.devices(&server.options);
+    Some(json!({
+        "memory_limit": server.options.worker.swap.memory,
+        "memory_kept": state.kept_for_swap(),
+        "away": devices.iter().map(|number| state.away(*number)).sum::<u64>(),
+        "bytes_left": left,
+        "bytes_returned": returned,
+        "held_back": swapping.held_back,
+    }))
 }
 
 fn cache_of(figures: Figures) -> serde_json::Value {
@@ -102,6 +118,7 @@ fn gpus(server: &Server, state: &State, readings: &[Reading]) -> Vec<serde_json:
             "healthy": !state.ill.contains_key(&number),
             "sessions": users().count(),
             "session_memory": held,
+            "memory_away": state.away(number),
             "memory_used": memory.map(|(_, used)| used),
             "memory_free": memory.map(|(free, _)| free),
             "utilization_percent": reading.and_then(|reading| reading.utilization).map(|(gpu, _)| gpu),
@@ -192,6 +209,7 @@ fn row(worker: u32, session: &Session, readings: &[Reading]) -> serde_json::Valu
         "bytes_copied": session.counters.bytes_copied,
         "bytes_direct": session.counters.bytes_direct,
         "device_memory": session.counters.device_memory,
+        "memory_away": session.devices.iter().map(|number| session.account.away(*number)).sum::<u64>(),
         "sm_percent": (!percents.is_empty()).then(|| percents.iter().sum::<u32>()),
     })
 }

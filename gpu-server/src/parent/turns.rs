@@ -1,6 +1,6 @@
-//! The thread that carries out what the [`Arbiter`] decides: it reads the sessions' meters and sets their gates.
+//! The thread that carries out what the [`Arbiter`] decides: it reads the sessions' meters and sets their gates. It does the same for their memory ([`super::swap`]).
 //!
-//! It sleeps while no two principals have work for the same devices, and is woken by the bell that workers ring.
+//! It sleeps while no two principals have work for the same devices and nobody waits for memory, and is woken by the bell that workers ring.
 
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,12 +14,14 @@ use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::arbiter::{Arbiter, Clock, Gate, View};
-use super::{Server, Session, State};
+use super::{Server, Session, State, swap};
 use crate::pages::gate;
 use crate::worker_protocol::{Kind, MOST_DEVICES};
 
 /// The time between two steps while principals take turns.
 const TICK: u16 = 1;
+/// The time between two steps while sessions wait for room on a device.
+const MEMORY_TICK: u16 = 10;
 /// Two steps are at least so far apart, and so many times as far as a step takes, however often workers ring.
 const LEAST: Duration = Duration::from_micros(50);
 const REST: u32 = 4;
@@ -88,12 +90,18 @@ fn run(server: &Server) {
     let virtual_time = server.options.worker.backing.software_imitate.block_us > 0;
     let mut arbiter = Arbiter::new(if virtual_time { Clock::Reported } else { Clock::Observed });
     let begun = Instant::now();
+    let mut waits_for_memory = false;
     loop {
-        let limit = if arbiter.is_contended() { PollTimeout::from(TICK) } else { PollTimeout::NONE };
+        let limit = match (arbiter.is_contended(), waits_for_memory) {
+            (true, _) => PollTimeout::from(TICK),
+            (false, true) => PollTimeout::from(MEMORY_TICK),
+            (false, false) => PollTimeout::NONE,
+        };
         server.bell.wait(limit);
         let since = Instant::now();
         let now = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         step(&mut server.lock(), &mut arbiter, now);
+        waits_for_memory = swap::step(server);
         std::thread::sleep(LEAST.max(since.elapsed() * REST));
     }
 }

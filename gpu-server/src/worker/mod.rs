@@ -7,6 +7,7 @@ mod door;
 mod host_waits;
 pub(crate) mod pace;
 mod read_ahead;
+mod residence;
 mod session;
 mod timeline;
 mod turns;
@@ -35,6 +36,7 @@ use protocol::ops::launch::Launch;
 use protocol::trace::RECORDER;
 
 use self::door::{Admitted, Door};
+use self::residence::{Orders, Residence};
 use self::turns::{Link, Turns};
 use crate::cache::Remote;
 use crate::config::{self, WorkerOptions};
@@ -46,6 +48,7 @@ use crate::driver::quota::Quota;
 use crate::driver::watchdog::Watchdog;
 use crate::driver::{Beside, Errors};
 use crate::pages::{Page, Terms};
+use crate::room::Room;
 use crate::worker_protocol::{self, Counters, FromWorker, Kind, ToWorker, Transport, Visitor};
 
 /// How often changed counters are reported to the daemon.
@@ -232,13 +235,17 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     let meter = Arc::new(meter.context("mapping the meter")?);
     let link = Link { terms: Arc::clone(&terms), meter: Arc::clone(&meter), bell: Arc::new(bell) };
     let told = Arc::clone(&terms);
+    let room = Arc::new(Room { meter: Arc::clone(&meter), bell: Arc::clone(&link.bell) });
+    let orders = Arc::<Orders>::default();
+    let swaps = options.swap.on() && kind == Kind::Gpu;
+    let residence = Residence::new(Arc::clone(&orders), Arc::clone(&room), Arc::clone(&terms), swaps);
     let turns = Turns::new(link, options.backing.software_imitate.block_us);
     let _span = tracing::info_span!("session", client = %name, program = %program).entered();
     let daemon = Arc::new(daemon);
     let broker = Broker::new(Arc::clone(&daemon));
     let devices = limits.devices.clone();
     let kernel_seconds = limits.kernel_seconds;
-    quota.begin(limits, terms, meter, Arc::clone(&broker));
+    quota.begin(limits, terms, meter, Arc::clone(&broker), swaps.then_some(room));
     let directs = Directs::new(Arc::clone(&identity), Arc::clone(&broker));
     let shared = Arc::new(Shared::new(quota.clone(), directs));
     if timeline.is_some() {
@@ -255,14 +262,15 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     });
     let (lost, counters) = match begun {
         Ok(((mut commands, client, tcp), door)) => {
-            let from = Daemon { socket: Arc::clone(&daemon), terms: told, broker: Arc::clone(&broker) };
+            let from =
+                Daemon { socket: Arc::clone(&daemon), terms: told, broker: Arc::clone(&broker), orders };
             watch(&from, tcp, door, &client, &shared, backend.beside())?;
             if kernel_seconds > 0 {
                 backend.watch(watch_kernels(kernel_seconds, &daemon, &client)?);
             }
             backend.share(broker);
             backend.reach(Arc::clone(&shared.directs));
-            let lost = session::run(&mut *commands, &client, &mut *backend, &shared, kind, turns);
+            let lost = session::run(&mut *commands, &client, &mut *backend, &shared, kind, turns, residence);
             (lost, shared.counters(&*client))
         }
         Err(lost) => (Some(lost), Counters::default()),
@@ -371,6 +379,7 @@ struct Daemon {
     socket: Arc<OwnedFd>,
     terms: Arc<Page<Terms>>,
     broker: Arc<Broker>,
+    orders: Arc<Orders>,
 }
 
 /// Another daemon is there, with terms of its own. Its predecessor's page, which nobody writes any more, can be written by nobody.
@@ -415,7 +424,7 @@ fn watch(
             let _ = worker_protocol::send(socket.as_fd(), &FromWorker::Link { up }, &[]);
         }));
     }
-    let Daemon { socket, terms, broker } = daemon.clone();
+    let Daemon { socket, terms, broker, orders } = daemon.clone();
     let listener = Arc::clone(client);
     let directs = Arc::clone(&shared.directs);
     std::thread::Builder::new().name("rgpu-daemon".into()).spawn(move || {
@@ -449,6 +458,10 @@ fn watch(
                     }
                 }
                 Ok(Some((ToWorker::TakenOver, fds))) => taken_over(&terms, fds),
+                Ok(Some((ToWorker::Memory { number, order }, fds))) => {
+                    orders.put((number, order, fds.into_iter().next()));
+                    listener.rouse();
+                }
                 Ok(Some((ToWorker::End, _))) => listener.close(),
                 Ok(Some((ToWorker::DeviceFailed { device, status }, _))) => {
                     tracing::error!(device, "the device has failed: its programs get CUDA's error {status}");

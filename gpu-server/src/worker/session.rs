@@ -16,6 +16,7 @@ use protocol::trace::{RECORDER, Stage};
 use super::Shared;
 use super::host_waits::{HostWaits, Verdict};
 use super::read_ahead::Ahead;
+use super::residence::Residence;
 use super::timeline::Timeline;
 use super::turns::Turns;
 use crate::driver::{Backend, Call, Errors};
@@ -29,6 +30,7 @@ pub fn run(
     shared: &Shared,
     kind: Kind,
     turns: Turns,
+    residence: Residence,
 ) -> Option<Lost> {
     backend.begin(Arc::clone(client));
     let mut dispatcher = Dispatcher {
@@ -38,6 +40,7 @@ pub fn run(
         shared,
         kind,
         turns,
+        residence,
         timeline: Timeline::default(),
         reply: Vec::with_capacity(4096),
         waits: HostWaits::default(),
@@ -82,6 +85,7 @@ struct Dispatcher<'a> {
     shared: &'a Shared,
     kind: Kind,
     turns: Turns,
+    residence: Residence,
     timeline: Timeline,
     reply: Vec<u8>,
     waits: HostWaits,
@@ -100,7 +104,10 @@ impl Dispatcher<'_> {
         let mut body = Vec::with_capacity(4096);
         let mut source = ahead.source();
         loop {
-            let mut rest = || self.turns.rest(self.backend, &mut self.call);
+            let mut rest = || {
+                self.turns.rest(self.backend, &mut self.call);
+                self.residence.rest(self.backend, &mut self.call);
+            };
             let (record, served) = match source.next(&mut body, &mut rest) {
                 Ok(Some(next)) => next,
                 Ok(None) => return None,
@@ -165,8 +172,7 @@ impl Dispatcher<'_> {
         self.reply.clear();
         let taken = RECORDER.clock();
         RECORDER.note_at(Stage::Begun, record.seq, record.opcode, taken);
-        let metered = self.turns.is_limited()
-            && self.turns.before(self.backend, &mut self.call, record.opcode, || self.shared.is_over());
+        let metered = (self.turns.is_limited() || self.residence.is_away()) && self.wait(record.opcode)?;
         let outcome = if self.kind == Kind::Nvml && !asks_nvml(record.opcode) {
             // Whatever the client said about itself, this process makes no context.
             Outcome::Failed(Status::NOT_PERMITTED)
@@ -193,6 +199,15 @@ impl Dispatcher<'_> {
             self.turns.after(self.backend, &mut self.call, record.opcode, body);
         }
         Ok(outcome)
+    }
+
+    /// Waits until a command may be executed. Says whether the work that it gives a device is to be counted.
+    fn wait(&mut self, opcode: u16) -> Result<bool, Lost> {
+        let over = || self.shared.is_over();
+        if !asks_nvml(opcode) {
+            self.residence.before(self.backend, &mut self.call, over)?;
+        }
+        Ok(self.turns.before(self.backend, &mut self.call, opcode, over))
     }
 
     fn failed(&mut self, info: &'static OpInfo, record: &Record, status: Status) {

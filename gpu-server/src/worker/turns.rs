@@ -178,7 +178,7 @@ impl Turns {
     /// Whether anything but to go on is to be done before work.
     #[inline]
     pub(super) fn is_limited(&mut self) -> bool {
-        let open = gate::mode(self.link.terms.gate.load(Ordering::Relaxed)) == gate::OPEN;
+        let open = gate::is_free(self.link.terms.gate.load(Ordering::Relaxed));
         self.backlog |= open;
         !open
     }

@@ -10,12 +10,14 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 
+use nix::sys::signal::Signal;
 use protocol::data::{HostIn, HostOut};
 use protocol::handle::*;
 use protocol::ops::launch::Launch;
 use protocol::ops::module::ModuleLoad;
 use test_kit::daemon::Daemon;
 use test_kit::link::Session;
+use test_kit::manager::Manager;
 
 /// The backend under test: software, unless `RGPU_TEST_BACKEND` names another.
 pub fn backend() -> String {
@@ -119,6 +121,48 @@ impl Server {
     /// Its Unix socket.
     pub fn socket(&self) -> PathBuf {
         self.path("server.sock")
+    }
+}
+
+/// A server that a service manager starts, again and again.
+pub struct Service {
+    /// What starts it.
+    pub manager: Manager,
+    /// Its folder.
+    pub folder: Arc<tempfile::TempDir>,
+    /// Its port.
+    pub port: u16,
+    flags: Vec<String>,
+}
+
+impl Service {
+    /// One that was not started yet.
+    pub fn new(flags: &[&str]) -> Service {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let folder = Arc::new(tempfile::tempdir().unwrap());
+        Service {
+            manager: Manager::new(),
+            folder,
+            port,
+            flags: flags.iter().map(|&f| f.to_owned()).collect(),
+        }
+    }
+
+    /// Starts this program.
+    pub fn spawn(&self, program: PathBuf) -> Server {
+        let flags: Vec<&str> = self.flags.iter().map(String::as_str).collect();
+        Server::start_by(self.manager.command(program), &self.folder, self.port, &flags)
+    }
+
+    /// Starts it, and waits until it serves.
+    pub fn start(&self) -> Server {
+        self.spawn(binary()).ready()
+    }
+
+    /// Kills the daemon and starts another one.
+    pub fn crash(&self, mut server: Server) -> Server {
+        server.end(Signal::SIGKILL);
+        self.start()
     }
 }
 

@@ -28,7 +28,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::dispatcher_poll::{DispatcherPoll, Replies};
 use super::region::{Leaving, Mapped, Regions, Released};
 use super::succession::{Next, Succession};
-use super::wake::{self, StopEvent, Watch};
+use super::wake::{self, Rouse, StopEvent, Watch};
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
 use crate::framing::{recv_frame, send_frame, split_struct, with_causes};
 use crate::memory::{ChannelView, Memories, RingReader};
@@ -67,6 +67,7 @@ pub struct LocalClient {
     /// Held while the session is being ended.
     ending: Mutex<()>,
     stop: StopEvent,
+    rouse: Rouse,
     read: AtomicU64,
     written: AtomicU64,
     /// The last command executed, and whether one has read data since the client was last told. The dispatcher's alone.
@@ -119,7 +120,8 @@ impl LocalCommands {
         };
         let failed = |e: io::Error| Lost::new(format!("preparing a session: {e}"));
         let stop = StopEvent::new().map_err(failed)?;
-        let watch = Watch::new(doorbell, &stop).map_err(failed)?;
+        let rouse = Rouse::new().map_err(failed)?;
+        let watch = Watch::new(doorbell, &stop, &rouse).map_err(failed)?;
         let waker = Arc::new(waker);
         let (channel, sleepers) = (Arc::clone(&view), Arc::clone(&waker));
         let released = Released::new(Box::new(move |seq| {
@@ -138,6 +140,7 @@ impl LocalCommands {
             end: OnceLock::new(),
             ending: Mutex::new(()),
             stop,
+            rouse,
             read: AtomicU64::new(0),
             written: AtomicU64::new(0),
             executed: AtomicU64::new(0),
@@ -567,6 +570,10 @@ impl Client for LocalClient {
 
     fn when_over(&self, then: Box<dyn FnOnce() + Send>) {
         self.farewell.set(then);
+    }
+
+    fn rouse(&self) {
+        self.rouse.rouse();
     }
 
     fn streams_data(&self) -> bool {

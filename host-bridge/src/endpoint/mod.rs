@@ -121,6 +121,9 @@ pub trait Client: Send + Sync {
     /// `then` must not block. To be called once.
     fn when_over(&self, _then: Box<dyn FnOnce() + Send>) {}
 
+    /// If the dispatcher sleeps in [`Commands::next`], or is about to, it calls `rest` again before it sleeps on.
+    fn rouse(&self) {}
+
     /// Whether data comes and goes in chunks rather than through mapped memory.
     fn streams_data(&self) -> bool;
 

@@ -333,10 +333,10 @@ impl TcpCommands {
                 std::hint::spin_loop();
             }
             self.poll.end(&round, false);
+            // Lowered before `rest` and the look at the connection, so that no change is missed.
+            let _ = client.changed.read();
             rest();
             self.client.flush_executed();
-            // Lowered before the look at the connection, so that no change is missed.
-            let _ = client.changed.read();
             let connection = lock(&client.control).clone();
             let mut fds = vec![client.stop.as_fd(), client.changed.as_fd()];
             fds.extend(connection.as_ref().map(|connection| connection.stream.as_fd()));
@@ -865,6 +865,11 @@ impl Client for TcpClient {
 
     fn when_over(&self, then: Box<dyn FnOnce() + Send>) {
         self.farewell.set(then);
+    }
+
+    fn rouse(&self) {
+        // It fails only if it is raised already.
+        let _ = self.changed.write(1);
     }
 
     fn streams_data(&self) -> bool {

@@ -28,13 +28,28 @@ impl StopEvent {
     }
 }
 
+/// Makes a thread in [`Watch::wait`] look around. Nobody reads it: each write is an edge.
+#[derive(Debug)]
+pub(super) struct Rouse(EventFd);
+
+impl Rouse {
+    pub(super) fn new() -> io::Result<Rouse> {
+        Ok(Rouse(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
+    }
+
+    pub(super) fn rouse(&self) {
+        // It fails when it has been written to 2^64 times.
+        let _ = self.0.write(1);
+    }
+}
+
 /// Adds 1 to an eventfd that another process made.
 pub(super) fn signal(fd: &OwnedFd) {
     // If the counter is full or the peer is gone, there is no thread to wake.
     let _ = nix::unistd::write(fd, &1u64.to_ne_bytes());
 }
 
-/// Waits for a doorbell that another process shares, or for a [`StopEvent`].
+/// Waits for a doorbell that another process shares, for a [`StopEvent`], or for a [`Rouse`].
 ///
 /// A native client can do anything with the doorbell: read it, so that its count is gone before this side looks, or make it blocking, so that a read here would hang. So the doorbell is
 /// never read. Epoll reports, edge-triggered, when it is written.
@@ -45,16 +60,17 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    pub(super) fn new(doorbell: OwnedFd, stop: &StopEvent) -> io::Result<Watch> {
+    pub(super) fn new(doorbell: OwnedFd, stop: &StopEvent, rouse: &Rouse) -> io::Result<Watch> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         epoll.add(&doorbell, EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, 0))?;
         epoll.add(stop.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, 1))?;
+        epoll.add(&rouse.0, EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, 2))?;
         Ok(Watch { epoll, _doorbell: doorbell })
     }
 
-    /// Waits until the doorbell rings or the event is raised. May return early.
+    /// Waits until the doorbell rings, the event is raised, or somebody rouses. May return early.
     pub(super) fn wait(&self) -> io::Result<()> {
-        match self.epoll.wait(&mut [EpollEvent::empty(); 2], EpollTimeout::NONE) {
+        match self.epoll.wait(&mut [EpollEvent::empty(); 3], EpollTimeout::NONE) {
             Ok(_) | Err(nix::Error::EINTR) => Ok(()),
             Err(e) => Err(e.into()),
         }
@@ -99,7 +115,7 @@ mod tests {
     fn a_doorbell_that_its_client_empties_and_makes_blocking_still_wakes() {
         let doorbell: OwnedFd = EventFd::from_value_and_flags(0, EfdFlags::EFD_NONBLOCK).unwrap().into();
         let stop = StopEvent::new().unwrap();
-        let watch = Watch::new(doorbell.try_clone().unwrap(), &stop).unwrap();
+        let watch = Watch::new(doorbell.try_clone().unwrap(), &stop, &Rouse::new().unwrap()).unwrap();
         nix::fcntl::fcntl(&doorbell, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::empty())).unwrap();
         std::thread::scope(|scope| {
             for _ in 0..100 {
@@ -114,6 +130,22 @@ mod tests {
             stop.raise();
             watch.wait().unwrap();
         });
+    }
+
+    #[test]
+    fn a_thread_is_roused_whether_it_sleeps_already_or_not() {
+        let doorbell: OwnedFd = EventFd::from_value_and_flags(0, EfdFlags::EFD_NONBLOCK).unwrap().into();
+        let (stop, rouse) = (StopEvent::new().unwrap(), Rouse::new().unwrap());
+        let watch = Watch::new(doorbell, &stop, &rouse).unwrap();
+        for _ in 0..100 {
+            rouse.rouse();
+            watch.wait().unwrap();
+            std::thread::scope(|scope| {
+                let waiting = scope.spawn(|| watch.wait().unwrap());
+                rouse.rouse();
+                waiting.join().unwrap();
+            });
+        }
     }
 
     #[test]

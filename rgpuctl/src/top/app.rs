@@ -75,10 +75,11 @@ impl View {
                 &const {
                     [
                         number("GPU", 3),
-                        text("NAME", 20),
+                        text("NAME", 14),
                         number("SESSIONS", 8),
                         number("UTIL%", 5),
                         number("HELD", 5),
+                        number("AWAY", 5),
                         number("USED", 5),
                         number("FREE", 5),
                         number("°C", 3),
@@ -423,9 +424,11 @@ fn sessions(sample: &Sample, rates: &Rates<'_>) -> Vec<Row> {
             number(rate("commands")),
             bytes(rate("bytes_in")),
             bytes(rate("bytes_out")),
-            match session["parked_seconds"].as_u64() {
-                Some(_) => Cell::Text("parked".into()),
-                None => session["seconds"].as_f64().map_or(Cell::Unknown, Cell::Seconds),
+            match (session["parked_seconds"].as_u64(), session["memory_away"].as_u64()) {
+                (Some(_), _) => Cell::Text("parked".into()),
+                // Its device memory.
+                (None, Some(1..)) => Cell::Text("away".into()),
+                (None, _) => session["seconds"].as_f64().map_or(Cell::Unknown, Cell::Seconds),
             },
         ]
     };
@@ -482,6 +485,7 @@ fn gpus(sample: &Sample) -> Vec<Row> {
             number(gpu["sessions"].as_f64()),
             number(gpu["utilization_percent"].as_f64()),
             bytes(gpu["session_memory"].as_f64()),
+            bytes(gpu["memory_away"].as_f64()),
             bytes(gpu["memory_used"].as_f64()),
             bytes(gpu["memory_free"].as_f64()),
             number(gpu["temperature_celsius"].as_f64()),

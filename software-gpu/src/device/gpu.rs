@@ -274,6 +274,23 @@ impl Gpu {
         self.memory().map_file(addr, size, file, offset)
     }
 
+    /// Takes the file away from a mapping that [`Gpu::map_file`] made, given exactly as it was made. The mapping and
+    /// the allocations in it stay. Accesses to it end the process until [`Gpu::bring_back`] was called.
+    pub fn set_aside(&self, addr: u64, size: u64) -> Result<()> {
+        self.memory().set_aside(addr, size)
+    }
+
+    /// Gives a mapping that was set aside a file again, from its beginning on.
+    pub fn bring_back(&self, addr: u64, size: u64, file: std::os::fd::BorrowedFd<'_>) -> Result<()> {
+        self.memory().bring_back(addr, size, file)
+    }
+
+    /// The host address of `size` bytes, which must be in one mapping, allocated or not. They are readable and
+    /// writable as long as the mapping is not set aside.
+    pub fn mapped_range(&self, addr: u64, size: u64) -> Result<*mut u8> {
+        self.memory().mapped_range(addr, size)
+    }
+
     /// Counts `size` bytes as used without mapping any.
     pub fn charge(&self, size: u64) -> Result<()> {
         self.memory().charge(size)

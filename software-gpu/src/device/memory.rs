@@ -239,6 +239,31 @@ impl Memory {
         Ok(())
     }
 
+    /// See [`crate::Gpu::set_aside`].
+    pub fn set_aside(&self, addr: u64, size: u64) -> Result<()> {
+        let maps = self.maps.write().unwrap_or_else(poisoned);
+        reserve_again(file_mapping(&maps, addr, size)?, size)?;
+        GENERATION.fetch_add(1, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// See [`crate::Gpu::bring_back`].
+    pub fn bring_back(&self, addr: u64, size: u64, file: BorrowedFd<'_>) -> Result<()> {
+        let maps = self.maps.write().unwrap_or_else(poisoned);
+        attach(file_mapping(&maps, addr, size)?, size, file, 0)
+    }
+
+    /// See [`crate::Gpu::mapped_range`].
+    pub fn mapped_range(&self, addr: u64, size: u64) -> Result<*mut u8> {
+        let maps = self.maps.read().unwrap_or_else(poisoned);
+        let found = maps.mappings.range(..=addr).next_back();
+        let inside = found.is_some_and(|(&a, &s)| addr - a < s && size <= s - (addr - a));
+        if !inside {
+            return Err(Error::NotAllocated { address: addr, size });
+        }
+        Ok((maps.windows[&(addr / WINDOW)] + (addr % WINDOW) as usize) as *mut u8)
+    }
+
     /// See [`crate::Gpu::place`].
     pub fn place(&self, addr: u64, size: u64) -> Result<()> {
         let mut maps = self.maps.write().unwrap_or_else(poisoned);
@@ -461,6 +486,16 @@ fn map_any(
     Ok(())
 }
 
+/// The host address of a mapping that is backed by a file.
+fn file_mapping(maps: &Maps, addr: u64, size: u64) -> Result<usize> {
+    if maps.mappings.get(&addr) != Some(&size) || !maps.files.contains(&addr) {
+        return Err(Error::InvalidArgument(format!(
+            "there is no mapping of {size:#x} bytes of a file at {addr:#x}"
+        )));
+    }
+    Ok(maps.windows[&(addr / WINDOW)] + (addr % WINDOW) as usize)
+}
+
 fn reserve(size: u64) -> Result<usize> {
     // SAFETY: a new private anonymous mapping at an address that the kernel chooses affects nothing else.
     let p = unsafe {
@@ -515,13 +550,22 @@ fn attach(host: usize, size: u64, file: BorrowedFd<'_>, offset: u64) -> Result<(
 
 /// Replaces a file's pages by zero pages, so that late accesses stay inside the reservation.
 fn detach(host: usize, size: u64) -> Result<()> {
+    replace(host, size, libc::PROT_READ | libc::PROT_WRITE)
+}
+
+/// Replaces a file's pages by ones that nobody may access.
+fn reserve_again(host: usize, size: u64) -> Result<()> {
+    replace(host, size, libc::PROT_NONE)
+}
+
+fn replace(host: usize, size: u64, access: libc::c_int) -> Result<()> {
     // SAFETY: the range lies inside one window's reservation, which this module owns, and contained only that
     // file's pages.
     let p = unsafe {
         libc::mmap(
             host as *mut libc::c_void,
             size as usize,
-            libc::PROT_READ | libc::PROT_WRITE,
+            access,
             libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
             -1,
             0,

@@ -9,12 +9,15 @@ use protocol::handle::ContextId;
 use protocol::ops::memory::SPACE_ALIGN;
 
 use super::Cuda;
-use super::api::{AccessDesc, AllocationProp};
-use crate::driver::gpu::GpuMemory;
+use super::api::{AccessDesc, AllocationProp, CUstream};
+use crate::driver::gpu::{GpuMemory, STREAM_NON_BLOCKING};
 use crate::driver::space::Mapping;
+use crate::driver::store::{Chunk, Part, Way};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 const POSIX_FD: u32 = 1;
+/// `CU_MEMHOSTREGISTER_PORTABLE`.
+const PORTABLE: u32 = 1;
 
 /// What is reserved with the driver for a reservation of the client's: see [`SPACE_ALIGN`]. No other reservation can begin in the rest.
 fn whole(size: u64) -> usize {
@@ -26,6 +29,20 @@ impl Cuda {
     fn allocation(&self, device: u32) -> Result<AllocationProp> {
         let device = self.device(device)?;
         Ok(AllocationProp::shareable(device.handle, if device.exports { POSIX_FD } else { 0 }))
+    }
+
+    /// The stream on which memory moves from and to a device. Its context, the primary one, is current afterwards.
+    fn moving_stream(&mut self, device: u32) -> Result<CUstream> {
+        let context = self.enter_context(ContextId(device))?.handle;
+        if let Some((_, stream)) = self.moving.get(&device).filter(|(of, _)| *of == context) {
+            return Ok(*stream);
+        }
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: the context is current; writes one handle.
+        unsafe { self.api.stream_create(&mut stream, STREAM_NON_BLOCKING, 0) }?;
+        // One of a context that is gone went with it.
+        self.moving.insert(device, (context, stream));
+        Ok(stream)
     }
 }
 
@@ -84,6 +101,47 @@ impl GpuMemory for Cuda {
         let api = self.api;
         // SAFETY: mapped by `back`, in one piece; the session calls this once, when all work that may have used it is done.
         move || unsafe { api.memory_unmap(address, size as usize) }
+    }
+
+    fn transfer(&mut self, device: u32, way: Way, part: Part) -> Result {
+        let stream = self.moving_stream(device)?;
+        let host = part.host.as_ptr().cast();
+        // SAFETY: memory of a piece, which the session has checked; the store's bytes, which stay until `transferred` has waited for this.
+        let copied = unsafe {
+            match way {
+                Way::Out => self.api.copy_dtoh(host, part.address, part.len, stream),
+                Way::In => self.api.copy_htod(part.address, host, part.len, stream),
+            }
+        };
+        self.note(ContextId(device), copied)
+    }
+
+    fn transferred(&mut self, device: u32) -> Result {
+        let stream = self.moving_stream(device)?;
+        // SAFETY: a live stream of the current context.
+        let done = unsafe { self.api.stream_synchronize(stream) };
+        self.note(ContextId(device), done)
+    }
+
+    fn lock(&mut self, chunk: &mut Chunk) {
+        let Some(home) = self.home else { return };
+        if self.enter_context(ContextId(home)).is_err() {
+            return;
+        }
+        // SAFETY: whole pages of the store, which stay until they are unlocked.
+        match unsafe { self.api.host_register(chunk.at().as_ptr().cast(), chunk.size(), PORTABLE) } {
+            Ok(()) => chunk.locked = true,
+            Err(status) => {
+                tracing::warn!("device memory moves through memory that is not page-locked: {status}");
+            }
+        }
+    }
+
+    fn unlock(&mut self, chunk: &mut Chunk) {
+        if std::mem::take(&mut chunk.locked) {
+            // A refusal means that the driver had unlocked it, with its context. SAFETY: locked by `lock`, and no copy is under way.
+            let _ = unsafe { self.api.host_unregister(chunk.at().as_ptr().cast()) };
+        }
     }
 
     fn reserve(&mut self, address: u64, size: u64) -> Result {

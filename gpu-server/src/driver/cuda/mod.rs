@@ -26,6 +26,7 @@ mod staging;
 mod streams;
 mod texture;
 
+use std::collections::HashMap;
 use std::ffi::CStr;
 use std::sync::Arc;
 use std::time::Instant;
@@ -89,6 +90,8 @@ pub struct Cuda {
     /// Windows of addresses that the devices have, and those that are reserved: all that they have, once there was a context.
     windows: Vec<u32>,
     windows_reserved: Vec<u32>,
+    /// The streams on which memory moves from and to devices, by ordinal, and their contexts; made when they are needed.
+    moving: HashMap<u32, (CUcontext, CUstream)>,
     /// Makes mirrors of client memory; started with the first.
     mirrors: Option<host_map::Helper>,
     beside: Arc<Reach>,
@@ -212,6 +215,7 @@ impl Cuda {
             home: None,
             resets: false,
             home_goes: false,
+            moving: HashMap::new(),
             mirrors: None,
             beside: Arc::default(),
             words,
@@ -631,8 +635,10 @@ impl Gpu for Cuda {
         }
     }
 
-    fn forget_context(&mut self, _context: ContextId) {
+    fn forget_context(&mut self, context: ContextId) {
         self.current = None;
+        // Streams go with their context.
+        self.moving.remove(&context.0);
     }
 
     fn destroy_context(&mut self, context: ContextId) -> Result {

@@ -10,6 +10,7 @@ use protocol::ops::memory::{HostMap, HostMirror, HostMirrorReply};
 use crate::driver::call::{Call, Result};
 use crate::driver::quota::Quota;
 use crate::driver::space::Mapping;
+use crate::driver::store::{Chunk, Part, Way};
 
 /// Device memory.
 pub trait GpuMemory {
@@ -35,6 +36,28 @@ pub trait GpuMemory {
 
     /// Gives up a piece that [`back`](GpuMemory::back) made. The returned function takes its addresses away; it is called, by any thread, once nothing uses them.
     fn unback(&mut self, device: u32, address: u64, size: u64) -> impl FnOnce() -> Result + Send + 'static;
+
+    /// Takes a piece's memory off its device. Its addresses stay as they are, and so do the allocations in it; nothing uses them until [`bring_back`](GpuMemory::bring_back) has given them memory again.
+    fn set_aside(&mut self, device: u32, address: u64, size: u64) -> Result {
+        self.unback(device, address, size)()
+    }
+
+    /// Gives a piece that was [set aside](GpuMemory::set_aside) memory again, with any contents.
+    fn bring_back(&mut self, device: u32, address: u64, size: u64) -> Result<Self::Piece> {
+        self.back(device, address, size)
+    }
+
+    /// Begins to copy bytes between a device and the store. No other work is under way on the device.
+    fn transfer(&mut self, device: u32, way: Way, part: Part) -> Result;
+
+    /// Waits until everything that [`transfer`](GpuMemory::transfer) has begun on a device is done. The one call here that waits for a device: for copies alone.
+    fn transferred(&mut self, device: u32) -> Result;
+
+    /// Page-locks memory of the store, if that makes copies faster. It is used without that, too.
+    fn lock(&mut self, _chunk: &mut Chunk) {}
+
+    /// Undoes that.
+    fn unlock(&mut self, _chunk: &mut Chunk) {}
 
     /// An allocation stands in a device's window from now on.
     fn place(&mut self, _device: u32, _address: u64, _size: u64) -> Result {

@@ -22,17 +22,25 @@ pub(super) struct Window<P> {
     /// Which window it is.
     number: u32,
     /// What is backed, as the client asked for it.
-    pieces: Ranges<Piece<P>>,
+    pub(super) pieces: Ranges<Piece<P>>,
     /// The program's allocations.
     allocations: Ranges,
 }
 
 /// What backs a part of a window. `P`: the GPU's.
-struct Piece<P> {
-    native: P,
+pub(super) struct Piece<P> {
+    pub(super) place: Place<P>,
     /// The token under which it is shared.
-    token: Option<Token>,
+    pub(super) token: Option<Token>,
     _charge: Charge,
+}
+
+/// Where a piece's bytes are.
+pub(super) enum Place<P> {
+    /// On its device.
+    Device(P),
+    /// In the store, from this offset on.
+    Store(u64),
 }
 
 impl<P> Window<P> {
@@ -123,10 +131,12 @@ impl<G: Gpu> Session<G> {
         self.windows = numbers.iter().map(|number| Window::new(*number)).collect();
     }
 
-    /// Takes a piece out of its window. Other sessions no longer find it, but those that have opened it keep it.
-    fn forget_piece(&mut self, piece: Piece<G::Piece>) {
-        if let (Some(token), Some(broker)) = (piece.token, &self.broker) {
-            broker.unshare(token);
+    /// Takes a piece of `size` bytes out of its window. Other sessions no longer find it, but those that have opened it keep it.
+    fn forget_piece(&mut self, device: u32, size: u64, piece: Piece<G::Piece>) {
+        match (piece.token, &self.broker) {
+            (None, _) => self.quota.less_movable(self.gpu.number(device), size),
+            (Some(token), Some(broker)) => broker.unshare(token),
+            (Some(_), None) => {}
         }
     }
 
@@ -138,7 +148,7 @@ impl<G: Gpu> Session<G> {
         let all: Vec<_> = window.pieces.iter().collect();
         for (address, size) in all {
             if let Some((_, piece)) = window.pieces.remove(address) {
-                self.forget_piece(piece);
+                self.forget_piece(device, size, piece);
             }
             // A refusal is logged, and concerns nobody: the addresses were the device's before its reset.
             let _ = self.gpu.unback(device, address, size)();
@@ -184,9 +194,17 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         }
         let charge = self.quota.charge(self.memory_of(op.device), op.size)?;
         self.gpu.before_waiting_call(&self.streams, op.device)?;
-        let native = self.gpu.back(op.device, op.address, op.size)?;
-        let piece = Piece { native, token: None, _charge: charge };
+        let (quota, resource) = (self.quota.clone(), self.memory_of(op.device));
+        let native = quota.when_there_is_room(resource, op.size, || {
+            self.gpu.back(op.device, op.address, op.size).map_err(|status| match status {
+                // What the daemon knows of other processes' memory may be a second old.
+                Status::OUT_OF_MEMORY if quota.is_shared() => Status::NOT_READY,
+                other => other,
+            })
+        })?;
+        let piece = Piece { place: Place::Device(native), token: None, _charge: charge };
         self.window_mut(op.device)?.pieces.insert(op.address, op.size, piece);
+        self.quota.more_movable(self.gpu.number(op.device), op.size);
         now(MemGrowReply {})
     }
 
@@ -200,7 +218,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         // It counts as given back at once, although its pages may go later.
         let (_, piece) =
             self.window_mut(op.device)?.pieces.remove(op.address).ok_or(Status::INVALID_VALUE)?;
-        self.forget_piece(piece);
+        self.forget_piece(op.device, op.size, piece);
         let unback = self.gpu.unback(op.device, op.address, op.size);
         let pending = cx.later();
         let end = move |_| pending.answer(unback().map(|()| MemShrinkReply {}));
@@ -395,9 +413,13 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
             Some(token) => token,
             None => {
                 let broker = self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)?;
-                let fd = self.gpu.export_piece(device, base, &piece.native)?;
+                // No command is executed while a piece is in the store.
+                let Place::Device(native) = &piece.place else { return Err(Status::UNKNOWN) };
+                let fd = self.gpu.export_piece(device, base, native)?;
                 let what = Shared::Memory { device: self.gpu.number(device), size };
-                *piece.token.insert(broker.share(what, Some(&fd))?)
+                let token = *piece.token.insert(broker.share(what, Some(&fd))?);
+                self.quota.less_movable(self.gpu.number(device), size);
+                token
             }
         };
         now(PieceExportReply { token, base })

@@ -3,7 +3,7 @@
 //! The session owns the tables of what the client names, checks each command against them, charges quotas, calls the GPU, and answers.
 //!
 //! - [`context`]: devices and contexts; [`stream`]: streams and events;
-//! - [`memory`]: the windows of device memory, [`space`](super::space) and what shares memory with other sessions;
+//! - [`memory`]: the windows of device memory, [`space`](super::space) and what shares memory with other sessions; [`swap`]: how a session's memory leaves its devices;
 //! - [`copy`]: copies and fills; [`direct`]: copies from and to other servers;
 //! - [`module`]: modules, their functions, launches, and the linker; [`graph`]: graphs;
 //! - [`array`]: arrays, textures and surfaces; [`texture`]: tensor maps; [`green`]: green contexts;
@@ -19,10 +19,13 @@ mod memory;
 mod module;
 mod nvml;
 mod stream;
+mod swap;
 mod texture;
 
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
@@ -34,6 +37,7 @@ use super::ids::Ids;
 use super::nvml::Management;
 use super::quota::{Charge, Quota};
 use super::space::Space;
+use super::store::Store;
 use super::streams::Streams;
 use super::watchdog::Watchdog;
 use super::{Backend, Beside, End, Unavailable};
@@ -168,6 +172,28 @@ impl<G: Gpu> Backend for Session<G> {
     fn after_work(&mut self, call: &mut Call, stream: StreamId, end: End) {
         // If it fails, the end is dropped, as above.
         let _ = self.gpu.after_stream(call, &mut self.streams, stream, end);
+    }
+
+    fn leave(
+        &mut self,
+        call: &mut Call,
+        store: &mut Store,
+        file: Option<OwnedFd>,
+        patience: Duration,
+    ) -> Result<u64> {
+        self.leave_devices(call, store, file, patience)
+    }
+
+    fn come_back(&mut self, store: &mut Store) -> Result<u64> {
+        self.come_back_to_devices(store)
+    }
+
+    fn is_away(&self) -> bool {
+        self.has_left()
+    }
+
+    fn clear(&mut self, store: &mut Store) {
+        store.clear(|chunk| self.gpu.unlock(chunk));
     }
 
     fn beside(&self) -> Arc<dyn Beside> {

@@ -10,6 +10,7 @@ use software_gpu::{GRANULE, Gpu};
 use super::{Software, code};
 use crate::driver::gpu::GpuMemory;
 use crate::driver::space::{Mapping, Space};
+use crate::driver::store::{Part, Way};
 
 impl Software {
     fn gpu(&self, device: u32) -> Result<&Gpu> {
@@ -100,6 +101,40 @@ impl GpuMemory for Software {
             gpu.discharge(size);
             Ok(())
         }
+    }
+
+    fn set_aside(&mut self, device: u32, address: u64, size: u64) -> Result {
+        let gpu = self.gpu(device)?;
+        gpu.set_aside(address, size).map_err(|e| code(&e))?;
+        gpu.discharge(size);
+        Ok(())
+    }
+
+    fn bring_back(&mut self, device: u32, address: u64, size: u64) -> Result<OwnedFd> {
+        let file = self.create(device, size)?;
+        let gpu = self.gpu(device)?;
+        match gpu.bring_back(address, size, file.as_fd()) {
+            Ok(()) => Ok(file),
+            Err(e) => {
+                gpu.discharge(size);
+                Err(code(&e))
+            }
+        }
+    }
+
+    fn transfer(&mut self, device: u32, way: Way, part: Part) -> Result {
+        let memory = self.gpu(device)?.mapped_range(part.address, part.len as u64).map_err(|e| code(&e))?;
+        let (from, to) = match way {
+            Way::Out => (memory.cast_const(), part.host.as_ptr()),
+            Way::In => (part.host.as_ptr().cast_const(), memory),
+        };
+        // SAFETY: a mapped range of the GPU, which no kernel uses now, and a part of the store, which nobody else does; they are different mappings.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, part.len) };
+        Ok(())
+    }
+
+    fn transferred(&mut self, _device: u32) -> Result {
+        Ok(())
     }
 
     fn place(&mut self, device: u32, address: u64, size: u64) -> Result {

@@ -94,6 +94,8 @@ pub struct VerbsClient {
     /// Whether there may be something in `arrived`, to be polled: bytes that were put there.
     waiting: AtomicUsize,
     came: Condvar,
+    /// Whether the dispatcher is to rest once more before it sleeps on.
+    roused: AtomicBool,
     executed: AtomicU64,
     sent: AtomicU64,
     copied: AtomicU64,
@@ -201,6 +203,7 @@ impl VerbsCommands {
                 arrived: Mutex::default(),
                 waiting: AtomicUsize::new(0),
                 came: Condvar::new(),
+                roused: AtomicBool::new(false),
                 executed: AtomicU64::new(0),
                 sent: AtomicU64::new(0),
                 copied: AtomicU64::new(0),
@@ -290,6 +293,7 @@ impl Commands for VerbsCommands {
                 }
                 self.poll.pause();
             }
+            client.roused.store(false, Ordering::SeqCst);
             rest();
             client.flush_executed();
             // From here on nobody else takes completions.
@@ -298,7 +302,7 @@ impl Commands for VerbsCommands {
             }
             let asleep = Instant::now();
             let mut arrived = lock(&client.arrived);
-            while arrived.is_empty() && client.end.get().is_none() {
+            while arrived.is_empty() && client.end.get().is_none() && !client.roused.load(Ordering::SeqCst) {
                 arrived = client.came.wait(arrived).unwrap_or_else(|e| e.into_inner());
             }
             drop(arrived);
@@ -488,6 +492,14 @@ impl Client for VerbsClient {
 
     fn when_over(&self, then: Box<dyn FnOnce() + Send>) {
         self.farewell.set(then);
+    }
+
+    fn rouse(&self) {
+        // Under the lock, so that it comes before the dispatcher looks or when it sleeps.
+        let arrived = lock(&self.arrived);
+        self.roused.store(true, Ordering::SeqCst);
+        drop(arrived);
+        self.came.notify_all();
     }
 
     fn streams_data(&self) -> bool {

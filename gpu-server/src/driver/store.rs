@@ -1,0 +1,266 @@
+//! Where device memory is while it is not on the device: in this process's memory, or in a file.
+//!
+//! Memory is taken in chunks, which a backend may page-lock, and kept for the next time: making the pages takes longer than the copies.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::ptr::NonNull;
+
+use protocol::Status;
+
+use super::call::Result;
+
+/// Bytes of a chunk, and of what is copied at a time to and from a file.
+const CHUNK: u64 = 64 << 20;
+/// Bytes of a huge page.
+const HUGE: usize = 2 << 20;
+/// Threads that make the pages of a chunk.
+const THREADS: usize = 8;
+
+/// Bytes of memory that a store takes for so many.
+pub fn memory_for(bytes: u64) -> u64 {
+    bytes.checked_next_multiple_of(CHUNK).unwrap_or(u64::MAX)
+}
+
+/// Page-aligned memory of this process.
+pub struct Chunk {
+    at: NonNull<u8>,
+    len: usize,
+    /// Whether a backend has page-locked it.
+    pub locked: bool,
+}
+
+// SAFETY: it owns a mapping and nothing tied to a thread.
+unsafe impl Send for Chunk {}
+// SAFETY: a shared reference only gives the address.
+unsafe impl Sync for Chunk {}
+
+impl Chunk {
+    fn new() -> Result<Chunk> {
+        let len = CHUNK as usize;
+        let refused = |e: io::Error| {
+            tracing::warn!("no memory of this machine for device memory: {e}");
+            Status::OUT_OF_MEMORY
+        };
+        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: a fresh anonymous mapping, at an address that the kernel chooses.
+        let at = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags | libc::MAP_NORESERVE, -1, 0) };
+        let at = if at == libc::MAP_FAILED { None } else { NonNull::new(at.cast::<u8>()) };
+        let chunk = Chunk { at: at.ok_or_else(|| refused(io::Error::last_os_error()))?, len, locked: false };
+        chunk.make_pages().map_err(refused)?;
+        Ok(chunk)
+    }
+
+    /// Makes all pages, huge ones where there are some, and says now if there is no memory for them.
+    fn make_pages(&self) -> io::Result<()> {
+        let advise = |offset: usize, len: usize, advice| {
+            // SAFETY: inside this chunk's own mapping. Neither advice changes the contents of a page.
+            match unsafe { libc::madvise(self.at.as_ptr().add(offset).cast(), len, advice) } {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        };
+        // Without huge pages it only takes longer.
+        let _ = advise(0, self.len, libc::MADV_HUGEPAGE);
+        let share = (self.len / THREADS).next_multiple_of(HUGE);
+        std::thread::scope(|scope| {
+            let make = |offset: usize| {
+                let len = share.min(self.len - offset);
+                scope.spawn(move || advise(offset, len, libc::MADV_POPULATE_WRITE))
+            };
+            let threads: Vec<_> = (0..self.len).step_by(share).map(make).collect();
+            threads.into_iter().try_for_each(|thread| match thread.join() {
+                // A kernel before 5.14 makes each page when it is needed.
+                Ok(Err(e)) if e.raw_os_error() == Some(libc::EINVAL) => Ok(()),
+                Ok(made) => made,
+                Err(_) => Err(io::ErrorKind::Other.into()),
+            })
+        })
+    }
+
+    /// Its first byte.
+    pub fn at(&self) -> NonNull<u8> {
+        self.at
+    }
+
+    /// Its bytes.
+    pub fn size(&self) -> usize {
+        self.len
+    }
+}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        // SAFETY: this chunk's own mapping. Whoever page-locked it has unlocked it.
+        unsafe { libc::munmap(self.at.as_ptr().cast(), self.len) };
+    }
+}
+
+/// A part of the store in memory: `len` bytes that a backend reads or writes.
+#[derive(Debug, Clone, Copy)]
+pub struct Part {
+    /// Where its bytes are on the device.
+    pub address: u64,
+    /// Where they are here.
+    pub host: NonNull<u8>,
+    /// How many.
+    pub len: usize,
+}
+
+/// See the module.
+#[derive(Default)]
+pub struct Store {
+    /// In memory; for a file, one chunk that all bytes pass through.
+    chunks: Vec<Chunk>,
+    file: Option<File>,
+}
+
+/// Which way bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// From the device.
+    Out,
+    /// To the device.
+    In,
+}
+
+impl Store {
+    /// Makes room for `bytes`: in the file, if there is one. `lock` page-locks chunks.
+    ///
+    /// # Errors
+    /// `OUT_OF_MEMORY`: there is no room. What was there stays.
+    pub fn reserve(&mut self, bytes: u64, file: Option<OwnedFd>, mut lock: impl FnMut(&mut Chunk)) -> Result {
+        if let Some(file) = file.map(File::from) {
+            let made = nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::empty(), 0, bytes as i64);
+            made.map_err(|e| {
+                tracing::warn!(bytes, "no room in --swap-folder for device memory: {e}");
+                Status::OUT_OF_MEMORY
+            })?;
+            self.file = Some(file);
+        }
+        let wanted = if self.file.is_some() { 1 } else { bytes.div_ceil(CHUNK) };
+        while (self.chunks.len() as u64) < wanted {
+            let mut chunk = Chunk::new()?;
+            lock(&mut chunk);
+            self.chunks.push(chunk);
+        }
+        Ok(())
+    }
+
+    /// Bytes of this machine's memory that it takes.
+    pub fn memory(&self) -> u64 {
+        self.chunks.iter().map(|chunk| chunk.len as u64).sum()
+    }
+
+    /// Gives everything up. `unlock` undoes what `lock` did.
+    pub fn clear(&mut self, mut unlock: impl FnMut(&mut Chunk)) {
+        self.chunks.iter_mut().for_each(&mut unlock);
+        self.chunks.clear();
+        self.file = None;
+    }
+
+    /// Moves `size` bytes between a device's `address` and the store's offset `at`. `copy` moves parts, which it may do later; `wait` waits until it has done so. With a file, everything is moved when this
+    /// returns; otherwise when `wait` was called.
+    ///
+    /// # Errors
+    /// Those of `copy` and `wait`, and `UNKNOWN` if a file cannot be read or written.
+    pub fn transfer(
+        &mut self,
+        way: Way,
+        address: u64,
+        at: u64,
+        size: u64,
+        mut copy: impl FnMut(Part) -> Result,
+        mut wait: impl FnMut() -> Result,
+    ) -> Result {
+        let mut done = 0;
+        while done < size {
+            let offset = at + done;
+            let (index, inside, most) = match self.file {
+                Some(_) => (0, 0, CHUNK),
+                None => ((offset / CHUNK) as usize, offset % CHUNK, CHUNK - offset % CHUNK),
+            };
+            let len = most.min(size - done);
+            let chunk = self.chunks.get(index).filter(|chunk| inside + len <= chunk.len as u64);
+            let chunk = chunk.ok_or(Status::UNKNOWN)?;
+            // SAFETY: inside the chunk, as was just checked.
+            let host = unsafe { chunk.at.add(inside as usize) };
+            let part = Part { address: address + done, host, len: len as usize };
+            match &self.file {
+                None => copy(part)?,
+                Some(file) => {
+                    // SAFETY: the part's bytes, which no device uses before `copy` and after `wait`, and nobody else has a reference to them.
+                    let bytes = unsafe { std::slice::from_raw_parts_mut(host.as_ptr(), part.len) };
+                    let failed = |e: io::Error| {
+                        tracing::error!("device memory in --swap-folder: {e}");
+                        Status::UNKNOWN
+                    };
+                    if way == Way::In {
+                        file.read_exact_at(bytes, offset).map_err(failed)?;
+                    }
+                    copy(part).and_then(|()| wait())?;
+                    if way == Way::Out {
+                        file.write_all_at(bytes, offset).map_err(failed)?;
+                    }
+                }
+            }
+            done += len;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Moves bytes between a store and a vector that stands for a device.
+    fn transfer(store: &mut Store, way: Way, device: &mut [u8], address: u64, at: u64, size: u64) {
+        let copy = |part: Part| {
+            let range = part.address as usize..part.address as usize + part.len;
+            // SAFETY: the part's bytes, which nobody else uses.
+            let host = unsafe { std::slice::from_raw_parts_mut(part.host.as_ptr(), part.len) };
+            match way {
+                Way::Out => host.copy_from_slice(&device[range]),
+                Way::In => device[range].copy_from_slice(host),
+            }
+            Ok(())
+        };
+        store.transfer(way, address, at, size, copy, || Ok(())).unwrap();
+    }
+
+    #[test]
+    fn what_went_out_comes_in_through_memory_and_through_a_file() {
+        let size = CHUNK + 12345;
+        let mut device = test_kit::pattern(size as usize, 3);
+        let expected = device.clone();
+        for file in [None, Some(OwnedFd::from(tempfile::tempfile().unwrap()))] {
+            let mut store = Store::default();
+            let chunks = if file.is_some() { 1 } else { 2 };
+            let mut locked = 0;
+            store.reserve(size, file, |_| locked += 1).unwrap();
+            assert_eq!((locked, store.memory()), (chunks, chunks * CHUNK));
+            transfer(&mut store, Way::Out, &mut device, 0, 0, size - 777);
+            transfer(&mut store, Way::Out, &mut device, size - 777, size - 777, 777);
+            device.fill(0);
+            transfer(&mut store, Way::In, &mut device, 0, 0, size);
+            assert!(device == expected, "{chunks} chunks");
+            store.clear(|_| locked -= 1);
+            assert_eq!((locked, store.memory()), (0, 0));
+        }
+    }
+
+    #[test]
+    fn a_store_grows_and_never_gives_out_what_it_has_not() {
+        let mut store = Store::default();
+        store.reserve(1, None, |_| ()).unwrap();
+        let beyond = store.transfer(Way::Out, 0, CHUNK - 1, 2, |_| Ok(()), || Ok(()));
+        assert_eq!(beyond, Err(Status::UNKNOWN));
+        store.reserve(CHUNK + 1, None, |_| ()).unwrap();
+        let mut device = [1, 2];
+        transfer(&mut store, Way::Out, &mut device, 0, CHUNK - 1, 2);
+        transfer(&mut store, Way::In, &mut [0, 0], 0, CHUNK - 1, 2);
+    }
+}

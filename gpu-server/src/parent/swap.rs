@@ -1,0 +1,263 @@
+//! Device memory beyond what the devices have: carries out what [`Residency`] decides. The thread of [`super::turns`] calls it when a worker rings, and again and again while somebody waits for room.
+//!
+//! What a session holds is what it was granted ([`super::accounts`]). Where its memory is, its worker says, and is believed up to that amount: a worker that lies can have more memory on a device than
+//! it is counted with, as one can that asks NVIDIA's driver without asking the daemon; NVML shows both, and what NVML shows is counted.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use handover::clock;
+use nix::fcntl::OFlag;
+
+use super::accounts::Account;
+use super::residency::{Bytes, Residency, Rules, View};
+use super::workers::Stage;
+use super::{Server, Session, State};
+use crate::config::{Backend, Serve, Swap};
+use crate::confinement;
+use crate::worker_protocol::{Kind, MemoryOrder, Resource, ToWorker};
+
+/// What stays free of a device of NVIDIA's.
+const RESERVE: u64 = 1 << 30;
+
+/// What the daemon knows while device memory is moved.
+#[derive(Debug, Default)]
+pub(super) struct Swapping {
+    residency: Residency,
+    /// Bytes of each device. One that is not here has no limit that is known.
+    budget: Bytes,
+    /// Times that a session had to wait because others had only just got their memory back.
+    pub(super) held_back: u64,
+    /// Bytes that sessions that are over have moved, from the devices and back.
+    pub(super) settled: [u64; 2],
+}
+
+/// Starts to move device memory, if the options say so. Called before any session begins.
+pub(super) fn prepare(server: &Server) -> anyhow::Result<()> {
+    let Swap { memory, folder, residency_ms, .. } = &server.options.worker.swap;
+    if !server.options.worker.swap.on() {
+        return Ok(());
+    }
+    if let Some(folder) = folder {
+        file(folder).with_context(|| format!("making a file in --swap-folder={}", folder.display()))?;
+    }
+    let rules = Rules {
+        residency: u64::from(*residency_ms) * 1_000_000,
+        memory: *memory,
+        // A worker that takes more than its group may is ended by the kernel.
+        memory_each: confinement::memory_limit(server.options.sandbox.memory) / 4 * 3,
+        files: folder.is_some(),
+    };
+    let residency = Residency::new(rules);
+    server.lock().swapping = Some(Swapping { residency, ..Swapping::default() });
+    Ok(())
+}
+
+/// The bytes that sessions may use of each device, as soon as they are known.
+fn budget(server: &Server) -> Bytes {
+    let Serve { worker, .. } = &server.options;
+    let (devices, cuda) = {
+        let state = server.lock();
+        let cuda = state.serving.as_ref().is_some_and(|(backend, _)| backend == "cuda");
+        (state.devices(&server.options), cuda)
+    };
+    let most = worker.swap.device_memory;
+    if most > 0 {
+        return devices.into_iter().map(|number| (number, most)).collect();
+    }
+    if !cuda && worker.backing.backend != Backend::Cuda {
+        return devices.into_iter().map(|number| (number, worker.backing.software_memory)).collect();
+    }
+    let readings = server.gpus.fresh(Duration::from_secs(2));
+    let memory = |number: u32| {
+        let reading = readings.iter().find(|reading| reading.device == number)?;
+        let (free, used) = reading.memory?;
+        Some((number, free.saturating_add(used).saturating_sub(RESERVE)))
+    };
+    devices.into_iter().filter_map(memory).collect()
+}
+
+/// A file without a name.
+fn file(folder: &Path) -> io::Result<OwnedFd> {
+    let mut options = File::options();
+    options.read(true).write(true).mode(0o600).custom_flags(OFlag::O_TMPFILE.bits());
+    Ok(options.open(folder)?.into())
+}
+
+/// Looks at all sessions and gives orders. Says whether somebody waits, so that it has to be called again soon.
+pub(super) fn step(server: &Server) -> bool {
+    let known = match &server.lock().swapping {
+        None => return false,
+        Some(swapping) => !swapping.budget.is_empty(),
+    };
+    let fresh = if known { Bytes::new() } else { budget(server) };
+    let mut state = server.lock();
+    let State { sessions, workers, swapping: Some(swapping), .. } = &mut *state else { return false };
+    if !known {
+        swapping.budget = fresh;
+    }
+    // Workers that wait for a session have contexts, too.
+    let mut budget = swapping.budget.clone();
+    for managed in workers.values().filter(|managed| managed.stage != Stage::Serving) {
+        for (device, bytes) in &managed.takes {
+            budget.entry(*device).and_modify(|left| *left = left.saturating_sub(*bytes));
+        }
+    }
+    let takes_part = |session: &Session| session.kind == Kind::Gpu && session.begun && !session.ended;
+    let views: Vec<View> = sessions
+        .iter()
+        .filter(|(_, session)| takes_part(session))
+        .map(|(worker, session)| view(*worker, session, &budget))
+        .collect();
+    let now = clock::to_ns(Instant::now());
+    let decided = swapping.residency.step(now, &budget, &views);
+    for worker in decided.held_back {
+        swapping.held_back += 1;
+        let Some(session) = sessions.get(&worker) else { continue };
+        tracing::info!(
+            worker,
+            client = session.client,
+            program = session.program,
+            "a session waits for device memory that others have only just got back (--swap-residency-ms)"
+        );
+    }
+    for (worker, number, order, to_file) in decided.orders {
+        let Some(managed) = workers.get(&worker) else { continue };
+        tracing::debug!(worker, number, ?order, to_file, "ordered");
+        let folder = server.options.worker.swap.folder.as_ref().filter(|_| to_file);
+        match folder.map(|folder| file(folder)).transpose() {
+            Ok(file) => {
+                let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
+                // The watcher notices when the worker is gone.
+                let _ = managed.worker.send(&ToWorker::Memory { number, order }, &fds);
+            }
+            Err(e) => {
+                tracing::warn!("device memory stays where it is: no file in --swap-folder: {e}");
+                swapping.residency.refuse(worker, now);
+            }
+        }
+    }
+    for (worker, session) in sessions.iter_mut() {
+        session.account.set_asked(swapping.residency.is_asked(*worker));
+    }
+    decided.pending
+}
+
+/// A session's memory, as far as the daemon believes it.
+fn view(worker: u32, session: &Session, budget: &Bytes) -> View {
+    let account = &session.account;
+    let memory = &account.meter().memory;
+    let done = memory.done.load(Ordering::Acquire);
+    let mut view = View {
+        worker,
+        principal: session.limits.principal.clone(),
+        swap: session.limits.swappable,
+        returns: memory.returns.load(Ordering::Acquire) != 0,
+        rested: Some(memory.rested.load(Ordering::Relaxed))
+            .filter(|at| *at > 0 && account.meter().unfinished.load(Ordering::Acquire) == 0),
+        began: clock::to_ns(session.since),
+        begun: memory.begun.load(Ordering::Acquire),
+        done: ((done >> 32) as u32, done & 1 == 1),
+        keeps: memory.keeps.load(Ordering::Relaxed),
+        ..View::default()
+    };
+    for number in &session.devices {
+        let at = *number as usize;
+        let Some((movable, needs)) = memory.movable.get(at).zip(memory.needs.get(at)) else { continue };
+        let granted = account.record().granted(Resource::Device(*number));
+        let needs = needs.load(Ordering::Acquire);
+        let needs = if budget.get(number).is_none_or(|most| needs <= *most) { needs } else { 0 };
+        for (to, bytes) in [
+            (&mut view.on, account.on(*number)),
+            (&mut view.movable, movable.load(Ordering::Relaxed).min(granted)),
+            (&mut view.away, account.away(*number)),
+            (&mut view.needs, needs),
+        ] {
+            if bytes > 0 {
+                to.insert(*number, bytes);
+            }
+        }
+    }
+    view
+}
+
+impl Account {
+    /// Bytes of the session's that are away from a device.
+    pub(super) fn away(&self, number: u32) -> u64 {
+        let granted = self.record().granted(Resource::Device(number));
+        let said = self.meter().memory.away.get(number as usize);
+        said.map_or(0, |bytes| bytes.load(Ordering::Acquire)).min(granted)
+    }
+
+    /// Bytes of the session's that are on a device.
+    fn on(&self, number: u32) -> u64 {
+        let granted = self.record().granted(Resource::Device(number));
+        (granted - self.away(number)).saturating_add(self.implicit(number as usize))
+    }
+
+    /// Bytes that the session has moved from devices, and back.
+    pub(super) fn moved(&self) -> [u64; 2] {
+        let memory = &self.meter().memory;
+        [&memory.left[0], &memory.returned[0]].map(|bytes| bytes.load(Ordering::Relaxed))
+    }
+}
+
+impl State {
+    /// Whether a device has room for more of a session's memory, if that is counted. An error: not even if everybody else left.
+    pub(super) fn has_room(&self, worker: u32, resource: Resource, bytes: u64) -> Result<bool, ()> {
+        let (Some(swapping), Resource::Device(number)) = (&self.swapping, resource) else { return Ok(true) };
+        let Some(most) = swapping.budget.get(&number) else { return Ok(true) };
+        let (mut all, mut own) = (bytes, bytes);
+        for (other, session) in &self.sessions {
+            let account = &session.account;
+            let mut on = account.on(number);
+            if swapping.residency.ordered(*other) == Some(MemoryOrder::Return) {
+                on = on.saturating_add(account.away(number));
+            }
+            all = all.saturating_add(on);
+            if *other == worker {
+                own = own.saturating_add(on);
+            }
+        }
+        let spare = self.workers.values().filter(|managed| managed.stage != Stage::Serving);
+        for (device, bytes) in spare.flat_map(|managed| &managed.takes) {
+            all = all.saturating_add(if *device == number { *bytes } else { 0 });
+        }
+        if own > *most { Err(()) } else { Ok(all <= *most) }
+    }
+
+    /// Bytes of all sessions that are away from a device.
+    pub(super) fn away(&self, number: u32) -> u64 {
+        self.sessions.values().fold(0, |sum: u64, session| sum.saturating_add(session.account.away(number)))
+    }
+
+    /// Bytes of this machine's memory that sessions keep for device memory, as they say.
+    pub(super) fn kept_for_swap(&self) -> u64 {
+        let kept = |session: &Session| session.account.meter().memory.keeps.load(Ordering::Relaxed);
+        self.sessions.values().map(kept).fold(0, u64::saturating_add)
+    }
+
+    /// A session is over.
+    pub(super) fn settle_moved(&mut self, session: &Session) {
+        if let Some(swapping) = &mut self.swapping {
+            for (sum, moved) in swapping.settled.iter_mut().zip(session.account.moved()) {
+                *sum = sum.saturating_add(moved);
+            }
+        }
+    }
+
+    /// Bytes that sessions have moved from devices and back, since the daemon started.
+    pub(super) fn moved(&self) -> [u64; 2] {
+        let settled = self.swapping.as_ref().map_or([0; 2], |swapping| swapping.settled);
+        self.sessions.values().fold(settled, |sum, session| {
+            let moved = session.account.moved();
+            [sum[0].saturating_add(moved[0]), sum[1].saturating_add(moved[1])]
+        })
+    }
+}

@@ -1,0 +1,43 @@
+//! How a worker waits until a device has room for more memory, which the daemon makes by having other sessions' memory moved off it.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use crate::pages::{Meter, Page};
+
+/// How long to wait for room.
+pub const WITHIN: Duration = Duration::from_secs(30);
+/// How often to ask again meanwhile.
+const AGAIN: Duration = Duration::from_millis(10);
+
+/// See the module.
+pub struct Room {
+    /// Where the worker says that it waits.
+    pub meter: Arc<Page<Meter>>,
+    /// The daemon's bell.
+    pub bell: Arc<OwnedFd>,
+}
+
+impl Room {
+    /// Wakes the daemon's thread that looks at meters.
+    pub fn ring(&self) {
+        // Writing fails only when the pipe is full: then the daemon is awake.
+        let _ = nix::unistd::write(&*self.bell, &[1]);
+    }
+
+    /// Says that `bytes` more are needed on a device, by its number, and waits for a moment. To be called again until there is room, and then [`end`](Room::end).
+    pub fn wait(&self, number: u32, bytes: u64) {
+        if let Some(needs) = self.meter.memory.needs.get(number as usize) {
+            needs.store(bytes, Ordering::Release);
+        }
+        self.ring();
+        std::thread::sleep(AGAIN);
+    }
+
+    /// Nothing more is needed on a device.
+    pub fn end(&self, number: u32) {
+        self.meter.memory.needs.get(number as usize).inspect(|needs| needs.store(0, Ordering::Release));
+    }
+}

@@ -1,0 +1,225 @@
+//! The worker's side of device memory that leaves its devices: [`crate::parent`] decides, and the dispatcher carries it out between two commands.
+//!
+//! ```text
+//!  daemon ── order ──▶ thread of the daemon's messages ── [`Orders`], wakes the dispatcher
+//!                                                              │
+//!  dispatcher   … command ─ rest: leaves ─ sleeps ─ next command: waits for room, comes back ─ executes it …
+//! ```
+//!
+//! Before a command, the dispatcher looks only whether there is anything to look for at all, which its gate says ([`super::turns`]), and a flag of its own.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use handover::clock;
+use host_bridge::endpoint::Lost;
+use protocol::Status;
+
+use crate::driver::store::Store;
+use crate::driver::{Backend, Call};
+use crate::pages::{Page, Terms, gate};
+use crate::room::Room;
+use crate::worker_protocol::MemoryOrder;
+
+/// How long a session without commands waits for work of its own before it says that it is not idle, and one with commands.
+const IDLE_WITHIN: Duration = Duration::from_millis(50);
+const BUSY_WITHIN: Duration = Duration::from_secs(1);
+/// While a session waits for room, it looks around so often, and asks again: another daemon may not know of it.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// An order, its number, and its file.
+type Ordered = (u32, MemoryOrder, Option<OwnedFd>);
+
+/// The latest order that nobody has begun to carry out.
+#[derive(Default)]
+pub(super) struct Orders {
+    latest: Mutex<Option<Ordered>>,
+    came: Condvar,
+}
+
+impl Orders {
+    fn lock(&self) -> MutexGuard<'_, Option<Ordered>> {
+        self.latest.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// The daemon has sent one. The dispatcher has to be woken.
+    pub(super) fn put(&self, ordered: Ordered) {
+        *self.lock() = Some(ordered);
+        self.came.notify_all();
+    }
+
+    fn take(&self) -> Option<Ordered> {
+        self.lock().take()
+    }
+
+    /// Waits for one for a moment.
+    fn wait(&self) -> Option<Ordered> {
+        let waited = self.came.wait_timeout_while(self.lock(), LOOK_EVERY, |latest| latest.is_none());
+        waited.unwrap_or_else(|e| e.into_inner()).0.take()
+    }
+}
+
+/// See the module.
+pub(super) struct Residence {
+    orders: Arc<Orders>,
+    room: Arc<Room>,
+    terms: Arc<Page<Terms>>,
+    store: Store,
+    /// Whether memory is in the store.
+    away: bool,
+    /// Whether the server moves device memory at all.
+    on: bool,
+}
+
+impl Residence {
+    pub(super) fn new(orders: Arc<Orders>, room: Arc<Room>, terms: Arc<Page<Terms>>, on: bool) -> Residence {
+        Residence { orders, room, terms, store: Store::default(), away: false, on }
+    }
+
+    /// Whether memory is to be brought back before the next command.
+    #[inline]
+    pub(super) fn is_away(&self) -> bool {
+        self.away
+    }
+
+    /// Before the dispatcher sleeps: carries out what was ordered.
+    pub(super) fn rest(&mut self, backend: &mut dyn Backend, call: &mut Call) {
+        if !self.on {
+            return;
+        }
+        self.room.meter.memory.rested.store(clock::to_ns(Instant::now()), Ordering::Relaxed);
+        while let Some(ordered) = self.orders.take() {
+            self.obey(backend, call, ordered, IDLE_WITHIN);
+        }
+    }
+
+    /// Before a command that needs the session's memory, if there may be anything to look for: carries out what was ordered, and waits until the memory is back. `over`: whether the session is.
+    ///
+    /// # Errors
+    /// The session has ended meanwhile.
+    pub(super) fn before(
+        &mut self,
+        backend: &mut dyn Backend,
+        call: &mut Call,
+        over: impl Fn() -> bool,
+    ) -> Result<(), Lost> {
+        if self.terms.gate.load(Ordering::Acquire) & gate::ASKED != 0 {
+            match self.orders.take() {
+                // It has work after all.
+                Some((number, MemoryOrder::Leave { busy: false }, _)) => self.done(number, false),
+                Some(ordered) => self.obey(backend, call, ordered, BUSY_WITHIN),
+                None => {}
+            }
+        }
+        if !self.away {
+            return Ok(());
+        }
+        let memory = &self.room.meter.memory;
+        memory.returns.store(1, Ordering::Release);
+        while self.away {
+            self.room.ring();
+            if over() {
+                return Err(Lost::new("the session ended while it waited for device memory"));
+            }
+            match self.orders.wait() {
+                Some((number, MemoryOrder::Return, _)) => {
+                    let returned = self.come_back(backend);
+                    self.done(number, returned);
+                }
+                Some((number, _, _)) => self.done(number, true),
+                None => {}
+            }
+        }
+        self.room.meter.memory.returns.store(0, Ordering::Release);
+        self.room.ring();
+        Ok(())
+    }
+
+    /// Carries out an order of a session that does not wait for its memory.
+    fn obey(&mut self, backend: &mut dyn Backend, call: &mut Call, ordered: Ordered, patience: Duration) {
+        let (number, order, file) = ordered;
+        self.room.meter.memory.begun.store(number, Ordering::Release);
+        let obeyed = match order {
+            // The daemon before this one may have ordered it, too.
+            MemoryOrder::Leave { .. } if self.away => true,
+            MemoryOrder::Leave { .. } => self.leave(backend, call, file, patience),
+            MemoryOrder::Forget if self.away => false,
+            MemoryOrder::Forget => {
+                backend.clear(&mut self.store);
+                true
+            }
+            // It is not waiting for that: it has come back, or it waits only when there is a command.
+            MemoryOrder::Return => !self.away,
+        };
+        self.done(number, obeyed);
+    }
+
+    fn leave(
+        &mut self,
+        backend: &mut dyn Backend,
+        call: &mut Call,
+        file: Option<OwnedFd>,
+        patience: Duration,
+    ) -> bool {
+        let begun = Instant::now();
+        let left = backend.leave(call, &mut self.store, file, patience);
+        self.away = backend.is_away();
+        match left {
+            Ok(bytes) => {
+                note(&self.room.meter.memory.left, bytes, begun);
+                tracing::info!(
+                    bytes,
+                    ms = begun.elapsed().as_millis() as u64,
+                    "device memory was moved to this machine"
+                );
+                true
+            }
+            Err(Status::NOT_READY) => {
+                tracing::debug!("device memory stays where it is: a device is working");
+                false
+            }
+            Err(status) => {
+                tracing::warn!("device memory stays where it is, or what is left of it: {status}");
+                false
+            }
+        }
+    }
+
+    fn come_back(&mut self, backend: &mut dyn Backend) -> bool {
+        let begun = Instant::now();
+        let returned = backend.come_back(&mut self.store);
+        self.away = backend.is_away();
+        match returned {
+            Ok(bytes) => {
+                note(&self.room.meter.memory.returned, bytes, begun);
+                tracing::info!(
+                    bytes,
+                    ms = begun.elapsed().as_millis() as u64,
+                    "device memory was moved back"
+                );
+                true
+            }
+            Err(status) => {
+                tracing::info!("device memory cannot come back yet: {status}");
+                false
+            }
+        }
+    }
+
+    /// An order was dealt with.
+    fn done(&self, number: u32, carried_out: bool) {
+        let memory = &self.room.meter.memory;
+        memory.keeps.store(self.store.memory(), Ordering::Relaxed);
+        // After everything else that it says of its memory.
+        memory.done.store(u64::from(number) << 32 | u64::from(carried_out), Ordering::Release);
+        self.room.ring();
+    }
+}
+
+/// Adds to bytes and ns.
+fn note([bytes, ns]: &[AtomicU64; 2], moved: u64, begun: Instant) {
+    bytes.fetch_add(moved, Ordering::Relaxed);
+    ns.fetch_add(u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+}

@@ -1,0 +1,294 @@
+//! Device memory beyond what the devices have: idle sessions' memory leaves, and comes back to the same addresses.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use protocol::Status;
+use protocol::data::{HostIn, HostOut};
+use protocol::handle::StreamId;
+use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD, Memset};
+use protocol::ops::memory::*;
+use protocol::ops::stream::StreamSynchronize;
+use support::*;
+use test_kit::link::{LocalBridge, Session, TcpSession};
+use test_kit::*;
+
+const MIB: u64 = 1 << 20;
+const STREAM: StreamId = StreamId(0);
+/// What each session has of a device of 256 MiB: 60 %.
+const SIZE: u64 = 152 * MIB;
+/// It is backed by pieces of this size and smaller.
+const PIECE: u64 = 48 * MIB;
+
+const SWAP: [&str; 2] = ["--swap-memory=2G", "--swap-residency-ms=0"];
+
+/// Takes memory on device 0.
+fn take<S: Session>(s: &mut S, size: u64) -> Result<(), Status> {
+    let mut at = 0;
+    while at < size {
+        let piece = PIECE.min(size - at);
+        s.call(&MemGrow { device: 0, address: window(0) + at, size: piece })?;
+        at += piece;
+    }
+    s.push(&MemAlloc { address: window(0), size });
+    s.call(&StreamSynchronize { stream: STREAM }).map(|_| ())
+}
+
+/// The word that a session writes to one of its mebibytes.
+fn word(session: u64, round: u64, at: u64) -> u32 {
+    (session << 24 | round << 16 | at) as u32
+}
+
+/// Fills the memory, each mebibyte with a word of its own.
+fn fill<S: Session>(s: &mut S, session: u64, round: u64, size: u64) {
+    for at in 0..size / MIB {
+        let value = word(session, round, at);
+        let dst = window(0) + at * MIB;
+        s.push(&Memset { stream: STREAM, dst, pitch: 0, value, element: 4, width: MIB / 4, height: 1 });
+    }
+    s.call(&StreamSynchronize { stream: STREAM }).unwrap();
+}
+
+/// Checks all of it.
+fn check<S: Session>(s: &mut S, session: u64, round: u64, size: u64) {
+    const AT_ONCE: u64 = 2 * MIB;
+    for at in (0..size).step_by(AT_ONCE as usize) {
+        let room = s.arena(0, &[]);
+        let room = protocol::data::HostRange { len: AT_ONCE, ..room };
+        s.push(&MemcpyDtoH { stream: STREAM, dst: HostOut(room), src: window(0) + at });
+        s.call(&StreamSynchronize { stream: STREAM }).unwrap();
+        let bytes = s.read_arena(0, AT_ONCE as usize);
+        for (index, mebibyte) in (at / MIB..).zip(bytes.chunks(MIB as usize)) {
+            let expected = word(session, round, index).to_le_bytes();
+            let wrong = mebibyte.chunks(4).position(|word| word != expected);
+            assert_eq!(wrong, None, "session {session}, round {round}, mebibyte {index}");
+        }
+    }
+}
+
+fn swap(server: &Server, field: &str) -> u64 {
+    server.status()["swap"][field].as_u64().unwrap()
+}
+
+fn four_sessions_in_turn<S: Session>(server: &Server, connect: impl Fn() -> S) {
+    let mut sessions: Vec<S> = (0..4).map(|_| connect()).collect();
+    for round in 0..3 {
+        for (number, s) in (0..).zip(&mut sessions) {
+            if round == 0 {
+                take(s, SIZE).unwrap();
+            } else {
+                check(s, number, round - 1, SIZE);
+            }
+            fill(s, number, round, SIZE);
+        }
+    }
+    // Three of them are away, however often they took turns.
+    assert_eq!(swap(server, "away"), 3 * SIZE);
+    assert!(swap(server, "bytes_left") >= 11 * SIZE && swap(server, "bytes_returned") >= 8 * SIZE);
+}
+
+#[test]
+fn four_sessions_of_more_than_half_a_device_work_in_turn() {
+    let server = Server::start(&SWAP);
+    four_sessions_in_turn(&server, || LocalBridge::connect(&server.socket()));
+    until("all of them have ended", || server.sessions() == 0);
+    assert_eq!((swap(&server, "away"), swap(&server, "memory_kept")), (0, 0));
+    assert!(swap(&server, "bytes_left") >= 11 * SIZE, "counters do not fall");
+}
+
+#[test]
+fn the_same_over_tcp_with_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let option = format!("--swap-folder={}", folder.path().display());
+    // The test's end of the link acknowledges nothing.
+    let server = Server::start(&["--swap-memory=64M", "--replay-memory=2G", SWAP[1], &option]);
+    four_sessions_in_turn(&server, || TcpSession::connect(server.port));
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0, "files have no names");
+}
+
+#[test]
+fn nothing_moves_while_everything_fits() {
+    let server = Server::start(&SWAP);
+    let mut sessions = [(); 3].map(|()| LocalBridge::connect(&server.socket()));
+    for (number, s) in (0..).zip(&mut sessions) {
+        take(s, 80 * MIB).unwrap();
+        fill(s, number, 0, 80 * MIB);
+    }
+    for (number, s) in (0..).zip(&mut sessions) {
+        check(s, number, 0, 80 * MIB);
+    }
+    assert_eq!((swap(&server, "bytes_left"), swap(&server, "away")), (0, 0));
+}
+
+#[test]
+fn what_can_never_fit_is_refused_at_once_and_without_the_option_each_session_has_a_device() {
+    let server = Server::start(&SWAP);
+    let mut s = LocalBridge::connect(&server.socket());
+    take(&mut s, SIZE).unwrap();
+    let more = MemGrow { device: 0, address: window(0) + SIZE, size: SIZE };
+    assert_eq!(s.call(&more), Err(Status::OUT_OF_MEMORY));
+    check_works(&mut s);
+    let server = Server::start(&[]);
+    assert!(server.status()["swap"].is_null());
+    let mut sessions = [(); 2].map(|()| LocalBridge::connect(&server.socket()));
+    sessions.iter_mut().for_each(|s| take(s, SIZE).unwrap());
+}
+
+fn check_works<S: Session>(s: &mut S) {
+    fill(s, 7, 7, SIZE);
+    check(s, 7, 7, SIZE);
+}
+
+#[test]
+fn a_session_with_a_kernel_that_never_ends_keeps_its_memory_and_the_newcomer_is_refused() {
+    let server = Server::start(&SWAP);
+    let mut first = LocalBridge::connect(&server.socket());
+    take(&mut first, SIZE).unwrap();
+    run_endlessly(&mut first);
+    let mut second = LocalBridge::connect(&server.socket());
+    assert_eq!(take(&mut second, SIZE), Err(Status::OUT_OF_MEMORY));
+    assert_eq!(swap(&server, "bytes_left"), 0);
+    drop(first);
+    until("its memory is free", || server.sessions() == 1);
+    take_again(&mut second);
+}
+
+/// After a refusal, of which a part may have been granted.
+fn take_again<S: Session>(s: &mut S) {
+    for at in (0..SIZE).step_by(PIECE as usize) {
+        let size = PIECE.min(SIZE - at);
+        // What is there is refused as invalid.
+        let _ = s.call(&MemGrow { device: 0, address: window(0) + at, size });
+    }
+    s.push(&MemAlloc { address: window(0), size: SIZE });
+    check_works(s);
+}
+
+#[test]
+fn a_policy_keeps_a_clients_memory_on_the_device() {
+    let folder = tempfile::tempdir().unwrap();
+    let rules = folder.path().join("clients.toml");
+    std::fs::write(&rules, "swappable = false\n").unwrap();
+    let option = format!("--clients={}", rules.display());
+    let server = Server::start(&[SWAP[0], SWAP[1], &option]);
+    let mut first = LocalBridge::connect(&server.socket());
+    take(&mut first, SIZE).unwrap();
+    let mut second = LocalBridge::connect(&server.socket());
+    assert_eq!(take(&mut second, SIZE), Err(Status::OUT_OF_MEMORY));
+    assert_eq!(swap(&server, "bytes_left"), 0);
+}
+
+#[test]
+fn memory_that_another_session_has_opened_stays() {
+    let server = Server::start(&SWAP);
+    let mut first = LocalBridge::connect(&server.socket());
+    take(&mut first, SIZE).unwrap();
+    fill(&mut first, 1, 0, SIZE);
+    let exported = first.call(&PieceExport { address: window(0) }).unwrap();
+    let mut reader = LocalBridge::connect(&server.socket());
+    let memory = protocol::handle::MemoryId(1);
+    let mut second = LocalBridge::connect(&server.socket());
+    take(&mut second, SIZE).unwrap();
+    fill(&mut second, 2, 0, SIZE);
+    assert_eq!(swap(&server, "away"), SIZE - PIECE, "all but the piece that is shared");
+    // Another session reads it where it is.
+    reader.call(&MemoryImport { memory, token: exported.token }).unwrap();
+    check(&mut first, 1, 0, SIZE);
+    check(&mut second, 2, 0, SIZE);
+}
+
+#[test]
+fn copies_that_wait_for_their_client_keep_memory_where_it_is() {
+    let server = Server::start(&SWAP);
+    let mut first = LocalBridge::connect(&server.socket());
+    take(&mut first, SIZE).unwrap();
+    let bytes = pattern(4 << 20, 5);
+    let range = first.arena(0, &bytes);
+    first.push(&MemcpyHtoD { stream: STREAM, dst: window(0) + MIB, src: HostIn::Range(range) });
+    let mut second = LocalBridge::connect(&server.socket());
+    take(&mut second, SIZE).unwrap();
+    fill(&mut second, 2, 0, SIZE);
+    let room = protocol::data::HostRange { len: 4 << 20, ..first.arena(0, &[0; 4096]) };
+    first.push(&MemcpyDtoH { stream: STREAM, dst: HostOut(room), src: window(0) + MIB });
+    first.call(&StreamSynchronize { stream: STREAM }).unwrap();
+    assert!(first.read_arena(0, 4 << 20) == bytes);
+}
+
+/// Sessions in which nobody is killed keep their data; those that are killed, and daemons, leave nothing. `RGPU_SWAP_KILLS` says how many are killed.
+#[test]
+fn whoever_is_killed_in_the_middle_leaves_nothing_and_touches_nobodys_data() {
+    const SMALL: u64 = 38 * MIB;
+    let kills = std::env::var("RGPU_SWAP_KILLS").map_or(9, |number| number.parse().unwrap());
+    let files = tempfile::tempdir().unwrap();
+    let option = format!("--swap-folder={}", files.path().display());
+    // Room for the memory of one session; that of the others goes to files.
+    let flags = ["--grace-seconds=0", "--swap-device-memory=64M", "--swap-memory=64M", SWAP[1], &option];
+    let service = Service::new(&flags);
+    let mut server = service.start();
+    let mut survivors = [(); 2].map(|()| LocalBridge::connect(&server.socket()));
+    let mut workers = std::collections::BTreeSet::new();
+    for (number, s) in (0..).zip(&mut survivors) {
+        take(s, SMALL).unwrap();
+        fill(s, number, 0, SMALL);
+    }
+    let mut random = 1u64;
+    for round in 1..=kills {
+        let mut victim = LocalBridge::connect(&server.socket());
+        take(&mut victim, SMALL).unwrap();
+        fill(&mut victim, 9, round, SMALL);
+        let rows = server.status()["sessions"].clone();
+        let pids = rows.as_array().unwrap().iter().map(|row| row["worker"].as_i64().unwrap());
+        let newest = pids.clone().find(|pid| !workers.contains(pid) && workers.len() >= 2);
+        workers.extend(pids);
+        // The victim's memory leaves for the first survivor's, which comes back.
+        let slot = 1;
+        let seq = survivors[0].send(slot, &StreamSynchronize { stream: STREAM });
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        std::thread::sleep(std::time::Duration::from_micros((random >> 33) % 60_000));
+        match round % 3 {
+            0 => drop(victim),
+            1 => {
+                if let Some(pid) = newest {
+                    kill(Pid::from_raw(pid as i32), Signal::SIGKILL).unwrap();
+                }
+                drop(victim);
+            }
+            _ => {
+                server = service.crash(server);
+                check(&mut victim, 9, round, SMALL);
+                drop(victim);
+            }
+        }
+        assert_eq!(survivors[0].wait(slot, seq).0, Status::SUCCESS);
+        for (number, s) in (0..).zip(&mut survivors) {
+            check(s, number, round - 1, SMALL);
+            fill(s, number, round, SMALL);
+        }
+        until("the victim has ended", || server.sessions() == 2);
+    }
+    drop(survivors);
+    until("all have ended", || server.sessions() == 0);
+    until("their processes are gone", || {
+        workers.iter().all(|pid| kill(Pid::from_raw(*pid as i32), None).is_err())
+    });
+    assert_eq!((swap(&server, "away"), swap(&server, "memory_kept")), (0, 0));
+    assert_eq!(std::fs::read_dir(&files).unwrap().count(), 0);
+    until("nothing is kept", || !service.manager.names().iter().any(|name| name.starts_with("worker-")));
+    // Descriptors and threads of a daemon that has seen nothing of all this.
+    let idle = |server: &Server| {
+        let mut last = server.resources();
+        until("a daemon does nothing", || {
+            std::thread::sleep(std::time::Duration::from_millis(300));
+            std::mem::replace(&mut last, server.resources()) == last
+                && server.status()["workers"][0]["stage"] == "ready"
+        });
+        last
+    };
+    let old = idle(&server);
+    let server = service.crash(server);
+    let fresh = idle(&server);
+    assert!(old.0 <= fresh.0 && old.1 <= fresh.1, "{old:?} {fresh:?}");
+}
