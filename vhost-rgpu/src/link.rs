@@ -10,8 +10,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use host_bridge::bridge::saved::MAX_DESCRIPTORS;
-use host_bridge::framing::recv_some;
-use nix::sys::socket::{AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair};
+use host_bridge::framing::{peek_some, recv_some};
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, recv, sendmsg, socketpair,
+};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::device_process::Role;
@@ -191,6 +193,9 @@ fn channel(number: u64) -> io::Result<u32> {
     u32::try_from(number).map_err(|_| malformed("a channel's id of more than 32 bits"))
 }
 
+/// [`recv_some`] or [`peek_some`].
+type Receive = fn(BorrowedFd<'_>, &mut [u8], &mut Vec<OwnedFd>) -> io::Result<usize>;
+
 /// A received packet.
 struct Packet {
     kind: u32,
@@ -236,14 +241,19 @@ impl Control {
 
     /// The next packet. `None`: the other end is closed.
     fn receive(&self) -> io::Result<Option<Packet>> {
+        self.receive_with(recv_some)
+    }
+
+    fn receive_with(&self, receive: Receive) -> io::Result<Option<Packet>> {
         // One byte more than a packet may have: a longer one shows.
-        let (mut bytes, mut fds) = ([0; MAX_PACKET + 1], Vec::new());
+        let (mut bytes, mut fds, mut reset) = ([0; MAX_PACKET + 1], Vec::new(), false);
         let length = loop {
-            match recv_some(self.0.as_fd(), &mut bytes, &mut fds) {
+            match receive(self.0.as_fd(), &mut bytes, &mut fds) {
                 Ok(0) => return Ok(None),
                 Ok(length) => break length,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => fds.clear(),
-                // The other end died with packets that it had not read.
+                // The other end died with packets that it had not read. The kernel says so once, before it delivers what was sent.
+                Err(e) if e.kind() == io::ErrorKind::ConnectionReset && !reset => reset = true,
                 Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
                 Err(e) => return Err(e),
             }
@@ -336,9 +346,10 @@ impl Control {
         }
     }
 
-    /// A device process's next message; `None` if the process is gone. Does not block if the socket is readable.
+    /// A device process's next message; `None` if the process is gone. Does not block if the socket is readable. It stays the next one until it is [taken away](Self::consume): a keeper that
+    /// ends before that leaves it to the next keeper.
     pub fn next_from_device(&self) -> io::Result<Option<ToKeeper>> {
-        let Some(mut packet) = self.receive()? else { return Ok(None) };
+        let Some(mut packet) = self.receive_with(peek_some)? else { return Ok(None) };
         Ok(Some(match packet.kind {
             kind::STORE => ToKeeper::Store { channel: channel(packet.number)?, stored: packet.stored()? },
             kind::FORGET => ToKeeper::Forget { channel: channel(packet.number)? },
@@ -352,6 +363,20 @@ impl Control {
             },
             _ => return Err(malformed("a packet of unknown kind")),
         }))
+    }
+}
+
+impl Control {
+    /// Takes away the message that [`next_from_device`](Self::next_from_device) has given.
+    pub fn consume(&self) -> io::Result<()> {
+        let mut reset = false;
+        loop {
+            match recv(self.0.as_raw_fd(), &mut [0], MsgFlags::MSG_DONTWAIT) {
+                Err(nix::Error::EINTR) => {}
+                Err(nix::Error::ECONNRESET) if !reset => reset = true,
+                done => return done.map(drop).map_err(io::Error::from),
+            }
+        }
     }
 }
 
@@ -400,10 +425,15 @@ mod tests {
         device.tell_keeper(&ToKeeper::Forget { channel: 9 }).unwrap();
         drop(device);
         let first = keeper.next_from_device().unwrap();
+        keeper.consume().unwrap();
         assert!(
             matches!(&first, Some(ToKeeper::Store { channel: 7, stored }) if stored.descriptors.len() == 3)
         );
-        assert!(matches!(keeper.next_from_device(), Ok(Some(ToKeeper::Forget { channel: 9 }))));
+        // It stays until it is taken away.
+        for _ in 0..2 {
+            assert!(matches!(keeper.next_from_device(), Ok(Some(ToKeeper::Forget { channel: 9 }))));
+        }
+        keeper.consume().unwrap();
         assert!(keeper.next_from_device().unwrap().is_none());
     }
 
@@ -442,6 +472,7 @@ mod tests {
             sendmsg::<()>(theirs.as_raw_fd(), &[IoSlice::new(&bytes)], control, MsgFlags::empty(), None).unwrap();
             drop(theirs);
             let packet = keeper.next_from_device();
+            keeper.consume().unwrap();
             if bytes.len() < size_of::<Header>() || bytes.len() > MAX_PACKET || descriptors > MAX_FDS {
                 prop_assert!(packet.is_err());
             }

@@ -15,10 +15,11 @@ use protocol::device::Answer;
 
 use super::process::{Owner, Process, Processes};
 use super::status::{Own, Why};
+use super::takeover::Succession;
 use crate::config::Native;
 use crate::device_process::Role;
 use crate::limit::LogLimit;
-use crate::link::ToDevice;
+use crate::link::{Stored, ToDevice};
 use crate::native::answer;
 use crate::sockets::Listening;
 
@@ -59,6 +60,7 @@ pub struct Server {
     config: Native,
     processes: Arc<Processes>,
     own: Arc<Own>,
+    succession: Arc<Succession>,
     state: Mutex<State>,
     changed: Condvar,
     limit: LogLimit,
@@ -71,12 +73,18 @@ fn credentials(socket: &OwnedFd) -> io::Result<UnixCredentials> {
 
 impl Server {
     /// A server with this configuration.
-    pub fn new(config: Native, processes: Arc<Processes>, own: Arc<Own>) -> Arc<Server> {
+    pub fn new(
+        config: Native,
+        processes: Arc<Processes>,
+        own: Arc<Own>,
+        succession: Arc<Succession>,
+    ) -> Arc<Server> {
         Arc::new_cyclic(|me| Server {
             me: me.clone(),
             config,
             processes,
             own,
+            succession,
             state: Mutex::default(),
             changed: Condvar::new(),
             limit: LogLimit::new(),
@@ -89,7 +97,7 @@ impl Server {
 
     /// Accepts clients until the socket is stopped.
     pub fn serve(&self, listening: &Listening) {
-        while let Some(socket) = listening.accept_patiently("native socket") {
+        while let Some((socket, _stays)) = listening.accept_patiently("native socket", &self.succession) {
             let peer = match credentials(&socket) {
                 Ok(peer) => peer,
                 Err(e) => {
@@ -190,6 +198,7 @@ impl Server {
         let Some(me) = self.me.upgrade() else { return };
         state.leaving += 1;
         let end = move |process: &Process, server: &Server| {
+            let _stays = server.succession.stays();
             process.end(patience);
             server.lock().leaving -= 1;
             server.changed.notify_all();
@@ -220,6 +229,8 @@ impl Server {
 }
 
 impl Owner for Server {
+    fn stored(&self, _channel: u32, _stored: Option<&Stored>) {}
+
     fn gone(&self, process: &Arc<Process>, number: u64) {
         let mut state = self.lock();
         let user = state.users.values_mut().find(|user| Arc::ptr_eq(&user.process, process));

@@ -21,7 +21,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use sandbox::{Command, Report, Sandboxes};
 
-use super::status::Counted;
+use super::status::{Counted, PATIENCE};
 use crate::confinement;
 use crate::device_process::Role;
 use crate::link::{self, Control, Stored, ToDevice, ToKeeper};
@@ -63,6 +63,9 @@ struct List {
 pub trait Owner: Send + Sync + std::fmt::Debug {
     /// A client's session is over. Called by the keeper's main thread; must not block.
     fn gone(&self, process: &Arc<Process>, number: u64);
+
+    /// The process has stored this of a channel for a successor, or, with `None`, forgotten what it had stored. Called by the keeper's main thread; must not block.
+    fn stored(&self, channel: u32, stored: Option<&Stored>);
 
     /// The process has ended, or is about to be ended because it does not keep to the protocol. Called once, by the keeper's main thread; must not block.
     fn over(&self, process: &Arc<Process>);
@@ -111,6 +114,7 @@ impl Processes {
                 return Err(io::Error::other(format!("a device process that was to confine itself {how}")));
             };
             confined(text, &self.logged).map_err(io::Error::other)?;
+            spare.control.consume()?;
             spare.confined = true;
         }
         *self.spare() = Some(spare);
@@ -166,6 +170,7 @@ impl Processes {
             Ok(_) => Err("it has ended".to_owned()),
             Err(e) => Err(e.to_string()),
         };
+        let heard = heard.and_then(|()| process.control.consume().map_err(|e| e.to_string()));
         process.confined = true;
         if let Err(why) = heard {
             tracing::error!("a device process that was started ahead is of no use: {why}");
@@ -175,6 +180,21 @@ impl Processes {
 
     fn lock(&self) -> MutexGuard<'_, List> {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many sessions there are.
+    pub fn sessions(&self) -> usize {
+        let deadline = Instant::now() + PATIENCE;
+        self.all().0.iter().map(|process| process.status(deadline).sessions().len()).sum()
+    }
+
+    /// Ends all processes, which leave what they have stored to those that another keeper starts. The main thread has to [listen](Self::listen) meanwhile.
+    pub fn end_for_others(&self) {
+        *self.spare() = None;
+        let all = self.lock().running.clone();
+        for process in all {
+            drop(process.take_over());
+        }
     }
 
     /// All processes that have not ended, and what the others had done, by what they served.
@@ -309,6 +329,12 @@ impl Process {
         self.control.tell_device(message)
     }
 
+    /// What another keeper needs to end it: a descriptor of the process, and the socket with what it has said.
+    pub fn ties(&self) -> (sandbox::Handle, BorrowedFd<'_>) {
+        let child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        (child.0.handle(), self.control.as_fd())
+    }
+
     /// Gives it what its predecessor had stored.
     pub fn restore(&self) -> io::Result<()> {
         self.lock().stored.iter().try_for_each(|(channel, stored)| self.control.restore(*channel, stored))
@@ -316,6 +342,11 @@ impl Process {
 
     /// Takes one packet. False: it is over.
     fn hear(self: &Arc<Self>) -> bool {
+        // One that was not taken away is the next keeper's, should this one end meanwhile.
+        self.hear_next() && self.control.consume().is_ok()
+    }
+
+    fn hear_next(self: &Arc<Self>) -> bool {
         let broken = |what: &str| {
             tracing::error!("{}: its device process {} {what} and is ended", self.name, self.pid);
             false
@@ -323,11 +354,13 @@ impl Process {
         match self.control.next_from_device() {
             Ok(None) => false,
             Ok(Some(ToKeeper::Store { channel, stored })) => {
+                self.owner.stored(channel, Some(&stored));
                 let mut heard = self.lock();
                 heard.stored.insert(channel, stored);
                 heard.stored.len() <= self.most_stored || broken("stores more than its channels")
             }
             Ok(Some(ToKeeper::Forget { channel })) => {
+                self.owner.stored(channel, None);
                 self.lock().stored.remove(&channel);
                 true
             }
