@@ -86,7 +86,8 @@ impl Daemon {
     /// Starts a copy of the program, which a test can replace by another one, and waits until it serves.
     pub fn copied(folder: &Arc<tempfile::TempDir>, arguments: &[&str]) -> Daemon {
         let program = folder.path().join("vhost-rgpu");
-        std::fs::copy(BINARY, &program).unwrap();
+        // By another process: a program that this one has open for writing while a thread starts something cannot be executed.
+        assert!(Command::new("cp").arg(BINARY).arg(&program).status().unwrap().success());
         spawn(Command::new(program), folder, arguments).ready()
     }
 
