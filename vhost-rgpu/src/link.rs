@@ -20,8 +20,8 @@ use crate::device_process::Role;
 
 /// Maximum bytes of a packet.
 const MAX_PACKET: usize = 4096;
-/// Maximum descriptors in a packet: a file, and those of a saved session.
-const MAX_FDS: usize = 1 + MAX_DESCRIPTORS;
+/// Maximum descriptors in a packet: a file, a native client's memory and doorbell, and those of a saved session.
+const MAX_FDS: usize = 3 + MAX_DESCRIPTORS;
 
 /// The beginning of each packet.
 #[repr(C)]
@@ -44,6 +44,7 @@ mod kind {
     pub const ORDERS: u32 = 8;
     pub const CONNECTED: u32 = 9;
     pub const SERVE: u32 = 10;
+    pub const CLIENT_AGAIN: u32 = 11;
     pub const STORE: u32 = 17;
     pub const FORGET: u32 = 18;
     pub const STATUS: u32 = 19;
@@ -52,12 +53,12 @@ mod kind {
     pub const CONNECT: u32 = 22;
 }
 
-/// What a device process needs to know of a channel that its predecessor opened. The keeper only holds it.
+/// What a device process needs to know of a channel that its predecessor opened, or of a native client's region. The keeper only holds it.
 #[derive(Debug)]
 pub struct Stored {
     /// A memfd with the channel's extents and its saved session ([`host_bridge::bridge::Saved`]).
     pub known: OwnedFd,
-    /// The saved session's descriptors.
+    /// A native client's memory and doorbell, and the saved session's descriptors.
     pub descriptors: Vec<OwnedFd>,
 }
 
@@ -97,8 +98,8 @@ pub enum ToDevice {
     },
     /// What the predecessor had stored. Comes before [`Vmm`](ToDevice::Vmm).
     Restore {
-        /// The channel.
-        channel: u32,
+        /// The channel. Of a native client, its number and one of its regions ([`native::place`](crate::native::place)).
+        channel: u64,
         /// What was stored.
         stored: Stored,
     },
@@ -110,6 +111,10 @@ pub enum ToDevice {
         who: String,
         /// The connection.
         socket: OwnedFd,
+        /// A file that says whether a request was being answered. It outlives device processes.
+        answering: OwnedFd,
+        /// Another process has served it before. What that had stored of it has come.
+        again: bool,
     },
     /// Asks for a [`Status`](ToKeeper::Status).
     AskStatus {
@@ -126,14 +131,14 @@ pub enum ToKeeper {
     /// Keep this for a successor, instead of what was stored for the channel before.
     Store {
         /// The channel.
-        channel: u32,
+        channel: u64,
         /// What to keep.
         stored: Stored,
     },
     /// Forget what was stored for the channel.
     Forget {
         /// The channel.
-        channel: u32,
+        channel: u64,
     },
     /// The status.
     Status {
@@ -187,10 +192,6 @@ pub fn pair() -> io::Result<(Control, OwnedFd)> {
 
 fn malformed(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
-}
-
-fn channel(number: u64) -> io::Result<u32> {
-    u32::try_from(number).map_err(|_| malformed("a channel's id of more than 32 bits"))
 }
 
 /// [`recv_some`] or [`peek_some`].
@@ -288,21 +289,24 @@ impl Control {
                 &[listening.as_fd(), requests.as_fd()],
             ),
             ToDevice::Restore { channel, stored } => self.restore(*channel, stored),
-            ToDevice::Client { number, who, socket } => send(kind::CLIENT, *number, who, &[socket.as_fd()]),
+            ToDevice::Client { number, who, socket, answering, again } => {
+                let kind = if *again { kind::CLIENT_AGAIN } else { kind::CLIENT };
+                send(kind, *number, who, &[socket.as_fd(), answering.as_fd()])
+            }
             ToDevice::AskStatus { question } => send(kind::ASK_STATUS, *question, "", &[]),
             ToDevice::End => send(kind::END, 0, "", &[]),
         }
     }
 
     /// Gives a device process what its predecessor had stored.
-    pub fn restore(&self, channel: u32, stored: &Stored) -> io::Result<()> {
+    pub fn restore(&self, channel: u64, stored: &Stored) -> io::Result<()> {
         self.send_stored(kind::RESTORE, channel, stored, MsgFlags::MSG_DONTWAIT)
     }
 
-    fn send_stored(&self, kind: u32, channel: u32, stored: &Stored, flags: MsgFlags) -> io::Result<()> {
+    fn send_stored(&self, kind: u32, channel: u64, stored: &Stored, flags: MsgFlags) -> io::Result<()> {
         let fds: Vec<_> =
             std::iter::once(&stored.known).chain(&stored.descriptors).map(AsFd::as_fd).collect();
-        self.send(kind, channel.into(), "", &fds, flags)
+        self.send(kind, channel, "", &fds, flags)
     }
 
     /// The keeper's next message; `None` if the keeper is gone. Blocks.
@@ -318,10 +322,14 @@ impl Control {
                 requests: packet.fd()?,
                 resumed: (packet.number != 0).then_some(packet.text),
             },
-            kind::RESTORE => ToDevice::Restore { channel: channel(packet.number)?, stored: packet.stored()? },
-            kind::CLIENT => {
-                ToDevice::Client { number: packet.number, socket: packet.fd()?, who: packet.text }
-            }
+            kind::RESTORE => ToDevice::Restore { channel: packet.number, stored: packet.stored()? },
+            kind::CLIENT | kind::CLIENT_AGAIN => ToDevice::Client {
+                number: packet.number,
+                socket: packet.fd()?,
+                answering: packet.fd()?,
+                again: packet.kind == kind::CLIENT_AGAIN,
+                who: packet.text,
+            },
             kind::ASK_STATUS => ToDevice::AskStatus { question: packet.number },
             kind::END => ToDevice::End,
             _ => return Err(malformed("a packet of unknown kind")),
@@ -333,7 +341,7 @@ impl Control {
         let flags = MsgFlags::empty();
         match message {
             ToKeeper::Store { channel, stored } => self.send_stored(kind::STORE, *channel, stored, flags),
-            ToKeeper::Forget { channel } => self.send(kind::FORGET, (*channel).into(), "", &[], flags),
+            ToKeeper::Forget { channel } => self.send(kind::FORGET, *channel, "", &[], flags),
             ToKeeper::Status { question, text } => {
                 self.send(kind::STATUS, *question, "", &[text.as_fd()], flags)
             }
@@ -351,8 +359,8 @@ impl Control {
     pub fn next_from_device(&self) -> io::Result<Option<ToKeeper>> {
         let Some(mut packet) = self.receive_with(peek_some)? else { return Ok(None) };
         Ok(Some(match packet.kind {
-            kind::STORE => ToKeeper::Store { channel: channel(packet.number)?, stored: packet.stored()? },
-            kind::FORGET => ToKeeper::Forget { channel: channel(packet.number)? },
+            kind::STORE => ToKeeper::Store { channel: packet.number, stored: packet.stored()? },
+            kind::FORGET => ToKeeper::Forget { channel: packet.number },
             kind::STATUS => ToKeeper::Status { question: packet.number, text: packet.fd()? },
             kind::GONE => ToKeeper::Gone { number: packet.number },
             kind::CONFINED => ToKeeper::Confined { text: packet.fd()? },

@@ -1,16 +1,18 @@
 //! The keeper's part of the native socket: it accepts processes of this host and passes each connection to the device process of the client's user.
 //!
 //! One user's programs share a device process: a program can crash or exhaust that one, and no other user's. It ends when it has had no client for a while ([`LINGER`]).
-//! Nobody but the device process has a client's connection, so a client whose device process ends sees its connection closed.
+//! The keeper has each client's connection, too, and what the device process stores of its session. When a device process ends unexpectedly, another one goes on with its clients, which do not notice.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::{MsgFlags, UnixCredentials, getsockopt, recv, sockopt};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::socket::{MsgFlags, Shutdown, UnixCredentials, getsockopt, recv, shutdown, sockopt};
 use protocol::device::Answer;
 
 use super::process::{Owner, Process, Processes};
@@ -20,7 +22,7 @@ use crate::config::Native;
 use crate::device_process::Role;
 use crate::limit::LogLimit;
 use crate::link::{Stored, ToDevice};
-use crate::native::answer;
+use crate::native::{MAX_STORED, answer};
 use crate::sockets::Listening;
 
 /// How long a user's device process waits for another client. A program that starts soon after the last one need not wait for a process.
@@ -28,11 +30,33 @@ const LINGER: Duration = Duration::from_secs(10);
 /// How long a device process that has no client has to end.
 const ENDS_WITHIN: Duration = Duration::from_secs(15);
 
+/// A device process that has run for longer is not counted as failing at its start.
+const HEALTHY: Duration = Duration::from_secs(60);
+/// A user's clients are disconnected after so many device processes in a row that fail soon after their start.
+const MAX_FAILURES: u32 = 8;
+/// How long to wait before another attempt after the second failure. Doubled with each one.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A program that is connected.
+#[derive(Debug)]
+struct Client {
+    who: String,
+    socket: OwnedFd,
+    /// Whether a request of it was being answered.
+    answering: OwnedFd,
+    /// A device process has it.
+    told: bool,
+}
+
 /// The device process of one user.
 #[derive(Debug)]
 struct User {
     process: Arc<Process>,
-    clients: HashSet<u64>,
+    clients: HashMap<u64, Client>,
+    /// The process has ended, and another one is being started.
+    replacing: bool,
+    /// How many processes have failed one after the other.
+    failures: u32,
     /// When the last client left, if there is none.
     idle: Option<Instant>,
 }
@@ -147,10 +171,17 @@ impl Server {
                     return Err((Why::Draining, "the daemon is ending".to_owned(), None));
                 };
                 let mut none = BTreeMap::new();
-                match self.processes.start(&Role::Native(uid), &self.config.servers, me, &mut none, 0) {
+                match self.processes.start(
+                    &Role::Native(uid),
+                    &self.config.servers,
+                    me,
+                    &mut none,
+                    MAX_STORED,
+                ) {
                     Ok(process) => {
                         tracing::debug!("user {uid}: device process {}", process.pid);
-                        free.insert(User { process, clients: HashSet::new(), idle: None })
+                        let clients = HashMap::new();
+                        free.insert(User { process, clients, replacing: false, failures: 0, idle: None })
                     }
                     Err(e) => {
                         return Err((
@@ -162,18 +193,26 @@ impl Server {
                 }
             }
         };
-        let client = ToDevice::Client { number, who: who.to_owned(), socket };
-        if let Err(e) = user.process.tell(&client) {
-            let ToDevice::Client { socket, .. } = client else {
-                return Err((Why::Failed, e.to_string(), None));
-            };
-            return Err((
-                Why::Failed,
-                format!("the user's device process does not answer: {e}"),
-                Some(socket),
-            ));
+        let failed = |what: &str, e: io::Error| (Why::Failed, format!("{what}: {e}"));
+        let made = answering_file().and_then(|answering| {
+            Ok(Client { who: who.to_owned(), socket: socket.try_clone()?, answering, told: false })
+        });
+        let mut client = match made {
+            Ok(client) => client,
+            Err(e) => {
+                let (cause, why) = failed("this host is short of memory or descriptors", e);
+                return Err((cause, why, Some(socket)));
+            }
+        };
+        // One that has ended, and the client with it, is replaced: the next one gets the client.
+        if !user.replacing
+            && let Err(e) = client.introduce(&user.process, number)
+            && !is_gone(&e)
+        {
+            let (cause, why) = failed("the user's device process does not answer", e);
+            return Err((cause, why, Some(socket)));
         }
-        user.clients.insert(number);
+        user.clients.insert(number, client);
         user.idle = None;
         Ok(())
     }
@@ -228,14 +267,35 @@ impl Server {
     }
 }
 
+/// A file that says nothing yet.
+fn answering_file() -> io::Result<OwnedFd> {
+    Ok(memfd_create(c"answering", MFdFlags::MFD_CLOEXEC)?)
+}
+
+/// Whether a process cannot be told anything because it has ended.
+fn is_gone(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+}
+
+impl Client {
+    /// Gives the client to a device process.
+    fn introduce(&mut self, process: &Process, number: u64) -> io::Result<()> {
+        let (socket, answering) = (self.socket.try_clone()?, self.answering.try_clone()?);
+        let who = self.who.clone();
+        process.tell(&ToDevice::Client { number, who, socket, answering, again: self.told })?;
+        self.told = true;
+        Ok(())
+    }
+}
+
 impl Owner for Server {
-    fn stored(&self, _channel: u32, _stored: Option<&Stored>) {}
+    fn stored(&self, _channel: u64, _stored: Option<&Stored>) {}
 
     fn gone(&self, process: &Arc<Process>, number: u64) {
         let mut state = self.lock();
         let user = state.users.values_mut().find(|user| Arc::ptr_eq(&user.process, process));
         if let Some(user) = user
-            && user.clients.remove(&number)
+            && user.clients.remove(&number).is_some()
             && user.clients.is_empty()
         {
             user.idle = Some(Instant::now());
@@ -244,15 +304,95 @@ impl Owner for Server {
 
     fn over(&self, process: &Arc<Process>) {
         let mut state = self.lock();
-        let uid =
-            state.users.iter().find(|(_, user)| Arc::ptr_eq(&user.process, process)).map(|(uid, _)| *uid);
-        let Some(user) = uid.and_then(|uid| state.users.remove(&uid)) else { return };
-        tracing::error!(
-            "{}: its device process {} has ended unexpectedly, and the sessions of {} clients with it",
-            process.name,
-            process.pid,
-            user.clients.len()
-        );
-        self.dismiss(&mut state, user.process, Duration::ZERO);
+        let user = state.users.iter_mut().find(|(_, user)| Arc::ptr_eq(&user.process, process));
+        let Some((uid, user)) = user else { return };
+        if user.replacing {
+            return;
+        }
+        let uid = *uid;
+        user.replacing = true;
+        let Some(me) = self.me.upgrade() else { return };
+        let old = process.clone();
+        let replace = move || me.replace(uid, old);
+        if let Err(e) = std::thread::Builder::new().name("replace".to_owned()).spawn(replace) {
+            tracing::error!("{}: no thread to replace its device process: {e}", process.name);
+            self.give_up(&mut state, uid);
+        }
+    }
+}
+
+impl Server {
+    /// Starts another device process for a user's clients in place of one that has ended.
+    fn replace(&self, uid: u32, old: Arc<Process>) {
+        let _stays = self.succession.stays();
+        let (how, mut stored) = old.take_over();
+        tracing::error!("{}: its device process {} {how}; starting another one", old.name, old.pid);
+        let mut ran = old.age();
+        loop {
+            let mut state = self.lock();
+            let ending = state.ending;
+            let Some(user) = state.users.get_mut(&uid) else { return };
+            user.failures = if ran > HEALTHY { 1 } else { user.failures + 1 };
+            let failures = user.failures;
+            if failures > MAX_FAILURES || user.clients.is_empty() || ending {
+                if failures > MAX_FAILURES {
+                    tracing::error!(
+                        "{}: {MAX_FAILURES} device processes have failed one after the other; its clients are disconnected",
+                        old.name
+                    );
+                }
+                return self.give_up(&mut state, uid);
+            }
+            drop(state);
+            if failures > 1 {
+                std::thread::sleep(PAUSE * (1 << (failures - 2)));
+            }
+            ran = Duration::ZERO;
+            let Some(me) = self.me.upgrade() else { return };
+            let role = Role::Native(uid);
+            let started = self.processes.start(&role, &self.config.servers, me, &mut stored, MAX_STORED);
+            let process = match started {
+                Ok(process) => process,
+                Err(e) => {
+                    tracing::error!("{}: starting a device process: {e}", old.name);
+                    continue;
+                }
+            };
+            let restored = process.restore();
+            let mut state = self.lock();
+            let Some(user) = state.users.get_mut(&uid) else {
+                drop(state);
+                // All clients have left, or the daemon ends.
+                return process.end(Duration::ZERO);
+            };
+            let introduced = restored.and_then(|()| {
+                user.clients.iter_mut().try_for_each(|(number, client)| client.introduce(&process, *number))
+            });
+            if introduced.is_ok() && !process.is_over() {
+                self.own.restarts.fetch_add(1, Ordering::Relaxed);
+                self.succession.save(&self.own);
+                let clients = user.clients.len();
+                tracing::info!(
+                    "{}: device process {} serves its {clients} clients now",
+                    old.name,
+                    process.pid
+                );
+                (user.process, user.replacing) = (process, false);
+                return;
+            }
+            drop(state);
+            let (how, left) = process.take_over();
+            tracing::error!("{}: its device process {} {how}; starting another one", old.name, process.pid);
+            stored.extend(left);
+        }
+    }
+
+    /// Disconnects a user's clients, whose device process is gone.
+    fn give_up(&self, state: &mut State, uid: u32) {
+        let Some(user) = state.users.remove(&uid) else { return };
+        for client in user.clients.values() {
+            let _ = shutdown(client.socket.as_raw_fd(), Shutdown::Both);
+        }
+        self.dismiss(state, user.process, Duration::ZERO);
     }
 }

@@ -17,7 +17,7 @@ use super::process::{Owner, Process};
 use crate::link::{Control, Stored, ToKeeper};
 
 /// What device processes have stored of their channels.
-pub type StoredByChannel = BTreeMap<u32, Stored>;
+pub type StoredByChannel = BTreeMap<u64, Stored>;
 
 /// What names begin with.
 const GUEST: &str = "guest-";
@@ -33,7 +33,7 @@ pub struct Vmm {
     device: Option<(u64, u64)>,
     negotiation: negotiation::Saved,
     /// By channel: what is known of it, and the saved session's descriptors.
-    stored: BTreeMap<u32, Vec<u64>>,
+    stored: BTreeMap<u64, Vec<u64>>,
 }
 
 impl Words for Vmm {
@@ -105,7 +105,7 @@ impl Owner for Connection {
         // The virtual machine's thread watches `Process::ended`.
     }
 
-    fn stored(&self, channel: u32, stored: Option<&Stored>) {
+    fn stored(&self, channel: u64, stored: Option<&Stored>) {
         let Some(stored) = stored else {
             return self.kept.change(|words| drop(words.stored.remove(&channel)));
         };
@@ -171,7 +171,7 @@ impl Predecessor {
     /// Waits until nothing of the device process is left, and returns what it has stored, `most` channels at most. What it had sent is there, also if no keeper has seen it.
     pub fn end_device_process(&self, most: usize) -> io::Result<StoredByChannel> {
         let mut stored = self.connection.kept.read(|words| {
-            let one = |(channel, numbers): (&u32, &Vec<u64>)| {
+            let one = |(channel, numbers): (&u64, &Vec<u64>)| {
                 let mut fds = numbers.iter().map(|number| self.found.get(*number));
                 let known = fds.next().ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))??;
                 io::Result::Ok((*channel, Stored { known, descriptors: fds.collect::<io::Result<_>>()? }))

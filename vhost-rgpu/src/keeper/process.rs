@@ -25,6 +25,7 @@ use super::status::{Counted, PATIENCE};
 use crate::confinement;
 use crate::device_process::Role;
 use crate::link::{self, Control, Stored, ToDevice, ToKeeper};
+use crate::native::client_of;
 use crate::servers::Servers;
 
 /// Starts device processes and listens to them. Each is this program again, with the same command line and the configuration as the keeper has read it.
@@ -65,7 +66,7 @@ pub trait Owner: Send + Sync + std::fmt::Debug {
     fn gone(&self, process: &Arc<Process>, number: u64);
 
     /// The process has stored this of a channel for a successor, or, with `None`, forgotten what it had stored. Called by the keeper's main thread; must not block.
-    fn stored(&self, channel: u32, stored: Option<&Stored>);
+    fn stored(&self, channel: u64, stored: Option<&Stored>);
 
     /// The process has ended, or is about to be ended because it does not keep to the protocol. Called once, by the keeper's main thread; must not block.
     fn over(&self, process: &Arc<Process>);
@@ -131,7 +132,7 @@ impl Processes {
         role: &Role,
         servers: &Servers,
         owner: Arc<dyn Owner>,
-        stored: &mut BTreeMap<u32, Stored>,
+        stored: &mut BTreeMap<u64, Stored>,
         most_stored: usize,
     ) -> io::Result<Arc<Process>> {
         let spare = self.spare().take();
@@ -272,7 +273,7 @@ pub fn memory_file(name: &std::ffi::CStr, bytes: &[u8]) -> io::Result<OwnedFd> {
 struct Heard {
     /// What its sandbox lacks. Nothing comes before that, and it does not come again: then others may speak for the process.
     confined: bool,
-    stored: BTreeMap<u32, Stored>,
+    stored: BTreeMap<u64, Stored>,
     asked: u64,
     answered: u64,
     /// The last status, not read yet.
@@ -373,6 +374,8 @@ impl Process {
                 true
             }
             Ok(Some(ToKeeper::Gone { number })) => {
+                // All of a native client.
+                self.lock().stored.retain(|place, _| client_of(*place) != number);
                 self.owner.gone(self, number);
                 true
             }
@@ -420,6 +423,11 @@ impl Process {
         // The counter is 0, so this cannot fail.
         let _ = self.ended.write(1);
         self.owner.over(self);
+    }
+
+    /// Whether it is over.
+    pub fn is_over(&self) -> bool {
+        self.lock().over
     }
 
     /// Readable once it is over.
@@ -495,7 +503,7 @@ impl Process {
     }
 
     /// Kills it, waits until nothing of it is left, and takes what it had stored.
-    pub fn take_over(&self) -> (String, BTreeMap<u32, Stored>) {
+    pub fn take_over(&self) -> (String, BTreeMap<u64, Stored>) {
         let ended = self.reap();
         // What it sent before its end has been read when its end has.
         let mut heard = self.lock();
