@@ -182,6 +182,7 @@ pub fn run(config: Config, control: Control, orders: &Orders) -> Result<()> {
             (ToDevice::Vmm { listening, requests, resumed }, Serving::Vm(vm)) => {
                 vm.serve(listening, requests, resumed)?;
             }
+            (ToDevice::Answered { number }, Serving::Native(native)) => native.answered(number),
             (ToDevice::Restore { channel, stored }, Serving::Native(native)) => {
                 native.restore(channel, stored);
             }

@@ -14,6 +14,7 @@ use host_bridge::framing::{peek_some, recv_some};
 use nix::sys::socket::{
     AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, recv, sendmsg, socketpair,
 };
+use protocol::device::Answer;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::device_process::Role;
@@ -45,12 +46,14 @@ mod kind {
     pub const CONNECTED: u32 = 9;
     pub const SERVE: u32 = 10;
     pub const CLIENT_AGAIN: u32 = 11;
+    pub const ANSWERED: u32 = 12;
     pub const STORE: u32 = 17;
     pub const FORGET: u32 = 18;
     pub const STATUS: u32 = 19;
     pub const GONE: u32 = 20;
     pub const CONFINED: u32 = 21;
     pub const CONNECT: u32 = 22;
+    pub const ANSWER: u32 = 23;
 }
 
 /// What a device process needs to know of a channel that its predecessor opened, or of a native client's region. The keeper only holds it.
@@ -116,6 +119,11 @@ pub enum ToDevice {
         /// Another process has served it before. What that had stored of it has come.
         again: bool,
     },
+    /// A native client has its [`Answer`](ToKeeper::Answer), and its request is taken away.
+    Answered {
+        /// The client's number.
+        number: u64,
+    },
     /// Asks for a [`Status`](ToKeeper::Status).
     AskStatus {
         /// Repeated in the answer.
@@ -151,6 +159,17 @@ pub enum ToKeeper {
     Gone {
         /// Its number.
         number: u64,
+    },
+    /// Take a native client's request away, and answer it. So it is certain whether a process that ends has answered.
+    Answer {
+        /// The client's number.
+        number: u64,
+        /// The answer.
+        status: Answer,
+        /// Why, if it is not `Ok`.
+        reason: String,
+        /// What goes with it.
+        fd: Option<OwnedFd>,
     },
     /// What its sandbox lacks, or why it must not serve. Comes first.
     Confined {
@@ -293,6 +312,7 @@ impl Control {
                 let kind = if *again { kind::CLIENT_AGAIN } else { kind::CLIENT };
                 send(kind, *number, who, &[socket.as_fd(), answering.as_fd()])
             }
+            ToDevice::Answered { number } => send(kind::ANSWERED, *number, "", &[]),
             ToDevice::AskStatus { question } => send(kind::ASK_STATUS, *question, "", &[]),
             ToDevice::End => send(kind::END, 0, "", &[]),
         }
@@ -330,6 +350,7 @@ impl Control {
                 again: packet.kind == kind::CLIENT_AGAIN,
                 who: packet.text,
             },
+            kind::ANSWERED => ToDevice::Answered { number: packet.number },
             kind::ASK_STATUS => ToDevice::AskStatus { question: packet.number },
             kind::END => ToDevice::End,
             _ => return Err(malformed("a packet of unknown kind")),
@@ -344,6 +365,12 @@ impl Control {
             ToKeeper::Forget { channel } => self.send(kind::FORGET, *channel, "", &[], flags),
             ToKeeper::Status { question, text } => {
                 self.send(kind::STATUS, *question, "", &[text.as_fd()], flags)
+            }
+            ToKeeper::Answer { number, status, reason, fd } => {
+                let fds: Vec<_> = fd.iter().map(AsFd::as_fd).collect();
+                // The number of the answer is its first character.
+                let status = char::from_u32(*status as u32).unwrap_or_default();
+                self.send(kind::ANSWER, *number, &format!("{status}{reason}"), &fds, flags)
             }
             ToKeeper::Gone { number } => self.send(kind::GONE, *number, "", &[], flags),
             ToKeeper::Confined { text } => self.send(kind::CONFINED, 0, "", &[text.as_fd()], flags),
@@ -362,6 +389,16 @@ impl Control {
             kind::STORE => ToKeeper::Store { channel: packet.number, stored: packet.stored()? },
             kind::FORGET => ToKeeper::Forget { channel: packet.number },
             kind::STATUS => ToKeeper::Status { question: packet.number, text: packet.fd()? },
+            kind::ANSWER => {
+                let mut text = packet.text.chars();
+                let status = text.next().ok_or_else(|| malformed("an answer without a status"))?;
+                ToKeeper::Answer {
+                    number: packet.number,
+                    status: Answer::from_number(status.into()),
+                    reason: text.collect(),
+                    fd: packet.fds.next(),
+                }
+            }
             kind::GONE => ToKeeper::Gone { number: packet.number },
             kind::CONFINED => ToKeeper::Confined { text: packet.fd()? },
             kind::CONNECT => ToKeeper::Connect {

@@ -8,7 +8,7 @@
 
 mod recovery;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -35,8 +35,9 @@ use crate::link::{Control, Stored, ToKeeper};
 use crate::refusal::{Refusal, invalid, no_resources};
 use crate::registry::{Listed, Registry};
 use crate::sockets::Stopper;
-use recovery::{Answering, Leftover, place};
+use recovery::{Leftover, place};
 
+pub use recovery::Answering;
 pub use recovery::client_of;
 
 /// How long the server may hold a destroyed channel's memory before the log says so. The message is repeated as often.
@@ -61,6 +62,9 @@ pub struct Server {
     connections: Connections,
     /// What predecessors have stored of clients that have not come yet.
     restored: Mutex<BTreeMap<u64, Stored>>,
+    /// Clients that the keeper has answered, whose threads do not know yet.
+    answered: Mutex<HashSet<u64>>,
+    answers: Condvar,
     /// How much is stored.
     stored: AtomicUsize,
 }
@@ -74,6 +78,8 @@ impl Server {
             control,
             connections: Connections::default(),
             restored: Mutex::default(),
+            answered: Mutex::default(),
+            answers: Condvar::new(),
             stored: AtomicUsize::new(0),
         })
     }
@@ -82,6 +88,28 @@ impl Server {
     pub fn restore(&self, place: u64, stored: Stored) {
         self.stored.fetch_add(1, Ordering::Relaxed);
         self.restored.lock().unwrap_or_else(PoisonError::into_inner).insert(place, stored);
+    }
+
+    /// The keeper has answered a client.
+    pub fn answered(&self, number: u64) {
+        self.answered.lock().unwrap_or_else(PoisonError::into_inner).insert(number);
+        self.answers.notify_all();
+    }
+
+    /// Has the keeper answer a client, and waits until it has.
+    fn answer(
+        &self,
+        number: u64,
+        status: Answer,
+        reason: &str,
+        fd: Option<BorrowedFd<'_>>,
+    ) -> io::Result<()> {
+        let fd = fd.map(|fd| fd.try_clone_to_owned()).transpose()?;
+        self.control.tell_keeper(&ToKeeper::Answer { number, status, reason: reason.to_owned(), fd })?;
+        let answered = self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+        let wait = self.answers.wait_while(answered, |answered| !answered.remove(&number));
+        drop(wait.unwrap_or_else(PoisonError::into_inner));
+        Ok(())
     }
 
     fn take_restored(&self, client: u64) -> BTreeMap<u64, Stored> {
@@ -237,7 +265,7 @@ impl Connection<'_> {
             };
             let result = self.request(&packet[..n], std::mem::take(&mut fds));
             self.again = false;
-            let answer = |status, reason: &str, fd| self.answering.answer(self.socket, status, reason, fd);
+            let answer = |status, reason: &str, fd| self.server.answer(self.number, status, reason, fd);
             let (sent, over) = match &result {
                 Ok(Done::Registered) => (answer(Answer::Ok, "", None), false),
                 Ok(Done::Destroyed) => (answer(Answer::Ok, "", None), true),
@@ -451,8 +479,13 @@ impl Connection<'_> {
         // Without a session to go on with, until there is one.
         self.server.store(own, recovery::channel(server, &channel, None))?;
         self.stored += 1;
-        let mut turn =
-            Queued { socket: self.socket, answering: &self.answering, channel: &channel, answered: false };
+        let mut turn = Queued {
+            server: self.server,
+            number: self.number,
+            socket: self.socket,
+            channel: &channel,
+            answered: false,
+        };
         let connected = Prepared::connect(&config, &channel, &mut turn).inspect_err(refused);
         let waited = turn.answered;
         let mut prepared = match connected {
@@ -488,8 +521,9 @@ impl Connection<'_> {
 
 /// A client whose session waits in a server's queue. It is answered at once and finds its position in the queue in the channel's header.
 struct Queued<'c> {
+    server: &'c Server,
+    number: u64,
     socket: &'c OwnedFd,
-    answering: &'c Answering,
     channel: &'c ChannelMemory,
     answered: bool,
 }
@@ -503,7 +537,7 @@ impl Turn for Queued<'_> {
         if !std::mem::replace(&mut self.answered, true) {
             // A client that is gone is noticed when its connection is closed.
             let doorbell = Some(self.channel.doorbell.as_fd());
-            let _ = self.answering.answer(self.socket, Answer::Ok, "", doorbell);
+            let _ = self.server.answer(self.number, Answer::Ok, "", doorbell);
         }
     }
 

@@ -24,6 +24,7 @@ use protocol::native::Request;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use test_kit::channel::{Channel, in_a_file};
 use test_kit::local_server::{Behavior as Workers, LocalServer};
+use test_kit::manager::Manager;
 use test_kit::native_client::{NativeClient, create_channel};
 use test_kit::tcp_server::TcpServer;
 use test_kit::*;
@@ -85,15 +86,16 @@ fn process(daemon: &Daemon) -> i32 {
 }
 
 /// Kills the user's device process and waits until another one serves its programs.
-fn crash(daemon: &Daemon) {
+fn crash(daemon: Daemon) -> Daemon {
     let before = daemon.number("device_processes_restarted");
-    kill(Pid::from_raw(process(daemon)), Signal::SIGKILL).unwrap();
+    kill(Pid::from_raw(process(&daemon)), Signal::SIGKILL).unwrap();
     eventually(|| daemon.number("device_processes_restarted") == before + 1);
+    daemon
 }
 
 /// Has programs' process replaced, again and again.
-fn programs_do_not_notice(daemon: &Daemon, replace: impl Fn(&Daemon), ended: impl Fn() -> usize) {
-    let (mut program, mut neighbor) = (Program::start(daemon), Program::start(daemon));
+fn programs_do_not_notice(mut daemon: Daemon, replace: impl Fn(Daemon) -> Daemon, ended: impl Fn() -> usize) {
+    let (mut program, mut neighbor) = (Program::start(&daemon), Program::start(&daemon));
     let bytes = pattern(LEN as usize, 7);
     let mut regions = Vec::new();
     for round in 0..3u32 {
@@ -103,7 +105,7 @@ fn programs_do_not_notice(daemon: &Daemon, replace: impl Fn(&Daemon), ended: imp
         regions.push(memories);
         let src = HostIn::Range(region(round, 0, LEN));
         program.channel.push(&MemcpyHtoD { stream: StreamId(0), dst: round.into(), src }, NO_SLOT);
-        replace(daemon);
+        daemon = replace(daemon);
         program.channel.synchronize();
         neighbor.channel.synchronize();
         assert_eq!(program.channel.view().header().state(), State::Ready);
@@ -116,7 +118,7 @@ fn programs_do_not_notice(daemon: &Daemon, replace: impl Fn(&Daemon), ended: imp
         }
         // What one process has registered is registered with the next one.
         let (file, _) = own();
-        replace(daemon);
+        daemon = replace(daemon);
         program.channel.synchronize();
         assert_eq!(program.ask(register(77), &[&file]).0, Answer::Ok);
         let unregister = Request { region: 77, ..plain(request::UNREGISTER_MEMORY) };
@@ -129,10 +131,10 @@ fn programs_do_not_notice(daemon: &Daemon, replace: impl Fn(&Daemon), ended: imp
     assert!(program.native.is_closed());
     eventually(|| ended() == 1);
     // A program that leaves under another process than it came to.
-    replace(daemon);
+    daemon = replace(daemon);
     drop(neighbor);
     eventually(|| ended() == 2 && daemon.sessions() == 0);
-    Program::start(daemon).channel.synchronize();
+    Program::start(&daemon).channel.synchronize();
 }
 
 fn locally(server: &LocalServer) -> [String; 4] {
@@ -143,7 +145,7 @@ fn locally(server: &LocalServer) -> [String; 4] {
 fn programs_with_local_sessions_do_not_notice_that_their_process_was_killed() {
     let server = LocalServer::start(Workers::Good);
     let daemon = Daemon::start(&locally(&server).each_ref().map(String::as_str));
-    programs_do_not_notice(&daemon, crash, || server.ended.load(Ordering::SeqCst));
+    programs_do_not_notice(daemon, crash, || server.ended.load(Ordering::SeqCst));
     assert!(server.trouble.lock().unwrap().is_empty(), "{:?}", server.trouble);
 }
 
@@ -151,7 +153,38 @@ fn programs_with_local_sessions_do_not_notice_that_their_process_was_killed() {
 fn programs_with_sessions_over_tcp_do_not_notice_that_their_process_was_killed() {
     let server = TcpServer::start();
     let daemon = Daemon::start(&["--server", &server.config.server.to_string()]);
-    programs_do_not_notice(&daemon, crash, || server.ended());
+    programs_do_not_notice(daemon, crash, || server.ended());
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+fn upgrade(daemon: Daemon) -> Daemon {
+    daemon.upgrade();
+    daemon
+}
+
+#[test]
+fn programs_do_not_notice_upgrades_of_the_keeper() {
+    let server = LocalServer::start(Workers::Good);
+    let daemon = Daemon::start(&locally(&server).each_ref().map(String::as_str));
+    programs_do_not_notice(daemon, upgrade, || server.ended.load(Ordering::SeqCst));
+    assert!(server.trouble.lock().unwrap().is_empty(), "{:?}", server.trouble);
+    let server = TcpServer::start();
+    let daemon = Daemon::start(&["--server", &server.config.server.to_string()]);
+    programs_do_not_notice(daemon, upgrade, || server.ended());
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+#[test]
+fn programs_do_not_notice_crashes_of_the_keeper_under_a_service_manager() {
+    let (manager, folder) = (Manager::new(), Arc::new(tempfile::tempdir().unwrap()));
+    let server = TcpServer::start();
+    let address = server.config.server.to_string();
+    let start = || Daemon::kept(&manager, &folder, &["--server", &address]);
+    let crash = |mut daemon: Daemon| {
+        daemon.end(Signal::SIGKILL);
+        start()
+    };
+    programs_do_not_notice(start(), crash, || server.ended());
     assert!(server.trouble().is_empty(), "{:?}", server.trouble());
 }
 
@@ -173,11 +206,11 @@ fn a_program_that_is_just_starting_is_started_by_the_next_process() {
     let (file, view) = in_a_file(1 << 20, "program");
     native.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
     eventually(|| count.load(Ordering::SeqCst) == 1);
-    crash(&daemon);
+    let daemon = crash(daemon);
     eventually(|| count.load(Ordering::SeqCst) == 2);
     assert_ne!(view.header().state(), State::Lost);
     // The server stays mute, and that is what the program is told, once; it can try again.
     assert_eq!(native.response().unwrap().unwrap().0, Answer::NoServer);
-    crash(&daemon);
-    assert_eq!(native.ask(plain(request::DESTROY_CHANNEL), &[]).unwrap().0, Answer::Invalid);
+    let _daemon = crash(daemon);
+    assert_eq!(native.ask(register(1), &[&own().0]).unwrap().0, Answer::Invalid, "it has no channel");
 }

@@ -5,8 +5,8 @@
 //!
 //! In reading order: [`process`] starts device processes and listens to them, [`vm`] with [`negotiation`] stands between a VMM and its device process, [`native`] does so for
 //! processes of this host, [`status`] adds up what device processes report, and [`scrape`] does so for Prometheus, by the definitions in
-//! [`families`]. [`takeover`] replaces the keeper by another program, or by the keeper that the service manager starts after a crash; [`kept`] is what one leaves to the other, and
-//! [`predecessor`] how that is found. [`admin`] does what `rgpuctl upgrade` asks.
+//! [`families`]. [`takeover`] replaces the keeper by another program, or by the keeper that the service manager starts after a crash; [`kept`] is what one leaves to the other,
+//! [`ties`] of a device process, [`predecessor`] of a VMM. [`admin`] does what `rgpuctl upgrade` asks.
 
 mod admin;
 mod families;
@@ -18,6 +18,7 @@ pub mod process;
 mod scrape;
 mod status;
 pub mod takeover;
+mod ties;
 mod vm;
 
 use std::ffi::OsString;
@@ -131,16 +132,20 @@ impl Keeper {
             .map(|path| sockets.take_or_bind("admin", &path, SockType::Stream, 0o600))
             .transpose()?;
         let scraped = scrape::listen(&config.metrics, &mut sockets)?;
-        sockets.drop_others();
+        if native.is_none() {
+            native::drop_others(&store, sockets.inherited);
+        }
 
         if let Some((config, listening)) = native {
             tracing::info!("serving native clients at {} with {}", config.socket.display(), config.servers);
             let server =
                 native::Server::new(config, self.processes.clone(), self.own.clone(), succession.clone());
             self.native = Some(server.clone());
+            server.take_over(sockets.inherited);
             self.stoppers.push(listening.stopper());
             self.spawn("native", move || server.serve(&listening))?;
         }
+        sockets.drop_others();
         for ((config, listening), before) in vms.into_iter().zip(before) {
             tracing::info!(
                 "serving vm {} at {} with {}",

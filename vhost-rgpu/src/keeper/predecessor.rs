@@ -1,23 +1,20 @@
 //! What one keeper leaves to the next of a VMM's connection.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::io::{self, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use handover::{Inherited, Store};
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use serde::{Deserialize, Serialize};
 use vhost::vhost_user::message::FrontendReq;
 
 use super::kept::{Found, Kept, Words};
 use super::negotiation::{self, Negotiation};
-use super::process::{Owner, Process};
-use crate::link::{Control, Stored, ToKeeper};
-
-/// What device processes have stored of their channels.
-pub type StoredByChannel = BTreeMap<u64, Stored>;
+use super::process::{Owner, Process, Reply};
+use super::ties::{Tied, Ties};
+use crate::link::Stored;
 
 /// What names begin with.
 const GUEST: &str = "guest-";
@@ -29,20 +26,26 @@ pub struct Vmm {
     requests: Option<u64>,
     /// A message of the VMM was taken, and is not answered.
     busy: bool,
-    /// The device process, and the keeper's end of the socket to it.
-    device: Option<(u64, u64)>,
     negotiation: negotiation::Saved,
-    /// By channel: what is known of it, and the saved session's descriptors.
-    stored: BTreeMap<u64, Vec<u64>>,
+    ties: Ties,
 }
 
 impl Words for Vmm {
     fn numbers(&self) -> BTreeSet<u64> {
         let mut all = self.negotiation.numbers();
         all.extend([self.socket, self.requests].into_iter().flatten());
-        all.extend(self.device.into_iter().flat_map(|(process, control)| [process, control]));
-        all.extend(self.stored.values().flatten());
+        all.extend(self.ties.numbers());
         all
+    }
+}
+
+impl Tied for Vmm {
+    fn ties(&self) -> &Ties {
+        &self.ties
+    }
+
+    fn ties_mut(&mut self) -> &mut Ties {
+        &mut self.ties
     }
 }
 
@@ -66,13 +69,6 @@ impl Connection {
     pub fn requests(&self, memory: &OwnedFd) {
         let number = self.kept.hold(memory);
         self.kept.change(|words| words.requests = Some(number));
-    }
-
-    /// This device process serves it from now on. It has not heard of the VMM yet.
-    pub fn served_by(&self, process: &Process) {
-        let (handle, control) = process.ties();
-        let device = (self.kept.hold(&handle), self.kept.hold(&control));
-        self.kept.change(|words| words.device = Some(device));
     }
 
     /// A message is about to be taken out of the VMM's socket.
@@ -105,13 +101,12 @@ impl Owner for Connection {
         // The virtual machine's thread watches `Process::ended`.
     }
 
-    fn stored(&self, channel: u64, stored: Option<&Stored>) {
-        let Some(stored) = stored else {
-            return self.kept.change(|words| drop(words.stored.remove(&channel)));
-        };
-        let fds = std::iter::once(&stored.known).chain(&stored.descriptors);
-        let numbers = fds.map(|fd| self.kept.hold(fd)).collect();
-        self.kept.change(|words| drop(words.stored.insert(channel, numbers)));
+    fn answer(&self, _process: &Arc<Process>, _answer: Reply) {
+        // A guest's answers go through its rings.
+    }
+
+    fn stored(&self, _process: &Arc<Process>, channel: u64, stored: Option<&Stored>) {
+        self.kept.stored(channel, stored);
     }
 }
 
@@ -129,9 +124,8 @@ impl Predecessor {
     pub fn find(store: &Arc<Store>, name: &str, inherited: &mut Inherited) -> Option<Predecessor> {
         match Kept::<Vmm>::take_over(store.clone(), &format!("{GUEST}{name}"), inherited) {
             Ok(Some((kept, found))) => {
-                let before = Predecessor { connection: Arc::new(Connection { kept }), found };
-                before.device().iter().for_each(|(handle, _)| handle.kill());
-                Some(before)
+                kept.kill_device_process(&found);
+                Some(Predecessor { connection: Arc::new(Connection { kept }), found })
             }
             Ok(None) => None,
             Err(e) => {
@@ -159,51 +153,6 @@ impl Predecessor {
             drop(inherited.remove(&name));
             store.forget(&name);
         }
-    }
-
-    /// The device process, and the socket to it. A process that is not there any more was killed with its keeper.
-    fn device(&self) -> io::Result<(sandbox::Handle, Control)> {
-        let none = || io::Error::from(io::ErrorKind::NotFound);
-        let (process, control) = self.connection.kept.read(|words| words.device).ok_or_else(none)?;
-        Ok((self.found.get(process)?.into(), self.found.get(control)?.into()))
-    }
-
-    /// Waits until nothing of the device process is left, and returns what it has stored, `most` channels at most. What it had sent is there, also if no keeper has seen it.
-    pub fn end_device_process(&self, most: usize) -> io::Result<StoredByChannel> {
-        let mut stored = self.connection.kept.read(|words| {
-            let one = |(channel, numbers): (&u64, &Vec<u64>)| {
-                let mut fds = numbers.iter().map(|number| self.found.get(*number));
-                let known = fds.next().ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))??;
-                io::Result::Ok((*channel, Stored { known, descriptors: fds.collect::<io::Result<_>>()? }))
-            };
-            words.stored.iter().map(one).collect::<io::Result<StoredByChannel>>()
-        })?;
-        let (handle, control) = match self.device() {
-            Ok(device) => device,
-            // Not even started.
-            Err(_) if self.connection.kept.read(|words| words.device.is_none()) => return Ok(stored),
-            Err(e) => return Err(e),
-        };
-        handle.kill();
-        handle.wait()?;
-        fcntl(control.as_fd(), FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-        while let Ok(Some(message)) = control.next_from_device()
-            && stored.len() <= most
-        {
-            match message {
-                ToKeeper::Store { channel, stored: what } => {
-                    self.connection.stored(channel, Some(&what));
-                    stored.insert(channel, what);
-                }
-                ToKeeper::Forget { channel } => {
-                    self.connection.stored(channel, None);
-                    stored.remove(&channel);
-                }
-                _ => {}
-            }
-            control.consume()?;
-        }
-        Ok(stored)
     }
 }
 

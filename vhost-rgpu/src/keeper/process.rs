@@ -19,6 +19,7 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use protocol::device::Answer;
 use sandbox::{Command, Report, Sandboxes};
 
 use super::status::{Counted, PATIENCE};
@@ -60,13 +61,29 @@ struct List {
     ended: Ledger<Counted>,
 }
 
+/// An answer for a native client.
+#[derive(Debug)]
+pub struct Reply {
+    /// The client's number.
+    pub number: u64,
+    /// The answer.
+    pub status: Answer,
+    /// Why, if it is not `Ok`.
+    pub reason: String,
+    /// What goes with it.
+    pub fd: Option<OwnedFd>,
+}
+
 /// Whoever asked for a device process.
 pub trait Owner: Send + Sync + std::fmt::Debug {
     /// A client's session is over. Called by the keeper's main thread; must not block.
     fn gone(&self, process: &Arc<Process>, number: u64);
 
     /// The process has stored this of a channel for a successor, or, with `None`, forgotten what it had stored. Called by the keeper's main thread; must not block.
-    fn stored(&self, channel: u64, stored: Option<&Stored>);
+    fn stored(&self, process: &Arc<Process>, channel: u64, stored: Option<&Stored>);
+
+    /// A client's request is to be answered. Called by the keeper's main thread; must not block.
+    fn answer(&self, process: &Arc<Process>, answer: Reply);
 
     /// The process has ended, or is about to be ended because it does not keep to the protocol. Called once, by the keeper's main thread; must not block.
     fn over(&self, process: &Arc<Process>);
@@ -355,13 +372,13 @@ impl Process {
         match self.control.next_from_device() {
             Ok(None) => false,
             Ok(Some(ToKeeper::Store { channel, stored })) => {
-                self.owner.stored(channel, Some(&stored));
+                self.owner.stored(self, channel, Some(&stored));
                 let mut heard = self.lock();
                 heard.stored.insert(channel, stored);
                 heard.stored.len() <= self.most_stored || broken("stores more than its channels")
             }
             Ok(Some(ToKeeper::Forget { channel })) => {
-                self.owner.stored(channel, None);
+                self.owner.stored(self, channel, None);
                 self.lock().stored.remove(&channel);
                 true
             }
@@ -371,6 +388,10 @@ impl Process {
                 heard.answered = heard.answered.max(question);
                 drop(heard);
                 self.changed.notify_all();
+                true
+            }
+            Ok(Some(ToKeeper::Answer { number, status, reason, fd })) => {
+                self.owner.answer(self, Reply { number, status, reason, fd });
                 true
             }
             Ok(Some(ToKeeper::Gone { number })) => {

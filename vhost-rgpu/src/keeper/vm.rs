@@ -35,10 +35,11 @@ use protocol::device::QUEUE_COUNT;
 
 use super::kept::Held;
 use super::negotiation::{MAX_MEMORIES, Negotiation, Notifier};
-use super::predecessor::{Connection, Predecessor, StoredByChannel, repeat};
+use super::predecessor::{Connection, Predecessor, repeat};
 use super::process::{Process, Processes};
 use super::status::Own;
 use super::takeover::Succession;
+use super::ties::StoredByChannel;
 use crate::config::Vm;
 use crate::device_process::Role;
 use crate::link::ToDevice;
@@ -153,8 +154,9 @@ impl Server {
     fn resume(&self, before: Predecessor, stays: RwLockReadGuard<'_, ()>) -> anyhow::Result<()> {
         let most = self.config.limits.max_channels as usize;
         // Nothing touches the guest's memory before the old process is gone.
-        let mut stored = before.end_device_process(most).context("what its device process has stored")?;
         let Predecessor { connection, found } = before;
+        let ended = connection.kept.end_device_process(&found, most, drop);
+        let mut stored = ended.context("what its device process has stored")?;
         let (vmm, requests, negotiation) = connection.restore(&found).context("what it has kept")?;
         drop(found);
         let (vmm, mut attempts) = (UnixStream::from(vmm), Attempts::new(0));
@@ -283,7 +285,7 @@ impl Device {
                 config.limits.max_channels as usize,
             )
             .context("starting a device process")?;
-        connection.served_by(&process);
+        connection.kept.served_by(&process);
         Device::connect(&process, requests, resumed).map_err(|e| {
             let (how, left) = process.take_over();
             *stored = left;

@@ -1,28 +1,26 @@
 //! What outlives a device process of native clients, so that its successor can go on with their sessions: their connections, which the keeper holds, too; their channels and regions, which are
 //! stored with it; and whether a request was being answered ([`Answering`]).
 //!
-//! A request stays in the client's socket until its answer is about to be sent, so a successor finds one that was not answered, and executes it again. Only in the few instructions from there to
-//! the answer nobody knows whether it was sent; then the session ends.
+//! A request stays in the client's socket until the keeper takes it away and answers it, which a device process has it do in one packet. So a successor finds a request that was not answered, and executes it
+//! again. Only if the keeper itself ends in the few instructions between the two, nobody knows whether the client has its answer; then the session ends.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, ErrorKind};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use host_bridge::bridge::saved::{MAX_BYTES, event};
 use host_bridge::bridge::{ChannelMemory, Saved, SessionConfig};
 use host_bridge::memory::Memories;
-use nix::sys::socket::{MsgFlags, recv};
 use protocol::link::Memory;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::{answer, own_memory};
+use super::own_memory;
 use crate::keeper::process::memory_file;
 use crate::link::Stored;
 use crate::refusal::Refusal;
-use protocol::device::Answer;
 
 /// Where what is to be known of a client's channel is stored, or of one of its regions.
 pub fn place(client: u64, region: Option<u32>) -> u64 {
@@ -153,22 +151,12 @@ impl From<OwnedFd> for Answering {
 }
 
 impl Answering {
-    /// Takes the request away and answers it.
-    pub fn answer(
-        &self,
-        socket: &OwnedFd,
-        status: Answer,
-        reason: &str,
-        fd: Option<std::os::fd::BorrowedFd<'_>>,
-    ) -> io::Result<()> {
-        self.0.write_all_at(&[1], 0)?;
-        // The client may have sent nothing yet: one that is refused before it asks.
-        let _ = recv(socket.as_raw_fd(), &mut [0], MsgFlags::MSG_DONTWAIT);
-        answer(socket, status, reason, fd)?;
-        self.0.write_all_at(&[0], 0)
+    /// Notes in the file of a client that its request is being taken away and answered, or that it was.
+    pub fn note(file: &OwnedFd, answering: bool) -> io::Result<()> {
+        File::from(file.try_clone()?).write_all_at(&[answering.into()], 0)
     }
 
-    /// Whether a predecessor ended between the two.
+    /// Whether a keeper ended between the two.
     pub fn was_interrupted(&self) -> io::Result<bool> {
         let mut byte = [0];
         Ok(self.0.read_at(&mut byte, 0)? == 1 && byte[0] != 0)
