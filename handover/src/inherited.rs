@@ -49,6 +49,11 @@ impl Inherited {
         Inherited::of(pairs.collect::<Vec<_>>())
     }
 
+    /// These descriptors, as if this process had been given them.
+    pub fn from_pairs(pairs: impl IntoIterator<Item = (String, OwnedFd)>) -> Inherited {
+        Inherited(pairs.into_iter().collect())
+    }
+
     fn of(pairs: impl IntoIterator<Item = (String, RawFd)>) -> Inherited {
         let mut all = BTreeMap::new();
         for (name, number) in pairs {

@@ -23,14 +23,20 @@
 //!
 //! - [`inherited`]: what a process was given at its start;
 //! - [`store`]: what a process keeps for the next one;
+//! - [`program`]: whether another program can take over;
+//! - [`text`]: what it writes down for the next one;
 //! - [`clock`]: times that another process understands.
 
 pub mod clock;
 mod inherited;
+mod program;
 mod store;
+mod text;
 
 pub use inherited::Inherited;
+pub use program::can_take_over;
 pub use store::Store;
+pub use text::Text;
 
 /// Variables of the environment that concern one process and no other: those of `sd_listen_fds(3)` and `sd_notify(3)`,
 /// and this crate's own. What a daemon starts must not inherit them.

@@ -108,6 +108,14 @@ impl Store {
         Ok(())
     }
 
+    /// The name under which this very file is kept already, among the names that begin with `prefix`. A service manager keeps no
+    /// file twice, so what came again has to stay under its first name.
+    pub fn name_of(&self, prefix: &str, fd: &impl AsFd) -> Option<String> {
+        let kept = self.lock();
+        let mut all = kept.range(prefix.to_owned()..).take_while(|(name, _)| name.starts_with(prefix));
+        all.find(|(_, own)| is_same(own.as_fd(), fd.as_fd())).map(|(name, _)| name.clone())
+    }
+
     /// Does not keep this any more, whether it is this process or the one before that kept it.
     pub fn forget(&self, name: &str) {
         self.lock().remove(name);
@@ -168,6 +176,16 @@ fn is_name(name: &str) -> bool {
         && name.bytes().all(|byte| byte.is_ascii_graphic() && !b":=".contains(&byte))
 }
 
+/// Whether two descriptors are of one open file. If the kernel does not say, they are not.
+fn is_same(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> bool {
+    /// `KCMP_FILE` of linux/kcmp.h.
+    const FILE: libc::c_int = 0;
+    let own = std::process::id();
+    // SAFETY: a plain system call, which compares two descriptors that are open during the call.
+    let order = unsafe { libc::syscall(libc::SYS_kcmp, own, own, FILE, one.as_raw_fd(), other.as_raw_fd()) };
+    order == 0
+}
+
 fn close_on_exec(fd: &OwnedFd, close: bool) -> io::Result<()> {
     let flags = if close { FdFlag::FD_CLOEXEC } else { FdFlag::empty() };
     fcntl(fd, FcntlArg::F_SETFD(flags)).map(drop).map_err(io::Error::from)
@@ -207,5 +225,21 @@ impl Prepared {
             Ok(never) => match never {},
             Err(e) => e.into(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_comes_again_is_found_under_its_name() {
+        let store = Store::default();
+        let ((one, _), (other, _)) = (std::io::pipe().unwrap(), std::io::pipe().unwrap());
+        store.keep("a-1", &one).unwrap();
+        assert_eq!(store.name_of("a-", &one.try_clone().unwrap()).as_deref(), Some("a-1"));
+        assert_eq!((store.name_of("a-", &other), store.name_of("b-", &one)), (None, None));
+        store.forget("a-1");
+        assert_eq!(store.name_of("", &one), None);
     }
 }

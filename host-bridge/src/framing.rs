@@ -169,11 +169,25 @@ pub fn recv_exact(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>
 
 /// One `recvmsg` into `buf`, descriptors taken (close-on-exec) as [`recv_exact`] does.
 pub fn recv_some(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<usize> {
+    recv_with(socket, buf, fds, MsgFlags::empty())
+}
+
+/// Like [`recv_some`], and what was received stays the next to be received.
+pub fn peek_some(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<usize> {
+    recv_with(socket, buf, fds, MsgFlags::MSG_PEEK)
+}
+
+fn recv_with(
+    socket: BorrowedFd<'_>,
+    buf: &mut [u8],
+    fds: &mut Vec<OwnedFd>,
+    flags: MsgFlags,
+) -> io::Result<usize> {
     let mut slices = [IoSliceMut::new(buf)];
     let mut space = nix::cmsg_space!([RawFd; MAX_FDS]);
+    let flags = flags | MsgFlags::MSG_CMSG_CLOEXEC;
     let message =
-        recvmsg::<()>(socket.as_raw_fd(), &mut slices, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)
-            .map_err(io::Error::from)?;
+        recvmsg::<()>(socket.as_raw_fd(), &mut slices, Some(&mut space), flags).map_err(io::Error::from)?;
     let bytes = message.bytes;
     for control in message.cmsgs().map_err(io::Error::from)? {
         if let ControlMessageOwned::ScmRights(received) = control {

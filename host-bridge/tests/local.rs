@@ -304,7 +304,7 @@ fn a_worker_that_lies_about_its_regions_ends_only_the_session() {
         let again = ChannelMemory::new(memories, extents, size).unwrap();
         let (lost, is_lost) = std::sync::mpsc::channel();
         let lost = Box::new(move |why: &str| lost.send(why.to_owned()).unwrap());
-        let second = Session::resume(&config, &saved, again, wakeup(), lost).unwrap();
+        let second = Session::resume(&config, &saved, again, None, wakeup(), lost).unwrap();
         let why = is_lost.recv_timeout(PATIENCE).unwrap();
         assert!(why.contains("does not keep to the protocol"), "{why}");
         worker.join().unwrap();

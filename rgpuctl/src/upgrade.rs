@@ -1,4 +1,4 @@
-//! `rgpuctl upgrade`: replaces a running `rgpu-server` by the program that is installed now.
+//! `rgpuctl upgrade`: replaces a running `rgpu-server`, or `vhost-rgpu`, by the program that is installed now.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::ExitCode;
@@ -15,11 +15,14 @@ const WITHIN: Duration = Duration::from_secs(120);
 /// A successor that has not answered is asked again after this time.
 const AGAIN: Duration = Duration::from_millis(50);
 
-/// Replace the running rgpu-server on this machine by the version that is installed now.
+/// Replace the running rgpu-server, or vhost-rgpu, on this machine by the version that is installed now.
 ///
-/// Sessions go on: their workers keep running, and programs do not notice. Clients that wait for a worker connect again.
-/// The server first asks the installed program whether it can go on with these sessions and whether it accepts the
-/// configuration; if not, nothing happens. A worker keeps its version until its session ends.
+/// Sessions go on, and programs do not notice. The daemon first asks the installed program whether it can go on with
+/// these sessions and whether it accepts the configuration; if not, nothing happens.
+///
+/// rgpu-server's workers keep running, and keep their version until their sessions end. Clients that wait for a worker
+/// connect again. vhost-rgpu (--socket /run/rgpu/vhost-rgpu.admin) replaces its device processes, too. Sessions over
+/// verbs, and those of a server without a grace period, do not outlive that.
 ///
 /// Exit status: 0 when the installed version serves, 125 when the old one goes on or none answers.
 #[derive(Args)]
@@ -36,10 +39,10 @@ pub fn upgrade(arguments: &Arguments) -> Result<ExitCode> {
     let mut line = String::new();
     BufReader::new(server)
         .read_line(&mut line)
-        .with_context(|| format!("listening to the server at {path}"))?;
+        .with_context(|| format!("listening to the daemon at {path}"))?;
     let (before, sessions) = agreed(&line)?;
     let text = successor(|| ask(arguments), Instant::now() + WITHIN).with_context(|| {
-        format!("the server at {path} has made way, and its successor does not answer: see its log")
+        format!("the daemon at {path} has made way, and its successor does not answer: see its log")
     })?;
     println!("{}", outcome(&before, sessions, &text)?);
     Ok(ExitCode::SUCCESS)
@@ -68,30 +71,34 @@ fn successor(mut ask: impl FnMut() -> Result<String>, deadline: Instant) -> Resu
 /// What the server says right before it makes way: its version, and how many sessions it has.
 fn agreed(line: &str) -> Result<(String, u64)> {
     if line.is_empty() {
-        bail!("the server ended without an answer: see its log");
+        bail!("the daemon ended without an answer: see its log");
     }
-    let said: Value = serde_json::from_str(line).with_context(|| format!("the server said {line:?}"))?;
+    let said: Value = serde_json::from_str(line).with_context(|| format!("the daemon said {line:?}"))?;
     match (&said["error"], &said["upgrading"]) {
         (Value::String(why), _) => bail!("not upgraded: {why}"),
         (_, Value::Object(upgrading)) => {
-            let version = upgrading.get("version").and_then(Value::as_str).unwrap_or("?").to_owned();
-            Ok((version, upgrading.get("sessions").and_then(Value::as_u64).unwrap_or(0)))
+            Ok((name(&said["upgrading"]), upgrading.get("sessions").and_then(Value::as_u64).unwrap_or(0)))
         }
-        _ => bail!("the server said {line:?}"),
+        _ => bail!("the daemon said {line:?}"),
     }
+}
+
+/// The daemon and its version. rgpu-server does not say which daemon it is.
+fn name(said: &Value) -> String {
+    let (daemon, version) = (said["daemon"].as_str(), said["version"].as_str());
+    format!("{} {}", daemon.unwrap_or("rgpu-server"), version.unwrap_or("?"))
 }
 
 /// What to say about the successor.
 fn outcome(before: &str, sessions: u64, text: &str) -> Result<String> {
-    let said: Value = serde_json::from_str(text).with_context(|| {
-        format!("rgpu-server {before} has made way, and its successor said {text:?}: see its log")
-    })?;
+    let said: Value = serde_json::from_str(text)
+        .with_context(|| format!("{before} has made way, and its successor said {text:?}: see its log"))?;
     if let Some(why) = said["error"].as_str() {
-        bail!("the successor of rgpu-server {before} does not understand this command: {why}");
+        bail!("the successor of {before} does not understand this command: {why}");
     }
-    let version = said["version"].as_str().unwrap_or("?");
+    let after = name(&said);
     let sessions = if sessions == 1 { "1 session".to_owned() } else { format!("{sessions} sessions") };
-    Ok(format!("rgpu-server {version} serves in place of {before} and has taken over {sessions}"))
+    Ok(format!("{after} serves in place of {before} and takes over {sessions}"))
 }
 
 #[cfg(test)]
@@ -110,7 +117,11 @@ mod tests {
     fn what_the_servers_say_is_told_in_one_line() {
         let (before, sessions) = agreed(r#"{"upgrading": {"sessions": 1, "version": "0.1.0"}}"#).unwrap();
         let text = outcome(&before, sessions, r#"{"version": "0.2.0", "pid": 7, "sessions": 1}"#).unwrap();
-        assert_eq!(text, "rgpu-server 0.2.0 serves in place of 0.1.0 and has taken over 1 session");
+        assert_eq!(text, "rgpu-server 0.2.0 serves in place of rgpu-server 0.1.0 and takes over 1 session");
+        let (before, sessions) =
+            agreed(r#"{"upgrading": {"daemon": "vhost-rgpu", "sessions": 2, "version": "0.1.0"}}"#).unwrap();
+        let text = outcome(&before, sessions, r#"{"daemon": "vhost-rgpu", "version": "0.2.0"}"#).unwrap();
+        assert_eq!(text, "vhost-rgpu 0.2.0 serves in place of vhost-rgpu 0.1.0 and takes over 2 sessions");
         let refused = agreed(r#"{"error": "the server is shutting down"}"#).unwrap_err().to_string();
         assert_eq!(refused, "not upgraded: the server is shutting down");
         assert!(agreed("").is_err() && agreed("what?").is_err() && outcome("0.1.0", 0, "").is_err());

@@ -131,6 +131,19 @@ enum RunAs {
 #[derive(Debug, Clone)]
 pub struct Handle(Arc<OwnedFd>);
 
+impl AsFd for Handle {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// From a descriptor of a process (`pidfd_open(2)`), such as another daemon had as its handle.
+impl From<OwnedFd> for Handle {
+    fn from(pidfd: OwnedFd) -> Handle {
+        Handle(Arc::new(pidfd))
+    }
+}
+
 impl Handle {
     /// Kills the process. What it has started dies with it if it has a PID namespace of its own.
     pub fn kill(&self) {
@@ -139,7 +152,7 @@ impl Handle {
     }
 
     /// Waits until the process has ended.
-    fn wait(&self) -> io::Result<()> {
+    pub fn wait(&self) -> io::Result<()> {
         loop {
             match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE) {
                 Ok(_) => return Ok(()),

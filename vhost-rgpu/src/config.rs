@@ -37,12 +37,14 @@ use crate::servers::{self, Servers};
 
 Signals:
   SIGTERM, SIGINT  end the sessions, and end
+  SIGUSR2          go on as the version that is installed, with all sessions
 
 Files:
   /etc/rgpu/vhost-rgpu.toml     configuration of the packaged unit
   /var/lib/rgpu/client          this host's key and the servers that it trusts
   /run/rgpu/native.sock         where programs of this host connect
   /run/rgpu/vhost-rgpu.status   where rgpuctl reads the status
+  /run/rgpu/vhost-rgpu.admin    where rgpuctl replaces the daemon by the version that is installed
 
 Environment:
   RUST_LOG  what to log, as --log, which overrides it"
@@ -54,6 +56,9 @@ pub struct Arguments {
     /// Check the configuration, report what is wrong with it, and exit
     #[arg(long)]
     pub check_config: bool,
+    /// With --check-config: whether this program goes on with what a daemon leaves that writes it down in this format
+    #[arg(long, value_name = "FORMAT", hide = true)]
+    pub takes_over: Option<u32>,
     /// Print a commented configuration file with every option, and exit
     #[arg(long)]
     pub print_config: bool,
@@ -86,6 +91,9 @@ struct DaemonOptions {
     /// Unix socket where the daemon reports its status to rgpuctl: one JSON object for each connection. By default there is none
     #[arg(id = "status.socket", long = "status-socket", value_name = "PATH")]
     status_socket: Option<PathBuf>,
+    /// Unix socket where rgpuctl upgrade replaces the daemon; only its user and root may connect. By default there is none
+    #[arg(id = "admin.socket", long = "admin-socket", value_name = "PATH")]
+    admin_socket: Option<PathBuf>,
     /// Where metrics are served.
     #[command(flatten)]
     metrics: metrics::Options,
@@ -234,6 +242,8 @@ pub struct Config {
     pub native: Option<Native>,
     /// Socket for the status.
     pub status: Option<PathBuf>,
+    /// Socket for `rgpuctl upgrade`.
+    pub admin: Option<PathBuf>,
     /// Where metrics are served.
     pub metrics: metrics::Options,
     /// What device processes may reach.
@@ -411,8 +421,8 @@ fn read(given: &ArgMatches, file: Option<&File>) -> Result<Config, ConfigError> 
         return Err(ConfigError::Nothing);
     }
     let sandbox = daemon.sandbox.into();
-    let DaemonOptions { log, status_socket: status, metrics, .. } = daemon;
-    Ok(Config { log, vms, native, status, metrics, sandbox })
+    let DaemonOptions { log, status_socket: status, admin_socket: admin, metrics, .. } = daemon;
+    Ok(Config { log, vms, native, status, admin, metrics, sandbox })
 }
 
 fn vm(layer: &Layer<'_>, poll: Option<Duration>) -> Result<Vm, options::Error> {
@@ -573,7 +583,10 @@ fn parts(brief: bool) -> [Part; 3] {
             commented: false,
             text: "",
             options: DaemonOptions::augment_args(command()),
-            set: &[("status.socket", "\"/run/rgpu/vhost-rgpu.status\"")],
+            set: &[
+                ("status.socket", "\"/run/rgpu/vhost-rgpu.status\""),
+                ("admin.socket", "\"/run/rgpu/vhost-rgpu.admin\""),
+            ],
             examples: &[
                 ("poll_us", "50"),
                 ("metrics.listen", "\"tcp:127.0.0.1:9721\""),

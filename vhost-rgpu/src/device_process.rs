@@ -182,8 +182,12 @@ pub fn run(config: Config, control: Control, orders: &Orders) -> Result<()> {
             (ToDevice::Vmm { listening, requests, resumed }, Serving::Vm(vm)) => {
                 vm.serve(listening, requests, resumed)?;
             }
-            (ToDevice::Client { number, who, socket }, Serving::Native(native)) => {
-                native.serve(number, who, socket);
+            (ToDevice::Answered { number }, Serving::Native(native)) => native.answered(number),
+            (ToDevice::Restore { channel, stored }, Serving::Native(native)) => {
+                native.restore(channel, stored);
+            }
+            (ToDevice::Client { number, who, socket, answering, again }, Serving::Native(native)) => {
+                native.serve(number, who, socket, answering.into(), again);
             }
             (other, _) => bail!("a message that is not for {role}: {other:?}"),
         }

@@ -10,16 +10,19 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use host_bridge::bridge::saved::MAX_DESCRIPTORS;
-use host_bridge::framing::recv_some;
-use nix::sys::socket::{AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair};
+use host_bridge::framing::{peek_some, recv_some};
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, recv, sendmsg, socketpair,
+};
+use protocol::device::Answer;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::device_process::Role;
 
 /// Maximum bytes of a packet.
 const MAX_PACKET: usize = 4096;
-/// Maximum descriptors in a packet: a file, and those of a saved session.
-const MAX_FDS: usize = 1 + MAX_DESCRIPTORS;
+/// Maximum descriptors in a packet: a file, a native client's memory and doorbell, and those of a saved session.
+const MAX_FDS: usize = 3 + MAX_DESCRIPTORS;
 
 /// The beginning of each packet.
 #[repr(C)]
@@ -42,20 +45,23 @@ mod kind {
     pub const ORDERS: u32 = 8;
     pub const CONNECTED: u32 = 9;
     pub const SERVE: u32 = 10;
+    pub const CLIENT_AGAIN: u32 = 11;
+    pub const ANSWERED: u32 = 12;
     pub const STORE: u32 = 17;
     pub const FORGET: u32 = 18;
     pub const STATUS: u32 = 19;
     pub const GONE: u32 = 20;
     pub const CONFINED: u32 = 21;
     pub const CONNECT: u32 = 22;
+    pub const ANSWER: u32 = 23;
 }
 
-/// What a device process needs to know of a channel that its predecessor opened. The keeper only holds it.
+/// What a device process needs to know of a channel that its predecessor opened, or of a native client's region. The keeper only holds it.
 #[derive(Debug)]
 pub struct Stored {
     /// A memfd with the channel's extents and its saved session ([`host_bridge::bridge::Saved`]).
     pub known: OwnedFd,
-    /// The saved session's descriptors.
+    /// A native client's memory and doorbell, and the saved session's descriptors.
     pub descriptors: Vec<OwnedFd>,
 }
 
@@ -95,8 +101,8 @@ pub enum ToDevice {
     },
     /// What the predecessor had stored. Comes before [`Vmm`](ToDevice::Vmm).
     Restore {
-        /// The channel.
-        channel: u32,
+        /// The channel. Of a native client, its number and one of its regions ([`native::place`](crate::native::place)).
+        channel: u64,
         /// What was stored.
         stored: Stored,
     },
@@ -108,6 +114,15 @@ pub enum ToDevice {
         who: String,
         /// The connection.
         socket: OwnedFd,
+        /// A file that says whether a request was being answered. It outlives device processes.
+        answering: OwnedFd,
+        /// Another process has served it before. What that had stored of it has come.
+        again: bool,
+    },
+    /// A native client has its [`Answer`](ToKeeper::Answer), and its request is taken away.
+    Answered {
+        /// The client's number.
+        number: u64,
     },
     /// Asks for a [`Status`](ToKeeper::Status).
     AskStatus {
@@ -124,14 +139,14 @@ pub enum ToKeeper {
     /// Keep this for a successor, instead of what was stored for the channel before.
     Store {
         /// The channel.
-        channel: u32,
+        channel: u64,
         /// What to keep.
         stored: Stored,
     },
     /// Forget what was stored for the channel.
     Forget {
         /// The channel.
-        channel: u32,
+        channel: u64,
     },
     /// The status.
     Status {
@@ -144,6 +159,17 @@ pub enum ToKeeper {
     Gone {
         /// Its number.
         number: u64,
+    },
+    /// Take a native client's request away, and answer it. So it is certain whether a process that ends has answered.
+    Answer {
+        /// The client's number.
+        number: u64,
+        /// The answer.
+        status: Answer,
+        /// Why, if it is not `Ok`.
+        reason: String,
+        /// What goes with it.
+        fd: Option<OwnedFd>,
     },
     /// What its sandbox lacks, or why it must not serve. Comes first.
     Confined {
@@ -187,9 +213,8 @@ fn malformed(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
 }
 
-fn channel(number: u64) -> io::Result<u32> {
-    u32::try_from(number).map_err(|_| malformed("a channel's id of more than 32 bits"))
-}
+/// [`recv_some`] or [`peek_some`].
+type Receive = fn(BorrowedFd<'_>, &mut [u8], &mut Vec<OwnedFd>) -> io::Result<usize>;
 
 /// A received packet.
 struct Packet {
@@ -236,14 +261,19 @@ impl Control {
 
     /// The next packet. `None`: the other end is closed.
     fn receive(&self) -> io::Result<Option<Packet>> {
+        self.receive_with(recv_some)
+    }
+
+    fn receive_with(&self, receive: Receive) -> io::Result<Option<Packet>> {
         // One byte more than a packet may have: a longer one shows.
-        let (mut bytes, mut fds) = ([0; MAX_PACKET + 1], Vec::new());
+        let (mut bytes, mut fds, mut reset) = ([0; MAX_PACKET + 1], Vec::new(), false);
         let length = loop {
-            match recv_some(self.0.as_fd(), &mut bytes, &mut fds) {
+            match receive(self.0.as_fd(), &mut bytes, &mut fds) {
                 Ok(0) => return Ok(None),
                 Ok(length) => break length,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => fds.clear(),
-                // The other end died with packets that it had not read.
+                // The other end died with packets that it had not read. The kernel says so once, before it delivers what was sent.
+                Err(e) if e.kind() == io::ErrorKind::ConnectionReset && !reset => reset = true,
                 Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
                 Err(e) => return Err(e),
             }
@@ -278,21 +308,25 @@ impl Control {
                 &[listening.as_fd(), requests.as_fd()],
             ),
             ToDevice::Restore { channel, stored } => self.restore(*channel, stored),
-            ToDevice::Client { number, who, socket } => send(kind::CLIENT, *number, who, &[socket.as_fd()]),
+            ToDevice::Client { number, who, socket, answering, again } => {
+                let kind = if *again { kind::CLIENT_AGAIN } else { kind::CLIENT };
+                send(kind, *number, who, &[socket.as_fd(), answering.as_fd()])
+            }
+            ToDevice::Answered { number } => send(kind::ANSWERED, *number, "", &[]),
             ToDevice::AskStatus { question } => send(kind::ASK_STATUS, *question, "", &[]),
             ToDevice::End => send(kind::END, 0, "", &[]),
         }
     }
 
     /// Gives a device process what its predecessor had stored.
-    pub fn restore(&self, channel: u32, stored: &Stored) -> io::Result<()> {
+    pub fn restore(&self, channel: u64, stored: &Stored) -> io::Result<()> {
         self.send_stored(kind::RESTORE, channel, stored, MsgFlags::MSG_DONTWAIT)
     }
 
-    fn send_stored(&self, kind: u32, channel: u32, stored: &Stored, flags: MsgFlags) -> io::Result<()> {
+    fn send_stored(&self, kind: u32, channel: u64, stored: &Stored, flags: MsgFlags) -> io::Result<()> {
         let fds: Vec<_> =
             std::iter::once(&stored.known).chain(&stored.descriptors).map(AsFd::as_fd).collect();
-        self.send(kind, channel.into(), "", &fds, flags)
+        self.send(kind, channel, "", &fds, flags)
     }
 
     /// The keeper's next message; `None` if the keeper is gone. Blocks.
@@ -308,10 +342,15 @@ impl Control {
                 requests: packet.fd()?,
                 resumed: (packet.number != 0).then_some(packet.text),
             },
-            kind::RESTORE => ToDevice::Restore { channel: channel(packet.number)?, stored: packet.stored()? },
-            kind::CLIENT => {
-                ToDevice::Client { number: packet.number, socket: packet.fd()?, who: packet.text }
-            }
+            kind::RESTORE => ToDevice::Restore { channel: packet.number, stored: packet.stored()? },
+            kind::CLIENT | kind::CLIENT_AGAIN => ToDevice::Client {
+                number: packet.number,
+                socket: packet.fd()?,
+                answering: packet.fd()?,
+                again: packet.kind == kind::CLIENT_AGAIN,
+                who: packet.text,
+            },
+            kind::ANSWERED => ToDevice::Answered { number: packet.number },
             kind::ASK_STATUS => ToDevice::AskStatus { question: packet.number },
             kind::END => ToDevice::End,
             _ => return Err(malformed("a packet of unknown kind")),
@@ -323,9 +362,15 @@ impl Control {
         let flags = MsgFlags::empty();
         match message {
             ToKeeper::Store { channel, stored } => self.send_stored(kind::STORE, *channel, stored, flags),
-            ToKeeper::Forget { channel } => self.send(kind::FORGET, (*channel).into(), "", &[], flags),
+            ToKeeper::Forget { channel } => self.send(kind::FORGET, *channel, "", &[], flags),
             ToKeeper::Status { question, text } => {
                 self.send(kind::STATUS, *question, "", &[text.as_fd()], flags)
+            }
+            ToKeeper::Answer { number, status, reason, fd } => {
+                let fds: Vec<_> = fd.iter().map(AsFd::as_fd).collect();
+                // The number of the answer is its first character.
+                let status = char::from_u32(*status as u32).unwrap_or_default();
+                self.send(kind::ANSWER, *number, &format!("{status}{reason}"), &fds, flags)
             }
             ToKeeper::Gone { number } => self.send(kind::GONE, *number, "", &[], flags),
             ToKeeper::Confined { text } => self.send(kind::CONFINED, 0, "", &[text.as_fd()], flags),
@@ -336,13 +381,24 @@ impl Control {
         }
     }
 
-    /// A device process's next message; `None` if the process is gone. Does not block if the socket is readable.
+    /// A device process's next message; `None` if the process is gone. Does not block if the socket is readable. It stays the next one until it is [taken away](Self::consume): a keeper that
+    /// ends before that leaves it to the next keeper.
     pub fn next_from_device(&self) -> io::Result<Option<ToKeeper>> {
-        let Some(mut packet) = self.receive()? else { return Ok(None) };
+        let Some(mut packet) = self.receive_with(peek_some)? else { return Ok(None) };
         Ok(Some(match packet.kind {
-            kind::STORE => ToKeeper::Store { channel: channel(packet.number)?, stored: packet.stored()? },
-            kind::FORGET => ToKeeper::Forget { channel: channel(packet.number)? },
+            kind::STORE => ToKeeper::Store { channel: packet.number, stored: packet.stored()? },
+            kind::FORGET => ToKeeper::Forget { channel: packet.number },
             kind::STATUS => ToKeeper::Status { question: packet.number, text: packet.fd()? },
+            kind::ANSWER => {
+                let mut text = packet.text.chars();
+                let status = text.next().ok_or_else(|| malformed("an answer without a status"))?;
+                ToKeeper::Answer {
+                    number: packet.number,
+                    status: Answer::from_number(status.into()),
+                    reason: text.collect(),
+                    fd: packet.fds.next(),
+                }
+            }
             kind::GONE => ToKeeper::Gone { number: packet.number },
             kind::CONFINED => ToKeeper::Confined { text: packet.fd()? },
             kind::CONNECT => ToKeeper::Connect {
@@ -352,6 +408,20 @@ impl Control {
             },
             _ => return Err(malformed("a packet of unknown kind")),
         }))
+    }
+}
+
+impl Control {
+    /// Takes away the message that [`next_from_device`](Self::next_from_device) has given.
+    pub fn consume(&self) -> io::Result<()> {
+        let mut reset = false;
+        loop {
+            match recv(self.0.as_raw_fd(), &mut [0], MsgFlags::MSG_DONTWAIT) {
+                Err(nix::Error::EINTR) => {}
+                Err(nix::Error::ECONNRESET) if !reset => reset = true,
+                done => return done.map(drop).map_err(io::Error::from),
+            }
+        }
     }
 }
 
@@ -400,10 +470,15 @@ mod tests {
         device.tell_keeper(&ToKeeper::Forget { channel: 9 }).unwrap();
         drop(device);
         let first = keeper.next_from_device().unwrap();
+        keeper.consume().unwrap();
         assert!(
             matches!(&first, Some(ToKeeper::Store { channel: 7, stored }) if stored.descriptors.len() == 3)
         );
-        assert!(matches!(keeper.next_from_device(), Ok(Some(ToKeeper::Forget { channel: 9 }))));
+        // It stays until it is taken away.
+        for _ in 0..2 {
+            assert!(matches!(keeper.next_from_device(), Ok(Some(ToKeeper::Forget { channel: 9 }))));
+        }
+        keeper.consume().unwrap();
         assert!(keeper.next_from_device().unwrap().is_none());
     }
 
@@ -442,6 +517,7 @@ mod tests {
             sendmsg::<()>(theirs.as_raw_fd(), &[IoSlice::new(&bytes)], control, MsgFlags::empty(), None).unwrap();
             drop(theirs);
             let packet = keeper.next_from_device();
+            keeper.consume().unwrap();
             if bytes.len() < size_of::<Header>() || bytes.len() > MAX_PACKET || descriptors > MAX_FDS {
                 prop_assert!(packet.is_err());
             }

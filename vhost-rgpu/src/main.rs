@@ -81,6 +81,9 @@ fn run() -> Result<()> {
     if control.is_none() {
         config.metrics.check()?;
     }
+    if let (true, Some(format)) = (arguments.check_config, arguments.takes_over) {
+        return keeper::takeover::takes_over(format);
+    }
     if arguments.check_config {
         let vms: Vec<&str> = config.vms.iter().map(|vm| vm.name.as_str()).collect();
         let vms = if vms.is_empty() { "none".to_owned() } else { vms.join(", ") };

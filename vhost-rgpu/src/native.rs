@@ -1,21 +1,28 @@
 //! Native clients: processes of this host, and of its containers, that speak [`protocol::native`] over a `SOCK_SEQPACKET` socket. The keeper accepts and counts them and passes each
 //! connection to the device process of its user.
 //!
+//! A device process that ends is replaced, and its clients' sessions go on ([`recovery`]).
+//!
 //! One thread serves one connection, which has one channel. A client's memory is a memfd sealed against shrinking, so a mapping here never loses its pages.
 //! A client that misbehaves is answered `INVALID` or disconnected; no other client is affected.
 
+mod recovery;
+
+use std::collections::{BTreeMap, HashSet};
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use host_bridge::bridge::{ChannelMemory, ConnectError, Prepared, RegionMemory, Session, Turn, Wakeup};
-use host_bridge::framing::recv_some;
+use host_bridge::bridge::{
+    ChannelMemory, ConnectError, Prepared, RegionError, RegionMemory, Session, TransportKind, Turn, Wakeup,
+};
+use host_bridge::framing::peek_some;
 use host_bridge::memory::Memories;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags};
-use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use nix::sys::socket::{ControlMessage, MsgFlags, recv, sendmsg};
 use protocol::device::{Answer, Extent, REGISTER_READ_ONLY, Response, request};
 use protocol::link::Memory;
 use protocol::native::{MAGIC, Request};
@@ -24,13 +31,19 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::config::Native;
 use crate::limit::LogLimit;
-use crate::link::{Control, ToKeeper};
+use crate::link::{Control, Stored, ToKeeper};
 use crate::refusal::{Refusal, invalid, no_resources};
 use crate::registry::{Listed, Registry};
 use crate::sockets::Stopper;
+use recovery::{Leftover, place};
+
+pub use recovery::Answering;
+pub use recovery::client_of;
 
 /// How long the server may hold a destroyed channel's memory before the log says so. The message is repeated as often.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Most regions and channels that a process stores with the keeper, which holds a few descriptors for each.
+pub const MAX_STORED: usize = 65536;
 
 /// The open connections, and what ends them.
 #[derive(Debug, Default)]
@@ -47,16 +60,97 @@ pub struct Server {
     registry: Arc<Registry>,
     control: Arc<Control>,
     connections: Connections,
+    /// What predecessors have stored of clients that have not come yet.
+    restored: Mutex<BTreeMap<u64, Stored>>,
+    /// Clients that the keeper has answered, whose threads do not know yet.
+    answered: Mutex<HashSet<u64>>,
+    answers: Condvar,
+    /// How much is stored.
+    stored: AtomicUsize,
 }
 
 impl Server {
     /// A server with this configuration.
     pub fn new(config: Native, registry: Arc<Registry>, control: Arc<Control>) -> Arc<Server> {
-        Arc::new(Server { config, registry, control, connections: Connections::default() })
+        Arc::new(Server {
+            config,
+            registry,
+            control,
+            connections: Connections::default(),
+            restored: Mutex::default(),
+            answered: Mutex::default(),
+            answers: Condvar::new(),
+            stored: AtomicUsize::new(0),
+        })
     }
 
-    /// Serves a client that the keeper has accepted, in a thread of its own.
-    pub fn serve(self: &Arc<Self>, number: u64, who: String, socket: OwnedFd) {
+    /// Takes what a predecessor has stored of a client.
+    pub fn restore(&self, place: u64, stored: Stored) {
+        self.stored.fetch_add(1, Ordering::Relaxed);
+        self.restored.lock().unwrap_or_else(PoisonError::into_inner).insert(place, stored);
+    }
+
+    /// The keeper has answered a client.
+    pub fn answered(&self, number: u64) {
+        self.answered.lock().unwrap_or_else(PoisonError::into_inner).insert(number);
+        self.answers.notify_all();
+    }
+
+    /// Has the keeper answer a client, and waits until it has.
+    fn answer(
+        &self,
+        number: u64,
+        status: Answer,
+        reason: &str,
+        fd: Option<BorrowedFd<'_>>,
+    ) -> io::Result<()> {
+        let fd = fd.map(|fd| fd.try_clone_to_owned()).transpose()?;
+        self.control.tell_keeper(&ToKeeper::Answer { number, status, reason: reason.to_owned(), fd })?;
+        let answered = self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+        let wait = self.answers.wait_while(answered, |answered| !answered.remove(&number));
+        drop(wait.unwrap_or_else(PoisonError::into_inner));
+        Ok(())
+    }
+
+    fn take_restored(&self, client: u64) -> BTreeMap<u64, Stored> {
+        let mut all = self.restored.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut own = all.split_off(&place(client, None));
+        all.append(&mut own.split_off(&place(client + 1, None)));
+        own
+    }
+
+    /// Stores something for a successor.
+    fn store(&self, place: u64, stored: io::Result<Stored>) -> Result<(), Refusal> {
+        if self.stored.load(Ordering::Relaxed) >= MAX_STORED {
+            return Err(no_resources(format!("this user's programs have {MAX_STORED} channels and regions")));
+        }
+        self.store_again(place, stored)?;
+        self.stored.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Stores something in place of what is stored there.
+    fn store_again(&self, place: u64, stored: io::Result<Stored>) -> Result<(), Refusal> {
+        let tell = |stored| self.control.tell_keeper(&ToKeeper::Store { channel: place, stored });
+        let told = stored.and_then(tell);
+        told.map_err(|e| no_resources(format!("this host cannot remember it: {e}")))
+    }
+
+    fn unstore(&self, place: u64) {
+        self.stored.fetch_sub(1, Ordering::Relaxed);
+        // Without a keeper there is no successor.
+        let _ = self.control.tell_keeper(&ToKeeper::Forget { channel: place });
+    }
+
+    /// Serves a client that the keeper has accepted, in a thread of its own. `again`: another process had served it.
+    pub fn serve(
+        self: &Arc<Self>,
+        number: u64,
+        who: String,
+        socket: OwnedFd,
+        answering: Answering,
+        again: bool,
+    ) {
         // Also if serving fails or panics: a connection that the keeper does not know to be over would count against the limit for ever.
         let forget = Forget(self.clone(), number);
         if let Err(why) = self.admit(number, &socket) {
@@ -71,10 +165,13 @@ impl Server {
             Connection {
                 server: &server,
                 socket: &socket,
+                answering,
+                again,
                 number,
                 who,
                 limit: LogLimit::new(),
                 channel: None,
+                stored: 0,
             }
             .serve();
         });
@@ -111,7 +208,9 @@ impl Server {
     }
 
     fn forget(&self, number: u64) {
-        self.connections.open.lock().unwrap_or_else(PoisonError::into_inner).0.remove(&number);
+        let closed = self.connections.open.lock().unwrap_or_else(PoisonError::into_inner).0.remove(&number);
+        // The keeper has the connection, too: it would stay open.
+        closed.iter().for_each(Stopper::stop);
         self.connections.changed.notify_all();
         // A keeper that is gone counts nothing any more.
         let _ = self.control.tell_keeper(&ToKeeper::Gone { number });
@@ -130,19 +229,32 @@ impl Drop for Forget {
 struct Connection<'s> {
     server: &'s Server,
     socket: &'s OwnedFd,
+    answering: Answering,
+    /// The next request may have been carried out by another process already, which has not answered it.
+    again: bool,
     number: u64,
     who: String,
     limit: LogLimit,
     channel: Option<(Arc<Session>, Listed)>,
+    /// How much is stored of it.
+    stored: usize,
 }
 
 impl Connection<'_> {
     fn serve(mut self) {
+        if self.again
+            && let Err(why) = self.resume()
+        {
+            tracing::warn!("{}: the session of a process before this one: {why}", self.who);
+            self.server.registry.totals.lost.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
         let mut fds = Vec::new();
         // One byte more than a request: a longer packet shows.
         let mut packet = [0u8; size_of::<Request>() + 1];
         loop {
-            let n = match recv_some(self.socket.as_fd(), &mut packet, &mut fds) {
+            // It stays the next one until it is answered: a successor finds it.
+            let n = match peek_some(self.socket.as_fd(), &mut packet, &mut fds) {
                 Ok(0) => break,
                 Ok(n) => n,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
@@ -152,12 +264,14 @@ impl Connection<'_> {
                 }
             };
             let result = self.request(&packet[..n], std::mem::take(&mut fds));
+            self.again = false;
+            let answer = |status, reason: &str, fd| self.server.answer(self.number, status, reason, fd);
             let (sent, over) = match &result {
-                Ok(Done::Registered) => (answer(self.socket, Answer::Ok, "", None), false),
-                Ok(Done::Destroyed) => (answer(self.socket, Answer::Ok, "", None), true),
+                Ok(Done::Registered) => (answer(Answer::Ok, "", None), false),
+                Ok(Done::Destroyed) => (answer(Answer::Ok, "", None), true),
                 Ok(Done::Created) => {
                     let doorbell = self.channel.as_ref().map(|(session, _)| session.doorbell_fd().as_fd());
-                    (answer(self.socket, Answer::Ok, "", doorbell), false)
+                    (answer(Answer::Ok, "", doorbell), false)
                 }
                 Ok(Done::Answered) => (Ok(()), false),
                 Ok(Done::RefusedAfterWaiting) => (Ok(()), true),
@@ -166,7 +280,7 @@ impl Connection<'_> {
                         self.server.registry.totals.malformed.fetch_add(1, Ordering::Relaxed);
                     }
                     self.limit.warn(&self.who, why);
-                    (answer(self.socket, *status, why, None), false)
+                    (answer(*status, why, None), false)
                 }
             };
             if let Err(e) = sent {
@@ -179,6 +293,75 @@ impl Connection<'_> {
         }
         let ending = self.server.connections.open.lock().unwrap_or_else(PoisonError::into_inner).1;
         self.end(if ending { "vhost-rgpu is ending" } else { "the client closed its connection" });
+        // The keeper forgets all of it with the client.
+        self.server.stored.fetch_sub(self.stored, Ordering::Relaxed);
+    }
+
+    /// Goes on where a predecessor ended. The error says why the session cannot; the client then finds its connection closed.
+    fn resume(&mut self) -> Result<(), String> {
+        let mut packet = [0; size_of::<Request>()];
+        let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+        let there = recv(self.socket.as_raw_fd(), &mut packet, flags);
+        let request =
+            there.is_ok().then(|| Request::read_from_bytes(&packet).map_or(0, |request| request.kind));
+        let restored = self.server.take_restored(self.number);
+        self.stored = restored.len();
+        let places: Vec<u64> = restored.keys().copied().collect();
+        let servers = self.server.config.servers.all();
+        let leftover = Leftover::new(restored, servers).map_err(|e| e.to_string())?;
+        let unsure = request.is_none() && self.answering.was_interrupted().map_err(|e| e.to_string())?;
+        // One that comes later is the client's first to this process.
+        self.again = request.is_some();
+        let Some(leftover) = leftover else {
+            return if unsure { Err("nobody knows whether it was answered".into()) } else { Ok(()) };
+        };
+        // The client has no answer that would say that it has a channel, or it wants it no more.
+        if matches!(request, Some(request::CREATE_CHANNEL | request::DESTROY_CHANNEL)) {
+            leftover.end();
+            places.into_iter().for_each(|place| self.server.unstore(place));
+            self.stored = 0;
+            return Ok(());
+        }
+        let reason =
+            "the process of vhost-rgpu that served this user's programs has ended: start the program again";
+        let lost = |leftover: &Leftover, why: String| {
+            leftover.end();
+            leftover.channel.tell_lost_by_futex(reason);
+            Err(why)
+        };
+        let Some(saved) = leftover.saved.as_ref().filter(|_| !unsure) else {
+            let why = if unsure {
+                "nobody knows whether a request was answered"
+            } else {
+                "it ended with that process"
+            };
+            return lost(&leftover, why.into());
+        };
+        let stopper = Stopper::for_connection(self.socket).map_err(|e| e.to_string())?;
+        // The channel is mapped once more: the session has its own.
+        let (memories, extents) = own_channel(&leftover.channel).map_err(|refusal| refusal.1)?;
+        let mut channel =
+            ChannelMemory::new(memories, extents, leftover.channel.size).map_err(|e| e.to_string())?;
+        channel.doorbell = leftover.channel.doorbell.clone();
+        let on_lost = Box::new(move |_: &str| stopper.stop());
+        let resumed = Session::resume(
+            &leftover.server,
+            saved,
+            channel,
+            Some(&leftover.regions),
+            Wakeup::Futex,
+            on_lost,
+        );
+        let session = match resumed {
+            Ok(session) => Arc::new(session),
+            Err(e) => return lost(&leftover, e.to_string()),
+        };
+        let listed = self.server.registry.list_resumed(&self.who, self.number, session.clone());
+        // The predecessor may have taken a doorbell, or been about to wake the client's threads.
+        session.doorbell();
+        session.wake_all();
+        self.channel = Some((session, listed));
+        Ok(())
     }
 
     /// Ends the session and releases the client's memory.
@@ -222,8 +405,15 @@ impl Connection<'_> {
                     return Err(no_resources(format!("a channel of {size} bytes, the limit is {limit}")));
                 }
                 let (memories, extents) = own_memory(fds, offset, size)?;
-                self.create(memories, extents, size)
+                let created = self.create(memories, extents, size);
+                if self.channel.is_none() && self.stored > 0 {
+                    self.server.unstore(place(self.number, None));
+                    self.stored = 0;
+                }
+                created
             }
+            // A predecessor was about to say that it is gone.
+            request::DESTROY_CHANNEL if self.again && self.channel.is_none() => Ok(Done::Destroyed),
             request::DESTROY_CHANNEL => {
                 self.session()?;
                 self.end("the client has destroyed the channel");
@@ -236,14 +426,36 @@ impl Connection<'_> {
                 let session = self.session()?;
                 let (memories, extents) = own_memory(fds, offset, size)?;
                 let read_only = flags & REGISTER_READ_ONLY != 0;
-                session.register_region(
-                    region,
-                    RegionMemory { memories, extents, size, own_memory: true, read_only },
-                )?;
+                if self.again && session.wait_for_regions() && session.has_region(region) {
+                    session.unregister_region(region)?;
+                }
+                let place = place(self.number, Some(region));
+                // The worker of a local session has the memory itself.
+                let stores = session.transport() != TransportKind::Local && !session.has_region(region);
+                if stores {
+                    self.server.store(place, recovery::region(&memories, size))?;
+                    self.stored += 1;
+                }
+                let memory = RegionMemory { memories, extents, size, own_memory: true, read_only };
+                if let Err(e) = session.register_region(region, memory) {
+                    if stores {
+                        self.server.unstore(place);
+                        self.stored -= 1;
+                    }
+                    return Err(e.into());
+                }
                 Ok(Done::Registered)
             }
             request::UNREGISTER_MEMORY => {
-                self.session()?.unregister_region(region)?;
+                let session = self.session()?;
+                match session.unregister_region(region) {
+                    Err(RegionError::Unknown(_)) if self.again => {}
+                    done => done?,
+                }
+                if session.transport() != TransportKind::Local {
+                    self.server.unstore(place(self.number, Some(region)));
+                    self.stored = self.stored.saturating_sub(1);
+                }
                 Ok(Done::Registered)
             }
             other => Err(Refusal(Answer::Unsupported, format!("unknown request {other}"))),
@@ -261,12 +473,22 @@ impl Connection<'_> {
         let channel = ChannelMemory::new(memories, extents, size)?;
         let stopper = Stopper::for_connection(self.socket)
             .map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))?;
-        let (_, config) = self.server.config.servers.choose(&channel)?;
+        let (server, config) = self.server.config.servers.choose(&channel)?;
         let refused = |e: &ConnectError| self.server.registry.totals.refuse(e.answer());
-        let mut turn = Queued { socket: self.socket, channel: &channel, answered: false };
+        let own = place(self.number, None);
+        // Without a session to go on with, until there is one.
+        self.server.store(own, recovery::channel(server, &channel, None))?;
+        self.stored += 1;
+        let mut turn = Queued {
+            server: self.server,
+            number: self.number,
+            socket: self.socket,
+            channel: &channel,
+            answered: false,
+        };
         let connected = Prepared::connect(&config, &channel, &mut turn).inspect_err(refused);
         let waited = turn.answered;
-        let prepared = match connected {
+        let mut prepared = match connected {
             Err(e) if waited => {
                 // The client has its answer already. It finds the reason in the channel's header.
                 self.limit.warn(&self.who, &e.to_string());
@@ -276,6 +498,10 @@ impl Connection<'_> {
             }
             connected => connected?,
         };
+        let unsaved = |e: io::Error| no_resources(format!("this host cannot remember the session: {e}"));
+        if let Some(saved) = prepared.save(&channel).map_err(unsaved)? {
+            self.server.store_again(own, recovery::channel(server, &channel, Some(&saved)))?;
+        }
         // The end of the session closes the connection, which wakes this thread to clean up.
         let started =
             prepared.start(channel, Wakeup::Futex, Box::new(move |_| stopper.stop())).inspect_err(refused);
@@ -295,6 +521,8 @@ impl Connection<'_> {
 
 /// A client whose session waits in a server's queue. It is answered at once and finds its position in the queue in the channel's header.
 struct Queued<'c> {
+    server: &'c Server,
+    number: u64,
     socket: &'c OwnedFd,
     channel: &'c ChannelMemory,
     answered: bool,
@@ -308,7 +536,8 @@ impl Turn for Queued<'_> {
         self.channel.tell_waiting(server, ahead);
         if !std::mem::replace(&mut self.answered, true) {
             // A client that is gone is noticed when its connection is closed.
-            let _ = answer(self.socket, Answer::Ok, "", Some(self.channel.doorbell.as_fd()));
+            let doorbell = Some(self.channel.doorbell.as_fd());
+            let _ = self.server.answer(self.number, Answer::Ok, "", doorbell);
         }
     }
 
@@ -346,6 +575,15 @@ fn own_memory(mut fds: Vec<OwnedFd>, offset: u64, size: u64) -> Result<(Memories
     }
     let memory = Memory { addr: offset, size, file_offset: offset };
     Ok((Memories::map(vec![(memory, file)])?, vec![Extent { addr: offset, len: size }]))
+}
+
+/// The memory of a channel, mapped once more.
+fn own_channel(channel: &ChannelMemory) -> Result<(Memories, Vec<Extent>), Refusal> {
+    let (memory, file) =
+        channel.memories.files().next().ok_or_else(|| invalid("a channel without memory"))?;
+    let file =
+        file.try_clone().map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))?;
+    own_memory(vec![file], memory.file_offset, channel.size)
 }
 
 /// Answers a request, or a client that is refused before it has asked.

@@ -1,24 +1,24 @@
-//! Listening Unix sockets, created here or passed in by systemd.
+//! Listening Unix sockets: created here, those of the keeper before this one, or passed in by systemd.
 //!
 //! A stale socket file (left by a daemon that was killed) is replaced. A socket that another process listens on is an error.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, RwLockReadGuard};
 use std::time::Duration;
 
-use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use handover::{Inherited, Store};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{
-    AddressFamily, Backlog, Shutdown, SockFlag, SockType, UnixAddr, accept4, bind, connect, listen, shutdown,
-    socket,
+    AddressFamily, Backlog, Shutdown, SockFlag, SockType, UnixAddr, accept4, bind, connect, getsockname,
+    getsockopt, listen, shutdown, socket, sockopt,
 };
 use thiserror::Error;
+
+use crate::keeper::takeover::Succession;
 
 /// Why there is no listening socket.
 #[derive(Debug, Error)]
@@ -102,10 +102,19 @@ impl Listening {
         Ok(None)
     }
 
-    /// Like [`accept`](Self::accept), but waits and tries again when descriptors or memory run out: sessions return them when they end.
-    pub fn accept_patiently(&self, what: &str) -> Option<OwnedFd> {
+    /// Like [`accept`](Self::accept), but waits and tries again when descriptors or memory run out: sessions return them when they end. The keeper [stays](Succession::stays) while it
+    /// has a connection that nobody has dealt with.
+    pub fn accept_patiently<'s>(
+        &self,
+        what: &str,
+        succession: &'s Succession,
+    ) -> Option<(OwnedFd, RwLockReadGuard<'s, ()>)> {
         loop {
-            match self.accept() {
+            let accepted = self.wait().and_then(|goes_on| {
+                let stays = succession.stays();
+                Ok(if goes_on { self.accept()?.map(|connection| (connection, stays)) } else { None })
+            });
+            match accepted {
                 Ok(connection) => return connection,
                 Err(e) => {
                     tracing::error!("{what}: accepting a connection: {e}");
@@ -184,47 +193,21 @@ fn clear(path: &Path, kind: SockType) -> Result<(), SocketError> {
     }
 }
 
-/// Sockets that systemd passed in (`sd_listen_fds(3)`), by name.
-#[derive(Debug, Default)]
-pub struct Activated(HashMap<String, OwnedFd>);
+/// The names of listening sockets of a keeper before this one begin with this, if it had created them.
+const OWN: &str = "own-";
+/// Or with this, if systemd had. Systemd passes such a socket to each process that it starts, and to no program that is executed.
+const ACTIVATED: &str = "activated-";
 
-impl Activated {
-    /// The sockets of this process, from its environment. Call this once and early: it takes ownership of the descriptors.
-    pub fn from_environment() -> Activated {
-        let read = |name: &str| std::env::var(name).unwrap_or_default();
-        Activated::from_values(&read("LISTEN_PID"), &read("LISTEN_FDS"), &read("LISTEN_FDNAMES"), 3)
-    }
+/// Where listening sockets come from, and where they are kept for the next keeper.
+#[derive(Debug)]
+pub struct Sockets<'i> {
+    /// What this process was given. systemd names sockets as the configuration says (`sd_listen_fds(3)`).
+    pub inherited: &'i mut Inherited,
+    /// Keeps them.
+    pub store: &'i Store,
+}
 
-    fn from_values(pid: &str, count: &str, names: &str, first: i32) -> Activated {
-        if pid.parse() != Ok(std::process::id()) {
-            return Activated::default();
-        }
-        let count: i32 = count.parse().unwrap_or(0).clamp(0, 1024);
-        let mut names = names.split(':');
-        let mut sockets = HashMap::new();
-        for number in first..first + count {
-            let name = names.next().unwrap_or_default().to_owned();
-            // SAFETY: LISTEN_PID is this process, so systemd passed these descriptors to it to own, and nothing else in this process uses their numbers.
-            let fd = unsafe { OwnedFd::from_raw_fd(number) };
-            if let Err(e) = fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)) {
-                tracing::error!("cannot use descriptor {number} ({name:?}) from systemd: {e}");
-                // The descriptor is not open, so there is nothing to close.
-                std::mem::forget(fd);
-                continue;
-            }
-            match sockets.entry(name) {
-                Entry::Vacant(free) => drop(free.insert(fd)),
-                Entry::Occupied(taken) => {
-                    tracing::warn!(
-                        "systemd passed two sockets named {:?}; the second is ignored",
-                        taken.key()
-                    );
-                }
-            }
-        }
-        Activated(sockets)
-    }
-
+impl Sockets<'_> {
     /// The socket with that name, or a new one at `path`.
     pub fn take_or_bind(
         &mut self,
@@ -233,35 +216,51 @@ impl Activated {
         kind: SockType,
         mode: u32,
     ) -> Result<Listening, SocketError> {
-        match self.0.remove(name) {
-            Some(fd) => {
-                let what = nix::sys::socket::getsockopt(&fd, nix::sys::socket::sockopt::SockType);
-                if what != Ok(kind) {
-                    let text = format!(
-                        "systemd's socket {name:?} is {what:?}, not {kind:?}: correct the .socket unit"
-                    );
-                    let source = io::Error::new(io::ErrorKind::InvalidInput, text);
-                    return Err(SocketError::System {
-                        path: path.to_owned(),
-                        what: "socket activation",
-                        source,
-                    });
-                }
-                tracing::info!("using systemd's socket {name:?} instead of {}", path.display());
-                Listening::new(fd, None).map_err(|source| SocketError::System {
-                    path: path.to_owned(),
-                    what: "eventfd",
-                    source,
-                })
+        let system = |what, source| SocketError::System { path: path.to_owned(), what, source };
+        let keep = |prefix: &str, listening: Listening| {
+            let kept = self.store.keep(&format!("{prefix}{name}"), &listening);
+            kept.map_err(|source| system("keeping the socket", source))?;
+            Ok(listening)
+        };
+        let before = self.inherited.remove(&format!("{ACTIVATED}{name}"));
+        if let Some(fd) = self.inherited.remove(name).or(before) {
+            let what = getsockopt(&fd, sockopt::SockType);
+            if what != Ok(kind) {
+                let text =
+                    format!("systemd's socket {name:?} is {what:?}, not {kind:?}: correct the .socket unit");
+                return Err(system("socket activation", io::Error::new(io::ErrorKind::InvalidInput, text)));
             }
-            None => Listening::bind(path, kind, mode),
+            tracing::info!("using systemd's socket {name:?} instead of {}", path.display());
+            return keep(ACTIVATED, Listening::new(fd, None).map_err(|source| system("eventfd", source))?);
         }
+        let before = self.inherited.remove(&format!("{OWN}{name}"));
+        // Somebody may have removed its file, or the configuration may name another.
+        if let Some(fd) = before.filter(|fd| path.exists() && is_at(fd, path)) {
+            let listening = Listening::new(fd, Some(path.to_owned()));
+            return keep(OWN, listening.map_err(|source| system("eventfd", source))?);
+        }
+        self.store.forget(&format!("{OWN}{name}"));
+        keep(OWN, Listening::bind(path, kind, mode)?)
     }
 
-    /// Names of sockets that were not taken.
-    pub fn unused(&self) -> impl Iterator<Item = &str> {
-        self.0.keys().map(String::as_str)
+    /// Closes the sockets that nobody took. Names that are not the keeper's own are logged.
+    pub fn drop_others(&mut self) {
+        for name in self.inherited.names("") {
+            drop(self.inherited.remove(&name));
+            if name.starts_with(OWN) || name.starts_with(ACTIVATED) {
+                self.store.forget(&name);
+            } else {
+                tracing::warn!(
+                    "systemd passed a socket named {name:?} that no section of the configuration uses"
+                );
+            }
+        }
     }
+}
+
+/// Whether a socket is bound to this path.
+fn is_at(fd: &OwnedFd, path: &Path) -> bool {
+    getsockname::<UnixAddr>(fd.as_raw_fd()).is_ok_and(|address| address.path() == Some(path))
 }
 
 #[cfg(test)]
@@ -314,20 +313,42 @@ mod tests {
         let path = folder.path().join("s");
         let mut made = Listening::bind(&path, SockType::SeqPacket, 0o600).unwrap();
         made.file = None;
-        let fd = made.fd.try_clone().unwrap();
-        // Duplicated to a high number that parallel tests do not use.
-        let number = fcntl(&fd, FcntlArg::F_DUPFD_CLOEXEC(700)).unwrap();
-        let pid = std::process::id().to_string();
-        assert!(Activated::from_values("1", "1", "native", number).0.is_empty());
-        let mut activated = Activated::from_values(&pid, "1", "native", number);
-        assert_eq!(activated.unused().collect::<Vec<_>>(), ["native"]);
-        let wrong = activated.take_or_bind("native", &path, SockType::Stream, 0).unwrap_err().to_string();
+        let store = Store::default();
+        let given = || Inherited::from_pairs([("native".to_owned(), made.fd.try_clone().unwrap())]);
+        let mut inherited = given();
+        let mut sockets = Sockets { inherited: &mut inherited, store: &store };
+        let wrong = sockets.take_or_bind("native", &path, SockType::Stream, 0).unwrap_err().to_string();
         assert!(wrong.contains("native"), "{wrong}");
-        let number = fcntl(&fd, FcntlArg::F_DUPFD_CLOEXEC(700)).unwrap();
-        let mut activated = Activated::from_values(&pid, "1", "native", number);
-        let taken = activated.take_or_bind("native", &path, SockType::SeqPacket, 0).unwrap();
-        assert_eq!(activated.unused().count(), 0);
+        let mut inherited = given();
+        let mut sockets = Sockets { inherited: &mut inherited, store: &store };
+        let taken = sockets.take_or_bind("native", &path, SockType::SeqPacket, 0).unwrap();
         drop(taken);
         assert!(path.exists(), "systemd's socket file stays");
+        assert!(inherited.names("").is_empty());
+        assert!(store.name_of("activated-native", &made.fd).is_some());
+    }
+
+    #[test]
+    fn the_next_keeper_listens_at_the_same_socket_unless_it_is_to_be_another() {
+        let folder = folder();
+        let path = folder.path().join("s");
+        let mut before = Listening::bind(&path, SockType::Stream, 0o600).unwrap();
+        // An upgrade executes the next program: nothing is dropped.
+        before.file = None;
+        let store = Store::default();
+        let given = || Inherited::from_pairs([("own-status".to_owned(), before.fd.try_clone().unwrap())]);
+        let mut inherited = given();
+        let mut sockets = Sockets { inherited: &mut inherited, store: &store };
+        let mut same = sockets.take_or_bind("status", &path, SockType::Stream, 0o600).unwrap();
+        same.file = None;
+        let client = std::os::unix::net::UnixStream::connect(&path).unwrap();
+        assert!(same.accept().unwrap().is_some());
+        drop(client);
+        let mut inherited = given();
+        let mut sockets = Sockets { inherited: &mut inherited, store: &store };
+        let other = folder.path().join("other");
+        let moved = sockets.take_or_bind("status", &other, SockType::Stream, 0o600).unwrap();
+        std::os::unix::net::UnixStream::connect(&other).unwrap();
+        assert!(moved.accept().unwrap().is_some());
     }
 }

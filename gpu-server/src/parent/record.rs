@@ -1,14 +1,13 @@
 //! A record: what a daemon writes down for its successor, in a file in memory that only daemons have.
 //!
-//! Its first page is a [`Ledger`], which is changed in place. Behind it are two places for a text, of which one is valid: a text is written to the other place, and then the ledger says that
-//! it counts. So a daemon that is killed at any point leaves a text that is whole, and amounts of which at most the last change has to be completed.
+//! Its first page is a [`Ledger`], which is changed in place. Behind it is a [`Text`]. A daemon that is killed at any point leaves a text that is whole, and amounts of which at most the last
+//! change has to be completed.
 
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use handover::Text;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -16,13 +15,13 @@ use crate::pages::{self, Page, Shared};
 use crate::worker_protocol::{MOST_DEVICES, Resource};
 
 /// Most bytes of a text.
-const ROOM: usize = 1 << 20;
+const ROOM: u64 = 1 << 20;
 
 /// The amounts of a session.
 #[repr(C)]
 #[derive(Debug)]
 struct Ledger {
-    /// Where the text is: its place in the upper half, its length in the lower.
+    /// Which place of the [`Text`] counts.
     text: AtomicU64,
     /// Granted bytes by device number, and behind them those of page-locked memory.
     granted: [AtomicU64; MOST_DEVICES + 1],
@@ -42,13 +41,17 @@ unsafe impl Shared for Ledger {
 #[derive(Debug)]
 pub(super) struct Record {
     ledger: Page<Ledger>,
-    file: File,
+    text: Text,
 }
 
 impl AsFd for Record {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+        self.text.as_fd()
     }
+}
+
+fn text(file: OwnedFd) -> Text {
+    Text::within(file, std::mem::offset_of!(Ledger, text) as u64, pages::SIZE as u64, ROOM)
 }
 
 /// Where a resource's amount is, if there is such a resource.
@@ -62,8 +65,8 @@ fn place(resource: Resource) -> Option<usize> {
 impl Record {
     /// An empty one.
     pub(super) fn new() -> io::Result<Record> {
-        let (ledger, file) = Page::with_room(2 * ROOM)?;
-        Ok(Record { ledger, file: file.into() })
+        let (ledger, file) = Page::with_room(2 * ROOM as usize)?;
+        Ok(Record { ledger, text: text(file) })
     }
 
     /// That of the daemon before this one.
@@ -77,31 +80,17 @@ impl Record {
                 .get(of)
                 .inspect(|granted| granted.store(after.load(Ordering::Relaxed), Ordering::Relaxed));
         }
-        Ok(Record { ledger, file: file.into() })
+        Ok(Record { ledger, text: text(file) })
     }
 
     /// Writes a text in place of the one before.
     pub(super) fn write(&self, what: &impl Serialize) -> io::Result<()> {
-        let text = serde_json::to_vec(what)?;
-        if text.len() > ROOM {
-            return Err(io::ErrorKind::FileTooLarge.into());
-        }
-        let place = 1 - (self.ledger.text.load(Ordering::Relaxed) >> 32).min(1);
-        self.file.write_all_at(&text, self.offset(place))?;
-        self.ledger.text.store(place << 32 | text.len() as u64, Ordering::Release);
-        Ok(())
+        self.text.write(&serde_json::to_vec(what)?)
     }
 
     /// Reads the text.
     pub(super) fn read<T: DeserializeOwned>(&self) -> io::Result<T> {
-        let at = self.ledger.text.load(Ordering::Acquire);
-        let mut text = vec![0; ((at & u64::from(u32::MAX)) as usize).min(ROOM)];
-        self.file.read_exact_at(&mut text, self.offset((at >> 32).min(1)))?;
-        Ok(serde_json::from_slice(&text)?)
-    }
-
-    fn offset(&self, place: u64) -> u64 {
-        pages::SIZE as u64 + place * ROOM as u64
+        Ok(serde_json::from_slice(&self.text.read()?)?)
     }
 
     /// Granted bytes of a resource. Those of one that does not exist are more than any limit.
@@ -143,22 +132,20 @@ mod tests {
     use super::*;
 
     fn copy(record: &Record) -> Record {
-        Record::open(record.file.try_clone().unwrap().into()).unwrap()
+        Record::open(record.as_fd().try_clone_to_owned().unwrap()).unwrap()
     }
 
     #[test]
-    fn a_text_is_the_last_one_that_was_written_whole() {
+    fn the_text_and_the_amounts_leave_each_other_alone() {
         let record = Record::new().unwrap();
         assert!(record.read::<String>().is_err(), "there is none yet");
+        record.change(1, Resource::Device(0), 5, 5);
         for text in ["first", "a longer second", "3"] {
             record.write(&text).unwrap();
             assert_eq!(copy(&record).read::<String>().unwrap(), text);
         }
-        assert!(record.write(&"x".repeat(ROOM)).is_err());
-        // Killed while it wrote the next one.
-        let place = 1 - (record.ledger.text.load(Ordering::Relaxed) >> 32);
-        record.file.write_all_at(b"\"half", record.offset(place)).unwrap();
-        assert_eq!(copy(&record).read::<String>().unwrap(), "3");
+        assert!(record.write(&"x".repeat(ROOM as usize)).is_err());
+        assert_eq!((copy(&record).granted(Resource::Device(0)), record.granted(Resource::Pinned)), (5, 0));
     }
 
     #[test]
@@ -188,6 +175,6 @@ mod tests {
     fn another_file_is_no_record() {
         let (reader, _writer) = std::io::pipe().unwrap();
         assert!(Record::open(reader.into()).is_err());
-        assert!(Record::open(File::open("/dev/null").unwrap().into()).is_err());
+        assert!(Record::open(std::fs::File::open("/dev/null").unwrap().into()).is_err());
     }
 }

@@ -19,8 +19,7 @@ use std::convert::Infallible;
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -549,7 +548,7 @@ pub(super) fn upgrade(server: &Server, say: impl FnOnce(&serde_json::Value)) -> 
 fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Infallible, String> {
     let Succession { store, program, .. } = &server.succession;
     let arguments: Vec<OsString> = std::env::args_os().collect();
-    check(program, &arguments)?;
+    handover::can_take_over(program, &arguments, FORMAT)?;
     let waiting = |state: &State| Kind::ALL.iter().any(|kind| !state.pool(*kind).queue.is_empty());
     let wait = |limit: Duration, until: &dyn Fn(&State) -> bool| {
         let deadline = Instant::now() + limit;
@@ -594,21 +593,6 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
     let failed = store.exec(program, &arguments);
     drop(state);
     Err(format!("cannot execute {}: {failed}", program.display()))
-}
-
-/// Asks the program whether it can take over, with the arguments that this one has.
-fn check(program: &Path, arguments: &[OsString]) -> Result<(), String> {
-    let mut command = Command::new(program);
-    command.args(arguments.iter().skip(1)).arg("--check-config").arg(format!("--takes-over={FORMAT}"));
-    for variable in handover::VARIABLES {
-        command.env_remove(variable);
-    }
-    let output = command.output().map_err(|e| format!("cannot run {}: {e}", program.display()))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let said = String::from_utf8_lossy(&output.stderr);
-    Err(format!("{} cannot take over: {}", program.display(), said.trim()))
 }
 
 /// Whether this program takes over sessions of a daemon with this [`FORMAT`].

@@ -152,7 +152,10 @@ impl Local {
         let failed = |source| ConnectError::NoServer { server: server.clone(), source };
         let Link { socket, saved } = link;
         let (wake, succession) = match saved {
-            Some(Succession { ours, theirs, wake }) => (Some(wake), Some((ours, theirs))),
+            // The worker wakes the threads of a process of this host itself, also while nobody else is there.
+            Some(Succession { ours, theirs, wake }) => {
+                ((!session.futex()).then_some(wake), Some((ours, theirs)))
+            }
             None if session.futex() => (None, None),
             None => (Some(wake_event().map_err(here)?), None),
         };
@@ -214,7 +217,8 @@ impl Local {
         let (inherits, inherited) = channel();
         let state = State { inherits: Some((inherits, max_regions)), ..State::default() };
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        let shared = Shared { session, socket, succession: Some(worker), wake: Some(wake), state, changed };
+        let wake = (!session.futex()).then_some(wake);
+        let shared = Shared { session, socket, succession: Some(worker), wake, state, changed };
         Ok((Local::watched(shared)?, inherited))
     }
 

@@ -68,7 +68,7 @@ const REMOTE: u64 = 1;
 const LOCAL: u64 = 2;
 
 /// A descriptor that can be anything, as an eventfd that never blocks. If it is something else, what is done with it fails or has no meaning.
-fn event(fd: OwnedFd) -> io::Result<EventFd> {
+pub fn event(fd: OwnedFd) -> io::Result<EventFd> {
     fcntl(&fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
     // SAFETY: the type only reads and writes the descriptor that it owns, 8 bytes of its own at a time, which harms no memory whatever is behind it.
     Ok(unsafe { EventFd::from_owned_fd(fd) })

@@ -1,6 +1,6 @@
 //! A session as a daemon holds it: connect, doorbell, regions, close.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::str::FromStr;
@@ -27,6 +27,7 @@ use super::tcp::{self, Tcp};
 use super::verbs::{self, Verbs};
 use super::{CacheUse, Closed, Counters, LinkState, RegionError, RegionMemory, Transport};
 use crate::framing::{self, Address};
+use crate::memory::Memories;
 use crate::stream::Stream;
 use crate::verbs::{Settings, VerbsError};
 
@@ -506,8 +507,6 @@ impl Prepared {
 
     /// What another process needs to go on with the session when this one has ended, or to end it. It must be kept by somebody before [`start`](Self::start), and forgotten when the session has been
     /// closed; a session that is not saved ends with this process. `None`: it ends with this process in any case, and nothing is to be done then.
-    ///
-    /// Only for clients whose threads are reached by [`Wakeup::Call`].
     pub fn save(&mut self, channel: &ChannelMemory) -> io::Result<Option<Saved>> {
         let about = About::now(&self.handshake.server);
         Ok(match &mut self.link {
@@ -564,6 +563,7 @@ fn resume(
     config: &SessionConfig,
     saved: &Saved,
     channel: ChannelMemory,
+    own: Option<&BTreeMap<u32, Memories>>,
     wakeup: Wakeup,
     on_lost: Box<dyn FnOnce(&str) + Send>,
 ) -> io::Result<Session> {
@@ -580,7 +580,7 @@ fn resume(
             (Box::new(local), Inherited::Awaited(inherited), saved.about)
         }
         Kind::Remote(saved) => {
-            let (tcp, inherited) = Tcp::resume(config, session.clone(), saved)?;
+            let (tcp, inherited) = Tcp::resume(config, session.clone(), saved, own)?;
             (Box::new(tcp), Inherited::Known(inherited), saved.about)
         }
     };
@@ -652,16 +652,25 @@ impl Session {
         Prepared::connect(config, &channel, &mut Patient)?.start(channel, wakeup, on_lost)
     }
 
-    /// Goes on with a session that another process had saved before it ended. The caller then rings the doorbell and wakes the client's threads: that process may have been about to. Does not
-    /// block. Where the session cannot go on in another process this is an error, and the caller has it [ended](Saved::end).
+    /// Goes on with a session that another process had saved before it ended. The caller then rings the doorbell and wakes the client's threads: that process may have been about to. Regions lie
+    /// in `channel`'s memories, or, if there are any, in `own` memories by their ids; with `local` the worker has them. Does not block. Where the session cannot go on in another process this is an error, and the caller has it [ended](Saved::end).
     pub fn resume(
         config: &SessionConfig,
         saved: &Saved,
         channel: ChannelMemory,
+        own: Option<&BTreeMap<u32, Memories>>,
         wakeup: Wakeup,
         on_lost: Box<dyn FnOnce(&str) + Send>,
     ) -> io::Result<Session> {
-        resume(config, saved, channel, wakeup, on_lost)
+        resume(config, saved, channel, own, wakeup, on_lost)
+    }
+
+    /// Wakes all threads of the client, wherever they sleep: a process before this one may have been about to.
+    pub fn wake_all(&self) {
+        let (mut waker, geometry) = (self.session.waker(), *self.session.channel.view.geometry());
+        let words = [Header::STATE_OFFSET, Header::RING_SLEEP_OFFSET, Header::PROGRESS_SLEEP_OFFSET];
+        words.into_iter().for_each(|word| waker.wake(word));
+        (0..geometry.slot_count).for_each(|slot| waker.wake(geometry.slot_offset(slot) as u64));
     }
 
     /// Waits until it is known what regions a resumed session has. They are registered from then on, also where the predecessor had not told the client so yet. False: the session is over, and

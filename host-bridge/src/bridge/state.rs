@@ -94,6 +94,11 @@ impl ChannelMemory {
         self.view.header().set_lost(reason);
     }
 
+    /// Tells a process of this host that its session is over, and wakes its threads.
+    pub fn tell_lost_by_futex(&self, reason: &str) {
+        tell_lost(&self.view, reason, |offset| futex_wake(self, offset));
+    }
+
     /// Wakes a process of this host that sleeps on the state.
     pub fn wake_by_futex(&self) {
         futex_wake(self, Header::STATE_OFFSET);

@@ -5,14 +5,20 @@
 //!
 //! In reading order: [`process`] starts device processes and listens to them, [`vm`] with [`negotiation`] stands between a VMM and its device process, [`native`] does so for
 //! processes of this host, [`status`] adds up what device processes report, and [`scrape`] does so for Prometheus, by the definitions in
-//! [`families`].
+//! [`families`]. [`takeover`] replaces the keeper by another program, or by the keeper that the service manager starts after a crash; [`kept`] is what one leaves to the other,
+//! [`ties`] of a device process, [`predecessor`] of a VMM. [`admin`] does what `rgpuctl upgrade` asks.
 
+mod admin;
 mod families;
+mod kept;
 mod native;
 mod negotiation;
+mod predecessor;
 pub mod process;
 mod scrape;
 mod status;
+pub mod takeover;
+mod ties;
 mod vm;
 
 use std::ffi::OsString;
@@ -22,7 +28,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use handover::Store;
+use handover::Inherited;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
@@ -31,9 +37,11 @@ use nix::sys::socket::SockType;
 use crate::config::{Config, Source};
 use crate::confinement;
 use crate::device_process::raise_descriptor_limit;
-use crate::sockets::{Activated, Listening, Stopper};
+use crate::sockets::{Listening, Sockets, Stopper};
+use predecessor::Predecessor;
 use process::Processes;
 use status::Own;
+use takeover::Succession;
 
 /// How long sessions have to end when the daemon ends.
 const DRAIN: Duration = Duration::from_secs(4);
@@ -44,6 +52,7 @@ const CHECK_EVERY: Duration = Duration::from_millis(5);
 struct Keeper {
     processes: Arc<Processes>,
     own: Arc<Own>,
+    succession: Arc<Succession>,
     stoppers: Vec<Stopper>,
     threads: Vec<JoinHandle<()>>,
     native: Option<Arc<native::Server>>,
@@ -52,92 +61,113 @@ struct Keeper {
     _scraped: Option<Listening>,
 }
 
-/// Serves until SIGTERM or SIGINT. `arguments` are those of this process, `source` is the file that they name.
+/// Serves until SIGTERM or SIGINT, or until another program takes this one's place. `arguments` are those of this process, `source` is the file that they name.
 pub fn run(config: Config, arguments: Vec<OsString>, source: Option<Source>) -> Result<()> {
     // Before any thread starts: all threads inherit the mask, so that the signals come through the descriptor only.
-    let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
+    let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGUSR2]);
     signals.thread_block().context("blocking signals")?;
     let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
         .context("a descriptor for signals")?;
+    let mut inherited = Inherited::take();
     raise_descriptor_limit();
+    let own = Arc::new(Own::new());
+    let succession = Succession::new(&mut inherited, &own).context("what leads to the next daemon")?;
+    let succession = Arc::new(succession);
     let file = source.map(|source| (source.path.display().to_string(), source.text));
     let processes = Processes::new(arguments, file, confinement::prepare(&config)).context("an eventfd")?;
     processes.prepare(config.sandbox.require).context("starting a device process")?;
     let processes = Arc::new(processes);
     let mut keeper = Keeper {
         processes,
-        own: Arc::new(Own::new()),
+        own,
+        succession: succession.clone(),
         stoppers: Vec::new(),
         threads: Vec::new(),
         native: None,
         vms: Vec::new(),
         _scraped: None,
     };
-    let manager = Store::new();
-    let started = keeper.start(config);
+    let started = keeper.start(config, &mut inherited);
     if started.is_ok() {
-        manager.ready();
+        succession.store.ready();
         let signal = keeper.listen_until_signal(&signals)?;
         tracing::info!("{signal}: shutting down");
     }
-    manager.stopping();
+    succession.store.stopping();
     keeper.drain()?;
+    // Whoever is started next begins anew.
+    succession.store.forget_all();
     started
 }
 
 impl Keeper {
-    fn start(&mut self, config: Config) -> Result<()> {
-        let mut activated = Activated::from_environment();
+    fn start(&mut self, config: Config, inherited: &mut Inherited) -> Result<()> {
+        let (succession, store) = (self.succession.clone(), self.succession.store.clone());
+        // At once, for all of them: no device process of the keeper before this one goes on.
+        let names: Vec<String> = config.vms.iter().map(|vm| vm.name.clone()).collect();
+        let before: Vec<_> = names.iter().map(|name| Predecessor::find(&store, name, inherited)).collect();
+        Predecessor::drop_others(&store, inherited);
+        let mut sockets = Sockets { inherited, store: &store };
         // The status socket is created last, so that a client that reaches it finds the others listening.
         let native = config
             .native
             .map(|native| {
                 let listening =
-                    activated.take_or_bind("native", &native.socket, SockType::SeqPacket, native.mode)?;
+                    sockets.take_or_bind("native", &native.socket, SockType::SeqPacket, native.mode)?;
                 anyhow::Ok((native, listening))
             })
             .transpose()?;
         let mut vms = Vec::with_capacity(config.vms.len());
         for vm in config.vms {
             let listening =
-                activated.take_or_bind(&format!("vm-{}", vm.name), &vm.socket, SockType::Stream, 0o660)?;
+                sockets.take_or_bind(&format!("vm-{}", vm.name), &vm.socket, SockType::Stream, 0o660)?;
             vms.push((vm, listening));
         }
         let status = config
             .status
-            .map(|path| activated.take_or_bind("status", &path, SockType::Stream, 0o660))
+            .map(|path| sockets.take_or_bind("status", &path, SockType::Stream, 0o660))
             .transpose()?;
-        let scraped = scrape::listen(&config.metrics)?;
-        for name in activated.unused() {
-            tracing::warn!(
-                "systemd passed a socket named {name:?} that no section of the configuration uses"
-            );
+        let admin = config
+            .admin
+            .map(|path| sockets.take_or_bind("admin", &path, SockType::Stream, 0o600))
+            .transpose()?;
+        let scraped = scrape::listen(&config.metrics, &mut sockets)?;
+        if native.is_none() {
+            native::drop_others(&store, sockets.inherited);
         }
 
         if let Some((config, listening)) = native {
             tracing::info!("serving native clients at {} with {}", config.socket.display(), config.servers);
-            let server = native::Server::new(config, self.processes.clone(), self.own.clone());
+            let server =
+                native::Server::new(config, self.processes.clone(), self.own.clone(), succession.clone());
             self.native = Some(server.clone());
+            server.take_over(sockets.inherited);
             self.stoppers.push(listening.stopper());
             self.spawn("native", move || server.serve(&listening))?;
         }
-        for (config, listening) in vms {
+        sockets.drop_others();
+        for ((config, listening), before) in vms.into_iter().zip(before) {
             tracing::info!(
                 "serving vm {} at {} with {}",
                 config.name,
                 config.socket.display(),
                 config.servers
             );
-            let server =
-                vm::Server::new(config, self.processes.clone(), self.own.clone()).context("an eventfd")?;
+            let (processes, own) = (self.processes.clone(), self.own.clone());
+            let server = vm::Server::new(config, processes, own, succession.clone()).context("an eventfd")?;
             self.vms.push(server.clone());
             self.stoppers.push(listening.stopper());
-            self.spawn("vm", move || server.serve(&listening))?;
+            self.spawn("vm", move || server.serve(&listening, before))?;
+        }
+        if let Some(listening) = admin {
+            let (processes, own, succession) = (self.processes.clone(), self.own.clone(), succession.clone());
+            self.stoppers.push(listening.stopper());
+            self.spawn("admin", move || admin::serve(&listening, &processes, &own, &succession))?;
         }
         if let Some(listening) = status {
             let (processes, own) = (self.processes.clone(), self.own.clone());
             self.stoppers.push(listening.stopper());
-            self.spawn("status", move || status::serve(&listening, &processes, &own))?;
+            self.spawn("status", move || status::serve(&listening, &processes, &own, &succession))?;
         }
         if let Some(scraped) = scraped {
             self._scraped = scraped.serve(&self.processes, &self.own)?;
@@ -156,11 +186,27 @@ impl Keeper {
     fn listen_until_signal(&self, signals: &SignalFd) -> Result<Signal> {
         loop {
             if let Some(signal) = signals.read_signal().context("reading a signal")? {
-                return Signal::try_from(signal.ssi_signo.cast_signed()).context("a signal");
+                let signal = Signal::try_from(signal.ssi_signo.cast_signed()).context("a signal")?;
+                if signal != Signal::SIGUSR2 {
+                    return Ok(signal);
+                }
+                self.upgrade()?;
             }
             let next = self.native.as_ref().and_then(|native| native.expire());
             self.processes.listen(&[signals.as_fd()], next).context("listening to device processes")?;
         }
+    }
+
+    /// Makes way for the program that is installed now, in a thread: device processes have to be listened to meanwhile.
+    fn upgrade(&self) -> Result<()> {
+        let (processes, own, succession) =
+            (self.processes.clone(), self.own.clone(), self.succession.clone());
+        let upgrade = move || {
+            let Err(why) = succession.upgrade(&processes, &own, |_| ());
+            tracing::error!("SIGUSR2: not upgraded: {why}");
+        };
+        std::thread::Builder::new().name("upgrade".to_owned()).spawn(upgrade).context("starting a thread")?;
+        Ok(())
     }
 
     /// Stops listening, ends all device processes with their sessions, and removes the sockets. Threads that have not ended in time are logged and left to the end of the process.

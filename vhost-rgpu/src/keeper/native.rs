@@ -1,25 +1,32 @@
 //! The keeper's part of the native socket: it accepts processes of this host and passes each connection to the device process of the client's user.
 //!
 //! One user's programs share a device process: a program can crash or exhaust that one, and no other user's. It ends when it has had no client for a while ([`LINGER`]).
-//! Nobody but the device process has a client's connection, so a client whose device process ends sees its connection closed.
+//! The keeper has each client's connection, too, and what the device process stores of its session. When a device process ends unexpectedly, another one goes on with its clients, which do not notice.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::{MsgFlags, UnixCredentials, getsockopt, recv, sockopt};
+use handover::{Inherited, Store};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::socket::{MsgFlags, Shutdown, UnixCredentials, getsockopt, recv, shutdown, sockopt};
 use protocol::device::Answer;
+use serde::{Deserialize, Serialize};
 
-use super::process::{Owner, Process, Processes};
+use super::kept::{Found, Kept, Words};
+use super::process::{Owner, Process, Processes, Reply};
 use super::status::{Own, Why};
+use super::takeover::Succession;
+use super::ties::{StoredByChannel, Tied, Ties};
 use crate::config::Native;
 use crate::device_process::Role;
 use crate::limit::LogLimit;
-use crate::link::ToDevice;
-use crate::native::answer;
+use crate::link::{Stored, ToDevice};
+use crate::native::{Answering, MAX_STORED, answer, client_of};
 use crate::sockets::Listening;
 
 /// How long a user's device process waits for another client. A program that starts soon after the last one need not wait for a process.
@@ -27,11 +34,63 @@ const LINGER: Duration = Duration::from_secs(10);
 /// How long a device process that has no client has to end.
 const ENDS_WITHIN: Duration = Duration::from_secs(15);
 
+/// A device process that has run for longer is not counted as failing at its start.
+const HEALTHY: Duration = Duration::from_secs(60);
+/// A user's clients are disconnected after so many device processes in a row that fail soon after their start.
+const MAX_FAILURES: u32 = 8;
+/// How long to wait before another attempt after the second failure. Doubled with each one.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// What names of what is kept of users begin with.
+const USER: &str = "user-";
+
+/// A user's programs, as they are written down for the next keeper.
+#[derive(Default, Serialize, Deserialize)]
+struct Programs {
+    /// By number: what the log calls it, its connection, and the file that says whether a request was being answered.
+    clients: BTreeMap<u64, (String, u64, u64)>,
+    ties: Ties,
+}
+
+impl Words for Programs {
+    fn numbers(&self) -> BTreeSet<u64> {
+        let clients = self.clients.values().flat_map(|(_, socket, answering)| [*socket, *answering]);
+        clients.chain(self.ties.numbers()).collect()
+    }
+}
+
+impl Tied for Programs {
+    fn ties(&self) -> &Ties {
+        &self.ties
+    }
+
+    fn ties_mut(&mut self) -> &mut Ties {
+        &mut self.ties
+    }
+}
+
+/// A program that is connected.
+#[derive(Debug)]
+struct Client {
+    who: String,
+    socket: OwnedFd,
+    /// Whether a request of it was being answered.
+    answering: OwnedFd,
+    /// A device process has it.
+    told: bool,
+}
+
 /// The device process of one user.
 #[derive(Debug)]
 struct User {
-    process: Arc<Process>,
-    clients: HashSet<u64>,
+    /// None before the first one of this keeper.
+    process: Option<Arc<Process>>,
+    kept: Arc<Kept<Programs>>,
+    clients: HashMap<u64, Client>,
+    /// The process has ended, and another one is being started.
+    replacing: bool,
+    /// How many processes have failed one after the other.
+    failures: u32,
     /// When the last client left, if there is none.
     idle: Option<Instant>,
 }
@@ -59,6 +118,7 @@ pub struct Server {
     config: Native,
     processes: Arc<Processes>,
     own: Arc<Own>,
+    succession: Arc<Succession>,
     state: Mutex<State>,
     changed: Condvar,
     limit: LogLimit,
@@ -71,12 +131,18 @@ fn credentials(socket: &OwnedFd) -> io::Result<UnixCredentials> {
 
 impl Server {
     /// A server with this configuration.
-    pub fn new(config: Native, processes: Arc<Processes>, own: Arc<Own>) -> Arc<Server> {
+    pub fn new(
+        config: Native,
+        processes: Arc<Processes>,
+        own: Arc<Own>,
+        succession: Arc<Succession>,
+    ) -> Arc<Server> {
         Arc::new_cyclic(|me| Server {
             me: me.clone(),
             config,
             processes,
             own,
+            succession,
             state: Mutex::default(),
             changed: Condvar::new(),
             limit: LogLimit::new(),
@@ -89,7 +155,7 @@ impl Server {
 
     /// Accepts clients until the socket is stopped.
     pub fn serve(&self, listening: &Listening) {
-        while let Some(socket) = listening.accept_patiently("native socket") {
+        while let Some((socket, _stays)) = listening.accept_patiently("native socket", &self.succession) {
             let peer = match credentials(&socket) {
                 Ok(peer) => peer,
                 Err(e) => {
@@ -139,12 +205,28 @@ impl Server {
                     return Err((Why::Draining, "the daemon is ending".to_owned(), None));
                 };
                 let mut none = BTreeMap::new();
-                match self.processes.start(&Role::Native(uid), &self.config.servers, me, &mut none, 0) {
+                let kept = Kept::new(self.succession.store.clone(), &format!("{USER}{uid}"));
+                let kept = match kept {
+                    Ok(kept) => Arc::new(kept),
+                    Err(e) => {
+                        let why = format!("this host is short of memory or descriptors: {e}");
+                        return Err((Why::Failed, why, Some(socket)));
+                    }
+                };
+                match self.processes.start(
+                    &Role::Native(uid),
+                    &self.config.servers,
+                    me,
+                    &mut none,
+                    MAX_STORED,
+                ) {
                     Ok(process) => {
                         tracing::debug!("user {uid}: device process {}", process.pid);
-                        free.insert(User { process, clients: HashSet::new(), idle: None })
+                        kept.served_by(&process);
+                        free.insert(User { process: Some(process), ..User::new(kept) })
                     }
                     Err(e) => {
+                        kept.end();
                         return Err((
                             Why::Failed,
                             format!("this host cannot start a process: {e}"),
@@ -154,18 +236,28 @@ impl Server {
                 }
             }
         };
-        let client = ToDevice::Client { number, who: who.to_owned(), socket };
-        if let Err(e) = user.process.tell(&client) {
-            let ToDevice::Client { socket, .. } = client else {
-                return Err((Why::Failed, e.to_string(), None));
-            };
-            return Err((
-                Why::Failed,
-                format!("the user's device process does not answer: {e}"),
-                Some(socket),
-            ));
+        let failed = |what: &str, e: io::Error| (Why::Failed, format!("{what}: {e}"));
+        let made = answering_file().and_then(|answering| {
+            Ok(Client { who: who.to_owned(), socket: socket.try_clone()?, answering, told: false })
+        });
+        let mut client = match made {
+            Ok(client) => client,
+            Err(e) => {
+                let (cause, why) = failed("this host is short of memory or descriptors", e);
+                return Err((cause, why, Some(socket)));
+            }
+        };
+        // One that has ended, and the client with it, is replaced: the next one gets the client.
+        user.keep(number, &client);
+        if let (false, Some(process)) = (user.replacing, user.process.clone())
+            && let Err(e) = client.introduce(&process, number)
+            && !is_gone(&e)
+        {
+            user.forget(number);
+            let (cause, why) = failed("the user's device process does not answer", e);
+            return Err((cause, why, Some(socket)));
         }
-        user.clients.insert(number);
+        user.clients.insert(number, client);
         user.idle = None;
         Ok(())
     }
@@ -179,18 +271,21 @@ impl Server {
             state.users.iter().filter(|(_, user)| over(user)).map(|(uid, _)| *uid).collect();
         for uid in expired {
             if let Some(user) = state.users.remove(&uid) {
-                self.dismiss(&mut state, user.process, ENDS_WITHIN);
+                self.dismiss(&mut state, user, ENDS_WITHIN);
             }
         }
         state.users.values().filter_map(|user| user.idle).min().map(|since| since + LINGER)
     }
 
     /// Ends a device process, without waiting for it here.
-    fn dismiss(&self, state: &mut State, process: Arc<Process>, patience: Duration) {
-        let Some(me) = self.me.upgrade() else { return };
+    fn dismiss(&self, state: &mut State, user: User, patience: Duration) {
+        let kept = user.kept;
+        let (Some(me), Some(process)) = (self.me.upgrade(), user.process) else { return kept.end() };
         state.leaving += 1;
         let end = move |process: &Process, server: &Server| {
+            let _stays = server.succession.stays();
             process.end(patience);
+            kept.end();
             server.lock().leaving -= 1;
             server.changed.notify_all();
         };
@@ -210,7 +305,7 @@ impl Server {
         state.ending = true;
         let users = std::mem::take(&mut state.users);
         for user in users.into_values() {
-            self.dismiss(&mut state, user.process, patience);
+            self.dismiss(&mut state, user, patience);
         }
         // Each is killed when its time is over, which takes a moment more.
         let limit = patience + Duration::from_secs(1);
@@ -219,29 +314,263 @@ impl Server {
     }
 }
 
+impl User {
+    fn new(kept: Arc<Kept<Programs>>) -> User {
+        User { process: None, kept, clients: HashMap::new(), replacing: false, failures: 0, idle: None }
+    }
+
+    fn is_served_by(&self, process: &Arc<Process>) -> bool {
+        self.process.as_ref().is_some_and(|own| Arc::ptr_eq(own, process))
+    }
+
+    /// Keeps a client for the next keeper.
+    fn keep(&self, number: u64, client: &Client) {
+        let (socket, answering) = (self.kept.hold(&client.socket), self.kept.hold(&client.answering));
+        let who = client.who.clone();
+        self.kept.change(|words| words.clients.insert(number, (who, socket, answering)));
+    }
+
+    /// A client has left.
+    fn forget(&self, number: u64) {
+        self.kept.change(|words| {
+            words.clients.remove(&number);
+            words.ties.retain(|place| client_of(place) != number);
+        });
+    }
+}
+
+/// The users of whom a keeper before this one has left something.
+fn users(inherited: &Inherited) -> Vec<u32> {
+    let names = inherited.names(USER);
+    names.iter().filter_map(|rest| rest.strip_suffix("-record")?.parse().ok()).collect()
+}
+
+/// Takes over what was kept of a user's programs.
+fn find(store: &Arc<Store>, uid: u32, inherited: &mut Inherited) -> Option<(Kept<Programs>, Found)> {
+    let found = Kept::take_over(store.clone(), &format!("{USER}{uid}"), inherited);
+    found.unwrap_or_else(|e| {
+        tracing::error!("user {uid}: what the keeper before this one has written down cannot be read, so its programs are disconnected: {e}");
+        None
+    })
+}
+
+/// Ends what was kept of users' programs, which nobody serves any more.
+pub fn drop_others(store: &Arc<Store>, inherited: &mut Inherited) {
+    for uid in users(inherited) {
+        if let Some((kept, found)) = find(store, uid, inherited) {
+            kept.kill_device_process(&found);
+            kept.end();
+        }
+    }
+}
+
+/// A file that says nothing yet.
+fn answering_file() -> io::Result<OwnedFd> {
+    Ok(memfd_create(c"answering", MFdFlags::MFD_CLOEXEC)?)
+}
+
+/// Whether a process cannot be told anything because it has ended.
+fn is_gone(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+}
+
+impl Client {
+    /// Whether a request is there that nobody has taken away.
+    fn asks(&self) -> bool {
+        let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+        recv(self.socket.as_raw_fd(), &mut [0], flags).is_ok_and(|length| length > 0)
+    }
+
+    /// Takes the client's request away and answers it. Never blocks.
+    fn answer(&self, reply: &Reply) {
+        let Reply { status, reason, fd, .. } = reply;
+        // A client that is gone is noticed by its device process.
+        let _ = Answering::note(&self.answering, true);
+        let _ = recv(self.socket.as_raw_fd(), &mut [0], MsgFlags::MSG_DONTWAIT);
+        let _ = answer(&self.socket, *status, reason, fd.as_ref().map(AsFd::as_fd));
+        let _ = Answering::note(&self.answering, false);
+    }
+
+    /// Gives the client to a device process.
+    fn introduce(&mut self, process: &Process, number: u64) -> io::Result<()> {
+        let (socket, answering) = (self.socket.try_clone()?, self.answering.try_clone()?);
+        let who = self.who.clone();
+        process.tell(&ToDevice::Client { number, who, socket, answering, again: self.told })?;
+        self.told = true;
+        Ok(())
+    }
+}
+
 impl Owner for Server {
+    fn answer(&self, process: &Arc<Process>, answer: Reply) {
+        let state = self.lock();
+        let user = state.users.values().find(|user| user.is_served_by(process));
+        let client = user.and_then(|user| user.clients.get(&answer.number));
+        client.into_iter().for_each(|client| client.answer(&answer));
+        // One that is gone waits for nothing.
+        let _ = process.tell(&ToDevice::Answered { number: answer.number });
+    }
+
+    fn stored(&self, process: &Arc<Process>, channel: u64, stored: Option<&Stored>) {
+        let kept = self.lock().users.values().find(|user| user.is_served_by(process)).map(|u| u.kept.clone());
+        kept.iter().for_each(|kept| kept.stored(channel, stored));
+    }
+
     fn gone(&self, process: &Arc<Process>, number: u64) {
         let mut state = self.lock();
-        let user = state.users.values_mut().find(|user| Arc::ptr_eq(&user.process, process));
+        let user = state.users.values_mut().find(|user| user.is_served_by(process));
         if let Some(user) = user
-            && user.clients.remove(&number)
-            && user.clients.is_empty()
+            && user.clients.remove(&number).is_some()
         {
-            user.idle = Some(Instant::now());
+            user.forget(number);
+            user.idle = user.clients.is_empty().then(Instant::now);
         }
     }
 
     fn over(&self, process: &Arc<Process>) {
         let mut state = self.lock();
-        let uid =
-            state.users.iter().find(|(_, user)| Arc::ptr_eq(&user.process, process)).map(|(uid, _)| *uid);
-        let Some(user) = uid.and_then(|uid| state.users.remove(&uid)) else { return };
-        tracing::error!(
-            "{}: its device process {} has ended unexpectedly, and the sessions of {} clients with it",
-            process.name,
-            process.pid,
-            user.clients.len()
-        );
-        self.dismiss(&mut state, user.process, Duration::ZERO);
+        let user = state.users.iter_mut().find(|(_, user)| user.is_served_by(process));
+        let Some((uid, user)) = user else { return };
+        if user.replacing {
+            return;
+        }
+        let uid = *uid;
+        user.replacing = true;
+        let Some(me) = self.me.upgrade() else { return };
+        let old = process.clone();
+        let replace = move || me.replace(uid, old);
+        if let Err(e) = std::thread::Builder::new().name("replace".to_owned()).spawn(replace) {
+            tracing::error!("{}: no thread to replace its device process: {e}", process.name);
+            self.give_up(&mut state, uid);
+        }
+    }
+}
+
+impl Server {
+    /// Goes on with the clients of the keeper before this one. Does not wait for their device processes.
+    pub fn take_over(self: &Arc<Self>, inherited: &mut Inherited) {
+        for uid in users(inherited) {
+            let Some((kept, found)) = find(&self.succession.store, uid, inherited) else { continue };
+            kept.kill_device_process(&found);
+            let kept = Arc::new(kept);
+            let client = |(number, (who, socket, answering)): (&u64, &(String, u64, u64))| {
+                let (socket, answering) = (found.get(*socket)?, found.get(*answering)?);
+                io::Result::Ok((*number, Client { who: who.clone(), socket, answering, told: true }))
+            };
+            let clients =
+                kept.read(|words| words.clients.iter().map(client).collect::<io::Result<HashMap<_, _>>>());
+            let (mut state, clients) = match clients {
+                Ok(clients) => (self.lock(), clients),
+                Err(e) => {
+                    tracing::error!("user {uid}: the programs of the keeper before this one: {e}");
+                    kept.end();
+                    continue;
+                }
+            };
+            state.next = state.next.max(clients.keys().max().map_or(0, |last| last + 1));
+            state.users.insert(uid, User { clients, replacing: true, ..User::new(kept.clone()) });
+            drop(state);
+            let server = self.clone();
+            let serve = move || {
+                let _stays = server.succession.stays();
+                match kept.end_device_process(&found, MAX_STORED, |reply| {
+                    let state = server.lock();
+                    let client = state.users.get(&uid).and_then(|user| user.clients.get(&reply.number));
+                    // Without a request, the keeper before this one has answered it.
+                    client
+                        .filter(|client| client.asks())
+                        .into_iter()
+                        .for_each(|client| client.answer(&reply));
+                }) {
+                    Ok(stored) => server.serve_again(uid, stored, HEALTHY),
+                    Err(e) => {
+                        tracing::error!("user {uid}: what its device process has stored: {e}");
+                        server.give_up(&mut server.lock(), uid);
+                    }
+                }
+            };
+            if let Err(e) = std::thread::Builder::new().name("take-over".to_owned()).spawn(serve) {
+                tracing::error!("user {uid}: no thread to start its device process: {e}");
+                self.give_up(&mut self.lock(), uid);
+            }
+        }
+    }
+
+    /// Starts another device process for a user's clients in place of one that has ended.
+    fn replace(&self, uid: u32, old: Arc<Process>) {
+        let _stays = self.succession.stays();
+        let (how, stored) = old.take_over();
+        tracing::error!("{}: its device process {} {how}; starting another one", old.name, old.pid);
+        self.serve_again(uid, stored, old.age());
+    }
+
+    /// Starts a device process for a user's clients. It takes what the one before it, which `ran` so long, has stored.
+    fn serve_again(&self, uid: u32, mut stored: StoredByChannel, mut ran: Duration) {
+        let name = Role::Native(uid).to_string();
+        loop {
+            let mut state = self.lock();
+            let ending = state.ending;
+            let Some(user) = state.users.get_mut(&uid) else { return };
+            user.failures = if ran > HEALTHY { 1 } else { user.failures + 1 };
+            let failures = user.failures;
+            if failures > MAX_FAILURES || user.clients.is_empty() || ending {
+                if failures > MAX_FAILURES {
+                    tracing::error!(
+                        "{}: {MAX_FAILURES} device processes have failed one after the other; its clients are disconnected",
+                        name
+                    );
+                }
+                return self.give_up(&mut state, uid);
+            }
+            drop(state);
+            if failures > 1 {
+                std::thread::sleep(PAUSE * (1 << (failures - 2)));
+            }
+            ran = Duration::ZERO;
+            let Some(me) = self.me.upgrade() else { return };
+            let role = Role::Native(uid);
+            let started = self.processes.start(&role, &self.config.servers, me, &mut stored, MAX_STORED);
+            let process = match started {
+                Ok(process) => process,
+                Err(e) => {
+                    tracing::error!("{}: starting a device process: {e}", name);
+                    continue;
+                }
+            };
+            let restored = process.restore();
+            let mut state = self.lock();
+            let Some(user) = state.users.get_mut(&uid) else {
+                drop(state);
+                // All clients have left, or the daemon ends.
+                return process.end(Duration::ZERO);
+            };
+            user.kept.served_by(&process);
+            // From here on what it stores is its user's.
+            user.process = Some(process.clone());
+            let introduced = restored.and_then(|()| {
+                user.clients.iter_mut().try_for_each(|(number, client)| client.introduce(&process, *number))
+            });
+            if introduced.is_ok() && !process.is_over() {
+                self.own.restarts.fetch_add(1, Ordering::Relaxed);
+                self.succession.save(&self.own);
+                let clients = user.clients.len();
+                tracing::info!("{}: device process {} serves its {clients} clients now", name, process.pid);
+                user.replacing = false;
+                return;
+            }
+            drop(state);
+            let (how, left) = process.take_over();
+            tracing::error!("{}: its device process {} {how}; starting another one", name, process.pid);
+            stored.extend(left);
+        }
+    }
+
+    /// Disconnects a user's clients, whose device process is gone.
+    fn give_up(&self, state: &mut State, uid: u32) {
+        let Some(user) = state.users.remove(&uid) else { return };
+        for client in user.clients.values() {
+            let _ = shutdown(client.socket.as_raw_fd(), Shutdown::Both);
+        }
+        self.dismiss(state, user, Duration::ZERO);
     }
 }

@@ -2,15 +2,20 @@
 //!
 //! Sizes and descriptor counts were checked by `vhost`; indexes and the number of memories are checked here, and the device process checks everything again.
 
+use std::collections::BTreeSet;
 use std::fs::File;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use protocol::device::QUEUE_COUNT;
+use serde::{Deserialize, Serialize};
 use vhost::vhost_user::message::{VhostUserMemoryRegion, VhostUserSingleMemoryRegion};
 use vhost::vhost_user::{Error, Frontend, Result, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vmm_sys_util::eventfd::EventFd;
+
+use super::kept::{Found, Held};
 
 /// Maximum memories of a guest.
 pub const MAX_MEMORIES: usize = 509;
@@ -21,19 +26,19 @@ const MAX_TABLE: usize = 32;
 struct Memory {
     info: VhostUserMemoryRegionInfo,
     /// Keeps the descriptor in `info` open.
-    _file: File,
+    file: Held<File>,
 }
 
 impl Memory {
-    fn new(addr: u64, size: u64, user_addr: u64, offset: u64, file: File) -> Memory {
+    fn new(addr: u64, size: u64, user_addr: u64, offset: u64, file: Held<File>) -> Memory {
         let info = VhostUserMemoryRegionInfo {
             guest_phys_addr: addr,
             memory_size: size,
             userspace_addr: user_addr,
             mmap_offset: offset,
-            mmap_handle: file.as_raw_fd(),
+            mmap_handle: file.fd.as_raw_fd(),
         };
-        Memory { info, _file: file }
+        Memory { info, file }
     }
 }
 
@@ -47,11 +52,11 @@ pub struct Ring {
     /// The first descriptor chain to take.
     pub base: Option<u16>,
     /// The driver's notifications. None: the ring is stopped.
-    pub kick: Option<EventFd>,
+    pub kick: Option<Held<Notifier>>,
     /// The device's notifications.
-    pub call: Option<EventFd>,
+    pub call: Option<Held<Notifier>>,
     /// The device's errors.
-    pub err: Option<EventFd>,
+    pub err: Option<Held<Notifier>>,
     /// Whether it is enabled, once the VMM has said so.
     pub enabled: Option<bool>,
 }
@@ -61,6 +66,8 @@ pub struct Ring {
 pub struct Negotiation {
     /// The VMM has taken the device.
     pub owned: bool,
+    /// Extensions of vhost-user that the VMM has accepted.
+    pub protocol: Option<u64>,
     /// Features that the driver has accepted.
     pub features: Option<u64>,
     /// The guest's memories.
@@ -68,12 +75,63 @@ pub struct Negotiation {
     rings: [Ring; QUEUE_COUNT],
 }
 
-/// The descriptor of a notification. Without one nobody listens, or nobody notifies: an eventfd of its own is the same.
-pub fn notifier(file: Option<File>) -> Result<EventFd> {
-    match file {
-        // SAFETY: `into_raw_fd` gives up the ownership of the descriptor, which is only read and written.
-        Some(file) => Ok(unsafe { EventFd::from_raw_fd(file.into_raw_fd()) }),
-        None => EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK).map_err(Error::ReqHandlerError),
+/// The descriptor of a notification.
+pub struct Notifier(pub EventFd);
+
+impl AsFd for Notifier {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the descriptor is open as long as `self`, and so as long as the borrow.
+        unsafe { BorrowedFd::borrow_raw(self.0.as_raw_fd()) }
+    }
+}
+
+impl Notifier {
+    /// Without a descriptor nobody listens, or nobody notifies: an eventfd of its own is the same.
+    pub fn new(file: Option<File>) -> Result<Notifier> {
+        match file {
+            // SAFETY: `into_raw_fd` gives up the ownership of the descriptor, which is only read and written.
+            Some(file) => Ok(Notifier(unsafe { EventFd::from_raw_fd(file.into_raw_fd()) })),
+            None => EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK)
+                .map(Notifier)
+                .map_err(Error::ReqHandlerError),
+        }
+    }
+
+    /// Another descriptor of it.
+    pub fn try_clone(&self) -> Result<Notifier> {
+        self.0.try_clone().map(Notifier).map_err(Error::ReqHandlerError)
+    }
+}
+
+/// What was negotiated, as it is written down for the next keeper. Descriptors are numbers of [`Found`].
+#[derive(Default, Serialize, Deserialize)]
+pub struct Saved {
+    owned: bool,
+    protocol: Option<u64>,
+    features: Option<u64>,
+    /// Guest address, size, the VMM's address, offset in the file, the file.
+    memories: Vec<(u64, u64, u64, u64, u64)>,
+    rings: [SavedRing; QUEUE_COUNT],
+}
+
+#[derive(Default, Serialize, Deserialize)]
+struct SavedRing {
+    num: Option<u16>,
+    /// Flags, and where the descriptors, the used and the available ring lie.
+    addresses: Option<(u32, u64, u64, u64)>,
+    base: Option<u16>,
+    kick: Option<u64>,
+    call: Option<u64>,
+    err: Option<u64>,
+    enabled: Option<bool>,
+}
+
+impl Saved {
+    /// The numbers of all descriptors.
+    pub fn numbers(&self) -> BTreeSet<u64> {
+        let memories = self.memories.iter().map(|memory| memory.4);
+        let rings = self.rings.iter().flat_map(|ring| [ring.kick, ring.call, ring.err]).flatten();
+        memories.chain(rings).collect()
     }
 }
 
@@ -84,8 +142,8 @@ impl Negotiation {
     }
 
     /// The guest has these memories now.
-    pub fn set_memories(&mut self, regions: &[VhostUserMemoryRegion], files: Vec<File>) {
-        let memory = |(region, file): (&VhostUserMemoryRegion, File)| {
+    pub fn set_memories(&mut self, regions: &[VhostUserMemoryRegion], files: Vec<Held<File>>) {
+        let memory = |(region, file): (&VhostUserMemoryRegion, Held<File>)| {
             Memory::new(
                 region.guest_phys_addr,
                 region.memory_size,
@@ -98,7 +156,7 @@ impl Negotiation {
     }
 
     /// The guest has one memory more.
-    pub fn add_memory(&mut self, region: &VhostUserSingleMemoryRegion, file: File) -> Result<()> {
+    pub fn add_memory(&mut self, region: &VhostUserSingleMemoryRegion, file: Held<File>) -> Result<()> {
         if self.memories.len() >= MAX_MEMORIES {
             return Err(Error::InvalidParam);
         }
@@ -132,6 +190,77 @@ impl Negotiation {
         others.iter().try_for_each(|memory| device.add_mem_region(memory).map(drop))
     }
 
+    /// Everything, for the next keeper.
+    pub fn save(&self) -> Saved {
+        let memory = |memory: &Memory| {
+            let info = &memory.info;
+            let (at, size) = (info.guest_phys_addr, info.memory_size);
+            (at, size, info.userspace_addr, info.mmap_offset, memory.file.number)
+        };
+        let addresses =
+            |a: &VringConfigData| (a.flags, a.desc_table_addr, a.used_ring_addr, a.avail_ring_addr);
+        let number = |held: &Option<Held<Notifier>>| held.as_ref().map(|held| held.number);
+        let ring = |ring: &Ring| SavedRing {
+            num: ring.num,
+            addresses: ring.addresses.as_ref().map(addresses),
+            base: ring.base,
+            kick: number(&ring.kick),
+            call: number(&ring.call),
+            err: number(&ring.err),
+            enabled: ring.enabled,
+        };
+        Saved {
+            owned: self.owned,
+            protocol: self.protocol,
+            features: self.features,
+            memories: self.memories.iter().map(memory).collect(),
+            rings: self.rings.each_ref().map(ring),
+        }
+    }
+
+    /// What the keeper before this one has saved.
+    ///
+    /// # Errors
+    /// If a descriptor is missing.
+    pub fn restore(saved: &Saved, found: &Found) -> io::Result<Negotiation> {
+        let memory = |(at, size, user, offset, number): &(u64, u64, u64, u64, u64)| {
+            let file = Held { fd: File::from(found.get(*number)?), number: *number };
+            io::Result::Ok(Memory::new(*at, *size, *user, *offset, file))
+        };
+        let notifier = |number: Option<u64>| {
+            let held = |number| {
+                let file = File::from(found.get(number)?);
+                let fd = Notifier::new(Some(file)).map_err(io::Error::other)?;
+                io::Result::Ok(Held { fd, number })
+            };
+            number.map(held).transpose()
+        };
+        let mut rings: [Ring; QUEUE_COUNT] = Default::default();
+        for (ring, saved) in rings.iter_mut().zip(&saved.rings) {
+            let addresses = |(flags, descriptors, used, available): (u32, u64, u64, u64)| VringConfigData {
+                queue_max_size: 0,
+                queue_size: 0,
+                flags,
+                desc_table_addr: descriptors,
+                used_ring_addr: used,
+                avail_ring_addr: available,
+                log_addr: None,
+            };
+            *ring = Ring {
+                num: saved.num,
+                addresses: saved.addresses.map(addresses),
+                base: saved.base,
+                kick: notifier(saved.kick)?,
+                call: notifier(saved.call)?,
+                err: notifier(saved.err)?,
+                enabled: saved.enabled,
+            };
+        }
+        let memories = saved.memories.iter().map(memory).collect::<io::Result<_>>()?;
+        let (owned, protocol, features) = (saved.owned, saved.protocol, saved.features);
+        Ok(Negotiation { owned, protocol, features, memories, rings })
+    }
+
     /// The device was reset: the driver begins anew.
     pub fn reset(&mut self) {
         self.features = None;
@@ -156,27 +285,25 @@ impl Negotiation {
             }
             let Some(kick) = &ring.kick else { continue };
             if let Some(call) = &ring.call {
-                device.set_vring_call(index, call)?;
+                device.set_vring_call(index, &call.fd.0)?;
             }
             if let Some(err) = &ring.err {
-                device.set_vring_err(index, err)?;
+                device.set_vring_err(index, &err.fd.0)?;
             }
-            device.set_vring_kick(index, kick)?;
+            device.set_vring_kick(index, &kick.fd.0)?;
             if let Some(enabled) = ring.enabled {
                 device.set_vring_enable(index, enabled)?;
             }
-            [Some(kick), ring.call.as_ref()].into_iter().flatten().for_each(notify);
+            [Some(kick), ring.call.as_ref()].into_iter().flatten().for_each(|held| notify(&held.fd));
         }
         Ok(())
     }
 }
 
 /// Notifies, unless a notification is pending anyway. Does not block, whatever the VMM has given.
-fn notify(event: &EventFd) {
-    // SAFETY: the descriptor stays open while it is borrowed here.
-    let fd = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
-    let mut watched = [PollFd::new(fd, PollFlags::POLLOUT)];
+fn notify(event: &Notifier) {
+    let mut watched = [PollFd::new(event.as_fd(), PollFlags::POLLOUT)];
     if poll(&mut watched, PollTimeout::ZERO) == Ok(1) && watched[0].revents() == Some(PollFlags::POLLOUT) {
-        let _ = event.write(1);
+        let _ = event.0.write(1);
     }
 }

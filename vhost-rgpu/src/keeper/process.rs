@@ -19,12 +19,14 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use protocol::device::Answer;
 use sandbox::{Command, Report, Sandboxes};
 
-use super::status::Counted;
+use super::status::{Counted, PATIENCE};
 use crate::confinement;
 use crate::device_process::Role;
 use crate::link::{self, Control, Stored, ToDevice, ToKeeper};
+use crate::native::client_of;
 use crate::servers::Servers;
 
 /// Starts device processes and listens to them. Each is this program again, with the same command line and the configuration as the keeper has read it.
@@ -59,10 +61,29 @@ struct List {
     ended: Ledger<Counted>,
 }
 
+/// An answer for a native client.
+#[derive(Debug)]
+pub struct Reply {
+    /// The client's number.
+    pub number: u64,
+    /// The answer.
+    pub status: Answer,
+    /// Why, if it is not `Ok`.
+    pub reason: String,
+    /// What goes with it.
+    pub fd: Option<OwnedFd>,
+}
+
 /// Whoever asked for a device process.
 pub trait Owner: Send + Sync + std::fmt::Debug {
     /// A client's session is over. Called by the keeper's main thread; must not block.
     fn gone(&self, process: &Arc<Process>, number: u64);
+
+    /// The process has stored this of a channel for a successor, or, with `None`, forgotten what it had stored. Called by the keeper's main thread; must not block.
+    fn stored(&self, process: &Arc<Process>, channel: u64, stored: Option<&Stored>);
+
+    /// A client's request is to be answered. Called by the keeper's main thread; must not block.
+    fn answer(&self, process: &Arc<Process>, answer: Reply);
 
     /// The process has ended, or is about to be ended because it does not keep to the protocol. Called once, by the keeper's main thread; must not block.
     fn over(&self, process: &Arc<Process>);
@@ -111,6 +132,7 @@ impl Processes {
                 return Err(io::Error::other(format!("a device process that was to confine itself {how}")));
             };
             confined(text, &self.logged).map_err(io::Error::other)?;
+            spare.control.consume()?;
             spare.confined = true;
         }
         *self.spare() = Some(spare);
@@ -127,7 +149,7 @@ impl Processes {
         role: &Role,
         servers: &Servers,
         owner: Arc<dyn Owner>,
-        stored: &mut BTreeMap<u32, Stored>,
+        stored: &mut BTreeMap<u64, Stored>,
         most_stored: usize,
     ) -> io::Result<Arc<Process>> {
         let spare = self.spare().take();
@@ -166,6 +188,7 @@ impl Processes {
             Ok(_) => Err("it has ended".to_owned()),
             Err(e) => Err(e.to_string()),
         };
+        let heard = heard.and_then(|()| process.control.consume().map_err(|e| e.to_string()));
         process.confined = true;
         if let Err(why) = heard {
             tracing::error!("a device process that was started ahead is of no use: {why}");
@@ -175,6 +198,21 @@ impl Processes {
 
     fn lock(&self) -> MutexGuard<'_, List> {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many sessions there are.
+    pub fn sessions(&self) -> usize {
+        let deadline = Instant::now() + PATIENCE;
+        self.all().0.iter().map(|process| process.status(deadline).sessions().len()).sum()
+    }
+
+    /// Ends all processes, which leave what they have stored to those that another keeper starts. The main thread has to [listen](Self::listen) meanwhile.
+    pub fn end_for_others(&self) {
+        *self.spare() = None;
+        let all = self.lock().running.clone();
+        for process in all {
+            drop(process.take_over());
+        }
     }
 
     /// All processes that have not ended, and what the others had done, by what they served.
@@ -252,7 +290,7 @@ pub fn memory_file(name: &std::ffi::CStr, bytes: &[u8]) -> io::Result<OwnedFd> {
 struct Heard {
     /// What its sandbox lacks. Nothing comes before that, and it does not come again: then others may speak for the process.
     confined: bool,
-    stored: BTreeMap<u32, Stored>,
+    stored: BTreeMap<u64, Stored>,
     asked: u64,
     answered: u64,
     /// The last status, not read yet.
@@ -309,6 +347,12 @@ impl Process {
         self.control.tell_device(message)
     }
 
+    /// What another keeper needs to end it: a descriptor of the process, and the socket with what it has said.
+    pub fn ties(&self) -> (sandbox::Handle, BorrowedFd<'_>) {
+        let child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        (child.0.handle(), self.control.as_fd())
+    }
+
     /// Gives it what its predecessor had stored.
     pub fn restore(&self) -> io::Result<()> {
         self.lock().stored.iter().try_for_each(|(channel, stored)| self.control.restore(*channel, stored))
@@ -316,6 +360,11 @@ impl Process {
 
     /// Takes one packet. False: it is over.
     fn hear(self: &Arc<Self>) -> bool {
+        // One that was not taken away is the next keeper's, should this one end meanwhile.
+        self.hear_next() && self.control.consume().is_ok()
+    }
+
+    fn hear_next(self: &Arc<Self>) -> bool {
         let broken = |what: &str| {
             tracing::error!("{}: its device process {} {what} and is ended", self.name, self.pid);
             false
@@ -323,11 +372,13 @@ impl Process {
         match self.control.next_from_device() {
             Ok(None) => false,
             Ok(Some(ToKeeper::Store { channel, stored })) => {
+                self.owner.stored(self, channel, Some(&stored));
                 let mut heard = self.lock();
                 heard.stored.insert(channel, stored);
                 heard.stored.len() <= self.most_stored || broken("stores more than its channels")
             }
             Ok(Some(ToKeeper::Forget { channel })) => {
+                self.owner.stored(self, channel, None);
                 self.lock().stored.remove(&channel);
                 true
             }
@@ -339,7 +390,13 @@ impl Process {
                 self.changed.notify_all();
                 true
             }
+            Ok(Some(ToKeeper::Answer { number, status, reason, fd })) => {
+                self.owner.answer(self, Reply { number, status, reason, fd });
+                true
+            }
             Ok(Some(ToKeeper::Gone { number })) => {
+                // All of a native client.
+                self.lock().stored.retain(|place, _| client_of(*place) != number);
                 self.owner.gone(self, number);
                 true
             }
@@ -387,6 +444,11 @@ impl Process {
         // The counter is 0, so this cannot fail.
         let _ = self.ended.write(1);
         self.owner.over(self);
+    }
+
+    /// Whether it is over.
+    pub fn is_over(&self) -> bool {
+        self.lock().over
     }
 
     /// Readable once it is over.
@@ -462,7 +524,7 @@ impl Process {
     }
 
     /// Kills it, waits until nothing of it is left, and takes what it had stored.
-    pub fn take_over(&self) -> (String, BTreeMap<u32, Stored>) {
+    pub fn take_over(&self) -> (String, BTreeMap<u64, Stored>) {
         let ended = self.reap();
         // What it sent before its end has been read when its end has.
         let mut heard = self.lock();

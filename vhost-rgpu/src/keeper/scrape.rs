@@ -21,7 +21,7 @@ use super::families as f;
 use super::process::Processes;
 use super::status::{Counted, Own, PATIENCE};
 use crate::registry::REFUSALS;
-use crate::sockets::Listening;
+use crate::sockets::{Listening, Sockets};
 
 /// A listening socket that nobody serves yet.
 pub struct Unserved {
@@ -31,11 +31,11 @@ pub struct Unserved {
 }
 
 /// Listens where the options say.
-pub fn listen(options: &Options) -> Result<Option<Unserved>> {
+pub fn listen(options: &Options, sockets: &mut Sockets<'_>) -> Result<Option<Unserved>> {
     let Some(place) = &options.listen else { return Ok(None) };
     let (listener, file) = match place {
         metrics::Place::Unix(path) => {
-            let listening = Listening::bind(path, SockType::Stream, 0o660)?;
+            let listening = sockets.take_or_bind("metrics", path, SockType::Stream, 0o660)?;
             let socket = listening.as_fd().try_clone_to_owned().context("duplicating a descriptor")?;
             (Listener::Unix(UnixListener::from(socket)), Some(listening))
         }

@@ -14,6 +14,7 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use serde_json::{Map, Value, json};
 
 use super::process::Processes;
+use super::takeover::Succession;
 use crate::sockets::Listening;
 
 /// Maximum bytes of a device process's report.
@@ -195,7 +196,7 @@ const NUMBERS: [&str; 5] =
     ["sessions_opened", "sessions_refused", "sessions_lost", "sessions_closed", "malformed_requests"];
 
 /// The status as JSON: sums of all counters since the keeper's start, and one object for each device process and each session.
-fn status(processes: &Processes, own: &Own) -> Value {
+fn status(processes: &Processes, own: &Own, succession: &Succession) -> Value {
     let (running, ended) = processes.all();
     let mut sums = Counted::default();
     ended.iter().for_each(|(_, done)| sums.add(done));
@@ -223,6 +224,7 @@ fn status(processes: &Processes, own: &Own) -> Value {
         ("protocol", json!(protocol::VERSION.to_string())),
         ("process", json!(std::process::id())),
         ("seconds", json!(own.started.elapsed().as_secs())),
+        ("keepers_before", json!(succession.keepers_before())),
     ];
     fields.extend(own_fields.map(|(name, value)| (name.to_owned(), value)));
     for name in NUMBERS {
@@ -238,12 +240,12 @@ fn status(processes: &Processes, own: &Own) -> Value {
 }
 
 /// Serves the status until the socket is stopped.
-pub fn serve(listening: &Listening, processes: &Processes, own: &Own) {
-    while let Some(connection) = listening.accept_patiently("status") {
+pub fn serve(listening: &Listening, processes: &Processes, own: &Own, succession: &Succession) {
+    while let Some((connection, _stays)) = listening.accept_patiently("status", succession) {
         let mut stream = UnixStream::from(connection);
         // A client that does not read delays other clients of this socket by at most this long.
         let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
-        let mut text = status(processes, own).to_string();
+        let mut text = status(processes, own, succession).to_string();
         text.push('\n');
         if let Err(e) = stream.write_all(text.as_bytes()) {
             tracing::debug!("status: a client disconnected: {e}");

@@ -4,22 +4,22 @@
 //! in these messages: nothing of a running session passes through the keeper.
 //!
 //! When the device process ends unexpectedly, another one is started and told everything again. The VMM and the guest's driver do not notice. The same process serves only one VMM
-//! connection: the next VMM begins with a fresh one.
+//! connection: the next VMM begins with a fresh one. The same happens when the keeper itself is replaced: what it knows of the connection is [`Kept`] for the next one.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::fcntl::{FcntlArg, OFlag, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::unistd::dup3_raw;
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserHeaderFlag,
     VhostUserInflight, VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
@@ -33,12 +33,16 @@ use vmm_sys_util::tempdir::TempDir;
 
 use protocol::device::QUEUE_COUNT;
 
-use super::negotiation::{MAX_MEMORIES, Negotiation, notifier};
-use super::process::{Owner, Process, Processes};
+use super::kept::Held;
+use super::negotiation::{MAX_MEMORIES, Negotiation, Notifier};
+use super::predecessor::{Connection, Predecessor, repeat};
+use super::process::{Process, Processes};
 use super::status::Own;
+use super::takeover::Succession;
+use super::ties::StoredByChannel;
 use crate::config::Vm;
 use crate::device_process::Role;
-use crate::link::{Stored, ToDevice};
+use crate::link::ToDevice;
 use crate::sockets::Listening;
 use crate::vm::REQUESTS_SIZE;
 
@@ -55,47 +59,46 @@ const MAX_FAILURES: u32 = 8;
 /// How long to wait before another attempt after the second failure. Doubled with each one.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Wakes a virtual machine's thread when its device process has ended.
-#[derive(Debug)]
-struct Unattended;
-
-impl Owner for Unattended {
-    fn gone(&self, _process: &Arc<Process>, _number: u64) {}
-
-    fn over(&self, _process: &Arc<Process>) {
-        // The virtual machine's thread watches `Process::ended`.
-    }
-}
-
 /// The server of one virtual machine's socket.
 #[derive(Debug)]
 pub struct Server {
     config: Vm,
     processes: Arc<Processes>,
     own: Arc<Own>,
+    succession: Arc<Succession>,
     stopping: AtomicBool,
     stop: EventFd,
 }
 
 impl Server {
     /// A server with this configuration.
-    pub fn new(config: Vm, processes: Arc<Processes>, own: Arc<Own>) -> io::Result<Arc<Server>> {
+    pub fn new(
+        config: Vm,
+        processes: Arc<Processes>,
+        own: Arc<Own>,
+        succession: Arc<Succession>,
+    ) -> io::Result<Arc<Server>> {
         let stop = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        Ok(Arc::new(Server { config, processes, own, stopping: AtomicBool::new(false), stop }))
+        Ok(Arc::new(Server { config, processes, own, succession, stopping: AtomicBool::new(false), stop }))
     }
 
-    /// Serves one VMM after the other until [`stop`](Self::stop) is called and the socket is stopped.
-    pub fn serve(&self, listening: &Listening) {
+    /// Serves one VMM after the other until [`stop`](Self::stop) is called and the socket is stopped. The first one is that of the keeper before this one, if it had one.
+    pub fn serve(&self, listening: &Listening, before: Option<Predecessor>) {
         let name = &self.config.name;
-        while let Some(vmm) = listening.accept_patiently(&format!("vm {name}")) {
+        let failed = |e: anyhow::Error| {
+            tracing::error!("vm {name}: {e:#}");
+            // Most likely the machine is out of descriptors, memory or processes.
+            self.pause(Duration::from_millis(200));
+        };
+        if let Some(before) = before {
+            let stays = self.succession.stays();
+            self.take_over(before, stays).unwrap_or_else(failed);
+        }
+        while let Some((vmm, stays)) = listening.accept_patiently(&format!("vm {name}"), &self.succession) {
             if self.stopping.load(Ordering::SeqCst) {
                 return;
             }
-            if let Err(e) = self.serve_vmm(vmm) {
-                tracing::error!("vm {name}: {e:#}");
-                // Most likely the machine is out of descriptors, memory or processes.
-                self.pause(Duration::from_millis(200));
-            }
+            self.serve_vmm(vmm, stays).unwrap_or_else(failed);
         }
     }
 
@@ -112,30 +115,92 @@ impl Server {
         let _ = poll(&mut [PollFd::new(self.stop.as_fd(), PollFlags::POLLIN)], limit);
     }
 
-    fn serve_vmm(&self, vmm: OwnedFd) -> anyhow::Result<()> {
+    fn serve_vmm(&self, vmm: OwnedFd, stays: RwLockReadGuard<'_, ()>) -> anyhow::Result<()> {
+        let connection = Connection::new(self.succession.store.clone(), &self.config.name, &vmm)
+            .context("what a successor needs")?;
+        let connection = Arc::new(connection);
+        let result = self.begin(vmm, &connection, stays);
+        connection.kept.end();
+        result
+    }
+
+    fn begin(
+        &self,
+        vmm: OwnedFd,
+        connection: &Arc<Connection>,
+        stays: RwLockReadGuard<'_, ()>,
+    ) -> anyhow::Result<()> {
+        let requests = requests_memory().context("memory for requests in progress")?;
+        connection.requests(&requests);
+        let device = Device::start(self, connection, &requests, &mut StoredByChannel::new(), None)?;
+        let relay = Arc::new(Relay::new(self, connection, device, Negotiation::default(), requests));
         let name = &self.config.name;
-        let relay = Arc::new(Relay::start(self)?);
         tracing::info!("vm {name}: a VMM has connected; device process {}", relay.lock().device.process.pid);
         let stream = UnixStream::from(vmm);
         let watched = stream.try_clone().context("duplicating the VMM's connection")?;
-        let mut requests = BackendReqHandler::from_stream(stream, relay.clone());
-        let result = self.relay(&watched, &mut requests, &relay);
-        match &result {
+        drop(stays);
+        self.attend(&watched, BackendReqHandler::from_stream(stream, relay.clone()), &relay);
+        Ok(())
+    }
+
+    /// Goes on with the VMM of the keeper before this one, whose device process is gone.
+    fn take_over(&self, before: Predecessor, stays: RwLockReadGuard<'_, ()>) -> anyhow::Result<()> {
+        let connection = before.connection.clone();
+        let result = self.resume(before, stays);
+        connection.kept.end();
+        result.context("the VMM of the keeper before this one")
+    }
+
+    fn resume(&self, before: Predecessor, stays: RwLockReadGuard<'_, ()>) -> anyhow::Result<()> {
+        let most = self.config.limits.max_channels as usize;
+        // Nothing touches the guest's memory before the old process is gone.
+        let Predecessor { connection, found } = before;
+        let ended = connection.kept.end_device_process(&found, most, drop);
+        let mut stored = ended.context("what its device process has stored")?;
+        let (vmm, requests, negotiation) = connection.restore(&found).context("what it has kept")?;
+        drop(found);
+        let (vmm, mut attempts) = (UnixStream::from(vmm), Attempts::new(0));
+        let why = "was replaced together with the daemon vhost-rgpu";
+        let device = attempts.start(self, &connection, &requests, &negotiation, &mut stored, why)?;
+        let (name, process) = (&self.config.name, device.process.pid);
+        tracing::info!("vm {name}: goes on with the VMM; device process {process}");
+        let (protocol, features) = (negotiation.protocol, negotiation.features);
+        let relay = Arc::new(Relay::new(self, &connection, device, negotiation, requests));
+        // The handler has to know what the VMM has said to the one before it. It hears that on a socket which is then replaced by the VMM's.
+        let (ours, theirs) = UnixStream::pair().context("a pair of sockets")?;
+        let number = ours.as_raw_fd();
+        let mut requests = BackendReqHandler::from_stream(ours, relay.clone());
+        relay.lock().repeating = true;
+        repeat(&theirs, protocol, features, || requests.handle_request()).context("what was negotiated")?;
+        relay.lock().repeating = false;
+        // SAFETY: the handler owns this descriptor, and goes on to own it; it is only another socket from now on.
+        let replaced = unsafe { dup3_raw(&vmm, number, OFlag::O_CLOEXEC) };
+        // It is the handler's.
+        let _ = replaced.context("duplicating the VMM's connection")?.into_raw_fd();
+        drop(stays);
+        self.attend(&vmm, requests, &relay);
+        Ok(())
+    }
+
+    /// Serves a VMM until it disconnects or the daemon ends.
+    fn attend(&self, vmm: &UnixStream, requests: BackendReqHandler<Relay<'_>>, relay: &Relay<'_>) {
+        let name = &self.config.name;
+        match &self.relay(vmm, requests, relay) {
             Ok(()) if self.stopping.load(Ordering::SeqCst) => {}
             Ok(()) => tracing::info!("vm {name}: the VMM has disconnected"),
             Err(e) => tracing::warn!("vm {name}: the VMM's connection ended: {e}"),
         }
+        let _stays = self.succession.stays();
         let limit = if self.stopping.load(Ordering::SeqCst) { DRAIN } else { ENDS_WITHIN };
         let process = relay.lock().device.process.clone();
         process.end(limit);
-        Ok(())
     }
 
     /// Passes the VMM's messages on until it disconnects or the daemon ends.
     fn relay(
         &self,
         vmm: &UnixStream,
-        requests: &mut BackendReqHandler<Relay<'_>>,
+        mut requests: BackendReqHandler<Relay<'_>>,
         relay: &Relay<'_>,
     ) -> std::result::Result<(), String> {
         loop {
@@ -151,10 +216,11 @@ impl Server {
             if stopped {
                 return Ok(());
             }
+            let _stays = self.succession.stays();
             if ended {
                 relay.lock().restart().map_err(|e| e.to_string())?;
             } else if readable {
-                match requests.handle_request() {
+                match relay.noted(|| requests.handle_request()) {
                     Ok(()) => {}
                     Err(Error::Disconnected | Error::PartialMessage | Error::SocketBroken(_)) => {
                         return Ok(());
@@ -203,8 +269,9 @@ impl Device {
     /// Starts a device process. `stored` and `resumed` come from its predecessor. If it fails, `stored` is as it was.
     fn start(
         server: &Server,
+        connection: &Arc<Connection>,
         requests: &OwnedFd,
-        stored: &mut BTreeMap<u32, Stored>,
+        stored: &mut StoredByChannel,
         resumed: Option<String>,
     ) -> anyhow::Result<Device> {
         let config = &server.config;
@@ -213,11 +280,12 @@ impl Device {
             .start(
                 &Role::Vm(config.name.clone()),
                 &config.servers,
-                Arc::new(Unattended),
+                connection.clone(),
                 stored,
                 config.limits.max_channels as usize,
             )
             .context("starting a device process")?;
+        connection.kept.served_by(&process);
         Device::connect(&process, requests, resumed).map_err(|e| {
             let (how, left) = process.take_over();
             *stored = left;
@@ -261,25 +329,47 @@ struct Relay<'s>(Mutex<Inner<'s>>);
 
 struct Inner<'s> {
     server: &'s Server,
+    connection: Arc<Connection>,
     device: Device,
     negotiation: Negotiation,
     /// The memory for requests in progress, which outlives device processes.
     requests: OwnedFd,
-    /// When the current device process was started, and how many before it failed soon.
-    since: Instant,
-    failures: u32,
+    attempts: Attempts,
+    /// What the VMM has said to the keeper before this one is being repeated, and the device knows it.
+    repeating: bool,
 }
 
 impl<'s> Relay<'s> {
-    fn start(server: &'s Server) -> anyhow::Result<Relay<'s>> {
-        let requests = requests_memory().context("memory for requests in progress")?;
-        let device = Device::start(server, &requests, &mut BTreeMap::new(), None)?;
-        let (negotiation, since) = (Negotiation::default(), Instant::now());
-        Ok(Relay(Mutex::new(Inner { server, device, negotiation, requests, since, failures: 0 })))
+    fn new(
+        server: &'s Server,
+        connection: &Arc<Connection>,
+        device: Device,
+        negotiation: Negotiation,
+        requests: OwnedFd,
+    ) -> Relay<'s> {
+        let (connection, attempts) = (connection.clone(), Attempts::new(0));
+        Relay(Mutex::new(Inner {
+            server,
+            connection,
+            device,
+            negotiation,
+            requests,
+            attempts,
+            repeating: false,
+        }))
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner<'s>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Handles a message of the VMM, and notes for the next keeper what it has changed.
+    fn noted<T>(&self, handle: impl FnOnce() -> T) -> T {
+        let connection = self.lock().connection.clone();
+        connection.begins();
+        let result = handle();
+        connection.done(self.lock().negotiation.save());
+        result
     }
 }
 
@@ -288,68 +378,95 @@ fn refused(error: &vhost::Error) -> bool {
     matches!(error, vhost::Error::VhostUserProtocol(Error::BackendInternalError | Error::InvalidParam))
 }
 
-impl Inner<'_> {
-    /// Replaces a device process that has ended, or that is of no use any more.
-    fn restart(&mut self) -> Result<()> {
-        let name = &self.server.config.name;
+/// How starting device processes for one VMM has gone so far.
+struct Attempts {
+    /// When the last one was started, and how many before it failed soon.
+    since: Instant,
+    failures: u32,
+}
+
+impl Attempts {
+    fn new(failures: u32) -> Attempts {
+        Attempts { since: Instant::now(), failures }
+    }
+
+    /// A device process has ended.
+    fn failed(&mut self) {
         if self.since.elapsed() > HEALTHY {
             self.failures = 0;
         }
+        self.failures += 1;
+    }
+
+    /// Starts a device process in place of one that is gone, and tells it everything. `why` is what became of the old one, and `stored` what it had stored.
+    fn start(
+        &mut self,
+        server: &Server,
+        connection: &Arc<Connection>,
+        requests: &OwnedFd,
+        negotiation: &Negotiation,
+        stored: &mut StoredByChannel,
+        why: &str,
+    ) -> Result<Device> {
+        let name = &server.config.name;
         let failed = |text: String| Error::ReqHandlerError(io::Error::other(text));
-        let mut why = None;
-        let mut stored = BTreeMap::new();
         loop {
-            // Nothing touches the guest's memory before the old process is gone.
-            let (how, left) = self.device.process.take_over();
-            stored.extend(left);
-            let why = why.get_or_insert_with(|| {
-                tracing::error!(
-                    "vm {name}: its device process {} {how}; starting another one",
-                    self.device.process.pid
-                );
-                how
-            });
-            self.failures += 1;
             if self.failures > MAX_FAILURES {
                 return Err(failed(format!(
                     "{MAX_FAILURES} device processes have failed one after the other"
                 )));
             }
             if self.failures > 1 {
-                self.server.pause(PAUSE * (1 << (self.failures - 2)));
+                server.pause(PAUSE * (1 << (self.failures - 2)));
             }
-            if self.server.stopping.load(Ordering::SeqCst) {
+            if server.stopping.load(Ordering::SeqCst) {
                 return Err(failed("the daemon ends".to_owned()));
             }
             self.since = Instant::now();
-            match Device::start(self.server, &self.requests, &mut stored, Some(why.clone())) {
-                Ok(device) => self.device = device,
+            let mut device = match Device::start(server, connection, requests, stored, Some(why.to_owned())) {
+                Ok(device) => device,
                 Err(e) => {
                     tracing::error!("vm {name}: {e:#}");
+                    self.failed();
                     continue;
                 }
-            }
-            match self.negotiation.replay(&mut self.device.frontend) {
-                Ok(()) => {
-                    self.server.own.restarts.fetch_add(1, Ordering::Relaxed);
-                    tracing::info!(
-                        "vm {name}: device process {} serves the guest now",
-                        self.device.process.pid
-                    );
-                    return Ok(());
-                }
+            };
+            let process = device.process.clone();
+            match negotiation.replay(&mut device.frontend) {
+                Ok(()) => return Ok(device),
                 // The next one would not accept it either: the VMM has changed what it gave.
                 Err(e) if refused(&e) => {
-                    let process = self.device.process.pid;
+                    process.end(Duration::ZERO);
                     return Err(failed(format!(
-                        "device process {process} does not accept what was negotiated"
+                        "device process {} does not accept what was negotiated",
+                        process.pid
                     )));
                 }
-                Err(e) => {
-                    tracing::error!("vm {name}: telling device process {}: {e}", self.device.process.pid)
-                }
+                Err(e) => tracing::error!("vm {name}: telling device process {}: {e}", process.pid),
             }
+            let (how, left) = process.take_over();
+            tracing::error!("vm {name}: its device process {} {how}; starting another one", process.pid);
+            stored.extend(left);
+            self.failed();
         }
+    }
+}
+
+impl Inner<'_> {
+    /// Replaces a device process that has ended, or that is of no use any more.
+    fn restart(&mut self) -> Result<()> {
+        let (server, name) = (self.server, &self.server.config.name);
+        // Nothing touches the guest's memory before the old process is gone.
+        let (how, mut stored) = self.device.process.take_over();
+        let process = self.device.process.pid;
+        tracing::error!("vm {name}: its device process {process} {how}; starting another one");
+        self.attempts.failed();
+        let Inner { connection, requests, negotiation, attempts, .. } = self;
+        self.device = attempts.start(server, connection, requests, negotiation, &mut stored, &how)?;
+        server.own.restarts.fetch_add(1, Ordering::Relaxed);
+        server.succession.save(&server.own);
+        tracing::info!("vm {name}: device process {} serves the guest now", self.device.process.pid);
+        Ok(())
     }
 
     /// Passes on what was just remembered. A device process that fails meanwhile is replaced, and its successor is told with everything else.
@@ -403,6 +520,9 @@ impl VhostUserBackendReqHandler for Relay<'_> {
     fn set_features(&self, features: u64) -> Result<()> {
         let mut inner = self.lock();
         inner.negotiation.features = Some(features);
+        if inner.repeating {
+            return Ok(());
+        }
         inner.tell(|device, _| device.set_features(features))
     }
 
@@ -413,6 +533,7 @@ impl VhostUserBackendReqHandler for Relay<'_> {
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
         let mut inner = self.lock();
+        let files = files.into_iter().map(|file| inner.connection.kept.held(file)).collect();
         inner.negotiation.set_memories(regions, files);
         inner.tell(|device, negotiation| negotiation.send_memories(device))?;
         Ok(None)
@@ -467,27 +588,27 @@ impl VhostUserBackendReqHandler for Relay<'_> {
     }
 
     fn set_vring_kick(&self, index: u8, file: Option<File>) -> Result<()> {
-        let kick = notifier(file)?;
+        let kick = Notifier::new(file)?;
         let mut inner = self.lock();
-        let ours = kick.try_clone().map_err(Error::ReqHandlerError)?;
+        let ours: Held<Notifier> = inner.connection.kept.held(kick.try_clone()?);
         inner.negotiation.ring(index.into())?.kick = Some(ours);
-        inner.tell(|device, _| device.set_vring_kick(index.into(), &kick))
+        inner.tell(|device, _| device.set_vring_kick(index.into(), &kick.0))
     }
 
     fn set_vring_call(&self, index: u8, file: Option<File>) -> Result<()> {
-        let call = notifier(file)?;
+        let call = Notifier::new(file)?;
         let mut inner = self.lock();
-        let ours = call.try_clone().map_err(Error::ReqHandlerError)?;
+        let ours: Held<Notifier> = inner.connection.kept.held(call.try_clone()?);
         inner.negotiation.ring(index.into())?.call = Some(ours);
-        inner.tell(|device, _| device.set_vring_call(index.into(), &call))
+        inner.tell(|device, _| device.set_vring_call(index.into(), &call.0))
     }
 
     fn set_vring_err(&self, index: u8, file: Option<File>) -> Result<()> {
-        let err = notifier(file)?;
+        let err = Notifier::new(file)?;
         let mut inner = self.lock();
-        let ours = err.try_clone().map_err(Error::ReqHandlerError)?;
+        let ours: Held<Notifier> = inner.connection.kept.held(err.try_clone()?);
         inner.negotiation.ring(index.into())?.err = Some(ours);
-        inner.tell(|device, _| device.set_vring_err(index.into(), &err))
+        inner.tell(|device, _| device.set_vring_err(index.into(), &err.0))
     }
 
     fn get_protocol_features(&self) -> Result<VhostUserProtocolFeatures> {
@@ -495,8 +616,13 @@ impl VhostUserBackendReqHandler for Relay<'_> {
     }
 
     fn set_protocol_features(&self, features: u64) -> Result<()> {
-        let offered = self.lock().device.protocol_features | VhostUserProtocolFeatures::REPLY_ACK;
-        if features & !offered.bits() != 0 { Err(Error::InvalidParam) } else { Ok(()) }
+        let mut inner = self.lock();
+        let offered = inner.device.protocol_features | VhostUserProtocolFeatures::REPLY_ACK;
+        if features & !offered.bits() != 0 {
+            return Err(Error::InvalidParam);
+        }
+        inner.negotiation.protocol = Some(features);
+        Ok(())
     }
 
     fn get_queue_num(&self) -> Result<u64> {
@@ -545,6 +671,7 @@ impl VhostUserBackendReqHandler for Relay<'_> {
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<VhostUserMemoryRegionBase>> {
         let mut inner = self.lock();
+        let file = inner.connection.kept.held(file);
         inner.negotiation.add_memory(region, file)?;
         inner.tell(|device, negotiation| {
             let added = negotiation.last_memory();

@@ -415,7 +415,7 @@ impl Device {
         let mappings = self.budget.channel(memories.resolve(extents, size)?.all().len())?;
         let memory = ChannelMemory::new(memories, extents.to_vec(), size)?;
         let (wakeup, lost) = self.listeners(channel);
-        let session = Session::resume(&leftover.server, saved, memory, wakeup, lost)
+        let session = Session::resume(&leftover.server, saved, memory, None, wakeup, lost)
             .map_err(|e| no_resources(format!("its session cannot go on: {e}")))?;
         let session = Arc::new(session);
         let listed = self.registry.list_resumed(&self.who, channel.into(), session.clone());

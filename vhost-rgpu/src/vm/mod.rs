@@ -56,8 +56,9 @@ impl Server {
     }
 
     /// Takes what a predecessor has stored of a channel.
-    pub fn restore(&mut self, channel: u32, stored: Stored) {
-        self.stored.insert(channel, stored);
+    pub fn restore(&mut self, channel: u64, stored: Stored) {
+        // It was a guest's channel, whose number has 32 bits.
+        self.stored.extend(u32::try_from(channel).ok().map(|channel| (channel, stored)));
     }
 
     /// Serves the VMM whose messages the keeper passes on, in threads of its own. `resumed` says how the predecessor ended, if there was one.

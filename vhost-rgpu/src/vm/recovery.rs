@@ -172,13 +172,13 @@ impl Store {
 
     /// Remembers a channel.
     pub fn remember(&self, channel: u32, known: Known) -> io::Result<()> {
-        self.0.tell_keeper(&ToKeeper::Store { channel, stored: known.0 })
+        self.0.tell_keeper(&ToKeeper::Store { channel: channel.into(), stored: known.0 })
     }
 
     /// Forgets a channel: nothing can touch its memory any more.
     pub fn forget(&self, channel: u32) {
         // Without a keeper there is no successor.
-        let _ = self.0.tell_keeper(&ToKeeper::Forget { channel });
+        let _ = self.0.tell_keeper(&ToKeeper::Forget { channel: channel.into() });
     }
 }
 

@@ -9,6 +9,8 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 
+use nix::sys::signal::Signal;
+use test_kit::eventually;
 use test_kit::manager::Manager;
 use test_kit::server::FakeServer;
 
@@ -74,6 +76,26 @@ impl Daemon {
     pub fn managed(manager: &Manager, server: &FakeServer) -> Daemon {
         let arguments = ["--server", &server.address.to_string(), "--name", "testvm"];
         spawn(manager.command(BINARY), &Arc::new(tempfile::tempdir().unwrap()), &arguments)
+    }
+
+    /// Starts one under a service manager in a folder of its own, or of one before it, and waits until it serves.
+    pub fn kept(manager: &Manager, folder: &Arc<tempfile::TempDir>, arguments: &[&str]) -> Daemon {
+        spawn(manager.command(BINARY), folder, arguments).ready()
+    }
+
+    /// Starts a copy of the program, which a test can replace by another one, and waits until it serves.
+    pub fn copied(folder: &Arc<tempfile::TempDir>, arguments: &[&str]) -> Daemon {
+        let program = folder.path().join("vhost-rgpu");
+        // By another process: a program that this one has open for writing while a thread starts something cannot be executed.
+        assert!(Command::new("cp").arg(BINARY).arg(&program).status().unwrap().success());
+        spawn(Command::new(program), folder, arguments).ready()
+    }
+
+    /// Has it execute the program that is installed, and waits until that serves.
+    pub fn upgrade(&self) {
+        let before = self.number("keepers_before");
+        self.signal(Signal::SIGUSR2);
+        eventually(|| self.try_status().is_some_and(|status| status["keepers_before"] == before + 1));
     }
 
     /// Starts another one on the same sockets, without waiting for it.

@@ -19,6 +19,7 @@ mod resume;
 mod saved;
 mod socket;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -40,6 +41,7 @@ use super::saved::About;
 use super::session::{Handshake, InheritedRegion, Turn, hello};
 use super::state::{ChannelMemory, SessionState};
 use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
+use crate::memory::Memories;
 use crate::stream::Stream;
 use protocol::polling::PollTime;
 
@@ -153,6 +155,7 @@ impl Tcp {
         config: &SessionConfig,
         session: Arc<SessionState>,
         saved: &SavedTcp,
+        own: Option<&BTreeMap<u32, Memories>>,
     ) -> io::Result<(Tcp, Vec<InheritedRegion>)> {
         let Some((ledger, regions)) = &saved.memory else {
             return Err(io::Error::other("the server keeps no session whose connections are closed"));
@@ -163,7 +166,9 @@ impl Tcp {
         let (ledger, (regions, stored)) = (ledger.try_clone()?, RegionsFile::open(regions.try_clone()?)?);
         let (mut memory, mut inherited) = (Vec::new(), Vec::new());
         for StoredRegion { id, size, read_only, extents } in stored {
-            let runs = session.channel.memories.resolve(&extents, size).map_err(io::Error::other)?;
+            let memories = own.map_or(Some(&session.channel.memories), |own| own.get(&id));
+            let missing = || io::Error::other(format!("the memory of region {id} is missing"));
+            let runs = memories.ok_or_else(missing)?.resolve(&extents, size).map_err(io::Error::other)?;
             inherited.push(InheritedRegion { region: id, size, pieces: runs.all().len() as u32 });
             memory.push((id, SocketMemory::Region { runs, read_only }));
         }

@@ -1,0 +1,131 @@
+//! A text that a process writes for the next one, again and again, so that a process that is killed at any point leaves
+//! one that is whole.
+//!
+//! ```text
+//!  at        which of both places counts, and the length of its text: 8 bytes
+//!  places    the first place, and behind it the second
+//! ```
+//!
+//! A text is written to the place that does not count. Then the eight bytes say that it does.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, PoisonError};
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
+/// A text in a file in memory. The rest of the file is its owner's.
+#[derive(Debug)]
+pub struct Text {
+    file: File,
+    at: u64,
+    places: u64,
+    room: u64,
+    /// Held while a text is written.
+    writing: Mutex<()>,
+}
+
+impl AsFd for Text {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl Text {
+    /// The text in `file`: which place counts is said at `at`, and the places begin at `places`. A text has at most `room` bytes.
+    pub fn within(file: OwnedFd, at: u64, places: u64, room: u64) -> Text {
+        Text { file: file.into(), at, places, room, writing: Mutex::new(()) }
+    }
+
+    /// A file of its own, with a text of at most `room` bytes.
+    ///
+    /// # Errors
+    /// If this process can have no more descriptors.
+    pub fn new(room: u64) -> io::Result<Text> {
+        let file = memfd_create(c"record", MFdFlags::MFD_CLOEXEC)?;
+        Ok(Text::open(file, room))
+    }
+
+    /// That of the process before this one.
+    pub fn open(file: OwnedFd, room: u64) -> Text {
+        Text::within(file, 0, 8, room)
+    }
+
+    /// Writes a text in place of the one before.
+    ///
+    /// # Errors
+    /// If the text is too long, or there is no memory for it. The one before counts then.
+    pub fn write(&self, text: &[u8]) -> io::Result<()> {
+        if text.len() as u64 > self.room {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = 1 - self.counts()?.0;
+        self.file.write_all_at(text, self.places + place * self.room)?;
+        // Eight bytes at once: a process is not killed in the middle of them.
+        self.file.write_all_at(&(place << 32 | text.len() as u64).to_ne_bytes(), self.at)
+    }
+
+    /// Reads the text. It is empty before the first one is written.
+    ///
+    /// # Errors
+    /// If this is not a file in memory.
+    pub fn read(&self) -> io::Result<Vec<u8>> {
+        let (place, length) = self.counts()?;
+        let mut text = vec![0; length.min(self.room) as usize];
+        self.file.read_exact_at(&mut text, self.places + place * self.room)?;
+        Ok(text)
+    }
+
+    /// Which place counts, and the length of its text.
+    fn counts(&self) -> io::Result<(u64, u64)> {
+        let mut bytes = [0; 8];
+        match self.file.read_at(&mut bytes, self.at)? {
+            // Nothing was written yet.
+            0 => Ok((0, 0)),
+            8 => {
+                let word = u64::from_ne_bytes(bytes);
+                Ok(((word >> 32).min(1), word & u64::from(u32::MAX)))
+            }
+            _ => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn copy(text: &Text) -> Text {
+        Text::open(text.as_fd().try_clone_to_owned().unwrap(), text.room)
+    }
+
+    #[test]
+    fn a_text_is_the_last_one_that_was_written_whole() {
+        let text = Text::new(100).unwrap();
+        assert!(text.read().unwrap().is_empty(), "there is none yet");
+        for what in ["first", "a longer second", "3"] {
+            text.write(what.as_bytes()).unwrap();
+            assert_eq!(copy(&text).read().unwrap(), what.as_bytes());
+        }
+        assert!(text.write(&[b'x'; 101]).is_err());
+        // Killed while it wrote the next one.
+        let place = 1 - text.counts().unwrap().0;
+        text.file.write_all_at(b"half", text.places + place * text.room).unwrap();
+        assert_eq!(copy(&text).read().unwrap(), b"3");
+    }
+
+    #[test]
+    fn another_file_gives_an_error_and_no_text() {
+        let (reader, _writer) = std::io::pipe().unwrap();
+        assert!(Text::open(reader.into(), 100).read().is_err());
+        let short = Text::new(100).unwrap();
+        short.file.write_all_at(&[1, 2, 3], 0).unwrap();
+        assert!(short.read().is_err());
+        // It says that it is longer than it is.
+        short.file.write_all_at(&u64::MAX.to_ne_bytes(), 0).unwrap();
+        assert!(short.read().is_err());
+    }
+}

@@ -1,0 +1,276 @@
+//! What the keeper keeps of one VMM's connection, or of one user's programs, for the keeper after it: descriptors, and a record that says which of them is what.
+//!
+//! Each descriptor is kept under a number ([`Kept::hold`]), and the record names numbers. The record is written after the descriptors that it names are kept, and before those that it does
+//! not name any more are let go. So a keeper that is killed at any point leaves a record that is whole.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use handover::{Inherited, Store, Text};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::takeover::FORMAT;
+
+/// Most bytes of a record.
+const ROOM: u64 = 16 << 20;
+/// The last part of the record's name.
+const RECORD: &str = "record";
+
+/// What a record says.
+pub trait Words: Serialize + DeserializeOwned + Default + Send {
+    /// The numbers of all descriptors that it names.
+    fn numbers(&self) -> BTreeSet<u64>;
+}
+
+/// A descriptor, and the number under which it is kept.
+#[derive(Debug)]
+pub struct Held<T> {
+    /// The descriptor.
+    pub fd: T,
+    /// Its number.
+    pub number: u64,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+struct Record<W> {
+    format: u32,
+    /// The number of the next descriptor.
+    next: u64,
+    words: W,
+}
+
+/// What every record begins with, also one of another version.
+#[derive(Deserialize)]
+struct Head {
+    format: u32,
+}
+
+struct State<W> {
+    record: Record<W>,
+    /// All that are kept. Those that are new are not named yet.
+    held: BTreeSet<u64>,
+    named: BTreeSet<u64>,
+}
+
+/// See the module.
+pub struct Kept<W> {
+    store: Arc<Store>,
+    /// What the names begin with.
+    prefix: String,
+    text: Text,
+    state: Mutex<State<W>>,
+}
+
+impl<W> std::fmt::Debug for Kept<W> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Kept").field("prefix", &self.prefix).finish_non_exhaustive()
+    }
+}
+
+/// The descriptors of a keeper before this one, by number.
+#[derive(Debug)]
+pub struct Found(BTreeMap<u64, OwnedFd>);
+
+impl Found {
+    /// A duplicate of one of them.
+    ///
+    /// # Errors
+    /// If it is not there, or this process can have no more.
+    pub fn get(&self, number: u64) -> io::Result<OwnedFd> {
+        let missing = || io::Error::new(io::ErrorKind::NotFound, format!("descriptor {number} was not kept"));
+        self.0.get(&number).ok_or_else(missing)?.try_clone()
+    }
+}
+
+impl<W: Words> Kept<W> {
+    /// Begins to keep something, under names that begin with `prefix` and a hyphen.
+    pub fn new(store: Arc<Store>, prefix: &str) -> io::Result<Kept<W>> {
+        let record = Record { format: FORMAT, ..Record::default() };
+        Kept::begin(store, prefix, Text::new(ROOM)?, record)
+    }
+
+    fn begin(store: Arc<Store>, prefix: &str, text: Text, record: Record<W>) -> io::Result<Kept<W>> {
+        let named = record.words.numbers();
+        let state = Mutex::new(State { held: named.clone(), named, record });
+        let kept = Kept { store, prefix: prefix.to_owned(), text, state };
+        kept.change(|_| ());
+        kept.store.keep(&kept.name(RECORD), &kept.text)?;
+        Ok(kept)
+    }
+
+    /// Takes over what a keeper before this one has kept, if it has. What its record does not name is closed.
+    ///
+    /// # Errors
+    /// If the record cannot be read. Nothing is kept any more then.
+    pub fn take_over(
+        store: Arc<Store>,
+        prefix: &str,
+        inherited: &mut Inherited,
+    ) -> io::Result<Option<(Kept<W>, Found)>> {
+        let start = format!("{prefix}-");
+        let Some(file) = inherited.remove(&format!("{start}{RECORD}")) else { return Ok(None) };
+        let text = Text::open(file, ROOM);
+        let read = || -> io::Result<Record<W>> {
+            let bytes = text.read()?;
+            if serde_json::from_slice::<Head>(&bytes)?.format != FORMAT {
+                return Err(io::Error::other("it is of another version"));
+            }
+            Ok(serde_json::from_slice(&bytes)?)
+        };
+        let record = read();
+        let named = record.as_ref().map(|record| record.words.numbers()).unwrap_or_default();
+        let mut found = BTreeMap::new();
+        for rest in inherited.names(&start) {
+            // Another's, whose name begins with this one's.
+            let Ok(number) = rest.parse() else { continue };
+            let name = format!("{start}{rest}");
+            let Some(fd) = inherited.remove(&name) else { continue };
+            if named.contains(&number) {
+                store.keep(&name, &fd)?;
+                found.insert(number, fd);
+            } else {
+                store.forget(&name);
+            }
+        }
+        match record {
+            Ok(record) => Ok(Some((Kept::begin(store, prefix, text, record)?, Found(found)))),
+            Err(e) => {
+                store.forget(&format!("{start}{RECORD}"));
+                Err(e)
+            }
+        }
+    }
+
+    fn name(&self, rest: impl std::fmt::Display) -> String {
+        format!("{}-{rest}", self.prefix)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<W>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps a descriptor that the record will name. One that is kept already has the same number again.
+    pub fn hold(&self, fd: &impl AsFd) -> u64 {
+        let mut state = self.lock();
+        let before = self.store.name_of(&self.name(""), fd);
+        let before = before.and_then(|name| name.strip_prefix(&self.name(""))?.parse().ok());
+        if let Some(number) = before.filter(|number| state.held.contains(number)) {
+            return number;
+        }
+        let number = state.record.next;
+        state.record.next += 1;
+        state.held.insert(number);
+        if let Err(e) = self.store.keep(&self.name(number), fd) {
+            tracing::warn!("{}: a descriptor cannot be kept for another keeper: {e}", self.prefix);
+        }
+        number
+    }
+
+    /// [`hold`](Self::hold)s a descriptor and returns it with its number.
+    pub fn held<T: AsFd>(&self, fd: T) -> Held<T> {
+        Held { number: self.hold(&fd), fd }
+    }
+
+    /// Changes the record, and lets go of what it does not name any more.
+    pub fn change<T>(&self, change: impl FnOnce(&mut W) -> T) -> T {
+        let mut state = self.lock();
+        let done = change(&mut state.record.words);
+        let written = serde_json::to_vec(&state.record).map_err(io::Error::from);
+        if let Err(e) = written.and_then(|bytes| self.text.write(&bytes)) {
+            // The descriptors that the record before this one names stay.
+            tracing::warn!("{}: what another keeper would need cannot be written down: {e}", self.prefix);
+            return done;
+        }
+        let named = state.record.words.numbers();
+        let before = std::mem::replace(&mut state.named, named);
+        for number in before.difference(&state.named).copied().collect::<Vec<_>>() {
+            state.held.remove(&number);
+            self.store.forget(&self.name(number));
+        }
+        done
+    }
+
+    /// What the record says.
+    pub fn read<T>(&self, read: impl FnOnce(&W) -> T) -> T {
+        read(&self.lock().record.words)
+    }
+
+    /// Keeps nothing any more.
+    pub fn end(&self) {
+        // The record first: without it, the others mean nothing.
+        self.store.forget(&self.name(RECORD));
+        let mut state = self.lock();
+        for number in std::mem::take(&mut state.held) {
+            self.store.forget(&self.name(number));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Default, Serialize, Deserialize)]
+    struct Numbers(Vec<u64>);
+
+    impl Words for Numbers {
+        fn numbers(&self) -> BTreeSet<u64> {
+            self.0.iter().copied().collect()
+        }
+    }
+
+    /// What the next process inherits: duplicates under these names.
+    fn next(files: &[(&str, &OwnedFd)]) -> Inherited {
+        Inherited::from_pairs(files.iter().map(|(name, fd)| ((*name).to_owned(), fd.try_clone().unwrap())))
+    }
+
+    #[test]
+    fn the_next_keeper_has_what_the_record_names() {
+        let store = Arc::new(Store::default());
+        let kept = Kept::<Numbers>::new(store.clone(), "guest-a").unwrap();
+        let files: Vec<OwnedFd> = (0..3).map(|_| std::io::pipe().unwrap().0.into()).collect();
+        let numbers: Vec<u64> = files.iter().map(|file| kept.hold(file)).collect();
+        assert_eq!(
+            (numbers.as_slice(), kept.hold(&files[1].try_clone().unwrap())),
+            ([0, 1, 2].as_slice(), 1)
+        );
+        kept.change(|words| words.0 = vec![0, 1, 2]);
+        kept.change(|words| words.0 = vec![0, 2]);
+        assert_eq!(store.name_of("guest-a-", &files[1]), None, "it is let go");
+        let record = kept.text.as_fd().try_clone_to_owned().unwrap();
+        // Also something that was kept and never written down, and a neighbor with a similar name.
+        let given = [
+            ("guest-a-record", &record),
+            ("guest-a-0", &files[0]),
+            ("guest-a-2", &files[2]),
+            ("guest-a-3", &files[1]),
+            ("guest-a-b-0", &files[1]),
+        ];
+        let mut inherited = next(&given);
+        let store = Arc::new(Store::default());
+        let (kept, found) =
+            Kept::<Numbers>::take_over(store.clone(), "guest-a", &mut inherited).unwrap().unwrap();
+        assert_eq!(inherited.names(""), ["guest-a-b-0"]);
+        assert!(
+            found.get(0).is_ok() && found.get(2).is_ok() && found.get(1).is_err() && found.get(3).is_err()
+        );
+        let file: OwnedFd = std::io::pipe().unwrap().0.into();
+        assert_eq!(kept.hold(&file), 3);
+        kept.end();
+        assert_eq!(store.name_of("", &files[0]), None);
+    }
+
+    #[test]
+    fn a_record_of_another_version_is_not_taken_over() {
+        let text = Text::new(ROOM).unwrap();
+        text.write(br#"{"format": 4711, "next": 1, "words": [0]}"#).unwrap();
+        let record = text.as_fd().try_clone_to_owned().unwrap();
+        let store = Arc::new(Store::default());
+        let mut inherited = next(&[("guest-a-record", &record), ("guest-a-0", &record)]);
+        assert!(Kept::<Numbers>::take_over(store, "guest-a", &mut inherited).is_err());
+        assert!(inherited.names("").is_empty());
+    }
+}

@@ -1,0 +1,180 @@
+//! One keeper after the other: how a keeper makes way for another program, and what it leaves besides its connections.
+//!
+//! ```text
+//!  serve ──▶ Kept: a VMM's connection, what it negotiated, what its device process stored ──▶ handover::Store
+//!                                                                      │ crash: the service manager starts the keeper again
+//!  upgrade ── SIGUSR2, rgpuctl upgrade ── device processes end, exec ──┤
+//!                                                                      ▼
+//!                                               take_over: another device process for each VMM
+//! ```
+//!
+//! Device processes do not outlive their keeper. A VMM notices as little of that as when its device process alone is replaced: what the next one needs is there anyway, and only has to outlive the
+//! keeper, too. So an upgrade replaces keeper and device processes in one.
+
+use std::convert::Infallible;
+use std::ffi::OsString;
+use std::io;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::{Duration, Instant};
+
+use handover::{Inherited, Store, Text};
+use serde::{Deserialize, Serialize};
+
+use super::process::Processes;
+use super::status::Own;
+
+/// What keepers write down for their successors, and device processes for theirs ([`vm::recovery`](crate::vm), the ledgers of their sessions). It changes when any of that changes in a way that a successor would
+/// not understand.
+pub const FORMAT: u32 = 1;
+
+/// How long an upgrade waits until no VMM's message is being answered and no device process is being started or ended.
+const QUIET_WITHIN: Duration = Duration::from_secs(20);
+/// Interval of the checks whether it is quiet.
+const CHECK_EVERY: Duration = Duration::from_millis(5);
+/// The name of the keeper's own record, and its most bytes.
+const KEEPER: &str = "keeper";
+const ROOM: u64 = 4096;
+
+/// The keeper's own record.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+struct Saved {
+    format: u32,
+    /// How many keepers there were before this one.
+    before: u64,
+    /// Device processes that were started in place of others.
+    restarts: u64,
+}
+
+/// What leads from this keeper to the next one.
+#[derive(Debug)]
+pub struct Succession {
+    /// What is kept for the next keeper.
+    pub store: Arc<Store>,
+    record: Text,
+    before: u64,
+    /// The file that this program was started from. Another one may be there by now.
+    program: PathBuf,
+    /// Shared by whoever does what a keeper must not be replaced in the middle of.
+    quiet: RwLock<()>,
+    upgrading: AtomicBool,
+}
+
+/// Whether this program goes on with what a keeper of this [`FORMAT`] leaves.
+pub fn takes_over(format: u32) -> anyhow::Result<()> {
+    anyhow::ensure!(
+        format == FORMAT,
+        "this version cannot go on with the running daemon's sessions (they are of format {format}, and this version's is {FORMAT}): end the programs that use a GPU, and restart the daemon"
+    );
+    Ok(())
+}
+
+impl Succession {
+    /// Goes on from the keeper before this one, if there was one, and counts what it had counted.
+    pub fn new(inherited: &mut Inherited, own: &Own) -> io::Result<Succession> {
+        let store = Arc::new(Store::new());
+        let read = |text: &Text| serde_json::from_slice::<Saved>(&text.read().ok()?).ok();
+        let kept = inherited.remove(KEEPER).map(|file| Text::open(file, ROOM));
+        let found = kept.and_then(|text| Some((read(&text)?, text)));
+        let (before, record) = match found {
+            Some((saved, text)) => {
+                own.restarts.store(saved.restarts, Ordering::Relaxed);
+                (saved.before + 1, text)
+            }
+            None => {
+                store.forget(KEEPER);
+                (0, Text::new(ROOM)?)
+            }
+        };
+        let program = std::env::current_exe()?;
+        let succession = Succession {
+            store,
+            record,
+            before,
+            program,
+            quiet: RwLock::new(()),
+            upgrading: AtomicBool::new(false),
+        };
+        succession.save(own);
+        succession.store.keep(KEEPER, &succession.record)?;
+        Ok(succession)
+    }
+
+    /// How many keepers there were before this one, without an end in between.
+    pub fn keepers_before(&self) -> u64 {
+        self.before
+    }
+
+    /// Writes down what is counted.
+    pub fn save(&self, own: &Own) {
+        let restarts = own.restarts.load(Ordering::Relaxed);
+        let saved = Saved { format: FORMAT, before: self.before, restarts };
+        let written = serde_json::to_vec(&saved).map_err(io::Error::from);
+        if let Err(e) = written.and_then(|text| self.record.write(&text)) {
+            tracing::warn!("what another keeper would count on cannot be written down: {e}");
+        }
+    }
+
+    /// This keeper is not replaced while this is held. If it is being replaced, this waits until that has failed.
+    pub fn stays(&self) -> RwLockReadGuard<'_, ()> {
+        self.quiet.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_quiet(&self) -> Option<RwLockWriteGuard<'_, ()>> {
+        let deadline = Instant::now() + QUIET_WITHIN;
+        loop {
+            if let Ok(guard) = self.quiet.try_write() {
+                return Some(guard);
+            }
+            if Instant::now() >= deadline {
+                return None;
+            }
+            std::thread::sleep(CHECK_EVERY);
+        }
+    }
+
+    /// Executes the program that is now where this one was started from, which takes over everything. `say` is told right before, with the number of sessions. Returns only if that is not possible, and
+    /// then this keeper goes on. The main thread has to listen to the device processes meanwhile.
+    pub fn upgrade(
+        &self,
+        processes: &Processes,
+        own: &Own,
+        say: impl FnOnce(&serde_json::Value),
+    ) -> Result<Infallible, String> {
+        if self.upgrading.swap(true, Ordering::SeqCst) {
+            return Err("the daemon is being upgraded already".into());
+        }
+        self.store.reloading();
+        let Err(why) = self.make_way(processes, own, say);
+        self.store.ready();
+        self.upgrading.store(false, Ordering::SeqCst);
+        Err(why)
+    }
+
+    fn make_way(
+        &self,
+        processes: &Processes,
+        own: &Own,
+        say: impl FnOnce(&serde_json::Value),
+    ) -> Result<Infallible, String> {
+        let arguments: Vec<OsString> = std::env::args_os().collect();
+        handover::can_take_over(&self.program, &arguments, FORMAT)?;
+        let Some(_quiet) = self.is_quiet() else {
+            return Err(format!(
+                "device processes were started or ended, or VMMs asked something, for {} s; try again",
+                QUIET_WITHIN.as_secs()
+            ));
+        };
+        let sessions = processes.sessions();
+        tracing::info!("{} takes over {sessions} sessions", self.program.display());
+        say(
+            &serde_json::json!({ "upgrading": { "daemon": "vhost-rgpu", "sessions": sessions, "version": env!("CARGO_PKG_VERSION") } }),
+        );
+        processes.end_for_others();
+        self.save(own);
+        let failed = self.store.exec(&self.program, &arguments);
+        Err(format!("cannot execute {}: {failed}", self.program.display()))
+    }
+}

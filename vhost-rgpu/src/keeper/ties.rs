@@ -1,0 +1,119 @@
+//! What one keeper leaves to the next of a device process: how to end it, and what it has stored.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::AsFd;
+
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use serde::{Deserialize, Serialize};
+
+use super::kept::{Found, Kept, Words};
+use super::process::{Process, Reply};
+use crate::link::{Control, Stored, ToKeeper};
+
+/// What device processes have stored, by channel.
+pub type StoredByChannel = BTreeMap<u64, Stored>;
+
+/// A device process and what it has stored, as numbers of descriptors.
+#[derive(Default, Serialize, Deserialize)]
+pub struct Ties {
+    /// The process, and the keeper's end of the socket to it.
+    device: Option<(u64, u64)>,
+    /// By channel: what is known of it, and the other descriptors.
+    stored: BTreeMap<u64, Vec<u64>>,
+}
+
+impl Ties {
+    /// The numbers of all descriptors.
+    pub fn numbers(&self) -> impl Iterator<Item = u64> {
+        let device = self.device.into_iter().flat_map(|(process, control)| [process, control]);
+        device.chain(self.stored.values().flatten().copied())
+    }
+
+    /// Forgets what was stored of channels that are not to stay.
+    pub fn retain(&mut self, stays: impl Fn(u64) -> bool) {
+        self.stored.retain(|channel, _| stays(*channel));
+    }
+}
+
+/// Words of somebody whom a device process serves.
+pub trait Tied: Words {
+    /// The device process.
+    fn ties(&self) -> &Ties;
+    /// The same, to be changed.
+    fn ties_mut(&mut self) -> &mut Ties;
+}
+
+impl<W: Tied> Kept<W> {
+    /// This device process serves from now on. It has not heard of anybody yet.
+    pub fn served_by(&self, process: &Process) {
+        let (handle, control) = process.ties();
+        let device = (self.hold(&handle), self.hold(&control));
+        self.change(|words| words.ties_mut().device = Some(device));
+    }
+
+    /// The device process has stored this of a channel, or forgotten it.
+    pub fn stored(&self, channel: u64, stored: Option<&Stored>) {
+        let Some(stored) = stored else {
+            return self.change(|words| drop(words.ties_mut().stored.remove(&channel)));
+        };
+        let fds = std::iter::once(&stored.known).chain(&stored.descriptors);
+        let numbers = fds.map(|fd| self.hold(fd)).collect();
+        self.change(|words| drop(words.ties_mut().stored.insert(channel, numbers)));
+    }
+
+    /// The device process of the keeper before this one, and the socket to it.
+    fn device(&self, found: &Found) -> io::Result<Option<(sandbox::Handle, Control)>> {
+        let Some((process, control)) = self.read(|words| words.ties().device) else { return Ok(None) };
+        Ok(Some((found.get(process)?.into(), found.get(control)?.into())))
+    }
+
+    /// Kills the device process of the keeper before this one, if it has outlived that. Does not wait.
+    pub fn kill_device_process(&self, found: &Found) {
+        if let Ok(Some((handle, _))) = self.device(found) {
+            handle.kill();
+        }
+    }
+
+    /// Waits until nothing of that device process is left, and returns what it has stored, `most` channels at most. What it had sent is there, also if no keeper has seen it.
+    pub fn end_device_process(
+        &self,
+        found: &Found,
+        most: usize,
+        mut answer: impl FnMut(Reply),
+    ) -> io::Result<StoredByChannel> {
+        let mut stored = self.read(|words| {
+            let one = |(channel, numbers): (&u64, &Vec<u64>)| {
+                let mut fds = numbers.iter().map(|number| found.get(*number));
+                let known = fds.next().ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))??;
+                io::Result::Ok((*channel, Stored { known, descriptors: fds.collect::<io::Result<_>>()? }))
+            };
+            words.ties().stored.iter().map(one).collect::<io::Result<StoredByChannel>>()
+        })?;
+        // Without one, it was not even started.
+        let Some((handle, control)) = self.device(found)? else { return Ok(stored) };
+        handle.kill();
+        handle.wait()?;
+        fcntl(control.as_fd(), FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        while let Ok(Some(message)) = control.next_from_device()
+            && stored.len() <= most
+        {
+            match message {
+                ToKeeper::Store { channel, stored: what } => {
+                    self.stored(channel, Some(&what));
+                    stored.insert(channel, what);
+                }
+                ToKeeper::Forget { channel } => {
+                    self.stored(channel, None);
+                    stored.remove(&channel);
+                }
+                ToKeeper::Answer { number, status, reason, fd } => {
+                    answer(Reply { number, status, reason, fd });
+                }
+                _ => {}
+            }
+            control.consume()?;
+        }
+        Ok(stored)
+    }
+}

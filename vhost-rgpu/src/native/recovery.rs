@@ -1,0 +1,185 @@
+//! What outlives a device process of native clients, so that its successor can go on with their sessions: their connections, which the keeper holds, too; their channels and regions, which are
+//! stored with it; and whether a request was being answered ([`Answering`]).
+//!
+//! A request stays in the client's socket until the keeper takes it away and answers it, which a device process has it do in one packet. So a successor finds a request that was not answered, and executes it
+//! again. Only if the keeper itself ends in the few instructions between the two, nobody knows whether the client has its answer; then the session ends.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use host_bridge::bridge::saved::{MAX_BYTES, event};
+use host_bridge::bridge::{ChannelMemory, Saved, SessionConfig};
+use host_bridge::memory::Memories;
+use protocol::link::Memory;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::own_memory;
+use crate::keeper::process::memory_file;
+use crate::link::Stored;
+use crate::refusal::Refusal;
+
+/// Where what is to be known of a client's channel is stored, or of one of its regions.
+pub fn place(client: u64, region: Option<u32>) -> u64 {
+    client << 33 | region.map_or(0, |region| u64::from(region) + 1)
+}
+
+/// Whose a [`place`] is.
+pub fn client_of(place: u64) -> u64 {
+    place >> 33
+}
+
+fn region_of(place: u64) -> Option<u32> {
+    // 0 is the channel's.
+    u32::try_from((place & ((1 << 33) - 1)).checked_sub(1)?).ok()
+}
+
+/// What a file says of a channel or a region, before its saved session.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Fixed {
+    /// The server's place among those that the configuration names.
+    server: u64,
+    /// Where the memory begins in its file, and its bytes.
+    offset: u64,
+    size: u64,
+}
+
+fn memory_of(memories: &Memories) -> io::Result<(Memory, OwnedFd)> {
+    let (memory, file) = memories.files().next().ok_or(ErrorKind::NotFound)?;
+    Ok((memory, file.try_clone()?))
+}
+
+/// What is to be known of a channel. Without a saved session it ends with this process.
+pub fn channel(server: usize, channel: &ChannelMemory, saved: Option<&Saved>) -> io::Result<Stored> {
+    let (memory, file) = memory_of(&channel.memories)?;
+    let fixed = Fixed { server: server as u64, offset: memory.file_offset, size: channel.size };
+    let (session, others) = saved.map(Saved::parts).unwrap_or_default();
+    let bytes = [fixed.as_bytes(), &session].concat();
+    let mut descriptors = vec![file, channel.doorbell.as_fd().try_clone_to_owned()?];
+    for other in others {
+        descriptors.push(other.try_clone_to_owned()?);
+    }
+    Ok(Stored { known: memory_file(c"channel", &bytes)?, descriptors })
+}
+
+/// What is to be known of a region.
+pub fn region(memories: &Memories, size: u64) -> io::Result<Stored> {
+    let (memory, file) = memory_of(memories)?;
+    let fixed = Fixed { server: 0, offset: memory.file_offset, size };
+    Ok(Stored { known: memory_file(c"region", fixed.as_bytes())?, descriptors: vec![file] })
+}
+
+fn malformed() -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, "what was stored of a client is malformed")
+}
+
+fn refused(refusal: Refusal) -> io::Error {
+    io::Error::other(refusal.1)
+}
+
+fn read(stored: &Stored) -> io::Result<(Fixed, Vec<u8>)> {
+    let file = File::from(stored.known.try_clone()?);
+    let size = file.metadata()?.len();
+    if size > (size_of::<Fixed>() + MAX_BYTES) as u64 {
+        return Err(malformed());
+    }
+    let mut bytes = vec![0; size as usize];
+    file.read_exact_at(&mut bytes, 0)?;
+    let (fixed, rest) = Fixed::read_from_prefix(&bytes).map_err(|_| malformed())?;
+    Ok((fixed, rest.to_vec()))
+}
+
+/// A client's session under another process. It is checked like what a client says: the process may have been the client's.
+#[derive(Debug)]
+pub struct Leftover {
+    /// How its session is opened.
+    pub server: SessionConfig,
+    /// Its channel.
+    pub channel: ChannelMemory,
+    /// Its session, if that has outlived the process.
+    pub saved: Option<Saved>,
+    /// The memory of its regions.
+    pub regions: BTreeMap<u32, Memories>,
+}
+
+impl Leftover {
+    /// Reads what was stored of a client, by [`place`]. `None`: it had no channel.
+    pub fn new(stored: BTreeMap<u64, Stored>, servers: &[SessionConfig]) -> io::Result<Option<Leftover>> {
+        let (mut found, mut regions) = (None, BTreeMap::new());
+        for (place, stored) in stored {
+            let (fixed, session) = read(&stored)?;
+            let mut descriptors = stored.descriptors.into_iter();
+            let file = descriptors.next().ok_or_else(malformed)?;
+            let (memories, extents) = own_memory(vec![file], fixed.offset, fixed.size).map_err(refused)?;
+            if let Some(region) = region_of(place) {
+                regions.insert(region, memories);
+                continue;
+            }
+            let server = usize::try_from(fixed.server).ok().and_then(|server| servers.get(server));
+            let server = server.ok_or_else(malformed)?.clone();
+            let mut channel = ChannelMemory::new(memories, extents, fixed.size)
+                .map_err(|e| io::Error::other(e.to_string()))?;
+            channel.doorbell = Arc::new(event(descriptors.next().ok_or_else(malformed)?)?);
+            let saved = (!session.is_empty())
+                .then(|| Saved::from_parts(&session, descriptors.collect()))
+                .transpose()?;
+            found = Some((server, channel, saved));
+        }
+        Ok(found.map(|(server, channel, saved)| Leftover { server, channel, saved, regions }))
+    }
+
+    /// Tells the worker or the server that the session is over.
+    pub fn end(&self) {
+        if let Some(saved) = &self.saved {
+            saved.end(&self.server);
+        }
+    }
+}
+
+/// Whether a client's request was being answered.
+#[derive(Debug)]
+pub struct Answering(File);
+
+impl From<OwnedFd> for Answering {
+    fn from(file: OwnedFd) -> Answering {
+        Answering(file.into())
+    }
+}
+
+impl Answering {
+    /// Notes in the file of a client that its request is being taken away and answered, or that it was.
+    pub fn note(file: &OwnedFd, answering: bool) -> io::Result<()> {
+        File::from(file.try_clone()?).write_all_at(&[answering.into()], 0)
+    }
+
+    /// Whether a keeper ended between the two.
+    pub fn was_interrupted(&self) -> io::Result<bool> {
+        let mut byte = [0];
+        Ok(self.0.read_at(&mut byte, 0)? == 1 && byte[0] != 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn places_are_told_apart(client in 0u64..1 << 31, region in proptest::option::of(any::<u32>())) {
+            let place = place(client, region);
+            prop_assert_eq!((client_of(place), region_of(place)), (client, region));
+        }
+
+        #[test]
+        fn anything_stored_is_refused_or_understood(place in any::<u64>(), bytes in proptest::collection::vec(any::<u8>(), 0..200), descriptors in 0usize..5) {
+            let file = || memory_file(c"any", &[0; 4096]).unwrap();
+            let stored = Stored { known: memory_file(c"known", &bytes).unwrap(), descriptors: (0..descriptors).map(|_| file()).collect() };
+            let _ = Leftover::new(BTreeMap::from([(place, stored)]), &[]);
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! One keeper after the other: VMMs and guests do not notice that the keeper is killed or replaced, and sessions go on.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+mod daemon;
+mod guest;
+
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use daemon::Daemon;
+use guest::{Guest, create, message, plain};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use protocol::channel::{NO_SLOT, State};
+use protocol::data::{HostIn, HostOut};
+use protocol::device::{Answer, CONTROL_QUEUE, EVENT_QUEUE, Extent, Request, request};
+use protocol::handle::StreamId;
+use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
+use serde_json::{Value, json};
+use test_kit::local_server::{Behavior as Workers, LocalServer};
+use test_kit::manager::Manager;
+use test_kit::server::FakeServer;
+use test_kit::tcp_server::TcpServer;
+use test_kit::*;
+use vhost::VhostBackend;
+use vhost::vhost_user::VhostUserFrontend;
+
+/// Most bytes of a record of the keeper.
+const RECORD: u64 = 16 << 20;
+
+/// A daemon that a service manager starts, again and again.
+struct Service {
+    manager: Manager,
+    folder: Arc<tempfile::TempDir>,
+    arguments: Vec<String>,
+}
+
+impl Service {
+    fn new(arguments: &[&str]) -> Service {
+        let arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
+        Service { manager: Manager::new(), folder: Arc::new(tempfile::tempdir().unwrap()), arguments }
+    }
+
+    fn start(&self) -> Daemon {
+        Daemon::kept(&self.manager, &self.folder, &borrowed(&self.arguments))
+    }
+
+    /// Whether a VMM's message was taken and is not answered.
+    fn is_busy(&self) -> bool {
+        let record = self.manager.record("guest-vm-record", RECORD);
+        record.is_some_and(|record| record["words"]["busy"] == true)
+    }
+
+    /// Kills the daemon between two messages of a VMM, and starts another one.
+    fn crash(&self, mut daemon: Daemon) -> Daemon {
+        eventually(|| !self.is_busy());
+        daemon.end(Signal::SIGKILL);
+        self.start()
+    }
+}
+
+fn register(region: u32, extents: &[Extent]) -> Request {
+    Request { kind: request::REGISTER_MEMORY, region, ..create(0, extents) }
+}
+
+fn local(server: &LocalServer) -> Vec<String> {
+    let address = server.config.server.to_string();
+    ["--server", &address, "--transport", "local", "--name", "vm"].map(str::to_owned).to_vec()
+}
+
+fn borrowed(arguments: &[String]) -> Vec<&str> {
+    arguments.iter().map(String::as_str).collect()
+}
+
+/// Replaces the keeper, three times, under a guest with a session, memory that the session has registered, and a request.
+fn a_guest_does_not_notice(
+    mut daemon: Daemon,
+    replace: impl Fn(Daemon) -> Daemon,
+    ended: impl Fn() -> usize,
+) {
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let bytes = pattern(100_000, 7);
+    for round in 0..3u32 {
+        let extents = scattered(100_000, round.into());
+        assert_eq!(guest.ask(register(round, &extents), &extents), (Answer::Ok, String::new()));
+        session::write(&guest.memories, &extents, &bytes);
+        let src = HostIn::Range(region(round, 0, 100_000));
+        channel.push(&MemcpyHtoD { stream: StreamId(0), dst: round.into(), src }, NO_SLOT);
+        guest.post_event();
+        daemon = replace(daemon);
+        // Its threads look again.
+        assert_eq!(guest.wait_used(EVENT_QUEUE).1, 8);
+        channel.synchronize();
+        assert_eq!(channel.view().header().state(), State::Ready);
+        for round in 0..=round {
+            let extents = scattered(100_000, round.into());
+            session::write(&guest.memories, &extents, &vec![0; 100_000]);
+            let dst = HostOut(region(round, 0, 100_000));
+            channel.push(&MemcpyDtoH { stream: StreamId(0), src: round.into(), dst }, NO_SLOT);
+            channel.synchronize();
+            assert!(session::read(&guest.memories, &extents) == bytes, "region {round}");
+        }
+        let status = daemon.status();
+        let [row] = &status["sessions"].as_array().unwrap()[..] else { panic!("{status}") };
+        assert_eq!(row["program"], "guest-program");
+        assert_eq!((&status["keepers_before"], &status["sessions_lost"]), (&json!(round + 1), &json!(0)));
+    }
+    // The VMM's messages are understood as before: what it has accepted still counts.
+    let zeros = [0; 4];
+    let flags = vhost::vhost_user::message::VhostUserConfigFlags::empty();
+    let (_, config) = guest.frontend.get_config(0, 4, flags, &zeros).unwrap();
+    assert_eq!(config.len(), 4);
+    // A crash of the device process alone is one under this keeper, too.
+    let process = daemon.status()["device_processes"][0]["process"].as_u64().unwrap();
+    let before = daemon.number("device_processes_restarted");
+    kill(Pid::from_raw(process as i32), Signal::SIGKILL).unwrap();
+    eventually(|| daemon.number("device_processes_restarted") == before + 1);
+    channel.synchronize();
+    // A reset ends the session also if another keeper had it, and the guest can begin anew.
+    guest.reset();
+    eventually(|| ended() == 1);
+    (0..3).for_each(|queue| guest.start(queue));
+    guest.create(0).synchronize();
+    daemon = replace(daemon);
+    guest.create(1).synchronize();
+    drop(guest);
+    eventually(|| ended() == 3 && daemon.sessions() == 0);
+}
+
+#[test]
+fn a_guest_does_not_notice_upgrades() {
+    let upgrade = |daemon: Daemon| {
+        let pid = daemon.pid();
+        daemon.upgrade();
+        assert_eq!(daemon.status()["process"], pid, "it is the same process");
+        daemon
+    };
+    let server = LocalServer::start(Workers::Good);
+    let ended = || server.ended.load(Ordering::SeqCst);
+    a_guest_does_not_notice(Daemon::start(&borrowed(&local(&server))), upgrade, ended);
+    assert!(server.trouble.lock().unwrap().is_empty(), "{:?}", server.trouble);
+    let server = TcpServer::start();
+    let daemon = Daemon::start(&["--server", &server.config.server.to_string()]);
+    a_guest_does_not_notice(daemon, upgrade, || server.ended());
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+#[test]
+fn a_guest_does_not_notice_crashes_under_a_service_manager() {
+    let server = LocalServer::start(Workers::Good);
+    let service = Service::new(&borrowed(&local(&server)));
+    let crash = |daemon| service.crash(daemon);
+    let ended = || server.ended.load(Ordering::SeqCst);
+    a_guest_does_not_notice(service.start(), crash, ended);
+    assert!(server.trouble.lock().unwrap().is_empty(), "{:?}", server.trouble);
+    let server = TcpServer::start();
+    let service = Service::new(&["--server", &server.config.server.to_string(), "--name", "vm"]);
+    let crash = |daemon| service.crash(daemon);
+    a_guest_does_not_notice(service.start(), crash, || server.ended());
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+#[test]
+fn nothing_is_kept_of_a_vmm_that_has_left_or_of_a_daemon_that_has_ended() {
+    let service = Service::new(&["--server", &FakeServer::good().address.to_string()]);
+    let mut daemon = service.start();
+    let guests = || service.manager.names().iter().filter(|name| name.starts_with("guest-")).count();
+    assert_eq!(guests(), 0);
+    let mut guest = Guest::connect(&daemon);
+    guest.create(0).synchronize();
+    // A record, the VMM's socket, requests, a process and its socket, memory, two for each of three rings, and a channel.
+    assert!(guests() >= 12, "{:?}", service.manager.names());
+    drop(guest);
+    eventually(|| guests() == 0);
+    daemon.end(Signal::SIGTERM);
+    assert_eq!(service.manager.names(), Vec::<String>::new());
+}
+
+#[test]
+fn what_a_device_process_said_to_a_keeper_that_did_not_listen_is_heard_by_the_next() {
+    let server = LocalServer::start(Workers::Good);
+    let service = Service::new(&borrowed(&local(&server)));
+    let mut daemon = service.start();
+    let mut guest = Guest::connect(&daemon);
+    guest.create(0).synchronize();
+    eventually(|| !service.is_busy());
+    daemon.signal(Signal::SIGSTOP);
+    // The device process says that the channel is gone, and the keeper never reads it.
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]), (Answer::Ok, String::new()));
+    daemon.end(Signal::SIGKILL);
+    let daemon = service.start();
+    eventually(|| daemon.status()["device_processes"][0]["serves"].is_string());
+    assert_eq!(daemon.sessions(), 0);
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]).0, Answer::Invalid);
+    guest.create(0).synchronize();
+    assert!(!daemon.log().contains("of the predecessor"), "{}", daemon.log());
+}
+
+#[test]
+fn a_request_in_progress_is_answered_once_also_across_an_upgrade() {
+    let server = LocalServer::start(Workers::Keeps);
+    let daemon = Daemon::start(&borrowed(&local(&server)));
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let extents = scattered(50_000, 3);
+    assert_eq!(guest.ask(register(1, &extents), &extents).0, Answer::Ok);
+    let src = HostIn::Range(region(1, 0, 50_000));
+    channel.push(&MemcpyHtoD { stream: StreamId(0), dst: 1, src }, NO_SLOT);
+    channel.synchronize();
+    // The worker uses the region, so this waits.
+    let unregister = Request { region: 1, ..plain(request::UNREGISTER_MEMORY, 0) };
+    let (slow, slow_at) = guest.send(&message(unregister, &[]));
+    daemon.upgrade();
+    channel.synchronize();
+    assert_eq!(guest.used(CONTROL_QUEUE), None, "the region is in use");
+    server.let_go();
+    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, slow);
+    assert_eq!(guest.answer_at(slow_at), (Answer::Ok, String::new()));
+    assert_eq!(guest.used(CONTROL_QUEUE), None);
+}
+
+fn ask(daemon: &Daemon, request: &Value) -> Value {
+    let mut stream = UnixStream::connect(daemon.path("admin")).unwrap();
+    stream.write_all(request.to_string().as_bytes()).unwrap();
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    serde_json::from_str(text.lines().next().unwrap()).unwrap()
+}
+
+#[test]
+fn a_program_that_cannot_take_over_is_not_executed() {
+    let server = LocalServer::start(Workers::Good);
+    let folder = Arc::new(tempfile::tempdir().unwrap());
+    let path = |name: &str| folder.path().join(name);
+    let mut arguments = local(&server);
+    arguments.extend(["--admin-socket".to_owned(), path("admin").display().to_string()]);
+    let daemon = Daemon::copied(&folder, &borrowed(&arguments));
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let process = daemon.status()["device_processes"][0]["process"].clone();
+    std::fs::rename(path("vhost-rgpu"), path("good")).unwrap();
+    let upgrade = || ask(&daemon, &json!({ "upgrade": {} }));
+    assert!(upgrade()["error"].as_str().unwrap().contains("cannot run"));
+    std::fs::write(path("vhost-rgpu"), "#!/bin/sh\necho of another version >&2\nexit 1\n").unwrap();
+    std::fs::set_permissions(path("vhost-rgpu"), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let why = upgrade()["error"].as_str().unwrap().to_owned();
+    assert!(why.contains("cannot take over: of another version"), "{why}");
+    // Nothing was touched.
+    assert_eq!(daemon.status()["device_processes"][0]["process"], process);
+    channel.synchronize();
+    // One that can ask but cannot be executed: everything is there again.
+    std::fs::write(path("vhost-rgpu"), "#!/nonexistent\n").unwrap();
+    assert!(upgrade()["error"].is_string());
+    channel.synchronize();
+    std::fs::rename(path("good"), path("vhost-rgpu")).unwrap();
+    assert_eq!(upgrade()["upgrading"]["sessions"], 1);
+    eventually(|| daemon.try_status().is_some_and(|status| status["keepers_before"] == 1));
+    channel.synchronize();
+    assert_eq!(ask(&daemon, &json!({ "version": {} }))["sessions"], 1);
+    assert!(ask(&daemon, &json!({ "nonsense": {} }))["error"].is_string());
+}
+
+#[test]
+fn a_keeper_that_ends_in_the_middle_of_a_vmms_message_costs_that_guest_its_connection_and_no_other() {
+    let server = FakeServer::good();
+    let service = Service::new(&["--server", &server.address.to_string(), "--name", "vm"]);
+    let mut daemon = service.start();
+    let mut guest = Guest::connect(&daemon);
+    guest.create(0).synchronize();
+    // The device process does not answer, so the keeper is in the middle of the message.
+    let process = daemon.status()["device_processes"][0]["process"].as_u64().unwrap();
+    kill(Pid::from_raw(process as i32), Signal::SIGSTOP).unwrap();
+    let asking = std::thread::spawn(move || guest.frontend.get_vring_base(0));
+    eventually(|| service.is_busy());
+    daemon.end(Signal::SIGKILL);
+    let daemon = service.start();
+    assert!(asking.join().unwrap().is_err());
+    eventually(|| daemon.log().contains("it ended while it answered the VMM"));
+    let mut next = Guest::connect(&daemon);
+    next.create(0).synchronize();
+}

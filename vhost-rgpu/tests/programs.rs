@@ -1,0 +1,216 @@
+//! What happens to programs of this host when their device process ends: another one goes on with their sessions.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+mod daemon;
+
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use daemon::Daemon;
+use host_bridge::memory::Memories;
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use protocol::channel::{NO_SLOT, State};
+use protocol::data::{HostIn, HostOut};
+use protocol::device::{Answer, Extent, request};
+use protocol::handle::StreamId;
+use protocol::link::Memory;
+use protocol::native::Request;
+use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
+use test_kit::channel::{Channel, in_a_file};
+use test_kit::local_server::{Behavior as Workers, LocalServer};
+use test_kit::manager::Manager;
+use test_kit::native_client::{NativeClient, create_channel};
+use test_kit::tcp_server::TcpServer;
+use test_kit::*;
+use zerocopy::IntoBytes;
+
+/// Bytes of each region.
+const LEN: u64 = 100_000;
+
+/// A program with a channel.
+struct Program {
+    native: NativeClient,
+    channel: Channel,
+}
+
+impl Program {
+    fn start(daemon: &Daemon) -> Program {
+        let native = NativeClient::connect(&daemon.native()).unwrap();
+        let (file, view) = in_a_file(1 << 20, "program");
+        native.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
+        let (answer, reason, mut fds) = native.response().unwrap().unwrap();
+        assert_eq!((answer, reason.as_str()), (Answer::Ok, ""));
+        let doorbell = fds.pop().unwrap();
+        let channel = Channel::new(view, move || {
+            nix::unistd::write(&doorbell, &1u64.to_ne_bytes()).unwrap();
+        });
+        Program { native, channel }
+    }
+
+    fn ask(&self, request: Request, fds: &[&OwnedFd]) -> (Answer, String) {
+        self.native.ask(request, fds).unwrap()
+    }
+}
+
+/// Memory of a program's own for a region.
+fn own() -> (OwnedFd, Memories) {
+    let file = memfd_create(c"own", MFdFlags::MFD_ALLOW_SEALING).unwrap();
+    nix::unistd::ftruncate(&file, 1 << 20).unwrap();
+    fcntl(&file, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK)).unwrap();
+    let memory = Memory { addr: 0, size: 1 << 20, file_offset: 0 };
+    let memories = Memories::map(vec![(memory, file.try_clone().unwrap())]).unwrap();
+    (file, memories)
+}
+
+const AT: [Extent; 1] = [Extent { addr: 4096, len: LEN }];
+
+fn register(region: u32) -> Request {
+    Request { kind: request::REGISTER_MEMORY, region, offset: 4096, size: LEN, ..create_channel(0) }
+}
+
+fn plain(kind: u32) -> Request {
+    Request { kind, ..create_channel(0) }
+}
+
+fn process(daemon: &Daemon) -> i32 {
+    let status = daemon.status();
+    let rows = status["device_processes"].as_array().unwrap();
+    let row = rows.iter().find(|row| row["serves"].as_str().unwrap().starts_with("user")).unwrap();
+    row["process"].as_i64().unwrap() as i32
+}
+
+/// Kills the user's device process and waits until another one serves its programs.
+fn crash(daemon: Daemon) -> Daemon {
+    let before = daemon.number("device_processes_restarted");
+    kill(Pid::from_raw(process(&daemon)), Signal::SIGKILL).unwrap();
+    eventually(|| daemon.number("device_processes_restarted") == before + 1);
+    daemon
+}
+
+/// Has programs' process replaced, again and again.
+fn programs_do_not_notice(mut daemon: Daemon, replace: impl Fn(Daemon) -> Daemon, ended: impl Fn() -> usize) {
+    let (mut program, mut neighbor) = (Program::start(&daemon), Program::start(&daemon));
+    let bytes = pattern(LEN as usize, 7);
+    let mut regions = Vec::new();
+    for round in 0..3u32 {
+        let (file, memories) = own();
+        session::write(&memories, &AT, &bytes);
+        assert_eq!(program.ask(register(round), &[&file]), (Answer::Ok, String::new()));
+        regions.push(memories);
+        let src = HostIn::Range(region(round, 0, LEN));
+        program.channel.push(&MemcpyHtoD { stream: StreamId(0), dst: round.into(), src }, NO_SLOT);
+        daemon = replace(daemon);
+        program.channel.synchronize();
+        neighbor.channel.synchronize();
+        assert_eq!(program.channel.view().header().state(), State::Ready);
+        for (memories, round) in regions.iter().zip(0..) {
+            session::write(memories, &AT, &vec![0; LEN as usize]);
+            let dst = HostOut(region(round, 0, LEN));
+            program.channel.push(&MemcpyDtoH { stream: StreamId(0), src: round.into(), dst }, NO_SLOT);
+            program.channel.synchronize();
+            assert!(session::read(memories, &AT) == bytes, "region {round}");
+        }
+        // What one process has registered is registered with the next one.
+        let (file, _) = own();
+        daemon = replace(daemon);
+        program.channel.synchronize();
+        assert_eq!(program.ask(register(77), &[&file]).0, Answer::Ok);
+        let unregister = Request { region: 77, ..plain(request::UNREGISTER_MEMORY) };
+        assert_eq!(program.ask(unregister, &[]).0, Answer::Ok);
+        assert_eq!(program.ask(unregister, &[]).0, Answer::Invalid);
+        assert_eq!(program.ask(register(round), &[&file]).0, Answer::Invalid, "it is in use");
+    }
+    assert_eq!((daemon.number("sessions_lost"), daemon.sessions()), (0, 2));
+    assert_eq!(program.ask(plain(request::DESTROY_CHANNEL), &[]), (Answer::Ok, String::new()));
+    assert!(program.native.is_closed());
+    eventually(|| ended() == 1);
+    // A program that leaves under another process than it came to.
+    daemon = replace(daemon);
+    drop(neighbor);
+    eventually(|| ended() == 2 && daemon.sessions() == 0);
+    Program::start(&daemon).channel.synchronize();
+}
+
+fn locally(server: &LocalServer) -> [String; 4] {
+    ["--server", &server.config.server.to_string(), "--transport", "local"].map(str::to_owned)
+}
+
+#[test]
+fn programs_with_local_sessions_do_not_notice_that_their_process_was_killed() {
+    let server = LocalServer::start(Workers::Good);
+    let daemon = Daemon::start(&locally(&server).each_ref().map(String::as_str));
+    programs_do_not_notice(daemon, crash, || server.ended.load(Ordering::SeqCst));
+    assert!(server.trouble.lock().unwrap().is_empty(), "{:?}", server.trouble);
+}
+
+#[test]
+fn programs_with_sessions_over_tcp_do_not_notice_that_their_process_was_killed() {
+    let server = TcpServer::start();
+    let daemon = Daemon::start(&["--server", &server.config.server.to_string()]);
+    programs_do_not_notice(daemon, crash, || server.ended());
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+fn upgrade(daemon: Daemon) -> Daemon {
+    daemon.upgrade();
+    daemon
+}
+
+#[test]
+fn programs_do_not_notice_upgrades_of_the_keeper() {
+    let server = LocalServer::start(Workers::Good);
+    let daemon = Daemon::start(&locally(&server).each_ref().map(String::as_str));
+    programs_do_not_notice(daemon, upgrade, || server.ended.load(Ordering::SeqCst));
+    assert!(server.trouble.lock().unwrap().is_empty(), "{:?}", server.trouble);
+    let server = TcpServer::start();
+    let daemon = Daemon::start(&["--server", &server.config.server.to_string()]);
+    programs_do_not_notice(daemon, upgrade, || server.ended());
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+#[test]
+fn programs_do_not_notice_crashes_of_the_keeper_under_a_service_manager() {
+    let (manager, folder) = (Manager::new(), Arc::new(tempfile::tempdir().unwrap()));
+    let server = TcpServer::start();
+    let address = server.config.server.to_string();
+    let start = || Daemon::kept(&manager, &folder, &["--server", &address]);
+    let crash = |mut daemon: Daemon| {
+        daemon.end(Signal::SIGKILL);
+        start()
+    };
+    programs_do_not_notice(start(), crash, || server.ended());
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+#[test]
+fn a_program_that_is_just_starting_is_started_by_the_next_process() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp:{}", listener.local_addr().unwrap());
+    let (count, open) = (Arc::new(AtomicUsize::new(0)), Arc::new(Mutex::new(Vec::new())));
+    let (counted, kept) = (count.clone(), open.clone());
+    // It accepts connections and never says anything.
+    std::thread::spawn(move || {
+        for connection in listener.incoming() {
+            kept.lock().unwrap().push(connection);
+            counted.fetch_add(1, Ordering::SeqCst);
+        }
+    });
+    let daemon = Daemon::start(&["--server", &address]);
+    let native = NativeClient::connect(&daemon.native()).unwrap();
+    let (file, view) = in_a_file(1 << 20, "program");
+    native.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
+    eventually(|| count.load(Ordering::SeqCst) == 1);
+    let daemon = crash(daemon);
+    eventually(|| count.load(Ordering::SeqCst) == 2);
+    assert_ne!(view.header().state(), State::Lost);
+    // The server stays mute, and that is what the program is told, once; it can try again.
+    assert_eq!(native.response().unwrap().unwrap().0, Answer::NoServer);
+    let _daemon = crash(daemon);
+    assert_eq!(native.ask(register(1), &[&own().0]).unwrap().0, Answer::Invalid, "it has no channel");
+}
