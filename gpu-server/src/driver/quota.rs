@@ -142,10 +142,11 @@ impl Quota {
         if let Some(broker) = broker.filter(|_| asks && bytes > 0) {
             self.when_there_is_room(resource, bytes, || broker.charge(resource, bytes)).inspect_err(
                 |_| {
+                    let limit = (total != u64::MAX).then_some(total);
                     tracing::info!(
                         bytes,
-                        limit = total,
-                        "refused: beyond the principal's limit of {resource}, or no room"
+                        limit,
+                        "refused: no room, or beyond the principal's limit of {resource}"
                     );
                 },
             )?;

@@ -126,6 +126,25 @@ pub enum Way {
     In,
 }
 
+/// One of two queues of copies, so that one can be waited for while the other goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Lane {
+    /// The first.
+    Even,
+    /// The second.
+    Odd,
+}
+
+impl Lane {
+    /// The other one.
+    pub fn other(self) -> Lane {
+        match self {
+            Lane::Even => Lane::Odd,
+            Lane::Odd => Lane::Even,
+        }
+    }
+}
+
 impl Store {
     /// Makes room for `bytes`: in the file, if there is one. `lock` page-locks chunks.
     ///

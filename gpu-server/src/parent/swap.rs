@@ -261,3 +261,51 @@ impl State {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::queue::tests::session_of_limits;
+    use super::*;
+    use crate::cuda_ipc::{Refusal, Reply};
+    use crate::worker_protocol::Limits;
+
+    const DEVICE: Resource = Resource::Device(0);
+
+    /// Sessions on device 0, which has 100 bytes.
+    fn state(workers: &[u32]) -> State {
+        let mut state = State::default();
+        for worker in workers {
+            let mut session = session_of_limits(Limits::default());
+            (session.begun, session.devices) = (true, vec![0]);
+            state.sessions.insert(*worker, session);
+        }
+        state.swapping = Some(Swapping { budget: Bytes::from([(0, 100)]), ..Swapping::default() });
+        state
+    }
+
+    #[test]
+    fn a_worker_that_lies_about_its_memory_is_believed_up_to_what_it_was_granted() {
+        let mut state = state(&[1, 2]);
+        assert!(matches!(state.charge(1, 1, DEVICE, 60), Reply::Charged));
+        assert!(matches!(state.charge(2, 1, DEVICE, 60), Reply::Refused(Refusal::Crowded)));
+        assert!(matches!(state.charge(2, 2, DEVICE, 101), Reply::Refused(Refusal::Full)), "never");
+        let memory = &state.sessions[&1].account.meter().memory;
+        for all in [&memory.movable, &memory.away, &memory.needs] {
+            all[0].store(u64::MAX, Ordering::Relaxed);
+        }
+        memory.rested.store(u64::MAX, Ordering::Relaxed);
+        memory.keeps.store(u64::MAX, Ordering::Relaxed);
+        let seen = view(1, &state.sessions[&1], &Bytes::from([(0, 100)]));
+        let granted = Bytes::from([(0, 60)]);
+        assert_eq!((&seen.movable, &seen.away), (&granted, &granted));
+        assert!(seen.on.is_empty() && seen.needs.is_empty(), "no device has as much as it says it needs");
+        // Its place is another's now, and what it says changes nothing of that.
+        assert!(matches!(state.charge(2, 3, DEVICE, 100), Reply::Charged));
+        assert!(matches!(state.charge(1, 2, DEVICE, 1), Reply::Refused(Refusal::Crowded)));
+        assert_eq!((state.away(0), state.kept_for_swap()), (60, u64::MAX));
+        let mut residency = Residency::default();
+        let views: Vec<View> =
+            state.sessions.iter().map(|(worker, one)| view(*worker, one, &Bytes::new())).collect();
+        assert!(residency.step(1, &Bytes::from([(0, 100)]), &views).orders.is_empty());
+    }
+}

@@ -12,7 +12,7 @@ use super::Cuda;
 use super::api::{AccessDesc, AllocationProp, CUstream};
 use crate::driver::gpu::{GpuMemory, STREAM_NON_BLOCKING};
 use crate::driver::space::Mapping;
-use crate::driver::store::{Chunk, Part, Way};
+use crate::driver::store::{Chunk, Lane, Part, Way};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 const POSIX_FD: u32 = 1;
@@ -31,17 +31,17 @@ impl Cuda {
         Ok(AllocationProp::shareable(device.handle, if device.exports { POSIX_FD } else { 0 }))
     }
 
-    /// The stream on which memory moves from and to a device. Its context, the primary one, is current afterwards.
-    fn moving_stream(&mut self, device: u32) -> Result<CUstream> {
+    /// The stream on which memory moves from and to a device, in a lane. Its context, the primary one, is current afterwards.
+    fn moving_stream(&mut self, device: u32, lane: Lane) -> Result<CUstream> {
         let context = self.enter_context(ContextId(device))?.handle;
-        if let Some((_, stream)) = self.moving.get(&device).filter(|(of, _)| *of == context) {
+        if let Some((_, stream)) = self.moving.get(&(device, lane)).filter(|(of, _)| *of == context) {
             return Ok(*stream);
         }
         let mut stream = std::ptr::null_mut();
         // SAFETY: the context is current; writes one handle.
         unsafe { self.api.stream_create(&mut stream, STREAM_NON_BLOCKING, 0) }?;
         // One of a context that is gone went with it.
-        self.moving.insert(device, (context, stream));
+        self.moving.insert((device, lane), (context, stream));
         Ok(stream)
     }
 }
@@ -103,8 +103,8 @@ impl GpuMemory for Cuda {
         move || unsafe { api.memory_unmap(address, size as usize) }
     }
 
-    fn transfer(&mut self, device: u32, way: Way, part: Part) -> Result {
-        let stream = self.moving_stream(device)?;
+    fn transfer(&mut self, device: u32, lane: Lane, way: Way, part: Part) -> Result {
+        let stream = self.moving_stream(device, lane)?;
         let host = part.host.as_ptr().cast();
         // SAFETY: memory of a piece, which the session has checked; the store's bytes, which stay until `transferred` has waited for this.
         let copied = unsafe {
@@ -116,8 +116,8 @@ impl GpuMemory for Cuda {
         self.note(ContextId(device), copied)
     }
 
-    fn transferred(&mut self, device: u32) -> Result {
-        let stream = self.moving_stream(device)?;
+    fn transferred(&mut self, device: u32, lane: Lane) -> Result {
+        let stream = self.moving_stream(device, lane)?;
         // SAFETY: a live stream of the current context.
         let done = unsafe { self.api.stream_synchronize(stream) };
         self.note(ContextId(device), done)

@@ -51,6 +51,7 @@ use super::ids::Ids;
 use super::output::{self, Output};
 use super::ranges::Ranges;
 use super::space::Space;
+use super::store::Lane;
 use super::streams::Streams;
 use crate::shared_event::Lookout;
 
@@ -90,8 +91,8 @@ pub struct Cuda {
     /// Windows of addresses that the devices have, and those that are reserved: all that they have, once there was a context.
     windows: Vec<u32>,
     windows_reserved: Vec<u32>,
-    /// The streams on which memory moves from and to devices, by ordinal, and their contexts; made when they are needed.
-    moving: HashMap<u32, (CUcontext, CUstream)>,
+    /// The streams on which memory moves from and to devices, by ordinal and lane, and their contexts; made when they are needed.
+    moving: HashMap<(u32, Lane), (CUcontext, CUstream)>,
     /// Makes mirrors of client memory; started with the first.
     mirrors: Option<host_map::Helper>,
     beside: Arc<Reach>,
@@ -638,7 +639,7 @@ impl Gpu for Cuda {
     fn forget_context(&mut self, context: ContextId) {
         self.current = None;
         // Streams go with their context.
-        self.moving.remove(&context.0);
+        self.moving.retain(|(device, _), _| *device != context.0);
     }
 
     fn destroy_context(&mut self, context: ContextId) -> Result {

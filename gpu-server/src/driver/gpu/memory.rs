@@ -10,7 +10,7 @@ use protocol::ops::memory::{HostMap, HostMirror, HostMirrorReply};
 use crate::driver::call::{Call, Result};
 use crate::driver::quota::Quota;
 use crate::driver::space::Mapping;
-use crate::driver::store::{Chunk, Part, Way};
+use crate::driver::store::{Chunk, Lane, Part, Way};
 
 /// Device memory.
 pub trait GpuMemory {
@@ -47,11 +47,11 @@ pub trait GpuMemory {
         self.back(device, address, size)
     }
 
-    /// Begins to copy bytes between a device and the store. No other work is under way on the device.
-    fn transfer(&mut self, device: u32, way: Way, part: Part) -> Result;
+    /// Begins to copy bytes between a device and the store, in one of two lanes. No other work is under way on the device.
+    fn transfer(&mut self, device: u32, lane: Lane, way: Way, part: Part) -> Result;
 
-    /// Waits until everything that [`transfer`](GpuMemory::transfer) has begun on a device is done. The one call here that waits for a device: for copies alone.
-    fn transferred(&mut self, device: u32) -> Result;
+    /// Waits until everything that [`transfer`](GpuMemory::transfer) has begun on a device in a lane is done. The one call here that waits for a device: for copies alone.
+    fn transferred(&mut self, device: u32, lane: Lane) -> Result;
 
     /// Page-locks memory of the store, if that makes copies faster. It is used without that, too.
     fn lock(&mut self, _chunk: &mut Chunk) {}

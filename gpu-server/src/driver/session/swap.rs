@@ -13,10 +13,14 @@ use super::Session;
 use super::memory::Place;
 use crate::driver::call::{Call, Result};
 use crate::driver::gpu::Gpu;
-use crate::driver::store::{Store, Way};
+use crate::driver::store::{Lane, Store, Way};
 
 /// Bytes of pieces that are copied before their memory is given up.
-const BATCH: u64 = 1 << 30;
+const BATCH: u64 = 512 << 20;
+/// How long memory that comes back waits for that of another session which is leaving.
+const ROOM_WITHIN: Duration = Duration::from_secs(5);
+/// How often it looks.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 /// A piece that moves.
 #[derive(Debug, Clone, Copy)]
@@ -59,8 +63,7 @@ impl<G: Gpu> Session<G> {
                 }
             }
         }
-        store.reserve(at, file, |chunk| self.gpu.lock(chunk))?;
-        self.move_out(&leaving, store)?;
+        self.move_out(&leaving, store, file)?;
         Ok(at)
     }
 
@@ -90,14 +93,42 @@ impl<G: Gpu> Session<G> {
         Ok(())
     }
 
-    /// Moves pieces to their places in the store.
-    fn move_out(&mut self, leaving: &[Moving], store: &mut Store) -> Result {
-        for batch in batches(leaving) {
-            self.copy(Way::Out, batch, store)?;
-            for piece in batch {
-                self.gpu.set_aside(piece.device, piece.address, piece.size)?;
-                self.put(piece, Place::Store(piece.at), Way::Out);
+    /// Moves pieces to their places in the store. While some are copied, room is made for the next, and the memory of those before is given up.
+    fn move_out(&mut self, leaving: &[Moving], store: &mut Store, file: Option<OwnedFd>) -> Result {
+        if let Some(file) = file {
+            let bytes = leaving.iter().map(|piece| piece.size).sum();
+            store.reserve(bytes, Some(file), |chunk| self.gpu.lock(chunk))?;
+        }
+        let (mut lane, mut before) = (Lane::Even, None);
+        let moved = batches(leaving).try_for_each(|batch| {
+            let end = batch.last().map_or(0, |piece| piece.at + piece.size);
+            store.reserve(end, None, |chunk| self.gpu.lock(chunk))?;
+            self.begin_copy(Way::Out, lane, batch, store)?;
+            if let Some(before) = before.replace(batch) {
+                self.set_aside(lane.other(), before)?;
             }
+            lane = lane.other();
+            Ok(())
+        });
+        // Those that were copied last. If anything went wrong, this only waits until nothing is copied any more.
+        match (moved, before) {
+            (Ok(()), Some(last)) => self.set_aside(lane.other(), last),
+            (Err(status), Some(last)) => {
+                for lane in [Lane::Even, Lane::Odd] {
+                    last.first().map_or(Ok(()), |piece| self.gpu.transferred(piece.device, lane))?;
+                }
+                Err(status)
+            }
+            (moved, None) => moved,
+        }
+    }
+
+    /// Gives up the memory of a batch when its copies in a lane are done.
+    fn set_aside(&mut self, lane: Lane, batch: &[Moving]) -> Result {
+        for piece in batch {
+            self.gpu.transferred(piece.device, lane)?;
+            self.gpu.set_aside(piece.device, piece.address, piece.size)?;
+            self.put(piece, Place::Store(piece.at), Way::Out);
         }
         Ok(())
     }
@@ -112,26 +143,27 @@ impl<G: Gpu> Session<G> {
                 }
             }
         }
+        let until = Instant::now() + ROOM_WITHIN;
         let mut back = 0;
         let mut bring = |session: &mut Session<G>| {
             for batch in batches(&coming) {
                 for piece in batch {
-                    let native = session.gpu.bring_back(piece.device, piece.address, piece.size)?;
+                    let native = session.bring_back(piece, until)?;
                     session.put(piece, Place::Device(native), Way::In);
                     back += 1;
                 }
-                session.begin_copy(Way::In, batch, store)?;
+                session.begin_copy(Way::In, Lane::Even, batch, store)?;
             }
             let devices = session.windows.len() as u32;
             (0..devices).try_for_each(|device| {
                 let any = coming.iter().any(|piece| piece.device == device);
-                if any { session.gpu.transferred(device) } else { Ok(()) }
+                if any { session.gpu.transferred(device, Lane::Even) } else { Ok(()) }
             })
         };
         if let Err(status) = bring(self) {
             // The store has the bytes of all of them. What holds a part of the devices' memory and waits for the rest would keep others from it.
             for piece in &coming[..back] {
-                let _ = self.gpu.transferred(piece.device);
+                let _ = self.gpu.transferred(piece.device, Lane::Even);
                 self.gpu.set_aside(piece.device, piece.address, piece.size)?;
                 self.put(piece, Place::Store(piece.at), Way::Out);
             }
@@ -149,16 +181,21 @@ impl<G: Gpu> Session<G> {
         self.quota.moved(way, self.gpu.number(piece.device), piece.size);
     }
 
-    fn copy(&mut self, way: Way, batch: &[Moving], store: &mut Store) -> Result {
-        self.begin_copy(way, batch, store)?;
-        batch.first().map_or(Ok(()), |piece| self.gpu.transferred(piece.device))
+    /// Gives a piece memory again, as soon as a session that is leaving has given up as much.
+    fn bring_back(&mut self, piece: &Moving, until: Instant) -> Result<G::Piece> {
+        loop {
+            match self.gpu.bring_back(piece.device, piece.address, piece.size) {
+                Err(Status::OUT_OF_MEMORY) if Instant::now() < until => std::thread::sleep(LOOK_EVERY),
+                brought => return brought,
+            }
+        }
     }
 
-    fn begin_copy(&mut self, way: Way, batch: &[Moving], store: &mut Store) -> Result {
+    fn begin_copy(&mut self, way: Way, lane: Lane, batch: &[Moving], store: &mut Store) -> Result {
         for Moving { device, address, size, at } in batch.iter().copied() {
             let gpu = std::cell::RefCell::new(&mut self.gpu);
-            let copy = |part| gpu.borrow_mut().transfer(device, way, part);
-            store.transfer(way, address, at, size, copy, || gpu.borrow_mut().transferred(device))?;
+            let copy = |part| gpu.borrow_mut().transfer(device, lane, way, part);
+            store.transfer(way, address, at, size, copy, || gpu.borrow_mut().transferred(device, lane))?;
         }
         Ok(())
     }

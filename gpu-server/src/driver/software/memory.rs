@@ -10,7 +10,7 @@ use software_gpu::{GRANULE, Gpu};
 use super::{Software, code};
 use crate::driver::gpu::GpuMemory;
 use crate::driver::space::{Mapping, Space};
-use crate::driver::store::{Part, Way};
+use crate::driver::store::{Lane, Part, Way};
 
 impl Software {
     fn gpu(&self, device: u32) -> Result<&Gpu> {
@@ -122,7 +122,7 @@ impl GpuMemory for Software {
         }
     }
 
-    fn transfer(&mut self, device: u32, way: Way, part: Part) -> Result {
+    fn transfer(&mut self, device: u32, _lane: Lane, way: Way, part: Part) -> Result {
         let memory = self.gpu(device)?.mapped_range(part.address, part.len as u64).map_err(|e| code(&e))?;
         let (from, to) = match way {
             Way::Out => (memory.cast_const(), part.host.as_ptr()),
@@ -133,7 +133,7 @@ impl GpuMemory for Software {
         Ok(())
     }
 
-    fn transferred(&mut self, _device: u32) -> Result {
+    fn transferred(&mut self, _device: u32, _lane: Lane) -> Result {
         Ok(())
     }
 
