@@ -87,7 +87,7 @@ fn waiting_costs_the_daemon_a_descriptor_and_no_thread() {
     let clients: Vec<Waiting> = (0..100).map(|_| Waiting::ask(&server.socket(), 0)).collect();
     clients.iter().for_each(|client| assert_eq!(client.heard().status, Answer::Waiting as u32));
     // One for each worker that starts, and those that the daemon has anyway.
-    until("handshakes have ended", || server.resources().1 <= server.children().len() + 12);
+    until("handshakes have ended", || server.resources().1 <= server.children().len() + 14);
 }
 
 #[test]

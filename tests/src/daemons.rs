@@ -98,7 +98,11 @@ impl Daemon {
 
     /// The daemon's status: the object that `rgpuctl status --json` prints.
     pub fn status(&self) -> Result<serde_json::Value> {
-        let path = &self.status_socket;
+        Self::status_at(&self.status_socket)
+    }
+
+    /// What a daemon says at this status socket.
+    pub fn status_at(path: &Path) -> Result<serde_json::Value> {
         let mut stream =
             UnixStream::connect(path).with_context(|| format!("nothing answers at {}", path.display()))?;
         stream.set_read_timeout(Some(STARTED_WITHIN))?;

@@ -176,12 +176,23 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
                     machines::prepare()?;
                 }
                 "metrics" => debian::packages(&["prometheus"], "testing the metrics")?,
+                "slurm" => {
+                    let names =
+                        ["iproute2", "mariadb-server", "munge", "shellcheck", "slurm-client", "slurmctld"];
+                    let names = [&names[..], &["slurmd", "slurmdbd"]].concat();
+                    debian::packages(&names, "testing a cluster of Slurm")?;
+                }
                 "survive" => debian::packages(&["iproute2"], "testing with networks of their own")?,
                 _ => {}
             }
             // Whole daemons run one at a time, so that tests do not affect each other's counters. Tests with a
             // machine have daemons of their own, too, and wait for it most of the time, so two run at once.
-            let threads = if matches!(part, "rdma" | "vm") { "2" } else { "1" };
+            let threads = match part {
+                "rdma" | "vm" => "2",
+                // Each test has a cluster in namespaces of its own, and one waits for a lease to end.
+                "slurm" => "4",
+                _ => "1",
+            };
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", threads]);
         }
     }

@@ -1,0 +1,280 @@
+//! Jobs of a real Slurm on nodes without GPUs: they get leases, which end with them, however that happens.
+//!
+//! `tests/src/slurm.sh` starts the cluster, in namespaces of its own: it finds nothing of this machine's and leaves nothing behind.
+
+mod support;
+
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use rgpu_tests::daemons::Daemon;
+use rgpu_tests::programs;
+use rgpu_tests::tree;
+use serde_json::Value;
+use support::eventually;
+
+struct Cluster {
+    unshare: Child,
+    folder: tempfile::TempDir,
+}
+
+impl Cluster {
+    /// Starts everything, and waits until all nodes take jobs and all servers have a worker.
+    fn start() -> Result<Cluster> {
+        let folder = tempfile::Builder::new().prefix("rgpu-slurm-").tempdir()?;
+        let log = fs::File::create(folder.path().join("log"))?;
+        let script = tree::root().join("tests/src/slurm.sh");
+        let mut command = Command::new("unshare");
+        command.args([
+            "--mount",
+            "--pid",
+            "--net",
+            "--uts",
+            "--ipc",
+            "--mount-proc",
+            "--fork",
+            "--kill-child",
+            "sh",
+        ]);
+        command.arg(script).arg(folder.path()).arg(tree::binaries()).arg(tree::guest_libraries());
+        command.arg(tree::root().join("packaging/slurm"));
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        let unshare = command.spawn().context("cannot run unshare")?;
+        // Jobs of another user write their output there.
+        let all = std::os::unix::fs::PermissionsExt::from_mode(0o777);
+        fs::set_permissions(folder.path(), all)?;
+        let cluster = Cluster { unshare, folder };
+        eventually(|| {
+            let states = cluster.run("sinfo -h -N -o %T")?;
+            ensure!(states.lines().collect::<Vec<_>>() == ["idle"; 3], "nodes are {states}");
+            for number in [1, 2] {
+                ensure!(cluster.status(number)?["workers_ready"].as_u64() > Some(0), "no worker is ready");
+            }
+            Ok(())
+        })
+        .with_context(|| cluster.logs())?;
+        Ok(cluster)
+    }
+
+    /// Runs a command in the cluster, as root. An error has what it said.
+    fn run(&self, command: &str) -> Result<String> {
+        let unshare = self.unshare.id();
+        let first = fs::read_to_string(format!("/proc/{unshare}/task/{unshare}/children"))?;
+        let mut inside = Command::new("nsenter");
+        inside.args(["--target", first.trim(), "--mount", "--pid", "--net", "--uts", "--ipc", "sh", "-c"]);
+        let path = std::env::var("PATH").unwrap_or_default();
+        let path = format!("{path}:{}", tree::binaries().display());
+        let output = inside.arg(format!("cd / && {command}")).env("PATH", path).output()?;
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let wrong = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{command}: {said}{wrong}");
+        Ok(said)
+    }
+
+    /// Submits a script with these options, and returns the job's number. What it prints is in the file `out.NUMBER`.
+    fn submit(&self, options: &str, script: &str) -> Result<String> {
+        let folder = self.folder.path().display();
+        let job = self.run(&format!("sbatch --parsable -o {folder}/out.%j {options} --wrap '{script}'"))?;
+        Ok(job.trim().to_owned())
+    }
+
+    /// What a job has printed so far.
+    fn output(&self, job: &str) -> String {
+        fs::read_to_string(self.folder.path().join(format!("out.{job}"))).unwrap_or_default()
+    }
+
+    /// Waits until a job has printed this.
+    fn prints(&self, job: &str, words: &str) -> Result<()> {
+        eventually(|| {
+            let output = self.output(job);
+            ensure!(output.contains(words), "job {job} has printed {output}");
+            Ok(())
+        })
+        .with_context(|| self.logs())
+    }
+
+    fn state(&self, job: &str) -> Result<String> {
+        Ok(self.run(&format!("squeue -h -t all -j {job} -o %T"))?.trim().to_owned())
+    }
+
+    fn status(&self, server: u32) -> Result<Value> {
+        Daemon::status_at(&self.folder.path().join(format!("status{server}")))
+    }
+
+    /// Leases of both servers.
+    fn leases(&self) -> Result<Vec<Value>> {
+        let mut all = Vec::new();
+        for server in [1, 2] {
+            all.extend(self.status(server)?["leases"].as_array().context("no leases")?.iter().cloned());
+        }
+        Ok(all)
+    }
+
+    fn until_there_are_leases(&self, count: usize) -> Result<()> {
+        eventually(|| {
+            let leases = self.leases()?;
+            ensure!(leases.len() == count, "{leases:?}");
+            Ok(())
+        })
+        .with_context(|| self.logs())
+    }
+
+    fn logs(&self) -> String {
+        let read = |name: &str| fs::read_to_string(self.folder.path().join(name)).unwrap_or_default();
+        let tail = |text: String| {
+            let lines: Vec<&str> = text.lines().collect();
+            lines[lines.len().saturating_sub(15)..].join("\n")
+        };
+        let names = [
+            "log",
+            "slurmctld.log",
+            "slurmdbd.log",
+            "n1.log",
+            "n2.log",
+            "server1.log",
+            "server2.log",
+            "vhost.log",
+        ];
+        names.map(|name| format!("{name}:\n{}\n", tail(read(name)))).concat()
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        // unshare ends the first process of the PID namespace, and the kernel all others.
+        let _ = self.unshare.kill();
+        let _ = self.unshare.wait();
+    }
+}
+
+/// A job's script that waits until there is this file.
+fn until_there_is(file: &Path) -> String {
+    format!("until [ -e {} ]; do sleep 0.1; done", file.display())
+}
+
+#[test]
+fn the_script_is_clean() -> Result<()> {
+    for script in ["packaging/slurm/rgpu-slurm", "tests/src/slurm.sh"] {
+        let output = Command::new("shellcheck").args(["-s", "sh"]).arg(tree::root().join(script)).output()?;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    }
+    Ok(())
+}
+
+#[test]
+fn jobs_get_leases_that_end_with_them() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let program = programs::built("device_list")?.display().to_string();
+    let go = cluster.folder.path().join("go");
+    let waits = until_there_is(&go);
+    // GPUs of its own, on one node; a share of one GPU on each of two nodes; nothing.
+    let alone = cluster.submit("--gres=rgpu:2", &format!("{program}; {waits}"))?;
+    let shared = "--uid nobody -N 2 --gres=rgpu:1,rgpumem:256M";
+    let shared = cluster.submit(shared, &format!("srun {program}; {waits}"))?;
+    let none = cluster.submit("", "echo \"servers: $RGPU_SERVERS.\"")?;
+    cluster.prints(&alone, "PASS device_list 2 device(s)")?;
+    eventually(|| {
+        let output = cluster.output(&shared);
+        let count = |words: &str| output.matches(words).count();
+        ensure!(
+            count("PASS device_list 1 device(s)") == 2 && count("memory 256 MiB in all") == 2,
+            "{output}"
+        );
+        Ok(())
+    })
+    .with_context(|| cluster.logs())?;
+    cluster.prints(&none, "servers: .")?;
+    let leases = cluster.leases()?;
+    let of = |job: &str, exclusive: bool, memory: u64| {
+        let name = format!("slurm-{job}");
+        let matching =
+            leases.iter().filter(|lease| lease["name"] == *name && lease["exclusive"] == exclusive);
+        matching.filter(|lease| lease["memory"] == memory).count()
+    };
+    ensure!((of(&alone, true, 0), of(&shared, false, 256 << 20)) == (1, 2), "{leases:?}");
+    let queue = cluster.run("squeue -h -o \"%i %b\"")?;
+    ensure!(queue.contains(&format!("{alone} gres:rgpu:2")), "{queue}");
+    let node = cluster.run(&format!("scontrol show job -d {shared}"))?;
+    ensure!(node.contains("GRES=rgpu(CNT:1),rgpumem(CNT:268435456)"), "{node}");
+    // The timer does not disturb them.
+    cluster.run("/etc/rgpu/rgpu-slurm renew")?;
+    fs::write(&go, "")?;
+    cluster.until_there_are_leases(0)?;
+    ensure!(cluster.run("ls /run/rgpu-slurm")?.is_empty(), "files of leases are left");
+    eventually(|| {
+        let used = cluster.run(&format!("sacct -n -P -X -j {alone} -o AllocTRES,State"))?;
+        ensure!(used.contains("gres/rgpu=2") && used.contains("COMPLETED"), "{used}");
+        Ok(())
+    })
+    .with_context(|| cluster.logs())?;
+    // One that finds no GPUs goes back into the queue, and its node is not to blame.
+    let rgpuctl = "rgpuctl lease --insecure --gpus 1 --exclusive";
+    let somebody = cluster.run(rgpuctl)?;
+    let job = cluster.submit("--gres=rgpu:4", "echo started")?;
+    eventually(|| {
+        let queue = cluster.run(&format!("scontrol show job {job}"))?;
+        ensure!(queue.contains("JobState=PENDING") && queue.contains("Restarts=1"), "{queue}");
+        Ok(())
+    })
+    .with_context(|| cluster.logs())?;
+    ensure!(!cluster.run("sinfo -h -N -o %T")?.contains("drain"), "a node was drained");
+    ensure!(cluster.leases()?.len() == 1, "{:?}", cluster.leases()?);
+    cluster.run(&format!("scancel {job}; rgpuctl release --insecure {somebody}"))?;
+    Ok(())
+}
+
+/// Begins a job that never ends by itself, on the first node.
+fn begin(cluster: &Cluster, gpus: u32) -> Result<String> {
+    let never = until_there_is(Path::new("/never"));
+    let job = cluster.submit(&format!("-w n1 --gres=rgpu:{gpus}"), &format!("echo begun; {never}"))?;
+    cluster.prints(&job, "begun")?;
+    cluster.until_there_are_leases(1)?;
+    Ok(job)
+}
+
+#[test]
+fn neither_a_dead_job_nor_a_restarted_slurmctld_leaves_a_lease() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let job = begin(&cluster, 1)?;
+    cluster.run(&format!("scancel {job}"))?;
+    cluster.until_there_are_leases(0)?;
+    // Jobs go on while there is no slurmctld, and their leases are renewed. Killed, it could have forgotten that the job has
+    // started, and would start it anew, with another lease.
+    let job = begin(&cluster, 1)?;
+    cluster.run(
+        "pid=$(cat /run/slurmctld.pid); kill $pid; while kill -0 $pid; do sleep 0.1; done 2>/dev/null",
+    )?;
+    cluster.run("/etc/rgpu/rgpu-slurm renew")?;
+    ensure!(cluster.leases()?.len() == 1, "without slurmctld: {:?}", cluster.leases()?);
+    cluster.run("slurmctld")?;
+    eventually(|| {
+        ensure!(cluster.state(&job)? == "RUNNING", "the job is not known yet");
+        Ok(())
+    })
+    .with_context(|| cluster.logs())?;
+    cluster.run("/etc/rgpu/rgpu-slurm renew")?;
+    ensure!(cluster.leases()?.len() == 1, "with another slurmctld: {:?}", cluster.leases()?);
+    cluster.run(&format!("scancel {job}"))?;
+    cluster.until_there_are_leases(0)?;
+    // An Epilog that never ran: the job is over, and the timer notices.
+    cluster.run("rgpuctl lease --insecure --gpus 1 >/run/rgpu-slurm/4711.n2")?;
+    ensure!(cluster.leases()?.len() == 1, "of no job: {:?}", cluster.leases()?);
+    cluster.run("/etc/rgpu/rgpu-slurm renew")?;
+    ensure!(cluster.leases()?.is_empty(), "{:?}", cluster.leases()?);
+    Ok(())
+}
+
+#[test]
+fn a_dead_node_leaves_no_lease() -> Result<()> {
+    let cluster = Cluster::start()?;
+    cluster.run("echo MINUTES=1 >>/etc/rgpu/slurm.conf")?;
+    begin(&cluster, 2)?;
+    cluster.run("kill -KILL $(cat /run/slurmd.n1.pid) $(pgrep slurmstepd)")?;
+    cluster.until_there_are_leases(0)?;
+    let log = |number| fs::read_to_string(cluster.folder.path().join(format!("server{number}.log")));
+    let log = log(1)? + &log(2)?;
+    ensure!(log.contains("the lease was not renewed in time"), "{log}");
+    Ok(())
+}
