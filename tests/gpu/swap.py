@@ -168,10 +168,13 @@ def ask(child, line):
 
 def take_turns(name, commands, rounds):
     """Whether all programs found what they had written."""
-    children, firsts, wholes, right = [start(command) for command in commands], [], [], True
+    children, firsts, wholes, right = [], [], [], True
     try:
         for number in range(rounds):
-            for which, child in enumerate(children):
+            for which, command in enumerate(commands):
+                if number == 0:
+                    children.append(start(command))
+                child = children[which]
                 result = json.loads(ask(child, str(number)))
                 print(f"{name} round {number} session {which}: first launch {result['first_ms']:.1f} ms, whole turn {result['whole_ms']:.0f} ms, wrong words {result['wrong']}", flush=True)
                 right &= result["wrong"] == 0

@@ -3,6 +3,8 @@
 //! The link is a relay on this host ([`Link`]), or a network of two namespaces. `RGPU_SURVIVE_CUTS` says how often each of them is cut at least; without it, each program is run once. What came of it
 //! is in `target/logs/survive-*/figures`.
 
+#[path = "survive/host.rs"]
+mod host;
 mod support;
 
 use std::collections::HashMap;

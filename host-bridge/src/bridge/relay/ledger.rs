@@ -163,6 +163,11 @@ unsafe impl Send for Cells {}
 
 impl Cells {
     fn map(file: BorrowedFd<'_>) -> io::Result<Cells> {
+        // One that somebody could make shorter would end whoever reads it.
+        let seals = SealFlag::from_bits_retain(fcntl(file, FcntlArg::F_GET_SEALS)?);
+        if !seals.contains(SealFlag::F_SEAL_SHRINK) {
+            return Err(malformed("its file is not sealed"));
+        }
         let stat = nix::sys::stat::fstat(file)?;
         if u64::try_from(stat.st_size).unwrap_or(0) < SIZE as u64 {
             return Err(malformed("its size"));
@@ -561,7 +566,7 @@ impl Ledger {
     pub(super) fn chunk_came(&mut self, lane: usize, end: u64, seq: u64, len: u64) {
         self.staged.set(LANE_HEADS + lane as u32 * LANE_HEAD, end);
         if let Some((_, at)) = self.downloads.entries.range((seq, 0)..=(seq, u32::MAX)).next() {
-            let received = self.cells.get(at + 5) + len;
+            let received = self.cells.get(at + 5).saturating_add(len);
             self.staged.set(at + 5, received);
         }
     }
@@ -640,6 +645,46 @@ impl Ledger {
     }
 }
 
+/// For fuzzing: takes over a ledger that another process has filled with `words`, as pairs of cell and value, and goes on with it. False: it was refused.
+#[doc(hidden)]
+pub fn take_over_any(words: &[(u32, u64)], slots: usize, lanes: usize) -> bool {
+    let Ok(file) = file() else { return false };
+    let Ok(cells) = Cells::map(file.as_fd()) else { return false };
+    cells.set(0, MAGIC);
+    words.iter().for_each(|(cell, value)| cells.set(cell % CELLS, *value));
+    let Ok((mut ledger, content)) = Ledger::open(&file, slots, lanes) else { return false };
+    // What a relay does with it, with the numbers that stand there and with others.
+    let numbers = words.iter().map(|(_, value)| *value).chain([0, 1, LONGEST, u64::MAX]).take(64);
+    for (index, number) in numbers.enumerate() {
+        let lane = index % lanes;
+        let header = DataHeader { seq: number, offset: number, piece: index as u32, len: number as u32 };
+        ledger.frames_arrived(number);
+        ledger.chunk_came(lane, number, number, number);
+        ledger.uploaded(number);
+        ledger.downloaded(number);
+        ledger.job(number, 0, Job { flow: number, at: number, eager: number, granted: number });
+        ledger.unplaced(number);
+        if ledger.has_room() && ledger.has_room_for_frame() {
+            let range = HostRange { place: Place::Arena, offset: number, len: number };
+            ledger.frame(number, Framed::Short(1, 0, [0; 24]));
+            ledger.upload(number, index as u32, range, index % 2 == 0);
+            ledger.download(number, index as u32, range);
+        }
+        if ledger.lane_has_room(lane, true) {
+            ledger.sending(lane, &header, Some(&[index as u8; 32]));
+        }
+        ledger.commit();
+    }
+    for (index, lane) in content.lanes.iter().enumerate() {
+        lane.chunks.iter().for_each(|(header, _)| ledger.arrived(index, header.len.into()));
+    }
+    ledger.commit();
+    drop(ledger);
+    // What a process has written itself is as long as a stream can be, or the next one refuses it.
+    let _ = Ledger::open(&file, slots, lanes);
+    true
+}
+
 /// Carries out what a process had committed and not carried out.
 fn redo(cells: &Cells) -> io::Result<()> {
     let count = cells.get(LOGGED);
@@ -654,4 +699,38 @@ fn redo(cells: &Cells) -> io::Result<()> {
     }
     cells.set(LOGGED, 0);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A cell near the beginning of one of the lists, or of an entry far behind it.
+    fn cell() -> impl Strategy<Value = u32> {
+        let lists = [0, LANE_HEADS, LOG_AT, AWAITED, FRAMES_AT, UPLOADS_AT, DOWNLOADS_AT, LANES_AT];
+        (proptest::sample::select(lists.to_vec()), prop_oneof![0u32..200, 0u32..40_000])
+            .prop_map(|(first, index)| first + index)
+    }
+
+    /// A number as one that stands there, or one at the edge of what may.
+    fn number() -> impl Strategy<Value = u64> {
+        let edges = [LONGEST - 1, LONGEST, u64::MAX, u64::from(u32::MAX), 1 << 32, PIECES.into(), LOG.into()];
+        prop_oneof![0u64..64, proptest::sample::select(edges.to_vec()), any::<u64>()]
+    }
+
+    proptest! {
+        #[test]
+        fn any_ledger_is_refused_or_gone_on_with(words in proptest::collection::vec((cell(), number()), 0..60), slots in 0usize..300, lanes in 1usize..34) {
+            take_over_any(&words, slots, lanes);
+        }
+    }
+
+    #[test]
+    fn a_ledger_that_somebody_could_cut_short_is_refused() {
+        let open = memfd_create(c"ledger", MFdFlags::MFD_ALLOW_SEALING).unwrap();
+        ftruncate(&open, SIZE as i64).unwrap();
+        assert!(Ledger::begin(&open, 1).is_err());
+        assert!(take_over_any(&[], 8, 1) && !take_over_any(&[(FRAMES_FRONT, FRAMES.into())], 8, 1));
+    }
 }

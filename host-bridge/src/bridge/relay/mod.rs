@@ -45,6 +45,8 @@ pub(super) use self::carrier::{Carrier, Wakeups, run};
 pub(super) use self::flows::{Carries, Flows, ToHash};
 pub(super) use self::handle::RelayHandle;
 pub use self::knowledge::CacheUse;
+#[doc(hidden)]
+pub use self::ledger::take_over_any;
 pub(super) use self::ledger::{Ledger, file as ledger_file};
 pub(super) use self::machine::{Machine, untrue};
 pub(super) use self::mailbox::Mailbox;

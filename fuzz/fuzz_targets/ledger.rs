@@ -1,0 +1,20 @@
+//! A ledger that a device process has left, which a guest may have taken over: its successor reads it and goes on with it.
+#![no_main]
+
+use host_bridge::bridge::take_over_any;
+use libfuzzer_sys::fuzz_target;
+
+/// The first cells of a ledger's lists, as far as their entries are likely to be found.
+const FIRST: [u32; 9] = [0, 64, 256, 262_400, 327_936, 409_856, 1_589_504, 2_375_936, 2_404_608];
+
+fuzz_target!(|input: &[u8]| {
+    let Some(([slots, lanes], words)) = input.split_first_chunk() else { return };
+    let (words, _) = words.as_chunks::<11>();
+    let word = |bytes: &[u8; 11]| {
+        let [list, low, high, value @ ..] = *bytes;
+        let first = FIRST[usize::from(list) % FIRST.len()];
+        (first + u32::from(u16::from_le_bytes([low, high])), u64::from_le_bytes(value))
+    };
+    let words: Vec<_> = words.iter().map(word).collect();
+    take_over_any(&words, usize::from(*slots) * 8, usize::from(*lanes) % 33 + 1);
+});
