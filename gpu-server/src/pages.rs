@@ -38,6 +38,8 @@ pub struct Terms {
     pub allowance: AtomicU64,
     /// How many daemons the session has had before this one. Each counts its gate's steps from 0.
     pub daemons: AtomicU32,
+    /// How often sessions have moved device memory: whoever waits for room sees that something is done about it.
+    pub moves: AtomicU64,
 }
 
 /// The word that is a session's gate: a mode in the lower two bits, a count above, and a bit that says something else.
@@ -119,6 +121,8 @@ pub struct Whereabouts {
     pub rested: AtomicU64,
     /// 1 while it waits for its memory to be on the devices again.
     pub returns: AtomicU32,
+    /// 1 while it waits for new memory where its own can leave meanwhile.
+    pub yields: AtomicU32,
     /// The last order that it has begun to deal with.
     pub begun: AtomicU32,
     /// The last order that it has dealt with: its number in the upper half; 1 below if it was carried out.
@@ -140,6 +144,7 @@ impl Default for Whereabouts {
             needs: zeros(),
             rested: zero(),
             returns: AtomicU32::new(0),
+            yields: AtomicU32::new(0),
             begun: AtomicU32::new(0),
             done: zero(),
             keeps: zero(),

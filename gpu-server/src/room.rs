@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use crate::pages::{Meter, Page};
 
-/// How long to wait for room.
+/// How long to wait for room, or, where it is seen whether other sessions' memory moves, for any to move.
 pub const WITHIN: Duration = Duration::from_secs(30);
 /// How often to ask again meanwhile.
-const AGAIN: Duration = Duration::from_millis(10);
+pub const AGAIN: Duration = Duration::from_millis(10);
 
 /// See the module.
 pub struct Room {
@@ -27,17 +27,22 @@ impl Room {
         let _ = nix::unistd::write(&*self.bell, &[1]);
     }
 
-    /// Says that `bytes` more are needed on a device, by its number, and waits for a moment. To be called again until there is room, and then [`end`](Room::end).
-    pub fn wait(&self, number: u32, bytes: u64) {
+    /// Says that `bytes` more are needed on a device, by its number.
+    pub fn need(&self, number: u32, bytes: u64) {
         if let Some(needs) = self.meter.memory.needs.get(number as usize) {
             needs.store(bytes, Ordering::Release);
         }
         self.ring();
+    }
+
+    /// The same, and waits for a moment. To be called again until there is room, and then [`end`](Room::end).
+    pub fn wait(&self, number: u32, bytes: u64) {
+        self.need(number, bytes);
         std::thread::sleep(AGAIN);
     }
 
-    /// Nothing more is needed on a device.
-    pub fn end(&self, number: u32) {
-        self.meter.memory.needs.get(number as usize).inspect(|needs| needs.store(0, Ordering::Release));
+    /// Nothing more is needed.
+    pub fn end(&self) {
+        self.meter.memory.needs.iter().for_each(|needs| needs.store(0, Ordering::Release));
     }
 }

@@ -99,6 +99,31 @@ fn four_sessions_of_more_than_half_a_device_work_in_turn() {
     assert!(swap(&server, "bytes_left") >= 11 * SIZE, "counters do not fall");
 }
 
+/// Each of them has a part of its memory while it waits for the rest.
+#[test]
+fn sessions_that_take_memory_at_the_same_time_all_get_it() {
+    let server = Server::start(&SWAP);
+    let begin = std::sync::Barrier::new(4);
+    std::thread::scope(|scope| {
+        for number in 0..4 {
+            let (server, begin) = (&server, &begin);
+            scope.spawn(move || {
+                let mut s = LocalBridge::connect(&server.socket());
+                take(&mut s, PIECE).unwrap();
+                begin.wait();
+                for at in (PIECE..SIZE).step_by(4 << 20) {
+                    s.call(&MemGrow { device: 0, address: window(0) + at, size: 4 << 20 }).unwrap();
+                }
+                s.push(&MemAlloc { address: window(0) + PIECE, size: SIZE - PIECE });
+                fill(&mut s, number, 0, SIZE);
+                begin.wait();
+                check(&mut s, number, 0, SIZE);
+            });
+        }
+    });
+    assert!(swap(&server, "bytes_left") >= 3 * SIZE);
+}
+
 #[test]
 fn the_same_over_tcp_with_files() {
     let folder = tempfile::tempdir().unwrap();

@@ -127,6 +127,23 @@ impl Quota {
     /// # Errors
     /// `OUT_OF_MEMORY` when a limit leaves less than that. The refusal is logged.
     pub fn charge(&self, resource: Resource, bytes: u64) -> Result<Charge, Status> {
+        self.charge_by(resource, bytes, |take| self.when_there_is_room(resource, bytes, take))
+    }
+
+    /// The same without waiting until there is room on a device.
+    ///
+    /// # Errors
+    /// As [`charge`](Quota::charge), and `NOT_READY` while others make room: the dispatcher waits for that, and executes the command again.
+    pub fn charge_now(&self, resource: Resource, bytes: u64) -> Result<Charge, Status> {
+        self.charge_by(resource, bytes, |take| self.if_there_is_room(resource, bytes, take))
+    }
+
+    fn charge_by(
+        &self,
+        resource: Resource,
+        bytes: u64,
+        wait: impl FnOnce(&mut dyn FnMut() -> Result<(), Status>) -> Result<(), Status>,
+    ) -> Result<Charge, Status> {
         let [session, total] = self.limits(resource);
         let most = session.saturating_sub(self.told(resource, |terms| &terms.implicit));
         let more = |held: u64| held.checked_add(bytes).filter(|sum| *sum <= most);
@@ -140,16 +157,16 @@ impl Quota {
         let broker = self.0.session.get().and_then(|session| session.broker.as_ref());
         let asks = total != u64::MAX || self.room().is_some() && matches!(resource, Resource::Device(_));
         if let Some(broker) = broker.filter(|_| asks && bytes > 0) {
-            self.when_there_is_room(resource, bytes, || broker.charge(resource, bytes)).inspect_err(
-                |_| {
+            wait(&mut || broker.charge(resource, bytes)).inspect_err(|status| {
+                if *status != Status::NOT_READY {
                     let limit = (total != u64::MAX).then_some(total);
                     tracing::info!(
                         bytes,
                         limit,
                         "refused: no room, or beyond the principal's limit of {resource}"
                     );
-                },
-            )?;
+                }
+            })?;
             charge.asked = Some(Arc::clone(broker));
         }
         Ok(charge)
@@ -157,6 +174,26 @@ impl Quota {
 
     fn room(&self) -> Option<&Room> {
         self.0.session.get().and_then(|session| session.room.as_deref())
+    }
+
+    /// Calls `take`. If it says `NOT_READY` and others can make room on a device, notes that `bytes` are needed there.
+    ///
+    /// # Errors
+    /// Those of `take`; `OUT_OF_MEMORY` in place of `NOT_READY` where nobody makes room.
+    pub fn if_there_is_room<T>(
+        &self,
+        resource: Resource,
+        bytes: u64,
+        take: impl FnOnce() -> Result<T, Status>,
+    ) -> Result<T, Status> {
+        take().map_err(|status| match (status, self.room(), resource) {
+            (Status::NOT_READY, Some(room), Resource::Device(number)) => {
+                room.need(number, bytes);
+                status
+            }
+            (Status::NOT_READY, ..) => Status::OUT_OF_MEMORY,
+            _ => status,
+        })
     }
 
     /// Calls `take` until it says something else than `NOT_READY`, while others make room for `bytes`.
@@ -186,7 +223,7 @@ impl Quota {
                 taken => break taken,
             }
         };
-        room.end(number);
+        room.end();
         taken
     }
 

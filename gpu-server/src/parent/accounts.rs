@@ -83,6 +83,11 @@ impl Account {
         }
     }
 
+    /// Says how often sessions have moved device memory.
+    pub(super) fn set_moves(&self, moves: u64) {
+        self.terms.moves.store(moves, Ordering::Relaxed);
+    }
+
     fn show_gate(&self) {
         let asked = if self.asked { gate::ASKED } else { 0 };
         self.terms.gate.store(turns::word(self.gate, self.tells) | asked, Ordering::Release);

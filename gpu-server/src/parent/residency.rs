@@ -3,9 +3,10 @@
 //! Sessions together may hold more memory than a device has. Each is in one of two states: its movable memory is **on** its devices, or **away**, in memory of this machine. A session that is away
 //! has none of it on any device, and comes back only when there is room for all of it. So no session waits for another with half of its memory in hand.
 //!
-//! Whoever wants room waits in line. For the first in line, sessions are told to leave: those of its own principal first, and of these the one that has been without a command for longest. A session
+//! Whoever wants room waits in line, and keeps its place for a moment after it has got some: programs take their memory in pieces. For the first in line, sessions are told to leave: those of its own principal first, and of these the one that has been without a command for longest. A session
 //! keeps its memory for some time once it is on the devices ([`Rules::residency`]); one that has commands, for five times as long. Two busy sessions therefore take turns of seconds, and not of
 //! milliseconds. Nobody is told to leave when even all who may would not make enough room.
+//! Who waits further back in line, and can leave meanwhile, does so at once: two sessions that each have a part of what they want would wait for each other otherwise.
 //!
 //! What a session says of itself can make it wait or leave, and nothing else: see [`View`].
 
@@ -17,6 +18,8 @@ use crate::worker_protocol::MemoryOrder;
 const BUSY: u64 = 5;
 /// A session without a command for so long is idle.
 const IDLE: u64 = 100_000_000;
+/// A session keeps its place in line for so long when it has got what it wanted.
+const KEEPS_PLACE: u64 = 1_000_000_000;
 /// A session that could not do what it was told is not told again for so long at first, and at most.
 const AGAIN: u64 = 100_000_000;
 const MOST_AGAIN: u64 = 10_000_000_000;
@@ -52,8 +55,10 @@ pub(super) struct View {
     pub(super) on: Bytes,
     pub(super) movable: Bytes,
     pub(super) away: Bytes,
-    /// New memory that it waits for. A session that does cannot leave.
+    /// New memory that it waits for.
     pub(super) needs: Bytes,
+    /// Whether it can leave while it waits for new memory.
+    pub(super) yields: bool,
     /// Whether it waits until what is away is back.
     pub(super) returns: bool,
     /// When it last had no command. `None`: it has unfinished work, or was never without.
@@ -81,8 +86,10 @@ struct Known {
     /// When it may be told again to leave, or to return, and how long it has to wait the next time.
     not_before: u64,
     again: u64,
-    /// When it began to wait, and whether it was noted that it waits only for others' residency.
-    waits: Option<u64>,
+    /// Its place in line: when it began to wait. Since when it does not wait, if it does not.
+    place: Option<u64>,
+    served: Option<u64>,
+    /// Whether it was noted that it waits only for others' residency.
     held_back: bool,
     /// Bytes of this machine's memory that it may be using.
     keeps: u64,
@@ -104,6 +111,10 @@ pub(super) struct Decided {
 pub(super) struct Residency {
     rules: Rules,
     sessions: HashMap<u32, Known>,
+    /// What is free for those in line, in their order.
+    reserved: Vec<(u32, Bytes)>,
+    /// How often sessions have done what they were told.
+    moves: u64,
 }
 
 /// What devices have now.
@@ -140,7 +151,7 @@ fn sum(bytes: &Bytes) -> u64 {
 
 impl Residency {
     pub(super) fn new(rules: Rules) -> Residency {
-        Residency { rules, sessions: HashMap::new() }
+        Residency { rules, ..Residency::default() }
     }
 
     /// Whether a worker has an order that it has not dealt with.
@@ -151,6 +162,17 @@ impl Residency {
     /// The order that a worker has not dealt with.
     pub(super) fn ordered(&self, worker: u32) -> Option<MemoryOrder> {
         self.sessions.get(&worker)?.order.map(|(_, order, _)| order)
+    }
+
+    /// How often sessions have done what they were told.
+    pub(super) fn moves(&self) -> u64 {
+        self.moves
+    }
+
+    /// Bytes of a device that are free, and for sessions that are before this one in line.
+    pub(super) fn reserved(&self, worker: u32, device: u32) -> u64 {
+        let before = self.reserved.iter().take_while(|(other, _)| *other != worker);
+        before.fold(0, |sum: u64, (_, bytes)| sum.saturating_add(bytes.get(&device).copied().unwrap_or(0)))
     }
 
     /// A worker's order cannot be given.
@@ -174,8 +196,9 @@ impl Residency {
             }
         }
         let mut room = Room { free: missing(budget, &used), owed: missing(&used, budget) };
-        let mut line: Vec<&View> = views.iter().filter(|view| self.waits_since(view).is_some()).collect();
-        line.sort_by_key(|view| (self.waits_since(view), view.worker));
+        let mut line: Vec<&View> = views.iter().filter(|view| self.place(view).is_some()).collect();
+        line.sort_by_key(|view| self.place(view));
+        self.reserved.clear();
         let mut decided = Decided::default();
         for view in &line {
             self.serve(now, view, &mut room, views, &mut decided);
@@ -184,8 +207,19 @@ impl Residency {
         decided
     }
 
-    fn waits_since(&self, view: &View) -> Option<u64> {
-        self.sessions.get(&view.worker)?.waits
+    /// A session's place in line, if it waits.
+    fn place(&self, view: &View) -> Option<(u64, u32)> {
+        let known = self.sessions.get(&view.worker)?;
+        known.place.filter(|_| known.served.is_none()).map(|place| (place, view.worker))
+    }
+
+    /// What is free is for the next in line.
+    fn reserve(&mut self, worker: u32, wanted: &Bytes, room: &mut Room) {
+        let of = |(device, bytes): (&u32, &u64)| {
+            (*device, (*bytes).min(room.free.get(device).copied().unwrap_or(0)))
+        };
+        self.reserved.push((worker, wanted.iter().map(of).collect()));
+        take(&mut room.free, wanted);
     }
 
     /// Notes how a session is now.
@@ -203,6 +237,7 @@ impl Residency {
         {
             known.slow |= now.saturating_sub(at) > LEAVES_WITHIN;
             known.order = None;
+            self.moves += u64::from(view.done.1);
             match order {
                 _ if view.done.1 => known.again = AGAIN,
                 MemoryOrder::Forget => {}
@@ -219,25 +254,31 @@ impl Residency {
             known.since = now;
         }
         let waits = view.returns && away || sum(&view.needs) > 0;
-        if !waits {
-            (known.waits, known.held_back) = (None, false);
-        } else if known.waits.is_none() {
-            known.waits = Some(now);
+        if waits {
+            known.place = known.place.or(Some(now));
+            known.served = None;
+        } else {
+            let since = *known.served.get_or_insert(now);
+            known.place = known.place.filter(|_| now.saturating_sub(since) < KEEPS_PLACE);
+            known.held_back = false;
         }
     }
 
     /// Makes room for a session that waits, or gives it the room that there is.
     fn serve(&mut self, now: u64, view: &View, room: &mut Room, views: &[View], decided: &mut Decided) {
-        if self.ordered(view.worker).is_some() {
-            return;
-        }
         let mut wanted = view.needs.clone();
+        match self.ordered(view.worker) {
+            // It will want more once it is back.
+            Some(MemoryOrder::Return) => return self.reserve(view.worker, &wanted, room),
+            Some(_) => return,
+            None => {}
+        }
         if view.returns {
             add(&mut wanted, &view.away);
         }
         let short = missing(&wanted, &room.free);
         if short.is_empty() {
-            take(&mut room.free, &wanted);
+            self.reserve(view.worker, &wanted, room);
             if view.returns && self.may(now, view) {
                 self.order(now, view, MemoryOrder::Return, false, decided);
             }
@@ -255,7 +296,7 @@ impl Residency {
         take(&mut given_up, &room.owed);
         if view.returns && self.may(now, view) && missing(&short, &given_up).is_empty() {
             add(&mut room.owed, &short);
-            take(&mut room.free, &wanted);
+            self.reserve(view.worker, &wanted, room);
             self.order(now, view, MemoryOrder::Return, false, decided);
             return;
         }
@@ -272,7 +313,7 @@ impl Residency {
         }
         if short.is_empty() {
             // Nobody behind it in line takes what is free for it.
-            take(&mut room.free, &wanted);
+            self.reserve(view.worker, &wanted, room);
             for (busy, other) in chosen {
                 self.send_away(now, other, busy, views, decided);
             }
@@ -323,10 +364,15 @@ impl Residency {
                 && other.swap
                 && known.order.is_none()
                 && !known.slow
-                && known.waits.is_none()
+                && (self.place(other).is_none() || other.yields && self.place(other) > self.place(waiting))
                 && !known.away
                 && sum(&other.movable) > 0;
             if !may {
+                continue;
+            }
+            if self.place(other).is_some() {
+                // It can do nothing with what it has.
+                found.push((false, other.principal != waiting.principal, 0, other));
                 continue;
             }
             let rested = other.rested.filter(|since| since.saturating_add(IDLE) <= now);
@@ -463,6 +509,46 @@ mod tests {
         }
     }
 
+    /// Two programs that take their memory at the same time would each wait for the other's part.
+    #[test]
+    fn who_waits_further_back_in_line_leaves_at_once_if_it_can() {
+        for yields in [true, false] {
+            let mut residency = Residency::new(rules(u64::MAX));
+            let part = |worker, bytes| View {
+                on: on(0, bytes),
+                movable: on(0, bytes),
+                yields,
+                rested: None,
+                ..newcomer(worker, "a", 10)
+            };
+            let mut views = [part(1, 50), View { needs: Bytes::new(), ..part(2, 50) }];
+            residency.step(SECOND, &on(0, 100), &views);
+            views[1] = part(2, 50);
+            let decided = residency.step(2 * SECOND, &on(0, 100), &views);
+            assert_eq!(leaving(&decided), if yields { vec![2] } else { vec![] });
+            // What it gives up is not for whoever asks next.
+            let number = decided.orders.first().map_or(0, |order| order.1);
+            views[1] = View {
+                on: Bytes::new(),
+                away: on(0, 50),
+                returns: true,
+                done: (number, true),
+                ..part(2, 50)
+            };
+            residency.step(2 * SECOND, &on(0, 100), &views);
+            assert_eq!(
+                (residency.reserved(1, 0), residency.reserved(2, 0), residency.reserved(7, 0)),
+                (0, 10, 10)
+            );
+            // The first keeps its place between two pieces.
+            views[0] = View { on: on(0, 60), movable: on(0, 60), needs: Bytes::new(), ..part(1, 60) };
+            residency.step(2 * SECOND + 1, &on(0, 100), &views);
+            views[0] = part(1, 60);
+            residency.step(2 * SECOND + 2, &on(0, 100), &views);
+            assert_eq!(residency.reserved(1, 0), 0, "nobody is before it");
+        }
+    }
+
     #[test]
     fn a_busy_session_leaves_after_a_longer_time_only() {
         let mut residency = Residency::new(rules(u64::MAX));
@@ -590,8 +676,10 @@ mod tests {
         /// Whatever sessions do: the device never holds more than it has, and the machine's memory no more than it may; who may not leave does not; nobody leaves before its time; and if all may leave
         /// and none works on without end, all get on.
         #[test]
-        fn memory_is_never_exceeded_and_everybody_gets_on(all in prop::collection::vec(simulated(), 1..7), memory in 0u64..8) {
+        fn memory_is_never_exceeded_and_everybody_gets_on(all in prop::collection::vec(simulated(), 1..7), memory in 0u64..16) {
             const STEP: u64 = 100_000_000;
+            // Programs take their memory in pieces.
+            let next = |bytes: u64, have: u64| on(0, (bytes - have).min(10 * MIB));
             let (capacity, memory) = (100 * MIB, memory * 64 * MIB);
             let mut residency = Residency::new(rules(memory));
             let mut now: Vec<Now> = (0..).zip(&all).map(|(worker, one)| Now {
@@ -599,7 +687,8 @@ mod tests {
                     worker,
                     principal: format!("{}", worker % 2),
                     swap: one.swap,
-                    needs: on(0, one.bytes),
+                    needs: next(one.bytes, 0),
+                    yields: true,
                     ..View::default()
                 },
                 ..Now::default()
@@ -610,18 +699,19 @@ mod tests {
                     let others: u64 = now.iter().map(|state| sum(&state.view.on)).sum::<u64>() - sum(&now[index].view.on);
                     let (one, state) = (&all[index], &mut now[index]);
                     let Now { view, order, came, done, waited, late } = state;
+                    let (all, takes) = (sum(&view.movable), sum(&view.needs) > 0);
                     if let Some((what, left)) = order {
                         if *left > 0 {
                             *left -= 1;
                             // Half of its memory leaves on the way, unless it cannot.
-                            let (half, all) = (one.bytes / 2, one.bytes);
-                            if matches!(what, MemoryOrder::Leave { busy } if !one.endless && (*busy || view.rested.is_some())) {
+                            let half = all / 2;
+                            if matches!(what, MemoryOrder::Leave { busy } if takes || !one.endless && (*busy || view.rested.is_some())) {
                                 (view.away, view.on) = (on(0, half), on(0, all - half));
                             }
                             continue;
                         }
                         // Whoever returns waits until the others have left.
-                        if *what == MemoryOrder::Return && others + one.bytes > capacity {
+                        if *what == MemoryOrder::Return && others + all > capacity {
                             *late += 1;
                             prop_assert!(*late < 50, "others have not left");
                             continue;
@@ -630,7 +720,7 @@ mod tests {
                         let number = view.begun;
                         let idle = view.rested.is_some();
                         let can = match what {
-                            MemoryOrder::Leave { busy } => !one.endless && (*busy || idle),
+                            MemoryOrder::Leave { busy } => takes || !one.endless && (*busy || idle),
                             _ => true,
                         };
                         view.done = (number, can);
@@ -648,7 +738,8 @@ mod tests {
                     let at = (step + one.phase) % (one.works + one.rests);
                     let wants = one.endless || at < one.works;
                     *waited += 1;
-                    if !view.needs.is_empty() {
+                    if takes {
+                        view.returns = !view.away.is_empty();
                         continue;
                     }
                     if !view.away.is_empty() {
@@ -665,9 +756,12 @@ mod tests {
                     let used: u64 = now.iter().map(|state| sum(&state.view.on)
                         + if matches!(state.order, Some((MemoryOrder::Return, _))) { sum(&state.view.away) } else { 0 }).sum();
                     let state = &mut now[index];
-                    if sum(&state.view.needs) > 0 && used + all[index].bytes <= capacity {
-                        (state.view.on, state.view.movable) = (state.view.needs.clone(), state.view.needs.clone());
-                        state.view.needs.clear();
+                    let (asks, needs) = (state.order.is_none() && state.view.away.is_empty(), sum(&state.view.needs));
+                    if asks && needs > 0 && used + needs + residency.reserved(index as u32, 0) <= capacity {
+                        let have = sum(&state.view.movable) + needs;
+                        (state.view.on, state.view.movable) = (on(0, have), on(0, have));
+                        state.view.needs = next(all[index].bytes, have);
+                        state.view.needs.retain(|_, bytes| *bytes > 0);
                     }
                 }
                 let views: Vec<View> = now.iter().map(|state| state.view.clone()).collect();
@@ -676,11 +770,12 @@ mod tests {
                     let (one, state) = (&all[worker as usize], &mut now[worker as usize]);
                     prop_assert!(!file && state.order.is_none());
                     if let MemoryOrder::Leave { busy } = order {
-                        prop_assert!(one.swap && state.view.away.is_empty() && sum(&state.view.needs) == 0);
-                        // Memory that is new counts from the session's beginning.
+                        prop_assert!(one.swap && state.view.away.is_empty());
+                        // Memory that is new counts from the session's beginning. Who has only a part of what it wants keeps it for nobody.
                         let least = if busy { BUSY } else { 1 } * 2 * SECOND;
-                        prop_assert!(time >= state.came + least, "{time} {}", state.came);
-                        state.view.keeps = 64 * MIB * one.bytes.div_ceil(64 * MIB);
+                        let takes = sum(&state.view.needs) > 0;
+                        prop_assert!(takes || time >= state.came + least, "{time} {}", state.came);
+                        state.view.keeps = 64 * MIB * sum(&state.view.movable).div_ceil(64 * MIB);
                     }
                     state.view.begun = number;
                     state.order = Some((order, one.takes));
@@ -690,7 +785,7 @@ mod tests {
                 prop_assert!(now.iter().map(|state| state.view.keeps).sum::<u64>() <= memory);
                 if all.iter().all(|one| one.swap && !one.endless) && memory >= 64 * MIB * 2 * all.len() as u64 {
                     // Each of the others may keep its memory for ten seconds and take its time.
-                    let most = all.len() as u64 * (100 + 2 * 20 + 30) * 3;
+                    let most = all.len() as u64 * (100 + 2 * 20 + 30) * 4;
                     prop_assert!(now.iter().all(|state| state.waited <= most), "{step}: {now:?}");
                 }
             }

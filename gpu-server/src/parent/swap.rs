@@ -145,6 +145,7 @@ pub(super) fn step(server: &Server) -> bool {
     }
     for (worker, session) in sessions.iter_mut() {
         session.account.set_asked(swapping.residency.is_asked(*worker));
+        session.account.set_moves(swapping.residency.moves());
     }
     decided.pending
 }
@@ -159,6 +160,7 @@ fn view(worker: u32, session: &Session, budget: &Bytes) -> View {
         principal: session.limits.principal.clone(),
         swap: session.limits.swappable,
         returns: memory.returns.load(Ordering::Acquire) != 0,
+        yields: memory.yields.load(Ordering::Acquire) != 0,
         rested: Some(memory.rested.load(Ordering::Relaxed))
             .filter(|at| *at > 0 && account.meter().unfinished.load(Ordering::Acquire) == 0),
         began: clock::to_ns(session.since),
@@ -213,7 +215,7 @@ impl State {
     pub(super) fn has_room(&self, worker: u32, resource: Resource, bytes: u64) -> Result<bool, ()> {
         let (Some(swapping), Resource::Device(number)) = (&self.swapping, resource) else { return Ok(true) };
         let Some(most) = swapping.budget.get(&number) else { return Ok(true) };
-        let (mut all, mut own) = (bytes, bytes);
+        let (mut all, mut own) = (bytes.saturating_add(swapping.residency.reserved(worker, number)), bytes);
         for (other, session) in &self.sessions {
             let account = &session.account;
             let mut on = account.on(number);

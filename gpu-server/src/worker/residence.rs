@@ -20,7 +20,7 @@ use protocol::Status;
 use crate::driver::store::Store;
 use crate::driver::{Backend, Call};
 use crate::pages::{Page, Terms, gate};
-use crate::room::Room;
+use crate::room::{AGAIN, Room, WITHIN};
 use crate::worker_protocol::MemoryOrder;
 
 /// How long a session without commands waits for work of its own before it says that it is not idle, and one with commands.
@@ -31,6 +31,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// An order, its number, and its file.
 type Ordered = (u32, MemoryOrder, Option<OwnedFd>);
+
+/// How long a command has waited for room without any session's memory having moved.
+#[derive(Default)]
+pub(super) struct Patience(Option<(u64, Instant)>);
 
 /// The latest order that nobody has begun to carry out.
 #[derive(Default)]
@@ -55,8 +59,8 @@ impl Orders {
     }
 
     /// Waits for one for a moment.
-    fn wait(&self) -> Option<Ordered> {
-        let waited = self.came.wait_timeout_while(self.lock(), LOOK_EVERY, |latest| latest.is_none());
+    fn wait(&self, moment: Duration) -> Option<Ordered> {
+        let waited = self.came.wait_timeout_while(self.lock(), moment, |latest| latest.is_none());
         waited.unwrap_or_else(|e| e.into_inner()).0.take()
     }
 }
@@ -123,7 +127,7 @@ impl Residence {
             if over() {
                 return Err(Lost::new("the session ended while it waited for device memory"));
             }
-            match self.orders.wait() {
+            match self.orders.wait(LOOK_EVERY) {
                 Some((number, MemoryOrder::Return, _)) => {
                     let returned = self.come_back(backend);
                     self.done(number, returned);
@@ -135,6 +139,59 @@ impl Residence {
         self.room.meter.memory.returns.store(0, Ordering::Release);
         self.room.ring();
         Ok(())
+    }
+
+    /// A command found no room for new memory: waits for a moment, and carries out what is ordered meanwhile. So what the session has already is in nobody's way: it leaves for whoever came
+    /// earlier, and comes back with its turn. False: nothing has moved for too long. To be followed by [`room_found`](Residence::room_found).
+    ///
+    /// # Errors
+    /// The session has ended meanwhile.
+    pub(super) fn until_room(
+        &mut self,
+        backend: &mut dyn Backend,
+        call: &mut Call,
+        patience: &mut Patience,
+        over: impl Fn() -> bool,
+    ) -> Result<bool, Lost> {
+        if !self.on {
+            return Ok(false);
+        }
+        self.room.meter.memory.yields.store(1, Ordering::Release);
+        loop {
+            self.room.ring();
+            if over() {
+                return Err(Lost::new("the session ended while it waited for device memory"));
+            }
+            let moves = self.terms.moves.load(Ordering::Relaxed);
+            let (seen, since) = *patience.0.get_or_insert((moves, Instant::now()));
+            if seen != moves {
+                *patience = Patience(None);
+            } else if since.elapsed() > WITHIN {
+                tracing::info!("refused: no room on a device");
+                return Ok(false);
+            }
+            match self.orders.wait(if self.away { LOOK_EVERY } else { AGAIN }) {
+                Some((number, MemoryOrder::Return, _)) if self.away => {
+                    let returned = self.come_back(backend);
+                    self.done(number, returned);
+                }
+                Some(ordered) => self.obey(backend, call, ordered, BUSY_WITHIN),
+                None => {}
+            }
+            self.room.meter.memory.returns.store(u32::from(self.away), Ordering::Release);
+            if !self.away {
+                return Ok(true);
+            }
+        }
+    }
+
+    /// A command that waited for room waits no more.
+    pub(super) fn room_found(&mut self) {
+        let memory = &self.room.meter.memory;
+        memory.yields.store(0, Ordering::Release);
+        memory.returns.store(0, Ordering::Release);
+        self.room.end();
+        self.room.ring();
     }
 
     /// Carries out an order of a session that does not wait for its memory.

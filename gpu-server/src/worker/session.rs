@@ -8,6 +8,7 @@ use host_bridge::endpoint::{Client, Commands, Lost, Mapped};
 use protocol::Status;
 use protocol::channel::{NO_SLOT, Record};
 use protocol::data::DataUse;
+use protocol::ops::memory::MemGrow;
 use protocol::ops::nvml::NvmlSystem;
 use protocol::ops::{self, Class, Malformed, Op, OpInfo, Outcome, dispatch};
 
@@ -16,7 +17,7 @@ use protocol::trace::{RECORDER, Stage};
 use super::Shared;
 use super::host_waits::{HostWaits, Verdict};
 use super::read_ahead::Ahead;
-use super::residence::Residence;
+use super::residence::{Patience, Residence};
 use super::timeline::Timeline;
 use super::turns::Turns;
 use crate::driver::{Backend, Call, Errors};
@@ -177,8 +178,13 @@ impl Dispatcher<'_> {
             // Whatever the client said about itself, this process makes no context.
             Outcome::Failed(Status::NOT_PERMITTED)
         } else {
-            dispatch(&mut *self.backend, &mut self.call, record.opcode, body, &mut self.reply)
-                .map_err(malformed)?
+            let outcome = dispatch(&mut *self.backend, &mut self.call, record.opcode, body, &mut self.reply);
+            match outcome.map_err(malformed)? {
+                Outcome::Failed(Status::NOT_READY) if record.opcode == MemGrow::INFO.opcode => {
+                    self.grow_when_there_is_room(&record, body)?
+                }
+                outcome => outcome,
+            }
         };
         RECORDER.note(Stage::Executed, record.seq, record.opcode);
         tracing::trace!(seq = record.seq, op = info.name, ?outcome);
@@ -198,6 +204,26 @@ impl Dispatcher<'_> {
         if metered {
             self.turns.after(self.backend, &mut self.call, record.opcode, body);
         }
+        Ok(outcome)
+    }
+
+    /// Executes a command that found no room for more device memory again and again. The session's memory may leave in between, for one that came earlier.
+    fn grow_when_there_is_room(&mut self, record: &Record, body: &[u8]) -> Result<Outcome, Lost> {
+        let over = || self.shared.is_over();
+        let mut patience = Patience::default();
+        let outcome = loop {
+            if !self.residence.until_room(self.backend, &mut self.call, &mut patience, over)? {
+                break Outcome::Failed(Status::OUT_OF_MEMORY);
+            }
+            self.call.begin(record.seq, record.reply_slot);
+            self.reply.clear();
+            let outcome = dispatch(&mut *self.backend, &mut self.call, record.opcode, body, &mut self.reply);
+            match outcome.map_err(|e| Lost::new(format!("command {}: {e}", record.seq)))? {
+                Outcome::Failed(Status::NOT_READY) => {}
+                outcome => break outcome,
+            }
+        };
+        self.residence.room_found();
         Ok(outcome)
     }
 

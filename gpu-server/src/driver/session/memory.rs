@@ -192,10 +192,10 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         {
             return Err(Status::INVALID_VALUE);
         }
-        let charge = self.quota.charge(self.memory_of(op.device), op.size)?;
-        self.gpu.before_waiting_call(&self.streams, op.device)?;
         let (quota, resource) = (self.quota.clone(), self.memory_of(op.device));
-        let native = quota.when_there_is_room(resource, op.size, || {
+        let charge = quota.charge_now(resource, op.size)?;
+        self.gpu.before_waiting_call(&self.streams, op.device)?;
+        let native = quota.if_there_is_room(resource, op.size, || {
             self.gpu.back(op.device, op.address, op.size).map_err(|status| match status {
                 // What the daemon knows of other processes' memory may be a second old.
                 Status::OUT_OF_MEMORY if quota.is_shared() => Status::NOT_READY,
