@@ -181,6 +181,9 @@ fn programs_do_not_notice_crashes_of_the_keeper_under_a_service_manager() {
     let address = server.config.server.to_string();
     let start = || Daemon::kept(&manager, &folder, &["--server", &address]);
     let crash = |mut daemon: Daemon| {
+        // Answers pass through one thread of the keeper. So it is done with those before this one, and not killed in the middle of one, which would cost that session.
+        let witness = NativeClient::connect(&daemon.native()).unwrap();
+        assert_eq!(witness.ask(register(0), &[&own().0]).unwrap().0, Answer::Invalid, "it has no channel");
         daemon.end(Signal::SIGKILL);
         start()
     };
