@@ -27,18 +27,12 @@ impl Room {
         let _ = nix::unistd::write(&*self.bell, &[1]);
     }
 
-    /// Says that `bytes` more are needed on a device, by its number.
+    /// Says that `bytes` more are needed on a device, by its number, until [`end`](Room::end).
     pub fn need(&self, number: u32, bytes: u64) {
         if let Some(needs) = self.meter.memory.needs.get(number as usize) {
             needs.store(bytes, Ordering::Release);
         }
         self.ring();
-    }
-
-    /// The same, and waits for a moment. To be called again until there is room, and then [`end`](Room::end).
-    pub fn wait(&self, number: u32, bytes: u64) {
-        self.need(number, bytes);
-        std::thread::sleep(AGAIN);
     }
 
     /// Nothing more is needed.

@@ -16,7 +16,7 @@ use protocol::Status;
 use super::store::Way;
 use crate::cuda_ipc::Broker;
 use crate::pages::{Meter, Page, Terms};
-use crate::room::{Room, WITHIN};
+use crate::room::{AGAIN, Room, WITHIN};
 use crate::worker_protocol::{Amounts, Limits, MOST_DEVICES, Resource};
 
 /// What a session may hold, and what it holds. Clones share both.
@@ -206,23 +206,17 @@ impl Quota {
         bytes: u64,
         mut take: impl FnMut() -> Result<T, Status>,
     ) -> Result<T, Status> {
-        let taken = take();
-        let (Err(Status::NOT_READY), Some(room), Resource::Device(number)) = (&taken, self.room(), resource)
-        else {
-            return taken.map_err(|status| match status {
-                Status::NOT_READY => Status::OUT_OF_MEMORY,
-                other => other,
-            });
-        };
+        let mut taken = self.if_there_is_room(resource, bytes, &mut take);
+        let (Err(Status::NOT_READY), Some(room)) = (&taken, self.room()) else { return taken };
         let until = Instant::now() + WITHIN;
-        let taken = loop {
-            room.wait(number, bytes);
-            match take() {
-                Err(Status::NOT_READY) if Instant::now() < until => {}
-                Err(Status::NOT_READY) => break Err(Status::OUT_OF_MEMORY),
-                taken => break taken,
+        while matches!(taken, Err(Status::NOT_READY)) {
+            if Instant::now() >= until {
+                taken = Err(Status::OUT_OF_MEMORY);
+                break;
             }
-        };
+            std::thread::sleep(AGAIN);
+            taken = self.if_there_is_room(resource, bytes, &mut take);
+        }
         room.end();
         taken
     }

@@ -93,13 +93,14 @@ fn released(driver: &Driver, stream: &Stream) -> Result {
     )
 }
 
-/// How a stream's next copy refers to `range`, the `len` bytes at `at` of this process.
+/// How a stream's next copy refers to `range`, the `len` bytes at `at` of this process. `read_in_place` is called if they would be read too early: it has the device read them in place, if it can.
 pub(crate) fn source(
     driver: &Driver,
     stream: &Stream,
     range: HostRange,
     at: usize,
     len: usize,
+    read_in_place: impl FnOnce(),
 ) -> Result<HostIn<'static>> {
     if !may_change(stream.context.server, at, len) {
         return Ok(HostIn::Range(range));
@@ -107,6 +108,7 @@ pub(crate) fn source(
     if stream.context.server.reads_late {
         return Ok(HostIn::Late(range));
     }
+    read_in_place();
     settle(driver, stream, at, len)?;
     Ok(HostIn::Range(range))
 }
@@ -169,7 +171,7 @@ fn all_are_in_place(server: &Server, at: usize) -> bool {
 }
 
 /// Whether work that is under way may write bytes that a copy to a server's device reads, and the copy would read them before the stream comes to it.
-pub(crate) fn may_change(server: &Server, at: usize, len: usize) -> bool {
+fn may_change(server: &Server, at: usize, len: usize) -> bool {
     if pinned_regions::is_mapped(server, at as u64) {
         // The device reads them in place, in the stream's order.
         return false;

@@ -151,10 +151,9 @@ impl Copier {
     pub unsafe fn send(&self, dst: u64, src: *const u8, len: usize) -> Result {
         let stream = self.stream.id;
         if let Some(range) = REGIONS.range(self.stream.session(), src as usize, len) {
-            if !self.server().reads_late && pending_writes::may_change(self.server(), src as usize, len) {
-                pinned::read_in_place(self.driver, self.stream.context, src as u64);
-            }
-            let from = pending_writes::source(self.driver, &self.stream, range, src as usize, len)?;
+            let read_in_place = || pinned::read_in_place(self.driver, self.stream.context, src as u64);
+            let from =
+                pending_writes::source(self.driver, &self.stream, range, src as usize, len, read_in_place)?;
             // Few bytes are cheaper in the record, but only where nothing may still be on its way into them.
             if !(self.mode == Mode::Sync && len <= INLINE && !self.stream.context.is_busy()) {
                 let steady = pinned_regions::steady();
