@@ -7,9 +7,10 @@
 //! | `.nv.info.KERNEL` | its parameters, launch bounds, clusters, barriers |
 //! | `.nv.shared.KERNEL` | its static shared memory, behind what is reserved for the system |
 //! | `.note.nv.cuinfo`, the header's flags | the architectures of the machine code and of the PTX that it was made from |
+//! | `.text.KERNEL`'s flags | with CUDA 12's version of the ABI: its barriers |
 //!
 //! The format is not documented. What is read here was compared with what NVIDIA's driver reports for the same
-//! cubins: for CUDA 13's version of the ABI ([`ABI`]) and for [`ARCHITECTURES`]. [`read`] refuses all others,
+//! cubins: for two versions of the ABI ([`Abi`]) and for [`ARCHITECTURES`]. [`read`] refuses all others,
 //! and whatever contradicts itself, so that the caller asks the driver.
 
 use std::collections::HashMap;
@@ -23,8 +24,14 @@ pub const ARCHITECTURES: &[u32] = &[90];
 /// Shared memory that the system reserves at the beginning of each block's, in bytes, on these architectures.
 pub const RESERVED_SHARED: u64 = 1024;
 
-/// The version of the ABI of cubins that are read: CUDA 13's.
-pub const ABI: u8 = 8;
+/// The versions of the ABI of cubins that are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Abi {
+    /// Version 7: what CUDA 12's tools make. Many kernels in the libraries of CUDA 13 are older than these, too.
+    Cuda12,
+    /// Version 8: CUDA 13's.
+    Cuda13,
+}
 
 /// `EM_CUDA`.
 const MACHINE: u16 = 190;
@@ -307,10 +314,16 @@ pub fn read(image: &[u8]) -> Result<Cubin, Unread> {
     if header.e_type(endian) != ET_EXEC {
         return Err(unknown("type", header.e_type(endian).0.into()));
     }
-    if header.e_ident().abi_version != ABI {
-        return Err(unknown("ABI", header.e_ident().abi_version.into()));
-    }
-    let arch = header.e_flags(endian).0 >> 8 & 0xff;
+    let abi = match header.e_ident().abi_version {
+        7 => Abi::Cuda12,
+        8 => Abi::Cuda13,
+        version => return Err(unknown("ABI", version.into())),
+    };
+    let flags = header.e_flags(endian).0;
+    let arch = match abi {
+        Abi::Cuda12 => flags & 0xff,
+        Abi::Cuda13 => flags >> 8 & 0xff,
+    };
     if !ARCHITECTURES.contains(&arch) {
         return Err(unknown("architecture", arch.into()));
     }
@@ -331,7 +344,8 @@ pub fn read(image: &[u8]) -> Result<Cubin, Unread> {
     if tables != 1 {
         return Err(Unread::Damaged(format!("{tables} symbol tables")));
     }
-    if !by_name.contains_key(".nv.shared.reserved.0") {
+    // CUDA 12's tools leave this out, but reserve it in each kernel's part.
+    if abi == Abi::Cuda13 && !by_name.contains_key(".nv.shared.reserved.0") {
         return Err(unknown("shared memory, without a reserved part,", 0));
     }
     let constants = by_name.get(".nv.constant3").map_or(0, |(_, section)| section.sh_size(endian));
@@ -343,7 +357,10 @@ pub fn read(image: &[u8]) -> Result<Cubin, Unread> {
         Some((_, section)) => section.data(endian, image).map_err(damaged),
         None => Ok(&[][..]),
     };
-    let ptx_arch = ptx_arch(data(".note.nv.cuinfo")?).ok_or_else(|| unknown("note", 0))?;
+    let ptx_arch = match abi {
+        Abi::Cuda12 => flags >> 16 & 0xff,
+        Abi::Cuda13 => ptx_arch(data(".note.nv.cuinfo")?).ok_or_else(|| unknown("note", 0))?,
+    };
     // By symbol: registers and stack.
     let (mut registers, mut stacks) = (HashMap::new(), HashMap::new());
     for item in items(data(".nv.info")?) {
@@ -373,7 +390,7 @@ pub fn read(image: &[u8]) -> Result<Cubin, Unread> {
         if name.is_empty() {
             return Err(refuse("it has no name"));
         }
-        let (code, _) =
+        let (code, text) =
             *by_name.get(format!(".text.{name}").as_str()).ok_or_else(|| refuse("it has no code"))?;
         if symbols.symbol_section(endian, symbol, index).ok().flatten() != Some(code) {
             return Err(refuse("its code is elsewhere"));
@@ -385,7 +402,11 @@ pub fn read(image: &[u8]) -> Result<Cubin, Unread> {
             Some(_) => return Err(refuse("its section .nv.info is another's")),
             None => &[],
         };
-        let found = Found::of(said).ok_or_else(|| refuse("its section .nv.info is damaged"))?;
+        let mut found = Found::of(said).ok_or_else(|| refuse("its section .nv.info is damaged"))?;
+        if abi == Abi::Cuda12 {
+            let barriers = (text.sh_flags(endian).0 >> 20) as u32 & 0x7f;
+            once(&mut found.barriers, barriers).ok_or_else(|| refuse("its barriers are said twice"))?;
+        }
         if !found.is_possible() {
             return Err(refuse("its sizes are impossible"));
         }

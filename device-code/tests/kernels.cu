@@ -1,6 +1,8 @@
 // Kernels that differ in what a cubin says of them. `kernels.cubin` is made from this file by nvcc 13.0:
 //
 //   nvcc -arch=sm_90 -O2 -cubin -o kernels.cubin kernels.cu
+//
+// and `kernels-12.cubin` from the PTX that it makes, by ptxas 12.9, after `.version 9.0` was changed to 8.7.
 struct Odd { char a; short b; double c; char d[3]; };
 struct Big { char bytes[5000]; };
 __constant__ int table[100];

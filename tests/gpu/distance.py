@@ -6,19 +6,23 @@
 DIST is a folder that `cargo xtask dist` makes, RELAY the program `delay-relay` (`cargo build --release -p rgpu-tests --bin delay-relay`). The script runs
 torch_speed.py natively, over `local`, over `tcp`, and over `tcp` through the relay with each added round-trip time [µs] (default: 0 200 1000), and prints a
 table. Losses and tokens must be the same everywhere. It then runs twice over `tcp` with different numbers of steps: the difference of the round trips that
-RGPU_STATS counts is what a step needs. Exit status: 1 if a result differs or a run fails.
+RGPU_STATS counts is what a step needs. Last, it times processes that make one training step, from their start to their end: natively, and through the relay
+with 10 ms to a server with a cache, which is empty the first time. Exit status: 1 if a result differs or a run fails.
 """
 
 import os
 import pathlib
 import re
 import socket
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 HERE = pathlib.Path(__file__).parent
-SERVER_PORT, RELAY_PORT = 9790, 9791
+SERVER_PORT, RELAY_PORT, CACHE_PORT = 9790, 9791, 9789
+START_RTT_US, STARTS = 10_000, 3
 
 
 def wait_for(port):
@@ -60,6 +64,44 @@ def per_turn(what, turns, less, more):
             print(f"    {name}: {difference / turns:.2f}")
 
 
+def start(way, prefix, native=None):
+    """How long one process with one step takes, and how many round trips that is more than `native` seconds."""
+    began = time.monotonic()
+    done = run(prefix, ("--steps", 1, "--tokens", 0), RGPU_STATS="1")
+    seconds = time.monotonic() - began
+    counted = re.search(r"stats: pid=.* round_trips=(\d+)", done.stderr)
+    line = f"{way:32}{seconds:8.2f} s"
+    if native is not None:
+        line += f", native + {(seconds - native) / START_RTT_US * 1e6:.0f} times {START_RTT_US / 1e3:g} ms"
+    print(line + (f", {counted.group(1)} round trips counted" if counted else ""), flush=True)
+    return seconds, done.returncode == 0 and re.findall(r"^losses: .*", done.stdout, re.M)
+
+
+def starts(dist, relay):
+    """True if all starts gave the same losses."""
+    with tempfile.TemporaryDirectory() as cache:
+        server = subprocess.Popen(
+            [dist / "bin/rgpu-server", "--backend", "cuda", "--insecure", "--listen", f"tcp:127.0.0.1:{CACHE_PORT}", "--cache", cache],
+            stderr=subprocess.DEVNULL,
+        )
+        between = subprocess.Popen(
+            [relay, "--listen", f"127.0.0.1:{RELAY_PORT}", "--to", f"127.0.0.1:{CACHE_PORT}", "--rtt-us", str(START_RTT_US)]
+        )
+        try:
+            wait_for(CACHE_PORT)
+            wait_for(RELAY_PORT)
+            start("native, not counted", [])
+            native = [start("native", []) for _ in range(STARTS)]
+            seconds = statistics.median(time for time, _ in native)
+            prefix = [dist / "bin/rgpuctl", "run", "--insecure", "--server", f"127.0.0.1:{RELAY_PORT}", "--"]
+            far = [start(f"tcp +{START_RTT_US / 1e3:g} ms, start {turn + 1}", prefix, seconds) for turn in range(STARTS)]
+        finally:
+            for process in (between, server):
+                process.terminate()
+                process.wait()
+        return all(losses == native[0][1] and losses for _, losses in native + far)
+
+
 def main():
     dist, relay = pathlib.Path(sys.argv[1]), sys.argv[2]
     delays = [int(delay) for delay in sys.argv[3:]] or [0, 200, 1000]
@@ -99,6 +141,7 @@ def main():
     finally:
         server.terminate()
         server.wait()
+    failed |= not starts(dist, relay)
     return failed
 
 

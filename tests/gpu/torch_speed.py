@@ -94,9 +94,11 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser()
     options.add_argument("--no-cudnn-attention", action="store_true", help="use PyTorch's own attention for decoding")
     options.add_argument("--steps", type=int, default=40, help="training steps, of which the first 10 are not timed")
-    options.add_argument("--tokens", type=int, default=128, help="tokens to decode, of which the first 32 are not timed")
+    options.add_argument("--tokens", type=int, default=128, help="tokens to decode, of which the first 32 are not timed; 0: none")
     options = options.parse_args()
     trained = train(options.steps)
+    if not options.tokens:
+        raise SystemExit
     if options.no_cudnn_attention:
         torch.backends.cuda.enable_cudnn_sdp(False)
     decode(trained, options.tokens)

@@ -130,6 +130,36 @@ static void model() {
     }
 }
 
+// A kernel of PTX, which only the driver knows, and how large its clusters may be: as cuDNN asks, from the largest down.
+static void largest_clusters() {
+    const char *ptx = ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n";
+    CUmodule module;
+    CUfunction function;
+    OK(cuModuleLoadData(&module, ptx));
+    OK(cuModuleGetFunction(&function, module, "nothing"));
+    const int SHARED = 64 << 10;
+    OK(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, SHARED));
+    OK(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1));
+    CUlaunchAttribute attribute = {};
+    attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    attribute.value.clusterDim = {1, 1, 1};
+    CUlaunchConfig config = {};
+    config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
+    config.blockDimX = 128;
+    config.sharedMemBytes = SHARED;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int before = 0;
+    for (int size = 16; size > 0; size--) {
+        config.gridDimX = attribute.value.clusterDim.x = size;
+        int clusters = -1;
+        OK(cuOccupancyMaxActiveClusters(&clusters, function, &config));
+        REQUIRE(clusters >= before, "%d clusters of %d blocks, and %d of %d", clusters, size, before, size + 1);
+        before = clusters;
+    }
+    OK(cuModuleUnload(module));
+}
+
 int main(int argc, char **argv) {
     int count = argc > 1 ? atoi(argv[1]) : 3;
     CUdeviceptr data;
@@ -149,5 +179,6 @@ int main(int argc, char **argv) {
     OK(cuMemcpyDtoH(result.data(), data, 4 * N));
     for (float value : result) REQUIRE(value == 1.5f * count, "%f after %d launches", value, count);
     for (CUlibrary library : libraries) OK(cuLibraryUnload(library));
+    largest_clusters();
     return pass("%d libraries", count);
 }

@@ -217,7 +217,7 @@ fn only_these_wait(
 }
 
 /// Copying a model tensor by tensor, loading libraries, asking for their kernels, attributes and occupancy, and the first launches wait for nothing. Only how many clusters run at once is asked, once for all
-/// sizes.
+/// sizes, and once for those of a kernel that only the driver knows.
 #[test]
 fn libraries_that_are_read_in_the_process_are_not_waited_for() -> Result<()> {
     let expected = [
@@ -226,7 +226,9 @@ fn libraries_that_are_read_in_the_process_are_not_waited_for() -> Result<()> {
         // The program looks for its own code in its file, and finds other code first.
         ("cuLibraryLoadData", 1),
         ("cuLibraryUnload", 1),
-        ("cuOccupancyMaxActiveClusters", 1),
+        ("cuOccupancyMaxActiveClusters", 2),
+        // PTX.
+        ("cuModuleLoadData", 1),
         // The last one: those behind the tensors wait for nothing.
         ("cuStreamSynchronize", 1),
         // The result, and the model in two parts.

@@ -10,7 +10,7 @@ use crate::process::device_attributes::attr;
 use crate::process::driver::{self, Device};
 use crate::work::launch;
 use client::ops::module::{
-    OccupancyAvailableShared, OccupancyMaxActiveBlocks, OccupancyMaxActiveClusters,
+    ClusterShape, OccupancyAvailableShared, OccupancyMaxActiveBlocks, OccupancyMaxActiveClusters,
     OccupancyMaxPotentialClusterSize,
 };
 use client::{Status, log};
@@ -52,45 +52,62 @@ fn clusters(function: &Function, mut request: OccupancyMaxActiveClusters) -> Res
     let known = match rules {
         ClusterAnswer::Known(answer) => Some(answer),
         ClusterAnswer::Class(class) => class.known().map(Ok),
-        ClusterAnswer::Unknown(_) => None,
+        ClusterAnswer::Unknown(_) => function.answered(&request).map(cluster_answer),
     };
     if let Some(answer) = known
         && !reading::is_checked()
     {
         return answer;
     }
-    let others = match rules {
-        ClusterAnswer::Class(class) if reading::asks_ahead() => class.others(function, &request),
-        _ => Vec::new(),
-    };
-    if let ClusterAnswer::Unknown(why) = rules {
+    if let ClusterAnswer::Class(_) | ClusterAnswer::Unknown(_) = rules {
         let name = function.name.to_string_lossy();
         log::debug(format_args!(
-            "the server is asked how many clusters of {name} it runs: {why}; {request:?}"
+            "the server is asked how many clusters of {name} it runs: {rules:?}; {request:?}"
         ));
     }
-    let (classes, shapes): (Vec<_>, Vec<_>) = others.into_iter().unzip();
-    request.shapes = shapes;
+    let mut classes = Vec::new();
+    let lines = match rules {
+        ClusterAnswer::Class(class) if reading::asks_ahead() => {
+            (classes, request.shapes) = class.others(function, &request).into_iter().unzip();
+            Vec::new()
+        }
+        ClusterAnswer::Unknown(_) if reading::asks_ahead() => occupancy::other_lines(&request),
+        _ => Vec::new(),
+    };
+    // The question itself is kept without those that go along.
+    let question = request.clone();
+    request.shapes.extend(
+        lines.iter().map(|line| ClusterShape { blocks: line.grid[0], dynamic_shared: line.dynamic_shared }),
+    );
     let mut answers = Vec::new();
     let told = function.ask(&request, |reply| {
         answers = reply.shapes;
         u64::from(reply.result) << 32 | u64::from(reply.clusters as u32)
     })?;
-    let told = Status((told >> 32) as u32).ok().map(|()| told as u32 as i32);
-    if let Some(answer) = known.filter(|answer| *answer != told) {
+    let told_of_it = cluster_answer(told);
+    if let Some(answer) = known.filter(|answer| *answer != told_of_it) {
         let number = |answer: Result<i32>| answer.map_or_else(|status| -i64::from(status.0), i64::from);
-        differs(function, "clusters", number(answer), number(told));
+        differs(function, "clusters", number(answer), number(told_of_it));
+    }
+    function.keep_answer(&question, told, changes);
+    for (line, clusters) in lines.iter().zip(&answers).filter(|(_, clusters)| **clusters >= 0) {
+        function.keep_answer(line, *clusters as u64, changes);
     }
     // Another thread may have set something between the rules and the answer.
     if function.changes() == changes {
         for (class, clusters) in classes.iter().zip(answers).filter(|(_, clusters)| *clusters >= 0) {
             class.keep(clusters);
         }
-        if let (ClusterAnswer::Class(class), Ok(clusters)) = (rules, told) {
+        if let (ClusterAnswer::Class(class), Ok(clusters)) = (rules, told_of_it) {
             class.keep(clusters);
         }
     }
-    told
+    told_of_it
+}
+
+/// An answer of the server as it is kept: the status in the upper half, the clusters in the lower.
+fn cluster_answer(kept: u64) -> Result<i32> {
+    Status((kept >> 32) as u32).ok().map(|()| kept as u32 as i32)
 }
 
 /// A cooperative grid must be resident as a whole.

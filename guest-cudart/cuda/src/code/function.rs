@@ -397,28 +397,43 @@ impl Function {
     pub fn ask<T: SyncOp<'static>>(&self, question: &T, number: impl FnOnce(T::Reply) -> u64) -> Result<u64> {
         let session = self.context.session();
         session.check()?;
-        let mut key = <T as Op>::INFO.opcode.to_le_bytes().to_vec();
-        encode(question, &mut key);
+        let changes = self.changes();
+        if let Some(answer) = self.answered(question) {
+            return Ok(answer);
+        }
+        let answer = number(session.call(question)?);
+        self.keep_answer(question, answer, changes);
+        Ok(answer)
+    }
+
+    /// What [`Function::ask`] knows of a question.
+    pub fn answered<T: SyncOp<'static>>(&self, question: &T) -> Option<u64> {
         let settings = lock(&self.settings);
+        settings.answers.get(&self.key(question, &settings)).copied()
+    }
+
+    /// Keeps an answer for [`Function::ask`], if nothing was set since there were so many `changes`: then it may be the answer for other settings.
+    pub fn keep_answer<T: SyncOp<'static>>(&self, question: &T, answer: u64, changes: u64) {
+        let mut settings = lock(&self.settings);
+        if settings.changes != changes {
+            return;
+        }
+        if settings.answers.len() >= MOST_ANSWERS {
+            settings.answers.clear();
+        }
+        let key = self.key(question, &settings);
+        settings.answers.insert(key, answer);
+    }
+
+    /// A question together with what is set for the function.
+    fn key<'a, T: Op<'a>>(&self, question: &T, settings: &Settings) -> Vec<u8> {
+        let mut key = T::INFO.opcode.to_le_bytes().to_vec();
+        encode(question, &mut key);
         key.extend(settings.cache_config.to_le_bytes());
         for set in &self.attributes[func::FIRST_SETTABLE as usize..] {
             key.extend(set.load(Ordering::Relaxed).to_le_bytes());
         }
-        if let Some(answer) = settings.answers.get(&key) {
-            return Ok(*answer);
-        }
-        let changes = settings.changes;
-        drop(settings);
-        let answer = number(session.call(question)?);
-        let mut settings = lock(&self.settings);
-        // Another thread may have set something between the key and the question.
-        if settings.changes == changes {
-            if settings.answers.len() >= MOST_ANSWERS {
-                settings.answers.clear();
-            }
-            settings.answers.insert(key, answer);
-        }
-        Ok(answer)
+        key
     }
 
     /// `cuFuncGetParamInfo`.

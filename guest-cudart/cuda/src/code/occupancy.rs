@@ -12,6 +12,7 @@ use crate::code::function::{Function, func};
 use crate::code::reading;
 use crate::process::device_attributes::attr;
 use crate::process::driver::{self, Device};
+use client::ops::launch::LaunchAttribute;
 use client::ops::module::{ClusterShape, OccupancyMaxActiveClusters};
 use client::{Status, lock};
 use device_code::cubin::{Cubin, Kernel};
@@ -295,11 +296,38 @@ pub(crate) fn clusters(function: &Function, op: &OccupancyMaxActiveClusters) -> 
     classify(resources, set, context, non_portable, op)
 }
 
+/// A question for clusters of some blocks in a row, in a grid of one cluster, and otherwise as `op`.
+fn line(op: &OccupancyMaxActiveClusters, blocks: u32) -> OccupancyMaxActiveClusters {
+    let mut value = [0; 64];
+    for (at, size) in [blocks, 1, 1].into_iter().enumerate() {
+        value[4 * at..][..4].copy_from_slice(&size.to_le_bytes());
+    }
+    OccupancyMaxActiveClusters {
+        grid: [blocks, 1, 1],
+        attributes: vec![LaunchAttribute { id: launch_attr::CLUSTER_DIMENSION, value }],
+        shapes: Vec::new(),
+        ..*op
+    }
+}
+
+/// The other questions that a library asks which looks for the largest clusters of a kernel: in a row, of all sizes that there are, with as much shared memory. None if `op` is no such question.
+pub(crate) fn other_lines(op: &OccupancyMaxActiveClusters) -> Vec<OccupancyMaxActiveClusters> {
+    let asked = op.grid[0];
+    if *op != line(op, asked) {
+        return Vec::new();
+    }
+    (1..=Clusters::MOST_ASKED as u32)
+        .filter(|blocks| *blocks != asked)
+        .map(|blocks| line(op, blocks))
+        .collect()
+}
+
 impl Clusters {
     const MOST_RESIDENT: u64 = 8;
-    /// Blocks of a cluster that every device can have, and that this one can at most.
+    /// Blocks of a cluster that every device can have, that this one can at most, and up to which libraries ask.
     const PORTABLE: u64 = 8;
     const MOST: u64 = 16;
+    const MOST_ASKED: u64 = 32;
 
     /// The answer that the server gave to such a question.
     pub fn known(self) -> Option<i32> {
@@ -333,6 +361,9 @@ impl Clusters {
         let shared = (1..=Self::MOST_RESIDENT)
             .filter_map(|resident| Some((resident, resources.dynamic_for(set, threads, resident)?)));
         let with_shared = |(resident, dynamic)| {
+            // A library that looks for the largest cluster of one function goes beyond what there is.
+            let most =
+                if resident == self.resident && most > Self::PORTABLE { Self::MOST_ASKED } else { most };
             (1..=most).map(move |blocks| {
                 let shape = ClusterShape { blocks: blocks as u32, dynamic_shared: dynamic };
                 (Clusters { blocks, resident, ..self }, shape)
@@ -346,7 +377,6 @@ impl Clusters {
 mod tests {
     use super::*;
     use client::handle::FunctionId;
-    use client::ops::launch::LaunchAttribute;
     use client::ops::module::MOST_CLUSTER_SHAPES;
 
     const USUAL: Set = Set { dynamic_limit: 48 << 10, carveout: -1 };
