@@ -361,6 +361,9 @@ pub struct Backing {
     /// Ordinals of the devices to share, in the order in which clients see them. All devices by default
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub devices: Vec<u32>,
+    /// NVIDIA's CUPTI of this machine, loaded when a client's program is profiled. By default the loader's, the CUDA toolkit's, or none: then profilers see no kernels
+    #[arg(long, value_name = "PATH")]
+    pub cupti: Option<PathBuf>,
     /// Memory of each software device, in bytes or with a unit (K, M, G, T)
     #[arg(id = "software.memory", long = "software-memory", value_name = "SIZE", default_value = "4G", value_parser = parse_size)]
     pub software_memory: u64,
@@ -444,6 +447,7 @@ pub fn parts() -> [Part; 1] {
             ("cache.folder", "\"/var/cache/rgpu/server\""),
             ("swap.folder", "\"/var/lib/rgpu/swap\""),
             ("devices", "[0, 1]"),
+            ("cupti", "\"/usr/local/cuda/extras/CUPTI/lib64/libcupti.so.13\""),
             ("metrics.listen", "\"tcp:127.0.0.1:9720\""),
             ("metrics.token_file", "\"/etc/rgpu/metrics.token\""),
             ("pinned_limit", "\"16G\""),

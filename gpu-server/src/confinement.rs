@@ -13,7 +13,7 @@ use sandbox::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Backend, Sandbox};
+use crate::config::{Backend, Backing, Sandbox};
 
 /// The worker's part, in its first message.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -42,8 +42,8 @@ pub struct Confining {
 
 impl Confining {
     /// Prepares the sandboxes of this daemon's workers.
-    pub fn new(options: &Sandbox, backend: Backend) -> Confining {
-        let calls = if backend == Backend::Software { Calls::Software } else { Calls::Cuda };
+    pub fn new(options: &Sandbox, backing: &Backing) -> Confining {
+        let calls = if backing.backend == Backend::Software { Calls::Software } else { Calls::Cuda };
         let policy = Policy {
             mode: options.mode,
             require: options.require,
@@ -58,7 +58,7 @@ impl Confining {
             Calls::Software => OtherCalls::End,
             Calls::Cuda => OtherCalls::Refuse,
         };
-        let reach = Reach { visible: visible(options, calls), other_calls };
+        let reach = Reach { visible: visible(options, backing, calls), other_calls };
         Confining { sandboxes: Sandboxes::new(policy, "rgpu-server", reach), calls }
     }
 
@@ -104,7 +104,7 @@ pub fn memory_limit(option: u64) -> u64 {
 }
 
 /// Files that workers see.
-fn visible(options: &Sandbox, calls: Calls) -> Vec<Visible> {
+fn visible(options: &Sandbox, backing: &Backing, calls: Calls) -> Vec<Visible> {
     let mut visible: Vec<Visible> = Visible::basic_devices().collect();
     let verbs = Path::new(sandbox::RDMA_DEVICES).exists();
     if calls == Calls::Cuda || verbs {
@@ -118,6 +118,7 @@ fn visible(options: &Sandbox, calls: Calls) -> Vec<Visible> {
     if calls == Calls::Cuda {
         visible.extend(nvidia_nodes().into_iter().map(|path| Visible::new(path, Access::Device)));
         visible.extend(["/etc/nvidia", "/usr/share/nvidia"].map(|path| Visible::new(path, Access::Read)));
+        visible.extend(backing.cupti.iter().map(|path| Visible::new(path, Access::Read)));
     }
     if verbs {
         visible.extend(Visible::rdma());

@@ -13,7 +13,7 @@
 //! |---|---|
 //! | `7 begun 1700000000000000000 launch 2` | command 7 reached this stage, in the process's second thread |
 //! | `call 2 BEGIN END cudaMalloc` | a function that the program called in that thread |
-//! | `work 5 BEGIN END 7` | command 7 on the device, in stream 5 |
+//! | `work 5 BEGIN END 7 NAME` | command 7 on the device, in stream 5; the kernel's name, if the device told it |
 //! | `kernel 7 NAME` | the kernel that command 7 launches |
 //! | `lost 12` | so many lines more than a process keeps |
 //!
@@ -77,8 +77,8 @@ impl Stage {
 pub enum Span {
     /// This thread was in a function that the program called.
     Call(&'static str, [u64; 2]),
-    /// A device was busy with the command of this `seq`, in this stream.
-    Work(u64, u32, [u64; 2]),
+    /// A device was busy with the command of this `seq`, in this stream: with the kernel of this name, if it is known.
+    Work(u64, u32, [u64; 2], String),
     /// The command launches the kernel with this name.
     Kernel(u64, String),
 }
@@ -194,6 +194,11 @@ impl Recorder {
         }
     }
 
+    /// Counts entries that could not be recorded.
+    pub fn lose(&self, entries: u64) {
+        self.lost.fetch_add(u32::try_from(entries).unwrap_or(u32::MAX), Ordering::Relaxed);
+    }
+
     /// Takes what was recorded since the last call, as the lines above. `None` if nothing is recorded.
     pub fn take(&self) -> Option<String> {
         if !self.is_on() {
@@ -210,7 +215,10 @@ impl Recorder {
         for (span, thread) in spans {
             let _ = match span {
                 Span::Call(name, [begin, end]) => writeln!(text, "call {thread} {begin} {end} {name}"),
-                Span::Work(seq, stream, [begin, end]) => writeln!(text, "work {stream} {begin} {end} {seq}"),
+                Span::Work(seq, stream, [begin, end], name) => {
+                    let name = name.replace(char::is_whitespace, " ");
+                    writeln!(text, "work {stream} {begin} {end} {seq} {name}")
+                }
                 Span::Kernel(seq, name) => {
                     writeln!(text, "kernel {seq} {}", name.replace(char::is_whitespace, " "))
                 }
@@ -257,12 +265,15 @@ mod tests {
         recorder.span(|| unreachable!("nothing is recorded yet"));
         recorder.start();
         recorder.span(|| Span::Call("cudaMalloc", [5, 9]));
-        recorder.span(|| Span::Work(7, 3, [6, 8]));
+        recorder.span(|| Span::Work(7, 3, [6, 8], "add(int\n*)".into()));
         std::thread::scope(|scope| {
             scope.spawn(|| recorder.span(|| Span::Kernel(7, "add(int\n*)".into())));
         });
         let text = recorder.take().unwrap();
         let thread = thread();
-        assert_eq!(text, format!("call {thread} 5 9 cudaMalloc\nwork 3 6 8 7\nkernel 7 add(int *)\n"));
+        assert_eq!(
+            text,
+            format!("call {thread} 5 9 cudaMalloc\nwork 3 6 8 7 add(int *)\nkernel 7 add(int *)\n")
+        );
     }
 }

@@ -52,6 +52,8 @@ pub struct Work {
     pub begin: u64,
     pub end: u64,
     pub seq: u64,
+    /// The kernel's mangled name; empty if it is not known, or there is none.
+    pub kernel: String,
 }
 
 /// One process's file.
@@ -81,7 +83,8 @@ impl Recording {
                 "work" => {
                     let (stream, begin) = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
                     let (end, seq) = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
-                    all.work.push(Work { stream, begin, end, seq });
+                    let kernel = words.collect::<Vec<_>>().join(" ");
+                    all.work.push(Work { stream, begin, end, seq, kernel });
                 }
                 "kernel" => {
                     let (seq, name) = rest.split_once(' ')?;
@@ -176,11 +179,14 @@ mod tests {
 
     #[test]
     fn every_kind_of_line_is_read_and_what_is_none_is_refused() {
-        let text = "1 appended 1000 launch 2\ncall 2 900 1100 cudaLaunchKernel\nwork 3 2000 2500 1\nkernel 1 add(int *, int)\nlost 4\n";
+        let text = "1 appended 1000 launch 2\ncall 2 900 1100 cudaLaunchKernel\nwork 3 2000 2500 1 add(int *)\nkernel 1 add(int *, int)\nlost 4\n";
         let all = Recording::read(text).unwrap();
         assert_eq!(all.commands[&1].stages[FIRST], Moment { at: 1000, thread: 2 });
         assert_eq!(all.calls, [Call { thread: 2, begin: 900, end: 1100, name: "cudaLaunchKernel".into() }]);
-        assert_eq!(all.work, [Work { stream: 3, begin: 2000, end: 2500, seq: 1 }]);
+        assert_eq!(
+            all.work,
+            [Work { stream: 3, begin: 2000, end: 2500, seq: 1, kernel: "add(int *)".into() }]
+        );
         assert_eq!((all.kernels[&1].as_str(), all.lost), ("add(int *, int)", 4));
         for wrong in
             ["1 appended", "call 2 900 1100", "work 1 2 3", "kernel x", "lost", "x appended 1 launch 1"]

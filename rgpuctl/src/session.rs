@@ -137,6 +137,11 @@ impl Session {
             .env("RGPU_SOCKET", &self.socket)
             .envs(self.named.as_ref().map(|named| (SERVERS, named)))
             .env("LD_LIBRARY_PATH", with_libraries(&self.libraries, std::env::var_os("LD_LIBRARY_PATH"))?);
+        // A library's own path to NVIDIA's libcupti (PyTorch has one) comes before LD_LIBRARY_PATH, but not before what is loaded already.
+        let profiler = self.libraries.join("libcupti.so.13");
+        if profiler.exists() {
+            command.env("LD_PRELOAD", preloaded(profiler, std::env::var_os("LD_PRELOAD")));
+        }
         // NCCL takes GPUs of one process for GPUs of one machine, and lets their kernels meet in a file of /dev/shm.
         if self.several && std::env::var_os("NCCL_SHM_DISABLE").is_none() {
             command.env("NCCL_SHM_DISABLE", "1");
@@ -215,6 +220,18 @@ fn free_port() -> Result<u16> {
     let listener =
         TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot find a free TCP port on 127.0.0.1")?;
     Ok(listener.local_addr().context("cannot read the number of a free port")?.port())
+}
+
+/// `LD_PRELOAD` with another library, behind those that are there.
+fn preloaded(library: PathBuf, others: Option<OsString>) -> OsString {
+    match others.filter(|others| !others.is_empty()) {
+        Some(mut all) => {
+            all.push(":");
+            all.push(library);
+            all
+        }
+        None => library.into(),
+    }
 }
 
 /// `LD_LIBRARY_PATH` with rgpu's libraries first.
@@ -301,6 +318,13 @@ mod tests {
         assert_eq!(path, "/opt/rgpu:/a:/b");
         assert_eq!(with_libraries(Path::new("/opt/rgpu"), None).unwrap(), "/opt/rgpu");
         assert_eq!(with_libraries(Path::new("/opt/rgpu"), Some("".into())).unwrap(), "/opt/rgpu");
+    }
+
+    #[test]
+    fn the_profilers_library_comes_behind_others_that_are_preloaded() {
+        assert_eq!(preloaded("/opt/c.so".into(), None), "/opt/c.so");
+        assert_eq!(preloaded("/opt/c.so".into(), Some("".into())), "/opt/c.so");
+        assert_eq!(preloaded("/opt/c.so".into(), Some("/a.so".into())), "/a.so:/opt/c.so");
     }
 
     #[test]

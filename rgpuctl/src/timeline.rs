@@ -127,7 +127,8 @@ fn events(traced: &[Traced]) -> Vec<Value> {
         for work in work {
             let track = (process(Part::Gpu), work.stream);
             let operation = commands.get(&work.seq).map_or("work", |command| command.operation.as_str());
-            let kernel = one.program.kernels.get(&work.seq).map(|name| demangled(name));
+            let told = Some(&work.kernel).filter(|name| !name.is_empty());
+            let kernel = told.or_else(|| one.program.kernels.get(&work.seq)).map(|name| demangled(name));
             let name = kernel.as_deref().unwrap_or(operation);
             writer.span(
                 track,

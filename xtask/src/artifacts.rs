@@ -68,6 +68,14 @@ pub const LIBRARIES: &[Library] = &[
         arguments: &[],
         name: "libnvidia-ml.so.1",
     },
+    Library {
+        package: "rgpu-cupti",
+        features: &[],
+        archive: "libcupti.a",
+        folder: "cupti",
+        arguments: &[],
+        name: "libcupti.so.13",
+    },
 ];
 
 /// Builds everything with optimization.

@@ -20,6 +20,8 @@ pub const CUDA: &[&str] = &[
     "nvidia-cuda-crt==13.0.88",
     "nvidia-cuda-runtime==13.0.96",
     "nvidia-cuda-cccl==13.0.85",
+    // Headers for a program that uses CUPTI.
+    "nvidia-cuda-cupti==13.0.85",
 ];
 
 /// Debian packages needed to install and run the compiler. Python with pip may come from elsewhere.

@@ -33,6 +33,8 @@ pub struct Call {
     pub piece: u32,
     /// Whether the command's place for output was taken.
     pub sink_taken: bool,
+    /// Whether the session records what its devices do: see [`activity`](super::activity).
+    pub records_activity: bool,
     /// Whether the command was answered, if its answer is to be given later.
     answered: OnceCell<Arc<AtomicBool>>,
 }
@@ -90,7 +92,16 @@ impl Call {
     /// A call context for a session.
     pub fn new(client: Arc<dyn Client>) -> Call {
         let answered = OnceCell::new();
-        Call { client, seq: 0, slot: 0, context: ContextId(0), piece: 0, sink_taken: false, answered }
+        Call {
+            client,
+            seq: 0,
+            slot: 0,
+            context: ContextId(0),
+            piece: 0,
+            sink_taken: false,
+            records_activity: false,
+            answered,
+        }
     }
 
     /// Begins the next command.

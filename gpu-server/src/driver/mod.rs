@@ -14,11 +14,13 @@
 //!   [`rows`] (boxes of rows in memory);
 //! - [`slots`]: who may use which staging buffer; [`output`]: what kernels print;
 //! - [`beside`]: the few operations that are also executed while the dispatcher is busy; [`nvml`]: NVML's questions, which need no session;
+//! - [`activity`]: what devices did and when, for profilers;
 //! - [`health`]: what can be wrong with a device; [`watchdog`]: which kernel runs for too long.
 //!
 //! One thread, the dispatcher, calls a [`Backend`]. No call waits for the device: threads of the GPU's own tell the client of what finishes later, through
 //! [`Pending`](call::Pending) answers and [`Errors`].
 
+pub mod activity;
 pub mod beside;
 pub mod call;
 pub mod cuda;
@@ -50,6 +52,7 @@ use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::handle::StreamId;
 
+use self::activity::Activity;
 use self::quota::Quota;
 use self::session::Session;
 use self::store::Store;
@@ -96,6 +99,16 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
     ///
     /// A fence on a legacy default stream orders the work of other streams. `gently`: such a stream keeps its work for a later call if its context has streams that it is ordered with.
     fn fence_work(&mut self, call: &mut Call, gently: bool, end: &mut dyn FnMut(u64) -> End);
+
+    /// Records what devices do from here on, for this process: as [`protocol::ops::activity::ActivityStart`], which takes its place. `None`: it cannot.
+    fn record(&mut self, call: &mut Call) -> Option<Arc<Activity>>;
+
+    /// What the dispatcher gives the devices from here on is part of this command on this stream; `None`: of no command. Called only while activity is recorded
+    /// ([`Call::records_activity`]).
+    fn mark_work(&mut self, command: Option<(u64, StreamId)>);
+
+    /// Has all that devices have done recorded.
+    fn flush_activity(&mut self);
 
     /// Calls `end` when everything on a stream so far is finished, or never will be. On a legacy default stream this orders the work of other streams, as any operation there.
     fn after_work(&mut self, call: &mut Call, stream: StreamId, end: End);
@@ -170,7 +183,9 @@ pub fn make(backing: &Backing, quota: Quota) -> Result<Box<dyn Backend>, Unavail
     let session_backing = Backing { backend: choice, ..backing.clone() };
     let nvml = nvml::Management::new(&session_backing, quota.clone());
     match choice {
-        Choice::Cuda => Ok(Box::new(Session::new(cuda::Cuda::new(&backing.devices)?, quota, nvml))),
+        Choice::Cuda => {
+            Ok(Box::new(Session::new(cuda::Cuda::new(&backing.devices, backing.cupti.clone())?, quota, nvml)))
+        }
         _ => Ok(Box::new(Session::new(software::Software::new(backing)?, quota, nvml))),
     }
 }

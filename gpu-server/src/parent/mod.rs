@@ -235,7 +235,7 @@ impl Server {
         let trust = if network && !options.insecure { Some(Trust::open(&options)?) } else { None };
         let policy = Mutex::new(Arc::new(read_policy(&options)?));
         let audit = Audit::open(options.audit_log.as_deref())?;
-        let confining = Confining::new(&options.sandbox, options.worker.backing.backend);
+        let confining = Confining::new(&options.sandbox, &options.worker.backing);
         let (state, changed) = (Mutex::default(), Condvar::new());
         let succession = Succession::new(inherited).context("what the next daemon gets")?;
         let (nudge, bell) = (Nudge::new()?, Bell::take_or_new(inherited, &succession.store)?);

@@ -18,7 +18,7 @@ use super::Shared;
 use super::host_waits::{HostWaits, Verdict};
 use super::read_ahead::Ahead;
 use super::residence::{Patience, Residence};
-use super::timeline::Timeline;
+use super::timeline::{Timeline, work_stream};
 use super::turns::Turns;
 use crate::driver::{Backend, Call, Errors};
 use crate::worker_protocol::Kind;
@@ -48,6 +48,7 @@ pub fn run(
         executed: 0,
         unsupported: HashSet::new(),
     };
+    dispatcher.timeline.begin(&mut *dispatcher.backend, &mut dispatcher.call);
     let ahead = Ahead::new(commands, Arc::clone(client), dispatcher.backend.beside());
     let lost = std::thread::scope(|scope| {
         let _ending = ahead.ending();
@@ -57,6 +58,7 @@ pub fn run(
         client.lose(&lost.reason);
     }
     client.close();
+    dispatcher.timeline.end(&mut *dispatcher.backend);
     dispatcher.backend.end();
     lost
 }
@@ -178,7 +180,14 @@ impl Dispatcher<'_> {
             // Whatever the client said about itself, this process makes no context.
             Outcome::Failed(Status::NOT_PERMITTED)
         } else {
+            let stream = if self.call.records_activity { work_stream(info, body) } else { None };
+            if let Some(stream) = stream {
+                self.backend.mark_work(Some((record.seq, stream)));
+            }
             let outcome = dispatch(&mut *self.backend, &mut self.call, record.opcode, body, &mut self.reply);
+            if stream.is_some() {
+                self.backend.mark_work(None);
+            }
             match outcome.map_err(malformed)? {
                 Outcome::Failed(Status::NOT_READY) if record.opcode == MemGrow::INFO.opcode => {
                     self.grow_when_there_is_room(&record, body)?

@@ -1,7 +1,7 @@
 //! When the device was busy with which command, if a timeline is recorded ([`protocol::trace`]).
 //!
-//! The driver says when a stream has come to the end of a command. It began when the stream had done what came before, or when the dispatcher took it, whichever was later: so what the stream waited
-//! for in between, such as an event of another stream, is part of the time.
+//! The backend's records of activity tell it. Where there are none, the driver says when a stream has come to the end of a command. It began when the stream had done what came before, or when the
+//! dispatcher took it, whichever was later: so what the stream waited for in between, such as an event of another stream, is part of the time.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,37 +10,36 @@ use protocol::Status;
 use protocol::channel::Record;
 use protocol::handle::{Handle, StreamId};
 use protocol::ops::array::MemcpyArray;
-use protocol::ops::copy::{
-    MemcpyDtoD, MemcpyDtoD3D, MemcpyDtoH, MemcpyDtoH3D, MemcpyHtoD, MemcpyHtoD3D, Memset,
-};
+use protocol::ops::copy::MemcpyHtoD;
+use protocol::ops::direct;
 use protocol::ops::graph::GraphLaunch;
 use protocol::ops::launch::Launch;
-use protocol::ops::{self, Op};
+use protocol::ops::{self, Op, OpInfo};
 use protocol::trace::{RECORDER, Span};
 
+use crate::driver::activity::Activity;
 use crate::driver::{Backend, Call};
 
-/// For each stream, when it came to the end of the last command.
+/// When devices worked.
 #[derive(Default)]
 pub(super) struct Timeline {
+    /// The backend's records.
+    activity: Option<Arc<Activity>>,
+    /// Without these: for each stream, when it came to the end of the last command.
     ends: Arc<Mutex<HashMap<u32, u64>>>,
 }
 
-/// The stream of a command that keeps a device busy.
-fn stream_of(opcode: u16, body: &[u8]) -> Option<StreamId> {
-    let work = [
-        Launch::INFO.opcode,
-        GraphLaunch::INFO.opcode,
-        Memset::INFO.opcode,
-        MemcpyHtoD::INFO.opcode,
-        MemcpyHtoD3D::INFO.opcode,
-        MemcpyDtoH::INFO.opcode,
-        MemcpyDtoH3D::INFO.opcode,
-        MemcpyDtoD::INFO.opcode,
-        MemcpyDtoD3D::INFO.opcode,
-        MemcpyArray::INFO.opcode,
+/// The stream of a command that may give a device work: a launch, a copy or a fill.
+pub(super) fn work_stream(info: &OpInfo, body: &[u8]) -> Option<StreamId> {
+    let chapters = [
+        Launch::INFO.opcode >> 8,
+        MemcpyHtoD::INFO.opcode >> 8,
+        MemcpyArray::INFO.opcode >> 8,
+        direct::DirectSend::INFO.opcode >> 8,
     ];
-    let info = ops::info(opcode).filter(|_| work.contains(&opcode))?;
+    if !chapters.contains(&(info.opcode >> 8)) && info.opcode != GraphLaunch::INFO.opcode {
+        return None;
+    }
     let mut stream = None;
     let _ = (info.visit_handles)(body, &mut |handle| {
         if let Handle::Stream(found) = handle {
@@ -51,6 +50,25 @@ fn stream_of(opcode: u16, body: &[u8]) -> Option<StreamId> {
 }
 
 impl Timeline {
+    /// The session begins.
+    pub(super) fn begin(&mut self, backend: &mut dyn Backend, call: &mut Call) {
+        if RECORDER.is_on() {
+            self.activity = backend.record(call);
+        }
+    }
+
+    /// The session has ended: its records become lines.
+    pub(super) fn end(&mut self, backend: &mut dyn Backend) {
+        let Some(activity) = self.activity.take() else { return };
+        backend.flush_activity();
+        let (records, dropped) = activity.drain();
+        for (record, name) in records {
+            let (seq, times) = (record.seq, [record.begin, record.end]);
+            RECORDER.span(|| Span::Work(seq, record.stream, times, name.to_string()));
+        }
+        RECORDER.lose(dropped);
+    }
+
     /// A command was given to the device; the dispatcher took it at `taken`.
     pub(super) fn executed(
         &self,
@@ -60,13 +78,17 @@ impl Timeline {
         body: &[u8],
         taken: u64,
     ) {
-        let Some(stream) = stream_of(record.opcode, body) else { return };
+        if self.activity.is_some() {
+            return;
+        }
+        let info = ops::info(record.opcode);
+        let Some(stream) = info.and_then(|info| work_stream(info, body)) else { return };
         let (ends, seq) = (Arc::clone(&self.ends), record.seq);
         let end = move |_: Status| {
             let now = RECORDER.clock();
             let mut ends = ends.lock().unwrap_or_else(PoisonError::into_inner);
             let before = ends.insert(stream.0, now).unwrap_or(0);
-            RECORDER.span(|| Span::Work(seq, stream.0, [before.max(taken), now]));
+            RECORDER.span(|| Span::Work(seq, stream.0, [before.max(taken), now], String::new()));
         };
         backend.after_work(call, stream, Box::new(end));
     }

@@ -16,6 +16,8 @@ use std::sync::{Mutex, Once, OnceLock, PoisonError};
 
 use protocol::trace::{RECORDER, Span, VARIABLE};
 
+use crate::activity;
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident;)*) => {
         /// The process's counters.
@@ -91,6 +93,11 @@ counters! {
 /// Whether events are attributed to functions.
 static BY_CALL: AtomicBool = AtomicBool::new(false);
 
+/// Why functions are marked, besides being counted: see [`watch_calls`].
+static WATCHED: AtomicBool = AtomicBool::new(false);
+/// Whether they are counted.
+static COUNTED: AtomicBool = AtomicBool::new(false);
+
 /// The functions that were called, in the order of their first calls.
 static CALLED: Mutex<Vec<&'static Call>> = Mutex::new(Vec::new());
 
@@ -101,6 +108,26 @@ thread_local! {
     static RUNTIME: Cell<Option<&'static Call>> = const { Cell::new(None) };
     /// When it entered that.
     static SINCE: Cell<u64> = const { Cell::new(0) };
+    /// That call's correlation.
+    static CORRELATION: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Whether [`activity`] is told of the functions that the program calls.
+pub(crate) fn watch_calls(watched: bool) {
+    WATCHED.store(watched, Ordering::Relaxed);
+    BY_CALL.store(watched || COUNTED.load(Ordering::Relaxed), Ordering::Relaxed);
+}
+
+/// Whether it is.
+#[inline]
+pub(crate) fn calls_are_watched() -> bool {
+    WATCHED.load(Ordering::Relaxed)
+}
+
+/// From now on events are attributed to functions.
+fn count_calls() {
+    COUNTED.store(true, Ordering::Relaxed);
+    BY_CALL.store(true, Ordering::Relaxed);
 }
 
 /// Adds to a counter.
@@ -144,12 +171,14 @@ impl Call {
 pub struct Inside {
     call: &'static Call,
     since: u64,
+    correlation: u32,
 }
 
 impl Drop for Inside {
     fn drop(&mut self) {
         let _ = INSIDE.try_with(|inside| inside.set(None));
         note(self.call, self.since);
+        activity::leave(self.call.name, false, self.correlation);
     }
 }
 
@@ -173,8 +202,9 @@ fn enter_counted(call: &'static Call) -> Option<Inside> {
         return None;
     }
     called(call);
+    let correlation = activity::enter(call.name, false);
     let since = RECORDER.clock();
-    INSIDE.try_with(|inside| inside.set(Some(call))).is_ok().then_some(Inside { call, since })
+    INSIDE.try_with(|inside| inside.set(Some(call))).is_ok().then_some(Inside { call, since, correlation })
 }
 
 fn called(call: &'static Call) {
@@ -203,6 +233,8 @@ pub fn enter_runtime(known: &AtomicPtr<Call>, name: &CStr) -> bool {
         })
     });
     called(call);
+    let correlation = activity::enter(call.name, true);
+    let _ = CORRELATION.try_with(|kept| kept.set(correlation));
     let _ = SINCE.try_with(|since| since.set(RECORDER.clock()));
     RUNTIME.try_with(|runtime| runtime.set(Some(call))).is_ok()
 }
@@ -211,6 +243,7 @@ pub fn enter_runtime(known: &AtomicPtr<Call>, name: &CStr) -> bool {
 pub fn leave_runtime() {
     if let Ok(Some(call)) = RUNTIME.try_with(|runtime| runtime.replace(None)) {
         note(call, SINCE.try_with(Cell::get).unwrap_or(0));
+        activity::leave(call.name, true, CORRELATION.try_with(Cell::take).unwrap_or(0));
     }
 }
 
@@ -258,7 +291,7 @@ pub fn trace_to_exit() {
     ONCE.call_once(|| {
         if std::env::var_os(VARIABLE).is_some_and(|folder| !folder.is_empty()) {
             RECORDER.start();
-            BY_CALL.store(true, Ordering::Relaxed);
+            count_calls();
             // SAFETY: `write` is a plain C function that lives as long as this library.
             unsafe { libc::atexit(write) };
         }
@@ -281,7 +314,7 @@ pub fn print_at_exit(whole: &'static str) {
     ONCE.call_once(|| {
         if std::env::var_os("RGPU_STATS").is_some_and(|value| value == "1") {
             let _ = WHOLE.set(whole);
-            BY_CALL.store(true, Ordering::Relaxed);
+            count_calls();
             // SAFETY: `print` is a plain C function that lives as long as this library.
             unsafe { libc::atexit(print) };
         }

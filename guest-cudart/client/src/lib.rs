@@ -15,6 +15,7 @@
 //! - [`pages`]: memory whose page faults another thread resolves, for managed memory
 //! - [`regions`]: pinned program memory
 //! - [`handles`]: handles for C programs
+//! - [`activity`]: what a profiler of the process is told
 //! - [`thread`]: thread-local values that outlive `exit`
 //!
 //! ```text
@@ -23,6 +24,7 @@
 //!                 └ port: doorbell, sleep, register ──▶ /dev/rgpu0 | vhost-rgpu's socket
 //! ```
 
+pub mod activity;
 pub mod arena;
 pub mod counters;
 pub mod handles;

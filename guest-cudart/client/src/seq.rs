@@ -27,6 +27,11 @@ impl Seq {
         Seq::new(session, number)
     }
 
+    /// Record `number` of the process's session `session`, as the server of that session calls it.
+    pub fn of_server(session: usize, number: u64) -> Seq {
+        Seq::new(session, number)
+    }
+
     /// The number as the session's channel has it.
     pub(crate) fn number(self) -> u64 {
         self.0 & ((1 << BITS) - 1)

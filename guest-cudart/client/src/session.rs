@@ -26,7 +26,7 @@ use crate::port::{self, Port, PortError};
 use crate::reply_slots::ReplySlots;
 use crate::seq::Seq;
 use crate::servers::{self, Choice};
-use crate::{lock, log, queue};
+use crate::{activity, lock, log, queue};
 use protocol::Status;
 use protocol::channel::{
     Full, Geometry, Header, MAX_CONTEXTS, MAX_RECORD, MAX_SERVERS, NO_SLOT, Producer, Progress,
@@ -491,6 +491,9 @@ impl Session {
         };
         let noted = self.seq(seq).in_timeline();
         RECORDER.note_at(Stage::Appended, noted, opcode, began);
+        if counters::calls_are_watched() {
+            activity::appended(self.seq(seq));
+        }
         if self.header.host_sleep.take() {
             RECORDER.note(Stage::Rung, noted, opcode);
             add(&COUNTERS.doorbells, 1);

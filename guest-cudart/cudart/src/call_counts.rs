@@ -1,6 +1,6 @@
 //! With `RGPU_STATS=1`, rgpu's libcuda counts the operations that each of this library's functions causes, and with
-//! `RGPU_TRACE` it shows their calls in a timeline, if told when a function begins and ends. No other libcuda has
-//! this table, so with those nothing is counted.
+//! `RGPU_TRACE` it shows their calls in a timeline, if told when a function begins and ends; and it passes that on to
+//! a profiler (libcupti). No other libcuda has this table, so with those nothing is counted.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -42,10 +42,16 @@ impl Drop for Inside {
     }
 }
 
-/// Gets the driver's table if counts are wanted.
+/// Whether the program has loaded a libcupti, and so may want to know of its calls.
+fn has_profiler() -> bool {
+    // SAFETY: a name that ends with NUL. Nothing is loaded that is not there, and what is there stays.
+    unsafe { !libc::dlopen(c"libcupti.so.13".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD).is_null() }
+}
+
+/// Gets the driver's table if counts are wanted, or a profiler may want to know of calls.
 pub(crate) fn connect(driver: &Driver) {
     let counts = std::env::var_os("RGPU_STATS").is_some_and(|value| value == "1");
-    if !counts && std::env::var_os("RGPU_TRACE").is_none_or(|folder| folder.is_empty()) {
+    if !counts && std::env::var_os("RGPU_TRACE").is_none_or(|folder| folder.is_empty()) && !has_profiler() {
         return;
     }
     let mut table = std::ptr::null();

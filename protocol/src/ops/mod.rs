@@ -32,6 +32,7 @@ use crate::schema::{Field, Hash, Shape};
 use crate::status::Status;
 use crate::wire::{Reader, Wire, WireError, Writer};
 
+pub mod activity;
 pub mod array;
 pub mod context;
 pub mod copy;
@@ -169,6 +170,7 @@ pub const DATA_SHAPES: &[(u16, Shape)] = &[
     (0, <module::FunctionTable as Wire<'_>>::SHAPE),
     (0, <graph::GraphNodes as Wire<'_>>::SHAPE),
     (0, <graph::GraphParts as Wire<'_>>::SHAPE),
+    (0, <activity::ActivityRecords as Wire<'_>>::SHAPE),
 ];
 
 /// See [`OpInfo::visit_data`].
@@ -452,6 +454,7 @@ chapters! {
     0x0c array ArrayOps;
     0x0d green GreenOps;
     0x0e direct DirectOps;
+    0x0f activity ActivityOps;
 }
 
 /// Every row of the table, chapter by chapter.
@@ -514,6 +517,7 @@ mod tests {
         impl array::ArrayOps<()> for Nothing {}
         impl green::GreenOps<()> for Nothing {}
         impl direct::DirectOps<()> for Nothing {}
+        impl activity::ActivityOps<()> for Nothing {}
         let mut reply = Vec::new();
         for opcode in [0, 0x00ff, 0x01ff, 0xffff] {
             assert_eq!(

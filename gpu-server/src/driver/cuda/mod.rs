@@ -2,16 +2,18 @@
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how the server learns what a stream has done;
 //! - here: devices and contexts; one file for each other chapter: [`memory`] and [`host_map`], [`streams`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`] (with [`link`]),
-//!   [`graph`], [`green`], [`array`], [`texture`]; [`nvml`];
+//!   [`graph`], [`green`], [`array`], [`texture`]; [`nvml`]; [`activity`] and [`cupti`]: what devices did and when;
 //! - [`registration`]: client memory that CUDA reads and writes in place; [`reach`]: what other threads than the dispatcher's may use.
 //!
 //! The session has checked everything that a client names before the driver sees it. What a kernel does is confined by its process: a worker serves one
 //! session.
 
+mod activity;
 pub mod api;
 mod array;
 mod arrivals;
 mod copies;
+pub mod cupti;
 mod fence;
 mod graph;
 mod green;
@@ -28,6 +30,7 @@ mod texture;
 
 use std::collections::HashMap;
 use std::ffi::CStr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -107,6 +110,10 @@ pub struct Cuda {
     arrived: Option<Arc<Arrived>>,
     output: Arc<Output>,
     errors: Option<Errors>,
+    /// Where the administrator says that NVIDIA's CUPTI is.
+    cupti_path: Option<PathBuf>,
+    /// It, while activity is recorded.
+    cupti: Option<&'static cupti::Cupti>,
 }
 
 // SAFETY: the driver API takes its handles from any thread; the contexts' currency is set by whoever calls.
@@ -183,7 +190,7 @@ fn attribute(api: &Api, device: CUdevice, number: u32) -> Option<i32> {
 
 impl Cuda {
     /// Finds the devices. No context is made: [`make_primary`](Self::make_primary). `chosen`: CUDA's ordinals, in the order of this server's; empty: all.
-    pub fn new(chosen: &[u32]) -> Result<Cuda, String> {
+    pub fn new(chosen: &[u32], cupti_path: Option<PathBuf>) -> Result<Cuda, String> {
         let api = api::load()?;
         let count = probe()?;
         let all: Vec<u32> =
@@ -227,6 +234,8 @@ impl Cuda {
             arrived: None,
             output,
             errors: None,
+            cupti_path,
+            cupti: None,
         })
     }
 

@@ -5,10 +5,11 @@
 //! [`Status`]. The session then undoes its own changes and passes the status on.
 //!
 //! [`Gpu`] itself is about devices and contexts. Each chapter of operations has a trait of its own: [`GpuMemory`] and [`GpuHostMemory`], [`GpuStreams`],
-//! [`GpuCopies`], [`GpuModules`], [`GpuGraphs`], [`GpuArrays`] and [`GpuTensorMaps`], [`GpuGreenContexts`].
+//! [`GpuCopies`], [`GpuModules`], [`GpuGraphs`], [`GpuArrays`] and [`GpuTensorMaps`], [`GpuGreenContexts`], [`GpuActivity`].
 //!
 //! The dispatcher's thread makes all of these calls, one at a time. None of them may wait for work on the device.
 
+mod activity;
 mod array;
 mod copy;
 mod graph;
@@ -17,6 +18,7 @@ mod memory;
 mod module;
 mod stream;
 
+pub use activity::GpuActivity;
 pub use array::{AnyArray, CopyEnd, GpuArrays, GpuTensorMaps, TextureSource};
 pub use copy::{BoxCopy, Fill, GpuCopies, LineCopy};
 pub use graph::{GpuGraphs, Node, NodeWork};
@@ -50,6 +52,7 @@ pub trait Gpu:
     + GpuArrays
     + GpuTensorMaps
     + GpuGreenContexts
+    + GpuActivity
     + Sized
     + Send
 {

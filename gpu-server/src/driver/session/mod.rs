@@ -7,8 +7,9 @@
 //! - [`copy`]: copies and fills; [`direct`]: copies from and to other servers;
 //! - [`module`]: modules, their functions, launches, and the linker; [`graph`]: graphs;
 //! - [`array`]: arrays, textures and surfaces; [`texture`]: tensor maps; [`green`]: green contexts;
-//! - [`nvml`]: NVML's questions.
+//! - [`activity`]: what devices did and when; [`nvml`]: NVML's questions.
 
+mod activity;
 mod array;
 mod context;
 mod copy;
@@ -31,6 +32,7 @@ use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::handle::StreamId;
 
+use super::activity::Activity;
 use super::call::{Call, Result};
 use super::gpu::Gpu;
 use super::ids::Ids;
@@ -79,6 +81,8 @@ pub struct Session<G: Gpu> {
     graphs: Graphs<G>,
     arrays: Arrays<G>,
     greens: Greens<G>,
+    /// What its devices did, from the last time that this was to be recorded.
+    activity: Option<Arc<Activity>>,
     /// Answers NVML's questions, which need none of the rest.
     nvml: Management,
 }
@@ -104,6 +108,7 @@ impl<G: Gpu> Session<G> {
             graphs: Graphs::default(),
             arrays: Arrays::default(),
             greens: Greens::default(),
+            activity: None,
             nvml,
         }
     }
@@ -167,6 +172,18 @@ impl<G: Gpu> Backend for Session<G> {
             false
         });
         self.worked = worked;
+    }
+
+    fn record(&mut self, call: &mut Call) -> Option<Arc<Activity>> {
+        self.record_activity(call).ok()
+    }
+
+    fn mark_work(&mut self, command: Option<(u64, StreamId)>) {
+        self.gpu.mark_work(command);
+    }
+
+    fn flush_activity(&mut self) {
+        self.gpu.flush_activity();
     }
 
     fn after_work(&mut self, call: &mut Call, stream: StreamId, end: End) {

@@ -1,13 +1,15 @@
 //! Arrays, textures and surfaces: elements row after row in memory of the device's own, which no client can name; levels of a mipmapped array one after the other.
 
+use cupti_records::{copy, memory};
 use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::array::*;
 use protocol::ops::copy::Pitched;
 use software_gpu::{AddressMode, ChannelFormat, Gpu, Image, Sampler};
 
+use super::activity::What;
 use super::streams::Place;
-use super::transfer::{box_copy, enqueue_checked};
+use super::transfer::box_copy;
 use super::{Software, code};
 use crate::driver::call::{Call, Result};
 use crate::driver::gpu::{AnyArray, CopyEnd, GpuArrays, TextureSource};
@@ -322,8 +324,21 @@ impl GpuArrays for Software {
     ) -> Result {
         let (from, source) = self.as_memory(src, extent)?;
         let (to, target) = self.as_memory(dst, extent)?;
+        let what = || {
+            let is_array = |end: &CopyEnd<'_, Elements>| matches!(end, CopyEnd::Array { .. });
+            let kind = |array| if array { memory::ARRAY } else { memory::DEVICE };
+            let (from, to) = (is_array(src), is_array(dst));
+            let copy = match (from, to) {
+                (true, true) => copy::ATOA,
+                (true, false) => copy::ATOD,
+                (false, true) => copy::DTOA,
+                (false, false) => copy::DTOD,
+            };
+            What::copy(copy, [kind(from), kind(to)], What::bytes(&source))
+        };
+        let timer = self.timer(place, what);
         let work = box_copy(from, source, to, target)?;
-        enqueue_checked(place, cx.seq, move |_| work())
+        self.enqueue_timed(cx, place, timer, work)
     }
 
     fn make_texture(

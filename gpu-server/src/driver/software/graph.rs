@@ -2,6 +2,7 @@
 //! is one operation of its stream, whose thread takes the steps one after the other. A condition is a word of
 //! device memory, whose address is its handle.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use protocol::Status;
@@ -10,18 +11,20 @@ use protocol::ops::graph::{condition_flag, conditional};
 use protocol::ops::stream::MemoryOp;
 use software_gpu::{Function, Gpu, LaunchConfig};
 
+use super::activity::{Records, What};
 use super::kernels::prepare;
 use super::stream_memory::Bell;
 use super::streams::{Place, Word};
 use super::transfer::Again;
 use super::{Software, code};
+use crate::driver::activity::now;
 use crate::driver::call::{Call, Errors, Result};
 use crate::driver::gpu::{GpuGraphs, Node, NodeWork};
 
 /// What one node does, ready to be done.
 enum Step {
-    Kernel(Function, LaunchConfig, Vec<u8>),
-    Data(Again),
+    Kernel(Function, LaunchConfig, Vec<u8>, u32),
+    Data(Again, What),
     MemoryOps(Vec<(MemoryOp, Gpu)>),
     Choice(Arc<Choice>),
 }
@@ -66,6 +69,8 @@ pub struct Instance {
     conditions: Vec<Arc<Condition>>,
     /// Bytes of stack that a thread of its kernels needs.
     stack: u64,
+    /// Tells it from other instances of this process.
+    number: u32,
 }
 
 /// The most stack that a kernel of these steps needs, in bytes.
@@ -73,7 +78,7 @@ fn stack(steps: &Steps) -> u64 {
     let of_step = |step: &Step| match step {
         Step::Kernel(function, ..) => function.info().local_bytes.into(),
         Step::Choice(choice) => choice.bodies.iter().map(stack).max().unwrap_or(0),
-        Step::Data(_) | Step::MemoryOps(_) => 0,
+        Step::Data(..) | Step::MemoryOps(_) => 0,
     };
     steps.get().into_iter().flatten().map(of_step).max().unwrap_or(0)
 }
@@ -86,6 +91,8 @@ struct Run {
     errors: Errors,
     context: ContextId,
     seq: u64,
+    /// Where what its nodes did is recorded.
+    records: Option<Records>,
 }
 
 impl Run {
@@ -100,15 +107,33 @@ impl Run {
 
     fn steps(&self, gpu: &Gpu, steps: &Steps) -> software_gpu::Result<()> {
         for step in steps.get().into_iter().flatten() {
+            let begin = if self.records.is_some() { now() } else { 0 };
             let done = match step {
-                Step::Kernel(function, config, params) => gpu.run(function, *config, params),
+                Step::Kernel(function, config, params, _) => gpu.run(function, *config, params),
                 Step::Choice(choice) => self.choose(gpu, choice),
-                Step::Data(work) => self.survive(gpu, work()),
+                Step::Data(work, _) => self.survive(gpu, work()),
                 Step::MemoryOps(all) => self.survive(gpu, self.bell.run(all, &|| self.word.is_gone())),
             };
             done?;
+            if let Some(records) = &self.records {
+                self.record(records, step, begin);
+            }
         }
         Ok(())
+    }
+
+    /// A step was done. Its address tells it from the others of this graph, and the graph's from other graphs.
+    fn record(&self, records: &Records, step: &Step, begin: u64) {
+        let kernel;
+        let what = match step {
+            Step::Kernel(function, config, _, registers) => {
+                kernel = What::kernel(function, config, *registers);
+                &kernel
+            }
+            Step::Data(_, what) => what,
+            Step::MemoryOps(_) | Step::Choice(_) => return,
+        };
+        records.node(what, self.graph.number, std::ptr::from_ref(step) as u64, begin);
     }
 
     /// Copies and memory operations that fail do not end the device: as on a stream, their error is the
@@ -146,14 +171,20 @@ impl Software {
         Ok(Some(match work {
             NodeWork::Empty => return Ok(None),
             NodeWork::Launch { function, launch } => {
+                let registers = function.registers();
                 let (function, config, params) = prepare(function, &launch)?;
                 gpu.check_launch(&function, config, &params)
                     .map_err(|e| super::kernels::refused(&function, &e))?;
-                Step::Kernel(function, config, params.into_owned())
+                Step::Kernel(function, config, params.into_owned(), registers)
             }
-            NodeWork::Fill(fill) => Step::Data(self.fill_work(&fill)?),
-            NodeWork::CopyLine(copy) => Step::Data(self.line_work(&copy)?),
-            NodeWork::CopyBox(copy) => Step::Data(self.box_work(&copy)?),
+            NodeWork::Fill(fill) => Step::Data(self.fill_work(&fill)?, What::fill(&fill)),
+            NodeWork::CopyLine(copy) => {
+                Step::Data(self.line_work(&copy)?, What::between(copy.from, copy.to, copy.len))
+            }
+            NodeWork::CopyBox(copy) => {
+                let bytes = What::bytes(&copy.source);
+                Step::Data(self.box_work(&copy)?, What::between(copy.from, copy.to, bytes))
+            }
             NodeWork::MemoryOps(operations) => Step::MemoryOps(operations),
             NodeWork::Conditional(choice) => Step::Choice(Arc::clone(choice)),
         }))
@@ -215,7 +246,9 @@ impl GpuGraphs for Software {
     fn instantiate(&mut self, _context: ContextId, draft: &Draft, _flags: u64) -> Result<Arc<Instance>> {
         let conditions = draft.conditions.lock().unwrap_or_else(|e| e.into_inner()).clone();
         let steps = Arc::clone(&draft.steps);
-        Ok(Arc::new(Instance { stack: stack(&steps), steps, conditions }))
+        static NUMBER: AtomicU32 = AtomicU32::new(1);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        Ok(Arc::new(Instance { stack: stack(&steps), steps, conditions, number }))
     }
 
     fn update_graph(
@@ -233,7 +266,7 @@ impl GpuGraphs for Software {
         self.grow_stack(place.context, graph.stack);
         let (errors, context) = place.errors();
         let (graph, bell, word) = (Arc::clone(graph), Arc::clone(&self.bell), place.word());
-        let run = Run { graph, bell, word, errors, context, seq: cx.seq };
+        let run = Run { graph, bell, word, errors, context, seq: cx.seq, records: self.records(place) };
         place.stream.enqueue(move |gpu| run.run(gpu)).map_err(|e| code(&e))
     }
 

@@ -9,6 +9,7 @@ use protocol::ops::module::*;
 use protocol::wire::{Wire, Writer};
 use software_gpu::{Function, FunctionInfo, LaunchConfig};
 
+use super::activity::What;
 use super::link::{self, Link};
 use super::streams::{Place, SoftwareStream};
 use super::{Software, code, properties, streams};
@@ -85,6 +86,11 @@ impl LoadedFunction {
             non_portable: false,
             places: None,
         }
+    }
+
+    /// Reported number of registers per thread.
+    pub(super) fn registers(&self) -> u32 {
+        self.registers
     }
 
     /// A launch's parameters as the PTX has them.
@@ -450,9 +456,13 @@ impl GpuModules for Software {
     }
 
     fn launch(&mut self, place: &Place, function: &mut LoadedFunction, op: &Launch<'_>) -> Result {
+        let registers = function.registers;
         let (function, config, params) = prepare(function, op)?;
         self.grow_stack(place.context, function.info().local_bytes.into());
-        place.stream.launch(&function, config, &params).map_err(|e| refused(&function, &e))
+        let timer = self.timer(place, || What::kernel(&function, &config, registers));
+        timer.around(place, || {
+            place.stream.launch(&function, config, &params).map_err(|e| refused(&function, &e))
+        })
     }
 
     fn make_link(&mut self, _context: ContextId, options: &[JitOption]) -> Result<Link> {

@@ -2,10 +2,11 @@
 //!
 //! - here: devices and contexts; one file for each other chapter: [`memory`] and [`mirror`], [`streams`] (with [`stream_attributes`] and [`stream_memory`]), [`transfer`] (copies and fills), [`kernels`] (with [`link`]),
 //!   [`graph`], [`green`], [`array`], [`tensor`]; [`nvml`];
-//! - [`properties`]: what a device says of itself; [`imitate`]: how NVIDIA's driver keeps its caller waiting, for tests.
+//! - [`activity`]: when it did what, for profilers; [`properties`]: what a device says of itself; [`imitate`]: how NVIDIA's driver keeps its caller waiting, for tests.
 //!
 //! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
 
+mod activity;
 mod array;
 mod graph;
 mod green;
@@ -29,7 +30,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
-use protocol::handle::ContextId;
+use protocol::handle::{ContextId, StreamId};
 use protocol::ops::device::*;
 use software_gpu::{Gpu, GpuConfig};
 
@@ -39,6 +40,7 @@ use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
 use self::streams::SoftwareStream;
 use super::Unavailable;
+use super::activity::Activity;
 use super::call::{Errors, Result};
 use super::gpu as driver;
 use super::output::{self, Output};
@@ -63,6 +65,10 @@ pub struct Software {
     /// Rung by memory operations of streams.
     bell: Arc<Bell>,
     imitate: Imitate,
+    /// Where records of its work go.
+    activity: Option<Arc<Activity>>,
+    /// The command that is being executed, and its stream, if its work is to be recorded.
+    marked: Option<(u64, StreamId)>,
     delays: Delays,
     hardware_queues: HardwareQueues,
 }
@@ -164,6 +170,8 @@ impl Software {
             beside,
             bell: Arc::default(),
             imitate: backing.software_imitate,
+            activity: None,
+            marked: None,
             delays: Delays::new(&backing.software_imitate),
             hardware_queues: HardwareQueues::default(),
         })

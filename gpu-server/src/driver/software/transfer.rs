@@ -1,11 +1,13 @@
 //! Copies and fills. They are checked when they are enqueued, and the stream's thread does them.
 
+use cupti_records::{copy, memory};
 use host_bridge::endpoint::Sink;
 use protocol::Status;
 use protocol::ops::copy::MemcpyDtoHInlineReply;
 use protocol::wire::Bytes;
 use software_gpu::{Gpu, Plane, Result};
 
+use super::activity::{Timer, What};
 use super::streams::{Place, SoftwareStream, step};
 use super::{Software, code};
 use crate::driver::call::{Call, Input};
@@ -146,7 +148,15 @@ impl GpuCopies for Software {
             Input::Incoming(incoming) => Upload::Coming(incoming.into_queue(QUEUED)),
             Input::Placed(placed) => Upload::Placed(placed),
         };
-        enqueue_checked(place, cx.seq, move |_| owned.run(&gpu, &to))
+        let host = if matches!(owned, Upload::Here(_)) { memory::PAGEABLE } else { memory::PINNED };
+        let what = || What::copy(copy::HTOD, [host, memory::DEVICE], What::bytes(&to));
+        let timer = self.timer(place, what);
+        enqueue_checked(place, cx.seq, move |_| {
+            timer.begin();
+            owned.run(&gpu, &to)?;
+            timer.end();
+            Ok(())
+        })
     }
 
     fn download(
@@ -160,7 +170,9 @@ impl GpuCopies for Software {
     ) -> std::result::Result<(), Status> {
         let (gpu, from) = (self.device(device)?.gpu.clone(), *from);
         let (packed, _) = from.sizes()?;
+        let timer = self.timer(place, || What::copy(copy::DTOH, [memory::DEVICE, memory::PINNED], packed));
         enqueue_checked(place, cx.seq, move |_| {
+            timer.begin();
             let mut buffer = Vec::new();
             let mut at = 0;
             while at < packed {
@@ -187,6 +199,7 @@ impl GpuCopies for Software {
                     }
                 };
             }
+            timer.end();
             Ok(())
         })
     }
@@ -203,13 +216,19 @@ impl GpuCopies for Software {
         let gpu = self.device(device)?.gpu.clone();
         let pending = cx.later();
         let (errors, context) = place.errors();
+        let ends = [memory::DEVICE, memory::PAGEABLE];
+        let timer = self.timer(place, || What::copy(copy::DTOH, ends, len as u64));
         step(&place.stream, &place.gpu, move |status| {
             if !status.is_success() {
                 // Before the answer: a client that has it finds the context failed.
                 errors.publish(context, status, 0);
             }
             let mut bytes = vec![0; len];
+            timer.begin();
             let read = status.ok().and_then(|()| gpu.read(from, &mut bytes).map_err(|e| code(&e)));
+            if read.is_ok() {
+                timer.end();
+            }
             pending.answer(read.map(|()| MemcpyDtoHInlineReply { bytes: Bytes(bytes) }));
         });
         Ok(())
@@ -217,17 +236,20 @@ impl GpuCopies for Software {
 
     fn copy_line(&mut self, cx: &Call, place: &Place, copy: &LineCopy) -> std::result::Result<(), Status> {
         let work = self.line_work(copy)?;
-        enqueue_checked(place, cx.seq, move |_| work())
+        let timer = self.timer(place, || What::between(copy.from, copy.to, copy.len));
+        self.enqueue_timed(cx, place, timer, work)
     }
 
     fn copy_box(&mut self, cx: &Call, place: &Place, copy: &BoxCopy) -> std::result::Result<(), Status> {
         let work = self.box_work(copy)?;
-        enqueue_checked(place, cx.seq, move |_| work())
+        let timer = self.timer(place, || What::between(copy.from, copy.to, What::bytes(&copy.source)));
+        self.enqueue_timed(cx, place, timer, work)
     }
 
     fn fill(&mut self, cx: &Call, place: &Place, fill: &Fill) -> std::result::Result<(), Status> {
         let work = self.fill_work(fill)?;
-        enqueue_checked(place, cx.seq, move |_| work())
+        let timer = self.timer(place, || What::fill(fill));
+        self.enqueue_timed(cx, place, timer, work)
     }
 }
 
@@ -236,6 +258,22 @@ pub(super) type Again = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 /// Work inside device memory, for a stream or a graph.
 impl Software {
+    /// Enqueues work with its timer.
+    pub(super) fn enqueue_timed(
+        &self,
+        cx: &Call,
+        place: &Place,
+        timer: Timer,
+        work: Again,
+    ) -> std::result::Result<(), Status> {
+        enqueue_checked(place, cx.seq, move |_| {
+            timer.begin();
+            work()?;
+            timer.end();
+            Ok(())
+        })
+    }
+
     pub(super) fn line_work(&self, copy: &LineCopy) -> std::result::Result<Again, Status> {
         let (from, to) = (self.device(copy.from)?.gpu.clone(), self.device(copy.to)?.gpu.clone());
         let LineCopy { dst, src, len, .. } = *copy;

@@ -40,6 +40,7 @@ pub(crate) fn finish(name: &str, result: Result) -> u32 {
 
 #[cold]
 pub(crate) fn failed(name: &str, status: Status) -> u32 {
+    client::activity::failed(status.0);
     if status != Status::NOT_READY {
         log::debug(format_args!("{name}: {status}"));
     }

@@ -24,6 +24,7 @@ pub(crate) fn create(pctx: Out<usize>, flags: u32, dev: i32) -> Result {
     pctx.required()?;
     let context = context::make(driver::device(dev)?, flags)?;
     context::push(context);
+    client::activity::context_made(context.handle);
     direct_copy::used(context.server);
     pctx.put(context.handle)
 }

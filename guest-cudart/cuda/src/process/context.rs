@@ -325,6 +325,7 @@ impl Context {
         let first = !self.alive.swap(true, Ordering::AcqRel);
         drop(retained);
         if first {
+            client::activity::context_made(self.handle);
             come_behind_others();
         }
     }

@@ -27,6 +27,7 @@ use crate::streams::stream_table::{self, Lent};
 use crate::work::host_function::{self, Function};
 use crate::work::server_copy::{self, Linear, Part};
 use client::Status;
+use client::activity;
 use client::data::HostOut;
 use client::ops::Op;
 use client::ops::copy::{MemcpyDtoD, MemcpyDtoH, MemcpyHtoD, Pitched};
@@ -171,6 +172,9 @@ impl Copier {
             // host function may write it) must be over.
             self.stream.synchronize()?;
         }
+        if REGIONS.find(src as usize).is_none() {
+            activity::copies_pageable();
+        }
         // SAFETY: as the caller says.
         unsafe { self.transfer().send(dst, src, len, |dst, len| self.order(dst, len)) }?;
         self.copied()
@@ -224,6 +228,9 @@ impl Copier {
             pending_writes::writes(&self.stream, seq, dst as usize, len);
             drop(steady);
             return self.finish();
+        }
+        if REGIONS.find(dst as usize).is_none() {
+            activity::copies_pageable();
         }
         // SAFETY: as the caller says.
         let received = unsafe { self.transfer().receive(dst, src, len) };

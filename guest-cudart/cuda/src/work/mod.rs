@@ -1,5 +1,6 @@
 //! What is put on a stream: copies, fills, launches, host functions, memory operations.
 
+pub(crate) mod activity;
 pub(crate) mod array_copy;
 pub(crate) mod copy;
 pub(crate) mod copy_boxes;

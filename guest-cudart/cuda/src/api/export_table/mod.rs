@@ -3,6 +3,7 @@
 //!
 //! Most tables begin with their own size in bytes. A slot that nobody was seen to call answers `CUDA_ERROR_NOT_SUPPORTED`.
 
+mod activity;
 pub(crate) mod compile_cache;
 pub(crate) mod integrity;
 
@@ -277,6 +278,8 @@ fn find(guid: &[u8; 16]) -> Option<*const c_void> {
         0xDA9151D3_3AE6_CC41_A5C0_4F26D533E328 => COMPILE_CACHE.0.as_ptr(),
         // "rgpu counts call".
         0x72677075_2063_6F75_6E74_732063616C6C => COUNTS.0.as_ptr(),
+        // "rgpu device work".
+        0x72677075_2064_6576_6963_6520776F726B => activity::ACTIVITY.0.as_ptr(),
         _ => return None,
     };
     Some(table.cast())

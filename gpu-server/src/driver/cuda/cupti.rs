@@ -1,0 +1,468 @@
+//! NVIDIA's CUPTI, loaded when a session asks for activity, and never otherwise.
+//!
+//! Its records say what it knows of a driver call, and what the device did for it; both have the same correlation number. While the dispatcher executes a command, a number that stands for the
+//! command is on the thread's stack of external correlations ([`Cupti::mark`]). CUPTI notes it for each call, and so leads from the device's records to the command.
+
+use std::collections::{HashMap, VecDeque};
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use cupti_records::{ExternalCorrelation, Kernel, Memcpy, MemcpyPtoP, Memset, external, flag, kind};
+use protocol::handle::StreamId;
+use protocol::ops::activity::{self, ActivityRecord};
+
+use crate::driver::activity::{Activity, blank};
+
+/// Bytes of a buffer for records.
+const BUFFER: usize = 1 << 20;
+/// Buffers begin at a multiple of this.
+const ALIGNMENT: usize = 8;
+/// Commands and calls that are remembered until their records come.
+const MOST_MARKS: usize = 1 << 20;
+/// Device records that wait for the record of their call.
+const MOST_WAITING: usize = 1 << 16;
+
+/// The kinds of records about devices, and those that lead from them to commands: CUPTI notes external correlations only where it records driver calls.
+const KINDS: [u32; 6] = [
+    kind::EXTERNAL_CORRELATION,
+    kind::DRIVER,
+    kind::CONCURRENT_KERNEL,
+    kind::MEMCPY,
+    kind::MEMCPY2,
+    kind::MEMSET,
+];
+
+/// Where the toolkit's and Python's packages have the library, below the folders that a worker sees. The loader's own path comes first.
+const PLACES: [&str; 4] = [
+    "/usr/local/cuda/extras/CUPTI/lib64",
+    "/usr/local/cuda/lib64",
+    "/usr/lib/x86_64-linux-gnu",
+    "/opt/cuda/extras/CUPTI/lib64",
+];
+/// Its names, the newest first.
+const NAMES: [&str; 3] = ["libcupti.so.13", "libcupti.so.12", "libcupti.so"];
+
+type Requested = unsafe extern "C" fn(*mut *mut u8, *mut usize, *mut usize);
+type Completed = unsafe extern "C" fn(*mut c_void, u32, *mut u8, usize, usize);
+
+macro_rules! library {
+    ($($name:ident = $symbol:literal ($($arg:ty),* $(,)?);)*) => {
+        /// The library's functions.
+        struct Library {
+            $($name: unsafe extern "C" fn($($arg),*) -> u32,)*
+        }
+
+        impl Library {
+            fn of(handle: *mut c_void) -> Result<Library, String> {
+                Ok(Library {
+                    $($name: {
+                        let found = symbol(handle, $symbol).ok_or(concat!("it lacks ", $symbol))?;
+                        // SAFETY: the symbol has, by CUPTI's header, the type of the field.
+                        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) -> u32>(found) }
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+library! {
+    register = "cuptiActivityRegisterCallbacks" (Requested, Completed);
+    enable = "cuptiActivityEnable" (u32);
+    disable = "cuptiActivityDisable" (u32);
+    flush = "cuptiActivityFlushAll" (u32);
+    next = "cuptiActivityGetNextRecord" (*mut u8, usize, *mut *mut u32);
+    dropped = "cuptiActivityGetNumDroppedRecords" (*mut c_void, u32, *mut usize);
+    push = "cuptiActivityPushExternalCorrelationId" (u32, u64);
+    pop = "cuptiActivityPopExternalCorrelationId" (u32, *mut u64);
+    timestamp = "cuptiGetTimestamp" (*mut u64);
+    version = "cuptiGetVersion" (*mut u32);
+    text = "cuptiGetResultString" (u32, *mut *const c_char);
+}
+
+fn symbol(handle: *mut c_void, name: &str) -> Option<*mut c_void> {
+    let name = CString::new(name).ok()?;
+    // SAFETY: an open library, and a name that ends with NUL.
+    let found = unsafe { libc::dlsym(handle, name.as_ptr()) };
+    (!found.is_null()).then_some(found)
+}
+
+/// The library, loaded once.
+pub(super) struct Cupti {
+    library: Library,
+    state: Mutex<State>,
+}
+
+/// What its records are put together with.
+#[derive(Default)]
+struct State {
+    activity: Option<Arc<Activity>>,
+    /// The session's number of each device, by the driver's.
+    devices: HashMap<u32, u32>,
+    /// Commands that were marked, from number `first` on.
+    marks: VecDeque<(u64, u32)>,
+    first: u64,
+    /// The mark of each call, by its correlation number; and these numbers in the order in which they came.
+    calls: HashMap<u32, u64>,
+    order: VecDeque<u32>,
+    /// Device records whose call is not known yet.
+    waiting: Vec<(u32, ActivityRecord, String)>,
+}
+
+static CUPTI: OnceLock<Result<Cupti, String>> = OnceLock::new();
+
+/// Paths that are tried: the one that was configured alone, or all of the usual ones.
+fn paths(configured: Option<&Path>) -> Vec<PathBuf> {
+    if let Some(path) = configured {
+        return vec![path.to_owned()];
+    }
+    let by_name = NAMES.iter().map(PathBuf::from);
+    let in_folders =
+        PLACES.iter().flat_map(|folder| NAMES.iter().map(move |name| Path::new(folder).join(name)));
+    by_name.chain(in_folders).collect()
+}
+
+fn open(path: &Path) -> Result<*mut c_void, String> {
+    let name = CString::new(path.as_os_str().as_encoded_bytes()).map_err(|e| e.to_string())?;
+    // SAFETY: a name that ends with NUL; the administrator's library is trusted, as the driver is.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    if !handle.is_null() {
+        return Ok(handle);
+    }
+    // SAFETY: the loader's text for its last error in this thread, which ends with NUL.
+    let error = unsafe { libc::dlerror().cast_const().as_ref().map(|text| CStr::from_ptr(text)) };
+    Err(error.map_or("unknown error".into(), |text| text.to_string_lossy().into_owned()))
+}
+
+/// The library, loaded if it was not. An error says in one line why there is none.
+pub(super) fn load(configured: Option<&Path>) -> Result<&'static Cupti, &'static str> {
+    let loaded = CUPTI.get_or_init(|| {
+        let mut first = None;
+        for path in paths(configured) {
+            match open(&path) {
+                Ok(handle) => {
+                    let library = Library::of(handle).map_err(|e| format!("{}: {e}", path.display()))?;
+                    let mut version = 0;
+                    // SAFETY: writes one number.
+                    unsafe { (library.version)(&mut version) };
+                    tracing::info!(version, "CUPTI was loaded from {}", path.display());
+                    return Ok(Cupti { library, state: Mutex::default() });
+                }
+                Err(error) => drop(first.get_or_insert(error)),
+            }
+        }
+        let why = first.unwrap_or_default();
+        Err(format!("this machine has no CUPTI, so profilers see no kernels; install it or name it with --cupti: {why}"))
+    });
+    loaded.as_ref().map_err(String::as_str)
+}
+
+impl Cupti {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn check(&self, what: &str, result: u32) -> Result<(), String> {
+        if result == 0 {
+            return Ok(());
+        }
+        let mut text = std::ptr::null();
+        // SAFETY: writes the address of a constant text.
+        unsafe { (self.library.text)(result, &mut text) };
+        // SAFETY: NULL, or a text of the library's that ends with NUL.
+        let text = unsafe { text.as_ref().map(|text| CStr::from_ptr(text).to_string_lossy().into_owned()) };
+        Err(format!("{what}: {} ({result})", text.unwrap_or_default()))
+    }
+
+    /// From here on records go to `activity`. `devices`: the session's number of each device, by the driver's.
+    pub(super) fn start(&self, activity: &Arc<Activity>, devices: HashMap<u32, u32>) -> Result<(), String> {
+        *self.lock() = State { activity: Some(Arc::clone(activity)), devices, ..State::default() };
+        let library = &self.library;
+        // SAFETY: two functions of this module that do what the manual asks of them.
+        self.check("cuptiActivityRegisterCallbacks", unsafe { (library.register)(requested, completed) })?;
+        for number in KINDS {
+            // SAFETY: takes numbers.
+            self.check("cuptiActivityEnable", unsafe { (library.enable)(number) })?;
+        }
+        Ok(())
+    }
+
+    /// Ends recording.
+    pub(super) fn stop(&self) {
+        self.flush();
+        for number in KINDS {
+            // SAFETY: takes numbers. One that is not enabled is refused.
+            unsafe { (self.library.disable)(number) };
+        }
+    }
+
+    /// Has the library pass on all that it knows.
+    pub(super) fn flush(&self) {
+        let mut dropped = 0;
+        // SAFETY: takes a number, and calls `completed` for its buffers; writes a number.
+        unsafe {
+            (self.library.flush)(flag::FLUSH_FORCED);
+            (self.library.dropped)(std::ptr::null_mut(), 0, &mut dropped);
+        }
+        if let Some(activity) = self.lock().activity.as_ref().filter(|_| dropped > 0) {
+            activity.lose(dropped as u64);
+        }
+    }
+
+    /// This thread's calls are part of a command from here on, or of none.
+    pub(super) fn mark(&self, command: Option<(u64, StreamId)>) {
+        let Some((seq, stream)) = command else {
+            let mut last = 0;
+            // SAFETY: writes a number.
+            unsafe { (self.library.pop)(external::CUSTOM0, &mut last) };
+            return;
+        };
+        let mut state = self.lock();
+        let number = state.first + state.marks.len() as u64;
+        state.marks.push_back((seq, stream.0));
+        if state.marks.len() > MOST_MARKS {
+            state.marks.pop_front();
+            state.first += 1;
+        }
+        drop(state);
+        // SAFETY: takes numbers.
+        unsafe { (self.library.push)(external::CUSTOM0, number) };
+    }
+
+    /// The clock of its records.
+    pub(super) fn now(&self) -> Option<u64> {
+        let mut now = 0;
+        // SAFETY: writes a number.
+        (unsafe { (self.library.timestamp)(&mut now) } == 0).then_some(now)
+    }
+}
+
+impl State {
+    /// A driver call's correlation number, and the mark that it was made under.
+    fn called(&mut self, correlation: u32, mark: u64) {
+        if self.calls.insert(correlation, mark).is_none() {
+            self.order.push_back(correlation);
+        }
+        if self.order.len() > MOST_MARKS
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.calls.remove(&oldest);
+        }
+    }
+
+    /// What a device did for a call. It may come before the call's own record.
+    fn done(&mut self, correlation: u32, record: ActivityRecord, name: String) {
+        if !self.pass_on(correlation, &record, &name) {
+            if self.waiting.len() < MOST_WAITING {
+                self.waiting.push((correlation, record, name));
+            } else if let Some(activity) = &self.activity {
+                activity.lose(1);
+            }
+        }
+    }
+
+    fn pass_on(&self, correlation: u32, record: &ActivityRecord, name: &str) -> bool {
+        let Some(mark) = self.calls.get(&correlation) else { return false };
+        let place = mark.checked_sub(self.first).and_then(|at| self.marks.get(usize::try_from(at).ok()?));
+        if let (Some((seq, stream)), Some(activity)) = (place, &self.activity) {
+            let device = self.devices.get(&record.device).copied().unwrap_or(0);
+            let ends = record.ends.map(|end| self.devices.get(&end).copied().unwrap_or(0));
+            activity
+                .push(ActivityRecord { seq: *seq, stream: *stream, device, ends, ..record.clone() }, name);
+        }
+        true
+    }
+
+    /// Passes on those that waited for records that have come now. The rest is the server's own work: it is of no command.
+    fn settle(&mut self) {
+        let mut waiting = std::mem::take(&mut self.waiting);
+        waiting.retain(|(correlation, record, name)| !self.pass_on(*correlation, record, name));
+        self.waiting = waiting;
+    }
+
+    /// One record of the library's.
+    ///
+    /// # Safety
+    /// It is whole, as far as its kind's structure goes here.
+    unsafe fn take(&mut self, record: *const u32) {
+        // SAFETY: every record begins with its kind; for the rest see above.
+        unsafe {
+            match *record {
+                kind::EXTERNAL_CORRELATION => {
+                    let found = record.cast::<ExternalCorrelation>().read_unaligned();
+                    if found.externalKind == external::CUSTOM0 {
+                        self.called(found.correlationId, found.externalId);
+                    }
+                }
+                kind::KERNEL | kind::CONCURRENT_KERNEL => {
+                    let found = record.cast::<Kernel>().read_unaligned();
+                    let name =
+                        found.name.as_ref().map(|name| CStr::from_ptr(name).to_string_lossy().into_owned());
+                    let (correlation, record) = kernel(&found);
+                    self.done(correlation, record, name.unwrap_or_default());
+                }
+                kind::MEMCPY => {
+                    let found = record.cast::<Memcpy>().read_unaligned();
+                    let record = ActivityRecord {
+                        kind: activity::kind::COPY,
+                        device: found.deviceId,
+                        begin: found.start,
+                        end: found.end,
+                        bytes: found.bytes,
+                        memory: [found.copyKind, found.srcKind, found.dstKind],
+                        graph: found.graphId,
+                        node: found.graphNodeId,
+                        ..blank()
+                    };
+                    self.done(found.correlationId, record, String::new());
+                }
+                kind::MEMCPY2 => {
+                    let found = record.cast::<MemcpyPtoP>().read_unaligned();
+                    let record = ActivityRecord {
+                        kind: activity::kind::COPY,
+                        device: found.deviceId,
+                        begin: found.start,
+                        end: found.end,
+                        bytes: found.bytes,
+                        ends: [found.srcDeviceId, found.dstDeviceId],
+                        memory: [found.copyKind, found.srcKind, found.dstKind],
+                        graph: found.graphId,
+                        node: found.graphNodeId,
+                        ..blank()
+                    };
+                    self.done(found.correlationId, record, String::new());
+                }
+                kind::MEMSET => {
+                    let found = record.cast::<Memset>().read_unaligned();
+                    let record = ActivityRecord {
+                        kind: activity::kind::FILL,
+                        device: found.deviceId,
+                        begin: found.start,
+                        end: found.end,
+                        bytes: found.bytes,
+                        value: found.value,
+                        memory: [0, 0, found.memoryKind as u8],
+                        graph: found.graphId,
+                        node: found.graphNodeId,
+                        ..blank()
+                    };
+                    self.done(found.correlationId, record, String::new());
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+/// A kernel's record and its correlation number.
+fn kernel(found: &Kernel) -> (u32, ActivityRecord) {
+    let dimensions = |all: [i32; 3]| all.map(i32::cast_unsigned);
+    let record = ActivityRecord {
+        kind: activity::kind::KERNEL,
+        device: found.deviceId,
+        begin: found.start,
+        end: found.end,
+        grid: dimensions([found.gridX, found.gridY, found.gridZ]),
+        block: dimensions([found.blockX, found.blockY, found.blockZ]),
+        cluster: [found.clusterX, found.clusterY, found.clusterZ],
+        shared: [found.staticSharedMemory.cast_unsigned(), found.dynamicSharedMemory.cast_unsigned()],
+        registers: found.registersPerThread.into(),
+        local: found.localMemoryPerThread,
+        graph: found.graphId,
+        node: found.graphNodeId,
+        ..blank()
+    };
+    (found.correlationId, record)
+}
+
+fn layout() -> Option<std::alloc::Layout> {
+    std::alloc::Layout::from_size_align(BUFFER, ALIGNMENT).ok()
+}
+
+/// The library wants a buffer.
+unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, most: *mut usize) {
+    // SAFETY: a size that is not 0.
+    let made = layout().map_or(std::ptr::null_mut(), |layout| unsafe { std::alloc::alloc_zeroed(layout) });
+    // SAFETY: the library gives three places to write.
+    unsafe {
+        *buffer = made;
+        *size = if made.is_null() { 0 } else { BUFFER };
+        *most = 0;
+    }
+}
+
+/// The library has filled a buffer. It may be called in any thread, also inside a flush.
+unsafe extern "C" fn completed(
+    _context: *mut c_void,
+    _stream: u32,
+    buffer: *mut u8,
+    _size: usize,
+    valid: usize,
+) {
+    if buffer.is_null() {
+        return;
+    }
+    if let Some(Ok(cupti)) = CUPTI.get() {
+        let mut state = cupti.lock();
+        let mut record = std::ptr::null_mut();
+        // SAFETY: a buffer of the library's with this many valid bytes; it walks from record to record, each whole.
+        while unsafe { (cupti.library.next)(buffer, valid, &mut record) } == 0 && !record.is_null() {
+            // SAFETY: as above. Records of newer libraries are longer, not shorter, than these structures; an older one's stay within the buffer, which is zeroed.
+            unsafe { state.take(record.cast_const()) };
+        }
+        state.settle();
+    }
+    if let Some(layout) = layout() {
+        // SAFETY: `requested` has made it with this layout.
+        unsafe { std::alloc::dealloc(buffer, layout) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state() -> (State, Arc<Activity>) {
+        let activity = Arc::<Activity>::default();
+        let devices = HashMap::from([(4, 1)]);
+        (State { activity: Some(Arc::clone(&activity)), devices, ..State::default() }, activity)
+    }
+
+    #[test]
+    fn a_device_s_record_finds_its_command_whichever_comes_first() {
+        let (mut state, activity) = state();
+        state.marks.extend([(100, 7), (101, 8)]);
+        let of = |device| ActivityRecord { device, ..blank() };
+        state.called(1, 0);
+        state.done(1, of(4), "first".into());
+        state.done(2, of(4), "second".into());
+        state.done(3, of(4), "the server's own".into());
+        state.called(2, 1);
+        state.settle();
+        let (records, dropped) = activity.drain();
+        let found: Vec<_> = records.iter().map(|(r, name)| (r.seq, r.stream, r.device, &**name)).collect();
+        assert_eq!(found, [(100, 7, 1, "first"), (101, 8, 1, "second")]);
+        assert_eq!((dropped, state.waiting.len()), (0, 1));
+    }
+
+    #[test]
+    fn what_is_remembered_is_bounded() {
+        let (mut state, activity) = state();
+        for correlation in 0..MOST_MARKS as u32 + 10 {
+            state.called(correlation, 0);
+        }
+        assert_eq!((state.calls.len(), state.order.len()), (MOST_MARKS, MOST_MARKS));
+        for _ in 0..MOST_WAITING + 3 {
+            state.done(u32::MAX, blank(), String::new());
+        }
+        assert_eq!((state.waiting.len(), activity.drain().1), (MOST_WAITING, 3));
+    }
+
+    #[test]
+    fn a_library_that_is_not_there_is_named() {
+        let error = open(Path::new("/nowhere/libcupti.so.13")).unwrap_err();
+        assert!(error.contains("/nowhere/libcupti.so.13"), "{error}");
+        assert_eq!(paths(Some(Path::new("/a"))), [PathBuf::from("/a")]);
+    }
+}

@@ -1,0 +1,86 @@
+//! The table for rgpu's own libcupti.
+
+use std::ffi::c_void;
+
+use super::{Slot, Table, table};
+use crate::abi::result::{Result, finish};
+
+use crate::process::{context, driver};
+use crate::streams::stream_table;
+use crate::work::activity::{self, DeviceRecord};
+use client::Status;
+use client::activity::{ContextObserver, Observer};
+
+/// Sets who is told of calls; NULL: nobody.
+unsafe extern "C" fn observe(observer: *const Observer) -> u32 {
+    // SAFETY: NULL, or a static of a library that is never closed.
+    client::activity::observe(unsafe { observer.as_ref() });
+    0
+}
+
+extern "C" fn start() -> u32 {
+    finish("start of recording", activity::start())
+}
+
+extern "C" fn stop() -> u32 {
+    finish("end of recording", activity::stop())
+}
+
+/// Calls `sink` with `user` and each record.
+unsafe extern "C" fn read(
+    flush: u32,
+    sink: Option<unsafe extern "C" fn(*mut c_void, *const DeviceRecord)>,
+    user: *mut c_void,
+) -> u32 {
+    let result: Result = (|| {
+        let sink = sink.ok_or(Status::INVALID_VALUE)?;
+        // SAFETY: the caller's function, with the caller's own word.
+        activity::read(flush != 0, |record| unsafe { sink(user, record) })
+    })();
+    finish("reading of records", result)
+}
+
+extern "C" fn dropped() -> u64 {
+    activity::dropped()
+}
+
+/// CUPTI's number of a context, and the ordinal of its device; 0 is the current context.
+unsafe extern "C" fn context_ids(handle: usize, context_id: *mut u32, device: *mut u32) -> u32 {
+    let result: Result = (|| {
+        driver::driver()?;
+        let context = if handle == 0 { context::current()? } else { context::of(handle)? };
+        // SAFETY: the caller gives two places for numbers.
+        unsafe {
+            crate::abi::arguments::put(context_id, activity::context_number(context.device))?;
+            crate::abi::arguments::put(device, context.device)
+        }
+    })();
+    finish("context id", result)
+}
+
+/// CUPTI's number of a stream.
+unsafe extern "C" fn stream_id(stream: usize, per_thread: u32, id: *mut u32) -> u32 {
+    let result: Result = (|| {
+        let (_, stream) = stream_table::ask(stream, per_thread != 0)?;
+        // SAFETY: the caller gives a place for a number.
+        unsafe { crate::abi::arguments::put(id, activity::stream_number(stream.id.0)) }
+    })();
+    finish("stream id", result)
+}
+
+/// Sets who is told of new contexts; NULL: nobody.
+extern "C" fn observe_contexts(observer: Option<ContextObserver>) -> u32 {
+    client::activity::observe_contexts(observer);
+    0
+}
+
+pub(super) static ACTIVITY: Table<9> = table(&[
+    (1, observe as Slot),
+    (2, start as Slot),
+    (3, stop as Slot),
+    (4, read as Slot),
+    (5, dropped as Slot),
+    (6, context_ids as Slot),
+    (7, stream_id as Slot),
+    (8, observe_contexts as Slot),
+]);

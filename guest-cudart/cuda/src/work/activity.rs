@@ -1,0 +1,290 @@
+//! What the devices did, for a profiler of this process: records of the servers, with the calls that they were for, by this machine's clock.
+//!
+//! A server's clock is compared with this machine's by asking it for the time: it said so half way between the question and the answer. That is done when recording starts and
+//! whenever records are read; in between the difference is taken to change steadily. A device cannot have begun before its command was appended: where it seems so, the record is moved.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_char};
+use std::sync::Mutex;
+
+use crate::abi::result::Result;
+use crate::memory::staging::Staging;
+use crate::process::driver::{self, Driver};
+use client::channel::MAX_CONTEXTS;
+use client::data::HostOut;
+use client::ops::activity::{
+    ActivityClock, ActivityRead, ActivityRecord, ActivityRecords, ActivityStart, ActivityStop, kind,
+};
+use client::seq::Seq;
+use client::session::Session;
+use client::{Status, activity, lock, log};
+
+/// Bytes of records that are read at a time.
+const ROOM: usize = 1 << 20;
+/// How often a server is asked for the time. The fastest answer counts.
+const QUESTIONS: usize = 8;
+/// CUPTI's number for the legacy default stream.
+const DEFAULT_STREAM: u32 = 7;
+/// The number for the first other stream.
+const FIRST_STREAM: u32 = 13;
+/// `CUpti_ActivityMemoryKind`: pageable and pinned memory.
+const PAGEABLE: u8 = 1;
+const PINNED: u8 = 2;
+
+/// What a device did, in C's layout.
+#[repr(C)]
+#[derive(Debug, Clone)]
+pub(crate) struct DeviceRecord {
+    /// A number of [`kind`].
+    kind: u32,
+    correlation: u32,
+    device: u32,
+    context: u32,
+    stream: u32,
+    registers: u32,
+    local: u32,
+    value: u32,
+    /// Nanoseconds since 1970, by this machine's clock.
+    begin: u64,
+    end: u64,
+    bytes: u64,
+    node: u64,
+    graph: u32,
+    /// Of a copy: its kind, and those of the source's and the destination's memory; of a fill the last.
+    memory: [u8; 4],
+    /// Ordinals of the devices of a copy's source and destination.
+    ends: [u32; 2],
+    grid: [u32; 3],
+    block: [u32; 3],
+    cluster: [u32; 3],
+    shared: [u32; 2],
+    /// The kernel's name, which is kept until the process ends; NULL for other work.
+    name: *const c_char,
+}
+
+/// How a server's clock differs from this machine's.
+#[derive(Debug, Clone, Copy)]
+struct Clock {
+    /// This machine's time, and the server's less this one's, when recording started and when it was compared last.
+    first: (u64, i64),
+    last: (u64, i64),
+}
+
+impl Clock {
+    /// A time of the server's by this machine's clock.
+    fn here(&self, server: u64) -> u64 {
+        let (begin, end) = (self.first, self.last);
+        let guess = server.wrapping_sub(begin.1.cast_unsigned());
+        let span = end.0.saturating_sub(begin.0);
+        let passed = guess.saturating_sub(begin.0).min(span);
+        let drift = i128::from(end.1 - begin.1) * i128::from(passed) / i128::from(span.max(1));
+        server.wrapping_sub((begin.1 + drift as i64).cast_unsigned())
+    }
+}
+
+/// One for each session that records.
+static CLOCKS: Mutex<Vec<Option<Clock>>> = Mutex::new(Vec::new());
+static DROPPED: Mutex<u64> = Mutex::new(0);
+/// Names of kernels, kept until the process ends, because CUPTI's records name them by address.
+static NAMES: Mutex<Option<HashMap<String, &'static CString>>> = Mutex::new(None);
+
+fn name(text: &str) -> *const c_char {
+    let mut names = lock(&NAMES);
+    let names = names.get_or_insert_default();
+    if let Some(known) = names.get(text) {
+        return known.as_ptr();
+    }
+    let whole = CString::new(text.replace('\0', "")).unwrap_or_default();
+    let kept: &'static CString = Box::leak(Box::new(whole));
+    names.insert(text.to_owned(), kept);
+    kept.as_ptr()
+}
+
+/// This machine's time, and the server's less that.
+fn compare(session: &Session) -> Result<(u64, i64)> {
+    let mut best: Option<(u64, u64, i64)> = None;
+    for _ in 0..QUESTIONS {
+        let begin = activity::now();
+        let there = session.call(&ActivityClock {})?.now;
+        let end = activity::now();
+        let (took, here) = (end.saturating_sub(begin), begin / 2 + end / 2);
+        if best.is_none_or(|(before, ..)| took < before) {
+            best = Some((took, here, there.wrapping_sub(here).cast_signed()));
+        }
+    }
+    best.map(|(_, here, difference)| (here, difference)).ok_or(Status::UNKNOWN)
+}
+
+/// The process's servers record what their devices do from here on.
+///
+/// # Errors
+/// `NOT_SUPPORTED` if one cannot; a line on stderr says so.
+pub(crate) fn start() -> Result {
+    let driver = driver::init()?;
+    activity::forget();
+    *lock(&DROPPED) = 0;
+    let mut clocks = Vec::new();
+    for server in &driver.servers {
+        let started = server.session.call(&ActivityStart {});
+        if started.as_ref().err() == Some(&Status::NOT_SUPPORTED) {
+            log::warn(format_args!(
+                "the server cannot tell what its GPU does, because it has no CUPTI: profilers see no kernels and copies (`rgpuctl doctor` says more)"
+            ));
+        }
+        started?;
+        let now = compare(server.session)?;
+        clocks.push(Some(Clock { first: now, last: now }));
+    }
+    *lock(&CLOCKS) = clocks;
+    Ok(())
+}
+
+/// They no longer do.
+pub(crate) fn stop() -> Result {
+    for server in &driver::driver()?.servers {
+        server.session.call(&ActivityStop {})?;
+    }
+    Ok(())
+}
+
+/// Records that are missing because there was no room for them, since the last call.
+pub(crate) fn dropped() -> u64 {
+    std::mem::take(&mut *lock(&DROPPED))
+}
+
+/// CUPTI's number for a stream.
+pub(crate) fn stream_number(id: u32) -> u32 {
+    match id.checked_sub(MAX_CONTEXTS) {
+        None => DEFAULT_STREAM,
+        Some(more) => FIRST_STREAM.saturating_add(more),
+    }
+}
+
+/// CUPTI's number for the context of a device's ordinal.
+pub(crate) fn context_number(ordinal: u32) -> u32 {
+    ordinal + 1
+}
+
+/// Reads all records. `flush`: those as well that the driver has not told the server of yet.
+pub(crate) fn read(flush: bool, mut sink: impl FnMut(&DeviceRecord)) -> Result {
+    let driver = driver::driver()?;
+    for (index, server) in driver.servers.iter().enumerate() {
+        let session = server.session;
+        let Some(mut clock) = lock(&CLOCKS).get(index).copied().flatten() else { continue };
+        clock.last = compare(session)?;
+        if let Some(kept) = lock(&CLOCKS).get_mut(index) {
+            *kept = Some(clock);
+        }
+        let staging = Staging::new(session, ROOM.min(session.arena().largest()))?;
+        let room = ROOM.min(session.arena().largest());
+        let mut copies: HashMap<(u32, [u8; 4]), DeviceRecord> = HashMap::new();
+        let mut flush = flush;
+        loop {
+            let reply = session.call(&ActivityRead { out: HostOut(staging.range(room)), flush })?;
+            flush = false;
+            *lock(&DROPPED) += reply.dropped;
+            let len = usize::try_from(reply.bytes).map_err(|_| Status::UNKNOWN)?;
+            if len == 0 {
+                break;
+            }
+            if len > room {
+                return Err(Status::UNKNOWN);
+            }
+            // SAFETY: inside the staging memory. The server has answered and writes there no more; if it did, it would only change what it says itself, which the copy ends.
+            let bytes = unsafe { std::slice::from_raw_parts(staging.ptr(), len) }.to_vec();
+            let batch = client::ops::decode_reply::<ActivityRecords>(&bytes).map_err(|_| Status::UNKNOWN)?;
+            for record in &batch.records {
+                let Some(work) = activity::work(Seq::of_server(session.index(), record.seq)) else {
+                    continue;
+                };
+                let found = describe(driver, session, &clock, record, &batch, work);
+                // The pieces of one copy of the program's are one record.
+                if record.kind == kind::COPY && record.graph == 0 {
+                    let key = (work.correlation, found.memory);
+                    let known = copies.entry(key).or_insert(DeviceRecord { bytes: 0, ..found.clone() });
+                    known.bytes += found.bytes;
+                    (known.begin, known.end) = (known.begin.min(found.begin), known.end.max(found.end));
+                } else {
+                    sink(&found);
+                }
+            }
+        }
+        staging.done();
+        copies.values().for_each(&mut sink);
+    }
+    Ok(())
+}
+
+fn describe(
+    driver: &Driver,
+    session: &Session,
+    clock: &Clock,
+    record: &ActivityRecord,
+    batch: &ActivityRecords,
+    work: activity::Work,
+) -> DeviceRecord {
+    let ordinal = |number: u32| {
+        let own = |device: &&driver::Device| {
+            device.server.session.index() == session.index() && device.number == number
+        };
+        driver.devices.iter().find(own).map_or(0, |device| device.ordinal)
+    };
+    let device = ordinal(record.device);
+    let (begin, end) = (clock.here(record.begin), clock.here(record.end));
+    let late = work.at.saturating_sub(begin);
+    let host = |kind: u8| if work.pageable && kind == PINNED { PAGEABLE } else { kind };
+    let [copy, from, to] = record.memory;
+    DeviceRecord {
+        kind: record.kind,
+        correlation: work.correlation,
+        device,
+        context: context_number(device),
+        stream: stream_number(record.stream),
+        registers: record.registers,
+        local: record.local,
+        value: record.value,
+        begin: begin + late,
+        end: end.max(begin) + late,
+        bytes: record.bytes,
+        node: record.node,
+        graph: record.graph,
+        memory: [copy, host(from), host(to), 0],
+        ends: record.ends.map(ordinal),
+        grid: record.grid,
+        block: record.block,
+        cluster: record.cluster,
+        shared: record.shared,
+        name: match batch.names.get(record.name as usize) {
+            Some(text) if record.kind == kind::KERNEL => name(text),
+            _ => std::ptr::null(),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_s_time_is_told_by_this_machine_s_clock() {
+        let steady = Clock { first: (1000, 500), last: (1000, 500) };
+        assert_eq!((steady.here(1500), steady.here(2500)), (1000, 2000));
+        let drifting = Clock { first: (1000, 500), last: (2000, 600) };
+        assert_eq!((drifting.here(1500), drifting.here(2600)), (1000, 2000));
+        assert_eq!(drifting.here(3600), 3000, "after the last comparison it is taken to stay");
+        let behind = Clock { first: (1000, -400), last: (3000, -400) };
+        assert_eq!((behind.here(600), behind.here(100)), (1000, 500));
+    }
+
+    #[test]
+    fn names_are_kept_once() {
+        assert_eq!(name("kept once"), name("kept once"));
+        assert_ne!(name("kept once"), name("another"));
+    }
+
+    #[test]
+    fn the_default_stream_has_the_number_that_it_has_natively() {
+        assert_eq!((stream_number(0), stream_number(MAX_CONTEXTS - 1)), (7, 7));
+        assert_eq!(stream_number(MAX_CONTEXTS), 13);
+    }
+}

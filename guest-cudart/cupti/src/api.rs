@@ -1,0 +1,471 @@
+//! The functions of the activity API.
+
+use std::ffi::c_void;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use cupti_records::{Kernel, Memcpy, MemcpyPtoP, Memset, attribute, channel, copy, flag, kind};
+
+use crate::calls::{self, SYSTEM_THREADS, WANTED};
+use crate::clock::{self, Times};
+use crate::driver::{DeviceRecord, table, work};
+use crate::names::{DRIVER, RUNTIME};
+use crate::result::{
+    CUptiResult, INVALID_CONTEXT, INVALID_KIND, INVALID_OPERATION, INVALID_PARAMETER, INVALID_STREAM,
+    NOT_SUPPORTED, PARAMETER_SIZE_NOT_SUFFICIENT, Result, finish, put,
+};
+use crate::{buffers, lock, names};
+
+/// `CUPTI_API_VERSION` of CUDA 13.0.
+const VERSION: u32 = 130_001;
+/// `CUPTI_ACTIVITY_FLAG_MEMCPY_ASYNC` and `CUPTI_ACTIVITY_FLAG_MEMSET_ASYNC`.
+const ASYNC: u8 = 1;
+
+/// The kinds of records that a device's work has, as bits.
+const DEVICE_KINDS: u64 = 1 << kind::KERNEL
+    | 1 << kind::CONCURRENT_KERNEL
+    | 1 << kind::MEMCPY
+    | 1 << kind::MEMCPY2
+    | 1 << kind::MEMSET;
+/// Kinds of which there are never any records, because nothing of theirs happens here.
+const EMPTY_KINDS: u64 = 1 << kind::OVERHEAD;
+
+/// The kinds that are enabled, as bits.
+static ENABLED: AtomicU64 = AtomicU64::new(0);
+/// Held while kinds are enabled or disabled.
+static CHANGING: Mutex<()> = Mutex::new(());
+/// Held while devices' records are fetched.
+static FETCHING: Mutex<()> = Mutex::new(());
+/// Values of attributes, which are hints here.
+static ATTRIBUTES: Mutex<[u64; attribute::LAST as usize + 1]> = Mutex::new([0; attribute::LAST as usize + 1]);
+
+fn is_enabled(number: u32) -> bool {
+    ENABLED.load(Ordering::Relaxed) & 1 << number != 0
+}
+
+/// Whether any records of devices are wanted.
+pub fn any_device_kind() -> bool {
+    ENABLED.load(Ordering::Relaxed) & DEVICE_KINDS != 0
+}
+
+fn enable(number: u32) -> Result {
+    let _turn = lock(&CHANGING);
+    if number == 0 || number >= kind::COUNT {
+        return Err(INVALID_KIND);
+    }
+    let bit = 1 << number;
+    match number {
+        kind::DRIVER => WANTED[0].set(true),
+        kind::RUNTIME => WANTED[1].set(true),
+        kind::EXTERNAL_CORRELATION => calls::EXTERNAL.store(true, Ordering::Relaxed),
+        _ if bit & DEVICE_KINDS != 0 => {
+            if !any_device_kind() {
+                table()?.start()?;
+            }
+        }
+        _ if bit & EMPTY_KINDS != 0 => {}
+        _ => return Err(NOT_SUPPORTED),
+    }
+    ENABLED.fetch_or(bit, Ordering::Relaxed);
+    calls::observe()
+}
+
+fn disable(number: u32) -> Result {
+    let _turn = lock(&CHANGING);
+    if number == 0 || number >= kind::COUNT {
+        return Err(INVALID_KIND);
+    }
+    let bit = 1 << number;
+    if !is_enabled(number) {
+        return Ok(());
+    }
+    let others = ENABLED.load(Ordering::Relaxed) & !bit;
+    match number {
+        kind::DRIVER => WANTED[0].set(false),
+        kind::RUNTIME => WANTED[1].set(false),
+        kind::EXTERNAL_CORRELATION => calls::EXTERNAL.store(false, Ordering::Relaxed),
+        _ if bit & DEVICE_KINDS != 0 && others & DEVICE_KINDS == 0 => {
+            // What was done until now is still wanted.
+            let _ = fetch(true);
+            table()?.stop();
+        }
+        // The records of this kind until now.
+        _ if bit & DEVICE_KINDS != 0 => drop(fetch(true)),
+        _ => {}
+    }
+    ENABLED.fetch_and(!bit, Ordering::Relaxed);
+    calls::observe()
+}
+
+/// Gets what the devices did and writes it into the program's buffers. `all`: what the server has not been told of yet is included.
+pub fn fetch(all: bool) -> Result {
+    let Ok(_turn) = FETCHING.try_lock() else { return Ok(()) };
+    let table = table()?;
+    let mut found = Vec::new();
+    let fetched = table.read(all, |record| found.push(device_record(record)));
+    let times = clock::compare();
+    for record in found {
+        record.write(&times);
+    }
+    buffers::lose(table.dropped());
+    fetched
+}
+
+/// A record whose times are the system's.
+enum Device {
+    Kernel(Kernel),
+    Memcpy(Memcpy),
+    MemcpyPtoP(MemcpyPtoP),
+    Memset(Memset),
+    None,
+}
+
+fn device_record(r: &DeviceRecord) -> Device {
+    let [copy, from, to, _] = r.memory;
+    match r.kind {
+        work::KERNEL => Device::Kernel(Kernel {
+            kind: if is_enabled(kind::KERNEL) && !is_enabled(kind::CONCURRENT_KERNEL) {
+                kind::KERNEL
+            } else {
+                kind::CONCURRENT_KERNEL
+            },
+            registersPerThread: r.registers as u16,
+            start: r.begin,
+            end: r.end,
+            deviceId: r.device,
+            contextId: r.context,
+            streamId: r.stream,
+            gridX: r.grid[0].cast_signed(),
+            gridY: r.grid[1].cast_signed(),
+            gridZ: r.grid[2].cast_signed(),
+            blockX: r.block[0].cast_signed(),
+            blockY: r.block[1].cast_signed(),
+            blockZ: r.block[2].cast_signed(),
+            staticSharedMemory: r.shared[0].cast_signed(),
+            dynamicSharedMemory: r.shared[1].cast_signed(),
+            localMemoryPerThread: r.local,
+            correlationId: r.correlation,
+            gridId: r.correlation.into(),
+            name: r.name,
+            graphNodeId: r.node,
+            graphId: r.graph,
+            channelType: channel::COMPUTE,
+            clusterX: r.cluster[0],
+            clusterY: r.cluster[1],
+            clusterZ: r.cluster[2],
+            ..Kernel::zeroed()
+        }),
+        work::COPY if copy == copy::PTOP => Device::MemcpyPtoP(MemcpyPtoP {
+            kind: kind::MEMCPY2,
+            copyKind: copy,
+            srcKind: from,
+            dstKind: to,
+            flags: ASYNC,
+            bytes: r.bytes,
+            start: r.begin,
+            end: r.end,
+            deviceId: r.device,
+            contextId: r.context,
+            streamId: r.stream,
+            srcDeviceId: r.ends[0],
+            srcContextId: r.ends[0] + 1,
+            dstDeviceId: r.ends[1],
+            dstContextId: r.ends[1] + 1,
+            correlationId: r.correlation,
+            graphNodeId: r.node,
+            graphId: r.graph,
+            channelType: channel::ASYNC_MEMCPY,
+            ..MemcpyPtoP::zeroed()
+        }),
+        work::COPY => Device::Memcpy(Memcpy {
+            kind: kind::MEMCPY,
+            copyKind: copy,
+            srcKind: from,
+            dstKind: to,
+            flags: ASYNC,
+            bytes: r.bytes,
+            start: r.begin,
+            end: r.end,
+            deviceId: r.device,
+            contextId: r.context,
+            streamId: r.stream,
+            correlationId: r.correlation,
+            graphNodeId: r.node,
+            graphId: r.graph,
+            channelType: channel::ASYNC_MEMCPY,
+            copyCount: 1,
+            ..Memcpy::zeroed()
+        }),
+        work::FILL => Device::Memset(Memset {
+            kind: kind::MEMSET,
+            value: r.value,
+            bytes: r.bytes,
+            start: r.begin,
+            end: r.end,
+            deviceId: r.device,
+            contextId: r.context,
+            streamId: r.stream,
+            correlationId: r.correlation,
+            flags: ASYNC.into(),
+            memoryKind: to.into(),
+            graphNodeId: r.node,
+            graphId: r.graph,
+            channelType: channel::COMPUTE,
+            ..Memset::zeroed()
+        }),
+        _ => Device::None,
+    }
+}
+
+impl Device {
+    /// Passes it on, if its kind is wanted, with times by the program's clock.
+    fn write(self, times: &Times) {
+        let span = |begin, end| (times.of(begin), times.of(end));
+        match self {
+            Device::Kernel(mut record) if is_enabled(record.kind) => {
+                (record.start, record.end) = span(record.start, record.end);
+                record.completed = record.end;
+                buffers::write(&record);
+            }
+            Device::Memcpy(mut record) if is_enabled(kind::MEMCPY) => {
+                (record.start, record.end) = span(record.start, record.end);
+                buffers::write(&record);
+            }
+            Device::MemcpyPtoP(mut record) if is_enabled(kind::MEMCPY2) || is_enabled(kind::MEMCPY) => {
+                (record.start, record.end) = span(record.start, record.end);
+                buffers::write(&record);
+            }
+            Device::Memset(mut record) if is_enabled(kind::MEMSET) => {
+                (record.start, record.end) = span(record.start, record.end);
+                buffers::write(&record);
+            }
+            _ => {}
+        }
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiGetVersion(version: *mut u32) -> CUptiResult {
+    // SAFETY: the caller gives a place for a number.
+    finish(unsafe { put(version, VERSION) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiActivityEnable(kind: u32) -> CUptiResult {
+    finish(enable(kind))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiActivityDisable(kind: u32) -> CUptiResult {
+    finish(disable(kind))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiActivityRegisterCallbacks(
+    requested: Option<buffers::Requested>,
+    completed: Option<buffers::Completed>,
+) -> CUptiResult {
+    let (Some(requested), Some(completed)) = (requested, completed) else { return INVALID_PARAMETER };
+    buffers::register(requested, completed);
+    0
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiActivityFlushAll(_flag: u32) -> CUptiResult {
+    // Both flags mean the same: the server is asked for all that its devices have done, and tells only of what is done.
+    const { assert!(flag::FLUSH_FORCED == 1) };
+    let fetched = if any_device_kind() { fetch(true) } else { Ok(()) };
+    buffers::flush();
+    finish(fetched)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiActivityFlush(_context: *mut c_void, _stream: u32, flag: u32) -> CUptiResult {
+    cuptiActivityFlushAll(flag)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiActivityFlushPeriod(_milliseconds: u32) -> CUptiResult {
+    // Buffers are given back when they are full, and with a flush.
+    NOT_SUPPORTED
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiActivityGetNextRecord(
+    buffer: *mut u8,
+    valid: usize,
+    record: *mut *mut u32,
+) -> CUptiResult {
+    if record.is_null() {
+        return INVALID_PARAMETER;
+    }
+    // SAFETY: not NULL; the caller gives a buffer that this library has filled, and NULL or a record of it.
+    finish(unsafe { buffers::next(buffer, valid, *record).and_then(|next| put(record, next)) })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiActivityGetNumDroppedRecords(
+    _context: *mut c_void,
+    _stream: u32,
+    dropped: *mut usize,
+) -> CUptiResult {
+    if dropped.is_null() {
+        return INVALID_PARAMETER;
+    }
+    // SAFETY: the caller gives a place for a number.
+    finish(unsafe { put(dropped, buffers::dropped() as usize) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiActivityPushExternalCorrelationId(kind: u32, id: u64) -> CUptiResult {
+    finish(calls::push(kind, id))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiActivityPopExternalCorrelationId(kind: u32, last: *mut u64) -> CUptiResult {
+    let popped = calls::pop(kind);
+    // SAFETY: NULL, or a place for a number.
+    finish(popped.and_then(|id| if last.is_null() { Ok(()) } else { unsafe { put(last, id) } }))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiActivitySetAttribute(
+    number: u32,
+    size: *mut usize,
+    value: *mut c_void,
+) -> CUptiResult {
+    if number > attribute::LAST || size.is_null() || value.is_null() {
+        return INVALID_PARAMETER;
+    }
+    let wanted = attribute_size(number);
+    let mut bytes = [0; 8];
+    // SAFETY: not NULL; the caller says how many bytes its value has, and no more than these are read.
+    unsafe {
+        if *size < wanted {
+            return PARAMETER_SIZE_NOT_SUFFICIENT;
+        }
+        std::ptr::copy_nonoverlapping(value.cast(), bytes.as_mut_ptr(), wanted);
+    }
+    lock(&ATTRIBUTES)[number as usize] = u64::from_le_bytes(bytes);
+    0
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiActivityGetAttribute(
+    number: u32,
+    size: *mut usize,
+    value: *mut c_void,
+) -> CUptiResult {
+    if number > attribute::LAST || size.is_null() || value.is_null() {
+        return INVALID_PARAMETER;
+    }
+    let wanted = attribute_size(number);
+    let bytes = lock(&ATTRIBUTES)[number as usize].to_le_bytes();
+    // SAFETY: not NULL; the caller says how much room there is.
+    unsafe {
+        if *size < wanted {
+            return PARAMETER_SIZE_NOT_SUFFICIENT;
+        }
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), value.cast(), wanted);
+        *size = wanted;
+    }
+    0
+}
+
+/// Bytes of an attribute: a flag has one, a size eight.
+fn attribute_size(number: u32) -> usize {
+    /// `CUPTI_ACTIVITY_ATTR_ZEROED_OUT_ACTIVITY_BUFFER` and `CUPTI_ACTIVITY_ATTR_MEM_ALLOCATION_TYPE_HOST_PINNED`.
+    const FLAGS: [u32; 3] = [5, 8, attribute::PER_THREAD_ACTIVITY_BUFFER];
+    if FLAGS.contains(&number) { 1 } else { 8 }
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiActivityRegisterTimestampCallback(callback: Option<clock::Callback>) -> CUptiResult {
+    // Records of devices before and after would have times of two clocks.
+    if any_device_kind() {
+        return INVALID_OPERATION;
+    }
+    clock::use_callback(callback);
+    0
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiGetTimestamp(timestamp: *mut u64) -> CUptiResult {
+    // SAFETY: the caller gives a place for a number.
+    finish(unsafe { put(timestamp, clock::now()) })
+}
+
+fn enable_call(domain: u32, cbid: u32, enable: u8) -> Result {
+    if cbid == 0 || names::of(domain).and_then(|names| names.name(cbid)).is_none() {
+        return Err(INVALID_PARAMETER);
+    }
+    WANTED[usize::from(domain == RUNTIME)].set_one(cbid, enable != 0);
+    calls::observe()
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiActivityEnableDriverApi(cbid: u32, enable: u8) -> CUptiResult {
+    finish(enable_call(DRIVER, cbid, enable))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiActivityEnableRuntimeApi(cbid: u32, enable: u8) -> CUptiResult {
+    finish(enable_call(RUNTIME, cbid, enable))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiGetDeviceId(context: usize, id: *mut u32) -> CUptiResult {
+    let found = table().and_then(|table| table.context_ids(context, INVALID_CONTEXT));
+    // SAFETY: the caller gives a place for a number.
+    finish(found.and_then(|(_, device)| unsafe { put(id, device) }))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiGetContextId(context: usize, id: *mut u32) -> CUptiResult {
+    let found = table().and_then(|table| table.context_ids(context, INVALID_CONTEXT));
+    // SAFETY: the caller gives a place for a number.
+    finish(found.and_then(|(number, _)| unsafe { put(id, number) }))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiGetStreamIdEx(
+    _context: usize,
+    stream: usize,
+    per_thread: u8,
+    id: *mut u32,
+) -> CUptiResult {
+    let found = table().and_then(|table| table.stream_id(stream, per_thread != 0, INVALID_STREAM));
+    // SAFETY: the caller gives a place for a number.
+    finish(found.and_then(|number| unsafe { put(id, number) }))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiGetStreamId(context: usize, stream: usize, id: *mut u32) -> CUptiResult {
+    // SAFETY: as the caller says.
+    unsafe { cuptiGetStreamIdEx(context, stream, 0, id) }
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiSetThreadIdType(kind: u32) -> CUptiResult {
+    if kind > 1 {
+        return INVALID_PARAMETER;
+    }
+    SYSTEM_THREADS.store(kind == 1, Ordering::Relaxed);
+    0
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiGetThreadIdType(kind: *mut u32) -> CUptiResult {
+    // SAFETY: the caller gives a place for a number.
+    finish(unsafe { put(kind, SYSTEM_THREADS.load(Ordering::Relaxed).into()) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiFinalize() -> CUptiResult {
+    for number in 1..kind::COUNT {
+        // One that is not enabled needs nothing.
+        let _ = disable(number);
+    }
+    buffers::flush();
+    0
+}

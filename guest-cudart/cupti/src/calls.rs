@@ -1,0 +1,225 @@
+//! What happens when the program calls a function of CUDA: its record, and what stood on the thread's stacks of external correlations.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashSet;
+use std::ffi::c_char;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+
+use cupti_records::{Api, ExternalCorrelation, external, kind};
+
+use crate::driver::{Observer, table};
+use crate::result::{INVALID_PARAMETER, QUEUE_EMPTY, Result};
+use crate::{api, buffers, clock, lock, names, subscriber};
+
+/// Calls after which the devices' records are fetched, so that the server keeps up with a program that flushes rarely.
+const FETCH_AFTER: usize = 1 << 15;
+
+const KINDS: usize = external::SIZE as usize;
+
+thread_local! {
+    /// External correlations, by kind.
+    static STACKS: RefCell<[Vec<u64>; KINDS]> = const { RefCell::new([const { Vec::new() }; KINDS]) };
+    /// When this thread's call began.
+    static BEGIN: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Which calls are recorded, for one API.
+pub struct Wanted {
+    /// All but the exceptions; or else only these.
+    all: AtomicBool,
+    exceptions: Mutex<Option<HashSet<u32>>>,
+}
+
+impl Wanted {
+    const fn new() -> Wanted {
+        Wanted { all: AtomicBool::new(false), exceptions: Mutex::new(None) }
+    }
+
+    /// All, or none.
+    pub fn set(&self, all: bool) {
+        *lock(&self.exceptions) = None;
+        self.all.store(all, Ordering::Relaxed);
+    }
+
+    /// One of them, or not.
+    pub fn set_one(&self, number: u32, wanted: bool) {
+        let mut exceptions = lock(&self.exceptions);
+        let exceptions = exceptions.get_or_insert_default();
+        if wanted == self.all.load(Ordering::Relaxed) {
+            exceptions.remove(&number);
+        } else {
+            exceptions.insert(number);
+        }
+    }
+
+    fn has(&self, number: u32) -> bool {
+        let is_exception = lock(&self.exceptions).as_ref().is_some_and(|them| them.contains(&number));
+        self.all.load(Ordering::Relaxed) != is_exception
+    }
+
+    /// Whether any may be.
+    pub fn any(&self) -> bool {
+        self.all.load(Ordering::Relaxed)
+            || lock(&self.exceptions).as_ref().is_some_and(|them| !them.is_empty())
+    }
+}
+
+/// Calls of the driver API and of the runtime API that are recorded.
+pub static WANTED: [Wanted; 2] = [Wanted::new(), Wanted::new()];
+/// Whether external correlations are.
+pub static EXTERNAL: AtomicBool = AtomicBool::new(false);
+/// Whether threads are told by the kernel's numbers, not by `pthread_self`.
+pub static SYSTEM_THREADS: AtomicBool = AtomicBool::new(false);
+
+static CORRELATION: AtomicU32 = AtomicU32::new(1);
+static CALLS: AtomicUsize = AtomicUsize::new(0);
+
+static OBSERVER: Observer = Observer { enters, leaves };
+
+/// Has libcuda tell of calls, or no longer, as it is wanted now.
+pub fn observe() -> Result {
+    let wanted = api::any_device_kind() || WANTED.iter().any(Wanted::any) || subscriber::wants_calls();
+    table()?.observe(wanted.then_some(&OBSERVER));
+    Ok(())
+}
+
+fn thread() -> u32 {
+    if SYSTEM_THREADS.load(Ordering::Relaxed) {
+        // SAFETY: a plain question to the kernel.
+        return unsafe { libc::gettid() }.cast_unsigned();
+    }
+    // SAFETY: a plain question to the C library.
+    unsafe { libc::pthread_self() as u32 }
+}
+
+/// A name of libcuda's.
+///
+/// # Safety
+/// So many bytes of a name that lives as long as the process.
+unsafe fn name(name: *const c_char, len: usize) -> &'static str {
+    // SAFETY: as the caller says.
+    std::str::from_utf8(unsafe { std::slice::from_raw_parts(name.cast(), len) }).unwrap_or_default()
+}
+
+fn domain(runtime: u32) -> u32 {
+    if runtime == 0 { names::DRIVER } else { names::RUNTIME }
+}
+
+unsafe extern "C" fn enters(text: *const c_char, len: usize, runtime: u32) -> u32 {
+    let mut correlation = CORRELATION.fetch_add(1, Ordering::Relaxed);
+    if correlation == 0 {
+        correlation = CORRELATION.fetch_add(1, Ordering::Relaxed);
+    }
+    if subscriber::wants_calls() {
+        // SAFETY: libcuda's.
+        let text = unsafe { name(text, len) };
+        subscriber::call(domain(runtime), text, correlation, None);
+    }
+    buffers::prepare();
+    let _ = BEGIN.try_with(|begin| begin.set(clock::now()));
+    correlation
+}
+
+unsafe extern "C" fn leaves(text: *const c_char, len: usize, runtime: u32, correlation: u32, status: u32) {
+    let end = clock::now();
+    // SAFETY: libcuda's.
+    let text = unsafe { name(text, len) };
+    let domain = domain(runtime);
+    let number = names::of(domain).map_or(0, |names| names.number(text));
+    if WANTED[runtime.min(1) as usize].has(number) {
+        note_external(correlation);
+        buffers::write(&Api {
+            kind: if runtime == 0 { kind::DRIVER } else { kind::RUNTIME },
+            cbid: number,
+            start: BEGIN.try_with(Cell::get).unwrap_or(end),
+            end,
+            processId: std::process::id(),
+            threadId: thread(),
+            correlationId: correlation,
+            returnValue: status,
+        });
+    }
+    if subscriber::wants_calls() {
+        subscriber::call(domain, text, correlation, Some(status));
+    }
+    if CALLS.fetch_add(1, Ordering::Relaxed) + 1 >= FETCH_AFTER && api::any_device_kind() {
+        CALLS.store(0, Ordering::Relaxed);
+        // What cannot be fetched now is fetched, or counted as missing, later.
+        let _ = api::fetch(false);
+    }
+}
+
+/// A record for each stack of this thread that has something on it.
+fn note_external(correlation: u32) {
+    if !EXTERNAL.load(Ordering::Relaxed) {
+        return;
+    }
+    let tops = STACKS.try_with(|stacks| {
+        stacks
+            .try_borrow()
+            .ok()
+            .map(|stacks| std::array::from_fn::<_, KINDS, _>(|kind| stacks[kind].last().copied()))
+    });
+    for (kind, top) in (0..).zip(tops.ok().flatten().unwrap_or_default()) {
+        if let Some(id) = top {
+            buffers::write(&ExternalCorrelation {
+                kind: kind::EXTERNAL_CORRELATION,
+                externalKind: kind,
+                externalId: id,
+                correlationId: correlation,
+                reserved: 0,
+            });
+        }
+    }
+}
+
+fn with_stack<R>(kind: u32, f: impl FnOnce(&mut Vec<u64>) -> R) -> Result<R> {
+    if !(external::UNKNOWN..external::SIZE).contains(&kind) {
+        return Err(INVALID_PARAMETER);
+    }
+    let done = STACKS
+        .try_with(|stacks| stacks.try_borrow_mut().ok().map(|mut stacks| f(&mut stacks[kind as usize])));
+    done.ok().flatten().ok_or(INVALID_PARAMETER)
+}
+
+/// This thread's calls belong to something of the program's.
+pub fn push(kind: u32, id: u64) -> Result {
+    with_stack(kind, |stack| stack.push(id))
+}
+
+/// They no longer do. Returns what it was.
+pub fn pop(kind: u32) -> Result<u64> {
+    with_stack(kind, Vec::pop)?.ok_or(QUEUE_EMPTY)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stacks_are_by_kind_and_thread() {
+        assert_eq!(pop(3), Err(QUEUE_EMPTY));
+        push(3, 7).unwrap();
+        push(4, 8).unwrap();
+        push(3, 9).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| assert_eq!(pop(3), Err(QUEUE_EMPTY)));
+        });
+        assert_eq!((pop(3), pop(3), pop(4)), (Ok(9), Ok(7), Ok(8)));
+        assert_eq!((push(0, 1), push(external::SIZE, 1)), (Err(INVALID_PARAMETER), Err(INVALID_PARAMETER)));
+    }
+
+    #[test]
+    fn single_calls_can_be_left_out_or_asked_for() {
+        let wanted = Wanted::new();
+        assert!(!wanted.any() && !wanted.has(5));
+        wanted.set_one(5, true);
+        assert!(wanted.any() && wanted.has(5) && !wanted.has(6));
+        wanted.set_one(5, false);
+        assert!(!wanted.any());
+        wanted.set(true);
+        wanted.set_one(6, false);
+        assert!(wanted.has(5) && !wanted.has(6));
+    }
+}

@@ -1,0 +1,168 @@
+//! The table by which rgpu's libcuda tells this library what happens. Another libcuda does not have it.
+
+use std::ffi::{c_char, c_void};
+use std::sync::OnceLock;
+
+use crate::result::{CUptiResult, NOT_INITIALIZED, NOT_SUPPORTED, Result};
+
+/// libcuda's table: its size, and functions. Statuses are `CUresult`s.
+#[repr(C)]
+pub struct Table {
+    size: usize,
+    observe: unsafe extern "C" fn(*const Observer) -> u32,
+    start: unsafe extern "C" fn() -> u32,
+    stop: unsafe extern "C" fn() -> u32,
+    read:
+        unsafe extern "C" fn(u32, unsafe extern "C" fn(*mut c_void, *const DeviceRecord), *mut c_void) -> u32,
+    dropped: unsafe extern "C" fn() -> u64,
+    context_ids: unsafe extern "C" fn(usize, *mut u32, *mut u32) -> u32,
+    stream_id: unsafe extern "C" fn(usize, u32, *mut u32) -> u32,
+    observe_contexts: unsafe extern "C" fn(Option<unsafe extern "C" fn(usize)>) -> u32,
+}
+
+/// Who is told of calls: as in the crate `client`.
+#[repr(C)]
+pub struct Observer {
+    pub enters: unsafe extern "C" fn(*const c_char, usize, u32) -> u32,
+    pub leaves: unsafe extern "C" fn(*const c_char, usize, u32, u32, u32),
+}
+
+/// What a device did: as in libcuda.
+#[repr(C)]
+pub struct DeviceRecord {
+    pub kind: u32,
+    pub correlation: u32,
+    pub device: u32,
+    pub context: u32,
+    pub stream: u32,
+    pub registers: u32,
+    pub local: u32,
+    pub value: u32,
+    pub begin: u64,
+    pub end: u64,
+    pub bytes: u64,
+    pub node: u64,
+    pub graph: u32,
+    pub memory: [u8; 4],
+    pub ends: [u32; 2],
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub cluster: [u32; 3],
+    pub shared: [u32; 2],
+    pub name: *const c_char,
+}
+
+/// [`DeviceRecord`]'s `kind`.
+pub mod work {
+    pub const KERNEL: u32 = 1;
+    pub const COPY: u32 = 2;
+    pub const FILL: u32 = 3;
+}
+
+const ID: &[u8; 16] = b"rgpu device work";
+/// `CUDA_ERROR_NOT_SUPPORTED`.
+const CUDA_NOT_SUPPORTED: u32 = 801;
+
+fn find() -> Option<&'static Table> {
+    type Find = unsafe extern "C" fn(*mut *const Table, *const u8) -> u32;
+    // SAFETY: names that end with NUL. The library stays loaded, as every user of CUDA's driver leaves it.
+    let found = unsafe {
+        let library = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL);
+        if library.is_null() {
+            log::warn(format_args!("libcupti: there is no libcuda.so.1"));
+            return None;
+        }
+        libc::dlsym(library, c"cuGetExportTable".as_ptr())
+    };
+    let mut table = std::ptr::null();
+    if !found.is_null() {
+        // SAFETY: the symbol has this type by CUDA's header; it writes one address.
+        unsafe { std::mem::transmute::<*mut c_void, Find>(found)(&mut table, ID.as_ptr()) };
+    }
+    // SAFETY: NULL, or a table of rgpu's libcuda, which begins with its size.
+    let whole = unsafe { table.as_ref() }.filter(|table| table.size == size_of::<Table>());
+    if whole.is_none() {
+        log::warn(format_args!(
+            "libcupti: this one is rgpu's and works with rgpu's libcuda of the same version only; a profiler sees nothing"
+        ));
+    }
+    whole
+}
+
+/// libcuda's table.
+pub fn table() -> Result<&'static Table> {
+    static TABLE: OnceLock<Option<&'static Table>> = OnceLock::new();
+    TABLE.get_or_init(find).ok_or(NOT_INITIALIZED)
+}
+
+/// A status of libcuda's as a result of CUPTI's.
+fn result(status: u32, otherwise: CUptiResult) -> Result {
+    match status {
+        0 => Ok(()),
+        CUDA_NOT_SUPPORTED => Err(NOT_SUPPORTED),
+        _ => Err(otherwise),
+    }
+}
+
+impl Table {
+    /// Sets who is told of calls.
+    pub fn observe(&self, observer: Option<&'static Observer>) {
+        let observer = observer.map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: NULL, or a static; this library is never unloaded.
+        unsafe { (self.observe)(observer) };
+    }
+
+    /// Sets who is told of new contexts, by their handles.
+    pub fn observe_contexts(&self, observer: Option<unsafe extern "C" fn(usize)>) {
+        // SAFETY: none, or a function of this library, which is never unloaded.
+        unsafe { (self.observe_contexts)(observer) };
+    }
+
+    /// Devices' work is recorded from here on.
+    pub fn start(&self) -> Result {
+        // SAFETY: takes nothing.
+        result(unsafe { (self.start)() }, NOT_INITIALIZED)
+    }
+
+    /// It no longer is.
+    pub fn stop(&self) {
+        // SAFETY: takes nothing. A session that is lost records nothing either.
+        unsafe { (self.stop)() };
+    }
+
+    /// Calls `sink` for each record.
+    pub fn read(&self, flush: bool, mut sink: impl FnMut(&DeviceRecord)) -> Result {
+        unsafe extern "C" fn pass<F: FnMut(&DeviceRecord)>(user: *mut c_void, record: *const DeviceRecord) {
+            // SAFETY: the closure below, and a record of libcuda's.
+            unsafe { (*user.cast::<F>())(&*record) }
+        }
+        fn passing<F: FnMut(&DeviceRecord)>(_: &F) -> unsafe extern "C" fn(*mut c_void, *const DeviceRecord) {
+            pass::<F>
+        }
+        let function = passing(&sink);
+        // SAFETY: the function takes the closure's address, which lives until the call returns.
+        result(unsafe { (self.read)(flush.into(), function, (&raw mut sink).cast()) }, NOT_INITIALIZED)
+    }
+
+    /// Records that are missing, since the last call.
+    pub fn dropped(&self) -> u64 {
+        // SAFETY: takes nothing.
+        unsafe { (self.dropped)() }
+    }
+
+    /// Numbers of a context and its device; 0 is the current context.
+    pub fn context_ids(&self, context: usize, otherwise: CUptiResult) -> Result<(u32, u32)> {
+        let (mut id, mut device) = (0, 0);
+        // SAFETY: writes two numbers.
+        result(unsafe { (self.context_ids)(context, &mut id, &mut device) }, otherwise)?;
+        Ok((id, device))
+    }
+
+    /// A stream's number.
+    pub fn stream_id(&self, stream: usize, per_thread: bool, otherwise: CUptiResult) -> Result<u32> {
+        let mut id = 0;
+        // SAFETY: writes a number.
+        result(unsafe { (self.stream_id)(stream, per_thread.into(), &mut id) }, otherwise)?;
+        Ok(id)
+    }
+}

@@ -1,0 +1,251 @@
+//! Callbacks at calls and new contexts: at most one subscriber, for the driver API and the runtime API, and of resources for the creation of contexts.
+//!
+//! A callback learns which function is called, and its result. The function's arguments, and the context, are not told: `functionParams` and `context` are NULL.
+
+use std::collections::HashSet;
+use std::ffi::{CString, c_char, c_void};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::driver::table;
+use crate::names::{DRIVER, RUNTIME};
+use crate::result::{
+    CUptiResult, INVALID_PARAMETER, MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED, NOT_SUPPORTED, Result, finish, put,
+};
+use crate::{calls, lock, names};
+
+type Callback = unsafe extern "C" fn(*mut c_void, u32, u32, *const c_void);
+
+/// `CUpti_CallbackDomain`: one more than the last.
+const DOMAINS: u32 = 7;
+/// `CUPTI_CB_DOMAIN_RESOURCE`, and of it `CUPTI_CBID_RESOURCE_CONTEXT_CREATED`.
+const RESOURCE: u32 = 3;
+const CONTEXT_CREATED: u32 = 1;
+/// One more than the last `CUpti_CallbackIdResource`.
+const RESOURCES: u32 = 24;
+/// The address that stands for the only subscriber.
+static HANDLE: u8 = 0;
+
+/// `CUpti_CallbackData`.
+#[repr(C)]
+struct CallbackData {
+    site: u32,
+    function_name: *const c_char,
+    function_params: *const c_void,
+    function_return_value: *mut c_void,
+    symbol_name: *const c_char,
+    context: *mut c_void,
+    context_uid: u32,
+    correlation_data: *mut u64,
+    correlation_id: u32,
+}
+
+#[derive(Clone, Copy)]
+struct User(*mut c_void);
+
+// SAFETY: a word of the program's, which is only passed back to it.
+unsafe impl Send for User {}
+
+struct Subscriber {
+    callback: Callback,
+    user: User,
+    /// Domains of which all are wanted.
+    domains: HashSet<u32>,
+    /// Functions that are wanted, or, in such a domain, not.
+    exceptions: HashSet<(u32, u32)>,
+}
+
+static SUBSCRIBER: Mutex<Option<Subscriber>> = Mutex::new(None);
+static WANTS: AtomicBool = AtomicBool::new(false);
+
+/// Whether calls are told to a subscriber.
+pub fn wants_calls() -> bool {
+    WANTS.load(Ordering::Relaxed)
+}
+
+fn update(subscriber: Option<&Subscriber>) {
+    let calls = |s: &Subscriber| {
+        s.domains
+            .iter()
+            .chain(s.exceptions.iter().map(|(domain, _)| domain))
+            .any(|domain| *domain != RESOURCE)
+    };
+    WANTS.store(subscriber.is_some_and(calls), Ordering::Relaxed);
+}
+
+/// `CUpti_ResourceData`.
+#[repr(C)]
+struct ResourceData {
+    context: usize,
+    stream: *mut c_void,
+    descriptor: *mut c_void,
+}
+
+/// There is a new context.
+unsafe extern "C" fn context_made(context: usize) {
+    let found = lock(&SUBSCRIBER)
+        .as_ref()
+        .and_then(|s| s.exceptions.contains(&(RESOURCE, CONTEXT_CREATED)).then_some((s.callback, s.user)));
+    if let Some((callback, user)) = found {
+        let told = ResourceData { context, stream: std::ptr::null_mut(), descriptor: std::ptr::null_mut() };
+        // SAFETY: the program's function and word, as it has given them; the structure lives until it returns.
+        unsafe { callback(user.0, RESOURCE, CONTEXT_CREATED, (&raw const told).cast()) };
+    }
+}
+
+/// Has libcuda tell of new contexts, if they are wanted.
+fn observe_contexts() -> Result {
+    let wanted =
+        lock(&SUBSCRIBER).as_ref().is_some_and(|s| s.exceptions.contains(&(RESOURCE, CONTEXT_CREATED)));
+    table()?.observe_contexts(wanted.then_some(context_made));
+    Ok(())
+}
+
+/// Tells the subscriber of a call, if it wants to know: at its beginning, or with its status at its end.
+pub fn call(domain: u32, function: &str, correlation: u32, status: Option<u32>) {
+    let number = names::of(domain).map_or(0, |names| names.number(function));
+    let (callback, user) = {
+        let subscriber = lock(&SUBSCRIBER);
+        let Some(s) = &*subscriber else { return };
+        if s.domains.contains(&domain) == s.exceptions.contains(&(domain, number)) {
+            return;
+        }
+        (s.callback, s.user)
+    };
+    let Ok(name) = CString::new(function) else { return };
+    let (mut result, mut data) = (status.unwrap_or(0), 0u64);
+    let told = CallbackData {
+        site: u32::from(status.is_some()),
+        function_name: name.as_ptr(),
+        function_params: std::ptr::null(),
+        function_return_value: if status.is_some() { (&raw mut result).cast() } else { std::ptr::null_mut() },
+        symbol_name: std::ptr::null(),
+        context: std::ptr::null_mut(),
+        context_uid: 0,
+        correlation_data: &raw mut data,
+        correlation_id: correlation,
+    };
+    // SAFETY: the program's function and word, as it has given them; the structure lives until it returns.
+    unsafe { callback(user.0, domain, number, (&raw const told).cast()) };
+}
+
+fn with_subscriber(handle: *mut c_void, f: impl FnOnce(&mut Subscriber) -> Result) -> CUptiResult {
+    let done = {
+        let mut subscriber = lock(&SUBSCRIBER);
+        let ours = std::ptr::eq(handle.cast_const().cast(), &HANDLE);
+        match subscriber.as_mut().filter(|_| ours) {
+            Some(found) => {
+                let done = f(found);
+                update(Some(found));
+                done
+            }
+            None => Err(INVALID_PARAMETER),
+        }
+    };
+    finish(done.and_then(|()| calls::observe()).and_then(|()| observe_contexts()))
+}
+
+fn check(domain: u32) -> Result {
+    match domain {
+        DRIVER | RUNTIME => Ok(()),
+        1..DOMAINS => Err(NOT_SUPPORTED),
+        _ => Err(INVALID_PARAMETER),
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiSubscribe(
+    subscriber: *mut *mut c_void,
+    callback: Option<Callback>,
+    user: *mut c_void,
+) -> CUptiResult {
+    let Some(callback) = callback else { return INVALID_PARAMETER };
+    let mut current = lock(&SUBSCRIBER);
+    if current.is_some() {
+        return MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED;
+    }
+    // SAFETY: the caller gives a place for a handle.
+    let done = unsafe { put(subscriber, (&raw const HANDLE).cast_mut().cast()) };
+    if done.is_ok() {
+        let (domains, exceptions) = (HashSet::new(), HashSet::new());
+        *current = Some(Subscriber { callback, user: User(user), domains, exceptions });
+    }
+    finish(done)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiUnsubscribe(subscriber: *mut c_void) -> CUptiResult {
+    {
+        let mut current = lock(&SUBSCRIBER);
+        if current.is_none() || !std::ptr::eq(subscriber.cast_const().cast(), &HANDLE) {
+            return INVALID_PARAMETER;
+        }
+        *current = None;
+        update(None);
+    }
+    finish(calls::observe().and_then(|()| observe_contexts()))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiEnableCallback(
+    enable: u32,
+    subscriber: *mut c_void,
+    domain: u32,
+    cbid: u32,
+) -> CUptiResult {
+    with_subscriber(subscriber, |s| {
+        match (domain, cbid) {
+            (RESOURCE, CONTEXT_CREATED) => {}
+            // Kineto gives a number of its own in place of CUPTI's, and records no devices if that is refused.
+            (RESOURCE, 1..RESOURCES) => log::info(format_args!(
+                "libcupti: a subscriber hears of new contexts, but never of resource {cbid}"
+            )),
+            _ => check(domain)?,
+        }
+        if (enable != 0) == s.domains.contains(&domain) {
+            s.exceptions.remove(&(domain, cbid));
+        } else {
+            s.exceptions.insert((domain, cbid));
+        }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuptiEnableDomain(enable: u32, subscriber: *mut c_void, domain: u32) -> CUptiResult {
+    with_subscriber(subscriber, |s| {
+        check(domain)?;
+        s.exceptions.retain(|(other, _)| *other != domain);
+        if enable != 0 {
+            s.domains.insert(domain);
+        } else {
+            s.domains.remove(&domain);
+        }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiGetCallbackState(
+    enable: *mut u32,
+    subscriber: *mut c_void,
+    domain: u32,
+    cbid: u32,
+) -> CUptiResult {
+    let current = lock(&SUBSCRIBER);
+    let state = current.as_ref().filter(|_| std::ptr::eq(subscriber.cast_const().cast(), &HANDLE));
+    let state = state.map(|s| s.domains.contains(&domain) != s.exceptions.contains(&(domain, cbid)));
+    // SAFETY: the caller gives a place for a number.
+    finish(state.ok_or(INVALID_PARAMETER).and_then(|state| unsafe { put(enable, state.into()) }))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiGetCallbackName(
+    domain: u32,
+    cbid: u32,
+    name: *mut *const c_char,
+) -> CUptiResult {
+    let found = names::of(domain).and_then(|names| names.name(cbid)).ok_or(INVALID_PARAMETER);
+    // SAFETY: the caller gives a place for an address.
+    finish(found.and_then(|found| unsafe { put(name, found.as_ptr()) }))
+}

@@ -1,0 +1,392 @@
+// Uses CUPTI's activity API as PyTorch's profiler does, and checks what it says: each kernel, copy, fill and node of a graph once, with its sizes, and with the number of the call that it was for;
+// external correlations; callbacks; times in the order of the calls. CUPTI is opened by name, as a program that is not linked with it would.
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <dlfcn.h>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <cuda.h>
+#include <cupti.h>
+
+#define PROGRAM "activity"
+#include "common.h"
+
+__global__ void first_kernel(int *data, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) data[i] += i;
+}
+
+__global__ void second_kernel(int *data)
+{
+    extern __shared__ int cells[];
+    __shared__ int fixed[32];
+    cells[threadIdx.x] = data[threadIdx.x];
+    fixed[threadIdx.x % 32] = 1;
+    __syncthreads();
+    data[threadIdx.x] = cells[blockDim.x - 1 - threadIdx.x] + fixed[0];
+}
+
+#define FUNCTIONS(F)                                                                                                   \
+    F(cuptiActivityEnable) F(cuptiActivityDisable) F(cuptiActivityRegisterCallbacks) F(cuptiActivityFlushAll)          \
+    F(cuptiActivityGetNextRecord) F(cuptiActivityGetNumDroppedRecords) F(cuptiActivityPushExternalCorrelationId)       \
+    F(cuptiActivityPopExternalCorrelationId) F(cuptiActivityRegisterTimestampCallback) F(cuptiActivitySetAttribute)    \
+    F(cuptiActivityEnableRuntimeApi) F(cuptiActivityEnableDriverApi) F(cuptiGetVersion) F(cuptiGetResultString)        \
+    F(cuptiGetTimestamp) F(cuptiSubscribe) F(cuptiUnsubscribe) F(cuptiEnableDomain) F(cuptiEnableCallback)             \
+    F(cuptiFinalize) F(cuptiGetStreamIdEx) F(cuptiGetDeviceId)
+
+#define DECLARE(name) static decltype(&::name) p_##name;
+FUNCTIONS(DECLARE)
+
+#define OK(call)                                                                                                       \
+    do {                                                                                                               \
+        CUptiResult result_ = p_##call;                                                                                \
+        if (result_ != CUPTI_SUCCESS) fail("%d: %s: %d", __LINE__, #call, (int)result_);                               \
+    } while (0)
+
+// Otherwise fails, with what is wrong.
+#define EXPECT_THAT(what, format, ...)                                                                                      \
+    do {                                                                                                               \
+        if (!(what)) fail("%d: not so: %s: " format, __LINE__, #what, ##__VA_ARGS__);                                  \
+    } while (0)
+
+struct Api { bool runtime; uint32_t cbid; uint64_t start, end; };
+
+// What was recorded. Buffers may come in any thread.
+static std::mutex lock;
+static std::vector<CUpti_ActivityKernel10> kernels;
+static std::vector<CUpti_ActivityMemcpy6> copies;
+static std::vector<CUpti_ActivityMemset4> fills;
+static std::map<uint32_t, Api> calls;
+static std::map<uint32_t, std::set<std::pair<int, uint64_t>>> external;
+static size_t buffer_size = 4 << 20;
+static int buffers_given, buffers_back;
+
+static void requested(uint8_t **buffer, size_t *size, size_t *most)
+{
+    std::lock_guard<std::mutex> turn(lock);
+    *buffer = (uint8_t *)aligned_alloc(8, buffer_size);
+    *size = buffer_size;
+    *most = 0;
+    buffers_given++;
+}
+
+static void completed(CUcontext context, uint32_t stream, uint8_t *buffer, size_t, size_t valid)
+{
+    std::lock_guard<std::mutex> turn(lock);
+    buffers_back++;
+    CUpti_Activity *record = nullptr;
+    while (p_cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS) {
+        switch (record->kind) {
+        case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: kernels.push_back(*(CUpti_ActivityKernel10 *)record); break;
+        case CUPTI_ACTIVITY_KIND_MEMCPY: copies.push_back(*(CUpti_ActivityMemcpy6 *)record); break;
+        case CUPTI_ACTIVITY_KIND_MEMSET: fills.push_back(*(CUpti_ActivityMemset4 *)record); break;
+        case CUPTI_ACTIVITY_KIND_RUNTIME:
+        case CUPTI_ACTIVITY_KIND_DRIVER: {
+            CUpti_ActivityAPI *api = (CUpti_ActivityAPI *)record;
+            Api &known = calls[api->correlationId];
+            // NVIDIA's library records what the runtime calls of the driver, too, under the same number.
+            if (known.cbid == 0 || !known.runtime) known = { api->kind == CUPTI_ACTIVITY_KIND_RUNTIME, api->cbid, api->start, api->end };
+            break;
+        }
+        case CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION: {
+            CUpti_ActivityExternalCorrelation *e = (CUpti_ActivityExternalCorrelation *)record;
+            external[e->correlationId].insert({ (int)e->externalKind, (uint64_t)e->externalId });
+            break;
+        }
+        default: EXPECT_THAT(false, "a record of kind %d", (int)record->kind);
+        }
+    }
+    size_t dropped = 0;
+    OK(cuptiActivityGetNumDroppedRecords(context, stream, &dropped));
+    EXPECT_THAT(dropped == 0, "%zu dropped", dropped);
+    free(buffer);
+}
+
+static void forget()
+{
+    OK(cuptiActivityFlushAll(1));
+    std::lock_guard<std::mutex> turn(lock);
+    kernels.clear(), copies.clear(), fills.clear(), calls.clear(), external.clear();
+}
+
+static void enable(bool on)
+{
+    for (CUpti_ActivityKind kind : { CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET, CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
+                                     CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION, CUPTI_ACTIVITY_KIND_RUNTIME, CUPTI_ACTIVITY_KIND_DRIVER,
+                                     CUPTI_ACTIVITY_KIND_OVERHEAD }) {
+        if (on) OK(cuptiActivityEnable(kind));
+        else OK(cuptiActivityDisable(kind));
+    }
+}
+
+static uint64_t push(uint64_t id)
+{
+    OK(cuptiActivityPushExternalCorrelationId(CUPTI_EXTERNAL_CORRELATION_KIND_CUSTOM0, id));
+    return id;
+}
+
+static void pop(uint64_t id)
+{
+    uint64_t last = 0;
+    OK(cuptiActivityPopExternalCorrelationId(CUPTI_EXTERNAL_CORRELATION_KIND_CUSTOM0, &last));
+    EXPECT_THAT(last == id, "%llu, not %llu", (unsigned long long)last, (unsigned long long)id);
+}
+
+// Whether a record's call has this external number.
+static bool is_of(uint32_t correlation, uint64_t id)
+{
+    return external[correlation].count({ (int)CUPTI_EXTERNAL_CORRELATION_KIND_CUSTOM0, id }) == 1;
+}
+
+template <typename Record> static const Record &only(const std::vector<Record> &all, uint64_t id, const char *what)
+{
+    const Record *found = nullptr;
+    for (const Record &record : all) {
+        if (!is_of(record.correlationId, id)) continue;
+        EXPECT_THAT(!found, "two records of %s", what);
+        found = &record;
+    }
+    EXPECT_THAT(found, "no record of %s", what);
+    EXPECT_THAT(found->start > 0 && found->end >= found->start, "%s took from %llu to %llu", what, (unsigned long long)found->start, (unsigned long long)found->end);
+    const Api &call = calls.at(found->correlationId);
+    EXPECT_THAT(found->start >= call.start, "%s began %llu ns before its call", what, (unsigned long long)(call.start - found->start));
+    return *found;
+}
+
+static std::atomic<int> entered, left;
+
+static void callback(void *user, CUpti_CallbackDomain domain, CUpti_CallbackId id, const void *data)
+{
+    const CUpti_CallbackData *call = (const CUpti_CallbackData *)data;
+    EXPECT_THAT(user == &entered && domain == CUPTI_CB_DOMAIN_DRIVER_API && id == CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize, "a call of %d, %d", (int)domain, (int)id);
+    EXPECT_THAT(strcmp(call->functionName, "cuCtxSynchronize") == 0 && call->correlationId != 0, "it is %s", call->functionName);
+    (call->callbackSite == CUPTI_API_ENTER ? entered : left)++;
+}
+
+static uint64_t ticks()
+{
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return 7 * ((uint64_t)now.tv_sec * 1000000000 + now.tv_nsec);
+}
+
+int main()
+{
+    void *library = dlopen("libcupti.so.13", RTLD_NOW);
+    EXPECT_THAT(library, "%s", dlerror());
+#define FIND(name)                                                                                                     \
+    p_##name = (decltype(p_##name))dlsym(library, #name);                                                              \
+    EXPECT_THAT(p_##name, "there is no %s", #name);
+    FUNCTIONS(FIND)
+
+    uint32_t version = 0;
+    OK(cuptiGetVersion(&version));
+    EXPECT_THAT(version >= 130000, "%u", version);
+    const char *text = nullptr;
+    OK(cuptiGetResultString(CUPTI_ERROR_INVALID_PARAMETER, &text));
+    EXPECT_THAT(strcmp(text, "CUPTI_ERROR_INVALID_PARAMETER") == 0, "%s", text);
+    EXPECT_THAT(p_cuptiActivityEnable(CUPTI_ACTIVITY_KIND_INVALID) != CUPTI_SUCCESS, "kind 0 was enabled");
+
+    const int n = 1 << 20;
+    const size_t bytes = n * sizeof(int);
+    int *device, *pinned;
+    std::vector<int> pageable(n, 1);
+    cudaStream_t stream;
+    CHECK(cudaMalloc(&device, 2 * bytes));
+    CHECK(cudaMallocHost(&pinned, bytes));
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    memset(pinned, 0, bytes);
+    first_kernel<<<1, 32, 0, stream>>>(device, 0);
+    CHECK(cudaDeviceSynchronize());
+
+    // Before and after the time in which it is enabled, nothing is recorded.
+    size_t size = sizeof(size_t), value = 1 << 20;
+    OK(cuptiActivitySetAttribute(CUPTI_ACTIVITY_ATTR_DEVICE_BUFFER_SIZE, &size, &value));
+    OK(cuptiActivityRegisterCallbacks(requested, completed));
+    enable(true);
+    OK(cuptiActivityEnableRuntimeApi(CUPTI_RUNTIME_TRACE_CBID_cudaGetDevice_v3020, 0));
+    CHECK(cudaDeviceSynchronize());
+    forget();
+
+    // Copies, a fill, kernels.
+    uint64_t id = 1000;
+    uint64_t htod_pageable = push(id++);
+    CHECK(cudaMemcpy(device, pageable.data(), bytes, cudaMemcpyHostToDevice));
+    pop(htod_pageable);
+    uint64_t htod_pinned = push(id++);
+    CHECK(cudaMemcpyAsync(device, pinned, bytes, cudaMemcpyHostToDevice, stream));
+    pop(htod_pinned);
+    uint64_t small = push(id++);
+    CHECK(cudaMemcpyAsync(device, pageable.data(), 100, cudaMemcpyHostToDevice, stream));
+    pop(small);
+    uint64_t fill = push(id++);
+    CHECK(cudaMemsetAsync(device + n, 5, 4096, stream));
+    pop(fill);
+    uint64_t dtod = push(id++);
+    CHECK(cudaMemcpyAsync(device + n, device, bytes / 2, cudaMemcpyDeviceToDevice, stream));
+    pop(dtod);
+    uint64_t first = push(id++);
+    first_kernel<<<dim3(64, 2, 1), 128, 0, stream>>>(device, n);
+    CHECK(cudaGetLastError());
+    pop(first);
+    uint64_t outer = push(id++), inner = push(id++);
+    second_kernel<<<3, dim3(64, 1, 1), 1024, stream>>>(device);
+    CHECK(cudaGetLastError());
+    pop(inner);
+    pop(outer);
+    uint64_t dtoh = push(id++);
+    CHECK(cudaMemcpyAsync(pinned, device, bytes, cudaMemcpyDeviceToHost, stream));
+    pop(dtoh);
+    CHECK(cudaStreamSynchronize(stream));
+    uint64_t dtoh_pageable = push(id++);
+    CHECK(cudaMemcpy(pageable.data(), device, 64, cudaMemcpyDeviceToHost));
+    pop(dtoh_pageable);
+
+    // A graph of a kernel, a fill and a kernel, launched twice.
+    cudaGraph_t graph;
+    cudaGraphExec_t instance;
+    uint64_t capturing = push(id++);
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    first_kernel<<<2, 32, 0, stream>>>(device, 64);
+    CHECK(cudaMemsetAsync(device, 1, 256, stream));
+    second_kernel<<<1, 32, 128, stream>>>(device);
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&instance, graph, 0));
+    pop(capturing);
+    uint64_t launches[2];
+    for (uint64_t &launch : launches) {
+        launch = push(id++);
+        CHECK(cudaGraphLaunch(instance, stream));
+        pop(launch);
+    }
+    // Another thread has a stack of its own.
+    uint64_t other = id++, mine = push(id++);
+    std::thread([&] {
+        push(other);
+        first_kernel<<<5, 32, 0, stream>>>(device, 1);
+        pop(other);
+    }).join();
+    pop(mine);
+    CHECK(cudaDeviceSynchronize());
+    uint32_t stream_id = 0, device_id = 77;
+    OK(cuptiGetStreamIdEx(nullptr, (CUstream)stream, 0, &stream_id));
+    CUcontext context;
+    cuCtxGetCurrent(&context);
+    OK(cuptiGetDeviceId(context, &device_id));
+    OK(cuptiActivityFlushAll(0));
+    enable(false);
+    OK(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED));
+
+    {
+        std::lock_guard<std::mutex> turn(lock);
+        EXPECT_THAT(buffers_given == buffers_back && buffers_given > 0, "%d given, %d back", buffers_given, buffers_back);
+        EXPECT_THAT(kernels.size() == 7 && copies.size() == 6 && fills.size() == 3, "%zu kernels, %zu copies, %zu fills", kernels.size(), copies.size(), fills.size());
+        const auto &k1 = only(kernels, first, "the first kernel");
+        EXPECT_THAT(strcmp(k1.name, "_Z12first_kernelPii") == 0, "%s", k1.name);
+        EXPECT_THAT(k1.gridX == 64 && k1.gridY == 2 && k1.gridZ == 1 && k1.blockX == 128 && k1.blockY == 1, "%d %d %d", k1.gridX, k1.gridY, k1.blockX);
+        EXPECT_THAT(k1.registersPerThread > 0 && k1.dynamicSharedMemory == 0 && k1.staticSharedMemory == 0, "%d", k1.registersPerThread);
+        EXPECT_THAT(k1.streamId == stream_id && k1.deviceId == device_id && k1.contextId != 0, "stream %u, not %u", k1.streamId, stream_id);
+        const auto &k2 = only(kernels, inner, "the second kernel");
+        EXPECT_THAT(strcmp(k2.name, "_Z13second_kernelPi") == 0 && k2.dynamicSharedMemory == 1024 && k2.staticSharedMemory == 128, "%s, %d, %d", k2.name, k2.dynamicSharedMemory, k2.staticSharedMemory);
+        EXPECT_THAT(k2.start >= k1.end, "kernels of one stream overlap by %llu ns", (unsigned long long)(k1.end - k2.start));
+        only(kernels, other, "the kernel of another thread");
+        auto copy = [&](uint64_t id, const char *what, int kind, int from, int to, size_t bytes, uint32_t on) {
+            const auto &c = only(copies, id, what);
+            EXPECT_THAT(c.copyKind == kind && c.bytes == bytes, "%s: kind %d, %llu bytes", what, c.copyKind, (unsigned long long)c.bytes);
+            EXPECT_THAT(c.srcKind == from && c.dstKind == to, "%s: from %d to %d", what, c.srcKind, c.dstKind);
+            EXPECT_THAT(c.streamId == on, "%s: stream %u, not %u", what, c.streamId, on);
+        };
+        const int PAGEABLE = CUPTI_ACTIVITY_MEMORY_KIND_PAGEABLE, PINNED = CUPTI_ACTIVITY_MEMORY_KIND_PINNED, DEVICE = CUPTI_ACTIVITY_MEMORY_KIND_DEVICE;
+        copy(htod_pageable, "a copy of pageable memory", CUPTI_ACTIVITY_MEMCPY_KIND_HTOD, PAGEABLE, DEVICE, bytes, 7);
+        copy(htod_pinned, "a copy of pinned memory", CUPTI_ACTIVITY_MEMCPY_KIND_HTOD, PINNED, DEVICE, bytes, stream_id);
+        copy(small, "a small copy", CUPTI_ACTIVITY_MEMCPY_KIND_HTOD, PAGEABLE, DEVICE, 100, stream_id);
+        copy(dtod, "a copy on the device", CUPTI_ACTIVITY_MEMCPY_KIND_DTOD, DEVICE, DEVICE, bytes / 2, stream_id);
+        copy(dtoh, "a copy back", CUPTI_ACTIVITY_MEMCPY_KIND_DTOH, DEVICE, PINNED, bytes, stream_id);
+        copy(dtoh_pageable, "a small copy back", CUPTI_ACTIVITY_MEMCPY_KIND_DTOH, DEVICE, PAGEABLE, 64, 7);
+        const auto &f = only(fills, fill, "a fill");
+        EXPECT_THAT(f.bytes == 4096 && (f.value & 255) == 5 && f.memoryKind == DEVICE && f.graphNodeId == 0, "%llu bytes of %u", (unsigned long long)f.bytes, f.value);
+        // Each node once for each launch; the nodes are the same in both.
+        std::set<uint64_t> nodes[2];
+        for (int launch = 0; launch < 2; launch++) {
+            int found = 0;
+            for (const auto &k : kernels) {
+                if (!is_of(k.correlationId, launches[launch])) continue;
+                EXPECT_THAT(k.graphId != 0, "a kernel of no graph");
+                nodes[launch].insert(k.graphNodeId);
+                found++;
+            }
+            EXPECT_THAT(found == 2, "%d kernels", found);
+            const auto &node = only(fills, launches[launch], "a fill of a graph");
+            nodes[launch].insert(node.graphNodeId);
+            EXPECT_THAT(node.bytes == 256, "%llu", (unsigned long long)node.bytes);
+        }
+        EXPECT_THAT(nodes[0].size() == 3 && nodes[0] == nodes[1], "%zu nodes", nodes[0].size());
+        // NVIDIA's runtime inside a program does not tell rgpu's driver what the program calls; then the driver's functions are told.
+        if (dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD)) {
+            const Api &call = calls.at(k1.correlationId);
+            EXPECT_THAT(call.runtime && call.cbid == CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000, "%d, %u", call.runtime, call.cbid);
+        }
+        for (const auto &k : kernels) EXPECT_THAT(!is_of(k.correlationId, capturing) && !is_of(k.correlationId, outer), "a kernel of another's call");
+    }
+
+    // By a clock of the program's, in buffers that have room for little, each call of the driver and of the runtime once.
+    forget();
+    buffer_size = 1 << 10;
+    OK(cuptiActivityRegisterTimestampCallback(ticks));
+    enable(true);
+    uint64_t before = ticks();
+    const int many = 300;
+    for (int i = 0; i < many; i++) {
+        push(i);
+        first_kernel<<<1, 32, 0, stream>>>(device, 32);
+        pop(i);
+    }
+    CHECK(cudaStreamSynchronize(stream));
+    uint64_t after = ticks();
+    OK(cuptiActivityFlushAll(0));
+    enable(false);
+    OK(cuptiActivityFlushAll(1));
+    {
+        std::lock_guard<std::mutex> turn(lock);
+        EXPECT_THAT((int)kernels.size() == many, "%zu", kernels.size());
+        uint64_t end = 0;
+        for (int i = 0; i < many; i++) {
+            const auto &k = only(kernels, i, "one of many");
+            // The clocks are compared to some microseconds.
+            EXPECT_THAT(k.start >= before && k.end <= after + 7 * 1000000, "it took from %llu to %llu of %llu to %llu", (unsigned long long)k.start, (unsigned long long)k.end, (unsigned long long)before, (unsigned long long)after);
+            EXPECT_THAT(k.start >= end, "kernels of one stream overlap");
+            end = k.end;
+        }
+    }
+
+    // Callbacks.
+    CUpti_SubscriberHandle subscriber, second;
+    OK(cuptiSubscribe(&subscriber, callback, &entered));
+    EXPECT_THAT(p_cuptiSubscribe(&second, callback, nullptr) == CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED, "two subscribers");
+    OK(cuptiEnableCallback(1, subscriber, CUPTI_CB_DOMAIN_DRIVER_API, CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize));
+    cuCtxSynchronize();
+    int value_of_nothing;
+    cuDriverGetVersion(&value_of_nothing);
+    OK(cuptiEnableCallback(0, subscriber, CUPTI_CB_DOMAIN_DRIVER_API, CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize));
+    cuCtxSynchronize();
+    OK(cuptiUnsubscribe(subscriber));
+    EXPECT_THAT(entered == 1 && left == 1, "%d and %d calls", entered.load(), left.load());
+
+    forget();
+    first_kernel<<<1, 32, 0, stream>>>(device, 0);
+    CHECK(cudaDeviceSynchronize());
+    OK(cuptiActivityFlushAll(1));
+    EXPECT_THAT(kernels.empty() && calls.empty(), "it was recorded after the end");
+    OK(cuptiFinalize());
+    CHECK(cudaFree(device));
+    return pass("%d launches", many);
+}
