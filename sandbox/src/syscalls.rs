@@ -1,6 +1,6 @@
 //! The list of allowed system calls, and what happens to others.
 //!
-//! A list is a starting point plus what a program adds. It becomes two filters in the kernel (seccomp(2)): one that answers a few calls with an error that libraries expect, and one that
+//! A list is a starting point plus what a program adds (workers in `gpu-server/src/confinement.rs`, device processes in `vhost-rgpu/src/confinement.rs`). It becomes two filters in the kernel (seccomp(2)): one that answers a few calls with an error that libraries expect, and one that
 //! lets only listed calls through.
 
 use std::collections::BTreeMap;

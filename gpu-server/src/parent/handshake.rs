@@ -1,4 +1,4 @@
-//! The first message of a connection, which decides where the connection goes.
+//! The first message of a connection, which decides where the connection goes. Connections that have not sent it yet, and how many there may be: [`super::listen`].
 
 use std::io::{self, Write};
 use std::net::TcpStream;

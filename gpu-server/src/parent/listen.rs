@@ -40,7 +40,7 @@ use super::trust::Principal;
 
 /// How long a client may take to say what it wants. Over TLS it takes four times the way to the server.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
-/// Most connections that have not said what they want.
+/// Most connections that have not said what they want: without a complete handshake.
 const MAX_SILENT: usize = 512;
 /// The same of one source: an address, or all of this machine's users together.
 const MAX_SILENT_OF_ONE: usize = 64;

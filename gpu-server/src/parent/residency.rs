@@ -3,7 +3,7 @@
 //! Sessions together may hold more memory than a device has. Each is in one of two states: its movable memory is **on** its devices, or **away**, in memory of this machine. A session that is away
 //! has none of it on any device, and comes back only when there is room for all of it. So no session waits for another with half of its memory in hand.
 //!
-//! Whoever wants room waits in line, and keeps its place for a moment after it has got some: programs take their memory in pieces. For the first in line, sessions are told to leave: those of its own principal first, and of these the one that has been without a command for longest. A session
+//! Whoever wants room waits in line, and keeps its place for a moment after it has got some: programs take their memory in pieces. For the first in line, sessions are told to leave: idle ones before busy ones, of these those of its own principal first, and of these the one that has been without a command for longest. A session
 //! keeps its memory for some time once it is on the devices ([`Rules::residency`]); one that has commands, for five times as long. Two busy sessions therefore take turns of seconds, and not of
 //! milliseconds. Nobody is told to leave when even all who may would not make enough room.
 //! Who waits further back in line, and can leave meanwhile, does so at once: two sessions that each have a part of what they want would wait for each other otherwise.

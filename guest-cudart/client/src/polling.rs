@@ -1,4 +1,4 @@
-//! How long a thread polls before it sleeps.
+//! How a program's threads adapt to how well polling pays. The times are in `protocol/src/polling.rs`.
 
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;

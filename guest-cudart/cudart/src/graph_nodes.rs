@@ -9,7 +9,7 @@ use std::ptr;
 
 use crate::arguments::{In, Out};
 use crate::context::required_context;
-use crate::copy3d::{of_bytes, of_parms, to_parms};
+use crate::copy_boxes::{of_bytes, of_parms, to_parms};
 use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::registry;

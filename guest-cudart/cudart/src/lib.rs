@@ -41,7 +41,7 @@ mod types;
 
 mod array;
 mod copy;
-mod copy3d;
+mod copy_boxes;
 #[cfg(feature = "v12")]
 mod cuda12;
 mod device;

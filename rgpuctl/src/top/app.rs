@@ -1,4 +1,4 @@
-//! What is shown: rows of four kinds, made of the last two samples, in the order that the user has chosen.
+//! What is shown: columns, and rows of four kinds, made of the last two samples, in the order that the user has chosen.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};

@@ -1,5 +1,5 @@
 //! 2D and 3D copies. Every copy that has rows becomes one 3D copy of the driver, which also covers 2D copies
-//! and arrays.
+//! and arrays. The driver's own checks are in libcuda's `work/copy_boxes.rs`.
 
 use std::ffi::{c_int, c_uint, c_void};
 
