@@ -10,6 +10,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Args;
+use protocol::trace::{HOST_ONLY, VARIABLE};
 
 use crate::recording::{self, Commands, FIRST, STAGES};
 use crate::run::run_program;
@@ -37,6 +38,9 @@ pub struct Arguments {
     /// Write a timeline to this file, in Chrome's trace format. By default none is written
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// Leave out what the device did, which takes time of the server for each command
+    #[arg(long)]
+    host_only: bool,
     /// Keep the timestamps of every command in this folder, which is created if needed. By default they are not kept
     #[arg(long, value_name = "FOLDER")]
     keep: Option<PathBuf>,
@@ -56,7 +60,11 @@ pub fn trace(arguments: &Arguments) -> Result<ExitCode> {
             .context("cannot create a folder for the timestamps")?,
     };
     // SAFETY: no other thread has been started yet.
-    unsafe { std::env::set_var("RGPU_TRACE", &folder) };
+    unsafe { std::env::set_var(VARIABLE, &folder) };
+    if arguments.host_only {
+        // SAFETY: as above.
+        unsafe { std::env::set_var(HOST_ONLY, "1") };
+    }
     let code = run_program(&arguments.target, &arguments.program);
     let (traced, waits) = (recording::read(&folder), waits(&folder));
     if arguments.keep.is_none() {

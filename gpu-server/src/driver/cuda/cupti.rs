@@ -158,6 +158,13 @@ pub(super) fn load(configured: Option<&Path>) -> Result<&'static Cupti, &'static
     loaded.as_ref().map_err(String::as_str)
 }
 
+/// Where a worker would find the library, in one line for a person.
+pub fn report(configured: Option<&Path>) -> Result<String, String> {
+    let found = paths(configured).into_iter().find(|path| open(path).is_ok());
+    let missing = || "no CUPTI: profilers of clients will see no kernels (see --cupti)".to_owned();
+    found.map(|path| format!("CUPTI, for profilers of clients: {}", path.display())).ok_or_else(missing)
+}
+
 impl Cupti {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
