@@ -28,8 +28,8 @@ use std::time::SystemTime;
 /// The environment variable with the folder for the timestamps.
 pub const VARIABLE: &str = "RGPU_TRACE";
 
-/// If this environment variable is set for a server, its timelines have no work of devices.
-pub const HOST_ONLY: &str = "RGPU_TRACE_HOST_ONLY";
+/// If this environment variable is set for a server, its timelines have what devices did.
+pub const DEVICES: &str = "RGPU_TRACE_DEVICES";
 
 /// Most entries that a recorder keeps in its chunks, and most spans beside them. Later ones are only counted.
 const MOST: usize = 1 << 20;

@@ -1,4 +1,4 @@
-//! When the device was busy with which command, if a timeline is recorded ([`protocol::trace`]).
+//! When the device was busy with which command, if a timeline is recorded ([`protocol::trace`]) and is to have that ([`DEVICES`]).
 //!
 //! The backend's records of activity tell it. Where there are none, the driver says when a stream has come to the end of a command. It began when the stream had done what came before, or when the
 //! dispatcher took it, whichever was later: so what the stream waited for in between, such as an event of another stream, is part of the time.
@@ -15,7 +15,7 @@ use protocol::ops::direct;
 use protocol::ops::graph::GraphLaunch;
 use protocol::ops::launch::Launch;
 use protocol::ops::{self, Op, OpInfo};
-use protocol::trace::{HOST_ONLY, RECORDER, Work};
+use protocol::trace::{DEVICES, RECORDER, Work};
 
 use crate::driver::activity::Activity;
 use crate::driver::{Backend, Call};
@@ -25,8 +25,8 @@ use crate::driver::{Backend, Call};
 pub(super) struct Timeline {
     /// The backend's records.
     activity: Option<Arc<Activity>>,
-    /// Nothing is to be told of devices.
-    host_only: bool,
+    /// Whether it is wanted.
+    on: bool,
     /// Without records: for each stream, when it came to the end of the last command.
     ends: Arc<Mutex<HashMap<u32, u64>>>,
 }
@@ -54,8 +54,8 @@ pub(super) fn work_stream(info: &OpInfo, body: &[u8]) -> Option<StreamId> {
 impl Timeline {
     /// The session begins.
     pub(super) fn begin(&mut self, backend: &mut dyn Backend, call: &mut Call) {
-        self.host_only = std::env::var_os(HOST_ONLY).is_some();
-        if RECORDER.is_on() && !self.host_only {
+        self.on = RECORDER.is_on() && std::env::var_os(DEVICES).is_some();
+        if self.on {
             self.activity = backend.record(call);
         }
     }
@@ -81,7 +81,7 @@ impl Timeline {
         body: &[u8],
         taken: u64,
     ) {
-        if self.host_only || self.activity.is_some() {
+        if !self.on || self.activity.is_some() {
             return;
         }
         let info = ops::info(record.opcode);
