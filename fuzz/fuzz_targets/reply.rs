@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use protocol::ops::{self, copy, device, module, nvml};
+use protocol::ops::{self, activity, copy, device, module, nvml};
 
 fuzz_target!(|body: &[u8]| {
     let _ = ops::decode_reply::<device::SessionInfoReply>(body);
@@ -10,6 +10,7 @@ fuzz_target!(|body: &[u8]| {
     let _ = ops::decode_reply::<device::PeerInfoReply>(body);
     let _ = ops::decode_reply::<module::FunctionTable>(body);
     let _ = ops::decode_reply::<module::ModuleLoadReply>(body);
+    let _ = ops::decode_reply::<activity::ActivityRecords>(body);
     let _ = ops::decode_reply::<copy::MemcpyDtoHInlineReply>(body);
     let _ = ops::decode_reply::<nvml::NvmlSystemReply>(body);
     let _ = ops::decode_reply::<nvml::NvmlQueryReply>(body);

@@ -15,6 +15,8 @@ pub fn main(backing: &Backing) -> ExitCode {
             Ok(lines) => lines.iter().for_each(|line| println!("  {line}")),
             Err(e) => println!("  CUDA: {e}"),
         }
+        let (Ok(line) | Err(line)) = driver::cuda::cupti::report(backing.cupti.as_deref());
+        println!("  {line}");
     }
     match driver::nvml::Management::new(backing, Quota::default()).devices() {
         Ok(devices) => println!("  NVML: {} device(s): {}", devices.len(), devices.join(", ")),

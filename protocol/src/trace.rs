@@ -19,17 +19,22 @@
 //!
 //! Times are nanoseconds since 1970.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::fmt::Write;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 /// The environment variable with the folder for the timestamps.
 pub const VARIABLE: &str = "RGPU_TRACE";
 
-/// Most stages that a process records, and most spans and names together. Later ones are only counted.
+/// If this environment variable is set for a server, its timelines have what devices did.
+pub const DEVICES: &str = "RGPU_TRACE_DEVICES";
+
+/// Most entries that a recorder keeps in its chunks, and most spans beside them. Later ones are only counted.
 const MOST: usize = 1 << 20;
+/// Entries of a chunk.
+const CHUNK: usize = 4096;
 
 /// A point on a command's way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +60,18 @@ pub enum Stage {
     Woken,
 }
 
+const STAGES: [Stage; 9] = [
+    Stage::Appended,
+    Stage::Rung,
+    Stage::Taken,
+    Stage::Received,
+    Stage::Begun,
+    Stage::Executed,
+    Stage::Answered,
+    Stage::Delivered,
+    Stage::Woken,
+];
+
 impl Stage {
     /// Its name in a file.
     pub fn name(self) -> &'static str {
@@ -72,52 +89,107 @@ impl Stage {
     }
 }
 
-/// What a thread or a stream was doing for some time, from the first number of nanoseconds to the second, or the name of a kernel.
+/// A name in a recorder's table; not there before it is used.
+#[derive(Debug, Default)]
+pub struct Name(AtomicU32);
+
+impl Name {
+    /// One that was not used.
+    pub const fn new() -> Name {
+        Name(AtomicU32::new(0))
+    }
+}
+
+/// A device was busy with the command of this `seq`, in this stream: with the kernel of this name, if it is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Span {
-    /// This thread was in a function that the program called.
-    Call(&'static str, [u64; 2]),
-    /// A device was busy with the command of this `seq`, in this stream: with the kernel of this name, if it is known.
-    Work(u64, u32, [u64; 2], String),
-    /// The command launches the kernel with this name.
-    Kernel(u64, String),
+pub struct Work {
+    /// The command.
+    pub seq: u64,
+    /// The stream.
+    pub stream: u32,
+    /// From the first number of nanoseconds to the second.
+    pub times: [u64; 2],
+    /// The kernel's name; empty if it is not known, or there is none.
+    pub name: String,
 }
 
-/// A command, by its `seq`, reached a stage.
+/// What a chunk's entry says: the first of its words.
+mod entry {
+    /// A stage, in the next byte, and an opcode above; the command, and when.
+    pub const STAGE: u64 = 1;
+    /// A function of the program's, by name; from when to when.
+    pub const CALL: u64 = 2;
+    /// The name of a kernel; the command.
+    pub const KERNEL: u64 = 3;
+}
+
+/// Entries of one thread. Only that thread adds some; what it has added, all threads may read.
 #[derive(Debug)]
-struct Note {
-    seq: u64,
-    stage: Stage,
-    opcode: u16,
-    at: u64,
+struct Chunk {
+    /// The thread's number in the timeline.
     thread: u32,
+    len: AtomicUsize,
+    entries: Box<[[AtomicU64; 3]]>,
 }
 
-/// The timestamps of one process, or of one session in it.
+impl Chunk {
+    fn new(thread: u32) -> Chunk {
+        let empty = || [const { AtomicU64::new(0) }; 3];
+        Chunk { thread, len: AtomicUsize::new(0), entries: (0..CHUNK).map(|_| empty()).collect() }
+    }
+
+    /// Adds an entry. Whether there was room.
+    #[inline]
+    fn push(&self, words: [u64; 3]) -> bool {
+        let len = self.len.load(Ordering::Relaxed);
+        let Some(place) = self.entries.get(len) else { return false };
+        for (to, word) in place.iter().zip(words) {
+            to.store(word, Ordering::Relaxed);
+        }
+        self.len.store(len + 1, Ordering::Release);
+        true
+    }
+
+    fn all(&self) -> impl Iterator<Item = [u64; 3]> {
+        let len = self.len.load(Ordering::Acquire);
+        self.entries[..len.min(CHUNK)]
+            .iter()
+            .map(|words| words.each_ref().map(|word| word.load(Ordering::Relaxed)))
+    }
+}
+
+thread_local! {
+    /// The chunk that this thread fills, and the number of its recorder.
+    static OWN: RefCell<Option<(u64, Arc<Chunk>)>> = const { RefCell::new(None) };
+}
+
+/// The timestamps of one process, or of one session in it. Each thread has chunks of its own, so recording takes no lock and allocates nothing but a chunk now and then; text is made of it only in
+/// the end ([`Recorder::take`]).
 #[derive(Debug)]
 pub struct Recorder {
     on: AtomicBool,
-    stages: Mutex<Vec<Note>>,
-    spans: Mutex<Vec<(Span, u32)>>,
+    /// Tells it from others; 0 before it is used.
+    number: AtomicU64,
+    chunks: Mutex<Vec<Arc<Chunk>>>,
+    names: Mutex<Vec<String>>,
+    work: Mutex<Vec<Work>>,
     lost: AtomicU32,
 }
 
 /// The recorder of this process.
 pub static RECORDER: Recorder = Recorder::new();
 
-/// This thread's number in the timeline, from 1 on.
+/// The calling thread's number in the timeline, from 1 on.
 fn thread() -> u32 {
     static COUNT: AtomicU32 = AtomicU32::new(1);
     thread_local! {
-        static NUMBER: Cell<u32> = const { Cell::new(0) };
+        static NUMBER: u32 = COUNT.fetch_add(1, Ordering::Relaxed);
     }
-    // It has no destructor, so it can be used as long as the thread runs.
-    NUMBER.with(|number| {
-        if number.get() == 0 {
-            number.set(COUNT.fetch_add(1, Ordering::Relaxed));
-        }
-        number.get()
-    })
+    NUMBER.try_with(|number| *number).unwrap_or(0)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Default for Recorder {
@@ -129,8 +201,14 @@ impl Default for Recorder {
 impl Recorder {
     /// One that does not record yet.
     pub const fn new() -> Recorder {
-        let (on, lost) = (AtomicBool::new(false), AtomicU32::new(0));
-        Recorder { on, stages: Mutex::new(Vec::new()), spans: Mutex::new(Vec::new()), lost }
+        Recorder {
+            on: AtomicBool::new(false),
+            number: AtomicU64::new(0),
+            chunks: Mutex::new(Vec::new()),
+            names: Mutex::new(Vec::new()),
+            work: Mutex::new(Vec::new()),
+            lost: AtomicU32::new(0),
+        }
     }
 
     /// Whether it records.
@@ -141,6 +219,10 @@ impl Recorder {
 
     /// Starts recording.
     pub fn start(&self) {
+        static NUMBERS: AtomicU64 = AtomicU64::new(1);
+        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        // Once it has a number, it keeps that.
+        let _ = self.number.compare_exchange(0, number, Ordering::Relaxed, Ordering::Relaxed);
         self.on.store(true, Ordering::Relaxed);
     }
 
@@ -148,29 +230,11 @@ impl Recorder {
     #[inline]
     pub fn note(&self, stage: Stage, seq: u64, opcode: u16) {
         if self.is_on() {
-            self.keep(stage, seq, opcode, now());
+            self.note_at(stage, seq, opcode, now());
         }
     }
 
-    /// Records a span, or a name, if it records at all.
-    #[inline]
-    pub fn span(&self, span: impl FnOnce() -> Span) {
-        if self.is_on() {
-            self.keep_span(span());
-        }
-    }
-
-    #[cold]
-    fn keep_span(&self, span: Span) {
-        let mut spans = self.spans.lock().unwrap_or_else(|e| e.into_inner());
-        if spans.len() < MOST {
-            spans.push((span, thread()));
-        } else {
-            self.lost.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-
-    /// The time, for [`Recorder::note_at`] and for spans; 0 if nothing is recorded.
+    /// The time, for [`Recorder::note_at`] and for calls; 0 if nothing is recorded.
     #[inline]
     pub fn clock(&self) -> u64 {
         if self.is_on() { now() } else { 0 }
@@ -180,17 +244,34 @@ impl Recorder {
     #[inline]
     pub fn note_at(&self, stage: Stage, seq: u64, opcode: u16, at: u64) {
         if self.is_on() && at != 0 {
-            self.keep(stage, seq, opcode, at);
+            self.push([entry::STAGE | (stage as u64) << 8 | u64::from(opcode) << 16, seq, at]);
         }
     }
 
-    #[cold]
-    fn keep(&self, stage: Stage, seq: u64, opcode: u16, at: u64) {
-        let mut stages = self.stages.lock().unwrap_or_else(|e| e.into_inner());
-        if stages.len() < MOST {
-            stages.push(Note { seq, stage, opcode, at, thread: thread() });
+    /// Records that this thread was in a function of the program's from `begin` to now.
+    pub fn call(&self, name: &Name, text: &str, begin: u64) {
+        if self.is_on() && begin != 0 {
+            let number = self.number_of(name, text);
+            self.push([entry::CALL | number << 8, begin, now()]);
+        }
+    }
+
+    /// Records the name of the kernel that a command launches.
+    pub fn kernel<'a>(&self, seq: u64, name: &Name, text: impl FnOnce() -> std::borrow::Cow<'a, str>) {
+        if self.is_on() {
+            let known = u64::from(name.0.load(Ordering::Relaxed));
+            let number = if known == 0 { self.number_of(name, &text()) } else { known };
+            self.push([entry::KERNEL | number << 8, seq, 0]);
+        }
+    }
+
+    /// Records when a device worked.
+    pub fn work(&self, work: Work) {
+        let mut all = lock(&self.work);
+        if all.len() < MOST {
+            all.push(work);
         } else {
-            self.lost.fetch_add(1, Ordering::Relaxed);
+            self.lose(1);
         }
     }
 
@@ -199,30 +280,80 @@ impl Recorder {
         self.lost.fetch_add(u32::try_from(entries).unwrap_or(u32::MAX), Ordering::Relaxed);
     }
 
-    /// Takes what was recorded since the last call, as the lines above. `None` if nothing is recorded.
+    /// A name's place in the table, counted from 1.
+    #[inline]
+    fn number_of(&self, name: &Name, text: &str) -> u64 {
+        let known = name.0.load(Ordering::Relaxed);
+        if known != 0 {
+            return known.into();
+        }
+        let mut names = lock(&self.names);
+        names.push(text.replace(char::is_whitespace, " "));
+        let number = names.len() as u32;
+        // Where two threads come here at once, the name has two places.
+        name.0.store(number, Ordering::Relaxed);
+        number.into()
+    }
+
+    #[inline]
+    fn push(&self, words: [u64; 3]) {
+        let number = self.number.load(Ordering::Relaxed);
+        let pushed = OWN.try_with(|own| match own.try_borrow().as_deref() {
+            Ok(Some((recorder, chunk))) if *recorder == number => chunk.push(words),
+            _ => false,
+        });
+        if pushed != Ok(true) {
+            self.push_to_another(number, words);
+        }
+    }
+
+    /// Adds an entry to a new chunk.
+    #[cold]
+    fn push_to_another(&self, number: u64, words: [u64; 3]) {
+        let chunk = {
+            let mut chunks = lock(&self.chunks);
+            if chunks.len() >= MOST / CHUNK {
+                return self.lose(1);
+            }
+            let chunk = Arc::new(Chunk::new(thread()));
+            chunks.push(Arc::clone(&chunk));
+            chunk
+        };
+        chunk.push(words);
+        // A thread that is being destroyed has no place for it, and gets another one for the next entry.
+        let _ = OWN.try_with(|own| own.try_borrow_mut().map(|mut own| *own = Some((number, chunk))).ok());
+    }
+
+    /// What was recorded, as the lines above. `None` if nothing is recorded. To be called once, in the end: what a thread records afterwards may be missing.
     pub fn take(&self) -> Option<String> {
         if !self.is_on() {
             return None;
         }
-        let stages = std::mem::take(&mut *self.stages.lock().unwrap_or_else(|e| e.into_inner()));
-        let mut text = String::with_capacity(stages.len() * 48);
-        // Writing to a string does not fail.
-        for Note { seq, stage, opcode, at, thread } in stages {
-            let name = crate::ops::info(opcode).map_or("-", |info| info.name);
-            let _ = writeln!(text, "{seq} {} {at} {name} {thread}", stage.name());
+        let chunks = std::mem::take(&mut *lock(&self.chunks));
+        let names = lock(&self.names);
+        let mut text = String::with_capacity(chunks.len() * CHUNK * 48);
+        for chunk in &chunks {
+            let thread = chunk.thread;
+            for [what, first, second] in chunk.all() {
+                let name = || names.get((what >> 8) as usize - 1).map_or("-", String::as_str);
+                // Writing to a string does not fail.
+                let _ = match what & 0xff {
+                    entry::STAGE => {
+                        let stage = STAGES.get((what >> 8 & 0xff) as usize).map_or("-", |stage| stage.name());
+                        let operation = crate::ops::info((what >> 16) as u16).map_or("-", |info| info.name);
+                        writeln!(text, "{first} {stage} {second} {operation} {thread}")
+                    }
+                    entry::CALL => writeln!(text, "call {thread} {first} {second} {}", name()),
+                    _ => writeln!(text, "kernel {first} {}", name()),
+                };
+            }
         }
-        let spans = std::mem::take(&mut *self.spans.lock().unwrap_or_else(|e| e.into_inner()));
-        for (span, thread) in spans {
-            let _ = match span {
-                Span::Call(name, [begin, end]) => writeln!(text, "call {thread} {begin} {end} {name}"),
-                Span::Work(seq, stream, [begin, end], name) => {
-                    let name = name.replace(char::is_whitespace, " ");
-                    writeln!(text, "work {stream} {begin} {end} {seq} {name}")
-                }
-                Span::Kernel(seq, name) => {
-                    writeln!(text, "kernel {seq} {}", name.replace(char::is_whitespace, " "))
-                }
-            };
+        for Work { seq, stream, times: [begin, end], name } in std::mem::take(&mut *lock(&self.work)) {
+            let _ = writeln!(
+                text,
+                "work {stream} {begin} {end} {seq} {}",
+                name.replace(char::is_whitespace, " ")
+            );
         }
         let lost = self.lost.swap(0, Ordering::Relaxed);
         if lost > 0 {
@@ -260,20 +391,67 @@ mod tests {
     }
 
     #[test]
-    fn spans_and_names_have_lines_of_their_own() {
+    fn calls_kernels_and_work_have_lines_of_their_own() {
         let recorder = Recorder::new();
-        recorder.span(|| unreachable!("nothing is recorded yet"));
+        let (call, kernel) = (Name::new(), Name::new());
+        recorder.call(&call, "cudaMalloc", 5);
+        recorder.kernel(7, &kernel, || unreachable!("nothing is recorded yet"));
         recorder.start();
-        recorder.span(|| Span::Call("cudaMalloc", [5, 9]));
-        recorder.span(|| Span::Work(7, 3, [6, 8], "add(int\n*)".into()));
+        recorder.call(&call, "cudaMalloc", 5);
+        recorder.work(Work { seq: 7, stream: 3, times: [6, 8], name: "add(int\n*)".into() });
         std::thread::scope(|scope| {
-            scope.spawn(|| recorder.span(|| Span::Kernel(7, "add(int\n*)".into())));
+            scope.spawn(|| {
+                recorder.kernel(7, &kernel, || "add(int\n*)".into());
+                recorder.kernel(8, &kernel, || unreachable!("the name is known"));
+            });
         });
+        recorder.lose(3);
         let text = recorder.take().unwrap();
-        let thread = thread();
-        assert_eq!(
-            text,
-            format!("call {thread} 5 9 cudaMalloc\nwork 3 6 8 7 add(int *)\nkernel 7 add(int *)\n")
+        let (first, rest) = text.split_once('\n').unwrap();
+        assert!(
+            first.starts_with(&format!("call {} 5 ", thread())) && first.ends_with(" cudaMalloc"),
+            "{first}"
         );
+        assert_eq!(rest, "kernel 7 add(int *)\nkernel 8 add(int *)\nwork 3 6 8 7 add(int *)\nlost 3\n");
+    }
+
+    #[test]
+    fn each_entry_is_there_once_whichever_threads_and_recorders_there_are() {
+        let recorders = [Recorder::new(), Recorder::new()];
+        recorders.iter().for_each(Recorder::start);
+        let each = CHUNK as u64 + 100;
+        std::thread::scope(|scope| {
+            for thread in 0..3 {
+                let recorders = &recorders;
+                scope.spawn(move || {
+                    for seq in 0..each {
+                        // They take turns rarely, as a thread changes from one session to another.
+                        recorders[usize::from(seq > each / 2)].note_at(
+                            Stage::Begun,
+                            thread * each + seq,
+                            0,
+                            1,
+                        );
+                    }
+                });
+            }
+        });
+        let texts = recorders.each_ref().map(|recorder| recorder.take().unwrap());
+        let mut seen: Vec<u64> = texts
+            .iter()
+            .flat_map(|text| text.lines().map(|line| line.split(' ').next().unwrap().parse().unwrap()))
+            .collect();
+        seen.sort_unstable();
+        assert_eq!(seen, (0..3 * each).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn what_does_not_fit_is_counted() {
+        let recorder = Recorder::new();
+        recorder.start();
+        for seq in 0..MOST as u64 + 5 {
+            recorder.note_at(Stage::Begun, seq, 0, 1);
+        }
+        assert!(recorder.take().unwrap().ends_with("\nlost 5\n"));
     }
 }

@@ -10,6 +10,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Args;
+use protocol::trace::{DEVICES, VARIABLE};
 
 use crate::recording::{self, Commands, FIRST, STAGES};
 use crate::run::run_program;
@@ -27,16 +28,19 @@ use crate::timeline;
 /// network, these are the calls that make a program slow.
 #[derive(Args)]
 ///
-/// --output writes a timeline that shows every call, command, kernel and copy. Open it at https://ui.perfetto.dev, which keeps it in the browser, or in chrome://tracing.
+/// --output writes a timeline that shows every call and command, and with --devices every kernel and copy. Open it at https://ui.perfetto.dev, which keeps it in the browser, or in chrome://tracing.
 #[command(after_long_help = "Examples:
   rgpuctl trace --transport tcp -- ./vectorAdd
-  rgpuctl trace --output train.json -- python3 train.py")]
+  rgpuctl trace --output train.json --devices -- python3 train.py")]
 pub struct Arguments {
     #[command(flatten)]
     target: Target,
     /// Write a timeline to this file, in Chrome's trace format. By default none is written
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// With --output: show the device's kernels and copies, too. That takes microseconds of the server for each of them. By default the timeline has calls and commands only
+    #[arg(long, requires = "output")]
+    devices: bool,
     /// Keep the timestamps of every command in this folder, which is created if needed. By default they are not kept
     #[arg(long, value_name = "FOLDER")]
     keep: Option<PathBuf>,
@@ -56,7 +60,11 @@ pub fn trace(arguments: &Arguments) -> Result<ExitCode> {
             .context("cannot create a folder for the timestamps")?,
     };
     // SAFETY: no other thread has been started yet.
-    unsafe { std::env::set_var("RGPU_TRACE", &folder) };
+    unsafe { std::env::set_var(VARIABLE, &folder) };
+    if arguments.devices {
+        // SAFETY: as above.
+        unsafe { std::env::set_var(DEVICES, "1") };
+    }
     let code = run_program(&arguments.target, &arguments.program);
     let (traced, waits) = (recording::read(&folder), waits(&folder));
     if arguments.keep.is_none() {

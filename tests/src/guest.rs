@@ -18,7 +18,8 @@ pub const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 pub const PROGRAMS: &str = "/usr/local/bin";
 
 /// The libraries that a program loads instead of NVIDIA's, if they have been built.
-const LIBRARY_NAMES: [&str; 4] = ["libcuda.so.1", "libcudart.so.13", "libcudart.so.12", "libnvidia-ml.so.1"];
+const LIBRARY_NAMES: [&str; 5] =
+    ["libcuda.so.1", "libcudart.so.13", "libcudart.so.12", "libnvidia-ml.so.1", "libcupti.so.13"];
 
 /// A guest with the driver, the libraries, `rgpuctl` and the given programs, still without a device.
 pub fn builder(programs: &[Program]) -> Builder {

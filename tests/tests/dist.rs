@@ -61,6 +61,7 @@ fn an_installation_contains_every_file_it_needs() -> Result<()> {
         "lib/rgpu/libcudart.so.12",
         "lib/rgpu/libcudart.so.13",
         "lib/rgpu/libnvidia-ml.so.1",
+        "lib/rgpu/libcupti.so.13",
         "share/rgpu/LICENSE",
         "share/rgpu/README.md",
         "share/rgpu/docs/wire.md",

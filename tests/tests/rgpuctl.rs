@@ -105,7 +105,7 @@ fn a_timeline_has_calls_commands_and_kernels_on_one_clock() -> Result<()> {
         let file = folder.path().join(transport);
         let mut command = Command::new(tree::binaries().join("rgpuctl"));
         command
-            .args(["trace", "--backend", "software", "--transport", transport, "--output"])
+            .args(["trace", "--devices", "--backend", "software", "--transport", transport, "--output"])
             .arg(&file)
             .arg("--")
             .arg(built("vectorAdd")?)

@@ -1,4 +1,4 @@
-//! When the device was busy with which command, if a timeline is recorded ([`protocol::trace`]).
+//! When the device was busy with which command, if a timeline is recorded ([`protocol::trace`]) and is to have that ([`DEVICES`]).
 //!
 //! The backend's records of activity tell it. Where there are none, the driver says when a stream has come to the end of a command. It began when the stream had done what came before, or when the
 //! dispatcher took it, whichever was later: so what the stream waited for in between, such as an event of another stream, is part of the time.
@@ -15,7 +15,7 @@ use protocol::ops::direct;
 use protocol::ops::graph::GraphLaunch;
 use protocol::ops::launch::Launch;
 use protocol::ops::{self, Op, OpInfo};
-use protocol::trace::{RECORDER, Span};
+use protocol::trace::{DEVICES, RECORDER, Work};
 
 use crate::driver::activity::Activity;
 use crate::driver::{Backend, Call};
@@ -25,7 +25,9 @@ use crate::driver::{Backend, Call};
 pub(super) struct Timeline {
     /// The backend's records.
     activity: Option<Arc<Activity>>,
-    /// Without these: for each stream, when it came to the end of the last command.
+    /// Whether it is wanted.
+    on: bool,
+    /// Without records: for each stream, when it came to the end of the last command.
     ends: Arc<Mutex<HashMap<u32, u64>>>,
 }
 
@@ -52,7 +54,8 @@ pub(super) fn work_stream(info: &OpInfo, body: &[u8]) -> Option<StreamId> {
 impl Timeline {
     /// The session begins.
     pub(super) fn begin(&mut self, backend: &mut dyn Backend, call: &mut Call) {
-        if RECORDER.is_on() {
+        self.on = RECORDER.is_on() && std::env::var_os(DEVICES).is_some();
+        if self.on {
             self.activity = backend.record(call);
         }
     }
@@ -63,8 +66,8 @@ impl Timeline {
         backend.flush_activity();
         let (records, dropped) = activity.drain();
         for (record, name) in records {
-            let (seq, times) = (record.seq, [record.begin, record.end]);
-            RECORDER.span(|| Span::Work(seq, record.stream, times, name.to_string()));
+            let (seq, stream, times) = (record.seq, record.stream, [record.begin, record.end]);
+            RECORDER.work(Work { seq, stream, times, name: name.to_string() });
         }
         RECORDER.lose(dropped);
     }
@@ -78,7 +81,7 @@ impl Timeline {
         body: &[u8],
         taken: u64,
     ) {
-        if self.activity.is_some() {
+        if !self.on || self.activity.is_some() {
             return;
         }
         let info = ops::info(record.opcode);
@@ -88,7 +91,12 @@ impl Timeline {
             let now = RECORDER.clock();
             let mut ends = ends.lock().unwrap_or_else(PoisonError::into_inner);
             let before = ends.insert(stream.0, now).unwrap_or(0);
-            RECORDER.span(|| Span::Work(seq, stream.0, [before.max(taken), now], String::new()));
+            RECORDER.work(Work {
+                seq,
+                stream: stream.0,
+                times: [before.max(taken), now],
+                name: String::new(),
+            });
         };
         backend.after_work(call, stream, Box::new(end));
     }

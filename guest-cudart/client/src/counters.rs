@@ -14,7 +14,7 @@ use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, Once, OnceLock, PoisonError};
 
-use protocol::trace::{RECORDER, Span, VARIABLE};
+use protocol::trace::{Name, RECORDER, VARIABLE};
 
 use crate::activity;
 
@@ -156,13 +156,15 @@ pub struct Call {
     runtime: bool,
     calls: AtomicU64,
     counts: [AtomicU64; NAMES.len()],
+    /// Its name in the timeline.
+    traced: Name,
 }
 
 impl Call {
     /// A function that has not been called.
     pub const fn new(name: &'static str) -> Call {
         let counts = [const { AtomicU64::new(0) }; NAMES.len()];
-        Call { name, runtime: false, calls: AtomicU64::new(0), counts }
+        Call { name, runtime: false, calls: AtomicU64::new(0), counts, traced: Name::new() }
     }
 }
 
@@ -185,7 +187,7 @@ impl Drop for Inside {
 /// Puts a call into the timeline, if there is one.
 fn note(call: &'static Call, since: u64) {
     if since != 0 {
-        RECORDER.span(|| Span::Call(call.name, [since, RECORDER.clock()]));
+        RECORDER.call(&call.traced, call.name, since);
     }
 }
 

@@ -60,6 +60,7 @@ pub fn doctor(arguments: &Arguments) -> ExitCode {
     } else {
         println!("This is a host: there is no rgpu device here.");
         findings.extend([qemu(), kvm(), gpu()]);
+        findings.extend(profiling(Path::new("/")));
         findings.extend([daemon("vhost-rgpu"), daemon("server")]);
         for (daemon, list, name) in
             [("server", "workers", "worker"), ("vhost-rgpu", "device_processes", "device process")]
@@ -75,6 +76,8 @@ pub fn doctor(arguments: &Arguments) -> ExitCode {
     findings.extend(rdma::check(Path::new("/"), &arguments.rdma, verbs));
     findings
         .extend(["libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1"].map(|name| library(name, in_guest)));
+    // Only profilers need it.
+    findings.push(library("libcupti.so.13", false));
     findings.extend(arguments.server.as_deref().map(server));
 
     for finding in &findings {
@@ -100,6 +103,24 @@ fn has_device() -> bool {
         .flatten()
         .filter_map(|entry| std::fs::read_to_string(entry.path().join("device")).ok())
         .any(|id| id.trim() == "0x0026")
+}
+
+/// With an NVIDIA GPU: whether servers on this machine can tell profilers what it does. `root`: the root of the file system.
+fn profiling(root: &Path) -> Option<Finding> {
+    root.join("dev/nvidiactl").exists().then(|| {
+        let toolkit = ["usr/local/cuda/extras/CUPTI/lib64", "usr/local/cuda/lib64"];
+        let found = ["libcupti.so.13", "libcupti.so.12"].iter().find_map(|name| {
+            let there = toolkit.iter().map(|folder| root.join(folder).join(name)).find(|path| path.exists());
+            there.or_else(|| which_library(name))
+        });
+        match found {
+            Some(path) => Good(format!("profilers of clients can see kernels: CUPTI is {}", path.display())),
+            None => Note(
+                "there is no CUPTI on this machine, so profilers of clients see no kernels on its GPUs".into(),
+                Some("install it (cuda-cupti, or nvidia-cuda-cupti from PyPI) and name it with rgpu-server --cupti".into()),
+            ),
+        }
+    })
 }
 
 fn module() -> Finding {

@@ -18,8 +18,8 @@ use crate::driver::activity::{Activity, blank};
 const BUFFER: usize = 1 << 20;
 /// Buffers begin at a multiple of this.
 const ALIGNMENT: usize = 8;
-/// Commands and calls that are remembered until their records come.
-const MOST_MARKS: usize = 1 << 20;
+/// Driver calls that are remembered until their devices' records come.
+const MOST_CALLS: usize = 1 << 20;
 /// Device records that wait for the record of their call.
 const MOST_WAITING: usize = 1 << 16;
 
@@ -88,6 +88,15 @@ fn symbol(handle: *mut c_void, name: &str) -> Option<*mut c_void> {
     (!found.is_null()).then_some(found)
 }
 
+/// A command's number on the stack of external correlations has its stream in so many bits, and its `seq` above. A client that numbers its streams beyond these, which none does, has them all in one.
+const STREAM_BITS: u32 = 24;
+const MOST_STREAM: u64 = (1 << STREAM_BITS) - 1;
+
+/// What stands for a command, so that marking it takes no lock.
+fn mark_of(seq: u64, stream: u32) -> u64 {
+    seq << STREAM_BITS | u64::from(stream).min(MOST_STREAM)
+}
+
 /// The library, loaded once.
 pub(super) struct Cupti {
     library: Library,
@@ -100,10 +109,7 @@ struct State {
     activity: Option<Arc<Activity>>,
     /// The session's number of each device, by the driver's.
     devices: HashMap<u32, u32>,
-    /// Commands that were marked, from number `first` on.
-    marks: VecDeque<(u64, u32)>,
-    first: u64,
-    /// The mark of each call, by its correlation number; and these numbers in the order in which they came.
+    /// The mark of each call ([`mark_of`]), by its correlation number; and these numbers in the order in which they came.
     calls: HashMap<u32, u64>,
     order: VecDeque<u32>,
     /// Device records whose call is not known yet.
@@ -156,6 +162,13 @@ pub(super) fn load(configured: Option<&Path>) -> Result<&'static Cupti, &'static
         Err(format!("this machine has no CUPTI, so profilers see no kernels; install it or name it with --cupti: {why}"))
     });
     loaded.as_ref().map_err(String::as_str)
+}
+
+/// Where a worker would find the library, in one line for a person.
+pub fn report(configured: Option<&Path>) -> Result<String, String> {
+    let found = paths(configured).into_iter().find(|path| open(path).is_ok());
+    let missing = || "no CUPTI: profilers of clients will see no kernels (see --cupti)".to_owned();
+    found.map(|path| format!("CUPTI, for profilers of clients: {}", path.display())).ok_or_else(missing)
 }
 
 impl Cupti {
@@ -218,14 +231,7 @@ impl Cupti {
             unsafe { (self.library.pop)(external::CUSTOM0, &mut last) };
             return;
         };
-        let mut state = self.lock();
-        let number = state.first + state.marks.len() as u64;
-        state.marks.push_back((seq, stream.0));
-        if state.marks.len() > MOST_MARKS {
-            state.marks.pop_front();
-            state.first += 1;
-        }
-        drop(state);
+        let number = mark_of(seq, stream.0);
         // SAFETY: takes numbers.
         unsafe { (self.library.push)(external::CUSTOM0, number) };
     }
@@ -244,7 +250,7 @@ impl State {
         if self.calls.insert(correlation, mark).is_none() {
             self.order.push_back(correlation);
         }
-        if self.order.len() > MOST_MARKS
+        if self.order.len() > MOST_CALLS
             && let Some(oldest) = self.order.pop_front()
         {
             self.calls.remove(&oldest);
@@ -264,12 +270,11 @@ impl State {
 
     fn pass_on(&self, correlation: u32, record: &ActivityRecord, name: &str) -> bool {
         let Some(mark) = self.calls.get(&correlation) else { return false };
-        let place = mark.checked_sub(self.first).and_then(|at| self.marks.get(usize::try_from(at).ok()?));
-        if let (Some((seq, stream)), Some(activity)) = (place, &self.activity) {
+        if let Some(activity) = &self.activity {
+            let (seq, stream) = (mark >> STREAM_BITS, (mark & MOST_STREAM) as u32);
             let device = self.devices.get(&record.device).copied().unwrap_or(0);
             let ends = record.ends.map(|end| self.devices.get(&end).copied().unwrap_or(0));
-            activity
-                .push(ActivityRecord { seq: *seq, stream: *stream, device, ends, ..record.clone() }, name);
+            activity.push(ActivityRecord { seq, stream, device, ends, ..record.clone() }, name);
         }
         true
     }
@@ -432,13 +437,12 @@ mod tests {
     #[test]
     fn a_device_s_record_finds_its_command_whichever_comes_first() {
         let (mut state, activity) = state();
-        state.marks.extend([(100, 7), (101, 8)]);
         let of = |device| ActivityRecord { device, ..blank() };
-        state.called(1, 0);
+        state.called(1, mark_of(100, 7));
         state.done(1, of(4), "first".into());
         state.done(2, of(4), "second".into());
         state.done(3, of(4), "the server's own".into());
-        state.called(2, 1);
+        state.called(2, mark_of(101, 8));
         state.settle();
         let (records, dropped) = activity.drain();
         let found: Vec<_> = records.iter().map(|(r, name)| (r.seq, r.stream, r.device, &**name)).collect();
@@ -449,10 +453,10 @@ mod tests {
     #[test]
     fn what_is_remembered_is_bounded() {
         let (mut state, activity) = state();
-        for correlation in 0..MOST_MARKS as u32 + 10 {
+        for correlation in 0..MOST_CALLS as u32 + 10 {
             state.called(correlation, 0);
         }
-        assert_eq!((state.calls.len(), state.order.len()), (MOST_MARKS, MOST_MARKS));
+        assert_eq!((state.calls.len(), state.order.len()), (MOST_CALLS, MOST_CALLS));
         for _ in 0..MOST_WAITING + 3 {
             state.done(u32::MAX, blank(), String::new());
         }

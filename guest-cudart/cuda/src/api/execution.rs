@@ -19,7 +19,7 @@ use crate::streams::{event, stream_table};
 use crate::work::launch::{self, Shape};
 use client::Status;
 use client::ops::launch::{Launch, LaunchAttribute};
-use client::trace::{RECORDER, Span};
+use client::trace::RECORDER;
 
 thread_local! {
     static BLOCK: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
@@ -90,7 +90,7 @@ pub(crate) unsafe fn launch(
             params: block,
         };
         let seq = stream.work(&op)?;
-        RECORDER.span(|| Span::Kernel(seq.in_timeline(), function.name.to_string_lossy().into_owned()));
+        RECORDER.kernel(seq.in_timeline(), &function.traced, || function.name.to_string_lossy());
         context.limits.launched(function.stack());
         function.launched(&shape.block)
     };

@@ -17,6 +17,7 @@ use client::handle::{FunctionId, ModuleId};
 use client::handles::Slab;
 use client::ops::module::{FunctionAttributes, FunctionInfo, FunctionPreset, FunctionSetAttribute, Param};
 use client::ops::{Op, SyncOp, encode};
+use client::trace::Name;
 use client::{Status, lock, log};
 use device_code::cubin::{self, Cubin};
 
@@ -84,6 +85,8 @@ pub(crate) struct Function {
     loaded: OnceLock<Vec<i32>>,
     /// Made when it is asked for.
     pub handle: OnceLock<usize>,
+    /// Its name in a timeline.
+    pub traced: Name,
     pub module: OnceLock<Weak<Module>>,
 }
 
@@ -122,6 +125,7 @@ impl Function {
             settings: Mutex::default(),
             loaded: OnceLock::new(),
             handle: OnceLock::new(),
+            traced: Name::new(),
             module: OnceLock::new(),
         };
         if !info.attributes.is_empty() {
@@ -158,6 +162,7 @@ impl Function {
             settings: Mutex::default(),
             loaded: OnceLock::new(),
             handle: OnceLock::new(),
+            traced: Name::new(),
             module: OnceLock::new(),
         };
         function.keep(&attributes);

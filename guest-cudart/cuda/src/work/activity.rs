@@ -13,7 +13,8 @@ use crate::process::driver::{self, Driver};
 use client::channel::MAX_CONTEXTS;
 use client::data::HostOut;
 use client::ops::activity::{
-    ActivityClock, ActivityRead, ActivityRecord, ActivityRecords, ActivityStart, ActivityStop, kind,
+    ActivityClock, ActivityRead, ActivityRecord, ActivityRecords, ActivityStart, ActivityStop, MOST_RECORDS,
+    kind,
 };
 use client::seq::Seq;
 use client::session::Session;
@@ -23,6 +24,10 @@ use client::{Status, activity, lock, log};
 const ROOM: usize = 1 << 20;
 /// How often a server is asked for the time. The fastest answer counts.
 const QUESTIONS: usize = 8;
+/// Records of one session that are read at a time: more than a server keeps.
+const MOST: usize = 2 * MOST_RECORDS;
+/// Names of kernels that are kept.
+const MOST_NAMES: usize = 1 << 17;
 /// CUPTI's number for the legacy default stream.
 const DEFAULT_STREAM: u32 = 7;
 /// The number for the first other stream.
@@ -77,8 +82,9 @@ impl Clock {
         let guess = server.wrapping_sub(begin.1.cast_unsigned());
         let span = end.0.saturating_sub(begin.0);
         let passed = guess.saturating_sub(begin.0).min(span);
-        let drift = i128::from(end.1 - begin.1) * i128::from(passed) / i128::from(span.max(1));
-        server.wrapping_sub((begin.1 + drift as i64).cast_unsigned())
+        let difference = i128::from(end.1) - i128::from(begin.1);
+        let drift = difference * i128::from(passed) / i128::from(span.max(1));
+        server.wrapping_sub(begin.1.wrapping_add(drift as i64).cast_unsigned())
     }
 }
 
@@ -93,6 +99,9 @@ fn name(text: &str) -> *const c_char {
     let names = names.get_or_insert_default();
     if let Some(known) = names.get(text) {
         return known.as_ptr();
+    }
+    if names.len() >= MOST_NAMES {
+        return c"".as_ptr();
     }
     let whole = CString::new(text.replace('\0', "")).unwrap_or_default();
     let kept: &'static CString = Box::leak(Box::new(whole));
@@ -178,11 +187,14 @@ pub(crate) fn read(flush: bool, mut sink: impl FnMut(&DeviceRecord)) -> Result {
         let staging = Staging::new(session, ROOM.min(session.arena().largest()))?;
         let room = ROOM.min(session.arena().largest());
         let mut copies: HashMap<(u32, [u8; 4]), DeviceRecord> = HashMap::new();
-        let mut flush = flush;
-        loop {
+        let (mut flush, mut count) = (flush, 0);
+        while count < MOST {
             let reply = session.call(&ActivityRead { out: HostOut(staging.range(room)), flush })?;
             flush = false;
-            *lock(&DROPPED) += reply.dropped;
+            {
+                let mut dropped = lock(&DROPPED);
+                *dropped = dropped.saturating_add(reply.dropped);
+            }
             let len = usize::try_from(reply.bytes).map_err(|_| Status::UNKNOWN)?;
             if len == 0 {
                 break;
@@ -193,6 +205,7 @@ pub(crate) fn read(flush: bool, mut sink: impl FnMut(&DeviceRecord)) -> Result {
             // SAFETY: inside the staging memory. The server has answered and writes there no more; if it did, it would only change what it says itself, which the copy ends.
             let bytes = unsafe { std::slice::from_raw_parts(staging.ptr(), len) }.to_vec();
             let batch = client::ops::decode_reply::<ActivityRecords>(&bytes).map_err(|_| Status::UNKNOWN)?;
+            count += batch.records.len().max(1);
             for record in &batch.records {
                 let Some(work) = activity::work(Seq::of_server(session.index(), record.seq)) else {
                     continue;
@@ -202,7 +215,7 @@ pub(crate) fn read(flush: bool, mut sink: impl FnMut(&DeviceRecord)) -> Result {
                 if record.kind == kind::COPY && record.graph == 0 {
                     let key = (work.correlation, found.memory);
                     let known = copies.entry(key).or_insert(DeviceRecord { bytes: 0, ..found.clone() });
-                    known.bytes += found.bytes;
+                    known.bytes = known.bytes.saturating_add(found.bytes);
                     (known.begin, known.end) = (known.begin.min(found.begin), known.end.max(found.end));
                 } else {
                     sink(&found);
@@ -243,8 +256,8 @@ fn describe(
         registers: record.registers,
         local: record.local,
         value: record.value,
-        begin: begin + late,
-        end: end.max(begin) + late,
+        begin: begin.saturating_add(late),
+        end: end.max(begin).saturating_add(late),
         bytes: record.bytes,
         node: record.node,
         graph: record.graph,
@@ -272,6 +285,8 @@ mod tests {
         let drifting = Clock { first: (1000, 500), last: (2000, 600) };
         assert_eq!((drifting.here(1500), drifting.here(2600)), (1000, 2000));
         assert_eq!(drifting.here(3600), 3000, "after the last comparison it is taken to stay");
+        let hostile = Clock { first: (1, i64::MIN), last: (u64::MAX, i64::MAX) };
+        let _ = (hostile.here(0), hostile.here(u64::MAX));
         let behind = Clock { first: (1000, -400), last: (3000, -400) };
         assert_eq!((behind.here(600), behind.here(100)), (1000, 500));
     }

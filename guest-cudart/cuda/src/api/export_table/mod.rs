@@ -263,6 +263,9 @@ static COMPILE_CACHE: Table<7> = table(&[
 /// What rgpu's libcudart asks for where `RGPU_STATS=1`, to have its functions counted.
 static COUNTS: Table<3> = table(&[(1, runtime_enters as Slot), (2, runtime_leaves as Slot)]);
 
+/// What NVIDIA's CUPTI asks for when a program begins to use it.
+const OF_CUPTI: u128 = 0x2C8E0AD8_0710_AB4E_90DD_54719FE5F74B;
+
 /// The tables by GUID, as the 16 bytes stand in memory.
 fn find(guid: &[u8; 16]) -> Option<*const c_void> {
     let table = match u128::from_be_bytes(*guid) {
@@ -294,6 +297,11 @@ api! {
             let mut said = lock(&SAID);
             if !said.contains(&guid) {
                 said.push(guid);
+                if u128::from_be_bytes(guid) == OF_CUPTI {
+                    log::warn(format_args!(
+                        "this program's profiler uses NVIDIA's CUPTI, which needs a GPU in this machine: start the program with LD_PRELOAD=FOLDER/libcupti.so.13, where FOLDER is that of rgpu's libraries"
+                    ));
+                }
                 log::info(format_args!("cuGetExportTable: the table {:032X} is not known", u128::from_be_bytes(guid)));
             }
             table.put(std::ptr::null())?;
