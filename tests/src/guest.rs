@@ -50,6 +50,8 @@ pub struct Options {
     pub backend: &'static str,
     /// Microseconds that both daemons poll before they sleep, instead of the default.
     pub poll_us: Option<u32>,
+    /// Seconds for which the server keeps a session whose bridge is gone, or whose guest is stopped. The sessions of a bridge that is killed are not kept for long.
+    pub grace: u32,
     /// The daemons' build.
     pub build: Build,
 }
@@ -57,7 +59,7 @@ pub struct Options {
 impl Options {
     /// The software GPU over a transport.
     pub fn software(transport: &'static str) -> Options {
-        Options { transport, backend: "software", poll_us: None, build: Build::Release }
+        Options { transport, backend: "software", poll_us: None, grace: 3, build: Build::Release }
     }
 }
 
@@ -137,8 +139,8 @@ impl Host {
             "--workers",
             &workers,
         ];
-        // The sessions of a bridge that is killed are not kept for long.
-        arguments.extend(["--grace-seconds", "3"]);
+        let grace = self.options.grace.to_string();
+        arguments.extend(["--grace-seconds", &grace]);
         let poll = self.options.poll_us.map(|poll| poll.to_string());
         arguments.extend(poll.iter().flat_map(|poll| ["--poll-us", poll]));
         let (log, status) = (self.logs.join("rgpu-server.log"), self.folder.path().join("server.status"));
