@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use nix::poll::PollFd;
 use nix::sys::eventfd::EventFd;
@@ -149,7 +150,8 @@ impl Succeeded {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let worker = std::thread::spawn(move || {
             let (mut commands, client) =
-                LocalCommands::attach(theirs, Polling::default()).map_err(|e| e.reason)?;
+                LocalCommands::attach(theirs, Polling::default(), Duration::from_secs(60))
+                    .map_err(|e| e.reason)?;
             let end = commands.next(&mut Vec::new(), &mut || {}).map_err(|e| e.reason);
             assert!(end.as_ref().is_ok_and(Option::is_none) || end.is_err(), "no command was sent");
             rgpu_host_bridge::endpoint::Client::close(&*client);

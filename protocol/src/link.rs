@@ -232,6 +232,12 @@ numbers! {
         DATA_KNOWN = 22;
         /// Server → client, to a question ([`purpose::ASK`](super::purpose::ASK)): the answer as JSON.
         ANSWER = 23;
+        /// Bridge → worker, `local`, as one packet on the socket of [`ATTACH_SUCCESSION`](super::ATTACH_SUCCESSION), empty: the client was stopped, and its memory must not be touched.
+        PAUSE = 24;
+        /// Worker → bridge, in the same way: nothing of the worker touches it any more, and commands stay in the ring. None comes if work that uses the memory does not end.
+        PAUSED = 25;
+        /// Bridge → worker, in the same way: the client goes on. [`TAKE_OVER`](Self::TAKE_OVER) says the same.
+        CONTINUE = 26;
     }
 
     /// Kinds of [`ProgressUpdate`](super::ProgressUpdate).

@@ -51,6 +51,8 @@ pub struct Options {
     pub backend: &'static str,
     /// Microseconds that both daemons poll before they sleep, instead of the default.
     pub poll_us: Option<u32>,
+    /// Seconds for which the server keeps a session whose bridge is gone, or whose guest is stopped. The sessions of a bridge that is killed are not kept for long.
+    pub grace: u32,
     /// The daemons' build.
     pub build: Build,
 }
@@ -58,7 +60,7 @@ pub struct Options {
 impl Options {
     /// The software GPU over a transport.
     pub fn software(transport: &'static str) -> Options {
-        Options { transport, backend: "software", poll_us: None, build: Build::Release }
+        Options { transport, backend: "software", poll_us: None, grace: 3, build: Build::Release }
     }
 }
 
@@ -138,8 +140,8 @@ impl Host {
             "--workers",
             &workers,
         ];
-        // The sessions of a bridge that is killed are not kept for long.
-        arguments.extend(["--grace-seconds", "3"]);
+        let grace = self.options.grace.to_string();
+        arguments.extend(["--grace-seconds", &grace]);
         let poll = self.options.poll_us.map(|poll| poll.to_string());
         arguments.extend(poll.iter().flat_map(|poll| ["--poll-us", poll]));
         let (log, status) = (self.logs.join("rgpu-server.log"), self.folder.path().join("server.status"));

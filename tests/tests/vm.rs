@@ -3,6 +3,9 @@
 //!
 //! Without KVM, guests are emulated, so each test does many things in one boot.
 
+#[path = "vm/stop.rs"]
+mod stop;
+
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::path::PathBuf;

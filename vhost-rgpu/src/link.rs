@@ -65,6 +65,14 @@ pub struct Stored {
     pub descriptors: Vec<OwnedFd>,
 }
 
+impl Stored {
+    /// The same once more.
+    pub fn try_clone(&self) -> io::Result<Stored> {
+        let descriptors = self.descriptors.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
+        Ok(Stored { known: self.known.try_clone()?, descriptors })
+    }
+}
+
 /// From the keeper to a device process.
 #[derive(Debug)]
 pub enum ToDevice {

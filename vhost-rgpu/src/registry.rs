@@ -98,6 +98,7 @@ impl Registry {
             let (regions, registered) = session.registered();
             let (state, round_trip) = match (session.over(), session.link()) {
                 (Some(_), _) => ("ended", None),
+                _ if session.rests() => ("paused", None),
                 (None, LinkState::Lost) => ("resuming", None),
                 (None, LinkState::Up(round_trip)) => ("ready", round_trip),
             };

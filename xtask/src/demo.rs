@@ -86,7 +86,8 @@ pub fn demonstrate(keep: bool) -> Result<u64> {
     let accelerator = prepare(&programs)?;
 
     let step = Step::spinner("starting rgpu-server and vhost-rgpu");
-    let options = Options { transport: "local", backend: "auto", poll_us: None, build: Build::Debug };
+    let options =
+        Options { transport: "local", backend: "auto", poll_us: None, grace: 3, build: Build::Debug };
     let host = Host::start("demo", options)?;
     let logs = host.logs();
     step.done(&format!("logs in {}", logs.display()));

@@ -328,9 +328,9 @@ fn begin(
     polling: Polling,
     cache: Option<Remote>,
 ) -> Result<Begun, Lost> {
+    let grace = Duration::from_secs(options.grace_seconds.into());
     match transport {
         Transport::Tcp { slot_count, data_connections } => {
-            let grace = Duration::from_secs(options.grace_seconds.into());
             let (replay, eager) = (options.replay_memory, u64::from(options.eager_mib()) << 20);
             let allowance = Allowance { grace, replay, eager };
             let (commands, client) =
@@ -349,7 +349,7 @@ fn begin(
         }
         Transport::Local => {
             let (commands, client) =
-                LocalCommands::attach(UnixStream::from(connection.into_socket()), polling)?;
+                LocalCommands::attach(UnixStream::from(connection.into_socket()), polling, grace)?;
             Ok((Box::new(commands), client, None))
         }
     }

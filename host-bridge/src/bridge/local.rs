@@ -30,7 +30,7 @@ use protocol::link::{
 use std::os::fd::AsRawFd;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::saved::{About, SavedLocal, duplicate};
+use super::saved::{About, SavedLocal, duplicate, hears_paused, say};
 use super::session::{Handshake, InheritedRegion, Turn, hello, welcome_in_turn};
 use super::state::{ChannelMemory, SessionState, thread_name};
 use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
@@ -430,6 +430,19 @@ impl Transport for Local {
                 Err(RegionError::Refused { server: self.shared.session.server.clone(), answer, reason })
             }
         }
+    }
+
+    fn pause(&self) {
+        self.shared.succession.iter().for_each(|worker| say(worker.as_fd(), frame::PAUSE));
+    }
+
+    fn is_paused(&self, patience: Duration) -> bool {
+        self.shared.succession.as_ref().is_some_and(|worker| hears_paused(worker.as_fd(), patience))
+    }
+
+    fn go_on(&self) -> io::Result<()> {
+        self.shared.succession.iter().for_each(|worker| say(worker.as_fd(), frame::CONTINUE));
+        Ok(())
     }
 
     fn close(&self, reason: &str, patience: Duration) -> Closed {

@@ -146,4 +146,18 @@ pub trait Transport: Send + Sync + std::fmt::Debug {
     /// Ends the session, with `reason` in words for the server and for the client's sleeping threads. Idempotent. Waits at most `patience` for the other side to release
     /// the client's memory.
     fn close(&self, reason: &str, patience: Duration) -> Closed;
+
+    /// Has the session pause: neither this process nor the server touches the client's memory until [`go_on`](Self::go_on), and the session stands meanwhile, as long as the server keeps it.
+    /// Does not wait until that is reached. Where a session cannot pause this does nothing.
+    fn pause(&self) {}
+
+    /// Waits up to `patience` until a session that was told to [pause](Self::pause) does, or is over. False: it does not, and has to be closed before the client's memory is somebody else's.
+    fn is_paused(&self, _patience: Duration) -> bool {
+        false
+    }
+
+    /// A session that is paused goes on. An error: it cannot, and is to be closed.
+    fn go_on(&self) -> std::io::Result<()> {
+        Ok(())
+    }
 }

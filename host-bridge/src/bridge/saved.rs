@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
-use nix::sys::socket::{Shutdown, shutdown};
+use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
 use protocol::device::text;
+use protocol::link::{FrameHeader, frame};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::tcp::SavedTcp;
@@ -125,6 +126,18 @@ impl Saved {
         }
     }
 
+    /// Has a worker that lost its bridge leave the client's memory alone, until another process goes on with the session. Waits up to `patience` for that; false: it does not.
+    pub fn pause(&self, patience: Duration) -> bool {
+        match &self.0 {
+            // Who touched the memory has ended.
+            Kind::Remote(_) => true,
+            Kind::Local(local) => {
+                say(local.worker.as_fd(), frame::PAUSE);
+                hears_paused(local.worker.as_fd(), patience)
+            }
+        }
+    }
+
     /// Waits up to `patience` until no worker has the client's memory mapped. Call it after [`end`](Self::end).
     pub fn released(&self, patience: Duration) -> Closed {
         let Kind::Local(SavedLocal { worker, .. }) = &self.0 else { return Closed::Released };
@@ -144,6 +157,36 @@ impl Saved {
                 Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
                 Err(_) => return Closed::Released,
             }
+        }
+    }
+}
+
+/// Says something to a worker beside its connection with the bridge. One that is gone, or does not listen, is no matter: it touches no memory, or gives no answer.
+pub(super) fn say(worker: BorrowedFd<'_>, kind: u32) {
+    let packet = FrameHeader { kind, len: 0 };
+    let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
+    let _ = send(worker.as_raw_fd(), packet.as_bytes(), flags);
+}
+
+/// Waits up to `patience` until a worker says that it is paused, or nothing of it is left.
+pub(super) fn hears_paused(worker: BorrowedFd<'_>, patience: Duration) -> bool {
+    let deadline = Instant::now() + patience;
+    let (mut header, mut fds) = (FrameHeader { kind: 0, len: 0 }, Vec::new());
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now()).as_millis();
+        let limit = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(worker, PollFlags::POLLIN)], limit) {
+            Ok(0) => return false,
+            Ok(_) | Err(nix::Error::EINTR) => {}
+            Err(_) => return false,
+        }
+        match recv_some(worker, header.as_mut_bytes(), &mut fds) {
+            // Its end, or its process, is gone, and its mappings with it.
+            Ok(0) => return true,
+            Ok(_) if header.kind == frame::PAUSED => return true,
+            Ok(_) => fds.clear(),
+            Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
+            Err(_) => return false,
         }
     }
 }

@@ -712,7 +712,7 @@ impl Session {
 
     /// Passes a guest's doorbell on, if the channel has records that nobody has taken yet; in any case the guest sees that it was heard. Never blocks.
     pub fn doorbell(&self) {
-        if self.session.ended().is_some() {
+        if self.session.ended().is_some() || self.session.is_paused() {
             return;
         }
         self.session.header().raise_alive();
@@ -767,6 +767,44 @@ impl Session {
     /// Ends the session; see [`Transport::close`]. When this returns [`Closed::Released`], the client's memory is nobody's but the client's.
     pub fn close(&self, reason: &str, patience: Duration) -> Closed {
         self.transport.close(reason, patience)
+    }
+
+    /// Has the session [pause](Transport::pause). Follow it up with [`is_paused`](Self::is_paused).
+    pub fn pause(&self) {
+        self.transport.pause();
+    }
+
+    /// Waits up to `patience` until nothing touches the client's memory any more, until [`go_on`](Self::go_on). False: something does, and the session has to be closed.
+    pub fn is_paused(&self, patience: Duration) -> bool {
+        let paused = self.transport.is_paused(patience);
+        if paused {
+            self.session.pause();
+        }
+        paused
+    }
+
+    /// The session goes on where it was when it was [paused](Self::pause). One that has ended meanwhile tells its client so.
+    pub fn go_on(&self) {
+        self.session.unpause();
+        if self.over().is_some() {
+            return;
+        }
+        if let Err(e) = self.transport.go_on() {
+            self.session.lose(&format!("the session cannot go on after the guest was stopped: {e}"));
+            return;
+        }
+        // What the client did just before it stopped.
+        self.doorbell();
+    }
+
+    /// The client's memory is somebody else's: a session that is [paused](Self::pause) ends without touching it. To be called before [`close`](Self::close).
+    pub fn seal(&self) {
+        self.session.seal();
+    }
+
+    /// Whether it is paused.
+    pub fn rests(&self) -> bool {
+        self.session.is_paused()
     }
 
     /// Why the session is over, if it is.

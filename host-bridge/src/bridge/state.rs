@@ -1,7 +1,7 @@
 //! What a session and its transport share: the channel's memory, the doorbell, counters, and how the session ended.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::Status;
@@ -143,6 +143,18 @@ pub struct SessionState {
     wakeup: Wakeup,
     ended: OnceLock<String>,
     on_lost: Mutex<Option<OnLost>>,
+    telling: Mutex<Telling>,
+}
+
+/// Whether a client can be told that its session is over: that takes its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Telling {
+    /// It can.
+    Now,
+    /// Once its session goes on ([`SessionState::unpause`]). `true`: it is to be told then.
+    Later(bool),
+    /// Its memory is somebody else's.
+    Never,
 }
 
 impl std::fmt::Debug for SessionState {
@@ -163,6 +175,7 @@ impl SessionState {
     ) -> SessionState {
         let doorbell = Arc::clone(&channel.doorbell);
         let (counters, ended, on_lost) = (Counters::default(), OnceLock::new(), Mutex::new(Some(on_lost)));
+        let telling = Mutex::new(Telling::Now);
         let trace = Recorder::default();
         if crate::trace::folder().is_some() {
             trace.start();
@@ -177,7 +190,38 @@ impl SessionState {
             wakeup,
             ended,
             on_lost,
+            telling,
         }
+    }
+
+    fn telling(&self) -> MutexGuard<'_, Telling> {
+        self.telling.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The client's memory is not touched from now on.
+    pub(super) fn pause(&self) {
+        let mut telling = self.telling();
+        if *telling == Telling::Now {
+            *telling = Telling::Later(false);
+        }
+    }
+
+    /// The client's memory is the client's again. A client whose session has ended meanwhile is told.
+    pub(super) fn unpause(&self) {
+        let before = std::mem::replace(&mut *self.telling(), Telling::Now);
+        if let (Telling::Later(true), Some(reason)) = (before, self.ended()) {
+            self.tell_client(reason);
+        }
+    }
+
+    /// The client's memory is somebody else's, and not touched any more.
+    pub(super) fn seal(&self) {
+        *self.telling() = Telling::Never;
+    }
+
+    /// Whether the client's memory must not be touched now.
+    pub(super) fn is_paused(&self) -> bool {
+        *self.telling() != Telling::Now
     }
 
     /// Rings the doorbell, on a guest's behalf. (A process rings by itself.)
@@ -230,6 +274,15 @@ impl SessionState {
     }
 
     fn tell_client(&self, reason: &str) {
+        let mut telling = self.telling();
+        match &mut *telling {
+            Telling::Now => {}
+            Telling::Later(told) => {
+                *told = true;
+                return;
+            }
+            Telling::Never => return,
+        }
         let mut waker = self.waker();
         tell_lost(&self.channel.view, reason, |offset| waker.wake(offset));
     }

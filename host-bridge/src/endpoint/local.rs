@@ -1,7 +1,7 @@
 //! The worker's end of a `local` session: the client's memory is mapped, the ring is read in place.
 //!
 //! One control thread serves the bridge's socket (regions come and go; its end is the session's end, unless another process may take the bridge's place:
-//! `succession`). The dispatcher reads the ring, and sleeps on the doorbell. The thread that writes a reply wakes the client's: by futex for a process on this
+//! `succession`). Another one hears when the client's machine is stopped, and when it goes on (`pause`). The dispatcher reads the ring, and sleeps on the doorbell. The thread that writes a reply wakes the client's: by futex for a process on this
 //! host, by the wake eventfd for a guest.
 
 use std::io;
@@ -9,8 +9,8 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use nix::sys::socket::{Shutdown, shutdown};
 use protocol::Status;
@@ -26,8 +26,9 @@ use protocol::trace::{RECORDER, Stage};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::dispatcher_poll::{DispatcherPoll, Replies};
+use super::pause::Touch;
 use super::region::{Leaving, Mapped, Regions, Released};
-use super::succession::{Next, Succession};
+use super::succession::{Next, Said, Succession};
 use super::wake::{self, Rouse, StopEvent, Watch};
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
 use crate::framing::{recv_frame, send_frame, split_struct, with_causes};
@@ -37,6 +38,10 @@ use crate::memory::{ChannelView, Memories, RingReader};
 const BATCH: u32 = 32;
 /// Executed commands after which the client is told even while there is more to do; a command that has read data of the client's is told of at once.
 const TELL: u64 = 16;
+/// A command that takes longer while the client's machine is stopped has to wait if it comes to need the client's memory.
+const EXECUTES: Duration = Duration::from_secs(2);
+/// How often it is looked whether work still uses the memory of a client whose machine was stopped.
+const REST_EVERY: Duration = Duration::from_millis(1);
 /// How often the control thread looks whether the bridge is still there while it waits for a region's last user.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -52,8 +57,8 @@ pub struct LocalCommands {
 /// The side of every other thread.
 pub struct LocalClient {
     view: Arc<ChannelView>,
+    touch: Arc<Touch>,
     memories: Memories,
-    waker: Arc<Waker>,
     released: Arc<Released>,
     regions: Regions,
     /// The connection with the bridge: another one when another process has taken its place.
@@ -75,17 +80,23 @@ pub struct LocalClient {
     has_read: AtomicBool,
     replies: Replies,
     farewell: Farewell,
+    /// The dispatcher executes commands: it may need the client's memory for them.
+    executing: AtomicBool,
+    /// Whether commands that need more of it have to wait.
+    held: (Mutex<bool>, Condvar),
+    /// How long the session is kept while the client's machine is stopped.
+    grace: Duration,
 }
 
 /// How the client's threads are reached.
-enum Waker {
+pub(super) enum Waker {
     Futex,
     Event(OwnedFd),
 }
 
 impl Waker {
     /// Wakes the threads that sleep on the word at `offset` of the channel: a word of the header, or of a slot that exists.
-    fn word(&self, view: &ChannelView, offset: usize) {
+    pub(super) fn word(&self, view: &ChannelView, offset: usize) {
         match self {
             // SAFETY: the offset is that of a word of the channel, which is mapped.
             Waker::Futex => unsafe { wake::futex_wake_all(view.base().add(offset).as_ptr().cast()) },
@@ -102,8 +113,13 @@ impl Waker {
 }
 
 impl LocalCommands {
-    /// Waits for the bridge's [`frame::ATTACH`] on `socket`, maps what it names, answers it, and begins. On failure the bridge has been told why.
-    pub fn attach(socket: UnixStream, polling: Polling) -> Result<(LocalCommands, Arc<LocalClient>), Lost> {
+    /// Waits for the bridge's [`frame::ATTACH`] on `socket`, maps what it names, answers it, and begins. On failure the bridge has been told why. `grace`: how long the session is kept while the
+    /// client's machine is stopped.
+    pub fn attach(
+        socket: UnixStream,
+        polling: Polling,
+        grace: Duration,
+    ) -> Result<(LocalCommands, Arc<LocalClient>), Lost> {
         let (mut body, mut fds) = (Vec::new(), Vec::new());
         let kind = recv_frame(socket.as_fd(), &mut body, &mut fds)
             .map_err(|e| Lost::new(format!("waiting for the channel's memory: {e}")))?;
@@ -122,17 +138,19 @@ impl LocalCommands {
         let stop = StopEvent::new().map_err(failed)?;
         let rouse = Rouse::new().map_err(failed)?;
         let watch = Watch::new(doorbell, &stop, &rouse).map_err(failed)?;
-        let waker = Arc::new(waker);
-        let (channel, sleepers) = (Arc::clone(&view), Arc::clone(&waker));
+        let touch = Touch::new(Arc::clone(&view), waker);
+        let publishes = Arc::clone(&touch);
         let released = Released::new(Box::new(move |seq| {
-            channel.progress().set_released(seq);
-            sleepers.progress(&channel);
+            publishes.now_or_later(move |touch| {
+                touch.view.progress().set_released(seq);
+                touch.waker.progress(&touch.view);
+            });
         }));
         let client = Arc::new(LocalClient {
             regions: Regions::new(Arc::clone(&view), Arc::clone(&released)),
             view,
+            touch,
             memories,
-            waker,
             released,
             socket: Mutex::new(Arc::new(socket)),
             succession,
@@ -147,6 +165,9 @@ impl LocalCommands {
             has_read: AtomicBool::new(false),
             replies: Replies::default(),
             farewell: Farewell::default(),
+            executing: AtomicBool::new(false),
+            held: Default::default(),
+            grace,
         });
         let consumer = RingReader::new(Arc::clone(&client.view));
         client.view.header().set_ready();
@@ -156,6 +177,9 @@ impl LocalCommands {
             .name("rgpu-control".into())
             .spawn(move || served.serve())
             .map_err(failed)?;
+        let listener = Arc::clone(&client);
+        let listen = move || listener.succession.iter().for_each(|succession| listener.listen(succession));
+        std::thread::Builder::new().name("rgpu-succession".into()).spawn(listen).map_err(failed)?;
         let poll = DispatcherPoll::new(polling);
         let commands = LocalCommands { consumer, client: Arc::clone(&client), watch, poll, since_wake: 0 };
         Ok((commands, client))
@@ -168,13 +192,19 @@ impl LocalCommands {
         })
     }
 
+    /// Whether there are commands that may be taken.
+    fn has_work(&self) -> bool {
+        self.client.touch.now().is_some_and(|_now| self.consumer.has_work())
+    }
+
+    /// To be called with leave to touch the client's memory.
     fn wake_waiters(&mut self) {
         self.since_wake = 0;
         let header = self.client.view.header();
         if self.consumer.has_room() && header.ring_sleep.take() {
             self.client.wake_word(Header::RING_SLEEP_OFFSET as usize);
         }
-        self.client.wake_progress();
+        self.client.touch.waker.progress(&self.client.view);
     }
 }
 
@@ -242,15 +272,13 @@ impl Commands for LocalCommands {
             }
             let replies = &self.client.replies;
             let mut round = self.poll.begin(replies);
-            while !self.consumer.has_work()
-                && self.client.end.get().is_none()
-                && self.poll.lasts(&mut round, replies)
+            while !self.has_work() && self.client.end.get().is_none() && self.poll.lasts(&mut round, replies)
             {
                 for _ in 0..32 {
                     std::hint::spin_loop();
                 }
             }
-            let found = self.consumer.has_work();
+            let found = self.has_work();
             self.poll.end(&round, found);
             if found {
                 continue;
@@ -258,16 +286,26 @@ impl Commands for LocalCommands {
             rest();
             let client = &self.client;
             let flag = &client.view.header().host_sleep;
-            flag.announce();
-            if !self.consumer.has_work() && client.end.get().is_none() {
+            // While the client's machine is stopped only that thread rouses this one that hears that it goes on.
+            let announced = client.touch.now().map(|_now| flag.announce()).is_some();
+            if !self.has_work() && client.end.get().is_none() {
                 self.watch.wait().map_err(|e| Lost::new(format!("waiting for the doorbell: {e}")))?;
             }
-            flag.cancel();
+            if announced {
+                client.touch.now_or_later(|touch| touch.view.header().host_sleep.cancel());
+            }
         }
     }
 
     fn try_next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
-        let record = match self.consumer.pop(body) {
+        self.client.executing.store(false, Ordering::SeqCst);
+        let popped = {
+            let Some(_now) = self.client.touch.now() else { return Ok(None) };
+            let popped = self.consumer.pop(body);
+            self.client.executing.store(matches!(popped, Ok(Some(_))), Ordering::SeqCst);
+            popped
+        };
+        let record = match popped {
             Ok(record) => record,
             Err(e) => {
                 let lost = Lost::new(format!("the client wrote a bad record: {e}"));
@@ -283,7 +321,10 @@ impl Commands for LocalCommands {
             if record.is_none() {
                 self.client.tell_executed();
             }
-            self.wake_waiters();
+            let touch = Arc::clone(&self.client.touch);
+            if let Some(_now) = touch.now() {
+                self.wake_waiters();
+            }
         }
         Ok(record)
     }
@@ -305,7 +346,7 @@ impl LocalClient {
             };
             if gone {
                 match self.succession.as_ref().map(Succession::wait) {
-                    Some(Ok(Next::Process(next))) => {
+                    Some(Next::Process(next)) => {
                         socket = self.taken_over(Arc::new(next));
                         // `close` knows this socket, or was before it.
                         if self.end.get().is_some() {
@@ -313,8 +354,7 @@ impl LocalClient {
                         }
                         continue;
                     }
-                    Some(Err(e)) => break Some(Lost::new(format!("the bridge's successor: {e}"))),
-                    Some(Ok(Next::Nobody)) | None => break None,
+                    Some(Next::Nobody) | None => break None,
                 }
             }
             match received {
@@ -347,6 +387,85 @@ impl LocalClient {
         }
     }
 
+    /// Acts on what is said beside the connection, until nothing can be said any more.
+    fn listen(&self, succession: &Succession) {
+        // Since when the client's machine is stopped.
+        let mut stopped: Option<Instant> = None;
+        loop {
+            let left = stopped.map(|since| self.grace.saturating_sub(since.elapsed()));
+            match succession.hear(left) {
+                Ok(Some(Said::Pause)) if self.grace.is_zero() => {
+                    self.lose("the guest was stopped, and this server keeps no session meanwhile (--grace-seconds 0)");
+                }
+                Ok(Some(Said::Pause)) => {
+                    stopped = Some(Instant::now());
+                    self.touch.pause();
+                    if self.comes_to_rest(succession) {
+                        succession.tell_paused();
+                    }
+                }
+                Ok(Some(Said::Continue)) => {
+                    stopped = None;
+                    self.go_on();
+                }
+                Ok(Some(Said::TakeOver(socket))) => {
+                    stopped = None;
+                    self.go_on();
+                    succession.pass_on(Next::Process(socket));
+                }
+                Ok(None) if left.is_some_and(|left| left.is_zero()) => {
+                    stopped = None;
+                    let seconds = self.grace.as_secs();
+                    self.lose(&format!("the guest was stopped for more than {seconds} s (--grace-seconds)"));
+                }
+                Ok(None) => {}
+                Ok(Some(Said::Nothing)) => return succession.pass_on(Next::Nobody),
+                Err(e) => {
+                    self.lose(&format!("the bridge's successor: {e}"));
+                    return succession.pass_on(Next::Nobody);
+                }
+            }
+            if self.end.get().is_some() {
+                return;
+            }
+        }
+    }
+
+    /// Waits until no work uses the client's memory. False: something else was said, or the session is over. Whoever has asked decides how long that may take.
+    fn comes_to_rest(&self, succession: &Succession) -> bool {
+        let begun = Instant::now();
+        loop {
+            let used = self.regions.are_in_use();
+            if !used && !self.executing.load(Ordering::SeqCst) {
+                return true;
+            }
+            if !used && begun.elapsed() > EXECUTES {
+                // What it does is not about the client's memory. If it comes to need that, it has to wait.
+                *self.held.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+                if !self.regions.are_in_use() {
+                    return true;
+                }
+            }
+            if self.end.get().is_some() || succession.is_spoken_to(REST_EVERY) {
+                return false;
+            }
+        }
+    }
+
+    /// The client's machine goes on.
+    fn go_on(&self) {
+        self.touch.go_on();
+        *self.held.0.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        self.held.1.notify_all();
+        self.rouse.rouse();
+    }
+
+    /// Waits as long as commands may not begin to use the client's memory.
+    fn wait_while_held(&self) {
+        let held = self.held.0.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.held.1.wait_while(held, |held| *held && !self.over()));
+    }
+
     fn socket(&self) -> Arc<UnixStream> {
         Arc::clone(&self.socket.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -368,9 +487,9 @@ impl LocalClient {
             if wake::hung_up(now.as_fd()) {
                 match self.succession.as_ref()?.look() {
                     // Nothing has come on that socket that could be answered, so this thread need not read from it yet.
-                    Ok(Some(Next::Process(next))) => now = Arc::new(next),
-                    Ok(Some(Next::Nobody)) | Err(_) => return None,
-                    Ok(None) => {}
+                    Some(Next::Process(next)) => now = Arc::new(next),
+                    Some(Next::Nobody) => return None,
+                    None => {}
                 }
             }
         }
@@ -419,12 +538,9 @@ impl LocalClient {
         }
     }
 
+    /// To be called with leave to touch the client's memory.
     fn wake_word(&self, offset: usize) {
-        self.waker.word(&self.view, offset);
-    }
-
-    fn wake_progress(&self) {
-        self.waker.progress(&self.view);
+        self.touch.waker.word(&self.view, offset);
     }
 
     /// A command names memory that is not there: no correct client does.
@@ -436,6 +552,9 @@ impl LocalClient {
 
     fn finish(&self, end: Option<Lost>) {
         if self.end.set(end).is_ok() {
+            // Through the lock, so that nobody is between the look and the sleep.
+            drop(self.held.0.lock());
+            self.held.1.notify_all();
             self.stop.raise();
             self.farewell.call();
         }
@@ -450,10 +569,17 @@ impl LocalClient {
     /// Publishes what the dispatcher has executed, if the client does not know it yet.
     fn tell_executed(&self) {
         let seq = self.executed.load(Ordering::Relaxed);
-        let area = self.view.progress();
-        if seq > area.executed() {
+        let told = {
+            let Some(_now) = self.touch.now() else { return };
+            let area = self.view.progress();
+            let news = seq > area.executed();
+            if news {
+                area.set_executed(seq);
+            }
+            news
+        };
+        if told {
             self.has_read.store(false, Ordering::Relaxed);
-            area.set_executed(seq);
             self.released.executed(seq);
         }
     }
@@ -464,50 +590,66 @@ impl LocalClient {
     }
 }
 
+/// Writes words of the progress area, and wakes the threads that wait for them.
+fn publish(touch: &Touch, updates: &[ProgressUpdate]) {
+    let area = touch.view.progress();
+    for update in updates {
+        match update.kind {
+            progress::STREAM => {
+                if let Some(word) = area.stream(StreamId(update.index)) {
+                    word.store(update.seq, Ordering::Release);
+                }
+            }
+            progress::ERROR => {
+                if let Some(word) = area.error(ContextId(update.index & !(1 << 31))) {
+                    match update.value as u32 {
+                        0 => word.clear(),
+                        status => word.set(Status(status), update.index >> 31 == 1, update.seq),
+                    }
+                }
+            }
+            progress::OUTPUT => area.set_output(update.value),
+            _ => {}
+        }
+    }
+    touch.waker.progress(&touch.view);
+}
+
 impl Client for LocalClient {
     fn reply(&self, seq: u64, slot: u16, status: Status, payload: &[u8]) {
         if self.over() {
             return;
         }
-        self.wake_progress();
-        let Some(place) = self.view.slot(slot) else {
+        if self.view.slot(slot).is_none() {
             self.lose(&format!("command {seq} names reply slot {slot}, which does not exist"));
             return;
-        };
+        }
         let (status, payload) =
             if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
         RECORDER.note(Stage::Answered, seq, 0);
         self.replies.given();
-        if place.complete(seq, status, payload) {
-            self.wake_word(self.view.geometry().slot_offset(usize::from(slot)));
+        let answer = move |touch: &Touch, payload: &[u8]| {
+            touch.waker.progress(&touch.view);
+            if touch.view.slot(slot).is_some_and(|place| place.complete(seq, status, payload)) {
+                touch.waker.word(&touch.view, touch.view.geometry().slot_offset(usize::from(slot)));
+            }
+        };
+        if let Some(_now) = self.touch.now() {
+            return answer(&self.touch, payload);
         }
+        let payload = payload.to_vec();
+        self.touch.now_or_later(move |touch| answer(touch, &payload));
     }
 
     fn publish(&self, updates: &[ProgressUpdate]) {
         if self.over() {
             return;
         }
-        let area = self.view.progress();
-        for update in updates {
-            match update.kind {
-                progress::STREAM => {
-                    if let Some(word) = area.stream(StreamId(update.index)) {
-                        word.store(update.seq, Ordering::Release);
-                    }
-                }
-                progress::ERROR => {
-                    if let Some(word) = area.error(ContextId(update.index & !(1 << 31))) {
-                        match update.value as u32 {
-                            0 => word.clear(),
-                            status => word.set(Status(status), update.index >> 31 == 1, update.seq),
-                        }
-                    }
-                }
-                progress::OUTPUT => area.set_output(update.value),
-                _ => {}
-            }
+        if let Some(_now) = self.touch.now() {
+            return publish(&self.touch, updates);
         }
-        self.wake_progress();
+        let updates = updates.to_vec();
+        self.touch.now_or_later(move |touch| publish(touch, &updates));
     }
 
     fn executed(&self, seq: u64) {
@@ -518,12 +660,14 @@ impl Client for LocalClient {
     }
 
     fn source(&self, seq: u64, _piece: u32, range: HostRange) -> Result<Source, Status> {
+        self.wait_while_held();
         self.read.fetch_add(range.len, Ordering::Relaxed);
         self.has_read.store(true, Ordering::Relaxed);
         self.regions.take(range, Some(seq)).map(Source::Mapped).ok_or_else(|| self.wild(seq, range))
     }
 
     fn sink(&self, seq: u64, _piece: u32, range: HostRange) -> Result<Sink, Status> {
+        self.wait_while_held();
         self.written.fetch_add(range.len, Ordering::Relaxed);
         self.regions.take(range, None).map(Sink::Mapped).ok_or_else(|| self.wild(seq, range))
     }
@@ -541,18 +685,24 @@ impl Client for LocalClient {
         if self.end.get().is_some() {
             return;
         }
-        self.view.header().set_lost(reason);
-        self.finish(Some(Lost::new(reason)));
-        let slots = self.view.geometry().slot_count;
-        for index in 0..slots {
-            if let Some(slot) = self.view.slot(index as u16)
-                && slot.abandon(Status::DEVICE_UNAVAILABLE)
-            {
-                self.wake_word(self.view.geometry().slot_offset(index));
-            }
+        // A client whose machine is stopped is told by its bridge when that goes on.
+        let now = self.touch.now();
+        if now.is_some() {
+            self.view.header().set_lost(reason);
         }
-        self.wake_word(Header::RING_SLEEP_OFFSET as usize);
-        self.wake_word(Header::PROGRESS_SLEEP_OFFSET as usize);
+        self.finish(Some(Lost::new(reason)));
+        if now.is_some() {
+            for index in 0..self.view.geometry().slot_count {
+                if let Some(slot) = self.view.slot(index as u16)
+                    && slot.abandon(Status::DEVICE_UNAVAILABLE)
+                {
+                    self.wake_word(self.view.geometry().slot_offset(index));
+                }
+            }
+            self.wake_word(Header::RING_SLEEP_OFFSET as usize);
+            self.wake_word(Header::PROGRESS_SLEEP_OFFSET as usize);
+        }
+        drop(now);
         let _whole = self.sending.lock().unwrap_or_else(|e| e.into_inner());
         // The bridge may be the one that is gone.
         let _ = send_frame(self.socket().as_fd(), frame::BYE, &[reason.as_bytes()], &[]);

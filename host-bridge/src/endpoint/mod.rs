@@ -7,7 +7,8 @@
 //!                  Client::source/sink   bulk data of a command: mapped memory (local), or a stream of chunks (tcp)
 //! ```
 //!
-//! - [`local`]: the client's memory is mapped here and the ring is read in place; `succession`: how another process takes the bridge's place;
+//! - [`local`]: the client's memory is mapped here and the ring is read in place; `succession`: how another process takes the bridge's place; `pause`:
+//!   how it is left alone while the client's machine is stopped;
 //! - [`verbs`]: as `tcp`, over InfiniBand or RoCE; bulk data comes into slots whose order is known ahead ([`planned_slots`]);
 //! - [`tcp`]: records and small answers cross one connection, bulk data several others ([`incoming`], [`outgoing`]); `stream`: the records and answers of both;
 //!   `link`: its connections, which may be lost and replaced; [`cache`]: blocks that need not be sent again.
@@ -32,6 +33,7 @@ pub mod incoming;
 mod link;
 pub mod local;
 pub mod outgoing;
+mod pause;
 pub mod planned_slots;
 pub mod region;
 pub(crate) mod stream;
@@ -43,6 +45,7 @@ mod wake;
 pub use incoming::{Chunk, ChunkQueue, Grants, Incoming, Landing};
 pub use local::LocalCommands;
 pub use outgoing::{Held, Lent, Outgoing, Unacknowledged};
+pub use pause::InUse;
 pub use planned_slots::{Arrivals, Placed, PlacedChunk};
 pub use region::{Mapped, Region};
 pub use tcp::{Allowance, TcpClient, TcpCommands};

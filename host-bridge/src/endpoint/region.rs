@@ -6,12 +6,13 @@ use std::convert::Infallible;
 use std::io;
 use std::num::NonZeroUsize;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
+use super::pause::InUse;
 use crate::memory::{ChannelView, Runs};
 use crate::shared::SharedBytes;
 
@@ -121,6 +122,8 @@ impl Region {
 pub struct Mapped {
     /// For a source. Dropped first; that counts the source as read.
     _read: Option<Reading>,
+    /// Not for memory that is merely kept.
+    in_use: Option<InUse>,
     region: Arc<Region>,
     runs: Vec<(NonNull<u8>, usize)>,
     len: usize,
@@ -139,7 +142,12 @@ impl Mapped {
         let runs = region.runs(0, len)?;
         // Nobody waits for the end of this use.
         let _use = Arc::new(channel().0);
-        Some(Mapped { _read: None, region: Arc::clone(region), runs, len: len as usize, _use })
+        Some(Mapped { _read: None, in_use: None, region: Arc::clone(region), runs, len: len as usize, _use })
+    }
+
+    /// Counts another use of the memory, for as long as the result exists: a client that is stopped cannot wait for its end, so its session ends.
+    pub fn in_use(&self) -> Option<InUse> {
+        self.in_use.clone()
     }
 
     /// Its size in bytes.
@@ -248,12 +256,19 @@ pub(super) struct Regions {
     arena_uses: Arc<Sender<Infallible>>,
     regions: Mutex<Table>,
     released: Arc<Released>,
+    in_use: Arc<AtomicUsize>,
 }
 
 impl Regions {
     pub(super) fn new(view: Arc<ChannelView>, released: Arc<Released>) -> Regions {
         let Shared { region, uses, .. } = Shared::new(Memory::Arena(view), false);
-        Regions { arena: region, arena_uses: uses, regions: Mutex::default(), released }
+        let (regions, in_use) = Default::default();
+        Regions { arena: region, arena_uses: uses, regions, released, in_use }
+    }
+
+    /// Whether commands use any of the memory now.
+    pub(super) fn are_in_use(&self) -> bool {
+        self.in_use.load(Ordering::Acquire) > 0
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
@@ -300,6 +315,7 @@ impl Regions {
             return None;
         }
         mapped._read = reader.map(|seq| Released::begin(&self.released, seq));
+        mapped.in_use = Some(InUse::new(&self.in_use));
         Some(mapped)
     }
 
@@ -310,7 +326,7 @@ impl Regions {
             protocol::data::Place::Region(id) => self.lock().find(id)?,
         };
         let runs = region.runs(range.offset, range.len)?;
-        Some(Mapped { _read: None, region, runs, len: range.len as usize, _use })
+        Some(Mapped { _read: None, in_use: None, region, runs, len: range.len as usize, _use })
     }
 }
 

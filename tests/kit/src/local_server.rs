@@ -4,6 +4,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use host_bridge::bridge::SessionConfig;
 use host_bridge::endpoint::{Client, Commands, LocalCommands, Mapped, Polling, Sink, Source};
@@ -112,8 +113,8 @@ fn work(socket: UnixStream, behavior: Behavior, kept: &Kept) -> Result<(), Strin
 
 /// Executes a session's commands after the welcome.
 fn serve(socket: UnixStream, behavior: Behavior, kept: &Kept) -> Result<(), String> {
-    let (mut commands, client) =
-        LocalCommands::attach(socket, Polling::default()).map_err(|e| e.to_string())?;
+    let (mut commands, client) = LocalCommands::attach(socket, Polling::default(), Duration::from_secs(60))
+        .map_err(|e| e.to_string())?;
     let result = execute(&mut commands, &*client, behavior, kept);
     client.close();
     result

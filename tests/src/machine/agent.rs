@@ -211,6 +211,11 @@ pub struct Process {
 }
 
 impl Process {
+    /// Whether it has ended.
+    pub fn has_ended(&self) -> bool {
+        self.shared.state().records.get(&self.id).is_none_or(|record| record.exited)
+    }
+
     /// What the command has written to its standard output so far.
     pub fn stdout(&self) -> Vec<u8> {
         self.shared.state().records.get(&self.id).map(|r| r.output.stdout.clone()).unwrap_or_default()

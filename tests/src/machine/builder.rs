@@ -5,7 +5,8 @@ use super::image::{self, Image};
 use super::{Accelerator, Kernel, Qemu};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs::{self, File};
-use std::os::unix::net::UnixListener;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
@@ -252,6 +253,7 @@ impl Builder {
         command.args(["-device", "virtio-serial-pci"]);
         command.arg("-chardev").arg(format!("socket,id=agent,path={}", port.display()));
         command.args(["-device", "virtserialport,chardev=agent,name=rgpu.agent"]);
+        command.arg("-qmp").arg(format!("unix:{},server=on,wait=off", dir.path().join("qmp").display()));
         for (i, socket) in self.rgpu_sockets.iter().enumerate() {
             command.arg("-chardev").arg(format!("socket,id=rgpu{i},path={}", socket.display()));
             command.arg("-device").arg(format!(
@@ -399,9 +401,7 @@ impl Machine {
 
     /// Has the guest reboot itself, and waits until it takes commands again. The root file system begins anew.
     pub fn reboot(&self) -> Result<()> {
-        let before = self.agent.boots();
-        self.agent.reboot()?;
-        self.with_logs(self.agent.wait_boot(before, self.boot_timeout))
+        self.booted_after(|| self.agent.reboot())
     }
 
     /// Kills QEMU with SIGKILL, as a host that fails would, and waits for its end.
@@ -417,6 +417,45 @@ impl Machine {
         self.agent.power_off()?;
         let ended = self.running().wait(Duration::from_secs(180))?;
         self.with_logs(ended.context("the machine did not power off within 180 s"))
+    }
+
+    /// Has QEMU carry out a command of its machine protocol (QMP), without arguments.
+    pub fn qmp(&self, command: &str) -> Result<()> {
+        let path = self.running().dir.path().join("qmp");
+        let stream =
+            UnixStream::connect(&path).with_context(|| format!("connecting to {}", path.display()))?;
+        stream.set_read_timeout(Some(Duration::from_secs(180)))?;
+        let mut answers = BufReader::new(stream.try_clone()?).lines();
+        // It greets first, and tells of events whenever there are some.
+        for command in ["qmp_capabilities", command] {
+            (&stream).write_all(format!("{{\"execute\":\"{command}\"}}\n").as_bytes())?;
+            loop {
+                let line = answers.next().context("QEMU closed its connection")??;
+                let answer: serde_json::Value = serde_json::from_str(&line)?;
+                if answer.get("return").is_some() {
+                    break;
+                }
+                ensure!(answer.get("error").is_none(), "QEMU refuses {command}: {line}");
+            }
+        }
+        Ok(())
+    }
+
+    /// Stops the guest's processors, as `virsh suspend` does.
+    pub fn stop(&self) -> Result<()> {
+        self.qmp("stop")
+    }
+
+    /// Lets them go on, as `virsh resume` does.
+    pub fn cont(&self) -> Result<()> {
+        self.qmp("cont")
+    }
+
+    /// Does something that has the guest boot, and waits until it takes commands again. The root file system begins anew.
+    pub fn booted_after(&self, act: impl FnOnce() -> Result<()>) -> Result<()> {
+        let before = self.agent.boots();
+        act()?;
+        self.with_logs(self.agent.wait_boot(before, self.boot_timeout))
     }
 
     /// QEMU's process id.

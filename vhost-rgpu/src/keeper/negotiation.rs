@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use protocol::device::QUEUE_COUNT;
+use protocol::device::{CONTROL_QUEUE, QUEUE_COUNT};
 use serde::{Deserialize, Serialize};
 use vhost::vhost_user::message::{VhostUserMemoryRegion, VhostUserSingleMemoryRegion};
 use vhost::vhost_user::{Error, Frontend, Result, VhostUserFrontend};
@@ -59,6 +59,8 @@ pub struct Ring {
     pub err: Option<Held<Notifier>>,
     /// Whether it is enabled, once the VMM has said so.
     pub enabled: Option<bool>,
+    /// Where it lay when it stopped. A guest that goes on has it there again.
+    pub lay: Option<VringConfigData>,
 }
 
 /// What was negotiated.
@@ -70,6 +72,8 @@ pub struct Negotiation {
     pub protocol: Option<u64>,
     /// Features that the driver has accepted.
     pub features: Option<u64>,
+    /// The control queue has stopped: the guest is stopped, or was reset. The VMM says the same in both cases.
+    pub stopped: bool,
     /// The guest's memories.
     memories: Vec<Memory>,
     rings: [Ring; QUEUE_COUNT],
@@ -109,6 +113,8 @@ pub struct Saved {
     owned: bool,
     protocol: Option<u64>,
     features: Option<u64>,
+    #[serde(default)]
+    stopped: bool,
     /// Guest address, size, the VMM's address, offset in the file, the file.
     memories: Vec<(u64, u64, u64, u64, u64)>,
     rings: [SavedRing; QUEUE_COUNT],
@@ -124,6 +130,8 @@ struct SavedRing {
     call: Option<u64>,
     err: Option<u64>,
     enabled: Option<bool>,
+    #[serde(default)]
+    lay: Option<(u32, u64, u64, u64)>,
 }
 
 impl Saved {
@@ -208,8 +216,10 @@ impl Negotiation {
             call: number(&ring.call),
             err: number(&ring.err),
             enabled: ring.enabled,
+            lay: ring.lay.as_ref().map(addresses),
         };
         Saved {
+            stopped: self.stopped,
             owned: self.owned,
             protocol: self.protocol,
             features: self.features,
@@ -254,17 +264,60 @@ impl Negotiation {
                 call: notifier(saved.call)?,
                 err: notifier(saved.err)?,
                 enabled: saved.enabled,
+                lay: saved.lay.map(addresses),
             };
         }
         let memories = saved.memories.iter().map(memory).collect::<io::Result<_>>()?;
         let (owned, protocol, features) = (saved.owned, saved.protocol, saved.features);
-        Ok(Negotiation { owned, protocol, features, memories, rings })
+        Ok(Negotiation { owned, protocol, features, stopped: saved.stopped, memories, rings })
+    }
+
+    /// The VMM has stopped a ring, of which the chains before `base` were taken.
+    pub fn stop(&mut self, index: u32, base: u16) -> Result<()> {
+        self.stopped |= index == u32::from(CONTROL_QUEUE);
+        let ring = self.ring(index)?;
+        // It is stopped until the VMM says anew where it is and gives its descriptors.
+        if let Some(addresses) = ring.addresses.take() {
+            ring.lay = Some(addresses);
+        }
+        (ring.kick, ring.call, ring.base) = (None, None, Some(base));
+        Ok(())
+    }
+
+    /// Whether a ring goes on behind the chains that were taken before it stopped. One that does not is another driver's.
+    pub fn goes_on(&mut self, index: u32, base: u16) -> Result<bool> {
+        Ok(self.ring(index)?.base.is_none_or(|before| before == base))
+    }
+
+    /// Whether a ring lies where it did before it stopped.
+    pub fn lies_there(&mut self, index: u32, now: &VringConfigData) -> Result<bool> {
+        let place = |a: &VringConfigData| (a.desc_table_addr, a.used_ring_addr, a.avail_ring_addr);
+        Ok(self.ring(index)?.lay.as_ref().is_none_or(|before| place(before) == place(now)))
+    }
+
+    /// A ring has started. Both sides are to look at it: a notification of before it stopped may have been lost.
+    pub fn start(&mut self, index: u32) -> Result<()> {
+        if index == u32::from(CONTROL_QUEUE) {
+            self.stopped = false;
+        }
+        let ring = self.ring(index)?;
+        if ring.lay.take().is_some() {
+            [&ring.kick, &ring.call].into_iter().flatten().for_each(|held| notify(&held.fd));
+        }
+        Ok(())
     }
 
     /// The device was reset: the driver begins anew.
     pub fn reset(&mut self) {
         self.features = None;
+        self.restart();
         self.rings.iter_mut().for_each(|ring| ring.enabled = Some(false));
+    }
+
+    /// What stopped is over.
+    pub fn restart(&mut self) {
+        self.stopped = false;
+        self.rings.iter_mut().for_each(|ring| ring.lay = None);
     }
 
     /// Tells a new device everything, and makes it and the driver look at the rings again: its predecessor may have taken a notification without acting on it, or acted without notifying.

@@ -478,6 +478,19 @@ impl Inner<'_> {
         }
     }
 
+    /// Queues that have stopped begin anew: it was a reset. (Nothing to do if none has stopped.)
+    fn was_reset(&mut self) -> Result<()> {
+        if !self.negotiation.stopped {
+            return Ok(());
+        }
+        tracing::info!("vm {}: the guest was reset", self.server.config.name);
+        self.negotiation.restart();
+        self.ask(|device| device.reset_device())?;
+        // What the VMM has said since the queues stopped stands.
+        let features = self.negotiation.features;
+        self.tell(|device, _| features.map_or(Ok(()), |features| device.set_features(features)))
+    }
+
     /// Asks the device process, and its successor if it fails meanwhile.
     fn ask<T>(&mut self, ask: impl Fn(&mut Frontend) -> vhost::Result<T>) -> Result<T> {
         loop {
@@ -565,6 +578,9 @@ impl VhostUserBackendReqHandler for Relay<'_> {
             log_addr: None,
         };
         let mut inner = self.lock();
+        if !inner.negotiation.lies_there(index, &addresses)? {
+            inner.was_reset()?;
+        }
         inner.negotiation.ring(index)?.addresses = Some(addresses);
         inner.tell(|device, _| device.set_vring_addr(index as usize, &addresses))
     }
@@ -573,6 +589,9 @@ impl VhostUserBackendReqHandler for Relay<'_> {
         // A split ring's index has 16 bits.
         let base = base as u16;
         let mut inner = self.lock();
+        if !inner.negotiation.goes_on(index, base)? {
+            inner.was_reset()?;
+        }
         inner.negotiation.ring(index)?.base = Some(base);
         inner.tell(|device, _| device.set_vring_base(index as usize, base))
     }
@@ -581,9 +600,7 @@ impl VhostUserBackendReqHandler for Relay<'_> {
         let mut inner = self.lock();
         inner.negotiation.ring(index)?;
         let base = inner.ask(|device| device.get_vring_base(index as usize))?;
-        let ring = inner.negotiation.ring(index)?;
-        // The ring is stopped until the VMM says anew where it is and gives its descriptors.
-        (ring.addresses, ring.kick, ring.call, ring.base) = (None, None, None, Some(base as u16));
+        inner.negotiation.stop(index, base as u16)?;
         Ok(VhostUserVringState::new(index, base))
     }
 
@@ -632,12 +649,16 @@ impl VhostUserBackendReqHandler for Relay<'_> {
     fn set_vring_enable(&self, index: u32, enable: bool) -> Result<()> {
         let mut inner = self.lock();
         inner.negotiation.ring(index)?.enabled = Some(enable);
-        inner.tell(|device, _| device.set_vring_enable(index as usize, enable))
+        inner.tell(|device, _| device.set_vring_enable(index as usize, enable))?;
+        if enable { inner.negotiation.start(index) } else { Ok(()) }
     }
 
     fn get_config(&self, offset: u32, size: u32, flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
         let empty = vec![0; size as usize];
-        self.lock().ask(|device| device.get_config(offset, size, flags, &empty)).map(|(_, bytes)| bytes)
+        let mut inner = self.lock();
+        // A driver reads this when it begins. One that merely was stopped goes on.
+        inner.was_reset()?;
+        inner.ask(|device| device.get_config(offset, size, flags, &empty)).map(|(_, bytes)| bytes)
     }
 
     fn set_config(&self, _offset: u32, _bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {

@@ -1,9 +1,10 @@
 //! The device that a guest sees: configuration space, queues, and its channels.
 //!
-//! Four rules:
+//! Five rules:
 //! - The virtqueue threads never block. A thread of its own executes each request (at most [`MAX_JOBS`] at a time) and answers it when it is done; answers come in any order.
-//! - A job touches guest memory (to answer, or to start a session) only while it holds `gate` for reading, and only if the device has not been reset since the request
-//!   came. A reset takes the gate for writing; after it, no earlier job touches guest memory.
+//! - A job touches guest memory (to answer, or to start a session) only [inside](Gate::enter) the gate: while the guest runs, and if the device has not been reset since the request came.
+//! - A VMM says that the control queue stops when the guest is stopped, and when the device is reset, in the same words. So then everything [pauses](Device::pause): the guest's memory may be somebody
+//!   else's by now. The keeper finds out which it was, and says so if it was a reset.
 //! - What a successor of this process has to know is stored before anything depends on it: a request before it is looked at, a channel before anybody else touches its memory.
 //! - Nothing that a guest sends ends a thread or the device.
 
@@ -11,11 +12,11 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use host_bridge::bridge::{
-    ChannelMemory, Closed, Prepared, RegionMemory, Saved, Session, Turn, Wakeup, tell_lost,
+    ChannelMemory, Closed, Prepared, RegionMemory, Saved, Session, TransportKind, Turn, Wakeup, tell_lost,
 };
 use host_bridge::memory::Memories;
 use nix::poll::{PollFd, PollFlags};
@@ -39,6 +40,7 @@ use zerocopy::IntoBytes;
 use super::budget::{Budget, Charge};
 use super::control::{self, FIXED, Order};
 use super::events::Events;
+use super::gate::{Gate, Inside};
 use super::recovery::{self, Known, Leftover, Requests, Store};
 use super::{GuestMemory, Vring};
 use crate::config::Vm;
@@ -88,6 +90,14 @@ struct Held {
 type Lost = Box<dyn FnOnce(&str) + Send>;
 
 impl Channel {
+    /// The session of an open channel.
+    fn session(&self) -> Option<Arc<Session>> {
+        match self {
+            Channel::Open(session, _) => Some(session.clone()),
+            _ => None,
+        }
+    }
+
     /// Ends what there is of a session, and waits up to `patience` until nothing touches the channel's memory.
     fn close(&self, reason: &str, patience: Duration) -> Closed {
         match self {
@@ -111,8 +121,9 @@ pub struct Device {
     channels: Mutex<HashMap<u32, Channel>>,
     settled: Condvar,
     events: Arc<Events>,
-    /// Number of resets.
-    gate: RwLock<u64>,
+    gate: Gate,
+    /// Held while the device pauses, goes on, or is reset.
+    changing: Mutex<()>,
     /// The request queue, while it runs.
     control: Mutex<Option<Vring>>,
     jobs: AtomicUsize,
@@ -176,7 +187,8 @@ impl Device {
             memories: Mutex::default(),
             channels: Mutex::default(),
             settled: Condvar::new(),
-            gate: RwLock::new(0),
+            gate: Gate::default(),
+            changing: Mutex::default(),
             control: Mutex::default(),
             jobs: AtomicUsize::new(0),
             job_bytes: AtomicUsize::new(0),
@@ -195,20 +207,106 @@ impl Device {
         self.channels.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn epoch(&self) -> u64 {
-        *self.gate.read().unwrap_or_else(PoisonError::into_inner)
+    fn changing(&self) -> MutexGuard<'_, ()> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The guest is stopped, or was reset. When this returns nothing touches its memory, until [`go_on`](Self::go_on). Sessions stand meanwhile; one that cannot pause ends.
+    fn pause(&self) {
+        let _one = self.changing();
+        if !self.gate.pause() {
+            return;
+        }
+        let (mut open, mut ending) = (Vec::new(), Vec::new());
+        for (id, channel) in self.channels().iter() {
+            match channel {
+                Channel::Open(session, _) => open.push((*id, session.clone())),
+                Channel::Closing(session) => ending.push(Channel::Closing(session.clone())),
+                Channel::Left(leftover) => ending.push(Channel::Left(leftover.clone())),
+                Channel::Opening | Channel::Waiting(_) | Channel::Over => {}
+            }
+        }
+        // All sessions are told first and then pause at the same time.
+        open.iter().for_each(|(_, session)| session.pause());
+        let deadline = Instant::now() + PATIENCE;
+        let left = || deadline.saturating_duration_since(Instant::now());
+        let unable: Vec<_> = open.iter().filter(|(_, session)| !session.is_paused(left())).collect();
+        let mut count = open.len() - unable.len();
+        for (id, session) in &unable {
+            let (transport, reason) = (
+                session.transport(),
+                match session.transport() {
+                    TransportKind::Verbs => "the guest was stopped, which no session over verbs survives",
+                    _ => "the guest was stopped, and work on the GPU went on using its memory",
+                },
+            );
+            tracing::warn!("{}: channel {id}: over {transport}: {reason}", self.who);
+            self.registry.totals.lost.fetch_add(1, Ordering::Relaxed);
+            session.close(reason, Duration::ZERO);
+            ending.push(Channel::Closing(session.clone()));
+        }
+        count += self.pause_leftovers(left);
+        let deadline = Instant::now() + PATIENCE;
+        for channel in ending {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if channel.close("the guest was stopped", left) == Closed::StillHeld {
+                tracing::error!("{}: the server still holds memory of a guest that is stopped", self.who);
+            }
+        }
+        tracing::info!("{}: the guest does not run; {count} sessions are kept", self.who);
+    }
+
+    /// Has workers pause whose bridge was a predecessor. Gives the number of its channels.
+    fn pause_leftovers(&self, left: impl Fn() -> Duration) -> usize {
+        let predecessor = self.predecessor.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(Predecessor { stored, .. }) = &*predecessor else { return 0 };
+        for (channel, stored) in stored {
+            let leftover =
+                stored.try_clone().and_then(|stored| Leftover::new(stored, self.config.servers.all()));
+            match leftover {
+                Ok(leftover) if leftover.saved.as_ref().is_none_or(|saved| saved.pause(left())) => {}
+                Ok(leftover) => {
+                    leftover.end();
+                    tracing::warn!(
+                        "{}: channel {channel} of the predecessor does not pause: it ends",
+                        self.who
+                    );
+                    leftover.close(PATIENCE);
+                }
+                Err(e) => tracing::error!("{}: channel {channel} of the predecessor: {e}", self.who),
+            }
+        }
+        stored.len()
+    }
+
+    /// The control queue has something to say. If it had stopped, the guest goes on.
+    fn go_on(&self, vring: &Vring) {
+        let _one = self.changing();
+        // In this order: a queue that is ready after the pause was seen has started again.
+        if !self.gate.is_paused() || !vring.get_ref().get_queue().ready() {
+            return;
+        }
+        self.gate.go_on();
+        let sessions: Vec<_> = self.channels().values().filter_map(Channel::session).collect();
+        tracing::info!("{}: the guest runs again; {} sessions go on", self.who, sessions.len());
+        sessions.iter().for_each(|session| session.go_on());
     }
 
     /// Ends every session because the device is reset or its VMM is gone. Returns when the sessions have released guest memory.
     pub fn end_all(&self, reason: &str) {
+        let _one = self.changing();
         let (ids, channels) = {
-            // A job that holds the gate is starting a session or answering. After this, no job of before gets it.
-            let mut epoch = self.gate.write().unwrap_or_else(PoisonError::into_inner);
-            *epoch += 1;
+            // A job that is inside the gate is starting a session or answering. After this, no job of before enters.
+            let paused = self.gate.reset();
+            self.resumes.iter().for_each(|resumes| resumes.store(false, Ordering::SeqCst));
             *self.control.lock().unwrap_or_else(PoisonError::into_inner) = None;
             self.events.reset();
             self.take_leftovers();
             let mut channels = self.channels();
+            if paused {
+                // Nobody knows since when the guest's memory is another's.
+                channels.values().filter_map(Channel::session).for_each(|session| session.seal());
+            }
             let ids: Vec<u32> = channels.keys().copied().collect();
             let ended = channels.drain().filter_map(|(_, channel)| match &channel {
                 Channel::Open(..) | Channel::Closing(_) | Channel::Left(_) => Some(channel),
@@ -270,11 +368,8 @@ impl Device {
 
     /// Passes a doorbell on to every open session.
     fn ring(&self) {
-        for channel in self.channels().values() {
-            if let Channel::Open(session, _) = channel {
-                session.doorbell();
-            }
-        }
+        let Some(_inside) = self.gate.try_enter(self.gate.epoch()) else { return };
+        self.channels().values().filter_map(Channel::session).for_each(|session| session.doorbell());
     }
 
     /// Takes all requests from the queue.
@@ -285,7 +380,10 @@ impl Device {
                 *control = Some(vring.clone());
             }
         }
-        let epoch = self.epoch();
+        let epoch = self.gate.epoch();
+        if self.gate.is_paused() {
+            return;
+        }
         if self.resumes[usize::from(CONTROL_QUEUE)].swap(false, Ordering::SeqCst) {
             self.resume(vring, epoch);
         }
@@ -294,7 +392,7 @@ impl Device {
         loop {
             fruitless += 1;
             let _ = vring.disable_notification();
-            while let Some(fetched) = self.fetch(vring) {
+            while let Some(fetched) = self.fetch(vring, epoch) {
                 fruitless = 0;
                 self.start_job(fetched, epoch);
             }
@@ -308,7 +406,8 @@ impl Device {
     }
 
     /// Copies the next request out of guest memory, once, and checks it.
-    fn fetch(&self, vring: &Vring) -> Option<Fetched> {
+    fn fetch(&self, vring: &Vring, epoch: u64) -> Option<Fetched> {
+        let _inside = self.gate.try_enter(epoch)?;
         let memory = self.guest.memory();
         let chain = vring.get_mut().get_queue_mut().pop_descriptor_chain(memory.clone())?;
         let head = chain.head_index();
@@ -335,10 +434,11 @@ impl Device {
 
     /// Goes on where a predecessor ended: with its sessions, where that is possible, and with its requests, which are executed again.
     fn resume(&self, vring: &Vring, epoch: u64) {
-        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
-        if *gate != epoch {
+        let Some(inside) = self.gate.try_enter(epoch) else {
+            // When the guest runs again.
+            self.resumes[usize::from(CONTROL_QUEUE)].store(true, Ordering::SeqCst);
             return;
-        }
+        };
         let Some(Predecessor { how, stored }) =
             self.predecessor.lock().unwrap_or_else(PoisonError::into_inner).take()
         else {
@@ -382,7 +482,7 @@ impl Device {
             }
             let ends = destroyed.contains(&channel);
             if let (Some(saved), false) = (&leftover.saved, ends) {
-                match self.go_on(channel, &leftover, saved) {
+                match self.resume_session(channel, &leftover, saved) {
                     Ok(()) => {
                         kept += 1;
                         continue;
@@ -397,7 +497,7 @@ impl Device {
             self.channels().insert(channel, Channel::Left(Arc::new(leftover)));
             lost += u64::from(!ends);
         }
-        drop(gate);
+        drop(inside);
         self.registry.totals.lost.fetch_add(lost, Ordering::Relaxed);
         tracing::warn!(
             "{}: {kept} sessions go on, {lost} are lost, {} requests are executed again",
@@ -408,7 +508,7 @@ impl Device {
     }
 
     /// Goes on with the session of a predecessor's channel.
-    fn go_on(&self, channel: u32, leftover: &Leftover, saved: &Saved) -> Result<(), Refusal> {
+    fn resume_session(&self, channel: u32, leftover: &Leftover, saved: &Saved) -> Result<(), Refusal> {
         let extents = &leftover.extents[..];
         let size = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
         let memories = self.memories();
@@ -487,7 +587,7 @@ impl Device {
                 }
                 self.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
                 let busy = || no_resources(format!("{MAX_JOBS} requests are in progress"));
-                return self.answer(epoch, head, &answer, Err(refused.err().unwrap_or_else(busy)));
+                return self.refuse(epoch, head, answer, refused.err().unwrap_or_else(busy));
             }
         };
         let Some(device) = self.me.upgrade() else { return };
@@ -500,17 +600,30 @@ impl Device {
         if let Err(e) = spawned {
             self.jobs.fetch_sub(1, Ordering::Relaxed);
             self.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
-            self.answer(
-                epoch,
-                head,
-                &answer,
-                Err(no_resources(format!("the host is short of threads: {e}"))),
-            );
+            self.refuse(epoch, head, answer, no_resources(format!("the host is short of threads: {e}")));
         }
     }
 
-    /// Answers a request, unless the device was reset since it came.
+    /// Refuses a request in the thread of the queue, or if the guest was just stopped in another one.
+    fn refuse(&self, epoch: u64, head: u16, answer: Vec<Piece>, refusal: Refusal) {
+        if let Some(inside) = self.gate.try_enter(epoch) {
+            return self.answer_inside(&inside, head, &answer, Err(refusal));
+        }
+        let Some(device) = self.me.upgrade() else { return };
+        let later = move || device.answer(epoch, head, &answer, Err(refusal));
+        if let Err(e) = std::thread::Builder::new().name("refusal".to_owned()).spawn(later) {
+            tracing::error!("{}: a request stays without an answer: {e}", self.who);
+        }
+    }
+
+    /// Answers a request once the guest runs, unless the device was reset since it came.
     fn answer(&self, epoch: u64, head: u16, pieces: &[Piece], result: Result<(), Refusal>) {
+        if let Some(inside) = self.gate.enter(epoch) {
+            self.answer_inside(&inside, head, pieces, result);
+        }
+    }
+
+    fn answer_inside(&self, _inside: &Inside<'_>, head: u16, pieces: &[Piece], result: Result<(), Refusal>) {
         let response = match result {
             Ok(()) => Response::new(Answer::Ok, ""),
             Err(Refusal(answer, reason)) => {
@@ -521,10 +634,6 @@ impl Device {
                 Response::new(answer, &reason)
             }
         };
-        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
-        if *gate != epoch {
-            return;
-        }
         let Some(vring) = self.control.lock().unwrap_or_else(PoisonError::into_inner).clone() else { return };
         let memory = self.guest.memory();
         let mut rest = response.as_bytes();
@@ -667,18 +776,18 @@ impl Device {
             self.wait_for_release(channel, &leftover, epoch);
         }
         {
-            let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
+            let inside = self.gate.enter(epoch);
             let mut channels = self.channels();
             if channels.contains_key(&channel) {
                 return Err(invalid(format!("channel {channel} exists already")));
             }
-            if *gate == epoch {
+            if inside.is_some() {
                 channels.insert(channel, Channel::Opening);
             }
         }
         let result = self.open_in(channel, extents, size, job);
-        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
-        if let (true, Err(Refusal(answer, _))) = (*gate == epoch, &result) {
+        let inside = self.gate.enter(epoch);
+        if let (Some(_), Err(Refusal(answer, _))) = (&inside, &result) {
             let mut channels = self.channels();
             match channels.get(&channel) {
                 // The guest was told that the channel exists, so the guest must destroy it.
@@ -688,7 +797,7 @@ impl Device {
             self.store.forget(channel);
             self.registry.totals.refuse(*answer);
         }
-        drop(gate);
+        drop(inside);
         self.settled.notify_all();
         result
     }
@@ -733,10 +842,7 @@ impl Device {
         let known = Known::new(server, &memory.extents, saved.as_ref()).map_err(unknown)?;
         self.remember(epoch, channel, known)?;
         drop(saved);
-        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
-        if *gate != epoch {
-            return Err(invalid("the device was reset"));
-        }
+        let _inside = self.inside(epoch)?;
         let (wakeup, lost) = self.listeners(channel);
         let session = Arc::new(prepared.start(memory, wakeup, lost)?);
         let listed = self.registry.list(&self.who, channel.into(), session.clone());
@@ -745,12 +851,13 @@ impl Device {
         Ok(())
     }
 
+    fn inside(&self, epoch: u64) -> Result<Inside<'_>, Refusal> {
+        self.gate.enter(epoch).ok_or_else(|| invalid("the device was reset"))
+    }
+
     /// Remembers a channel for a successor, unless the device was reset: what a reset has ended must not be found again.
     fn remember(&self, epoch: u64, channel: u32, known: Known) -> Result<(), Refusal> {
-        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
-        if *gate != epoch {
-            return Err(invalid("the device was reset"));
-        }
+        let _inside = self.inside(epoch)?;
         self.store
             .remember(channel, known)
             .map_err(|e| no_resources(format!("this host cannot remember the channel: {e}")))
@@ -776,8 +883,7 @@ impl Device {
                         let leftover = leftover.clone();
                         drop(channels);
                         self.wait_for_release(channel, &leftover, epoch);
-                        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
-                        if *gate == epoch {
+                        if let Some(_inside) = self.gate.enter(epoch) {
                             self.channels().remove(&channel);
                             self.store.forget(channel);
                         }
@@ -814,19 +920,17 @@ impl Device {
             }
         }
         drop(held);
-        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
-        if *gate == epoch {
+        if let Some(_inside) = self.gate.enter(epoch) {
             self.channels().remove(&channel);
             self.store.forget(channel);
         }
-        drop(gate);
         self.settled.notify_all();
         Ok(())
     }
 
-    /// Whether the device was reset since. False while a reset is in progress: this never blocks.
+    /// Whether the device was reset since.
     fn epoch_changed(&self, epoch: u64) -> bool {
-        self.gate.try_read().is_ok_and(|now| *now != epoch)
+        self.gate.epoch() != epoch
     }
 }
 
@@ -867,10 +971,9 @@ struct Queued<'a, 'd> {
 }
 
 impl Queued<'_, '_> {
-    /// Writes to the channel's memory, unless the device was reset.
+    /// Writes to the channel's memory once the guest runs, unless the device was reset.
     fn tell(&self, tell: impl FnOnce(&ChannelMemory)) {
-        let gate = self.device.gate.read().unwrap_or_else(PoisonError::into_inner);
-        if *gate == self.job.epoch {
+        if let Some(_inside) = self.device.gate.enter(self.job.epoch) {
             tell(self.memory);
         }
     }
@@ -885,7 +988,8 @@ impl Queued<'_, '_> {
 
 impl Turn for Queued<'_, '_> {
     fn wait(&mut self, server: &str, ahead: u32) {
-        if !self.memory.may_wait() {
+        // A guest that is stopped is told when it goes on.
+        if !self.memory.may_wait() || self.device.gate.is_paused() {
             return;
         }
         self.tell(|memory| {
@@ -1020,12 +1124,9 @@ impl VhostUserBackend for Device {
     }
 
     fn stop_vring(&self, queue_index: u32) -> io::Result<()> {
-        if let Some(resumes) = self.resumes.get(queue_index as usize) {
-            resumes.store(false, Ordering::SeqCst);
-        }
-        // A virtio reset stops one queue after the other. When the guest stops its request queue, everything that it created through the queue ends.
+        // One queue after the other. The control queue is the first.
         match u16::try_from(queue_index) {
-            Ok(CONTROL_QUEUE) => self.end_all("the guest has reset the device"),
+            Ok(CONTROL_QUEUE) => self.pause(),
             Ok(EVENT_QUEUE) => self.events.stop(),
             _ => {}
         }
@@ -1035,7 +1136,10 @@ impl VhostUserBackend for Device {
     fn handle_event(&self, event: u16, _set: EventSet, vrings: &[Vring], thread: usize) -> io::Result<()> {
         // `event` is the queue's index among those of its thread.
         match (thread, event, vrings.get(usize::from(event))) {
-            (0, 0, Some(vring)) => self.take_requests(vring),
+            (0, 0, Some(vring)) => {
+                self.go_on(vring);
+                self.take_requests(vring);
+            }
             (0, 1, Some(vring)) => {
                 if self.resumes[usize::from(EVENT_QUEUE)].swap(false, Ordering::SeqCst) {
                     // Each buffer is returned as soon as it is taken. One that was not is taken again.

@@ -1,6 +1,6 @@
 //! One virtual machine, as its device process serves it.
 //!
-//! In reading order: [`control`] parses requests, [`device`] executes them, [`budget`] counts what they cost, [`events`] wakes the guest, [`recovery`] is for what outlives the process.
+//! In reading order: [`control`] parses requests, [`device`] executes them, [`gate`] says when guest memory may be touched, [`budget`] counts what they cost, [`events`] wakes the guest, [`recovery`] is for what outlives the process.
 //!
 //! A device lives as long as its process: until the VMM disconnects. Every session of its guest ends then, and the guest's memory is released.
 
@@ -8,6 +8,7 @@ mod budget;
 mod control;
 mod device;
 mod events;
+mod gate;
 mod recovery;
 
 use std::collections::BTreeMap;

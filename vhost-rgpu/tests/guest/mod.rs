@@ -15,7 +15,7 @@ use protocol::link::Memory;
 use test_kit::channel::{Channel, write_header};
 use test_kit::session::RAM;
 use test_kit::*;
-use vhost::vhost_user::message::VhostUserProtocolFeatures;
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserProtocolFeatures};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vmm_sys_util::eventfd::EventFd;
@@ -45,6 +45,8 @@ pub struct Queue {
     next: u16,
     avail: u16,
     used: u16,
+    /// The next chain that the device takes, as it said when it stopped.
+    pub base_index: u16,
 }
 
 /// A guest with its VMM.
@@ -85,6 +87,7 @@ impl Guest {
                 next: 0,
                 avail: 0,
                 used: 0,
+                base_index: 0,
             };
             guest.queues.push(queue);
             guest.start(index);
@@ -129,7 +132,13 @@ impl Guest {
         (queue.next, queue.avail, queue.used) = (0, 0, 0);
         let base = queue.base;
         self.fill(base, 0x6000);
+        self.place(index, 0);
+    }
+
+    /// Tells the device where a queue is, that it goes on behind `next`, and starts it.
+    pub fn place(&mut self, index: u16, next: u16) {
         let (queue, index) = (&self.queues[usize::from(index)], usize::from(index));
+        let base = queue.base;
         self.frontend.set_vring_num(index, SIZE).unwrap();
         let addresses = VringConfigData {
             queue_max_size: SIZE,
@@ -141,16 +150,45 @@ impl Guest {
             log_addr: None,
         };
         self.frontend.set_vring_addr(index, &addresses).unwrap();
-        self.frontend.set_vring_base(index, 0).unwrap();
+        self.frontend.set_vring_base(index, next).unwrap();
         self.frontend.set_vring_call(index, &queue.call).unwrap();
         self.frontend.set_vring_kick(index, &queue.kick).unwrap();
         self.frontend.set_vring_enable(index, true).unwrap();
     }
 
-    /// What a guest's reset of the device looks like to the backend.
+    /// What a guest's reset of the device, and its driver's new beginning, look like to the backend.
     pub fn reset(&mut self) {
+        self.stop();
+        self.read_config();
+    }
+
+    /// What QEMU says when the guest is stopped, and also when it is reset.
+    pub fn stop(&mut self) {
         for index in 0..3 {
-            self.frontend.get_vring_base(index).unwrap();
+            self.frontend.set_vring_enable(index, false).unwrap();
+        }
+        for index in 0..3 {
+            // All chains that the guest has offered were taken, which is what QEMU says again when the guest goes on.
+            let base = self.frontend.get_vring_base(index).unwrap();
+            self.queues[index].base_index = base as u16;
+        }
+    }
+
+    /// Has the queues lie elsewhere.
+    pub fn move_queues(&mut self) {
+        self.queues.iter_mut().for_each(|queue| queue.base = (queue.base + 0x3_0000) % 0x6_0000);
+    }
+
+    /// What a driver asks when it begins.
+    pub fn read_config(&mut self) {
+        self.frontend.get_config(0, 64, VhostUserConfigFlags::empty(), &[0; 64]).unwrap();
+    }
+
+    /// What QEMU says when a stopped guest goes on.
+    pub fn go_on(&mut self) {
+        self.frontend.set_features(VERSION_1 | PROTOCOL_FEATURES).unwrap();
+        for index in 0..3 {
+            self.place(index, self.queues[usize::from(index)].base_index);
         }
     }
 

@@ -9,7 +9,7 @@
 use std::ffi::c_void;
 use std::sync::{Arc, mpsc};
 
-use host_bridge::endpoint::{Mapped, Sink};
+use host_bridge::endpoint::{InUse, Mapped, Sink};
 use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::Answer;
@@ -36,6 +36,8 @@ pub struct HostView {
     len: usize,
     mirror: Option<Mirror>,
     _charge: Option<MirrorCharge>,
+    /// Kernels may use the client's own memory at any time.
+    _in_use: Option<InUse>,
 }
 
 /// The part of a view that makes it a mirror. It exists as soon as [`Reach`] knows the mirror.
@@ -133,7 +135,7 @@ impl HostView {
             );
             return Err(Status::MAP_FAILED);
         }
-        let view = HostView { first: got as usize, len, mirror: None, _charge: None };
+        let view = HostView { first: got as usize, len, mirror: None, _charge: None, _in_use: None };
         if got == wanted { Ok(view) } else { Err(Status::MAP_FAILED) }
     }
 
@@ -199,7 +201,8 @@ impl GpuHostMemory for Cuda {
             return Err(Status::NOT_SUPPORTED);
         }
         let Sink::Mapped(memory) = cx.output(op.memory)? else { return Err(Status::NOT_SUPPORTED) };
-        let view = HostView::at(op.address, &memory)?;
+        let mut view = HostView::at(op.address, &memory)?;
+        view._in_use = memory.in_use();
         // SAFETY: whole pages that `view` keeps mapped until they are unregistered, or the context is gone.
         let registered = unsafe { register(self.api, &view) };
         self.note(op.context, registered)?;
@@ -222,7 +225,7 @@ impl GpuHostMemory for Cuda {
         let (first, len, api) = (op.address as usize, op.size as usize, self.api);
         let beside = Arc::clone(&self.beside);
         let mirror = Mirror { beside: Arc::clone(&beside), helper: helper.clone(), context, api };
-        let view = HostView { first, len, mirror: Some(mirror), _charge: Some(charge) };
+        let view = HostView { first, len, mirror: Some(mirror), _charge: Some(charge), _in_use: None };
         let pending = cx.later();
         helper.run(move || {
             let made = HostView::make_mirror(api, context, first, len);

@@ -41,8 +41,8 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
     /// after [`arm`](Self::arm).
     fn wait(&mut self, machine: &mut Machine<'_, S>, timeout: Option<Duration>) -> Result<(), EndReason>;
 
-    /// Called when the connections are lost because of `why`, and no farewell was found: waits until there are new ones over which the session goes on behind what both sides have. Meanwhile it
-    /// serves the mailbox. The error is the end of the session.
+    /// Called when the connections are lost because of `why`, and no farewell was found, or when the session is to pause: closes them, [rests](Mailbox::rest), and waits until there are new ones over
+    /// which the session goes on behind what both sides have. Meanwhile it serves the mailbox. The error is the end of the session, or [`EndReason::Paused`]: it is to be called again.
     fn reconnect(
         &mut self,
         _machine: &mut Machine<'_, S>,
@@ -62,6 +62,9 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
     fn close(&mut self, machine: &mut Machine<'_, S>, farewell: Option<&str>);
 }
 
+/// Why a session has no link that was paused.
+const PAUSED: &str = "the connections were closed while the guest was stopped";
+
 /// Runs a session until it ends, and says why it did. Nothing of the transport reaches the client's memory any more when this returns.
 ///
 /// In each turn the relay does what can be done now, and nothing blocks. With nothing to do it polls for a while ([`PollTime`]) and then sleeps on everything together. Because it always
@@ -72,25 +75,33 @@ pub(in crate::bridge) fn run<S: Schedule, C: Carrier<S>>(
     mut machine: Machine<'_, S>,
     mut carrier: C,
     poll: PollTime,
-    mut lost: Option<String>,
+    lost: Option<String>,
 ) -> EndReason {
+    let mut before = lost.map(EndReason::Gone);
     let end = loop {
-        let end = match lost.take() {
-            Some(why) => EndReason::Gone(why),
+        let end = match before.take() {
+            Some(end) => end,
             None => match work(session, mailbox, &mut machine, &mut carrier, poll) {
                 Ok(never) => match never {},
                 Err(end) => end,
             },
         };
-        let EndReason::Gone(why) = end else { break end };
-        // A connection may break before a farewell on another one was read, whose words are the better ones.
-        if let Some(bye) = farewell(&mut machine, &mut carrier) {
-            break bye;
+        let why = match end {
+            EndReason::Gone(why) => {
+                // A connection may break before a farewell on another one was read, whose words are the better ones.
+                if let Some(bye) = farewell(&mut machine, &mut carrier) {
+                    break bye;
+                }
+                why
+            }
+            EndReason::Paused => PAUSED.to_owned(),
+            end => break end,
+        };
+        match carrier.reconnect(&mut machine, mailbox, why) {
+            Ok(()) => machine.heard(Instant::now()),
+            Err(EndReason::Paused) => before = Some(EndReason::Paused),
+            Err(end) => break end,
         }
-        if let Err(end) = carrier.reconnect(&mut machine, mailbox, why) {
-            break end;
-        }
-        machine.heard(Instant::now());
     };
     let text = match &end {
         EndReason::Asked(_) => Some(String::new()),

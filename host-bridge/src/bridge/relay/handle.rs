@@ -65,6 +65,7 @@ impl<M: Send + 'static> RelayHandle<M> {
                     EndReason::Asked(_) => for_relay.end(&reason),
                     _ => for_relay.lose(&reason),
                 }
+                for_mailbox.gone();
                 *for_ended.over.lock().unwrap_or_else(PoisonError::into_inner) = true;
                 for_ended.changed.notify_all();
             })
@@ -106,6 +107,21 @@ impl<M> RelayHandle<M> {
             // The relay has ended, and so has every access.
             Err(_) => Ok(()),
         }
+    }
+
+    /// As [`Transport::pause`](crate::bridge::Transport::pause).
+    pub(in crate::bridge) fn pause(&self) {
+        self.mailbox.pause();
+    }
+
+    /// As [`Transport::is_paused`](crate::bridge::Transport::is_paused).
+    pub(in crate::bridge) fn is_paused(&self, patience: Duration) -> bool {
+        self.mailbox.wait_for_pause(patience)
+    }
+
+    /// As [`Transport::go_on`](crate::bridge::Transport::go_on).
+    pub(in crate::bridge) fn go_on(&self) {
+        self.mailbox.unpause();
     }
 
     /// As [`Transport::close`](crate::bridge::Transport::close).

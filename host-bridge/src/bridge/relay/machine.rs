@@ -162,8 +162,11 @@ impl<'c, S: Schedule> Machine<'c, S> {
         Ok(())
     }
 
-    /// Acts on other threads' messages while there is no connection.
+    /// Acts on other threads' messages while there is no connection. [`EndReason::Paused`]: the client's memory is not to be touched until [`Mailbox::rest`] returns.
     pub(in crate::bridge) fn serve(&mut self, mailbox: &Mailbox<S::Memory>) -> Result<(), EndReason> {
+        if mailbox.is_to_pause() {
+            return Err(EndReason::Paused);
+        }
         while let Some(message) = mailbox.next() {
             self.message(message)?;
         }

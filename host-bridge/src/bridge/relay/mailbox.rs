@@ -3,7 +3,8 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::mpsc::Sender;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
@@ -19,6 +20,16 @@ pub(super) enum Message<M> {
     Close(String),
 }
 
+/// Whether the relay is to leave the client's memory alone, and whether it does.
+#[derive(Debug, Default)]
+struct Pause {
+    wanted: bool,
+    /// The relay's thread waits, or has ended.
+    reached: bool,
+    /// The session ends: nobody waits any longer.
+    over: bool,
+}
+
 /// Messages in order, with an eventfd of its own: the channel's doorbell belongs to the client as well.
 pub(in crate::bridge) struct Mailbox<M> {
     /// `None`: the relay has ended and takes no more.
@@ -26,26 +37,81 @@ pub(in crate::bridge) struct Mailbox<M> {
     raised: Raised,
     /// Watched edge-triggered, never read.
     wake: EventFd,
+    pause: Mutex<Pause>,
+    changed: Condvar,
 }
 
 impl<M> Mailbox<M> {
     pub(super) fn new() -> io::Result<Mailbox<M>> {
         let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        Ok(Mailbox { messages: Mutex::new(Some(VecDeque::new())), raised: Raised::default(), wake })
+        let messages = Mutex::new(Some(VecDeque::new()));
+        let (raised, pause, changed) = Default::default();
+        Ok(Mailbox { messages, raised, wake, pause, changed })
+    }
+
+    fn lock_pause(&self) -> MutexGuard<'_, Pause> {
+        self.pause.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has the relay pause. Does not wait for it.
+    pub(super) fn pause(&self) {
+        self.lock_pause().wanted = true;
+        self.raised.raise();
+        let _ = self.wake.write(1);
+    }
+
+    /// Waits up to `patience` until the relay has paused, or has ended. False: it has not.
+    pub(super) fn wait_for_pause(&self, patience: Duration) -> bool {
+        let waits = |pause: &mut Pause| !pause.reached;
+        let waited = self.changed.wait_timeout_while(self.lock_pause(), patience, waits);
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+    }
+
+    /// Has the relay go on.
+    pub(super) fn unpause(&self) {
+        self.lock_pause().wanted = false;
+        self.changed.notify_all();
+    }
+
+    /// Whether the relay is to pause.
+    pub(in crate::bridge) fn is_to_pause(&self) -> bool {
+        let pause = self.lock_pause();
+        pause.wanted && !pause.over
+    }
+
+    /// For the relay, which does not touch the client's memory now: waits as long as it is to pause. A session that ends is not paused any longer.
+    pub(in crate::bridge) fn rest(&self) {
+        let mut pause = self.lock_pause();
+        while pause.wanted && !pause.over {
+            pause.reached = true;
+            self.changed.notify_all();
+            pause = self.changed.wait(pause).unwrap_or_else(PoisonError::into_inner);
+        }
+        pause.reached = false;
+    }
+
+    /// The session ends, also while it is paused.
+    fn end_pause(&self) {
+        self.lock_pause().over = true;
+        self.changed.notify_all();
     }
 
     pub(in crate::bridge) fn wake(&self) -> &EventFd {
         &self.wake
     }
 
-    /// Posts a message. It comes back if the relay has ended.
+    /// Posts a message. It comes back if the relay has ended. A relay that is paused acts on it when it goes on; [`Message::Close`] has it do so.
     pub(super) fn post(&self, message: Message<M>) -> Result<(), Message<M>> {
+        let closes = matches!(message, Message::Close(_));
         match self.messages.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
             Some(messages) => messages.push_back(message),
             None => return Err(message),
         }
         self.raised.raise();
         let _ = self.wake.write(1);
+        if closes {
+            self.end_pause();
+        }
         Ok(())
     }
 
@@ -69,5 +135,12 @@ impl<M> Mailbox<M> {
     /// Takes no more messages. Those left are dropped, and with them the senders whose answers somebody waits for.
     pub(super) fn close(&self) {
         self.messages.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.end_pause();
+    }
+
+    /// The relay has ended, and touches the client's memory no more.
+    pub(super) fn gone(&self) {
+        self.lock_pause().reached = true;
+        self.changed.notify_all();
     }
 }

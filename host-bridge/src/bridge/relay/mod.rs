@@ -70,6 +70,8 @@ pub(super) enum EndReason {
     Here(String),
     /// [`Transport::close`](super::Transport::close).
     Asked(String),
+    /// [`Transport::pause`](super::Transport::pause): the session goes on later.
+    Paused,
 }
 
 impl EndReason {
@@ -87,6 +89,7 @@ impl EndReason {
                 format!("this host failed while talking to the server at {server}: {what}")
             }
             EndReason::Asked(what) => what.clone(),
+            EndReason::Paused => "the session is paused".to_owned(),
         }
     }
 }

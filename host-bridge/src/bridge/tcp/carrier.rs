@@ -360,7 +360,8 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
     ) -> Result<(), EndReason> {
         let limit = self.ticket.limit(&self.session);
         if limit.is_zero() {
-            return Err(EndReason::Gone(why));
+            let stopped = "the guest was stopped, and the server keeps no session without connections (--grace-seconds 0)";
+            return Err(EndReason::Gone(if mailbox.is_to_pause() { stopped.to_owned() } else { why }));
         }
         // After this, the numbers of bytes that have come stand.
         self.control.shut_down();
@@ -368,6 +369,11 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         let mut received = vec![machine.restart_frames()];
         for connection in &mut self.data {
             received.push(connection.disconnect(machine)?);
+        }
+        if mailbox.is_to_pause() {
+            // It reads the client's memory, too.
+            self.hasher.iter().for_each(IoThread::wait_for_rest);
+            mailbox.rest();
         }
         let lost = Interruption::begin(Arc::clone(&self.session), why, limit);
         let resumption = self.ticket.resume(&self.config, &self.session, mailbox, self.attempt, received);

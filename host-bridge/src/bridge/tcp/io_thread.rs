@@ -26,6 +26,9 @@ struct Shared<T> {
     todo: AtomicUsize,
     done: AtomicUsize,
     over: AtomicBool,
+    /// The thread works on a task. Changed under the lock.
+    busy: AtomicBool,
+    rested: Condvar,
     /// How long the thread polls for its next task before it sleeps.
     poll: Duration,
 }
@@ -59,13 +62,19 @@ impl<T: Send + 'static> IoThread<T> {
             todo,
             done,
             over: AtomicBool::new(false),
+            busy: AtomicBool::new(false),
+            rested: Condvar::new(),
             poll: polling::RELAY_IO_THREAD.here(),
         });
         let run = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name(name).spawn(move || {
             while let Some(mut task) = run.next() {
                 let result = work(&mut task);
-                run.lock().done.push_back((task, result));
+                let mut tasks = run.lock();
+                tasks.done.push_back((task, result));
+                run.busy.store(false, Ordering::Relaxed);
+                drop(tasks);
+                run.rested.notify_all();
                 run.done.fetch_add(1, Ordering::Release);
                 tell();
             }
@@ -84,6 +93,15 @@ impl<T: Send + 'static> IoThread<T> {
         self.shared.lock().todo.push_back(task);
         self.shared.todo.fetch_add(1, Ordering::Release);
         self.shared.came.notify_one();
+    }
+
+    /// Waits until it has done all tasks that it was given.
+    pub(super) fn wait_for_rest(&self) {
+        let works = |tasks: &mut Tasks<T>| {
+            let over = self.shared.over.load(Ordering::Relaxed);
+            !over && (!tasks.todo.is_empty() || self.shared.busy.load(Ordering::Relaxed))
+        };
+        drop(self.shared.rested.wait_while(self.shared.lock(), works));
     }
 
     /// Takes back a finished task with its result, in the order in which tasks were given. `None`: none is finished. Does not block.
@@ -141,6 +159,7 @@ impl<T> Shared<T> {
             }
             if let Some(task) = tasks.todo.pop_front() {
                 self.todo.fetch_sub(1, Ordering::Relaxed);
+                self.busy.store(true, Ordering::Relaxed);
                 return Some(task);
             }
             tasks = self.came.wait(tasks).unwrap_or_else(PoisonError::into_inner);

@@ -247,4 +247,17 @@ impl Transport for Tcp {
     fn close(&self, reason: &str, patience: Duration) -> Closed {
         self.relay.close(reason, patience)
     }
+
+    fn pause(&self) {
+        self.relay.pause();
+    }
+
+    fn is_paused(&self, patience: Duration) -> bool {
+        self.relay.is_paused(patience)
+    }
+
+    fn go_on(&self) -> io::Result<()> {
+        self.relay.go_on();
+        Ok(())
+    }
 }

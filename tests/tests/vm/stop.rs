@@ -1,0 +1,162 @@
+//! A guest whose machine is stopped (QMP's `stop`, `virsh suspend`) while programs run, and goes on.
+
+use super::*;
+
+/// Programs that launch, copy much and little, wait for events, and have the host call their functions.
+const WORKING: [&str; 8] = [
+    "launch_storm 3000",
+    "copies",
+    "many_small_copies",
+    "graph_host",
+    "managed_memory",
+    "streams_events",
+    "pinned_kernels",
+    "threads",
+];
+
+/// How often a guest is stopped at least: `RGPU_STOPS`.
+fn stops() -> u64 {
+    std::env::var("RGPU_STOPS").ok().and_then(|text| text.parse().ok()).unwrap_or(40)
+}
+
+/// A guest with programs that work.
+fn working(name: &str, transport: &'static str) -> Result<Bed> {
+    let host = Host::start(
+        &format!("vm/{name}-{transport}"),
+        Options { grace: 600, ..Options::software(transport) },
+    )?;
+    let mut programs = programs::portable()?;
+    let named =
+        |name: &str| SOME.contains(&name) || WORKING.iter().any(|line| line.split(' ').next() == Some(name));
+    programs.retain(|program| named(&program.name));
+    let machine = guest::builder(&programs).rgpu_socket(host.socket()).boot()?;
+    Ok(Bed { host, machine })
+}
+
+/// The states of the guest's sessions, as the daemon tells them.
+fn states(host: &Host) -> Result<Vec<String>> {
+    let status = host.bridge()?.status()?;
+    let rows = status["sessions"].as_array().context("the status has no sessions")?;
+    Ok(rows.iter().filter_map(|row| row["state"].as_str()).map(str::to_owned).collect())
+}
+
+/// Waits until no session waits for its server.
+fn linked(host: &Host) -> Result<()> {
+    let deadline = Instant::now() + LONG;
+    loop {
+        let states = states(host)?;
+        if states.iter().all(|state| state == "ready" || state == "ended") {
+            return Ok(());
+        }
+        ensure!(Instant::now() < deadline, "the sessions do not go on: {states:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Has all programs work at the same time, does `interrupt` again and again meanwhile, and checks that all pass. Gives how often it was done.
+fn work_through(bed: &Bed, least: u64, mut interrupt: impl FnMut(u64) -> Result<()>) -> Result<u64> {
+    let mut count = 0;
+    while count < least {
+        let mut running = Vec::new();
+        for line in WORKING {
+            running.push((line, bed.machine.spawn(line)?));
+        }
+        while count < least && running.iter().any(|(_, process)| !process.has_ended()) {
+            interrupt(count)?;
+            count += 1;
+            // The programs are to get somewhere in between, each time somewhere else.
+            linked(&bed.host)?;
+            std::thread::sleep(Duration::from_millis(37 * (count % 7)));
+        }
+        for (line, process) in running {
+            let name = line.split(' ').next().unwrap_or(line);
+            passed(name, &process.wait(LONG)?)
+                .with_context(|| format!("the daemons' logs are in {}", bed.host.logs().display()))?;
+        }
+    }
+    Ok(count)
+}
+
+/// Stops, resets and kills: what is left of the sessions, and what the next programs find.
+fn stopped_guests_are_reset_or_lose_their_device_process(transport: &'static str) -> Result<()> {
+    let bed = working("stopped", transport)?;
+    let before = bed.base_line()?;
+
+    // Another device process takes over while the guest is stopped.
+    for line in ["launch_storm 3000", "copies"] {
+        let process = bed.machine.spawn(line)?;
+        let deadline = Instant::now() + LONG;
+        while bed.host.busy_workers()?.is_empty() {
+            ensure!(Instant::now() < deadline, "{line} gets no session");
+        }
+        bed.machine.stop()?;
+        let serving = bed.host.device_process()?;
+        kill(Pid::from_raw(serving), Signal::SIGKILL)?;
+        while bed.host.device_process().is_ok_and(|now| now == serving) {
+            ensure!(Instant::now() < deadline, "nobody takes the device process's place");
+        }
+        bed.machine.cont()?;
+        let name = line.split(' ').next().unwrap_or(line);
+        passed(name, &process.wait(LONG)?)
+            .context("its device process was killed while the guest was stopped")?;
+    }
+    ensure!(bed.host.bridge()?.status()?["sessions_lost"] == 0, "sessions were lost");
+    bed.check_after("kill -9 of the device process of a stopped guest", &before)?;
+
+    // A reset ends the sessions, of a guest that runs and of one that is stopped.
+    for stopped in [false, true] {
+        let in_copy = start_kill_me(&bed.machine, "copy")?;
+        let in_kernel = start_kill_me(&bed.machine, "kernel")?;
+        if stopped {
+            bed.machine.stop()?;
+            bed.machine.qmp("system_reset")?;
+            bed.machine.booted_after(|| bed.machine.cont())?;
+        } else {
+            bed.machine.booted_after(|| bed.machine.qmp("system_reset"))?;
+        }
+        drop((in_copy, in_kernel));
+        bed.check_after("a reset of the guest by its VMM", &before)?;
+    }
+
+    // QEMU's end ends the sessions of a guest that is stopped.
+    let in_copy = start_kill_me(&bed.machine, "copy")?;
+    bed.machine.stop()?;
+    bed.machine.kill9()?;
+    drop(in_copy);
+    bed.host.settled()
+}
+
+#[test]
+fn stopped_guests_are_reset_or_lose_their_device_process_over_local() -> Result<()> {
+    stopped_guests_are_reset_or_lose_their_device_process("local")
+}
+
+#[test]
+fn stopped_guests_are_reset_or_lose_their_device_process_over_tcp() -> Result<()> {
+    stopped_guests_are_reset_or_lose_their_device_process("tcp")
+}
+
+fn programs_go_on_after_the_guest_was_stopped(transport: &'static str) -> Result<()> {
+    let bed = working("stop", transport)?;
+    let before = bed.base_line()?;
+    let count = work_through(&bed, stops(), |_| {
+        bed.machine.stop()?;
+        // Nothing moves while it is stopped, and every session stands.
+        let states = states(&bed.host)?;
+        ensure!(states.iter().all(|state| state == "paused" || state == "ended"), "{states:?}");
+        bed.machine.cont()
+    })?;
+    println!("{transport}: stopped {count} times");
+    ensure!(bed.host.bridge()?.status()?["sessions_lost"] == 0, "sessions were lost");
+    bed.check_after("stops", &before)
+}
+
+#[test]
+fn programs_go_on_after_the_guest_was_stopped_over_local() -> Result<()> {
+    programs_go_on_after_the_guest_was_stopped("local")
+}
+
+#[test]
+fn programs_go_on_after_the_guest_was_stopped_over_tcp() -> Result<()> {
+    programs_go_on_after_the_guest_was_stopped("tcp")
+}
