@@ -409,7 +409,8 @@ static void step(struct state *state);
 /* A child has the files, but not the channels. */
 static void fork_child(struct state *state)
 {
-	pid_t pid = TRY(state, FORK, fork());
+	/* Without a fault: the kernel warns when a new process gets no stack. */
+	pid_t pid = fork();
 
 	if (pid == 0) {
 		struct state child = { .random = next(state), .fail_nth = -1, .finite = true };
@@ -420,8 +421,10 @@ static void fork_child(struct state *state)
 			kill(getpid(), SIGKILL);
 		_exit(0);
 	}
-	if (pid > 0)
-		waitpid(pid, NULL, 0);
+	if (pid < 0)
+		return;
+	waitpid(pid, NULL, 0);
+	atomic_fetch_add(&tally->good[FORK], 1);
 }
 
 static void step(struct state *state)

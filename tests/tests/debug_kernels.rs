@@ -83,13 +83,13 @@ const DEFECTS: &[Defect] = &[
     Defect {
         on: Watches::Races,
         says: "BUG: KCSAN: data-race",
-        file: "user.c",
-        is: "\tspin_lock(&user->dev->users_lock);\n\tuser->channels -= channels;\n\tuser->pages -= pages;\n\tspin_unlock(&user->dev->users_lock);\n",
-        becomes: "\tuser->channels -= channels;\n\tuser->pages -= pages;\n",
+        file: "file.c",
+        is: "\tvoid __user *arg = (void __user *)value;\n\n",
+        becomes: "\tvoid __user *arg = (void __user *)value;\n\n\tchan->dev->name[15]++;\n",
     },
 ];
 
-/// Times that a defective driver is exercised. KCSAN looks at a sample of the accesses.
+/// Times that a defective driver is exercised. KCSAN watches a sample of the accesses.
 const ROUNDS: usize = 20;
 
 fn notices(defect: &Defect) -> Result<()> {
@@ -104,10 +104,15 @@ fn notices(defect: &Defect) -> Result<()> {
     bed.machine.check("rmmod virtio_rgpu", LONG)?;
     bed.machine.write_file("/broken.ko", 0o644, &fs::read(module)?)?;
     bed.machine.check("insmod /broken.ko", LONG)?;
+    if defect.on == Watches::Races {
+        // More accesses, for longer.
+        let script = "cd /sys/module/kcsan/parameters && echo 100 > skip_watch && echo 2000 > udelay_task";
+        bed.machine.check(script, LONG)?;
+    }
     for _ in 0..ROUNDS {
         // After what the kernel reports, calls may fail.
-        for test in ["channel 1024", "channel 100", "register", "many 20"] {
-            bed.machine.run(&format!("rgpu_selftest {test}"), LONG)?;
+        for test in ["selftest channel 1024", "selftest register", "selftest many 20", "fuzz 2000"] {
+            bed.machine.run(&format!("rgpu_{test}"), LONG)?;
         }
         let leaks = defect.says == LEAK;
         let found = if leaks { check_unleaked(&bed.machine) } else { bed.machine.check_console() };
