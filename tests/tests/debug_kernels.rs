@@ -106,7 +106,7 @@ fn notices(defect: &Defect) -> Result<()> {
     bed.machine.check("insmod /broken.ko", LONG)?;
     if defect.on == Watches::Races {
         // More accesses, for longer.
-        let script = "cd /sys/module/kcsan/parameters && echo 100 > skip_watch && echo 2000 > udelay_task";
+        let script = "cd /sys/module/kcsan/parameters && echo 300 > skip_watch && echo 500 > udelay_task";
         bed.machine.check(script, LONG)?;
     }
     for _ in 0..ROUNDS {
