@@ -1,115 +1,58 @@
 #!/bin/bash
-# Builds a small Linux 6.1 that watches its own memory, locks or data races, from Debian's source:
+# Builds a small Linux 6.1 that watches itself, from Debian's source:
 #
 #   debug-kernel.sh FOLDER kasan|kcsan
 #
-# kasan: accesses to freed or foreign memory (KASAN), wrong use of locks (lockdep), objects that are freed while in use.
+# kasan: accesses to freed or foreign memory (KASAN), wrong use of locks (lockdep), of the DMA API and of objects that are
+#        freed while in use, undefined behavior (UBSAN), memory that nothing refers to (kmemleak), failed allocations on
+#        request (fault injection).
 # kcsan: data races (KCSAN).
 #
-# Then run the driver's tests on it, as root:
-#
-#   RGPU_TEST_KERNEL=FOLDER cargo test -p rgpu-tests --test driver -- --test-threads 2
-#
-# Needs Debian 12 and about 3 GB in FOLDER; takes ten minutes on two idle cores. Installs what it needs.
+# The kernel comes into FOLDER/kasan or FOLDER/kcsan. `cargo xtask test debug_kernels` builds both and runs the driver's
+# tests on them. Needs Debian 12 and 3 GB in FOLDER; installs what it needs if it is root.
 set -euo pipefail
-[ $# = 2 ] && { [ "$2" = kasan ] || [ "$2" = kcsan ]; } || { sed -n '2,14p' "$0" | cut -c3-; exit 2; }
-mkdir -p "$1"
+kind=${2:-}
+if [ $# != 2 ] || { [ "$kind" != kasan ] && [ "$kind" != kcsan ]; }; then
+    sed -n '2,13p' "$0" | cut -c3-
+    exit 2
+fi
+here=$(cd "$(dirname "$0")" && pwd)
+mkdir -p "$1/$kind"
 folder=$(cd "$1" && pwd)
-apt-get install -y -q linux-source-6.1 flex bison bc libelf-dev libssl-dev make gcc xz-utils kmod cpio rsync > /dev/null
+packages="linux-source-6.1 flex bison bc libelf-dev libssl-dev make gcc xz-utils kmod"
+# shellcheck disable=SC2086 # They are several.
+dpkg-query -W $packages > /dev/null 2>&1 ||
+    { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $packages; } > /dev/null
 
+archive=/usr/src/linux-source-6.1.tar.xz
 source=$folder/source
-if [ ! -d "$source" ]; then
+if [ ! "$source" -nt "$archive" ]; then
+    rm -rf "$source" "$source.part"
     mkdir "$source.part"
-    tar -xf /usr/src/linux-source-6.1.tar.xz -C "$source.part" --strip-components 1
+    tar -xf "$archive" -C "$source.part" --strip-components 1
     mv "$source.part" "$source"
+    touch "$source"
 fi
-cd "$source"
-cat > kernel/configs/rgpu.config <<'CONFIG'
-CONFIG_LOCALVERSION="-debug"
-CONFIG_64BIT=y
-CONFIG_SMP=y
-CONFIG_PREEMPT=y
-CONFIG_MODULES=y
-CONFIG_MODULE_UNLOAD=y
-CONFIG_BLK_DEV_INITRD=y
-CONFIG_RD_GZIP=y
-CONFIG_BINFMT_ELF=y
-CONFIG_BINFMT_SCRIPT=y
-CONFIG_MULTIUSER=y
-CONFIG_DEVTMPFS=y
-CONFIG_TMPFS=y
-CONFIG_PROC_FS=y
-CONFIG_PROC_SYSCTL=y
-CONFIG_SYSFS=y
-CONFIG_SHMEM=y
-CONFIG_VM_EVENT_COUNTERS=y
-CONFIG_MEMCG=y
-CONFIG_TRANSPARENT_HUGEPAGE=y
-CONFIG_PRINTK=y
-CONFIG_BUG=y
-CONFIG_KALLSYMS=y
-CONFIG_TTY=y
-CONFIG_SERIAL_8250=y
-CONFIG_SERIAL_8250_CONSOLE=y
-CONFIG_PCI=y
-CONFIG_PCI_MSI=y
-CONFIG_ACPI=y
-CONFIG_PM=y
-CONFIG_SUSPEND=y
-CONFIG_RTC_CLASS=y
-CONFIG_RTC_DRV_CMOS=y
-CONFIG_HIGH_RES_TIMERS=y
-CONFIG_POSIX_TIMERS=y
-CONFIG_FUTEX=y
-CONFIG_EPOLL=y
-CONFIG_SIGNALFD=y
-CONFIG_EVENTFD=y
-CONFIG_TIMERFD=y
-CONFIG_UNIX=y
-CONFIG_NET=y
-CONFIG_PTRACE=y
-CONFIG_CROSS_MEMORY_ATTACH=y
-CONFIG_VIRTIO_MENU=y
-CONFIG_VIRTIO_PCI=y
-CONFIG_VIRTIO_CONSOLE=y
-CONFIG_DEBUG_KERNEL=y
-CONFIG_DEBUG_INFO_NONE=y
-CONFIG_FRAME_POINTER=y
-CONFIG_UNWINDER_FRAME_POINTER=y
-CONFIG_STACKTRACE=y
-CONFIG_DEBUG_LIST=y
-CONFIG_DEBUG_SG=y
-CONFIG_PANIC_ON_OOPS=y
-CONFIG
-if [ "$2" = kasan ]; then
-    cat >> kernel/configs/rgpu.config <<'CONFIG'
-CONFIG_KASAN=y
-CONFIG_KASAN_GENERIC=y
-CONFIG_KASAN_INLINE=y
-CONFIG_KASAN_VMALLOC=y
-CONFIG_PROVE_LOCKING=y
-CONFIG_DEBUG_ATOMIC_SLEEP=y
-CONFIG_DEBUG_OBJECTS=y
-CONFIG_DEBUG_OBJECTS_WORK=y
-CONFIG_DEBUG_OBJECTS_FREE=y
-CONFIG_DEBUG_OBJECTS_TIMERS=y
-CONFIG_DEBUG_VM=y
-CONFIG_PAGE_OWNER=n
-CONFIG
-else
-    cat >> kernel/configs/rgpu.config <<'CONFIG'
-CONFIG_KCSAN=y
-CONFIG_KCSAN_VERBOSE=n
-CONFIG_KCSAN_EARLY_ENABLE=y
-CONFIG_KCSAN_REPORT_ONCE_IN_MS=0
-CONFIG
+root=$folder/$kind
+objects=$root/objects
+mkdir -p "$objects" "$root/boot" "$root/usr/src"
+build() { make -s -C "$source" O="$objects" -j"$(nproc)" "$@"; }
+
+build tinyconfig > /dev/null
+cat "$here/debug-kernel.config" "$here/debug-kernel-$kind.config" > "$root/wanted"
+# A kernel with other options has another version, so that nobody uses a module that was built for the one before.
+echo "CONFIG_LOCALVERSION=\"-$kind-$(sha256sum "$root/wanted" | cut -c1-8)\"" >> "$root/wanted"
+"$source/scripts/kconfig/merge_config.sh" -m -O "$objects" "$objects/.config" "$root/wanted" > /dev/null
+build olddefconfig > /dev/null
+# An option that the kernel does not know, or whose dependencies are missing, is silently off.
+if grep '=y$' "$root/wanted" | grep -vxF -f "$objects/.config"; then
+    echo "$0: the kernel has not taken these options" >&2
+    exit 1
 fi
-make -s tinyconfig rgpu.config
-make -s -j"$(nproc)" bzImage modules
-version=$(make -s kernelrelease)
-mkdir -p "$folder/boot" "$folder/usr/src"
-cp arch/x86/boot/bzImage "$folder/boot/vmlinuz-$version"
-make -s modules_install INSTALL_MOD_PATH="$folder"
-ln -sfn "$source" "$folder/usr/src/linux-headers-$version"
-echo "$version" > "$folder/version"
-echo "built $folder/boot/vmlinuz-$version"
+build bzImage modules
+version=$(build kernelrelease)
+cp "$objects/arch/x86/boot/bzImage" "$root/boot/vmlinuz-$version"
+build modules_install INSTALL_MOD_PATH="$root"
+ln -sfn "$objects" "$root/usr/src/linux-headers-$version"
+echo "$version" > "$root/version"
+echo "built $root/boot/vmlinuz-$version"

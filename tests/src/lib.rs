@@ -2,6 +2,7 @@
 
 pub mod calls;
 pub mod daemons;
+pub mod driver_bed;
 pub mod guest;
 pub mod programs;
 pub mod tree;

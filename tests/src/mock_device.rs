@@ -66,6 +66,9 @@ const UNSUPPORTED: u32 = 6;
 
 const WAKE: u32 = 1;
 
+/// `VIRTIO_F_ACCESS_PLATFORM`: addresses are what the platform's IOMMU makes of them.
+pub const ACCESS_PLATFORM: u64 = 1 << 33;
+
 type Memory = GuestMemoryAtomic<GuestMemoryMmap>;
 type Vring = VringMutex<Memory>;
 
@@ -123,6 +126,10 @@ pub struct Config {
     pub max_channel_size: u64,
     /// Maximum bytes registered by a channel; 0 means no limit.
     pub max_registered: u64,
+    /// Programs register the memory of one channel with another one, so that it is no violation if a channel's pages are in a region.
+    pub channels_in_regions: bool,
+    /// Virtio features to offer beyond those that the device has.
+    pub features: u64,
 }
 
 impl Default for Config {
@@ -134,6 +141,8 @@ impl Default for Config {
             max_extents: 1 << 20,
             max_channel_size: 256 << 20,
             max_registered: 0,
+            channels_in_regions: false,
+            features: 0,
         }
     }
 }
@@ -322,13 +331,17 @@ impl VhostUserBackend for Backend {
         const VERSION_1: u64 = 1 << 32;
         const INDIRECT_DESC: u64 = 1 << 28;
         const EVENT_IDX: u64 = 1 << 29;
-        VERSION_1 | INDIRECT_DESC | EVENT_IDX | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
+        let usual = VERSION_1 | INDIRECT_DESC | EVENT_IDX | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+        usual | self.shared.config.features
     }
 
     fn protocol_features(&self) -> VhostUserProtocolFeatures {
-        VhostUserProtocolFeatures::CONFIG
+        let usual = VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::MQ
-            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+        // QEMU does not start with ACCESS_PLATFORM without these.
+        let for_iommu = VhostUserProtocolFeatures::BACKEND_REQ | VhostUserProtocolFeatures::REPLY_ACK;
+        if self.shared.config.features & ACCESS_PLATFORM == 0 { usual } else { usual | for_iommu }
     }
 
     fn set_event_idx(&self, _enabled: bool) {}
@@ -481,7 +494,7 @@ impl Shared {
             }
             let (status, reason) = match wanted {
                 Some(status) if status != OK => (status, format!("the test wants status {status}")),
-                _ => state.apply(&request),
+                _ => state.apply(&request, shared.config.channels_in_regions),
             };
             drop(state);
             shared.answer(&answer, epoch, status, &reason);
@@ -627,7 +640,7 @@ impl Shared {
 
 impl State {
     /// Executes a request.
-    fn apply(&mut self, request: &Request) -> (u32, String) {
+    fn apply(&mut self, request: &Request, channels_in_regions: bool) -> (u32, String) {
         let no = |why: &str| (INVALID, why.to_owned());
         match request.kind {
             Kind::Create => {
@@ -636,7 +649,8 @@ impl State {
                     return no("the id is in use");
                 }
                 for (id, other) in &self.channels {
-                    let theirs = other.extents.iter().chain(other.regions.values().flat_map(|(e, _)| e));
+                    let regions = other.regions.values().filter(|_| !channels_in_regions);
+                    let theirs = other.extents.iter().chain(regions.flat_map(|(e, _)| e));
                     if theirs.clone().any(|t| request.extents.iter().any(|m| share_a_page(t, m))) {
                         self.violations
                             .push(format!("channel {} is given pages of channel {id}", request.channel));

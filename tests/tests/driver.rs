@@ -4,76 +4,9 @@
 //! device, what is pinned, and that the kernel logs no complaint.
 
 use anyhow::{Result, ensure};
-use rgpu_tests::machine::{Kernel, Machine, image, setup};
-use rgpu_tests::mock_device::{Config, Kind, MockDevice};
-use std::path::PathBuf;
-use std::time::{Duration, Instant};
-
-/// Time limit of everything in an emulated guest on a busy machine. No test depends on how long something takes.
-const LONG: Duration = Duration::from_secs(600);
-
-/// A machine with the driver and a mock device.
-struct Bed {
-    machine: Machine,
-    device: MockDevice,
-    _dir: tempfile::TempDir,
-}
-
-fn selftest() -> Result<PathBuf> {
-    image::guest_program(&setup::repository().join("guest-driver/tests/rgpu_selftest.c"))
-}
-
-impl Bed {
-    fn new() -> Result<Self> {
-        Self::with(Kernel::V6_1, Config::default(), 512)
-    }
-
-    fn with(kernel: Kernel, config: Config, memory_mib: u32) -> Result<Self> {
-        let dir = tempfile::Builder::new().prefix("rgpu-mock-").tempdir()?;
-        let device = MockDevice::start(dir.path().join("rgpu.sock"), config)?;
-        let program = selftest()?;
-        let machine = Machine::builder()
-            .kernel(kernel)
-            .driver(true)
-            .memory_mib(memory_mib)
-            .rgpu_socket(device.socket())
-            .file(&program, "/bin/rgpu_selftest")
-            .boot()?;
-        Ok(Self { machine, device, _dir: dir })
-    }
-
-    /// Runs one test of the selftest to its end.
-    fn selftest(&self, test: &str) -> Result<String> {
-        self.machine.check(&format!("rgpu_selftest {test}"), LONG)
-    }
-
-    /// Number of pinned pages in the whole guest.
-    fn pinned(&self) -> Result<i64> {
-        let text =
-            self.machine.check("cat /proc/sys/vm/stat_refresh && grep nr_foll_pin /proc/vmstat", LONG)?;
-        let value = |name: &str| -> Result<i64> {
-            let line = text.lines().find(|l| l.starts_with(name));
-            Ok(line.and_then(|l| l.split_whitespace().nth(1)).unwrap_or("").parse()?)
-        };
-        Ok(value("nr_foll_pin_acquired")? - value("nr_foll_pin_released")?)
-    }
-
-    /// What must hold whenever no program uses the device.
-    fn check_idle(&self) -> Result<()> {
-        self.device.wait_until("all channels are destroyed", LONG, |d| d.channels().is_empty())?;
-        // The device has answered, but the driver's work item may not have run yet.
-        let deadline = Instant::now() + LONG;
-        loop {
-            let pinned = self.pinned()?;
-            if pinned == 0 {
-                break;
-            }
-            ensure!(Instant::now() < deadline, "{pinned} pages stay pinned");
-        }
-        ensure!(self.device.violations().is_empty(), "{:#?}", self.device.violations());
-        self.machine.check_console()
-    }
-}
+use rgpu_tests::driver_bed::{Bed, LONG, fuzz, with_program};
+use rgpu_tests::machine::{Builder, Kernel, Machine};
+use rgpu_tests::mock_device::{ACCESS_PLATFORM, Config, Kind, MockDevice};
 
 fn passes(test: &str) -> Result<()> {
     let bed = Bed::new()?;
@@ -265,20 +198,12 @@ fn the_kernel_can_read_a_channel_for_a_debugger() -> Result<()> {
 
 #[test]
 fn random_calls_do_no_harm() -> Result<()> {
-    let bed = Bed::new()?;
-    let (calls, seed) = (number("RGPU_FUZZ_CALLS", 3000)?, number("RGPU_FUZZ_SEED", 1)?);
-    bed.machine.check(&format!("SEED={seed} rgpu_selftest fuzz {calls}"), LONG * 100)?;
-    let (created, registered) = (bed.device.count(Kind::Create), bed.device.count(Kind::Register));
-    ensure!(created > 20 && registered > 100, "{created} channels, {registered} registrations");
-    println!("{created} channels, {registered} registrations");
+    let config = Config { channels_in_regions: true, ..Config::default() };
+    let bed = Bed::with(Kernel::V6_1, config, 1024)?;
+    fuzz(&bed.machine, 10_000, "")?;
     bed.check_idle()?;
     bed.selftest("register")?;
     bed.check_idle()
-}
-
-/// A number from the environment, for a longer run than CI's.
-fn number(variable: &str, default: u64) -> Result<u64> {
-    Ok(std::env::var(variable).map_or(Ok(default), |value| value.parse())?)
 }
 
 #[test]
@@ -417,13 +342,9 @@ fn two_devices_have_two_device_files() -> Result<()> {
         MockDevice::start(dir.path().join("a"), Config::default())?,
         MockDevice::start(dir.path().join("b"), Config { max_channels: 3, ..Config::default() })?,
     ];
-    let program = selftest()?;
-    let machine = Machine::builder()
-        .driver(true)
-        .rgpu_socket(devices[0].socket())
-        .rgpu_socket(devices[1].socket())
-        .file(&program, "/bin/rgpu_selftest")
-        .boot()?;
+    let builder = Machine::builder().driver(true);
+    let builder = builder.rgpu_socket(devices[0].socket()).rgpu_socket(devices[1].socket());
+    let machine = with_program(builder, "rgpu_selftest")?.boot()?;
     machine.check("rgpu_selftest channel 64", LONG)?;
     assert_eq!((devices[0].count(Kind::Create), devices[1].count(Kind::Create)), (1, 0));
     machine.check("RGPU_DEVICE=/dev/rgpu1 rgpu_selftest many 3", LONG)?;
@@ -450,6 +371,48 @@ fn a_device_of_another_version_is_refused_with_both_versions() -> Result<()> {
     let log = bed.machine.console_log();
     assert!(log.contains("device has version 9, but the driver supports version 1"), "{log}");
     Ok(())
+}
+
+#[test]
+fn a_device_behind_an_iommu_is_refused() -> Result<()> {
+    let config = Config { features: ACCESS_PLATFORM, ..Config::default() };
+    let bed = Bed::boot(Machine::builder().rgpu_option("iommu_platform=on"), config)?;
+    assert!(!bed.machine.run("test -e /dev/rgpu0", LONG)?.success());
+    let log = bed.machine.console_log();
+    assert!(
+        log.contains("requires VIRTIO_F_ACCESS_PLATFORM (iommu_platform=on), which is not supported"),
+        "{log}"
+    );
+    bed.check_idle()?;
+
+    // The device that rgpu has does not offer the feature. QEMU says so before a guest boots.
+    let started = Bed::boot(Machine::builder().rgpu_option("iommu_platform=on"), Config::default());
+    let said = started.err().map(|error| format!("{error:#}")).unwrap_or_default();
+    assert!(said.contains("iommu_platform=true is not supported by the device"), "{said}");
+    Ok(())
+}
+
+/// The device is given addresses of the guest's memory, whatever stands between the guest's other devices and its memory.
+fn works_next_to(builder: Builder, there: &str) -> Result<()> {
+    let bed = Bed::boot(builder, Config::default())?;
+    bed.machine.check(there, LONG)?;
+    for test in ["channel 4096", "register", "register-scattered 16", "many 10"] {
+        bed.selftest(test)?;
+        bed.check_idle()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn the_driver_works_in_a_guest_with_an_iommu() -> Result<()> {
+    let builder = ["-device", "intel-iommu"].into_iter().fold(Machine::builder(), Builder::qemu_arg);
+    works_next_to(builder.kernel_arg("intel_iommu=on"), "test -e /sys/class/iommu/dmar0")
+}
+
+#[test]
+fn the_driver_works_in_a_guest_with_bounce_buffers() -> Result<()> {
+    let builder = Machine::builder().kernel_arg("swiotlb=force");
+    works_next_to(builder, "dmesg | grep -q 'software IO TLB: area num'")
 }
 
 /// A short form of the tests above, which run on Linux 6.1, for another kernel.

@@ -17,14 +17,12 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use protocol::link::{Hello, Welcome};
 use rgpu_tests::daemons::Daemon;
+use rgpu_tests::driver_bed::{LONG, check_unpinned};
 use rgpu_tests::guest::{self, Holdings, Host, Options};
 use rgpu_tests::machine::{Builder, Machine, Output};
 use rgpu_tests::programs::{self, Device, Program};
 use rgpu_tests::tree;
 use tempfile::TempDir;
-
-/// Time limit of everything in an emulated guest on a busy machine. No test depends on how long something takes.
-const LONG: Duration = Duration::from_secs(600);
 
 /// The daemons and a guest that they serve.
 struct Bed {
@@ -69,20 +67,7 @@ impl Bed {
 
     /// Checks that no page is pinned in the guest and that its kernel has logged no complaint.
     fn check_guest(&self) -> Result<()> {
-        let deadline = Instant::now() + LONG;
-        loop {
-            let text =
-                self.machine.check("cat /proc/sys/vm/stat_refresh; grep nr_foll_pin /proc/vmstat", LONG)?;
-            let value = |name: &str| -> Result<i64> {
-                let line = text.lines().find(|line| line.starts_with(name));
-                Ok(line.and_then(|line| line.split_whitespace().nth(1)).unwrap_or("").parse()?)
-            };
-            let pinned = value("nr_foll_pin_acquired")? - value("nr_foll_pin_released")?;
-            if pinned == 0 {
-                break;
-            }
-            ensure!(Instant::now() < deadline, "{pinned} pages stay pinned in the guest");
-        }
+        check_unpinned(&self.machine)?;
         self.machine.check_console()
     }
 }

@@ -2,13 +2,15 @@
 //! this the tests would prepare them silently.
 
 use std::path::PathBuf;
+use std::process::Command;
 
 use anyhow::Result;
 use rgpu_tests::machine::systemd::Release;
 use rgpu_tests::machine::{Accelerator, Kernel, Qemu, rdma, setup, systemd};
+use rgpu_tests::tree;
 
 use crate::progress::Step;
-use crate::toolchain;
+use crate::{process, toolchain};
 
 /// Fetches what all tests together need, so that it comes while something else keeps the processors busy.
 pub fn fetch() -> Result<()> {
@@ -60,6 +62,23 @@ pub fn prepare_systemd() -> Result<()> {
 /// Prepares machines with a whole Debian that can build the driver.
 pub fn prepare_dkms() -> Result<()> {
     prepare_disk(Release::Debian12, systemd::disk_with_dkms)
+}
+
+/// Builds the kernels that watch themselves, which takes 20 minutes on two processors, in `build/machine/debug-kernels`, or in `RGPU_DEBUG_KERNELS`. Returns their
+/// folders, for `RGPU_TEST_KERNEL`.
+pub fn debug_kernels() -> Result<Vec<PathBuf>> {
+    let folder = std::env::var_os("RGPU_DEBUG_KERNELS");
+    let folder = folder.map_or_else(|| setup::build_dir().join("debug-kernels"), PathBuf::from);
+    let log = process::log("debug-kernels")?;
+    let mut kernels = Vec::new();
+    for kind in ["kasan", "kcsan"] {
+        let step = Step::spinner(format!("building a kernel with {}", kind.to_uppercase()));
+        let mut command = Command::new(tree::root().join("guest-driver/tests/debug-kernel.sh"));
+        process::watch(command.arg(&folder).arg(kind), &log, &step)?;
+        step.done("");
+        kernels.push(folder.join(kind));
+    }
+    Ok(kernels)
 }
 
 fn prepare_disk(release: Release, make: impl FnOnce() -> Result<PathBuf>) -> Result<()> {

@@ -3,8 +3,8 @@
 //! `demo` is the demonstration, which must succeed like any test. `unit` is the tests of every package.
 //! `loom` checks the channel's atomics exhaustively. Each file in `tests/tests/` is a part with the file's
 //! name; this module prepares what it needs. Some parts run only on request: `gpu` needs a GPU, `fuzz` and
-//! `miri` a nightly compiler, `guest_packages` the time to compile the driver in an emulated guest, and
-//! `libvirt` many packages.
+//! `miri` a nightly compiler, `guest_packages` the time to compile the driver in an emulated guest,
+//! `debug_kernels` that to compile two kernels, and `libvirt` many packages.
 
 use std::time::Instant;
 
@@ -17,13 +17,13 @@ use crate::{
 };
 
 /// Parts that run only on request.
-const ON_REQUEST: &[&str] = &["fuzz", "gpu", "guest_packages", "libvirt", "miri"];
+const ON_REQUEST: &[&str] = &["debug_kernels", "fuzz", "gpu", "guest_packages", "libvirt", "miri"];
 
 /// Run the tests: all that need no GPU, or selected parts.
 #[derive(Args)]
 pub struct Arguments {
     /// `demo`, `unit`, `loom`, `fuzz`, `miri`, or a file in tests/tests without `.rs`. The default is all
-    /// parts except `gpu`, `guest_packages`, `libvirt`, `fuzz` and `miri`
+    /// parts except `gpu`, `debug_kernels`, `guest_packages`, `libvirt`, `fuzz` and `miri`
     parts: Vec<String>,
 }
 
@@ -136,6 +136,26 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             machines::prepare_all_kernels()?;
             // Each test has its own machine and device and mostly waits for the boot.
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
+        }
+        "debug_kernels" => {
+            artifacts::build()?;
+            programs::build()?;
+            machines::prepare()?;
+            let mut succeeded = true;
+            for kernel in machines::debug_kernels()? {
+                // Those of `driver` that boot this kernel. A machine that wakes up runs code of the kernel's before
+                // KCSAN can work.
+                let skipped = ["--skip", "the_driver_works_on_linux"];
+                let asleep: &[&str] = if kernel.ends_with("kcsan") { &["--skip", "a_suspend"] } else { &[] };
+                for part in ["driver", part] {
+                    let mut command = process::cargo();
+                    command.args(["test", "--no-fail-fast", "-p", "rgpu-tests", "--test", part, "--"]);
+                    command.args(["--test-threads", "2", "--nocapture"]).args(skipped).args(asleep);
+                    command.env("RGPU_TEST_KERNEL", &kernel);
+                    succeeded &= process::show(&mut command, &log, |line| tally.count(line))?;
+                }
+            }
+            return Ok(succeeded);
         }
         "dist" => {
             dist::dist()?;

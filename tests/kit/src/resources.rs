@@ -13,6 +13,8 @@ pub struct Resources {
     pub threads: usize,
     /// Open descriptors.
     pub descriptors: usize,
+    /// Mappings of memory.
+    pub mappings: usize,
     /// KiB of memory: their own, and their part of what is shared (`Pss`).
     pub memory_kib: u64,
     /// KiB of it that are locked or pinned (`VmLck`, `VmPin`).
@@ -27,6 +29,7 @@ impl Sub for Resources {
             processes: self.processes.saturating_sub(less.processes),
             threads: self.threads.saturating_sub(less.threads),
             descriptors: self.descriptors.saturating_sub(less.descriptors),
+            mappings: self.mappings.saturating_sub(less.mappings),
             memory_kib: self.memory_kib.saturating_sub(less.memory_kib),
             pinned_kib: self.pinned_kib.saturating_sub(less.pinned_kib),
         }
@@ -71,6 +74,8 @@ pub fn resources(processes: &[u32]) -> Resources {
         sum.threads += tasks(*process).len();
         sum.descriptors +=
             fs::read_dir(format!("/proc/{process}/fd")).map_or(0, |descriptors| descriptors.count());
+        sum.mappings +=
+            fs::read_to_string(format!("/proc/{process}/maps")).map_or(0, |maps| maps.lines().count());
         sum.memory_kib += numbers(&format!("/proc/{process}/smaps_rollup"), &["Pss"]);
         sum.pinned_kib += numbers(&format!("/proc/{process}/status"), &["VmLck", "VmPin"]);
     }

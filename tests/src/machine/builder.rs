@@ -35,6 +35,7 @@ pub struct Builder {
     driver: bool,
     modules: Vec<String>,
     rgpu_sockets: Vec<PathBuf>,
+    rgpu_options: String,
     disk: Option<PathBuf>,
     hardware: Hardware,
     qemu_args: Vec<String>,
@@ -53,6 +54,7 @@ impl Builder {
             driver: false,
             modules: vec!["virtio_pci".into(), "virtio_console".into()],
             rgpu_sockets: Vec::new(),
+            rgpu_options: String::new(),
             disk: None,
             hardware: Hardware::Own,
             qemu_args: Vec::new(),
@@ -101,6 +103,13 @@ impl Builder {
     /// Adds an rgpu device, whose vhost-user back end listens on this socket. May be called several times.
     pub fn rgpu_socket(mut self, socket: impl Into<PathBuf>) -> Self {
         self.rgpu_sockets.push(socket.into());
+        self
+    }
+
+    /// Adds an option of QEMU's rgpu devices.
+    pub fn rgpu_option(mut self, option: &str) -> Self {
+        self.rgpu_options.push(',');
+        self.rgpu_options.push_str(option);
         self
     }
 
@@ -257,7 +266,8 @@ impl Builder {
         for (i, socket) in self.rgpu_sockets.iter().enumerate() {
             command.arg("-chardev").arg(format!("socket,id=rgpu{i},path={}", socket.display()));
             command.arg("-device").arg(format!(
-                "vhost-user-test-device-pci,chardev=rgpu{i},virtio-id=38,num_vqs=3,vq_size=256,config_size=64"
+                "vhost-user-test-device-pci,chardev=rgpu{i},virtio-id=38,num_vqs=3,vq_size=256,config_size=64{}",
+                self.rgpu_options
             ));
         }
         if let Some(disk) = &self.disk {
@@ -471,7 +481,8 @@ impl Machine {
 
     /// An error if the kernel has complained of itself: a warning, a lock, a leak, a stall.
     pub fn check_console(&self) -> Result<()> {
-        const COMPLAINTS: [&str; 9] = [
+        // Those of KCSAN begin with "BUG:", those of lockdep and of the DMA API's checks with "WARNING:".
+        const COMPLAINTS: [&str; 10] = [
             "WARNING:",
             "BUG:",
             "Oops",
@@ -481,6 +492,7 @@ impl Machine {
             "possible circular locking",
             "rcu: INFO:",
             "KASAN:",
+            "UBSAN:",
         ];
         let log = self.console_log();
         match log.lines().find(|line| COMPLAINTS.iter().any(|c| line.contains(c))) {

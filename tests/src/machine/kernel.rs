@@ -101,42 +101,19 @@ impl Kernel {
         if files.chroot {
             setup::trixie_with_compiler()?;
         }
-        setup::once(&format!("driver-{}", files.version), &key, || {
-            setup::announce(&format!("building the driver for Linux {}", files.version));
-            setup::need_program("make", "make")?;
-            setup::need_program("gcc", "gcc")?;
-            // The kernel's objtool, which the build runs.
-            setup::need_library("libelf.so.1", "libelf1")?;
-            let inside = format!("/driver-{}", files.version);
-            let place = if files.chroot { files.root.join(&inside[1..]) } else { built.join("source") };
-            let _ = fs::remove_dir_all(&place);
-            fs::create_dir_all(&built)?;
-            setup::run(Command::new("cp").arg("-r").arg(&sources).arg(&place))?;
-            let mut make = if files.chroot {
-                // The kernel's tools look at /proc; its mount must not outlive the build.
-                let mut command = Command::new("unshare");
-                let script = "mount -t proc proc \"$0/proc\" && exec chroot \"$0\" make \"$@\"";
-                command.args(["--mount", "sh", "-c", script]).arg(&files.root);
-                command.arg(format!("KDIR=/usr/src/linux-headers-{}", files.version));
-                command.arg("-C").arg(&inside);
-                command
-            } else {
-                let mut command = Command::new("make");
-                command.arg(format!("KDIR={}", files.headers().display())).arg("-C").arg(&place);
-                command
-            };
-            let output =
-                setup::watch(make.args(["KCFLAGS=-Werror", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules"]))
-                    .with_context(|| format!("the driver does not build for {}", files.version))?;
-            ensure!(
-                !output.contains("warning:"),
-                "the driver builds with warnings for {}:\n{output}",
-                files.version
-            );
-            fs::copy(place.join("virtio_rgpu.ko"), built.join("virtio_rgpu.ko"))?;
-            Ok(())
-        })?;
+        setup::once(&format!("driver-{}", files.version), &key, || files.build_driver(&sources, &built))?;
         Ok(built.join("virtio_rgpu.ko"))
+    }
+
+    /// Builds `virtio_rgpu.ko` in `folder`, which is new, from sources that a test has changed there.
+    pub fn changed_driver(self, folder: &Path, change: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+        let files = self.files()?;
+        ensure!(!files.chroot, "{self:?} has its headers in another Debian");
+        let sources = folder.join("changed");
+        setup::run(Command::new("cp").arg("-r").arg(setup::repository().join("guest-driver")).arg(&sources))?;
+        change(&sources)?;
+        files.build_driver(&sources, folder)?;
+        Ok(folder.join("virtio_rgpu.ko"))
     }
 }
 
@@ -160,6 +137,43 @@ impl KernelFiles {
     /// What modules are built against.
     pub fn headers(&self) -> PathBuf {
         self.root.join(format!("usr/src/linux-headers-{}", self.version))
+    }
+
+    /// Builds the driver from `sources` into `built`, with its objects in a folder `source` there, or in the other Debian.
+    fn build_driver(&self, sources: &Path, built: &Path) -> Result<()> {
+        setup::announce(&format!("building the driver for Linux {}", self.version));
+        setup::need_program("make", "make")?;
+        setup::need_program("gcc", "gcc")?;
+        // The kernel's objtool, which the build runs.
+        setup::need_library("libelf.so.1", "libelf1")?;
+        let inside = format!("/driver-{}", self.version);
+        let place = if self.chroot { self.root.join(&inside[1..]) } else { built.join("source") };
+        let _ = fs::remove_dir_all(&place);
+        fs::create_dir_all(built)?;
+        setup::run(Command::new("cp").arg("-r").arg(sources).arg(&place))?;
+        let mut make = if self.chroot {
+            // The kernel's tools look at /proc; its mount must not outlive the build.
+            let mut command = Command::new("unshare");
+            let script = "mount -t proc proc \"$0/proc\" && exec chroot \"$0\" make \"$@\"";
+            command.args(["--mount", "sh", "-c", script]).arg(&self.root);
+            command.arg(format!("KDIR=/usr/src/linux-headers-{}", self.version));
+            command.arg("-C").arg(&inside);
+            command
+        } else {
+            let mut command = Command::new("make");
+            command.arg(format!("KDIR={}", self.headers().display())).arg("-C").arg(&place);
+            command
+        };
+        let output =
+            setup::watch(make.args(["KCFLAGS=-Werror", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules"]))
+                .with_context(|| format!("the driver does not build for {}", self.version))?;
+        ensure!(
+            !output.contains("warning:"),
+            "the driver builds with warnings for {}:\n{output}",
+            self.version
+        );
+        fs::copy(place.join("virtio_rgpu.ko"), built.join("virtio_rgpu.ko"))?;
+        Ok(())
     }
 
     /// Puts modules and headers into a Debian 12, where the kernel's packages have them.

@@ -1,0 +1,241 @@
+//! A hostile guest does one after the other what an audit has found, while a neighbor of another device process verifies its data. What each process of the daemon holds stays within limits.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+mod daemon;
+mod guest;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+use daemon::Daemon;
+use guest::{CHANNEL, Guest, create, message, plain};
+use protocol::channel::{Geometry, NO_SLOT, State};
+use protocol::device::{Answer, CONTROL_QUEUE, DOORBELL_QUEUE, Extent, Request, request};
+use test_kit::channel::{Channel, in_a_file, write_header};
+use test_kit::native_client::{NativeClient, create_channel};
+use test_kit::resources::{Resources, resources};
+use test_kit::server::FakeServer;
+use test_kit::*;
+use zerocopy::IntoBytes;
+
+/// Pieces of memory that a guest may have registered.
+const PIECES: u64 = 1 << 20;
+/// Guest memory in which the hostile guest has large requests, behind its channels.
+const LARGE: u64 = 48 << 20;
+
+/// The processes that the attacks must not affect, the keeper and the neighbor's, and the hostile guest's own.
+struct Watched<'a> {
+    daemon: &'a Daemon,
+    before: Resources,
+}
+
+impl Watched<'_> {
+    fn processes(daemon: &Daemon, guests: bool) -> Vec<u32> {
+        let status = daemon.status();
+        let rows = status["device_processes"].as_array().unwrap();
+        let chosen = rows.iter().filter(|row| row["serves"].as_str().unwrap().starts_with("vm") == guests);
+        chosen.map(|row| row["process"].as_u64().unwrap() as u32).collect()
+    }
+
+    fn others(daemon: &Daemon) -> Resources {
+        resources(&[vec![daemon.pid()], Self::processes(daemon, false)].concat())
+    }
+
+    /// What the others hold is what they held before. The keeper has a few descriptors and buffers for each of the guest's channels.
+    fn check(&self, attack: &str) {
+        let own = resources(&Self::processes(self.daemon, true));
+        let more = Self::others(self.daemon) - self.before;
+        eprintln!("{attack}: the guest's process {own:?}; the others, beyond before: {more:?}");
+        assert!(more.threads <= 8 && more.descriptors <= 128 && more.mappings <= 128, "{attack}: {more:?}");
+        assert!(more.memory_kib <= 24 << 10, "{attack}: {more:?}");
+        // Of its own limits, memory includes the guest's, which it has mapped.
+        assert!(own.threads <= 300 && own.descriptors <= 1024, "{attack}: {own:?}");
+        assert!(own.mappings <= 65_000, "{attack}: {own:?}");
+        assert!(own.memory_kib <= (64 + 96) << 10, "{attack}: {own:?}");
+    }
+}
+
+/// A program of this host, which sends data to the server, gets it back, and compares, until it is told to stop.
+fn verify(mut channel: Channel, stop: &AtomicBool, rounds: &AtomicU64) {
+    const LEN: u64 = 200_000;
+    while !stop.load(Ordering::Relaxed) {
+        let round = rounds.load(Ordering::Relaxed);
+        let bytes = pattern(LEN as usize, round + 1);
+        channel.write_arena(0, &bytes);
+        channel.htod(9, arena(0, LEN));
+        channel.synchronize();
+        channel.write_arena(0, &vec![0; LEN as usize]);
+        channel.dtoh(9, arena(0, LEN));
+        channel.synchronize();
+        assert!(channel.read_arena(0, LEN) == bytes, "round {round}: other bytes came back");
+        rounds.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+fn neighbor(daemon: &Daemon) -> (NativeClient, Channel) {
+    let client = NativeClient::connect(&daemon.native()).unwrap();
+    let (file, view) = in_a_file(1 << 20, "neighbor");
+    client.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
+    let (answer, reason, mut fds) = client.response().unwrap().unwrap();
+    assert_eq!((answer, reason.as_str()), (Answer::Ok, ""));
+    let doorbell = fds.pop().unwrap();
+    let ring = move || {
+        nix::unistd::write(&doorbell, &1u64.to_ne_bytes()).unwrap();
+    };
+    (client, Channel::new(view, ring))
+}
+
+fn register(channel: u32, region: u32, extents: &[Extent]) -> Request {
+    Request { kind: request::REGISTER_MEMORY, region, ..create(channel, extents) }
+}
+
+/// Sends a request that is too large for where the others lie.
+fn ask_large(guest: &mut Guest, request: Request, extents: &[Extent]) -> (Answer, String) {
+    let bytes = message(request, extents);
+    let answer = guest.buffer(264);
+    guest.write(LARGE, &bytes);
+    let head = guest.offer(CONTROL_QUEUE, &[(LARGE, bytes.len() as u32, false), (answer, 264, true)]);
+    guest.kick(CONTROL_QUEUE);
+    assert_eq!(guest.wait_used(CONTROL_QUEUE), (head, 264));
+    guest.reuse_buffers();
+    guest.answer_at(answer)
+}
+
+/// H1: extents of one byte, of which a host has to remember each.
+fn tiny_extents(guest: &mut Guest) {
+    guest.create(0).synchronize();
+    let extents: Vec<Extent> = (0..PIECES / 4).map(|i| Extent { addr: (40 << 20) + 2 * i, len: 1 }).collect();
+    let answers: Vec<_> = (0..24).map(|n| ask_large(guest, register(0, n, &extents), &extents)).collect();
+    assert_eq!(answers.iter().filter(|answer| answer.0 == Answer::Ok).count(), 4);
+    for (answer, reason) in &answers[4..] {
+        assert_eq!(*answer, Answer::NoResources);
+        assert!(reason.contains("the limit is 1048576"), "{reason}");
+    }
+}
+
+/// H2: channels of pages that do not adjoin, each of which is a mapping.
+fn scattered_channels(guest: &mut Guest) {
+    let geometry = Geometry::with_arena(46 << 20);
+    let header = CHANNEL + (8 << 20);
+    let page = |addr| Extent { addr, len: 4096 };
+    let extents: Vec<Extent> = (0..geometry.size as u64 / 4096)
+        .map(|i| page(header + if i == 0 { 0 } else { 0x2000 + i % 2 * 0x2000 }))
+        .collect();
+    guest.fill(header, 0x6000);
+    write_header(&guest.memories, header, &geometry.fields(3, "scattered"));
+    let refusal = (1..30).map(|id| ask_large(guest, create(id, &extents), &extents));
+    let (answer, reason) = refusal.into_iter().find(|answer| answer.0 != Answer::Ok).unwrap();
+    assert_eq!(answer, Answer::NoResources);
+    assert!(reason.contains("this host maps at most"), "{reason}");
+}
+
+/// Requests, chains and records that mean nothing.
+fn rubbish(guest: &mut Guest) {
+    let wild = [Extent { addr: u64::MAX - 4095, len: 8192 }];
+    for round in 0..100 {
+        guest.reuse_buffers();
+        assert_ne!(guest.raw(&message(plain(99 + round, round), &[])).0, Answer::Ok);
+        assert_eq!(guest.ask(register(0, 1000 + round, &wild), &wild).0, Answer::Invalid);
+        let lie = Request { extent_count: u32::MAX, ..plain(request::REGISTER_MEMORY, 0) };
+        assert_ne!(guest.raw(&message(lie, &[])).0, Answer::Ok);
+    }
+    guest.reuse_buffers();
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 4), &[]).0, Answer::Ok);
+    let mut bad = guest.create(4);
+    bad.push_raw(0x7fff, NO_SLOT, &[]);
+    guest.kick(DOORBELL_QUEUE);
+    eventually(|| bad.view().header().state() == State::Lost);
+}
+
+/// M2: resets in the middle of everything.
+fn resets(guest: &mut Guest) {
+    for _ in 0..5 {
+        guest.reset();
+        guest.reuse_buffers();
+        (0..3).for_each(|index| guest.start(index));
+        guest.create(0).synchronize();
+    }
+}
+
+/// H4: connections that say nothing, and more of them than there may be.
+fn silent_connections(daemon: &Daemon) {
+    let open: Vec<NativeClient> =
+        (0..400).filter_map(|_| NativeClient::connect(&daemon.native()).ok()).collect();
+    eventually(|| daemon.number("clients_refused") > 0);
+    drop(open);
+}
+
+#[test]
+fn a_guest_that_replays_the_audits_attacks_harms_no_neighbor() {
+    let server = FakeServer::good();
+    let address = server.address.to_string();
+    let arguments =
+        ["--server", &address, "--name", "testvm", "--max-registered-extents", &PIECES.to_string()];
+    let daemon = Daemon::start(&arguments);
+    let (_client, channel) = neighbor(&daemon);
+    let (stop, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        let neighbor = scope.spawn(|| verify(channel, &stop, &rounds));
+        let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| replay(&daemon, &rounds)));
+        stop.store(true, Ordering::Relaxed);
+        neighbor.join().unwrap();
+        ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
+}
+
+fn replay(daemon: &Daemon, rounds: &AtomicU64) {
+    let verified = || rounds.load(Ordering::Relaxed);
+    // Rounds and seconds of the neighbor, which only a measurement on an idle machine can compare.
+    let mut mark = (Instant::now(), verified());
+    let mut pace = |what: &str| {
+        let now = (Instant::now(), verified());
+        let seconds = now.0.duration_since(mark.0).as_secs_f64();
+        eprintln!("{what}: the neighbor verified {} times in {seconds:.2} s", now.1 - mark.1);
+        mark = now;
+    };
+    eventually(|| verified() > 20);
+    pace("alone");
+    let watched = Watched { daemon, before: Watched::others(daemon) };
+
+    let mut guest = Guest::connect(daemon);
+    type Attack = fn(&mut Guest);
+    let attacks: [(&str, Attack); 4] = [
+        ("H1, tiny extents", tiny_extents),
+        ("H2, scattered channels", scattered_channels),
+        ("rubbish", rubbish),
+        ("M2, resets", resets),
+    ];
+    for (name, attack) in attacks {
+        let before = verified();
+        attack(&mut guest);
+        watched.check(name);
+        until("the neighbor goes on", || verified() > before + 3);
+        pace(name);
+    }
+    silent_connections(daemon);
+    watched.check("H4, silent connections");
+    pace("H4, silent connections");
+
+    // H3: memory that is gone when the device process touches it.
+    let file = guest.memories.files().next().unwrap().1.try_clone().unwrap();
+    let process = Watched::processes(daemon, true)[0];
+    nix::unistd::ftruncate(&file, 0).unwrap();
+    guest.kick(DOORBELL_QUEUE);
+    guest.kick(CONTROL_QUEUE);
+    eventually(|| daemon.log().contains(&format!("its device process {process} was killed by SIGBUS")));
+    let before = verified();
+    until("the neighbor goes on", || verified() > before + 3);
+    pace("H3, shrinking memory");
+    // The mappings of the guest's memory in this process, which the file no longer backs, are not touched again.
+    std::mem::forget(guest);
+
+    eventually(|| daemon.log().contains("the VMM's connection ended"));
+    until("the others hold what they held before", || {
+        let more = Watched::others(daemon) - watched.before;
+        // Memory of threads that have ended stays with the allocator.
+        more.threads == 0 && more.descriptors == 0 && more.mappings <= 128
+    });
+    Guest::connect(daemon).create(0).synchronize();
+    pace("afterwards");
+}
