@@ -1,28 +1,11 @@
 //! The layouts against NVIDIA's header: the C compiler says where the fields are.
 
+mod includes;
+
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use cupti_records::{channel, copy, external, kind, memory};
-
-const PACKAGES: [&str; 3] =
-    ["nvidia-cuda-cupti==13.0.85", "nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"];
-
-/// The folders with `cupti.h` and `cuda.h`, from PyPI if they are not there.
-fn includes() -> PathBuf {
-    let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("../build/cupti");
-    let include = build.join("nvidia/cu13/include");
-    if !include.join("cupti.h").exists() || !include.join("cuda.h").exists() {
-        let pip = Command::new("python3")
-            .args(["-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target"])
-            .arg(&build)
-            .args(PACKAGES)
-            .status();
-        assert!(pip.is_ok_and(|status| status.success()), "{PACKAGES:?} cannot be installed");
-    }
-    include
-}
 
 /// Compiles a program with `body` in its `main` and returns what it prints.
 fn run(body: &str) -> String {
@@ -33,7 +16,7 @@ fn run(body: &str) -> String {
     );
     std::fs::write(&source, code).expect("a file");
     let compiled =
-        Command::new("gcc").arg("-I").arg(includes()).arg(&source).arg("-o").arg(&program).output();
+        Command::new("gcc").arg("-I").arg(includes::folder()).arg(&source).arg("-o").arg(&program).output();
     let compiled = compiled.expect("gcc");
     assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
     let output = Command::new(&program).output().expect("the program that was compiled");

@@ -25,6 +25,8 @@ mod result;
 mod subscriber;
 mod unsupported;
 
+pub use result::cuptiGetResultString;
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Distinguishes this library from NVIDIA's.

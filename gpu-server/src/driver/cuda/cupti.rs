@@ -113,7 +113,7 @@ struct State {
     calls: HashMap<u32, u64>,
     order: VecDeque<u32>,
     /// Device records whose call is not known yet.
-    waiting: Vec<(u32, ActivityRecord, String)>,
+    waiting: VecDeque<(u32, ActivityRecord, String)>,
 }
 
 static CUPTI: OnceLock<Result<Cupti, String>> = OnceLock::new();
@@ -260,11 +260,11 @@ impl State {
     /// What a device did for a call. It may come before the call's own record.
     fn done(&mut self, correlation: u32, record: ActivityRecord, name: String) {
         if !self.pass_on(correlation, &record, &name) {
-            if self.waiting.len() < MOST_WAITING {
-                self.waiting.push((correlation, record, name));
-            } else if let Some(activity) = &self.activity {
-                activity.lose(1);
+            // The oldest is the server's own work by now, of no command: no call of a command's has come for it.
+            if self.waiting.len() >= MOST_WAITING {
+                self.waiting.pop_front();
             }
+            self.waiting.push_back((correlation, record, name));
         }
     }
 
@@ -460,7 +460,20 @@ mod tests {
         for _ in 0..MOST_WAITING + 3 {
             state.done(u32::MAX, blank(), String::new());
         }
-        assert_eq!((state.waiting.len(), activity.drain().1), (MOST_WAITING, 3));
+        assert_eq!((state.waiting.len(), activity.drain().1), (MOST_WAITING, 0));
+    }
+
+    #[test]
+    fn the_servers_own_work_leaves_room_for_a_command_s() {
+        let (mut state, activity) = state();
+        for _ in 0..MOST_WAITING + 3 {
+            state.done(u32::MAX, blank(), String::new());
+        }
+        state.done(7, ActivityRecord { device: 4, ..blank() }, "kernel".into());
+        state.called(7, mark_of(100, 2));
+        state.settle();
+        let (records, dropped) = activity.drain();
+        assert_eq!((records.len(), records[0].0.seq, dropped), (1, 100, 0));
     }
 
     #[test]
