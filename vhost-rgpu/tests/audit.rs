@@ -12,12 +12,11 @@ use daemon::Daemon;
 use guest::{CHANNEL, Guest, create, message, plain};
 use protocol::channel::{Geometry, NO_SLOT, State};
 use protocol::device::{Answer, CONTROL_QUEUE, DOORBELL_QUEUE, Extent, Request, request};
-use test_kit::channel::{Channel, in_a_file, write_header};
-use test_kit::native_client::{NativeClient, create_channel};
+use test_kit::channel::{Channel, write_header};
+use test_kit::native_client::NativeClient;
 use test_kit::resources::{Resources, resources};
 use test_kit::server::FakeServer;
 use test_kit::*;
-use zerocopy::IntoBytes;
 
 /// Pieces of memory that a guest may have registered.
 const PIECES: u64 = 1 << 20;
@@ -71,19 +70,6 @@ fn verify(mut channel: Channel, stop: &AtomicBool, rounds: &AtomicU64) {
         assert!(channel.read_arena(0, LEN) == bytes, "round {round}: other bytes came back");
         rounds.fetch_add(1, Ordering::Relaxed);
     }
-}
-
-fn neighbor(daemon: &Daemon) -> (NativeClient, Channel) {
-    let client = NativeClient::connect(&daemon.native()).unwrap();
-    let (file, view) = in_a_file(1 << 20, "neighbor");
-    client.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
-    let (answer, reason, mut fds) = client.response().unwrap().unwrap();
-    assert_eq!((answer, reason.as_str()), (Answer::Ok, ""));
-    let doorbell = fds.pop().unwrap();
-    let ring = move || {
-        nix::unistd::write(&doorbell, &1u64.to_ne_bytes()).unwrap();
-    };
-    (client, Channel::new(view, ring))
 }
 
 fn register(channel: u32, region: u32, extents: &[Extent]) -> Request {
@@ -173,7 +159,7 @@ fn a_guest_that_replays_the_audits_attacks_harms_no_neighbor() {
     let arguments =
         ["--server", &address, "--name", "testvm", "--max-registered-extents", &PIECES.to_string()];
     let daemon = Daemon::start(&arguments);
-    let (_client, channel) = neighbor(&daemon);
+    let (_client, channel) = NativeClient::with_channel(&daemon.native(), "neighbor");
     let (stop, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let neighbor = scope.spawn(|| verify(channel, &stop, &rounds));

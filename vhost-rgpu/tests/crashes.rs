@@ -25,10 +25,9 @@ use protocol::handle::StreamId;
 use protocol::link::{Ack, Hello, frame, wish};
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamMark;
-use test_kit::channel::in_a_file;
 use test_kit::link::welcome;
 use test_kit::local_server::{Behavior as Workers, LocalServer};
-use test_kit::native_client::{NativeClient, create_channel};
+use test_kit::native_client::NativeClient;
 use test_kit::server::{Behavior, FakeServer};
 use test_kit::tcp_server::TcpServer;
 use test_kit::*;
@@ -53,16 +52,7 @@ fn crash(daemon: &Daemon) {
 
 /// A native client with a channel.
 fn native(daemon: &Daemon) -> (NativeClient, test_kit::channel::Channel) {
-    let client = NativeClient::connect(&daemon.native()).unwrap();
-    let (file, view) = in_a_file(1 << 20, "neighbor");
-    client.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
-    let (answer, reason, mut fds) = client.response().unwrap().unwrap();
-    assert_eq!((answer, reason.as_str()), (Answer::Ok, ""));
-    let doorbell = fds.pop().unwrap();
-    let channel = test_kit::channel::Channel::new(view, move || {
-        nix::unistd::write(&doorbell, &1u64.to_ne_bytes()).unwrap();
-    });
-    (client, channel)
+    NativeClient::with_channel(&daemon.native(), "neighbor")
 }
 
 #[test]

@@ -41,15 +41,7 @@ struct Program {
 
 impl Program {
     fn start(daemon: &Daemon) -> Program {
-        let native = NativeClient::connect(&daemon.native()).unwrap();
-        let (file, view) = in_a_file(1 << 20, "program");
-        native.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
-        let (answer, reason, mut fds) = native.response().unwrap().unwrap();
-        assert_eq!((answer, reason.as_str()), (Answer::Ok, ""));
-        let doorbell = fds.pop().unwrap();
-        let channel = Channel::new(view, move || {
-            nix::unistd::write(&doorbell, &1u64.to_ne_bytes()).unwrap();
-        });
+        let (native, channel) = NativeClient::with_channel(&daemon.native(), "program");
         Program { native, channel }
     }
 

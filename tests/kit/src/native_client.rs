@@ -14,6 +14,7 @@ use protocol::native::{MAGIC, Request};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::PATIENCE;
+use crate::channel::{Channel, in_a_file};
 
 /// A request that makes a channel of `size` bytes; tests change its fields for other requests.
 pub fn create_channel(size: u64) -> Request {
@@ -39,6 +40,20 @@ impl NativeClient {
         let patience = nix::sys::time::TimeVal::new(PATIENCE.as_secs().cast_signed(), 0);
         setsockopt(&fd, sockopt::ReceiveTimeout, &patience)?;
         Ok(NativeClient(fd))
+    }
+
+    /// Connects to the socket at `path` and opens a channel with 1 MiB of arena for `program`, which must succeed.
+    pub fn with_channel(path: &Path, program: &str) -> (NativeClient, Channel) {
+        let client = NativeClient::connect(path).unwrap();
+        let (file, view) = in_a_file(1 << 20, program);
+        client.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
+        let (answer, reason, mut fds) = client.response().unwrap().unwrap();
+        assert_eq!((answer, reason.as_str()), (Answer::Ok, ""));
+        let doorbell = fds.pop().unwrap();
+        let channel = Channel::new(view, move || {
+            nix::unistd::write(&doorbell, &1u64.to_ne_bytes()).unwrap();
+        });
+        (client, channel)
     }
 
     /// Sends one packet of any bytes.
