@@ -86,7 +86,8 @@ fn only_operations_with_data_are_marked() {
             "link_complete",
             "graph_instantiate",
             "graph_update",
-            "graph_instantiate_draft"
+            "graph_instantiate_draft",
+            "activity_read"
         ],
         "the relay decodes only these"
     );

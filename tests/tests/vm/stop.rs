@@ -84,10 +84,16 @@ fn stopped_guests_are_reset_or_lose_their_device_process(transport: &'static str
 
     // Another device process takes over while the guest is stopped.
     for line in ["launch_storm 3000", "copies"] {
-        let process = bed.machine.spawn(line)?;
         let deadline = Instant::now() + LONG;
-        while bed.host.busy_workers()?.is_empty() {
+        while !states(&bed.host)?.is_empty() {
+            ensure!(Instant::now() < deadline, "a session of before does not end");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let process = bed.machine.spawn(line)?;
+        // A device process that is killed before its keeper knows of the session leaves a worker that is parked for the grace period.
+        while !states(&bed.host)?.iter().any(|state| state == "ready") {
             ensure!(Instant::now() < deadline, "{line} gets no session");
+            std::thread::sleep(Duration::from_millis(10));
         }
         bed.machine.stop()?;
         let serving = bed.host.device_process()?;
