@@ -19,9 +19,6 @@
 
 #include "rgpu.h"
 
-/* How long a CONNECT waits for the id of a channel that is closing. */
-#define RGPU_ID_TIMEOUT	(10 * HZ)
-
 struct rgpu_channel *rgpu_channel_get(struct rgpu_channel *chan)
 {
 	kref_get(&chan->ref);
@@ -166,7 +163,7 @@ int rgpu_channel_wait(struct rgpu_channel *chan, u64 offset, u32 expected, s64 t
 static int rgpu_id_alloc(struct rgpu_device *dev, struct rgpu_channel *chan)
 {
 	struct xa_limit limit = XA_LIMIT(0, dev->max_channels - 1);
-	unsigned long deadline = jiffies + RGPU_ID_TIMEOUT;
+	unsigned long deadline = jiffies + RGPU_CLOSE_TIMEOUT;
 
 	for (;;) {
 		int freed = atomic_read(&dev->freed);

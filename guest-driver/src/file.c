@@ -16,9 +16,6 @@
 
 #include "rgpu.h"
 
-/* How long close() waits for the device; an exiting process does not wait. */
-#define RGPU_CLOSE_TIMEOUT	HZ
-
 static int rgpu_open(struct inode *inode, struct file *file)
 {
 	/* misc_open() blocks misc_deregister(), and therefore remove. */

@@ -42,6 +42,12 @@
 
 #define RGPU_EVENT_BUFFERS	64
 
+/*
+ * How long to wait for a channel that is closing: close() for its memory, a
+ * CONNECT for its id. A process that exits does not wait.
+ */
+#define RGPU_CLOSE_TIMEOUT	(10 * HZ)
+
 struct rgpu_channel;
 struct rgpu_region;
 struct rgpu_user;

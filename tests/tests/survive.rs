@@ -744,6 +744,15 @@ fn come_back(rig: &Rig, hello: &Hello, received: u64) -> Result<Result<TcpStream
     Ok(Ok(stream))
 }
 
+/// Reads frames until one of `kind` has come. Gives the kinds of all.
+fn until(stream: &TcpStream, kind: u32) -> Result<Vec<u32>> {
+    let (mut body, mut kinds) = (Vec::new(), Vec::new());
+    while !kinds.contains(&kind) {
+        kinds.push(recv_frame(stream.as_fd(), &mut body, &mut Vec::new())?.context("closed")?);
+    }
+    Ok(kinds)
+}
+
 /// What the server has received of the control stream.
 fn its_count(stream: &TcpStream) -> Result<u64> {
     let mut body = Vec::new();
@@ -782,6 +791,7 @@ fn only_who_knows_the_secret_resumes_and_the_later_attempt_wins() -> Result<()> 
     let bystanders = Bystanders::start(&rig)?;
     let bridge = bare(&rig)?;
     mark(&bridge, 1)?;
+    until(&bridge.control, frame::PROGRESS)?;
     let right = bridge.hello(purpose::RESUME, 1, 0);
     let mut wrong = right;
     wrong.secret[31] ^= 1;
@@ -796,6 +806,8 @@ fn only_who_knows_the_secret_resumes_and_the_later_attempt_wins() -> Result<()> 
     // Two at once: the later one wins, in whatever order they come, and the earlier connections close.
     let second = come_back(&rig, &Hello { attempt: 2, ..right }, 0)?.map_err(anyhow::Error::msg)?;
     let first = come_back(&rig, &right, 0)?.map_err(anyhow::Error::msg)?;
+    let data = connect_tcp(rig.port)?;
+    greet(&data, &Hello { purpose: purpose::DATA, attempt: 2, ..right })?;
     ensure!(its_count(&second)? >= 40, "the server forgot what it had");
     for mut loser in [first, bridge.control.try_clone()?] {
         loser.set_read_timeout(Some(PATIENCE))?;
@@ -807,14 +819,9 @@ fn only_who_knows_the_secret_resumes_and_the_later_attempt_wins() -> Result<()> 
             "open"
         );
     }
-    let data = connect_tcp(rig.port)?;
-    greet(&data, &Hello { purpose: purpose::DATA, attempt: 2, ..right })?;
     // The stream of frames goes on from its beginning, of which this end has nothing.
     (&second).write_all(protocol::link::FrameHeader { kind: frame::ALIVE, len: 0 }.as_bytes())?;
-    let (mut body, mut kinds) = (Vec::new(), Vec::new());
-    while !kinds.contains(&frame::ALIVE) {
-        kinds.push(recv_frame(second.as_fd(), &mut body, &mut Vec::new())?.context("closed")?);
-    }
+    let kinds = until(&second, frame::ALIVE)?;
     ensure!(kinds.contains(&frame::PROGRESS), "what was said before is said again: {kinds:?}");
     // The session's end in the other way.
     ensure!(has_session(&rig)?, "no session");
