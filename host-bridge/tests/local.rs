@@ -302,7 +302,7 @@ fn a_worker_that_lies_about_its_regions_ends_only_the_session() {
         let mut prepared = Prepared::connect(&config, &channel, &mut Patient).unwrap();
         let saved = prepared.save(&channel).unwrap().unwrap();
         let wakeup = || Wakeup::Call(Arc::new(|| {}));
-        let first = prepared.start(channel, wakeup(), Box::new(|_| {})).unwrap();
+        let first = prepared.open().unwrap().start(channel, wakeup(), Box::new(|_| {})).unwrap();
         let again = ChannelMemory::new(memories, extents, size).unwrap();
         let (lost, is_lost) = std::sync::mpsc::channel();
         let lost = Box::new(move |why: &str| lost.send(why.to_owned()).unwrap());

@@ -488,23 +488,28 @@ impl Connection<'_> {
         };
         let connected = Prepared::connect(&config, &channel, &mut turn).inspect_err(refused);
         let waited = turn.answered;
+        let refused_after_waiting = |e: &ConnectError| {
+            // The client has its answer already. It finds the reason in the channel's header.
+            self.limit.warn(&self.who, &e.to_string());
+            channel.tell_refused(&e.to_string());
+            channel.wake_by_futex();
+            Ok(Done::RefusedAfterWaiting)
+        };
         let mut prepared = match connected {
-            Err(e) if waited => {
-                // The client has its answer already. It finds the reason in the channel's header.
-                self.limit.warn(&self.who, &e.to_string());
-                channel.tell_refused(&e.to_string());
-                channel.wake_by_futex();
-                return Ok(Done::RefusedAfterWaiting);
-            }
+            Err(e) if waited => return refused_after_waiting(&e),
             connected => connected?,
         };
         let unsaved = |e: io::Error| no_resources(format!("this host cannot remember the session: {e}"));
         if let Some(saved) = prepared.save(&channel).map_err(unsaved)? {
             self.server.store_again(own, recovery::channel(server, &channel, Some(&saved)))?;
         }
+        let opened = match prepared.open().inspect_err(refused) {
+            Err(e) if waited => return refused_after_waiting(&e),
+            opened => opened?,
+        };
         // The end of the session closes the connection, which wakes this thread to clean up.
         let started =
-            prepared.start(channel, Wakeup::Futex, Box::new(move |_| stopper.stop())).inspect_err(refused);
+            opened.start(channel, Wakeup::Futex, Box::new(move |_| stopper.stop())).inspect_err(refused);
         let session = match started {
             Err(e) if waited => {
                 // A client that waits notices the closed connection.

@@ -195,6 +195,26 @@ fn a_channel_that_was_being_created_is_created_by_the_successor() {
 }
 
 #[test]
+fn a_session_that_was_just_beginning_is_ended_by_the_successor() {
+    let server = TcpServer::start();
+    server.hold_data(true);
+    let daemon = serving_over_tcp(&server);
+    let mut guest = Guest::connect(&daemon);
+    let (extents, geometry) = guest.prepare(1);
+    let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
+    let (head, at) = guest.send(&message(create(1, &extents), &extents));
+    // From the first data connection on the server keeps the session for the whole grace period.
+    eventually(|| server.held() > 0);
+    server.hold_data(false);
+    crash(&daemon);
+    eventually(|| server.farewells() == 1 && server.ended() == 1);
+    // The program gets another session.
+    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, head);
+    assert_eq!(guest.answer_at(at), (Answer::Ok, String::new()));
+    assert_eq!((view.header().state(), server.farewells()), (State::Ready, 1));
+}
+
+#[test]
 fn a_program_that_waits_in_a_servers_queue_learns_of_the_crash() {
     let server = FakeServer::start(Behavior { queue: &[7], never_serves: true, ..Behavior::default() });
     let daemon = Daemon::serving(&server);

@@ -209,3 +209,21 @@ fn a_program_that_is_just_starting_is_started_by_the_next_process() {
     let _daemon = crash(daemon);
     assert_eq!(native.ask(register(1), &[&own().0]).unwrap().0, Answer::Invalid, "it has no channel");
 }
+
+#[test]
+fn a_session_that_was_just_beginning_is_ended_by_the_next_process() {
+    let server = TcpServer::start();
+    server.hold_data(true);
+    let daemon = Daemon::start(&["--server", &server.config.server.to_string()]);
+    let native = NativeClient::connect(&daemon.native()).unwrap();
+    let (file, view) = in_a_file(1 << 20, "program");
+    native.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
+    // From the first data connection on the server keeps the session for the whole grace period.
+    eventually(|| server.held() > 0);
+    server.hold_data(false);
+    let _daemon = crash(daemon);
+    eventually(|| server.farewells() == 1 && server.ended() == 1);
+    // The program gets another session.
+    assert_eq!(native.response().unwrap().unwrap().0, Answer::Ok);
+    assert_eq!((view.header().state(), server.farewells()), (State::Ready, 1));
+}

@@ -31,8 +31,10 @@ use crate::framing::{Address, FrameReader, recv_greeting};
 use crate::stream::Stream;
 
 /// A server that has welcomed a session.
+#[derive(Debug)]
 pub(super) struct Greeted {
-    pub(super) handshake: Handshake,
+    token: [u8; 16],
+    secret: Secret,
     /// The greeted connection. Without TLS it is the session's control connection.
     connection: Stream,
     /// What the session's own connections trust, under TLS.
@@ -137,7 +139,7 @@ pub(super) fn greet(
     config: &SessionConfig,
     hello: &Hello,
     turn: &mut dyn Turn,
-) -> Result<Greeted, ConnectError> {
+) -> Result<(Greeted, Handshake), ConnectError> {
     let credentials = credentials(config)?;
     let deadline = in_time(config);
     let begun = Instant::now();
@@ -160,7 +162,8 @@ pub(super) fn greet(
         (Some(_), true) => return Err(wrong("the session has no key")),
         (None, false) => return Err(wrong("the session has a key, and the connection is not protected")),
     };
-    Ok(Greeted { handshake, connection, session, dialed_in })
+    let (token, secret) = (handshake.token, handshake.secret);
+    Ok((Greeted { token, secret, connection, session, dialed_in }, handshake))
 }
 
 /// Opens the session's connections: `control` begins its control connection under TLS, and each of `data` begins a data connection.
@@ -169,9 +172,8 @@ pub(super) fn open(
     greeted: Greeted,
     control: Hello,
     data: Vec<Hello>,
-) -> Result<(Connections, Handshake), ConnectError> {
-    let Greeted { handshake, connection, session, .. } = greeted;
-    let (token, secret) = (handshake.token, handshake.secret.0);
+) -> Result<Connections, ConnectError> {
+    let Greeted { token, secret: Secret(secret), connection, session, .. } = greeted;
     let first = session.is_some().then_some(control);
     let hellos: Vec<Hello> =
         first.into_iter().chain(data).map(|hello| Hello { token, secret, ..hello }).collect();
@@ -189,7 +191,7 @@ pub(super) fn open(
         Some(_) => (opened.remove(0), Some(Daemon { connection, reader: FrameReader::new() })),
         None => (connection, None),
     };
-    Ok((Connections { control, data: opened, daemon }, handshake))
+    Ok(Connections { control, data: opened, daemon })
 }
 
 /// Gives the server at `address` a token's secret, so that it knows the key of `credentials` from now on. Returns the name that this client has there.

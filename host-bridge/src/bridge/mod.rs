@@ -45,7 +45,8 @@ pub use counters::Counters;
 pub use link::LinkState;
 pub use saved::Saved;
 pub use session::{
-    ConnectError, Connector, InheritedRegion, Prepared, Security, Session, SessionConfig, TransportKind, Turn,
+    ConnectError, Connector, InheritedRegion, Opened, Prepared, Security, Session, SessionConfig,
+    TransportKind, Turn,
 };
 pub use tcp::finish_farewells;
 

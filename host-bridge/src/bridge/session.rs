@@ -471,23 +471,31 @@ fn printable(name: &[u8]) -> String {
     untext(name).chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
-/// A server that has welcomed a session which has not begun: the channel's memory was not touched yet.
+/// A server that has welcomed a session. Nothing else has been done for it yet, so it can be [saved](Self::save); then it is [opened](Self::open) and [started](Opened::start).
 #[derive(Debug)]
 pub struct Prepared {
     config: SessionConfig,
-    link: Link,
+    link: Link<tcp::Greeting>,
+    handshake: Handshake,
+}
+
+/// A session with all of its connections, which has not begun: the channel's memory was not touched yet.
+#[derive(Debug)]
+pub struct Opened {
+    config: SessionConfig,
+    link: Link<tcp::Links>,
     handshake: Handshake,
 }
 
 #[derive(Debug)]
-enum Link {
-    Tcp(Box<tcp::Links>),
+enum Link<T> {
+    Tcp(Box<T>),
     Verbs(Box<verbs::Links>),
     Local(local::Link),
 }
 
 impl Prepared {
-    /// Reaches the server and shakes hands, for this channel. Blocks until that is done or has failed, which may be long after others were served; `turn` hears of it. Takes from the
+    /// Reaches the server and has it welcome a session for this channel. Blocks until that is done or has failed, which may be long after others were served; `turn` hears of it. Takes from the
     /// channel only its slots' number and what its header says of the client.
     pub fn connect(
         config: &SessionConfig,
@@ -495,8 +503,8 @@ impl Prepared {
         turn: &mut dyn Turn,
     ) -> Result<Prepared, ConnectError> {
         let (link, handshake) = match config.transport {
-            TransportKind::Tcp => tcp::connect(config, channel, turn)
-                .map(|(links, handshake)| (Link::Tcp(Box::new(links)), handshake))?,
+            TransportKind::Tcp => tcp::greet_server(config, channel, turn)
+                .map(|(greeting, handshake)| (Link::Tcp(Box::new(greeting)), handshake))?,
             TransportKind::Verbs => verbs::connect(config, channel, turn)
                 .map(|(links, handshake)| (Link::Verbs(Box::new(links)), handshake))?,
             TransportKind::Local => local::connect(config, channel, turn)
@@ -505,19 +513,32 @@ impl Prepared {
         Ok(Prepared { config: config.clone(), link, handshake })
     }
 
-    /// What another process needs to go on with the session when this one has ended, or to end it. It must be kept by somebody before [`start`](Self::start), and forgotten when the session has been
+    /// What another process needs to go on with the session when this one has ended, or to end it. It must be kept by somebody before [`open`](Self::open), and forgotten when the session has been
     /// closed; a session that is not saved ends with this process. `None`: it ends with this process in any case, and nothing is to be done then.
     pub fn save(&mut self, channel: &ChannelMemory) -> io::Result<Option<Saved>> {
         let about = About::now(&self.handshake.server);
         Ok(match &mut self.link {
-            Link::Tcp(links) => Some(Saved(Kind::Remote(Box::new(links.save(about)?)))),
+            Link::Tcp(greeting) => Some(Saved(Kind::Remote(Box::new(greeting.save(about)?)))),
             Link::Local(link) => Some(Saved(Kind::Local(link.save(&channel.doorbell, about)?))),
             Link::Verbs(_) => None,
         })
     }
 
+    /// Opens the connections that the session needs besides. Blocks until they stand or one has failed.
+    pub fn open(self) -> Result<Opened, ConnectError> {
+        let Prepared { config, link, handshake } = self;
+        let link = match link {
+            Link::Tcp(greeting) => Link::Tcp(Box::new(greeting.open(&config)?)),
+            Link::Verbs(links) => Link::Verbs(links),
+            Link::Local(link) => Link::Local(link),
+        };
+        Ok(Opened { config, link, handshake })
+    }
+}
+
+impl Opened {
     /// Begins the session. On success the channel's state is `READY`; on failure its memory is released before this returns. `channel` is the one that was
-    /// given to [`connect`](Self::connect).
+    /// given to [`Prepared::connect`].
     ///
     /// `wakeup` is how the client's threads are reached. `on_lost` is called once, with the reason, if the session ends against the caller's will, from one of
     /// the session's own threads: it must neither block nor call back into this session.
@@ -527,7 +548,7 @@ impl Prepared {
         wakeup: Wakeup,
         on_lost: Box<dyn FnOnce(&str) + Send>,
     ) -> Result<Session, ConnectError> {
-        let Prepared { config, link, handshake } = self;
+        let Opened { config, link, handshake } = self;
         let waited = channel.view.header().state() == State::Waiting;
         let speaks = OURS.at_most(handshake.version).at_most(channel.version);
         channel.view.header().set_session_version(speaks.version(), speaks.fingerprint());
@@ -642,14 +663,14 @@ pub struct Session {
 }
 
 impl Session {
-    /// Opens a session for `channel`: [`Prepared::connect`] and [`Prepared::start`] in one.
+    /// Opens a session for `channel`: [`Prepared::connect`], [`Prepared::open`] and [`Opened::start`] in one.
     pub fn connect(
         config: &SessionConfig,
         channel: ChannelMemory,
         wakeup: Wakeup,
         on_lost: Box<dyn FnOnce(&str) + Send>,
     ) -> Result<Session, ConnectError> {
-        Prepared::connect(config, &channel, &mut Patient)?.start(channel, wakeup, on_lost)
+        Prepared::connect(config, &channel, &mut Patient)?.open()?.start(channel, wakeup, on_lost)
     }
 
     /// Goes on with a session that another process had saved before it ended. The caller then rings the doorbell and wakes the client's threads: that process may have been about to. Regions lie

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use host_bridge::bridge::{Security, SessionConfig};
@@ -35,7 +35,11 @@ struct Shared {
     begun: AtomicUsize,
     resumed: AtomicUsize,
     ended: AtomicUsize,
+    farewells: AtomicUsize,
     trouble: Mutex<Vec<String>>,
+    /// Whether data connections are left without an answer, and those that were.
+    holds_data: AtomicBool,
+    held: Mutex<Vec<TcpStream>>,
 }
 
 impl TcpServer {
@@ -66,6 +70,21 @@ impl TcpServer {
         self.shared.ended.load(Ordering::SeqCst)
     }
 
+    /// Connections that say that a session has ended.
+    pub fn farewells(&self) -> usize {
+        self.shared.farewells.load(Ordering::SeqCst)
+    }
+
+    /// Leaves the data connections that come from now on open and without an answer, or answers them again.
+    pub fn hold_data(&self, holds: bool) {
+        self.shared.holds_data.store(holds, Ordering::SeqCst);
+    }
+
+    /// Data connections without an answer.
+    pub fn held(&self) -> usize {
+        self.shared.held.lock().unwrap().len()
+    }
+
     /// Why sessions ended otherwise than by their clients' will.
     pub fn trouble(&self) -> Vec<String> {
         self.shared.trouble.lock().unwrap().clone()
@@ -80,6 +99,12 @@ impl Shared {
             return;
         }
         assert_eq!(hello.magic, MAGIC);
+        if hello.purpose == purpose::DATA && self.holds_data.load(Ordering::SeqCst) {
+            return self.held.lock().unwrap().push(stream);
+        }
+        if hello.purpose == purpose::END {
+            self.farewells.fetch_add(1, Ordering::SeqCst);
+        }
         let opens = hello.purpose == purpose::CONTROL;
         let number = if opens { self.begun.fetch_add(1, Ordering::SeqCst) as u8 } else { 0 };
         let token = if opens { [number; 16] } else { hello.token };

@@ -831,20 +831,16 @@ impl Device {
         let give_up = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))?;
         let mut turn = Queued { device: self, channel, memory: &memory, give_up: Arc::new(give_up), job };
-        let mut prepared = match Prepared::connect(&config, &memory, &mut turn) {
-            Ok(prepared) => prepared,
-            Err(e) => {
-                turn.refused_after_waiting(&e.to_string());
-                return Err(e.into());
-            }
-        };
+        let mut prepared = Prepared::connect(&config, &memory, &mut turn)
+            .inspect_err(|e| turn.refused_after_waiting(&e.to_string()))?;
         let saved = prepared.save(&memory).map_err(unknown)?;
         let known = Known::new(server, &memory.extents, saved.as_ref()).map_err(unknown)?;
         self.remember(epoch, channel, known)?;
         drop(saved);
+        let opened = prepared.open().inspect_err(|e| turn.refused_after_waiting(&e.to_string()))?;
         let _inside = self.inside(epoch)?;
         let (wakeup, lost) = self.listeners(channel);
-        let session = Arc::new(prepared.start(memory, wakeup, lost)?);
+        let session = Arc::new(opened.start(memory, wakeup, lost)?);
         let listed = self.registry.list(&self.who, channel.into(), session.clone());
         let held = Held { _listed: listed, _mappings: mappings, pieces: HashMap::new() };
         self.channels().insert(channel, Channel::Open(session, held));

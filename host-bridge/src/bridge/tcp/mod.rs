@@ -6,7 +6,7 @@
 //!   client's pages ═══ data connection 0 … n ══      chunks, sent and received in place by vectored calls
 //! ```
 //!
-//! The rules are the relay's ([`relay`](super::relay)). In reading order: the handshake here, then `carrier` (what the relay calls), `connection` (one data connection), `io_thread` (threads for
+//! The rules are the relay's ([`relay`](super::relay)). In reading order: the [`Greeting`] here, then `carrier` (what the relay calls), `connection` (one data connection), `io_thread` (threads for
 //! long chunks), `memory` (the client's memory for vectored calls), `socket` (system calls), `resume`
 //! (new connections for a session that has lost its own), `saved` and `regions` (what another process needs to go on with a session).
 
@@ -35,7 +35,7 @@ pub use self::resume::finish_farewells;
 use self::resume::{Ticket, Unbegun};
 pub(super) use self::saved::SavedTcp;
 use self::saved::Terms;
-use super::connect::{Connections, Daemon, greet, open};
+use super::connect::{Connections, Daemon, Greeted, greet, open};
 use super::relay::{EndReason, Flows, Ledger, Machine, Mailbox, RelayHandle, Restored, ledger_file, run};
 use super::saved::About;
 use super::session::{Handshake, InheritedRegion, Turn, hello};
@@ -72,7 +72,23 @@ struct Succession {
     regions: RegionsFile,
 }
 
-impl Links {
+/// A server that has welcomed a session, which has its first connection only.
+///
+/// The server knows by the others that somebody has the session's secret, and keeps it for long from then on if connections are lost. So they are opened once the session is saved: whatever this
+/// process comes to, another one can go on with the session or end it.
+#[derive(Debug)]
+pub(super) struct Greeting {
+    greeted: Greeted,
+    /// What the connections begin with: the control connection under TLS, and data connections.
+    control: Hello,
+    data: Vec<Hello>,
+    ticket: Ticket,
+    /// Whatever fails from here on: the server has the session already.
+    unbegun: Unbegun,
+    succession: Option<Succession>,
+}
+
+impl Greeting {
     /// Has another process be able to go on with the session, or at least to end it.
     pub(super) fn save(&mut self, about: About) -> io::Result<SavedTcp> {
         let mut saved = SavedTcp::new(&self.ticket, self.data.len(), about);
@@ -84,20 +100,26 @@ impl Links {
         }
         Ok(saved)
     }
+
+    /// Opens the session's other connections.
+    pub(super) fn open(self, config: &SessionConfig) -> Result<Links, ConnectError> {
+        let Greeting { greeted, control, data, ticket, unbegun, succession } = self;
+        let Connections { control, data, daemon } = open(config, greeted, control, data)?;
+        Ok(Links { control, data, daemon, ticket, unbegun: Some(unbegun), succession })
+    }
 }
 
-/// Connects to the server and shakes hands on every connection.
-pub(super) fn connect(
+/// Has the server welcome a session.
+pub(super) fn greet_server(
     config: &SessionConfig,
     channel: &ChannelMemory,
     turn: &mut dyn Turn,
-) -> Result<(Links, Handshake), ConnectError> {
-    let first = hello(config, channel, purpose::CONTROL, config.data_connections);
-    let greeted = greet(config, &first, turn)?;
-    let ticket = Ticket::new(first, &greeted);
-    // Whatever fails from here on: the server has the session already.
-    let unbegun = Some(Unbegun::new(&ticket, config));
-    let count = greeted.handshake.data_connections;
+) -> Result<(Greeting, Handshake), ConnectError> {
+    let control = hello(config, channel, purpose::CONTROL, config.data_connections);
+    let (greeted, handshake) = greet(config, &control, turn)?;
+    let ticket = Ticket::new(control, &greeted, &handshake);
+    let unbegun = Unbegun::new(&ticket, config);
+    let count = handshake.data_connections;
     if count == 0 || count > MAX_DATA_CONNECTIONS {
         return Err(ConnectError::Protocol {
             server: config.server.to_string(),
@@ -106,9 +128,8 @@ pub(super) fn connect(
             ),
         });
     }
-    let data = (0..count).map(|index| Hello { index, ..hello(config, channel, purpose::DATA, 0) });
-    let (Connections { control, data, daemon }, handshake) = open(config, greeted, first, data.collect())?;
-    Ok((Links { control, data, daemon, ticket, unbegun, succession: None }, handshake))
+    let data = (0..count).map(|index| Hello { index, ..hello(config, channel, purpose::DATA, 0) }).collect();
+    Ok((Greeting { greeted, control, data, ticket, unbegun, succession: None }, handshake))
 }
 
 /// A session over TCP (or, for tests and special set-ups, over Unix stream sockets in the same manner).

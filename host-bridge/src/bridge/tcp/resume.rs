@@ -125,8 +125,8 @@ impl From<ConnectError> for Failure {
 
 impl Ticket {
     /// For a session whose server was greeted with `hello`.
-    pub(super) fn new(hello: Hello, greeted: &Greeted) -> Ticket {
-        let Handshake { token, secret, grace, eager, has_cache, session_key: key, .. } = greeted.handshake;
+    pub(super) fn new(hello: Hello, greeted: &Greeted, handshake: &Handshake) -> Ticket {
+        let Handshake { token, secret, grace, eager, has_cache, session_key: key, .. } = *handshake;
         let (dialed_in, tls) = (greeted.dialed_in, greeted.session.clone());
         Ticket { hello, token, secret, grace, eager, has_cache, dialed_in, key, tls }
     }

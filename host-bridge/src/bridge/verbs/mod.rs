@@ -53,8 +53,8 @@ pub(super) fn connect(
     let unconnected = Unconnected::new(&domain, &config.verbs).map_err(here)?;
     let offer = unconnected.offer(None);
     let first = hello(config, channel, purpose::VERBS, offer.count - 1);
-    let greeted = greet(config, &first, turn)?;
-    let (Connections { control, .. }, handshake) = open(config, greeted, first, Vec::new())?;
+    let (greeted, handshake) = greet(config, &first, turn)?;
+    let Connections { control, .. } = open(config, greeted, first, Vec::new())?;
     let protocol = |what: String| ConnectError::Protocol { server: server(), what };
     control.send_frame(frame::QUEUES, &[offer.as_bytes()]).map_err(failed)?;
     let mut body = Vec::new();
