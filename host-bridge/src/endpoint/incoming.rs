@@ -12,25 +12,29 @@
 //!   data so: grants come a round trip late there.
 //!
 //! A bridge that sends more than it may, without saying that it is eager, waits: in its connection.
+//!
+//! `chunk_reader` takes a connection's stream apart; `chunk_queue` is a landing on the heap.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+mod chunk_queue;
+mod chunk_reader;
+
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use protocol::link::{
-    DATA_FLAGS, DataGrant, DataHeader, EAGER, EAGER_FLAG, EAGER_PIECE, HASH_FLAG, KEEP_FLAG, KNOWN_FLAG,
-    MAX_DATA,
-};
+use protocol::link::{DataGrant, DataHeader, EAGER, EAGER_PIECE};
 use protocol::polling;
-use zerocopy::{FromZeros, IntoBytes};
 
-use super::Lost;
 use super::cache::{Blocks, Hash};
 use crate::shared::SharedBytes;
-use crate::stream::Stream;
+
+pub use chunk_queue::{Chunk, ChunkQueue};
+#[cfg(test)]
+pub(crate) use chunk_reader::ChunkReader;
+pub(super) use chunk_reader::{DataSource, look_for_some};
 
 /// How long eager bytes wait in their connection for a command that is about to be executed, before they are set aside: setting aside costs a copy.
 const BRIEFLY: Duration = Duration::from_millis(1);
@@ -111,25 +115,6 @@ impl Incoming {
         hub.expect(key, len, landing, if self.late { 0 } else { window }, self.late);
         Grants { hub, key, len }
     }
-
-    /// Lets the bytes come as a queue of chunks on the heap, about `bound` bytes at a time.
-    pub fn into_queue(self, bound: usize) -> ChunkQueue {
-        let (len, late, bound) = (self.len, self.late, bound.max(1) as u64);
-        let shared = Arc::new(Queue { state: Mutex::default(), changed: Condvar::new() });
-        let grants = self.land(Arc::<Queue>::clone(&shared), bound);
-        ChunkQueue { shared, grants, bound, taken: 0, granted: if late { 0 } else { bound }, left: len }
-    }
-
-    /// Waits for all the bytes. To be used for short data only: it takes its length in memory (which the caller has checked).
-    pub fn collect(self) -> Result<Vec<u8>, Lost> {
-        let mut all = vec![0; self.len as usize];
-        let mut queue = self.into_queue(MAX_DATA as usize);
-        while let Some(chunk) = queue.next_chunk()? {
-            let at = chunk.offset as usize;
-            all[at..at + chunk.bytes.len()].copy_from_slice(&chunk.bytes);
-        }
-        Ok(all)
-    }
 }
 
 impl Drop for Incoming {
@@ -163,120 +148,6 @@ impl Grants {
     /// Nobody wants the rest: it is to come and be thrown away, by a landing that gives no room.
     pub fn all(&self) {
         self.upto(u64::MAX);
-    }
-}
-
-/// Some bytes of a command's data.
-#[derive(Debug)]
-pub struct Chunk {
-    /// Where in the data they belong.
-    pub offset: u64,
-    /// The bytes.
-    pub bytes: Box<[u8]>,
-}
-
-/// A command's data as chunks, in the order in which they come (not always that of their offsets).
-#[derive(Debug)]
-pub struct ChunkQueue {
-    shared: Arc<Queue>,
-    grants: Grants,
-    /// Bytes that may lie here at a time.
-    bound: u64,
-    taken: u64,
-    granted: u64,
-    left: u64,
-}
-
-impl ChunkQueue {
-    /// The next chunk; waits for it. `Ok(None)`: all bytes have come. For late data the first call says that the stream has come to it.
-    pub fn next_chunk(&mut self) -> Result<Option<Chunk>, Lost> {
-        if self.left == 0 {
-            return Ok(None);
-        }
-        // In steps, so that not every chunk costs the bridge a message.
-        let now = self.taken + self.bound;
-        if now >= self.granted + (self.bound / 4).max(1) {
-            self.granted = now;
-            self.grants.upto(now);
-        }
-        let mut state = self.shared.lock();
-        loop {
-            if let Some(chunk) = state.chunks.pop_front() {
-                drop(state);
-                let n = chunk.bytes.len() as u64;
-                self.left = self.left.saturating_sub(n);
-                self.taken += n;
-                return Ok(Some(chunk));
-            }
-            if state.over {
-                return Err(Lost::new("the session ended before the data came"));
-            }
-            state.waited_for = true;
-            state = self.shared.changed.wait(state).unwrap_or_else(|e| e.into_inner());
-        }
-    }
-}
-
-impl Drop for ChunkQueue {
-    fn drop(&mut self) {
-        self.shared.lock().over = true;
-        self.shared.changed.notify_all();
-        if self.left > 0 {
-            self.grants.all();
-        }
-    }
-}
-
-#[derive(Debug)]
-struct Queue {
-    state: Mutex<QueueState>,
-    changed: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct QueueState {
-    /// Room given out, by offset.
-    filling: HashMap<u64, Box<[u8]>>,
-    chunks: VecDeque<Chunk>,
-    /// A thread waits for a chunk.
-    waited_for: bool,
-    over: bool,
-}
-
-impl Queue {
-    fn lock(&self) -> MutexGuard<'_, QueueState> {
-        self.state.lock().unwrap_or_else(|e| e.into_inner())
-    }
-}
-
-impl Landing for Queue {
-    fn room(&self, offset: u64, len: usize) -> Option<(NonNull<u8>, usize)> {
-        let mut state = self.lock();
-        if state.over || state.filling.contains_key(&offset) {
-            return None;
-        }
-        let mut bytes = vec![0u8; len].into_boxed_slice();
-        // The box stays where it is on the heap until `landed` takes it out.
-        let at = NonNull::new(bytes.as_mut_ptr());
-        state.filling.insert(offset, bytes);
-        at.map(|at| (at, len))
-    }
-
-    fn landed(&self, offset: u64, _len: usize) {
-        let mut state = self.lock();
-        if let Some(bytes) = state.filling.remove(&offset) {
-            state.chunks.push_back(Chunk { offset, bytes });
-        }
-        let wake = std::mem::take(&mut state.waited_for);
-        drop(state);
-        if wake {
-            self.changed.notify_all();
-        }
-    }
-
-    fn lost(&self) {
-        self.lock().over = true;
-        self.changed.notify_all();
     }
 }
 
@@ -771,206 +642,6 @@ impl Inbox {
             }
         }
     }
-
-    /// Serves the stream of a data connection until it or the session ends. `acknowledged` is called when the bridge says how much of the other stream it has.
-    pub(super) fn read_connection(
-        &self,
-        source: &impl DataSource,
-        mut acknowledged: impl FnMut(u64) -> io::Result<()>,
-    ) -> io::Result<()> {
-        let mut reader = ChunkReader::default();
-        loop {
-            let starts = reader.is_between_chunks();
-            let Some((at, len)) = reader.room(self, true)? else { continue };
-            // SAFETY: `room` gives `len` writable bytes to this thread alone until `filled`.
-            let room = unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), len) };
-            match source.receive(room, starts)? {
-                0 if starts => return Ok(()),
-                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                n => reader.filled(self, n)?.map_or(Ok(()), &mut acknowledged)?,
-            }
-        }
-    }
-}
-
-/// Where the bytes of a data connection's stream come from.
-pub(super) trait DataSource {
-    /// Receives until `buffer` is full; fewer bytes where the connection broke, none when there will be no more. `starts`: the bytes begin a chunk, which may come much later than the one before.
-    fn receive(&self, buffer: &mut [u8], starts: bool) -> io::Result<usize>;
-}
-
-const HEADER: usize = size_of::<DataHeader>();
-/// A header with the hash behind it.
-const WITH_HASH: usize = HEADER + size_of::<Hash>();
-
-/// The stream of a data connection, taken apart into chunks that go where they belong. Bytes may come in any pieces.
-pub(crate) struct ChunkReader {
-    /// Room for a header, and for the hash behind it if there is one.
-    header: [u8; WITH_HASH],
-    got: usize,
-    /// Bytes of it that are to come.
-    whole: usize,
-    chunk: Option<Receiving>,
-}
-
-impl Default for ChunkReader {
-    fn default() -> ChunkReader {
-        ChunkReader { header: [0; WITH_HASH], got: 0, whole: HEADER, chunk: None }
-    }
-}
-
-/// A chunk whose header has come.
-struct Receiving {
-    header: DataHeader,
-    eager: bool,
-    /// Its bytes are to be gathered.
-    keep: bool,
-    /// It was announced to its command.
-    noted: bool,
-    offset: u64,
-    left: usize,
-    /// Where its next bytes go, once that is known, and how many of them have come.
-    target: Option<Target>,
-    filled: usize,
-}
-
-enum Target {
-    Room(Arc<dyn Landing>, NonNull<u8>, usize),
-    Aside(Box<[u8]>),
-    /// The command has taken note of them and has no room.
-    Unwanted(Vec<u8>),
-    /// There is no such command.
-    Nowhere(Vec<u8>),
-}
-
-// SAFETY: a landing's room belongs to whoever asked for it, on any thread, until it is told that the bytes have landed.
-unsafe impl Send for Target {}
-
-impl Target {
-    fn bytes(&mut self) -> (NonNull<u8>, usize) {
-        match self {
-            Target::Room(_, at, len) => (*at, *len),
-            Target::Aside(bytes) => (NonNull::from(&mut **bytes).cast(), bytes.len()),
-            Target::Unwanted(bytes) | Target::Nowhere(bytes) => {
-                (NonNull::from(&mut **bytes).cast(), bytes.len())
-            }
-        }
-    }
-}
-
-impl ChunkReader {
-    /// Whether the next byte begins a chunk.
-    pub(crate) fn is_between_chunks(&self) -> bool {
-        self.chunk.is_none() && self.got == 0
-    }
-
-    /// Where the next bytes go: at least one. Waits until that is known, if `wait`; otherwise `None` says that it is not. The place is the caller's until it calls [`filled`](Self::filled).
-    pub(crate) fn room(&mut self, inbox: &Inbox, wait: bool) -> io::Result<Option<(NonNull<u8>, usize)>> {
-        let Some(chunk) = &mut self.chunk else {
-            let rest = &mut self.header[self.got..self.whole];
-            return Ok(Some((NonNull::from(&mut *rest).cast(), rest.len())));
-        };
-        if chunk.target.is_none() {
-            let Some(place) =
-                inbox.place(&chunk.header, chunk.eager, &mut chunk.noted, chunk.offset, chunk.left, wait)?
-            else {
-                return Ok(None);
-            };
-            chunk.target = Some(match place {
-                Place::Room(landing, n) => match landing.room(chunk.offset, n) {
-                    Some((at, room)) => Target::Room(landing, at, room.min(n)),
-                    None => Target::Unwanted(vec![0; n]),
-                },
-                Place::Nowhere => Target::Nowhere(vec![0; chunk.left]),
-                Place::Aside => Target::Aside(vec![0; chunk.left].into_boxed_slice()),
-            });
-        }
-        Ok(chunk.target.as_mut().map(|target| {
-            let (at, len) = target.bytes();
-            // SAFETY: fewer bytes have come than the target has.
-            (unsafe { at.add(chunk.filled) }, len - chunk.filled)
-        }))
-    }
-
-    /// `n` bytes have come to where [`room`](Self::room) said. Gives what the bridge acknowledges, if these bytes say so.
-    pub(crate) fn filled(&mut self, inbox: &Inbox, n: usize) -> io::Result<Option<u64>> {
-        let Some(chunk) = &mut self.chunk else {
-            self.got += n;
-            return if self.got == self.whole { self.begin(inbox) } else { Ok(None) };
-        };
-        chunk.filled += n;
-        let whole = chunk.target.as_mut().map_or(0, |target| target.bytes().1);
-        if chunk.filled < whole {
-            return Ok(None);
-        }
-        let key = (chunk.header.seq, chunk.header.piece);
-        match chunk.target.take() {
-            Some(Target::Room(landing, at, _)) => {
-                if chunk.keep {
-                    // SAFETY: `whole` bytes of the room were filled, and it is this thread's until they have landed.
-                    inbox
-                        .gather(key, chunk.offset, unsafe { std::slice::from_raw_parts(at.as_ptr(), whole) });
-                }
-                landing.landed(chunk.offset, whole);
-                inbox.landed(key, whole as u64);
-            }
-            Some(Target::Unwanted(_)) => inbox.landed(key, whole as u64),
-            Some(Target::Aside(bytes)) => {
-                let (noted, offset, keep) = (chunk.noted, chunk.offset, chunk.keep);
-                self.chunk = None;
-                return inbox.set_aside(key, noted, Aside { offset, bytes, keep }).map(|()| None);
-            }
-            Some(Target::Nowhere(_)) | None => {}
-        }
-        if chunk.eager {
-            inbox.eager_placed(whole as u64);
-        }
-        chunk.offset += whole as u64;
-        chunk.left -= whole;
-        chunk.filled = 0;
-        if chunk.left == 0 {
-            self.chunk = None;
-        }
-        Ok(None)
-    }
-
-    /// A whole header has come, or a hash behind it.
-    fn begin(&mut self, inbox: &Inbox) -> io::Result<Option<u64>> {
-        let mut header = DataHeader::new_zeroed();
-        header.as_mut_bytes().copy_from_slice(&self.header[..HEADER]);
-        if header.len == 0 && header.seq == 0 {
-            self.got = 0;
-            return Ok(Some(header.offset));
-        }
-        let has = |flag| header.len & flag != 0;
-        let (eager, hash, known, keep) = (has(EAGER_FLAG), has(HASH_FLAG), has(KNOWN_FLAG), has(KEEP_FLAG));
-        header.len &= !DATA_FLAGS;
-        if header.len == 0 || header.len > MAX_DATA || hash && (eager || known || keep) || known && keep {
-            let text = format!("a chunk of {} bytes for command {}", header.len, header.seq);
-            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
-        }
-        if hash && self.whole == HEADER {
-            self.whole = WITH_HASH;
-            return Ok(None);
-        }
-        (self.got, self.whole) = (0, HEADER);
-        if hash {
-            let mut hash = Hash::default();
-            hash.copy_from_slice(&self.header[HEADER..]);
-            return inbox.ask_known(&header, hash).map(|()| None);
-        }
-        if known {
-            return inbox.bring_known(&header, eager).map(|()| None);
-        }
-        inbox.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
-        if let Some(blocks) = inbox.blocks.get() {
-            blocks.passed(&header);
-        }
-        let noted = inbox.announce(&header, eager)?;
-        let (offset, left) = (header.offset, header.len as usize);
-        self.chunk = Some(Receiving { header, eager, keep, noted, offset, left, target: None, filled: 0 });
-        Ok(None)
-    }
 }
 
 impl Expected {
@@ -986,20 +657,6 @@ impl Expected {
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
         Ok(())
-    }
-}
-
-/// Looks for the next bytes of a connection for a while. False: none have come.
-pub(super) fn look_for_some(stream: &Stream) -> bool {
-    let begun = Instant::now();
-    loop {
-        if stream.is_readable() {
-            return true;
-        }
-        if begun.elapsed() >= linger() {
-            return false;
-        }
-        std::hint::spin_loop();
     }
 }
 

@@ -7,39 +7,42 @@
 //!
 //! A lost connection does not end the session: it is parked until the bridge brings new connections ([`TcpClient::resume`]), for a grace period ([`link`](super::link)). What was sent is kept until
 //! the bridge has said that it has it, so each stream goes on behind the last byte that came.
+//!
+//! `commands` is the dispatcher's side, `keep_alive` the thread that answers for it.
 
-use std::io::{self, Read};
-use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
+mod commands;
+mod keep_alive;
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::eventfd::EventFd;
 use protocol::Status;
-use protocol::channel::{NO_SLOT, Record};
 use protocol::data::HostRange;
 use protocol::link::{
-    ACKNOWLEDGE_CONTROL, ACKNOWLEDGE_IN, DataAsk, DataGrant, DataSent, ProgressUpdate, Received, frame,
+    ACKNOWLEDGE_CONTROL, ACKNOWLEDGE_IN, DataGrant, DataSent, ProgressUpdate, Received, frame,
 };
-use protocol::polling::DISPATCHER_REPLY_DUE_TCP;
 use protocol::trace::{RECORDER, Stage};
 use zerocopy::{FromBytes, IntoBytes};
 
+use self::keep_alive::KeepAlive;
 use super::cache::{BlockCache, Blocks};
-use super::dispatcher_poll::{DispatcherPoll, Replies};
+use super::dispatcher_poll::Replies;
 use super::incoming::{Bridge, Inbox};
 use super::link::{Connection, Counted, DataIn, DataOwner, Link};
 use super::outgoing::{Outbox, Outgoing};
-use super::stream::{Records, check_slot, put, put_executed, put_reply};
-use super::wake::{self, StopEvent};
-use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
-use crate::framing::{BadAcknowledgement, FrameReader, SendBuffer, split_struct, watch_peer};
+use super::stream::{check_slot, put, put_executed, put_reply};
+use super::wake::StopEvent;
+use super::{Client, Farewell, Lost, Sink, Source};
+use crate::framing::{BadAcknowledgement, SendBuffer, watch_peer};
 use crate::stream::Stream;
+
+pub use commands::TcpCommands;
 
 /// A peer that takes nothing for this long is lost.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
-/// While the dispatcher is busy and nothing else is sent, the bridge is told this often that we are there.
-const ALIVE_EVERY: Duration = Duration::from_secs(1);
 /// Most bytes of the control stream that may wait to be sent or acknowledged. A bridge that acknowledges as it must never lets so many add up.
 const MOST_KEPT: usize = 64 << 20;
 /// A link that is down for less long is not talked about.
@@ -48,15 +51,6 @@ const QUIET: Duration = Duration::from_millis(200);
 const RESUME_WITHIN: Duration = Duration::from_secs(10);
 /// Executed commands after which the client is told even while there is more to do.
 const BATCH: u64 = 512;
-
-/// The dispatcher's side.
-pub struct TcpCommands {
-    client: Arc<TcpClient>,
-    reader: FrameReader,
-    /// Those of the COMMANDS frame at hand.
-    records: Records,
-    poll: DispatcherPoll,
-}
 
 /// What a session may have of its server.
 #[derive(Debug, Clone, Copy)]
@@ -93,287 +87,12 @@ pub struct TcpClient {
     farewell: Farewell,
 }
 
-/// When the keep-alive thread is needed. See [`TcpClient::keep_alive`].
-#[derive(Default)]
-struct KeepAlive {
-    /// Whether the session is over.
-    over: Mutex<bool>,
-    changed: Condvar,
-    /// Raised when the dispatcher has something to do, lowered when it goes to sleep.
-    busy: AtomicBool,
-    /// How often the dispatcher has woken.
-    wakes: AtomicU64,
-    /// The keep-alive thread sleeps until the dispatcher is busy.
-    parked: AtomicBool,
-}
-
-impl KeepAlive {
-    fn lock(&self) -> MutexGuard<'_, bool> {
-        self.over.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    /// The dispatcher is about to sleep.
-    fn rest(&self) {
-        self.busy.store(false, Ordering::SeqCst);
-    }
-
-    /// The dispatcher has woken.
-    fn wake(&self) {
-        self.wakes.fetch_add(1, Ordering::Relaxed);
-        self.busy.store(true, Ordering::SeqCst);
-        if self.parked.load(Ordering::SeqCst) {
-            // Through the lock, so that the keep-alive thread is not between its look and its sleep.
-            drop(self.lock());
-            self.changed.notify_all();
-        }
-    }
-
-    fn end(&self) {
-        *self.lock() = true;
-        self.changed.notify_all();
-    }
-
-    /// Waits until it may be time to tell the bridge that we are there. False: the session is over.
-    fn wait(&self, seen: &mut u64) -> bool {
-        let mut over = self.lock();
-        let wakes = self.wakes.load(Ordering::Relaxed);
-        if *seen == wakes {
-            // A second in which the dispatcher did not wake: it sleeps, or it is busy with one command.
-            self.parked.store(true, Ordering::SeqCst);
-            while !*over && !self.busy.load(Ordering::SeqCst) {
-                over = self.changed.wait(over).unwrap_or_else(|e| e.into_inner());
-            }
-            self.parked.store(false, Ordering::SeqCst);
-        }
-        *seen = wakes;
-        if !*over {
-            over = self.changed.wait_timeout(over, ALIVE_EVERY).unwrap_or_else(|e| e.into_inner()).0;
-        }
-        !*over
-    }
-}
-
 struct Sending {
     buffer: SendBuffer,
     connection: Option<Connection>,
     last: Instant,
     /// `executed` as the client was last told.
     told: u64,
-}
-
-struct NonBlocking<'a>(&'a Stream);
-
-impl Read for NonBlocking<'_> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        self.0.read_now(buf)
-    }
-}
-
-impl TcpCommands {
-    /// Begins a session on a control connection whose handshake is over. `slot_count`: the channel's reply slots, as the hello said. `data_connections`: as
-    /// many as the welcome asked for; each comes by [`TcpClient::add_data_connection`].
-    pub fn start(
-        control: Stream,
-        slot_count: u32,
-        data_connections: u32,
-        polling: Polling,
-        allowance: Allowance,
-    ) -> io::Result<(TcpCommands, Arc<TcpClient>)> {
-        let control = prepared(control)?;
-        watch_peer(&*control);
-        let first = Connection { attempt: 0, stream: Arc::clone(&control) };
-        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
-        let changed = EventFd::from_value_and_flags(0, flags)?;
-        let stop = StopEvent::new()?;
-        let now = Instant::now();
-        let client = Arc::new_cyclic(|this| TcpClient {
-            this: this.clone(),
-            link: Link::new(control, allowance.grace),
-            control: Mutex::new(Some(first.clone())),
-            changed,
-            control_counted: Counted::default(),
-            data: (0..data_connections)
-                .map(|_| Arc::new(DataIn::new(Box::new(Owner(this.clone())))))
-                .collect(),
-            link_changes: OnceLock::new(),
-            announcing: Mutex::default(),
-            sending: Mutex::new(Sending {
-                buffer: SendBuffer::keeping(),
-                connection: Some(first),
-                last: now,
-                told: 0,
-            }),
-            slot_count,
-            inbox: Inbox::new(allowance.eager),
-            outbox: Outbox::new(data_connections as usize, allowance.replay),
-            executed: AtomicU64::new(0),
-            end: OnceLock::new(),
-            stop,
-            keep_alive: KeepAlive { busy: AtomicBool::new(true), ..KeepAlive::default() },
-            replies: Replies::default(),
-            farewell: Farewell::default(),
-        });
-        let bridge: Weak<dyn Bridge> = Weak::<TcpClient>::clone(&client.this);
-        client.inbox.tell(bridge);
-        let kept = Arc::clone(&client);
-        std::thread::Builder::new().name("rgpu-alive".into()).spawn(move || kept.keep_alive())?;
-        for index in 0..client.data.len() {
-            let client = Arc::clone(&client);
-            std::thread::Builder::new().name("rgpu-data".into()).spawn(move || client.read_data(index))?;
-        }
-        let commands = TcpCommands {
-            client: Arc::clone(&client),
-            reader: FrameReader::new(),
-            records: Records::default(),
-            poll: DispatcherPoll::new(Polling {
-                while_due: polling.while_due.min(DISPATCHER_REPLY_DUE_TCP.here()),
-                ..polling
-            }),
-        };
-        Ok((commands, client))
-    }
-
-    /// Takes whole frames that have been read, until one holds records. False: there is none.
-    fn frames(&mut self) -> Result<bool, End> {
-        let broken = |e: io::Error| End::Lost(Lost::new(format!("the bridge sent {e}")));
-        while let Some((kind, bytes)) = self.reader.next_frame().map_err(broken)? {
-            match kind {
-                frame::COMMANDS => {
-                    self.records.refill().extend_from_slice(bytes);
-                    if !self.records.is_empty() {
-                        return Ok(true);
-                    }
-                }
-                frame::ALIVE => self.client.alive(),
-                frame::DATA_ASK => {
-                    let wrong = |what: String| {
-                        End::Lost(Lost::new(format!("the bridge is no bridge of ours: {what}")))
-                    };
-                    let (ask, _) = split_struct::<DataAsk>(bytes).map_err(|e| wrong(e.to_string()))?;
-                    self.client.inbox.ask((ask.seq, ask.piece)).map_err(wrong)?;
-                }
-                frame::RECEIVED => {
-                    for entry in bytes.chunks(size_of::<Received>()) {
-                        let entry = Received::read_from_bytes(entry)
-                            .map_err(|_| End::Lost(Lost::new("the bridge sent a broken acknowledgement")))?;
-                        self.client.control_arrived(entry).map_err(|wrong| {
-                            End::Lost(Lost::new(format!("the bridge is no bridge of ours: {wrong}")))
-                        })?;
-                    }
-                }
-                frame::BYE => return Err(End::Asked),
-                _ => return Err(End::Lost(Lost::new(format!("the bridge sent a frame of kind {kind}")))),
-            }
-        }
-        Ok(false)
-    }
-
-    /// Reads what there is. `Ok(false)`: nothing.
-    fn fill(&mut self) -> Result<bool, End> {
-        let mut control = lock(&self.client.control);
-        let Some(Connection { attempt, stream }) = &*control else { return Ok(false) };
-        let (attempt, result) = (*attempt, self.reader.fill(&mut NonBlocking(stream)));
-        let broken = match result {
-            Ok(0) => io::ErrorKind::UnexpectedEof.into(),
-            Ok(n) => {
-                let untold = self.client.control_counted.add(n as u64);
-                drop(control);
-                if untold >= ACKNOWLEDGE_CONTROL {
-                    self.client.say(Say::Received, |_| {});
-                }
-                return Ok(true);
-            }
-            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
-                return Ok(false);
-            }
-            Err(e) => e,
-        };
-        *control = None;
-        drop(control);
-        if self.client.link.survives() {
-            self.client.broken(attempt, Some(&broken));
-            return Ok(false);
-        }
-        match broken.kind() {
-            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => Err(End::Asked),
-            _ => Err(End::Lost(Lost::new(format!("the bridge's connection: {broken}")))),
-        }
-    }
-
-    fn poll(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, End> {
-        loop {
-            if let Some(end) = self.client.end.get() {
-                return Err(end.clone().map_or(End::Asked, End::Lost));
-            }
-            if let Some(record) = self.records.take(body).map_err(End::Lost)? {
-                RECORDER.note(Stage::Received, record.seq, record.opcode);
-                if record.reply_slot != NO_SLOT {
-                    self.client.replies.asked();
-                }
-                return Ok(Some(record));
-            }
-            if !self.frames()? && !self.fill()? {
-                return Ok(None);
-            }
-        }
-    }
-
-    fn wait(&mut self, body: &mut Vec<u8>, rest: &mut dyn FnMut()) -> Result<Record, End> {
-        loop {
-            if let Some(record) = self.poll(body)? {
-                return Ok(record);
-            }
-            let client = Arc::clone(&self.client);
-            let mut round = self.poll.begin(&client.replies);
-            while self.poll.lasts(&mut round, &client.replies) {
-                if let Some(record) = self.poll(body)? {
-                    self.poll.end(&round, true);
-                    return Ok(record);
-                }
-                std::hint::spin_loop();
-            }
-            self.poll.end(&round, false);
-            // Lowered before `rest` and the look at the connection, so that no change is missed.
-            let _ = client.changed.read();
-            rest();
-            self.client.flush_executed();
-            let connection = lock(&client.control).clone();
-            let mut fds = vec![client.stop.as_fd(), client.changed.as_fd()];
-            fds.extend(connection.as_ref().map(|connection| connection.stream.as_fd()));
-            self.client.keep_alive.rest();
-            let woken = wake::readable(&fds, None);
-            self.client.keep_alive.wake();
-            woken.map_err(|e| End::Lost(Lost::new(format!("waiting for commands: {e}"))))?;
-        }
-    }
-
-    fn ended(&self, end: End) -> Result<Option<Record>, Lost> {
-        match end {
-            End::Asked => {
-                self.client.close();
-                Ok(None)
-            }
-            End::Lost(lost) => {
-                self.client.lose(&lost.reason);
-                Err(lost)
-            }
-        }
-    }
-}
-
-enum End {
-    Asked,
-    Lost(Lost),
-}
-
-impl Commands for TcpCommands {
-    fn next(&mut self, body: &mut Vec<u8>, rest: &mut dyn FnMut()) -> Result<Option<Record>, Lost> {
-        self.wait(body, rest).map(Some).or_else(|end| self.ended(end))
-    }
-
-    fn try_next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
-        self.poll(body).or_else(|end| self.ended(end))
-    }
 }
 
 impl TcpClient {
@@ -660,20 +379,6 @@ impl TcpClient {
         self.send(|buffer| put(buffer, frame::ALIVE, &[]));
     }
 
-    /// The keep-alive thread: answers for a dispatcher that is busy with one command for long, and may be asked meanwhile.
-    fn keep_alive(&self) {
-        let mut seen = 0;
-        while self.keep_alive.wait(&mut seen) {
-            if self.keep_alive.busy.load(Ordering::SeqCst) {
-                self.say(Say::Filled, |sending| {
-                    if sending.last.elapsed() >= ALIVE_EVERY {
-                        put(sending.buffer.end(), frame::ALIVE, &[]);
-                    }
-                });
-            }
-        }
-    }
-
     /// The session has ended: all threads that wait in here return.
     fn finish(&self) {
         self.keep_alive.end();
@@ -887,9 +592,13 @@ impl Client for TcpClient {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use protocol::link::progress;
     use std::net::{TcpListener, TcpStream};
+
+    use protocol::link::progress;
+
+    use super::*;
+    use crate::endpoint::Polling;
+    use crate::framing::FrameReader;
 
     const ALLOWANCE: Allowance = Allowance { grace: Duration::ZERO, replay: 0, eager: 0 };
 

@@ -1,41 +1,39 @@
 //! The rules of a relayed session, without a socket: a client, a server and everything between them in memory, in one thread, in whatever order a seed says.
 //!
-//! [`Session`] drives a [`Machine`] as a carrier would, and checks after every step what must hold at any time. [`Server`] keeps to the protocol and checks that the bridge does. Where the relay's
-//! loop is meant as well, [`Pipe`] is a carrier whose server is a thread of the test.
+//! [`Session`] drives a [`Machine`] as a carrier would, and checks after every step what must hold at any time.
+//! [`server`] keeps to the protocol and checks that the bridge does. [`pipe`] tests the relay's loop as well: its
+//! carrier's server is a thread of the test.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
-use std::os::fd::OwnedFd;
+mod pipe;
+mod server;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use proptest::prelude::*;
-use protocol::channel::{
-    Geometry, Header, MAX_RECORD, NO_SLOT, Position, Producer, RECORD_HEADER, Record, RingMemory,
-};
-use protocol::data::{DataUse, HostIn, HostOut, HostRange, Place};
+use protocol::channel::{Geometry, Header, NO_SLOT, Position, Producer, RingMemory};
+use protocol::data::{HostIn, HostOut, HostRange, Place};
 use protocol::device::Extent;
 use protocol::handle::{StreamId, TicketId};
 use protocol::link::{
-    COMMANDS_AHEAD, DataAsk, DataGrant, DataSent, EAGER, EAGER_PIECE, GRANTED_SLOTS, Memory, ProgressUpdate,
-    RegionKey, ReplyHeader, SLOT_DATA, frame, progress,
+    COMMANDS_AHEAD, DataGrant, EAGER, EAGER_PIECE, GRANTED_SLOTS, Memory, SLOT_DATA, frame,
 };
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::{StreamHostSignal, StreamHostWait, StreamMark, StreamSynchronize};
 use protocol::ops::{self, Class, Op};
 use zerocopy::IntoBytes;
 
-use super::carrier::{Carrier, Wakeups, run};
-use super::mailbox::{Mailbox, Message};
+use self::server::Server;
+use super::mailbox::Message;
 use super::regions::{ClientMemory, MemoryKey, Span};
 use super::{CacheUse, EndReason, Flows, Machine, Schedule, Slots};
 use crate::bridge::state::{ChannelMemory, SessionState, Wakeup};
-use crate::framing::{FrameReader, SendBuffer, split_struct};
+use crate::framing::{FrameReader, SendBuffer};
 use crate::memory::Memories;
-use protocol::polling::PollTime;
 
 /// A generous limit on anything that is waited for.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -192,189 +190,6 @@ impl Random {
     }
 }
 
-/// A server that keeps to the protocol and checks that the bridge does.
-#[derive(Default)]
-struct Server {
-    verbs: bool,
-    reader: FrameReader,
-    records: VecDeque<(Record, Vec<u8>)>,
-    last_seq: u64,
-    executed: u64,
-    /// What the bridge has asked for ahead of its command.
-    asked: HashSet<(u64, u32)>,
-    keys: HashSet<u32>,
-    /// Runs that go by grants: their length, and how much was granted.
-    granting: BTreeMap<(u64, u32), (u64, u64)>,
-    granted: HashMap<(u64, u32), u64>,
-    /// Bytes received of each piece, and of each piece its length, once known.
-    received: HashMap<(u64, u32), u64>,
-    lengths: HashMap<(u64, u32), u64>,
-    /// Eager bytes that have come and of which the bridge was not told.
-    placed: u64,
-    /// Bytes of records that were received, and not executed, and executed without the bridge being told.
-    untaken: u64,
-    taken: u64,
-    /// Slots that were written, in order, and not freed.
-    filled: VecDeque<u32>,
-    filled_granted: Vec<u32>,
-    farewell: Option<String>,
-}
-
-impl Server {
-    fn hear(&mut self, mut bytes: &[u8]) {
-        while !bytes.is_empty() {
-            self.reader.fill(&mut bytes).unwrap();
-        }
-        while let Some((kind, body)) = self.reader.next_frame().unwrap() {
-            let body = body.to_vec();
-            match kind {
-                frame::COMMANDS => self.commands(&body),
-                frame::DATA_ASK => {
-                    let (DataAsk { seq, piece, .. }, _) = split_struct(&body).unwrap();
-                    assert!(seq > self.last_seq, "it asks for data of command {seq} behind it");
-                    assert!(self.asked.insert((seq, piece)));
-                }
-                frame::REGION_KEY => {
-                    let (key, _) = split_struct::<RegionKey>(&body).unwrap();
-                    assert!(self.keys.insert(key.region), "a key comes once");
-                }
-                frame::ALIVE => {}
-                frame::BYE => self.farewell = Some(String::from_utf8(body).unwrap()),
-                kind => panic!("a frame of kind {kind}"),
-            }
-        }
-    }
-
-    fn commands(&mut self, mut body: &[u8]) {
-        assert!(!body.is_empty(), "a frame of commands has one");
-        while !body.is_empty() {
-            let (record, size) = Record::from_bytes(body.first_chunk().unwrap());
-            let (now, rest) = body.split_at(size as usize);
-            assert_eq!(record.seq, self.last_seq + 1);
-            self.last_seq = record.seq;
-            self.untaken += u64::from(size);
-            if self.verbs {
-                assert!(self.untaken <= COMMANDS_AHEAD + MAX_RECORD as u64, "{}", self.untaken);
-            }
-            self.records.push_back((record, now[RECORD_HEADER..].to_vec()));
-            body = rest;
-        }
-    }
-
-    /// Executes the next command. Its frames go to `frames`, its data to `data`.
-    fn execute(
-        &mut self,
-        random: &mut Random,
-        frames: &mut SendBuffer,
-        data: &mut Vec<(u64, u32, u64, u64)>,
-    ) {
-        let Some((record, body)) = self.records.pop_front() else { return };
-        let seq = record.seq;
-        let size = (RECORD_HEADER + body.len()) as u64;
-        (self.untaken, self.taken) = (self.untaken - size, self.taken + size);
-        let mut uses = Vec::new();
-        let info = ops::info(record.opcode).unwrap();
-        (info.visit_data)(&body, &mut |data| uses.push(data)).unwrap();
-        let mut sends = None;
-        for (piece, use_) in uses.into_iter().enumerate() {
-            let key = (seq, piece as u32);
-            let (range, late) = match use_ {
-                DataUse::In(range) => (range, false),
-                DataUse::Late(range) => (range, true),
-                DataUse::Out(range) => {
-                    let region = match range.place {
-                        Place::Arena => protocol::link::ARENA_KEY,
-                        Place::Region(id) => id,
-                    };
-                    assert!(self.keys.contains(&region), "a command whose memory the server has no key for");
-                    // A command that fails sends less.
-                    let all = if random.below(8) == 0 { range.len / 2 } else { range.len };
-                    let mut at = 0;
-                    while at < all {
-                        let now = (all - at).min(1 + random.next() % (1 << 20));
-                        data.push((seq, key.1, at, now));
-                        at += now;
-                    }
-                    *sends.get_or_insert(0) += all;
-                    continue;
-                }
-            };
-            self.lengths.insert(key, range.len);
-            if self.asked.remove(&key) || !self.verbs && (late || range.len > EAGER_PIECE) {
-                self.granting.insert(key, (range.len, 0));
-            }
-        }
-        if let Some(bytes) = sends {
-            frames.frame(frame::DATA_SENT, DataSent { seq, bytes }.as_bytes());
-        }
-        self.executed = seq;
-        let update = ProgressUpdate { kind: progress::EXECUTED, index: 0, seq, value: 0 };
-        frames.frame(frame::PROGRESS, update.as_bytes());
-        if record.reply_slot != NO_SLOT {
-            let header = ReplyHeader { seq, slot: record.reply_slot.into(), status: 0 };
-            frames.frame(frame::REPLY, [header.as_bytes(), &seq.to_le_bytes()].concat().as_slice());
-        }
-    }
-
-    /// Grants parts of some pieces, in one frame.
-    fn grant(&mut self, random: &mut Random, frames: &mut SendBuffer, all: bool) {
-        let keys: Vec<_> = self.granting.keys().copied().collect();
-        let mut grants = Vec::new();
-        for key in keys {
-            if !all && random.below(3) == 0 {
-                continue;
-            }
-            let Some((len, granted)) = self.granting.get_mut(&key) else { continue };
-            *granted = if all { u64::MAX } else { *granted + 1 + random.next() % (2 << 20) };
-            let upto = *granted;
-            self.granted.insert(key, upto);
-            grants.push(DataGrant { seq: key.0, piece: key.1, reserved: 0, upto });
-            if upto >= *len {
-                self.granting.remove(&key);
-            }
-        }
-        if !grants.is_empty() {
-            frames.frame(frame::DATA_GRANT, grants.as_bytes());
-        }
-    }
-
-    /// Data has come.
-    fn land(&mut self, sent: &Sent) {
-        *self.received.entry((sent.seq, sent.piece)).or_default() += sent.len;
-        self.placed += if sent.eager { sent.len } else { 0 };
-        match sent.slot {
-            Some(slot) if slot < SLOTS - GRANTED_SLOTS => self.filled.push_back(slot),
-            Some(slot) => self.filled_granted.push(slot),
-            None => {}
-        }
-    }
-
-    /// Says what else the bridge must be told.
-    fn tell(&mut self, random: &mut Random, frames: &mut SendBuffer, free: &mut Vec<u32>, planned: u64) {
-        if self.placed > 0 {
-            frames.frame(frame::DATA_PLACED, &std::mem::take(&mut self.placed).to_le_bytes());
-        }
-        if self.verbs && self.taken > 0 {
-            frames.frame(frame::COMMANDS_TAKEN, &std::mem::take(&mut self.taken).to_le_bytes());
-        }
-        // Planned slots become free in the order in which they were given out, whatever landed first.
-        let count = u64::from(SLOTS - GRANTED_SLOTS);
-        let mut slots = Vec::new();
-        while let Some(at) =
-            self.filled.iter().position(|slot| u64::from(*slot) == (planned + slots.len() as u64) % count)
-        {
-            slots.extend(self.filled.remove(at));
-        }
-        while !self.filled_granted.is_empty() {
-            slots.push(self.filled_granted.swap_remove(random.below(self.filled_granted.len())));
-        }
-        if !slots.is_empty() {
-            free.extend(&slots);
-            frames.frame(frame::SLOTS_FREE, slots.as_bytes());
-        }
-    }
-}
-
 /// A session in memory: client, machine, server, and what is under way between them.
 struct Session<'c, S: TestSchedule> {
     session: &'c SessionState,
@@ -415,7 +230,7 @@ impl<'c, S: TestSchedule> Session<'c, S> {
                 .unwrap();
             assert!(answer.recv().unwrap().is_ok());
         }
-        let server = Server { verbs: S::COMMANDS_AHEAD.is_some(), ..Server::default() };
+        let server = Server::new(S::COMMANDS_AHEAD.is_some());
         Session {
             session,
             producer: producer(session),
@@ -914,237 +729,4 @@ fn a_silent_server_is_asked_and_then_lost_only_if_something_is_expected_of_it() 
     assert_eq!(session.machine.keep_alive(&mut session.out, after(1001)), Ok(false));
     assert_eq!(session.out.unsent().len(), 8, "one question a second");
     assert_eq!(session.machine.keep_alive(&mut session.out, after(1061)), Err(61));
-}
-
-/// A carrier whose server is a thread of the test.
-struct Pipe<S: TestSchedule> {
-    session: Arc<SessionState>,
-    out: SendBuffer,
-    to: Sender<ToServer>,
-    from: Receiver<FromServer>,
-    wakeups: Wakeups,
-    /// The server writes it.
-    wake: OwnedFd,
-    schedule: std::marker::PhantomData<S>,
-}
-
-enum ToServer {
-    Frames(Vec<u8>),
-    Data(Sent),
-    Closed,
-}
-
-enum FromServer {
-    Frames(Vec<u8>),
-    Data(u64, u32),
-    Gone,
-}
-
-impl<S: TestSchedule> Pipe<S> {
-    fn gone<E>(_: E) -> EndReason {
-        EndReason::Gone("the pipe broke".into())
-    }
-
-    fn take(&mut self, machine: &mut Machine<'_, S>) -> Result<bool, EndReason> {
-        let mut heard = false;
-        while let Ok(message) = self.from.try_recv() {
-            heard = true;
-            match message {
-                FromServer::Frames(bytes) => {
-                    let mut rest = bytes.as_slice();
-                    while !rest.is_empty() {
-                        machine.read(&mut rest).map_err(Self::gone)?;
-                    }
-                }
-                FromServer::Data(seq, len) => machine.written_by_server(seq as u32, len)?,
-                FromServer::Gone => return Err(Self::gone(())),
-            }
-            machine.heard(Instant::now());
-            machine.take_frames()?;
-        }
-        Ok(heard)
-    }
-}
-
-impl<S: TestSchedule> Carrier<S> for Pipe<S> {
-    const LAST_WORDS: Duration = Duration::from_millis(50);
-    const RING_LOOKS: u32 = 1;
-
-    fn out(&mut self) -> &mut SendBuffer {
-        &mut self.out
-    }
-
-    fn send(&mut self, machine: &mut Machine<'_, S>) -> Result<bool, EndReason> {
-        let mut worked = !self.out.is_empty();
-        if worked {
-            self.to.send(ToServer::Frames(self.out.unsent().to_vec())).map_err(Self::gone)?;
-            self.out.advance(self.out.unsent().len());
-        }
-        while let Some(sent) = machine.schedule().next() {
-            machine.schedule().done(&sent);
-            machine.sent(sent.seq, sent.len);
-            self.to.send(ToServer::Data(sent)).map_err(Self::gone)?;
-            worked = true;
-        }
-        Ok(worked)
-    }
-
-    fn receive(&mut self, machine: &mut Machine<'_, S>, _now: Instant) -> Result<bool, EndReason> {
-        self.take(machine)
-    }
-
-    fn arm(&mut self, machine: &mut Machine<'_, S>) -> Result<bool, EndReason> {
-        self.take(machine)
-    }
-
-    fn wait(&mut self, machine: &mut Machine<'_, S>, timeout: Option<Duration>) -> Result<(), EndReason> {
-        self.wakeups.wait(&self.session, timeout, |_, _| Ok(()))?;
-        // What it says is looked at below.
-        let _ = nix::unistd::read(&self.wake, &mut [0; 8]);
-        self.take(machine).map(drop)
-    }
-
-    fn silent(&self, seconds: u64) -> String {
-        format!("nothing came for {seconds} s")
-    }
-
-    fn last_words(&mut self, machine: &mut Machine<'_, S>) -> Result<(), EndReason> {
-        self.take(machine).map(drop)
-    }
-
-    fn close(&mut self, _machine: &mut Machine<'_, S>, farewell: Option<&str>) {
-        if let Some(text) = farewell {
-            self.out.frame(frame::BYE, text.as_bytes());
-            let _ = self.to.send(ToServer::Frames(self.out.unsent().to_vec()));
-        }
-        let _ = self.to.send(ToServer::Closed);
-    }
-}
-
-/// Serves a [`Pipe`] until it is closed, or until `vanish` commands were executed. Gives the server as it was then.
-fn serve(
-    mut server: Server,
-    to: &Receiver<ToServer>,
-    from: &Sender<FromServer>,
-    wake: &OwnedFd,
-    vanish: u64,
-) -> Server {
-    let mut random = Random(5);
-    let mut freed = 0;
-    loop {
-        match to.recv_timeout(PATIENCE).expect("the relay does something") {
-            ToServer::Frames(bytes) => server.hear(&bytes),
-            ToServer::Data(sent) => server.land(&sent),
-            ToServer::Closed => return server,
-        }
-        let (mut frames, mut data) = (SendBuffer::new(), Vec::new());
-        while !server.records.is_empty() {
-            server.execute(&mut random, &mut frames, &mut data);
-        }
-        server.grant(&mut random, &mut frames, true);
-        let mut free = Vec::new();
-        server.tell(&mut random, &mut frames, &mut free, freed);
-        freed += free.iter().filter(|slot| **slot < SLOTS - GRANTED_SLOTS).count() as u64;
-        // The frames first: what depends on the data has to wait for it.
-        let _ = from.send(FromServer::Frames(frames.unsent().to_vec()));
-        data.into_iter().for_each(|(seq, _, _, len)| drop(from.send(FromServer::Data(seq, len as u32))));
-        if server.executed >= vanish {
-            let _ = from.send(FromServer::Gone);
-        }
-        let _ = nix::unistd::write(wake, &1u64.to_ne_bytes());
-    }
-}
-
-/// Runs `client` against a relay in a thread of its own, and gives how the session ended and the server.
-fn with_relay<S: TestSchedule>(
-    vanish: u64,
-    client: impl FnOnce(&SessionState, &Mailbox<TestMemory>),
-) -> (EndReason, Server) {
-    let (session, _) = session();
-    let mailbox = Mailbox::new().unwrap();
-    let (to, for_server) = mpsc::channel();
-    let (server_sends, from) = mpsc::channel();
-    let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
-    let wake: OwnedFd = EventFd::from_value_and_flags(0, flags).unwrap().into();
-    let wakeups = Wakeups::new(&session, &mailbox).unwrap();
-    wakeups.add(&wake, 0).unwrap();
-    let carrier = Pipe::<S> {
-        session: Arc::clone(&session),
-        out: SendBuffer::new(),
-        to,
-        from,
-        wakeups,
-        wake: wake.try_clone().unwrap(),
-        schedule: std::marker::PhantomData,
-    };
-    let ended = Mutex::new(None);
-    let server = std::thread::scope(|scope| {
-        let server = Server { verbs: S::COMMANDS_AHEAD.is_some(), ..Server::default() };
-        let served = scope.spawn(move || serve(server, &for_server, &server_sends, &wake, vanish));
-        let (session, mailbox, ended) = (&session, &mailbox, &ended);
-        scope.spawn(move || {
-            let arena = Some(TestMemory::new(64 << 20, false));
-            let machine = Machine::new(session, arena, S::begin(), PATIENCE);
-            let poll = PollTime::new(Duration::from_micros(5));
-            *ended.lock().unwrap() = Some(run(session, mailbox, machine, carrier, poll, None));
-        });
-        client(session, mailbox);
-        served.join().unwrap()
-    });
-    (ended.into_inner().unwrap().unwrap(), server)
-}
-
-fn wait_for_answer(session: &SessionState, slot: u16) {
-    let begin = Instant::now();
-    while session.channel.view.slot(slot).unwrap().poll(&mut Vec::new()).is_none() {
-        assert!(begin.elapsed() < PATIENCE, "no answer");
-        std::thread::yield_now();
-    }
-}
-
-fn copies_and_close<S: TestSchedule>() {
-    let (end, server) = with_relay::<S>(u64::MAX, |session, mailbox| {
-        let mut producer = producer(session);
-        let range = HostRange { place: Place::Arena, offset: 0, len: 3 << 20 };
-        for round in 0..200 {
-            let (stream, src) = (StreamId(0), HostIn::Range(range));
-            push(&mut producer, &MemcpyHtoD { stream, dst: 0, src }, NO_SLOT);
-            push(&mut producer, &MemcpyDtoH { stream, src: 0, dst: HostOut(range) }, NO_SLOT);
-            session.channel.view.slot(0).unwrap().prepare();
-            push(&mut producer, &StreamSynchronize { stream }, 0);
-            if session.header().host_sleep.take() {
-                session.ring();
-            }
-            wait_for_answer(session, 0);
-            assert_eq!(session.channel.view.progress().executed(), 3 * (round + 1));
-        }
-        // This server replies before it has all the data: what was sent is with it when the session ends.
-        let begin = Instant::now();
-        while session.channel.view.progress().released() < producer.last_seq() {
-            assert!(begin.elapsed() < PATIENCE, "the data is not sent");
-            std::thread::yield_now();
-        }
-        assert!(mailbox.post(Message::Close("enough".into())).is_ok());
-    });
-    assert!(matches!(end, EndReason::Asked(reason) if reason == "enough"));
-    assert_eq!(server.farewell.as_deref(), Some(""), "an empty farewell says: as asked");
-    assert!(server.lengths.iter().all(|(key, len)| server.received[key] == *len));
-    assert_eq!(server.lengths.len(), 200);
-}
-
-#[test]
-fn a_relay_over_pipes_copies_both_ways_and_says_farewell() {
-    copies_and_close::<Slots<TestMemory>>();
-}
-
-#[test]
-fn a_server_that_vanishes_ends_the_relay() {
-    let (end, _) = with_relay::<Slots<TestMemory>>(3, |session, _| {
-        let mut producer = producer(session);
-        for _ in 0..3 {
-            push(&mut producer, &StreamMark { stream: StreamId(0) }, NO_SLOT);
-        }
-        session.ring();
-    });
-    assert!(matches!(end, EndReason::Gone(_)));
 }

@@ -1,8 +1,13 @@
 //! Tests of the inbox: what comes over real connections, and what a bridge is told.
 
-use super::*;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
+
+use protocol::link::EAGER_FLAG;
+use zerocopy::IntoBytes;
+
+use super::*;
+use crate::stream::Stream;
 
 fn pair() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -217,7 +222,7 @@ fn the_end_lets_everybody_go() {
     for i in 0..3 {
         send(&mut a, 1, i * 4, b"1234");
     }
-    while queue.shared.lock().chunks.is_empty() {
+    while queue.is_empty() {
         std::thread::yield_now();
     }
     inbox.close();

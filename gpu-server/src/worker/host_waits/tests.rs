@@ -1,0 +1,307 @@
+//! Examples of what is held and what is not, one rule at a time. `model` tries any order of commands.
+
+mod model;
+
+use protocol::channel::NO_SLOT;
+use protocol::data::{HostIn, HostRange, Place};
+use protocol::handle::{EventId, FunctionId, ModuleId};
+use protocol::ops::context::{ContextDestroy, ContextSetLimit};
+use protocol::ops::copy::{MemcpyDtoHInline, MemcpyHtoD};
+use protocol::ops::event::EventRecord;
+use protocol::ops::launch::Launch;
+use protocol::ops::memory::{HostRead, MemAlloc, MemGetInfo};
+use protocol::ops::module::{FunctionPreset, ModuleGetGlobal, ModuleLoadByName, ModuleUnload};
+use protocol::ops::stream::{StreamMark, StreamWaitEvent};
+
+use super::*;
+
+/// A dispatcher that only records what it would execute.
+#[derive(Default)]
+struct Fake {
+    waits: HostWaits,
+    seq: u64,
+    executed: Vec<u64>,
+    /// Streams that do not exist.
+    missing: Vec<StreamId>,
+}
+
+impl Fake {
+    fn run(&mut self, record: Record, body: &[u8]) {
+        self.executed.push(record.seq);
+        let stream = decoded::<StreamHostWait>(record.opcode, body).map(|op| op.stream);
+        let done = stream.is_none_or(|stream| !self.missing.contains(&stream));
+        self.waits.executed(&record, body, done).expect("few signals");
+    }
+
+    fn push<'a, T: Op<'a>>(&mut self, op: &T) -> u64 {
+        self.seq += 1;
+        let mut body = Vec::new();
+        ops::encode(op, &mut body);
+        let record = Record { opcode: T::INFO.opcode, reply_slot: NO_SLOT, seq: self.seq };
+        if self.waits.judge(&record, &body, Vec::new) == Verdict::Execute {
+            self.run(record, &body);
+        }
+        while let Some((record, body)) = self.waits.next_ready() {
+            self.run(record, &body);
+        }
+        self.seq
+    }
+
+    fn stream(&mut self, stream: u32, flags: u32) -> StreamId {
+        self.stream_in(ContextId(0), stream, flags)
+    }
+
+    fn stream_in(&mut self, context: ContextId, stream: u32, flags: u32) -> StreamId {
+        let stream = StreamId(stream);
+        self.push(&StreamCreate { context, stream, flags, priority: 0 });
+        stream
+    }
+
+    fn mark(&mut self, stream: StreamId) -> u64 {
+        self.push(&StreamMark { stream })
+    }
+
+    fn wait(&mut self, stream: StreamId, ticket: u64) -> u64 {
+        self.push(&StreamHostWait { stream, ticket: TicketId(ticket) })
+    }
+
+    fn signal(&mut self, ticket: u64) {
+        self.push(&StreamHostSignal { ticket: TicketId(ticket) });
+    }
+
+    fn has_executed(&self, seq: u64) -> bool {
+        self.executed.contains(&seq)
+    }
+
+    fn launch(&mut self, stream: StreamId, function: FunctionId) -> u64 {
+        let (grid, block) = ([1; 3], [1; 3]);
+        let attributes = Vec::new();
+        self.push(&Launch { function, stream, grid, block, dynamic_shared: 0, attributes, params: &[] })
+    }
+}
+
+#[test]
+fn answers_to_page_faults_are_never_held() {
+    let mut fake = Fake::default();
+    let stream = fake.stream(100, NON_BLOCKING);
+    fake.wait(stream, 1);
+    let session = fake.push(&ContextSetLimit { context: ContextId(0), limit: 0, value: 0 });
+    let read = fake.push(&HostRead { context: ContextId(0), address: 8192, len: 8 });
+    assert!(!fake.has_executed(session) && fake.has_executed(read));
+    fake.signal(1);
+    assert!(fake.has_executed(session));
+}
+
+#[test]
+fn only_commands_of_the_waiting_stream_are_held_and_in_order() {
+    let mut fake = Fake::default();
+    let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
+    fake.wait(held, 1);
+    let behind: Vec<u64> = (0..100).map(|_| fake.mark(held)).collect();
+    let beside = fake.mark(other);
+    assert!(!fake.has_executed(behind[0]) && fake.has_executed(beside));
+    fake.signal(1);
+    assert!(fake.executed.ends_with(&behind));
+    assert!(fake.waits.held.is_empty() && fake.waits.bytes == 0);
+}
+
+#[test]
+fn a_wait_holds_its_stream_until_its_own_signal() {
+    let mut fake = Fake::default();
+    let held = fake.stream(100, NON_BLOCKING);
+    fake.wait(held, 1);
+    let between = fake.mark(held);
+    fake.wait(held, 2);
+    let behind = fake.mark(held);
+    fake.signal(1);
+    assert!(fake.has_executed(between) && !fake.has_executed(behind));
+    fake.signal(2);
+    assert!(fake.has_executed(behind));
+}
+
+#[test]
+fn an_early_signal_is_remembered_once() {
+    let mut fake = Fake::default();
+    let held = fake.stream(100, NON_BLOCKING);
+    fake.signal(7);
+    fake.wait(held, 7);
+    let free = fake.mark(held);
+    assert!(fake.has_executed(free));
+    fake.wait(held, 1);
+    fake.wait(held, 2);
+    let last = fake.mark(held);
+    fake.signal(2);
+    assert!(!fake.has_executed(last));
+    fake.signal(1);
+    assert!(fake.has_executed(last) && fake.waits.early.is_empty());
+}
+
+#[test]
+fn signals_that_nothing_waits_for_are_bounded() {
+    let mut waits = HostWaits::default();
+    let signal = |waits: &mut HostWaits, ticket| {
+        let mut body = Vec::new();
+        ops::encode(&StreamHostSignal { ticket: TicketId(ticket) }, &mut body);
+        let record = Record { opcode: SIGNAL, reply_slot: NO_SLOT, seq: ticket + 1 };
+        waits.executed(&record, &body, true)
+    };
+    for ticket in 0..MAX_EARLY as u64 {
+        assert_eq!(signal(&mut waits, ticket), Ok(()));
+    }
+    assert!(signal(&mut waits, 1 << 40).is_err());
+}
+
+#[test]
+fn a_wait_of_a_stream_that_does_not_exist_holds_nothing() {
+    let mut fake = Fake::default();
+    let nowhere = StreamId(99);
+    fake.missing.push(nowhere);
+    fake.wait(nowhere, 1);
+    let behind = fake.mark(nowhere);
+    assert!(fake.has_executed(behind) && fake.waits.held.is_empty());
+}
+
+#[test]
+fn waiting_spreads_by_events_and_by_the_legacy_default_stream() {
+    let mut fake = Fake::default();
+    let held = fake.stream(100, 0);
+    let (by_event, by_legacy, free) =
+        (fake.stream(101, NON_BLOCKING), fake.stream(102, 0), fake.stream(103, NON_BLOCKING));
+    fake.wait(held, 1);
+    let event = EventId(7);
+    fake.push(&EventRecord { event, stream: held, flags: 0 });
+    fake.push(&StreamWaitEvent { stream: by_event, event, flags: 0 });
+    let beside = fake.mark(by_legacy);
+    let behind = [fake.mark(by_event), fake.mark(StreamId(0)), fake.mark(by_legacy)];
+    let on_free = fake.mark(free);
+    assert!(fake.has_executed(beside), "blocking streams are not ordered with each other");
+    assert!(behind.iter().all(|seq| !fake.has_executed(*seq)) && fake.has_executed(on_free));
+    fake.signal(1);
+    assert!(behind.iter().all(|seq| fake.has_executed(*seq)));
+}
+
+#[test]
+fn work_still_counts_after_its_stream_is_destroyed_and_its_number_used_again() {
+    let mut fake = Fake::default();
+    let held = fake.stream(100, 0);
+    fake.wait(held, 1);
+    fake.push(&StreamDestroy { stream: held });
+    fake.stream_in(ContextId(1), held.0, NON_BLOCKING);
+    let synchronize = fake.push(&ContextSynchronize { context: ContextId(0) });
+    let legacy = fake.mark(StreamId(0));
+    let elsewhere = fake.mark(StreamId(1));
+    assert!(!fake.has_executed(synchronize) && !fake.has_executed(legacy) && fake.has_executed(elsewhere));
+    fake.signal(1);
+    assert!(fake.has_executed(synchronize) && fake.has_executed(legacy));
+}
+
+#[test]
+fn a_context_is_synchronized_while_another_ones_streams_wait() {
+    let mut fake = Fake::default();
+    fake.push(&ContextCreate { context: ContextId(40), device: 1, flags: 0 });
+    let held = fake.stream_in(ContextId(40), 100, NON_BLOCKING);
+    fake.wait(held, 1);
+    let shrink = |device| MemShrink { device, address: 0, size: 1 };
+    let free = [
+        fake.push(&ContextSynchronize { context: ContextId(0) }),
+        fake.push(&ContextSynchronize { context: ContextId(1) }),
+        fake.push(&shrink(0)),
+    ];
+    assert!(free.iter().all(|seq| fake.has_executed(*seq)));
+    let bound = [fake.push(&ContextSynchronize { context: ContextId(40) }), fake.push(&shrink(1))];
+    assert!(bound.iter().all(|seq| !fake.has_executed(*seq)));
+    fake.signal(1);
+    assert!(bound.iter().all(|seq| fake.has_executed(*seq)));
+}
+
+#[test]
+fn the_session_order_holds_everything_and_memory_nothing() {
+    let mut fake = Fake::default();
+    let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
+    fake.wait(held, 1);
+    let memory = fake.push(&MemAlloc { address: 0, size: 1 });
+    let unload = fake.push(&ModuleUnload { module: ModuleId(1) });
+    let ahead = fake.mark(other);
+    assert!(fake.has_executed(memory) && !fake.has_executed(unload) && fake.has_executed(ahead));
+    let destroy = fake.push(&ContextDestroy { context: ContextId(0) });
+    let behind = [fake.mark(other), fake.push(&MemGetInfo { device: 0 })];
+    assert!(!fake.has_executed(destroy) && behind.iter().all(|seq| !fake.has_executed(*seq)));
+    fake.signal(1);
+    assert!(fake.executed.ends_with(&[unload, destroy, behind[0], behind[1]]));
+}
+
+#[test]
+fn a_question_about_a_module_stays_behind_its_load() {
+    let mut fake = Fake::default();
+    let held = fake.stream(100, NON_BLOCKING);
+    fake.wait(held, 1);
+    let destroy = fake.push(&ContextDestroy { context: ContextId(0) });
+    let (context, module, image) = (ContextId(1), ModuleId(1), HostIn::Inline(&[]));
+    let load = fake.push(&ModuleLoadByName { context, module, image });
+    let question = fake.push(&ModuleGetGlobal { module, name: "variable" });
+    assert!(!fake.has_executed(load) && !fake.has_executed(question));
+    fake.signal(1);
+    assert!(fake.executed.ends_with(&[destroy, load, question]));
+}
+
+#[test]
+fn a_functions_change_stays_between_its_launches() {
+    let mut fake = Fake::default();
+    let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
+    let (function, another) = (FunctionId(1), FunctionId(2));
+    fake.wait(held, 1);
+    let first = fake.launch(held, function);
+    let beside = fake.launch(other, function);
+    let change = fake.push(&FunctionPreset { function, attribute: 8, value: 1 });
+    let changed_freely = fake.push(&FunctionPreset { function: another, attribute: 8, value: 1 });
+    let second = fake.launch(other, function);
+    assert!(fake.has_executed(beside) && fake.has_executed(changed_freely));
+    assert!(!fake.has_executed(change) && !fake.has_executed(second));
+    fake.signal(1);
+    assert!(fake.executed.ends_with(&[first, change, second]));
+}
+
+#[test]
+fn a_result_is_not_awaited_before_its_stream_goes_on() {
+    let mut fake = Fake::default();
+    let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
+    fake.wait(held, 1);
+    let copy = |stream| MemcpyDtoHInline { stream, src: 0, len: 4 };
+    let behind = fake.push(&copy(held));
+    let beside = fake.push(&copy(other));
+    assert!(!fake.has_executed(behind) && fake.has_executed(beside));
+    fake.signal(1);
+    assert!(fake.has_executed(behind));
+}
+
+#[test]
+fn only_held_data_keeps_the_data_of_later_commands() {
+    let mut fake = Fake::default();
+    let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
+    fake.wait(held, 1);
+    fake.mark(held);
+    let beside = fake.mark(other);
+    assert_eq!(fake.waits.executed_upto(), beside);
+    let src = HostIn::Range(HostRange { place: Place::Arena, offset: 0, len: 8 });
+    let copy = fake.push(&MemcpyHtoD { stream: held, dst: 0, src });
+    fake.mark(other);
+    assert_eq!(fake.waits.executed_upto(), copy - 1);
+    fake.signal(1);
+    assert_eq!(fake.waits.executed_upto(), fake.seq);
+}
+
+#[test]
+fn what_is_held_is_bounded() {
+    let mut fake = Fake::default();
+    let held = fake.stream(100, NON_BLOCKING);
+    fake.wait(held, 1);
+    let body = vec![0; 60_000];
+    let mut count = 0;
+    while fake.waits.check_size().is_ok() {
+        fake.push(&MemcpyHtoD { stream: held, dst: 0, src: HostIn::Inline(&body) });
+        count += 1;
+    }
+    assert!(count >= MAX_HELD / 2 / body.len() && count <= MAX_HELD / body.len() + 1);
+    fake.signal(1);
+    assert!(fake.waits.check_size().is_ok() && fake.waits.bytes == 0);
+}

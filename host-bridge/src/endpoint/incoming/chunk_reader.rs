@@ -1,0 +1,230 @@
+//! Takes the stream of a data connection apart into chunks, which go where the [`Inbox`] says.
+
+use std::io;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use protocol::link::{DATA_FLAGS, DataHeader, EAGER_FLAG, HASH_FLAG, KEEP_FLAG, KNOWN_FLAG, MAX_DATA};
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::{Aside, Inbox, Landing, Place, linger};
+use crate::endpoint::cache::Hash;
+use crate::stream::Stream;
+
+/// Where the bytes of a data connection's stream come from.
+pub(in crate::endpoint) trait DataSource {
+    /// Receives until `buffer` is full; fewer bytes where the connection broke, none when there will be no more. `starts`: the bytes begin a chunk, which may come much later than the one before.
+    fn receive(&self, buffer: &mut [u8], starts: bool) -> io::Result<usize>;
+}
+
+impl Inbox {
+    /// Serves the stream of a data connection until it or the session ends. `acknowledged` is called when the bridge says how much of the other stream it has.
+    pub(in crate::endpoint) fn read_connection(
+        &self,
+        source: &impl DataSource,
+        mut acknowledged: impl FnMut(u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut reader = ChunkReader::default();
+        loop {
+            let starts = reader.is_between_chunks();
+            let Some((at, len)) = reader.room(self, true)? else { continue };
+            // SAFETY: `room` gives `len` writable bytes to this thread alone until `filled`.
+            let room = unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), len) };
+            match source.receive(room, starts)? {
+                0 if starts => return Ok(()),
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                n => reader.filled(self, n)?.map_or(Ok(()), &mut acknowledged)?,
+            }
+        }
+    }
+}
+
+/// Looks for the next bytes of a connection for a while. False: none have come.
+pub(in crate::endpoint) fn look_for_some(stream: &Stream) -> bool {
+    let begun = Instant::now();
+    loop {
+        if stream.is_readable() {
+            return true;
+        }
+        if begun.elapsed() >= linger() {
+            return false;
+        }
+        std::hint::spin_loop();
+    }
+}
+
+const HEADER: usize = size_of::<DataHeader>();
+/// A header with the hash behind it.
+const WITH_HASH: usize = HEADER + size_of::<Hash>();
+
+/// The stream of a data connection, taken apart into chunks that go where they belong. Bytes may come in any pieces.
+pub(crate) struct ChunkReader {
+    /// Room for a header, and for the hash behind it if there is one.
+    header: [u8; WITH_HASH],
+    got: usize,
+    /// Bytes of it that are to come.
+    whole: usize,
+    chunk: Option<Receiving>,
+}
+
+impl Default for ChunkReader {
+    fn default() -> ChunkReader {
+        ChunkReader { header: [0; WITH_HASH], got: 0, whole: HEADER, chunk: None }
+    }
+}
+
+/// A chunk whose header has come.
+struct Receiving {
+    header: DataHeader,
+    eager: bool,
+    /// Its bytes are to be gathered.
+    keep: bool,
+    /// It was announced to its command.
+    noted: bool,
+    offset: u64,
+    left: usize,
+    /// Where its next bytes go, once that is known, and how many of them have come.
+    target: Option<Target>,
+    filled: usize,
+}
+
+enum Target {
+    Room(Arc<dyn Landing>, NonNull<u8>, usize),
+    Aside(Box<[u8]>),
+    /// The command has taken note of them and has no room.
+    Unwanted(Vec<u8>),
+    /// There is no such command.
+    Nowhere(Vec<u8>),
+}
+
+// SAFETY: a landing's room belongs to whoever asked for it, on any thread, until it is told that the bytes have landed.
+unsafe impl Send for Target {}
+
+impl Target {
+    fn bytes(&mut self) -> (NonNull<u8>, usize) {
+        match self {
+            Target::Room(_, at, len) => (*at, *len),
+            Target::Aside(bytes) => (NonNull::from(&mut **bytes).cast(), bytes.len()),
+            Target::Unwanted(bytes) | Target::Nowhere(bytes) => {
+                (NonNull::from(&mut **bytes).cast(), bytes.len())
+            }
+        }
+    }
+}
+
+impl ChunkReader {
+    /// Whether the next byte begins a chunk.
+    pub(crate) fn is_between_chunks(&self) -> bool {
+        self.chunk.is_none() && self.got == 0
+    }
+
+    /// Where the next bytes go: at least one. Waits until that is known, if `wait`; otherwise `None` says that it is not. The place is the caller's until it calls [`filled`](Self::filled).
+    pub(crate) fn room(&mut self, inbox: &Inbox, wait: bool) -> io::Result<Option<(NonNull<u8>, usize)>> {
+        let Some(chunk) = &mut self.chunk else {
+            let rest = &mut self.header[self.got..self.whole];
+            return Ok(Some((NonNull::from(&mut *rest).cast(), rest.len())));
+        };
+        if chunk.target.is_none() {
+            let Some(place) =
+                inbox.place(&chunk.header, chunk.eager, &mut chunk.noted, chunk.offset, chunk.left, wait)?
+            else {
+                return Ok(None);
+            };
+            chunk.target = Some(match place {
+                Place::Room(landing, n) => match landing.room(chunk.offset, n) {
+                    Some((at, room)) => Target::Room(landing, at, room.min(n)),
+                    None => Target::Unwanted(vec![0; n]),
+                },
+                Place::Nowhere => Target::Nowhere(vec![0; chunk.left]),
+                Place::Aside => Target::Aside(vec![0; chunk.left].into_boxed_slice()),
+            });
+        }
+        Ok(chunk.target.as_mut().map(|target| {
+            let (at, len) = target.bytes();
+            // SAFETY: fewer bytes have come than the target has.
+            (unsafe { at.add(chunk.filled) }, len - chunk.filled)
+        }))
+    }
+
+    /// `n` bytes have come to where [`room`](Self::room) said. Gives what the bridge acknowledges, if these bytes say so.
+    pub(crate) fn filled(&mut self, inbox: &Inbox, n: usize) -> io::Result<Option<u64>> {
+        let Some(chunk) = &mut self.chunk else {
+            self.got += n;
+            return if self.got == self.whole { self.begin(inbox) } else { Ok(None) };
+        };
+        chunk.filled += n;
+        let whole = chunk.target.as_mut().map_or(0, |target| target.bytes().1);
+        if chunk.filled < whole {
+            return Ok(None);
+        }
+        let key = (chunk.header.seq, chunk.header.piece);
+        match chunk.target.take() {
+            Some(Target::Room(landing, at, _)) => {
+                if chunk.keep {
+                    // SAFETY: `whole` bytes of the room were filled, and it is this thread's until they have landed.
+                    inbox
+                        .gather(key, chunk.offset, unsafe { std::slice::from_raw_parts(at.as_ptr(), whole) });
+                }
+                landing.landed(chunk.offset, whole);
+                inbox.landed(key, whole as u64);
+            }
+            Some(Target::Unwanted(_)) => inbox.landed(key, whole as u64),
+            Some(Target::Aside(bytes)) => {
+                let (noted, offset, keep) = (chunk.noted, chunk.offset, chunk.keep);
+                self.chunk = None;
+                return inbox.set_aside(key, noted, Aside { offset, bytes, keep }).map(|()| None);
+            }
+            Some(Target::Nowhere(_)) | None => {}
+        }
+        if chunk.eager {
+            inbox.eager_placed(whole as u64);
+        }
+        chunk.offset += whole as u64;
+        chunk.left -= whole;
+        chunk.filled = 0;
+        if chunk.left == 0 {
+            self.chunk = None;
+        }
+        Ok(None)
+    }
+
+    /// A whole header has come, or a hash behind it.
+    fn begin(&mut self, inbox: &Inbox) -> io::Result<Option<u64>> {
+        let mut header = DataHeader::new_zeroed();
+        header.as_mut_bytes().copy_from_slice(&self.header[..HEADER]);
+        if header.len == 0 && header.seq == 0 {
+            self.got = 0;
+            return Ok(Some(header.offset));
+        }
+        let has = |flag| header.len & flag != 0;
+        let (eager, hash, known, keep) = (has(EAGER_FLAG), has(HASH_FLAG), has(KNOWN_FLAG), has(KEEP_FLAG));
+        header.len &= !DATA_FLAGS;
+        if header.len == 0 || header.len > MAX_DATA || hash && (eager || known || keep) || known && keep {
+            let text = format!("a chunk of {} bytes for command {}", header.len, header.seq);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
+        if hash && self.whole == HEADER {
+            self.whole = WITH_HASH;
+            return Ok(None);
+        }
+        (self.got, self.whole) = (0, HEADER);
+        if hash {
+            let mut hash = Hash::default();
+            hash.copy_from_slice(&self.header[HEADER..]);
+            return inbox.ask_known(&header, hash).map(|()| None);
+        }
+        if known {
+            return inbox.bring_known(&header, eager).map(|()| None);
+        }
+        inbox.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
+        if let Some(blocks) = inbox.blocks.get() {
+            blocks.passed(&header);
+        }
+        let noted = inbox.announce(&header, eager)?;
+        let (offset, left) = (header.offset, header.len as usize);
+        self.chunk = Some(Receiving { header, eager, keep, noted, offset, left, target: None, filled: 0 });
+        Ok(None)
+    }
+}

@@ -1,0 +1,314 @@
+//! Executes requests: creates and destroys channels, and registers memory with their sessions.
+//!
+//! A request may wait here, for a server's queue or for the release of memory;
+//! [`requests`](super::requests) gives each a thread of its own.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::{Arc, PoisonError};
+use std::time::Instant;
+
+use host_bridge::bridge::{ChannelMemory, Closed, Prepared, RegionMemory, Session, Turn};
+use nix::poll::{PollFd, PollFlags};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use protocol::device::Extent;
+
+use super::requests::Job;
+use super::{Channel, Device, Held, PATIENCE};
+use crate::refusal::{Refusal, invalid, no_resources};
+use crate::vm::budget::Charge;
+use crate::vm::control::Order;
+use crate::vm::gate::Inside;
+use crate::vm::recovery::Known;
+
+impl Device {
+    pub(super) fn execute(&self, order: Order, job: &mut Job<'_>) -> Result<(), Refusal> {
+        match order {
+            Order::Create { channel, extents, size } => self.create(channel, extents, size, job),
+            Order::Destroy { channel } => self.destroy(channel, job.epoch),
+            Order::Register { channel, region, extents, size, read_only } => {
+                let session = self.session(channel)?;
+                self.inherit(channel, &session);
+                if job.again && session.has_region(region) {
+                    // The predecessor had registered it, and not said so.
+                    self.unregister(channel, region, &session)?;
+                }
+                let memories = self.memories();
+                // A transport may pass extents on unchecked, so they are checked here.
+                let pieces = memories.resolve(&extents, size)?.all().len();
+                let charge = self.budget.region(pieces)?;
+                let memory = RegionMemory { memories, extents, size, own_memory: false, read_only };
+                session.register_region(region, memory)?;
+                if let Some(Channel::Open(_, held)) = self.channels().get_mut(&channel) {
+                    held.pieces.insert(region, charge);
+                }
+                Ok(())
+            }
+            Order::Unregister { channel, region } => {
+                let leftover = match self.channels().get(&channel) {
+                    Some(Channel::Left(leftover)) => Some(leftover.clone()),
+                    _ => None,
+                };
+                match leftover {
+                    Some(leftover) => {
+                        self.wait_for_release(channel, &leftover, job.epoch);
+                        Ok(())
+                    }
+                    None => {
+                        let session = self.session(channel)?;
+                        self.inherit(channel, &session);
+                        if job.again && !session.has_region(region) {
+                            // The predecessor had unregistered it, and not said so.
+                            return Ok(());
+                        }
+                        self.unregister(channel, region, &session)
+                    }
+                }
+            }
+        }
+    }
+
+    fn create(
+        &self,
+        channel: u32,
+        extents: Vec<Extent>,
+        size: u64,
+        job: &mut Job<'_>,
+    ) -> Result<(), Refusal> {
+        let epoch = job.epoch;
+        let before = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).remove(&channel);
+        if let Some(leftover) = before {
+            self.wait_for_release(channel, &leftover, epoch);
+        }
+        {
+            let inside = self.gate.enter(epoch);
+            let mut channels = self.channels();
+            if channels.contains_key(&channel) {
+                return Err(invalid(format!("channel {channel} exists already")));
+            }
+            if inside.is_some() {
+                channels.insert(channel, Channel::Opening);
+            }
+        }
+        let result = self.open_in(channel, extents, size, job);
+        let inside = self.gate.enter(epoch);
+        if let (Some(_), Err(Refusal(answer, _))) = (&inside, &result) {
+            let mut channels = self.channels();
+            match channels.get(&channel) {
+                // The guest was told that the channel exists, so the guest must destroy it.
+                Some(Channel::Waiting(_)) => drop(channels.insert(channel, Channel::Over)),
+                _ => drop(channels.remove(&channel)),
+            }
+            self.store.forget(channel);
+            self.registry.totals.refuse(*answer);
+        }
+        drop(inside);
+        self.settled.notify_all();
+        result
+    }
+
+    fn open_in(
+        &self,
+        channel: u32,
+        extents: Vec<Extent>,
+        size: u64,
+        job: &mut Job<'_>,
+    ) -> Result<(), Refusal> {
+        let memories = self.memories();
+        let mappings = self.budget.channel(memories.resolve(&extents, size)?.all().len())?;
+        self.open(channel, ChannelMemory::new(memories, extents, size)?, mappings, job)
+    }
+
+    fn open(
+        &self,
+        channel: u32,
+        memory: ChannelMemory,
+        mappings: Charge,
+        job: &mut Job<'_>,
+    ) -> Result<(), Refusal> {
+        let epoch = job.epoch;
+        if !memory.asked_server.is_empty() {
+            return Err(invalid("a guest cannot name servers; its host chooses them"));
+        }
+        let (server, config) = self.config.servers.choose(&memory)?;
+        let unknown = |e: io::Error| no_resources(format!("this host cannot remember the channel: {e}"));
+        self.remember(epoch, channel, Known::new(server, &memory.extents, None).map_err(unknown)?)?;
+        let give_up = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))?;
+        let mut turn = Queued { device: self, channel, memory: &memory, give_up: Arc::new(give_up), job };
+        let mut prepared = Prepared::connect(&config, &memory, &mut turn)
+            .inspect_err(|e| turn.refused_after_waiting(&e.to_string()))?;
+        let saved = prepared.save(&memory).map_err(unknown)?;
+        let known = Known::new(server, &memory.extents, saved.as_ref()).map_err(unknown)?;
+        self.remember(epoch, channel, known)?;
+        drop(saved);
+        let opened = prepared.open().inspect_err(|e| turn.refused_after_waiting(&e.to_string()))?;
+        let _inside = self.inside(epoch)?;
+        let (wakeup, lost) = self.listeners(channel);
+        let session = Arc::new(opened.start(memory, wakeup, lost)?);
+        let listed = self.registry.list(&self.who, channel.into(), session.clone());
+        let held = Held { _listed: listed, _mappings: mappings, pieces: HashMap::new() };
+        self.channels().insert(channel, Channel::Open(session, held));
+        Ok(())
+    }
+
+    /// Remembers a channel for a successor, unless the device was reset: what a reset has ended must not be found again.
+    fn remember(&self, epoch: u64, channel: u32, known: Known) -> Result<(), Refusal> {
+        let _inside = self.inside(epoch)?;
+        self.store
+            .remember(channel, known)
+            .map_err(|e| no_resources(format!("this host cannot remember the channel: {e}")))
+    }
+
+    fn destroy(&self, channel: u32, epoch: u64) -> Result<(), Refusal> {
+        let session = {
+            let mut channels = self.channels();
+            loop {
+                match channels.get(&channel) {
+                    Some(Channel::Over) => {
+                        channels.remove(&channel);
+                        return Ok(());
+                    }
+                    Some(waits @ (Channel::Opening | Channel::Waiting(_) | Channel::Closing(_))) => {
+                        if let Channel::Waiting(give_up) = waits {
+                            // Writing fails only when the counter is at its maximum. Then the eventfd is readable, too.
+                            let _ = give_up.write(1);
+                        }
+                        channels = self.settled.wait(channels).unwrap_or_else(PoisonError::into_inner);
+                    }
+                    Some(Channel::Left(leftover)) => {
+                        let leftover = leftover.clone();
+                        drop(channels);
+                        self.wait_for_release(channel, &leftover, epoch);
+                        if let Some(_inside) = self.gate.enter(epoch) {
+                            self.channels().remove(&channel);
+                            self.store.forget(channel);
+                        }
+                        return Ok(());
+                    }
+                    Some(Channel::Open(session, _)) => break session.clone(),
+                    None => return Err(invalid(format!("channel {channel} does not exist"))),
+                }
+                if self.epoch_changed(epoch) {
+                    return Err(invalid("the device was reset"));
+                }
+            }
+        };
+        // Two requests to destroy the channel may race: only the one that finds the same session open continues.
+        let held = {
+            let mut channels = self.channels();
+            match channels.get(&channel) {
+                Some(Channel::Open(now, _)) if Arc::ptr_eq(now, &session) => {
+                    channels.insert(channel, Channel::Closing(session.clone()))
+                }
+                _ => return Err(invalid(format!("channel {channel} is being destroyed already"))),
+            }
+        };
+        self.count_end(&session);
+        let since = Instant::now();
+        while session.close("the program has ended its session", PATIENCE) == Closed::StillHeld {
+            let seconds = since.elapsed().as_secs();
+            tracing::error!(
+                "{}: channel {channel}: after {seconds} s the server still holds its memory",
+                self.who
+            );
+            if self.epoch_changed(epoch) {
+                return Ok(());
+            }
+        }
+        drop(held);
+        if let Some(_inside) = self.gate.enter(epoch) {
+            self.channels().remove(&channel);
+            self.store.forget(channel);
+        }
+        self.settled.notify_all();
+        Ok(())
+    }
+
+    fn unregister(&self, channel: u32, region: u32, session: &Session) -> Result<(), Refusal> {
+        session.unregister_region(region)?;
+        if let Some(Channel::Open(_, held)) = self.channels().get_mut(&channel) {
+            held.pieces.remove(&region);
+        }
+        Ok(())
+    }
+
+    /// Counts the regions that a session has from a predecessor, before one is added or removed.
+    fn inherit(&self, channel: u32, session: &Session) {
+        session.wait_for_regions();
+        if let Some(Channel::Open(_, held)) = self.channels().get_mut(&channel) {
+            for inherited in session.take_inherited() {
+                let charge = self.budget.inherited_region(inherited.pieces as usize);
+                held.pieces.insert(inherited.region, charge);
+            }
+        }
+    }
+
+    fn session(&self, channel: u32) -> Result<Arc<Session>, Refusal> {
+        match self.channels().get(&channel) {
+            Some(Channel::Open(session, _)) => Ok(session.clone()),
+            Some(
+                Channel::Opening
+                | Channel::Waiting(_)
+                | Channel::Over
+                | Channel::Closing(_)
+                | Channel::Left(_),
+            ) => Err(invalid(format!("channel {channel} is not open"))),
+            None => Err(invalid(format!("channel {channel} does not exist"))),
+        }
+    }
+
+    fn inside(&self, epoch: u64) -> Result<Inside<'_>, Refusal> {
+        self.gate.enter(epoch).ok_or_else(|| invalid("the device was reset"))
+    }
+}
+
+/// A channel whose session waits in a server's queue. The guest's request is answered at once, so that its driver can destroy the channel meanwhile. The channel's header holds the
+/// position in the queue.
+struct Queued<'a, 'd> {
+    device: &'a Device,
+    channel: u32,
+    memory: &'a ChannelMemory,
+    give_up: Arc<EventFd>,
+    job: &'a mut Job<'d>,
+}
+
+impl Queued<'_, '_> {
+    /// Writes to the channel's memory once the guest runs, unless the device was reset.
+    fn tell(&self, tell: impl FnOnce(&ChannelMemory)) {
+        if let Some(_inside) = self.device.gate.enter(self.job.epoch) {
+            tell(self.memory);
+        }
+    }
+
+    fn refused_after_waiting(&self, why: &str) {
+        if self.job.answered {
+            self.tell(|memory| memory.tell_refused(why));
+            self.device.events.wake(self.channel);
+        }
+    }
+}
+
+impl Turn for Queued<'_, '_> {
+    fn wait(&mut self, server: &str, ahead: u32) {
+        // A guest that is stopped is told when it goes on.
+        if !self.memory.may_wait() || self.device.gate.is_paused() {
+            return;
+        }
+        self.tell(|memory| {
+            memory.tell_waiting(server, ahead);
+            // While it waits, the guest expects this counter to rise.
+            memory.view.header().raise_alive();
+            if !self.job.answered {
+                let waiting = Channel::Waiting(self.give_up.clone());
+                self.device.channels().insert(self.channel, waiting);
+            }
+        });
+        self.job.answer(Ok(()));
+    }
+
+    fn given_up(&self) -> Option<PollFd<'_>> {
+        Some(PollFd::new(self.give_up.as_fd(), PollFlags::POLLIN))
+    }
+}

@@ -1,0 +1,195 @@
+//! What the device process that served this guest before has left: its sessions go on where that is
+//! possible, and its requests are executed again.
+//!
+//! [`recovery`](crate::vm::recovery) has what it stored and how a worker is told to stop.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use host_bridge::bridge::{ChannelMemory, Closed, Saved, Session, tell_lost};
+use protocol::device::{CONTROL_QUEUE, Extent};
+use vhost_user_backend::VringT;
+use virtio_queue::QueueT;
+use vm_memory::GuestAddressSpace;
+
+use super::requests::Fetched;
+use super::{Channel, Device, Held, PATIENCE};
+use crate::link::Stored;
+use crate::refusal::{Refusal, no_resources};
+use crate::vm::Vring;
+use crate::vm::control::Order;
+use crate::vm::recovery::Leftover;
+
+/// The device process that served this guest before.
+pub struct Predecessor {
+    /// How it ended.
+    pub how: String,
+    /// Its channels.
+    pub stored: BTreeMap<u32, Stored>,
+}
+
+impl Device {
+    /// Has workers pause whose bridge was a predecessor. Gives the number of its channels.
+    pub(super) fn pause_leftovers(&self, left: impl Fn() -> Duration) -> usize {
+        let predecessor = self.predecessor.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(Predecessor { stored, .. }) = &*predecessor else { return 0 };
+        for (channel, stored) in stored {
+            let leftover =
+                stored.try_clone().and_then(|stored| Leftover::new(stored, self.config.servers.all()));
+            match leftover {
+                Ok(leftover) if leftover.saved.as_ref().is_none_or(|saved| saved.pause(left())) => {}
+                Ok(leftover) => {
+                    leftover.end();
+                    tracing::warn!(
+                        "{}: channel {channel} of the predecessor does not pause: it ends",
+                        self.who
+                    );
+                    leftover.close(PATIENCE);
+                }
+                Err(e) => tracing::error!("{}: channel {channel} of the predecessor: {e}", self.who),
+            }
+        }
+        stored.len()
+    }
+
+    /// Takes channels of a predecessor that nobody has asked for yet, so that they end with all others.
+    pub(super) fn take_leftovers(&self) {
+        let predecessor = self.predecessor.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let stored = predecessor.map(|predecessor| predecessor.stored).unwrap_or_default();
+        let left = stored.into_iter().filter_map(|(channel, stored)| {
+            let leftover = Leftover::new(stored, self.config.servers.all()).inspect(Leftover::end);
+            leftover
+                .inspect_err(|e| tracing::error!("{}: channel {channel}: {e}", self.who))
+                .ok()
+                .map(|l| (channel, l))
+        });
+        let unanswered = std::mem::take(&mut *self.unanswered.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut channels = self.channels();
+        for (channel, leftover) in left.chain(unanswered) {
+            channels.entry(channel).or_insert(Channel::Left(Arc::new(leftover)));
+        }
+    }
+
+    /// Goes on where a predecessor ended: with its sessions, where that is possible, and with its requests, which are executed again.
+    pub(super) fn resume(&self, vring: &Vring, epoch: u64) {
+        let Some(inside) = self.gate.try_enter(epoch) else {
+            // When the guest runs again.
+            self.resumes[usize::from(CONTROL_QUEUE)].store(true, Ordering::SeqCst);
+            return;
+        };
+        let Some(Predecessor { how, stored }) =
+            self.predecessor.lock().unwrap_or_else(PoisonError::into_inner).take()
+        else {
+            return;
+        };
+        let (heads, table, size) = {
+            let mut vring = vring.get_mut();
+            let queue = vring.get_queue_mut();
+            // Each buffer that was taken is either in the used ring or in progress.
+            let heads = self.requests.recover(queue.next_used());
+            queue.set_next_avail(queue.next_used().wrapping_add(heads.len() as u16));
+            (heads, queue.desc_table(), queue.size())
+        };
+        let memory = self.guest.memory();
+        let fetched: Vec<Fetched> =
+            heads.into_iter().map(|head| self.fetch_again(&memory, table, size, head)).collect();
+        let (mut created, mut destroyed) = (HashSet::new(), HashSet::new());
+        for fetched in &fetched {
+            match &fetched.order {
+                Ok(Order::Create { channel, .. }) => drop(created.insert(*channel)),
+                Ok(Order::Destroy { channel }) => drop(destroyed.insert(*channel)),
+                _ => {}
+            }
+        }
+        let reason = format!(
+            "the process of vhost-rgpu that served this guest {how}; another one serves the guest now: start the program again"
+        );
+        let (mut kept, mut lost) = (0, 0);
+        for (channel, stored) in stored {
+            let leftover = match Leftover::new(stored, self.config.servers.all()) {
+                Ok(leftover) => leftover,
+                Err(e) => {
+                    tracing::error!("{}: channel {channel} of the predecessor: {e}", self.who);
+                    continue;
+                }
+            };
+            if created.contains(&channel) {
+                leftover.end();
+                self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).insert(channel, leftover);
+                continue;
+            }
+            let ends = destroyed.contains(&channel);
+            if let (Some(saved), false) = (&leftover.saved, ends) {
+                match self.resume_session(channel, &leftover, saved) {
+                    Ok(()) => {
+                        kept += 1;
+                        continue;
+                    }
+                    Err(Refusal(_, why)) => {
+                        tracing::warn!("{}: channel {channel} of the predecessor: {why}", self.who);
+                    }
+                }
+            }
+            leftover.end();
+            self.tell_lost(channel, &leftover.extents, &reason);
+            self.channels().insert(channel, Channel::Left(Arc::new(leftover)));
+            lost += u64::from(!ends);
+        }
+        drop(inside);
+        self.registry.totals.lost.fetch_add(lost, Ordering::Relaxed);
+        tracing::warn!(
+            "{}: {kept} sessions go on, {lost} are lost, {} requests are executed again",
+            self.who,
+            fetched.len()
+        );
+        fetched.into_iter().for_each(|fetched| self.start_job(fetched, epoch));
+    }
+
+    /// Goes on with the session of a predecessor's channel.
+    fn resume_session(&self, channel: u32, leftover: &Leftover, saved: &Saved) -> Result<(), Refusal> {
+        let extents = &leftover.extents[..];
+        let size = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
+        let memories = self.memories();
+        let mappings = self.budget.channel(memories.resolve(extents, size)?.all().len())?;
+        let memory = ChannelMemory::new(memories, extents.to_vec(), size)?;
+        let (wakeup, lost) = self.listeners(channel);
+        let session = Session::resume(&leftover.server, saved, memory, None, wakeup, lost)
+            .map_err(|e| no_resources(format!("its session cannot go on: {e}")))?;
+        let session = Arc::new(session);
+        let listed = self.registry.list_resumed(&self.who, channel.into(), session.clone());
+        let held = Held { _listed: listed, _mappings: mappings, pieces: HashMap::new() };
+        self.channels().insert(channel, Channel::Open(session.clone(), held));
+        // The predecessor may have taken a doorbell, or been told to wake the guest, and ended before it did.
+        session.doorbell();
+        self.events.wake(channel);
+        Ok(())
+    }
+
+    /// Tells the program that has this channel that its session is over.
+    fn tell_lost(&self, channel: u32, extents: &[Extent], reason: &str) {
+        let size = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
+        match self.memories().view(extents, size) {
+            Ok(view) => {
+                view.header().raise_alive();
+                tell_lost(&view, reason, |_| {});
+                self.events.wake(channel);
+            }
+            // The guest has changed what it had put there.
+            Err(e) => self.limit.warn(&self.who, &format!("channel {channel} of the predecessor: {e}")),
+        }
+    }
+
+    /// Waits until no worker has the memory of a predecessor's channel mapped, or until the device is reset.
+    pub(super) fn wait_for_release(&self, channel: u32, leftover: &Leftover, epoch: u64) {
+        let since = Instant::now();
+        while leftover.close(PATIENCE) == Closed::StillHeld && !self.epoch_changed(epoch) {
+            let seconds = since.elapsed().as_secs();
+            tracing::error!(
+                "{}: channel {channel}: after {seconds} s the server still holds its memory",
+                self.who
+            );
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! Requests of the guest: taken from the request queue, copied out of guest memory, executed each in a
+//! thread of its own, and answered.
+//!
+//! [`control`] says what a valid request is, and [`channels`](super::channels) executes it.
+
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+
+use protocol::device::{Answer, CONTROL_QUEUE, Response};
+use vhost_user_backend::VringT;
+use virtio_queue::QueueT;
+use virtio_queue::desc::split::Descriptor;
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryMmap};
+use zerocopy::IntoBytes;
+
+use super::Device;
+use crate::refusal::{Refusal, invalid, no_resources};
+use crate::vm::Vring;
+use crate::vm::control::{self, FIXED, Order};
+use crate::vm::gate::Inside;
+use crate::vm::recovery;
+
+/// Maximum number of requests in progress. Each has a thread.
+pub(super) const MAX_JOBS: usize = 256;
+/// Maximum bytes of extents in requests in progress.
+const MAX_JOB_BYTES: usize = 64 << 20;
+
+/// A writable piece of a request's chain: address and length.
+type Piece = (GuestAddress, usize);
+
+/// A request taken from the queue.
+pub(super) struct Fetched {
+    head: u16,
+    /// A predecessor had taken it, and may have executed it.
+    again: bool,
+    answer: Vec<Piece>,
+    pub(super) order: Result<Order, Refusal>,
+    bytes: usize,
+}
+
+impl Device {
+    /// Takes all requests from the queue.
+    pub(super) fn take_requests(&self, vring: &Vring) {
+        {
+            let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
+            if control.is_none() {
+                *control = Some(vring.clone());
+            }
+        }
+        let epoch = self.gate.epoch();
+        if self.gate.is_paused() {
+            return;
+        }
+        if self.resumes[usize::from(CONTROL_QUEUE)].swap(false, Ordering::SeqCst) {
+            self.resume(vring, epoch);
+        }
+        // A queue that has requests, and gives none of them away, is broken or has just been stopped.
+        let mut fruitless = 0;
+        loop {
+            fruitless += 1;
+            let _ = vring.disable_notification();
+            while let Some(fetched) = self.fetch(vring, epoch) {
+                fruitless = 0;
+                self.start_job(fetched, epoch);
+            }
+            match vring.enable_notification() {
+                Ok(true) if fruitless < 2 => {}
+                Ok(true) => return self.limit.warn(&self.who, "the request queue cannot be read"),
+                Ok(false) => return,
+                Err(e) => return self.limit.warn(&self.who, &format!("request queue: {e}")),
+            }
+        }
+    }
+
+    /// Copies the next request out of guest memory, once, and checks it.
+    fn fetch(&self, vring: &Vring, epoch: u64) -> Option<Fetched> {
+        let _inside = self.gate.try_enter(epoch)?;
+        let memory = self.guest.memory();
+        let chain = vring.get_mut().get_queue_mut().pop_descriptor_chain(memory.clone())?;
+        let head = chain.head_index();
+        self.requests.taken(head);
+        let place = |d: Descriptor| (d.addr(), d.len() as usize);
+        let request: Vec<Piece> = chain.clone().readable().map(place).collect();
+        let answer: Vec<Piece> = chain.writable().map(place).collect();
+        let mut bytes = 0;
+        let order = self.check(&memory, &request, &mut bytes);
+        Some(Fetched { head, again: false, answer, order, bytes })
+    }
+
+    /// Copies a request that a predecessor had taken, and not answered, out of guest memory.
+    pub(super) fn fetch_again(&self, memory: &GuestMemoryMmap, table: u64, size: u16, head: u16) -> Fetched {
+        let chain = recovery::chain(memory, table, size, head);
+        let (answer, request): (Vec<_>, Vec<_>) = chain.into_iter().partition(|d| d.is_write_only());
+        let place = |d: Descriptor| (d.addr(), d.len() as usize);
+        let request: Vec<Piece> = request.into_iter().map(place).collect();
+        let answer = answer.into_iter().map(place).collect();
+        let mut bytes = 0;
+        let order = self.check(memory, &request, &mut bytes);
+        Fetched { head, again: true, answer, order, bytes }
+    }
+
+    fn check(
+        &self,
+        memory: &GuestMemoryMmap,
+        request: &[Piece],
+        bytes: &mut usize,
+    ) -> Result<Order, Refusal> {
+        let total: usize = request.iter().map(|(_, len)| len).sum();
+        let mut fixed = [0; FIXED];
+        copy_out(memory, request, 0, &mut fixed)?;
+        let size = control::extents_size(&fixed, &self.config.limits)?;
+        if total != FIXED + size {
+            return Err(invalid(format!(
+                "a request of {total} bytes, but its header announced {}",
+                FIXED + size
+            )));
+        }
+        if self.job_bytes.fetch_add(size, Ordering::Relaxed) + size > MAX_JOB_BYTES {
+            self.job_bytes.fetch_sub(size, Ordering::Relaxed);
+            return Err(no_resources("too many large requests at the same time"));
+        }
+        *bytes = size;
+        let mut extents = vec![0; size];
+        copy_out(memory, request, FIXED, &mut extents)?;
+        control::parse(&fixed, &extents, &self.config.limits)
+    }
+
+    pub(super) fn start_job(&self, fetched: Fetched, epoch: u64) {
+        let Fetched { head, again, answer, order, bytes } = fetched;
+        let order = match order {
+            Ok(order) if self.jobs.fetch_add(1, Ordering::Relaxed) < MAX_JOBS => order,
+            refused => {
+                if refused.is_ok() {
+                    self.jobs.fetch_sub(1, Ordering::Relaxed);
+                }
+                self.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
+                let busy = || no_resources(format!("{MAX_JOBS} requests are in progress"));
+                return self.refuse(epoch, head, answer, refused.err().unwrap_or_else(busy));
+            }
+        };
+        let Some(device) = self.me.upgrade() else { return };
+        let pieces = answer.clone();
+        let spawned = std::thread::Builder::new().name("request".to_owned()).spawn(move || {
+            let mut job = Job { device: &device, epoch, head, again, pieces, bytes, answered: false };
+            let result = device.execute(order, &mut job);
+            job.answer(result);
+        });
+        if let Err(e) = spawned {
+            self.jobs.fetch_sub(1, Ordering::Relaxed);
+            self.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
+            self.refuse(epoch, head, answer, no_resources(format!("the host is short of threads: {e}")));
+        }
+    }
+
+    /// Refuses a request in the thread of the queue, or if the guest was just stopped in another one.
+    fn refuse(&self, epoch: u64, head: u16, answer: Vec<Piece>, refusal: Refusal) {
+        if let Some(inside) = self.gate.try_enter(epoch) {
+            return self.answer_inside(&inside, head, &answer, Err(refusal));
+        }
+        let Some(device) = self.me.upgrade() else { return };
+        let later = move || device.answer(epoch, head, &answer, Err(refusal));
+        if let Err(e) = std::thread::Builder::new().name("refusal".to_owned()).spawn(later) {
+            tracing::error!("{}: a request stays without an answer: {e}", self.who);
+        }
+    }
+
+    /// Answers a request once the guest runs, unless the device was reset since it came.
+    fn answer(&self, epoch: u64, head: u16, pieces: &[Piece], result: Result<(), Refusal>) {
+        if let Some(inside) = self.gate.enter(epoch) {
+            self.answer_inside(&inside, head, pieces, result);
+        }
+    }
+
+    fn answer_inside(&self, _inside: &Inside<'_>, head: u16, pieces: &[Piece], result: Result<(), Refusal>) {
+        let response = match result {
+            Ok(()) => Response::new(Answer::Ok, ""),
+            Err(Refusal(answer, reason)) => {
+                if answer == Answer::Invalid {
+                    self.registry.totals.malformed.fetch_add(1, Ordering::Relaxed);
+                }
+                self.limit.warn(&self.who, &reason);
+                Response::new(answer, &reason)
+            }
+        };
+        let Some(vring) = self.control.lock().unwrap_or_else(PoisonError::into_inner).clone() else { return };
+        let memory = self.guest.memory();
+        let mut rest = response.as_bytes();
+        for (at, len) in pieces {
+            let (now, later) = rest.split_at(rest.len().min(*len));
+            if let Err(e) = memory.write_slice(now, *at) {
+                self.limit.warn(&self.who, &format!("answering a request: {e}"));
+                break;
+            }
+            rest = later;
+        }
+        if !rest.is_empty() {
+            self.limit.warn(&self.who, "a request has no room for its answer");
+        }
+        let written = (response.as_bytes().len() - rest.len()) as u32;
+        let added = {
+            let mut vring = vring.get_mut();
+            self.requests.answering(head);
+            let added = vring.add_used(head, written);
+            self.requests.answered(head, vring.get_queue().next_used());
+            added
+        };
+        let given = added.map_err(|e| e.to_string()).and_then(|()| {
+            if vring.needs_notification().unwrap_or(true) {
+                vring.signal_used_queue().map_err(|e| e.to_string())
+            } else {
+                Ok(())
+            }
+        });
+        if let Err(e) = given {
+            self.limit.warn(&self.who, &format!("answering a request: {e}"));
+        }
+    }
+}
+
+/// A request in progress, with what is needed to answer it.
+pub(super) struct Job<'d> {
+    device: &'d Device,
+    pub(super) epoch: u64,
+    head: u16,
+    pub(super) again: bool,
+    pieces: Vec<Piece>,
+    bytes: usize,
+    pub(super) answered: bool,
+}
+
+impl Job<'_> {
+    /// Answers the request, unless it has been answered, and stops counting it.
+    pub(super) fn answer(&mut self, result: Result<(), Refusal>) {
+        if std::mem::replace(&mut self.answered, true) {
+            if let Err(Refusal(_, why)) = result {
+                self.device.limit.warn(&self.device.who, &why);
+            }
+            return;
+        }
+        self.device.job_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.device.jobs.fetch_sub(1, Ordering::Relaxed);
+        self.device.answer(self.epoch, self.head, &self.pieces, result);
+    }
+}
+
+/// Copies `buf.len()` bytes out of the concatenated pieces, starting at `skip`.
+fn copy_out(
+    memory: &GuestMemoryMmap,
+    pieces: &[Piece],
+    mut skip: usize,
+    buf: &mut [u8],
+) -> Result<(), Refusal> {
+    let mut at = 0;
+    for (address, len) in pieces {
+        if skip >= *len {
+            skip -= len;
+            continue;
+        }
+        let n = (len - skip).min(buf.len() - at);
+        let outside =
+            || invalid(format!("a descriptor of {len} bytes at {:#x} is outside guest memory", address.0));
+        let from = address.0.checked_add(skip as u64).map(GuestAddress).ok_or_else(outside)?;
+        memory.read_slice(&mut buf[at..at + n], from).map_err(|_| outside())?;
+        at += n;
+        skip = 0;
+        if at == buf.len() {
+            break;
+        }
+    }
+    if at < buf.len() {
+        return Err(invalid(format!("the request ends {} bytes too early", buf.len() - at)));
+    }
+    Ok(())
+}
