@@ -56,6 +56,24 @@ crate::wire_struct! {
     }
 }
 
+impl ClusterShape {
+    /// The question that it stands for, otherwise as `first`, with which it goes along.
+    pub fn question(&self, first: &OccupancyMaxActiveClusters) -> OccupancyMaxActiveClusters {
+        let mut value = [0; 64];
+        for (at, size) in [self.blocks, 1, 1].into_iter().enumerate() {
+            value[4 * at..][..4].copy_from_slice(&size.to_le_bytes());
+        }
+        OccupancyMaxActiveClusters {
+            function: first.function,
+            grid: [self.blocks, 1, 1],
+            block: first.block,
+            dynamic_shared: self.dynamic_shared,
+            attributes: vec![LaunchAttribute { id: CLUSTER_DIMENSION, value }],
+            shapes: Vec::new(),
+        }
+    }
+}
+
 /// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`: blocks of a cluster in x, y and z, as 32-bit numbers.
 pub const CLUSTER_DIMENSION: u32 = 4;
 

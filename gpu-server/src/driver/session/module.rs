@@ -401,19 +401,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         let (asked, shapes) = self.with_function(cx, op.function, |gpu, context, function| {
             let asked = gpu.max_active_clusters(context, function, &op);
             let of = |shape: &ClusterShape| {
-                let mut value = [0; 64];
-                for (at, size) in [shape.blocks, 1, 1].into_iter().enumerate() {
-                    value[4 * at..][..4].copy_from_slice(&size.to_le_bytes());
-                }
-                let question = OccupancyMaxActiveClusters {
-                    function: op.function,
-                    grid: [shape.blocks, 1, 1],
-                    block: op.block,
-                    dynamic_shared: shape.dynamic_shared,
-                    attributes: vec![LaunchAttribute { id: CLUSTER_DIMENSION, value }],
-                    shapes: Vec::new(),
-                };
-                gpu.max_active_clusters(context, function, &question).unwrap_or(-1)
+                gpu.max_active_clusters(context, function, &shape.question(&op)).unwrap_or(-1)
             };
             Ok((asked, op.shapes.iter().map(of).collect()))
         })?;

@@ -10,7 +10,7 @@ use crate::process::device_attributes::attr;
 use crate::process::driver::{self, Device};
 use crate::work::launch;
 use client::ops::module::{
-    ClusterShape, OccupancyAvailableShared, OccupancyMaxActiveBlocks, OccupancyMaxActiveClusters,
+    OccupancyAvailableShared, OccupancyMaxActiveBlocks, OccupancyMaxActiveClusters,
     OccupancyMaxPotentialClusterSize,
 };
 use client::{Status, log};
@@ -65,20 +65,18 @@ fn clusters(function: &Function, mut request: OccupancyMaxActiveClusters) -> Res
             "the server is asked how many clusters of {name} it runs: {rules:?}; {request:?}"
         ));
     }
-    let mut classes = Vec::new();
-    let lines = match rules {
-        ClusterAnswer::Class(class) if reading::asks_ahead() => {
-            (classes, request.shapes) = class.others(function, &request).into_iter().unzip();
-            Vec::new()
-        }
-        ClusterAnswer::Unknown(_) if reading::asks_ahead() => occupancy::other_lines(&request),
-        _ => Vec::new(),
-    };
     // The question itself is kept without those that go along.
     let question = request.clone();
-    request.shapes.extend(
-        lines.iter().map(|line| ClusterShape { blocks: line.grid[0], dynamic_shared: line.dynamic_shared }),
-    );
+    let mut classes = Vec::new();
+    match rules {
+        ClusterAnswer::Class(class) if reading::asks_ahead() => {
+            (classes, request.shapes) = class.others(function, &question).into_iter().unzip();
+        }
+        ClusterAnswer::Unknown(_) if reading::asks_ahead() => {
+            request.shapes = occupancy::other_lines(&question);
+        }
+        _ => {}
+    }
     let mut answers = Vec::new();
     let told = function.ask(&request, |reply| {
         answers = reply.shapes;
@@ -90,8 +88,10 @@ fn clusters(function: &Function, mut request: OccupancyMaxActiveClusters) -> Res
         differs(function, "clusters", number(answer), number(told_of_it));
     }
     function.keep_answer(&question, told, changes);
-    for (line, clusters) in lines.iter().zip(&answers).filter(|(_, clusters)| **clusters >= 0) {
-        function.keep_answer(line, *clusters as u64, changes);
+    if let ClusterAnswer::Unknown(_) = rules {
+        for (line, clusters) in request.shapes.iter().zip(&answers).filter(|(_, clusters)| **clusters >= 0) {
+            function.keep_answer(&line.question(&question), *clusters as u64, changes);
+        }
     }
     // Another thread may have set something between the rules and the answer.
     if function.changes() == changes {

@@ -12,7 +12,6 @@ use crate::code::function::{Function, func};
 use crate::code::reading;
 use crate::process::device_attributes::attr;
 use crate::process::driver::{self, Device};
-use client::ops::launch::LaunchAttribute;
 use client::ops::module::{ClusterShape, OccupancyMaxActiveClusters};
 use client::{Status, lock};
 use device_code::cubin::{Cubin, Kernel};
@@ -296,30 +295,14 @@ pub(crate) fn clusters(function: &Function, op: &OccupancyMaxActiveClusters) -> 
     classify(resources, set, context, non_portable, op)
 }
 
-/// A question for clusters of some blocks in a row, in a grid of one cluster, and otherwise as `op`.
-fn line(op: &OccupancyMaxActiveClusters, blocks: u32) -> OccupancyMaxActiveClusters {
-    let mut value = [0; 64];
-    for (at, size) in [blocks, 1, 1].into_iter().enumerate() {
-        value[4 * at..][..4].copy_from_slice(&size.to_le_bytes());
-    }
-    OccupancyMaxActiveClusters {
-        grid: [blocks, 1, 1],
-        attributes: vec![LaunchAttribute { id: launch_attr::CLUSTER_DIMENSION, value }],
-        shapes: Vec::new(),
-        ..*op
-    }
-}
-
 /// The other questions that a library asks which looks for the largest clusters of a kernel: in a row, of all sizes that there are, with as much shared memory. None if `op` is no such question.
-pub(crate) fn other_lines(op: &OccupancyMaxActiveClusters) -> Vec<OccupancyMaxActiveClusters> {
+pub(crate) fn other_lines(op: &OccupancyMaxActiveClusters) -> Vec<ClusterShape> {
+    let line = |blocks| ClusterShape { blocks, dynamic_shared: op.dynamic_shared };
     let asked = op.grid[0];
-    if *op != line(op, asked) {
+    if *op != line(asked).question(op) {
         return Vec::new();
     }
-    (1..=Clusters::MOST_ASKED as u32)
-        .filter(|blocks| *blocks != asked)
-        .map(|blocks| line(op, blocks))
-        .collect()
+    (1..=Clusters::MOST_ASKED as u32).filter(|blocks| *blocks != asked).map(line).collect()
 }
 
 impl Clusters {
@@ -377,6 +360,7 @@ impl Clusters {
 mod tests {
     use super::*;
     use client::handle::FunctionId;
+    use client::ops::launch::LaunchAttribute;
     use client::ops::module::MOST_CLUSTER_SHAPES;
 
     const USUAL: Set = Set { dynamic_limit: 48 << 10, carveout: -1 };
