@@ -3,6 +3,7 @@
 //! Each guest library is a Rust static library that the C compiler links into a shared one, because only then
 //! can it have the names and symbol versions of NVIDIA's. The `link.sh` in each library's folder does that.
 
+use std::fs::{File, TryLockError};
 use std::path::Path;
 use std::process::Command;
 
@@ -86,6 +87,7 @@ pub fn build() -> Result<()> {
 /// Builds everything.
 pub fn build_as(build: Build) -> Result<()> {
     debian::packages(PACKAGES, "building")?;
+    let _alone = alone()?;
     let log = process::log("build")?;
     let profile: &[&str] = if build == Build::Release { &["--release"] } else { &[] };
     let step = Step::spinner("building the daemons and rgpuctl");
@@ -117,6 +119,7 @@ pub fn build_as(build: Build) -> Result<()> {
 /// Builds the executables, and of the libraries only `libcuda.so.1`, without optimization. Programs that
 /// contain NVIDIA's runtime need nothing else.
 pub fn build_quickly() -> Result<()> {
+    let _alone = alone()?;
     let log = process::log("build-debug")?;
     let step = Step::spinner("building the daemons, rgpuctl and libcuda");
     let library = LIBRARIES.iter().find(|library| library.name == "libcuda.so.1");
@@ -138,6 +141,23 @@ pub fn verbs_examples() -> Result<()> {
     process::watch(&mut command, &process::log("examples")?, &step)?;
     step.done("");
     Ok(())
+}
+
+/// Waits until no other `cargo xtask` builds in this tree, and keeps others waiting until the file is closed.
+///
+/// Cargo's own lock does not cover the links: both versions of libcudart are linked from an archive of the same name.
+fn alone() -> Result<File> {
+    let path = tree::target().join("xtask-build.lock");
+    std::fs::create_dir_all(tree::target())
+        .and_then(|()| File::create(&path))
+        .and_then(|file| {
+            if let Err(TryLockError::WouldBlock) = file.try_lock() {
+                println!("another `cargo xtask` is building in this tree: waiting for it");
+                file.lock()?;
+            }
+            Ok(file)
+        })
+        .with_context(|| format!("cannot lock {}", path.display()))
 }
 
 /// Cargo's arguments that select all executables.
