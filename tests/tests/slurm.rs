@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use rgpu_tests::daemons::Daemon;
 use rgpu_tests::programs;
 use rgpu_tests::tree;
@@ -45,8 +45,13 @@ impl Cluster {
         // Jobs of another user write their output there.
         let all = std::os::unix::fs::PermissionsExt::from_mode(0o777);
         fs::set_permissions(folder.path(), all)?;
-        let cluster = Cluster { unshare, folder };
+        let mut cluster = Cluster { unshare, folder };
+        let mut ended = None;
         eventually(|| {
+            ended = cluster.unshare.try_wait()?;
+            if ended.is_some() {
+                return Ok(());
+            }
             let states = cluster.run("sinfo -h -N -o %T")?;
             ensure!(states.lines().collect::<Vec<_>>() == ["idle"; 3], "nodes are {states}");
             for number in [1, 2] {
@@ -55,6 +60,9 @@ impl Cluster {
             Ok(())
         })
         .with_context(|| cluster.logs())?;
+        if let Some(status) = ended {
+            bail!("tests/src/slurm.sh ended ({status})\n{}", cluster.logs());
+        }
         Ok(cluster)
     }
 
@@ -129,6 +137,7 @@ impl Cluster {
         };
         let names = [
             "log",
+            "mariadb.log",
             "slurmctld.log",
             "slurmdbd.log",
             "n1.log",
@@ -202,7 +211,12 @@ fn jobs_get_leases_that_end_with_them() -> Result<()> {
     cluster.run("/etc/rgpu/rgpu-slurm renew")?;
     fs::write(&go, "")?;
     cluster.until_there_are_leases(0)?;
-    ensure!(cluster.run("ls /run/rgpu-slurm")?.is_empty(), "files of leases are left");
+    // The Epilog removes the file after it has given the lease back.
+    eventually(|| {
+        let files = cluster.run("ls /run/rgpu-slurm")?;
+        ensure!(files.is_empty(), "files of leases are left: {files}");
+        Ok(())
+    })?;
     eventually(|| {
         let used = cluster.run(&format!("sacct -n -P -X -j {alone} -o AllocTRES,State"))?;
         ensure!(used.contains("gres/rgpu=2") && used.contains("COMPLETED"), "{used}");
@@ -273,8 +287,10 @@ fn a_dead_node_leaves_no_lease() -> Result<()> {
     begin(&cluster, 2)?;
     cluster.run("kill -KILL $(cat /run/slurmd.n1.pid) $(pgrep slurmstepd)")?;
     cluster.until_there_are_leases(0)?;
-    let log = |number| fs::read_to_string(cluster.folder.path().join(format!("server{number}.log")));
-    let log = log(1)? + &log(2)?;
-    ensure!(log.contains("the lease was not renewed in time"), "{log}");
-    Ok(())
+    eventually(|| {
+        let log = |number| fs::read_to_string(cluster.folder.path().join(format!("server{number}.log")));
+        let log = log(1)? + &log(2)?;
+        ensure!(log.contains("the lease was not renewed in time"), "{log}");
+        Ok(())
+    })
 }
