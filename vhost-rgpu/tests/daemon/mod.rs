@@ -54,6 +54,15 @@ impl Daemon {
         Daemon::start(&["--server", &server.address.to_string(), "--name", "testvm"])
     }
 
+    /// Starts one that serves what a configuration file in `folder` says, and waits until it serves.
+    pub fn configured(folder: &Arc<tempfile::TempDir>, file: &str) -> Daemon {
+        let path = folder.path().join("vhost-rgpu.toml");
+        std::fs::write(&path, file).unwrap();
+        let mut command = Command::new(BINARY);
+        command.arg("--insecure").arg("--config").arg(path);
+        Daemon(test_kit::daemon::Daemon::spawn(&mut command, folder).ready())
+    }
+
     /// Starts one as systemd does, with a listening socket handed over under a name.
     pub fn activated(arguments: &[&str], listening: &OwnedFd, name: &str) -> Daemon {
         let mut command = Command::new("sh");

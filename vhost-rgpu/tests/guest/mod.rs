@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 
@@ -59,10 +60,15 @@ pub struct Guest {
 
 impl Guest {
     pub fn connect(daemon: &Daemon) -> Guest {
+        Guest::at_socket(&daemon.vm())
+    }
+
+    /// Connects to the socket of one of several virtual machines.
+    pub fn at_socket(socket: &Path) -> Guest {
         let file: OwnedFd = memfd(RAM);
         let memory = Memory { addr: 0, size: RAM, file_offset: 0 };
         let memories = Memories::map(vec![(memory, file.try_clone().unwrap())]).unwrap();
-        let mut frontend = Frontend::connect(daemon.vm(), 3).unwrap();
+        let mut frontend = Frontend::connect(socket, 3).unwrap();
         frontend.set_owner().unwrap();
         let features = frontend.get_features().unwrap();
         assert!(features & VERSION_1 != 0 && features & PROTOCOL_FEATURES != 0);
