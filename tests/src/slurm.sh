@@ -22,8 +22,12 @@ chown munge: /etc/munge/munge.key
 chmod 400 /etc/munge/munge.key
 setpriv --reuid munge --regid munge --clear-groups munged
 
-mariadb-install-db --user=root --datadir=/var/lib/mysql --auth-root-authentication-method=socket >"$folder/mariadb.log" 2>&1
-mariadbd --no-defaults --user=root --datadir=/var/lib/mysql --socket=/run/mysqld/mysqld.sock --skip-networking >>"$folder/mariadb.log" 2>&1 &
+# Without the kernel's asynchronous I/O, whose number of requests is limited for the whole machine.
+options='--user=root --datadir=/var/lib/mysql --innodb-use-native-aio=0'
+# shellcheck disable=SC2086 # several options
+mariadb-install-db --no-defaults $options --auth-root-authentication-method=socket >"$folder/mariadb.log" 2>&1
+# shellcheck disable=SC2086
+mariadbd --no-defaults $options --socket=/run/mysqld/mysqld.sock --skip-networking >>"$folder/mariadb.log" 2>&1 &
 until mariadb --no-defaults -S /run/mysqld/mysqld.sock -e 'create database slurm_acct_db' 2>/dev/null; do sleep 0.2; done
 cat >/etc/slurm/slurmdbd.conf <<END
 AuthType=auth/munge
