@@ -178,7 +178,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
         _ => {
             artifacts::build()?;
             programs::build()?;
-            if matches!(part, "guest_counts" | "round_trips") {
+            if matches!(part, "guest_counts" | "rgpuctl" | "round_trips") {
                 bench::compile()?;
             }
             match part {
