@@ -62,9 +62,7 @@ fn clusters(function: &Function, mut request: OccupancyMaxActiveClusters) -> Res
     }
     if let ClusterAnswer::Class(_) | ClusterAnswer::Unknown(_) = rules {
         let name = function.name.to_string_lossy();
-        log::debug(format_args!(
-            "asking the server how many clusters of {name} fit: {rules:?}; {request:?}"
-        ));
+        log::debug(format_args!("asking the server how many clusters of {name} fit: {rules:?}; {request:?}"));
     }
     // The question is cached without the others sent with it.
     let question = request.clone();

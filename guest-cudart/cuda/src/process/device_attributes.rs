@@ -49,13 +49,13 @@ pub(crate) mod attr {
 /// and don't hold for the program's, others announce parts of the API that rgpu doesn't support. They read as
 /// 0.
 pub(crate) const NOT_HERE: &[usize] = &[
-    86,  // HOST_NATIVE_ATOMIC_SUPPORTED
-    88,  // PAGEABLE_MEMORY_ACCESS
-    89,  // CONCURRENT_MANAGED_ACCESS
+    86, // HOST_NATIVE_ATOMIC_SUPPORTED
+    88, // PAGEABLE_MEMORY_ACCESS
+    89, // CONCURRENT_MANAGED_ACCESS
     // rgpu finds host pointers only among a kernel's own parameters. With 0, programs ask for the device
     // address, so pointers inside structures work, too.
     91,  // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-    98, // CAN_FLUSH_REMOTE_WRITES
+    98,  // CAN_FLUSH_REMOTE_WRITES
     100, // PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
     101, // DIRECT_MANAGED_MEM_ACCESS_FROM_HOST
     104, // HANDLE_TYPE_WIN32_HANDLE_SUPPORTED
