@@ -1,4 +1,4 @@
-//! What was found, as text and plots.
+//! The findings, as text and plots.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -9,7 +9,7 @@ use super::{
     Bulk, Cost, Counts, DEPTH_SIZE, DEPTHS, DIRECTIONS, PAIRS, Points, ROUND_SIZES, Rounds, SIZES, WAYS, Who,
 };
 
-/// Everything that was found.
+/// Everything that was measured.
 pub struct Study<'s> {
     pub points: &'s Points,
     pub rounds: &'s Rounds,
@@ -62,7 +62,7 @@ impl Study<'_> {
         self.rounds.bulk.get(&(size, who)).map(|all| all.iter().map(of).collect()).unwrap_or_default()
     }
 
-    /// Ours by theirs, round by round.
+    /// The ratio of ours to theirs, round by round.
     fn ratio(&self, size: u64, ours: Who, theirs: Who) -> String {
         let (ours, theirs) = (self.bulk(size, ours, |b| b.rate), self.bulk(size, theirs, |b| b.rate));
         spread(ours.iter().zip(theirs).map(|(ours, theirs)| 100.0 * ours / theirs), 0, " %")
