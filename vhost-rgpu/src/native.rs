@@ -146,7 +146,7 @@ impl Server {
         let _ = self.control.tell_keeper(&ToKeeper::Forget { channel: place });
     }
 
-    /// Serves a client that the keeper has accepted, in a thread of its own. `again`: whether another process
+    /// Serves a client that the keeper has accepted, in its own thread. `again`: whether another process
     /// has served it before.
     pub fn serve(
         self: &Arc<Self>,

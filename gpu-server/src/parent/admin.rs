@@ -110,7 +110,7 @@ fn serve(server: &Arc<Server>, mut stream: UnixStream) -> std::io::Result<()> {
     stream.write_all(format!("{answer}\n").as_bytes())
 }
 
-/// Executes the installed program, and reports that right before. Runs in a thread of its own, so that other
+/// Executes the installed program, and reports that right before. Runs in its own thread, so that other
 /// requests are still answered.
 fn upgrade(server: &Arc<Server>, mut stream: UnixStream) -> std::io::Result<()> {
     let server = Arc::clone(server);

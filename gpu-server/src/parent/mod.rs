@@ -8,7 +8,7 @@
 //! - [`admin`]: `rgpuctl`'s requests to the daemon; [`audit`]: the audit log;
 //! - [`queue`]: clients that wait for a worker; [`placement`]: which devices a session gets; [`accounts`]:
 //!   what principals hold; [`memory`]: NVML's figures for that;
-//! - [`pool`]: workers that are started in advance; [`workers`]: what the daemon knows of each; [`watch`]:
+//! - [`pool`]: workers that are started in advance; [`workers`]: what the daemon knows about each; [`watch`]:
 //!   their messages, and their end;
 //! - [`ends`]: sessions that the daemon ends, and why recent sessions ended;
 //! - [`health`]: unhealthy devices, which take no new sessions;

@@ -296,7 +296,7 @@ fn clean(text: &mut String) {
     }
 }
 
-/// Checks a message against what the daemon knows of the worker. The error describes what the worker did
+/// Checks a message against what the daemon knows about the worker. The error describes what the worker did
 /// wrong.
 fn check(state: &State, pid: u32, message: &mut FromWorker) -> Result<(), String> {
     let Some(stage) = state.workers.get(&pid).map(|managed| managed.stage) else {

@@ -65,7 +65,7 @@ impl Server {
         self.stored.extend(u32::try_from(channel).ok().map(|channel| (channel, stored)));
     }
 
-    /// Serves the VMM whose messages the keeper passes on, in threads of its own. `resumed` says how the
+    /// Serves the VMM whose messages the keeper passes on, in its own threads. `resumed` says how the
     /// predecessor ended, if there was one.
     pub fn serve(&mut self, listening: OwnedFd, requests: OwnedFd, resumed: Option<String>) -> Result<()> {
         let name = self.config.name.clone();

@@ -295,7 +295,7 @@ impl Staging {
         if let Some(block) = holding.block.take() {
             drop(holding);
             tracing::debug!("the staging memory is idle: released");
-            // In a thread of its own, because senders must not wait. If it cannot be started, the memory
+            // In its own thread, because senders must not wait. If it cannot be started, the memory
             // stays.
             let _ = std::thread::Builder::new().name("rgpu-release".into()).spawn(move || {
                 let mut held = block;
@@ -629,7 +629,7 @@ impl Transfer {
         true
     }
 
-    /// Copies the bytes of `mapped`, which no device can access, into the slots, in a thread of its own. With
+    /// Copies the bytes of `mapped`, which no device can access, into the slots, in its own thread. With
     /// `when`, the thread waits until that reports that the stream has reached the command. If it reports
     /// that the stream has failed, the bytes are not read.
     pub(super) fn feed(self: &Arc<Transfer>, mapped: Mapped, when: Option<Receiver<Status>>) -> Result {
