@@ -102,7 +102,7 @@ struct State {
     /// Memory of other graphs that it frees.
     frees: Vec<u64>,
     /// The next launch makes the server's graphs, because they copy or fill memory of graphs that does not
-    /// exist before, or has been replaced.
+    /// exist yet or has been replaced.
     waits: bool,
     /// The stream of the last launch. Launches of one instance run one after the other.
     last: Option<Arc<Stream>>,

@@ -206,7 +206,7 @@ impl Transfer<'_> {
                 }
             }
         }
-        // One that was not filled was not of this copy's making.
+        // A copy too short to fill the pipeline says nothing about the right depth.
         if len / chunk >= depth {
             DEEP.store(depth, Ordering::Relaxed);
         }
