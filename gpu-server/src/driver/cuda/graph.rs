@@ -150,7 +150,8 @@ impl Cuda {
             }
             NodeWork::Launch { function, launch } => {
                 // The driver would load the function at its first launch, which is impossible while a stream
-                // is being captured. SAFETY: a live function.
+                // is being captured.
+                // SAFETY: a live function.
                 unsafe { self.api.function_load(function.handle) }?;
                 return capture.capture(&before, |stream| self.launch_at(context, stream, function, &launch));
             }

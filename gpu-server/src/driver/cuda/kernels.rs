@@ -352,8 +352,8 @@ impl GpuModules for Cuda {
         _functions: Vec<CudaFunction>,
     ) -> Result {
         // The driver waits for the context's work. That work finishes without this thread, because no stream
-        // waits for the client on the device. SAFETY: a module of that context, removed from the session's
-        // table.
+        // waits for the client on the device.
+        // SAFETY: a module of that context, removed from the session's table.
         let unloaded = unsafe { self.api.module_unload(module.handle) };
         self.note(context, unloaded)
     }

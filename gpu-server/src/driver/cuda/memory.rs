@@ -144,8 +144,8 @@ impl GpuMemory for Cuda {
 
     fn unlock(&mut self, chunk: &mut Chunk) {
         if std::mem::take(&mut chunk.locked) {
-            // An error means that the driver had already unlocked it, with its context. SAFETY: locked by
-            // `lock`, and no copy is pending.
+            // An error means that the driver had already unlocked it, with its context.
+            // SAFETY: locked by `lock`, and no copy is pending.
             let _ = unsafe { self.api.host_unregister(chunk.at().as_ptr().cast()) };
         }
     }

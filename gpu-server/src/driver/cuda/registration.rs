@@ -95,8 +95,9 @@ impl Drop for Registration {
             return;
         }
         // The control thread has no context of its own. The lock of `home` is not held: the driver may wait
-        // here for work that in turn waits for someone who needs that lock. SAFETY: a context of this process
-        // (the driver refuses one that was destroyed meanwhile); addresses registered in it.
+        // here for work that in turn waits for someone who needs that lock.
+        // SAFETY: a context of this process (the driver refuses one that was destroyed meanwhile); addresses
+        // registered in it.
         unsafe {
             let _ = self.api.context_set(self.context);
             for run in &self.runs {

@@ -114,8 +114,8 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
 api! {
     unsafe fn cuPointerGetAttribute(data: *mut c_void, number: u32, pointer: u64) {
         let driver = driver()?;
-        // CUDA returns "invalid value" for an unknown pointer. SAFETY: there is room for the attribute's
-        // type, by CUDA's manual.
+        // CUDA returns "invalid value" for an unknown pointer.
+        // SAFETY: there is room for the attribute's type, by CUDA's manual.
         if unsafe { attribute(driver, data, number, pointer) }? { Ok(()) } else { Err(Status::INVALID_VALUE) }
     }
 

@@ -125,8 +125,8 @@ pub(crate) fn init() -> Result<&'static Driver> {
     }
     let sessions = session::open()?;
     // Runs before functions that were registered earlier, such as a runtime's that unload modules.
-    // Destructors of objects created later run first and can still use CUDA. SAFETY: a plain C function that
-    // lives as long as this library.
+    // Destructors of objects created later run first and can still use CUDA.
+    // SAFETY: a plain C function that lives as long as this library.
     unsafe { libc::atexit(end) };
     // Sent together and answered in one exchange per server: nearly every server has at least one device.
     let asked: Vec<Asked> = sessions.iter().map(|session| Asked::begin(session)).collect::<Result<_>>()?;

@@ -133,8 +133,8 @@ impl Copier {
         }
         let home = match address::check_near(self.driver, self.server(), dst, len as u64) {
             Ok(found) => found.context,
-            // With unified addressing, pinned memory also has a device address. SAFETY: the caller meets the
-            // same requirements.
+            // With unified addressing, pinned memory also has a device address.
+            // SAFETY: the caller meets the same requirements.
             Err(_) if is_pinned(dst, len) => return unsafe { self.on_host(dst as *mut u8, src, len) },
             Err(status) => return Err(status),
         };

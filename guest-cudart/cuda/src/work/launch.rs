@@ -109,8 +109,8 @@ unsafe fn unpack(function: &Function, extra: *const *mut c_void, block: &mut Vec
     non_null(buffer)?;
     non_null(size)?;
     // A buffer may be shorter than the parameters (NCCL passes only the used part of a large structure): the
-    // rest is zero. NVIDIA's driver refuses a longer one with this status. SAFETY: not NULL; the program
-    // passes a buffer and its size.
+    // rest is zero. NVIDIA's driver refuses a longer one with this status.
+    // SAFETY: not NULL; the program passes a buffer and its size.
     unsafe {
         let given = *size;
         if given > function.params_size {
