@@ -51,7 +51,7 @@ pub struct Arguments {
     /// What to do instead of serving.
     #[command(subcommand)]
     pub command: Option<Command>,
-    /// Configuration file (TOML). Flags override it. Default: none
+    /// Configuration file (TOML). Flags override it. None by default
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Check the configuration, report errors, and exit
@@ -110,7 +110,7 @@ pub struct Serve {
     pub insecure: bool,
     /// Another server that this one's workers may connect to, so that copies between GPUs of both take the
     /// shortest way: tcp:HOST[:PORT] or unix:PATH, exactly as that server calls itself (rgpuctl enroll there
-    /// prints its addresses in the token). May be given more than once. Default: none; such copies pass
+    /// prints its addresses in the token). May be given more than once. None by default; such copies pass
     /// through the client's machine
     #[arg(long, value_name = "ADDRESS")]
     pub direct_to: Vec<Address>,
@@ -119,7 +119,7 @@ pub struct Serve {
     #[arg(long, value_name = "FOLDER", default_value = SERVER_FOLDER)]
     pub identity: PathBuf,
     /// Unix socket for rgpuctl to enroll, list and revoke clients, and to drain or upgrade the daemon. Only
-    /// this daemon's user may connect. Default: none
+    /// this daemon's user may connect. None by default
     #[arg(id = "admin.socket", long = "admin-socket", value_name = "PATH")]
     pub admin_socket: Option<PathBuf>,
     /// File with rules for what each client may use; clients.toml is an example. Read again on SIGHUP. By
@@ -127,7 +127,7 @@ pub struct Serve {
     #[arg(long, value_name = "FILE")]
     pub clients: Option<PathBuf>,
     /// File that gets a line of JSON for each session that begins, is refused or ends. Reopened on SIGHUP.
-    /// Default: none
+    /// None by default
     #[arg(long, value_name = "FILE")]
     pub audit_log: Option<PathBuf>,
     /// Idle workers to keep ready, each with a context on the first device. With 0, a worker starts when a
@@ -166,8 +166,8 @@ pub struct Serve {
     /// Where metrics are served.
     #[command(flatten)]
     pub metrics: metrics::Options,
-    /// Unix socket where the daemon reports its status to rgpuctl, one JSON object per connection. Default:
-    /// none
+    /// Unix socket where the daemon reports its status to rgpuctl, one JSON object per connection. None
+    /// by default
     #[arg(id = "status.socket", long = "status-socket", value_name = "PATH")]
     pub status_socket: Option<PathBuf>,
 }
@@ -317,7 +317,7 @@ pub struct Swap {
     #[arg(id = "swap.memory", long = "swap-memory", value_name = "SIZE", default_value = "0", value_parser = parse_size)]
     pub memory: u64,
     /// Folder for files that device memory is moved to when --swap-memory is used up. The files have no names
-    /// and end with their sessions. Default: none
+    /// and end with their sessions. None by default
     #[arg(id = "swap.folder", long = "swap-folder", value_name = "FOLDER")]
     pub folder: Option<PathBuf>,
     /// Memory of each device that sessions may use at a time if device memory is moved, in bytes or with a
@@ -367,7 +367,7 @@ pub struct Sandbox {
     #[arg(id = "sandbox.users", long = "worker-users", value_name = "FIRST-LAST", default_value_t = sandbox::WORKER_USERS)]
     pub users: sandbox::Range,
     /// Additional files and folders that workers may read, such as the folder of a driver library in an
-    /// unusual place. Default: none
+    /// unusual place. None by default
     #[arg(id = "sandbox.files", long = "worker-files", value_name = "PATHS", value_delimiter = ',')]
     pub files: Vec<PathBuf>,
     /// Maximum memory of this machine for one worker, in bytes or with a unit (K, M, G, T). 0 means half of

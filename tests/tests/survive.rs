@@ -30,6 +30,7 @@ use protocol::ops::stream::StreamMark;
 use protocol::ops::{Op, encode};
 use rgpu_tests::{programs, tree};
 use support::network::{Network, SERVER};
+use support::random::Random;
 use support::{Bystanders, PATIENCE, Rig, Running, Transport, eventually, on_this_host};
 use test_kit::link::{TcpBridge, connect_tcp, greet, hello};
 use zerocopy::{FromBytes, IntoBytes};
@@ -258,19 +259,6 @@ fn reset(stream: &TcpStream) {
     // It may already be closed.
     let _ = setsockopt(&stream, sockopt::Linger, &at_once);
     let _ = stream.shutdown(Shutdown::Both);
-}
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % end
-    }
 }
 
 fn rig(name: &str, link: &Arc<Link>, server: &[&str]) -> Result<Rig> {

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rgpu_tests::programs;
+use support::random::Random;
 use support::{Rig, TRANSPORTS, Transport, on_this_host};
 
 /// Time limit of a program. Only a hang takes this long.
@@ -159,19 +160,6 @@ fn slow_link(port: u16, seed: u32) -> Result<u16> {
         }
     });
     Ok(own)
-}
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % end
-    }
 }
 
 fn pass_on(mut from: TcpStream, mut to: TcpStream, mut random: Random) {

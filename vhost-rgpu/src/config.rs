@@ -52,7 +52,7 @@ Environment:
   RUST_LOG  what to log, as --log, which overrides it"
 )]
 pub struct Arguments {
-    /// Configuration file (TOML). Flags override it. Default: none
+    /// Configuration file (TOML). Flags override it. None by default
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Check the configuration, report errors, and exit
@@ -96,12 +96,12 @@ struct DaemonOptions {
     /// processors, and 0 (never poll) with one
     #[arg(long, value_name = "N", value_parser = value_parser!(u64).range(0..=10_000))]
     poll_us: Option<u64>,
-    /// Unix socket where the daemon reports its status to rgpuctl, one JSON object per connection. Default:
-    /// none
+    /// Unix socket where the daemon reports its status to rgpuctl, one JSON object per connection. None
+    /// by default
     #[arg(id = "status.socket", long = "status-socket", value_name = "PATH")]
     status_socket: Option<PathBuf>,
-    /// Unix socket where rgpuctl upgrade replaces the daemon; only its user and root may connect. Default:
-    /// none
+    /// Unix socket where rgpuctl upgrade replaces the daemon; only its user and root may connect. None
+    /// by default
     #[arg(id = "admin.socket", long = "admin-socket", value_name = "PATH")]
     admin_socket: Option<PathBuf>,
     /// Where metrics are served.
@@ -179,8 +179,8 @@ struct SessionOptions {
     /// default the name of this host
     #[arg(long, value_name = "NAME", value_parser = parse_name)]
     name: Option<String>,
-    /// The server: tcp:HOST:PORT (port 9700 if omitted) or, on this host, unix:PATH. Required. "/0,2" after
-    /// it selects devices of that server by its numbers, "#KEY" a lease (rgpuctl lease). With several
+    /// The server: tcp:HOST:PORT (port 9700 if omitted) or, on this host, unix:PATH. Must be given. "/0,2"
+    /// after it selects devices of that server by its numbers, "#KEY" a lease (rgpuctl lease). With several
     /// servers, in a list, each program has the devices of all of them, in this order
     #[arg(long, value_name = "ADDRESS", num_args = 1)]
     server: Vec<Server>,

@@ -12,16 +12,16 @@
 //! - [`config`]: what to serve, from the command line and the configuration file;
 //! - [`sockets`]: listening sockets, created here or by systemd;
 //! - [`keeper`]: the process that owns the sockets and starts the others;
-//! - [`link`]: the messages between the keeper and a device process;
+//! - [`link`]: what the keeper and a device process say to each other;
 //! - [`device_process`]: a process for one virtual machine, or for one user's programs;
-//! - [`confinement`]: what such a process may access;
+//! - [`confinement`]: what such a process may reach;
 //! - [`vm`]: the virtio device of a virtual machine: requests, doorbell, events;
 //! - [`native`]: processes of this host;
-//! - [`refusal`]: answers to refused requests;
+//! - [`refusal`]: the answers to requests that are refused;
 //! - [`registry`]: a device process's sessions and counters;
 //! - [`limit`]: rate-limited logging.
 //!
-//! The daemon knows virtio and sessions. It knows nothing about CUDA or the meaning of commands.
+//! The daemon knows virtio and sessions. It knows nothing of CUDA or of what a command means.
 
 mod config;
 mod confinement;
@@ -64,8 +64,7 @@ fn run() -> Result<()> {
         return Arguments::write_manual(folder)
             .with_context(|| format!("cannot write into {}", folder.display()));
     }
-    // SAFETY: only the keeper starts processes with this argument, and gives them the descriptor. Nothing
-    // before this uses descriptors.
+    // SAFETY: the keeper, and nobody else, starts processes with this argument and gives them the descriptor. Nothing before this uses descriptors.
     let control = arguments
         .device_process
         .map(|descriptor| unsafe { device_process::inherited(descriptor) })
@@ -92,7 +91,7 @@ fn run() -> Result<()> {
         println!("the configuration is valid; virtual machines: {vms}; native socket: {native}");
         return Ok(());
     }
-    // No colors in a log that nobody watches, such as systemd's.
+    // A log that nobody watches, such as systemd's, is not to have colors.
     let colors = std::io::stderr().is_terminal();
     tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colors).with_writer(std::io::stderr).init();
     if arguments.device_process.is_none() {

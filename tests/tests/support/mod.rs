@@ -5,6 +5,7 @@
 
 pub mod client;
 pub mod network;
+pub mod random;
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
