@@ -114,7 +114,7 @@ pub enum ToDevice {
     /// What the predecessor had stored. Comes before [`Vmm`](ToDevice::Vmm).
     Restore {
         /// The channel; for a native client, its number and one of its regions
-        /// ([`native::place`](crate::native::place)).
+        /// ([`place`](crate::native::recovery::place)).
         channel: u64,
         /// What was stored.
         stored: Stored,

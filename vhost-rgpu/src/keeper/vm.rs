@@ -7,7 +7,8 @@
 //!
 //! If the device process ends unexpectedly, another one is started and told everything again. The VMM and the
 //! guest's driver don't notice. A process serves only one VMM connection: the next VMM starts with a fresh
-//! one. If the keeper itself is replaced, what it knows of the connection is [`Kept`] for the next keeper.
+//! one. If the keeper itself is replaced, what it knows of the connection is [`Kept`](super::kept::Kept) for
+//! the next keeper.
 
 use std::fs::File;
 use std::io;
