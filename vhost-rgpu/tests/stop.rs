@@ -169,7 +169,8 @@ fn whatever_shows_a_reset_ends_the_sessions() {
         assert_eq!(states(&daemon), ["paused"], "way {way}");
         show(&mut guest);
         eventually(|| server.ended() == way + 1);
-        assert_eq!(daemon.sessions(), 0);
+        // The server may see the end first.
+        eventually(|| daemon.sessions() == 0);
     }
 }
 
