@@ -19,8 +19,8 @@ use crate::worker_protocol::{Amounts, Limits};
 
 /// Share the GPUs of this machine with rgpu clients.
 ///
-/// Listens for vhost-rgpu on other machines (tcp) and on this one (unix). Each program that uses a GPU is served by a worker process of its own. A pool keeps workers ready;
-/// clients that find none wait in a queue.
+/// Listens for vhost-rgpu on other machines (tcp) and on this one (unix). Each program that uses a GPU is
+/// served by its own worker process. A pool keeps workers ready; clients that find none wait in a queue.
 #[derive(Debug, Parser)]
 #[command(
     name = "rgpu-server",
@@ -51,22 +51,24 @@ pub struct Arguments {
     /// What to do instead of serving.
     #[command(subcommand)]
     pub command: Option<Command>,
-    /// Configuration file (TOML). Flags override it. By default there is none
+    /// Configuration file (TOML). Flags override it. None by default
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Check the configuration, report what is wrong with it, and exit
+    /// Check the configuration, report errors, and exit
     #[arg(long)]
     pub check_config: bool,
-    /// With --check-config: whether this program takes over sessions of a daemon that writes them down in this format
+    /// With --check-config: whether this program can take over sessions from a daemon that stores them in
+    /// this format
     #[arg(long, value_name = "FORMAT", hide = true)]
     pub takes_over: Option<u32>,
     /// Print a commented configuration file with every option, and exit
     #[arg(long)]
     pub print_config: bool,
-    /// Print a commented file of rules for clients with every key, and exit
+    /// Print a commented file of client rules with every key, and exit
     #[arg(long)]
     pub print_clients: bool,
-    /// Write the man pages and shell completions into a folder that is installed as /usr/share, and exit; for packages
+    /// Write the man pages and shell completions into a folder to install as /usr/share, and exit; for
+    /// packages
     #[arg(long, hide = true, value_name = "FOLDER")]
     pub write_manual: Option<PathBuf>,
     /// Options of the daemon.
@@ -77,9 +79,10 @@ pub struct Arguments {
 /// Subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Report what a server would find on this machine: driver, devices, and whether address ranges can be reserved
+    /// Report what a server would find on this machine: driver, devices, and whether address ranges can be
+    /// reserved
     Check(Backing),
-    /// Run a worker process; started by the daemon only
+    /// Run a worker process; only the daemon starts it
     #[command(hide = true)]
     Worker(Worker),
 }
@@ -101,38 +104,48 @@ pub struct Serve {
     /// Where to listen: tcp:ADDRESS[:PORT] or unix:PATH. May be given more than once
     #[arg(long, value_name = "ADDRESS", default_value = "unix:/run/rgpu/server.sock")]
     pub listen: Vec<Address>,
-    /// Accept connections over tcp without TLS. Then everybody who can reach the port can use the GPUs, and read and change what others send
+    /// Accept connections over tcp without TLS. Anyone who can reach the port can then use the GPUs, and read
+    /// and change what others send
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, action = clap::ArgAction::Set)]
     pub insecure: bool,
-    /// Another server to which workers of this one may connect, so that copies between GPUs of both take the shortest way: tcp:HOST[:PORT] or unix:PATH, exactly as that server calls itself
-    /// (rgpuctl enroll there prints its addresses in the token). May be given more than once. By default there is none, and such copies pass through the client's machine
+    /// Another server that this one's workers may connect to, so that copies between GPUs of both take the
+    /// shortest way: tcp:HOST[:PORT] or unix:PATH, exactly as that server calls itself (rgpuctl enroll there
+    /// prints its addresses in the token). May be given more than once. None by default; such copies pass
+    /// through the client's machine
     #[arg(long, value_name = "ADDRESS")]
     pub direct_to: Vec<Address>,
-    /// Folder of this server's key, which is made at the first start, and of the list of clients that joined. Used if it listens on tcp and is not insecure
+    /// Folder for this server's key, which is created at the first start, and the list of enrolled clients.
+    /// Used when listening on tcp without --insecure
     #[arg(long, value_name = "FOLDER", default_value = SERVER_FOLDER)]
     pub identity: PathBuf,
-    /// Unix socket where rgpuctl enrolls, lists and revokes clients, and drains or upgrades the daemon. Only the user of this daemon may connect. By default there is none
+    /// Unix socket for rgpuctl to enroll, list and revoke clients, and to drain or upgrade the daemon. Only
+    /// this daemon's user may connect. None by default
     #[arg(id = "admin.socket", long = "admin-socket", value_name = "PATH")]
     pub admin_socket: Option<PathBuf>,
-    /// File that says what each client may use; clients.toml is an example. Read again on SIGHUP. By default all clients have the limits given here
+    /// File with rules for what each client may use; clients.toml is an example. Read again on SIGHUP. By
+    /// default all clients have the limits given here
     #[arg(long, value_name = "FILE")]
     pub clients: Option<PathBuf>,
-    /// File that gets a line of JSON for each session that begins, is refused or ends. Opened anew on SIGHUP. By default there is none
+    /// File that gets a line of JSON for each session that begins, is refused or ends. Reopened on SIGHUP.
+    /// None by default
     #[arg(long, value_name = "FILE")]
     pub audit_log: Option<PathBuf>,
-    /// Idle workers to keep ready, each with a context on the first device. With 0, a worker starts when a client asks for one
+    /// Idle workers to keep ready, each with a context on the first device. With 0, a worker starts when a
+    /// client asks for one
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub workers: usize,
     /// Idle workers to keep ready until the first session begins. By default as many as later
     #[arg(long, value_name = "N")]
     pub first_workers: Option<usize>,
-    /// Maximum number of sessions, including those that wait for a worker. Sessions that only query NVML have the same limit but are counted separately
+    /// Maximum number of sessions, including those waiting for a worker. Sessions that only query NVML have
+    /// the same limit but are counted separately
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_sessions: usize,
-    /// Maximum seconds a session may wait for a worker while no other session begins and no worker becomes ready
+    /// Maximum seconds a session may wait for a worker while no other session begins and no worker becomes
+    /// ready
     #[arg(long, value_name = "N", default_value_t = 60)]
     pub wait_seconds: u64,
-    /// Seconds that sessions have to end by themselves after SIGTERM. rgpuctl drain says another time
+    /// Seconds for sessions to end by themselves after SIGTERM. rgpuctl drain can set another time
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub drain_seconds: u64,
     /// What to log: a level (error, warn, info, debug, trace) or a filter as in RUST_LOG
@@ -153,7 +166,8 @@ pub struct Serve {
     /// Where metrics are served.
     #[command(flatten)]
     pub metrics: metrics::Options,
-    /// Unix socket where the daemon reports its status to rgpuctl: one JSON object for each connection. By default there is none
+    /// Unix socket where the daemon reports its status to rgpuctl, one JSON object per connection. None
+    /// by default
     #[arg(id = "status.socket", long = "status-socket", value_name = "PATH")]
     pub status_socket: Option<PathBuf>,
 }
@@ -161,20 +175,23 @@ pub struct Serve {
 /// What clients need not send again.
 #[derive(Debug, Clone, Args)]
 pub struct Cache {
-    /// Folder for what clients have sent over tcp, so that they need not send it again: the server keeps code and large copies to devices, those of each client apart, and finds them by their hashes.
-    /// Only this daemon's user may have access to it. By default nothing is kept
+    /// Folder for data that clients have sent over tcp, so that they need not send it again. The server keeps
+    /// code and large copies to devices, separately for each client, and finds them by their hashes. Only
+    /// this daemon's user may have access to it. By default nothing is kept
     #[arg(id = "cache.folder", long = "cache", value_name = "FOLDER")]
     pub folder: Option<PathBuf>,
-    /// Maximum size of what is kept of one client, in bytes or with a unit (K, M, G, T). What was not used for the longest time gives way
+    /// Maximum size of the data kept for one client, in bytes or with a unit (K, M, G, T). The least recently
+    /// used data is removed first
     #[arg(id = "cache.client_limit", long = "cache-client-limit", value_name = "SIZE", default_value = "32G", value_parser = parse_size)]
     pub client_limit: u64,
-    /// Maximum size of what is kept of all clients together. A client's data gives way to the same client's, or, while it has no session, to that of a client that has less
+    /// Maximum size of the data kept for all clients together. A client's data makes room for the same
+    /// client's or, while it has no session, for that of a client with less
     #[arg(id = "cache.limit", long = "cache-limit", value_name = "SIZE", default_value = "128G", value_parser = parse_size)]
     pub limit: u64,
 }
 
 impl Cache {
-    /// Opens the store, if there is to be one.
+    /// Opens the store, if one is configured.
     pub fn open(&self) -> std::io::Result<Option<Store>> {
         let limits = store::Limits { client: self.client_limit, all: self.limit };
         self.folder.as_ref().map(|folder| Store::open(folder, limits)).transpose()
@@ -190,26 +207,30 @@ pub struct Share {
     /// Maximum memory of all sessions of one client together on each device. 0 means no limit
     #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
     pub client_memory_limit: u64,
-    /// Maximum page-locked memory of this machine that one session's programs may have for kernels. By default a quarter of this machine's memory
+    /// Maximum page-locked memory on this machine that the programs of one session may have for kernels. By
+    /// default a quarter of this machine's memory
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub pinned_limit: Option<u64>,
-    /// Maximum page-locked memory of all sessions of one client together. By default a quarter of this machine's memory
+    /// Maximum page-locked memory of all sessions of one client together. By default a quarter of this
+    /// machine's memory
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub client_pinned_limit: Option<u64>,
-    /// Maximum number of sessions of one client, including those that wait for a worker. Sessions that only query NVML are counted separately. 0 means no limit
+    /// Maximum number of sessions of one client, including those waiting for a worker. Sessions that only
+    /// query NVML are counted separately. 0 means no limit
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub client_sessions: u32,
     /// Number of devices that a session gets: the least used ones. 0 means all
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub session_devices: u32,
-    /// Maximum seconds for which a kernel, or a graph launched as a whole, may run, including the time in which others use the device beside it. A session with one that runs longer gets
-    /// cudaErrorLaunchTimeout and is ended. 0 means no limit. Each launch is then measured, which takes two more calls of the driver
+    /// Maximum run time in seconds of a kernel, or of a graph launched as a whole, including time in which
+    /// others use the device. A session that exceeds it gets cudaErrorLaunchTimeout and is ended. 0 means no
+    /// limit. With a limit, each launch is measured, which takes two more driver calls
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub kernel_seconds: u32,
     /// Whether a client's devices also serve others while it has a session
     #[arg(long, value_enum, default_value_t = Sharing::Shared)]
     pub sharing: Sharing,
-    /// Whether device memory of idle sessions may be moved to this machine (see --swap-memory)
+    /// Whether device memory of idle sessions may be moved to this machine's memory (see --swap-memory)
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = true, action = clap::ArgAction::Set)]
     pub swappable: bool,
 }
@@ -219,7 +240,7 @@ pub struct Share {
 pub enum Sharing {
     /// They do
     Shared,
-    /// They do not, for as long as it has a session; others wait
+    /// They do not while it has a session; others wait
     Exclusive,
 }
 
@@ -261,20 +282,25 @@ pub struct WorkerOptions {
     /// Which devices.
     #[command(flatten)]
     pub backing: Backing,
-    /// Seconds for which a session over TCP is kept when its connections are lost, with everything that it has on the devices. 0 ends it with its connections
+    /// Seconds to keep a session over TCP whose connections are lost, with everything it has on the devices.
+    /// 0 ends it with its connections
     #[arg(long, value_name = "N", default_value_t = 600)]
     pub grace_seconds: u32,
-    /// Memory of one session for data that was sent over TCP and that the client has not acknowledged, in bytes or with a unit (K, M, G, T). A download over a long link carries at most this much in a round trip; each data connection may use 8M in any case
+    /// Memory of one session for data sent over TCP that the client has not acknowledged, in bytes or with a
+    /// unit (K, M, G, T). A download over a long link carries at most this much per round trip; each data
+    /// connection may use 8M in any case
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_size)]
     pub replay_memory: u64,
-    /// Memory of one session for data that comes over TCP ahead of its turn, in bytes or with a unit (K, M, G, T). A client far away sends up to this much without being asked for it, as far as its
-    /// link needs that, which limits it to this much in a round trip; 16M are allowed in any case
+    /// Memory of one session for data that arrives over TCP ahead of its turn, in bytes or with a unit (K, M,
+    /// G, T). A distant client sends up to this much unasked, as far as its link needs that, so an upload
+    /// carries at most this much per round trip; 16M are allowed in any case
     #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = parse_size)]
     pub ahead_memory: u64,
-    /// Microseconds that a worker polls for commands before it sleeps. The default is 50, and less on machines with fewer than four processors
+    /// Microseconds that a worker polls for commands before it sleeps. The default is 50, less on machines
+    /// with fewer than four processors
     #[arg(long, value_name = "N")]
     pub poll_us: Option<u64>,
-    /// Device memory beyond what the devices have.
+    /// More device memory than the devices have.
     #[command(flatten)]
     pub swap: Swap,
     /// Sessions over verbs.
@@ -282,20 +308,24 @@ pub struct WorkerOptions {
     pub rdma: Settings,
 }
 
-/// Device memory beyond what the devices have.
+/// More device memory than the devices have.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Args, Serialize, Deserialize)]
 pub struct Swap {
-    /// Maximum memory of this machine, in bytes or with a unit (K, M, G, T), to which device memory of idle sessions is moved when a device has no more. It is page-locked. Sessions can then hold more
-    /// together than a device has. 0: nothing is moved to memory
+    /// Maximum memory of this machine that device memory of idle sessions is moved to when a device is full,
+    /// in bytes or with a unit (K, M, G, T). It is page-locked. Sessions can then hold more together than a
+    /// device has. 0: nothing is moved to memory
     #[arg(id = "swap.memory", long = "swap-memory", value_name = "SIZE", default_value = "0", value_parser = parse_size)]
     pub memory: u64,
-    /// Folder for files to which device memory is moved when --swap-memory is used up. The files have no names and end with their sessions. By default none is
+    /// Folder for files that device memory is moved to when --swap-memory is used up. The files have no names
+    /// and end with their sessions. None by default
     #[arg(id = "swap.folder", long = "swap-folder", value_name = "FOLDER")]
     pub folder: Option<PathBuf>,
-    /// Memory of each device that sessions may use at a time if device memory is moved, in bytes or with a unit (K, M, G, T). 0 means all that a device has, but for 1G of NVIDIA's
+    /// Memory of each device that sessions may use at a time if device memory is moved, in bytes or with a
+    /// unit (K, M, G, T). 0 means all of a device's memory, less 1G on NVIDIA's
     #[arg(id = "swap.device_memory", long = "swap-device-memory", value_name = "SIZE", default_value = "0", value_parser = parse_size)]
     pub device_memory: u64,
-    /// Milliseconds for which a session's memory stays on its devices at least, once it is there. A session that is not idle keeps it five times as long
+    /// Minimum milliseconds that a session's memory stays on its devices once it is there. A session that is
+    /// not idle keeps it five times as long
     #[arg(id = "swap.residency_ms", long = "swap-residency-ms", value_name = "N", default_value_t = 2000)]
     pub residency_ms: u32,
 }
@@ -308,7 +338,7 @@ impl Swap {
 }
 
 impl WorkerOptions {
-    /// MiB of data that a session's bridge may send ahead of its turn, as the welcome says it.
+    /// MiB of data that a session's bridge may send ahead of its turn, as stated in the welcome.
     pub fn eager_mib(&self) -> u32 {
         u32::try_from(self.ahead_memory >> 20).unwrap_or(u32::MAX)
     }
@@ -320,7 +350,8 @@ pub struct Sandbox {
     /// Whether workers are confined, and what happens to system calls that they should not make
     #[arg(id = "sandbox.mode", long = "sandbox", value_enum, default_value_t = sandbox::Mode::On)]
     pub mode: sandbox::Mode,
-    /// Refuse to start if this machine does not provide every part of the sandbox. Without it, the log says what is missing
+    /// Refuse to start if this machine does not provide every part of the sandbox. Without it, the log says
+    /// what is missing
     #[arg(
         id = "sandbox.require",
         long = "require-sandbox",
@@ -332,13 +363,15 @@ pub struct Sandbox {
         action = clap::ArgAction::Set
     )]
     pub require: bool,
-    /// User IDs for workers, one for each. No account and no other program may use them
+    /// User IDs for workers, one each. No account and no other program may use them
     #[arg(id = "sandbox.users", long = "worker-users", value_name = "FIRST-LAST", default_value_t = sandbox::WORKER_USERS)]
     pub users: sandbox::Range,
-    /// More files and folders that workers may read, such as the folder of a driver library in an unusual place. By default none
+    /// Additional files and folders that workers may read, such as the folder of a driver library in an
+    /// unusual place. None by default
     #[arg(id = "sandbox.files", long = "worker-files", value_name = "PATHS", value_delimiter = ',')]
     pub files: Vec<PathBuf>,
-    /// Maximum memory of the server's machine for one worker, in bytes or with a unit (K, M, G, T). 0 means half of the machine's memory. Needs cgroup v2
+    /// Maximum memory of this machine for one worker, in bytes or with a unit (K, M, G, T). 0 means half of
+    /// the machine's memory. Needs cgroup v2
     #[arg(id = "sandbox.memory", long = "worker-memory", value_name = "SIZE", default_value = "0", value_parser = parse_size)]
     pub memory: u64,
     /// Maximum threads of one worker. 0 means no limit
@@ -347,7 +380,7 @@ pub struct Sandbox {
     /// Maximum CPU time of one worker, in percent of one CPU. 0 means no limit. Needs cgroup v2
     #[arg(id = "sandbox.cpu_percent", long = "worker-cpu-percent", value_name = "N", default_value_t = 0)]
     pub cpu_percent: u64,
-    /// For tests: the program that is started as a worker
+    /// For tests: the program to start as a worker
     #[arg(id = "sandbox.program", long = "worker-program", value_name = "PATH", hide = true)]
     pub program: Option<PathBuf>,
 }
@@ -361,7 +394,8 @@ pub struct Backing {
     /// Ordinals of the devices to share, in the order in which clients see them. All devices by default
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub devices: Vec<u32>,
-    /// NVIDIA's CUPTI of this machine, loaded when a client's program is profiled. By default the loader's, the CUDA toolkit's, or none: then profilers see no kernels
+    /// This machine's NVIDIA CUPTI library, loaded when a client's program is profiled. By default the one
+    /// the loader finds, or the CUDA toolkit's; without one, profilers see no kernels
     #[arg(long, value_name = "PATH")]
     pub cupti: Option<PathBuf>,
     /// Memory of each software device, in bytes or with a unit (K, M, G, T)
@@ -370,10 +404,13 @@ pub struct Backing {
     /// Number of software devices
     #[arg(id = "software.devices", long = "software-devices", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=32))]
     pub software_devices: u32,
-    /// For tests: a FIFO from which what happens to software devices is read, one event a line: a device's number and xid N, ecc, nvlink N, lost, recovery N, hot or cool
+    /// For tests: a FIFO with events of software devices, one per line: a device's number and xid N, ecc,
+    /// nvlink N, lost, recovery N, hot or cool
     #[arg(id = "software.events", long = "software-events", value_name = "PATH", hide = true)]
     pub software_events: Option<PathBuf>,
-    /// For tests: how software devices delay their callers, as NVIDIA's driver does. A list of queue=N, hardware-queues=N, waiting-calls, pageable-memory, context-ms=N, call-us=N, block-us=N, seed=N, separated by commas
+    /// For tests: how software devices delay their callers, as NVIDIA's driver does. A list of queue=N,
+    /// hardware-queues=N, waiting-calls, pageable-memory, context-ms=N, call-us=N, block-us=N, seed=N,
+    /// separated by commas
     #[arg(
         id = "software.imitate",
         long = "software-imitate",
@@ -397,7 +434,8 @@ pub enum Backend {
 }
 
 impl Arguments {
-    /// Parses a command line and reads the configuration file that it names. A wrong command line ends the process with clap's message.
+    /// Parses a command line and reads the configuration file that it names. An invalid command line ends the
+    /// process with clap's message.
     pub fn read(
         words: impl IntoIterator<Item = impl Into<OsString> + Clone>,
     ) -> Result<Arguments, options::Error> {
@@ -466,7 +504,7 @@ pub fn parts() -> [Part; 1] {
 
 #[cfg(test)]
 impl Serve {
-    /// The options that these flags give.
+    /// The options that these flags set.
     pub fn from_flags(flags: &[&str]) -> Serve {
         Arguments::parse_from(std::iter::once("rgpu-server").chain(flags.iter().copied())).serve
     }

@@ -1,7 +1,9 @@
-//! What a worker may reach: both ends of it. The daemon decides with [`Confining`], the worker applies it with [`enter`] before it loads a driver.
+//! What a worker may reach, from both ends: the daemon decides with [`Confining`], and the worker applies it
+//! with [`enter`] before it loads a driver.
 //!
-//! A worker is confined from its first line on, long before a client's data can reach it: everything it loads later, such as the driver's compiler, runs inside. Which client it will
-//! serve is not known yet, so nothing here depends on the client; that decides only which connections the worker gets.
+//! A worker is confined from its first line on, long before a client's data can reach it: everything it loads
+//! later, such as the driver's compiler, runs inside. Which client it will serve is not known yet, so nothing
+//! here depends on the client; the client only determines which connections the worker gets.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -20,7 +22,7 @@ use crate::config::{Backend, Backing, Sandbox};
 pub struct Orders {
     /// What to do.
     sandbox: sandbox::Orders,
-    /// The calls that it may make.
+    /// The calls it may make.
     calls: Calls,
 }
 
@@ -28,9 +30,9 @@ pub struct Orders {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Calls {
-    /// What the software GPU needs. Another call ends the worker.
+    /// What the software GPU needs. Any other call ends the worker.
     Software,
-    /// What NVIDIA's driver needs. Another call is refused, and the log names it.
+    /// What NVIDIA's driver needs. Any other call is refused, and the log names it.
     Cuda,
 }
 
@@ -67,7 +69,7 @@ impl Confining {
         self.sandboxes.on()
     }
 
-    /// Takes over a worker that the daemon before this one has started.
+    /// Takes over a worker that the previous daemon started.
     pub fn adopt(&self, described: &sandbox::Description, alive: Option<OwnedFd>) -> io::Result<Process> {
         self.sandboxes.adopt(described, alive)
     }
@@ -85,13 +87,13 @@ impl Confining {
         Ok(process)
     }
 
-    /// What a worker has to do.
+    /// What a worker must do.
     pub fn orders(&self, process: &Process) -> Orders {
         Orders { sandbox: self.sandboxes.orders(process), calls: self.calls }
     }
 }
 
-/// Bytes of memory of a worker's cgroup: by default, half of the machine's.
+/// Memory limit of a worker's cgroup in bytes: by default, half of the machine's memory.
 pub fn memory_limit(option: u64) -> u64 {
     if option > 0 {
         return option;
@@ -103,7 +105,7 @@ pub fn memory_limit(option: u64) -> u64 {
     total.map_or(0, |kib| kib * 1024 / 2)
 }
 
-/// Files that workers see.
+/// Files that workers can see.
 fn visible(options: &Sandbox, backing: &Backing, calls: Calls) -> Vec<Visible> {
     let mut visible: Vec<Visible> = Visible::basic_devices().collect();
     let verbs = Path::new(sandbox::RDMA_DEVICES).exists();
@@ -144,7 +146,8 @@ impl Calls {
             Calls::Software => Syscalls::basic().files(),
             Calls::Cuda => Syscalls::basic()
                 .files()
-                // Device nodes answer what they answer; no other descriptor of the worker has calls that reach further.
+                // A device node accepts whatever ioctls its driver handles; none of the worker's other
+                // descriptors has ioctls that reach further.
                 .allow(&[SYS_ioctl, SYS_set_mempolicy, SYS_mbind, SYS_migrate_pages, SYS_move_pages])
                 .allow(&[
                     SYS_sched_setscheduler,
@@ -169,7 +172,7 @@ impl Calls {
                     SYS_wait4,
                     SYS_waitid,
                 ])
-                // Its own files in memory, below /tmp and /dev/shm.
+                // Its own in-memory files, below /tmp and /dev/shm.
                 .allow(&[
                     SYS_mkdir,
                     SYS_mkdirat,
@@ -204,7 +207,8 @@ impl Calls {
                     SYS_prctl,
                     SYS_pidfd_open,
                 ])
-                // libcuda tries to have the kernel module loaded by nvidia-modprobe. The daemon has done that.
+                // libcuda tries to load the kernel module with nvidia-modprobe. The daemon has already done
+                // that.
                 .absent(SYS_fork, EPERM)
                 .absent(SYS_vfork, EPERM)
                 .absent(SYS_execve, EPERM)
@@ -219,12 +223,12 @@ impl Calls {
 
 /// Confines this worker. An error says why it must not serve.
 pub fn enter(orders: &Orders) -> Result<Report, String> {
-    // Should the machine run out of memory, workers go before everything else.
+    // If the machine runs out of memory, workers are killed first.
     let _ = std::fs::write("/proc/self/oom_score_adj", "500");
     orders.sandbox.enter(&orders.calls.list(orders.sandbox.has_rdma()))
 }
 
-/// The refusal to serve a device whose kernels can reach the worker's own memory, without a sandbox around the worker.
+/// Refuses a device whose kernels can reach the worker's own memory if there is no sandbox around the worker.
 pub fn pageable_memory(report: &Report) -> Result<(), String> {
     match report.not_isolated() {
         None => Ok(()),

@@ -5,8 +5,10 @@
 //!           ◀────────── token ─────────────        └── what + descriptor ──▶
 //! ```
 //!
-//! A session may open what sessions of the same *origin* have shared: the same virtual machine, or the native clients of the same host, over the same link ([`origin`]).
-//! A token is valid until its owner revokes it or ends. What other sessions have opened by then remains valid, because they hold descriptors of their own.
+//! A session may open what sessions of the same *origin* have shared: the same virtual machine, or the native
+//! clients of the same host, over the same link ([`origin`]). A token is valid until its owner revokes it or
+//! ends. Objects that other sessions have opened by then stay valid, because those sessions hold their own
+//! descriptors.
 
 use std::collections::HashMap;
 use std::io;
@@ -42,7 +44,8 @@ pub enum Shared {
     },
     /// An [interprocess event](crate::shared_event), with its descriptor.
     Event {
-        /// The slot of the session: 0 for the one that shares it. The daemon gives another one to each that opens it.
+        /// The session's slot: 0 for the one that shares it. The daemon gives each session that opens it
+        /// another one.
         slot: u16,
     },
 }
@@ -54,7 +57,7 @@ pub enum Refusal {
     Unknown,
     /// The session, its principal, or the daemon has reached its maximum.
     Full,
-    /// The device has no room now; others may make some.
+    /// The device has no room now, but others may make some.
     Crowded,
 }
 
@@ -63,11 +66,11 @@ pub enum Refusal {
 pub enum Reply {
     /// To a request to share.
     Shared(Token),
-    /// To a request to open, with a descriptor if what is shared has one.
+    /// To a request to open, with the object's descriptor if it has one.
     Opened {
         /// The object.
         what: Shared,
-        /// Whether the session that opens it has shared it itself.
+        /// Whether the session that opens it is the one that shared it.
         own: bool,
     },
     /// To a request to charge bytes.
@@ -83,9 +86,9 @@ pub enum Reply {
         /// Where this server listens.
         addresses: Vec<String>,
     },
-    /// To a request for a connection to another server, which comes along.
+    /// To a request for a connection to another server, which is attached.
     Connected,
-    /// To such a request: why there is none.
+    /// To such a request: why there is no connection.
     NotConnected(String),
     /// The request is refused.
     Refused(Refusal),
@@ -129,7 +132,8 @@ impl Broker {
     }
 
     fn ask(&self, message: impl FnOnce(u64) -> FromWorker, fd: Option<&OwnedFd>) -> Result<Answered, Status> {
-        // The daemon answers at once. If it has crashed, its successor does. Should there be none, the connection ends and with it this wait.
+        // The daemon answers at once. If it has crashed, its successor answers. If there is none, the
+        // connection ends, and so does this wait.
         self.ask_and(message, fd, |answered| answered.recv().ok())
     }
 
@@ -179,7 +183,7 @@ impl Broker {
         }
     }
 
-    /// Has a ticket made for a direct connection to this session.
+    /// Requests a ticket for a direct connection to this session.
     ///
     /// # Errors
     /// `OUT_OF_MEMORY` if the session has as many as it may.
@@ -193,10 +197,10 @@ impl Broker {
         }
     }
 
-    /// Has a connection made to another server. Waits for it.
+    /// Requests a connection to another server and waits for it.
     ///
     /// # Errors
-    /// Why there is none.
+    /// The reason why there is none.
     pub fn connect(&self, address: &str, encrypted: bool) -> Result<OwnedFd, String> {
         let address = address.to_owned();
         // A daemon that is replaced while it connects does not answer.
@@ -208,7 +212,7 @@ impl Broker {
         }
     }
 
-    /// Gives charged bytes back.
+    /// Returns charged bytes.
     pub fn discharge(&self, resource: Resource, bytes: u64) {
         let request = {
             let mut state = self.lock();
@@ -216,11 +220,12 @@ impl Broker {
             state.next
         };
         let message = FromWorker::Discharge { request, resource, bytes };
-        // A daemon that is gone counts nothing.
+        // If the daemon is gone, nothing is counted.
         let _ = worker_protocol::send(self.daemon.as_fd(), &message, &[]);
     }
 
-    /// Opens a shared object. Returns the object, its descriptor, and whether this session has shared it itself. A token that names no object of this client gives `INVALID_VALUE`.
+    /// Opens a shared object. Returns the object, its descriptor, and whether this session shared it. A token
+    /// that names no object of this client gives `INVALID_VALUE`.
     pub fn open(&self, token: Token) -> Result<(Shared, Option<OwnedFd>, bool), Status> {
         match self.ask(|request| FromWorker::Open { request, token }, None)? {
             (Reply::Opened { what, own }, fd) => Ok((what, fd, own)),
@@ -232,7 +237,7 @@ impl Broker {
 
     /// Revokes a token.
     pub fn unshare(&self, token: Token) {
-        // A daemon that is gone has no tokens.
+        // If the daemon is gone, so are its tokens.
         let _ = worker_protocol::send(self.daemon.as_fd(), &FromWorker::Unshare { token }, &[]);
     }
 
@@ -240,7 +245,7 @@ impl Broker {
     pub fn deliver(&self, request: u64, reply: Reply, fd: Option<OwnedFd>) {
         let asked = self.lock().asked.remove(&request);
         if let Some(asked) = asked {
-            // The thread that asked may have given up.
+            // The asking thread may have given up.
             let _ = asked.send((reply, fd));
         }
     }
@@ -253,7 +258,8 @@ impl Broker {
     }
 }
 
-/// The origin of a session. Sessions of different origins cannot open each other's objects. `peer` is the other end of the link as the daemon saw it, `client` is the name that the bridge gave.
+/// A session's origin. Sessions of different origins cannot open each other's objects. `peer` is the other
+/// end of the link as the daemon saw it; `client` is the name that the bridge gave.
 pub fn origin(peer: &str, client: &str) -> String {
     let host = peer.rsplit_once(':').map_or(peer, |(host, _)| host);
     format!("{host}/{client}")
@@ -283,11 +289,11 @@ impl Shares {
     ) -> io::Result<Result<Token, Refusal>> {
         let of_owner = self.0.values().filter(|share| share.owner == owner).count();
         let of_origin = self.0.values().filter(|share| share.origin == origin).count();
-        // No origin takes all of them from the others.
+        // No origin can take all of them from the others.
         if of_owner >= MAX_OF_SESSION || of_origin >= max_total() / 4 || self.0.len() >= max_total() {
             return Ok(Err(Refusal::Full));
         }
-        // What is settled later must be what it says.
+        // An event that will be settled later must really be one.
         if what == (Shared::Event { slot: 0 })
             && fd.as_ref().is_none_or(|fd| shared_event::check(fd).is_err())
         {
@@ -298,17 +304,17 @@ impl Shares {
         Ok(Ok(token))
     }
 
-    /// An object that the daemon before this one had.
+    /// An object of the previous daemon.
     pub fn restore(&mut self, token: Token, owner: u32, origin: String, what: Shared, fd: OwnedFd) {
         let share = Share { owner, origin, what, fd: Some(Arc::new(fd)), slots: vec![owner] };
         self.0.insert(token, share);
     }
 
-    /// Another session had opened an event by then, and has this slot of it.
+    /// A slot of an event that another session had opened before this daemon started.
     pub fn restore_slot(&mut self, token: &Token, slot: u16, session: u32) {
         let Some(share) = self.0.get_mut(token) else { return };
         if usize::from(slot) < SLOTS {
-            // Slots in between are nobody's that is still there.
+            // The slots in between belong to sessions that have ended.
             share.slots.resize(share.slots.len().max(usize::from(slot) + 1), 0);
             share.slots[usize::from(slot)] = session;
         }
@@ -352,13 +358,14 @@ impl Shares {
         Ok((what, share.fd.clone(), own))
     }
 
-    /// Revokes a token at its owner's request. Gives what it was of. A request from another session does nothing.
+    /// Revokes a token at its owner's request and returns its object. A request from another session does
+    /// nothing.
     pub fn remove(&mut self, token: &Token, owner: u32) -> Option<Shared> {
         self.0.get(token).filter(|share| share.owner == owner)?;
         self.0.remove(token).map(|share| share.what)
     }
 
-    /// Removes every object of a session that has ended. Nobody waits for what it recorded.
+    /// Removes every object of an ended session and settles its events, so that nobody waits for them.
     pub fn remove_all_of(&mut self, owner: u32) {
         for share in self.0.values().filter(|share| matches!(share.what, Shared::Event { .. })) {
             let slots = share.slots.iter().enumerate().filter(|(_, session)| **session == owner);
@@ -372,7 +379,8 @@ impl Shares {
     }
 }
 
-/// Maximum number of shared objects: a quarter of the descriptors that the daemon may have. As many again keep them for its successor; the others are for connections and workers.
+/// Maximum number of shared objects: a quarter of the descriptors that the daemon may have. As many again
+/// keep them for its successor; the rest are for connections and workers.
 fn max_total() -> usize {
     nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE)
         .map_or(256, |(soft, _)| usize::try_from(soft / 4).unwrap_or(usize::MAX))
@@ -470,7 +478,7 @@ mod tests {
             shares.add(7, "a".into(), WHAT, None).unwrap().unwrap();
         }
         assert_eq!(shares.add(7, "a".into(), WHAT, None).unwrap(), Err(Refusal::Full));
-        // Other clients still have theirs.
+        // Other clients still have their share.
         shares.add(8, "b".into(), WHAT, None).unwrap().unwrap();
     }
 
@@ -488,7 +496,7 @@ mod tests {
             broker.deliver(request, Reply::NotConnected("no".into()), None);
             assert_eq!(asking.join().unwrap().map(drop), Err("no".into()));
         });
-        // Nor is one an answer that brings none.
+        // An answer that brings no connection is not one, either.
         std::thread::scope(|scope| {
             let asking = scope.spawn(|| broker.connect("tcp:a:1", true));
             let received = worker_protocol::receive::<FromWorker>(theirs.as_fd()).unwrap();

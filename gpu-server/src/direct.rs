@@ -1,15 +1,18 @@
-//! Direct connections from and to workers of other servers, over which copies between GPUs travel. [`protocol::ops::direct`] has what a client asks for.
+//! Direct connections from and to workers of other servers, which carry copies between GPUs.
+//! [`protocol::ops::direct`] has the client's requests.
 //!
 //! ```text
 //!  sending worker                                                          receiving worker
 //!   stream: device ─▶ buffer ─ thread of the connection ─▶ socket ─ thread ─▶ buffer ─▶ device: stream
 //! ```
 //!
-//! A connection leads one way. Each end has buffers for [`PIECES`] pieces, which CUDA registers at their first use. A buffer is taken while nobody waits for it: the sending end refuses what it has no
-//! buffer for, and the receiving end reads no further.
+//! A connection is one-way. Each end has buffers for [`PIECES`] pieces, which CUDA registers when they are
+//! first used. Nothing waits for a buffer: the sending end refuses a piece for which it has none, and the
+//! receiving end stops reading.
 //!
-//! The daemons connect and accept, since workers have no network. What they believe of a ticket, and what not, is in `parent/direct.rs`. The peer is another server's worker, which may have been taken
-//! over by its client: it can do no worse than send wrong bytes for this session's client, or none.
+//! The daemons connect and accept, because workers have no network. `parent/direct.rs` says how far they
+//! trust a ticket. The peer is another server's worker, which its client may have taken over: the worst it
+//! can do is send wrong bytes for this session's client, or none.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -37,11 +40,11 @@ use zerocopy::{FromZeros, IntoBytes};
 use crate::cuda_ipc::{Broker, Token};
 use crate::driver::call::Pending;
 
-/// How long a connection may take to be made, from the connected socket on.
+/// How long setting up a connection may take, from the connected socket on.
 const WITHIN: Duration = Duration::from_secs(10);
-/// A peer that takes nothing, or stops in the middle of a piece, for this long is lost.
+/// A peer that accepts nothing, or stops in the middle of a piece, for this long is lost.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Answers that a client may wait for on one connection.
+/// Maximum number of answers that a client may wait for on one connection.
 const MAX_WAITING: usize = 64;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -53,9 +56,9 @@ pub struct Directs {
     identity: Arc<Identity>,
     broker: Arc<Broker>,
     table: Mutex<Table>,
-    /// Connections that have not shown whose they are.
+    /// Connections that have not yet shown whose they are.
     strangers: AtomicUsize,
-    /// Bytes of pieces that were sent and received.
+    /// Bytes of pieces sent and received.
     bytes: Arc<AtomicU64>,
 }
 
@@ -64,7 +67,7 @@ struct Table {
     /// By the client's numbers. `None`: being opened, or refused.
     outgoing: HashMap<u32, Option<Arc<Outgoing>>>,
     incoming: HashMap<u32, Arc<Incoming>>,
-    /// Tickets that were not used, by their names.
+    /// Unused tickets by their names.
     offers: HashMap<Token, Offer>,
 }
 
@@ -77,7 +80,7 @@ struct Offer {
 }
 
 impl Directs {
-    /// Those of a session whose worker has this key.
+    /// The connections of a session whose worker has this key.
     pub fn new(identity: Arc<Identity>, broker: Arc<Broker>) -> Arc<Directs> {
         let (table, strangers, bytes) = Default::default();
         Arc::new(Directs { identity, broker, table, strangers, bytes })
@@ -88,7 +91,7 @@ impl Directs {
         self.identity.fingerprint().0
     }
 
-    /// Bytes of pieces that were sent and received.
+    /// Bytes of pieces sent and received.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
@@ -96,7 +99,7 @@ impl Directs {
     /// Makes a ticket for a worker with this key. Returns at once, and answers `later`.
     ///
     /// # Errors
-    /// `INVALID_HANDLE` for a number that was used, `OUT_OF_MEMORY` beyond [`MAX_DIRECTS`].
+    /// `INVALID_HANDLE` for a number already used, `OUT_OF_MEMORY` beyond [`MAX_DIRECTS`].
     pub fn offer(
         self: &Arc<Directs>,
         direct: u32,
@@ -164,7 +167,7 @@ impl Directs {
                 }
                 Err(why) => {
                     tracing::info!(direct, "no direct connection to another server: {why}");
-                    // It fits into a reply.
+                    // Short enough for a reply.
                     why.chars().take(1024).collect()
                 }
             };
@@ -226,7 +229,8 @@ impl Directs {
         Ok(stream)
     }
 
-    /// A connection has come that names a ticket. `welcomed`: the daemon has checked and welcomed it; otherwise it is under TLS, and nothing was read from it. Returns at once.
+    /// Handles a new connection that names a ticket. `welcomed`: the daemon has checked and welcomed it;
+    /// otherwise it is under TLS, and nothing has been read from it. Returns at once.
     pub fn knock(self: &Arc<Directs>, token: Token, socket: OwnedFd, welcomed: bool) {
         if self.strangers.fetch_add(1, Ordering::AcqRel) >= PIECES {
             self.strangers.fetch_sub(1, Ordering::AcqRel);
@@ -268,7 +272,7 @@ impl Directs {
             stream.read_exact(hello.as_mut_bytes())?;
             (stream, check(&hello, token, &offer).err())
         };
-        // Taken out only now: whoever sees a ticket's name on the network cannot use it up.
+        // Removed only now, so that seeing a ticket's name on the network is not enough to use it up.
         let incoming = {
             let mut table = lock(&self.table);
             let taken = if refused.is_none() { table.offers.remove(token) } else { None };
@@ -296,7 +300,7 @@ impl Directs {
     /// A connection to another server.
     ///
     /// # Errors
-    /// `INVALID_HANDLE` if there never was one with this number.
+    /// `INVALID_HANDLE` if this number was never used.
     pub fn outgoing(&self, direct: u32) -> Result<Arc<Outgoing>, Status> {
         lock(&self.table).outgoing.get(&direct).cloned().flatten().ok_or(Status::INVALID_HANDLE)
     }
@@ -341,7 +345,7 @@ fn check(hello: &Hello, token: &Token, offer: &Offer) -> Result<(), String> {
     Ok(())
 }
 
-/// Buffers of one end of a connection.
+/// The buffers of one end of a connection.
 struct Pool {
     state: Mutex<PoolState>,
     changed: Condvar,
@@ -359,7 +363,7 @@ impl Pool {
         Arc::new(Pool { state: Mutex::default(), changed: Condvar::new() })
     }
 
-    /// A buffer, unless all are in use.
+    /// Takes a buffer, unless all are in use.
     fn try_take(self: &Arc<Pool>) -> Option<Buffer> {
         self.take_from(&mut lock(&self.state))
     }
@@ -382,7 +386,7 @@ impl Pool {
         Some(Buffer { region, pool: Arc::clone(self) })
     }
 
-    /// A buffer; waits for one. `None`: the connection is closed, or there is no memory.
+    /// Takes a buffer, waiting for one if necessary. `None`: the connection is closed, or there is no memory.
     fn take(self: &Arc<Pool>) -> Option<Buffer> {
         let mut state = lock(&self.state);
         while state.free.is_empty() && state.made >= PIECES && !state.closed {
@@ -391,7 +395,7 @@ impl Pool {
         self.take_from(&mut state)
     }
 
-    /// Nothing is taken any more. Free buffers go now; the few others stay.
+    /// Closes the pool: nothing can be taken any more. Free buffers are released now; the few others stay.
     fn close(&self) {
         let mut state = lock(&self.state);
         state.closed = true;
@@ -403,7 +407,7 @@ impl Pool {
     }
 }
 
-/// A buffer in use. Dropped, it is free again.
+/// A buffer in use. Dropping it makes it free again.
 struct Buffer {
     region: Arc<Region>,
     pool: Arc<Pool>,
@@ -413,7 +417,8 @@ impl Buffer {
     /// Its first `len` bytes.
     fn bytes(&mut self, len: usize) -> &mut [u8] {
         match self.region.runs(0, len as u64).as_deref() {
-            // SAFETY: the region is this buffer's, and whoever has the buffer has it alone: a device is done with it when it is passed on.
+            // SAFETY: the region belongs to this buffer, and whoever has the buffer has it exclusively: a
+            // device is done with it when it is passed on.
             Some([(at, len)]) => unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), *len) },
             _ => &mut [],
         }
@@ -422,13 +427,15 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // Also when the pool is closed: this thread may be one that must not wait for the device, as freeing may.
+        // Even if the pool is closed: this thread may be one that must not wait for the device, as releasing
+        // the buffer may.
         lock(&self.pool.state).free.push(Arc::clone(&self.region));
         self.pool.changed.notify_all();
     }
 }
 
-/// A buffer that a device uses. Unless that is known to be [over](InUse::over), its memory stays for good.
+/// A buffer that a device uses. Unless the device is known to be [done](InUse::over), its memory is never
+/// freed.
 pub struct InUse(Option<Buffer>);
 
 impl InUse {
@@ -437,7 +444,7 @@ impl InUse {
         self.0.take()
     }
 
-    /// The device is done with it, if the status says so, and nobody needs its bytes.
+    /// Releases it if the status says that the device is done; nobody needs its bytes.
     pub fn release(self, status: Status) {
         if status.is_success() {
             drop(self.over());
@@ -448,7 +455,7 @@ impl InUse {
 impl Drop for InUse {
     fn drop(&mut self) {
         if let Some(buffer) = self.0.take() {
-            // Its place goes to a new one.
+            // A new buffer takes its place.
             lock(&buffer.pool.state).made -= 1;
             buffer.pool.changed.notify_all();
             std::mem::forget(buffer);
@@ -485,7 +492,8 @@ impl Outgoing {
         Ok(outgoing)
     }
 
-    /// Begins to send a piece. It has to be [filled](Sending::fill) and [finished](Sending::finish); dropped without, the other end hears that it will not come.
+    /// Begins to send a piece, which must be [filled](Sending::fill) and [finished](Sending::finish). If it
+    /// is dropped before that, the other end learns that it will not come.
     pub fn piece(self: &Arc<Outgoing>, number: u64) -> Sending {
         Sending { outgoing: Arc::clone(self), number, len: 0, buffer: None }
     }
@@ -498,9 +506,10 @@ impl Outgoing {
     }
 }
 
-/// Sends what comes. Returns when the connection is lost.
+/// Sends what arrives in the queue. Returns when the connection is lost.
 fn send(stream: &Stream, due: &Receiver<Job>, bytes: &AtomicU64) -> io::Result<()> {
-    // Numbers ascend on a connection. Streams may come to their pieces in another order, and then the other end hears of a gap and the client makes the copy again.
+    // Numbers ascend on a connection. Streams may reach their pieces in another order; then the other end
+    // learns of a gap, and the client repeats the copy.
     let mut last = 0;
     while let Ok(job) = due.recv() {
         let (number, piece) = match job {
@@ -530,7 +539,8 @@ pub struct Sending {
 }
 
 impl Sending {
-    /// Where a device is to write its `len` bytes. `None`: the connection is lost, or the client has more under way than there are buffers.
+    /// Where a device should write its `len` bytes. `None`: the connection is lost, or the client has more in
+    /// flight than there are buffers.
     pub fn fill(&mut self, len: u64) -> Option<Mapped> {
         let buffer = self.outgoing.pool.try_take()?;
         let mapped = Mapped::of(&buffer.region, len)?;
@@ -538,7 +548,7 @@ impl Sending {
         Some(mapped)
     }
 
-    /// Its bytes are there, if the status says so.
+    /// Sends it, if the status says that its bytes are there.
     pub fn finish(mut self, status: Status) {
         if status.is_success()
             && let Some(buffer) = self.buffer.take().and_then(InUse::over)
@@ -567,17 +577,17 @@ pub struct Incoming {
 
 #[derive(Default)]
 struct Arrived {
-    /// Pieces that have come and were not landed.
+    /// Pieces that have arrived but not been landed.
     pieces: BTreeMap<u64, (Buffer, usize)>,
     /// What the client waits for.
     waiting: Vec<(u64, Pending)>,
-    /// The last piece that has come, or will not.
+    /// The last piece that has arrived or will not.
     last: u64,
     over: bool,
 }
 
 impl Arrived {
-    /// Whether a piece has come, and which after it. `None`: it may yet.
+    /// Whether a piece has arrived, and the next arrived one after it. `None`: it may still arrive.
     fn look(&self, number: u64) -> Option<Result<u64, Status>> {
         if self.pieces.contains_key(&number) {
             let after = self.pieces.keys().skip_while(|at| **at < number).zip(number..);
@@ -587,7 +597,7 @@ impl Arrived {
         (self.over || number <= self.last).then_some(Err(Status::DEVICE_UNAVAILABLE))
     }
 
-    /// Answers what can be answered.
+    /// Answers whatever can be answered.
     fn answer(&mut self) {
         let waiting = std::mem::take(&mut self.waiting);
         for (number, pending) in waiting {
@@ -604,7 +614,7 @@ impl Incoming {
         Incoming { state: Mutex::default(), pool: Pool::new(), bytes }
     }
 
-    /// Answers once a piece has come, or if it will not.
+    /// Answers once a piece has arrived, or when it cannot arrive any more.
     ///
     /// # Errors
     /// `OUT_OF_MEMORY` if the client waits for too many.
@@ -618,17 +628,17 @@ impl Incoming {
         Ok(())
     }
 
-    /// Takes a piece that has come, to be landed: its buffer, and its bytes.
+    /// Takes an arrived piece to land it: its buffer and its bytes.
     ///
     /// # Errors
-    /// `INVALID_VALUE` if it has not come, or was landed.
+    /// `INVALID_VALUE` if it has not arrived or was already landed.
     pub fn land(&self, number: u64) -> Result<(InUse, Mapped), Status> {
         let (buffer, len) = lock(&self.state).pieces.remove(&number).ok_or(Status::INVALID_VALUE)?;
         let mapped = Mapped::of(&buffer.region, len as u64).ok_or(Status::INVALID_VALUE)?;
         Ok((InUse(Some(buffer)), mapped))
     }
 
-    /// No more pieces will come. Those that have come can still be landed.
+    /// No more pieces will arrive. Those already here can still be landed.
     fn close(&self) {
         self.pool.close();
         let mut state = lock(&self.state);
@@ -636,7 +646,8 @@ impl Incoming {
         state.answer();
     }
 
-    /// Receives pieces until the connection is lost; gives the reason. `patience`: for how long the peer may stop in the middle of a piece.
+    /// Receives pieces until the connection is lost, and returns why. `patience`: how long the peer may pause
+    /// in the middle of a piece.
     fn read(&self, stream: &Stream, patience: Duration) -> String {
         let why = self.receive(stream, patience).err();
         self.close();
@@ -651,7 +662,7 @@ impl Incoming {
             let len = header.check(last).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
             let mut piece = None;
             if len > 0 {
-                // The client lands what has come, or the session ends.
+                // The client lands what has arrived, or the session ends.
                 let Some(mut buffer) = self.pool.take() else { return Ok(()) };
                 stream.set_read_timeout(Some(patience))?;
                 stream.read_exact(buffer.bytes(len))?;

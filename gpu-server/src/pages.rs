@@ -1,12 +1,12 @@
-//! Pages of memory that processes share. Two of them the daemon shares with the worker of each session:
+//! Pages of memory shared between processes. The daemon shares two with each session's worker:
 //!
 //! | page | written by | contents |
 //! |---|---|---|
 //! | [`Terms`] | the daemon; the worker can only read it | what others of the principal hold, and whether the session may give its devices work now |
 //! | [`Meter`] | the worker | what the session holds, and what work it has |
 //!
-//! Each worker has pages of its own, so what a worker writes says something about its own session only. The daemon reads every word of a [`Meter`] once and believes it as little as it
-//! believes a message.
+//! Each worker has its own pages, so what a worker writes only concerns its own session. The daemon reads
+//! every word of a [`Meter`] once and trusts it no more than a message.
 
 use std::io;
 use std::marker::PhantomData;
@@ -19,18 +19,20 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use crate::worker_protocol::MOST_DEVICES;
 
-/// `F_SEAL_FUTURE_WRITE`: no further mapping can be written to (Linux 5.1).
+/// `F_SEAL_FUTURE_WRITE`: no further writable mappings (Linux 5.1).
 const SEAL_FUTURE_WRITE: i32 = 0x10;
 /// Bytes of every page.
 pub const SIZE: usize = 4096;
 
-/// What the daemon tells a worker all the time.
+/// What the daemon continuously tells a worker.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Terms {
-    /// Bytes that all sessions of the principal hold on each device, by its number, including what NVML says that their processes take besides.
+    /// Bytes that all sessions of the principal hold on each device, by its number, including what their
+    /// processes use besides according to NVML.
     pub total_held: [AtomicU64; MOST_DEVICES],
-    /// Bytes that this session's process takes on each device besides what it has charged, as NVML says: contexts, code, local memory.
+    /// Bytes that this session's process uses on each device beyond what it has charged, according to NVML:
+    /// contexts, code, local memory.
     pub implicit: [AtomicU64; MOST_DEVICES],
     /// Whether the session may give its devices work: see [`gate`].
     pub gate: AtomicU32,
@@ -38,19 +40,20 @@ pub struct Terms {
     pub allowance: AtomicU64,
     /// How many daemons the session has had before this one. Each counts its gate's steps from 0.
     pub daemons: AtomicU32,
-    /// How often sessions have moved device memory: whoever waits for room sees that something is done about it.
+    /// How often sessions have moved device memory, so that a session waiting for room sees progress.
     pub moves: AtomicU64,
 }
 
-/// The word that is a session's gate: a mode in the lower two bits, a count above, and a bit that says something else.
+/// The word that is a session's gate: a mode in the lower two bits, a count above it, and the bit
+/// [`ASKED`](gate::ASKED).
 pub mod gate {
-    /// The session gives its devices work as it likes.
+    /// The session gives its devices work freely.
     pub const OPEN: u32 = 0;
-    /// As before, and rings the daemon's bell when it does. The count tells each such time from the ones before.
+    /// As before, but it rings the daemon's bell when it does. The count tells these times apart.
     pub const TELL: u32 = 1;
-    /// A little at a time, and reports it.
+    /// A little at a time, reported.
     pub const METERED: u32 = 2;
-    /// Not at all, but for one piece for each step that is counted.
+    /// Not at all, except for one piece for each step of the count.
     pub const CLOSED: u32 = 3;
 
     /// A gate's word.
@@ -58,7 +61,8 @@ pub mod gate {
         (mode | count << 2) & !ASKED
     }
 
-    /// A bit of the word, beside the mode: there is an order for the session's memory ([`crate::worker_protocol::MemoryOrder`]), which it looks for before its next command.
+    /// A separate bit of the word: there is an order for the session's memory
+    /// ([`crate::worker_protocol::MemoryOrder`]), which it looks for before its next command.
     pub const ASKED: u32 = 1 << 31;
 
     /// Its mode.
@@ -72,7 +76,7 @@ pub mod gate {
         (word & !ASKED) >> 2
     }
 
-    /// Whether the session gives its devices work as it likes, and has nothing else to look for.
+    /// Whether the session may give its devices work freely and has nothing else to look for.
     #[inline]
     pub fn is_free(word: u32) -> bool {
         word & (ASKED | 3) == OPEN
@@ -84,7 +88,7 @@ pub mod gate {
     }
 }
 
-/// What a worker tells the daemon all the time.
+/// What a worker continuously tells the daemon.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Meter {
@@ -94,9 +98,9 @@ pub struct Meter {
     pub pinned: AtomicU64,
     /// Counts work that it has enqueued, or wanted to enqueue, while its gate was not open.
     pub issued: AtomicU64,
-    /// Counts such work that is finished.
+    /// Counts such work that has finished.
     pub finished: AtomicU64,
-    /// Such work that is not.
+    /// Such work that has not.
     pub unfinished: AtomicU64,
     /// ns that the longest of the latest work took.
     pub longest: AtomicU64,
@@ -104,7 +108,7 @@ pub struct Meter {
     pub gpu_ns: AtomicU64,
     /// 1 while the session waits at its gate.
     pub waits: AtomicU32,
-    /// What it says of its memory.
+    /// What it says about its memory.
     pub memory: Whereabouts,
 }
 
@@ -112,24 +116,25 @@ pub struct Meter {
 #[repr(C)]
 #[derive(Debug)]
 pub struct Whereabouts {
-    /// Bytes on each device that could be moved to this machine's memory, and those of them that are there now.
+    /// Bytes on each device that could be moved to this machine's memory, and how many of them are there now.
     pub movable: [AtomicU64; MOST_DEVICES],
     pub away: [AtomicU64; MOST_DEVICES],
     /// Bytes of new memory on each device that it waits for.
     pub needs: [AtomicU64; MOST_DEVICES],
-    /// ns of `CLOCK_MONOTONIC` when it last had no command. 0: never yet.
+    /// ns of `CLOCK_MONOTONIC` when it last had no command. 0: never so far.
     pub rested: AtomicU64,
-    /// 1 while it waits for its memory to be on the devices again.
+    /// 1 while it waits for its memory to return to the devices.
     pub returns: AtomicU32,
-    /// 1 while it waits for new memory where its own can leave meanwhile.
+    /// 1 while it waits for new memory at a point where its own memory can be moved away meanwhile.
     pub yields: AtomicU32,
-    /// The last order that it has begun to deal with.
+    /// The last order that it has begun to handle.
     pub begun: AtomicU32,
-    /// The last order that it has dealt with: its number in the upper half; 1 below if it was carried out.
+    /// The last order that it has handled: its number in the upper half; the lower half is 1 if it was
+    /// carried out.
     pub done: AtomicU64,
     /// Bytes of this machine's memory that it keeps for its device memory.
     pub keeps: AtomicU64,
-    /// Bytes that it has moved from and to the devices, and the ns that this took.
+    /// Bytes that it has moved from and to the devices, and the ns that took.
     pub left: [AtomicU64; 2],
     pub returned: [AtomicU64; 2],
 }
@@ -154,10 +159,10 @@ impl Default for Whereabouts {
     }
 }
 
-/// A structure of atomics that fits a page.
+/// A structure of atomics that fits in a page.
 ///
 /// # Safety
-/// All fields are atomic integers, so that every bit pattern is valid and other processes may write at any time.
+/// All fields are atomic integers, so every bit pattern is valid and other processes may write at any time.
 pub unsafe trait Shared: Sized {
     /// Whether workers may write to it.
     const WRITTEN_BY_WORKER: bool;
@@ -186,7 +191,7 @@ unsafe impl<T: Shared> Send for Page<T> {}
 unsafe impl<T: Shared> Sync for Page<T> {}
 
 impl<T: Shared> Page<T> {
-    /// Makes a page of zeros, for the daemon, and the descriptor for the worker.
+    /// Makes a page of zeros for the daemon, and the descriptor for the worker.
     pub fn new() -> io::Result<(Page<T>, OwnedFd)> {
         Page::with_room(0)
     }
@@ -210,23 +215,24 @@ impl<T: Shared> Page<T> {
         Page::map(fd, T::WRITTEN_BY_WORKER)
     }
 
-    /// Maps the file of another page in place of this one's. Whoever uses the page sees the other from then on.
+    /// Maps another page's file in place of this one. All users of the page see the other one from then on.
     ///
     /// # Errors
-    /// If the descriptor is not that of a page. Then nothing has changed.
+    /// If the descriptor is not a page's. Nothing has changed then.
     pub fn replace(&self, fd: &OwnedFd) -> io::Result<()> {
         check(fd)?;
         let access = if T::WRITTEN_BY_WORKER { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
         let (at, flags) = (self.at.as_ptr().cast(), libc::MAP_SHARED | libc::MAP_FIXED);
-        // SAFETY: the range is exactly this page's own mapping, which the kernel replaces in one step; references into it see another page of atomics, for which every bit pattern is valid.
+        // SAFETY: the range is exactly this page's own mapping, which the kernel replaces in one step;
+        // references into it see another page of atomics, for which every bit pattern is valid.
         let at = unsafe { libc::mmap(at, SIZE, access, flags, fd.as_fd().as_raw_fd(), 0) };
         if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Maps a page that another process made, for reading and writing.
+    /// Maps a page of another process for reading and writing.
     ///
     /// # Errors
-    /// If the descriptor is not that of a page, whose size never changes.
+    /// If the descriptor is not that of a page whose size never changes.
     pub fn adopt(fd: &OwnedFd) -> io::Result<Page<T>> {
         check(fd)?;
         Page::map(fd, true)
@@ -246,10 +252,10 @@ impl<T: Shared> Page<T> {
     }
 }
 
-/// Whether a descriptor is that of a file in memory that contains a page and never changes its size.
+/// Checks that a descriptor is an in-memory file that contains a page and never changes its size.
 fn check(fd: &OwnedFd) -> io::Result<()> {
     let wanted = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
-    // Only files in memory have seals.
+    // Only in-memory files have seals.
     let seals = SealFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GET_SEALS)?);
     if !seals.contains(wanted) || nix::sys::stat::fstat(fd)?.st_size < SIZE as i64 {
         return Err(io::ErrorKind::InvalidInput.into());
@@ -261,8 +267,9 @@ impl<T: Shared> std::ops::Deref for Page<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        // SAFETY: mapped for as long as `self` lives (`replace` leaves no gap), large enough and aligned (checked in `map`); the file is sealed against shrinking, and its contents are atomics (`Shared`). Where the
-        // mapping cannot be written to, its owner only loads.
+        // SAFETY: mapped for as long as `self` lives (`replace` leaves no gap), large enough and aligned
+        // (checked in `map`); the file is sealed against shrinking, and its contents are atomics (`Shared`).
+        // Where the mapping cannot be written to, its owner only loads.
         unsafe { self.at.as_ref() }
     }
 }
@@ -274,7 +281,7 @@ impl<T> Drop for Page<T> {
     }
 }
 
-/// Zeros in private memory, for a quota that belongs to no session.
+/// Zeros in private memory, for a quota without a session.
 impl Default for Meter {
     fn default() -> Meter {
         let zero = || AtomicU64::new(0);

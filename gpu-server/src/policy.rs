@@ -1,4 +1,5 @@
-//! What each client may use: `clients.toml`, which the operator writes and the daemon reads at its start and on SIGHUP.
+//! What each client may use: `clients.toml`, which the operator writes and the daemon reads at its start and
+//! on SIGHUP.
 //!
 //! ```toml
 //! memory_limit = "20G"              # for everybody, in place of the server's own option
@@ -14,7 +15,8 @@
 //! weight = 200
 //! ```
 //!
-//! What a client's section does not say, its group's does; then the keys outside any section; then the server's options. A refusal names the line that it follows from.
+//! A key missing from a client's section is taken from its group's, then from those outside any section, then
+//! from the server's options. A refusal names the line that caused it.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -28,10 +30,11 @@ use options::{File, Layer, Section, parse_size};
 use crate::config::{Arguments, Share, Sharing};
 use crate::worker_protocol::Limits;
 
-/// What is said of clients in one place.
+/// The rules for clients in one section.
 #[derive(Debug, Clone, Default, Args)]
 struct Rule {
-    /// Whether these clients may use the server. With false outside any section, only clients that have a section of their own, or a group, may
+    /// Whether these clients may use the server. With false outside any section, only clients with their own
+    /// section or a group may
     #[arg(long, value_name = "BOOL")]
     allow: Option<bool>,
     /// Ordinals of the devices that they may use
@@ -49,43 +52,46 @@ struct Rule {
     /// Maximum memory of all sessions of one client together on each device. 0 means no limit
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     client_memory_limit: Option<u64>,
-    /// Maximum page-locked memory of the server's machine that one session's programs may have for kernels. 0 means no limit
+    /// Maximum page-locked memory on the server's machine that the programs of one session may have for
+    /// kernels. 0 means no limit
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pinned_limit: Option<u64>,
     /// Maximum page-locked memory of all sessions of one client together. 0 means no limit
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     client_pinned_limit: Option<u64>,
-    /// Maximum number of sessions of one client, including those that wait for a worker. Sessions that only query NVML are counted separately. 0 means no limit
+    /// Maximum number of sessions of one client, including those waiting for a worker. Sessions that only
+    /// query NVML are counted separately. 0 means no limit
     #[arg(long, value_name = "N")]
     client_sessions: Option<u32>,
     /// Maximum number of sessions that one client may begin within a minute. 0 means no limit
     #[arg(long, value_name = "N")]
     sessions_per_minute: Option<u32>,
-    /// Maximum TCP connections for bulk data of one session; one that asks for more gets so many
+    /// Maximum TCP connections for bulk data of one session; a session that asks for more gets this many
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=16))]
     data_connections: Option<u32>,
-    /// Share of a GPU's time while others want it, too: in proportion to their weights. The default is 100
+    /// Share of a GPU's time while others want it, too, in proportion to the weights. The default is 100
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=10_000))]
     weight: Option<u32>,
     /// While a client with a higher priority has work for a GPU, those with lower ones wait. The default is 0
     #[arg(long, value_name = "N", allow_hyphen_values = true)]
     priority: Option<i32>,
-    /// Maximum seconds for which a kernel, or a graph launched as a whole, may run. 0 means no limit
+    /// Maximum run time in seconds of a kernel, or of a graph launched as a whole. 0 means no limit
     #[arg(long, value_name = "N")]
     kernel_seconds: Option<u32>,
     /// Maximum number of leases that one client may hold. 0 means none. The default is 16
     #[arg(long, value_name = "N")]
     leases: Option<u32>,
-    /// Whether its leases may keep others from their GPUs. The default is false
+    /// Whether its leases may exclude others from their GPUs. The default is false
     #[arg(long, value_name = "BOOL")]
     exclusive_leases: Option<bool>,
-    /// Maximum minutes of a lease until it has to be renewed. The default is 1440, a day
+    /// Maximum minutes before a lease must be renewed. The default is 1440, a day
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=525_600))]
     lease_minutes: Option<u32>,
     /// Whether sessions need a lease. Sessions that only query NVML need none. The default is false
     #[arg(long, value_name = "BOOL")]
     lease_required: Option<bool>,
-    /// Whether device memory of idle sessions may be moved to the server's machine, if the server does that. The default is true
+    /// Whether device memory of idle sessions may be moved to the server's memory, if the server does that.
+    /// The default is true
     #[arg(long, value_name = "BOOL")]
     swappable: Option<bool>,
 }
@@ -96,7 +102,8 @@ struct GroupSection {
     /// Name of the group: letters, digits, "-", "_" and "."
     #[arg(id = "group.name", long = "name", value_name = "NAME")]
     name: Option<String>,
-    /// Whether its members count as one client: they share the limits of a client, their turns on a GPU, and exclusive devices
+    /// Whether its members count as one client: they share a client's limits, its turns on a GPU, and its
+    /// exclusive devices
     #[arg(id = "group.together", long = "together", value_name = "BOOL")]
     together: Option<bool>,
     #[command(flatten)]
@@ -106,10 +113,11 @@ struct GroupSection {
 /// A `[[client]]`.
 #[derive(Debug, Args)]
 struct ClientSection {
-    /// Name of the client, as rgpuctl clients lists it; cert:NAME for one with an authority's certificate; uid:N for a user of this machine; insecure:ADDRESS without TLS
+    /// Name of the client, as rgpuctl clients lists it; cert:NAME for one with an authority's certificate;
+    /// uid:N for a user of this machine; insecure:ADDRESS without TLS
     #[arg(id = "client.name", long = "name", value_name = "NAME")]
     name: Option<String>,
-    /// The group that it belongs to
+    /// The group it belongs to
     #[arg(id = "client.group", long = "group", value_name = "NAME")]
     group: Option<String>,
     #[command(flatten)]
@@ -150,40 +158,40 @@ pub struct Policy {
 pub struct Grant {
     /// What its session may use.
     pub limits: Limits,
-    /// What refusals name.
+    /// The rules that refusals name.
     pub rules: Rules,
-    /// Most data connections of its session.
+    /// Maximum data connections of its session.
     pub data_connections: Option<u32>,
-    /// Which leases it may have.
+    /// The leases it may have.
     pub leasing: Leasing,
 }
 
-/// Which leases a client may have.
+/// The leases a client may have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Leasing {
     /// How many, and the rule.
     pub most: (u32, String),
-    /// Whether exclusive ones, and the rule.
+    /// Whether exclusive ones are allowed, and the rule.
     pub exclusive: (bool, String),
     /// For how many seconds, and the rule.
     pub seconds: (u64, String),
-    /// The rule by which its sessions need one, if there is one.
+    /// The rule that requires a lease for its sessions, if there is one.
     pub required: Option<String>,
 }
 
-/// Leases that a client may hold where no rule says how many.
+/// How many leases a client may hold where no rule says otherwise.
 const LEASES: u32 = 16;
-/// Minutes of a lease where no rule says how many.
+/// Minutes of a lease where no rule says otherwise.
 const LEASE_MINUTES: u32 = 24 * 60;
 
-/// The rules that the admission of a client's sessions follows from.
+/// The rules behind the admission of a client's sessions.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rules {
-    /// About the number of its sessions.
+    /// The rule about the number of its sessions.
     pub sessions: String,
     /// How many sessions it may begin within a minute, and the rule.
     pub sessions_per_minute: Option<(u32, String)>,
-    /// About its devices, if it may not use all of them, or has them for itself.
+    /// The rule about its devices, if it may not use all of them or has them exclusively.
     pub devices: Option<String>,
 }
 
@@ -201,7 +209,7 @@ const NAMED: [&str; 9] = [
 ];
 
 impl Rules {
-    /// Why a client has no devices, with the rule that this follows from.
+    /// Why a client has no devices, with the rule behind it.
     pub fn explain(&self, why: String) -> String {
         match &self.devices {
             Some(rule) => format!("{why} ({rule})"),
@@ -283,7 +291,8 @@ impl Policy {
         (self.groups.len(), self.clients.len())
     }
 
-    /// What a client may use, where `share` is for what no rule speaks of. The error is why it may use nothing.
+    /// What a client may use; `share` has the values where there is no rule. The error says why it may use
+    /// nothing.
     pub fn grant(&self, principal: &str, share: &Share) -> Result<Grant, String> {
         let client = self.clients.get(principal);
         let group = client.and_then(|client| client.group.as_ref());
@@ -294,7 +303,7 @@ impl Policy {
             let line = written.lines.get(key).copied().unwrap_or(0);
             format!("{}, line {line}: {key}", self.file)
         };
-        // Whoever is named may use the server, unless it is said that it may not.
+        // Clients with a section may use the server, unless a rule forbids it.
         let allow = places.iter().find_map(|written| {
             match (written.rule.allow, std::ptr::eq(*written, &self.everybody)) {
                 (Some(true), _) => Some(Ok(())),
@@ -383,7 +392,7 @@ pub fn example() -> String {
     )
 }
 
-/// The parts of the file, for its documentation. What holds for everybody is shown once.
+/// The parts of the file, for its documentation. Keys valid for everybody are shown once.
 fn parts() -> [Part; 3] {
     let command = || clap::Command::new("options");
     let hide = |own: [&'static str; 2]| {
@@ -426,7 +435,7 @@ fn parts() -> [Part; 3] {
             name: "group",
             repeated: true,
             commented: false,
-            text: "One section for each group of clients. All keys above are valid here, too.",
+            text: "One section per group of clients. All keys above are valid here, too.",
             options: GroupSection::augment_args(command()).mut_args(hide(["group.name", "group.together"])),
             set: &[("name", "\"research\"")],
             examples: &[("together", "false")],
@@ -435,7 +444,7 @@ fn parts() -> [Part; 3] {
             name: "client",
             repeated: true,
             commented: false,
-            text: "One section for each client that has rules of its own, or a group. All keys above are valid here, too.",
+            text: "One section for each client with its own rules or a group. All keys above are valid here, too.",
             options: ClientSection::augment_args(command()).mut_args(hide(["client.name", "client.group"])),
             set: &[("name", "\"host1\""), ("group", "\"research\"")],
             examples: &[],
@@ -538,7 +547,7 @@ allow = false
         assert!(closed.grant("host1", &share(&[])).is_ok());
         let refusal = closed.grant("host2", &share(&[])).unwrap_err();
         assert_eq!(refusal, "host2 may not use this server (clients.toml, line 1: allow = false)");
-        // Without a file, everybody may use what the options say.
+        // Without a file, everybody may use what the options allow.
         let none = Policy::default().grant("uid:0", &share(&["--client-sessions=3"])).unwrap();
         assert_eq!((none.limits.sessions, none.data_connections), (3, None));
         assert_eq!(none.rules, Rules { sessions: "--client-sessions".into(), ..Rules::default() });

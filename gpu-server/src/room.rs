@@ -1,4 +1,5 @@
-//! How a worker waits until a device has room for more memory, which the daemon makes by having other sessions' memory moved off it.
+//! How a worker waits until a device has room for more memory. The daemon makes room by having other
+//! sessions' memory moved away.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -7,7 +8,8 @@ use std::time::Duration;
 
 use crate::pages::{Meter, Page};
 
-/// How long to wait for room, or, where it is seen whether other sessions' memory moves, for any to move.
+/// How long to wait for room, or for any memory to move where it is visible that other sessions' memory
+/// moves.
 pub const WITHIN: Duration = Duration::from_secs(30);
 /// How often to ask again meanwhile.
 pub const AGAIN: Duration = Duration::from_millis(10);
@@ -23,7 +25,7 @@ pub struct Room {
 impl Room {
     /// Wakes the daemon's thread that looks at meters.
     pub fn ring(&self) {
-        // Writing fails only when the pipe is full: then the daemon is awake.
+        // Writing fails only when the pipe is full, and then the daemon is awake.
         let _ = nix::unistd::write(&*self.bell, &[1]);
     }
 

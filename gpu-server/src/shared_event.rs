@@ -5,10 +5,11 @@
 //!             … its stream gets there: done[0] = n ───────────────────▶ the stream goes on when done[0] ≥ n
 //! ```
 //!
-//! NVIDIA's driver has such events, too, but it keeps them in files of `/dev/shm` that its processes find by name, and workers have none in common
-//! (decision 53). Here an event is an ordinary one and a [page](Records) that the sessions share. Each session that
-//! opens the event has a slot of its own, which it alone writes, so that streams of several processes may record it in any order. A session that ends leaves nothing to wait for: the daemon
-//! [settles](settle) its slot.
+//! NVIDIA's driver has such events, too, but keeps them in files in `/dev/shm` that its processes find by
+//! name, and workers do not share any (decision 53). Here an event is an ordinary one plus a [page](Records)
+//! that the sessions share. Each session that opens the event has its own slot, which only it writes, so
+//! streams of several processes may record it in any order. A session that ends leaves nothing to wait for:
+//! the daemon [settles](settle) its slot.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -23,10 +24,10 @@ use crate::pages::Page;
 /// How many times an event can be opened.
 pub const SLOTS: usize = 511;
 
-/// Bits of the number of a record in [`Records::last`]; above them is the slot.
+/// Bits of a record's number in [`Records::last`]; the slot is above them.
 const NUMBER_BITS: u32 = 48;
 
-/// What the sessions share of an event.
+/// An event's part that the sessions share.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Records {
@@ -41,7 +42,7 @@ unsafe impl crate::pages::Shared for Records {
     const WRITTEN_BY_WORKER: bool = true;
 }
 
-/// All records of a slot are done, and no more will come: its session has ended.
+/// Marks all records of a slot as done; no more will come, because its session has ended.
 pub fn settle(event: &OwnedFd, slot: u16) -> io::Result<()> {
     let page = Page::<Records>::adopt(event)?;
     if let Some(done) = page.done.get(usize::from(slot)) {
@@ -50,7 +51,7 @@ pub fn settle(event: &OwnedFd, slot: u16) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a descriptor that a worker sent is that of an event.
+/// Checks that a descriptor sent by a worker is an event's.
 pub fn check(event: &OwnedFd) -> io::Result<()> {
     Page::<Records>::adopt(event).map(drop)
 }
@@ -84,7 +85,7 @@ impl SharedEvent {
         Ok(SharedEvent { page: Arc::new(page), file, slot: 0, own: Arc::default() })
     }
 
-    /// Opens another session's event, with the slot that the daemon has given to this session.
+    /// Opens another session's event, with the slot that the daemon has assigned to this session.
     pub fn open(file: OwnedFd, slot: u16) -> io::Result<SharedEvent> {
         let page = Page::adopt(&file)?;
         Ok(SharedEvent { page: Arc::new(page), file, slot, own: Arc::default() })
@@ -95,32 +96,32 @@ impl SharedEvent {
         &self.file
     }
 
-    /// The event is recorded. When what is returned is dropped, the record is done.
+    /// Records the event. The record is done when the returned value is dropped.
     pub fn record(&self) -> Running {
         let mut own = lock(&self.own);
         own.made += 1;
         let number = own.made;
         own.open.insert(number);
         let last = u64::from(self.slot) << NUMBER_BITS | number;
-        // What the other session learns of it comes later: through the program, which the server has answered by then.
+        // The other session learns of it later: from the program, which the server has answered by then.
         self.page.last.store(last, Ordering::Release);
         Running { page: Arc::clone(&self.page), slot: self.slot, own: Arc::clone(&self.own), number }
     }
 
-    /// When the event is reached that was recorded last, by any session. `None`: it was never recorded.
+    /// The moment at which the last record, by any session, is done. `None` if it was never recorded.
     pub fn last(&self) -> Option<Moment> {
         let last = self.page.last.load(Ordering::Acquire);
         let (slot, number) = ((last >> NUMBER_BITS) as u16, last & ((1 << NUMBER_BITS) - 1));
         (last != 0).then(|| Moment { page: Arc::clone(&self.page), slot, number })
     }
 
-    /// Whether this session recorded it then.
+    /// Whether this session made that record.
     pub fn is_own(&self, moment: &Moment) -> bool {
         moment.slot == self.slot && moment.number == lock(&self.own).made
     }
 }
 
-/// A record that is on its way.
+/// A record that is not done yet.
 #[derive(Debug)]
 pub struct Running {
     page: Arc<Page<Records>>,
@@ -151,14 +152,14 @@ pub struct Moment {
 impl Moment {
     /// Whether it has come.
     pub fn has_come(&self) -> bool {
-        // A slot that does not exist is nobody's, and nothing will ever come of it.
+        // A slot that does not exist belongs to nobody, so nothing will ever happen to it.
         self.page
             .done
             .get(usize::from(self.slot))
             .is_none_or(|done| done.load(Ordering::Acquire) >= self.number)
     }
 
-    /// Waits until it comes, in naps, or until `is_over`.
+    /// Waits until it comes, with short sleeps in between, or until `is_over`.
     pub fn await_unless(&self, is_over: impl Fn() -> bool) {
         let begin = Instant::now();
         while !self.has_come() && !is_over() {
@@ -192,7 +193,7 @@ impl Lookout {
 
     /// Calls `then` when the moment has come.
     pub fn when(&self, moment: Moment, then: impl FnOnce() + Send + 'static) {
-        // The thread ends with `self` only.
+        // The thread ends only with `self`.
         let _ = self.0.send((moment, Box::new(then)));
     }
 }
@@ -244,7 +245,7 @@ mod tests {
         let first = ours.record();
         let moment = theirs.last().unwrap();
         assert!(!moment.has_come() && !theirs.is_own(&moment) && ours.is_own(&moment));
-        // From now on the event stands for the second record. Who waits already waits for the first.
+        // From now on the event stands for the second record. Earlier waiters still wait for the first.
         let second = theirs.record();
         assert!(!ours.is_own(&ours.last().unwrap()));
         drop(second);
@@ -297,7 +298,8 @@ mod tests {
     }
 
     proptest! {
-        /// Records may end in any order: one is done for the others when it and all before it in its session are.
+        /// Records may end in any order: for the others, a record is done when it and all earlier ones of its
+        /// session are.
         #[test]
         fn records_end_in_any_order(steps in proptest::collection::vec((any::<bool>(), any::<prop::sample::Index>()), 1..60)) {
             let (ours, theirs) = pair();

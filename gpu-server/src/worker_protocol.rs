@@ -1,4 +1,5 @@
-//! The protocol between the daemon and its workers: JSON messages with descriptors over a seqpacket socket pair, one message for each packet.
+//! The protocol between the daemon and its workers: JSON messages with descriptors over a seqpacket socket
+//! pair, one message per packet.
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -44,33 +45,39 @@ impl Kind {
     }
 }
 
-/// Version of what the daemon and its workers say to each other and of what daemons keep for their successors. A daemon takes over sessions that have the same one.
+/// Version of the messages between the daemon and its workers and of what daemons keep for their successors.
+/// A daemon takes over sessions of the same version.
 pub const FORMAT: u32 = 4;
 
-/// What a session may use. The daemon decides it from who the client is and from the operator's policy. Nothing that a client or a worker says changes it.
+/// What a session may use. The daemon derives it from the client's identity and the operator's policy;
+/// nothing that a client or worker says changes it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
-    /// Who opened the session, for accounting only: sessions with the same text share [`total`](Limits::total), [`sessions`](Limits::sessions) and their turns on a GPU.
+    /// Who opened the session, for accounting only: sessions with the same text share
+    /// [`total`](Limits::total), [`sessions`](Limits::sessions) and their turns on a GPU.
     pub principal: String,
-    /// Numbers of the devices that it may use, as `--devices` counts them. Empty: all that the server shares.
+    /// Numbers of the devices that it may use, as counted by `--devices`. Empty: all that the server shares.
     pub devices: Vec<u32>,
-    /// How many of these devices a session gets, the least used ones. 0: all of them, or one if they are exclusive.
+    /// How many of these devices a session gets, the least used ones. 0: all of them, or one if they are
+    /// exclusive.
     pub device_count: u32,
-    /// Whether its devices serve nobody else as long as it has a session.
+    /// Whether its devices serve nobody else while it has a session.
     pub exclusive: bool,
     /// What one session may hold.
     pub session: Amounts,
     /// What all sessions of the principal together may hold.
     pub total: Amounts,
-    /// How many sessions of each kind the principal may have, including those that wait. 0: any number.
+    /// How many sessions of each kind the principal may have, including waiting ones. 0: no limit.
     pub sessions: u32,
-    /// Its share of a GPU's time while others want it, too: in proportion to their weights. At least 1; the default is 100.
+    /// Its share of a GPU's time while others want it, too, in proportion to the weights. At least 1; the
+    /// default is 100.
     pub weight: u32,
-    /// While a principal with a higher priority has work for a GPU, those with lower ones wait. The default is 0.
+    /// While a principal with a higher priority has work for a GPU, those with lower ones wait. The default
+    /// is 0.
     pub priority: i32,
-    /// Seconds for which a kernel may run. 0: no limit.
+    /// Maximum run time of a kernel in seconds. 0: no limit.
     pub kernel_seconds: u32,
-    /// Whether its device memory may be moved to the server's machine while it does nothing.
+    /// Whether its device memory may be moved to the server's memory while it is idle.
     pub swappable: bool,
 }
 
@@ -106,7 +113,7 @@ pub struct Amounts {
     pub pinned_memory: u64,
 }
 
-/// Devices of a server whose use is counted, by their number.
+/// How many devices of a server have their use counted, by number.
 pub const MOST_DEVICES: usize = 64;
 
 /// What is limited.
@@ -131,7 +138,8 @@ impl fmt::Display for Resource {
 /// Messages from the daemon.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum ToWorker {
-    /// The first message to a worker that is only to find out what its sandbox lacks. It answers and exits.
+    /// The first message to a worker whose only purpose is to find out what its sandbox lacks. It answers and
+    /// exits.
     Probe(Orders),
     /// The first message: what to prepare.
     Prepare {
@@ -139,13 +147,14 @@ pub enum ToWorker {
         orders: Orders,
         /// The worker's process id as the daemon knows it.
         pid: u32,
-        /// The sessions that the worker is for.
+        /// The kind of sessions that the worker is for.
         kind: Kind,
         /// The daemon's options.
         options: WorkerOptions,
     },
-    /// The session to serve, with its connection (without TLS), the descriptors of its [`Terms`](crate::pages::Terms) and its [`Meter`](crate::pages::Meter), the daemon's bell, and
-    /// a socket to the cache, if the session has one.
+    /// The session to serve, with its connection (without TLS), the descriptors of its
+    /// [`Terms`](crate::pages::Terms) and its [`Meter`](crate::pages::Meter), the daemon's bell, and a socket
+    /// to the cache, if the session has one.
     Session {
         /// The kind of connection.
         transport: Transport,
@@ -155,7 +164,7 @@ pub enum ToWorker {
         client: String,
         /// What the session may use.
         limits: Limits,
-        /// Under TLS: who may open the session's connections. No connection comes with this message then.
+        /// Under TLS: who may open the session's connections. This message then carries no connection.
         door: Option<Visitor>,
     },
     /// A data connection of the session.
@@ -165,7 +174,7 @@ pub enum ToWorker {
         /// Which data connection of that link it is.
         index: u32,
     },
-    /// A new control connection of the session, whose connections were lost.
+    /// A new control connection of the session, after its connections were lost.
     Resume {
         /// Which of the session's links it begins.
         attempt: u32,
@@ -178,27 +187,31 @@ pub enum ToWorker {
     Direct {
         /// The ticket's name.
         token: Token,
-        /// The daemon has checked the ticket and welcomed the connection. Otherwise it is under TLS, and nothing has been read from it.
+        /// The daemon has checked the ticket and welcomed the connection. Otherwise it is under TLS, and
+        /// nothing has been read from it.
         welcomed: bool,
     },
-    /// Another daemon has taken over the session. With the descriptor of its [`Terms`](crate::pages::Terms).
+    /// Another daemon has taken over the session. Carries the descriptor of its
+    /// [`Terms`](crate::pages::Terms).
     TakenOver,
     /// A device has failed, and CUDA reports this to every program that uses it.
     DeviceFailed {
-        /// Its number among the server's.
+        /// Its number on the server.
         device: u32,
         /// The `CUresult`.
         status: u32,
     },
-    /// An order for the session's device memory, with the descriptor of an empty file if it is to go to one. The worker says in its [`Whereabouts`](crate::pages::Whereabouts) when it has
-    /// dealt with it. A later order takes the place of one that was not begun.
+    /// An order for the session's device memory, with the descriptor of an empty file if the memory should go
+    /// to one. The worker reports in its [`Whereabouts`](crate::pages::Whereabouts) when it has handled it. A
+    /// later order replaces one that has not been begun.
     Memory {
         /// The order's number.
         number: u32,
         /// What to do.
         order: MemoryOrder,
     },
-    /// The answer to a `Share`, an `Open`, a `Charge`, a `Ticket` or a `Connect`, with a descriptor if it has one.
+    /// The answer to a `Share`, an `Open`, a `Charge`, a `Ticket` or a `Connect`, with a descriptor if it has
+    /// one.
     Reply {
         /// The request's number.
         request: u64,
@@ -207,18 +220,20 @@ pub enum ToWorker {
     },
 }
 
-/// What a session does with its device memory. A worker that cannot carry out an order says so, and nothing has changed.
+/// What a session does with its device memory. A worker that cannot carry out an order reports that, and
+/// nothing has changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MemoryOrder {
-    /// Moves it to this machine's memory, or to the file that came along. `busy`: even if there are commands; otherwise only while there are none. Never while a device works on one.
+    /// Moves it to this machine's memory, or to the attached file. `busy`: even if there are commands,
+    /// otherwise only while there are none. Never while a device is executing one.
     Leave {
         /// See above.
         busy: bool,
     },
     /// There is room: moves it back. Only for a session that waits for that.
     Return,
-    /// Gives up the memory of this machine that is kept for the next time.
+    /// Frees the memory of this machine that is kept for the next time.
     Forget,
 }
 
@@ -227,7 +242,7 @@ pub enum MemoryOrder {
 pub struct Visitor {
     /// The client's key.
     pub key: Fingerprint,
-    /// The session's name, which is no secret.
+    /// The session's name, which is not secret.
     pub token: Token,
     /// The session's secret.
     pub secret: [u8; 32],
@@ -241,7 +256,7 @@ pub enum Transport {
     Tcp {
         /// The channel's reply slots.
         slot_count: u32,
-        /// Data connections that will come.
+        /// Number of data connections to come.
         data_connections: u32,
     },
     /// The control connection of a session over verbs.
@@ -280,7 +295,7 @@ pub enum FromWorker {
     Share {
         /// Number of the request.
         request: u64,
-        /// The object; it may come with a descriptor.
+        /// The object, with a descriptor if it has one.
         what: Shared,
     },
     /// Opens an object that a session has shared. The daemon answers.
@@ -299,7 +314,7 @@ pub enum FromWorker {
     Charge {
         /// Number of the request.
         request: u64,
-        /// What they are of.
+        /// What the bytes are of.
         resource: Resource,
         /// How many.
         bytes: u64,
@@ -308,7 +323,7 @@ pub enum FromWorker {
     Discharge {
         /// Number of the request, which is not answered.
         request: u64,
-        /// What they are of.
+        /// What the bytes are of.
         resource: Resource,
         /// How many.
         bytes: u64,
@@ -329,12 +344,12 @@ pub enum FromWorker {
     },
     /// Counters of the running session.
     Counters(Counters),
-    /// The session has lost its link, or has one again.
+    /// The session has lost its link or has one again.
     Link {
         /// Whether it has one.
         up: bool,
     },
-    /// A kernel of the session has run for too long, so the session ends.
+    /// A kernel of the session has run too long, so the session ends.
     Overrun,
     /// The session has ended, and the worker exits.
     Ended {
@@ -356,7 +371,7 @@ pub struct Counters {
     /// Of these: copies.
     #[serde(default)]
     pub copies: u64,
-    /// Of these: commands for whose answer the client waits.
+    /// Of these: commands whose answer the client waits for.
     #[serde(default)]
     pub round_trips: u64,
     /// Bytes of bulk data read from the client.
@@ -366,7 +381,7 @@ pub struct Counters {
     /// Bytes of bulk data that the worker's CPU copied between the transport's memory and the driver's.
     #[serde(default)]
     pub bytes_copied: u64,
-    /// Bytes of copies that went to and came from workers of other servers.
+    /// Bytes copied to and from workers of other servers.
     #[serde(default)]
     pub bytes_direct: u64,
     /// Bytes of device memory held.
@@ -374,7 +389,7 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Whether one of the counters that only grow is smaller than before.
+    /// Whether any of the counters that only grow is smaller than before.
     pub fn is_before(&self, before: &Counters) -> bool {
         self.commands < before.commands
             || self.launches < before.launches
@@ -427,12 +442,13 @@ pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option
     receive_with(socket, MsgFlags::empty())
 }
 
-/// Receives a message that stays the next one until it is [consumed](consume), whoever receives then. `Ok(None)` if the other end is closed.
+/// Receives a message without removing it: it stays the next one until it is [consumed](consume), no matter
+/// who receives next. `Ok(None)` if the other end is closed.
 pub fn peek<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
     receive_with(socket, MsgFlags::MSG_PEEK)
 }
 
-/// Takes away the message that was peeked at.
+/// Removes the message that was peeked at.
 pub fn consume(socket: BorrowedFd<'_>) -> io::Result<()> {
     let flags = MsgFlags::MSG_DONTWAIT;
     loop {
@@ -458,14 +474,16 @@ fn receive_with<T: DeserializeOwned>(
                 let mut fds = Vec::new();
                 for control in message.cmsgs().map_err(io::Error::from)? {
                     if let ControlMessageOwned::ScmRights(received) = control {
-                        // SAFETY: the kernel has just installed these descriptors in this process, and nothing else owns them.
+                        // SAFETY: the kernel has just installed these descriptors in this process, and
+                        // nothing else owns them.
                         fds.extend(received.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
                     }
                 }
                 break (message.bytes, fds);
             }
             Err(nix::Error::EINTR) => {}
-            // The peer closed its end with unread messages in it. The kernel reports this once, before it delivers what the peer had sent.
+            // The peer closed its end while it held unread messages. The kernel reports this once, before it
+            // delivers what the peer had sent.
             Err(nix::Error::ECONNRESET) if !reset => reset = true,
             Err(nix::Error::ECONNRESET) => return Ok(None),
             Err(e) => return Err(e.into()),

@@ -1,4 +1,4 @@
-//! Arrays, their levels, and textures of them: what a session may name and do.
+//! Arrays, their levels, and their textures: what a session may name and do.
 
 #![allow(clippy::unwrap_used)]
 
@@ -71,7 +71,7 @@ fn copy<S: Session>(s: &mut S, array: u32, at: [u64; 3], bytes: u64, to_array: b
     s.push(&MemcpyArray { stream: StreamId(0), dst, src, extent: [bytes, 1, 1] });
 }
 
-/// What a row of an array holds; `None`: nothing was copied.
+/// The contents of an array's row; `None`: nothing was copied.
 fn row<S: Session>(s: &mut S, array: u32, at: [u64; 3], bytes: u64) -> Option<Vec<u8>> {
     let marked = vec![0xee; bytes as usize];
     s.push(&MemcpyHtoD { stream: StreamId(0), dst: BASE, src: HostIn::Inline(&marked) });
@@ -178,7 +178,7 @@ fn invalid_arrays_are_refused() {
 #[test]
 fn all_levels_count_against_the_limit() {
     fn body<S: Session>(s: &mut S) {
-        // One row of 1 MiB: the levels below are as much again.
+        // One row of 1 MiB: the levels below take as much again.
         let row = shape(1 << 18, 0, 0, 0);
         assert_eq!(create(s, 1, row.clone(), 19), Err(Status::OUT_OF_MEMORY));
         create(s, 1, row.clone(), 1).unwrap();

@@ -1,4 +1,4 @@
-//! Clients and servers with certificates of an operator's own authority.
+//! Clients and servers with certificates from an operator's own authority.
 
 #![allow(clippy::unwrap_used)]
 
@@ -42,7 +42,7 @@ impl Site {
         (machine(&issued, &self.authority), issued)
     }
 
-    /// The server reads its files again.
+    /// Makes the server read its files again.
     fn reload(&self) {
         let times = |log: &str| log.matches("SIGHUP: read").count();
         let before = times(&self.server.log());
@@ -70,7 +70,7 @@ fn a_certificate_is_enough_for_a_session_under_its_name() {
     works(&mut client);
     let session = &site.server.status()["sessions"][0];
     assert_eq!(session["principal"], "cert:host1.example");
-    // Clients that joined are as welcome as before.
+    // Clients that joined are still accepted.
     works(&mut joined(&site.server, "host2").try_connect(site.server.port).unwrap());
 }
 
@@ -83,7 +83,7 @@ fn another_authoritys_certificates_are_worth_nothing_to_either_side() {
     let issued = site.authority.issue("host1.example", Use::Client);
     let why = machine(&issued, &other).try_connect(site.server.port).err().unwrap();
     assert!(why.contains("UnknownIssuer"), "{why}");
-    // Of the same authority, but for another server.
+    // From the same authority, but for another server.
     let elsewhere = Site::named("gpu8.example");
     let (visitor, _) = elsewhere.machine("host1.example");
     let why = visitor.try_connect(elsewhere.server.port).err().unwrap();
@@ -102,7 +102,7 @@ fn certificates_and_keys_are_replaced_without_a_restart() {
     site.reload();
     works(&mut client);
     works(&mut machine.try_connect(site.server.port).unwrap());
-    // What is wrong changes nothing.
+    // A wrong file changes nothing.
     std::fs::write(site.identity.join("certificate.pem"), "nothing").unwrap();
     site.reload();
     assert!(site.server.log().contains("key and certificates stay as they were"), "{}", site.server.log());

@@ -1,4 +1,4 @@
-//! The daemon: admission, the pool, and what a session's end leaves behind.
+//! The daemon: admission, the pool, and what remains after a session's end.
 
 #![allow(clippy::unwrap_used)]
 
@@ -68,7 +68,7 @@ fn a_client_built_from_other_sources_is_refused_and_a_newer_one_is_served() {
     assert_eq!(welcome.status, protocol::device::Answer::Version as u32);
     assert!(untext(&welcome.reason).contains("different sources"), "{}", untext(&welcome.reason));
     until("the log says so", || server.log().contains("different sources"));
-    // A newer client compares fingerprints itself, and then speaks the server's version.
+    // A newer client compares fingerprints itself and then speaks the server's version.
     let version = Version { minor: protocol::VERSION.minor + 1, ..protocol::VERSION };
     let welcome = greet(connect(), &Hello { version, ..other }).unwrap();
     assert_eq!(welcome.status, protocol::device::Answer::Ok as u32);
@@ -192,7 +192,7 @@ fn a_region_is_released_only_when_nothing_reads_it() {
     let range = HostRange { place: Place::Region(7), offset: 4096, len: 4096 };
     let copy = s.push(&MemcpyHtoD { stream: StreamId(0), dst: window(0), src: HostIn::Range(range) });
     s.push(&StreamMark { stream: StreamId(0) });
-    // What comes behind the wait is held, and the memory that it names with it, once the worker has read it.
+    // Commands after the wait are held, and so is the memory that they name, once the worker has read them.
     s.call(&SessionInfo {}).unwrap();
     until("all that is not held is executed", || s.channel().progress().released() == before);
     assert_eq!((s.channel().progress().executed(), before), (copy - 1, copy - 1));
@@ -220,7 +220,7 @@ fn a_bridge_that_disconnects_while_it_waits_for_a_region_ends_its_session() {
         s.call(&MemGrow { device: 0, address: window(0), size: 2 << 20 }).unwrap();
         s.push(&MemAlloc { address: window(0), size: 4096 });
         assert_eq!(s.add_region(7, &memfd(4096), 4096), (0, String::new()));
-        // Only the client could let this stream go on, and the copy behind it holds the region.
+        // Only the client could let this stream continue, and the copy after the wait holds the region.
         s.push(&StreamHostWait { stream: StreamId(0), ticket: TicketId(1) });
         let range = HostRange { place: Place::Region(7), offset: 0, len: 4096 };
         let copy = s.push(&MemcpyHtoD { stream: StreamId(0), dst: window(0), src: HostIn::Range(range) });
@@ -257,12 +257,12 @@ fn too_much_data_ends_only_that_session() {
     let mut s = TcpSession::connect(server.port);
     s.call(&MemGrow { device: 0, address: window(0), size: 2 << 20 }).unwrap();
     s.push(&MemAlloc { address: window(0), size: 4096 });
-    // For a command that names none: thrown away, and the session goes on.
+    // For a command that names none: the data is dropped, and the session continues.
     let mark = s.push(&StreamMark { stream: StreamId(0) });
     s.send_data(0, DataHeader { seq: mark, offset: 0, piece: 0, len: 3 }, b"abc").unwrap();
     s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
     assert!(s.lost().is_none());
-    // Beyond what the command names, while the command's data is awaited.
+    // Beyond what the command names, while the command's data is expected.
     s.push(&StreamHostWait { stream: StreamId(0), ticket: TicketId(1) });
     let most = !DATA_FLAGS;
     s.send_data(1, DataHeader { seq: mark + 1, offset: 0, piece: 0, len: most }, b"").unwrap();
@@ -311,7 +311,8 @@ fn sigterm_lets_sessions_end_then_ends_them_with_a_reason() {
 #[test]
 fn without_a_gpu_cuda_fails_in_one_line_and_auto_uses_software() {
     if std::path::Path::new("/dev/nvidia0").exists() {
-        // There is one: what this test is about cannot be seen here, and the check on the GPU machine covers the rest.
+        // This machine has a GPU, so the test's case cannot occur here; the check on the GPU machine covers
+        // the rest.
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -326,7 +327,7 @@ fn without_a_gpu_cuda_fails_in_one_line_and_auto_uses_software() {
     assert!(output.status.success() && text.contains("would serve with software"), "{text}");
 }
 
-/// Runs a server that is expected not to start. Returns what it says.
+/// Runs a server that should not start. Returns its output.
 fn refused(flags: &[&str]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let listen = format!("--listen=unix:{}", folder.path().join("s").display());

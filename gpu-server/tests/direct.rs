@@ -1,4 +1,5 @@
-//! Direct connections between workers of two servers: good ones, tickets that are none, and peers that do not keep to the protocol.
+//! Direct connections between workers of two servers: good ones, bad tickets, and peers that break the
+//! protocol.
 
 #![allow(clippy::unwrap_used)]
 
@@ -76,7 +77,7 @@ fn get(session: &mut impl Session, at: u64, len: u32) -> Vec<u8> {
     session.call(&MemcpyDtoHInline { stream: STREAM, src: at, len }).unwrap().bytes.0
 }
 
-/// One piece travels and is landed.
+/// One piece is sent and landed.
 fn copies(from: &mut impl Session, to: &mut impl Session, direct: u32, number: u64) {
     let bytes = number.to_le_bytes();
     put(from, BASE, &bytes);
@@ -103,14 +104,14 @@ fn pieces_travel_over_unix_sockets_over_tcp_and_under_tls() {
         assert!(ticket.addresses.contains(&address), "{:?} without {address}", ticket.addresses);
         open(&mut from, 1, &ticket).unwrap();
         (1..40).for_each(|number| copies(&mut from, &mut to, 1, number));
-        // Many at once, of which one answer tells.
+        // Many at once, all reported by one answer.
         (40..48).for_each(|number| send(&mut from, 1, number, BASE, 1 << 20));
         assert_eq!(to.call(&DirectArrival { direct: 1, number: 47 }).unwrap().upto, 47);
         assert_eq!(to.call(&DirectArrival { direct: 1, number: 40 }).unwrap().upto, 47);
         (40..48).for_each(|number| land(&mut to, 1, number, BASE, 1 << 20));
         to.call(&StreamSynchronize { stream: STREAM }).unwrap();
         assert_eq!((from.error(0), to.error(0)), (None, None));
-        // The end of one session is the end of the connection.
+        // When one session ends, so does the connection.
         drop(from);
         assert!(rejects(&mut to, 1, 48));
     }
@@ -121,7 +122,7 @@ fn a_server_connects_only_where_its_operator_allows_it() {
     let (target, listener) = (Server::start(&[]), TcpListener::bind("127.0.0.1:0").unwrap());
     listener.set_nonblocking(true).unwrap();
     let victim = format!("tcp:{}", listener.local_addr().unwrap());
-    // It does not even follow a listed name to another port or with another spelling.
+    // It does not even follow a listed name with another port or spelling.
     let source = Server::start(&["--direct-to=tcp:127.0.0.1:1"]);
     let (mut from, mut to) = (session(&source), session(&target));
     let ticket = offer(&mut from, &mut to, 1);
@@ -141,7 +142,7 @@ fn a_server_connects_only_where_its_operator_allows_it() {
     assert!(listener.accept().is_err(), "something has connected");
     assert!(!source.log().contains('\u{1b}'));
 
-    // Nothing leaves without encryption where that is required.
+    // Nothing is sent unencrypted where encryption is required.
     let source = Server::start_protected(&[&format!("--direct-to={}", tcp(&target))]);
     let mut from = session(&source);
     let ticket = offer(&mut from, &mut to, 2);
@@ -171,14 +172,14 @@ fn a_ticket_is_good_once_and_only_as_it_was_made() {
         }
     }
     open(&mut from, 7, &forged[0]).unwrap_err();
-    // None of this has used it up.
+    // None of this has used the ticket up.
     open(&mut from, 1, &ticket).unwrap();
     copies(&mut from, &mut to, 1, 1);
     let refusal = open(&mut from, 2, &ticket).unwrap_err();
-    assert!(refusal.contains("no such ticket"), "{refusal}");
-    // Neither has the second try harmed the connection.
+    assert!(refusal.contains("this ticket does not exist"), "{refusal}");
+    // Nor has the second try harmed the connection.
     copies(&mut from, &mut to, 1, 2);
-    // Numbers are used once, and there are only so many.
+    // Numbers are used once, and their number is limited.
     let key = [0; 32];
     assert_eq!(to.call(&DirectOffer { direct: 1, key }).unwrap_err(), Status::INVALID_HANDLE);
     (2..=MAX_DIRECTS as u32).for_each(|direct| drop(to.call(&DirectOffer { direct, key }).unwrap()));
@@ -193,7 +194,7 @@ fn under_tls_a_stolen_ticket_is_worth_nothing() {
     let (mut from, mut thief, mut to) = (session(&source), session(&source), session(&target));
     let ticket = offer(&mut from, &mut to, 1);
     open(&mut thief, 1, &ticket).unwrap_err();
-    // Nor without TLS, nor with the ticket of a server that is another one.
+    // Nor without TLS, nor with a ticket for another server.
     let answer = greet(connect_tcp(target.port).unwrap(), &shown(&ticket)).unwrap();
     assert_ne!(answer.status, Answer::Ok as u32, "{}", untext(&answer.reason));
     let mut pretended = ticket.clone();
@@ -205,7 +206,7 @@ fn under_tls_a_stolen_ticket_is_worth_nothing() {
     copies(&mut from, &mut to, 1, 1);
 }
 
-/// A connection to `to`, made by the test.
+/// A connection to `to` that the test makes itself.
 fn pretend(server: &Server, to: &mut impl Session, direct: u32) -> TcpStream {
     let ticket = to.call(&DirectOffer { direct, key: [0; 32] }).unwrap().ticket;
     let stream = connect_tcp(server.port).unwrap();
@@ -227,11 +228,11 @@ fn what_a_peer_sends_wrongly_ends_its_connection_and_nothing_else() {
         let mut stream = pretend(&server, &mut to, direct);
         stream.write_all(&[header(1, 2).as_bytes(), &[1, 2]].concat()).unwrap();
         assert_eq!(to.call(&DirectArrival { direct, number: 1 }).unwrap().upto, 1);
-        // The connection may be closed before all is written.
+        // The connection may be closed before everything is written.
         let _ = stream.write_all(bytes);
         let kept = (!close).then_some(stream);
         assert!(rejects(&mut to, direct, number));
-        // What had come before is there.
+        // Pieces that arrived before are there.
         land(&mut to, direct, 1, BASE, 2);
         assert_eq!(get(&mut to, BASE, 2), [1, 2]);
         assert_eq!(to.error(0), None);
@@ -246,11 +247,11 @@ fn what_a_peer_sends_wrongly_ends_its_connection_and_nothing_else() {
     after(&[], true, 2);
     after(&header(2, 1000).as_bytes()[..7], true, 2);
     after(&[header(2, 1000).as_bytes(), &[7; 999]].concat(), true, 2);
-    // Those that it says will not come, and those that it leaves out.
+    // Pieces announced as missing, and pieces left out.
     after(header(2, 0).as_bytes(), false, 2);
     after(&[header(3, 1).as_bytes(), &[1]].concat(), false, 2);
 
-    // A client that lands what did not come, twice, or with other bytes than there are.
+    // A client that lands pieces that did not arrive, lands one twice, or with a wrong length.
     direct += 1;
     let mut stream = pretend(&server, &mut to, direct);
     stream.write_all(&[header(1, 2).as_bytes(), &[1, 2]].concat()).unwrap();
@@ -275,7 +276,7 @@ fn a_peer_that_keeps_sending_fills_its_buffers_and_no_more() {
     let piece = vec![5; 64 << 10];
     let (mut number, mut left) = (0, Vec::new());
     let mut sent = 0;
-    // Until the connection takes nothing for some time after the buffers are full.
+    // Until the connection accepts nothing for some time after the buffers are full.
     let mut quiet = 0;
     while quiet < 200 || number <= PIECES as u64 {
         if left.is_empty() {
@@ -295,7 +296,7 @@ fn a_peer_that_keeps_sending_fills_its_buffers_and_no_more() {
         }
         assert!(sent < 256 << 20, "it takes whatever comes");
     }
-    // Those that have come can be landed, and then it goes on.
+    // Those that have arrived can be landed, and then it continues.
     let last = to.call(&DirectArrival { direct: 1, number: PIECES as u64 }).unwrap().upto;
     assert_eq!(last, PIECES as u64);
     (1..=last).for_each(|number| land(&mut to, 1, number, BASE, piece.len() as u64));
@@ -335,7 +336,7 @@ fn a_receiver_that_is_none_costs_the_sender_nothing_but_the_connection() {
         let babbles = scope.spawn(move || drop(accept(Some(other))));
         open(&mut from, 3, &ticket).unwrap_err();
         babbles.join().unwrap();
-        // One that takes nothing of what is sent: the session's own work goes on, and so does its end.
+        // A receiver that reads nothing: the session's own work continues, and so does its end.
         let sleeps = scope.spawn(|| accept(Some(welcome(Answer::Ok, ""))));
         open(&mut from, 4, &ticket).unwrap();
         let kept = sleeps.join().unwrap();
@@ -347,7 +348,7 @@ fn a_receiver_that_is_none_costs_the_sender_nothing_but_the_connection() {
         (201..=220).for_each(|number| send(&mut from, 4, number, BASE, 1 << 20));
         assert_eq!((get(&mut from, BASE, 4), from.error(0)), (vec![9; 4], None));
     });
-    // A connection that there never was, a place that is not the session's, too many bytes, none.
+    // A connection that never existed, memory outside the session's, too many bytes, none.
     send(&mut from, 5, 1, BASE, 4);
     get(&mut from, BASE, 4);
     assert_eq!(from.error(0), Some((Status::INVALID_HANDLE, false)));

@@ -1,4 +1,4 @@
-//! Clients on other machines: how they join, what protects their connections, and who gets nothing.
+//! Clients on other machines: how they join, what protects their connections, and who is refused.
 
 #![allow(clippy::unwrap_used)]
 
@@ -50,7 +50,7 @@ fn a_client_joins_once_and_its_sessions_have_the_name_that_it_was_enrolled_with(
     let refusal = late.join(&server, &token).unwrap_err();
     assert!(refusal.contains("was used already"), "{refusal}");
     assert!(machine.join(&server, &token).is_err());
-    // Without its key, what the first one has is worth nothing.
+    // The first client's identity is worthless without its key.
     late.pin(server.port, token.server);
     let refusal = late.try_connect(server.port).err().unwrap();
     assert!(
@@ -120,7 +120,7 @@ fn a_client_without_a_key_or_a_pin_connects_nowhere() {
     machine.identity();
     let refusal = machine.try_connect(server.port).err().unwrap();
     assert!(refusal.contains("no key is pinned for tcp:127.0.0.1"), "{refusal}");
-    // Somebody else who answers at the address.
+    // An impostor answers at the address.
     machine.pin(server.port, machine.identity().fingerprint());
     let Err(e @ ConnectError::Unsafe { .. }) = Client::try_connect(&machine.config(server.port)) else {
         panic!("another key than the pinned one was trusted")
@@ -128,7 +128,7 @@ fn a_client_without_a_key_or_a_pin_connects_nowhere() {
     assert!(with_causes(&e).contains("is pinned"), "{}", with_causes(&e));
 }
 
-/// A connection to the daemon under TLS, as somebody with this key makes it.
+/// Connects to the daemon under TLS with this key.
 fn greeted(server: &Server, machine: &Machine, hello: &Hello) -> (Stream, Welcome) {
     let pins = servers::known(machine.folder.path()).unwrap();
     let config = client_pinning(&machine.identity(), &[pins[0].key]).unwrap();
@@ -172,7 +172,7 @@ fn a_session_takes_no_connection_but_its_clients_own_and_no_more_than_agreed() {
     let (_daemon, welcome) = greeted(&server, &machine, &hello(purpose::CONTROL, [0; 16], 2));
     assert_eq!((welcome.status, welcome.data_connections), (0, 2));
     let right = |purpose, index| Hello { secret: welcome.secret, ..hello(purpose, welcome.token, index) };
-    // Another client, though it knows everything.
+    // Another client, even though it knows everything.
     assert!(of_session(&server, &other, &welcome, &right(purpose::CONTROL, 0)).is_err());
     // The client's key, without the secret.
     let guess = Hello { secret: [7; 32], ..right(purpose::CONTROL, 0) };
@@ -199,16 +199,16 @@ fn a_session_takes_no_connection_but_its_clients_own_and_no_more_than_agreed() {
     assert_eq!(refused.status, Answer::Denied as u32);
 }
 
-/// Somebody between clients and the server.
+/// A man in the middle between clients and the server.
 struct Middle {
     port: u16,
-    /// Every connection there was, both sides of each.
+    /// Every connection so far, both sides of each.
     connections: Arc<Mutex<Vec<[TcpStream; 2]>>>,
 }
 
 impl Middle {
-    /// Forwards bytes. `meddle` gets the connection's number, whether the bytes come from the client, their position in
-    /// that direction, and the bytes; it returns what to forward.
+    /// Forwards bytes. `meddle` gets the connection's number, whether the bytes come from the client, their
+    /// position in that direction, and the bytes. It returns what to forward.
     fn between(
         server: u16,
         meddle: impl Fn(usize, bool, usize, Vec<u8>) -> Vec<u8> + Send + Sync + 'static,
@@ -247,7 +247,7 @@ impl Middle {
         Middle { port, connections }
     }
 
-    /// Cuts the connections that there are, and gives their number.
+    /// Cuts the open connections and returns how many there were.
     fn cut(&self) -> usize {
         let cut = std::mem::take(&mut *self.connections.lock().unwrap());
         cut.iter().flatten().for_each(|side| drop(side.shutdown(Shutdown::Both)));
@@ -255,10 +255,10 @@ impl Middle {
     }
 }
 
-/// Everything that passed, by connection and direction.
+/// All traffic, by connection and direction.
 type Passed = Arc<Mutex<Vec<((usize, bool), Vec<u8>)>>>;
 
-/// Somebody between clients and the server who passes everything on, and what passes.
+/// A man in the middle that forwards everything, and the traffic.
 fn recording(server: u16) -> (Middle, Passed) {
     let passed = Passed::default();
     let to = Arc::clone(&passed);
@@ -292,7 +292,7 @@ fn somebody_who_reads_everything_finds_no_secret_and_can_replay_nothing() {
     assert!(whole.len() >= 12, "{} directions", whole.len());
     let finds = |what: &[u8]| whole.values().any(|bytes| bytes.windows(what.len()).any(|w| w == what));
     assert!(!finds(&token.secret.0) && !finds(marker) && !finds(b"test-program") && !finds(b"rGPUlink"));
-    // What a client said before says nothing when somebody else says it again.
+    // Replaying a client's bytes from elsewhere achieves nothing.
     let before = server.status()["sessions_begun"].clone();
     for ((_, upwards), bytes) in &whole {
         if *upwards {
@@ -314,7 +314,7 @@ fn whoever_forges_cuts_or_swaps_bytes_during_the_setup_gets_nothing_accepted() {
     let machine = joined(&server, "host1");
     let key = servers::known(machine.folder.path()).unwrap()[0].key;
     let begun = || server.status()["sessions_begun"].as_u64().unwrap();
-    // The setup takes six connections of some hundred bytes each way, and a few thousand in all.
+    // The setup takes six connections of a few hundred bytes each way, a few thousand in all.
     for at in (0..2400usize).step_by(149) {
         for (number, upwards) in [(0, true), (0, false), (1, true), (1, false)] {
             let kind = (at / 149) % 3;
@@ -338,7 +338,7 @@ fn whoever_forges_cuts_or_swaps_bytes_during_the_setup_gets_nothing_accepted() {
                 (Duration::from_secs(2), Duration::from_secs(2));
             match Client::try_connect(&config) {
                 Err(_) => {}
-                // The change hit bytes that this setup does not have, or that nobody waits for.
+                // The change hit bytes that this setup does not have or that nobody waits for.
                 Ok(mut client) => {
                     client.push(&SessionInfo {}, 0);
                     until("an answer, or the session's end", || {
@@ -349,12 +349,12 @@ fn whoever_forges_cuts_or_swaps_bytes_during_the_setup_gets_nothing_accepted() {
             }
         }
     }
-    // Nothing of this has hurt anybody else.
+    // None of this has harmed anyone else.
     assert!(begun() > 0);
     works(&mut machine.try_connect(server.port).unwrap());
 }
 
-/// The first of a machine's sessions, behind somebody who passes everything on.
+/// A machine's first session, through a man in the middle that forwards everything.
 fn through_a_middle(server: &Server, name: &str) -> (Machine, Middle, Client) {
     let machine = joined(server, name);
     let middle = Middle::between(server.port, |_, _, _, bytes| bytes);
@@ -376,10 +376,10 @@ fn a_session_goes_on_under_tls_when_its_connections_are_cut() {
     for round in 1..=4 {
         client.write_arena(0, &bytes);
         client.write_arena(2 << 20, &vec![0; bytes.len()]);
-        // Data is under way in both directions.
+        // Data is in flight in both directions.
         client.htod(window(0), arena(0, bytes.len() as u64));
         client.dtoh(window(0), arena(2 << 20, bytes.len() as u64));
-        // The first link has a connection to the daemon besides its own five.
+        // The first link has one connection to the daemon besides its own five.
         assert_eq!(middle.cut(), if round == 1 { 6 } else { 5 });
         client.synchronize();
         assert!(client.read_arena(2 << 20, bytes.len() as u64) == bytes);
@@ -388,7 +388,7 @@ fn a_session_goes_on_under_tls_when_its_connections_are_cut() {
     }
     let session = &server.status()["sessions"][0];
     assert_eq!(session["principal"], "host1");
-    // The server does not keep it when its client has ended it.
+    // The server does not keep a session that its client has ended.
     drop(client);
     until("the session is over", || server.sessions() == 0);
     assert_eq!(server.number("sessions_lost"), 0);
@@ -405,7 +405,8 @@ fn a_session_under_tls_resumes_and_is_revoked_under_the_next_daemon() {
     for round in 1..=2 {
         server.signal(nix::sys::signal::Signal::SIGUSR2);
         until("the next program serves", || upgraded(round));
-        // Its connections end in its worker, so it has noticed nothing. Now they are cut, and the next daemon passes new ones on.
+        // Its connections end in its worker, so it has noticed nothing. Now they are cut, and the next daemon
+        // passes new ones on.
         middle.cut();
         works_on(&mut client, round);
         until("the session has resumed", || resumed(&server) >= round);
@@ -429,14 +430,14 @@ fn works_on(client: &mut Client, seed: u64) {
 fn a_session_that_ends_while_its_connections_are_cut_is_told_so() {
     let mut server = Server::start_protected(&[]);
     let (_one, middle, client) = through_a_middle(&server, "one");
-    // Revoked, and nothing that says so arrives.
+    // The client is revoked, and the message that says so never arrives.
     middle.cut();
     server.ask(json!({ "revoke": { "name": "one" } }));
     let reason = client.wait_lost();
     assert!(reason.contains("does not know this client's key") || reason.contains("was revoked"), "{reason}");
     let (_other, middle, client) = through_a_middle(&server, "other");
     let (folder, port) = (Arc::clone(server.folder()), server.port);
-    // The server ends at once and another one takes its place, which has the same key.
+    // The server ends at once, and another one with the same key takes its place.
     middle.cut();
     server.end(nix::sys::signal::Signal::SIGKILL);
     drop(server);
@@ -455,7 +456,7 @@ fn no_worker_has_the_servers_key() {
     let worker = server.status()["sessions"][0]["worker"].as_u64().unwrap();
     let pem = std::fs::read_to_string(key_file(server.folder().path())).unwrap();
     let identity = Identity::load(&server.path("identity")).unwrap().unwrap();
-    // The key in PEM, and what the library works with: 32 bytes behind these five, in either order.
+    // The key in PEM, and as the library uses it: 32 bytes after these five, in either order.
     let middle = pem.lines().nth(1).unwrap();
     let whole = base64::engine::general_purpose::STANDARD
         .decode(pem.lines().filter(|line| !line.starts_with('-')).collect::<String>())
@@ -465,7 +466,7 @@ fn no_worker_has_the_servers_key() {
     let backwards: Vec<u8> = scalar.iter().rev().copied().collect();
     let finds = |bytes: &[u8]| test_kit::daemon::memory_contains(worker, bytes);
     match finds(&welcome.secret) {
-        // Only root looks into a worker.
+        // Only root can look into a worker.
         None => assert!(!nix::unistd::geteuid().is_root()),
         Some(found) => {
             assert!(found, "the secret of the worker's own session is to be found");
@@ -506,7 +507,7 @@ fn silent_connections_of_one_source_lock_nobody_out_and_cost_no_thread() {
     for round in 0..4 {
         for n in 0..128 {
             let mut stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
-            // Some say a little: the beginning of a TLS record, or of a hello.
+            // Some send a little: the beginning of a TLS record, or of a hello.
             match n % 3 {
                 0 => stream.write_all(&[22, 3, 1, 2, 0, 1]).unwrap(),
                 1 => stream.write_all(b"rGPU").unwrap(),

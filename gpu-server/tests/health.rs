@@ -1,4 +1,4 @@
-//! What happens to sessions, to clients that wait, and in the status when a device fails or gets too hot.
+//! What happens to sessions, waiting clients and the status when a device fails or gets too hot.
 
 #![allow(clippy::unwrap_used)]
 
@@ -17,7 +17,7 @@ use support::*;
 use test_kit::link::{LocalBridge, Session, TcpSession, Waiting};
 use test_kit::*;
 
-/// A server whose software devices fail when a test says so.
+/// A server whose software devices fail on the test's request.
 struct Rig {
     server: Server,
     events: PathBuf,
@@ -76,7 +76,7 @@ fn a_session_whose_device_fails_gets_cudas_error_and_no_other_session_does() {
         assert_eq!(failing.call(&SYNCHRONIZE), Err(Status(status)), "{event}");
         assert_eq!(failing.call(&PrimaryReset { device: 0 }).err(), Some(Status(status)), "no reset helps");
         other.call(&SYNCHRONIZE).unwrap();
-        // The same client's next session has what is left.
+        // The same client's next session gets the remaining devices.
         let mut next = LocalBridge::connect(&rig.server.socket());
         next.call(&SYNCHRONIZE).unwrap();
         assert_eq!(rig.devices(), ["0", "1", "1"]);
@@ -113,7 +113,7 @@ fn a_device_that_needs_a_reset_drains_and_newcomers_are_told_why() {
     until("no worker is kept ready for it, or started", || {
         rig.server.number("workers_ready") == 0 && rig.server.number("workers_starting") == 0
     });
-    // What runs goes on to its end, and NVML still tells of the device.
+    // Running sessions continue to their end, and NVML still reports the device.
     run_endlessly(&mut session);
     assert_eq!(session.call(&SessionInfo {}).unwrap().device_count, 1);
     let nvml = Waiting::ask(&rig.server.socket(), protocol::link::wish::NVML_ONLY).served().0;

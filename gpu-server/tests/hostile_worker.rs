@@ -1,6 +1,7 @@
-//! A worker that somebody has taken over: a hostile program in a worker's place, in a worker's sandbox.
+//! A worker that has been taken over: a hostile program in a worker's place, in a worker's sandbox.
 //!
-//! The daemon starts this program as its workers (`--worker-program`). A client's name says what the program tries once it has the session; it reports to the daemon's log.
+//! The daemon starts this program as its worker (`--worker-program`). The client's name says what the program
+//! tries once it has the session; it reports to the daemon's log.
 
 #![allow(clippy::unwrap_used)]
 
@@ -26,7 +27,7 @@ use test_kit::link::{greet, hello};
 use test_kit::manager::Manager;
 use test_kit::until;
 
-/// Reports what was tried and what came of it.
+/// Reports what was tried and how it ended.
 fn report(text: &str) {
     eprintln!("HOSTILE {text}");
 }
@@ -39,7 +40,7 @@ fn worker(fd: RawFd) {
     let send = |message: &FromWorker, fds: &[std::os::fd::BorrowedFd<'_>]| {
         worker_protocol::send(daemon.as_fd(), message, fds).is_ok()
     };
-    // Up to here a worker runs rgpu's own code. Who takes it over is in the sandbox already.
+    // Up to here, a worker runs rgpu's own code. Whoever takes it over is already inside the sandbox.
     match receive() {
         Some((ToWorker::Probe(orders), _)) => {
             send(&FromWorker::Sandbox(confinement::enter(&orders)), &[]);
@@ -82,7 +83,7 @@ fn worker(fd: RawFd) {
         }
         "call" => {
             report(&format!("tries call {argument}"));
-            // SAFETY: the calls are ones that the sandbox does not let through.
+            // SAFETY: the sandbox does not let these calls through.
             let result = unsafe { libc::syscall(argument.parse().unwrap(), 0, 0, 0, 0, 0, 0) };
             report(&format!("REACHED call {argument}: {result}"));
         }
@@ -152,7 +153,7 @@ fn worker(fd: RawFd) {
             report(&format!("steals {reply:?} with {} descriptors", fds.len()));
             drop(receive());
         }
-        // Connections to where it should not have any, and as many tickets as it gets.
+        // Connections to forbidden places, and as many tickets as it can get.
         "connect" => {
             for (request, encrypted) in [(0, true), (1, false)] {
                 let address = argument.to_owned();
@@ -176,7 +177,7 @@ fn worker(fd: RawFd) {
     }
 }
 
-/// What a worker says to the cache: what it wants (1: find, 2: keep), a length, and a hash.
+/// A worker's request to the cache: its kind (1: find, 2: keep), a length, and a hash.
 fn ask_cache(mut cache: &UnixStream, kind: u32, len: u32, hash: &[u8; 32], bytes: &[u8]) {
     let request = [&kind.to_ne_bytes()[..], &len.to_ne_bytes(), hash, bytes].concat();
     cache.write_all(&request).unwrap();
@@ -191,7 +192,8 @@ fn cache_has(mut cache: &UnixStream, hash: &[u8; 32]) -> Option<bool> {
     Some(u32::from_ne_bytes(len) > 0)
 }
 
-/// Tries to give the cache what its client's next session, or another client's, would take for something else.
+/// Tries to give the cache something that its client's next session, or another client's, would mistake for
+/// other data.
 fn attack_cache(cache: &UnixStream, what: &str) -> &'static str {
     let (victim, evil) = ([1; 64], [2; 64]);
     let (of_victim, of_evil) = (blake3::hash(&victim), blake3::hash(&evil));
@@ -215,7 +217,7 @@ fn attack_cache(cache: &UnixStream, what: &str) -> &'static str {
     }
 }
 
-/// Tries to reach something outside with calls that the list contains.
+/// Tries to reach something outside with calls that are on the list.
 fn reach(folder: &str) {
     let files = [
         "/etc/passwd",
@@ -256,7 +258,7 @@ fn reach(folder: &str) {
             report(&format!("REACHED {path} for writing"));
         }
     }
-    // SAFETY: plain system calls; signal 0 only asks.
+    // SAFETY: plain system calls; signal 0 only checks.
     unsafe {
         let own = libc::getpid();
         for pid in (1..=70_000).filter(|pid| *pid != own) {
@@ -271,7 +273,7 @@ fn reach(folder: &str) {
             }
         }
     }
-    // It has its log, its sockets and its session's two pages, and nothing else of the daemon's.
+    // It has its log, its sockets and its session's two pages, and nothing else from the daemon.
     for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
         let Ok(target) = std::fs::read_link(entry.unwrap().path()) else { continue };
         let target = target.display().to_string();
@@ -298,7 +300,7 @@ fn client(server: &Server, what: &str) -> UnixStream {
     stream
 }
 
-/// The same over tcp, from this address.
+/// The same over TCP, from this address.
 fn client_at(server: &Server, address: &str, what: &str) -> TcpStream {
     let socket = socket(AddressFamily::Inet, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();
     let at = |address: &str, port| SockaddrIn::from(SocketAddrV4::new(address.parse().unwrap(), port));
@@ -382,7 +384,7 @@ fn a_worker_that_breaks_the_protocol_is_killed_and_its_neighbor_goes_on() {
         until(attack, || server.log().matches(message).count() > before && server.sessions() == 1);
         assert_eq!(server.status()["sessions"][0]["worker"], worker);
     }
-    // The pool is as it should be: one worker is ready for the next client, and none counts as starting.
+    // The pool is in order: one worker is ready for the next client, and none counts as starting.
     until("the pool is filled", || {
         (server.number("workers_ready"), server.number("workers_starting")) == (1, 0)
     });
@@ -425,7 +427,7 @@ fn a_worker_cannot_change_what_others_get_from_the_cache() {
     let program = format!("--worker-program={}", std::env::current_exe().unwrap().display());
     let cache = format!("--cache={}", folder.path().join("cache").display());
     let server = Server::start(&["--workers=1", &program, &cache]);
-    // The clients of an address are one principal.
+    // All clients of an address are one principal.
     for (address, what) in
         [("127.0.0.1", "poison"), ("127.0.0.1", "break"), ("127.0.0.2", "spy"), ("127.0.0.1", "poison")]
     {

@@ -1,4 +1,4 @@
-//! Leases: what clients ask for over their connections, what their sessions get for it, and how it ends.
+//! Leases: what clients ask for over their connections, what their sessions get for it, and how leases end.
 
 #![allow(clippy::unwrap_used)]
 
@@ -59,7 +59,7 @@ fn one(exclusive: bool, seconds: u64) -> Wish {
     Wish { gpus: 1, exclusive, seconds, name: "a test".into(), ..Wish::default() }
 }
 
-/// A server with two devices, a worker that is ready, and these rules.
+/// A server with two devices, a ready worker, and these rules.
 fn with_rules(rules: &str, start: impl FnOnce(&[&str]) -> Server) -> (tempfile::TempDir, Server) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("clients.toml");
@@ -86,7 +86,7 @@ fn a_lease_gives_its_owners_sessions_its_devices_and_nobody_else() {
     let seen = Asks::over_tls(&other, &server).gpus();
     let seen: Vec<_> = seen.iter().map(|gpu| (gpu.gpu, gpu.exclusive, gpu.leases)).collect();
     assert_eq!(seen, [(0, device == 0, u32::from(device == 0)), (1, device == 1, u32::from(device == 1))]);
-    // Sessions without the lease, whoever's.
+    // Sessions without the lease, of any user.
     for machine in [&owner, &other] {
         let mut client = machine.try_connect(server.port).unwrap();
         works(&mut client);
@@ -103,7 +103,7 @@ fn a_lease_gives_its_owners_sessions_its_devices_and_nobody_else() {
     let row = server.status()["sessions"][0].clone();
     let shown = (&row["devices"], &row["lease"], &row["principal"]);
     assert_eq!(shown, (&json!(device.to_string()), &json!(lease.id), &json!(format!("host1/{}", lease.id))));
-    // Who has found out the key, and is somebody else, has nothing.
+    // Somebody else who has found out the key gets nothing.
     let refusal = under(&other).err().unwrap();
     assert!(refusal.contains("has no such lease"), "{refusal}");
     let others = Asks::over_tls(&other, &server);
@@ -113,7 +113,7 @@ fn a_lease_gives_its_owners_sessions_its_devices_and_nobody_else() {
     assert_eq!(others.ask(&Question::Leases {}).unwrap(), Answer::Leases(vec![]));
     let Answer::Leases(own) = asks.ask(&Question::Leases {}).unwrap() else { panic!() };
     assert_eq!((own.len(), own[0].sessions, own[0].name.as_str()), (1, 1, "a test"));
-    // Its end is the end of its sessions, which are told why.
+    // When the lease ends, so do its sessions, and they are told why.
     let released = asks.ask(&Question::Release { key: key.to_text() }).unwrap();
     assert_eq!(released, Answer::Released { sessions: 1 });
     let why = format!("the lease {} of this session was released", lease.id);
@@ -155,7 +155,7 @@ fn a_lease_that_is_not_renewed_ends() {
         panic!()
     };
     assert!(lease.id == long.id && lease.seconds_left >= 599);
-    // It may be over already.
+    // It may already be over.
     until("its time is over", || server.status()["leases"].as_array().unwrap().len() == 1);
     assert_eq!(server.status()["leases"][0]["id"], long.id);
     assert!(server.log().contains("was not renewed in time"));
@@ -167,7 +167,7 @@ fn a_lease_that_is_not_renewed_ends() {
     assert_eq!(all["leases"].as_array().unwrap().len(), 2);
     assert_eq!(server.ask(json!({ "release": { "lease": long.id } })), json!({ "ended_sessions": 0 }));
     assert!(server.ask(json!({ "release": { "lease": long.id } }))["error"].is_string());
-    // Who may not use the server any more has no leases.
+    // A client that may not use the server any more has no leases.
     std::fs::write(folder.path().join("clients.toml"), "allow = false\n").unwrap();
     server.signal(Signal::SIGHUP);
     until("there are no leases", || server.status()["leases"] == json!([]));
@@ -239,10 +239,10 @@ fn whatever_is_no_question_is_refused_and_disturbs_nobody() {
         let reason = untext(&hear_welcome(&stream).unwrap().reason);
         assert!(reason.contains("the question is not one"), "{reason}");
     }
-    // More than there may be is cut, and not waited for.
+    // Anything too long is cut off without waiting for the rest.
     let stream = asked(u32::MAX, &long);
     assert!(untext(&hear_welcome(&stream).unwrap().reason).contains("the question is not one"));
-    // One that does not come is not waited for without end.
+    // A request that never arrives is not waited for forever.
     let mut silent = asked(100, b"{");
     let mut rest = Vec::new();
     let _ = silent.read_to_end(&mut rest);

@@ -1,4 +1,4 @@
-//! What clients may use: rules that are read again, and what is written about it.
+//! What clients may use: rules that are read again, and what is logged about it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -30,7 +30,8 @@ fn rules(text: &str) -> (tempfile::TempDir, PathBuf, String) {
     (folder, path, flag)
 }
 
-/// What the server says to a client of this machine. Its session, if it gets one, lives as long as the connection.
+/// The server's answer to a client of this machine. Its session, if it gets one, lives as long as the
+/// connection.
 fn ask(server: &Server) -> (UnixStream, Welcome) {
     let stream = UnixStream::connect(server.socket()).unwrap();
     let welcome = greet(&stream, &hello(purpose::LOCAL, [0; 16], 0)).unwrap();
@@ -69,7 +70,7 @@ fn a_refusal_names_the_rule_and_what_happened_is_in_the_audit_log() {
     server.end(Signal::SIGTERM);
     let events = audited(&audit);
     let (started, refused, ended) = (of(&events, "started"), of(&events, "refused"), of(&events, "ended"));
-    // Also the session that the server's end has ended is there.
+    // The log also has the session that ended with the server.
     assert_eq!((started.len(), refused.len(), ended.len()), (2, 1, 2), "{events:?}");
     let principal = Value::from(format!("uid:{}", uid()));
     assert!(events.iter().all(|event| event["principal"] == principal), "{events:?}");
@@ -86,7 +87,7 @@ fn rules_are_read_again_and_who_may_not_stay_is_told_why() {
     let server = Server::start(&[&flag]);
     let mut client = LocalBridge::connect(&server.socket());
     client.call(&SessionInfo {}).unwrap();
-    // A file that is wrong changes nothing.
+    // A wrong file changes nothing.
     std::fs::write(&path, "weight = 0\n").unwrap();
     server.signal(Signal::SIGHUP);
     until("the mistake is logged", || server.log().contains("stay as they were"));

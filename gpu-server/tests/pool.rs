@@ -1,6 +1,7 @@
-//! The pool and its queue: who gets a worker, who waits, and what is made only when it is needed.
+//! The pool and its queue: who gets a worker, who waits, and what is created only on demand.
 //!
-//! The software GPU imitates contexts that take their time. Where a test says that they take ten minutes, nothing of it waits for one.
+//! The software GPU imitates contexts that take long to create. Where a test sets ten minutes, nothing in it
+//! waits for one.
 
 #![allow(clippy::unwrap_used)]
 
@@ -24,7 +25,7 @@ use test_kit::*;
 /// Contexts that no test waits for.
 const ENDLESS: &str = "--software-imitate=context-ms=600000";
 
-/// Contexts that workers made, by device, as the log tells.
+/// Contexts that workers created, by device, according to the log.
 fn contexts_made(server: &Server, device: u32) -> usize {
     let made = format!("making a context of device {device}");
     server.log().lines().filter(|line| line.ends_with(&made)).count()
@@ -86,7 +87,7 @@ fn waiting_costs_the_daemon_a_descriptor_and_no_thread() {
     until("workers start", || server.number("workers_starting") >= 1);
     let clients: Vec<Waiting> = (0..100).map(|_| Waiting::ask(&server.socket(), 0)).collect();
     clients.iter().for_each(|client| assert_eq!(client.heard().status, Answer::Waiting as u32));
-    // One for each worker that starts, and those that the daemon has anyway.
+    // One for each starting worker, and those that the daemon always has.
     until("handshakes have ended", || server.resources().1 <= server.children().len() + 14);
 }
 
@@ -97,7 +98,7 @@ fn clients_are_refused_with_the_reason_when_workers_keep_crashing() {
     let asked = std::thread::spawn(|| client.served());
     until("the client is answered", || {
         for pid in server.children() {
-            // It may be gone already.
+            // It may already be gone.
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
         asked.is_finished()
@@ -149,7 +150,7 @@ fn contexts_are_created_on_demand_and_only_on_that_device() {
     made([2, 0, 0, 0]);
     session.call(&MemGrow { device: 2, address: window(2), size: 2 << 20 }).unwrap();
     made([2, 0, 1, 0]);
-    // A reset makes no new one; the next use does.
+    // A reset creates no new one; the next use does.
     session.call(&PrimaryReset { device: 2 }).unwrap();
     made([2, 0, 1, 0]);
     session.call(&MemGrow { device: 2, address: window(2), size: 2 << 20 }).unwrap();
@@ -172,7 +173,7 @@ fn a_server_without_spare_workers_starts_one_when_a_client_asks() {
 #[test]
 fn a_server_that_ends_kills_workers_that_are_still_starting() {
     let mut server = Server::start(&["--workers=2", ENDLESS]);
-    // A process is there a moment before the daemon has it in its table.
+    // A process exists a moment before the daemon has it in its table.
     let known = || server.status()["workers"].as_array().map_or(0, Vec::len);
     until("workers prepare", || server.children().len() == 2 && known() == 2);
     let preparing = server.children();

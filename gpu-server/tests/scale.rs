@@ -1,4 +1,5 @@
-//! What a server takes for many idle sessions: bounded, and no processor time. `RGPU_SCALE=512` measures what docs/benchmarks/tenants.md shows.
+//! What many idle sessions cost a server: bounded resources, and no processor time. `RGPU_SCALE=512` measures
+//! the figures in docs/benchmarks/tenants.md.
 
 #![allow(clippy::unwrap_used)]
 
@@ -12,14 +13,14 @@ use test_kit::link::{LocalBridge, Session, TcpSession};
 use test_kit::resources::{family, raise_descriptors, resources, scale, until_idle};
 use test_kit::*;
 
-/// Does some work: memory, and a stream that has run.
+/// Does some work: allocates memory and uses a stream.
 fn work<S: Session>(mut session: S) -> S {
     session.call(&MemGrow { device: 0, address: window(0), size: 2 << 20 }).unwrap();
     session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
     session
 }
 
-/// Opens sessions, and returns what the server takes for each: of the daemon's own, and of its other processes.
+/// Opens sessions, and returns what each costs the server: in the daemon itself, and in its other processes.
 fn measure<S: Session>(name: &str, connect: impl Fn(&Server) -> S) -> [test_kit::resources::Resources; 2] {
     raise_descriptors();
     let count = scale(16);
@@ -51,13 +52,14 @@ fn measure<S: Session>(name: &str, connect: impl Fn(&Server) -> S) -> [test_kit:
 
 fn check([daemon, others]: [test_kit::resources::Resources; 2], threads: usize, descriptors: usize) {
     let count = scale(16);
-    // A worker, and the guard of its sandbox.
+    // A worker and its sandbox's guard.
     assert!(others.processes <= 2 * count, "{others:?}");
-    // A thread of the daemon watches each worker; a worker's socket, connection, pages and cgroup, and duplicates of four for the next daemon.
+    // A thread of the daemon watches each worker. The rest: a worker's socket, connection, pages and cgroup,
+    // and duplicates of four of these for the next daemon.
     assert!(daemon.threads <= count && daemon.descriptors <= 12 * count, "{daemon:?}");
     assert!(daemon.memory_kib <= 256 * count as u64 + 8192, "{daemon:?}");
     assert!(others.threads <= threads * count && others.descriptors <= descriptors * count, "{others:?}");
-    // Code without optimization is larger, and shared with fewer.
+    // Unoptimized code is larger and is shared by fewer processes.
     assert!(others.memory_kib <= 24_576 * count as u64, "{others:?}");
     assert_eq!((daemon.pinned_kib, others.pinned_kib), (0, 0));
 }

@@ -1,4 +1,5 @@
-//! Sessions from end to end: what holds for every transport, and (with `RGPU_TEST_BACKEND=cuda`) for every backend.
+//! Sessions from end to end: what holds for every transport, and (with `RGPU_TEST_BACKEND=cuda`) for every
+//! backend.
 
 #![allow(clippy::unwrap_used)]
 
@@ -287,7 +288,7 @@ fn a_kernel_fault_is_sticky_until_the_context_is_reset() {
         );
         let reset = s.call(&PrimaryReset { device: 0 });
         if backend() == "cuda" {
-            // NVIDIA's driver does nothing more for a process after a fault.
+            // After a fault, NVIDIA's driver does nothing more for a process.
             assert_eq!(reset.unwrap_err(), Status::ILLEGAL_ADDRESS);
             return;
         }
@@ -428,7 +429,7 @@ fn memory_is_limited_and_returned() {
     on_each_transport!(Server::start(&["--memory-limit=32M"]), body);
 }
 
-/// Makes exportable memory, and gives its token.
+/// Makes exportable memory and returns its token.
 fn export<S: Session>(s: &mut S, id: u32, size: u64) -> [u8; 16] {
     let memory = MemoryId(id);
     s.call(&MemoryCreate { memory, device: 0, size, exportable: true }).unwrap();
@@ -438,7 +439,7 @@ fn export<S: Session>(s: &mut S, id: u32, size: u64) -> [u8; 16] {
 #[test]
 fn memory_that_outlives_its_session_counts_for_the_session_that_holds_it() {
     const HALF: u64 = 16 << 20;
-    // One session that exports to itself.
+    // A session that exports to itself.
     fn alone<S: Session>(s: &mut S) {
         let token = export(s, 1, HALF);
         assert!(s.call(&MemoryImport { memory: MemoryId(2), token }).unwrap().own);
@@ -454,7 +455,7 @@ fn memory_that_outlives_its_session_counts_for_the_session_that_holds_it() {
         }
         assert_eq!(s.call(&MemGetInfo { device: 0 }).unwrap().free, 2 * HALF);
     }
-    // Two sessions, of which one makes and the other keeps.
+    // Two sessions: one makes it, the other keeps it.
     fn together<S: Session>(maker: &mut S, keeper: &mut S) {
         for round in 0..3 {
             let token = export(maker, 1, HALF);
@@ -492,7 +493,7 @@ fn a_token_is_valid_only_for_its_client_and_during_its_session() {
     drop(owner);
     until("the owner's session is over", || server.sessions() == 2);
     assert_eq!(open(&mut same, 3, token), Err(Status::INVALID_VALUE));
-    // What was opened in time stays.
+    // Objects opened in time stay.
     assert_eq!(same.call(&MemoryRelease { memory: MemoryId(2) }), Ok(MemoryReleaseReply {}));
 }
 
@@ -647,7 +648,7 @@ fn a_wait_for_a_word_blocks_only_its_own_stream() {
             s.call(&StreamSynchronize { stream: StreamId(MADE + 1) }).unwrap();
             assert!(s.word(MADE) < mark, "the stream went on at {value}");
         }
-        // A fill is as good as an operation.
+        // A fill does as well as any operation.
         s.push(&fill(5));
         s.call(&StreamSynchronize { stream: StreamId(MADE) }).unwrap();
         let bytes =
@@ -692,7 +693,7 @@ fn no_answer_overtakes_the_progress_that_it_implies() {
             let record = s.push(&EventRecord { event: EventId(1), stream: StreamId(MADE), flags: 0 });
             s.push(&StreamWaitEvent { stream: StreamId(0), event: EventId(1), flags: 0 });
             let mark = s.push(&StreamMark { stream: StreamId(0) });
-            // Each of these implies the event's record; the second and the third the mark behind it too.
+            // Each of these implies the event's record; the second and third also imply the mark after it.
             match round % 3 {
                 0 => drop(s.call(&EventSynchronize { event: EventId(1) }).unwrap()),
                 1 => drop(s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap()),
@@ -705,7 +706,7 @@ fn no_answer_overtakes_the_progress_that_it_implies() {
     on_each_transport!(Server::start(&[]), body);
 }
 
-/// Reads 4 bytes of device memory when the stream comes there.
+/// Reads 4 bytes of device memory when the stream reaches that point.
 fn word_at<S: Session>(s: &mut S, address: u64) -> u32 {
     let bytes = s.call(&MemcpyDtoHInline { stream: StreamId(0), src: address, len: 4 }).unwrap().bytes.0;
     u32::from_le_bytes(bytes.try_into().unwrap())
@@ -797,7 +798,7 @@ fn a_draft_is_filled_once_and_may_be_instantiated_again() {
         let condition =
             |default| GraphCondition { context: ContextId(0), graph: GraphId(1), default, flags: 1 };
         let handles = [1, 0, 1].map(|default| s.call(&condition(default)).unwrap().handle);
-        // If the first condition holds, graph 2; in it, if the second holds, graph 3, and otherwise graph 4.
+        // If the first condition holds, graph 2; inside it, if the second holds, graph 3, otherwise graph 4.
         let conditional = |graph, handle: u64, bodies: &[u32]| GraphConditional {
             graph: GraphId(graph),
             handle,

@@ -1,4 +1,5 @@
-//! Device memory beyond what the devices have: idle sessions' memory leaves, and comes back to the same addresses.
+//! More device memory than the devices have: idle sessions' memory leaves and comes back to the same
+//! addresses.
 
 #![allow(clippy::unwrap_used)]
 
@@ -18,9 +19,9 @@ use test_kit::*;
 
 const MIB: u64 = 1 << 20;
 const STREAM: StreamId = StreamId(0);
-/// What each session has of a device of 256 MiB: 60 %.
+/// Each session's part of a device of 256 MiB: 60 %.
 const SIZE: u64 = 152 * MIB;
-/// It is backed by pieces of this size and smaller.
+/// It is backed by pieces of at most this size.
 const PIECE: u64 = 48 * MIB;
 
 const SWAP: [&str; 2] = ["--swap-memory=2G", "--swap-residency-ms=0"];
@@ -42,7 +43,7 @@ fn word(session: u64, round: u64, at: u64) -> u32 {
     (session << 24 | round << 16 | at) as u32
 }
 
-/// Fills the memory, each mebibyte with a word of its own.
+/// Fills the memory, each mebibyte with its own word.
 fn fill<S: Session>(s: &mut S, session: u64, round: u64, size: u64) {
     for at in 0..size / MIB {
         let value = word(session, round, at);
@@ -85,7 +86,7 @@ fn four_sessions_in_turn<S: Session>(server: &Server, connect: impl Fn() -> S) {
             fill(s, number, round, SIZE);
         }
     }
-    // Three of them are away, however often they took turns.
+    // Three of them are away at any time, however often they took turns.
     assert_eq!(swap(server, "away"), 3 * SIZE);
     assert!(swap(server, "bytes_left") >= 11 * SIZE && swap(server, "bytes_returned") >= 8 * SIZE);
 }
@@ -181,11 +182,11 @@ fn a_session_with_a_kernel_that_never_ends_keeps_its_memory_and_the_newcomer_is_
     take_again(&mut second);
 }
 
-/// After a refusal, of which a part may have been granted.
+/// After a refusal, which may have come after part was granted.
 fn take_again<S: Session>(s: &mut S) {
     for at in (0..SIZE).step_by(PIECE as usize) {
         let size = PIECE.min(SIZE - at);
-        // What is there is refused as invalid.
+        // Memory that is there already is refused as invalid.
         let _ = s.call(&MemGrow { device: 0, address: window(0) + at, size });
     }
     s.push(&MemAlloc { address: window(0), size: SIZE });
@@ -242,14 +243,15 @@ fn copies_that_wait_for_their_client_keep_memory_where_it_is() {
     assert!(first.read_arena(0, 4 << 20) == bytes);
 }
 
-/// Sessions in which nobody is killed keep their data; those that are killed, and daemons, leave nothing. `RGPU_SWAP_KILLS` says how many are killed.
+/// Sessions without a kill keep their data; killed sessions and daemons leave nothing behind.
+/// `RGPU_SWAP_KILLS` is the number of kills.
 #[test]
 fn whoever_is_killed_in_the_middle_leaves_nothing_and_touches_nobodys_data() {
     const SMALL: u64 = 38 * MIB;
     let kills = std::env::var("RGPU_SWAP_KILLS").map_or(9, |number| number.parse().unwrap());
     let files = tempfile::tempdir().unwrap();
     let option = format!("--swap-folder={}", files.path().display());
-    // Room for the memory of one session; that of the others goes to files.
+    // There is room for one session's memory; the others' goes to files.
     let flags = ["--grace-seconds=0", "--swap-device-memory=64M", "--swap-memory=64M", SWAP[1], &option];
     let service = Service::new(&flags);
     let mut server = service.start();
@@ -268,7 +270,7 @@ fn whoever_is_killed_in_the_middle_leaves_nothing_and_touches_nobodys_data() {
         let pids = rows.as_array().unwrap().iter().map(|row| row["worker"].as_i64().unwrap());
         let newest = pids.clone().find(|pid| !workers.contains(pid) && workers.len() >= 2);
         workers.extend(pids);
-        // The victim's memory leaves for the first survivor's, which comes back.
+        // The victim's memory makes room for the first survivor's, which comes back.
         let slot = 1;
         let seq = survivors[0].send(slot, &StreamSynchronize { stream: STREAM });
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
@@ -302,7 +304,7 @@ fn whoever_is_killed_in_the_middle_leaves_nothing_and_touches_nobodys_data() {
     assert_eq!((swap(&server, "away"), swap(&server, "memory_kept")), (0, 0));
     assert_eq!(std::fs::read_dir(&files).unwrap().count(), 0);
     until("nothing is kept", || !service.manager.names().iter().any(|name| name.starts_with("worker-")));
-    // Descriptors and threads of a daemon that has seen nothing of all this.
+    // Descriptors and threads of a daemon that has seen none of this.
     let idle = |server: &Server| {
         let mut last = server.resources();
         until("a daemon does nothing", || {

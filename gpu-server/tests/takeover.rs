@@ -1,4 +1,5 @@
-//! One daemon after the other: workers go on with their sessions when the daemon is killed or replaced, and the next daemon knows them.
+//! One daemon after another: workers continue their sessions when the daemon is killed or replaced, and the
+//! next daemon knows them.
 
 #![allow(clippy::unwrap_used)]
 
@@ -49,10 +50,10 @@ fn sessions_go_on_while_the_daemon_is_dead_and_under_the_next_one() {
     let mut tcp = TcpSession::connect(server.port);
     let workers = guest(&server);
     server.end(Signal::SIGKILL);
-    // Nobody is there who would serve anybody else, and the sessions do not notice.
+    // Nobody is there to serve others, and the sessions do not notice.
     local.call(&SessionInfo {}).unwrap();
     tcp.call(&SessionInfo {}).unwrap();
-    // A connection that comes meanwhile waits for the next daemon.
+    // A connection made meanwhile waits for the next daemon.
     let early = UnixStream::connect(service.folder.path().join("server.sock")).unwrap();
     let mut server = service.start();
     assert_eq!((server.sessions(), guest(&server)), (2, workers.clone()));
@@ -63,13 +64,13 @@ fn sessions_go_on_while_the_daemon_is_dead_and_under_the_next_one() {
     local.call(&SessionInfo {}).unwrap();
     tcp.call(&SessionInfo {}).unwrap();
     drop(early);
-    // Again, and with sessions that this one began.
+    // Again, with sessions that this one began.
     let mut third = LocalBridge::connect(&server.socket());
     server = service.crash(server);
     third.call(&SessionInfo {}).unwrap();
     assert_eq!((server.sessions(), row(&server, "tcp")["daemons_before"].clone()), (3, json!(2)));
     assert_eq!(server.number("sessions_begun"), 3, "the counters go on, too");
-    // Their ends are noticed, and leave nothing.
+    // Their ends are noticed and leave nothing behind.
     drop((local, tcp, third));
     until("all have ended", || server.sessions() == 0);
     until("their processes are gone", || !is_there(&workers[0]) && !is_there(&workers[1]));
@@ -128,7 +129,7 @@ fn a_program_that_cannot_take_over_is_not_executed() {
     std::fs::copy(binary(), &program).unwrap();
     let server = service.spawn(program.clone()).ready();
     let mut local = LocalBridge::connect(&server.socket());
-    // As a package manager does it: another file under the same name.
+    // As a package manager does it: another file with the same name.
     let replace = |text: &str| {
         let other = service.folder.path().join("other");
         std::fs::write(&other, text).unwrap();
@@ -138,11 +139,11 @@ fn a_program_that_cannot_take_over_is_not_executed() {
     replace("#!/bin/sh\necho it is broken >&2; exit 1\n");
     let answer = server.ask(json!({ "upgrade": {} }));
     assert!(answer["error"].as_str().unwrap().contains("cannot take over: it is broken"), "{answer}");
-    // Whether it would take over is asked in words that an older version does not know.
+    // Asking whether it would take over uses an option that older versions do not know.
     let output = Command::new(binary()).args(["--check-config", "--takes-over=999"]).output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && said.contains("of format 999"), "{said}");
-    // It goes on as if nothing had been.
+    // It continues as if nothing had happened.
     local.call(&SessionInfo {}).unwrap();
     LocalBridge::connect(&server.socket()).call(&SessionInfo {}).unwrap();
     assert_eq!(row(&server, "local")["daemons_before"], 0);
@@ -160,7 +161,7 @@ fn what_a_principal_holds_is_counted_across_daemons_and_a_request_waits_for_the_
     assert_eq!(grow(&mut second, 0, 26 * MIB), Err(Status::OUT_OF_MEMORY));
     grow(&mut second, 0, 20 * MIB).unwrap();
     server.end(Signal::SIGKILL);
-    // Asked of nobody, and answered by the next daemon.
+    // Sent while there is no daemon, and answered by the next one.
     let seq = second.send(1, &MemGrow { device: 0, address: window(0) + 20 * MIB, size: 4 * MIB });
     server = service.start();
     assert_eq!(second.wait(1, seq).0, Status::SUCCESS);
@@ -216,13 +217,13 @@ fn secrets_count_under_the_next_daemon_and_lies_about_sessions_reach_nobody() {
             assert!(reason.contains("no session has this token"), "{reason}");
         }
     }
-    // Data connections beyond those that it had are refused, as before.
+    // Data connections beyond those agreed on are refused, as before.
     let more = Hello { purpose: purpose::DATA, attempt: 0, ..right };
     let welcome = greet(connect_tcp(server.port).unwrap(), &more).unwrap();
     assert!(untext(&welcome.reason).contains("has all of its"), "{}", untext(&welcome.reason));
     tcp.call(&SessionInfo {}).unwrap();
     local.call(&SessionInfo {}).unwrap();
-    // And who has the secret is believed.
+    // And a client with the secret is trusted.
     let end = Hello { purpose: purpose::END, ..right };
     assert_eq!(greet(connect_tcp(server.port).unwrap(), &end).unwrap().status, 0);
     until("it has ended", || server.sessions() == 1);

@@ -1,4 +1,4 @@
-//! What each client may use: quotas of memory, exclusive devices, shares of a device's time.
+//! What each client may use: memory quotas, exclusive devices, shares of a device's time.
 
 #![allow(clippy::unwrap_used)]
 
@@ -34,7 +34,7 @@ fn info<S: Session>(s: &mut S, device: u32) -> (u64, u64) {
     (reply.free / MIB, reply.total / MIB)
 }
 
-/// Free and total bytes of a device as NVML says, in MiB.
+/// Free and total bytes of a device according to NVML, in MiB.
 fn nvml_info<S: Session>(s: &mut S, device: u32) -> (u64, u64) {
     let query = NvmlQuery { device, query: nvml::MEMORY.number, arguments: [0; 3], input: &[] };
     let output = s.call(&query).unwrap().output.0;
@@ -57,7 +57,7 @@ fn two_sessions_of_a_client_share_its_quota_and_see_what_the_other_holds() {
     assert_eq!(grow(&mut second, 0, 0, 26 * MIB), Err(Status::OUT_OF_MEMORY));
     grow(&mut second, 0, 0, 24 * MIB).unwrap();
     assert_eq!(grow(&mut first, 0, 40 * MIB, 2 * MIB), Err(Status::OUT_OF_MEMORY));
-    // Another client has a quota of its own.
+    // Another client has its own quota.
     grow(&mut other, 0, 0, 64 * MIB).unwrap();
     assert_eq!(info(&mut other, 0), (0, 64));
     drop(first);
@@ -81,7 +81,7 @@ fn an_allocator_with_expandable_segments_runs_within_the_quota_and_ends_at_it() 
     let server = Server::start(&["--client-memory-limit=32M"]);
     let mut s = TcpSession::connect(server.port);
     s.call(&AddressReserve { address: SPACE, size: 256 * MIB }).unwrap();
-    // As PyTorch does: segments of 2 MiB grow until there is no memory; then all of it goes, and comes again.
+    // As PyTorch does: segments of 2 MiB grow until there is no memory; then all are freed and come again.
     for _ in 0..3 {
         let mut made = 0;
         let end = loop {
@@ -191,7 +191,7 @@ fn exclusive_devices_serve_one_client_at_a_time_and_others_wait_or_are_told_why(
     TcpSession::connect(server.port).call(&SessionInfo {}).unwrap();
 }
 
-/// Launches kernels of `blocks` blocks until `over`, and always has more.
+/// Launches kernels of `blocks` blocks until `over`, never running out of work.
 fn keep_busy<S: Session>(mut s: S, blocks: u32, over: &AtomicBool) {
     const PTX: &str = ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0";
     let (room, image) = (s.arena(4 << 20, &[0; 4096]), s.arena(0, PTX.as_bytes()));
@@ -216,7 +216,7 @@ fn keep_busy<S: Session>(mut s: S, blocks: u32, over: &AtomicBool) {
     assert_eq!(s.error(0), None);
 }
 
-/// Milliseconds of device time that each client was charged.
+/// Milliseconds of device time charged to each client.
 fn charged(server: &Server) -> Vec<u64> {
     let status = server.status();
     let of = |row: &serde_json::Value| row["gpu_ms_shared"].as_u64().unwrap();
@@ -225,7 +225,8 @@ fn charged(server: &Server) -> Vec<u64> {
 
 #[test]
 fn clients_share_a_device_by_weight_whatever_their_kernels_and_however_many_sessions_they_have() {
-    // A block takes a millisecond of imitated time, so that counters decide and not the clock. Time that nobody reports does not pass, so whoever has its turn has to go on or to end.
+    // A block takes a millisecond of imitated time, so that counters decide and not the clock. Unreported
+    // time does not pass, so a session that has its turn must continue or end.
     let server = Server::start(&["--software-imitate=block-us=1000"]);
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -252,7 +253,7 @@ fn a_client_whose_kernel_runs_on_has_work_even_if_it_says_nothing_more() {
     let server = Server::start(&[]);
     let over = AtomicBool::new(false);
     let mut silent = LocalBridge::connect(&server.socket());
-    // Nobody else is there yet, so nobody counts.
+    // Nobody else is there yet, so nothing is counted.
     run_endlessly(&mut silent);
     std::thread::scope(|scope| {
         let session = TcpSession::connect(server.port);
@@ -304,7 +305,7 @@ fn overruns<S: Session>(mut s: S) {
 
 #[test]
 fn a_kernel_that_runs_for_too_long_is_ended_with_its_session_and_its_neighbors_go_on() {
-    // Long enough for kernels of nothing, however busy this machine is.
+    // Long enough for empty kernels, however busy this machine is.
     let server = Server::start(&["--kernel-seconds=20"]);
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {

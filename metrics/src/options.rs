@@ -11,10 +11,12 @@ use thiserror::Error;
 /// The same options for both daemons.
 #[derive(Debug, Clone, Default, Args)]
 pub struct Options {
-    /// Where to serve metrics to Prometheus: tcp:ADDRESS:PORT, which needs metrics.token_file, or unix:PATH. Not served by default
+    /// Where to serve metrics to Prometheus: tcp:ADDRESS:PORT, which needs metrics.token_file, or unix:PATH.
+    /// Not served by default
     #[arg(id = "metrics.listen", long = "metrics-listen", value_name = "ADDRESS")]
     pub listen: Option<Place>,
-    /// File with the token that whoever reads the metrics over tcp has to know: 16 to 1024 printable characters. It must not be readable by everybody. Read again for each request. By default there is none
+    /// File with the token required to read the metrics over tcp: 16 to 1024 printable characters. It must
+    /// not be readable by everybody. Read again for each request. None by default
     #[arg(id = "metrics.token_file", long = "metrics-token-file", value_name = "FILE")]
     pub token_file: Option<PathBuf>,
 }

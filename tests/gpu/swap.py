@@ -195,7 +195,7 @@ def take_turns(name, commands, rounds):
 
 def moves(log, size):
     """What the workers measured, from their log."""
-    for way, what in (("out", "device memory was moved to this machine"), ("back", "device memory was moved back")):
+    for way, what in (("out", "moved device memory to this machine"), ("back", "moved device memory back")):
         # The first move of each session makes the store's pages.
         found = [(int(of), int(ms)) for of, ms in re.findall(what + r".*?bytes=(\d+).*?ms=(\d+)", log) if int(of) >= size // 2]
         rates = sorted(of / 1e6 / max(ms, 1) for of, ms in found)

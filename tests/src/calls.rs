@@ -1,10 +1,13 @@
-//! Where the functions of the three APIs are served: in the process, by a command, or by a round trip. `tests/calls.txt` records what was counted when the test programs called them.
+//! Where the functions of the three APIs are served: in the process, by a command, or by a round trip.
+//! `tests/calls.txt` records what was counted when the test programs called them.
 //!
-//! The client library counts (`RGPU_STATS=1`), for each function, the commands that its calls sent and the answers that they waited for. A function of the runtime API and the driver function
-//! that it calls both count the work, except what a thread's first call needs to start. `docs/compatibility.md` shows the record. A run fails if most of its calls of a function go
-//! farther than recorded.
+//! The client library counts (`RGPU_STATS=1`), for each function, the commands that its calls sent and the
+//! answers they waited for. A runtime API function and the driver function that it calls both count the work,
+//! except what a thread's first call needs to start. `docs/compatibility.md` shows the record. A run fails if
+//! most of its calls of a function go farther than recorded.
 //!
-//! To record again: `RGPU_RECORD=1 cargo test --release -p rgpu-tests --test programs`, a few times (into `target/calls`), then `UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility`.
+//! To record again: `RGPU_RECORD=1 cargo test --release -p rgpu-tests --test programs`, a few times (into
+//! `target/calls`), then `UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -46,14 +49,16 @@ fn merge(all: &mut Places, name: &str, place: Place) {
     *known = place.max(*known);
 }
 
-/// Whether a line begins with a function of one of the APIs. Other lines are about a whole session or about functions that only compiled programs call.
+/// Whether a line begins with a function of one of the APIs. Other lines are about a whole session or about
+/// functions that only compiled programs call.
 fn is_function(line: &str) -> bool {
     ["cu", "cuda", "nvml"].iter().any(|api| {
         line.strip_prefix(api).is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_uppercase()))
     })
 }
 
-/// The lines about functions that a program printed on standard error: name, calls, commands, answers waited for.
+/// The lines about functions that a program printed on standard error: name, calls, commands, answers waited
+/// for.
 fn lines(stderr: &str) -> impl Iterator<Item = (String, [u64; 3])> {
     let ours = stderr.lines().filter_map(|line| line.strip_prefix("rgpu: stats: "));
     ours.filter(|line| is_function(line)).map(|line| {
@@ -80,8 +85,9 @@ pub fn counted(stderr: &str) -> Places {
     all
 }
 
-/// The functions that a program called many times, and how far most of their calls went. What a single call does may depend on timing (for example, it may return memory that was freed in stream
-/// order), so one call that goes farther is no failure.
+/// The functions that a program called many times, and how far most of their calls went. What a single call
+/// does may depend on timing (for example, it may return memory that was freed in stream order), so one call
+/// that goes farther is not a failure.
 fn as_a_rule(stderr: &str) -> Places {
     let often = lines(stderr).filter(|(_, [calls, ..])| *calls >= OFTEN);
     often
@@ -154,7 +160,7 @@ pub fn agree(run: &str, stderr: &str) -> Result<()> {
     }
     let recorded = recorded()?;
     for (name, place) in as_a_rule(stderr) {
-        // The record has nothing about functions that no program had called.
+        // The record has nothing about functions that no program has called.
         if let Some(known) = recorded.get(&name).filter(|known| **known < place) {
             bail!("{run}: {name} was {place}, and tests/calls.txt says {known}: see tests/src/calls.rs");
         }

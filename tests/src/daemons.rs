@@ -16,14 +16,16 @@ use nix::unistd::Pid;
 
 use crate::tree::Build;
 
-/// How long a daemon may take to answer before a test fails. Even on a busy machine, only a daemon that hangs takes this long.
+/// How long a daemon may take to answer before a test fails. Even on a busy machine, only a daemon that hangs
+/// takes this long.
 const STARTED_WITHIN: Duration = Duration::from_secs(180);
 /// How long a daemon may take to end by itself after a test before it is killed.
 const ENDED_WITHIN: Duration = Duration::from_secs(60);
 
 /// A running `rgpu-server` or `vhost-rgpu` of this tree.
 ///
-/// Dropping it sends SIGTERM, and SIGKILL to one that does not end. It also ends when the thread that started it does.
+/// Dropping it sends SIGTERM, and SIGKILL if it does not end. It also ends when the thread that started it
+/// does.
 #[derive(Debug)]
 pub struct Daemon {
     child: Child,
@@ -32,8 +34,8 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts `name` of the release build with `arguments` and waits until its status socket, `status_socket`, answers. Its output
-    /// goes to the new file `log`.
+    /// Starts `name` of the release build with `arguments` and waits until its status socket,
+    /// `status_socket`, answers. Its output goes to the new file `log`.
     pub fn start<S: AsRef<OsStr>>(
         name: &str,
         arguments: impl IntoIterator<Item = S>,
@@ -43,7 +45,7 @@ impl Daemon {
         Self::start_of(Build::Release, name, arguments, log, status_socket)
     }
 
-    /// Does the same with the daemon of another build.
+    /// The same with another build's daemon.
     pub fn start_of<S: AsRef<OsStr>>(
         build: Build,
         name: &str,
@@ -58,7 +60,7 @@ impl Daemon {
         Self::start_by(Command::new(build.binaries().join(name)), arguments, log, status_socket)
     }
 
-    /// Does the same by this command. Its output goes to the end of the file `log`.
+    /// The same with this command. Its output is appended to the file `log`.
     pub fn start_by<S: AsRef<OsStr>>(
         mut command: Command,
         arguments: impl IntoIterator<Item = S>,
@@ -101,7 +103,7 @@ impl Daemon {
         Self::status_at(&self.status_socket)
     }
 
-    /// What a daemon says at this status socket.
+    /// A daemon's answer at this status socket.
     pub fn status_at(path: &Path) -> Result<serde_json::Value> {
         let mut stream =
             UnixStream::connect(path).with_context(|| format!("nothing answers at {}", path.display()))?;

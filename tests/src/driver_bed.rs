@@ -1,4 +1,5 @@
-//! A machine with the guest driver and a device that checks what the driver does ([`mock_device`](crate::mock_device)).
+//! A machine with the guest driver and a device that checks what the driver does
+//! ([`mock_device`](crate::mock_device)).
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -9,7 +10,8 @@ use anyhow::{Context, Result, ensure};
 use crate::machine::{Builder, Kernel, Machine, image, setup};
 use crate::mock_device::{Config, MockDevice};
 
-/// Time limit of everything in an emulated guest on a busy machine. No test depends on how long something takes.
+/// Time limit of everything in an emulated guest on a busy machine. No test depends on how long something
+/// takes.
 pub const LONG: Duration = Duration::from_secs(600);
 
 /// The machine and its device.
@@ -34,12 +36,13 @@ impl Bed {
         Self::with(Kernel::V6_1, Config::default(), 512)
     }
 
-    /// A machine with this kernel and as many MiB of memory, and a device with these limits.
+    /// A machine with this kernel and this much memory (MiB), and a device with these limits.
     pub fn with(kernel: Kernel, config: Config, memory_mib: u32) -> Result<Self> {
         Self::boot(Machine::builder().kernel(kernel).memory_mib(memory_mib), config)
     }
 
-    /// The machine that `builder` describes, with the driver, its test programs, and a device with these limits.
+    /// The machine that `builder` describes, with the driver, its test programs, and a device with these
+    /// limits.
     pub fn boot(builder: Builder, config: Config) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("rgpu-mock-").tempdir()?;
         let device = MockDevice::start(dir.path().join("rgpu.sock"), config)?;
@@ -77,7 +80,8 @@ fn pinned(machine: &Machine) -> Result<i64> {
     Ok(value("nr_foll_pin_acquired")? - value("nr_foll_pin_released")?)
 }
 
-/// Waits until no page of a guest is pinned. The device may have answered before the driver's work item has run.
+/// Waits until none of the guest's pages is pinned. The device may have answered before the driver's work
+/// item has run.
 pub fn check_unpinned(machine: &Machine) -> Result<()> {
     let deadline = Instant::now() + LONG;
     loop {
@@ -89,7 +93,8 @@ pub fn check_unpinned(machine: &Machine) -> Result<()> {
     }
 }
 
-/// Lets every allocation and every copy from or to a program fail on request, silently. Returns whether the machine's kernel can do that.
+/// Makes every allocation and every copy from or to a program fail on request, silently. Returns whether the
+/// machine's kernel can do that.
 pub fn can_inject_faults(machine: &Machine) -> Result<bool> {
     let script = "cd /sys/kernel/debug 2>/dev/null && { [ -d failslab ] || mount -t debugfs none .; cd /sys/kernel/debug; }
         [ -d failslab ] || exit 0
@@ -100,8 +105,8 @@ pub fn can_inject_faults(machine: &Machine) -> Result<bool> {
     Ok(machine.check(script, LONG)? == "yes")
 }
 
-/// Checks that the driver has lost no memory, if the machine's kernel can tell (kmemleak). It only looks at what is older than five seconds, and may for a moment
-/// not see a reference.
+/// Checks that the driver has leaked no memory, if the machine's kernel can tell (kmemleak). kmemleak only
+/// looks at memory older than five seconds and may miss a reference for a moment.
 pub fn check_unleaked(machine: &Machine) -> Result<()> {
     if !can_inject_faults(machine)? {
         return Ok(());
@@ -118,9 +123,10 @@ pub fn check_unleaked(machine: &Machine) -> Result<()> {
     anyhow::bail!("the driver has lost memory:\n{text}")
 }
 
-/// Makes random calls of the driver in a machine with `rgpu_fuzz`, about `calls` of them. Returns how many there were and how many of which kind succeeded. Each kind must have.
+/// Makes about `calls` random calls of the driver in a machine with `rgpu_fuzz`. Returns how many there were,
+/// and how many of each kind succeeded. At least one of each kind must.
 ///
-/// `RGPU_FUZZ_CALLS` and `RGPU_FUZZ_SEED` in the environment are for a longer or another run.
+/// `RGPU_FUZZ_CALLS` and `RGPU_FUZZ_SEED` in the environment make the run longer or different.
 pub fn fuzz(machine: &Machine, calls: u64, environment: &str) -> Result<BTreeMap<String, u64>> {
     can_inject_faults(machine)?;
     let (calls, seed) = (number("RGPU_FUZZ_CALLS", calls)?, number("RGPU_FUZZ_SEED", 1)?);
@@ -129,7 +135,7 @@ pub fn fuzz(machine: &Machine, calls: u64, environment: &str) -> Result<BTreeMap
     let words: Vec<&str> = text.split_whitespace().collect();
     let mut counts = BTreeMap::new();
     for pair in words.chunks(2) {
-        let [name, count] = pair else { anyhow::bail!("counts were due: {text}") };
+        let [name, count] = pair else { anyhow::bail!("expected counts: {text}") };
         counts.insert((*name).to_owned(), count.parse().with_context(|| format!("in {text}"))?);
     }
     // Only some kernels can inject faults.

@@ -14,19 +14,19 @@ use crate::tree::{self, Build};
 
 /// The folder of the libraries in the guest, which its loader searches by default.
 pub const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
-/// The folder of the programs in the guest, which is in its path.
+/// The folder of the programs in the guest, which is in its PATH.
 pub const PROGRAMS: &str = "/usr/local/bin";
 
 /// The libraries that a program loads instead of NVIDIA's, if they have been built.
 const LIBRARY_NAMES: [&str; 5] =
     ["libcuda.so.1", "libcudart.so.13", "libcudart.so.12", "libnvidia-ml.so.1", "libcupti.so.13"];
 
-/// A guest with the driver, the libraries, `rgpuctl` and the given programs, still without a device.
+/// A guest with the driver, the libraries, `rgpuctl` and the given programs, without a device yet.
 pub fn builder(programs: &[Program]) -> Builder {
     builder_of(Build::Release, programs, &tree::programs())
 }
 
-/// The same with another build of rgpu, and with the programs of another folder.
+/// The same with another build of rgpu and the programs of another folder.
 pub fn builder_of(build: Build, programs: &[Program], folder: &Path) -> Builder {
     let mut builder = Machine::builder().memory_mib(1024).driver(true).host_libraries();
     for name in LIBRARY_NAMES {
@@ -49,9 +49,10 @@ pub struct Options {
     pub transport: &'static str,
     /// `auto`, `cuda` or `software`.
     pub backend: &'static str,
-    /// Microseconds that both daemons poll before they sleep, instead of the default.
+    /// Microseconds that both daemons poll before they sleep, in place of the default.
     pub poll_us: Option<u32>,
-    /// Seconds for which the server keeps a session whose bridge is gone, or whose guest is stopped. The sessions of a bridge that is killed are not kept for long.
+    /// Seconds for which the server keeps a session whose bridge is gone or whose guest is stopped. Sessions
+    /// of a killed bridge are not kept for long.
     pub grace: u32,
     /// The daemons' build.
     pub build: Build,
@@ -82,7 +83,7 @@ pub const WORKERS: usize = 2;
 
 /// How long a test waits for the daemons before it fails. A busy machine may need most of it.
 const PATIENCE: Duration = Duration::from_secs(240);
-/// How long the daemons' resources must stay the same before they count as those at rest.
+/// How long the daemons' resources must stay the same before they count as at rest.
 const REST: Duration = Duration::from_secs(1);
 
 /// The daemons' resources while no session runs.
@@ -128,7 +129,7 @@ impl Host {
         Ok(host)
     }
 
-    /// Starts `rgpu-server`, once more.
+    /// Starts `rgpu-server` again.
     pub fn start_server(&mut self) -> Result<()> {
         let workers = WORKERS.to_string();
         let mut arguments = vec![
@@ -149,7 +150,7 @@ impl Host {
         Ok(())
     }
 
-    /// Starts `vhost-rgpu`, once more.
+    /// Starts `vhost-rgpu` again.
     pub fn start_bridge(&mut self) -> Result<()> {
         let (socket, native) = (self.socket(), self.native_socket());
         let (socket, native) = (socket.display().to_string(), native.display().to_string());
@@ -247,8 +248,8 @@ impl Host {
         }
     }
 
-    /// The daemons' resources at rest: no session is left, and nothing has changed for a second. Threads and connections of
-    /// a session end after it has left the status.
+    /// The daemons' resources at rest: no session is left, and nothing has changed for a second. A session's
+    /// threads and connections end after it has left the status.
     pub fn at_rest(&self) -> Result<Holdings> {
         let deadline = Instant::now() + PATIENCE;
         self.settled()?;
@@ -283,7 +284,8 @@ impl Host {
         Ok(children_of(keeper)?.into_iter().chain([keeper]).collect())
     }
 
-    /// Waits until no session is left and the daemons hold no more than before. Otherwise the error shows the difference.
+    /// Waits until no session is left and the daemons hold no more than before. If not, the error shows the
+    /// difference.
     pub fn check_settled(&self, before: &Holdings) -> Result<()> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -302,7 +304,8 @@ impl Host {
         }
     }
 
-    /// CPU time that both daemons, all device processes and all workers have used, in clock ticks (hundredths of a second).
+    /// CPU time that both daemons, all device processes and all workers have used, in clock ticks (hundredths
+    /// of a second).
     pub fn cpu_ticks(&self) -> Result<u64> {
         let server = self.server()?.pid();
         let mut sum = 0;
@@ -323,7 +326,8 @@ impl Host {
 pub fn interrupts(machine: &Machine) -> Result<u64> {
     let device = machine.check("ls /sys/bus/virtio/drivers/virtio_rgpu | grep virtio", PATIENCE)?;
     let table = machine.check("cat /proc/interrupts", PATIENCE)?;
-    // QEMU gives its generic vhost-user device a line-based interrupt, called like the device; with MSI-X each queue's would be DEVICE-QUEUE.
+    // QEMU gives its generic vhost-user device one line-based interrupt, named after the device; with MSI-X,
+    // each queue has its own, named DEVICE-QUEUE.
     let name = |row: &&str| {
         let last = row.split_whitespace().last().unwrap_or_default();
         last == device || last.strip_prefix(&device).is_some_and(|rest| rest.starts_with('-'))
@@ -341,10 +345,10 @@ fn kill(daemon: Option<Daemon>) -> Result<()> {
     daemon.wait(PATIENCE).map(drop)
 }
 
-/// A port of the loopback interface on which nothing listens.
+/// A port of the loopback interface that nothing listens on.
 ///
-/// It is below the range from which the kernel gives ports to outgoing connections, and chosen at random, so that it is
-/// still free when a daemon is started on it a moment later, or again after its end.
+/// It is below the range from which the kernel assigns ports to outgoing connections, and chosen at random,
+/// so that it is still free when a daemon starts on it a moment later, or again after its end.
 pub fn free_port() -> Result<u16> {
     const FIRST: u64 = 12_000;
     const COUNT: u64 = 20_000;
@@ -385,7 +389,7 @@ fn cpu_ticks(pid: u32) -> Result<u64> {
     let rest = text.rsplit_once(')').map_or("", |(_, rest)| rest);
     let ticks: Option<u64> =
         rest.split_whitespace().skip(11).take(2).map(|word| word.parse::<u64>().ok()).sum();
-    ticks.with_context(|| format!("{path} is of another form"))
+    ticks.with_context(|| format!("{path} has an unknown form"))
 }
 
 fn anonymous_kib(pid: u32) -> Result<u64> {

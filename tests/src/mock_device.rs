@@ -1,8 +1,9 @@
-//! A fake device for the driver's tests: a vhost-user back end that follows `docs/device.md`. Inside the channels it
-//! speaks a small language of its own (see [`layout`]), in which a guest program tells it to read and write memory.
+//! A fake device for the driver's tests: a vhost-user back end that follows `docs/device.md`. Inside the
+//! channels it speaks its own small language (see [`layout`]), in which a guest program tells it to read and
+//! write memory.
 //!
-//! It also checks the driver: it logs every request, and records violations of the specification, such as a malformed
-//! request or pages given to two channels at the same time, see [`MockDevice::violations`].
+//! It also checks the driver: it logs every request and records violations of the specification, such as a
+//! malformed request, or pages given to two channels at the same time; see [`MockDevice::violations`].
 
 use anyhow::{Context, Result};
 use std::collections::BTreeMap;
@@ -23,9 +24,9 @@ use vmm_sys_util::event::{EventConsumer, EventFlag, EventNotifier, new_event_con
 pub mod layout {
     /// At 0: [`MAGIC`], as the channel header.
     pub const MAGIC: u32 = 0x4b43_4f4d;
-    /// The status with which CREATE_CHANNEL is answered.
+    /// The status to answer CREATE_CHANNEL with.
     pub const ANSWER: u64 = 4;
-    /// Milliseconds until it is answered.
+    /// Milliseconds until the answer.
     pub const ANSWER_DELAY: u64 = 8;
     /// Number of commands given, written by the program.
     pub const SUBMITTED: u64 = 64;
@@ -33,7 +34,7 @@ pub mod layout {
     pub const COMPLETED: u64 = 128;
     /// The command: `u32 op, region; u64 offset, len, seed, result; u32 error, delay_ms`.
     pub const COMMAND: u64 = 192;
-    /// In place of a region: the channel itself.
+    /// Instead of a region: the channel itself.
     pub const CHANNEL: u32 = u32::MAX;
 
     /// `result` is the FNV-1a hash of the bytes.
@@ -66,7 +67,7 @@ const UNSUPPORTED: u32 = 6;
 
 const WAKE: u32 = 1;
 
-/// `VIRTIO_F_ACCESS_PLATFORM`: addresses are what the platform's IOMMU makes of them.
+/// `VIRTIO_F_ACCESS_PLATFORM`: addresses go through the platform's IOMMU.
 pub const ACCESS_PLATFORM: u64 = 1 << 33;
 
 type Memory = GuestMemoryAtomic<GuestMemoryMmap>;
@@ -94,7 +95,7 @@ pub enum Kind {
     Unregister,
 }
 
-/// A request, as the driver sent it.
+/// A request, as sent by the driver.
 #[derive(Clone, Debug)]
 pub struct Request {
     /// Its type.
@@ -126,9 +127,10 @@ pub struct Config {
     pub max_channel_size: u64,
     /// Maximum bytes registered by a channel; 0 means no limit.
     pub max_registered: u64,
-    /// Programs register the memory of one channel with another one, so that it is no violation if a channel's pages are in a region.
+    /// Programs register one channel's memory with another channel, so a channel's pages in a region are not
+    /// a violation.
     pub channels_in_regions: bool,
-    /// Virtio features to offer beyond those that the device has.
+    /// Virtio features to offer beyond the device's own.
     pub features: u64,
 }
 
@@ -181,7 +183,7 @@ struct State {
     doorbells: u64,
     resets: u64,
     held: Option<Kind>,
-    /// Number of times that the queues were started. An answer from before the last start is dropped.
+    /// How often the queues have been started. An answer from before the last start is dropped.
     epoch: u64,
     vrings: Vec<Vring>,
 }

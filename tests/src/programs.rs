@@ -68,7 +68,7 @@ pub fn manifest() -> Result<Vec<Program>> {
     Ok(manifest.program)
 }
 
-/// An error with all of its causes, for a test's output.
+/// An error with all its causes, for a test's output.
 pub fn told<T>(outcome: Result<T>) -> std::result::Result<(), String> {
     outcome.map(drop).map_err(|error| format!("{error:?}"))
 }
@@ -165,7 +165,7 @@ pub fn passes(name: &str, way: Way, more: &[&str]) -> Result<Outcome> {
     passes_with(name, way, more, &[])
 }
 
-/// As [`passes`], with variables of the environment.
+/// Like [`passes`], with environment variables.
 pub fn passes_with(name: &str, way: Way, more: &[&str], variables: &[(&str, &str)]) -> Result<Outcome> {
     let manifest = manifest()?;
     let program = manifest.iter().find(|program| program.name == name);
@@ -178,7 +178,7 @@ pub fn passes_with(name: &str, way: Way, more: &[&str], variables: &[(&str, &str
     Ok(outcome)
 }
 
-/// The built program `name`; an error that says how to build it if it is not there.
+/// The built program `name`, or an error that says how to build it.
 pub fn built(name: &str) -> Result<PathBuf> {
     found(tree::programs().join(name))
 }
@@ -198,7 +198,7 @@ pub fn same_as_native(name: &str, ways: &[Way]) -> Result<()> {
     Ok(())
 }
 
-/// Runs a command to its end. After `limit`, kills it and everything that it started.
+/// Runs a command to its end. After `limit`, kills it and everything it started.
 pub fn run(command: &mut Command, limit: Duration) -> Result<Outcome> {
     let start = Instant::now();
     let mut child = command
@@ -245,7 +245,7 @@ pub fn counted(stderr: &str, name: &str) -> Result<u64> {
     counter(line.with_context(|| format!("no counters in {stderr:?}"))?, name)
 }
 
-/// A counter of one line of those: the process's, or a function's.
+/// A counter of one of those lines: the process's, or a function's.
 pub fn counter(line: &str, name: &str) -> Result<u64> {
     let word = line.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
     word.with_context(|| format!("no counter {name} in {line:?}"))?.parse().context("a counter is a number")

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 /// The root of the source tree: `RGPU_ROOT`, otherwise where this was compiled.
 ///
-/// The variable lets a test that was compiled on one machine run on another, over a copy of what it needs.
+/// The variable lets a test compiled on one machine run on another, over a copy of what it needs.
 pub fn root() -> PathBuf {
     if let Some(root) = std::env::var_os("RGPU_ROOT") {
         return root.into();
@@ -21,7 +21,7 @@ pub fn target() -> PathBuf {
     }
 }
 
-/// A build of rgpu: of its daemons, of rgpuctl, and of the libraries that a program loads instead of NVIDIA's.
+/// A build of rgpu: its daemons, rgpuctl, and the libraries that a program loads instead of NVIDIA's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Build {
     /// Optimized, as it is installed and tested: made by `cargo xtask build`.
@@ -63,12 +63,12 @@ pub fn programs() -> PathBuf {
     target().join("programs")
 }
 
-/// Where `cargo xtask programs` leaves them with NVIDIA's runtime inside.
+/// Where `cargo xtask programs` leaves those with NVIDIA's runtime inside.
 pub fn programs_static() -> PathBuf {
     target().join("programs-static")
 }
 
-/// NVIDIA's own CUDA runtime library, for running a program natively, where `cargo xtask toolchain` leaves it.
+/// NVIDIA's own CUDA runtime library, for running a program natively; `cargo xtask toolchain` puts it there.
 pub fn cuda_runtime() -> PathBuf {
     root().join("build/cuda13/nvidia/cu13/lib")
 }

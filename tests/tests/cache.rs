@@ -1,4 +1,4 @@
-//! What a server has in its cache is not sent again, and what it has not is sent as ever.
+//! What a server has in its cache is not sent again; everything else is sent as before.
 
 mod support;
 
@@ -22,7 +22,7 @@ use support::{PATIENCE, Rig, Transport, eventually};
 use test_kit::link::{TcpBridge, hello};
 use zerocopy::{FromZeros, IntoBytes};
 
-/// Bytes of bulk data that the bridge over TCP has sent, and that it has not because the server had them.
+/// Bytes of bulk data that the bridge over TCP has sent, and bytes it saved because the server had them.
 fn sent_and_known(rig: &Rig) -> Result<[u64; 2]> {
     let status = rig.bridge(Transport::Tcp).status()?;
     // There are none before the first session.
@@ -30,11 +30,11 @@ fn sent_and_known(rig: &Rig) -> Result<[u64; 2]> {
     Ok([total("data_bytes_sent"), total("data_bytes_known")])
 }
 
-/// What a run of the program makes of these numbers.
+/// Those numbers for one run of the program.
 fn of_run(rig: &Rig, arguments: &[&str]) -> Result<[u64; 2]> {
     let before = sent_and_known(rig)?;
     rig.passes(Transport::Tcp, "model_upload", arguments)?;
-    // The session's end adds its counters to the totals.
+    // At its end, the session adds its counters to the totals.
     eventually(|| {
         let status = rig.bridge(Transport::Tcp).status()?;
         ensure!(status["sessions"].as_array().is_some_and(Vec::is_empty), "a session is left: {status}");
@@ -49,7 +49,7 @@ fn cache_status(rig: &Rig, name: &str) -> Result<u64> {
     status["cache"][name].as_u64().with_context(|| format!("the server's cache has no {name}: {status}"))
 }
 
-/// Waits until so many bytes are kept, since blocks are stored behind the session's back. Gives how many.
+/// Waits until at least this many bytes are kept (blocks are stored in the background), and returns how many.
 fn eventually_kept(rig: &Rig, least: u64) -> Result<u64> {
     eventually(|| {
         let bytes = cache_status(rig, "bytes")?;
@@ -75,10 +75,10 @@ fn the_second_start_of_a_program_sends_almost_nothing() -> Result<()> {
     ensure!(second[0] * 100 <= first[0], "the second run sent {} of {} bytes", second[0], first[0]);
     ensure!(second[0] + second[1] == first[0], "{second:?} bytes where {} were sent before", first[0]);
     ensure!(cache_status(&rig, "bytes_saved")? >= second[1] && cache_status(&rig, "hits")? > 0);
-    // What is new is sent.
+    // New data is sent.
     let other = of_run(&rig, &["--seed", "2"])?;
     ensure!(other[0] * 100 >= first[0] * 95, "new data: {other:?} bytes");
-    // It outlives the daemon.
+    // The cache outlives the daemon.
     rig.server.signal(Signal::SIGTERM)?;
     rig.server.wait(PATIENCE)?;
     rig.restart_server()?;
@@ -129,7 +129,7 @@ fn without_a_cache_everything_is_sent_every_time() -> Result<()> {
     Ok(())
 }
 
-/// Bytes of the files of all clients.
+/// Bytes of all clients' files.
 fn on_disk(cache: &Path) -> Result<u64> {
     let mut bytes = 0;
     for client in std::fs::read_dir(cache)? {
@@ -159,7 +159,7 @@ fn the_cache_survives_a_killed_server_and_two_programs_that_send_the_same_at_onc
             Ok(())
         })?;
         rig.server.signal(Signal::SIGKILL)?;
-        // The program fails, or had sent everything.
+        // The program fails, unless it had already sent everything.
         let _ = running.join();
         anyhow::Ok(())
     })?;
@@ -171,7 +171,7 @@ fn the_cache_survives_a_killed_server_and_two_programs_that_send_the_same_at_onc
         one.join().map_err(|_| anyhow::anyhow!("a program's thread panicked"))??;
         other.join().map_err(|_| anyhow::anyhow!("a program's thread panicked"))?
     })?;
-    // Each block is there once, and no part of one.
+    // Each block is there once and complete.
     let size = eventually_kept(&rig, 28_800_000)?;
     eventually(|| {
         ensure!(on_disk(&cache)? == cache_status(&rig, "bytes")?, "the disk has something else");
@@ -182,7 +182,7 @@ fn the_cache_survives_a_killed_server_and_two_programs_that_send_the_same_at_onc
     Ok(())
 }
 
-/// A bridge whose bytes this test makes.
+/// A bridge whose bytes this test makes up.
 struct Hostile(TcpBridge);
 
 impl Hostile {
@@ -201,18 +201,18 @@ impl Hostile {
         Ok(self.0.record(seq, T::INFO.opcode, slot, &body)?)
     }
 
-    /// A copy of 64 bytes to the device.
+    /// Copies 64 bytes to the device.
     fn copy(&self, seq: u64) -> Result<()> {
         let src = HostIn::Range(HostRange { place: Place::Arena, offset: 0, len: 64 });
         self.command(seq, NO_SLOT, &MemcpyHtoD { stream: StreamId(0), dst: window(0), src })
     }
 
-    /// A data header with this length and these flags, and what is behind it.
+    /// Sends a data header with this length and these flags, and `behind` after it.
     fn data(&self, seq: u64, offset: u64, len: u32, behind: &[u8]) -> Result<()> {
         Ok(self.0.send_data(0, DataHeader { seq, offset, piece: 0, len }, behind)?)
     }
 
-    /// Asks for the 64 bytes of command `seq` by their hash. Gives what the server says.
+    /// Asks for the 64 bytes of command `seq` by their hash. Returns the server's answer.
     fn is_known(&self, seq: u64, bytes: &[u8; 64]) -> Result<bool> {
         self.data(seq, 0, HASH_FLAG | 64, blake3::hash(bytes).as_bytes())?;
         loop {
@@ -245,10 +245,10 @@ impl Hostile {
 }
 
 #[test]
-fn a_bridge_finds_only_what_was_sent_and_refers_only_to_what_it_was_told() -> Result<()> {
+fn a_bridge_finds_only_sent_blocks_and_may_refer_only_to_confirmed_ones() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let rig = rig("cache-hostile", &folder.path().join("cache"), &[])?;
-    // Bytes that are not those of the hash are kept under their own.
+    // Bytes that do not match the claimed hash are kept under their own.
     let (claimed, sent) = ([1; 64], [2; 64]);
     let liar = Hostile::open(&rig, "liar")?;
     liar.copy(3)?;

@@ -1,5 +1,5 @@
-//! Compares `docs/compatibility.md`, which says for every function of the three libraries whether and how it is served, with
-//! the sources. `UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility` regenerates it.
+//! Compares `docs/compatibility.md`, which says for every function of the three libraries whether and how it
+//! is served, with the sources. `UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility` regenerates it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -12,7 +12,7 @@ use rgpu_tests::tree;
 /// Whether a function is supported.
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum How {
-    /// It does what the manual says, possibly refusing certain arguments.
+    /// It does what the manual says, but may refuse certain arguments.
     Served,
     /// Refused, with the reason.
     Refused(String),
@@ -166,7 +166,8 @@ fn driver() -> Table {
     table
 }
 
-/// The runtime is a layer over the driver API: a function that only calls refused functions of the driver is refused.
+/// The runtime is a layer over the driver API: a function that only calls refused functions of the driver is
+/// refused.
 fn runtime(driver: &Table) -> Table {
     let of = |body: &str| {
         let called: Vec<&How> = calls(body).iter().filter_map(|name| driver.get(*name)).collect();
@@ -203,7 +204,7 @@ fn nvml() -> Table {
     table
 }
 
-/// Functions that do no more than stated here, as NVIDIA's driver 580 does on Linux.
+/// Functions that do no more than this, as in NVIDIA's driver 580 on Linux.
 const NOTES: &[(&str, &str)] = &[
     ("cuDeviceGetLuid", "returns `CUDA_ERROR_NOT_SUPPORTED` for every device, as everywhere on Linux"),
     ("cuProfilerStart", "only checks that a context is current; there is no profiler"),
@@ -227,8 +228,8 @@ fn folded(table: &Table) -> BTreeMap<&str, (&How, Vec<&str>)> {
     rows
 }
 
-/// Where a function is served, according to the counts of its own calls and its variants', or else of the function that it is
-/// another name or version of.
+/// Where a function is served, according to the counts of its own calls and its variants', or else of the
+/// function that it is another name or version of.
 fn place(name: &str, variants: &[&str], others: &BTreeMap<String, String>, places: &Places) -> Option<Place> {
     let names = || [""].iter().chain(variants).map(|suffix| format!("{name}{suffix}"));
     let own = names().filter_map(|name| places.get(&name).copied()).max();
@@ -239,8 +240,8 @@ fn place(name: &str, variants: &[&str], others: &BTreeMap<String, String>, place
         .or_else(|| others_of_it.iter().filter_map(|name| places.get(name).copied()).max())
 }
 
-/// Functions that are other names of functions: aliases in the driver's library, and runtime functions that pass their
-/// arguments to one driver function.
+/// Functions that are other names of functions: aliases in the driver's library, and runtime functions that
+/// pass their arguments to one driver function.
 fn other_names() -> BTreeMap<String, String> {
     let all = functions("cuda", "cu").into_iter();
     let mut found: BTreeMap<String, String> =
@@ -249,7 +250,7 @@ fn other_names() -> BTreeMap<String, String> {
     found
 }
 
-/// Runtime functions that are defined by `=>` as a driver function with the same arguments, with that function.
+/// Runtime functions that `=>` defines as a driver function with the same arguments, each with that function.
 fn handed_on() -> Vec<(String, String)> {
     let mut found = Vec::new();
     for (_, text) in sources("cudart") {
@@ -340,7 +341,7 @@ fn the_table_lists_exactly_the_exported_functions() {
     }
 }
 
-/// Functions whose classification is certain.
+/// Functions whose classification is known.
 #[test]
 fn known_functions_are_classified_correctly() {
     let driver = driver();

@@ -1,7 +1,7 @@
 //! Containers: a CDI specification of `rgpuctl cdi generate`, and real podman, as root and as another user.
 //!
-//! Everything runs in a mount namespace of its own, with configuration, images and users that the machine does not see. A container is a program,
-//! the C library, and nothing else.
+//! Everything runs in its own mount namespace, with configuration, images and users that the machine does not
+//! see. A container holds a program and the C library, nothing else.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -13,12 +13,14 @@ use anyhow::{Context, Result, ensure};
 use rgpu_tests::guest::{Host, Options};
 use rgpu_tests::{programs, tree};
 
-/// A user who is not on this machine, the group of the socket, and the first of the user IDs in the user's containers.
+/// A user that does not exist on this machine, the socket's group, and the first user ID in the user's
+/// containers.
 const USER: u32 = 54_321;
 const GROUP: u32 = 54_322;
 const SUBORDINATE: u32 = 5_432_100;
 
-/// Engines as they are, with as few rights as this machine may have: containers without cgroups, networks and limits of their own.
+/// The engines' usual settings, but with as few rights as this machine may have: containers without their own
+/// cgroups, networks and limits.
 const SETTINGS: &str = r#"[containers]
 cgroups = "disabled"
 netns = "none"
@@ -30,8 +32,8 @@ events_logger = "none"
 runtime = "crun"
 "#;
 
-/// Prepares the namespaces, and then runs the rest of the arguments. `$1` is the test's folder, `$2` the socket, `$3` the folder of the
-/// libraries.
+/// Prepares the namespaces and then runs the rest of the arguments. `$1` is the test's folder, `$2` the
+/// socket, `$3` the libraries' folder.
 const PREPARE: &str = r#"set -e
 umount -R /sys/fs/cgroup 2>/dev/null || true
 mount -t cgroup2 none /sys/fs/cgroup
@@ -62,7 +64,7 @@ impl Place {
         ensure!(nix::unistd::geteuid().is_root(), "this test takes root: it makes namespaces and users");
         let host = Host::start("containers", Options::software("local"))?;
         let socket = host.native_socket();
-        // As the group rgpu has it.
+        // The group rgpu owns it.
         nix::unistd::chown(&socket, None, Some(GROUP.into()))?;
         let folder = tempfile::Builder::new().prefix("rgpu-containers-").tempdir()?;
         let place = Place { folder, host };
@@ -89,7 +91,8 @@ impl Place {
         self.folder.path().join(name)
     }
 
-    /// Makes `image.tar`: the programs, and what this machine's loader finds for them and for rgpu's libraries.
+    /// Makes `image.tar`: the programs, and what this machine's loader finds for them and for rgpu's
+    /// libraries.
     fn image(&self) -> Result<()> {
         let root = self.path("root");
         let mut needed: Vec<PathBuf> = Vec::new();
@@ -116,7 +119,7 @@ impl Place {
         Ok(())
     }
 
-    /// A script in new namespaces, as root or as the other user. Whatever it starts ends with it.
+    /// A script in new namespaces, as root or as the other user. Everything it starts ends with it.
     fn script(&self, root: bool, script: &str) -> Command {
         let mut command = Command::new("unshare");
         command
@@ -146,7 +149,7 @@ impl Place {
         command
     }
 
-    /// Device processes of `vhost-rgpu` now, by whom they serve.
+    /// `vhost-rgpu`'s device processes, by whom they serve.
     fn served(&self) -> Result<Vec<String>> {
         let status = self.host.bridge()?.status()?;
         let rows = status["device_processes"].as_array().context("no device processes")?;
@@ -163,7 +166,7 @@ fn output(command: &mut Command) -> Result<String> {
     Ok(said.into_owned())
 }
 
-/// What the scripts have in common: `works` and `fails` say what they try, and run a container.
+/// The scripts' common part: `works` and `fails` print what they try, and run a container.
 const SHELL: &str = r#"set -u
 podman import -q "$IMAGE" tester >/dev/null || exit 1
 run() { name=$1; shift; podman run --rm "$@" >"$HOME/said" 2>&1; }
@@ -215,7 +218,7 @@ works "the first GPU" --group-add keep-groups --device rgpu.dev/gpu=0 tester vec
 fn a_container_counts_as_its_user() -> Result<()> {
     programs::built("idle")?;
     let place = Place::new()?;
-    // Root of a user's container is the user. Its other users are those that belong to the user.
+    // Root in a user's container is the user. The container's other users are the user's subordinate IDs.
     for (options, owner) in [("", USER), ("--user 7", SUBORDINATE + 6)] {
         let script = format!(
             "{SHELL}exec podman run --rm -i {options} --group-add keep-groups --device rgpu.dev/gpu=all tester idle wait"

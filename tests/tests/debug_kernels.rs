@@ -1,7 +1,9 @@
-//! The guest driver on kernels that watch themselves: `guest-driver/tests/debug-kernel.sh` builds them, and `RGPU_TEST_KERNEL` names the folder of one.
+//! The guest driver on kernels that check themselves: `guest-driver/tests/debug-kernel.sh` builds them, and
+//! `RGPU_TEST_KERNEL` names the folder of one.
 //!
-//! `cargo xtask test debug_kernels` runs this file and `driver.rs` on both kernels. One has KASAN, lockdep, UBSAN, kmemleak and fault injection, the other KCSAN. What a kernel
-//! reports makes the test fail, and the first test here proves that with drivers that are broken.
+//! `cargo xtask test debug_kernels` runs this file and `driver.rs` on both kernels. One has KASAN, lockdep,
+//! UBSAN, kmemleak and fault injection, the other KCSAN. Any report of the kernel fails the test; the first
+//! test here proves that with broken drivers.
 
 use std::fs;
 use std::io::{Read, Seek};
@@ -13,7 +15,7 @@ use rgpu_tests::machine::{Kernel, Machine};
 use rgpu_tests::mock_device::Config;
 use rgpu_tests::programs;
 
-/// What the kernel under test watches.
+/// What the kernel under test checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Watches {
     Memory,
@@ -38,7 +40,7 @@ fn roomy() -> Result<Bed> {
     Bed::with(Kernel::V6_1, config, 1536)
 }
 
-/// A defect, by the text in a source file that is replaced, and what the kernel says of it.
+/// A defect: the text in a source file to replace, and what the kernel says about it.
 struct Defect {
     on: Watches,
     says: &'static str,
@@ -89,7 +91,7 @@ const DEFECTS: &[Defect] = &[
     },
 ];
 
-/// Times that a defective driver is exercised. KCSAN watches a sample of the accesses.
+/// How often a defective driver is exercised. KCSAN samples the accesses.
 const ROUNDS: usize = 20;
 
 fn notices(defect: &Defect) -> Result<()> {
@@ -110,7 +112,7 @@ fn notices(defect: &Defect) -> Result<()> {
         bed.machine.check(script, LONG)?;
     }
     for _ in 0..ROUNDS {
-        // After what the kernel reports, calls may fail.
+        // Calls may fail after the kernel's report.
         for test in ["selftest channel 1024", "selftest register", "selftest many 20", "fuzz 2000"] {
             bed.machine.run(&format!("rgpu_{test}"), LONG)?;
         }

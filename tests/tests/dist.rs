@@ -1,4 +1,4 @@
-//! The relocatable tree that `cargo xtask dist` makes, taken to another place.
+//! Takes the relocatable tree that `cargo xtask dist` makes to another place.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -35,7 +35,7 @@ fn programs_run_from_a_copy_with_a_clean_environment() -> Result<()> {
     Ok(())
 }
 
-/// Every file below a folder, by its path in it.
+/// All files below a folder, by their paths in it.
 fn files(folder: &Path, within: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();

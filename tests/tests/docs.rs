@@ -1,4 +1,5 @@
-//! Checks the documents: every path, link and command in them exists, the book's table of contents is complete, and none refers to a document outside the repository.
+//! Checks the documents: every path, link and command in them exists, the book's table of contents is
+//! complete, and no page refers to a document outside the repository.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -41,14 +42,15 @@ fn code_spans(text: &str) -> Vec<&str> {
     found
 }
 
-/// The targets of links within the repository, each with the heading that it names, or an empty text.
+/// The targets of links within the repository, each with the heading it names, or "".
 fn links(text: &str) -> Vec<(&str, &str)> {
     let targets = text.split("](").skip(1).filter_map(|rest| rest.split(')').next());
     let within = targets.filter(|target| !target.contains("://"));
     within.map(|target| target.split_once('#').unwrap_or((target, ""))).collect()
 }
 
-/// What a link to a heading of a page calls it, on GitHub and in the book: in lower case, with "-" for each space, without other signs.
+/// The anchors that GitHub and the book give to a page's headings: lower case, "-" for each space, no other
+/// punctuation.
 fn headings(text: &str) -> BTreeSet<String> {
     let (mut found, mut in_block) = (BTreeSet::new(), false);
     for line in text.lines() {
@@ -66,7 +68,7 @@ fn headings(text: &str) -> BTreeSet<String> {
     found
 }
 
-/// The lines of a page's blocks of code in one of these languages.
+/// The lines of a page's code blocks in one of these languages.
 fn blocks<'a>(text: &'a str, language: &str) -> Vec<Vec<&'a str>> {
     let (mut found, mut open) = (Vec::new(), None);
     for line in text.lines() {
@@ -82,7 +84,7 @@ fn blocks<'a>(text: &'a str, language: &str) -> Vec<Vec<&'a str>> {
     found
 }
 
-/// All files of the repository, as paths from its root, without those that builds create.
+/// All files of the repository, as paths from its root, without build outputs.
 fn files() -> BTreeSet<String> {
     fn collect(root: &Path, folder: &Path, found: &mut BTreeSet<String>) {
         for entry in fs::read_dir(folder).expect("a folder of the repository") {
@@ -103,16 +105,16 @@ fn files() -> BTreeSet<String> {
     found
 }
 
-/// Whether a code span that names a file or folder of the repository names one that exists. Pages may leave out leading
-/// folders.
+/// Whether a code span that names a file or folder of the repository names one that exists. Pages may leave
+/// out leading folders.
 fn exists(span: &str, files: &BTreeSet<String>) -> bool {
     let span = span.trim_end_matches('/');
     files.contains(span)
         || files.iter().any(|file| file.ends_with(span) && file[..file.len() - span.len()].ends_with('/'))
 }
 
-/// Whether a code span names a file or folder of the repository: a path that begins with one of its folders, or any file
-/// of a kind that the pages only mention from the repository.
+/// Whether a code span names a file or folder of the repository: a path that begins with one of its folders,
+/// or any file of a kind that the pages only mention from the repository.
 fn names_a_file(span: &str, files: &BTreeSet<String>) -> bool {
     let first = span.split('/').next().unwrap_or_default();
     let plain = span.chars().all(|c| c.is_ascii_alphanumeric() || "/._-".contains(c));
@@ -178,7 +180,7 @@ fn the_book_has_each_page_once_and_leads_nowhere_else() {
         let times = listed.iter().filter(|file| *file == page).count();
         assert_eq!(times, 1, "docs/SUMMARY.md has {page} {times} times");
     }
-    // What lies outside of the book would be a dead link in it: pages name it without one.
+    // Anything outside the book would be a dead link in it, so pages name it without a link.
     let mut outside = Vec::new();
     for page in &pages {
         let path = docs.join(page);
@@ -195,7 +197,8 @@ fn the_book_has_each_page_once_and_leads_nowhere_else() {
     assert!(outside.is_empty(), "links that lead out of the book:\n{}", outside.join("\n"));
 }
 
-/// The flags of each command that the reference lists: `rgpuctl run` and so on, and the daemons with what their configuration has.
+/// The flags of each command in the reference: `rgpuctl run` and so on, and the daemons with their
+/// configuration's settings.
 fn known_flags() -> BTreeMap<String, BTreeSet<String>> {
     fn add(all: &mut BTreeMap<String, BTreeSet<String>>, command: &str, text: &str) {
         let flags = text.split(|c: char| !(c.is_ascii_alphanumeric() || "-_".contains(c)));
@@ -235,7 +238,8 @@ fn known_flags() -> BTreeMap<String, BTreeSet<String>> {
     all
 }
 
-/// What is wrong with a command line that may call a program of rgpu. What stands behind "--" is another program's.
+/// What is wrong with a command line that may call one of rgpu's programs. Words after "--" belong to another
+/// program.
 fn fault(line: &str, known: &BTreeMap<String, BTreeSet<String>>) -> Option<String> {
     let line = line.split(" -- ").next().unwrap_or_default();
     let line = line.split(" #").next().unwrap_or_default();
@@ -252,7 +256,7 @@ fn fault(line: &str, known: &BTreeMap<String, BTreeSet<String>>) -> Option<Strin
         }) else {
             continue;
         };
-        // Another program's word may be the name of one: systemctl restart vhost-rgpu.
+        // An argument of another program may be one of our names: systemctl restart vhost-rgpu.
         let behind = at > 0 && !words[..at].iter().all(|word| word.contains('=') || *word == "RUST_LOG");
         if behind {
             continue;
@@ -302,7 +306,7 @@ fn commands_in_the_pages_exist() {
     }
     let mut wrong = Vec::new();
     for page in pages() {
-        // Decisions and measurements are of their time.
+        // Decisions and measurements describe their own time.
         if ["decisions", "benchmarks"].iter().any(|part| page.iter().any(|name| name == *part)) {
             continue;
         }
@@ -320,7 +324,7 @@ fn examples_of_configuration_are_toml_with_keys_that_exist() {
     let reference = fs::read_to_string(tree::root().join("docs/configuration.md")).expect("the page");
     let rows = reference.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
     let keys: BTreeSet<&str> = rows.collect();
-    /// All keys of a table that hold values, with those of the tables around them.
+    /// All keys of a table that hold values, prefixed with their enclosing tables.
     fn flat(table: &toml::Table, prefix: &str, found: &mut Vec<String>) {
         for (key, value) in table {
             let path = format!("{prefix}{key}");
@@ -345,7 +349,7 @@ fn examples_of_configuration_are_toml_with_keys_that_exist() {
                 Ok(table) => flat(&table, "", &mut found),
                 Err(error) => wrong.push(format!("{}: {error}\n{example}", page.display())),
             }
-            // [native] has the keys of [[vm]], and a group or a client those outside any section.
+            // [native] has the keys of [[vm]]; a group or a client has those outside any section.
             let known = |key: &String| {
                 let last = key.split_once('.').map_or("", |(_, last)| last);
                 keys.contains(key.as_str())
@@ -370,7 +374,7 @@ fn documents_are_found_inside_the_repository() {
                 found.push(format!("{}: {outside}", page.display()));
             }
         }
-        // Issues are elsewhere, too.
+        // Issues are outside the repository, too.
         for part in text.split("ssue ").skip(1).filter(|part| part.starts_with(|c: char| c.is_ascii_digit()))
         {
             let number: String = part.chars().take_while(char::is_ascii_digit).collect();
@@ -380,7 +384,7 @@ fn documents_are_found_inside_the_repository() {
     assert!(found.is_empty(), "refer to documents outside the repository:\n{}", found.join("\n"));
 }
 
-/// The fields of a schema's object and of those in it, as rows of a table in Markdown.
+/// The fields of a schema's object, nested ones included, as rows of a Markdown table.
 fn fields(schema: &serde_json::Value, prefix: &str, rows: &mut String) {
     for (name, field) in schema["properties"].as_object().into_iter().flatten() {
         let kinds = match &field["type"] {
@@ -428,7 +432,7 @@ fn messages_in_the_page_about_troubleshooting_are_printed_somewhere() {
     let mut said = String::new();
     for file in sources.filter(|file| !file.starts_with("tests/")) {
         let text = fs::read_to_string(tree::root().join(file)).expect("a source file");
-        // A text goes on behind a backslash at the end of a line.
+        // A backslash at the end of a line continues the text.
         let mut joined = false;
         for line in text.lines() {
             let line = if joined { line.trim_start() } else { line };
@@ -444,7 +448,7 @@ fn messages_in_the_page_about_troubleshooting_are_printed_somewhere() {
             if span.starts_with("lspci") {
                 continue;
             }
-            // What stands for a value in the message.
+            // Placeholders stand for values in the message.
             let pieces =
                 span.split('…').flat_map(|part| part.split("HOST")).flat_map(|part| part.split("REASON"));
             for piece in pieces.map(|piece| piece.trim_matches([' ', ':', '(', ')', ',', '.'])) {
@@ -467,7 +471,7 @@ fn the_table_of_alerts_follows_from_the_rules() {
         let after = |key: &str| rule.split(key).nth(1).unwrap_or_else(|| panic!("{key} in {rule}"));
         let quoted = |key: &str| after(key).split('"').nth(1).unwrap_or_default();
         let severity = after("severity: ").split_whitespace().next().unwrap_or_default();
-        // A value of Prometheus' templates: {{ $labels.instance }}
+        // A Prometheus template value: {{ $labels.instance }}
         let plain = |text: &str| {
             let mut parts = text.split("{{ ");
             let mut plain = parts.next().unwrap_or_default().to_owned();

@@ -1,7 +1,7 @@
 //! The guest driver, in booted machines, against a device that checks what the driver does (`mock_device`).
 //!
-//! `guest-driver/tests/rgpu_selftest.c` runs in the guest and judges the user API; the tests here check what reaches the
-//! device, what is pinned, and that the kernel logs no complaint.
+//! `guest-driver/tests/rgpu_selftest.c` runs in the guest and judges the user API; the tests here check what
+//! reaches the device, what is pinned, and that the kernel logs no complaint.
 
 use anyhow::{Result, ensure};
 use rgpu_tests::driver_bed::{Bed, LONG, fuzz, with_program};
@@ -21,7 +21,7 @@ fn limits_are_those_of_the_configuration_space() -> Result<()> {
     let bed = Bed::with(Kernel::V6_1, config, 512)?;
     let text = bed.selftest("info")?;
     assert!(text.contains("version 1 channels 7 size 1048576 registered 12345678"), "{text}");
-    // Every user of the guest may use the device.
+    // Every user in the guest may use the device.
     assert_eq!(bed.machine.check("stat -c %a /dev/rgpu0", LONG)?, "666");
     bed.check_idle()
 }
@@ -98,7 +98,7 @@ fn registrations_beyond_the_devices_limit_are_refused() -> Result<()> {
 fn malformed_arguments_are_refused() -> Result<()> {
     let bed = Bed::new()?;
     bed.selftest("arguments")?;
-    // The region whose number could not be returned was removed again.
+    // The region whose number could not be returned has been removed again.
     assert_eq!(bed.device.count(Kind::Unregister), 1);
     bed.check_idle()
 }
@@ -186,7 +186,7 @@ fn doorbells_reach_the_device() -> Result<()> {
     let bed = Bed::new()?;
     let text = bed.selftest("doorbells 20")?;
     let count: u64 = text.split_whitespace().next().unwrap_or("").parse()?;
-    // The device may take several doorbells for one, even all of them if it does not get a processor meanwhile.
+    // The device may see several doorbells as one, even all of them if it gets no processor time meanwhile.
     assert!((1..=21).contains(&count), "{text}");
     bed.check_idle()
 }
@@ -233,7 +233,8 @@ fn pages_of_a_program_killed_while_connecting_stay_until_the_device_answers() ->
     bed.device.wait_until("CREATE_CHANNEL arrives", LONG, |d| d.count(Kind::Create) == 1)?;
     process.kill()?;
     assert_eq!(process.wait(LONG)?.status, 128 + 9);
-    // The process still has its pages. Otherwise the kernel would give some of them to this one, and the mock would notice.
+    // The process still has its pages. Otherwise the kernel would give some of them to this one, and the mock
+    // would notice.
     let second = bed.machine.spawn("rgpu_selftest register-scattered 64")?;
     bed.device.wait_until("another CREATE_CHANNEL arrives", LONG, |d| d.count(Kind::Create) == 2)?;
     bed.device.release();
@@ -385,14 +386,15 @@ fn a_device_behind_an_iommu_is_refused() -> Result<()> {
     );
     bed.check_idle()?;
 
-    // The device that rgpu has does not offer the feature. QEMU says so before a guest boots.
+    // rgpu's own device does not offer the feature. QEMU says so before a guest boots.
     let started = Bed::boot(Machine::builder().rgpu_option("iommu_platform=on"), Config::default());
     let said = started.err().map(|error| format!("{error:#}")).unwrap_or_default();
     assert!(said.contains("iommu_platform=true is not supported by the device"), "{said}");
     Ok(())
 }
 
-/// The device is given addresses of the guest's memory, whatever stands between the guest's other devices and its memory.
+/// The device is given guest-physical addresses, whatever stands between the guest's other devices and its
+/// memory.
 fn works_next_to(builder: Builder, there: &str) -> Result<()> {
     let bed = Bed::boot(builder, Config::default())?;
     bed.machine.check(there, LONG)?;

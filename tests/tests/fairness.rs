@@ -1,4 +1,5 @@
-//! A session with little work waits for a bounded part of the other sessions' work, not for all of it. This is counted in copies and in bytes, not in time.
+//! A session with little work waits for a bounded part of the other sessions' work, not for all of it.
+//! Counted in copies and bytes, not in time.
 
 mod support;
 
@@ -14,7 +15,7 @@ fn a_small_copy_does_not_wait_for_a_large_one_on_another_stream() -> Result<()> 
     Ok(())
 }
 
-/// Number of bytes that a program's sessions have sent to the server, as the server reports every second.
+/// Bytes that a program's sessions have sent to the server, which the server reports every second.
 fn bytes_in(rig: &Rig, program: &str) -> Result<u64> {
     let status = rig.server.status()?;
     let sessions = status["sessions"].as_array().context("no sessions")?;
@@ -22,8 +23,9 @@ fn bytes_in(rig: &Rig, program: &str) -> Result<u64> {
     Ok(sessions.iter().filter(of).filter_map(|session| session["bytes_in"].as_u64()).sum())
 }
 
-/// Maximum amount that an endlessly copying session may move while another session runs a short program: far more than a busy machine moves in
-/// that time, and less than it moves before the short program counts as hanging.
+/// Maximum amount that an endlessly copying session may move while another session runs a short program: far
+/// more than a busy machine moves in that time, and less than it moves before the short program counts as
+/// hanging.
 const MOST: u64 = 64 << 30;
 
 #[test]

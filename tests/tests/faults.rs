@@ -1,5 +1,5 @@
-//! Programs, workers, servers and bridges that are killed in the middle of their work, servers that are missing or are no rgpu servers, and limits that are
-//! reached: the rest must continue to work.
+//! Programs, workers, servers and bridges are killed in the middle of their work, servers are missing or are
+//! not rgpu servers, and limits are reached: everything else must continue to work.
 
 mod support;
 
@@ -68,7 +68,8 @@ fn programs_killed_all_at_once_leave_nothing_behind() -> Result<()> {
     rig.check_healthy()
 }
 
-/// Checks that a program whose server is gone has ended by itself with one line on stderr that contains `why`.
+/// Checks that a program whose server is gone has ended by itself with one line on stderr that contains
+/// `why`.
 fn told(ended: (Option<i32>, String), why: &str) -> Result<()> {
     let (status, errors) = ended;
     ensure!(status == Some(1), "exit status {status:?}: {errors}");
@@ -80,7 +81,7 @@ fn told(ended: (Option<i32>, String), why: &str) -> Result<()> {
     Ok(())
 }
 
-/// The worker of a program's only session. Sessions of ended programs may still be listed.
+/// The worker of a program's only session. Ended programs' sessions may still be listed.
 fn worker_of(rig: &Rig, program: &str) -> Result<Pid> {
     let status = rig.server.status()?;
     let sessions = status["sessions"].as_array().context("no sessions")?;
@@ -115,7 +116,8 @@ fn a_worker_that_is_killed_costs_one_session() -> Result<()> {
     rig.check_healthy()
 }
 
-/// Its sessions end with a killed server. Over the network nobody can tell that from a link that is down, until the server is back.
+/// A killed server's sessions end with it. Over the network, that looks the same as a link that is down until
+/// the server is back.
 #[test]
 fn a_server_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()> {
     let mut rig = Rig::start("faults-server")?;
@@ -132,7 +134,7 @@ fn a_server_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()
         }
         rig.restart_server()?;
         let (status, errors) = tcp.ended()?;
-        // It may have been told before that it waits. Its worker may still have said why it ended.
+        // Earlier lines may say that the program waits. The worker may have said why it ended.
         let last = errors.lines().last().unwrap_or_default().to_owned();
         let why = ["rgpu-server has ended", "no session has this token"];
         let why = why.iter().find(|why| last.contains(**why)).unwrap_or(&why[0]);
@@ -146,7 +148,7 @@ fn a_server_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()
 
 #[test]
 fn a_bridge_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()> {
-    // The server keeps the session of a bridge that is gone for so long.
+    // The server keeps the session of a lost bridge this long.
     let mut rig = Rig::with("faults-bridge", &["--grace-seconds", "3"], &[])?;
     for transport in TRANSPORTS {
         rig.passes(transport, "vectorAdd", &[])?;
@@ -164,9 +166,9 @@ fn refused(outcome: &Outcome, why: &str, code: &str) -> Result<()> {
     let lines: Vec<&str> = outcome.stderr.lines().collect();
     ensure!(
         lines.len() == 1 && lines[0].starts_with("rgpu: ") && lines[0].contains(why),
-        "the one line with {why:?} was due: {outcome:?}"
+        "not exactly one line with {why:?}: {outcome:?}"
     );
-    ensure!(outcome.status == Some(1) && outcome.stdout.contains(code), "{code} was due: {outcome:?}");
+    ensure!(outcome.status == Some(1) && outcome.stdout.contains(code), "no {code}: {outcome:?}");
     Ok(())
 }
 
@@ -289,7 +291,7 @@ fn a_server_that_gets_sigterm_lets_programs_finish() -> Result<()> {
     Ok(())
 }
 
-/// `rgpuctl drain`, running, once the server has heard of it.
+/// A running `rgpuctl drain` that the server has received.
 struct Draining(std::process::Child);
 
 impl Draining {
@@ -307,7 +309,7 @@ impl Draining {
         Ok(Draining(child))
     }
 
-    /// Its exit status, and what it has said.
+    /// Returns its exit status and output.
     fn ended(self) -> Result<(Option<i32>, String)> {
         let output = self.0.wait_with_output()?;
         Ok((output.status.code(), String::from_utf8(output.stdout)?))
@@ -328,7 +330,7 @@ fn a_server_that_drains_lets_programs_finish_and_begins_no_session() -> Result<(
     let pids = programs.iter().map(Idle::pid).collect::<Vec<_>>();
     programs.into_iter().try_for_each(Idle::passes)?;
     let (status, said) = draining.ended()?;
-    // It returns when the server has ended: nothing is left to wait for but the process's exit status.
+    // It returns when the server has ended: only the process's exit status remains to be collected.
     ensure!(!rig.server_socket().exists(), "the server still listens");
     ensure!(rig.server.wait(PATIENCE)?.success(), "{}", rig.server.log_text());
     ensure!(status == Some(0) && said.contains("2 sessions finished, 0 lost, 0 ended"), "{status:?}: {said}");
@@ -346,7 +348,7 @@ fn a_server_that_drains_ends_sessions_when_the_time_is_over() -> Result<()> {
         TRANSPORTS.map(|transport| Running::start(rig.program(transport, "kill_me")?.arg("copy"), "RUNNING"));
     let programs = programs.into_iter().collect::<Result<Vec<_>>>()?;
     let patient = Draining::start(&rig, 100_000)?;
-    // Another time, for the same server.
+    // A second drain of the same server, with another deadline.
     let hurried = Draining::start(&rig, 0)?;
     for program in programs {
         let (status, errors) = program.ended()?;
@@ -363,7 +365,7 @@ fn a_server_that_drains_ends_sessions_when_the_time_is_over() -> Result<()> {
 }
 
 #[test]
-fn a_server_that_drains_tells_of_a_session_that_is_lost() -> Result<()> {
+fn a_draining_server_reports_a_lost_session() -> Result<()> {
     let mut rig = Rig::start("faults-drain-lost")?;
     let running = Running::start(rig.program(Transport::Tcp, "kill_me")?.arg("copy"), "RUNNING")?;
     let worker = worker_of(&rig, "kill_me")?;

@@ -1,8 +1,8 @@
-//! Every CUDA test program on this machine's GPU: natively, and as a native client over both transports and in both
-//! builds, with the same output.
+//! Every CUDA test program on this machine's GPU: natively, and as a native client over both transports and
+//! in both builds, with the same output.
 //!
-//! `cargo xtask test gpu` builds what this needs and runs it. A program that passes natively but not through rgpu shows a
-//! bug in rgpu. One that fails natively is wrong itself.
+//! `cargo xtask test gpu` builds what this needs and runs it. A program that passes natively but not through
+//! rgpu shows a bug in rgpu; one that fails natively is itself wrong.
 
 use std::process::ExitCode;
 

@@ -1,6 +1,7 @@
-//! Costs of calls in a steady loop in a guest, as counts. Times in an emulated guest mean little, but a doorbell is an exit there as anywhere.
+//! Counts what calls cost in a steady loop in a guest. Times in an emulated guest mean little, but a doorbell
+//! is an exit there as anywhere else.
 //!
-//! `UPDATE_DOCS=1` writes the table that was measured to `docs/benchmarks/guest.md`.
+//! `UPDATE_DOCS=1` writes the measured table to `docs/benchmarks/guest.md`.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -12,9 +13,10 @@ use rgpu_tests::programs::counted;
 use rgpu_tests::tree;
 
 const LIMIT: Duration = Duration::from_secs(600);
-/// Numbers of calls whose costs are compared. The difference does not contain the program's start and end.
+/// Numbers of calls to compare. The difference excludes the program's start and end.
 const CALLS: [u64; 2] = [100, 1100];
-/// How many commands more a run may take than another: where answers take long, device memory is asked for ahead, and whether they do changes from run to run.
+/// How many more commands one run may take than another: where answers take long, device memory is requested
+/// ahead, and whether that happens varies from run to run.
 const AHEAD: u64 = 4;
 /// The loops of the program `bench`, what each does, and its calls per iteration.
 const LOOPS: [(&str, &str, u64); 6] = [

@@ -1,5 +1,6 @@
-//! The packages of a guest, installed, used, upgraded and purged in a machine with Debian 12 and systemd that has an rgpu device: DKMS builds the
-//! driver there, udev loads it, and programs find the GPU. Compiling takes long where the guest is emulated, so this part runs only on request.
+//! Installs, uses, upgrades and purges a guest's packages in a machine with Debian 12, systemd and an rgpu
+//! device: DKMS builds the driver there, udev loads it, and programs find the GPU. Compiling takes long in an
+//! emulated guest, so this part runs only on request.
 
 #[path = "support/packages.rs"]
 mod support;
@@ -62,14 +63,14 @@ fn install(machine: &Machine, folder: &str) -> Result<()> {
     machine.check(&format!("{install} || {{ {why}; }}"), LONG).map(drop)
 }
 
-/// Requires that DKMS has built the driver, where the next start of the machine finds it, too.
+/// Requires that DKMS has built the driver and put it where the machine's next start finds it.
 fn built(machine: &Machine) -> Result<()> {
     let said = machine.check("dkms status virtio-rgpu", LONG)?;
     ensure!(said.ends_with(": installed"), "DKMS says {said:?}");
     machine.check("modinfo -n virtio_rgpu | grep -q /updates/dkms/", LONG).map(drop)
 }
 
-/// Runs a program with no variable set.
+/// Runs a program without setting any variable.
 fn run(machine: &Machine, user: &str, program: &str) -> Result<()> {
     let command = format!("setpriv --reuid={user} --clear-groups env -i {PROGRAMS}/{program}");
     let output = machine.run(&command, LONG)?;
@@ -77,7 +78,7 @@ fn run(machine: &Machine, user: &str, program: &str) -> Result<()> {
     Ok(())
 }
 
-/// A program that runs goes on, with the driver that is loaded.
+/// A running program continues, with the driver that is loaded.
 fn upgrade(machine: &Machine) -> Result<()> {
     let held = Held::start(machine, "guest")?;
     install(machine, "newer")?;

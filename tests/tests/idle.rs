@@ -1,5 +1,5 @@
-//! An idle session uses no processor time in the program, `vhost-rgpu`, `rgpu-server` or the worker. This is counted, not timed: no thread of these processes is scheduled
-//! while a session is idle.
+//! An idle session uses no processor time in the program, `vhost-rgpu`, `rgpu-server` or the worker. This is
+//! counted, not timed: no thread of these processes is scheduled while a session is idle.
 
 mod support;
 
@@ -9,10 +9,11 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use support::{Idle, Rig, TRANSPORTS, eventually};
 
-/// How long nothing may happen: longer than any polling period that this code ever had.
+/// How long nothing may happen: longer than any polling period this code ever had.
 const QUIET: Duration = Duration::from_secs(6);
 
-/// A thread's use of the processor: context switches (voluntary and not), and clock ticks of processor time (user and system).
+/// A thread's use of the processor: context switches (voluntary and involuntary) and clock ticks (user and
+/// system).
 type Taken = (u64, u64);
 
 fn field(text: &str, name: &str) -> Result<u64> {

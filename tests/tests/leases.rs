@@ -1,4 +1,5 @@
-//! Leases as programs and operators use them: chosen among servers by `rgpuctl run --gpus`, named in `RGPU_SERVERS`, listed, and given back.
+//! Leases as programs and operators use them: chosen across servers by `rgpuctl run --gpus`, named in
+//! `RGPU_SERVERS`, listed, and given back.
 
 mod support;
 
@@ -18,7 +19,7 @@ struct Pool {
 }
 
 impl Pool {
-    /// So many GPUs on each server, which have these rules.
+    /// This many GPUs on each server, with these rules.
     fn start(name: &str, gpus: &[&str], rules: &str) -> Result<Pool> {
         let folder = tempfile::tempdir()?;
         let clients = folder.path().join("clients.toml");
@@ -51,13 +52,13 @@ impl Pool {
         programs::run(rgpuctl.args(["--pool", &self.file()]).args(words), LIMIT)
     }
 
-    /// What `rgpuctl run` prints of a program that it ran with these GPUs.
+    /// The output of a program that `rgpuctl run` ran with these GPUs.
     fn run(&self, words: &[&str], program: &str) -> Result<Outcome> {
         let program = programs::built(program)?.display().to_string();
         self.rgpuctl("run", &[words, &["--", &program]].concat())
     }
 
-    /// Leases of all servers, by what these say.
+    /// All servers' leases, as the servers report them.
     fn leases(&self) -> Result<Vec<Value>> {
         let mut all = Vec::new();
         for rig in &self.rigs {
@@ -83,7 +84,7 @@ fn a_program_gets_gpus_that_were_chosen_among_servers_and_they_are_given_back() 
     let outcome = pool.run(&["--gpus", "3", "--exclusive"], "device_list")?;
     ensure!(outcome.verdict("device_list")? == "3 device(s)", "{outcome:?}");
     ensure!(pool.leases()?.is_empty(), "{:?}", pool.leases()?);
-    // Somebody else has two of them for himself.
+    // Somebody else holds two of them exclusively.
     let held = pool.rgpuctl("lease", &["--gpus", "2", "--exclusive", "--name", "somebody", "--json"])?;
     let held = json(&held)?;
     ensure!(held["leases"].as_array().map(Vec::len) == Some(1), "both of one server: {held}");
@@ -98,7 +99,7 @@ fn a_program_gets_gpus_that_were_chosen_among_servers_and_they_are_given_back() 
     ensure!(taken.count() == 2, "{inventory}");
     let leases = json(&pool.rgpuctl("leases", &["--json"])?)?;
     ensure!(leases[0]["name"] == "somebody" && leases[0]["devices"] == "0,1", "{leases}");
-    // It is waited for, and given back meanwhile.
+    // The program waits for the GPU, which is given back meanwhile.
     let servers = held["servers"].as_str().context("no servers")?;
     let mut waiting = rgpuctl("run");
     let program = programs::built("device_list")?;
@@ -134,7 +135,7 @@ fn a_program_that_finds_a_lease_in_its_environment_runs_under_it() -> Result<()>
         let outcome = run(servers, "device_list")?;
         ensure!(outcome.verdict("device_list")? == "1 device(s)", "{outcome:?}");
         run(servers, "vectorAdd")?.verdict("vectorAdd")?;
-        // The same by a private vhost-rgpu, and who looks at this machine's processes sees no key.
+        // The same through a private vhost-rgpu. The key does not show in this machine's process list.
         let program = programs::built("device_list")?;
         let mut own = rgpuctl("run");
         let outcome = programs::run(own.args(["--server", servers, "--"]).arg(program), LIMIT)?;

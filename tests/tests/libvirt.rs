@@ -1,7 +1,8 @@
-//! A guest that libvirt defines, starts and stops: a real libvirtd with the domain in `qemu-configs/libvirt.xml`. QEMU runs as Debian's user `libvirt-qemu`. Runs only on
-//! request.
+//! Defines, starts and stops a guest with a real libvirtd and the domain in `qemu-configs/libvirt.xml`. QEMU
+//! runs as Debian's user `libvirt-qemu`. Runs only on request.
 //!
-//! The daemon has namespaces of its own, so it finds none of this machine's domains, networks and cgroups and leaves nothing behind; what it starts ends with it.
+//! The daemon has its own namespaces, so it finds none of this machine's domains, networks and cgroups and
+//! leaves nothing behind; everything it starts ends with it.
 
 mod support;
 
@@ -21,10 +22,11 @@ use support::eventually;
 /// Time limit of a command in an emulated guest on a busy machine.
 const LONG: Duration = Duration::from_secs(600);
 
-/// The ID that Debian's package gives to the user and the group `libvirt-qemu`.
+/// The ID that Debian's package gives to the user and group `libvirt-qemu`.
 const QEMU_USER: u32 = 64055;
 
-/// Runs libvirtd in a mount namespace. The argument is the folder for its socket. The shell is the first process of a PID namespace: it waits for what QEMU leaves behind.
+/// Runs libvirtd in a mount namespace. The argument is the folder for its socket. The shell is the first
+/// process of a PID namespace and reaps what QEMU leaves behind.
 const DAEMON: &str = r#"
 set -eu
 folder=$1
@@ -47,7 +49,8 @@ libvirtd --config "$folder/libvirtd.conf" --pid-file "$folder/pid" &
 wait
 "#;
 
-/// Stands in QEMU's place: defines the domain of the file $DOMAIN with these arguments behind its own, starts it, and lives as long as it does.
+/// Takes QEMU's place: defines the domain of the file $DOMAIN with these arguments after its own, starts it,
+/// and lives as long as it does.
 const START: &str = r#"
 set -eu
 for word; do
@@ -75,7 +78,7 @@ virsh -c "$URI" start guest1
 while [ "$(virsh -c "$URI" domstate guest1)" = running ]; do sleep 0.2; done
 "#;
 
-/// A running libvirtd. Dropping it ends it and all that it has started.
+/// A running libvirtd. Dropping it ends it and everything it has started.
 struct Libvirt {
     daemon: Child,
     folder: tempfile::TempDir,
@@ -146,7 +149,7 @@ impl Libvirt {
 
 impl Drop for Libvirt {
     fn drop(&mut self) {
-        // unshare ends the first process of the PID namespace, and the kernel all others.
+        // unshare ends the PID namespace's first process, and the kernel ends all others.
         let _ = self.daemon.kill();
         let _ = self.daemon.wait();
     }
@@ -167,7 +170,7 @@ fn a_domain_is_defined_started_and_stopped() -> Result<()> {
     let folder = socket.parent().context("a socket lies in a folder")?;
     fs::set_permissions(folder, fs::Permissions::from_mode(0o711))?;
 
-    // The socket is root's as vhost-rgpu makes it.
+    // The socket belongs to root, as vhost-rgpu makes it.
     let refused = libvirt.boot(&socket).err().context("QEMU reached a socket that is not its user's")?;
     let said = format!("{refused:#}");
     ensure!(said.contains("Permission denied"), "{said}");
@@ -189,7 +192,7 @@ fn a_domain_is_defined_started_and_stopped() -> Result<()> {
     })?;
     drop(machine);
 
-    // The daemons serve the next one, which is stopped as by pulling its plug.
+    // The daemons serve the next domain, which is stopped as if its plug were pulled.
     let machine = libvirt.boot(&socket)?;
     passes(&machine, "reduction")?;
     libvirt.virsh(&["destroy", "guest1"])?;

@@ -46,7 +46,8 @@ fn two(name: &str) -> Result<[Rig; 2]> {
     Ok([Rig::start(&format!("{name}-1"))?, second])
 }
 
-/// The servers by these transports: the first one's only device, and the third of the second one's, which has a number and a UUID of its own.
+/// The servers by these transports: the first one's only device, and the second one's third device, which has
+/// its own number and UUID.
 fn servers(rigs: &[Rig; 2], transports: [Transport; 2]) -> [String; 2] {
     let [first, second] = [0, 1].map(|place| address(&rigs[place], transports[place]));
     [first, format!("{second}/2")]
@@ -65,7 +66,8 @@ fn a_program_uses_the_devices_of_two_servers() -> Result<()> {
             programs::run(&mut with_servers(&servers(&rigs, transports), PROGRAM)?, programs::LIMIT)?;
         outcome.verdict(PROGRAM).with_context(|| format!("over {transports:?}"))?;
     }
-    // The program's own choice and order, by number and by UUID. A window of addresses is then of another device.
+    // The program's own choice and order, by number and by UUID. An address window then belongs to another
+    // device.
     let servers = servers(&rigs, [Transport::Tcp, Transport::Local]);
     let uuid = |number: u8| format!("GPU-72677075-2d73-6f66-7477-6172652d00{number:02x}");
     for visible in ["1,0".to_owned(), format!("{},{}", uuid(2), uuid(0))] {
@@ -73,7 +75,7 @@ fn a_program_uses_the_devices_of_two_servers() -> Result<()> {
         let outcome = programs::run(program.env("CUDA_VISIBLE_DEVICES", &visible), programs::LIMIT)?;
         outcome.verdict(PROGRAM).with_context(|| format!("with CUDA_VISIBLE_DEVICES={visible}"))?;
     }
-    // NCCL's GPUs are in one process, and yet not in one machine.
+    // NCCL's GPUs are in one process, yet not in one machine.
     let told = |named: &[String]| -> Result<String> {
         let output = run_with(named).args(["sh", "-c", "echo ${NCCL_SHM_DISABLE-unset}"]).output()?;
         Ok(String::from_utf8(output.stdout)?.trim().to_owned())
@@ -103,7 +105,7 @@ fn if_a_kernel_cannot_reach_memory_of_the_other_server_only_its_device_has_the_e
     Ok(())
 }
 
-/// A pair of servers each of which may connect to the other by these transports.
+/// Two servers, each of which may connect to the other by these transports.
 fn connected(name: &str, transports: &[Transport]) -> Result<[Rig; 2]> {
     let mut first = Rig::start(&format!("{name}-1"))?;
     let to = |rig: &Rig| -> Vec<String> {
@@ -142,7 +144,7 @@ fn copies_between_servers_pass_from_worker_to_worker() -> Result<()> {
                 Ok(())
             })?;
         }
-        // Everything else works as well, and copies of all kinds take this way.
+        // Everything else works as well, and copies of all kinds go this way.
         programs::run(&mut with_servers(&servers(&rigs, [transport, transport]), PROGRAM)?, programs::LIMIT)?
             .verdict(PROGRAM)
             .with_context(|| format!("over {transport:?}"))?;
@@ -154,7 +156,7 @@ fn copies_between_servers_pass_from_worker_to_worker() -> Result<()> {
 fn servers_connect_when_a_program_uses_devices_of_both() -> Result<()> {
     let rigs = connected("pool-ahead", &[Transport::Tcp])?;
     let mut command = with_servers(&servers(&rigs, [Transport::Tcp, Transport::Tcp]), PROGRAM)?;
-    // It copies nothing from one to the other before it says this, and then waits.
+    // It copies nothing from one to the other before it says this; then it waits.
     let mut program = command.arg("lost").stdout(Stdio::piped()).spawn()?;
     ensure!(line(&mut program)? == "READY\n", "the program has ended");
     for rig in &rigs {
@@ -181,11 +183,11 @@ fn worker(rig: &Rig) -> Result<i32> {
     Ok(i32::try_from(worker)?)
 }
 
-/// Shuts down the connections that a process has to a port, as a network might.
+/// Shuts down a process's connections to a port, as a network might.
 fn cut(process: i32, port: u16) -> Result<()> {
     let owned = |fd: libc::c_long| -> Result<OwnedFd> {
         ensure!(fd >= 0, "a descriptor of process {process}: {}", std::io::Error::last_os_error());
-        // SAFETY: the kernel has just made it for this process.
+        // SAFETY: the kernel has just created it for this process.
         Ok(unsafe { OwnedFd::from_raw_fd(i32::try_from(fd)?) })
     };
     // SAFETY: no memory is passed.
@@ -195,7 +197,7 @@ fn cut(process: i32, port: u16) -> Result<()> {
         let number: i32 = entry?.file_name().to_string_lossy().parse()?;
         // SAFETY: no memory is passed.
         let copied = unsafe { libc::syscall(libc::SYS_pidfd_getfd, handle.as_raw_fd(), number, 0) };
-        // It may be closed by now.
+        // It may already be closed.
         let Ok(copied) = owned(copied) else { continue };
         let stream = TcpStream::from(copied);
         if stream.peer_addr().is_ok_and(|peer| peer.port() == port) {
@@ -208,7 +210,7 @@ fn cut(process: i32, port: u16) -> Result<()> {
 }
 
 #[test]
-fn whoever_is_killed_in_the_middle_of_copies_leaves_nothing_behind() -> Result<()> {
+fn a_program_or_worker_killed_in_the_middle_of_copies_leaves_nothing_behind() -> Result<()> {
     for round in 0..4 {
         let transport = support::TRANSPORTS[round % 2];
         let mut rigs = connected("pool-killed", &[transport])?;
@@ -220,7 +222,7 @@ fn whoever_is_killed_in_the_middle_of_copies_leaves_nothing_behind() -> Result<(
             let copied = line(&mut program)?;
             ensure!(copied == "COPIED\n", "{copied:?}");
         }
-        // The program, or a worker of one of the servers, at some moment of its copies.
+        // The program, or a server's worker, at some moment of its copies.
         if round < 2 {
             program.kill()?;
         } else {
@@ -249,7 +251,7 @@ fn if_a_connection_between_servers_breaks_copies_go_through_the_client() -> Resu
         let mut program = command.spawn()?;
         ensure!(line(&mut program)? == "COPIED\n", "no copies");
         cut(worker(&rigs[from])?, rigs[1 - from].port)?;
-        // Copies go on, all of their bytes right, and what the client sees of them grows.
+        // Copies continue, all of their bytes are right, and the share that goes through the client grows.
         for _ in 0..4 {
             ensure!(line(&mut program)? == "COPIED\n", "the copies have ended");
         }
@@ -278,8 +280,8 @@ fn line(program: &mut Child) -> Result<String> {
 }
 
 #[test]
-fn if_a_server_is_lost_the_other_ones_devices_go_on() -> Result<()> {
-    // The program loses its second device: once the second server's, and once the first one's.
+fn if_a_server_is_lost_the_other_ones_devices_keep_working() -> Result<()> {
+    // The program loses its second device: once the second server's, once the first one's.
     for (transport, lost, visible) in [(Transport::Local, 1, "0,1"), (Transport::Tcp, 0, "1,0")] {
         let rigs = two("pool-lost")?;
         let servers = servers(&rigs, [transport, transport]);
@@ -303,7 +305,7 @@ fn if_a_server_is_lost_the_other_ones_devices_go_on() -> Result<()> {
 }
 
 #[test]
-fn the_server_gives_the_devices_that_are_asked_for_and_says_which_it_has_not() -> Result<()> {
+fn the_server_gives_the_requested_devices_and_names_those_it_lacks() -> Result<()> {
     let rig = Rig::with("pool-devices", &["--software-devices", "3"], &[])?;
     let server = address(&rig, Transport::Tcp);
     let devices = |server: String| -> Result<String> {

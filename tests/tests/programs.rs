@@ -1,9 +1,10 @@
-//! Every CUDA test program as a native client on the software GPU, over both transports, and with NVIDIA's own runtime inside
-//! the program, as nvcc builds it by default. Then again with device code that the process reads itself
-//! ([decision 60](../../docs/decisions/0060-code-is-read-in-the-process.md)), so that no load is waited for.
-//! Programs that need a GPU of NVIDIA's run only in `gpu.rs`.
+//! Every CUDA test program as a native client on the software GPU, over both transports, and with NVIDIA's
+//! own runtime inside the program, as nvcc builds it by default. Then again with device code that the process
+//! reads itself ([decision 60](../../docs/decisions/0060-code-is-read-in-the-process.md)), so that no load
+//! waits for an answer. Programs that need an NVIDIA GPU run only in `gpu.rs`.
 //!
-//! `cargo xtask test programs` builds what this needs and runs it. Each test starts its own server and daemon.
+//! `cargo xtask test programs` builds what this needs and runs it. Each test starts its own server and
+//! daemon.
 
 use std::process::ExitCode;
 
@@ -17,10 +18,12 @@ const WAYS: [(&str, Way); 3] = [
     ("tcp", Way::Client("software", "tcp")),
     ("with_nvidias_runtime", Way::Inside("software", "local")),
 ];
-/// Programs to run without userfaultfd, as in containers. Managed memory then uses page protection, and everything except system calls on it works.
+/// Programs to run without userfaultfd, as in containers. Managed memory then uses page protection, and
+/// everything except system calls on it works.
 const BY_PAGE_PROTECTION: [&str; 5] =
     ["managed_memory", "managed_neighbors", "managed_variables", "managed_api", "mapped_memory"];
-/// The program with kernels that the software GPU cannot run: with images that were read in the process, that is known too late for it.
+/// The program with kernels that the software GPU cannot run: when the process reads the images itself, that
+/// is noticed too late for this program.
 const CANNOT_RUN: &str = "unsupported_kernels";
 
 /// Runs a program and checks that its calls were served where `tests/calls.txt` says.

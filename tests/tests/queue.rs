@@ -1,4 +1,5 @@
-//! Programs that start together while making contexts is slow. They wait, say so, and are served. NVML queries do not wait.
+//! Programs that start together while creating contexts is slow. They wait, say so, and are served. NVML
+//! queries do not wait.
 
 mod support;
 
@@ -6,7 +7,7 @@ use anyhow::{Result, ensure};
 use rgpu_tests::programs::{self, Outcome};
 use support::{Rig, TRANSPORTS, Transport, eventually};
 
-/// Runs so many of a program at once.
+/// Runs this many copies of a program at once.
 fn together(rig: &Rig, transport: Transport, name: &str, count: usize) -> Result<Vec<Outcome>> {
     std::thread::scope(|scope| {
         let running: Vec<_> = (0..count)
@@ -21,7 +22,8 @@ fn together(rig: &Rig, transport: Transport, name: &str, count: usize) -> Result
 
 #[test]
 fn programs_report_that_they_wait_in_the_queue() -> Result<()> {
-    // At most as many contexts are made at a time as there are processors, so the last programs wait for several.
+    // At most as many contexts are created at a time as there are processors, so the last programs wait for
+    // several.
     let processors = std::thread::available_parallelism().map_or(1, usize::from).max(2);
     let rig = Rig::with("queue", &["--software-imitate", "context-ms=3000"], &[])?;
     for transport in TRANSPORTS {

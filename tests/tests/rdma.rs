@@ -1,14 +1,17 @@
 //! The transport `verbs`, over RoCE in software, in machines that the tests boot.
 //!
-//! Booting is slow, so each test boots one machine and runs its parts there one after another. If a part fails, its name is printed and the others still run. `RGPU_RDMA_PART=word` runs
-//! only parts with that word in their names. Limits are generous, because machines may be emulated on busy hosts.
+//! Booting is slow, so each test boots one machine and runs its parts there one after another. If a part
+//! fails, its name is printed and the others still run. `RGPU_RDMA_PART=word` runs only parts with that word
+//! in their names. Limits are generous, because machines may be emulated on busy hosts.
 //!
-//! `cargo xtask test rdma` runs two tests at once. They begin in the order of their names: the longest first, the three others beside it.
+//! `cargo xtask test rdma` runs two tests at once, in the order of their names: the longest first, the other
+//! three beside it.
 //!
 //! - The layer itself, by `host-bridge/examples/verbs.rs`: two processes that check every byte.
-//! - rgpu: `rgpu-server` with the software GPU on one end of the link, `vhost-rgpu` and programs of the host on the other.
-//! - Of both, once more on a virtual function, what may depend on the device.
-//! - Peers that do not keep to the protocol, by `host-bridge/examples/hostile.rs`, against both daemons.
+//! - rgpu: `rgpu-server` with the software GPU on one end of the link, `vhost-rgpu` and programs of the host
+//!   on the other.
+//! - Both of these once more on a virtual function: whatever may depend on the device.
+//! - Peers that break the protocol, by `host-bridge/examples/hostile.rs`, against both daemons.
 //!
 //! See `rgpu_tests::machine::rdma` for the machine.
 
@@ -19,7 +22,8 @@ use rgpu_tests::tree;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Time limit of everything in a machine that is emulated on a busy host. No test depends on how long something takes.
+/// Time limit of everything in an emulated machine on a busy host. No test depends on how long something
+/// takes.
 const LONG: Duration = Duration::from_secs(900);
 
 /// Where the daemons and the examples are; `cargo xtask test rdma` builds them.
@@ -164,8 +168,8 @@ fn a_wrong_choice_is_named(bed: &Bed) -> Result<()> {
     Ok(())
 }
 
-/// Takes the link down for a second. Returns whether it was down for not much longer. On a busy host it may be, and then a session may have given it up
-/// after the configured ten seconds.
+/// Takes the link down for a second. Returns false if it was down for much longer: that happens on a busy
+/// host, and a session may then have given the link up after the configured ten seconds.
 fn cut_for_a_second(machine: &Machine) -> Result<bool> {
     let said = machine.check(
         &format!(
@@ -178,7 +182,7 @@ fn cut_for_a_second(machine: &Machine) -> Result<bool> {
     rdma::wait_up(machine)?;
     let times: Vec<u64> =
         said.lines().map(str::parse).collect::<Result<_, _>>().context("seconds of uptime")?;
-    let [before, after] = times[..] else { bail!("two times were due: {said}") };
+    let [before, after] = times[..] else { bail!("expected two times: {said}") };
     Ok(after - before <= 4)
 }
 
@@ -206,7 +210,8 @@ fn a_link_down_for_good_ends_both_sides(bed: &Bed) -> Result<()> {
     let output = job.wait(LONG)?;
     bed.machine.check(rdma::MEND, LONG)?;
     rdma::wait_up(&bed.machine)?;
-    // The side that notices first logs the cause. The other one learns that the control connection was closed.
+    // The side that notices first logs the cause. The other one learns that the control connection was
+    // closed.
     let said = String::from_utf8_lossy(&output.stderr);
     bed.listener.wait_for("lost: ", LONG)?;
     let cause = "does not answer any more";
@@ -335,7 +340,7 @@ impl Rgpu {
         self.machine.spawn(&format!("{ENVIRONMENT} exec /opt/rgpu/programs/{program}"))
     }
 
-    /// Starts a program that copies pinned and pageable memory both ways without end, and waits until it does.
+    /// Starts a program that copies pinned and pageable memory both ways endlessly, and waits until it does.
     fn endless_copies(&self) -> Result<Process> {
         self.nothing_left()?;
         let process = self.spawn("kill_me copy")?;
@@ -344,7 +349,7 @@ impl Rgpu {
         Ok(process)
     }
 
-    /// Waits until more data of `kill_me` has gone over the link, both ways, than before the call.
+    /// Waits until more of `kill_me`'s data has gone over the link, both ways, than before the call.
     fn more_data_flows(&self) -> Result<()> {
         let flow = || -> Result<[u64; 2]> {
             Ok([self.bridge_counter("data_bytes_sent")?, self.bridge_counter("data_bytes_received")?])
@@ -369,7 +374,7 @@ impl Rgpu {
         Ok(())
     }
 
-    /// A counter of `vhost-rgpu`, over all sessions so far.
+    /// A counter of `vhost-rgpu`, summed over all sessions so far.
     fn bridge_counter(&self, name: &str) -> Result<u64> {
         let said = self.machine.check("/opt/rgpu/rgpuctl status --json --socket /run/vhost.status", LONG)?;
         let status: serde_json::Value = serde_json::from_str(&said).context("the daemon's status")?;
@@ -382,7 +387,7 @@ impl Rgpu {
         value.as_u64().with_context(|| format!("no counter {name} in {said}"))
     }
 
-    /// A counter of the session that the server ended last, by its log.
+    /// A counter of the session that the server ended last, from its log.
     fn server_counter(&self, name: &str) -> Result<u64> {
         let line = self.machine.check("grep 'session ended' /run/server.log | tail -n 1", LONG)?;
         let words = line.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
@@ -414,7 +419,7 @@ impl Rgpu {
             .unwrap_or_default()
     }
 
-    /// Waits until no memory is registered: all sessions are gone, with their keys.
+    /// Waits until no memory is registered: all sessions and their keys are gone.
     fn nothing_left(&self) -> Result<()> {
         self.machine.check("for i in $(seq 3000); do [ -z \"$(rdma resource show mr)\" ] && exit 0; sleep 0.1; done; rdma resource show mr; exit 1", LONG).context("registered memory is left")?;
         Ok(())
@@ -482,7 +487,8 @@ fn an_idle_session_takes_no_processor(rgpu: &Rgpu) -> Result<()> {
     Ok(())
 }
 
-/// Page-locked memory travels between the program's pages and the buffers that the device reads without a CPU on either host.
+/// Page-locked memory travels between the program's pages and the buffers that the device reads; neither
+/// host's CPU copies it.
 fn bulk_data_is_copied_by_no_cpu(rgpu: &Rgpu, program: &str) -> Result<()> {
     no_cpu_copies(rgpu, program, || rgpu.passes(program))
 }
@@ -552,11 +558,11 @@ fn a_short_cut_is_outlived_and_a_long_one_ends_the_program(rgpu: &Rgpu) -> Resul
     let program = after_a_short_cut(rgpu)?;
     let before = rgpu.log_sizes()?;
     rgpu.machine.check(rdma::CUT, LONG)?;
-    // This takes the configured ten seconds. Both sides let go of everything before the link is back.
+    // This takes the configured ten seconds. Both sides release everything before the link is back.
     let output = program.wait(LONG);
     let left = rgpu.nothing_left();
     let told = output.and_then(|output| {
-        ensure!(!output.success(), "the program did not mind the cut: {output}");
+        ensure!(!output.success(), "the program ignored the cut: {output}");
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let deadline = Instant::now() + LONG;
         // Memory is released before the last line is in the log.
@@ -576,12 +582,12 @@ fn a_short_cut_is_outlived_and_a_long_one_ends_the_program(rgpu: &Rgpu) -> Resul
     rgpu.passes("vectorAdd")
 }
 
-/// The program's last message and both daemons' logs say which peer is lost, over which device, and why.
+/// The program's last message and both daemons' logs say which peer was lost, over which device, and why.
 fn both_sides_say_what_happened(program: &str, [server, vhost]: &[String; 2]) -> Result<()> {
     const CAUSES: [&str; 2] = ["does not answer any more", "nothing came over RDMA device rxe"];
     let told = |who: &str, text: &str, words: &[&str]| {
         let line = text.lines().find(|line| CAUSES.iter().any(|cause| line.contains(cause)));
-        let line = line.with_context(|| format!("{who} gives no cause:\n{text}"))?;
+        let line = line.with_context(|| format!("{who} names no cause:\n{text}"))?;
         eprintln!("      {who}: {line}");
         words.iter().try_for_each(|word| {
             ensure!(line.contains(word), "{who} does not say {word:?}: {line}");
@@ -623,7 +629,8 @@ fn a_killed_server_ends_the_program_with_a_reason(rgpu: &Rgpu) -> Result<()> {
     rgpu.nothing_left()
 }
 
-/// Attacks of a hostile bridge, with a word of the expected answer of the server or of the refusing device.
+/// A hostile bridge's attacks, each with a word of the expected answer from the server or from the refusing
+/// device.
 const HOSTILE_BRIDGES: [(&str, &str); 16] = [
     ("longer-header", "no piece of data"),
     ("no-header", "no piece of data"),
@@ -663,7 +670,7 @@ fn a_hostile_bridge_is_shown_out(rgpu: &Rgpu) -> Result<()> {
     rgpu.passes("vectorAdd")
 }
 
-/// Attacks of a hostile server, with a word of its peer's answer.
+/// A hostile server's attacks, each with a word of its peer's answer.
 const HOSTILE_SERVERS: [(&str, &str); 9] = [
     ("immediate", "for command"),
     ("wild-write", "access error"),
@@ -693,7 +700,7 @@ fn a_hostile_server_loses_its_client(rgpu: &Rgpu) -> Result<()> {
         let output = hostile.wait(LONG)?;
         ensure!(output.success() && output.text().contains(words), "{what}: {output}\n{}", rgpu.logs());
         let ended = program.wait(LONG)?;
-        ensure!(!ended.success(), "{what}: the program did not mind: {ended}");
+        ensure!(!ended.success(), "{what}: the program succeeded: {ended}");
         eprintln!("      {what}: {}", output.text().lines().last().unwrap_or_default());
     }
     // It still works with other servers.
@@ -726,7 +733,8 @@ fn every_program_runs_over_verbs_and_hostile_peers_harm_no_other_session() -> Re
     parts.end()
 }
 
-/// The whole chain: a program in a virtual machine, on a host that reaches the server by RDMA. The hosts are in an emulated machine, so the virtual machine is emulated twice.
+/// The whole chain: a program in a virtual machine, on a host that reaches the server by RDMA. The hosts are
+/// in an emulated machine, so the virtual machine is emulated twice.
 #[test]
 fn guests_reach_the_server_over_verbs_and_no_cpu_copies_their_data() -> Result<()> {
     let nested = Nested::new("export LD_LIBRARY_PATH=/opt/rgpu/lib; RGPU_STATS=1 /opt/rgpu/pinned_bulk")?
@@ -750,7 +758,7 @@ fn guests_reach_the_server_over_verbs_and_no_cpu_copies_their_data() -> Result<(
     parts.end()
 }
 
-/// Takes the link down for longer than the configured time until a loss, and up again.
+/// Takes the link down until its peers count as lost, and up again.
 fn a_function_taken_down_ends_the_program(rgpu: &Rgpu) -> Result<()> {
     let program = rgpu.endless_copies()?;
     rgpu.machine.check("/bin/ip link set vf0 down", LONG)?;
@@ -759,7 +767,7 @@ fn a_function_taken_down_ends_the_program(rgpu: &Rgpu) -> Result<()> {
     let up = "for i in $(seq 3000); do rdma link | grep -c 'state ACTIVE' | grep -qx 4 && exit 0; sleep 0.1; done; rdma link; exit 1";
     rgpu.machine.check(up, LONG)?;
     let output = output?;
-    ensure!(!output.success(), "the program did not mind: {output}");
+    ensure!(!output.success(), "the program succeeded: {output}");
     rgpu.nothing_left()?;
     rgpu.passes("vectorAdd")
 }

@@ -1,4 +1,4 @@
-//! The operator's command, as an operator runs it.
+//! The operator's command, used as an operator would.
 
 use std::process::Command;
 
@@ -9,7 +9,7 @@ use rgpu_tests::programs::{LIMIT, Outcome, built, run};
 use rgpu_tests::tree;
 use serde_json::Value;
 
-/// What `rgpuctl bench --json` prints for a private server with a GPU in software.
+/// The output of `rgpuctl bench --json` for a private server with a software GPU.
 fn bench(transport: &str) -> Result<Value> {
     let mut command = Command::new(tree::binaries().join("rgpuctl"));
     command
@@ -42,14 +42,15 @@ fn bench_measures_calls_and_copies_over_both_transports() -> Result<()> {
 fn bench_reports_a_missing_libcuda() -> Result<()> {
     let mut command = Command::new(tree::binaries().join("rgpuctl"));
     let outcome = run(command.args(["bench", "--installed"]).env("LD_LIBRARY_PATH", "/nonexistent"), LIMIT)?;
-    // A machine with a driver of its own has one.
+    // A machine with its own driver has one.
     if outcome.status != Some(0) {
         assert!(outcome.stderr.contains("cannot load libcuda.so.1"), "{outcome:?}");
     }
     Ok(())
 }
 
-/// One line of `rgpuctl trace`'s table: an operation's count, and its times; none where the stage does not exist.
+/// One line of `rgpuctl trace`'s table: an operation's count and its times; none where the stage does not
+/// exist.
 fn traced(transport: &str, operation: &str) -> Result<(u64, Vec<Option<f64>>)> {
     let mut command = Command::new(tree::binaries().join("rgpuctl"));
     command
@@ -73,7 +74,7 @@ fn trace_shows_the_stages_of_commands_in_every_process() -> Result<()> {
         let (count, times) = traced(transport, "stream_synchronize")?;
         let there: Vec<bool> = times.iter().map(Option::is_some).collect();
         assert_eq!((count, there.as_slice()), (1, &stages[..]), "over {transport}: {times:?}");
-        // The parts of one command's time are its whole time.
+        // The stages of a command add up to its whole time.
         let parts: f64 = times[1..].iter().flatten().sum();
         assert!((parts - times[0].unwrap_or(0.0)).abs() < 1.0, "over {transport}: {times:?}");
         let (count, times) = traced(transport, "launch")?;
@@ -82,7 +83,7 @@ fn trace_shows_the_stages_of_commands_in_every_process() -> Result<()> {
     Ok(())
 }
 
-/// Spans of a timeline with this name: the process's name, and from when to when, in microseconds.
+/// A timeline's spans with this name: the process's name, start and end in microseconds.
 fn spans(events: &[Value], name: &str) -> Result<Vec<(String, [f64; 2])>> {
     let process = |pid: &Value| {
         let named = |event: &&Value| event["name"] == "process_name" && event["pid"] == *pid;
@@ -125,7 +126,7 @@ fn a_timeline_has_calls_commands_and_kernels_on_one_clock() -> Result<()> {
         let kernel = one("vector_add(float const*, float const*, float*, int)", "GPU ")?;
         let ordered = launched[0] <= executed[0] && executed[0] <= kernel[0] && kernel[0] <= kernel[1];
         ensure!(ordered, "over {transport}: {launched:?} {executed:?} {kernel:?}");
-        // The program waits for the copy behind its kernel.
+        // The program waits for the copy after its kernel.
         let last = spans(events, "cudaMemcpy")?.last().context("no cudaMemcpy")?.1;
         ensure!(kernel[1] <= last[1], "over {transport}: {kernel:?} {last:?}");
         let link =
@@ -149,7 +150,7 @@ fn a_private_server_starts_no_unused_worker() -> Result<()> {
         run(&mut command, LIMIT)?.verdict("vectorAdd")?;
         let log = std::fs::read_to_string(logs.join("rgpu-server.log"))?;
         ensure!(log.contains("session begins") && log.contains("session ends"), "over {transport}:\n{log}");
-        // When it was told to end, it had no worker left to end.
+        // It had no worker left to end when it was told to end.
         ensure!(!log.contains("workers that had no session"), "over {transport}:\n{log}");
     }
     Ok(())

@@ -1,4 +1,5 @@
-//! Costs of a program's steady state, as counts instead of times: a loop of calls that need no answer makes no round trip, however long it is.
+//! Costs of a program's steady state, as counts instead of times: a loop of calls that need no answer makes
+//! no round trip, however long it runs.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -7,8 +8,8 @@ use anyhow::{Context, Result, ensure};
 use rgpu_tests::programs::{LIMIT, built, counter as counter_of, run};
 use rgpu_tests::tree;
 
-/// The counters that a client prints after `bench loop NAME count` with a private server: a line for all, and one for each function of the driver API. Lines of the runtime's functions count the
-/// same commands again.
+/// The counters that a client prints after `bench loop NAME count` with a private server: one line for all,
+/// and one for each driver API function. Lines of runtime functions count the same commands again.
 fn stats(transport: &str, name: &str, count: u32) -> Result<Vec<String>> {
     stats_of(transport, "bench", &["loop", name, &count.to_string()])
 }
@@ -18,7 +19,7 @@ fn stats_of(transport: &str, program: &str, arguments: &[&str]) -> Result<Vec<St
     stats_with(transport, program, arguments, "never")
 }
 
-/// The same for a program that reads its device code or does not: `RGPU_READ_IMAGES`.
+/// The same with or without reading device code in the process: `RGPU_READ_IMAGES`.
 fn stats_with(transport: &str, program: &str, arguments: &[&str], reads: &str) -> Result<Vec<String>> {
     let logs = tree::logs()
         .join("round-trips")
@@ -118,10 +119,12 @@ fn repeated_queries_are_answered_in_the_process() -> Result<()> {
     Ok(())
 }
 
-/// Checks the number of answers that each step of a framework waits for: only those that the program needs from the server.
+/// Checks how many answers each step of a framework waits for: only those that the program needs from the
+/// server.
 fn waits_of_a_step(name: &str, each: u64) -> Result<()> {
     for transport in ["local", "tcp"] {
-        // The first steps learn everything about kernels, settings and sizes, and which times the program asks for.
+        // The first steps learn everything about kernels, settings and sizes, and which times the program
+        // asks for.
         let (few, many) = (20, 120);
         let [begun, ended] = waits(transport, "framework_steps", &[name], few, many)?;
         let (steps, waits) = (u64::from(many - few), ended - begun);
@@ -163,8 +166,9 @@ fn the_time_of_a_call_is_counted_for_its_function() -> Result<()> {
     Ok(())
 }
 
-/// From its first call to its result, a program waits four times: for the descriptions of the server and its device (one round trip), for memory, for its code with all functions'
-/// parameters and attributes, and for the result. Queries of the device, its attributes, the functions and the limits are answered from what came with these.
+/// From its first call to its result, a program waits four times: for the descriptions of the server and its
+/// device (one round trip), for memory, for its code with all functions' parameters and attributes, and for
+/// the result. Queries about the device, the functions and the limits are answered from what came with these.
 #[test]
 fn a_program_waits_four_times_from_its_first_call_to_its_result() -> Result<()> {
     for transport in ["local", "tcp"] {
@@ -176,13 +180,14 @@ fn a_program_waits_four_times_from_its_first_call_to_its_result() -> Result<()> 
             .filter_map(|line| line.split(' ').next())
             .collect();
         assert_eq!(answered, ["cuMemAlloc_v2", "cuLibraryLoadData", "cuMemcpyDtoH_v2"], "{lines:#?}");
-        // The start of the session is counted for no function.
+        // Starting the session counts for no function.
         assert_eq!((of(&lines[0], "exchanges")?, of(&lines[0], "round_trips")?), (4, 5), "{lines:#?}");
     }
     Ok(())
 }
 
-/// The round trips of a program that reads its device code: of all its functions together with the session's start, and of each function that waits.
+/// The round trips of a program that reads its device code: of all functions and the session's start
+/// together, and of each function that waits.
 fn waits_with_images_read(
     transport: &str,
     program: &str,
@@ -201,7 +206,7 @@ fn waits_with_images_read(
     Ok((counter_of(lines.first().context("no counters")?, "round_trips")?, functions))
 }
 
-/// Checks that these functions make so many round trips, the session's start two, and nothing else any.
+/// Checks that these functions make this many round trips, the session's start two, and nothing else any.
 fn only_these_wait(
     transport: &str,
     program: &str,
@@ -216,20 +221,21 @@ fn only_these_wait(
     Ok(())
 }
 
-/// Copying a model tensor by tensor, loading libraries, asking for their kernels, attributes and occupancy, and the first launches wait for nothing. Only how many clusters run at once is asked, once for all
-/// sizes, and once for those of a kernel that only the driver knows.
+/// Copying a model tensor by tensor, loading libraries, asking for their kernels, attributes and occupancy,
+/// and the first launches wait for nothing. Only the number of clusters that run at once is asked for: once
+/// for all sizes, and once for the sizes of a kernel that only the driver knows.
 #[test]
 fn libraries_that_are_read_in_the_process_are_not_waited_for() -> Result<()> {
     let expected = [
         ("cuMemAlloc", 1),
         ("cuCtxSynchronize", 1),
-        // The program looks for its own code in its file, and finds other code first.
+        // The program looks for its own code in its file and finds other code first.
         ("cuLibraryLoadData", 1),
         ("cuLibraryUnload", 1),
         ("cuOccupancyMaxActiveClusters", 2),
         // PTX.
         ("cuModuleLoadData", 1),
-        // The last one: those behind the tensors wait for nothing.
+        // The last one: those after the tensors wait for nothing.
         ("cuStreamSynchronize", 1),
         // The result, and the model in two parts.
         ("cuMemcpyDtoH", 3),
@@ -242,7 +248,8 @@ fn libraries_that_are_read_in_the_process_are_not_waited_for() -> Result<()> {
     Ok(())
 }
 
-/// A program that reads its device code waits for memory, for its variables and for its results: not for its module, and not for the first launch.
+/// A program that reads its device code waits for memory, for its variables and for its results, but not for
+/// its module or the first launch.
 #[test]
 fn a_module_and_its_first_launch_are_not_waited_for() -> Result<()> {
     for transport in ["local", "tcp"] {
@@ -254,7 +261,7 @@ fn a_module_and_its_first_launch_are_not_waited_for() -> Result<()> {
     Ok(())
 }
 
-/// What a program reads, it is told by the server in the same way.
+/// What a program reads itself is the same as what the server tells it.
 #[test]
 fn what_is_read_in_the_process_is_what_the_server_says() -> Result<()> {
     for reads in ["never", "auto", "always", "check"] {

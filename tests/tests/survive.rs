@@ -1,7 +1,9 @@
-//! Sessions over TCP whose links are cut, by resets and by silence, while programs copy, launch, wait and share memory: their results must be what they are without, and nothing may be left behind.
+//! Sessions over TCP whose links are cut, by resets and by silence, while programs copy, launch, wait and
+//! share memory. Their results must be the same as without cuts, and nothing may be left behind.
 //!
-//! The link is a relay on this host ([`Link`]), or a network of two namespaces. `RGPU_SURVIVE_CUTS` says how often each of them is cut at least; without it, each program is run once. What came of it
-//! is in `target/logs/survive-*/figures`.
+//! The link is a relay on this host ([`Link`]) or a network of two namespaces. `RGPU_SURVIVE_CUTS` is the
+//! least number of cuts for each; without it, each program runs once. The figures are in
+//! `target/logs/survive-*/figures`.
 
 #[path = "survive/host.rs"]
 mod host;
@@ -28,11 +30,13 @@ use protocol::ops::stream::StreamMark;
 use protocol::ops::{Op, encode};
 use rgpu_tests::{programs, tree};
 use support::network::{Network, SERVER};
+use support::random::Random;
 use support::{Bystanders, PATIENCE, Rig, Running, Transport, eventually, on_this_host};
 use test_kit::link::{TcpBridge, connect_tcp, greet, hello};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Programs with copies of all sizes, launches, host functions, graphs, managed and mapped memory, events, threads, and memory and events that processes share.
+/// Programs with copies of all sizes, launches, host functions, graphs, managed and mapped memory, events,
+/// threads, and memory and events that processes share.
 const PROGRAMS: &[&str] = &[
     "copies",
     "copies_3d",
@@ -51,31 +55,32 @@ const PROGRAMS: &[&str] = &[
     "threads",
 ];
 
-/// Those that are run over a network that loses packets unless cuts are asked for: TCP takes its time after each loss.
+/// Programs that run over a network that loses packets unless cuts are asked for: TCP takes its time after
+/// each loss.
 const SAMPLE: &[&str] = &["copies", "graph_host", "streams_events", "threads"];
 
 /// What the link does with bytes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
     Up,
-    /// It keeps them, as a network does that loses packets until they are sent again.
+    /// It holds them, like a network that loses packets until they are sent again.
     Silent,
-    /// It refuses connections by a reset.
+    /// It refuses connections with a reset.
     Refusing,
 }
 
-/// A link between a bridge and a server, which can be cut.
+/// A link between a bridge and a server that can be cut.
 struct Link {
     state: Mutex<State>,
     changed: Condvar,
-    /// The connections there are, by number, both sides of each.
+    /// The open connections by number, both sides of each.
     connections: Mutex<HashMap<u64, [TcpStream; 2]>>,
-    /// Bytes that it has passed on.
+    /// Bytes passed on.
     passed: AtomicU64,
     log: Cuts,
 }
 
-/// When a link was cut, and when it was up again.
+/// When the link was cut, and when it was up again.
 #[derive(Default)]
 struct Cuts {
     count: AtomicU64,
@@ -98,12 +103,14 @@ impl Cuts {
         self.count.load(Ordering::Relaxed)
     }
 
-    /// Writes down how many cuts there were, and how long sessions took to go on from when their link was up again, as the bridge's log says. Gives how often they went on.
+    /// Writes down how many cuts there were and how long after its link was up each session continued,
+    /// according to the bridge's log. Returns how often sessions continued.
     fn report(&self, name: &str, rig: &Rig, programs: u64) -> Result<usize> {
         let ups = self.ups.lock().unwrap_or_else(PoisonError::into_inner);
         let after = |time: Duration| {
             let up = ups.iter().copied().filter(|up| *up <= time).max()?;
-            // Of a session that goes on before the link is set up officially, or past midnight, nothing is known.
+            // Nothing is known about a session that continues before the link is officially up, or past
+            // midnight.
             Some(time - up)
         };
         let log = rig.tcp.log_text();
@@ -135,7 +142,7 @@ impl Cuts {
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// The time of day of a line of a daemon's log, which begins like 2026-01-31T23:59:59.123456Z.
+/// The time of day of a line in a daemon's log, which begins like 2026-01-31T23:59:59.123456Z.
 fn time_of_day(line: &str) -> Option<Duration> {
     let time = line.split_whitespace().next()?.split_once('T')?.1.strip_suffix('Z')?;
     let mut parts = time.splitn(3, ':');
@@ -155,7 +162,7 @@ impl Link {
         })
     }
 
-    /// Passes connections on to `port`. Gives the port where they come. It is there until the test's process ends.
+    /// Passes connections on to `port`, until the test's process ends. Returns the port to connect to.
     fn serve(self: &Arc<Link>, port: u16) -> Result<u16> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         let own = listener.local_addr()?.port();
@@ -177,7 +184,7 @@ impl Link {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits while the link is silent. False: it is refusing.
+    /// Waits while the link is silent. Returns false if it refuses connections.
     fn passes(&self) -> bool {
         let mut state = self.lock();
         while *state == State::Silent {
@@ -216,7 +223,7 @@ impl Link {
             }
             self.passed.fetch_add(got as u64, Ordering::Relaxed);
         }
-        // One that is closed already needs no closing.
+        // One that is already closed needs no closing.
         let _ = to.shutdown(Shutdown::Write);
         let _ = from.shutdown(Shutdown::Read);
     }
@@ -234,7 +241,7 @@ impl Link {
         }
     }
 
-    /// Resets some connection.
+    /// Resets one of the connections.
     fn reset_one(&self, which: u64) {
         self.log.cut();
         let mut connections = self.connections();
@@ -246,36 +253,25 @@ impl Link {
     }
 }
 
-/// Closes a connection by a reset, whoever else has it.
+/// Closes a connection with a reset, whoever else has it open.
 fn reset(stream: &TcpStream) {
     let at_once = libc::linger { l_onoff: 1, l_linger: 0 };
-    // It may be closed already.
+    // It may already be closed.
     let _ = setsockopt(&stream, sockopt::Linger, &at_once);
     let _ = stream.shutdown(Shutdown::Both);
-}
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % end
-    }
 }
 
 fn rig(name: &str, link: &Arc<Link>, server: &[&str]) -> Result<Rig> {
     Rig::through(&format!("survive-{name}"), server, &[], |port| Ok(on_this_host(link.serve(port)?)))
 }
 
-/// What a link passes on before a session has gone on over new connections, at most, and a little of the session's own.
+/// How much a link passes on before a session has resumed over new connections, at most, and a little of the
+/// session's own data.
 const GREETINGS: u64 = 16 << 10;
 
-/// Cuts the link in one way or another, again and again, while `work` goes on. Mostly it waits before that until the session goes on; else a machine that is so busy that new connections take longer than
-/// the time between two cuts would never get anywhere.
+/// Cuts the link again and again, in one way or another, while `work` runs. It usually waits for the session
+/// to resume before the next cut; otherwise a machine so busy that new connections take longer than the time
+/// between two cuts would never get anywhere.
 fn while_cut<T>(link: &Arc<Link>, seed: u64, work: impl FnOnce() -> T) -> T {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -326,7 +322,8 @@ fn most_cuts() -> Result<u64> {
     text.trim().parse().with_context(|| format!("RGPU_SURVIVE_CUTS: {text:?} is not a number"))
 }
 
-/// Runs programs over TCP, each once, and again until `cuts` counts enough of them. `cut` runs one while its link is cut; it gets a number that is another one each time.
+/// Runs programs over TCP, each at least once, until `cuts` counts enough cuts. `cut` runs one while its link
+/// is cut; its number differs each time.
 fn run_all(
     rig: &Rig,
     programs: &[&str],
@@ -340,7 +337,7 @@ fn run_all(
         }
         let outcome = cut(number, &mut || {
             let mut command = rig.program(Transport::Tcp, name)?;
-            // Its session cannot begin while the link is down, and that is no matter of surviving.
+            // Its session cannot begin while the link is down, which is not what this tests.
             retry(&mut command)
         });
         outcome?.verdict(name).map(drop).with_context(|| format!("run {number}, {name}"))?;
@@ -402,7 +399,7 @@ fn retry(command: &mut std::process::Command) -> Result<programs::Outcome> {
     }
 }
 
-/// A program that copies for ever, over a link that is up.
+/// A program that copies forever, over a link that is up.
 fn copying(rig: &Rig, lost_after: Option<u64>) -> Result<Running> {
     let mut command = rig.program(Transport::Tcp, "kill_me")?;
     if let Some(seconds) = lost_after {
@@ -418,7 +415,7 @@ fn session(rig: &Rig) -> Result<serde_json::Value> {
 }
 
 #[test]
-fn a_long_interruption_is_told_once_and_so_is_its_end() -> Result<()> {
+fn a_long_interruption_and_its_end_are_each_reported_once() -> Result<()> {
     let link = Link::new();
     let mut rig = rig("pause", &link, &[])?;
     let running = copying(&rig, None)?;
@@ -442,7 +439,7 @@ fn a_long_interruption_is_told_once_and_so_is_its_end() -> Result<()> {
     rig.check_healthy()
 }
 
-/// Requires that a program was told in its last line that its session is lost, and why.
+/// Requires that a program's last line says that its session is lost, and why.
 fn lost(running: Running, why: &str) -> Result<()> {
     let (status, errors) = running.ended()?;
     let last = errors.lines().last().unwrap_or_default();
@@ -482,7 +479,7 @@ fn a_session_is_kept_for_the_grace_period_and_no_longer() -> Result<()> {
 }
 
 #[test]
-fn what_cannot_be_resumed_is_told_when_the_link_is_back() -> Result<()> {
+fn a_session_that_cannot_be_resumed_ends_when_the_link_is_back() -> Result<()> {
     let link = Link::new();
     let mut rig = rig("dead", &link, &[])?;
     let running = copying(&rig, None)?;
@@ -520,7 +517,7 @@ fn a_program_that_ends_without_a_link_leaves_nothing_behind() -> Result<()> {
     rig.check_healthy()
 }
 
-/// A rig whose bridge over TCP and whose server are in networks of their own. `None`: this user may not make
+/// A rig whose bridge over TCP and whose server are in their own networks. `None` if this user may not make
 /// any.
 fn across(name: &str, server: &[&str]) -> Result<Option<(Network, Rig)>> {
     let Some(network) = Network::new()? else { return Ok(None) };
@@ -536,7 +533,7 @@ fn across(name: &str, server: &[&str]) -> Result<Option<(Network, Rig)>> {
     Ok(Some((network, rig)))
 }
 
-/// Waits until the session of the program that copies goes on over new connections.
+/// Waits until the copying program's session has resumed over new connections.
 fn goes_on(rig: &Rig, resumed_before: Option<u64>) -> Result<()> {
     eventually(|| {
         let session = session(rig)?;
@@ -557,7 +554,7 @@ fn both_ends_notice_a_network_that_loses_everything_without_a_word() -> Result<(
     let running = copying(&rig, None)?;
     let before = session(&rig)?["resumed"].as_u64();
     network.lose(true)?;
-    // TCP alone would take a quarter of an hour, for there is data under way.
+    // TCP alone would take a quarter of an hour, because data is in flight.
     eventually(|| {
         ensure!(rig.tcp.log_text().contains("link lost"), "the bridge has not noticed");
         Ok(())
@@ -573,13 +570,13 @@ fn both_ends_notice_a_network_that_loses_everything_without_a_word() -> Result<(
     rig.check_healthy()
 }
 
-/// Lets the network lose packets now and then, until it is over.
+/// Lets the network lose packets now and then until the work is done.
 fn lose_packets(network: &Network, cuts: &Cuts, over: &AtomicBool, mut random: Random) -> Result<()> {
     while !over.load(Ordering::Relaxed) {
         std::thread::sleep(Duration::from_millis(100 + random.below(1000)));
         network.lose(true)?;
         cuts.cut();
-        // Mostly short, sometimes longer than the bridge puts up with.
+        // Mostly short, sometimes longer than the bridge tolerates.
         let most = if random.below(8) == 0 { 5000 } else { 600 };
         std::thread::sleep(Duration::from_millis(100 + random.below(most)));
         network.lose(false)?;
@@ -588,7 +585,7 @@ fn lose_packets(network: &Network, cuts: &Cuts, over: &AtomicBool, mut random: R
     Ok(())
 }
 
-/// With silence of every length, of which the ends notice the long ones, and TCP itself gets over the others.
+/// With silences of every length: the ends notice the long ones, and TCP itself gets over the others.
 #[test]
 fn programs_pass_while_their_network_loses_packets() -> Result<()> {
     let Some((network, mut rig)) = across("network", &[])? else { return Ok(()) };
@@ -640,7 +637,7 @@ fn a_silent_network_does_not_make_a_program_wait_for_longer_than_it_wants() -> R
     rig.check_healthy()
 }
 
-/// What becomes of the server's daemon.
+/// What happens to the server's daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     /// It is killed, and its service manager starts another one.
@@ -649,7 +646,7 @@ enum End {
     Upgraded,
 }
 
-/// Has the daemon end, and waits until another one serves.
+/// Makes the daemon end, and waits until another one serves.
 fn replace_daemon(rig: &mut Rig, end: End) -> Result<()> {
     if end == End::Killed {
         return rig.crash_server();
@@ -732,7 +729,8 @@ fn mark(bridge: &TcpBridge, seq: u64) -> Result<()> {
     Ok(bridge.record(seq, StreamMark::INFO.opcode, NO_SLOT, &body)?)
 }
 
-/// Greets as a link of the session and says what was received of the control stream. Gives the connection, once the server has welcomed it, and why it was refused.
+/// Greets as a link of the session, saying how much of the control stream has arrived. Returns the connection
+/// once the server has welcomed it, or why the server refused.
 fn come_back(rig: &Rig, hello: &Hello, received: u64) -> Result<Result<TcpStream, String>> {
     let stream = connect_tcp(rig.port)?;
     let welcome = greet(&stream, hello)?;
@@ -744,7 +742,7 @@ fn come_back(rig: &Rig, hello: &Hello, received: u64) -> Result<Result<TcpStream
     Ok(Ok(stream))
 }
 
-/// Reads frames until one of `kind` has come. Gives the kinds of all.
+/// Reads frames until one of `kind` arrives. Returns the kinds of all of them.
 fn until(stream: &TcpStream, kind: u32) -> Result<Vec<u32>> {
     let (mut body, mut kinds) = (Vec::new(), Vec::new());
     while !kinds.contains(&kind) {
@@ -753,7 +751,7 @@ fn until(stream: &TcpStream, kind: u32) -> Result<Vec<u32>> {
     Ok(kinds)
 }
 
-/// What the server has received of the control stream.
+/// How much of the control stream the server has received.
 fn its_count(stream: &TcpStream) -> Result<u64> {
     let mut body = Vec::new();
     let kind = recv_frame(stream.as_fd(), &mut body, &mut Vec::new())?;
@@ -786,7 +784,7 @@ fn has_session(rig: &Rig) -> Result<bool> {
 }
 
 #[test]
-fn only_who_knows_the_secret_resumes_and_the_later_attempt_wins() -> Result<()> {
+fn resuming_takes_the_secret_and_the_later_attempt_wins() -> Result<()> {
     let mut rig = Rig::start("survive-secret")?;
     let bystanders = Bystanders::start(&rig)?;
     let bridge = bare(&rig)?;
@@ -803,7 +801,7 @@ fn only_who_knows_the_secret_resumes_and_the_later_attempt_wins() -> Result<()> 
     }
     // The session is as it was.
     mark(&bridge, 2)?;
-    // Two at once: the later one wins, in whatever order they come, and the earlier connections close.
+    // Two at once: the later one wins, in whatever order they arrive, and the earlier connections close.
     let second = come_back(&rig, &Hello { attempt: 2, ..right }, 0)?.map_err(anyhow::Error::msg)?;
     let first = come_back(&rig, &right, 0)?.map_err(anyhow::Error::msg)?;
     let data = connect_tcp(rig.port)?;
@@ -819,11 +817,11 @@ fn only_who_knows_the_secret_resumes_and_the_later_attempt_wins() -> Result<()> 
             "open"
         );
     }
-    // The stream of frames goes on from its beginning, of which this end has nothing.
+    // The stream of frames starts again from its beginning, because this end has received nothing.
     (&second).write_all(protocol::link::FrameHeader { kind: frame::ALIVE, len: 0 }.as_bytes())?;
     let kinds = until(&second, frame::ALIVE)?;
     ensure!(kinds.contains(&frame::PROGRESS), "what was said before is said again: {kinds:?}");
-    // The session's end in the other way.
+    // The session's other way to end.
     ensure!(has_session(&rig)?, "no session");
     greet(connect_tcp(rig.port)?, &Hello { purpose: purpose::END, ..right })?;
     eventually(|| {
@@ -844,12 +842,12 @@ fn lies_in_acknowledgements_end_only_the_liars_session() -> Result<()> {
             Ok(())
         })
     };
-    // More than was sent, in the stream.
+    // More than was sent in the stream.
     let liar = bare(&rig)?;
     mark(&liar, 1)?;
     liar.frame(frame::RECEIVED, Received { stream: 0, reserved: 0, bytes: 1 << 40 }.as_bytes())?;
     logged("1099511627776 bytes of a stream are acknowledged")?;
-    // Of a data connection's stream, and of one that is not there.
+    // Of a data connection's stream, and of one that does not exist.
     let liar = bare(&rig)?;
     liar.frame(frame::RECEIVED, Received { stream: 1, reserved: 0, bytes: 66_666 }.as_bytes())?;
     logged("66666 bytes of a stream are acknowledged")?;

@@ -1,5 +1,5 @@
-//! The whole path: CUDA programs in a booted guest, `vhost-rgpu` and `rgpu-server` on this machine, and what happens when one of
-//! them is killed.
+//! The whole path: CUDA programs in a booted guest, `vhost-rgpu` and `rgpu-server` on this machine, and what
+//! happens when one of them is killed.
 //!
 //! Without KVM, guests are emulated, so each test does many things in one boot.
 
@@ -48,13 +48,14 @@ impl Bed {
         Ok(output)
     }
 
-    /// The daemons' idle state after a program has used them, as the baseline for all that follows.
+    /// The daemons' idle state after a program has used them: the baseline for everything that follows.
     fn base_line(&self) -> Result<Holdings> {
         self.passes("vectorAdd")?;
         self.host.at_rest()
     }
 
-    /// Checks that nothing is left of earlier programs on the host and in the guest, and that the next program passes.
+    /// Checks that nothing is left of earlier programs on the host and in the guest, and that the next
+    /// program passes.
     fn check_after(&self, what: &str, before: &Holdings) -> Result<()> {
         let check = || -> Result<()> {
             self.host.check_settled(before)?;
@@ -72,7 +73,7 @@ impl Bed {
     }
 }
 
-/// The programs that these tests run by their names.
+/// The programs that these tests run by name.
 const SOME: [&str; 10] = [
     "vectorAdd",
     "reduction",
@@ -86,7 +87,7 @@ const SOME: [&str; 10] = [
     "device_list",
 ];
 
-/// A guest with [`SOME`] programs, still without a device. It boots sooner than one with all of them.
+/// A guest with [`SOME`] programs, without a device yet. It boots sooner than one with all of them.
 fn guest_with_some() -> Result<Builder> {
     let mut programs = programs::portable()?;
     programs.retain(|program| SOME.contains(&program.name.as_str()));
@@ -108,7 +109,8 @@ fn passed(name: &str, output: &Output) -> Result<()> {
     Ok(())
 }
 
-/// The only line of rgpu's libraries on standard error, besides that the program waits for its server, which it is told after a while.
+/// The only line of rgpu's libraries on standard error, apart from the one after a while about waiting for
+/// the server.
 fn said(output: &Output) -> Result<String> {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let waits = |line: &&str| line.contains("this program waits until it is back");
@@ -116,7 +118,7 @@ fn said(output: &Output) -> Result<String> {
         stderr.lines().filter(|line| line.starts_with("rgpu: ")).filter(|line| !waits(line)).collect();
     match lines.as_slice() {
         [line] => Ok((*line).to_owned()),
-        _ => bail!("one line of rgpu was due: {output}"),
+        _ => bail!("expected one line from rgpu: {output}"),
     }
 }
 
@@ -130,7 +132,8 @@ fn failed_saying(output: &Output, words: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Another server on this machine, and a `vhost-rgpu` that gives a guest the devices of a host's server and of this one.
+/// Another server on this machine, and a `vhost-rgpu` that gives a guest the devices of a host's server and
+/// of this one.
 struct Pool {
     folder: TempDir,
     _daemons: [Daemon; 2],
@@ -144,7 +147,7 @@ impl Pool {
             Daemon::start(name, arguments, &host.logs().join(format!("{name}-pool.log")), &status)
         };
         let listen = format!("unix:{}", folder.path().join("server.sock").display());
-        // A device that is not the first of its server has another UUID than the other server's.
+        // A device that is not its server's first has another UUID than the other server's.
         let devices = ["--backend", "software", "--software-devices", "2", "--workers", "2"];
         let server = daemon("rgpu-server", &[&["--listen", &listen], &devices[..]].concat())?;
         let (socket, second) = (folder.path().join("vm.sock").display().to_string(), format!("{listen}/1"));
@@ -203,11 +206,12 @@ fn counted(output: &Output, name: &str) -> Result<u64> {
     programs::counted(&String::from_utf8_lossy(&output.stderr), name)
 }
 
-/// A launch loop in a guest, with both sides looking for work for `poll_us` before they sleep. Of a hundred commands fewer than
-/// `percent` may ring a doorbell or raise an interrupt.
+/// A launch loop in a guest, with both sides looking for work for `poll_us` before they sleep. Fewer than
+/// `percent` of a hundred commands may ring a doorbell or raise an interrupt.
 ///
-/// A side that finds no work for that long sleeps, and a busy machine may take the other's processor away for longer. So the
-/// loop runs up to [`ATTEMPTS`] times until one run rings as seldom as that. If each launch rang, every run would show it.
+/// A side that finds no work for that long sleeps, and a busy machine may take the other side's processor
+/// away for longer. So the loop runs up to [`ATTEMPTS`] times until one run rings that seldom. If each launch
+/// rang, every run would show it.
 fn launches_need_no_exit(transport: &'static str, poll_us: Option<u32>, percent: u64) -> Result<()> {
     let options = Options { poll_us, ..Options::software(transport) };
     let bed = Bed::with(Host::start(&format!("vm/launches-{transport}"), options)?)?;
@@ -223,10 +227,10 @@ fn launches_need_no_exit(transport: &'static str, poll_us: Option<u32>, percent:
     bail!("in none of {ATTEMPTS} runs fewer than {percent} of a hundred commands rang:\n{}", seen.join("\n"))
 }
 
-/// Runs of a launch loop until it has rung too often in each.
+/// How many runs of a launch loop may ring too often before that is a failure.
 const ATTEMPTS: usize = 12;
 
-/// Runs a launch loop; returns its commands, and how many doorbells and interrupts there were meanwhile.
+/// Runs a launch loop. Returns its commands, and how many doorbells and interrupts there were meanwhile.
 fn run_launch_loop(bed: &Bed, transport: &str, poll_us: Option<u32>) -> Result<(u64, [u64; 2])> {
     const LAUNCHES: u64 = 20_000;
     bed.host.settled()?;
@@ -250,7 +254,7 @@ fn run_launch_loop(bed: &Bed, transport: &str, poll_us: Option<u32>) -> Result<(
         counted(&output, "ring_full")?,
         output.text().lines().last().unwrap_or_default()
     );
-    // Twice as many launches as asked for: those that count, and empty ones.
+    // Twice as many launches as asked for: the counted ones, and empty ones.
     ensure!(commands > 2 * LAUNCHES, "only {commands} commands for {LAUNCHES} launches of each kind");
     Ok((commands, [kicks, interrupts]))
 }
@@ -278,7 +282,7 @@ fn start_kill_me(machine: &Machine, part: &str) -> Result<rgpu_tests::machine::P
     Ok(process)
 }
 
-/// How much a daemon's memory may grow, in KiB: memory that its allocator keeps. Concurrent sessions need more of it than
+/// How much a daemon's memory may grow, in KiB: its allocator keeps some. Concurrent sessions need more than
 /// consecutive ones.
 const GROWTH: u64 = 24 << 10;
 
@@ -334,7 +338,7 @@ fn nothing_is_left_of_a_program_or_a_guest(transport: &'static str) -> Result<()
         bed.check_after(what, &before)?;
     }
 
-    // All that the daemons keep of these sessions is in their logs, not in their memory.
+    // The daemons keep something of these sessions only in their logs, not in memory.
     for (now, then) in bed.host.memory()?.into_iter().zip(memory) {
         ensure!(now < then + GROWTH, "a daemon has grown from {then} KiB to {now} KiB");
     }
@@ -396,8 +400,8 @@ fn passes_without_its_device_process(host: &Host, machine: &Machine, program: &s
     Ok(())
 }
 
-/// What happens to a program and to the next one when a part of the host side is killed. Returns host and guest after the loss of `vhost-rgpu`, which QEMU
-/// does not handle.
+/// What happens to a program and to the next one when a part of the host side is killed. Returns host and
+/// guest after the loss of `vhost-rgpu`, which QEMU does not handle.
 fn a_lost_host_side_is_told(transport: &'static str) -> Result<Bed> {
     let mut host = Host::start(&format!("vm/lost-{transport}"), Options::software(transport))?;
     let machine = boot(&host)?;
@@ -420,7 +424,7 @@ fn a_lost_host_side_is_told(transport: &'static str) -> Result<Bed> {
     let process = start_kill_me(&machine, "kernel")?;
     host.kill_server()?;
     failed_saying(&machine.run("device_list", LONG)?, &["no GPU server could be reached", "rgpu-server"])?;
-    // Over tcp the program may wait for the server's return, which does not know its session.
+    // Over tcp the program may wait for the server to return; the new server does not know its session.
     host.start_server()?;
     failed_saying(&process.wait(LONG)?, &["is lost", "server"])?;
     again(&host, "kill -9 of rgpu-server")?;

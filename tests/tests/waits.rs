@@ -1,5 +1,7 @@
-//! Sessions whose driver blocks its caller, as NVIDIA's does: when a device's queue is full, and when code is loaded or memory allocated while work is running. The software GPU
-//! imitates that (`--software-imitate`). Everything that a stream waits for must reach the server although the thread that executes commands is blocked in such a call.
+//! Sessions whose driver blocks its caller as NVIDIA's does: when a device's queue is full, and when code is
+//! loaded or memory allocated while work is running. The software GPU imitates that (`--software-imitate`).
+//! Everything that a stream waits for must reach the server even though the thread that executes commands is
+//! blocked in such a call.
 
 mod support;
 
@@ -10,6 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rgpu_tests::programs;
+use support::random::Random;
 use support::{Rig, TRANSPORTS, Transport, on_this_host};
 
 /// Time limit of a program. Only a hang takes this long.
@@ -55,7 +58,8 @@ fn many_short_copies_pass_through_a_full_queue() -> Result<()> {
     rig.check_healthy()
 }
 
-/// Streams that wait for host functions take no hardware queue, so neither the copies of other streams nor those that bring managed memory to a host function wait for them.
+/// Streams that wait for host functions take no hardware queue, so neither other streams' copies nor those
+/// that bring managed memory to a host function wait for them.
 #[test]
 fn more_streams_wait_for_the_program_than_there_are_hardware_queues() -> Result<()> {
     for queues in [1, 2] {
@@ -69,7 +73,8 @@ fn more_streams_wait_for_the_program_than_there_are_hardware_queues() -> Result<
             "managed_neighbors",
             "stream_memory",
         ] {
-            // Its streams wait for words that other streams write: one queue would hold what they wait for.
+            // Its streams wait for words that other streams write: in a single queue, the writes would be
+            // stuck behind the waits.
             if name == "stream_memory" && queues == 1 {
                 continue;
             }
@@ -112,7 +117,7 @@ const PROGRAMS: [&str; 26] = [
     "threads",
 ];
 
-/// The seeds of the delays: `RGPU_SEEDS` (numbers with commas between them), else one.
+/// The seeds of the delays: `RGPU_SEEDS` (numbers separated by commas), otherwise one.
 fn seeds() -> Result<Vec<u32>> {
     let text = std::env::var("RGPU_SEEDS").unwrap_or_else(|_| "1".to_owned());
     text.split(',').map(|seed| seed.trim().parse().with_context(|| format!("no seed: {seed:?}"))).collect()
@@ -135,7 +140,8 @@ fn programs_pass_with_any_call_delayed() -> Result<()> {
     Ok(())
 }
 
-/// Makes a port that forwards every connection to `port`, with random delays in each direction. Returns its number. It exists until the test's process ends.
+/// Opens a port that forwards every connection to `port`, with random delays in each direction, until the
+/// test's process ends. Returns its number.
 fn slow_link(port: u16, seed: u32) -> Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let own = listener.local_addr()?.port();
@@ -154,19 +160,6 @@ fn slow_link(port: u16, seed: u32) -> Result<u16> {
         }
     });
     Ok(own)
-}
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % end
-    }
 }
 
 fn pass_on(mut from: TcpStream, mut to: TcpStream, mut random: Random) {
@@ -196,7 +189,7 @@ fn killing_a_program_ends_driver_calls_that_wait_for_it() -> Result<()> {
     for transport in TRANSPORTS {
         for state in ["copy", "kernel", "call", "callback"] {
             let running = support::Running::start(rig.program(transport, "kill_me")?.arg(state), "RUNNING")?;
-            // It may be in the call by then. In any case, nothing may be left.
+            // By then it may be in the call. Either way, nothing may be left.
             thread::sleep(Duration::from_millis(200));
             running.kill()?;
         }

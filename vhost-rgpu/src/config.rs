@@ -1,4 +1,5 @@
-//! The options of the daemon, from the command line and the configuration file (`options`), and what they say to serve.
+//! The daemon's options from the command line and the configuration file (`options`), and what they say to
+//! serve.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -24,7 +25,8 @@ use crate::servers::{self, Servers};
 
 /// Give virtual machines and processes of this host the GPUs of a server.
 ///
-/// What to serve comes from a configuration file, or from --socket (one virtual machine) and --native-socket (processes of this host). Flags override the file.
+/// What to serve comes from a configuration file, or from --socket (one virtual machine) and --native-socket
+/// (processes of this host). Flags override the file.
 #[derive(Debug, Parser)]
 #[command(
     name = "vhost-rgpu",
@@ -50,27 +52,31 @@ Environment:
   RUST_LOG  what to log, as --log, which overrides it"
 )]
 pub struct Arguments {
-    /// Configuration file (TOML). Flags override it. By default there is none
+    /// Configuration file (TOML). Flags override it. None by default
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Check the configuration, report what is wrong with it, and exit
+    /// Check the configuration, report errors, and exit
     #[arg(long)]
     pub check_config: bool,
-    /// With --check-config: whether this program goes on with what a daemon leaves that writes it down in this format
+    /// With --check-config: whether this program can take over from a daemon that stores its state in this
+    /// format
     #[arg(long, value_name = "FORMAT", hide = true)]
     pub takes_over: Option<u32>,
     /// Print a commented configuration file with every option, and exit
     #[arg(long)]
     pub print_config: bool,
-    /// Write the man pages and shell completions into a folder that is installed as /usr/share, and exit; for packages
+    /// Write the man pages and shell completions into a folder to install as /usr/share, and exit; for
+    /// packages
     #[arg(long, hide = true, value_name = "FOLDER")]
     pub write_manual: Option<PathBuf>,
-    /// Be a device process, with the socket to the keeper as this descriptor; only vhost-rgpu itself starts one
+    /// Run as a device process, with this descriptor as the socket to the keeper; only vhost-rgpu itself
+    /// starts one
     #[arg(long, hide = true, value_name = "N")]
     pub device_process: Option<RawFd>,
 }
 
-/// A configuration file as it was read once. Device processes get it from the keeper, so that all processes agree on it.
+/// A configuration file's contents as they were first read. Device processes get them from the keeper, so
+/// that all processes agree.
 #[derive(Debug, Clone)]
 pub struct Source {
     /// Its path, for messages.
@@ -82,16 +88,20 @@ pub struct Source {
 /// Keys outside any section.
 #[derive(Debug, Args)]
 struct DaemonOptions {
-    /// What to log: a level (error, warn, info, debug, trace) or a filter. The environment variable RUST_LOG overrides the file, and --log overrides both
+    /// What to log: a level (error, warn, info, debug, trace) or a filter. The environment variable RUST_LOG
+    /// overrides the file, and --log overrides both
     #[arg(long, value_name = "FILTER", default_value = "info")]
     log: String,
-    /// Maximum microseconds to poll for commands before sleeping. The default is 50, 20 with two or three processors, and 0 (never poll) with one
+    /// Maximum microseconds to poll for commands before sleeping. The default is 50, 20 with two or three
+    /// processors, and 0 (never poll) with one
     #[arg(long, value_name = "N", value_parser = value_parser!(u64).range(0..=10_000))]
     poll_us: Option<u64>,
-    /// Unix socket where the daemon reports its status to rgpuctl: one JSON object for each connection. By default there is none
+    /// Unix socket where the daemon reports its status to rgpuctl, one JSON object per connection. None
+    /// by default
     #[arg(id = "status.socket", long = "status-socket", value_name = "PATH")]
     status_socket: Option<PathBuf>,
-    /// Unix socket where rgpuctl upgrade replaces the daemon; only its user and root may connect. By default there is none
+    /// Unix socket where rgpuctl upgrade replaces the daemon; only its user and root may connect. None
+    /// by default
     #[arg(id = "admin.socket", long = "admin-socket", value_name = "PATH")]
     admin_socket: Option<PathBuf>,
     /// Where metrics are served.
@@ -105,13 +115,15 @@ struct DaemonOptions {
 /// What the processes that serve guests and programs may reach.
 #[derive(Debug, Args)]
 struct SandboxOptions {
-    /// Whether device processes are confined, and what happens to system calls that they should not make: they end the process, and the log names them
+    /// Whether device processes are confined, and what happens to system calls that they should not make:
+    /// they end the process, and the log names them
     #[arg(id = "sandbox.mode", long = "sandbox", value_enum, default_value_t = Mode::On)]
     mode: Mode,
-    /// Refuse to start if this machine does not provide every part of the sandbox. Without it, the log says what is missing
+    /// Refuse to start if this machine does not provide every part of the sandbox. Without it, the log says
+    /// what is missing
     #[arg(id = "sandbox.require", long = "require-sandbox", value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, action = clap::ArgAction::Set)]
     require: bool,
-    /// User IDs for device processes, one for each. No account and no other program may use them
+    /// User IDs for device processes, one each. No account and no other program may use them
     #[arg(id = "sandbox.users", long = "device-users", value_name = "FIRST-LAST", default_value_t = sandbox::DEVICE_PROCESS_USERS)]
     users: sandbox::Range,
     /// Maximum memory of one device process besides its guest's, in MiB. 0 means no limit. Needs cgroup v2
@@ -133,15 +145,16 @@ impl From<SandboxOptions> for Policy {
     }
 }
 
-/// Keys of a `[[vm]]` section alone.
+/// Keys only for `[[vm]]` sections.
 #[derive(Debug, Args)]
 struct VmOptions {
-    /// vhost-user socket of the virtual machine, which QEMU, libvirt or Cloud Hypervisor connects to. systemd may create it: descriptor name "vm-NAME". By default no virtual machine is served
+    /// vhost-user socket of the virtual machine, which QEMU, libvirt or Cloud Hypervisor connects to. systemd
+    /// may create it: descriptor name "vm-NAME". By default no virtual machine is served
     #[arg(id = "vm.socket", long = "socket", value_name = "PATH")]
     socket: Option<PathBuf>,
 }
 
-/// Keys of the `[native]` section alone.
+/// Keys only for the `[native]` section.
 #[derive(Debug, Args)]
 struct NativeOptions {
     /// Socket for processes of this host. systemd may create it: descriptor name "native"
@@ -150,10 +163,11 @@ struct NativeOptions {
     /// Permissions of that socket's file, in octal: a process that may connect may use the GPU
     #[arg(id = "native.mode", long = "native-mode", value_name = "MODE", default_value = "0o660", value_parser = parse_mode)]
     mode: u32,
-    /// Maximum concurrent channels of one user of this host: a user who holds that many takes nothing from others
+    /// Maximum concurrent channels of one user of this host, so that no user can take all of them
     #[arg(id = "native.max_channels_per_user", long = "max-channels-per-user", value_name = "N", default_value_t = 128, value_parser = value_parser!(u32).range(1..=65536))]
     max_channels_per_user: u32,
-    /// Servers that a program may name in RGPU_SERVERS beside those of "server", in the same form. By default there are none. RGPU_SERVERS can name no others. With "/0,2", only these devices
+    /// Servers that a program may name in RGPU_SERVERS besides those of "server", in the same form.
+    /// RGPU_SERVERS can name no others. By default there are none. With "/0,2", only these devices
     #[arg(id = "native.named_servers", long = "named-servers", value_name = "ADDRESS", num_args = 1)]
     named_servers: Vec<Server>,
 }
@@ -161,30 +175,36 @@ struct NativeOptions {
 /// Keys of both sections: how sessions are opened and limited.
 #[derive(Debug, Args)]
 struct SessionOptions {
-    /// Name of the virtual machine or host, for the server and the log: letters, digits, "-", "_" and ".". By default the name of this host
+    /// Name of the virtual machine or host, for the server and the log: letters, digits, "-", "_" and ".". By
+    /// default the name of this host
     #[arg(long, value_name = "NAME", value_parser = parse_name)]
     name: Option<String>,
-    /// The server: tcp:HOST:PORT (port 9700 if omitted) or, on this host, unix:PATH. It must be given. "/0,2" behind it selects devices of that server by its numbers, "#KEY" a lease (rgpuctl lease). With several servers, in a list, each
-    /// program has the devices of all of them, in this order
+    /// The server: tcp:HOST:PORT (port 9700 if omitted) or, on this host, unix:PATH. Must be given. "/0,2"
+    /// after it selects devices of that server by its numbers, "#KEY" a lease (rgpuctl lease). With several
+    /// servers, in a list, each program has the devices of all of them, in this order
     #[arg(long, value_name = "ADDRESS", num_args = 1)]
     server: Vec<Server>,
-    /// Transport: tcp, verbs (InfiniBand or RoCE; the server's address is still that of its TCP socket) or local (the server maps the client's memory; needs a unix: address). By default
-    /// local for unix: and tcp for tcp:. Of several servers, those that the transport does not reach have their default
+    /// Transport: tcp, verbs (InfiniBand or RoCE; the server's address is still that of its TCP socket) or
+    /// local (the server maps the client's memory; needs a unix: address). By default local for unix: and tcp
+    /// for tcp:. With several servers, those that the transport cannot reach use their default
     #[arg(long, value_name = "NAME")]
     transport: Option<TransportKind>,
-    /// Connect over tcp without TLS. Then everybody on the network can read and change what is sent. The server must be insecure, too
+    /// Connect over tcp without TLS. Anyone on the network can then read and change what is sent. The server
+    /// must be insecure, too
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, action = clap::ArgAction::Set)]
     insecure: bool,
     /// Folder of this host's key and of the servers that it trusts, both made by rgpuctl join
     #[arg(long, value_name = "FOLDER", default_value = CLIENT_FOLDER)]
     identity: PathBuf,
-    /// When to ask whether the server has data in its cache, which need not be sent then (transport tcp). A server has one with --cache
+    /// When to ask whether the server has data in its cache, which need not be sent then (transport tcp). A
+    /// server has one with --cache
     #[arg(long, value_name = "WHEN", value_enum, default_value_t = CacheUse::Slow)]
     cache: CacheUse,
     /// TCP connections for bulk data to request for each session; the server decides
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u32).range(1..=16))]
     data_connections: u32,
-    /// Seconds without any message after which a server that owes an answer counts as lost. Over tcp the link counts as lost after 2 already, and the session is resumed
+    /// Seconds without any message after which a server that owes an answer counts as lost. Over tcp the link
+    /// already counts as lost after 2, and the session is resumed
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = value_parser!(u64).range(1..=3600))]
     lost_after_seconds: u64,
     /// Sessions over verbs.
@@ -210,7 +230,8 @@ struct LimitOptions {
     /// Maximum pinned memory of one process, in MiB. 0 means no limit besides the guest's own
     #[arg(id = "limits.max_registered_mib", long = "max-registered-mib", value_name = "N", default_value_t = 0, value_parser = value_parser!(u64).range(0..=1 << 40))]
     max_registered_mib: u64,
-    /// Maximum pieces of guest memory that all processes of a guest have pinned together; adjacent pages are one piece. Each piece costs this host about 50 bytes
+    /// Maximum pieces of guest memory that all processes of a guest have pinned together; adjacent pages are
+    /// one piece. Each piece costs this host about 50 bytes
     #[arg(id = "limits.max_registered_extents", long = "max-registered-extents", value_name = "N", default_value_t = 4 << 20, value_parser = value_parser!(u32).range(1..=1 << 28))]
     max_registered_extents: u32,
 }
@@ -332,7 +353,8 @@ impl Arguments {
         SessionOptions::augment_args(NativeOptions::augment_args(VmOptions::augment_args(command)))
     }
 
-    /// Parses a command line, and returns it with all options that it gives. A wrong command line ends the process with clap's message.
+    /// Parses a command line and returns it with all options that it sets. An invalid command line ends the
+    /// process with clap's message.
     pub fn read(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> (Arguments, ArgMatches) {
         let given = Arguments::full_command().get_matches_from(words);
         (Arguments::from_arg_matches(&given).unwrap_or_else(|e| e.exit()), given)
@@ -455,7 +477,7 @@ fn check_socket(layer: &Layer<'_>, path: &std::path::Path, id: &str) -> Result<(
     Err(layer.wrong("socket", format!("{} is not an absolute path", path.display())))
 }
 
-/// A section's servers, those that programs may name besides, and the section's limits.
+/// A section's servers, the additional ones that programs may name, and the section's limits.
 fn servers(
     layer: &Layer<'_>,
     client: &str,
@@ -552,7 +574,7 @@ pub fn example() -> String {
     )
 }
 
-/// The parts of the file, for its documentation. `brief`: what `[[vm]]` has already shown is left out of `[native]`.
+/// The parts of the file, for its documentation. `brief`: `[native]` omits what `[[vm]]` has already shown.
 fn parts(brief: bool) -> [Part; 3] {
     const RDMA: &[(&str, &str)] = &[
         ("transport", "\"tcp\""),

@@ -1,5 +1,6 @@
-//! What a device process may reach: its sockets, the memory that a guest or a program shares with it, and, for sessions over verbs, the RDMA devices. Even the connections to its server are
-//! made by the keeper ([`KeeperConnects`]): they are the host's, and the process has no network.
+//! What a device process may access: its sockets, the memory that a guest or program shares with it, and the
+//! RDMA devices for sessions over verbs. Even the connections to its server are made by the keeper
+//! ([`KeeperConnects`]), because they belong to the host and the process has no network.
 
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
@@ -33,7 +34,7 @@ pub fn prepare(config: &Config) -> Sandboxes {
 
 /// The system calls that a device process makes.
 fn calls(rdma: bool) -> Syscalls {
-    // A VMM's connection comes in a listening socket.
+    // A VMM's connection arrives on a listening socket.
     let list = Syscalls::basic().files().allow(&[libc::SYS_accept, libc::SYS_accept4]);
     if rdma { list.rdma() } else { list }
 }
@@ -56,12 +57,12 @@ pub fn enter(orders: &Orders) -> Result<Report, String> {
     orders.enter(&calls(orders.has_rdma()))
 }
 
-/// Has the keeper connect to one of the servers of this process's sessions.
+/// Asks the keeper to connect to one of this process's servers.
 #[derive(Debug)]
 pub struct KeeperConnects {
-    /// The way to the keeper.
+    /// The connection to the keeper.
     pub control: Arc<Control>,
-    /// The place of the server among those that the configuration names.
+    /// The server's index in the configuration.
     pub server: usize,
 }
 
@@ -70,7 +71,7 @@ impl Connector for KeeperConnects {
         let (ours, reply) = link::pair()?;
         let question = ToKeeper::Connect { server: self.server, timeout, reply };
         self.control.tell_keeper(&question)?;
-        // Then a keeper that drops its end without an answer is noticed.
+        // So that a keeper dropping its end without an answer is noticed.
         drop(question);
         ours.connected()
     }

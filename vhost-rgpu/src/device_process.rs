@@ -1,7 +1,9 @@
-//! A device process: it does all work on the sessions of one virtual machine, or of one user's programs on this host.
+//! A device process: it does all work on the sessions of one virtual machine, or of one user's programs on
+//! this host.
 //!
-//! The keeper starts it, gives it the configuration and a VMM's or clients' connections ([`link`](crate::link)), and tells it when to end. It ends by itself when its VMM is gone, and at
-//! once when the keeper is.
+//! The keeper starts it, gives it the configuration and the connections of a VMM or of clients
+//! ([`link`](crate::link)), and tells it when to end. It ends by itself when its VMM disconnects, and
+//! immediately when the keeper ends.
 
 use std::fmt;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -30,15 +32,16 @@ use crate::registry::Registry;
 use crate::servers::Servers;
 use crate::{native, vm};
 
-/// How long sessions have to end when the daemon ends.
+/// How long sessions have to end when the daemon shuts down.
 const DRAIN: Duration = Duration::from_secs(3);
-/// How long servers have to hear of sessions that have ended without a link. With [`DRAIN`], less than the keeper waits.
+/// How long it may take to tell servers about sessions that have ended without a link. Together with
+/// [`DRAIN`], less than the keeper waits.
 const FAREWELLS: Duration = Duration::from_millis(900);
 
 /// What a device process serves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Role {
-    /// The virtual machine of that name.
+    /// The virtual machine with this name.
     Vm(String),
     /// The programs of a user of this host.
     Native(u32),
@@ -66,19 +69,19 @@ impl FromStr for Role {
     }
 }
 
-/// The connection with the keeper.
+/// The connection to the keeper.
 ///
 /// # Safety
-/// The keeper has started this process with this descriptor, and nothing else uses it. Call it once.
+/// The keeper has started this process with this descriptor, and nothing else uses it. Call this only once.
 pub unsafe fn inherited(descriptor: RawFd) -> Result<Control> {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let socket = unsafe { OwnedFd::from_raw_fd(descriptor) };
     nix::fcntl::fcntl(&socket, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC))
         .context("there is no connection with the keeper")?;
     Ok(Control::from(socket))
 }
 
-/// Reads how this process has to confine itself.
+/// Receives the orders for this process's confinement.
 pub fn receive_orders(control: &Control) -> Result<Orders> {
     match control.next_from_keeper().context("the keeper's first message")? {
         Some(ToDevice::Orders { text }) => confinement::from_file(text).context("the keeper's orders"),
@@ -86,7 +89,7 @@ pub fn receive_orders(control: &Control) -> Result<Orders> {
     }
 }
 
-/// Reads the configuration file's text as the keeper had it. The other messages follow.
+/// Receives the configuration file's text as the keeper read it. The other messages follow.
 pub fn receive_config(control: &Control) -> Result<Source> {
     let Some(ToDevice::Config { path, text }) =
         control.next_from_keeper().context("the keeper's second message")?
@@ -99,7 +102,8 @@ pub fn receive_config(control: &Control) -> Result<Source> {
     Ok(Source { path: PathBuf::from(path), text: String::from_utf8(text).context("the configuration")? })
 }
 
-/// Has sessions' connections made by the keeper, and signed for where they are protected: the keeper alone has this host's key and network.
+/// Makes the keeper open sessions' connections, and sign for protected ones: only the keeper has this host's
+/// key and network.
 fn through_keeper(control: &Arc<Control>, servers: &mut Servers) -> Result<()> {
     for (server, session) in servers.all_mut().iter_mut().enumerate() {
         if session.source().is_some() {
@@ -114,22 +118,22 @@ fn through_keeper(control: &Arc<Control>, servers: &mut Servers) -> Result<()> {
     Ok(())
 }
 
-/// What the role needs of the configuration.
+/// The part of the configuration for this role.
 enum Serving {
     Vm(Box<vm::Server>),
     Native(Arc<native::Server>),
 }
 
-/// Confines this process, and serves what the keeper says until the keeper says otherwise.
+/// Confines this process, and serves until the keeper ends it.
 pub fn run(config: Config, control: Control, orders: &Orders) -> Result<()> {
     // The keeper gets them, too, and decides.
     SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]).thread_block().context("blocking signals")?;
     raise_descriptor_limit();
-    // Also without a sandbox: a core would contain a guest's data.
+    // Even without a sandbox, because a core dump would contain a guest's data.
     setrlimit(Resource::RLIMIT_CORE, 0, 0).context("forbidding core dumps")?;
     prctl::set_dumpable(false).context("forbidding other processes of this user to look into this one")?;
     prctl::set_no_new_privs().context("giving up the right to gain privileges")?;
-    // Everything that comes from a guest or a program comes after this.
+    // Everything from a guest or program arrives after this.
     let confined = confinement::enter(orders);
     let text = confinement::to_file(&confined).context("the report on the sandbox")?;
     control.tell_keeper(&ToKeeper::Confined { text }).context("the report on the sandbox")?;
@@ -137,7 +141,7 @@ pub fn run(config: Config, control: Control, orders: &Orders) -> Result<()> {
     let role = match control.next_from_keeper().context("what to serve")? {
         Some(ToDevice::Serve { role }) => role,
         Some(other) => bail!("a message before it is known what to serve: {other:?}"),
-        // The keeper has ended without a use for this process.
+        // The keeper ended without needing this process.
         None => return Ok(()),
     };
     let role = &role;
@@ -166,7 +170,7 @@ pub fn run(config: Config, control: Control, orders: &Orders) -> Result<()> {
         }
     };
     loop {
-        // The keeper is gone, and with it whoever could serve its VMM or clients again. Closing the sessions would tell
+        // Without the keeper, nobody can serve its VMM or clients again. Closing the sessions would tell
         // their programs something else.
         let Some(message) = control.next_from_keeper().unwrap_or_else(|e| {
             tracing::warn!("{role}: the keeper's messages: {e}");
@@ -201,7 +205,8 @@ pub fn run(config: Config, control: Control, orders: &Orders) -> Result<()> {
     Ok(())
 }
 
-/// Each session needs about ten descriptors, and a guest with many processes has many sessions. The keeper passes its limit on, and holds descriptors for each guest itself.
+/// Each session needs about ten descriptors, and a guest with many processes has many sessions. The keeper
+/// also passes its limit on, and holds descriptors for each guest itself.
 pub fn raise_descriptor_limit() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(soft, hard)| {
         let wanted = hard.min(1 << 20);

@@ -23,7 +23,7 @@ impl LogLimit {
         LogLimit(Mutex::new(Bucket { left: BURST, filled: Instant::now(), suppressed: 0 }))
     }
 
-    /// Takes a token. `Some` with the number of suppressed lines since the last one if a line may be written.
+    /// Takes a token. If a line may be written, returns the number of lines suppressed since the last one.
     pub fn allow(&self) -> Option<u64> {
         self.allow_at(Instant::now())
     }

@@ -1,9 +1,11 @@
-//! What the keeper and a device process say to each other.
+//! The messages between the keeper and a device process.
 //!
-//! They share a socket of packets: one message is one packet, a [`Header`], then text for some, and descriptors. A packet that has been sent arrives even if its sender dies, so what a
-//! device process has [stored](ToKeeper::Store) outlives it without an answer.
+//! They share a packet socket: one message is one packet, with a [`Header`], then text for some, and
+//! descriptors. A packet that has been sent arrives even if its sender dies, so what a device process has
+//! [stored](ToKeeper::Store) outlives it without an acknowledgement.
 //!
-//! The keeper trusts nothing that a device process says. Everything here is bounded: [`MAX_PACKET`] bytes, [`MAX_FDS`] descriptors, and no packet makes the keeper allocate more than that.
+//! The keeper trusts nothing that a device process sends. Everything here is bounded: [`MAX_PACKET`] bytes,
+//! [`MAX_FDS`] descriptors, and no packet makes the keeper allocate more than that.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -21,7 +23,8 @@ use crate::device_process::Role;
 
 /// Maximum bytes of a packet.
 const MAX_PACKET: usize = 4096;
-/// Maximum descriptors in a packet: a file, a native client's memory and doorbell, and those of a saved session.
+/// Maximum descriptors in a packet: a file, a native client's memory and doorbell, and those of a saved
+/// session.
 const MAX_FDS: usize = 3 + MAX_DESCRIPTORS;
 
 /// The beginning of each packet.
@@ -30,7 +33,7 @@ const MAX_FDS: usize = 3 + MAX_DESCRIPTORS;
 struct Header {
     kind: u32,
     reserved: u32,
-    /// A channel's id, a client's or a question's number.
+    /// A channel's ID, or the number of a client or a question.
     number: u64,
 }
 
@@ -56,7 +59,8 @@ mod kind {
     pub const ANSWER: u32 = 23;
 }
 
-/// What a device process needs to know of a channel that its predecessor opened, or of a native client's region. The keeper only holds it.
+/// What a device process must know of a channel that its predecessor opened, or of a native client's region.
+/// The keeper only holds it.
 #[derive(Debug)]
 pub struct Stored {
     /// A memfd with the channel's extents and its saved session ([`host_bridge::bridge::Saved`]).
@@ -66,7 +70,7 @@ pub struct Stored {
 }
 
 impl Stored {
-    /// The same once more.
+    /// Duplicates it.
     pub fn try_clone(&self) -> io::Result<Stored> {
         let descriptors = self.descriptors.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
         Ok(Stored { known: self.known.try_clone()?, descriptors })
@@ -88,7 +92,7 @@ pub enum ToDevice {
         /// A memfd with its text.
         text: OwnedFd,
     },
-    /// What to serve. Comes next, when there is something.
+    /// What to serve. Comes next, once something must be served.
     Serve {
         /// The role.
         role: Role,
@@ -104,12 +108,13 @@ pub enum ToDevice {
         listening: OwnedFd,
         /// Memory for the requests in progress (`vm::recovery`).
         requests: OwnedFd,
-        /// How the predecessor ended, if there was one. The rings are resumed then.
+        /// How the predecessor ended, if there was one. The rings are then resumed.
         resumed: Option<String>,
     },
     /// What the predecessor had stored. Comes before [`Vmm`](ToDevice::Vmm).
     Restore {
-        /// The channel. Of a native client, its number and one of its regions ([`native::place`](crate::native::place)).
+        /// The channel; for a native client, its number and one of its regions
+        /// ([`place`](crate::native::recovery::place)).
         channel: u64,
         /// What was stored.
         stored: Stored,
@@ -118,16 +123,17 @@ pub enum ToDevice {
     Client {
         /// Its number.
         number: u64,
-        /// What the log calls it.
+        /// Its name in the log.
         who: String,
         /// The connection.
         socket: OwnedFd,
-        /// A file that says whether a request was being answered. It outlives device processes.
+        /// A file that tells whether a request was being answered. It outlives device processes.
         answering: OwnedFd,
-        /// Another process has served it before. What that had stored of it has come.
+        /// Whether another process has served it before. What that process had stored for it has already been
+        /// sent.
         again: bool,
     },
-    /// A native client has its [`Answer`](ToKeeper::Answer), and its request is taken away.
+    /// A native client has received its [`Answer`](ToKeeper::Answer), and its request was consumed.
     Answered {
         /// The client's number.
         number: u64,
@@ -144,7 +150,7 @@ pub enum ToDevice {
 /// From a device process to the keeper.
 #[derive(Debug)]
 pub enum ToKeeper {
-    /// Keep this for a successor, instead of what was stored for the channel before.
+    /// Keep this for a successor, replacing what was stored for the channel before.
     Store {
         /// The channel.
         channel: u64,
@@ -168,7 +174,8 @@ pub enum ToKeeper {
         /// Its number.
         number: u64,
     },
-    /// Take a native client's request away, and answer it. So it is certain whether a process that ends has answered.
+    /// Consume a native client's request, and answer it. So it is certain whether a process that ends has
+    /// answered.
     Answer {
         /// The client's number.
         number: u64,
@@ -176,7 +183,7 @@ pub enum ToKeeper {
         status: Answer,
         /// Why, if it is not `Ok`.
         reason: String,
-        /// What goes with it.
+        /// The descriptor sent with it.
         fd: Option<OwnedFd>,
     },
     /// What its sandbox lacks, or why it must not serve. Comes first.
@@ -186,9 +193,9 @@ pub enum ToKeeper {
     },
     /// Connect to a server of the process's sessions.
     Connect {
-        /// Its place among those that the configuration names.
+        /// Its index in the configuration.
         server: usize,
-        /// How long to try each address that the server's name has.
+        /// How long to try each address of the server's name.
         timeout: Duration,
         /// Where the answer goes ([`Control::answer`]).
         reply: OwnedFd,
@@ -252,7 +259,7 @@ impl Control {
         flags: MsgFlags,
     ) -> io::Result<()> {
         let header = Header { kind, reserved: 0, number };
-        // Only texts for people are ever that long.
+        // Only texts for display are ever that long.
         let text = &text.as_bytes()[..text.len().min(MAX_PACKET - size_of::<Header>())];
         let raw: Vec<_> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         let rights = [ControlMessage::ScmRights(&raw)];
@@ -273,14 +280,15 @@ impl Control {
     }
 
     fn receive_with(&self, receive: Receive) -> io::Result<Option<Packet>> {
-        // One byte more than a packet may have: a longer one shows.
+        // One byte more than a packet may have, to detect longer ones.
         let (mut bytes, mut fds, mut reset) = ([0; MAX_PACKET + 1], Vec::new(), false);
         let length = loop {
             match receive(self.0.as_fd(), &mut bytes, &mut fds) {
                 Ok(0) => return Ok(None),
                 Ok(length) => break length,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => fds.clear(),
-                // The other end died with packets that it had not read. The kernel says so once, before it delivers what was sent.
+                // The other end died with unread packets. The kernel reports this once, before it delivers
+                // what was sent.
                 Err(e) if e.kind() == io::ErrorKind::ConnectionReset && !reset => reset = true,
                 Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
                 Err(e) => return Err(e),
@@ -299,7 +307,8 @@ impl Control {
         }))
     }
 
-    /// Tells the device process something. Never blocks: one that does not read its packets is broken.
+    /// Sends a message to the device process. Never blocks: a process that doesn't read its packets is
+    /// broken.
     pub fn tell_device(&self, message: &ToDevice) -> io::Result<()> {
         let send = |kind, number, text: &str, fds: &[BorrowedFd<'_>]| {
             self.send(kind, number, text, fds, MsgFlags::MSG_DONTWAIT)
@@ -365,7 +374,7 @@ impl Control {
         }))
     }
 
-    /// Tells the keeper something. Blocks while the keeper has much to read.
+    /// Sends a message to the keeper. Blocks while the keeper has much to read.
     pub fn tell_keeper(&self, message: &ToKeeper) -> io::Result<()> {
         let flags = MsgFlags::empty();
         match message {
@@ -376,7 +385,7 @@ impl Control {
             }
             ToKeeper::Answer { number, status, reason, fd } => {
                 let fds: Vec<_> = fd.iter().map(AsFd::as_fd).collect();
-                // The number of the answer is its first character.
+                // The answer's number is its first character.
                 let status = char::from_u32(*status as u32).unwrap_or_default();
                 self.send(kind::ANSWER, *number, &format!("{status}{reason}"), &fds, flags)
             }
@@ -389,8 +398,9 @@ impl Control {
         }
     }
 
-    /// A device process's next message; `None` if the process is gone. Does not block if the socket is readable. It stays the next one until it is [taken away](Self::consume): a keeper that
-    /// ends before that leaves it to the next keeper.
+    /// A device process's next message; `None` if the process has ended. Does not block if the socket is
+    /// readable. The message stays the next one until it is [consumed](Self::consume): a keeper that ends
+    /// before that leaves it to the next keeper.
     pub fn next_from_device(&self) -> io::Result<Option<ToKeeper>> {
         let Some(mut packet) = self.receive_with(peek_some)? else { return Ok(None) };
         Ok(Some(match packet.kind {
@@ -410,7 +420,7 @@ impl Control {
             kind::GONE => ToKeeper::Gone { number: packet.number },
             kind::CONFINED => ToKeeper::Confined { text: packet.fd()? },
             kind::CONNECT => ToKeeper::Connect {
-                server: packet.text.parse().map_err(|_| malformed("a server's place that is no number"))?,
+                server: packet.text.parse().map_err(|_| malformed("a server's index is not a number"))?,
                 timeout: Duration::from_millis(packet.number),
                 reply: packet.fd()?,
             },
@@ -420,7 +430,7 @@ impl Control {
 }
 
 impl Control {
-    /// Takes away the message that [`next_from_device`](Self::next_from_device) has given.
+    /// Consumes the message that [`next_from_device`](Self::next_from_device) has returned.
     pub fn consume(&self) -> io::Result<()> {
         let mut reset = false;
         loop {
@@ -433,9 +443,9 @@ impl Control {
     }
 }
 
-/// The answer to [`ToKeeper::Connect`], on the socket that came with it.
+/// The answer to [`ToKeeper::Connect`], on the socket that came with the request.
 impl Control {
-    /// Answers with a connected socket, or says why there is none. Never blocks.
+    /// Answers with a connected socket, or with the reason why there is none. Never blocks.
     pub fn answer(&self, connected: &io::Result<OwnedFd>) -> io::Result<()> {
         match connected {
             Ok(socket) => self.send(kind::CONNECTED, 0, "", &[socket.as_fd()], MsgFlags::MSG_DONTWAIT),
@@ -470,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_sent_arrives_after_its_senders_end() {
+    fn messages_arrive_even_after_their_sender_has_ended() {
         let (keeper, theirs) = pair().unwrap();
         let device = Control::from(theirs);
         let stored = Stored { known: file(), descriptors: vec![file(), file(), file()] };
@@ -482,7 +492,7 @@ mod tests {
         assert!(
             matches!(&first, Some(ToKeeper::Store { channel: 7, stored }) if stored.descriptors.len() == 3)
         );
-        // It stays until it is taken away.
+        // It stays until it is consumed.
         for _ in 0..2 {
             assert!(matches!(keeper.next_from_device(), Ok(Some(ToKeeper::Forget { channel: 9 }))));
         }
@@ -491,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_brings_a_socket_or_the_reason_why_there_is_none() {
+    fn an_answer_contains_a_socket_or_a_reason() {
         let answered = |connected: io::Result<OwnedFd>| {
             let (ours, theirs) = pair().unwrap();
             Control::from(theirs).answer(&connected).unwrap();

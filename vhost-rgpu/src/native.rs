@@ -1,10 +1,12 @@
-//! Native clients: processes of this host, and of its containers, that speak [`protocol::native`] over a `SOCK_SEQPACKET` socket. The keeper accepts and counts them and passes each
-//! connection to the device process of its user.
+//! Native clients: processes of this host and its containers that speak [`protocol::native`] over a
+//! `SOCK_SEQPACKET` socket. The keeper accepts and counts them, and passes each connection to its user's
+//! device process.
 //!
-//! A device process that ends is replaced, and its clients' sessions go on ([`recovery`]).
+//! A device process that ends is replaced, and its clients' sessions continue ([`recovery`]).
 //!
-//! One thread serves one connection, which has one channel. A client's memory is a memfd sealed against shrinking, so a mapping here never loses its pages.
-//! A client that misbehaves is answered `INVALID` or disconnected; no other client is affected.
+//! One thread serves one connection, which has one channel. A client's memory is a memfd sealed against
+//! shrinking, so a mapping here never loses its pages. A client that misbehaves is answered `INVALID` or
+//! disconnected; other clients are not affected.
 
 mod recovery;
 
@@ -40,12 +42,14 @@ use recovery::{Leftover, place};
 pub use recovery::Answering;
 pub use recovery::client_of;
 
-/// How long the server may hold a destroyed channel's memory before the log says so. The message is repeated as often.
+/// How long the server may hold a destroyed channel's memory before this is logged. The message is repeated
+/// at the same interval.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Most regions and channels that a process stores with the keeper, which holds a few descriptors for each.
+/// Maximum number of regions and channels that a process stores with the keeper, which holds a few
+/// descriptors for each.
 pub const MAX_STORED: usize = 65536;
 
-/// The open connections, and what ends them.
+/// The open connections, and how to end them.
 #[derive(Debug, Default)]
 struct Connections {
     /// Connections by number, and whether the process is ending, in which case no more are accepted.
@@ -60,12 +64,12 @@ pub struct Server {
     registry: Arc<Registry>,
     control: Arc<Control>,
     connections: Connections,
-    /// What predecessors have stored of clients that have not come yet.
+    /// What predecessors have stored for clients that have not arrived yet.
     restored: Mutex<BTreeMap<u64, Stored>>,
-    /// Clients that the keeper has answered, whose threads do not know yet.
+    /// Clients that the keeper has answered, whose threads don't know yet.
     answered: Mutex<HashSet<u64>>,
     answers: Condvar,
-    /// How much is stored.
+    /// Number of stored items.
     stored: AtomicUsize,
 }
 
@@ -84,7 +88,7 @@ impl Server {
         })
     }
 
-    /// Takes what a predecessor has stored of a client.
+    /// Takes over what a predecessor has stored for a client.
     pub fn restore(&self, place: u64, stored: Stored) {
         self.stored.fetch_add(1, Ordering::Relaxed);
         self.restored.lock().unwrap_or_else(PoisonError::into_inner).insert(place, stored);
@@ -96,7 +100,7 @@ impl Server {
         self.answers.notify_all();
     }
 
-    /// Has the keeper answer a client, and waits until it has.
+    /// Asks the keeper to answer a client, and waits until it has.
     fn answer(
         &self,
         number: u64,
@@ -129,7 +133,7 @@ impl Server {
         Ok(())
     }
 
-    /// Stores something in place of what is stored there.
+    /// Replaces something that was stored.
     fn store_again(&self, place: u64, stored: io::Result<Stored>) -> Result<(), Refusal> {
         let tell = |stored| self.control.tell_keeper(&ToKeeper::Store { channel: place, stored });
         let told = stored.and_then(tell);
@@ -142,7 +146,8 @@ impl Server {
         let _ = self.control.tell_keeper(&ToKeeper::Forget { channel: place });
     }
 
-    /// Serves a client that the keeper has accepted, in a thread of its own. `again`: another process had served it.
+    /// Serves a client that the keeper has accepted, in its own thread. `again`: whether another process
+    /// has served it before.
     pub fn serve(
         self: &Arc<Self>,
         number: u64,
@@ -151,7 +156,8 @@ impl Server {
         answering: Answering,
         again: bool,
     ) {
-        // Also if serving fails or panics: a connection that the keeper does not know to be over would count against the limit for ever.
+        // Even if serving fails or panics: otherwise the keeper would count the connection against the limit
+        // forever.
         let forget = Forget(self.clone(), number);
         if let Err(why) = self.admit(number, &socket) {
             tracing::warn!("{who}: refused: {why}");
@@ -180,7 +186,7 @@ impl Server {
         }
     }
 
-    /// Ends every connection and waits up to `patience` for their sessions to end.
+    /// Ends every connection, and waits up to `patience` for their sessions to end.
     pub fn drain(&self, patience: Duration) {
         let mut open = self.connections.open.lock().unwrap_or_else(PoisonError::into_inner);
         open.1 = true;
@@ -209,10 +215,10 @@ impl Server {
 
     fn forget(&self, number: u64) {
         let closed = self.connections.open.lock().unwrap_or_else(PoisonError::into_inner).0.remove(&number);
-        // The keeper has the connection, too: it would stay open.
+        // The keeper also has the connection, which would otherwise stay open.
         closed.iter().for_each(Stopper::stop);
         self.connections.changed.notify_all();
-        // A keeper that is gone counts nothing any more.
+        // Without a keeper, nobody counts any more.
         let _ = self.control.tell_keeper(&ToKeeper::Gone { number });
     }
 }
@@ -230,13 +236,14 @@ struct Connection<'s> {
     server: &'s Server,
     socket: &'s OwnedFd,
     answering: Answering,
-    /// The next request may have been carried out by another process already, which has not answered it.
+    /// Whether the next request may already have been carried out by another process that has not answered
+    /// it.
     again: bool,
     number: u64,
     who: String,
     limit: LogLimit,
     channel: Option<(Arc<Session>, Listed)>,
-    /// How much is stored of it.
+    /// Number of items stored for it.
     stored: usize,
 }
 
@@ -250,10 +257,10 @@ impl Connection<'_> {
             return;
         }
         let mut fds = Vec::new();
-        // One byte more than a request: a longer packet shows.
+        // One byte more than a request, to detect longer packets.
         let mut packet = [0u8; size_of::<Request>() + 1];
         loop {
-            // It stays the next one until it is answered: a successor finds it.
+            // The request stays in the socket until it is answered, so that a successor finds it.
             let n = match peek_some(self.socket.as_fd(), &mut packet, &mut fds) {
                 Ok(0) => break,
                 Ok(n) => n,
@@ -293,11 +300,12 @@ impl Connection<'_> {
         }
         let ending = self.server.connections.open.lock().unwrap_or_else(PoisonError::into_inner).1;
         self.end(if ending { "vhost-rgpu is ending" } else { "the client closed its connection" });
-        // The keeper forgets all of it with the client.
+        // The keeper drops everything with the client.
         self.server.stored.fetch_sub(self.stored, Ordering::Relaxed);
     }
 
-    /// Goes on where a predecessor ended. The error says why the session cannot; the client then finds its connection closed.
+    /// Continues where a predecessor ended. The error says why the session cannot continue; the client then
+    /// finds its connection closed.
     fn resume(&mut self) -> Result<(), String> {
         let mut packet = [0; size_of::<Request>()];
         let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
@@ -310,12 +318,12 @@ impl Connection<'_> {
         let servers = self.server.config.servers.all();
         let leftover = Leftover::new(restored, servers).map_err(|e| e.to_string())?;
         let unsure = request.is_none() && self.answering.was_interrupted().map_err(|e| e.to_string())?;
-        // One that comes later is the client's first to this process.
+        // A later request is the client's first to this process.
         self.again = request.is_some();
         let Some(leftover) = leftover else {
             return if unsure { Err("nobody knows whether it was answered".into()) } else { Ok(()) };
         };
-        // The client has no answer that would say that it has a channel, or it wants it no more.
+        // The client has not been told that it has a channel, or no longer wants it.
         if matches!(request, Some(request::CREATE_CHANNEL | request::DESTROY_CHANNEL)) {
             leftover.end();
             places.into_iter().for_each(|place| self.server.unstore(place));
@@ -338,7 +346,7 @@ impl Connection<'_> {
             return lost(&leftover, why.into());
         };
         let stopper = Stopper::for_connection(self.socket).map_err(|e| e.to_string())?;
-        // The channel is mapped once more: the session has its own.
+        // The channel is mapped once more, because the session has its own mapping.
         let (memories, extents) = own_channel(&leftover.channel).map_err(|refusal| refusal.1)?;
         let mut channel =
             ChannelMemory::new(memories, extents, leftover.channel.size).map_err(|e| e.to_string())?;
@@ -357,7 +365,7 @@ impl Connection<'_> {
             Err(e) => return lost(&leftover, e.to_string()),
         };
         let listed = self.server.registry.list_resumed(&self.who, self.number, session.clone());
-        // The predecessor may have taken a doorbell, or been about to wake the client's threads.
+        // The predecessor may have consumed a doorbell, or been about to wake the client's threads.
         session.doorbell();
         session.wake_all();
         self.channel = Some((session, listed));
@@ -377,7 +385,7 @@ impl Connection<'_> {
                 self.who,
                 since.elapsed().as_secs()
             );
-            // A daemon that ends must not wait for a server.
+            // A daemon that is shutting down must not wait for a server.
             if self.server.connections.open.lock().unwrap_or_else(PoisonError::into_inner).1 {
                 break;
             }
@@ -398,7 +406,7 @@ impl Connection<'_> {
         match kind {
             request::CREATE_CHANNEL => {
                 if self.channel.is_some() {
-                    return Err(invalid("this connection has its channel already"));
+                    return Err(invalid("this connection already has its channel"));
                 }
                 let limit = self.server.config.limits.max_channel_size;
                 if size > limit {
@@ -412,7 +420,7 @@ impl Connection<'_> {
                 }
                 created
             }
-            // A predecessor was about to say that it is gone.
+            // A predecessor was about to report that it is destroyed.
             request::DESTROY_CHANNEL if self.again && self.channel.is_none() => Ok(Done::Destroyed),
             request::DESTROY_CHANNEL => {
                 self.session()?;
@@ -430,7 +438,7 @@ impl Connection<'_> {
                     session.unregister_region(region)?;
                 }
                 let place = place(self.number, Some(region));
-                // The worker of a local session has the memory itself.
+                // In a local session, the worker itself has the memory.
                 let stores = session.transport() != TransportKind::Local && !session.has_region(region);
                 if stores {
                     self.server.store(place, recovery::region(&memories, size))?;
@@ -476,7 +484,7 @@ impl Connection<'_> {
         let (server, config) = self.server.config.servers.choose(&channel)?;
         let refused = |e: &ConnectError| self.server.registry.totals.refuse(e.answer());
         let own = place(self.number, None);
-        // Without a session to go on with, until there is one.
+        // Until there is a session, it is stored without one.
         self.server.store(own, recovery::channel(server, &channel, None))?;
         self.stored += 1;
         let mut turn = Queued {
@@ -489,7 +497,7 @@ impl Connection<'_> {
         let connected = Prepared::connect(&config, &channel, &mut turn).inspect_err(refused);
         let waited = turn.answered;
         let refused_after_waiting = |e: &ConnectError| {
-            // The client has its answer already. It finds the reason in the channel's header.
+            // The client already has its answer. It finds the reason in the channel's header.
             self.limit.warn(&self.who, &e.to_string());
             channel.tell_refused(&e.to_string());
             channel.wake_by_futex();
@@ -507,12 +515,12 @@ impl Connection<'_> {
             Err(e) if waited => return refused_after_waiting(&e),
             opened => opened?,
         };
-        // The end of the session closes the connection, which wakes this thread to clean up.
+        // The end of the session closes the connection, which wakes this thread for cleanup.
         let started =
             opened.start(channel, Wakeup::Futex, Box::new(move |_| stopper.stop())).inspect_err(refused);
         let session = match started {
             Err(e) if waited => {
-                // A client that waits notices the closed connection.
+                // A waiting client notices that the connection was closed.
                 self.limit.warn(&self.who, &e.to_string());
                 return Ok(Done::RefusedAfterWaiting);
             }
@@ -524,7 +532,8 @@ impl Connection<'_> {
     }
 }
 
-/// A client whose session waits in a server's queue. It is answered at once and finds its position in the queue in the channel's header.
+/// A client whose session waits in a server's queue. It is answered immediately, and finds its position in
+/// the channel's header.
 struct Queued<'c> {
     server: &'c Server,
     number: u64,
@@ -556,13 +565,14 @@ enum Done {
     Created,
     /// The client was answered before the session began.
     Answered,
-    /// The client was told to wait, and its channel's header says why there is no session.
+    /// The client was told to wait, and then its channel's header says why there is no session.
     RefusedAfterWaiting,
     Registered,
     Destroyed,
 }
 
-/// Checks the only descriptor of a request and maps `size` bytes of it from `offset`. Extents are offsets in the file.
+/// Checks the only descriptor of a request, and maps `size` bytes of it from `offset`. Extents are offsets in
+/// the file.
 fn own_memory(mut fds: Vec<OwnedFd>, offset: u64, size: u64) -> Result<(Memories, Vec<Extent>), Refusal> {
     let (Some(file), true) = (fds.pop(), fds.is_empty()) else {
         return Err(invalid("this request needs exactly one file descriptor, a memfd"));
@@ -591,13 +601,14 @@ fn own_channel(channel: &ChannelMemory) -> Result<(Memories, Vec<Extent>), Refus
     own_memory(vec![file], memory.file_offset, channel.size)
 }
 
-/// Answers a request, or a client that is refused before it has asked.
+/// Answers a request, or a client that is refused before its first request.
 pub fn answer(socket: &OwnedFd, status: Answer, reason: &str, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
     let response = Response::new(status, reason);
     let raw: Vec<_> = fd.iter().map(|fd| fd.as_raw_fd()).collect();
     let rights = [ControlMessage::ScmRights(&raw)];
     let control = if raw.is_empty() { &[][..] } else { &rights };
-    // Never blocks: a client that does not read its answers misbehaves, since it may have only one request in progress.
+    // Never blocks: a client may have only one request in progress, so one that doesn't read its answers
+    // misbehaves.
     let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
     sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(response.as_bytes())], control, flags, None)?;
     Ok(())

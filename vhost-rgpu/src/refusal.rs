@@ -1,4 +1,4 @@
-//! Why a guest's or a native client's request is refused, and what it is told.
+//! Refusals of guests' and native clients' requests, and the answers to them.
 
 use host_bridge::bridge::{ConnectError, RegionError};
 use host_bridge::framing::with_causes;
@@ -6,7 +6,7 @@ use host_bridge::memory::MemoryError;
 use protocol::channel::GeometryError;
 use protocol::device::Answer;
 
-/// The answer to a request that is refused, with the reason in words.
+/// The answer to a refused request, with a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal(pub Answer, pub String);
 
@@ -15,7 +15,7 @@ pub fn invalid(text: impl Into<String>) -> Refusal {
     Refusal(Answer::Invalid, text.into())
 }
 
-/// A refusal because something of the host is exhausted.
+/// A refusal because a resource of the host is exhausted.
 pub fn no_resources(text: impl Into<String>) -> Refusal {
     Refusal(Answer::NoResources, text.into())
 }

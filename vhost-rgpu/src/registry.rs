@@ -1,4 +1,5 @@
-//! All sessions of a device process, and the sums of the counters of those that have ended. The keeper's status is made of the reports of all device processes.
+//! All sessions of a device process, and the summed counters of those that have ended. The keeper's status
+//! combines the reports of all device processes.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,7 +32,7 @@ pub struct Totals {
     pub malformed: AtomicU64,
 }
 
-/// What a session is refused with, and what the status calls the number of such sessions.
+/// The answers that refuse a session, and the names of their counters in the status.
 pub const REFUSALS: [(Answer, &str); 6] = [
     (Answer::Invalid, "sessions_refused_invalid"),
     (Answer::NoResources, "sessions_refused_no_resources"),
@@ -74,20 +75,21 @@ impl Registry {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lists a session that was opened until the guard is dropped.
+    /// Lists a session that was opened, until the guard is dropped.
     pub fn list(self: &Arc<Self>, owner: &str, channel: u64, session: Arc<Session>) -> Listed {
         self.totals.opened.fetch_add(1, Ordering::Relaxed);
         self.list_resumed(owner, channel, session)
     }
 
-    /// Lists a session that another process had opened until the guard is dropped.
+    /// Lists a session that another process opened, until the guard is dropped.
     pub fn list_resumed(self: &Arc<Self>, owner: &str, channel: u64, session: Arc<Session>) -> Listed {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.lock().insert(id, Entry { owner: owner.to_owned(), channel, session });
         Listed { registry: self.clone(), id }
     }
 
-    /// The report as JSON: the process's counters, sums over all sessions since its start, and one object for each current session.
+    /// The report as JSON: the process's counters, sums over all sessions since its start, and one object for
+    /// each current session.
     pub fn status(&self) -> Value {
         // A copy, so that sessions can begin and end while it is formatted.
         let entries: Vec<(u64, Entry)> = self.lock().iter().map(|(id, entry)| (*id, entry.clone())).collect();

@@ -1,7 +1,8 @@
-//! The servers of a virtual machine, or of the programs of this host: which ones there are, and which one a channel is for.
+//! The servers of a virtual machine or of this host's programs, and which of them a channel is for.
 //!
-//! A program has one channel for each of its servers. Its header names the server by its place in the configured list, or, for programs of this host that were started with
-//! `RGPU_SERVERS`, by its address. Nobody can have this host connect to an address that its configuration does not name.
+//! A program has one channel for each of its servers. The channel's header names the server by its index in
+//! the configured list, or, for programs of this host that were started with `RGPU_SERVERS`, by its address.
+//! Nobody can make this host connect to an address that is not in its configuration.
 
 use std::fmt;
 
@@ -20,7 +21,7 @@ pub struct Servers {
 }
 
 impl Servers {
-    /// Servers that every program gets, the first of them apart, and others that programs may name.
+    /// The servers that every program gets, with the first one separately, and others that programs may name.
     pub fn new(first: SessionConfig, more: Vec<SessionConfig>, to_name: Vec<SessionConfig>) -> Servers {
         let offered = 1 + more.len();
         Servers { all: std::iter::once(first).chain(more).chain(to_name).collect(), offered }
@@ -31,20 +32,21 @@ impl Servers {
         &self.all[0]
     }
 
-    /// All of them. Their places here are what the keeper and a device process call them by.
+    /// All of them. The keeper and device processes refer to servers by their index here.
     pub fn all(&self) -> &[SessionConfig] {
         &self.all
     }
 
-    /// The same, to be changed.
+    /// The same, mutable.
     pub fn all_mut(&mut self) -> &mut [SessionConfig] {
         &mut self.all
     }
 
-    /// The server that a channel is for, and its place in [`all`](Self::all). Tells the client how many servers there are.
+    /// The server of a channel, and its index in [`all`](Self::all). Tells the client how many servers there
+    /// are.
     ///
     /// # Errors
-    /// If there is none such, or if this client may not name it.
+    /// If there is no such server, or this client may not name it.
     pub fn choose(&self, channel: &ChannelMemory) -> Result<(usize, SessionConfig), Refusal> {
         channel.tell_servers(self.offered as u32);
         if channel.asked_server.is_empty() {
@@ -92,5 +94,5 @@ fn names(sessions: &[SessionConfig]) -> String {
     sessions.iter().map(name).collect::<Vec<_>>().join(", ")
 }
 
-/// The most servers that a list in the configuration has.
+/// Maximum number of servers in a list of the configuration.
 pub const MOST: usize = MAX_SERVERS;

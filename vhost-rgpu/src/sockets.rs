@@ -1,6 +1,7 @@
-//! Listening Unix sockets: created here, those of the keeper before this one, or passed in by systemd.
+//! Listening Unix sockets: created here, inherited from the previous keeper, or passed in by systemd.
 //!
-//! A stale socket file (left by a daemon that was killed) is replaced. A socket that another process listens on is an error.
+//! A stale socket file (left by a daemon that was killed) is replaced. A socket that another process listens
+//! on is an error.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -102,8 +103,9 @@ impl Listening {
         Ok(None)
     }
 
-    /// Like [`accept`](Self::accept), but waits and tries again when descriptors or memory run out: sessions return them when they end. The keeper [stays](Succession::stays) while it
-    /// has a connection that nobody has dealt with.
+    /// Like [`accept`](Self::accept), but waits and tries again when descriptors or memory run out: sessions
+    /// return them when they end. The keeper [stays](Succession::stays) while it has a connection that nobody
+    /// has handled.
     pub fn accept_patiently<'s>(
         &self,
         what: &str,
@@ -193,15 +195,16 @@ fn clear(path: &Path, kind: SockType) -> Result<(), SocketError> {
     }
 }
 
-/// The names of listening sockets of a keeper before this one begin with this, if it had created them.
+/// Prefix of names of listening sockets that the previous keeper created.
 const OWN: &str = "own-";
-/// Or with this, if systemd had. Systemd passes such a socket to each process that it starts, and to no program that is executed.
+/// Prefix of those that systemd created. systemd passes such a socket to each process that it starts, but not
+/// to programs executed later.
 const ACTIVATED: &str = "activated-";
 
 /// Where listening sockets come from, and where they are kept for the next keeper.
 #[derive(Debug)]
 pub struct Sockets<'i> {
-    /// What this process was given. systemd names sockets as the configuration says (`sd_listen_fds(3)`).
+    /// What this process inherited. systemd names sockets as the configuration says (`sd_listen_fds(3)`).
     pub inherited: &'i mut Inherited,
     /// Keeps them.
     pub store: &'i Store,
@@ -234,7 +237,7 @@ impl Sockets<'_> {
             return keep(ACTIVATED, Listening::new(fd, None).map_err(|source| system("eventfd", source))?);
         }
         let before = self.inherited.remove(&format!("{OWN}{name}"));
-        // Somebody may have removed its file, or the configuration may name another.
+        // Its file may have been removed, or the configuration may name another.
         if let Some(fd) = before.filter(|fd| path.exists() && is_at(fd, path)) {
             let listening = Listening::new(fd, Some(path.to_owned()));
             return keep(OWN, listening.map_err(|source| system("eventfd", source))?);
@@ -243,7 +246,7 @@ impl Sockets<'_> {
         keep(OWN, Listening::bind(path, kind, mode)?)
     }
 
-    /// Closes the sockets that nobody took. Names that are not the keeper's own are logged.
+    /// Closes the sockets that nobody took. Logs names that are not the keeper's own.
     pub fn drop_others(&mut self) {
         for name in self.inherited.names("") {
             drop(self.inherited.remove(&name));
@@ -329,11 +332,11 @@ mod tests {
     }
 
     #[test]
-    fn the_next_keeper_listens_at_the_same_socket_unless_it_is_to_be_another() {
+    fn the_next_keeper_inherits_the_socket_unless_its_path_changed() {
         let folder = folder();
         let path = folder.path().join("s");
         let mut before = Listening::bind(&path, SockType::Stream, 0o600).unwrap();
-        // An upgrade executes the next program: nothing is dropped.
+        // An upgrade executes the next program, so nothing is dropped.
         before.file = None;
         let store = Store::default();
         let given = || Inherited::from_pairs([("own-status".to_owned(), before.fd.try_clone().unwrap())]);

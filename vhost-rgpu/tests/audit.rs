@@ -1,4 +1,5 @@
-//! A hostile guest does one after the other what an audit has found, while a neighbor of another device process verifies its data. What each process of the daemon holds stays within limits.
+//! A hostile guest replays an audit's attacks while a neighbor in another device process verifies its data.
+//! Each process of the daemon stays within its limits.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
@@ -20,10 +21,11 @@ use test_kit::*;
 
 /// Pieces of memory that a guest may have registered.
 const PIECES: u64 = 1 << 20;
-/// Guest memory in which the hostile guest has large requests, behind its channels.
+/// Guest memory for the hostile guest's large requests, after its channels.
 const LARGE: u64 = 48 << 20;
 
-/// The processes that the attacks must not affect, the keeper and the neighbor's, and the hostile guest's own.
+/// The processes that the attacks must not affect (the keeper's and the neighbor's), and the hostile guest's
+/// own.
 struct Watched<'a> {
     daemon: &'a Daemon,
     before: Resources,
@@ -41,21 +43,23 @@ impl Watched<'_> {
         resources(&[vec![daemon.pid()], Self::processes(daemon, false)].concat())
     }
 
-    /// What the others hold is what they held before. The keeper has a few descriptors and buffers for each of the guest's channels.
+    /// Checks that the others hold the same as before. The keeper has a few descriptors and buffers for each
+    /// of the guest's channels.
     fn check(&self, attack: &str) {
         let own = resources(&Self::processes(self.daemon, true));
         let more = Self::others(self.daemon) - self.before;
         eprintln!("{attack}: the guest's process {own:?}; the others, beyond before: {more:?}");
         assert!(more.threads <= 8 && more.descriptors <= 128 && more.mappings <= 128, "{attack}: {more:?}");
         assert!(more.memory_kib <= 24 << 10, "{attack}: {more:?}");
-        // Of its own limits, memory includes the guest's, which it has mapped.
+        // Its memory includes the guest's, which it has mapped.
         assert!(own.threads <= 300 && own.descriptors <= 1024, "{attack}: {own:?}");
         assert!(own.mappings <= 65_000, "{attack}: {own:?}");
         assert!(own.memory_kib <= (64 + 96) << 10, "{attack}: {own:?}");
     }
 }
 
-/// A program of this host, which sends data to the server, gets it back, and compares, until it is told to stop.
+/// A program of this host that sends data to the server, gets it back and compares it, until it is told to
+/// stop.
 fn verify(mut channel: Channel, stop: &AtomicBool, rounds: &AtomicU64) {
     const LEN: u64 = 200_000;
     while !stop.load(Ordering::Relaxed) {
@@ -76,7 +80,7 @@ fn register(channel: u32, region: u32, extents: &[Extent]) -> Request {
     Request { kind: request::REGISTER_MEMORY, region, ..create(channel, extents) }
 }
 
-/// Sends a request that is too large for where the others lie.
+/// Sends a request that is too large for the usual buffers.
 fn ask_large(guest: &mut Guest, request: Request, extents: &[Extent]) -> (Answer, String) {
     let bytes = message(request, extents);
     let answer = guest.buffer(264);
@@ -88,7 +92,7 @@ fn ask_large(guest: &mut Guest, request: Request, extents: &[Extent]) -> (Answer
     guest.answer_at(answer)
 }
 
-/// H1: extents of one byte, of which a host has to remember each.
+/// H1: extents of one byte, each of which a host has to remember.
 fn tiny_extents(guest: &mut Guest) {
     guest.create(0).synchronize();
     let extents: Vec<Extent> = (0..PIECES / 4).map(|i| Extent { addr: (40 << 20) + 2 * i, len: 1 }).collect();
@@ -100,7 +104,7 @@ fn tiny_extents(guest: &mut Guest) {
     }
 }
 
-/// H2: channels of pages that do not adjoin, each of which is a mapping.
+/// H2: channels of non-adjacent pages, each of which needs a mapping.
 fn scattered_channels(guest: &mut Guest) {
     let geometry = Geometry::with_arena(46 << 20);
     let header = CHANNEL + (8 << 20);
@@ -116,7 +120,7 @@ fn scattered_channels(guest: &mut Guest) {
     assert!(reason.contains("this host maps at most"), "{reason}");
 }
 
-/// Requests, chains and records that mean nothing.
+/// Meaningless requests, chains and records.
 fn rubbish(guest: &mut Guest) {
     let wild = [Extent { addr: u64::MAX - 4095, len: 8192 }];
     for round in 0..100 {
@@ -144,7 +148,7 @@ fn resets(guest: &mut Guest) {
     }
 }
 
-/// H4: connections that say nothing, and more of them than there may be.
+/// H4: silent connections, more of them than allowed.
 fn silent_connections(daemon: &Daemon) {
     let open: Vec<NativeClient> =
         (0..400).filter_map(|_| NativeClient::connect(&daemon.native()).ok()).collect();
@@ -172,7 +176,7 @@ fn a_guest_that_replays_the_audits_attacks_harms_no_neighbor() {
 
 fn replay(daemon: &Daemon, rounds: &AtomicU64) {
     let verified = || rounds.load(Ordering::Relaxed);
-    // Rounds and seconds of the neighbor, which only a measurement on an idle machine can compare.
+    // The neighbor's rounds and seconds, which only a measurement on an idle machine can compare.
     let mut mark = (Instant::now(), verified());
     let mut pace = |what: &str| {
         let now = (Instant::now(), verified());
@@ -196,14 +200,14 @@ fn replay(daemon: &Daemon, rounds: &AtomicU64) {
         let before = verified();
         attack(&mut guest);
         watched.check(name);
-        until("the neighbor goes on", || verified() > before + 3);
+        until("the neighbor continues", || verified() > before + 3);
         pace(name);
     }
     silent_connections(daemon);
     watched.check("H4, silent connections");
     pace("H4, silent connections");
 
-    // H3: memory that is gone when the device process touches it.
+    // H3: memory that has disappeared when the device process touches it.
     let file = guest.memories.files().next().unwrap().1.try_clone().unwrap();
     let process = Watched::processes(daemon, true)[0];
     nix::unistd::ftruncate(&file, 0).unwrap();
@@ -211,15 +215,15 @@ fn replay(daemon: &Daemon, rounds: &AtomicU64) {
     guest.kick(CONTROL_QUEUE);
     eventually(|| daemon.log().contains(&format!("its device process {process} was killed by SIGBUS")));
     let before = verified();
-    until("the neighbor goes on", || verified() > before + 3);
+    until("the neighbor continues", || verified() > before + 3);
     pace("H3, shrinking memory");
-    // The mappings of the guest's memory in this process, which the file no longer backs, are not touched again.
+    // This process's mappings of the guest's memory, which the file no longer backs, are not touched again.
     std::mem::forget(guest);
 
     eventually(|| daemon.log().contains("the VMM's connection ended"));
     until("the others hold what they held before", || {
         let more = Watched::others(daemon) - watched.before;
-        // Memory of threads that have ended stays with the allocator.
+        // The allocator keeps the memory of threads that have ended.
         more.threads == 0 && more.descriptors == 0 && more.mappings <= 128
     });
     Guest::connect(daemon).create(0).synchronize();

@@ -1,4 +1,5 @@
-//! What happens when a device process ends unexpectedly: its guest gets another one without noticing more than lost sessions, and nobody else notices anything.
+//! A device process ends unexpectedly: its guest gets another one and notices at most lost sessions, and
+//! nobody else notices anything.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
@@ -83,7 +84,7 @@ fn a_guest_goes_on_after_its_device_process_was_killed() {
             );
         }
         eventually(|| daemon.number("sessions_lost") == 2 * round);
-        // What the driver still asks about these channels has an answer, and the next programs are served.
+        // The driver's remaining requests for these channels are answered, and the next programs are served.
         let unregister = Request { region: 3, ..plain(request::UNREGISTER_MEMORY, 0) };
         assert_eq!(guest.ask(unregister, &[]), (Answer::Ok, String::new()));
         let extents = scattered(5000, 1);
@@ -102,7 +103,7 @@ fn a_guest_goes_on_after_its_device_process_was_killed() {
     assert_eq!(daemon.sessions(), 0);
 }
 
-/// Sets the number of descriptors that a process may have, and gives the number before.
+/// Sets the number of descriptors that a process may have, and returns the previous one.
 fn limit_descriptors(process: u32, most: u64) -> u64 {
     let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     let (pid, none) = (process.cast_signed(), std::ptr::null());
@@ -122,7 +123,7 @@ fn a_device_process_that_cannot_be_started_is_tried_again() {
     let channel = guest.create(0);
     let before = daemon.number("device_processes_restarted");
     let process = device_process(&daemon, "vm");
-    // The keeper can open nothing more for a while: as long as no number below the limit is free.
+    // For a while the keeper can open nothing more, because no number below the limit is free.
     let free = (0..).find(|number| !Path::new(&format!("/proc/{}/fd/{number}", daemon.pid())).exists());
     let most = limit_descriptors(daemon.pid(), free.unwrap());
     kill(Pid::from_raw(process), Signal::SIGKILL).unwrap();
@@ -148,7 +149,7 @@ fn requests_in_progress_are_answered_by_the_successor() {
     let dst = HostOut(HostRange { len: 5, ..region(1, 0, 0) });
     channel.push(&MemcpyDtoH { stream: StreamId(0), src: 1, dst }, NO_SLOT);
     eventually(|| server.commands().len() == 1);
-    // The server is held in the copy, so the region cannot be let go. A later request is answered before.
+    // The server is held in the copy, so the region cannot be released. A later request is answered earlier.
     let (slow, slow_at) =
         guest.send(&message(Request { region: 1, ..plain(request::UNREGISTER_MEMORY, 0) }, &[]));
     let (quick, _) = guest.send(&message(plain(request::DESTROY_CHANNEL, 77), &[]));
@@ -161,7 +162,8 @@ fn requests_in_progress_are_answered_by_the_successor() {
     guest.create(0);
 }
 
-/// A server that accepts connections and never says anything. Gives its address and how many have come.
+/// A server that accepts connections and never sends anything. Returns its address and the number of
+/// connections.
 fn mute_server() -> (String, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (address, count) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
@@ -188,7 +190,7 @@ fn a_channel_that_was_being_created_is_created_by_the_successor() {
     crash(&daemon);
     eventually(|| connections.load(Ordering::SeqCst) == 2);
     assert_ne!(view.header().state(), State::Lost, "the program has no session yet that could be lost");
-    // The server stays mute, and that is what the guest is told, once.
+    // The server stays silent, and the guest is told so once.
     assert_eq!(guest.wait_used(CONTROL_QUEUE).0, head);
     assert_eq!(guest.answer_at(at).0, Answer::NoServer);
     assert_eq!(guest.used(CONTROL_QUEUE), None);
@@ -203,7 +205,7 @@ fn a_session_that_was_just_beginning_is_ended_by_the_successor() {
     let (extents, geometry) = guest.prepare(1);
     let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
     let (head, at) = guest.send(&message(create(1, &extents), &extents));
-    // From the first data connection on the server keeps the session for the whole grace period.
+    // From the first data connection on, the server keeps the session for the whole grace period.
     eventually(|| server.held() > 0);
     server.hold_data(false);
     crash(&daemon);
@@ -230,7 +232,8 @@ fn a_program_that_waits_in_a_servers_queue_learns_of_the_crash() {
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 2), &[]), (Answer::Ok, String::new()));
 }
 
-/// A server on this host that takes one session and its memory, and closes it when it is told to. It never looks who comes after its client, which is gone when the receiver gets a message.
+/// A server on this host that takes one session and its memory, and closes it on request. It never reads from
+/// its client, which is gone when the receiver gets a message.
 fn local_server(path: &Path) -> (mpsc::Receiver<()>, mpsc::Sender<()>) {
     let listener = std::os::unix::net::UnixListener::bind(path).unwrap();
     let ((gone, is_gone), (close, may_close)) = (mpsc::channel(), mpsc::channel());
@@ -271,7 +274,7 @@ fn a_local_session_goes_on_in_the_next_device_process() {
     let server = LocalServer::start(Workers::Good);
     let (daemon, ended) = (serving_locally(&server), || server.ended.load(Ordering::SeqCst));
     goes_on_in_the_next_device_process(&daemon, ended);
-    // A VMM that leaves before the next process has found the session ends it, too.
+    // A VMM that leaves before the next process has found the session also ends it.
     let mut guest = Guest::connect(&daemon);
     guest.create(0).synchronize();
     kill(Pid::from_raw(device_process(&daemon, "vm")), Signal::SIGKILL).unwrap();
@@ -305,7 +308,7 @@ fn goes_on_in_the_next_device_process(daemon: &Daemon, ended: impl Fn() -> usize
         );
         let event = guest.post_event();
         crash(daemon);
-        // Its threads look again: the old process may have been about to wake them.
+        // Its threads look again, because the old process may have been about to wake them.
         assert_eq!(guest.wait_used(EVENT_QUEUE).1, 8);
         assert_eq!(Event::read_from_bytes(&guest.read::<8>(event)).unwrap().channel, 0);
         channel.synchronize();
@@ -330,7 +333,7 @@ fn goes_on_in_the_next_device_process(daemon: &Daemon, ended: impl Fn() -> usize
     assert_eq!(guest.ask(unregister(1), &[]).0, Answer::Invalid);
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]), (Answer::Ok, String::new()));
     eventually(|| ended() == 1);
-    // A reset ends a session also if another process had it before.
+    // A reset ends a session even if another process had it before.
     guest.create(0).synchronize();
     crash(daemon);
     guest.reset();
@@ -360,7 +363,8 @@ fn requests_for_memory_are_carried_out_once_also_across_a_crash() {
     channel.push(&copy(1), NO_SLOT);
     channel.synchronize();
     assert_eq!(server.keeps(), 1);
-    // The worker uses the region, so the first request waits, and the second one behind it if it comes later: each has a thread of its own.
+    // The worker uses the region, so the first request waits, and so does the second if it arrives later:
+    // each has a thread of its own.
     let (slow, slow_at) = guest.send(&message(unregister(1), &[]));
     let (next, next_at) = guest.send(&message(register(2, &extents), &extents));
     let (quick, _) = guest.send(&message(plain(request::DESTROY_CHANNEL, 77), &[]));
@@ -369,7 +373,7 @@ fn requests_for_memory_are_carried_out_once_also_across_a_crash() {
         answered.push(guest.wait_used(CONTROL_QUEUE).0);
     }
     crash(&daemon);
-    // The session goes on meanwhile.
+    // The session continues meanwhile.
     channel.synchronize();
     crash(&daemon);
     channel.synchronize();
@@ -388,7 +392,7 @@ fn requests_for_memory_are_carried_out_once_also_across_a_crash() {
     assert_eq!(guest.used(CONTROL_QUEUE), None, "each request is answered once");
     channel.push(&copy(2), NO_SLOT);
     channel.synchronize();
-    // A program that is killed while the worker uses its memory does not wait for it.
+    // A program that is killed while the worker uses its memory doesn't wait for it.
     let (waits, _) = guest.send(&message(unregister(2), &[]));
     crash(&daemon);
     let (destroy, _) = guest.send(&message(plain(request::DESTROY_CHANNEL, 0), &[]));
@@ -414,13 +418,13 @@ fn crashes_at_any_moment_change_nothing_for_a_session_over_tcp() {
     assert!(server.resumed() >= 6 && server.trouble().is_empty(), "{:?}", server.trouble());
 }
 
-/// Copies `len` bytes to and fro while device processes end.
+/// Copies `len` bytes back and forth while device processes end.
 fn crashes_at_any_moment(daemon: &Daemon, len: u64) {
     let mut guest = Guest::connect(daemon);
     let mut channel = guest.create(0);
     let mut registered = [false; 5];
     std::thread::scope(|scope| {
-        // As many as the keeper takes for an accident.
+        // As many as the keeper considers accidental.
         let crashes = scope.spawn(|| {
             for round in 1..=6u64 {
                 std::thread::sleep(std::time::Duration::from_micros(round * 7919 % 40_000));
@@ -491,7 +495,7 @@ fn a_channels_memory_is_the_guests_only_when_its_worker_has_let_go() {
     let (destroy, at) = guest.send(&message(plain(request::DESTROY_CHANNEL, 0), &[]));
     let (quick, _) = guest.send(&message(plain(request::DESTROY_CHANNEL, 77), &[]));
     assert_eq!(guest.wait_used(CONTROL_QUEUE).0, quick);
-    // Yet another process in between changes nothing.
+    // Another process in between changes nothing.
     crash(&daemon);
     let (quick, _) = guest.send(&message(plain(request::DESTROY_CHANNEL, 78), &[]));
     assert_eq!(guest.wait_used(CONTROL_QUEUE).0, quick);
@@ -525,7 +529,8 @@ fn a_crash_affects_no_neighbor() {
     copies(&mut neighbor, 2);
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]).0, Answer::Ok);
     let mut channel = guest.create(0);
-    // The other way round: this server keeps no session, so the programs of a user end with their device process, and the next ones are served.
+    // The other way round: this server keeps no session, so a user's programs end with their device process,
+    // and the next ones are served.
     kill(Pid::from_raw(device_process(&daemon, "user")), Signal::SIGKILL).unwrap();
     assert!(client.is_closed());
     copies(&mut channel, 3);
@@ -543,12 +548,12 @@ fn a_vmm_that_takes_memory_away_harms_only_its_own_guest() {
     let channel = guest.create(5);
     let file = guest.memories.files().next().unwrap().1.try_clone().unwrap();
     let process = device_process(&daemon, "vm");
-    // The queues stay, and the channel's pages are gone: whoever touches them gets SIGBUS.
+    // The queues stay, but the channel's pages are gone: touching them gives SIGBUS.
     std::mem::forget(channel);
     nix::unistd::ftruncate(&file, 4 << 20).unwrap();
     guest.kick(DOORBELL_QUEUE);
     eventually(|| daemon.log().contains(&format!("its device process {process} was killed by SIGBUS")));
-    // Its memory is not what was negotiated any more, so the VMM is disconnected. Nobody else notices.
+    // Its memory no longer matches what was negotiated, so the VMM is disconnected. Nobody else notices.
     eventually(|| daemon.log().contains("does not accept what was negotiated"));
     eventually(|| daemon.log().contains("the VMM's connection ended"));
     neighbor.synchronize();
@@ -579,11 +584,11 @@ fn is_zombie(process: i32) -> bool {
 }
 
 #[test]
-fn a_crash_in_the_middle_of_the_negotiation_is_made_up_for() {
+fn a_crash_in_the_middle_of_the_negotiation_is_repaired() {
     let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);
     for _ in 0..4 {
-        // The messages have no answer: the crash comes somewhere in between.
+        // The messages have no replies, so the crash comes somewhere in between.
         guest.reset();
         (0..3).for_each(|index| guest.start(index));
         crash(&daemon);
@@ -600,7 +605,7 @@ fn a_memory_table_in_pieces_is_negotiated_again() {
         guest.add_memory(1 << 32 | (index as u64) << 12, 4096, file);
     }
     guest.remove_memory(1 << 32, 4096);
-    // The messages before have no answer, and this one has.
+    // The messages before have no replies, but this one does.
     guest.frontend.get_features().unwrap();
     crash(&daemon);
     guest.create(0).synchronize();

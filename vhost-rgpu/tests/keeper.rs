@@ -1,4 +1,4 @@
-//! One keeper after the other: VMMs and guests do not notice that the keeper is killed or replaced, and sessions go on.
+//! The keeper is killed or replaced: VMMs and guests don't notice, and sessions continue.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
@@ -29,10 +29,10 @@ use test_kit::*;
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 
-/// Most bytes of a record of the keeper.
+/// Maximum size of the keeper's record in bytes.
 const RECORD: u64 = 16 << 20;
 
-/// A daemon that a service manager starts, again and again.
+/// A daemon that a service manager starts repeatedly.
 struct Service {
     manager: Manager,
     folder: Arc<tempfile::TempDir>,
@@ -49,7 +49,7 @@ impl Service {
         Daemon::kept(&self.manager, &self.folder, &borrowed(&self.arguments))
     }
 
-    /// Whether a VMM's message was taken and is not answered.
+    /// Whether a VMM's message was taken but not answered.
     fn is_busy(&self) -> bool {
         let record = self.manager.record("guest-vm-record", RECORD);
         record.is_some_and(|record| record["words"]["busy"] == true)
@@ -76,7 +76,8 @@ fn borrowed(arguments: &[String]) -> Vec<&str> {
     arguments.iter().map(String::as_str).collect()
 }
 
-/// Replaces the keeper, three times, under a guest with a session, memory that the session has registered, and a request.
+/// Replaces the keeper three times under a guest with a session, memory that the session has registered, and
+/// a request.
 fn a_guest_does_not_notice(
     mut daemon: Daemon,
     replace: impl Fn(Daemon) -> Daemon,
@@ -115,13 +116,13 @@ fn a_guest_does_not_notice(
     let flags = vhost::vhost_user::message::VhostUserConfigFlags::empty();
     let (_, config) = guest.frontend.get_config(0, 4, flags, &zeros).unwrap();
     assert_eq!(config.len(), 4);
-    // A crash of the device process alone is one under this keeper, too.
+    // A crash of only the device process is a crash under this keeper, too.
     let process = daemon.status()["device_processes"][0]["process"].as_u64().unwrap();
     let before = daemon.number("device_processes_restarted");
     kill(Pid::from_raw(process as i32), Signal::SIGKILL).unwrap();
     eventually(|| daemon.number("device_processes_restarted") == before + 1);
     channel.synchronize();
-    // A reset ends the session also if another keeper had it, and the guest can begin anew.
+    // A reset ends the session even if another keeper had it, and the guest can start over.
     guest.reset();
     eventually(|| ended() == 1);
     (0..3).for_each(|queue| guest.start(queue));
@@ -173,7 +174,8 @@ fn nothing_is_kept_of_a_vmm_that_has_left_or_of_a_daemon_that_has_ended() {
     assert_eq!(guests(), 0);
     let mut guest = Guest::connect(&daemon);
     guest.create(0).synchronize();
-    // A record, the VMM's socket, requests, a process and its socket, memory, two for each of three rings, and a channel.
+    // A record, the VMM's socket, requests, a process and its socket, memory, two for each of three rings,
+    // and a channel.
     assert!(guests() >= 12, "{:?}", service.manager.names());
     drop(guest);
     eventually(|| guests() == 0);
@@ -182,7 +184,7 @@ fn nothing_is_kept_of_a_vmm_that_has_left_or_of_a_daemon_that_has_ended() {
 }
 
 #[test]
-fn what_a_device_process_said_to_a_keeper_that_did_not_listen_is_heard_by_the_next() {
+fn unread_messages_of_a_device_process_reach_the_next_keeper() {
     let server = LocalServer::start(Workers::Good);
     let service = Service::new(&borrowed(&local(&server)));
     let mut daemon = service.start();
@@ -190,7 +192,7 @@ fn what_a_device_process_said_to_a_keeper_that_did_not_listen_is_heard_by_the_ne
     guest.create(0).synchronize();
     eventually(|| !service.is_busy());
     daemon.signal(Signal::SIGSTOP);
-    // The device process says that the channel is gone, and the keeper never reads it.
+    // The device process reports that the channel is destroyed, and the keeper never reads it.
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]), (Answer::Ok, String::new()));
     daemon.end(Signal::SIGKILL);
     let daemon = service.start();
@@ -254,7 +256,7 @@ fn a_program_that_cannot_take_over_is_not_executed() {
     // Nothing was touched.
     assert_eq!(daemon.status()["device_processes"][0]["process"], process);
     channel.synchronize();
-    // One that can ask but cannot be executed: everything is there again.
+    // A program that answers the question but cannot be executed: everything is there again.
     std::fs::write(path("vhost-rgpu"), "#!/nonexistent\n").unwrap();
     assert!(upgrade()["error"].is_string());
     channel.synchronize();
@@ -267,7 +269,7 @@ fn a_program_that_cannot_take_over_is_not_executed() {
 }
 
 #[test]
-fn a_keeper_that_ends_in_the_middle_of_a_vmms_message_costs_that_guest_its_connection_and_no_other() {
+fn a_keeper_that_ends_during_a_vmms_message_disconnects_only_that_vmm() {
     let server = FakeServer::good();
     let service = Service::new(&["--server", &server.address.to_string(), "--name", "vm"]);
     let mut daemon = service.start();

@@ -47,7 +47,7 @@ struct Client {
     channel: channel::Channel,
 }
 
-/// Asks for a channel with an arena of 1 MiB and leaves the response for the caller.
+/// Requests a channel with an arena of 1 MiB and leaves the response to the caller.
 fn ask(path: &Path, wishes: u32) -> (NativeClient, ChannelView) {
     let native = NativeClient::connect(path).unwrap();
     let (file, view) = in_a_file(1 << 20, PROGRAM);
@@ -56,7 +56,7 @@ fn ask(path: &Path, wishes: u32) -> (NativeClient, ChannelView) {
     (native, view)
 }
 
-/// A client that can be told to wait, and has asked for a channel; its answer has come.
+/// A client that can be told to wait and has requested a channel; its answer has arrived.
 fn ask_patiently(path: &Path) -> (NativeClient, ChannelView) {
     let (native, view) = ask(path, wish::MAY_WAIT);
     let (answer, reason, fds) = native.response().unwrap().unwrap();
@@ -79,7 +79,7 @@ impl Client {
         Client { native, doorbell, channel }
     }
 
-    /// Sleeps until the answer in a slot comes, as the library does: by futex on the slot's word.
+    /// Sleeps until the reply in a slot arrives, as the library does: by futex on the slot's word.
     fn sleep_for_answer(&self, slot: u16) -> protocol::Status {
         let view = self.channel.view();
         let word = view.slot(slot).unwrap();
@@ -91,7 +91,8 @@ impl Client {
             if word.announce_sleep() {
                 let timeout = libc::timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
                 let sleeping = SlotState::Sleeping as u32;
-                // SAFETY: the slot's first word is its state, and the channel stays mapped while `self.channel` lives; the kernel only reads the word.
+                // SAFETY: the slot's first word is its state, and the channel stays mapped while
+                // `self.channel` lives; the kernel only reads the word.
                 let woken = unsafe {
                     let word = view.base().add(view.geometry().slot_offset(slot.into()));
                     libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, sleeping, &timeout)
@@ -151,7 +152,7 @@ fn a_program_sends_commands_and_data_and_sleeps_for_answers() {
     let own = Memories::map(vec![(memory, file.try_clone().unwrap())]).unwrap();
     let bytes = pattern(1_000_003, 1);
     let at = own.resolve(&[Extent { addr: 4096, len: 1_000_003 }], 1_000_003).unwrap().all()[0].at;
-    // SAFETY: `resolve` checked that as many bytes as `bytes` has lie there in mapped memory.
+    // SAFETY: `resolve` checked that this range of mapped memory is as long as `bytes`.
     unsafe { at.copy_from(NonNull::from(&bytes[..]).cast(), bytes.len()) };
     let register = Request {
         kind: request::REGISTER_MEMORY,
@@ -182,7 +183,7 @@ fn a_service_manager_hears_when_the_daemon_serves_and_when_it_ends() {
     let (server, manager) = (FakeServer::good(), Manager::new());
     let mut daemon = Daemon::managed(&manager, &server);
     until("it serves", || manager.said() == ["READY=1"]);
-    // Every socket is there, without waiting for anything else.
+    // Every socket exists, without waiting for anything else.
     assert_eq!(daemon.sessions(), 0);
     let client = Client::open(&daemon.native());
     std::os::unix::net::UnixStream::connect(daemon.vm()).unwrap();
@@ -300,7 +301,7 @@ fn a_waiting_client_finds_its_position_in_its_channel_and_then_its_session() {
     let daemon = Daemon::serving(&server);
     let (_native, view) = ask_patiently(&daemon.native());
     eventually(|| view.header().state() == State::Ready);
-    // The last place that was told of, and by whom.
+    // The last position that was reported, and by whom.
     assert_eq!((view.header().ahead(), view.header().reason().as_str()), (4, "fake"));
     eventually(|| daemon.sessions() == 1);
 }
@@ -309,7 +310,7 @@ fn a_waiting_client_finds_its_position_in_its_channel_and_then_its_session() {
 fn a_waiting_client_learns_why_it_is_refused_and_leaves_the_queue_when_it_disconnects() {
     let refusal = Some((Answer::NoResources, "nobody is served here"));
     let server = FakeServer::start(Behavior { queue: &[1], answer: refusal, ..Behavior::default() });
-    // A refusal that follows at once: the answer may be the queue's or the refusal's, and the channel says the rest.
+    // A refusal right away: the answer may be the queue's or the refusal's; the channel has the rest.
     let daemon = Daemon::serving(&server);
     let (native, view) = ask(&daemon.native(), wish::MAY_WAIT);
     assert_eq!(native.response().unwrap().unwrap().0, Answer::Ok);
@@ -382,7 +383,7 @@ fn a_user_at_its_share_of_the_limit_is_told_so() {
     assert!(reason.contains("native.max_channels_per_user"), "{reason}");
     assert_eq!(daemon.number("clients_refused"), 1);
     drop(first);
-    // While the two still count, the connection may be closed before it is used.
+    // While both still count, the connection may be closed before it is used.
     eventually(|| {
         let native = NativeClient::connect(&daemon.native()).unwrap();
         let (file, view) = in_a_file(1 << 20, PROGRAM);
@@ -405,7 +406,7 @@ fn sigterm_ends_sessions_removes_sockets_and_exits_with_zero() {
     }
 }
 
-/// A server on this host that takes a session and its memory, and then does nothing more, whatever it is told.
+/// A server on this host that takes a session and its memory, and then ignores everything.
 fn stuck_server(path: &Path) {
     let listener = std::os::unix::net::UnixListener::bind(path).unwrap();
     std::thread::spawn(move || {
@@ -470,7 +471,7 @@ fn a_configuration_is_checked_without_serving() {
 }
 
 #[test]
-fn a_device_process_reaches_nothing_but_what_it_was_given() {
+fn a_device_process_accesses_only_what_it_was_given() {
     let server = FakeServer::good();
     let daemon = Daemon::serving(&server);
     let _client = Client::open(&daemon.native());
@@ -484,7 +485,7 @@ fn a_device_process_reaches_nothing_but_what_it_was_given() {
     }
     assert_eq!(state["namespaces"], serde_json::json!(["mnt", "pid", "ipc", "net"]));
     assert!(state["user"].as_u64().unwrap() >= 0x7001_0000, "{state}");
-    // Its server is on a network that it does not have: the keeper has connected.
+    // Its server is on a network that it doesn't have: the keeper has connected.
     let folder = PathBuf::from(format!("/proc/{}", process["process"]));
     let interfaces = std::fs::read_to_string(folder.join("net/dev")).unwrap();
     assert_eq!(interfaces.lines().filter(|line| line.contains(':')).count(), 1, "{interfaces}");
@@ -496,7 +497,7 @@ fn a_device_process_reaches_nothing_but_what_it_was_given() {
 }
 
 #[test]
-fn a_required_sandbox_that_is_not_there_keeps_the_daemon_from_starting() {
+fn the_daemon_does_not_start_without_a_required_sandbox() {
     let folder = tempfile::tempdir().unwrap();
     let run = |flags: &[&str]| {
         let socket = folder.path().join("native.sock");
@@ -514,7 +515,7 @@ fn a_required_sandbox_that_is_not_there_keeps_the_daemon_from_starting() {
 }
 
 #[test]
-fn clients_that_come_and_go_leave_nothing_behind() {
+fn disconnected_clients_leave_nothing_behind() {
     let server = FakeServer::good();
     let daemon = Daemon::serving(&server);
     drop(Client::open(&daemon.native()));
@@ -542,7 +543,7 @@ fn a_socket_from_systemd_is_served_and_left_in_place() {
     let listening = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
     nix::sys::socket::bind(listening.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
     nix::sys::socket::listen(&listening, nix::sys::socket::Backlog::new(8).unwrap()).unwrap();
-    // A client may come before the daemon runs.
+    // A client may connect before the daemon runs.
     let early = NativeClient::connect(&path).unwrap();
     let mut daemon = Daemon::activated(&["--server", &server.address.to_string()], &listening, "native");
     let (file, view) = in_a_file(0, PROGRAM);
@@ -550,14 +551,14 @@ fn a_socket_from_systemd_is_served_and_left_in_place() {
     assert_eq!(early.ask(request, &[&file]).unwrap().0, Answer::Ok);
     assert!(!daemon.native().exists(), "it made no socket of its own");
     assert!(daemon.end(Signal::SIGTERM).success());
-    // It still listens: who connects while the daemon restarts waits for the next one.
+    // It still listens: clients that connect while the daemon restarts wait for the next one.
     let early = NativeClient::connect(&path).unwrap();
     let _next = Daemon::activated(&["--server", &server.address.to_string()], &listening, "native");
     assert_eq!(early.ask(request, &[&in_a_file(0, PROGRAM).0]).unwrap().0, Answer::Ok);
 }
 
 #[test]
-fn the_host_s_key_stays_with_the_keeper() {
+fn the_hosts_key_stays_with_the_keeper() {
     let folder = tempfile::tempdir().unwrap();
     let identity = Identity::load_or_create(folder.path()).unwrap();
     // Nobody listens there.
@@ -573,12 +574,12 @@ fn the_host_s_key_stays_with_the_keeper() {
     let (_native, answer, reason) = refused();
     assert_eq!(answer, Answer::Denied);
     assert!(reason.contains("no key is pinned for tcp:127.0.0.1"), "{reason}");
-    // What rgpuctl join adds counts at once.
+    // What rgpuctl join adds takes effect immediately.
     servers::add(folder.path(), std::slice::from_ref(&server), identity.fingerprint(), "me").unwrap();
     let (_native, answer, reason) = refused();
     assert_eq!(answer, Answer::NoServer);
     assert!(reason.contains("cannot be reached"), "{reason}");
-    // The device process asked for signatures of this key, and does not have it.
+    // The device process requested signatures with this key, and doesn't have it.
     let device = daemon.children()[0] as u64;
     let pem = std::fs::read_to_string(folder.path().join("key.pem")).unwrap();
     let line = pem.lines().nth(1).unwrap();

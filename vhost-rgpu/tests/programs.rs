@@ -1,4 +1,4 @@
-//! What happens to programs of this host when their device process ends: another one goes on with their sessions.
+//! The device process of this host's programs ends: another one continues their sessions.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
@@ -50,7 +50,7 @@ impl Program {
     }
 }
 
-/// Memory of a program's own for a region.
+/// A program's own memory for a region.
 fn own() -> (OwnedFd, Memories) {
     let file = memfd_create(c"own", MFdFlags::MFD_ALLOW_SEALING).unwrap();
     nix::unistd::ftruncate(&file, 1 << 20).unwrap();
@@ -85,7 +85,7 @@ fn crash(daemon: Daemon) -> Daemon {
     daemon
 }
 
-/// Has programs' process replaced, again and again.
+/// Repeatedly replaces the process of some programs.
 fn programs_do_not_notice(mut daemon: Daemon, replace: impl Fn(Daemon) -> Daemon, ended: impl Fn() -> usize) {
     let (mut program, mut neighbor) = (Program::start(&daemon), Program::start(&daemon));
     let bytes = pattern(LEN as usize, 7);
@@ -108,7 +108,7 @@ fn programs_do_not_notice(mut daemon: Daemon, replace: impl Fn(Daemon) -> Daemon
             program.channel.synchronize();
             assert!(session::read(memories, &AT) == bytes, "region {round}");
         }
-        // What one process has registered is registered with the next one.
+        // What one process has registered can be unregistered with the next.
         let (file, _) = own();
         daemon = replace(daemon);
         program.channel.synchronize();
@@ -122,7 +122,7 @@ fn programs_do_not_notice(mut daemon: Daemon, replace: impl Fn(Daemon) -> Daemon
     assert_eq!(program.ask(plain(request::DESTROY_CHANNEL), &[]), (Answer::Ok, String::new()));
     assert!(program.native.is_closed());
     eventually(|| ended() == 1);
-    // A program that leaves under another process than it came to.
+    // A program that leaves under another process than it connected to.
     daemon = replace(daemon);
     drop(neighbor);
     eventually(|| ended() == 2 && daemon.sessions() == 0);
@@ -173,7 +173,8 @@ fn programs_do_not_notice_crashes_of_the_keeper_under_a_service_manager() {
     let address = server.config.server.to_string();
     let start = || Daemon::kept(&manager, &folder, &["--server", &address]);
     let crash = |mut daemon: Daemon| {
-        // Answers pass through one thread of the keeper. So it is done with those before this one, and not killed in the middle of one, which would cost that session.
+        // Answers pass through one thread of the keeper. So when this one has arrived, the keeper is not
+        // killed in the middle of an earlier one, which would cost that session.
         let witness = NativeClient::connect(&daemon.native()).unwrap();
         assert_eq!(witness.ask(register(0), &[&own().0]).unwrap().0, Answer::Invalid, "it has no channel");
         daemon.end(Signal::SIGKILL);
@@ -189,7 +190,7 @@ fn a_program_that_is_just_starting_is_started_by_the_next_process() {
     let address = format!("tcp:{}", listener.local_addr().unwrap());
     let (count, open) = (Arc::new(AtomicUsize::new(0)), Arc::new(Mutex::new(Vec::new())));
     let (counted, kept) = (count.clone(), open.clone());
-    // It accepts connections and never says anything.
+    // It accepts connections and never sends anything.
     std::thread::spawn(move || {
         for connection in listener.incoming() {
             kept.lock().unwrap().push(connection);
@@ -204,7 +205,7 @@ fn a_program_that_is_just_starting_is_started_by_the_next_process() {
     let daemon = crash(daemon);
     eventually(|| count.load(Ordering::SeqCst) == 2);
     assert_ne!(view.header().state(), State::Lost);
-    // The server stays mute, and that is what the program is told, once; it can try again.
+    // The server stays silent, and the program is told so once; it can try again.
     assert_eq!(native.response().unwrap().unwrap().0, Answer::NoServer);
     let _daemon = crash(daemon);
     assert_eq!(native.ask(register(1), &[&own().0]).unwrap().0, Answer::Invalid, "it has no channel");
@@ -218,7 +219,7 @@ fn a_session_that_was_just_beginning_is_ended_by_the_next_process() {
     let native = NativeClient::connect(&daemon.native()).unwrap();
     let (file, view) = in_a_file(1 << 20, "program");
     native.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
-    // From the first data connection on the server keeps the session for the whole grace period.
+    // From the first data connection on, the server keeps the session for the whole grace period.
     eventually(|| server.held() > 0);
     server.hold_data(false);
     let _daemon = crash(daemon);

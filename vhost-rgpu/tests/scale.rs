@@ -1,4 +1,5 @@
-//! What vhost-rgpu takes for many idle sessions: bounded, and no processor time. `RGPU_SCALE=512` measures what docs/benchmarks/tenants.md shows.
+//! The resources that vhost-rgpu uses for many idle sessions: bounded, and no CPU time. `RGPU_SCALE=512`
+//! measures the figures in docs/benchmarks/tenants.md.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
@@ -52,7 +53,7 @@ fn an_idle_session_takes_bounded_resources_and_no_processor_time() {
     let before = resources(&all());
     let sessions: Vec<_> = (0..count).map(|_| open()).collect();
     assert_eq!(daemon.sessions(), count + 1);
-    // No thread runs: an idle session takes no processor time.
+    // No thread runs: an idle session uses no CPU time.
     until_idle(all);
     let taken = resources(&all()) - before;
     eprintln!("{count} idle sessions: {taken:?}");

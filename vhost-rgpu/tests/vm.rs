@@ -1,4 +1,5 @@
-//! The virtio device from outside: a VMM that speaks vhost-user, and a driver that speaks `docs/device.md` over the virtqueues.
+//! The virtio device from outside: a VMM that speaks vhost-user, and a driver that speaks `docs/device.md`
+//! over the virtqueues.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
@@ -27,7 +28,7 @@ use vhost::vhost_user::message::VhostUserConfigFlags;
 use zerocopy::FromBytes;
 
 #[test]
-fn the_configuration_space_says_what_the_device_is() {
+fn the_configuration_space_describes_the_device() {
     let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);
     let (_, bytes) = guest.frontend.get_config(0, 64, VhostUserConfigFlags::empty(), &[0; 64]).unwrap();
@@ -91,7 +92,7 @@ fn a_guest_sends_commands_and_data_through_its_channel() {
     assert_eq!(daemon.status()["sessions"][0]["owner"], "vm testvm");
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]).0, Answer::Ok);
     assert_eq!(daemon.sessions(), 0);
-    // The id is free again.
+    // The ID is free again.
     let mut channel = guest.create(0);
     channel.synchronize();
 }
@@ -102,7 +103,7 @@ fn a_wake_waits_for_a_buffer_and_is_delivered_once() {
     let mut guest = Guest::connect(&daemon);
     let mut channels = [guest.create(3), guest.create(5)];
     for channel in &mut channels {
-        // A waiter that sleeps before the answer comes, so that its completion must wake it.
+        // A waiter that sleeps before the reply arrives, so that the completion must wake it.
         channel.view().slot(0).unwrap().prepare();
         assert!(channel.view().slot(0).unwrap().announce_sleep());
         let mut body = Vec::new();
@@ -166,7 +167,7 @@ fn malformed_requests_are_answered_and_the_device_continues() {
         assert_eq!(got, answer, "{reason}");
         assert!(reason.contains(word), "{word}: {reason}");
     }
-    // Chains that cannot be answered, or lie outside memory, come back all the same.
+    // Chains that cannot be answered, or are outside memory, are returned anyway.
     let at = guest.buffer(64);
     for chain in [
         vec![(at, 32, false)],
@@ -197,7 +198,7 @@ fn pieces_of_registered_memory_are_counted_for_the_whole_guest() {
     let mut guest = Guest::connect(&daemon);
     let mut channel = guest.create(0);
     guest.create(1);
-    // One byte each, and no two adjoin: as many bytes as a host would never notice.
+    // One byte each, none adjacent: so few bytes that a host would never notice.
     let bytes = |count: u64| -> Vec<Extent> {
         (0..count).map(|i| Extent { addr: (40 << 20) + 2 * i, len: 1 }).collect()
     };
@@ -211,10 +212,10 @@ fn pieces_of_registered_memory_are_counted_for_the_whole_guest() {
     let (answer, reason) = guest.ask(register(1, 1, &forty_one), &forty_one);
     assert_eq!(answer, Answer::NoResources);
     assert!(reason.contains("registered 60 pieces, the limit is 100"), "{reason}");
-    // Adjoining pages are one piece, however many extents they come in.
+    // Adjacent pages are one piece, however many extents describe them.
     let pages: Vec<Extent> = (0..300).map(|i| Extent { addr: (50 << 20) + 4096 * i, len: 4096 }).collect();
     assert_eq!(guest.ask(register(1, 2, &pages), &pages), (Answer::Ok, String::new()));
-    // What a program gives back, or leaves behind, is free for others.
+    // What a program releases or leaves behind is free for others.
     let unregister = Request { region: 1, ..plain(request::UNREGISTER_MEMORY, 0) };
     assert_eq!(guest.ask(unregister, &[]).0, Answer::Ok);
     assert_eq!(guest.ask(register(1, 1, &forty_one), &forty_one).0, Answer::Ok);
@@ -229,7 +230,7 @@ fn a_guest_with_scattered_channels_is_refused_before_the_host_runs_out_of_mappin
     let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);
     let mut channel = guest.create(0);
-    // Of a channel of 46 MiB, no two pages adjoin: pages may appear in it more than once.
+    // A channel of 46 MiB without adjacent pages; the same page may appear in it more than once.
     let geometry = Geometry::with_arena(46 << 20);
     let header = CHANNEL + (8 << 20);
     let page = |addr| Extent { addr, len: 4096 };
@@ -246,7 +247,7 @@ fn a_guest_with_scattered_channels_is_refused_before_the_host_runs_out_of_mappin
     let (answer, reason) = refusal.unwrap();
     assert_eq!(answer, Answer::NoResources);
     assert!(reason.contains("this host maps at most") && reason.contains("vm.max_map_count"), "{reason}");
-    // What goes on, and small channels, still work; and what was given back can be used again.
+    // Existing channels and small new ones still work, and released mappings can be used again.
     channel.synchronize();
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 1), &[]).0, Answer::Ok);
     assert_eq!(open(&mut guest, 1), (Answer::Ok, String::new()));
@@ -267,7 +268,7 @@ fn a_malformed_command_ends_its_channel_and_no_other() {
     assert_eq!((event.kind, event.channel), (EVENT_WAKE, 0));
     good.synchronize();
     assert_eq!(daemon.status()["sessions_lost"], 1);
-    // The guest still has to destroy it, and its memory is let go.
+    // The guest still has to destroy it, which releases its memory.
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]).0, Answer::Ok);
 }
 
@@ -283,7 +284,7 @@ fn a_slow_request_delays_no_other() {
     let dst = HostOut(HostRange { len: 5, ..region(1, 0, 0) });
     channel.push(&MemcpyDtoH { stream: StreamId(0), src: 1, dst }, NO_SLOT);
     eventually(|| server.commands().len() == 1);
-    // The server is held in the copy, so the region cannot be let go.
+    // The server is held in the copy, so the region cannot be released.
     let (slow, slow_at) =
         guest.send(&message(Request { region: 1, ..plain(request::UNREGISTER_MEMORY, 0) }, &[]));
     let (quick, quick_at) = guest.send(&message(plain(request::DESTROY_CHANNEL, 77), &[]));
@@ -295,7 +296,7 @@ fn a_slow_request_delays_no_other() {
 }
 
 #[test]
-fn a_channel_in_a_servers_queue_is_answered_at_once_and_can_be_destroyed() {
+fn a_channel_in_a_servers_queue_is_answered_immediately_and_can_be_destroyed() {
     let server = FakeServer::start(Behavior { queue: &[7], never_serves: true, ..Behavior::default() });
     let daemon = Daemon::serving(&server);
     let mut guest = Guest::connect(&daemon);
@@ -354,7 +355,7 @@ fn a_reset_ends_every_channel_and_the_device_can_be_used_again() {
     guest.reset();
     assert_eq!(daemon.sessions(), 0);
     assert_eq!(old.view().header().state(), State::Lost);
-    // What the guest does with its memory now is its own business: nothing writes there any more.
+    // The guest may now do anything with its memory: nothing writes there any more.
     for index in 0..3 {
         guest.start(index);
     }
@@ -367,7 +368,7 @@ fn a_new_memory_table_does_not_disturb_running_sessions() {
     let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);
     let mut channel = guest.create(0);
-    // The same memory again, as a VMM does when something is plugged in.
+    // The same memory again, as a VMM sends it when something is plugged in.
     let file = guest.memories.files().next().unwrap().1.try_clone().unwrap();
     guest.share(&file);
     channel.synchronize();

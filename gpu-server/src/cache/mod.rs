@@ -1,11 +1,14 @@
-//! The cache of what clients send: blocks of their uploads that they need not send again (`docs/decisions/0077-what-the-server-has-is-not-sent.md`).
+//! The cache of what clients send: blocks of their uploads that they need not send again
+//! (`docs/decisions/0077-what-the-server-has-is-not-sent.md`).
 //!
 //! ```text
 //!   worker: endpoint ──▶ Remote ══ socket pair ══▶ serve ──▶ Client: its blocks   the daemon
 //! ```
 //!
-//! The daemon owns the files ([`store`]). A worker has a socket for the session's client, on which it can ask for a block by its hash, and give one. It can reach no other client's blocks. What it
-//! gives is stored under the hash that the daemon has computed, and what it gets was compared with its hash: a worker in a client's hands can fill the client's folder up to its limit, and nothing else.
+//! The daemon owns the files ([`store`]). A worker has a socket for its session's client, through which it
+//! can ask for a block by its hash and add one. It cannot reach other clients' blocks. The daemon computes
+//! the hash of whatever it stores, and compares what it returns with its hash: a worker taken over by a
+//! client can fill that client's folder up to its limit, and do nothing else.
 
 pub mod store;
 
@@ -20,29 +23,29 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use self::store::{Client, Store};
 
-/// A worker asks for a block; the answer is its length (32 bits), and its bytes. 0: it is not here.
+/// A worker asks for a block. The answer is its length (32 bits) and its bytes; 0 means not here.
 const FIND: u32 = 1;
-/// A worker gives a block, whose bytes follow. There is no answer.
+/// A worker adds a block, whose bytes follow. There is no answer.
 const KEEP: u32 = 2;
 
-/// A cache that takes longer is not used any more: its disk hangs, and the client waits for answers.
+/// A cache that takes longer is no longer used: its disk hangs, and the client waits for answers.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What a worker says.
+/// A worker's request.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Request {
     kind: u32,
     /// Bytes that follow.
     len: u32,
-    /// Of the block that is asked for.
+    /// The requested block's hash.
     hash: Hash,
 }
 
 /// The worker's end: the blocks of its session's client.
 #[derive(Debug)]
 pub struct Remote {
-    /// `None`: the daemon has closed it, as one does that is replaced by another.
+    /// `None` if the daemon has closed it, as one does that is being replaced.
     socket: Mutex<Option<UnixStream>>,
 }
 
@@ -57,7 +60,7 @@ impl Remote {
         remote
     }
 
-    /// Uses the socket as long as that works.
+    /// Uses the socket as long as it works.
     fn with<T>(&self, work: impl FnOnce(&mut UnixStream) -> io::Result<T>) -> Option<T> {
         let mut socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
         match work(socket.as_mut()?) {
@@ -96,7 +99,7 @@ impl BlockCache for Remote {
     }
 }
 
-/// Serves the requests of a worker, whose session is this client's, until it closes its end.
+/// Serves a worker whose session is this client's, until it closes its end.
 pub fn serve(store: &Store, client: &str, socket: UnixStream) -> io::Result<()> {
     let (store, client) = (store.clone(), client.to_owned());
     let work = move || {
@@ -109,7 +112,7 @@ pub fn serve(store: &Store, client: &str, socket: UnixStream) -> io::Result<()> 
 }
 
 fn answer(blocks: &Client, mut socket: &UnixStream) -> io::Result<()> {
-    // Said once for each session: the next blocks will not fit the disk either.
+    // Logged once per session: the next blocks will not fit on the disk either.
     let mut complained = false;
     loop {
         let mut request = Request::new_zeroed();
@@ -168,7 +171,7 @@ mod tests {
         for (hash, bytes) in hashes.iter().zip(&blocks) {
             assert_eq!(first.find(hash), None);
             first.keep(bytes);
-            // It is served in order.
+            // Requests are served in order.
             assert_eq!(first.find(hash).as_ref(), Some(bytes));
         }
         let second = worker();

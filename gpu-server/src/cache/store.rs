@@ -6,11 +6,13 @@
 //!                                  /new-NUMBER                     being written
 //! ```
 //!
-//! A client's blocks are in a folder of its own, and no other client finds them. A block that does not fit takes the place of the same client's oldest ones, or, if all clients together have too much, of blocks of the client
-//! without a session that has the most: what a client with a session finds depends on nobody else.
+//! A client's blocks are in its own folder, where no other client finds them. A block that does not fit
+//! replaces the same client's oldest ones. If all clients together have too much, it replaces blocks of the
+//! largest client without a session, so what a client with a session finds depends on nobody else.
 //!
-//! Files are read and written without a lock. A client's index has one, which is held while a file of it is removed; the figures for the status have none, so that a disk that hangs holds up nobody who has nothing to do
-//! with the cache.
+//! Files are read and written without a lock. A client's index has a lock, which is held while one of its
+//! files is removed. The figures for the status have none, so a hanging disk does not delay anyone who does
+//! not use the cache.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
@@ -26,11 +28,11 @@ use protocol::link::MAX_DATA;
 
 /// How a block's file begins while it is being written.
 const NEW: &str = "new-";
-/// The file that whoever uses the folder has locked.
+/// The file that the folder's user has locked.
 const LOCK: &str = "lock";
-/// How long the lock may take: the processes that a daemon starts have it for a moment.
+/// How long locking may take: the processes that a daemon starts hold the lock for a moment.
 const LOCKED_WITHIN: Duration = Duration::from_secs(5);
-/// Most blocks of a client, which bounds the memory of the index: about 30 MiB.
+/// Maximum number of a client's blocks, which bounds the memory of the index to about 30 MiB.
 const MOST_BLOCKS: usize = 1 << 18;
 
 /// How many bytes are kept.
@@ -57,7 +59,7 @@ struct Inner {
     _lock: File,
 }
 
-/// What the cache holds, and what has happened since the server was started.
+/// What the cache holds, and what has happened since the server started.
 #[derive(Debug, Default)]
 struct Totals {
     bytes: AtomicU64,
@@ -68,7 +70,7 @@ struct Totals {
     failed: AtomicU64,
 }
 
-/// The same, for whoever shows it.
+/// The same, for display.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Figures {
     /// Where the blocks are.
@@ -83,20 +85,20 @@ pub struct Figures {
     pub misses: u64,
     /// Bytes of the blocks that were found.
     pub saved: u64,
-    /// Blocks that were not what they had been, and were removed.
+    /// Blocks that had changed on disk and were removed.
     pub damaged: u64,
     /// Blocks that could not be written.
     pub failed: u64,
 }
 
-/// The blocks of a client, as one of its sessions uses them.
+/// A client's blocks, as one of its sessions uses them.
 #[derive(Debug)]
 pub struct Client {
     store: Arc<Inner>,
     shelf: Arc<Shelf>,
 }
 
-/// The blocks of a client.
+/// A client's blocks.
 #[derive(Debug)]
 struct Shelf {
     folder: PathBuf,
@@ -111,7 +113,7 @@ struct Contents {
     /// The blocks in the order in which they were last used.
     turns: BTreeMap<u64, Hash>,
     turn: u64,
-    /// Bytes of all blocks, with those that are being written.
+    /// Bytes of all blocks, including those being written.
     bytes: u64,
     writing: HashSet<Hash>,
 }
@@ -120,7 +122,7 @@ struct Contents {
 struct Block {
     len: u64,
     turn: u64,
-    /// The turn in which it was added. One that was removed and added again has another.
+    /// The turn in which it was added. A block that is removed and added again gets another.
     added: u64,
 }
 
@@ -128,14 +130,14 @@ fn hex(hash: &Hash) -> String {
     blake3::Hash::from_bytes(*hash).to_hex().to_string()
 }
 
-/// The hash that [`hex`] gives this text for.
+/// The inverse of [`hex`].
 fn unhex(text: &str) -> Option<Hash> {
     let hash = *blake3::Hash::from_hex(text).ok()?.as_bytes();
-    // Capital letters would be another file's name.
+    // Capital letters would name another file.
     (hex(&hash) == text).then_some(hash)
 }
 
-/// Makes a folder that only this user can look into, unless it is there.
+/// Creates a folder that only this user can look into, unless it exists.
 fn make_folder(folder: &Path) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(folder) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(e),
@@ -174,7 +176,7 @@ fn lock_folder(folder: &Path) -> io::Result<File> {
 }
 
 impl Store {
-    /// Opens the store in `folder`, which is made if it is not there. What is in there is read behind the caller's back.
+    /// Opens the store in `folder`, which is created if missing. Its contents are read in the background.
     pub fn open(folder: &Path, limits: Limits) -> io::Result<Store> {
         make_folder(folder)?;
         let lock = lock_folder(folder)?;
@@ -225,7 +227,7 @@ impl Store {
 }
 
 impl Inner {
-    /// Finds what earlier daemons have left, also of clients that do not come back.
+    /// Finds what earlier daemons have left, including blocks of clients that never come back.
     fn read_folder(&self) {
         let mut shelves = HashMap::new();
         let entries =
@@ -253,7 +255,8 @@ impl Inner {
         let _ = self.shelves.set(Mutex::new(shelves));
     }
 
-    /// Removes the oldest block of the one of these that has the most, if that is more than `least` bytes. Whether there was one.
+    /// Removes the oldest block of the largest of these shelves, if that has more than `least` bytes. Returns
+    /// whether there was one.
     fn take_from_most<'s>(&self, shelves: impl Iterator<Item = &'s Arc<Shelf>>, least: u64) -> bool {
         let most = shelves.map(|shelf| (lock(&shelf.contents).bytes, shelf)).max_by_key(|(bytes, _)| *bytes);
         most.is_some_and(|(bytes, shelf)| {
@@ -261,13 +264,13 @@ impl Inner {
         })
     }
 
-    /// Removes the oldest block. Whether there was one.
+    /// Removes the oldest block. Returns whether there was one.
     fn remove_oldest(&self, shelf: &Shelf, contents: &mut Contents) -> bool {
         let oldest = contents.turns.first_key_value().map(|(_, oldest)| *oldest);
         oldest.is_some_and(|oldest| self.remove(shelf, contents, &oldest))
     }
 
-    /// Removes a block. Whether it was there.
+    /// Removes a block. Returns whether it was there.
     fn remove(&self, shelf: &Shelf, contents: &mut Contents, hash: &Hash) -> bool {
         let Some(len) = contents.take(hash) else { return false };
         self.totals.bytes.fetch_sub(len, Ordering::Relaxed);
@@ -281,7 +284,7 @@ impl Inner {
 }
 
 impl Client {
-    /// The block with this hash, if it is here and as it was.
+    /// The block with this hash, if it is here and unchanged.
     pub fn find(&self, hash: &Hash) -> Option<Vec<u8>> {
         let known = lock(&self.shelf.contents).use_again(hash);
         let bytes = known.and_then(|block| self.read(hash, block));
@@ -300,7 +303,7 @@ impl Client {
         let path = self.shelf.path(hash);
         let read = || {
             let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(&path)?;
-            // For the order in which the blocks were used, when the server is started again.
+            // Keeps the order in which blocks were used across a restart of the server.
             let _ = file.set_modified(SystemTime::now());
             let mut bytes = Vec::with_capacity(len as usize);
             file.take(len + 1).read_to_end(&mut bytes)?;
@@ -311,7 +314,7 @@ impl Client {
             Ok(_) => "it is not what it was".to_owned(),
             Err(e) => e.to_string(),
         };
-        // Otherwise it has just given way to another, and may have come back since.
+        // Otherwise it has just been replaced, and may have come back since.
         let mut contents = lock(&self.shelf.contents);
         let same = contents.blocks.get(hash).is_some_and(|block| block.added == added);
         if same && self.store.remove(&self.shelf, &mut contents, hash) {
@@ -322,7 +325,7 @@ impl Client {
         None
     }
 
-    /// Keeps a block. Its hash is computed here, so that it is found by no other.
+    /// Keeps a block. Its hash is computed here, so that it can only be found by its true hash.
     pub fn keep(&self, bytes: &[u8]) -> io::Result<()> {
         let (hash, len) = (*blake3::hash(bytes).as_bytes(), bytes.len() as u64);
         if bytes.is_empty() || len > MAX_DATA.into() {
@@ -371,13 +374,14 @@ impl Client {
         written
     }
 
-    /// Makes room for `len` bytes and takes it, until they are [released](Self::release) or their block is removed. Whether there is room.
+    /// Makes room for `len` bytes and reserves it, until it is [released](Self::release) or the block is
+    /// removed. Returns whether there is room.
     fn reserve(&self, len: u64) -> bool {
         let Inner { limits, totals, .. } = &*self.store;
         let Some(room) = limits.client.min(limits.all).checked_sub(len) else { return false };
         let mut contents = lock(&self.shelf.contents);
         while contents.is_over(room) {
-            // What is being written cannot give way.
+            // Blocks being written cannot be removed.
             if !self.store.remove_oldest(&self.shelf, &mut contents) {
                 return false;
             }
@@ -396,24 +400,25 @@ impl Client {
         true
     }
 
-    /// Gives back what was reserved.
+    /// Returns reserved bytes.
     fn release(&self, len: u64) {
         lock(&self.shelf.contents).bytes -= len;
         self.store.totals.bytes.fetch_sub(len, Ordering::Relaxed);
     }
 
-    /// Removes a block of a client that has no session, but more bytes than this one. Whether there was one.
+    /// Removes a block of a client that has no session but more bytes than this one. Returns whether there
+    /// was one.
     fn take_from_absent(&self) -> bool {
         let own = lock(&self.shelf.contents).bytes;
         let shelves = lock(self.store.shelves.wait());
-        // Nobody gets one more without the lock.
+        // Nobody gets another reference without the lock.
         let absent = shelves.values().filter(|shelf| Arc::strong_count(shelf) == 1);
         self.store.take_from_most(absent, own)
     }
 }
 
 impl Shelf {
-    /// Opens a client's folder. What is in there is added to `totals`.
+    /// Opens a client's folder and adds its contents to `totals`.
     fn open(folder: PathBuf, totals: &Totals) -> io::Result<Shelf> {
         make_folder(&folder)?;
         let mut found: Vec<(SystemTime, Hash, u64)> = Vec::new();
@@ -453,12 +458,12 @@ impl Shelf {
 }
 
 impl Contents {
-    /// Whether there is more than `limit` bytes, or no place for one more block.
+    /// Whether there are more than `limit` bytes, or no place for one more block.
     fn is_over(&self, limit: u64) -> bool {
         self.bytes > limit || self.blocks.len() + self.writing.len() > MOST_BLOCKS
     }
 
-    /// Adds a block, whose bytes were added already.
+    /// Adds a block whose bytes have already been added.
     fn add(&mut self, hash: Hash, len: u64) {
         self.turn += 1;
         self.blocks.insert(hash, Block { len, turn: self.turn, added: self.turn });
@@ -472,7 +477,7 @@ impl Contents {
         Some(len)
     }
 
-    /// A block that is here; it becomes the last one used.
+    /// Marks a block as the last one used, if it is here.
     fn use_again(&mut self, hash: &Hash) -> Option<Block> {
         let block = self.blocks.get_mut(hash)?;
         self.turn += 1;
@@ -500,7 +505,7 @@ mod tests {
         (*blake3::hash(&bytes).as_bytes(), bytes)
     }
 
-    /// Files of clients in a store's folder.
+    /// Number of client files in a store's folder.
     fn files(folder: &Path) -> usize {
         let folders =
             fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.is_dir());
@@ -524,7 +529,7 @@ mod tests {
         assert_eq!(store.client("bob").unwrap().find(&hash), None);
         let Figures { bytes: size, hits, misses, saved, damaged, failed, .. } = store.figures();
         assert_eq!([size, hits, misses, saved, damaged, failed], [100, 1, 2, 100, 0, 0]);
-        // It is there when the server is started again, without what was being written.
+        // It is there when the server starts again, without the block that was being written.
         fs::write(alice.shelf.folder.join("new-7"), b"part").unwrap();
         drop((alice, store));
         let store = Store::open(folder.path(), LIMITS).unwrap();
@@ -566,7 +571,8 @@ mod tests {
             (0..7).filter(|i| lock(&client.shelf.contents).blocks.contains_key(&blocks[*i].0)).collect()
         };
         assert_eq!(there(&alice), [0, 2, 3]);
-        // All clients together have room for two more. A third takes the place of one of the same client, because the other one has a session.
+        // All clients together have room for two more. A third one replaces one of the same client, because
+        // the other client has a session.
         for (_, bytes) in &blocks[4..7] {
             bob.keep(bytes).unwrap();
         }
@@ -637,7 +643,7 @@ mod tests {
         let known = lock(&client.shelf.contents).use_again(&hash).unwrap();
         assert!(store.0.remove(&client.shelf, &mut lock(&client.shelf.contents), &hash));
         client.keep(&bytes).unwrap();
-        // The reader finds the moment in which there is no file.
+        // The reader hits the moment in which there is no file.
         let file = fs::read(client.shelf.path(&hash)).unwrap();
         fs::remove_file(client.shelf.path(&hash)).unwrap();
         assert_eq!(client.read(&hash, known), None);
@@ -653,7 +659,7 @@ mod tests {
         let shelf = client.shelf.folder.clone();
         let names: Vec<String> = (0..4).map(|number| hex(&block(number, 100).0)).collect();
         drop((client, store));
-        // In place of blocks: a folder, a link to a block that is right, more than any block has, nothing.
+        // In place of blocks: a folder, a link to a valid block, more than any block has, nothing.
         let elsewhere = folder.path().join("elsewhere");
         fs::write(&elsewhere, vec![1; 100]).unwrap();
         fs::create_dir(shelf.join(&names[0])).unwrap();
@@ -670,7 +676,7 @@ mod tests {
             assert_eq!(client.find(&block(number, 100).0), None);
         }
         assert_eq!((bytes_of(&store), store.figures().damaged), (0, 2));
-        // A folder cannot be replaced; all else can.
+        // A folder cannot be replaced; everything else can.
         assert!(client.keep(&block(0, 100).1).is_err());
         for number in 1..4 {
             let (hash, bytes) = block(number, 100);
@@ -704,7 +710,7 @@ mod tests {
         use nix::sched::{CloneFlags, unshare};
         let folder = own_folder();
         let path = folder.path().to_owned();
-        // In a thread of its own, which alone sees the small disk.
+        // In its own thread, which alone sees the small disk.
         let full = move || {
             if unshare(CloneFlags::CLONE_NEWNS).is_err() {
                 println!("skipped: mounting needs root");

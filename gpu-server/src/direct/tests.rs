@@ -61,7 +61,8 @@ fn a_buffer_whose_device_may_still_use_it_is_not_used_again() {
 }
 
 proptest! {
-    /// Whatever a peer sends, the receiving end neither panics nor waits for more than it was sent, and has the pieces that a plain reading of the bytes gives.
+    /// Whatever a peer sends, the receiving end neither panics nor waits for more than was sent, and has
+    /// exactly the pieces that a straightforward parser finds in the bytes.
     #[test]
     fn what_comes_is_what_was_sent(
         pieces in prop::collection::vec((0u64..4, prop_oneof![Just(0u32), 1..50u32, Just(u32::MAX)], 0u32..20), 0..12),

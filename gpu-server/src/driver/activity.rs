@@ -1,4 +1,4 @@
-//! What devices did and when, until the client reads it: the session's end of [`protocol::ops::activity`].
+//! Device activity, kept until the client reads it: the server's side of [`protocol::ops::activity`].
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,16 +7,16 @@ use std::time::SystemTime;
 use protocol::ops::activity::{ActivityRecord, ActivityRecords, MOST_RECORDS};
 use protocol::wire::{Wire, Writer};
 
-/// Bytes of a record on the wire.
+/// Size of a record on the wire, in bytes.
 const RECORD: usize = 127;
-/// Bytes of both lists' lengths.
+/// Size of both lists' lengths, in bytes.
 const LISTS: usize = 8;
-/// Most different names that are kept.
+/// Maximum number of different names kept.
 const MOST_NAMES: usize = 1 << 16;
-/// Longest name in bytes; the rest of a longer one is cut off.
+/// Maximum length of a name in bytes; longer names are truncated.
 const LONGEST_NAME: usize = 4096;
 
-/// Records that the client has not read. Any thread may add some.
+/// Records that the client has not read yet. Any thread may add records.
 #[derive(Debug, Default)]
 pub struct Activity {
     kept: Mutex<Kept>,
@@ -25,7 +25,7 @@ pub struct Activity {
 #[derive(Debug, Default)]
 struct Kept {
     records: VecDeque<ActivityRecord>,
-    /// Each name once; a record has its place here.
+    /// Each name once; records contain indices into this.
     names: Vec<Arc<str>>,
     places: HashMap<Arc<str>, u32>,
     dropped: u64,
@@ -56,7 +56,7 @@ pub fn blank() -> ActivityRecord {
     }
 }
 
-/// The system's clock in nanoseconds, which is CUPTI's too.
+/// The system's clock in nanoseconds, which CUPTI also uses.
 pub fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos() as u64
 }
@@ -82,7 +82,7 @@ impl Activity {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a record. `name`: the kernel's; empty for other work.
+    /// Adds a record. `name`: the kernel's name; empty for other work.
     pub fn push(&self, record: ActivityRecord, name: &str) {
         let mut kept = self.lock();
         let place = kept.place(name).filter(|_| kept.records.len() < MOST_RECORDS);
@@ -92,12 +92,13 @@ impl Activity {
         }
     }
 
-    /// Records that are missing because somebody else had no room for them.
+    /// Counts records that someone else lost for lack of space.
     pub fn lose(&self, records: u64) {
         self.lock().dropped += records;
     }
 
-    /// The oldest records, as many as go into `room` bytes, encoded. Empty if there are none, or no room for one. Also how many were dropped since the last call.
+    /// Takes the oldest records, encoded, as many as fit into `room` bytes; empty if there are none or the
+    /// first does not fit. Also returns how many were dropped since the last call.
     pub fn take(&self, room: u64) -> (Vec<u8>, u64) {
         let mut kept = self.lock();
         let dropped = std::mem::take(&mut kept.dropped);
@@ -126,7 +127,7 @@ impl Activity {
         (encoded, dropped)
     }
 
-    /// All records with their names, for this process's own timeline.
+    /// Takes all records with their names, for this process's own timeline.
     pub fn drain(&self) -> (Vec<(ActivityRecord, Arc<str>)>, u64) {
         let mut kept = self.lock();
         let records = std::mem::take(&mut kept.records);
@@ -160,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_dropped_and_counted_once() {
+    fn records_beyond_the_limit_are_dropped_and_counted_once() {
         let activity = Activity::default();
         for seq in 0..MOST_RECORDS as u64 + 3 {
             activity.push(ActivityRecord { seq, ..blank() }, "k");

@@ -1,8 +1,9 @@
-//! What a client may need before a device goes on, or when one fails, whatever the dispatcher does.
+//! The few operations that are executed even while the dispatcher is busy.
 //!
-//! A host function of the client's may need the bytes of a mirror, or a kernel a word of one, which a later command
-//! carries. A call of the driver's that waits for such a kernel keeps the dispatcher, and all commands behind it. So these few are also executed beside it
-//! ([`crate::worker`]), by what each backend shares for that: nothing here calls the driver.
+//! One of the client's host functions may need the bytes of a mirror, or a kernel may wait for a word of one
+//! that a later command writes. If a call into the driver waits for that kernel, the dispatcher is stuck, and
+//! so are all commands behind it. The worker therefore also executes these operations next to the dispatcher
+//! ([`crate::worker`]), using state that each backend shares for this purpose. Nothing here calls the driver.
 
 use protocol::Status;
 use protocol::channel::{MAX_PAYLOAD, NO_SLOT, Record};
@@ -10,28 +11,30 @@ use protocol::ops::memory::{HostPatch, HostRead, HostReadReply, HostWrite, WordP
 use protocol::ops::{self, Class, Lane, Op};
 use protocol::wire::{Bytes, Wire, Writer};
 
-/// Mirrors of the client's memory, as every thread of a worker may use them. None of these waits for a device.
+/// Mirrors of the client's memory, usable from every thread of a worker. None of these methods waits for a
+/// device.
 pub trait Beside: Send + Sync {
-    /// Whether a mirror exists: whether anything below can be of use.
+    /// Whether there are mirrors, so that the methods below can be needed.
     fn is_needed(&self) -> bool;
 
-    /// Fills `bytes` from a mirror, from `address` on.
+    /// Reads `bytes` from a mirror, starting at `address`.
     ///
     /// # Errors
-    /// `INVALID_VALUE` unless all of them are one mirror's.
+    /// `INVALID_VALUE` unless the whole range is in one mirror.
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status>;
 
-    /// Changes bytes of a mirror, from `address` on. Errors as [`Beside::read`].
+    /// Writes bytes of a mirror, starting at `address`. Errors as for [`Beside::read`].
     fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Status>;
 
-    /// Changes words of one mirror. Errors as [`Beside::read`], and for words that are not aligned.
+    /// Writes words of one mirror. Errors as for [`Beside::read`], and if a word is not aligned.
     fn patch(&self, words: &[WordPatch]) -> Result<(), Status>;
 
-    /// The device with this number, among the server's, has failed: everything that waits for its work ends with `status`, and so does whatever uses it from now on.
+    /// The device with this server-wide number has failed: everything that waits for its work ends with
+    /// `status`, and so does everything that uses it later.
     fn fail_device(&self, number: u32, status: Status);
 }
 
-/// The bytes that a [`HostRead`] asks for.
+/// The bytes that a [`HostRead`] requests.
 pub fn read(beside: &dyn Beside, op: &HostRead) -> Result<HostReadReply, Status> {
     if op.len as usize > MAX_PAYLOAD - 4 {
         return Err(Status::INVALID_VALUE);
@@ -41,9 +44,10 @@ pub fn read(beside: &dyn Beside, op: &HostRead) -> Result<HostReadReply, Status>
     Ok(HostReadReply { bytes: Bytes(bytes) })
 }
 
-/// Executes a command out of its turn, if it is one of these and nothing is wrong with it. `Some`: it was, and this is its reply's payload, if it has one.
+/// Executes a command out of order if it is one of these operations and is valid. Returns `Some` with the
+/// reply's payload, if it has one, once it was executed.
 pub fn serve(beside: &dyn Beside, record: &Record, body: &[u8]) -> Option<Option<Vec<u8>>> {
-    /// The operation, if it is this one, and answered as its class is.
+    /// The operation, if the record is one of this type and has a slot exactly if its class needs one.
     fn is<'a, T: Op<'a>>(record: &Record, body: &'a [u8]) -> Option<T> {
         let answered = T::INFO.class == Class::Sync;
         if record.opcode != T::INFO.opcode || answered != (record.reply_slot != NO_SLOT) {
@@ -72,7 +76,7 @@ mod tests {
     use protocol::handle::ContextId;
     use protocol::ops::Hold;
 
-    /// Takes everything.
+    /// Accepts everything.
     struct Willing;
 
     impl Beside for Willing {

@@ -13,10 +13,10 @@ use protocol::link::{ProgressUpdate, progress};
 use protocol::ops::Answer;
 use protocol::wire::{Wire, Writer};
 
-/// What most functions here return: a [`Status`] says what is wrong.
+/// What most functions here return. A [`Status`] is the error.
 pub type Result<T = (), E = Status> = std::result::Result<T, E>;
 
-/// How an operation of class `sync` is answered.
+/// The result of an operation of class `sync`.
 pub type Reply<R> = Result<Answer<R>>;
 
 /// The context of one call of a [`protocol::ops::Driver`] method.
@@ -27,15 +27,15 @@ pub struct Call {
     pub seq: u64,
     /// Its reply slot.
     pub slot: u16,
-    /// The context whose error it becomes if it fails.
+    /// The context that gets the error if the command fails.
     pub context: ContextId,
     /// Number of the next piece of bulk data outside the record.
     pub piece: u32,
-    /// Whether the command's place for output was taken.
+    /// Whether the command's output was already taken.
     pub sink_taken: bool,
     /// Whether the session records what its devices do: see [`activity`](super::activity).
     pub records_activity: bool,
-    /// Whether the command was answered, if its answer is to be given later.
+    /// Set if the answer is given later; true once it has been given.
     answered: OnceCell<Arc<AtomicBool>>,
 }
 
@@ -46,14 +46,14 @@ pub enum Input<'a> {
     Inline(&'a [u8]),
     /// In mapped memory.
     Mapped(Mapped),
-    /// On its way.
+    /// Still arriving.
     Incoming(Incoming),
-    /// On its way into memory that the device can read.
+    /// Still arriving, in memory that the device can read.
     Placed(Placed),
 }
 
 impl Input<'_> {
-    /// Bytes in all.
+    /// Total size in bytes.
     pub fn len(&self) -> u64 {
         match self {
             Input::Inline(bytes) => bytes.len() as u64,
@@ -63,7 +63,8 @@ impl Input<'_> {
         }
     }
 
-    /// All bytes, copied here; waits for those that are on their way. At most `limit` of them: more is `CUDA_ERROR_INVALID_VALUE`.
+    /// Collects all bytes, waiting for those that are still arriving. More than `limit` bytes are
+    /// `CUDA_ERROR_INVALID_VALUE`.
     pub fn collect(self, limit: u64) -> Result<Vec<u8>, Status> {
         if self.len() > limit {
             return Err(Status::INVALID_VALUE);
@@ -114,14 +115,15 @@ impl Call {
         self.answered.take();
     }
 
-    /// Answers with an error, unless an answer that was to be given [later](Self::later) was given already: the client may be using its slot for another command then.
+    /// Answers with an error, unless a [later](Self::later) answer was already given: the client may already
+    /// use its slot for another command.
     pub fn refuse(&self, status: Status) {
         if self.answered.get().is_none_or(|answered| !answered.swap(true, Ordering::AcqRel)) {
             self.client.reply(self.seq, self.slot, status, &[]);
         }
     }
 
-    /// The command's next piece of bulk data, to be read. To be called in field order with [`Call::output`].
+    /// The command's next piece of bulk input. Call this and [`Call::output`] in field order.
     pub fn input<'a>(&mut self, data: HostIn<'a>) -> Result<Input<'a>, Status> {
         match data {
             HostIn::Inline(bytes) => Ok(Input::Inline(bytes)),
@@ -139,7 +141,7 @@ impl Call {
         }
     }
 
-    /// The command's next piece of bulk data, to be written.
+    /// The command's next piece of bulk output.
     pub fn output(&mut self, data: HostOut) -> Result<Sink, Status> {
         let piece = self.piece;
         self.piece += 1;
@@ -160,12 +162,13 @@ impl Call {
         Ok(())
     }
 
-    /// What publishes errors to the client.
+    /// Publishes errors to the client.
     pub fn errors(&self) -> Errors {
         Errors::new(Arc::clone(&self.client))
     }
 
-    /// The command's answer, to be given later. Taken when nothing can go wrong any more: if it is dropped and the command fails, its status is lost.
+    /// Takes the command's answer in order to give it later. Call this when nothing can fail any more: if the
+    /// answer is dropped and the command then fails, its status is lost.
     pub fn later(&self) -> Pending {
         Pending {
             client: Arc::clone(&self.client),
@@ -177,7 +180,8 @@ impl Call {
     }
 }
 
-/// A `sync` command's answer that is still due. Dropped without one, it answers with its fallback status.
+/// The outstanding answer of a `sync` command. If it is dropped unanswered, it answers with its fallback
+/// status.
 pub struct Pending {
     client: Arc<dyn Client>,
     seq: u64,
@@ -187,7 +191,7 @@ pub struct Pending {
 }
 
 impl Pending {
-    /// The status to be answered when this is dropped. Of several, the first that is not success stays.
+    /// Sets the fallback status, with which this answers when dropped. The first failure wins.
     pub fn settle(&self, status: Status) {
         let mut fallback = self.fallback.lock().unwrap_or_else(|e| e.into_inner());
         if *fallback == Status::DEVICE_UNAVAILABLE || fallback.is_success() {
@@ -195,7 +199,7 @@ impl Pending {
         }
     }
 
-    /// Answers with a status alone, or, for success, with `reply`.
+    /// Answers with `reply` or with an error status.
     pub fn answer<R: for<'r> Wire<'r>>(&self, result: Result<R, Status>) {
         if self.answered.swap(true, Ordering::AcqRel) {
             return;
@@ -232,7 +236,7 @@ impl Errors {
         Errors { client }
     }
 
-    /// `context` has failed with `status` at command `seq` (0: unknown).
+    /// `context` failed with `status` at command `seq` (0: unknown).
     pub fn publish(&self, context: ContextId, status: Status, seq: u64) {
         let sticky = u32::from(is_sticky(status)) << 31;
         let update =
@@ -240,26 +244,27 @@ impl Errors {
         self.client.publish(&[update]);
     }
 
-    /// `context` is as new.
+    /// `context` is as good as new.
     pub fn clear(&self, context: ContextId) {
         self.client.publish(&[ProgressUpdate { kind: progress::ERROR, index: context.0, seq: 0, value: 0 }]);
     }
 
-    /// The stream's word rises to `seq`.
+    /// Raises the stream's progress word to `seq`.
     pub fn progress(&self, stream: u32, seq: u64) {
         self.client.publish(&[ProgressUpdate { kind: progress::STREAM, index: stream, seq, value: 0 }]);
     }
 }
 
-/// Whether CUDA says of this error that it leaves the process in an inconsistent state, so that every later call returns it.
+/// Whether CUDA documents this error as leaving the process in an inconsistent state, so that every later
+/// call returns it.
 pub fn is_sticky(status: Status) -> bool {
     matches!(status.0, 214 | 220 | 226 | 700 | 702 | 710 | 714..=719 | 721)
 }
 
-/// Whether a session may take these of its `count` devices, in this order.
+/// Checks a selection, in order, of a session's `count` devices.
 ///
 /// # Errors
-/// `INVALID_DEVICE` if there is none, one twice, or one that does not exist.
+/// `INVALID_DEVICE` if it is empty, names a device twice, or names one that doesn't exist.
 pub fn check_selection(devices: &[u32], count: u32) -> Result<(), Status> {
     let first = |(at, number): (usize, &u32)| *number < count && !devices[..at].contains(number);
     if !devices.is_empty() && devices.iter().enumerate().all(first) {
@@ -269,10 +274,10 @@ pub fn check_selection(devices: &[u32], count: u32) -> Result<(), Status> {
     }
 }
 
-/// The windows of so many selected devices: those that a client names, or the first ones.
+/// The windows of the selected devices: those that the client names, or the first ones.
 ///
 /// # Errors
-/// `INVALID_VALUE` unless they are as many, ascending, and windows.
+/// `INVALID_VALUE` unless there is one window per device, in ascending order.
 pub fn check_windows(windows: Vec<u32>, devices: usize) -> Result<Vec<u32>, Status> {
     if windows.is_empty() {
         return Ok((0..devices as u32).collect());
@@ -315,16 +320,16 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_fails_is_answered_once_whatever_became_of_its_later_answer() {
+    fn a_failed_command_is_answered_once_even_with_a_later_answer() {
         let answers = Arc::new(Answers::default());
         let mut call = Call::new(answers.clone());
         call.begin(1, 0);
         call.refuse(Status::INVALID_VALUE);
-        // Dropped with what was to be done, before the command was refused.
+        // Dropped before the command is refused.
         call.begin(2, 0);
         drop(call.later());
         call.refuse(Status::OUT_OF_MEMORY);
-        // And afterwards.
+        // Dropped afterwards.
         call.begin(3, 0);
         let pending = call.later();
         call.refuse(Status::OUT_OF_MEMORY);
@@ -351,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn a_selection_names_devices_that_exist_and_none_twice() {
+    fn a_selection_names_existing_devices_once_each() {
         assert_eq!(check_selection(&[1, 0], 2), Ok(()));
         for wrong in [&[][..], &[2], &[0, 0], &[u32::MAX]] {
             assert_eq!(check_selection(wrong, 2), Err(Status::INVALID_DEVICE), "{wrong:?}");

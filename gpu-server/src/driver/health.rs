@@ -1,51 +1,54 @@
-//! What can be wrong with a device, and what follows from it.
+//! What can go wrong with a device, and the consequences.
 //!
-//! NVIDIA's devices are watched through NVML ([`super::cuda::nvml::health`]). Software devices have nothing that could break, so tests say what happens, one [`Event`] a line ([`Event::parse`]).
+//! NVIDIA's devices are watched through NVML ([`super::cuda::nvml::health`]). Software devices cannot break,
+//! so tests write events for them, one per line ([`Event::parse`]).
 
 use std::fmt;
 
 use protocol::Status;
 
-/// Something that has happened to a device.
+/// Something that happened to a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
-    /// The driver has logged an error with this number (<https://docs.nvidia.com/deploy/xid-errors/>).
+    /// The driver logged an error with this number (<https://docs.nvidia.com/deploy/xid-errors/>).
     Xid(u64),
-    /// Memory had an error that ECC could not correct.
+    /// A memory error that ECC could not correct.
     Ecc,
-    /// A link of NVLink that was active no longer is.
+    /// An active NVLink link became inactive.
     NvLink(u32),
-    /// The driver no longer reaches the device.
+    /// The driver can no longer access the device.
     Lost,
-    /// The driver asks for this recovery action (`nvmlDeviceGpuRecoveryAction_t`); 0: none.
+    /// The driver requests this recovery action (`nvmlDeviceGpuRecoveryAction_t`). 0: none.
     Recovery(u32),
     /// The device runs slower because it is too hot.
     Hot,
-    /// It no longer does.
+    /// The device is no longer slowed down by heat.
     Cool,
 }
 
-/// What follows.
+/// The consequence of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Nothing but a line in the log: it is a program's error, or has been dealt with.
+    /// Only a line in the log: a program's error, or already handled by the hardware.
     Note,
-    /// The device takes no new sessions until it is [`Well`](Verdict::Well).
+    /// The device takes no new sessions until it is [`Well`](Verdict::Well) again.
     Pause,
-    /// The device takes no new sessions any more. `error`: what CUDA reports to every program on it from now on. `None`: the driver tells those that it concerns.
+    /// The device permanently takes no new sessions. `error`: what CUDA reports from now on to every program
+    /// on it. `None`: the driver tells the affected programs.
     Fail { error: Option<Status> },
-    /// What made it pause is over.
+    /// The reason for a pause is over.
     Well,
 }
 
-/// Xids that a program causes, or that concern one program only. In order: illegal instructions and addresses, a program's end, video, a class error, a context switch that took too long, a
-/// contained memory error (CUDA tells the program).
+/// Xids caused by programs, or that concern only one program. In order: illegal instructions and addresses, a
+/// program's end, video, a class error, a context switch that took too long, a contained memory error (CUDA
+/// tells the program).
 const OF_PROGRAMS: [u64; 9] = [13, 31, 32, 43, 45, 68, 69, 94, 109];
-/// Xids that say that a memory error was corrected or taken out of use.
+/// Xids for memory errors that were corrected or whose memory was retired.
 const DEALT_WITH: [u64; 3] = [63, 92, 172];
 const FALLEN_OFF_THE_BUS: u64 = 79;
 const UNCONTAINED_ECC: u64 = 95;
-/// What CUDA reports when it cannot reach a device: `cudaErrorUnknown`.
+/// What CUDA reports if it cannot access a device: `cudaErrorUnknown`.
 const LOST: Status = Status(999);
 /// `CUDA_ERROR_ECC_UNCORRECTABLE`.
 pub const ECC_UNCORRECTABLE: Status = Status(214);
@@ -53,7 +56,7 @@ pub const ECC_UNCORRECTABLE: Status = Status(214);
 pub const NVLINK_UNCORRECTABLE: Status = Status(220);
 
 impl Event {
-    /// What follows from it.
+    /// The consequence of this event.
     pub fn verdict(self) -> Verdict {
         match self {
             Event::Xid(number) if OF_PROGRAMS.contains(&number) || DEALT_WITH.contains(&number) => {
@@ -69,7 +72,8 @@ impl Event {
         }
     }
 
-    /// Reads a test's line: the device's number and `xid N`, `ecc`, `nvlink N`, `lost`, `recovery N`, `hot` or `cool`.
+    /// Parses a test's line: the device's number and `xid N`, `ecc`, `nvlink N`, `lost`, `recovery N`, `hot`
+    /// or `cool`.
     pub fn parse(line: &str) -> Option<(u32, Event)> {
         let mut words = line.split_whitespace();
         let device = words.next()?.parse().ok()?;
@@ -88,7 +92,8 @@ impl Event {
         words.next().is_none().then_some((device, event))
     }
 
-    /// What NVIDIA's driver tells the programs that use the device, besides what the [`verdict`](Event::verdict) says. Software devices do the same.
+    /// What NVIDIA's driver tells the programs that use the device, beyond the [`verdict`](Event::verdict).
+    /// Software devices do the same.
     pub fn imitated(self) -> Option<Status> {
         match self {
             Event::Ecc => Some(ECC_UNCORRECTABLE),
@@ -137,18 +142,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_programs_error_is_not_the_devices() {
+    fn a_programs_error_does_not_concern_the_device() {
         for number in OF_PROGRAMS.into_iter().chain(DEALT_WITH) {
             assert_eq!(Event::Xid(number).verdict(), Verdict::Note, "{number}");
         }
-        // Numbers that rgpu does not know are taken seriously.
+        // Unknown numbers are taken seriously.
         for number in [48, 64, 74, 119, 140, 999, 12345] {
             assert_eq!(Event::Xid(number).verdict(), Verdict::Fail { error: None }, "{number}");
         }
     }
 
     #[test]
-    fn everything_on_a_device_that_is_gone_fails() {
+    fn everything_on_a_lost_device_fails() {
         assert_eq!(Event::Xid(79).verdict(), Verdict::Fail { error: Some(Status(999)) });
         assert_eq!(Event::Lost.verdict(), Verdict::Fail { error: Some(Status(999)) });
         assert_eq!(Event::Xid(95).verdict(), Verdict::Fail { error: Some(Status(214)) });

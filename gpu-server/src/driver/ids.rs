@@ -1,6 +1,6 @@
-//! Tables by a client's small numbers, quick to look in: several are looked in for each launch.
+//! Hash tables for a client's small numbers. They are fast because each launch looks up several.
 //!
-//! The numbers are the client's own choice, so it could choose them to collide; it would slow down its own worker and nobody else.
+//! The client chooses the numbers, so it could make them collide; that would slow down only its own worker.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};

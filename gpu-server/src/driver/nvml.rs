@@ -1,10 +1,10 @@
-//! NVML's questions, answered without a context on any device.
+//! NVML queries, answered without a context on any device.
 //!
-//! [`Management`] answers them for a session. It needs nothing else of a backend, so a worker that serves only NVML can use it by
-//! itself: it takes no device memory and starts in milliseconds. Behind it are NVIDIA's library ([`super::cuda::nvml`]) or the software
-//! devices' answers ([`super::software::nvml`]).
+//! [`Management`] answers them for a session. It needs nothing else from a backend, so a worker that serves
+//! only NVML can use it alone: it takes no device memory and starts in milliseconds. Behind it is NVIDIA's
+//! library ([`super::cuda::nvml`]) or the software devices' implementation ([`super::software::nvml`]).
 //!
-//! Processes are not among the questions: the server's processes belong to all of its clients.
+//! There are no queries about processes, because the server's processes belong to all its clients.
 
 use std::cell::OnceCell;
 
@@ -22,35 +22,35 @@ use super::quota::Quota;
 use super::software::nvml::Devices;
 use crate::config::{Backend, Backing};
 
-/// The devices of one session, as NVML describes them. Errors are statuses of NVML's own.
+/// The devices of one session, as NVML describes them. Errors are NVML statuses.
 pub trait Answers: Send {
     /// Names of the devices, by ordinal.
     fn devices(&self) -> Vec<String>;
 
-    /// Versions: the driver's, and NVML's.
+    /// The driver's version and NVML's.
     fn versions(&self) -> [Result<String, u32>; 2];
 
     /// `nvmlSystemGetCudaDriverVersion`.
     fn cuda_version(&self) -> u32;
 
-    /// Answers a question about the device with an ordinal.
+    /// Answers a query about the device with an ordinal.
     fn query(&self, query: &'static Query, op: &NvmlQuery<'_>) -> Result<Vec<u8>, u32>;
 
-    /// Answers a question about two devices.
+    /// Answers a query about two devices.
     fn pair(&self, op: &NvmlPair) -> Result<u32, u32>;
 }
 
-/// What finds the devices. The error is a status of NVML's.
+/// Finds the devices. The error is an NVML status.
 type Find = Box<dyn Fn() -> Result<Box<dyn Answers>, u32> + Send>;
 
-/// Answers NVML's questions. Libraries are loaded, and devices looked for, at the first question.
+/// Answers NVML queries. Libraries are loaded, and devices looked for, at the first query.
 pub struct Management {
     find: Find,
     answers: OnceCell<Result<Box<dyn Answers>, u32>>,
 }
 
 impl Management {
-    /// For the devices that `backing` chooses. Memory figures are those that `quota` lets the session see.
+    /// For the devices that `backing` selects. Memory figures are those that `quota` lets the session see.
     pub fn new(backing: &Backing, quota: Quota) -> Management {
         let backing = backing.clone();
         Management::from(move || {
@@ -61,7 +61,7 @@ impl Management {
                 Backend::Software => software(),
                 Backend::Auto => match nvidia() {
                     Ok(nvidia) if !nvidia.devices().is_empty() => Ok(Box::new(nvidia)),
-                    // CUDA may be there without NVML: the session's devices are CUDA's then.
+                    // CUDA may exist without NVML; the session's devices are then CUDA's.
                     Err(failure) if cuda::probe().is_ok_and(|count| count > 0) => Err(failure),
                     _ => software(),
                 },
@@ -74,7 +74,7 @@ impl Management {
         Management { find: Box::new(find), answers: OnceCell::new() }
     }
 
-    /// Names of the devices, by ordinal. The error is a status of NVML's.
+    /// Names of the devices, by ordinal. The error is an NVML status.
     pub fn devices(&self) -> Result<Vec<String>, u32> {
         self.answers().map(|answers| answers.devices())
     }

@@ -55,7 +55,7 @@ struct State {
 }
 
 impl Output {
-    /// Without a client.
+    /// Makes an output that has no client yet.
     pub fn new() -> Arc<Output> {
         Arc::default()
     }
@@ -146,7 +146,7 @@ pub fn capture(output: &Arc<Output>) -> io::Result<()> {
         let functions = CookieFunctions { read: None, write: Some(write), seek: None, close: None };
         // The streams are never closed, so the reference is never released.
         let cookie = Arc::into_raw(Arc::clone(output)).cast_mut().cast::<c_void>();
-        // SAFETY: the functions take what the cookie is; the mode is a C string.
+        // SAFETY: the cookie is what the functions expect; the mode is a C string.
         let stream = unsafe { fopencookie(cookie, c"w".as_ptr(), functions) };
         if !stream.is_null() {
             // SAFETY: a new stream that nothing has used.
@@ -179,7 +179,7 @@ extern "C" fn to_errors(cookie: *mut c_void, text: *const c_char, size: usize) -
 /// # Safety
 /// `cookie` points to an [`Output`] that is never freed, `text` to `size` bytes.
 unsafe fn take(cookie: *mut c_void, stream: Stream, text: *const c_char, size: usize) -> isize {
-    // SAFETY: by this function's own contract.
+    // SAFETY: guaranteed by the caller.
     let (output, text) =
         unsafe { (&*cookie.cast::<Output>(), std::slice::from_raw_parts(text.cast::<u8>(), size)) };
     output.print(stream, text);

@@ -1,11 +1,13 @@
-//! The owner of a session's memory limits.
+//! A session's memory limits. Nothing else enforces them.
 //!
-//! Whatever takes device memory, or page-locked memory of this machine, first asks the session's [`Quota`] for a [`Charge`] of as many bytes and keeps the charge together with what it
-//! makes. Dropping the charge gives the bytes back, so no code path has to remember to. Every figure that a client or an operator sees comes from here: `cuMemGetInfo`,
+//! Whatever takes device memory, or page-locked memory of this machine, first gets a [`Charge`] of that size
+//! from the session's [`Quota`] and keeps it with what it makes. Dropping the charge returns the bytes, so no
+//! code path can forget to. Every figure that a client or operator sees comes from here: `cuMemGetInfo`,
 //! `cuDeviceTotalMem`, NVML's memory figures, `rgpuctl status`.
 //!
-//! Two limits hold for each [`Resource`]: the session's own, which is checked here, and that of all sessions of the principal together, whose owner is the daemon: where there is one, the
-//! daemon is asked for each charge.
+//! Each [`Resource`] has two limits: the session's own, which is checked here, and that of all the
+//! principal's sessions together, which the daemon checks. If the principal has one, the daemon is asked for
+//! each charge.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -19,29 +21,29 @@ use crate::pages::{Meter, Page, Terms};
 use crate::room::{AGAIN, Room, WITHIN};
 use crate::worker_protocol::{Amounts, Limits, MOST_DEVICES, Resource};
 
-/// What a session may hold, and what it holds. Clones share both.
+/// What a session may hold, and what it holds. Clones share this state.
 #[derive(Clone, Default)]
 pub struct Quota(Arc<State>);
 
 #[derive(Default)]
 struct State {
-    /// What is held while there is no session.
+    /// What is held before the session begins.
     own: Meter,
     session: OnceLock<Session>,
 }
 
-/// What a quota has from its session's beginning on.
+/// What a quota has once its session has begun.
 struct Session {
     limits: Limits,
     terms: Option<Arc<Page<Terms>>>,
     meter: Option<Arc<Page<Meter>>>,
     broker: Option<Arc<Broker>>,
-    /// Where others make room: then the daemon is asked for each charge of device memory.
+    /// Set if others can make room. The daemon is then asked for each charge of device memory.
     room: Option<Arc<Room>>,
 }
 
 impl Amounts {
-    /// Bytes of a resource at most; `u64::MAX`: any number.
+    /// Limit of a resource in bytes; `u64::MAX`: unlimited.
     pub fn of(&self, resource: Resource) -> u64 {
         let limit = match resource {
             Resource::Device(_) => self.device_memory,
@@ -61,13 +63,14 @@ impl Meter {
     }
 }
 
-/// A device's figure. Devices beyond the greatest number that is counted share one.
+/// A device's figure. Devices beyond the highest counted number share one.
 fn figure(figures: &[AtomicU64; MOST_DEVICES], number: u32) -> &AtomicU64 {
     &figures[(number as usize).min(MOST_DEVICES - 1)]
 }
 
 impl Quota {
-    /// The session begins, with these limits; until then there are none. `terms` and `meter` are shared with the daemon, and `broker` leads to it. `room`: where others make room on a device.
+    /// The session begins, with these limits; until then there are none. `terms` and `meter` are shared with
+    /// the daemon, and `broker` connects to it. `room`: set if others can make room on a device.
     pub fn begin(
         &self,
         limits: Limits,
@@ -90,7 +93,7 @@ impl Quota {
         let _ = self.0.session.set(session);
     }
 
-    /// With limits for a session alone, for tests.
+    /// A quota for a session without a daemon, for tests.
     #[cfg(test)]
     pub fn of_session(device_memory: u64) -> Quota {
         let quota = Quota::default();
@@ -105,7 +108,7 @@ impl Quota {
         shared.unwrap_or(&self.0.own)
     }
 
-    /// A figure of a device's in the daemon's page.
+    /// One of a device's figures in the page shared with the daemon.
     fn told(&self, resource: Resource, of: impl Fn(&Terms) -> &[AtomicU64; MOST_DEVICES]) -> u64 {
         let terms = self.0.session.get().and_then(|session| session.terms.as_deref()).map(|page| &**page);
         match (terms, resource) {
@@ -116,7 +119,7 @@ impl Quota {
         }
     }
 
-    /// Limits of the session, and of its principal.
+    /// The limits of the session and of its principal.
     fn limits(&self, resource: Resource) -> [u64; 2] {
         let limits = self.0.session.get().map(|session| &session.limits);
         limits.map_or([u64::MAX; 2], |limits| [limits.session.of(resource), limits.total.of(resource)])
@@ -125,15 +128,16 @@ impl Quota {
     /// Charges `bytes` until the charge is dropped.
     ///
     /// # Errors
-    /// `OUT_OF_MEMORY` when a limit leaves less than that. The refusal is logged.
+    /// `OUT_OF_MEMORY` if it would exceed a limit. The refusal is logged.
     pub fn charge(&self, resource: Resource, bytes: u64) -> Result<Charge, Status> {
         self.charge_by(resource, bytes, |take| self.when_there_is_room(resource, bytes, take))
     }
 
-    /// The same without waiting until there is room on a device.
+    /// The same without waiting for room on a device.
     ///
     /// # Errors
-    /// As [`charge`](Quota::charge), and `NOT_READY` while others make room: the dispatcher waits for that, and executes the command again.
+    /// As for [`charge`](Quota::charge), and `NOT_READY` while others make room: the dispatcher then waits
+    /// and executes the command again.
     pub fn charge_now(&self, resource: Resource, bytes: u64) -> Result<Charge, Status> {
         self.charge_by(resource, bytes, |take| self.if_there_is_room(resource, bytes, take))
     }
@@ -147,7 +151,7 @@ impl Quota {
         let [session, total] = self.limits(resource);
         let most = session.saturating_sub(self.told(resource, |terms| &terms.implicit));
         let more = |held: u64| held.checked_add(bytes).filter(|sum| *sum <= most);
-        // The count guards no other memory, so its order with other accesses does not matter.
+        // No other memory depends on this count, so relaxed ordering suffices.
         let counted = self.meter().of(resource).fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
         if let Err(held) = counted {
             tracing::info!(bytes, held, limit = session, "refused: beyond the session's limit of {resource}");
@@ -176,10 +180,11 @@ impl Quota {
         self.0.session.get().and_then(|session| session.room.as_deref())
     }
 
-    /// Calls `take`. If it says `NOT_READY` and others can make room on a device, notes that `bytes` are needed there.
+    /// Calls `take`. If it returns `NOT_READY` and others can make room on the device, notes that `bytes` are
+    /// needed there.
     ///
     /// # Errors
-    /// Those of `take`; `OUT_OF_MEMORY` in place of `NOT_READY` where nobody makes room.
+    /// Those of `take`; `OUT_OF_MEMORY` instead of `NOT_READY` if nobody can make room.
     pub fn if_there_is_room<T>(
         &self,
         resource: Resource,
@@ -196,7 +201,7 @@ impl Quota {
         })
     }
 
-    /// Calls `take` until it says something else than `NOT_READY`, while others make room for `bytes`.
+    /// Calls `take` until it returns something other than `NOT_READY`, while others make room for `bytes`.
     ///
     /// # Errors
     /// Those of `take`, and `OUT_OF_MEMORY` if there was no room for too long.
@@ -221,24 +226,25 @@ impl Quota {
         taken
     }
 
-    /// Whether others may make room on a device.
+    /// Whether others can make room on a device.
     pub fn is_shared(&self) -> bool {
         self.room().is_some()
     }
 
-    /// Charges a mirror of `bytes` of a client's page-locked memory, for kernels on the device with a number: as memory of the device, which it stands in for, and as page-locked memory of
-    /// this machine, which it takes.
+    /// Charges a mirror of `bytes` of a client's page-locked memory, for kernels on the device with this
+    /// number: once as device memory, which it stands in for, and once as page-locked memory of this machine,
+    /// which it uses.
     pub fn charge_mirror(&self, number: u32, bytes: u64) -> Result<MirrorCharge, Status> {
         let [device, pinned] = [Resource::Device(number), Resource::Pinned];
         Ok(MirrorCharge([self.charge(device, bytes)?, self.charge(pinned, bytes)?]))
     }
 
-    /// A piece of memory of a device can be moved to this machine's memory, or is new.
+    /// A piece of a device's memory can now be moved to this machine's memory.
     pub fn more_movable(&self, number: u32, bytes: u64) {
         figure(&self.meter().memory.movable, number).fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Such a piece is gone, or can be moved no more.
+    /// Such a piece was freed, or can no longer be moved.
     pub fn less_movable(&self, number: u32, bytes: u64) {
         figure(&self.meter().memory.movable, number).fetch_sub(bytes, Ordering::Relaxed);
     }
@@ -252,17 +258,17 @@ impl Quota {
         };
     }
 
-    /// Bytes that are charged now.
+    /// Bytes currently charged.
     pub fn held(&self, resource: Resource) -> u64 {
         self.meter().of(resource).load(Ordering::Relaxed)
     }
 
-    /// Bytes that are charged now on all devices.
+    /// Bytes currently charged on all devices.
     pub fn held_on_devices(&self) -> u64 {
         self.meter().held.iter().map(|held| held.load(Ordering::Relaxed)).sum()
     }
 
-    /// Free and total bytes of the device with a number, as the session may see them.
+    /// Free and total bytes of the device with this number, as the session may see them.
     pub fn visible(&self, number: u32, free: u64, total: u64) -> (u64, u64) {
         let device = Resource::Device(number);
         let [session, principal] = self.limits(device);
@@ -278,12 +284,12 @@ pub struct Charge {
     quota: Quota,
     resource: Resource,
     bytes: u64,
-    /// The daemon counts it, too.
+    /// Set if the daemon counts it, too.
     asked: Option<Arc<Broker>>,
 }
 
 impl Charge {
-    /// Its bytes.
+    /// Its size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -294,7 +300,7 @@ impl Charge {
         self.asked = self.asked.take().or(other.asked.take());
     }
 
-    /// Takes `bytes` of this charge, at most all of them, as a charge of its own.
+    /// Splits off a charge of `bytes`, or of everything if it has less.
     pub fn split(&mut self, bytes: u64) -> Charge {
         let bytes = bytes.min(self.bytes);
         self.bytes -= bytes;
@@ -306,7 +312,7 @@ impl Charge {
 pub struct MirrorCharge([Charge; 2]);
 
 impl MirrorCharge {
-    /// Takes `bytes` of them, as [`Charge::split`].
+    /// Splits off `bytes` of them, like [`Charge::split`].
     pub fn split(&mut self, bytes: u64) -> MirrorCharge {
         MirrorCharge(self.0.each_mut().map(|charge| charge.split(bytes)))
     }
@@ -344,7 +350,8 @@ mod tests {
     }
 
     proptest! {
-        /// The quota holds what its live charges hold, never more than its limit, and refuses nothing that fits.
+        /// The quota holds what its live charges hold, never more than its limit, and refuses nothing that
+        /// fits.
         #[test]
         fn a_quota_holds_what_its_charges_hold(limit in 0u64..2000, steps in prop::collection::vec(step(), 1..200)) {
             let quota = Quota::of_session(limit);
@@ -400,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_daemon_says_of_the_process_and_of_the_principal_is_not_free() {
+    fn memory_that_the_daemon_reports_as_used_is_not_free() {
         let (terms, terms_fd) = Page::<Terms>::new().unwrap();
         let (meter, meter_fd) = Page::<Meter>::new().unwrap();
         let quota = Quota::default();

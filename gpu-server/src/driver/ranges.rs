@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-/// Ranges by first address, none of which overlap. Each carries a `V`.
+/// Non-overlapping ranges by first address. Each has a value `V`.
 #[derive(Debug)]
 pub struct Ranges<V = ()>(BTreeMap<u64, (u64, V)>);
 
@@ -13,24 +13,24 @@ impl<V> Default for Ranges<V> {
 }
 
 impl<V> Ranges<V> {
-    /// The range that holds `address`: its first address, its size and what it carries.
+    /// The range that contains `address`: its first address, its size and its value.
     pub fn find(&self, address: u64) -> Option<(u64, u64, &V)> {
         let (start, (size, value)) = self.0.range(..=address).next_back()?;
         (address - start < *size).then_some((*start, *size, value))
     }
 
-    /// The same, with what it carries to be changed.
+    /// The same, with a mutable value.
     pub fn find_mut(&mut self, address: u64) -> Option<(u64, u64, &mut V)> {
         let (start, (size, value)) = self.0.range_mut(..=address).next_back()?;
         (address - start < *size).then_some((*start, *size, value))
     }
 
-    /// Whether one range holds `len` bytes from `address`.
+    /// Whether one range contains `len` bytes from `address`.
     pub fn holds(&self, address: u64, len: u64) -> bool {
         self.find(address).is_some_and(|(start, size, _)| len <= size - (address - start))
     }
 
-    /// Whether adjacent ranges together hold `len` bytes from `address`.
+    /// Whether adjacent ranges together contain `len` bytes from `address`.
     pub fn cover(&self, address: u64, len: u64) -> bool {
         let Some(end) = address.checked_add(len) else { return false };
         let mut at = address;
@@ -43,7 +43,7 @@ impl<V> Ranges<V> {
         true
     }
 
-    /// Adds a range. False: it is empty, wraps around or overlaps another.
+    /// Adds a range. Returns false if it is empty, wraps around or overlaps another.
     pub fn insert(&mut self, address: u64, size: u64, value: V) -> bool {
         let fits = size > 0 && address.checked_add(size).is_some() && !self.touches(address, size);
         if fits {
@@ -62,7 +62,7 @@ impl<V> Ranges<V> {
         self.0.get(&address).map(|(size, _)| *size)
     }
 
-    /// Whether a range has bytes in `size` bytes from `address`.
+    /// Whether any range overlaps `size` bytes from `address`.
     pub fn touches(&self, address: u64, size: u64) -> bool {
         let end = address.saturating_add(size);
         self.0.range(..end).next_back().is_some_and(|(start, (other, _))| start + other > address)
@@ -73,12 +73,12 @@ impl<V> Ranges<V> {
         self.0.is_empty()
     }
 
-    /// What all ranges carry.
+    /// The values of all ranges.
     pub fn values(&self) -> impl Iterator<Item = &V> {
         self.0.values().map(|(_, value)| value)
     }
 
-    /// All ranges: first address, size, and what they carry, to be changed.
+    /// All ranges: first address, size and mutable value.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = (u64, u64, &mut V)> {
         self.0.iter_mut().map(|(start, (size, value))| (*start, *size, value))
     }

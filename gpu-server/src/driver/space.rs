@@ -1,7 +1,8 @@
-//! A session's virtual memory management: memory without an address, reserved addresses, and what is mapped where.
+//! A session's virtual memory management: memory without an address, reserved addresses, and mappings.
 //!
-//! `may_…` methods check what a client names before the GPU is called: that it is the session's memory, lies inside one of its reservations and
-//! overlaps no other mapping. The methods that change something are called when the GPU has succeeded.
+//! `may_…` methods check what a client names before the GPU is called: the memory must belong to the session,
+//! and the addresses must be inside one of its reservations and overlap no other mapping. The methods that
+//! change something are called after the GPU has succeeded.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
@@ -13,10 +14,10 @@ use super::quota::{Charge, Quota};
 use crate::cuda_ipc::Token;
 use crate::worker_protocol::Resource;
 
-/// Maximum number of memories of a session, and of reservations.
+/// Maximum number of a session's memories, and of its reservations.
 const MOST: usize = 1 << 17;
 
-/// Memory of a device. `M`: the GPU's.
+/// Memory of a device. `M` belongs to the GPU.
 pub struct Memory<M> {
     /// Ordinal of its device.
     pub device: u32,
@@ -31,7 +32,7 @@ pub struct Memory<M> {
     /// The GPU's.
     pub handle: M,
     mapped: usize,
-    /// Shared by all ids of the same memory, so that it is charged once.
+    /// Shared by all IDs of the same memory, so that it is charged once.
     charge: Arc<Charge>,
 }
 
@@ -56,7 +57,7 @@ impl<M> Memory<M> {
         }
     }
 
-    /// The token that all ids of the same memory share, if it was imported or exported.
+    /// The token that all IDs of the same memory share, if it was imported or exported.
     fn shared(&self) -> Option<Token> {
         self.imported.or(self.token)
     }
@@ -96,7 +97,7 @@ impl<M> Default for Space<M> {
 }
 
 fn overlaps(mut ranges: impl DoubleEndedIterator<Item = (u64, u64)>, address: u64) -> bool {
-    // The last range that begins before the end of the one in question.
+    // The last range that starts before the end of the given one.
     ranges.next_back().is_some_and(|(start, size)| start + size > address)
 }
 
@@ -128,7 +129,8 @@ impl<M> Space<M> {
         self.reserved.insert(address, size);
     }
 
-    /// Checks that a reservation may be freed: it was made with this address and size, and contains no mapping.
+    /// Checks that a reservation may be freed: it was made with this address and size, and contains no
+    /// mapping.
     pub fn may_unreserve(&self, address: u64, size: u64) -> Result<(), Status> {
         let known = self.reserved.get(&address) == Some(&size);
         let used =
@@ -157,7 +159,8 @@ impl<M> Space<M> {
         self.memories.insert(id, memory);
     }
 
-    /// The charge for importing memory of `size` bytes by a token: the session's existing charge for this memory, or a new one.
+    /// The charge for importing memory of `size` bytes by a token: the session's existing charge for this
+    /// memory, or a new one.
     ///
     /// # Errors
     /// As [`Quota::charge`].
@@ -251,8 +254,9 @@ impl<M> Space<M> {
         }
     }
 
-    /// The device through which `len` bytes from an address are reached: `home` where it may access all of them, else the first that may. `None`: they are not all mapped, or no device
-    /// may access them all.
+    /// The device through which `len` bytes from an address are accessed: `home` if it may access all of
+    /// them, or else the first device that may. `None` if they are not all mapped, or no device may access
+    /// them all.
     pub fn reached_by(&self, address: u64, len: u64, home: u32) -> Option<u32> {
         let end = address.checked_add(len.max(1))?;
         let (start, first) = self.mappings.range(..=address).next_back()?;
@@ -282,7 +286,7 @@ impl<M> Space<M> {
         self.mappings.iter().map(|(address, mapping)| (*address, mapping))
     }
 
-    /// Bytes that this session has made on a device.
+    /// Bytes that this session has created on a device.
     pub fn created_on(&self, device: u32) -> u64 {
         let made =
             self.memories.values().filter(|memory| memory.imported.is_none() && memory.device == device);
@@ -360,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_mapped_is_neither_released_nor_unreserved() {
+    fn mapped_memory_can_be_neither_released_nor_unreserved() {
         let quota = unlimited();
         let mut space = space(&quota);
         space.map(1, 0, SPACE, G);
@@ -377,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_counts_once_until_its_last_name_goes() {
+    fn memory_counts_once_until_its_last_id_is_removed() {
         let quota = unlimited();
         let mut space = space(&quota);
         let token = [7; 16];

@@ -1,6 +1,7 @@
-//! Where device memory is while it is not on the device: in this process's memory, or in a file.
+//! Stores device memory while it is not on the device: in this process's memory, or in a file.
 //!
-//! Memory is taken in chunks, which a backend may page-lock, and kept for the next time: making the pages takes longer than the copies.
+//! Memory is allocated in chunks, which a backend may page-lock, and kept for reuse: faulting in the pages
+//! takes longer than the copies.
 
 use std::fs::File;
 use std::io;
@@ -12,14 +13,14 @@ use protocol::Status;
 
 use super::call::Result;
 
-/// Bytes of a chunk, and of what is copied at a time to and from a file.
+/// Size of a chunk, and of each copy to or from a file, in bytes.
 const CHUNK: u64 = 64 << 20;
 /// Bytes of a huge page.
 const HUGE: usize = 2 << 20;
-/// Threads that make the pages of a chunk.
+/// Threads that fault in the pages of a chunk.
 const THREADS: usize = 8;
 
-/// Bytes of memory that a store takes for so many.
+/// Bytes of memory that a store of this size takes.
 pub fn memory_for(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(CHUNK).unwrap_or(u64::MAX)
 }
@@ -32,9 +33,9 @@ pub struct Chunk {
     pub locked: bool,
 }
 
-// SAFETY: it owns a mapping and nothing tied to a thread.
+// SAFETY: it owns a mapping and nothing thread-specific.
 unsafe impl Send for Chunk {}
-// SAFETY: a shared reference only gives the address.
+// SAFETY: a shared reference only gives out the address.
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
@@ -53,10 +54,10 @@ impl Chunk {
         Ok(chunk)
     }
 
-    /// Makes all pages, huge ones where there are some, and says now if there is no memory for them.
+    /// Faults in all pages, huge ones if possible, so that a lack of memory is reported now.
     fn make_pages(&self) -> io::Result<()> {
         let advise = |offset: usize, len: usize, advice| {
-            // SAFETY: inside this chunk's own mapping. Neither advice changes the contents of a page.
+            // SAFETY: inside this chunk's own mapping. Neither advice changes page contents.
             match unsafe { libc::madvise(self.at.as_ptr().add(offset).cast(), len, advice) } {
                 0 => Ok(()),
                 _ => Err(io::Error::last_os_error()),
@@ -72,7 +73,7 @@ impl Chunk {
             };
             let threads: Vec<_> = (0..self.len).step_by(share).map(make).collect();
             threads.into_iter().try_for_each(|thread| match thread.join() {
-                // A kernel before 5.14 makes each page when it is needed.
+                // Kernels before 5.14 fault in each page when it is used.
                 Ok(Err(e)) if e.raw_os_error() == Some(libc::EINVAL) => Ok(()),
                 Ok(made) => made,
                 Err(_) => Err(io::ErrorKind::Other.into()),
@@ -85,7 +86,7 @@ impl Chunk {
         self.at
     }
 
-    /// Its bytes.
+    /// Its size in bytes.
     pub fn size(&self) -> usize {
         self.len
     }
@@ -101,9 +102,9 @@ impl Drop for Chunk {
 /// A part of the store in memory: `len` bytes that a backend reads or writes.
 #[derive(Debug, Clone, Copy)]
 pub struct Part {
-    /// Where its bytes are on the device.
+    /// Its address on the device.
     pub address: u64,
-    /// Where they are here.
+    /// Its address here.
     pub host: NonNull<u8>,
     /// How many.
     pub len: usize,
@@ -112,12 +113,12 @@ pub struct Part {
 /// See the module.
 #[derive(Default)]
 pub struct Store {
-    /// In memory; for a file, one chunk that all bytes pass through.
+    /// In memory. With a file, one chunk that all bytes pass through.
     chunks: Vec<Chunk>,
     file: Option<File>,
 }
 
-/// Which way bytes go.
+/// The direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
     /// From the device.
@@ -146,10 +147,10 @@ impl Lane {
 }
 
 impl Store {
-    /// Makes room for `bytes`: in the file, if there is one. `lock` page-locks chunks.
+    /// Makes room for `bytes`, in the file if there is one. `lock` page-locks chunks.
     ///
     /// # Errors
-    /// `OUT_OF_MEMORY`: there is no room. What was there stays.
+    /// `OUT_OF_MEMORY` if there is no room. Existing contents stay.
     pub fn reserve(&mut self, bytes: u64, file: Option<OwnedFd>, mut lock: impl FnMut(&mut Chunk)) -> Result {
         if let Some(file) = file.map(File::from) {
             let made = nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::empty(), 0, bytes as i64);
@@ -168,23 +169,24 @@ impl Store {
         Ok(())
     }
 
-    /// Bytes of this machine's memory that it takes.
+    /// Bytes of this machine's memory that it uses.
     pub fn memory(&self) -> u64 {
         self.chunks.iter().map(|chunk| chunk.len as u64).sum()
     }
 
-    /// Gives everything up. `unlock` undoes what `lock` did.
+    /// Releases everything. `unlock` undoes what `lock` did.
     pub fn clear(&mut self, mut unlock: impl FnMut(&mut Chunk)) {
         self.chunks.iter_mut().for_each(&mut unlock);
         self.chunks.clear();
         self.file = None;
     }
 
-    /// Moves `size` bytes between a device's `address` and the store's offset `at`. `copy` moves parts, which it may do later; `wait` waits until it has done so. With a file, everything is moved when this
-    /// returns; otherwise when `wait` was called.
+    /// Moves `size` bytes between a device's `address` and the store's offset `at`. `copy` moves parts,
+    /// possibly later; `wait` waits until that is done. With a file, everything has been moved when this
+    /// returns; otherwise when `wait` has been called.
     ///
     /// # Errors
-    /// Those of `copy` and `wait`, and `UNKNOWN` if a file cannot be read or written.
+    /// Those of `copy` and `wait`; `UNKNOWN` if a file cannot be read or written.
     pub fn transfer(
         &mut self,
         way: Way,
@@ -210,7 +212,8 @@ impl Store {
             match &self.file {
                 None => copy(part)?,
                 Some(file) => {
-                    // SAFETY: the part's bytes, which no device uses before `copy` and after `wait`, and nobody else has a reference to them.
+                    // SAFETY: the part's bytes. No device uses them before `copy` and after `wait`, and there
+                    // is no other reference to them.
                     let bytes = unsafe { std::slice::from_raw_parts_mut(host.as_ptr(), part.len) };
                     let failed = |e: io::Error| {
                         tracing::error!("device memory in --swap-folder: {e}");
@@ -235,7 +238,7 @@ impl Store {
 mod tests {
     use super::*;
 
-    /// Moves bytes between a store and a vector that stands for a device.
+    /// Moves bytes between a store and a vector that represents a device.
     fn transfer(store: &mut Store, way: Way, device: &mut [u8], address: u64, at: u64, size: u64) {
         let copy = |part: Part| {
             let range = part.address as usize..part.address as usize + part.len;
@@ -251,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn what_went_out_comes_in_through_memory_and_through_a_file() {
+    fn bytes_round_trip_through_memory_and_through_a_file() {
         let size = CHUNK + 12345;
         let mut device = test_kit::pattern(size as usize, 3);
         let expected = device.clone();
@@ -272,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_grows_and_never_gives_out_what_it_has_not() {
+    fn a_store_grows_and_stays_in_bounds() {
         let mut store = Store::default();
         store.reserve(1, None, |_| ()).unwrap();
         let beyond = store.transfer(Way::Out, 0, CHUNK - 1, 2, |_| Ok(()), || Ok(()));

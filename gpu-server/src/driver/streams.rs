@@ -1,13 +1,13 @@
 //! A session's table of streams.
 //!
-//! It is passed to the backend with each operation on a stream, because such an operation may concern other streams as well: work on a legacy default stream is
-//! ordered with the blocking streams of its context.
+//! It is passed to the backend with each operation on a stream, because such an operation may concern other
+//! streams, too: work on a legacy default stream is ordered with the blocking streams of its context.
 
 use protocol::handle::{ContextId, GreenId};
 
 use super::ids::Ids;
 
-/// A stream of the client's. `S`: the backend's.
+/// One of the client's streams. `S` belongs to the backend.
 pub struct Stream<S> {
     /// Its context; for a stream of a green context, the primary one.
     pub context: ContextId,
@@ -19,5 +19,5 @@ pub struct Stream<S> {
     pub native: S,
 }
 
-/// Streams by the client's numbers.
+/// Streams by the client's IDs.
 pub type Streams<S> = Ids<Stream<S>>;

@@ -1,12 +1,15 @@
-//! Notices kernels that run for too long.
+//! Finds kernels that run too long.
 //!
 //! ```text
 //!   stream:  … ─ fence ─ kernel ─ fence ─ …
 //!                  │                │
-//!                begins            ends          more than the limit between the two: the thread calls what the watchdog was made with, once
+//!                begins            ends
+//!
+//!   more than the limit between the two: the thread calls its callback, once
 //! ```
 //!
-//! A kernel that waits for its turn in its stream, for an event or for data does not run: the first fence is behind all of these.
+//! A kernel that waits for its turn in its stream, for an event or for data is not running: the first fence
+//! comes after all of these.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -15,24 +18,25 @@ use std::time::{Duration, Instant};
 use protocol::Status;
 use protocol::handle::ContextId;
 
-/// What runs.
+/// The running kernels.
 #[derive(Default)]
 struct Running {
-    /// When each kernel began, and its context, in this order.
+    /// When each running kernel began, and its context, in this order.
     since: BTreeMap<u64, (Instant, ContextId)>,
     begun: u64,
-    /// The thread sleeps until something begins.
+    /// The thread sleeps until a kernel begins.
     rests: bool,
 }
 
-/// See the module.
+/// See the module's documentation.
 pub struct Watchdog {
     running: Mutex<Running>,
     begins: Condvar,
 }
 
 impl Watchdog {
-    /// Starts the thread, which calls `overrun` with the context of the first kernel that runs for longer than `limit`, and ends.
+    /// Starts the thread. It calls `overrun` with the context of the first kernel that runs longer than
+    /// `limit`, and ends.
     pub fn start(
         limit: Duration,
         overrun: impl FnOnce(ContextId) + Send + 'static,
@@ -63,7 +67,7 @@ impl Watchdog {
             }
             running.rests = false;
             drop(running);
-            // The first one may end meanwhile; none that begins later runs for too long before this.
+            // The first one may end meanwhile; none that begins later can exceed the limit before this.
             std::thread::sleep(left);
             running = self.lock();
         }
@@ -75,16 +79,16 @@ impl Watchdog {
     }
 }
 
-/// One kernel. Dropping it says that the kernel has ended, or never ran.
+/// One kernel. Dropping this means that the kernel has ended, or never ran.
 pub struct Watch {
     watchdog: Arc<Watchdog>,
     context: ContextId,
-    /// Its number among those that run, once it does.
+    /// Its number among the running kernels, while it runs.
     number: Mutex<Option<u64>>,
 }
 
 impl Watch {
-    /// Everything before the kernel is finished, unless that has failed.
+    /// Everything before the kernel has finished, unless that has failed.
     pub fn begin(&self, status: Status) {
         if !status.is_success() {
             return;
@@ -118,9 +122,9 @@ mod tests {
     const LONG: Duration = Duration::from_secs(240);
 
     #[test]
-    fn a_kernel_that_runs_for_too_long_is_noticed_and_none_that_waits_or_has_ended() {
+    fn only_a_kernel_that_runs_too_long_is_reported() {
         let (found, overrun) = channel();
-        // Long enough for what ends at once, however busy this machine is.
+        // Long enough for what ends immediately, however busy this machine is.
         let limit = Duration::from_secs(5);
         let watchdog = Watchdog::start(limit, move |context| found.send(context).unwrap()).unwrap();
         let _waits = watchdog.watch(ContextId(1));
@@ -139,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_ends_in_time_makes_way_for_the_next() {
+    fn a_kernel_that_ends_in_time_is_replaced_by_the_next() {
         let (found, overrun) = channel();
         let watchdog =
             Watchdog::start(Duration::from_secs(5), move |context| found.send(context).unwrap()).unwrap();

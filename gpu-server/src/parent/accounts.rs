@@ -1,7 +1,8 @@
-//! What each principal holds: the daemon owns the limits that all sessions of a principal share.
+//! What each principal holds. The daemon enforces the limits shared by all sessions of a principal.
 //!
-//! A worker asks for each charge against such a limit. What a session holds here is what it was granted, less what it gave back, and goes with its worker. So a worker that lies gives itself no
-//! more than its principal's limit, and takes nothing from other principals.
+//! A worker asks for each charge against such a limit. A session's account is what it was granted minus what
+//! it returned, and ends with its worker. So a worker that lies gets no more than its principal's limit, and
+//! takes nothing from other principals.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,15 +15,15 @@ use crate::cuda_ipc::{Refusal, Reply};
 use crate::pages::{Meter, Page, Terms, gate};
 use crate::worker_protocol::{MOST_DEVICES, Resource};
 
-/// A session's bytes, and the pages that it shares with the daemon.
+/// A session's charges, and the pages that it shares with the daemon.
 pub(super) struct Account {
     terms: Page<Terms>,
     meter: Page<Meter>,
-    /// Granted bytes, and what else a successor of this daemon has to know.
+    /// Granted bytes, and everything else that a successor of this daemon needs.
     record: Record,
-    /// The next request may be one that the daemon before this one has carried out.
+    /// Whether the next request may be one that the previous daemon has already carried out.
     may_repeat: bool,
-    /// The gate, and how often the session was asked to tell of its work.
+    /// The gate, and how often the session was asked to report its work.
     gate: Gate,
     tells: u32,
     /// Whether there is an order for its memory.
@@ -30,7 +31,7 @@ pub(super) struct Account {
 }
 
 impl Account {
-    /// An account that holds nothing, and for the worker the descriptors of its pages and of the bell.
+    /// An empty account, and the descriptors of its pages and of the bell for the worker.
     pub(super) fn open(bell: &turns::Bell) -> io::Result<(Account, [OwnedFd; 3])> {
         let ((terms, terms_fd), (meter, meter_fd)) = (Page::new()?, Page::new()?);
         let record = Record::new()?;
@@ -39,7 +40,8 @@ impl Account {
         Ok((account, [terms_fd, meter_fd, bell.share()?]))
     }
 
-    /// The account of a session that the daemon before this one had, of which there were `daemons`, and for the worker the descriptor of its new terms.
+    /// The account of a session of the previous daemon, the last of `daemons`. Also the descriptor of the
+    /// worker's new terms.
     pub(super) fn take_over(meter: &OwnedFd, record: Record, daemons: u32) -> io::Result<(Account, OwnedFd)> {
         let ((terms, terms_fd), meter) = (Page::<Terms>::new()?, Page::adopt(meter)?);
         terms.daemons.store(daemons, Ordering::Relaxed);
@@ -48,22 +50,22 @@ impl Account {
         Ok((account, terms_fd))
     }
 
-    /// What a successor of this daemon has to know.
+    /// What a successor of this daemon needs.
     pub(super) fn record(&self) -> &Record {
         &self.record
     }
 
-    /// A message of the worker has been dealt with: the next one cannot be one that the daemon before this one has read.
+    /// Called when a worker's message has been handled: the next one cannot be a repetition.
     pub(super) fn heard(&mut self) {
         self.may_repeat = false;
     }
 
-    /// What the worker says.
+    /// The worker's figures.
     pub(super) fn meter(&self) -> &Meter {
         &self.meter
     }
 
-    /// Sets the session's gate, and wakes it if it waits there.
+    /// Sets the session's gate, and wakes the session if it waits there.
     pub(super) fn set_gate(&mut self, gate: Gate) {
         if gate == self.gate {
             return;
@@ -76,14 +78,14 @@ impl Account {
         self.show_gate();
     }
 
-    /// Says whether the worker is to look for an order before its next command.
+    /// Tells the worker whether to look for an order before its next command.
     pub(super) fn set_asked(&mut self, asked: bool) {
         if std::mem::replace(&mut self.asked, asked) != asked {
             self.show_gate();
         }
     }
 
-    /// Says how often sessions have moved device memory.
+    /// Publishes how often sessions have moved device memory.
     pub(super) fn set_moves(&self, moves: u64) {
         self.terms.moves.store(moves, Ordering::Relaxed);
     }
@@ -92,22 +94,22 @@ impl Account {
         let asked = if self.asked { gate::ASKED } else { 0 };
         self.terms.gate.store(turns::word(self.gate, self.tells) | asked, Ordering::Release);
         let at = std::ptr::from_ref(&self.terms.gate);
-        // SAFETY: a futex word in a page that stays mapped; the call only wakes those that wait for it.
+        // SAFETY: a futex word in a page that stays mapped; the call only wakes its waiters.
         unsafe { libc::syscall(libc::SYS_futex, at, libc::FUTEX_WAKE, i32::MAX) };
     }
 
-    /// What the process takes on a device besides what the session has charged.
+    /// Memory that the process uses on a device beyond what the session has charged.
     pub(super) fn implicit(&self, number: usize) -> u64 {
         self.terms.implicit.get(number).map_or(0, |bytes| bytes.load(Ordering::Relaxed))
     }
 
-    /// Bytes that the session holds on a device, as its worker says and as NVML does.
+    /// Bytes that the session holds on a device, according to its worker and NVML.
     pub(super) fn held(&self, number: usize) -> u64 {
         let charged = self.meter.held.get(number).map_or(0, |bytes| bytes.load(Ordering::Relaxed));
         charged.saturating_add(self.implicit(number))
     }
 
-    /// NVML says that the session's process takes so many bytes on a device.
+    /// Notes how many bytes the session's process uses on a device, according to NVML.
     pub(super) fn measured(&self, number: usize, bytes: u64) {
         if let (Some(implicit), Some(held)) = (self.terms.implicit.get(number), self.meter.held.get(number)) {
             let charged = held.load(Ordering::Relaxed).saturating_sub(self.away(number as u32));
@@ -117,7 +119,8 @@ impl Account {
 }
 
 impl State {
-    /// Bytes of a resource that the sessions of a principal hold together. Saturates, so that a resource that does not exist is never free.
+    /// Bytes of a resource that a principal's sessions hold together. Saturates, so that a nonexistent
+    /// resource is never free.
     fn total(&self, principal: &str, resource: Resource) -> u64 {
         let of_principal = self.sessions.values().filter(|session| session.limits.principal == principal);
         of_principal.fold(0, |sum: u64, session| {
@@ -129,7 +132,7 @@ impl State {
         })
     }
 
-    /// A worker asks for bytes of its principal's.
+    /// Handles a worker's request for bytes of its principal's limit.
     pub(super) fn charge(&mut self, worker: u32, request: u64, resource: Resource, bytes: u64) -> Reply {
         let Some(session) = self.sessions.get(&worker) else { return Reply::Refused(Refusal::Unknown) };
         let Account { record, may_repeat, .. } = &session.account;
@@ -151,7 +154,7 @@ impl State {
         Reply::Charged
     }
 
-    /// A worker gives granted bytes back: no more than it was granted.
+    /// Returns bytes that a worker gives back, at most what it was granted.
     pub(super) fn discharge(&mut self, worker: u32, request: u64, resource: Resource, bytes: u64) {
         let Some(session) = self.sessions.get(&worker) else { return };
         let Account { record, may_repeat, .. } = &session.account;
@@ -164,7 +167,7 @@ impl State {
         self.publish(&session.limits.principal);
     }
 
-    /// Tells the workers of a principal what it holds on each device.
+    /// Tells a principal's workers what it holds on each device.
     pub(super) fn publish(&self, principal: &str) {
         let mut totals = [0u64; MOST_DEVICES];
         let of_principal = || self.sessions.values().filter(|session| session.limits.principal == principal);
@@ -208,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn sessions_of_a_principal_share_its_limit_and_no_other_principal_does() {
+    fn only_sessions_of_the_same_principal_share_its_limit() {
         let mut state = state(&[(1, "a", 100), (2, "a", 100), (3, "b", 100)]);
         assert!(granted(&state.charge(1, 1, DEVICE, 60)));
         assert!(!granted(&state.charge(2, 1, DEVICE, 50)) && granted(&state.charge(2, 1, DEVICE, 40)));
@@ -227,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_gives_back_no_more_than_it_was_granted() {
+    fn a_worker_returns_at_most_what_it_was_granted() {
         let mut state = state(&[(1, "a", 100), (2, "a", 100)]);
         assert!(granted(&state.charge(2, 1, DEVICE, 90)));
         state.discharge(1, 1, DEVICE, 90);
@@ -237,10 +240,10 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_the_daemon_before_has_carried_out_is_not_carried_out_again() {
+    fn a_request_that_the_previous_daemon_carried_out_is_not_repeated() {
         let mut state = state(&[(1, "a", 100)]);
         assert!(granted(&state.charge(1, 5, DEVICE, 60)));
-        // Killed before it took the request away. Its successor reads the same request again.
+        // Killed before it consumed the request. Its successor reads the same request again.
         let account = &state.sessions[&1].account;
         let record = Record::open(account.record.as_fd().try_clone_to_owned().unwrap()).unwrap();
         let (_, meter) = Page::<Meter>::new().unwrap();
@@ -267,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_process_takes_besides_counts_against_the_limit() {
+    fn uncharged_memory_of_the_process_counts_against_the_limit() {
         let mut state = state(&[(1, "a", 100)]);
         let account = &state.sessions[&1].account;
         account.meter.held[1].store(20, Ordering::Relaxed);

@@ -1,18 +1,21 @@
-//! What `rgpuctl` asks of the daemon, over a Unix socket that only the daemon's user and root can open: one JSON object each way, and the connection closes. Only `drain` is answered by many, until
-//! the daemon has ended ([`drain`]).
+//! `rgpuctl`'s requests to the daemon, over a Unix socket that only the daemon's user and root can open: one
+//! JSON object each way, then the connection closes. Only `drain` is answered with several objects, until the
+//! daemon has ended ([`drain`]).
 //!
 //! ```text
-//!   {"enroll": {"name": "host1", "valid_seconds": 3600}}     {"token": …}, where to connect and this server's key in it
+//!   {"enroll": {"name": "host1", "valid_seconds": 3600}}     {"token": …}, which contains addresses and this
+//!   server's key
 //!   {"clients": {}}                                          {"clients": [{"name", "key", "since"}], "tokens": [{"name", "expires"}]}
 //!   {"revoke": {"name": "host1"}}                            {"ended_sessions": 2}
 //!   {"leases": {}}                                           {"leases": [{"id", "principal", "devices", …}]}
 //!   {"release": {"lease": "3f2a77c0"}}                       {"ended_sessions": 1}
-//!   {"drain": {"seconds": 60}}                               what becomes of each session
-//!   {"upgrade": {}}                                          {"upgrading": {"sessions": 3, "version": …}}, and another program takes over
+//!   {"drain": {"seconds": 60}}                               one line for each session
+//!   {"upgrade": {}}                                          {"upgrading": {"sessions": 3, "version": …}},
+//!   then another program takes over
 //!   {"version": {}}                                          {"version": …, "pid": 7, "sessions": 3}
 //! ```
 //!
-//! An answer to what cannot be done is `{"error": "why"}`.
+//! A failed request is answered with `{"error": "why"}`.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -34,9 +37,9 @@ use super::listen::{Files, serve_unix};
 use super::trust::Trust;
 use super::{Server, drain, ends, leases, takeover};
 
-/// Most bytes of a request.
+/// Maximum size of a request in bytes.
 const MAX_REQUEST: u64 = 64 << 10;
-/// How long a client may take to send its request, and to take the answer.
+/// How long a client may take to send its request, and to receive the answer.
 const WITHIN: Duration = Duration::from_secs(5);
 
 /// A request.
@@ -46,7 +49,7 @@ enum Request {
     Enroll {
         name: String,
         valid_seconds: u64,
-        /// Where the client reaches this server. Without any, what the server knows of itself.
+        /// Where the client reaches this server. If empty, the server uses its own addresses.
         #[serde(default)]
         addresses: Vec<String>,
     },
@@ -61,7 +64,7 @@ enum Request {
     Upgrade {},
     Version {},
     Drain {
-        /// How long sessions have to end by themselves.
+        /// How long sessions have to end by themselves, in seconds.
         seconds: u64,
     },
 }
@@ -83,7 +86,7 @@ pub(super) fn start(
 fn serve(server: &Arc<Server>, mut stream: UnixStream) -> std::io::Result<()> {
     let uid = getsockopt(&stream, PeerCredentials)?.uid();
     if uid != 0 && uid != geteuid().as_raw() {
-        tracing::warn!(uid, "a request at the admin socket from a user who may not make any");
+        tracing::warn!(uid, "refused a request at the admin socket: this user may not make any");
         return Ok(());
     }
     stream.set_read_timeout(Some(WITHIN))?;
@@ -101,19 +104,20 @@ fn serve(server: &Arc<Server>, mut stream: UnixStream) -> std::io::Result<()> {
         }
         Ok(Request::Clients {}) => trust(server).map(clients),
         Ok(Request::Revoke { name }) => trust(server).and_then(|trust| revoke(server, trust, &name)),
-        Err(e) => Err(format!("the request is not one: {e}")),
+        Err(e) => Err(format!("the request cannot be parsed: {e}")),
     };
     let answer = answer.unwrap_or_else(|why| json!({ "error": why }));
     stream.write_all(format!("{answer}\n").as_bytes())
 }
 
-/// Executes the program that is where this one was started from, and says so right before. A thread does it: an operator who asks meanwhile is answered.
+/// Executes the installed program, and reports that right before. Runs in its own thread, so that other
+/// requests are still answered.
 fn upgrade(server: &Arc<Server>, mut stream: UnixStream) -> std::io::Result<()> {
     let server = Arc::clone(server);
     let work = move || {
         let mut own = stream.try_clone();
         let say = |what: &Value| {
-            // The operator may be gone, and the upgrade goes on.
+            // Even if the operator is gone, the upgrade continues.
             own.iter_mut().for_each(|stream| drop(stream.write_all(format!("{what}\n").as_bytes())));
         };
         let Err(why) = takeover::upgrade(&server, say);
@@ -159,7 +163,7 @@ fn enroll(
 ) -> Result<Value, String> {
     let addresses = if addresses.is_empty() { own_addresses(server) } else { check(addresses)? };
     let secret = trust.enroll(name, Duration::from_secs(valid_seconds)).map_err(|e| with_causes(&e))?;
-    tracing::info!(principal = name, valid_seconds, "a token was given out");
+    tracing::info!(principal = name, valid_seconds, "issued a token");
     let token = Token { server: trust.fingerprint(), secret, addresses };
     Ok(json!({ "token": token.to_string() }))
 }
@@ -174,7 +178,7 @@ fn revoke(server: &Server, trust: &Trust, name: &str) -> Result<Value, String> {
         (principal.name == name && principal.key.is_some()).then(|| reason.clone())
     });
     leases::end(server, |lease| (lease.principal == name).then(|| format!("ended: {reason}")));
-    tracing::info!(principal = name, ended, "a client was revoked");
+    tracing::info!(principal = name, ended, "revoked a client");
     Ok(json!({ "ended_sessions": ended }))
 }
 
@@ -196,7 +200,8 @@ fn check(addresses: Vec<String>) -> Result<Vec<String>, String> {
     addresses.into_iter().map(tcp).collect()
 }
 
-/// Where this server can probably be reached: what it listens at, and for all of its addresses the name of this machine and each of them.
+/// Where this server can probably be reached: what it listens at; for a wildcard address, this machine's name
+/// and each of its addresses.
 pub(super) fn own_addresses(server: &Server) -> Vec<String> {
     let mut all = Vec::new();
     let mut add = |host: String, port| {
@@ -218,7 +223,7 @@ pub(super) fn own_addresses(server: &Server) -> Vec<String> {
     all
 }
 
-/// The addresses of this machine's interfaces that others may use.
+/// The addresses of this machine's interfaces that others can use.
 fn interface_addresses() -> Vec<String> {
     let Ok(all) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
     let address = |interface: nix::ifaddrs::InterfaceAddress| {

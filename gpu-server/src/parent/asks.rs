@@ -1,4 +1,5 @@
-//! What clients ask that needs no session: the inventory, and [leases](super::leases). One thread answers, so that nobody who waits for a device's figures holds up anybody's session.
+//! Client requests that need no session: the inventory, and [leases](super::leases). One thread answers them,
+//! so that a slow reading of the devices' figures delays no session.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,9 +16,9 @@ use super::trust::Principal;
 use super::{Server, State};
 use crate::driver::cuda::nvml::readings::Reading;
 
-/// Most questions that wait, of all clients and of one.
+/// Maximum number of waiting questions, of all clients and of one.
 const MOST: (usize, usize) = (256, 16);
-/// How long an answer waits for what NVML says of the devices now.
+/// How long an answer waits for fresh figures from NVML.
 const FIGURES_WITHIN: Duration = Duration::from_secs(1);
 
 /// A client's question.
@@ -25,11 +26,11 @@ pub(super) struct Ask {
     pub(super) connection: Arc<Control>,
     pub(super) peer: String,
     pub(super) who: Principal,
-    /// What it has sent, unread.
+    /// The question as received, not parsed yet.
     pub(super) question: Vec<u8>,
 }
 
-/// Questions that wait for their answer.
+/// Questions waiting for their answers.
 #[derive(Default)]
 pub(super) struct Asks {
     waiting: Mutex<VecDeque<Ask>>,
@@ -46,7 +47,7 @@ impl Asks {
         let mut waiting = self.lock();
         let of_client = waiting.iter().filter(|other| other.who.name == ask.who.name).count();
         if waiting.len() >= MOST.0 || of_client >= MOST.1 {
-            return Err(Refused(Reason::ServerFull, "too many questions wait for an answer".into()));
+            return Err(Refused(Reason::ServerFull, "too many questions are waiting for an answer".into()));
         }
         waiting.push_back(ask);
         self.came.notify_all();
@@ -85,7 +86,7 @@ fn serve(server: &Server, ask: &Ask) {
     let answered = answer(server, who, question).and_then(|answer| {
         let text = serde_json::to_vec(&answer)
             .map_err(|e| Refused(Reason::Failed, format!("the answer cannot be written: {e}")))?;
-        // The client may be gone. What it was granted ends with its time.
+        // The client may be gone. What it was granted ends when its time runs out.
         let _ = connection.send_answer(&text);
         Ok(())
     });
@@ -97,13 +98,14 @@ fn serve(server: &Server, ask: &Ask) {
 fn answer(server: &Server, who: &Principal, question: &[u8]) -> Result<ask::Answer, Refused> {
     let malformed = |why: String| Refused(Reason::Malformed, why);
     let question = Question::parse(question).map_err(|e| malformed(e.to_string()))?;
-    // It may have been revoked since it came.
+    // Its access may have been revoked since it connected.
     if let Some(why) = server.unwelcome(who) {
         return Err(Refused(Reason::NotAllowed, why));
     }
     let grant = server.policy().grant(&who.name, &server.options.share);
     let grant = grant.map_err(|why| Refused(Reason::NotAllowed, why))?;
-    let key = |text: &str| Secret::from_text(text).ok_or_else(|| malformed("this is no lease's key".into()));
+    let key =
+        |text: &str| Secret::from_text(text).ok_or_else(|| malformed("this is not a lease's key".into()));
     match question {
         Question::Inventory {} => {
             let readings = server.gpus.fresh(FIGURES_WITHIN);
@@ -144,7 +146,7 @@ fn known(server: &Server, state: &State, readings: &[Reading]) -> Vec<Known> {
     devices.map(|(number, name)| Known { number, name: name.clone(), memory: memory(number) }).collect()
 }
 
-/// What NVML says of a device, in place of what sessions are known to hold.
+/// Uses NVML's figures for a device instead of what sessions are known to hold.
 fn with_reading(gpu: ask::Gpu, readings: &[Reading]) -> ask::Gpu {
     let reading = readings.iter().find(|reading| reading.device == gpu.gpu);
     let memory = reading.and_then(|reading| reading.memory).map(|(free, _)| free);

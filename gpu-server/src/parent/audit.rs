@@ -1,4 +1,5 @@
-//! The audit log: a line of JSON for each session that began, was refused or ended, for each lease that was granted or ended, and for each client that joined or was revoked.
+//! The audit log: a line of JSON for each session that began, was refused or ended, for each lease that was
+//! granted or ended, and for each client that joined or was revoked.
 //!
 //! ```text
 //!   {"time": "2026-11-22T21:55:00.123Z", "event": "started", "session": "6f…", "principal": "host1", "key": "a1…", "peer": "10.0.0.7:4711", "client": …, "program": …, "pid": …, "transport": "tcp", "devices": [0]}
@@ -6,8 +7,9 @@
 //!   {"time": …, "event": "ended", "session": "6f…", "principal": "host1", …, "seconds": 12, "lost": false, "reason": …, "commands": …, "bytes_in": …, "bytes_out": …}
 //! ```
 //!
-//! What counts is `principal` and `key`; `client`, `program` and `pid` are what the client says of itself. A thread writes, so that no session waits for a slow disk. After SIGHUP it opens the
-//! file anew, for logrotate. What finds no room in its queue is lost, and a line with the event `lost` says how many were.
+//! Only `principal` and `key` are verified; `client`, `program` and `pid` are the client's own claims. A
+//! thread writes, so that no session waits for a slow disk. After SIGHUP it reopens the file, for logrotate.
+//! Events that find the queue full are lost, and a line with the event `lost` says how many.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -28,19 +30,19 @@ use super::leases::Lease;
 use super::queue::Parked;
 use super::trust::Principal;
 
-/// Most lines that wait for a disk that is slow or stuck. More are lost, and counted.
+/// Maximum number of lines waiting for a slow or stuck disk. Further lines are lost and counted.
 const MOST_WAITING: usize = 4096;
-/// How long the daemon's end waits for the disk.
+/// How long the ending daemon waits for the disk.
 const FLUSH_WITHIN: Duration = Duration::from_secs(5);
 
 /// What the daemon and the writing thread share.
 #[derive(Default)]
 struct Shared {
-    /// Lines that were given to the thread and not written yet.
+    /// Lines that were passed to the thread and not written yet.
     waiting: AtomicU64,
-    /// Lines that found no room.
+    /// Lines lost because the queue was full.
     lost: AtomicU64,
-    /// Whether to open the file anew.
+    /// Whether to reopen the file.
     reopen: AtomicBool,
 }
 
@@ -82,7 +84,7 @@ impl Audit {
         );
     }
 
-    /// A client was refused. `principal`: whom it was found to be, if anybody.
+    /// A client was refused. `principal`: who it was found to be, if anybody.
     pub(super) fn refused(
         &self,
         principal: Option<&Principal>,
@@ -100,7 +102,7 @@ impl Audit {
         );
     }
 
-    /// A session ended; `lost`: not by its client's will.
+    /// A session ended. `lost`: not because its client closed it.
     pub(super) fn ended(&self, session: &Session, lost: bool, reason: &str) {
         let Session { principal, peer, client, program, counters, .. } = session;
         self.event(
@@ -142,20 +144,20 @@ impl Audit {
         self.event("revoked", json!({ "principal": name }));
     }
 
-    /// Opens the file anew for the next line: it may have been moved away.
+    /// Reopens the file for the next line, because it may have been moved away.
     pub(super) fn reopen(&self) {
         if let Some((_, shared)) = &self.0 {
             shared.reopen.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Waits until everything is written, but not forever.
+    /// Waits until everything is written, up to a limit.
     pub(super) fn flush(&self) {
         let Some((_, shared)) = &self.0 else { return };
         let deadline = Instant::now() + FLUSH_WITHIN;
         while shared.waiting.load(Ordering::Acquire) > 0 {
             if Instant::now() >= deadline {
-                tracing::error!("the audit log's disk takes nothing; events are lost");
+                tracing::error!("the audit log's disk does not respond; events are lost");
                 return;
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -228,7 +230,7 @@ impl Writer {
         let len = file.metadata()?.len();
         let written = file.write_all(format!("{line}\n").as_bytes());
         if written.is_err() {
-            // A full disk may have taken a part of the line.
+            // A full disk may have stored part of the line.
             let _ = file.set_len(len);
         }
         written
@@ -265,10 +267,10 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_takes_nothing_costs_events_and_no_memory_and_the_log_says_how_many() {
+    fn a_stuck_disk_loses_events_counts_them_and_bounds_memory() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("audit");
-        // As the writing thread is while a disk is stuck: it takes nothing.
+        // Like the writing thread while a disk is stuck: it takes nothing.
         let (sender, waiting) = sync_channel(2);
         let shared = Arc::new(Shared::default());
         let audit = Audit(Some((sender, Arc::clone(&shared))));
@@ -284,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_cannot_be_written_is_lost_and_the_next_one_is_not() {
+    fn a_failed_write_loses_only_its_own_line() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("audit");
         let audit = Audit::open(Some(&path)).unwrap();

@@ -1,7 +1,10 @@
-//! Direct connections between workers of two servers: tickets for those that come, and where workers may have one made to.
+//! Direct connections between workers of two servers: tickets for incoming connections, and rules for
+//! outgoing ones.
 //!
-//! A ticket has gone through a client, so it is believed in nothing but the token and the secret that this daemon has made itself. What a ticket of another server says of addresses is a wish: a
-//! connection is made to those that the operator has listed (`--direct-to`), and to no other, so that no client can make this server connect to something else in its network.
+//! A ticket has passed through a client, so only the token and the secret that this daemon made itself are
+//! trusted. The addresses in another server's ticket are only a request: this server connects only to
+//! addresses that the operator has listed (`--direct-to`), so that no client can make it connect to something
+//! else in its network.
 
 use std::collections::HashMap;
 use std::io;
@@ -19,14 +22,14 @@ use super::workers::Worker;
 use super::{Server, Token, admin};
 use crate::cuda_ipc::{Refusal, Reply, random_token};
 
-/// How long a ticket is good.
+/// How long a ticket is valid.
 const VALID: Duration = Duration::from_secs(30);
-/// How long connecting may take, for each address that a name has.
+/// How long connecting may take, for each address of a name.
 const CONNECT_WITHIN: Duration = Duration::from_secs(5);
-/// Connections that are being made at a time.
+/// Maximum number of connections being established.
 const MAX_CONNECTING: usize = 32;
 
-/// Tickets that were not used.
+/// Unused tickets.
 #[derive(Default)]
 pub(super) struct Tickets(HashMap<Token, Ticket>);
 
@@ -37,7 +40,7 @@ struct Ticket {
 }
 
 impl Tickets {
-    /// Makes one for a connection to a worker. `None`: the worker has as many as it may.
+    /// Makes one for a connection to a worker. `None`: the worker has its maximum.
     fn add(&mut self, worker: &Arc<Worker>, now: Instant) -> io::Result<Option<(Token, [u8; 32])>> {
         self.0.retain(|_, ticket| ticket.until > now);
         let own = self.0.values().filter(|ticket| ticket.worker.pid() == worker.pid());
@@ -50,18 +53,18 @@ impl Tickets {
         Ok(Some((token, bytes)))
     }
 
-    /// The worker that a ticket leads to.
+    /// The worker of a ticket.
     pub(super) fn find(&self, token: &Token, now: Instant) -> Option<&Arc<Worker>> {
         self.0.get(token).filter(|ticket| ticket.until > now).map(|ticket| &ticket.worker)
     }
 
-    /// Uses a ticket up. Who does not know its secret neither uses it nor learns of it.
+    /// Consumes a ticket. Without its secret, it is neither consumed nor revealed.
     pub(super) fn take(&mut self, token: &Token, secret: &[u8; 32], now: Instant) -> Option<Arc<Worker>> {
         self.0.get(token).filter(|ticket| ticket.until > now && ticket.secret.matches(secret))?;
         self.0.remove(token).map(|ticket| ticket.worker)
     }
 
-    /// A worker has ended.
+    /// Removes the tickets of a worker that has ended.
     pub(super) fn remove_all_of(&mut self, pid: u32) {
         self.0.retain(|_, ticket| ticket.worker.pid() != pid);
     }
@@ -84,7 +87,7 @@ pub(super) fn ticket(server: &Server, tickets: &mut Tickets, worker: &Arc<Worker
     }
 }
 
-/// Whether the operator allows a connection to this address, under TLS or not.
+/// Whether the operator allows a connection to this address, with or without TLS.
 fn allowed(server: &Server, text: &str, encrypted: bool) -> Result<Address, String> {
     let address = text.parse::<Address>().map_err(|e| e.to_string())?;
     if !server.options.direct_to.contains(&address) {
@@ -103,7 +106,7 @@ fn connect(address: &Address) -> io::Result<OwnedFd> {
     })
 }
 
-/// Connects a worker to another server, if that is allowed, and answers its request. Never waits.
+/// Connects a worker to another server, if that is allowed, and answers the worker's request. Never blocks.
 pub(super) fn serve(server: &Arc<Server>, worker: &Arc<Worker>, request: u64, text: &str, encrypted: bool) {
     static CONNECTING: AtomicUsize = AtomicUsize::new(0);
     let refuse = |why: String| worker.answer(request, Reply::NotConnected(why), None);
@@ -135,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ticket_is_good_once_for_a_while_and_with_its_secret() {
+    fn a_ticket_is_valid_once_for_a_while_and_with_its_secret() {
         let (worker, now) = (Worker::fake(7), Instant::now());
         let mut tickets = Tickets::default();
         let (token, secret) = tickets.add(&worker, now).unwrap().unwrap();
@@ -151,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_has_so_many_tickets_and_none_when_it_has_ended() {
+    fn a_worker_has_limited_tickets_and_none_after_its_end() {
         let (worker, other, now) = (Worker::fake(7), Worker::fake(8), Instant::now());
         let mut tickets = Tickets::default();
         let mut all: Vec<Token> = Vec::new();
@@ -160,7 +163,7 @@ mod tests {
         }
         assert_eq!(all.len(), MAX_DIRECTS);
         let (others, _) = tickets.add(&other, now).unwrap().unwrap();
-        // Those that have expired make room.
+        // Expired tickets make room.
         assert!(tickets.add(&worker, now + VALID).unwrap().is_some());
         assert!(tickets.find(&others, now).is_none());
         tickets.remove_all_of(7);

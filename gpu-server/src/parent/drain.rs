@@ -1,14 +1,15 @@
-//! The daemon's end: it begins no session any more, gives those that run some time to end by themselves, and then
-//! ends them.
+//! The daemon's shutdown: it begins no more sessions, gives the running ones some time to end by themselves,
+//! and then ends them.
 //!
-//! SIGTERM and SIGINT ask for that, and so does `rgpuctl drain`, through the [admin socket](super::admin). There, an
-//! operator gets a line of JSON for each of these:
+//! SIGTERM and SIGINT start it, and so does `rgpuctl drain`, through the [admin socket](super::admin). There,
+//! an operator gets a line of JSON for each of these events:
 //!
-//! - `{"running": N, "seconds": S}`: N sessions run and have S seconds. First, and whenever the time changes; with 0
-//!   seconds, they are being ended.
-//! - `{"program": …, "client": …, "pid": …, "outcome": "finished" | "lost" | "ended", "reason": …, "running": N}`: a
-//!   session is over: by itself, because something failed, or because its time was over.
-//! - `{"done": {"finished": N, "lost": N, "ended": N}}`: all are. The connection closes when the process ends.
+//! - `{"running": N, "seconds": S}`: N sessions are running and have S seconds. Sent first, and whenever the
+//!   time changes; with 0 seconds, they are being ended.
+//! - `{"program": …, "client": …, "pid": …, "outcome": "finished" | "lost" | "ended", "reason": …, "running":
+//!   N}`: a session is over: it ended by itself, something failed, or its time ran out.
+//! - `{"done": {"finished": N, "lost": N, "ended": N}}`: all are over. The connection closes when the process
+//!   ends.
 
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
@@ -22,24 +23,24 @@ use super::workers::Stage;
 use super::{Server, Session, State};
 use crate::worker_protocol::Kind;
 
-/// How long operators may take to read what is said last.
+/// How long operators may take to read the last messages.
 const LAST_WORDS: Duration = Duration::from_secs(5);
-/// How long workers have to tell their clients that the time is over.
+/// How long workers have to tell their clients that the time has run out.
 const FAREWELL: Duration = Duration::from_secs(2);
-/// How long the rest of the daemon's end may take on a busy machine.
+/// How long the rest of the shutdown may take on a busy machine.
 const REST: Duration = Duration::from_secs(20);
 
-/// What a daemon that was told to end knows.
+/// The state of a shutdown.
 pub(super) struct Drain {
-    /// Until when sessions may end by themselves.
+    /// When the time for sessions to end by themselves runs out.
     until: Instant,
-    /// That time is over: the sessions are being ended.
+    /// The time has run out: the sessions are being ended.
     over: bool,
-    /// Sessions that were there and are no more.
+    /// Sessions that have ended since the shutdown began.
     ended: Vec<Ended>,
-    /// None is left.
+    /// Whether none is left.
     done: bool,
-    /// Operators that are being told.
+    /// Number of operators who still get messages.
     told: usize,
 }
 
@@ -64,7 +65,7 @@ enum Outcome {
     Finished,
     /// Something failed.
     Lost,
-    /// Its time was over.
+    /// Its time ran out.
     Ended,
 }
 
@@ -78,8 +79,8 @@ impl Drain {
         self.ended.iter().filter(|ended| ended.outcome == outcome).count()
     }
 
-    /// A session is over, which it was not before; `running` others are not. `lost`: why, if its program did not close
-    /// it.
+    /// Notes that a session is over, leaving `running` others. `lost`: the reason, if its program did not
+    /// close it.
     pub(super) fn note(&mut self, session: &Session, lost: Option<&str>, running: usize) {
         let (outcome, reason) = match lost {
             None => (Outcome::Finished, None),
@@ -92,17 +93,17 @@ impl Drain {
 }
 
 impl State {
-    /// Whether the daemon was told to end.
+    /// Whether the daemon is shutting down.
     pub(super) fn draining(&self) -> bool {
         self.drain.is_some()
     }
 
-    /// Seconds that sessions have left, if the daemon was told to end.
+    /// Seconds that sessions have left, if the daemon is shutting down.
     pub(super) fn drain_seconds_left(&self) -> Option<u64> {
         self.drain.as_ref().map(Drain::seconds_left)
     }
 
-    /// Sessions that have begun and are not over.
+    /// Number of sessions that have begun and are not over.
     pub(super) fn running(&self) -> usize {
         self.sessions.values().filter(|session| session.begun && !session.ended).count()
     }
@@ -113,7 +114,7 @@ impl State {
         self.drain.iter_mut().for_each(|drain| drain.note(session, lost, running));
     }
 
-    /// The same for the session of a worker that still has it.
+    /// The same for the session that a worker still has.
     pub(super) fn note_end_of(&mut self, worker: u32, lost: Option<&str>) {
         let running = self.running();
         if let (Some(drain), Some(session)) = (&mut self.drain, self.sessions.get(&worker)) {
@@ -122,14 +123,14 @@ impl State {
     }
 }
 
-/// From now on the daemon drains, and sessions have `seconds` to end by themselves; also if it drains already.
+/// Starts the shutdown, or changes its time: sessions have `seconds` to end by themselves.
 pub(super) fn within(server: &Server, seconds: u64) {
     begin(server, seconds, 0);
 }
 
-/// See [`within`]; for so many operators who are to be told.
+/// See [`within`]. Also registers this many operators for messages.
 fn begin(server: &Server, seconds: u64, operators: usize) {
-    // A hundred years are enough, and the sum stays a time.
+    // A hundred years are enough, and the sum cannot overflow.
     let time = Duration::from_secs(seconds.min(u32::MAX.into()));
     let until = Instant::now() + time;
     server.succession.store.ends_within(time + FAREWELL + LAST_WORDS + REST);
@@ -143,17 +144,18 @@ fn begin(server: &Server, seconds: u64, operators: usize) {
         told: 0,
     });
     drain.until = until;
-    // In the same step, so that the daemon does not end before they are told.
+    // In the same step, so that the daemon does not end before they have their messages.
     drain.told += operators;
     tracing::info!(
-        "told to end: no new sessions; {running} that are running have {seconds} s to end by themselves"
+        "shutting down: no new sessions; {running} running sessions have {seconds} s to end by themselves"
     );
     drop(state);
     server.changed.notify_all();
 }
 
-/// Carries out what [`within`] has begun: gives sessions time to end by themselves, then ends them. Workers without a
-/// session are killed at once: clients that wait for them are refused, and no context that is still being created is
+/// Carries out the shutdown that [`within`] has started: waits for sessions to end by themselves, then ends
+/// them. Workers without a session are killed immediately: clients that wait for them are refused, and
+/// contexts still being created are not waited for.
 /// waited for.
 pub(super) fn drain(server: &Server) {
     let mut state = server.lock();
@@ -175,7 +177,7 @@ pub(super) fn drain(server: &Server) {
     if let Some(drain) = &mut state.drain {
         drain.over = true;
     }
-    // Not earlier: once the service manager knows, it sends no SIGTERM any more, which would shorten the time.
+    // Not earlier: once the service manager knows, it sends no more SIGTERM, which would shorten the time.
     server.succession.store.stopping();
     let running = state.running();
     if running > 0 {
@@ -186,7 +188,8 @@ pub(super) fn drain(server: &Server) {
         let deadline = Instant::now() + FAREWELL;
         state = wait(server, state, over, |_| Some(deadline));
     }
-    // Workers whose session has ended only have to exit, which takes the driver some time. The others are stuck.
+    // Workers whose session has ended only have to exit, which takes the driver some time. All others are
+    // stuck.
     state.workers.values().for_each(|managed| managed.worker.kill());
     let stuck: Vec<u32> =
         state.sessions.iter().filter(|(_, session)| !session.ended).map(|(worker, _)| *worker).collect();
@@ -203,14 +206,14 @@ pub(super) fn drain(server: &Server) {
     let all_told = |state: &State| state.drain.as_ref().is_none_or(|drain| drain.told == 0);
     let deadline = Instant::now() + LAST_WORDS;
     let mut state = wait(server, state, all_told, |_| Some(deadline));
-    // Those whose workers' ends nobody waits for. Taken out, so that each end is written once.
+    // Sessions of workers whose end nobody waits for. Taken out, so that each end is written once.
     for session in std::mem::take(&mut state.sessions).into_values().filter(|session| session.begun) {
         let reason = state.end_of(&session.token).unwrap_or("rgpu-server has ended");
         server.audit.ended(&session, session.lost, reason);
     }
 }
 
-/// Waits until `over`, or until the time that `deadline` gives, which may change meanwhile.
+/// Waits until `over`, or until `deadline`, which may change meanwhile.
 fn wait<'a>(
     server: &'a Server,
     mut state: MutexGuard<'a, State>,
@@ -225,22 +228,23 @@ fn wait<'a>(
     state
 }
 
-/// Drains within `seconds` because an operator asks for it, and reports on `stream` how each session ends.
+/// Shuts down within `seconds` because an operator requested it, and reports on `stream` how each session
+/// ends.
 pub(super) fn order(server: &Arc<Server>, seconds: u64, stream: UnixStream) -> io::Result<()> {
     begin(server, seconds, 1);
     let telling = Arc::clone(server);
     let thread = std::thread::Builder::new().name("rgpu-drain".into()).spawn(move || {
         if let Err(e) = report(&telling, &stream) {
-            tracing::info!("an operator is not told any more what becomes of the sessions: {e}");
+            tracing::info!("an operator's connection failed; the shutdown continues: {e}");
         }
         told(&telling);
-        // It closes with the process, which is how the operator sees that the server has ended.
+        // It closes with the process, which tells the operator that the server has ended.
         std::mem::forget(stream);
     });
     thread.map(drop).inspect_err(|_| told(server))
 }
 
-/// One operator less is to be told.
+/// An operator got the last message.
 fn told(server: &Server) {
     server.lock().drain.iter_mut().for_each(|drain| drain.told -= 1);
     server.changed.notify_all();
@@ -252,7 +256,7 @@ fn say(mut stream: &UnixStream, what: &impl Serialize) -> io::Result<()> {
     stream.write_all(&line)
 }
 
-/// Tells an operator what becomes of the sessions, until none is left.
+/// Reports the sessions' ends to an operator, until none is left.
 fn report(server: &Server, stream: &UnixStream) -> io::Result<()> {
     let mut limit = None;
     let mut known = 0;

@@ -1,4 +1,4 @@
-//! Sessions that the daemon ends, and what it remembers of those that are over.
+//! Sessions that the daemon ends, and why recent sessions ended.
 
 use super::handshake::Refused;
 use super::leases::LeaseId;
@@ -8,7 +8,8 @@ use super::{Server, State};
 use crate::cuda_ipc::Token;
 use crate::worker_protocol::Kind;
 
-/// Ends the sessions for whose principal or lease there is a reason, those that wait for a worker among them, and tells their clients. Returns their number.
+/// Ends all sessions, including those waiting for a worker, for which `reason` returns one, and tells their
+/// clients. Returns their number.
 pub(super) fn end_sessions(
     server: &Server,
     reason: impl Fn(&Principal, Option<LeaseId>) -> Option<String>,
@@ -61,7 +62,7 @@ pub(super) fn end_sessions(
     count
 }
 
-/// Most ended sessions of which the daemon remembers why they ended.
+/// Maximum number of ended sessions whose reasons the daemon remembers.
 const MOST_REMEMBERED: usize = 1024;
 
 impl State {
@@ -73,7 +74,7 @@ impl State {
         self.ended.push_back((token, why));
     }
 
-    /// Why a session ended, if that is remembered.
+    /// Why a session ended, if the daemon remembers it.
     pub(super) fn end_of(&self, token: &Token) -> Option<&str> {
         self.ended.iter().rev().find(|(of, _)| of == token).map(|(_, why)| why.as_str())
     }

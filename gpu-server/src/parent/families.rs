@@ -1,38 +1,38 @@
 //! The metrics of `rgpu-server`. [docs/metrics.md](../../../docs/metrics.md) has them as a table.
 //!
-//! `principal` is whom the server has found a client to be. `client` and `program` are what the client says of itself: the name of its virtual machine or host, and its program's. `gpu` is the
-//! device's number on the server.
+//! `principal` is the client as verified by the server. `client` and `program` are the client's own claims:
+//! the name of its virtual machine or host, and of its program. `gpu` is the device's number on the server.
 
 metrics::families! {
-    /// Always 1. Its labels say what runs.
+    /// Always 1. Its labels describe what is running.
     INFO: Gauge "rgpu_server_info" { "version", "backend" };
     /// Unix time at which the daemon started.
     STARTED: Gauge "rgpu_server_start_time" ["seconds"] {};
-    /// 1 while the daemon takes no new sessions because it was told to end.
+    /// 1 while the daemon is shutting down and takes no new sessions.
     DRAINING: Gauge "rgpu_server_draining" {};
 
-    /// Sessions that run now. kind is gpu, or nvml for those that only query NVML.
+    /// Running sessions. kind is gpu, or nvml for those that only query NVML.
     SESSIONS: Gauge "rgpu_server_sessions" { "principal", "client", "program", "kind", "transport" };
     /// Maximum number of sessions of each kind (--max-sessions).
     SESSIONS_LIMIT: Gauge "rgpu_server_sessions_limit" {};
-    /// Sessions that run but have lost their connections and may be resumed.
+    /// Running sessions that have lost their connections and may be resumed.
     SESSIONS_PARKED: Gauge "rgpu_server_sessions_parked" { "principal", "client", "program" };
     /// Sessions that have begun.
     SESSIONS_BEGUN: Counter "rgpu_server_sessions_begun" { "principal", "client", "program" };
-    /// Sessions that ended otherwise than by their client's will.
+    /// Sessions that ended without their client closing them.
     SESSIONS_LOST: Counter "rgpu_server_sessions_lost" { "principal", "client", "program" };
-    /// Times that sessions went on over new connections.
+    /// Times that sessions resumed over new connections.
     RESUMES: Counter "rgpu_server_resumes" { "principal", "client", "program" };
-    /// Seconds for which sessions have run.
+    /// Seconds that sessions have run.
     SESSION_TIME: Counter "rgpu_server_session_time" ["seconds"] { "principal", "client", "program" };
     /// Clients that were refused, by reason.
     REFUSALS: Counter "rgpu_server_refusals" { "reason" };
 
-    /// Commands that were executed. These figures of running sessions are up to a second old.
+    /// Executed commands. Figures of running sessions are up to a second old.
     COMMANDS: Counter "rgpu_server_commands" { "principal", "client", "program" };
-    /// Commands for whose answer the client waited.
+    /// Commands whose reply the client waited for.
     ROUND_TRIPS: Counter "rgpu_server_round_trips" { "principal", "client", "program" };
-    /// Kernels and graphs that were launched.
+    /// Launched kernels and graphs.
     LAUNCHES: Counter "rgpu_server_launches" { "principal", "client", "program" };
     /// Copies from, to and between devices.
     COPIES: Counter "rgpu_server_copies" { "principal", "client", "program" };
@@ -42,27 +42,30 @@ metrics::families! {
     SENT: Counter "rgpu_server_sent" ["bytes"] { "principal", "client", "program" };
     /// Bulk data that workers copied by CPU between the transport's memory and the driver's.
     COPIED: Counter "rgpu_server_copied" ["bytes"] { "principal", "client", "program" };
-    /// Bytes of copies that went to and came from GPUs of other servers without passing through the client.
+    /// Bytes of copies to and from GPUs of other servers that did not pass through the client.
     DIRECT: Counter "rgpu_server_direct" ["bytes"] { "principal", "client", "program" };
 
     /// Leases that a principal has.
     LEASES: Gauge "rgpu_server_leases" { "principal" };
-    /// Leases that were granted.
+    /// Granted leases.
     LEASES_GRANTED: Counter "rgpu_server_leases_granted" {};
-    /// Device memory that sessions hold, with what their processes take besides.
+    /// Device memory that sessions hold, including what their processes use beyond it.
     MEMORY: Gauge "rgpu_server_device_memory" ["bytes"] { "principal", "client", "program", "gpu" };
-    /// Of these, what was moved off the device because others needed room. It comes back before the session's next command.
+    /// The part of it that was moved off the device because others needed room. It returns before the
+    /// session's next command.
     MEMORY_AWAY: Gauge "rgpu_server_device_memory_away" ["bytes"] { "principal", "client", "program", "gpu" };
-    /// Device memory that all sessions of a principal may hold together on each device. Absent without a limit.
+    /// Device memory that all sessions of a principal may hold together on each device. Absent without a
+    /// limit.
     MEMORY_LIMIT: Gauge "rgpu_server_device_memory_limit" ["bytes"] { "principal" };
-    /// Part of the multiprocessors' time that sessions had a moment ago, as NVML says.
+    /// Recent share of the multiprocessors' time used by sessions, according to NVML.
     SM_UTILIZATION: Gauge "rgpu_server_sm_utilization" ["ratio"] { "principal", "client", "program", "gpu" };
-    /// GPU time that was charged to a principal while others wanted the same devices, too. Alone, nobody is charged.
+    /// GPU time charged to a principal while others also wanted the same devices. A principal alone is not
+    /// charged.
     SHARED_TIME: Counter "rgpu_server_shared_gpu_time" ["seconds"] { "principal" };
 
-    /// Sessions that wait for a worker.
+    /// Sessions waiting for a worker.
     WAITING: Gauge "rgpu_server_sessions_waiting" { "kind" };
-    /// How long the session that came first has waited. 0 if none waits.
+    /// How long the first session in the queue has waited. 0 if none waits.
     WAITING_LONGEST: Gauge "rgpu_server_longest_wait" ["seconds"] { "kind" };
     /// How long sessions waited for their worker before they began.
     WAITED: Histogram "rgpu_server_wait" ["seconds"] { "kind" };
@@ -72,56 +75,58 @@ metrics::families! {
     WORKERS_CRASHED: Counter "rgpu_server_workers_crashed" {};
     /// Workers that did not become ready.
     WORKERS_FAILED: Counter "rgpu_server_workers_failed" { "kind" };
-    /// Sessions that ended because a kernel ran for too long (--kernel-seconds).
+    /// Sessions that ended because a kernel ran too long (--kernel-seconds).
     KERNELS_OVERRUN: Counter "rgpu_server_kernels_overrun" {};
 
-    /// Maximum memory of this machine for device memory (--swap-memory). Without --swap-memory and --swap-folder there are no such figures.
+    /// Maximum memory of this machine for device memory (--swap-memory). These figures exist only with
+    /// --swap-memory or --swap-folder.
     SWAP_LIMIT: Gauge "rgpu_server_swap_limit" ["bytes"] {};
     /// Memory of this machine that sessions keep for device memory.
     SWAP_KEPT: Gauge "rgpu_server_swap_kept" ["bytes"] {};
-    /// Bytes that were moved off devices because others needed room.
+    /// Bytes moved off devices because others needed room.
     SWAPPED_OUT: Counter "rgpu_server_swapped_out" ["bytes"] {};
-    /// Bytes that were moved back.
+    /// Bytes moved back.
     SWAPPED_IN: Counter "rgpu_server_swapped_in" ["bytes"] {};
-    /// Times that a session had to wait for room because others had only just got their memory back (--swap-residency-ms): the sessions that work at the same time need more than the devices have.
+    /// Times that a session had to wait for room because others had only just got their memory back
+    /// (--swap-residency-ms): concurrently working sessions need more than the devices have.
     SWAP_HELD_BACK: Counter "rgpu_server_swap_held_back" {};
 
-    /// Bytes that the cache keeps of what clients have sent. Without --cache there are no such figures.
+    /// Bytes of client data in the cache. These figures exist only with --cache.
     CACHE_SIZE: Gauge "rgpu_server_cache_size" ["bytes"] {};
-    /// Maximum of that (--cache-limit).
+    /// Maximum size of the cache (--cache-limit).
     CACHE_LIMIT: Gauge "rgpu_server_cache_limit" ["bytes"] {};
-    /// Blocks of their data that clients asked for, and that the cache had.
+    /// Blocks that clients asked for and the cache had.
     CACHE_HITS: Counter "rgpu_server_cache_hits" {};
-    /// Blocks that clients asked for, and that the cache had not.
+    /// Blocks that clients asked for and the cache did not have.
     CACHE_MISSES: Counter "rgpu_server_cache_misses" {};
-    /// Bytes of the blocks that the cache had, which clients need not send.
+    /// Bytes of blocks in the cache that clients did not have to send.
     CACHE_SAVED: Counter "rgpu_server_cache_saved" ["bytes"] {};
-    /// Blocks that were not what they had been when they were read, and were removed.
+    /// Blocks that were damaged when they were read, and were removed.
     CACHE_DAMAGED: Counter "rgpu_server_cache_blocks_damaged" {};
     /// Blocks that could not be written.
     CACHE_FAILED: Counter "rgpu_server_cache_blocks_failed" {};
 
-    /// 1 if the device takes new sessions, 0 if it is not well.
+    /// 1 if the device takes new sessions, 0 if it is unhealthy.
     GPU_HEALTHY: Gauge "rgpu_server_gpu_healthy" { "gpu" };
     /// Sessions that use the device.
     GPU_SESSIONS: Gauge "rgpu_server_gpu_sessions" { "gpu" };
-    /// Leases that have the device.
+    /// Leases that include the device.
     GPU_LEASES: Gauge "rgpu_server_gpu_leases" { "gpu" };
-    /// Percent of the time in which a kernel ran on the GPU, as dcgm-exporter has it.
+    /// Percentage of time in which a kernel ran on the GPU, as in dcgm-exporter.
     GPU_UTIL: Gauge "DCGM_FI_DEV_GPU_UTIL" { "gpu", "UUID", "modelName", "Hostname" };
-    /// Percent of the time in which the GPU's memory was read or written, as dcgm-exporter has it.
+    /// Percentage of time in which the GPU's memory was accessed, as in dcgm-exporter.
     MEM_COPY_UTIL: Gauge "DCGM_FI_DEV_MEM_COPY_UTIL" { "gpu", "UUID", "modelName", "Hostname" };
-    /// Free memory of the GPU in MiB, as dcgm-exporter has it.
+    /// Free memory of the GPU in MiB, as in dcgm-exporter.
     FB_FREE: Gauge "DCGM_FI_DEV_FB_FREE" { "gpu", "UUID", "modelName", "Hostname" };
-    /// Used memory of the GPU in MiB, as dcgm-exporter has it.
+    /// Used memory of the GPU in MiB, as in dcgm-exporter.
     FB_USED: Gauge "DCGM_FI_DEV_FB_USED" { "gpu", "UUID", "modelName", "Hostname" };
-    /// Temperature of the GPU in °C, as dcgm-exporter has it.
+    /// Temperature of the GPU in °C, as in dcgm-exporter.
     GPU_TEMP: Gauge "DCGM_FI_DEV_GPU_TEMP" { "gpu", "UUID", "modelName", "Hostname" };
-    /// Power that the GPU takes in W, as dcgm-exporter has it.
+    /// Power draw of the GPU in W, as in dcgm-exporter.
     POWER_USAGE: Gauge "DCGM_FI_DEV_POWER_USAGE" { "gpu", "UUID", "modelName", "Hostname" };
-    /// Clock of the multiprocessors in MHz, as dcgm-exporter has it.
+    /// Clock of the multiprocessors in MHz, as in dcgm-exporter.
     SM_CLOCK: Gauge "DCGM_FI_DEV_SM_CLOCK" { "gpu", "UUID", "modelName", "Hostname" };
-    /// Clock of the memory in MHz, as dcgm-exporter has it.
+    /// Clock of the memory in MHz, as in dcgm-exporter.
     MEM_CLOCK: Gauge "DCGM_FI_DEV_MEM_CLOCK" { "gpu", "UUID", "modelName", "Hostname" };
 }
 

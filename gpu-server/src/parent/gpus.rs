@@ -1,7 +1,8 @@
-//! What NVML says of the devices now: utilization, memory, temperature, power.
+//! NVML's current readings of the devices: utilization, memory, temperature, power.
 //!
-//! A thread asks NVML when somebody wants to know, and at most twice a second: a question takes the driver's time. Nobody waits for long, because NVML may not answer for a device that has
-//! failed. Software devices have no such figures.
+//! A thread queries NVML on demand and at most twice a second, because a query takes the driver's time.
+//! Nobody waits for long, because NVML may not answer for a failed device. Software devices have no such
+//! figures.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,14 +12,15 @@ use anyhow::Context;
 use super::Server;
 use crate::driver::cuda::nvml::readings::{self, Reading};
 
-/// Figures are not asked for again before they are this old.
+/// Figures younger than this are not queried again.
 const FRESH: Duration = Duration::from_millis(500);
 /// Older figures are not shown.
 const STALE: Duration = Duration::from_secs(10);
-/// Whoever reads the status twice within this time watches it. The first time no figures are asked for: a daemon's status is also how it is found out that the daemon is ready.
+/// Reading the status twice within this time counts as watching it. The first read queries no figures,
+/// because reading the status is also how to find out whether a daemon is ready.
 const WATCHES: Duration = Duration::from_secs(10);
 
-/// The latest figures, and who wants others.
+/// The latest figures, and who wants new ones.
 #[derive(Debug, Default)]
 pub(super) struct Gpus {
     state: Mutex<State>,
@@ -55,7 +57,7 @@ impl Gpus {
         }
     }
 
-    /// Figures of now, if they come within that time; otherwise the last ones.
+    /// Fresh figures if they arrive within that time; otherwise the last ones.
     pub(super) fn fresh(&self, within: Duration) -> Arc<Vec<Reading>> {
         let mut state = self.lock();
         self.want(&mut state);
@@ -63,7 +65,7 @@ impl Gpus {
         waited.unwrap_or_else(PoisonError::into_inner).0.shown()
     }
 
-    /// The last figures, for the status. Others are asked for if somebody watches the status.
+    /// The last figures, for the status. Queries new ones if somebody watches the status.
     pub(super) fn watched(&self) -> Arc<Vec<Reading>> {
         let mut state = self.lock();
         if state.status_read.replace(Instant::now()).is_some_and(|last| last.elapsed() < WATCHES) {
@@ -99,7 +101,7 @@ fn run(server: &Server) {
         let read = if numbers.is_empty() { Ok(Vec::new()) } else { readings::read(&numbers) };
         if let (Err(status), false) = (&read, failed) {
             tracing::warn!(
-                "NVML does not tell the devices' figures (nvmlReturn_t {status}): metrics and status lack them"
+                "NVML does not report the devices' figures (nvmlReturn_t {status}): metrics and status lack them"
             );
         }
         failed = read.is_err();
@@ -116,14 +118,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_waits_for_figures_that_do_not_come() {
+    fn nobody_waits_for_figures_that_do_not_arrive() {
         let gpus = Gpus::default();
         assert!(gpus.fresh(Duration::from_millis(1)).is_empty());
         assert!(gpus.lock().wanted);
     }
 
     #[test]
-    fn who_reads_the_status_once_asks_nvml_nothing() {
+    fn reading_the_status_once_does_not_query_nvml() {
         let gpus = Gpus::default();
         gpus.watched();
         assert!(!gpus.lock().wanted);

@@ -1,4 +1,5 @@
-//! The first message of a connection, which decides where the connection goes. Connections that have not sent it yet, and how many there may be: [`super::listen`].
+//! The first message of a connection, which decides where the connection goes. For connections that have not
+//! sent it yet, and their limits, see [`super::listen`].
 
 use std::io::{self, Write};
 use std::net::TcpStream;
@@ -27,7 +28,7 @@ use crate::cuda_ipc::random_token;
 use crate::policy::Grant;
 use crate::worker_protocol::{Kind, ToWorker, Transport};
 
-/// Data connections of a session: the default, and the maximum.
+/// Data connections of a session: default and maximum.
 const DATA_CONNECTIONS: (u32, u32) = (4, 16);
 
 /// A connection.
@@ -50,19 +51,20 @@ impl AsFd for Control {
 }
 
 impl Control {
-    /// A connection under TLS whose handshake is over.
+    /// A TLS connection whose handshake is complete.
     pub(super) fn tls(stream: TcpStream, mut tls: ServerConnection) -> Control {
-        // What is said here is short.
+        // Only short messages are sent here.
         tls.set_buffer_limit(Some(64 << 10));
         Control::Tls(stream, Box::new(Mutex::new(tls)))
     }
 
-    /// Whether it is under TLS. Then it stays with the daemon, and the session's connections are others.
+    /// Whether it uses TLS. The daemon then keeps it, and the session opens other connections.
     pub(super) fn is_encrypted(&self) -> bool {
         matches!(self, Control::Tls(..))
     }
 
-    /// Sends bytes. Never waits: if the client has left so much unread that there is no room, this is an error.
+    /// Sends bytes without blocking. It is an error if the client has left so much unread that there is no
+    /// room.
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
         let full = || io::Error::new(io::ErrorKind::WouldBlock, "the client does not read");
         if let Control::Tls(stream, tls) = self {
@@ -80,12 +82,12 @@ impl Control {
         }
     }
 
-    /// Sends a welcome. Never waits.
+    /// Sends a welcome without blocking.
     pub(super) fn send_welcome(&self, welcome: &Welcome) -> io::Result<()> {
         self.send(welcome.as_bytes())
     }
 
-    /// Sends the answer to a question behind a welcome. Never waits.
+    /// Sends the answer to a question after a welcome, without blocking.
     pub(super) fn send_answer(&self, answer: &[u8]) -> io::Result<()> {
         let welcome = welcome(Answer::Ok, [0; 16], 0, "");
         let header = FrameHeader { kind: frame::ANSWER, len: answer.len() as u32 };
@@ -100,24 +102,25 @@ impl Control {
         }
     }
 
-    /// Tells the client that its session is over, on behalf of a worker that no longer can. Never waits: a client that does not read learns of the end by the closed connection.
+    /// Tells the client that its session is over, on behalf of a worker that no longer can. Never blocks: a
+    /// client that doesn't read notices that the connection closes.
     pub(super) fn bye(&self, reason: &str) {
         let header = FrameHeader { kind: frame::BYE, len: reason.len() as u32 };
         let _ = self.send(&[header.as_bytes(), reason.as_bytes()].concat());
         self.shut_down();
     }
 
-    /// Closes the connection for both sides, which also wakes a thread that reads from it.
+    /// Closes the connection in both directions, which also wakes a thread that reads from it.
     pub(super) fn shut_down(&self) {
         // It may be closed already.
         let _ = shutdown(self.as_fd().as_raw_fd(), Shutdown::Both);
     }
 }
 
-/// A refusal: what it is for, and the reason in words.
+/// A refusal: its reason, and a message.
 pub(super) struct Refused(pub(super) Reason, pub(super) String);
 
-/// Does what a client's first message asks for. `who`: whom it was found to be, or why it is nobody.
+/// Handles a client's first message. `who`: the verified client, or why there is none.
 pub(super) fn serve(
     server: &Server,
     connection: Arc<Control>,
@@ -136,7 +139,8 @@ pub(super) fn serve(
                 let (connection, peer) = (Arc::clone(&connection), peer.to_owned());
                 server.asks.take(Ask { connection, peer, who, question })
             }
-            // A session's connections under TLS name it before they say anything, and go to its worker while it lives.
+            // A session's TLS connections name it before their first message, and go to its worker while that
+            // lives.
             _ if connection.is_encrypted() && hello.token != [0; 16] => Err(over(&server.lock(), hello)),
             purpose::DATA | purpose::RESUME | purpose::END => route(server, &connection, hello, peer),
             purpose::DIRECT => connect_directly(server, &connection, hello),
@@ -148,7 +152,7 @@ pub(super) fn serve(
     }
 }
 
-/// Tells a client that the server knows its key from now on.
+/// Tells a client that the server now knows its key.
 fn joined(server: &Server, connection: &Control, peer: &str, who: &Principal) -> Result<(), Refused> {
     server.audit.joined(who, peer);
     let key = who.key.map(|key| key.to_string()).unwrap_or_default();
@@ -160,13 +164,13 @@ fn joined(server: &Server, connection: &Control, peer: &str, who: &Principal) ->
     Ok(())
 }
 
-/// Whether there is a session with this name, or a ticket for a direct connection to one.
+/// Whether a session, or a ticket for a direct connection to one, has this name.
 pub(super) fn is_known(server: &Server, session: &Token) -> bool {
     let state = server.lock();
     state.tokens.contains_key(session) || state.tickets.find(session, Instant::now()).is_some()
 }
 
-/// Gives a connection under TLS, from which nothing was read, to the worker of the session that it names.
+/// Passes a TLS connection from which nothing was read to the worker of the session that it names.
 pub(super) fn hand_over(server: &Server, session: &Token, connection: BorrowedFd<'_>) -> Result<(), String> {
     let state = server.lock();
     let (worker, message) = match state.tickets.find(session, Instant::now()) {
@@ -183,7 +187,7 @@ pub(super) fn hand_over(server: &Server, session: &Token, connection: BorrowedFd
         .map_err(|e| format!("the worker of its session does not take it: {e}"))
 }
 
-/// Tells a client why it is refused. `who`: whom it was found to be, if anybody.
+/// Tells a client why it is refused. `who`: the verified client, if any.
 pub(super) fn refuse(
     server: &Server,
     connection: &Control,
@@ -253,7 +257,8 @@ pub(super) fn welcome(answer: Answer, token: Token, data_connections: u32, reaso
     }
 }
 
-/// Gives a connection without TLS of a session that there is to its worker. Who does not know the session's secret learns nothing of it.
+/// Passes a connection without TLS to the worker of its session. Without the session's secret, a client
+/// learns nothing about it.
 fn route(server: &Server, connection: &Arc<Control>, hello: &Hello, peer: &str) -> Result<(), Refused> {
     let worker = known(&mut server.lock(), hello)?;
     let failed = |e: io::Error| Refused(Reason::Failed, format!("the session's worker is gone: {e}"));
@@ -263,7 +268,7 @@ fn route(server: &Server, connection: &Arc<Control>, hello: &Hello, peer: &str) 
     let sent = match hello.purpose {
         purpose::END => worker.send(&ToWorker::End, &[]),
         purpose::RESUME => {
-            // The worker closes a connection that comes behind a later attempt's.
+            // The worker closes connections of an outdated attempt.
             let mut state = server.lock();
             let session = state.sessions.get_mut(&worker.pid());
             if let Some(session) = session.filter(|session| attempt > session.attempt) {
@@ -277,7 +282,7 @@ fn route(server: &Server, connection: &Arc<Control>, hello: &Hello, peer: &str) 
                     program,
                     worker = worker.pid(),
                     attempt,
-                    "the bridge of a session brings new connections"
+                    "a session's bridge opens new connections"
                 );
             }
             state.save(worker.pid());
@@ -287,27 +292,29 @@ fn route(server: &Server, connection: &Arc<Control>, hello: &Hello, peer: &str) 
         _ => worker.send(&ToWorker::Data { attempt, index }, &[connection.as_fd()]),
     };
     if let Err(e) = sent {
-        tracing::debug!(purpose = hello.purpose, "a connection came for a worker that is gone: {e}");
+        tracing::debug!(purpose = hello.purpose, "cannot pass a connection to its worker: {e}");
     }
     Ok(())
 }
 
-/// Gives a direct connection without TLS to the worker that its ticket leads to.
+/// Passes a direct connection without TLS to the worker of its ticket.
 fn connect_directly(server: &Server, connection: &Arc<Control>, hello: &Hello) -> Result<(), Refused> {
     let worker = server.lock().tickets.take(&hello.token, &hello.secret, Instant::now());
-    let unknown =
-        || Refused(Reason::SessionOver, "there is no such ticket, or it was used, or is too old".into());
+    let unknown = || {
+        Refused(Reason::SessionOver, "this ticket does not exist, was used already, or has expired".into())
+    };
     let worker = worker.ok_or_else(unknown)?;
     let failed = |e: io::Error| Refused(Reason::Failed, format!("the ticket's worker is gone: {e}"));
     connection.send_welcome(&welcome(Answer::Ok, hello.token, 0, "")).map_err(failed)?;
     let message = ToWorker::Direct { token: hello.token, welcomed: true };
     if let Err(e) = worker.send(&message, &[connection.as_fd()]) {
-        tracing::debug!("a direct connection came for a worker that is gone: {e}");
+        tracing::debug!("cannot pass a direct connection to its worker: {e}");
     }
     Ok(())
 }
 
-/// The worker of the session that a hello names and whose secret it tells. Data connections beyond those of a link are refused.
+/// The worker of the session whose token and secret a hello contains. Refuses more data connections than a
+/// link may have.
 fn known(state: &mut State, hello: &Hello) -> Result<Arc<Worker>, Refused> {
     let worker = state.tokens.get(&hello.token).cloned();
     let session = worker.as_ref().and_then(|worker| state.sessions.get_mut(&worker.pid()));
@@ -329,7 +336,7 @@ fn known(state: &mut State, hello: &Hello) -> Result<Arc<Worker>, Refused> {
     Err(over(state, hello))
 }
 
-/// The refusal of a connection whose session there is not.
+/// The refusal of a connection whose session doesn't exist.
 fn over(state: &State, hello: &Hello) -> Refused {
     let why = state
         .end_of(&hello.token)
@@ -337,7 +344,7 @@ fn over(state: &State, hello: &Hello) -> Refused {
     Refused(Reason::SessionOver, why.to_owned())
 }
 
-/// The devices that a client asks for, by the server's numbers. Whether there are such devices is found out when it is placed.
+/// The devices that a client requests, by the server's numbers. Placement checks whether they exist.
 fn devices_asked_for(hello: &Hello) -> Vec<u32> {
     let mut devices = Vec::new();
     for number in hello.devices.iter().take_while(|number| **number != 0).map(|number| u32::from(*number) - 1)
@@ -349,7 +356,7 @@ fn devices_asked_for(hello: &Hello) -> Vec<u32> {
     devices
 }
 
-/// The lease that a session is to have, and its limits with it.
+/// The lease for a new session, which also narrows its limits.
 fn lease_of(
     server: &Server,
     hello: &Hello,
@@ -373,7 +380,7 @@ fn lease_of(
     Ok(Some(lease.id))
 }
 
-/// Puts a client into the queue. It is served at once if a worker is ready.
+/// Adds a client to the queue. It is served immediately if a worker is ready.
 fn open_session(
     server: &Server,
     connection: &Arc<Control>,

@@ -1,12 +1,12 @@
-//! The thread that watches the devices' health, and what follows from what it sees.
+//! The thread that watches the devices' health, and the consequences.
 //!
 //! ```text
 //!  NVML, or a test's FIFO ─▶ event ─▶ verdict ─▶ log, status
-//!                                        ├─ placement: no new sessions; workers without a session are replaced by some that leave the device alone
-//!                                        └─ sessions on a device that is gone get CUDA's error
+//!                                        ├─ placement: no new sessions; workers without a session are replaced by others that don't use the device
+//!                                        └─ sessions on a lost device get CUDA's error
 //! ```
 //!
-//! Running sessions on an unhealthy device go on until they end by themselves: it **drains**.
+//! Running sessions on an unhealthy device continue until they end by themselves: it **drains**.
 
 use std::io::BufRead;
 use std::path::Path;
@@ -23,16 +23,16 @@ use crate::driver::cuda::nvml::health::Watch;
 use crate::driver::health::{Event, Verdict};
 use crate::worker_protocol::{Kind, ToWorker};
 
-/// The time between two tries to begin to watch.
+/// The time between attempts to start watching.
 const RETRY: Duration = Duration::from_secs(60);
 
-/// What is wrong with a device.
+/// A device's problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Illness {
     /// In words, for the log, the status and clients.
     pub(super) why: String,
     pub(super) since: Instant,
-    /// It does not pass: the device serves again when the server was started again.
+    /// Whether it is permanent: the device serves again only after the server was restarted.
     pub(super) lasting: bool,
     /// What CUDA reports to every program on the device.
     pub(super) error: Option<Status>,
@@ -42,7 +42,8 @@ pub(super) struct Illness {
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     let watched = Arc::clone(server);
     let watch: Box<dyn FnOnce() + Send> = match &server.options.worker.backing.software_events {
-        // Opened for writing, too, so that it does not end with the first test's command. Nothing waits for anybody.
+        // Opened for writing, too, so that it doesn't end with the first test's command. Opening never
+        // blocks.
         Some(path) => {
             let events = open_fifo(path)?;
             Box::new(move || watch_fifo(&watched, events))
@@ -61,7 +62,7 @@ fn open_fifo(path: &Path) -> anyhow::Result<std::fs::File> {
     open.with_context(|| format!("--software-events {}", path.display()))
 }
 
-/// Waits until a worker has said what the server serves.
+/// Waits until a worker has reported which devices the server serves.
 fn serving(server: &Server) -> (String, Vec<u32>) {
     let mut state = server.lock();
     loop {
@@ -77,7 +78,7 @@ fn watch_fifo(server: &Server, events: std::fs::File) {
     for line in std::io::BufReader::new(events).lines().map_while(Result::ok) {
         match Event::parse(&line) {
             Some((device, event)) => happened(server, device, event, event.imitated()),
-            None => tracing::warn!("--software-events: {line:?} is no event"),
+            None => tracing::warn!("--software-events: {line:?} is not an event"),
         }
     }
 }
@@ -109,7 +110,7 @@ fn watch_nvml(server: &Server) {
     }
 }
 
-/// Something has happened to a device. `imitated`: what its driver would tell programs by itself.
+/// Handles an event of a device. `imitated`: what its driver would report to programs by itself.
 fn happened(server: &Server, device: u32, event: Event, imitated: Option<Status>) {
     let mut state = server.lock();
     if !state.devices(&server.options).contains(&device) {
@@ -119,12 +120,12 @@ fn happened(server: &Server, device: u32, event: Event, imitated: Option<Status>
     let Some(failing) = state.judge(device, event, imitated, Instant::now()) else { return };
     let message = |status: Status| ToWorker::DeviceFailed { device, status: status.0 };
     for (worker, status) in failing {
-        // One that is gone needs none.
+        // A worker that has ended needs no message.
         let _ = worker.send(&message(status), &[]);
     }
     state.save_daemon(&server.succession, false);
     drop(state);
-    // Workers are to be replaced, and clients may wait for what they cannot have any more, or can again.
+    // Workers must be replaced, and waiting clients' prospects may have changed.
     for kind in Kind::ALL {
         queue::serve(server, kind);
     }
@@ -133,20 +134,21 @@ fn happened(server: &Server, device: u32, event: Event, imitated: Option<Status>
 }
 
 impl State {
-    /// Numbers of the devices that the server shares, once a worker has said how many there are.
+    /// Numbers of the devices that the server shares, once a worker has reported how many there are.
     pub(super) fn devices(&self, options: &Serve) -> Vec<u32> {
         let shared = &options.worker.backing.devices;
         let count = self.serving.as_ref().map_or(0, |(_, names)| names.len() as u32);
         if shared.is_empty() { (0..count).collect() } else { shared.clone() }
     }
 
-    /// Those that take sessions. `None`: all are well.
+    /// Those that take sessions. `None`: all are healthy.
     pub(super) fn well(&self, options: &Serve) -> Option<Vec<u32>> {
         let well = |number: &u32| !self.ill.contains_key(number);
         (!self.ill.is_empty()).then(|| self.devices(options).into_iter().filter(well).collect())
     }
 
-    /// Notes an event. Returns the workers whose programs are to get an error, or `None` if nothing has changed.
+    /// Notes an event. Returns the workers whose programs must get an error, or `None` if nothing has
+    /// changed.
     fn judge(
         &mut self,
         device: u32,
@@ -198,7 +200,7 @@ impl State {
         Some(failing.filter_map(|(_, managed)| Some((Arc::clone(&managed.worker), error?))).collect())
     }
 
-    /// Errors that CUDA reports on a session's devices, for one that begins just when a device fails.
+    /// Errors that CUDA reports on a session's devices, for a session that begins just when a device fails.
     pub(super) fn errors_of(&self, devices: &[u32]) -> Vec<ToWorker> {
         let error = |device: &u32| {
             let status = self.ill.get(device)?.error?.0;
@@ -207,7 +209,8 @@ impl State {
         devices.iter().filter_map(error).collect()
     }
 
-    /// Workers that wait for a session may have a context on a device that is ill, or none on one that is well again: others take their place.
+    /// Replaces waiting workers, which may have a context on an unhealthy device, or none on one that has
+    /// recovered.
     fn replace_workers(&mut self) {
         for managed in self.workers.values_mut() {
             if managed.kind == Kind::Gpu && managed.stage != Stage::Serving {

@@ -1,10 +1,12 @@
-//! Leases: GPUs that a client has for a time, whether it has sessions there or not.
+//! Leases: GPUs that a client has for a time, whether or not it has sessions there.
 //!
-//! - A lease is a principal's. Its sessions show the lease's key in their first message, and their [`Limits`] are then [narrowed](Lease::narrow) to it: its devices, its memory, its weight, its
-//!   exclusive use. Nothing else enforces a lease, so it gives nothing that the policy does not.
-//! - [Placement](super::placement) counts a lease like a session that is there all the time.
-//! - A lease ends when its time is over and it was not renewed, when its owner or the operator releases it, or when its owner may not use the server any more. Its sessions end with it.
-//! - Leases are part of what a daemon keeps for its successor ([`super::takeover`]).
+//! - A lease belongs to a principal. Its sessions show the lease's key in their first message, and the lease
+//!   then [narrows](Lease::narrow) their [`Limits`]: devices, memory, weight, exclusive use. Nothing else
+//!   enforces a lease, so it cannot give more than the policy does.
+//! - [Placement](super::placement) counts a lease like a session that is always there.
+//! - A lease ends if it is not renewed in time, if its owner or the operator releases it, or if its owner may
+//!   no longer use the server. Its sessions end with it.
+//! - A daemon keeps its leases for its successor ([`super::takeover`]).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,14 +26,14 @@ use crate::cuda_ipc::random_token;
 use crate::policy::Grant;
 use crate::worker_protocol::{Kind, Limits};
 
-/// Most leases of all clients together.
+/// Maximum number of leases of all clients together.
 const MOST: usize = 256;
 
-/// What is said of a lease that there is not. Whether it is another client's is not said.
+/// The message for a lease that doesn't exist or belongs to another client, without telling which.
 pub(super) const UNKNOWN: &str =
     "this client has no such lease: its time was over, it was released, or rgpu-server was restarted";
 
-/// What the server calls a lease. It is no secret.
+/// The server's name for a lease, which is not a secret.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) struct LeaseId(u32);
 
@@ -46,17 +48,17 @@ impl fmt::Display for LeaseId {
 pub(super) struct Lease {
     pub(super) id: LeaseId,
     key: [u8; 32],
-    /// The principal that has it.
+    /// Its principal.
     pub(super) principal: String,
-    /// What that one's sessions count for without a lease: its own name, or its group's.
+    /// The account of that principal's sessions without a lease: its own name, or its group's.
     account: String,
     name: String,
     pub(super) devices: Vec<u32>,
     pub(super) exclusive: bool,
-    /// Bytes on each device; 0: no limit.
+    /// Limit in bytes on each device; 0: none.
     memory: u64,
     weight: u32,
-    /// How long it lasts from its grant, or from when it was last renewed.
+    /// How long it lasts after it was granted or last renewed.
     lasts: Duration,
     #[serde(with = "past")]
     granted: Instant,
@@ -64,7 +66,7 @@ pub(super) struct Lease {
     renewed: Instant,
 }
 
-/// Times that are over, as another daemon can read them.
+/// Serializes points in time as the time passed since, so that another daemon can read them.
 mod past {
     use std::time::Instant;
 
@@ -81,7 +83,7 @@ mod past {
 }
 
 impl Lease {
-    /// What its sessions count for.
+    /// The account of its sessions.
     pub(super) fn account(&self) -> String {
         account(&self.account, self.id)
     }
@@ -90,7 +92,7 @@ impl Lease {
         self.renewed + self.lasts
     }
 
-    /// What of a client's limits its sessions under this lease have.
+    /// Narrows a client's limits to this lease.
     pub(super) fn narrow(&self, limits: &mut Limits) {
         let least = |limit: u64| match (limit, self.memory) {
             (0, memory) => memory,
@@ -108,7 +110,7 @@ impl Lease {
 }
 
 fn account(of: &str, id: LeaseId) -> String {
-    // No principal's name has a slash in it.
+    // Principals' names contain no slash.
     format!("{of}/{id}")
 }
 
@@ -117,7 +119,7 @@ fn account(of: &str, id: LeaseId) -> String {
 pub(super) struct Leases(BTreeMap<LeaseId, Lease>);
 
 impl Leases {
-    /// Those that a daemon before this one had.
+    /// The leases of a previous daemon.
     pub(super) fn restore(leases: Vec<Lease>) -> Leases {
         Leases(leases.into_iter().map(|lease| (lease.id, lease)).collect())
     }
@@ -130,12 +132,12 @@ impl Leases {
         self.0.contains_key(&id)
     }
 
-    /// The lease with this key, if it is this principal's.
+    /// The lease with this key, if it belongs to this principal.
     pub(super) fn find(&self, key: &[u8; 32], principal: &str) -> Option<&Lease> {
         self.0.values().find(|lease| Secret(lease.key).matches(key) && lease.principal == principal)
     }
 
-    /// Bytes of a device that were promised to leases: to those of an account, or all of them.
+    /// Bytes of a device that were promised to leases, of one account or of all.
     fn promised(&self, device: u32, of: Option<&str>) -> u64 {
         let those = self.all().filter(|lease| lease.devices.contains(&device) && !lease.exclusive);
         let those = those.filter(|lease| of.is_none_or(|account| lease.account == account));
@@ -143,7 +145,7 @@ impl Leases {
     }
 }
 
-/// A GPU, as far as a lease has to know it.
+/// What leases need to know about a GPU.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Known {
     pub(super) number: u32,
@@ -270,7 +272,7 @@ impl State {
             )));
         }
         let all: Vec<u32> = gpus.iter().map(|gpu| gpu.number).collect();
-        // What exclusive clients in the queue wait for is not given away.
+        // What exclusive clients in the queue wait for is kept for them.
         let mut reserved = Vec::new();
         for parked in &self.gpu.queue {
             let _ = self.place_asked(&all, Kind::Gpu, &parked.limits, &parked.devices, &mut reserved);
@@ -293,7 +295,7 @@ impl State {
         }
     }
 
-    /// A lease, as lists show it.
+    /// A lease in list form.
     pub(super) fn row(&self, lease: &Lease, now: Instant) -> ask::Lease {
         let sessions = self.sessions.values().filter(|session| session.lease == Some(lease.id)).count();
         ask::Lease {
@@ -333,7 +335,7 @@ impl State {
     }
 }
 
-/// Grants a client a lease, and keeps it for a successor of this daemon before the client knows of it.
+/// Grants a client a lease, and saves it for a successor of this daemon before the client knows of it.
 pub(super) fn take(
     server: &Server,
     gpus: &[Known],
@@ -359,7 +361,7 @@ pub(super) fn take(
     Ok(ask::Answer::Lease { lease: row, key: key.to_text() })
 }
 
-/// Begins a lease's time anew.
+/// Restarts a lease's time.
 pub(super) fn renew(server: &Server, principal: &str, key: &Secret) -> Result<ask::Answer, Refused> {
     let mut state = server.lock();
     let id = known(&state, principal, key)?;
@@ -371,7 +373,7 @@ pub(super) fn renew(server: &Server, principal: &str, key: &Secret) -> Result<as
     Ok(ask::Answer::Lease { lease: lease.unwrap_or_default(), key: key.to_text() })
 }
 
-/// Ends a client's lease as it asks.
+/// Ends a client's lease at its request.
 pub(super) fn release(server: &Server, principal: &str, key: &Secret) -> Result<ask::Answer, Refused> {
     let id = known(&server.lock(), principal, key)?;
     let sessions = end(server, |lease| (lease.id == id).then(|| "was released".to_owned()));
@@ -383,7 +385,7 @@ fn known(state: &State, principal: &str, key: &Secret) -> Result<LeaseId, Refuse
     lease.ok_or_else(|| Refused(Reason::NoLease, UNKNOWN.into()))
 }
 
-/// Ends the leases for which there is a reason, and their sessions. Returns the number of these.
+/// Ends the leases for which `reason` returns one, and their sessions. Returns the number of sessions.
 pub(super) fn end(server: &Server, reason: impl Fn(&Lease) -> Option<String>) -> usize {
     let mut state = server.lock();
     let over: Vec<(LeaseId, String)> =
@@ -403,12 +405,12 @@ pub(super) fn end(server: &Server, reason: impl Fn(&Lease) -> Option<String>) ->
         let (id, why) = over.iter().find(|(id, _)| Some(*id) == lease)?;
         Some(format!("the lease {id} of this session {why}"))
     });
-    // Its devices may be what others wait for.
+    // Others may be waiting for its devices.
     Kind::ALL.into_iter().for_each(|kind| queue::serve(server, kind));
     ended
 }
 
-/// Starts the thread that ends leases whose time is over.
+/// Starts the thread that ends expired leases.
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     let server = Arc::clone(server);
     let work = move || {
@@ -449,7 +451,7 @@ mod tests {
         (0..4).map(known).collect()
     }
 
-    /// What the policy gives a client that may have exclusive leases.
+    /// The policy's grant for a client that may have exclusive leases.
     fn grant(principal: &str) -> Grant {
         let mut grant = Policy::default().grant(principal, &Serve::from_flags(&[]).share).unwrap();
         grant.leasing.exclusive.0 = true;
@@ -468,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exclusive_lease_keeps_others_off_and_its_own_sessions_in() {
+    fn an_exclusive_lease_admits_only_its_own_sessions() {
         let mut state = State::default();
         let lease = ask_by(&mut state, &grant("a"), &wish(2, true), 1).unwrap();
         assert_eq!(lease.devices, [0, 1]);
@@ -493,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn leases_with_memory_share_a_device_until_it_is_promised() {
+    fn leases_share_a_device_until_its_memory_is_promised() {
         let mut state = State::default();
         let half = Wish { memory: MEMORY / 2, devices: vec![3], ..wish(1, false) };
         for number in 1..=2 {
@@ -513,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn the_policy_bounds_what_a_lease_has_and_a_refusal_names_the_rule() {
+    fn the_policy_bounds_leases_and_refusals_name_the_rule() {
         let mut state = State::default();
         let mut bounded = grant("a");
         bounded.leasing.exclusive.0 = false;
@@ -548,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_is_found_by_its_owner_with_its_key_alone_also_by_the_next_daemon() {
+    fn a_lease_is_found_only_by_its_owner_with_its_key() {
         let mut state = State::default();
         ask_by(&mut state, &grant("a"), &wish(1, false), 5).unwrap();
         let text = serde_json::to_string(&state.leases.all().collect::<Vec<_>>()).unwrap();
@@ -562,7 +564,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever clients ask for and give back, exclusive leases share no device, and shared ones were not promised more memory than there is.
+        /// Whatever clients request and release, exclusive leases share no device, and shared ones were not
+        /// promised more memory than there is.
         #[test]
         fn no_device_is_promised_twice(asked in proptest::collection::vec((0u32..4, 1u32..5, any::<bool>(), 0u64..5, any::<bool>()), 1..60)) {
             let mut state = State::default();

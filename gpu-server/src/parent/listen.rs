@@ -1,4 +1,4 @@
-//! Listening sockets, and connections that have not said what they want.
+//! Listening sockets, and connections that have not sent their first message.
 //!
 //! ```text
 //!   listeners ──▶ one thread, "rgpu-greet" ─┬─ Unix, or tcp without TLS ── Hello ──────────▶ handshake::serve
@@ -6,9 +6,10 @@
 //!                                           └─ TLS with a session's name ── unread ──────────▶ the session's worker
 //! ```
 //!
-//! One thread serves all of them, because whoever says nothing must cost next to nothing: a descriptor, and under TLS some kilobytes. There is room for [`MAX_SILENT`] such connections, and
-//! for [`MAX_SILENT_OF_ONE`] of one source: beyond that the source's own oldest one is closed, and never another's. A client says everything at once, so its connection is not among the
-//! oldest.
+//! One thread serves all of them, because a silent connection must cost next to nothing: a descriptor, and
+//! some kilobytes with TLS. At most [`MAX_SILENT`] such connections are kept, and [`MAX_SILENT_OF_ONE`] of
+//! one source: beyond that, the oldest of the same source is closed, never one of another source. Real
+//! clients send everything immediately, so they are not among the oldest.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, Read, Write};
@@ -38,13 +39,13 @@ use super::handshake::{self, Control, Refused};
 use super::refusals::Reason;
 use super::trust::Principal;
 
-/// How long a client may take to say what it wants. Over TLS it takes four times the way to the server.
+/// How long a client may take for its first message. With TLS it takes four trips to the server.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
-/// Most connections that have not said what they want: without a complete handshake.
+/// Maximum number of connections without a complete first message.
 const MAX_SILENT: usize = 512;
-/// The same of one source: an address, or all of this machine's users together.
+/// The same for one source: an address, or all users of this machine together.
 const MAX_SILENT_OF_ONE: usize = 64;
-/// Most bytes of a client's first TLS message.
+/// Maximum size of a client's first TLS message in bytes.
 const MAX_CLIENT_HELLO: usize = 8 << 10;
 /// The first byte of a TLS connection.
 const TLS: u8 = 22;
@@ -69,13 +70,14 @@ pub(super) fn addresses(all: &[Address]) -> String {
 
 /// The name under which a listening socket is kept for the next daemon.
 fn kept_name(address: &Address) -> String {
-    // A name may not contain everything that a path may. Two addresses that differ only there would share a name, and then the second one is bound anew.
+    // A name cannot contain every character of a path. If two addresses differ only in those, they share a
+    // name, and the second one is bound again.
     let plain = |c: char| if c.is_ascii_graphic() && !":=".contains(c) { c } else { '_' };
     let address: String = address.to_string().chars().map(plain).take(160).collect();
     format!("listen-{address}")
 }
 
-/// Closes what the daemon before this one listened at and this one does not.
+/// Closes sockets of the previous daemon that this one doesn't listen at.
 pub(super) fn drop_others(server: &Server, inherited: &mut Inherited) {
     let options = &server.options;
     let metrics = match &options.metrics.listen {
@@ -121,7 +123,7 @@ pub(super) fn start(
     Ok(())
 }
 
-/// The Unix socket of the daemon before this one, or a new one with these permissions, which replaces a stale one.
+/// The previous daemon's Unix socket, or a new one with these permissions, which replaces a stale one.
 pub(super) fn bind_unix(
     server: &Server,
     path: &Path,
@@ -130,13 +132,13 @@ pub(super) fn bind_unix(
     files: &mut Files,
 ) -> anyhow::Result<UnixListener> {
     let name = kept_name(&Address::Unix(path.to_owned()));
-    // Somebody may have removed its file, and then nobody reaches it.
+    // If its file was removed, nobody can reach it.
     let kept = inherited.remove(&name).filter(|_| path.exists()).map(UnixListener::from);
     let listens_there = |kept: &UnixListener| kept.local_addr().is_ok_and(|a| a.as_pathname() == Some(path));
     if let Some(kept) = kept.filter(listens_there) {
         files.0.push(path.to_owned());
         server.succession.store.keep(&name, &kept)?;
-        // The daemon before this one did not wait for connections there.
+        // The previous daemon used it without blocking.
         kept.set_nonblocking(false)?;
         return Ok(kept);
     }
@@ -160,7 +162,7 @@ pub(super) fn bind_unix(
     Ok(listener)
 }
 
-/// Serves the Unix socket at `path`, with these permissions, in a thread: one connection after the other.
+/// Serves the Unix socket at `path`, with these permissions, in a thread, one connection at a time.
 pub(super) fn serve_unix(
     server: &Arc<Server>,
     (path, mode): (&Path, u32),
@@ -174,7 +176,7 @@ pub(super) fn serve_unix(
         for stream in listener.incoming() {
             match stream {
                 Ok(stream) => serve(&server, stream),
-                // Too many descriptors, perhaps.
+                // Perhaps there are too many descriptors.
                 Err(_) => std::thread::sleep(Duration::from_millis(100)),
             }
         }
@@ -205,7 +207,7 @@ impl Listener {
             }
             Listener::Tcp(listener) => {
                 let (stream, peer) = listener.accept()?;
-                // What is sent here is short, and somebody waits for it.
+                // Messages here are short, and somebody waits for them.
                 stream.set_nodelay(true)?;
                 let source = Source::of(peer.ip());
                 let socket = Socket::Tcp(stream);
@@ -215,14 +217,14 @@ impl Listener {
     }
 }
 
-/// Where connections come from, as far as their number is limited together.
+/// A connection's source, by which connections are limited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Source {
     /// This machine, over a Unix socket.
     Here,
     /// An IPv4 address.
     V4([u8; 4]),
-    /// The first 64 bits of an IPv6 address: the others are everybody's own to choose.
+    /// The first 64 bits of an IPv6 address: every host chooses the others freely.
     V6([u8; 8]),
 }
 
@@ -253,7 +255,7 @@ impl AsFd for Socket {
     }
 }
 
-/// A socket whose calls never wait, whether it blocks or not.
+/// A socket whose calls never block, whatever its mode.
 pub(super) struct Now<'a>(pub(super) BorrowedFd<'a>);
 
 impl Read for Now<'_> {
@@ -272,7 +274,7 @@ impl Write for Now<'_> {
     }
 }
 
-/// A connection that has not said what it wants.
+/// A connection without a complete first message.
 struct Arrival {
     socket: Socket,
     source: Source,
@@ -282,9 +284,9 @@ struct Arrival {
 }
 
 enum Phase {
-    /// Nothing has come.
+    /// Nothing has arrived.
     First,
-    /// The first TLS message comes. It stays in the socket until it is known whom it is for.
+    /// Waiting for the complete first TLS message, which stays in the socket until it is known who gets it.
     ClientHello,
     /// The handshake, then the hello.
     Tls(Box<ServerConnection>, Vec<u8>),
@@ -292,22 +294,22 @@ enum Phase {
     Plain(Vec<u8>),
 }
 
-/// What a connection has come to.
+/// The state of a connection after reading.
 enum Step {
-    /// It has not said everything.
+    /// The message is incomplete.
     More,
-    /// It says this, under TLS or not. A question may follow the hello.
+    /// The message, with or without TLS. A question may follow the hello.
     Said(Result<Box<(Hello, Vec<u8>)>, BadGreeting>),
-    /// It speaks TLS, and this server does not.
+    /// It uses TLS, and this server doesn't.
     SpeaksTls,
-    /// It is for a session's worker.
+    /// It belongs to a session's worker.
     Session([u8; 16]),
-    /// It is closed, because of this.
+    /// It is closed, for this reason.
     Over(String),
 }
 
 impl Arrival {
-    /// Takes what has come.
+    /// Reads what has arrived.
     fn advance(&mut self, server: &Server) -> Step {
         self.try_advance(server).unwrap_or_else(|e| match e.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Step::More,
@@ -330,7 +332,7 @@ impl Arrival {
                 Phase::ClientHello => {
                     let mut bytes = [0; MAX_CLIENT_HELLO];
                     let Some(trust) = &server.trust else {
-                        // With something unread, the connection would be reset before the answer is read.
+                        // With unread data, the connection would be reset before the client reads the answer.
                         recv(fd.as_raw_fd(), &mut bytes, MsgFlags::MSG_DONTWAIT)?;
                         return Ok(Step::SpeaksTls);
                     };
@@ -343,7 +345,7 @@ impl Arrival {
                     }
                     let accepted = match acceptor.accept() {
                         Ok(Some(accepted)) => accepted,
-                        // All of it was looked at, and the end of the connection would be another byte.
+                        // The buffer is full and the message is still incomplete.
                         Ok(None) if n == bytes.len() => {
                             return Ok(Step::Over("its first TLS message is too long".into()));
                         }
@@ -354,12 +356,12 @@ impl Arrival {
                             return Ok(Step::Over(format!("it does not speak TLS as expected: {e}")));
                         }
                     };
-                    // The daemon itself answers for a session that is over.
+                    // The daemon itself answers for an ended session.
                     let session = accepted.client_hello().server_name().and_then(session_of);
                     if let Some(session) = session.filter(|session| handshake::is_known(server, session)) {
                         return Ok(Step::Session(session));
                     }
-                    // What was looked at is taken now.
+                    // Consume what was peeked at.
                     let taken = recv(fd.as_raw_fd(), &mut bytes[..n], MsgFlags::MSG_DONTWAIT)?;
                     if taken != n {
                         return Err(io::ErrorKind::InvalidData.into());
@@ -371,7 +373,7 @@ impl Arrival {
                             return Ok(Step::Over(format!("TLS: {e}")));
                         }
                     }
-                    // The answer goes out even if nothing further has come.
+                    // Send the answer even if nothing more has arrived.
                     self.flush()?;
                 }
                 Phase::Tls(tls, said) => {
@@ -392,7 +394,7 @@ impl Arrival {
                         return Err(io::ErrorKind::UnexpectedEof.into());
                     }
                     let processed = tls.process_new_packets();
-                    // Also the alert that says what was wrong.
+                    // Also sends the alert that describes the error.
                     self.flush()?;
                     if let Err(e) = processed {
                         return Ok(Step::Over(format!("TLS: {e}")));
@@ -413,7 +415,7 @@ impl Arrival {
         }
     }
 
-    /// Sends what TLS has to say, all of it: it is short.
+    /// Sends TLS's output, all of which is short.
     fn flush(&mut self) -> io::Result<()> {
         let Phase::Tls(tls, _) = &mut self.phase else { return Ok(()) };
         while tls.wants_write() {
@@ -428,7 +430,7 @@ impl Arrival {
         Ok(())
     }
 
-    /// The connection as the rest of the daemon has it.
+    /// The connection in the form that the rest of the daemon uses.
     fn into_control(self) -> Control {
         match (self.socket, self.phase) {
             (Socket::Unix(stream), _) => Control::Local(stream),
@@ -438,10 +440,11 @@ impl Arrival {
     }
 }
 
-/// Most bytes that a connection says: a hello and a question.
+/// Maximum size of a first message: a hello and a question.
 const MAX_SAID: usize = size_of::<Hello>() + MAX_QUESTION as usize;
 
-/// How many bytes a connection says, as far as that is known from what it has said: a hello, and behind it the question that it announces.
+/// The size of the message, as far as known from what has arrived: a hello, and the question that it
+/// announces.
 fn length(said: &[u8]) -> usize {
     let question = match Hello::read_from_prefix(said) {
         Ok((hello, _)) if hello.purpose == purpose::ASK => hello.index.min(MAX_QUESTION) as usize,
@@ -450,7 +453,7 @@ fn length(said: &[u8]) -> usize {
     size_of::<Hello>() + question
 }
 
-/// The hello, once enough has come to judge it, and what follows it.
+/// The hello, once enough has arrived to check it, and what follows it.
 fn judge(said: &[u8]) -> Option<Step> {
     match greeting::<Hello>(said, &OURS) {
         Ok(None) => None,
@@ -471,9 +474,9 @@ struct Greeter {
     next: u64,
 }
 
-/// Events looked at in one call.
+/// Maximum number of events per call.
 const EVENTS: usize = 64;
-/// Connections accepted from one listener before the others have their turn.
+/// Maximum number of connections accepted from one listener before the others get their turn.
 const ACCEPTS: usize = 32;
 
 impl Greeter {
@@ -520,7 +523,7 @@ impl Greeter {
     }
 
     fn accept(&mut self, at: usize) {
-        // Another program is about to take this one's place. Who connects now waits for it.
+        // Another program is about to take over. New connections wait for it.
         if self.server.lock().closed {
             std::thread::sleep(Duration::from_millis(5));
             return;
@@ -543,7 +546,7 @@ impl Greeter {
     fn admit(&mut self, arrival: Arrival) {
         let number = self.next;
         self.next += 1;
-        // Edge-triggered, because what is looked at may stay in the socket.
+        // Edge-triggered, because data that was peeked at may stay in the socket.
         let events = EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET;
         if let Err(e) = self.epoll.add(arrival.socket.as_fd(), EpollEvent::new(events, number)) {
             tracing::warn!(peer = arrival.peer, "cannot watch a connection: {e}");
@@ -559,7 +562,7 @@ impl Greeter {
             let busiest = self.sources.iter().max_by_key(|(_, all)| all.len()).map(|(source, _)| *source);
             busiest.inspect(|source| self.close_oldest(*source));
         }
-        // Most have said something by now, of which no event would tell.
+        // Most have already sent something, for which there would be no event.
         self.advance(number);
     }
 
@@ -578,7 +581,7 @@ impl Greeter {
                 self.sources.remove(&arrival.source);
             }
         }
-        // It was added; its descriptor may go to another process, which must not wake this one.
+        // It was registered; its descriptor may go to another process, which must not wake this one.
         let _ = self.epoll.delete(arrival.socket.as_fd());
         Some(arrival)
     }
@@ -613,7 +616,7 @@ impl Greeter {
             Step::SpeaksTls => {
                 let reason = "this server does not speak TLS (--insecure)".to_owned();
                 let refused = Refused(Reason::NoTls, reason);
-                // What the client reads in place of an answer under TLS tells it that there is none.
+                // Sent without TLS instead of TLS's answer, it tells the client that there is no TLS.
                 handshake::refuse(&self.server, &arrival.into_control(), None, &peer, "", "", &refused);
             }
             Step::Session(session) => {
@@ -623,7 +626,7 @@ impl Greeter {
             }
             Step::Said(Err(BadGreeting::Version(mismatch))) => {
                 let reason = mismatch.describe("the client speaks", "this server speaks");
-                // Who the client is stands in a part of its hello that another version may have elsewhere.
+                // The client's name is in a part of the hello whose position depends on the version.
                 let refused = Refused(Reason::Version, reason);
                 handshake::refuse(&self.server, &arrival.into_control(), None, &peer, "", "", &refused);
             }
@@ -637,7 +640,7 @@ impl Greeter {
         }
     }
 
-    /// Whom a client is found to be, or why it is nobody.
+    /// The verified client, or why there is none.
     fn principal(&self, arrival: &Arrival, hello: &Hello) -> Result<Principal, String> {
         match (&arrival.socket, &arrival.phase, &self.server.trust) {
             (Socket::Unix(socket), ..) => Ok(Principal::of_socket(socket)),

@@ -1,7 +1,10 @@
-//! The thread that asks NVML what each worker takes on each device: contexts, code and local memory are nobody's allocations, and count nonetheless.
+//! The thread that asks NVML how much memory each worker uses on each device: contexts, code and local memory
+//! are not allocations, but count as well.
 //!
-//! It asks a second after a worker has become ready or reported counters, or a session has begun, so never while all sessions are idle. Not at once: the question takes the driver's time on
-//! every device, and a session that has just begun would wait for it. What its worker took before is known by then. Software devices have no such memory.
+//! It asks a second after a worker has become ready or reported counters, or a session has begun, so never
+//! while all sessions are idle. It doesn't ask immediately, because the query takes the driver's time on
+//! every device, and a session that has just begun would wait for it. What its worker used before is known by
+//! then. Software devices have no such memory.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -13,7 +16,7 @@ use protocol::ops::nvml::status;
 use super::{Server, State};
 use crate::driver::cuda::nvml::processes::{self, Use};
 
-/// The time before a question.
+/// The delay before a query.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// Starts the thread.
@@ -37,13 +40,13 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
             };
             match processes::uses(&numbers) {
                 Ok(uses) => server.lock().measured(&uses),
-                // A device may be gone before its health is known: the others are measured again.
+                // A device may be lost before its health is known: the others are measured again.
                 Err(status @ (status::GPU_IS_LOST | status::NOT_FOUND)) => {
-                    tracing::debug!("NVML does not say what processes take (nvmlReturn_t {status})");
+                    tracing::debug!("NVML does not report the processes' memory (nvmlReturn_t {status})");
                 }
                 Err(status) => {
                     tracing::warn!(
-                        "NVML does not say what processes take on a device (nvmlReturn_t {status}): contexts and code do not count against limits"
+                        "NVML does not report the processes' memory on a device (nvmlReturn_t {status}): contexts and code do not count against limits"
                     );
                     return;
                 }
@@ -58,7 +61,7 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
 }
 
 impl State {
-    /// Notes what NVML says of all processes.
+    /// Notes NVML's figures for all processes.
     fn measured(&mut self, uses: &[Use]) {
         self.workers.values_mut().for_each(|managed| managed.takes.clear());
         for one in uses {
@@ -73,7 +76,7 @@ impl State {
             self.sessions.values().map(|session| session.limits.principal.as_str()).collect();
         principals.into_iter().for_each(|principal| self.publish(principal));
     }
-    /// A worker's session has begun: what the worker takes is known from before.
+    /// A worker's session has begun: its earlier memory use is already known.
     pub(super) fn measured_before(&self, worker: u32) {
         if let (Some(managed), Some(session)) = (self.workers.get(&worker), self.sessions.get(&worker)) {
             for (device, bytes) in &managed.takes {
@@ -91,7 +94,7 @@ mod tests {
     use crate::worker_protocol::Limits;
 
     #[test]
-    fn what_a_worker_takes_before_its_session_counts_from_the_beginning() {
+    fn a_workers_earlier_memory_use_counts_from_the_sessions_start() {
         let mut state = State::default();
         state.workers.insert(7, Managed::fake(7, Stage::Idle));
         let measured = |state: &mut State, bytes| state.measured(&[Use { pid: 7, device: 1, bytes }]);

@@ -1,23 +1,30 @@
 //! The daemon: accepts connections, admits sessions, and gives each session to a worker.
 //!
-//! - [`listen`]: listening sockets, and connections that have not said what they want; [`direct`]: those between workers of two servers;
+//! - [`listen`]: listening sockets, and connections without a first message; [`direct`]: connections between
+//!   workers of two servers;
 //! - [`handshake`]: the first message of a connection;
-//! - [`trust`]: who clients are; [`pace`]: how many sessions they begin; what they may use is the [policy](crate::policy)'s;
-//! - [`admin`]: what `rgpuctl` asks of the daemon; [`audit`]: the audit log;
-//! - [`queue`]: clients that wait for a worker; [`placement`]: which devices a session gets; [`accounts`]: what principals hold; [`memory`]: what NVML says of that;
-//! - [`pool`]: workers that are started ahead of need; [`workers`]: what the daemon knows of each; [`watch`]: what they say, and their end;
-//! - [`ends`]: sessions that the daemon ends, and what it remembers of those that are over;
-//! - [`health`]: devices that take no new sessions, and why;
-//! - [`arbiter`]: which principal's turn it is on a GPU; [`turns`]: the thread that carries that out;
-//! - [`leases`]: GPUs that clients have for a time; [`asks`]: what clients ask that needs no session;
-//! - [`residency`]: whose memory is on the devices when they have not enough for all; [`swap`]: how that is carried out;
+//! - [`trust`]: who clients are; [`pace`]: how many sessions they begin; the [policy](crate::policy): what
+//!   they may use;
+//! - [`admin`]: `rgpuctl`'s requests to the daemon; [`audit`]: the audit log;
+//! - [`queue`]: clients that wait for a worker; [`placement`]: which devices a session gets; [`accounts`]:
+//!   what principals hold; [`memory`]: NVML's figures for that;
+//! - [`pool`]: workers that are started in advance; [`workers`]: what the daemon knows about each; [`watch`]:
+//!   their messages, and their end;
+//! - [`ends`]: sessions that the daemon ends, and why recent sessions ended;
+//! - [`health`]: unhealthy devices, which take no new sessions;
+//! - [`arbiter`]: which principal's turn it is on a GPU; [`turns`]: the thread that enforces it;
+//! - [`leases`]: GPUs that clients have for a time; [`asks`]: client requests that need no session;
+//! - [`residency`]: whose memory is on the devices if there isn't enough for all; [`swap`]: carries that out;
 //! - [`refusals`]: why clients are refused;
-//! - [`gpus`]: what NVML says of the devices now;
-//! - [`status`]: the status for `rgpuctl status`; [`scrape`]: the same and more for Prometheus, by the definitions in [`families`];
-//! - [`drain`]: the daemon's end, and `rgpuctl drain`;
-//! - [`takeover`]: one daemon after the other, and `rgpuctl upgrade`; [`record`]: what one writes down for the next.
+//! - [`gpus`]: NVML's current readings of the devices;
+//! - [`status`]: the status for `rgpuctl status`; [`scrape`]: the same and more for Prometheus, with the
+//!   definitions in [`families`];
+//! - [`drain`]: the daemon's shutdown, and `rgpuctl drain`;
+//! - [`takeover`]: from one daemon to the next, and `rgpuctl upgrade`; [`record`]: what one daemon writes
+//!   down for the next.
 //!
-//! The daemon never touches a device, nor any byte of a session after its handshake. What one client or worker does wrong cannot affect another.
+//! The daemon never touches a device, nor any byte of a session after its handshake. One client's or worker's
+//! misbehavior cannot affect another.
 
 mod accounts;
 mod admin;
@@ -97,15 +104,15 @@ struct Server {
     changed: Condvar,
     /// Wakes the queue's thread.
     nudge: Nudge,
-    /// Who clients over TLS are. `None`: TLS is not spoken.
+    /// Identifies clients over TLS. `None`: the server doesn't use TLS.
     trust: Option<Trust>,
     policy: Mutex<Arc<Policy>>,
     audit: Audit,
     /// Wakes the thread that gives principals their turns.
     bell: Bell,
-    /// What clients need not send again.
+    /// Client data that need not be sent again.
     cache: Option<Store>,
-    /// What the next daemon gets.
+    /// What the next daemon inherits.
     succession: Succession,
     gpus: Gpus,
     /// Refusals so far, and how long sessions waited for a worker.
@@ -127,35 +134,35 @@ struct State {
     tokens: HashMap<Token, Arc<Worker>>,
     /// For direct connections from other servers.
     tickets: Tickets,
-    /// Why sessions have ended that their clients may want to resume, the latest last.
+    /// Why sessions ended that their clients may try to resume, latest last.
     ended: VecDeque<(Token, String)>,
     shares: Shares,
     leases: Leases,
-    /// The backend and devices that workers serve, once one has been ready.
+    /// The backend and devices that workers serve, once a worker has been ready.
     serving: Option<(String, Vec<String>)>,
     paces: Paces,
     /// Why nothing can be served at all.
     fatal: Option<String>,
-    /// Set once the daemon was told to end.
+    /// Set once the daemon is shutting down.
     drain: Option<Drain>,
-    /// Another program is about to take this one's place. Once it is closed, no worker starts and no session begins.
+    /// Another program is about to take over. Once this is set, no worker starts and no session begins.
     upgrading: bool,
     closed: bool,
-    /// Devices that are not well, by their numbers.
+    /// Unhealthy devices, by number.
     ill: BTreeMap<u32, Illness>,
-    /// Where sessions' device memory is, if it is moved.
+    /// Where sessions' device memory is, if it can be moved.
     swapping: Option<Swapping>,
-    /// Whether to ask NVML what workers take.
+    /// Whether to ask NVML for the workers' memory.
     measure: bool,
-    /// ns of GPU time that principals were charged.
+    /// GPU time charged to principals, in ns.
     charged: HashMap<String, u64>,
-    /// The same since the start of the daemon, and what sessions that are over have done.
+    /// The same since the start of the daemon, and what ended sessions have done.
     charged_ever: metrics::Ledger<u64>,
     settled: metrics::Ledger<Settled>,
     sessions_begun: u64,
     sessions_lost: u64,
     workers_crashed: u64,
-    /// Sessions that ended because a kernel ran for too long.
+    /// Sessions that ended because a kernel ran too long.
     kernels_overrun: u64,
     leases_granted: u64,
 }
@@ -191,7 +198,7 @@ struct Session {
     peer: String,
     since: Instant,
     counters: Counters,
-    /// What metrics call it.
+    /// Its name in metrics.
     key: metrics::Key,
     limits: Limits,
     /// The lease under which it runs.
@@ -202,30 +209,31 @@ struct Session {
     token: Token,
     secret: Secret,
     principal: Principal,
-    /// Data connections that it was granted, and those of its first link that came without TLS.
+    /// Data connections that it was granted, and those of its first link without TLS.
     data_connections: (u32, u32),
-    /// Whether its connections are under TLS.
+    /// Whether its connections use TLS.
     encrypted: bool,
-    /// For telling the client why its session ended if the worker no longer can. Another one each time that the session is resumed without TLS. `None`: the daemon before this one had it.
+    /// For telling the client why its session ended if the worker no longer can. Replaced whenever the
+    /// session is resumed without TLS. `None`: the previous daemon had it.
     control: Option<Arc<Control>>,
     /// Since when it has no link.
     parked: Option<Instant>,
-    /// The latest of its links, and how often it went on over new connections.
+    /// The latest of its links, and how often it resumed over new connections.
     attempt: u32,
     resumed: u64,
     /// Whether the worker has the connection. Before that, the client can still be given to another worker.
     begun: bool,
-    /// Whether a kernel has run for too long.
+    /// Whether a kernel has run too long.
     overrun: bool,
     /// Whether the worker has reported the session's end, or the daemon has decided it.
     ended: bool,
-    /// Whether it ended otherwise than by its client's will.
+    /// Whether it ended without its client closing it.
     lost: bool,
     /// How many daemons it has had before this one.
     daemons: u32,
-    /// Whether it is kept for the next one.
+    /// Whether it is kept for the next daemon.
     kept: bool,
-    /// Events of other sessions that it has opened, and its slot of each.
+    /// Events of other sessions that it has opened, and its slot in each.
     opened: Vec<(Token, u16)>,
 }
 
@@ -260,7 +268,8 @@ impl Server {
         })
     }
 
-    /// A worker's end of a connection to the blocks that the cache has of a client. `None`: there is no cache, or it cannot be used.
+    /// Opens a connection to a client's blocks in the cache and returns the worker's end. `None`: there is no
+    /// cache, or it cannot be used.
     fn cache_of(&self, client: &str) -> Option<UnixStream> {
         let store = self.cache.as_ref()?;
         let opened = UnixStream::pair().and_then(|(ours, theirs)| {
@@ -275,7 +284,8 @@ impl Server {
         Arc::clone(&self.policy.lock().unwrap_or_else(|e| e.into_inner()))
     }
 
-    /// Why a client that was found to be this principal may have no session, if it may not. It may have been revoked since.
+    /// Why a client verified as this principal may have no session, if so. Its access may have been revoked
+    /// since.
     fn unwelcome(&self, principal: &Principal) -> Option<String> {
         if let Some(why) = self.trust.as_ref().and_then(|trust| trust.doubt(principal)) {
             return Some(why);
@@ -283,7 +293,7 @@ impl Server {
         self.not_allowed(&principal.name)
     }
 
-    /// Why the rules give a principal nothing, if they do not.
+    /// Why the rules give a principal nothing, if so.
     fn not_allowed(&self, principal: &str) -> Option<String> {
         self.policy().grant(principal, &self.options.share).err()
     }
@@ -307,8 +317,9 @@ fn read_policy(options: &Serve) -> Result<Policy, options::Error> {
     options.clients.as_ref().map_or_else(|| Ok(Policy::default()), read)
 }
 
-/// Reads again what the operator may change while the server runs: its key and certificates, and the rules for clients. What is wrong stays as it was. Sessions of clients that may have none now are
-/// ended; others keep the limits with which they began.
+/// Reloads what the operator may change while the server runs: its key and certificates, and the rules for
+/// clients. If something is invalid, the old version stays in effect. Sessions of clients that may no longer
+/// have any are ended; others keep the limits with which they began.
 fn reload(server: &Server) {
     server.succession.store.reloading();
     server.audit.reopen();
@@ -352,7 +363,8 @@ pub fn init_log(filter: &str) {
     });
     let colours = std::io::IsTerminal::is_terminal(&std::io::stderr());
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_target(false);
-    // The log gets a descriptor of its own, because a worker's standard error becomes its client's. In tests, where several logs are started, the first one stays.
+    // The log gets a descriptor of its own, because a worker's standard error becomes its client's. In tests,
+    // which start several logs, the first one stays.
     let _ = match std::io::stderr().as_fd().try_clone_to_owned() {
         Ok(own) => log.with_writer(std::sync::Arc::new(std::fs::File::from(own))).try_init(),
         Err(_) => log.with_writer(std::io::stderr).try_init(),
@@ -368,7 +380,8 @@ pub fn main(options: Serve) -> anyhow::Result<()> {
     ending.add(Signal::SIGINT);
     ending.add(Signal::SIGHUP);
     ending.add(Signal::SIGUSR2);
-    // Before any thread starts: all threads inherit the mask, so that the signals wait for the thread that takes them.
+    // Before any thread starts: all threads inherit the mask, so that signals wait for the thread that
+    // handles them.
     ending.thread_block().context("blocking signals")?;
 
     // Each session's shared memory needs descriptors; in the software backend, so does each allocation.
@@ -440,7 +453,7 @@ pub fn main(options: Serve) -> anyhow::Result<()> {
     drop(state);
     drain::drain(&server);
     server.audit.flush();
-    // Whoever is started next begins anew.
+    // The next daemon starts from scratch.
     server.succession.store.forget_all();
     drop(files);
     Ok(())

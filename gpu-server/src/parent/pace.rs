@@ -1,16 +1,17 @@
-//! How many sessions each client begins within a minute.
+//! Limits how many sessions each client begins within a minute.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// When clients have begun sessions.
+/// When clients began sessions.
 #[derive(Default)]
 pub(super) struct Paces(HashMap<String, VecDeque<Instant>>);
 
 impl Paces {
-    /// Whether a client that may begin `most` sessions within a minute may begin one now, which then counts.
+    /// Whether a client that may begin `most` sessions within a minute may begin one now. If so, it is
+    /// counted.
     pub(super) fn take(&mut self, client: &str, most: u32, now: Instant) -> bool {
         self.0.retain(|_, begun| {
             while begun.front().is_some_and(|at| now.saturating_duration_since(*at) >= MINUTE) {
@@ -32,7 +33,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_minute_has_more_sessions_than_allowed_and_one_client_takes_nothing_from_another() {
+    fn each_client_is_limited_separately_in_every_minute() {
         let (mut paces, start) = (Paces::default(), Instant::now());
         let at = |seconds| start + Duration::from_secs(seconds);
         assert!(paces.take("a", 2, at(0)) && paces.take("a", 2, at(30)));

@@ -1,21 +1,23 @@
-//! Which devices a session gets: decided when a worker is there for it.
+//! Chooses a session's devices when a worker is ready for it.
 //!
-//! - No session gets a device that is not well ([`super::health`]).
-//! - A session uses devices that its limits allow, and as many as they say: those that the fewest sessions use.
+//! - No session gets an unhealthy device ([`super::health`]).
+//! - A session gets as many devices as its limits say, of those they allow: the ones that the fewest sessions
+//!   use.
 //! - Sessions of one principal get the same devices, so that its processes can share memory.
 //! - A [lease](super::leases) counts like a session of a principal of its own.
-//! - An exclusive principal's devices serve nobody else as long as it has a session. It waits until enough devices are free of others; meanwhile no later client gets the devices that it waits
-//!   for, so that it does not wait forever.
+//! - An exclusive principal's devices serve nobody else while it has a session. It waits until enough devices
+//!   are unused by others. Meanwhile no later client gets the devices that it waits for, so that it doesn't
+//!   wait forever.
 
 use super::State;
 use crate::worker_protocol::{Kind, Limits};
 
-/// Why a session has no devices.
+/// Why a session gets no devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum NoDevice {
     /// Others have them now.
     Wait(String),
-    /// It never will.
+    /// It never will get any.
     Never(String),
 }
 
@@ -24,10 +26,10 @@ fn list(numbers: &[u32]) -> String {
 }
 
 impl State {
-    /// Places a session, of which the devices in `reserved` are kept free. The numbers are in the server's order.
+    /// Places a session, leaving the devices in `reserved` free. The numbers are in the server's order.
     ///
     /// # Errors
-    /// If it gets none now; adds the devices that an exclusive session waits for to `reserved`.
+    /// If it gets none now. Adds the devices that an exclusive session waits for to `reserved`.
     pub(super) fn place(
         &self,
         all: &[u32],
@@ -46,7 +48,7 @@ impl State {
         let (well, ill): (Vec<u32>, Vec<u32>) =
             allowed.iter().partition(|number| !self.ill.contains_key(number));
         let allowed = match kind {
-            // NVML tells of a device that is not well, if there is no other.
+            // NVML reports on an unhealthy device if there is no other.
             Kind::Nvml if well.is_empty() => allowed,
             _ => well,
         };
@@ -69,7 +71,7 @@ impl State {
                 return Ok(same);
             }
         }
-        // Who else uses devices, and whether exclusively: sessions, and leases, with or without sessions.
+        // Others that use devices, and whether exclusively: sessions, and leases with or without sessions.
         let sessions = gpu_sessions().filter(|session| session.limits.principal != limits.principal);
         let sessions = sessions.map(|session| (&session.devices, session.limits.exclusive));
         let leases = self.leases.all().filter(|lease| lease.account() != limits.principal);
@@ -84,7 +86,7 @@ impl State {
             count => (count as usize).min(allowed.len()),
         };
         let least_used = |mut numbers: Vec<u32>| {
-            // Stable: of equally used devices, the first.
+            // Stable: among equally used devices, the first.
             numbers.sort_by_key(|number| users(*number));
             numbers.truncate(wanted);
             allowed.iter().copied().filter(|number| numbers.contains(number)).collect::<Vec<u32>>()
@@ -113,7 +115,8 @@ impl State {
 }
 
 impl State {
-    /// [Places](Self::place) a session that asks for certain devices, in the order in which it asks for them. Nobody gets more by asking than without.
+    /// [Places](Self::place) a session that asks for certain devices, in the order in which it asks for them.
+    /// Nobody gets more by asking than without.
     pub(super) fn place_asked(
         &self,
         all: &[u32],

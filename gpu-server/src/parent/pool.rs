@@ -1,4 +1,4 @@
-//! Workers without a session, which the daemon starts ahead of need.
+//! Workers without a session, which the daemon starts in advance.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -22,12 +22,13 @@ const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 /// After this many failures in a row, waiting clients are refused.
 pub(super) const GIVE_UP: u32 = 5;
-/// How long to wait before the next try on a device without memory for another context. The end of a session shortens it.
+/// How long to wait before the next try on a device without memory for another context. The end of a session
+/// shortens this.
 const FULL_PAUSE: Duration = Duration::from_secs(1);
-/// Device memory that a context takes, in bytes, with a margin. On an H100 it is 530 MiB.
+/// Device memory for a context in bytes, with a margin. It is 530 MiB on an H100.
 const CONTEXT: u64 = 640 << 20;
 
-/// The workers of one kind that have no session, and the clients that wait for them.
+/// The workers of one kind without a session, and the clients that wait for them.
 #[derive(Default)]
 pub(super) struct Pool {
     /// Ready for a session.
@@ -120,12 +121,13 @@ fn next_of_all(state: &State, options: &Serve, cores: usize, now: Instant) -> Op
     })
 }
 
-/// The next step for one pool: it needs a worker for each waiting client and the spare ones. At most as many start at the same time as there are cores, and as fit into the device's memory.
+/// The next step for one pool: it needs a worker for each waiting client and the spare ones. At most as many
+/// start at the same time as there are cores, and as fit into the device's memory.
 fn next(state: &State, options: &Serve, kind: Kind, cores: usize, now: Instant) -> Option<Next> {
     if state.stopped() || state.fatal.is_some() {
         return None;
     }
-    // Without a device that is well, no worker could serve.
+    // Without a healthy device, no worker could serve.
     if kind == Kind::Gpu && state.well(options).is_some_and(|well| well.is_empty()) {
         return None;
     }
@@ -138,7 +140,7 @@ fn next(state: &State, options: &Serve, kind: Kind, cores: usize, now: Instant) 
     if pool.idle.len() + pool.starting >= pool.queue.len() + spare {
         return None;
     }
-    // After a failure, or on a full device, one worker at a time is tried.
+    // After a failure, or on a full device, only one worker at a time is tried.
     let careful = pool.failures > 0 || pool.full;
     let fit = pool.free.map_or(usize::MAX, |free| usize::try_from(free / CONTEXT).unwrap_or(usize::MAX));
     let most = if careful { 1 } else { cores.min(fit.max(1)) };
@@ -152,7 +154,7 @@ fn next(state: &State, options: &Serve, kind: Kind, cores: usize, now: Instant) 
 }
 
 impl Pool {
-    /// A worker could not be started or died before it was ready.
+    /// A worker could not be started, or died before it was ready.
     pub(super) fn fail(&mut self, now: Instant, why: String) {
         self.failed += 1;
         self.last_failure = why;
@@ -185,7 +187,7 @@ fn start_one(server: &Arc<Server>, kind: Kind) -> anyhow::Result<()> {
     {
         let mut state = server.lock();
         let well = state.well(&server.options).filter(|_| kind == Kind::Gpu);
-        // The last device may have become ill meanwhile.
+        // The last healthy device may have failed meanwhile.
         let outdated = well.as_ref().is_some_and(Vec::is_empty);
         state.workers.insert(worker.pid(), Managed::starting(&worker, kind, outdated));
         if state.stopped() || outdated {
@@ -194,7 +196,7 @@ fn start_one(server: &Arc<Server>, kind: Kind) -> anyhow::Result<()> {
         options.backing.devices = well.unwrap_or(options.backing.devices);
     }
     if let Err(e) = start_watching(server, &worker, process) {
-        // No thread would notice its end. It has been killed with its process's value.
+        // No thread would notice its end. Dropping its process has killed it.
         server.lock().workers.remove(&worker.pid());
         return Err(e);
     }
@@ -211,8 +213,8 @@ fn spawn(server: &Server, socket: &OwnedFd) -> anyhow::Result<Process> {
     let mut command = Command::new(program, "rgpu-server")
         .arguments(["worker", "--fd", &fd, "--log", &server.options.log])
         .without_variables(handover::VARIABLES)
-        // What the driver maps by itself, such as managed variables, needs addresses that are free in the client, too. Programs map at the top of the address space, so a worker
-        // maps at the bottom (setarch(8) -L).
+        // The driver's own mappings, such as managed variables, need addresses that are free in the client,
+        // too. Programs map at the top of the address space, so a worker maps at the bottom (setarch(8) -L).
         .personality(libc::ADDR_COMPAT_LAYOUT as libc::c_ulong);
     // Loads a module's functions when they are first used, unless the operator chose otherwise.
     if std::env::var_os("CUDA_MODULE_LOADING").is_none() {
@@ -220,13 +222,13 @@ fn spawn(server: &Server, socket: &OwnedFd) -> anyhow::Result<Process> {
     }
     let confining = &server.confining;
     if confining.on() {
-        // One client's compiled code must not become another's, and a worker has no files that outlive it.
+        // One client's compiled code must not reach another, and a worker has no files that outlive it.
         command = command.variable("CUDA_CACHE_DISABLE", "1");
     }
     confining.start(&command, socket.as_fd()).context("starting a worker process")
 }
 
-/// Starts a worker that only finds out what its sandbox lacks, and waits for its answer.
+/// Starts a worker only to find out what its sandbox lacks, and waits for its answer.
 pub(super) fn probe(server: &Server) -> anyhow::Result<Report> {
     let (ours, theirs) = worker_protocol::pair().context("creating a socket pair")?;
     let mut process = spawn(server, &theirs)?;
@@ -239,12 +241,12 @@ pub(super) fn probe(server: &Server) -> anyhow::Result<Report> {
         Some((FromWorker::Sandbox(Err(reason)), _)) => bail!(reason),
         _ => {
             let how = process.wait().map_or_else(|e| e.to_string(), describe);
-            bail!("a worker that was to find out what its sandbox lacks {how}")
+            bail!("the worker that checks its sandbox {how}")
         }
     }
 }
 
-/// Keeps a worker that is ready, unless no client needs it any more.
+/// Keeps a ready worker, unless no client needs it any more.
 pub(super) fn keep_idle(state: &mut State, options: &Serve, worker: &Arc<Worker>, kind: Kind) -> bool {
     let outdated = state.workers.get(&worker.pid()).is_some_and(|managed| managed.outdated);
     let stopped = state.stopped() || outdated;
@@ -375,7 +377,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_ready_worker_that_no_client_needs_is_dismissed() {
+    fn a_ready_worker_that_no_client_needs_is_ended() {
         let (mut state, options) = (State::default(), options(&["--workers=1"]));
         let workers: Vec<_> = (0..3).map(|pid| starting_worker(&mut state, pid, Kind::Gpu)).collect();
         let kept: Vec<bool> = workers

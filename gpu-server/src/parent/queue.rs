@@ -7,8 +7,8 @@
 //!                                and refuses clients when nothing has happened for too long
 //! ```
 //!
-//! A waiting connection costs a descriptor and no thread. Only its worker reads from it. Messages to it are sent under the state's lock and without blocking, so a position is never
-//! sent after the welcome.
+//! A waiting connection costs a descriptor but no thread. Only its worker reads from it. Messages to it are
+//! sent under the state's lock without blocking, so a position is never sent after the welcome.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -49,17 +49,17 @@ pub(super) struct Parked {
     pub(super) data_connections: u32,
     pub(super) token: Token,
     pub(super) secret: Secret,
-    /// Whom the client was found to be.
+    /// The verified client.
     pub(super) principal: Principal,
-    /// Seconds for which the session is kept without its connections.
+    /// Seconds that the session is kept without its connections.
     pub(super) grace: u32,
-    /// MiB of data that its bridge may send ahead of its turn.
+    /// MiB of data that its bridge may send eagerly.
     pub(super) eager: u32,
     /// What its session may use.
     pub(super) limits: Limits,
     /// The lease under which it will run.
     pub(super) lease: Option<LeaseId>,
-    /// The devices that it asks for, by the server's numbers and in its order. Empty: any.
+    /// The devices that it requests, by the server's numbers and in its order. Empty: any.
     pub(super) devices: Vec<u32>,
     /// The rules that a refusal names.
     pub(super) rules: Rules,
@@ -68,9 +68,9 @@ pub(super) struct Parked {
     pub(super) since: Instant,
     /// When it was last told its position.
     pub(super) told: Option<Instant>,
-    /// The number of workers that had failed when it came.
+    /// The number of workers that had failed when it arrived.
     pub(super) failures: u64,
-    /// Why it has no devices, if a worker was there for it.
+    /// Why it got no devices, if a worker was ready for it.
     pub(super) unplaced: Option<String>,
 }
 
@@ -136,23 +136,23 @@ impl Nudge {
     }
 }
 
-/// Puts a client at the end of the queue and serves it if a worker is ready.
+/// Adds a client to the end of the queue, and serves it if a worker is ready.
 pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<(), Refused> {
     {
         let mut state = server.lock();
         if state.draining() {
             return Err(shutting_down());
         }
-        // Whoever is revoked from here on is found in the queue.
+        // A client revoked after this point is found in the queue.
         if let Some(why) = server.unwelcome(&parked.principal) {
             return Err(Refused(Reason::NotAllowed, why));
         }
-        // So is whoever's lease ends from here on.
+        // The same applies to leases that end after this point.
         if parked.lease.is_some_and(|lease| !state.leases.has(lease)) {
             return Err(Refused(Reason::NoLease, leases::UNKNOWN.into()));
         }
         let most = server.options.max_sessions;
-        // A client that waits will become a session, so both count.
+        // A waiting client will become a session, so both count.
         let taken = state.sessions.values().filter(|session| session.kind == kind).count()
             + state.pool(kind).queue.len();
         if taken >= most {
@@ -165,7 +165,7 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
             let reason = format!("this client has its maximum of {limit} sessions ({rule})");
             return Err(Refused(Reason::ClientFull, reason));
         }
-        // The last question: a client that is refused for another reason has begun no session.
+        // Checked last: a client that is refused for another reason has begun no session.
         if let Some((most, rule)) = &parked.rules.sessions_per_minute
             && !state.paces.take(&parked.limits.principal, *most, Instant::now())
         {
@@ -194,7 +194,7 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
 }
 
 impl State {
-    /// Sessions of a kind that a principal has or waits for.
+    /// Number of a principal's sessions of a kind, including waiting ones.
     fn sessions_of(&self, principal: &str, kind: Kind) -> usize {
         let running = self.sessions.values();
         let running = running.filter(|s| s.kind == kind && s.limits.principal == principal).count();
@@ -202,7 +202,8 @@ impl State {
     }
 }
 
-/// The place in the queue of the first waiting client that can have devices now, with their numbers. Refuses those that never will.
+/// The position in the queue of the first client that can have devices now, with their numbers. Refuses
+/// clients that never can.
 fn first_placeable(server: &Server, state: &mut State, kind: Kind) -> Option<(usize, Vec<u32>)> {
     let all = state.devices(&server.options);
     let (mut reserved, mut at) = (Vec::new(), 0);
@@ -231,7 +232,8 @@ fn first_placeable(server: &Server, state: &mut State, kind: Kind) -> Option<(us
     }
 }
 
-/// Gives ready workers to waiting clients: first come, first served, but for those whose devices others have.
+/// Gives ready workers to waiting clients: first come, first served, except for those whose devices others
+/// have.
 pub(super) fn serve(server: &Server, kind: Kind) {
     loop {
         let (worker, parked, placed, session, pages) = {
@@ -298,13 +300,14 @@ pub(super) fn serve(server: &Server, kind: Kind) {
                 true
             });
         if begun {
-            // Before its end, which the state's lock keeps off.
+            // Before the session can end, which the state's lock prevents.
             server.audit.started(&parked, &placed);
             for failed in state.errors_of(&placed) {
                 // The watcher notices when the worker is gone.
                 let _ = worker.send(&failed, &[]);
             }
-            // Before its client knows of it, so that no session that a client has is lost if this daemon is killed. One that no client has ends as if its client were gone.
+            // Before its client knows of it, so that no session that a client has is lost if this daemon is
+            // killed. A session that no client has ends as if its client were gone.
             takeover::keep(server, &mut state, &worker, meter);
             state.save_daemon(&server.succession, false);
             begin(&worker, &parked, cache.is_some());
@@ -323,7 +326,7 @@ pub(super) fn serve(server: &Server, kind: Kind) {
     }
 }
 
-/// What metrics call the session of a client.
+/// A client's session's labels in metrics.
 fn names(parked: &Parked) -> [&str; 3] {
     [&parked.limits.principal, &parked.client, &parked.program]
 }
@@ -411,7 +414,8 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sleeps until a waiting connection is closed, it is time to tell clients their position, or another thread nudges. Returns the closed connections.
+/// Sleeps until a waiting connection is closed, clients' positions must be sent, or another thread nudges.
+/// Returns the closed connections.
 fn wait(server: &Server) -> Vec<Arc<Control>> {
     let parked: Vec<Arc<Control>> = {
         let state = server.lock();
@@ -440,12 +444,12 @@ fn wait(server: &Server) -> Vec<Arc<Control>> {
     let closed: Vec<bool> =
         watched[1..].iter().map(|w| w.revents().is_none_or(|events| !events.is_empty())).collect();
     drop(watched);
-    // This takes all nudges at once.
+    // This consumes all nudges.
     let _ = server.nudge.0.read();
     parked.into_iter().zip(closed).filter(|(_, closed)| *closed).map(|(parked, _)| parked).collect()
 }
 
-/// Drops clients that are gone, refuses clients that have waited too long, and tells the others their position.
+/// Drops clients that are gone, refuses those that have waited too long, and tells the others their position.
 fn update(server: &Server, gone: &[Arc<Control>], now: Instant) {
     let mut state = server.lock();
     let draining = state.draining();
@@ -523,7 +527,7 @@ fn waited_too_long(patience: Duration, before: usize, failure: &str) -> String {
     )
 }
 
-/// The last reason why a worker could not be started, as the end of a sentence.
+/// The latest reason why a worker could not be started, as the end of a sentence.
 fn last_failure(state: &State, kind: Kind) -> String {
     let pool = state.pool(kind);
     match pool.last_failure.as_str() {
@@ -570,7 +574,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn clients_are_served_in_order_of_arrival_and_told_their_position() {
+    fn clients_are_served_in_order_and_learn_their_position() {
         let server = server(&["--max-sessions", "9"]);
         let clients: Vec<UnixStream> = (0..8).map(|number| client(&server, number).unwrap()).collect();
         update(&server, &[], Instant::now());

@@ -1,7 +1,7 @@
-//! A record: what a daemon writes down for its successor, in a file in memory that only daemons have.
+//! A record: what a daemon writes down for its successor, in a memory file that only daemons have.
 //!
-//! Its first page is a [`Ledger`], which is changed in place. Behind it is a [`Text`]. A daemon that is killed at any point leaves a text that is whole, and amounts of which at most the last
-//! change has to be completed.
+//! Its first page is a [`Ledger`], which is changed in place. A [`Text`] follows. If a daemon is killed at
+//! any point, the text is complete, and at most the last change of the amounts must be completed.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,18 +14,19 @@ use serde::de::DeserializeOwned;
 use crate::pages::{self, Page, Shared};
 use crate::worker_protocol::{MOST_DEVICES, Resource};
 
-/// Most bytes of a text.
+/// Maximum size of a text in bytes.
 const ROOM: u64 = 1 << 20;
 
 /// The amounts of a session.
 #[repr(C)]
 #[derive(Debug)]
 struct Ledger {
-    /// Which place of the [`Text`] counts.
+    /// Which half of the [`Text`] is valid.
     text: AtomicU64,
-    /// Granted bytes by device number, and behind them those of page-locked memory.
+    /// Granted bytes by device number, then those of page-locked memory.
     granted: [AtomicU64; MOST_DEVICES + 1],
-    /// The last change: the request, what it is of, by how many bytes, and the amount after it. With request 0 there is none.
+    /// The last change: the request, its resource, the number of bytes, and the amount after it. Request 0
+    /// means none.
     request: AtomicU64,
     of: AtomicU64,
     bytes: AtomicU64,
@@ -37,7 +38,7 @@ unsafe impl Shared for Ledger {
     const WRITTEN_BY_WORKER: bool = true;
 }
 
-/// See the module.
+/// See the module's documentation.
 #[derive(Debug)]
 pub(super) struct Record {
     ledger: Page<Ledger>,
@@ -54,7 +55,7 @@ fn text(file: OwnedFd) -> Text {
     Text::within(file, std::mem::offset_of!(Ledger, text) as u64, pages::SIZE as u64, ROOM)
 }
 
-/// Where a resource's amount is, if there is such a resource.
+/// The index of a resource's amount, if there is such a resource.
 fn place(resource: Resource) -> Option<usize> {
     match resource {
         Resource::Device(number) => Some(number as usize).filter(|number| *number < MOST_DEVICES),
@@ -63,18 +64,18 @@ fn place(resource: Resource) -> Option<usize> {
 }
 
 impl Record {
-    /// An empty one.
+    /// An empty record.
     pub(super) fn new() -> io::Result<Record> {
         let (ledger, file) = Page::with_room(2 * ROOM as usize)?;
         Ok(Record { ledger, text: text(file) })
     }
 
-    /// That of the daemon before this one.
+    /// The previous daemon's record.
     pub(super) fn open(file: OwnedFd) -> io::Result<Record> {
         let ledger = Page::<Ledger>::adopt(&file)?;
         let Ledger { granted, request, of, after, .. } = &*ledger;
         if request.load(Ordering::Acquire) != 0 {
-            // The last change, which may have been made or not.
+            // Completes the last change, which may or may not have been applied.
             let of = usize::try_from(of.load(Ordering::Relaxed)).unwrap_or(usize::MAX);
             granted
                 .get(of)
@@ -83,7 +84,7 @@ impl Record {
         Ok(Record { ledger, text: text(file) })
     }
 
-    /// Writes a text in place of the one before.
+    /// Replaces the text.
     pub(super) fn write(&self, what: &impl Serialize) -> io::Result<()> {
         self.text.write(&serde_json::to_vec(what)?)
     }
@@ -93,7 +94,7 @@ impl Record {
         Ok(serde_json::from_slice(&self.text.read()?)?)
     }
 
-    /// Granted bytes of a resource. Those of one that does not exist are more than any limit.
+    /// Granted bytes of a resource. For a nonexistent one, more than any limit.
     pub(super) fn granted(&self, resource: Resource) -> u64 {
         place(resource).map_or(u64::MAX, |at| self.ledger.granted[at].load(Ordering::Relaxed))
     }
@@ -103,11 +104,11 @@ impl Record {
         place(resource).is_some()
     }
 
-    /// A request changes the granted bytes of a resource, by `bytes`, to `after`.
+    /// A request changes the granted bytes of a resource by `bytes`, to `after`.
     pub(super) fn change(&self, request: u64, resource: Resource, bytes: u64, after: u64) {
         let Some(at) = place(resource) else { return };
         let ledger = &*self.ledger;
-        // In this order: a daemon that is killed in between leaves no change, or a whole one.
+        // In this order, so that a daemon killed in between leaves either no change or a complete one.
         ledger.request.store(0, Ordering::SeqCst);
         ledger.of.store(at as u64, Ordering::SeqCst);
         ledger.bytes.store(bytes, Ordering::SeqCst);
@@ -116,7 +117,8 @@ impl Record {
         ledger.granted[at].store(after, Ordering::SeqCst);
     }
 
-    /// Whether the last change was that of this request. The daemon before this one may have been killed before it took the request away.
+    /// Whether the last change was made by this request. The previous daemon may have been killed before it
+    /// consumed the request.
     pub(super) fn has_done(&self, request: u64, resource: Resource, bytes: u64) -> bool {
         let Ledger { request: last, of, bytes: by, .. } = &*self.ledger;
         let is = |word: &AtomicU64, value: u64| word.load(Ordering::Relaxed) == value;
@@ -172,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn another_file_is_no_record() {
+    fn other_files_are_not_records() {
         let (reader, _writer) = std::io::pipe().unwrap();
         assert!(Record::open(reader.into()).is_err());
         assert!(Record::open(std::fs::File::open("/dev/null").unwrap().into()).is_err());

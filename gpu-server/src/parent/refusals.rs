@@ -4,22 +4,23 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use protocol::device::Answer;
 
-/// What a refusal is for. Metrics count refusals by this, so there are few of them, and none has a client's words in it.
+/// The reason for a refusal. Metrics count refusals by this, so there are few values, and none contains a
+/// client's words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reason {
     /// The server does not know who the client is.
     UnknownClient,
-    /// It speaks TLS, and this server does not.
+    /// It uses TLS, and this server doesn't.
     NoTls,
-    /// It speaks another version.
+    /// It uses another version.
     Version,
-    /// It asks for what is not served there.
+    /// It requests something that is not served there.
     Malformed,
-    /// The rules for clients give it nothing, or it was revoked.
+    /// The rules for clients give it nothing, or its access was revoked.
     NotAllowed,
-    /// It has not the lease that it needs, or names one that there is not.
+    /// It lacks the lease that it needs, or names one that doesn't exist.
     NoLease,
-    /// There is no room for the lease that it asks for.
+    /// There is no room for the lease that it requests.
     LeaseTaken,
     /// The server has its maximum of sessions.
     ServerFull,
@@ -29,17 +30,17 @@ pub(super) enum Reason {
     Pace,
     /// The session has all of its connections.
     Connections,
-    /// No device that it may use will be free or well.
+    /// No device that it may use exists or is healthy.
     NoDevice,
-    /// Others had its devices for themselves for too long.
+    /// Others had its devices exclusively for too long.
     DevicesTaken,
     /// No worker became ready in time.
     WaitedTooLong,
     /// Workers do not start.
     WorkersFail,
-    /// The session that it wants to go on with is over.
+    /// The session that it wants to resume is over.
     SessionOver,
-    /// The server ends.
+    /// The server is shutting down.
     Draining,
     /// Something on the server's machine failed.
     Failed,
@@ -68,7 +69,7 @@ impl Reason {
         Reason::Failed,
     ];
 
-    /// What the client is told in one word.
+    /// The answer code for the client.
     pub(super) fn answer(self) -> Answer {
         match self {
             Reason::UnknownClient
@@ -117,7 +118,7 @@ impl Reason {
     }
 }
 
-/// Refusals so far, by their reason.
+/// Refusals so far, by reason.
 #[derive(Debug, Default)]
 pub(super) struct Refusals([AtomicU64; Reason::ALL.len()]);
 

@@ -1,7 +1,9 @@
-//! What a scrape reads: the counters that the daemon keeps anyway, as metrics.
+//! Serves the daemon's counters as metrics.
 //!
-//! A worker is believed no more than elsewhere. What it says of itself is a value under its own principal's name, and every name that a client chooses goes through a [ledger](metrics::Ledger), which bounds how
-//! many there are. What sessions have done is added to the ledger when they are over ([`State::settle`]), and that of running ones when somebody asks.
+//! A worker is trusted no more than elsewhere. Its reports are values under its own principal's name, and
+//! every name that a client chooses goes through a [ledger](metrics::Ledger), which bounds their number. What
+//! a session has done is added to the ledger when it is over ([`State::settle`]); running sessions are added
+//! when somebody asks.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -22,7 +24,7 @@ use crate::worker_protocol::{Counters, Kind};
 /// How long a scrape waits for NVML.
 const NVML_WITHIN: Duration = Duration::from_secs(1);
 
-/// What the sessions under one name have done that are over.
+/// Totals of the ended sessions under one name.
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct Settled {
     sessions: u64,
@@ -77,7 +79,7 @@ impl Default for Waits {
 }
 
 impl Waits {
-    /// A session begins after so long.
+    /// Notes that a session begins after waiting this long.
     pub(super) fn observe(&self, kind: Kind, waited: Duration) {
         let of_kind = Kind::ALL.into_iter().zip(&self.0).find(|(other, _)| *other == kind);
         of_kind.inspect(|(_, histogram)| histogram.observe(waited.as_secs_f64()));
@@ -85,13 +87,13 @@ impl Waits {
 }
 
 impl State {
-    /// A session that had begun is over, and its worker gone.
+    /// Adds a session that is over, and whose worker has ended.
     pub(super) fn settle(&mut self, session: &Session) {
         self.settled.value(&session.key, Instant::now()).add(session);
         self.settle_moved(session);
     }
 
-    /// The arbiter has charged principals so much in all, since each of them has had sessions.
+    /// Notes the total time that the arbiter has charged to principals since they have had sessions.
     pub(super) fn note_charged(&mut self, charged: &HashMap<String, u64>) {
         let now = Instant::now();
         for (principal, ns) in charged {
@@ -105,7 +107,7 @@ impl State {
     }
 }
 
-/// Starts serving metrics, if the options say so.
+/// Starts serving metrics, if the options ask for it.
 pub(super) fn start(
     server: &Arc<Server>,
     inherited: &mut Inherited,
@@ -130,7 +132,7 @@ pub(super) fn start(
     Ok(())
 }
 
-/// Everything as it is now.
+/// All current values.
 fn collect(server: &Server, started: SystemTime) -> Samples {
     // Before the lock: NVML may be slow.
     let readings = server.gpus.fresh(NVML_WITHIN);
@@ -346,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_worker_makes_up_stays_a_number_of_its_own_principal() {
+    fn false_reports_stay_under_the_workers_own_principal() {
         let mut state = State::default();
         let most = Counters { commands: u64::MAX, ..Counters::default() };
         session(&mut state, 1, "a", most);
@@ -361,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn charged_time_is_kept_when_a_principal_has_no_session_any_more() {
+    fn charged_time_is_kept_after_a_principals_last_session() {
         let mut state = State::default();
         for charged in
             [&[("a", 1_000_000_000), ("b", 5)][..], &[("a", 1_500_000_000)], &[], &[("a", 500_000_000)]]

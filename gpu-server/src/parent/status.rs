@@ -1,4 +1,4 @@
-//! The status socket: it sends one JSON object to each connection and closes it.
+//! The status socket. It sends one JSON object to each connection and closes it.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -73,7 +73,7 @@ fn describe(server: &Server) -> serde_json::Value {
     })
 }
 
-/// What was moved of device memory. Null: nothing ever is.
+/// Device memory that was moved. Null if none ever is.
 fn swap_of(server: &Server, state: &State) -> Option<serde_json::Value> {
     let swapping = state.swapping.as_ref()?;
     let [left, returned] = state.moved();
@@ -103,7 +103,7 @@ fn cache_of(figures: Figures) -> serde_json::Value {
     })
 }
 
-/// Devices that the server shares, with what NVML says of them; null if it does not.
+/// The devices that the server shares, with NVML's figures; null if there are none.
 fn gpus(server: &Server, state: &State, readings: &[Reading]) -> Vec<serde_json::Value> {
     let names = state.serving.as_ref().map_or(&[][..], |(_, names)| names.as_slice());
     let row = |(number, name): (u32, &String)| {
@@ -155,7 +155,7 @@ fn worker_row(pid: u32, managed: &Managed) -> serde_json::Value {
     })
 }
 
-/// Who has sessions, and what they hold.
+/// Principals with sessions, and what they hold.
 fn principals(server: &Server, state: &State) -> Vec<serde_json::Value> {
     let mut all: BTreeMap<&str, Vec<&Session>> = BTreeMap::new();
     for session in state.sessions.values() {

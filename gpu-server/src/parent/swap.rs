@@ -1,7 +1,10 @@
-//! Device memory beyond what the devices have: carries out what [`Residency`] decides. The thread of [`super::turns`] calls it when a worker rings, and again and again while somebody waits for room.
+//! Device memory beyond what the devices have: carries out the decisions of [`Residency`]. The thread of
+//! [`super::turns`] calls it when a worker rings, and repeatedly while somebody waits for room.
 //!
-//! What a session holds is what it was granted ([`super::accounts`]). Where its memory is, its worker says, and is believed up to that amount: a worker that lies can have more memory on a device than
-//! it is counted with, as one can that asks NVIDIA's driver without asking the daemon; NVML shows both, and what NVML shows is counted.
+//! What a session holds is what it was granted ([`super::accounts`]). Its worker reports where the memory is,
+//! and is trusted up to that amount. A worker that lies can have more memory on a device than is counted, as
+//! can one that allocates from NVIDIA's driver without asking the daemon; NVML shows both, and what NVML
+//! shows is counted.
 
 use std::fs::File;
 use std::io;
@@ -23,22 +26,22 @@ use crate::config::{Backend, Serve, Swap};
 use crate::confinement;
 use crate::worker_protocol::{Kind, MemoryOrder, Resource, ToWorker};
 
-/// What stays free of a device of NVIDIA's.
+/// Memory of an NVIDIA device that stays free.
 const RESERVE: u64 = 1 << 30;
 
-/// What the daemon knows while device memory is moved.
+/// The state of moving device memory.
 #[derive(Debug, Default)]
 pub(super) struct Swapping {
     residency: Residency,
-    /// Bytes of each device. One that is not here has no limit that is known.
+    /// Bytes of each device. A device without an entry has no known limit.
     budget: Bytes,
     /// Times that a session had to wait because others had only just got their memory back.
     pub(super) held_back: u64,
-    /// Bytes that sessions that are over have moved, from the devices and back.
+    /// Bytes that ended sessions have moved off the devices and back.
     pub(super) settled: [u64; 2],
 }
 
-/// Starts to move device memory, if the options say so. Called before any session begins.
+/// Starts moving device memory, if the options ask for it. Called before any session begins.
 pub(super) fn prepare(server: &Server) -> anyhow::Result<()> {
     let Swap { memory, folder, residency_ms, .. } = &server.options.worker.swap;
     if !server.options.worker.swap.on() {
@@ -50,7 +53,7 @@ pub(super) fn prepare(server: &Server) -> anyhow::Result<()> {
     let rules = Rules {
         residency: u64::from(*residency_ms) * 1_000_000,
         memory: *memory,
-        // A worker that takes more than its group may is ended by the kernel.
+        // A worker that uses more than its group may is killed by the kernel.
         memory_each: confinement::memory_limit(server.options.sandbox.memory) / 4 * 3,
         files: folder.is_some(),
     };
@@ -59,7 +62,7 @@ pub(super) fn prepare(server: &Server) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The bytes that sessions may use of each device, as soon as they are known.
+/// The bytes of each device that sessions may use, once known.
 fn budget(server: &Server) -> Bytes {
     let Serve { worker, .. } = &server.options;
     let (devices, cuda) = {
@@ -83,14 +86,15 @@ fn budget(server: &Server) -> Bytes {
     devices.into_iter().filter_map(memory).collect()
 }
 
-/// A file without a name.
+/// A nameless file.
 fn file(folder: &Path) -> io::Result<OwnedFd> {
     let mut options = File::options();
     options.read(true).write(true).mode(0o600).custom_flags(OFlag::O_TMPFILE.bits());
     Ok(options.open(folder)?.into())
 }
 
-/// Looks at all sessions and gives orders. Says whether somebody waits, so that it has to be called again soon.
+/// Looks at all sessions and gives orders. Returns whether somebody waits, so that it must be called again
+/// soon.
 pub(super) fn step(server: &Server) -> bool {
     let known = match &server.lock().swapping {
         None => return false,
@@ -102,7 +106,7 @@ pub(super) fn step(server: &Server) -> bool {
     if !known {
         swapping.budget = fresh;
     }
-    // Workers that wait for a session have contexts, too.
+    // Workers waiting for a session have contexts, too.
     let mut budget = swapping.budget.clone();
     for managed in workers.values().filter(|managed| managed.stage != Stage::Serving) {
         for (device, bytes) in &managed.takes {
@@ -150,7 +154,7 @@ pub(super) fn step(server: &Server) -> bool {
     decided.pending
 }
 
-/// A session's memory, as far as the daemon believes it.
+/// A session's memory, as far as the daemon trusts the report.
 fn view(worker: u32, session: &Session, budget: &Bytes) -> View {
     let account = &session.account;
     let memory = &account.meter().memory;
@@ -190,20 +194,20 @@ fn view(worker: u32, session: &Session, budget: &Bytes) -> View {
 }
 
 impl Account {
-    /// Bytes of the session's that are away from a device.
+    /// The session's bytes that are away from a device.
     pub(super) fn away(&self, number: u32) -> u64 {
         let granted = self.record().granted(Resource::Device(number));
         let said = self.meter().memory.away.get(number as usize);
         said.map_or(0, |bytes| bytes.load(Ordering::Acquire)).min(granted)
     }
 
-    /// Bytes of the session's that are on a device.
+    /// The session's bytes on a device.
     fn on(&self, number: u32) -> u64 {
         let granted = self.record().granted(Resource::Device(number));
         (granted - self.away(number)).saturating_add(self.implicit(number as usize))
     }
 
-    /// Bytes that the session has moved from devices, and back.
+    /// Bytes that the session has moved off devices, and back.
     pub(super) fn moved(&self) -> [u64; 2] {
         let memory = &self.meter().memory;
         [&memory.left[0], &memory.returned[0]].map(|bytes| bytes.load(Ordering::Relaxed))
@@ -211,7 +215,8 @@ impl Account {
 }
 
 impl State {
-    /// Whether a device has room for more of a session's memory, if that is counted. An error: not even if everybody else left.
+    /// Whether a device has room for more of a session's memory, if that is limited. An error: not even if
+    /// everybody else left.
     pub(super) fn has_room(&self, worker: u32, resource: Resource, bytes: u64) -> Result<bool, ()> {
         let (Some(swapping), Resource::Device(number)) = (&self.swapping, resource) else { return Ok(true) };
         let Some(most) = swapping.budget.get(&number) else { return Ok(true) };
@@ -234,12 +239,12 @@ impl State {
         if own > *most { Err(()) } else { Ok(all <= *most) }
     }
 
-    /// Bytes of all sessions that are away from a device.
+    /// All sessions' bytes that are away from a device.
     pub(super) fn away(&self, number: u32) -> u64 {
         self.sessions.values().fold(0, |sum: u64, session| sum.saturating_add(session.account.away(number)))
     }
 
-    /// Bytes of this machine's memory that sessions keep for device memory, as they say.
+    /// Bytes of this machine's memory that sessions report as kept for device memory.
     pub(super) fn kept_for_swap(&self) -> u64 {
         let kept = |session: &Session| session.account.meter().memory.keeps.load(Ordering::Relaxed);
         self.sessions.values().map(kept).fold(0, u64::saturating_add)
@@ -254,7 +259,7 @@ impl State {
         }
     }
 
-    /// Bytes that sessions have moved from devices and back, since the daemon started.
+    /// Bytes that sessions have moved off devices and back since the daemon started.
     pub(super) fn moved(&self) -> [u64; 2] {
         let settled = self.swapping.as_ref().map_or([0; 2], |swapping| swapping.settled);
         self.sessions.values().fold(settled, |sum, session| {
@@ -286,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_lies_about_its_memory_is_believed_up_to_what_it_was_granted() {
+    fn a_lying_worker_is_trusted_only_up_to_its_grant() {
         let mut state = state(&[1, 2]);
         assert!(matches!(state.charge(1, 1, DEVICE, 60), Reply::Charged));
         assert!(matches!(state.charge(2, 1, DEVICE, 60), Reply::Refused(Refusal::Crowded)));
@@ -301,7 +306,7 @@ mod tests {
         let granted = Bytes::from([(0, 60)]);
         assert_eq!((&seen.movable, &seen.away), (&granted, &granted));
         assert!(seen.on.is_empty() && seen.needs.is_empty(), "no device has as much as it says it needs");
-        // Its place is another's now, and what it says changes nothing of that.
+        // Another session has its place now, and its reports cannot change that.
         assert!(matches!(state.charge(2, 3, DEVICE, 100), Reply::Charged));
         assert!(matches!(state.charge(1, 2, DEVICE, 1), Reply::Refused(Refusal::Crowded)));
         assert_eq!((state.away(0), state.kept_for_swap()), (60, u64::MAX));

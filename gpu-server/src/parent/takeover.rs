@@ -1,18 +1,22 @@
-//! One daemon after the other: what a daemon keeps for its successor, how a successor takes over, and how a daemon makes way for another program.
+//! From one daemon to the next: what a daemon keeps for its successor, how the successor takes over, and how
+//! a daemon hands over to another program.
 //!
 //! ```text
 //!  serve ──▶ keep: socket, meter, record of the session ──▶ handover::Store
-//!                                                              │ crash: the service manager starts the daemon again
+//!                                                              │ crash: the service manager restarts the daemon
 //!  upgrade ── SIGUSR2, rgpuctl upgrade ── save, exec ──────────┤
 //!                                                              ▼
 //!                                      take_over: sessions, shared objects, accounts, devices' health ──▶ listen
 //! ```
 //!
-//! A worker is known by the socket that the daemon before this one had to it, which nobody else has. It says nothing about itself, so it can claim nothing: who its client is, what it may use and
-//! holds, and the session's secret are in the session's [`Record`], which only daemons have. The worker does not notice that its daemon is away, as long as it needs nothing of it: its messages
-//! wait in the socket. A daemon takes a message out of it only when it has dealt with it, so its successor finds the one that it was killed over.
+//! A worker is identified by the previous daemon's socket to it, which nobody else has. It says nothing about
+//! itself, so it cannot claim anything: its client, its limits and charges, and the session's secret are in
+//! the session's [`Record`], which only daemons have. The worker doesn't notice that its daemon is gone as
+//! long as it needs nothing from it: its messages wait in the socket. A daemon consumes a message only after
+//! handling it, so its successor finds the one that it was killed over.
 //!
-//! Workers without a session, clients that wait for one, and connections that have not said what they want are not kept. Bridges connect again.
+//! Workers without a session, waiting clients, and connections without a first message are not kept. Bridges
+//! connect again.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -41,9 +45,9 @@ use crate::cuda_ipc::{Shared, Token, origin};
 use crate::shared_event;
 use crate::worker_protocol::{Counters, FORMAT, Kind, Limits, ToWorker};
 
-/// How long clients that wait for a worker may delay an upgrade.
+/// How long waiting clients may delay an upgrade.
 const QUEUE_WITHIN: Duration = Duration::from_secs(5);
-/// How long workers without a session take to end, at most. The driver may take its time.
+/// Maximum time for workers without a session to end. The driver may take long.
 const UNUSED_WITHIN: Duration = Duration::from_secs(30);
 /// The name of the daemon's own record.
 const DAEMON: &str = "daemon";
@@ -78,11 +82,11 @@ struct Saved {
     overrun: bool,
     ended: bool,
     lost: bool,
-    /// Events of other sessions that it has opened, and its slot of each.
+    /// Events of other sessions that it has opened, and its slot in each.
     opened: Vec<(Token, u16)>,
 }
 
-/// What every record begins with, also one of another version.
+/// The beginning of every record, in any version.
 #[derive(Deserialize)]
 struct Head {
     format: u32,
@@ -93,25 +97,25 @@ struct Head {
 struct SavedDaemon {
     format: u32,
     serving: Option<(String, Vec<String>)>,
-    /// By device: why it is ill, since when, whether that lasts, and the error that programs get.
+    /// By device: the problem, since when, whether it is permanent, and the error for programs.
     ill: Vec<(u32, String, u64, bool, Option<u32>)>,
-    /// Numbers of sessions begun and lost, workers crashed, kernels overrun, leases granted.
+    /// Counts of sessions begun and lost, workers crashed, kernels overrun, leases granted.
     counts: [u64; 5],
     leases: Vec<Lease>,
     ended: Vec<(Token, String)>,
 }
 
-/// What leads from this program to the next one.
+/// The transition from this program to the next one.
 pub(super) struct Succession {
     pub(super) store: Store,
     /// The daemon's own record.
     record: Record,
-    /// The file that this program was started from. Another one may be there by now.
+    /// The file that this program was started from. It may have been replaced since.
     program: PathBuf,
 }
 
 impl Succession {
-    /// Goes on with the record of the daemon before this one, if there was one.
+    /// Continues with the previous daemon's record, if there was one.
     pub(super) fn new(inherited: &mut Inherited) -> io::Result<Succession> {
         let store = Store::new();
         let before = inherited.remove(DAEMON).map(Record::open);
@@ -119,7 +123,7 @@ impl Succession {
             Some(Ok(record)) => record,
             before => {
                 if let Some(Err(e)) = before {
-                    tracing::warn!("what the daemon before this one has written down cannot be read: {e}");
+                    tracing::warn!("cannot read the previous daemon's record: {e}");
                     store.forget(DAEMON);
                 }
                 Record::new()?
@@ -137,7 +141,8 @@ fn name(worker: u32, what: &str) -> String {
 /// What is kept of each worker, by the last part of its name.
 const PARTS: [&str; 4] = ["record", "socket", "meter", "alive"];
 
-/// Keeps a session that has begun for a successor. It costs a crash its session if that does not work, so it is only logged.
+/// Keeps a session that has begun for a successor. If that fails, the session will not survive a crash of the
+/// daemon, so it is only logged.
 pub(super) fn keep(server: &Server, state: &mut State, worker: &Worker, meter: &OwnedFd) {
     let pid = worker.pid();
     let Some(session) = state.sessions.get_mut(&pid) else { return };
@@ -147,23 +152,23 @@ pub(super) fn keep(server: &Server, state: &mut State, worker: &Worker, meter: &
     let store = &server.succession.store;
     let keep = || -> io::Result<()> {
         let [record, socket, meters, alive] = PARTS.map(|part| name(pid, part));
-        // The record comes last: with it, everything is there.
+        // The record comes last: if it is there, everything is.
         store.keep(&socket, worker.socket())?;
         store.keep(&meters, meter)?;
         worker.alive().map_or(Ok(()), |fd| store.keep(&alive, fd))?;
         store.keep(&record, session.account.record())
     };
     if let Err(e) = keep() {
-        tracing::warn!(worker = pid, "the session cannot be kept for another daemon: {e}");
+        tracing::warn!(worker = pid, "cannot keep the session for another daemon: {e}");
     }
 }
 
-/// A worker is gone: nothing of it is kept any more.
+/// A worker has ended: keeps nothing of it any more.
 pub(super) fn forget(server: &Server, worker: u32) {
     PARTS.iter().for_each(|part| server.succession.store.forget(&name(worker, part)));
 }
 
-/// The name under which an object that sessions share is kept. It says all that is known of the object.
+/// The name under which a shared object is kept. It contains everything known about the object.
 pub(super) fn share_name(token: &Token, owner: u32, what: &Shared) -> String {
     let token = hex(token);
     match what {
@@ -172,7 +177,7 @@ pub(super) fn share_name(token: &Token, owner: u32, what: &Shared) -> String {
     }
 }
 
-/// What a name of [`share_name`] says, without its first part.
+/// Parses a name from [`share_name`], without its first part.
 fn parse_share(name: &str) -> Option<(Token, u32, Shared)> {
     let mut parts = name.split('-');
     let token = u128::from_str_radix(parts.next().filter(|hex| hex.len() == 32)?, 16).ok()?.to_be_bytes();
@@ -188,7 +193,7 @@ fn parse_share(name: &str) -> Option<(Token, u32, Shared)> {
 }
 
 impl State {
-    /// Writes down what a successor has to know of a session, after something of it has changed.
+    /// Saves what a successor must know of a session after a change.
     pub(super) fn save(&self, worker: u32) {
         let (Some(session), Some(managed)) = (self.sessions.get(&worker), self.workers.get(&worker)) else {
             return;
@@ -223,11 +228,12 @@ impl State {
             opened: session.opened.clone(),
         };
         if let Err(e) = session.account.record().write(&saved) {
-            tracing::warn!(worker, "what another daemon would need of a session cannot be written down: {e}");
+            tracing::warn!(worker, "cannot save a session for another daemon: {e}");
         }
     }
 
-    /// Writes down what a successor has to know besides. Why sessions have ended only if `ended`: there may be many.
+    /// Saves everything else that a successor must know. Includes the reasons for sessions' ends only if
+    /// `ended`, because there may be many.
     pub(super) fn save_daemon(&self, succession: &Succession, ended: bool) {
         let ill = self.ill.iter().map(|(device, illness)| {
             let Illness { why, since, lasting, error } = illness;
@@ -248,11 +254,11 @@ impl State {
             ended: if ended { self.ended.iter().cloned().collect() } else { Vec::new() },
         };
         if let Err(e) = succession.record.write(&saved) {
-            tracing::warn!("what another daemon would need cannot be written down: {e}");
+            tracing::warn!("cannot save the state for another daemon: {e}");
         }
     }
 
-    /// Notes what the daemon before this one knew.
+    /// Restores the previous daemon's state.
     fn restore(&mut self, saved: SavedDaemon) {
         self.serving = saved.serving;
         [
@@ -282,7 +288,7 @@ struct Gone {
     why: String,
 }
 
-/// The session is over, as far as it is known.
+/// Notes that a session is over, as far as it is known.
 fn note_gone(server: &Server, worker: u32, Gone { saved, why }: Gone) {
     let Some(saved) = saved else {
         tracing::error!(worker, "a session is lost: {why}");
@@ -300,11 +306,11 @@ fn note_gone(server: &Server, worker: u32, Gone { saved, why }: Gone) {
     let reason = server.lock().end_of(&token).unwrap_or("the session has ended").to_owned();
     match Account::open(&server.bell) {
         Ok((account, _)) => server.audit.ended(&session_of(server, *saved, account), lost, &reason),
-        Err(e) => tracing::error!(worker, "the end of a session is not in the audit log: {e}"),
+        Err(e) => tracing::error!(worker, "cannot write a session's end to the audit log: {e}"),
     }
 }
 
-/// Takes over from the daemon before this one, if there was one. Nothing may have been accepted by then.
+/// Takes over from the previous daemon, if there was one. Nothing may have been accepted before.
 pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
     let store = &server.succession.store;
     // A new record has no text.
@@ -338,13 +344,13 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
         }
     }
     restore_slots(&mut server.lock(), &gone);
-    // What is left of workers that had not begun, or had ended.
+    // Remains of workers that had not begun or had already ended.
     for rest in inherited.names("worker-") {
         let full = format!("worker-{rest}");
         drop(inherited.remove(&full));
         store.forget(&full);
     }
-    // Not before: a worker may ask for what another one shares.
+    // Not earlier: a worker may ask for what another one shares.
     let count = taken.len();
     for found in taken {
         if let Err(e) = begin_watching(server, found) {
@@ -354,14 +360,14 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
     }
     if count + gone.len() > 0 {
         let gone = gone.len();
-        tracing::info!("took over {count} sessions of the daemon before this one; {gone} are over");
+        tracing::info!("took over {count} sessions of the previous daemon; {gone} are over");
     }
     // The rules may have changed meanwhile.
     ends::end_sessions(server, |principal, _| server.unwelcome(principal));
     leases::end(server, |lease| server.not_allowed(&lease.principal));
 }
 
-/// A worker that was taken over with its session, whose messages nobody receives yet.
+/// A worker taken over with its session, whose messages nobody receives yet.
 struct Found {
     process: Process,
     worker: Arc<Worker>,
@@ -371,10 +377,7 @@ struct Found {
 
 /// Takes over a worker with its session.
 fn take_worker(server: &Server, parts: [Option<OwnedFd>; 4]) -> Result<Found, Gone> {
-    let unreadable = |e: io::Error| Gone {
-        saved: None,
-        why: format!("what the daemon before this one has written down of it cannot be read: {e}"),
-    };
+    let unreadable = |e: io::Error| Gone { saved: None, why: format!("its record cannot be read: {e}") };
     let [Some(record), socket, meter, alive] = parts else {
         return Err(unreadable(io::ErrorKind::NotFound.into()));
     };
@@ -407,11 +410,11 @@ fn take_worker(server: &Server, parts: [Option<OwnedFd>; 4]) -> Result<Found, Go
     Ok(Found { process, worker, terms })
 }
 
-/// Begins to receive a worker's messages, and tells it that there is another daemon.
+/// Starts receiving a worker's messages, and tells it that there is a new daemon.
 fn begin_watching(server: &Arc<Server>, found: Found) -> anyhow::Result<()> {
     let Found { process, worker, terms } = found;
     start_watching(server, &worker, process).inspect_err(|_| {
-        // The worker has ended with its process's value.
+        // Dropping its process has ended the worker.
         let mut state = server.lock();
         if let Some(session) = state.sessions.remove(&worker.pid()) {
             state.tokens.remove(&session.token);
@@ -425,7 +428,7 @@ fn begin_watching(server: &Arc<Server>, found: Found) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A session as it was written down.
+/// A session restored from its record.
 fn session_of(server: &Server, saved: Saved, account: Account) -> Session {
     let names = [&saved.limits.principal, &saved.client, &saved.program].map(String::as_str);
     let key = server.lock().settled.enter(names, Instant::now());
@@ -463,12 +466,12 @@ fn session_of(server: &Server, saved: Saved, account: Account) -> Session {
     }
 }
 
-/// Enters a session that was taken over into the daemon's tables.
+/// Adds a session that was taken over to the daemon's tables.
 fn take_session(server: &Server, worker: &Arc<Worker>, session: Session, meter: &OwnedFd) {
     let pid = worker.pid();
     let mut state = server.lock();
     let (client, program) = (&session.client, &session.program);
-    tracing::info!(worker = pid, client, program, principal = session.principal.name, "session goes on");
+    tracing::info!(worker = pid, client, program, principal = session.principal.name, "session continues");
     let principal = session.limits.principal.clone();
     state.tokens.insert(session.token, Arc::clone(worker));
     state.workers.insert(pid, Managed::serving(worker, session.kind));
@@ -478,7 +481,8 @@ fn take_session(server: &Server, worker: &Arc<Worker>, session: Session, meter: 
     keep(server, &mut state, worker, meter);
 }
 
-/// Takes over an object that a session shares. False: its session is gone, or this is no shared object.
+/// Takes over an object that a session shares. Returns false if its session is gone, or if this is no shared
+/// object.
 fn take_share(server: &Server, rest: &str, full: &str, fd: OwnedFd) -> bool {
     let Some((token, owner, what)) = parse_share(rest) else { return false };
     let is_event = matches!(what, Shared::Event { .. });
@@ -491,14 +495,14 @@ fn take_share(server: &Server, rest: &str, full: &str, fd: OwnedFd) -> bool {
     if stays && let Err(e) = server.succession.store.keep(full, &fd) {
         tracing::warn!(worker = owner, "a shared object cannot be kept for another daemon: {e}");
     }
-    // An event of a session that is gone is settled with the others of that session.
+    // An event of a lost session is settled with that session's other events.
     if stays || is_event {
         state.shares.restore(token, owner, origin.unwrap_or_default(), what, fd);
     }
     stays
 }
 
-/// Notes who has opened which event, and settles what sessions that are gone have left.
+/// Notes who has opened which event, and settles what lost sessions have left.
 fn restore_slots(state: &mut State, gone: &[(u32, Vec<(Token, u16)>)]) {
     let running = state.sessions.iter().map(|(worker, session)| (*worker, session.opened.clone()));
     for (worker, opened) in running.chain(gone.iter().cloned()).collect::<Vec<_>>() {
@@ -513,7 +517,8 @@ fn restore_slots(state: &mut State, gone: &[(u32, Vec<(Token, u16)>)]) {
 }
 
 impl Server {
-    /// What keeps another program from taking over now, if anything: workers without a session, and sessions that are just beginning.
+    /// Whether something prevents another program from taking over now: workers without a session, and
+    /// sessions that are just beginning.
     fn unsettled(state: &State) -> bool {
         Kind::ALL.iter().any(|kind| state.pool(*kind).starting > 0)
             || state
@@ -523,7 +528,8 @@ impl Server {
     }
 }
 
-/// Executes the program that is now where this one was started from, which takes over all sessions. `say` is told right before. Returns only if that is not possible, and then this daemon goes on.
+/// Executes the installed program, which takes over all sessions. Calls `say` right before. Returns only if
+/// that is impossible; this daemon then continues.
 pub(super) fn upgrade(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Infallible, String> {
     {
         let mut state = server.lock();
@@ -562,10 +568,10 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
         }
         state
     };
-    // Those that still wait then connect again, and wait once more.
+    // Clients that are still waiting then connect and wait again.
     let mut state = wait(QUEUE_WITHIN, &|state| !waiting(state));
     state.closed = true;
-    // They would be children of the next program that it knows nothing of.
+    // They would become children that the next program knows nothing about.
     let unused = state.workers.values().filter(|managed| managed.stage != Stage::Serving);
     unused.for_each(|managed| managed.worker.kill());
     for kind in Kind::ALL {
@@ -583,7 +589,7 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
             UNUSED_WITHIN.as_secs()
         ));
     }
-    // From here on nothing changes: all of it is changed with the lock.
+    // From here on nothing changes: every change needs the lock.
     state.sessions.keys().for_each(|worker| state.save(*worker));
     state.save_daemon(&server.succession, true);
     server.audit.flush();

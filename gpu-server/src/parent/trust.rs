@@ -1,4 +1,4 @@
-//! Who clients are: by their keys over TLS, by their user over a Unix socket.
+//! Identifies clients: by their keys over TLS, by their user over a Unix socket.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -16,18 +16,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Serve;
 
-/// Whom a client was found to be. Nothing of it comes from what the client says about itself.
+/// A verified client. None of this comes from the client's own claims.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Principal {
-    /// The name: a client's that joined; `uid:N` for a user of this machine; `insecure:ADDRESS` without TLS.
+    /// The name: that of a client that joined; `uid:N` for a user of this machine; `insecure:ADDRESS` without
+    /// TLS.
     pub(super) name: String,
     /// The client's key, over TLS.
     pub(super) key: Option<Fingerprint>,
-    /// The certificates that prove the name, if an authority's do.
+    /// The certificates that prove the name, if an authority issued them.
     certificates: Option<Arc<[CertificateDer<'static>]>>,
 }
 
-/// A principal as it is written down.
+/// A principal in serialized form.
 #[derive(Serialize, Deserialize)]
 pub(super) struct SavedPrincipal {
     name: String,
@@ -61,7 +62,7 @@ impl Principal {
         Principal { name, key: None, certificates: None }
     }
 
-    /// Somebody at `peer`, over tcp without TLS.
+    /// Anybody at `peer`, over tcp without TLS.
     pub(super) fn of_address(peer: &str) -> Principal {
         let host = peer.rsplit_once(':').map_or(peer, |(host, _)| host);
         Principal { name: format!("insecure:{host}"), key: None, certificates: None }
@@ -73,7 +74,7 @@ impl Principal {
     }
 }
 
-/// The server's key, and the clients that it knows.
+/// The server's key, and its known clients.
 pub(super) struct Trust {
     folder: PathBuf,
     files: Mutex<Arc<Files>>,
@@ -96,7 +97,7 @@ impl Files {
 }
 
 impl Trust {
-    /// Reads the server's key and its clients. Makes the key if there is none.
+    /// Loads the server's key and clients. Creates the key if there is none.
     pub(super) fn open(options: &Serve) -> anyhow::Result<Trust> {
         let folder = options.identity.clone();
         let identity = Identity::load_or_create(&folder).context("this server's key (--identity)")?;
@@ -105,7 +106,8 @@ impl Trust {
         Ok(Trust { folder, files, principals })
     }
 
-    /// Reads the key, the certificates and the lists of revoked ones again, all or none of them. Whether the key is another one.
+    /// Reloads the key, the certificates and the lists of revoked ones, all or none of them. Returns whether
+    /// the key changed.
     pub(super) fn reload(&self) -> anyhow::Result<bool> {
         let before = self.fingerprint();
         let identity = Identity::load(&self.folder)?.context("there is no key any more")?;
@@ -133,7 +135,8 @@ impl Trust {
         self.files().identity.fingerprint()
     }
 
-    /// The principal with these certificates, whose key it has shown to have. The error says why there is none.
+    /// The principal with these certificates, which has proven to own their key. The error says why there is
+    /// none.
     pub(super) fn principal(&self, certificates: &[CertificateDer<'_>]) -> Result<Principal, String> {
         let key = key(certificates)?;
         if let Some(name) = self.principals().find(&key) {
@@ -156,7 +159,7 @@ impl Trust {
         }
     }
 
-    /// Why a principal is not what it was found to be, if it is not any more: its access or its certificate was revoked.
+    /// Why a principal is no longer valid, if so: its access or its certificate was revoked.
     pub(super) fn doubt(&self, principal: &Principal) -> Option<String> {
         let (Principal { name, .. }, key) = (principal, principal.key?);
         let Some(certificates) = &principal.certificates else {
@@ -171,7 +174,7 @@ impl Trust {
         Some(format!("the certificate of {name} does not count any more: {why}"))
     }
 
-    /// Takes a token for the key of these certificates.
+    /// Redeems a token for the key in these certificates.
     pub(super) fn join(
         &self,
         certificates: &[CertificateDer<'_>],
@@ -188,7 +191,7 @@ impl Trust {
         Ok(Principal { name, key: Some(key), certificates: None })
     }
 
-    /// Gives out a token.
+    /// Issues a token.
     pub(super) fn enroll(&self, name: &str, valid: Duration) -> Result<Secret, EnrollError> {
         self.principals().enroll(name, now(), valid)
     }

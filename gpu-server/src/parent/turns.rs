@@ -1,6 +1,8 @@
-//! The thread that carries out what the [`Arbiter`] decides: it reads the sessions' meters and sets their gates. It does the same for their memory ([`super::swap`]).
+//! The thread that carries out the [`Arbiter`]'s decisions: it reads the sessions' meters and sets their
+//! gates. It does the same for their memory ([`super::swap`]).
 //!
-//! It sleeps while no two principals have work for the same devices and nobody waits for memory, and is woken by the bell that workers ring.
+//! It sleeps while no two principals have work for the same devices and nobody waits for memory. The bell
+//! that workers ring wakes it.
 
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
@@ -22,18 +24,18 @@ use crate::worker_protocol::{Kind, MOST_DEVICES};
 const TICK: u16 = 1;
 /// The time between two steps while sessions wait for room on a device.
 const MEMORY_TICK: u16 = 10;
-/// Two steps are at least so far apart, and so many times as far as a step takes, however often workers ring.
+/// Minimum time between two steps, and the minimum multiple of a step's duration, however often workers ring.
 const LEAST: Duration = Duration::from_micros(50);
 const REST: u32 = 4;
 
-/// Wakes the thread. A pipe: workers have the end that cannot be read, so none can take away what another has rung.
+/// Wakes the thread. It is a pipe whose write end workers have, so none can take away what another has rung.
 pub(super) struct Bell {
     read: OwnedFd,
     write: OwnedFd,
 }
 
 impl Bell {
-    /// The one of the daemon before this one, which its workers have, or a new one.
+    /// The previous daemon's bell, which its workers have, or a new one.
     pub(super) fn take_or_new(inherited: &mut Inherited, store: &Store) -> anyhow::Result<Bell> {
         let (read, write) = ("bell-read", "bell-write");
         let bell = match (inherited.remove(read), inherited.remove(write)) {
@@ -57,7 +59,7 @@ impl Bell {
     }
 
     pub(super) fn ring(&self) {
-        // Writing fails only when the pipe is full. Then the thread is awake.
+        // Writing fails only if the pipe is full. The thread is then awake.
         let _ = nix::unistd::write(&self.write, &[1]);
     }
 
@@ -66,11 +68,11 @@ impl Bell {
         self.write.as_fd().try_clone_to_owned()
     }
 
-    /// Waits until it rings, or for `limit`, and takes what has been rung.
+    /// Waits until it rings, or for `limit`, and clears it.
     fn wait(&self, limit: PollTimeout) {
         let mut bell = [PollFd::new(self.read.as_fd(), PollFlags::POLLIN)];
         if poll(&mut bell, limit).is_ok_and(|ready| ready > 0) {
-            // As much as a pipe holds. Whatever comes meanwhile rings again.
+            // As much as a pipe holds. Whatever arrives meanwhile rings again.
             let _ = nix::unistd::read(&self.read, &mut [0; 64 << 10]);
         }
     }
@@ -147,7 +149,8 @@ fn step(state: &mut State, arbiter: &mut Arbiter, now: u64) {
     state.charged = charged;
 }
 
-/// A gate as the word that the worker reads. `tells` counts how often the session was asked to tell of its work.
+/// The gate as the word that the worker reads. `tells` counts how often the session was asked to report its
+/// work.
 pub(super) fn word(decided: Gate, tells: u32) -> u32 {
     let (mode, steps) = match decided {
         Gate::Open => (gate::OPEN, 0),
@@ -163,12 +166,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_worker_can_ring_but_not_take_away_what_was_rung() {
+    fn a_worker_can_ring_the_bell_but_not_clear_it() {
         let bell = Bell::new().unwrap();
         let worker = bell.share().unwrap();
         bell.ring();
         assert!(nix::unistd::read(&worker, &mut [0; 8]).is_err());
-        // However often it rings, the others' rings do not wait, and the daemon takes all of them at once.
+        // However often it rings, the others' rings are not delayed, and the daemon clears all of them at
+        // once.
         while nix::unistd::write(&worker, &[1; 4096]).is_ok() {}
         bell.ring();
         bell.wait(PollTimeout::NONE);

@@ -1,4 +1,4 @@
-//! What workers tell the daemon, and their ends. A thread for each worker receives its messages.
+//! Workers' messages to the daemon, and their ends. A thread for each worker receives its messages.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -43,7 +43,7 @@ pub(super) fn describe(status: ExitStatus) -> String {
     }
 }
 
-/// The end of a process of which nobody says how it was.
+/// Describes the end of a process whose status is unknown.
 fn unknown(e: &io::Error) -> String {
     match e.raw_os_error() {
         Some(libc::ECHILD) => {
@@ -56,7 +56,7 @@ fn unknown(e: &io::Error) -> String {
 /// Receives a worker's messages until it ends.
 fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
     let pid = worker.pid();
-    // Why it was ended: it broke the protocol, or it said that it cannot serve.
+    // Why it was ended: it broke the protocol, or it reported that it cannot serve.
     let (mut broken, mut failed) = (None, None);
     let mut budget = Budget::new(Instant::now());
     let mut first = true;
@@ -65,7 +65,8 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
         if !pause.is_zero() {
             std::thread::sleep(pause);
         }
-        // It stays the next one until it was dealt with: should this daemon crash meanwhile, its successor receives it again.
+        // The message stays in the socket until it was handled: if this daemon crashes meanwhile, its
+        // successor receives it again.
         let received = worker_protocol::peek::<FromWorker>(worker.socket().as_fd());
         let (mut message, fds) = match received {
             Ok(Some((message, fds))) => (message, fds),
@@ -76,7 +77,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
             }
         };
         let mut state = server.lock();
-        // What a worker says is checked like what a client says: whoever has taken it over speaks for it.
+        // A worker's message is checked like a client's, because the worker may be compromised.
         if let Err(why) = check(&state, pid, &mut message) {
             broken = Some(why);
             break;
@@ -84,7 +85,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
         if !std::mem::replace(&mut first, false) {
             state.sessions.get_mut(&pid).into_iter().for_each(|session| session.account.heard());
         }
-        // What happens all the time and concerns nobody else.
+        // Frequent messages that concern nobody else.
         let quiet = matches!(
             message,
             FromWorker::Share { .. }
@@ -103,7 +104,8 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                     state.save_daemon(&server.succession, false);
                     state.pool_mut(kind).succeed(Instant::now(), free);
                     state.measure = true;
-                    // Before it can have a session: a successor of this daemon takes over workers with one, which say this no more.
+                    // Before it can have a session: a successor takes over workers with a session, which
+                    // don't send this again.
                     let _ = worker_protocol::consume(worker.socket().as_fd());
                     let keep = keep_idle(&mut state, &server.options, worker, kind);
                     drop(state);
@@ -125,7 +127,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                     if first && kind == Kind::Gpu {
                         state.fatal = Some(reason.clone());
                     }
-                    // Memory can only become free when another session or worker on the device ends.
+                    // Memory becomes free only when another session or worker on the device ends.
                     let others = state.sessions.values().any(|session| session.kind == Kind::Gpu)
                         || !state.gpu.idle.is_empty();
                     state.pool_mut(kind).full = full && others;
@@ -221,7 +223,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                 state.save(pid);
             }
         }
-        // Only this thread reads the worker's socket, so this takes the message that was just dealt with.
+        // Only this thread reads the worker's socket, so this consumes the message just handled.
         let _ = worker_protocol::consume(worker.socket().as_fd());
         if !quiet {
             server.changed.notify_all();
@@ -230,7 +232,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
     if let Some(why) = &broken {
         tracing::error!(worker = pid, "a worker {why}; killed");
     }
-    // It may be about to exit by itself, but it cannot be relied on: nobody listens to it any more.
+    // It may be about to exit by itself, but that cannot be relied on, and nobody listens to it any more.
     if broken.is_some() {
         worker.kill();
     }
@@ -240,7 +242,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
     if process.group().is_some_and(sandbox::Group::ran_out_of_memory) {
         how.push_str(": it used more memory of the server's machine than it may (--worker-memory)");
     }
-    // Its user ID and its group can be used again from here on.
+    // Its user ID and its group can be reused after this.
     drop(process);
     let clean = ended.is_ok_and(|status| status.success());
     {
@@ -254,17 +256,18 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
             server.audit.ended(&session, session.lost, &reason);
         }
     }
-    // Its devices, or its turn, may be what others wait for.
+    // Others may be waiting for its devices or its turn.
     queue::serve(server, Kind::Gpu);
     server.bell.ring();
     server.changed.notify_all();
     server.nudge.nudge();
 }
 
-/// Messages that a worker may send at once, and per second in the long run. More wait in its socket, so that a flood takes little of the daemon's time.
+/// Messages that a worker may send at once, and per second in the long run. Further ones wait in its socket,
+/// so that a flood takes little of the daemon's time.
 const MESSAGES: (f64, f64) = (20_000.0, 10_000.0);
 
-/// How many messages of a worker are read now.
+/// Limits the rate at which a worker's messages are read.
 struct Budget {
     left: f64,
     at: Instant,
@@ -275,7 +278,7 @@ impl Budget {
         Budget { left: MESSAGES.0, at: now }
     }
 
-    /// Accounts for one message. Returns how long to wait before it is read.
+    /// Counts one message. Returns how long to wait before reading it.
     fn take(&mut self, now: Instant) -> Duration {
         let earned = now.saturating_duration_since(self.at).as_secs_f64() * MESSAGES.1;
         (self.left, self.at) = ((self.left + earned).min(MESSAGES.0) - 1.0, now);
@@ -283,17 +286,18 @@ impl Budget {
     }
 }
 
-/// Longest text of a worker that is logged or shown, in characters.
+/// Maximum length of a worker's text in the log and the status, in characters.
 const TEXT: usize = 1024;
 
-/// Makes a worker's text fit for the log and the status: no control characters, and not too long.
+/// Cleans up a worker's text for the log and the status: removes control characters and truncates it.
 fn clean(text: &mut String) {
     if text.chars().any(char::is_control) || text.len() > TEXT {
         *text = text.chars().take(TEXT).map(|c| if c.is_control() { ' ' } else { c }).collect();
     }
 }
 
-/// Checks a message against what the daemon knows of the worker. An error says what the worker did that no worker of rgpu does.
+/// Checks a message against what the daemon knows about the worker. The error describes what the worker did
+/// wrong.
 fn check(state: &State, pid: u32, message: &mut FromWorker) -> Result<(), String> {
     let Some(stage) = state.workers.get(&pid).map(|managed| managed.stage) else {
         return Err("is unknown".into());
@@ -328,7 +332,7 @@ fn check(state: &State, pid: u32, message: &mut FromWorker) -> Result<(), String
         FromWorker::Overrun => serving("reported a kernel"),
         FromWorker::Counters(counters) => {
             serving("reported counters")?;
-            // After the end, a report that was on its way may be older than the last one.
+            // After the session's end, a report that was in transit may be older than the last one.
             match state.sessions.get(&pid).filter(|session| !session.ended) {
                 Some(session) if counters.is_before(&session.counters) => {
                     Err("reported counters that run backwards".into())
@@ -343,7 +347,8 @@ fn check(state: &State, pid: u32, message: &mut FromWorker) -> Result<(), String
     }
 }
 
-/// A worker reports that it is ready. Only a worker that is starting may do so; another one must not get a session, let alone a second one.
+/// A worker reports that it is ready. Only a starting worker may do so; no other may get a session, let alone
+/// a second one.
 pub(super) fn become_ready(state: &mut State, worker: &Worker) -> Result<Kind, String> {
     match state.workers.get_mut(&worker.pid()) {
         Some(managed) if managed.stage == Stage::Starting => {
@@ -375,7 +380,7 @@ fn share(server: &Server, state: &mut State, pid: u32, what: Shared, fd: Option<
         Ok(Ok(token)) => {
             let kept = state.shares.file(&token).map(|fd| server.succession.store.keep(&name(&token), &fd));
             if let Some(Err(e)) = kept {
-                tracing::warn!(worker = pid, "a shared object cannot be kept for another daemon: {e}");
+                tracing::warn!(worker = pid, "cannot keep a shared object for another daemon: {e}");
             }
             Reply::Shared(token)
         }
@@ -408,7 +413,7 @@ fn open(state: &mut State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedF
     }
 }
 
-/// A worker process is gone. Its session, if it had one, and why that ended.
+/// Removes a worker whose process has ended. Returns its session, if it had one, and why that ended.
 pub(super) fn remove_worker(
     state: &mut State,
     pid: u32,
@@ -486,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_worker_says_must_fit_its_stage() {
+    fn a_workers_messages_must_fit_its_stage() {
         let mut state = State::default();
         starting_worker(&mut state, 7, Kind::Gpu);
         let ended = || FromWorker::Ended { lost: None, counters: Counters::default() };

@@ -1,4 +1,4 @@
-//! Worker processes, as the daemon knows them.
+//! Worker processes from the daemon's point of view.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -34,7 +34,8 @@ impl Worker {
         Arc::new(Worker { pid, socket, process: None, alive: None, key: OnceLock::new(), handle: None })
     }
 
-    /// The daemon's side of a process at the other end of `socket`. `described`: what another daemon needs to take it over, if that is possible; `alive` is what holds its namespace.
+    /// The daemon's side of a process at the other end of `socket`. `described`: what another daemon needs to
+    /// take it over, if that is possible; `alive` holds its namespace.
     pub(super) fn new(
         socket: OwnedFd,
         process: &Process,
@@ -45,12 +46,13 @@ impl Worker {
         Worker { pid, socket, process: described, alive, key, handle }
     }
 
-    /// Its process id.
+    /// Its process ID.
     pub(super) fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// What another daemon needs to take it over: its process, and what holds its namespace, besides the [socket](Self::socket).
+    /// What another daemon needs to take it over, besides the [socket](Self::socket): its process, and the
+    /// holder of its namespace.
     pub(super) fn process(&self) -> Option<&Description> {
         self.process.as_ref()
     }
@@ -59,7 +61,7 @@ impl Worker {
         self.alive.as_ref()
     }
 
-    /// The daemon's end of the socket that the two have.
+    /// The daemon's end of their socket.
     pub(super) fn socket(&self) -> &OwnedFd {
         &self.socket
     }
@@ -71,17 +73,18 @@ impl Worker {
         let _ = self.send(&ToWorker::Reply { request, reply }, &fds);
     }
 
-    /// The worker is ready, with this key for its session's connections. It reports that only once.
+    /// Notes that the worker is ready, with this key for its session's connections. Called only once.
     pub(super) fn set_key(&self, key: Fingerprint) {
         let _ = self.key.set(key);
     }
 
-    /// The key of its session's connections. Zero before it is ready.
+    /// The key of its session's connections; zero before it is ready.
     pub(super) fn key(&self) -> Fingerprint {
         self.key.get().copied().unwrap_or(Fingerprint([0; 32]))
     }
 
-    /// Sends a message with descriptors, without waiting. A worker that leaves so much unread that there is no room is killed: a thread of the daemon must not wait for it.
+    /// Sends a message with descriptors, without blocking. A worker that has left so much unread that there
+    /// is no room is killed: no thread of the daemon may wait for it.
     pub(super) fn send(&self, message: &ToWorker, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         let sent = worker_protocol::try_send(self.socket.as_fd(), message, fds);
         if sent.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock) {
@@ -108,19 +111,19 @@ pub(super) struct Managed {
     pub(super) worker: Arc<Worker>,
     pub(super) kind: Kind,
     pub(super) stage: Stage,
-    /// It was made for other devices than those that are well now, and gets no session.
+    /// Whether it was made for other devices than the currently healthy ones, and so gets no session.
     pub(super) outdated: bool,
-    /// Device numbers, and the bytes that the process takes there, as NVML said last.
+    /// Device numbers, and the bytes that the process uses there according to NVML.
     pub(super) takes: Vec<(u32, u64)>,
 }
 
 impl Managed {
-    /// One that is starting.
+    /// A starting worker.
     pub(super) fn starting(worker: &Arc<Worker>, kind: Kind, outdated: bool) -> Managed {
         Managed { worker: Arc::clone(worker), kind, stage: Stage::Starting, outdated, takes: Vec::new() }
     }
 
-    /// One that has its session.
+    /// A worker with its session.
     pub(super) fn serving(worker: &Arc<Worker>, kind: Kind) -> Managed {
         Managed { stage: Stage::Serving, ..Managed::starting(worker, kind, false) }
     }
@@ -134,7 +137,7 @@ impl Managed {
     }
 }
 
-/// The stages of a worker, which it goes through in this order.
+/// The stages of a worker, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
     /// It is starting.
@@ -157,7 +160,7 @@ impl Stage {
 }
 
 impl State {
-    /// The kind of a worker that is starting.
+    /// The kind of a starting worker.
     pub(super) fn starting(&self, pid: u32) -> Option<Kind> {
         self.workers.get(&pid).filter(|managed| managed.stage == Stage::Starting).map(|managed| managed.kind)
     }

@@ -1,8 +1,9 @@
-//! A session's connections under TLS. The worker makes a key for them, which exists in its memory only. The daemon tells the client the key's fingerprint and passes on, unread, each connection
-//! that names the session.
+//! A session's TLS connections. The worker makes a key for them that exists only in its memory. The daemon
+//! tells the client the key's fingerprint, and passes on, unread, each connection that names the session.
 //!
-//! A connection is the session's when the client has shown on it that it has the key that it greeted the daemon with, and has said the session's secret. Until then it counts as nobody's: a
-//! few of them may be under way at a time, and none longer than [`WITHIN`].
+//! A connection belongs to the session once the client has proven that it owns the key with which it greeted
+//! the daemon, and has sent the session's secret. Until then it belongs to nobody: only a few such
+//! connections may be pending at a time, none longer than [`WITHIN`].
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -24,49 +25,50 @@ use zerocopy::{FromZeros, IntoBytes};
 use crate::pages::{Page, Terms};
 use crate::worker_protocol::{self, ToWorker, Visitor};
 
-/// How long a connection may take to become the session's.
+/// How long a connection may take to prove that it belongs to the session.
 const WITHIN: Duration = Duration::from_secs(10);
 /// How long the client may take to open its control connection.
 const FIRST_WITHIN: Duration = Duration::from_secs(30);
-/// Most connections that are under way to be the session's. Everybody who sees a session's name can open such connections; the client's own need a moment each.
+/// Maximum number of pending connections. Anybody who sees a session's name can open such connections; the
+/// client's own are pending only for a moment.
 const MAX_PENDING: usize = 64;
 
 /// A connection of the session.
 #[derive(Debug)]
 pub struct Admitted {
-    /// What its client said on it.
+    /// What its client sent on it.
     pub hello: Hello,
     /// The connection.
     pub stream: Stream,
 }
 
-/// What is done with a connection.
+/// Handles an admitted connection.
 type Then = Box<dyn Fn(Admitted) + Send + Sync>;
 
-/// See the module's text.
+/// See the module's documentation.
 pub struct Door {
     config: Arc<ServerConfig>,
     visitor: Visitor,
-    /// How many data connections the session has.
+    /// Number of the session's data connections.
     data_connections: u32,
     pending: AtomicUsize,
     state: Mutex<State>,
-    /// Raised when a connection was admitted.
+    /// Raised when a connection has been admitted.
     admitted: EventFd,
 }
 
 #[derive(Default)]
 struct State {
-    /// The control connection was admitted, and the data connections with these indices.
+    /// Whether the control connection was admitted, and the indices of the admitted data connections.
     control: bool,
     data: Vec<u32>,
-    /// Admitted connections that nobody has taken.
+    /// Admitted connections that nobody has taken yet.
     waiting: Vec<Admitted>,
     then: Option<Then>,
 }
 
 impl Door {
-    /// Lets in the visitor, to a session with so many data connections.
+    /// Admits the visitor's connections to a session with this many data connections.
     pub fn new(identity: &Identity, visitor: Visitor, data_connections: u32) -> Result<Arc<Door>, Lost> {
         let failed = |e: String| Lost::new(format!("preparing the session's connections: {e}"));
         let config = tls::server_pinning(identity, visitor.key).map_err(|e| failed(e.to_string()))?;
@@ -80,18 +82,18 @@ impl Door {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A connection has come. Returns at once.
+    /// Handles a new connection. Returns immediately.
     pub fn knock(self: &Arc<Door>, socket: OwnedFd) {
         if self.pending.fetch_add(1, Ordering::AcqRel) >= MAX_PENDING {
             self.pending.fetch_sub(1, Ordering::AcqRel);
-            tracing::warn!("a connection was closed: {MAX_PENDING} others have not shown whose they are");
+            tracing::warn!("closed a connection: {MAX_PENDING} others are pending");
             return;
         }
         let door = Arc::clone(self);
         let begun = std::thread::Builder::new().name("rgpu-door".into()).spawn(move || {
             match door.admit(socket) {
                 Ok(admitted) => door.let_in(admitted),
-                Err(e) => tracing::info!("a connection that named this session was closed: {e}"),
+                Err(e) => tracing::info!("closed a connection that named this session: {e}"),
             }
             door.pending.fetch_sub(1, Ordering::AcqRel);
         });
@@ -140,7 +142,7 @@ impl Door {
         }
     }
 
-    /// Whether a connection with this hello is the session's, and one that it does not have yet.
+    /// Whether a connection with this hello belongs to the session, and the session doesn't have it yet.
     fn check(&self, hello: &Hello) -> Result<(), (Answer, String)> {
         greeting::<Hello>(hello.as_bytes(), &OURS).map_err(|e| (Answer::Version, e.to_string()))?;
         let secret = Secret(self.visitor.secret).matches(&hello.secret);
@@ -151,16 +153,17 @@ impl Door {
         match hello.purpose {
             purpose::CONTROL | purpose::VERBS if !state.control => state.control = true,
             purpose::CONTROL | purpose::VERBS => {
-                return Err((Answer::NoResources, "the session has its control connection".into()));
+                return Err((Answer::NoResources, "the session already has its control connection".into()));
             }
-            // Of connections that take the place of lost ones, the session itself takes those of the last attempt.
+            // If connections replace lost ones, the session itself takes those of the last attempt.
             purpose::RESUME | purpose::END => {}
             purpose::DATA if hello.index < self.data_connections && hello.attempt > 0 => {}
             purpose::DATA if hello.index < self.data_connections && !state.data.contains(&hello.index) => {
                 state.data.push(hello.index);
             }
             purpose::DATA => {
-                let reason = format!("the session has all of its {} data connections", self.data_connections);
+                let reason =
+                    format!("the session already has all of its {} data connections", self.data_connections);
                 return Err((Answer::NoResources, reason));
             }
             other => return Err((Answer::Invalid, format!("purpose {other} is not one of a session's"))),
@@ -174,13 +177,13 @@ impl Door {
             Some(then) => then(admitted),
             None => {
                 state.waiting.push(admitted);
-                // A full counter means that it is raised already.
+                // A full counter means that it is already raised.
                 let _ = self.admitted.write(1);
             }
         }
     }
 
-    /// Does `then` with the connections that wait, and with each that comes from now on.
+    /// Calls `then` for each waiting connection, and for each that arrives from now on.
     pub fn open(&self, then: Then) {
         let mut state = self.lock();
         for admitted in std::mem::take(&mut state.waiting) {
@@ -189,7 +192,7 @@ impl Door {
         state.then = Some(then);
     }
 
-    /// Waits for the control connection. Until it is there, nobody else receives the daemon's messages.
+    /// Waits for the control connection. Until it arrives, nobody else receives the daemon's messages.
     pub fn control(self: &Arc<Door>, daemon: &OwnedFd, terms: &Page<Terms>) -> Result<Stream, Lost> {
         let failed = |e: io::Error| Lost::new(format!("waiting for the client's connections: {e}"));
         let deadline = Instant::now() + FIRST_WITHIN;
@@ -213,7 +216,7 @@ impl Door {
                 Ok(_) | Err(nix::Error::EINTR) => {}
                 Err(e) => return Err(failed(e.into())),
             }
-            // This takes all events at once.
+            // This consumes all events.
             let _ = self.admitted.read();
             if watched[0].revents().is_some_and(|events| !events.is_empty()) {
                 match worker_protocol::receive::<ToWorker>(daemon.as_fd()).map_err(failed)? {

@@ -1,13 +1,18 @@
 //! Streams that wait for the client, and the commands that are held back with them.
 //!
-//! A stream waits for the client from a [`StreamHostWait`] until the [`StreamHostSignal`] with the same ticket. The server keeps that wait to itself: the device never sees it. So it takes no
-//! place in the device's queues, and no call of the driver can block because of it. What comes behind the wait is **held** until the signal, and then given to the driver.
+//! A stream waits for the client from a [`StreamHostWait`] until the [`StreamHostSignal`] with the same
+//! ticket. The server keeps this wait to itself: the device never sees it, so it occupies no device queue and
+//! no driver call can block because of it. What comes after the wait is **held** until the signal, and then
+//! given to the driver.
 //!
-//! Waiting spreads from stream to stream: by events, and by the order between a context's legacy default stream and its blocking streams. It also spreads by the order that each operation
-//! has in the table ([`Order`]). Commands that nothing orders with a held one are executed, because the client may need their results before it signals.
+//! Waiting spreads from stream to stream: through events, and through the order between a context's legacy
+//! default stream and its blocking streams. It also spreads through the order that each operation has in the
+//! table ([`Order`]). Commands that nothing orders after a held one are executed, because the client may need
+//! their results before it signals.
 //!
-//! Held commands and open waits form a graph. Each counts the earlier ones that it still has to follow; [`Ends`] knows, for everything that commands can have in common, the last one held.
-//! So a signal costs what it releases, however much is held.
+//! Held commands and open waits form a graph. Each counts the earlier ones that it still has to follow. For
+//! everything that commands can have in common, [`Ends`] knows the last one held. So a signal costs only as
+//! much as it releases, however much is held.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -23,7 +28,8 @@ use protocol::wire::Reader;
 
 /// Maximum bytes of held commands.
 const MAX_HELD: usize = 256 << 20;
-/// Maximum number of signals remembered whose waits have not come. A client signals after it has asked for the wait, so few are under way at a time.
+/// Maximum number of signals remembered before their waits. A client signals only after it has requested the
+/// wait, so few are in transit at a time.
 const MAX_EARLY: usize = 1 << 16;
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: u32 = 1;
@@ -34,12 +40,12 @@ const GREEN_STREAM: u16 = <GreenStream as Op>::INFO.opcode;
 const WAIT: u16 = <StreamHostWait as Op>::INFO.opcode;
 const SIGNAL: u16 = <StreamHostSignal as Op>::INFO.opcode;
 
-/// A command's body, decoded, if it is this operation.
+/// A command's decoded body, if it is this operation.
 fn decoded<'a, T: Op<'a>>(opcode: u16, body: &'a [u8]) -> Option<T> {
     (opcode == T::INFO.opcode).then(|| T::get(&mut Reader::new(body)).ok()).flatten()
 }
 
-/// Everything by which a command is ordered with others.
+/// Everything that orders a command relative to others.
 struct Ties {
     order: Order,
     /// What it names, if its order depends on that.
@@ -57,7 +63,8 @@ enum Scope {
 }
 
 impl Ties {
-    /// A command with an unknown opcode keeps the session's order, and one that cannot be decoded names nothing. Both are refused when they are executed.
+    /// A command with an unknown opcode keeps the session's order, and one that cannot be decoded names
+    /// nothing. Both are refused when they are executed.
     fn of(opcode: u16, body: &[u8]) -> Ties {
         let (mut order, mut named, mut scope) = (Order::Session, Vec::new(), Scope::Session);
         if let Some(info) = ops::info(opcode) {
@@ -77,37 +84,39 @@ impl Ties {
         Ties { order, named, scope }
     }
 
-    /// Whether it changes this object, so that it comes between the earlier and the later commands that use it.
+    /// Whether it changes this object, so that it is ordered between the earlier and later commands that use
+    /// the object.
     fn changes(&self, handle: &Handle) -> bool {
         self.order == Order::Object || matches!(handle, Handle::Stream(_) | Handle::Event(_))
     }
 }
 
-/// A command that is held, or a wait that is open.
+/// A held command, or an open wait.
 struct Held {
     record: Record,
     body: Vec<u8>,
     named: Vec<Handle>,
-    /// The number of earlier commands that it has to follow and that are still there.
+    /// Number of unfinished earlier commands that it has to follow.
     missing: usize,
     /// The commands that have to follow it.
     followers: Vec<u64>,
-    /// Bytes that it takes, without its body.
+    /// Its size in bytes without its body.
     cost: usize,
-    /// Memory of the client's that it names.
+    /// The client memory that it names.
     _kept: Vec<Mapped>,
 }
 
-/// The last of the held commands in every order that there is, by `seq`. Whatever follows these follows all.
+/// The last held commands in each kind of order, by `seq`. Whatever follows these follows all.
 #[derive(Default)]
 struct Ends {
-    /// Of a stream or an event; of those that change a function or a graph.
+    /// For a stream or an event; for a function or a graph, the command that changes it.
     of: HashMap<Handle, u64>,
-    /// Those that use a function or a graph as it is now.
+    /// The commands that use a function or a graph in its current state.
     users: HashMap<Handle, BTreeSet<u64>>,
-    /// Those that name nothing, and those that destroy a stream, with what it was: another stream may get its number before they are executed.
+    /// Commands that name nothing, and those that destroy a stream, with what it was: another stream may get
+    /// its ID before they are executed.
     others: BTreeMap<u64, Option<Made>>,
-    /// In the session's order.
+    /// In session order.
     session: Option<u64>,
 }
 
@@ -163,20 +172,20 @@ struct Made {
 #[derive(Default)]
 pub(super) struct HostWaits {
     streams: HashMap<StreamId, Made>,
-    /// The devices of contexts that the program made.
+    /// The devices of contexts that the program has made.
     devices: HashMap<ContextId, u32>,
     held: HashMap<u64, Held>,
     ends: Ends,
     /// Held commands that have nothing left to follow.
     ready: BTreeSet<u64>,
-    /// Open waits: each ticket, and the command that waits for it.
+    /// Open waits: each ticket, and the command of the wait.
     open: HashMap<TicketId, u64>,
-    /// Tickets that were signalled before their wait was executed.
+    /// Tickets that were signaled before their wait was executed.
     early: HashSet<TicketId>,
-    /// Held commands that name data of the client's.
+    /// Held commands that name the client's data.
     with_data: BTreeSet<u64>,
     bytes: usize,
-    /// `seq` of the last command that came.
+    /// `seq` of the latest command.
     last: u64,
 }
 
@@ -185,12 +194,13 @@ pub(super) struct HostWaits {
 pub(super) enum Verdict {
     /// Execute it now.
     Execute,
-    /// Nothing: it is held.
+    /// Nothing: it is now held.
     Hold,
 }
 
 impl HostWaits {
-    /// Decides what to do with the next command of the session. `keep` takes hold of the memory that it names, in case it is held.
+    /// Decides what to do with the session's next command. `keep` keeps the memory that it names, in case it
+    /// is held.
     #[inline]
     pub(super) fn judge(
         &mut self,
@@ -214,7 +224,7 @@ impl HostWaits {
             let made = Made { context: op.context, blocking: op.flags & NON_BLOCKING == 0 };
             self.streams.insert(op.stream, made);
         } else if let Some(op) = decoded::<GreenStream>(opcode, body) {
-            // Not ordered with any other, and of a context that only the driver knows.
+            // Not ordered with any other stream, and of a context that only the driver knows.
             self.streams.remove(&op.stream);
         }
     }
@@ -257,7 +267,7 @@ impl HostWaits {
         self.held.insert(record.seq, held);
     }
 
-    /// The held commands that one with these ties has to follow.
+    /// The held commands that a command with these ties has to follow.
     fn to_follow(&self, ties: &Ties) -> Vec<u64> {
         let ends = &self.ends;
         let mut first: Vec<u64> = ends.session.into_iter().collect();
@@ -286,7 +296,7 @@ impl HostWaits {
         first
     }
 
-    /// Adds the last held commands of the streams with which all work of this one is ordered.
+    /// Adds the last held commands of the streams that all work of this one is ordered with.
     fn follow_related(&self, stream: StreamId, first: &mut Vec<u64>) {
         let ends = &self.ends;
         if stream.0 < MAX_CONTEXTS {
@@ -303,7 +313,7 @@ impl HostWaits {
         }
     }
 
-    /// Whether an object is a stream that may be in this scope. A stream whose context is not known may be.
+    /// Whether an object is a stream that may be in this scope, as is one with an unknown context.
     fn is_inside(&self, handle: &Handle, scope: Scope) -> bool {
         let Handle::Stream(stream) = handle else { return false };
         let made = self.streams.get(stream).map(|made| made.context);
@@ -320,10 +330,10 @@ impl HostWaits {
         }
     }
 
-    /// A command has been executed. `done`: without an error.
+    /// Notes that a command has been executed. `done`: without an error.
     ///
     /// # Errors
-    /// A client that signals what nothing waits for, over and over.
+    /// If a client repeatedly signals what nothing waits for.
     #[inline]
     pub(super) fn executed(&mut self, record: &Record, body: &[u8], done: bool) -> Result<(), Lost> {
         match record.opcode {
@@ -339,7 +349,7 @@ impl HostWaits {
         Ok(())
     }
 
-    /// A stream has come to a wait. It waits from now on, unless it was signalled already or the stream does not exist.
+    /// A stream has reached a wait. It now waits, unless it was already signaled or the stream doesn't exist.
     fn begin_wait(&mut self, record: &Record, body: &[u8], done: bool) {
         let Some(op) = decoded::<StreamHostWait>(WAIT, body) else { return };
         if self.early.remove(&op.ticket) || !done {
@@ -358,13 +368,13 @@ impl HostWaits {
             self.early.insert(ticket);
         } else {
             return Err(Lost::new(format!(
-                "the client has signalled {MAX_EARLY} tickets for which no stream waits"
+                "the client has signaled {MAX_EARLY} tickets that no stream waits for"
             )));
         }
         Ok(())
     }
 
-    /// A held command is done with, or a wait is over: what followed it may go on.
+    /// A held command is finished, or a wait is over: releases what followed it.
     fn finish(&mut self, seq: u64) {
         let Some(held) = self.held.remove(&seq) else { return };
         self.bytes -= held.cost + held.body.len();
@@ -380,7 +390,7 @@ impl HostWaits {
         }
     }
 
-    /// A held command that must be executed now, and then given to [`HostWaits::executed`] like any other.
+    /// A held command that must be executed now, and then passed to [`HostWaits::executed`] like any other.
     pub(super) fn next_ready(&mut self) -> Option<(Record, Vec<u8>)> {
         let held = self.held.get_mut(&self.ready.pop_first()?)?;
         let body = std::mem::take(&mut held.body);
@@ -388,21 +398,22 @@ impl HostWaits {
         Some((held.record, body))
     }
 
-    /// Whether so much is held that the session cannot go on.
+    /// Checks that not too much is held for the session to continue.
     ///
     /// # Errors
-    /// Says so to the program's user.
+    /// The error is a message for the program's user.
     pub(super) fn check_size(&self) -> Result<(), Lost> {
         if self.bytes < MAX_HELD {
             return Ok(());
         }
         Err(Lost::new(format!(
-            "{} MiB of commands wait behind a host function or a memory wait of the program",
+            "{} MiB of commands are waiting behind a host function or a memory wait of the program",
             MAX_HELD >> 20
         )))
     }
 
-    /// Of all commands up to this `seq`, none will ask for its data any more. Call this only when [`HostWaits::next_ready`] has nothing left.
+    /// All commands up to this `seq` have fetched their data. Call this only when [`HostWaits::next_ready`]
+    /// has nothing left.
     #[inline]
     pub(super) fn executed_upto(&self) -> u64 {
         self.with_data.first().map_or(self.last, |seq| seq - 1)

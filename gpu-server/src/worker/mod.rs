@@ -1,7 +1,7 @@
 //! A worker: a process that serves one session.
 //!
-//! It prepares its first device (unless it is for NVML queries), tells the daemon, waits for a session, executes it to its end, and exits. Whatever a session leaves behind ends with
-//! the process.
+//! It prepares its first device (unless it is for NVML queries), tells the daemon, waits for a session,
+//! executes it to its end, and exits. Whatever a session leaves behind ends with the process.
 
 mod door;
 mod host_waits;
@@ -56,11 +56,12 @@ const REPORT_EVERY: Duration = Duration::from_secs(1);
 /// How long the dispatcher may stay in a driver call after its session has ended.
 const LAST_CALL: Duration = Duration::from_secs(5);
 
-/// Kinds of commands that are counted apart; the others are 0.
+/// Kinds of commands that are counted separately; all others are 0.
 const LAUNCHES: usize = 1;
 const COPIES: usize = 2;
 
-/// Commands executed, by kind, and those without and with an answer. Only the dispatcher counts, so each command costs one load and one store.
+/// Commands executed, by kind, without and with a reply. Only the dispatcher counts, so each command costs
+/// one load and one store.
 #[derive(Default)]
 struct Commanded([[AtomicU64; 2]; 3]);
 
@@ -81,7 +82,7 @@ impl Commanded {
         count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
-    /// The number of those kinds.
+    /// The sum over the selected kinds.
     fn sum(&self, of: impl Fn(usize, bool) -> bool) -> u64 {
         let counts = self
             .0
@@ -95,7 +96,7 @@ impl Commanded {
     }
 }
 
-/// What the dispatcher and the reporter share.
+/// State shared by the dispatcher and the reporter.
 pub struct Shared {
     commands: Commanded,
     quota: Quota,
@@ -113,7 +114,7 @@ impl Shared {
         Shared { commands: Commanded::default(), quota, directs, resting, over, reporter: OnceLock::new() }
     }
 
-    /// The dispatcher has executed a command with this opcode, which has an answer or not.
+    /// Counts a command that the dispatcher has executed.
     #[inline]
     fn executed(&self, opcode: u16, answered: bool) {
         self.commands.count(opcode, answered);
@@ -134,7 +135,8 @@ impl Shared {
         self.reporter.get().inspect(|reporter| reporter.unpark());
     }
 
-    /// The reporter's loop: calls `report` while counters change and sleeps while they do not. Returns when the session has ended.
+    /// The reporter's loop: calls `report` while counters change, and sleeps while they don't. Returns when
+    /// the session has ended.
     fn report(&self, client: &dyn Client, mut report: impl FnMut(Counters)) {
         let _ = self.reporter.set(std::thread::current());
         let mut last = Counters::default();
@@ -172,9 +174,10 @@ impl Shared {
 /// Runs the worker.
 pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     crate::parent::init_log(&arguments.log);
-    // Standard error will be the client's, so panics go to the log.
+    // Standard error will be the client's, so panics are logged.
     std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
-    // SAFETY: the daemon started this process with this descriptor open, and nothing else in the process uses it.
+    // SAFETY: the daemon started this process with this descriptor open, and nothing else in the process uses
+    // it.
     let daemon = unsafe { OwnedFd::from_raw_fd(arguments.fd) };
     let first = worker_protocol::receive(daemon.as_fd())?;
     let (orders, pid, kind, options) = match first {
@@ -185,7 +188,7 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
         }
         _ => bail!("a worker can only be started by the daemon"),
     };
-    // Opened now, because the sandbox does not contain its folder.
+    // Opened now, because the sandbox doesn't contain its folder.
     let timeline = host_bridge::trace::Timeline::create(&format!("worker-{pid}"));
     let entered = confinement::enter(&orders);
     let quota = Quota::default();
@@ -204,7 +207,7 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
             return Ok(());
         }
     };
-    // It serves one session: its key ends with it.
+    // It serves one session, so its key ends with it.
     let identity = Arc::new(Identity::generate().context("a key for the session's connections")?);
     let ready = FromWorker::Ready {
         backend: backend.name().into(),
@@ -292,13 +295,14 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
         &FromWorker::Ended { lost: lost.map(|l| l.reason), counters },
         &[],
     )?;
-    // Whatever still runs, such as an endless kernel or a thread in the driver, ends with the process. There is nothing to save.
+    // Whatever is still running, such as an endless kernel or a thread in the driver, ends with the process.
+    // There is nothing to save.
     std::process::exit(0)
 }
 
 type Begun = (Box<dyn Commands>, Arc<dyn Client>, Option<Arc<TcpClient>>);
 
-/// The session's control connection: the one that came with it, or, under TLS, the one that its client opens.
+/// The session's control connection: the one that came with it, or with TLS the one that its client opens.
 fn connect(
     daemon: &OwnedFd,
     terms: &Page<Terms>,
@@ -355,7 +359,8 @@ fn begin(
     }
 }
 
-/// Starts the watchdog. When a kernel overruns, the client gets CUDA's error and the session is lost, and so this process ends: nothing else ends a kernel.
+/// Starts the watchdog. If a kernel overruns, the client gets CUDA's error, the session is lost, and this
+/// process exits: nothing else ends a kernel.
 fn watch_kernels(
     seconds: u32,
     daemon: &Arc<OwnedFd>,
@@ -373,7 +378,7 @@ fn watch_kernels(
     Watchdog::start(Duration::from_secs(seconds.into()), overrun).context("starting the watchdog")
 }
 
-/// What leads to the daemon.
+/// The connection to the daemon.
 #[derive(Clone)]
 struct Daemon {
     socket: Arc<OwnedFd>,
@@ -382,7 +387,7 @@ struct Daemon {
     orders: Arc<Orders>,
 }
 
-/// Another daemon is there, with terms of its own. Its predecessor's page, which nobody writes any more, can be written by nobody.
+/// Switches to a new daemon's terms. From now on nobody can write the previous daemon's page.
 fn taken_over(terms: &Page<Terms>, fds: Vec<OwnedFd>) {
     let Some(fd) = fds.into_iter().next() else { return };
     match terms.replace(&fd) {
@@ -391,7 +396,8 @@ fn taken_over(terms: &Page<Terms>, fds: Vec<OwnedFd>) {
     }
 }
 
-/// Starts two threads: one receives the daemon's messages and loses the session when the daemon is gone; the other reports counters, and ends the process if the dispatcher cannot.
+/// Starts two threads. One receives the daemon's messages, and loses the session when the daemon is gone. The
+/// other reports counters, and ends the process if the dispatcher cannot.
 fn watch(
     daemon: &Daemon,
     tcp: Option<Arc<TcpClient>>,
@@ -487,8 +493,9 @@ fn watch(
         shared.report(&*client, |counters| {
             drop(worker_protocol::send(socket.as_fd(), &FromWorker::Counters(counters), &[]))
         });
-        // The dispatcher notices the end, too, and ends the process, unless it is in a driver call that waits for a stream. If the stream's kernel never ends, the call would keep this
-        // process and its device memory forever.
+        // The dispatcher also notices the end and exits, unless it is in a driver call that waits for a
+        // stream. If the stream's kernel never ends, that call would keep this process and its device memory
+        // forever.
         std::thread::sleep(LAST_CALL);
         tracing::warn!("the session has ended but a driver call does not return; exiting without it");
         let (lost, counters) = (None, shared.counters(&*client));

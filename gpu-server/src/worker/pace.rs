@@ -1,23 +1,23 @@
-//! How much work of a session is under way, and how long it takes: without I/O, in ns of any clock.
+//! Tracks how much of a session's work is unfinished, and how long it takes. Without I/O, in ns of any clock.
 //!
-//! Work is known in batches: what lies between two fences of a stream.
+//! Work is measured in batches: everything between two fences of a stream.
 
-/// Device time in ns that a metered session has unfinished at most.
+/// Maximum unfinished device time of a metered session, in ns.
 const DEPTH: u64 = 4_000_000;
-/// Before anything is known of how long work takes, so many pieces are unfinished at most.
+/// Maximum number of unfinished pieces while their duration is unknown.
 const UNKNOWN: u64 = 2;
-/// Waits for unfinished work are as long as it should take, twice, within these limits in ns.
+/// Waits for unfinished work last twice as long as it should take, within these limits in ns.
 const LEAST_WAIT: u64 = 5_000_000;
 const MOST_WAIT: u64 = 250_000_000;
 
-/// How long a batch takes.
+/// The duration of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Takes {
-    /// As long as it does.
+    /// As measured.
     Measured,
-    /// So many ns, of a device that imitates time.
+    /// This many ns, for a device that imitates time.
     Stated(u64),
-    /// Nobody knows how much it is: it was enqueued while the gate was open.
+    /// Unknown, because it was enqueued while the gate was open.
     Backlog,
 }
 
@@ -30,15 +30,15 @@ impl Takes {
     }
 }
 
-/// See the module.
+/// See the module's documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Pace {
-    /// Fenced pieces that are not finished, and the time in ns that they are said to take.
+    /// Fenced, unfinished pieces, and their stated time in ns.
     unfinished: u64,
     stated: u64,
-    /// ns that a piece takes on average; 0: unknown.
+    /// Average duration of a piece in ns; 0: unknown.
     average: u64,
-    /// ns that the longest of the latest pieces took.
+    /// Duration in ns of the longest recent piece.
     longest: u64,
     /// When the last batch ended.
     last: Option<u64>,
@@ -51,7 +51,7 @@ impl Pace {
         self.stated += takes.stated();
     }
 
-    /// A batch that was fenced at `begun` is finished. Returns the ns that it took.
+    /// A batch that was fenced at `begun` is finished. Returns its duration in ns.
     pub(crate) fn end(&mut self, pieces: u64, takes: Takes, begun: u64, now: u64) -> u64 {
         let since = self.last.map_or(begun, |last| last.max(begun));
         self.last = Some(now);
@@ -68,33 +68,34 @@ impl Pace {
         took
     }
 
-    /// Pieces of fenced work that are not finished.
+    /// Number of fenced, unfinished pieces.
     pub(crate) fn unfinished(&self) -> u64 {
         self.unfinished
     }
 
-    /// ns that unfinished work is said to take.
+    /// Stated time in ns of unfinished work.
     pub(crate) fn stated(&self) -> u64 {
         self.stated
     }
 
-    /// ns that the longest of the latest pieces took.
+    /// Duration in ns of the longest recent piece.
     pub(crate) fn longest(&self) -> u64 {
         self.longest
     }
 
-    /// ns that the unfinished work should take.
+    /// Time in ns that the unfinished work should take.
     fn left(&self) -> u64 {
         self.stated.max(self.unfinished.saturating_mul(self.average))
     }
 
-    /// Whether so much is unfinished that a metered session adds nothing.
+    /// Whether so much is unfinished that a metered session must add nothing.
     pub(crate) fn is_deep(&self) -> bool {
         let unknown = self.average == 0 && self.stated == 0;
         self.unfinished > 0 && (self.left() >= DEPTH || unknown && self.unfinished >= UNKNOWN)
     }
 
-    /// Longest time in ns that a metered session waits for unfinished work. Then it continues anyway, because that work may be waiting for the next command.
+    /// Maximum time in ns that a metered session waits for unfinished work. It then continues anyway, because
+    /// that work may be waiting for the next command.
     pub(crate) fn patience(&self) -> u64 {
         self.left().saturating_mul(2).clamp(LEAST_WAIT, MOST_WAIT)
     }

@@ -1,14 +1,17 @@
 //! Reads commands ahead while the dispatcher is blocked in one.
 //!
-//! The dispatcher reads a session's commands and executes each before it reads the next. A driver call may block until a kernel continues that waits for memory which the client
-//! writes, and the command that writes it comes later. So while there is such memory ([`Beside::is_needed`]), the dispatcher lends its source of commands to a watcher before it executes one:
+//! The dispatcher reads a session's commands and executes each before reading the next. A driver call may
+//! block until a kernel continues that waits for memory written by the client, while the command that writes
+//! it comes later. So while there is such memory ([`Beside::is_needed`]), the dispatcher lends its source of
+//! commands to a watcher before executing a command:
 //!
 //! ```text
 //!  dispatcher   next ─ lend ─ execute ────────────────────────── take back ─ next (commands read ahead come first)
 //!  watcher                     checks each millisecond: still the same command? then reads ahead and executes commands of the express lane
 //! ```
 //!
-//! All other commands keep their order. The watcher is started when it is first needed, and sleeps while the session is idle.
+//! All other commands keep their order. The watcher is started when it is first needed, and sleeps while the
+//! session is idle.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -53,7 +56,7 @@ impl Next {
 }
 
 impl Source<'_> {
-    /// Like [`Commands::next`], and tells whether the command has been executed already.
+    /// Like [`Commands::next`]; also returns whether the command has already been executed.
     #[inline]
     pub(super) fn next(
         &mut self,
@@ -108,15 +111,16 @@ impl<'a> Ahead<'a> {
         self.source.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Whether a command that is blocked in a driver call may need a later one.
+    /// Whether a command blocked in a driver call may need a later one.
     #[inline]
     pub(super) fn is_needed(&self) -> bool {
         self.beside.is_needed()
     }
 
-    /// Lends the source until the caller takes it back. The caller must not hold it.
+    /// Lends the source until the caller takes it back. The caller must not be holding it.
     pub(super) fn lend<'scope, 'env>(&'env self, scope: &'scope Scope<'scope, 'env>) {
-        // Sequentially consistent with the watcher's accesses: either it sees this turn, or this thread sees that it rests.
+        // Sequentially consistent with the watcher's accesses: either it sees this turn, or this thread sees
+        // that it rests.
         self.turns.fetch_add(1, Ordering::SeqCst);
         let watcher = self.watcher.get_or_init(|| {
             let thread = Builder::new().name("rgpu-ahead".into()).spawn_scoped(scope, || self.watch());
@@ -170,7 +174,7 @@ impl<'a> Ahead<'a> {
     }
 
     fn read_ahead(&self, mut source: MutexGuard<'_, Source<'_>>) {
-        // A signal that came before its stream began to wait may be useful now.
+        // A signal that arrived before its stream began to wait may be useful now.
         source.ahead.iter_mut().filter(|next| !next.served).for_each(|next| self.serve(next));
         while source.lost.is_none() && source.bytes < MAX_BYTES {
             let mut body = Vec::new();
@@ -187,7 +191,7 @@ impl<'a> Ahead<'a> {
         }
     }
 
-    /// Executes a command if it belongs to the express lane. One that fails is left to the dispatcher.
+    /// Executes a command if it belongs to the express lane. A failing one is left to the dispatcher.
     fn serve(&self, next: &mut Next) {
         let Next { record, body, served } = next;
         let Some(reply) = serve(&*self.beside, record, body) else { return };
@@ -239,7 +243,7 @@ mod tests {
         }
     }
 
-    /// A client that sends commands and takes answers.
+    /// A client that sends commands and receives answers.
     struct Peer {
         sender: Sender<(Record, Vec<u8>)>,
         seq: u64,
@@ -348,7 +352,7 @@ mod tests {
                 context,
                 words: vec![WordPatch { address: MIRROR, mask: 255, value: 9 }],
             });
-            // Outside the mirror: left to the dispatcher.
+            // Outside the mirror, so it is left to the dispatcher.
             let wrong = peer.send(&HostWrite { context, address: MIRROR + 15, bytes: &[1, 2] });
             let read = peer.send(&HostRead { context, address: MIRROR, len: 16 });
             let (seq, payload) = peer.answers.recv_timeout(LONG).expect("an answer");

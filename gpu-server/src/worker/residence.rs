@@ -1,4 +1,5 @@
-//! The worker's side of device memory that leaves its devices: [`crate::parent`] decides, and the dispatcher carries it out between two commands.
+//! The worker's side of moving device memory: [`crate::parent`] decides, and the dispatcher carries it out
+//! between two commands.
 //!
 //! ```text
 //!  daemon ── order ──▶ thread of the daemon's messages ── [`Orders`], wakes the dispatcher
@@ -6,7 +7,8 @@
 //!  dispatcher   … command ─ rest: leaves ─ sleeps ─ next command: waits for room, comes back ─ executes it …
 //! ```
 //!
-//! Before a command, the dispatcher looks only whether there is anything to look for at all, which its gate says ([`super::turns`]), and a flag of its own.
+//! Before a command, the dispatcher only checks whether there is anything to look for: its gate
+//! ([`super::turns`]), and a flag of its own.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,20 +25,22 @@ use crate::pages::{Page, Terms, gate};
 use crate::room::{AGAIN, Room, WITHIN};
 use crate::worker_protocol::MemoryOrder;
 
-/// How long a session without commands waits for work of its own before it says that it is not idle, and one with commands.
+/// How long a session, without and with commands, waits for its own work before it reports that it cannot
+/// leave.
 const IDLE_WITHIN: Duration = Duration::from_millis(50);
 const BUSY_WITHIN: Duration = Duration::from_secs(1);
-/// While a session waits for room, it looks around so often, and asks again: another daemon may not know of it.
+/// While a session waits for room, how often it looks around and asks again, because a new daemon may not
+/// know about it.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// An order, its number, and its file.
 type Ordered = (u32, MemoryOrder, Option<OwnedFd>);
 
-/// How long a command has waited for room without any session's memory having moved.
+/// How long a command has waited for room without any session's memory moving.
 #[derive(Default)]
 pub(super) struct Patience(Option<(u64, Instant)>);
 
-/// The latest order that nobody has begun to carry out.
+/// The latest order that nobody has started to carry out.
 #[derive(Default)]
 pub(super) struct Orders {
     latest: Mutex<Option<Ordered>>,
@@ -48,7 +52,7 @@ impl Orders {
         self.latest.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// The daemon has sent one. The dispatcher has to be woken.
+    /// Stores an order from the daemon. The dispatcher must then be woken.
     pub(super) fn put(&self, ordered: Ordered) {
         *self.lock() = Some(ordered);
         self.came.notify_all();
@@ -58,14 +62,14 @@ impl Orders {
         self.lock().take()
     }
 
-    /// Waits for one for a moment.
+    /// Waits briefly for one.
     fn wait(&self, moment: Duration) -> Option<Ordered> {
         let waited = self.came.wait_timeout_while(self.lock(), moment, |latest| latest.is_none());
         waited.unwrap_or_else(|e| e.into_inner()).0.take()
     }
 }
 
-/// See the module.
+/// See the module's documentation.
 pub(super) struct Residence {
     orders: Arc<Orders>,
     room: Arc<Room>,
@@ -82,13 +86,13 @@ impl Residence {
         Residence { orders, room, terms, store: Store::default(), away: false, on }
     }
 
-    /// Whether memory is to be brought back before the next command.
+    /// Whether memory must be brought back before the next command.
     #[inline]
     pub(super) fn is_away(&self) -> bool {
         self.away
     }
 
-    /// Before the dispatcher sleeps: carries out what was ordered.
+    /// Called before the dispatcher sleeps: carries out orders.
     pub(super) fn rest(&mut self, backend: &mut dyn Backend, call: &mut Call) {
         if !self.on {
             return;
@@ -99,10 +103,11 @@ impl Residence {
         }
     }
 
-    /// Before a command that needs the session's memory, if there may be anything to look for: carries out what was ordered, and waits until the memory is back. `over`: whether the session is.
+    /// Called before a command that needs the session's memory, if there may be anything to look for: carries
+    /// out orders, and waits until the memory is back. `over`: whether the session is over.
     ///
     /// # Errors
-    /// The session has ended meanwhile.
+    /// If the session has ended meanwhile.
     pub(super) fn before(
         &mut self,
         backend: &mut dyn Backend,
@@ -141,11 +146,13 @@ impl Residence {
         Ok(())
     }
 
-    /// A command found no room for new memory: waits for a moment, and carries out what is ordered meanwhile. So what the session has already is in nobody's way: it leaves for whoever came
-    /// earlier, and comes back with its turn. False: nothing has moved for too long. To be followed by [`room_found`](Residence::room_found).
+    /// A command found no room for new memory: waits briefly, and carries out orders meanwhile. So what the
+    /// session already has blocks nobody: it leaves for whoever came earlier, and returns in its turn.
+    /// Returns false if nothing has moved for too long. Call [`room_found`](Residence::room_found)
+    /// afterwards.
     ///
     /// # Errors
-    /// The session has ended meanwhile.
+    /// If the session has ended meanwhile.
     pub(super) fn until_room(
         &mut self,
         backend: &mut dyn Backend,
@@ -185,7 +192,7 @@ impl Residence {
         }
     }
 
-    /// A command that waited for room waits no more.
+    /// A command that waited for room no longer waits.
     pub(super) fn room_found(&mut self) {
         let memory = &self.room.meter.memory;
         memory.yields.store(0, Ordering::Release);
@@ -194,12 +201,12 @@ impl Residence {
         self.room.ring();
     }
 
-    /// Carries out an order of a session that does not wait for its memory.
+    /// Carries out an order for a session that isn't waiting for its memory.
     fn obey(&mut self, backend: &mut dyn Backend, call: &mut Call, ordered: Ordered, patience: Duration) {
         let (number, order, file) = ordered;
         self.room.meter.memory.begun.store(number, Ordering::Release);
         let obeyed = match order {
-            // The daemon before this one may have ordered it, too.
+            // The previous daemon may have ordered it, too.
             MemoryOrder::Leave { .. } if self.away => true,
             MemoryOrder::Leave { .. } => self.leave(backend, call, file, patience),
             MemoryOrder::Forget if self.away => false,
@@ -207,7 +214,7 @@ impl Residence {
                 backend.clear(&mut self.store);
                 true
             }
-            // It is not waiting for that: it has come back, or it waits only when there is a command.
+            // It isn't waiting for that: it has returned, or it waits only when there is a command.
             MemoryOrder::Return => !self.away,
         };
         self.done(number, obeyed);
@@ -229,7 +236,7 @@ impl Residence {
                 tracing::info!(
                     bytes,
                     ms = begun.elapsed().as_millis() as u64,
-                    "device memory was moved to this machine"
+                    "moved device memory to this machine"
                 );
                 true
             }
@@ -238,7 +245,7 @@ impl Residence {
                 false
             }
             Err(status) => {
-                tracing::warn!("device memory stays where it is, or what is left of it: {status}");
+                tracing::warn!("device memory stays where it is, at least in part: {status}");
                 false
             }
         }
@@ -251,11 +258,7 @@ impl Residence {
         match returned {
             Ok(bytes) => {
                 note(&self.room.meter.memory.returned, bytes, begun);
-                tracing::info!(
-                    bytes,
-                    ms = begun.elapsed().as_millis() as u64,
-                    "device memory was moved back"
-                );
+                tracing::info!(bytes, ms = begun.elapsed().as_millis() as u64, "moved device memory back");
                 true
             }
             Err(status) => {
@@ -265,17 +268,17 @@ impl Residence {
         }
     }
 
-    /// An order was dealt with.
+    /// Reports that an order was handled.
     fn done(&self, number: u32, carried_out: bool) {
         let memory = &self.room.meter.memory;
         memory.keeps.store(self.store.memory(), Ordering::Relaxed);
-        // After everything else that it says of its memory.
+        // After everything else that it reports about its memory.
         memory.done.store(u64::from(number) << 32 | u64::from(carried_out), Ordering::Release);
         self.room.ring();
     }
 }
 
-/// Adds to bytes and ns.
+/// Adds to the totals of bytes and ns.
 fn note([bytes, ns]: &[AtomicU64; 2], moved: u64, begun: Instant) {
     bytes.fetch_add(moved, Ordering::Relaxed);
     ns.fetch_add(u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);

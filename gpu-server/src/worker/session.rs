@@ -1,4 +1,5 @@
-//! The dispatcher: takes commands in order and executes them, but for those of streams that wait for the client ([`super::host_waits`]).
+//! The dispatcher: takes commands in order and executes them, except those of streams that wait for the
+//! client ([`super::host_waits`]).
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -63,12 +64,12 @@ pub fn run(
     lost
 }
 
-/// Whether an operation is one of NVML's questions.
+/// Whether an operation is an NVML query.
 fn asks_nvml(opcode: u16) -> bool {
     opcode >> 8 == NvmlSystem::INFO.opcode >> 8
 }
 
-/// The client's memory that a command names, kept for as long as the result exists.
+/// The client memory that a command names, kept while the result exists.
 fn keep(client: &dyn Client, opcode: u16, body: &[u8]) -> Vec<Mapped> {
     let mut kept = Vec::new();
     if let Some(info) = ops::info(opcode).filter(|info| info.carries_data) {
@@ -92,9 +93,9 @@ struct Dispatcher<'a> {
     timeline: Timeline,
     reply: Vec<u8>,
     waits: HostWaits,
-    /// Every command up to this has been executed, and the client told.
+    /// All commands up to this one have been executed, and the client knows.
     executed: u64,
-    /// Operations of which the log already says that they are not supported.
+    /// Operations already logged as unsupported.
     unsupported: HashSet<u16>,
 }
 
@@ -131,7 +132,7 @@ impl Dispatcher<'_> {
         }
     }
 
-    /// Takes the next command. `served`: it was executed already, beside this thread.
+    /// Handles the next command. `served`: it was already executed, next to this thread.
     fn take(&mut self, record: Record, body: &[u8], served: bool) -> Result<(), Lost> {
         let client = &*self.call.client;
         match self.waits.judge(&record, body, || keep(client, record.opcode, body)) {
@@ -146,7 +147,7 @@ impl Dispatcher<'_> {
         Ok(())
     }
 
-    /// Tells the client up to where commands have been executed.
+    /// Tells the client up to which command everything has been executed.
     #[inline]
     fn tell_executed(&mut self) {
         let upto = self.waits.executed_upto();
@@ -177,7 +178,7 @@ impl Dispatcher<'_> {
         RECORDER.note_at(Stage::Begun, record.seq, record.opcode, taken);
         let metered = (self.turns.is_limited() || self.residence.is_away()) && self.wait(record.opcode)?;
         let outcome = if self.kind == Kind::Nvml && !asks_nvml(record.opcode) {
-            // Whatever the client said about itself, this process makes no context.
+            // Whatever the client claimed about itself, this process makes no context.
             Outcome::Failed(Status::NOT_PERMITTED)
         } else {
             let stream = if self.call.records_activity { work_stream(info, body) } else { None };
@@ -216,7 +217,8 @@ impl Dispatcher<'_> {
         Ok(outcome)
     }
 
-    /// Executes a command that found no room for more device memory again and again. The session's memory may leave in between, for one that came earlier.
+    /// Repeats a command that found no room for more device memory. In between, the session's memory may
+    /// leave for one that came earlier.
     fn grow_when_there_is_room(&mut self, record: &Record, body: &[u8]) -> Result<Outcome, Lost> {
         let over = || self.shared.is_over();
         let mut patience = Patience::default();
@@ -236,7 +238,8 @@ impl Dispatcher<'_> {
         Ok(outcome)
     }
 
-    /// Waits until a command may be executed. Says whether the work that it gives a device is to be counted.
+    /// Waits until a command may be executed. Returns whether the work that it gives a device must be
+    /// counted.
     fn wait(&mut self, opcode: u16) -> Result<bool, Lost> {
         let over = || self.shared.is_over();
         if !asks_nvml(opcode) {
@@ -250,7 +253,7 @@ impl Dispatcher<'_> {
             tracing::warn!(
                 op = info.name,
                 seq = record.seq,
-                "answered CUDA_ERROR_NOT_SUPPORTED (said once for each operation)"
+                "answered CUDA_ERROR_NOT_SUPPORTED (logged once per operation)"
             );
         } else {
             tracing::debug!(op = info.name, seq = record.seq, "failed: {status}");
@@ -261,11 +264,12 @@ impl Dispatcher<'_> {
         }
     }
 
-    /// The bridge has data for the command that it did not ask for, or awaits output of it, and there will be none.
+    /// The bridge has data for the command that was never requested, or waits for output that will not come.
+    /// Releases both.
     fn excuse_data(&self, info: &OpInfo, record: &Record, body: &[u8]) {
         let (mut wanted, mut piece) = (false, 0);
         let client = &self.call.client;
-        // It has been decoded before, so this cannot fail.
+        // It was decoded before, so this cannot fail.
         let _ = (info.visit_data)(body, &mut |data| {
             match data {
                 DataUse::Out(_) => wanted = true,

@@ -1,7 +1,10 @@
-//! When the device was busy with which command, if a timeline is recorded ([`protocol::trace`]) and is to have that ([`DEVICES`]).
+//! When the device was busy with which command, if a timeline is recorded ([`protocol::trace`]) that includes
+//! this ([`DEVICES`]).
 //!
-//! The backend's records of activity tell it. Where there are none, the driver says when a stream has come to the end of a command. It began when the stream had done what came before, or when the
-//! dispatcher took it, whichever was later: so what the stream waited for in between, such as an event of another stream, is part of the time.
+//! This comes from the backend's activity records. Without them, the driver reports when a stream has reached
+//! the end of a command. The command is assumed to begin when the stream had finished what came before, or
+//! when the dispatcher took it, whichever was later. So anything the stream waited for in between, such as
+//! another stream's event, is included.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,9 +28,9 @@ use crate::driver::{Backend, Call};
 pub(super) struct Timeline {
     /// The backend's records.
     activity: Option<Arc<Activity>>,
-    /// Whether it is wanted.
+    /// Whether it is enabled.
     on: bool,
-    /// Without records: for each stream, when it came to the end of the last command.
+    /// Without records: for each stream, when it reached the end of the last command.
     ends: Arc<Mutex<HashMap<u32, u64>>>,
 }
 
@@ -52,7 +55,7 @@ pub(super) fn work_stream(info: &OpInfo, body: &[u8]) -> Option<StreamId> {
 }
 
 impl Timeline {
-    /// The session begins.
+    /// Called when the session begins.
     pub(super) fn begin(&mut self, backend: &mut dyn Backend, call: &mut Call) {
         self.on = RECORDER.is_on() && std::env::var_os(DEVICES).is_some();
         if self.on {
@@ -60,7 +63,7 @@ impl Timeline {
         }
     }
 
-    /// The session has ended: its records become lines.
+    /// Called when the session has ended: writes its records as lines.
     pub(super) fn end(&mut self, backend: &mut dyn Backend) {
         let Some(activity) = self.activity.take() else { return };
         backend.flush_activity();

@@ -1,18 +1,20 @@
-//! The worker's side of the turns that principals take on a GPU: [`crate::parent`] decides, and tells each session by the **gate** in its [`Terms`].
+//! The worker's side of principals taking turns on a GPU: [`crate::parent`] decides, and tells each session
+//! through the **gate** in its [`Terms`].
 //!
-//! The dispatcher asks before each command that gives a device work. While the gate is open, which it is as long as nobody else wants the devices, that is one relaxed load and no call. Otherwise:
+//! The dispatcher checks the gate before each command that gives a device work. While it is open, which it is
+//! as long as nobody else wants the devices, that is one relaxed load and no call. Otherwise:
 //!
 //! | gate | the dispatcher |
 //! |---|---|
-//! | `TELL` | rings the daemon's bell, once, and goes on |
-//! | `METERED` | goes on as long as only a few milliseconds of work are unfinished, and reports what is finished; with devices that imitate time, up to its allowance |
-//! | `CLOSED` | waits; goes on by one command for each step that is added |
+//! | `TELL` | rings the daemon's bell once, and continues |
+//! | `METERED` | continues while only a few milliseconds of work are unfinished, and reports what is finished; with devices that imitate time, up to its allowance |
+//! | `CLOSED` | waits; continues by one command for each step granted |
 //!
-//! Before the dispatcher sleeps, it fences what is not fenced yet, so that the daemon knows of work that was enqueued while the gate was open ([`Turns::rest`]). [`super::pace`] knows how much
-//! is under way.
+//! Before the dispatcher sleeps, it fences unfenced work, so that the daemon knows of work that was enqueued
+//! while the gate was open ([`Turns::rest`]). [`super::pace`] knows how much is unfinished.
 //!
-//! It never waits without end for work that is unfinished: a kernel may wait for one that a later command launches. Copies from and to the client are not work in this sense: they use
-//! engines of their own.
+//! It never waits indefinitely for unfinished work, because a kernel may wait for one that a later command
+//! launches. Copies from and to the client don't count as work: they use engines of their own.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -31,7 +33,7 @@ use crate::pages::{Meter, Page, Terms, gate};
 
 /// Work is fenced at most this often.
 const FENCE_EVERY: Duration = Duration::from_micros(100);
-/// At a closed gate, the dispatcher looks this often whether its session is over.
+/// How often the dispatcher checks at a closed gate whether its session is over.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// The pages that a session shares with the daemon, and the daemon's bell.
@@ -44,15 +46,16 @@ pub struct Link {
 
 impl Link {
     fn ring(&self) {
-        // Writing fails only when the pipe is full: then the daemon is awake.
+        // Writing fails only if the pipe is full. The daemon is then awake.
         let _ = nix::unistd::write(&*self.bell, &[1]);
     }
 
-    /// Sleeps until the gate is no longer `word`, or it is time to look around.
+    /// Sleeps until the gate is no longer `word`, or until it is time to look around.
     fn wait_at_gate(&self, word: u32) {
         let limit = libc::timespec { tv_sec: 0, tv_nsec: LOOK_EVERY.subsec_nanos().into() };
         let at = std::ptr::from_ref::<AtomicU32>(&self.terms.gate);
-        // SAFETY: a futex word in a page that stays mapped, which the kernel only reads, and a timeout; the call has no other effect.
+        // SAFETY: a futex word in a page that stays mapped, which the kernel only reads, and a timeout; the
+        // call has no other effect.
         unsafe { libc::syscall(libc::SYS_futex, at, libc::FUTEX_WAIT, word, &raw const limit) };
     }
 }
@@ -65,7 +68,7 @@ struct Progress {
 }
 
 impl Progress {
-    /// ns since the session began.
+    /// Time in ns since the session began.
     fn now(&self) -> u64 {
         u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
@@ -75,7 +78,7 @@ impl Progress {
     }
 }
 
-/// Fenced work. Dropping it says that it is finished, or never will be.
+/// Fenced work. Dropping it means that it is finished, or never will be.
 struct Batch {
     progress: Arc<Progress>,
     pieces: u64,
@@ -116,12 +119,12 @@ impl Drop for Batch {
     }
 }
 
-/// The steps of a closed gate that a session has taken, of those that its word counts.
+/// The steps of a closed gate that a session has taken, out of those that its word counts.
 #[derive(Default)]
 struct Steps(u32);
 
 impl Steps {
-    /// At a closed gate: takes a step, if there is one.
+    /// Takes a step at a closed gate, if there is one.
     fn take(&mut self, word: u32) -> bool {
         let more = gate::steps(word) != self.0;
         if more {
@@ -130,7 +133,7 @@ impl Steps {
         more
     }
 
-    /// At a metered gate: steps from before no longer count. The words of other gates count something else.
+    /// At a metered gate, earlier steps no longer count. (The words of other gates count something else.)
     fn forget(&mut self, word: u32) {
         self.0 = gate::steps(word);
     }
@@ -148,18 +151,18 @@ fn is_work(opcode: u16) -> bool {
     .contains(&opcode)
 }
 
-/// See the module.
+/// See the module's documentation.
 pub(super) struct Turns {
     link: Link,
     progress: Arc<Progress>,
-    /// Microseconds of device time that each block of a kernel is said to take, if the devices imitate time.
+    /// Stated device time of each block of a kernel in microseconds, if the devices imitate time.
     block_us: u64,
     steps: Steps,
     /// How many daemons the session had had when these steps were counted.
     daemons: u32,
-    /// The gate that the daemon was told of last.
+    /// The gate that the daemon was last told of.
     told: Option<u32>,
-    /// Stated time in ns of work that is not fenced yet.
+    /// Stated time in ns of unfenced work.
     stated: u64,
     fenced: Option<Instant>,
     /// Whether work was enqueued while the gate was open, and not fenced since.
@@ -175,7 +178,7 @@ impl Turns {
         Turns { link, progress, block_us, steps, daemons, told, stated, fenced, backlog }
     }
 
-    /// Whether anything but to go on is to be done before work.
+    /// Whether anything must be done before work other than continuing.
     #[inline]
     pub(super) fn is_limited(&mut self) -> bool {
         let open = gate::is_free(self.link.terms.gate.load(Ordering::Relaxed));
@@ -183,7 +186,8 @@ impl Turns {
         !open
     }
 
-    /// Before a command: waits until it may go on. Says whether [`after`](Turns::after) is to be called when it was executed. `over`: whether the session is.
+    /// Called before a command: waits until it may continue. Returns whether [`after`](Turns::after) must be
+    /// called once it was executed. `over`: whether the session is over.
     pub(super) fn before(
         &mut self,
         backend: &mut dyn Backend,
@@ -199,7 +203,7 @@ impl Turns {
             let word = self.link.terms.gate.load(Ordering::Acquire);
             let daemons = self.link.terms.daemons.load(Ordering::Relaxed);
             if std::mem::replace(&mut self.daemons, daemons) != daemons {
-                // The new one knows nothing of what the one before was told.
+                // The new daemon doesn't know what the previous one was told.
                 (self.steps, self.told) = (Steps::default(), None);
             }
             if matches!(gate::mode(word), gate::CLOSED | gate::METERED) && self.backlog {
@@ -228,7 +232,7 @@ impl Turns {
                 }
                 gate::METERED => {
                     self.steps.forget(word);
-                    // When the gate closes again, that is another time, though the word may be the same.
+                    // If the gate closes again, that is a different time even if the word is the same.
                     self.told = None;
                     self.wait_for(false);
                     if !self.progress.lock().is_deep() {
@@ -268,7 +272,7 @@ impl Turns {
             && meter.gpu_ns.load(Ordering::Relaxed).saturating_add(self.progress.lock().stated()) >= allowance
     }
 
-    /// Says whether the session waits at its gate.
+    /// Reports whether the session waits at its gate.
     fn wait_for(&self, waits: bool) {
         self.link.meter.waits.store(waits.into(), Ordering::Release);
     }
@@ -280,7 +284,7 @@ impl Turns {
         }
     }
 
-    /// After a command that gave a device work: notes it.
+    /// Called after a command that gave a device work: notes it.
     pub(super) fn after(&mut self, backend: &mut dyn Backend, call: &mut Call, opcode: u16, body: &[u8]) {
         self.link.meter.issued.fetch_add(1, Ordering::Relaxed);
         let stated = self.stated(opcode, body);
@@ -290,13 +294,14 @@ impl Turns {
         }
     }
 
-    /// Before the dispatcher sleeps: the daemon is to know of all work that is under way, whether it was counted or not. Otherwise a program with a few long kernels, which seldom has a command
-    /// for its gate, would seem to have none.
+    /// Called before the dispatcher sleeps, so that the daemon knows of all unfinished work, counted or not.
+    /// Otherwise a program with a few long kernels, which rarely has a command for its gate, would seem to
+    /// have none.
     pub(super) fn rest(&mut self, backend: &mut dyn Backend, call: &mut Call) {
         self.fence(backend, call, true);
     }
 
-    /// ns that a command takes of a device that imitates time.
+    /// Stated time in ns that a command takes on a device that imitates time.
     fn stated(&self, opcode: u16, body: &[u8]) -> u64 {
         if self.block_us == 0 {
             return 0;
@@ -310,7 +315,8 @@ impl Turns {
         blocks.saturating_mul(self.block_us * 1000).clamp(1, 1 << 40)
     }
 
-    /// Has the backend say when the work so far is finished. `gently`: only where that does not order any work.
+    /// Makes the backend report when the work so far is finished. `gently`: only where this orders no other
+    /// work.
     fn fence(&mut self, backend: &mut dyn Backend, call: &mut Call, gently: bool) {
         let mut stated = std::mem::take(&mut self.stated);
         let backlog = std::mem::take(&mut self.backlog);
@@ -332,7 +338,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_closed_gate_lets_through_one_command_for_each_step_and_none_from_before() {
+    fn a_closed_gate_admits_one_command_per_step_and_ignores_old_steps() {
         let closed = |steps| gate::word(gate::CLOSED, steps);
         let mut steps = Steps::default();
         assert!(!steps.take(closed(0)));

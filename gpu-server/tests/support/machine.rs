@@ -20,12 +20,12 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// One that has joined no server.
+    /// A machine that has joined no server.
     pub fn new() -> Machine {
         Machine { folder: tempfile::tempdir().unwrap() }
     }
 
-    /// Its key, which is made if there is none.
+    /// Its key, created if there is none.
     pub fn identity(&self) -> Identity {
         Identity::load_or_create(self.folder.path()).unwrap()
     }
@@ -52,7 +52,7 @@ impl Machine {
         }
     }
 
-    /// Opens a session, or says why there is none.
+    /// Opens a session, or returns why there is none.
     pub fn try_connect(&self, port: u16) -> Result<Client, String> {
         Client::try_connect(&self.config(port)).map_err(|e| with_causes(&e))
     }
@@ -76,7 +76,7 @@ pub fn joined(server: &Server, name: &str) -> Machine {
     machine
 }
 
-/// Calls, and copies data to the device and back.
+/// Makes a call, and copies data to the device and back.
 pub fn works(client: &mut Client) {
     client.push(&SessionInfo {}, 0);
     assert!(client.answer(0).0.status.ok().is_ok());

@@ -19,12 +19,12 @@ use test_kit::daemon::Daemon;
 use test_kit::link::Session;
 use test_kit::manager::Manager;
 
-/// The backend under test: software, unless `RGPU_TEST_BACKEND` names another.
+/// The backend under test: software, unless `RGPU_TEST_BACKEND` names another one.
 pub fn backend() -> String {
     std::env::var("RGPU_TEST_BACKEND").unwrap_or_else(|_| "software".into())
 }
 
-/// The server under test: the one that was built with the tests, unless `RGPU_TEST_SERVER` names another.
+/// The server under test: the one built with the tests, unless `RGPU_TEST_SERVER` names another one.
 pub fn binary() -> PathBuf {
     std::env::var_os("RGPU_TEST_SERVER")
         .map_or_else(|| env!("CARGO_BIN_EXE_rgpu-server").into(), PathBuf::from)
@@ -52,7 +52,8 @@ impl DerefMut for Server {
 }
 
 impl Server {
-    /// Starts one with software devices of 256 MiB that listens on a Unix socket and on TCP. Sessions end with their connections, because tests end them so.
+    /// Starts one with software devices of 256 MiB that listens on a Unix socket and on TCP. Sessions end
+    /// with their connections, because that is how tests end them.
     pub fn start(more: &[&str]) -> Server {
         let folder = Arc::new(tempfile::tempdir().unwrap());
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -60,7 +61,7 @@ impl Server {
             .ready()
     }
 
-    /// Starts one by this command, in this folder and at this port. It also has an admin socket.
+    /// Starts one with this command, in this folder and at this port. It also has an admin socket.
     pub fn start_by(
         mut command: Command,
         folder: &Arc<tempfile::TempDir>,
@@ -82,18 +83,18 @@ impl Server {
         Server { daemon: self.daemon.ready(), port: self.port }
     }
 
-    /// Starts one that serves TLS over TCP, with its identity in a folder of its own.
+    /// Starts one that serves TLS over TCP, with its identity in its own folder.
     pub fn start_protected(more: &[&str]) -> Server {
         Server::start_protected_in(&Arc::new(tempfile::tempdir().unwrap()), more)
     }
 
-    /// Starts one that serves TLS over TCP, in a folder that another has left.
+    /// Starts one that serves TLS over TCP, in a folder left by another one.
     pub fn start_protected_in(folder: &Arc<tempfile::TempDir>, more: &[&str]) -> Server {
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         Server::start_protected_at(folder, port, more)
     }
 
-    /// Does the same at this port.
+    /// The same at this port.
     pub fn start_protected_at(folder: &Arc<tempfile::TempDir>, port: u16, more: &[&str]) -> Server {
         let path = |name: &str| folder.path().join(name).display().to_string();
         let mut command = Command::new(binary());
@@ -108,7 +109,7 @@ impl Server {
         Server { daemon: Daemon::spawn(&mut command, folder).ready(), port }
     }
 
-    /// Sends the admin socket a request and gives the answer.
+    /// Sends the admin socket a request and returns the answer.
     pub fn ask(&self, request: serde_json::Value) -> serde_json::Value {
         let mut socket = std::os::unix::net::UnixStream::connect(self.path("admin")).unwrap();
         socket.write_all(request.to_string().as_bytes()).unwrap();
@@ -124,7 +125,7 @@ impl Server {
     }
 }
 
-/// A server that a service manager starts, again and again.
+/// A server that is started again and again, as by a service manager.
 pub struct Service {
     /// What starts it.
     pub manager: Manager,
@@ -136,7 +137,7 @@ pub struct Service {
 }
 
 impl Service {
-    /// One that was not started yet.
+    /// One that has not been started yet.
     pub fn new(flags: &[&str]) -> Service {
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let folder = Arc::new(tempfile::tempdir().unwrap());

@@ -1,16 +1,18 @@
 //! libcuda.so.1: the CUDA driver API over an rgpu session.
 //!
-//! This crate knows CUDA. How bytes travel is the business of `client`. The exported functions have the names, arguments and meanings that NVIDIA's "CUDA Driver API" manual
-//! gives them; comments here say only what the manual does not.
+//! This crate knows CUDA; the `client` crate knows how bytes travel. The exported functions have the names,
+//! arguments and meanings of NVIDIA's "CUDA Driver API" manual; comments here add only what the manual leaves
+//! out.
 //!
-//! The crate has eight chapters. A chapter uses only those above it in this list (`tests/chapters.rs` checks that, docs/decisions/0029 gives the reasons):
+//! The crate has eight chapters. Each uses only those above it in this list (`tests/chapters.rs` checks this;
+//! docs/decisions/0029 gives the reasons):
 //!
 //! - [`abi`]: structures of `cuda.h`, argument types, status codes, and the macro that exports functions;
 //! - `process`: the session and its devices, contexts, and the state of their streams;
 //! - `streams`: streams and events by handle, and what a capture forbids;
 //! - `memory`: device, pinned, managed, virtual and pooled memory, and how bytes travel;
 //! - `code`: images, modules, libraries, functions;
-//! - `work`: what is put on a stream: copies, fills, launches, host functions, memory operations;
+//! - `work`: the operations on streams: copies, fills, launches, host functions, memory operations;
 //! - `graph`: graphs, their instances, and recording into them;
 //! - `api`: the exported functions, one module for each chapter of the manual.
 //!
@@ -19,9 +21,11 @@
 //!                        └─▶ graph::recording, while the stream is being captured
 //! ```
 //!
-//! To add a function, write it into its module in `api`, take its name off `api/unsupported.rs`, and see that `exports/libcuda.txt` and `api/get_proc_address/table.rs` name it.
+//! To add a function, write it in its module in `api`, remove its name from `api/unsupported.rs`, and check
+//! that `exports/libcuda.txt` and `api/get_proc_address/table.rs` list it.
 //!
-//! Handles are opaque words ([`client::handles`]). Enumerations are plain integers, since a program may pass any number.
+//! Handles are opaque words ([`client::handles`]). Enumerations are plain integers, since a program may pass
+//! any value.
 
 #![allow(non_snake_case, non_camel_case_types, reason = "the names are CUDA's")]
 #![allow(

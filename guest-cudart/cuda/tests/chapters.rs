@@ -1,15 +1,17 @@
-//! The chapters of this library depend on each other in one direction only, and no more than a few modules are in a circle.
+//! The chapters of this library depend on each other in one direction only, and cycles have at most a few
+//! modules.
 //!
-//! What a module depends on is read from its paths: `use` trees, and paths that begin with `crate`, `super`, `self` or the name of a child. A call of a method shows no
-//! path, so a method stands in the chapter of its type or above every caller of it.
+//! A module's dependencies are read from its paths: `use` trees, and paths that begin with `crate`, `super`,
+//! `self` or the name of a child. Method calls show no path, so a method must be in the chapter of its type
+//! or above all its callers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-/// From the bottom to the top: a chapter may use those before it.
+/// From bottom to top: a chapter may use those before it.
 const CHAPTERS: &[&str] = &["abi", "process", "streams", "memory", "code", "work", "graph", "api"];
-/// Modules of one circle at most.
+/// Maximum number of modules in a cycle.
 const MOST_IN_A_CIRCLE: usize = 5;
 
 /// A module's path from the crate's root.
@@ -57,7 +59,7 @@ fn leaves(prefix: &[String], tree: &str, found: &mut Vec<Module>) {
     }
 }
 
-/// Every path in some code, whether it is a module's or not.
+/// Every path in some code, also those of other crates.
 fn paths(code: &str) -> Vec<Module> {
     let mut found = Vec::new();
     let mut rest = String::new();
@@ -79,7 +81,7 @@ fn paths(code: &str) -> Vec<Module> {
     found
 }
 
-/// The module that a path in module `at` leads into, if it is one of the crate's.
+/// The crate's module that a path in module `at` refers to, if any.
 fn resolve(at: &Module, path: &[String], known: &BTreeMap<Module, String>) -> Option<Module> {
     let mut names = path.iter().peekable();
     let mut module = match names.peek().map(|name| name.as_str())? {
@@ -117,7 +119,7 @@ fn chapter(module: &Module) -> usize {
     known.unwrap_or_else(|| panic!("{} is in no chapter", module.join("::")))
 }
 
-/// The arrows that lead upward.
+/// The dependencies that point upwards.
 fn upward(graph: &Graph) -> Vec<String> {
     let arrows = graph.iter().flat_map(|(from, to)| to.iter().map(move |to| (from, to)));
     let upward = arrows.filter(|(from, to)| chapter(to) > chapter(from));
@@ -137,7 +139,7 @@ fn reached<'g>(graph: &'g Graph, from: &'g Module) -> BTreeSet<&'g Module> {
     found
 }
 
-/// The circles: modules that all lead to each other.
+/// The cycles: modules that all reach each other.
 fn circles(graph: &Graph) -> BTreeSet<Vec<&Module>> {
     let all: BTreeMap<&Module, BTreeSet<&Module>> =
         graph.keys().map(|module| (module, reached(graph, module))).collect();
@@ -169,7 +171,7 @@ fn no_circle_is_larger_than_a_few_modules() {
     }
 }
 
-/// The test itself: every way of naming a module is seen.
+/// Tests this test: every way of naming a module is found.
 #[test]
 fn an_arrow_is_seen_however_it_is_written() {
     for text in [

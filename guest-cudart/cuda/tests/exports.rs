@@ -1,4 +1,5 @@
-//! What the library exports: every name of `cuda.h` 13.0 and of the headers for OpenGL, EGL and VDPAU, and nothing else.
+//! The library exports every name of `cuda.h` 13.0 and of the headers for OpenGL, EGL and VDPAU, and nothing
+//! else.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -17,7 +18,8 @@ fn build_folder() -> PathBuf {
     Path::new(HERE).join("../../build")
 }
 
-/// The folder of `cuda.h` 13.0: the compiler's own if it is installed, else that of the runtime's wheel, installed now.
+/// The folder of `cuda.h` 13.0: the compiler's if it is installed, else that of the runtime's wheel, which is
+/// installed now.
 fn headers() -> PathBuf {
     for installed in ["cuda13", "cuda13-headers"] {
         let include = build_folder().join(installed).join("nvidia/cu13/include");
@@ -38,7 +40,8 @@ fn listed() -> BTreeSet<String> {
     list.lines().map(str::to_owned).collect()
 }
 
-/// The functions that a preprocessed header declares: the identifiers between `CUresult` and an opening parenthesis.
+/// The functions that a preprocessed header declares: identifiers between `CUresult` and an opening
+/// parenthesis.
 fn declared(text: &str) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for rest in text.split("CUresult").skip(1) {
@@ -54,7 +57,7 @@ fn declared(text: &str) -> BTreeSet<String> {
 #[test]
 fn the_list_is_that_of_the_header() {
     let include = headers();
-    // What those of other interfaces include, of which nothing is needed here.
+    // What the headers of other interfaces include. None of it is needed here.
     let others = tempfile::tempdir().expect("a temporary folder");
     for header in ["GL/gl.h", "EGL/egl.h", "EGL/eglext.h", "vdpau/vdpau.h"] {
         let path = others.path().join(header);
@@ -62,7 +65,8 @@ fn the_list_is_that_of_the_header() {
         fs::write(path, "").expect("an empty header");
     }
     let mut expected = BTreeSet::new();
-    // As programs see it; with a default stream for each thread; and with the older forms that the library has as well.
+    // As programs see it; with a default stream per thread; and with the older forms, which the library also
+    // has.
     for define in ["RGPU_NOTHING", "CUDA_API_PER_THREAD_DEFAULT_STREAM", "__CUDA_API_VERSION_INTERNAL"] {
         for (header, least) in [("cuda.h", 449), ("cudaGL.h", 461), ("cudaEGL.h", 461), ("cudaVDPAU.h", 453)]
         {
@@ -80,7 +84,7 @@ fn the_list_is_that_of_the_header() {
             expected.extend(names);
         }
     }
-    // cudaProfiler.h, which the wheel does not have, and our own mark.
+    // cudaProfiler.h, which is not in the wheel, and rgpu's own symbol.
     expected.extend(
         ["cuProfilerInitialize", "cuProfilerStart", "cuProfilerStop", "rgpu_libcuda"].map(str::to_owned),
     );

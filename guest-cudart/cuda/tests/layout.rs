@@ -1,4 +1,4 @@
-//! Structures of `types` against cudarc's bindings of `cuda.h` 13.0.
+//! Compares the structures of `types` with cudarc's bindings of `cuda.h` 13.0.
 
 use std::mem::offset_of;
 

@@ -1,4 +1,5 @@
-//! What exported functions take, against the prototypes of `cuda.h` 13.0 and 12.8: how many arguments, and how each travels.
+//! Compares exported functions with the prototypes of `cuda.h` 13.0 and 12.8: the number of arguments, and
+//! how each is passed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -14,7 +15,8 @@ use c_signatures::{Class, bracketed, classes, prototypes, split};
 
 const HERE: &str = env!("CARGO_MANIFEST_DIR");
 
-/// The folder of a version's `cuda.h`: one that is there already, or that of the runtime's wheel, installed now.
+/// The folder of a version's `cuda.h`: one that exists already, or that of the runtime's wheel, which is
+/// installed now.
 fn headers(places: &[&str], folder: &str, packages: &[&str]) -> Vec<PathBuf> {
     let build = Path::new(HERE).join("../../build");
     let found = places.iter().map(|place| build.join(place)).find(|include| include.join("cuda.h").exists());
@@ -30,7 +32,8 @@ fn headers(places: &[&str], folder: &str, packages: &[&str]) -> Vec<PathBuf> {
     })]
 }
 
-/// Every function of a version's header in every form: as programs see it, with a default stream for each thread, and in the older forms.
+/// Every function of a version's header in every form: as programs see it, with a default stream per thread,
+/// and in the older forms.
 fn declared(includes: &[PathBuf]) -> BTreeMap<String, Vec<String>> {
     let mut all: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for define in ["RGPU_NOTHING", "CUDA_API_PER_THREAD_DEFAULT_STREAM", "__CUDA_API_VERSION_INTERNAL"] {
@@ -70,7 +73,7 @@ fn defined() -> BTreeMap<String, Vec<String>> {
                     kind.trim().to_owned()
                 });
                 let arguments: Vec<String> = arguments.collect();
-                // `fn a / b(…)`, `alias a = b(…)`: the second name of an alias is another item's.
+                // `fn a / b(…)`, `alias a = b(…)`: the second name of an alias belongs to another item.
                 let names = item[..open].split('=').next().unwrap_or_default();
                 for name in names.split('/').map(str::trim) {
                     assert!(all.insert(name.to_owned(), arguments.clone()).is_none(), "{name} twice");
@@ -81,10 +84,10 @@ fn defined() -> BTreeMap<String, Vec<String>> {
     all
 }
 
-/// How the types of arguments begin that are pointers in C.
+/// Beginnings of the Rust types that are pointers in C.
 const POINTERS: [&str; 7] = ["*", "Option<", "Out<", "In<", "InOut<", "Array<", "OutArray<"];
 
-/// What C's argument may be where Rust's is this. A handle is a word here, and so is a size.
+/// Which C types a Rust type may stand for. A handle is a word here, and so is a size.
 fn fits(rust: &str, c: Class) -> bool {
     match rust {
         "usize" => matches!(c, Class::Pointer | Class::Integer(8)),
@@ -105,7 +108,7 @@ fn compare(includes: &[PathBuf], least: usize) {
     let declared = declared(includes);
     let types: BTreeSet<String> = declared.values().flatten().cloned().collect();
     let scratch = tempfile::tempdir().expect("a temporary folder");
-    // Only so has the header the types of the older forms as well.
+    // Only with this define does the header have the types of the older forms.
     let classes = classes(includes, "cuda.h", &["__CUDA_API_VERSION_INTERNAL"], types, scratch.path());
     let mut compared = 0;
     let mut wrong = Vec::new();
@@ -136,7 +139,7 @@ fn functions_take_what_the_header_of_12_says() {
     compare(&headers(&places, "cuda12-headers", &["nvidia-cuda-runtime-cu12==12.8.90"]), 430);
 }
 
-/// The comparison itself: what differs is seen.
+/// Tests the comparison itself: differences are found.
 #[test]
 fn a_difference_is_seen() {
     for (rust, c) in [

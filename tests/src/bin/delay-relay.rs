@@ -4,8 +4,9 @@
 //!  client ──▶ reader ──▶ queue of (time due, bytes) ──▶ writer ──▶ server      and the same back
 //! ```
 //!
-//! Each direction of each connection holds every byte back for half the round-trip time. At a round-trip time of 0 it shows what the relay itself costs. The
-//! rate is not limited, unless a rate is given: then the connections of one direction share a line that carries so much, and bytes wait for their turn there.
+//! Each direction of each connection delays every byte by half the round-trip time. A round-trip time of 0
+//! shows the relay's own cost. The rate is unlimited unless one is given: then all connections of one
+//! direction share a line of that rate, and bytes wait for their turn.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -45,9 +46,9 @@ struct Arguments {
 struct Line {
     /// Half the round-trip time.
     delay: Duration,
-    /// Bytes in a second; 0: any number.
+    /// Bytes per second; 0 means unlimited.
     rate: u64,
-    /// When it has carried what came so far.
+    /// When the line will have carried everything that has arrived so far.
     free: Mutex<Instant>,
 }
 
@@ -57,7 +58,7 @@ impl Line {
         Arc::new(Line { delay, rate: arguments.mbit * 125_000, free: Mutex::new(Instant::now()) })
     }
 
-    /// When the other end has bytes that come in now.
+    /// When bytes that arrive now reach the other end.
     fn due(&self, bytes: usize) -> Instant {
         let now = Instant::now();
         if self.rate == 0 {
@@ -69,7 +70,7 @@ impl Line {
     }
 }
 
-/// Bytes, and when they are to be delivered.
+/// Bytes, and when to deliver them.
 type Parcel = (Instant, Vec<u8>);
 
 fn main() -> ExitCode {
@@ -121,7 +122,7 @@ fn read(mut from: TcpStream, queue: &SyncSender<Parcel>, line: &Line) {
     }
 }
 
-/// Passes each parcel on when it is due, then the end.
+/// Passes each parcel on at its time, then the end of the stream.
 fn write(mut to: TcpStream, queue: &Receiver<Parcel>) {
     for (due, bytes) in queue {
         let left = due.saturating_duration_since(Instant::now());
@@ -135,6 +136,6 @@ fn write(mut to: TcpStream, queue: &Receiver<Parcel>) {
             break;
         }
     }
-    // Fails only if the other direction has ended the connection already.
+    // Fails only if the other direction has already ended the connection.
     let _ = to.shutdown(Shutdown::Write);
 }

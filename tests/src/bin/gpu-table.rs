@@ -1,7 +1,7 @@
-//! Runs every test program at full size on this machine's GPU, natively and through rgpu, and prints the times as a
-//! table in Markdown. Fails if a program does.
+//! Runs every test program at full size on this machine's GPU, natively and through rgpu, and prints the
+//! times as a Markdown table. Fails if a program does.
 //!
-//! `cargo xtask stage-gpu` puts it, with all it needs, into a folder that can be taken to a machine with a GPU.
+//! `cargo xtask stage-gpu` puts it and everything it needs into a folder to take to a machine with a GPU.
 
 use std::process::{Command, ExitCode};
 

@@ -1,12 +1,14 @@
-//! Measures the latency of calls and the bandwidth of copies, natively and through rgpu, and writes the results to files.
+//! Measures the latency of calls and the bandwidth of copies, natively and through rgpu, and writes the
+//! results to files.
 //!
 //! ```text
 //!  for each repetition:  bench natively, bench over local, bench over tcp      one process each, interleaved
 //!  medians of the repetitions' medians  ──▶  bench.json, bench.md (ratios to native), one SVG for each family of curves
 //! ```
 //!
-//! The program that measures is `tests/bench/bench.cu`, one binary for all ways. `cargo xtask bench` builds it and runs this; `cargo xtask bench --stage`
-//! puts both, with all they need, into a folder for a machine without a compiler.
+//! The program that measures is `tests/bench/bench.cu`, one binary for all ways. `cargo xtask bench` builds
+//! it and runs this; `cargo xtask bench --stage` puts both, with everything they need, into a folder for a
+//! machine without a compiler.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -33,7 +35,7 @@ struct Options {
     ways: Vec<String>,
 }
 
-/// A measurement's median over the repetitions, with the lowest and the highest of them.
+/// A measurement's median over the repetitions, with the lowest and highest of them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Figure {
     median: f64,
@@ -41,7 +43,7 @@ struct Figure {
     high: f64,
 }
 
-/// Everything that a run found.
+/// Everything that a run measured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Results {
     machine: String,
@@ -49,7 +51,8 @@ struct Results {
     repetitions: usize,
     /// Seconds since 1970.
     time: u64,
-    /// Way → measurement ("name" or "name/bytes") → figure; microseconds, except GB/s for copies that have a size, and launches a second.
+    /// Way → measurement ("name" or "name/bytes") → figure: microseconds, except GB/s for copies that have a
+    /// size, and launches per second.
     ways: BTreeMap<String, BTreeMap<String, Figure>>,
 }
 
@@ -97,7 +100,7 @@ fn options() -> Result<Options> {
 /// A server and a bridge for one transport.
 struct Daemons {
     socket: PathBuf,
-    /// Ended before the server.
+    /// Dropped before the server.
     _bridge: Daemon,
     _server: Daemon,
 }
@@ -112,7 +115,7 @@ impl Daemons {
                 let free = std::net::TcpListener::bind("127.0.0.1:0").context("no free port")?;
                 format!("tcp:127.0.0.1:{}", free.local_addr()?.port())
             }
-            other => bail!("{other:?} is no way: native, local and tcp are"),
+            other => bail!("{other:?} is not a way to run: use native, local or tcp"),
         };
         let socket = folder.join("native.sock");
         let server = Daemon::start(
@@ -141,7 +144,7 @@ impl Daemons {
         Ok(Daemons { socket, _bridge: bridge, _server: server })
     }
 
-    /// Whether a worker is ready: the programs are measured as they run on a server that is up.
+    /// Whether a worker is ready: programs are measured as they run on a server that is already up.
     fn wait_until_ready(&self) {
         for _ in 0..400 {
             let idle = self._server.status().ok().and_then(|status| status["workers_ready"].as_u64());
@@ -202,10 +205,10 @@ fn bench(options: &Options) -> Result<()> {
     write(options, &results)
 }
 
-/// Nanoseconds of the clock that the program reads too.
+/// Nanoseconds of the clock that the program reads, too.
 fn monotonic_ns() -> i64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: writes one structure. This clock is always there.
+    // SAFETY: writes one structure. This clock always exists.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
     now.tv_sec * 1_000_000_000 + now.tv_nsec
 }

@@ -1,4 +1,5 @@
-//! The host's side of the agent in a machine (`agent.c`): a thread that reads its frames, and the processes they are for.
+//! The host's side of the agent in a machine (`agent.c`): a thread that reads its frames, and the processes
+//! they belong to.
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::collections::HashMap;
@@ -25,10 +26,10 @@ mod kind {
     pub const EXIT: u32 = 3;
 }
 
-/// What a command in a machine came to.
+/// The result of a command in a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Output {
-    /// The exit code, or 128 and the number of the signal that ended it.
+    /// The exit code, or 128 plus the signal that ended it.
     pub status: i32,
     /// What it wrote to its standard output.
     pub stdout: Vec<u8>,
@@ -70,7 +71,7 @@ struct Record {
 struct State {
     /// Counts the agent's greetings, that is, boots.
     boots: u32,
-    /// Why nothing more will come.
+    /// Why nothing more will arrive.
     closed: Option<String>,
     records: HashMap<u32, Record>,
     next_id: u32,
@@ -97,7 +98,7 @@ impl Shared {
         writer.write_all(&frame).context("cannot write to the machine's agent")
     }
 
-    /// Waits until `ready` gives something, for `timeout` at most (then `Ok(None)`).
+    /// Waits until `ready` returns something, for at most `timeout` (then `Ok(None)`).
     fn wait<T>(
         &self,
         timeout: Duration,
@@ -127,7 +128,7 @@ pub(crate) struct Agent {
 }
 
 impl Agent {
-    /// Takes the connection that QEMU has made.
+    /// Takes over the connection that QEMU has made.
     pub fn new(stream: UnixStream) -> Result<Self> {
         let writer = Mutex::new(stream.try_clone().context("cannot duplicate the agent's socket")?);
         let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), writer });
@@ -270,7 +271,7 @@ impl Drop for Process {
     }
 }
 
-/// Reads until the end: greetings, which begin a new boot, and between them frames.
+/// Reads until the end: greetings, each of which begins a new boot, and frames between them.
 fn read_frames(shared: &Shared, mut stream: UnixStream) -> Result<()> {
     let mut buffer: Vec<u8> = Vec::new();
     let mut greeted = false;
@@ -283,9 +284,9 @@ fn read_frames(shared: &Shared, mut stream: UnixStream) -> Result<()> {
             Err(e) => return Err(e).context("cannot read from the machine's agent"),
         };
         buffer.extend_from_slice(&chunk[..n]);
-        // A greeting may come at any time, as the machine may be reset at any time; a frame cannot look like one by
-        // accident, since its first word would be a length of 2 GiB and more... the payload may, so only look where a
-        // frame would begin, or behind a frame that was cut off.
+        // The machine may be reset, and so greet, at any time. No frame begins like a greeting, because its
+        // first word would be a length of 2 GiB or more, but a payload may. So look only where a frame would
+        // begin, or after a frame that was cut off.
         loop {
             if !greeted || cut_off_by_greeting(&buffer) {
                 let Some(at) = find_magic(&buffer) else { break };
@@ -318,7 +319,7 @@ fn read_frames(shared: &Shared, mut stream: UnixStream) -> Result<()> {
     }
 }
 
-/// Whether what begins the buffer is no whole frame and a greeting follows.
+/// Whether the buffer begins with an incomplete frame and a greeting follows.
 fn cut_off_by_greeting(buffer: &[u8]) -> bool {
     frame(buffer).is_none() && find_magic(buffer).is_some()
 }
@@ -332,7 +333,7 @@ fn word(bytes: &[u8], index: usize) -> Option<u32> {
     Some(u32::from_le_bytes([at[0], at[1], at[2], at[3]]))
 }
 
-/// The frame at the beginning, if it is all there: kind, id, payload, bytes in all.
+/// The frame at the beginning, if it is complete: kind, id, payload, total bytes.
 fn frame(buffer: &[u8]) -> Option<(u32, u32, &[u8], usize)> {
     let len = word(buffer, 0)? as usize;
     let payload = buffer.get(12..12usize.checked_add(len)?)?;

@@ -13,17 +13,17 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Where QEMU is told of the guest's memory and of its rgpu device.
+/// Where QEMU learns about the guest's memory and its rgpu device.
 enum Hardware {
-    /// On the command line that this file makes.
+    /// On the command line that this file builds.
     Own,
     /// In a `-readconfig` file.
     Config(PathBuf),
-    /// By a script that starts `qemu-system-x86_64` with more options behind its own; its environment.
+    /// From a script that starts `qemu-system-x86_64` and adds more options at the end; its environment.
     Script(PathBuf, Vec<(String, String)>),
 }
 
-/// What to do to the image, once it is being made.
+/// A change to the image, applied when it is made.
 type Step = Box<dyn FnOnce(&mut Image) -> Result<()> + Send>;
 
 /// A machine to boot.
@@ -76,7 +76,7 @@ impl Builder {
         self
     }
 
-    /// Memory in MiB (512). The root file system lies in it, too.
+    /// Memory in MiB (512). It also holds the root file system.
     pub fn memory_mib(mut self, mib: u32) -> Self {
         self.memory_mib = mib;
         self
@@ -94,13 +94,13 @@ impl Builder {
         self
     }
 
-    /// Adds a module of the kernel, with those it needs, to be loaded at boot.
+    /// Adds a kernel module and the modules it needs, to load at boot.
     pub fn module(mut self, name: &str) -> Self {
         self.modules.push(name.to_owned());
         self
     }
 
-    /// Adds an rgpu device, whose vhost-user back end listens on this socket. May be called several times.
+    /// Adds an rgpu device whose vhost-user back end listens on this socket. May be called several times.
     pub fn rgpu_socket(mut self, socket: impl Into<PathBuf>) -> Self {
         self.rgpu_sockets.push(socket.into());
         self
@@ -113,23 +113,24 @@ impl Builder {
         self
     }
 
-    /// Boots from this disk, an ext4 file system with a first process that starts `/mnt/agent` as a service. What the machine
-    /// writes there is gone with the machine. Files that are put into the guest's `/host` are in `/mnt` of the booted system;
-    /// others it does not see.
+    /// Boots from this disk: an ext4 file system whose first process starts `/mnt/agent` as a service. What
+    /// the machine writes there is lost when it ends. Files put into the guest's `/host` are in `/mnt` of the
+    /// booted system; it does not see others.
     pub fn disk(mut self, disk: impl Into<PathBuf>) -> Self {
         self.disk = Some(disk.into());
         self.module("virtio_blk").module("crc32c_generic").module("ext4")
     }
 
-    /// Takes the machine type, the guest's memory and the rgpu device from a `-readconfig` file, in place of [`Builder::rgpu_socket`]. The
-    /// memory's size there and [`Builder::memory_mib`] must be the same.
+    /// Takes the machine type, the guest's memory and the rgpu device from a `-readconfig` file instead of
+    /// [`Builder::rgpu_socket`]. The memory size there must equal [`Builder::memory_mib`].
     pub fn hardware_from_config(mut self, file: impl Into<PathBuf>) -> Self {
         self.hardware = Hardware::Config(file.into());
         self
     }
 
-    /// Takes accelerator, processor type, machine type, memory and the rgpu device from a script that starts `qemu-system-x86_64` and passes its
-    /// arguments on to it. `environment` is the script's; [`Builder::memory_mib`] says nothing then.
+    /// Takes accelerator, processor type, machine type, memory and the rgpu device from a script that starts
+    /// `qemu-system-x86_64` and passes its arguments on to it. `environment` is the script's;
+    /// [`Builder::memory_mib`] has no effect then.
     pub fn hardware_from_script<'a>(
         mut self,
         script: impl Into<PathBuf>,
@@ -169,7 +170,7 @@ impl Builder {
         self.step(move |image| image.file(&host, guest))
     }
 
-    /// Puts a host's directory into the guest, with all that is in it.
+    /// Puts a host's directory into the guest, with everything in it.
     pub fn dir(self, host: impl Into<PathBuf>, guest: impl Into<PathBuf>) -> Self {
         let (host, guest) = (host.into(), guest.into());
         self.step(move |image| image.tree(&host, guest))
@@ -204,7 +205,7 @@ impl Builder {
         self.step(Image::host_libraries)
     }
 
-    /// Boots, and returns when the machine takes commands.
+    /// Boots, and returns when the machine accepts commands.
     pub fn boot(self) -> Result<Machine> {
         let qemu = Qemu::find()?;
         let accelerator = match self.accelerator {
@@ -237,7 +238,7 @@ impl Builder {
             Hardware::Own => {
                 let mut command = qemu.command();
                 command.args(["-accel", accel, "-cpu", cpu, "-machine", "q35,memory-backend=ram,vmport=off"]);
-                // A vhost-user device works in the guest's memory, so that has to be shareable.
+                // A vhost-user device works in the guest's memory, so it must be shared.
                 let backend = format!("memory-backend-memfd,id=ram,size={memory},share=on");
                 command.args(["-object", &backend, "-m", &memory]);
                 command
@@ -275,10 +276,11 @@ impl Builder {
             command.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
         }
         command.arg("-kernel").arg(kernel.image()).arg("-initrd").arg(&initrd);
-        // An oops is never to be passed over, and a panic is seen at once as an unexpected boot.
+        // An oops must not go unnoticed, and a panic shows at once as an unexpected boot.
         let mut line = vec!["console=ttyS0", "loglevel=5", "oops=panic", "panic=-1"];
-        // A busy host may take the processors away for a while. The kernel is not to take that for a fault of its own.
-        // Without the last one it counts the timer's ticks in a moment at its start, and panics if there are too few.
+        // A busy host may take the processors away for a while, which the kernel must not treat as its own
+        // fault. Without the last option it counts timer ticks for a moment at its start, and panics if there
+        // are too few.
         line.extend(["rcupdate.rcu_cpu_stall_timeout=300", "watchdog_thresh=60", "no_timer_check"]);
         line.extend(self.kernel_args.iter().map(String::as_str));
         command.arg("-append").arg(line.join(" ")).args(&self.qemu_args);
@@ -323,7 +325,7 @@ impl Running {
         }
     }
 
-    /// Waits for QEMU to end; `None` if it has not within `timeout`.
+    /// Waits for QEMU to end; `None` if it does not within `timeout`.
     fn wait(&mut self, timeout: Duration) -> Result<Option<()>> {
         let deadline = Instant::now() + timeout;
         while self.child.try_wait()?.is_none() {
@@ -382,15 +384,16 @@ impl Machine {
         })
     }
 
-    /// Runs a command line in the guest's shell, as root in `/root`, and waits for it to end. After `timeout` it is killed,
-    /// and that is an error; a status other than 0 is not. What the command leaves running in the background must not
-    /// write to its standard output or error.
+    /// Runs a command line in the guest's shell, as root in `/root`, and waits for it to end. After `timeout`
+    /// it is killed, which is an error; a status other than 0 is not. Whatever the command leaves running in
+    /// the background must not write to its standard output or error.
     pub fn run(&self, command: &str, timeout: Duration) -> Result<Output> {
         let result = self.spawn(command).and_then(|process| process.wait(timeout));
         self.with_logs(result).with_context(|| format!("in the machine: {command}"))
     }
 
-    /// As [`Machine::run`], but a status other than 0 is an error, too. Returns standard output, trimmed at its end.
+    /// As [`Machine::run`], but a status other than 0 is an error, too. Returns standard output, trimmed at
+    /// its end.
     pub fn check(&self, command: &str, timeout: Duration) -> Result<String> {
         let output = self.run(command, timeout)?;
         if !output.success() {
@@ -409,12 +412,13 @@ impl Machine {
         self.with_logs(self.agent.put(guest, mode, data))
     }
 
-    /// Has the guest reboot itself, and waits until it takes commands again. The root file system begins anew.
+    /// Makes the guest reboot itself, and waits until it accepts commands again. The root file system starts
+    /// afresh.
     pub fn reboot(&self) -> Result<()> {
         self.booted_after(|| self.agent.reboot())
     }
 
-    /// Kills QEMU with SIGKILL, as a host that fails would, and waits for its end.
+    /// Kills QEMU with SIGKILL, as if the host failed, and waits for its end.
     pub fn kill9(&self) -> Result<()> {
         let mut running = self.running();
         running.child.kill()?;
@@ -422,21 +426,21 @@ impl Machine {
         Ok(())
     }
 
-    /// Has the guest power itself off, and waits for QEMU to end.
+    /// Makes the guest power itself off, and waits for QEMU to end.
     pub fn shutdown(&self) -> Result<()> {
         self.agent.power_off()?;
         let ended = self.running().wait(Duration::from_secs(180))?;
         self.with_logs(ended.context("the machine did not power off within 180 s"))
     }
 
-    /// Has QEMU carry out a command of its machine protocol (QMP), without arguments.
+    /// Sends QEMU a command of its machine protocol (QMP), without arguments.
     pub fn qmp(&self, command: &str) -> Result<()> {
         let path = self.running().dir.path().join("qmp");
         let stream =
             UnixStream::connect(&path).with_context(|| format!("connecting to {}", path.display()))?;
         stream.set_read_timeout(Some(Duration::from_secs(180)))?;
         let mut answers = BufReader::new(stream.try_clone()?).lines();
-        // It greets first, and tells of events whenever there are some.
+        // It greets first, and reports events as they occur.
         for command in ["qmp_capabilities", command] {
             (&stream).write_all(format!("{{\"execute\":\"{command}\"}}\n").as_bytes())?;
             loop {
@@ -456,12 +460,13 @@ impl Machine {
         self.qmp("stop")
     }
 
-    /// Lets them go on, as `virsh resume` does.
+    /// Resumes them, as `virsh resume` does.
     pub fn cont(&self) -> Result<()> {
         self.qmp("cont")
     }
 
-    /// Does something that has the guest boot, and waits until it takes commands again. The root file system begins anew.
+    /// Does something that makes the guest boot, and waits until it accepts commands again. The root file
+    /// system starts afresh.
     pub fn booted_after(&self, act: impl FnOnce() -> Result<()>) -> Result<()> {
         let before = self.agent.boots();
         act()?;
@@ -473,15 +478,16 @@ impl Machine {
         self.running().child.id()
     }
 
-    /// What the kernel, and whoever writes to the console, has said so far, of all boots.
+    /// Everything that the kernel, and anyone else who writes to the console, has printed so far, in all
+    /// boots.
     pub fn console_log(&self) -> String {
         let path = self.running().dir.path().join("console");
         String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).into_owned()
     }
 
-    /// An error if the kernel has complained of itself: a warning, a lock, a leak, a stall.
+    /// An error if the kernel has complained about itself: a warning, a lock, a leak, a stall.
     pub fn check_console(&self) -> Result<()> {
-        // Those of KCSAN begin with "BUG:", those of lockdep and of the DMA API's checks with "WARNING:".
+        // KCSAN's complaints begin with "BUG:", those of lockdep and of the DMA API's checks with "WARNING:".
         const COMPLAINTS: [&str; 10] = [
             "WARNING:",
             "BUG:",

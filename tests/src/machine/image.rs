@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What a guest needs in order to run programs linked on this host: glibc in all its parts, and the C++ runtime.
+/// What a guest needs to run programs linked on this host: all parts of glibc, and the C++ runtime.
 const HOST_LIBRARIES: [&str; 12] = [
     "ld-linux-x86-64.so.2",
     "libc.so.6",
@@ -30,14 +30,14 @@ enum Entry {
     Link(PathBuf),
 }
 
-/// Files for an initramfs. Paths are absolute paths in the guest; directories on the way are made.
+/// Files for an initramfs. Paths are absolute paths in the guest; missing parent directories are created.
 #[derive(Default)]
 pub struct Image {
     entries: BTreeMap<PathBuf, Entry>,
 }
 
 impl Image {
-    /// An image with nothing in it.
+    /// An empty image.
     pub fn new() -> Self {
         Self::default()
     }
@@ -72,7 +72,7 @@ impl Image {
         Ok(())
     }
 
-    /// Adds a host's directory with everything below it; symbolic links are kept as they are.
+    /// Adds a host's directory with everything below it; symbolic links stay links.
     pub fn tree(&mut self, host: &Path, guest: impl AsRef<Path>) -> Result<()> {
         let guest = guest.as_ref();
         self.directory(guest);
@@ -93,7 +93,8 @@ impl Image {
         Ok(())
     }
 
-    /// Adds a host's program, and the shared libraries that it is linked to, where the program's loader looks for them.
+    /// Adds a host's program and the shared libraries it is linked to, where the program's loader looks for
+    /// them.
     pub fn program(&mut self, host: &Path, guest: impl AsRef<Path>) -> Result<()> {
         self.file(host, guest)?;
         // ldd fails for a static program, and says so.
@@ -114,7 +115,7 @@ impl Image {
                 (entry.trim().starts_with(&format!("{name} ")) && entry.contains("x86-64"))
                     .then_some(path.trim())
             });
-            // Old names of what is part of glibc now are missing on newer hosts, and not needed there.
+            // Newer hosts lack the old names of what is now part of glibc, and do not need them.
             if let Some(path) = found {
                 self.file(Path::new(path), path)?;
             }
@@ -122,8 +123,8 @@ impl Image {
         self.file(Path::new("/lib64/ld-linux-x86-64.so.2"), "/lib64/ld-linux-x86-64.so.2")
     }
 
-    /// Adds what every machine has: the agent as the first process, busybox as its shell, and modules, to be loaded in
-    /// this order.
+    /// Adds what every machine has: the agent as the first process, busybox as its shell, and the modules to
+    /// load, in this order.
     pub(crate) fn base(&mut self, kernel: &KernelFiles, modules: &[String], extra: &[PathBuf]) -> Result<()> {
         setup::need_program("busybox", "busybox-static")?;
         let busybox = Path::new("/bin/busybox");
@@ -208,7 +209,7 @@ fn member(archive: &mut Vec<u8>, inode: usize, name: &str, mode: u32, data: &[u8
     archive.resize(archive.len().next_multiple_of(4), 0);
 }
 
-/// The guest's first process, compiled if need be.
+/// The guest's first process, compiled if necessary.
 pub(super) fn agent() -> Result<PathBuf> {
     const SOURCE: &str = include_str!("agent.c");
     let program = setup::build_dir().join("agent");
@@ -216,8 +217,8 @@ pub(super) fn agent() -> Result<PathBuf> {
     Ok(program)
 }
 
-/// Compiles a C program of one file, with the driver's user API at hand, so that it needs nothing in the guest. Returns
-/// where the program lies; it is compiled again when the file changes.
+/// Compiles a single-file C program statically, with the driver's user API available, so that it needs
+/// nothing in the guest. Returns the program's path. It is compiled again when the file changes.
 pub fn guest_program(file: &Path) -> Result<PathBuf> {
     let source = fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
     let header = setup::repository().join("guest-driver/include/uapi/linux/virtio_rgpu.h");

@@ -48,8 +48,8 @@ impl Kernel {
         if self == Kernel::V6_1Full { "linux-headers-amd64" } else { "linux-headers-cloud-amd64" }
     }
 
-    /// The kernel's files, fetched and unpacked if they are not there. In place of the usual one, those of `RGPU_TEST_KERNEL`, a folder that
-    /// `guest-driver/tests/debug-kernel.sh` has made.
+    /// The kernel's files, fetched and unpacked if missing. `RGPU_TEST_KERNEL`, a folder made by
+    /// `guest-driver/tests/debug-kernel.sh`, replaces the usual kernel.
     pub fn files(self) -> Result<KernelFiles> {
         if self == Kernel::V6_1
             && let Some(root) = std::env::var_os("RGPU_TEST_KERNEL")
@@ -91,8 +91,8 @@ impl Kernel {
         Ok(KernelFiles { version, root, chroot: chroot.is_some() })
     }
 
-    /// Builds `virtio_rgpu.ko` for this kernel, unless it stands already, and returns its path. A warning of the compiler
-    /// is an error. Without BTF, which nothing here reads and which would take another package to make.
+    /// Builds `virtio_rgpu.ko` for this kernel, unless it exists already, and returns its path. A compiler
+    /// warning is an error. Without BTF, which nothing here reads and which would need another package.
     pub fn driver(self) -> Result<PathBuf> {
         let files = self.files()?;
         let sources = setup::repository().join("guest-driver");
@@ -105,7 +105,7 @@ impl Kernel {
         Ok(built.join("virtio_rgpu.ko"))
     }
 
-    /// Builds `virtio_rgpu.ko` in `folder`, which is new, from sources that a test has changed there.
+    /// Builds `virtio_rgpu.ko` in the new folder `folder` from sources that a test has changed there.
     pub fn changed_driver(self, folder: &Path, change: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
         let files = self.files()?;
         ensure!(!files.chroot, "{self:?} has its headers in another Debian");
@@ -139,7 +139,8 @@ impl KernelFiles {
         self.root.join(format!("usr/src/linux-headers-{}", self.version))
     }
 
-    /// Builds the driver from `sources` into `built`, with its objects in a folder `source` there, or in the other Debian.
+    /// Builds the driver from `sources` into `built`, with its objects in a folder `source` there, or in the
+    /// other Debian.
     fn build_driver(&self, sources: &Path, built: &Path) -> Result<()> {
         setup::announce(&format!("building the driver for Linux {}", self.version));
         setup::need_program("make", "make")?;
@@ -176,7 +177,7 @@ impl KernelFiles {
         Ok(())
     }
 
-    /// Puts modules and headers into a Debian 12, where the kernel's packages have them.
+    /// Puts modules and headers into a Debian 12, where the kernel's packages would have them.
     pub(super) fn install(&self, debian: &Path) -> Result<()> {
         ensure!(!self.chroot, "Linux {} is not that of Debian 12", self.version);
         let (sources, tools) = (debian.join("usr/src"), debian.join("usr/lib"));
@@ -190,7 +191,7 @@ impl KernelFiles {
         let common = self.version.split('-').take(2).collect::<Vec<_>>().join("-");
         let common = format!("linux-headers-{common}-common");
         copy(&self.root.join("usr/src").join(&common), &sources)?;
-        // Here it names the folder that the headers were unpacked into.
+        // Here it points to the folder that the headers were unpacked into.
         let makefile = sources.join(format!("linux-headers-{}/Makefile", self.version));
         fs::write(&makefile, format!("include /usr/src/{common}/Makefile\n"))
             .with_context(|| format!("cannot write {}", makefile.display()))?;
@@ -203,7 +204,7 @@ impl KernelFiles {
         self.root.join(format!("lib/modules/{}", self.version))
     }
 
-    /// The files of a module and of those it needs, in the order of loading; none if it is built into the kernel.
+    /// The files of a module and of those it needs, in loading order; none if it is built into the kernel.
     pub fn module(&self, name: &str) -> Result<Vec<PathBuf>> {
         let dir = self.modules_dir();
         let wanted = name.replace('-', "_");
@@ -211,7 +212,7 @@ impl KernelFiles {
         let by_name: BTreeMap<String, &str> =
             dependencies.lines().filter_map(|l| Some((stem(l.split_once(':')?.0), l))).collect();
         if let Some((file, needs)) = by_name.get(&wanted).and_then(|line| line.split_once(':')) {
-            // modules.dep lists what is needed last first.
+            // modules.dep lists the dependencies last first.
             return Ok(needs.split_whitespace().rev().chain([file]).map(|f| dir.join(f)).collect());
         }
         if read(&dir.join("modules.builtin"))?.lines().any(|line| stem(line) == wanted) {
@@ -278,7 +279,7 @@ impl Apt<'_> {
             })
     }
 
-    /// Adds `package` and those of the kernel's other packages that it needs.
+    /// Adds `package` and the kernel's other packages that it needs.
     fn closure(&self, package: &str, found: &mut BTreeSet<String>) -> Result<()> {
         if !found.insert(package.to_owned()) {
             return Ok(());

@@ -13,11 +13,11 @@
 //! # }
 //! ```
 //!
-//! Everything a machine needs is fetched and built on first use, as root on Debian 12, and kept under `build/machine` in the
-//! repository: see [`setup`] for where things lie, [`qemu`] for the emulator, [`kernel`] for the kernels and the driver
-//! built for each. A machine's root file system is an initramfs ([`image`]); its first process is a small agent
-//! (`agent.c`), which runs commands for [`Machine::run`] and [`Machine::spawn`] ([`agent`] is the host's side). A machine
-//! with a disk ([`systemd`]) is a whole Debian.
+//! Everything a machine needs is fetched and built on first use, as root on Debian 12, and kept under
+//! `build/machine` in the repository: see [`setup`] for the locations, [`qemu`] for the emulator, [`kernel`]
+//! for the kernels and the driver built for each. A machine's root file system is an initramfs ([`image`]);
+//! its first process is a small agent (`agent.c`), which runs commands for [`Machine::run`] and
+//! [`Machine::spawn`] ([`agent`] is the host's side). A machine with a disk ([`systemd`]) is a whole Debian.
 
 pub mod agent;
 pub mod image;
@@ -35,7 +35,7 @@ pub use builder::{Builder, Machine};
 pub use kernel::Kernel;
 pub use qemu::{Accelerator, Qemu};
 
-/// Debian packages of this host that a machine with [`Kernel::V6_1`] takes, so that they can be installed at once.
-/// Whatever is missing is also installed on its own when it is needed.
+/// Debian packages of this host that a machine with [`Kernel::V6_1`] needs, so that they can be installed at
+/// once. Anything missing is also installed on its own when it is needed.
 pub const PACKAGES: [&str; 7] =
     ["busybox-static", "debootstrap", "gcc", "kmod", "libelf1", "make", "xz-utils"];

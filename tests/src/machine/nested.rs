@@ -1,7 +1,8 @@
 //! A virtual machine inside a machine: QEMU, and what it boots, put into the outer one's image.
 //!
-//! The inner guest has no agent. Its first process is a script, which loads the modules of the image, runs one command and powers off; what it says comes out of QEMU, on the standard output of
-//! [`Nested::command`] in the outer machine. Nested emulation is slow: a boot takes a minute or more.
+//! The inner guest has no agent. Its first process is a script that loads the image's modules, runs one
+//! command and powers off. Its output is QEMU's, on the standard output of [`Nested::command`] in the outer
+//! machine. Nested emulation is slow: a boot takes a minute or more.
 
 use super::image::Image;
 use super::{Builder, Kernel, Qemu};
@@ -46,7 +47,7 @@ impl Nested {
         Ok(self)
     }
 
-    /// Puts QEMU and all this into an outer machine.
+    /// Puts QEMU and all of this into an outer machine.
     pub fn put_into(self, mut builder: Builder) -> Result<Builder> {
         for (host, guest) in Qemu::find()?.parts()? {
             builder = builder.file(host, Path::new("/opt/qemu").join(guest));

@@ -1,5 +1,5 @@
-//! The emulator: this host's QEMU if it is new enough, otherwise one of a private Debian trixie; with KVM if that truly
-//! runs a guest here, otherwise with QEMU's translator (TCG).
+//! The emulator: this host's QEMU if it is new enough, otherwise one of a private Debian trixie; with KVM if
+//! that really runs a guest here, otherwise with QEMU's translator (TCG).
 
 use super::{Builder, kernel::Kernel, setup};
 use anyhow::{Context, Result, bail};
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// The first QEMU with `vhost-user-test-device-pci` that a user may create.
+/// The first QEMU with a `vhost-user-test-device-pci` that a user may create.
 const OLDEST: (u32, u32) = (10, 2);
 
 /// How guest code is run.
@@ -23,13 +23,13 @@ pub enum Accelerator {
 /// A QEMU to start.
 #[derive(Clone, Debug)]
 pub struct Qemu {
-    /// The root of the private Debian that it is in; `None`: it is this host's.
+    /// The root of the private Debian that it is in; `None` if it is this host's.
     root: Option<PathBuf>,
     version: String,
 }
 
 impl Qemu {
-    /// Finds QEMU, making a private Debian for it if need be.
+    /// Finds QEMU, making a private Debian for it if necessary.
     pub fn find() -> Result<Self> {
         if let Ok(version) = version(&mut Command::new("qemu-system-x86_64"))
             && parse(&version).is_some_and(|v| v >= OLDEST)
@@ -57,7 +57,8 @@ impl Qemu {
         command
     }
 
-    /// The files that it takes to run it elsewhere, each with its place there: the program `qemu`, its loader `ld.so`, `lib/` and the firmware in `share/`.
+    /// The files needed to run it elsewhere, each with its place there: the program `qemu`, its loader
+    /// `ld.so`, `lib/` and the firmware in `share/`.
     pub(super) fn parts(&self) -> Result<Vec<(PathBuf, PathBuf)>> {
         let root = self.root.clone().unwrap_or_else(|| PathBuf::from("/"));
         let (loader, program) =
@@ -84,7 +85,8 @@ impl Qemu {
         Ok(parts)
     }
 
-    /// A folder with a `qemu-system-x86_64` that starts it, for scripts that look for one in their path. Made in `dir` if need be.
+    /// A folder with a `qemu-system-x86_64` that starts it, for scripts that look for one in their PATH. Made
+    /// in `dir` if necessary.
     pub(super) fn in_path(&self, dir: &Path) -> Result<PathBuf> {
         let command = self.command();
         if self.root.is_none() {
@@ -105,7 +107,7 @@ impl Qemu {
         &self.version
     }
 
-    /// The best accelerator that works here. The answer of a trial is kept until the host is booted again.
+    /// The best accelerator that works here. A trial's result is kept until the host boots again.
     pub fn accelerator(&self) -> Result<Accelerator> {
         if !Path::new("/dev/kvm").exists() {
             return Ok(Accelerator::Tcg);
@@ -133,7 +135,7 @@ impl Qemu {
     }
 }
 
-/// What `--version` says, the number only.
+/// The number in the output of `--version`.
 fn version(command: &mut Command) -> Result<String> {
     let text = setup::run(command.arg("--version"))?;
     let word = text.split_whitespace().nth(3).with_context(|| format!("no version of QEMU: {text}"))?;

@@ -1,12 +1,14 @@
-//! A machine with RDMA and no card: Debian's full kernel, RoCE in software (`rdma_rxe`) on both ends of a link, and the tools to look at it.
+//! A machine with RDMA but no card: Debian's full kernel, RoCE in software (`rdma_rxe`) on both ends of a
+//! link, and the tools to look at it.
 //!
 //! ```text
 //!   server's side: 10.0.1.1 on v0, RDMA device rxe0 ══ w0 ── bridge ── w1 ══ 10.0.1.2 on v1, RDMA device rxe1: clients' side
 //! ```
 //!
-//! Both ends are in one network namespace, because `rdma_rxe` of Linux 6.1 only receives in the first one. What goes from rxe1 to rxe0 crosses the link all the same: rxe
-//! routes by its own interface, and that both addresses are local is allowed by `accept_local`. So [`CUT`] takes the carrier from both ports as a pulled cable does, and `tc` on v0 or v1
-//! disturbs RDMA; TCP between the two addresses goes past the link, through `lo`.
+//! Both ends are in one network namespace, because `rdma_rxe` of Linux 6.1 only receives in the first one.
+//! Traffic from rxe1 to rxe0 still crosses the link: rxe routes by its own interface, and `accept_local`
+//! allows both addresses to be local. So [`CUT`] takes the carrier from both ports as a pulled cable does,
+//! and `tc` on v0 or v1 disturbs RDMA; TCP between the two addresses bypasses the link, through `lo`.
 
 use super::{Builder, Kernel, Machine, setup};
 use anyhow::{Context, Result, ensure};
@@ -20,7 +22,7 @@ pub const CLIENT: (&str, &str) = ("10.0.1.2", "rxe1");
 /// The RDMA device on the virtual function of [`virtual_function`].
 pub const FUNCTION: &str = "rxevf";
 
-/// How long the machine may take for anything here, emulated on a busy host.
+/// How long anything may take in this machine, emulated on a busy host.
 const LONG: Duration = Duration::from_secs(600);
 
 /// Command that cuts the link.
@@ -51,7 +53,7 @@ const PACKAGES: [&str; 20] = [
     "libudev1",
 ];
 
-/// Tools by their paths: the machine's shell has small ones of its own by the same names.
+/// Tools by their paths: the machine's shell has smaller ones with the same names.
 const NETWORK: &str = "
 set -e
 /bin/ip link set lo up
@@ -79,7 +81,7 @@ rdma link add rxe1 type rxe netdev v1
 
 const UP: &str = "for i in $(seq 3000); do rdma link | grep -c 'state ACTIVE' | grep -qx 2 && exit 0; sleep 0.1; done; rdma link; exit 1";
 
-/// RDMA's user space, unpacked; fetched if it is not there.
+/// RDMA's user space, unpacked; fetched if missing.
 pub fn userland() -> Result<PathBuf> {
     let root = setup::build_dir().join("rdma");
     setup::once("rdma", "1", || {
@@ -96,12 +98,13 @@ pub fn userland() -> Result<PathBuf> {
     Ok(root)
 }
 
-/// What such a machine consists of; [`boot`] boots it.
+/// Such a machine's parts; [`boot`] boots it.
 pub fn builder() -> Result<Builder> {
     let mut builder = Machine::builder().kernel(Kernel::V6_1Full).memory_mib(2048).cpus(2).host_libraries();
-    // The processors' own clock, which perftest reads too. Left to itself the kernel takes the HPET here, and each look at the clock is a system call and an access to a device.
+    // The processors' own clock, which perftest reads, too. Otherwise the kernel takes the HPET here, and
+    // each look at the clock is a system call and a device access.
     builder = builder.kernel_arg("tsc=reliable").kernel_arg("clocksource=tsc");
-    // rxe computes its checksums by a name that it does not ask the kernel to load.
+    // rxe computes its checksums with a module that it does not ask the kernel to load.
     for module in ["crc32_generic", "rdma_rxe", "ib_uverbs", "veth", "bridge", "sch_netem"] {
         builder = builder.module(module);
     }
@@ -129,7 +132,8 @@ pub fn wait_up(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// QEMU's arguments for a network card with virtual functions, for [`virtual_function`]. Its port leads to a second card, which the other end's RDMA device is put on.
+/// QEMU's arguments for a network card with virtual functions, for [`virtual_function`]. Its port leads to a
+/// second card, which has the other end's RDMA device.
 pub fn with_virtual_functions(builder: Builder) -> Builder {
     builder
         .module("igb")
@@ -173,7 +177,8 @@ for i in $(seq 3000); do rdma link | grep -c 'state ACTIVE' | grep -qx 4 && exit
 rdma link; /bin/ip link; exit 1
 ";
 
-/// Makes a virtual function and puts an RDMA device on it: [`FUNCTION`], 10.0.2.2. The other end is `rxepeer`, 10.0.2.1.
+/// Makes a virtual function and puts an RDMA device on it: [`FUNCTION`], 10.0.2.2. The other end is
+/// `rxepeer`, 10.0.2.1.
 pub fn virtual_function(machine: &Machine) -> Result<()> {
     machine.check(FUNCTIONS, LONG).context("making a virtual function")?;
     let driver = machine.check("basename $(readlink /sys/class/net/vf0/device/driver)", LONG)?;

@@ -1,7 +1,8 @@
-//! A machine that is a whole Debian, with systemd as its first process: to install packages in, and to run services.
+//! A machine that is a whole Debian with systemd as its first process: to install packages in, and to run
+//! services.
 //!
-//! The disk is made once; a machine's changes to it are gone with the machine. The kernel and its modules come from outside, as in
-//! every machine here.
+//! The disk is made once; a machine's changes to it are lost when it ends. The kernel and its modules come
+//! from outside, as in every machine here.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -46,7 +47,7 @@ impl Release {
     }
 }
 
-/// What the system has besides Debian's essential packages and apt.
+/// The system's packages besides Debian's essential ones and apt.
 const PACKAGES: &str = "systemd,systemd-sysv,dbus,udev,kmod,iproute2,procps";
 
 /// Runs the agent, which `agent.c` describes.
@@ -60,7 +61,7 @@ ExecStart=/mnt/agent
 WantedBy=multi-user.target
 ";
 
-/// What is of no use in a machine without a network, a screen or a clock of its own.
+/// Useless in a machine without a network, a screen or its own clock.
 const MASKED: [&str; 9] = [
     "getty@tty1.service",
     "serial-getty@ttyS0.service",
@@ -76,12 +77,13 @@ const MASKED: [&str; 9] = [
 /// How long the machine may take to start its services, emulated on a busy host.
 const LONG: Duration = Duration::from_secs(600);
 
-/// The disk; made if it is not there (about a minute).
+/// The disk, made if missing (about a minute).
 pub fn disk(release: Release) -> Result<PathBuf> {
     make(release, release.disk_name(), PACKAGES, |_| Ok(()))
 }
 
-/// Debian 12's with DKMS, a compiler, and the headers of the kernel that these machines have: to build the guest's driver.
+/// Debian 12's disk with DKMS, a compiler, and the headers of these machines' kernel: to build the guest's
+/// driver.
 pub fn disk_with_dkms() -> Result<PathBuf> {
     let kernel = Kernel::default().files()?;
     // libelf1 is for the kernel's objtool.
@@ -118,7 +120,7 @@ fn make(
         MASKED.iter().try_for_each(|unit| link("/dev/null", unit))?;
         fs::write(root.join("etc/hostname"), "host\n")?;
         fs::write(root.join("etc/hosts"), "127.0.0.1 localhost host\n")?;
-        // Whatever is installed is gone with the machine.
+        // Whatever is installed is lost when the machine ends.
         fs::write(root.join("etc/dpkg/dpkg.cfg.d/fast"), "force-unsafe-io\n")?;
         // Each boot makes its own.
         fs::write(root.join("etc/machine-id"), "")?;
@@ -130,7 +132,7 @@ fn make(
             fs::create_dir_all(&folder)?;
         }
         finish(&root)?;
-        // Written anew in full each time, so a journal would only cost time.
+        // Written afresh each time, so a journal would only cost time.
         let mut make = Command::new("/sbin/mke2fs");
         make.args(["-q", "-F", "-t", "ext4", "-O", "^has_journal", "-L", "debian", "-d"]).arg(&root);
         let _ = fs::remove_file(&disk);
@@ -140,12 +142,12 @@ fn make(
     Ok(disk)
 }
 
-/// What such a machine consists of; [`boot`] boots it.
+/// Such a machine's parts; [`boot`] boots it.
 pub fn builder(release: Release) -> Result<Builder> {
     Ok(Machine::builder().kernel(release.kernel()).memory_mib(2048).cpus(2).disk(disk(release)?))
 }
 
-/// The same with what it takes to build the guest's driver.
+/// The same with everything needed to build the guest's driver.
 pub fn builder_with_dkms() -> Result<Builder> {
     Ok(Machine::builder().memory_mib(2048).cpus(2).disk(disk_with_dkms()?))
 }

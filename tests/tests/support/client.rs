@@ -1,4 +1,5 @@
-//! A native client that breaks the rules: it writes the channel's memory itself, word by word, as no library would.
+//! A native client that breaks the rules: it writes the channel's memory itself, word by word, as no library
+//! would.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -39,7 +40,8 @@ impl Client {
         client.with_context(|| format!("{answer:?}: {reason}"))
     }
 
-    /// Connects with a channel for `arena` bytes of arena and any header. Also returns the answer and its reason.
+    /// Connects with a channel for `arena` bytes of arena and any header. Also returns the answer and its
+    /// reason.
     pub fn try_connect(
         socket: &Path,
         arena: usize,
@@ -67,7 +69,7 @@ impl Client {
         Ok(self.ring()?)
     }
 
-    /// Rings the doorbell, whether the other side sleeps or not.
+    /// Rings the doorbell, whether or not the other side sleeps.
     pub fn ring(&self) -> io::Result<()> {
         nix::unistd::write(&self.doorbell, &1u64.to_ne_bytes())?;
         Ok(())
@@ -126,11 +128,12 @@ impl Client {
         }
     }
 
-    /// Takes the context's error, if it has one.
+    /// Takes the context's error, if there is one.
     pub fn take_error(&self, context: usize) -> Option<Status> {
         let word = self.word(self.geometry.progress_offset + 0x40 + 16 * context);
         let status = word.load(Ordering::Acquire) as u32;
-        // SAFETY: the lower half of an aligned word of the channel. Only the status is cleared, as a library does.
+        // SAFETY: the lower half of an aligned word of the channel. Only the status is cleared, as a library
+        // does.
         unsafe { AtomicU32::from_ptr(word.as_ptr().cast()) }.store(0, Ordering::Release);
         (status != 0).then_some(Status(status))
     }
@@ -150,7 +153,7 @@ impl Client {
         (header.state() == State::Lost).then(|| header.reason())
     }
 
-    /// Waits until the session is lost and gives the reason.
+    /// Waits until the session is lost, and returns the reason.
     pub fn lost(&self) -> Result<String> {
         let mut reason = String::new();
         super::eventually(|| {

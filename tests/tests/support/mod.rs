@@ -1,10 +1,11 @@
-//! Support for the tests with hostile peers and with faults: both daemons with all their sockets, programs that run at
-//! the same time, and the daemons' resources.
+//! Support for the tests with hostile peers and with faults: both daemons with all their sockets, programs
+//! that run at the same time, and the daemons' resources.
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
 pub mod client;
 pub mod network;
+pub mod random;
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
@@ -63,7 +64,7 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// Starts everything, with a server whose descriptors outlive it.
+    /// Starts everything, with a server whose descriptors survive it.
     pub fn kept(name: &str, link: impl FnOnce(u16) -> Result<String>) -> Result<Self> {
         let mut rig = Self::through(name, &[], &[], link)?;
         rig.server.signal(Signal::SIGTERM)?;
@@ -83,8 +84,8 @@ impl Rig {
         Self::through(name, server, bridge, |port| Ok(on_this_host(port)))
     }
 
-    /// The same. `link` maps the server's port to the address that the bridge over TCP connects to. It is
-    /// called by this thread, right before that bridge is started.
+    /// The same. `link` maps the server's port to the address that the bridge over TCP connects to. This
+    /// thread calls it right before it starts that bridge.
     pub fn through(
         name: &str,
         server: &[&str],
@@ -146,7 +147,7 @@ impl Rig {
         [&self.server, &self.local, &self.tcp]
     }
 
-    /// Starts the server again, after its end.
+    /// Starts the server again after it has ended.
     pub fn restart_server(&mut self) -> Result<()> {
         let (folder, logs, arguments) = (self.folder.path(), &self.logs, &self.server_arguments);
         self.server = match &self.manager {
@@ -203,7 +204,8 @@ impl Rig {
         outcome.verdict(name).map(drop).with_context(|| format!("over {transport:?}"))
     }
 
-    /// The resources of all daemons once no session is left, the pool of workers is full again, and nothing changes any more.
+    /// The resources of all daemons once no session is left, the pool of workers is full again, and nothing
+    /// changes any more.
     pub fn idle_holdings(&self) -> Result<Vec<Holdings>> {
         let mut last: Vec<Holdings> = Vec::new();
         let mut same = 0;
@@ -238,8 +240,8 @@ impl Rig {
         Ok(())
     }
 
-    /// Waits until nothing of a session is left: no session, no more descriptors, threads, mappings and processes than in
-    /// `before`, the workers ready, and no more memory than a bound.
+    /// Waits until nothing of a session is left: no session, no more descriptors, threads, mappings and
+    /// processes than in `before`, the workers ready, and memory within a bound.
     pub fn check_left_nothing(&self, before: &[Holdings]) -> Result<()> {
         eventually(|| {
             self.check_idle()?;
@@ -356,7 +358,7 @@ impl Running {
         Ok(())
     }
 
-    /// The same; gives what it has written to its standard error.
+    /// The same; returns what it has written to its standard error.
     pub fn killed(mut self) -> Result<String> {
         self.child.kill()?;
         self.child.wait()?;
@@ -411,7 +413,7 @@ impl Idle {
         self.0.id()
     }
 
-    /// Lets it continue, and requires that it passes.
+    /// Lets it continue and requires that it passes.
     pub fn passes(mut self) -> Result<()> {
         drop(self.0.stdin.take());
         let mut text = String::new();
@@ -476,7 +478,7 @@ impl Holdings {
         })
     }
 
-    /// Everything that is counted, without the size of memory.
+    /// Everything counted, except the size of memory.
     fn counts(&self) -> [usize; 4] {
         [self.descriptors, self.threads, self.memfds, self.children]
     }

@@ -1,4 +1,4 @@
-//! Network namespaces: a host, a server, and a router between them that can lose every packet without a word.
+//! Network namespaces: a host, a server, and a router between them that can silently drop every packet.
 
 use std::fs::File;
 use std::process::{Child, Command, Stdio};
@@ -9,7 +9,7 @@ use nix::sched::{CloneFlags, setns, unshare};
 /// The server's address.
 pub const SERVER: &str = "10.97.2.2";
 
-/// See the module's text. Needs root.
+/// See the module's documentation. Needs root.
 pub struct Network {
     host: Namespace,
     router: Namespace,
@@ -19,7 +19,7 @@ pub struct Network {
 }
 
 impl Network {
-    /// `None`: only root may make one.
+    /// `None` if not root.
     pub fn new() -> Result<Option<Self>> {
         if !nix::unistd::geteuid().is_root() {
             println!("skipped: network namespaces need root");
@@ -39,19 +39,19 @@ impl Network {
         Ok(Some(network))
     }
 
-    /// Loses every packet from now on, or none.
+    /// Drops every packet from now on, or none.
     pub fn lose(&self, all: bool) -> Result<()> {
         self.router.run(&format!("echo {} > /proc/sys/net/ipv4/ip_forward", u8::from(!all)))
     }
 
-    /// Gives the host another address, and takes the one that it had.
+    /// Gives the host another address in place of its present one.
     pub fn move_host(&self) -> Result<()> {
         // Without an address there are no routes.
         self.host.run("ip addr flush dev eth0 && ip addr add 10.97.1.77/24 dev eth0")?;
         self.host.run("ip route add default via 10.97.1.1")
     }
 
-    /// What this thread opens and starts from now on is on the host.
+    /// Whatever this thread opens and starts from now on is on the host.
     pub fn enter_host(&self) -> Result<()> {
         self.host.enter()
     }
@@ -61,13 +61,13 @@ impl Network {
         self.server.enter()
     }
 
-    /// This thread is where it was when it made the network.
+    /// Returns this thread to where it was when it made the network.
     pub fn leave(&self) -> Result<()> {
         setns(&self.before, CloneFlags::CLONE_NEWNET).context("cannot leave a network namespace")
     }
 }
 
-/// A namespace, held by a process that ends when its input closes: at the latest with this process.
+/// A namespace, held by a process that ends when its input closes, at the latest when this process ends.
 struct Namespace(Child);
 
 impl Namespace {
@@ -80,7 +80,7 @@ impl Namespace {
                 .spawn()
                 .context("cannot start cat")
         };
-        // In a thread of its own, which ends with it.
+        // In its own thread, which ends with it.
         let held = std::thread::spawn(hold).join().map_err(|_| anyhow::anyhow!("a thread panicked"))?;
         Ok(Self(held?))
     }

@@ -1,4 +1,4 @@
-//! What the tests of Debian packages have in common: the packages, and what happens to them in a machine with systemd.
+//! What the tests of Debian packages share: the packages, and what happens to them in a machine with systemd.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use rgpu_tests::tree;
 /// How long a command in the emulated machine may take on a busy host; the longest compiles the driver.
 pub const LONG: Duration = Duration::from_secs(900);
 
-/// Where the machine sees what is put into it.
+/// Where the machine sees the files put into it.
 pub const PROGRAMS: &str = "/mnt/programs";
 
 /// The packages, by their names.
@@ -61,7 +61,8 @@ pub fn newer(names: &[&str], folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(made)
 }
 
-/// Puts these packages, and newer ones of them, and programs with NVIDIA's runtime inside, as nvcc makes them, into a machine.
+/// Puts these packages, newer revisions of them, and programs with NVIDIA's runtime inside (as nvcc makes
+/// them) into a machine.
 pub fn contents(
     mut builder: Builder,
     names: &[&str],
@@ -83,7 +84,7 @@ pub fn contents(
 
 /// Everything on the disk that packages could leave behind, users and units included.
 pub fn inventory(machine: &Machine) -> Result<BTreeSet<String>> {
-    // What apt, dpkg, the journal and caches keep is theirs; so are the earlier versions of the lists of users.
+    // apt, dpkg, the journal and caches keep these; so are the earlier versions of the lists of users.
     let list = r"find / -xdev \( -path /var/lib/dpkg -o -path /var/lib/apt -o -path /var/log/journal -o -path /var/cache -o -path /tmp \
         -o -path /mnt -o -path /root -o -path '/var/log/apt*' -o -path /var/log/dpkg.log -o -path /var/log/alternatives.log \
         -o -path '/etc/*-' -o -path /etc/.pwd.lock -o -path /etc/ld.so.cache \) -prune -o -print
@@ -98,7 +99,7 @@ pub fn eventually(machine: &Machine, command: &str) -> Result<String> {
         .check(&format!("for i in $(seq 600); do {{ {command}; }} && exit 0; sleep 0.2; done; exit 1"), LONG)
 }
 
-/// One program that holds a session until it is told to go on.
+/// A program that holds a session until it is told to continue.
 pub struct Held {
     process: rgpu_tests::machine::Process,
 }
@@ -121,7 +122,7 @@ impl Held {
     }
 }
 
-/// Removes these packages, which keeps their settings, and then purges them: it is as if they had never been there.
+/// Removes these packages, which keeps their settings, and then purges them. Nothing may be left of them.
 pub fn purge(machine: &Machine, names: &[&str], settings: &str, before: &BTreeSet<String>) -> Result<()> {
     let names = names.join(" ");
     machine.check(&format!("apt-get remove -y {names}"), LONG)?;

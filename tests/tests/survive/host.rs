@@ -1,4 +1,4 @@
-//! Programs of a host whose device process is killed, and whose daemon is replaced, again and again.
+//! Programs of a host whose device process is killed and whose daemon is replaced, again and again.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,11 +8,12 @@ use rgpu_tests::guest::free_port;
 
 use super::*;
 
-/// Programs with commands, copies, host memory and threads, and some that are several processes.
+/// Programs with commands, copies, host memory and threads, some with several processes.
 const HOST_PROGRAMS: &[&str] =
     &["copies", "graph_host", "host_registration", "ipc_memory", "mapped_memory", "pinned_bulk", "threads"];
 
-/// Kills the device process of the programs that run, if there is one, or has the daemon execute the installed program, in turn. Waits until others serve.
+/// In turn, kills the device process of the running programs, if there is one, or makes the daemon execute
+/// the installed program. Waits until others serve.
 fn replace(host: &Daemon, number: u64) -> Result<bool> {
     let status = host.status()?;
     let keepers = |status: &serde_json::Value| status["keepers_before"].as_u64().unwrap_or(0);
@@ -89,7 +90,7 @@ fn programs_pass_while_their_hosts_processes_are_killed_and_upgraded() -> Result
 }
 
 #[test]
-fn sessions_under_tls_go_on_in_the_next_process_of_their_host() -> Result<()> {
+fn sessions_under_tls_continue_in_the_next_process_of_their_host() -> Result<()> {
     let (folder, logs) = (tempfile::tempdir()?, tree::logs().join("survive-tls"));
     let path = |name: &str| folder.path().join(name).display().to_string();
     let listen = format!("tcp:127.0.0.1:{}", free_port()?);

@@ -1,8 +1,8 @@
-//! A guest whose machine is stopped (QMP's `stop`, `virsh suspend`) while programs run, and goes on.
+//! A guest whose machine is stopped (QMP's `stop`, `virsh suspend`) while programs run, and then continues.
 
 use super::*;
 
-/// Programs that launch, copy much and little, wait for events, and have the host call their functions.
+/// Programs that launch, copy much and little, wait for events, and make the host call their functions.
 const WORKING: [&str; 8] = [
     "launch_storm 3000",
     "copies",
@@ -14,7 +14,7 @@ const WORKING: [&str; 8] = [
     "threads",
 ];
 
-/// How often a guest is stopped at least: `RGPU_STOPS`.
+/// The least number of stops of a guest: `RGPU_STOPS`.
 fn stops() -> u64 {
     std::env::var("RGPU_STOPS").ok().and_then(|text| text.parse().ok()).unwrap_or(40)
 }
@@ -33,7 +33,7 @@ fn working(name: &str, transport: &'static str) -> Result<Bed> {
     Ok(Bed { host, machine })
 }
 
-/// The states of the guest's sessions, as the daemon tells them.
+/// The states of the guest's sessions, according to the daemon.
 fn states(host: &Host) -> Result<Vec<String>> {
     let status = host.bridge()?.status()?;
     let rows = status["sessions"].as_array().context("the status has no sessions")?;
@@ -53,7 +53,8 @@ fn linked(host: &Host) -> Result<()> {
     }
 }
 
-/// Has all programs work at the same time, does `interrupt` again and again meanwhile, and checks that all pass. Gives how often it was done.
+/// Runs all programs at the same time, does `interrupt` again and again meanwhile, and checks that all pass.
+/// Returns how often it did.
 fn work_through(bed: &Bed, least: u64, mut interrupt: impl FnMut(u64) -> Result<()>) -> Result<u64> {
     let mut count = 0;
     while count < least {
@@ -64,7 +65,7 @@ fn work_through(bed: &Bed, least: u64, mut interrupt: impl FnMut(u64) -> Result<
         while count < least && running.iter().any(|(_, process)| !process.has_ended()) {
             interrupt(count)?;
             count += 1;
-            // The programs are to get somewhere in between, each time somewhere else.
+            // The programs should make some progress in between, a different amount each time.
             linked(&bed.host)?;
             std::thread::sleep(Duration::from_millis(37 * (count % 7)));
         }
@@ -104,7 +105,7 @@ fn stopped_guests_are_reset_or_lose_their_device_process(transport: &'static str
     ensure!(bed.host.bridge()?.status()?["sessions_lost"] == 0, "sessions were lost");
     bed.check_after("kill -9 of the device process of a stopped guest", &before)?;
 
-    // A reset ends the sessions, of a guest that runs and of one that is stopped.
+    // A reset ends the guest's sessions, whether it runs or is stopped.
     for stopped in [false, true] {
         let in_copy = start_kill_me(&bed.machine, "copy")?;
         let in_kernel = start_kill_me(&bed.machine, "kernel")?;
@@ -119,7 +120,7 @@ fn stopped_guests_are_reset_or_lose_their_device_process(transport: &'static str
         bed.check_after("a reset of the guest by its VMM", &before)?;
     }
 
-    // QEMU's end ends the sessions of a guest that is stopped.
+    // When QEMU ends, so do the sessions of a stopped guest.
     let in_copy = start_kill_me(&bed.machine, "copy")?;
     bed.machine.stop()?;
     bed.machine.kill9()?;
@@ -142,7 +143,7 @@ fn programs_go_on_after_the_guest_was_stopped(transport: &'static str) -> Result
     let before = bed.base_line()?;
     let count = work_through(&bed, stops(), |_| {
         bed.machine.stop()?;
-        // Nothing moves while it is stopped, and every session stands.
+        // Nothing moves while it is stopped, and every session survives.
         let states = states(&bed.host)?;
         ensure!(states.iter().all(|state| state == "paused" || state == "ended"), "{states:?}");
         bed.machine.cont()
@@ -153,11 +154,11 @@ fn programs_go_on_after_the_guest_was_stopped(transport: &'static str) -> Result
 }
 
 #[test]
-fn programs_go_on_after_the_guest_was_stopped_over_local() -> Result<()> {
+fn programs_continue_after_the_guest_was_stopped_over_local() -> Result<()> {
     programs_go_on_after_the_guest_was_stopped("local")
 }
 
 #[test]
-fn programs_go_on_after_the_guest_was_stopped_over_tcp() -> Result<()> {
+fn programs_continue_after_the_guest_was_stopped_over_tcp() -> Result<()> {
     programs_go_on_after_the_guest_was_stopped("tcp")
 }

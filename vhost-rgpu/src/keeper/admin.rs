@@ -1,11 +1,12 @@
-//! What `rgpuctl` asks of the keeper, over a Unix socket that only the daemon's user and root can open: one JSON object each way, and the connection closes. rgpu-server's has the same requests.
+//! `rgpuctl`'s requests to the keeper, over a Unix socket that only the daemon's user and root can open: one
+//! JSON object each way, then the connection closes. rgpu-server has the same requests.
 //!
 //! ```text
-//!   {"upgrade": {}}     {"upgrading": {"sessions": 3, "version": …}}, and another program takes over
+//!   {"upgrade": {}}     {"upgrading": {"sessions": 3, "version": …}}, then another program takes over
 //!   {"version": {}}     {"version": …, "pid": 7, "sessions": 3}
 //! ```
 //!
-//! An answer to what cannot be done is `{"error": "why"}`.
+//! A failed request is answered with `{"error": "why"}`.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -20,9 +21,9 @@ use super::status::Own;
 use super::takeover::Succession;
 use crate::sockets::Listening;
 
-/// Most bytes of a request.
+/// Maximum size of a request in bytes.
 const MAX_REQUEST: u64 = 4096;
-/// How long a client may take to send its request, and to take the answer.
+/// How long a client may take to send its request, and to receive the answer.
 const WITHIN: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Deserialize)]
@@ -54,7 +55,7 @@ pub fn serve(
                 tracing::error!("rgpuctl upgrade: not upgraded: {why}");
                 json!({ "error": why })
             }
-            Err(e) => json!({ "error": format!("the request is not one: {e}") }),
+            Err(e) => json!({ "error": format!("the request cannot be parsed: {e}") }),
         };
         // The operator may be gone.
         drop(stream.write_all(format!("{answer}\n").as_bytes()));

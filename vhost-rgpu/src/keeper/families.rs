@@ -1,60 +1,62 @@
 //! The metrics of `vhost-rgpu`. [docs/metrics.md](../../../docs/metrics.md) has them as a table.
 //!
-//! `vm` is a virtual machine's name and empty for programs of the host itself, which have their user's ID in `uid`. `program` is what a program says of itself.
-//! `server` is an address as the configuration has it.
+//! `vm` is a virtual machine's name; it is empty for programs of the host itself, which have their user's ID
+//! in `uid`. `program` is the program's own claim. `server` is an address from the configuration.
 
 metrics::families! {
-    /// Always 1. Its labels say what runs.
+    /// Always 1. Its labels describe what is running.
     INFO: Gauge "rgpu_host_info" { "version", "protocol" };
     /// Unix time at which the daemon started.
     STARTED: Gauge "rgpu_host_start_time" ["seconds"] {};
-    /// Device processes that run.
+    /// Running device processes.
     PROCESSES: Gauge "rgpu_host_device_processes" { "vm", "uid" };
-    /// Device processes that were started in place of one that had ended unexpectedly.
+    /// Device processes that replaced one that had ended unexpectedly.
     RESTARTS: Counter "rgpu_host_device_process_restarts" {};
 
-    /// Sessions that there are now.
+    /// Current sessions.
     SESSIONS: Gauge "rgpu_host_sessions" { "vm", "uid", "program", "transport", "server" };
-    /// Sessions that have lost their link and wait for another.
+    /// Sessions that have lost their link and wait for a new one.
     RESUMING: Gauge "rgpu_host_sessions_resuming" { "vm", "uid", "server" };
-    /// Sessions that were opened.
+    /// Opened sessions.
     OPENED: Counter "rgpu_host_sessions_opened" { "vm", "uid" };
-    /// Sessions that their programs closed.
+    /// Sessions closed by their programs.
     CLOSED: Counter "rgpu_host_sessions_closed" { "vm", "uid" };
-    /// Sessions that ended otherwise than by their program's will.
+    /// Sessions that ended without their program closing them.
     LOST: Counter "rgpu_host_sessions_lost" { "vm", "uid" };
-    /// Sessions that were refused or did not come about, by reason: invalid, no_resources, no_server, version, denied or unsupported.
+    /// Sessions that were refused or could not be opened, by reason: invalid, no_resources, no_server,
+    /// version, denied or unsupported.
     REFUSED: Counter "rgpu_host_sessions_refused" { "vm", "uid", "reason" };
-    /// Requests of guests and programs that were malformed.
+    /// Malformed requests of guests and programs.
     MALFORMED: Counter "rgpu_host_malformed_requests" { "vm", "uid" };
-    /// Programs of this host that were refused before they had a device process, by reason: draining, host_full, user_full or failed.
+    /// Programs of this host that were refused before they had a device process, by reason: draining,
+    /// host_full, user_full or failed.
     CLIENTS_REFUSED: Counter "rgpu_host_clients_refused" { "reason" };
-    /// Times that sessions went on: over new connections, or in another device process.
+    /// Times that sessions resumed, over new connections or in another device process.
     RESUMES: Counter "rgpu_host_resumes" { "vm", "uid" };
 
-    /// Round-trip time of the control connection to the server: the longest among the sessions. Over tcp.
+    /// Round-trip time of the control connection to the server, over tcp: the longest of all sessions.
     ROUND_TRIP: Gauge "rgpu_host_link_round_trip" ["seconds"] { "vm", "uid", "server" };
-    /// Commands that were forwarded. With the transport local, only the server counts commands and bytes.
+    /// Forwarded commands. With the transport local, only the server counts commands and bytes.
     COMMANDS: Counter "rgpu_host_commands" { "vm", "uid" };
-    /// Commands whose answer was passed on to a program.
+    /// Commands whose reply was passed on to a program.
     ROUND_TRIPS: Counter "rgpu_host_round_trips" { "vm", "uid" };
-    /// Bulk data that was sent to servers.
+    /// Bulk data sent to servers.
     DATA_SENT: Counter "rgpu_host_data_sent" ["bytes"] { "vm", "uid" };
-    /// Bulk data that was not sent because servers had it in their caches.
+    /// Bulk data not sent because servers had it in their caches.
     DATA_KNOWN: Counter "rgpu_host_data_known" ["bytes"] { "vm", "uid" };
-    /// Bulk data that was received from servers.
+    /// Bulk data received from servers.
     DATA_RECEIVED: Counter "rgpu_host_data_received" ["bytes"] { "vm", "uid" };
-    /// Commands and what belongs to them, as sent on control connections.
+    /// Commands and their accompanying data sent on control connections.
     CONTROL_SENT: Counter "rgpu_host_control_sent" ["bytes"] { "vm", "uid" };
-    /// Replies and what belongs to them, as received on control connections.
+    /// Replies and their accompanying data received on control connections.
     CONTROL_RECEIVED: Counter "rgpu_host_control_received" ["bytes"] { "vm", "uid" };
-    /// Records and replies that this host copied by CPU.
+    /// Bytes of records and replies that this host's CPU copied.
     COPIED: Counter "rgpu_host_copied" ["bytes"] { "vm", "uid" };
     /// Times that a program's doorbell woke this host.
     DOORBELLS: Counter "rgpu_host_doorbells" { "vm", "uid" };
-    /// Wake-ups that were sent to programs' threads.
+    /// Wake-ups sent to programs' threads.
     WAKES: Counter "rgpu_host_wakes" { "vm", "uid" };
-    /// Memory of guests and programs that is registered for copies now.
+    /// Memory of guests and programs currently registered for copies.
     REGISTERED: Gauge "rgpu_host_registered" ["bytes"] { "vm", "uid" };
 }
 

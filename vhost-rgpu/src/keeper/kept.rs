@@ -1,7 +1,9 @@
-//! What the keeper keeps of one VMM's connection, or of one user's programs, for the keeper after it: descriptors, and a record that says which of them is what.
+//! What a keeper keeps for its successor about one VMM's connection, or one user's programs: descriptors, and
+//! a record that identifies them.
 //!
-//! Each descriptor is kept under a number ([`Kept::hold`]), and the record names numbers. The record is written after the descriptors that it names are kept, and before those that it does
-//! not name any more are let go. So a keeper that is killed at any point leaves a record that is whole.
+//! Each descriptor is kept under a number ([`Kept::hold`]), and the record refers to numbers. The record is
+//! written after the descriptors that it names are kept, and before those that it no longer names are
+//! released. So a keeper that is killed at any point leaves a consistent record.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -14,12 +16,12 @@ use serde::{Deserialize, Serialize};
 
 use super::takeover::FORMAT;
 
-/// Most bytes of a record.
+/// Maximum size of a record in bytes.
 const ROOM: u64 = 16 << 20;
 /// The last part of the record's name.
 const RECORD: &str = "record";
 
-/// What a record says.
+/// The contents of a record.
 pub trait Words: Serialize + DeserializeOwned + Default + Send {
     /// The numbers of all descriptors that it names.
     fn numbers(&self) -> BTreeSet<u64>;
@@ -42,7 +44,7 @@ struct Record<W> {
     words: W,
 }
 
-/// What every record begins with, also one of another version.
+/// The beginning of every record, in any version.
 #[derive(Deserialize)]
 struct Head {
     format: u32,
@@ -50,15 +52,15 @@ struct Head {
 
 struct State<W> {
     record: Record<W>,
-    /// All that are kept. Those that are new are not named yet.
+    /// All kept descriptors. New ones are not in the record yet.
     held: BTreeSet<u64>,
     named: BTreeSet<u64>,
 }
 
-/// See the module.
+/// See the module's documentation.
 pub struct Kept<W> {
     store: Arc<Store>,
-    /// What the names begin with.
+    /// The prefix of all names.
     prefix: String,
     text: Text,
     state: Mutex<State<W>>,
@@ -70,15 +72,15 @@ impl<W> std::fmt::Debug for Kept<W> {
     }
 }
 
-/// The descriptors of a keeper before this one, by number.
+/// The previous keeper's descriptors, by number.
 #[derive(Debug)]
 pub struct Found(BTreeMap<u64, OwnedFd>);
 
 impl Found {
-    /// A duplicate of one of them.
+    /// Duplicates one of them.
     ///
     /// # Errors
-    /// If it is not there, or this process can have no more.
+    /// If it doesn't exist, or this process can have no more.
     pub fn get(&self, number: u64) -> io::Result<OwnedFd> {
         let missing = || io::Error::new(io::ErrorKind::NotFound, format!("descriptor {number} was not kept"));
         self.0.get(&number).ok_or_else(missing)?.try_clone()
@@ -86,7 +88,7 @@ impl Found {
 }
 
 impl<W: Words> Kept<W> {
-    /// Begins to keep something, under names that begin with `prefix` and a hyphen.
+    /// Starts keeping things under names that begin with `prefix` and a hyphen.
     pub fn new(store: Arc<Store>, prefix: &str) -> io::Result<Kept<W>> {
         let record = Record { format: FORMAT, ..Record::default() };
         Kept::begin(store, prefix, Text::new(ROOM)?, record)
@@ -101,10 +103,10 @@ impl<W: Words> Kept<W> {
         Ok(kept)
     }
 
-    /// Takes over what a keeper before this one has kept, if it has. What its record does not name is closed.
+    /// Takes over what the previous keeper has kept, if anything. What its record doesn't name is closed.
     ///
     /// # Errors
-    /// If the record cannot be read. Nothing is kept any more then.
+    /// If the record cannot be read. Nothing is kept any more in that case.
     pub fn take_over(
         store: Arc<Store>,
         prefix: &str,
@@ -124,7 +126,7 @@ impl<W: Words> Kept<W> {
         let named = record.as_ref().map(|record| record.words.numbers()).unwrap_or_default();
         let mut found = BTreeMap::new();
         for rest in inherited.names(&start) {
-            // Another's, whose name begins with this one's.
+            // It belongs to something else whose name begins with this one's.
             let Ok(number) = rest.parse() else { continue };
             let name = format!("{start}{rest}");
             let Some(fd) = inherited.remove(&name) else { continue };
@@ -152,7 +154,7 @@ impl<W: Words> Kept<W> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps a descriptor that the record will name. One that is kept already has the same number again.
+    /// Keeps a descriptor for the record. One that is already kept gets the same number again.
     pub fn hold(&self, fd: &impl AsFd) -> u64 {
         let mut state = self.lock();
         let before = self.store.name_of(&self.name(""), fd);
@@ -164,7 +166,7 @@ impl<W: Words> Kept<W> {
         state.record.next += 1;
         state.held.insert(number);
         if let Err(e) = self.store.keep(&self.name(number), fd) {
-            tracing::warn!("{}: a descriptor cannot be kept for another keeper: {e}", self.prefix);
+            tracing::warn!("{}: cannot keep a descriptor for another keeper: {e}", self.prefix);
         }
         number
     }
@@ -174,14 +176,14 @@ impl<W: Words> Kept<W> {
         Held { number: self.hold(&fd), fd }
     }
 
-    /// Changes the record, and lets go of what it does not name any more.
+    /// Changes the record, and releases what it no longer names.
     pub fn change<T>(&self, change: impl FnOnce(&mut W) -> T) -> T {
         let mut state = self.lock();
         let done = change(&mut state.record.words);
         let written = serde_json::to_vec(&state.record).map_err(io::Error::from);
         if let Err(e) = written.and_then(|bytes| self.text.write(&bytes)) {
-            // The descriptors that the record before this one names stay.
-            tracing::warn!("{}: what another keeper would need cannot be written down: {e}", self.prefix);
+            // The descriptors in the previous record stay.
+            tracing::warn!("{}: cannot save the state for another keeper: {e}", self.prefix);
             return done;
         }
         let named = state.record.words.numbers();
@@ -193,14 +195,14 @@ impl<W: Words> Kept<W> {
         done
     }
 
-    /// What the record says.
+    /// Reads the record.
     pub fn read<T>(&self, read: impl FnOnce(&W) -> T) -> T {
         read(&self.lock().record.words)
     }
 
-    /// Keeps nothing any more.
+    /// Stops keeping anything.
     pub fn end(&self) {
-        // The record first: without it, the others mean nothing.
+        // First the record: without it, the others mean nothing.
         self.store.forget(&self.name(RECORD));
         let mut state = self.lock();
         for number in std::mem::take(&mut state.held) {
@@ -222,7 +224,7 @@ mod tests {
         }
     }
 
-    /// What the next process inherits: duplicates under these names.
+    /// What the next process inherits: duplicates with these names.
     fn next(files: &[(&str, &OwnedFd)]) -> Inherited {
         Inherited::from_pairs(files.iter().map(|(name, fd)| ((*name).to_owned(), fd.try_clone().unwrap())))
     }
@@ -241,7 +243,7 @@ mod tests {
         kept.change(|words| words.0 = vec![0, 2]);
         assert_eq!(store.name_of("guest-a-", &files[1]), None, "it is let go");
         let record = kept.text.as_fd().try_clone_to_owned().unwrap();
-        // Also something that was kept and never written down, and a neighbor with a similar name.
+        // Including something kept but never recorded, and something else with a similar name.
         let given = [
             ("guest-a-record", &record),
             ("guest-a-0", &files[0]),

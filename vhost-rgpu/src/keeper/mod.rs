@@ -1,12 +1,15 @@
-//! The keeper: the process that operators start. It is small and stays.
+//! The keeper: the process that operators start. It is small and long-lived.
 //!
-//! It owns the sockets that VMMs, programs and `rgpuctl` connect to, and starts a device process for each virtual machine and for each user of this host. All work on sessions is done
-//! there. The keeper maps no memory of a guest and opens no session: what a guest or a program does can harm its own device process and nothing else.
+//! It owns the sockets that VMMs, programs and `rgpuctl` connect to, and starts a device process for each
+//! virtual machine and each user of this host. Those do all work on sessions. The keeper maps no guest memory
+//! and opens no session: a guest or program can harm only its own device process.
 //!
-//! In reading order: [`process`] starts device processes and listens to them, [`vm`] with [`negotiation`] stands between a VMM and its device process, [`native`] does so for
-//! processes of this host, [`status`] adds up what device processes report, and [`scrape`] does so for Prometheus, by the definitions in
-//! [`families`]. [`takeover`] replaces the keeper by another program, or by the keeper that the service manager starts after a crash; [`kept`] is what one leaves to the other,
-//! [`ties`] of a device process, [`predecessor`] of a VMM. [`admin`] does what `rgpuctl upgrade` asks.
+//! In reading order: [`process`] starts device processes and listens to them; [`vm`] with [`negotiation`]
+//! stands between a VMM and its device process; [`native`] does so for processes of this host; [`status`]
+//! combines the device processes' reports; and [`scrape`] does so for Prometheus, with the definitions in
+//! [`families`]. [`takeover`] replaces the keeper with another program, or with the keeper that the service
+//! manager starts after a crash; [`kept`] is what one leaves to the other, [`ties`] for a device process,
+//! [`predecessor`] for a VMM. [`admin`] serves `rgpuctl upgrade`.
 
 mod admin;
 mod families;
@@ -43,9 +46,9 @@ use process::Processes;
 use status::Own;
 use takeover::Succession;
 
-/// How long sessions have to end when the daemon ends.
+/// How long sessions have to end when the daemon shuts down.
 const DRAIN: Duration = Duration::from_secs(4);
-/// Interval of the checks whether they have ended.
+/// Interval between checks whether they have ended.
 const CHECK_EVERY: Duration = Duration::from_millis(5);
 
 /// What the keeper runs.
@@ -57,13 +60,15 @@ struct Keeper {
     threads: Vec<JoinHandle<()>>,
     native: Option<Arc<native::Server>>,
     vms: Vec<Arc<vm::Server>>,
-    /// Removes the socket's file of the metrics, if they have one.
+    /// Removes the metrics' socket file, if there is one.
     _scraped: Option<Listening>,
 }
 
-/// Serves until SIGTERM or SIGINT, or until another program takes this one's place. `arguments` are those of this process, `source` is the file that they name.
+/// Serves until SIGTERM or SIGINT, or until another program takes over. `arguments` are those of this
+/// process, `source` is the file that they name.
 pub fn run(config: Config, arguments: Vec<OsString>, source: Option<Source>) -> Result<()> {
-    // Before any thread starts: all threads inherit the mask, so that the signals come through the descriptor only.
+    // Before any thread starts: all threads inherit the mask, so that signals arrive only through the
+    // descriptor.
     let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGUSR2]);
     signals.thread_block().context("blocking signals")?;
     let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
@@ -95,7 +100,7 @@ pub fn run(config: Config, arguments: Vec<OsString>, source: Option<Source>) -> 
     }
     succession.store.stopping();
     keeper.drain()?;
-    // Whoever is started next begins anew.
+    // The next daemon starts from scratch.
     succession.store.forget_all();
     started
 }
@@ -103,7 +108,7 @@ pub fn run(config: Config, arguments: Vec<OsString>, source: Option<Source>) -> 
 impl Keeper {
     fn start(&mut self, config: Config, inherited: &mut Inherited) -> Result<()> {
         let (succession, store) = (self.succession.clone(), self.succession.store.clone());
-        // At once, for all of them: no device process of the keeper before this one goes on.
+        // Immediately and for all of them, because no device process of the previous keeper continues.
         let names: Vec<String> = config.vms.iter().map(|vm| vm.name.clone()).collect();
         let before: Vec<_> = names.iter().map(|name| Predecessor::find(&store, name, inherited)).collect();
         Predecessor::drop_others(&store, inherited);
@@ -197,7 +202,7 @@ impl Keeper {
         }
     }
 
-    /// Makes way for the program that is installed now, in a thread: device processes have to be listened to meanwhile.
+    /// Hands over to the installed program, in a thread, because device processes must still be listened to.
     fn upgrade(&self) -> Result<()> {
         let (processes, own, succession) =
             (self.processes.clone(), self.own.clone(), self.succession.clone());
@@ -209,13 +214,14 @@ impl Keeper {
         Ok(())
     }
 
-    /// Stops listening, ends all device processes with their sessions, and removes the sockets. Threads that have not ended in time are logged and left to the end of the process.
+    /// Stops listening, ends all device processes with their sessions, and removes the sockets. Threads that
+    /// have not ended in time are logged and abandoned.
     fn drain(&mut self) -> Result<()> {
         let over = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .context("an eventfd")?;
         let processes = self.processes.clone();
         std::thread::scope(|scope| {
-            // What device processes say while they end has to be read.
+            // The messages of ending device processes must be read.
             scope.spawn(|| {
                 self.end_all();
                 let _ = over.write(1);
@@ -228,7 +234,7 @@ impl Keeper {
     }
 
     fn end_all(&mut self) {
-        // Device processes that do not end in their time are killed, so a thread needs a moment more.
+        // Device processes that don't end in time are killed, so threads need a moment more.
         let deadline = Instant::now() + DRAIN + Duration::from_secs(1);
         self.stoppers.iter().for_each(Stopper::stop);
         self.vms.iter().for_each(|vm| vm.stop());

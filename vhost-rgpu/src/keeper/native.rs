@@ -1,7 +1,10 @@
-//! The keeper's part of the native socket: it accepts processes of this host and passes each connection to the device process of the client's user.
+//! The keeper's part of the native socket: it accepts processes of this host and passes each connection to
+//! the device process of the client's user.
 //!
-//! One user's programs share a device process: a program can crash or exhaust that one, and no other user's. It ends when it has had no client for a while ([`LINGER`]).
-//! The keeper has each client's connection, too, and what the device process stores of its session. When a device process ends unexpectedly, another one goes on with its clients, which do not notice.
+//! One user's programs share a device process: a program can crash or exhaust that one, but no other user's.
+//! It ends after it has had no client for a while ([`LINGER`]). The keeper also holds each client's
+//! connection, and what the device process has stored of its session. If a device process ends unexpectedly,
+//! another one continues with its clients, which don't notice.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -29,25 +32,28 @@ use crate::link::{Stored, ToDevice};
 use crate::native::{Answering, MAX_STORED, answer, client_of};
 use crate::sockets::Listening;
 
-/// How long a user's device process waits for another client. A program that starts soon after the last one need not wait for a process.
+/// How long a user's device process waits for another client, so that a program started soon after the last
+/// one need not wait for a process.
 const LINGER: Duration = Duration::from_secs(10);
-/// How long a device process that has no client has to end.
+/// How long a device process without clients has to end.
 const ENDS_WITHIN: Duration = Duration::from_secs(15);
 
-/// A device process that has run for longer is not counted as failing at its start.
+/// A device process that ran longer than this has not failed at its start.
 const HEALTHY: Duration = Duration::from_secs(60);
-/// A user's clients are disconnected after so many device processes in a row that fail soon after their start.
+/// A user's clients are disconnected after this many device processes in a row have failed soon after their
+/// start.
 const MAX_FAILURES: u32 = 8;
-/// How long to wait before another attempt after the second failure. Doubled with each one.
+/// Pause before another attempt after the second failure. Doubled each time.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// What names of what is kept of users begin with.
+/// The prefix of names kept for users.
 const USER: &str = "user-";
 
-/// A user's programs, as they are written down for the next keeper.
+/// A user's programs as saved for the next keeper.
 #[derive(Default, Serialize, Deserialize)]
 struct Programs {
-    /// By number: what the log calls it, its connection, and the file that says whether a request was being answered.
+    /// By number: its name in the log, its connection, and the file that tells whether a request was being
+    /// answered.
     clients: BTreeMap<u64, (String, u64, u64)>,
     ties: Ties,
 }
@@ -69,39 +75,39 @@ impl Tied for Programs {
     }
 }
 
-/// A program that is connected.
+/// A connected program.
 #[derive(Debug)]
 struct Client {
     who: String,
     socket: OwnedFd,
-    /// Whether a request of it was being answered.
+    /// Tells whether one of its requests was being answered.
     answering: OwnedFd,
-    /// A device process has it.
+    /// Whether a device process has it.
     told: bool,
 }
 
 /// The device process of one user.
 #[derive(Debug)]
 struct User {
-    /// None before the first one of this keeper.
+    /// `None` before this keeper's first one.
     process: Option<Arc<Process>>,
     kept: Arc<Kept<Programs>>,
     clients: HashMap<u64, Client>,
-    /// The process has ended, and another one is being started.
+    /// Whether the process has ended and another one is being started.
     replacing: bool,
-    /// How many processes have failed one after the other.
+    /// Number of processes that have failed in a row.
     failures: u32,
-    /// When the last client left, if there is none.
+    /// When the last client left, if there are none.
     idle: Option<Instant>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     users: HashMap<u32, User>,
-    /// Clients of device processes that have ended, or are about to, are not in `users` any more.
+    /// Clients of device processes that have ended or are about to are no longer in `users`.
     next: u64,
     ending: bool,
-    /// Device processes that are being ended.
+    /// Number of device processes that are being ended.
     leaving: usize,
 }
 
@@ -124,7 +130,7 @@ pub struct Server {
     limit: LogLimit,
 }
 
-/// The process at the other end. The numbers come from the kernel, not from the client.
+/// The process at the other end. The kernel provides the numbers, not the client.
 fn credentials(socket: &OwnedFd) -> io::Result<UnixCredentials> {
     Ok(getsockopt(socket, sockopt::PeerCredentials)?)
 }
@@ -169,14 +175,16 @@ impl Server {
                 self.limit.warn(&who, &format!("refused: {why}"));
                 if let Some(socket) = socket {
                     let _ = answer(&socket, Answer::NoResources, &why, None);
-                    // A connection that is closed with an unread request is reset, and the client would not see the answer.
+                    // A connection closed with an unread request is reset, and the client would not see the
+                    // answer.
                     let _ = recv(socket.as_raw_fd(), &mut [0; 256], MsgFlags::MSG_DONTWAIT);
                 }
             }
         }
     }
 
-    /// Gives a client to its user's device process. On failure the client has to be told why, if there still is a connection.
+    /// Passes a client to its user's device process. On failure, returns why, and the connection if there
+    /// still is one.
     fn pass_on(&self, socket: OwnedFd, uid: u32, who: &str) -> Result<(), (Why, String, Option<OwnedFd>)> {
         let mut state = self.lock();
         if state.ending {
@@ -247,7 +255,7 @@ impl Server {
                 return Err((cause, why, Some(socket)));
             }
         };
-        // One that has ended, and the client with it, is replaced: the next one gets the client.
+        // If the process has ended, the client is passed to the next one.
         user.keep(number, &client);
         if let (false, Some(process)) = (user.replacing, user.process.clone())
             && let Err(e) = client.introduce(&process, number)
@@ -262,7 +270,8 @@ impl Server {
         Ok(())
     }
 
-    /// Ends device processes that have had no client for a while. When the next one has to end, if any.
+    /// Ends device processes that have had no client for a while. Returns when the next one has to end, if
+    /// any.
     pub fn expire(&self) -> Option<Instant> {
         let now = Instant::now();
         let mut state = self.lock();
@@ -277,7 +286,7 @@ impl Server {
         state.users.values().filter_map(|user| user.idle).min().map(|since| since + LINGER)
     }
 
-    /// Ends a device process, without waiting for it here.
+    /// Ends a device process without waiting for it here.
     fn dismiss(&self, state: &mut State, user: User, patience: Duration) {
         let kept = user.kept;
         let (Some(me), Some(process)) = (self.me.upgrade(), user.process) else { return kept.end() };
@@ -299,7 +308,7 @@ impl Server {
         }
     }
 
-    /// Ends every device process and waits up to `patience` for their sessions to end.
+    /// Ends every device process, and waits up to `patience` for their sessions to end.
     pub fn drain(&self, patience: Duration) {
         let mut state = self.lock();
         state.ending = true;
@@ -339,7 +348,7 @@ impl User {
     }
 }
 
-/// The users of whom a keeper before this one has left something.
+/// The users for whom the previous keeper has left something.
 fn users(inherited: &Inherited) -> Vec<u32> {
     let names = inherited.names(USER);
     names.iter().filter_map(|rest| rest.strip_suffix("-record")?.parse().ok()).collect()
@@ -349,12 +358,14 @@ fn users(inherited: &Inherited) -> Vec<u32> {
 fn find(store: &Arc<Store>, uid: u32, inherited: &mut Inherited) -> Option<(Kept<Programs>, Found)> {
     let found = Kept::take_over(store.clone(), &format!("{USER}{uid}"), inherited);
     found.unwrap_or_else(|e| {
-        tracing::error!("user {uid}: what the keeper before this one has written down cannot be read, so its programs are disconnected: {e}");
+        tracing::error!(
+            "user {uid}: the previous keeper's record cannot be read, so its programs are disconnected: {e}"
+        );
         None
     })
 }
 
-/// Ends what was kept of users' programs, which nobody serves any more.
+/// Drops what was kept of users' programs that nobody serves any more.
 pub fn drop_others(store: &Arc<Store>, inherited: &mut Inherited) {
     for uid in users(inherited) {
         if let Some((kept, found)) = find(store, uid, inherited) {
@@ -364,34 +375,34 @@ pub fn drop_others(store: &Arc<Store>, inherited: &mut Inherited) {
     }
 }
 
-/// A file that says nothing yet.
+/// An empty file.
 fn answering_file() -> io::Result<OwnedFd> {
     Ok(memfd_create(c"answering", MFdFlags::MFD_CLOEXEC)?)
 }
 
-/// Whether a process cannot be told anything because it has ended.
+/// Whether an error means that a process has ended.
 fn is_gone(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
 }
 
 impl Client {
-    /// Whether a request is there that nobody has taken away.
+    /// Whether there is a request that nobody has consumed.
     fn asks(&self) -> bool {
         let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
         recv(self.socket.as_raw_fd(), &mut [0], flags).is_ok_and(|length| length > 0)
     }
 
-    /// Takes the client's request away and answers it. Never blocks.
+    /// Consumes the client's request and answers it. Never blocks.
     fn answer(&self, reply: &Reply) {
         let Reply { status, reason, fd, .. } = reply;
-        // A client that is gone is noticed by its device process.
+        // The device process notices if the client is gone.
         let _ = Answering::note(&self.answering, true);
         let _ = recv(self.socket.as_raw_fd(), &mut [0], MsgFlags::MSG_DONTWAIT);
         let _ = answer(&self.socket, *status, reason, fd.as_ref().map(AsFd::as_fd));
         let _ = Answering::note(&self.answering, false);
     }
 
-    /// Gives the client to a device process.
+    /// Passes the client to a device process.
     fn introduce(&mut self, process: &Process, number: u64) -> io::Result<()> {
         let (socket, answering) = (self.socket.try_clone()?, self.answering.try_clone()?);
         let who = self.who.clone();
@@ -407,7 +418,7 @@ impl Owner for Server {
         let user = state.users.values().find(|user| user.is_served_by(process));
         let client = user.and_then(|user| user.clients.get(&answer.number));
         client.into_iter().for_each(|client| client.answer(&answer));
-        // One that is gone waits for nothing.
+        // A client that is gone waits for nothing.
         let _ = process.tell(&ToDevice::Answered { number: answer.number });
     }
 
@@ -447,7 +458,7 @@ impl Owner for Server {
 }
 
 impl Server {
-    /// Goes on with the clients of the keeper before this one. Does not wait for their device processes.
+    /// Continues with the previous keeper's clients, without waiting for their device processes.
     pub fn take_over(self: &Arc<Self>, inherited: &mut Inherited) {
         for uid in users(inherited) {
             let Some((kept, found)) = find(&self.succession.store, uid, inherited) else { continue };
@@ -462,7 +473,7 @@ impl Server {
             let (mut state, clients) = match clients {
                 Ok(clients) => (self.lock(), clients),
                 Err(e) => {
-                    tracing::error!("user {uid}: the programs of the keeper before this one: {e}");
+                    tracing::error!("user {uid}: taking over the previous keeper's programs: {e}");
                     kept.end();
                     continue;
                 }
@@ -476,7 +487,7 @@ impl Server {
                 match kept.end_device_process(&found, MAX_STORED, |reply| {
                     let state = server.lock();
                     let client = state.users.get(&uid).and_then(|user| user.clients.get(&reply.number));
-                    // Without a request, the keeper before this one has answered it.
+                    // Without a request, the previous keeper has answered it.
                     client
                         .filter(|client| client.asks())
                         .into_iter()
@@ -484,7 +495,7 @@ impl Server {
                 }) {
                     Ok(stored) => server.serve_again(uid, stored, HEALTHY),
                     Err(e) => {
-                        tracing::error!("user {uid}: what its device process has stored: {e}");
+                        tracing::error!("user {uid}: reading what its device process has stored: {e}");
                         server.give_up(&mut server.lock(), uid);
                     }
                 }
@@ -496,7 +507,7 @@ impl Server {
         }
     }
 
-    /// Starts another device process for a user's clients in place of one that has ended.
+    /// Starts another device process for a user's clients after the previous one has ended.
     fn replace(&self, uid: u32, old: Arc<Process>) {
         let _stays = self.succession.stays();
         let (how, stored) = old.take_over();
@@ -504,7 +515,8 @@ impl Server {
         self.serve_again(uid, stored, old.age());
     }
 
-    /// Starts a device process for a user's clients. It takes what the one before it, which `ran` so long, has stored.
+    /// Starts a device process for a user's clients. It gets what its predecessor, which ran for `ran`, has
+    /// stored.
     fn serve_again(&self, uid: u32, mut stored: StoredByChannel, mut ran: Duration) {
         let name = Role::Native(uid).to_string();
         loop {
@@ -516,7 +528,7 @@ impl Server {
             if failures > MAX_FAILURES || user.clients.is_empty() || ending {
                 if failures > MAX_FAILURES {
                     tracing::error!(
-                        "{}: {MAX_FAILURES} device processes have failed one after the other; its clients are disconnected",
+                        "{}: {MAX_FAILURES} device processes in a row have failed; its clients are disconnected",
                         name
                     );
                 }
@@ -541,11 +553,11 @@ impl Server {
             let mut state = self.lock();
             let Some(user) = state.users.get_mut(&uid) else {
                 drop(state);
-                // All clients have left, or the daemon ends.
+                // All clients have left, or the daemon is shutting down.
                 return process.end(Duration::ZERO);
             };
             user.kept.served_by(&process);
-            // From here on what it stores is its user's.
+            // What it stores from now on belongs to its user.
             user.process = Some(process.clone());
             let introduced = restored.and_then(|()| {
                 user.clients.iter_mut().try_for_each(|(number, client)| client.introduce(&process, *number))
@@ -565,7 +577,7 @@ impl Server {
         }
     }
 
-    /// Disconnects a user's clients, whose device process is gone.
+    /// Disconnects a user's clients after their device process has ended.
     fn give_up(&self, state: &mut State, uid: u32) {
         let Some(user) = state.users.remove(&uid) else { return };
         for client in user.clients.values() {

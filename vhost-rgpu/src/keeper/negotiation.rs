@@ -1,6 +1,8 @@
-//! What a VMM and a device have agreed on over vhost-user, as far as another device process must know it: nothing here does I/O.
+//! What a VMM and a device have agreed on over vhost-user, as far as another device process must know it.
+//! Nothing here does I/O.
 //!
-//! Sizes and descriptor counts were checked by `vhost`; indexes and the number of memories are checked here, and the device process checks everything again.
+//! Sizes and descriptor counts were checked by `vhost`; indexes and the number of memories are checked here,
+//! and the device process checks everything again.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -17,12 +19,12 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::kept::{Found, Held};
 
-/// Maximum memories of a guest.
+/// Maximum number of memory regions of a guest.
 pub const MAX_MEMORIES: usize = 509;
-/// Maximum memories in one message.
+/// Maximum number of memory regions in one message.
 const MAX_TABLE: usize = 32;
 
-/// One memory of the guest.
+/// One memory region of the guest.
 struct Memory {
     info: VhostUserMemoryRegionInfo,
     /// Keeps the descriptor in `info` open.
@@ -47,19 +49,19 @@ impl Memory {
 pub struct Ring {
     /// Its length in descriptors.
     pub num: Option<u16>,
-    /// Where it lies.
+    /// Its addresses.
     pub addresses: Option<VringConfigData>,
     /// The first descriptor chain to take.
     pub base: Option<u16>,
-    /// The driver's notifications. None: the ring is stopped.
+    /// The driver's notifications. `None`: the ring is stopped.
     pub kick: Option<Held<Notifier>>,
     /// The device's notifications.
     pub call: Option<Held<Notifier>>,
     /// The device's errors.
     pub err: Option<Held<Notifier>>,
-    /// Whether it is enabled, once the VMM has said so.
+    /// Whether it is enabled, once the VMM has set this.
     pub enabled: Option<bool>,
-    /// Where it lay when it stopped. A guest that goes on has it there again.
+    /// Its addresses when it stopped. A guest that continues has it there again.
     pub lay: Option<VringConfigData>,
 }
 
@@ -72,7 +74,8 @@ pub struct Negotiation {
     pub protocol: Option<u64>,
     /// Features that the driver has accepted.
     pub features: Option<u64>,
-    /// The control queue has stopped: the guest is stopped, or was reset. The VMM says the same in both cases.
+    /// The control queue has stopped: the guest is stopped, or was reset. The VMM sends the same messages in
+    /// both cases.
     pub stopped: bool,
     /// The guest's memories.
     memories: Vec<Memory>,
@@ -90,10 +93,10 @@ impl AsFd for Notifier {
 }
 
 impl Notifier {
-    /// Without a descriptor nobody listens, or nobody notifies: an eventfd of its own is the same.
+    /// Without a descriptor nobody listens or notifies, which is the same as an eventfd of its own.
     pub fn new(file: Option<File>) -> Result<Notifier> {
         match file {
-            // SAFETY: `into_raw_fd` gives up the ownership of the descriptor, which is only read and written.
+            // SAFETY: `into_raw_fd` gives up ownership of the descriptor, which is only read and written.
             Some(file) => Ok(Notifier(unsafe { EventFd::from_raw_fd(file.into_raw_fd()) })),
             None => EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK)
                 .map(Notifier)
@@ -101,13 +104,13 @@ impl Notifier {
         }
     }
 
-    /// Another descriptor of it.
+    /// Duplicates its descriptor.
     pub fn try_clone(&self) -> Result<Notifier> {
         self.0.try_clone().map(Notifier).map_err(Error::ReqHandlerError)
     }
 }
 
-/// What was negotiated, as it is written down for the next keeper. Descriptors are numbers of [`Found`].
+/// What was negotiated, as saved for the next keeper. Descriptors are numbers in [`Found`].
 #[derive(Default, Serialize, Deserialize)]
 pub struct Saved {
     owned: bool,
@@ -123,7 +126,7 @@ pub struct Saved {
 #[derive(Default, Serialize, Deserialize)]
 struct SavedRing {
     num: Option<u16>,
-    /// Flags, and where the descriptors, the used and the available ring lie.
+    /// Flags, and the addresses of the descriptors, the used ring and the available ring.
     addresses: Option<(u32, u64, u64, u64)>,
     base: Option<u16>,
     kick: Option<u64>,
@@ -149,7 +152,7 @@ impl Negotiation {
         self.rings.get_mut(index as usize).ok_or(Error::InvalidParam)
     }
 
-    /// The guest has these memories now.
+    /// Sets the guest's memory regions.
     pub fn set_memories(&mut self, regions: &[VhostUserMemoryRegion], files: Vec<Held<File>>) {
         let memory = |(region, file): (&VhostUserMemoryRegion, Held<File>)| {
             Memory::new(
@@ -163,7 +166,7 @@ impl Negotiation {
         self.memories = regions.iter().zip(files).map(memory).collect();
     }
 
-    /// The guest has one memory more.
+    /// Adds a memory region.
     pub fn add_memory(&mut self, region: &VhostUserSingleMemoryRegion, file: Held<File>) -> Result<()> {
         if self.memories.len() >= MAX_MEMORIES {
             return Err(Error::InvalidParam);
@@ -173,7 +176,7 @@ impl Negotiation {
         Ok(())
     }
 
-    /// The guest has one memory less. `None`: there is no such memory.
+    /// Removes a memory region. `None`: there is no such region.
     pub fn remove_memory(
         &mut self,
         region: &VhostUserSingleMemoryRegion,
@@ -183,12 +186,12 @@ impl Negotiation {
         Some(self.memories.remove(at).info)
     }
 
-    /// The last memory, as it was given.
+    /// The last memory region, as it was given.
     pub fn last_memory(&self) -> Option<&VhostUserMemoryRegionInfo> {
         self.memories.last().map(|memory| &memory.info)
     }
 
-    /// Tells a device what memories there are.
+    /// Tells a device the memory regions.
     pub fn send_memories(&self, device: &mut Frontend) -> vhost::Result<()> {
         let all: Vec<_> = self.memories.iter().map(|memory| memory.info).collect();
         let (first, others) = all.split_at(all.len().min(MAX_TABLE));
@@ -198,7 +201,7 @@ impl Negotiation {
         others.iter().try_for_each(|memory| device.add_mem_region(memory).map(drop))
     }
 
-    /// Everything, for the next keeper.
+    /// Everything, in saved form for the next keeper.
     pub fn save(&self) -> Saved {
         let memory = |memory: &Memory| {
             let info = &memory.info;
@@ -228,7 +231,7 @@ impl Negotiation {
         }
     }
 
-    /// What the keeper before this one has saved.
+    /// Restores what the previous keeper has saved.
     ///
     /// # Errors
     /// If a descriptor is missing.
@@ -272,11 +275,11 @@ impl Negotiation {
         Ok(Negotiation { owned, protocol, features, stopped: saved.stopped, memories, rings })
     }
 
-    /// The VMM has stopped a ring, of which the chains before `base` were taken.
+    /// The VMM has stopped a ring whose chains before `base` were taken.
     pub fn stop(&mut self, index: u32, base: u16) -> Result<()> {
         self.stopped |= index == u32::from(CONTROL_QUEUE);
         let ring = self.ring(index)?;
-        // It is stopped until the VMM says anew where it is and gives its descriptors.
+        // It is stopped until the VMM sends its addresses and descriptors again.
         if let Some(addresses) = ring.addresses.take() {
             ring.lay = Some(addresses);
         }
@@ -284,18 +287,20 @@ impl Negotiation {
         Ok(())
     }
 
-    /// Whether a ring goes on behind the chains that were taken before it stopped. One that does not is another driver's.
+    /// Whether a ring continues after the chains that were taken before it stopped. Otherwise it belongs to
+    /// another driver.
     pub fn goes_on(&mut self, index: u32, base: u16) -> Result<bool> {
         Ok(self.ring(index)?.base.is_none_or(|before| before == base))
     }
 
-    /// Whether a ring lies where it did before it stopped.
+    /// Whether a ring has the same addresses as before it stopped.
     pub fn lies_there(&mut self, index: u32, now: &VringConfigData) -> Result<bool> {
         let place = |a: &VringConfigData| (a.desc_table_addr, a.used_ring_addr, a.avail_ring_addr);
         Ok(self.ring(index)?.lay.as_ref().is_none_or(|before| place(before) == place(now)))
     }
 
-    /// A ring has started. Both sides are to look at it: a notification of before it stopped may have been lost.
+    /// A ring has started. Both sides must look at it, because a notification from before it stopped may have
+    /// been lost.
     pub fn start(&mut self, index: u32) -> Result<()> {
         if index == u32::from(CONTROL_QUEUE) {
             self.stopped = false;
@@ -307,20 +312,21 @@ impl Negotiation {
         Ok(())
     }
 
-    /// The device was reset: the driver begins anew.
+    /// The device was reset: the driver starts over.
     pub fn reset(&mut self) {
         self.features = None;
         self.restart();
         self.rings.iter_mut().for_each(|ring| ring.enabled = Some(false));
     }
 
-    /// What stopped is over.
+    /// Forgets what had stopped.
     pub fn restart(&mut self) {
         self.stopped = false;
         self.rings.iter_mut().for_each(|ring| ring.lay = None);
     }
 
-    /// Tells a new device everything, and makes it and the driver look at the rings again: its predecessor may have taken a notification without acting on it, or acted without notifying.
+    /// Tells a new device everything, and makes it and the driver look at the rings again: its predecessor
+    /// may have taken a notification without acting on it, or acted without notifying.
     pub fn replay(&self, device: &mut Frontend) -> vhost::Result<()> {
         if let Some(features) = self.features {
             device.set_features(features)?;
@@ -353,7 +359,7 @@ impl Negotiation {
     }
 }
 
-/// Notifies, unless a notification is pending anyway. Does not block, whatever the VMM has given.
+/// Notifies, unless a notification is already pending. Never blocks, whatever descriptor the VMM has sent.
 fn notify(event: &Notifier) {
     let mut watched = [PollFd::new(event.as_fd(), PollFlags::POLLOUT)];
     if poll(&mut watched, PollTimeout::ZERO) == Ok(1) && watched[0].revents() == Some(PollFlags::POLLOUT) {

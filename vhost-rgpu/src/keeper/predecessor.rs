@@ -1,4 +1,4 @@
-//! What one keeper leaves to the next of a VMM's connection.
+//! What one keeper leaves to the next about a VMM's connection.
 
 use std::collections::BTreeSet;
 use std::io::{self, Write};
@@ -16,15 +16,15 @@ use super::process::{Owner, Process, Reply};
 use super::ties::{Tied, Ties};
 use crate::link::Stored;
 
-/// What names begin with.
+/// Prefix of the names.
 const GUEST: &str = "guest-";
 
-/// A VMM's connection, as it is written down.
+/// A VMM's connection in saved form.
 #[derive(Default, Serialize, Deserialize)]
 pub struct Vmm {
     socket: Option<u64>,
     requests: Option<u64>,
-    /// A message of the VMM was taken, and is not answered.
+    /// Whether a message of the VMM was taken but not answered.
     busy: bool,
     negotiation: negotiation::Saved,
     ties: Ties,
@@ -49,7 +49,7 @@ impl Tied for Vmm {
     }
 }
 
-/// A VMM's connection, for the next keeper.
+/// A VMM's connection, kept for the next keeper.
 #[derive(Debug)]
 pub struct Connection {
     /// What is kept of it.
@@ -57,7 +57,7 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// A connection that has just begun, of the virtual machine with this name.
+    /// A new connection of the virtual machine with this name.
     pub fn new(store: Arc<Store>, name: &str, vmm: &OwnedFd) -> io::Result<Connection> {
         let kept = Kept::<Vmm>::new(store, &format!("{GUEST}{name}"))?;
         let socket = kept.hold(vmm);
@@ -65,18 +65,18 @@ impl Connection {
         Ok(Connection { kept })
     }
 
-    /// The memory for requests in progress.
+    /// Keeps the memory for requests in progress.
     pub fn requests(&self, memory: &OwnedFd) {
         let number = self.kept.hold(memory);
         self.kept.change(|words| words.requests = Some(number));
     }
 
-    /// A message is about to be taken out of the VMM's socket.
+    /// Called before a message is taken out of the VMM's socket.
     pub fn begins(&self) {
         self.kept.change(|words| words.busy = true);
     }
 
-    /// The message is answered.
+    /// Called after the message was answered.
     pub fn done(&self, negotiation: negotiation::Saved) {
         self.kept.change(|words| (words.busy, words.negotiation) = (false, negotiation));
     }
@@ -110,7 +110,7 @@ impl Owner for Connection {
     }
 }
 
-/// A VMM's connection of the keeper before this one.
+/// The previous keeper's VMM connection.
 #[derive(Debug)]
 pub struct Predecessor {
     /// What was kept of it.
@@ -120,7 +120,8 @@ pub struct Predecessor {
 }
 
 impl Predecessor {
-    /// What was kept for the virtual machine with this name, if anything. Its device process is killed at once, if it has outlived its keeper.
+    /// What was kept for the virtual machine with this name, if anything. If its device process has outlived
+    /// its keeper, it is killed immediately.
     pub fn find(store: &Arc<Store>, name: &str, inherited: &mut Inherited) -> Option<Predecessor> {
         match Kept::<Vmm>::take_over(store.clone(), &format!("{GUEST}{name}"), inherited) {
             Ok(Some((kept, found))) => {
@@ -130,14 +131,14 @@ impl Predecessor {
             Ok(None) => None,
             Err(e) => {
                 tracing::error!(
-                    "vm {name}: what the keeper before this one has written down cannot be read, so its VMM is disconnected: {e}"
+                    "vm {name}: the previous keeper's record cannot be read, so its VMM is disconnected: {e}"
                 );
                 None
             }
         }
     }
 
-    /// Ends what was kept for virtual machines that nobody serves any more.
+    /// Drops what was kept for virtual machines that nobody serves any more.
     pub fn drop_others(store: &Arc<Store>, inherited: &mut Inherited) {
         for rest in inherited.names(GUEST) {
             if let Some(name) = rest.strip_suffix("-record")
@@ -147,7 +148,7 @@ impl Predecessor {
                 before.connection.kept.end();
             }
         }
-        // Of connections that had ended.
+        // For connections that had ended.
         for rest in inherited.names(GUEST) {
             let name = format!("{GUEST}{rest}");
             drop(inherited.remove(&name));
@@ -156,15 +157,16 @@ impl Predecessor {
     }
 }
 
-/// Says to a handler of vhost-user messages what a VMM has said to the one before it, as far as such a handler remembers it. `theirs` is the other end of its socket, and `handle` handles one message.
-/// Its answers are not read.
+/// Repeats to a handler of vhost-user messages what a VMM told the previous handler, as far as handlers
+/// remember it. `theirs` is the other end of its socket, and `handle` handles one message. Its replies are
+/// not read.
 pub fn repeat<E: std::error::Error + Send + Sync + 'static>(
     mut theirs: &UnixStream,
     protocol: Option<u64>,
     features: Option<u64>,
     mut handle: impl FnMut() -> Result<(), E>,
 ) -> io::Result<()> {
-    /// The version of the messages, in their flags.
+    /// The version of the messages in their flags.
     const VERSION: u32 = 1;
     let said = [
         (protocol.is_some() || features.is_some()).then_some((FrontendReq::GET_FEATURES, None)),

@@ -1,4 +1,4 @@
-//! A device process as the keeper sees it: how it is started, what it says, and how it ends.
+//! Device processes as the keeper sees them: how they are started, what they send, and how they end.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -29,7 +29,8 @@ use crate::link::{self, Control, Stored, ToDevice, ToKeeper};
 use crate::native::client_of;
 use crate::servers::Servers;
 
-/// Starts device processes and listens to them. Each is this program again, with the same command line and the configuration as the keeper has read it.
+/// Starts device processes and listens to them. Each is this program again, with the same command line and
+/// the configuration as the keeper has read it.
 #[derive(Debug)]
 pub struct Processes {
     arguments: Vec<OsString>,
@@ -37,11 +38,12 @@ pub struct Processes {
     file: Option<(String, String)>,
     sandboxes: Sandboxes,
     list: Mutex<List>,
-    /// A process that is ready for whoever comes first. The daemon starts it at once, to find out what its sandbox lacks.
+    /// A process that is ready for whoever comes first. The daemon starts it immediately to find out what its
+    /// sandbox lacks.
     spare: Mutex<Option<Spare>>,
-    /// What device processes lack has been logged: all lack the same.
+    /// Whether the parts that device processes lack were logged. All lack the same.
     logged: Arc<AtomicBool>,
-    /// Written when there is another process to listen to.
+    /// Signaled when there is another process to listen to.
     changed: EventFd,
 }
 
@@ -50,14 +52,14 @@ pub struct Processes {
 struct Spare {
     process: sandbox::Process,
     control: Control,
-    /// It has said what its sandbox lacks.
+    /// Whether it has reported what its sandbox lacks.
     confined: bool,
 }
 
 #[derive(Debug, Default)]
 struct List {
     running: Vec<Arc<Process>>,
-    /// What those that have ended had done, by what they served.
+    /// Totals of the ended processes, by what they served.
     ended: Ledger<Counted>,
 }
 
@@ -70,27 +72,29 @@ pub struct Reply {
     pub status: Answer,
     /// Why, if it is not `Ok`.
     pub reason: String,
-    /// What goes with it.
+    /// The descriptor sent with it.
     pub fd: Option<OwnedFd>,
 }
 
-/// Whoever asked for a device process.
+/// The owner of a device process.
 pub trait Owner: Send + Sync + std::fmt::Debug {
     /// A client's session is over. Called by the keeper's main thread; must not block.
     fn gone(&self, process: &Arc<Process>, number: u64);
 
-    /// The process has stored this of a channel for a successor, or, with `None`, forgotten what it had stored. Called by the keeper's main thread; must not block.
+    /// The process has stored this about a channel for a successor, or with `None` dropped what it had
+    /// stored. Called by the keeper's main thread; must not block.
     fn stored(&self, process: &Arc<Process>, channel: u64, stored: Option<&Stored>);
 
-    /// A client's request is to be answered. Called by the keeper's main thread; must not block.
+    /// A client's request must be answered. Called by the keeper's main thread; must not block.
     fn answer(&self, process: &Arc<Process>, answer: Reply);
 
-    /// The process has ended, or is about to be ended because it does not keep to the protocol. Called once, by the keeper's main thread; must not block.
+    /// The process has ended, or will be ended because it violated the protocol. Called once, by the keeper's
+    /// main thread; must not block.
     fn over(&self, process: &Arc<Process>);
 }
 
 impl Processes {
-    /// Starts processes with these arguments and the text of this file, in these sandboxes.
+    /// Starts processes with these arguments and this file's text, in these sandboxes.
     pub fn new(
         arguments: Vec<OsString>,
         file: Option<(String, String)>,
@@ -101,10 +105,10 @@ impl Processes {
         Ok(Processes { arguments, file, sandboxes, list, spare, logged, changed })
     }
 
-    /// Starts the program, and says how it has to confine itself.
+    /// Starts the program, and sends the orders for its confinement.
     fn spawn(&self) -> io::Result<Spare> {
         let (control, theirs) = link::pair()?;
-        // The program as it was when the keeper started, also after an update has replaced the file.
+        // The program as it was when the keeper started, even if an update has replaced the file.
         let command = Command::new("/proc/self/exe", "vhost-rgpu")
             .arguments(&self.arguments)
             .arguments(["--device-process", &theirs.as_raw_fd().to_string()])
@@ -123,13 +127,14 @@ impl Processes {
         Ok(Spare { process, control, confined: false })
     }
 
-    /// Starts the first process before anybody needs it. What its sandbox lacks is logged when it is known. With `wait` this waits for it, and a process that must not serve is an error.
+    /// Starts the first process before anybody needs it, and logs what its sandbox lacks once that is known.
+    /// With `wait`, waits for that, and fails if the process must not serve.
     pub fn prepare(&self, wait: bool) -> io::Result<()> {
         let mut spare = self.spawn()?;
         if wait {
             let Some(ToKeeper::Confined { text }) = spare.control.next_from_device()? else {
                 let how = describe(spare.process.wait().ok());
-                return Err(io::Error::other(format!("a device process that was to confine itself {how}")));
+                return Err(io::Error::other(format!("a device process {how} while confining itself")));
             };
             confined(text, &self.logged).map_err(io::Error::other)?;
             spare.control.consume()?;
@@ -143,7 +148,8 @@ impl Processes {
         self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts a device process, whose sessions are opened like this. It takes `stored`, unless it cannot be started. `most_stored` bounds what it may store.
+    /// Starts a device process, whose sessions are opened with this configuration. Takes `stored`, unless the
+    /// process cannot be started. `most_stored` limits what it may store.
     pub fn start(
         &self,
         role: &Role,
@@ -170,7 +176,7 @@ impl Processes {
             logged: Arc::clone(&self.logged),
             changed: Condvar::new(),
         });
-        // In this order, and before anybody else can tell it something.
+        // In this order, and before anybody else can send it something.
         process.tell(&ToDevice::Serve { role: role.clone() })?;
         servers.all().iter().try_for_each(|session| process.give_keys(session))?;
         process.lock().stored = std::mem::take(stored);
@@ -179,7 +185,7 @@ impl Processes {
         Ok(process)
     }
 
-    /// Takes what the spare process says of its sandbox. One that says anything else, or ends, is given up.
+    /// Receives the spare process's report on its sandbox. If it sends anything else or ends, it is dropped.
     fn hear_spare(&self) {
         let mut spare = self.spare();
         let Some(process) = &mut *spare else { return };
@@ -191,7 +197,7 @@ impl Processes {
         let heard = heard.and_then(|()| process.control.consume().map_err(|e| e.to_string()));
         process.confined = true;
         if let Err(why) = heard {
-            tracing::error!("a device process that was started ahead is of no use: {why}");
+            tracing::error!("a device process started in advance is unusable: {why}");
             *spare = None;
         }
     }
@@ -200,13 +206,14 @@ impl Processes {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many sessions there are.
+    /// Number of sessions.
     pub fn sessions(&self) -> usize {
         let deadline = Instant::now() + PATIENCE;
         self.all().0.iter().map(|process| process.status(deadline).sessions().len()).sum()
     }
 
-    /// Ends all processes, which leave what they have stored to those that another keeper starts. The main thread has to [listen](Self::listen) meanwhile.
+    /// Ends all processes. What they have stored stays for those that the next keeper starts. The main thread
+    /// must [listen](Self::listen) meanwhile.
     pub fn end_for_others(&self) {
         *self.spare() = None;
         let all = self.lock().running.clone();
@@ -215,7 +222,7 @@ impl Processes {
         }
     }
 
-    /// All processes that have not ended, and what the others had done, by what they served.
+    /// All running processes, and the totals of the ended ones, by what they served.
     pub fn all(&self) -> (Vec<Arc<Process>>, Vec<(String, Counted)>) {
         let list = self.lock();
         let ended = list.ended.rows().map(|(key, counted)| (key.labels()[0].to_owned(), counted.clone()));
@@ -240,13 +247,13 @@ impl Processes {
             Ok(_) | Err(nix::Error::EINTR) => {}
             Err(e) => return Err(e.into()),
         }
-        // The counter only says that the list has changed; it is read anew with each call.
+        // The counter only tells that the list has changed; each call reads the list again.
         let _ = self.changed.read();
         if spare.is_some() && watched[processes.len() + 1].any().unwrap_or(true) {
             self.hear_spare();
         }
         for (process, watched) in processes.iter().zip(&watched) {
-            // One packet at a time: a process that sends without end delays no other.
+            // One packet at a time, so that a process that sends endlessly delays no other.
             if watched.any().unwrap_or(true) && !process.hear() {
                 let done = process.last_status();
                 let mut list = self.lock();
@@ -262,7 +269,8 @@ impl Processes {
     }
 }
 
-/// Reads what a process says of its sandbox, and logs it if none has said so before. The error says why the process must not serve.
+/// Reads a process's report on its sandbox, and logs it if none was logged before. The error says why the
+/// process must not serve.
 fn confined(text: OwnedFd, logged: &AtomicBool) -> Result<(), String> {
     let report: Result<Report, String> = confinement::from_file(text).map_err(|e| e.to_string())?;
     let report = report?;
@@ -272,10 +280,11 @@ fn confined(text: OwnedFd, logged: &AtomicBool) -> Result<(), String> {
     Ok(())
 }
 
-/// Connections that may be made for a device process at once: six for each of many sessions that begin together.
+/// Maximum concurrent connection attempts for a device process: six for each of many sessions that begin
+/// together.
 const MOST_CONNECTING: u32 = 256;
 
-/// A sealed file in memory.
+/// A sealed memory file.
 pub fn memory_file(name: &std::ffi::CStr, bytes: &[u8]) -> io::Result<OwnedFd> {
     let file = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
     let mut file = std::fs::File::from(file);
@@ -285,15 +294,16 @@ pub fn memory_file(name: &std::ffi::CStr, bytes: &[u8]) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// What a device process has said so far.
+/// What a device process has sent so far.
 #[derive(Debug, Default)]
 struct Heard {
-    /// What its sandbox lacks. Nothing comes before that, and it does not come again: then others may speak for the process.
+    /// Whether it has reported what its sandbox lacks. Nothing comes before that report, and it isn't sent
+    /// again: later, others may be in control of the process.
     confined: bool,
     stored: BTreeMap<u64, Stored>,
     asked: u64,
     answered: u64,
-    /// The last status, not read yet.
+    /// The last status, not parsed yet.
     report: Option<OwnedFd>,
     status: Counted,
     over: bool,
@@ -304,18 +314,18 @@ struct Heard {
 pub struct Process {
     /// What it serves.
     pub name: String,
-    /// Its process id.
+    /// Its process ID.
     pub pid: u32,
     started: Instant,
     control: Control,
-    /// With its status once it was waited for.
+    /// With its exit status once it was waited for.
     child: Mutex<(sandbox::Process, Option<ExitStatus>)>,
     owner: Arc<dyn Owner>,
     most_stored: usize,
-    /// Where its sessions are, and how long to try each address that such a name has.
+    /// The servers of its sessions, and how long to try each address of their names.
     servers: Vec<Address>,
     connect_timeout: Duration,
-    /// Connections for it that are being made.
+    /// Number of connections being made for it.
     connecting: AtomicU32,
     ended: EventFd,
     logged: Arc<AtomicBool>,
@@ -328,12 +338,12 @@ impl Process {
         self.heard.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives it a socket where this host's key signs for it: it never has the key itself.
+    /// Gives it a socket on which this host's key signs for it: it never has the key itself.
     fn give_keys(&self, session: &SessionConfig) -> io::Result<()> {
         let Some(source) = session.source().cloned() else { return Ok(()) };
         let (ours, theirs) = UnixStream::pair()?;
         let (name, pid, address) = (self.name.clone(), self.pid, session.server.to_string());
-        // It ends with the process, which has the other end of the socket.
+        // The thread ends with the process, which has the other end of the socket.
         std::thread::Builder::new().name("keys".to_owned()).spawn(move || {
             if let Err(e) = remote::serve(&ours, &*source, &address) {
                 tracing::error!("{name}: its device process {pid} gets no more signatures: {e}");
@@ -342,12 +352,12 @@ impl Process {
         self.tell(&ToDevice::Keys { socket: theirs.into() })
     }
 
-    /// Tells it something. Never blocks.
+    /// Sends it a message. Never blocks.
     pub fn tell(&self, message: &ToDevice) -> io::Result<()> {
         self.control.tell_device(message)
     }
 
-    /// What another keeper needs to end it: a descriptor of the process, and the socket with what it has said.
+    /// What another keeper needs to end it: a descriptor of the process, and the socket with its messages.
     pub fn ties(&self) -> (sandbox::Handle, BorrowedFd<'_>) {
         let child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
         (child.0.handle(), self.control.as_fd())
@@ -358,9 +368,9 @@ impl Process {
         self.lock().stored.iter().try_for_each(|(channel, stored)| self.control.restore(*channel, stored))
     }
 
-    /// Takes one packet. False: it is over.
+    /// Receives one packet. Returns false if the process is over.
     fn hear(self: &Arc<Self>) -> bool {
-        // One that was not taken away is the next keeper's, should this one end meanwhile.
+        // If this keeper ends before consuming it, the packet goes to the next keeper.
         self.hear_next() && self.control.consume().is_ok()
     }
 
@@ -395,7 +405,7 @@ impl Process {
                 true
             }
             Ok(Some(ToKeeper::Gone { number })) => {
-                // All of a native client.
+                // Everything of a native client.
                 self.lock().stored.retain(|place, _| client_of(*place) != number);
                 self.owner.gone(self, number);
                 true
@@ -418,11 +428,12 @@ impl Process {
         }
     }
 
-    /// Connects to a server in its place. Never blocks: a thread does it, and answers. A process cannot have more than [`MOST_CONNECTING`] of them.
+    /// Connects to a server for it. Never blocks: a thread connects and answers. At most [`MOST_CONNECTING`]
+    /// attempts run at a time.
     fn connect(self: &Arc<Self>, server: usize, timeout: Duration, reply: Control) {
         if self.connecting.fetch_add(1, Ordering::Relaxed) >= MOST_CONNECTING {
             self.connecting.fetch_sub(1, Ordering::Relaxed);
-            // Whoever asked may be gone.
+            // The requester may be gone.
             let _ = reply.answer(&Err(io::Error::other("too many connections are being made")));
             return;
         }
@@ -456,7 +467,7 @@ impl Process {
         self.ended.as_fd()
     }
 
-    /// The servers that its sessions can have.
+    /// The servers of its sessions.
     pub fn servers(&self) -> &[Address] {
         &self.servers
     }
@@ -466,7 +477,7 @@ impl Process {
         self.started.elapsed()
     }
 
-    /// Its status, waiting for it until `deadline`; then the last known one.
+    /// Its status, if it arrives by `deadline`; otherwise the last known one.
     pub fn status(&self, deadline: Instant) -> Counted {
         let mut heard = self.lock();
         heard.asked += 1;
@@ -487,7 +498,7 @@ impl Process {
     /// The last known status.
     fn last_status(&self) -> Counted {
         let report = self.lock().report.take();
-        // Parsed without the lock, which the keeper's main thread takes.
+        // Parsed without the lock, which the keeper's main thread needs.
         let read = report.map(|report| Counted::read(&report));
         let mut heard = self.lock();
         match read {
@@ -500,7 +511,7 @@ impl Process {
         heard.status.clone()
     }
 
-    /// Asks it to end and waits up to `patience`; then kills it. What it had stored is forgotten.
+    /// Asks it to end, waits up to `patience`, then kills it. Drops what it had stored.
     pub fn end(&self, patience: Duration) {
         let asked = self.tell(&ToDevice::End);
         let deadline = Instant::now() + patience;
@@ -509,7 +520,7 @@ impl Process {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 tracing::error!(
-                    "{}: its device process {} has not ended within {} s and is killed",
+                    "{}: its device process {} has not ended within {} s; killing it",
                     self.name,
                     self.pid,
                     patience.as_secs()
@@ -526,7 +537,7 @@ impl Process {
     /// Kills it, waits until nothing of it is left, and takes what it had stored.
     pub fn take_over(&self) -> (String, BTreeMap<u64, Stored>) {
         let ended = self.reap();
-        // What it sent before its end has been read when its end has.
+        // By the time its end has been seen, everything that it sent has been read.
         let mut heard = self.lock();
         let deadline = Instant::now() + Duration::from_secs(60);
         while !heard.over {
@@ -539,7 +550,7 @@ impl Process {
         (describe(ended), std::mem::take(&mut heard.stored))
     }
 
-    /// Kills it and waits for its end, and for that of everything that it has started.
+    /// Kills it, and waits for the end of the process and of everything that it has started.
     pub fn reap(&self) -> Option<ExitStatus> {
         let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
         let (process, status) = &mut *child;

@@ -1,7 +1,8 @@
-//! What a scrape reads: the reports of device processes, as metrics.
+//! Serves the reports of device processes as metrics.
 //!
-//! A device process is believed no more than elsewhere. Its figures count for the virtual machine or user that it serves, which the keeper knows. Programs' names go through a
-//! [ledger](metrics::Ledger), which bounds how many there are, and servers' names are those of the configuration.
+//! A device process is trusted no more than elsewhere. Its figures count for the virtual machine or user that
+//! it serves, which the keeper knows. Programs' names go through a [ledger](metrics::Ledger), which bounds
+//! their number, and servers' names come from the configuration.
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
@@ -23,7 +24,7 @@ use super::status::{Counted, Own, PATIENCE};
 use crate::registry::REFUSALS;
 use crate::sockets::{Listening, Sockets};
 
-/// A listening socket that nobody serves yet.
+/// A listening socket that is not served yet.
 pub struct Unserved {
     listener: Listener,
     options: Options,
@@ -48,7 +49,7 @@ pub fn listen(options: &Options, sockets: &mut Sockets<'_>) -> Result<Option<Uns
 }
 
 impl Unserved {
-    /// Serves from now on. Returns what removes the socket's file when it is dropped.
+    /// Starts serving. Dropping the returned value removes the socket's file.
     pub fn serve(self, processes: &Arc<Processes>, own: &Arc<Own>) -> Result<Option<Listening>> {
         let Unserved { listener, options, file } = self;
         let token = if matches!(listener, Listener::Tcp(_)) { options.token_file } else { None };
@@ -113,7 +114,7 @@ impl Scraper {
     }
 }
 
-/// Adds what the sessions of a device process have done, ended or not.
+/// Adds what a device process's sessions have done, ended ones included.
 fn count(samples: &mut Samples, owner: [&str; 2], done: &Counted) {
     for (family, name) in [
         (&f::OPENED, "sessions_opened"),
@@ -144,7 +145,8 @@ fn count(samples: &mut Samples, owner: [&str; 2], done: &Counted) {
     }
 }
 
-/// Adds the sessions of a device process as they are now. `servers` are those that it may use: a session that names another one has an empty label.
+/// Adds a device process's current sessions. `servers` are those it may use: a session that names another one
+/// has an empty label.
 fn sessions(
     samples: &mut Samples,
     owner: [&str; 2],

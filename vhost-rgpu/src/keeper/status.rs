@@ -1,6 +1,7 @@
-//! The status socket: it sends one JSON object to each connection and closes it.
+//! The status socket. It sends one JSON object to each connection and closes it.
 //!
-//! Device processes report their sessions and counters. The keeper does not trust them: it takes names, numbers and short texts, and bounds how many.
+//! Device processes report their sessions and counters. The keeper doesn't trust them: it accepts only names,
+//! numbers and short texts, and limits how many.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -23,7 +24,7 @@ const MAX_REPORT: u64 = 16 << 20;
 const MAX_SESSIONS: usize = 65536;
 /// Maximum fields of an object.
 const MAX_FIELDS: usize = 64;
-/// Maximum characters of a text.
+/// Maximum length of a text in characters.
 const MAX_TEXT: usize = 256;
 /// How long device processes have to report.
 pub const PATIENCE: Duration = Duration::from_secs(2);
@@ -35,7 +36,7 @@ pub struct Counted {
     numbers: BTreeMap<String, u64>,
     /// Sums over all its sessions, ended or not.
     totals: BTreeMap<String, u64>,
-    /// Its sessions now.
+    /// Its current sessions.
     sessions: Vec<Map<String, Value>>,
 }
 
@@ -54,7 +55,7 @@ fn numbers(fields: &Map<String, Value>) -> BTreeMap<String, u64> {
     numbers.filter_map(|(name, value)| Some((name.clone(), value.as_u64()?))).take(MAX_FIELDS).collect()
 }
 
-/// A number, or a text that steers no terminal.
+/// A number, or a text without control characters.
 fn plain(value: Value) -> Option<Value> {
     match value {
         Value::String(text) => {
@@ -114,12 +115,12 @@ impl Counted {
         self.totals.get(name).copied().unwrap_or(0)
     }
 
-    /// Its sessions now.
+    /// Its current sessions.
     pub fn sessions(&self) -> &[Map<String, Value>] {
         &self.sessions
     }
 
-    /// Adds what another process has done, which has no sessions any more.
+    /// Adds the totals of another process, which has no sessions any more.
     pub fn add(&mut self, other: &Counted) {
         let sum = |to: &mut BTreeMap<String, u64>, from: &BTreeMap<String, u64>| {
             for (name, value) in from {
@@ -140,7 +141,7 @@ impl Counted {
 pub struct Own {
     /// When it started.
     pub started: Instant,
-    /// Device processes that were started in place of one that had ended unexpectedly.
+    /// Device processes that replaced one that had ended unexpectedly.
     pub restarts: AtomicU64,
     /// Native clients that were refused here, by [`Why`].
     refused: [AtomicU64; Why::ALL.len()],
@@ -149,11 +150,11 @@ pub struct Own {
 /// Why the keeper refuses a native client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Why {
-    /// The daemon ends.
+    /// The daemon is shutting down.
     Draining,
-    /// As many clients as may be are connected.
+    /// The maximum number of clients is connected.
     HostFull,
-    /// The same of the client's user.
+    /// The same for the client's user.
     UserFull,
     /// There is no device process for the client.
     Failed,
@@ -175,27 +176,28 @@ impl Why {
 }
 
 impl Own {
-    /// Starts to count.
+    /// Starts counting.
     pub fn new() -> Own {
         Own { started: Instant::now(), restarts: AtomicU64::new(0), refused: Default::default() }
     }
 
-    /// A native client is refused.
+    /// Counts a refused native client.
     pub fn refuse(&self, why: Why) {
         self.refused[why as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Native clients that were refused, by reason.
+    /// Refused native clients, by reason.
     pub fn refused(&self) -> impl Iterator<Item = (Why, u64)> {
         Why::ALL.into_iter().zip(&self.refused).map(|(why, count)| (why, count.load(Ordering::Relaxed)))
     }
 }
 
-/// Counters that the status shows also when no device process has reported any.
+/// Counters that the status shows even if no device process has reported any.
 const NUMBERS: [&str; 5] =
     ["sessions_opened", "sessions_refused", "sessions_lost", "sessions_closed", "malformed_requests"];
 
-/// The status as JSON: sums of all counters since the keeper's start, and one object for each device process and each session.
+/// The status as JSON: sums of all counters since the keeper's start, and an object for each device process
+/// and each session.
 fn status(processes: &Processes, own: &Own, succession: &Succession) -> Value {
     let (running, ended) = processes.all();
     let mut sums = Counted::default();
@@ -243,7 +245,7 @@ fn status(processes: &Processes, own: &Own, succession: &Succession) -> Value {
 pub fn serve(listening: &Listening, processes: &Processes, own: &Own, succession: &Succession) {
     while let Some((connection, _stays)) = listening.accept_patiently("status", succession) {
         let mut stream = UnixStream::from(connection);
-        // A client that does not read delays other clients of this socket by at most this long.
+        // A client that doesn't read delays other clients of this socket by at most this long.
         let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
         let mut text = status(processes, own, succession).to_string();
         text.push('\n');

@@ -1,15 +1,17 @@
-//! One keeper after the other: how a keeper makes way for another program, and what it leaves besides its connections.
+//! From one keeper to the next: how a keeper hands over to another program, and what it leaves besides its
+//! connections.
 //!
 //! ```text
 //!  serve ──▶ Kept: a VMM's connection, what it negotiated, what its device process stored ──▶ handover::Store
-//!                                                                      │ crash: the service manager starts the keeper again
+//!                                                                      │ crash: the service manager restarts the keeper
 //!  upgrade ── SIGUSR2, rgpuctl upgrade ── device processes end, exec ──┤
 //!                                                                      ▼
 //!                                               take_over: another device process for each VMM
 //! ```
 //!
-//! Device processes do not outlive their keeper. A VMM notices as little of that as when its device process alone is replaced: what the next one needs is there anyway, and only has to outlive the
-//! keeper, too. So an upgrade replaces keeper and device processes in one.
+//! Device processes don't outlive their keeper. A VMM notices this as little as when only its device process
+//! is replaced: the next one needs the same information, which only has to outlive the keeper, too. So an
+//! upgrade replaces the keeper and device processes at once.
 
 use std::convert::Infallible;
 use std::ffi::OsString;
@@ -25,15 +27,17 @@ use serde::{Deserialize, Serialize};
 use super::process::Processes;
 use super::status::Own;
 
-/// What keepers write down for their successors, and device processes for theirs ([`vm::recovery`](crate::vm), the ledgers of their sessions). It changes when any of that changes in a way that a successor would
-/// not understand.
+/// The format of what keepers save for their successors, and device processes for theirs
+/// ([`vm::recovery`](crate::vm), the ledgers of their sessions). It changes whenever a successor would not
+/// understand a change of any of that.
 pub const FORMAT: u32 = 1;
 
-/// How long an upgrade waits until no VMM's message is being answered and no device process is being started or ended.
+/// How long an upgrade waits until no VMM's message is being answered and no device process is being started
+/// or ended.
 const QUIET_WITHIN: Duration = Duration::from_secs(20);
-/// Interval of the checks whether it is quiet.
+/// Interval between checks for that.
 const CHECK_EVERY: Duration = Duration::from_millis(5);
-/// The name of the keeper's own record, and its most bytes.
+/// The name of the keeper's own record, and its maximum size in bytes.
 const KEEPER: &str = "keeper";
 const ROOM: u64 = 4096;
 
@@ -44,25 +48,25 @@ struct Saved {
     format: u32,
     /// How many keepers there were before this one.
     before: u64,
-    /// Device processes that were started in place of others.
+    /// Device processes that replaced others.
     restarts: u64,
 }
 
-/// What leads from this keeper to the next one.
+/// The transition from this keeper to the next one.
 #[derive(Debug)]
 pub struct Succession {
     /// What is kept for the next keeper.
     pub store: Arc<Store>,
     record: Text,
     before: u64,
-    /// The file that this program was started from. Another one may be there by now.
+    /// The file that this program was started from. It may have been replaced since.
     program: PathBuf,
-    /// Shared by whoever does what a keeper must not be replaced in the middle of.
+    /// Held for reading while the keeper does something during which it must not be replaced.
     quiet: RwLock<()>,
     upgrading: AtomicBool,
 }
 
-/// Whether this program goes on with what a keeper of this [`FORMAT`] leaves.
+/// Whether this program takes over what a keeper with this [`FORMAT`] leaves.
 pub fn takes_over(format: u32) -> anyhow::Result<()> {
     anyhow::ensure!(
         format == FORMAT,
@@ -72,7 +76,7 @@ pub fn takes_over(format: u32) -> anyhow::Result<()> {
 }
 
 impl Succession {
-    /// Goes on from the keeper before this one, if there was one, and counts what it had counted.
+    /// Continues from the previous keeper, if there was one, including its counters.
     pub fn new(inherited: &mut Inherited, own: &Own) -> io::Result<Succession> {
         let store = Arc::new(Store::new());
         let read = |text: &Text| serde_json::from_slice::<Saved>(&text.read().ok()?).ok();
@@ -102,22 +106,23 @@ impl Succession {
         Ok(succession)
     }
 
-    /// How many keepers there were before this one, without an end in between.
+    /// How many keepers preceded this one without a shutdown in between.
     pub fn keepers_before(&self) -> u64 {
         self.before
     }
 
-    /// Writes down what is counted.
+    /// Saves the counters.
     pub fn save(&self, own: &Own) {
         let restarts = own.restarts.load(Ordering::Relaxed);
         let saved = Saved { format: FORMAT, before: self.before, restarts };
         let written = serde_json::to_vec(&saved).map_err(io::Error::from);
         if let Err(e) = written.and_then(|text| self.record.write(&text)) {
-            tracing::warn!("what another keeper would count on cannot be written down: {e}");
+            tracing::warn!("cannot save the counters for another keeper: {e}");
         }
     }
 
-    /// This keeper is not replaced while this is held. If it is being replaced, this waits until that has failed.
+    /// While the guard exists, this keeper is not replaced. If it is being replaced, this waits until that
+    /// has failed.
     pub fn stays(&self) -> RwLockReadGuard<'_, ()> {
         self.quiet.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -135,8 +140,9 @@ impl Succession {
         }
     }
 
-    /// Executes the program that is now where this one was started from, which takes over everything. `say` is told right before, with the number of sessions. Returns only if that is not possible, and
-    /// then this keeper goes on. The main thread has to listen to the device processes meanwhile.
+    /// Executes the installed program, which takes over everything. Calls `say` right before, with the number
+    /// of sessions. Returns only if that is impossible; this keeper then continues. The main thread must
+    /// listen to the device processes meanwhile.
     pub fn upgrade(
         &self,
         processes: &Processes,
@@ -163,7 +169,7 @@ impl Succession {
         handover::can_take_over(&self.program, &arguments, FORMAT)?;
         let Some(_quiet) = self.is_quiet() else {
             return Err(format!(
-                "device processes were started or ended, or VMMs asked something, for {} s; try again",
+                "for {} s, device processes were being started or ended or VMMs' requests handled; try again",
                 QUIET_WITHIN.as_secs()
             ));
         };

@@ -1,4 +1,4 @@
-//! What one keeper leaves to the next of a device process: how to end it, and what it has stored.
+//! What one keeper leaves to the next about a device process: how to end it, and what it has stored.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,12 +14,12 @@ use crate::link::{Control, Stored, ToKeeper};
 /// What device processes have stored, by channel.
 pub type StoredByChannel = BTreeMap<u64, Stored>;
 
-/// A device process and what it has stored, as numbers of descriptors.
+/// A device process and what it has stored, as descriptor numbers.
 #[derive(Default, Serialize, Deserialize)]
 pub struct Ties {
     /// The process, and the keeper's end of the socket to it.
     device: Option<(u64, u64)>,
-    /// By channel: what is known of it, and the other descriptors.
+    /// By channel: the saved information, and the other descriptors.
     stored: BTreeMap<u64, Vec<u64>>,
 }
 
@@ -30,29 +30,29 @@ impl Ties {
         device.chain(self.stored.values().flatten().copied())
     }
 
-    /// Forgets what was stored of channels that are not to stay.
+    /// Drops what was stored for channels that don't stay.
     pub fn retain(&mut self, stays: impl Fn(u64) -> bool) {
         self.stored.retain(|channel, _| stays(*channel));
     }
 }
 
-/// Words of somebody whom a device process serves.
+/// A record that includes a device process.
 pub trait Tied: Words {
     /// The device process.
     fn ties(&self) -> &Ties;
-    /// The same, to be changed.
+    /// The same, mutable.
     fn ties_mut(&mut self) -> &mut Ties;
 }
 
 impl<W: Tied> Kept<W> {
-    /// This device process serves from now on. It has not heard of anybody yet.
+    /// This device process serves from now on. It knows nobody yet.
     pub fn served_by(&self, process: &Process) {
         let (handle, control) = process.ties();
         let device = (self.hold(&handle), self.hold(&control));
         self.change(|words| words.ties_mut().device = Some(device));
     }
 
-    /// The device process has stored this of a channel, or forgotten it.
+    /// The device process has stored this for a channel, or dropped it.
     pub fn stored(&self, channel: u64, stored: Option<&Stored>) {
         let Some(stored) = stored else {
             return self.change(|words| drop(words.ties_mut().stored.remove(&channel)));
@@ -62,20 +62,21 @@ impl<W: Tied> Kept<W> {
         self.change(|words| drop(words.ties_mut().stored.insert(channel, numbers)));
     }
 
-    /// The device process of the keeper before this one, and the socket to it.
+    /// The previous keeper's device process, and the socket to it.
     fn device(&self, found: &Found) -> io::Result<Option<(sandbox::Handle, Control)>> {
         let Some((process, control)) = self.read(|words| words.ties().device) else { return Ok(None) };
         Ok(Some((found.get(process)?.into(), found.get(control)?.into())))
     }
 
-    /// Kills the device process of the keeper before this one, if it has outlived that. Does not wait.
+    /// Kills the previous keeper's device process, if it has outlived the keeper. Doesn't wait.
     pub fn kill_device_process(&self, found: &Found) {
         if let Ok(Some((handle, _))) = self.device(found) {
             handle.kill();
         }
     }
 
-    /// Waits until nothing of that device process is left, and returns what it has stored, `most` channels at most. What it had sent is there, also if no keeper has seen it.
+    /// Waits until nothing of that device process is left, and returns what it has stored for at most `most`
+    /// channels, including messages that no keeper has read.
     pub fn end_device_process(
         &self,
         found: &Found,

@@ -1,10 +1,14 @@
-//! The keeper's part of a virtual machine: its vhost-user socket, and what stands between the VMM and the device process.
+//! The keeper's part of a virtual machine: its vhost-user socket, and what stands between the VMM and the
+//! device process.
 //!
-//! The keeper answers the VMM, remembers what it says ([`Negotiation`]), and passes it on to the device process, over vhost-user as well. Memory, doorbells and interrupts are descriptors
-//! in these messages: nothing of a running session passes through the keeper.
+//! The keeper answers the VMM, remembers its messages ([`Negotiation`]), and passes them on to the device
+//! process, also over vhost-user. Memory, doorbells and interrupts are descriptors in these messages: nothing
+//! of a running session passes through the keeper.
 //!
-//! When the device process ends unexpectedly, another one is started and told everything again. The VMM and the guest's driver do not notice. The same process serves only one VMM
-//! connection: the next VMM begins with a fresh one. The same happens when the keeper itself is replaced: what it knows of the connection is [`Kept`] for the next one.
+//! If the device process ends unexpectedly, another one is started and told everything again. The VMM and the
+//! guest's driver don't notice. A process serves only one VMM connection: the next VMM starts with a fresh
+//! one. If the keeper itself is replaced, what it knows of the connection is [`Kept`](super::kept::Kept) for
+//! the next keeper.
 
 use std::fs::File;
 use std::io;
@@ -46,17 +50,18 @@ use crate::link::ToDevice;
 use crate::sockets::Listening;
 use crate::vm::REQUESTS_SIZE;
 
-/// A device process that does not answer a vhost-user message for longer is replaced. Ending a guest's sessions takes up to ten seconds.
+/// A device process that takes longer to answer a vhost-user message is replaced. Ending a guest's sessions
+/// takes up to ten seconds.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
-/// How long a device process has to end its sessions when its VMM is gone.
+/// How long a device process has to end its sessions after its VMM has disconnected.
 const ENDS_WITHIN: Duration = Duration::from_secs(15);
-/// How long sessions have to end when the daemon ends.
+/// How long sessions have to end when the daemon shuts down.
 const DRAIN: Duration = Duration::from_secs(4);
-/// A device process that has run for longer is not counted as failing at its start.
+/// A device process that ran longer than this has not failed at its start.
 const HEALTHY: Duration = Duration::from_secs(60);
-/// The VMM is disconnected after so many device processes in a row that fail soon after their start.
+/// The VMM is disconnected after this many device processes in a row have failed soon after their start.
 const MAX_FAILURES: u32 = 8;
-/// How long to wait before another attempt after the second failure. Doubled with each one.
+/// Pause before another attempt after the second failure. Doubled each time.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// The server of one virtual machine's socket.
@@ -82,7 +87,8 @@ impl Server {
         Ok(Arc::new(Server { config, processes, own, succession, stopping: AtomicBool::new(false), stop }))
     }
 
-    /// Serves one VMM after the other until [`stop`](Self::stop) is called and the socket is stopped. The first one is that of the keeper before this one, if it had one.
+    /// Serves one VMM after another until [`stop`](Self::stop) is called and the socket is stopped. The first
+    /// is the previous keeper's, if it had one.
     pub fn serve(&self, listening: &Listening, before: Option<Predecessor>) {
         let name = &self.config.name;
         let failed = |e: anyhow::Error| {
@@ -102,14 +108,14 @@ impl Server {
         }
     }
 
-    /// Ends the current connection and accepts no other.
+    /// Ends the current connection and accepts no more.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         // Fails only if the counter is at its maximum, and then it is readable, too.
         let _ = self.stop.write(1);
     }
 
-    /// Waits, unless the daemon ends.
+    /// Waits, unless the daemon is shutting down.
     fn pause(&self, time: Duration) {
         let limit = PollTimeout::try_from(time.as_millis()).unwrap_or(PollTimeout::MAX);
         let _ = poll(&mut [PollFd::new(self.stop.as_fd(), PollFlags::POLLIN)], limit);
@@ -143,17 +149,17 @@ impl Server {
         Ok(())
     }
 
-    /// Goes on with the VMM of the keeper before this one, whose device process is gone.
+    /// Continues with the previous keeper's VMM, whose device process has ended.
     fn take_over(&self, before: Predecessor, stays: RwLockReadGuard<'_, ()>) -> anyhow::Result<()> {
         let connection = before.connection.clone();
         let result = self.resume(before, stays);
         connection.kept.end();
-        result.context("the VMM of the keeper before this one")
+        result.context("the previous keeper's VMM")
     }
 
     fn resume(&self, before: Predecessor, stays: RwLockReadGuard<'_, ()>) -> anyhow::Result<()> {
         let most = self.config.limits.max_channels as usize;
-        // Nothing touches the guest's memory before the old process is gone.
+        // Nothing touches the guest's memory before the old process has ended.
         let Predecessor { connection, found } = before;
         let ended = connection.kept.end_device_process(&found, most, drop);
         let mut stored = ended.context("what its device process has stored")?;
@@ -163,19 +169,20 @@ impl Server {
         let why = "was replaced together with the daemon vhost-rgpu";
         let device = attempts.start(self, &connection, &requests, &negotiation, &mut stored, why)?;
         let (name, process) = (&self.config.name, device.process.pid);
-        tracing::info!("vm {name}: goes on with the VMM; device process {process}");
+        tracing::info!("vm {name}: continues with the VMM; device process {process}");
         let (protocol, features) = (negotiation.protocol, negotiation.features);
         let relay = Arc::new(Relay::new(self, &connection, device, negotiation, requests));
-        // The handler has to know what the VMM has said to the one before it. It hears that on a socket which is then replaced by the VMM's.
+        // The handler must know what the VMM told the previous one. It gets that on a socket which is then
+        // replaced by the VMM's.
         let (ours, theirs) = UnixStream::pair().context("a pair of sockets")?;
         let number = ours.as_raw_fd();
         let mut requests = BackendReqHandler::from_stream(ours, relay.clone());
         relay.lock().repeating = true;
         repeat(&theirs, protocol, features, || requests.handle_request()).context("what was negotiated")?;
         relay.lock().repeating = false;
-        // SAFETY: the handler owns this descriptor, and goes on to own it; it is only another socket from now on.
+        // SAFETY: the handler owns this descriptor, and continues to; it only becomes another socket.
         let replaced = unsafe { dup3_raw(&vmm, number, OFlag::O_CLOEXEC) };
-        // It is the handler's.
+        // It belongs to the handler.
         let _ = replaced.context("duplicating the VMM's connection")?.into_raw_fd();
         drop(stays);
         self.attend(&vmm, requests, &relay);
@@ -196,7 +203,7 @@ impl Server {
         process.end(limit);
     }
 
-    /// Passes the VMM's messages on until it disconnects or the daemon ends.
+    /// Passes the VMM's messages on until it disconnects or the daemon shuts down.
     fn relay(
         &self,
         vmm: &UnixStream,
@@ -232,7 +239,7 @@ impl Server {
     }
 }
 
-/// A device process, and the connection on which the keeper speaks vhost-user with it.
+/// A device process, and the connection on which the keeper speaks vhost-user to it.
 struct Device {
     process: Arc<Process>,
     frontend: Frontend,
@@ -248,9 +255,10 @@ impl std::ops::Deref for Device {
     }
 }
 
-/// A connection, and the listening socket in whose queue its other end waits. (`vhost-user-backend` takes its connection from a listening socket only.)
+/// A connection, and the listening socket in whose queue its other end waits. (`vhost-user-backend` accepts
+/// its connection only from a listening socket.)
 fn connection() -> io::Result<(OwnedFd, UnixStream)> {
-    // A folder that nobody else may enter, so that nobody else connects.
+    // A folder that nobody else may enter, so that nobody else can connect.
     let folder = TempDir::new_with_prefix(std::env::temp_dir().join("vhost-rgpu-"))?;
     let path = folder.as_path().join("device");
     let listening = UnixListener::bind(&path)?;
@@ -266,7 +274,8 @@ fn requests_memory() -> io::Result<OwnedFd> {
 }
 
 impl Device {
-    /// Starts a device process. `stored` and `resumed` come from its predecessor. If it fails, `stored` is as it was.
+    /// Starts a device process. `stored` and `resumed` come from its predecessor. On failure, `stored` is
+    /// unchanged.
     fn start(
         server: &Server,
         connection: &Arc<Connection>,
@@ -313,18 +322,19 @@ impl Device {
     }
 }
 
-/// Asks a device what it offers, and accepts all of vhost-user's extensions: what the VMM has accepted of them is between it and the keeper.
+/// Asks a device what it offers, and accepts all of vhost-user's extensions: which of them the VMM has
+/// accepted only concerns the VMM and the keeper.
 fn introduce(device: &mut Frontend) -> vhost::Result<(u64, VhostUserProtocolFeatures)> {
     device.set_owner()?;
     let features = device.get_features()?;
     let protocol = device.get_protocol_features()?;
     device.set_protocol_features(protocol | VhostUserProtocolFeatures::REPLY_ACK)?;
-    // From here on each message is answered, so that an error is its own.
+    // From here on each message is answered, so that errors can be attributed.
     device.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
     Ok((features, protocol))
 }
 
-/// What stands between one VMM's connection and the device process that serves it now.
+/// Connects one VMM's connection with the device process that currently serves it.
 struct Relay<'s>(Mutex<Inner<'s>>);
 
 struct Inner<'s> {
@@ -335,7 +345,7 @@ struct Inner<'s> {
     /// The memory for requests in progress, which outlives device processes.
     requests: OwnedFd,
     attempts: Attempts,
-    /// What the VMM has said to the keeper before this one is being repeated, and the device knows it.
+    /// Whether the VMM's messages to the previous keeper are being repeated, which the device already knows.
     repeating: bool,
 }
 
@@ -363,7 +373,7 @@ impl<'s> Relay<'s> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Handles a message of the VMM, and notes for the next keeper what it has changed.
+    /// Handles a message of the VMM, and saves what it has changed for the next keeper.
     fn noted<T>(&self, handle: impl FnOnce() -> T) -> T {
         let connection = self.lock().connection.clone();
         connection.begins();
@@ -373,12 +383,12 @@ impl<'s> Relay<'s> {
     }
 }
 
-/// Whether the device process itself has refused a message. After any other error it is of no use.
+/// Whether the device process itself has refused a message. After any other error it is unusable.
 fn refused(error: &vhost::Error) -> bool {
     matches!(error, vhost::Error::VhostUserProtocol(Error::BackendInternalError | Error::InvalidParam))
 }
 
-/// How starting device processes for one VMM has gone so far.
+/// The history of starting device processes for one VMM.
 struct Attempts {
     /// When the last one was started, and how many before it failed soon.
     since: Instant,
@@ -398,7 +408,8 @@ impl Attempts {
         self.failures += 1;
     }
 
-    /// Starts a device process in place of one that is gone, and tells it everything. `why` is what became of the old one, and `stored` what it had stored.
+    /// Starts a device process to replace one that has ended, and tells it everything. `why` is how the old
+    /// one ended, and `stored` what it had stored.
     fn start(
         &mut self,
         server: &Server,
@@ -412,15 +423,13 @@ impl Attempts {
         let failed = |text: String| Error::ReqHandlerError(io::Error::other(text));
         loop {
             if self.failures > MAX_FAILURES {
-                return Err(failed(format!(
-                    "{MAX_FAILURES} device processes have failed one after the other"
-                )));
+                return Err(failed(format!("{MAX_FAILURES} device processes in a row have failed")));
             }
             if self.failures > 1 {
                 server.pause(PAUSE * (1 << (self.failures - 2)));
             }
             if server.stopping.load(Ordering::SeqCst) {
-                return Err(failed("the daemon ends".to_owned()));
+                return Err(failed("the daemon is shutting down".to_owned()));
             }
             self.since = Instant::now();
             let mut device = match Device::start(server, connection, requests, stored, Some(why.to_owned())) {
@@ -434,7 +443,7 @@ impl Attempts {
             let process = device.process.clone();
             match negotiation.replay(&mut device.frontend) {
                 Ok(()) => return Ok(device),
-                // The next one would not accept it either: the VMM has changed what it gave.
+                // The next one would not accept it either: it is the VMM that has sent something invalid.
                 Err(e) if refused(&e) => {
                     process.end(Duration::ZERO);
                     return Err(failed(format!(
@@ -453,10 +462,10 @@ impl Attempts {
 }
 
 impl Inner<'_> {
-    /// Replaces a device process that has ended, or that is of no use any more.
+    /// Replaces a device process that has ended or is unusable.
     fn restart(&mut self) -> Result<()> {
         let (server, name) = (self.server, &self.server.config.name);
-        // Nothing touches the guest's memory before the old process is gone.
+        // Nothing touches the guest's memory before the old process has ended.
         let (how, mut stored) = self.device.process.take_over();
         let process = self.device.process.pid;
         tracing::error!("vm {name}: its device process {process} {how}; starting another one");
@@ -469,7 +478,8 @@ impl Inner<'_> {
         Ok(())
     }
 
-    /// Passes on what was just remembered. A device process that fails meanwhile is replaced, and its successor is told with everything else.
+    /// Passes on what was just remembered. A device process that fails meanwhile is replaced, and its
+    /// successor gets it with everything else.
     fn tell(&mut self, tell: impl FnOnce(&mut Frontend, &Negotiation) -> vhost::Result<()>) -> Result<()> {
         match tell(&mut self.device.frontend, &self.negotiation) {
             Ok(()) => Ok(()),
@@ -478,7 +488,7 @@ impl Inner<'_> {
         }
     }
 
-    /// Queues that have stopped begin anew: it was a reset. (Nothing to do if none has stopped.)
+    /// If queues have stopped, it was a reset: they start over. (Nothing to do if none has stopped.)
     fn was_reset(&mut self) -> Result<()> {
         if !self.negotiation.stopped {
             return Ok(());
@@ -486,12 +496,12 @@ impl Inner<'_> {
         tracing::info!("vm {}: the guest was reset", self.server.config.name);
         self.negotiation.restart();
         self.ask(|device| device.reset_device())?;
-        // What the VMM has said since the queues stopped stands.
+        // What the VMM has sent since the queues stopped stays valid.
         let features = self.negotiation.features;
         self.tell(|device, _| features.map_or(Ok(()), |features| device.set_features(features)))
     }
 
-    /// Asks the device process, and its successor if it fails meanwhile.
+    /// Asks the device process, or its successor if it fails meanwhile.
     fn ask<T>(&mut self, ask: impl Fn(&mut Frontend) -> vhost::Result<T>) -> Result<T> {
         loop {
             match ask(&mut self.device.frontend) {
@@ -656,7 +666,7 @@ impl VhostUserBackendReqHandler for Relay<'_> {
     fn get_config(&self, offset: u32, size: u32, flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
         let empty = vec![0; size as usize];
         let mut inner = self.lock();
-        // A driver reads this when it begins. One that merely was stopped goes on.
+        // A driver reads this when it starts. One that was merely stopped continues.
         inner.was_reset()?;
         inner.ask(|device| device.get_config(offset, size, flags, &empty)).map(|(_, bytes)| bytes)
     }

@@ -1,8 +1,11 @@
-//! What outlives a device process of native clients, so that its successor can go on with their sessions: their connections, which the keeper holds, too; their channels and regions, which are
-//! stored with it; and whether a request was being answered ([`Answering`]).
+//! What outlives a device process of native clients, so that its successor can continue their sessions: their
+//! connections, which the keeper also holds; their channels and regions, which are stored with it; and
+//! whether a request was being answered ([`Answering`]).
 //!
-//! A request stays in the client's socket until the keeper takes it away and answers it, which a device process has it do in one packet. So a successor finds a request that was not answered, and executes it
-//! again. Only if the keeper itself ends in the few instructions between the two, nobody knows whether the client has its answer; then the session ends.
+//! A request stays in the client's socket until the keeper consumes and answers it, which a device process
+//! requests in a single packet. So a successor finds a request that was not answered, and executes it again.
+//! Only if the keeper itself ends in the few instructions between consuming and answering is it unknown
+//! whether the client has its answer; the session then ends.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,12 +25,12 @@ use crate::keeper::process::memory_file;
 use crate::link::Stored;
 use crate::refusal::Refusal;
 
-/// Where what is to be known of a client's channel is stored, or of one of its regions.
+/// The key under which a client's channel, or one of its regions, is stored.
 pub fn place(client: u64, region: Option<u32>) -> u64 {
     client << 33 | region.map_or(0, |region| u64::from(region) + 1)
 }
 
-/// Whose a [`place`] is.
+/// The client of a [`place`].
 pub fn client_of(place: u64) -> u64 {
     place >> 33
 }
@@ -37,13 +40,13 @@ fn region_of(place: u64) -> Option<u32> {
     u32::try_from((place & ((1 << 33) - 1)).checked_sub(1)?).ok()
 }
 
-/// What a file says of a channel or a region, before its saved session.
+/// The fixed part of a channel's or region's file, before its saved session.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 struct Fixed {
-    /// The server's place among those that the configuration names.
+    /// The server's index in the configuration.
     server: u64,
-    /// Where the memory begins in its file, and its bytes.
+    /// The memory's offset in its file, and its size in bytes.
     offset: u64,
     size: u64,
 }
@@ -53,7 +56,7 @@ fn memory_of(memories: &Memories) -> io::Result<(Memory, OwnedFd)> {
     Ok((memory, file.try_clone()?))
 }
 
-/// What is to be known of a channel. Without a saved session it ends with this process.
+/// What is stored for a channel. Without a saved session, the session ends with this process.
 pub fn channel(server: usize, channel: &ChannelMemory, saved: Option<&Saved>) -> io::Result<Stored> {
     let (memory, file) = memory_of(&channel.memories)?;
     let fixed = Fixed { server: server as u64, offset: memory.file_offset, size: channel.size };
@@ -66,7 +69,7 @@ pub fn channel(server: usize, channel: &ChannelMemory, saved: Option<&Saved>) ->
     Ok(Stored { known: memory_file(c"channel", &bytes)?, descriptors })
 }
 
-/// What is to be known of a region.
+/// What is stored for a region.
 pub fn region(memories: &Memories, size: u64) -> io::Result<Stored> {
     let (memory, file) = memory_of(memories)?;
     let fixed = Fixed { server: 0, offset: memory.file_offset, size };
@@ -93,21 +96,22 @@ fn read(stored: &Stored) -> io::Result<(Fixed, Vec<u8>)> {
     Ok((fixed, rest.to_vec()))
 }
 
-/// A client's session under another process. It is checked like what a client says: the process may have been the client's.
+/// A client's session from another process. It is checked like the client's own requests, because the client
+/// may have controlled that process.
 #[derive(Debug)]
 pub struct Leftover {
     /// How its session is opened.
     pub server: SessionConfig,
     /// Its channel.
     pub channel: ChannelMemory,
-    /// Its session, if that has outlived the process.
+    /// Its session, if it has outlived the process.
     pub saved: Option<Saved>,
     /// The memory of its regions.
     pub regions: BTreeMap<u32, Memories>,
 }
 
 impl Leftover {
-    /// Reads what was stored of a client, by [`place`]. `None`: it had no channel.
+    /// Reads what was stored for a client, by [`place`]. `None`: it had no channel.
     pub fn new(stored: BTreeMap<u64, Stored>, servers: &[SessionConfig]) -> io::Result<Option<Leftover>> {
         let (mut found, mut regions) = (None, BTreeMap::new());
         for (place, stored) in stored {
@@ -140,7 +144,7 @@ impl Leftover {
     }
 }
 
-/// Whether a client's request was being answered.
+/// Tells whether a client's request was being answered.
 #[derive(Debug)]
 pub struct Answering(File);
 
@@ -151,7 +155,7 @@ impl From<OwnedFd> for Answering {
 }
 
 impl Answering {
-    /// Notes in the file of a client that its request is being taken away and answered, or that it was.
+    /// Notes in a client's file that its request is being consumed and answered, or that this is finished.
     pub fn note(file: &OwnedFd, answering: bool) -> io::Result<()> {
         File::from(file.try_clone()?).write_all_at(&[answering.into()], 0)
     }

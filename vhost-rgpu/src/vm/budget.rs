@@ -1,13 +1,15 @@
-//! What a guest's memory costs this host, counted: a guest is refused more than its share, and the process stays within its limits.
+//! Counts what a guest's memory costs this host: a guest is refused more than its share, and the process
+//! stays within its limits.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::refusal::{Refusal, no_resources};
 
-/// Mappings that a process needs besides those of channels: libraries, heaps, and two for each of its threads' stacks.
+/// Mappings that a process needs besides those of channels: libraries, heaps, and two for each thread's
+/// stack.
 const OTHER_MAPPINGS: usize = 16 << 10;
-/// What Linux allows by default, if it does not say.
+/// Linux's default limit, if it doesn't report one.
 const MAX_MAP_COUNT: usize = 65530;
 
 /// Something that is limited.
@@ -30,7 +32,7 @@ impl Limited {
         }
     }
 
-    /// Counts what is there already, also beyond the limit: then nothing more is granted for a while.
+    /// Counts what already exists, even beyond the limit: nothing more is granted until enough is released.
     fn count(self: &Arc<Self>, count: usize) -> Charge {
         self.used.fetch_add(count, Ordering::Relaxed);
         Charge { from: self.clone(), count }
@@ -60,7 +62,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// `max_pieces` is configured; mappings are what the kernel allows a process.
+    /// `max_pieces` is configured; the kernel limits a process's mappings.
     pub fn new(max_pieces: usize) -> Budget {
         let allowed = std::fs::read_to_string("/proc/sys/vm/max_map_count");
         let allowed = allowed.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(MAX_MAP_COUNT);

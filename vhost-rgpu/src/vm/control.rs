@@ -1,4 +1,5 @@
-//! Parses requests of `controlq`: a guest's bytes become an [`Order`] or a [`Refusal`]. `docs/device.md` is the specification.
+//! Parses requests of `controlq`: a guest's bytes become an [`Order`] or a [`Refusal`]. `docs/device.md` is
+//! the specification.
 //!
 //! The bytes are a copy that was made once; nothing here touches guest memory.
 
@@ -11,7 +12,7 @@ use crate::refusal::{Refusal, invalid, no_resources};
 /// Bytes of a request without extents.
 pub const FIXED: usize = size_of::<Request>();
 
-/// A request that is valid as far as can be told without the device's state.
+/// A request that is valid as far as this can be determined without the device's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Order {
     /// Create a channel in this memory.
@@ -38,7 +39,7 @@ pub enum Order {
         extents: Vec<Extent>,
         /// Total bytes.
         size: u64,
-        /// The device only reads it.
+        /// Whether the device only reads it.
         read_only: bool,
     },
     /// Unregister memory.
@@ -50,7 +51,7 @@ pub enum Order {
     },
 }
 
-/// How many bytes of extents follow the fixed part. Checked before they are fetched.
+/// The size in bytes of the extents after the fixed part. Checked before they are fetched.
 pub fn extents_size(fixed: &[u8; FIXED], limits: &Limits) -> Result<usize, Refusal> {
     let request = Request::read_from_bytes(fixed).map_err(|_| invalid("the request is truncated"))?;
     if request.extent_count > limits.max_extents {
@@ -61,7 +62,7 @@ pub fn extents_size(fixed: &[u8; FIXED], limits: &Limits) -> Result<usize, Refus
     Ok(request.extent_count as usize * size_of::<Extent>())
 }
 
-/// Parses a whole request: its fixed part and the extents' bytes.
+/// Parses a complete request: its fixed part and the extents' bytes.
 pub fn parse(fixed: &[u8; FIXED], extents: &[u8], limits: &Limits) -> Result<Order, Refusal> {
     let expected = extents_size(fixed, limits)?;
     if extents.len() != expected {

@@ -1,15 +1,19 @@
-//! The device that a guest sees: its state, and how it pauses, goes on and is reset.
+//! The device that a guest sees: its state, and how it pauses, continues and is reset.
 //!
-//! In reading order: [`vhost_user`] speaks with the VMM, [`requests`] takes the guest's requests from their
-//! queue and answers them, [`channels`] executes them, and [`predecessor`] goes on with what another process
-//! has left.
+//! In reading order: [`vhost_user`] talks to the VMM, [`requests`] takes the guest's requests from their
+//! queue and answers them, [`channels`] executes them, and [`predecessor`] continues what another process has
+//! left.
 //!
 //! Five rules:
-//! - The virtqueue threads never block. A thread of its own executes each request (at most [`MAX_JOBS`](requests::MAX_JOBS) at a time) and answers it when it is done; answers come in any order.
-//! - A job touches guest memory (to answer, or to start a session) only [inside](Gate::enter) the gate: while the guest runs, and if the device has not been reset since the request came.
-//! - A VMM says that the control queue stops when the guest is stopped, and when the device is reset, in the same words. So then everything [pauses](Device::pause): the guest's memory may be somebody
-//!   else's by now. The keeper finds out which it was, and says so if it was a reset.
-//! - What a successor of this process has to know is stored before anything depends on it: a request before it is looked at, a channel before anybody else touches its memory.
+//! - The virtqueue threads never block. A separate thread executes each request (at most
+//!   [`MAX_JOBS`](requests::MAX_JOBS) at a time) and answers it when it is done; answers come in any order.
+//! - A job touches guest memory (to answer, or to start a session) only [inside](Gate::enter) the gate: while
+//!   the guest runs, and if the device has not been reset since the request arrived.
+//! - A VMM stops the control queue with the same messages when the guest is stopped and when the device is
+//!   reset. So in both cases everything [pauses](Device::pause), because the guest's memory may already be
+//!   used for something else. The keeper finds out which it was, and reports a reset.
+//! - What a successor of this process must know is stored before anything depends on it: a request before it
+//!   is looked at, a channel before anybody else touches its memory.
 //! - Nothing that a guest sends ends a thread or the device.
 
 mod channels;
@@ -43,27 +47,31 @@ pub use predecessor::Predecessor;
 
 /// Maximum number of descriptors of a queue.
 pub const QUEUE_SIZE: usize = 1024;
-/// How long the server may hold a destroyed channel's memory before the log says so. The message is repeated as often.
+/// How long the server may hold a destroyed channel's memory before this is logged. The message is repeated
+/// at the same interval.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Queues of each thread: one serves `controlq` and `eventq`, the other `doorbellq`, so that a doorbell never waits behind a request.
+/// Queues of each thread: one serves `controlq` and `eventq`, the other `doorbellq`, so that a doorbell never
+/// waits behind a request.
 const THREADS: [u64; 2] = [1 << CONTROL_QUEUE | 1 << EVENT_QUEUE, 1 << DOORBELL_QUEUE];
 
 /// A channel of the guest.
 enum Channel {
     /// A job is opening it.
     Opening,
-    /// Its session waits in a server's queue, and the guest has been told so. Writing to the eventfd makes the job that opens it give up.
+    /// Its session waits in a server's queue, and the guest knows. Writing to the eventfd makes the job that
+    /// opens it give up.
     Waiting(Arc<EventFd>),
-    /// Its session was refused after the guest had been told that it waits. Nothing touches its memory.
+    /// Its session was refused after the guest was told to wait. Nothing touches its memory.
     Over,
-    /// Its session is over because the device process that served it has ended. A worker may still have its memory mapped.
+    /// Its session is over because the device process that served it has ended. A worker may still have its
+    /// memory mapped.
     Left(Arc<Leftover>),
     /// A job waits until the server has released its memory.
     Closing(Arc<Session>),
     Open(Arc<Session>, Held),
 }
 
-/// What an open channel holds, until nothing touches its memory any more.
+/// What an open channel holds until nothing touches its memory any more.
 struct Held {
     _listed: Listed,
     _mappings: Charge,
@@ -82,7 +90,7 @@ impl Channel {
         }
     }
 
-    /// Ends what there is of a session, and waits up to `patience` until nothing touches the channel's memory.
+    /// Ends whatever session there is, and waits up to `patience` until nothing touches the channel's memory.
     fn close(&self, reason: &str, patience: Duration) -> Closed {
         match self {
             Channel::Open(session, _) | Channel::Closing(session) => session.close(reason, patience),
@@ -106,7 +114,7 @@ pub struct Device {
     settled: Condvar,
     events: Arc<Events>,
     gate: Gate,
-    /// Held while the device pauses, goes on, or is reset.
+    /// Held while the device pauses, continues, or is reset.
     changing: Mutex<()>,
     /// The request queue, while it runs.
     control: Mutex<Option<Vring>>,
@@ -120,9 +128,10 @@ pub struct Device {
     budget: Budget,
     /// What a predecessor has left, until the request queue runs.
     predecessor: Mutex<Option<Predecessor>>,
-    /// Channels of a predecessor that had not answered the request to create them. The request is executed again.
+    /// A predecessor's channels whose creation was not answered yet. The request is executed again.
     unanswered: Mutex<HashMap<u32, Leftover>>,
-    /// By queue index: whether the next buffer follows from the used ring, because a predecessor has taken some.
+    /// By queue index: whether the next buffer must be derived from the used ring, because a predecessor has
+    /// taken some.
     resumes: [AtomicBool; QUEUE_COUNT],
 }
 
@@ -174,7 +183,8 @@ impl Device {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The guest is stopped, or was reset. When this returns nothing touches its memory, until [`go_on`](Self::go_on). Sessions stand meanwhile; one that cannot pause ends.
+    /// The guest is stopped, or was reset. When this returns, nothing touches its memory until
+    /// [`go_on`](Self::go_on). Sessions are kept meanwhile; one that cannot pause ends.
     fn pause(&self) {
         let _one = self.changing();
         if !self.gate.pause() {
@@ -189,7 +199,7 @@ impl Device {
                 Channel::Opening | Channel::Waiting(_) | Channel::Over => {}
             }
         }
-        // All sessions are told first and then pause at the same time.
+        // All sessions are told first, so that they pause at the same time.
         open.iter().for_each(|(_, session)| session.pause());
         let deadline = Instant::now() + PATIENCE;
         let left = || deadline.saturating_duration_since(Instant::now());
@@ -200,7 +210,7 @@ impl Device {
                 session.transport(),
                 match session.transport() {
                     TransportKind::Verbs => "the guest was stopped, which no session over verbs survives",
-                    _ => "the guest was stopped, and work on the GPU went on using its memory",
+                    _ => "the guest was stopped, but work on the GPU kept using its memory",
                 },
             );
             tracing::warn!("{}: channel {id}: over {transport}: {reason}", self.who);
@@ -219,7 +229,7 @@ impl Device {
         tracing::info!("{}: the guest does not run; {count} sessions are kept", self.who);
     }
 
-    /// The control queue has something to say. If it had stopped, the guest goes on.
+    /// The control queue has an event. If it had stopped, the guest now continues.
     fn go_on(&self, vring: &Vring) {
         let _one = self.changing();
         // In this order: a queue that is ready after the pause was seen has started again.
@@ -228,15 +238,16 @@ impl Device {
         }
         self.gate.go_on();
         let sessions: Vec<_> = self.channels().values().filter_map(Channel::session).collect();
-        tracing::info!("{}: the guest runs again; {} sessions go on", self.who, sessions.len());
+        tracing::info!("{}: the guest runs again; {} sessions continue", self.who, sessions.len());
         sessions.iter().for_each(|session| session.go_on());
     }
 
-    /// Ends every session because the device is reset or its VMM is gone. Returns when the sessions have released guest memory.
+    /// Ends every session because the device is reset or its VMM is gone. Returns when the sessions have
+    /// released guest memory.
     pub fn end_all(&self, reason: &str) {
         let _one = self.changing();
         let (ids, channels) = {
-            // A job that is inside the gate is starting a session or answering. After this, no job of before enters.
+            // A job inside the gate is starting a session or answering. After this, no earlier job can enter.
             let paused = self.gate.reset();
             self.resumes.iter().for_each(|resumes| resumes.store(false, Ordering::SeqCst));
             *self.control.lock().unwrap_or_else(PoisonError::into_inner) = None;
@@ -244,14 +255,14 @@ impl Device {
             self.take_leftovers();
             let mut channels = self.channels();
             if paused {
-                // Nobody knows since when the guest's memory is another's.
+                // It is unknown since when the guest's memory has been used for something else.
                 channels.values().filter_map(Channel::session).for_each(|session| session.seal());
             }
             let ids: Vec<u32> = channels.keys().copied().collect();
             let ended = channels.drain().filter_map(|(_, channel)| match &channel {
                 Channel::Open(..) | Channel::Closing(_) | Channel::Left(_) => Some(channel),
                 Channel::Waiting(give_up) => {
-                    // Writing fails only when the counter is at its maximum. Then the eventfd is readable, too.
+                    // Writing fails only if the counter is at its maximum. The eventfd is then readable, too.
                     let _ = give_up.write(1);
                     None
                 }
@@ -263,7 +274,7 @@ impl Device {
         if !channels.is_empty() {
             tracing::info!("{}: ending {} sessions: {reason}", self.who, channels.len());
         }
-        // All sessions are told first and then end at the same time.
+        // All sessions are told first, so that they end at the same time.
         for channel in &channels {
             if let Channel::Open(session, _) = channel {
                 self.count_end(session);
@@ -281,7 +292,7 @@ impl Device {
         ids.into_iter().for_each(|channel| self.store.forget(channel));
     }
 
-    /// Counts a session that is about to be closed on request. A session that was lost has been counted already.
+    /// Counts a session that is about to be closed on request. A lost session has already been counted.
     fn count_end(&self, session: &Session) {
         if session.over().is_none() {
             self.registry.totals.closed.fetch_add(1, Ordering::Relaxed);
@@ -294,7 +305,7 @@ impl Device {
         self.channels().values().filter_map(Channel::session).for_each(|session| session.doorbell());
     }
 
-    /// How a session wakes the guest's threads, and what is done when it is lost.
+    /// How a session wakes the guest's threads, and what happens when it is lost.
     fn listeners(&self, channel: u32) -> (Wakeup, Lost) {
         let (events, registry, who) = (self.events.clone(), self.registry.clone(), self.who.clone());
         let lost = move |reason: &str| {

@@ -14,7 +14,7 @@ use crate::limit::LogLimit;
 
 /// Where events are delivered: the guest's buffers.
 trait Sink {
-    /// Puts one event into a buffer of the guest. False if there is no buffer.
+    /// Puts one event into a buffer of the guest. Returns false if there is no buffer.
     fn put(&mut self, event: Event) -> bool;
 }
 
@@ -32,7 +32,7 @@ impl Pending {
         }
     }
 
-    /// Delivers as many events as there are buffers. True if at least one was delivered.
+    /// Delivers as many events as there are buffers. Returns whether at least one was delivered.
     fn deliver(&mut self, sink: &mut impl Sink) -> bool {
         let mut delivered = false;
         while let Some(channel) = self.queue.front().copied() {
@@ -73,7 +73,7 @@ impl std::fmt::Debug for State {
 }
 
 impl Events {
-    /// An event queue that does not run yet.
+    /// An event queue that is not running yet.
     pub fn new(who: String, memory: GuestMemory) -> Events {
         Events { who, memory, state: Mutex::default(), limit: LogLimit::new() }
     }
@@ -82,7 +82,8 @@ impl Events {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes every waiter of a channel, now or as soon as the guest posts a buffer. Never waits for the guest.
+    /// Wakes every waiter of a channel, now or as soon as the guest posts a buffer. Never waits for the
+    /// guest.
     pub fn wake(&self, channel: u32) {
         let mut state = self.lock();
         state.pending.add(channel);
@@ -98,7 +99,8 @@ impl Events {
         self.deliver(&mut state);
     }
 
-    /// The queue has stopped: guest memory is not touched until [`buffers`](Self::buffers) is called again. Pending events are kept.
+    /// The queue has stopped: guest memory is not touched until [`buffers`](Self::buffers) is called again.
+    /// Pending events are kept.
     pub fn stop(&self) {
         self.lock().vring = None;
     }
@@ -136,7 +138,7 @@ impl Sink for Buffers<'_> {
             let Some(chain) = state.get_queue_mut().pop_descriptor_chain(memory.clone()) else {
                 // A guest that has just posted a buffer may have seen that notifications were disabled.
                 match state.enable_notification() {
-                    // A queue that has buffers, and gives none of them away, is broken or has just been stopped.
+                    // A queue that claims to have buffers but yields none is broken or has just been stopped.
                     Ok(true) if !looked_again => {
                         looked_again = true;
                         continue;
@@ -165,7 +167,7 @@ impl Sink for Buffers<'_> {
 mod tests {
     use super::*;
 
-    /// A guest with so many buffers, and the channels that it was told to wake.
+    /// A guest with this many buffers, and the channels that it was told to wake.
     struct FakeGuest(usize, Vec<u32>);
 
     impl Sink for FakeGuest {

@@ -1,8 +1,9 @@
-//! When guest memory may be touched: not while the guest is stopped, and never for what began before a reset.
+//! Controls when guest memory may be touched: not while the guest is stopped, and never by anything that
+//! began before a reset.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// See the module.
+/// See the module's documentation.
 #[derive(Debug, Default)]
 pub struct Gate {
     state: Mutex<State>,
@@ -14,11 +15,11 @@ struct State {
     /// Number of resets.
     resets: u64,
     paused: bool,
-    /// Those who touch guest memory now.
+    /// Number of threads that are touching guest memory.
     inside: usize,
 }
 
-/// Leave to touch guest memory, until it is dropped. A thread has one at a time.
+/// Permission to touch guest memory, until it is dropped. A thread has at most one.
 #[derive(Debug)]
 pub struct Inside<'g>(&'g Gate);
 
@@ -38,12 +39,12 @@ impl Gate {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What begins now, as [`enter`](Self::enter) knows it.
+    /// The epoch of what begins now, for [`enter`](Self::enter).
     pub fn epoch(&self) -> u64 {
         self.lock().resets
     }
 
-    /// Enters with what began at `epoch`, once the guest runs. `None`: the device was reset since.
+    /// Enters, for something that began at `epoch`, once the guest runs. `None`: the device was reset since.
     pub fn enter(&self, epoch: u64) -> Option<Inside<'_>> {
         let mut state = self.lock();
         while state.paused && state.resets == epoch {
@@ -56,7 +57,7 @@ impl Gate {
         Some(Inside(self))
     }
 
-    /// Enters if that is possible now.
+    /// Enters if that is possible immediately.
     pub fn try_enter(&self, epoch: u64) -> Option<Inside<'_>> {
         let mut state = self.lock();
         if state.paused || state.resets != epoch {
@@ -71,7 +72,8 @@ impl Gate {
         self.lock().paused
     }
 
-    /// The guest is stopped. Returns when nobody is inside. False: it was stopped before.
+    /// Stops the guest's memory accesses. Returns when nobody is inside. Returns false if the guest was
+    /// already stopped.
     pub fn pause(&self) -> bool {
         let mut state = self.lock();
         let first = !std::mem::replace(&mut state.paused, true);
@@ -87,7 +89,8 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    /// The device was reset: nothing of before enters any more. Returns when nobody of before is inside. True: the guest was stopped.
+    /// The device was reset: nothing that began earlier can enter any more. Returns when none of that is
+    /// inside. Returns whether the guest was stopped.
     pub fn reset(&self) -> bool {
         let mut state = self.lock();
         state.resets += 1;
@@ -130,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waited_for_a_stopped_guest_does_not_enter_after_a_reset() {
+    fn waiters_from_before_a_reset_do_not_enter() {
         let gate = Arc::new(Gate::default());
         gate.pause();
         let entering = spawn({

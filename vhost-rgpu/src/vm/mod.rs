@@ -1,8 +1,11 @@
-//! One virtual machine, as its device process serves it.
+//! One virtual machine, as served by its device process.
 //!
-//! In reading order: [`control`] parses requests, [`device`] executes them, [`gate`] says when guest memory may be touched, [`budget`] counts what they cost, [`events`] wakes the guest, [`recovery`] is for what outlives the process.
+//! In reading order: [`control`] parses requests, [`device`] executes them, [`gate`] controls when guest
+//! memory may be touched, [`budget`] counts what requests cost, [`events`] wakes the guest, [`recovery`]
+//! defines what outlives the process.
 //!
-//! A device lives as long as its process: until the VMM disconnects. Every session of its guest ends then, and the guest's memory is released.
+//! A device lives as long as its process: until the VMM disconnects. All sessions of its guest then end, and
+//! the guest's memory is released.
 
 mod budget;
 mod control;
@@ -56,19 +59,21 @@ impl Server {
         Server { config, registry, control, stored: BTreeMap::new(), running: None }
     }
 
-    /// Takes what a predecessor has stored of a channel.
+    /// Takes over what a predecessor has stored for a channel.
     pub fn restore(&mut self, channel: u64, stored: Stored) {
         // It was a guest's channel, whose number has 32 bits.
         self.stored.extend(u32::try_from(channel).ok().map(|channel| (channel, stored)));
     }
 
-    /// Serves the VMM whose messages the keeper passes on, in threads of its own. `resumed` says how the predecessor ended, if there was one.
+    /// Serves the VMM whose messages the keeper passes on, in its own threads. `resumed` says how the
+    /// predecessor ended, if there was one.
     pub fn serve(&mut self, listening: OwnedFd, requests: OwnedFd, resumed: Option<String>) -> Result<()> {
         let name = self.config.name.clone();
         if self.running.is_some() {
             bail!("vm {name} has a VMM already");
         }
-        // SAFETY: the descriptor is a listening Unix socket that the keeper has sent, and `into_raw_fd` gives up its ownership.
+        // SAFETY: the descriptor is a listening Unix socket that the keeper has sent, and `into_raw_fd` gives
+        // up its ownership.
         let mut listener = unsafe { Listener::from_raw_fd(listening.into_raw_fd()) };
         let memory = GuestMemory::new(GuestMemoryMmap::new());
         let requests = Requests::map(&requests).context("mapping the memory for requests")?;
@@ -101,7 +106,8 @@ impl Server {
         Ok(())
     }
 
-    /// The VMM is gone, or the daemon ends: ends all sessions. Returns when they have released guest memory, or do not in time.
+    /// The VMM is gone, or the daemon is shutting down: ends all sessions. Returns when they have released
+    /// guest memory, or after a timeout.
     pub fn stop(&mut self) {
         let Some(running) = self.running.take() else { return };
         if let Some(shutdown) = running.shutdown {

@@ -1,11 +1,15 @@
-//! What outlives a device process, so that its successor can go on with the guest: the requests in progress, and the channels.
+//! What outlives a device process, so that its successor can continue with the guest: the requests in
+//! progress, and the channels.
 //!
-//! - [`Requests`] is memory that the keeper gives to one device process after the other. It says which descriptor chains of the request queue were taken and not answered; the vhost-user
-//!   specification describes the same under "Inflight I/O tracking". A successor executes them again.
-//! - [`Store`] tells the keeper of each channel and its session. A successor finds the programs with it and goes on with their sessions. Where it cannot, it tells them that
-//!   they are over, and knows when the workers that had mapped their memory ([`Leftover`]) have let go of it.
+//! - [`Requests`] is memory that the keeper gives to each device process in turn. It shows which descriptor
+//!   chains of the request queue were taken but not answered; the vhost-user specification describes the same
+//!   under "Inflight I/O tracking". A successor executes them again.
+//! - [`Store`] tells the keeper about each channel and its session. A successor uses this to find the
+//!   programs and continue their sessions. If it can't, it tells them that they are over, and knows when the
+//!   workers that had mapped their memory ([`Leftover`]) have released it.
 //!
-//! The content comes from a process that a guest may have taken over. It belongs to that guest alone, and everything is checked like the guest's own requests.
+//! The contents come from a process that a guest may have taken over. They concern only that guest, and
+//! everything is checked like the guest's own requests.
 
 use std::io::{self, ErrorKind};
 use std::num::NonZeroUsize;
@@ -28,17 +32,17 @@ use super::device::QUEUE_SIZE;
 use crate::keeper::process::memory_file;
 use crate::link::{Control, Stored, ToKeeper};
 
-/// Bytes of the memory for requests in progress.
+/// Size of the memory for requests in progress, in bytes.
 pub const REQUESTS_SIZE: u64 = 4096;
 
-/// What lies in it.
+/// Its layout.
 #[repr(C)]
 struct Table {
     /// The used ring's index after the last answer that is complete here.
     used: AtomicU16,
     /// The chain that was answered last.
     last: AtomicU16,
-    /// By head: whether the chain was taken and not answered.
+    /// By head: whether the chain was taken but not answered.
     taken: [AtomicU8; QUEUE_SIZE],
 }
 
@@ -48,9 +52,9 @@ const _: () = assert!(size_of::<Table>() <= REQUESTS_SIZE as usize);
 #[derive(Debug)]
 pub struct Requests(NonNull<Table>);
 
-// SAFETY: the mapping belongs to no thread, and its content is made of atomics.
+// SAFETY: the mapping is not tied to a thread, and its contents are atomics.
 unsafe impl Send for Requests {}
-// SAFETY: as for `Send`.
+// SAFETY: the contents are atomics, so threads may share them.
 unsafe impl Sync for Requests {}
 
 impl Requests {
@@ -58,13 +62,15 @@ impl Requests {
     pub fn map(file: &OwnedFd) -> io::Result<Requests> {
         let size = const { NonZeroUsize::new(REQUESTS_SIZE as usize).unwrap() };
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        // SAFETY: a fresh mapping at an address of the kernel's choice. The keeper has sealed the file against shrinking.
+        // SAFETY: a fresh mapping at an address chosen by the kernel. The keeper has sealed the file against
+        // shrinking.
         let at = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, file, 0) }?;
         Ok(Requests(at.cast()))
     }
 
     fn table(&self) -> &Table {
-        // SAFETY: mapped, page-aligned and large enough until `drop`; the table is made of atomics, for which any bytes are valid.
+        // SAFETY: mapped, page-aligned and large enough until `drop`; the table consists of atomics, for
+        // which any bytes are valid.
         unsafe { self.0.as_ref() }
     }
 
@@ -80,7 +86,7 @@ impl Requests {
         self.table().last.store(head, Ordering::SeqCst);
     }
 
-    /// The chain's answer is published, and the used ring's index is `used`.
+    /// The chain's answer has been published, and the used ring's index is `used`.
     pub fn answered(&self, head: u16, used: u16) {
         if let Some(taken) = self.table().taken.get(usize::from(head)) {
             taken.store(0, Ordering::SeqCst);
@@ -113,7 +119,8 @@ impl Drop for Requests {
     }
 }
 
-/// The descriptors of a chain that was taken from a queue earlier. A loop ends after as many as the queue is long.
+/// The descriptors of a chain that was taken from a queue earlier. A loop ends after as many descriptors as
+/// the queue is long.
 pub fn chain(memory: &GuestMemoryMmap, table: u64, size: u16, head: u16) -> Vec<Descriptor> {
     let read = |table: u64, index: u16| -> Option<Descriptor> {
         let at = table.checked_add(u64::from(index) * size_of::<Descriptor>() as u64)?;
@@ -147,12 +154,12 @@ pub fn chain(memory: &GuestMemoryMmap, table: u64, size: u16, head: u16) -> Vec<
 #[derive(Debug)]
 pub struct Store(Arc<Control>);
 
-/// What is to be known of a channel, ready to be stored.
+/// What must be known of a channel, ready to be stored.
 #[derive(Debug)]
 pub struct Known(Stored);
 
 impl Known {
-    /// Writes the place of the channel's server and the channel's extents into a file, and its session.
+    /// Writes the server's index and the channel's extents into a file, and its session.
     pub fn new(server: usize, extents: &[Extent], saved: Option<&Saved>) -> io::Result<Known> {
         let (session, descriptors) = saved.map(Saved::parts).unwrap_or_default();
         let mut bytes = (server as u64).to_le_bytes().to_vec();
@@ -189,7 +196,7 @@ pub struct Leftover {
     pub server: SessionConfig,
     /// Its memory.
     pub extents: Vec<Extent>,
-    /// Its session, if it had one that outlived the predecessor.
+    /// Its session, if it had one that has outlived the predecessor.
     pub saved: Option<Saved>,
 }
 
@@ -227,7 +234,8 @@ impl Leftover {
         }
     }
 
-    /// Waits up to `patience` until no worker has the channel's memory mapped. Call it after [`end`](Self::end).
+    /// Waits up to `patience` until no worker has the channel's memory mapped. Call it after
+    /// [`end`](Self::end).
     pub fn close(&self, patience: Duration) -> Closed {
         self.saved.as_ref().map_or(Closed::Released, |saved| saved.released(patience))
     }
@@ -284,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_is_read_again_also_from_an_indirect_table() {
+    fn a_chain_is_read_again_even_from_an_indirect_table() {
         let (next, write, indirect) = (1, 2, 4);
         let direct = [(3, Descriptor::new(0x100, 32, next, 1)), (1, Descriptor::new(0x200, 264, write, 0))];
         let found = chain(&memory(&direct), 0, 8, 3);

@@ -44,17 +44,17 @@ fn spawn(mut command: Command, folder: &Arc<tempfile::TempDir>, arguments: &[&st
 }
 
 impl Daemon {
-    /// Starts one and waits until it serves.
+    /// Starts a daemon and waits until it serves.
     pub fn start(arguments: &[&str]) -> Daemon {
         spawn(Command::new(BINARY), &Arc::new(tempfile::tempdir().unwrap()), arguments).ready()
     }
 
-    /// Starts one whose sessions go to `server`.
+    /// Starts a daemon whose sessions go to `server`.
     pub fn serving(server: &FakeServer) -> Daemon {
         Daemon::start(&["--server", &server.address.to_string(), "--name", "testvm"])
     }
 
-    /// Starts one that serves what a configuration file in `folder` says, and waits until it serves.
+    /// Starts a daemon with this configuration file in `folder`, and waits until it serves.
     pub fn configured(folder: &Arc<tempfile::TempDir>, file: &str) -> Daemon {
         let path = folder.path().join("vhost-rgpu.toml");
         std::fs::write(&path, file).unwrap();
@@ -63,16 +63,17 @@ impl Daemon {
         Daemon(test_kit::daemon::Daemon::spawn(&mut command, folder).ready())
     }
 
-    /// Starts one as systemd does, with a listening socket handed over under a name.
+    /// Starts a daemon as systemd does, with a listening socket passed under a name.
     pub fn activated(arguments: &[&str], listening: &OwnedFd, name: &str) -> Daemon {
         let mut command = Command::new("sh");
-        // The process id must be the daemon's: that of the shell, which the daemon replaces.
+        // The process ID must be the daemon's; the shell has it, and the daemon replaces the shell.
         command
             .args(["-c", "LISTEN_PID=$$ exec \"$0\" \"$@\"", BINARY])
             .env("LISTEN_FDS", "1")
             .env("LISTEN_FDNAMES", name);
         let number = listening.as_raw_fd();
-        // SAFETY: between fork and exec the closure makes one system call, dup2, which is async-signal-safe. It also clears close-on-exec for the new number.
+        // SAFETY: between fork and exec the closure makes one system call, dup2, which is async-signal-safe.
+        // It also clears close-on-exec for the new number.
         unsafe {
             command.pre_exec(move || {
                 if libc::dup2(number, 3) < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
@@ -81,33 +82,35 @@ impl Daemon {
         spawn(command, &Arc::new(tempfile::tempdir().unwrap()), arguments).ready()
     }
 
-    /// Starts one under a service manager, without waiting for it.
+    /// Starts a daemon under a service manager, without waiting for it.
     pub fn managed(manager: &Manager, server: &FakeServer) -> Daemon {
         let arguments = ["--server", &server.address.to_string(), "--name", "testvm"];
         spawn(manager.command(BINARY), &Arc::new(tempfile::tempdir().unwrap()), &arguments)
     }
 
-    /// Starts one under a service manager in a folder of its own, or of one before it, and waits until it serves.
+    /// Starts a daemon under a service manager in a new folder, or in an earlier one's, and waits until it
+    /// serves.
     pub fn kept(manager: &Manager, folder: &Arc<tempfile::TempDir>, arguments: &[&str]) -> Daemon {
         spawn(manager.command(BINARY), folder, arguments).ready()
     }
 
-    /// Starts a copy of the program, which a test can replace by another one, and waits until it serves.
+    /// Starts a copy of the program, which a test can replace, and waits until it serves.
     pub fn copied(folder: &Arc<tempfile::TempDir>, arguments: &[&str]) -> Daemon {
         let program = folder.path().join("vhost-rgpu");
-        // By another process: a program that this one has open for writing while a thread starts something cannot be executed.
+        // In another process: while this one has the program open for writing, a thread that starts something
+        // would inherit that, and the program could not be executed.
         assert!(Command::new("cp").arg(BINARY).arg(&program).status().unwrap().success());
         spawn(Command::new(program), folder, arguments).ready()
     }
 
-    /// Has it execute the program that is installed, and waits until that serves.
+    /// Makes it execute the installed program, and waits until that serves.
     pub fn upgrade(&self) {
         let before = self.number("keepers_before");
         self.signal(Signal::SIGUSR2);
         eventually(|| self.try_status().is_some_and(|status| status["keepers_before"] == before + 1));
     }
 
-    /// Starts another one on the same sockets, without waiting for it.
+    /// Starts another daemon on the same sockets, without waiting for it.
     pub fn again(&self, arguments: &[&str]) -> Daemon {
         spawn(Command::new(BINARY), self.folder(), arguments)
     }

@@ -24,7 +24,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::daemon::Daemon;
 
-/// Where guest memory lies in the VMM, as far as the daemon is told.
+/// The VMM's address of guest memory, as far as the daemon is told.
 pub const VMM_ADDRESS: u64 = 0x7000_0000_0000;
 /// Descriptors of a queue.
 pub const SIZE: u16 = 64;
@@ -46,7 +46,7 @@ pub struct Queue {
     next: u16,
     avail: u16,
     used: u16,
-    /// The next chain that the device takes, as it said when it stopped.
+    /// The next chain that the device will take, as reported when it stopped.
     pub base_index: u16,
 }
 
@@ -141,7 +141,7 @@ impl Guest {
         self.place(index, 0);
     }
 
-    /// Tells the device where a queue is, that it goes on behind `next`, and starts it.
+    /// Tells the device where a queue is and that it continues after `next`, and starts it.
     pub fn place(&mut self, index: u16, next: u16) {
         let (queue, index) = (&self.queues[usize::from(index)], usize::from(index));
         let base = queue.base;
@@ -162,35 +162,36 @@ impl Guest {
         self.frontend.set_vring_enable(index, true).unwrap();
     }
 
-    /// What a guest's reset of the device, and its driver's new beginning, look like to the backend.
+    /// What the backend sees when a guest resets the device and its driver starts over.
     pub fn reset(&mut self) {
         self.stop();
         self.read_config();
     }
 
-    /// What QEMU says when the guest is stopped, and also when it is reset.
+    /// What QEMU sends when the guest is stopped, and also when it is reset.
     pub fn stop(&mut self) {
         for index in 0..3 {
             self.frontend.set_vring_enable(index, false).unwrap();
         }
         for index in 0..3 {
-            // All chains that the guest has offered were taken, which is what QEMU says again when the guest goes on.
+            // All of the guest's chains were taken, which is what QEMU reports again when the guest
+            // continues.
             let base = self.frontend.get_vring_base(index).unwrap();
             self.queues[index].base_index = base as u16;
         }
     }
 
-    /// Has the queues lie elsewhere.
+    /// Moves the queues.
     pub fn move_queues(&mut self) {
         self.queues.iter_mut().for_each(|queue| queue.base = (queue.base + 0x3_0000) % 0x6_0000);
     }
 
-    /// What a driver asks when it begins.
+    /// What a driver reads when it starts.
     pub fn read_config(&mut self) {
         self.frontend.get_config(0, 64, VhostUserConfigFlags::empty(), &[0; 64]).unwrap();
     }
 
-    /// What QEMU says when a stopped guest goes on.
+    /// What QEMU sends when a stopped guest continues.
     pub fn go_on(&mut self) {
         self.frontend.set_features(VERSION_1 | PROTOCOL_FEATURES).unwrap();
         for index in 0..3 {
@@ -213,12 +214,12 @@ impl Guest {
 
     pub fn read<const N: usize>(&self, address: u64) -> [u8; N] {
         let mut bytes = [0; N];
-        // SAFETY: as in `write`.
+        // SAFETY: `at` checks the range; the memory belongs to this test.
         unsafe { self.at(address, N as u64).copy_to(NonNull::from(&mut bytes).cast(), N) };
         bytes
     }
 
-    /// Space for a buffer; the tests need so little that it is never given back.
+    /// Allocates a buffer. The tests need so little that nothing is ever freed.
     pub fn buffer(&mut self, len: u64) -> u64 {
         let at = self.buffers;
         self.buffers += len.next_multiple_of(16);
@@ -226,12 +227,12 @@ impl Guest {
         at
     }
 
-    /// Uses the space of all buffers again: nothing that was posted is still needed.
+    /// Reuses the space of all buffers: nothing that was posted is still needed.
     pub fn reuse_buffers(&mut self) {
         self.buffers = BUFFERS;
     }
 
-    /// Puts a chain of (address, length, device writes) into a queue; its head.
+    /// Puts a chain of (address, length, device writes) into a queue. Returns its head.
     pub fn offer(&mut self, queue: u16, chain: &[(u64, u32, bool)]) -> u16 {
         let q = &mut self.queues[usize::from(queue)];
         let (base, head, slot) = (q.base, q.next % SIZE, q.avail % SIZE);
@@ -258,7 +259,7 @@ impl Guest {
         self.queues[usize::from(queue)].kick.write(1).unwrap();
     }
 
-    /// What the device has given back and was not seen yet.
+    /// The next chain that the device has returned.
     pub fn used(&mut self, queue: u16) -> Option<(u16, u32)> {
         let q = &self.queues[usize::from(queue)];
         let (base, seen) = (q.base, q.used);
@@ -282,7 +283,7 @@ impl Guest {
         }
     }
 
-    /// Sends a request, its bytes cut into small descriptors; (head, where its answer will be).
+    /// Sends a request whose bytes are split into small descriptors. Returns (head, address of the answer).
     pub fn send(&mut self, bytes: &[u8]) -> (u16, u64) {
         let (at, answer) = (self.buffer(bytes.len() as u64), self.buffer(264));
         self.write(at, bytes);
@@ -335,7 +336,7 @@ impl Guest {
         Channel::new(view, move || doorbell.write(1).unwrap())
     }
 
-    /// Posts a buffer for an event; where it lies.
+    /// Posts a buffer for an event. Returns its address.
     pub fn post_event(&mut self) -> u64 {
         let at = self.buffer(8);
         self.offer(EVENT_QUEUE, &[(at, 8, true)]);

@@ -1,4 +1,4 @@
-//! What NVIDIA's GPUs did and when: see [`super::cupti`].
+//! Device activity of NVIDIA's GPUs: see [`super::cupti`].
 
 use std::sync::Arc;
 

@@ -1,7 +1,9 @@
-//! The functions of libcuda that the server uses, found in the library that cudarc's bindings load, with results and enumerations as plain numbers.
+//! The libcuda functions that the server uses, loaded from the same library as cudarc's bindings, with
+//! results and enumerations as plain numbers.
 //!
-//! cudarc's own wrappers panic on a missing symbol and take Rust enumerations, of which an unknown value (from a newer driver, or from a client) would be
-//! undefined behaviour; so only its types and its library are used.
+//! cudarc's own wrappers panic on a missing symbol and take Rust enumerations, for which an unknown value
+//! (from a newer driver, or from a client) would be undefined behavior. So only its types and its library are
+//! used.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
@@ -27,11 +29,11 @@ macro_rules! api {
 
         impl Api {
             fn find() -> Result<Api, String> {
-                // SAFETY: libcuda's initializers are trusted; `load` has made sure that there is a library.
+                // SAFETY: libcuda's initializers are trusted; `load` has checked that the library exists.
                 let library = unsafe { sys::culib() };
                 Ok(Api {
                     $($name: {
-                        // SAFETY: the symbol has, by CUDA's header, the type of the field.
+                        // SAFETY: the symbol has the field's type, by CUDA's header.
                         let found = unsafe { library.get::<unsafe extern "C" fn($($arg),*) -> u32>(concat!($symbol, "\0").as_bytes()) };
                         *found.map_err(|_| concat!("libcuda lacks ", $symbol, ": the driver is too old (CUDA 12.4 is needed)").to_owned())?
                     },)*
@@ -70,10 +72,10 @@ macro_rules! api {
         #[doc = concat!("`", $symbol, "`. A failure is logged.")]
         ///
         /// # Safety
-        /// As the driver API says of its arguments.
+        /// The arguments meet the driver API's requirements.
         #[allow(dead_code, clippy::too_many_arguments)]
         pub unsafe fn $name(&self, $($arg: $ty),*) -> Result<(), Status> {
-            // SAFETY: the caller's.
+            // SAFETY: guaranteed by the caller.
             let status = Status(unsafe { (self.$name)($($arg),*) });
             if status.is_success() {
                 return Ok(());
@@ -227,7 +229,7 @@ api! {
     launch = "cuLaunchKernelEx" (*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
 }
 
-/// `CUstreamBatchMemOpParams`; a fence and a flush have their flags at the place of `short_flags`.
+/// `CUstreamBatchMemOpParams`. A fence and a flush have their flags at the offset of `short_flags`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub struct BatchMemOp {
@@ -249,7 +251,7 @@ pub struct BatchMemOpNode {
     pub flags: c_uint,
 }
 
-/// `CUgraphNodeParams` of a conditional node: `CUDA_CONDITIONAL_NODE_PARAMS`, and what is left of the union.
+/// `CUgraphNodeParams` of a conditional node: `CUDA_CONDITIONAL_NODE_PARAMS`, and the rest of the union.
 #[repr(C)]
 pub struct ConditionalNode {
     kind: u32,
@@ -257,7 +259,7 @@ pub struct ConditionalNode {
     handle: u64,
     condition: u32,
     size: c_uint,
-    /// Written by the driver: where the node's graphs are.
+    /// Written by the driver: the addresses of the node's graphs.
     pub graphs: *const CUgraph,
     context: CUcontext,
     rest: [u64; 25],
@@ -265,7 +267,7 @@ pub struct ConditionalNode {
 }
 
 impl ConditionalNode {
-    /// A node of a type, with a condition and as many graphs.
+    /// A node of a conditional type, with a condition and `size` graphs.
     pub fn new(handle: u64, condition: u32, size: u32, context: CUcontext) -> ConditionalNode {
         ConditionalNode {
             // CU_GRAPH_NODE_TYPE_CONDITIONAL
@@ -285,18 +287,18 @@ impl ConditionalNode {
 /// `CUdevResourceDesc`.
 pub type Descriptor = sys::CUdevResourceDesc;
 
-/// `CUdevResource`. Between its kind and what its kind tells, the driver keeps what it likes.
+/// `CUdevResource`. Between the type and the type's values, the driver keeps private data.
 #[repr(C)]
 #[derive(Clone, PartialEq)]
 pub struct DevResource {
     pub kind: u32,
     inside: [u32; 23],
-    /// `CUdevSmResource`, in its first three words.
+    /// `CUdevSmResource` in the first three words.
     pub told: [u32; 12],
 }
 
 impl DevResource {
-    /// One for the driver to write.
+    /// An empty one for the driver to fill in.
     pub fn empty() -> DevResource {
         DevResource { kind: 0, inside: [0; 23], told: [0; 12] }
     }
@@ -322,7 +324,8 @@ pub struct CUDA_ARRAY3D_DESCRIPTOR {
     pub flags: u32,
 }
 
-/// `CUDA_RESOURCE_DESC`, whose union is words: an array's handle in the first; or address, format and channels, and three sizes.
+/// `CUDA_RESOURCE_DESC`, its union as words: an array's handle in the first; or address, format, channels and
+/// three sizes.
 #[repr(C)]
 #[derive(Default)]
 pub struct ResourceDesc {
@@ -379,7 +382,7 @@ impl AllocationProp {
         AllocationProp::shareable(device, 0)
     }
 
-    /// The same, to be exported in these forms.
+    /// The same, exportable in these forms.
     pub fn shareable(device: CUdevice, handle_types: u32) -> AllocationProp {
         AllocationProp {
             kind: 1,
@@ -403,7 +406,7 @@ pub struct AccessDesc {
 }
 
 impl AccessDesc {
-    /// Reading and writing by a device, or none.
+    /// Read and write access for a device, or none.
     pub fn device(device: CUdevice, access: bool) -> AccessDesc {
         AccessDesc::with_flags(device, if access { 3 } else { 0 })
     }
@@ -434,7 +437,7 @@ unsafe impl Sync for Api {}
 /// `CU_STREAM_WAIT_VALUE_GEQ`.
 pub const WAIT_AT_LEAST: c_uint = 0;
 
-/// Loads libcuda and initializes it. The error is one line for a person.
+/// Loads libcuda and initializes it. The error is one line for display.
 pub fn load() -> Result<&'static Api, String> {
     static API: std::sync::OnceLock<Result<Api, String>> = std::sync::OnceLock::new();
     let loaded = API.get_or_init(|| {
@@ -444,7 +447,7 @@ pub fn load() -> Result<&'static Api, String> {
         }
         // SAFETY: libcuda is present, so this loads it; its initializers are trusted.
         let library = unsafe { sys::culib() };
-        // SAFETY: only asked whether it exists, never used.
+        // SAFETY: only checks whether the symbol exists.
         if unsafe { library.get::<*const c_void>(OWN_LIBRARY) }.is_ok() {
             return Err("the libcuda that is found is rgpu's own, for clients: a server needs NVIDIA's \
                         (take rgpu's folder out of LD_LIBRARY_PATH)"
@@ -459,24 +462,27 @@ pub fn load() -> Result<&'static Api, String> {
 }
 
 impl Api {
-    /// What each atomic operation of one device can do in another's memory: `cuDeviceGetP2PAtomicCapabilities` of CUDA 13. Empty if the driver does not say.
+    /// What each atomic operation of one device can do in another device's memory:
+    /// `cuDeviceGetP2PAtomicCapabilities` of CUDA 13. Empty if the driver doesn't report it.
     pub fn peer_atomics(&self, device: CUdevice, peer: CUdevice) -> Vec<u32> {
         type Ask = unsafe extern "C" fn(*mut c_uint, *const c_uint, c_uint, CUdevice, CUdevice) -> u32;
-        // SAFETY: `load` has made sure that there is a library; the symbol has that type by CUDA's header.
+        // SAFETY: `load` has checked that the library exists; the symbol has this type by CUDA's header.
         let Ok(ask) = (unsafe { sys::culib().get::<Ask>(b"cuDeviceGetP2PAtomicCapabilities\0") }) else {
             return Vec::new();
         };
         let operations: [c_uint; ATOMIC_OPERATIONS] = std::array::from_fn(|n| n as c_uint);
         let mut found = vec![0; operations.len()];
-        // SAFETY: as many operations are read, and capabilities written, as it is told.
+        // SAFETY: the lists have as many entries as the function is told.
         let status =
             unsafe { ask(found.as_mut_ptr(), operations.as_ptr(), operations.len() as c_uint, device, peer) };
         if status == 0 { found } else { Vec::new() }
     }
 
-    /// Calls `f` with `context` current to this thread, then makes the thread's own context current again. A null `context` stands for the thread's own.
+    /// Calls `f` with `context` current in this thread, then makes the thread's own context current again. A
+    /// null `context` means the thread's own.
     ///
-    /// Memory that is registered with CUDA belongs to the context that is current then, and its registration ends with that context.
+    /// Memory that is registered with CUDA belongs to the context that is current at that time, and its
+    /// registration ends with that context.
     ///
     /// # Safety
     /// `context` is null or a live context.
@@ -491,7 +497,7 @@ impl Api {
         if context.is_null() || context == own {
             return f();
         }
-        // SAFETY: a live context, as the caller says.
+        // SAFETY: a live context, guaranteed by the caller.
         unsafe { self.context_set(context) }?;
         let result = f();
         // SAFETY: it was current before, and `f` destroys no context.
@@ -499,22 +505,22 @@ impl Api {
         result
     }
 
-    /// The result's name, as the driver has it.
+    /// The result's name according to the driver.
     pub fn name(&self, status: Status) -> String {
         let mut name = std::ptr::null();
-        // SAFETY: writes a pointer to a string that lives for ever, or null.
+        // SAFETY: writes a pointer to a static string, or null.
         let found = unsafe { (self.error_name)(status.0, &mut name) };
         if found != 0 || name.is_null() {
             return status.to_string();
         }
-        // SAFETY: a NUL-terminated string of the driver's.
+        // SAFETY: a NUL-terminated string of the driver.
         unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
     }
 
     fn complain(&self, function: &str, status: Status) {
         match function {
             "cuGetErrorName" | "cuFuncGetParamInfo" | "cuStreamQuery" | "cuEventElapsedTime" => {}
-            // Asked of every attribute number there may be.
+            // Called for every possible attribute number.
             "cuDeviceGetAttribute" | "cuFuncGetAttribute" | "cuDeviceGetP2PAttribute" => {
                 tracing::trace!("{function}: {} ({})", self.name(status), status.0);
             }

@@ -77,7 +77,7 @@ impl GpuArrays for Cuda {
     fn make_array(&mut self, context: ContextId, shape: &ArrayShape, _bytes: u64) -> Result<CudaArray> {
         let desc = description(shape)?;
         let mut handle: CUarray = std::ptr::null_mut();
-        // SAFETY: a whole description; writes a handle.
+        // SAFETY: a complete description; writes a handle.
         let made = unsafe { self.api.array_create(&mut handle, &desc) };
         self.note(context, made).map(|()| CudaArray(handle))
     }
@@ -91,7 +91,7 @@ impl GpuArrays for Cuda {
     ) -> Result<CudaMipmapped> {
         let desc = description(shape)?;
         let mut handle: CUmipmappedArray = std::ptr::null_mut();
-        // SAFETY: a whole description; writes a handle.
+        // SAFETY: a complete description; writes a handle.
         let made = unsafe { self.api.mipmapped_create(&mut handle, &desc, levels) };
         self.note(context, made).map(|()| CudaMipmapped(handle))
     }
@@ -110,13 +110,15 @@ impl GpuArrays for Cuda {
     }
 
     fn destroy_array(&mut self, context: ContextId, array: CudaArray) -> Result {
-        // SAFETY: out of the session's table; the driver waits for work that uses it, if a client that lies has not.
+        // SAFETY: removed from the session's table. If the client hasn't waited for work that uses it, the
+        // driver does.
         let destroyed = unsafe { self.api.array_destroy(array.0) };
         self.note(context, destroyed)
     }
 
     fn destroy_mipmapped(&mut self, context: ContextId, array: CudaMipmapped) -> Result {
-        // SAFETY: out of the session's table; the driver waits for work that uses it, if a client that lies has not.
+        // SAFETY: removed from the session's table. If the client hasn't waited for work that uses it, the
+        // driver does.
         let destroyed = unsafe { self.api.mipmapped_destroy(array.0) };
         self.note(context, destroyed)
     }
@@ -129,7 +131,8 @@ impl GpuArrays for Cuda {
         dst: &CopyEnd<'_, CudaArray>,
         [width, height, depth]: [u64; 3],
     ) -> Result {
-        // A slice at a time: the distance of slices need not be a multiple of the rows' pitch, as one three-dimensional copy would have it.
+        // One slice at a time: unlike in a three-dimensional copy, the slice pitch need not be a multiple of
+        // the row pitch.
         for z in 0..depth {
             let mut copy = blank();
             let of_array = |at: &[u64; 3]| (at[0] as usize, at[1] as usize, (at[2] + z) as usize);
@@ -158,7 +161,8 @@ impl GpuArrays for Cuda {
                 }
             }
             (copy.WidthInBytes, copy.Height, copy.Depth) = (width as usize, height as usize, 1);
-            // SAFETY: arrays and ranges of this session; the session has checked that the box lies inside each.
+            // SAFETY: arrays and ranges of this session; the session has checked that the box lies inside
+            // each.
             let copied = unsafe { self.api.copy_3d(&copy, place.stream) };
             self.note(place.context, copied)?;
         }
@@ -192,13 +196,13 @@ impl GpuArrays for Cuda {
         });
         let mut handle = 0;
         let view = view.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: whole descriptions of this session's memory and arrays; writes a handle.
+        // SAFETY: complete descriptions of this session's memory and arrays; writes a handle.
         let made = unsafe { self.api.texture_create(&mut handle, &resource(source), &texture, view) };
         self.note(context, made).map(|()| handle)
     }
 
     fn destroy_texture(&mut self, context: ContextId, _device: u32, texture: u64) -> Result {
-        // SAFETY: of this session, and out of its table.
+        // SAFETY: belongs to this session, and removed from its table.
         let destroyed = unsafe { self.api.texture_destroy(texture) };
         self.note(context, destroyed)
     }
@@ -206,13 +210,13 @@ impl GpuArrays for Cuda {
     fn make_surface(&self, context: ContextId, array: &CudaArray, shape: &ArrayShape) -> Result<u64> {
         let desc = resource(&TextureSource::Array { array, shape });
         let mut handle = 0;
-        // SAFETY: a whole description of this session's array; writes a handle.
+        // SAFETY: a complete description of this session's array; writes a handle.
         let made = unsafe { self.api.surface_create(&mut handle, &desc) };
         self.note(context, made).map(|()| handle)
     }
 
     fn destroy_surface(&mut self, context: ContextId, _device: u32, surface: u64) -> Result {
-        // SAFETY: of this session, and out of its table.
+        // SAFETY: belongs to this session, and removed from its table.
         let destroyed = unsafe { self.api.surface_destroy(surface) };
         self.note(context, destroyed)
     }

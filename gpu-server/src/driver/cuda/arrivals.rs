@@ -1,11 +1,13 @@
-//! Data that arrives by RDMA and is read in place by devices: the transport's slots, registered with CUDA, and two words for each of them.
+//! Data that arrives by RDMA and that devices read in place: the transport's slots, registered with CUDA,
+//! with two words per slot.
 //!
 //! ```text
 //!   network fills slot (round n) ─ host word = n ─▶ stream: wait(host ≥ n), copy to device, write(gpu = n) ─▶ the network may fill it again
 //! ```
 //!
-//! This works like [`super::staging`], but the transport decides which chunk goes to which slot ([`host_bridge::endpoint::planned_slots`]), and that is known before the data is there. So
-//! all device work of an upload is enqueued at once, and no CPU touches the bytes.
+//! This works like [`super::staging`], but the transport decides which chunk goes to which slot
+//! ([`host_bridge::endpoint::planned_slots`]), and this is known before the data arrives. So all device work
+//! of an upload is enqueued at once, and no CPU touches the bytes.
 
 use std::sync::Arc;
 
@@ -18,13 +20,15 @@ use super::fence::{ALREADY_REGISTERED, Word, Words};
 /// The slots of a session.
 pub(super) struct Arrived {
     area: StagingArea,
-    /// Two words for each slot: one that the host writes and streams wait for, and one that streams write and the host reads.
+    /// Two words per slot: one that the host writes and streams wait for, and one that streams write and the
+    /// host reads.
     words: Vec<(Word, Word)>,
 }
 
-// SAFETY: the area's pointer is only handed to CUDA; the memory stays as long as the client, which the worker keeps to its end.
+// SAFETY: the area's pointer is only passed to CUDA; the memory lives as long as the client, which the worker
+// keeps until the end.
 unsafe impl Send for Arrived {}
-// SAFETY: nothing here is changed after it was made, and the words are atomics.
+// SAFETY: immutable after construction, and the words are atomics.
 unsafe impl Sync for Arrived {}
 
 impl Arrived {
@@ -38,14 +42,15 @@ impl Arrived {
 
     /// Registers the memory with the current context. Called again if that context is reset.
     pub(super) fn register(&self, api: &Api) -> Result {
-        // SAFETY: page-aligned memory that stays mapped until the process ends. Flags: portable, device-mapped.
+        // SAFETY: page-aligned memory that stays mapped until the process ends. Flags: portable,
+        // device-mapped.
         match unsafe { api.host_register(self.area.at.as_ptr().cast(), self.area.len, 3) } {
             Ok(()) | Err(ALREADY_REGISTERED) => Ok(()),
             Err(status) => Err(status),
         }
     }
 
-    /// The words that streams wait for and write, for a slot of this session.
+    /// The words that streams wait for and write, for one of this session's slots.
     pub(super) fn words(&self, slot: usize) -> Option<(CUdeviceptr, CUdeviceptr)> {
         self.words.get(slot).map(|(host, gpu)| (host.address(), gpu.address()))
     }
@@ -63,7 +68,8 @@ impl Arrivals for Arrived {
     }
 
     fn lost(&self) {
-        // Streams that wait for the rest continue with whatever is in the slots. (They compare signed differences.)
+        // Streams that wait for the rest continue with whatever is in the slots. (They compare signed
+        // differences.)
         self.words.iter().for_each(|(host, _)| host.set(i64::MAX as u64));
     }
 }

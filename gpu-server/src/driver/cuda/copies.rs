@@ -1,7 +1,8 @@
 //! Copies and fills.
 //!
-//! Client memory that a device can reach in place is copied by the device alone, and so is data that RDMA brings ([`super::arrivals`]). Other data over the network, and memory that no
-//! device can reach, goes through [`super::staging`].
+//! A device copies client memory that it can access in place, and data that RDMA brings
+//! ([`super::arrivals`]), without the CPU. Other data from the network, and memory that no device can access,
+//! goes through [`super::staging`].
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -25,18 +26,18 @@ use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, LineCopy};
 use crate::driver::rows::{Part, Rows};
 use crate::driver::streams::Streams;
 
-/// Pageable memory of up to this many bytes is taken over by the driver before its call returns.
+/// Before the call returns, the driver has read pageable memory of up to this many bytes.
 const TAKEN_AT_ONCE: usize = 64 << 10;
 
 /// Where a staged transfer's bytes come from.
 enum Feed {
-    /// Memory of the client's that no device can reach.
+    /// Client memory that no device can access.
     Mapped(Mapped),
     /// The network.
     Incoming(Incoming),
 }
 
-/// Where a device writes an answer: page-locked memory, which stays.
+/// Where a device writes an answer: page-locked memory that is never freed.
 #[derive(Clone, Copy)]
 struct Answered(NonNull<u8>);
 
@@ -52,8 +53,8 @@ enum Direction {
 /// Enqueues the copy of `len` packed bytes from `offset` of `rows` to or from the memory at `host`.
 ///
 /// # Safety
-/// The device rows belong to the session. `host` is valid for `len` bytes until the stream has passed here, or (towards the device) until the
-/// driver has taken it over.
+/// The device rows belong to the session. `host` is valid for `len` bytes until the stream has passed this
+/// point, or (towards the device) until the driver has read it.
 unsafe fn copy_rows(
     api: &Api,
     stream: CUstream,
@@ -67,7 +68,7 @@ unsafe fn copy_rows(
         // SAFETY: parts lie inside the `len` bytes.
         let host = unsafe { host.add(offset as usize) }.as_ptr().cast::<c_void>();
         if count == 1 {
-            // SAFETY: the caller's.
+            // SAFETY: guaranteed by the caller.
             return unsafe {
                 match direction {
                     Direction::ToDevice => api.copy_htod(at, host, width as usize, stream),
@@ -92,7 +93,7 @@ unsafe fn copy_rows(
         }
         (copy.srcHeight, copy.dstHeight) = (count as usize, count as usize);
         (copy.WidthInBytes, copy.Height, copy.Depth) = (width as usize, count as usize, 1);
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { api.copy_3d(&copy, stream) }
     })
 }
@@ -127,7 +128,8 @@ pub(super) fn blank() -> CUDA_MEMCPY3D {
     }
 }
 
-/// Bytes of a staged chunk in a slot of `slot` bytes: whole rows where that is possible; shorter for a short transfer, whose first chunk can then leave earlier.
+/// Chunk size in bytes for a slot of `slot` bytes: whole rows if possible; smaller for a short transfer, so
+/// that its first chunk can leave earlier.
 fn chunk_of(rows: &Rows, packed: u64, slot: usize) -> usize {
     let most = match packed {
         0..=0x10_0000 => slot.min(256 << 10),
@@ -139,7 +141,7 @@ fn chunk_of(rows: &Rows, packed: u64, slot: usize) -> usize {
 }
 
 impl Cuda {
-    /// Whether work in `context`, which is current, can use a region of the client's memory in place.
+    /// Whether work in `context`, which is current, can access a region of client memory in place.
     fn in_place(&self, context: ContextId, region: &Arc<Region>) -> Result<bool> {
         let home = self.home.and_then(|home| self.contexts.get(&home));
         let home = home.map_or_else(|| self.context(context), Ok)?;
@@ -147,7 +149,7 @@ impl Cuda {
         unsafe { registration::in_place(self.api, home.handle, &home.health, region) }
     }
 
-    /// Enqueues copies out of the slots that the data is coming into.
+    /// Enqueues copies from the slots where the data arrives.
     fn upload_placed(
         &mut self,
         cx: &Call,
@@ -159,7 +161,8 @@ impl Cuda {
         let arrived = self.arrived.clone().ok_or(Status::DEVICE_UNAVAILABLE)?;
         for chunk in placed.chunks() {
             let (host, gpu) = arrived.words(chunk.slot).ok_or(Status::UNKNOWN)?;
-            // SAFETY: registered words, a registered slot whose bytes stay until the stream has written its word, rows that were checked.
+            // SAFETY: registered words, a registered slot whose bytes stay until the stream has written its
+            // word, and checked rows.
             let enqueued = unsafe {
                 self.api
                     .stream_wait(place.stream, host, chunk.round, WAIT_AT_LEAST)
@@ -174,7 +177,7 @@ impl Cuda {
         let progress = Arc::clone(&place.progress);
         self.fence(streams, place, cx.seq, move |status| {
             progress.complain(status);
-            // What a failed context did not read makes room now.
+            // Frees the room of what a failed context has not read.
             drop(placed);
         })
     }
@@ -183,7 +186,8 @@ impl Cuda {
         let mut offset = 0;
         for piece in bytes.chunks(TAKEN_AT_ONCE) {
             let host = NonNull::from(piece).cast::<u8>();
-            // SAFETY: the rows were checked; pageable memory of this size is taken over before the call returns.
+            // SAFETY: the rows were checked; the driver has read pageable memory of this size when the call
+            // returns.
             let copied = unsafe {
                 copy_rows(self.api, place.stream, Direction::ToDevice, to, offset, host, piece.len())
             };
@@ -206,12 +210,13 @@ impl Cuda {
         let transfer = self.staging.begin(place.flows.inbound, packed, chunk_in, &place.health)?;
         let grants = match feed {
             Feed::Mapped(mapped) => {
-                // Page-locked memory of the program may be written by what is before this copy on the stream: a program over `local` counts on the stream's order.
+                // Earlier work on this stream may write the program's page-locked memory: over `local`, a
+                // program relies on the stream's order.
                 if !mapped.region().is_arena() {
                     let (come, when) = channel();
                     transfer.feed(mapped, Some(when))?;
                     let begin = move |status: Status| {
-                        // A thread that is gone waits for nothing.
+                        // If the thread has ended, nothing waits for this.
                         let _ = come.send(status);
                     };
                     self.fence(streams, place, cx.seq, begin)?;
@@ -227,7 +232,7 @@ impl Cuda {
                 let window = if late { transfer.window() } else { transfer.room_now() };
                 let grants = incoming.land(landing, window);
                 if late {
-                    // The bytes may be read when what is before them on the stream is done.
+                    // The bytes may be read once earlier work on the stream is done.
                     let (granted, held) = (grants.clone(), Arc::clone(&transfer));
                     let come = move |status: Status| {
                         if status.is_success() { granted.upto(window) } else { held.abandon(&granted) }
@@ -253,7 +258,8 @@ impl Cuda {
         })
     }
 
-    /// Enqueues, for each chunk, the wait for its slot, the copy, and the write of the word that says that the copy is done.
+    /// Enqueues, for each chunk, the wait for its slot, the copy, and the write of the word that marks the
+    /// copy as done.
     fn enqueue_chunks(
         &self,
         place: &Place,
@@ -263,7 +269,8 @@ impl Cuda {
     ) -> Result {
         let (api, stream) = (self.api, place.stream);
         for ChunkPlace { offset, len, at, host, gpu } in chunks {
-            // SAFETY: registered words and slots that the transfer holds until its fence; the session has checked the rows.
+            // SAFETY: registered words and slots that the transfer holds until its fence; the session has
+            // checked the rows.
             let enqueued = unsafe {
                 api.stream_wait(stream, host.0, host.1, WAIT_AT_LEAST)
                     .and_then(|()| copy_rows(api, stream, direction, rows, offset, at, len))
@@ -291,7 +298,8 @@ impl GpuCopies for Cuda {
                 if self.in_place(place.context, mapped.region())? {
                     let mut offset = 0;
                     for (at, len) in mapped.runs() {
-                        // SAFETY: the rows were checked; the run is registered and held until the fence below.
+                        // SAFETY: the rows were checked; the run is registered and held until the fence
+                        // below.
                         let copied = unsafe {
                             copy_rows(self.api, place.stream, Direction::ToDevice, to, offset, *at, *len)
                         };
@@ -349,7 +357,7 @@ impl GpuCopies for Cuda {
         let transfer = self.staging.begin(place.flows.outbound, packed, chunk_in, &place.health)?;
         self.staging.send(Arc::clone(&transfer), sink);
         self.enqueue_chunks(place, Direction::FromDevice, from, transfer.outbound())?;
-        // What follows on the stream counts as done only when the client has the data.
+        // What follows on the stream is not done before the client has the data.
         for (word, value) in transfer.all_sent() {
             // SAFETY: registered words that the transfer holds until its fence.
             let waits = unsafe { self.api.stream_wait(place.stream, word, value, WAIT_AT_LEAST) };
@@ -371,7 +379,8 @@ impl GpuCopies for Cuda {
         len: usize,
         _device: u32,
     ) -> Result {
-        // A slot of the flow's may be under way still: only the answers' own places are free at once.
+        // Other transfers of the flow may still occupy a slot; only the answers' own buffers are known to be
+        // free.
         let staged = match self.staging.answer(cx.slot) {
             Some(_) => None,
             None => Some(self.staging.begin(place.flows.outbound, len as u64, |_| ANSWER, &place.health)?),
@@ -391,7 +400,7 @@ impl GpuCopies for Cuda {
                 .transpose()?,
         };
         let at = Answered(at.ok_or(Status::UNKNOWN)?);
-        // SAFETY: the range was checked; the place is the command's until the fence below.
+        // SAFETY: the range was checked; the buffer belongs to the command until the fence below.
         let copied = unsafe { self.api.copy_dtoh(at.0.as_ptr().cast(), from, len, place.stream) };
         self.note(place.context, copied)?;
         let (pending, progress) = (cx.later(), Arc::clone(&place.progress));
@@ -400,7 +409,8 @@ impl GpuCopies for Cuda {
             let at = at;
             pending.answer(status.ok().map(|()| {
                 let mut bytes = vec![0; len];
-                // SAFETY: the stream has written the place's first `len` bytes, and it is still the command's.
+                // SAFETY: the stream has written the buffer's first `len` bytes, and it still belongs to the
+                // command.
                 unsafe { std::ptr::copy_nonoverlapping(at.0.as_ptr(), bytes.as_mut_ptr(), len) };
                 MemcpyDtoHInlineReply { bytes: Bytes(bytes) }
             }));
@@ -421,7 +431,7 @@ impl GpuCopies for Cuda {
     }
 }
 
-/// What needs a stream of the current context and nothing else of the session: a client's stream, or one that captures.
+/// Copies that need only a stream of the current context: a client's stream, or one that captures.
 impl Cuda {
     pub(super) fn copy_at(&self, context: ContextId, stream: CUstream, op: &LineCopy) -> Result {
         // SAFETY: ranges of this session; they may lie on two devices.
@@ -435,7 +445,8 @@ impl Cuda {
         stream: CUstream,
         BoxCopy { source, target, .. }: &BoxCopy,
     ) -> Result {
-        // A slice at a time: the distance of slices need not be a multiple of the rows' pitch, as one three-dimensional copy would have it.
+        // One slice at a time: unlike in a three-dimensional copy, the slice pitch need not be a multiple of
+        // the row pitch.
         for z in 0..source.depth {
             let mut copy = blank();
             (copy.srcDevice, copy.srcPitch, copy.srcHeight) = (

@@ -1,7 +1,8 @@
-//! NVIDIA's CUPTI, loaded when a session asks for activity, and never otherwise.
+//! NVIDIA's CUPTI, loaded only when a session requests activity.
 //!
-//! Its records say what it knows of a driver call, and what the device did for it; both have the same correlation number. While the dispatcher executes a command, a number that stands for the
-//! command is on the thread's stack of external correlations ([`Cupti::mark`]). CUPTI notes it for each call, and so leads from the device's records to the command.
+//! CUPTI has one record for a driver call and one for the device's work, with the same correlation ID. While
+//! the dispatcher executes a command, an ID for the command is on the thread's stack of external correlations
+//! ([`Cupti::mark`]). CUPTI notes it for each call, which connects the device's records to the command.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -14,16 +15,17 @@ use protocol::ops::activity::{self, ActivityRecord};
 
 use crate::driver::activity::{Activity, blank};
 
-/// Bytes of a buffer for records.
+/// Size of a record buffer, in bytes.
 const BUFFER: usize = 1 << 20;
-/// Buffers begin at a multiple of this.
+/// Alignment of buffers.
 const ALIGNMENT: usize = 8;
-/// Driver calls that are remembered until their devices' records come.
+/// Maximum number of driver calls remembered until their device records arrive.
 const MOST_CALLS: usize = 1 << 20;
-/// Device records that wait for the record of their call.
+/// Maximum number of device records waiting for their call's record.
 const MOST_WAITING: usize = 1 << 16;
 
-/// The kinds of records about devices, and those that lead from them to commands: CUPTI notes external correlations only where it records driver calls.
+/// The record kinds for devices, and those that connect them to commands: CUPTI notes external correlations
+/// only if it also records driver calls.
 const KINDS: [u32; 6] = [
     kind::EXTERNAL_CORRELATION,
     kind::DRIVER,
@@ -33,14 +35,15 @@ const KINDS: [u32; 6] = [
     kind::MEMSET,
 ];
 
-/// Where the toolkit's and Python's packages have the library, below the folders that a worker sees. The loader's own path comes first.
+/// Where the toolkit's and Python's packages put the library, in the folders that a worker sees. The loader's
+/// own path is tried first.
 const PLACES: [&str; 4] = [
     "/usr/local/cuda/extras/CUPTI/lib64",
     "/usr/local/cuda/lib64",
     "/usr/lib/x86_64-linux-gnu",
     "/opt/cuda/extras/CUPTI/lib64",
 ];
-/// Its names, the newest first.
+/// Its names, newest first.
 const NAMES: [&str; 3] = ["libcupti.so.13", "libcupti.so.12", "libcupti.so"];
 
 type Requested = unsafe extern "C" fn(*mut *mut u8, *mut usize, *mut usize);
@@ -58,7 +61,7 @@ macro_rules! library {
                 Ok(Library {
                     $($name: {
                         let found = symbol(handle, $symbol).ok_or(concat!("it lacks ", $symbol))?;
-                        // SAFETY: the symbol has, by CUPTI's header, the type of the field.
+                        // SAFETY: the symbol has the field's type, by CUPTI's header.
                         unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) -> u32>(found) }
                     },)*
                 })
@@ -83,16 +86,17 @@ library! {
 
 fn symbol(handle: *mut c_void, name: &str) -> Option<*mut c_void> {
     let name = CString::new(name).ok()?;
-    // SAFETY: an open library, and a name that ends with NUL.
+    // SAFETY: an open library, and a NUL-terminated name.
     let found = unsafe { libc::dlsym(handle, name.as_ptr()) };
     (!found.is_null()).then_some(found)
 }
 
-/// A command's number on the stack of external correlations has its stream in so many bits, and its `seq` above. A client that numbers its streams beyond these, which none does, has them all in one.
+/// In a command's ID on the stack of external correlations, the low bits of this number hold its stream, and
+/// the others its `seq`. Streams with larger IDs, which no client uses, share one value.
 const STREAM_BITS: u32 = 24;
 const MOST_STREAM: u64 = (1 << STREAM_BITS) - 1;
 
-/// What stands for a command, so that marking it takes no lock.
+/// A command's ID, computed so that marking takes no lock.
 fn mark_of(seq: u64, stream: u32) -> u64 {
     seq << STREAM_BITS | u64::from(stream).min(MOST_STREAM)
 }
@@ -103,13 +107,13 @@ pub(super) struct Cupti {
     state: Mutex<State>,
 }
 
-/// What its records are put together with.
+/// State for combining its records.
 #[derive(Default)]
 struct State {
     activity: Option<Arc<Activity>>,
-    /// The session's number of each device, by the driver's.
+    /// The session's number for each device, by the driver's number.
     devices: HashMap<u32, u32>,
-    /// The mark of each call ([`mark_of`]), by its correlation number; and these numbers in the order in which they came.
+    /// The mark of each call ([`mark_of`]) by its correlation ID, and these IDs in the order of arrival.
     calls: HashMap<u32, u64>,
     order: VecDeque<u32>,
     /// Device records whose call is not known yet.
@@ -118,7 +122,7 @@ struct State {
 
 static CUPTI: OnceLock<Result<Cupti, String>> = OnceLock::new();
 
-/// Paths that are tried: the one that was configured alone, or all of the usual ones.
+/// The paths to try: only the configured one, or all usual ones.
 fn paths(configured: Option<&Path>) -> Vec<PathBuf> {
     if let Some(path) = configured {
         return vec![path.to_owned()];
@@ -131,17 +135,17 @@ fn paths(configured: Option<&Path>) -> Vec<PathBuf> {
 
 fn open(path: &Path) -> Result<*mut c_void, String> {
     let name = CString::new(path.as_os_str().as_encoded_bytes()).map_err(|e| e.to_string())?;
-    // SAFETY: a name that ends with NUL; the administrator's library is trusted, as the driver is.
+    // SAFETY: a NUL-terminated name; the administrator's library is trusted, like the driver.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if !handle.is_null() {
         return Ok(handle);
     }
-    // SAFETY: the loader's text for its last error in this thread, which ends with NUL.
+    // SAFETY: the loader's NUL-terminated text for its last error in this thread.
     let error = unsafe { libc::dlerror().cast_const().as_ref().map(|text| CStr::from_ptr(text)) };
     Err(error.map_or("unknown error".into(), |text| text.to_string_lossy().into_owned()))
 }
 
-/// The library, loaded if it was not. An error says in one line why there is none.
+/// The library, loaded if necessary. The error is a one-line reason.
 pub(super) fn load(configured: Option<&Path>) -> Result<&'static Cupti, &'static str> {
     let loaded = CUPTI.get_or_init(|| {
         let mut first = None;
@@ -152,7 +156,7 @@ pub(super) fn load(configured: Option<&Path>) -> Result<&'static Cupti, &'static
                     let mut version = 0;
                     // SAFETY: writes one number.
                     unsafe { (library.version)(&mut version) };
-                    tracing::info!(version, "CUPTI was loaded from {}", path.display());
+                    tracing::info!(version, "loaded CUPTI from {}", path.display());
                     return Ok(Cupti { library, state: Mutex::default() });
                 }
                 Err(error) => drop(first.get_or_insert(error)),
@@ -164,7 +168,7 @@ pub(super) fn load(configured: Option<&Path>) -> Result<&'static Cupti, &'static
     loaded.as_ref().map_err(String::as_str)
 }
 
-/// Where a worker would find the library, in one line for a person.
+/// Where a worker would find the library, in one line for display.
 pub fn report(configured: Option<&Path>) -> Result<String, String> {
     let found = paths(configured).into_iter().find(|path| open(path).is_ok());
     let missing = || "no CUPTI: profilers of clients will see no kernels (see --cupti)".to_owned();
@@ -183,19 +187,20 @@ impl Cupti {
         let mut text = std::ptr::null();
         // SAFETY: writes the address of a constant text.
         unsafe { (self.library.text)(result, &mut text) };
-        // SAFETY: NULL, or a text of the library's that ends with NUL.
+        // SAFETY: NULL, or a NUL-terminated text of the library.
         let text = unsafe { text.as_ref().map(|text| CStr::from_ptr(text).to_string_lossy().into_owned()) };
         Err(format!("{what}: {} ({result})", text.unwrap_or_default()))
     }
 
-    /// From here on records go to `activity`. `devices`: the session's number of each device, by the driver's.
+    /// Starts passing records to `activity`. `devices`: the session's number for each device, by the driver's
+    /// number.
     pub(super) fn start(&self, activity: &Arc<Activity>, devices: HashMap<u32, u32>) -> Result<(), String> {
         *self.lock() = State { activity: Some(Arc::clone(activity)), devices, ..State::default() };
         let library = &self.library;
-        // SAFETY: two functions of this module that do what the manual asks of them.
+        // SAFETY: two functions of this module that do what the manual requires.
         self.check("cuptiActivityRegisterCallbacks", unsafe { (library.register)(requested, completed) })?;
         for number in KINDS {
-            // SAFETY: takes numbers.
+            // SAFETY: takes only numbers.
             self.check("cuptiActivityEnable", unsafe { (library.enable)(number) })?;
         }
         Ok(())
@@ -205,15 +210,15 @@ impl Cupti {
     pub(super) fn stop(&self) {
         self.flush();
         for number in KINDS {
-            // SAFETY: takes numbers. One that is not enabled is refused.
+            // SAFETY: takes only numbers. Kinds that are not enabled are refused.
             unsafe { (self.library.disable)(number) };
         }
     }
 
-    /// Has the library pass on all that it knows.
+    /// Makes the library deliver all its records.
     pub(super) fn flush(&self) {
         let mut dropped = 0;
-        // SAFETY: takes a number, and calls `completed` for its buffers; writes a number.
+        // SAFETY: takes a number, calls `completed` for its buffers, and writes a number.
         unsafe {
             (self.library.flush)(flag::FLUSH_FORCED);
             (self.library.dropped)(std::ptr::null_mut(), 0, &mut dropped);
@@ -223,7 +228,7 @@ impl Cupti {
         }
     }
 
-    /// This thread's calls are part of a command from here on, or of none.
+    /// Makes this thread's calls part of a command, or of none.
     pub(super) fn mark(&self, command: Option<(u64, StreamId)>) {
         let Some((seq, stream)) = command else {
             let mut last = 0;
@@ -232,11 +237,11 @@ impl Cupti {
             return;
         };
         let number = mark_of(seq, stream.0);
-        // SAFETY: takes numbers.
+        // SAFETY: takes only numbers.
         unsafe { (self.library.push)(external::CUSTOM0, number) };
     }
 
-    /// The clock of its records.
+    /// Its records' clock.
     pub(super) fn now(&self) -> Option<u64> {
         let mut now = 0;
         // SAFETY: writes a number.
@@ -245,7 +250,7 @@ impl Cupti {
 }
 
 impl State {
-    /// A driver call's correlation number, and the mark that it was made under.
+    /// Notes a driver call's correlation ID, and the mark under which it was made.
     fn called(&mut self, correlation: u32, mark: u64) {
         if self.calls.insert(correlation, mark).is_none() {
             self.order.push_back(correlation);
@@ -257,10 +262,10 @@ impl State {
         }
     }
 
-    /// What a device did for a call. It may come before the call's own record.
+    /// Notes what a device did for a call. It may arrive before the call's own record.
     fn done(&mut self, correlation: u32, record: ActivityRecord, name: String) {
         if !self.pass_on(correlation, &record, &name) {
-            // The oldest is the server's own work by now, of no command: no call of a command's has come for it.
+            // The oldest must be the server's own work: no command's call has arrived for it.
             if self.waiting.len() >= MOST_WAITING {
                 self.waiting.pop_front();
             }
@@ -279,19 +284,20 @@ impl State {
         true
     }
 
-    /// Passes on those that waited for records that have come now. The rest is the server's own work: it is of no command.
+    /// Passes on waiting records whose calls have arrived. The rest is the server's own work and belongs to
+    /// no command.
     fn settle(&mut self) {
         let mut waiting = std::mem::take(&mut self.waiting);
         waiting.retain(|(correlation, record, name)| !self.pass_on(*correlation, record, name));
         self.waiting = waiting;
     }
 
-    /// One record of the library's.
+    /// Handles one of the library's records.
     ///
     /// # Safety
-    /// It is whole, as far as its kind's structure goes here.
+    /// It is complete, at least as far as the structure for its kind here.
     unsafe fn take(&mut self, record: *const u32) {
-        // SAFETY: every record begins with its kind; for the rest see above.
+        // SAFETY: every record begins with its kind; the rest is guaranteed by the caller.
         unsafe {
             match *record {
                 kind::EXTERNAL_CORRELATION => {
@@ -360,7 +366,7 @@ impl State {
     }
 }
 
-/// A kernel's record and its correlation number.
+/// Converts a kernel's record. Returns its correlation ID, too.
 fn kernel(found: &Kernel) -> (u32, ActivityRecord) {
     let dimensions = |all: [i32; 3]| all.map(i32::cast_unsigned);
     let record = ActivityRecord {
@@ -385,11 +391,11 @@ fn layout() -> Option<std::alloc::Layout> {
     std::alloc::Layout::from_size_align(BUFFER, ALIGNMENT).ok()
 }
 
-/// The library wants a buffer.
+/// Called when the library needs a buffer.
 unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, most: *mut usize) {
-    // SAFETY: a size that is not 0.
+    // SAFETY: the size is not 0.
     let made = layout().map_or(std::ptr::null_mut(), |layout| unsafe { std::alloc::alloc_zeroed(layout) });
-    // SAFETY: the library gives three places to write.
+    // SAFETY: the library passes three writable places.
     unsafe {
         *buffer = made;
         *size = if made.is_null() { 0 } else { BUFFER };
@@ -397,7 +403,7 @@ unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, most: *mu
     }
 }
 
-/// The library has filled a buffer. It may be called in any thread, also inside a flush.
+/// Called when the library has filled a buffer, in any thread, possibly inside a flush.
 unsafe extern "C" fn completed(
     _context: *mut c_void,
     _stream: u32,
@@ -411,15 +417,16 @@ unsafe extern "C" fn completed(
     if let Some(Ok(cupti)) = CUPTI.get() {
         let mut state = cupti.lock();
         let mut record = std::ptr::null_mut();
-        // SAFETY: a buffer of the library's with this many valid bytes; it walks from record to record, each whole.
+        // SAFETY: a buffer from the library with this many valid bytes; each step returns a complete record.
         while unsafe { (cupti.library.next)(buffer, valid, &mut record) } == 0 && !record.is_null() {
-            // SAFETY: as above. Records of newer libraries are longer, not shorter, than these structures; an older one's stay within the buffer, which is zeroed.
+            // SAFETY: as above. Newer libraries' records are longer than these structures, not shorter; an
+            // older library's stay within the zeroed buffer.
             unsafe { state.take(record.cast_const()) };
         }
         state.settle();
     }
     if let Some(layout) = layout() {
-        // SAFETY: `requested` has made it with this layout.
+        // SAFETY: `requested` allocated it with this layout.
         unsafe { std::alloc::dealloc(buffer, layout) };
     }
 }
@@ -435,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_s_record_finds_its_command_whichever_comes_first() {
+    fn a_device_record_finds_its_command_in_either_order() {
         let (mut state, activity) = state();
         let of = |device| ActivityRecord { device, ..blank() };
         state.called(1, mark_of(100, 7));
@@ -464,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn the_servers_own_work_leaves_room_for_a_command_s() {
+    fn the_servers_own_work_does_not_crowd_out_commands() {
         let (mut state, activity) = state();
         for _ in 0..MOST_WAITING + 3 {
             state.done(u32::MAX, blank(), String::new());
@@ -477,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_is_not_there_is_named() {
+    fn a_missing_library_is_named() {
         let error = open(Path::new("/nowhere/libcupti.so.13")).unwrap_err();
         assert!(error.contains("/nowhere/libcupti.so.13"), "{error}");
         assert_eq!(paths(Some(Path::new("/a"))), [PathBuf::from("/a")]);

@@ -1,13 +1,15 @@
-//! How the server learns what a stream has done: words in page-locked memory that streams write, and one thread that reads them.
+//! How the server learns what a stream has done: words in page-locked memory that streams write, and one
+//! thread that reads them.
 //!
 //! ```text
 //!  dispatcher: … work …, WriteValue(word, seq)   ──GPU──▶  word ≥ seq
 //!              Completer::when(word, seq, end)   ───────▶  completer polls its words, calls `end`
 //! ```
 //!
-//! While something is awaited, the completer polls. If nothing arrives for a while, it naps between polls and asks each context concerned whether it has failed. If so, everything
-//! awaited there ends with the context's error. When nothing is awaited any more, it polls for [`COMPLETER_IDLE`] and then sleeps, so a program that synchronizes again and again does
-//! not pay for waking it.
+//! While something is awaited, the completer polls. If nothing arrives for a while, it naps between polls and
+//! asks each context concerned whether it has failed. If so, everything awaited there ends with the context's
+//! error. When nothing is awaited any more, it polls for [`COMPLETER_IDLE`] before it sleeps, so that a
+//! program that synchronizes repeatedly does not pay for waking it.
 
 use std::collections::HashMap;
 use std::ptr::NonNull;
@@ -32,7 +34,8 @@ const LONG: Duration = Duration::from_millis(10);
 /// How often contexts are asked for errors while nothing happens.
 const HEALTH: Duration = Duration::from_millis(1);
 
-/// Makes this thread's sleeps precise: the kernel's default slack of 50 µs would more than triple a nap of 20 µs.
+/// Makes this thread's sleeps precise: the kernel's default slack of 50 µs would more than triple a nap of 20
+/// µs.
 pub(super) fn nap_precisely() {
     // SAFETY: changes this thread's timer slack alone.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000) };
@@ -41,16 +44,17 @@ pub(super) fn nap_precisely() {
 /// `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`.
 pub(super) const ALREADY_REGISTERED: Status = Status(712);
 
-/// Page-locked memory of this process, registered with CUDA so that streams of every context can read and write it.
+/// Page-locked memory of this process, registered with CUDA so that streams of every context can read and
+/// write it.
 pub struct Pinned {
     at: NonNull<u8>,
     len: usize,
     device: CUdeviceptr,
 }
 
-// SAFETY: it owns a mapping and nothing tied to a thread; its users coordinate their reads and writes of the memory.
+// SAFETY: it owns a mapping and nothing thread-specific; its users coordinate their accesses to the memory.
 unsafe impl Send for Pinned {}
-// SAFETY: it owns a mapping and nothing tied to a thread; its users coordinate their reads and writes of the memory.
+// SAFETY: it owns a mapping and nothing thread-specific; its users coordinate their accesses to the memory.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
@@ -73,7 +77,8 @@ impl Pinned {
 
     /// Registers the memory with the current context. Called again if that context is reset.
     pub fn register(&mut self, api: &Api) -> Result {
-        // SAFETY: the mapping lives until the process ends (it is never unmapped). Flags: portable, device-mapped.
+        // SAFETY: the mapping lives until the process ends (it is never unmapped). Flags: portable,
+        // device-mapped.
         unsafe {
             match api.host_register(self.at.as_ptr().cast(), self.len, 3) {
                 Ok(()) | Err(ALREADY_REGISTERED) => {}
@@ -105,7 +110,7 @@ pub struct Words {
 
 // SAFETY: `host` points to atomics in memory that is never unmapped.
 unsafe impl Send for Words {}
-// SAFETY: what `host` points to are atomics; the rest is behind locks.
+// SAFETY: `host` points to atomics; the rest is behind locks.
 unsafe impl Sync for Words {}
 
 impl Words {
@@ -157,7 +162,7 @@ impl Word {
         self.at().store(value, Ordering::Release);
     }
 
-    /// Sets it unless it is larger already. For words that one thread at a time sets.
+    /// Sets it unless it is already larger. For words that only one thread at a time sets.
     pub fn raise(&self, value: u64) {
         if self.get() < value {
             self.set(value);
@@ -176,7 +181,7 @@ impl Drop for Word {
     }
 }
 
-/// Whether a context can still be used. Shared with everything that waits for its streams.
+/// Whether a context can still be used. Shared by everything that waits for its streams.
 pub struct Health {
     context: Mutex<CUcontextSend>,
     failed: AtomicU32,
@@ -207,7 +212,8 @@ impl Health {
         let _ = self.failed.compare_exchange(0, status.0, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// Makes the context current in this thread and calls `f`, unless the context has failed or is about to be destroyed.
+    /// Makes the context current in this thread and calls `f`, unless the context has failed or is about to
+    /// be destroyed.
     pub fn with<T>(&self, api: &Api, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
         self.check()?;
@@ -216,7 +222,8 @@ impl Health {
         f()
     }
 
-    /// Makes the driver print what kernels of the context have printed. It does so whenever a stream is synchronized, and the probe stream is always idle.
+    /// Makes the driver print what kernels of the context have printed. It does so whenever a stream is
+    /// synchronized, and the probe stream is always idle.
     fn flush(&self, api: &Api) {
         let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
         if self.check().is_ok() {
@@ -248,7 +255,7 @@ impl Health {
         }
     }
 
-    /// The context is about to be destroyed. Nothing uses it afterwards, and all waits for its streams end.
+    /// Called before the context is destroyed. Nothing uses it afterwards, and all waits for its streams end.
     pub fn retire(&self) {
         self.fail(Status::CONTEXT_IS_DESTROYED);
         drop(self.context.lock().unwrap_or_else(|e| e.into_inner()));
@@ -300,7 +307,8 @@ impl Completer {
         self.new.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Calls `end` in the completer's thread when `word` has reached `value`. Ends of one word are called in the order of their values.
+    /// Calls `end` in the completer's thread when `word` has reached `value`. Ends of one word are called in
+    /// the order of their values.
     pub fn when(&self, word: &Arc<Word>, value: u64, health: &Arc<Health>, end: End) {
         let mut new = self.lock();
         new.push(Awaited { word: Arc::clone(word), value, health: Arc::clone(health), end, ready: false });
@@ -340,7 +348,7 @@ impl Completer {
         output.tell();
     }
 
-    /// Says whether the session's client is on the other end of a network.
+    /// Sets whether the session's client is at the other end of a network.
     pub fn serve_over_network(&self, so: bool) {
         self.over_network.store(so, Ordering::Relaxed);
     }
@@ -382,7 +390,8 @@ impl Completer {
                 self.count.store(0, Ordering::Release);
                 moved = Instant::now();
             }
-            // From the last to the first: a word that rises meanwhile then never makes a later end ready without the earlier ones.
+            // From last to first: if a word rises meanwhile, a later end is never ready without the earlier
+            // ones.
             for a in awaited.iter_mut().rev() {
                 a.ready = a.word.get() >= a.value || a.health.check().is_err();
             }
@@ -403,7 +412,7 @@ impl Completer {
             }
             moved = Instant::now();
             self.flush(&ready, api);
-            // The order is kept, for the ends of one word and for ends that were requested one after the other.
+            // Keeps the order of one word's ends, and of ends that were requested one after the other.
             for done in ready.drain(..) {
                 let reached = done.word.get() >= done.value;
                 let status = if reached {

@@ -1,11 +1,11 @@
 //! Graphs.
 //!
-//! Most nodes are made by capturing an operation on a stream that nothing else uses. A node is therefore the
-//! same call, with the same checks by the driver, as on a stream of the client's. Memory operations, empty
-//! and conditional nodes are added to the graph as such.
+//! Most nodes are made by capturing an operation on an otherwise unused stream. A node is therefore the same
+//! call, with the same checks by the driver, as on one of the client's streams. Memory operations, empty
+//! nodes and conditional nodes are added to the graph directly.
 //!
-//! The driver chooses a condition's handle for a graph of its own. So a draft is the driver's graph from the
-//! beginning, and those of its conditional nodes as well.
+//! The driver chooses a condition's handle for one particular graph. So a draft is a driver graph from the
+//! start, and so are the graphs of its conditional nodes.
 
 use std::collections::HashSet;
 
@@ -28,8 +28,8 @@ const FLAGS: u64 = 1 | 8;
 /// A graph that is not instantiated.
 pub struct Draft {
     graph: CUgraph,
-    /// The driver's functions, to destroy it with. `None`: it goes with the conditional node that it belongs
-    /// to.
+    /// The driver's functions, to destroy it with. `None`: it is destroyed with the conditional node that it
+    /// belongs to.
     owner: Option<&'static Api>,
 }
 
@@ -39,8 +39,8 @@ unsafe impl Send for Draft {}
 impl Drop for Draft {
     fn drop(&mut self) {
         if let Some(api) = self.owner {
-            // SAFETY: made by `make_draft`, used by nothing else from here on; instances do not need it. If
-            // its context is gone, so is the graph, and the driver refuses.
+            // SAFETY: made by `make_draft`, and not used any more; instances do not need it. If its context
+            // no longer exists, neither does the graph, and the driver refuses.
             let _ = unsafe { api.graph_destroy(self.graph) };
         }
     }
@@ -80,8 +80,8 @@ impl Capture {
         Ok(Capture { api, graph, stream })
     }
 
-    /// Captures what `enqueue` puts on the stream, behind `before`. Returns the nodes that whatever follows
-    /// must wait for.
+    /// Captures what `enqueue` puts on the stream, after `before`. Returns the nodes that later work must
+    /// depend on.
     fn capture(
         &self,
         before: &[CUgraphNode],
@@ -102,8 +102,8 @@ impl Capture {
         };
         let nodes = match told {
             Ok(()) if count > 0 && !last.is_null() => {
-                // SAFETY: the driver has written that `count` nodes are there, and they stay until the
-                // capture's next call.
+                // SAFETY: the driver has written `count` nodes there, and they stay until the capture's next
+                // call.
                 unsafe { std::slice::from_raw_parts(last, count) }.to_vec()
             }
             _ => Vec::new(),
@@ -116,8 +116,8 @@ impl Capture {
 }
 
 impl Cuda {
-    /// Makes the driver's nodes for one of the client's, behind `before`. Returns those that whatever follows
-    /// it must wait for; if it needs none of its own, `before`.
+    /// Makes the driver's nodes for one of the client's, after `before`. Returns the nodes that later work
+    /// must depend on: `before` if it needs none of its own.
     fn add_node(
         &self,
         context: ContextId,
@@ -149,8 +149,8 @@ impl Cuda {
                 unsafe { self.api.graph_add_memory_ops(&mut node, graph, before.as_ptr(), count, &params) }?;
             }
             NodeWork::Launch { function, launch } => {
-                // The driver would load the function with its first launch, which it cannot while a stream is
-                // being captured.
+                // The driver would load the function at its first launch, which is impossible while a stream
+                // is being captured.
                 // SAFETY: a live function.
                 unsafe { self.api.function_load(function.handle) }?;
                 return capture.capture(&before, |stream| self.launch_at(context, stream, function, &launch));
@@ -227,7 +227,7 @@ impl GpuGraphs for Cuda {
         if params.graphs.is_null() {
             return Err(Status::UNKNOWN);
         }
-        // SAFETY: the driver has written where `count` graphs are, which stay as long as the node.
+        // SAFETY: the driver has written the address of `count` graphs, which live as long as the node.
         let graphs = unsafe { std::slice::from_raw_parts(params.graphs, count) };
         let drafts = graphs.iter().map(|graph| Draft { graph: *graph, owner: None }).collect();
         Ok((Conditional(node), drafts))
@@ -250,7 +250,7 @@ impl GpuGraphs for Cuda {
         self.note(context, made).map(|()| Executable(exec))
     }
 
-    /// The driver's own update where it can, a new instance where it cannot.
+    /// Uses the driver's own update if possible, and a new instance otherwise.
     fn update_graph(
         &mut self,
         context: ContextId,
@@ -263,12 +263,12 @@ impl GpuGraphs for Cuda {
             error_node: std::ptr::null_mut(),
             error_from_node: std::ptr::null_mut(),
         };
-        // SAFETY: a live instance and a live graph; writes what came of it.
+        // SAFETY: a live instance and a live graph; writes the result.
         if unsafe { self.api.graph_update(graph.0, draft.graph, &mut why) }.is_ok() {
             return Ok(());
         }
         let old = std::mem::replace(graph, self.instantiate(context, draft, flags)?);
-        // SAFETY: replaced; launches under way complete.
+        // SAFETY: replaced; pending launches complete.
         let _ = unsafe { self.api.graph_exec_destroy(old.0) };
         Ok(())
     }
@@ -286,7 +286,7 @@ impl GpuGraphs for Cuda {
     }
 
     fn destroy_graph(&mut self, context: ContextId, graph: Executable) -> Result {
-        // SAFETY: out of the session's table; launches under way complete.
+        // SAFETY: removed from the session's table; pending launches complete.
         let destroyed = unsafe { self.api.graph_exec_destroy(graph.0) };
         self.note(context, destroyed)
     }

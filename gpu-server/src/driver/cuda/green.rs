@@ -1,4 +1,4 @@
-//! Green contexts, and the parts of devices that they have.
+//! Green contexts, and the parts of devices that they use.
 
 use crate::driver::call::Result;
 use protocol::handle::{ContextId, StreamId};
@@ -17,7 +17,7 @@ unsafe impl Send for PartDescriptor {}
 /// A green context.
 pub struct Green {
     handle: CUgreenCtx,
-    /// Its form that can be made current.
+    /// The context that can be made current.
     context: CUcontext,
 }
 
@@ -59,7 +59,7 @@ impl GpuGreenContexts for Cuda {
         let mut all = vec![DevResource::empty(); count as usize];
         let mut rest = DevResource::empty();
         let to = if groups.is_some() { all.as_mut_ptr() } else { std::ptr::null_mut() };
-        // SAFETY: a part that the driver made; there is room for as many groups as `count` says, or none are written.
+        // SAFETY: a part made by the driver; there is room for `count` groups, or none are written.
         unsafe { self.api.part_split(to, &mut count, part, &mut rest, flags, least) }?;
         all.truncate(count as usize);
         Ok(Split { count, groups: all, rest })
@@ -67,22 +67,22 @@ impl GpuGreenContexts for Cuda {
 
     fn describe_parts(&mut self, mut parts: Vec<DevResource>) -> Result<PartDescriptor> {
         let mut descriptor: Descriptor = std::ptr::null_mut();
-        // SAFETY: parts that the driver made, as many as it is told; writes a handle.
+        // SAFETY: parts made by the driver, as many as it is told; writes a handle.
         unsafe { self.api.part_describe(&mut descriptor, parts.as_mut_ptr(), parts.len() as u32) }?;
         Ok(PartDescriptor(descriptor))
     }
 
     fn make_green(&mut self, device: u32, descriptor: &PartDescriptor, flags: u32) -> Result<Green> {
         let handle_of_device = self.device(device)?.handle;
-        // A green context is a part of the primary context.
+        // Green contexts need the primary context.
         self.make_primary(device)?;
         let mut handle: CUgreenCtx = std::ptr::null_mut();
-        // SAFETY: a descriptor that the driver made, and a device; writes a handle.
+        // SAFETY: a descriptor made by the driver, and a device; writes a handle.
         unsafe { self.api.green_create(&mut handle, descriptor.0, handle_of_device, flags) }?;
         let mut context: CUcontext = std::ptr::null_mut();
-        // SAFETY: the green context that was just made; writes a handle.
+        // SAFETY: the green context just made; writes a handle.
         if let Err(status) = unsafe { self.api.green_context(&mut context, handle) } {
-            // SAFETY: nothing is in it.
+            // SAFETY: it is empty.
             let _ = unsafe { self.api.green_destroy(handle) };
             return Err(status);
         }
@@ -93,12 +93,13 @@ impl GpuGreenContexts for Cuda {
         // It may be current in this thread.
         self.current = None;
         self.enter_context(ContextId(device))?;
-        // SAFETY: out of the session's table, and no stream of it is left.
+        // SAFETY: removed from the session's table, with no streams left.
         unsafe { self.api.green_destroy(green.handle) }
     }
 
     fn forget_green(&mut self, green: Green) {
-        // SAFETY: out of the session's table; its streams are forgotten. What a failed context answers does not matter.
+        // SAFETY: removed from the session's table, with no streams left. A failed context's result does not
+        // matter.
         let _ = unsafe { self.api.green_destroy(green.handle) };
         self.current = None;
     }

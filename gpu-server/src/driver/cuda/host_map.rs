@@ -1,10 +1,13 @@
-//! Client memory that kernels use at its address in the client: a second mapping of the same pages at that address, registered with CUDA.
+//! Client memory that kernels use at the client's address: a second mapping of the same pages at that
+//! address, registered with CUDA.
 //!
-//! With unified addressing a program may pass a pinned pointer directly to a kernel. So the address must be the client's. If this process has something else
-//! there, the operation fails with `MAP_FAILED`. Clients place pinned memory where that is unlikely.
+//! With unified addressing, a program may pass a pinned pointer directly to a kernel, so the address must be
+//! the client's. If this process has something else there, the operation fails with `MAP_FAILED`. Clients
+//! place pinned memory where that is unlikely.
 //!
-//! Clients that share no memory with this process get a *mirror*: memory of this process at the same address, which the client keeps equal to its own. Kernels use it over the bus, like pinned
-//! memory on their own machine.
+//! Clients that share no memory with this process get a *mirror*: memory of this process at the same address,
+//! which the client keeps equal to its own. Kernels access it over the bus, like pinned memory on their own
+//! machine.
 
 use std::ffi::c_void;
 use std::sync::{Arc, mpsc};
@@ -36,11 +39,11 @@ pub struct HostView {
     len: usize,
     mirror: Option<Mirror>,
     _charge: Option<MirrorCharge>,
-    /// Kernels may use the client's own memory at any time.
+    /// Set if kernels may use the client's own memory at any time.
     _in_use: Option<InUse>,
 }
 
-/// The part of a view that makes it a mirror. It exists as soon as [`Reach`] knows the mirror.
+/// The part of a view that makes it a mirror. It exists once [`Reach`] knows the mirror.
 struct Mirror {
     beside: Arc<Reach>,
     helper: Helper,
@@ -51,8 +54,8 @@ struct Mirror {
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// The thread that makes and removes mirrors, one after the other. The driver may wait for all work to finish first. That work may wait for the client's host functions, and those for the
-/// dispatcher.
+/// The thread that makes and removes mirrors, one at a time. The driver may first wait for all work to
+/// finish, that work may wait for the client's host functions, and those for the dispatcher.
 #[derive(Clone)]
 pub(super) struct Helper(mpsc::Sender<Job>);
 
@@ -61,26 +64,26 @@ impl Helper {
         let (sender, jobs) = mpsc::channel::<Job>();
         let thread = std::thread::Builder::new().name("rgpu-mirrors".into());
         thread.spawn(move || jobs.into_iter().for_each(|job| job())).map_err(|e| {
-            tracing::error!("no thread for mirrors: {e}");
+            tracing::error!("cannot start the thread for mirrors: {e}");
             Status::OUT_OF_MEMORY
         })?;
         Ok(Helper(sender))
     }
 
     fn run(&self, job: impl FnOnce() + Send + 'static) {
-        // It ends with its last owner.
+        // The thread ends with its last owner.
         let _ = self.0.send(Box::new(job));
     }
 }
 
-/// Registers a view's pages with the driver, so that devices reach them at the pages' own address.
+/// Registers a view's pages with the driver, so that devices access them at the same address.
 ///
 /// # Safety
-/// A context is current, and the pages stay mapped until they are unregistered or the context is gone.
+/// A context is current, and the pages stay mapped until they are unregistered or the context is destroyed.
 unsafe fn register(api: &Api, view: &HostView) -> Result {
     let first = view.first as *mut c_void;
     let mut device = 0;
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         api.host_register(first, view.len, FLAGS)?;
         let found = api.host_device_pointer(&mut device, first, 0);
@@ -99,7 +102,7 @@ unsafe fn register(api: &Api, view: &HostView) -> Result {
 impl Drop for HostView {
     fn drop(&mut self) {
         let (first, len) = (self.first, self.len);
-        // SAFETY: mapped by `at`; the registration, if there is one still, keeps the pages, not the addresses.
+        // SAFETY: mapped by `at`. A remaining registration keeps the pages, not the addresses.
         let unmap = move || unsafe { libc::munmap(first as *mut c_void, len) };
         let Some(Mirror { beside, helper, context, api }) = self.mirror.take() else {
             unmap();
@@ -107,7 +110,7 @@ impl Drop for HostView {
         };
         helper.run(move || {
             if beside.remove_mirror(first) {
-                // SAFETY: registered by `make_mirror`; a context that is gone by now has let go of it.
+                // SAFETY: registered by `make_mirror`; a context destroyed meanwhile has released it.
                 let gone = unsafe {
                     api.context_set(context as CUcontext)
                         .and_then(|()| api.host_unregister(first as *mut c_void))
@@ -122,7 +125,7 @@ impl Drop for HostView {
 }
 
 impl HostView {
-    /// Reserves addresses that this process does not use.
+    /// Reserves addresses that this process doesn't use.
     fn reserve(first: usize, len: usize) -> Result<HostView> {
         let wanted = first as *mut c_void;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
@@ -139,10 +142,11 @@ impl HostView {
         if got == wanted { Ok(view) } else { Err(Status::MAP_FAILED) }
     }
 
-    /// Makes new memory at these pages, which devices can reach.
+    /// Makes new memory at these pages that devices can access.
     fn make_mirror(api: &Api, context: usize, first: usize, len: usize) -> Result {
         let view = HostView::reserve(first, len)?;
-        // SAFETY: the reservation, which nobody uses yet; a live context; pages that stay mapped until they are unregistered.
+        // SAFETY: the reservation, which nobody uses yet; a live context; pages that stay mapped until they
+        // are unregistered.
         unsafe {
             if libc::mprotect(first as *mut c_void, len, libc::PROT_READ | libc::PROT_WRITE) < 0 {
                 return Err(Status::OUT_OF_MEMORY);
@@ -172,8 +176,8 @@ impl HostView {
                 tracing::warn!("pinned memory cannot be mapped for kernels: its pieces are no whole pages");
                 return Err(Status::MAP_FAILED);
             }
-            // SAFETY: with an old size of 0, a second mapping of the shared pages at `from`, which `memory` keeps mapped, is made over a part of the
-            // reservation, which nobody else uses.
+            // SAFETY: with an old size of 0, this makes a second mapping of the shared pages at `from`, which
+            // `memory` keeps mapped, over a part of the reservation, which nobody else uses.
             let made = unsafe {
                 libc::mremap(
                     from as *mut c_void,
@@ -203,7 +207,8 @@ impl GpuHostMemory for Cuda {
         let Sink::Mapped(memory) = cx.output(op.memory)? else { return Err(Status::NOT_SUPPORTED) };
         let mut view = HostView::at(op.address, &memory)?;
         view._in_use = memory.in_use();
-        // SAFETY: whole pages that `view` keeps mapped until they are unregistered, or the context is gone.
+        // SAFETY: whole pages that `view` keeps mapped until they are unregistered, or the context is
+        // destroyed.
         let registered = unsafe { register(self.api, &view) };
         self.note(op.context, registered)?;
         Ok(view)
@@ -248,7 +253,7 @@ impl GpuHostMemory for Cuda {
     }
 
     fn forget_host(&mut self, view: HostView) {
-        // The registration is gone with the context. Dropping the view unmaps its pages.
+        // The registration ended with the context. Dropping the view unmaps its pages.
         drop(view);
     }
 }

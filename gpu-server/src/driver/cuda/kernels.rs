@@ -23,15 +23,16 @@ use crate::driver::streams::Streams;
 /// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
 const POINTER_IS_MANAGED: u32 = 8;
 
-/// Attributes of functions are read for modules of up to this many functions, because reading them loads the function.
+/// Function attributes are read for modules of up to this many functions, because reading them loads the
+/// function.
 const TELL_ATTRIBUTES: usize = 16;
 /// Number of function attributes.
 const ATTRIBUTES: u32 = 16;
-/// In place of an attribute: `cuFuncSetCacheConfig`.
+/// Instead of an attribute: `cuFuncSetCacheConfig`.
 const CACHE_CONFIG: u32 = 0x1_0000;
 /// Number of kernel parameters whose addresses fit on the stack.
 const FEW: usize = 32;
-/// Size of each JIT log with its NUL, in bytes. Both fit into a reply.
+/// Size of each JIT log with its NUL, in bytes. Both fit in a reply.
 pub(super) const LOG: usize = 1792;
 
 // `CUjit_option`.
@@ -67,7 +68,7 @@ fn text(pointer: *const c_char) -> String {
     if pointer.is_null() {
         return String::new();
     }
-    // SAFETY: a NUL-terminated string of the driver's, alive as long as the function.
+    // SAFETY: a NUL-terminated string of the driver that lives as long as the function.
     unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
 }
 
@@ -76,7 +77,7 @@ fn params(api: &Api, handle: CUfunction) -> Result<Vec<Param>> {
     let mut params = Vec::new();
     loop {
         let (mut offset, mut size) = (0, 0);
-        // SAFETY: writes two integers; an index beyond the last parameter is answered CUDA_ERROR_INVALID_VALUE.
+        // SAFETY: writes two integers; an index beyond the last parameter returns CUDA_ERROR_INVALID_VALUE.
         match unsafe { api.function_param_raw(handle, params.len(), &mut offset, &mut size) } {
             Ok(()) => params.push(Param { offset: offset as u32, size: size as u32 }),
             Err(Status::INVALID_VALUE) => return Ok(params),
@@ -103,7 +104,7 @@ fn function_attributes(api: &Api, handle: CUfunction) -> Result<Vec<i32>> {
         // SAFETY: writes one integer.
         unsafe { api.function_attribute(&mut value, number, handle) }.map(|()| value)
     };
-    // Every driver has the first one. The list ends with the first that this driver does not know.
+    // Every driver has the first one. The list ends before the first that this driver doesn't know.
     let first = read(0)?;
     Ok(std::iter::once(first).chain((1..ATTRIBUTES).map_while(|number| read(number).ok())).collect())
 }
@@ -130,7 +131,8 @@ fn functions(api: &Api, module: CUmodule) -> Result<(Vec<CudaFunction>, Vec<u8>)
     Ok((functions, bytes))
 }
 
-/// Options of the compiler and the linker for the driver: integers only. Options that point to the client's memory are left out: wall time, logs, symbols.
+/// The driver's options for the compiler and linker: integers only. Options that point to the client's memory
+/// are left out: wall time, logs, symbols.
 pub(super) fn jit_options(options: &[JitOption]) -> Result<(Vec<u32>, Vec<*mut c_void>)> {
     let (mut numbers, mut values) = (Vec::new(), Vec::new());
     for option in options {
@@ -172,16 +174,17 @@ impl Logs {
     }
 }
 
-/// Checks where an image ends. The driver reads to the end that the image itself states, so an image that claims to be longer than it is must be refused.
+/// Checks where an image ends. The driver trusts the length stated in the image, so an image that claims to
+/// be longer than it is must be refused.
 fn whole(mut image: Vec<u8>) -> Result<Vec<u8>> {
     let word =
         |at: usize| image.get(at..at + 8).and_then(|b| b.first_chunk::<8>()).map(|b| u64::from_le_bytes(*b));
     let half =
         |at: usize| image.get(at..at + 2).and_then(|b| b.first_chunk::<2>()).map(|b| u16::from_le_bytes(*b));
     let end = match image.first_chunk::<4>() {
-        // A fat binary: header of 16 bytes, size of the rest at 8.
+        // A fat binary: a header of 16 bytes, with the size of the rest at offset 8.
         Some([0x50, 0xed, 0x55, 0xba]) => word(8).and_then(|size| size.checked_add(16)),
-        // ELF: the section headers usually come last and must lie inside.
+        // ELF: the section headers are usually last and must be inside.
         Some([0x7f, b'E', b'L', b'F']) => word(0x28)
             .zip(half(0x3a))
             .zip(half(0x3c))
@@ -210,7 +213,8 @@ impl Cuda {
         logs.ask(&mut numbers, &mut values);
         let mut module: CUmodule = std::ptr::null_mut();
         let count = numbers.len() as u32;
-        // SAFETY: the image is whole (see `whole`) and NUL-terminated where it is text; the logs have the room that the options say.
+        // SAFETY: the image is complete (see `whole`) and NUL-terminated if it is text; the logs have the
+        // sizes given in the options.
         let loaded = unsafe {
             self.api.module_load(
                 &mut module,
@@ -256,8 +260,8 @@ impl Cuda {
             *pointer = bytes.as_ptr().cast_mut().cast();
         }
         let config = config(op.grid, op.block, op.dynamic_shared, stream, &mut attributes);
-        // SAFETY: live handles of the current context; as many pointers as the function has parameters, each to as many bytes as that parameter has,
-        // which the driver copies before it returns.
+        // SAFETY: live handles of the current context; one pointer per parameter, each to as many bytes as
+        // that parameter has, which the driver copies before it returns.
         let launched =
             unsafe { self.api.launch(&config, function.handle, pointers.as_mut_ptr(), std::ptr::null_mut()) };
         self.note(context, launched)
@@ -289,7 +293,7 @@ impl GpuModules for Cuda {
         let (mut functions, table) = match self.note(context, described) {
             Ok(described) => described,
             Err(status) => {
-                // SAFETY: loaded above, known to nobody.
+                // SAFETY: loaded above and not used by anything.
                 let _ = unsafe { self.api.module_unload(handle) };
                 return Err(status);
             }
@@ -300,11 +304,11 @@ impl GpuModules for Cuda {
             [75, 76].map(|number| super::attribute(self.api, device, number).unwrap_or(0) as u32);
         let prints = may_print(&image, (major, minor));
         let told = prints.unwrap_or(false);
-        // A kernel that nobody looked at counts as one that may print.
+        // If it was not searched, it may print.
         let prints = prints.unwrap_or(true);
         functions.iter_mut().for_each(|function| function.prints = prints);
         let module = CudaModule { handle, table, prints };
-        // The driver does not report its size. NVML shows the daemon what the driver uses in addition.
+        // The driver doesn't report its size. The daemon sees the driver's additional use through NVML.
         let bytes = image.len() as u64;
         Ok(Loaded { module: Ok((module, functions)), prints: told, bytes, logs })
     }
@@ -347,8 +351,9 @@ impl GpuModules for Cuda {
         module: CudaModule,
         _functions: Vec<CudaFunction>,
     ) -> Result {
-        // The driver waits for the context's work. That finishes without this thread, because no stream waits for the client on the device.
-        // SAFETY: a module of that context, out of the session's table.
+        // The driver waits for the context's work. That work finishes without this thread, because no stream
+        // waits for the client on the device.
+        // SAFETY: a module of that context, removed from the session's table.
         let unloaded = unsafe { self.api.module_unload(module.handle) };
         self.note(context, unloaded)
     }
@@ -502,7 +507,8 @@ impl GpuModules for Cuda {
     }
 }
 
-/// Attributes that are passed on unchanged, because their values contain no handle. (An access policy's window is an address on this session's device, and only a hint.)
+/// Attributes that are passed on unchanged because their values contain no handle. (An access policy's window
+/// is an address on this session's device, and only a hint.)
 fn known(id: u32) -> Option<CUlaunchAttributeID> {
     Some(match id {
         0 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE,
@@ -521,7 +527,7 @@ fn known(id: u32) -> Option<CUlaunchAttributeID> {
     })
 }
 
-/// A launch's attributes for the driver.
+/// A launch's attributes in the driver's form.
 fn launch_attributes(attributes: &[LaunchAttribute]) -> Result<Vec<CUlaunchAttribute>> {
     let translate = |attribute: &LaunchAttribute| {
         let id = known(attribute.id).ok_or_else(|| {
@@ -537,7 +543,7 @@ fn launch_attributes(attributes: &[LaunchAttribute]) -> Result<Vec<CUlaunchAttri
     attributes.iter().map(translate).collect()
 }
 
-/// The driver's description of a launch. It points into `attributes`.
+/// The driver's description of a launch. It points to `attributes`.
 fn config(
     grid: [u32; 3],
     block: [u32; 3],
@@ -564,7 +570,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_image_that_claims_to_be_longer_than_it_is_is_refused() {
+    fn an_image_shorter_than_it_claims_is_refused() {
         let mut fat = vec![0x50, 0xed, 0x55, 0xba, 1, 0, 16, 0];
         fat.extend_from_slice(&8u64.to_le_bytes());
         assert_eq!(whole(fat.clone()), Err(Status::INVALID_IMAGE));

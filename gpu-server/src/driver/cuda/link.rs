@@ -17,19 +17,20 @@ pub struct Link {
     api: &'static Api,
     state: CUlinkState,
     logs: Logs,
-    /// The options that it was made with. The driver writes to the logs in them as long as the linker exists.
+    /// The options it was made with. The driver writes to the logs in them as long as the linker exists.
     _numbers: Vec<u32>,
     _values: Vec<*mut c_void>,
     /// The linked image, which belongs to the driver until the linker is destroyed.
     image: Option<(*const u8, usize)>,
 }
 
-// SAFETY: the driver API takes handles from any thread; the pointers are to memory that the linker, or this, owns.
+// SAFETY: the driver API takes handles from any thread; the pointers are to memory owned by the linker or by
+// this.
 unsafe impl Send for Link {}
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // SAFETY: made by `start_link`, out of the session's table.
+        // SAFETY: made by `start_link`, and removed from the session's table.
         let _ = unsafe { self.api.link_destroy(self.state) };
     }
 }
@@ -39,7 +40,8 @@ impl Link {
     pub(super) fn add(&mut self, mut input: LinkInput<'_>) -> Result<(Result, [String; 2])> {
         let name = CString::new(input.name).map_err(|_| Status::INVALID_VALUE)?;
         let (mut numbers, mut values) = jit_options(input.options)?;
-        // SAFETY: a linker that is there; as many bytes and options as the lengths say, of which the driver keeps none.
+        // SAFETY: a live linker; as many bytes and options as the lengths say, none of which the driver
+        // keeps.
         let added = unsafe {
             self.api.link_add(
                 self.state,
@@ -60,7 +62,7 @@ impl Link {
         let mut result = Ok(());
         if self.image.is_none() {
             let (mut image, mut size): (*mut c_void, usize) = (std::ptr::null_mut(), 0);
-            // SAFETY: a linker that is there; writes where its image is, and how long.
+            // SAFETY: a live linker; writes the image's address and size.
             result = unsafe { self.api.link_complete(self.state, &mut image, &mut size) };
             if result.is_ok() {
                 self.image = Some((image.cast(), size));
@@ -72,7 +74,7 @@ impl Link {
     /// The linked image.
     pub(super) fn image(&self) -> Option<&[u8]> {
         let (at, size) = self.image.filter(|(at, _)| !at.is_null())?;
-        // SAFETY: the driver has written as many bytes there, which stay until the linker goes.
+        // SAFETY: the driver has written this many bytes there, which stay until the linker is destroyed.
         Some(unsafe { std::slice::from_raw_parts(at, size) })
     }
 }
@@ -84,7 +86,7 @@ impl Cuda {
         logs.ask(&mut numbers, &mut values);
         let mut state: CUlinkState = std::ptr::null_mut();
         let count = numbers.len() as u32;
-        // SAFETY: options and logs, which have the room that the options say, are kept as long as the linker.
+        // SAFETY: the options, and the logs with the sizes given in them, are kept as long as the linker.
         let made =
             unsafe { self.api.link_create(count, numbers.as_mut_ptr(), values.as_mut_ptr(), &mut state) };
         self.note(context, made)?;

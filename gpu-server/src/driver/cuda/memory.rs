@@ -1,5 +1,5 @@
-//! Device memory: made with the driver's virtual memory management, so that it stands at the addresses that the client chose and can be shared
-//! between processes.
+//! Device memory, made with the driver's virtual memory management so that it has the addresses that the
+//! client chose and can be shared between processes.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
@@ -19,19 +19,21 @@ const POSIX_FD: u32 = 1;
 /// `CU_MEMHOSTREGISTER_PORTABLE`.
 const PORTABLE: u32 = 1;
 
-/// What is reserved with the driver for a reservation of the client's: see [`SPACE_ALIGN`]. No other reservation can begin in the rest.
+/// The size that the driver reserves for one of the client's reservations: see [`SPACE_ALIGN`]. No other
+/// reservation can begin in the excess.
 fn whole(size: u64) -> usize {
     size.next_multiple_of(SPACE_ALIGN) as usize
 }
 
 impl Cuda {
-    /// What `size` bytes of a device are made with: so that they can be shared where the device's driver knows how.
+    /// The properties for memory of a device: shareable if the device's driver supports it.
     fn allocation(&self, device: u32) -> Result<AllocationProp> {
         let device = self.device(device)?;
         Ok(AllocationProp::shareable(device.handle, if device.exports { POSIX_FD } else { 0 }))
     }
 
-    /// The stream on which memory moves from and to a device, in a lane. Its context, the primary one, is current afterwards.
+    /// The stream for moving memory from and to a device, in a lane. Its context, the primary one, is current
+    /// afterwards.
     fn moving_stream(&mut self, device: u32, lane: Lane) -> Result<CUstream> {
         let context = self.enter_context(ContextId(device))?.handle;
         if let Some((_, stream)) = self.moving.get(&(device, lane)).filter(|(of, _)| *of == context) {
@@ -40,7 +42,7 @@ impl Cuda {
         let mut stream = std::ptr::null_mut();
         // SAFETY: the context is current; writes one handle.
         unsafe { self.api.stream_create(&mut stream, STREAM_NON_BLOCKING, 0) }?;
-        // One of a context that is gone went with it.
+        // The stream of a destroyed context was destroyed with it.
         self.moving.insert((device, lane), (context, stream));
         Ok(stream)
     }
@@ -76,11 +78,12 @@ impl GpuMemory for Cuda {
         let prop = self.allocation(device)?;
         let access = self.access(device)?;
         let mut memory = 0;
-        // SAFETY: a valid description; the session has checked that the range lies in the reserved window and is free.
+        // SAFETY: a valid description; the session has checked that the range lies in the reserved window and
+        // is free.
         unsafe {
             self.api.memory_create(&mut memory, size, &prop, 0)?;
             let mapped = self.api.memory_map(address, size, 0, memory, 0);
-            // The mapping keeps the memory from now on; without one it goes at once.
+            // The mapping now keeps the memory; if there is none, the memory is freed here.
             let released = self.api.memory_release(memory);
             mapped.and(released)?;
             if let Err(status) = self.api.memory_access(address, size, access.as_ptr(), access.len()) {
@@ -99,14 +102,16 @@ impl GpuMemory for Cuda {
             device.mapped.remove(address);
         }
         let api = self.api;
-        // SAFETY: mapped by `back`, in one piece; the session calls this once, when all work that may have used it is done.
+        // SAFETY: mapped by `back`, in one piece; the session calls this once, when all work that may have
+        // used it is done.
         move || unsafe { api.memory_unmap(address, size as usize) }
     }
 
     fn transfer(&mut self, device: u32, lane: Lane, way: Way, part: Part) -> Result {
         let stream = self.moving_stream(device, lane)?;
         let host = part.host.as_ptr().cast();
-        // SAFETY: memory of a piece, which the session has checked; the store's bytes, which stay until `transferred` has waited for this.
+        // SAFETY: memory of a piece, checked by the session; the store's bytes stay until `transferred` has
+        // waited for this.
         let copied = unsafe {
             match way {
                 Way::Out => self.api.copy_dtoh(host, part.address, part.len, stream),
@@ -139,7 +144,8 @@ impl GpuMemory for Cuda {
 
     fn unlock(&mut self, chunk: &mut Chunk) {
         if std::mem::take(&mut chunk.locked) {
-            // A refusal means that the driver had unlocked it, with its context. SAFETY: locked by `lock`, and no copy is under way.
+            // An error means that the driver had already unlocked it, with its context.
+            // SAFETY: locked by `lock`, and no copy is pending.
             let _ = unsafe { self.api.host_unregister(chunk.at().as_ptr().cast()) };
         }
     }
@@ -151,7 +157,7 @@ impl GpuMemory for Cuda {
         unsafe { self.api.address_reserve(&mut at, whole(size), 0, address, 0) }?;
         if at != address {
             tracing::warn!("{size:#x} bytes were reserved at {at:#x} instead of {address:#x}");
-            // SAFETY: just reserved, and nothing mapped there.
+            // SAFETY: just reserved, and nothing is mapped there.
             unsafe { self.api.address_free(at, whole(size)) }?;
             return Err(Status::OUT_OF_MEMORY);
         }
@@ -160,7 +166,7 @@ impl GpuMemory for Cuda {
 
     fn unreserve(&mut self, address: u64, size: u64) -> Result {
         self.enter_context(ContextId(0))?;
-        // SAFETY: a reservation of this session, as it was made, with nothing mapped in it.
+        // SAFETY: a reservation of this session, exactly as it was made, with nothing mapped in it.
         unsafe { self.api.address_free(address, whole(size)) }
     }
 
@@ -174,7 +180,7 @@ impl GpuMemory for Cuda {
     }
 
     fn destroy(&mut self, _device: u32, _size: u64, memory: u64, _imported: bool) -> Result {
-        // SAFETY: out of the session's table, and nothing is mapped to it.
+        // SAFETY: removed from the session's table, and not mapped anywhere.
         unsafe { self.api.memory_release(memory) }
     }
 
@@ -187,7 +193,8 @@ impl GpuMemory for Cuda {
     fn unmap(&mut self, address: u64, size: u64, _access: &mut Vec<u32>) -> Result {
         self.current = None;
         self.enter_context(ContextId(0))?;
-        // SAFETY: a mapping of this session, as it was made. That no work uses it is up to the program, as without rgpu.
+        // SAFETY: a mapping of this session, exactly as it was made. Whether work still uses it is up to the
+        // program, as without rgpu.
         unsafe { self.api.memory_unmap(address, size as usize) }
     }
 
@@ -202,7 +209,7 @@ impl GpuMemory for Cuda {
         let handle = self.device(device)?.handle;
         self.enter_context(ContextId(device))?;
         let desc = AccessDesc::with_flags(handle, flags);
-        // SAFETY: a mapping of this session, whole.
+        // SAFETY: a mapping of this session, as a whole.
         unsafe { self.api.memory_access(address, mapping.size as usize, &desc, 1) }
     }
 
@@ -210,17 +217,17 @@ impl GpuMemory for Cuda {
         let mut fd: i32 = -1;
         // SAFETY: a live handle that was made for it; writes one descriptor.
         unsafe { self.api.memory_export((&raw mut fd).cast(), *memory, POSIX_FD, 0) }?;
-        // SAFETY: the driver has just made this descriptor for us; nobody else knows it.
+        // SAFETY: the driver has just created this descriptor for us; nobody else knows it.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
     fn export_piece(&mut self, device: u32, address: u64, (): &()) -> Result<OwnedFd> {
         self.enter_context(ContextId(device))?;
         let mut handle = 0;
-        // SAFETY: an address that is mapped; writes one handle, a reference of our own.
+        // SAFETY: a mapped address; writes one handle, a reference of our own.
         unsafe { self.api.memory_retain(&mut handle, address as *mut _) }?;
         let exported = self.export(&handle);
-        // SAFETY: the reference that was just taken.
+        // SAFETY: the reference just taken.
         unsafe { self.api.memory_release(handle) }?;
         exported
     }
@@ -228,7 +235,8 @@ impl GpuMemory for Cuda {
     fn import(&mut self, device: u32, fd: OwnedFd) -> Result<u64> {
         self.enter_context(ContextId(device))?;
         let mut handle = 0;
-        // SAFETY: a descriptor that this driver made in another worker, passed as the number that it is; writes one handle.
+        // SAFETY: a descriptor that the driver created in another worker, passed by number; writes one
+        // handle.
         unsafe { self.api.memory_import(&mut handle, fd.as_raw_fd() as usize as *mut _, POSIX_FD) }?;
         Ok(handle)
     }

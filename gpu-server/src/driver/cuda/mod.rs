@@ -1,12 +1,15 @@
 //! The GPU interface on NVIDIA's driver.
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how the server learns what a stream has done;
-//! - here: devices and contexts; one file for each other chapter: [`memory`] and [`host_map`], [`streams`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`] (with [`link`]),
-//!   [`graph`], [`green`], [`array`], [`texture`]; [`nvml`]; [`activity`] and [`cupti`]: what devices did and when;
-//! - [`registration`]: client memory that CUDA reads and writes in place; [`reach`]: what other threads than the dispatcher's may use.
+//! - here: devices and contexts; one file for each other chapter: [`memory`] and [`host_map`], [`streams`],
+//!   [`copies`] (with [`staging`] and [`arrivals`] for data to and from the network), [`kernels`] (with
+//!   [`link`]), [`graph`], [`green`], [`array`], [`texture`]; [`nvml`]; [`activity`] and [`cupti`]: device
+//!   activity;
+//! - [`registration`]: client memory that CUDA accesses in place; [`reach`]: state that threads other than
+//!   the dispatcher's may use.
 //!
-//! The session has checked everything that a client names before the driver sees it. What a kernel does is confined by its process: a worker serves one
-//! session.
+//! The session has checked everything that a client names before the driver sees it. What a kernel can do is
+//! confined by its process: a worker serves one session.
 
 mod activity;
 pub mod api;
@@ -62,11 +65,11 @@ use crate::shared_event::Lookout;
 const CAN_USE_STREAM_WORDS: u32 = 122;
 /// `CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED`.
 const EXPORTS_FD: u32 = 103;
-/// `CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY`: true only where memory is shared with the client.
+/// `CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY`: true only if memory is shared with the client.
 const CAN_MAP_HOST_MEMORY: u32 = 19;
 /// `CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS`.
 const PAGEABLE_MEMORY: u32 = 88;
-/// `CUdevice_attribute` numbers that are asked for.
+/// The `CUdevice_attribute` numbers that are queried.
 const ATTRIBUTES: std::ops::Range<u32> = 1..160;
 /// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT` and `CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR`.
 const MULTIPROCESSORS: u32 = 16;
@@ -75,55 +78,57 @@ const THREADS_OF_MULTIPROCESSOR: u32 = 39;
 const LIMIT_STACK_SIZE: u32 = 0;
 const LIMIT_PRINTF_FIFO_SIZE: u32 = 1;
 const LIMIT_HEAP_SIZE: u32 = 2;
-/// Bytes of a thread's stack in every new context.
+/// Stack size per thread in every new context, in bytes.
 const USUAL_STACK: u64 = 1024;
 
 /// The devices of a session, on NVIDIA's driver.
 pub struct Cuda {
     api: &'static Api,
     devices: Vec<Device>,
-    /// Primary contexts have their device's ordinal, and are here once something has needed them.
+    /// By ID. A primary context's ID is its device's ordinal; it is here once something has needed it.
     contexts: Ids<Context>,
     /// The context that is current in the dispatcher's thread.
     current: Option<u32>,
     /// The context in which page-locked memory is registered.
     home: Option<u32>,
-    /// Of the device that is being reset: whether it has a context, and whether that is the home.
+    /// For the device being reset: whether it has a context, and whether that is the home.
     resets: bool,
     home_goes: bool,
-    /// Windows of addresses that the devices have, and those that are reserved: all that they have, once there was a context.
+    /// Address windows of the devices, and those that are reserved: all of the devices' windows, once there
+    /// has been a context.
     windows: Vec<u32>,
     windows_reserved: Vec<u32>,
-    /// The streams on which memory moves from and to devices, by ordinal and lane, and their contexts; made when they are needed.
+    /// The streams for moving memory from and to devices, by ordinal and lane, and their contexts; made on
+    /// demand.
     moving: HashMap<(u32, Lane), (CUcontext, CUstream)>,
     /// Makes mirrors of client memory; started with the first.
     mirrors: Option<host_map::Helper>,
     beside: Arc<Reach>,
     words: Arc<Words>,
     completer: Arc<Completer>,
-    /// Looks for events of other sessions; started with the first wait for one.
+    /// Watches for other sessions' events; started with the first wait for one.
     lookout: Option<Lookout>,
     staging: Arc<Staging>,
-    /// From the session's beginning.
+    /// Set when the session begins.
     client: Option<Arc<dyn Client>>,
-    /// Where data comes in by RDMA.
+    /// Where data arrives by RDMA.
     arrived: Option<Arc<Arrived>>,
     output: Arc<Output>,
     errors: Option<Errors>,
-    /// Where the administrator says that NVIDIA's CUPTI is.
+    /// The administrator's path of NVIDIA's CUPTI.
     cupti_path: Option<PathBuf>,
-    /// It, while activity is recorded.
+    /// CUPTI, while activity is recorded.
     cupti: Option<&'static cupti::Cupti>,
 }
 
-// SAFETY: the driver API takes its handles from any thread; the contexts' currency is set by whoever calls.
+// SAFETY: the driver API takes its handles from any thread; every caller makes the context it needs current.
 unsafe impl Send for Cuda {}
 
 struct Device {
     handle: CUdevice,
     name: String,
     granule: u64,
-    /// What is mapped in its window.
+    /// The mapped parts of its window.
     mapped: Ranges,
     /// Whether its memory can be shared between processes.
     exports: bool,
@@ -145,7 +150,7 @@ pub fn probe() -> Result<u32, String> {
     Ok(count.max(0) as u32)
 }
 
-/// What is found, in lines for a person.
+/// What was found, in lines for display.
 pub fn report() -> Result<Vec<String>, String> {
     let api = api::load()?;
     let version = version(api).map_err(|status| format!("cuDriverGetVersion: {}", api.name(status)))?;
@@ -189,7 +194,8 @@ fn attribute(api: &Api, device: CUdevice, number: u32) -> Option<i32> {
 }
 
 impl Cuda {
-    /// Finds the devices. No context is made: [`make_primary`](Self::make_primary). `chosen`: CUDA's ordinals, in the order of this server's; empty: all.
+    /// Finds the devices without making a context: see [`make_primary`](Self::make_primary). `chosen`: CUDA's
+    /// ordinals in the order of this server's; empty means all.
     pub fn new(chosen: &[u32], cupti_path: Option<PathBuf>) -> Result<Cuda, String> {
         let api = api::load()?;
         let count = probe()?;
@@ -239,7 +245,8 @@ impl Cuda {
         })
     }
 
-    /// Makes a device's primary context if there is none, and with the first one everything else that needs a context: windows, page-locked memory. It is current then.
+    /// Makes a device's primary context if there is none, and with the first one everything else that needs a
+    /// context: windows, page-locked memory. It is then current.
     fn make_primary(&mut self, ordinal: u32) -> Result {
         if self.contexts.contains_key(&ordinal) {
             return Ok(());
@@ -258,17 +265,17 @@ impl Cuda {
             begun.elapsed() - made
         );
         if furnished.is_err() {
-            // Nothing may use it as it is.
+            // It must not be used half prepared.
             self.contexts.remove(&ordinal);
             self.current = None;
             self.home = self.home.filter(|home| *home != ordinal);
-            // SAFETY: known to nobody any more. The first error is the one to tell.
+            // SAFETY: nothing uses it any more. The first error is the one to report.
             let _ = unsafe { self.api.primary_reset(device) };
         }
         furnished
     }
 
-    /// What a new context needs before something uses it. It is current.
+    /// Prepares a new context, which is current, for use.
     fn furnish(&mut self, ordinal: u32) -> Result {
         for device in self.devices.iter_mut().filter(|device| device.granule == 0) {
             device.granule = granule(self.api, device.handle)?;
@@ -278,7 +285,7 @@ impl Cuda {
         self.reach_others(ordinal)
     }
 
-    /// Reserves the addresses of all windows, before something else is put there.
+    /// Reserves the addresses of all windows before anything else uses them.
     fn reserve_windows(&mut self) -> Result {
         for number in &self.windows {
             if self.windows_reserved.contains(number) {
@@ -299,7 +306,8 @@ impl Cuda {
         Ok(())
     }
 
-    /// Registers the page-locked memory of this process in the current context, unless it is registered in another.
+    /// Registers this process's page-locked memory in the current context, unless it is registered in
+    /// another.
     fn settle(&mut self) -> Result {
         let Some(current) = self.current.filter(|_| self.home.is_none()) else { return Ok(()) };
         self.words.register(self.api)?;
@@ -312,7 +320,8 @@ impl Cuda {
         Ok(())
     }
 
-    /// The memory that both the network's device and the GPU use, each way, for a session over verbs.
+    /// Registers memory that both the network device and the GPU use, each with the other, for a session over
+    /// verbs.
     fn receive_by_rdma(&mut self) {
         let Some(client) = self.client.clone().filter(|_| self.arrived.is_none()) else { return };
         let shared = client.staging().map(|area| Arrived::new(self.api, &self.words, area)).transpose();
@@ -334,7 +343,8 @@ impl Cuda {
         }
     }
 
-    /// The page-locked memory was registered in a context that is gone: registers it in another, or with the next one that is made.
+    /// The page-locked memory was registered in a context that no longer exists: registers it in another, or
+    /// in the next one that is made.
     fn move_home(&mut self) -> Result {
         self.home = None;
         let mut primaries = self.contexts.iter().filter(|(id, _)| **id < MAX_DEVICES);
@@ -348,7 +358,8 @@ impl Cuda {
         }
     }
 
-    /// Gives a device whose context is new the other devices' memory, as far as it can reach it: see [`access`](Self::access).
+    /// Gives a device with a new context access to the other devices' memory, as far as it can access it: see
+    /// [`access`](Self::access).
     fn reach_others(&self, ordinal: u32) -> Result {
         let device = self.device(ordinal)?.handle;
         for other in self.devices.iter().filter(|other| other.handle != device) {
@@ -364,7 +375,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// The priorities that streams of a device can have. They belong to a context, but are the same for devices of one model.
+    /// The range of stream priorities. It belongs to a context, but is the same for devices of one model.
     fn priorities(&mut self, ordinal: u32) -> Result<[i32; 2]> {
         let name = self.device(ordinal)?.name.clone();
         let alike = |other: &&u32| self.device(**other).is_ok_and(|device| device.name == name);
@@ -388,9 +399,10 @@ impl Cuda {
         self.errors.as_ref().ok_or(Status::NOT_INITIALIZED)
     }
 
-    /// Makes a context current in this thread; a primary context that is not there yet is made. One that has failed is refused with its error.
+    /// Makes a context current in this thread, and makes it first if it is a primary one that doesn't exist
+    /// yet. A failed context is refused with its error.
     fn enter_context(&mut self, id: ContextId) -> Result<&Context> {
-        // What is current is there.
+        // A current context exists.
         if self.current != Some(id.0) && !self.contexts.contains_key(&id.0) {
             self.make_primary(id.0)?;
         }
@@ -404,7 +416,8 @@ impl Cuda {
         Ok(context)
     }
 
-    /// Notes an error that a call in `context` returned: one that leaves the context unusable is the context's from now on.
+    /// Notes an error that a call in `context` returned. If it leaves the context unusable, it becomes the
+    /// context's error.
     fn note<T>(&self, context: ContextId, result: Result<T>) -> Result<T> {
         if let Err(status) = &result
             && super::call::is_sticky(*status)
@@ -416,8 +429,9 @@ impl Cuda {
         result
     }
 
-    /// Who reaches what is backed in a device's window: every device with a context that can, since copies between devices need no permission of the program's (and the driver's copies of memory that
-    /// was mapped need access like a kernel's).
+    /// The devices with access to what backs a device's window: every device with a context that can access
+    /// it, since copies between devices don't need the program's permission (and the driver's copies of
+    /// mapped memory need access like a kernel's).
     fn access(&self, ordinal: u32) -> Result<Vec<api::AccessDesc>> {
         let device = self.device(ordinal)?;
         let mut all = vec![api::AccessDesc::device(device.handle, true)];
@@ -430,7 +444,7 @@ impl Cuda {
         Ok(all)
     }
 
-    /// Whether a device can reach another's memory.
+    /// Whether a device can access another's memory.
     fn reaches(&self, device: api::CUdevice, peer: api::CUdevice) -> Result<bool> {
         let mut can = 0;
         // SAFETY: writes one integer.
@@ -439,7 +453,7 @@ impl Cuda {
     }
 }
 
-/// Looks at a device. It gets no context.
+/// Queries a device without making a context.
 fn open(api: &Api, number: u32) -> Result<Device, (&'static str, Status)> {
     let mut handle = 0;
     // SAFETY: writes a device handle.
@@ -454,14 +468,15 @@ fn open(api: &Api, number: u32) -> Result<Device, (&'static str, Status)> {
     Ok(Device {
         handle,
         name,
-        // CUDA's manual does not ask for a context here. Should a driver, then it is known with the first one.
+        // CUDA's manual requires no context here. If a driver does require one, the granule is queried with
+        // the first.
         granule: granule(api, handle).unwrap_or(0),
         mapped: Ranges::default(),
         exports: attribute(api, handle, EXPORTS_FD) == Some(1),
     })
 }
 
-/// What sizes of a device's memory are multiples of, in bytes.
+/// Granularity of a device's memory, in bytes.
 fn granule(api: &Api, device: CUdevice) -> Result<u64> {
     let mut granule = 0;
     let prop = api::AllocationProp::device(device);
@@ -477,7 +492,7 @@ fn primary(api: &Api, ordinal: u32, device: CUdevice) -> Result<Context> {
     wrap(api, ordinal, handle)
 }
 
-/// A context with its probe stream. The context is current after this.
+/// A context with its probe stream. The context is then current.
 fn wrap(api: &Api, device: u32, handle: CUcontext) -> Result<Context> {
     // SAFETY: a live context.
     unsafe { api.context_set(handle) }?;
@@ -519,7 +534,7 @@ impl Gpu for Cuda {
         self.errors = Some(Errors::new(Arc::clone(client)));
         self.client = Some(Arc::clone(client));
         self.staging.begin_session();
-        // The thread that made the context may have been another.
+        // Another thread may have made the context.
         self.current = None;
         if let Some(home) = self.home {
             match self.enter_context(ContextId(home)) {
@@ -611,7 +626,7 @@ impl Gpu for Cuda {
             }
         }
         self.current = None;
-        // The session cannot use the others: their contexts would only take memory.
+        // The session cannot use the others, and their contexts would only take memory.
         for (number, context) in contexts {
             context.health.retire();
             if let Some(device) = old.get(number as usize).and_then(Option::as_ref) {
@@ -627,7 +642,7 @@ impl Gpu for Cuda {
 
     fn make_context(&mut self, context: ContextId, device: u32, flags: u32) -> Result {
         let handle_of_device = self.device(device)?.handle;
-        // Memory is the primary context's.
+        // The memory belongs to the primary context.
         self.make_primary(device)?;
         let mut handle: CUcontext = std::ptr::null_mut();
         self.current = None;
@@ -647,18 +662,19 @@ impl Gpu for Cuda {
 
     fn forget_context(&mut self, context: ContextId) {
         self.current = None;
-        // Streams go with their context.
+        // Streams are destroyed with their context.
         self.moving.retain(|(device, _), _| *device != context.0);
     }
 
     fn destroy_context(&mut self, context: ContextId) -> Result {
         let context = self.contexts.remove(&context.0).ok_or(Status::INVALID_CONTEXT)?;
-        // SAFETY: the context is forgotten, with everything in it.
+        // SAFETY: everything in the context has been dropped.
         unsafe { self.api.context_destroy(context.handle) }
     }
 
     fn begin_reset(&mut self, device: u32, _streams: &Streams<CudaStream>, _space: &Space<u64>) -> Result {
-        // After a fault the driver does nothing more for this process, whatever is reset: as without rgpu, the error stays.
+        // After a fault the driver does nothing more for this process, whatever is reset; as without rgpu,
+        // the error stays.
         self.contexts.get(&device).map_or(Ok(()), |context| context.health.check())?;
         self.resets = self.contexts.values().any(|context| context.device == device);
         let home = self.home.and_then(|home| self.contexts.get(&home));
@@ -669,14 +685,14 @@ impl Gpu for Cuda {
     fn reset(&mut self, device: u32) -> Result {
         self.contexts.remove(&device);
         if self.resets {
-            // SAFETY: everything of the device is forgotten.
+            // SAFETY: everything on the device has been dropped.
             unsafe { self.api.primary_reset(self.device(device)?.handle) }?;
         }
         Ok(())
     }
 
     fn finish_reset(&mut self) -> Result {
-        // The next one is made when something needs it, which for most programs is never: they end now.
+        // The next context is made on demand; most programs never need it, because they end now.
         if self.home_goes { self.move_home() } else { Ok(()) }
     }
 

@@ -1,4 +1,4 @@
-//! What other threads than the dispatcher's may use: the mirrors that are there, and the health of contexts.
+//! State that threads other than the dispatcher's may use: the mirrors, and the health of contexts.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -11,14 +11,14 @@ use protocol::ops::memory::WordPatch;
 use super::fence::Health;
 use crate::driver::beside::Beside;
 
-/// See the module's text.
+/// See the module's documentation.
 #[derive(Default)]
 pub struct Reach {
-    /// Bytes of mirrors that are mapped, by first address. They stay so while this is locked.
+    /// Sizes of mapped mirrors, by first address. They stay mapped while this is locked.
     mirrors: Mutex<BTreeMap<usize, usize>>,
-    /// How many there are, for a look without a lock.
+    /// The number of mirrors, readable without a lock.
     count: AtomicUsize,
-    /// The health of each context, with its device's number among the server's.
+    /// The health of each context, with its device's number on the server.
     contexts: Mutex<Vec<(u32, Weak<Health>)>>,
 }
 
@@ -34,7 +34,7 @@ impl Reach {
         result
     }
 
-    /// A mirror is mapped, readable and writable, until it is removed.
+    /// Adds a mirror, which is mapped, readable and writable until it is removed.
     pub(super) fn add_mirror(&self, first: usize, len: usize) {
         self.mirrors(|mirrors| mirrors.insert(first, len));
     }
@@ -46,12 +46,12 @@ impl Reach {
         contexts.push((number, Arc::downgrade(health)));
     }
 
-    /// Forgets a mirror. False: there was none. Nobody uses it afterwards.
+    /// Removes a mirror. Returns false if there was none. Nobody uses it afterwards.
     pub(super) fn remove_mirror(&self, first: usize) -> bool {
         self.mirrors(|mirrors| mirrors.remove(&first)).is_some()
     }
 
-    /// Gives the place of a mirror's bytes to `use_it`, which must not keep it.
+    /// Passes the address of a mirror's bytes to `use_it`, which must not keep it.
     fn at(&self, address: u64, len: usize, use_it: impl FnOnce(*mut u8)) -> Result {
         let address = address as usize;
         let mirrors = lock(&self.mirrors);
@@ -71,13 +71,15 @@ impl Beside for Reach {
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result {
         let (to, len) = (bytes.as_mut_ptr(), bytes.len());
-        // SAFETY: `from` has so many readable bytes, mapped while this runs; a device may change them meanwhile, so that what is read is some of each time.
+        // SAFETY: `from` has this many readable bytes, mapped while this runs. A device may change them
+        // meanwhile; the result is then a mix of old and new bytes.
         self.at(address, len, |from| unsafe { std::ptr::copy_nonoverlapping(from, to, len) })
     }
 
     fn write(&self, address: u64, bytes: &[u8]) -> Result {
         let (from, len) = (bytes.as_ptr(), bytes.len());
-        // SAFETY: `to` has so many writable bytes, mapped while this runs; a device that reads them meanwhile may see some of each time.
+        // SAFETY: `to` has this many writable bytes, mapped while this runs. A device may read them meanwhile
+        // and then sees a mix of old and new bytes.
         self.at(address, len, |to| unsafe { std::ptr::copy_nonoverlapping(from, to, len) })
     }
 
@@ -93,9 +95,9 @@ impl Beside for Reach {
                 return Err(Status::INVALID_VALUE);
             }
             self.at(patch.address, 8, |word| {
-                // SAFETY: aligned, and 8 bytes that are mapped, readable and writable, while this runs.
+                // SAFETY: aligned, and 8 bytes that are mapped, readable and writable while this runs.
                 let word = unsafe { AtomicU64::from_ptr(word.cast()) };
-                // A device may write it too: what it writes to other bits is not lost.
+                // A device may write it, too; its changes to other bits are not lost.
                 let _ = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |now| Some(patch.apply(now)));
             })
         })

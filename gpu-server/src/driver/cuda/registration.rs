@@ -1,10 +1,13 @@
-//! Client memory that CUDA reads and writes in place: registered at its first use, for as long as the client has it registered.
+//! Client memory that CUDA accesses in place: registered at its first use, for as long as the client has it
+//! registered.
 //!
-//! The arena is registered by a thread of its own. Most of its pages do not exist yet when a session begins, and making 32 MiB of them takes longer than everything
-//! else before a program's first result (12 ms of 19 on an H200). Until the arena is registered its data goes through staging.
+//! A separate thread registers the arena. Most of its pages don't exist yet when a session begins, and making
+//! 32 MiB of them takes longer than everything else before a program's first result (12 ms of 19 on an H200).
+//! Until the arena is registered, its data goes through staging.
 //!
-//! It is registered in the session's home context, a primary one. In a context that the program made the registration would end with that context, and the driver would
-//! take the memory for pageable: it would read it when a copy is enqueued, and not when the stream comes to the copy.
+//! It is registered in the session's home context, a primary one. In a context made by the program, the
+//! registration would end with that context, and the driver would then treat the memory as pageable: it would
+//! read it when a copy is enqueued, not when the stream reaches the copy.
 
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -16,14 +19,16 @@ use super::api::{Api, CUcontext};
 use super::fence::Health;
 
 const PAGE: usize = 4096;
-/// A region in more runs than this is not registered: its data goes through staging.
+/// A region with more runs than this is not registered: its data goes through staging.
 const MOST_RUNS: usize = 256;
 /// `CU_MEMHOSTREGISTER_PORTABLE`.
 const PORTABLE: u32 = 1;
-/// `CU_MEMHOSTREGISTER_READ_ONLY`: kernels cannot write to it. A device that does not know the flag refuses it.
+/// `CU_MEMHOSTREGISTER_READ_ONLY`: kernels cannot write to it. A device that doesn't know the flag refuses
+/// it.
 const READ_ONLY: u32 = 8;
 
-/// Pages of the arena are made in steps of so many bytes, so that other threads of the process can change its mappings in between.
+/// The arena's pages are made in steps of this size in bytes, so that other threads can change the process's
+/// mappings in between.
 const STEP: usize = 1 << 20;
 
 /// What is attached to a region.
@@ -34,7 +39,7 @@ struct Attached(Mutex<State>);
 enum State {
     #[default]
     Unused,
-    /// A thread registers it.
+    /// A thread is registering it.
     Coming,
     Known(Registration),
 }
@@ -49,11 +54,11 @@ struct Registration {
     whole: bool,
 }
 
-// SAFETY: addresses and a context handle, used by whichever thread drops this.
+// SAFETY: addresses and a context handle, used only by the thread that drops this.
 unsafe impl Send for Registration {}
 
 impl Registration {
-    /// Registers a region in `context`, which is current and which `home` stands for.
+    /// Registers a region in `context`, which is current and whose health is `home`.
     fn new(api: &'static Api, context: CUcontext, home: &Arc<Health>, region: &Region) -> Registration {
         let home = Arc::clone(home);
         let mut registration = Registration { api, context, home, runs: Vec::new(), whole: false };
@@ -66,12 +71,13 @@ impl Registration {
             );
             return registration;
         }
-        // The pages may be of a file that the program can only read, and a kernel could guess their address here.
+        // The pages may be of a file that the program can only read, and a kernel could guess their address.
         let flags = if region.is_read_only() { PORTABLE | READ_ONLY } else { PORTABLE };
         for (at, len) in runs {
             let first = at.as_ptr() as usize & !(PAGE - 1);
             let end = (at.as_ptr() as usize + len).next_multiple_of(PAGE);
-            // SAFETY: whole pages of a mapping that the region keeps; unregistered before the region lets it go.
+            // SAFETY: whole pages of a mapping that the region keeps; unregistered before the region releases
+            // it.
             if unsafe { api.host_register(first as *mut c_void, end - first, flags) }.is_err() {
                 return registration;
             }
@@ -84,12 +90,14 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // A context that is gone has unregistered everything.
+        // A destroyed context has unregistered everything.
         if self.runs.is_empty() || self.home.check().is_err() {
             return;
         }
-        // The control thread has no context of its own. The lock of `home` is not held: the driver may wait here for work that waits for whoever needs that lock.
-        // SAFETY: a context of this process (the driver refuses one that has gone meanwhile); addresses registered in it.
+        // The control thread has no context of its own. The lock of `home` is not held: the driver may wait
+        // here for work that in turn waits for someone who needs that lock.
+        // SAFETY: a context of this process (the driver refuses one that was destroyed meanwhile); addresses
+        // registered in it.
         unsafe {
             let _ = self.api.context_set(self.context);
             for run in &self.runs {
@@ -99,8 +107,9 @@ impl Drop for Registration {
     }
 }
 
-/// Whether the device can reach the whole region in place. Registers it in `context`, which `home` stands for, if it is not registered, or was in a context that is gone.
-/// For the arena the answer is no until that is done.
+/// Whether the device can access the whole region in place. Registers it in `context`, whose health is
+/// `home`, if it is not registered, or only in a destroyed context. For the arena the answer is no until that
+/// is done.
 ///
 /// # Safety
 /// `context` is live.
@@ -120,7 +129,7 @@ pub(super) unsafe fn in_place(
         *state = State::Coming;
         return Ok(false);
     }
-    // SAFETY: live, as the caller says.
+    // SAFETY: live, guaranteed by the caller.
     let registration = unsafe { api.within(context, || Ok(Registration::new(api, context, home, region))) }?;
     let whole = registration.whole;
     *state = State::Known(registration);
@@ -132,7 +141,7 @@ fn state_of(region: &Region) -> Option<MutexGuard<'_, State>> {
     attached.downcast_ref::<Attached>().map(|Attached(state)| state.lock().unwrap_or_else(|e| e.into_inner()))
 }
 
-/// Starts the thread that registers the arena; false: there is none.
+/// Starts the thread that registers the arena. Returns false if that fails.
 fn register_arena(api: &'static Api, context: CUcontext, home: &Arc<Health>, region: &Arc<Region>) -> bool {
     /// A handle for another thread.
     struct Handle(CUcontext);
@@ -143,7 +152,7 @@ fn register_arena(api: &'static Api, context: CUcontext, home: &Arc<Health>, reg
     let thread = std::thread::Builder::new().name("rgpu-register".into()).spawn(move || {
         let Handle(context) = { context };
         make_pages(&region);
-        // SAFETY: a context of this process; the driver refuses one that has gone meanwhile.
+        // SAFETY: a context of this process; the driver refuses one that was destroyed meanwhile.
         let registered =
             unsafe { api.within(context, || Ok(Registration::new(api, context, &home, &region))) };
         if let Some(mut state) = state_of(&region) {
@@ -153,7 +162,7 @@ fn register_arena(api: &'static Api, context: CUcontext, home: &Arc<Health>, reg
     thread.is_ok()
 }
 
-/// Makes the region's pages. What fails here fails again when the driver registers it.
+/// Makes the region's pages. If this fails, so will the driver's registration.
 fn make_pages(region: &Region) {
     for (at, len) in region.runs(0, region.size() as u64).unwrap_or_default() {
         let first = at.as_ptr() as usize & !(PAGE - 1);

@@ -1,23 +1,26 @@
-//! Page-locked buffers between devices and data that travels over the network (or lies where no device can reach it).
+//! Page-locked buffers between devices and data that travels over the network (or is where no device can
+//! access it).
 //!
-//! A transfer knows from the beginning which slot each of its chunks will use ([`slots`](crate::driver::slots)). All of its device work is enqueued in its stream at once.
-//! Three words for each slot, which count the slot's uses, order that work with the network:
+//! A transfer knows from the beginning which slot each of its chunks will use
+//! ([`slots`](crate::driver::slots)). All of its device work is enqueued in its stream at once. Three words
+//! for each slot, which count the slot's uses, order that work with the network:
 //!
 //! ```text
 //!  in:   network fills slot ─ host word = n ─▶ stream: wait(host ≥ n), copy to device, write(gpu = n) ─▶ the network may fill it again
 //!  out:  stream: wait(free ≥ n−1), copy from device, write(gpu = n) ─▶ sender sends it
-//!                                          all is sent ─ host word = n ─▶ the stream goes on
+//!                                          all is sent ─ host word = n ─▶ the stream continues
 //!                   the client has it, or it was copied ─ free word = n ─▶ the stream may fill it again
 //! ```
 //!
-//! What was sent may have to be sent again when a connection is lost, so it stays in its slot until the
-//! client has acknowledged it. When acknowledgements do not come, a sender that has nothing to send has it
-//! copied instead. So no stream waits for them for long, and while they come, hardly a byte is copied.
+//! Data may have to be sent again when a connection is lost, so it stays in its slot until the client has
+//! acknowledged it. If acknowledgements do not arrive, a sender with nothing to send has it copied instead.
+//! So no stream waits for them for long, and while they do arrive, hardly anything is copied.
 //!
-//! So a stream waits only for the network, the dispatcher never waits, and a stream whose data is late delays only itself.
+//! So a stream waits only for the network, the dispatcher never waits, and a stream whose data is late delays
+//! only itself.
 //!
-//! A worker allocates the slots' memory, 56 MiB, before its session begins, so that the first copy is fast. When nothing has been transferred for [`IDLE`], it frees the memory. The
-//! next transfer allocates it again.
+//! A worker allocates the slots' memory, 56 MiB, before its session begins, so that the first copy is fast.
+//! When nothing has been transferred for [`IDLE`], it frees the memory. The next transfer allocates it again.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
@@ -40,9 +43,9 @@ const ANSWERS: usize = 64;
 pub(super) const ANSWER: usize = 4 << 10;
 /// Number of sending threads, and so of data connections that one transfer can fill.
 const SENDERS: usize = 4;
-/// A sender checks for so long whether there is something to send before it naps.
+/// How long a sender checks for something to send before it naps.
 const PATIENCE: Duration = Duration::from_micros(100);
-/// How long what was sent waits in its slots for an acknowledgement, of anything, before it is copied.
+/// How long sent data waits in its slots for any acknowledgement before it is copied.
 const SETTLE: Duration = Duration::from_millis(1);
 /// The time between two checks of a sender when nothing is ready.
 const NAP: Duration = Duration::from_micros(20);
@@ -58,28 +61,30 @@ pub(super) struct Staging {
     answers_at: NonNull<u8>,
     words: Vec<Slot>,
     slots: Slots,
-    /// The context in which everything here is registered. It outlives contexts that the program makes.
+    /// The context in which everything here is registered. It outlives contexts made by the program.
     home: Mutex<Registered>,
     block: Mutex<Holding>,
     /// Started with the first block.
     senders: OnceLock<Vec<Mutex<Sender<Job>>>>,
-    /// A transfer has begun since the first sender last checked.
+    /// Whether a transfer has begun since the first sender last checked.
     used: AtomicBool,
-    /// The session has begun. From now on the memory is freed when it is idle.
+    /// Whether the session has begun. From then on the memory is freed when it is idle.
     begun: AtomicBool,
     over: AtomicBool,
 }
 
-// SAFETY: `answers_at` points into memory that is never unmapped, and a block's memory lives as long as the block; who uses which part is the protocol of `slots` and of the words.
+// SAFETY: `answers_at` points into memory that is never unmapped, and a block's memory lives as long as the
+// block; who uses which part is the protocol of `slots` and of the words.
 unsafe impl Send for Staging {}
-// SAFETY: what `Send` relies on holds for shared use as well: locks, atomics, and the protocol of `slots` and of the words.
+// SAFETY: what `Send` relies on holds for shared use as well: locks, atomics, and the protocol of `slots` and
+// of the words.
 unsafe impl Sync for Staging {}
 
 /// The current memory of the slots.
 #[derive(Default)]
 struct Holding {
     block: Option<Arc<Block>>,
-    /// The RDMA device uses the memory too, so it is never freed.
+    /// Whether the RDMA device uses the memory, too, so that it is never freed.
     forever: bool,
 }
 
@@ -96,9 +101,11 @@ struct Registered(CUcontext);
 
 // SAFETY: the driver API takes handles from any thread.
 unsafe impl Send for Registered {}
-// SAFETY: plain memory that lives as long as this; who uses which part is the protocol of `slots` and of the words.
+// SAFETY: plain memory that lives as long as this; who uses which part is the protocol of `slots` and of the
+// words.
 unsafe impl Send for Block {}
-// SAFETY: shared use changes only what its mutex guards; who uses which part of the memory is the protocol of `slots` and of the words.
+// SAFETY: shared use changes only what its mutex guards; who uses which part of the memory is the protocol of
+// `slots` and of the words.
 unsafe impl Sync for Block {}
 
 impl Block {
@@ -125,7 +132,8 @@ impl Block {
     /// Registers the memory with the current context. Called again if that context is reset.
     fn register(&self) -> Result {
         let mut current: CUcontext = std::ptr::null_mut();
-        // SAFETY: writes a context handle; then the memory is this block's, page-aligned, and unregistered before it is unmapped. Flags: portable, device-mapped.
+        // SAFETY: writes a context handle; then the memory is this block's, page-aligned, and unregistered
+        // before it is unmapped. Flags: portable, device-mapped.
         unsafe {
             self.api.context_current(&mut current)?;
             match self.api.host_register(self.at.as_ptr().cast(), slots::BYTES, 3) {
@@ -140,7 +148,8 @@ impl Block {
     /// Frees the memory. The driver may wait for unfinished work first.
     fn release(self) {
         let context = self.context.into_inner().unwrap_or_else(|e| e.into_inner()).0;
-        // SAFETY: a context of this process (the driver refuses one that is gone), memory that was registered there, and a mapping that nobody uses any more.
+        // SAFETY: a context of this process (the driver refuses one that was destroyed), memory registered
+        // there, and a mapping that nobody uses any more.
         unsafe {
             let unregistered = self
                 .api
@@ -165,7 +174,7 @@ enum Job {
 struct Slot {
     /// Written by the host, awaited by streams.
     host: Word,
-    /// The same, towards the client: which use need not be kept any more.
+    /// The same, towards the client: the last use whose data need not be kept any more.
     free: Word,
     /// Written by streams, awaited by the host.
     gpu: Arc<Word>,
@@ -197,7 +206,8 @@ impl Staging {
         self.block.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Registers the existing memory with the current context, which becomes the home. Called again if that context is reset. Memory that is allocated later is registered there as well.
+    /// Registers the existing memory with the current context, which becomes the home. Called again if that
+    /// context is reset. Memory that is allocated later is registered there as well.
     pub(super) fn register(&self) -> Result {
         let mut home = self.home.lock().unwrap_or_else(|e| e.into_inner());
         // SAFETY: writes a context handle.
@@ -207,8 +217,10 @@ impl Staging {
         self.holding().block.as_ref().map_or(Ok(()), |block| block.register())
     }
 
-    /// The slots' memory. It is allocated now if necessary and registered in the [home](Self::home) context, because the program may destroy the current one while the session goes on.
-    /// The registration would end with it. The driver would then take the memory for pageable and read a slot before its data has arrived.
+    /// The slots' memory. It is allocated now if necessary and registered in the [home](Self::home) context,
+    /// because the program may destroy the current one during the session, and the registration would end
+    /// with it. The driver would then treat the memory as pageable and read a slot before its data has
+    /// arrived.
     fn block(self: &Arc<Staging>) -> Result<Arc<Block>> {
         let mut holding = self.holding();
         if let Some(block) = &holding.block {
@@ -220,7 +232,8 @@ impl Staging {
             let _ = self.senders.set(senders);
         }
         let home = self.home.lock().unwrap_or_else(|e| e.into_inner()).0;
-        // SAFETY: a primary context, which is live while it is the home: `register` replaces it when it is reset.
+        // SAFETY: a primary context, which is live while it is the home: `register` replaces it when it is
+        // reset.
         let block = Arc::new(unsafe { self.api.within(home, || Block::new(self.api)) }?);
         holding.block = Some(Arc::clone(&block));
         drop(holding);
@@ -282,10 +295,12 @@ impl Staging {
         if let Some(block) = holding.block.take() {
             drop(holding);
             tracing::debug!("the staging memory is idle: released");
-            // In a thread of its own, because senders must not wait. If it cannot be started, the memory stays.
+            // In its own thread, because senders must not wait. If it cannot be started, the memory
+            // stays.
             let _ = std::thread::Builder::new().name("rgpu-release".into()).spawn(move || {
                 let mut held = block;
-                // The last transfer gives its slots back a moment before it drops its reference to the memory.
+                // The last transfer gives its slots back a moment before it drops its reference to the
+                // memory.
                 loop {
                     match Arc::try_unwrap(held) {
                         Ok(block) => return block.release(),
@@ -303,13 +318,15 @@ impl Staging {
         self.slots.stop();
     }
 
-    /// The buffer of [`ANSWER`] bytes for the answer in a reply slot. It belongs to the slot's command until that is answered. `None`: the slot has no buffer.
+    /// The buffer of [`ANSWER`] bytes for the answer in a reply slot. It belongs to the slot's command until
+    /// that is answered. `None`: the slot has no buffer.
     pub(super) fn answer(&self, slot: u16) -> Option<NonNull<u8>> {
         // SAFETY: inside the answers' memory.
         (usize::from(slot) < ANSWERS).then(|| unsafe { self.answers_at.add(usize::from(slot) * ANSWER) })
     }
 
-    /// Takes slots for the flow's next transfer, of `len` bytes. `chunk_in` returns the chunk size for slots of a given size, both in bytes.
+    /// Takes slots for the flow's next transfer, of `len` bytes. `chunk_in` returns the chunk size for slots
+    /// of a given size, both in bytes.
     pub(super) fn begin(
         self: &Arc<Staging>,
         flow: Flow,
@@ -373,13 +390,13 @@ impl Staging {
         let mut active: Vec<(Arc<Departure>, u64)> = Vec::new();
         let mut moved = Instant::now();
         let mut quiet = Quiet { since: moved, arrived: 0 };
-        // What was sent in place since that was last copied.
+        // What was sent in place since it was last copied.
         let mut in_place: Option<Unacknowledged> = None;
         loop {
             let new = if !active.is_empty() {
                 jobs.try_recv()
             } else if in_place.is_some() {
-                // The client's next command says what has arrived, and saves the copy.
+                // The client's next command acknowledges what has arrived, which saves the copy.
                 jobs.recv_timeout(SETTLE).map_err(|e| match e {
                     RecvTimeoutError::Timeout => TryRecvError::Empty,
                     RecvTimeoutError::Disconnected => TryRecvError::Disconnected,
@@ -433,16 +450,16 @@ impl Staging {
     }
 }
 
-/// Since when a sender has sent nothing, and nothing that it sent has arrived.
+/// How long a sender has sent nothing, with nothing that it sent arriving.
 struct Quiet {
     since: Instant,
-    /// What has arrived, in bytes of the connection's stream.
+    /// What has arrived, as a position in the connection's stream.
     arrived: u64,
 }
 
 impl Quiet {
-    /// Whether that is long enough to copy what is held. While acknowledgements come, however slowly the client
-    /// reads, they free the slots, and copies would only take the memory's bandwidth away from the transfer.
+    /// Whether that is long enough to copy what is held. While acknowledgements arrive, however slowly the
+    /// client reads, they free the slots, and copies would only take memory bandwidth away from the transfer.
     fn is_long(&mut self, arrived: u64, now: Instant) -> bool {
         if arrived != self.arrived {
             (self.since, self.arrived) = (now, arrived);
@@ -547,18 +564,21 @@ impl Transfer {
         self.last.iter().map(|last| (self.slot(last.slot).host.address(), last.number))
     }
 
-    /// Number of bytes that fit into the slots before the stream has processed any of them, once all work before this transfer is done.
+    /// Number of bytes that fit into the slots before the stream has processed any of them, once all work
+    /// before this transfer is done.
     pub(super) fn window(&self) -> u64 {
         (self.own * self.chunk as u64).min(self.len)
     }
 
-    /// Number of bytes that fit now. Earlier transfers of the flow may still occupy a part of the [`window`](Self::window).
+    /// Number of bytes that fit now. Earlier transfers of the flow may still occupy part of the
+    /// [`window`](Self::window).
     pub(super) fn room_now(&self) -> u64 {
         let free = (0..self.own).take_while(|chunk| self.is_free(*chunk)).count();
         (free as u64 * self.chunk as u64).min(self.len)
     }
 
-    /// Grants room for the rest of the data as the stream processes what has arrived. `granted` bytes are granted already.
+    /// Grants room for the rest of the data as the stream processes what has arrived. `granted` bytes have
+    /// been granted already.
     pub(super) fn grant_as_taken(
         self: &Arc<Transfer>,
         completer: &Arc<Completer>,
@@ -586,13 +606,14 @@ impl Transfer {
         completer.when(&self.slot(slot).gpu, uses - 1, &self.health, Box::new(granted));
     }
 
-    /// The stream will not process all chunks. Data that is still to come is discarded.
+    /// Called if the stream will not process all chunks. Data that is still arriving is discarded.
     pub(super) fn abandon(&self, grants: &Grants) {
         self.abandoned.store(true, Ordering::Release);
         grants.all();
     }
 
-    /// Waits until the stream has processed the previous contents of a chunk's slot. Returns false if it never will.
+    /// Waits until the stream has processed the previous contents of a chunk's slot. Returns false if it
+    /// never will.
     fn await_slot(&self, offset: u64) -> bool {
         let begun = Instant::now();
         while !self.is_free(offset / self.chunk as u64) {
@@ -608,8 +629,9 @@ impl Transfer {
         true
     }
 
-    /// Copies the bytes of `mapped`, which no device can reach, into the slots, in a thread of its own. With `when`, the thread starts when that
-    /// reports that the stream has reached the command. If it reports that the stream has failed, the bytes are not read.
+    /// Copies the bytes of `mapped`, which no device can access, into the slots, in its own thread. With
+    /// `when`, the thread waits until that reports that the stream has reached the command. If it reports
+    /// that the stream has failed, the bytes are not read.
     pub(super) fn feed(self: &Arc<Transfer>, mapped: Mapped, when: Option<Receiver<Status>>) -> Result {
         let transfer = Arc::clone(self);
         let feeding = std::thread::Builder::new().name("rgpu-feed".into()).spawn(move || {
@@ -632,14 +654,15 @@ impl Transfer {
 impl Landing for Transfer {
     fn room(&self, offset: u64, len: usize) -> Option<(NonNull<u8>, usize)> {
         let chunk = offset / self.chunk as u64;
-        // The previous contents are on the device, or this use would not have been granted, unless the stream was abandoned.
+        // The previous contents are on the device, or this use would not have been granted, unless the stream
+        // was abandoned.
         if self.abandoned.load(Ordering::Acquire) || !self.is_free(chunk) {
             return None;
         }
         let (slot, _) = self.place(chunk);
         let within = (offset % self.chunk as u64) as usize;
         let room = self.bytes_of(chunk).saturating_sub(within).min(len);
-        // SAFETY: within < chunk, which a slot holds.
+        // SAFETY: within < chunk, and the slot holds a whole chunk.
         (room > 0).then(|| (unsafe { self.at(slot).add(within) }, room))
     }
 
@@ -654,7 +677,8 @@ impl Landing for Transfer {
     }
 
     fn lost(&self) {
-        // The session is over. Streams that wait for the rest continue with whatever is in the slots. (They compare signed differences.)
+        // The session is over. Streams that wait for the rest continue with whatever is in the slots. (They
+        // compare signed differences.)
         for last in &self.last {
             self.slot(last.slot).host.set(i64::MAX as u64);
         }
@@ -664,7 +688,8 @@ impl Landing for Transfer {
 impl Drop for Transfer {
     fn drop(&mut self) {
         for last in &self.last {
-            // After a successful transfer the words have these values or larger ones. If a context failed, nothing waits for them any more.
+            // After a successful transfer the words have these values or larger ones. If a context failed,
+            // nothing waits for them any more.
             let slot = self.slot(last.slot);
             [&slot.host, &slot.free, &*slot.gpu].into_iter().for_each(|word| word.raise(last.number));
         }
@@ -675,13 +700,13 @@ impl Drop for Transfer {
 /// A transfer to the client.
 struct Departure {
     transfer: Arc<Transfer>,
-    /// Dropped when the last chunk has been sent. That tells the client.
+    /// Dropped when the last chunk has been sent, which notifies the client.
     sink: Mutex<Option<Arc<Sink>>>,
-    /// Number of chunks that were not sent yet.
+    /// Number of chunks not sent yet.
     left: AtomicUsize,
 }
 
-/// A chunk that the stream has written to its slot. Dropped, the slot may be written again.
+/// A chunk that the stream has written to its slot. When dropped, the slot may be written again.
 struct Filled {
     transfer: Arc<Transfer>,
     chunk: u64,
@@ -705,8 +730,8 @@ impl Drop for Filled {
 }
 
 impl Departure {
-    /// Sends a chunk if the stream has filled its slot, and tells in `in_place` that it may be kept there.
-    /// Returns false if the stream has not.
+    /// Sends a chunk if the stream has filled its slot. Notes in `in_place` that it may be kept there.
+    /// Returns false if the slot is not filled yet.
     fn try_send(&self, sender: usize, chunk: u64, in_place: &mut Option<Unacknowledged>) -> bool {
         let transfer = &self.transfer;
         let (slot, uses) = transfer.place(chunk);
@@ -722,7 +747,7 @@ impl Departure {
             let offset = chunk * transfer.chunk as u64;
             match sink.as_deref() {
                 Some(Sink::Outgoing(outgoing)) => {
-                    // If the client is gone, the stream continues nevertheless.
+                    // If the client is gone, the stream continues anyway.
                     let _ = outgoing.send_held(sender, offset, Box::new(filled));
                     if in_place.is_none() {
                         *in_place = outgoing.unacknowledged();
@@ -733,7 +758,8 @@ impl Departure {
             }
         }
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            // Tell the client before the stream continues, so that it learns of nothing that depends on the data before.
+            // Tell the client before the stream continues, so that it learns of nothing that depends on the
+            // data earlier.
             drop(self.sink.lock().unwrap_or_else(|e| e.into_inner()).take());
             for last in &transfer.last {
                 transfer.slot(last.slot).host.set(last.number);
@@ -748,10 +774,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_held_is_copied_only_when_nothing_moves() {
+    fn held_chunks_are_copied_only_when_nothing_moves() {
         let begun = Instant::now();
         let mut quiet = Quiet { since: begun, arrived: 0 };
-        // The client reads slowly: each acknowledgement comes just in time.
+        // The client reads slowly: each acknowledgement arrives just in time.
         for number in 1..100 {
             let just_before = begun + (SETTLE - Duration::from_nanos(1)) * number;
             assert!(!quiet.is_long(u64::from(number), just_before));

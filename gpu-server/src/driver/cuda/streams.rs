@@ -22,29 +22,30 @@ use crate::driver::slots::Flow;
 use crate::driver::streams::{Stream, Streams};
 use crate::shared_event::{Lookout, Moment};
 
-/// An event comes right behind its word, which others may have seen already: it is waited for so long at most.
+/// An event becomes done right after its word, which others may have seen already. This is the longest wait
+/// for it.
 const BEHIND_WORD: Duration = Duration::from_millis(10);
 
-/// A stream of the client's.
+/// One of the client's streams.
 pub struct CudaStream {
     handle: CUstream,
     word: Arc<Word>,
     progress: Arc<Publisher>,
-    /// Has work behind its last fence.
+    /// Whether it has work after its last fence.
     dirty: bool,
     /// Value of its last fence.
     last: u64,
     flows: Flows,
 }
 
-/// What the staging buffers know a stream's transfers by.
+/// A stream's identities for the staging buffers.
 #[derive(Clone, Copy)]
 pub(super) struct Flows {
     pub(super) inbound: Flow,
     pub(super) outbound: Flow,
 }
 
-/// A stream's progress word, as this side publishes it.
+/// Publishes a stream's progress word.
 pub(super) struct Publisher {
     stream: u32,
     context: ContextId,
@@ -53,7 +54,7 @@ pub(super) struct Publisher {
 }
 
 impl Publisher {
-    /// Everything on the stream up to `seq` is done, or will never be: then `status` says why.
+    /// Everything on the stream up to `seq` is done, or never will be; `status` says why.
     fn publish(&self, seq: u64, status: Status) {
         self.complain(status);
         let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
@@ -74,10 +75,10 @@ impl Publisher {
 // SAFETY: the driver API takes handles from any thread.
 unsafe impl Send for CudaStream {}
 
-/// An event of the client's.
+/// One of the client's events.
 pub struct CudaEvent {
     handle: CUevent,
-    /// `None`: it does not keep the time.
+    /// `None`: it does not record time.
     timed: Option<Arc<Timed>>,
     recorded: Option<(Arc<Word>, u64, Arc<Health>)>,
 }
@@ -86,21 +87,23 @@ pub struct CudaEvent {
 unsafe impl Send for CudaEvent {}
 
 impl CudaEvent {
-    /// Whether its last record is done, as far as its stream's word says.
+    /// Whether its last record is done, according to its stream's word.
     fn is_reached(&self) -> bool {
         self.recorded.as_ref().is_some_and(|(word, value, _)| word.get() >= *value)
     }
 }
 
-/// An event that keeps the time, as the completer's thread finds it: the dispatcher may have destroyed it by then, or recorded it anew.
+/// An event that records time, as seen by the completer's thread. By then the dispatcher may have destroyed
+/// it or recorded it again.
 struct Timed {
-    /// `None` once it was destroyed.
+    /// `None` after it was destroyed.
     event: Mutex<Option<CUevent>>,
-    /// How often it was recorded.
+    /// Number of times it was recorded.
     records: AtomicU64,
 }
 
-// SAFETY: the driver API takes handles from any thread, and nobody uses this one without the lock once it may be destroyed.
+// SAFETY: the driver API takes handles from any thread, and once it may be destroyed, it is used only under
+// the lock.
 unsafe impl Send for Timed {}
 // SAFETY: the handle is behind the lock, the count is an atomic.
 unsafe impl Sync for Timed {}
@@ -110,13 +113,13 @@ impl Timed {
         Arc::new(Timed { event: Mutex::new(Some(event)), records: AtomicU64::new(0) })
     }
 
-    /// From now on nobody else uses the event.
+    /// From now on, nobody else uses the event.
     fn retire(&self) {
         self.event.lock().unwrap_or_else(|e| e.into_inner()).take();
     }
 }
 
-/// The time between the last records of two events, to be measured when both are done.
+/// The time between the last records of two events, measured when both are done.
 struct Interval {
     /// Each with the number of its last record.
     start: (Arc<Timed>, u64),
@@ -132,7 +135,8 @@ impl Interval {
     /// Measures it in the current context.
     fn measure(&self, api: &Api) -> Result<EventElapsedReply> {
         let (start, end) = (&self.start.0, &self.end.0);
-        // Locked to the end, so that neither is destroyed meanwhile; only this thread and the dispatcher do, and the dispatcher one at a time.
+        // Locked until the end, so that neither is destroyed meanwhile. Only this thread and the dispatcher
+        // lock them, and the dispatcher only one at a time.
         let first = start.event.lock().unwrap_or_else(|e| e.into_inner());
         let other = (!Arc::ptr_eq(start, end)).then(|| end.event.lock().unwrap_or_else(|e| e.into_inner()));
         let first_event = first.ok_or(Status::INVALID_HANDLE)?;
@@ -141,7 +145,7 @@ impl Interval {
         let mut milliseconds = 0.0;
         let deadline = Instant::now() + BEHIND_WORD;
         loop {
-            // One that was recorded anew is not asked about any more, and may be long in coming.
+            // If it was recorded again, nobody asks for this any more, and the new record may take long.
             let same = |(timed, record): &(Arc<Timed>, u64)| timed.records.load(Ordering::Acquire) == *record;
             if !same(&self.start) || !same(&self.end) {
                 return Err(Status::NOT_READY);
@@ -155,7 +159,7 @@ impl Interval {
     }
 }
 
-/// A place in a stream, to enqueue at. Its context is current.
+/// A place in a stream where operations can be enqueued. Its context is current.
 pub struct Place {
     pub(super) id: StreamId,
     pub(super) stream: CUstream,
@@ -165,7 +169,7 @@ pub struct Place {
     pub(super) flows: Flows,
 }
 
-/// Calls its end with the worst status that it was told, when its last holder is gone.
+/// When the last owner drops it, calls its end with the worst status it was given.
 pub(super) struct Gather {
     end: Mutex<Option<End>>,
     worst: Mutex<Status>,
@@ -193,13 +197,13 @@ impl Drop for Gather {
     }
 }
 
-/// A stream of the table.
+/// A stream in the table.
 fn find(streams: &mut Streams<CudaStream>, id: StreamId) -> Result<&mut Stream<CudaStream>> {
     streams.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)
 }
 
 impl Cuda {
-    /// What the session has of a stream whose handle this is.
+    /// Makes the session's stream for a driver handle.
     pub(super) fn wrap_stream(
         &self,
         id: StreamId,
@@ -218,7 +222,8 @@ impl Cuda {
         })
     }
 
-    /// As [`enter_stream`](GpuStreams::enter_stream), for work that needs no fence of its own, above all launches.
+    /// Like [`enter_stream`](GpuStreams::enter_stream), for work that needs no fence of its own, mainly
+    /// launches.
     #[inline]
     pub(super) fn enter_briefly(
         &mut self,
@@ -234,7 +239,7 @@ impl Cuda {
         Ok((handle, context))
     }
 
-    /// As [`enter_briefly`](Self::enter_briefly), for a call about an attribute that streams have.
+    /// Like [`enter_briefly`](Self::enter_briefly), for a call about an attribute that streams have.
     fn with_attribute(
         &mut self,
         cx: &mut Call,
@@ -248,7 +253,8 @@ impl Cuda {
         self.enter_briefly(cx, streams, id)
     }
 
-    /// As [`GpuStreams::enter_stream`], for what gives the stream no work. On the default stream, which waits for other streams, that needs a fence of its own nonetheless.
+    /// Like [`GpuStreams::enter_stream`], for calls that give the stream no work. On the default stream,
+    /// which waits for other streams, they need a fence of their own anyway.
     fn enter_to_look(
         &mut self,
         cx: &mut Call,
@@ -261,7 +267,7 @@ impl Cuda {
         Ok(place)
     }
 
-    /// Calls `end` when everything on the stream so far is done, with success; or with the context's error.
+    /// Calls `end` when everything on the stream so far is done, with success or with the context's error.
     pub(super) fn fence(
         &mut self,
         streams: &mut Streams<CudaStream>,
@@ -271,7 +277,8 @@ impl Cuda {
     ) -> Result {
         let stream = &mut find(streams, place.id)?.native;
         if stream.dirty || stream.last == 0 {
-            // Commands of different streams may be executed out of the session's order, and some fence several streams: the word rises all the same.
+            // Commands of different streams may be executed out of the session's order, and some fence
+            // several streams, so make sure that the word always rises.
             let value = seq.max(stream.last + 1);
             // SAFETY: a live stream of the current context; the word is registered memory.
             let written = unsafe { self.api.stream_write(stream.handle, stream.word.address(), value, 0) };
@@ -287,13 +294,13 @@ impl Cuda {
         Ok(())
     }
 
-    /// What was fenced is not all that a command puts on its stream.
+    /// Notes that a command puts more on its stream than was fenced.
     pub(super) fn stream_is_dirty(streams: &mut Streams<CudaStream>, id: StreamId) -> Result {
         find(streams, id)?.native.dirty = true;
         Ok(())
     }
 
-    /// Fences every stream that `of` picks, and calls `end` when all of them are done.
+    /// Fences every stream that `of` selects, and calls `end` when all of them are done.
     fn after(
         &mut self,
         streams: &mut Streams<CudaStream>,
@@ -348,7 +355,7 @@ impl GpuStreams for Cuda {
         if !self.contexts.contains_key(&context.0) {
             self.make_primary(context.0)?;
         }
-        // The null stream, which means the current context's.
+        // The null stream is that of the current context.
         self.wrap_stream(StreamId(context.0), context, std::ptr::null_mut())
     }
 
@@ -368,13 +375,13 @@ impl GpuStreams for Cuda {
 
     fn destroy_stream(&mut self, cx: &mut Call, streams: &mut Streams<CudaStream>, id: StreamId) -> Result {
         let place = self.enter_stream(cx, streams, id)?;
-        // The word stays this stream's until its work is done; a fence holds it so long.
+        // The word belongs to this stream until its work is done; a fence keeps it until then.
         let stream = &find(streams, id)?.native;
         let word = Arc::clone(&stream.word);
         *stream.progress.last.lock().unwrap_or_else(|e| e.into_inner()) = u64::MAX;
         self.fence(streams, &place, cx.seq, move |_| drop(word))?;
         streams.remove(&id.0);
-        // SAFETY: out of the table; its work still completes.
+        // SAFETY: removed from the table; its work still completes.
         let destroyed = unsafe { self.api.stream_destroy(place.stream) };
         self.note(place.context, destroyed)
     }
@@ -476,7 +483,8 @@ impl GpuStreams for Cuda {
             self.lookout = Some(Lookout::start().map_err(|_| Status::OUT_OF_MEMORY)?);
         }
         let word = Arc::new(self.words.take()?);
-        // SAFETY: a live stream of the current context; the word is registered memory, and stays the stream's until the fence below.
+        // SAFETY: a live stream of the current context. The word is registered memory and belongs to the
+        // stream until the fence below.
         let waits = unsafe { self.api.stream_wait(place.stream, word.address(), 1, WAIT_AT_LEAST) };
         self.note(place.context, waits)?;
         let passed = Arc::clone(&word);
@@ -517,7 +525,8 @@ impl GpuStreams for Cuda {
     ) -> Result {
         let value = zerocopy::transmute!(attribute.value);
         let (stream, context) = self.with_attribute(cx, streams, id, attribute.id)?;
-        // SAFETY: a live stream; none of these attributes' values, which are no longer than this, names an object. (An access policy's window is a hint.)
+        // SAFETY: a live stream; no value of these attributes, none of which is longer than this, refers to
+        // an object. (An access policy's window is a hint.)
         let set = unsafe { self.api.stream_set_attribute(stream, attribute.id, &value) };
         self.note(context, set)
     }
@@ -567,7 +576,7 @@ impl GpuStreams for Cuda {
 
     fn destroy_event(&mut self, context: ContextId, event: CudaEvent) -> Result {
         event.timed.inspect(|timed| timed.retire());
-        // SAFETY: out of the session's table, and the completer no longer uses it.
+        // SAFETY: removed from the session's table, and the completer no longer uses it.
         let destroyed = unsafe { self.api.event_destroy(event.handle) };
         self.note(context, destroyed)
     }
@@ -599,7 +608,8 @@ impl GpuStreams for Cuda {
         let Some((word, value, health)) = &event.recorded else {
             return Ok(Answer::Now(EventSynchronizeReply {}));
         };
-        // By the completer even when it is done already: behind the publication of the event's own word.
+        // The completer does this even if the event is already done, so that it comes after the publication
+        // of the event's own word.
         let (pending, errors, context) = (cx.later(), self.errors()?.clone(), cx.context);
         let end = move |status: Status| {
             if !status.is_success() {
@@ -628,14 +638,14 @@ impl GpuStreams for Cuda {
             let measured = interval.measure(self.api);
             return self.note(cx.context, measured).map(Answer::Now);
         }
-        // Asked ahead: when the end has come, the start has, or the answer is that it has not.
+        // Requested ahead: when the end is done, the start is too, or the answer is that it is not.
         let (api, pending, context, other) = (self.api, cx.later(), Arc::clone(health), Arc::clone(other));
         let (begun, from) = (Arc::clone(begun), *from);
         let measure = move |status: Status| {
             let begun = if begun.get() >= from { Ok(()) } else { Err(Status::NOT_READY) };
             let measure = || context.with(api, || interval.measure(api));
             let measured = status.ok().and(begun).and_then(|()| {
-                // The start's context, if it is another, must not go meanwhile either.
+                // The start's context, if it is another, must not be destroyed meanwhile either.
                 if Arc::ptr_eq(&context, &other) { measure() } else { other.with(api, measure) }
             });
             pending.answer(measured);

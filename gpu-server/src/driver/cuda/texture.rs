@@ -11,7 +11,8 @@ impl GpuTensorMaps for Cuda {
     fn tensor_map_tiled(&self, op: &TensorMapTiled) -> Result<[u8; 128]> {
         let t = &op.tensor;
         let mut map = TensorMap([0; 128]);
-        // SAFETY: the lists have the lengths that the rank says, and `map` is aligned; the address is not followed.
+        // SAFETY: the lists have the lengths given by the rank, and `map` is aligned; the address is not
+        // dereferenced.
         unsafe {
             self.api.tensor_map_tiled(
                 &mut map,
@@ -34,7 +35,8 @@ impl GpuTensorMaps for Cuda {
     fn tensor_map_im2col(&self, op: &TensorMapIm2col) -> Result<[u8; 128]> {
         let t = &op.tensor;
         let mut map = TensorMap([0; 128]);
-        // SAFETY: the lists have the lengths that the rank says, and `map` is aligned; the address is not followed.
+        // SAFETY: the lists have the lengths given by the rank, and `map` is aligned; the address is not
+        // dereferenced.
         unsafe {
             self.api.tensor_map_im2col(
                 &mut map,
@@ -59,7 +61,7 @@ impl GpuTensorMaps for Cuda {
 
     fn tensor_map_replace_address(&self, op: &TensorMapReplaceAddress) -> Result<[u8; 128]> {
         let mut map = TensorMap(op.map);
-        // SAFETY: an aligned map; the address is not followed.
+        // SAFETY: an aligned map; the address is not dereferenced.
         unsafe { self.api.tensor_map_replace(&mut map, op.address) }?;
         Ok(map.0)
     }

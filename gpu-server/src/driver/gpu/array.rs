@@ -10,27 +10,27 @@ use super::GpuStreams;
 use crate::driver::call::{Call, Result};
 use crate::driver::rows::Rows;
 
-/// One end of a copy that concerns an array. It lies inside.
+/// One end of a copy with an array. The session has checked that it is in bounds.
 pub enum CopyEnd<'a, A> {
-    /// A box in an array that has its memory.
+    /// A box in an array that has memory.
     Array {
         /// The array.
         array: &'a A,
         /// Its shape.
         shape: &'a ArrayShape,
-        /// Where the box begins: byte of a row, row, slice.
+        /// Where the box begins: byte in the row, row, slice.
         at: [u64; 3],
     },
     /// Rows of memory.
     Memory {
         /// Where they are.
         memory: &'a Pitched,
-        /// The device through which they are reached.
+        /// The device through which they are accessed.
         device: u32,
     },
 }
 
-/// What a texture is of.
+/// What a texture reads.
 pub enum TextureSource<'a, G: GpuArrays + ?Sized> {
     /// An array, or a level of a mipmapped one.
     Array {
@@ -48,7 +48,7 @@ pub enum TextureSource<'a, G: GpuArrays + ?Sized> {
         /// How many levels it has.
         levels: u32,
     },
-    /// Memory of the session's.
+    /// Memory of the session.
     Memory {
         /// As the client describes it.
         resource: &'a Resource,
@@ -61,26 +61,26 @@ pub enum TextureSource<'a, G: GpuArrays + ?Sized> {
 
 /// An array of either kind.
 pub enum AnyArray<'a, G: GpuArrays + ?Sized> {
-    /// One that has elements of its own, or a level.
+    /// One with its own elements, or a level.
     Plain(&'a G::Array),
     /// A mipmapped one.
     Mipmapped(&'a G::Mipmapped),
 }
 
-/// Arrays, textures and surfaces. Contexts were entered.
+/// Arrays, textures and surfaces. The contexts have been entered.
 pub trait GpuArrays: GpuStreams {
     /// An array, or a level of a mipmapped one.
     type Array: Send;
     /// A mipmapped array.
     type Mipmapped: Send;
 
-    /// Bytes that an array of this shape takes, with so many levels; 0 levels: it is not mipmapped.
+    /// Size in bytes of an array of this shape and number of levels; 0 levels means that it is not mipmapped.
     ///
     /// # Errors
-    /// Whatever the GPU says of a shape that its arrays cannot have.
+    /// The GPU's error for a shape that it does not support.
     fn array_bytes(&self, shape: &ArrayShape, levels: u32) -> Result<u64>;
 
-    /// Makes an array that takes `bytes`; none yet if its memory is mapped later.
+    /// Makes an array of `bytes` bytes, or without memory if its memory is mapped later.
     fn make_array(&mut self, context: ContextId, shape: &ArrayShape, bytes: u64) -> Result<Self::Array>;
 
     /// The same for a mipmapped array.
@@ -92,7 +92,8 @@ pub trait GpuArrays: GpuStreams {
         bytes: u64,
     ) -> Result<Self::Mipmapped>;
 
-    /// A level of a mipmapped array whose first level has this shape. It goes with the mipmapped array.
+    /// A level of a mipmapped array whose first level has this shape. It lives as long as the mipmapped
+    /// array.
     fn array_level(
         &mut self,
         context: ContextId,
@@ -101,7 +102,8 @@ pub trait GpuArrays: GpuStreams {
         level: u32,
     ) -> Result<Self::Array>;
 
-    /// An array that is no level is out of the session's table. The client has waited for the work that uses it.
+    /// Destroys an array that is not a level and that the session has removed from its table. The client has
+    /// waited for the work that uses it.
     fn destroy_array(&mut self, context: ContextId, array: Self::Array) -> Result;
 
     /// The same for a mipmapped array.
@@ -117,7 +119,7 @@ pub trait GpuArrays: GpuStreams {
         extent: [u64; 3],
     ) -> Result;
 
-    /// Makes a texture; the number by which kernels know it.
+    /// Makes a texture. Returns the handle that kernels use.
     fn make_texture(
         &self,
         context: ContextId,
@@ -126,22 +128,22 @@ pub trait GpuArrays: GpuStreams {
         view: Option<&View>,
     ) -> Result<u64>;
 
-    /// A texture is out of the session's table.
+    /// Destroys a texture that the session has removed from its table.
     fn destroy_texture(&mut self, context: ContextId, device: u32, texture: u64) -> Result;
 
-    /// Makes a surface; the number by which kernels know it.
+    /// Makes a surface. Returns the handle that kernels use.
     fn make_surface(&self, context: ContextId, array: &Self::Array, shape: &ArrayShape) -> Result<u64>;
 
-    /// A surface is out of the session's table.
+    /// Destroys a surface that the session has removed from its table.
     fn destroy_surface(&mut self, context: ContextId, device: u32, surface: u64) -> Result;
 
-    /// The context of a texture or a surface is gone.
+    /// The context of a texture or surface no longer exists.
     fn forget_texture(&mut self, _device: u32, _handle: u64) {}
 
-    /// Texels that a texture of linear memory can have.
+    /// Maximum number of texels in a texture of linear memory.
     fn linear_width(&mut self, device: u32, format: u32, channels: u32) -> Result<u64>;
 
-    /// Bytes, and their alignment, of the memory that an array of so many levels needs.
+    /// Size in bytes and alignment of the memory that an array with this many levels needs.
     fn array_requirements(
         &self,
         context: ContextId,
@@ -152,7 +154,7 @@ pub trait GpuArrays: GpuStreams {
     ) -> Result<(u64, u64)>;
 }
 
-/// Tensor maps. Contexts were entered, and the lists of a request have the lengths that its rank says.
+/// Tensor maps. The contexts have been entered, and a request's lists have the lengths required by its rank.
 pub trait GpuTensorMaps {
     /// `cuTensorMapEncodeTiled`.
     fn tensor_map_tiled(&self, op: &TensorMapTiled) -> Result<[u8; 128]>;

@@ -7,18 +7,18 @@ use crate::driver::call::{Call, Input, Result};
 use crate::driver::rows::Rows;
 use crate::driver::streams::Streams;
 
-/// A copy of contiguous bytes. Both ranges lie in memory that the devices can reach.
+/// A contiguous copy. Both ranges are in memory that the devices can access.
 #[derive(Debug, Clone, Copy)]
 pub struct LineCopy {
     /// The target's address.
     pub dst: u64,
-    /// The device that reaches it.
+    /// The device that accesses it.
     pub to: u32,
     /// The source's address.
     pub src: u64,
-    /// The device that reaches it.
+    /// The device that accesses it.
     pub from: u32,
-    /// Number of bytes, perhaps 0.
+    /// Number of bytes; may be 0.
     pub len: u64,
 }
 
@@ -27,11 +27,11 @@ pub struct LineCopy {
 pub struct BoxCopy {
     /// The source.
     pub source: Rows,
-    /// The device that reaches it.
+    /// The device that accesses it.
     pub from: u32,
     /// The target.
     pub target: Rows,
-    /// The device that reaches it.
+    /// The device that accesses it.
     pub to: u32,
 }
 
@@ -40,7 +40,7 @@ pub struct BoxCopy {
 pub struct Fill {
     /// The first element's address, a multiple of its size.
     pub address: u64,
-    /// The device that reaches it.
+    /// The device that accesses it.
     pub device: u32,
     /// Bytes from one row to the next.
     pub pitch: u64,
@@ -54,10 +54,10 @@ pub struct Fill {
     pub height: u64,
 }
 
-/// Copies and fills. Device memory lies in the session's ranges and is reached through the given device. Client memory has the same size as the device memory. Except in
-/// [`copy_line`](Self::copy_line), nothing is empty.
+/// Copies and fills. Device memory is inside the session's ranges and is accessed through the given device.
+/// Client memory has the same size as the device memory. Only a [`copy_line`](Self::copy_line) may be empty.
 pub trait GpuCopies: GpuStreams {
-    /// Enqueues a copy from the client to a device. The data may still be on its way.
+    /// Enqueues a copy from the client to a device. The data may still be arriving.
     fn upload(
         &mut self,
         cx: &mut Call,
@@ -79,7 +79,8 @@ pub trait GpuCopies: GpuStreams {
         sink: Sink,
     ) -> Result;
 
-    /// Answers the call, a [`MemcpyDtoHInline`](protocol::ops::copy::MemcpyDtoHInline), with `len` bytes when the stream has reached it.
+    /// Answers the call, a [`MemcpyDtoHInline`](protocol::ops::copy::MemcpyDtoHInline), with `len` bytes when
+    /// the stream has reached it.
     fn download_inline(
         &mut self,
         cx: &mut Call,

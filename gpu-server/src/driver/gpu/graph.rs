@@ -14,11 +14,11 @@ pub struct Node<'a, G: GpuGraphs> {
     pub dependencies: &'a [u32],
 }
 
-/// What a node does. It was checked as on a stream of the graph's context.
+/// What a node does. It was checked like work on a stream of the graph's context.
 pub enum NodeWork<'a, G: GpuGraphs> {
-    /// Nothing. Others wait for it.
+    /// Nothing. Other nodes depend on it.
     Empty,
-    /// Launches a function of the graph's context. The stream in `launch` means nothing.
+    /// Launches a function of the graph's context. The stream in `launch` is ignored.
     Launch {
         /// The function.
         function: &'a G::Function,
@@ -27,7 +27,7 @@ pub enum NodeWork<'a, G: GpuGraphs> {
     },
     /// Fills memory.
     Fill(Fill),
-    /// Copies bytes in a line.
+    /// Copies contiguous bytes.
     CopyLine(LineCopy),
     /// Copies a box.
     CopyBox(BoxCopy),
@@ -37,7 +37,7 @@ pub enum NodeWork<'a, G: GpuGraphs> {
     Conditional(&'a G::Conditional),
 }
 
-/// Graphs. Their contexts were entered.
+/// Graphs. Their contexts have been entered.
 ///
 /// The session makes a draft, perhaps with conditions and conditional nodes, whose graphs are drafts as well.
 /// It fills each of them once and then instantiates the outermost one, perhaps several times.
@@ -45,21 +45,20 @@ pub trait GpuGraphs: GpuCopies + GpuModules + Sized {
     /// A graph that is not instantiated yet, or a graph of a conditional node. It may be dropped before its
     /// instances.
     type Draft: Send;
-    /// A conditional node. It goes with its draft.
+    /// A conditional node. It lives as long as its draft.
     type Conditional: Send;
     /// An instantiated graph.
     type Graph: Send;
 
-    /// The device whose point of view the addresses of a graph's nodes are checked from, for a graph of a
-    /// context of `device`. See [`GpuStreams::device_at`](super::GpuStreams::device_at).
+    /// The device from which the addresses in a graph's nodes are checked, for a graph in a context of
+    /// `device`. See [`GpuStreams::device_at`](super::GpuStreams::device_at).
     fn home_of_graph(device: u32) -> u32;
 
     /// Makes an empty draft.
     fn make_draft(&mut self, context: ContextId) -> Result<Self::Draft>;
 
-    /// Makes a condition of a draft. Returns the handle that kernels use, which no other condition of the
-    /// session has. `flags` contains nothing but
-    /// [`ASSIGN_DEFAULT`](protocol::ops::graph::condition_flag::ASSIGN_DEFAULT).
+    /// Makes a condition of a draft. Returns the handle that kernels use, which is unique in the session.
+    /// `flags` contains at most [`ASSIGN_DEFAULT`](protocol::ops::graph::condition_flag::ASSIGN_DEFAULT).
     fn make_condition(
         &mut self,
         context: ContextId,
@@ -70,7 +69,7 @@ pub trait GpuGraphs: GpuCopies + GpuModules + Sized {
 
     /// Adds a conditional node with `count` graphs to a draft that was not filled yet. The condition belongs
     /// to this draft or to one that contains it; `kind` is a
-    /// [`conditional`](protocol::ops::graph::conditional) type that can have `count` graphs. Returns the node
+    /// [`conditional`](protocol::ops::graph::conditional) type that allows `count` graphs. Returns the node
     /// and its graphs.
     fn add_conditional(
         &mut self,
@@ -81,18 +80,17 @@ pub trait GpuGraphs: GpuCopies + GpuModules + Sized {
         count: usize,
     ) -> Result<(Self::Conditional, Vec<Self::Draft>)>;
 
-    /// Removes a conditional node, its graphs and what they contain from a draft that was not filled yet.
+    /// Removes a conditional node with its graphs and their contents from a draft that was not filled yet.
     fn remove_conditional(&mut self, context: ContextId, node: &Self::Conditional) -> Result;
 
-    /// Puts the nodes into a draft. Those that are conditional are in it already. After a failure, the draft
-    /// is not used again.
+    /// Puts the nodes into a draft, which already has its conditional ones. After a failure, the draft is not
+    /// used again.
     fn fill_draft(&self, context: ContextId, draft: &Self::Draft, nodes: Vec<Node<'_, Self>>) -> Result;
 
-    /// Instantiates a draft that was filled, with the graphs of all its conditional nodes. `flags` are the
-    /// client's.
+    /// Instantiates a filled draft, with the graphs of all its conditional nodes. `flags` are the client's.
     fn instantiate(&mut self, context: ContextId, draft: &Self::Draft, flags: u64) -> Result<Self::Graph>;
 
-    /// Makes an instance do what a filled draft says. Launches that are under way complete as they were.
+    /// Changes an instance to match a filled draft. Pending launches complete as they were.
     fn update_graph(
         &mut self,
         context: ContextId,
@@ -107,6 +105,6 @@ pub trait GpuGraphs: GpuCopies + GpuModules + Sized {
     /// Prepares a graph of the place's context for its first launch there.
     fn upload_graph(&mut self, place: &Self::Place, graph: &Self::Graph) -> Result;
 
-    /// An instance is out of the session's table. Launches that are under way complete.
+    /// Destroys an instance that the session has removed from its table. Pending launches complete.
     fn destroy_graph(&mut self, context: ContextId, graph: Self::Graph) -> Result;
 }

@@ -1,39 +1,40 @@
-//! Green contexts, and the parts of devices that they have.
+//! Green contexts, and the parts of devices that they use.
 
 use crate::driver::call::Result;
 use protocol::handle::StreamId;
 
 use super::GpuStreams;
 
-/// What came of a split.
+/// The result of a split.
 pub struct Split<P> {
     /// How many groups there are, or would be.
     pub count: u32,
     /// The groups.
     pub groups: Vec<P>,
-    /// What is left.
+    /// What remains.
     pub rest: P,
 }
 
-/// Green contexts, and the parts of devices that they have.
+/// Green contexts, and the parts of devices that they use.
 pub trait GpuGreenContexts: GpuStreams {
-    /// A part of a device, a value.
+    /// A part of a device. It is a plain value.
     type Part: Clone + PartialEq + Send;
     /// A descriptor of parts.
     type PartDescriptor: Send;
     /// A green context.
     type Green: Send;
 
-    /// A part as the client sees it: its kind (0: none) and the values of that kind.
+    /// A part as the client sees it: its type (0: none) and the values for that type.
     fn tell_part(part: &Self::Part) -> (u32, [u32; 3]);
 
-    /// All resources of a kind of a device.
+    /// All of a device's resources of a type.
     fn device_part(&mut self, device: u32, kind: u32) -> Result<Self::Part>;
 
-    /// All resources of a kind of a green context.
+    /// All of a green context's resources of a type.
     fn green_part(&mut self, green: &Self::Green, kind: u32) -> Result<Self::Part>;
 
-    /// Splits a part into at most `groups` groups of at least `least`. `None` only asks how many there would be.
+    /// Splits a part into at most `groups` groups of at least `least`. `None` only counts the possible
+    /// groups.
     fn split_part(
         &mut self,
         part: &Self::Part,
@@ -53,10 +54,10 @@ pub trait GpuGreenContexts: GpuStreams {
         flags: u32,
     ) -> Result<Self::Green>;
 
-    /// A green context is out of the session's table, and has no streams.
+    /// Destroys a green context that the session has removed from its table. It has no streams.
     fn destroy_green(&mut self, device: u32, green: Self::Green) -> Result;
 
-    /// The device of a green context is about to be reset. Its streams are gone.
+    /// The device of a green context is about to be reset. Its streams no longer exist.
     fn forget_green(&mut self, green: Self::Green);
 
     /// Makes a stream in a green context.

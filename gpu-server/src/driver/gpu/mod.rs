@@ -1,13 +1,17 @@
-//! What a session needs of a GPU: the interface between [`Session`](super::session::Session) and the two backends.
+//! What a session needs from a GPU: the interface between [`Session`](super::session::Session) and the two
+//! backends.
 //!
-//! Before the session calls one of these, it has checked everything that a client can get wrong: handles exist, ranges lie in the session's
-//! memory, sizes are whole granules, quotas are charged. A backend contains only what its GPU does differently. It may refuse with any
-//! [`Status`]. The session then undoes its own changes and passes the status on.
+//! Before the session calls any of this, it has checked everything that a client can get wrong: handles
+//! exist, ranges are in the session's memory, sizes are whole granules, quotas are charged. A backend
+//! contains only what is specific to its GPU. It may refuse with any [`Status`]. The session then undoes its
+//! own changes and passes the status on.
 //!
-//! [`Gpu`] itself is about devices and contexts. Each chapter of operations has a trait of its own: [`GpuMemory`] and [`GpuHostMemory`], [`GpuStreams`],
-//! [`GpuCopies`], [`GpuModules`], [`GpuGraphs`], [`GpuArrays`] and [`GpuTensorMaps`], [`GpuGreenContexts`], [`GpuActivity`].
+//! [`Gpu`] itself covers devices and contexts. Each chapter of operations has its own trait: [`GpuMemory`]
+//! and [`GpuHostMemory`], [`GpuStreams`], [`GpuCopies`], [`GpuModules`], [`GpuGraphs`], [`GpuArrays`] and
+//! [`GpuTensorMaps`], [`GpuGreenContexts`], [`GpuActivity`].
 //!
-//! The dispatcher's thread makes all of these calls, one at a time. None of them may wait for work on the device.
+//! The dispatcher's thread makes all these calls, one at a time. None of them may wait for work on the
+//! device.
 
 mod activity;
 mod array;
@@ -62,7 +66,7 @@ pub trait Gpu:
     /// The part that threads other than the dispatcher's may use.
     type Beside: Beside + 'static;
 
-    /// Whether the devices run an image's machine code, and not its PTX.
+    /// Whether the devices run an image's machine code instead of its PTX.
     const RUNS_MACHINE_CODE: bool;
 
     /// Names of the devices, by ordinal.
@@ -74,19 +78,22 @@ pub trait Gpu:
     /// See [`Backend::warm`](super::Backend::warm).
     fn warm(&mut self) -> Result<Option<u64>, Unavailable>;
 
-    /// A client has connected. Called once, before its first command, perhaps in another thread than [`warm`](Gpu::warm).
+    /// A client has connected. Called once, before its first command, possibly on another thread than
+    /// [`warm`](Gpu::warm).
     fn begin(&mut self, client: &Arc<dyn Client>);
 
     /// The part that other threads may use.
     fn beside(&self) -> &Arc<Self::Beside>;
 
-    /// The client is gone: releases every thread that waits for it. Called once, after the last command; the process ends soon after.
+    /// The client has left: releases every thread that waits for it. Called once, after the last command; the
+    /// process ends soon after.
     fn end(&mut self, streams: &mut Streams<Self::Stream>);
 
     /// What kernels have printed.
     fn output(&self) -> &Output;
 
-    /// Makes a context current for the following calls. A device's primary context is created when it is entered for the first time.
+    /// Makes a context current for the following calls. A device's primary context is created when it is
+    /// first entered.
     ///
     /// # Errors
     /// `INVALID_CONTEXT` if there is no such context; the context's error if it has failed.
@@ -104,25 +111,27 @@ pub trait Gpu:
     /// Describes what a device can do with another one's memory.
     fn describe_peer(&mut self, device: u32, peer: u32) -> Result<PeerInfoReply>;
 
-    /// Reduces the session's devices to these, in this order. The session has made nothing on any of them, and no device is listed twice.
+    /// Reduces the session's devices to these, in this order. The session has made nothing on any device, and
+    /// no device is listed twice.
     fn select(&mut self, devices: &[u32], windows: &[u32]) -> Result;
 
     /// Creates a context that is not a primary one.
     fn make_context(&mut self, context: ContextId, device: u32, flags: u32) -> Result;
 
-    /// A context is about to be destroyed. Ends all waits for its streams. Afterwards the session drops what it has in the context.
+    /// Called before a context is destroyed. Ends all waits for its streams. The session then drops what it
+    /// has in the context.
     fn retire_context(&mut self, context: ContextId);
 
-    /// Drops what belongs to a retired context.
+    /// Drops everything in a retired context.
     fn forget_context(&mut self, context: ContextId);
 
     /// Destroys a retired context that is not a primary one.
     fn destroy_context(&mut self, context: ContextId) -> Result;
 
-    /// A device is about to be reset. Memory without an address survives and stays mapped.
+    /// Called before a device is reset. Memory without an address survives and stays mapped.
     ///
     /// # Errors
-    /// The primary context's error if it cannot be reset any more.
+    /// The primary context's error, if it can no longer be reset.
     fn begin_reset(
         &mut self,
         device: u32,
@@ -147,7 +156,8 @@ pub trait Gpu:
     /// Sets a limit of the entered context.
     fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result;
 
-    /// Bytes of device memory that a context takes for a limit of this value, beyond what every context takes.
+    /// Device memory in bytes that a context takes for a limit of this value, beyond what every context
+    /// takes.
     fn limit_bytes(&self, device: u32, limit: u32, value: u64) -> u64;
 
     /// Lets kernels of one context use the memory of another context's device.
@@ -155,12 +165,13 @@ pub trait Gpu:
         Err(Status::NOT_SUPPORTED)
     }
 
-    /// Ends that access.
+    /// Revokes that access.
     fn disable_peer(&mut self, _context: ContextId, _peer: ContextId) -> Result {
         Err(Status::NOT_SUPPORTED)
     }
 
-    /// Called before calls in which NVIDIA's driver may wait until the device is idle, so that a backend can imitate that for tests.
+    /// Called before calls in which NVIDIA's driver may wait until the device is idle, so that a backend can
+    /// imitate that for tests.
     fn before_waiting_call(&mut self, _streams: &Streams<Self::Stream>, _device: u32) -> Result {
         Ok(())
     }

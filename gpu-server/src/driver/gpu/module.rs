@@ -20,7 +20,7 @@ pub struct Loaded<M, F> {
     pub module: Result<(M, Vec<F>)>,
     /// Whether one of its kernels may print.
     pub prints: bool,
-    /// Bytes of device memory that it takes, as far as is known.
+    /// Bytes of device memory that it takes, as far as known.
     pub bytes: u64,
     /// The compiler's messages, and its errors.
     pub logs: [String; 2],
@@ -38,7 +38,7 @@ pub struct LinkInput<'a> {
     pub options: &'a [JitOption],
 }
 
-/// Modules, their functions and variables, launches, and the linker. The contexts were entered.
+/// Modules, their functions and variables, launches, and the linker. The contexts have been entered.
 pub trait GpuModules: GpuStreams {
     /// A module.
     type Module: Send;
@@ -51,7 +51,8 @@ pub trait GpuModules: GpuStreams {
     /// Maximum size of an image, in bytes.
     const MAX_IMAGE: u64;
 
-    /// Loads an image. `functions`: its functions are wanted; otherwise those that are needed will be [bound](GpuModules::bind_function).
+    /// Loads an image. `functions`: whether to return its functions; otherwise those needed are
+    /// [bound](GpuModules::bind_function) later.
     fn load_module(
         &mut self,
         context: ContextId,
@@ -64,7 +65,7 @@ pub trait GpuModules: GpuStreams {
     /// Finds a function by its name.
     ///
     /// # Errors
-    /// `NOT_FOUND`; `INVALID_IMAGE` if its parameters are not these.
+    /// `NOT_FOUND` if there is none, `INVALID_IMAGE` if its parameters differ.
     fn bind_function(
         &mut self,
         context: ContextId,
@@ -81,7 +82,7 @@ pub trait GpuModules: GpuStreams {
     where
         Self::Function: 'a;
 
-    /// A module is out of the session's table. Its kernels may still run.
+    /// Unloads a module that the session has removed from its table. Its kernels may still be running.
     fn unload_module(
         &mut self,
         streams: &mut Streams<Self::Stream>,
@@ -143,7 +144,7 @@ pub trait GpuModules: GpuStreams {
         op: &OccupancyMaxPotentialClusterSize,
     ) -> Result<i32>;
 
-    /// As [`enter_stream`](GpuStreams::enter_stream), for launches, which are the most frequent operation.
+    /// Like [`enter_stream`](GpuStreams::enter_stream), for launches, which are the most frequent operation.
     fn enter_to_launch(
         &mut self,
         cx: &mut Call,
@@ -167,7 +168,7 @@ pub trait GpuModules: GpuStreams {
         input: LinkInput<'_>,
     ) -> Result<(Status, [String; 2])>;
 
-    /// Links, unless that was done before. Returns what [`link_add`](GpuModules::link_add) does.
+    /// Links, unless that was done before. Returns the same as [`link_add`](GpuModules::link_add).
     fn link_complete(
         &mut self,
         context: ContextId,

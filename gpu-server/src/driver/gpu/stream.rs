@@ -20,15 +20,16 @@ pub const STREAM_NON_BLOCKING: u32 = 1;
 
 /// Streams, and events on them.
 ///
-/// Methods that take a stream's number find the stream in the table. Those that enqueue something take a [`Place`](GpuStreams::Place).
+/// Methods that take a stream's ID find the stream in the table. Those that enqueue something take a
+/// [`Place`](GpuStreams::Place).
 pub trait GpuStreams {
     /// A stream.
     type Stream: Send;
-    /// A place in a stream, to enqueue at. Its context is the one that was entered last.
+    /// A place in a stream where operations can be enqueued. Its context is the one entered last.
     type Place;
     /// An event.
     type Event: Send;
-    /// A memory operation of a stream, as the GPU takes it.
+    /// A memory operation of a stream in the GPU's form.
     type MemoryOp;
 
     /// The legacy default stream of a context.
@@ -43,10 +44,11 @@ pub trait GpuStreams {
         priority: i32,
     ) -> Result<Self::Stream>;
 
-    /// Takes a stream, which is not a default stream, out of the table. Its work still completes.
+    /// Removes a stream other than a default stream from the table. Its work still completes.
     fn destroy_stream(&mut self, cx: &mut Call, streams: &mut Streams<Self::Stream>, id: StreamId) -> Result;
 
-    /// The place in a stream where the next operation goes, in its order with its context's legacy default stream. Sets the call's context.
+    /// The place in a stream for the next operation, ordered with its context's legacy default stream. Sets
+    /// the call's context.
     fn enter_stream(
         &mut self,
         cx: &mut Call,
@@ -54,7 +56,8 @@ pub trait GpuStreams {
         id: StreamId,
     ) -> Result<Self::Place>;
 
-    /// Calls `end` when everything on the stream so far is finished, or never will be. Sets the call's context.
+    /// Calls `end` when everything on the stream so far is finished, or never will be. Sets the call's
+    /// context.
     fn after_stream(
         &mut self,
         cx: &mut Call,
@@ -63,7 +66,7 @@ pub trait GpuStreams {
         end: End,
     ) -> Result;
 
-    /// The device of a place; 0 where the GPU reaches all of the session's memory from any of its devices.
+    /// The device of a place, or 0 if the GPU accesses all of the session's memory from any of its devices.
     fn device_at(place: &Self::Place) -> u32;
 
     /// Answers the call when everything on the stream is done. Sets the call's context.
@@ -82,7 +85,8 @@ pub trait GpuStreams {
         context: ContextId,
     ) -> Result;
 
-    /// Calls `end` when everything that is enqueued on a device by now is done, or never will be: then its argument says why. `seq` is the command's.
+    /// Calls `end` when everything enqueued on a device so far is done, or never will be; its argument then
+    /// says why. `seq` is the command's.
     fn after_device(
         &mut self,
         streams: &mut Streams<Self::Stream>,
@@ -91,13 +95,14 @@ pub trait GpuStreams {
         end: impl FnOnce(Status) + Send + 'static,
     );
 
-    /// Raises the stream's progress word to the call's number when everything on it is done. Sets the call's context.
+    /// Raises the stream's progress word to the call's number when everything on it is done. Sets the call's
+    /// context.
     fn mark_stream(&mut self, cx: &mut Call, streams: &mut Streams<Self::Stream>, id: StreamId) -> Result;
 
-    /// What follows waits for an event's last record.
+    /// Makes what follows wait for an event's last record.
     fn wait_event(&mut self, place: &Self::Place, event: &Self::Event, flags: u32) -> Result;
 
-    /// What follows waits for a moment in the work of another session.
+    /// Makes what follows wait for a moment in another session's work.
     fn wait_for(
         &mut self,
         cx: &Call,
@@ -106,13 +111,14 @@ pub trait GpuStreams {
         moment: Moment,
     ) -> Result;
 
-    /// A memory operation as the GPU takes it. It is valid, and its word, if it has one, is the session's, reached through `device`.
+    /// Converts a memory operation to the GPU's form. It is valid, and its word, if it has one, belongs to
+    /// the session and is accessed through `device`.
     fn memory_op(&self, op: &MemoryOp, device: u32) -> Result<Self::MemoryOp>;
 
     /// Enqueues memory operations.
     fn memory_ops(&mut self, cx: &Call, place: &Self::Place, operations: Vec<Self::MemoryOp>) -> Result;
 
-    /// Sets an attribute of a stream. Sets the call's context, as the next two do.
+    /// Sets an attribute of a stream. Sets the call's context, like the next two methods.
     fn set_stream_attribute(
         &mut self,
         cx: &mut Call,
@@ -139,14 +145,15 @@ pub trait GpuStreams {
         to: StreamId,
     ) -> Result;
 
-    /// Makes an event in a context that was entered.
+    /// Makes an event in an entered context.
     fn make_event(&mut self, context: ContextId, flags: u32) -> Result<Self::Event>;
 
-    /// An event is out of the session's table.
+    /// Destroys an event that the session has removed from its table.
     fn destroy_event(&mut self, context: ContextId, event: Self::Event) -> Result;
 
-    /// Records an event of the place's context, and raises the stream's progress word to the call's number when that is reached: first the word, then the event, so that whoever
-    /// learns that the event is reached finds the word there.
+    /// Records an event of the place's context. When that is reached, raises the stream's progress word to
+    /// the call's number before the event becomes done, so that whoever sees the event done also finds the
+    /// word.
     fn record_event(
         &mut self,
         cx: &Call,
@@ -156,9 +163,11 @@ pub trait GpuStreams {
         flags: u32,
     ) -> Result;
 
-    /// Answers the call, an [`EventSynchronize`](protocol::ops::event::EventSynchronize) in the event's context, when its last record is done.
+    /// Answers the call, an [`EventSynchronize`](protocol::ops::event::EventSynchronize) in the event's
+    /// context, when its last record is done.
     fn synchronize_event(&mut self, cx: &Call, event: &Self::Event) -> Reply<EventSynchronizeReply>;
 
-    /// Answers the call with the time between the last records of two events. The call's context is that of `end`.
+    /// Answers the call with the time between the last records of two events. The call's context is that of
+    /// `end`.
     fn elapsed(&mut self, cx: &Call, start: &Self::Event, end: &Self::Event) -> Reply<EventElapsedReply>;
 }

@@ -1,4 +1,4 @@
-//! What devices did and when.
+//! Device activity.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::driver::activity::Activity;
 use crate::driver::call::{Call, Reply};
 use crate::driver::gpu::Gpu;
 
-/// Most bytes of one answer.
+/// Maximum size of one answer in bytes.
 const MOST_BYTES: u64 = 16 << 20;
 
 impl<G: Gpu> Session<G> {

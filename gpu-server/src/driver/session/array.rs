@@ -1,7 +1,7 @@
 //! Arrays, textures and surfaces.
 //!
-//! A client names arrays by its own numbers. It names textures and surfaces by the GPU's numbers, which kernels need; those that are not this
-//! session's are refused.
+//! A client names arrays by its own IDs, but textures and surfaces by the GPU's handles, which kernels need;
+//! handles that belong to other sessions are refused.
 
 use std::collections::HashMap;
 
@@ -21,10 +21,10 @@ const OF_MIPMAPPED: u32 = 1;
 const OF_LINEAR: u32 = 2;
 const OF_ROWS: u32 = 3;
 
-/// What a session has of this chapter.
+/// The session's arrays, textures and surfaces.
 pub(super) struct Arrays<G: GpuArrays> {
     arrays: HashMap<u32, Array<G>>,
-    /// Textures and surfaces by the GPU's number.
+    /// Textures and surfaces by the GPU's handle.
     textures: Numbered,
     surfaces: Numbered,
 }
@@ -33,19 +33,19 @@ struct Array<G: GpuArrays> {
     context: ContextId,
     shape: ArrayShape,
     kind: Kind<G>,
-    /// For the elements; none for a level, whose elements are its mipmapped array's.
+    /// For the elements; `None` for a level, whose elements belong to its mipmapped array.
     _charge: Option<Charge>,
 }
 
 enum Kind<G: GpuArrays> {
     Plain(G::Array),
-    /// Of so many levels; a bit for each that has a name.
+    /// With this many levels, and a bit for each that has an ID.
     Mipmapped {
         native: G::Mipmapped,
         levels: u32,
         named: u64,
     },
-    /// A level of the mipmapped array of this name.
+    /// A level of the mipmapped array with this ID.
     Level {
         native: G::Array,
         of: u32,
@@ -60,13 +60,13 @@ impl<G: GpuArrays> Default for Arrays<G> {
 }
 
 impl<G: GpuArrays> Arrays<G> {
-    /// Whether there is room for one more, of whatever kind.
+    /// Checks that the session may have another one, of any kind.
     fn may_grow(&self) -> Result {
         let most = self.arrays.len().max(self.textures.len()).max(self.surfaces.len());
         if most >= MOST { Err(Status::OUT_OF_MEMORY) } else { Ok(()) }
     }
 
-    /// Whether there are none, of any kind.
+    /// Whether there are none of any kind.
     pub(super) fn is_empty(&self) -> bool {
         self.arrays.is_empty() && self.textures.is_empty() && self.surfaces.is_empty()
     }
@@ -75,7 +75,7 @@ impl<G: GpuArrays> Arrays<G> {
         self.arrays.get(&id.0).ok_or(Status::INVALID_HANDLE)
     }
 
-    /// An array that has elements of its own, and its shape.
+    /// An array with elements of its own, and its shape.
     fn plain(&self, id: ArrayId) -> Result<(&G::Array, &ArrayShape)> {
         let array = self.get(id)?;
         match &array.kind {
@@ -84,7 +84,7 @@ impl<G: GpuArrays> Arrays<G> {
         }
     }
 
-    /// Which levels of a mipmapped array have a name.
+    /// Which levels of a mipmapped array have an ID.
     fn named_mut(&mut self, mipmapped: u32) -> Option<&mut u64> {
         match self.arrays.get_mut(&mipmapped)? {
             Array { kind: Kind::Mipmapped { named, .. }, .. } => Some(named),
@@ -93,10 +93,11 @@ impl<G: GpuArrays> Arrays<G> {
     }
 }
 
-/// Devices and contexts of textures or surfaces, by the GPU's number. Contexts may number alike; then the latest one comes last, and it is the one that the client knows.
+/// Devices and contexts of textures or surfaces, by the GPU's handle. Contexts may use the same handles; the
+/// latest is last, and is the one that the client knows.
 type Numbered = HashMap<u64, Vec<(u32, ContextId)>>;
 
-/// Takes the latest texture or surface of a number out of its table.
+/// Removes the latest texture or surface with a handle from its table.
 fn take(table: &mut Numbered, handle: u64) -> Result<(u32, ContextId)> {
     let all = table.get_mut(&handle).ok_or(Status::INVALID_HANDLE)?;
     let last = all.pop().ok_or(Status::INVALID_HANDLE);
@@ -106,7 +107,7 @@ fn take(table: &mut Numbered, handle: u64) -> Result<(u32, ContextId)> {
     last
 }
 
-/// Whether a box lies inside an array.
+/// Whether a box is inside an array.
 fn inside(shape: &ArrayShape, at: [u64; 3], extent: [u64; 3]) -> bool {
     shape
         .extent()
@@ -114,7 +115,7 @@ fn inside(shape: &ArrayShape, at: [u64; 3], extent: [u64; 3]) -> bool {
 }
 
 impl<G: Gpu> Session<G> {
-    /// Forgets a context's arrays, and all that was made of them.
+    /// Drops a context's arrays, and everything made from them.
     pub(super) fn forget_arrays(&mut self, context: ContextId) {
         self.arrays.arrays.retain(|_, array| array.context != context);
         for table in [&mut self.arrays.textures, &mut self.arrays.surfaces] {
@@ -127,7 +128,7 @@ impl<G: Gpu> Session<G> {
         }
     }
 
-    /// One end of a copy, checked.
+    /// One end of a copy, after checking it.
     fn copy_end<'a>(
         &'a self,
         end: &'a ArrayPlace,
@@ -140,14 +141,14 @@ impl<G: Gpu> Session<G> {
             return Ok(CopyEnd::Memory { memory: &end.memory, device });
         };
         let (array, shape) = self.arrays.plain(id)?;
-        // A copy to an array that waits for memory would end the context's work.
+        // A copy to an array without memory would fail the context.
         if shape.flags & flag::DEFERRED_MAPPING != 0 || !inside(shape, end.at, extent) {
             return Err(Status::INVALID_VALUE);
         }
         Ok(CopyEnd::Array { array, shape, at: end.at })
     }
 
-    /// What a texture is of, checked.
+    /// What a texture reads, after checking it.
     fn texture_source<'a>(&'a self, context: ContextId, r: &'a Resource) -> Result<TextureSource<'a, G>> {
         match r.kind {
             OF_ARRAY | OF_MIPMAPPED => {
@@ -218,7 +219,7 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
         let Kind::Mipmapped { native, levels, named } = &whole.kind else {
             return Err(Status::INVALID_HANDLE);
         };
-        // A level has one name: so there are no more names than levels.
+        // Each level can have only one ID, so there are never more IDs than levels.
         let is_new = op.level < *levels && named >> op.level & 1 == 0;
         if !is_new || self.arrays.arrays.contains_key(&op.array.0) {
             return Err(Status::INVALID_VALUE);
@@ -246,7 +247,7 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
                 self.arrays.arrays.retain(|_, other| !of_it(&other.kind));
                 destroyed
             }
-            // Its elements are the mipmapped array's.
+            // Its elements belong to the mipmapped array.
             Kind::Level { of, level, .. } => {
                 if let Some(named) = self.arrays.named_mut(of) {
                     *named &= !(1 << level);

@@ -1,7 +1,7 @@
-//! Devices and contexts: which there are.
+//! Devices and contexts.
 //!
-//! A device's primary context has its ordinal's number and is there from the beginning; the backend makes its own when something enters it. The others are
-//! those that the program made.
+//! The ID of a device's primary context is the device's ordinal. Primary contexts always exist here; the
+//! backend creates them when they are first entered. All other contexts were made by the program.
 
 use std::collections::hash_map::Entry;
 
@@ -29,7 +29,7 @@ impl<G: Gpu> Session<G> {
         self.made_contexts.get(&context.0).copied().ok_or(Status::INVALID_CONTEXT)
     }
 
-    /// Forgets everything that belongs to a context which is about to go, or has gone.
+    /// Drops everything that belongs to a context that is being destroyed.
     fn forget_context(&mut self, context: ContextId) {
         self.streams.retain(|_, stream| stream.context != context);
         let gone: Vec<_> = self.events.extract_if(|_, event| event.context == context).collect();
@@ -94,11 +94,11 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
     }
 }
 
-/// The flags of a context (`CUctx_flags`) that reach the driver.
+/// The context flags (`CUctx_flags`) that are passed to the driver.
 fn context_flags(flags: u32) -> Result<u32> {
     // CU_CTX_MAP_HOST, CU_CTX_LMEM_RESIZE_TO_MAX and CU_CTX_SYNC_MEMOPS.
     const PASSED: u32 = 0x08 | 0x10 | 0x80;
-    // CU_CTX_SCHED_*: how the calling thread waits, which is up to the client.
+    // CU_CTX_SCHED_*: how the calling thread waits, which the client handles itself.
     const SCHEDULING: u32 = 0x07;
     // CU_CTX_COREDUMP_ENABLE and CU_CTX_USER_COREDUMP_ENABLE would write files on the server.
     const CORE_DUMPS: u32 = 0x20 | 0x40;
@@ -112,7 +112,8 @@ fn context_flags(flags: u32) -> Result<u32> {
     Ok(flags & PASSED)
 }
 
-/// Whether a limit (`CUlimit`) may be set. Those after `CU_LIMIT_PERSISTING_L2_CACHE_SIZE` belong to features that other processes on the device would notice.
+/// Whether a limit (`CUlimit`) may be set. Limits after `CU_LIMIT_PERSISTING_L2_CACHE_SIZE` would affect
+/// other processes on the device.
 fn check_limit(limit: u32) -> Result {
     const LAST: u32 = 6;
     if limit <= LAST { Ok(()) } else { Err(Status::NOT_SUPPORTED) }
@@ -158,13 +159,13 @@ impl<G: Gpu> ContextOps<Call> for Session<G> {
             self.gpu.retire_context(*context);
             self.forget_context(*context);
             if *context != primary {
-                // A context that has failed may refuse, and goes with the process then.
+                // A failed context may refuse; it then ends with the process.
                 let _ = self.gpu.destroy_context(*context);
             }
         }
         self.forget_greens(op.device);
         self.gpu.reset(op.device)?;
-        // After the reset: a kernel that still ran would have found its memory gone.
+        // After the reset: a kernel that was still running would have lost its memory.
         self.unback_all(op.device);
         self.gpu.finish_reset()?;
         gone.iter().for_each(|context| cx.errors().clear(*context));

@@ -13,9 +13,10 @@ use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::{BoxCopy, Fill, Gpu, LineCopy};
 use crate::driver::rows::Rows;
 
-/// What a copy or a fill inside device memory does, checked for a stream or a graph of the device `home`. `None`: nothing.
+/// The effect of a copy or fill inside device memory, after checking it for a stream or graph of the device
+/// `home`. `None`: nothing.
 impl<G: Gpu> Session<G> {
-    /// A copy of bytes in a line.
+    /// A contiguous copy.
     pub(super) fn checked_line(&self, op: &MemcpyDtoD, home: u32) -> Result<LineCopy> {
         let to = self.check_range(op.dst, op.len, home)?;
         let from = self.check_range(op.src, op.len, home)?;

@@ -35,7 +35,7 @@ impl<G: Gpu> DirectOps<Call> for Session<G> {
     }
 
     fn direct_send(&mut self, cx: &mut Call, op: DirectSend) -> Result {
-        // Dropped where this returns early: the other end then hears that the piece will not come.
+        // If this returns early, it is dropped, which tells the other end that the piece will not arrive.
         let mut sending = self.directs()?.outgoing(op.direct)?.piece(op.number);
         let place = self.enter(cx, op.stream)?;
         let from = Rows::of(&op.src, op.extent);
@@ -44,7 +44,7 @@ impl<G: Gpu> DirectOps<Call> for Session<G> {
         if packed == 0 || packed > MAX_PIECE {
             return Err(Status::INVALID_VALUE);
         }
-        // No failure of the program's: it can take another way.
+        // Not an error of the program: it can take another route.
         let Some(buffer) = sending.fill(packed) else { return Ok(()) };
         self.gpu.download(cx, &mut self.streams, &place, &from, device, Sink::Mapped(buffer))?;
         let finish = Box::new(move |status| sending.finish(status));

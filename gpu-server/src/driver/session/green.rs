@@ -1,4 +1,4 @@
-//! Green contexts, and the parts of devices that they have.
+//! Green contexts, and the parts of devices that they use.
 
 use std::collections::HashMap;
 
@@ -12,14 +12,14 @@ use crate::driver::gpu::{Gpu, GpuGreenContexts, Split};
 use crate::driver::parts::{Parts, may_have};
 use crate::driver::streams::Stream;
 
-/// What a session has of this chapter.
+/// The session's green contexts.
 pub(super) struct Greens<G: GpuGreenContexts> {
     parts: Parts<G::Part>,
     descriptors: HashMap<u32, G::PartDescriptor>,
     contexts: HashMap<u32, Green<G::Green>>,
 }
 
-/// A green context. `N`: the GPU's.
+/// A green context. `N` belongs to the GPU.
 struct Green<N> {
     device: u32,
     native: N,
@@ -39,7 +39,7 @@ impl<G: GpuGreenContexts> Greens<G> {
         Ok(Part { number, kind, sm })
     }
 
-    /// Whether there are no green contexts and no parts that the client has asked for.
+    /// Whether there are no green contexts and the client has asked for no parts.
     pub(super) fn is_empty(&self) -> bool {
         self.contexts.is_empty() && self.descriptors.is_empty()
     }
@@ -50,7 +50,7 @@ impl<G: GpuGreenContexts> Greens<G> {
 }
 
 impl<G: Gpu> Session<G> {
-    /// A device is about to be reset: its green contexts go first.
+    /// Destroys a device's green contexts before the device is reset.
     pub(super) fn forget_greens(&mut self, device: u32) {
         for (_, green) in self.greens.contexts.extract_if(|_, green| green.device == device) {
             self.gpu.forget_green(green.native);

@@ -1,5 +1,5 @@
-//! Device memory: windows that are backed piece by piece, memory without an address, client memory that kernels use, and what of all this is
-//! shared with the client's other sessions.
+//! Device memory: windows that are backed piece by piece, memory without an address, client memory that
+//! kernels use, and memory shared with the client's other sessions.
 
 use protocol::Status;
 use protocol::handle::ContextId;
@@ -19,15 +19,15 @@ use crate::worker_protocol::Resource;
 
 /// A device's window of addresses.
 pub(super) struct Window<P> {
-    /// Which window it is.
+    /// The window's number.
     number: u32,
-    /// What is backed, as the client asked for it.
+    /// What is backed, as requested by the client.
     pub(super) pieces: Ranges<Piece<P>>,
     /// The program's allocations.
     allocations: Ranges,
 }
 
-/// What backs a part of a window. `P`: the GPU's.
+/// The backing of a part of a window. `P` belongs to the GPU.
 pub(super) struct Piece<P> {
     pub(super) place: Place<P>,
     /// The token under which it is shared.
@@ -39,30 +39,30 @@ pub(super) struct Piece<P> {
 pub(super) enum Place<P> {
     /// On its device.
     Device(P),
-    /// In the store, from this offset on.
+    /// In the store, starting at this offset.
     Store(u64),
 }
 
 impl<P> Window<P> {
-    /// The window of this number, with nothing in it.
+    /// An empty window with this number.
     pub fn new(number: u32) -> Self {
         Window { number, pieces: Ranges::default(), allocations: Ranges::default() }
     }
 }
 
-/// Client memory that devices reach, or a mirror of it. `V`: the GPU's.
+/// Client memory that devices access, or a mirror of it. `V` belongs to the GPU.
 pub(super) struct HostView<V> {
     context: u32,
-    /// First address of its pages, and their bytes.
+    /// First address of its pages, and their size in bytes.
     first: u64,
     size: u64,
     native: V,
-    /// For memory that is reached in place. A mirror has its own charge.
+    /// For memory that is accessed in place. A mirror has its own charge.
     _charge: Option<Charge>,
 }
 
 impl<V> HostView<V> {
-    /// For `size` bytes at `address`, in whole pages.
+    /// For `size` bytes at `address`, rounded to whole pages.
     fn new(context: ContextId, address: u64, size: u64, native: V, charge: Option<Charge>) -> HostView<V> {
         let first = address & !(MIRROR_PAGE - 1);
         let end = address.saturating_add(size).next_multiple_of(MIRROR_PAGE);
@@ -71,7 +71,7 @@ impl<V> HostView<V> {
 }
 
 impl<G: Gpu> Session<G> {
-    /// The ordinal of the device whose window holds an address.
+    /// The ordinal of the device whose window contains an address.
     fn ordinal_of(&self, address: u64) -> Option<u32> {
         let number = address.checked_sub(window(0))? / WINDOW_SIZE;
         // Nearly every session has window n for ordinal n.
@@ -84,13 +84,14 @@ impl<G: Gpu> Session<G> {
         self.windows.get_mut(device as usize).ok_or(Status::INVALID_DEVICE)
     }
 
-    /// Checks that there is such a device.
+    /// Checks that a device exists.
     pub(super) fn check_device(&self, device: u32) -> Result {
         if (device as usize) < self.windows.len() { Ok(()) } else { Err(Status::INVALID_DEVICE) }
     }
 
-    /// Checks that `len` bytes from `address` are one allocation's, one variable's, one piece of pinned memory's, or mapped. Returns the device
-    /// through which they are reached; `home` where that makes no difference.
+    /// Checks that `len` bytes from `address` are inside one allocation, variable or piece of pinned memory,
+    /// or are mapped. Returns the device through which they are accessed, or `home` if that makes no
+    /// difference.
     pub(super) fn check_range(&self, address: u64, len: u64, home: u32) -> Result<u32> {
         let found = match self.ordinal_of(address) {
             Some(ordinal) => {
@@ -114,7 +115,8 @@ impl<G: Gpu> Session<G> {
         self.host_views.values().any(inside)
     }
 
-    /// Whether any of `size` bytes from `address` are client memory that kernels reach. The range does not wrap around.
+    /// Whether any of `size` bytes from `address` are client memory that kernels access. The range does not
+    /// wrap around.
     fn touches_host_view(&self, address: u64, size: u64) -> bool {
         self.host_views.values().any(|view| address < view.first + view.size && view.first < address + size)
     }
@@ -126,12 +128,13 @@ impl<G: Gpu> Session<G> {
             && self.windows.iter().all(|window| window.pieces.is_empty())
     }
 
-    /// The session has devices with these windows from now on. It [has no memory](Self::has_no_memory).
+    /// Gives the session devices with these windows. It [has no memory](Self::has_no_memory).
     pub(super) fn clear_windows(&mut self, numbers: &[u32]) {
         self.windows = numbers.iter().map(|number| Window::new(*number)).collect();
     }
 
-    /// Takes a piece of `size` bytes out of its window. Other sessions no longer find it, but those that have opened it keep it.
+    /// Drops a piece of `size` bytes that was removed from its window. Other sessions can no longer open it,
+    /// but those that already have keep it.
     fn forget_piece(&mut self, device: u32, size: u64, piece: Piece<G::Piece>) {
         match (piece.token, &self.broker) {
             (None, _) => self.quota.less_movable(self.gpu.number(device), size),
@@ -140,7 +143,7 @@ impl<G: Gpu> Session<G> {
         }
     }
 
-    /// Gives up everything in a device's window. Nothing of the device runs any more.
+    /// Releases everything in a device's window. Nothing runs on the device any more.
     pub(super) fn unback_all(&mut self, device: u32) {
         let Some(window) = self.windows.get_mut(device as usize) else { return };
         let empty = Window::new(window.number);
@@ -150,12 +153,12 @@ impl<G: Gpu> Session<G> {
             if let Some((_, piece)) = window.pieces.remove(address) {
                 self.forget_piece(device, size, piece);
             }
-            // A refusal is logged, and concerns nobody: the addresses were the device's before its reset.
+            // A failure is logged and otherwise harmless: the reset has already freed the addresses.
             let _ = self.gpu.unback(device, address, size)();
         }
     }
 
-    /// Forgets client memory that kernels reach through a context that is gone.
+    /// Drops client memory that kernels access through a destroyed context.
     pub(super) fn forget_host_views(&mut self, context: u32) {
         for (_, view) in self.host_views.extract_if(|_, view| view.context == context) {
             self.gpu.forget_host(view.native);
@@ -166,12 +169,12 @@ impl<G: Gpu> Session<G> {
         self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)
     }
 
-    /// What memory of a device is charged to.
+    /// The resource that a device's memory is charged to.
     pub(super) fn memory_of(&self, device: u32) -> Resource {
         Resource::Device(self.gpu.number(device))
     }
 
-    /// The greatest granule of all devices.
+    /// The largest granule of all devices.
     fn granule(&self) -> u64 {
         (0..self.windows.len() as u32).map(|device| self.gpu.granule(device)).max().unwrap_or(1)
     }
@@ -197,7 +200,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         self.gpu.before_waiting_call(&self.streams, op.device)?;
         let native = quota.if_there_is_room(resource, op.size, || {
             self.gpu.back(op.device, op.address, op.size).map_err(|status| match status {
-                // What the daemon knows of other processes' memory may be a second old.
+                // The daemon's figures for other processes' memory may be a second old.
                 Status::OUT_OF_MEMORY if quota.is_shared() => Status::NOT_READY,
                 other => other,
             })
@@ -215,7 +218,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
             return Err(Status::INVALID_VALUE);
         }
         self.gpu.before_waiting_call(&self.streams, op.device)?;
-        // It counts as given back at once, although its pages may go later.
+        // It counts as released immediately, although its pages may be freed later.
         let (_, piece) =
             self.window_mut(op.device)?.pieces.remove(op.address).ok_or(Status::INVALID_VALUE)?;
         self.forget_piece(op.device, op.size, piece);
@@ -296,7 +299,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
 
     fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result {
         cx.context = op.context;
-        // One that is unknown was refused, or has gone with its context.
+        // An unknown view was refused, or was destroyed with its context.
         let Some(view) = self.host_views.remove(&op.address) else { return Ok(()) };
         self.gpu.unmap_host(op.context, ContextId(view.context), view.native)
     }
@@ -304,7 +307,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
     fn address_reserve(&mut self, _cx: &mut Call, op: AddressReserve) -> Reply<AddressReserveReply> {
         self.space.may_reserve(op.address, op.size, self.granule())?;
         if self.touches_host_view(op.address, op.size) {
-            // The client tries other addresses then.
+            // The client then tries other addresses.
             return Err(Status::OUT_OF_MEMORY);
         }
         self.gpu.reserve(op.address, op.size)?;
@@ -440,7 +443,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
             return Err(Status::INVALID_VALUE);
         };
         if own {
-            // As without rgpu: a process cannot open its own.
+            // As without rgpu: a process cannot open its own handles.
             return Err(Status::INVALID_CONTEXT);
         }
         let shared = SharedEvent::open(file, slot).map_err(|_| Status::OUT_OF_MEMORY)?;

@@ -1,13 +1,15 @@
-//! A session: what a client has made, and the operations on it, written once for every [`Gpu`].
+//! A session: what a client has made, and the operations on it, implemented once for every [`Gpu`].
 //!
-//! The session owns the tables of what the client names, checks each command against them, charges quotas, calls the GPU, and answers.
+//! The session keeps tables of what the client can name, checks each command against them, charges quotas,
+//! calls the GPU, and answers.
 //!
 //! - [`context`]: devices and contexts; [`stream`]: streams and events;
-//! - [`memory`]: the windows of device memory, [`space`](super::space) and what shares memory with other sessions; [`swap`]: how a session's memory leaves its devices;
+//! - [`memory`]: the windows of device memory, [`space`](super::space), and memory shared with other
+//!   sessions; [`swap`]: moves a session's memory off its devices and back;
 //! - [`copy`]: copies and fills; [`direct`]: copies from and to other servers;
 //! - [`module`]: modules, their functions, launches, and the linker; [`graph`]: graphs;
 //! - [`array`]: arrays, textures and surfaces; [`texture`]: tensor maps; [`green`]: green contexts;
-//! - [`activity`]: what devices did and when; [`nvml`]: NVML's questions.
+//! - [`activity`]: device activity; [`nvml`]: NVML queries.
 
 mod activity;
 mod array;
@@ -53,37 +55,37 @@ use self::memory::{HostView, Window};
 use self::module::Modules;
 use self::stream::Event;
 
-/// See the module.
+/// See the module's documentation.
 pub struct Session<G: Gpu> {
     gpu: G,
     /// The devices' windows, by ordinal.
     windows: Vec<Window<G::Piece>>,
     /// Memory without an address, and where it is mapped.
     space: Space<G::Memory>,
-    /// Client memory that devices reach, by its address in the client.
+    /// Client memory that devices access, by its address in the client.
     host_views: HashMap<u64, HostView<G::HostView>>,
     quota: Quota,
-    /// The way to the client's other sessions.
+    /// The connection to the client's other sessions.
     broker: Option<Arc<Broker>>,
-    /// The way to other servers.
+    /// The connection to other servers.
     directs: Option<Arc<Directs>>,
     /// Charges for limits of contexts, by context and limit.
     limits: HashMap<(u32, u32), Charge>,
-    /// Devices of the contexts that the program made.
+    /// Devices of the contexts made by the program.
     made_contexts: HashMap<u32, u32>,
     streams: Streams<G::Stream>,
-    /// Pieces of work that each stream was given since it was last fenced.
+    /// Pieces of work given to each stream since its last fence.
     worked: Ids<u64>,
-    /// Notices kernels that run for too long.
+    /// Finds kernels that run too long.
     watchdog: Option<Arc<Watchdog>>,
     events: Ids<Event<G::Event>>,
     modules: Modules<G>,
     graphs: Graphs<G>,
     arrays: Arrays<G>,
     greens: Greens<G>,
-    /// What its devices did, from the last time that this was to be recorded.
+    /// Device activity, since recording was last started.
     activity: Option<Arc<Activity>>,
-    /// Answers NVML's questions, which need none of the rest.
+    /// Answers NVML queries, independently of everything else.
     nvml: Management,
 }
 
@@ -167,7 +169,7 @@ impl<G: Gpu> Backend for Session<G> {
             if gently && self.orders_others(*id) {
                 return true;
             }
-            // If it fails, the end is dropped: the stream is gone, or its context has failed.
+            // If it fails, `end` is dropped: the stream no longer exists, or its context has failed.
             let _ = self.gpu.after_stream(call, &mut self.streams, StreamId(*id), end(*pieces));
             false
         });
@@ -187,7 +189,7 @@ impl<G: Gpu> Backend for Session<G> {
     }
 
     fn after_work(&mut self, call: &mut Call, stream: StreamId, end: End) {
-        // If it fails, the end is dropped, as above.
+        // If it fails, `end` is dropped, as above.
         let _ = self.gpu.after_stream(call, &mut self.streams, stream, end);
     }
 
@@ -222,7 +224,7 @@ impl<G: Gpu> Backend for Session<G> {
     }
 }
 
-/// A value as an operation's answer.
+/// An operation's immediate answer.
 fn now<R>(reply: R) -> Result<protocol::ops::Answer<R>> {
     Ok(protocol::ops::Answer::Now(reply))
 }

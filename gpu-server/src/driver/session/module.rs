@@ -15,15 +15,15 @@ use crate::driver::ids::Ids;
 use crate::driver::quota::Charge;
 use crate::driver::ranges::Ranges;
 
-/// Most linkers of a session.
+/// Maximum number of linkers in a session.
 const MOST_LINKS: usize = 256;
-/// Most failed loads of a session that are kept for the commands that follow them.
+/// Maximum number of failed loads that a session keeps for the commands that follow them.
 const MOST_REFUSED: usize = 4096;
 
-/// What a session has of this chapter.
+/// The session's modules and linkers.
 pub(super) struct Modules<G: GpuModules> {
     modules: Ids<Module<G>>,
-    /// Modules that could not be loaded and whose client did not wait for the answer, with the status that it gets for what it does with them.
+    /// Failed loads whose client did not wait for the answer, with the status for commands on these modules.
     refused: Ids<(ContextId, Status)>,
     links: HashMap<u32, Link<G::Link>>,
 }
@@ -34,25 +34,26 @@ struct Module<G: GpuModules> {
     native: G::Module,
     /// Whether the client binds its functions.
     by_name: bool,
-    /// By index. An error: why it could not be bound.
+    /// By index, or the error from binding it.
     functions: Vec<Result<Function<G::Function>>>,
     /// Variables that the client has asked for.
     globals: Ranges,
     _charge: Charge,
 }
 
-/// A function. `F`: the GPU's.
+/// A function. `F` belongs to the GPU.
 struct Function<F> {
     native: F,
 }
 
-/// A linker at work. `L`: the GPU's.
+/// A linker in use. `L` belongs to the GPU.
 struct Link<L> {
     context: ContextId,
     native: L,
 }
 
-/// Why there is no such module. If its load failed, the call's context is from here on the one that it was to be loaded into.
+/// Why a module doesn't exist. If its load failed, the call's context becomes the one it should have been
+/// loaded into.
 #[cold]
 fn why_refused(refused: &Ids<(ContextId, Status)>, cx: &mut Call, id: ModuleId) -> Status {
     match refused.get(&id.0) {
@@ -81,14 +82,14 @@ impl<G: GpuModules> Modules<G> {
         self.modules.values().any(|module| module.globals.holds(address, len))
     }
 
-    /// A context is gone, with its modules and linkers.
+    /// Drops the modules and linkers of a destroyed context.
     pub(super) fn forget_context(&mut self, context: ContextId) {
         self.modules.retain(|_, module| module.context != context);
         self.refused.retain(|_, (of, _)| *of != context);
         self.links.retain(|_, link| link.context != context);
     }
 
-    /// A function that is about to be launched in the call's context; the call's context is the function's from here on.
+    /// A function about to be launched in the call's context. The function's context becomes the call's.
     fn function_to_launch(&mut self, cx: &mut Call, id: FunctionId) -> Result<&mut Function<G::Function>> {
         let context = cx.context;
         let function = self.function_mut(cx, id)?;
@@ -98,7 +99,7 @@ impl<G: GpuModules> Modules<G> {
         Ok(function)
     }
 
-    /// A function of a context, for a node of a graph there.
+    /// A function for a graph node in a context.
     pub(super) fn function(&self, context: ContextId, id: FunctionId) -> Result<&G::Function> {
         let module = self.module(id.module())?;
         match module.functions.get(id.index() as usize).filter(|_| module.context == context) {
@@ -108,7 +109,7 @@ impl<G: GpuModules> Modules<G> {
         }
     }
 
-    /// A function; the call's context is the function's from here on.
+    /// A function. Its context becomes the call's.
     #[inline]
     fn function_mut(&mut self, cx: &mut Call, id: FunctionId) -> Result<&mut Function<G::Function>> {
         let Some(module) = self.modules.get_mut(&id.module().0) else {
@@ -128,7 +129,7 @@ impl<G: GpuModules> Modules<G> {
 }
 
 impl<G: Gpu> Session<G> {
-    /// Does something with a function, whose context was entered and is the call's from here on.
+    /// Enters the context of a function, makes it the call's, and passes the function to `f`.
     fn with_function<R>(
         &mut self,
         cx: &mut Call,
@@ -146,7 +147,7 @@ impl<G: Gpu> Session<G> {
         })
     }
 
-    /// Does something with a linker, whose context was entered and is the call's from here on.
+    /// Enters the context of a linker, makes it the call's, and passes the linker to `f`.
     fn with_link<R>(
         &mut self,
         cx: &mut Call,
@@ -163,7 +164,8 @@ impl<G: Gpu> Session<G> {
 }
 
 impl<G: Gpu> Session<G> {
-    /// Loads an image. With `info`, the function table is written there; without, the client binds the functions.
+    /// Loads an image. With `info`, the function table is written there; otherwise the client binds the
+    /// functions.
     fn load_module(
         &mut self,
         cx: &mut Call,
@@ -237,7 +239,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
             return Err(why_refused(&self.modules.refused, cx, op.function.module()));
         };
         cx.context = module.context;
-        // A client numbers them as it binds them.
+        // The client numbers them in the order of binding.
         let index = op.function.index();
         if !module.by_name || index as usize != module.functions.len() || index >= MOST_FUNCTIONS {
             return Err(Status::INVALID_HANDLE);
@@ -299,7 +301,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
     }
 
     fn link_destroy(&mut self, cx: &mut Call, op: LinkDestroy) -> Result {
-        // One that is unknown has gone with its context.
+        // An unknown linker was destroyed with its context.
         if let Some(link) = self.modules.links.remove(&op.link.0) {
             cx.context = link.context;
         }
@@ -339,7 +341,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         cx.context = module.context;
         self.gpu.enter(module.context)?;
         let found = self.gpu.module_global(module.context, &module.native, op.name)?;
-        // Known already when it is asked for again.
+        // May already be there if the client asks again.
         module.globals.insert(found.address, found.size, ());
         now(found)
     }

@@ -1,4 +1,4 @@
-//! NVML's questions.
+//! NVML queries.
 
 use protocol::ops::nvml::*;
 

@@ -1,4 +1,4 @@
-//! Streams and events: which there are, and whose.
+//! A session's streams and events.
 
 use std::sync::Arc;
 
@@ -16,21 +16,23 @@ use crate::driver::gpu::{EVENT_DISABLE_TIMING, EVENT_INTERPROCESS, Gpu, STREAM_N
 use crate::driver::streams::Stream;
 use crate::shared_event::SharedEvent;
 
-/// Most events of a session. Each takes some hundred bytes of the server's memory, which no other limit counts. (Streams are limited by their progress words.)
+/// Maximum number of events in a session. Each takes a few hundred bytes of the server's memory, which no
+/// other limit counts. (Streams are limited by their progress words.)
 const MAX_EVENTS: usize = 1 << 18;
 
-/// An event of the client's. `E`: the GPU's.
+/// One of the client's events. `E` belongs to the GPU.
 pub(super) struct Event<E> {
     pub(super) context: ContextId,
     pub(super) native: E,
     /// The tokens under which it is shared.
     pub(super) tokens: Vec<Token>,
-    /// For an interprocess event: what sessions share of it.
+    /// For an interprocess event: the state that sessions share.
     pub(super) shared: Option<SharedEvent>,
 }
 
 impl<G: Gpu> Session<G> {
-    /// Makes a context's legacy default stream if `id` is one that is not there yet: nothing else makes it.
+    /// Makes a context's legacy default stream if `id` is one that doesn't exist yet. Nothing else makes
+    /// these.
     pub(super) fn ensure_stream(&mut self, id: StreamId) -> Result {
         if id.0 < MAX_CONTEXTS && !self.streams.contains_key(&id.0) {
             let context = ContextId(id.0);
@@ -41,26 +43,27 @@ impl<G: Gpu> Session<G> {
         Ok(())
     }
 
-    /// Checks that a stream may be made under this number.
+    /// Checks that a stream with this ID may be made.
     pub(super) fn check_new_stream(&self, id: StreamId) -> Result {
         let free = (MAX_CONTEXTS..MAX_STREAMS).contains(&id.0) && !self.streams.contains_key(&id.0);
         if free { Ok(()) } else { Err(Status::INVALID_HANDLE) }
     }
 
-    /// The place in a stream where the next operation goes; the call's context is the stream's from here on. A context that has failed refuses with its error.
+    /// The place in a stream for the next operation. The stream's context becomes the call's. A failed
+    /// context refuses with its error.
     pub(super) fn enter(&mut self, cx: &mut Call, id: StreamId) -> Result<G::Place> {
         self.ensure_stream(id)?;
         self.gpu.enter_stream(cx, &mut self.streams, id)
     }
 
-    /// As [`enter`](Self::enter), for a piece of work.
+    /// Like [`enter`](Self::enter), for a piece of work.
     pub(super) fn enter_to_work(&mut self, cx: &mut Call, id: StreamId) -> Result<G::Place> {
         let place = self.enter(cx, id)?;
         self.works(id);
         Ok(place)
     }
 
-    /// Launches something on a stream that was entered, between two fences if there is a watchdog.
+    /// Launches something on an entered stream, between two fences if there is a watchdog.
     pub(super) fn launch_watched(
         &mut self,
         cx: &mut Call,
@@ -71,13 +74,14 @@ impl<G: Gpu> Session<G> {
         let watch = watchdog.watch(cx.context);
         let begins = Arc::clone(&watch);
         self.gpu.after_stream(cx, &mut self.streams, id, Box::new(move |status| begins.begin(status)))?;
-        // Once more: what is launched is behind that fence, which is not the end of the stream's work.
+        // Again: the launch comes after that fence, which is not the end of the stream's work.
         self.enter(cx, id)?;
         launch(self, cx)?;
         self.gpu.after_stream(cx, &mut self.streams, id, Box::new(move |_| drop(watch)))
     }
 
-    /// Whether this is a legacy default stream whose context has other streams that wait for its work, and it for theirs.
+    /// Whether this is a legacy default stream whose context has other streams, so that they wait for each
+    /// other's work.
     pub(super) fn orders_others(&self, id: u32) -> bool {
         let ordered = |(other, stream): (&u32, &Stream<G::Stream>)| {
             *other != id && stream.is_blocking && stream.context.0 == id
@@ -85,7 +89,7 @@ impl<G: Gpu> Session<G> {
         id < MAX_CONTEXTS && self.streams.iter().any(ordered)
     }
 
-    /// A stream that exists is given a piece of work.
+    /// Counts a piece of work for an existing stream.
     #[inline]
     pub(super) fn works(&mut self, id: StreamId) {
         *self.worked.entry(id.0).or_default() += 1;
@@ -137,7 +141,7 @@ impl<G: Gpu> StreamOps<Call> for Session<G> {
     }
 
     fn stream_host_wait(&mut self, cx: &mut Call, op: StreamHostWait) -> Result {
-        // The worker itself holds what comes behind; there only has to be such a stream.
+        // The worker itself holds back what follows; there only has to be such a stream.
         self.ensure_stream(op.stream)?;
         let stream = self.streams.get(&op.stream.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = stream.context;
@@ -187,7 +191,8 @@ impl<G: Gpu> StreamOps<Call> for Session<G> {
 }
 
 impl<G: Gpu> Session<G> {
-    /// Memory operations, for a stream or a graph of the device `home`, as the GPU takes them. Each is valid, and its word is the session's.
+    /// Memory operations in the GPU's form, for a stream or graph of the device `home`. Each is valid, and
+    /// its word belongs to the session.
     pub(super) fn memory_ops(&self, operations: &[MemoryOp], home: u32) -> Result<Vec<G::MemoryOp>> {
         if operations.is_empty() || operations.len() > memory_op::MOST {
             return Err(Status::INVALID_VALUE);
@@ -253,25 +258,25 @@ impl<G: Gpu> EventOps<Call> for Session<G> {
 }
 
 impl<G: Gpu> Session<G> {
-    /// What was shared under these tokens is gone, for the client's other sessions as well.
+    /// Ends sharing under these tokens, also for the client's other sessions.
     pub(super) fn unshare(&self, tokens: Vec<Token>) {
         if let Some(broker) = &self.broker {
             tokens.into_iter().for_each(|token| broker.unshare(token));
         }
     }
 
-    /// Whether an event may get this number.
+    /// Checks that an event may get this ID.
     pub(super) fn may_name_event(&self, id: EventId) -> Result {
         if self.events.contains_key(&id.0) { Err(Status::INVALID_HANDLE) } else { Ok(()) }
     }
 
-    /// What sessions share of an event that was made for it.
+    /// The shared state of an interprocess event.
     pub(super) fn shared_event(&self, id: EventId) -> Result<&SharedEvent> {
         let event = self.events.get(&id.0).ok_or(Status::INVALID_HANDLE)?;
         event.shared.as_ref().ok_or(Status::INVALID_VALUE)
     }
 
-    /// An event is shared under a token.
+    /// Notes that an event is shared under a token.
     pub(super) fn note_shared(&mut self, id: EventId, token: Token) {
         if let Some(event) = self.events.get_mut(&id.0) {
             event.tokens.push(token);
@@ -291,7 +296,7 @@ impl<G: Gpu> Session<G> {
         let event = self.events.get(&id.0).ok_or(Status::INVALID_HANDLE)?;
         let shared = event.shared.as_ref().ok_or(Status::INVALID_VALUE)?;
         let done = shared.last().is_none_or(|moment| moment.has_come());
-        // A context that has failed says so.
+        // A failed context returns its error here.
         self.gpu.enter(event.context)?;
         Ok(done)
     }

@@ -1,7 +1,8 @@
-//! The session's memory leaves its devices, and comes back to the same addresses.
+//! Moves the session's memory off its devices, and back to the same addresses.
 //!
-//! What leaves is what backs the devices' windows, where ordinary allocations are and managed memory. What stays: pieces that the session shares with others, memory that was made without an address
-//! ([`space`](crate::driver::space)), arrays, code with its variables and heaps, and client memory that kernels reach.
+//! The memory in the devices' windows moves: ordinary allocations and managed memory. What stays: pieces
+//! shared with other sessions, memory made without an address ([`space`](crate::driver::space)), arrays, code
+//! with its variables and heaps, and client memory that kernels access.
 
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::channel;
@@ -15,11 +16,11 @@ use crate::driver::call::{Call, Result};
 use crate::driver::gpu::Gpu;
 use crate::driver::store::{Lane, Store, Way};
 
-/// Bytes of pieces that are copied before their memory is given up.
+/// Bytes that are copied before the memory of these pieces is released.
 const BATCH: u64 = 512 << 20;
-/// How long memory that comes back waits for that of another session which is leaving.
+/// How long returning memory waits for a session that is leaving.
 const ROOM_WITHIN: Duration = Duration::from_secs(5);
-/// How often it looks.
+/// How often it checks.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 /// A piece that moves.
@@ -32,7 +33,7 @@ struct Moving {
     at: u64,
 }
 
-/// Groups of neighbors in `all` of about a [`BATCH`] each, on one device.
+/// Groups of neighbors in `all`, each of about one [`BATCH`] and on one device.
 fn batches(all: &[Moving]) -> impl Iterator<Item = &[Moving]> {
     let mut sum = 0;
     all.chunk_by(move |one, next| {
@@ -74,7 +75,7 @@ impl<G: Gpu> Session<G> {
         let devices = self.windows.len() as u32;
         for device in 0..devices {
             let idle = idle.clone();
-            // Nobody listens any more once the time is over.
+            // After the timeout nobody listens any more.
             let end = move |status: Status| {
                 let _ = idle.send(status);
             };
@@ -85,7 +86,7 @@ impl<G: Gpu> Session<G> {
             let left = until.saturating_duration_since(Instant::now());
             match becomes_idle.recv_timeout(left) {
                 Ok(Status::SUCCESS) => {}
-                // A context that has failed has nothing that is worth to be moved.
+                // A failed context has nothing worth moving.
                 Ok(status) => return Err(status),
                 Err(_) => return Err(Status::NOT_READY),
             }
@@ -93,7 +94,8 @@ impl<G: Gpu> Session<G> {
         Ok(())
     }
 
-    /// Moves pieces to their places in the store. While some are copied, room is made for the next, and the memory of those before is given up.
+    /// Moves pieces to their places in the store. While one batch is copied, space is made for the next, and
+    /// the memory of the previous one is released.
     fn move_out(&mut self, leaving: &[Moving], store: &mut Store, file: Option<OwnedFd>) -> Result {
         if let Some(file) = file {
             let bytes = leaving.iter().map(|piece| piece.size).sum();
@@ -110,7 +112,7 @@ impl<G: Gpu> Session<G> {
             lane = lane.other();
             Ok(())
         });
-        // Those that were copied last. If anything went wrong, this only waits until nothing is copied any more.
+        // The last batch. After an error, this only waits until all copies have ended.
         match (moved, before) {
             (Ok(()), Some(last)) => self.set_aside(lane.other(), last),
             (Err(status), Some(last)) => {
@@ -123,7 +125,7 @@ impl<G: Gpu> Session<G> {
         }
     }
 
-    /// Gives up the memory of a batch when its copies in a lane are done.
+    /// Releases the memory of a batch once its copies in a lane are done.
     fn set_aside(&mut self, lane: Lane, batch: &[Moving]) -> Result {
         for piece in batch {
             self.gpu.transferred(piece.device, lane)?;
@@ -161,7 +163,8 @@ impl<G: Gpu> Session<G> {
             })
         };
         if let Err(status) = bring(self) {
-            // The store has the bytes of all of them. What holds a part of the devices' memory and waits for the rest would keep others from it.
+            // The store has the bytes of all of them. Holding part of the devices' memory while waiting for
+            // the rest would only block others.
             for piece in &coming[..back] {
                 let _ = self.gpu.transferred(piece.device, Lane::Even);
                 self.gpu.set_aside(piece.device, piece.address, piece.size)?;
@@ -181,7 +184,7 @@ impl<G: Gpu> Session<G> {
         self.quota.moved(way, self.gpu.number(piece.device), piece.size);
     }
 
-    /// Gives a piece memory again, as soon as a session that is leaving has given up as much.
+    /// Gives a piece memory again, as soon as a session that is leaving has released enough.
     fn bring_back(&mut self, piece: &Moving, until: Instant) -> Result<G::Piece> {
         loop {
             match self.gpu.bring_back(piece.device, piece.address, piece.size) {

@@ -8,10 +8,10 @@ use super::{Session, now};
 use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::Gpu;
 
-/// Most dimensions of a tensor.
+/// Maximum number of dimensions of a tensor.
 const MAX_RANK: usize = 5;
 
-/// The tensor's dimensions, if its lists have the lengths that a driver reads.
+/// The tensor's rank, if its lists have the lengths that a driver reads.
 fn rank(tensor: &Tensor) -> Result<usize> {
     let rank = tensor.sizes.len();
     let whole =

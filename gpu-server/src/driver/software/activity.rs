@@ -1,4 +1,5 @@
-//! What the software GPU did and when: its streams' threads look at the clock before and after each piece of work.
+//! Device activity of the software GPU: its streams' threads read the clock before and after each piece of
+//! work.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,7 +16,7 @@ use crate::driver::call::Result;
 use crate::driver::gpu::{Fill, GpuActivity};
 use crate::driver::rows::Rows;
 
-/// What a piece of work is.
+/// The kind of a piece of work.
 #[derive(Clone)]
 pub(super) struct What {
     record: ActivityRecord,
@@ -32,7 +33,7 @@ impl What {
         What::of(ActivityRecord { kind: kind::COPY, memory: [copy, ends[0], ends[1]], bytes, ..blank() })
     }
 
-    /// A copy between two devices' memory, perhaps one.
+    /// A copy between the memory of two devices, or within one.
     pub(super) fn between(from: u32, to: u32, bytes: u64) -> What {
         let copy = if from == to { copy::DTOD } else { copy::PTOP };
         let mut what = What::copy(copy, [memory::DEVICE; 2], bytes);
@@ -40,7 +41,7 @@ impl What {
         what
     }
 
-    /// The bytes of a box.
+    /// Size of a box in bytes.
     pub(super) fn bytes(rows: &Rows) -> u64 {
         rows.sizes().map_or(0, |(packed, _)| packed)
     }
@@ -67,7 +68,7 @@ impl What {
     }
 }
 
-/// Where a command's records go, and what they have in common.
+/// Where a command's records go, and their common fields.
 #[derive(Clone)]
 pub(super) struct Records {
     activity: Arc<Activity>,
@@ -77,7 +78,7 @@ pub(super) struct Records {
 }
 
 impl Records {
-    /// A node of a graph was done.
+    /// Records a graph node's work.
     pub(super) fn node(&self, what: &What, graph: u32, node: u64, begin: u64) {
         let mut what = what.clone();
         (what.record.graph, what.record.node) = (graph, node);
@@ -91,29 +92,29 @@ impl Records {
     }
 }
 
-/// A piece of work to be recorded; nothing if nothing is recorded.
+/// Times a piece of work; does nothing if nothing is recorded.
 pub(super) struct Timer(Option<(Records, What, Arc<AtomicU64>)>);
 
 impl Timer {
-    /// A stream begins with it.
+    /// Called when a stream begins the work.
     pub(super) fn begin(&self) {
         if let Some((.., begun)) = &self.0 {
             begun.store(now(), Ordering::Relaxed);
         }
     }
 
-    /// It is done. To be called before anybody can see that.
+    /// Called when the work is done, before anybody can see that.
     pub(super) fn end(self) {
         if let Some((records, what, begun)) = self.0 {
             records.push(&what, begun.load(Ordering::Relaxed));
         }
     }
 
-    /// Both, around `launch`, which enqueues work on the place's stream. Nothing is recorded of work that fails.
+    /// Does both around `launch`, which enqueues work on the place's stream. Failed work is not recorded.
     pub(super) fn around(self, place: &Place, launch: impl FnOnce() -> Result) -> Result {
         let Some((records, what, begun)) = self.0 else { return launch() };
         let begin = Timer(Some((records.clone(), what.clone(), Arc::clone(&begun))));
-        // A device that has failed takes nothing more, and says so where the work is enqueued.
+        // A failed device takes no work; the caller gets the error from enqueuing the work itself.
         let _ = place.stream.enqueue(move |_| {
             begin.begin();
             Ok(())
@@ -129,14 +130,14 @@ impl Timer {
 }
 
 impl Software {
-    /// Where records of the command that is being executed go, if there are to be any.
+    /// Where to record the command being executed, if activity is recorded.
     pub(super) fn records(&self, place: &Place) -> Option<Records> {
         let activity = Arc::clone(self.activity.as_ref()?);
         let (seq, stream) = self.marked?;
         Some(Records { activity, seq, stream: stream.0, device: place.device })
     }
 
-    /// A timer for a piece of work of the command that is being executed.
+    /// A timer for a piece of work of the command being executed.
     pub(super) fn timer(&self, place: &Place, what: impl FnOnce() -> What) -> Timer {
         Timer(self.records(place).map(|records| (records, what(), Arc::default())))
     }

@@ -1,4 +1,5 @@
-//! Arrays, textures and surfaces: elements row after row in memory of the device's own, which no client can name; levels of a mipmapped array one after the other.
+//! Arrays, textures and surfaces. Their elements are stored row by row in device memory that no client can
+//! name, with the levels of a mipmapped array one after another.
 
 use cupti_records::{copy, memory};
 use protocol::Status;
@@ -23,18 +24,19 @@ const DISABLE_TRILINEAR: u32 = 0x20;
 const SEAMLESS_CUBEMAP: u32 = 0x40;
 const KNOWN_FLAGS: u32 =
     READ_AS_INTEGER | NORMALIZED_COORDINATES | SRGB | DISABLE_TRILINEAR | SEAMLESS_CUBEMAP;
-/// Levels of a mipmapped array begin at multiples of this.
+/// Alignment of a mipmapped array's levels.
 const LEVEL_ALIGN: u64 = 512;
-/// What an array that has no memory needs is a multiple of this, as on NVIDIA's GPUs.
+/// Granularity of the memory required for an array that has none, as on NVIDIA's GPUs.
 const MAP_ALIGN: u64 = 64 << 10;
-/// Texels of a texture of linear memory: what CUDA reports for every GPU of today.
+/// Maximum texels in a texture of linear memory: what CUDA reports for all current GPUs.
 const MAX_LINEAR: u64 = 1 << 28;
 
 /// The memory of an array, or of a level of a mipmapped one.
 pub struct Elements {
     gpu: Gpu,
     address: u64,
-    /// Whether it goes with this: a level's goes with its mipmapped array, and an array whose memory is mapped later has none.
+    /// Whether dropping this frees the memory: a level's belongs to its mipmapped array, and an array whose
+    /// memory is mapped later has none.
     own: bool,
 }
 
@@ -48,14 +50,14 @@ impl Drop for Elements {
     }
 }
 
-/// Bytes before a level of a mipmapped array; before the one after the last: of all of it.
+/// Bytes before a level of a mipmapped array; for the level after the last, the total size.
 fn before_level(shape: &ArrayShape, level: u32) -> Option<u64> {
     (0..level).try_fold(0u64, |sum, n| {
         sum.checked_add(shape.level(n).bytes()?)?.checked_next_multiple_of(LEVEL_ALIGN)
     })
 }
 
-/// Bytes of a row, rows, and slices of a shape that an array has.
+/// Bytes per row, rows and slices of an array of this shape.
 fn extent(shape: &ArrayShape) -> [u64; 3] {
     shape.extent().unwrap_or_default()
 }
@@ -70,13 +72,13 @@ impl Elements {
         Ok(Elements { gpu: gpu.clone(), address, own })
     }
 
-    /// A level of a mipmapped array whose elements these are.
+    /// One level, if these are a mipmapped array's elements.
     fn level(&self, shape: &ArrayShape, level: u32) -> Result<Elements> {
         let before = before_level(shape, level).ok_or(Status::INVALID_VALUE)?;
         Ok(Elements { gpu: self.gpu.clone(), address: self.address + before, own: false })
     }
 
-    /// What textures and surfaces look at.
+    /// What textures and surfaces read.
     fn image(&self, shape: &ArrayShape) -> Result<Image> {
         if shape.flags & flag::DEFERRED_MAPPING != 0 {
             return Err(Status::INVALID_VALUE);
@@ -111,7 +113,7 @@ fn format(format: u32) -> Result<ChannelFormat> {
     })
 }
 
-/// The format and the channels of a `CUresourceViewFormat`; block-compressed ones are not made here.
+/// The format and channels of a `CUresourceViewFormat`. Block-compressed ones are not supported.
 fn view_format(format: u32) -> Result<(ChannelFormat, u32)> {
     let kind = format.checked_sub(1).ok_or(Status::INVALID_VALUE)?;
     let channels = [1, 2, 4][kind as usize % 3];
@@ -129,12 +131,12 @@ fn view_format(format: u32) -> Result<(ChannelFormat, u32)> {
     Ok((format, channels))
 }
 
-/// The levels, and the layers of them, that a view shows, in the format that it gives them.
+/// The levels and layers that a view shows, in its format.
 fn viewed(images: &[Image], shape: &ArrayShape, view: &View) -> Result<Vec<Image>> {
     let cube = shape.flags & flag::CUBEMAP != 0;
     let first = images.first().ok_or(Status::INVALID_VALUE)?;
     let [top, bottom] = match view.layers {
-        // The six faces of a cube are no layers.
+        // A cube's six faces are not layers.
         [0, 0] if cube && shape.flags & flag::LAYERED == 0 => [0, 5],
         _ if cube && shape.flags & flag::LAYERED == 0 => return Err(Status::INVALID_VALUE),
         layers => layers,
@@ -146,11 +148,11 @@ fn viewed(images: &[Image], shape: &ArrayShape, view: &View) -> Result<Vec<Image
     {
         return Err(Status::INVALID_VALUE);
     }
-    // What a GPU shows of some of the layers of cubes depends on more than is known here.
+    // What a GPU shows for a subset of cube layers depends on details that are unknown here.
     if cube && [top, bottom] != [0, first.layers - 1] {
         return Err(Status::NOT_SUPPORTED);
     }
-    // Levels that are not there are the last one.
+    // Levels beyond the last are clamped to it.
     let [from, to] = view.levels.map(|level| (level as usize).min(images.len() - 1));
     let (format, channels) = view_format(view.format)?;
     let mut seen = images[from..=to].to_vec();
@@ -195,19 +197,20 @@ fn sampler(s: &Sampling, format: ChannelFormat, mipmapped: bool) -> Result<Sampl
     let sampler = Sampler {
         address: [mode(s.address[0])?, mode(s.address[1])?, mode(s.address[2])?],
         linear: linear(s.filter)?,
-        // Levels have no other coordinates.
+        // Textures with levels only have normalized coordinates.
         normalized: s.flags & NORMALIZED_COORDINATES != 0 || mipmapped,
         normalized_read,
-        // Of other texels it says nothing.
+        // It doesn't apply to other texels.
         srgb: s.flags & SRGB != 0 && normalized_read && format == ChannelFormat::Unsigned(8),
         border: s.border.map(f32::from_bits),
         seamless: s.flags & SEAMLESS_CUBEMAP != 0,
         anisotropic,
         ..Sampler::default()
     };
-    // Where there is one level, nothing is said of levels.
+    // With a single level, levels don't matter.
     Ok(if mipmapped {
-        // A GPU takes whole numbers of two levels in proportion as well, rounded as it does it.
+        // A GPU also interpolates integers between two levels, with its own rounding, which is not
+        // implemented.
         if s.level_filter == 1 && whole && !normalized_read {
             return Err(Status::NOT_SUPPORTED);
         }
@@ -222,7 +225,7 @@ fn sampler(s: &Sampling, format: ChannelFormat, mipmapped: bool) -> Result<Sampl
     })
 }
 
-/// What a texture is of: one level, or several.
+/// The levels that a texture reads.
 fn images(source: &TextureSource<'_, Software>) -> Result<Vec<Image>> {
     match source {
         TextureSource::Array { array, shape } => Ok(vec![array.image(shape)?]),
@@ -354,7 +357,7 @@ impl GpuArrays for Software {
                 TextureSource::Array { shape, .. } | TextureSource::Mipmapped { shape, .. } => {
                     all = viewed(&all, shape, view)?;
                 }
-                // Memory is not viewed otherwise than it is described.
+                // Linear memory cannot have a view.
                 TextureSource::Memory { .. } => return Err(Status::INVALID_VALUE),
             }
         }
@@ -376,7 +379,7 @@ impl GpuArrays for Software {
     }
 
     fn forget_texture(&mut self, device: u32, handle: u64) {
-        // A device that was reset has none.
+        // A reset device has none.
         let _ = self.destroy_handle(device, handle);
     }
 

@@ -1,6 +1,6 @@
-//! Graphs. An instance is a list of steps in an order in which each follows those that it waits for. A launch
-//! is one operation of its stream, whose thread takes the steps one after the other. A condition is a word of
-//! device memory, whose address is its handle.
+//! Graphs. An instance is a list of steps in an order that respects their dependencies. A launch is one
+//! operation of its stream, whose thread runs the steps one after another. A condition is a word of device
+//! memory, and its address is the handle.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -21,7 +21,7 @@ use crate::driver::activity::now;
 use crate::driver::call::{Call, Errors, Result};
 use crate::driver::gpu::{GpuGraphs, Node, NodeWork};
 
-/// What one node does, ready to be done.
+/// The work of one node, ready to run.
 enum Step {
     Kernel(Function, LaunchConfig, Vec<u8>, u32),
     Data(Again, What),
@@ -45,13 +45,13 @@ pub struct Draft {
 struct Condition {
     gpu: Gpu,
     address: u64,
-    /// Its value at the beginning of each launch. `None`: the value that it had.
+    /// Its value at the start of each launch. `None`: it keeps its value.
     default: Option<u32>,
 }
 
 impl Drop for Condition {
     fn drop(&mut self) {
-        // Fails only if the device's memory is gone.
+        // Fails only if the device's memory no longer exists.
         let _ = self.gpu.free(self.address);
     }
 }
@@ -67,13 +67,13 @@ pub struct Choice {
 pub struct Instance {
     steps: Steps,
     conditions: Vec<Arc<Condition>>,
-    /// Bytes of stack that a thread of its kernels needs.
+    /// Stack per thread that its kernels need, in bytes.
     stack: u64,
-    /// Tells it from other instances of this process.
+    /// Distinguishes it from other instances of this process.
     number: u32,
 }
 
-/// The most stack that a kernel of these steps needs, in bytes.
+/// The maximum stack that these steps' kernels need, in bytes.
 fn stack(steps: &Steps) -> u64 {
     let of_step = |step: &Step| match step {
         Step::Kernel(function, ..) => function.info().local_bytes.into(),
@@ -91,7 +91,7 @@ struct Run {
     errors: Errors,
     context: ContextId,
     seq: u64,
-    /// Where what its nodes did is recorded.
+    /// Where its nodes' work is recorded.
     records: Option<Records>,
 }
 
@@ -122,7 +122,8 @@ impl Run {
         Ok(())
     }
 
-    /// A step was done. Its address tells it from the others of this graph, and the graph's from other graphs.
+    /// Records a finished step. Its address distinguishes it from the graph's other steps, and the graph's
+    /// address from other graphs.
     fn record(&self, records: &Records, step: &Step, begin: u64) {
         let kernel;
         let what = match step {
@@ -136,8 +137,8 @@ impl Run {
         records.node(what, self.graph.number, std::ptr::from_ref(step) as u64, begin);
     }
 
-    /// Copies and memory operations that fail do not end the device: as on a stream, their error is the
-    /// context's deferred one.
+    /// Copies and memory operations that fail do not fail the device: as on a stream, they become the
+    /// context's deferred error.
     fn survive(&self, gpu: &Gpu, done: software_gpu::Result<()>) -> software_gpu::Result<()> {
         match done {
             Err(e) if gpu.status().is_ok() => {
@@ -166,7 +167,7 @@ impl Run {
 }
 
 impl Software {
-    /// What a node does; `None`: nothing.
+    /// The work of a node, or `None` if there is none.
     fn step(&self, gpu: &Gpu, work: NodeWork<'_, Software>) -> Result<Option<Step>> {
         Ok(Some(match work {
             NodeWork::Empty => return Ok(None),

@@ -1,5 +1,6 @@
-//! Green contexts. Their parts are counted, and their streams are streams as others are: a kernel may use more multiprocessors than its part has, as CUDA allows (and does, with MPS and with
-//! dynamic parallelism), never fewer.
+//! Green contexts. Their parts are only counted, and their streams are ordinary ones: a kernel may use more
+//! multiprocessors than its part has, as CUDA allows (and does, with MPS and with dynamic parallelism), but
+//! never fewer.
 
 use crate::driver::call::Result;
 use protocol::Status;
@@ -24,7 +25,7 @@ pub struct Sm {
     device: u32,
     first: u32,
     count: u32,
-    /// It came of a split, and is not split again.
+    /// Whether it came from a split; it cannot be split again.
     split: bool,
 }
 

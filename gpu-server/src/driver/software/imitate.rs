@@ -1,7 +1,9 @@
-//! How NVIDIA's driver keeps its caller waiting, imitated for tests (`--software-imitate`).
+//! Imitates for tests how NVIDIA's driver makes its caller wait (`--software-imitate`).
 //!
-//! Nothing of this backend waits for a device by itself: queues have no end, and loading code takes no longer while kernels run. NVIDIA's driver does
-//! wait, and a session must come through that: while the dispatcher is inside such a call, it reads no further commands. These are test aids. A server that
+//! Nothing in this backend waits for a device by itself: queues are unlimited, and loading code takes no
+//! longer while kernels run. NVIDIA's driver does wait, and a session must cope with that: while the
+//! dispatcher is inside such a call, it reads no further commands. A server without this option only ever
+//! checks an empty [`Imitate`].
 //! is given none of them never comes here but for one look at an empty [`Imitate`].
 
 use std::collections::HashMap;
@@ -13,36 +15,36 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use software_gpu::{Event, Stream};
 
-/// What to imitate. As text: items separated by commas, each at most once.
+/// What to imitate. The text form is a list of items separated by commas, each at most once.
 ///
 /// | item | meaning |
 /// |---|---|
-/// | `queue=N` | a stream's queue holds N operations; whoever puts one more into it waits until there is room |
-/// | `hardware-queues=N` | streams share N queues; what is in one of them is done in its order, whatever stream it is of |
+/// | `queue=N` | a stream's queue holds N operations; adding another waits until there is room |
+/// | `hardware-queues=N` | streams share N queues; operations in one queue run in order, whichever stream they belong to |
 /// | `waiting-calls` | loading and unloading code, instantiating graphs, growing and shrinking device memory, and destroying or resetting a context wait for all work on the device |
 /// | `context-ms=N` | making a context takes N milliseconds |
-/// | `pageable-memory` | kernels can reach pageable memory, says the device; they cannot |
+/// | `pageable-memory` | the device claims that kernels can access pageable memory |
 /// | `call-us=N` | commands are delayed by 0 to N microseconds, at random |
-/// | `block-us=N` | a block of a kernel takes N microseconds of the device's time, which passes only for the shares of clients: kernels take no longer |
-/// | `seed=N` | where the random numbers of `call-us` begin |
+/// | `block-us=N` | a block of a kernel counts as N microseconds of device time in the clients' shares; kernels take no longer |
+/// | `seed=N` | seed of the random numbers for `call-us` |
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Imitate {
-    /// Operations that a stream's queue holds; 0: any number.
+    /// Capacity of a stream's queue in operations; 0: unlimited.
     pub queue: u32,
-    /// Queues that streams share; 0: each has its own.
+    /// Number of queues that streams share; 0: each has its own.
     pub hardware_queues: u32,
-    /// Some calls wait for all work on the device.
+    /// Whether some calls wait for all work on the device.
     pub waiting_calls: bool,
-    /// The device says that kernels can reach pageable memory.
+    /// Whether the device claims that kernels can access pageable memory.
     pub pageable_memory: bool,
     /// Milliseconds that making a context takes.
     pub context_ms: u32,
-    /// Microseconds by which a command is delayed at most.
+    /// Maximum delay of a command, in microseconds.
     pub call_us: u32,
-    /// Microseconds of device time that a block of a kernel counts as.
+    /// Device time that a block of a kernel counts as, in microseconds.
     #[serde(default)]
     pub block_us: u32,
-    /// Where the random numbers begin.
+    /// Seed of the random numbers.
     pub seed: u32,
 }
 
@@ -102,7 +104,7 @@ impl fmt::Display for Imitate {
 }
 
 impl Imitate {
-    /// Takes as long as making a context does.
+    /// Takes as long as making a context should take.
     pub fn make_context(&self) {
         if self.context_ms > 0 {
             std::thread::sleep(Duration::from_millis(self.context_ms.into()));
@@ -110,7 +112,7 @@ impl Imitate {
     }
 }
 
-/// Delays commands at random, the same way each time for the same seed.
+/// Delays commands randomly; the same seed gives the same delays.
 #[derive(Debug)]
 pub(super) struct Delays {
     most_us: u32,
@@ -139,12 +141,13 @@ impl Delays {
     }
 }
 
-/// For each queue that streams share, the stream that was last put into it.
+/// For each shared queue, the stream whose operation entered it last.
 #[derive(Default)]
 pub(super) struct HardwareQueues(HashMap<u32, Stream>);
 
 impl HardwareQueues {
-    /// An operation of stream `id` is about to be put into one of `count` queues: it comes after everything that is in that queue.
+    /// Called before an operation of stream `id` enters one of `count` queues: orders it after everything in
+    /// that queue.
     pub(super) fn enter(&mut self, count: u32, id: u32, stream: &Stream) -> Result<(), software_gpu::Error> {
         if let Some(last) = self.0.insert(id % count, stream.clone()) {
             let event = Event::new();
@@ -155,7 +158,7 @@ impl HardwareQueues {
     }
 }
 
-/// A stream's queue with room for so many operations.
+/// A stream's queue of limited size.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     waiting: Mutex<u32>,
@@ -167,7 +170,7 @@ impl Queue {
         self.waiting.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Waits for room among `size` operations and takes it, until the [`Entry`] is dropped.
+    /// Waits for one of `size` places and takes it, until the [`Entry`] is dropped.
     pub(super) fn enter(self: &Arc<Queue>, size: u32) -> Entry {
         let mut waiting = self.lock();
         while *waiting >= size {
@@ -178,7 +181,7 @@ impl Queue {
     }
 }
 
-/// An operation's room in its queue. The stream drops it when it comes to the operation.
+/// An operation's place in its queue. The stream drops it when it reaches the operation.
 #[derive(Debug)]
 pub(super) struct Entry(Arc<Queue>);
 
@@ -223,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn delays_repeat_with_their_seed_and_stay_below_their_most() {
+    fn delays_repeat_with_their_seed_and_stay_below_the_maximum() {
         let numbers = |seed| {
             let mut delays = Delays::new(&Imitate { call_us: 50, seed, ..Imitate::default() });
             (0..100).map(|_| delays.next()).collect::<Vec<_>>()
@@ -234,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_queue_keeps_the_caller_until_there_is_room() {
+    fn a_full_queue_blocks_the_caller_until_there_is_room() {
         let queue = Arc::<Queue>::default();
         let (first, _second) = (queue.enter(2), queue.enter(2));
         let third = std::thread::spawn({

@@ -31,19 +31,19 @@ const NON_PORTABLE_CLUSTER: u32 = 14;
 const CLUSTER_SCHEDULING: u32 = 15;
 /// Number of function attributes in a module's table.
 const ATTRIBUTES: u32 = 16;
-/// Blocks of a cluster that every GPU with clusters has.
+/// Cluster size in blocks that every GPU with clusters supports.
 const PORTABLE_CLUSTER: u32 = 8;
 /// `CUDA_ERROR_INVALID_CLUSTER_SIZE`.
 const INVALID_CLUSTER_SIZE: Status = Status(912);
-/// In place of an attribute: `cuFuncSetCacheConfig`.
+/// Instead of an attribute: `cuFuncSetCacheConfig`.
 const CACHE_CONFIG: u32 = 0x1_0000;
 
 /// A module.
 pub struct LoadedModule {
     module: software_gpu::Module,
-    /// The most registers that a kernel of it is told to have.
+    /// The maximum number of registers reported for its kernels.
     most_registers: u32,
-    /// Dynamic and static shared memory of a block together, in bytes, that need not be asked for.
+    /// Dynamic plus static shared memory in bytes that a block can have without setting an attribute.
     usual_shared: u32,
 }
 
@@ -69,8 +69,8 @@ pub struct LoadedFunction {
     cluster: [u32; 3],
     /// Whether clusters may be larger than the portable size.
     non_portable: bool,
-    /// Where launches have the parameters, if the client has read their places in the machine code and the PTX has others: for machine code, one that is aligned to more than 16 bytes begins
-    /// behind a gap.
+    /// The launch's parameter layout, if the client has read it from machine code and the PTX has another: in
+    /// machine code, a parameter aligned to more than 16 bytes may follow a gap.
     places: Option<Vec<Param>>,
 }
 
@@ -93,10 +93,10 @@ impl LoadedFunction {
         self.registers
     }
 
-    /// A launch's parameters as the PTX has them.
+    /// Converts a launch's parameters to the PTX's layout.
     ///
     /// # Errors
-    /// `INVALID_VALUE` if the launch has no bytes where one is.
+    /// `INVALID_VALUE` if the launch lacks a parameter's bytes.
     fn arrange<'a>(&self, params: &'a [u8]) -> Result<Cow<'a, [u8]>> {
         let Some(places) = &self.places else { return Ok(Cow::Borrowed(params)) };
         let info = self.function.info();
@@ -153,7 +153,8 @@ impl LoadedFunction {
             3 => info.local_bytes as i32,
             4 => self.registers as i32,
             5 => info.ptx_version as i32,
-            // `BINARY_VERSION`. A client launches no function with 0, which means no code for any device.
+            // `BINARY_VERSION`. A client doesn't launch a function with 0, which means that there is no code
+            // for any device.
             6 if info.unsupported.is_some() => 0,
             6 => 90,
             7 => 0,
@@ -202,8 +203,9 @@ fn asked(attributes: &[LaunchAttribute]) -> Result<Asked> {
             2 => asked.cooperative = word(0) != 0,
             // CLUSTER_DIMENSION
             4 => asked.cluster = Some([0, 1, 2].map(word)),
-            // IGNORE, and hints: access policy, synchronization policy, cluster scheduling, programmatic serialization, priority, memory
-            // synchronization domains, preferred cluster, shared memory carveout.
+            // IGNORE, and hints: access policy, synchronization policy, cluster scheduling, programmatic
+            // serialization, priority, memory synchronization domains, preferred cluster, shared memory
+            // carveout.
             0 | 1 | 3 | 5 | 6 | 8 | 9 | 10 | 11 | 14 => {}
             _ => return Err(Status::NOT_SUPPORTED),
         }
@@ -336,7 +338,8 @@ impl GpuModules for Software {
         module: LoadedModule,
         functions: Vec<LoadedFunction>,
     ) -> Result {
-        // Running kernels hold what they need of the module, except its variables. Those are freed when the context's work so far is done.
+        // Running kernels keep what they need of the module, except its variables. Those are freed when the
+        // context's work so far is done.
         let gpu = self.device(device)?.gpu.clone();
         let streams = self.streams_of_device(streams, device);
         streams::after_all(&gpu, &streams, move |_| drop((module, functions)));
@@ -372,7 +375,7 @@ impl GpuModules for Software {
             9 if (-1..=100).contains(&value) => function.carveout = value,
             REQUIRED_CLUSTER..NON_PORTABLE_CLUSTER if value >= 0 => {
                 let (at, value) = ((attribute - REQUIRED_CLUSTER) as usize, value as u32);
-                // A kernel keeps the dimensions that it was compiled for.
+                // A kernel keeps the dimensions it was compiled for.
                 match function.function.info().required_cluster {
                     [0, 0, 0] => function.cluster[at] = value,
                     own if own[at] == value => {}
@@ -427,7 +430,7 @@ impl GpuModules for Software {
         op: &OccupancyMaxActiveClusters,
     ) -> Result<i32> {
         let asked = asked(&op.attributes)?;
-        // Without clusters there are none, says NVIDIA's driver.
+        // Without clusters, NVIDIA's driver returns 0.
         let Some(size) = function.clusters(asked.cluster)? else { return Ok(0) };
         let size = size.iter().product::<u32>();
         let resident = function.resident(op.block, op.dynamic_shared);
@@ -501,7 +504,7 @@ mod tests {
     const PTX: &[u8] = b".version 8.0\n.target sm_90\n.address_size 64\n\
         .visible .entry aligned(.param .u32 first, .param .align 64 .b8 second[64]) { ret; }\n\0";
 
-    /// The kernel, whose client has read its parameters at these places.
+    /// The kernel of a client that has read its parameters at these places.
     fn read_at(places: [(u32, u32); 2]) -> LoadedFunction {
         let gpu = Gpu::new(GpuConfig { workers: 1, ..GpuConfig::default() }).unwrap();
         let function = gpu.link_module(&[PTX]).unwrap().function("aligned").unwrap();
@@ -510,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_move_from_where_machine_code_has_them_to_where_ptx_has_them() {
+    fn parameters_move_from_machine_codes_layout_to_ptxs() {
         let function = read_at([(0, 4), (48, 64)]);
         let of_ptx: Vec<(u32, u32)> =
             function.function.info().params.iter().map(|param| (param.offset, param.size)).collect();
@@ -524,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn places_outside_a_launch_s_parameters_are_refused() {
+    fn places_outside_a_launchs_parameters_are_refused() {
         for (offset, given) in [(48, 111), (u32::MAX, 112), (48, 0)] {
             let arranged = read_at([(0, 4), (offset, 64)]).arrange(&vec![0; given]).map(drop);
             assert_eq!(arranged, Err(Status::INVALID_VALUE), "{offset} {given}");

@@ -1,5 +1,5 @@
-//! The linker. The linked image is an ELF file with the inputs as its sections. Loading it links them like the parts of one program, so references between them are resolved when they are
-//! lowered.
+//! The linker. The linked image is an ELF file with the inputs as its sections. Loading it links them like
+//! parts of one program, so references between them are resolved when they are lowered.
 
 use protocol::Status;
 use protocol::ops::module::*;
@@ -21,7 +21,7 @@ const IDENT: [u8; 16] = *b"\x7fELF\x02\x01\x01\0\0rgpusw\0";
 /// Size of an ELF file's header, and of a section header, in bytes.
 const HEADER: usize = 64;
 
-/// Where an image has the maximum number of registers of its kernels: in the ELF flags.
+/// Offset of the kernels' maximum number of registers in an image: in the ELF flags.
 const REGISTERS: std::ops::Range<usize> = 48..52;
 /// `CU_JIT_MAX_REGISTERS`.
 const MAX_REGISTERS: u32 = 0;
@@ -35,12 +35,13 @@ pub struct Link {
     image: Option<Vec<u8>>,
 }
 
-/// The maximum number of registers that these options allow. 0: any number.
+/// The maximum number of registers that these options allow. 0: unlimited.
 fn allowed(options: &[JitOption]) -> u32 {
     options.iter().rfind(|option| option.option == MAX_REGISTERS).map_or(0, |option| option.value as u32)
 }
 
-/// The maximum number of registers of an image's kernels, from the options of its load or of the linker that made it.
+/// The maximum number of registers of an image's kernels, from the options of its load or of the linker that
+/// made it.
 pub(super) fn most_registers(image: &[u8], options: &[JitOption]) -> u32 {
     let linked = image.strip_prefix(&IDENT).and_then(|_| image.get(REGISTERS)?.first_chunk());
     let said = [allowed(options), linked.map_or(0, |bytes| u32::from_le_bytes(*bytes))];
@@ -82,7 +83,7 @@ pub(super) fn unpack(image: &[u8]) -> Option<Vec<&[u8]>> {
     (0..count).map(input).collect()
 }
 
-/// The fat binaries in a host object file, or in those of an archive: what `nvcc` puts into sections of these names.
+/// The fat binaries in a host object file, or in those of an archive: the contents of `nvcc`'s sections.
 fn embedded(data: &[u8]) -> Result<Vec<&[u8]>, object::Error> {
     let mut all = Vec::new();
     let mut look = |member| {
@@ -104,13 +105,14 @@ fn embedded(data: &[u8]) -> Result<Vec<&[u8]>, object::Error> {
     Ok(all)
 }
 
-/// The size of these parts and the existing ones, if a linker can take so many.
+/// The size of these parts and the existing ones, if a linker can take that many.
 fn together(already: u64, parts: &[&[u8]]) -> Option<u64> {
     let all = parts.iter().try_fold(already, |sum, part| sum.checked_add(part.len() as u64))?;
     (all <= MAX_IMAGE).then_some(all)
 }
 
-/// The log that NVIDIA's driver writes for PTX that `ptxas` refuses: the line, and what is wrong there. It uses the same name for every input.
+/// The log that NVIDIA's driver writes for PTX that `ptxas` refuses: the line, and the error. It uses the
+/// same name for every input.
 pub(super) fn told(error: &Error) -> String {
     let input = "application ptx input";
     let mut text = match error {
@@ -126,8 +128,8 @@ pub(super) fn told(error: &Error) -> String {
     text + "\nptxas fatal   : Ptx assembly aborted due to errors"
 }
 
-/// The error log of a module that was loaded although some of its kernels cannot be launched: a line for each of them, truncated to fit
-/// into a reply.
+/// The error log of a module that was loaded although some of its kernels cannot be launched: a line for each
+/// of them, truncated to fit into a reply.
 pub(super) fn told_of_kernels(kernels: &[FunctionInfo]) -> String {
     let lines = kernels.iter().filter_map(|kernel| {
         let Unsupported { line, what, .. } = kernel.unsupported.as_ref()?;
@@ -199,7 +201,7 @@ impl Link {
     /// Adds an input. On failure, returns the reason.
     fn add(&mut self, gpu: &software_gpu::Gpu, kind: u32, data: Vec<u8>) -> Result<(), (Status, String)> {
         if self.image.is_some() {
-            return Err((Status::INVALID_VALUE, "an input comes after the end".into()));
+            return Err((Status::INVALID_VALUE, "an input was added after linking".into()));
         }
         let inside = matches!(kind, jit_input::OBJECT | jit_input::LIBRARY);
         let parts = match kind {
@@ -208,19 +210,19 @@ impl Link {
             _ => {
                 return Err((
                     Status::NOT_SUPPORTED,
-                    "the software GPU links PTX alone, no machine code".into(),
+                    "the software GPU links only PTX, not machine code".into(),
                 ));
             }
         };
         // Checked before anything is copied, because the sections of an object file may overlap.
         let bytes = together(self.bytes, &parts).filter(|_| self.inputs.len() + parts.len() <= INPUTS);
-        let bytes = bytes.ok_or((Status::OUT_OF_MEMORY, "the inputs are too many".into()))?;
+        let bytes = bytes.ok_or((Status::OUT_OF_MEMORY, "there are too many inputs".into()))?;
         let mut taken = Vec::new();
         for part in parts {
             match gpu.check_image(part) {
                 Ok(()) => taken.push(part.to_vec()),
-                // Inputs without PTX are not linked. A library may not be needed, such as the device runtime, which this device has built in. Missing symbols are
-                // reported at the end.
+                // Inputs without PTX are not linked. They may be unnecessary, such as the device runtime,
+                // which this device has built in. Missing symbols are reported at the end.
                 Err(_) if inside => {}
                 Err(error) => return Err((code(&error), told(&error))),
             }
@@ -305,7 +307,7 @@ mod tests {
         #[test]
         fn an_image_that_lies_about_its_parts_has_none(mut bytes in proptest::collection::vec(any::<u8>(), 16..300)) {
             bytes[..16].copy_from_slice(&IDENT);
-            // Nothing outside of the file is read, whatever it says.
+            // Nothing outside the file is read, whatever it claims.
             let _ = unpack(&bytes);
             prop_assert!(unpack(&bytes[16..]).is_none());
         }

@@ -1,4 +1,5 @@
-//! Device memory: files in memory, mapped by each GPU that may access them, and by the client's other sessions that open them.
+//! Device memory: memory files, mapped by each GPU with access, and by the client's other sessions that open
+//! them.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -17,7 +18,8 @@ impl Software {
         self.device(device).map(|device| &device.gpu)
     }
 
-    /// Maps on a fresh GPU, which takes the place of device `device`, what that one had mapped of memory without an address: it outlives a reset.
+    /// Maps on `fresh`, which replaces device `device`, what that device had mapped of memory without an
+    /// address: such memory survives a reset.
     pub(super) fn map_again(device: u32, fresh: &Gpu, space: &Space<OwnedFd>) -> Result {
         fresh.charge(space.created_on(device)).map_err(|e| code(&e))?;
         for (address, mapping) in space.mappings().filter(|(_, mapping)| mapping.access.contains(&device)) {
@@ -31,18 +33,18 @@ impl Software {
 fn show(gpu: &Gpu, memory: &OwnedFd, mapping: &Mapping, address: u64) -> Result {
     gpu.map_file(address, mapping.size, memory.as_fd(), mapping.offset).map_err(|e| code(&e))?;
     gpu.show(address, mapping.size).map_err(|e| {
-        // Mapped just now, and nothing is shown of it.
+        // Just mapped, with no contents yet.
         let _ = gpu.unmap(address, mapping.size);
         code(&e)
     })
 }
 
-/// Takes a mapping from a GPU.
+/// Removes a mapping from a GPU.
 fn hide(gpu: &Gpu, address: u64, size: u64) -> Result {
     gpu.hide(address, size).and_then(|()| gpu.unmap(address, size)).map_err(|e| code(&e))
 }
 
-/// A file in memory that cannot shrink: whoever maps it may touch all of it for as long as it is mapped.
+/// A memory file that cannot shrink, so that it stays accessible as long as it is mapped.
 pub(super) fn file(size: u64) -> Result<OwnedFd> {
     use nix::fcntl::{FcntlArg, SealFlag, fcntl};
     let make = || -> std::io::Result<OwnedFd> {
@@ -128,7 +130,8 @@ impl GpuMemory for Software {
             Way::Out => (memory.cast_const(), part.host.as_ptr()),
             Way::In => (part.host.as_ptr().cast_const(), memory),
         };
-        // SAFETY: a mapped range of the GPU, which no kernel uses now, and a part of the store, which nobody else does; they are different mappings.
+        // SAFETY: a mapped range of the GPU that no kernel uses now, and a part of the store that nobody else
+        // uses; they are different mappings.
         unsafe { std::ptr::copy_nonoverlapping(from, to, part.len) };
         Ok(())
     }
@@ -172,7 +175,7 @@ impl GpuMemory for Software {
     }
 
     fn map(&mut self, _memory: &OwnedFd, _device: u32, _offset: u64, _address: u64, _size: u64) -> Result {
-        // A GPU maps it when it gets access.
+        // A GPU maps it when it is given access.
         Ok(())
     }
 
@@ -197,7 +200,7 @@ impl GpuMemory for Software {
             (0, true) => hide(gpu, address, mapping.size),
             (3, false) => show(gpu, memory, mapping, address),
             (0, false) | (3, true) => Ok(()),
-            // Reading without writing.
+            // Read-only access is not supported.
             _ => Err(Status::NOT_SUPPORTED),
         }
     }

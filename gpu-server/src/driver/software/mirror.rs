@@ -1,8 +1,11 @@
-//! Mirrors of pinned program memory for kernels, at the program's addresses, in memory that all devices share.
+//! Mirrors of pinned program memory for kernels, at the program's addresses, in memory that all devices
+//! share.
 //!
-//! [`Reach`] is what other threads than the dispatcher's may use: the mirrors, and the devices when they fail.
+//! [`Reach`] is what threads other than the dispatcher's may use: the mirrors, and the devices when they
+//! fail.
 //!
-//! Device memory is mapped in granules, but a mirror can begin on any page. So a granule is unmapped with the last mirror that has bytes in it.
+//! Device memory is mapped in granules, but a mirror can begin on any page. So a granule is unmapped together
+//! with the last mirror in it.
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
@@ -36,7 +39,7 @@ struct Mirror {
 pub struct Reach {
     mirrors: Mutex<BTreeMap<u64, Mirror>>,
     count: AtomicUsize,
-    /// The devices by their number among the server's.
+    /// The devices by their number on the server.
     devices: Mutex<BTreeMap<u32, Gpu>>,
 }
 
@@ -49,10 +52,10 @@ impl Reach {
         self.devices.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// A device, in place of the one that had this number.
+    /// Sets a device, replacing the one with this number.
     ///
     /// # Errors
-    /// That one's error, if it has failed: then no reset helps.
+    /// The old device's error, if it has failed: a reset doesn't help then.
     pub(super) fn set_device(&self, number: u32, gpu: &Gpu) -> Result {
         let mut devices = self.devices();
         if let Some(code) = devices.get(&number).and_then(Gpu::breakdown) {
@@ -62,7 +65,7 @@ impl Reach {
         Ok(())
     }
 
-    /// The session uses only devices with these numbers.
+    /// Restricts the session to devices with these numbers.
     pub(super) fn keep_devices(&self, numbers: &[u32]) {
         self.devices().retain(|number, _| numbers.contains(number));
     }
@@ -80,7 +83,8 @@ impl Reach {
         mirror
     }
 
-    /// Calls a function with the device of the mirror that contains these bytes. The mirror exists until it returns.
+    /// Calls a function with the device of the mirror that contains these bytes. The mirror exists until the
+    /// function returns.
     fn at<R>(
         &self,
         address: u64,

@@ -1,10 +1,12 @@
 //! The GPU interface without a GPU: commands run on `software-gpu`, which executes PTX on CPU threads.
 //!
-//! - here: devices and contexts; one file for each other chapter: [`memory`] and [`mirror`], [`streams`] (with [`stream_attributes`] and [`stream_memory`]), [`transfer`] (copies and fills), [`kernels`] (with [`link`]),
-//!   [`graph`], [`green`], [`array`], [`tensor`]; [`nvml`];
-//! - [`activity`]: when it did what, for profilers; [`properties`]: what a device says of itself; [`imitate`]: how NVIDIA's driver keeps its caller waiting, for tests.
+//! - here: devices and contexts; one file for each other chapter: [`memory`] and [`mirror`], [`streams`]
+//!   (with [`stream_attributes`] and [`stream_memory`]), [`transfer`] (copies and fills), [`kernels`] (with
+//!   [`link`]), [`graph`], [`green`], [`array`], [`tensor`]; [`nvml`];
+//! - [`activity`]: device activity, for profilers; [`properties`]: what a device reports about itself;
+//!   [`imitate`]: imitates for tests how NVIDIA's driver makes its caller wait.
 //!
-//! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
+//! One [`Gpu`] is one device. Its contexts share its error; nothing else about them differs here.
 
 mod activity;
 mod array;
@@ -50,7 +52,7 @@ use crate::config::Backing;
 
 /// The name of every device.
 const NAME: &str = "rgpu software GPU";
-/// What is answered to `cuDriverGetVersion`.
+/// The answer to `cuDriverGetVersion`.
 const DRIVER_VERSION: u32 = 13000;
 
 /// The devices of a session, in software.
@@ -59,15 +61,15 @@ pub struct Software {
     output: Arc<Output>,
     errors: Option<Errors>,
     contexts: HashMap<u32, Context>,
-    /// What mirrors take.
+    /// The granules that mirrors use.
     granules: Granules,
     beside: Arc<Reach>,
     /// Rung by memory operations of streams.
     bell: Arc<Bell>,
     imitate: Imitate,
-    /// Where records of its work go.
+    /// Where its work is recorded.
     activity: Option<Arc<Activity>>,
-    /// The command that is being executed, and its stream, if its work is to be recorded.
+    /// The command being executed and its stream, if its work is recorded.
     marked: Option<(u64, StreamId)>,
     delays: Delays,
     hardware_queues: HardwareQueues,
@@ -75,16 +77,17 @@ pub struct Software {
 
 struct Device {
     gpu: Gpu,
-    /// Among the server's.
+    /// Its number on the server.
     number: u32,
     config: GpuConfig,
-    /// Something has needed its context. Nothing here does, but making one takes NVIDIA's driver its time.
+    /// Whether something has needed its context. Nothing here does, but NVIDIA's driver takes time to make
+    /// one.
     context: AtomicBool,
 }
 
 struct Context {
     device: u32,
-    /// Counts the operations of its legacy default stream.
+    /// Number of operations on its legacy default stream.
     legacy: u64,
     limits: HashMap<u32, u64>,
 }
@@ -95,7 +98,7 @@ impl Context {
     }
 }
 
-/// Says in the log what ended a device's work, and to the client what CUDA says of a failed assertion.
+/// Logs what ended a device's work, and reports a failed assertion to the client as CUDA does.
 fn report(number: u32, error: &software_gpu::Error, output: &Output) {
     tracing::error!("software device {number}: {error}");
     if let software_gpu::Error::Kernel {
@@ -116,7 +119,7 @@ fn code(error: &software_gpu::Error) -> Status {
     Status(error.cuda_code())
 }
 
-/// The server's numbers of the devices that are shared, in the order of a session's ordinals.
+/// The server's numbers of the shared devices, in the order of a session's ordinals.
 fn numbers(backing: &Backing) -> Vec<u32> {
     match backing.devices.as_slice() {
         [] => (0..backing.software_devices).collect(),
@@ -177,7 +180,7 @@ impl Software {
         })
     }
 
-    /// Something needs the device's context, which is made if it was not yet.
+    /// Makes the device's context, if it was not made yet.
     fn need_context(&self, device: u32) -> Result {
         if !self.device(device)?.context.swap(true, Ordering::Relaxed) {
             tracing::debug!("making a context of device {device}");
@@ -235,7 +238,7 @@ impl driver::Gpu for Software {
         if self.imitate.waiting_calls {
             let gpu = self.device(device)?.gpu.clone();
             let (done, all_done) = std::sync::mpsc::channel::<()>();
-            // Nothing is sent: the sender is dropped with the last step, also on a device that has failed.
+            // Nothing is sent: the sender is dropped with the last step, also on a failed device.
             streams::after_all(&gpu, &self.streams_of_device(streams, device), move |_| drop(done));
             let _ = all_done.recv();
         }
@@ -251,7 +254,7 @@ impl driver::Gpu for Software {
     }
 
     fn reads_late(client: &dyn Client) -> bool {
-        // Mapped memory is read by the stream itself.
+        // The stream itself reads mapped memory.
         client.reads_late() || !client.streams_data()
     }
 
@@ -261,7 +264,7 @@ impl driver::Gpu for Software {
     }
 
     fn describe_peer(&mut self, _device: u32, _peer: u32) -> Result<PeerInfoReply> {
-        // Copies between devices work; a kernel of one cannot reach the other's memory.
+        // Copies between devices work, but a kernel cannot access another device's memory.
         let (attributes, atomics) = (vec![0; PEER_ATTRIBUTES], vec![0; ATOMIC_OPERATIONS]);
         Ok(PeerInfoReply { can_access: false, attributes, atomics })
     }

@@ -1,6 +1,6 @@
-//! NVML's answers for software devices: one for everything that programs ask when they start, consistent with what CUDA says of the
-//! device. What is measured on a GPU of hardware (power, temperature, clocks) is constant here. What such a device cannot have (NVLink,
-//! ECC memory's counters, an InfoROM, fans) is "not supported".
+//! NVML answers for software devices: one for each query that programs make when they start, consistent with
+//! what CUDA reports. What is measured on real GPUs (power, temperature, clocks) is constant here. What such
+//! a device cannot have (NVLink, counters of ECC memory, an InfoROM, fans) is "not supported".
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -14,23 +14,24 @@ use crate::driver::nvml::Answers;
 use crate::driver::quota::Quota;
 use crate::worker_protocol::Resource;
 
-/// The driver's version: of the series that brought CUDA 13.0, which is what `cuDriverGetVersion` says of these devices.
+/// The driver's version: that of the series that introduced CUDA 13.0, as `cuDriverGetVersion` reports for
+/// these devices.
 const DRIVER: &str = "580.00";
 /// NVML's version: CUDA's major number and the driver's.
 const NVML: &str = "13.580.00";
-/// Milliwatts that a device takes, and may take at most.
+/// A device's power in milliwatts, and its limit.
 const POWER: u32 = 10_000;
 const MOST_POWER: u32 = 100_000;
-/// Degrees Celsius: now, and where a GPU gets slower.
+/// Degrees Celsius: now, and where a GPU slows down.
 const TEMPERATURE: u32 = 30;
 const HOTTEST: u32 = 90;
-/// PCI Express: generation, lanes, and Mbit/s of a lane.
+/// PCI Express: generation, lanes, and Mbit/s per lane.
 const PCIE_GENERATION: u32 = 4;
 const PCIE_WIDTH: u32 = 16;
 const PCIE_SPEED: u32 = 16_000;
 /// Microseconds over which encoders' and decoders' use is sampled.
 const SAMPLING_PERIOD: u32 = 100_000;
-/// Of what there is none.
+/// For things that don't exist.
 const NOTHING: u64 = 0;
 
 /// `CUdevice_attribute` numbers: the memory's clock in kHz, and its bus in bits.
@@ -44,7 +45,7 @@ pub struct Devices {
     since: Instant,
 }
 
-/// A device: what CUDA says of it.
+/// A device, as CUDA describes it.
 struct Device {
     number: u32,
     properties: Properties,
@@ -52,7 +53,7 @@ struct Device {
 }
 
 impl Devices {
-    /// The devices that `backing` chooses. The error is a status of NVML's.
+    /// The devices that `backing` selects. The error is an NVML status.
     pub fn new(backing: &Backing, quota: Quota) -> Result<Devices, u32> {
         let device = |number: u32| {
             if number >= backing.software_devices {
@@ -113,14 +114,14 @@ impl Device {
         format!("{domain:08X}:{bus:02X}:{device:02X}.0")
     }
 
-    /// `nvmlPciInfo_t`. No PCI device has these ids: there is none.
+    /// `nvmlPciInfo_t`. No PCI device has these IDs.
     fn pci_info(&self) -> Vec<u8> {
         let [domain, bus, device] = self.about.pci;
         let short = format!("{:04X}:{bus:02X}:{device:02X}.0", domain & 0xffff);
         [padded(&short, 16), words([domain, bus, device, 0, 0]), padded(&self.bus_id(), 32)].concat()
     }
 
-    /// `nvmlPciInfoExt_v1_t` behind its version: the class is that of a 3D controller.
+    /// `nvmlPciInfoExt_v1_t` after its version. The class is that of a 3D controller.
     fn pci_info_ext(&self) -> Vec<u8> {
         let [domain, bus, device] = self.about.pci;
         [words([domain, bus, device, 0, 0, 3, 2]), padded(&self.bus_id(), 32)].concat()
@@ -153,7 +154,7 @@ impl Device {
     }
 }
 
-/// A structure with a version: `rest` is what follows the version word.
+/// A structure with a version word, followed by `rest`.
 fn versioned(query: &Query, op: &NvmlQuery<'_>, rest: Vec<u8>) -> Result<Vec<u8>, u32> {
     let Output::Struct(version) = query.output else { return Err(status::UNKNOWN) };
     if op.input.len() != nvml::struct_size(version) || op.input.get(..4) != Some(&version.to_le_bytes()[..]) {
@@ -185,11 +186,12 @@ impl Devices {
             91 => Field::Word(0),
             // PCIE_REPLAY_COUNTER, PCIE_REPLAY_ROLLOVER_COUNTER
             94 | 95 => Field::Word(0),
-            // POWER_AVERAGE, POWER_INSTANT; POWER_MIN_LIMIT to POWER_CURRENT_LIMIT, POWER_REQUESTED_LIMIT: of the GPU, not of its memory
-            // or module.
+            // POWER_AVERAGE, POWER_INSTANT; POWER_MIN_LIMIT to POWER_CURRENT_LIMIT, POWER_REQUESTED_LIMIT: of
+            // the GPU, not of its memory or module.
             185 | 186 if scope == 0 => Field::Word(POWER),
             187..=190 | 192 if scope == 0 => Field::Word(MOST_POWER),
-            // Distances from the hottest temperature: TEMPERATURE_SHUTDOWN_TLIMIT, …SLOWDOWN…, …MEM_MAX…, …GPU_MAX….
+            // Distances from the hottest temperature: TEMPERATURE_SHUTDOWN_TLIMIT, …SLOWDOWN…, …MEM_MAX…,
+            // …GPU_MAX….
             193 => Field::Signed(-5),
             194..=196 => Field::Signed(0),
             // CLOCKS_EVENT_REASON_…
@@ -198,7 +200,7 @@ impl Devices {
         })
     }
 
-    /// `nvmlFieldValue_t`, one after another: the id and scope are the program's.
+    /// An array of `nvmlFieldValue_t`. The ID and scope are the program's.
     fn fields(&self, input: &[u8]) -> Result<Vec<u8>, u32> {
         let (values, rest) = input.as_chunks::<FIELD_SIZE>();
         if !rest.is_empty() || !(1..=MAX_FIELDS).contains(&values.len()) {
@@ -243,7 +245,7 @@ impl Answers for Devices {
         let [first, second, _] = op.arguments;
         let choose = |values: &[u32]| values.get(first as usize).copied().ok_or(status::INVALID_ARGUMENT);
         Ok(match query {
-            // What it is.
+            // Identity.
             q if q == nvml::NAME => device.about.name.clone().into_bytes(),
             q if q == nvml::UUID => format!("GPU-{}", nvml::uuid_text(&device.about.uuid)).into_bytes(),
             q if q == nvml::SERIAL => format!("1{:012}", device.number).into_bytes(),
@@ -270,7 +272,7 @@ impl Answers for Devices {
             // NVML_POWER_SOURCE_AC
             q if q == nvml::POWER_SOURCE => words([0]),
 
-            // Its memory.
+            // Memory.
             q if q == nvml::MEMORY => longs([total, free, total - free]),
             q if q == nvml::BAR1_MEMORY => longs([total, total, NOTHING]),
             q if q == nvml::MEMORY_V2 => {
@@ -278,7 +280,8 @@ impl Answers for Devices {
             }
             q if q == nvml::PROTECTED_MEMORY => longs([NOTHING; 3]),
 
-            // Its modes: the daemon keeps it (persistence), everyone may use it, and what it does not have is off.
+            // Modes: the daemon keeps the device open (persistence), everyone may use it, and features that
+            // it lacks are off.
             q if q == nvml::PERSISTENCE_MODE => words([1]),
             q if [
                 nvml::COMPUTE_MODE,
@@ -296,10 +299,10 @@ impl Answers for Devices {
             q if [nvml::ECC_MODE, nvml::MIG_MODE, nvml::GSP_FIRMWARE_MODE].contains(&q) => words([0, 0]),
             q if q == nvml::C2C_MODE_INFO => words([0]),
             q if q == nvml::ADDRESSING_MODE || q == nvml::CAPABILITIES => versioned(query, op, words([0]))?,
-            // Only an administrator sets clocks: NVML_FEATURE_ENABLED.
+            // Only administrators may set clocks: NVML_FEATURE_ENABLED.
             q if q == nvml::API_RESTRICTION => words([choose(&[1, 1])?]),
 
-            // What it does.
+            // Activity.
             q if q == nvml::UTILIZATION_RATES => words([0, 0]),
             q if [
                 nvml::ENCODER_UTILIZATION,
@@ -313,10 +316,10 @@ impl Answers for Devices {
             }
             q if q == nvml::ENCODER_STATS || q == nvml::FBC_STATS => words([0, 0, 0]),
 
-            // Its temperature and power.
+            // Temperature and power.
             q if q == nvml::TEMPERATURE => words([choose(&[TEMPERATURE])?]),
             q if q == nvml::TEMPERATURE_V => {
-                // The sensor is the program's choice; there is one.
+                // The program chooses a sensor, of which there is one.
                 match op.input.get(4..8) {
                     Some([0, 0, 0, 0]) => versioned(query, op, words([0, TEMPERATURE]))?,
                     Some(_) => return Err(status::INVALID_ARGUMENT),
@@ -346,7 +349,7 @@ impl Answers for Devices {
             q if q == nvml::TOTAL_ENERGY_CONSUMPTION => longs([self.energy()]),
             q if q == nvml::PERFORMANCE_STATE || q == nvml::POWER_STATE => words([0]),
 
-            // Its clocks, which never change.
+            // Clocks, which never change.
             q if [
                 nvml::CLOCK_INFO,
                 nvml::MAX_CLOCK_INFO,
@@ -371,12 +374,12 @@ impl Answers for Devices {
             }
             q if q == nvml::VIOLATION_STATUS => longs([now(), NOTHING]),
 
-            // Its link.
+            // The PCI Express link.
             q if [
                 nvml::MAX_PCIE_LINK_GENERATION,
                 nvml::GPU_MAX_PCIE_LINK_GENERATION,
                 nvml::CURR_PCIE_LINK_GENERATION,
-                // NVML_PCIE_LINK_MAX_SPEED_… counts as the generations do.
+                // NVML_PCIE_LINK_MAX_SPEED_… has the same numbers as the generations.
                 nvml::PCIE_LINK_MAX_SPEED,
             ]
             .contains(&q) =>
@@ -401,7 +404,7 @@ impl Answers for Devices {
             // NVML_TOPOLOGY_INTERNAL, NVML_TOPOLOGY_SYSTEM
             pair::TOPOLOGY_COMMON_ANCESTOR => Ok(if same { 0 } else { 50 }),
             pair::ON_SAME_BOARD => Ok(same.into()),
-            // A kernel of one device cannot reach another's memory: NVML_P2P_STATUS_NOT_SUPPORTED.
+            // Kernels cannot access another device's memory: NVML_P2P_STATUS_NOT_SUPPORTED.
             pair::P2P_STATUS if op.argument < 5 => Ok(5),
             _ => Err(status::INVALID_ARGUMENT),
         }
@@ -476,12 +479,12 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_of_a_session_is_all_the_memory_that_it_is_told_of() {
+    fn a_session_sees_no_more_memory_than_its_limit() {
         assert_eq!(ask(nvml::MEMORY, [0; 3]), Ok(longs([1 << 29, 1 << 29, 0])));
     }
 
     #[test]
-    fn a_device_has_the_uuid_that_cuda_gives_it_whatever_its_ordinal() {
+    fn a_device_has_cudas_uuid_whatever_its_ordinal() {
         let uuid = ask(nvml::UUID, [0; 3]).unwrap();
         // The session's device 0 is the server's device 1.
         assert!(uuid.ends_with(b"0001"), "{}", String::from_utf8_lossy(&uuid));
@@ -489,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_a_device_lacks_is_refused_alone() {
+    fn only_the_field_that_a_device_lacks_is_refused() {
         let input =
             [words([82, 43]), vec![0; FIELD_SIZE - 8], words([12345, 0]), vec![0; FIELD_SIZE - 8]].concat();
         let answer = devices().fields(&input).unwrap();

@@ -1,14 +1,15 @@
-//! What a software device says of itself, in CUDA's numbers.
+//! What a software device reports about itself, in CUDA's terms.
 
 use protocol::ops::device::{Attribute, DeviceInfoReply};
 use software_gpu::{GRANULE, Properties};
 
-/// Bytes of an access policy's window at most.
+/// Maximum size of an access policy's window, in bytes.
 pub(super) const MAX_WINDOW: u32 = 128 << 20;
-/// Domains in which fences order memory: here each orders all of it.
+/// Domains in which fences order memory. Here each fence orders all memory.
 pub(super) const MEM_SYNC_DOMAINS: u32 = 4;
 
-/// Describes the server's device `number` to a client. The description does not depend on the device's ordinal in a session.
+/// Describes the server's device `number` to a client. The description does not depend on the device's
+/// ordinal in a session.
 pub(super) fn describe(number: u32, p: &Properties) -> DeviceInfoReply {
     let mut uuid = *b"rgpu-software-\0\0";
     uuid[14..].copy_from_slice(&(number as u16).to_be_bytes());
@@ -120,7 +121,7 @@ pub(super) fn describe(number: u32, p: &Properties) -> DeviceInfoReply {
         (102, 1),
         (103, 1),
         (106, p.max_blocks_per_multiprocessor),
-        // Persisting lines of the cache, windows of access policies: hints, which are taken and change nothing.
+        // Persisting cache lines and access policy windows: hints that are accepted without effect.
         (108, 32 << 20),
         (109, MAX_WINDOW),
         (111, p.shared_reserved_per_block),
@@ -134,7 +135,7 @@ pub(super) fn describe(number: u32, p: &Properties) -> DeviceInfoReply {
     DeviceInfoReply {
         name: p.name.clone(),
         uuid,
-        // No PCI device at all: a domain that no machine has.
+        // Not a PCI device: a domain that no machine has.
         pci: [0xffff, 0, number],
         total_memory: p.total_memory,
         granule: GRANULE,
@@ -153,7 +154,7 @@ pub(super) const PRINTF_FIFO_SIZE: u32 = 1;
 /// `CU_LIMIT_MALLOC_HEAP_SIZE`.
 pub(super) const MALLOC_HEAP_SIZE: u32 = 2;
 
-/// The value of a `CUlimit` that nobody has set.
+/// The default value of a `CUlimit`.
 pub(super) fn usual_limit(limit: u32) -> Option<u64> {
     Some(match limit {
         // CU_LIMIT_STACK_SIZE, PRINTF_FIFO_SIZE, MALLOC_HEAP_SIZE, DEV_RUNTIME_SYNC_DEPTH, DEV_RUNTIME_PENDING_LAUNCH_COUNT, MAX_L2_FETCH_GRANULARITY,

@@ -1,4 +1,4 @@
-//! Attributes of streams. All of them are hints here: they are checked, kept and told.
+//! Attributes of streams. All of them are only hints here: they are checked, stored and returned.
 
 use crate::driver::call::Result;
 use protocol::Status;
@@ -7,7 +7,7 @@ use protocol::ops::stream::attribute::*;
 
 use super::properties::{MAX_WINDOW, MEM_SYNC_DOMAINS};
 
-/// A stream's, by number, where they were set.
+/// A stream's attributes by number, if they were set.
 #[derive(Clone, Default)]
 pub(super) struct StreamAttributes(Vec<LaunchAttribute>);
 
@@ -26,14 +26,14 @@ fn is_window(value: &[u8; 64]) -> bool {
 
 impl StreamAttributes {
     /// # Errors
-    /// `INVALID_VALUE` for a value that the attribute cannot have, or an attribute that streams have not.
+    /// `INVALID_VALUE` for an invalid value, or an attribute that streams don't have.
     pub(super) fn set(&mut self, new: &LaunchAttribute) -> Result {
         let words = words(&new.value);
         let good = match new.id {
             ACCESS_POLICY_WINDOW => is_window(&new.value),
             // CU_SYNC_POLICY_AUTO to …_BLOCKING_SYNC.
             SYNCHRONIZATION_POLICY => (1..=4).contains(&words[0]),
-            // There is one priority.
+            // There is only one priority.
             PRIORITY => words[0] == 0,
             MEM_SYNC_DOMAIN_MAP => new.value[..2].iter().all(|id| u32::from(*id) < MEM_SYNC_DOMAINS),
             MEM_SYNC_DOMAIN => words[0] <= 1,
@@ -48,7 +48,7 @@ impl StreamAttributes {
     }
 
     /// # Errors
-    /// `INVALID_VALUE` for an attribute that streams have not.
+    /// `INVALID_VALUE` for an attribute that streams don't have.
     pub(super) fn get(&self, id: u32) -> Result<[u8; 64]> {
         if !ALL.contains(&id) {
             return Err(Status::INVALID_VALUE);
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn what_streams_have_not_is_neither_set_nor_told() {
+    fn attributes_that_streams_lack_are_neither_set_nor_returned() {
         let mut all = StreamAttributes::default();
         for id in [0, 2, 4, 7, 99] {
             assert_eq!(all.set(&LaunchAttribute { id, value: [0; 64] }), Err(Status::INVALID_VALUE), "{id}");

@@ -1,5 +1,5 @@
-//! Memory operations of streams. A stream that waits sleeps: it is woken by what other streams write with such operations, and looks now and then for what
-//! kernels, copies and other processes have written.
+//! Memory operations of streams. A waiting stream sleeps. Other streams' memory operations wake it, and it
+//! polls for what kernels, copies and other processes write.
 
 use std::sync::{Condvar, Mutex};
 use std::time::Duration;
@@ -7,11 +7,11 @@ use std::time::Duration;
 use protocol::ops::stream::{MemoryOp, memory_op};
 use software_gpu::{Gpu, Result};
 
-/// Between a waiting stream's first looks, and between its later ones.
+/// Pauses between a waiting stream's first polls, and between its later ones.
 const FIRST_NAP: Duration = Duration::from_micros(20);
 const LAST_NAP: Duration = Duration::from_millis(1);
 
-/// Rings when some stream has written a word.
+/// Rung when a stream has written a word.
 #[derive(Default)]
 pub(super) struct Bell {
     rung: Mutex<u64>,
@@ -24,7 +24,8 @@ impl Bell {
         self.heard.notify_all();
     }
 
-    /// Executes operations, each on the device that has its word. `gone` says whether the stream is destroyed.
+    /// Executes operations, each on the device that has its word. `gone` tells whether the stream was
+    /// destroyed.
     pub(super) fn run(&self, all: &[(MemoryOp, Gpu)], gone: &dyn Fn() -> bool) -> Result<()> {
         all.iter().try_for_each(|(op, gpu)| run(op, gpu, self, gone))
     }
@@ -57,7 +58,7 @@ fn run(op: &MemoryOp, gpu: &Gpu, bell: &Bell, gone: &dyn Fn() -> bool) -> Result
             bell.ring();
             Ok(())
         }
-        // A stream's operations are ordered as they are.
+        // A stream's operations are ordered anyway.
         _ => Ok(()),
     }
 }

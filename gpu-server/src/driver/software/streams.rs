@@ -1,10 +1,12 @@
 //! Streams and events.
 //!
-//! **The legacy default stream** of a context waits for all that was enqueued before on the context's blocking streams, and these wait for all that was
-//! enqueued on it before. Both are events, recorded only when there is something to wait for.
+//! **The legacy default stream** of a context waits for everything enqueued earlier on the context's blocking
+//! streams, and these wait for everything enqueued earlier on it. Both are events, recorded only if there is
+//! something to wait for.
 //!
-//! **Steps.** What the client waits for must come about even when the device has failed, when `software-gpu` runs no closure any more. So every
-//! step that somebody waits for is a [`Step`]: its end is called when it has run, or is dropped unrun.
+//! **Steps.** What the client waits for must happen even if the device has failed and `software-gpu` runs no
+//! more closures. So everything that somebody waits for is a [`Step`]: its end is called when the step has
+//! run or is dropped without running.
 
 use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,14 +30,14 @@ use crate::driver::gpu::{EVENT_DISABLE_TIMING, GpuStreams, STREAM_NON_BLOCKING};
 use crate::driver::streams::{self, Streams};
 use crate::shared_event::Moment;
 
-/// A stream of the client's.
+/// One of the client's streams.
 pub struct SoftwareStream {
     stream: Stream,
-    /// Ordered with the legacy default stream.
+    /// Whether it is ordered with the legacy default stream.
     blocking: bool,
-    /// Has work that the legacy stream has not waited for.
+    /// Whether it has work that the legacy stream has not waited for.
     dirty: bool,
-    /// Operations of the legacy stream that it has waited for.
+    /// The number of the legacy stream's operations that it has waited for.
     joined: u64,
     word: Arc<Word>,
     queue: Arc<Queue>,
@@ -48,7 +50,7 @@ impl Drop for SoftwareStream {
     }
 }
 
-/// A stream's progress word, as this side publishes it.
+/// Publishes a stream's progress word.
 pub(super) struct Word {
     stream: u32,
     context: ContextId,
@@ -58,12 +60,13 @@ pub(super) struct Word {
 }
 
 impl Word {
-    /// Whether the stream is destroyed, by itself or with its context: nothing on it need wait any longer.
+    /// Whether the stream was destroyed, by itself or with its context, so that nothing on it need wait any
+    /// longer.
     pub(super) fn is_gone(&self) -> bool {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Everything on the stream up to `seq` is done, or will never be: then `status` says why.
+    /// Everything on the stream up to `seq` is done, or never will be; `status` says why.
     fn publish(&self, seq: u64, status: Status) {
         if !status.is_success() {
             self.errors.publish(self.context, status, 0);
@@ -76,16 +79,16 @@ impl Word {
     }
 }
 
-/// An event of the client's.
+/// One of the client's events.
 pub struct SoftwareEvent {
     event: Event,
     timing: bool,
-    /// Of its last record, if it keeps the time.
+    /// State of its last record, if it records time.
     reached: Option<Arc<Reached>>,
     gpu: Gpu,
 }
 
-/// What is to be done when a record of an event is reached; `None` once it is.
+/// What to do when a record of an event is reached. `None` once it has been reached.
 struct Reached(Mutex<Option<Vec<End>>>);
 
 impl Reached {
@@ -93,7 +96,7 @@ impl Reached {
         self.0.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Calls `end` when it is reached: now, if it is.
+    /// Calls `end` when it is reached, or immediately if it has been.
     fn when(&self, end: End) {
         if let Some(ends) = &mut *self.lock() {
             return ends.push(end);
@@ -107,7 +110,7 @@ impl Reached {
     }
 }
 
-/// A place in a stream, to enqueue at.
+/// A place in a stream where operations can be enqueued.
 pub struct Place {
     pub(super) stream: Stream,
     pub(super) gpu: Gpu,
@@ -129,23 +132,23 @@ impl Drop for Step {
     }
 }
 
-/// Enqueues `end`, to be called with the device's status when the stream has come there.
+/// Enqueues `end`, to be called with the device's status when the stream has reached it.
 pub(super) fn step(stream: &Stream, gpu: &Gpu, end: impl FnOnce(Status) + Send + 'static) {
     let step = Step { gpu: gpu.clone(), end: Some(Box::new(end)) };
-    // When it is refused, the step is dropped, which ends it.
+    // If this is refused, the step is dropped, which ends it.
     let _ = stream.enqueue(move |_| {
         drop(step);
         Ok(())
     });
 }
 
-/// Calls `end` when all that is enqueued on `streams` is done.
+/// Calls `end` when everything enqueued on `streams` is done.
 pub(super) fn after_all(gpu: &Gpu, streams: &[Stream], end: impl FnOnce(Status) + Send + 'static) {
     let waiter = gpu.stream();
     for stream in streams {
         let event = Event::new();
         if stream.record(&event).is_ok() {
-            // Only a missing thread can refuse it, and then nothing runs at all.
+            // This fails only without a thread, and then nothing runs at all.
             let _ = waiter.wait(&event);
         }
     }
@@ -153,7 +156,7 @@ pub(super) fn after_all(gpu: &Gpu, streams: &[Stream], end: impl FnOnce(Status) 
 }
 
 impl Place {
-    /// Publishes `seq` in the stream's word when the stream has come here.
+    /// Publishes `seq` in the stream's word when the stream has reached this point.
     fn publish(&self, seq: u64) {
         let word = Arc::clone(&self.word);
         step(&self.stream, &self.gpu, move |status| word.publish(seq, status));
@@ -164,13 +167,13 @@ impl Place {
         Arc::clone(&self.word)
     }
 
-    /// What publishes errors of this place's context.
+    /// Publishes errors of this place's context.
     pub(super) fn errors(&self) -> (Errors, ContextId) {
         (self.word.errors.clone(), self.context)
     }
 }
 
-/// A stream of the table.
+/// A stream in the table.
 fn find(streams: &mut Streams<SoftwareStream>, id: StreamId) -> Result<&mut streams::Stream<SoftwareStream>> {
     streams.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)
 }
@@ -210,7 +213,7 @@ impl Software {
         streams.values().filter(of_device).map(|stream| stream.native.stream.clone()).collect()
     }
 
-    /// The place in a stream where the next operation goes, for one that only looks: it waits for no other stream.
+    /// The place in a stream for the next operation, for one that waits for no other stream.
     pub(super) fn look(
         &self,
         cx: &mut Call,
@@ -225,19 +228,19 @@ impl Software {
         Ok(Place { stream, gpu: self.device(device)?.gpu.clone(), device, context, word })
     }
 
-    /// A stream's queue takes one more operation, which is about to be enqueued.
+    /// Counts an operation that is about to be enqueued on a stream.
     fn begin_operation(&mut self, streams: &mut Streams<SoftwareStream>, id: StreamId) -> Result {
         self.delays.delay();
         let (size, shared) = (self.imitate.queue, self.imitate.hardware_queues);
         if shared > 0 {
             let found = &find(streams, id)?.native;
-            // A device that has failed refuses it, and nothing waits there any more.
+            // A failed device refuses it, and nothing waits there any more.
             let _ = self.hardware_queues.enter(shared, id.0, &found.stream);
         }
         if size > 0 {
             let found = &find(streams, id)?.native;
             let entry = found.queue.enter(size);
-            // Refused by a device that has failed, the entry is dropped: nothing waits there any more.
+            // If a failed device refuses it, the entry is dropped: nothing waits there any more.
             let _ = found.stream.enqueue(move |_| {
                 drop(entry);
                 Ok(())
@@ -246,7 +249,8 @@ impl Software {
         Ok(())
     }
 
-    /// Where a mark, a query or a synchronization of a stream goes. On the legacy default stream it covers the blocking streams, as any operation there.
+    /// The place for a mark, a query or a synchronization of a stream. On the legacy default stream it covers
+    /// the blocking streams, like any operation there.
     fn enter_to_look(
         &mut self,
         cx: &mut Call,
@@ -292,7 +296,7 @@ impl GpuStreams for Software {
         let found = find(streams, id)?;
         let (context, native) = (found.context, &found.native);
         cx.context = context;
-        // Its work still completes; nothing more may be written to its word, which may soon be another stream's.
+        // Its work still completes, but must not write to its word, which may soon belong to another stream.
         *native.word.last.lock().unwrap_or_else(|e| e.into_inner()) = u64::MAX;
         if native.blocking && native.dirty {
             let event = Event::new();
@@ -321,7 +325,7 @@ impl GpuStreams for Software {
         self.begin_operation(streams, id)?;
         let place = self.look(cx, streams, id)?;
         if let Err(error) = place.gpu.status() {
-            // Before the answer: a client that has it finds the context failed.
+            // Before the answer: a client that has the answer must find the context failed.
             let (status, (errors, context)) = (code(&error), place.errors());
             errors.publish(context, status, 0);
             return Err(status);
@@ -402,7 +406,7 @@ impl GpuStreams for Software {
         let device = self.context(context)?.device;
         let gpu = self.device(device)?.gpu.clone();
         let pending = cx.later();
-        // The last of the steps to go answers; each says what it has seen.
+        // The last step to be dropped answers; each contributes the status that it has seen.
         pending.settle(gpu.status().map_or_else(|e| code(&e), |()| Status::SUCCESS));
         let pending = Arc::new(pending);
         for stream in streams.values().filter(|stream| stream.context == context) {
@@ -558,7 +562,8 @@ impl GpuStreams for Software {
         let (Some(begun), Some(reached)) = (start.reached.clone(), end.reached.clone()) else {
             return Err(Status::INVALID_HANDLE);
         };
-        // Right behind the event, so that an answer that was asked for ahead is there before that of a client that waits for the stream.
+        // Right after the event, so that an answer requested ahead arrives before that of a client that waits
+        // for the stream.
         let (start, end, pending) = (start.event.clone(), end.event.clone(), cx.later());
         let answer = move |status: Status| {
             let elapsed = |()| end.elapsed_ns_since(&start).map_err(|_| Status::NOT_READY);

@@ -1,4 +1,5 @@
-//! Tensor maps: those in tiles, without interleaving, that fill what is outside with zeros. What else CUDA knows is refused.
+//! Tensor maps: only tiled ones without interleaving that fill the outside with zeros. CUDA's other kinds are
+//! refused.
 
 use crate::driver::call::Result;
 use protocol::Status;
@@ -8,10 +9,10 @@ use software_gpu::TensorMap;
 use super::Software;
 use crate::driver::gpu::GpuTensorMaps;
 
-/// Of `CUtensorMapDataType`: the first that is flushed or rounded when it is copied, and the last that there is.
+/// Of `CUtensorMapDataType`: the first type that is flushed or rounded when copied, and the last type.
 const FIRST_ROUNDED: u32 = 10;
 const LAST_TYPE: u32 = 15;
-/// `CU_TENSOR_MAP_SWIZZLE_128B`, and the last that there is.
+/// `CU_TENSOR_MAP_SWIZZLE_128B`, and the last swizzle mode.
 const SWIZZLE_128: u32 = 3;
 const LAST_SWIZZLE: u32 = 6;
 

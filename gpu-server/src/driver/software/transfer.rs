@@ -1,4 +1,4 @@
-//! Copies and fills. They are checked when they are enqueued, and the stream's thread does them.
+//! Copies and fills. They are checked when they are enqueued, and the stream's thread executes them.
 
 use cupti_records::{copy, memory};
 use host_bridge::endpoint::Sink;
@@ -68,7 +68,8 @@ impl Upload {
                 }
                 Ok(())
             }
-            // This device's copy engine is the CPU. The peer may still write the bytes, so they are copied once.
+            // This device's copy engine is the CPU. The peer may still write the bytes, so they are copied
+            // exactly once.
             Upload::Placed(placed) => {
                 let mut buffer = Vec::new();
                 let read = placed.read(|at, bytes| {
@@ -110,7 +111,8 @@ impl From<software_gpu::Error> for Ended {
     }
 }
 
-/// Enqueues work whose failure becomes the context's deferred error without failing the device, for example if memory is freed during a copy.
+/// Enqueues work whose failure becomes the context's deferred error without failing the device, for example
+/// if memory is freed during a copy.
 pub(super) fn enqueue_checked(
     place: &super::streams::Place,
     seq: u64,
@@ -187,7 +189,7 @@ impl GpuCopies for Software {
                     // Directly into the transport's buffers.
                     Sink::Outgoing(outgoing) => {
                         let lane = at as usize / CHUNK;
-                        // An error: the session is over; the rest is not needed.
+                        // On an error, the session is over and the rest is not needed.
                         let Ok(mut lent) = outgoing.lend(lane, n) else { return Ok(()) };
                         let bytes = lent.bytes();
                         let n = bytes.len() as u64;
@@ -220,7 +222,7 @@ impl GpuCopies for Software {
         let timer = self.timer(place, || What::copy(copy::DTOH, ends, len as u64));
         step(&place.stream, &place.gpu, move |status| {
             if !status.is_success() {
-                // Before the answer: a client that has it finds the context failed.
+                // Before the answer: a client that has the answer must find the context failed.
                 errors.publish(context, status, 0);
             }
             let mut bytes = vec![0; len];
@@ -253,7 +255,7 @@ impl GpuCopies for Software {
     }
 }
 
-/// Work of a stream's thread that can be repeated.
+/// A stream thread's work that can be repeated.
 pub(super) type Again = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 /// Work inside device memory, for a stream or a graph.
@@ -292,7 +294,7 @@ impl Software {
     }
 }
 
-/// The copy of a box between two devices' memory, row by row. Both boxes have the same rows.
+/// Copies a box between two devices' memory, row by row. Both boxes have the same rows.
 pub(super) fn box_copy(from: Gpu, source: Rows, to: Gpu, target: Rows) -> std::result::Result<Again, Status> {
     let (packed, _) = source.sizes()?;
     Ok(Box::new(move || {

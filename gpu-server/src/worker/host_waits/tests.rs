@@ -1,4 +1,4 @@
-//! Examples of what is held and what is not, one rule at a time. `model` tries any order of commands.
+//! Examples of what is held and what is not, one rule at a time. `model` tries commands in any order.
 
 mod model;
 
@@ -181,7 +181,7 @@ fn waiting_spreads_by_events_and_by_the_legacy_default_stream() {
 }
 
 #[test]
-fn work_still_counts_after_its_stream_is_destroyed_and_its_number_used_again() {
+fn work_still_counts_after_its_streams_id_is_reused() {
     let mut fake = Fake::default();
     let held = fake.stream(100, 0);
     fake.wait(held, 1);
@@ -196,7 +196,7 @@ fn work_still_counts_after_its_stream_is_destroyed_and_its_number_used_again() {
 }
 
 #[test]
-fn a_context_is_synchronized_while_another_ones_streams_wait() {
+fn a_context_is_synchronized_while_anothers_streams_wait() {
     let mut fake = Fake::default();
     fake.push(&ContextCreate { context: ContextId(40), device: 1, flags: 0 });
     let held = fake.stream_in(ContextId(40), 100, NON_BLOCKING);
@@ -215,7 +215,7 @@ fn a_context_is_synchronized_while_another_ones_streams_wait() {
 }
 
 #[test]
-fn the_session_order_holds_everything_and_memory_nothing() {
+fn session_order_holds_everything_and_memory_operations_nothing() {
     let mut fake = Fake::default();
     let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
     fake.wait(held, 1);
@@ -262,7 +262,7 @@ fn a_functions_change_stays_between_its_launches() {
 }
 
 #[test]
-fn a_result_is_not_awaited_before_its_stream_goes_on() {
+fn a_result_is_not_awaited_before_its_stream_continues() {
     let mut fake = Fake::default();
     let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
     fake.wait(held, 1);

@@ -1,11 +1,11 @@
-//! The types of pointers that programs pass, for this library's errors. See the crate `arguments`.
+//! Checked types for the pointers that programs pass, with this library's errors. See the crate `arguments`.
 
 use crate::abi::result::Result;
 use client::Status;
 
 pub use arguments::Count;
 
-/// This library.
+/// Selects this library's errors.
 #[derive(Clone, Copy)]
 pub enum Cuda {}
 
@@ -22,9 +22,9 @@ pub type In<'a, T> = arguments::In<'a, T, Cuda>;
 pub type InOut<'a, T> = arguments::InOut<'a, T, Cuda>;
 /// An array that a function reads, or NULL.
 pub type Array<'a, T> = arguments::Array<'a, T, Cuda>;
-/// An array of places for results, or NULL.
+/// An array that a function fills with results, or NULL.
 pub type OutArray<'a, T> = arguments::OutArray<'a, T, Cuda>;
-/// Text that ends with NUL, or NULL.
+/// NUL-terminated text, or NULL.
 pub type Text<'a> = arguments::Text<'a, Cuda>;
 
 /// `Err(INVALID_VALUE)` for a NULL pointer.
@@ -33,14 +33,14 @@ pub(crate) fn non_null<T>(pointer: *const T) -> Result {
     arguments::non_null::<Cuda>(pointer)
 }
 
-/// Writes a result through a bare pointer whose type the caller knows.
+/// Writes a result through a raw pointer of known type.
 ///
 /// # Safety
-/// `to` is NULL, which is an invalid value, or may be written.
+/// `to` is NULL (reported as an invalid value) or valid for writes.
 #[inline]
 pub(crate) unsafe fn put<T>(to: *mut T, value: T) -> Result {
     non_null(to)?;
-    // SAFETY: not NULL, and the caller says that it may be written.
+    // SAFETY: not NULL, and the caller promises that it is valid for writes.
     unsafe { to.write(value) };
     Ok(())
 }

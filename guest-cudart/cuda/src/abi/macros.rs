@@ -1,19 +1,22 @@
-//! `api!`: how an exported function of the driver API is written down; `unsupported!`: those that cannot be served yet.
+//! `api!` defines exported functions of the driver API; `unsupported!` those that rgpu doesn't support yet.
 //!
 //! ```text
 //! fn cuName(arguments) { body }                            the body is a `Result<(), Status>`
 //! fn cuName / cuName_ptsz (arguments) |per_thread| { … }   `per_thread`: a NULL stream means the thread's own
-//! unsafe fn …                                              the same, for a body that follows bare pointers
+//! unsafe fn …                                              the same, for a body that dereferences raw
+//! pointers
 //! alias cuOther = cuName(arguments);                       another symbol for the same function
 //! ```
 //!
-//! Arguments that are only read and written have the types of [`arguments`](crate::abi::arguments), so their functions' bodies are safe code. A body that follows
-//! other pointers (memory to copy, the parameters of a launch) says `unsafe fn`, and makes its case where it does.
+//! Arguments that are only read and written have the types of [`arguments`](crate::abi::arguments), so such
+//! bodies are safe code. A body that dereferences other pointers (memory to copy, the parameters of a launch)
+//! is an `unsafe fn` and justifies each dereference.
 //!
-//! A panic cannot leave these functions: Rust aborts at the edge of an `extern "C"` function, with the panic's own message. Aborting, not catching, is what is wanted: state that a
-//! panic interrupted is not state to go on with, and no argument of a program leads to one.
+//! A panic cannot leave these functions: Rust aborts at the edge of an `extern "C"` function and prints the
+//! panic's message. Aborting is better than catching: after a panic the library's state can't be trusted. No
+//! argument that a program passes leads to a panic.
 
-/// See the module.
+/// See the module's documentation.
 macro_rules! api {
     () => {};
     (fn $name:ident / $per_thread:ident ($($arg:ident : $ty:ty),* $(,)?) |$pt:ident| $body:block $($rest:tt)*) => {
@@ -63,15 +66,16 @@ macro_rules! api {
             }
             static CALL: ::client::counters::Call = ::client::counters::Call::new(stringify!($name));
             let _inside = ::client::counters::enter(&CALL);
-            // SAFETY: the caller of the exported function keeps what CUDA's manual asks of its arguments, and the body asks for no more.
+            // SAFETY: the caller of the exported function meets the manual's requirements for its arguments,
+            // and the body needs nothing else.
             let result = unsafe { body($($arg),*) };
             $crate::abi::result::finish(stringify!($name), result)
         }
     };
 }
 
-/// Exports names that cannot be served: they answer `CUDA_ERROR_NOT_SUPPORTED` and log one line each. Their arguments are not looked at, which the
-/// C calling conventions of x86-64 and AArch64 Linux allow a callee.
+/// Exports functions that return `CUDA_ERROR_NOT_SUPPORTED` and log one line each. They ignore their
+/// arguments, which the C calling conventions of x86-64 and AArch64 Linux allow.
 macro_rules! unsupported {
     ($($name:ident),* $(,)?) => {$(
         #[unsafe(no_mangle)]

@@ -1,4 +1,4 @@
-//! What crosses the C interface: structures of `cuda.h`, arguments, status codes, and the macro that exports functions.
+//! The C interface: structures of `cuda.h`, arguments, status codes, and the macro that exports functions.
 
 pub(crate) mod arguments;
 #[macro_use]

@@ -1,13 +1,13 @@
-//! What functions come to: status codes, and how a failed or unsupported function answers.
+//! Status codes, and the results of failed and unsupported functions.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use client::{Status, log};
 
-/// What an exported function comes to.
+/// The result of an exported function.
 pub(crate) type Result<T = ()> = std::result::Result<T, Status>;
 
-/// Codes that [`Status`] has no name for.
+/// Codes that [`Status`] doesn't name.
 pub(crate) mod code {
     use client::Status;
     pub const PEER_ACCESS_UNSUPPORTED: Status = Status(217);
@@ -55,7 +55,7 @@ pub(crate) fn refuse(name: &str, said: &AtomicBool) -> u32 {
     Status::NOT_SUPPORTED.0
 }
 
-/// `Err(NOT_SUPPORTED)` for a form of a supported function that cannot be served, with one line that says which.
+/// Returns `Err(NOT_SUPPORTED)` for an unsupported form of a supported function, and logs it once.
 #[cold]
 pub(crate) fn refuse_form<T>(what: &str, said: &AtomicBool) -> Result<T> {
     if !said.swap(true, Ordering::Relaxed) {

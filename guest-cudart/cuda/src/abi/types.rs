@@ -1,5 +1,5 @@
-//! Structures of `cuda.h` that a program passes, laid out as on 64-bit Linux. Enumerations in them are plain integers: a program may write any number. `tests/layout.rs` compares
-//! them with cudarc's.
+//! Structures of `cuda.h` that a program passes, laid out as on 64-bit Linux. Enumerations in them are plain
+//! integers: a program may pass any value. `tests/layout.rs` compares the layouts with cudarc's.
 
 use std::ffi::c_void;
 
@@ -7,14 +7,14 @@ use crate::abi::result::Result;
 use client::Status;
 use client::ops::green::Part;
 
-/// An argument for a function of the program's.
+/// The argument of a program's callback.
 #[derive(Clone, Copy)]
 pub(crate) struct UserData(pub *mut c_void);
 
-// SAFETY: the pointer is the program's, handed back to its function and otherwise left alone.
+// SAFETY: the pointer is only handed back to the program's function, never dereferenced here.
 unsafe impl Send for UserData {}
 
-// SAFETY: this library never follows the pointer, so threads share only its value.
+// SAFETY: this library never dereferences the pointer, so threads share only its value.
 unsafe impl Sync for UserData {}
 
 /// `CUexecAffinityParam`.
@@ -43,10 +43,10 @@ impl From<&KernelNodeParams1> for KernelNodeParams {
 }
 
 impl DevResource {
-    /// What stands before the number in the structure's inside: no program has this by chance.
+    /// Marks resources made by this library, so that a program's garbage is recognized.
     const MARK: u32 = u32::from_le_bytes(*b"rgpu");
 
-    /// A part of a device, by the number of its session and its own number there.
+    /// The part of a device that the session calls `part`.
     pub fn holding(part: &Part, session: u32) -> DevResource {
         let mut resource = DevResource { kind: part.kind, inside: [0; 23], told: [0; 12] };
         resource.told[..3].copy_from_slice(&part.sm);
@@ -54,7 +54,7 @@ impl DevResource {
         resource
     }
 
-    /// The number of the session, and the part's own.
+    /// The session's number and the part's number in it.
     pub fn number(&self) -> Result<(u32, u32)> {
         if self.inside[0] == Self::MARK {
             Ok((self.inside[2], self.inside[1]))
@@ -64,7 +64,8 @@ impl DevResource {
     }
 }
 
-/// `CUdevResource`: its kind, what the driver keeps in it, and for multiprocessors `CUdevSmResource` in the first three of the last words.
+/// `CUdevResource`: its type, the driver's private data, and for multiprocessors the three words of
+/// `CUdevSmResource` among the last words.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct DevResource {
@@ -199,7 +200,7 @@ pub struct HostNodeParams {
     pub userData: *mut c_void,
 }
 
-/// `CUstreamBatchMemOpParams`. A flush and a fence have nothing but their flags, at the place of `short_flags`.
+/// `CUstreamBatchMemOpParams`. A flush and a fence have only flags, at the offset of `short_flags`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct BatchMemOp {
@@ -244,7 +245,8 @@ pub struct MemAllocNodeParams {
     pub dptr: u64,
 }
 
-/// `CUgraphNodeParams`: the body holds, by the node's type, one of the structures above; a copy's comes after its flags and its context.
+/// `CUgraphNodeParams`: the body is one of the structures above, chosen by the node's type. A copy's
+/// structure comes after its flags and its context.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct GraphNodeParams {
@@ -280,7 +282,7 @@ pub struct LaunchAttr {
     pub value: AttrValue,
 }
 
-/// `CUlaunchAttributeValue`: 64 bytes, aligned as its pointers are.
+/// `CUlaunchAttributeValue`: 64 bytes, aligned like the pointers in it.
 #[repr(C, align(8))]
 #[derive(Clone, Copy)]
 pub struct AttrValue(pub [u8; 64]);
@@ -345,7 +347,8 @@ pub struct MemcpyAttributes {
     pub flags: u32,
 }
 
-/// `CUmemcpy3DOperand`: by its kind a pointer, the length of its rows, the height of its layers, and a location; or an array and three offsets.
+/// `CUmemcpy3DOperand`. Depending on its type: a pointer, row length, layer height and location; or an array
+/// and three offsets.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Memcpy3DOperand {
@@ -424,7 +427,8 @@ pub struct Requirements {
     pub reserved: [u32; 4],
 }
 
-/// `CUDA_RESOURCE_DESC`, whose union is words: an array's handle in the first; or address, format and channels, and sizes.
+/// `CUDA_RESOURCE_DESC`, its union as words: an array's handle in the first; or address, format, channels and
+/// sizes.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct ResourceDesc {
@@ -433,7 +437,7 @@ pub struct ResourceDesc {
     pub flags: u32,
 }
 
-/// `CUDA_TEXTURE_DESC`, floating-point numbers as their bits.
+/// `CUDA_TEXTURE_DESC`, with floating-point numbers as bits.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct TextureDesc {
@@ -486,7 +490,8 @@ pub struct AccessDesc {
     pub flags: u32,
 }
 
-/// `CUgraphEdgeData`. Every dependency is kept as one on the whole of the earlier node, which is never less than the program asked for.
+/// `CUgraphEdgeData`. Every dependency is on the whole of the earlier node, which is at least as strict as
+/// what the program asked for.
 pub type EdgeData = [u8; 8];
 
 /// `CUlaunchAttributeID` numbers.

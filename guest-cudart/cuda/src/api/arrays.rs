@@ -38,7 +38,7 @@ pub(crate) fn requirements(
 ) -> Result {
     to.required()?;
     driver::device(device)?;
-    // An array that has memory needs none.
+    // An array that already has memory needs none.
     if shape.flags & flag::DEFERRED_MAPPING == 0 {
         return Err(Status::INVALID_VALUE);
     }
@@ -74,7 +74,7 @@ api! {
         driver()?;
         let array = array::of(handle)?;
         stream_ordered::synchronize(array.context)?;
-        // Of a level only this handle goes: it may be asked for again.
+        // For a level, only this handle is dropped: the program may request the level again.
         if let Some(whole) = array.level_of.as_ref().and_then(Weak::upgrade) {
             lock(&whole.told).retain(|(_, told)| *told != handle);
         }
@@ -103,7 +103,7 @@ api! {
         desc.required()?;
         let (_, context) = context::ready()?;
         let shape = array::shape(context, &desc.get()?, true)?;
-        // More levels than halvings are as many as there are.
+        // The number of levels is limited by how often the size can be halved.
         let levels = levels.clamp(1, shape.most_levels());
         let id = array::new_id();
         context.session().call(&ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels })?;
@@ -147,32 +147,32 @@ api! {
     }
 
     unsafe fn cuMemcpyHtoA_v2 / cuMemcpyHtoA_v2_ptds(array: usize, offset: usize, host: usize, bytes: usize) |pt| {
-        // SAFETY: the host's memory is as long as the program says.
+        // SAFETY: the program passes host memory of this length.
         unsafe { Copier::new(0, pt, Mode::Sync)?.row(array, offset, host as u64, bytes, true) }
     }
 
     unsafe fn cuMemcpyHtoAAsync_v2 / cuMemcpyHtoAAsync_v2_ptsz(array: usize, offset: usize, host: usize, bytes: usize, stream: usize) |pt| {
-        // SAFETY: the host's memory is as long as the program says.
+        // SAFETY: the program passes host memory of this length.
         unsafe { Copier::new(stream, pt, Mode::Async)?.row(array, offset, host as u64, bytes, true) }
     }
 
     unsafe fn cuMemcpyAtoH_v2 / cuMemcpyAtoH_v2_ptds(host: usize, array: usize, offset: usize, bytes: usize) |pt| {
-        // SAFETY: the host's memory is as long as the program says.
+        // SAFETY: the program passes host memory of this length.
         unsafe { Copier::new(0, pt, Mode::Sync)?.row(array, offset, host as u64, bytes, false) }
     }
 
     unsafe fn cuMemcpyAtoHAsync_v2 / cuMemcpyAtoHAsync_v2_ptsz(host: usize, array: usize, offset: usize, bytes: usize, stream: usize) |pt| {
-        // SAFETY: the host's memory is as long as the program says.
+        // SAFETY: the program passes host memory of this length.
         unsafe { Copier::new(stream, pt, Mode::Async)?.row(array, offset, host as u64, bytes, false) }
     }
 
     unsafe fn cuMemcpyDtoA_v2 / cuMemcpyDtoA_v2_ptds(array: usize, offset: usize, device: u64, bytes: usize) |pt| {
-        // SAFETY: the host's memory is as long as the program says.
+        // SAFETY: the program passes host memory of this length.
         unsafe { Copier::new(0, pt, Mode::Sync)?.row(array, offset, device, bytes, true) }
     }
 
     unsafe fn cuMemcpyAtoD_v2 / cuMemcpyAtoD_v2_ptds(device: u64, array: usize, offset: usize, bytes: usize) |pt| {
-        // SAFETY: the host's memory is as long as the program says.
+        // SAFETY: the program passes host memory of this length.
         unsafe { Copier::new(0, pt, Mode::Sync)?.row(array, offset, device, bytes, false) }
     }
 

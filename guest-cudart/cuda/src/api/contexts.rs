@@ -29,7 +29,7 @@ pub(crate) fn create(pctx: Out<usize>, flags: u32, dev: i32) -> Result {
     pctx.put(context.handle)
 }
 
-/// Waits for all work of a context, on the program's behalf.
+/// Waits for all work of a context, because the program asked for it.
 pub(crate) fn wait_for(context: &'static Context) -> Result {
     host_calls::forbid()?;
     capture_rules::forbid_all(context)?;
@@ -101,7 +101,7 @@ api! {
     }
 
     fn cuCtxGetFlags(flags: Out<u32>) {
-        /// `CU_CTX_MAP_HOST`, which NVIDIA's driver tells of primary contexts alone.
+        /// `CU_CTX_MAP_HOST`, which NVIDIA's driver reports only for primary contexts.
         const MAP_HOST: u32 = 8;
         let context = context::current()?;
         flags.put(context.flags.load(Ordering::Relaxed) | if context.is_primary() { MAP_HOST } else { 0 })
@@ -112,7 +112,7 @@ api! {
         if kind != EXEC_AFFINITY_SM_COUNT {
             return Err(Status::INVALID_VALUE);
         }
-        // No context is limited to a part of its device: such are MPS's.
+        // No context is limited to a part of its device here; only MPS does that.
         let processors = driver::device(context::current()?.device as i32)?.attribute(attr::MULTIPROCESSOR_COUNT);
         param.put(ExecAffinityParam { kind, processors: processors as u32 })
     }
@@ -144,7 +144,7 @@ api! {
     }
 
     fn cuCtxSetCacheConfig(config: u32) {
-        // A preference: a device with one kind of memory for both, as all are since Volta, does nothing with it.
+        // A preference, without effect on devices that use one memory for both, as all have since Volta.
         if config > 3 {
             return Err(Status::INVALID_VALUE);
         }
@@ -159,7 +159,7 @@ api! {
     }
 
     fn cuCtxSetSharedMemConfig(config: u32) {
-        // Without effect, as NVIDIA's driver has it.
+        // Without effect, as with NVIDIA's driver.
         if config > 2 {
             return Err(Status::INVALID_VALUE);
         }
@@ -175,7 +175,7 @@ api! {
     }
 
     fn cuCtxResetPersistingL2Cache() {
-        // Persisting accesses are a launch attribute; there is nothing of this process's own to reset.
+        // Persisting accesses are a launch attribute; this process has nothing to reset.
         context::current().map(|_| ())
     }
 
@@ -201,7 +201,7 @@ api! {
                 return Ok(());
             }
         }
-        // The last usage is its maker's.
+        // The creator holds the last use.
         teardown::destroy(ctx)
     }
 }

@@ -7,7 +7,8 @@ use crate::process::limits::LAST;
 use client::Status;
 use client::ops::context::{ContextGetLimit, ContextSetLimit};
 
-/// `cuCtxSetLimit` in a context. The driver may round the value, and some limits are one for the whole device, so all that is known there is asked for anew.
+/// `cuCtxSetLimit` for a context. The driver may round the value, and some limits apply to the whole device,
+/// so all cached limits of the device are dropped.
 pub(crate) fn set(context: &'static Context, limit: u32, value: u64) -> Result {
     if limit > LAST {
         return Err(Status::INVALID_VALUE);

@@ -14,10 +14,10 @@ use crate::work::copy::{Copier, Mode};
 use crate::work::copy_boxes;
 use client::Status;
 
-/// Puts a copy on the copier's stream, or into the graph that it is captured into.
+/// Puts a copy on the copier's stream, or adds it to the graph that the stream is captured into.
 ///
 /// # Safety
-/// The memory that the description names is the program's, for as long as the copy uses it.
+/// The memory in the description belongs to the program for as long as the copy uses it.
 unsafe fn copy_box(copier: &Copier, copy: &Memcpy3D, peer: bool) -> Result {
     if !copy_boxes::is_some(copy, peer)? {
         return Ok(());
@@ -25,7 +25,7 @@ unsafe fn copy_box(copier: &Copier, copy: &Memcpy3D, peer: bool) -> Result {
     if let Some(capture) = copier.capture()? {
         return record(copier, &capture, &Memcpy3D { reserved0: 0, reserved1: 0, ..*copy });
     }
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { copy_boxes::run(copier, copy) }
 }
 
@@ -42,7 +42,7 @@ unsafe fn to_device(copier: &Copier, dst: u64, src: *const u8, len: usize) -> Re
     let capture = if len == 0 { None } else { copier.capture()? };
     match capture {
         Some(capture) => record(copier, &capture, &line(DEVICE, dst, HOST, src as u64, len)),
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         _ => unsafe { copier.to_device(dst, src, len) },
     }
 }
@@ -55,7 +55,7 @@ unsafe fn to_host(copier: &Copier, dst: *mut u8, src: u64, len: usize) -> Result
     let capture = if len == 0 { None } else { copier.capture()? };
     match capture {
         Some(capture) => record(copier, &capture, &line(HOST, dst as u64, DEVICE, src, len)),
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         _ => unsafe { copier.to_host(dst, src, len) },
     }
 }
@@ -68,7 +68,7 @@ unsafe fn on_host(copier: &Copier, dst: *mut u8, src: *const u8, len: usize) -> 
     let capture = if len == 0 { None } else { copier.capture()? };
     match capture {
         Some(capture) => record(copier, &capture, &line(HOST, dst as u64, HOST, src as u64, len)),
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         _ => unsafe { copier.on_host(dst, src, len) },
     }
 }
@@ -81,12 +81,12 @@ fn on_device(copier: &Copier, dst: u64, src: u64, len: usize) -> Result {
     if copier.is_on_device(dst, src, len)? {
         record(copier, &capture, &line(DEVICE, dst, DEVICE, src, len))
     } else {
-        // SAFETY: pinned memory of the program's, or none that a copy would accept.
+        // SAFETY: pinned memory of the program, or memory that no copy accepts.
         unsafe { unified(copier, dst, src, len) }
     }
 }
 
-/// Between devices whose contexts the program names.
+/// Between devices whose contexts the program passes.
 fn between_peers(copier: &Copier, ends: [&'static Context; 2], dst: u64, src: u64, len: usize) -> Result {
     if copier.stream.capture().is_some() {
         return on_device(copier, dst, src, len);
@@ -94,16 +94,16 @@ fn between_peers(copier: &Copier, ends: [&'static Context; 2], dst: u64, src: u6
     copier.on_devices((dst, ends[0].server), (src, ends[1].server), len)
 }
 
-/// A copy whose ends say by their addresses where they are: unified addressing.
+/// A copy that determines from the addresses where each end is: unified addressing.
 ///
 /// # Safety
-/// As for the copy that it turns out to be.
+/// As for the resulting kind of copy.
 unsafe fn unified(copier: &Copier, dst: u64, src: u64, len: usize) -> Result {
     if copier.stream.capture().is_none() || len == 0 {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         return unsafe { copier.unified(dst, src, len) };
     }
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match (is_device(copier.driver, dst), is_device(copier.driver, src)) {
             (true, true) => on_device(copier, dst, src, len),
@@ -114,7 +114,7 @@ unsafe fn unified(copier: &Copier, dst: u64, src: u64, len: usize) -> Result {
     }
 }
 
-/// A copy of bytes in a row, as a graph's node describes it.
+/// A contiguous copy as a graph node describes it.
 fn line(dst_kind: u32, dst: u64, src_kind: u32, src: u64, len: usize) -> Memcpy3D {
     Memcpy3D {
         srcMemoryType: src_kind,
@@ -134,7 +134,7 @@ fn line(dst_kind: u32, dst: u64, src_kind: u32, src: u64, len: usize) -> Memcpy3
     }
 }
 
-/// The contexts that a peer copy names must be live ones; the addresses say the rest.
+/// The contexts passed to a peer copy, which must be alive. The addresses determine everything else.
 fn peers(dst: usize, src: usize) -> Result<[&'static Context; 2]> {
     let of = |handle| if handle == 0 { Err(Status::INVALID_CONTEXT) } else { context::of(handle) };
     let both = [of(dst)?, of(src)?];
@@ -147,75 +147,75 @@ fn peers(dst: usize, src: usize) -> Result<[&'static Context; 2]> {
 api! {
     unsafe fn cuMemcpy2D_v2 / cuMemcpy2D_v2_ptds(copy: In<Memcpy2D>) |pt| {
         let copier = Copier::new(0, pt, Mode::Sync)?;
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { copy_box(&copier, &Memcpy3D::from(&copy.get()?), false) }
     }
 
     unsafe fn cuMemcpy2DUnaligned_v2 / cuMemcpy2DUnaligned_v2_ptds(copy: In<Memcpy2D>) |pt| {
         let copier = Copier::new(0, pt, Mode::Sync)?;
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { copy_box(&copier, &Memcpy3D::from(&copy.get()?), false) }
     }
 
     unsafe fn cuMemcpy2DAsync_v2 / cuMemcpy2DAsync_v2_ptsz(copy: In<Memcpy2D>, stream: usize) |pt| {
         let copier = Copier::new(stream, pt, Mode::Async)?;
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { copy_box(&copier, &Memcpy3D::from(&copy.get()?), false) }
     }
 
     unsafe fn cuMemcpy3D_v2 / cuMemcpy3D_v2_ptds(copy: In<Memcpy3D>) |pt| {
         let copier = Copier::new(0, pt, Mode::Sync)?;
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { copy_box(&copier, &copy.get()?, false) }
     }
 
     unsafe fn cuMemcpy3DAsync_v2 / cuMemcpy3DAsync_v2_ptsz(copy: In<Memcpy3D>, stream: usize) |pt| {
         let copier = Copier::new(stream, pt, Mode::Async)?;
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { copy_box(&copier, &copy.get()?, false) }
     }
 
     unsafe fn cuMemcpy3DPeer / cuMemcpy3DPeer_ptds(copy: In<Memcpy3D>) |pt| {
         let copier = Copier::new(0, pt, Mode::Sync)?;
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { copy_box(&copier, &copy.get()?, true) }
     }
 
     unsafe fn cuMemcpy3DPeerAsync / cuMemcpy3DPeerAsync_ptsz(copy: In<Memcpy3D>, stream: usize) |pt| {
         let copier = Copier::new(stream, pt, Mode::Async)?;
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { copy_box(&copier, &copy.get()?, true) }
     }
 }
 
 api! {
     unsafe fn cuMemcpy / cuMemcpy_ptds(dst: u64, src: u64, len: usize) |pt| {
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { unified(&Copier::new(0, pt, Mode::Sync)?, dst, src, len) }
     }
 
     unsafe fn cuMemcpyAsync / cuMemcpyAsync_ptsz(dst: u64, src: u64, len: usize, stream: usize) |pt| {
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { unified(&Copier::new(stream, pt, Mode::Async)?, dst, src, len) }
     }
 
     unsafe fn cuMemcpyHtoD_v2 / cuMemcpyHtoD_v2_ptds(dst: u64, src: *const u8, len: usize) |pt| {
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { to_device(&Copier::new(0, pt, Mode::Sync)?, dst, src, len) }
     }
 
     unsafe fn cuMemcpyHtoDAsync_v2 / cuMemcpyHtoDAsync_v2_ptsz(dst: u64, src: *const u8, len: usize, stream: usize) |pt| {
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { to_device(&Copier::new(stream, pt, Mode::Async)?, dst, src, len) }
     }
 
     unsafe fn cuMemcpyDtoH_v2 / cuMemcpyDtoH_v2_ptds(dst: *mut u8, src: u64, len: usize) |pt| {
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { to_host(&Copier::new(0, pt, Mode::Sync)?, dst, src, len) }
     }
 
     unsafe fn cuMemcpyDtoHAsync_v2 / cuMemcpyDtoHAsync_v2_ptsz(dst: *mut u8, src: u64, len: usize, stream: usize) |pt| {
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { to_host(&Copier::new(stream, pt, Mode::Async)?, dst, src, len) }
     }
 

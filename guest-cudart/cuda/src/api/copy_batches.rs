@@ -1,6 +1,7 @@
 //! Batches of copies.
 //!
-//! CUDA defines no order among a batch's copies, so they go on the stream one after the other. All are checked before the first one is enqueued.
+//! CUDA defines no order between a batch's copies, so they are put on the stream one after another. All are
+//! checked before the first is enqueued.
 
 use crate::abi::arguments::{Array, Count, Out};
 use crate::abi::result::Result;
@@ -37,7 +38,7 @@ fn check_hints(order: u32, flags: u32) -> Result {
     if known { Ok(()) } else { Err(Status::INVALID_VALUE) }
 }
 
-/// The stream that a batch goes on: any but the legacy default stream, and none that is being captured.
+/// The stream of a batch: neither the legacy default stream nor one that is being captured.
 fn copier(handle: usize, per_thread: bool) -> Result<Copier> {
     let (driver, context) = context::ready()?;
     let stream = stream_table::any(context, handle, per_thread)?;
@@ -48,7 +49,7 @@ fn copier(handle: usize, per_thread: bool) -> Result<Copier> {
     Ok(Copier::on(driver, stream, Mode::Async, false))
 }
 
-/// A copy of bytes in a row.
+/// A contiguous copy.
 fn line(dst: u64, src: u64, len: usize) -> Memcpy3D {
     Memcpy3D {
         srcMemoryType: memory_type::UNIFIED,
@@ -66,27 +67,28 @@ fn line(dst: u64, src: u64, len: usize) -> Memcpy3D {
 
 impl Copy {
     /// # Errors
-    /// What the copy alone would be answered with.
+    /// The error that the copy would get by itself.
     fn new(copier: &Copier, copy: Memcpy3D, order: u32) -> Result<Copy> {
         copy_boxes::route(copier.driver, copier.server(), &copy)?;
         Ok(Copy { copy, order })
     }
 
-    /// Puts it on the stream. True: its source is read only when the stream comes to it, and the call must not return before.
+    /// Puts it on the stream. Returns true if its source is read only when the stream reaches it, so that the
+    /// call must not return earlier.
     ///
     /// # Safety
-    /// Host memory may be read and written as the description says, as long as the access order says.
+    /// Host memory is readable and writable as described, for as long as the access order requires.
     unsafe fn run(&self, copier: &Copier) -> Result<bool> {
         let resolved = copy_boxes::resolve(copier.driver, &self.copy)?;
         let from_host = resolved.srcMemoryType == memory_type::HOST;
         let pageable = copy_boxes::pageable(copier.driver, &copier.stream, &resolved)?
             .filter(|pageable| !pageable.to_host);
         if let Some(pageable) = pageable.as_ref().filter(|_| self.order == order::STREAM) {
-            // Read in this call, so what comes before on the stream must have written it.
+            // Read during this call, so earlier work on the stream must have written it.
             let (at, len) = pageable.span();
             pending_writes::settle(copier.driver, &copier.stream, at, len)?;
         }
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             copy_boxes::run(copier, &self.copy)?;
         }
@@ -102,19 +104,19 @@ impl Copy {
 unsafe fn run(copier: &Copier, copies: &[Copy]) -> Result {
     let mut wait = false;
     for copy in copies {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         wait |= unsafe { copy.run(copier) }?;
     }
     if wait { copier.stream.synchronize() } else { Ok(()) }
 }
 
-/// The attributes of copy `i`: of the last entry that begins at or before it.
+/// The attributes of copy `i`: those of the last entry that begins at or before it.
 fn attributes_of(attributes: &[MemcpyAttributes], first: &[usize], i: usize) -> Option<MemcpyAttributes> {
     let entry = first.partition_point(|begin| *begin <= i).checked_sub(1)?;
     attributes.get(entry).copied()
 }
 
-/// Whether entries begin at 0, rise, and have something to apply to.
+/// Whether entries begin at 0, increase, and each apply to something.
 fn are_beginnings(first: &[usize], count: usize) -> bool {
     first.first() == Some(&0)
         && first.windows(2).all(|pair| pair[0] < pair[1])
@@ -143,7 +145,7 @@ unsafe fn lines(
     }
     let [dsts, srcs] = copies;
     let (dsts, srcs, sizes) = (dsts.entries(count)?, srcs.entries(count)?, sizes.entries(count)?);
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     let (attributes, first) = unsafe { (attributes.first(attribute_count)?, first.first(attribute_count)?) };
     if !are_beginnings(first, count.get()) {
         return Err(Status::INVALID_VALUE);
@@ -155,11 +157,11 @@ unsafe fn lines(
             .and_then(|()| Copy::new(&copier, line(*dst, *src, *len), of.srcAccessOrder));
         copies.push(copy.inspect_err(|_| tell(i))?);
     }
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { run(&copier, &copies) }
 }
 
-/// One side of a box: what the description of a copy says of it.
+/// One side of a box copy.
 struct Side {
     kind: u32,
     pointer: u64,
@@ -174,7 +176,7 @@ impl Side {
         let [first, second, third, fourth] = operand.words;
         match operand.kind {
             POINTER => {
-                // 0: rows, or layers, follow each other.
+                // 0: rows or layers follow each other without gaps.
                 let length = if second == 0 { extent[0] } else { second as usize };
                 let height = if third == 0 { extent[1] } else { third as usize };
                 if length < extent[0] || height < extent[1] {
@@ -200,7 +202,7 @@ impl Side {
     }
 }
 
-/// Bytes of an operand's elements, if it has a size of its own.
+/// Element size in bytes, if an operand has one.
 fn element(operand: &Memcpy3DOperand) -> Result<Option<usize>> {
     if operand.kind != ARRAY {
         return Ok(None);
@@ -209,7 +211,7 @@ fn element(operand: &Memcpy3DOperand) -> Result<Option<usize>> {
     Ok(Some(array.shape.element_bytes().ok_or(Status::INVALID_VALUE)? as usize))
 }
 
-/// One of a batch's boxes as the description of a copy.
+/// One of a batch's box copies as an ordinary description.
 fn cuboid(op: &Memcpy3DBatchOp) -> Result<Memcpy3D> {
     check_hints(op.srcAccessOrder, op.flags)?;
     let size = match (element(&op.src)?, element(&op.dst)?) {
@@ -266,7 +268,7 @@ unsafe fn boxes(
         let copy = cuboid(op).and_then(|copy| Copy::new(&copier, copy, op.srcAccessOrder));
         copies.push(copy.inspect_err(|_| tell(i))?);
     }
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { run(&copier, &copies) }
 }
 
@@ -275,7 +277,7 @@ api! {
         dsts: Array<u64>, srcs: Array<u64>, sizes: Array<usize>, count: Count, attributes: Array<MemcpyAttributes>,
         first: Array<usize>, attribute_count: usize, stream: usize
     ) |pt| {
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { lines([dsts, srcs], sizes, count, attributes, first, attribute_count, None, || copier(stream, pt)) }
     }
 
@@ -283,19 +285,19 @@ api! {
         dsts: Array<u64>, srcs: Array<u64>, sizes: Array<usize>, count: Count, attributes: Array<MemcpyAttributes>,
         first: Array<usize>, attribute_count: usize, fault: Out<usize>, stream: usize
     ) |pt| {
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { lines([dsts, srcs], sizes, count, attributes, first, attribute_count, Some(fault), || copier(stream, pt)) }
     }
 
     unsafe fn cuMemcpy3DBatchAsync_v2 / cuMemcpy3DBatchAsync_v2_ptsz(count: Count, ops: Array<Memcpy3DBatchOp>, flags: u64, stream: usize) |pt| {
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { boxes(count, ops, None, flags, || copier(stream, pt)) }
     }
 
     unsafe fn cuMemcpy3DBatchAsync / cuMemcpy3DBatchAsync_ptsz(
         count: Count, ops: Array<Memcpy3DBatchOp>, fault: Out<usize>, flags: u64, stream: usize
     ) |pt| {
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { boxes(count, ops, Some(fault), flags, || copier(stream, pt)) }
     }
 }

@@ -1,4 +1,5 @@
-//! Initialization, devices and their primary contexts. `cuInit` has asked the server for everything that these functions answer.
+//! Initialization, devices and their primary contexts. `cuInit` has fetched everything that these functions
+//! return.
 
 use std::ffi::c_char;
 use std::sync::atomic::Ordering;
@@ -12,12 +13,12 @@ use crate::process::driver::{self, device, driver};
 use crate::work::direct_copy;
 use client::Status;
 
-/// Writes text with its NUL, cut to `len` bytes.
+/// Writes NUL-terminated text, truncated to `len` bytes.
 unsafe fn put_text(to: *mut c_char, len: i32, text: &str) -> Result {
     let len = usize::try_from(len).ok().filter(|len| *len > 0).ok_or(Status::INVALID_VALUE)?;
     non_null(to)?;
     let n = text.len().min(len - 1);
-    // SAFETY: the program says that `len` bytes may be written at `to`; n + 1 ≤ len.
+    // SAFETY: the program promises that `len` bytes at `to` are writable; n + 1 ≤ len.
     unsafe {
         std::ptr::copy_nonoverlapping(text.as_ptr().cast(), to, n);
         to.add(n).write(0);
@@ -26,11 +27,12 @@ unsafe fn put_text(to: *mut c_char, len: i32, text: &str) -> Result {
 }
 
 fn pci_bus_id(pci: &[u32; 3]) -> String {
-    // Four digits of the domain, as NVIDIA's driver writes it; more only where there are more.
+    // The domain has four digits, as in NVIDIA's driver, or more if necessary.
     format!("{:04X}:{:02X}:{:02X}.0", pci[0], pci[1], pci[2])
 }
 
-/// `[domain]:[bus]:[device].[function]`, `[domain]:[bus]:[device]` or `[bus]:[device].[function]`, all hexadecimal.
+/// Parses `[domain]:[bus]:[device].[function]`, `[domain]:[bus]:[device]` or `[bus]:[device].[function]`, all
+/// hexadecimal.
 fn parse_pci_bus_id(text: &str) -> Option<[u32; 3]> {
     let (address, function) =
         text.split_once('.').map_or((text, "0"), |(address, function)| (address, function));
@@ -58,7 +60,7 @@ api! {
     }
 
     fn cuDriverGetVersion(version: Out<i32>) {
-        // Answered before `cuInit` and without a server: the version of the API that this library has.
+        // Works before `cuInit` and without a server: the version of the API that this library implements.
         version.put(driver().map_or(crate::process::driver::API_VERSION, |driver| driver.version))
     }
 
@@ -74,7 +76,7 @@ api! {
     }
 
     unsafe fn cuDeviceGetName(name: *mut c_char, len: i32, dev: i32) {
-        // SAFETY: room for as many bytes as the length says, by CUDA's manual.
+        // SAFETY: the program passes a buffer of that length, by CUDA's manual.
         unsafe { put_text(name, len, &device(dev)?.info.name) }
     }
 
@@ -84,7 +86,7 @@ api! {
     alias cuDeviceGetUuid = cuDeviceGetUuid_v2(uuid: Out<[u8; 16]>, dev: i32);
 
     fn cuDeviceGetLuid(luid: *mut c_char, mask: Out<u32>, dev: i32) {
-        // A name that only Windows gives to devices.
+        // Only Windows has such names for devices.
         let _ = (luid, mask);
         device(dev)?;
         Err(Status::NOT_SUPPORTED)
@@ -130,7 +132,7 @@ api! {
     }
 
     unsafe fn cuDeviceGetPCIBusId(text: *mut c_char, len: i32, dev: i32) {
-        // SAFETY: room for as many bytes as the length says, by CUDA's manual.
+        // SAFETY: the program passes a buffer of that length, by CUDA's manual.
         unsafe { put_text(text, len, &pci_bus_id(&device(dev)?.info.pci)) }
     }
 

@@ -1,4 +1,4 @@
-//! Error codes: their names, and the texts that NVIDIA's libcuda gives.
+//! Error codes, with the names and descriptions that NVIDIA's libcuda returns.
 
 use std::ffi::{CStr, c_char};
 

@@ -17,13 +17,13 @@ use client::{Status, lock};
 
 pub(crate) fn record(handle: usize, stream: usize, per_thread: bool, flags: u32) -> Result {
     let event = event::of(handle)?;
-    // 1 is CU_EVENT_RECORD_EXTERNAL, which is for captures alone.
+    // 1 is CU_EVENT_RECORD_EXTERNAL, which only applies to captures.
     if flags & !1 != 0 {
         return Err(Status::INVALID_VALUE);
     }
     driver()?;
     let stream = match stream {
-        // A NULL stream is the event's context's.
+        // A NULL stream is that of the event's context.
         0 | stream::LEGACY | stream::PER_THREAD => {
             stream_table::any(context::current()?, stream, per_thread)?
         }

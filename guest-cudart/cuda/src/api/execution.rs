@@ -25,15 +25,16 @@ thread_local! {
     static BLOCK: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The events that a launch is to record: when its blocks have begun, or have said that what depends on them may begin. CUDA gives both as a best effort; here they are recorded when the kernel
-/// is done, which is never too early.
+/// The events that a launch should record: when its blocks have started, or have allowed dependent work to
+/// start. CUDA promises only best effort for both; here they are recorded when the kernel is done, which is
+/// never too early.
 ///
 /// # Safety
 /// As for [`launch::attributes`].
 pub(crate) unsafe fn events(config: &LaunchConfig) -> Result<Vec<usize>> {
     let mut found = Vec::new();
     for i in 0..config.numAttrs as usize {
-        // SAFETY: as the caller says; `attributes` has found the array not to be NULL.
+        // SAFETY: guaranteed by the caller; `attributes` has checked that the array is not NULL.
         let LaunchAttr { id, value, .. } = unsafe { *config.attrs.add(i) };
         if matches!(id, launch_attr::PROGRAMMATIC_EVENT | launch_attr::LAUNCH_COMPLETION_EVENT) {
             found.push(value.0.first_chunk().map_or(0, |bytes| usize::from_le_bytes(*bytes)));
@@ -42,7 +43,7 @@ pub(crate) unsafe fn events(config: &LaunchConfig) -> Result<Vec<usize>> {
     Ok(found)
 }
 
-/// Launches a function, or makes it part of a capture.
+/// Launches a function, or adds the launch to a capture.
 ///
 /// # Safety
 /// As for [`launch::parameters`].
@@ -67,7 +68,7 @@ pub(crate) unsafe fn launch(
     launch::check_all(driver, &function, &shape, &attributes)?;
     if let Some(capture) = stream.capture() {
         let mut block = Vec::new();
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { launch::parameters(&function, params, extra, &mut block) }?;
         pinned::reach(driver, context, &block);
         let attributes = stream::of_captured(&stream, attributes);
@@ -75,8 +76,8 @@ pub(crate) unsafe fn launch(
         return recording::add(&capture, &stream, Work::Kernel(Arc::new(kernel)));
     }
     let append = |block: &mut Vec<u8>| {
-        // Parameters are read first: they may stand in managed memory, which then is the host's once more.
-        // SAFETY: as the caller says.
+        // Parameters are read first: they may be in managed memory, which reading fetches to the host.
+        // SAFETY: guaranteed by the caller.
         unsafe { launch::parameters(&function, params, extra, block) }?;
         pinned::reach(driver, context, block);
         let _order = managed::before_work(driver)?;
@@ -112,7 +113,7 @@ api! {
         function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize,
         params: *const *const c_void, extra: *const *mut c_void
     ) |pt| {
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { launch(function, Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared }, stream, pt, Vec::new(), params, extra) }
     }
 
@@ -131,7 +132,7 @@ api! {
             crate::api::occupancy::check_cooperative(device, function, &shape.grid, &shape.block, shape.shared)?;
         }
         if events.is_empty() {
-            // SAFETY: as CUDA's manual has it, which the program vouches for.
+            // SAFETY: the program passes what CUDA's manual requires.
             return unsafe { launch(function, shape, c.hStream, pt, attributes, params, extra) };
         }
         let (_, context, _lent) = stream_table::ready_on(c.hStream)?;
@@ -140,7 +141,7 @@ api! {
             return refuse_form("a captured launch that records an event", &SAID);
         }
         let events = events.into_iter().map(event::of).collect::<Result<Vec<_>>>()?;
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { launch(function, shape, c.hStream, pt, attributes, params, extra) }?;
         events.iter().try_for_each(|event| event::record_on(event, stream.clone()))
     }
@@ -155,7 +156,7 @@ api! {
         }
         let shape = Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared };
         crate::api::occupancy::check_cooperative(device, function, &shape.grid, &shape.block, shared)?;
-        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        // SAFETY: the program passes what CUDA's manual requires.
         unsafe { launch(function, shape, stream, pt, cooperative(), params, std::ptr::null()) }
     }
 }

@@ -25,7 +25,7 @@ pub(crate) fn fill(
     if let (Some(capture), false) = (stream.capture(), matches!(fill, Fill::Nothing)) {
         return recording::add(&capture, &stream, Work::Fill(params));
     }
-    // For memory of the host, also for what a device has of it for the time being, this is the form that waits.
+    // For host memory, including memory mirrored on a device, this is the form that waits.
     let waits = handle.is_none() && (matches!(fill, Fill::Here(_)) || mirror::is_here(dst));
     fill.run(driver, &stream)?;
     if waits { stream.synchronize() } else { Ok(()) }

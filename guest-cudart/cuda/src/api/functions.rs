@@ -9,7 +9,7 @@ use crate::code::library;
 use client::Status;
 use client::ops::module::Param;
 
-/// Tells where a parameter is, and its size if the program wants it.
+/// Returns a parameter's offset, and its size if requested.
 pub(crate) fn put_param(param: &Param, offset: Out<usize>, size: Out<usize>) -> Result {
     offset.put(param.offset as usize)?;
     size.put_if_wanted(param.size as usize);
@@ -31,7 +31,7 @@ api! {
     }
 
     fn cuFuncSetSharedMemConfig(function: usize, config: u32) {
-        // As with cuCtxSetSharedMemConfig: banks have one width.
+        // As with cuCtxSetSharedMemConfig: banks have only one width.
         library::of(function)?;
         if config > 2 { Err(Status::INVALID_VALUE) } else { Ok(()) }
     }

@@ -1,4 +1,4 @@
-//! Making graphs: nodes, dependencies, clones.
+//! Building graphs: nodes, dependencies, clones.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::process::context;
 use crate::process::driver::driver;
 use client::Status;
 
-/// Adds a node and tells its handle.
+/// Adds a node and returns its handle.
 fn add(
     to: Out<usize>,
     graph: usize,
@@ -31,12 +31,12 @@ fn add(
     to.put(Graph::node(&graph, id)?)
 }
 
-/// The numbers of both ends of dependencies between nodes of a graph.
+/// The node numbers at both ends of each dependency.
 fn pairs(graph: &Arc<Graph>, from: Array<usize>, to: Array<usize>, count: Count) -> Result<Vec<(u64, u64)>> {
     Ok(nodes(graph, from, count)?.into_iter().zip(nodes(graph, to, count)?).collect())
 }
 
-/// Adds dependencies, with what is said of each.
+/// Adds dependencies with their edge data.
 fn connect(
     graph: usize,
     from: Array<usize>,
@@ -96,14 +96,14 @@ api! {
     unsafe fn cuGraphAddKernelNode(node: Out<usize>, graph: usize, before: Array<usize>, count: Count, p: In<KernelNodeParams1>) {
         p.required()?;
         add(node, graph, before, Array::NULL, count, |_, _| {
-            // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+            // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
             unsafe { node_description::kernel(In::from(&KernelNodeParams::from(&p.get()?))) }
         })
     }
 
     unsafe fn cuGraphAddKernelNode_v2(node: Out<usize>, graph: usize, before: Array<usize>, count: Count, p: In<KernelNodeParams>) {
         add(node, graph, before, Array::NULL, count, |_, _| {
-            // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+            // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
             unsafe { node_description::kernel(p) }
         })
     }
@@ -130,7 +130,7 @@ api! {
         node: Out<usize>, graph: usize, before: Array<usize>, count: Count, p: In<BatchMemOpNodeParams>
     ) {
         add(node, graph, before, Array::NULL, count, |_, _| {
-            // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+            // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
             unsafe { node_description::words(p) }
         })
     }
@@ -145,7 +145,7 @@ api! {
 
     unsafe fn cuGraphAddMemAllocNode(node: Out<usize>, graph: usize, before: Array<usize>, count: Count, p: InOut<MemAllocNodeParams>) {
         add(node, graph, before, Array::NULL, count, |graph, before| {
-            // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+            // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
             unsafe { node_description::alloc(graph, before, p) }
         })
     }
@@ -156,7 +156,7 @@ api! {
 
     unsafe fn cuGraphAddNode(node: Out<usize>, graph: usize, before: Array<usize>, count: Count, p: InOut<GraphNodeParams>) {
         add(node, graph, before, Array::NULL, count, |graph, before| {
-            // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+            // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
             unsafe { node_description::generic(graph, before, p) }
         })
     }
@@ -165,7 +165,7 @@ api! {
         node: Out<usize>, graph: usize, before: Array<usize>, data: Array<EdgeData>, count: Count, p: InOut<GraphNodeParams>
     ) {
         add(node, graph, before, data, count, |graph, before| {
-            // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+            // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
             unsafe { node_description::generic(graph, before, p) }
         })
     }
@@ -184,7 +184,7 @@ api! {
     }
 
     fn cuGraphRemoveDependencies_v2(graph: usize, from: Array<usize>, to: Array<usize>, data: Array<EdgeData>, count: Count) {
-        // Whatever is said of them: NVIDIA's driver does not look at the data, of which its manual says that it must match.
+        // The data is ignored: NVIDIA's driver doesn't check it, although its manual says that it must match.
         let _ = data;
         let graph = of(graph)?;
         graph.disconnect(&pairs(&graph, from, to, count)?)

@@ -8,7 +8,7 @@ use crate::process::driver::driver;
 use client::ops::graph::{GraphCondition, condition_flag};
 use client::{Status, lock, log};
 
-/// A condition of a graph.
+/// Creates a condition of a graph.
 pub(crate) fn create(graph: &Graph, ctx: usize, default: u32, flags: u32) -> Result<u64> {
     driver()?;
     if flags & !condition_flag::ASSIGN_DEFAULT != 0 {
@@ -20,7 +20,7 @@ pub(crate) fn create(graph: &Graph, ctx: usize, default: u32, flags: u32) -> Res
     let id = graph.draft.id().unwrap_or_else(instance::new_id);
     let (context, session) = (graph.context.id, graph.context.session());
     let reply = session.call(&GraphCondition { context, graph: id, default, flags })?;
-    // Of two threads that are here for the first time, one has made a draft that nobody uses.
+    // If two threads get here first at once, one of them has made a draft that nobody uses.
     if graph.draft.id.get_or_init(|| (id, session)).0 != id {
         log::warn(format_args!("conditions of one graph were made by two threads at once"));
         return Err(Status::NOT_PERMITTED);

@@ -1,4 +1,4 @@
-//! Looking at graphs: nodes, edges, a drawing.
+//! Inspecting graphs: nodes, edges, a drawing.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -12,38 +12,38 @@ use crate::graph::node_work::Work;
 use crate::graph::{Edge, EdgeData, Graph, node, of};
 use client::{Status, log};
 
-/// Where handles are told, and which.
+/// Where to return handles, and which.
 type Place<'a, T> = (OutArray<'a, usize>, fn(&T) -> usize);
 
-/// Writes as many of `found` as there is room for, and zeros behind them.
+/// Writes as many of `found` as fit into `room`, and zeros after them.
 ///
 /// # Safety
-/// There is room for `room` values, unless `to` is NULL.
+/// `to` is NULL or has room for `room` values.
 unsafe fn fill<T: Copy + Default>(to: OutArray<T>, found: impl Iterator<Item = T>, room: usize) -> Result {
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { to.put(found.chain(std::iter::repeat(T::default())).take(room)) }
 }
 
-/// Tells as many of `found` as there is room for, and their number; only the number when there is no place.
+/// Returns as many of `found` as there is room for, and their number; only the number if no place is passed.
 ///
 /// # Safety
-/// Each place that is not NULL has room for as many handles as `count` says.
+/// Each place is NULL or has room for `count` handles.
 unsafe fn list<T: Copy>(found: &[T], to: &[Place<'_, T>], count: InOut<usize>) -> Result {
     let room = count.get()?;
     if to.iter().all(|(to, _)| to.is_null()) {
         return count.put(found.len());
     }
     for (to, handle) in to.iter().filter(|(to, _)| !to.is_null()) {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { fill(*to, found.iter().map(handle), room) }?;
     }
     count.put(room.min(found.len()))
 }
 
-/// Handles of the nodes that `which` picks.
+/// Returns the handles of the nodes that `which` selects.
 ///
 /// # Safety
-/// As of [`list`].
+/// As for [`list`].
 unsafe fn picked(
     graph: &Arc<Graph>,
     which: impl Fn(&[Edge]) -> bool,
@@ -57,11 +57,11 @@ unsafe fn picked(
         }
     });
     let handles: Result<Vec<usize>> = ids.into_iter().map(|id| Graph::node(graph, id)).collect();
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { list(&handles?, &[(to, |handle| *handle)], count) }
 }
 
-/// An edge by the handles of its ends.
+/// An edge, with the handles of its ends.
 #[derive(Clone, Copy)]
 struct Named {
     from: usize,
@@ -69,7 +69,7 @@ struct Named {
     data: EdgeData,
 }
 
-/// The edges that `which` picks by their ends, in the order of the nodes that they lead to.
+/// The edges that `which` selects by their ends, ordered by the nodes that they lead to.
 fn edges(graph: &Arc<Graph>, which: impl Fn(u64, u64) -> bool) -> Result<Vec<Named>> {
     let mut found = Vec::new();
     graph.each(|to, node| {
@@ -81,10 +81,10 @@ fn edges(graph: &Arc<Graph>, which: impl Fn(u64, u64) -> bool) -> Result<Vec<Nam
     found.into_iter().map(named).collect()
 }
 
-/// Tells edges. Without a place for their data, those that have some are not told.
+/// Returns edges. Edges with data are left out if no place for data is passed.
 ///
 /// # Safety
-/// As of [`list`], and of the place for data.
+/// As for [`list`], also for the place for data.
 unsafe fn tell(
     found: &[Named],
     to: &[Place<'_, Named>],
@@ -96,7 +96,7 @@ unsafe fn tell(
     if wanted && data.is_null() && found.iter().any(|edge| edge.data != [0; 8]) {
         return Err(code::LOSSY_QUERY);
     }
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         if wanted && !data.is_null() {
             fill(data, found.iter().map(|edge| edge.data), room)?;
@@ -106,7 +106,7 @@ unsafe fn tell(
 }
 
 /// # Safety
-/// As of [`list`].
+/// As for [`list`].
 unsafe fn graph_edges(
     graph: usize,
     from: OutArray<usize>,
@@ -118,12 +118,12 @@ unsafe fn graph_edges(
     if from.is_null() != to.is_null() {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { tell(&found, &[(from, |edge| edge.from), (to, |edge| edge.to)], data, count) }
 }
 
 /// # Safety
-/// As of [`list`].
+/// As for [`list`].
 unsafe fn dependencies(
     handle: usize,
     to: OutArray<usize>,
@@ -132,12 +132,12 @@ unsafe fn dependencies(
 ) -> Result {
     let (graph, id) = node(handle)?;
     let found = edges(&graph, |_, to| to == id)?;
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { tell(&found, &[(to, |edge| edge.from)], data, count) }
 }
 
 /// # Safety
-/// As of [`list`].
+/// As for [`list`].
 unsafe fn dependents(
     handle: usize,
     to: OutArray<usize>,
@@ -146,7 +146,7 @@ unsafe fn dependents(
 ) -> Result {
     let (graph, id) = node(handle)?;
     let found = edges(&graph, |from, _| from == id)?;
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { tell(&found, &[(to, |edge| edge.to)], data, count) }
 }
 
@@ -175,7 +175,8 @@ fn label(work: &Work) -> String {
     }
 }
 
-/// What a drawing says of each node beside: bits of `CUgraphDebugDot_flags`. What they ask for of other nodes stands there anyway.
+/// What a drawing says about each node: bits of `CUgraphDebugDot_flags`. Flags without effect here are about
+/// details that are always drawn.
 mod dot {
     pub const VERBOSE: u32 = 1;
     pub const KERNEL_PARAMS: u32 = 1 << 2;
@@ -187,7 +188,7 @@ mod dot {
     pub const HANDLES: u32 = 1 << 10;
 }
 
-/// What the flags ask for of a node, a line each.
+/// The details of a node that the flags request, one per line.
 fn details(graph: &Arc<Graph>, id: u64, work: &Work, flags: u32) -> Vec<String> {
     let wanted = |flag| flags & (flag | dot::VERBOSE) != 0;
     let mut lines = Vec::new();
@@ -214,7 +215,7 @@ fn details(graph: &Arc<Graph>, id: u64, work: &Work, flags: u32) -> Vec<String> 
             }
         }
         Work::Copy(copy) if wanted(dot::COPY_PARAMS) => {
-            // By CUmemorytype.
+            // By `CUmemorytype`.
             let end = |kind: u32, host: usize, device: u64, array: usize| match kind {
                 1 => format!("host memory at {host:#x}"),
                 3 => format!("array {array:#x}"),
@@ -238,12 +239,12 @@ fn details(graph: &Arc<Graph>, id: u64, work: &Work, flags: u32) -> Vec<String> 
     lines
 }
 
-/// Draws a graph, and the child graphs of its nodes beside it.
+/// Draws a graph, and next to it the child graphs of its nodes.
 fn draw(graph: &Arc<Graph>, flags: u32, numbers: &mut HashMap<u64, usize>, out: &mut String) {
     let next = numbers.len();
     let number = *numbers.entry(graph.unique).or_insert(next);
     let mut children = Vec::new();
-    // Writing into a string does not fail.
+    // Writing to a string cannot fail.
     let _ = writeln!(out, "subgraph cluster_{number} {{\nlabel=\"graph_{number}\"");
     let mut nodes = Vec::new();
     graph.each(|id, node| nodes.push((id, node.work.clone(), node.before.clone())));
@@ -271,42 +272,42 @@ fn draw(graph: &Arc<Graph>, flags: u32, numbers: &mut HashMap<u64, usize>, out: 
 
 api! {
     unsafe fn cuGraphGetNodes(graph: usize, nodes: OutArray<usize>, count: InOut<usize>) {
-        // SAFETY: room for as many as the count says, by CUDA's manual.
+        // SAFETY: there is room for `count` values, by CUDA's manual.
         unsafe { picked(&of(graph)?, |_| true, nodes, count) }
     }
 
     unsafe fn cuGraphGetRootNodes(graph: usize, nodes: OutArray<usize>, count: InOut<usize>) {
-        // SAFETY: room for as many as the count says, by CUDA's manual.
+        // SAFETY: there is room for `count` values, by CUDA's manual.
         unsafe { picked(&of(graph)?, |before| before.is_empty(), nodes, count) }
     }
 
     unsafe fn cuGraphGetEdges(graph: usize, from: OutArray<usize>, to: OutArray<usize>, count: InOut<usize>) {
-        // SAFETY: room for as many as the count says, by CUDA's manual.
+        // SAFETY: there is room for `count` values, by CUDA's manual.
         unsafe { graph_edges(graph, from, to, OutArray::NULL, count) }
     }
 
     unsafe fn cuGraphGetEdges_v2(graph: usize, from: OutArray<usize>, to: OutArray<usize>, data: OutArray<EdgeData>, count: InOut<usize>) {
-        // SAFETY: room for as many as the count says, by CUDA's manual.
+        // SAFETY: there is room for `count` values, by CUDA's manual.
         unsafe { graph_edges(graph, from, to, data, count) }
     }
 
     unsafe fn cuGraphNodeGetDependencies(node: usize, to: OutArray<usize>, count: InOut<usize>) {
-        // SAFETY: room for as many as the count says, by CUDA's manual.
+        // SAFETY: there is room for `count` values, by CUDA's manual.
         unsafe { dependencies(node, to, OutArray::NULL, count) }
     }
 
     unsafe fn cuGraphNodeGetDependencies_v2(node: usize, to: OutArray<usize>, data: OutArray<EdgeData>, count: InOut<usize>) {
-        // SAFETY: room for as many as the count says, by CUDA's manual.
+        // SAFETY: there is room for `count` values, by CUDA's manual.
         unsafe { dependencies(node, to, data, count) }
     }
 
     unsafe fn cuGraphNodeGetDependentNodes(node: usize, to: OutArray<usize>, count: InOut<usize>) {
-        // SAFETY: room for as many as the count says, by CUDA's manual.
+        // SAFETY: there is room for `count` values, by CUDA's manual.
         unsafe { dependents(node, to, OutArray::NULL, count) }
     }
 
     unsafe fn cuGraphNodeGetDependentNodes_v2(node: usize, to: OutArray<usize>, data: OutArray<EdgeData>, count: InOut<usize>) {
-        // SAFETY: room for as many as the count says, by CUDA's manual.
+        // SAFETY: there is room for `count` values, by CUDA's manual.
         unsafe { dependents(node, to, data, count) }
     }
 

@@ -46,7 +46,7 @@ fn instantiate(graph: usize, flags: u64) -> Result<usize> {
     EXECS.insert(Arc::new(Exec::new(&graph, flags)?)).ok_or(Status::OUT_OF_MEMORY)
 }
 
-/// The stream of a launch or an upload, of the instance's context.
+/// The stream of a launch or upload, which must be of the instance's context.
 fn on(exec: &Exec, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
     let (_, context, _lent) = stream_table::ready_on(handle)?;
     let stream = stream_table::any(context, handle, per_thread)?;
@@ -74,7 +74,7 @@ fn set(handle: usize, node: usize, work: Result<Work>) -> Result {
     exec.change(node, |before| {
         let work = work?;
         Ok(match (before, work) {
-            // Attributes are not among the parameters.
+            // The parameters don't include attributes.
             (Work::Kernel(before), Work::Kernel(work)) => {
                 Work::Kernel(Arc::new(work.with_attributes(before.attributes.clone())))
             }
@@ -117,7 +117,7 @@ api! {
     fn cuGraphInstantiateWithParams / cuGraphInstantiateWithParams_ptsz(made: Out<usize>, graph: usize, params: InOut<InstantiateParams>) |pt| {
         made.required()?;
         let mut p = params.get()?;
-        // Until it is otherwise.
+        // Assume an error until it succeeds.
         (p.error_node, p.result) = (0, answer::ERROR);
         params.put(p)?;
         let handle = instantiate(graph, p.flags).inspect_err(|_| {
@@ -167,13 +167,13 @@ api! {
 
     unsafe fn cuGraphExecKernelNodeSetParams(handle: usize, node: usize, p: In<KernelNodeParams1>) {
         p.required()?;
-        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
         let work = unsafe { node_description::kernel(In::from(&KernelNodeParams::from(&p.get()?))) };
         set(handle, node, work)
     }
 
     unsafe fn cuGraphExecKernelNodeSetParams_v2(handle: usize, node: usize, p: In<KernelNodeParams>) {
-        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
         let work = unsafe { node_description::kernel(p) };
         set(handle, node, work)
     }
@@ -197,7 +197,7 @@ api! {
     }
 
     unsafe fn cuGraphExecBatchMemOpNodeSetParams(handle: usize, node: usize, p: In<BatchMemOpNodeParams>) {
-        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
         let work = unsafe { node_description::words(p) };
         set(handle, node, work)
     }
@@ -212,7 +212,7 @@ api! {
 
     unsafe fn cuGraphExecNodeSetParams(handle: usize, node: usize, p: In<GraphNodeParams>) {
         work_of(node)?;
-        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
         let work = unsafe { node_description::described(p) };
         set(handle, node, work)
     }

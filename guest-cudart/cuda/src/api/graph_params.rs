@@ -14,7 +14,7 @@ use crate::process::driver::driver;
 use client::Status;
 use client::ops::launch::LaunchAttribute;
 
-/// Replaces what a node does by something of the same kind.
+/// Replaces a node's work with work of the same kind.
 fn replace(handle: usize, work: Result<Work>) -> Result {
     set_work(handle, |before| {
         let work = work?;
@@ -22,7 +22,7 @@ fn replace(handle: usize, work: Result<Work>) -> Result {
             return Err(Status::INVALID_VALUE);
         }
         Ok(match (before, work) {
-            // Attributes are not among the parameters.
+            // The parameters don't include attributes.
             (Work::Kernel(before), Work::Kernel(work)) => {
                 Work::Kernel(Arc::new(work.with_attributes(before.attributes.clone())))
             }
@@ -38,8 +38,8 @@ fn kernel(handle: usize) -> Result<Arc<Kernel>> {
     }
 }
 
-/// `CUlaunchAttributeID`s that a node has: access policy, cooperative, cluster dimension, cluster scheduling, priority, and the memory synchronization
-/// domains, preferred cluster, shared memory carveout.
+/// Whether nodes have this `CUlaunchAttributeID`: access policy, cooperative, cluster dimension, cluster
+/// scheduling, priority, the memory synchronization domains, preferred cluster, and shared memory carveout.
 fn is_known(attribute: u32) -> bool {
     matches!(attribute, 1 | 2 | 4 | 5 | 6 | 8 | 9 | 10 | 11 | 14)
 }
@@ -54,7 +54,7 @@ fn set_attributes(handle: usize, change: impl FnOnce(&Kernel) -> Vec<LaunchAttri
 api! {
     fn cuGraphKernelNodeGetParams(node: usize, p: Out<KernelNodeParams1>) {
         let KernelNodeParams { func, grid, block, sharedMemBytes, kernelParams, extra, kern, .. } = kernel(node)?.describe();
-        // The older form knows no kernels.
+        // The older form has no kernels.
         let func = if func != 0 { func } else { crate::code::library::function_of(kern)? };
         p.put(KernelNodeParams1 { func, grid, block, sharedMemBytes, kernelParams, extra })
     }
@@ -65,13 +65,13 @@ api! {
 
     unsafe fn cuGraphKernelNodeSetParams(node: usize, p: In<KernelNodeParams1>) {
         p.required()?;
-        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
         let work = unsafe { node_description::kernel(In::from(&KernelNodeParams::from(&p.get()?))) };
         replace(node, work)
     }
 
     unsafe fn cuGraphKernelNodeSetParams_v2(node: usize, p: In<KernelNodeParams>) {
-        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
         let work = unsafe { node_description::kernel(p) };
         replace(node, work)
     }
@@ -149,7 +149,7 @@ api! {
             Work::Words(words) => p.put(BatchMemOpNodeParams {
                 ctx: crate::graph::node(node)?.0.context.handle,
                 count: words.given.len() as u32,
-                // As long as the node stays as it is.
+                // Valid until the node changes.
                 paramArray: words.given.as_ptr(),
                 flags: 0,
             }),
@@ -158,7 +158,7 @@ api! {
     }
 
     unsafe fn cuGraphBatchMemOpNodeSetParams(node: usize, p: In<BatchMemOpNodeParams>) {
-        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
         let work = unsafe { node_description::words(p) };
         replace(node, work)
     }
@@ -213,7 +213,7 @@ api! {
 
     unsafe fn cuGraphNodeSetParams(node: usize, p: In<GraphNodeParams>) {
         work_of(node)?;
-        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        // SAFETY: the program's pointers in the structure are valid, as CUDA's manual requires.
         let work = unsafe { node_description::described(p) };
         replace(node, work)
     }

@@ -1,8 +1,10 @@
 //! Green contexts and partitions of a device.
 //!
-//! The objects in a green context (memory, modules, events) belong to the device's primary context. Only its streams are its own, among them the default stream of threads that have it current.
+//! Memory, modules and events of a green context belong to the device's primary context. It only has its own
+//! streams, including the default stream of threads in which it is current.
 //!
-//! A program copies [`DevResource`] structures around freely. Ours hold the number under which the server knows the partition; the server keeps what its driver made.
+//! Programs copy [`DevResource`] structures freely. Ours contain the server's ID of the partition; the server
+//! keeps what its driver created.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -29,7 +31,7 @@ const SM: u32 = 1;
 
 static IDS: AtomicU32 = AtomicU32::new(1);
 
-/// What programs made descriptors of; their handle is the place here, from 1.
+/// What descriptors were created from. A descriptor's handle is its index here, starting at 1.
 static DESCRIPTORS: Mutex<Vec<(DescriptorId, &'static Server)>> = Mutex::new(Vec::new());
 
 fn of(handle: usize) -> Result<(&'static Driver, Arc<Green>)> {
@@ -37,10 +39,10 @@ fn of(handle: usize) -> Result<(&'static Driver, Arc<Green>)> {
     Ok((driver, GREENS.get(handle).ok_or(Status::INVALID_CONTEXT)?))
 }
 
-/// The streams of a context, or of a green one in it.
+/// The streams of a context, or of a green context in it.
 ///
 /// # Errors
-/// `STREAM_CAPTURE_UNSUPPORTED` where one of them is being captured, which that ends.
+/// `STREAM_CAPTURE_UNSUPPORTED` if one of them is being captured, which ends the capture.
 fn streams(context: &'static Context, green: Option<&Arc<Green>>) -> Result<Vec<Arc<Stream>>> {
     let all = stream_table::of_context(context, green);
     let captures: Vec<_> = all.iter().filter_map(|stream| stream.capture()).collect();
@@ -51,7 +53,7 @@ fn streams(context: &'static Context, green: Option<&Arc<Green>>) -> Result<Vec<
     Err(code::STREAM_CAPTURE_UNSUPPORTED)
 }
 
-/// Records an event after all work so far of a context, or of a green one in it.
+/// Records an event after all work so far of a context, or of a green context in it.
 fn record_all((context, green): Whole, event: &Event) -> Result {
     if event.context().device != context.device {
         return Err(Status::INVALID_HANDLE);
@@ -69,7 +71,7 @@ fn record_all((context, green): Whole, event: &Event) -> Result {
     Ok(())
 }
 
-/// Makes all work from now on in a context, or in a green one in it, wait for an event.
+/// Makes all later work in a context, or in a green context in it, wait for an event.
 fn wait_all((context, green): Whole, event: &Event) -> Result {
     if let Some((capture, _)) = event.captured() {
         capture.spoil();
@@ -110,12 +112,12 @@ fn part(to: Out<DevResource>, device: &Device, green: Option<GreenId>, kind: u32
     to.put(holding(&reply.part, device.server))
 }
 
-/// A part of a device as a program keeps it.
+/// A part of a device in the form that programs keep.
 fn holding(part: &Part, server: &Server) -> DevResource {
     DevResource::holding(part, server.session.index() as u32)
 }
 
-/// The server of a part, and its number there.
+/// The server of a part, and its ID there.
 fn part_of(driver: &Driver, part: &DevResource) -> Result<(&'static Server, u32)> {
     let (server, number) = part.number()?;
     let server = driver.servers.get(server as usize).ok_or(Status::INVALID_VALUE)?;
@@ -143,7 +145,7 @@ fn split(
         return Err(Status::UNKNOWN);
     }
     if !groups.is_null() {
-        // SAFETY: there is room for as many as `count` says, by CUDA's manual, and there are no more.
+        // SAFETY: there is room for `count` values, by CUDA's manual, and there are no more.
         unsafe { groups.put(reply.groups.iter().map(|group| holding(group, server))) }?;
     }
     rest.put_if_wanted(holding(&reply.rest, server));
@@ -210,7 +212,7 @@ fn destroy(handle: usize) -> Result {
     let (_, green) = of(handle)?;
     GREENS.remove(handle).ok_or(Status::INVALID_CONTEXT)?;
     let deferred = green.context.deferred();
-    // Its work is done before its streams go.
+    // Its work must be done before its streams are destroyed.
     green.context.quiesce();
     green.alive.store(false, Ordering::Release);
     stream_table::end_all_of(&green);

@@ -1,4 +1,4 @@
-//! Functions of the program that are called in a stream's order.
+//! Functions of the program that are called in stream order.
 
 use std::ffi::c_void;
 

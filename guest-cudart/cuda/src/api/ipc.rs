@@ -14,7 +14,8 @@ use client::{Status, lock};
 const MAGIC: [u8; 8] = *b"rgpu:ipc";
 const EVENT_MAGIC: [u8; 8] = *b"rgpu:evt";
 
-/// What a handle of memory says: the token of the piece that holds the allocation, where in it the allocation begins, and its bytes.
+/// The contents of a memory handle: the token of the piece that holds the allocation, the allocation's offset
+/// in it, and its size in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Name {
     pub token: [u8; 16],
@@ -41,7 +42,7 @@ impl Name {
     }
 }
 
-/// What was opened: its address, and how often it was.
+/// Opened memory: its address, and how often it was opened.
 static OPENED: Mutex<BTreeMap<Name, (u64, u32)>> = Mutex::new(BTreeMap::new());
 
 api! {
@@ -77,7 +78,7 @@ api! {
     fn cuIpcOpenMemHandle_v2(dptr: Out<u64>, handle: IpcHandle, flags: u32) {
         dptr.required()?;
         let (driver, context) = context::ready()?;
-        // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is the only flag there is, and must be given.
+        // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is the only flag, and is required.
         if flags != 1 {
             return Err(Status::INVALID_VALUE);
         }
@@ -119,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_handle_says_what_was_put_in() {
+    fn a_handle_round_trips() {
         let name = Name { token: [7; 16], offset: 512, size: 1 << 40 };
         assert!(Name::of(&name.handle()) == Some(name));
         assert!(Name::of(&IpcHandle([0; 64])).is_none());

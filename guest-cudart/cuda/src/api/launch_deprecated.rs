@@ -1,4 +1,4 @@
-//! Launches in the form that CUDA had before version 4: the block, the shared memory and each parameter are set on the function first.
+//! Launches as before CUDA 4: the block, the shared memory and each parameter are first set on the function.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -11,7 +11,7 @@ use crate::code::library;
 use crate::work::launch::Shape;
 use client::{Status, lock};
 
-/// Bytes of parameters that a function of that time may have.
+/// Maximum bytes of parameters for these functions.
 const MOST: usize = 4096;
 
 /// What is set for the next launches of a function.
@@ -22,7 +22,7 @@ struct Set {
     parameters: Vec<u8>,
 }
 
-/// By function. What is set for one that is gone is of no consequence.
+/// By function. Entries of unloaded functions do no harm.
 static SETS: LazyLock<Mutex<HashMap<usize, Set>>> = LazyLock::new(Mutex::default);
 
 fn set(handle: usize, change: impl FnOnce(&mut Set) -> Result) -> Result {
@@ -31,7 +31,7 @@ fn set(handle: usize, change: impl FnOnce(&mut Set) -> Result) -> Result {
     change(sets.entry(handle).or_insert(Set { block: [1; 3], shared: 0, parameters: Vec::new() }))
 }
 
-/// Sets bytes of the parameters.
+/// Sets some bytes of the parameters.
 fn put(handle: usize, offset: i32, bytes: &[u8]) -> Result {
     let offset = usize::try_from(offset).map_err(|_| Status::INVALID_VALUE)?;
     let end = offset.checked_add(bytes.len()).filter(|end| *end <= MOST).ok_or(Status::INVALID_VALUE)?;

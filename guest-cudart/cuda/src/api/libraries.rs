@@ -19,14 +19,14 @@ api! {
         to: Out<usize>, code: *const c_void, options: *const u32, values: *const *mut c_void, count: u32,
         library_options: *const u32, library_values: *const *mut c_void, library_count: u32
     ) {
-        // Both library options are promises of the program's about its image, which is copied here; the universal function table is
-        // nvcc's own and has no meaning for a remote device.
+        // Both library options are promises of the program about its image, which is copied here. The
+        // universal function table belongs to nvcc and has no meaning for a remote device.
         let _ = (library_options, library_values, library_count);
         to.required()?;
         driver()?.check()?;
-        // SAFETY: as many options as the count says, by CUDA's manual.
+        // SAFETY: the program passes `count` options, by CUDA's manual.
         let jit = unsafe { Jit::parse(count, options, values) }?;
-        // SAFETY: the program gives a whole image.
+        // SAFETY: the program passes a complete image.
         to.put(library::new_library(&unsafe { image::bytes(code) }?, jit)?)
     }
 
@@ -38,10 +38,10 @@ api! {
         to.required()?;
         name.required()?;
         driver()?.check()?;
-        // SAFETY: as many options as the count says, by CUDA's manual.
+        // SAFETY: the program passes `count` options, by CUDA's manual.
         let jit = unsafe { Jit::parse(count, options, values) }?;
         let bytes = read_file(name.get()?)?;
-        // SAFETY: a whole file, with a NUL behind it in case it is text.
+        // SAFETY: a whole file, with a NUL after it in case it is text.
         to.put(library::new_library(&unsafe { image::bytes(bytes.as_ptr().cast()) }?, jit)?)
     }
 
@@ -52,7 +52,7 @@ api! {
             KERNELS.remove(kernel.handle);
         }
         for (context, module) in lock(&library.instances).drain(..) {
-            // A kernel of it may be running.
+            // One of its kernels may be running.
             context.quiesce();
             module.unload()?;
         }
@@ -81,7 +81,7 @@ api! {
         let module = library.anywhere(driver)?;
         let named = module.functions.iter().take(count as usize);
         let handles = named.map(|function| Ok(library.kernel(&function.name)?.handle)).collect::<Result<Vec<_>>>()?;
-        // SAFETY: room for as many as the count says, by CUDA's manual, and there are no more.
+        // SAFETY: there is room for as many as requested, by CUDA's manual, and there are no more.
         unsafe { kernels.put(handles) }
     }
 
@@ -107,7 +107,7 @@ api! {
     }
 
     fn cuKernelGetName(name: Out<*const c_char>, handle: usize) {
-        // The text lives as long as the library is loaded, as CUDA says.
+        // The text lives as long as the library is loaded, as CUDA requires.
         name.put(library::kernel(handle)?.1.name.as_ptr())
     }
 

@@ -24,7 +24,7 @@ pub(crate) unsafe fn create(
     static IDS: AtomicU32 = AtomicU32::new(1);
     state.required()?;
     let (_, context) = context::ready()?;
-    // SAFETY: as many as the program says.
+    // SAFETY: the program passes `count` options.
     let jit = unsafe { Jit::parse(count, options, values) }?;
     let id = LinkId(IDS.fetch_add(1, Ordering::Relaxed));
     context.session().call(&LinkCreate { context: context.id, link: id, options: jit.options.clone() })?;
@@ -52,7 +52,7 @@ fn complete(handle: usize, image: Out<*const c_void>, size: Out<usize>) -> Resul
 
 api! {
     unsafe fn cuLinkCreate_v2(count: u32, options: *const u32, values: *const *mut c_void, state: Out<usize>) {
-        // SAFETY: as many options as the count says, by CUDA's manual.
+        // SAFETY: the program passes `count` options, by CUDA's manual.
         unsafe { create(count, options, values, state) }
     }
     alias cuLinkCreate = cuLinkCreate_v2(count: u32, options: *const u32, values: *const *mut c_void, state: Out<usize>);
@@ -62,7 +62,7 @@ api! {
         values: *const *mut c_void
     ) {
         data.required()?;
-        // SAFETY: as many options as the count says, by CUDA's manual.
+        // SAFETY: the program passes `count` options, by CUDA's manual.
         let jit = unsafe { Jit::parse(count, options, values) }?;
         linker::add(state, kind, data.entries(size)?, &name.or_empty().to_string_lossy(), &jit)
     }
@@ -75,9 +75,9 @@ api! {
         state: usize, kind: u32, path: Text, count: u32, options: *const u32, values: *const *mut c_void
     ) {
         let path = path.get()?;
-        // SAFETY: as many options as the count says, by CUDA's manual.
+        // SAFETY: the program passes `count` options, by CUDA's manual.
         let jit = unsafe { Jit::parse(count, options, values) }?;
-        // The file's own bytes; PTX gets its NUL from whoever reads it as text.
+        // The file's own bytes; whoever reads PTX as text adds the NUL.
         let mut bytes = read_file(path)?;
         bytes.pop();
         linker::add(state, kind, &bytes, &path.to_string_lossy(), &jit)

@@ -12,7 +12,7 @@ use crate::process::context;
 use crate::streams::stream_table;
 use client::Status;
 
-/// A device's number in the older forms; the processor is one as well.
+/// The location for a device number of the older functions, which also have a number for the CPU.
 pub(crate) fn by_number(device: i32) -> MemLocation {
     MemLocation { kind: if device == CPU { location::HOST } else { location::DEVICE }, id: device }
 }
@@ -39,13 +39,13 @@ pub(crate) fn prefetch(
     Ok(())
 }
 
-/// One attribute of a range.
+/// Writes one attribute of a range.
 ///
 /// # Safety
-/// `size` bytes may be written at `data`.
+/// `size` bytes at `data` are writable.
 unsafe fn attribute(data: *mut c_void, size: usize, number: u32, found: &[Advice]) -> Result {
     non_null(data)?;
-    // An attribute that not all bytes share is none.
+    // If not all bytes have the same value, there is none.
     let common = |of: &dyn Fn(&Advice) -> Place| {
         let first = found.first().map_or(NO_PLACE, of);
         if found.iter().all(|advice| of(advice) == first) { first } else { NO_PLACE }
@@ -82,7 +82,7 @@ unsafe fn attribute(data: *mut c_void, size: usize, number: u32, found: &[Advice
     if size != 4 {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: four bytes, which is their size.
+    // SAFETY: `size` is four bytes.
     unsafe { put(data.cast::<i32>(), value) }
 }
 
@@ -94,7 +94,7 @@ fn ranges(dptrs: Array<u64>, sizes: Array<usize>, count: Count) -> Result<Vec<(u
     Ok(dptrs.entries(count)?.iter().copied().zip(sizes.entries(count)?.iter().copied()).collect())
 }
 
-/// Prefetches each range to the place that goes with it: `from` says from which range on each place is meant.
+/// Prefetches each range to its location. `from` says at which range each location's entries begin.
 ///
 /// # Safety
 /// `places` and `from` have `place_count` entries.
@@ -112,7 +112,7 @@ unsafe fn prefetch_batch(
     if place_count == 0 || flags != 0 {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     let (places, from) = unsafe { (places.first(place_count)?, from.first(place_count)?) };
     let mut at = 0;
     for (i, (address, size)) in ranges(dptrs, sizes, count)?.into_iter().enumerate() {
@@ -144,7 +144,7 @@ api! {
     unsafe fn cuMemPrefetchBatchAsync / cuMemPrefetchBatchAsync_ptsz(
         dptrs: Array<u64>, sizes: Array<usize>, count: Count, places: Array<MemLocation>, from: Array<usize>, place_count: usize, flags: u64, stream: usize
     ) |pt| {
-        // SAFETY: as many places as their count says, by CUDA's manual.
+        // SAFETY: the lists have the lengths passed, by CUDA's manual.
         unsafe { prefetch_batch(dptrs, sizes, count, places, from, place_count, flags, stream, pt) }
     }
 
@@ -154,7 +154,7 @@ api! {
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        // What the bytes are afterwards is not defined: that they stay is allowed.
+        // The contents are undefined afterwards, so they may stay.
         let mut ranges = ranges(dptrs, sizes, count)?.into_iter();
         ranges.try_for_each(|(address, size)| managed_advice::ranged(driver, address, size).map(|_| ()))
     }
@@ -162,12 +162,12 @@ api! {
     unsafe fn cuMemDiscardAndPrefetchBatchAsync / cuMemDiscardAndPrefetchBatchAsync_ptsz(
         dptrs: Array<u64>, sizes: Array<usize>, count: Count, places: Array<MemLocation>, from: Array<usize>, place_count: usize, flags: u64, stream: usize
     ) |pt| {
-        // SAFETY: as many places as their count says, by CUDA's manual.
+        // SAFETY: the lists have the lengths passed, by CUDA's manual.
         unsafe { prefetch_batch(dptrs, sizes, count, places, from, place_count, flags, stream, pt) }
     }
 
     unsafe fn cuMemRangeGetAttribute(data: *mut c_void, size: usize, number: u32, address: u64, count: usize) {
-        // SAFETY: as many bytes as the size says, by CUDA's manual.
+        // SAFETY: `size` bytes are writable, by CUDA's manual.
         unsafe { attribute(data, size, number, &managed_advice::advice_on(address, count)?) }
     }
 
@@ -178,7 +178,7 @@ api! {
         }
         let (data, sizes, numbers) = (data.entries(attributes)?, sizes.entries(attributes)?, numbers.entries(attributes)?);
         for ((data, size), number) in data.iter().zip(sizes).zip(numbers) {
-            // SAFETY: as many bytes as the size says, by CUDA's manual.
+            // SAFETY: `size` bytes are writable, by CUDA's manual.
             unsafe { attribute(*data, *size, *number, &found) }?;
         }
         Ok(())

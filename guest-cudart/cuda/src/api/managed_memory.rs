@@ -15,7 +15,7 @@ api! {
     fn cuMemAllocManaged(dptr: Out<u64>, size: usize, flags: u32) {
         dptr.required()?;
         let (driver, context) = context::ready()?;
-        // Attached to all streams, or to none yet; SINGLE is for cuStreamAttachMemAsync.
+        // Attached to all streams, or to none yet. SINGLE is only for cuStreamAttachMemAsync.
         if size == 0 || !matches!(flags, 1 | 2) {
             return Err(Status::INVALID_VALUE);
         }
@@ -31,7 +31,7 @@ api! {
     fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz(handle: usize, dptr: u64, length: usize, flags: u32) |pt| {
         let (driver, context) = context::ready()?;
         stream_table::plain(context, handle, pt)?;
-        // An access of the host waits for all streams, whichever the memory is attached to.
+        // Host accesses wait for all streams, whichever the memory is attached to.
         let found = address::find(driver, dptr).filter(|found| found.managed && found.base == dptr);
         let found = found.ok_or(Status::INVALID_VALUE)?;
         let whole = length == 0 || length as u64 == found.size;

@@ -12,10 +12,10 @@ use crate::process::driver::driver;
 use client::ops::memory::{MemFree, MemGetInfo};
 use client::{Status, lock};
 
-/// Pitch of a row, in bytes: as CUDA's, a multiple of the texture pitch alignment that suits every access.
+/// Row alignment in bytes. Like CUDA's, a multiple of the texture pitch alignment that suits every access.
 pub(crate) const PITCH: usize = 512;
 
-/// `cuMemFree` of an allocation of a pool of pinned memory: all that may use it is done first.
+/// `cuMemFree` for memory of a pinned memory pool. Waits for all work that may use it.
 fn free_to_pool(context: &'static Context, address: u64) -> Result {
     capture::unsafe_call()?;
     stream_ordered::settle_all()?;
@@ -29,7 +29,7 @@ api! {
         let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
         stream_ordered::collect(driver);
         let reply = device.server.session.call(&MemGetInfo { device: device.number })?;
-        // What is backed and free here is free to the program.
+        // Memory that this process holds but does not use counts as free.
         let spare = lock(&device.memory).free_bytes() + lock(&device.managed).free_bytes();
         free.put_if_wanted((reply.free + spare).min(reply.total) as usize);
         total.put_if_wanted(reply.total as usize);
@@ -83,7 +83,7 @@ api! {
         let device = device_memory::device_of(driver, dptr).ok_or(Status::INVALID_VALUE)?;
         let found = address::find(driver, dptr).filter(|found| found.base == dptr).ok_or(Status::INVALID_VALUE)?;
         capture::unsafe_call()?;
-        // The one place where two threads that free the same address are told apart is the removal itself.
+        // If two threads free the same address, only the removal itself decides which one succeeds.
         if found.context.is_alive() {
             stream_ordered::synchronize(found.context)?;
         }

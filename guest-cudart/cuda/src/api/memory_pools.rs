@@ -62,18 +62,18 @@ pub(crate) fn alloc(
     dptr.put(address)
 }
 
-/// Bytes that a pool may hold at most; 0: as many as there are.
+/// Maximum size of a pool in bytes. 0: no limit.
 pub(crate) fn limit(props: &MemPoolProps) -> u64 {
     (props.maxSize as u64).checked_next_multiple_of(LIMIT_STEP).unwrap_or(0)
 }
 
-/// The place of managed memory that a program names: a device, the host, or none.
+/// The location of managed memory that a program passes: a device, the host, or none.
 pub(crate) fn managed_place(location: MemLocation) -> Result<Place> {
     driver()?;
     if location.kind == LOCATION_NONE { Ok((LOCATION_NONE, 0)) } else { advice::place(location) }
 }
 
-/// Whether a location is the host, whichever part of it.
+/// Whether a location is the host, or any part of it.
 fn is_host(location: MemLocation) -> Result<bool> {
     driver()?;
     Ok(location.kind == LOCATION_HOST)
@@ -97,7 +97,7 @@ fn set_current(device: i32, pool: usize) -> Result {
     Ok(())
 }
 
-/// Gives access to pinned memory of the host: all have it, and it cannot be taken away.
+/// Gives access to pinned host memory. All devices have access, and it cannot be revoked.
 fn give_host_access(pool: &HostPool, map: &[MemAccessDesc]) -> Result {
     static SAID: AtomicBool = AtomicBool::new(false);
     let mut devices = Vec::new();
@@ -108,7 +108,7 @@ fn give_host_access(pool: &HostPool, map: &[MemAccessDesc]) -> Result {
             _ => return Err(Status::INVALID_VALUE),
         }
         if access.flags != 3 {
-            return refuse_form("less access than all to a memory pool of the host's", &SAID);
+            return refuse_form("restricted access to a memory pool of the host", &SAID);
         }
     }
     devices.into_iter().for_each(|device| pool.tell(device));
@@ -207,7 +207,7 @@ api! {
         }
         if is_host(props.location)? {
             if props.handleTypes != 0 {
-                return refuse_form("a memory pool of the host's for other processes", &SAID);
+                return refuse_form("sharing a memory pool of the host with other processes", &SAID);
             }
             return pool.put(pool::insert(Pool { limit: limit(&props), ..Pool::on_host() })?);
         }
@@ -218,7 +218,7 @@ api! {
         }
         let supported = device.attribute(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES) as u32;
         if props.handleTypes & !supported != 0 {
-            return refuse_form("a memory pool for these handles", &SAID);
+            return refuse_form("a memory pool with these handle types", &SAID);
         }
         let name = if props.handleTypes == 0 { None } else { Some(pool_export::new_name()?) };
         let made = Pool { name, limit: limit(&props), ..Pool::new(device.ordinal) };
@@ -250,14 +250,15 @@ api! {
     unsafe fn cuMemPoolSetAttribute(pool: usize, attribute: u32, value: *mut c_void) {
         let (_, pool) = pool::own(pool)?;
         non_null(value)?;
-        // SAFETY: not NULL, and of the attribute's type, as CUDA's manual gives it: an int for the kinds of reuse.
+        // SAFETY: not NULL, and of the attribute's type according to CUDA's manual: an int for the kinds of
+        // reuse.
         let number = || unsafe { value.cast::<i32>().read() };
-        // SAFETY: not NULL, and of the attribute's type, as CUDA's manual gives it: 64 bits for all others.
+        // SAFETY: not NULL, and of the attribute's type according to CUDA's manual: 64 bits for all others.
         let bytes = || unsafe { value.cast::<u64>().read() };
         match attribute {
             1..=3 => pool.reuse[attribute as usize - 1].store(number(), Ordering::Relaxed),
             4 => pool.threshold.store(bytes(), Ordering::Relaxed),
-            // The two high-water marks can only be set to 0.
+            // The two high-water marks can only be reset to 0.
             6 | 8 if bytes() == 0 => pool.used_high.store(pool.used.load(Ordering::Relaxed), Ordering::Relaxed),
             _ => return Err(Status::INVALID_VALUE),
         }
@@ -270,17 +271,17 @@ api! {
         let bytes = match attribute {
             1..=3 => {
                 let reuse = found.reuse[attribute as usize - 1].load(Ordering::Relaxed);
-                // SAFETY: not NULL, and of the attribute's type, as CUDA's manual gives it: an int.
+                // SAFETY: not NULL, and of the attribute's type according to CUDA's manual: an int.
                 return unsafe { put(value.cast(), reuse) };
             }
             4 => found.threshold.load(Ordering::Relaxed),
-            // What is reserved for a pool is what is used: the rest is the device's.
+            // A pool reserves only what is used; everything else belongs to the device.
             5 => found.used.load(Ordering::Relaxed) + found.idle(),
             7 => found.used.load(Ordering::Relaxed),
             6 | 8 => found.used_high.load(Ordering::Relaxed),
             _ => return Err(Status::INVALID_VALUE),
         };
-        // SAFETY: not NULL, and of the attribute's type, as CUDA's manual gives it: 64 bits.
+        // SAFETY: not NULL, and of the attribute's type according to CUDA's manual: 64 bits.
         unsafe { put(value.cast(), bytes) }
     }
 
@@ -295,7 +296,7 @@ api! {
     fn cuMemPoolGetAccess(flags: Out<u32>, pool: usize, place: In<MemLocation>) {
         let (_, pool) = pool::of(pool)?;
         if pool.managed.is_some() {
-            // As NVIDIA's driver says of them: access is not given, it is everybody's.
+            // As with NVIDIA's driver: everyone has access without being given it.
             place.required()?;
             return flags.put(0);
         }

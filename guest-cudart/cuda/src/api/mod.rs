@@ -1,4 +1,4 @@
-//! The exported functions, one module for each chapter of NVIDIA's "CUDA Driver API" manual.
+//! The exported functions, one module per chapter of NVIDIA's "CUDA Driver API" manual.
 
 pub(crate) mod arrays;
 pub(crate) mod contexts;

@@ -20,12 +20,12 @@ pub(crate) fn of(handle: usize) -> Result<(&'static Driver, Arc<Module>)> {
 unsafe fn load_data(module: Out<usize>, image: *const c_void, jit: &Jit) -> Result {
     module.required()?;
     let (_, context) = context::ready()?;
-    // SAFETY: the program gives a whole image.
+    // SAFETY: the program passes a complete image.
     let loaded = module::load(context, &unsafe { image::bytes(image)? }, jit)?;
     module.put(loaded.handle()?)
 }
 
-/// Tells where a variable is, as far as the program wants to know.
+/// Returns a variable's address and size, as far as requested.
 pub(crate) fn put_variable(variable: Variable, address: Out<u64>, size: Out<usize>) -> Result {
     address.put_if_wanted(variable.address);
     size.put_if_wanted(variable.size as usize);
@@ -38,29 +38,29 @@ api! {
         name.required()?;
         context::ready()?;
         let bytes = image::read_file(name.get()?)?;
-        // SAFETY: a whole file, with a NUL behind it in case it is text.
+        // SAFETY: a whole file, with a NUL after it in case it is text.
         unsafe { load_data(module, bytes.as_ptr().cast(), &Jit::default()) }
     }
 
     unsafe fn cuModuleLoadData(module: Out<usize>, image: *const c_void) {
-        // SAFETY: the program gives a whole image.
+        // SAFETY: the program passes a complete image.
         unsafe { load_data(module, image, &Jit::default()) }
     }
 
     unsafe fn cuModuleLoadDataEx(module: Out<usize>, image: *const c_void, count: u32, options: *const u32, values: *const *mut c_void) {
-        // SAFETY: as many options as the count says, by CUDA's manual, and a whole image.
+        // SAFETY: the program passes `count` options, by CUDA's manual, and a complete image.
         unsafe { load_data(module, image, &Jit::parse(count, options, values)?) }
     }
 
     unsafe fn cuModuleLoadFatBinary(module: Out<usize>, image: *const c_void) {
-        // SAFETY: the program gives a whole image.
+        // SAFETY: the program passes a complete image.
         unsafe { load_data(module, image, &Jit::default()) }
     }
 
     fn cuModuleUnload(module: usize) {
         let (_, module) = of(module)?;
         module.context.session().check()?;
-        // A kernel of it may be running.
+        // One of its kernels may be running.
         module.context.quiesce();
         if library::owns(&module) {
             return Err(Status::NOT_PERMITTED);
@@ -70,8 +70,9 @@ api! {
 
     fn cuModuleGetLoadingMode(mode: Out<u32>) {
         driver()?;
-        // CU_MODULE_LAZY_LOADING: a runtime inside the program then loads a module when a kernel of it is first used, as NVIDIA's driver
-        // has it do by default; and where the server's driver is NVIDIA's, it loads each function so.
+        // CU_MODULE_LAZY_LOADING: a runtime inside the program then loads a module when one of its kernels is
+        // first used, as is NVIDIA's default. If the server's driver is NVIDIA's, it also loads each function
+        // lazily.
         mode.put(2)
     }
 
@@ -93,7 +94,7 @@ api! {
         functions.required()?;
         let known = module.functions.iter().take(count as usize);
         let handles = known.map(|function| function.handle(&module)).collect::<Result<Vec<_>>>()?;
-        // SAFETY: room for as many as the count says, by CUDA's manual, and there are no more.
+        // SAFETY: there is room for as many as requested, by CUDA's manual, and there are no more.
         unsafe { functions.put(handles) }
     }
 

@@ -1,4 +1,5 @@
-//! Occupancy. How many blocks fit is computed where the rules are known, or asked once for each question; the search for a good block size happens here.
+//! Occupancy. How many blocks fit is computed if the rules are known; otherwise the server is asked once per
+//! question. The search for a good block size happens here.
 
 use crate::abi::arguments::{In, Out};
 use crate::abi::result::Result;
@@ -15,7 +16,7 @@ use client::ops::module::{
 };
 use client::{Status, log};
 
-/// Blocks of a function that fit on one multiprocessor.
+/// Number of a function's blocks that fit on one multiprocessor.
 fn blocks(function: &Function, block_size: i32, shared: usize, flags: u32) -> Result<i32> {
     let block_size = u32::try_from(block_size).ok().filter(|n| *n != 0).ok_or(Status::INVALID_VALUE)?;
     if flags & !1 != 0 {
@@ -23,7 +24,7 @@ fn blocks(function: &Function, block_size: i32, shared: usize, flags: u32) -> Re
     }
     function.context.session().check()?;
     let dynamic_shared = shared as u64;
-    // The flag means nothing to devices whose rules are known.
+    // The flag has no effect on devices whose rules are known.
     let computed = occupancy::blocks(function, block_size, dynamic_shared);
     if let Some(blocks) = computed
         && !reading::is_checked()
@@ -39,13 +40,13 @@ fn blocks(function: &Function, block_size: i32, shared: usize, flags: u32) -> Re
     Ok(told)
 }
 
-/// Reports what `RGPU_READ_IMAGES=check` has found.
+/// Logs a difference found with `RGPU_READ_IMAGES=check`.
 fn differs(function: &Function, what: &str, computed: i64, told: i64) {
     let name = function.name.to_string_lossy();
     log::warn(format_args!("occupancy of {name}: computed {computed} {what}, the server says {told}"));
 }
 
-/// Clusters of a function that the device runs at once.
+/// Number of a function's clusters that the device runs at once.
 fn clusters(function: &Function, mut request: OccupancyMaxActiveClusters) -> Result<i32> {
     let changes = function.changes();
     let rules = occupancy::clusters(function, &request);
@@ -61,11 +62,9 @@ fn clusters(function: &Function, mut request: OccupancyMaxActiveClusters) -> Res
     }
     if let ClusterAnswer::Class(_) | ClusterAnswer::Unknown(_) = rules {
         let name = function.name.to_string_lossy();
-        log::debug(format_args!(
-            "the server is asked how many clusters of {name} it runs: {rules:?}; {request:?}"
-        ));
+        log::debug(format_args!("asking the server how many clusters of {name} fit: {rules:?}; {request:?}"));
     }
-    // The question itself is kept without those that go along.
+    // The question is cached without the others sent with it.
     let question = request.clone();
     let mut classes = Vec::new();
     match rules {
@@ -93,7 +92,7 @@ fn clusters(function: &Function, mut request: OccupancyMaxActiveClusters) -> Res
             function.keep_answer(&line.question(&question), *clusters as u64, changes);
         }
     }
-    // Another thread may have set something between the rules and the answer.
+    // Another thread may have changed a setting since the rules were applied.
     if function.changes() == changes {
         for (class, clusters) in classes.iter().zip(answers).filter(|(_, clusters)| *clusters >= 0) {
             class.keep(clusters);
@@ -105,7 +104,7 @@ fn clusters(function: &Function, mut request: OccupancyMaxActiveClusters) -> Res
     told_of_it
 }
 
-/// An answer of the server as it is kept: the status in the upper half, the clusters in the lower.
+/// An answer of the server in cached form: the status in the upper half, the clusters in the lower.
 fn cluster_answer(kept: u64) -> Result<i32> {
     Status((kept >> 32) as u32).ok().map(|()| kept as u32 as i32)
 }
@@ -129,7 +128,8 @@ pub(crate) fn check_cooperative(
     if wanted > most.max(0) as u128 { Err(Status::COOPERATIVE_LAUNCH_TOO_LARGE) } else { Ok(()) }
 }
 
-/// The block size with the most threads on a multiprocessor, largest first, as CUDA's own search goes: by warps, from the limit down.
+/// The block size with the most threads on a multiprocessor. Like CUDA's own search, it tries whole warps
+/// from the limit down, so the largest of equals wins.
 fn potential(
     min_grid: Out<i32>,
     block_size: Out<i32>,
@@ -153,7 +153,7 @@ fn potential(
         .min(function.attribute(func::MAX_THREADS_PER_BLOCK))
         .max(1);
     let limit = if limit == 0 { most_threads } else { limit.min(most_threads) };
-    // SAFETY: the program gave the function for this call.
+    // SAFETY: the program passed the function to be called here.
     let dynamic = |size: i32| to_shared.map_or(shared, |function| unsafe { function(size) });
     let (mut best_size, mut best_blocks, mut best_threads) = (0, 0, 0);
     let mut aligned = (limit + warp - 1) / warp * warp;
@@ -163,7 +163,7 @@ fn potential(
         if n * size > best_threads {
             (best_size, best_blocks, best_threads) = (size, n, n * size);
         }
-        // No smaller block can hold more threads than all that a multiprocessor has.
+        // No smaller block size can exceed a full multiprocessor.
         if best_threads >= device.attribute(attr::MAX_THREADS_PER_MULTIPROCESSOR) && best_threads > 0 {
             break;
         }
@@ -185,7 +185,7 @@ api! {
             grid: c.grid,
             block: c.block,
             dynamic_shared: c.sharedMemBytes,
-            // SAFETY: the array has as many attributes as the program says.
+            // SAFETY: the program passes as many attributes as it says.
             attributes: unsafe { launch::attributes(&c) }?,
             shapes: Vec::new(),
         };
@@ -202,7 +202,7 @@ api! {
             grid: c.grid,
             block: c.block,
             dynamic_shared: c.sharedMemBytes,
-            // SAFETY: the array has as many attributes as the program says.
+            // SAFETY: the program passes as many attributes as it says.
             attributes: unsafe { launch::attributes(&c) }?,
         };
         size.put(function.ask(&request, |reply| reply.size as u64)? as i32)

@@ -8,7 +8,7 @@ use client::Status;
 use client::ops::context::{PeerDisable, PeerEnable};
 use client::ops::device::{ATOMIC_OPERATIONS, PEER_ATTRIBUTES, PeerInfo, PeerInfoReply};
 
-/// The other context of a pair that is about to be joined or parted.
+/// The current context and its peer, for enabling or disabling peer access between them.
 fn pair(peer: usize) -> Result<(&'static Context, &'static Context)> {
     let (_, context) = context::ready()?;
     if peer == 0 {
@@ -21,10 +21,11 @@ fn pair(peer: usize) -> Result<(&'static Context, &'static Context)> {
     Ok((context, other))
 }
 
-/// What a server says of two of its devices; `None`: they are of two servers, and neither reaches the other's memory.
+/// What a server reports about two of its devices. `None` if they are on two servers, where neither can
+/// access the other's memory.
 ///
 /// # Errors
-/// `INVALID_DEVICE` if they are one.
+/// `INVALID_DEVICE` if they are the same device.
 fn asked(device: &Device, peer: &Device) -> Result<Option<PeerInfoReply>> {
     if device.ordinal == peer.ordinal {
         return Err(Status::INVALID_DEVICE);
@@ -35,7 +36,7 @@ fn asked(device: &Device, peer: &Device) -> Result<Option<PeerInfoReply>> {
     device.server.session.call(&PeerInfo { device: device.number, peer: peer.number }).map(Some)
 }
 
-/// Writes what some operations can do, of all that `known` tells.
+/// Writes the capabilities of the requested operations, from all that are `known`.
 fn put_capabilities(to: OutArray<u32>, operations: Array<u32>, count: Count<u32>, known: &[u32]) -> Result {
     to.required()?;
     operations.required()?;
@@ -44,12 +45,13 @@ fn put_capabilities(to: OutArray<u32>, operations: Array<u32>, count: Count<u32>
     }
     let of = |operation: &u32| known.get(*operation as usize).copied().ok_or(Status::INVALID_VALUE);
     let found = operations.entries(count)?.iter().map(of).collect::<Result<Vec<u32>>>()?;
-    // SAFETY: room for as many answers as there are operations, by CUDA's manual.
+    // SAFETY: there is room for one answer per operation, by CUDA's manual.
     unsafe { to.put(found) }
 }
 
 api! {
-    // Memory of this machine's that a device of another uses is at both sides: nothing is atomic across (and neither attribute says so).
+    // Host memory used by a remote device exists on both sides, so nothing is atomic across them (and neither
+    // attribute claims it).
     fn cuDeviceGetHostAtomicCapabilities(capabilities: OutArray<u32>, operations: Array<u32>, count: Count<u32>, dev: i32) {
         device(dev)?;
         put_capabilities(capabilities, operations, count, &[0; ATOMIC_OPERATIONS])
@@ -61,7 +63,7 @@ api! {
             None => vec![0; ATOMIC_OPERATIONS],
         };
         if known.is_empty() {
-            // Its driver is older than the question.
+            // The server's driver is older than this query.
             return Err(Status::NOT_SUPPORTED);
         }
         put_capabilities(capabilities, operations, count, &known)

@@ -27,7 +27,7 @@ pub(crate) fn alloc(pp: Out<*mut c_void>, size: usize, flags: u32) -> Result {
     }
     let address = pinned::pin_new(driver, context, size, None, flags)?;
     if flags & DEVICEMAP != 0 {
-        // Asked for by name, it is reached also by kernels that find its address in other memory.
+        // Requested explicitly, so kernels that find its address in other memory can also access it.
         pinned::reach_at(driver, context, address as u64);
     }
     pp.put(address as *mut c_void)
@@ -47,7 +47,7 @@ api! {
         if p.is_null() {
             return Ok(());
         }
-        // A pool's memory is freed as device memory is; mapped memory is unmapped.
+        // A pool's memory is freed like device memory; mapped memory is unmapped.
         let is_others = host_pool::find(p as u64).is_some() || host_mappings::is_here(p as u64);
         if !REGIONS.begins_at(p as usize, true) || is_others {
             return Err(Status::INVALID_VALUE);
@@ -88,7 +88,7 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         if !REGIONS.begins_at(p as usize, false) {
-            // Allocated, or inside of what is registered.
+            // Allocated, or part of registered memory.
             let known = pinned_regions::find(p as u64).is_some();
             return Err(if known { Status::INVALID_VALUE } else { code::HOST_MEMORY_NOT_REGISTERED });
         }
@@ -100,7 +100,7 @@ api! {
     fn cuMemHostGetFlags(flags: Out<u32>, p: *mut c_void) {
         driver()?;
         let (_, _, tag) = pinned_regions::find(p as u64).ok_or(Status::INVALID_VALUE)?;
-        // With unified addressing all of it is mapped.
+        // With unified addressing, everything is mapped.
         flags.put(tag.flags | DEVICEMAP)
     }
 

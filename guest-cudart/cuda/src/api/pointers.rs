@@ -8,14 +8,14 @@ use crate::memory::{address, device_memory, host_pool, managed, pinned, pinned_r
 use crate::process::driver::{Driver, driver};
 use client::{Status, lock};
 
-/// What lies behind a pointer.
+/// What a pointer refers to.
 enum Behind {
     Device(device_memory::Found),
     Host {
         base: usize,
         size: usize,
         tag: pinned_regions::HostTag,
-        /// Handle of the pool that it came from; 0: of none.
+        /// Handle of its pool, or 0.
         pool: usize,
     },
     /// Pageable, or nothing.
@@ -33,22 +33,23 @@ fn behind(driver: &Driver, pointer: u64) -> Behind {
     }
 }
 
-/// One attribute, written as its own type. `Ok(false)`: the pointer has no such attribute, and zeroes stand there.
+/// Writes one attribute in its own type. `Ok(false)`: the pointer has no such attribute, and zeros were
+/// written.
 unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u64) -> Result<bool> {
     non_null(data)?;
     let behind = behind(driver, pointer);
-    // SAFETY: `data` has room for the attribute's own type, as the manual gives it for each.
+    // SAFETY: `data` has room for the attribute's type according to the manual.
     unsafe {
         let word = |value: u64| put(data.cast::<u64>(), value);
         let number32 = |value: u32| put(data.cast::<u32>(), value);
-        // The manual says "boolean"; callers, NVIDIA's runtime among them, give an int.
+        // The manual says "boolean"; callers, including NVIDIA's runtime, pass an int.
         let flag = |value: bool| put(data.cast::<u32>(), value.into());
         let (context, buffer) = match &behind {
             Behind::Device(found) => (found.context, found.buffer),
             Behind::Host { tag, .. } => (tag.context, tag.buffer),
             Behind::Nothing => {
                 match number {
-                    // The host reaches its own memory where it is; NVIDIA's runtime takes that from here.
+                    // Host memory has the same address on the host; NVIDIA's runtime relies on this.
                     4 => word(pointer)?,
                     // As NVIDIA's driver does.
                     11 => {}
@@ -70,14 +71,14 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
             Behind::Nothing => 0,
         };
         match number {
-            // A pool's memory belongs to a device.
+            // A pool's memory belongs to a device, not a context.
             1 => word(if pool != 0 { 0 } else { context.handle as u64 })?,
             2 => number32(if device { 2 } else { 1 })?,
             3 if device => word(pointer)?,
             4 if !device || managed => word(pointer)?,
-            // Pinned memory that the device reaches it reaches at the same address.
+            // A device accesses pinned memory at the same address.
             3 if pinned::is_reached(context.server, pointer) => word(pointer)?,
-            // The host cannot reach a device's memory.
+            // The host cannot access device memory.
             3 | 4 => {
                 word(0)?;
                 return Ok(false);
@@ -99,7 +100,7 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
             })?,
             13 => flag(true)?,
             14 => word(0)?,
-            // GPUDirect RDMA and decompression are chapters that are refused.
+            // GPUDirect RDMA and decompression are not supported.
             15 | 21 => flag(false)?,
             16 => number32(3)?,
             17 => word(pool as u64)?,
@@ -113,8 +114,8 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
 api! {
     unsafe fn cuPointerGetAttribute(data: *mut c_void, number: u32, pointer: u64) {
         let driver = driver()?;
-        // CUDA answers "invalid value" for a pointer that it knows nothing of.
-        // SAFETY: room for the attribute's own type, by CUDA's manual.
+        // CUDA returns "invalid value" for an unknown pointer.
+        // SAFETY: there is room for the attribute's type, by CUDA's manual.
         if unsafe { attribute(driver, data, number, pointer) }? { Ok(()) } else { Err(Status::INVALID_VALUE) }
     }
 
@@ -124,7 +125,7 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         for (number, data) in numbers.entries(count)?.iter().zip(data.entries(count)?) {
-            // SAFETY: room for the attribute's own type, by CUDA's manual.
+            // SAFETY: there is room for the attribute's type, by CUDA's manual.
             unsafe { attribute(driver, *data, *number, pointer) }?;
         }
         Ok(())
@@ -140,7 +141,7 @@ api! {
         let found = address::find(driver, pointer).ok_or(Status::INVALID_VALUE)?;
         let device = device_memory::device_of(driver, pointer).ok_or(Status::INVALID_VALUE)?;
         if let Some(tag) = lock(device.memory_of(pointer)).tag_mut(found.base) {
-            // SAFETY: not NULL, and of the attribute's type, as CUDA's manual gives it: an int.
+            // SAFETY: not NULL, and of the attribute's type according to CUDA's manual: an int.
             tag.sync_memops = unsafe { value.cast::<u32>().read() } != 0;
         }
         Ok(())

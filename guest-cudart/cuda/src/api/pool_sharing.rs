@@ -22,7 +22,7 @@ api! {
         let name = pool.name.ok_or(Status::INVALID_VALUE)?;
         let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
         let fd = shared_descriptor::make(&POOL_MAGIC, &[name, device.info.uuid].concat())?;
-        // SAFETY: not NULL, and room for a descriptor, as CUDA's manual has it of this kind of handle.
+        // SAFETY: not NULL, and has room for a descriptor, as CUDA's manual requires for this kind of handle.
         unsafe { put(shareable.cast::<RawFd>(), fd) }
     }
 
@@ -34,7 +34,7 @@ api! {
         }
         let said = shared_descriptor::read::<32>(&POOL_MAGIC, shareable).ok_or(Status::INVALID_VALUE)?;
         let (name, uuid) = said.split_first_chunk().ok_or(Status::INVALID_VALUE)?;
-        // The same device may have another number in this process.
+        // The device may have another number in this process.
         let device = driver.devices.iter().find(|device| device.info.uuid == uuid);
         let device = device.ok_or(Status::INVALID_DEVICE)?.ordinal;
         let mut pools = lock(&POOLS);
@@ -69,7 +69,7 @@ api! {
         virtual_memory::share(driver)?;
         let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
         let mut imported = lock(&IMPORTED);
-        // What is imported twice is at one address, and gone when it is freed once.
+        // Memory that is imported twice has one address, and freeing it once removes it.
         let known = imported.iter().find(|(_, known)| known.name == name && known.leaving.is_none());
         if let Some((known, _)) = known {
             return address.put(*known);

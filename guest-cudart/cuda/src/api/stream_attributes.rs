@@ -1,4 +1,5 @@
-//! Attributes of streams. The server's driver keeps them. The stream keeps a copy of those that its captured kernels inherit.
+//! Attributes of streams. The server's driver keeps them. The stream also keeps a copy of those that its
+//! captured kernels inherit.
 
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use client::ops::launch::LaunchAttribute;
 use client::ops::stream::{StreamCopyAttributes, StreamGetAttribute, StreamSetAttribute, attribute};
 use client::{Status, lock};
 
-/// Those that a kernel's node has too.
+/// Whether kernel nodes have this attribute, too.
 fn is_of_kernels(id: u32) -> bool {
     id != attribute::SYNCHRONIZATION_POLICY
 }
@@ -20,7 +21,7 @@ fn get(stream: &Stream, attribute: u32) -> Result<[u8; 64]> {
     Ok(stream.session().call(&StreamGetAttribute { stream: stream.id, attribute })?.value)
 }
 
-/// Takes over the priority that the stream has now.
+/// Updates the copy of the stream's priority.
 fn follow_priority(stream: &Stream) -> Result {
     let value = get(stream, attribute::PRIORITY)?;
     stream.set_priority(value.first_chunk().map_or(0, |bytes| i32::from_le_bytes(*bytes)));

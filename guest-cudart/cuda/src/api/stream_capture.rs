@@ -13,7 +13,7 @@ use crate::process::{context, stream};
 use crate::streams::{capture_rules, stream_table};
 use client::{Status, lock};
 
-/// Begins a capture into a graph of its own, or behind some nodes of one that is there.
+/// Begins a capture into a new graph, or after some nodes of an existing one.
 pub(crate) fn begin(
     handle: usize,
     per_thread: bool,
@@ -40,12 +40,13 @@ pub(crate) fn begin(
 
 pub(crate) fn end(handle: usize, per_thread: bool, graph: Out<usize>) -> Result {
     let (_, context) = context::ready()?;
-    // A capture into an existing graph need not return it. Without a place, the capture's own graph is dropped.
+    // A capture into an existing graph need not return it. If the program passes no place, a new graph is
+    // dropped.
     let tell = |handle: usize| graph.put_if_wanted(handle);
     let stream = stream_table::plain(context, handle, per_thread)?;
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
     if capture.mode != RELAXED && capture.thread != std::thread::current().id() {
-        // NVIDIA's driver was seen to end the capture all the same.
+        // NVIDIA's driver was observed to end the capture in this case, too.
         capture.end();
         tell(0);
         return Err(code::STREAM_CAPTURE_WRONG_THREAD);
@@ -57,7 +58,8 @@ pub(crate) fn end(handle: usize, per_thread: bool, graph: Out<usize>) -> Result 
     capture.end();
     tell(0);
     capture.check()?;
-    // Every stream that joined has been waited for: the origin's next node would come behind all that they did.
+    // Every stream that joined must have been waited for: the origin's next node would come after everything
+    // they did.
     let behind = graph_of(&capture)?.ancestors(&capture.point(stream.unique()));
     let added = lock(&capture.added);
     if lock(&capture.ends).values().flatten().any(|node| added.contains(node) && !behind.contains(node)) {
@@ -70,7 +72,7 @@ pub(crate) fn end(handle: usize, per_thread: bool, graph: Out<usize>) -> Result 
     Ok(())
 }
 
-/// Where the capture's information goes. What is absent, or NULL, is not wanted.
+/// Where to return information about a capture. Absent or NULL places are skipped.
 #[derive(Clone, Copy, Default)]
 struct CaptureInfo<'a> {
     id: Option<Out<'a, u64>>,
@@ -89,13 +91,13 @@ fn tell<T>(to: Option<Out<T>>, value: T) {
 fn info(handle: usize, per_thread: bool, status: Out<u32>, wanted: &CaptureInfo<'_>) -> Result {
     status.required()?;
     let stream = if handle > stream::PER_THREAD {
-        // A thread may ask that has no current context.
+        // The thread may have no current context.
         stream_table::ask(handle, per_thread)?.1
     } else {
         driver()?;
         stream_table::plain(context::current()?, handle, per_thread)?
     };
-    // Asking does not spoil that capture.
+    // The query does not invalidate that capture.
     if capture_rules::in_the_way(&stream).is_some() {
         return Err(code::STREAM_CAPTURE_IMPLICIT);
     }
@@ -119,7 +121,7 @@ fn info(handle: usize, per_thread: bool, status: Out<u32>, wanted: &CaptureInfo<
     Ok(())
 }
 
-/// `cuStreamUpdateCaptureDependencies`: what the stream's next node depends on, beside or instead of what it does already.
+/// `cuStreamUpdateCaptureDependencies`: adds to or replaces the dependencies of the stream's next node.
 fn update(
     handle: usize,
     per_thread: bool,

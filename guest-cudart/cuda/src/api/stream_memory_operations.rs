@@ -1,4 +1,4 @@
-//! Waiting for a word of memory, and writing one, in a stream's order.
+//! Waiting for a word of memory, and writing one, in stream order.
 
 use std::sync::Arc;
 

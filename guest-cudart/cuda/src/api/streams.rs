@@ -13,7 +13,7 @@ use crate::streams::stream_table::{self, STREAMS};
 use crate::streams::{capture_rules, event};
 use client::Status;
 
-/// `CU_EVENT_WAIT_EXTERNAL`: in a capture, a node of its own. It says nothing elsewhere.
+/// `CU_EVENT_WAIT_EXTERNAL`: in a capture, a node of its own. Without effect elsewhere.
 pub(crate) const EXTERNAL: u32 = 1;
 
 pub(crate) fn create(stream: Out<usize>, flags: u32, priority: i32) -> Result {
@@ -87,7 +87,7 @@ api! {
             return if capture.is_ended() { Err(code::CAPTURED_EVENT) } else { capture_rules::join(&capture, &stream, &point) };
         }
         if let Some(capture) = stream.capture() {
-            // Work from outside has no place in a graph; an event that was never recorded stands for none.
+            // A graph cannot depend on work outside it. An event that was never recorded adds no dependency.
             return if event.last().is_none() {
                 Ok(())
             } else {

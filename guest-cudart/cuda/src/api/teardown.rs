@@ -23,12 +23,13 @@ pub(crate) fn reset(context: &'static Context) -> Result {
     if context.is_alive() { empty(context, context.is_retained()) } else { Ok(()) }
 }
 
-/// Empties a primary context. `stays`: it has users.
+/// Empties a primary context. `stays`: it still has users.
 fn empty(context: &'static Context, stays: bool) -> Result {
     let driver = driver()?;
     let device = driver::device(context.device as i32)?;
     context.set_alive(stays);
-    // A reset takes everything on the device with it. While made contexts live there, what is in this one is taken apart piece by piece.
+    // A reset removes everything on the device. While contexts made by the program exist there, this
+    // context's objects are destroyed one by one instead.
     let alone = !context::of_device(context.device).any(|other| !other.is_primary() && other.is_alive());
     forget_contents(driver, context, alone);
     if !alone {
@@ -38,14 +39,14 @@ fn empty(context: &'static Context, stays: bool) -> Result {
     stream_ordered::reset(driver, device);
     let result = context.session().call(&PrimaryReset { device: device.number }).map(|_| ());
     context::of_device(context.device).for_each(|context| context.limits.forget());
-    // The server has cleared the error; a word that was on its way meanwhile must not survive.
+    // The server has cleared the error; a word that was in transit meanwhile must not bring it back.
     if let Some(word) = context.session().progress().error(context.id) {
         word.clear();
     }
     result
 }
 
-/// Destroys a context that was made with `cuCtxCreate`, even if it is current to other threads.
+/// Destroys a context made by `cuCtxCreate`, even if it is current to other threads.
 pub(crate) fn destroy(handle: usize) -> Result {
     let driver = driver()?;
     let context = context::take(handle)?;
@@ -62,14 +63,16 @@ pub(crate) fn destroy(handle: usize) -> Result {
     result
 }
 
-/// Forgets everything in a context except its memory; all handles become invalid. `with_server`: the server destroys the objects itself.
+/// Drops everything in a context except its memory; all handles become invalid. `with_server`: the server
+/// destroys the objects itself.
 fn forget_contents(driver: &'static Driver, context: &'static Context, with_server: bool) {
-    // The result of the work does not matter any more, but the work must be done.
+    // The result no longer matters, but the work must be done.
     context.quiesce();
     let stored: Vec<(usize, Stored)> = lock(&context.storage).drain().collect();
     for (key, Stored { value, destructor }) in stored {
         if let Some(destructor) = destructor {
-            // SAFETY: the library that stored the value gave the function for this call with these arguments.
+            // SAFETY: the library that stored the value passed the function to be called with these
+            // arguments.
             unsafe { destructor(context.handle, key as *mut c_void, value as *mut c_void) };
         }
     }

@@ -8,10 +8,10 @@ use crate::process::context;
 use client::Status;
 use client::ops::texture::{Tensor, TensorMapIm2col, TensorMapReplaceAddress, TensorMapTiled};
 
-/// Dimensions of a tensor at most.
+/// Maximum number of dimensions of a tensor.
 const MAX_RANK: u32 = 5;
 
-/// What a program says of a tensor.
+/// A program's description of a tensor.
 struct TensorArguments<'a> {
     data_type: u32,
     rank: u32,
@@ -27,13 +27,13 @@ struct TensorArguments<'a> {
 
 impl TensorArguments<'_> {
     /// # Safety
-    /// The lists are as long as the tensor has dimensions, the strides one shorter.
+    /// The lists have one entry per dimension, the strides one fewer.
     unsafe fn read(&self) -> Result<Tensor> {
         if !(1..=MAX_RANK).contains(&self.rank) {
             return Err(Status::INVALID_VALUE);
         }
         let rank = self.rank as usize;
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             Ok(Tensor {
                 data_type: self.data_type,
@@ -58,9 +58,9 @@ api! {
         map.required()?;
         let (_, context) = context::ready()?;
         let said = TensorArguments { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill };
-        // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
+        // SAFETY: the lists have one entry per dimension, by CUDA's manual.
         let tensor = unsafe { said.read() }?;
-        // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
+        // SAFETY: the lists have one entry per dimension, by CUDA's manual.
         let box_sizes = unsafe { box_sizes.first(rank as usize) }?.to_vec();
         map.put(context.session().call(&TensorMapTiled { context: context.id, tensor, box_sizes })?.map)
     }
@@ -72,10 +72,10 @@ api! {
         map.required()?;
         let (_, context) = context::ready()?;
         let said = TensorArguments { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill };
-        // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
+        // SAFETY: the lists have one entry per dimension, by CUDA's manual.
         let tensor = unsafe { said.read() }?;
         let corners = (rank as usize).checked_sub(2).ok_or(Status::INVALID_VALUE)?;
-        // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
+        // SAFETY: the lists have one entry per dimension, by CUDA's manual.
         let (lower, upper) = unsafe { (lower.first(corners)?.to_vec(), upper.first(corners)?.to_vec()) };
         let request = TensorMapIm2col { context: context.id, tensor, lower, upper, channels, pixels };
         map.put(context.session().call(&request)?.map)

@@ -1,4 +1,5 @@
-//! Functions that are exported and not supported: each answers `CUDA_ERROR_NOT_SUPPORTED` and logs one line. Functions that get supported move to the module of their chapter.
+//! Exported functions that are not supported: each returns `CUDA_ERROR_NOT_SUPPORTED` and logs one line.
+//! Functions that become supported move to their chapter's module.
 
 /// Graphs: semaphores of other interfaces.
 mod graph {
@@ -7,7 +8,7 @@ mod graph {
     }
 }
 
-/// Sparse and planar arrays, arrays of other interfaces, and the forms of CUDA 3 and before.
+/// Sparse and planar arrays, arrays of other interfaces, and the forms up to CUDA 3.
 mod array {
     unsupported! {
         cuArray3DCreate, cuArray3DGetDescriptor, cuArrayCreate,
@@ -19,7 +20,7 @@ mod array {
     }
 }
 
-/// Texture and surface references, which CUDA 12 has removed, and the newest form of tensor maps.
+/// Texture and surface references, which CUDA 12 removed, and the newest form of tensor maps.
 mod texture {
     unsupported! {
         cuModuleGetSurfRef, cuModuleGetTexRef, cuParamSetTexRef,         cuTensorMapEncodeIm2colWide,
@@ -69,7 +70,7 @@ mod decompression {
     }
 }
 
-/// Core dumps, logs, checkpoints and notifications are of the machine that has the GPU.
+/// Core dumps, logs, checkpoints and notifications concern the machine that has the GPU.
 mod tools {
     unsupported! {
         cuCheckpointProcessCheckpoint, cuCheckpointProcessGetRestoreThreadId, cuCheckpointProcessGetState,
@@ -80,14 +81,15 @@ mod tools {
     }
 }
 
-/// No other device of this machine writes the GPU's memory, and no function of a GPU elsewhere can be called here.
+/// No other device of this machine writes the GPU's memory, and functions of a remote GPU cannot be called
+/// here.
 mod local {
     unsupported! {
         cuFlushGPUDirectRDMAWrites, cuLibraryGetUnifiedFunction,
     }
 }
 
-/// The oldest forms: 32-bit sizes and addresses, and what CUDA itself has taken out of use.
+/// The oldest forms: 32-bit sizes and addresses, and functions that CUDA itself has retired.
 mod legacy {
     unsupported! {
         cuDeviceTotalMem, cuLaunchCooperativeKernelMultiDevice, cuMemAlloc,

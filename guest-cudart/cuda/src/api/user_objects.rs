@@ -25,7 +25,7 @@ api! {
         driver()?;
         to.required()?;
         some(count)?;
-        // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC is not optional.
+        // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC is mandatory.
         if flags != 1 {
             return Err(Status::INVALID_VALUE);
         }
@@ -51,7 +51,7 @@ api! {
 
     fn cuGraphRetainUserObject(graph: usize, handle: usize, count: u32, flags: u32) {
         some(count)?;
-        // CU_GRAPH_USER_OBJECT_MOVE: the references are the program's own.
+        // CU_GRAPH_USER_OBJECT_MOVE: the program transfers its own references.
         if flags > 1 {
             return Err(Status::INVALID_VALUE);
         }

@@ -14,7 +14,7 @@ use crate::process::driver::{self, driver};
 use client::Status;
 use client::ops::memory::MemoryExport;
 
-/// The device of what a program wants to make; `None` for host memory.
+/// The device on which a program wants memory, or `None` for host memory.
 fn wanted(prop: &AllocationProp) -> Result<Option<&'static driver::Device>> {
     if prop.kind != PINNED {
         return Err(Status::INVALID_VALUE);
@@ -58,7 +58,7 @@ api! {
         let exportable = prop.handle_types & POSIX_FD != 0;
         let Some(device) = device else {
             if prop.location.kind == host_memory::HOST_NUMA_CURRENT {
-                // As NVIDIA's driver 580 does, although it reports a granularity for this location.
+                // As with NVIDIA's driver 580, although it reports a granularity for this location.
                 return Err(Status::INVALID_VALUE);
             }
             if exportable {
@@ -92,14 +92,14 @@ api! {
             .iter()
             .filter_map(|at| space.mappings.get(at))
             .flat_map(|mapping| {
-                // Any device reaches host memory.
+                // Any device can access host memory.
                 let any = matches!(mapping.memory.home, Home::Host(_));
                 mapping.access.iter().enumerate().filter(move |(_, flags)| any || **flags != 0)
             })
             .filter_map(|(device, _)| driver.devices.get(device))
             .map(|device| device.primary)
             .collect();
-        // Work that uses it comes first, as the driver does it: the addresses must not go under it.
+        // Work that uses it must finish first, as in the driver: the memory must not disappear under it.
         for context in contexts {
             if context.is_busy() && context.is_alive() {
                 stream_ordered::synchronize(context)?;

@@ -1,4 +1,5 @@
-//! Functions and their attributes. The attributes are read in the image, or come with the module; those of a large module's functions come when the first of them is needed.
+//! Functions and their attributes. Attributes are read from the image or sent with the module; for a large
+//! module they are fetched when the first one is needed.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -21,7 +22,7 @@ use client::trace::Name;
 use client::{Status, lock, log};
 use device_code::cubin::{self, Cubin};
 
-/// `CUfunction_attribute` numbers that are used here.
+/// The `CUfunction_attribute` numbers used here.
 pub(crate) mod func {
     pub const MAX_THREADS_PER_BLOCK: u32 = 0;
     pub const SHARED_SIZE_BYTES: u32 = 1;
@@ -35,55 +36,57 @@ pub(crate) mod func {
     pub const REQUIRED_CLUSTER_DEPTH: u32 = 13;
     pub const NON_PORTABLE_CLUSTER_SIZE_ALLOWED: u32 = 14;
     pub const CLUSTER_SCHEDULING_POLICY_PREFERENCE: u32 = 15;
-    /// Known so far.
+    /// Number of known attributes.
     pub const MAX: u32 = 16;
-    /// From this one on they can be set.
+    /// The first attribute that can be set.
     pub const FIRST_SETTABLE: u32 = MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    /// How the cache configuration travels.
+    /// The number under which the cache configuration is sent.
     pub const CACHE_CONFIG: u32 = 0x1_0000;
 }
 
-/// Answers kept for one function at most. Programs ask about a few block sizes.
+/// Maximum number of answers cached per function. Programs ask about few block sizes.
 const MOST_ANSWERS: usize = 256;
 
-/// What was set for a function beside its attributes, and answers that depend on both.
+/// A function's settings besides its attributes, and cached answers that depend on both.
 #[derive(Default)]
 struct Settings {
     /// `CUfunc_cache`.
     cache_config: u32,
-    /// How often something was set.
+    /// Number of changes so far.
     changes: u64,
-    /// Attributes that were set by the function's own name, a bit for each: what is set for its kernel leaves them alone.
+    /// A bit for each attribute set through the function's own handle. Setting it for the kernel leaves these
+    /// alone.
     own: u32,
-    /// Answers of the server to questions about the function: see [`Function::ask`].
+    /// Cached answers of the server: see [`Function::ask`].
     answers: HashMap<Vec<u8>, u64>,
 }
 
 /// A function in a context.
 pub(crate) struct Function {
-    /// Its id, as far as it has one: a function that was read in an image gets one when it is first used.
+    /// Its ID, if it has one. A function that was read from an image gets an ID when it is first used.
     id: OnceLock<FunctionId>,
-    /// The load of its module, if its image was read here.
+    /// The load of its module, if the image was read in this process.
     loading: Option<Arc<Loading>>,
-    /// What the image says of it beside its attributes.
+    /// Its resources according to the image, besides its attributes.
     code: Option<Resources>,
-    /// The only shape of a block that it can be launched with, as its image says.
+    /// The only block shape that it can be launched with, according to its image.
     required_block: Option<[u32; 3]>,
     pub context: &'static Context,
     pub name: CString,
     pub params: Vec<Param>,
-    /// Bytes of the parameter block.
+    /// Size of the parameter block, in bytes.
     pub params_size: usize,
-    /// It is of a module that may call `printf`.
+    /// Whether its module may call `printf`.
     pub prints: bool,
-    /// Why it cannot be launched, if it cannot: the server has no code of it that its device runs.
+    /// Why it cannot be launched, if it can't: the server has no code for it that the device runs.
     unsupported: Option<String>,
     attributes: [AtomicI32; func::MAX as usize],
-    /// Locked while something is set, so that the server hears of settings in the order in which they are kept here.
+    /// Locked during each change, so that the server receives changes in the order in which they are stored
+    /// here.
     settings: Mutex<Settings>,
-    /// The attributes that the server's driver knows, as they were when the function was loaded. Not set while they have not come.
+    /// The attributes that the server's driver knows, as of loading. Unset until they arrive.
     loaded: OnceLock<Vec<i32>>,
-    /// Made when it is asked for.
+    /// Created when the program requests it.
     pub handle: OnceLock<usize>,
     /// Its name in a timeline.
     pub traced: Name,
@@ -103,7 +106,7 @@ impl Function {
     ) -> Result<Function> {
         let name = CString::new(info.name).map_err(|_| Status::UNKNOWN)?;
         let end = info.params.iter().map(|p| u64::from(p.offset) + u64::from(p.size)).max().unwrap_or(0);
-        // What a launch can carry; the toolkit's own limit is 32764.
+        // The limit of a launch record; the toolkit's own limit is 32764.
         let params_size = usize::try_from(end).ok().filter(|end| *end <= 40 << 10).ok_or(Status::UNKNOWN)?;
         let unsupported = (info.attributes.get(func::BINARY_VERSION as usize) == Some(&0)).then(|| {
             let name = name.to_str().unwrap_or_default();
@@ -134,7 +137,7 @@ impl Function {
         Ok(function)
     }
 
-    /// A function that was read in an image.
+    /// A function read from an image.
     pub fn read(
         context: &'static Context,
         loading: Arc<Loading>,
@@ -154,7 +157,7 @@ impl Function {
             required_block: kernel.required_threads,
             context,
             name,
-            // As many as the image may say.
+            // The image reader bounds the size.
             params_size: params.last().map_or(0, |last| (last.offset + last.size) as usize),
             params,
             prints: cubin.prints,
@@ -169,10 +172,10 @@ impl Function {
         Ok(function)
     }
 
-    /// The function's id.
+    /// The function's ID.
     ///
     /// # Errors
-    /// What its module's load failed with.
+    /// The error of its module's load.
     #[inline]
     pub fn id(&self) -> Result<FunctionId> {
         match self.id.get() {
@@ -191,12 +194,12 @@ impl Function {
         Ok(id)
     }
 
-    /// Compares the attributes that were read with the server's, and takes those.
+    /// Compares the attributes that were read with the server's, and stores the server's.
     fn compare(&self, function: FunctionId) -> Result {
         let reply = self.context.session().call(&FunctionAttributes { function })?;
         for (number, (place, value)) in self.attributes.iter().zip(&reply.attributes).enumerate() {
             let read = place.load(Ordering::Relaxed);
-            // The server does not know yet what was set before.
+            // Settings made before now have not reached the server yet.
             if read != *value && (number as u32) < func::FIRST_SETTABLE {
                 let name = self.name.to_string_lossy();
                 log::warn(format_args!("attribute {number} of {name}: read {read}, the server says {value}"));
@@ -206,7 +209,8 @@ impl Function {
         Ok(())
     }
 
-    /// Asks the server whether a launch that was just appended was accepted, if its image requires another shape of blocks: the driver refuses such a launch at once.
+    /// If the function's image requires another block shape, asks the server whether the launch just appended
+    /// was accepted: the driver refuses such a launch immediately.
     ///
     /// # Errors
     /// The context's deferred error, which is the launch's status if it was refused.
@@ -221,24 +225,25 @@ impl Function {
         }
     }
 
-    /// The id of a function that [`id`](Self::id) has found to have one.
+    /// The function's ID, once [`id`](Self::id) has succeeded.
     #[inline]
     pub fn known_id(&self) -> FunctionId {
-        // No server has a function of this id.
+        // No function on any server has this ID.
         self.id.get().copied().unwrap_or(FunctionId(u64::MAX))
     }
 
-    /// What its image says of it, if that was read here.
+    /// Its resources, if its image was read in this process.
     pub fn resources(&self) -> Option<&Resources> {
         self.code.as_ref()
     }
 
-    /// Whether nothing but its attributes was set for it.
+    /// Whether only attributes were set for it.
     pub fn has_usual_caches(&self) -> bool {
         lock(&self.settings).cache_config == 0
     }
 
-    /// Keeps the attributes as they came, once: what the program sets later is not overwritten by a second thread's answer.
+    /// Stores the attributes from the server, once: a second thread's reply must not overwrite what the
+    /// program sets later.
     fn keep(&self, values: &[i32]) -> u32 {
         let loaded = self.loaded.get_or_init(|| {
             for (place, value) in self.attributes.iter().zip(values) {
@@ -249,7 +254,7 @@ impl Function {
         loaded.len() as u32
     }
 
-    /// Sees to it that the attributes are here, and says how many there are.
+    /// Makes sure that the attributes are here. Returns their number.
     #[inline]
     pub fn ready(&self) -> Result<u32> {
         self.loaded.get().map_or_else(|| self.fetch(), |loaded| Ok(loaded.len() as u32))
@@ -261,7 +266,7 @@ impl Function {
         Ok(self.keep(&reply.attributes))
     }
 
-    /// That the server's device has code of it.
+    /// Checks that the server has code for its device.
     ///
     /// # Errors
     /// `NO_BINARY_FOR_GPU`, with a line on stderr that says what the device does not support.
@@ -290,19 +295,19 @@ impl Function {
         Ok(kept)
     }
 
-    /// An attribute; 0 if the server's driver does not know it. [`ready`](Self::ready) has been called.
+    /// An attribute, or 0 if the server's driver doesn't know it. Call [`ready`](Self::ready) first.
     #[inline]
     pub fn attribute(&self, number: u32) -> i32 {
         self.attributes.get(number as usize).map_or(0, |value| value.load(Ordering::Relaxed))
     }
 
-    /// Bytes of stack that each of its threads needs, as far as that is known. [`ready`](Self::ready) has been called.
+    /// Bytes of stack that each thread needs, as far as known. Call [`ready`](Self::ready) first.
     #[inline]
     pub fn stack(&self) -> u64 {
         self.attribute(func::LOCAL_SIZE_BYTES).max(0) as u64
     }
 
-    /// An attribute as it was when the function was loaded.
+    /// An attribute's value when the function was loaded.
     pub fn loaded(&self, number: u32) -> Result<i32> {
         if number >= func::MAX {
             return Err(Status::INVALID_VALUE);
@@ -320,8 +325,9 @@ impl Function {
         if number >= self.ready()? { Err(Status::NOT_SUPPORTED) } else { Ok(self.attribute(number)) }
     }
 
-    /// `cuFuncSetAttribute`, or `cuKernelSetAttribute` (`of_kernel`). Whether the driver takes a value is known here where that depends on nothing but the device and the function; such are
-    /// not waited for. What is set already is not sent.
+    /// `cuFuncSetAttribute`, or `cuKernelSetAttribute` (`of_kernel`). If only the device and the function
+    /// decide whether the driver accepts a value, it is checked here without waiting. Values that are already
+    /// set are not sent.
     pub fn set(&self, number: u32, value: i32, of_kernel: bool) -> Result {
         let known = self.ready()?;
         let (value, certain) = match number {
@@ -338,7 +344,7 @@ impl Function {
                 (value, true)
             }
             func::PREFERRED_SHARED_MEMORY_CARVEOUT if (-1..=100).contains(&value) => (value, true),
-            // Only the driver knows which clusters its device can have.
+            // Only the driver knows which cluster sizes its device supports.
             func::REQUIRED_CLUSTER_WIDTH..=func::REQUIRED_CLUSTER_DEPTH if value >= 0 => (value, false),
             func::NON_PORTABLE_CLUSTER_SIZE_ALLOWED => (i32::from(value != 0), self.may_have_clusters()?),
             func::CLUSTER_SCHEDULING_POLICY_PREFERENCE if (0..=2).contains(&value) => {
@@ -369,7 +375,7 @@ impl Function {
         Ok(())
     }
 
-    /// Whether its device accepts what is set about clusters for every function. (Recorded on an H200, value by value.)
+    /// Whether its device accepts cluster settings for every function. (Recorded on an H200, value by value.)
     fn may_have_clusters(&self) -> Result<bool> {
         Ok(driver::device(self.context.device as i32)?.attribute(attr::COMPUTE_CAPABILITY_MAJOR) == 9)
     }
@@ -393,12 +399,13 @@ impl Function {
         Ok(())
     }
 
-    /// How often something was set for it.
+    /// Number of changes so far.
     pub fn changes(&self) -> u64 {
         lock(&self.settings).changes
     }
 
-    /// The server's answer to a question that depends on nothing but the function and what is set for it. It is asked once for each.
+    /// The server's answer to a question that depends only on the function and its settings. The server is
+    /// asked once per question.
     pub fn ask<T: SyncOp<'static>>(&self, question: &T, number: impl FnOnce(T::Reply) -> u64) -> Result<u64> {
         let session = self.context.session();
         session.check()?;
@@ -411,13 +418,14 @@ impl Function {
         Ok(answer)
     }
 
-    /// What [`Function::ask`] knows of a question.
+    /// The cached answer for [`Function::ask`], if there is one.
     pub fn answered<T: SyncOp<'static>>(&self, question: &T) -> Option<u64> {
         let settings = lock(&self.settings);
         settings.answers.get(&self.key(question, &settings)).copied()
     }
 
-    /// Keeps an answer for [`Function::ask`], if nothing was set since there were so many `changes`: then it may be the answer for other settings.
+    /// Caches an answer for [`Function::ask`] unless something was set since there were this many `changes`:
+    /// it may then be the answer for other settings.
     pub fn keep_answer<T: SyncOp<'static>>(&self, question: &T, answer: u64, changes: u64) {
         let mut settings = lock(&self.settings);
         if settings.changes != changes {
@@ -430,7 +438,7 @@ impl Function {
         settings.answers.insert(key, answer);
     }
 
-    /// A question together with what is set for the function.
+    /// The question together with the function's settings.
     fn key<'a, T: Op<'a>>(&self, question: &T, settings: &Settings) -> Vec<u8> {
         let mut key = T::INFO.opcode.to_le_bytes().to_vec();
         encode(question, &mut key);

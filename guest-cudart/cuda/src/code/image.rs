@@ -1,14 +1,15 @@
-//! Code images as programs give them: a pointer with no length. The length is found in what it points to.
+//! Code images as programs pass them: a pointer without a length. The length is found in the image.
 //!
 //! | begins with | what | length |
 //! |---|---|---|
 //! | 0x466243B1 | fat binary wrapper | that of the fat binary it points to |
-//! | 0xBA55ED50 | fat binary | header + size, as the header says |
-//! | 0x7F 'E' 'L' 'F' | cubin | the furthest end of its sections and tables |
-//! | anything else | PTX text | to its NUL, which is included |
+//! | 0xBA55ED50 | fat binary | header + size from the header |
+//! | 0x7F 'E' 'L' 'F' | cubin | end of its last section or table |
+//! | anything else | PTX text | up to and including its NUL |
 //!
-//! A wrapper of version 2 (`nvcc -rdc=true`) also points to the fat binaries from which its own was linked, for a device that it has no machine code for. They go to the server behind it, each at a
-//! multiple of 8 bytes: a driver that can use the first reads no further.
+//! A wrapper of version 2 (`nvcc -rdc=true`) also points to the fat binaries that its own was linked from,
+//! for devices it has no machine code for. They are sent to the server after it, each at a multiple of 8
+//! bytes: a driver that can use the first stops there.
 
 use std::borrow::Cow;
 use std::ffi::{CStr, c_void};
@@ -21,20 +22,20 @@ use client::Status;
 const WRAPPER: u32 = 0x4662_43B1;
 const FAT_BINARY: u32 = 0xBA55_ED50;
 const ELF: u32 = u32::from_le_bytes(*b"\x7fELF");
-/// No image is larger: a length beyond it was read from something that is no image.
+/// No image is larger. A larger length means that the data is not an image.
 const MOST: usize = 4 << 30;
 
 /// The bytes of an image.
 ///
 /// # Safety
-/// `image` points to one of the forms above, whole, which stays as it is for `'a`.
+/// `image` points to one complete image of the forms above, which does not change during `'a`.
 pub(crate) unsafe fn bytes<'a>(image: *const c_void) -> Result<Cow<'a, [u8]>> {
     if image.is_null() {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: the shortest form, PTX text, may be shorter than four bytes: the NUL that ends it is looked for first.
+    // SAFETY: the shortest form, PTX text, may have fewer than four bytes, so its NUL is looked for first.
     let first = unsafe { first_word(image.cast()) };
-    // SAFETY: as the caller says, for each form.
+    // SAFETY: the caller passes a complete image of whichever form.
     unsafe {
         match first {
             Some(WRAPPER) => wrapped(image.cast()),
@@ -48,9 +49,10 @@ pub(crate) unsafe fn bytes<'a>(image: *const c_void) -> Result<Cow<'a, [u8]>> {
     }
 }
 
-/// What a wrapper leads to.
+/// The fat binaries that a wrapper points to.
 unsafe fn wrapped<'a>(wrapper: *const u8) -> Result<Cow<'a, [u8]>> {
-    // SAFETY: a wrapper is 24 bytes: magic, version, the code, and with version 2 a NULL-terminated list of prelinked fat binaries.
+    // SAFETY: a wrapper is 24 bytes: magic, version, the code, and with version 2 a NULL-terminated list of
+    // prelinked fat binaries.
     unsafe {
         let version = wrapper.add(4).cast::<u32>().read_unaligned();
         let data = wrapper.add(8).cast::<*const c_void>().read_unaligned();
@@ -93,11 +95,11 @@ unsafe fn slice<'a>(image: *const c_void, len: Option<usize>) -> Result<&'a [u8]
     Ok(unsafe { std::slice::from_raw_parts(image.cast(), len) })
 }
 
-/// The first four bytes, unless a NUL comes among the first three.
+/// The first four bytes, unless one of the first three is NUL.
 unsafe fn first_word(image: *const u8) -> Option<u32> {
     let mut word = [0; 4];
     for (i, byte) in word.iter_mut().enumerate() {
-        // SAFETY: no byte behind a NUL is read, except that a magic number may hold none but in its last place.
+        // SAFETY: nothing after a NUL is read; in a magic number only the last byte may be NUL.
         *byte = unsafe { image.add(i).read() };
         if *byte == 0 {
             return None;
@@ -106,9 +108,9 @@ unsafe fn first_word(image: *const u8) -> Option<u32> {
     Some(u32::from_le_bytes(word))
 }
 
-/// Length of a 64-bit little-endian ELF file: its furthest end.
+/// Length of a 64-bit little-endian ELF file: the end of its last part.
 unsafe fn elf_len(image: *const u8) -> Option<usize> {
-    // SAFETY: the file's header is 64 bytes, its tables lie where the header says, all inside the image.
+    // SAFETY: the header is 64 bytes; its tables are where the header says, all inside the image.
     unsafe {
         let half = |at: usize| usize::from(image.add(at).cast::<u16>().read_unaligned());
         let word = |at: usize| usize::try_from(image.add(at).cast::<u64>().read_unaligned()).ok();
@@ -131,7 +133,7 @@ unsafe fn elf_len(image: *const u8) -> Option<usize> {
             for i in 0..section_count {
                 let at = sections.checked_add(i * section_size)?;
                 let kind = image.add(at.checked_add(4)?).cast::<u32>().read_unaligned();
-                // SHT_NOBITS takes no room in the file.
+                // SHT_NOBITS has no bytes in the file.
                 if kind != 8 {
                     end = end.max(word(at.checked_add(24)?)?.checked_add(word(at.checked_add(32)?)?)?);
                 }
@@ -157,7 +159,7 @@ mod tests {
     use super::*;
 
     fn of(bytes: &[u8]) -> Result<Cow<'_, [u8]>> {
-        // SAFETY: the tests give whole images.
+        // SAFETY: the tests pass complete images.
         unsafe { super::bytes(bytes.as_ptr().cast()) }
     }
 
@@ -179,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fat_binary_says_its_length() {
+    fn a_fat_binarys_length_is_in_its_header() {
         let mut bytes = fat(100);
         bytes.extend([9; 50]);
         assert_eq!(of(&bytes).unwrap().len(), 116);

@@ -1,4 +1,4 @@
-//! Options of the compiler and the linker.
+//! Options of the compiler and linker.
 
 use std::ffi::c_void;
 
@@ -13,7 +13,7 @@ pub(crate) struct Jit {
     pub options: Vec<JitOption>,
     info: Option<(usize, usize)>,
     error: Option<(usize, usize)>,
-    /// Where the sizes stand that are to be overwritten with what was filled.
+    /// The words that hold the buffer sizes and are overwritten with the number of bytes written.
     sizes: [Option<usize>; 2],
     wall_time: Option<usize>,
 }
@@ -25,7 +25,7 @@ pub(crate) mod jit {
     pub const INFO_LOG_SIZE: u32 = 4;
     pub const ERROR_LOG_BUFFER: u32 = 5;
     pub const ERROR_LOG_SIZE: u32 = 6;
-    /// Options whose values are pointers to names or counts of them: 17 to 19, 25 to 28.
+    /// Options whose values are pointers or counts of what they point to: 17 to 19, 25 to 28.
     pub fn is_pointer(option: u32) -> bool {
         matches!(option, 17..=19 | 25..=28)
     }
@@ -35,7 +35,7 @@ impl Jit {
     /// Reads a program's options.
     ///
     /// # Safety
-    /// Both arrays hold `count` entries.
+    /// Both arrays have `count` entries.
     pub unsafe fn parse(count: u32, options: *const u32, values: *const *mut c_void) -> Result<Jit> {
         let mut parsed = Jit::default();
         if count == 0 {
@@ -45,9 +45,9 @@ impl Jit {
         non_null(values)?;
         let (mut info, mut error) = ((0, 0), (0, 0));
         for i in 0..count as usize {
-            // SAFETY: as the caller says.
+            // SAFETY: guaranteed by the caller.
             let (option, place) = unsafe { (*options.add(i), values.add(i)) };
-            // SAFETY: an entry of the array; the value stands in the word itself.
+            // SAFETY: an entry of the array; the word itself holds the value.
             let value = unsafe { *place } as usize;
             match option {
                 jit::WALL_TIME => parsed.wall_time = Some(place as usize),
@@ -71,7 +71,7 @@ impl Jit {
         Ok(parsed)
     }
 
-    /// Whether the program has given no option and wants no message.
+    /// Whether the program passed no option and requested no messages.
     pub fn is_plain(&self) -> bool {
         self.options.is_empty()
             && self.info.is_none()
@@ -80,7 +80,7 @@ impl Jit {
             && self.wall_time.is_none()
     }
 
-    /// The options alone: for a later load, when the program's buffers are gone.
+    /// The options alone, for a later load when the program's buffers may be gone.
     pub fn without_buffers(&self) -> Jit {
         Jit { options: self.options.clone(), ..Jit::default() }
     }
@@ -88,13 +88,13 @@ impl Jit {
     /// Fills the program's buffers.
     ///
     /// # Safety
-    /// The options were read from arrays that are still there, and the buffers in them may be written.
+    /// The arrays that the options were read from still exist, and the buffers named in them are writable.
     pub unsafe fn report(&self, info: &str, error: &str) {
         for (buffer, size, text) in [(self.info, self.sizes[0], info), (self.error, self.sizes[1], error)] {
             let mut filled = 0;
             if let Some((at, room)) = buffer {
                 filled = text.len().min(room - 1);
-                // SAFETY: the program gave `room` bytes at `at`.
+                // SAFETY: the program provided `room` bytes at `at`.
                 unsafe {
                     std::ptr::copy_nonoverlapping(text.as_ptr(), at as *mut u8, filled);
                     (at as *mut u8).add(filled).write(0);
@@ -106,7 +106,8 @@ impl Jit {
             }
         }
         if let Some(place) = self.wall_time {
-            // SAFETY: the word of the program's array that asked for the time, a float; the server does not tell it.
+            // SAFETY: the word of the program's array that requested the time, a float. The server does not
+            // report it.
             unsafe { (place as *mut f32).write(0.0) };
         }
     }

@@ -14,10 +14,11 @@ use crate::process::driver::{self, Driver, Server, driver};
 use client::handles::Slab;
 use client::{Status, lock};
 
-/// The function that a handle names in the current context: a function's own, or a kernel's, which is loaded there if it was not yet.
+/// The function that a handle names in the current context: a function's handle, or a kernel's, which is
+/// loaded now if necessary.
 ///
 /// # Errors
-/// `INVALID_HANDLE` for what is neither.
+/// `INVALID_HANDLE` for any other handle.
 #[inline]
 pub(crate) fn of(handle: usize) -> Result<Arc<Function>> {
     if let Some(function) = FUNCTIONS.get(handle) {
@@ -31,23 +32,24 @@ pub(crate) fn of(handle: usize) -> Result<Arc<Function>> {
 /// A library.
 pub(crate) struct Library {
     pub handle: usize,
-    /// Its own copy of the image: whether the program keeps its own is not to be relied on.
+    /// Its own copy of the image, because the program may free its copy.
     image: Vec<u8>,
     jit: Jit,
     pub instances: Mutex<Vec<(&'static Context, Arc<Module>)>>,
     pub kernels: Mutex<HashMap<CString, Arc<Kernel>>>,
-    /// The server whose managed variables the program has been told of. Another server's would be others, which the host never sees: the library is not loaded there.
+    /// The server whose managed variables the program knows. On another server they would be separate
+    /// variables that the host never sees, so the library isn't loaded there.
     home: OnceLock<&'static Server>,
 }
 
-/// A kernel of a library: usable wherever a function is.
+/// A kernel of a library, usable wherever a function is.
 pub(crate) struct Kernel {
     pub library: Weak<Library>,
     pub name: CString,
     pub handle: usize,
-    /// The function in each context where it was used.
+    /// Its function in each context where it was used.
     instances: RwLock<Vec<(&'static Context, Arc<Function>)>>,
-    /// What was set for it, by device; set again where it is loaded later.
+    /// Settings by device, applied again when it is loaded in another context.
     settings: Mutex<Vec<(u32, u32, i32)>>,
 }
 
@@ -56,7 +58,7 @@ pub(crate) static LIBRARIES: Slab<Library> = Slab::new(6);
 pub(crate) static KERNELS: Slab<Kernel> = Slab::new(7);
 
 impl Library {
-    /// The library's module in a context, loaded there now if it was not yet.
+    /// The library's module in a context, loaded now if necessary.
     pub fn in_context(&self, context: &'static Context) -> Result<Arc<Module>> {
         self.load(context, &self.jit)
     }
@@ -74,10 +76,10 @@ impl Library {
         Ok(module)
     }
 
-    /// The program hears of a managed variable in one of the library's modules.
+    /// Notes that the program learns the address of a managed variable in one of the library's modules.
     ///
     /// # Errors
-    /// `NOT_SUPPORTED` if the library is in use on another server, whose kernels have a variable of their own.
+    /// `NOT_SUPPORTED` if the library is used on another server, whose kernels have their own variable.
     fn tells_of(&self, module: &Module) -> Result {
         let server = module.context.server;
         let instances = lock(&self.instances);
@@ -88,7 +90,7 @@ impl Library {
         Ok(())
     }
 
-    /// The library's module in whatever context there is: for what is the same in all of them.
+    /// The library's module in any context, for facts that are the same in all.
     pub fn anywhere(&self, driver: &'static Driver) -> Result<Arc<Module>> {
         if let Some((_, module)) = lock(&self.instances).first() {
             return Ok(module.clone());
@@ -119,7 +121,7 @@ impl Library {
     }
 }
 
-/// The current context, or else the first device's primary one.
+/// The current context, or else the first device's primary context.
 fn usual(driver: &'static Driver) -> Result<&'static Context> {
     match context::current() {
         Ok(context) => Ok(context),
@@ -171,7 +173,7 @@ impl Kernel {
         self.in_context(context)
     }
 
-    /// An attribute on a device: what was set for the kernel, whatever was set for its functions.
+    /// A kernel's attribute on a device, regardless of what was set for its functions.
     pub fn get(&self, device: i32, attribute: u32) -> Result<i32> {
         let function = self.on_device(device)?;
         let loaded = function.loaded(attribute)?;
@@ -180,7 +182,8 @@ impl Kernel {
         Ok(set.map_or(loaded, |(.., value)| *value))
     }
 
-    /// Sets something for every context of a device, those to come included; not where it was set for the function itself.
+    /// Sets something for all present and future contexts of a device, except where it was set for the
+    /// function itself.
     pub fn set(&self, device: i32, attribute: u32, value: i32) -> Result {
         let first = self.on_device(device)?;
         let apply = |function: &Function| match attribute {
@@ -201,13 +204,13 @@ impl Kernel {
     }
 }
 
-/// The answer to the use of a library with managed variables on a second server.
+/// The error for using a library with managed variables on a second server.
 fn on_two_servers<T>() -> Result<T> {
     static SAID: AtomicBool = AtomicBool::new(false);
     refuse_form("code with __managed__ variables on GPUs of two servers", &SAID)
 }
 
-/// Forgets what libraries loaded into a context. `with_server`: the server unloads it with the context.
+/// Drops what libraries loaded into a context. `with_server`: the server unloads it with the context.
 pub(crate) fn forget(context: &'static Context, with_server: bool) {
     for kernel in KERNELS.all() {
         kernel
@@ -220,19 +223,19 @@ pub(crate) fn forget(context: &'static Context, with_server: bool) {
         for (_, module) in lock(&library.instances).extract_if(.., |(c, _)| std::ptr::eq(*c, context)) {
             module.forget();
             if !with_server {
-                // A lost session has no modules.
+                // After the session is lost there are no modules.
                 let _ = module.unload();
             }
         }
     }
 }
 
-/// Whether a module is a library's: it cannot be unloaded by itself.
+/// Whether a module belongs to a library, and so cannot be unloaded by itself.
 pub(crate) fn owns(module: &Arc<Module>) -> bool {
     LIBRARIES.all().iter().any(|library| lock(&library.instances).iter().any(|(_, m)| Arc::ptr_eq(m, module)))
 }
 
-/// The library that a function is of, and its module.
+/// The library that a function belongs to, and its module.
 fn owner_of(function: &Arc<Function>) -> Option<(Arc<Library>, Arc<Module>)> {
     let holds = |module: &Module| module.functions.iter().any(|f| Arc::ptr_eq(f, function));
     LIBRARIES.all().into_iter().find_map(|library| {
@@ -247,7 +250,7 @@ pub(crate) fn module_of(function: &Arc<Function>) -> Option<Arc<Module>> {
     Some(owner_of(function)?.1)
 }
 
-/// The kernel that a function is of, unless it is a module's own.
+/// The kernel that a function belongs to, unless it is a plain module's function.
 pub(crate) fn kernel_of(function: &Arc<Function>) -> Option<usize> {
     Some(owner_of(function)?.0.kernel(&function.name).ok()?.handle)
 }
@@ -257,7 +260,7 @@ pub(crate) fn library(handle: usize) -> Result<(&'static Driver, Arc<Library>)> 
     Ok((driver, LIBRARIES.get(handle).ok_or(Status::INVALID_HANDLE)?))
 }
 
-/// A variable of a library, in the current context.
+/// A library's variable in the current context.
 pub(crate) fn variable(handle: usize, name: &CStr) -> Result<Variable> {
     let (driver, library) = library(handle)?;
     let module = library.in_context(context::current()?)?;
@@ -268,7 +271,7 @@ pub(crate) fn variable(handle: usize, name: &CStr) -> Result<Variable> {
     Ok(variable)
 }
 
-/// A managed variable of a library: it has one address in all contexts, and needs none that is current.
+/// A library's managed variable. It has the same address in all contexts, so none needs to be current.
 pub(crate) fn managed_variable(handle: usize, name: &CStr) -> Result<Variable> {
     let (driver, library) = library(handle)?;
     let module = library.anywhere(driver)?;
@@ -294,7 +297,7 @@ pub(crate) fn kernel(handle: usize) -> Result<(&'static Driver, Arc<Kernel>)> {
     Ok((driver, KERNELS.get(handle).ok_or(Status::INVALID_HANDLE)?))
 }
 
-/// Makes a library of an image; its handle.
+/// Creates a library from an image. Returns its handle.
 pub(crate) fn new_library(image: &[u8], jit: Jit) -> Result<usize> {
     let driver = driver()?;
     let mut made = None;
@@ -311,7 +314,7 @@ pub(crate) fn new_library(image: &[u8], jit: Jit) -> Result<usize> {
         library
     });
     let library = made.filter(|_| handle.is_some()).ok_or(Status::OUT_OF_MEMORY)?;
-    // Loaded at once, so that a bad image is known here, as CUDA has it.
+    // Loaded immediately, so that a bad image is reported here, as CUDA does.
     if let Err(status) = usual(driver).and_then(|context| library.load(context, &jit)) {
         LIBRARIES.remove(library.handle);
         return Err(status);

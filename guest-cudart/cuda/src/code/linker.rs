@@ -1,4 +1,4 @@
-//! The driver's linker: its inputs go to the server as they are added, and the image comes back when it is done.
+//! The driver's linker. Inputs are sent to the server as they are added; the finished image is fetched.
 
 use std::sync::{Arc, Mutex};
 
@@ -14,26 +14,26 @@ use client::ops::module::{LinkAdd, LinkComplete, LinkDestroy, jit_input};
 use client::session::Session;
 use client::{Status, lock};
 
-/// Inputs up to this many bytes go inside the record.
+/// Inputs up to this size in bytes are sent inside the record.
 const INLINE: usize = 24 << 10;
-/// Room for an image that is asked for at first.
+/// Space first offered for an image, in bytes.
 pub(crate) const IMAGE: usize = 256 << 10;
-/// Bytes of an input's name that go along.
+/// Bytes of an input's name that are sent.
 const NAME: usize = 200;
 
-/// A linker at work.
+/// A linker in use.
 pub(crate) struct Link {
     pub id: LinkId,
     pub session: &'static Session,
-    /// The program's options, with its buffers for messages, which it keeps as long as the linker.
+    /// The program's options, with its message buffers, which the program keeps as long as the linker.
     pub jit: Jit,
-    /// The image, which the program may read as long as the linker is there.
+    /// The image, which the program may read as long as the linker exists.
     pub image: Mutex<Option<Box<[u8]>>>,
 }
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // A lost session has none.
+        // After the session is lost there are no linkers.
         let _ = self.session.append(&LinkDestroy { link: self.id });
     }
 }
@@ -45,7 +45,7 @@ pub(crate) fn of(handle: usize) -> Result<Arc<Link>> {
     LINKS.get(handle).ok_or(Status::INVALID_HANDLE)
 }
 
-/// The beginning of a name.
+/// The beginning of a name, up to [`NAME`] bytes.
 fn cut(name: &str) -> &str {
     &name[..name.floor_char_boundary(NAME)]
 }
@@ -59,7 +59,7 @@ pub(crate) fn add(handle: usize, kind: u32, data: &[u8], name: &str, jit: &Jit) 
         None
     } else {
         let staging = Staging::new(link.session, data.len())?;
-        // SAFETY: the staging has room for as many bytes, and is nobody else's.
+        // SAFETY: the staging memory has this many bytes and belongs only to this call.
         unsafe { transfer::move_bytes(data.as_ptr(), staging.ptr(), data.len()) };
         Some(staging)
     };
@@ -73,12 +73,12 @@ pub(crate) fn add(handle: usize, kind: u32, data: &[u8], name: &str, jit: &Jit) 
     let reply = answer?;
     // SAFETY: the program keeps its buffers as long as the linker.
     unsafe { link.jit.report(&reply.info_log, &reply.error_log) };
-    // SAFETY: the caller has read them from arrays that are still there.
+    // SAFETY: the caller read them from arrays that still exist.
     unsafe { jit.report(&reply.info_log, &reply.error_log) };
     Status(reply.result).ok()
 }
 
-/// Fetches the image, with room for as many bytes. `Err(Ok(size))`: there was less room than is needed.
+/// Fetches the image into `room` bytes. Returns `Err(Ok(size))` if it needs more.
 pub(crate) fn fetch(link: &Link, room: usize) -> std::result::Result<Box<[u8]>, Result<usize>> {
     let staging = Staging::new(link.session, room).map_err(Err)?;
     let answer = link.session.call(&LinkComplete { link: link.id, image: HostOut(staging.range(room)) });
@@ -90,7 +90,7 @@ pub(crate) fn fetch(link: &Link, room: usize) -> std::result::Result<Box<[u8]>, 
         if size > room {
             return Err(Ok(size));
         }
-        // SAFETY: the host has written `size` bytes there before it answered.
+        // SAFETY: the host wrote `size` bytes there before it answered.
         Ok(unsafe { std::slice::from_raw_parts(staging.ptr(), size) }.into())
     });
     staging.done();

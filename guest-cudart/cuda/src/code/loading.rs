@@ -1,8 +1,11 @@
-//! Loads whose answers nobody has waited for yet. The server tells here how they ended, and functions of such a module get their ids here when they are first used.
+//! Module loads that nobody waits for. Their results arrive here later, and functions of such a module get
+//! their IDs when they are first used.
 //!
-//! What CUDA tells a program at once is told at once: an image that was not read in the process is waited for. What is left is what the server's driver may still refuse, such as a lack of memory. NVIDIA's
-//! driver reports that late, too, since it loads code when a function of it is first used (`CUDA_MODULE_LOADING=LAZY`, its default): the first launch fails, or, if the answer was not there at the first
-//! launch, the context's next call that waits.
+//! Errors that CUDA reports immediately are still reported immediately: a load is waited for unless its image
+//! was read in this process. What remains is what the server's driver may refuse, such as for lack of memory.
+//! NVIDIA's driver also reports that late, since it loads code when one of its functions is first used
+//! (`CUDA_MODULE_LOADING=LAZY`, its default): the first launch fails, or, if the result has not arrived by
+//! then, the context's next call that waits.
 
 use std::ffi::CStr;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -19,23 +22,23 @@ pub(crate) struct Loading {
     session: &'static Session,
     module: ModuleId,
     answer: Mutex<Option<Answer>>,
-    /// How it ended, once that is known.
+    /// Its result, once known.
     result: OnceLock<Result>,
-    /// Functions that have an id.
+    /// Number of functions that have an ID.
     bound: Mutex<u32>,
 }
 
-/// The answer that is due, and memory that the host reads until then.
+/// The outstanding reply, and memory that the host reads until it arrives.
 struct Answer {
     ahead: Ahead<'static, ModuleLoadByNameReply>,
     image: Option<Staging<'static>>,
 }
 
-/// Loads whose answers are due. They hold reply slots, so they are looked at often.
+/// Loads whose replies are outstanding. They occupy reply slots, so they are checked often.
 static DUE: Mutex<Vec<Arc<Loading>>> = Mutex::new(Vec::new());
 
 impl Loading {
-    /// Sends a load. `None` if too many answers are due.
+    /// Sends a load. `None` if too many replies are outstanding.
     pub fn send(
         session: &'static Session,
         load: &ModuleLoadByName<'_>,
@@ -55,13 +58,13 @@ impl Loading {
         Ok(Some(loading))
     }
 
-    /// How the load ended, as far as that is known: an error is final.
+    /// The result as far as it is known. An error is final.
     #[inline]
     pub fn check(&self) -> Result {
         self.result.get().copied().unwrap_or(Ok(()))
     }
 
-    /// Takes the answer if it is there. Returns whether it is taken.
+    /// Takes the reply if it has arrived. Returns whether it has been taken.
     fn take(&self) -> bool {
         let mut answer = lock(&self.answer);
         if answer.as_ref().is_some_and(|answer| !answer.ahead.is_done()) {
@@ -76,7 +79,7 @@ impl Loading {
             Ok(reply) => (Status(reply.result).ok(), reply.error_log),
             Err(status) => (Err(status), String::new()),
         };
-        // The loss of the session is reported elsewhere.
+        // A lost session is reported elsewhere.
         if let Err(status) = result
             && status != Status::DEVICE_UNAVAILABLE
         {
@@ -89,7 +92,7 @@ impl Loading {
         true
     }
 
-    /// Gives a function its id, unless another thread has just done so.
+    /// Gives a function its ID, unless another thread has just done so.
     pub fn bind(&self, id: &OnceLock<FunctionId>, name: &CStr, params: &[Param]) -> Result<FunctionId> {
         collect();
         self.check()?;
@@ -106,7 +109,7 @@ impl Loading {
     }
 }
 
-/// Takes the answers that have arrived.
+/// Takes the replies that have arrived.
 fn collect() {
     let mut due = lock(&DUE);
     due.retain(|loading| !loading.take());

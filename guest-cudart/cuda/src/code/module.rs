@@ -25,9 +25,9 @@ use client::session::Session;
 use client::{Status, lock, log};
 use device_code::cubin::Cubin;
 
-/// Images up to this many bytes go inside the record.
+/// Images up to this size in bytes are sent inside the record.
 const INLINE: usize = 24 << 10;
-/// Room for a function table that is asked for at first.
+/// Space first offered for a function table, in bytes.
 const TABLE: usize = 64 << 10;
 
 /// A loaded module.
@@ -37,9 +37,9 @@ pub(crate) struct Module {
     pub functions: Vec<Arc<Function>>,
     by_name: HashMap<CString, usize>,
     globals: Mutex<HashMap<CString, Variable>>,
-    /// Its load, if that was not waited for.
+    /// Its load, if nobody has waited for it.
     loading: Option<Arc<Loading>>,
-    /// Handle of the module itself: made when it is asked for, for a library's.
+    /// The module's handle. For a library's module it is created on request.
     handle: OnceLock<usize>,
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct Module {
 pub(crate) struct Variable {
     pub address: u64,
     pub size: u64,
-    /// It is `__managed__`.
+    /// Whether it is `__managed__`.
     pub managed: bool,
 }
 
@@ -62,17 +62,18 @@ fn stage(session: &'static Session, image: &[u8]) -> Result<Option<Staging<'stat
         return Ok(None);
     }
     let staging = Staging::new(session, image.len())?;
-    // SAFETY: the staging has room for as many bytes, and is nobody else's.
+    // SAFETY: the staging memory has this many bytes and belongs only to this call.
     unsafe { crate::memory::transfer::move_bytes(image.as_ptr(), staging.ptr(), image.len()) };
     Ok(Some(staging))
 }
 
-/// An image as a command names it.
+/// How a command refers to an image.
 fn named<'a>(image: &'a [u8], staged: Option<&Staging<'_>>) -> HostIn<'a> {
     staged.map_or(HostIn::Inline(image), |staging| HostIn::Range(staging.range(image.len())))
 }
 
-/// Loads an image that was read here, without waiting for the answer. `None` if too many answers are due.
+/// Loads an image that was read in this process, without waiting for the result. `None` if too many replies
+/// are outstanding.
 fn load_read(context: &'static Context, image: &[u8], mut cubin: Cubin) -> Result<Option<Arc<Module>>> {
     let id = ModuleId(IDS.fetch_add(1, Ordering::Relaxed));
     let staged = stage(context.session(), image)?;
@@ -87,7 +88,7 @@ fn load_read(context: &'static Context, image: &[u8], mut cubin: Cubin) -> Resul
 /// Loads an image into a context.
 pub(crate) fn load(context: &'static Context, image: &[u8], jit: &Jit) -> Result<Arc<Module>> {
     let session = context.session();
-    // A context that has failed refuses the load, so that is waited for.
+    // A failed context refuses the load, so such a load is waited for.
     if !context.has_error()
         && let Some(cubin) = reading::read(context, image, jit)
         && let Some(module) = load_read(context, image, cubin)?
@@ -111,17 +112,17 @@ pub(crate) fn load(context: &'static Context, image: &[u8], jit: &Jit) -> Result
     let reply = match result {
         Ok(reply) => reply,
         Err(status) => {
-            // SAFETY: the caller has read `jit` from arrays of the program that are still there.
+            // SAFETY: the caller read `jit` from arrays of the program that still exist.
             unsafe { jit.report("", &format!("{status}")) };
             return Err(status);
         }
     };
-    // SAFETY: the caller has read `jit` from arrays of the program that are still there.
+    // SAFETY: the caller read `jit` from arrays of the program that still exist.
     unsafe { jit.report(&reply.info_log, &reply.error_log) };
     Status(reply.result).ok()?;
     let needed = usize::try_from(reply.info_size).map_err(|_| Status::UNKNOWN)?;
     let read = |staging: &Staging<'_>, len: usize| {
-        // SAFETY: the host has written `len` bytes there before it answered.
+        // SAFETY: the host wrote `len` bytes there before it answered.
         let bytes = unsafe { std::slice::from_raw_parts(staging.ptr(), len) };
         client::ops::decode_reply::<FunctionTable>(bytes).map_err(|error| {
             log::error(format_args!(
@@ -165,7 +166,7 @@ impl Module {
         Arc::new(Module { id, context, functions, by_name, globals, loading, handle })
     }
 
-    /// The function of a name.
+    /// The function with this name.
     pub fn function(&self, name: &CStr) -> Option<&Arc<Function>> {
         self.by_name.get(name).and_then(|i| self.functions.get(*i))
     }
@@ -189,7 +190,7 @@ impl Module {
             return Ok(*found);
         }
         let text = name.to_str().map_err(|_| Status::NOT_FOUND)?;
-        // The server answers behind the load, and if that fails with its status.
+        // The server answers after the load; if the load failed, the answer has its status.
         self.loading.as_ref().map_or(Ok(()), |loading| loading.check())?;
         let reply = self.context.session().call(&ModuleGetGlobal { module: self.id, name: text })?;
         let variable = Variable { address: reply.address, size: reply.size, managed: reply.managed };
@@ -203,7 +204,7 @@ impl Module {
         Ok(variable)
     }
 
-    /// Says once that the address of a variable alone does not tell whose it is.
+    /// Logs once that the address of a variable does not identify its server.
     fn warn_of_twins(&self, driver: &Driver, name: &str, at: u64) {
         static SAID: AtomicBool = AtomicBool::new(false);
         let own = self.context.server;
@@ -215,13 +216,13 @@ impl Module {
         }
     }
 
-    /// Unloads it on the server. Its functions' handles name nothing from here on.
+    /// Unloads it on the server. Invalidates its functions' handles.
     pub fn unload(&self) -> Result {
         self.forget();
         self.context.session().append(&ModuleUnload { module: self.id }).map(|_| ())
     }
 
-    /// Its handles, and those of its functions, name nothing from here on.
+    /// Invalidates its handles and those of its functions.
     pub fn forget(&self) {
         for function in &self.functions {
             if let Some(handle) = function.handle.get() {
@@ -241,13 +242,13 @@ impl Module {
     }
 }
 
-/// Forgets a context's modules. `with_server`: the server unloads them with the context.
+/// Drops a context's modules. `with_server`: the server unloads them with the context.
 pub(crate) fn forget(context: &'static Context, with_server: bool) {
     for module in MODULES.remove_where(|module| std::ptr::eq(module.context, context)) {
         module.forget();
-        // A library's modules are its own to unload.
+        // Libraries unload their own modules.
         if !with_server && !library::owns(&module) {
-            // A lost session has no modules.
+            // After the session is lost there are no modules.
             let _ = context.session().append(&ModuleUnload { module: module.id });
         }
     }

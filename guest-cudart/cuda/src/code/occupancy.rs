@@ -1,7 +1,9 @@
-//! What fits on a multiprocessor, by the rules that NVIDIA documents in `cuda_occupancy.h`.
+//! How many blocks fit on a multiprocessor, by the rules that NVIDIA documents in `cuda_occupancy.h`.
 //!
-//! The rules are those of compute capability 9.0, and agree with the driver's answers: recorded on an H200 (driver 580) for 1456 kernels of NVIDIA's and PyTorch's libraries and of our own, with 4 to 255
-//! registers, up to 48 KiB of static shared memory, 0 to 16 barriers, and all carveouts; 370,000 answers in all. What is not covered is asked: a preference between caches, and other devices.
+//! The rules are for compute capability 9.0 and agree with the driver: checked against 370,000 answers
+//! recorded on an H200 (driver 580) for 1456 kernels of NVIDIA's libraries, PyTorch's and our own, with 4 to
+//! 255 registers, up to 48 KiB of static shared memory, 0 to 16 barriers, and all carveouts. The server is
+//! asked about everything else: a cache preference, and other devices.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -16,43 +18,43 @@ use client::ops::module::{ClusterShape, OccupancyMaxActiveClusters};
 use client::{Status, lock};
 use device_code::cubin::{Cubin, Kernel};
 
-/// Sizes that a multiprocessor's shared memory can be set to, in KiB.
+/// Possible sizes of a multiprocessor's shared memory, in KiB.
 const SHARED_KIB: [u64; 10] = [0, 8, 16, 32, 64, 100, 132, 164, 196, 228];
-/// Shared memory is allocated in units of so many bytes, a warp's registers in units of so many.
+/// Allocation unit of shared memory in bytes, and of a warp's registers.
 const SHARED_UNIT: u64 = 128;
 const REGISTER_UNIT: u64 = 256;
-/// Parts of a multiprocessor that warps and registers are divided between.
+/// Partitions of a multiprocessor that warps and registers are divided between.
 const PARTS: u64 = 4;
-/// Barriers of a multiprocessor.
+/// Barriers per multiprocessor.
 const BARRIERS: u64 = 64;
-/// Shared memory of a block in bytes that it can have without asking.
+/// Shared memory in bytes that a block can have without setting an attribute.
 const USUAL_SHARED: u64 = 48 << 10;
 const WARP: u64 = 32;
-/// Registers of a multiprocessor, and of a block.
+/// Registers per multiprocessor, and per block.
 const REGISTERS: u64 = 64 << 10;
-/// Threads and warps that fit at most.
+/// Maximum threads and warps.
 const MOST_THREADS: u64 = 1024;
 const MOST_WARPS: u64 = 64;
 const MOST_BLOCKS: u64 = 32;
-/// What the system takes of each block's shared memory, in bytes.
+/// Shared memory that the system takes per block, in bytes.
 const RESERVED: u64 = device_code::cubin::RESERVED_SHARED;
 
-/// What a block of a kernel needs.
+/// The resources of a kernel's block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Resources {
     registers: u64,
     shared: u64,
     barriers: u64,
-    /// It can only be launched in blocks of one shape. What the driver answers about others was not recorded.
+    /// It can only be launched with one block shape. The driver's answers for other shapes were not recorded.
     one_shape: bool,
 }
 
-/// What was set for a function.
+/// A function's settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Set {
-    /// Most dynamic shared memory of a block, in bytes.
+    /// Maximum dynamic shared memory per block, in bytes.
     pub dynamic_limit: u64,
-    /// Percent of a multiprocessor's memory that shared memory should have, or -1.
+    /// Percentage of a multiprocessor's memory preferred as shared memory, or -1.
     pub carveout: i32,
 }
 
@@ -66,22 +68,22 @@ impl Resources {
         }
     }
 
-    /// Registers that a warp takes.
+    /// Registers per warp.
     fn of_warp(&self) -> u64 {
         (self.registers * WARP).next_multiple_of(REGISTER_UNIT)
     }
 
-    /// Warps for which a multiprocessor has registers.
+    /// Warps that the registers of a multiprocessor suffice for.
     fn warps(&self) -> u64 {
         (REGISTERS / PARTS).checked_div(self.of_warp()).map_or(MOST_WARPS, |warps| warps * PARTS)
     }
 
-    /// The kernel's attributes, as the driver reports them when it is loaded, by number from 0.
+    /// The kernel's attributes as the driver reports them after loading, by number from 0.
     pub fn attributes(&self, cubin: &Cubin, kernel: &Kernel) -> [i32; func::MAX as usize] {
         let bounds = kernel
             .max_threads
             .map_or(u64::MAX, |sizes| sizes.iter().fold(1, |all: u64, n| all.saturating_mul((*n).into())));
-        // The driver does not look at the shape that a kernel requires (`.reqntid`).
+        // The driver ignores the block shape that a kernel requires (`.reqntid`).
         let threads = (self.warps() * WARP).min(MOST_THREADS).min(bounds);
         let cluster = kernel.cluster.unwrap_or_default();
         [
@@ -107,7 +109,7 @@ impl Resources {
         ]
     }
 
-    /// Shared memory of a multiprocessor in bytes, if a block needs `each`.
+    /// A multiprocessor's shared memory in bytes, if each block needs `each`.
     fn shared_in_all(&self, set: Set, each: u64) -> u64 {
         let sizes = SHARED_KIB.map(|kib| kib << 10);
         let most = sizes[sizes.len() - 1];
@@ -118,10 +120,11 @@ impl Resources {
         }
     }
 
-    /// Blocks of `threads` threads with `dynamic` bytes of dynamic shared memory that fit on a multiprocessor: `cuOccupancyMaxActiveBlocksPerMultiprocessor`.
+    /// Number of blocks of `threads` threads and `dynamic` bytes of dynamic shared memory that fit on a
+    /// multiprocessor: `cuOccupancyMaxActiveBlocksPerMultiprocessor`.
     pub fn blocks(&self, set: Set, threads: u64, dynamic: u64) -> u64 {
         let warps = threads.div_ceil(WARP);
-        // A block's registers are checked as if its warps were spread evenly.
+        // Registers are checked as if a block's warps were spread evenly.
         let registers = self.of_warp() * warps.next_multiple_of(PARTS);
         let shared = self.shared.saturating_add(dynamic);
         let each = shared.saturating_add(RESERVED).checked_next_multiple_of(SHARED_UNIT).unwrap_or(u64::MAX);
@@ -138,7 +141,8 @@ impl Resources {
             .min(MOST_BLOCKS)
     }
 
-    /// Dynamic shared memory in bytes with which `resident` blocks of `threads` threads fit on a multiprocessor (for [`Clusters::MOST_RESIDENT`], that many or more), if there is such a number.
+    /// An amount of dynamic shared memory in bytes with which `resident` blocks of `threads` threads fit on a
+    /// multiprocessor (for [`Clusters::MOST_RESIDENT`], at least that many), if there is one.
     fn dynamic_for(&self, set: Set, threads: u64, resident: u64) -> Option<u32> {
         let most = SHARED_KIB[SHARED_KIB.len() - 1] << 10;
         let each = most / resident / SHARED_UNIT * SHARED_UNIT;
@@ -149,10 +153,11 @@ impl Resources {
         [dynamic, 0].into_iter().find(|dynamic| fits(*dynamic)).map(|dynamic| dynamic as u32)
     }
 
-    /// Dynamic shared memory in bytes that each of `blocks` blocks can have: `cuOccupancyAvailableDynamicSMemPerBlock`.
+    /// Dynamic shared memory in bytes available to each of `blocks` blocks:
+    /// `cuOccupancyAvailableDynamicSMemPerBlock`.
     ///
     /// # Errors
-    /// `INVALID_VALUE` if not that many fit.
+    /// `INVALID_VALUE` if that many blocks don't fit.
     pub fn available(&self, set: Set, blocks: u64, threads: u64) -> Result<u64> {
         let most = SHARED_KIB[SHARED_KIB.len() - 1] << 10;
         let each = most.checked_div(blocks).ok_or(Status::INVALID_VALUE)? / SHARED_UNIT * SHARED_UNIT;
@@ -163,7 +168,7 @@ impl Resources {
     }
 }
 
-/// Whether a device is one that these rules are for.
+/// Whether these rules apply to a device.
 fn is_known(device: &Device) -> bool {
     let attribute = |number: usize| device.attribute(number);
     let known = [
@@ -182,7 +187,7 @@ fn is_known(device: &Device) -> bool {
     known.iter().all(|(number, value)| attribute(*number) == *value)
 }
 
-/// What a function needs and what was set for it, if the rules here are for it.
+/// A function's resources and settings, if these rules apply to it.
 fn known(function: &Function) -> Option<(&Resources, Set)> {
     let resources = function.resources()?;
     let device = driver::device(function.context.device as i32).ok()?;
@@ -197,47 +202,48 @@ fn known(function: &Function) -> Option<(&Resources, Set)> {
     Some((resources, set))
 }
 
-/// Blocks of a function that fit on a multiprocessor, if the rules here tell.
+/// Number of a function's blocks that fit on a multiprocessor, if these rules tell.
 pub(crate) fn blocks(function: &Function, threads: u32, dynamic: u64) -> Option<i32> {
     let (resources, set) = known(function)?;
     Some(resources.blocks(set, threads.into(), dynamic) as i32)
 }
 
-/// Dynamic shared memory that each of `blocks` blocks can have, if the rules here tell.
+/// Dynamic shared memory available to each of `blocks` blocks, if these rules tell.
 pub(crate) fn available(function: &Function, blocks: u32, threads: u32) -> Option<Result<u64>> {
     let (resources, set) = known(function)?;
-    // With other carveouts it was not recorded.
+    // Not recorded for other carveouts.
     matches!(set.carveout, -1 | 100).then(|| resources.available(set, blocks.into(), threads.into()))
 }
 
-/// A class of questions about clusters that all have one answer: how many clusters a device can run depends on how its multiprocessors are grouped, but on the function only by how many blocks of it fit on
-/// one. (Recorded for 104,000 combinations of kernels, shapes and settings on an H200.)
+/// A class of cluster questions with the same answer: how many clusters a device can run depends on how its
+/// multiprocessors are grouped, and on the function only through how many of its blocks fit on one. (Recorded
+/// for 104,000 combinations of kernels, shapes and settings on an H200.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Clusters {
-    /// Address of the context, which is never freed: green contexts have other multiprocessors.
+    /// Address of the context, which is never freed. Green contexts have other multiprocessors.
     context: usize,
-    /// Blocks of a cluster.
+    /// Blocks per cluster.
     blocks: u64,
     /// Blocks that fit on a multiprocessor; more than eight make no difference.
     resident: u64,
 }
 
-/// What the rules here tell of a question about clusters.
+/// What these rules tell about a cluster question.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ClusterAnswer {
     /// The answer.
     Known(Result<i32>),
-    /// Every question of this class has the same answer.
+    /// All questions of this class have the same answer.
     Class(Clusters),
-    /// Nothing, and why.
+    /// Nothing, for this reason.
     Unknown(&'static str),
 }
 
-/// Answers of the server.
+/// Cached answers of the server.
 static CLUSTERS: Mutex<Option<HashMap<Clusters, i32>>> = Mutex::new(None);
 
-/// What the rules tell of a question about clusters of a function with these needs and settings. `context`: see [`Clusters`]; `non_portable`: it may be launched in clusters of more blocks than every device
-/// has.
+/// Classifies a cluster question for a function with these resources and settings. `context`: see
+/// [`Clusters`]. `non_portable`: the function may use larger clusters than every device supports.
 fn classify(
     resources: &Resources,
     set: Set,
@@ -282,7 +288,7 @@ fn classify(
     ClusterAnswer::Class(Clusters { context, blocks, resident })
 }
 
-/// What the rules here tell of a question about clusters.
+/// Classifies a cluster question.
 pub(crate) fn clusters(function: &Function, op: &OccupancyMaxActiveClusters) -> ClusterAnswer {
     let Some((resources, set)) = known(function) else {
         return ClusterAnswer::Unknown("a function whose rules are not known");
@@ -295,7 +301,8 @@ pub(crate) fn clusters(function: &Function, op: &OccupancyMaxActiveClusters) -> 
     classify(resources, set, context, non_portable, op)
 }
 
-/// The other questions that a library asks which looks for the largest clusters of a kernel: in a row, of all sizes that there are, with as much shared memory. None if `op` is no such question.
+/// The other questions asked by a library that looks for a kernel's largest cluster: one-dimensional clusters
+/// of all sizes, with the same shared memory. Empty if `op` isn't such a question.
 pub(crate) fn other_lines(op: &OccupancyMaxActiveClusters) -> Vec<ClusterShape> {
     let line = |blocks| ClusterShape { blocks, dynamic_shared: op.dynamic_shared };
     let asked = op.grid[0];
@@ -307,22 +314,24 @@ pub(crate) fn other_lines(op: &OccupancyMaxActiveClusters) -> Vec<ClusterShape> 
 
 impl Clusters {
     const MOST_RESIDENT: u64 = 8;
-    /// Blocks of a cluster that every device can have, that this one can at most, and up to which libraries ask.
+    /// Maximum blocks per cluster that every device supports, that this device supports, and that libraries
+    /// ask about.
     const PORTABLE: u64 = 8;
     const MOST: u64 = 16;
     const MOST_ASKED: u64 = 32;
 
-    /// The answer that the server gave to such a question.
+    /// The cached answer to such a question.
     pub fn known(self) -> Option<i32> {
         lock(&CLUSTERS).as_ref()?.get(&self).copied()
     }
 
-    /// Keeps the server's answer.
+    /// Caches the server's answer.
     pub fn keep(self, clusters: i32) {
         lock(&CLUSTERS).get_or_insert_default().insert(self, clusters);
     }
 
-    /// The other classes that a question about the same function can stand for, with what to ask for each: a library that asks about one of its kernels will ask about many.
+    /// The other classes that questions about the same function can fall in, with a question for each: a
+    /// library that asks about one of its kernels will ask about many.
     pub fn others(
         self,
         function: &Function,
@@ -344,7 +353,7 @@ impl Clusters {
         let shared = (1..=Self::MOST_RESIDENT)
             .filter_map(|resident| Some((resident, resources.dynamic_for(set, threads, resident)?)));
         let with_shared = |(resident, dynamic)| {
-            // A library that looks for the largest cluster of one function goes beyond what there is.
+            // A library that looks for a function's largest cluster tries sizes beyond the maximum.
             let most =
                 if resident == self.resident && most > Self::PORTABLE { Self::MOST_ASKED } else { most };
             (1..=most).map(move |blocks| {
@@ -379,7 +388,7 @@ mod tests {
         assert_eq!([0, 1024, 40_000, 60_000].map(|n| blocks(USUAL, 1024, n)), [2, 2, 2, 0]);
         assert_eq!([40_000, 60_000, 200_000].map(|n| blocks(opted, 32, n)), [5, 3, 1]);
         let fixed = with(14, 12_000, 1);
-        // The static part counts against what a block can have without asking.
+        // Static shared memory counts against what a block can have without setting an attribute.
         let rest = Set { dynamic_limit: (48 << 10) - 12_000, carveout: -1 };
         assert_eq!([0, 1024, 40_000].map(|n| fixed.blocks(rest, 32, n)), [17, 16, 0]);
         assert_eq!(with(10, 0, 6).blocks(USUAL, 32, 0), 10);
@@ -403,13 +412,13 @@ mod tests {
     }
 
     #[test]
-    fn a_carveout_limits_what_is_there_but_never_below_one_block() {
+    fn a_carveout_always_leaves_room_for_one_block() {
         let plain = with(10, 0, 1);
         let none = Set { carveout: 0, ..USUAL };
         assert_eq!([0, 1024, 40_000].map(|n| plain.blocks(none, 32, n)), [8, 4, 1]);
     }
 
-    /// As an H200's driver (580) says of Triton's kernels, which all require a shape.
+    /// As an H200's driver (580) reports for Triton's kernels, which all require a shape.
     #[test]
     fn a_required_shape_does_not_limit_the_threads_that_are_reported() {
         let most = |registers, required_threads, max_threads| {
@@ -436,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn registers_are_given_to_warps_of_four_parts() {
+    fn registers_are_allocated_in_four_partitions() {
         assert_eq!(with(255, 0, 0).blocks(USUAL, 256, 0), 1);
         assert_eq!(with(255, 0, 0).blocks(USUAL, 257, 0), 0);
         assert_eq!(with(128, 0, 0).blocks(USUAL, 96, 0), 5);
@@ -464,7 +473,7 @@ mod tests {
         }
     }
 
-    /// As recorded on an H200: nothing is asked for these.
+    /// As recorded on an H200: the server is never asked about these.
     #[test]
     fn some_questions_about_clusters_have_one_answer_everywhere() {
         let of = |non_portable, op| classify(&with(32, 0, 1), USUAL, 1, non_portable, &op);
@@ -483,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_ahead_is_of_the_class_that_it_is_kept_for() {
+    fn questions_asked_ahead_are_in_the_class_they_are_cached_for() {
         let opted = |shared: u64| Set { dynamic_limit: 232_448 - shared, carveout: -1 };
         let kernels =
             [(with(32, 0, 1), opted(0)), (with(168, 40_000, 2), opted(40_000)), (with(90, 0, 16), USUAL)];
@@ -502,7 +511,7 @@ mod tests {
                 }
             }
         }
-        // With much shared memory to choose from, one question stands for all.
+        // With much shared memory to choose from, one question covers all.
         let all = Clusters { context: 1, blocks: 2, resident: 1 };
         assert_eq!(all.others_of(&with(32, 0, 1), opted(0), 128, Clusters::PORTABLE).len(), 8 * 8 - 1);
     }

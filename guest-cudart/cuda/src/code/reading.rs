@@ -1,8 +1,10 @@
-//! Images that are read in the process: what a program asks about their functions then needs no round trip, and neither does loading them.
+//! Reads images in this process, so that loading them and asking about their functions needs no round trip.
 //!
-//! This is for machine code of the architectures that `device-code` reads. The driver is asked about everything else, as before: PTX, which only the server's compiler can judge, images with several
-//! candidates for the device, and what is unknown or damaged. A device that runs the PTX of an image (the software GPU) is asked, too: how it runs a kernel, and whether it can, does not follow from the
-//! machine code. Where the server is near, asking takes less time than unpacking an image, so that is done instead ([`Policy::IfFar`]).
+//! Only machine code of the architectures that `device-code` reads is handled. The driver is asked about
+//! everything else: PTX, which only the server's compiler can judge, images with several candidates for the
+//! device, and unknown or damaged ones. A device that runs an image's PTX (the software GPU) is asked, too,
+//! because the machine code doesn't tell whether and how it runs a kernel. If the server is near, asking
+//! takes less time than unpacking an image and is preferred ([`Policy::IfFar`]).
 
 use std::borrow::Cow;
 use std::sync::OnceLock;
@@ -19,25 +21,27 @@ use device_code::fatbin::{self, Entry, Kind};
 
 /// Code longer than this, in bytes, is not read.
 const MOST: u64 = 256 << 20;
-/// With answers faster than this, nothing is read.
+/// With round trips shorter than this, nothing is read.
 const NEAR: Duration = Duration::from_micros(150);
-/// Bytes of code that are unpacked while an answer is awaited for a microsecond: what unpacking here takes longer than on the server, which does it meanwhile.
+/// Bytes of code that can be unpacked per microsecond of round trip saved. Counts only the time by which
+/// unpacking here takes longer than on the server, which works meanwhile.
 const BYTES_A_MICROSECOND: u64 = 670;
-/// Answers that an image spares its program, at a cautious guess: that to its load, and some about its kernels. PyTorch's start waits for 886 answers about 81 images if none is read.
+/// Round trips that reading an image saves, cautiously estimated: one for its load, and some for its kernels.
+/// If no image is read, PyTorch's start waits for 886 answers about 81 images.
 const ANSWERS: u64 = 4;
-/// Bytes of a function's name and its parameters' places that a record has room for.
+/// Bytes that a record has for a function's name and the layout of its parameters.
 const MOST_DESCRIBED: usize = 32 << 10;
 
 /// Which images are read: `RGPU_READ_IMAGES`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Policy {
-    /// Those for which asking would take longer, if the device runs machine code.
+    /// Those for which asking would take longer, on devices that run machine code.
     IfFar,
     /// All. On a device that runs PTX, kernels that it cannot run then fail after their launch.
     Always,
     /// None.
     Never,
-    /// All, and the server is asked as well. Differences are reported, and the server's answers count.
+    /// All, but the server is asked as well. Differences are logged, and the server's answers win.
     Check,
 }
 
@@ -50,19 +54,19 @@ fn policy() -> Policy {
         Ok("never") => Policy::Never,
         Ok(other) => {
             log::warn(format_args!(
-                "RGPU_READ_IMAGES={other} is unknown; it can be auto, always, never or check. It is auto now"
+                "RGPU_READ_IMAGES={other} is not one of auto, always, never and check; using auto"
             ));
             Policy::IfFar
         }
     })
 }
 
-/// Whether what is read here is to be compared with the server's answers.
+/// Whether values read here are compared with the server's answers.
 pub(crate) fn is_checked() -> bool {
     policy() == Policy::Check
 }
 
-/// Whether it pays to ask for what the program has not asked for yet: where answers take long.
+/// Whether to ask for things before the program does, because round trips are long.
 pub(crate) fn asks_ahead() -> bool {
     match policy() {
         Policy::Always | Policy::Check => true,
@@ -72,17 +76,17 @@ pub(crate) fn asks_ahead() -> bool {
     }
 }
 
-/// The architecture of a device: 90 for compute capability 9.0.
+/// A device's architecture: 90 for compute capability 9.0.
 fn architecture(device: u32) -> Option<u32> {
     let device = driver::device(device as i32).ok()?;
     let [major, minor] = [attr::COMPUTE_CAPABILITY_MAJOR, attr::COMPUTE_CAPABILITY_MINOR];
     u32::try_from(device.attribute(major) * 10 + device.attribute(minor)).ok()
 }
 
-/// The one entry of a fat binary whose machine code a device of this architecture runs.
+/// The only entry of a fat binary with machine code that a device of this architecture runs.
 ///
 /// # Errors
-/// Why there is none that is read here.
+/// Why no entry is read here.
 fn candidate(image: &[u8], arch: u32) -> Result<Entry<'_>, &'static str> {
     let mut containers = fatbin::containers(image);
     let entries = containers.next().and_then(Result::ok).ok_or("it is PTX, or damaged")?;
@@ -101,10 +105,11 @@ fn candidate(image: &[u8], arch: u32) -> Result<Entry<'_>, &'static str> {
     }
 }
 
-/// The machine code in an image for a device of this architecture, if it is worth unpacking. `round_trip`: how long an answer takes; `None`: it is worth it in any case.
+/// The machine code in an image for a device of this architecture, if unpacking pays. `round_trip`: how long
+/// an answer takes; `None`: unpack in any case.
 ///
 /// # Errors
-/// Why there is none that is read here.
+/// Why none is read here.
 fn machine_code(
     image: &[u8],
     arch: u32,
@@ -121,13 +126,13 @@ fn machine_code(
     })
 }
 
-/// Bytes up to which an image is unpacked to spare answers that take so long.
+/// Maximum size in bytes of an image that is worth unpacking to save round trips this long.
 fn worth_unpacking(round_trip: Duration) -> u64 {
     let microseconds = u64::try_from(round_trip.as_micros()).unwrap_or(u64::MAX);
     microseconds.saturating_mul(BYTES_A_MICROSECOND * ANSWERS).min(MOST)
 }
 
-/// What is in an image, if it is read here: see the module.
+/// The contents of an image, if it is read here: see the module's documentation.
 pub(crate) fn read(context: &Context, image: &[u8], jit: &Jit) -> Option<Cubin> {
     let server = context.server;
     let round_trip = match policy() {
@@ -142,7 +147,7 @@ pub(crate) fn read(context: &Context, image: &[u8], jit: &Jit) -> Option<Cubin> 
     let asked = |why: &dyn std::fmt::Display| {
         log::debug(format_args!("the load of an image of {} bytes is waited for: {why}", image.len()));
     };
-    // Options change what the driver makes of an image, and messages come from it.
+    // Options change what the driver makes of an image, and only the driver can report messages.
     if !jit.is_plain() {
         asked(&"it is loaded with options");
         return None;
@@ -192,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn the_farther_the_server_the_longer_an_image_may_take() {
+    fn longer_round_trips_allow_larger_images() {
         assert_eq!(worth_unpacking(Duration::from_micros(200)), 536_000);
         assert_eq!(worth_unpacking(Duration::from_millis(10)), 26_800_000);
         assert_eq!(worth_unpacking(Duration::MAX), MOST);
@@ -202,7 +207,7 @@ mod tests {
     fn a_choice_is_left_to_the_driver() {
         let two = fat(&[(2, 90, b"one"), (2, 90, b"two")]);
         assert!(machine_code(&two, 90, None).is_err());
-        // Machine code of an earlier minor version also runs.
+        // Machine code for an earlier minor version also runs.
         let other = fat(&[(2, 80, b"eighty")]);
         assert!(machine_code(&other, 86, None).is_err());
         assert!(machine_code(&fat(&[(1, 90, b"ptx")]), 90, None).is_err());

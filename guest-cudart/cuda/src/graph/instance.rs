@@ -61,7 +61,7 @@ pub(crate) mod flag {
 
 /// A node of an instance.
 pub(crate) struct Flat {
-    /// The graph that it was made from, and its number there. 0: the beginning of a child graph.
+    /// The graph that it was made from, and its number there. 0: the start of a child graph.
     graph: u64,
     id: u64,
     pub owner: Weak<Graph>,
@@ -102,7 +102,7 @@ struct State {
     /// Memory of other graphs that it frees.
     frees: Vec<u64>,
     /// The next launch makes the server's graphs, because they copy or fill memory of graphs that does not
-    /// exist before, or has been replaced.
+    /// exist yet or has been replaced.
     waits: bool,
     /// The stream of the last launch. Launches of one instance run one after the other.
     last: Option<Arc<Stream>>,
@@ -404,7 +404,7 @@ pub(crate) fn describe(
         let way = if node.enabled { node.work.way(driver, context)? } else { Way::Nothing };
         let (opcode, body) = match way {
             Way::Server(opcode, body) => (opcode, body),
-            // It was to be the server's: it is another one's than the graph's kernels.
+            // Planned for the server, but its memory is on another server than the graph's kernels.
             Way::Alone if node.is_servers() => return Err(Status::NOT_SUPPORTED),
             Way::Nothing | Way::Alone => (0, Vec::new()),
         };
@@ -420,7 +420,7 @@ fn with_bytes(session: &'static Session, bytes: &[u8], send: impl FnOnce(HostIn<
         return send(HostIn::Inline(bytes));
     }
     let staging = Staging::new(session, bytes.len())?;
-    // SAFETY: the staging has room for as many bytes, and is nobody else's.
+    // SAFETY: the staging memory has this many bytes and belongs only to this call.
     unsafe { transfer::move_bytes(bytes.as_ptr(), staging.ptr(), bytes.len()) };
     let answer = send(HostIn::Range(staging.range(bytes.len())));
     staging.done();
@@ -750,7 +750,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_waits_for_a_word_comes_behind_those_that_may_write_it() {
+    fn a_node_that_waits_for_a_word_runs_after_those_that_may_write_it() {
         let mut waits = flat(false, vec![]);
         waits.work = Work::Words(Operations::waiting());
         let nodes = [waits, flat(false, vec![0]), flat(true, vec![]), flat(false, vec![2])];

@@ -104,14 +104,14 @@ unsafe fn run_copy(
         });
     }
     let Some(pageable) = copy_boxes::pageable(driver, stream, copy)? else {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         return unsafe { copy_boxes::run(&copier, copy) };
     };
     if !pageable.to_host {
         // Read when the graph is launched.
         let (at, len) = pageable.span();
         pending_writes::settle(driver, stream, at, len)?;
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         return unsafe { copy_boxes::run(&copier, copy) };
     }
     let bounce = match bounce {

@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dependency_that_closes_a_circle_is_refused_and_changes_nothing() {
+    fn a_dependency_that_closes_a_cycle_is_refused() {
         let graph = graph();
         let a = graph.add(Work::Empty, vec![]).unwrap();
         let b = graph.add(Work::Empty, vec![edge(a)]).unwrap();
@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clone_keeps_the_names_of_nodes_and_not_their_later_changes() {
+    fn a_clone_keeps_node_numbers_but_not_later_changes() {
         let graph = graph();
         let a = graph.add(Work::Empty, vec![]).unwrap();
         let clone = graph.copy(false).unwrap();

@@ -23,7 +23,7 @@ use client::Status;
 /// The structure points to the kernel's parameters as CUDA's manual requires.
 pub(crate) unsafe fn kernel(p: In<KernelNodeParams>) -> Result<Work> {
     let p = p.get()?;
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     Ok(Work::Kernel(Arc::new(unsafe { Kernel::described(driver()?, &p, Vec::new()) }?)))
 }
 
@@ -56,7 +56,7 @@ pub(crate) unsafe fn words(p: In<BatchMemOpNodeParams>) -> Result<Work> {
     if p.flags != 0 {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     let operations = unsafe { Operations::described(driver()?, p.ctx, p.paramArray, p.count) }?;
     Ok(Work::Words(Arc::new(operations)))
 }

@@ -126,7 +126,7 @@ impl Kernel {
         let shape = launch::Shape { grid: p.grid, block: p.block, shared: p.sharedMemBytes };
         launch::check_all(driver, &function, &shape, &attributes)?;
         let mut block = Vec::new();
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { launch::parameters(&function, p.kernelParams, p.extra, &mut block) }?;
         pinned::reach(driver, function.context, &block);
         Ok(Kernel::new(handle, function, shape, attributes, &block))

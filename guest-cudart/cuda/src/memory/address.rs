@@ -1,4 +1,4 @@
-//! What lies at an address: device memory, mapped memory, pinned memory that kernels use, or a module's
+//! What an address refers to: device memory, mapped memory, pinned memory that kernels use, or a module's
 //! variable.
 
 use std::sync::PoisonError;
@@ -17,12 +17,12 @@ pub(crate) fn is_device(driver: &Driver, address: u64) -> bool {
     is_reserved(driver, address) || find(driver, address).is_some()
 }
 
-/// Whether an address can be nothing but a device's.
+/// Whether an address can only be a device's.
 pub(crate) fn is_reserved(driver: &Driver, address: u64) -> bool {
     device_memory::device_of(driver, address).is_some() || virtual_memory::is_here(address)
 }
 
-/// What lies at a device address, if it is the program's. The current context's server is the nearest.
+/// What is at a device address, if it belongs to the program. Prefers the current context's server.
 pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
     find_near(driver, nearest(driver), address)
 }
@@ -35,7 +35,8 @@ pub(crate) fn nearest(driver: &Driver) -> &'static Server {
     }
 }
 
-/// What lies at a device address, if it is the program's: `near` says whose variable is meant if several servers have one there.
+/// What is at a device address, if it belongs to the program. If several servers have a variable there,
+/// `near` decides.
 pub(crate) fn find_near(driver: &Driver, near: &'static Server, address: u64) -> Option<Found> {
     if virtual_memory::is_here(address) {
         return graph_memory::found(address).or_else(|| virtual_memory::find(driver, address));
@@ -66,7 +67,7 @@ pub(crate) fn find_near(driver: &Driver, near: &'static Server, address: u64) ->
             managed: true,
         });
     }
-    // Two servers may have variables at the same address: the nearest one's is meant.
+    // Two servers may have variables at the same address: prefer the nearest one's.
     let others = driver.servers.iter().copied().filter(|other| !std::ptr::eq(*other, near));
     std::iter::once(near).chain(others).find_map(|server| variable(server, address))
 }
@@ -86,11 +87,11 @@ pub(crate) fn variable(server: &Server, address: u64) -> Option<Found> {
     })
 }
 
-/// Checks that `len` bytes (not 0) at a device address lie in one allocation or are mapped. Sends what the
-/// host has of them to the device.
+/// Checks that `len` bytes (not 0) at a device address are in one allocation or are mapped. Sends the host's
+/// copies of them to the device.
 ///
 /// # Errors
-/// `INVALID_VALUE` for any other address or a range that goes beyond the end, as in CUDA.
+/// `INVALID_VALUE` for any other address, or a range that extends past the end, as in CUDA.
 #[inline]
 pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {
     check_near(driver, nearest(driver), address, len)

@@ -118,7 +118,8 @@ pub(crate) fn shape(context: &Context, d: &Array3DDescriptor, mipmapped: bool) -
     if fits { Ok(shape) } else { Err(Status::INVALID_VALUE) }
 }
 
-/// The server's objects of a context are destroyed with it, or now.
+/// Drops a context's arrays. `with_server`: the server destroys its own with the context; otherwise this
+/// destroys them.
 pub(crate) fn forget(context: &'static Context, with_server: bool) {
     let arrays = ARRAYS.remove_where(|array| std::ptr::eq(array.context, context));
     let mipmapped = MIPMAPPED.remove_where(|array| std::ptr::eq(array.context, context));

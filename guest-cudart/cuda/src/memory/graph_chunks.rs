@@ -53,14 +53,14 @@ struct Leaving {
     mapped: bool,
 }
 
-/// What graphs of a device have.
+/// Memory figures of one device's graphs.
 #[derive(Clone, Copy)]
 struct Figures {
     used_high: u64,
     reserved_high: u64,
 }
 
-/// Memory of all graphs.
+/// The memory of all graphs.
 pub(crate) struct Pool {
     chunks: BTreeMap<u64, Chunk>,
     /// The chunk of each segment that has one, by its address.
@@ -228,7 +228,7 @@ impl Pool {
         !ids.is_empty()
     }
 
-    /// Memory of a device that graphs have, in bytes: what a graph can reach, and all of it.
+    /// Device memory held by graphs, in bytes: the part that a graph can use, and all of it.
     fn now(&self, device: u32) -> [u64; 2] {
         let reached: BTreeSet<&u64> = self.bound.values().collect();
         let of_device = self.chunks.iter().filter(|(_, chunk)| chunk.device == device);
@@ -247,9 +247,8 @@ impl Pool {
     }
 }
 
-/// Called before a launch that uses segments. Gives them memory that no concurrent work uses. Returns true if
-/// some have other memory than before, and a value that must be passed to [`launched`] when the launch was
-/// enqueued.
+/// Called before a launch that uses segments. Gives them memory that no concurrent work uses. Returns whether
+/// any segment's memory changed, and a value to pass to [`launched`] once the launch is enqueued.
 pub(crate) fn back(
     driver: &'static Driver,
     segments: &[Arc<Segment>],
@@ -272,8 +271,8 @@ pub(crate) fn back(
     Ok((pool, moved))
 }
 
-/// Called after a launch was enqueued. Registers which of its allocations exist now, and what it has freed of
-/// other graphs.
+/// Called after a launch was enqueued. Registers which of its allocations exist now, and which allocations of
+/// other graphs it freed.
 pub(crate) fn launched(
     mut pool: Launching,
     stream: &Arc<Stream>,
@@ -334,7 +333,7 @@ pub(crate) fn trim(driver: &Driver, device: u32) -> bool {
     lock(&POOL).trim(driver, device, &BTreeSet::new())
 }
 
-/// Memory of a device that graphs have, in bytes: used, maximum used, reserved, maximum reserved.
+/// Device memory held by graphs, in bytes: used, maximum used, reserved, maximum reserved.
 pub(crate) fn figures(device: u32) -> [u64; 4] {
     if let Ok(driver) = driver() {
         lock(&POOL).collect(driver);

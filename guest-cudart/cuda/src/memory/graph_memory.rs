@@ -35,16 +35,14 @@ pub(crate) struct GraphMemory {
     live: AtomicBool,
 }
 
-/// Memory of all graphs, by address. Of several at one address, the last, because only that can belong to the
-/// program.
+/// Memory of all graphs, by address. If several share an address, only the latest can belong to the program.
 static ALL: Mutex<BTreeMap<u64, Weak<GraphMemory>>> = Mutex::new(BTreeMap::new());
 
 /// The allocations of a graph.
 #[derive(Default)]
 pub(crate) struct Allocations(Mutex<Vec<Arc<GraphMemory>>>);
 
-/// The first place for `size` bytes of a segment of `room` bytes beside those that are taken, in order of
-/// their beginnings.
+/// The first free place for `size` bytes in a segment of `room` bytes. `taken` is sorted by start.
 fn gap(room: u64, size: u64, taken: &[(u64, u64)]) -> Option<u64> {
     let mut at = 0;
     for (begin, end) in taken {
@@ -78,8 +76,8 @@ impl Allocations {
         })
     }
 
-    /// Registers that a node frees the last allocation at an address. Returns false if another node frees it,
-    /// and `None` if there is none.
+    /// Registers that a node frees the latest allocation at an address. Returns false if another node frees
+    /// it, and `None` if there is none.
     pub fn is_freed_by(&self, address: u64, node: u64) -> Option<bool> {
         let all = lock(&self.0);
         let memory = all.iter().rfind(|memory| memory.address == address)?;
@@ -94,7 +92,7 @@ impl Allocations {
 
 impl GraphMemory {
     /// Finds an address for the allocation of a node that depends on the `earlier` ones. The allocation
-    /// exists only when a launch reaches the node.
+    /// exists once a launch reaches the node.
     pub fn new(
         driver: &'static Driver,
         allocations: &Allocations,
@@ -147,12 +145,12 @@ impl Drop for GraphMemory {
     }
 }
 
-/// A graph's memory that begins at an address.
+/// The graph memory that begins at an address.
 pub(crate) fn find(address: u64) -> Option<Arc<GraphMemory>> {
     lock(&ALL).get(&address)?.upgrade()
 }
 
-/// A graph's memory that an address lies in.
+/// The graph memory that contains an address.
 pub(crate) fn at(address: u64) -> Option<Arc<GraphMemory>> {
     let all = lock(&ALL);
     let earlier = all.range(..=address).rev().filter_map(|(_, memory)| memory.upgrade());
@@ -160,7 +158,7 @@ pub(crate) fn at(address: u64) -> Option<Arc<GraphMemory>> {
     here.find(|memory| address - memory.address < memory.size)
 }
 
-/// The graph's memory at an address.
+/// The same, as [`Found`].
 pub(crate) fn found(address: u64) -> Option<Found> {
     let memory = at(address)?;
     Some(Found {
@@ -177,7 +175,7 @@ pub(crate) fn found(address: u64) -> Option<Found> {
 /// The program frees an address, in stream order or after all work. Returns true if a graph allocated it.
 ///
 /// # Errors
-/// `INVALID_VALUE` if it is a graph's and does not exist, because no launch has reached its node.
+/// `INVALID_VALUE` if it is a graph's and doesn't exist because no launch has reached its node.
 pub(crate) fn freed(address: u64, stream: Option<&Arc<Stream>>) -> Result<bool> {
     match find(address) {
         None => Ok(false),

@@ -1,9 +1,9 @@
-//! Host memory in virtual memory management: memory that `cuMemCreate` makes at a location of the host.
+//! Host memory in virtual memory management: what `cuMemCreate` creates at a host location.
 //!
 //! The server reserves addresses for its devices. When host memory is first mapped in a reservation, the
-//! server gives those addresses up, and the memory there is pinned memory of this process, as
-//! `cuMemAllocHost` makes it: copies and kernels reach it in the same ways. A handle can be mapped at one
-//! place at a time. While it is mapped nowhere, a buffer keeps its bytes.
+//! server releases those addresses, and the memory there is pinned memory of this process, like that of
+//! `cuMemAllocHost`: copies and kernels access it the same way. A handle can be mapped at one address at a
+//! time. While it is unmapped, a buffer keeps its bytes.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -46,7 +46,7 @@ pub(crate) fn check(location: MemLocation) -> Result {
 }
 
 impl HostMemory {
-    /// Memory of zeros.
+    /// Zero-filled memory.
     pub fn new(location: MemLocation) -> HostMemory {
         HostMemory { location, kept: Mutex::default() }
     }
@@ -75,7 +75,7 @@ impl HostMemory {
     pub fn unmap(&self, address: u64, size: u64, keep: bool) -> Result {
         let driver = driver()?;
         if keep {
-            // SAFETY: mapped by `map` for as many bytes, and unmapped below; the program says that nothing
+            // SAFETY: mapped by `map` with this size, and unmapped below; the program promises that nothing
             // uses the memory any more.
             let bytes = unsafe { std::slice::from_raw_parts(address as *const u8, size as usize) };
             *lock(&self.kept) = bytes.to_vec();

@@ -93,7 +93,8 @@ fn released(driver: &Driver, stream: &Stream) -> Result {
     )
 }
 
-/// How a stream's next copy refers to `range`, the `len` bytes at `at` of this process. `read_in_place` is called if they would be read too early: it has the device read them in place, if it can.
+/// How a stream's next copy refers to `range`, the `len` bytes at `at` of this process. If the server would
+/// read them too early, calls `read_in_place`, which makes the device read them in place if it can.
 pub(crate) fn source(
     driver: &Driver,
     stream: &Stream,
@@ -165,12 +166,14 @@ fn patiently(driver: &Driver, mut goes_on: impl FnMut() -> bool) -> Result<bool>
     Ok(true)
 }
 
-/// Whether every device of the process reaches this pinned memory in place. What a device of one server writes there, a copy to another server may read too early.
+/// Whether every device of the process accesses this pinned memory in place. A copy to another server may
+/// otherwise read too early what a device writes there.
 fn all_are_in_place(server: &Server, at: usize) -> bool {
     pinned_regions::is_mapped(server, at as u64) && driver().is_ok_and(|driver| driver.servers.len() == 1)
 }
 
-/// Whether work that is under way may write bytes that a copy to a server's device reads, and the copy would read them before the stream comes to it.
+/// Whether pending work may write bytes that a copy to a server's device reads, and the copy would read them
+/// before the stream reaches it.
 fn may_change(server: &Server, at: usize, len: usize) -> bool {
     if pinned_regions::is_mapped(server, at as u64) {
         // The device reads them in place, in the stream's order.
@@ -196,7 +199,7 @@ mod tests {
     use client::handle::{ContextId, StreamId};
 
     #[test]
-    fn a_server_that_reads_memory_in_place_waits_for_no_other_servers_write() {
+    fn reading_in_place_waits_for_no_other_servers_write() {
         let contexts = [0, 1].map(|n| Context::new(ContextId(n), Server::unused(), n, 0, true));
         let [writer, reader] = contexts;
         let (size, tag) = (1 << 16, HostTag { context: writer, flags: 0, buffer: 1 });

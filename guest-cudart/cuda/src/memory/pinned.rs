@@ -33,7 +33,7 @@ const READ_ONLY: u32 = 8;
 #[derive(Clone, Copy)]
 struct Unreached {
     size: usize,
-    /// These servers, a bit for each session's number.
+    /// A bit for each server, by session number.
     servers: u32,
 }
 
@@ -103,7 +103,8 @@ pub(crate) fn reach(driver: &'static Driver, context: &'static Context, paramete
     }
 }
 
-/// Has the device of a context read pinned memory in place, if it can: so the bytes of a copy are read when its stream comes to it.
+/// Makes a context's device read pinned memory in place if it can, so that a copy's bytes are read when its
+/// stream reaches it.
 #[cold]
 pub(crate) fn read_in_place(driver: &'static Driver, context: &'static Context, address: u64) {
     if driver.devices.get(context.device as usize).is_some_and(|device| device.shares_host_memory) {
@@ -111,8 +112,8 @@ pub(crate) fn read_in_place(driver: &'static Driver, context: &'static Context, 
     }
 }
 
-/// Lets kernels reach the pinned memory at an address, if there is any that they cannot reach yet. Where that
-/// cannot be, the log says why, and kernels find nothing there.
+/// Lets kernels reach the pinned memory at an address, if they cannot reach it yet. If that is impossible,
+/// logs why; kernels then find nothing there.
 #[cold]
 pub(crate) fn reach_at(driver: &'static Driver, context: &'static Context, pointer: u64) {
     let _changing = CHANGING.write().unwrap_or_else(PoisonError::into_inner);
@@ -142,7 +143,7 @@ fn reach_piece(driver: &'static Driver, context: &'static Context, base: usize) 
 
 /// Lets kernels reach the piece that begins at `base` by mirroring it. Copies that are under way end first.
 pub(crate) fn mirror(driver: &'static Driver, context: &'static Context, base: usize, size: usize) -> Result {
-    // Its bytes can be in one mirror, and not at the same time where another server's device reaches them in place.
+    // Only one mirror can hold its bytes, and none can while another server's device accesses them in place.
     if REGIONS.find(base).is_none() || lock(&MAPPED).contains_key(&base) {
         return Err(Status::NOT_SUPPORTED);
     }
@@ -202,7 +203,7 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     });
 }
 
-/// Makes pinned memory, exactly at an address if one is given; its address.
+/// Allocates pinned memory, at an exact address if one is given. Returns its address.
 pub(crate) fn pin_new(
     driver: &'static Driver,
     context: &'static Context,

@@ -19,7 +19,7 @@ pub(crate) struct HostTag {
 /// The process's pinned memory.
 pub(crate) static REGIONS: Regions<HostTag> = Regions::new();
 
-/// The pieces that kernels can reach, by address, each with the contexts that it was mapped in: one for each server.
+/// The pieces that kernels can reach, by address, each with the contexts it was mapped in: one per server.
 pub(crate) static MAPPED: Mutex<BTreeMap<usize, Vec<&'static Context>>> = Mutex::new(BTreeMap::new());
 
 /// Locked for writing while a piece becomes reachable for kernels.

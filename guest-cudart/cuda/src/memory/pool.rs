@@ -80,7 +80,7 @@ impl Pool {
         Pool { host: Some(HostPool::default()), ..Pool::new(0) }
     }
 
-    /// Its part as a pool of pinned host memory, if it is one.
+    /// Its state as a pool of pinned host memory, if it is one.
     pub fn host(&self) -> Option<&HostPool> {
         self.host.as_ref()
     }
@@ -95,8 +95,8 @@ impl Pool {
         self.host.as_ref().map_or(0, HostPool::idle)
     }
 
-    /// The device on which it allocates for a context. Managed memory without a device as its location is on
-    /// the context's.
+    /// The device on which it allocates for a context. Managed memory without a device location is on the
+    /// context's device.
     pub fn home(&self, context: &Context) -> u32 {
         match self.managed {
             Some((kind, _)) if kind != LOCATION_DEVICE => context.device,

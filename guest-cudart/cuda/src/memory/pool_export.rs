@@ -1,7 +1,7 @@
 //! Memory pools shared between processes: a pool's name travels in a descriptor, an allocation's in 64 bytes.
 //!
-//! The server knows no pools. A process opens the piece of memory that holds the allocation, by the token
-//! that the server issued for it, as `cuIpcOpenMemHandle` does ([`virtual_memory::open`]). The pool's own
+//! The server has no notion of pools. A process opens the piece of memory that holds the allocation with the
+//! token that the server issued for it, as `cuIpcOpenMemHandle` does ([`virtual_memory::open`]). The pool's
 //! name, 128 random bits, ties an allocation to the pool that it was exported from.
 
 use std::collections::BTreeMap;
@@ -59,7 +59,7 @@ impl Name {
 /// An allocation of another process.
 pub(crate) struct Imported {
     pub name: Name,
-    /// Of the device that it is in.
+    /// A context of its device.
     pub context: &'static Context,
     /// Freed in stream order; the stream has not passed the mark yet.
     pub leaving: Option<(Arc<Stream>, Seq)>,
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pointers_data_say_what_was_put_in() {
+    fn pointer_data_round_trips() {
         let name = Name { pool: [3; 16], token: [7; 16], offset: 512, size: 1 << 40 };
         assert_eq!(Name::of(&name.data()), Some(name));
         assert_eq!(Name::of(&PointerData([0; 64])), None);

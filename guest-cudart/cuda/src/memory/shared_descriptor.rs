@@ -23,7 +23,7 @@ fn written(magic: &Magic, name: &[u8]) -> std::io::Result<File> {
     if fd < 0 {
         return Err(std::io::Error::last_os_error());
     }
-    // SAFETY: just made, and nobody else's.
+    // SAFETY: a new descriptor that nothing else owns.
     let mut file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
     file.write_all(magic)?;
     file.write_all(name)?;
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_descriptor_says_what_was_put_in_to_those_who_ask_for_it() {
+    fn a_descriptor_returns_its_name_only_for_its_magic() {
         let fd = make(b"rgpu:one", &[7; 16]).unwrap() as usize;
         assert_eq!(read(b"rgpu:one", fd), Some([7; 16]));
         assert_eq!(read::<16>(b"rgpu:two", fd), None, "another kind of name");

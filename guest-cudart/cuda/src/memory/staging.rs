@@ -43,7 +43,8 @@ impl Staging<'_> {
         }
     }
 
-    /// Releases the memory when the host has read it for command `seq`. What is returned is to be kept until the command is answered.
+    /// Releases the memory once the host has read it for command `seq`. Keep the returned value until the
+    /// command is answered.
     pub fn read_by(self, seq: Seq) -> Option<Self> {
         match self {
             Staging::Arena(block) => {

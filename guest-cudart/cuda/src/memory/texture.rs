@@ -37,7 +37,7 @@ pub(crate) struct Objects {
     pub surfaces: HashMap<Name, Made>,
 }
 
-/// What a handle names: an object of the current context's server, or else of the only server that has one.
+/// The object of this name: the current context's server's, or else that of the only server that has one.
 fn named(all: &HashMap<Name, Made>, object: u64) -> Result<Made> {
     let here = context::current().ok().and_then(|context| all.get(&(context.session().index(), object)));
     let mut anywhere = all.iter().filter(|((_, handle), _)| *handle == object).map(|(_, made)| made);
@@ -60,7 +60,8 @@ pub(crate) fn objects() -> &'static Mutex<Objects> {
     OBJECTS.get_or_init(Mutex::default)
 }
 
-/// The server's objects of a context are destroyed with it, or now.
+/// Drops a context's objects. `with_server`: the server destroys its own with the context; otherwise this
+/// destroys them.
 pub(crate) fn forget(context: &'static Context, with_server: bool) {
     let gone = |_: &Name, made: &mut Made| std::ptr::eq(made.context, context);
     let mut objects = lock(objects());

@@ -29,9 +29,9 @@ pub(crate) const MAX_INLINE_ANSWER: usize = MAX_PAYLOAD - 4;
 /// distance it takes more than the first number to fill the link.
 const DEPTH: usize = 4;
 const MOST_DEPTH: usize = 32;
-/// A chunk that takes so many round trips waits for others and not for the distance.
+/// A chunk that takes this many round trips is waiting for other chunks, not for the distance.
 const ROUND_TRIPS: u32 = 3;
-/// The depth that the last large copy had in the end.
+/// The depth that the last large copy ended with.
 static DEEP: AtomicUsize = AtomicUsize::new(DEPTH);
 /// Number of chunks of a transfer, within the limits below: enough to fill the pipeline soon, few enough not
 /// to interrupt it often.
@@ -49,10 +49,10 @@ pub(crate) fn chunk(session: &Session, len: usize) -> usize {
 /// Copies bytes between program memory and the arena, which another process may be writing or will read.
 ///
 /// # Safety
-/// `from` may be read and `to` written for `len` bytes; they do not overlap.
+/// `from` is readable and `to` writable for `len` bytes, and they do not overlap.
 pub(crate) unsafe fn move_bytes(from: *const u8, to: *mut u8, len: usize) {
     counters::add(&COUNTERS.copied_bytes, len as u64);
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { client::staging::copy(from, to, len) };
 }
 
@@ -91,7 +91,7 @@ impl Transfer<'_> {
     /// operation was enqueued.
     ///
     /// # Safety
-    /// `src` may be read for `len` bytes.
+    /// `src` is readable for `len` bytes.
     pub unsafe fn send<G>(
         &self,
         dst: u64,
@@ -125,11 +125,11 @@ impl Transfer<'_> {
         Ok(())
     }
 
-    /// Copies from the device to the host. When this returns, the bytes are there. Whether work before the
-    /// copy has failed is for the caller to find out: the context keeps that error.
+    /// Copies from the device to the host. When this returns, the bytes are there. The caller has to check
+    /// whether work before the copy failed: the context keeps that error.
     ///
     /// # Safety
-    /// `dst` may be written for `len` bytes.
+    /// `dst` is writable for `len` bytes.
     pub unsafe fn receive(&self, dst: *mut u8, src: u64, len: usize) -> Result {
         if len > MAX_INLINE_ANSWER {
             return self.pipeline(src, len, &mut |at, block, n| {
@@ -197,7 +197,7 @@ impl Transfer<'_> {
             let time = begun.elapsed();
             self.stream.is_synced(seq);
             out(place, block.ptr(), n);
-            // Where the link carries a chunk in less than a round trip, more of them fill it.
+            // While the link carries a chunk in less than a round trip, more chunks can fill it.
             if at < len && session.is_far() {
                 if std::mem::take(&mut no_room) {
                     session.arena().grow(session, Some(time));
@@ -206,7 +206,7 @@ impl Transfer<'_> {
                 }
             }
         }
-        // One that was not filled was not of this copy's making.
+        // A copy too short to fill the pipeline says nothing about the right depth.
         if len / chunk >= depth {
             DEEP.store(depth, Ordering::Relaxed);
         }

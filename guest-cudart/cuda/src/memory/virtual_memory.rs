@@ -40,7 +40,7 @@ const ATTEMPTS: usize = 16;
 
 /// Where memory is.
 pub(crate) enum Home {
-    /// On the server: its id there, and the ordinal of its device.
+    /// On the server: its ID there, and its device's ordinal.
     Device(MemoryId, u32),
     Host(HostMemory),
 }
@@ -50,8 +50,8 @@ pub(crate) struct Memory {
     pub home: Home,
     size: u64,
     pub handle_types: u32,
-    /// Number of references: `cuMemCreate` and everything that returned the handle again, less
-    /// `cuMemRelease`. Under the lock of [`Space`], as `mapped` is.
+    /// Number of references: `cuMemCreate` and every call that returned the handle again, minus
+    /// `cuMemRelease`. Guarded by the lock of [`Space`], as is `mapped`.
     pub handles: AtomicU32,
     mapped: AtomicU32,
 }
@@ -70,7 +70,7 @@ pub(crate) struct Mapping {
     pub host_access: u32,
 }
 
-/// The program's.
+/// The program's virtual memory.
 #[derive(Default)]
 pub(crate) struct Space {
     reserved: BTreeMap<u64, u64>,
@@ -111,7 +111,7 @@ pub(crate) fn write() -> RwLockWriteGuard<'static, Space> {
     SPACES.write().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether an address is one of those that are reserved here, for memory of devices.
+/// Whether an address is in a reservation made here for device memory.
 #[inline]
 pub(crate) fn is_here(address: u64) -> bool {
     in_space(address) && !host_mappings::is_here(address)
@@ -172,7 +172,7 @@ fn session_of(driver: &Driver, device: u32) -> Result<&'static Session> {
     driver.devices.get(device as usize).map(|device| device.server.session).ok_or(Status::INVALID_DEVICE)
 }
 
-/// The sessions that are not lost; all, if every one is, so that the caller hears of it.
+/// The sessions that are not lost; all if every one is, so that the caller gets an error.
 fn sessions(driver: &Driver) -> Vec<&'static Session> {
     let all = driver.servers.iter().map(|server| server.session);
     let usable: Vec<_> = all.clone().filter(|session| session.check().is_ok()).collect();
@@ -201,7 +201,7 @@ fn free_with_all(driver: &Driver, address: u64, size: u64) -> Result {
     freed.reduce(|first, other| first.and(other)).unwrap_or(Ok(()))
 }
 
-/// Whether the last of some ranges (first addresses, and bytes), in order, ends before an address.
+/// Whether the last of the given ranges (first address, size), in order, ends before an address.
 fn is_apart(mut ranges: impl DoubleEndedIterator<Item = (u64, u64)>, address: u64) -> bool {
     ranges.next_back().is_none_or(|(start, size)| start + size <= address)
 }
@@ -274,9 +274,9 @@ impl Space {
         Ok(())
     }
 
-    /// Prepares the reservation around a range for host memory, or for memory of devices, and returns its
-    /// first address. A reservation that has had host memory can have no other, because the server may still
-    /// be about to unregister its mirror.
+    /// Prepares the reservation around a range for host memory or for device memory, and returns its first
+    /// address. A reservation that has had host memory can have nothing else, because the server may not have
+    /// unregistered its mirror yet.
     fn prepare(&mut self, driver: &Driver, address: u64, size: u64, for_host: bool) -> Result<u64> {
         static SAID: AtomicBool = AtomicBool::new(false);
         let (start, whole) = self
@@ -342,7 +342,7 @@ impl Space {
         Ok(())
     }
 
-    /// The mappings that make up a range, whole and without a gap.
+    /// The mappings that cover a range exactly and without gaps.
     pub fn whole(&self, address: u64, size: u64) -> Result<Vec<u64>> {
         let end = address.checked_add(size).ok_or(Status::INVALID_VALUE)?;
         let mut at = address;
@@ -451,7 +451,7 @@ pub(crate) fn import(
     Ok((MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)?, reply.own))
 }
 
-/// The same for memory of a server that nobody names: the one that knows the token, which no two servers have.
+/// The same for memory of an unknown server: tries all, since only one has issued the token.
 pub(crate) fn import_from_any(driver: &Driver, token: [u8; 16], handle_types: u32) -> Result<(usize, bool)> {
     let asked = driver.servers.iter().map(|server| import(driver, server, token, handle_types));
     let mut refused = Err(Status::INVALID_VALUE);
@@ -466,7 +466,7 @@ pub(crate) fn import_from_any(driver: &Driver, token: [u8; 16], handle_types: u3
 }
 
 /// Maps memory that a process has exported, for every device that may use it. Returns the address of
-/// `offset`. Memory that this process has exported itself is opened only with `own_too`; otherwise it is
+/// `offset`. Memory that this process exported itself is opened only with `own_too`; otherwise the result is
 /// `INVALID_CONTEXT`.
 pub(crate) fn open(
     driver: &Driver,

@@ -1,7 +1,8 @@
 //! The state of a stream capture.
 //!
-//! Capturing happens in this process alone: work on a captured stream becomes a node of a graph, and the server hears of the graph when it is instantiated. Calls that have no place in a graph fail on a captured stream and
-//! invalidate the capture.
+//! A capture exists only in this process: work on a captured stream becomes a graph node, and the server
+//! first learns of the graph when it is instantiated. Calls that cannot be part of a graph fail on a captured
+//! stream and invalidate the capture.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -25,36 +26,38 @@ thread_local! {
     static MODE: Cell<u32> = const { Cell::new(GLOBAL) };
 }
 
-/// The captures that may be under way.
+/// Captures that may be active.
 static ALL: Mutex<Vec<Weak<Capture>>> = Mutex::new(Vec::new());
 
-/// The number of captures under way in this process. While it is 0, no call looks for one.
+/// The number of active captures in this process. While it is 0, calls don't look for one.
 static ACTIVE: AtomicUsize = AtomicUsize::new(0);
 
-/// A capture: from its beginning on one stream, over the streams that join it, to its end.
+/// A capture, from its start on one stream to its end, with all streams that joined it.
 pub(crate) struct Capture {
     pub id: u64,
     pub mode: u32,
     pub thread: ThreadId,
-    /// Unique number of the stream that it began on, and whether the legacy default stream waits for that stream.
+    /// Unique number of the stream where it began, and whether the legacy default stream waits for that
+    /// stream.
     pub origin: u64,
     pub blocking: bool,
-    /// Unique number of the context that its streams are in.
+    /// Unique number of its streams' context.
     pub context: u64,
-    /// The graph that it adds to. What a graph is, the chapter `graph` knows.
+    /// The graph that it adds nodes to, opaque here because graphs belong to the chapter `graph`.
     pub graph: Arc<dyn Any + Send + Sync>,
     ended: AtomicBool,
     broken: AtomicBool,
     /// For each stream in the capture, the nodes that the stream's next node depends on.
     pub ends: Mutex<HashMap<u64, Vec<u64>>>,
-    /// The nodes that the capture added. A graph that is captured into may have had others before.
+    /// The nodes that the capture added. A graph that is captured into may already have had others.
     pub added: Mutex<HashSet<u64>>,
-    /// The node handles and edge data last given to the program, which may read them until its next call.
+    /// The node handles and edge data last returned to the program, which may read them until its next call.
     pub told: Mutex<(Vec<usize>, Vec<EdgeData>)>,
 }
 
 impl Capture {
-    /// Begins a capture on the stream with the unique number `origin`, behind the nodes `before` of a graph.
+    /// Begins a capture on the stream with the unique number `origin`. Its first nodes depend on the nodes
+    /// `before`.
     pub fn begin(
         mode: u32,
         origin: u64,
@@ -84,7 +87,7 @@ impl Capture {
         capture
     }
 
-    /// Invalidates the capture. Ending it then fails.
+    /// Invalidates the capture: ending it will fail.
     pub fn spoil(&self) {
         self.broken.store(true, Ordering::Release);
     }
@@ -93,7 +96,8 @@ impl Capture {
         if self.broken.load(Ordering::Acquire) { Err(code::STREAM_CAPTURE_INVALIDATED) } else { Ok(()) }
     }
 
-    /// What the next node on a stream, by its unique number, depends on: what an event recorded there stands for.
+    /// The nodes that the next node on the stream with this unique number depends on. An event recorded there
+    /// stands for them.
     pub fn point(&self, stream: u64) -> Vec<u64> {
         lock(&self.ends).get(&stream).cloned().unwrap_or_default()
     }
@@ -113,7 +117,7 @@ impl Capture {
     }
 }
 
-/// The captures that are under way.
+/// The active captures.
 pub(crate) fn all() -> Vec<Arc<Capture>> {
     if !any() {
         return Vec::new();
@@ -121,7 +125,7 @@ pub(crate) fn all() -> Vec<Arc<Capture>> {
     lock(&ALL).iter().filter_map(Weak::upgrade).filter(|capture| !capture.is_ended()).collect()
 }
 
-/// Whether some stream of this process is being captured.
+/// Whether any stream of this process is being captured.
 #[inline]
 pub(crate) fn any() -> bool {
     ACTIVE.load(Ordering::Acquire) != 0
@@ -132,7 +136,8 @@ pub(crate) fn exchange_mode(mode: u32) -> u32 {
     MODE.try_with(|current| current.replace(mode)).unwrap_or(0)
 }
 
-/// Fails for a call that CUDA calls potentially unsafe if a capture's mode and the thread's mode forbid it. The capture is invalidated.
+/// Fails a call that CUDA calls potentially unsafe, and invalidates the capture, if a capture's mode and the
+/// thread's mode forbid it.
 pub(crate) fn unsafe_call() -> Result {
     if !any() {
         return Ok(());

@@ -1,6 +1,9 @@
-//! Contexts: the calling thread's stack of current contexts, what is known of a context's work, and its deferred error.
+//! Contexts: each thread's stack of current contexts, how far a context's work is known to be done, and its
+//! deferred error.
 //!
-//! A context is never freed: it takes a few hundred bytes, and there are at most [`MAX_CONTEXTS`](client::channel::MAX_CONTEXTS) at a time. A stale reference therefore finds a destroyed context, never a dangling one.
+//! A context is never freed: it takes a few hundred bytes, and at most
+//! [`MAX_CONTEXTS`](client::channel::MAX_CONTEXTS) exist at a time. A stale reference therefore finds a
+//! destroyed context, never freed memory.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -27,9 +30,9 @@ use client::{Status, lock};
 /// A context.
 pub(crate) struct Context {
     pub id: ContextId,
-    /// The server that its device is of. Everything in the context belongs to that server's session.
+    /// The server of its device. Everything in the context belongs to that server's session.
     pub server: &'static Server,
-    /// Ordinal of its device.
+    /// Its device's ordinal.
     pub device: u32,
     pub handle: usize,
     pub unique: u64,
@@ -37,30 +40,32 @@ pub(crate) struct Context {
     primary: bool,
     alive: AtomicBool,
     retained: Mutex<u32>,
-    /// `cuCtxAttach`, less `cuCtxDetach`.
+    /// Calls to `cuCtxAttach` minus calls to `cuCtxDetach`.
     pub attached: Mutex<u32>,
     legacy: std::sync::OnceLock<Arc<Stream>>,
-    /// The legacy default stream, and so every stream that it waits for, is known to be done up to this `seq`.
+    /// The legacy default stream, and so every stream it waits for, is known to be done up to this `seq`.
     legacy_synced: LastSeq,
     /// `seq` of the last record of work in this context.
     last_work: LastSeq,
-    /// The same, of work on streams that wait for the legacy default stream, if it is more than a copy whose source has been read, or an event's record.
+    /// The same for streams that wait for the legacy default stream, not counting event records and copies
+    /// whose source has been read.
     pub last_unread: LastSeq,
-    /// The same as `last_work`, of work on streams that do not wait for the legacy default stream.
+    /// The same as `last_work`, for streams that don't wait for the legacy default stream.
     last_free_work: LastSeq,
-    /// Records on such streams that are being appended: they may be in the ring and not yet be counted in `last_free_work`.
+    /// Records being appended to such streams: they may be in the ring but not yet counted in
+    /// `last_free_work`.
     appending_free: AtomicU64,
     /// All work up to this `seq` is known to be done.
     synced: LastSeq,
-    /// The copies that streams beside theirs come behind.
+    /// The copies that work on streams not ordered behind theirs has to wait for.
     pub fences: Fences,
     pub cache_config: AtomicU32,
     pub limits: Limits,
-    /// `cuGetExportTable`'s storage for other libraries: key → value and destructor.
+    /// The storage that `cuGetExportTable` offers other libraries: key → value and destructor.
     pub storage: Mutex<HashMap<usize, Stored>>,
 }
 
-/// An announcement of [`Context::appending`].
+/// Announces a record that is about to be appended. See [`Context::appending`].
 pub(crate) struct Appending<'c> {
     context: &'c Context,
     free: bool,
@@ -87,7 +92,7 @@ thread_local! {
     static STACK: Lasting<RefCell<Vec<Named>>> = const { Lasting::new(RefCell::new(Vec::new())) };
 }
 
-/// What the handle of a context names: a context, or a green one in it.
+/// What a context handle names: a context, or a green context in it.
 #[derive(Clone)]
 struct Named {
     pub context: &'static Context,
@@ -112,11 +117,12 @@ impl Named {
     }
 }
 
-/// Flags that `cuCtxCreate` knows: scheduling, map host, local memory, coredump, user coredump, sync memops.
+/// The flags that `cuCtxCreate` accepts: scheduling, map host, local memory, coredump, user coredump, sync
+/// memops.
 const KNOWN_FLAGS: u32 = 0xff;
 
 impl Context {
-    /// Makes the client's side of a context.
+    /// Creates the client's side of a context.
     pub fn new(
         id: ContextId,
         server: &'static Server,
@@ -153,7 +159,7 @@ impl Context {
             Arc::new(context)
         });
         let context = made.filter(|_| handle.is_some());
-        // The table has room for a million contexts, and the server allows 64 at a time.
+        // The table has room for a million contexts; the server allows 64 at a time.
         let context = context.unwrap_or_else(|| std::process::abort());
         context.legacy.get_or_init(|| Stream::legacy(context));
         context
@@ -174,7 +180,8 @@ impl Context {
         self.legacy.get_or_init(|| Stream::legacy(self))
     }
 
-    /// Announces a record of work in this context before it is appended. Drop the announcement after [`worked`](Self::worked).
+    /// Announces a record of work in this context before it is appended. Drop the announcement after calling
+    /// [`worked`](Self::worked).
     #[inline]
     pub fn appending(&self, free: bool) -> Appending<'_> {
         if free {
@@ -183,7 +190,8 @@ impl Context {
         Appending { context: self, free }
     }
 
-    /// Notes that record `seq` is work in this context; `free`: on a stream that does not wait for the legacy default stream.
+    /// Notes that record `seq` is work in this context. `free`: on a stream that doesn't wait for the legacy
+    /// default stream.
     #[inline]
     pub fn worked(&self, seq: Seq, free: bool) {
         self.last_work.raise(seq);
@@ -202,10 +210,11 @@ impl Context {
         self.synced.raise(seq);
     }
 
-    /// Notes that the legacy default stream, and so everything that it waits for, is done up to `seq`.
+    /// Notes that the legacy default stream, and so everything it waits for, is done up to `seq`.
     ///
-    /// All work of the context is done up to `seq` if the work on other streams is. A record before `seq` was announced before `seq` was appended. So if no announcement
-    /// is open now, `last_free_work`, which is read after that, covers every such record.
+    /// All work of the context is then done up to `seq` if the work on the other streams is. Every record
+    /// before `seq` was announced before `seq` was appended. So if no announcement is open now,
+    /// `last_free_work`, read after that check, covers all of them.
     pub fn legacy_is_synced(&self, seq: Seq) {
         self.legacy_synced.raise(seq);
         if self.appending_free.load(Ordering::Acquire) == 0
@@ -215,13 +224,15 @@ impl Context {
         }
     }
 
-    /// Whether record `seq` of one of its streams is known to be done; `free`: of a stream that the legacy default stream does not wait for.
+    /// Whether record `seq` of one of its streams is known to be done. `free`: the legacy default stream
+    /// doesn't wait for that stream.
     #[inline]
     pub fn has_synced(&self, seq: Seq, free: bool) -> bool {
         self.synced.has_reached(seq) || !free && self.legacy_synced.has_reached(seq)
     }
 
-    /// Whether the legacy default stream has promised that record `seq` of a stream that it waits for is done.
+    /// Whether the program was told that record `seq`, of a stream that the legacy default stream waits for,
+    /// is done.
     pub fn legacy_has_promised(&self, seq: Seq) -> bool {
         self.legacy.get().is_some_and(|legacy| legacy.promise.covers(seq))
     }
@@ -231,13 +242,14 @@ impl Context {
         !self.synced.has_reached_all_of(&self.last_work)
     }
 
-    /// Whether its server is lost and the process has another one, which goes on: nothing waits for this one's work any more.
+    /// Whether its server is lost while the process still has others. Nothing waits for such a context's
+    /// work.
     pub fn is_given_up(&self) -> bool {
         driver().is_ok_and(|driver| driver.servers.len() > 1) && self.session().check().is_err()
     }
 
-    /// Waits for all work of the context. No round trip when none may be under way. What was freed in stream order is given back by
-    /// `memory::stream_ordered::synchronize`.
+    /// Waits for all work of the context, without a round trip if none can be pending.
+    /// `memory::stream_ordered::synchronize` releases what was freed in stream order.
     pub fn synchronize(&'static self) -> Result {
         driver()?;
         self.deferred()?;
@@ -255,7 +267,8 @@ impl Context {
         self.settle(result)
     }
 
-    /// Waits for all work of the context; what it comes to is left for the calls that ask. False: it cannot be known to be done.
+    /// Waits for all work of the context, and leaves its errors to the calls that report them. Returns false
+    /// if the work cannot be known to be done.
     pub fn quiesce(&self) -> bool {
         if !self.is_busy() {
             return true;
@@ -271,7 +284,7 @@ impl Context {
         done
     }
 
-    /// The deferred error of earlier work, if there is one: taken away unless it is sticky.
+    /// Returns the deferred error of earlier work, if there is one, and clears it unless it is sticky.
     #[inline]
     pub fn deferred(&self) -> Result {
         match self.session().progress().error(self.id).and_then(|word| word.get()) {
@@ -280,7 +293,8 @@ impl Context {
         }
     }
 
-    /// Notes that work of this context has failed in this process, such as a copy from another server. The context's next call that asks for errors gets it, once.
+    /// Notes that work of this context has failed in this process, such as a copy from another server. The
+    /// next call that reports errors returns it, once.
     pub fn fail(&self, status: Status) {
         if let Some(word) = self.session().progress().error(self.id) {
             word.set(status, false, 0);
@@ -305,7 +319,8 @@ impl Context {
         Err(status)
     }
 
-    /// A synchronizing call's result. What the server answered with is the deferred error itself, which is then not returned again.
+    /// The result of a synchronizing call. If the server returned the deferred error itself, it is not
+    /// reported again.
     pub fn settle(&self, result: Result) -> Result {
         let Err(status) = result else { return self.deferred() };
         let word = self.session().progress().error(self.id);
@@ -318,7 +333,7 @@ impl Context {
         Err(status)
     }
 
-    /// Counts one more user of a primary context.
+    /// Adds a user of a primary context.
     pub fn retain(&self) {
         let mut retained = lock(&self.retained);
         *retained += 1;
@@ -330,7 +345,7 @@ impl Context {
         }
     }
 
-    /// Counts one user of a primary context less. Returns whether it was the last.
+    /// Removes a user of a primary context. Returns whether it was the last.
     pub fn release_one(&self) -> Result<bool> {
         let mut retained = lock(&self.retained);
         *retained = retained.checked_sub(1).ok_or(Status::INVALID_CONTEXT)?;
@@ -365,7 +380,7 @@ impl Context {
     }
 }
 
-/// Waits for all work of all contexts. False: some of it cannot be known to be done.
+/// Waits for all work of all contexts. Returns false if some of it cannot be known to be done.
 pub(crate) fn quiesce_all() -> bool {
     busy().fold(true, |all, context| all & context.quiesce())
 }
@@ -376,7 +391,8 @@ pub(crate) fn busy() -> impl Iterator<Item = &'static Context> {
     all.filter(|context| context.is_alive() && context.is_busy() && !context.is_given_up())
 }
 
-/// Called when a context has come to life: its work comes behind all that the program was told is done. (Within a context, [fences](crate::process::fences) see to that.)
+/// Called when a context is created. Orders its work behind everything that the program was told is done.
+/// (Within a context, [fences](crate::process::fences) do that.)
 pub(crate) fn come_behind_others() {
     fence(Ordering::SeqCst);
     if any_busy() {
@@ -384,13 +400,14 @@ pub(crate) fn come_behind_others() {
     }
 }
 
-/// Whether no other context is alive. One that comes to life later waits for the work that this thread has put on its streams before the call.
+/// Whether no other context is alive. A context created later waits for what this thread has put on its
+/// streams before.
 pub(crate) fn is_only(context: &Context) -> bool {
     fence(Ordering::SeqCst);
     CONTEXTS.all().into_iter().all(|other| std::ptr::eq(*other, context) || !other.is_alive())
 }
 
-/// Every context of a device, its primary one whether it is in use or not.
+/// Every context of a device, including its primary one even if unused.
 pub(crate) fn of_device(device: u32) -> impl Iterator<Item = &'static Context> {
     CONTEXTS.all().into_iter().map(|context| *context).filter(move |context| context.device == device)
 }
@@ -403,7 +420,7 @@ pub(crate) fn any_busy() -> bool {
 /// The calling thread's current context.
 ///
 /// # Errors
-/// `INVALID_CONTEXT` when there is none, `CONTEXT_IS_DESTROYED` when it was destroyed.
+/// `INVALID_CONTEXT` if there is none, `CONTEXT_IS_DESTROYED` if it was destroyed.
 #[inline]
 pub(crate) fn current() -> Result<&'static Context> {
     let top = Lasting::with(&STACK, |stack| stack.borrow().last().map(|top| (top.context, top.is_alive())));
@@ -414,17 +431,18 @@ pub(crate) fn current() -> Result<&'static Context> {
     }
 }
 
-/// The handle of the calling thread's current context; 0: it has none.
+/// The handle of the calling thread's current context, or 0.
 pub(crate) fn current_handle() -> usize {
     Lasting::with(&STACK, |stack| stack.borrow().last().map_or(0, Named::handle)).unwrap_or(0)
 }
 
-/// The green context that is current to the calling thread.
+/// The calling thread's current green context.
 pub(crate) fn current_green() -> Option<Arc<Green>> {
     Lasting::with(&STACK, |stack| stack.borrow().last().and_then(|top| top.green.clone())).flatten()
 }
 
-/// The driver and the current context, with a session that stands and no error left over from earlier work: what nearly every call needs.
+/// The driver and the current context, after checking that the session is alive and earlier work left no
+/// error: what nearly every call needs.
 #[inline]
 pub(crate) fn ready() -> Result<(&'static Driver, &'static Context)> {
     let driver = driver()?;
@@ -435,7 +453,7 @@ pub(crate) fn ready() -> Result<(&'static Driver, &'static Context)> {
     Ok((driver, context))
 }
 
-/// The context that a handle names; NULL is the current one.
+/// The context that a handle names. NULL names the current one.
 pub(crate) fn of(handle: usize) -> Result<&'static Context> {
     driver()?;
     if handle == 0 {
@@ -444,7 +462,7 @@ pub(crate) fn of(handle: usize) -> Result<&'static Context> {
     Named::of(handle).map(|named| named.context).ok_or(Status::INVALID_CONTEXT)
 }
 
-/// The context that a handle names, and the green one in it; NULL is the current one.
+/// The context that a handle names, and the green context if it names one. NULL names the current one.
 pub(crate) fn and_green_of(handle: usize) -> Result<(&'static Context, Option<Arc<Green>>)> {
     if handle == 0 {
         return Ok((current()?, current_green()));
@@ -452,7 +470,7 @@ pub(crate) fn and_green_of(handle: usize) -> Result<(&'static Context, Option<Ar
     Named::of(handle).map(|named| (named.context, named.green)).ok_or(Status::INVALID_CONTEXT)
 }
 
-/// Makes a context the calling thread's only one: that of a host function that it calls.
+/// Makes a context the calling thread's only one, for the host function that it is about to call.
 pub(crate) fn enter(context: &'static Context) {
     let _ = Lasting::with(&STACK, |stack| {
         let mut stack = stack.borrow_mut();
@@ -461,19 +479,20 @@ pub(crate) fn enter(context: &'static Context) {
     });
 }
 
-/// Makes a context current to the calling thread, on top of what is. A thread that is being torn down has no current context.
+/// Pushes a context on the calling thread's stack. A thread whose locals are being destroyed has no current
+/// context.
 pub(crate) fn push(context: &'static Context) {
     let _ = Lasting::with(&STACK, |stack| stack.borrow_mut().push(Named { context, green: None }));
 }
 
-/// The same for what a handle names.
+/// The same by handle.
 pub(crate) fn push_handle(handle: usize) -> Result {
     let context = Named::of(handle).ok_or(Status::INVALID_CONTEXT)?;
     let _ = Lasting::with(&STACK, |stack| stack.borrow_mut().push(context));
     Ok(())
 }
 
-/// Makes what a handle names the calling thread's current context in place of the one that is; NULL: that goes.
+/// Replaces the calling thread's current context. NULL removes it.
 pub(crate) fn set_current(handle: usize) -> Result {
     let context = match handle {
         0 => None,
@@ -487,7 +506,7 @@ pub(crate) fn set_current(handle: usize) -> Result {
     Ok(())
 }
 
-/// Takes the calling thread's current context off its stack; its handle.
+/// Pops the calling thread's current context and returns its handle.
 pub(crate) fn pop() -> Option<usize> {
     Lasting::with(&STACK, |stack| stack.borrow_mut().pop()).flatten().map(|top| top.handle())
 }
@@ -508,16 +527,16 @@ pub(crate) fn make(device: &Device, flags: u32) -> Result<&'static Context> {
     Ok(context)
 }
 
-/// Invalidates the handle of a context that was made, and marks the context as destroyed.
+/// Invalidates the handle of a context made by the program, and marks the context as destroyed.
 ///
 /// # Errors
-/// `INVALID_CONTEXT` for a primary context, and for what is none.
+/// `INVALID_CONTEXT` for a primary context, and for an invalid handle.
 pub(crate) fn take(handle: usize) -> Result<&'static Context> {
     let unknown = if handle == 0 { Status::INVALID_VALUE } else { Status::INVALID_CONTEXT };
     if CONTEXTS.get(handle).ok_or(unknown)?.primary {
         return Err(Status::INVALID_CONTEXT);
     }
-    // Of two threads that destroy it one finds it.
+    // If two threads destroy it, only one finds it.
     let context = *CONTEXTS.remove(handle).ok_or(Status::INVALID_CONTEXT)?;
     context.set_alive(false);
     Ok(context)
@@ -554,7 +573,8 @@ mod tests {
     #[test]
     fn a_synchronized_legacy_stream_does_not_hide_work_that_another_thread_is_appending() {
         let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
-        // A thread appends record 10 on a non-blocking stream. Before it notes that, another synchronizes the legacy default stream with record 11.
+        // A thread appends record 10 on a non-blocking stream. Before it notes that, another synchronizes the
+        // legacy default stream with record 11.
         let appending = context.appending(true);
         context.legacy_is_synced(seq(11));
         context.worked(seq(10), true);

@@ -1,6 +1,6 @@
-//! Device attributes: their numbers, and what holds on this side whatever the server's driver says.
+//! Device attributes: their numbers, and the values that rgpu itself determines.
 
-/// `CUdevice_attribute` numbers that are used here.
+/// The `CUdevice_attribute` numbers used here.
 pub(crate) mod attr {
     pub const MAX_THREADS_PER_BLOCK: usize = 1;
     pub const MAX_BLOCK_DIM_X: usize = 2;
@@ -45,14 +45,17 @@ pub(crate) mod attr {
     pub const HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: usize = 145;
 }
 
-/// The device may have these and a program behind rgpu has not: what a driver says of its own machine does not hold for the program's, and chapters of the API that are refused are not to be
-/// announced. A program that asks before it uses them is told so.
+/// Attributes that a device may have but a program behind rgpu doesn't: some describe the server's machine
+/// and don't hold for the program's, others announce parts of the API that rgpu doesn't support. They read as
+/// 0.
 pub(crate) const NOT_HERE: &[usize] = &[
-    86,  // HOST_NATIVE_ATOMIC_SUPPORTED
-    88,  // PAGEABLE_MEMORY_ACCESS
-    89,  // CONCURRENT_MANAGED_ACCESS
-    91, // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: kernels find host pointers among their parameters; whoever is told 0 asks for the address, and so reaches what structures hold
-    98, // CAN_FLUSH_REMOTE_WRITES
+    86, // HOST_NATIVE_ATOMIC_SUPPORTED
+    88, // PAGEABLE_MEMORY_ACCESS
+    89, // CONCURRENT_MANAGED_ACCESS
+    // rgpu finds host pointers only among a kernel's own parameters. With 0, programs ask for the device
+    // address, so pointers inside structures work, too.
+    91,  // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+    98,  // CAN_FLUSH_REMOTE_WRITES
     100, // PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
     101, // DIRECT_MANAGED_MEM_ACCESS_FROM_HOST
     104, // HANDLE_TYPE_WIN32_HANDLE_SUPPORTED
@@ -79,8 +82,9 @@ pub(crate) const NOT_HERE: &[usize] = &[
 /// The highest attribute of `cuda.h` 13.0.
 pub(crate) const LAST: usize = 147;
 
-/// Corrects what the server's driver says for what is so on this side. Every attribute of this API has a value, as with any driver (NVIDIA's runtime library does not start
-/// otherwise): of what the server says nothing, the device has 0.
+/// Replaces the values that differ on this side of the connection. Every attribute of this API gets a value,
+/// as with any driver (NVIDIA's runtime library doesn't start otherwise); those the server doesn't report
+/// become 0.
 pub(crate) fn complete_attributes(attributes: &mut Vec<Option<i32>>) {
     if attributes.len() <= LAST {
         attributes.resize(LAST + 1, None);
@@ -88,7 +92,7 @@ pub(crate) fn complete_attributes(attributes: &mut Vec<Option<i32>>) {
     for value in &mut attributes[1..=LAST] {
         value.get_or_insert(0);
     }
-    // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, where memory can be exported so.
+    // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, if memory can be exported that way.
     let pool_handles = attributes[attr::HANDLE_TYPE_POSIX_FILE_DESCRIPTOR].unwrap_or(0).clamp(0, 1);
     let mut set = |number: usize, value| {
         if let Some(place) = attributes.get_mut(number).filter(|place| place.is_some()) {
@@ -109,7 +113,7 @@ pub(crate) fn complete_attributes(attributes: &mut Vec<Option<i32>>) {
     set(attr::HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
     set(attr::HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
     set(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES, pool_handles);
-    // No NUMA node of this machine is near the GPU: −1 says so.
+    // −1: no NUMA node of this machine is near the GPU.
     set(131, -1);
     set(134, -1);
 }

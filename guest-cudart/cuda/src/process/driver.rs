@@ -1,4 +1,4 @@
-//! The process's servers and their devices, which `cuInit` makes.
+//! The process's servers and their devices, set up by `cuInit`.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,23 +19,25 @@ use client::{Status, lock, log};
 
 /// Everything that exists once in a process.
 pub(crate) struct Driver {
-    /// In the order in which the host or the user names them.
+    /// In the order in which the host or the user lists them.
     pub servers: Vec<&'static Server>,
     pub version: i32,
     /// The devices of all servers, by ordinal.
     pub devices: Vec<Device>,
 }
 
-/// A server that the process has a session with. Contexts say which one they are on, and everything in a context belongs to its server's session.
+/// A server that the process has a session with. Each context names its server, and everything in a context
+/// belongs to that server's session.
 pub(crate) struct Server {
     pub session: &'static Session,
     /// Whether the server can delay reading the source of a copy until the stream reaches the copy.
     pub reads_late: bool,
-    /// The devices run an image's machine code, and not its PTX.
+    /// The devices run an image's machine code instead of its PTX.
     pub runs_machine_code: bool,
-    /// The devices that the session had at first.
+    /// The number of devices that the session started with.
     device_count: u32,
-    /// Variables of loaded modules: address → size and context. They lie outside every window, and two servers may have some at the same address.
+    /// Variables of loaded modules: address → size and context. They are outside every window, and two
+    /// servers may have variables at the same address.
     pub globals: RwLock<BTreeMap<u64, (u64, &'static Context)>>,
 }
 
@@ -43,17 +45,17 @@ pub(crate) struct Server {
 pub(crate) struct Device {
     /// Its number among all devices of the process.
     pub ordinal: u32,
-    /// Its number among those of its session.
+    /// Its number in its session.
     pub number: u32,
     pub server: &'static Server,
     pub info: DeviceInfoReply,
-    /// By number in `CUdevice_attribute`; `None`: the server's driver does not know it.
+    /// By `CUdevice_attribute` number. `None`: unknown to the server's driver.
     pub attributes: Vec<Option<i32>>,
     pub memory: Mutex<DeviceMemory<Tag>>,
-    /// The same for what the host has at the same addresses: see [`crate::memory::managed`].
+    /// The host's counterpart at the same addresses: see [`crate::memory::managed`].
     pub managed: Mutex<DeviceMemory<Tag>>,
     pub primary: &'static Context,
-    /// Kernels reach pinned memory in place: the server shares it.
+    /// Kernels access pinned memory in place, because the server shares it.
     pub shares_host_memory: bool,
 }
 
@@ -62,7 +64,8 @@ static DRIVER: OnceLock<Driver> = OnceLock::new();
 /// The driver, initialized.
 ///
 /// # Errors
-/// `NOT_INITIALIZED` before `cuInit`, and in a process forked from one that had called it; `DEINITIALIZED` when the process is ending.
+/// `NOT_INITIALIZED` before `cuInit`, and in a child forked after `cuInit`; `DEINITIALIZED` while the process
+/// is exiting.
 #[inline]
 pub(crate) fn driver() -> Result<&'static Driver> {
     if session::forked() {
@@ -75,31 +78,32 @@ pub(crate) fn driver() -> Result<&'static Driver> {
 }
 
 impl Driver {
-    /// `Ok` while some server's session is usable.
+    /// `Ok` while at least one server's session is usable.
     ///
     /// # Errors
-    /// The first server's, if none is.
+    /// The first server's error, if none is usable.
     pub fn check(&self) -> Result {
         let usable = self.servers.iter().map(|server| server.session.check());
         usable.reduce(|first, other| first.or_else(|status| other.map_err(|_| status))).unwrap_or(Ok(()))
     }
 
-    /// The device that has a number in the session with a server.
+    /// The device with this number in the session with a server.
     pub fn device_on(&self, server: &Server, number: u32) -> Result<&Device> {
         let is_it = |device: &&Device| std::ptr::eq(device.server, server) && device.number == number;
         self.devices.iter().find(is_it).ok_or(Status::INVALID_DEVICE)
     }
 }
 
-/// The device of an ordinal.
+/// The device with this ordinal.
 #[inline]
 pub(crate) fn device(ordinal: i32) -> Result<&'static Device> {
     let devices = &driver()?.devices;
     usize::try_from(ordinal).ok().and_then(|n| devices.get(n)).ok_or(Status::INVALID_DEVICE)
 }
 
-/// Set when the process is exiting: the functions that it registered with `atexit` before `cuInit` are being called. Its objects end with the session. Calls fail from then on, so that an exiting
-/// process never waits for a stream that is held or for an endless kernel.
+/// Set when the process exits, once the functions that it registered with `atexit` before `cuInit` are being
+/// called. Its objects end with the session. Later calls fail, so that an exiting process never waits for a
+/// held stream or an endless kernel.
 static ENDING: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn end() {
@@ -120,10 +124,11 @@ pub(crate) fn init() -> Result<&'static Driver> {
         return Ok(driver);
     }
     let sessions = session::open()?;
-    // Runs before functions that were registered earlier, such as a runtime's, which unload modules. Destructors of objects made later run first and can still use CUDA.
+    // Runs before functions that were registered earlier, such as a runtime's that unload modules.
+    // Destructors of objects created later run first and can still use CUDA.
     // SAFETY: a plain C function that lives as long as this library.
     unsafe { libc::atexit(end) };
-    // Asked for together, and answered in one exchange for each server: nearly every server has a first device.
+    // Sent together and answered in one exchange per server: nearly every server has at least one device.
     let asked: Vec<Asked> = sessions.iter().map(|session| Asked::begin(session)).collect::<Result<_>>()?;
     let mut version = i32::MAX;
     let mut servers: Vec<&'static Server> = Vec::new();
@@ -153,20 +158,20 @@ pub(crate) fn init() -> Result<&'static Driver> {
         place(index, server, &mut found)?;
     }
     let devices = (0..).zip(found).map(|(ordinal, found)| Device::new(ordinal, found)).collect();
-    // This library implements the API of this version, even if a server's driver is newer.
+    // This library implements this version of the API, even if a server's driver is newer.
     let version = version.min(API_VERSION);
     Ok(DRIVER.get_or_init(|| Driver { servers, version, devices }))
 }
 
-/// A device that a session has.
+/// A device found in a session.
 struct Found {
     server: &'static Server,
-    /// Its number among those of the session.
+    /// Its number in the session.
     number: u32,
     info: DeviceInfoReply,
 }
 
-/// What a server was asked at the beginning, and has not answered yet.
+/// The questions that a server is asked first, not yet answered.
 struct Asked {
     session: &'static Session,
     about: Pending<'static, SessionInfoReply>,
@@ -180,7 +185,7 @@ impl Asked {
         Ok(Asked { session, about, first })
     }
 
-    /// The server, its driver's version, and its devices.
+    /// Waits for the answers: the server, its driver's version, and its devices.
     fn end(self) -> Result<(&'static Server, i32, Vec<DeviceInfoReply>)> {
         let Asked { session, about, first } = self;
         let info = about.wait()?;
@@ -212,7 +217,8 @@ impl Asked {
     }
 }
 
-/// Tells a server which of its devices the program sees and where their memory is among all addresses, if that is not what the session has anyway; and distinguishes what two servers may have alike.
+/// Tells a server which of its devices the program sees and where their memory is in the process's address
+/// windows, if that differs from the session's default. Makes values distinct that two servers may share.
 fn place(index: usize, server: &'static Server, found: &mut [Found]) -> Result {
     let own = |(_, found): &(u32, &mut Found)| std::ptr::eq(found.server, server);
     let mine: Vec<(u32, &mut Found)> = (0..).zip(found).filter(own).collect();
@@ -229,7 +235,7 @@ fn place(index: usize, server: &'static Server, found: &mut [Found]) -> Result {
     }
     for (number, (_, found)) in (0..).zip(mine) {
         found.number = number;
-        // The addresses of devices on their buses say nothing of their machine. The domain does, here.
+        // PCI addresses don't identify a machine. The domain does, here.
         let domain = distinct_domain(index, found.info.pci[0]);
         found.info.pci[0] = domain;
         let attributes =
@@ -240,7 +246,7 @@ fn place(index: usize, server: &'static Server, found: &mut [Found]) -> Result {
 }
 
 impl Server {
-    /// A server that nothing is sent to, for tests of what happens in this process alone.
+    /// A server without a connection, for tests that need only this process.
     #[cfg(test)]
     pub fn unused() -> &'static Server {
         let (device_count, globals) = (0, RwLock::default());
@@ -279,18 +285,18 @@ impl Device {
         Device { ordinal, number, server, info, attributes, memory, managed, primary, shares_host_memory }
     }
 
-    /// The part of the device's memory that an address belongs to.
+    /// The part of the device's memory that contains an address.
     pub fn memory_of(&self, address: u64) -> &Mutex<DeviceMemory<Tag>> {
         if is_managed(address) { &self.managed } else { &self.memory }
     }
 
-    /// An attribute's value; 0 if the device does not know it.
+    /// An attribute's value, or 0 if the device doesn't know it.
     pub fn attribute(&self, number: usize) -> i32 {
         self.attributes.get(number).copied().flatten().unwrap_or(0)
     }
 }
 
-/// Device memory that was asked for and not waited for.
+/// Device memory that has been requested, without waiting for the reply.
 struct GrowAhead(Ahead<'static, MemGrowReply>);
 
 impl std::fmt::Debug for GrowAhead {
@@ -309,7 +315,8 @@ impl Growing for GrowAhead {
     }
 }
 
-/// Device memory comes from the device's server. Its window says which device of the process it is; the server has a number of its own for it.
+/// Device memory comes from the device's server. The window of an address identifies the device in the
+/// process; the server uses its own number for it.
 impl Backing for Device {
     fn grow(&self, _ordinal: u32, address: u64, size: u64) -> Result {
         self.server.session.call(&MemGrow { device: self.number, address, size }).map(|_| ())
@@ -329,22 +336,22 @@ impl Backing for Device {
     }
 }
 
-/// The version of the API that this library has.
+/// The version of the API that this library implements.
 pub(crate) const API_VERSION: i32 = 13000;
 
-/// What is known of an allocation.
+/// Facts about an allocation.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tag {
     pub context: &'static Context,
     pub buffer: u64,
-    /// Handle of the pool that it came from; 0 for `cuMemAlloc`'s.
+    /// Handle of the pool it came from, or 0 for `cuMemAlloc`.
     pub pool: usize,
     pub sync_memops: bool,
-    /// Freed in stream order: no longer the program's.
+    /// Freed in stream order: the program no longer owns it.
     pub freed: bool,
 }
 
-/// A session that goes nowhere, for tests of what happens in this process alone.
+/// A session without a connection, for tests that need only this process.
 #[cfg(test)]
 mod unused {
     use std::os::fd::RawFd;
@@ -365,7 +372,8 @@ mod unused {
         }
 
         fn connect(&self) -> Result<(), PortError> {
-            // SAFETY: the mapping begins with the header, which consists of atomics, and lives as long as the process.
+            // SAFETY: the mapping begins with the header, which consists of atomics, and lives as long as the
+            // process.
             let header = unsafe { &*self.0.base().cast::<Header>() };
             header.set_session_version(OURS.version(), OURS.fingerprint());
             header.set_ready();

@@ -1,12 +1,17 @@
-//! Events of this library's own, and the fences that synchronous copies leave.
+//! This library's own events, and the fences that synchronous copies leave.
 //!
-//! Natively, `cudaMemcpy` from pageable memory returns when everything before it on its stream is done and its source has been read. Work that is put on any other stream afterwards finds the bytes in place (NVIDIA's "API synchronization
-//! behavior"; measured for up to 128 KiB). Here such a copy is just a record in the ring, and the call returns without waiting. These rules keep the difference invisible:
+//! Natively, `cudaMemcpy` from pageable memory returns when everything before it on its stream is done and
+//! its source has been read. Work put on any other stream afterwards sees the copied bytes (NVIDIA's "API
+//! synchronization behavior"; measured for up to 128 KiB). Here such a copy is just a record in the ring, and
+//! the call returns without waiting. These rules hide the difference:
 //!
-//! - A wait for a stream with nothing but such copies under way returns as they do ([`synchronize`]).
-//! - If the host can observe the device (pinned or managed memory, host functions in streams, kernels that print; [`host_sees`]), the copy waits for the work before it.
-//! - A query of an event or a stream that the promise covers waits ([`Stream::has_promised`]).
-//! - Work on a stream that is not already ordered behind the copy's stream waits on the device: an event is recorded after the copy, and the other stream waits for it ([`respect`]).
+//! - A wait for a stream with only such copies pending returns immediately, as the copies do
+//!   ([`synchronize`]).
+//! - If the host can observe the device (pinned or managed memory, host functions in streams, kernels that
+//!   print; [`host_sees`]), the copy waits for the work before it.
+//! - A query of an event or stream that such a copy has promised to be done waits ([`Stream::has_promised`]).
+//! - Work on a stream that isn't already ordered behind the copy's stream waits on the device: an event is
+//!   recorded after the copy, and the other stream waits for it ([`respect`]).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -22,7 +27,8 @@ use client::seq::{LastSeq, Seq};
 use client::session::Session;
 use client::{Status, lock};
 
-/// An event of this library's own: no handle names it and no capture has a part in it. It belongs to one context.
+/// An event for this library's own use: it has no handle and takes no part in captures. It belongs to one
+/// context.
 pub(crate) struct OwnEvent {
     id: EventId,
     session: &'static Session,
@@ -30,7 +36,7 @@ pub(crate) struct OwnEvent {
 }
 
 impl OwnEvent {
-    /// Makes one in a context.
+    /// Creates an event in a context.
     pub fn new(context: &Context) -> Result<OwnEvent> {
         /// `CU_EVENT_DISABLE_TIMING`.
         const DISABLE_TIMING: u32 = 2;
@@ -40,9 +46,9 @@ impl OwnEvent {
         Ok(OwnEvent { id: event, session, last: Mutex::new(None) })
     }
 
-    /// Records it on a stream; the `seq` of the record.
+    /// Records it on a stream. Returns the record's `seq`.
     pub fn record(&self, stream: &Arc<Stream>) -> Result<Seq> {
-        // The lock is kept meanwhile: what the event says last is what was recorded last.
+        // The lock stays held so that `last` matches the last record appended.
         let mut last = lock(&self.last);
         let op = EventRecord { event: self.id, stream: stream.id, flags: 0 };
         let seq = stream.publishing_work(&op)?;
@@ -50,7 +56,7 @@ impl OwnEvent {
         Ok(seq)
     }
 
-    /// Makes a stream wait for its last record, if there is one.
+    /// Makes a stream wait for its last record, if any.
     pub fn hold(&self, stream: &Stream) -> Result {
         let Some((other, record)) = lock(&self.last).clone() else { return Ok(()) };
         let seq = stream.work(&StreamWaitEvent { stream: stream.id, event: self.id, flags: 0 })?;
@@ -63,7 +69,7 @@ impl OwnEvent {
         lock(&self.last).as_ref().map(|(_, seq)| *seq)
     }
 
-    /// Its end. `with_server`: the server destroys it by itself.
+    /// Destroys it. `with_server`: the server destroys it by itself.
     pub fn end(&self, with_server: bool) {
         // A lost session has no events.
         if with_server || self.session.append(&EventDestroy { event: self.id }).is_ok() {
@@ -72,7 +78,7 @@ impl OwnEvent {
     }
 }
 
-/// Makes a stream wait for all work so far on another.
+/// Makes a stream wait for all work so far on another stream.
 pub(crate) fn join(from: &Arc<Stream>, to: &Stream) -> Result {
     let event = OwnEvent::new(from.context)?;
     let joined = event.record(from).and_then(|_| event.hold(to));
@@ -80,22 +86,22 @@ pub(crate) fn join(from: &Arc<Stream>, to: &Stream) -> Result {
     joined
 }
 
-/// Whether the host may see what the device does before it has waited for it.
+/// Whether the host may observe the device's effects before waiting for it.
 static HOST_SEES: AtomicBool = AtomicBool::new(false);
 
-/// Notes that from now on the host may see what the device does before it has waited for it.
+/// Notes that from now on the host may observe the device's effects before waiting for it.
 #[inline]
 pub(crate) fn host_sees() {
     HOST_SEES.store(true, Ordering::Release);
 }
 
-/// The copies of a context that streams beside theirs have to come behind.
+/// A context's copies that work on other, unordered streams has to wait for.
 pub(crate) struct Fences {
-    /// Whether the context ever had a stream that does not wait for its legacy default stream.
+    /// Whether the context ever had a stream that doesn't wait for its legacy default stream.
     any_beside: AtomicBool,
     /// `seq` of the latest fence.
     latest: LastSeq,
-    /// The streams that have one that may not have been passed.
+    /// Streams whose latest fence may not have been passed yet.
     open: Mutex<Vec<Arc<Stream>>>,
 }
 
@@ -105,13 +111,13 @@ impl Fences {
     }
 }
 
-/// A stream's part of it.
+/// A stream's share of this.
 pub(crate) struct Promise {
-    /// Everything on the stream up to this `seq` is promised to be done.
+    /// The program was told that everything on the stream up to this `seq` is done.
     upto: LastSeq,
-    /// Recorded after the last copy that others have to come behind.
+    /// Recorded after the last copy that other streams must wait for.
     fence: Mutex<Option<OwnEvent>>,
-    /// The latest fence of the context that the stream's work comes behind.
+    /// The context's latest fence that the stream's work is already ordered behind.
     respected: LastSeq,
 }
 
@@ -120,26 +126,29 @@ impl Promise {
         Promise { upto: LastSeq::new(), fence: Mutex::new(None), respected: LastSeq::new() }
     }
 
-    /// Whether record `seq` of the stream is promised to be done.
+    /// Whether the program was told that record `seq` of the stream is done.
     pub fn covers(&self, seq: Seq) -> bool {
         self.upto.has_reached(seq)
     }
 }
 
-/// After a synchronous copy to the device whose source has been read; `before` is the last record that its stream had to pass before it.
+/// Called after a synchronous copy to the device whose source has been read. `before` is the last record that
+/// its stream had to pass before the copy.
 pub(crate) fn copied(stream: &Arc<Stream>, before: Option<Seq>) -> Result {
     let open = before.is_some_and(|before| !stream.promise.covers(before) && !stream.is_known_done(before));
     promise(stream, open)
 }
 
-/// Promises that all copies on a stream are done; `open`: other work may be under way before them.
+/// Records that the program was told all copies on a stream are done. `open`: other work before them may
+/// still be pending.
 fn promise(stream: &Arc<Stream>, open: bool) -> Result {
-    // Another process that shares the memory is told by a way of its own.
+    // A process that shares the memory sends its commands on another connection, so the fence wouldn't order
+    // them.
     if shares() || open && HOST_SEES.load(Ordering::Acquire) {
         return stream.synchronize();
     }
     stream.session().show_output();
-    // A thread's own stream has all others beside it.
+    // A per-thread stream has all other streams beside it.
     if open || !stream.is_legacy() || stream.context.fences.any_beside.load(Ordering::Acquire) {
         record(stream)?;
     }
@@ -149,12 +158,14 @@ fn promise(stream: &Arc<Stream>, open: bool) -> Result {
     Ok(())
 }
 
-/// `cuStreamSynchronize`. A stream that has nothing to do but copies whose sources have been read is not waited for: the program is told that they are done, and what a synchronous copy promises holds for
-/// them, too. (A framework copies its model with an asynchronous copy and a wait for each tensor.)
+/// `cuStreamSynchronize`. If a stream has only copies pending whose sources have been read, this returns
+/// without waiting: the copies count as promised, with the guarantees of synchronous copies. (Frameworks copy
+/// a model with one asynchronous copy and one wait per tensor.)
 pub(crate) fn synchronize(stream: &Arc<Stream>) -> Result {
     let due = stream.due();
     let is_done = due.is_none_or(|due| stream.is_known_done(due));
-    // Other contexts' streams do not come behind a fence, and programs wait for just that before one device reads another's memory.
+    // Fences don't order other contexts' streams, and programs rely on this wait before one device reads
+    // another's memory.
     if is_done || !stream.is_settled() || !context::is_only(stream.context) {
         return stream.synchronize();
     }
@@ -167,16 +178,17 @@ pub(crate) fn synchronize(stream: &Arc<Stream>) -> Result {
     stream.context.deferred()
 }
 
-/// Before the program has a stream beside the legacy default stream: that comes behind what the latter has just copied.
+/// Called before the program's first stream beside the legacy default stream is created: orders it behind
+/// what the legacy stream has just copied.
 pub(crate) fn before_stream(context: &'static Context) -> Result {
     context.fences.any_beside.store(true, Ordering::Release);
     let legacy = context.legacy();
     let Some(due) = legacy.due() else { return Ok(()) };
-    // What other work is behind already has a fence if it needs one.
+    // If other work depends on a copy, the copy already has its fence.
     if legacy.promise.covers(due) && !legacy.is_known_done(due) { record(legacy) } else { Ok(()) }
 }
 
-/// Records the event that streams beside this one wait for.
+/// Records the event that other streams wait for.
 fn record(stream: &Arc<Stream>) -> Result {
     let context = stream.context;
     let mut fence = lock(&stream.promise.fence);
@@ -193,13 +205,14 @@ fn record(stream: &Arc<Stream>) -> Result {
     Ok(())
 }
 
-/// Whether a stream has passed the last of its copies that others wait for.
+/// Whether a stream has passed its last copy that others wait for.
 fn is_passed(stream: &Stream) -> bool {
     let last = lock(&stream.promise.fence).as_ref().and_then(OwnEvent::last);
     last.is_none_or(|seq| stream.has_passed(seq))
 }
 
-/// Before work is put on a stream, which is not being captured: it comes behind the copies that the program was told are done.
+/// Called before work is put on a stream that is not being captured: orders it behind the copies that the
+/// program was told are done.
 #[inline]
 pub(crate) fn respect(stream: &Stream) -> Result {
     match stream.context.fences.latest.get() {
@@ -225,7 +238,7 @@ fn wait_for_fences(stream: &Stream, latest: Seq) -> Result {
     Ok(())
 }
 
-/// A stream is gone, or its context. `with_server`: the server destroys its event by itself.
+/// Called when a stream or its context is destroyed. `with_server`: the server destroys the event by itself.
 pub(crate) fn forget(stream: &Stream, with_server: bool) {
     lock(&stream.context.fences.open).retain(|other| !std::ptr::eq(&**other, stream));
     if let Some(event) = lock(&stream.promise.fence).take() {
@@ -233,10 +246,11 @@ pub(crate) fn forget(stream: &Stream, with_server: bool) {
     }
 }
 
-/// Whether this process shares memory with another.
+/// Whether this process shares memory with another process.
 pub(crate) static SHARES: AtomicBool = AtomicBool::new(false);
 
-/// Whether this process shares memory with another, whose commands reach the server by another way: a copy that CUDA calls synchronous must then have reached the device when it returns.
+/// Whether this process shares memory with another. The other's commands reach the server on a connection of
+/// their own, so a synchronous copy must have reached the device when it returns.
 #[inline]
 pub(crate) fn shares() -> bool {
     SHARES.load(Ordering::Relaxed)

@@ -1,4 +1,4 @@
-//! Green contexts: contexts that have a part of their device.
+//! Green contexts: contexts with a part of a device.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -13,11 +13,11 @@ use client::{Status, lock};
 /// A green context.
 pub(crate) struct Green {
     pub id: GreenId,
-    /// The primary context that it is in.
+    /// Its primary context.
     pub context: &'static Context,
     pub unique: u64,
     pub handle: OnceLock<usize>,
-    /// Whether the program has asked for it as a context.
+    /// Whether the program has converted it to a context.
     pub converted: AtomicBool,
     pub alive: AtomicBool,
     pub default: Mutex<Option<Arc<Stream>>>,
@@ -25,7 +25,7 @@ pub(crate) struct Green {
 
 pub(crate) static GREENS: Slab<Green> = Slab::new(18);
 
-/// Whether the process has ever made one. Until then, no call looks for one.
+/// Whether the process has ever made one. Until then, calls don't look for one.
 pub(crate) static ANY: AtomicBool = AtomicBool::new(false);
 
 /// Whether there ever was a green context.
@@ -43,7 +43,7 @@ impl Green {
         self.handle.get().copied().unwrap_or(0)
     }
 
-    /// Its handle, for use as a context's from now on.
+    /// Converts it: its handle works as a context's from now on.
     pub fn convert(&self) -> usize {
         self.converted.store(true, Ordering::Release);
         self.handle()
@@ -54,13 +54,13 @@ impl Green {
         lock(&self.default).as_ref().is_some_and(|default| std::ptr::eq(&**default, stream))
     }
 
-    /// Its default stream, which waits for no other.
+    /// Its default stream, which waits for no other stream.
     pub fn default_stream(&self) -> Result<Arc<Stream>> {
         lock(&self.default).clone().ok_or(Status::CONTEXT_IS_DESTROYED)
     }
 }
 
-/// The green context that a handle names as a context.
+/// The green context that a context handle names, if it names one.
 pub(crate) fn as_context(handle: usize) -> Option<Arc<Green>> {
     if !any() {
         return None;

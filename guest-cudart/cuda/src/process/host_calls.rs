@@ -1,4 +1,5 @@
-//! Which streams wait for this process: for a host function that is being called, or for a word of memory that the program writes.
+//! Which streams wait for this process: for a running host function, or for a word of memory that the program
+//! writes.
 
 use std::cell::Cell;
 use std::sync::Mutex;
@@ -19,35 +20,37 @@ pub(crate) fn is_waiting() -> bool {
 /// The number of host functions that are running.
 pub(crate) static CALLING: AtomicUsize = AtomicUsize::new(0);
 
-/// The streams, by their unique numbers, that functions are being called for. Each has done everything before its function, and does nothing until that returns.
+/// Unique numbers of the streams whose host functions are running. Such a stream has finished everything
+/// before its function, and starts nothing until the function returns.
 pub(crate) static STOPPED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
 
-/// Whether a function of the program is being called, so that its stream waits for this process.
+/// Whether one of the program's host functions is running, so that its stream waits for this process.
 pub(crate) fn is_calling() -> bool {
     CALLING.load(Ordering::Acquire) != 0
 }
 
-/// The streams, by their unique numbers, that are idle because a function is being called for them. `managed::before_going_on` comes between a stream's disappearance from here and its next work.
+/// Unique numbers of the streams that are idle because their host function is running. After a stream is
+/// removed from here, `managed::before_going_on` runs before its next work.
 pub(crate) fn stopped() -> Vec<u64> {
     lock(&STOPPED).clone()
 }
 
 thread_local! {
-    /// Whether this thread is in a function of the program's, called for a stream.
+    /// Whether this thread is running a host function for a stream.
     pub(crate) static CALLED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Fails inside a host function, which must not call CUDA.
 ///
 /// # Errors
-/// `NOT_PERMITTED` inside of one.
+/// `NOT_PERMITTED` inside a host function.
 #[inline]
 pub(crate) fn forbid() -> Result {
-    // A thread that ends is in none.
+    // A thread whose locals are destroyed is in none.
     if CALLED.try_with(Cell::get).unwrap_or(false) { Err(Status::NOT_PERMITTED) } else { Ok(()) }
 }
 
-/// A ticket that no stream of this process has waited for.
+/// A ticket that no stream of this process has used.
 pub(crate) fn ticket() -> TicketId {
     static TICKETS: AtomicU64 = AtomicU64::new(1);
     TicketId(TICKETS.fetch_add(1, Ordering::Relaxed))

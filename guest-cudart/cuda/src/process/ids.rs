@@ -1,4 +1,4 @@
-//! Numbers: those that no object of the process had before, and those that the server's objects share one after the other.
+//! Unique numbers, and the object IDs that this process assigns and reuses.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -7,20 +7,21 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use client::channel::{MAX_CONTEXTS, MAX_DEVICES, MAX_STREAMS};
 use client::lock;
 
-/// The number of free numbers that are left alone. While a stream waits for the program, the server also keeps what is destroyed behind the wait, and what has the same number next: so the number that
-/// has been free for the longest is used again, and none at once.
+/// How many free IDs are kept unused. While a stream waits for the program, the server may still hold objects
+/// destroyed behind that wait and the objects that reuse their IDs. So the ID that has been free the longest
+/// is reused first, and none at once.
 const RESTING: usize = 256;
 
-/// Numbers of one kind of object. A number is used again some time after its object is gone.
+/// IDs of one kind of object. An ID is reused some time after its object is gone.
 pub(crate) struct Ids {
     free: Mutex<VecDeque<u32>>,
     fresh: AtomicU32,
     end: u32,
 }
 
-/// Contexts that were made; the first numbers are those of the devices' primary contexts.
+/// Contexts made by the program; the first IDs belong to the devices' primary contexts.
 pub(crate) static CONTEXTS: Ids = Ids::new(MAX_DEVICES, MAX_CONTEXTS);
-/// Streams; the first numbers are those of the contexts' legacy default streams.
+/// Streams; the first IDs belong to the contexts' legacy default streams.
 pub(crate) static STREAMS: Ids = Ids::new(MAX_CONTEXTS, MAX_STREAMS);
 /// Events.
 pub(crate) static EVENTS: Ids = Ids::new(0, u32::MAX);
@@ -30,7 +31,7 @@ impl Ids {
         Ids { free: Mutex::new(VecDeque::new()), fresh: AtomicU32::new(first), end }
     }
 
-    /// A number that no object has; `None`: all of them are in use.
+    /// Takes an unused ID. `None`: all are in use.
     pub fn take(&self) -> Option<u32> {
         let mut free = lock(&self.free);
         if free.len() <= RESTING {
@@ -42,13 +43,13 @@ impl Ids {
         free.pop_front()
     }
 
-    /// Gives back the number of an object that the server has no more.
+    /// Returns an ID whose object no longer exists on the server.
     pub fn give_back(&self, id: u32) {
         lock(&self.free).push_back(id);
     }
 }
 
-/// A number that this process has not given out before, from 1.
+/// A number that this process hasn't used before, starting at 1.
 pub(crate) fn unique_id() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)

@@ -1,5 +1,6 @@
-//! Limits of contexts. The server is asked for each once; its answer is kept until something may have changed it: a limit that was set in any context of the device, a reset, or a kernel whose
-//! threads need more stack than they may have, for which the driver raises that limit.
+//! Context limits. Each is requested from the server once and cached until something may have changed it:
+//! setting a limit in any context of the device, a reset, or a kernel that needs more stack than the limit,
+//! which makes the driver raise it.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,12 +15,12 @@ pub(crate) const LAST: u32 = 9;
 /// `CUDA_ERROR_UNSUPPORTED_LIMIT`.
 const UNSUPPORTED: Status = Status(215);
 
-/// What is known of a context's limits.
+/// A context's cached limits.
 pub(crate) struct Limits {
     known: Mutex<Known>,
-    /// The stack size in bytes, for a look without the lock; `u64::MAX`: not known.
+    /// The stack size in bytes, readable without the lock. `u64::MAX`: unknown.
     stack: AtomicU64,
-    /// The largest stack of a kernel that was launched or put in a graph, in bytes.
+    /// The largest stack in bytes of any kernel that was launched or put in a graph.
     deepest: AtomicU64,
 }
 
@@ -31,14 +32,14 @@ impl Default for Limits {
 
 #[derive(Default)]
 struct Known {
-    /// By `CUlimit`: the value, or that the device has no such limit.
+    /// By `CUlimit`: the value, or the error if the device lacks the limit.
     values: [Option<Result<u64>>; LAST as usize + 1],
-    /// How often all of it was dropped.
+    /// How often the cache was dropped.
     dropped: u64,
 }
 
 impl Limits {
-    /// Drops what is known: something may have changed it.
+    /// Drops the cache because something may have changed the limits.
     pub fn forget(&self) {
         let mut known = lock(&self.known);
         known.values = Default::default();
@@ -46,7 +47,7 @@ impl Limits {
         self.stack.store(u64::MAX, Ordering::Relaxed);
     }
 
-    /// A kernel whose threads need `stack` bytes is to be launched, now or with a graph.
+    /// Notes that a kernel whose threads need `stack` bytes will be launched, now or in a graph.
     #[inline]
     pub fn will_need(&self, stack: u64) {
         if stack > self.deepest.load(Ordering::Relaxed) {
@@ -54,7 +55,7 @@ impl Limits {
         }
     }
 
-    /// A kernel whose threads need `stack` bytes was launched.
+    /// Notes that a kernel whose threads need `stack` bytes was launched.
     #[inline]
     pub fn launched(&self, stack: u64) {
         if stack > self.stack.load(Ordering::Relaxed) {
@@ -62,12 +63,12 @@ impl Limits {
         }
     }
 
-    /// A graph was launched.
+    /// Notes that a graph was launched.
     pub fn launched_graph(&self) {
         self.launched(self.deepest.load(Ordering::Relaxed));
     }
 
-    /// A limit; `ask` asks the server for it.
+    /// Returns a limit, asking the server with `ask` if it isn't cached.
     pub fn get(&self, limit: u32, ask: impl FnOnce() -> Result<u64>) -> Result<u64> {
         let place = limit as usize;
         let known = lock(&self.known);
@@ -80,7 +81,7 @@ impl Limits {
         drop(known);
         let answer = ask();
         let mut known = lock(&self.known);
-        // The answer may be older than what has changed it.
+        // The reply may be older than whatever changed the limit.
         if known.dropped == before && matches!(answer, Ok(_) | Err(UNSUPPORTED)) {
             known.values[place] = Some(answer);
             if let (STACK_SIZE, Ok(stack)) = (limit, answer) {
@@ -96,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_limit_is_asked_for_once_until_it_is_dropped() {
+    fn a_limit_is_requested_once_until_it_is_dropped() {
         let limits = Limits::default();
         assert_eq!(limits.get(0, || Ok(1024)), Ok(1024));
         assert_eq!(limits.get(0, || unreachable!()), Ok(1024));
@@ -106,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_that_needs_more_stack_than_there_is_changes_the_limit() {
+    fn a_kernel_with_a_deeper_stack_drops_the_limit() {
         let limits = Limits::default();
         limits.launched(1 << 20);
         assert_eq!(limits.get(STACK_SIZE, || Ok(1024)), Ok(1024));
@@ -123,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_something_overtook_is_not_kept() {
+    fn a_reply_older_than_a_change_is_not_cached() {
         let limits = Limits::default();
         let overtaken = || {
             limits.forget();
@@ -134,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn only_that_there_is_no_such_limit_is_an_error_to_keep() {
+    fn only_the_unsupported_limit_error_is_cached() {
         let limits = Limits::default();
         assert_eq!(limits.get(3, || Err(UNSUPPORTED)), Err(UNSUPPORTED));
         assert_eq!(limits.get(3, || unreachable!()), Err(UNSUPPORTED));

@@ -1,7 +1,8 @@
-//! Waits of a stream for a stream of another server.
+//! Lets a stream wait for a stream on another server.
 //!
-//! No device can wait for another server's. So the waiting stream is held, as by a host function, until a thread here has seen the other stream's progress word pass the record. The
-//! program's own threads wait for nothing.
+//! No device can wait for another server's device. So the waiting stream is held, as if by a host function,
+//! until a thread here sees the other stream's progress word pass the record. The program's own threads don't
+//! wait.
 
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 
@@ -16,27 +17,27 @@ use client::seq::Seq;
 use client::session::Session;
 use client::{Status, lock, log};
 
-/// A stream that is held, and what it waits for.
+/// A held stream, and what it waits for.
 struct Wait {
-    /// The context of the stream that is held.
+    /// The held stream's context.
     held: &'static Context,
     ticket: TicketId,
     other: Arc<Stream>,
     record: Seq,
 }
 
-/// Waits for streams of one server, and the thread that ends them.
+/// The waits for streams of one server, and the thread that ends them.
 struct Waits {
     all: Mutex<Vec<Wait>>,
     came: Condvar,
     start: Once,
 }
 
-/// By the number of the session whose streams are waited for.
+/// Indexed by the session whose streams are waited for.
 static WAITS: [Waits; MAX_SERVERS] =
     [const { Waits { all: Mutex::new(Vec::new()), came: Condvar::new(), start: Once::new() } }; MAX_SERVERS];
 
-/// Makes a stream wait for a publishing record of a stream of another server.
+/// Makes a stream wait for a publishing record of another server's stream.
 pub(crate) fn hold(stream: &Stream, other: &Arc<Stream>, record: Seq) -> Result {
     if other.has_passed(record) {
         return Ok(());
@@ -46,7 +47,7 @@ pub(crate) fn hold(stream: &Stream, other: &Arc<Stream>, record: Seq) -> Result 
     waits.start.call_once(|| {
         let thread = std::thread::Builder::new().name("rgpu-servers".into());
         if let Err(error) = thread.spawn(move || serve(session, waits)) {
-            log::error(format_args!("no thread for streams that wait for another server's: {error}"));
+            log::error(format_args!("cannot start the thread that ends waits between servers: {error}"));
         }
     });
     let ticket = host_calls::ticket();
@@ -54,7 +55,8 @@ pub(crate) fn hold(stream: &Stream, other: &Arc<Stream>, record: Seq) -> Result 
     stream.waits_for(seq, other, record);
     lock(&waits.all).push(Wait { held: stream.context, ticket, other: other.clone(), record });
     waits.came.notify_one();
-    // The thread may have looked before, and sleep until the other server does something.
+    // The thread may have checked before this wait was added and now sleep until the other server makes
+    // progress.
     waits.end(None, Wait::is_over);
     Ok(())
 }
@@ -64,19 +66,20 @@ impl Wait {
         self.other.has_passed(self.record)
     }
 
-    /// Lets the stream go on. `lost`: the other server's session is.
+    /// Releases the stream. `lost`: the other server's session has failed with this status.
     fn end(&self, lost: Option<Status>) {
-        // With a lost server the record is never passed, and what was to come behind it must not seem to have.
+        // The lost server never passes the record, so the work behind the wait must not appear to have
+        // succeeded.
         if let Some(status) = lost.filter(|_| !self.is_over()) {
             self.held.fail(status);
         }
-        // If its own server is lost, nothing could go on.
+        // If its own server is lost, nothing could continue anyway.
         let _ = self.held.session().append(&StreamHostSignal { ticket: self.ticket });
     }
 }
 
 impl Waits {
-    /// Ends those that are due. None is ended twice.
+    /// Ends the waits for which `is_due` holds, each exactly once.
     fn end(&self, lost: Option<Status>, is_due: impl Fn(&Wait) -> bool) {
         let due: Vec<Wait> = lock(&self.all).extract_if(.., |wait| is_due(wait)).collect();
         due.iter().for_each(|wait| wait.end(lost));

@@ -1,7 +1,8 @@
-//! The state of a stream: how far its work is known to be done.
+//! A stream's state: how far its work is known to be done.
 //!
-//! A stream's progress word tells what the stream has done: it rises to the `seq` of the last publishing record (a mark, or an event's record) that the stream has passed. A query appends a mark if
-//! there is work behind the last one. From then on it only reads memory.
+//! A stream's progress word rises to the `seq` of the last publishing record (a mark or an event's record)
+//! that the stream has passed. A query appends a mark if there is work behind the last one. From then on it
+//! only reads memory.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -32,31 +33,34 @@ pub(crate) const NON_BLOCKING: u32 = 1;
 pub(crate) struct Stream {
     pub id: StreamId,
     pub context: &'static Context,
-    /// The green context that it is in.
+    /// Its green context.
     pub green: Option<Arc<Green>>,
     pub flags: u32,
     pub priority: AtomicI32,
-    /// Attributes that were set and that its kernels have too.
+    /// Attributes set on the stream, which its kernels inherit.
     pub attributes: Mutex<Vec<LaunchAttribute>>,
     pub unique: u64,
     pub legacy: bool,
-    /// The `seq` of its last work, the `seq` of its last publishing record, and the `seq` up to which it is known to be done.
+    /// `seq` of its last work and of its last publishing record, and the `seq` up to which it is known to be
+    /// done.
     pub last_work: LastSeq,
-    /// The `seq` of its last work that is more than a copy whose source has been read, or an event's record. Only for a stream that the legacy default stream does not wait for; the
-    /// context has that of the others, which wait for each other.
+    /// `seq` of its last work, not counting event records and copies whose source has been read. Used only
+    /// for a stream that the legacy default stream doesn't wait for; the context keeps it for the others,
+    /// which wait for each other.
     pub last_unread: LastSeq,
     pub last_mark: LastSeq,
     pub synced: LastSeq,
-    /// Records of other streams that this one has waited for: the wait's own `seq`, the stream, the record's `seq` in that stream's session. When this stream
-    /// is known to be past the wait, the other is known to be past the record, whether or not its progress word says so yet.
+    /// The records of other streams that this one has waited for: the wait's own `seq`, the stream, and the
+    /// record's `seq` in that stream's session. Once this stream is known to have passed the wait, the other
+    /// is known to have passed the record, even if its progress word doesn't show it yet.
     pub waited_for: Mutex<Vec<(Seq, Arc<Stream>, Seq)>>,
-    /// The records in it that were forgotten: the last one of each session.
+    /// The last record of each session that was dropped from `waited_for`.
     pub forgotten: Mutex<Vec<Seq>>,
-    /// All its work is done, and its progress word may belong to another stream.
+    /// All its work is done; another stream may be using its progress word.
     pub finished: AtomicBool,
-    /// The capture that it is in, or was in last.
+    /// Its current or latest capture.
     pub capturing: Mutex<Option<Arc<Capture>>>,
-    /// What its synchronous copies have promised.
+    /// What its synchronous copies have promised the program.
     pub promise: Promise,
 }
 
@@ -88,13 +92,13 @@ impl Stream {
         }
     }
 
-    /// The session that it belongs to.
+    /// Its session.
     #[inline]
     pub fn session(&self) -> &'static Session {
         self.context.server.session
     }
 
-    /// Whether it is a non-blocking stream: neither it nor the legacy default stream waits for the other.
+    /// Whether it is a non-blocking stream: it and the legacy default stream don't wait for each other.
     pub fn is_free(&self) -> bool {
         self.flags & NON_BLOCKING != 0
     }
@@ -104,22 +108,22 @@ impl Stream {
         self.legacy
     }
 
-    /// The handle of the context that it is in.
+    /// The handle of its context.
     pub fn context_handle(&self) -> usize {
         self.green.as_ref().map_or(self.context.handle, |green| green.convert())
     }
 
-    /// The green context that it is in, or whose default stream it is.
+    /// Its green context, also if it is that context's default stream.
     pub fn green(&self) -> Option<&Arc<Green>> {
         self.green.as_ref()
     }
 
-    /// A number that no other stream of the process has or had.
+    /// A number that no other stream of the process has ever had.
     pub fn unique(&self) -> u64 {
         self.unique
     }
 
-    /// The attributes of its kernels that were set for all of them.
+    /// The attributes set on the stream for all its kernels.
     pub fn attributes(&self) -> &Mutex<Vec<LaunchAttribute>> {
         &self.attributes
     }
@@ -128,7 +132,7 @@ impl Stream {
         self.priority.store(priority, Ordering::Release);
     }
 
-    /// The capture that it is in.
+    /// Its current capture.
     #[inline]
     pub fn capture(&self) -> Option<Arc<Capture>> {
         if !capture::any() {
@@ -141,7 +145,7 @@ impl Stream {
         *lock(&self.capturing) = Some(capture);
     }
 
-    /// Puts an operation on the stream, which is not being captured. Returns the `seq` of its record.
+    /// Puts an operation on the stream, which must not be in a capture. Returns the record's `seq`.
     #[inline]
     pub fn work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
         let _appending = self.context.appending(self.is_free());
@@ -152,8 +156,9 @@ impl Stream {
         Ok(seq)
     }
 
-    /// Puts an operation on the stream whose end the program need not wait for, if everything before it is done: a copy to the device whose source has been read, or an
-    /// event's record. See [`fences::synchronize`](crate::process::fences::synchronize).
+    /// Puts an operation on the stream that the program need not wait for once everything before it is done:
+    /// a copy to the device whose source has been read, or an event's record. See
+    /// [`fences::synchronize`](crate::process::fences::synchronize).
     pub fn settled_work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
         let _appending = self.context.appending(self.is_free());
         let seq = self.session().append(op)?;
@@ -161,7 +166,7 @@ impl Stream {
         Ok(seq)
     }
 
-    /// Puts an operation on the stream that publishes: an event's record. It is work too.
+    /// Puts a publishing operation, an event's record, on the stream. It counts as work too.
     pub fn publishing_work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
         let seq = self.settled_work(op)?;
         self.last_mark.raise(seq);
@@ -176,17 +181,19 @@ impl Stream {
         work_signal::work_came();
     }
 
-    /// `seq` of the last work that this stream has to pass: for the legacy default stream also that of the streams it waits for.
+    /// `seq` of the last work that this stream has to pass. For the legacy default stream that includes the
+    /// streams it waits for.
     pub fn due(&self) -> Option<Seq> {
         if self.legacy { self.context.last_work() } else { self.last_work.get() }
     }
 
-    /// Whether it is known to be done with all work that it [has to pass](Self::due).
+    /// Whether all work that it [has to pass](Self::due) is known to be done.
     pub fn is_known_idle(&self) -> bool {
         self.due().is_none_or(|due| self.synced.has_reached(due))
     }
 
-    /// Whether it is known, without asking, that nothing that the stream has to pass is under way but what [`settled_work`](Self::settled_work) has put there.
+    /// Whether it is known, without asking, that nothing the stream has to pass is pending except
+    /// [`settled_work`](Self::settled_work).
     pub fn is_settled(&self) -> bool {
         if self.is_free() {
             self.last_unread.get().is_none_or(|last| self.is_known_done(last))
@@ -200,12 +207,13 @@ impl Stream {
         self.synced.has_reached(seq) || self.context.has_synced(seq, self.is_free())
     }
 
-    /// Whether work on this stream waits for the work before it on another, of the same context, by itself.
+    /// Whether work on this stream implicitly waits for earlier work on another stream of the same context.
     pub fn waits_by_itself(&self, other: &Stream) -> bool {
         (self.legacy || other.legacy) && !self.is_free() && !other.is_free()
     }
 
-    /// Whether a copy that the program was told is done stands behind record `seq`: then the program knows that this is done, too.
+    /// Whether the program was told that a copy behind record `seq` is done, and so knows that the record is,
+    /// too.
     pub fn has_promised(&self, seq: Seq) -> bool {
         self.promise.covers(seq) || !self.is_free() && self.context.legacy_has_promised(seq)
     }
@@ -215,12 +223,12 @@ impl Stream {
         if self.is_known_done(seq) {
             return true;
         }
-        // The word may be another stream's by now, but then it was zeroed after `finished` was set.
+        // Another stream may be using the word by now, but then it was zeroed after `finished` was set.
         let word = self.session().progress().stream(self.id).map_or(0, |word| word.load(Ordering::Acquire));
         seq.is_reached_at(word) || self.finished.load(Ordering::Acquire)
     }
 
-    /// A publishing record after all work so far; its `seq`.
+    /// Appends a publishing record after all work so far. Returns its `seq`.
     pub fn mark(&self) -> Result<Seq> {
         let due = self.due();
         if let Some(last) = self.last_mark.get()
@@ -233,7 +241,8 @@ impl Stream {
         Ok(seq)
     }
 
-    /// Whether everything on the stream is done. Takes a round trip only if the program was already told so.
+    /// Whether everything on the stream is done. Takes a round trip only if the program was already told that
+    /// it is.
     pub fn is_done(&self) -> Result<bool> {
         let Some(due) = self.due().filter(|due| !self.synced.has_reached(*due)) else { return Ok(true) };
         let mark = self.mark()?;
@@ -247,7 +256,7 @@ impl Stream {
         Ok(true)
     }
 
-    /// Whether its own work is known to be done. Does not wait.
+    /// Whether its own work is known to be done, without waiting.
     pub fn is_idle(&self) -> bool {
         self.last_work.get().is_none_or(|last| self.is_known_done(last))
             || self.mark().is_ok_and(|mark| self.has_passed(mark))
@@ -277,13 +286,14 @@ impl Stream {
         }
     }
 
-    /// Notes that record `wait` makes this stream wait for `record` of another.
+    /// Notes that record `wait` makes this stream wait for `record` of another stream.
     pub fn waits_for(&self, wait: Seq, other: &Arc<Stream>, record: Seq) {
         if std::ptr::eq(self, &**other) || other.synced.has_reached(record) {
             return;
         }
         let mut waited_for = lock(&self.waited_for);
-        // A later wait for the same stream says more once it is passed; the earlier ones are kept while they are few.
+        // Once passed, a later wait for the same stream tells more; earlier ones are kept while there are
+        // few.
         if waited_for.len() >= 64 {
             let (_, _, record) = waited_for.remove(0);
             let mut forgotten = lock(&self.forgotten);
@@ -296,7 +306,8 @@ impl Stream {
         waited_for.push((wait, other.clone(), record));
     }
 
-    /// Whether what is put on this stream now may come behind record `seq` of another, directly or by way of others. True also where that is not known.
+    /// Whether work put on this stream now may be ordered behind record `seq` of another, directly or through
+    /// other streams. True also if unknown.
     pub fn may_be_behind(&self, other: &Stream, seq: Seq) -> bool {
         let mut seen: HashSet<u64> = HashSet::new();
         let mut open: Vec<Arc<Stream>> = Vec::new();
@@ -311,20 +322,22 @@ impl Stream {
         false
     }
 
-    /// Whether this stream is the one, or may be behind it without others between them; else `open` gets those that it has waited for.
+    /// Whether this stream is `other`, or may be directly behind it. Otherwise adds the streams it has waited
+    /// for to `open`.
     fn leads_to(&self, other: &Stream, seq: Seq, open: &mut Vec<Arc<Stream>>) -> bool {
         let forgotten = || lock(&self.forgotten).iter().any(|record| record.may_be_after(seq));
         if std::ptr::eq(self, other) || forgotten() {
             return true;
         }
-        // Blocking streams are behind each other by way of the legacy default stream, whatever that has waited for.
+        // Blocking streams are ordered behind each other through the legacy default stream, whatever that has
+        // waited for.
         let legacy = self.context.legacy();
         let later = || legacy.last_work.get().is_some_and(|last| last.may_be_after(seq));
         let through = self.legacy || other.legacy || later();
         if !self.is_free() && through {
             return true;
         }
-        // A way that leads there goes over records that came later.
+        // Only waits for later records can lead there.
         let waited_for = lock(&self.waited_for);
         open.extend(
             waited_for.iter().filter(|(.., record)| record.may_be_after(seq)).map(|(_, via, _)| via.clone()),
@@ -332,7 +345,7 @@ impl Stream {
         false
     }
 
-    /// Waits until everything on the stream is done. No round trip when it is known to be.
+    /// Waits until everything on the stream is done. No round trip if that is already known.
     pub fn synchronize(&self) -> Result {
         if self.is_known_idle() {
             self.session().show_output();
@@ -349,7 +362,7 @@ impl Stream {
     }
 }
 
-/// The attributes of a kernel that is captured on a stream: those of its launch, and for the rest those of the stream.
+/// The attributes of a kernel captured on a stream: those of its launch, then those of the stream.
 pub(crate) fn of_captured(stream: &Stream, mut attributes: Vec<LaunchAttribute>) -> Vec<LaunchAttribute> {
     let given = attributes.len();
     for attribute in lock(stream.attributes()).iter() {
@@ -381,24 +394,24 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_is_behind_those_that_it_waits_for_from_then_on() {
+    fn a_wait_orders_later_work_behind_the_other_stream() {
         let [a, b, c] = streams([NON_BLOCKING; 3]);
         assert!(a.may_be_behind(&a, seq(10)));
         assert!(!b.may_be_behind(&a, seq(10)) && !c.may_be_behind(&a, seq(10)));
-        // A record before is none behind it.
+        // An earlier record is not ordered behind it.
         b.waits_for(seq(12), &a, seq(9));
         assert!(!b.may_be_behind(&a, seq(10)));
         b.waits_for(seq(14), &a, seq(11));
         c.waits_for(seq(16), &b, seq(15));
         assert!(b.may_be_behind(&a, seq(10)) && c.may_be_behind(&a, seq(10)));
         assert!(!a.may_be_behind(&c, seq(10)));
-        // What waits for itself by way of others is no trouble.
+        // A cycle through other streams does no harm.
         a.waits_for(seq(20), &c, seq(19));
         assert!(!a.may_be_behind(&b, seq(30)));
     }
 
     #[test]
-    fn blocking_streams_are_behind_each_other_once_the_legacy_stream_has_work() {
+    fn blocking_streams_are_ordered_once_the_legacy_stream_has_work() {
         let [a, b, free] = streams([0, 0, NON_BLOCKING]);
         assert!(!b.may_be_behind(&a, seq(10)));
         a.context.legacy().last_work.raise(seq(11));
@@ -407,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_forgotten_may_have_led_anywhere() {
+    fn a_dropped_wait_may_have_led_anywhere() {
         let [a, b, c] = streams([NON_BLOCKING; 3]);
         for record in 0..65 {
             b.waits_for(seq(200 + record), &c, seq(100 + record));

@@ -1,27 +1,30 @@
-//! Which of the session's devices the program sees, and in which order: those of its container, and of these what `CUDA_VISIBLE_DEVICES` says.
+//! Which of the session's devices the program sees, and in which order: its container's devices, filtered by
+//! `CUDA_VISIBLE_DEVICES`.
 //!
-//! A container that was started with some of the devices that `rgpuctl cdi generate` describes has a variable for each: `RGPU_GPU_0`, `RGPU_GPU_1` …, or `RGPU_GPU_ALL`. They choose, as
-//! `CUDA_VISIBLE_DEVICES` does; what a program may use at all is the server's affair.
+//! A container started with some of the devices that `rgpuctl cdi generate` describes has a variable for
+//! each: `RGPU_GPU_0`, `RGPU_GPU_1` …, or `RGPU_GPU_ALL`. Like `CUDA_VISIBLE_DEVICES` they only select; the
+//! server decides what a program may use.
 //!
-//! The list is read as NVIDIA's driver reads it: ordinals, or UUIDs (`GPU-…`, of which a beginning that only one device has will do), separated by commas; the first
-//! entry that names no device ends the list. Ordinals are the server's: `CUDA_DEVICE_ORDER` says nothing here.
+//! The list is read as NVIDIA's driver reads it: ordinals or UUIDs (`GPU-…`; a prefix is enough if it is
+//! unique), separated by commas. The first entry that names no device ends the list. Ordinals follow the
+//! server's order: `CUDA_DEVICE_ORDER` has no effect.
 
 use client::Status;
 
-/// What the names of a container's variables begin with.
+/// Prefix of the container's variables.
 const OF_CONTAINER: &str = "RGPU_GPU_";
 
-/// The devices that this process sees, by their ordinals; `uuids` are those of all devices. `None`: all.
+/// The ordinals of the devices that this process sees, or `None` for all. `uuids` lists all devices.
 ///
 /// # Errors
-/// `NO_DEVICE`: none is left, or the list names one twice.
+/// `NO_DEVICE` if none is left, or if the list names one twice.
 pub(crate) fn of_process(uuids: &[[u8; 16]]) -> Result<Option<Vec<u32>>, Status> {
     let names: Vec<String> = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
     let list = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     chosen(names.iter().map(String::as_str), list.as_deref(), uuids)
 }
 
-/// The same for a process with these variables' names and this `CUDA_VISIBLE_DEVICES`.
+/// The same for given variable names and a given `CUDA_VISIBLE_DEVICES`.
 fn chosen<'a>(
     variables: impl Iterator<Item = &'a str>,
     list: Option<&str>,
@@ -39,7 +42,7 @@ fn chosen<'a>(
     Ok(Some(selected.into_iter().map(|ordinal| container[ordinal as usize]).collect()))
 }
 
-/// The container's devices among `count`; `None`: it has them all, or there is no container.
+/// The container's devices among `count`. `None`: all of them, or there is no container.
 fn of_container<'a>(variables: impl Iterator<Item = &'a str>, count: usize) -> Option<Vec<u32>> {
     let names: Vec<&str> = variables.filter_map(|name| name.strip_prefix(OF_CONTAINER)).collect();
     if names.is_empty() || names.contains(&"ALL") {
@@ -52,10 +55,10 @@ fn of_container<'a>(variables: impl Iterator<Item = &'a str>, count: usize) -> O
     Some(devices)
 }
 
-/// The devices that `list` names, by their ordinals; `uuids` are those of all devices.
+/// The ordinals of the devices that `list` names. `uuids` lists all devices.
 ///
 /// # Errors
-/// `NO_DEVICE`: the list names none, or one of them twice.
+/// `NO_DEVICE` if the list names no device, or one twice.
 fn select(list: &str, uuids: &[[u8; 16]]) -> Result<Vec<u32>, Status> {
     let names: Vec<String> = uuids.iter().map(name).collect();
     let mut chosen = Vec::new();
@@ -79,7 +82,7 @@ fn find(entry: &str, names: &[String]) -> Option<u32> {
     entry.parse::<u32>().ok().filter(|ordinal| (*ordinal as usize) < names.len())
 }
 
-/// A UUID as `nvidia-smi -L` shows it, without `GPU-`.
+/// A UUID as `nvidia-smi -L` prints it, without `GPU-`.
 fn name(uuid: &[u8; 16]) -> String {
     let mut text = String::with_capacity(36);
     for (at, byte) in uuid.iter().enumerate() {
@@ -127,14 +130,14 @@ mod tests {
         assert_eq!(chosen(&["RGPU_GPU_2", "RGPU_GPU_0"], None), Ok(Some(vec![0, 2])));
         assert_eq!(chosen(&["RGPU_GPU_2", "RGPU_GPU_ALL"], None), Ok(None));
         assert_eq!(chosen(&["RGPU_GPU_1", "RGPU_GPU_7"], None), Ok(Some(vec![1])));
-        // One that the server does not have, and nonsense.
+        // A device that the server doesn't have, and nonsense.
         for name in ["RGPU_GPU_3", "RGPU_GPU_", "RGPU_GPU_-1", "RGPU_GPU_all"] {
             assert_eq!(chosen(&[name], None), Err(Status::NO_DEVICE), "{name}");
         }
     }
 
     #[test]
-    fn the_list_counts_among_the_container_s_devices() {
+    fn the_list_selects_among_the_containers_devices() {
         let chosen = |list| chosen(["RGPU_GPU_1", "RGPU_GPU_2"].into_iter(), Some(list), &uuids());
         assert_eq!(chosen("1,0"), Ok(Some(vec![2, 1])));
         assert_eq!(chosen("1"), Ok(Some(vec![2])));
@@ -144,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_beginning_of_a_uuid_will_do_if_one_device_has_it() {
+    fn a_unique_uuid_prefix_is_enough() {
         assert_eq!(select("GPU-ABab,GPU-11111111-1111", &uuids()), Ok(vec![2, 0]));
         assert_eq!(select("GPU-1", &uuids()), Err(Status::NO_DEVICE));
         assert_eq!(name(&[0xab; 16]), "abababab-abab-abab-abab-abababababab");

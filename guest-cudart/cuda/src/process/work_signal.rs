@@ -14,13 +14,13 @@ pub(crate) fn wake() {
     CAME.1.notify_one();
 }
 
-/// The number of pieces of memory that are compared.
+/// The number of memory pieces that are compared.
 pub(crate) static EDGES: AtomicUsize = AtomicUsize::new(0);
 
-/// Counts work that was put on streams while such memory exists.
+/// Counts work put on streams while such memory exists.
 pub(crate) static WORK: AtomicU64 = AtomicU64::new(0);
 
-/// Notes that work was put on a stream, which may change memory that is compared.
+/// Notes work put on a stream, which may change compared memory.
 #[inline]
 pub(crate) fn work_came() {
     if EDGES.load(Ordering::Acquire) != 0 {

@@ -51,7 +51,7 @@ pub(crate) fn forbid(stream: &Stream) -> Result {
     }
 }
 
-/// Fails for work that CUDA can capture and this library cannot.
+/// Fails for work that CUDA can capture but this library cannot.
 pub(crate) fn refuse(stream: &Stream) -> Result {
     static SAID: AtomicBool = AtomicBool::new(false);
     match stream.capture() {

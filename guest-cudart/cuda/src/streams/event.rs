@@ -42,7 +42,7 @@ pub(crate) fn wait(stream: &Stream, event: &Event) -> Result {
     if let Some((other, record)) = last {
         stream.waits_for(seq, &other, record);
     }
-    // A record that another process makes later is not waited for.
+    // Records that another process makes later don't matter.
     event.arrive()
 }
 
@@ -58,7 +58,7 @@ fn wait_for_other_server(stream: &Stream, event: &Event, last: Option<(Arc<Strea
 
 pub(crate) const DISABLE_TIMING: u32 = 2;
 pub(crate) const INTERPROCESS: u32 = 4;
-/// Pauses between queries of a shared event. Nothing notifies this process of what another one has recorded.
+/// Pauses between queries of a shared event. Nothing notifies this process of other processes' records.
 const FIRST_PAUSE: Duration = Duration::from_micros(20);
 const LAST_PAUSE: Duration = Duration::from_millis(1);
 /// Maximum number of start events that an event keeps a time for.
@@ -135,8 +135,8 @@ impl Event {
         Ok(self.context.session().call(&EventQuery { event: self.id })?.done)
     }
 
-    /// For a shared event: returns when the server has executed the commands about it. The program may now
-    /// notify another process, whose commands reach the server on another connection.
+    /// For a shared event: returns once the server has executed the commands about it, so that the program
+    /// may notify another process, whose commands reach the server on another connection.
     pub fn arrive(&self) -> Result {
         if self.is_shared() { self.ask().map(|_| ()) } else { Ok(()) }
     }
@@ -178,7 +178,7 @@ impl Event {
         lock(&self.last).as_ref().is_none_or(|(stream, seq)| stream.has_passed(*seq))
     }
 
-    /// Whether its last record is done; waits for it if the program was told that it is.
+    /// Whether its last record is done. Waits for it if the program was told that it is done.
     pub fn is_over(&self) -> Result<bool> {
         if self.is_done() {
             return Ok(true);

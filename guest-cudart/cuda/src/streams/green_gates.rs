@@ -13,11 +13,11 @@ use client::lock;
 /// A context, or a green one in it.
 pub(crate) type Whole = (&'static Context, Option<Arc<Green>>);
 
-/// Streams that wait for everything that all work of a context, or of a green context in it, has to wait for.
-/// Streams that are made later wait for these.
+/// Streams that gather the events all work of a context, or of a green context in it, must wait for. Streams
+/// created later wait for these.
 pub(crate) static GATES: Mutex<Vec<(Whole, Arc<Stream>)>> = Mutex::new(Vec::new());
 
-/// A primary context is being reset, and its green contexts with it.
+/// Called when a primary context is reset, and its green contexts with it.
 pub(crate) fn forget(context: &'static Context) {
     for green in GREENS.remove_where(|green| std::ptr::eq(green.context, context)) {
         green.alive.store(false, Ordering::Release);
@@ -26,7 +26,7 @@ pub(crate) fn forget(context: &'static Context) {
     lock(&GATES).retain(|((of, _), _)| !std::ptr::eq(*of, context));
 }
 
-/// Makes a new stream wait for everything that all work of its context has to wait for.
+/// Makes a new stream wait for everything that all work of its context must wait for.
 pub(crate) fn inherit(stream: &Stream) -> Result {
     let gates = lock(&GATES);
     for ((context, green), gate) in &*gates {

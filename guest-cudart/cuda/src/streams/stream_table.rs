@@ -1,8 +1,8 @@
-//! The streams that a program's handles name: making, finding and destroying them.
+//! The streams behind a program's handles: creating, finding and destroying them.
 //!
 //! The work of a destroyed stream still completes, and events recorded on it can still be queried. So the
-//! server is told of the destruction, and the stream's number is reused, only when the stream's last mark has
-//! been reached. Until then the stream is kept in [`ENDING`].
+//! server learns of the destruction, and the stream's ID is reused, only when the stream's last mark has been
+//! reached. Until then the stream is kept in [`ENDING`].
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,8 +23,7 @@ use client::ops::stream::{StreamCreate, StreamDestroy};
 use client::thread::Lasting;
 use client::{Status, lock};
 
-/// Whether all work of all contexts is known to be done, except work behind a host function that is being
-/// called.
+/// Whether all work of all contexts is known to be done, except work behind a running host function.
 pub(crate) fn all_stopped() -> bool {
     context::busy().all(is_stopped)
 }
@@ -192,8 +191,8 @@ pub(crate) fn of_context(context: &'static Context, green: Option<&Arc<Green>>) 
     all
 }
 
-/// Whether all work of a context is known to be done, except work behind a host function that is being
-/// called. Does not wait.
+/// Whether all work of a context is known to be done, except work behind a running host function. Does not
+/// wait.
 pub(crate) fn is_stopped(context: &'static Context) -> bool {
     let stopped = host_calls::stopped();
     let mut all = of_context(context, None);

@@ -1,7 +1,10 @@
-//! What the devices did, for a profiler of this process: records of the servers, with the calls that they were for, by this machine's clock.
+//! Device activity for a profiler of this process: the servers' records, matched with the calls that caused
+//! them, in this machine's time.
 //!
-//! A server's clock is compared with this machine's by asking it for the time: it said so half way between the question and the answer. That is done when recording starts and
-//! whenever records are read; in between the difference is taken to change steadily. A device cannot have begun before its command was appended: where it seems so, the record is moved.
+//! A server's clock is compared with this machine's by asking it for the time, which it is assumed to read
+//! halfway between question and answer. This is done when recording starts and whenever records are read; in
+//! between, the difference is assumed to change linearly. Work cannot start before its command was appended:
+//! records that seem to are moved.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_char};
@@ -20,27 +23,27 @@ use client::seq::Seq;
 use client::session::Session;
 use client::{Status, activity, lock, log};
 
-/// Bytes of records that are read at a time.
+/// Bytes of records read at a time.
 const ROOM: usize = 1 << 20;
 /// How often a server is asked for the time. The fastest answer counts.
 const QUESTIONS: usize = 8;
-/// Records of one session that are read at a time: more than a server keeps.
+/// Maximum records of one session read at a time: more than a server keeps.
 const MOST: usize = 2 * MOST_RECORDS;
-/// Names of kernels that are kept.
+/// Maximum number of kernel names kept.
 const MOST_NAMES: usize = 1 << 17;
 /// CUPTI's number for the legacy default stream.
 const DEFAULT_STREAM: u32 = 7;
-/// The number for the first other stream.
+/// CUPTI's number for the first other stream.
 const FIRST_STREAM: u32 = 13;
 /// `CUpti_ActivityMemoryKind`: pageable and pinned memory.
 const PAGEABLE: u8 = 1;
 const PINNED: u8 = 2;
 
-/// What a device did, in C's layout.
+/// One piece of device work, in C layout.
 #[repr(C)]
 #[derive(Debug, Clone)]
 pub(crate) struct DeviceRecord {
-    /// A number of [`kind`].
+    /// One of [`kind`].
     kind: u32,
     correlation: u32,
     device: u32,
@@ -55,28 +58,30 @@ pub(crate) struct DeviceRecord {
     bytes: u64,
     node: u64,
     graph: u32,
-    /// Of a copy: its kind, and those of the source's and the destination's memory; of a fill the last.
+    /// For a copy, its kind and the kinds of the source and destination memory; for a fill, the last of
+    /// these.
     memory: [u8; 4],
-    /// Ordinals of the devices of a copy's source and destination.
+    /// Device ordinals of a copy's source and destination.
     ends: [u32; 2],
     grid: [u32; 3],
     block: [u32; 3],
     cluster: [u32; 3],
     shared: [u32; 2],
-    /// The kernel's name, which is kept until the process ends; NULL for other work.
+    /// The kernel's name, kept until the process ends. NULL for other work.
     name: *const c_char,
 }
 
 /// How a server's clock differs from this machine's.
 #[derive(Debug, Clone, Copy)]
 struct Clock {
-    /// This machine's time, and the server's less this one's, when recording started and when it was compared last.
+    /// This machine's time and the server's minus this one's, when recording started and at the last
+    /// comparison.
     first: (u64, i64),
     last: (u64, i64),
 }
 
 impl Clock {
-    /// A time of the server's by this machine's clock.
+    /// Converts a server's time to this machine's clock.
     fn here(&self, server: u64) -> u64 {
         let (begin, end) = (self.first, self.last);
         let guess = server.wrapping_sub(begin.1.cast_unsigned());
@@ -88,10 +93,10 @@ impl Clock {
     }
 }
 
-/// One for each session that records.
+/// One for each recording session.
 static CLOCKS: Mutex<Vec<Option<Clock>>> = Mutex::new(Vec::new());
 static DROPPED: Mutex<u64> = Mutex::new(0);
-/// Names of kernels, kept until the process ends, because CUPTI's records name them by address.
+/// Kernel names, kept until the process ends because CUPTI's records refer to them by address.
 static NAMES: Mutex<Option<HashMap<String, &'static CString>>> = Mutex::new(None);
 
 fn name(text: &str) -> *const c_char {
@@ -109,7 +114,7 @@ fn name(text: &str) -> *const c_char {
     kept.as_ptr()
 }
 
-/// This machine's time, and the server's less that.
+/// This machine's time, and the server's minus that.
 fn compare(session: &Session) -> Result<(u64, i64)> {
     let mut best: Option<(u64, u64, i64)> = None;
     for _ in 0..QUESTIONS {
@@ -124,10 +129,10 @@ fn compare(session: &Session) -> Result<(u64, i64)> {
     best.map(|(_, here, difference)| (here, difference)).ok_or(Status::UNKNOWN)
 }
 
-/// The process's servers record what their devices do from here on.
+/// Makes the process's servers record what their devices do.
 ///
 /// # Errors
-/// `NOT_SUPPORTED` if one cannot; a line on stderr says so.
+/// `NOT_SUPPORTED` if one cannot, with a line on stderr.
 pub(crate) fn start() -> Result {
     let driver = driver::init()?;
     activity::forget();
@@ -148,7 +153,7 @@ pub(crate) fn start() -> Result {
     Ok(())
 }
 
-/// They no longer do.
+/// Stops recording.
 pub(crate) fn stop() -> Result {
     for server in &driver::driver()?.servers {
         server.session.call(&ActivityStop {})?;
@@ -156,7 +161,7 @@ pub(crate) fn stop() -> Result {
     Ok(())
 }
 
-/// Records that are missing because there was no room for them, since the last call.
+/// Records lost for lack of space since the last call.
 pub(crate) fn dropped() -> u64 {
     std::mem::take(&mut *lock(&DROPPED))
 }
@@ -169,12 +174,12 @@ pub(crate) fn stream_number(id: u32) -> u32 {
     }
 }
 
-/// CUPTI's number for the context of a device's ordinal.
+/// CUPTI's number for the context of a device.
 pub(crate) fn context_number(ordinal: u32) -> u32 {
     ordinal + 1
 }
 
-/// Reads all records. `flush`: those as well that the driver has not told the server of yet.
+/// Reads all records. `flush`: including those that the driver has not delivered to the server yet.
 pub(crate) fn read(flush: bool, mut sink: impl FnMut(&DeviceRecord)) -> Result {
     let driver = driver::driver()?;
     for (index, server) in driver.servers.iter().enumerate() {
@@ -202,7 +207,8 @@ pub(crate) fn read(flush: bool, mut sink: impl FnMut(&DeviceRecord)) -> Result {
             if len > room {
                 return Err(Status::UNKNOWN);
             }
-            // SAFETY: inside the staging memory. The server has answered and writes there no more; if it did, it would only change what it says itself, which the copy ends.
+            // SAFETY: inside the staging memory. The server has answered and writes no more; if it did, it
+            // could only corrupt its own data until the copy is made.
             let bytes = unsafe { std::slice::from_raw_parts(staging.ptr(), len) }.to_vec();
             let batch = client::ops::decode_reply::<ActivityRecords>(&bytes).map_err(|_| Status::UNKNOWN)?;
             count += batch.records.len().max(1);
@@ -211,7 +217,7 @@ pub(crate) fn read(flush: bool, mut sink: impl FnMut(&DeviceRecord)) -> Result {
                     continue;
                 };
                 let found = describe(driver, session, &clock, record, &batch, work);
-                // The pieces of one copy of the program's are one record.
+                // The pieces of one of the program's copies become one record.
                 if record.kind == kind::COPY && record.graph == 0 {
                     let key = (work.correlation, found.memory);
                     let known = copies.entry(key).or_insert(DeviceRecord { bytes: 0, ..found.clone() });
@@ -279,7 +285,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_s_time_is_told_by_this_machine_s_clock() {
+    fn a_servers_time_is_converted_to_this_machines_clock() {
         let steady = Clock { first: (1000, 500), last: (1000, 500) };
         assert_eq!((steady.here(1500), steady.here(2500)), (1000, 2000));
         let drifting = Clock { first: (1000, 500), last: (2000, 600) };
@@ -298,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_stream_has_the_number_that_it_has_natively() {
+    fn the_default_stream_has_its_native_number() {
         assert_eq!((stream_number(0), stream_number(MAX_CONTEXTS - 1)), (7, 7));
         assert_eq!(stream_number(MAX_CONTEXTS), 13);
     }

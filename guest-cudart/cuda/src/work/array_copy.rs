@@ -1,7 +1,8 @@
 //! Copies from and to arrays.
 //!
-//! A copy between an array and device memory, or between two arrays, is one operation. A copy between an array and the host goes through temporary device memory, which is freed in stream order, so that every kind of host memory
-//! is copied as [`copy_boxes`](crate::work::copy_boxes) does it.
+//! A copy between an array and device memory, or between two arrays, is one operation. A copy between an
+//! array and the host goes through temporary device memory, which is freed in stream order; the host's side
+//! is copied by [`copy_boxes`](crate::work::copy_boxes).
 
 use std::sync::atomic::AtomicBool;
 
@@ -16,7 +17,7 @@ use client::ops::array::MemcpyArray;
 use client::ops::copy::Pitched;
 
 impl Copier {
-    /// A copy with an array at one end or both, and none on the host.
+    /// Copies with an array at one or both ends and none on the host.
     pub fn with_array(&self, dst: &End, src: &End, extent: [u64; 3]) -> Result {
         dst.check(extent)?;
         src.check(extent)?;
@@ -31,7 +32,7 @@ impl Copier {
         }
     }
 
-    /// Device memory for as long as `work` and the stream use it, packed.
+    /// Provides packed device memory to `work`, until the stream has used it.
     pub fn by_way_of(&self, extent: [u64; 3], work: impl FnOnce(&Pitched) -> Result) -> Result {
         capture_rules::refuse(&self.stream)?;
         let [width, height, depth] = extent;
@@ -44,7 +45,7 @@ impl Copier {
         done
     }
 
-    /// Bytes in a row of an array, from or to memory of either kind.
+    /// Copies bytes in a row of an array from or to memory of either kind.
     pub unsafe fn row(
         &self,
         array: usize,
@@ -73,7 +74,7 @@ impl Copier {
                 );
             }
             let stays = home.is_some() || is_pinned(memory, bytes);
-            // SAFETY: as the caller says: the call waits unless the memory is pinned or a device's.
+            // SAFETY: the call waits unless the memory is pinned or a device's, as the caller requires.
             let work = move |copier: &Copier| unsafe { copier.row(handle, offset, memory, bytes, to_array) };
             return self.with_other(other, stays, work);
         }
@@ -92,7 +93,7 @@ impl Copier {
             return copy(&Pitched { address: memory, pitch: bytes as u64, slice: bytes as u64 });
         }
         self.by_way_of(extent, |between| {
-            // SAFETY: the program says that the host's memory may be read or written over these bytes.
+            // SAFETY: the program promises that these bytes of the host's memory may be read or written.
             unsafe {
                 if to_array {
                     self.to_device(between.address, memory as *const u8, bytes)?;

@@ -1,11 +1,11 @@
-//! Copies of bytes in a row.
+//! Contiguous copies.
 //!
 //! ```text
 //!  to the device    few bytes      in the record                           nothing waits
 //!                   pageable       staged through the arena, in chunks     returns when the source has been read
-//!                   pinned         a reference to the region               asynchronous as CUDA has it
-//!  to the host      few bytes      in the answer
-//!                   pageable       chunks through the arena: while one is copied out, the next are on their way
+//!                  pinned         a reference to the region               asynchronous, as in CUDA
+//! to the host      few bytes      in the reply
+//!                  pageable       chunks through the arena: while one is copied out, the next are in transit
 //!                   pinned         a reference to the region
 //! ```
 
@@ -45,11 +45,11 @@ pub(crate) struct Copier {
     pub driver: &'static Driver,
     pub stream: Arc<Stream>,
     pub mode: Mode,
-    /// It is this library's own: no call of the program's waits for it.
+    /// Whether it is this library's own, so that no call of the program waits for it.
     pub own: bool,
-    /// The last record that the stream had to pass when the copier was made.
+    /// The last record that the stream had to pass when the copier was created.
     pub before: Option<Seq>,
-    /// The stream's context, where the thread has none.
+    /// Makes the stream's context current, if the thread has none.
     lent: Option<Lent>,
 }
 
@@ -62,7 +62,7 @@ impl Drop for Copier {
 }
 
 impl Copier {
-    /// A copier for the current context and the stream that a handle means there.
+    /// A copier for the current context and the stream that a handle names there.
     pub fn new(handle: usize, per_thread: bool, mode: Mode) -> Result<Copier> {
         let (driver, context, lent) = stream_table::ready_on(handle)?;
         let mut copier = Copier::on(driver, stream_table::any(context, handle, per_thread)?, mode, false);
@@ -70,16 +70,16 @@ impl Copier {
         Ok(copier)
     }
 
-    /// A copier for a stream; `own`: for copies of this library's own.
+    /// A copier for a stream. `own`: for this library's own copies.
     pub fn on(driver: &'static Driver, stream: Arc<Stream>, mode: Mode, own: bool) -> Copier {
         let before = stream.due();
         Copier { driver, stream, mode, own, before, lent: None }
     }
 
-    /// The capture that the copy becomes part of.
+    /// The capture that the copy becomes part of, if any.
     ///
     /// # Errors
-    /// `STREAM_CAPTURE_UNSUPPORTED` for a copy that is waited for, which invalidates the capture.
+    /// `STREAM_CAPTURE_UNSUPPORTED` for a synchronous copy, which also invalidates the capture.
     pub fn capture(&self) -> Result<Option<Arc<Capture>>> {
         if self.mode == Mode::Sync {
             capture_rules::forbid(&self.stream)?;
@@ -87,28 +87,31 @@ impl Copier {
         Ok(self.stream.capture())
     }
 
-    /// A synchronous copy is done when this returns.
+    /// Waits, if the copy is synchronous.
     pub fn finish(&self) -> Result {
         if self.mode == Mode::Sync { self.stream.synchronize() } else { Ok(()) }
     }
 
-    /// After a copy to the device whose source has been read: what a synchronous one promises is kept.
+    /// Called after a copy to the device whose source has been read. Keeps the guarantees of a synchronous
+    /// one.
     pub fn copied(&self) -> Result {
         if self.mode == Mode::Sync && !self.own { fences::copied(&self.stream, self.before) } else { Ok(()) }
     }
 
-    /// Puts a copy on the stream that writes device memory in the `len` bytes at `dst`; the `seq` of its record.
+    /// Puts a copy on the stream that writes the `len` bytes of device memory at `dst`. Returns the record's
+    /// `seq`.
     pub fn put<'a, T: Op<'a>>(&self, op: &T, dst: u64, len: u64) -> Result<Seq> {
         let _order = self.order(dst, len)?;
         self.stream.work(op)
     }
 
-    /// What has to come before work that writes the `len` bytes at `dst`. A graph's launch has seen to that for its copies.
+    /// What must precede work that writes the `len` bytes at `dst`. A graph's launch has already done that
+    /// for its copies.
     fn order(&self, dst: u64, len: u64) -> Result<Option<Order>> {
         if self.own { Ok(None) } else { managed::before_work_on(dst, len) }
     }
 
-    /// Transfers on its stream that know nothing of pinned and managed memory.
+    /// Transfers on its stream that ignore pinned and managed memory.
     pub fn transfer(&self) -> Transfer<'_> {
         Transfer { stream: &self.stream }
     }
@@ -116,7 +119,8 @@ impl Copier {
     /// Host to device.
     ///
     /// # Safety
-    /// `src` may be read for `len` bytes: until the call returns if it is pageable, until the copy is done if it is pinned.
+    /// `src` is readable for `len` bytes: until the call returns if it is pageable, until the copy is done if
+    /// it is pinned.
     pub unsafe fn to_device(&self, dst: u64, src: *const u8, len: usize) -> Result {
         if len == 0 {
             return Ok(());
@@ -129,8 +133,8 @@ impl Copier {
         }
         let home = match address::check_near(self.driver, self.server(), dst, len as u64) {
             Ok(found) => found.context,
-            // With unified addressing pinned memory is a device's as well.
-            // SAFETY: as the caller says.
+            // With unified addressing, pinned memory also has a device address.
+            // SAFETY: the caller meets the same requirements.
             Err(_) if is_pinned(dst, len) => return unsafe { self.on_host(dst as *mut u8, src, len) },
             Err(status) => return Err(status),
         };
@@ -141,7 +145,7 @@ impl Copier {
                 unsafe { copier.send(dst, src as *const u8, len) }
             });
         }
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.send(dst, src, len) }
     }
 
@@ -155,7 +159,7 @@ impl Copier {
             let read_in_place = || pinned::read_in_place(self.driver, self.stream.context, src as u64);
             let from =
                 pending_writes::source(self.driver, &self.stream, range, src as usize, len, read_in_place)?;
-            // Few bytes are cheaper in the record, but only where nothing may still be on its way into them.
+            // The record is cheaper for few bytes, but only if nothing pending may still write them.
             if !(self.mode == Mode::Sync && len <= INLINE && !self.stream.context.is_busy()) {
                 let steady = pinned_regions::steady();
                 if REGIONS.range(self.stream.session(), src as usize, len).is_none() {
@@ -168,14 +172,14 @@ impl Copier {
             }
         }
         if self.mode == Mode::Async && REGIONS.find(src as usize).is_some() {
-            // Registered memory that the host cannot read in place: it is read here and now, so what comes before on the stream (a
-            // host function may write it) must be over.
+            // Registered memory that the host cannot read in place. It is read here and now, so earlier work
+            // on the stream must be done: a host function may write the memory.
             self.stream.synchronize()?;
         }
         if REGIONS.find(src as usize).is_none() {
             activity::copies_pageable();
         }
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.transfer().send(dst, src, len, |dst, len| self.order(dst, len)) }?;
         self.copied()
     }
@@ -183,7 +187,8 @@ impl Copier {
     /// Device to host.
     ///
     /// # Safety
-    /// `dst` may be written for `len` bytes: until the call returns if it is pageable, until the copy is done if it is pinned.
+    /// `dst` is writable for `len` bytes: until the call returns if it is pageable, until the copy is done if
+    /// it is pinned.
     pub unsafe fn to_host(&self, dst: *mut u8, src: u64, len: usize) -> Result {
         if len == 0 {
             return Ok(());
@@ -196,7 +201,7 @@ impl Copier {
         }
         let home = match address::check_near(self.driver, self.server(), src, len as u64) {
             Ok(found) => found.context,
-            // SAFETY: as the caller says.
+            // SAFETY: guaranteed by the caller.
             Err(_) if is_pinned(src, len) => return unsafe { self.on_host(dst, src as *const u8, len) },
             Err(status) => return Err(status),
         };
@@ -207,7 +212,7 @@ impl Copier {
                 unsafe { copier.receive(dst as *mut u8, src, len) }
             });
         }
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.receive(dst, src, len) }
     }
 
@@ -232,18 +237,18 @@ impl Copier {
         if REGIONS.find(dst as usize).is_none() {
             activity::copies_pageable();
         }
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         let received = unsafe { self.transfer().receive(dst, src, len) };
-        // A kernel that was to write the bytes may have been refused.
+        // The kernel that should have written the bytes may have been refused.
         self.stream.context.settle(received)
     }
 
-    /// Device to device, of one device or two: never waits.
+    /// Device to device, on one device or two. Never waits.
     pub fn on_device(&self, dst: u64, src: u64, len: usize) -> Result {
         self.on_devices((dst, self.server()), (src, self.server()), len)
     }
 
-    /// The same with addresses of certain servers, where that makes a difference.
+    /// The same with the servers of the addresses given, for addresses that exist on several.
     pub fn on_devices(
         &self,
         (dst, dst_near): (u64, &'static Server),
@@ -254,7 +259,7 @@ impl Copier {
             return Ok(());
         }
         if is_pinned(dst, len) || is_pinned(src, len) {
-            // SAFETY: pinned memory of the program's, or none that a copy would accept.
+            // SAFETY: pinned memory of the program, or memory that no copy accepts.
             return unsafe { self.unified(dst, src, len) };
         }
         let to = address::check_near(self.driver, dst_near, dst, len as u64)?.context;
@@ -281,24 +286,26 @@ impl Copier {
         self.finish_managed(&[dst, src])
     }
 
-    /// After a copy between servers that has been put on the stream: a synchronous one is done if it has to do with managed memory at these addresses, because the host reads and writes that without
-    /// asking. Within one server the host's pages are taken when the call comes; here, a thread does so later.
+    /// Called after a copy between servers was put on the stream. If either address is managed memory, a
+    /// synchronous copy is completed now, because the host accesses that memory without asking. (Within one
+    /// server the host's pages are taken during the call; here a thread does that later.)
     pub fn finish_managed(&self, ends: &[u64]) -> Result {
         let managed = |end: &u64| address::find(self.driver, *end).is_some_and(|found| found.managed);
         if ends.iter().any(managed) { self.finish() } else { Ok(()) }
     }
 
-    /// The server that the stream is on.
+    /// The stream's server.
     pub fn server(&self) -> &'static Server {
         self.stream.context.server
     }
 
-    /// Whether memory that was made in a context is on the stream's server.
+    /// Whether memory of a context is on the stream's server.
     pub fn is_own(&self, home: &Context) -> bool {
         std::ptr::eq(home.server, self.server())
     }
 
-    /// Does `work` with a copier of another server, when the stream comes to it. The call waits for it if it is to be synchronous, or if the memory of this process `stays` only during the call.
+    /// Runs `work` with a copier for another server when the stream reaches it. Waits if the copy is
+    /// synchronous, or if the process's memory isn't guaranteed to stay after the call (`stays` is false).
     pub fn with_other(
         &self,
         home: &'static Context,
@@ -312,7 +319,7 @@ impl Copier {
         })
     }
 
-    /// Checks that both ends are memory of devices. False: one of them is pinned memory, as its address tells.
+    /// Checks that both ends are device memory. Returns false if one is pinned memory.
     pub fn is_on_device(&self, dst: u64, src: u64, len: usize) -> Result<bool> {
         if is_pinned(dst, len) || is_pinned(src, len) {
             return Ok(false);
@@ -322,10 +329,11 @@ impl Copier {
         Ok(true)
     }
 
-    /// Host to host, in the stream's order: waits for the stream, as CUDA does with pageable memory, unless all of it is pinned.
+    /// Host to host, in stream order. Waits for the stream, as CUDA does with pageable memory, unless all of
+    /// it is pinned.
     ///
     /// # Safety
-    /// `src` may be read and `dst` written for `len` bytes.
+    /// `src` is readable and `dst` writable for `len` bytes.
     pub unsafe fn on_host(&self, dst: *mut u8, src: *const u8, len: usize) -> Result {
         if len == 0 {
             return Ok(());
@@ -336,26 +344,27 @@ impl Copier {
         if self.mode == Mode::Async && is_pinned(dst as u64, len) && is_pinned(src as u64, len) {
             let (dst, src) = (dst as usize, src as usize);
             let copied = Function::Own(Box::new(move || {
-                // SAFETY: pinned memory, which the program leaves alone until the stream has come past here.
+                // SAFETY: pinned memory, which the program leaves alone until the stream has passed this
+                // point.
                 unsafe { std::ptr::copy(src as *const u8, dst as *mut u8, len) }
             }));
             return host_function::on(self.driver, self.stream.clone(), copied, std::ptr::null_mut());
         }
         self.stream.synchronize()?;
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { std::ptr::copy(src, dst, len) };
         Ok(())
     }
 
-    /// A copy whose ends say by their addresses where they are: unified addressing.
+    /// A copy that determines from the addresses where each end is: unified addressing.
     ///
     /// # Safety
-    /// As for the copy that it turns out to be.
+    /// As for the resulting kind of copy.
     pub unsafe fn unified(&self, dst: u64, src: u64, len: usize) -> Result {
         if len == 0 {
             return Ok(());
         }
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match (is_device(self.driver, dst), is_device(self.driver, src)) {
                 (true, true) => self.on_device(dst, src, len),
@@ -367,7 +376,7 @@ impl Copier {
     }
 }
 
-/// Whether a range is one of pinned memory.
+/// Whether a range is pinned memory.
 pub(crate) fn is_pinned(address: u64, len: usize) -> bool {
     REGIONS.find(address as usize).is_some_and(|(base, size, _)| len <= size - (address as usize - base))
 }

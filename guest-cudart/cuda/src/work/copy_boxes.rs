@@ -1,8 +1,9 @@
 //! Copies of rectangles and boxes.
 //!
-//! Between device memories they are one operation. Between host and device, rows that follow each other without a gap on both sides are bytes in a row; otherwise rows are
-//! packed into the arena chunk by chunk, and the device's side of each chunk is a box. With pinned memory and a stream that goes on alone, each row is a reference of its own: the
-//! source must not be read before the stream comes to it.
+//! Between device memories they are one operation. Between host and device, rows without gaps on both sides
+//! are one contiguous copy. Otherwise rows are packed into the arena chunk by chunk, and the device's side of
+//! each chunk is a box. With pinned memory and an asynchronous copy, each row is a reference of its own: the
+//! source must not be read before the stream reaches the copy.
 
 use crate::abi::result::Result;
 use crate::abi::types::{Memcpy3D, memory_type};
@@ -33,7 +34,7 @@ struct Side {
     slice: u64,
 }
 
-/// What is copied: bytes in a row, rows, slices.
+/// The extent of a copy: bytes per row, rows, slices.
 #[derive(Debug, Clone, Copy)]
 struct Extent {
     width: u64,
@@ -42,19 +43,19 @@ struct Extent {
 }
 
 impl Side {
-    /// Bytes from the first to behind the last.
+    /// Bytes from the first to the end of the last.
     fn span(&self, e: &Extent) -> Option<u64> {
         let slices = self.slice.checked_mul(e.depth - 1)?;
         let rows = self.pitch.checked_mul(e.height - 1)?;
         slices.checked_add(rows)?.checked_add(e.width)
     }
 
-    /// Whether rows and slices follow each other without a gap.
+    /// Whether rows and slices follow each other without gaps.
     fn is_packed(&self, e: &Extent) -> bool {
         (e.height == 1 || self.pitch == e.width) && (e.depth == 1 || self.slice == e.width * e.height)
     }
 
-    /// Checks that all of it is memory of its kind. Returns the context of a device's.
+    /// Checks that all of it is memory of its kind. Returns the context if it is device memory.
     fn check(&self, driver: &Driver, near: &'static Server, e: &Extent) -> Result<Option<&'static Context>> {
         let span = self.span(e).filter(|span| self.address.checked_add(*span).is_some());
         let span = span.ok_or(Status::INVALID_VALUE)?;
@@ -76,7 +77,7 @@ impl Side {
         self.address + z * self.slice + y * self.pitch
     }
 
-    /// It, as memory that was made in a context.
+    /// The same as linear memory of a context.
     fn on(&self, context: &'static Context) -> Linear {
         Linear { context, place: self.pitched() }
     }
@@ -88,7 +89,7 @@ impl Side {
 
 impl Copier {
     /// # Safety
-    /// Host sides may be read or written over their span, as long as `copy`'s functions ask for.
+    /// Host sides are readable or writable over their span, for as long as `copy`'s functions require.
     unsafe fn boxes(&self, dst: Side, src: Side, e: Extent) -> Result {
         if e.width == 0 || e.height == 0 || e.depth == 0 {
             return Ok(());
@@ -97,12 +98,12 @@ impl Copier {
         let from = src.check(self.driver, self.server(), &e)?;
         let other = [to, from].into_iter().flatten().find(|context| !self.is_own(context));
         if let Some(other) = other {
-            // SAFETY: as the caller says.
+            // SAFETY: guaranteed by the caller.
             return unsafe { self.boxes_elsewhere(dst, src, e, other, [to, from]) };
         }
         let packed = dst.is_packed(&e) && src.is_packed(&e);
         let bytes = (e.width * e.height * e.depth) as usize;
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match (dst.device, src.device) {
                 (true, true) if packed => self.on_device(dst.address, src.address, bytes),
@@ -137,7 +138,7 @@ impl Copier {
         }
     }
 
-    /// A copy with a side on another server than the stream's.
+    /// A copy with one side on another server than the stream's.
     ///
     /// # Safety
     /// As [`boxes`](Self::boxes).
@@ -159,11 +160,11 @@ impl Copier {
             return self.finish_managed(&[dst.address, src.address]);
         }
         let stays = [dst, src].iter().all(|side| side.device || self.pinned(side, &e));
-        // SAFETY: as the caller says: the call waits unless all of the host's side is pinned.
+        // SAFETY: the call waits unless the whole host side is pinned, so the memory stays.
         self.with_other(other, stays, move |copier| unsafe { copier.boxes(dst, src, e) })
     }
 
-    /// The host's side as one region, if it is pinned as a whole and known to the host.
+    /// The host's side as one region, if all of it is pinned and registered with the host.
     fn pinned(&self, side: &Side, e: &Extent) -> bool {
         side.span(e).is_some_and(|span| {
             REGIONS.range(self.stream.session(), side.address as usize, span as usize).is_some()
@@ -228,7 +229,7 @@ impl Copier {
             let pending = match session.submit(&StreamSynchronize { stream }) {
                 Ok(pending) => pending,
                 Err(status) => {
-                    // The host may still write the block: it is lost with the session.
+                    // The host may still write the block, so it is lost with the session.
                     std::mem::forget(block);
                     return Err(status);
                 }
@@ -246,7 +247,7 @@ impl Copier {
                 }
             }
         }
-        // A kernel that was to write the bytes may have been refused.
+        // The kernel that should have written the bytes may have been refused.
         self.stream.context.deferred()
     }
 }
@@ -256,7 +257,7 @@ fn rows(e: &Extent) -> impl Iterator<Item = (u64, u64)> + use<> {
     (0..depth).flat_map(move |z| (0..height).map(move |y| (z, y)))
 }
 
-/// A box inside the box that is copied: whole slices, or whole rows of one slice, or a piece of one row.
+/// A box inside the copied box: whole slices, whole rows of one slice, or part of one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Part {
     x: u64,
@@ -278,7 +279,7 @@ impl Part {
     }
 }
 
-/// Cuts a box into parts of at most `most` bytes, in order.
+/// Splits a box into parts of at most `most` bytes, in order.
 fn parts(e: &Extent, most: u64) -> impl Iterator<Item = Part> + use<> {
     let e = *e;
     let slice = e.width.saturating_mul(e.height);
@@ -310,7 +311,7 @@ fn parts(e: &Extent, most: u64) -> impl Iterator<Item = Part> + use<> {
     })
 }
 
-/// A copy between two servers in pieces that fit into slots.
+/// Splits a copy between two servers into pieces that fit into slots.
 fn pieces(dst: &Side, src: &Side, e: &Extent) -> Vec<server_copy::Part> {
     let at = |side: &Side, part: &Part| side.row(part.z, part.y) + part.x;
     let piece = |part: Part| server_copy::Part {
@@ -331,7 +332,7 @@ struct Described {
     y: usize,
     z: usize,
     pitch: usize,
-    /// Rows of a slice; 0 in the flat form.
+    /// Rows per slice; 0 in the flat form.
     height: usize,
 }
 
@@ -346,7 +347,7 @@ impl Described {
 
     fn side(&self, driver: &Driver, e: &Extent) -> Result<Side> {
         let (device, base) = match self.kind {
-            // Managed memory may be named as the host's side; it is copied as the device's.
+            // A program may describe managed memory as host memory; it is copied as device memory.
             memory_type::HOST => (managed::is_here(self.host as u64), self.host as u64),
             memory_type::DEVICE => (true, self.device),
             memory_type::UNIFIED => (is_device(driver, self.device), self.device),
@@ -392,7 +393,7 @@ impl Copier {
     /// # Safety
     /// As [`Copier::boxes`].
     unsafe fn between(&self, dst: &Described, src: &Described, e: Extent) -> Result {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.between_ends(dst.end(self.driver, &e)?, src.end(self.driver, &e)?, e) }
     }
 
@@ -403,7 +404,7 @@ impl Copier {
         if matches!((&dst, &src), (Place::Not(_), _) | (_, Place::Not(_))) {
             let ends = [self.home(&dst, &e)?, self.home(&src, &e)?];
             if ends.iter().flatten().any(|context| !self.is_own(context)) {
-                // SAFETY: as the caller says.
+                // SAFETY: guaranteed by the caller.
                 return unsafe { self.arrays_elsewhere(dst, src, e, ends) };
             }
         }
@@ -418,7 +419,7 @@ impl Copier {
             pitch: memory.pitch,
             slice: memory.slice,
         };
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match (dst, src) {
                 (Place::Side(dst), Place::Side(src)) => self.boxes(dst, src, e),
@@ -444,7 +445,7 @@ impl Copier {
 }
 
 impl Copier {
-    /// The context of an end that is a device's.
+    /// The context of an end, if it is device memory.
     fn home(&self, end: &Place, e: &Extent) -> Result<Option<&'static Context>> {
         match end {
             Place::Not(End::Array(array, _)) => Ok(Some(array.context)),
@@ -453,7 +454,7 @@ impl Copier {
         }
     }
 
-    /// A copy with an array, and with an end on another server than the stream's.
+    /// A copy with an array, and with one end on another server than the stream's.
     ///
     /// # Safety
     /// As [`Copier::boxes`].
@@ -471,11 +472,11 @@ impl Copier {
             let pinned =
                 |end: &Place| !matches!(end, Place::Side(side) if !side.device && !self.pinned(side, &e));
             let stays = pinned(&dst) && pinned(&src);
-            // SAFETY: as the caller says: the call waits unless all of the host's side is pinned.
+            // SAFETY: the call waits unless the whole host side is pinned, so the memory stays.
             return self.with_other(home, stays, move |copier| unsafe { copier.between_ends(dst, src, e) });
         };
         if std::ptr::eq(to.server, from.server) {
-            // SAFETY: no end is the host's.
+            // SAFETY: neither end is host memory.
             return self.with_other(to, true, move |copier| unsafe { copier.between_ends(dst, src, e) });
         }
         let linear = |end: &Place| if let Place::Side(side) = end { side.address } else { 0 };
@@ -501,7 +502,7 @@ impl Copier {
     }
 }
 
-/// An end of a copy between servers as linear memory: an array has some in its place meanwhile.
+/// An end of a copy between servers as linear memory: an array is replaced by temporary memory.
 struct Flat<'c> {
     side: Side,
     array: Option<End>,
@@ -540,7 +541,7 @@ impl Flat<'_> {
 impl Drop for Flat<'_> {
     fn drop(&mut self) {
         if self.array.is_some() {
-            // What cannot be freed goes with the session.
+            // What cannot be freed is freed with the session.
             let _ = stream_ordered::free_in_order(
                 self.copier.driver,
                 self.side.address,
@@ -550,7 +551,7 @@ impl Drop for Flat<'_> {
     }
 }
 
-/// The two sides of a description, and what is copied.
+/// The two sides of a description, and the extent.
 fn described(c: &Memcpy3D) -> (Described, Described, Extent) {
     let dst = Described {
         kind: c.dstMemoryType,
@@ -577,7 +578,7 @@ fn described(c: &Memcpy3D) -> (Described, Described, Extent) {
     (dst, src, Extent { width: c.WidthInBytes as u64, height: c.Height as u64, depth: c.Depth as u64 })
 }
 
-/// Checks a program's description as far as it stands for itself. False: there is nothing to copy.
+/// Checks a program's description by itself. Returns false if there is nothing to copy.
 pub(crate) fn is_some(c: &Memcpy3D, peer: bool) -> Result<bool> {
     if !peer && (c.reserved0 != 0 || c.reserved1 != 0) || c.srcLOD != 0 || c.dstLOD != 0 {
         return Err(Status::INVALID_VALUE);
@@ -595,13 +596,13 @@ pub(crate) fn is_some(c: &Memcpy3D, peer: bool) -> Result<bool> {
     Ok(true)
 }
 
-/// Puts a copy that [is some](is_some) on the copier's stream, which is not being captured.
+/// Puts a copy that [is not empty](is_some) on the copier's stream, which must not be in a capture.
 ///
 /// # Safety
 /// As [`Copier::boxes`].
 pub(crate) unsafe fn run(copier: &Copier, c: &Memcpy3D) -> Result {
     let (dst, src, e) = described(c);
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { copier.between(&dst, &src, e) }
 }
 
@@ -611,7 +612,7 @@ pub(crate) enum OnDevice {
     Box(MemcpyDtoD3D),
 }
 
-/// The description with unified addresses told apart, and managed memory as the device's whatever it was named.
+/// The description with unified addresses resolved, and managed memory always described as device memory.
 pub(crate) fn resolve(driver: &Driver, c: &Memcpy3D) -> Result<Memcpy3D> {
     let mut c = *c;
     for (kind, host, device) in [
@@ -631,12 +632,12 @@ pub(crate) fn resolve(driver: &Driver, c: &Memcpy3D) -> Result<Memcpy3D> {
     Ok(c)
 }
 
-/// Whether both sides of a copy that was [resolved](resolve) are the host's.
+/// Whether both sides of a [resolved](resolve) copy are host memory.
 pub(crate) fn is_on_host(c: &Memcpy3D) -> bool {
     c.dstMemoryType == memory_type::HOST && c.srcMemoryType == memory_type::HOST
 }
 
-/// Whether both sides of a copy that was [resolved](resolve) are linear device memory.
+/// Whether both sides of a [resolved](resolve) copy are linear device memory.
 pub(crate) fn is_on_device(c: &Memcpy3D) -> bool {
     c.dstMemoryType == memory_type::DEVICE && c.srcMemoryType == memory_type::DEVICE
 }
@@ -657,13 +658,13 @@ pub(crate) fn is_on_server(server: &'static Server, c: &Memcpy3D) -> bool {
 pub(crate) enum Route {
     /// There is nothing to copy.
     Nothing,
-    /// By this process, which has a part in it.
+    /// By this process, which takes part in it.
     Here,
     /// By the server: both sides are device memory.
     Server(OnDevice),
 }
 
-/// How a graph's copy is done, checked.
+/// How a graph's copy is done, after checking it.
 pub(crate) fn route(driver: &Driver, server: &'static Server, c: &Memcpy3D) -> Result<Route> {
     let (dst, src, e) = described(c);
     if !is_some(c, false)? {
@@ -693,7 +694,7 @@ pub(crate) fn route(driver: &Driver, server: &'static Server, c: &Memcpy3D) -> R
     }))
 }
 
-/// Memory of the program's that the host of the GPU cannot reach, as the target of a graph's copy; or its source.
+/// Pageable memory, which the GPU's host cannot access, as the source or target of a graph's copy.
 pub(crate) struct Pageable {
     pub to_host: bool,
     side: Side,
@@ -701,30 +702,30 @@ pub(crate) struct Pageable {
 }
 
 impl Pageable {
-    /// Bytes, packed.
+    /// Size in bytes, packed.
     pub fn len(&self) -> usize {
         (self.extent.width * self.extent.height * self.extent.depth) as usize
     }
 
-    /// First byte, and bytes from there to behind the last.
+    /// First byte, and size up to the end of the last.
     pub fn span(&self) -> (usize, usize) {
         (self.side.address as usize, self.side.span(&self.extent).unwrap_or(0) as usize)
     }
 
-    /// Copies packed bytes to where they belong.
+    /// Copies packed bytes to their places.
     ///
     /// # Safety
-    /// `packed` has [`len`](Self::len) bytes; the program's memory is as its description says.
+    /// `packed` has [`len`](Self::len) bytes, and the program's memory is as described.
     pub unsafe fn unpack(&self, packed: *const u8) {
         let width = self.extent.width as usize;
         for (n, (z, y)) in rows(&self.extent).enumerate() {
-            // SAFETY: as the caller says.
+            // SAFETY: guaranteed by the caller.
             unsafe { move_bytes(packed.add(n * width), self.side.row(z, y) as *mut u8, width) };
         }
     }
 }
 
-/// The pageable side of a copy that was [resolved](resolve), if one side is the host's and the other is not.
+/// The pageable side of a [resolved](resolve) copy, if exactly one side is host memory.
 pub(crate) fn pageable(driver: &Driver, stream: &Stream, c: &Memcpy3D) -> Result<Option<Pageable>> {
     let (dst, src, extent) = described(c);
     let to_host = dst.kind == memory_type::HOST;
@@ -737,21 +738,21 @@ pub(crate) fn pageable(driver: &Driver, stream: &Stream, c: &Memcpy3D) -> Result
     Ok((!pinned).then_some(Pageable { to_host, side, extent }))
 }
 
-/// The same copy with packed bytes at `packed` as its target.
+/// The same copy with the packed bytes at `packed` as its target.
 pub(crate) fn to_packed(c: &Memcpy3D, packed: usize) -> Memcpy3D {
     let dst = Memcpy3D { dstXInBytes: 0, dstY: 0, dstZ: 0, ..*c };
     Memcpy3D { dstHost: packed, dstPitch: c.WidthInBytes, dstHeight: c.Height, ..dst }
 }
 
-/// Copies between two places of the host, now.
+/// Copies from host memory to host memory immediately.
 ///
 /// # Safety
-/// Both may be read and written as the description says.
+/// Both are readable and writable as described.
 pub(crate) unsafe fn on_host(driver: &Driver, c: &Memcpy3D) -> Result {
     let (dst, src, e) = described(c);
     let (dst, src) = (dst.side(driver, &e)?, src.side(driver, &e)?);
     for (z, y) in rows(&e) {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { std::ptr::copy(src.row(z, y) as *const u8, dst.row(z, y) as *mut u8, e.width as usize) };
     }
     Ok(())

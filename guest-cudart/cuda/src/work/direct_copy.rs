@@ -1,11 +1,13 @@
-//! Copies between servers over a direct connection of their workers: this process says what is to be copied, and the bytes do not pass here.
+//! Copies between servers over a direct connection of their workers. This process coordinates; the bytes
+//! don't pass through it.
 //!
 //! ```text
 //!  server A ── DirectSend ──▶ buffer ══ connection ══▶ buffer ── DirectLand ──▶ server B
 //! ```
 //!
-//! A copy is cut into numbered pieces, of which up to [`WINDOW`] are under way. A piece is landed when the receiving server has said that it has come. If there is no connection, or it fails,
-//! the copy takes the way through this process.
+//! A copy is split into numbered pieces, of which at most [`WINDOW`] are in transit. A piece is landed once
+//! the receiving server reports its arrival. If there is no connection, or it fails, the copy goes through
+//! this process.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -20,10 +22,10 @@ use client::ops::copy::Pitched;
 use client::ops::direct::{DirectArrival, DirectKey, DirectLand, DirectOffer, DirectOpen, DirectSend};
 use client::{Status, lock, log};
 
-/// Pieces of a copy that were sent and of which it is not known that they have come. The servers have room for twice as many.
+/// Pieces of a copy that were sent and not yet reported as arrived. The servers have room for twice as many.
 const WINDOW: usize = 8;
 
-/// A connection. Copies over it are made one after the other.
+/// A connection. Copies over it run one after the other.
 type Shared = Arc<Mutex<Connection>>;
 
 /// The connections, by the sending and the receiving session.
@@ -35,11 +37,11 @@ static NEXT: AtomicU32 = AtomicU32::new(1);
 /// A connection, or what stands for one.
 #[derive(Default)]
 enum Connection {
-    /// It was not asked for.
+    /// Not requested yet.
     #[default]
     New,
     Open(Open),
-    /// There is none, or there is none any more.
+    /// It doesn't exist, or no longer.
     None,
 }
 
@@ -52,7 +54,8 @@ struct Open {
 /// The servers on which the program has had a context.
 static USED: Mutex<Vec<&'static Server>> = Mutex::new(Vec::new());
 
-/// The program has a context on a server. When that is not its first one, the connections between them are opened ahead of the first copy, by a thread of their own.
+/// Notes that the program has a context on a server. If it is not the program's first server, a thread opens
+/// the connections between them before the first copy.
 pub(crate) fn used(server: &'static Server) {
     let mut used = lock(&USED);
     if used.iter().any(|known| std::ptr::eq(*known, server)) {
@@ -71,7 +74,7 @@ pub(crate) fn used(server: &'static Server) {
             }
         }
     };
-    // Without the thread the first copy opens them.
+    // Without the thread, the first copy opens them.
     let _ = std::thread::Builder::new().name("rgpu-direct".into()).spawn(open_all);
 }
 
@@ -80,7 +83,7 @@ fn connection(from: &Server, to: &Server) -> Shared {
     Arc::clone(lock(&CONNECTIONS).entry(key).or_default())
 }
 
-/// Opens a connection unless that was done, or tried, before. Waits until it is there, or is known not to be.
+/// Opens a connection unless that was done or tried before. Waits until it is open or has failed.
 fn ensure(connection: &mut Connection, from: &Server, to: &Server) {
     if !matches!(connection, Connection::New) {
         return;
@@ -108,7 +111,8 @@ fn open(from: &Server, to: &Server) -> std::result::Result<u32, String> {
     if opened.refusal.is_empty() { Ok(direct) } else { Err(opened.refusal) }
 }
 
-/// Copies parts, in order, over a direct connection. When this returns true, all bytes are there. False: the copy has to be made another way, from its beginning; a part of it may have been made.
+/// Copies parts, in order, over a direct connection. Returns true when all bytes have arrived. False: the
+/// copy must be repeated from the start in another way; parts of it may have been made.
 pub(crate) fn carry(
     (to, dst): (&Arc<Stream>, &Linear),
     (from, src): (&Arc<Stream>, &Linear),
@@ -131,7 +135,7 @@ pub(crate) fn carry(
         return Ok(false);
     }
     drop(connection);
-    // What the sending stream has failed with is known by now.
+    // By now the sending stream's errors are known.
     let mark = from.mark()?;
     from.session().wait_progress(|| from.has_passed(mark))?;
     from.context.deferred()?;
@@ -171,7 +175,8 @@ fn carry_over(
     }
 }
 
-/// Most bytes of a piece in a copy of so many: short ones for short copies, whose first piece then arrives earlier.
+/// Piece size in bytes for a copy of this size. Short copies have short pieces, so that the first arrives
+/// earlier.
 fn piece_of(bytes: usize) -> usize {
     const STEPS: [(usize, usize); 3] = [(600 << 10, 128 << 10), (4 << 20, 256 << 10), (14 << 20, 512 << 10)];
     STEPS.iter().find(|(upto, _)| bytes <= *upto).map_or(1 << 20, |(_, piece)| *piece)

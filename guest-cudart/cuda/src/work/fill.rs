@@ -14,18 +14,18 @@ use client::Status;
 use client::handle::StreamId;
 use client::ops::copy::Memset;
 
-/// How a fill is made.
+/// How a fill is done.
 pub(crate) enum Fill {
     /// There is nothing to fill.
     Nothing,
-    /// By the server that has the memory, in whichever context it was made.
+    /// By the server that has the memory, in the context it belongs to.
     Server(Memset, &'static Context),
-    /// By this process, whose pinned memory it is.
+    /// By this process, because it is pinned memory.
     Here(Bytes),
 }
 
 impl Fill {
-    /// How a fill is made now, checked.
+    /// How a fill is done now, after checking it.
     pub fn of(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Fill> {
         if !address::is_reserved(driver, p.dst)
             && let Some(bytes) = pinned(p)?
@@ -51,7 +51,8 @@ impl Fill {
             }
             Fill::Here(bytes) => {
                 let filled = Function::Own(Box::new(move || {
-                    // SAFETY: pinned memory of the program's, which says that it may be written when the stream comes here.
+                    // SAFETY: pinned memory of the program, which promises that it may be written when the
+                    // stream gets here.
                     unsafe { bytes.fill() }
                 }));
                 host_function::on(driver, stream.clone(), filled, std::ptr::null_mut())
@@ -60,12 +61,12 @@ impl Fill {
     }
 }
 
-/// Whether a fill is made by this process.
+/// Whether this process does a fill.
 pub(crate) fn is_here(driver: &Driver, p: &MemsetNodeParams) -> bool {
     is_elsewhere(driver, None, p)
 }
 
-/// Whether a fill is made by this process, or by another server.
+/// Whether this process or another server does a fill.
 pub(crate) fn is_elsewhere(driver: &Driver, server: Option<&Server>, p: &MemsetNodeParams) -> bool {
     match Fill::of(driver, StreamId(0), p) {
         Ok(Fill::Here(_)) => true,
@@ -74,7 +75,7 @@ pub(crate) fn is_elsewhere(driver: &Driver, server: Option<&Server>, p: &MemsetN
     }
 }
 
-/// A fill as an operation, checked; `None` when there is nothing to fill.
+/// A fill as an operation, after checking it. `None` if there is nothing to fill.
 fn op(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Option<(Memset, &'static Context)>> {
     let MemsetNodeParams { dst, pitch, value, elementSize: element, width, height } = *p;
     if width == 0 || height == 0 {
@@ -100,19 +101,20 @@ fn op(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Option<
     Ok(Some((Memset { stream, dst, pitch, value, element, width, height }, home)))
 }
 
-/// What a fill of pinned memory writes.
+/// A fill of pinned memory.
 pub(crate) struct Bytes(MemsetNodeParams);
 
 impl Bytes {
     /// # Safety
-    /// The memory may be written.
+    /// The memory is writable.
     unsafe fn fill(&self) {
         let p = &self.0;
         let value = p.value.to_le_bytes();
         for row in 0..p.height {
             for i in 0..p.width {
                 let at = p.dst as usize + row * p.pitch + i * p.elementSize as usize;
-                // SAFETY: inside the range that `pinned` has found; nothing is known of its alignment for the host.
+                // SAFETY: inside the range that `pinned` found; the alignment is unknown, so the writes are
+                // unaligned.
                 unsafe {
                     std::ptr::copy_nonoverlapping(value.as_ptr(), at as *mut u8, p.elementSize as usize);
                 }
@@ -121,7 +123,7 @@ impl Bytes {
     }
 }
 
-/// A fill of pinned memory, which this process makes by itself; `None`: it is of something else.
+/// A fill of pinned memory, which this process does. `None` for other memory.
 fn pinned(p: &MemsetNodeParams) -> Result<Option<Bytes>> {
     let Some((base, size, _)) = pinned_regions::REGIONS.find(p.dst as usize) else { return Ok(None) };
     let row = p.width.checked_mul(p.elementSize as usize);

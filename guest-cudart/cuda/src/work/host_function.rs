@@ -1,6 +1,7 @@
-//! Host functions in streams: `cuLaunchHostFunc`, `cuStreamAddCallback`, and functions of this library's own.
+//! Host functions in streams: `cuLaunchHostFunc`, `cuStreamAddCallback`, and this library's own functions.
 //!
-//! Each is a mark followed by a wait of the stream for a ticket. A thread watches the streams' progress words for marks that have been passed, calls the function and signals the ticket.
+//! Each is a mark followed by a wait of the stream for a ticket. A thread watches the streams' progress words
+//! for passed marks, calls the function and signals the ticket.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -21,13 +22,14 @@ use client::ops::stream::{StreamHostSignal, StreamHostWait, StreamMark};
 use client::seq::Seq;
 use client::{Status, lock, log};
 
-/// What is called.
+/// What to call.
 pub(crate) enum Function {
     Host(HostFn),
     Callback(StreamCallback, usize),
-    /// Something of this library's own, which calls nothing that waits for the stream. It is dropped uncalled where a host function is not called.
+    /// This library's own function, which never waits for the stream. It is dropped instead of called in the
+    /// cases where a host function isn't called.
     Own(Box<dyn FnOnce() + Send>),
-    /// A copy from or to another server. If it fails, the stream's context has that error.
+    /// A copy from or to another server. If it fails, the stream's context gets the error.
     Copy(Box<dyn FnOnce() -> Result + Send>),
 }
 
@@ -39,10 +41,11 @@ struct Call {
     data: *mut c_void,
 }
 
-// SAFETY: the pointer is the program's, handed back to its function and otherwise left alone.
+// SAFETY: the pointer is only handed back to the program's function, never dereferenced here.
 unsafe impl Send for Call {}
 
-/// Calls that are due, or will be, and the thread that makes them. Each server's streams have queues of their own, since a thread can wait for the progress of one session.
+/// Pending calls, and the thread that makes them. Each server's streams have their own queues, since a thread
+/// can wait for the progress of only one session.
 struct Queue {
     calls: Mutex<VecDeque<Call>>,
     came: Condvar,
@@ -59,9 +62,9 @@ impl Queue {
 struct Queues {
     /// The program's functions.
     programs: Queue,
-    /// This library's own, which must go on while one of the program's waits for something.
+    /// This library's own, which must continue while one of the program's waits for something.
     own: Queue,
-    /// Copies from and to other servers, which take their time.
+    /// Copies from and to other servers, which take long.
     copies: Queue,
 }
 
@@ -71,10 +74,11 @@ impl Queues {
     }
 }
 
-/// By the number of the session.
+/// Indexed by session.
 static QUEUES: [Queues; MAX_SERVERS] = [const { Queues::new() }; MAX_SERVERS];
 
-/// Calls a function when a stream, which is not being captured, comes to it; the stream goes on when it returns.
+/// Calls a function when a stream, which must not be in a capture, reaches it. The stream continues when the
+/// function returns.
 pub(crate) fn on(
     driver: &'static Driver,
     stream: Arc<Stream>,
@@ -100,10 +104,10 @@ pub(crate) fn on(
                 .map(drop)
         };
         if let Err(error) = started {
-            log::error(format_args!("no thread for stream callbacks: {error}"));
+            log::error(format_args!("cannot start the thread for stream callbacks: {error}"));
         }
     });
-    // Under the queue's lock, so that calls stand in the queue in the order of their streams.
+    // Under the queue's lock, so that calls are queued in their streams' order.
     let mut calls = lock(&queue.calls);
     let mark = stream.publishing_work(&StreamMark { stream: stream.id })?;
     let seq = stream.work(&StreamHostWait { stream: stream.id, ticket })?;
@@ -113,7 +117,8 @@ pub(crate) fn on(
     Ok(())
 }
 
-/// The first call in the queue whose stream has come to it. Calls of one stream stand in order, so none is overtaken by its own.
+/// The first call in the queue whose stream has reached it. Calls of one stream are queued in order, so none
+/// overtakes another.
 fn next(queue: &Queue) -> Option<Call> {
     let mut calls = lock(&queue.calls);
     let at = calls.iter().position(|call| call.stream.has_passed(call.mark))?;
@@ -122,9 +127,10 @@ fn next(queue: &Queue) -> Option<Call> {
 
 /// Starts the thread that calls the program's functions.
 ///
-/// Such a function may end the thread: an interpreter that shuts down lets every thread that comes back to it do so (CPython's `PyThread_exit_thread`, by `pthread_exit`), and its process then ends as
-/// it would have. A thread of Rust's own catches what unwinds it so, and the C library ends the process for that; hence a thread of the system's, with nothing on it to catch, and nothing to
-/// drop where the functions are called.
+/// Such a function may end the thread: an interpreter that shuts down makes every thread that returns to it
+/// exit (CPython's `PyThread_exit_thread`, by `pthread_exit`), and its process then ends normally. Rust's own
+/// threads catch the resulting unwinding, for which the C library aborts the process. Hence a plain pthread,
+/// with nothing that catches and nothing to drop where functions are called.
 fn start_programs(server: &'static Server) -> std::io::Result<()> {
     extern "C-unwind" fn programs(server: *mut c_void) -> *mut c_void {
         // SAFETY: a name with its NUL, of at most 16 bytes, for this thread.
@@ -138,21 +144,22 @@ fn start_programs(server: &'static Server) -> std::io::Result<()> {
     }
     type Plain = extern "C" fn(*mut c_void) -> *mut c_void;
     type Unwinding = extern "C-unwind" fn(*mut c_void) -> *mut c_void;
-    // SAFETY: the two differ in what a caller may assume of unwinding, and the C library's threads end by it (`pthread_exit`).
+    // SAFETY: the types differ only in whether the function may unwind, and the C library allows a thread's
+    // function to unwind (`pthread_exit`).
     let routine = unsafe { std::mem::transmute::<Unwinding, Plain>(programs) };
     let argument = std::ptr::from_ref(server).cast_mut().cast();
     let mut thread = 0;
-    // SAFETY: writes a handle; the routine takes a server that lives as long as the process.
+    // SAFETY: writes a handle; the routine's argument is a server, which lives as long as the process.
     let failed = unsafe { libc::pthread_create(&mut thread, std::ptr::null(), routine, argument) };
     if failed != 0 {
         return Err(std::io::Error::from_raw_os_error(failed));
     }
-    // SAFETY: the thread that was just made, which nobody joins.
+    // SAFETY: the thread just created, which nobody joins.
     unsafe { libc::pthread_detach(thread) };
     Ok(())
 }
 
-/// A queue's thread.
+/// The thread of a queue.
 fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue) {
     let session = server.session;
     loop {
@@ -172,7 +179,7 @@ fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue
                 let failed = session.progress().error(call.stream.context.id).and_then(|word| word.get());
                 (call, failed.filter(|(_, sticky, _)| *sticky).map_or(Status::SUCCESS, |(status, ..)| status))
             }
-            // The session is lost: callbacks hear of it, in order.
+            // The session is lost: report that to the callbacks, in order.
             (None, Err(status)) => match lock(&queue.calls).pop_front() {
                 Some(call) => (call, status),
                 None => continue,
@@ -180,20 +187,20 @@ fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue
             (None, Ok(())) => continue,
         };
         let Call { stream, ticket, function, data, .. } = call;
-        // As in NVIDIA's driver, whose functions are refused there nevertheless.
+        // As with NVIDIA's driver, although calls are still refused there.
         context::enter(stream.context);
         let (context, stopped) = (stream.context, stream.unique());
         drop(stream);
-        // The function is to find what the stream has written before it.
+        // The function must see what the stream has written before it.
         shared_blocks::after_wait(driver);
         lock(&STOPPED).push(stopped);
         CALLING.fetch_add(1, Ordering::AcqRel);
         match function {
             Function::Own(function) if status == Status::SUCCESS => function(),
-            // A host function is not called when its context has failed, as CUDA says.
+            // CUDA doesn't call a host function if its context has failed.
             Function::Host(function) if status == Status::SUCCESS => {
                 CALLED.set(true);
-                // SAFETY: the program gave the function for this call with this argument.
+                // SAFETY: the program passed the function to be called here with this argument.
                 unsafe { function(data) }
             }
             Function::Copy(copy) if status == Status::SUCCESS => {
@@ -204,7 +211,7 @@ fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue
             Function::Host(_) | Function::Own(_) | Function::Copy(_) => {}
             Function::Callback(function, handle) => {
                 CALLED.set(true);
-                // SAFETY: the program gave the callback for this call with this argument.
+                // SAFETY: the program passed the callback to be called here with this argument.
                 unsafe { function(handle, status.0, data) }
             }
         }
@@ -212,7 +219,7 @@ fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue
         CALLING.fetch_sub(1, Ordering::AcqRel);
         lock(&STOPPED).retain(|stream| *stream != stopped);
         managed::before_going_on(driver);
-        // The stream goes on. If the session is lost there is nothing that could.
+        // Let the stream continue. If the session is lost, nothing continues.
         let _ = session.append(&StreamHostSignal { ticket });
     }
 }

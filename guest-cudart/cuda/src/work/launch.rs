@@ -1,4 +1,4 @@
-//! Launches. Errors in a launch are found here, before it is appended, and get the status code that CUDA gives.
+//! Launches. They are checked here before they are appended, and errors get CUDA's status codes.
 
 use std::ffi::c_void;
 use std::sync::atomic::AtomicBool;
@@ -13,10 +13,10 @@ use crate::process::fences;
 use client::Status;
 use client::ops::launch::LaunchAttribute;
 
-/// Blocks of a cluster that every device of the architecture can have.
+/// Cluster size in blocks that every device of the architecture supports.
 const PORTABLE_CLUSTER: u32 = 8;
 
-/// What a launch asks for.
+/// The shape of a launch.
 pub(crate) struct Shape {
     pub grid: [u32; 3],
     pub block: [u32; 3],
@@ -42,7 +42,8 @@ fn check(device: &Device, function: &Function, shape: &Shape) -> Result {
     function.ready()?;
     let most = function.attribute(func::MAX_THREADS_PER_BLOCK);
     if most > 0 && threads > most as u64 {
-        // Either the registers do not suffice, or the kernel was compiled for fewer threads (__launch_bounds__).
+        // Either there are too few registers, or the kernel was compiled for fewer threads
+        // (__launch_bounds__).
         let warps = threads.div_ceil(32).next_multiple_of(4);
         let registers = warps * (function.attribute(func::NUM_REGS).max(0) as u64 * 32).next_multiple_of(256);
         let available = device.attribute(attr::MAX_REGISTERS_PER_BLOCK).max(0) as u64;
@@ -59,7 +60,7 @@ fn check(device: &Device, function: &Function, shape: &Shape) -> Result {
     Ok(())
 }
 
-/// Gathers the parameter block from one pointer for each parameter.
+/// Gathers the parameter block from one pointer per parameter.
 unsafe fn gather(function: &Function, params: *const *const c_void, block: &mut Vec<u8>) -> Result {
     block.clear();
     block.resize(function.params_size, 0);
@@ -68,7 +69,7 @@ unsafe fn gather(function: &Function, params: *const *const c_void, block: &mut 
     }
     non_null(params)?;
     for (i, param) in function.params.iter().enumerate() {
-        // SAFETY: the program gives as many pointers as the function has parameters, each to as many bytes as the parameter has.
+        // SAFETY: the program passes one pointer per parameter, each to as many bytes as the parameter has.
         unsafe {
             let from = *params.add(i);
             non_null(from)?;
@@ -79,7 +80,7 @@ unsafe fn gather(function: &Function, params: *const *const c_void, block: &mut 
     Ok(())
 }
 
-/// Takes the parameter block from `extra`: pairs of a key and a value.
+/// Reads the parameter block from `extra`: pairs of a key and a value.
 unsafe fn unpack(function: &Function, extra: *const *mut c_void, block: &mut Vec<u8>) -> Result {
     const END: usize = 0;
     const BUFFER: usize = 1;
@@ -92,7 +93,7 @@ unsafe fn unpack(function: &Function, extra: *const *mut c_void, block: &mut Vec
         if key == END {
             break;
         }
-        // SAFETY: the entry behind a key that is not END is its value.
+        // SAFETY: the entry after a key other than END is its value.
         let value = unsafe { *extra.add(at + 1) };
         match key {
             BUFFER => buffer = value.cast(),
@@ -107,8 +108,9 @@ unsafe fn unpack(function: &Function, extra: *const *mut c_void, block: &mut Vec
     }
     non_null(buffer)?;
     non_null(size)?;
-    // A buffer may be shorter than the parameters (NCCL gives as much as a launch needs of a large structure): the rest is zero. NVIDIA's driver refuses a longer one so.
-    // SAFETY: not NULL; the program gives a size and a buffer of that size.
+    // A buffer may be shorter than the parameters (NCCL passes only the used part of a large structure): the
+    // rest is zero. NVIDIA's driver refuses a longer one with this status.
+    // SAFETY: not NULL; the program passes a buffer and its size.
     unsafe {
         let given = *size;
         if given > function.params_size {
@@ -120,10 +122,10 @@ unsafe fn unpack(function: &Function, extra: *const *mut c_void, block: &mut Vec
     Ok(())
 }
 
-/// The attributes of a launch, or of a question about one.
+/// The attributes of a launch, or of an occupancy query.
 ///
 /// # Safety
-/// The array has as many entries as it says.
+/// The array has as many entries as the configuration says.
 pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttribute>> {
     static SAID: AtomicBool = AtomicBool::new(false);
     let mut out = Vec::new();
@@ -132,11 +134,11 @@ pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttri
     }
     non_null(config.attrs)?;
     for i in 0..config.numAttrs as usize {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         let LaunchAttr { id, value, .. } = unsafe { *config.attrs.add(i) };
         match id {
             launch_attr::IGNORE => {}
-            // Events are recorded behind the launch, see `events`.
+            // Events are recorded after the launch, see `events`.
             launch_attr::PROGRAMMATIC_EVENT | launch_attr::LAUNCH_COMPLETION_EVENT => {}
             launch_attr::DEVICE_UPDATABLE_KERNEL_NODE => {
                 return refuse_form("a launch attribute that names a graph node", &SAID);
@@ -148,7 +150,8 @@ pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttri
     Ok(out)
 }
 
-/// A grid is made of whole clusters, of the size that the function was compiled for, if any; more than eight blocks only a function has that allows it.
+/// A grid must consist of whole clusters, of the size that the function was compiled for, if any. More than
+/// eight blocks per cluster need the function's permission.
 fn check_clusters(function: &Function, attributes: &[LaunchAttribute], grid: &[u32; 3]) -> Result {
     let own = [func::REQUIRED_CLUSTER_WIDTH, func::REQUIRED_CLUSTER_HEIGHT, func::REQUIRED_CLUSTER_DEPTH]
         .map(|number| function.attribute(number).max(0) as u32);
@@ -171,7 +174,7 @@ fn check_clusters(function: &Function, attributes: &[LaunchAttribute], grid: &[u
     Ok(())
 }
 
-/// Checks everything about a launch but its parameters, and notes what the host will see of it.
+/// Checks everything about a launch except its parameters, and notes which of its effects the host can see.
 pub(crate) fn check_all(
     driver: &Driver,
     function: &Function,
@@ -192,7 +195,7 @@ pub(crate) fn check_all(
 /// The parameter block of a launch, in either form.
 ///
 /// # Safety
-/// What the pointers lead to may be read, for as much as the function takes.
+/// What the pointers point to is readable, for as many bytes as the function takes.
 pub(crate) unsafe fn parameters(
     function: &Function,
     params: *const *const c_void,
@@ -202,6 +205,6 @@ pub(crate) unsafe fn parameters(
     if !params.is_null() && !extra.is_null() {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { if extra.is_null() { gather(function, params, block) } else { unpack(function, extra, block) } }
 }

@@ -1,7 +1,9 @@
-//! Memory operations of streams: waiting for a word of memory and writing one, in stream order.
+//! Memory operations of streams: waiting for a word of memory, and writing one, in stream order.
 //!
-//! The device handles words that it can reach. Words of pinned memory that it cannot reach (the GPU is in another machine, or is the software GPU) are handled by this process: a write is a function of the library's own in the stream's order. A wait
-//! holds the stream, as a host function does, until a thread here has seen the condition come true.
+//! The device handles words that it can access. For words of pinned memory that it can't access (the GPU is
+//! in another machine, or is the software GPU), this process does the work: a write is one of this library's
+//! functions in stream order; a wait holds the stream, like a host function, until a thread here sees the
+//! condition met.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -28,15 +30,16 @@ use client::seq::Seq;
 use client::session::Session;
 use client::{Status, lock, log};
 
-/// `CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER`, which only the first form of the functions knows: with a barrier it is done all the same.
+/// `CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER`, which only the first form of the functions accepts. There is
+/// always a barrier.
 const NO_MEMORY_BARRIER: u32 = 1;
-/// Between two looks at a word of this process's: the first ones, and the later ones.
+/// Pauses between checks of a word in this process: the first, and the longest.
 const FIRST_NAP: Duration = Duration::from_micros(20);
 const LAST_NAP: Duration = Duration::from_millis(1);
 
-/// Operations as a program gave them, checked.
+/// Operations as the program passed them, after checking.
 pub(crate) struct Operations {
-    /// As the program may read them back.
+    /// What the program may read back.
     pub given: Box<[BatchMemOp]>,
     ops: Vec<Checked>,
 }
@@ -47,18 +50,18 @@ struct Checked {
     place: Where,
 }
 
-/// Whose a word is.
+/// Which side has a word.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Where {
-    /// The device's, or one that it reaches.
+    /// The device, or memory that the device can access.
     Device,
-    /// The device's and this process's by turns.
+    /// The device and this process in turn.
     InTurn,
-    /// This process's.
+    /// This process.
     Here,
 }
 
-/// A wait of a stream for a word of this process's.
+/// A stream's wait for a word of this process.
 struct HostWait {
     stream: Arc<Stream>,
     mark: Seq,
@@ -79,18 +82,19 @@ impl Waits {
     }
 }
 
-/// By the number of the session.
+/// Indexed by session.
 static WAITS: [Waits; MAX_SERVERS] = [const { Waits::new() }; MAX_SERVERS];
 
-/// Whether an operation's word lies in pinned memory.
+/// Whether an operation's word is in pinned memory.
 fn is_pinned(op: &MemoryOp) -> bool {
     let found = pinned_regions::REGIONS.find(op.address as usize);
     found.is_some_and(|(base, size, _)| op.width() <= (size - (op.address as usize - base)) as u64)
 }
 
-/// Reads a word of this process's memory. Pinned memory stays until the streams that use it are done.
+/// Reads a word of this process. Pinned memory stays until the streams that use it are done.
 fn load(op: &MemoryOp) -> u64 {
-    // SAFETY: checked to be aligned and inside pinned memory, which the program and the device may write at any time.
+    // SAFETY: checked to be aligned and inside pinned memory. The program and the device may write it at any
+    // time, so the access is atomic.
     unsafe {
         if op.width() == 8 {
             AtomicU64::from_ptr(op.address as *mut u64).load(Ordering::Acquire)
@@ -101,7 +105,8 @@ fn load(op: &MemoryOp) -> u64 {
 }
 
 fn store(op: &MemoryOp) {
-    // SAFETY: checked to be aligned and inside pinned memory, which the program and the device may access at any time.
+    // SAFETY: checked to be aligned and inside pinned memory. The program and the device may access it at any
+    // time, so the access is atomic.
     unsafe {
         if op.width() == 8 {
             AtomicU64::from_ptr(op.address as *mut u64).store(op.value, Ordering::Release);
@@ -112,7 +117,8 @@ fn store(op: &MemoryOp) {
 }
 
 impl Operations {
-    /// Checks operations against the device and the process's memory. `first`: by the rules of the functions' first form.
+    /// Checks operations against the device and the process's memory. `first`: by the rules of the functions'
+    /// first form.
     pub fn new(driver: &Driver, device: &Device, given: &[BatchMemOp], first: bool) -> Result<Operations> {
         if given.is_empty() || given.len() > memory_op::MOST {
             return Err(Status::INVALID_VALUE);
@@ -121,10 +127,10 @@ impl Operations {
         Ok(Operations { given: given.into(), ops: ops? })
     }
 
-    /// As a graph's node describes them.
+    /// As described by a graph node.
     ///
     /// # Safety
-    /// `given` may be read for `count` entries.
+    /// `given` is readable for `count` entries.
     pub unsafe fn described(
         driver: &Driver,
         ctx: usize,
@@ -133,18 +139,18 @@ impl Operations {
     ) -> Result<Operations> {
         let context = if ctx == 0 { context::current()? } else { context::of(ctx)? };
         let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         Operations::new(driver, device, unsafe { slice(given, count) }?, false)
     }
 
-    /// A wait of a device's, for tests of what is made of one.
+    /// A wait on the device, for tests of plans that contain one.
     #[cfg(test)]
     pub fn waiting() -> Arc<Operations> {
         let op = MemoryOp { operation: memory_op::WAIT_32, flags: 0, address: 0, value: 1 };
         Arc::new(Operations { given: Box::new([]), ops: vec![Checked { op, place: Where::Device }] })
     }
 
-    /// Whether one of them waits.
+    /// Whether any of them waits.
     pub fn wait(&self) -> bool {
         self.ops.iter().any(|Checked { op, .. }| op.is_wait())
     }
@@ -154,7 +160,7 @@ impl Operations {
         self.ops.iter().all(|op| op.place != Where::Here)
     }
 
-    /// All of them as one operation of the server's; `None`: some are for this process.
+    /// All of them as one operation of the server. `None` if some are for this process.
     pub fn op(&self) -> Option<StreamBatchMemOp> {
         self.is_on_device().then(|| on_server(StreamId(0), &self.ops))
     }
@@ -227,17 +233,17 @@ fn check(driver: &Driver, device: &Device, given: &BatchMemOp, first: bool) -> R
     place(driver, device, &op).map(|place| Checked { op, place })
 }
 
-/// Where an operation's word is.
+/// Which side has an operation's word.
 fn place(driver: &Driver, device: &Device, op: &MemoryOp) -> Result<Where> {
     if op.width() == 0 {
         return Ok(Where::Device);
     }
     match address::check_near(driver, device.server, op.address, op.width()) {
-        // No device reaches another server's memory.
+        // Devices cannot access another server's memory.
         Ok(found) if !std::ptr::eq(found.context.server, device.server) => Err(Status::INVALID_VALUE),
         Ok(found) if !found.managed => Ok(Where::Device),
         Ok(_) if mirror::is_here(op.address) => Ok(Where::InTurn),
-        // CUDA has no such operations on managed memory.
+        // CUDA has no memory operations on managed memory.
         Ok(_) => Err(Status::INVALID_VALUE),
         Err(_) if pinned_regions::is_mapped(device.server, op.address) => Ok(Where::Device),
         Err(_) if is_pinned(op) => Ok(Where::Here),
@@ -245,7 +251,7 @@ fn place(driver: &Driver, device: &Device, op: &MemoryOp) -> Result<Where> {
     }
 }
 
-/// Holds a stream until a word of this process's memory is as it is waited for.
+/// Holds a stream until a word of this process meets the condition.
 fn wait_here(driver: &'static Driver, stream: &Arc<Stream>, op: &MemoryOp) -> Result {
     let session = stream.session();
     let waits = &WAITS[session.index()];
@@ -254,7 +260,7 @@ fn wait_here(driver: &'static Driver, stream: &Arc<Stream>, op: &MemoryOp) -> Re
             .name("rgpu-waits".into())
             .spawn(move || serve(driver, session, waits));
         if let Err(error) = started {
-            log::error(format_args!("no thread for streams that wait for memory: {error}"));
+            log::error(format_args!("cannot start the thread for streams that wait for memory: {error}"));
         }
     });
     let ticket = host_calls::ticket();
@@ -268,7 +274,8 @@ fn wait_here(driver: &'static Driver, stream: &Arc<Stream>, op: &MemoryOp) -> Re
     Ok(())
 }
 
-/// Lets streams go on whose conditions hold. Some stream waits, and none went on: `Some(true)`; none waits yet: `Some(false)`.
+/// Releases the streams whose conditions hold. Returns `None` if any was released, `Some(true)` if streams
+/// only wait, `Some(false)` if none waits.
 fn look(driver: &'static Driver, waits: &Waits) -> Option<bool> {
     let (mut some, mut went) = (false, false);
     lock(&waits.all).retain(|wait| {
@@ -281,7 +288,7 @@ fn look(driver: &'static Driver, waits: &Waits) -> Option<bool> {
         }
         went = true;
         managed::before_going_on(driver);
-        // If the session is lost there is nothing that could go on.
+        // If the session is lost, nothing continues.
         let _ = wait.stream.session().append(&StreamHostSignal { ticket: wait.ticket });
         WAITING.fetch_sub(1, Ordering::AcqRel);
         false
@@ -324,7 +331,7 @@ fn serve(driver: &'static Driver, session: &Session, waits: &Waits) {
 /// A program's array of operations.
 ///
 /// # Safety
-/// Unless it is NULL, it may be read for `count` entries.
+/// NULL, or readable for `count` entries.
 pub(crate) unsafe fn slice<'a>(given: *const BatchMemOp, count: u32) -> Result<&'a [BatchMemOp]> {
     non_null(given)?;
     if count as usize > memory_op::MOST {

@@ -1,4 +1,4 @@
-//! What is put on a stream: copies, fills, launches, host functions, memory operations.
+//! The operations on streams: copies, fills, launches, host functions, memory operations.
 
 pub(crate) mod activity;
 pub(crate) mod array_copy;

@@ -1,14 +1,15 @@
 //! Copies between servers, and work on memory of another server than the stream's.
 //!
-//! Such work is held back until its stream comes to it, as a host function is. A thread of this process then does it on streams of the servers that have the memory, and the stream goes on. So the
-//! program's threads wait for nothing, and events and streams order it at both ends as in one machine.
+//! Such work holds its stream, like a host function, when the stream reaches it. A thread of this process
+//! then does the work on streams of the servers that have the memory, and the stream continues. So the
+//! program's threads don't wait, and events and streams order the work at both ends as on one machine.
 //!
 //! ```text
 //!  server A ── MemcpyDtoH ──▶ slot (pinned memory that both servers know) ── MemcpyHtoD ──▶ server B
 //! ```
 //!
-//! Where the servers' workers have a connection of their own ([`direct_copy`]), the bytes take that. Otherwise they pass through this process's memory, [`SLOTS`] pieces at a time, and no processor
-//! here touches them.
+//! If the servers' workers have a direct connection ([`direct_copy`]), the bytes take it. Otherwise they pass
+//! through this process's memory, [`SLOTS`] pieces at a time, without being touched by its CPU.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -30,18 +31,18 @@ use client::ops::copy::{MemcpyDtoH, MemcpyDtoH3D, MemcpyHtoD, MemcpyHtoD3D, Pitc
 use client::seq::Seq;
 use client::{Status, lock, log};
 
-/// Bytes of a slot.
+/// Slot size in bytes.
 pub(crate) const SLOT: usize = 1 << 20;
-/// Slots of one copy.
+/// Slots per copy.
 const SLOTS: usize = 4;
 
-/// The streams that this work is done on, one for each context.
+/// The streams for this work, one per context.
 static STREAMS: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
 
-/// Slots that no copy uses, by address. They stay registered.
+/// Addresses of unused slots. They stay registered.
 static FREE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 
-/// The stream of a context for such work. It comes behind the copies that the program was told are done.
+/// A context's stream for such work. It is ordered behind the copies that the program was told are done.
 pub(crate) fn stream_of(context: &'static Context) -> Result<Arc<Stream>> {
     let mut streams = lock(&STREAMS);
     streams.retain(|stream| !stream.is_finished());
@@ -59,7 +60,7 @@ pub(crate) fn stream_of(context: &'static Context) -> Result<Arc<Stream>> {
     Ok(stream)
 }
 
-/// A context on a server that work of this library can be put in: the one that made the memory, or else its device's primary one.
+/// A live context on the memory's server: the one it was made in, or else its device's primary context.
 pub(crate) fn alive(driver: &'static Driver, context: &'static Context) -> &'static Context {
     if context.is_alive() {
         return context;
@@ -67,7 +68,8 @@ pub(crate) fn alive(driver: &'static Driver, context: &'static Context) -> &'sta
     driver.devices.get(context.device as usize).map_or(context, |device| device.primary)
 }
 
-/// Does `work` on a stream of another server's context when `stream`, which is not being captured, comes to it. `now`: waits for the stream and for the work.
+/// Runs `work` on a stream of another server's context when `stream`, which must not be in a capture, reaches
+/// it. `now`: waits for the stream and for the work.
 pub(crate) fn on_other(
     driver: &'static Driver,
     stream: &Arc<Stream>,
@@ -91,14 +93,14 @@ pub(crate) fn on_other(
     across(driver, stream, &[home], all)
 }
 
-/// Linear memory of a device, as rows and slices.
+/// Linear device memory, as rows and slices.
 #[derive(Clone)]
 pub(crate) struct Linear {
     pub context: &'static Context,
     pub place: Pitched,
 }
 
-/// A piece of a copy: where it lies at both ends, and its bytes, rows and slices. It has at most [`SLOT`] bytes.
+/// A piece of a copy: its place at both ends, and its bytes, rows and slices. It has at most [`SLOT`] bytes.
 pub(crate) struct Part {
     pub dst: u64,
     pub src: u64,
@@ -114,7 +116,7 @@ impl Part {
         self.extent[1] == 1 && self.extent[2] == 1
     }
 
-    /// The same in parts of at most `most` bytes, if it is a row, and as it is otherwise.
+    /// Splits it into parts of at most `most` bytes if it is a single row.
     pub(crate) fn cut(&self, most: usize) -> impl Iterator<Item = Part> + use<> {
         let Part { dst, src, extent } = *self;
         let step = if self.is_a_row() { most as u64 } else { extent[0].max(1) };
@@ -125,7 +127,8 @@ impl Part {
     }
 }
 
-/// Copies `parts` from one server's memory to another's when a stream comes to it. `spans`: all bytes that are written, and read.
+/// Copies `parts` from one server's memory to another's when a stream reaches it. `spans`: all bytes written
+/// and read.
 pub(crate) fn between(
     driver: &'static Driver,
     stream: &Arc<Stream>,
@@ -139,7 +142,8 @@ pub(crate) fn between(
     across(driver, stream, &ends, move || carry(&dst, &src, spans, parts))
 }
 
-/// Does work in this process, for contexts of other servers or also of the stream's, when a stream comes to it.
+/// Does work in this process when a stream reaches it, for contexts of other servers and possibly also of the
+/// stream's.
 pub(crate) fn across(
     driver: &'static Driver,
     stream: &Arc<Stream>,
@@ -147,7 +151,8 @@ pub(crate) fn across(
     work: impl FnOnce() -> Result + Send + 'static,
 ) -> Result {
     let everywhere = stream.is_legacy();
-    // A default stream's work comes behind what the other devices' default streams have, and before what they get.
+    // A default stream's work comes after what the other devices' default streams have now, and before what
+    // they get later.
     let others = || ends.iter().map(|context| context.legacy()).filter(|legacy| !Arc::ptr_eq(legacy, stream));
     if everywhere {
         for legacy in others() {
@@ -163,7 +168,7 @@ pub(crate) fn across(
     Ok(())
 }
 
-/// Makes a stream wait for all work so far on another, of any server.
+/// Makes a stream wait for all work so far on another stream, of any server.
 fn join(from: &Arc<Stream>, to: &Stream) -> Result {
     if std::ptr::eq(from.session(), to.session()) {
         fences::join(from, to)
@@ -172,11 +177,11 @@ fn join(from: &Arc<Stream>, to: &Stream) -> Result {
     }
 }
 
-/// Slots of one copy, given back when dropped.
+/// The slots of one copy, returned when dropped.
 struct Slots(Vec<usize>);
 
 impl Slots {
-    /// As many as a copy of so many parts uses.
+    /// Takes as many as a copy of this many parts uses.
     fn take(context: &'static Context, parts: usize) -> Result<Slots> {
         let mut slots = Slots(Vec::new());
         while slots.0.len() < parts.min(SLOTS) {
@@ -191,7 +196,7 @@ impl Slots {
                     });
                     match made {
                         Ok(slot) => slot,
-                        // Fewer will do.
+                        // Fewer are enough.
                         Err(_) if !slots.0.is_empty() => break,
                         Err(status) => return Err(status),
                     }
@@ -209,7 +214,8 @@ impl Drop for Slots {
     }
 }
 
-/// Copies parts, in order, from worker to worker or else through slots. When this returns, all bytes are there.
+/// Copies parts, in order, from worker to worker or else through slots. All bytes have arrived when this
+/// returns.
 pub(crate) fn carry(dst: &Linear, src: &Linear, spans: [(u64, u64); 2], parts: Vec<Part>) -> Result {
     let (to, from) = (stream_of(dst.context)?, stream_of(src.context)?);
     if direct_copy::carry((&to, dst), (&from, src), spans, &parts)? {
@@ -218,7 +224,7 @@ pub(crate) fn carry(dst: &Linear, src: &Linear, spans: [(u64, u64); 2], parts: V
     let slots = Slots::take(src.context, parts.len())?;
     let carried = carry_through(&slots, (&to, dst), (&from, src), spans, parts);
     if carried.is_err() {
-        // Neither server may use the slots any more. A lost one does not.
+        // Neither server may use the slots any more. A lost server doesn't.
         let _ = from.synchronize();
         let _ = to.synchronize();
     }
@@ -235,7 +241,7 @@ fn carry_through(
     let [(written, write_len), (read, read_len)] = spans;
     managed::lend(read, read_len)?;
     let known = |session, slot: usize, len| REGIONS.range(session, slot, len).ok_or(Status::OUT_OF_MEMORY);
-    // Slots and the marks behind their last use at the destination.
+    // Slots, and the marks after their last use at the destination.
     let mut free: VecDeque<(usize, Option<Seq>)> = slots.0.iter().map(|slot| (*slot, None)).collect();
     let mut coming: VecDeque<(usize, Part, Seq)> = VecDeque::new();
     let mut parts = parts.into_iter();

@@ -1,4 +1,4 @@
-//! The machine in which everything is measured, and the measurements.
+//! The machine that everything is measured in, and the measurements.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,33 +16,33 @@ pub const CALLS: u32 = 500;
 /// Ticks of `/proc/stat` in a second.
 const TICKS: f64 = 100.0;
 
-/// The daemons of rgpu that a program talks to: its socket for each transport, behind which one and the same server is.
+/// The sockets of rgpu's daemons for each transport; both lead to the same server.
 pub const WAYS: [&str; 2] = ["local", "verbs"];
 
 /// One measurement of bandwidth.
 #[derive(Debug, Clone, Copy)]
 pub struct Bulk {
-    /// Megabytes (10⁶) a second.
+    /// Megabytes (10⁶) per second.
     pub rate: f64,
-    /// Milliseconds that the processors together were in the kernel for each MiB.
+    /// Milliseconds that all processors together spent in the kernel per MiB.
     pub kernel: f64,
-    /// How many processors were in the kernel at a time, on average over the transfer.
+    /// How many processors were in the kernel at a time, averaged over the transfer.
     pub busy: f64,
 }
 
-/// What one synchronous call takes of a process, on average.
+/// What one synchronous call costs a process, on average.
 #[derive(Debug, Clone, Copy)]
 pub struct Cost {
-    /// System calls that read or write, doorbells of queue pairs among them.
+    /// System calls that read or write, including doorbells of queue pairs.
     pub calls: f64,
-    /// Times that a thread fell asleep.
+    /// How often a thread fell asleep.
     pub sleeps: f64,
 }
 
 /// A machine with a listener of each kind.
 pub struct Bed {
     machine: Machine,
-    /// GID index of both ends for perftest, which does not find it by itself.
+    /// Both ends' GID index for perftest, which does not find it by itself.
     gid: [String; 2],
 }
 
@@ -89,7 +89,8 @@ impl Bed {
         self.machine.accelerator() == Accelerator::Kvm
     }
 
-    /// Runs a command between two looks at how long the processors were in the kernel. Gives what it said, and that in milliseconds.
+    /// Runs a command and measures how long the processors are in the kernel meanwhile. Returns its output
+    /// and that time in milliseconds.
     fn watched(&self, command: &str) -> Result<(String, f64)> {
         let look = "grep -E '^cpu ' /proc/stat";
         let said =
@@ -111,7 +112,8 @@ impl Bed {
         Bulk { rate, kernel: kernel / (volume as f64 / f64::from(1 << 20)), busy: kernel / 1e3 / seconds }
     }
 
-    /// The layer alone, by `host-bridge`'s example. `what`: `h2d` or `d2h`. The line that it says comes along, with its counts.
+    /// The layer alone, by `host-bridge`'s example. `what`: `h2d` or `d2h`. Also returns the line that it
+    /// prints, with its counts.
     pub fn layer(&self, what: &str, size: u64, pairs: u32, depth: u32) -> Result<(Bulk, String)> {
         let count = (VOLUME / size).clamp(1, 4000);
         let command = format!(
@@ -122,7 +124,8 @@ impl Bed {
         Ok((Self::bulk(field(&said, "mb_per_s")?, count * size, field(&said, "kernel_ms")?), said))
     }
 
-    /// A round trip of 64 bytes and its answer over the layer, in microseconds: the median of many, and polled, as perftest does it.
+    /// A round trip of 64 bytes and its answer over the layer, in microseconds: the median of many, polled as
+    /// perftest does.
     pub fn round_trip(&self) -> Result<f64> {
         let command = format!(
             "verbs connect 127.0.0.1:9800 --device {} --do ping --size 64 --count 2000",
@@ -150,7 +153,8 @@ impl Bed {
         field(&self.machine.check(&Self::program(way, what, 64, CALLS.into()), LIMIT)?, "us_median")
     }
 
-    /// What a synchronous call costs `vhost-rgpu` and the worker, by what the kernel counts while a program makes calls for a second.
+    /// What a synchronous call costs `vhost-rgpu` and the worker, according to the kernel's counters while a
+    /// program makes calls for a second.
     pub fn cost(&self) -> Result<BTreeMap<&'static str, Cost>> {
         let names = ["vhost-rgpu", "worker"];
         let look = "
@@ -184,17 +188,19 @@ impl Bed {
         Ok(names.into_iter().enumerate().map(|(i, name)| (name, cost(i))).collect())
     }
 
-    /// Runs one of perftest's programs on both ends; `held`: each on a processor of its own. Gives the columns of its last row, and the milliseconds in the kernel.
+    /// Runs one of perftest's programs on both ends; `held`: each on its own processor. Returns the columns
+    /// of its last row, and the milliseconds in the kernel.
     fn pair(&self, program: &str, options: &str, held: bool) -> Result<(Vec<f64>, f64)> {
         let ends = [rdma::SERVER.1, rdma::CLIENT.1];
-        // The same time before a packet is sent again as rgpu's queue pairs have.
+        // The same retransmission timeout as rgpu's queue pairs.
         let hold = |end: usize| if held { format!("taskset {} ", 1 << end) } else { String::new() };
         let side = |end: usize| {
             let program = hold(end) + program;
             format!("{program} -d {} -x {} -m 4096 -F -u 16 {options}", ends[end], self.gid[end])
         };
         let server = self.machine.spawn(&format!("exec {} 2>&1", side(0)))?;
-        // It says that it waits, but only when it ends: its output is no terminal. Port 18515 in hexadecimal, listening.
+        // It says that it waits, but only when it ends, because its output is not a terminal. Port 18515 in
+        // hexadecimal, listening.
         self.machine.check("for i in $(seq 600); do grep -q ':4853 00000000:0000 0A' /proc/net/tcp && exit 0; grep -q ':4853 0*:0000 0A' /proc/net/tcp6 && exit 0; sleep 0.02; done; exit 1", LIMIT).with_context(|| format!("{program} does not listen"))?;
         let said = self.watched(&format!("{} 127.0.0.1 2>&1", side(1)));
         if said.is_err() {
@@ -208,25 +214,26 @@ impl Bed {
         Ok((row.with_context(|| format!("{program} gives no figures: {said}"))?, kernel))
     }
 
-    /// Bandwidth by perftest. Unlike our own programs it does not say what the kernel did during the transfer: that is taken over all of its run, `but` milliseconds, which it is in the
-    /// kernel with hardly anything to transfer ([`perftest_start`](Self::perftest_start)).
+    /// Bandwidth by perftest. Unlike our own programs, it does not say how long the kernel was busy during
+    /// the transfer. So that is measured over its whole run, less `but` milliseconds, the kernel's time for a
+    /// run that transfers hardly anything ([`perftest_start`](Self::perftest_start)).
     pub fn perftest(&self, size: u64, pairs: u32, depth: u32, held: bool, but: f64) -> Result<Bulk> {
         let count = (VOLUME / size).clamp(16, 4000);
         let (row, kernel) = self.write_bandwidth(size, pairs, depth, held, count)?;
-        // Bytes, iterations on all queue pairs, peak, average in MiB a second, messages.
+        // Bytes, iterations on all queue pairs, peak, average in MiB/s, messages.
         let (Some(iterations), Some(mib)) = (row.get(1), row.get(3)) else {
             anyhow::bail!("a row of ib_write_bw is cut off: {row:?}")
         };
         Ok(Self::bulk(mib * 1.048_576, *iterations as u64 * size, (kernel - but).max(0.0)))
     }
 
-    /// Milliseconds in the kernel of a run of `ib_write_bw` that transfers as little as it can be told to.
+    /// Milliseconds in the kernel of a run of `ib_write_bw` with the smallest possible transfer.
     pub fn perftest_start(&self, pairs: u32) -> Result<f64> {
         let (_, kernel) = self.write_bandwidth(4096, pairs, 128, false, 5)?;
         Ok(kernel)
     }
 
-    /// RoCE in software loses a connection now and then when the machine is busy: then once more.
+    /// RoCE in software loses a connection now and then when the machine is busy, so try again.
     fn write_bandwidth(
         &self,
         size: u64,
@@ -239,7 +246,7 @@ impl Bed {
         let mut row = self.pair("ib_write_bw", &options, held);
         for _ in 0..3 {
             if let Err(e) = &row {
-                eprintln!("once more: {e:#}");
+                eprintln!("trying again: {e:#}");
                 row = self.pair("ib_write_bw", &options, held);
             }
         }

@@ -1,5 +1,5 @@
-//! The papers' two studies of RDMA, made again: bandwidth against size for 1 to 4 queue pairs, and against the queues' depth, beside perftest's own curves; and rgpu against
-//! perftest, round by round.
+//! Repeats the papers' two RDMA studies: bandwidth by size for 1 to 4 queue pairs, and bandwidth by queue
+//! depth, next to perftest's own curves. Also compares rgpu with perftest, round by round.
 //!
 //! ```text
 //!  one machine, booted here ─┬─ ib_write_bw, ib_write_lat                               ─┐
@@ -7,9 +7,11 @@
 //!                            └─ a CUDA program through vhost-rgpu and rgpu-server        ─┘
 //! ```
 //!
-//! [`bed`] is the machine and what is measured there, [`report`] the text, [`plot`] the curves. `cargo xtask bench --verbs` builds what this needs and runs it.
+//! [`bed`] is the machine and the measurements, [`report`] the text, [`plot`] the curves. `cargo xtask bench
+//! --verbs` builds what this needs and runs it.
 //!
-//! Without a card RoCE is in software, so speeds are the processor's. What counts is the ratio between two lines that were measured one after the other.
+//! Without a card, RoCE is in software, so speeds are the processor's. What counts is the ratio between two
+//! lines measured one after the other.
 
 mod bed;
 mod plot;
@@ -28,29 +30,30 @@ const USAGE: &str = "rdma-bench [--repetitions N] [--rounds N] [--out FOLDER]";
 const SIZES: [u64; 6] = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20];
 const PAIRS: [u32; 4] = [1, 2, 3, 4];
 const DEPTHS: [u32; 8] = [2, 4, 8, 16, 32, 64, 128, 256];
-/// What depths are compared at: as much as one request of the study carries.
+/// The transfer size for comparing depths: what one request of the study carries.
 const DEPTH_SIZE: u64 = 64 << 10;
-/// What the rounds measure bandwidth at.
+/// The transfer sizes of the rounds.
 const ROUND_SIZES: [u64; 2] = [1 << 20, 4 << 20];
 const DIRECTIONS: [&str; 2] = ["h2d", "d2h"];
 
-/// A point of the studies: who, size, queue pairs, depth. Megabytes (10⁶) a second, one for each repetition.
+/// A point of the studies: who, size, queue pairs, depth. Megabytes (10⁶) per second, one value for each
+/// repetition.
 type Points = BTreeMap<(&'static str, u64, u32, u32), Vec<f64>>;
 
-/// Who transfers in bulk, in a round.
+/// Who transfers in bulk in a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Who {
-    /// `ib_write_bw` with so many queue pairs.
+    /// `ib_write_bw` with this many queue pairs.
     Perftest(u32),
-    /// The same, each end held on a processor of its own.
+    /// The same, each end on its own processor.
     Held(u32),
-    /// The layer with so many queue pairs.
+    /// The layer with this many queue pairs.
     Layer(u32, &'static str),
     /// A CUDA program, with two queue pairs.
     Program(&'static str),
 }
 
-/// Everything that the rounds found, one value for each round.
+/// Everything the rounds found, one value for each round.
 #[derive(Debug, Default)]
 struct Rounds {
     bulk: BTreeMap<(u64, Who), Vec<Bulk>>,
@@ -118,7 +121,7 @@ fn run() -> Result<()> {
     Ok(())
 }
 
-/// One point of the studies, all three lines.
+/// Measures one point of the studies for all three lines.
 fn point(bed: &Bed, points: &mut Points, size: u64, pairs: u32, depth: u32) -> Result<()> {
     let mut row = vec![("ib_write_bw", bed.perftest(size, pairs, depth, false, 0.0)?.rate)];
     for who in DIRECTIONS {
@@ -131,7 +134,8 @@ fn point(bed: &Bed, points: &mut Points, size: u64, pairs: u32, depth: u32) -> R
     Ok(())
 }
 
-/// Everybody once, each measurement as short and as close to the next as can be: what else the host does then hits all.
+/// Measures everything once, each measurement as short and as close to the next as possible, so that other
+/// load on the host affects all of them alike.
 fn round(bed: &Bed, found: &mut Rounds) -> Result<()> {
     for size in ROUND_SIZES {
         let mut note = |who: Who, bulk: Bulk| {
@@ -144,7 +148,7 @@ fn round(bed: &Bed, found: &mut Rounds) -> Result<()> {
             found.bulk.entry((size, who)).or_default().push(bulk);
         };
         for pairs in [1, 2] {
-            // Only at the first size is it told what the kernel did.
+            // The kernel's time is reported only for the first size.
             let but = if size == ROUND_SIZES[0] { bed.perftest_start(pairs)? } else { 0.0 };
             note(Who::Perftest(pairs), bed.perftest(size, pairs, 128, false, but)?);
             if size == ROUND_SIZES[0] {

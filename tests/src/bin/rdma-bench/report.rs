@@ -1,4 +1,4 @@
-//! What was found, as text and plots.
+//! The findings, as text and plots.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -9,7 +9,7 @@ use super::{
     Bulk, Cost, Counts, DEPTH_SIZE, DEPTHS, DIRECTIONS, PAIRS, Points, ROUND_SIZES, Rounds, SIZES, WAYS, Who,
 };
 
-/// Everything that was found.
+/// Everything that was measured.
 pub struct Study<'s> {
     pub points: &'s Points,
     pub rounds: &'s Rounds,
@@ -62,7 +62,7 @@ impl Study<'_> {
         self.rounds.bulk.get(&(size, who)).map(|all| all.iter().map(of).collect()).unwrap_or_default()
     }
 
-    /// Ours by theirs, round by round.
+    /// The ratio of ours to theirs, round by round.
     fn ratio(&self, size: u64, ours: Who, theirs: Who) -> String {
         let (ours, theirs) = (self.bulk(size, ours, |b| b.rate), self.bulk(size, theirs, |b| b.rate));
         spread(ours.iter().zip(theirs).map(|(ours, theirs)| 100.0 * ours / theirs), 0, " %")
@@ -72,11 +72,11 @@ impl Study<'_> {
         let repetitions = self.points.values().map(Vec::len).min().unwrap_or(0);
         let mut text = format!(
             "# Verbs beside perftest\n\n\
-             Made by `cargo xtask bench --verbs`, in one machine with two processors and RoCE in software (`rdma_rxe`, Linux 6.1), {}. There is no card: a\n\
-             speed is that of processors that copy and checksum each packet for both ends, and only ratios between what was measured right after one another say something.\n\
+             Made by `cargo xtask bench --verbs`, in one machine with two processors and RoCE in software (`rdma_rxe`, Linux 6.1), {}. There is no card: the\n\
+             speeds are those of processors that copy and checksum each packet for both ends, and only ratios of consecutive measurements mean something.\n\
              `h2d` is from a client's pages, no two of them neighbours, into the server's slots; `d2h` from the server's registered memory into such pages. \"The layer\" is\n\
-             `host-bridge/examples/verbs.rs`: what both daemons use, without what they do beside it. \"A CUDA program\" makes page-locked asynchronous copies through\n\
-             `vhost-rgpu` and `rgpu-server` with the GPU in software, whose copy into its own memory the same two processors make.\n",
+             `host-bridge/examples/verbs.rs`: the code that both daemons use, without the rest of what they do. \"A CUDA program\" makes page-locked asynchronous copies through\n\
+             `vhost-rgpu` and `rgpu-server` with the GPU in software; the same two processors make its copy into its own memory.\n",
             if self.fast { "virtualised by KVM" } else { "emulated by QEMU (TCG) on a host with other work" },
         );
         self.against(&mut text);
@@ -91,7 +91,7 @@ impl Study<'_> {
         let rounds = self.rounds.one_way.len();
         let _ = writeln!(
             text,
-            "\n## Bulk against `ib_write_bw`, round by round\n\n{rounds} rounds; in each, perftest and rgpu by turns, {} for each measurement, depth 128. The ratio of the two in the same round: median (least to most).\nThe aim is 95 %.\n\n| size | ours | `ib_write_bw`'s queue pairs | h2d | d2h |\n|---|---|---|---|---|",
+            "\n## Bulk against `ib_write_bw`, round by round\n\n{rounds} rounds; in each, perftest and rgpu take turns, {} per measurement, depth 128. The ratio of the two in the same round: median (least to most).\nThe aim is 95 %.\n\n| size | ours | `ib_write_bw`'s queue pairs | h2d | d2h |\n|---|---|---|---|---|",
             bytes(VOLUME)
         );
         for size in ROUND_SIZES {
@@ -110,7 +110,7 @@ impl Study<'_> {
         }
         let _ = writeln!(
             text,
-            "\n`ib_write_bw` has one queue pair unless told otherwise, rgpu has two. What the processors did meanwhile ({}, medians): the time that both together were in the kernel, where `rdma_rxe` does all\nits work, for each MiB, and how many of them that kept at work at a time. Our programs look at that themselves, right before the transfer and right after it; of perftest it is the whole run, less a run that transfers 20 KiB:\n\n| | MB/s | ms in the kernel for each MiB | processors |\n|---|---|---|---|",
+            "\n`ib_write_bw` has one queue pair unless told otherwise, rgpu has two. What the processors did meanwhile ({}, medians): the time that both together spent in the kernel, where `rdma_rxe` does all\nits work, per MiB, and how many of them this kept busy at a time. Our programs measure it themselves, right before and right after the transfer; for perftest it is the whole run, less a run that transfers 20 KiB:\n\n| | MB/s | ms in the kernel per MiB | processors |\n|---|---|---|---|",
             bytes(ROUND_SIZES[0])
         );
         let lines = [
@@ -122,8 +122,8 @@ impl Study<'_> {
             ("the layer, 2 queue pairs, d2h", Who::Layer(2, "d2h")),
             ("a CUDA program, 2 queue pairs, h2d", Who::Program("h2d")),
             ("a CUDA program, 2 queue pairs, d2h", Who::Program("d2h")),
-            ("`ib_write_bw`, 1 queue pair, each end held on a processor of its own", Who::Held(1)),
-            ("`ib_write_bw`, 2 queue pairs, each end held on a processor of its own", Who::Held(2)),
+            ("`ib_write_bw`, 1 queue pair, each end held on its own processor", Who::Held(1)),
+            ("`ib_write_bw`, 2 queue pairs, each end held on its own processor", Who::Held(2)),
         ];
         for (name, who) in lines {
             let values = [|b: &Bulk| b.rate, |b: &Bulk| b.kernel, |b: &Bulk| b.busy]
@@ -138,7 +138,7 @@ impl Study<'_> {
         }
         let _ = writeln!(
             text,
-            "\nWho has more of the processors at work at a time is faster. How many that are, the kernel's scheduler decides, by where it lets the posting\nthreads run: held on one processor (`taskset`; its polling then takes time from the packets) `ib_write_bw` gains nothing by a second queue pair. That two of perftest's mostly get both processors and two of rgpu's\nmostly do not sets the rows against two queue pairs apart from those against one; a card needs no processor to carry packets. A CUDA program has the GPU in software beside it, which copies each byte\nonce more, outside the kernel. What its start takes (its session and a worker made, its memory zeroed page by page and registered) is not in these figures: they once had it in them, half a second of the kernel's time\nto 32 MiB, and the transfer seemed to take half as much again as it does."
+            "\nWhoever keeps more processors busy at a time is faster, and the kernel's scheduler decides that by where it runs the posting threads: held on one processor (`taskset`; its polling then takes time from\nthe packets), `ib_write_bw` gains nothing from a second queue pair. Two of perftest's queue pairs mostly get both processors and two of rgpu's mostly do not. That is why the rows against two queue pairs\ndiffer from those against one; a card needs no processor to carry packets. A CUDA program runs beside the GPU in software, which copies each byte once more, outside the kernel. The figures exclude the\nprogram's start (creating its session and a worker, zeroing its memory page by page and registering it). They once included it: half a second of kernel time for 32 MiB, which made the transfer look half\nas long again as it is."
         );
     }
 
@@ -147,7 +147,7 @@ impl Study<'_> {
         let each = |what: &str, i: usize| self.counts.get(what).map_or(f64::NAN, |all| all[i] / mib);
         let _ = writeln!(
             text,
-            "\n## What a MiB takes\n\n| | writes, a doorbell and a completion each | messages |\n|---|---|---|\n| `ib_write_bw -s 1048576` | 1, and 1 completion for 100 | 0 |\n| h2d | {:.2} | {:.2} |\n| d2h | {:.2} | {:.2} |\n\nThe client's end counted them. A slot of the server's holds 512 KiB, hence two writes; each write with immediate data is one completion at either end. The messages tell of free slots, and of what was asked for and sent.",
+            "\n## What a MiB takes\n\n| | writes, a doorbell and a completion each | messages |\n|---|---|---|\n| `ib_write_bw -s 1048576` | 1, and 1 completion for 100 | 0 |\n| h2d | {:.2} | {:.2} |\n| d2h | {:.2} | {:.2} |\n\nCounted by the client's end. The server's slots hold 512 KiB, hence two writes; each write with immediate data is one completion at either end. The messages announce free slots, requests and what was sent.",
             each("h2d", 0),
             each("h2d", 2) + each("h2d", 3),
             each("d2h", 1),
@@ -188,7 +188,7 @@ impl Study<'_> {
         let (bridge, worker) = (cost("vhost-rgpu"), cost("worker"));
         let _ = writeln!(
             text,
-            "\nThe aim is 3 times `ib_write_lat` for the network's part of a synchronous call, {CALLS} calls a round. That part alone, a message and its answer, is the second line: both ways together.\nWhat verbs adds to a whole call is more, and not the network's: over `local` the program and the worker's dispatcher share memory and have a processor each; over verbs there are `vhost-rgpu`'s relay and the\nworker's pump besides, and these four and the packets share the same two processors, where `ib_write_lat` has two threads that never let go of theirs. In a `cudaMemGetInfo` over verbs `vhost-rgpu` made {:.1}\nsystem calls that read or write (a doorbell is one) and fell asleep {:.2} times, the worker {:.1} and {:.2}.",
+            "\nThe aim is 3 times `ib_write_lat` for the network's part of a synchronous call, {CALLS} calls a round. That part alone, a message and its answer, is the second line: both ways together.\nVerbs adds more than that to a whole call, but not because of the network: over `local` the program and the worker's dispatcher share memory and have a processor each. Over verbs, `vhost-rgpu`'s relay and the\nworker's pump are involved, too, and these four and the packets share the same two processors, while `ib_write_lat` has two threads that never yield theirs. In a `cudaMemGetInfo` over verbs `vhost-rgpu` made {:.1}\nsystem calls that read or write (a doorbell is one) and fell asleep {:.2} times, the worker {:.1} and {:.2}.",
             bridge.calls, bridge.sleeps, worker.calls, worker.sleeps
         );
     }
@@ -196,7 +196,7 @@ impl Study<'_> {
     fn sizes(&self, text: &mut String, repetitions: usize) {
         let _ = writeln!(
             text,
-            "\n## Bandwidth against size\n\n![to the server](verbs-h2d.svg)\n![from the server](verbs-d2h.svg)\n\nMB/s of `ib_write_bw`, and what the layer reaches of it: medians of {repetitions} measurements of {} each, depth 128. On a busy host the same point moves by a factor of two from one measurement to the next,\nperftest's own as well: a single cell says little.\n",
+            "\n## Bandwidth against size\n\n![to the server](verbs-h2d.svg)\n![from the server](verbs-d2h.svg)\n\nMB/s of `ib_write_bw`, and how much of it the layer reaches: medians of {repetitions} measurements of {} each, depth 128. On a busy host the same point varies by a factor of two from one measurement to the next,\nperftest's own as well, so a single cell says little.\n",
             bytes(VOLUME)
         );
         let heads = PAIRS.map(|pairs| format!(" {}: MB/s | h2d | d2h |", queue_pairs(pairs)));
@@ -211,7 +211,7 @@ impl Study<'_> {
         }
         let _ = writeln!(
             text,
-            "\nBelow 64 KiB a write of rgpu's is dearer than one of perftest's: it carries a header, takes a receive and a completion at the other end, and its slot is announced free again; perftest's lands in memory that nobody looks at."
+            "\nBelow 64 KiB, a write costs rgpu more than perftest: it carries a header, takes a receive and a completion at the other end, and its slot is announced free again. Perftest's lands in memory that nobody looks at."
         );
     }
 

@@ -1,7 +1,7 @@
 //! Executes requests: creates and destroys channels, and registers memory with their sessions.
 //!
-//! A request may wait here, for a server's queue or for the release of memory;
-//! [`requests`](super::requests) gives each a thread of its own.
+//! A request may wait here for a server's queue or for the release of memory; [`requests`](super::requests)
+//! gives each a thread of its own.
 
 use std::collections::HashMap;
 use std::io;
@@ -31,7 +31,7 @@ impl Device {
                 let session = self.session(channel)?;
                 self.inherit(channel, &session);
                 if job.again && session.has_region(region) {
-                    // The predecessor had registered it, and not said so.
+                    // The predecessor had registered it, but not answered.
                     self.unregister(channel, region, &session)?;
                 }
                 let memories = self.memories();
@@ -59,7 +59,7 @@ impl Device {
                         let session = self.session(channel)?;
                         self.inherit(channel, &session);
                         if job.again && !session.has_region(region) {
-                            // The predecessor had unregistered it, and not said so.
+                            // The predecessor had unregistered it, but not answered.
                             return Ok(());
                         }
                         self.unregister(channel, region, &session)
@@ -153,7 +153,8 @@ impl Device {
         Ok(())
     }
 
-    /// Remembers a channel for a successor, unless the device was reset: what a reset has ended must not be found again.
+    /// Remembers a channel for a successor, unless the device was reset: what a reset has ended must not be
+    /// found again.
     fn remember(&self, epoch: u64, channel: u32, known: Known) -> Result<(), Refusal> {
         let _inside = self.inside(epoch)?;
         self.store
@@ -172,7 +173,8 @@ impl Device {
                     }
                     Some(waits @ (Channel::Opening | Channel::Waiting(_) | Channel::Closing(_))) => {
                         if let Channel::Waiting(give_up) = waits {
-                            // Writing fails only when the counter is at its maximum. Then the eventfd is readable, too.
+                            // Writing fails only if the counter is at its maximum. The eventfd is then
+                            // readable, too.
                             let _ = give_up.write(1);
                         }
                         channels = self.settled.wait(channels).unwrap_or_else(PoisonError::into_inner);
@@ -195,14 +197,15 @@ impl Device {
                 }
             }
         };
-        // Two requests to destroy the channel may race: only the one that finds the same session open continues.
+        // Two requests to destroy the channel may race: only the one that finds the same session open
+        // continues.
         let held = {
             let mut channels = self.channels();
             match channels.get(&channel) {
                 Some(Channel::Open(now, _)) if Arc::ptr_eq(now, &session) => {
                     channels.insert(channel, Channel::Closing(session.clone()))
                 }
-                _ => return Err(invalid(format!("channel {channel} is being destroyed already"))),
+                _ => return Err(invalid(format!("channel {channel} is already being destroyed"))),
             }
         };
         self.count_end(&session);
@@ -234,7 +237,7 @@ impl Device {
         Ok(())
     }
 
-    /// Counts the regions that a session has from a predecessor, before one is added or removed.
+    /// Counts the regions that a session has inherited from a predecessor, before one is added or removed.
     fn inherit(&self, channel: u32, session: &Session) {
         session.wait_for_regions();
         if let Some(Channel::Open(_, held)) = self.channels().get_mut(&channel) {
@@ -264,8 +267,8 @@ impl Device {
     }
 }
 
-/// A channel whose session waits in a server's queue. The guest's request is answered at once, so that its driver can destroy the channel meanwhile. The channel's header holds the
-/// position in the queue.
+/// A channel whose session waits in a server's queue. The guest's request is answered immediately, so that
+/// its driver can destroy the channel meanwhile. The channel's header shows the position in the queue.
 struct Queued<'a, 'd> {
     device: &'a Device,
     channel: u32,
@@ -292,7 +295,7 @@ impl Queued<'_, '_> {
 
 impl Turn for Queued<'_, '_> {
     fn wait(&mut self, server: &str, ahead: u32) {
-        // A guest that is stopped is told when it goes on.
+        // A stopped guest is told when it continues.
         if !self.memory.may_wait() || self.device.gate.is_paused() {
             return;
         }

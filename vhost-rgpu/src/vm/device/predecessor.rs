@@ -1,7 +1,7 @@
-//! What the device process that served this guest before has left: its sessions go on where that is
-//! possible, and its requests are executed again.
+//! What this guest's previous device process has left: its sessions continue if possible, and its requests
+//! are executed again.
 //!
-//! [`recovery`](crate::vm::recovery) has what it stored and how a worker is told to stop.
+//! [`recovery`](crate::vm::recovery) defines what is stored and how a worker is told to stop.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::Ordering;
@@ -22,7 +22,7 @@ use crate::vm::Vring;
 use crate::vm::control::Order;
 use crate::vm::recovery::Leftover;
 
-/// The device process that served this guest before.
+/// This guest's previous device process.
 pub struct Predecessor {
     /// How it ended.
     pub how: String,
@@ -31,7 +31,7 @@ pub struct Predecessor {
 }
 
 impl Device {
-    /// Has workers pause whose bridge was a predecessor. Gives the number of its channels.
+    /// Makes workers pause whose bridge was a predecessor. Returns the number of its channels.
     pub(super) fn pause_leftovers(&self, left: impl Fn() -> Duration) -> usize {
         let predecessor = self.predecessor.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(Predecessor { stored, .. }) = &*predecessor else { return 0 };
@@ -54,7 +54,7 @@ impl Device {
         stored.len()
     }
 
-    /// Takes channels of a predecessor that nobody has asked for yet, so that they end with all others.
+    /// Takes over channels of a predecessor that nobody has asked for yet, so that they end with all others.
     pub(super) fn take_leftovers(&self) {
         let predecessor = self.predecessor.lock().unwrap_or_else(PoisonError::into_inner).take();
         let stored = predecessor.map(|predecessor| predecessor.stored).unwrap_or_default();
@@ -72,7 +72,8 @@ impl Device {
         }
     }
 
-    /// Goes on where a predecessor ended: with its sessions, where that is possible, and with its requests, which are executed again.
+    /// Continues where a predecessor ended: with its sessions, if possible, and with its requests, which are
+    /// executed again.
     pub(super) fn resume(&self, vring: &Vring, epoch: u64) {
         let Some(inside) = self.gate.try_enter(epoch) else {
             // When the guest runs again.
@@ -140,14 +141,14 @@ impl Device {
         drop(inside);
         self.registry.totals.lost.fetch_add(lost, Ordering::Relaxed);
         tracing::warn!(
-            "{}: {kept} sessions go on, {lost} are lost, {} requests are executed again",
+            "{}: {kept} sessions continue, {lost} are lost, {} requests are executed again",
             self.who,
             fetched.len()
         );
         fetched.into_iter().for_each(|fetched| self.start_job(fetched, epoch));
     }
 
-    /// Goes on with the session of a predecessor's channel.
+    /// Continues the session of a predecessor's channel.
     fn resume_session(&self, channel: u32, leftover: &Leftover, saved: &Saved) -> Result<(), Refusal> {
         let extents = &leftover.extents[..];
         let size = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
@@ -156,18 +157,18 @@ impl Device {
         let memory = ChannelMemory::new(memories, extents.to_vec(), size)?;
         let (wakeup, lost) = self.listeners(channel);
         let session = Session::resume(&leftover.server, saved, memory, None, wakeup, lost)
-            .map_err(|e| no_resources(format!("its session cannot go on: {e}")))?;
+            .map_err(|e| no_resources(format!("its session cannot continue: {e}")))?;
         let session = Arc::new(session);
         let listed = self.registry.list_resumed(&self.who, channel.into(), session.clone());
         let held = Held { _listed: listed, _mappings: mappings, pieces: HashMap::new() };
         self.channels().insert(channel, Channel::Open(session.clone(), held));
-        // The predecessor may have taken a doorbell, or been told to wake the guest, and ended before it did.
+        // The predecessor may have consumed a doorbell, or been about to wake the guest.
         session.doorbell();
         self.events.wake(channel);
         Ok(())
     }
 
-    /// Tells the program that has this channel that its session is over.
+    /// Tells this channel's program that its session is over.
     fn tell_lost(&self, channel: u32, extents: &[Extent], reason: &str) {
         let size = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
         match self.memories().view(extents, size) {

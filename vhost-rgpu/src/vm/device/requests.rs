@@ -1,7 +1,7 @@
-//! Requests of the guest: taken from the request queue, copied out of guest memory, executed each in a
-//! thread of its own, and answered.
+//! Requests of the guest: taken from the request queue, copied out of guest memory, each executed in a thread
+//! of its own, and answered.
 //!
-//! [`control`] says what a valid request is, and [`channels`](super::channels) executes it.
+//! [`control`] defines valid requests, and [`channels`](super::channels) executes them.
 
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
@@ -31,7 +31,7 @@ type Piece = (GuestAddress, usize);
 /// A request taken from the queue.
 pub(super) struct Fetched {
     head: u16,
-    /// A predecessor had taken it, and may have executed it.
+    /// Whether a predecessor had taken it, and may have executed it.
     again: bool,
     answer: Vec<Piece>,
     pub(super) order: Result<Order, Refusal>,
@@ -54,7 +54,7 @@ impl Device {
         if self.resumes[usize::from(CONTROL_QUEUE)].swap(false, Ordering::SeqCst) {
             self.resume(vring, epoch);
         }
-        // A queue that has requests, and gives none of them away, is broken or has just been stopped.
+        // A queue that claims to have requests but yields none is broken or has just been stopped.
         let mut fruitless = 0;
         loop {
             fruitless += 1;
@@ -72,7 +72,7 @@ impl Device {
         }
     }
 
-    /// Copies the next request out of guest memory, once, and checks it.
+    /// Copies the next request out of guest memory, exactly once, and checks it.
     fn fetch(&self, vring: &Vring, epoch: u64) -> Option<Fetched> {
         let _inside = self.gate.try_enter(epoch)?;
         let memory = self.guest.memory();
@@ -87,7 +87,7 @@ impl Device {
         Some(Fetched { head, again: false, answer, order, bytes })
     }
 
-    /// Copies a request that a predecessor had taken, and not answered, out of guest memory.
+    /// Copies a request out of guest memory that a predecessor had taken but not answered.
     pub(super) fn fetch_again(&self, memory: &GuestMemoryMmap, table: u64, size: u16, head: u16) -> Fetched {
         let chain = recovery::chain(memory, table, size, head);
         let (answer, request): (Vec<_>, Vec<_>) = chain.into_iter().partition(|d| d.is_write_only());
@@ -152,7 +152,7 @@ impl Device {
         }
     }
 
-    /// Refuses a request in the thread of the queue, or if the guest was just stopped in another one.
+    /// Refuses a request in the queue's thread, or in another one if the guest was just stopped.
     fn refuse(&self, epoch: u64, head: u16, answer: Vec<Piece>, refusal: Refusal) {
         if let Some(inside) = self.gate.try_enter(epoch) {
             return self.answer_inside(&inside, head, &answer, Err(refusal));
@@ -160,11 +160,11 @@ impl Device {
         let Some(device) = self.me.upgrade() else { return };
         let later = move || device.answer(epoch, head, &answer, Err(refusal));
         if let Err(e) = std::thread::Builder::new().name("refusal".to_owned()).spawn(later) {
-            tracing::error!("{}: a request stays without an answer: {e}", self.who);
+            tracing::error!("{}: a request remains unanswered: {e}", self.who);
         }
     }
 
-    /// Answers a request once the guest runs, unless the device was reset since it came.
+    /// Answers a request once the guest runs, unless the device was reset since it arrived.
     fn answer(&self, epoch: u64, head: u16, pieces: &[Piece], result: Result<(), Refusal>) {
         if let Some(inside) = self.gate.enter(epoch) {
             self.answer_inside(&inside, head, pieces, result);
@@ -229,7 +229,7 @@ pub(super) struct Job<'d> {
 }
 
 impl Job<'_> {
-    /// Answers the request, unless it has been answered, and stops counting it.
+    /// Answers the request, unless it was already answered, and stops counting it.
     pub(super) fn answer(&mut self, result: Result<(), Refusal>) {
         if std::mem::replace(&mut self.answered, true) {
             if let Err(Refusal(_, why)) = result {

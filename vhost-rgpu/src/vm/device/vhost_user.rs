@@ -1,7 +1,7 @@
 //! The device as a VMM sees it over vhost-user: features, configuration space, queues and their threads,
 //! guest memory.
 //!
-//! A message changes the device's state in [`super`]; an event of the request queue goes on in
+//! A message changes the device's state in [`super`]; events of the request queue continue in
 //! [`requests`](super::requests).
 
 use std::io;
@@ -69,7 +69,7 @@ impl VhostUserBackend for Device {
             max_registered: limits.max_registered,
             reserved: [0; 32],
         };
-        // The answer must have exactly `size` bytes, or else the message to the VMM is malformed.
+        // The reply must have exactly `size` bytes; otherwise the message to the VMM is malformed.
         let bytes = config.as_bytes().iter().copied().skip(offset as usize).chain(std::iter::repeat(0));
         bytes.take(size as usize).collect()
     }
@@ -100,20 +100,22 @@ impl VhostUserBackend for Device {
     fn exit_event(&self, thread_index: usize) -> Option<(EventConsumer, EventNotifier)> {
         let exit = self.exit.get(thread_index)?;
         let notifier = exit.as_raw_fd();
-        // SAFETY: a plain system call that duplicates a descriptor of this device.
+        // SAFETY: duplicates a descriptor of this device; has no other effect.
         let notifier = unsafe { libc::fcntl(notifier, libc::F_DUPFD_CLOEXEC, 0) };
         if notifier < 0 {
             return None;
         }
-        // SAFETY: vhost-user-backend uses the consumer's raw number for epoll and never closes it, so `self.exit` remains the only owner that closes the descriptor. (It would never close
-        // a duplicate either, which would leak with every connection.) The workers hold the device, so the descriptor stays open while they use it.
+        // SAFETY: vhost-user-backend uses the consumer's raw number for epoll and never closes it, so
+        // `self.exit` remains the only owner that closes the descriptor. (It would never close a duplicate
+        // either, which would leak with every connection.) The workers hold the device, so the descriptor
+        // stays open while they use it.
         let consumer = unsafe { EventConsumer::from_raw_fd(exit.as_raw_fd()) };
         // SAFETY: the descriptor was duplicated above and nothing else owns it.
         Some((consumer, unsafe { EventNotifier::from_raw_fd(notifier) }))
     }
 
     fn stop_vring(&self, queue_index: u32) -> io::Result<()> {
-        // One queue after the other. The control queue is the first.
+        // One queue at a time, the control queue first.
         match u16::try_from(queue_index) {
             Ok(CONTROL_QUEUE) => self.pause(),
             Ok(EVENT_QUEUE) => self.events.stop(),
@@ -131,7 +133,8 @@ impl VhostUserBackend for Device {
             }
             (0, 1, Some(vring)) => {
                 if self.resumes[usize::from(EVENT_QUEUE)].swap(false, Ordering::SeqCst) {
-                    // Each buffer is returned as soon as it is taken. One that was not is taken again.
+                    // Each buffer is returned as soon as it is taken, so one that was not returned is taken
+                    // again.
                     let mut vring = vring.get_mut();
                     let queue = vring.get_queue_mut();
                     queue.set_next_avail(queue.next_used());

@@ -1,4 +1,5 @@
-//! The health of NVIDIA's devices, as NVML tells it: by events, and for what has none (links, temperature, the driver's advice) by questions every [`EVERY`].
+//! The health of NVIDIA's devices according to NVML: from events, and by polling every [`EVERY`] what has
+//! none (links, temperature, the driver's advice).
 
 use protocol::ops::nvml::{self, FIELD_SIZE, status};
 
@@ -6,9 +7,10 @@ use super::library::{Library, library};
 use super::order::{self, Listed};
 use crate::driver::health::Event;
 
-/// Milliseconds between two rounds of questions. A wait for an event takes as long.
+/// Milliseconds between two polls. A wait for an event takes as long.
 const EVERY: u32 = 10_000;
-/// `nvmlEventTypeDoubleBitEccError`, `…XidCriticalError`, `…DramRetirementFailure`, `…FatalPoisonError`, `…GpuUnavailableError`.
+/// `nvmlEventTypeDoubleBitEccError`, `…XidCriticalError`, `…DramRetirementFailure`, `…FatalPoisonError`,
+/// `…GpuUnavailableError`.
 const ECC: u64 = 0x2;
 const XID: u64 = 0x8;
 const RETIREMENT_FAILED: u64 = 0x800;
@@ -20,21 +22,21 @@ const TIMEOUT: u32 = 10;
 const LINKS: u32 = 18;
 /// `nvmlClocksThrottleReasonHwThermalSlowdown`.
 const TOO_HOT: u64 = 0x40;
-/// Rounds without that before a device counts as cool.
+/// Polls without it before a device counts as cool.
 const COOL_AFTER: u32 = 3;
 /// `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`.
 const RECOVERY_ACTION: u32 = 230;
 
-/// A device that is watched.
+/// A watched device.
 struct Watched {
     number: u32,
     listed: Listed,
-    /// Tells whose an event is: handles of one device may differ.
+    /// Identifies an event's device, because one device may have several handles.
     uuid: Option<Vec<u8>>,
     /// Links that have been active.
     links: Vec<u32>,
     lost: bool,
-    /// It was too hot, and for so many rounds it has not been.
+    /// If it was too hot: the number of polls since in which it was not.
     hot: Option<u32>,
     recovery: u32,
 }
@@ -48,10 +50,10 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Begins to watch the devices with these numbers.
+    /// Starts watching the devices with these numbers.
     ///
     /// # Errors
-    /// NVML's status, if the library or a device is not there.
+    /// NVML's status, if the library or a device doesn't exist.
     pub fn new(numbers: &[u32]) -> Result<Watch, u32> {
         let library = library()?;
         let all = order::devices(library)?;
@@ -76,7 +78,7 @@ impl Watch {
         Ok(Watch { library, set, devices })
     }
 
-    /// Waits for events, for [`EVERY`] at most. What the driver was asking for before is among the first.
+    /// Waits for events, at most for [`EVERY`]. What the driver already requested before is among the first.
     pub fn next(&mut self) -> Vec<(u32, Event)> {
         match self.wait() {
             Some(event) => event.into_iter().collect(),
@@ -84,7 +86,7 @@ impl Watch {
         }
     }
 
-    /// One event, which may be none of a device that is watched. `None`: none has come.
+    /// One event, or `Some(None)` if it is for a device that is not watched. `None`: no event arrived.
     fn wait(&self) -> Option<Option<(u32, Event)>> {
         let pause = || std::thread::sleep(std::time::Duration::from_millis(EVERY.into()));
         let (Some(set), Some(wait)) = (self.set, self.library.find(c"nvmlEventSetWait_v2")) else {
@@ -99,7 +101,7 @@ impl Watch {
             TIMEOUT => return None,
             failure => {
                 tracing::debug!("nvmlEventSetWait: {failure}");
-                // A device that is lost ends every wait, at once.
+                // A lost device ends every wait immediately.
                 pause();
                 return None;
             }
@@ -118,12 +120,12 @@ impl Watch {
     }
 }
 
-/// What an event of NVML's means.
+/// Converts an NVML event.
 fn event(kind: u64, number: u64) -> Option<Event> {
     match kind {
         XID => Some(Event::Xid(number)),
         ECC | POISON => Some(Event::Ecc),
-        // As the Xid that the driver logs with it.
+        // Like the Xid that the driver logs with it.
         RETIREMENT_FAILED => Some(Event::Xid(64)),
         UNAVAILABLE => Some(Event::Lost),
         _ => None,
@@ -138,7 +140,7 @@ fn make_set(library: &Library) -> Option<usize> {
     (answer == status::SUCCESS).then_some(set)
 }
 
-/// Registers a device for those events that it has.
+/// Registers a device for the events that it supports.
 fn register(library: &Library, handle: usize, set: usize) {
     let wanted = ECC | XID | RETIREMENT_FAILED | POISON | UNAVAILABLE;
     let mut supported = 0u64;
@@ -153,7 +155,7 @@ fn register(library: &Library, handle: usize, set: usize) {
     });
     if answer != status::SUCCESS {
         tracing::warn!(
-            "nvmlDeviceRegisterEvents: {answer}: a GPU's failure is noticed only when NVML is asked, every {} s",
+            "nvmlDeviceRegisterEvents: {answer}: a GPU's failure is noticed only by polling NVML every {} s",
             EVERY / 1000
         );
     }
@@ -170,7 +172,7 @@ fn link_state(library: &Library, handle: usize, link: u32) -> Result<u32, u32> {
     }
 }
 
-/// Why the clocks are low, as bits. The function has a newer name.
+/// Why the clocks are low, as bits. Newer libraries have another name for the function.
 fn slowed_by(library: &Library, handle: usize) -> Result<u64, u32> {
     let ask = library
         .find(c"nvmlDeviceGetCurrentClocksEventReasons")
@@ -184,7 +186,7 @@ fn slowed_by(library: &Library, handle: usize) -> Result<u64, u32> {
     }
 }
 
-/// The recovery action that the driver asks for. 0: none, or this driver does not say.
+/// The recovery action that the driver requests. 0: none, or unsupported by this driver.
 fn recovery_action(library: &Library, handle: usize) -> u32 {
     let Some(ask) = library.find(c"nvmlDeviceGetFieldValues") else { return 0 };
     // nvmlFieldValue_t: field and scope, two times, the value's type and the status, the value.
@@ -196,7 +198,7 @@ fn recovery_action(library: &Library, handle: usize) -> u32 {
     if answer == status::SUCCESS && outcome >> 32 == 0 { value as u32 } else { 0 }
 }
 
-/// Asks a device what has changed.
+/// Polls a device for changes.
 fn look(library: &Library, device: &mut Watched) -> Vec<(u32, Event)> {
     if device.lost {
         return Vec::new();

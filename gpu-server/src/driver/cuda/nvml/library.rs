@@ -1,7 +1,7 @@
-//! NVIDIA's library, opened and called.
+//! Opens and calls NVIDIA's library.
 //!
-//! It is opened at the first question and never closed. A question takes up to some milliseconds and is answered in the dispatcher's
-//! thread: a client's NVML has a session of its own, so no kernel waits for it.
+//! It is opened at the first query and never closed. A query takes up to a few milliseconds and is answered
+//! in the dispatcher's thread: a client's NVML has a session of its own, so no kernel waits for it.
 
 use std::ffi::{CStr, CString, c_void};
 use std::sync::OnceLock;
@@ -10,9 +10,10 @@ use protocol::ops::nvml::{
     FIELD_SIZE, MAX_FIELDS, MAX_OUTPUT, NvmlQuery, Output, QUERIES, Query, status, struct_size,
 };
 
-/// A symbol that rgpu's own library exports, and NVIDIA's does not.
+/// A symbol that rgpu's own library exports and NVIDIA's doesn't.
 const OWN_LIBRARY: &CStr = c"rgpu_libnvml";
-/// Where the library is looked for: by the loader's rules, and where distributions put it, should rgpu's own be on the loader's path.
+/// Where to look for the library: first by the loader's rules, then where distributions install it, in case
+/// the loader finds rgpu's own.
 const PLACES: &[&CStr] = &[
     c"libnvidia-ml.so.1",
     c"/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1",
@@ -20,20 +21,21 @@ const PLACES: &[&CStr] = &[
     c"/usr/lib64/libnvidia-ml.so.1",
     c"/usr/lib/libnvidia-ml.so.1",
 ];
-/// Functions that take two devices, by the number of the question.
+/// Functions that take two devices, by the query's number.
 const PAIR_FUNCTIONS: &[&CStr] =
     &[c"nvmlDeviceGetTopologyCommonAncestor", c"nvmlDeviceOnSameBoard", c"nvmlDeviceGetP2PStatus"];
 
-/// Every function is called with six words, of which it reads as many as it has parameters: a pointer, a device and an `unsigned int` each travel in
-/// one integer register, and the calling conventions of x86-64 and AArch64 Linux let a callee ignore registers that it has no parameter for.
+/// Every function is called with six words and reads as many as it has parameters: a pointer, a device and an
+/// `unsigned int` each take one integer register, and the calling conventions of x86-64 and AArch64 Linux let
+/// a callee ignore further registers.
 pub(super) type Function = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> u32;
 
 /// NVIDIA's library, initialized.
 pub(super) struct Library {
     handle: usize,
-    /// By place in [`QUERIES`].
+    /// By index in [`QUERIES`].
     queries: Vec<Option<Function>>,
-    /// By the number of the question.
+    /// By the query's number.
     pairs: Vec<Option<Function>>,
 }
 
@@ -43,19 +45,19 @@ impl Library {
         symbol(self.handle as *mut c_void, name)
     }
 
-    /// The function of a question.
+    /// The function for a query.
     pub fn of_query(&self, query: &Query) -> Option<Function> {
         let place = QUERIES.iter().position(|other| other == query)?;
         self.queries.get(place).copied().flatten()
     }
 
-    /// The function of a question about two devices.
+    /// The function for a query about two devices.
     pub fn of_pair(&self, question: u32) -> Result<Function, u32> {
         let found = self.pairs.get(question as usize).ok_or(status::INVALID_ARGUMENT)?;
         found.ok_or(status::FUNCTION_NOT_FOUND)
     }
 
-    /// The handle that a function finds for a text: a UUID or a PCI address.
+    /// The handle that a function returns for a text: a UUID or a PCI address.
     pub fn device(&self, function: &CStr, text: &str) -> Option<usize> {
         let function = self.find(function)?;
         let text = CString::new(text).ok()?;
@@ -66,7 +68,7 @@ impl Library {
         (answer == status::SUCCESS).then_some(found)
     }
 
-    /// The handle of the device with an index of NVML's own.
+    /// The handle of the device with an NVML index.
     pub fn device_at(&self, index: u32) -> Result<usize, u32> {
         let function = self.find(c"nvmlDeviceGetHandleByIndex_v2").ok_or(status::FUNCTION_NOT_FOUND)?;
         let mut found = 0usize;
@@ -77,7 +79,7 @@ impl Library {
         }
     }
 
-    /// One number that a function without other parameters writes.
+    /// Calls a function that only writes one number.
     pub fn number(&self, function: &CStr) -> Result<u32, u32> {
         let function = self.find(function).ok_or(status::FUNCTION_NOT_FOUND)?;
         let mut value = 0u32;
@@ -88,7 +90,7 @@ impl Library {
         }
     }
 
-    /// A text that belongs to no device.
+    /// Calls a function that only writes a text.
     pub fn text(&self, function: &CStr) -> Result<String, u32> {
         const LENGTH: usize = 128;
         let function = self.find(function).ok_or(status::FUNCTION_NOT_FOUND)?;
@@ -104,7 +106,7 @@ impl Library {
         }
     }
 
-    /// A question without arguments about a device, for this server's own use.
+    /// Makes a query without arguments about a device, for this server's own use.
     pub fn ask(&self, device: usize, query: &Query) -> Result<Vec<u8>, u32> {
         let function = self.of_query(query).ok_or(status::FUNCTION_NOT_FOUND)?;
         ask(
@@ -119,7 +121,7 @@ impl Library {
 fn symbol(handle: *mut c_void, name: &CStr) -> Option<Function> {
     // SAFETY: the handle is of a library that is never closed.
     let found = unsafe { libc::dlsym(handle, name.as_ptr()) };
-    // SAFETY: not null; every symbol asked for is a function whose parameters are as `Function` says.
+    // SAFETY: not null; every requested symbol is a function that can be called like `Function`.
     (!found.is_null()).then(|| unsafe { std::mem::transmute::<*mut c_void, Function>(found) })
 }
 
@@ -131,13 +133,13 @@ fn open() -> Result<Library, u32> {
         if handle.is_null() {
             continue;
         }
-        // SAFETY: `dlsym` on a library that is loaded, with a C string.
+        // SAFETY: a loaded library and a C string.
         if !unsafe { libc::dlsym(handle, OWN_LIBRARY.as_ptr()) }.is_null() {
             own = true;
             continue;
         }
         let init = symbol(handle, c"nvmlInit_v2").ok_or(status::FUNCTION_NOT_FOUND)?;
-        // SAFETY: takes nothing.
+        // SAFETY: takes no arguments.
         let answer = unsafe { init(0, 0, 0, 0, 0, 0) };
         if answer != status::SUCCESS {
             tracing::warn!("nvmlInit: {answer}");
@@ -152,17 +154,17 @@ fn open() -> Result<Library, u32> {
     }
     let why =
         if own { "only rgpu's own is on this machine's path" } else { "it is part of the driver's packages" };
-    tracing::warn!("NVIDIA's libnvidia-ml.so.1 is not found: {why}");
+    tracing::warn!("NVIDIA's libnvidia-ml.so.1 cannot be used: {why}");
     Err(status::LIBRARY_NOT_FOUND)
 }
 
-/// The library, which is opened at the first call.
+/// The library, opened at the first call.
 pub(super) fn library() -> Result<&'static Library, u32> {
     static LIBRARY: OnceLock<Result<Library, u32>> = OnceLock::new();
     LIBRARY.get_or_init(open).as_ref().map_err(|status| *status)
 }
 
-/// Memory that a function writes into, aligned for every structure of NVML's.
+/// Memory that a function writes to, aligned for every NVML structure.
 struct Buffer(Vec<u64>);
 
 impl Buffer {
@@ -190,7 +192,7 @@ impl Buffer {
     }
 }
 
-/// Asks one question. `device` is NVML's handle. The program's input is checked before the library sees it.
+/// Makes one query. `device` is NVML's handle. The program's input is checked before the library sees it.
 pub(super) fn ask(
     function: Function,
     device: usize,
@@ -205,8 +207,9 @@ pub(super) fn ask(
         next += 1;
     }
     let [a, b, c, d, ..] = [next, next + 1, next + 2, next + 3];
-    // SAFETY: the function is the question's, and its pointers are to memory of the size that its shape in the table gives: a text's buffer with its
-    // length, a list's with its capacity, a structure's checked against its version word, which is what NVML goes by.
+    // SAFETY: the function belongs to the query, and its pointers are to memory of the size given by its
+    // shape in the table: a text's buffer with its length, a list's with its capacity, a structure's checked
+    // against its version word, which NVML goes by.
     let call = |words: [usize; 6]| match unsafe {
         function(words[0], words[1], words[2], words[3], words[4], words[5])
     } {
@@ -330,7 +333,7 @@ mod tests {
         _: usize,
         _: usize,
     ) -> u32 {
-        // SAFETY: `ask` passes a count and a list that has room for so many.
+        // SAFETY: `ask` passes a count and a list with room for that many.
         unsafe {
             std::ptr::with_exposed_provenance_mut::<u32>(count).write(2);
             std::ptr::with_exposed_provenance_mut::<[u32; 2]>(list).write([10, 20]);
@@ -343,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn each_shape_is_called_and_read_as_it_is() {
+    fn each_shape_is_called_and_read() {
         assert_eq!(ask(write_text, 1, nvml::NAME, &question(nvml::NAME, &[])), Ok(b"abc".to_vec()));
         assert_eq!(
             ask(write_argument, 1, nvml::TEMPERATURE, &question(nvml::TEMPERATURE, &[])),
@@ -361,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn a_status_of_the_library_s_is_the_answer() {
+    fn the_librarys_status_is_the_answer() {
         assert_eq!(
             ask(refuse, 1, nvml::FAN_SPEED, &question(nvml::FAN_SPEED, &[])),
             Err(status::NOT_SUPPORTED)

@@ -1,5 +1,5 @@
-//! NVML's questions, put to NVIDIA's library on this machine: `library`. No question needs a context, and none needs the CUDA driver
-//! unless the order of the devices does: `order`.
+//! NVML queries to NVIDIA's library on this machine (`library`). No query needs a context, and only the order
+//! of the devices may need the CUDA driver (`order`).
 
 pub mod health;
 mod library;
@@ -23,7 +23,7 @@ pub struct Nvidia {
 }
 
 impl Nvidia {
-    /// The devices with these ordinals of CUDA's, in this order; all, if there are none. The error is a status of NVML's.
+    /// The devices with these CUDA ordinals, in this order; if empty, all. The error is an NVML status.
     pub fn new(chosen: &[u32], quota: Quota) -> Result<Nvidia, u32> {
         let all = order::devices(library()?)?;
         let devices = match chosen {
@@ -41,7 +41,7 @@ impl Nvidia {
         self.numbers.get(ordinal as usize).copied().unwrap_or(ordinal)
     }
 
-    /// NVML's handle of a device. It is looked up for each question: a GPU that was reset has another.
+    /// A device's NVML handle. It is looked up for each query, because a GPU gets a new one when it is reset.
     fn handle(&self, library: &Library, ordinal: u32) -> Result<usize, u32> {
         let device = self.devices.get(ordinal as usize).ok_or(status::INVALID_ARGUMENT)?;
         device.handle(library).ok_or(status::NOT_FOUND)
@@ -80,7 +80,7 @@ impl Answers for Nvidia {
         let (device, peer) = (self.handle(library, op.device)?, self.handle(library, op.peer)?);
         let mut value = 0u32;
         let to = std::ptr::from_mut(&mut value) as usize;
-        // SAFETY: two handles of the library's, for the last question a number, and a place for one integer.
+        // SAFETY: two handles of the library, for the last query a number, and a place for one integer.
         let answer = unsafe {
             if op.question == nvml::pair::P2P_STATUS {
                 function(device, peer, op.argument as usize, to, 0, 0)
@@ -92,9 +92,9 @@ impl Answers for Nvidia {
     }
 }
 
-/// A session sees only the device memory that it may use.
+/// Limits the figures to the device memory that the session may use.
 fn limit_memory(query: &Query, output: &mut [u8], quota: &Quota, number: u32) {
-    // Places of total, free and used, in 64-bit words.
+    // Offsets of total, free and used, in 64-bit words.
     let places = match query {
         q if q == nvml::MEMORY => [0, 1, 2],
         q if q == nvml::MEMORY_V2 => [1, 3, 4],
@@ -104,7 +104,7 @@ fn limit_memory(query: &Query, output: &mut [u8], quota: &Quota, number: u32) {
     let [total, free, _] = places.map(|place| words.get(place).map_or(0, |word| u64::from_le_bytes(*word)));
     let visible = quota.visible(number, free, total);
     if visible == (free, total) {
-        // Nothing is hidden. The second version counts what the driver reserves neither as free nor as used.
+        // No limit applies. The second version counts what the driver reserves neither as free nor as used.
         return;
     }
     let (free, total) = visible;
@@ -121,7 +121,7 @@ mod tests {
     use crate::worker_protocol::Resource;
 
     #[test]
-    fn a_session_with_a_limit_is_told_of_no_more_memory_than_that() {
+    fn a_session_sees_no_more_memory_than_its_limit() {
         let bytes = |words: [u64; 3]| words.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>();
         let before = bytes([100, 90, 10]);
         let mut output = before.clone();

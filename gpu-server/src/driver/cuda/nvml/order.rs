@@ -1,9 +1,10 @@
-//! Which devices NVML has for CUDA's ordinals.
+//! Maps CUDA's ordinals to NVML devices.
 //!
-//! NVML numbers devices by their PCI addresses and ignores CUDA's environment. CUDA numbers those that `CUDA_VISIBLE_DEVICES` lets
-//! through, by PCI addresses only if `CUDA_DEVICE_ORDER` says so, otherwise the fastest first. Where all devices are of one model both
-//! orders are the same, and NVML alone tells which device is meant. Where that is not certain (different models, partitioned devices, a
-//! variable that is not understood) the CUDA driver is asked for the devices' UUIDs, which needs no context either.
+//! NVML numbers devices by PCI address and ignores CUDA's environment. CUDA numbers those that
+//! `CUDA_VISIBLE_DEVICES` selects: by PCI address if `CUDA_DEVICE_ORDER` says so, otherwise fastest first. If
+//! all devices are of one model, both orders are the same and NVML suffices. Otherwise (different models,
+//! partitioned devices, a variable that cannot be parsed), the CUDA driver is asked for the devices' UUIDs,
+//! which needs no context either.
 
 use std::env;
 
@@ -13,14 +14,14 @@ use protocol::ops::nvml::{self, status};
 use super::library::Library;
 use crate::driver::cuda::{api, attribute, device_name, probe};
 
-/// A device, in CUDA's order.
+/// A device in CUDA's order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Listed {
     pub name: String,
     by: Vec<By>,
 }
 
-/// By what NVML finds a device.
+/// How NVML finds a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum By {
     Uuid(String),
@@ -42,13 +43,13 @@ impl Listed {
 struct Found {
     name: String,
     uuid: String,
-    /// It is partitioned (MIG): CUDA sees its parts.
+    /// Whether it is partitioned (MIG): CUDA then sees its parts.
     partitioned: bool,
 }
 
 /// All devices that CUDA sees in this process's environment, in its order.
 pub(super) fn devices(library: &Library) -> Result<Vec<Listed>, u32> {
-    // Of a GPU that is lost NVML knows no name: CUDA is asked which of the others it still has.
+    // NVML has no name for a lost GPU, so CUDA is asked which others it still has.
     let found = list(library).unwrap_or_else(|failure| {
         tracing::warn!("NVML cannot list the devices: {failure}");
         Vec::new()
@@ -76,14 +77,14 @@ fn list(library: &Library) -> Result<Vec<Found>, u32> {
             Ok(Found {
                 name: text(library.ask(device, nvml::NAME)?),
                 uuid: text(library.ask(device, nvml::UUID)?),
-                // The present mode comes first.
+                // The current mode is first.
                 partitioned: library.ask(device, nvml::MIG_MODE).is_ok_and(|modes| modes.first() == Some(&1)),
             })
         })
         .collect()
 }
 
-/// The places in `found` of the devices that CUDA sees, in its order. `None`: that is not certain.
+/// The indices in `found` of the devices that CUDA sees, in its order. `None` if uncertain.
 fn arrange(found: &[Found], order: Option<&str>, visible: Option<&str>) -> Option<Vec<usize>> {
     let one_model = found.windows(2).all(|pair| pair[0].name == pair[1].name);
     let certain = !found.is_empty() && (one_model || order == Some("PCI_BUS_ID"));
@@ -98,20 +99,20 @@ fn arrange(found: &[Found], order: Option<&str>, visible: Option<&str>) -> Optio
             Err(_) if entry.starts_with("GPU-") => {
                 let mut matching = (0..found.len()).filter(|place| found[*place].uuid.starts_with(entry));
                 let first = matching.next();
-                // Several match: what CUDA makes of that is its own matter.
+                // Several match: only CUDA knows what it does then.
                 if matching.next().is_some() {
                     return None;
                 }
                 first
             }
-            // A number less than 0, or nothing, names no device.
+            // Negative numbers and empty entries name no device.
             Err(_) if entry.is_empty() || entry.parse::<i64>().is_ok() => None,
             Err(_) => return None,
         };
         match place {
             Some(place) if places.contains(&place) => return None,
             Some(place) => places.push(place),
-            // What names no device ends the list.
+            // An entry that names no device ends the list.
             None => break,
         }
     }
@@ -167,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn different_models_are_asked_of_cuda_unless_addresses_give_the_order() {
+    fn cuda_is_asked_about_different_models_unless_ordered_by_address() {
         let found = machine(&["T4", "H200"]);
         assert_eq!(arrange(&found, None, None), None);
         assert_eq!(arrange(&found, Some("PCI_BUS_ID"), None), Some(vec![0, 1]));
@@ -192,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_asked_of_cuda() {
+    fn cuda_is_asked_if_a_variable_cannot_be_parsed() {
         let mut found = machine(&["H200", "H200"]);
         for visible in ["GPU-", "0,0", "MIG-0", "all"] {
             assert_eq!(arrange(&found, None, Some(visible)), None, "{visible}");

@@ -1,18 +1,18 @@
-//! What processes take on the devices, as NVML says.
+//! Device memory used by processes, according to NVML.
 
 use protocol::ops::nvml::status;
 
 use super::library::library;
 use super::order;
 
-/// Bytes of an `nvmlProcessInfo_t`: process ID, used bytes, and two numbers about MIG.
+/// Size of an `nvmlProcessInfo_t` in bytes: process ID, used bytes, and two numbers about MIG.
 const ENTRY: usize = 24;
-/// Processes of a device that are looked at.
+/// Maximum number of processes read per device.
 const MOST: usize = 4096;
 /// `NVML_VALUE_NOT_AVAILABLE`.
 const UNKNOWN: u64 = u64::MAX;
 
-/// Bytes that a process takes on a device.
+/// A process's memory use on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Use {
     /// The process.
@@ -23,10 +23,10 @@ pub struct Use {
     pub bytes: u64,
 }
 
-/// What each process with a context takes on the devices with these numbers.
+/// The memory use of each process with a context on the devices with these numbers.
 ///
 /// # Errors
-/// NVML's status, if the library is not there or does not say.
+/// NVML's status, if the library doesn't exist or doesn't report it.
 pub fn uses(numbers: &[u32]) -> Result<Vec<Use>, u32> {
     let library = library()?;
     let function =

@@ -1,4 +1,4 @@
-//! What NVML says of the devices now, for operators.
+//! The devices' current readings from NVML, for operators.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -8,14 +8,14 @@ use protocol::ops::nvml::{self, NvmlQuery, Query, status};
 use super::library::{Library, ask, library};
 use super::order;
 
-/// Bytes of an `nvmlProcessUtilizationSample_t`: process ID, time in µs, and four percentages.
+/// Size of an `nvmlProcessUtilizationSample_t` in bytes: process ID, time in µs, and four percentages.
 const SAMPLE: usize = 32;
-/// Samples of a device that are looked at.
+/// Maximum number of samples read per device.
 const MOST: usize = 1024;
-/// Samples that are older say nothing of now.
+/// Older samples are ignored.
 const RECENT: Duration = Duration::from_secs(3);
 
-/// A device now. What NVML does not say is `None`.
+/// A device's readings. `None` if NVML doesn't report a value.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Reading {
     /// The device's number on this server.
@@ -24,7 +24,7 @@ pub struct Reading {
     pub name: String,
     /// Its UUID.
     pub uuid: String,
-    /// Percent of the time in which a kernel ran, and in which memory was read or written.
+    /// Percentage of time in which a kernel ran, and in which memory was accessed.
     pub utilization: Option<(u32, u32)>,
     /// Bytes of memory: free and used.
     pub memory: Option<(u64, u64)>,
@@ -34,14 +34,14 @@ pub struct Reading {
     pub power: Option<f64>,
     /// MHz of multiprocessors and of memory.
     pub clocks: Option<(u32, u32)>,
-    /// Percent of the multiprocessors' time that each process had a moment ago, by process ID.
+    /// Recent percentage of the multiprocessors' time used by each process, by process ID.
     pub processes: BTreeMap<u32, u32>,
 }
 
-/// The devices with these numbers. One that does not answer has a reading without figures.
+/// The devices with these numbers. A device that does not answer has no figures.
 ///
 /// # Errors
-/// NVML's status, if the library is not there or cannot say which devices these are.
+/// NVML's status, if the library doesn't exist or cannot identify the devices.
 pub fn read(numbers: &[u32]) -> Result<Vec<Reading>, u32> {
     let library = library()?;
     let all = order::devices(library)?;
@@ -88,7 +88,8 @@ fn read_one(library: &Library, handle: usize, blank: Reading) -> Reading {
     }
 }
 
-/// What part of the multiprocessors' time each process had a moment ago. Empty where NVML does not say: on a partitioned device, or if none had any.
+/// Recent share of the multiprocessors' time used by each process. Empty if NVML doesn't report it (on a
+/// partitioned device), or if no process used any.
 fn processes(library: &Library, handle: usize) -> BTreeMap<u32, u32> {
     let Some(function) = library.find(c"nvmlDeviceGetProcessUtilization") else { return BTreeMap::new() };
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -96,14 +97,14 @@ fn processes(library: &Library, handle: usize) -> BTreeMap<u32, u32> {
     let mut count = MOST as u32;
     let mut samples = vec![0u64; MOST * SAMPLE / 8];
     let to = [samples.as_mut_ptr() as usize, std::ptr::from_mut(&mut count) as usize];
-    // SAFETY: a device's handle, room for as many samples as the count says, the count, and a time.
+    // SAFETY: a device's handle, room for `count` samples, the count, and a time.
     match unsafe { function(handle, to[0], to[1], since, 0, 0) } {
         status::SUCCESS => latest(&samples, count as usize),
         _ => BTreeMap::new(),
     }
 }
 
-/// The latest of the first `count` samples of each process.
+/// Each process's latest sample among the first `count`.
 fn latest(samples: &[u64], count: usize) -> BTreeMap<u32, u32> {
     let mut latest: BTreeMap<u32, (u64, u32)> = BTreeMap::new();
     for sample in samples.chunks_exact(SAMPLE / 8).take(count) {

@@ -17,13 +17,13 @@ const MAX_DRAFTS: usize = 1 << 16;
 /// Maximum depth of conditional nodes inside conditional nodes.
 const MAX_DEPTH: u32 = 64;
 
-/// A draft. `D`: the GPU's.
+/// A draft. `D` belongs to the GPU.
 pub(super) struct Draft<D> {
     pub context: u32,
-    /// The draft that it belongs to; its own id if it belongs to no other.
+    /// The root; its own ID if it is a root.
     pub root: u32,
     pub native: D,
-    /// Only a root's is used, for all drafts that belong to it.
+    /// Used only in a root, for all drafts that belong to it.
     contents: Contents,
     /// First graphs of its conditional nodes.
     nodes: Vec<u32>,
@@ -41,7 +41,7 @@ pub(super) enum Contents {
     Failed,
 }
 
-/// A conditional node. `N`: the GPU's.
+/// A conditional node. `N` belongs to the GPU.
 pub(super) struct Node<N> {
     pub native: N,
     /// Ids of its graphs.
@@ -181,8 +181,8 @@ impl<D, N> Drafts<D, N> {
         }
     }
 
-    /// Checks that these are all parts of a root: the root first, then all drafts that belong to it, each
-    /// with all of its conditional nodes.
+    /// Checks that these are all parts of a root: first the root, then all drafts that belong to it, each
+    /// with all its conditional nodes.
     pub fn check_parts(&self, root: GraphId, parts: &GraphParts) -> Result<(), Status> {
         if self.get(root)?.root != root.0 || parts.parts.first().is_none_or(|part| part.graph != root) {
             return Err(Status::INVALID_VALUE);
@@ -218,7 +218,7 @@ impl<D, N> Drafts<D, N> {
         Ok(())
     }
 
-    /// Drops the drafts of a context that is gone.
+    /// Drops the drafts of a destroyed context.
     pub fn forget_context(&mut self, context: ContextId) {
         self.retain(|draft| draft.context != context.0);
     }
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_goes_with_its_graphs_and_all_nodes_in_them() {
+    fn removing_a_node_removes_its_graphs_and_their_nodes() {
         let mut drafts = drafts();
         assert_eq!(drafts.owner(GraphId(3)), Ok(GraphId(2)));
         drafts.remove_node(GraphId(2));
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_draft_goes_with_all_that_belong_to_it() {
+    fn dropping_a_draft_drops_all_that_belong_to_it() {
         let mut drafts = drafts();
         assert_eq!(drafts.forget(GraphId(2)).err(), Some(Status::INVALID_HANDLE));
         assert!(drafts.forget(GraphId(1)).is_ok());

@@ -1,8 +1,8 @@
-//! Graphs: those that were instantiated, and drafts, which have conditional nodes and are known before.
+//! Graphs: instances, and drafts, which have conditional nodes and are known before they are instantiated.
 //!
-//! - here: the operations, and how a client's list of nodes becomes one that the GPU takes;
+//! - here: the operations, and the conversion of a client's list of nodes to the GPU's form;
 //! - [`nodes`]: reads such a list;
-//! - [`drafts`]: which drafts, conditional nodes and conditions there are.
+//! - [`drafts`]: the session's drafts, conditional nodes and conditions.
 
 mod drafts;
 mod nodes;
@@ -18,13 +18,13 @@ use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::{Gpu, GpuGraphs, Node, NodeWork};
 use crate::driver::ids::Ids;
 
-/// What a session has of this chapter.
+/// The session's graphs.
 pub(super) struct Graphs<G: GpuGraphs> {
     instances: Ids<Instance<G::Graph>>,
     drafts: Drafts<G::Draft, G::Conditional>,
 }
 
-/// An instantiated graph. `N`: the GPU's.
+/// An instantiated graph. `N` belongs to the GPU.
 struct Instance<N> {
     context: ContextId,
     flags: u64,
@@ -38,13 +38,13 @@ impl<G: GpuGraphs> Default for Graphs<G> {
 }
 
 impl<G: GpuGraphs> Graphs<G> {
-    /// A context is gone, with its graphs.
+    /// Drops the graphs of a destroyed context.
     pub(super) fn forget_context(&mut self, context: ContextId) {
         self.instances.retain(|_, graph| graph.context != context);
         self.drafts.forget_context(context);
     }
 
-    /// Checks that an instance may get this id.
+    /// Checks that an instance may get this ID.
     fn check_new(&self, id: GraphId) -> Result {
         if self.instances.contains_key(&id.0) { Err(Status::INVALID_HANDLE) } else { Ok(()) }
     }
@@ -61,7 +61,7 @@ impl<G: GpuGraphs> Graphs<G> {
 }
 
 impl<G: Gpu> Session<G> {
-    /// A client's nodes as the GPU takes them.
+    /// A client's nodes in the GPU's form.
     fn resolve<'a>(&'a self, context: ContextId, nodes: &'a [GraphNode]) -> Result<Vec<Node<'a, G>>> {
         let home = G::home_of_graph(self.device_of(context)?);
         let work = |node: &'a GraphNode| {
@@ -91,7 +91,7 @@ impl<G: Gpu> Session<G> {
         self.gpu.fill_draft(context, draft, self.resolve(context, nodes)?)
     }
 
-    /// Makes a draft of a client's nodes, in a context that is entered for it.
+    /// Makes a draft from a client's nodes, after entering a context for it.
     fn draft(&mut self, cx: &mut Call, context: ContextId, nodes: &[GraphNode]) -> Result<G::Draft> {
         cx.context = context;
         self.gpu.before_waiting_call(&self.streams, self.device_of(context)?)?;
@@ -101,7 +101,7 @@ impl<G: Gpu> Session<G> {
         Ok(draft)
     }
 
-    /// Fills a draft, which has no parts but these, unless it was filled with the same before.
+    /// Fills a draft that has exactly these parts, unless it was already filled with the same.
     fn fill_parts(&mut self, context: ContextId, draft: GraphId, bytes: Vec<u8>) -> Result {
         let parts = nodes::read_parts(&bytes)?;
         self.graphs.drafts.check_parts(draft, &parts)?;
@@ -123,8 +123,8 @@ impl<G: Gpu> Session<G> {
         Ok(())
     }
 
-    /// Checks that conditional nodes may still be added to a draft, or removed from it, and enters its
-    /// context, which is the call's from here on.
+    /// Checks that conditional nodes may still be added to or removed from a draft. Enters its context, which
+    /// becomes the call's.
     fn enter_open_draft(&mut self, cx: &mut Call, graph: GraphId) -> Result<ContextId> {
         let draft = self.graphs.drafts.get(graph)?;
         let (context, root) = (ContextId(draft.context), GraphId(draft.root));
@@ -235,7 +235,7 @@ impl<G: Gpu> GraphOps<Call> for Session<G> {
     }
 
     fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result {
-        // An unknown draft has gone with its context.
+        // An unknown draft was destroyed with its context.
         let Ok(draft) = self.graphs.drafts.get(op.graph) else { return Ok(()) };
         cx.context = ContextId(draft.context);
         self.graphs.drafts.forget(op.graph)

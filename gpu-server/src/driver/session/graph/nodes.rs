@@ -12,7 +12,7 @@ use protocol::wire::{Reader, Wire};
 /// Maximum size of a graph's description, in bytes.
 pub(super) const MAX_GRAPH: u64 = 64 << 20;
 
-/// What a node does. The stream in it means nothing.
+/// What a node does. The stream in it is ignored.
 pub(super) enum Operation<'a> {
     Empty,
     Launch(Launch<'a>),
@@ -24,20 +24,20 @@ pub(super) enum Operation<'a> {
     Conditional(GraphId),
 }
 
-/// Reads a list of nodes. Each comes after those that it waits for, and none is conditional.
+/// Reads a list of nodes. Each must come after those it depends on, and none may be conditional.
 ///
 /// # Errors
-/// `INVALID_VALUE` if this is no such list, `NOT_SUPPORTED` for an operation that cannot be a node.
+/// `INVALID_VALUE` if the bytes are no such list, `NOT_SUPPORTED` for an operation that cannot be a node.
 pub(super) fn read(bytes: &[u8]) -> Result<Vec<GraphNode>, Status> {
     let list: GraphNodes = decode_reply(bytes).map_err(|_| Status::INVALID_VALUE)?;
     check(&list.nodes, false)?;
     Ok(list.nodes)
 }
 
-/// Reads the parts of a draft. In each of them, every node comes after those that it waits for.
+/// Reads the parts of a draft. In each part, every node must come after those it depends on.
 ///
 /// # Errors
-/// As [`read`].
+/// As for [`read`].
 pub(super) fn read_parts(bytes: &[u8]) -> Result<GraphParts, Status> {
     let all: GraphParts = decode_reply(bytes).map_err(|_| Status::INVALID_VALUE)?;
     all.parts.iter().try_for_each(|part| check(&part.nodes, true))?;
@@ -65,7 +65,7 @@ fn decode<'a, T: Op<'a>>(body: &'a [u8]) -> Result<T, Status> {
 /// What a node does.
 ///
 /// # Errors
-/// As [`read`].
+/// As for [`read`].
 pub(super) fn operation(node: &GraphNode) -> Result<Operation<'_>, Status> {
     let body = &node.body.0;
     match node.opcode {

@@ -1,4 +1,4 @@
-//! Any order of commands against a model, which says from the rules alone what follows what.
+//! Commands in any order, compared with a model that derives from the rules alone what must follow what.
 
 use proptest::prelude::*;
 use protocol::handle::{EventId, FunctionId};
@@ -21,7 +21,7 @@ enum Step {
     RenewEvent(u32),
     RenewStream(u32),
     Hold(u32),
-    /// A signal, for a wait that is yet to come if `true`.
+    /// A signal; if `true`, for a wait that comes later.
     Release(u16, bool),
     Synchronize(u32),
     SynchronizeContext(u32),
@@ -79,7 +79,7 @@ impl Said {
         self
     }
 
-    /// Whether it must come after `earlier`, said from the rules alone.
+    /// Whether it must come after `earlier`, by the rules alone.
     fn follows(&self, earlier: &Said) -> bool {
         if self.order == Order::Session || earlier.order == Order::Session {
             return true;
@@ -101,7 +101,8 @@ impl Said {
     }
 }
 
-/// Streams of the model: 0 is the legacy default stream of context 0, 1 and 2 are ordered with it, 3 and 4 are not. 5 is that of context 1, 6 is ordered with it, 7 is not.
+/// The context of a stream in the model: 0 is the legacy default stream of context 0, 1 and 2 are ordered
+/// with it, 3 and 4 are not. 5 is that of context 1, 6 is ordered with it, 7 is not.
 fn context(stream: u32) -> u32 {
     u32::from(stream >= 5)
 }
@@ -124,7 +125,7 @@ fn create(fake: &mut Fake, stream: u32) -> u64 {
     fake.seq
 }
 
-/// What may be executed by now: everything that follows only commands that are done.
+/// What may have been executed by now: everything that follows only finished commands.
 fn expected(said: &[Said], signalled: &HashSet<u64>) -> BTreeSet<u64> {
     let (mut executed, mut done) = (BTreeSet::new(), Vec::new());
     for (at, command) in said.iter().enumerate() {
@@ -218,7 +219,7 @@ proptest! {
             let executed: BTreeSet<u64> = fake.executed.iter().copied().filter(|seq| !signals.contains(seq)).collect();
             prop_assert_eq!(executed, expected(&said, &signalled));
         }
-        // Whatever was executed came after all that it follows.
+        // Everything was executed after all that it must follow.
         let position: HashMap<u64, usize> = fake.executed.iter().enumerate().map(|(at, seq)| (*seq, at)).collect();
         for (at, command) in said.iter().enumerate() {
             let Some(mine) = position.get(&command.seq) else { continue };

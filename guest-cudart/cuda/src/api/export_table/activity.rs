@@ -1,4 +1,4 @@
-//! The table for rgpu's own libcupti.
+//! The private table for rgpu's own libcupti.
 
 use std::ffi::c_void;
 
@@ -11,7 +11,7 @@ use crate::work::activity::{self, DeviceRecord};
 use client::Status;
 use client::activity::{ContextObserver, Observer};
 
-/// Sets who is told of calls; NULL: nobody.
+/// Sets the observer that is called for each CUDA call. NULL removes it.
 unsafe extern "C" fn observe(observer: *const Observer) -> u32 {
     // SAFETY: NULL, or a static of a library that is never closed.
     client::activity::observe(unsafe { observer.as_ref() });
@@ -34,7 +34,7 @@ unsafe extern "C" fn read(
 ) -> u32 {
     let result: Result = (|| {
         let sink = sink.ok_or(Status::INVALID_VALUE)?;
-        // SAFETY: the caller's function, with the caller's own word.
+        // SAFETY: the caller's function, called with the caller's own argument.
         activity::read(flush != 0, |record| unsafe { sink(user, record) })
     })();
     finish("reading of records", result)
@@ -44,12 +44,12 @@ extern "C" fn dropped() -> u64 {
     activity::dropped()
 }
 
-/// CUPTI's number of a context, and the ordinal of its device; 0 is the current context.
+/// CUPTI's number for a context, and its device's ordinal. 0 is the current context.
 unsafe extern "C" fn context_ids(handle: usize, context_id: *mut u32, device: *mut u32) -> u32 {
     let result: Result = (|| {
         driver::driver()?;
         let context = if handle == 0 { context::current()? } else { context::of(handle)? };
-        // SAFETY: the caller gives two places for numbers.
+        // SAFETY: the caller passes two places for numbers.
         unsafe {
             crate::abi::arguments::put(context_id, activity::context_number(context.device))?;
             crate::abi::arguments::put(device, context.device)
@@ -58,17 +58,17 @@ unsafe extern "C" fn context_ids(handle: usize, context_id: *mut u32, device: *m
     finish("context id", result)
 }
 
-/// CUPTI's number of a stream.
+/// CUPTI's number for a stream.
 unsafe extern "C" fn stream_id(stream: usize, per_thread: u32, id: *mut u32) -> u32 {
     let result: Result = (|| {
         let (_, stream) = stream_table::ask(stream, per_thread != 0)?;
-        // SAFETY: the caller gives a place for a number.
+        // SAFETY: the caller passes a place for a number.
         unsafe { crate::abi::arguments::put(id, activity::stream_number(stream.id.0)) }
     })();
     finish("stream id", result)
 }
 
-/// Sets who is told of new contexts; NULL: nobody.
+/// Sets the observer that is called for each new context. NULL removes it.
 extern "C" fn observe_contexts(observer: Option<ContextObserver>) -> u32 {
     client::activity::observe_contexts(observer);
     0

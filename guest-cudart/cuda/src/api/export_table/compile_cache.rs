@@ -1,18 +1,22 @@
-//! The cache of compiled code that NVRTC (12.9 and later) keeps its results in: a private table of the driver's.
+//! The driver's private table through which NVRTC (12.9 and later) caches compiled code.
 //!
-//! NVRTC parses the source at every compilation; what follows, from its intermediate code to PTX and to machine code, it leaves out where the driver's cache has the result. Without
-//! the cache each kernel that cuDNN makes at run time costs some 200 ms again, for each new shape. As seen at the table (NVRTC 12.9, 13.0, 13.5, the same in all):
+//! NVRTC parses the source at every compilation, but skips what follows, from its intermediate code to PTX
+//! and machine code, if the driver's cache has the result. Without the cache, each kernel that cuDNN
+//! generates at run time costs another 200 ms or so for each new shape. As observed (NVRTC 12.9, 13.0 and
+//! 13.5 behave alike):
 //!
-//! | slot | arguments | what for |
+//! | slot | arguments | purpose |
 //! |---|---|---|
-//! | 1 | key\*, what is wanted (2: PTX, 1: machine code), intermediate code, its length, options, host, build date, architecture | makes a key |
-//! | 3 | key, 0, bytes\*\*, length\* (32 bits) | looks the result up; anything but 0 means that there is none |
-//! | 4 | key, 0, bytes, length | keeps the result |
-//! | 6 | bytes | gives back what a look-up gave |
-//! | 2 | key | gives the key back |
+//! | 1 | key\*, requested form (2: PTX, 1: machine code), intermediate code, its length, options, host, build date, architecture | creates a key |
+//! | 3 | key, 0, bytes\*\*, length\* (32 bits) | looks up the result; any value but 0 means that there is none |
+//! | 4 | key, 0, bytes, length | stores the result |
+//! | 6 | bytes | releases what a lookup returned |
+//! | 2 | key | releases the key |
 //!
-//! Results stay in memory, and in files: in `rgpu` below `CUDA_CACHE_PATH`, or else in `rgpu/ComputeCache` below `XDG_CACHE_HOME` or `~/.cache`. `CUDA_CACHE_MAXSIZE` bounds the files (1 GiB
-//! if it is not set), `CUDA_CACHE_DISABLE=1` turns all of it off, as with NVIDIA's driver. A file holds its whole key, which is compared, and a checksum.
+//! Results are kept in memory and in files: in `rgpu` below `CUDA_CACHE_PATH`, or else in `rgpu/ComputeCache`
+//! below `XDG_CACHE_HOME` or `~/.cache`. As with NVIDIA's driver, `CUDA_CACHE_MAXSIZE` limits the files
+//! (default: 1 GiB), and `CUDA_CACHE_DISABLE=1` turns the cache off. A file contains its whole key, which is
+//! compared, and a checksum.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{CStr, c_char};
@@ -29,15 +33,16 @@ use crate::abi::arguments::{non_null, put};
 use crate::abi::result::{Result, finish};
 use client::{Status, lock, log};
 
-/// Bytes of a key or of a result at most. Larger ones are compiled each time.
+/// Maximum size of a key or result, in bytes. Larger ones are compiled each time.
 const LARGEST: usize = 64 << 20;
-/// Bytes of keys and results in memory at most.
+/// Maximum bytes of keys and results in memory.
 const IN_MEMORY: usize = 64 << 20;
-/// Bytes of files at most, unless `CUDA_CACHE_MAXSIZE` says otherwise.
+/// Maximum bytes of files, unless `CUDA_CACHE_MAXSIZE` is set.
 const IN_FILES: u64 = 1 << 30;
-/// The files are counted again after so many new ones.
+/// The files are counted again after this many new ones.
 const COUNT_AFTER: u32 = 64;
-/// Before a file's key and result: these eight bytes, the two lengths, and the checksum of both, each 64 bits.
+/// A file's header: these eight bytes, both lengths, and a checksum of both parts, each 64 bits. Key and
+/// result follow.
 const MAGIC: &[u8; 8] = b"rgpu:cc1";
 const HEAD: usize = 32;
 
@@ -55,7 +60,7 @@ fn hash(parts: &[&[u8]]) -> u64 {
 /// Results by key, in memory and in files.
 struct Cache {
     memory: Mutex<Memory>,
-    /// `None`: there is no place for files.
+    /// `None` if no folder is usable.
     folder: Option<PathBuf>,
     limit: u64,
     written: AtomicU32,
@@ -89,7 +94,7 @@ impl Cache {
         Cache { memory: Mutex::default(), folder, limit, written: AtomicU32::new(0) }
     }
 
-    /// As the environment says. `None`: turned off.
+    /// As configured by the environment. `None`: disabled.
     fn from_environment() -> Option<Cache> {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
         if variable("CUDA_CACHE_DISABLE").is_some_and(|value| value == "1") {
@@ -102,7 +107,7 @@ impl Cache {
             Some(caches.join("rgpu/ComputeCache"))
         });
         let limit = variable("CUDA_CACHE_MAXSIZE").and_then(|value| value.to_str()?.parse().ok());
-        // A relative path would name another folder after a change of directory.
+        // A relative path would mean another folder after a change of directory.
         Some(Cache::new(folder.filter(|folder| folder.is_absolute()), limit.unwrap_or(IN_FILES)))
     }
 
@@ -131,7 +136,7 @@ impl Cache {
         Some(self.folder.as_ref()?.join(format!("{:016x}", hash(&[key]))))
     }
 
-    /// Removes the oldest files until a quarter of what is allowed is free, if there are more.
+    /// If there are too many bytes, removes the oldest files until a quarter of the limit is free.
     fn make_room(&self) {
         let Some(entries) = self.folder.as_ref().and_then(|folder| fs::read_dir(folder).ok()) else { return };
         let mut files: Vec<(i64, u64, PathBuf)> = entries
@@ -157,12 +162,12 @@ impl Cache {
     }
 }
 
-/// The result in a file, if the file is whole and its key is this one.
+/// The result in a file, if the file is intact and has this key.
 fn read(file: &Path, key: &[u8]) -> Option<Bytes> {
-    // Code that the GPU runs: only from a file that is this user's own.
+    // The GPU runs this code, so only files that belong to this user are trusted.
     let mut open = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(file).ok()?;
     let about = open.metadata().ok()?;
-    // SAFETY: a plain question to the system.
+    // SAFETY: has no preconditions.
     if about.uid() != unsafe { libc::geteuid() } || about.len() > (HEAD + 2 * LARGEST) as u64 {
         return None;
     }
@@ -178,7 +183,7 @@ fn read(file: &Path, key: &[u8]) -> Option<Bytes> {
     whole.then(|| result.into())
 }
 
-/// Writes a file that is there as a whole or not at all.
+/// Writes a file atomically.
 fn write(file: &Path, key: &[u8], result: &[u8]) -> io::Result<()> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     if let Some(folder) = file.parent() {
@@ -206,10 +211,10 @@ fn write(file: &Path, key: &[u8], result: &[u8]) -> io::Result<()> {
 
 static CACHE: LazyLock<Option<Cache>> = LazyLock::new(Cache::from_environment);
 
-/// Keys given out, by the word that stands for them.
+/// Keys handed out, by the word that represents them.
 static KEYS: Mutex<Option<HashMap<usize, Bytes>>> = Mutex::new(None);
 
-/// Results given out, by their address.
+/// Results handed out, by address.
 static GIVEN: Mutex<Option<HashMap<usize, Vec<Bytes>>>> = Mutex::new(None);
 
 fn key(word: usize) -> Result<Bytes> {
@@ -218,12 +223,12 @@ fn key(word: usize) -> Result<Bytes> {
 
 /// # Safety
 ///
-/// NULL, or a string of the caller's.
+/// NULL, or a valid string of the caller.
 unsafe fn string<'a>(text: *const c_char) -> &'a [u8] {
     if text.is_null() {
         return b"";
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { CStr::from_ptr(text) }.to_bytes()
 }
 
@@ -246,7 +251,7 @@ pub(crate) unsafe extern "C" fn make_key(
         if code.is_null() || len == 0 || len > LARGEST {
             return Err(Status::INVALID_VALUE);
         }
-        // SAFETY: the caller gives its intermediate code with its length, and strings.
+        // SAFETY: the caller passes its intermediate code with its length, and strings.
         let parts =
             unsafe { [std::slice::from_raw_parts(code, len), string(options), string(host), string(build)] };
         let mut key = Vec::with_capacity(len + 256);
@@ -258,10 +263,10 @@ pub(crate) unsafe extern "C" fn make_key(
         }
         let word = NEXT.fetch_add(1, Ordering::Relaxed);
         lock(&KEYS).get_or_insert_default().insert(word, key.into());
-        // SAFETY: not NULL; the caller's own to vouch for.
+        // SAFETY: not NULL; the caller guarantees that it is writable.
         unsafe { put(out, word) }
     })();
-    // The caller compiles without a cache then, which is no failure of the program's.
+    // The caller then compiles without a cache, which is not an error of the program.
     result.err().map_or(0, |status| status.0)
 }
 
@@ -279,13 +284,13 @@ pub(crate) unsafe extern "C" fn look_up(
         let size = u32::try_from(found.len()).map_err(|_| Status::NOT_FOUND)?;
         let at = found.as_ptr();
         lock(&GIVEN).get_or_insert_default().entry(at as usize).or_default().push(found);
-        // SAFETY: neither is NULL; both are the caller's own to vouch for.
+        // SAFETY: neither is NULL; the caller guarantees that both are writable.
         unsafe {
             put(bytes, at)?;
             put(len, size)
         }
     })();
-    // A miss is a usual answer.
+    // A miss is normal.
     result.err().map_or(0, |status| status.0)
 }
 
@@ -297,7 +302,7 @@ pub(crate) unsafe extern "C" fn keep(word: usize, _zero: usize, bytes: *const u8
         if len == 0 || len > LARGEST {
             return Err(Status::INVALID_VALUE);
         }
-        // SAFETY: the caller gives its result with its length.
+        // SAFETY: the caller passes its result with its length.
         let result: Bytes = unsafe { std::slice::from_raw_parts(bytes, len) }.into();
         CACHE.as_ref().ok_or(Status::NOT_SUPPORTED)?.insert(&key, result);
         Ok(())
@@ -338,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn another_process_finds_what_one_has_kept_and_only_under_the_very_same_key() {
+    fn another_process_finds_results_only_under_the_same_key() {
         let folder = tempfile::tempdir().unwrap();
         cache(folder.path()).insert(&bytes(b"key"), bytes(b"result"));
         let later = cache(folder.path());
@@ -347,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_not_whole_or_belongs_to_another_key_of_the_same_name_is_no_result() {
+    fn damaged_files_and_files_of_other_keys_are_ignored() {
         let folder = tempfile::tempdir().unwrap();
         let first = cache(folder.path());
         first.insert(&bytes(b"key"), bytes(b"result"));
@@ -370,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_files_go_when_there_are_too_many_bytes() {
+    fn the_oldest_files_are_removed_above_the_limit() {
         let folder = tempfile::tempdir().unwrap();
         let small = Cache { limit: 4000, ..cache(folder.path()) };
         for n in 0..8u8 {
@@ -384,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_place_for_files_memory_serves_and_is_bounded() {
+    fn without_a_folder_results_stay_in_bounded_memory() {
         let cache = Cache::new(None, IN_FILES);
         for n in 0..5u8 {
             cache.insert(&bytes(&[n]), vec![n; IN_MEMORY / 4].into());

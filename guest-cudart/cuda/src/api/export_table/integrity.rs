@@ -1,7 +1,8 @@
-//! The compatibility check of NVIDIA's runtime library: it asks the driver for a keyed hash of things that both can see, and goes on if its own comes to the same.
+//! The compatibility check of NVIDIA's runtime library: it asks the driver for a keyed hash of facts that
+//! both can see, and continues only if its own hash is the same.
 //!
-//! The hash is HMAC (RFC 2104) over MD2 (RFC 1319), with a fixed key. What is hashed is what this API itself reports: the driver's version, the process, the table addresses, and each
-//! device's UUID and place on the bus.
+//! The hash is HMAC (RFC 2104) over MD2 (RFC 1319), with a fixed key. It covers what this API itself reports:
+//! the driver's version, the process, the tables' addresses, and each device's UUID and PCI address.
 
 /// MD2's substitution table, from the digits of pi (RFC 1319, 3.2).
 const S: [u8; 256] = [
@@ -54,7 +55,7 @@ fn md2(message: &[u8]) -> [u8; 16] {
 const KEY: [u8; 16] =
     [0x14, 0x6A, 0xDD, 0xAE, 0x53, 0xA9, 0xA7, 0x52, 0xAA, 0x08, 0x41, 0x36, 0x0B, 0xF5, 0x5A, 0x9F];
 
-/// HMAC over MD2, whose block is as long as the key.
+/// HMAC over MD2. The key has the length of MD2's block.
 fn hmac(message: &[u8]) -> [u8; 16] {
     let inner: Vec<u8> = KEY.iter().map(|byte| byte ^ 0x36).chain(message.iter().copied()).collect();
     let outer: Vec<u8> = KEY.iter().map(|byte| byte ^ 0x5c).chain(md2(&inner)).collect();
@@ -68,7 +69,7 @@ pub(crate) struct Seen {
     pub pci: [i32; 3],
 }
 
-/// What the check is asked with, and what it sees of the process.
+/// The question, and the process's facts that enter the hash.
 pub(crate) struct Question {
     pub driver_version: i32,
     pub version: u32,
@@ -81,7 +82,7 @@ pub(crate) struct Question {
 
 /// The answer.
 pub(crate) fn answer(question: &Question, devices: &[Seen]) -> [u64; 2] {
-    // Two versions in ten have a fixed answer.
+    // Two of ten versions have a fixed answer.
     match question.version % 10 {
         0 => return [0x3341_181C_03CB_675C, 0x8ED3_83AA_1F4C_D1E8],
         1 => return [0x1841_181C_03CB_675C, 0x8ED3_83AA_1F4C_D1E8],
@@ -113,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn md2_is_that_of_rfc_1319() {
+    fn md2_matches_rfc_1319() {
         // The test suite of appendix A.5.
         assert_eq!(hex(md2(b"")), "8350e5a3e24c153df2275c9f80692773");
         assert_eq!(hex(md2(b"abc")), "da853b0d3f88d99b30283a69e6ded6bb");

@@ -1,7 +1,9 @@
-//! `cuGetExportTable`: private tables of functions that NVIDIA's own libraries ask for by GUID. They have no documentation; what is known of each was found by watching
-//! NVIDIA's libraries, and stands beside it. A table that is not known is refused, once with a line on stderr.
+//! `cuGetExportTable`: private function tables that NVIDIA's own libraries request by GUID. They are
+//! undocumented; what is known of each was found by observing NVIDIA's libraries and is noted with the table.
+//! Unknown tables are refused, and logged once on stderr.
 //!
-//! Most tables begin with their own size in bytes. A slot that nobody was seen to call answers `CUDA_ERROR_NOT_SUPPORTED`.
+//! Most tables begin with their own size in bytes. A slot that nobody was seen to call returns
+//! `CUDA_ERROR_NOT_SUPPORTED`.
 
 mod activity;
 pub(crate) mod compile_cache;
@@ -26,7 +28,7 @@ type Slot = *const c_void;
 
 struct Table<const N: usize>([Slot; N]);
 
-// SAFETY: sizes and addresses of functions.
+// SAFETY: only sizes and addresses of functions.
 unsafe impl<const N: usize> Sync for Table<N> {}
 
 extern "C" fn refused() -> u32 {
@@ -37,7 +39,7 @@ extern "C" fn nothing() -> u32 {
     0
 }
 
-/// A table with its size in the first slot, some slots filled, and the rest refused.
+/// A table with its size in the first slot. Slots not listed refuse calls.
 const fn table<const N: usize>(slots: &[(usize, Slot)]) -> Table<N> {
     let mut table = [refused as *const c_void; N];
     table[0] = (N * size_of::<Slot>()) as Slot;
@@ -53,16 +55,16 @@ const fn table<const N: usize>(slots: &[(usize, Slot)]) -> Table<N> {
 unsafe extern "C" fn primary(pctx: *mut usize, dev: i32) -> u32 {
     let result = (|| {
         let device = driver::device(dev)?;
-        // SAFETY: the caller's pointer is checked for NULL and otherwise its own to vouch for.
+        // SAFETY: checked for NULL; otherwise the caller guarantees that it is writable.
         unsafe { put(pctx, device.primary.handle) }
     })();
     finish("primary context", result)
 }
 
-/// Two buffers that NVIDIA's libraries fill and read by themselves, larger than they are told.
+/// A buffer that NVIDIA's libraries fill and read by themselves, larger than they are told.
 struct Buffer<const N: usize>(std::cell::UnsafeCell<[u64; N]>);
 
-// SAFETY: nothing here reads or writes the bytes; those who are given the address agree among themselves.
+// SAFETY: nothing here accesses the bytes; the libraries that get the address synchronize among themselves.
 unsafe impl<const N: usize> Sync for Buffer<N> {}
 
 static BUFFER_2: Buffer<1024> = Buffer(std::cell::UnsafeCell::new([0; 1024]));
@@ -70,7 +72,7 @@ static BUFFER_2: Buffer<1024> = Buffer(std::cell::UnsafeCell::new([0; 1024]));
 static BUFFER_6: Buffer<16> = Buffer(std::cell::UnsafeCell::new([0; 16]));
 
 unsafe extern "C" fn buffer_2(ptr: *mut *mut c_void, size: *mut usize) {
-    // SAFETY: the caller gives two places to write.
+    // SAFETY: the caller passes two writable places.
     unsafe {
         let _ = put(ptr, BUFFER_2.0.get().cast());
         let _ = put(size, 1024);
@@ -78,7 +80,7 @@ unsafe extern "C" fn buffer_2(ptr: *mut *mut c_void, size: *mut usize) {
 }
 
 unsafe extern "C" fn buffer_6(ptr: *mut *mut c_void, size: *mut usize) {
-    // SAFETY: the caller gives two places to write.
+    // SAFETY: the caller passes two writable places.
     unsafe {
         let _ = put(ptr, BUFFER_6.0.get().cast());
         let _ = put(size, 14);
@@ -88,7 +90,7 @@ unsafe extern "C" fn buffer_6(ptr: *mut *mut c_void, size: *mut usize) {
 /// The current context.
 unsafe extern "C" fn current(pctx: *mut usize) -> u32 {
     let handle = context::current().map_or(0, |_| context::current_handle());
-    // SAFETY: checked for NULL; the caller's own to vouch for.
+    // SAFETY: checked for NULL; otherwise the caller guarantees that it is writable.
     finish("current context", unsafe { put(pctx, handle) })
 }
 
@@ -122,16 +124,16 @@ unsafe extern "C" fn storage_get(value: *mut usize, ctx: usize, key: usize) -> u
         let context = context::of(ctx)?;
         let found =
             lock(&context.storage).get(&key).map(|stored| stored.value).ok_or(Status::INVALID_HANDLE)?;
-        // SAFETY: checked for NULL; the caller's own to vouch for.
+        // SAFETY: checked for NULL; otherwise the caller guarantees that it is writable.
         unsafe { put(value, found) }
     })();
-    // A miss is the usual first answer, and no failure to tell of.
+    // A miss is the usual first answer, and not an error.
     result.err().map_or(0, |status| status.0)
 }
 
-/// Asks whether a context has something that none was seen to have: no.
+/// Asks whether a context has a property that none was seen to have: no.
 unsafe extern "C" fn context_check(_ctx: usize, result: *mut u32) -> u32 {
-    // SAFETY: checked for NULL; the caller's own to vouch for.
+    // SAFETY: checked for NULL; otherwise the caller guarantees that it is writable.
     let _ = unsafe { put(result, 0) };
     0
 }
@@ -153,7 +155,7 @@ unsafe extern "C" fn integrity_check(version: u32, unix_seconds: u64, result: *m
         driver_version: driver::driver().map_or(crate::process::driver::API_VERSION, |driver| driver.version),
         version,
         process: std::process::id(),
-        // SAFETY: a plain question to the C library.
+        // SAFETY: has no preconditions.
         thread: unsafe { libc::pthread_self() } as u32,
         addresses: [
             RUNTIME.0.as_ptr() as usize,
@@ -162,31 +164,32 @@ unsafe extern "C" fn integrity_check(version: u32, unix_seconds: u64, result: *m
         ],
         unix_seconds,
     };
-    // SAFETY: checked for NULL; the caller's own to vouch for.
+    // SAFETY: checked for NULL; otherwise the caller guarantees that it is writable.
     finish("integrity check", unsafe { put(result, integrity::answer(&question, &devices)) })
 }
 
-/// The number of a context, which is 0 for none. No context stands for none here, and not for the current one: cuBLAS asks so before a thread has one, and takes its calls for impossible in the
-/// answer of an error.
+/// The number of a context; 0 for none. NULL here means no context, not the current one: cuBLAS asks before a
+/// thread has a context, and treats an error as fatal.
 unsafe extern "C" fn context_id(ctx: usize, id: *mut u64) -> u32 {
     let result = (|| {
         if ctx == 0 {
-            // SAFETY: checked for NULL; the caller gives a place for a number.
+            // SAFETY: checked for NULL; the caller passes a place for a number.
             return unsafe { put(id, 0) };
         }
         let context = context::of(ctx)?;
-        // SAFETY: checked for NULL; the caller's own to vouch for.
+        // SAFETY: checked for NULL; otherwise the caller guarantees that it is writable.
         unsafe { put(id, context.unique) }
     })();
     finish("context id", result)
 }
 
-/// The number of a stream. 0 is the default stream: cuSOLVER asks for its number before it solves with a factor
-/// (`cusolverDnDgetrs`), and fails without one.
+/// The number of a stream. 0 is the default stream: cuSOLVER asks for its number before it solves with a
+/// factor (`cusolverDnDgetrs`), and fails without one.
 unsafe extern "C" fn stream_id(_ctx: usize, stream: usize, id: *mut u64) -> u32 {
     let result = (|| {
         let unique = stream_table::ask(stream, false)?.1.unique();
-        // SAFETY: `put` refuses NULL. Otherwise the caller, a library of NVIDIA's, gave a place for a number.
+        // SAFETY: `put` refuses NULL. Otherwise the caller, one of NVIDIA's libraries, passes a place for a
+        // number.
         unsafe { put(id, unique) }
     })();
     finish("stream id", result)
@@ -194,11 +197,11 @@ unsafe extern "C" fn stream_id(_ctx: usize, stream: usize, id: *mut u64) -> u32 
 
 unsafe extern "C" fn stream_through(_ctx: usize, stream: usize, out: *mut usize, per_thread: u32) -> u32 {
     let stream = if stream == 0 && per_thread != 0 { crate::process::stream::PER_THREAD } else { stream };
-    // SAFETY: checked for NULL; the caller's own to vouch for.
+    // SAFETY: checked for NULL; otherwise the caller guarantees that it is writable.
     finish("stream", unsafe { put(out, stream) })
 }
 
-/// Calls back for each function of a module, with the caller's own word, the function, and the module.
+/// Calls back for each function of a module with the caller's argument, the function, and the module.
 unsafe extern "C" fn each_function(
     _ctx: usize,
     module: usize,
@@ -210,21 +213,22 @@ unsafe extern "C" fn each_function(
         let found = crate::code::module::MODULES.get(module).ok_or(Status::INVALID_HANDLE)?;
         for function in &found.functions {
             let handle = function.handle(&found)?;
-            // SAFETY: the caller's function, with the caller's own word.
+            // SAFETY: the caller's function, called with the caller's own argument.
             unsafe { callback(user, handle, module) };
         }
         Ok(())
     })();
-    // What NVIDIA's driver answers here is no status: 1 says that there was something.
+    // NVIDIA's driver doesn't return a status here: 1 means that there was something.
     u32::from(finish("functions of a module", result) == 0)
 }
 
-/// rgpu's own libcudart enters one of its functions; what that library keeps for the function is first NULL. Not 0: the thread is inside until [`runtime_leaves`].
+/// rgpu's own libcudart enters one of its functions. `known` is what the library caches for the function,
+/// initially NULL. A result other than 0 means that the thread is inside until it calls [`runtime_leaves`].
 unsafe extern "C" fn runtime_enters(known: *const AtomicPtr<Call>, name: *const c_char) -> u32 {
     if known.is_null() || name.is_null() {
         return 0;
     }
-    // SAFETY: the caller gives a place of its own that lives as long as its library, and a name that ends with NUL.
+    // SAFETY: the caller passes a place that lives as long as its library, and a NUL-terminated name.
     u32::from(unsafe { counters::enter_runtime(&*known, CStr::from_ptr(name)) })
 }
 
@@ -260,13 +264,13 @@ static COMPILE_CACHE: Table<7> = table(&[
     (6, compile_cache::give_back as Slot),
 ]);
 
-/// What rgpu's libcudart asks for where `RGPU_STATS=1`, to have its functions counted.
+/// Requested by rgpu's libcudart if `RGPU_STATS=1`, so that its functions are counted.
 static COUNTS: Table<3> = table(&[(1, runtime_enters as Slot), (2, runtime_leaves as Slot)]);
 
-/// What NVIDIA's CUPTI asks for when a program begins to use it.
+/// Requested by NVIDIA's CUPTI when a program starts using it.
 const OF_CUPTI: u128 = 0x2C8E0AD8_0710_AB4E_90DD_54719FE5F74B;
 
-/// The tables by GUID, as the 16 bytes stand in memory.
+/// The table for a GUID, given as 16 bytes in memory order.
 fn find(guid: &[u8; 16]) -> Option<*const c_void> {
     let table = match u128::from_be_bytes(*guid) {
         0x6BD5FB6C_5BF4_E74A_8987_D93912FD9DF9 => RUNTIME.0.as_ptr(),
@@ -299,10 +303,10 @@ api! {
                 said.push(guid);
                 if u128::from_be_bytes(guid) == OF_CUPTI {
                     log::warn(format_args!(
-                        "this program's profiler uses NVIDIA's CUPTI, which needs a GPU in this machine: start the program with LD_PRELOAD=FOLDER/libcupti.so.13, where FOLDER is that of rgpu's libraries"
+                        "this program's profiler uses NVIDIA's CUPTI, which needs a GPU in this machine: start the program with LD_PRELOAD=FOLDER/libcupti.so.13, where FOLDER contains rgpu's libraries"
                     ));
                 }
-                log::info(format_args!("cuGetExportTable: the table {:032X} is not known", u128::from_be_bytes(guid)));
+                log::info(format_args!("cuGetExportTable: unknown table {:032X}", u128::from_be_bytes(guid)));
             }
             table.put(std::ptr::null())?;
             return Err(Status::NOT_FOUND);

@@ -1,6 +1,7 @@
-//! How other libraries find functions: `cuGetProcAddress`.
+//! `cuGetProcAddress`: how other libraries look up functions.
 //!
-//! A name stands for several functions, each since a version of CUDA and perhaps with a form for the per-thread default stream: `entry_table` has them all.
+//! A name refers to several functions, each from some CUDA version on and possibly with a form for the
+//! per-thread default stream. `entry_table` lists them all.
 
 use std::ffi::c_void;
 
@@ -10,7 +11,8 @@ use crate::api::get_proc_address::table::ENTRIES;
 use crate::process::driver::API_VERSION;
 use client::Status;
 
-/// One function: the name that is asked for, the version since which it is meant by that name, its address, and that of its form for the per-thread default stream.
+/// One function: the requested name, the first version for which the name means it, its address, and the
+/// address of its form for the per-thread default stream.
 struct Entry {
     name: &'static str,
     version: i32,
@@ -45,9 +47,10 @@ macro_rules! entries {
 
 mod table;
 
-/// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`; 1 is the legacy stream, 0 the default, which is that.
+/// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`. 1 is the legacy stream; 0 is the default, which is the
+/// same.
 const PER_THREAD: u64 = 2;
-/// The version since which there are forms for it.
+/// The first version that has such forms.
 const PER_THREAD_SINCE: i32 = 7000;
 
 /// `CUdriverProcAddressQueryResult`.
@@ -59,8 +62,9 @@ enum Query {
     VersionNotSufficient = 2,
 }
 
-/// The newest function of that name that is no newer than `version`. A name that has a form for the per-thread default stream is not found where that is asked
-/// for in a version before those forms, not even as an older function that had none.
+/// The newest function of this name that is no newer than `version`. If the per-thread form is requested for
+/// a version before there were such forms, a name that has one is not found, not even as an older function
+/// without one.
 fn find(name: &str, version: i32, flags: u64) -> (*const c_void, Query) {
     let first = ENTRIES.partition_point(|entry| entry.name < name);
     let forms = || ENTRIES[first..].iter().take_while(|entry| entry.name == name);
@@ -136,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_told_from_what_is_too_new() {
+    fn unknown_names_differ_from_functions_that_are_too_new() {
         assert_eq!(find("cuLibraryGetKernel", 11000, 0).1, Query::VersionNotSufficient);
         assert_eq!(find("cuLaunchKernel", 4000, 2).1, Query::VersionNotSufficient);
         assert_eq!(find("cuLaunchKernel", 4000, 0).1, Query::Success);

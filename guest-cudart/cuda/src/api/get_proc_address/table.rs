@@ -1,6 +1,8 @@
-//! Which symbol serves which name from which version on: read off `cudaTypedefs.h` 13.0 and those of OpenGL, EGL and VDPAU beside it, whose types are named after both.
+//! Which symbol implements which name from which version on, taken from `cudaTypedefs.h` 13.0 and the
+//! corresponding headers for OpenGL, EGL and VDPAU, whose types are named after both.
 //!
-//! In order of name and version. The last column is the form for the per-thread default stream, where there is one.
+//! Sorted by name and version. The last column is the form for the per-thread default stream, if there is
+//! one.
 
 entries! {
     cuArray3DCreate 2000 cuArray3DCreate;

@@ -1,5 +1,5 @@
-//! Advice on managed memory. It is stored and returned by queries. Prefetching to a device gives it what the
-//! host has. Prefetching to the host does nothing: blocks are fetched when they are touched.
+//! Advice on managed memory. It is stored and returned by queries. Prefetching to a device sends it the
+//! host's copies. Prefetching to the host does nothing: blocks are fetched when they are touched.
 
 use std::ops::Range;
 

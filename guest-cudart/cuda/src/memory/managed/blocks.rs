@@ -1,4 +1,4 @@
-//! Which side has which block of a piece of managed memory. Only bookkeeping: no pages and no device.
+//! Which side has which block of a piece of managed memory. Only bookkeeping: no pages, no device.
 //!
 //! A piece is divided into blocks. A block is the device's, or the host has a copy of it: clean while the
 //! program has only read it, otherwise dirty. Work of the device takes all of them back, dirty ones with
@@ -22,13 +22,13 @@ pub(crate) struct Run {
 /// What a fault needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// Nothing any more: the access will succeed.
+    /// Nothing: the access will succeed now.
     Nothing,
     /// The device's bytes, which are all zero.
     Zeroes(Run),
     /// The device's bytes.
     Fetch(Run),
-    /// Write access to what the host has.
+    /// Write access to the host's copy.
     Allow(Run),
 }
 
@@ -108,17 +108,17 @@ impl Blocks {
         runs.into_iter().map(|(first, count)| self.run(first, count)).collect()
     }
 
-    /// What the device must be given before it works on a range.
+    /// What must be sent to the device before it works on a range.
     pub fn dirty(&self, range: &Range<u64>) -> Vec<Run> {
         self.runs(range, |dirty| dirty)
     }
 
-    /// What the host has of a range.
+    /// The host's copies in a range.
     pub fn held(&self, range: &Range<u64>) -> Vec<Run> {
         self.runs(range, |_| true)
     }
 
-    /// The device has a range again, and may change it.
+    /// Gives a range back to the device, which may change it.
     pub fn taken(&mut self, range: &Range<u64>) {
         let numbers = self.numbers(range);
         self.host.retain(|n, _| !numbers.contains(n));

@@ -67,10 +67,11 @@ pub(crate) fn of_context(context: &'static Context) -> Vec<u64> {
     chosen.map(|(base, _)| *base).collect()
 }
 
-/// Lets kernels use the `size` bytes at `base`, which nothing copies from or to in place.
+/// Lets kernels use the `size` bytes at `base`. No copy uses them in place.
 ///
 /// # Errors
-/// The server's error; `NOT_SUPPORTED` if this process cannot watch the pages. Nothing has changed then.
+/// The server's error; `NOT_SUPPORTED` if this process cannot watch the pages. Nothing has changed in either
+/// case.
 pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u64, size: u64) -> Result {
     const PAGE: u64 = client::pages::PAGE as u64;
     let (first, end) = (base & !(PAGE - 1), (base + size).next_multiple_of(PAGE));
@@ -142,7 +143,7 @@ fn mirror(context: &Context, first: u64, size: u64) -> Result<u64> {
         }
     }
     if let Err(status) = context.session().call(&HostMirror { context: context.id, address: first, size }) {
-        // The server drops it, if it knows of it.
+        // The server drops it, if it has it.
         let _ = context.session().append(&HostUnmap { context: context.id, address: first });
         return Err(status);
     }
@@ -206,7 +207,7 @@ impl State {
         })?;
         for at in (base..base + size).step_by(BLOCK as usize) {
             let len = BLOCK.min(base + size - at) as usize;
-            // SAFETY: the pages are there, and nobody changes them.
+            // SAFETY: the pages are present, and nobody changes them.
             let bytes = unsafe { std::slice::from_raw_parts(pages.bytes(at as usize), len) };
             // The mirror is zero.
             if bytes.iter().any(|byte| *byte != 0) {

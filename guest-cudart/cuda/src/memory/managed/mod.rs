@@ -58,7 +58,7 @@ use client::ops::memory::{MemAlloc, MemFree, is_managed};
 use client::pages::{PAGE, Pages};
 use client::{Status, lock, log};
 
-/// Pages of managed memory, and what is in them on the device.
+/// Pages of managed memory, and their contents on the device.
 pub(crate) struct Piece {
     context: &'static Context,
     blocks: Blocks,
@@ -97,7 +97,7 @@ pub(crate) static STATE: Mutex<State> = Mutex::new(State {
     mirrors: Mirrors::new(),
 });
 
-/// Number of pieces, and of those that the host has something of. Every launch checks this without a lock.
+/// Number of pieces, and of those the host has copies of. Every launch checks this without a lock.
 static PIECES: AtomicUsize = AtomicUsize::new(0);
 
 static HELD: AtomicUsize = AtomicUsize::new(0);
@@ -121,8 +121,8 @@ pub(crate) struct Order(Option<RwLockReadGuard<'static, ()>>);
 
 impl Order {
     fn take() -> Order {
-        // A graph's launch already holds it when its copies ask for it. Locking again could wait for a writer
-        // that waits for the first lock.
+        // A graph's launch already holds the lock when its copies request it. Locking again could deadlock
+        // with a waiting writer.
         if INSIDE.get() {
             return Order(None);
         }
@@ -232,7 +232,7 @@ impl State {
     }
 
     /// Gives the device a range of one piece: sends the bytes that the host has changed, and takes the blocks
-    /// from the host.
+    /// away from the host.
     fn give(&mut self, driver: &'static Driver, base: u64, range: &Range<u64>) -> Result {
         self.part(driver, |together| together.base == base && together.touches(range))?;
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
@@ -288,8 +288,8 @@ impl Piece {
     }
 }
 
-/// Called before work is enqueued that may use any memory. The device gets what the host has. Enqueue the
-/// work before dropping the guard.
+/// Called before work is enqueued that may use any memory. Sends the host's changes to the device. Enqueue
+/// the work before dropping the guard.
 #[inline]
 pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<Order>> {
     if PIECES.load(Ordering::Acquire) == 0 {
@@ -302,11 +302,11 @@ pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<Order>> {
     Ok(Some(order))
 }
 
-/// Gives the device everything that the host has, before a stream continues that was waiting for this
-/// process.
+/// Gives the device all blocks that the host has, before a stream that was waiting for this process
+/// continues.
 pub(crate) fn before_going_on(driver: &'static Driver) {
-    // `HELD` is not enough: a fault may just be being answered as if the stream were stopped. When the lock
-    // is free, it was answered and counts as held.
+    // `HELD` alone is not enough: a fault may be in the middle of being answered as if the stream were
+    // stopped. Once the lock is free, the fault has been answered and counts as held.
     if PIECES.load(Ordering::Acquire) != 0
         && let Err(status) = give_all(driver)
     {
@@ -329,9 +329,9 @@ fn give_all(driver: &'static Driver) -> Result {
     state.send_edges(&all).map(drop)
 }
 
-/// Called before work is enqueued that writes a range of memory. The device gets what the host has of it.
-/// Enqueue the work before dropping the guard. Meanwhile the host cannot get bytes that the work will change,
-/// which would later overwrite the result.
+/// Called before work is enqueued that writes a range of memory. Gives the device the blocks of it that the
+/// host has. Enqueue the work before dropping the guard: until then the host cannot fetch bytes that the work
+/// will change, and later overwrite its result with them.
 #[inline]
 pub(crate) fn before_work_on(address: u64, len: u64) -> Result<Option<Order>> {
     let pieces = PIECES.load(Ordering::Acquire) != 0;
@@ -343,7 +343,7 @@ pub(crate) fn before_work_on(address: u64, len: u64) -> Result<Option<Order>> {
     Ok(Some(order))
 }
 
-/// Gives the device what the host has of a range of managed memory.
+/// Gives the device the host's blocks in a range of managed memory.
 pub(crate) fn lend(address: u64, len: u64) -> Result {
     if HELD.load(Ordering::Acquire) == 0 {
         return Ok(());

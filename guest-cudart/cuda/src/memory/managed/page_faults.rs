@@ -1,4 +1,4 @@
-//! Answering the program's accesses to blocks that the host does not have.
+//! Handles the program's accesses to blocks that the host does not have.
 
 use std::sync::{PoisonError, RwLockWriteGuard, TryLockError, mpsc};
 
@@ -13,9 +13,8 @@ use client::counters::{self, COUNTERS};
 use client::pages::{Fault, Pages};
 use client::{Status, lock, log};
 
-/// The thread that answers immediately if possible. Another thread answers accesses that must wait for the
-/// device, because the device may be waiting for a host function, and that for the answer to an access of its
-/// own.
+/// The thread that answers accesses immediately if possible. Accesses that must wait for the device go to
+/// another thread: the device may be waiting for a host function that itself waits for an answer from here.
 pub(crate) fn serve(driver: &'static Driver, pages: &'static Pages) {
     let (later, waiting) = mpsc::channel();
     let thread = std::thread::Builder::new().name("rgpu-pages-wait".into());
@@ -61,7 +60,7 @@ fn is_waited_for() -> bool {
     host_calls::is_calling() || host_calls::is_waiting()
 }
 
-/// Keeps work from being enqueued until the guard is dropped. `None` if some is just being enqueued.
+/// Keeps work from being enqueued until the guard is dropped. `None` if some is being enqueued right now.
 fn no_work_comes() -> Option<RwLockWriteGuard<'static, ()>> {
     match ORDER.try_write() {
         Ok(order) => Some(order),
@@ -70,7 +69,7 @@ fn no_work_comes() -> Option<RwLockWriteGuard<'static, ()>> {
     }
 }
 
-/// If no work is under way, keeps it so until the guard is dropped.
+/// If no work is pending, keeps it that way until the guard is dropped.
 fn idle_now() -> Option<RwLockWriteGuard<'static, ()>> {
     no_work_comes().filter(|_| !context::any_busy())
 }
@@ -144,7 +143,7 @@ impl State {
         Some((base, piece.blocks.fault(fault.address as u64, fault.write)))
     }
 
-    /// Gives the host what an access needs while no work changes it. Returns false if there is nothing at the
+    /// Gives the host what an access needs while no work changes it. Returns false if nothing is at the
     /// address.
     fn give_to_host(&mut self, pages: &Pages, fault: &Fault, buffer: &mut Vec<u8>) -> Result<bool> {
         let Some((base, answer)) = self.answer(fault) else { return Ok(false) };
@@ -177,7 +176,7 @@ impl State {
         }
     }
 
-    /// The device's bytes of a run.
+    /// Reads the device's bytes of a run.
     pub(crate) fn fetch(&mut self, base: u64, run: Run, buffer: &mut Vec<u8>) -> Result {
         let bytes = zeroed(buffer, run);
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
@@ -190,7 +189,7 @@ impl State {
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
         for part in piece.parts_in(&run) {
             let to = &mut bytes[(part.start - run.address) as usize..(part.end - run.address) as usize];
-            // SAFETY: a buffer of the caller's.
+            // SAFETY: the buffer belongs to the caller.
             unsafe { transfer.receive(to.as_mut_ptr(), part.start, to.len()) }?;
         }
         Ok(())

@@ -66,7 +66,7 @@ impl Edge {
         (0..8).filter(inside).fold(0, |mask, n| mask | 0xff << (8 * n))
     }
 
-    /// The program's changes, which become the known values.
+    /// Returns the program's changes, and makes them the known values.
     fn changes(&mut self) -> Vec<WordPatch> {
         let mut changes = Vec::new();
         for i in 0..self.words() {
@@ -79,7 +79,7 @@ impl Edge {
         changes
     }
 
-    /// Takes over the device's changes. Returns whether there were any.
+    /// Applies the device's changes. Returns whether there were any.
     fn take(&mut self, device: &[u64]) -> bool {
         let differs =
             |i: &usize| device.get(*i).is_some_and(|there| (there ^ self.known[*i]) & self.mask(*i) != 0);

@@ -87,8 +87,8 @@ pub(crate) fn answer(
     page_faults::finish(pages, fault, given);
 }
 
-/// The thread that takes away runs that the host was given while the device worked, and compares pages that
-/// cannot be watched.
+/// The thread that takes back runs given to the host while the device worked, and compares pages that cannot
+/// be watched.
 fn serve(driver: &'static Driver) {
     let (mut pause, mut seldom) = (WHILE, WHILE);
     loop {
@@ -113,7 +113,8 @@ fn serve(driver: &'static Driver) {
 /// Number of runs that the host was given while the device worked.
 static GIVEN: AtomicUsize = AtomicUsize::new(0);
 
-/// Called when work has finished, before the program is told, so that it finds what that work has written.
+/// Called when work has finished, before the program learns of it, so that the program sees what the work has
+/// written.
 #[inline]
 pub(crate) fn after_wait(driver: &'static Driver) {
     if GIVEN.load(Ordering::SeqCst) != 0 {
@@ -134,7 +135,7 @@ fn take_all(driver: &'static Driver, which: impl Fn(&Together) -> bool) {
 }
 
 impl State {
-    /// Takes away the runs that `which` selects. What the program has changed goes to the device.
+    /// Takes away the runs that `which` selects, and sends the program's changes to the device.
     pub(crate) fn part(&mut self, driver: &'static Driver, which: impl Fn(&Together) -> bool) -> Result {
         let (gone, rest) = std::mem::take(&mut self.together).into_iter().partition(which);
         self.together = rest;
@@ -192,8 +193,8 @@ impl State {
         stream.synchronize()
     }
 
-    /// Gives the host what an access to managed memory needs, while work may change other bytes of the same
-    /// block.
+    /// Gives the host what an access to managed memory needs, although work may be changing other bytes of
+    /// the same block.
     pub(crate) fn give_beside_work(
         &mut self,
         pages: &Pages,
@@ -218,7 +219,7 @@ impl State {
         Ok(true)
     }
 
-    /// Called before bytes are fetched for the host while the device works. A thread that learns from now on
+    /// Called before bytes are fetched for the host while the device works. From now on, a thread that learns
     /// that work has finished takes them away again.
     fn announce(&self) {
         GIVEN.store(self.together.len() + 1, Ordering::SeqCst);
@@ -364,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn many_rows_are_of_words_that_have_changed() {
+    fn many_changes_become_rows_of_whole_words() {
         let before = vec![7u8; 8 * 4 * FEW + 3];
         let mut now = before.clone();
         now.iter_mut().step_by(4).for_each(|byte| *byte = 1);

@@ -1,0 +1,414 @@
+//! Tests of the state machine.
+
+use super::*;
+use crate::worker::pace::{Pace, Takes};
+use std::collections::VecDeque;
+
+const US: u64 = 1000;
+const MS: u64 = 1000 * US;
+/// The simulation's time step.
+const TICK: u64 = 100 * US;
+/// Maximum number of kernels that a worker gives its device per tick.
+const QUICK: u64 = 50;
+/// Work is fenced at most this often, unless the worker waits or sleeps.
+const FENCE_EVERY: u64 = 100 * US;
+
+/// A kernel that was given to a device.
+struct Kernel {
+    left: u64,
+    /// The fence after it, covering this many kernels.
+    fence: Option<(u64, Takes, u64)>,
+}
+
+/// A session of a simulated program that always has another kernel, with its worker.
+struct Program {
+    worker: u32,
+    principal: &'static str,
+    weight: u32,
+    priority: i32,
+    devices: u64,
+    kernel: u64,
+    /// Kernels whose number is divisible by the first value take the second as their time.
+    now_and_then: (u64, u64),
+    /// How many kernels the program launches ahead of the one it waits for.
+    ahead: u64,
+    /// Whether its kernels are collectives with its principal's other sessions: each waits for their
+    /// kernels with the same number.
+    collective: bool,
+    /// When it has work.
+    works: std::ops::Range<u64>,
+    queue: VecDeque<Kernel>,
+    pace: Pace,
+    /// Kernels without a fence, whether some were enqueued while nobody counted, and the last fence.
+    unfenced: u64,
+    backlog: bool,
+    fenced: u64,
+    /// Since when it has waited at a metered gate.
+    deep: Option<u64>,
+    begun: u64,
+    ended: u64,
+    finished: u64,
+    gate: Gate,
+    taken: u32,
+    waits: bool,
+    issued: u64,
+    /// Whether it rings the daemon: it has reached a closed gate, or its work behind one is done.
+    rings: bool,
+    told: Option<Gate>,
+    ran: u64,
+    /// When its time starts to count.
+    counted_from: u64,
+}
+
+impl Program {
+    /// Like `spin`, which measures shares on a GPU, it launches about 20 ms of kernels at a time, twice.
+    fn new(worker: u32, principal: &'static str, kernel: u64) -> Program {
+        Program {
+            worker,
+            principal,
+            weight: 100,
+            priority: 0,
+            devices: 1,
+            kernel,
+            now_and_then: (u64::MAX, 0),
+            ahead: 2 * (20 * MS / kernel).clamp(1, 500),
+            collective: false,
+            works: 0..u64::MAX,
+            queue: VecDeque::new(),
+            pace: Pace::default(),
+            unfenced: 0,
+            backlog: false,
+            fenced: 0,
+            deep: None,
+            begun: 0,
+            ended: 0,
+            finished: 0,
+            gate: Gate::Open,
+            taken: 0,
+            waits: false,
+            issued: 0,
+            rings: false,
+            told: None,
+            ran: 0,
+            counted_from: 0,
+        }
+    }
+
+    fn fence(&mut self, now: u64) {
+        let takes = if std::mem::take(&mut self.backlog) { Takes::Backlog } else { Takes::Measured };
+        let pieces = std::mem::take(&mut self.unfenced);
+        if let Some(last) = self.queue.back_mut().filter(|_| pieces > 0) {
+            last.fence = Some((pieces, takes, now));
+            self.pace.begin(pieces, takes);
+        }
+        self.fenced = now;
+    }
+
+    fn may_go_on(&mut self, now: u64) -> bool {
+        self.waits = false;
+        if !matches!(self.gate, Gate::Open | Gate::Tell) && self.backlog {
+            self.fence(now);
+        }
+        match self.gate {
+            Gate::Open | Gate::Tell => true,
+            Gate::Metered { steps, .. } => {
+                (self.taken, self.told) = (steps, None);
+                if !self.pace.is_deep() {
+                    self.deep = None;
+                    return true;
+                }
+                self.fence(now);
+                let since = *self.deep.get_or_insert(now);
+                let on = now - since >= self.pace.patience();
+                self.deep = self.deep.filter(|_| !on);
+                on
+            }
+            Gate::Closed { steps } if steps != self.taken => {
+                self.taken += 1;
+                true
+            }
+            Gate::Closed { .. } => {
+                self.fence(now);
+                self.waits = true;
+                self.rings |= self.told.replace(self.gate) != Some(self.gate);
+                false
+            }
+        }
+    }
+
+    fn issue(&mut self, now: u64) {
+        for _ in 0..QUICK {
+            // The program waits for its kernels, and the worker for the program.
+            if !self.works.contains(&now) || self.begun - self.ended >= self.ahead {
+                self.waits = false;
+                self.fence(now);
+                return;
+            }
+            if !self.may_go_on(now) {
+                return;
+            }
+            self.begun += 1;
+            let (every, long) = self.now_and_then;
+            let left = if self.begun.is_multiple_of(every) { long } else { self.kernel };
+            self.queue.push_back(Kernel { left, fence: None });
+            self.unfenced += 1;
+            self.issued += u64::from(self.gate != Gate::Open);
+            self.backlog |= matches!(self.gate, Gate::Open | Gate::Tell);
+            if !self.backlog && now - self.fenced >= FENCE_EVERY {
+                self.fence(now);
+            }
+        }
+    }
+
+    /// Runs its first kernel on its device for at most `time`, up to `now`. Returns for how long.
+    fn run(&mut self, time: u64, now: u64) -> u64 {
+        let Some(kernel) = self.queue.front_mut() else { return 0 };
+        let ran = kernel.left.min(time);
+        kernel.left -= ran;
+        self.ran += if now < self.counted_from { 0 } else { ran };
+        if kernel.left == 0 {
+            let now = now - (time - ran);
+            if let Some((pieces, takes, begun)) = kernel.fence {
+                self.pace.end(pieces, takes, begun, now);
+                self.finished += pieces;
+                self.rings |= self.pace.unfinished() == 0 && matches!(self.gate, Gate::Closed { .. });
+            }
+            self.queue.pop_front();
+            self.ended += 1;
+        }
+        ran
+    }
+
+    fn view(&self) -> View<'_> {
+        View {
+            worker: self.worker,
+            principal: self.principal,
+            weight: self.weight,
+            priority: self.priority,
+            devices: self.devices,
+            issued: self.issued,
+            finished: self.finished,
+            longest: self.pace.longest(),
+            unfinished: self.pace.unfinished() > 0,
+            waits: self.waits,
+            reported: 0,
+        }
+    }
+}
+
+/// Runs programs for a simulated time. Each device runs one kernel at a time, alternating between
+/// sessions.
+fn simulate(programs: &mut [Program], duration: u64) -> Arbiter {
+    let mut arbiter = Arbiter::new(Clock::Observed);
+    let mut now = 0;
+    while now < duration {
+        programs.iter_mut().for_each(|program| program.issue(now));
+        now += TICK;
+        let all = programs.iter().fold(0, |all, program| all | program.devices);
+        for device in (0..2).filter(|device| all >> device & 1 == 1) {
+            let mut left = TICK;
+            let mut at = (now / TICK) as usize;
+            let mut idle = 0;
+            while left > 0 && idle < programs.len() {
+                at = (at + 1) % programs.len();
+                let runs = programs[at].devices >> device & 1 == 1 && !programs[at].queue.is_empty();
+                let (name, number) = (programs[at].principal, programs[at].ended);
+                let together = !programs[at].collective
+                    || programs.iter().all(|p| p.principal != name || p.begun > number);
+                if !runs || !together {
+                    idle += 1;
+                    continue;
+                }
+                idle = 0;
+                // Until the end of the tick: a session's short kernels run one after another.
+                while left > 0 && !programs[at].queue.is_empty() {
+                    left -= programs[at].run(left, now);
+                    if programs[at].collective {
+                        break;
+                    }
+                }
+            }
+        }
+        let rings = programs.iter_mut().any(|program| std::mem::take(&mut program.rings));
+        if now.is_multiple_of(MS) || rings {
+            let views: Vec<View<'_>> = programs.iter().map(Program::view).collect();
+            let gates = arbiter.step(now, &views);
+            for (program, (worker, gate)) in programs.iter_mut().zip(gates) {
+                assert_eq!(program.worker, worker);
+                program.gate = gate;
+            }
+        }
+    }
+    arbiter
+}
+
+/// Each program's share of the time that all of them ran, in percent.
+fn shares(programs: &[Program]) -> Vec<f64> {
+    let all: u64 = programs.iter().map(|program| program.ran).sum();
+    programs.iter().map(|program| program.ran as f64 * 100.0 / all as f64).collect()
+}
+
+#[track_caller]
+fn assert_shares(programs: &[Program], expected: &[f64]) {
+    let shares = shares(programs);
+    let near = shares.iter().zip(expected).all(|(share, expected)| (share - expected).abs() <= 3.0);
+    assert!(near, "{shares:?} instead of {expected:?}");
+}
+
+#[test]
+fn time_is_shared_by_weight_for_short_and_long_kernels() {
+    let kernels = [10 * US, 300 * US, 10 * MS, 100 * MS];
+    let pairs = || kernels.iter().flat_map(|first| kernels.iter().map(move |second| (*first, *second)));
+    let even = pairs().filter(|(first, second)| first <= second).map(|(a, b)| (a, b, 100));
+    let mut wrong = Vec::new();
+    for (first, second, weight) in even.chain(pairs().map(|(a, b)| (a, b, 300))) {
+        let mut programs = [Program::new(1, "a", first), Program::new(2, "b", second)];
+        programs[0].weight = weight;
+        simulate(&mut programs, 10_000 * MS);
+        let busy: u64 = programs.iter().map(|program| program.ran).sum();
+        let expected = f64::from(weight) * 100.0 / f64::from(weight + 100);
+        let share = shares(&programs)[0];
+        if (share - expected).abs() > 3.0 || busy < 9_700 * MS {
+            wrong.push(format!(
+                "{} against {} us: {share:.1} instead of {expected} %, busy for {} ms",
+                first / US,
+                second / US,
+                busy / MS
+            ));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn programs_with_waits_or_occasional_long_kernels_get_their_share() {
+    for (ahead, now_and_then) in [(1, (1, 100 * MS)), (1, (1, 10 * MS)), (200, (100, 50 * MS))] {
+        for other in [10 * US, MS, 100 * MS] {
+            let mut programs = [Program::new(1, "a", 100 * US), Program::new(2, "b", other)];
+            (programs[0].ahead, programs[0].now_and_then) = (ahead, now_and_then);
+            simulate(&mut programs, 10_000 * MS);
+            assert_shares(&programs, &[50.0, 50.0]);
+        }
+    }
+}
+
+#[test]
+fn a_principal_gets_its_share_once_however_many_sessions_it_has() {
+    let mut programs: Vec<Program> = (0..4).map(|worker| Program::new(worker, "many", MS)).collect();
+    programs.push(Program::new(9, "one", MS));
+    simulate(&mut programs, 10_000 * MS);
+    let shares = shares(&programs);
+    assert!((shares[4] - 50.0).abs() <= 3.0, "{shares:?}");
+}
+
+#[test]
+fn idle_time_goes_to_whoever_has_work_and_earns_no_credit() {
+    let mut programs = [Program::new(1, "a", MS), Program::new(2, "b", MS)];
+    programs[1].works = 3_000 * MS..6_000 * MS;
+    simulate(&mut programs, 10_000 * MS);
+    let [a, b] = [programs[0].ran, programs[1].ran];
+    assert!(a > 8_300 * MS && (1_350..1_650).contains(&(b / MS)), "{a} {b}");
+}
+
+#[test]
+fn a_principal_alone_is_neither_measured_nor_stopped() {
+    let mut programs = [Program::new(1, "a", MS), Program::new(2, "b", MS)];
+    programs[1].works = 0..0;
+    let arbiter = simulate(&mut programs, 1_000 * MS);
+    assert_eq!((programs[0].gate, programs[1].gate), (Gate::Open, Gate::Tell));
+    assert!(!arbiter.is_contended() && arbiter.charged("a") < 10 * MS);
+    assert!(programs[0].ran > 999 * MS, "it lost {} us", (1_000 * MS - programs[0].ran) / US);
+    // On other devices, it does not matter who works.
+    programs[1].works = 0..u64::MAX;
+    programs[1].devices = 2;
+    simulate(&mut programs, 1_000 * MS);
+    assert_eq!((programs[0].gate, programs[1].gate), (Gate::Open, Gate::Open));
+}
+
+#[test]
+fn a_lower_priority_gets_only_the_remaining_time() {
+    let mut programs = [Program::new(1, "low", 100 * US), Program::new(2, "high", 100 * US)];
+    programs[1].priority = 1;
+    programs[1].works = 2_000 * MS..4_000 * MS;
+    simulate(&mut programs, 6_000 * MS);
+    let [low, high] = [programs[0].ran / MS, programs[1].ran / MS];
+    assert!(high > 1_900 && low > 3_700, "{low} {high}");
+}
+
+#[test]
+fn collectives_of_two_principals_do_not_deadlock_and_share_the_time() {
+    let mut programs: Vec<Program> = (0..4).map(|n| Program::new(n, "a", 3 * MS)).collect();
+    for (program, (principal, devices)) in programs.iter_mut().zip([("a", 1), ("a", 2), ("b", 1), ("b", 2)]) {
+        (program.principal, program.devices, program.collective) = (principal, devices, true);
+    }
+    // One rank of each begins later, so that ranks are out of step when a turn ends.
+    programs[1].works = 7 * MS..u64::MAX;
+    programs[2].works = 13 * MS..u64::MAX;
+    simulate(&mut programs, 10_000 * MS);
+    assert_shares(&programs, &[25.0; 4]);
+    assert!(
+        programs.iter().all(|program| program.finished > 1_200),
+        "{:?}",
+        programs.iter().map(|p| p.finished).collect::<Vec<_>>()
+    );
+}
+
+#[test]
+fn an_endless_kernel_does_not_take_the_others_share() {
+    for (weight, works, rest) in [(300, 0..1, 25.0), (100, 0..u64::MAX, 50.0), (300, 0..u64::MAX, 25.0)] {
+        // Both if it has launched no kernel behind that one and if it always has another.
+        let mut programs = [Program::new(1, "endless", u64::MAX), Program::new(2, "b", MS)];
+        programs[0].weight = weight;
+        programs[0].works = works;
+        programs.iter_mut().for_each(|program| program.counted_from = 4_000 * MS);
+        simulate(&mut programs, 12_000 * MS);
+        let share = shares(&programs)[1];
+        assert!((share - rest).abs() <= 3.0, "{share} instead of {rest}");
+    }
+}
+
+#[test]
+fn false_reports_harm_neither_other_principals_nor_the_daemon() {
+    let nonsense = |worker: u32, principal: &'static str, n: u64| View {
+        worker,
+        principal,
+        weight: 100,
+        priority: 0,
+        devices: 1,
+        issued: n,
+        unfinished: true,
+        finished: u64::MAX - n,
+        longest: u64::MAX,
+        waits: true,
+        reported: if n.is_multiple_of(2) { u64::MAX } else { 0 },
+    };
+    let honest = |n: u64| View {
+        finished: n,
+        unfinished: false,
+        longest: MS,
+        reported: n,
+        ..nonsense(9, "honest", n)
+    };
+    for clock in [Clock::Observed, Clock::Reported] {
+        let mut arbiter = Arbiter::new(clock);
+        let mut held = 0;
+        for n in 1..10_000 {
+            let views = [nonsense(1, "liar", n), nonsense(2, "liar", n), nonsense(3, "other", n), honest(n)];
+            let gates = arbiter.step(n * MS, &views);
+            held += u64::from(matches!(gates[3].1, Gate::Metered { .. }));
+        }
+        assert!(held > 3_000, "{held} ms of ten seconds are left for whoever tells the truth");
+        assert!(arbiter.charged("honest") <= 10_000 * MS);
+    }
+}
+
+#[test]
+fn endless_work_delays_others_for_a_bounded_time() {
+    let mut programs =
+        [Program::new(1, "stuck", 5 * MS), Program::new(2, "b", MS), Program::new(3, "stuck", MS)];
+    // The first session's kernel waits for one of the third's, which never arrives.
+    (programs[0].collective, programs[2].collective) = (true, true);
+    programs[2].works = 0..0;
+    simulate(&mut programs, 10_000 * MS);
+    assert!(programs[1].finished > 4_000, "{}", programs[1].finished);
+}

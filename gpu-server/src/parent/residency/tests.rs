@@ -1,0 +1,359 @@
+//! Tests of the state machine.
+
+use super::*;
+use proptest::prelude::*;
+
+const SECOND: u64 = 1_000_000_000;
+const MIB: u64 = 1 << 20;
+
+fn rules(memory: u64) -> Rules {
+    Rules { residency: 2 * SECOND, memory, memory_each: memory, files: false }
+}
+
+fn on(device: u32, bytes: u64) -> Bytes {
+    Bytes::from([(device, bytes)])
+}
+
+/// A session with all its memory on device 0, idle since 1.
+fn idle(worker: u32, principal: &str, bytes: u64) -> View {
+    View {
+        worker,
+        principal: principal.into(),
+        swap: true,
+        on: on(0, bytes),
+        movable: on(0, bytes),
+        rested: Some(1),
+        ..View::default()
+    }
+}
+
+fn newcomer(worker: u32, principal: &str, bytes: u64) -> View {
+    View { worker, principal: principal.into(), swap: true, needs: on(0, bytes), ..View::default() }
+}
+
+fn leaving(decided: &Decided) -> Vec<u32> {
+    let leave = |(worker, _, order, _): &(u32, u32, MemoryOrder, bool)| {
+        matches!(order, MemoryOrder::Leave { .. }).then_some(*worker)
+    };
+    decided.orders.iter().filter_map(leave).collect()
+}
+
+#[test]
+fn nothing_is_decided_while_everything_fits() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let views = [idle(1, "a", 40), idle(2, "b", 40), newcomer(3, "c", 20)];
+    let decided = residency.step(10 * SECOND, &on(0, 100), &views);
+    assert!(decided.orders.is_empty() && decided.held_back.is_empty());
+}
+
+#[test]
+fn the_own_principals_sessions_leave_first_then_the_longest_idle() {
+    for (wanted, expected) in [(30, vec![3]), (50, vec![3, 2]), (80, vec![3, 2, 1])] {
+        let mut residency = Residency::new(rules(u64::MAX));
+        let views = [
+            View { rested: Some(2), ..idle(1, "a", 30) },
+            idle(2, "a", 30),
+            View { rested: Some(3), ..idle(3, "b", 30) },
+            newcomer(4, "b", wanted),
+        ];
+        let decided = residency.step(10 * SECOND, &on(0, 90), &views);
+        assert_eq!(leaving(&decided), expected, "{wanted}");
+        assert!(residency.step(10 * SECOND, &on(0, 90), &views).orders.is_empty(), "once");
+    }
+}
+
+#[test]
+fn unswappable_sessions_stay_and_nobody_leaves_in_vain() {
+    let stays = [
+        View { swap: false, ..idle(2, "a", 50) },
+        View { movable: Bytes::new(), ..idle(2, "a", 50) },
+        View { needs: on(1, 1), ..idle(2, "a", 50) },
+        View { began: 9 * SECOND, ..idle(2, "a", 50) },
+        View { on: on(1, 50), movable: on(1, 50), ..idle(2, "a", 50) },
+    ];
+    // Without the second session's memory, the first one would leave in vain.
+    for (number, view) in stays.into_iter().enumerate() {
+        let mut residency = Residency::new(rules(u64::MAX));
+        let views = [idle(1, "a", 50), view, newcomer(3, "a", 101 - 50 * u64::from(number < 4))];
+        let decided = residency.step(10 * SECOND, &Bytes::from([(0, 100), (1, 100)]), &views);
+        assert!(decided.orders.is_empty(), "{number}: {decided:?}");
+        assert_eq!(decided.held_back, if number == 3 { vec![3] } else { Vec::<u32>::new() }, "{number}");
+    }
+}
+
+/// Two programs that allocate at the same time would otherwise each wait for the other's part.
+#[test]
+fn a_session_further_back_in_line_leaves_immediately_if_it_can() {
+    for yields in [true, false] {
+        let mut residency = Residency::new(rules(u64::MAX));
+        let part = |worker, bytes| View {
+            on: on(0, bytes),
+            movable: on(0, bytes),
+            yields,
+            rested: None,
+            ..newcomer(worker, "a", 10)
+        };
+        let mut views = [part(1, 50), View { needs: Bytes::new(), ..part(2, 50) }];
+        residency.step(SECOND, &on(0, 100), &views);
+        views[1] = part(2, 50);
+        let decided = residency.step(2 * SECOND, &on(0, 100), &views);
+        assert_eq!(leaving(&decided), if yields { vec![2] } else { vec![] });
+        // What it releases does not go to whoever asks next.
+        let number = decided.orders.first().map_or(0, |order| order.1);
+        views[1] =
+            View { on: Bytes::new(), away: on(0, 50), returns: true, done: (number, true), ..part(2, 50) };
+        residency.step(2 * SECOND, &on(0, 100), &views);
+        assert_eq!(
+            (residency.reserved(1, 0), residency.reserved(2, 0), residency.reserved(7, 0)),
+            (0, 10, 10)
+        );
+        // The first keeps its place between two pieces.
+        views[0] = View { on: on(0, 60), movable: on(0, 60), needs: Bytes::new(), ..part(1, 60) };
+        residency.step(2 * SECOND + 1, &on(0, 100), &views);
+        views[0] = part(1, 60);
+        residency.step(2 * SECOND + 2, &on(0, 100), &views);
+        assert_eq!(residency.reserved(1, 0), 0, "nobody is before it");
+    }
+}
+
+#[test]
+fn a_busy_session_leaves_only_after_a_longer_time() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let views = [View { rested: None, ..idle(1, "a", 60) }, newcomer(2, "b", 60)];
+    let budget = on(0, 100);
+    let early = residency.step(9 * SECOND, &budget, &views);
+    assert_eq!((leaving(&early), early.held_back), (vec![], vec![2]));
+    assert!(residency.step(9 * SECOND, &budget, &views).held_back.is_empty(), "noted once");
+    let late = residency.step(10 * SECOND, &budget, &views);
+    assert_eq!(late.orders, [(1, 1, MemoryOrder::Leave { busy: true }, false)]);
+}
+
+#[test]
+fn a_session_that_does_not_begin_to_leave_is_not_waited_for() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let mut views = [idle(1, "a", 60), View { rested: Some(2), ..idle(2, "a", 60) }, newcomer(3, "b", 60)];
+    let budget = on(0, 120);
+    assert_eq!(leaving(&residency.step(10 * SECOND, &budget, &views)), [1]);
+    assert_eq!(leaving(&residency.step(11 * SECOND, &budget, &views)), [] as [u32; 0]);
+    assert_eq!(leaving(&residency.step(11 * SECOND + 1, &budget, &views)), [2]);
+    views[1].begun = 1;
+    assert_eq!(leaving(&residency.step(60 * SECOND, &budget, &views)), [] as [u32; 0]);
+    // It is ordered again to do what it could not, later each time.
+    (views[0].done, views[1].done) = ((1, false), (1, false));
+    assert!(residency.step(60 * SECOND, &budget, &views).orders.is_empty());
+    assert_eq!(leaving(&residency.step(60 * SECOND + AGAIN, &budget, &views)), [1]);
+}
+
+#[test]
+fn nobody_leaves_before_there_is_room_for_its_memory() {
+    let mut residency = Residency::new(rules(64 * MIB));
+    let mut views = [idle(1, "a", 60), View { keeps: 64 * MIB, ..idle(2, "a", 30) }, newcomer(3, "b", 60)];
+    let budget = on(0, 90);
+    let first = residency.step(10 * SECOND, &budget, &views);
+    assert_eq!(first.orders, [(2, 1, MemoryOrder::Forget, false)]);
+    views[1].done = (1, true);
+    assert_eq!(leaving(&residency.step(10 * SECOND, &budget, &views)), [1]);
+    // With files, there is room immediately.
+    let mut residency = Residency::new(Rules { files: true, ..rules(0) });
+    let decided = residency.step(10 * SECOND, &budget, &views);
+    assert_eq!(decided.orders, [(1, 1, MemoryOrder::Leave { busy: false }, true)]);
+}
+
+#[test]
+fn only_one_session_returns_into_memory_being_released() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let away = |worker| View { on: Bytes::new(), away: on(0, 60), returns: true, ..idle(worker, "a", 60) };
+    let mut views = [idle(1, "a", 60), away(2), View { began: 1, ..away(3) }];
+    let budget = on(0, 100);
+    assert_eq!(leaving(&residency.step(10 * SECOND, &budget, &views)), [1]);
+    (views[0].begun, views[0].on, views[0].away) = (1, on(0, 50), on(0, 10));
+    let decided = residency.step(10 * SECOND, &budget, &views);
+    assert_eq!(decided.orders, [(2, 1, MemoryOrder::Return, false)]);
+    assert!(residency.step(10 * SECOND, &budget, &views).orders.is_empty());
+}
+
+#[test]
+fn a_session_that_fits_passes_one_that_cannot_be_served() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let waits = |worker, bytes| View {
+        on: Bytes::new(),
+        away: on(0, bytes),
+        returns: true,
+        ..idle(worker, "a", bytes)
+    };
+    let endless = View { swap: false, ..idle(1, "a", 60) };
+    residency.step(SECOND, &on(0, 100), &[endless.clone(), waits(2, 60)]);
+    let decided = residency.step(2 * SECOND, &on(0, 100), &[endless, waits(2, 60), waits(3, 30)]);
+    assert_eq!(decided.orders, [(3, 1, MemoryOrder::Return, false)]);
+}
+
+/// A session of a simulated server.
+#[derive(Debug, Clone)]
+struct Simulated {
+    bytes: u64,
+    /// Steps with commands, then steps without, repeatedly.
+    works: u64,
+    rests: u64,
+    phase: u64,
+    swap: bool,
+    /// Whether a device works for it endlessly.
+    endless: bool,
+    /// Steps that it takes to carry out an order.
+    takes: u64,
+}
+
+fn simulated() -> impl Strategy<Value = Simulated> {
+    (
+        20u64..70,
+        1u64..40,
+        1u64..60,
+        0u64..100,
+        prop::bool::weighted(0.85),
+        prop::bool::weighted(0.1),
+        0u64..20,
+    )
+        .prop_map(|(bytes, works, rests, phase, swap, endless, takes)| Simulated {
+            bytes: bytes * MIB,
+            works,
+            rests,
+            phase,
+            swap,
+            endless,
+            takes,
+        })
+}
+
+/// The state of a simulated session.
+#[derive(Debug, Clone, Default)]
+struct Now {
+    view: View,
+    order: Option<(MemoryOrder, u64)>,
+    came: u64,
+    done: u64,
+    waited: u64,
+    late: u64,
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    /// Whatever sessions do: a device never holds more than it has, nor the machine's memory more than it
+    /// may; unswappable sessions stay; nobody leaves before its residency is over; and if all may leave
+    /// and none works endlessly, all make progress.
+    #[test]
+    fn memory_is_never_exceeded_and_everybody_makes_progress(all in prop::collection::vec(simulated(), 1..7), memory in 0u64..16) {
+        const STEP: u64 = 100_000_000;
+        // Programs allocate in pieces.
+        let next = |bytes: u64, have: u64| on(0, (bytes - have).min(10 * MIB));
+        let (capacity, memory) = (100 * MIB, memory * 64 * MIB);
+        let mut residency = Residency::new(rules(memory));
+        let mut now: Vec<Now> = (0..).zip(&all).map(|(worker, one)| Now {
+            view: View {
+                worker,
+                principal: format!("{}", worker % 2),
+                swap: one.swap,
+                needs: next(one.bytes, 0),
+                yields: true,
+                ..View::default()
+            },
+            ..Now::default()
+        }).collect();
+        for step in 0..2000u64 {
+            let time = step * STEP;
+            for index in 0..now.len() {
+                let others: u64 = now.iter().map(|state| sum(&state.view.on)).sum::<u64>() - sum(&now[index].view.on);
+                let (one, state) = (&all[index], &mut now[index]);
+                let Now { view, order, came, done, waited, late } = state;
+                let (all, takes) = (sum(&view.movable), sum(&view.needs) > 0);
+                if let Some((what, left)) = order {
+                    if *left > 0 {
+                        *left -= 1;
+                        // Half of its memory leaves along the way, unless it cannot.
+                        let half = all / 2;
+                        if matches!(what, MemoryOrder::Leave { busy } if takes || !one.endless && (*busy || view.rested.is_some())) {
+                            (view.away, view.on) = (on(0, half), on(0, all - half));
+                        }
+                        continue;
+                    }
+                    // A returning session waits until the others have left.
+                    if *what == MemoryOrder::Return && others + all > capacity {
+                        *late += 1;
+                        prop_assert!(*late < 50, "others have not left");
+                        continue;
+                    }
+                    *late = 0;
+                    let number = view.begun;
+                    let idle = view.rested.is_some();
+                    let can = match what {
+                        MemoryOrder::Leave { busy } => takes || !one.endless && (*busy || idle),
+                        _ => true,
+                    };
+                    view.done = (number, can);
+                    match what {
+                        MemoryOrder::Leave { .. } if can => (view.away, view.on) = (view.movable.clone(), Bytes::new()),
+                        MemoryOrder::Return => {
+                            (view.on, view.away, view.returns) = (view.movable.clone(), Bytes::new(), false);
+                            *came = time;
+                        }
+                        MemoryOrder::Forget => view.keeps = 0,
+                        MemoryOrder::Leave { .. } => {}
+                    }
+                    *order = None;
+                }
+                let at = (step + one.phase) % (one.works + one.rests);
+                let wants = one.endless || at < one.works;
+                *waited += 1;
+                if takes {
+                    view.returns = !view.away.is_empty();
+                    continue;
+                }
+                if !view.away.is_empty() {
+                    view.returns = wants || view.returns;
+                    if !view.returns { *waited = 0; }
+                    continue;
+                }
+                *waited = 0;
+                *done += u64::from(wants);
+                view.rested = if wants { None } else { view.rested.or(Some(time)) };
+            }
+            // A newcomer requests its memory again and again.
+            for index in 0..now.len() {
+                let used: u64 = now.iter().map(|state| sum(&state.view.on)
+                    + if matches!(state.order, Some((MemoryOrder::Return, _))) { sum(&state.view.away) } else { 0 }).sum();
+                let state = &mut now[index];
+                let (asks, needs) = (state.order.is_none() && state.view.away.is_empty(), sum(&state.view.needs));
+                if asks && needs > 0 && used + needs + residency.reserved(index as u32, 0) <= capacity {
+                    let have = sum(&state.view.movable) + needs;
+                    (state.view.on, state.view.movable) = (on(0, have), on(0, have));
+                    state.view.needs = next(all[index].bytes, have);
+                    state.view.needs.retain(|_, bytes| *bytes > 0);
+                }
+            }
+            let views: Vec<View> = now.iter().map(|state| state.view.clone()).collect();
+            let decided = residency.step(time, &on(0, capacity), &views);
+            for (worker, number, order, file) in decided.orders {
+                let (one, state) = (&all[worker as usize], &mut now[worker as usize]);
+                prop_assert!(!file && state.order.is_none());
+                if let MemoryOrder::Leave { busy } = order {
+                    prop_assert!(one.swap && state.view.away.is_empty());
+                    // New memory counts from the session's start. A session with only a part of what it
+                    // wants keeps it from nobody.
+                    let least = if busy { BUSY } else { 1 } * 2 * SECOND;
+                    let takes = sum(&state.view.needs) > 0;
+                    prop_assert!(takes || time >= state.came + least, "{time} {}", state.came);
+                    state.view.keeps = 64 * MIB * sum(&state.view.movable).div_ceil(64 * MIB);
+                }
+                state.view.begun = number;
+                state.order = Some((order, one.takes));
+            }
+            let used: u64 = now.iter().map(|state| sum(&state.view.on)).sum();
+            prop_assert!(used <= capacity, "{used}");
+            prop_assert!(now.iter().map(|state| state.view.keeps).sum::<u64>() <= memory);
+            if all.iter().all(|one| one.swap && !one.endless) && memory >= 64 * MIB * 2 * all.len() as u64 {
+                // Each of the others may keep its memory for ten seconds and take its time.
+                let most = all.len() as u64 * (100 + 2 * 20 + 30) * 4;
+                prop_assert!(now.iter().all(|state| state.waited <= most), "{step}: {now:?}");
+            }
+        }
+    }
+}
