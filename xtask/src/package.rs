@@ -99,6 +99,8 @@ const PACKAGES: &[Package] = &[
         crates: &["rgpu-cuda", "rgpu-cudart", "rgpu-nvml"],
         license: APACHE,
     },
+    // All of its files are in packaging/.
+    Package { name: "rgpu-slurm", files: &[], crates: &[], license: APACHE },
     Package {
         name: "rgpu-guest",
         files: &[("share/rgpu/guest-driver/udev/60-virtio-rgpu.rules", "usr/lib/udev/rules.d")],
