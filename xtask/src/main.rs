@@ -7,7 +7,8 @@
 //! - [`artifacts`], [`programs`], [`machines`]: build the daemons and libraries, the CUDA programs, and the
 //!   guests
 //! - [`test`] (with [`unit_tests`]), [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with [`dependencies`],
-//!   [`licenses`], [`sbom`] and [`stage`]), [`package`], [`bench`], [`book`]: the commands built from these;
+//!   [`licenses`], [`sbom`] and [`stage`]), [`package`], [`bench`], [`book`],
+//!   [`screenshots`]: the commands built from these;
 //!   [`nightly`]: fuzzing and Miri
 
 mod artifacts;
@@ -27,6 +28,7 @@ mod process;
 mod programs;
 mod progress;
 mod sbom;
+mod screenshots;
 mod stage;
 mod test;
 mod toolchain;
@@ -69,6 +71,8 @@ enum Command {
     StageGpu(stage::Arguments),
     /// Make a book of the pages in docs, with mdBook (target/book)
     Book,
+    /// Make the pictures of `rgpuctl top` and of a timeline anew (docs/pictures)
+    Screenshots(screenshots::Arguments),
     /// Check formatting, lints and the dependencies' licenses
     CiChecks,
 }
@@ -96,6 +100,7 @@ fn run(command: Command) -> Result<()> {
         Command::Bench(arguments) => bench::bench(&arguments),
         Command::StageGpu(arguments) => stage::stage(&arguments),
         Command::Book => book::book(),
+        Command::Screenshots(arguments) => screenshots::screenshots(&arguments),
         Command::CiChecks => checks::checks(),
     }
 }
