@@ -62,6 +62,7 @@ fn output(words: &[&str]) -> Result<String, String> {
         return Ok(text(&output.stdout));
     }
     let why = [text(&output.stderr), text(&output.stdout)].into_iter().find(|said| !said.is_empty());
+    let why = why.and_then(|said| said.lines().next().map(str::to_owned));
     Err(format!("{}: {}", words.join(" "), why.unwrap_or_else(|| output.status.to_string())))
 }
 
@@ -177,7 +178,9 @@ fn pool(settings: &Settings) -> Vec<Finding> {
         Err(error) => {
             let step =
                 format!("list the servers in {}: servers = [\"gpu1\", \"gpu2\"]", settings.pool.display());
-            return vec![Wrong(format!("Slurm's jobs have no pool of servers: {error:#}"), step)];
+            // Without the first part, which is about a command line.
+            let why: Vec<String> = error.chain().skip(1).map(ToString::to_string).collect();
+            return vec![Wrong(format!("Slurm's jobs have no pool of servers: {}", why.join(": ")), step)];
         }
     };
     let mut findings = Vec::new();
