@@ -129,6 +129,11 @@ pub fn folder() -> PathBuf {
     tree::target().join("packages")
 }
 
+/// The file of a package that has been built.
+pub fn built(name: &str) -> Result<PathBuf> {
+    matching(&folder(), &format!("{name}_*"))?.pop().with_context(|| format!("there is no package {name}"))
+}
+
 /// Builds and checks the packages.
 pub fn package(arguments: &Arguments) -> Result<()> {
     let (build, compression) = match arguments.debug {
