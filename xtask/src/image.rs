@@ -24,13 +24,13 @@ use crate::{debian, package, process};
 /// (.vmlinuz, .initrd), for VMMs that start these themselves. docs/first-guest.md boots it.
 #[derive(Args)]
 #[command(after_long_help = "Examples:
-  cargo xtask image                                            target/image/rgpu-guest.qcow2, a disk of 4 GiB
-  cargo xtask image --output guest.raw --size 20               a plain file of 20 GiB, of which it takes up what is used
-  cargo xtask image --package python3-venv --package git       with more of Debian's packages
+  cargo xtask image                                target/image/rgpu-guest.qcow2, 4 GiB
+  cargo xtask image --output guest.raw --size 20   a plain file of 20 GiB, with holes
+  cargo xtask image --package git --package vim    with more of Debian's packages
 
-A guest takes users, ssh keys, its network and commands from a seed: a disk with the label cidata that has the files
-user-data and meta-data of cloud-init's NoCloud. Without one, nobody can log in. If the disk is larger than it was made
-(qemu-img resize), the guest's file system grows when it boots.")]
+A guest takes users, ssh keys, its network and commands from a seed: a disk with the label cidata \
+that has the files user-data and meta-data of cloud-init's NoCloud. Without one, nobody can log in. \
+If the disk has been enlarged (qemu-img resize), the guest's file system grows when it boots.")]
 pub struct Arguments {
     /// The disk. Its ending is the format: .qcow2 or .raw. By default target/image/rgpu-guest.qcow2
     #[arg(long, value_name = "FILE")]
@@ -140,7 +140,8 @@ pub fn image(arguments: &Arguments) -> Result<()> {
     let mut wanted =
         Wanted { size: arguments.size << 30, more: arguments.package.clone(), ..Wanted::usual() };
     if let Some(output) = &arguments.output {
-        wanted.output.clone_from(output);
+        // Commands run in the root of the tree.
+        wanted.output = std::path::absolute(output).context("the output has no absolute path")?;
     }
     if arguments.full_kernel {
         wanted.kernel = "amd64";
