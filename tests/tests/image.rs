@@ -149,7 +149,10 @@ fn check(console: &str) -> Result<()> {
     one("disk", &|text| text.trim_end_matches('M').trim().parse::<u32>().is_ok_and(|mib| mib > 3500))?;
     one("failed", &|text| text == "0")?;
     ensure!(said("ran") == PROGRAMS, "programs: {:?}\n{console}", said("ran"));
-    one("doctor", &|text| text == "0")
+    one("doctor", &|text| text == "0")?;
+    let warning = console.lines().find(|line| line.contains("cloud-init") && line.contains("[WARNING]"));
+    ensure!(warning.is_none(), "cloud-init warns: {warning:?}");
+    Ok(())
 }
 
 #[test]
