@@ -9,7 +9,7 @@
 //!
 //! Arrows lead from the call to the dispatcher and to the device. All times are of one clock, so of processes on one machine.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
@@ -86,7 +86,7 @@ impl Writer {
     fn overlapping(&mut self, pid: usize, [begin, end]: [u64; 2], name: &str, kind: &str, id: &str) {
         for (ph, at) in [("b", begin), ("e", end.max(begin))] {
             self.events.push(json!({
-                "ph": ph, "pid": pid, "tid": 0, "ts": self.time(at), "name": name, "cat": kind, "id": id,
+                "ph": ph, "pid": pid, "tid": 0, "ts": self.time(at), "name": name, "cat": kind, "id2": { "local": id },
             }));
         }
     }
@@ -113,6 +113,7 @@ fn first_moment(traced: &[Traced]) -> u64 {
 fn events(traced: &[Traced]) -> Vec<Value> {
     let mut writer = Writer { events: Vec::new(), begin: first_moment(traced), tracks: BTreeSet::new() };
     for (index, one) in traced.iter().enumerate() {
+        let within = Within::calls(one);
         let process = |part: Part| index * Part::ALL.len() + part as usize + 1;
         for call in &one.program.calls {
             let track = (process(Part::Program), call.thread);
@@ -122,7 +123,7 @@ fn events(traced: &[Traced]) -> Vec<Value> {
         let worker = one.worker.as_ref().map(|(_, worker)| worker);
         let work = worker.map_or(&[][..], |worker| worker.work.as_slice());
         for (seq, command) in &commands {
-            put_command(&mut writer, process, (one.pid, *seq), command);
+            put_command(&mut writer, process, (one.pid, *seq), command, &within);
         }
         for work in work {
             let track = (process(Part::Gpu), work.stream);
@@ -136,7 +137,9 @@ fn events(traced: &[Traced]) -> Vec<Value> {
                 name,
                 json!({ "command": work.seq, "operation": operation }),
             );
-            writer.arrow("f", track, work.begin, &format!("{}:{}", one.pid, work.seq));
+            if commands.get(&work.seq).is_some_and(|command| within.began(command)) {
+                writer.arrow("f", track, work.begin, &id(one.pid, work.seq));
+            }
         }
         for part in Part::ALL {
             let process = process(part);
@@ -156,15 +159,54 @@ fn events(traced: &[Traced]) -> Vec<Value> {
     writer.events
 }
 
+/// What names a command: Perfetto takes only numbers, in hexadecimal if they are text.
+fn id(pid: u32, seq: u64) -> String {
+    format!("{:#x}", u64::from(pid) << 32 | seq & u64::from(u32::MAX))
+}
+
+/// When a program's threads are in calls. An arrow can begin only in one: some commands are of rgpu's own, and of no call.
+struct Within {
+    /// By thread and beginning, when calls that follow each other without a gap end.
+    calls: BTreeMap<(u32, u64), u64>,
+}
+
+impl Within {
+    fn calls(traced: &Traced) -> Within {
+        let mut all: Vec<_> =
+            traced.program.calls.iter().map(|call| (call.thread, call.begin, call.end)).collect();
+        all.sort_unstable();
+        let mut calls: BTreeMap<(u32, u64), u64> = BTreeMap::new();
+        for (thread, begin, end) in all {
+            match calls.last_entry() {
+                Some(mut last) if last.key().0 == thread && *last.get() >= begin => {
+                    let end = end.max(*last.get());
+                    last.insert(end);
+                }
+                _ => drop(calls.insert((thread, begin), end)),
+            }
+        }
+        Within { calls }
+    }
+
+    /// Whether a call has appended this command.
+    fn began(&self, command: &Command) -> bool {
+        command.stages.get(FIRST).is_some_and(|moment| {
+            let before = self.calls.range(..=(moment.thread, moment.at)).next_back();
+            before.is_some_and(|((thread, _), end)| *thread == moment.thread && *end >= moment.at)
+        })
+    }
+}
+
 /// A command on its way, up to the dispatcher, and its answer's way back.
 fn put_command(
     writer: &mut Writer,
     process: impl Fn(Part) -> usize,
     (pid, seq): (u32, u64),
     command: &Command,
+    within: &Within,
 ) {
     let moment = |stage: &str| command.stages.get(stage).copied();
-    let (id, name) = (format!("{pid}:{seq}"), command.operation.as_str());
+    let (id, name) = (id(pid, seq), command.operation.as_str());
     let Some(appended) = moment(FIRST) else { return };
     let own = (process(Part::Program), appended.thread);
     if let Some(woken) = command.at("woken") {
@@ -179,8 +221,10 @@ fn put_command(
     let (Some(begun), Some(executed)) = (moment("begun"), command.at("executed")) else { return };
     let track = (process(Part::Worker), begun.thread);
     writer.span(track, [begun.at, executed], name, json!({ "command": seq }));
-    writer.arrow("s", own, appended.at, &id);
-    writer.arrow("t", track, begun.at, &id);
+    if within.began(command) {
+        writer.arrow("s", own, appended.at, &id);
+        writer.arrow("t", track, begun.at, &id);
+    }
     if let Some(answered) = command.at("answered").filter(|answered| *answered > executed) {
         writer.overlapping(process(Part::Worker), [executed, answered], name, "waits for the device", &id);
     }
@@ -205,12 +249,12 @@ mod tests {
         for (name, text) in [
             (
                 "program-7",
-                "call 2 900 1500 cudaLaunchKernel\n1 appended 1000 launch 2\nkernel 1 _Z3addPi\n2 appended 2000 stream_synchronize 2\n2 woken 9000 - 2\n",
+                "call 2 900 1500 cudaLaunchKernel\n1 appended 1000 launch 2\nkernel 1 _Z3addPi\n3 appended 1600 device_info 2\n2 appended 2000 stream_synchronize 2\n2 woken 9000 - 2\n",
             ),
             ("bridge-7", "1 taken 1100 launch 1\n2 taken 2100 - 1\n2 delivered 8900 - 1\n"),
             (
                 "worker-9",
-                "1 received 1200 launch 3\n1 begun 1300 launch 3\n1 executed 1400 - 3\nwork 5 1300 8000 1\n2 received 2200 - 3\n2 begun 2300 stream_synchronize 3\n2 executed 2400 - 3\n2 answered 8500 - 4\n",
+                "1 received 1200 launch 3\n1 begun 1300 launch 3\n1 executed 1400 - 3\n3 begun 1700 device_info 3\n3 executed 1800 - 3\nwork 5 1300 8000 1\n2 received 2200 - 3\n2 begun 2300 stream_synchronize 3\n2 executed 2400 - 3\n2 answered 8500 - 4\n",
             ),
         ] {
             std::fs::write(folder.path().join(name), text).unwrap();
@@ -236,10 +280,14 @@ mod tests {
         assert_eq!(span("add(int*)"), (4, 5, 0.4, 6.7));
         let steps: Vec<&str> = events
             .iter()
-            .filter(|event| event["id"] == "7:1" && event["cat"] == "command")
+            .filter(|event| event["id"] == "0x700000001" || event["id2"]["local"] == "0x700000001")
+            .filter(|event| event["cat"] == "command")
             .filter_map(|event| event["ph"].as_str())
             .collect();
         assert_eq!(steps, ["b", "e", "s", "t", "f"]);
         assert!(events.iter().any(|event| event["args"]["name"] == "stream 5"));
+        // The third command is of no call, so no arrow leads to it.
+        assert!(events.iter().all(|event| event["id"] != "0x700000003"), "{events:#?}");
+        assert!(events.iter().any(|event| event["args"]["command"] == 3), "{events:#?}");
     }
 }

@@ -5,6 +5,7 @@ pub mod daemons;
 pub mod driver_bed;
 pub mod guest;
 pub mod programs;
+pub mod terminal;
 pub mod tree;
 
 pub mod machine;

@@ -1,8 +1,8 @@
 #!/bin/sh
 # A cluster of Slurm in namespaces of its own: slurmctld and three slurmd of Debian's, slurmdbd with MariaDB, two rgpu-servers with two GPUs in software each, and one vhost-rgpu. The arguments: a
-# folder for logs and sockets, and those of the executables, the guest libraries and packaging/slurm. The shell is the first process of the PID namespace.
+# folder for logs and sockets, those of the executables and the guest libraries, and the script rgpu-slurm. The shell is the first process of the PID namespace.
 set -eu
-folder=$1 binaries=$2 libraries=$3 packaging=$4
+folder=$1 binaries=$2 libraries=$3 script=$4
 hostname slurm
 ip link set lo up
 # slurmd finds no address to listen at without an interface that is not loopback.
@@ -42,7 +42,7 @@ END
 chmod 600 /etc/slurm/slurmdbd.conf
 slurmdbd
 
-cp "$packaging/rgpu-slurm" /etc/rgpu/
+cp "$script" /etc/rgpu/
 cat >/etc/rgpu/slurm.conf <<END
 OPTIONS=--insecure
 WAIT=1
@@ -88,11 +88,14 @@ Prolog=/etc/rgpu/rgpu-slurm
 Epilog=/etc/rgpu/rgpu-slurm
 TaskProlog=/etc/rgpu/rgpu-slurm
 PrologFlags=Alloc
-NodeName=n[1-3] NodeHostname=slurm NodeAddr=127.0.0.1 Port=[17001-17003] CPUs=2 RealMemory=100 Gres=rgpu:4,rgpumem:4G
+NodeName=n[1-2] NodeHostname=slurm NodeAddr=127.0.0.1 Port=[17001-17002] CPUs=2 RealMemory=100 Gres=rgpu:4,rgpumem:4G
+NodeName=n3 NodeHostname=slurm NodeAddr=127.0.0.1 Port=17003 CPUs=2 RealMemory=100 Gres=rgpu:rgpu_software:3,rgpu:h100:1,rgpumem:4G
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 END
 cat >/etc/slurm/gres.conf <<END
-NodeName=n[1-3] Name=rgpu Count=4
+NodeName=n[1-2] Name=rgpu Count=4
+NodeName=n3 Name=rgpu Type=rgpu_software Count=3
+NodeName=n3 Name=rgpu Type=h100 Count=1
 NodeName=n[1-3] Name=rgpumem Count=4G
 END
 echo 'CgroupAutomount=no' >/etc/slurm/cgroup.conf

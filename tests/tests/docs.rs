@@ -148,6 +148,32 @@ fn paths_and_links_in_the_documents_exist() {
     assert!(missing.is_empty(), "do not exist:\n{}", missing.join("\n"));
 }
 
+#[test]
+fn every_picture_is_in_a_page_and_is_what_its_name_says() {
+    let folder = tree::root().join("docs/pictures");
+    let shown: BTreeSet<PathBuf> = pages()
+        .iter()
+        .flat_map(|page| {
+            let text = fs::read_to_string(page).expect("a page");
+            let folder = page.parent().expect("a page has a folder").to_owned();
+            let targets = links(&text).into_iter().map(|(file, _)| folder.join(file));
+            targets.collect::<Vec<_>>()
+        })
+        .collect();
+    let mut names = BTreeSet::new();
+    for entry in fs::read_dir(&folder).expect("the folder of pictures") {
+        let path = entry.expect("an entry").path();
+        assert!(shown.contains(&path), "no page shows {}", path.display());
+        let bytes = fs::read(&path).expect("a picture");
+        let begin: &[u8] =
+            if path.extension().is_some_and(|kind| kind == "png") { b"\x89PNG" } else { b"<svg " };
+        assert!(bytes.starts_with(begin), "{} is of another kind", path.display());
+        names.extend(path.file_name().map(|name| name.to_string_lossy().into_owned()));
+    }
+    // Those of `cargo xtask screenshots`.
+    assert!(["top.svg", "timeline.png"].iter().all(|name| names.contains(*name)), "{names:?}");
+}
+
 /// The pages of the book, as paths from `docs`.
 fn book() -> BTreeSet<String> {
     let docs = tree::root().join("docs");

@@ -6,21 +6,18 @@ use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::num::NonZero;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex};
 
 use anyhow::{Context, Result, ensure};
-use nix::pty::{Winsize, openpty};
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
 use rgpu_tests::daemons::Daemon;
 use rgpu_tests::guest::free_port;
 use rgpu_tests::programs::{LIMIT, run};
+use rgpu_tests::terminal::Terminal;
 use rgpu_tests::tree;
 use serde_json::Value;
 use support::client::Client;
@@ -394,72 +391,13 @@ fn the_status_fits_its_schema() -> Result<()> {
     eventually(|| check(0))
 }
 
-/// `rgpuctl top` in a terminal of 80 columns and 24 lines.
-struct Top {
-    child: Child,
-    terminal: OwnedFd,
-    screen: Arc<Mutex<vt100::Parser>>,
-}
-
-impl Top {
-    fn start(mut command: Command) -> Result<Top> {
-        let (rows, columns) = (NonZero::new(24).context("rows")?, NonZero::new(80).context("columns")?);
-        let size = Winsize { ws_row: rows.get(), ws_col: columns.get(), ws_xpixel: 0, ws_ypixel: 0 };
-        let terminal = openpty(Some(&size), None)?;
-        let program = terminal.slave;
-        command.stdin(program.try_clone()?).stdout(program.try_clone()?).stderr(program.try_clone()?);
-        command.env("TERM", "xterm-256color").env_remove("COLUMNS").env_remove("LINES");
-        let own = || {
-            nix::unistd::setsid()?;
-            // SAFETY: descriptor 0 is the terminal by now; the call makes it this session's.
-            nix::errno::Errno::result(unsafe { libc::ioctl(0, libc::TIOCSCTTY, 0) })?;
-            Ok(prctl::set_pdeathsig(Signal::SIGKILL)?)
-        };
-        // SAFETY: the closure only makes the system calls setsid, ioctl and prctl, which are async-signal-safe.
-        unsafe { command.pre_exec(own) };
-        let child = command.spawn().context("cannot start rgpuctl top")?;
-        drop(program);
-        // The command has kept its own copies.
-        drop(command);
-        let screen = Arc::new(Mutex::new(vt100::Parser::new(rows, columns, 0)));
-        let (shown, mut output) = (Arc::clone(&screen), File::from(terminal.master.try_clone()?));
-        std::thread::spawn(move || {
-            let mut part = [0; 4096];
-            // At the program's end, reading is an error.
-            while let Ok(count @ 1..) = output.read(&mut part) {
-                if let Ok(mut screen) = shown.lock() {
-                    screen.process(&part[..count]);
-                }
-            }
-        });
-        Ok(Top { child, terminal: terminal.master, screen })
-    }
-
-    fn lines(&self) -> Vec<String> {
-        let screen = self.screen.lock().unwrap_or_else(|e| e.into_inner());
-        screen.screen().rows(0, 80).map(|line| line.trim_end().to_owned()).collect()
-    }
-
-    fn press(&self, keys: &str) -> Result<()> {
-        ensure!(nix::unistd::write(&self.terminal, keys.as_bytes())? == keys.len(), "the terminal is full");
+/// Waits until `rgpuctl top` shows what it should.
+fn shows(top: &Terminal, what: &str, right: impl Fn(&[String]) -> bool) -> Result<()> {
+    eventually(|| {
+        let lines = top.lines();
+        ensure!(right(&lines), "{what}:\n{}", lines.join("\n"));
         Ok(())
-    }
-
-    /// Waits until the screen is as it should be.
-    fn shows(&self, what: &str, right: impl Fn(&[String]) -> bool) -> Result<()> {
-        eventually(|| {
-            let lines = self.lines();
-            ensure!(right(&lines), "{what}:\n{}", lines.join("\n"));
-            Ok(())
-        })
-    }
-}
-
-impl Drop for Top {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+    })
 }
 
 const RIGHT: &str = "\x1b[C";
@@ -481,12 +419,12 @@ fn top_shows_twenty_sessions_in_a_small_terminal() -> Result<()> {
     })?;
     let mut command = site.rgpuctl("top");
     command.args(["--interval", "0.2"]);
-    let mut top = Top::start(command)?;
+    let mut top = Terminal::start(command)?;
     let rows = |lines: &[String]| {
         lines.iter().filter(|line| line.contains("train") || line.contains("evil")).count()
     };
     // Two lines for the daemons, two for view and columns, one for the keys.
-    top.shows("20 sessions, of which 19 fit", |lines| {
+    shows(&top, "20 sessions, of which 19 fit", |lines| {
         lines[0].contains("20 sessions of 256")
             && lines[2].contains("20 rows")
             && lines[3].contains("PROGRAM")
@@ -496,28 +434,30 @@ fn top_shows_twenty_sessions_in_a_small_terminal() -> Result<()> {
     // By program, and the other way round: from the column CMD/s it is four to the left.
     let first = |lines: &[String]| lines[4].clone();
     top.press(&LEFT.repeat(4))?;
-    top.shows("the last program first", |lines| first(lines).contains("train18"))?;
+    shows(&top, "the last program first", |lines| first(lines).contains("train18"))?;
     top.press("r")?;
-    top.shows("the first program first", |lines| first(lines).contains("evil?[2J"))?;
+    shows(&top, "the first program first", |lines| first(lines).contains("evil?[2J"))?;
     top.press("\x1b[F")?;
-    top.shows("the end", |lines| lines[22].contains("train18") && lines[4].contains("train00"))?;
+    shows(&top, "the end", |lines| lines[22].contains("train18") && lines[4].contains("train00"))?;
     top.press("2")?;
-    top.shows("programs", |lines| lines[3].contains("SESSIONS") && lines[2].contains("20 rows"))?;
+    shows(&top, "programs", |lines| lines[3].contains("SESSIONS") && lines[2].contains("20 rows"))?;
     top.press("3")?;
-    top.shows("the GPU", |lines| {
+    shows(&top, "the GPU", |lines| {
         lines[3].contains("HEALTH") && lines[4].contains(" 20 ") && lines[4].ends_with("ok")
     })?;
     top.press("4")?;
-    top.shows("links", |lines| lines[3].contains("RTT") && rows(lines) == 19 && first(lines).contains("µs"))?;
+    shows(&top, "links", |lines| {
+        lines[3].contains("RTT") && rows(lines) == 19 && first(lines).contains("µs")
+    })?;
     top.press(&format!("{RIGHT}p"))?;
-    top.shows("a pause", |lines| lines[23].contains("PAUSED"))?;
+    shows(&top, "a pause", |lines| lines[23].contains("PAUSED"))?;
     top.press("p1")?;
     drop(clients);
-    top.shows("no sessions", |lines| lines[2].contains(" 0 rows"))?;
+    shows(&top, "no sessions", |lines| lines[2].contains(" 0 rows"))?;
     top.press("q")?;
     let mut status = None;
     eventually(|| {
-        status = top.child.try_wait()?;
+        status = top.ended()?;
         ensure!(status.is_some(), "top does not end");
         Ok(())
     })?;
@@ -533,6 +473,6 @@ fn top_says_what_is_missing() -> Result<()> {
     ensure!(outcome.stderr.contains("needs a terminal"), "{outcome:?}");
     let mut command = Command::new(tree::binaries().join("rgpuctl"));
     command.args(["top", "--socket", "/nonexistent"]);
-    let top = Top::start(command)?;
-    top.shows("why", |lines| lines.iter().any(|line| line.contains("no daemon answers at /nonexistent")))
+    let top = Terminal::start(command)?;
+    shows(&top, "why", |lines| lines.iter().any(|line| line.contains("no daemon answers at /nonexistent")))
 }

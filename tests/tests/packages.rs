@@ -122,6 +122,25 @@ fn shells_complete_commands_and_options() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn the_package_for_slurm_has_its_script_and_a_timer_that_runs_it() -> Result<()> {
+    let folder = unpacked(&["rgpu-slurm"])?;
+    let script = folder.path().join("usr/lib/rgpu/rgpu-slurm");
+    let settings = output(Command::new(&script).arg("settings"))?;
+    ensure!(settings.contains("POOL=/etc/rgpu/pool.toml"), "{settings}");
+    let units = folder.path().join("usr/lib/systemd/system");
+    let unit = |name: &str| {
+        std::fs::read_to_string(units.join(name)).with_context(|| format!("the package has no {name}"))
+    };
+    ensure!(unit("rgpu-slurm.service")?.contains("ExecStart=/usr/lib/rgpu/rgpu-slurm renew"));
+    ensure!(unit("rgpu-slurm.timer")?.contains("WantedBy=timers.target"));
+    let depends = output(Command::new("dpkg-deb").arg("-f").arg(package("rgpu-slurm")?).arg("Depends"))?;
+    for name in ["rgpuctl", "rgpu-libs", "vhost-rgpu"] {
+        ensure!(depends.contains(name), "it depends on {depends}");
+    }
+    Ok(())
+}
+
 /// A machine with the packages at hand, not yet installed.
 fn boot(release: Release, newer: &[PathBuf]) -> Result<Machine> {
     systemd::boot(contents(systemd::builder(release)?, &INSTALLED, newer, &["vectorAdd", "idle"])?)

@@ -15,6 +15,9 @@ use rgpu_tests::tree;
 use serde_json::Value;
 use support::eventually;
 
+/// The script of packaging/rgpu-slurm.
+const SCRIPT: &str = "packaging/rgpu-slurm/files/usr/lib/rgpu/rgpu-slurm";
+
 struct Cluster {
     unshare: Child,
     folder: tempfile::TempDir,
@@ -39,7 +42,7 @@ impl Cluster {
             "sh",
         ]);
         command.arg(script).arg(folder.path()).arg(tree::binaries()).arg(tree::guest_libraries());
-        command.arg(tree::root().join("packaging/slurm"));
+        command.arg(tree::root().join(SCRIPT));
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let unshare = command.spawn().context("cannot run unshare")?;
         // Jobs of another user write their output there.
@@ -165,7 +168,7 @@ fn until_there_is(file: &Path) -> String {
 
 #[test]
 fn the_script_is_clean() -> Result<()> {
-    for script in ["packaging/slurm/rgpu-slurm", "tests/src/slurm.sh"] {
+    for script in [SCRIPT, "tests/src/slurm.sh"] {
         let output = Command::new("shellcheck").args(["-s", "sh"]).arg(tree::root().join(script)).output()?;
         ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     }
@@ -237,6 +240,36 @@ fn jobs_get_leases_that_end_with_them() -> Result<()> {
     ensure!(cluster.leases()?.len() == 1, "{:?}", cluster.leases()?);
     cluster.run(&format!("scancel {job}; rgpuctl release --insecure {somebody}"))?;
     Ok(())
+}
+
+#[test]
+fn a_type_of_gres_is_a_model() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let program = programs::built("device_list")?.display().to_string();
+    let go = cluster.folder.path().join("go");
+    let typed = cluster
+        .submit("--gres=rgpu:rgpu_software:2,rgpumem:256M", &format!("{program}; {}", until_there_is(&go)))?;
+    cluster.prints(&typed, "PASS device_list 2 device(s)")?;
+    let node = cluster.run(&format!("scontrol show job -d {typed}"))?;
+    ensure!(node.contains("GRES=rgpu:rgpu_software(CNT:2),rgpumem(CNT:268435456)"), "{node}");
+    let leases = cluster.leases()?;
+    ensure!(leases.len() == 1 && leases[0]["memory"] == 128 << 20, "{leases:?}");
+    // The pool has none of another model, so such jobs wait, and what they got of the first is given back.
+    for gres in ["rgpu:h100:1", "rgpu:rgpu_software:1,rgpu:h100:1"] {
+        let job = cluster.submit(&format!("--gres={gres}"), "echo started")?;
+        eventually(|| {
+            let queue = cluster.run(&format!("scontrol show job {job}"))?;
+            ensure!(queue.contains("JobState=PENDING") && queue.contains("Restarts=1"), "{queue}");
+            Ok(())
+        })
+        .with_context(|| cluster.logs())?;
+        cluster.run(&format!("scancel {job}"))?;
+        cluster.until_there_are_leases(1)?;
+        let why = cluster.run(&format!("cat /run/rgpu-slurm/{job}.n3.why 2>/dev/null || echo none"))?;
+        ensure!(why.contains("none") || why.contains("h100"), "{why}");
+    }
+    fs::write(&go, "")?;
+    cluster.until_there_are_leases(0)
 }
 
 /// Begins a job that never ends by itself, on the first node.

@@ -7,7 +7,8 @@
 //! - [`artifacts`], [`programs`], [`machines`]: build the daemons and libraries, the CUDA programs, and the
 //!   guests
 //! - [`test`] (with [`unit_tests`]), [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with [`dependencies`],
-//!   [`licenses`], [`sbom`] and [`stage`]), [`package`], [`bench`], [`book`]: the commands built from these;
+//!   [`licenses`], [`sbom`] and [`stage`]), [`package`], [`image`], [`bench`], [`book`],
+//!   [`screenshots`]: the commands built from these;
 //!   [`nightly`]: fuzzing and Miri
 
 mod artifacts;
@@ -19,6 +20,7 @@ mod demo;
 mod demo_shell;
 mod dependencies;
 mod dist;
+mod image;
 mod licenses;
 mod machines;
 mod nightly;
@@ -27,6 +29,7 @@ mod process;
 mod programs;
 mod progress;
 mod sbom;
+mod screenshots;
 mod stage;
 mod test;
 mod toolchain;
@@ -63,12 +66,16 @@ enum Command {
     Dist,
     /// Build Debian packages (target/packages)
     Package(package::Arguments),
+    /// Build a disk for guests: Debian 12 with rgpu's packages and cloud-init (target/image)
+    Image(image::Arguments),
     /// Measure calls and copies, natively and through rgpu, and write the results to docs/benchmarks
     Bench(bench::Arguments),
     /// Put everything that `test gpu` needs into a folder, for a machine with a GPU but no compiler
     StageGpu(stage::Arguments),
     /// Make a book of the pages in docs, with mdBook (target/book)
     Book,
+    /// Make the pictures of `rgpuctl top` and of a timeline anew (docs/pictures)
+    Screenshots(screenshots::Arguments),
     /// Check formatting, lints and the dependencies' licenses
     CiChecks,
 }
@@ -93,9 +100,11 @@ fn run(command: Command) -> Result<()> {
         Command::Fetch => machines::fetch(),
         Command::Dist => dist::dist(),
         Command::Package(arguments) => package::package(&arguments),
+        Command::Image(arguments) => image::image(&arguments),
         Command::Bench(arguments) => bench::bench(&arguments),
         Command::StageGpu(arguments) => stage::stage(&arguments),
         Command::Book => book::book(),
+        Command::Screenshots(arguments) => screenshots::screenshots(&arguments),
         Command::CiChecks => checks::checks(),
     }
 }

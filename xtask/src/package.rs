@@ -99,6 +99,8 @@ const PACKAGES: &[Package] = &[
         crates: &["rgpu-cuda", "rgpu-cudart", "rgpu-nvml"],
         license: APACHE,
     },
+    // All of its files are in packaging/.
+    Package { name: "rgpu-slurm", files: &[], crates: &[], license: APACHE },
     Package {
         name: "rgpu-guest",
         files: &[("share/rgpu/guest-driver/udev/60-virtio-rgpu.rules", "usr/lib/udev/rules.d")],
@@ -125,6 +127,11 @@ const PACKAGES: &[Package] = &[
 /// Where the packages are.
 pub fn folder() -> PathBuf {
     tree::target().join("packages")
+}
+
+/// The file of a package that has been built.
+pub fn built(name: &str) -> Result<PathBuf> {
+    matching(&folder(), &format!("{name}_*"))?.pop().with_context(|| format!("there is no package {name}"))
 }
 
 /// Builds and checks the packages.

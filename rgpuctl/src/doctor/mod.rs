@@ -4,6 +4,7 @@
 //! rgpu device or a host.
 
 mod rdma;
+mod slurm;
 
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::AsRawFd;
@@ -26,7 +27,7 @@ use crate::enrollment::client_folder;
 /// Check this machine's setup and suggest fixes.
 ///
 /// In a guest: the device, its driver, permissions, and the CUDA libraries that a program would load. On a host: QEMU,
-/// KVM, the daemons and their sockets, the server, the GPU and its driver. The exit status is 1 if something is missing
+/// KVM, the daemons and their sockets, the server, the GPU and its driver; on a node of Slurm also what its jobs need for leases. The exit status is 1 if something is missing
 /// that rgpu needs.
 #[derive(Args)]
 pub struct Arguments {
@@ -70,6 +71,7 @@ pub fn doctor(arguments: &Arguments) -> ExitCode {
             findings.extend(processes.into_iter().flatten().map(|process| sandbox(name, process)));
         }
         findings.push(native_socket());
+        findings.extend(slurm::check());
     }
     findings.push(memory_lock());
     let verbs = which_library("libibverbs.so.1");

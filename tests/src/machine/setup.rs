@@ -272,7 +272,12 @@ fn chroot_apt(root: &Path, args: &[&str]) -> Result<()> {
 }
 
 /// The mirror of Debian that this host uses, if apt knows one; otherwise debootstrap has a default.
-pub(super) fn mirror() -> Option<String> {
+pub fn mirror() -> Option<String> {
+    mirror_labelled("Debian")
+}
+
+/// The mirror of one of Debian's archives that this host uses, if apt knows one: `Debian`, or `Debian-Security`.
+pub fn mirror_labelled(label: &str) -> Option<String> {
     let list = run(apt("apt-get").args([
         "indextargets",
         "--format",
@@ -280,7 +285,8 @@ pub(super) fn mirror() -> Option<String> {
         "Created-By: Packages",
     ]))
     .ok()?;
-    list.lines().find_map(|line| line.strip_suffix(" Debian Debian").map(str::to_owned))
+    let end = format!(" Debian {label}");
+    list.lines().find_map(|line| line.strip_suffix(&end).map(str::to_owned))
 }
 
 /// Gives a fresh Debian this host's way to the mirror, and the backports.
@@ -289,15 +295,21 @@ fn configure_apt(root: &Path) -> Result<()> {
     let main = fs::read_to_string(&sources).with_context(|| format!("cannot read {}", sources.display()))?;
     let backports = main.replace(" trixie ", " trixie-backports ");
     fs::write(root.join("etc/apt/sources.list.d/backports.list"), backports)?;
-    let wanted = ["Acquire::Check-Date", "Acquire::Check-Valid-Until", "Acquire::Retries"];
-    let settings: String = run(apt("apt-config").arg("dump"))?
-        .lines()
-        .filter(|line| wanted.iter().any(|w| line.starts_with(w)) || line.contains("::Proxy "))
-        .map(|line| format!("{line}\n"))
-        .collect();
-    fs::write(root.join("etc/apt/apt.conf.d/90host"), settings)?;
+    fs::write(root.join(HOST_SETTINGS), host_settings()?)?;
     fs::copy("/etc/resolv.conf", root.join("etc/resolv.conf")).context("cannot copy /etc/resolv.conf")?;
     Ok(())
+}
+
+/// Where a Debian that this host installs has [`host_settings`].
+pub const HOST_SETTINGS: &str = "etc/apt/apt.conf.d/90host";
+
+/// This host's settings of apt for its way to the mirrors.
+pub fn host_settings() -> Result<String> {
+    let wanted = ["Acquire::Check-Date", "Acquire::Check-Valid-Until", "Acquire::Retries"];
+    let all = run(apt("apt-config").arg("dump"))?;
+    let ours =
+        all.lines().filter(|line| wanted.iter().any(|w| line.starts_with(w)) || line.contains("::Proxy "));
+    Ok(ours.map(|line| format!("{line}\n")).collect())
 }
 
 pub(super) fn write_executable(path: &Path, text: &str) -> Result<()> {

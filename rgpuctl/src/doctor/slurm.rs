@@ -1,0 +1,366 @@
+//! Checks what a node of Slurm needs to lease GPUs for its jobs (docs/slurm.md), if rgpu's script for that is installed.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use host_bridge::ask::{Answer, Question};
+use host_bridge::framing::with_causes;
+use host_bridge::server::Server;
+
+use super::Finding::{self, Good, Note, Wrong};
+use crate::pool::Place;
+
+/// Prolog, Epilog and TaskProlog of the node.
+const SCRIPT: &str = "/usr/lib/rgpu/rgpu-slurm";
+const TIMER: &str = "rgpu-slurm.timer";
+/// How often the timer renews leases, in minutes.
+const RENEWED_EACH: u64 = 2;
+/// How many jobs without GPUs are told of.
+const JOBS: usize = 3;
+
+/// The script's settings.
+#[derive(Debug, PartialEq)]
+struct Settings {
+    state: PathBuf,
+    pool: PathBuf,
+    insecure: bool,
+    minutes: u64,
+}
+
+/// Runs the checks. Returns nothing on machines without the script.
+pub fn check() -> Vec<Finding> {
+    if !Path::new(SCRIPT).exists() {
+        return Vec::new();
+    }
+    let said = output(&[SCRIPT, "settings"]);
+    let settings = match said.as_deref().map(parse) {
+        Ok(Some(settings)) => settings,
+        Ok(None) => return vec![unusable("a setting is missing or MINUTES is no number")],
+        Err(error) => return vec![unusable(error)],
+    };
+    let mut findings = vec![timer(&settings, output(&["systemctl", "is-active", TIMER]).as_deref())];
+    findings.extend(minutes(&settings));
+    match output(&["scontrol", "show", "config"]) {
+        Ok(text) => findings.extend(configuration(&text)),
+        Err(error) => findings.push(Note(format!("Slurm's configuration is unknown: {error}"), None)),
+    }
+    findings.extend(pool(&settings));
+    findings.extend(socket(Path::new(protocol::native::DEFAULT_SOCKET)));
+    findings.extend(without_gpus(&settings.state));
+    findings
+}
+
+/// What a command prints, or why it failed.
+fn output(words: &[&str]) -> Result<String, String> {
+    let name = words[0];
+    let output =
+        Command::new(name).args(&words[1..]).output().map_err(|e| format!("cannot run {name}: {e}"))?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if output.status.success() {
+        return Ok(text(&output.stdout));
+    }
+    let why = [text(&output.stderr), text(&output.stdout)].into_iter().find(|said| !said.is_empty());
+    let why = why.and_then(|said| said.lines().next().map(str::to_owned));
+    Err(format!("{}: {}", words.join(" "), why.unwrap_or_else(|| output.status.to_string())))
+}
+
+fn unusable(why: &str) -> Finding {
+    Wrong(
+        format!("the settings of {SCRIPT} cannot be read: {why}"),
+        "correct /etc/rgpu/slurm.conf, which is a piece of shell; docs/slurm.md lists what it may set".into(),
+    )
+}
+
+fn parse(text: &str) -> Option<Settings> {
+    let value = |name: &str| {
+        text.lines()
+            .find_map(|line| line.split_once('=').filter(|(key, _)| *key == name))
+            .map(|(_, value)| value)
+    };
+    Some(Settings {
+        state: value("STATE")?.into(),
+        pool: value("POOL")?.into(),
+        insecure: value("OPTIONS")?.split_whitespace().any(|word| word == "--insecure"),
+        minutes: value("MINUTES")?.parse().ok()?,
+    })
+}
+
+/// `active`: what systemctl says about it.
+fn timer(settings: &Settings, active: Result<&str, &String>) -> Finding {
+    match active {
+        Ok(_) => Good(format!("{TIMER} renews the leases of Slurm's jobs")),
+        Err(why) => Wrong(
+            format!(
+                "{TIMER} does not run ({why}): jobs lose their GPUs {} minutes after they began",
+                settings.minutes
+            ),
+            format!("systemctl enable --now {TIMER}"),
+        ),
+    }
+}
+
+fn minutes(settings: &Settings) -> Option<Finding> {
+    (settings.minutes < 2 * RENEWED_EACH).then(|| {
+        Wrong(
+            format!(
+                "MINUTES={} in /etc/rgpu/slurm.conf: a lease ends if it is renewed once too late, each {RENEWED_EACH} minutes",
+                settings.minutes
+            ),
+            "set MINUTES to 5 or more".into(),
+        )
+    })
+}
+
+/// What `scontrol show config` says.
+fn configuration(text: &str) -> Vec<Finding> {
+    // Newer versions number the scripts: Prolog[0].
+    let value = |name: &str| {
+        text.lines().find_map(|line| {
+            let (key, value) = line.split_once('=')?;
+            (key.trim().split('[').next()? == name).then(|| value.trim())
+        })
+    };
+    let lists = |name: &str, wanted: &str| {
+        value(name).is_some_and(|list| list.split(',').any(|word| word.trim().eq_ignore_ascii_case(wanted)))
+    };
+    let mut findings = Vec::new();
+    if !lists("GresTypes", "rgpu") {
+        findings.push(Wrong(
+            format!("Slurm knows no GRES rgpu: GresTypes is {}", value("GresTypes").unwrap_or("not set")),
+            "GresTypes=rgpu,rgpumem in slurm.conf, counts in gres.conf and at NodeName, then restart slurmctld and slurmd".into(),
+        ));
+    }
+    for name in ["Prolog", "Epilog", "TaskProlog"] {
+        let what = match name {
+            "Prolog" => "jobs get no lease",
+            "Epilog" => "leases stay until the timer finds that their job is over",
+            _ => "jobs do not find their lease",
+        };
+        let script = value(name).filter(|script| *script != "(null)");
+        match script {
+            Some(script) if script.contains("rgpu-slurm") => {}
+            Some(script) => findings.push(Note(
+                format!("Slurm's {name} is {script}: unless that calls rgpu-slurm, {what}"),
+                Some(format!("call {SCRIPT} from it, with the same environment")),
+            )),
+            None => findings.push(Wrong(
+                format!("Slurm has no {name}: {what}"),
+                format!("{name}={SCRIPT} in slurm.conf, then scontrol reconfigure"),
+            )),
+        }
+    }
+    if !lists("PrologFlags", "Alloc") {
+        findings.push(Note(
+            "PrologFlags lacks Alloc: a job of several nodes begins before all of them have their lease"
+                .into(),
+            Some("PrologFlags=Alloc in slurm.conf, then restart slurmctld and slurmd".into()),
+        ));
+    }
+    if findings.is_empty() {
+        findings
+            .push(Good("Slurm's configuration has the GRES rgpu, and runs rgpu-slurm for each job".into()));
+    }
+    findings
+}
+
+/// Whether the pool's servers can be asked with this machine's key, and whether vhost-rgpu knows them.
+fn pool(settings: &Settings) -> Vec<Finding> {
+    let place = Place {
+        servers: Vec::new(),
+        pool: Some(settings.pool.clone()),
+        insecure: settings.insecure,
+        identity: None,
+    };
+    let members = match place.members() {
+        Ok(members) => members,
+        Err(error) => {
+            let step =
+                format!("list the servers in {}: servers = [\"gpu1\", \"gpu2\"]", settings.pool.display());
+            // Without the first part, which is about a command line.
+            let why: Vec<String> = error.chain().skip(1).map(ToString::to_string).collect();
+            return vec![Wrong(format!("Slurm's jobs have no pool of servers: {}", why.join(": ")), step)];
+        }
+    };
+    let mut findings = Vec::new();
+    if nix::unistd::geteuid().is_root() {
+        for (server, answer) in members.iter().zip(place.asker().ask_all(&members, &Question::Inventory {})) {
+            findings.push(match answer {
+                Ok(Answer::Inventory(gpus)) => Good(format!("{server} has {} GPUs for jobs", gpus.len())),
+                Ok(_) => Wrong(
+                    format!("{server} gives another answer than its inventory"),
+                    "upgrade rgpu-server there".into(),
+                ),
+                Err(error) => Wrong(
+                    format!("no job gets a GPU of {server}: {}", with_causes(&error)),
+                    "start rgpu-server there; if it does not know this node: rgpuctl enroll NAME there, and here, as root, what that prints".into(),
+                ),
+            });
+        }
+    } else {
+        let step = "run rgpuctl doctor as root";
+        findings
+            .push(Note("only root has the key with which jobs' leases are taken".into(), Some(step.into())));
+    }
+    let file = Path::new("/etc/rgpu/vhost-rgpu.toml");
+    match fs::read_to_string(file) {
+        Ok(text) => findings.extend(unknown(&members, &text)),
+        Err(error) => findings.push(Note(format!("{} cannot be read: {error}", file.display()), None)),
+    }
+    findings
+}
+
+/// The pool's servers that vhost-rgpu's configuration does not name: it would refuse leases there.
+fn unknown(members: &[Server], configuration: &str) -> Option<Finding> {
+    // What is wrong with the file, the daemon says when it starts.
+    let table: toml::Table = configuration.parse().ok()?;
+    let native = table.get("native").and_then(toml::Value::as_table);
+    let texts = |value: Option<&toml::Value>| -> Vec<String> {
+        match value {
+            Some(toml::Value::String(text)) => vec![text.clone()],
+            Some(toml::Value::Array(all)) => {
+                all.iter().filter_map(toml::Value::as_str).map(str::to_owned).collect()
+            }
+            _ => Vec::new(),
+        }
+    };
+    // A section without a server has that of the whole file.
+    let server = native.and_then(|native| native.get("server")).or(table.get("server"));
+    let named = native.and_then(|native| native.get("named_servers"));
+    let known: Vec<Server> =
+        [texts(server), texts(named)].concat().iter().filter_map(|text| text.parse().ok()).collect();
+    let missing: Vec<String> = members
+        .iter()
+        .filter(|member| !known.iter().any(|known| known.address == member.address))
+        .map(ToString::to_string)
+        .collect();
+    (!missing.is_empty()).then(|| {
+        Wrong(
+            format!("vhost-rgpu does not know {}: jobs with GPUs there have no sessions", missing.join(", ")),
+            "add them to named_servers in [native] of /etc/rgpu/vhost-rgpu.toml, then systemctl restart vhost-rgpu".into(),
+        )
+    })
+}
+
+/// Whether jobs of all users can reach vhost-rgpu.
+fn socket(path: &Path) -> Option<Finding> {
+    // That it is not there is another check's finding.
+    let mode = fs::metadata(path).ok()?.permissions().mode();
+    (mode & 0o006 != 0o006).then(|| {
+        Note(
+            format!(
+                "{} has the mode {:o}: only jobs of its owner and its group can use GPUs",
+                path.display(),
+                mode & 0o777
+            ),
+            Some(
+                "add users to its group (rgpu), or systemctl edit vhost-rgpu.socket and set SocketMode=0666"
+                    .into(),
+            ),
+        )
+    })
+}
+
+/// Jobs of this node that were to have GPUs and got none, and why.
+fn without_gpus(state: &Path) -> Vec<Finding> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(state).into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let Some(job) = name.strip_suffix(".why").and_then(|name| name.split('.').next()) else { continue };
+        let text = fs::read_to_string(entry.path()).unwrap_or_default();
+        let why = text.lines().last().unwrap_or("it is not known why").to_owned();
+        found.push((job.parse::<u64>().unwrap_or(0), format!("job {job} has found no GPUs: {why}")));
+    }
+    found.sort();
+    let step = "it is in the queue again; rgpuctl inventory --pool FILE shows what is free, and the server's clients.toml what this node may lease (exclusive_leases, leases)";
+    found.into_iter().rev().take(JOBS).map(|(_, text)| Note(text, Some(step.into()))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SETTINGS: &str =
+        "STATE=/run/x\nPOOL=/etc/p.toml\nOPTIONS=--insecure\nMINUTES=10\nWAIT=60\nLIBRARIES=/usr/lib/rgpu\n";
+
+    #[test]
+    fn the_settings_are_those_that_the_script_prints() {
+        let script =
+            concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/rgpu-slurm/files/usr/lib/rgpu/rgpu-slurm");
+        let settings = parse(&output(&["sh", script, "settings"]).unwrap()).unwrap();
+        assert_eq!(settings.pool, Path::new("/etc/rgpu/pool.toml"));
+        assert_eq!((settings.minutes, settings.insecure), (10, false));
+        assert!(parse(SETTINGS).unwrap().insecure);
+        assert_eq!(parse("STATE=/run/x\n"), None);
+    }
+
+    #[test]
+    fn leases_that_nobody_renews_are_told_of() {
+        let settings = Settings { minutes: 3, ..parse(SETTINGS).unwrap() };
+        assert!(matches!(minutes(&settings), Some(Wrong(text, _)) if text.contains("MINUTES=3")));
+        assert_eq!(minutes(&parse(SETTINGS).unwrap()), None);
+        let stopped = timer(&settings, Err(&"inactive".to_owned()));
+        assert!(matches!(stopped, Wrong(text, _) if text.contains("inactive") && text.contains("3 minutes")));
+        assert!(matches!(timer(&settings, Ok("active")), Good(_)));
+    }
+
+    #[test]
+    fn what_slurm_lacks_is_named() {
+        let whole = "GresTypes               = gpu,rgpu,rgpumem\nProlog[0]               = /usr/lib/rgpu/rgpu-slurm\nEpilog                  = /usr/lib/rgpu/rgpu-slurm\nTaskProlog = /usr/lib/rgpu/rgpu-slurm\nPrologFlags             = Alloc,Contain\n";
+        assert!(matches!(&configuration(whole)[..], [Good(_)]));
+        let changed = whole
+            .replace("rgpu,rgpumem", "x")
+            .replace("Epilog                  = /usr/lib/rgpu/rgpu-slurm", "Epilog = (null)");
+        let changed = changed
+            .replace("Prolog[0]               = /usr/lib/rgpu/rgpu-slurm", "Prolog = /opt/own")
+            .replace("Alloc,", "");
+        let found = configuration(&changed);
+        assert_eq!(found.len(), 4, "{found:?}");
+        assert!(matches!(&found[0], Wrong(text, _) if text.ends_with("GresTypes is gpu,x")), "{found:?}");
+        assert!(matches!(&found[1], Note(text, _) if text.contains("/opt/own")), "{found:?}");
+        assert!(matches!(&found[2], Wrong(text, _) if text.starts_with("Slurm has no Epilog")), "{found:?}");
+        assert!(matches!(&found[3], Note(text, _) if text.contains("Alloc")), "{found:?}");
+    }
+
+    #[test]
+    fn servers_that_only_the_pool_has_are_named() {
+        let members: Vec<Server> = ["gpu1", "gpu2:9701"].map(|text| text.parse().unwrap()).into();
+        let known = "[native]\nserver = \"tcp:gpu1\"\nnamed_servers = [\"gpu2:9701/0\"]\n";
+        assert_eq!(unknown(&members, known), None);
+        let found = unknown(&members, "server = \"gpu1\"\n[native]\nmode = \"0o666\"\n");
+        assert!(
+            matches!(&found, Some(Wrong(text, _)) if text.contains("gpu2:9701") && !text.contains("gpu1")),
+            "{found:?}"
+        );
+    }
+
+    #[test]
+    fn jobs_without_gpus_are_told_of_and_the_newest_first() {
+        let folder = tempfile::tempdir().unwrap();
+        for job in [7, 12, 9, 11] {
+            fs::write(folder.path().join(format!("{job}.n1.why")), format!("asking\ntoo few: {job}\n"))
+                .unwrap();
+        }
+        fs::write(folder.path().join("13.n1"), "tcp:gpu1:9700#key\n").unwrap();
+        let found = without_gpus(folder.path());
+        assert_eq!(found.len(), JOBS);
+        assert!(
+            matches!(&found[0], Note(text, _) if text == "job 12 has found no GPUs: too few: 12"),
+            "{found:?}"
+        );
+        assert_eq!(without_gpus(Path::new("/nonexistent")), []);
+    }
+
+    #[test]
+    fn a_socket_that_is_not_for_all_users_is_told_of() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("native.sock");
+        assert_eq!(socket(&path), None);
+        fs::write(&path, "").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o660)).unwrap();
+        assert!(matches!(socket(&path), Some(Note(text, _)) if text.contains("660")));
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
+        assert_eq!(socket(&path), None);
+    }
+}
