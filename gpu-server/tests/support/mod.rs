@@ -16,6 +16,7 @@ use protocol::handle::*;
 use protocol::ops::launch::Launch;
 use protocol::ops::module::ModuleLoad;
 use test_kit::daemon::Daemon;
+use test_kit::free_port;
 use test_kit::link::Session;
 use test_kit::manager::Manager;
 
@@ -55,7 +56,7 @@ impl Server {
     /// Starts one with software devices of 256 MiB that listens on a Unix socket and on TCP. Sessions end with their connections, because tests end them so.
     pub fn start(more: &[&str]) -> Server {
         let folder = Arc::new(tempfile::tempdir().unwrap());
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = free_port();
         Server::start_by(Command::new(binary()), &folder, port, &[&["--grace-seconds=0"], more].concat())
             .ready()
     }
@@ -89,7 +90,7 @@ impl Server {
 
     /// Starts one that serves TLS over TCP, in a folder that another has left.
     pub fn start_protected_in(folder: &Arc<tempfile::TempDir>, more: &[&str]) -> Server {
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = free_port();
         Server::start_protected_at(folder, port, more)
     }
 
@@ -138,7 +139,7 @@ pub struct Service {
 impl Service {
     /// One that was not started yet.
     pub fn new(flags: &[&str]) -> Service {
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = free_port();
         let folder = Arc::new(tempfile::tempdir().unwrap());
         Service {
             manager: Manager::new(),
