@@ -295,13 +295,17 @@ fn a_dead_client_frees_its_worker_whatever_its_streams_wait_for() {
 
 #[test]
 fn sigterm_lets_sessions_end_then_ends_them_with_a_reason() {
-    let mut server = Server::start(&["--drain-seconds=1"]);
+    let mut server = Server::start(&["--drain-seconds=600"]);
     let mut local = LocalBridge::connect(&server.socket());
     server.signal(Signal::SIGTERM);
     until("it drains", || server.status()["draining"] == true);
     let refusal = LocalBridge::try_connect(&server.socket()).err().unwrap();
     assert!(refusal.contains("shutting down"), "{refusal}");
     local.call(&SessionInfo {}).unwrap();
+    // Their time is over when all this is done, however long it has taken.
+    let mut operator = UnixStream::connect(server.path("admin")).unwrap();
+    operator.write_all(b"{\"drain\":{\"seconds\":0}}").unwrap();
+    operator.shutdown(std::net::Shutdown::Write).unwrap();
     until("the session is told", || local.lost().is_some());
     assert!(local.lost().unwrap().contains("rgpu-server has ended"), "{:?}", local.lost());
     assert!(server.wait().success());

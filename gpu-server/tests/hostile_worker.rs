@@ -396,7 +396,7 @@ fn a_worker_that_breaks_the_protocol_is_killed_and_its_neighbor_goes_on() {
 
 fn a_worker_that_lies_to_the_next_daemon_is_killed_and_its_neighbor_goes_on() {
     let (manager, folder) = (Manager::new(), Arc::new(tempfile::tempdir().unwrap()));
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = test_kit::free_port();
     let program = format!("--worker-program={}", std::env::current_exe().unwrap().display());
     let start =
         || Server::start_by(manager.command(binary()), &folder, port, &["--workers=1", &program]).ready();

@@ -21,7 +21,7 @@ use support::*;
 use test_kit::link::{LocalBridge, Session as _, Waiting, connect_tcp, hear_welcome, hello};
 use test_kit::manager::Manager;
 use test_kit::session::Client;
-use test_kit::until;
+use test_kit::{free_port, until};
 use zerocopy::IntoBytes;
 
 /// How a client asks: over TLS, or as a user of this machine.
@@ -154,11 +154,11 @@ fn a_lease_that_is_not_renewed_ends() {
     let Answer::Lease { lease, .. } = asks.ask(&Question::Renew { key: kept.to_text() }).unwrap() else {
         panic!()
     };
-    assert!(lease.id == long.id && lease.seconds_left >= 599);
+    assert!(lease.id == long.id && lease.seconds_left >= 300);
     // It may already be over.
     until("its time is over", || server.status()["leases"].as_array().unwrap().len() == 1);
     assert_eq!(server.status()["leases"][0]["id"], long.id);
-    assert!(server.log().contains("was not renewed in time"));
+    until("the log says why", || server.log().contains("was not renewed in time"));
     assert!(asks.ask(&Question::Renew { key: key.to_text() }).unwrap_err().contains("has no such lease"));
     assert_eq!(asks.lease(one(true, 600)).unwrap().0.devices, short.devices);
     // All are taken. The operator sees them and takes one back.
@@ -180,7 +180,7 @@ fn leases_and_their_sessions_outlive_the_daemon() {
     let rules = folder.path().join("clients.toml");
     std::fs::write(&rules, "exclusive_leases = true\n").unwrap();
     let clients = format!("--clients={}", rules.display());
-    let port = connect_to_nothing();
+    let port = free_port();
     let start = || {
         let server =
             Server::start_by(manager.command(binary()), &folder, port, &["--workers=1", &clients]).ready();
@@ -210,10 +210,6 @@ fn leases_and_their_sessions_outlive_the_daemon() {
     drop((session, another));
     server.end(Signal::SIGTERM);
     assert_eq!(manager.names(), Vec::<String>::new());
-}
-
-fn connect_to_nothing() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 /// A session of this user under a lease.

@@ -96,7 +96,7 @@ fn rules_are_read_again_and_who_may_not_stay_is_told_why() {
     server.signal(Signal::SIGHUP);
     until("the session is over", || server.sessions() == 0);
     let rule = format!("uid:{} may not use this server (clients.toml, line 4: allow = false)", uid());
-    assert!(server.log().contains(&rule), "{}", server.log());
+    until("the log says why", || server.log().contains(&rule));
     assert_eq!(refusal(&server), rule);
     std::fs::write(&path, "").unwrap();
     server.signal(Signal::SIGHUP);

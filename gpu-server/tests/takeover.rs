@@ -5,7 +5,6 @@
 
 mod support;
 
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::process::Command;
 
@@ -117,7 +116,7 @@ fn an_upgrade_keeps_the_process_and_every_session() {
     // How a worker ends is still known: they are this process's children.
     kill(Pid::from_raw(workers[0].as_i64().unwrap() as i32), Signal::SIGKILL).unwrap();
     until("the loss is noticed", || server.sessions() == 1);
-    assert!(server.log().contains("its worker was killed by signal 9"), "{}", server.log());
+    until("the log says why", || server.log().contains("its worker was killed by signal 9"));
     drop((local, tcp));
     assert!(server.end(Signal::SIGTERM).success());
 }
@@ -126,14 +125,18 @@ fn an_upgrade_keeps_the_process_and_every_session() {
 fn a_program_that_cannot_take_over_is_not_executed() {
     let service = Service::new(&[]);
     let program = service.folder.path().join("rgpu-server");
-    std::fs::copy(binary(), &program).unwrap();
+    // By another process: a file that this one has open for writing while a thread starts something cannot be executed.
+    let by_another = |words: &[&std::ffi::OsStr]| {
+        assert!(Command::new(words[0]).args(&words[1..]).status().unwrap().success());
+    };
+    by_another(&["cp".as_ref(), binary().as_os_str(), program.as_os_str()]);
     let server = service.spawn(program.clone()).ready();
     let mut local = LocalBridge::connect(&server.socket());
     // As a package manager does it: another file with the same name.
     let replace = |text: &str| {
         let other = service.folder.path().join("other");
-        std::fs::write(&other, text).unwrap();
-        std::fs::set_permissions(&other, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let write = "printf %s \"$1\" >\"$0\" && chmod 755 \"$0\"";
+        by_another(&["sh".as_ref(), "-c".as_ref(), write.as_ref(), other.as_os_str(), text.as_ref()]);
         std::fs::rename(other, &program).unwrap();
     };
     replace("#!/bin/sh\necho it is broken >&2; exit 1\n");

@@ -258,9 +258,7 @@ fn a_refusal_comes_with_the_servers_words() {
 #[test]
 fn a_server_that_is_not_there_is_named() {
     let mut config = FakeServer::good().config();
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    drop(listener);
+    let port = free_port();
     config.server = format!("tcp:127.0.0.1:{port}").parse().unwrap();
     let error = Client::try_connect(&config).err().unwrap();
     assert_eq!(error.answer(), Answer::NoServer);

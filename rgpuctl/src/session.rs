@@ -4,6 +4,7 @@
 
 use std::ffi::OsString;
 use std::fs::File;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -216,10 +217,16 @@ fn start_bridge(
 }
 
 /// A port that was free a moment ago. If another process takes it first, the server cannot listen there and the run fails.
+/// So it is none of those that the kernel gives to outgoing connections, and chosen at random.
 fn free_port() -> Result<u16> {
-    let listener =
-        TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot find a free TCP port on 127.0.0.1")?;
-    Ok(listener.local_addr().context("cannot read the number of a free port")?.port())
+    const FIRST: u64 = 12_000;
+    const COUNT: u64 = 20_000;
+    // The standard library's hash keys are random.
+    let random = || (FIRST + RandomState::new().build_hasher().finish() % COUNT) as u16;
+    let mut ports = std::iter::repeat_with(random).take(1000);
+    ports
+        .find(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok())
+        .context("cannot find a free TCP port on 127.0.0.1")
 }
 
 /// `LD_PRELOAD` with another library, behind those that are there.

@@ -45,7 +45,7 @@ static void together(int *words) {
     volatile int *asked = words, *answered = words + 1;
     for (int round = 1; round <= 5; round++) {
         *asked = *answered = words[100] = 0;
-        answer<<<1, 1, 0, stream>>>(asked, answered, words, 20000000000ll);
+        answer<<<1, 1, 0, stream>>>(asked, answered, words, 200000000000ll);
         CHECK(cudaGetLastError());
         words[200] = round;
         *asked = round;
@@ -59,7 +59,7 @@ static void together(int *words) {
     // What was read while the kernel worked is read anew once it is known to be over.
     for (int round = 1; round <= 20; round++) {
         *asked = *answered = words[100] = 0;
-        answer<<<1, 1, 0, stream>>>(asked, answered, words, 20000000000ll);
+        answer<<<1, 1, 0, stream>>>(asked, answered, words, 200000000000ll);
         CHECK(cudaGetLastError());
         *asked = round;
         while (cudaStreamQuery(stream) == cudaErrorNotReady) words[200] += ((volatile int *)words)[300];
@@ -83,7 +83,7 @@ static void released(int *words) {
     volatile int *word = words;
     for (int round = 1; round <= 5; round++) {
         *word = 0;
-        hold<<<1, 1, 0, stream>>>(words, words + 200, 20000000000ll);
+        hold<<<1, 1, 0, stream>>>(words, words + 200, 200000000000ll);
         CHECK(cudaGetLastError());
         REQUIRE(cudaStreamQuery(stream) == cudaErrorNotReady, "the kernel is over");
         cudaGetLastError();

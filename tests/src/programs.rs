@@ -170,7 +170,9 @@ pub fn passes_with(name: &str, way: Way, more: &[&str], variables: &[(&str, &str
     let manifest = manifest()?;
     let program = manifest.iter().find(|program| program.name == name);
     let program = program.with_context(|| format!("{name} is not in the manifest"))?;
-    let logs = tree::logs().join("programs").join(format!("{name}-{}", way.name()));
+    // Each variant has a folder of its own: they may run at the same time.
+    let variant: String = variables.iter().map(|(variable, value)| format!("-{variable}={value}")).collect();
+    let logs = tree::logs().join("programs").join(format!("{name}-{}{variant}", way.name()));
     let mut command = way.command(&way.build(name)?, &logs);
     command.args(&program.args).args(more).envs(variables.iter().copied());
     let outcome = run(&mut command, LIMIT)?;

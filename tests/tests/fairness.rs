@@ -5,7 +5,7 @@ mod support;
 
 use anyhow::{Context, Result, ensure};
 use rgpu_tests::programs::{Way, passes};
-use support::{Rig, Running, TRANSPORTS};
+use support::{Rig, Running, TRANSPORTS, eventually};
 
 #[test]
 fn a_small_copy_does_not_wait_for_a_large_one_on_another_stream() -> Result<()> {
@@ -39,6 +39,12 @@ fn an_endlessly_copying_session_does_not_starve_others() -> Result<()> {
         let moved = bytes_in(&rig, "kill_me")? - before;
         ensure!(moved < MOST, "{moved} bytes were copied over {transport:?} meanwhile");
         busy.kill()?;
+        // What it has sent is not to be counted for the next one.
+        eventually(|| {
+            let left = bytes_in(&rig, "kill_me")?;
+            ensure!(left == 0, "a killed program's session, with {left} bytes, still stands");
+            Ok(())
+        })?;
     }
     Ok(())
 }

@@ -17,7 +17,7 @@ use rgpu_tests::daemons::Daemon;
 use rgpu_tests::guest::free_port;
 use rgpu_tests::programs::{self, Outcome};
 use rgpu_tests::tree;
-use support::{Idle, PATIENCE, Rig, Running, TRANSPORTS, Transport, eventually, program};
+use support::{Idle, PATIENCE, Rig, Running, TRANSPORTS, Transport, eventually, program, told_beside_waits};
 use zerocopy::{FromZeros, IntoBytes};
 
 /// Number of programs to kill: half of them over each transport, half of them in each state.
@@ -73,7 +73,7 @@ fn programs_killed_all_at_once_leave_nothing_behind() -> Result<()> {
 fn told(ended: (Option<i32>, String), why: &str) -> Result<()> {
     let (status, errors) = ended;
     ensure!(status == Some(1), "exit status {status:?}: {errors}");
-    let lines: Vec<&str> = errors.lines().collect();
+    let lines = told_beside_waits(&errors);
     ensure!(
         lines.len() == 1 && lines[0].starts_with("rgpu: ") && lines[0].contains(why),
         "{why:?} is not in {errors:?}"
@@ -163,7 +163,7 @@ fn a_bridge_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()
 
 /// Checks that a program ended with CUDA's error `code` and exactly one line on stderr, which contains `why`.
 fn refused(outcome: &Outcome, why: &str, code: &str) -> Result<()> {
-    let lines: Vec<&str> = outcome.stderr.lines().collect();
+    let lines = told_beside_waits(&outcome.stderr);
     ensure!(
         lines.len() == 1 && lines[0].starts_with("rgpu: ") && lines[0].contains(why),
         "not exactly one line with {why:?}: {outcome:?}"

@@ -459,7 +459,7 @@ fn an_idle_session_takes_no_processor(rgpu: &Rgpu) -> Result<()> {
     let opened =
         rgpu.machine.spawn("cd /tmp; while [ ! -p go ]; do sleep 0.1; done; exec sleep 1000 > go")?;
     rgpu.machine.check(
-        "cd /tmp; for i in $(seq 600); do grep -q IDLE idle.out && exit 0; sleep 0.1; done; exit 1",
+        "cd /tmp; for i in $(seq 3000); do grep -q IDLE idle.out && exit 0; sleep 0.1; done; exit 1",
         LONG,
     )?;
     let switches = || -> Result<Vec<String>> {

@@ -418,10 +418,11 @@ fn session(rig: &Rig) -> Result<serde_json::Value> {
 fn a_long_interruption_and_its_end_are_each_reported_once() -> Result<()> {
     let link = Link::new();
     let mut rig = rig("pause", &link, &[])?;
-    let running = copying(&rig, None)?;
+    let mut running = copying(&rig, None)?;
     let before = session(&rig)?["resumed"].as_u64();
     link.set(State::Refusing);
     link.reset();
+    running.until_told("is interrupted")?;
     eventually(|| {
         let parked = session(&rig)?["parked_seconds"].as_u64();
         ensure!(parked.is_some_and(|seconds| seconds >= 7), "parked for {parked:?} s");
@@ -429,6 +430,7 @@ fn a_long_interruption_and_its_end_are_each_reported_once() -> Result<()> {
     })?;
     link.set(State::Up);
     goes_on(&rig, before)?;
+    running.until_told("is back")?;
     let errors = running.killed()?;
     let lines: Vec<&str> = errors.lines().collect();
     ensure!(

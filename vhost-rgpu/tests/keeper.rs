@@ -6,7 +6,6 @@ mod daemon;
 mod guest;
 
 use std::io::{Read, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -249,15 +248,21 @@ fn a_program_that_cannot_take_over_is_not_executed() {
     std::fs::rename(path("vhost-rgpu"), path("good")).unwrap();
     let upgrade = || ask(&daemon, &json!({ "upgrade": {} }));
     assert!(upgrade()["error"].as_str().unwrap().contains("cannot run"));
-    std::fs::write(path("vhost-rgpu"), "#!/bin/sh\necho of another version >&2\nexit 1\n").unwrap();
-    std::fs::set_permissions(path("vhost-rgpu"), std::fs::Permissions::from_mode(0o755)).unwrap();
+    // By another process: a file that this one has open for writing while a thread starts something cannot be executed.
+    let replace = |text: &str| {
+        let write = "printf %s \"$1\" >\"$0\" && chmod 755 \"$0\"";
+        let mut shell = std::process::Command::new("sh");
+        shell.args(["-c", write]).arg(path("vhost-rgpu")).arg(text);
+        assert!(shell.status().unwrap().success());
+    };
+    replace("#!/bin/sh\necho of another version >&2\nexit 1\n");
     let why = upgrade()["error"].as_str().unwrap().to_owned();
     assert!(why.contains("cannot take over: of another version"), "{why}");
     // Nothing was touched.
     assert_eq!(daemon.status()["device_processes"][0]["process"], process);
     channel.synchronize();
     // A program that answers the question but cannot be executed: everything is there again.
-    std::fs::write(path("vhost-rgpu"), "#!/nonexistent\n").unwrap();
+    replace("#!/nonexistent\n");
     assert!(upgrade()["error"].is_string());
     channel.synchronize();
     std::fs::rename(path("good"), path("vhost-rgpu")).unwrap();

@@ -19,6 +19,9 @@ pub type Result<T = (), E = Status> = std::result::Result<T, E>;
 /// The result of an operation of class `sync`.
 pub type Reply<R> = Result<Answer<R>>;
 
+/// The ID of no context.
+const UNNAMED: ContextId = ContextId(u32::MAX);
+
 /// The context of one call of a [`protocol::ops::Driver`] method.
 pub struct Call {
     /// The session's client.
@@ -27,7 +30,7 @@ pub struct Call {
     pub seq: u64,
     /// Its reply slot.
     pub slot: u16,
-    /// The context that gets the error if the command fails.
+    /// The context that gets the error if the command fails; `UNNAMED` until the command has named one.
     pub context: ContextId,
     /// Number of the next piece of bulk data outside the record.
     pub piece: u32,
@@ -97,7 +100,7 @@ impl Call {
             client,
             seq: 0,
             slot: 0,
-            context: ContextId(0),
+            context: UNNAMED,
             piece: 0,
             sink_taken: false,
             records_activity: false,
@@ -109,7 +112,7 @@ impl Call {
     pub fn begin(&mut self, seq: u64, slot: u16) {
         self.seq = seq;
         self.slot = slot;
-        self.context = ContextId(0);
+        self.context = UNNAMED;
         self.piece = 0;
         self.sink_taken = false;
         self.answered.take();
@@ -119,7 +122,7 @@ impl Call {
     /// use its slot for another command.
     pub fn refuse(&self, status: Status) {
         if self.answered.get().is_none_or(|answered| !answered.swap(true, Ordering::AcqRel)) {
-            self.client.reply(self.seq, self.slot, status, &[]);
+            refuse(&self.client, self.context, self.seq, self.slot, status);
         }
     }
 
@@ -162,6 +165,11 @@ impl Call {
         Ok(())
     }
 
+    /// The context that gets the error if the command fails: the first one if the command has named none.
+    pub fn failing_context(&self) -> ContextId {
+        if self.context == UNNAMED { ContextId(0) } else { self.context }
+    }
+
     /// Publishes errors to the client.
     pub fn errors(&self) -> Errors {
         Errors::new(Arc::clone(&self.client))
@@ -172,6 +180,7 @@ impl Call {
     pub fn later(&self) -> Pending {
         Pending {
             client: Arc::clone(&self.client),
+            context: self.context,
             seq: self.seq,
             slot: self.slot,
             fallback: Mutex::new(Status::DEVICE_UNAVAILABLE),
@@ -184,6 +193,7 @@ impl Call {
 /// status.
 pub struct Pending {
     client: Arc<dyn Client>,
+    context: ContextId,
     seq: u64,
     slot: u16,
     fallback: Mutex<Status>,
@@ -210,7 +220,7 @@ impl Pending {
                 reply.put(&mut Writer(&mut payload));
                 self.client.reply(self.seq, self.slot, Status::SUCCESS, &payload);
             }
-            Err(status) => self.client.reply(self.seq, self.slot, status, &[]),
+            Err(status) => refuse(&self.client, self.context, self.seq, self.slot, status),
         }
     }
 }
@@ -219,9 +229,18 @@ impl Drop for Pending {
     fn drop(&mut self) {
         if !self.answered.swap(true, Ordering::AcqRel) {
             let status = *self.fallback.lock().unwrap_or_else(|e| e.into_inner());
-            self.client.reply(self.seq, self.slot, status, &[]);
+            refuse(&self.client, self.context, self.seq, self.slot, status);
         }
     }
+}
+
+/// Answers with a status alone. An error that leaves the context unusable is published first: a client that has the answer
+/// finds the context failed, whichever thread was about to publish the error.
+fn refuse(client: &Arc<dyn Client>, context: ContextId, seq: u64, slot: u16, status: Status) {
+    if is_sticky(status) && context != UNNAMED {
+        Errors::new(Arc::clone(client)).publish(context, status, 0);
+    }
+    client.reply(seq, slot, status, &[]);
 }
 
 /// Publishes contexts' errors.
@@ -292,7 +311,7 @@ mod tests {
     use super::*;
     use protocol::data::HostRange;
 
-    /// The statuses of the answers.
+    /// The statuses of the answers, and of the errors that are published: those as of command 0.
     #[derive(Default)]
     struct Answers(Mutex<Vec<(u64, Status)>>);
 
@@ -300,7 +319,9 @@ mod tests {
         fn reply(&self, seq: u64, _slot: u16, status: Status, _payload: &[u8]) {
             self.0.lock().unwrap().push((seq, status));
         }
-        fn publish(&self, _updates: &[ProgressUpdate]) {}
+        fn publish(&self, updates: &[ProgressUpdate]) {
+            self.0.lock().unwrap().extend(updates.iter().map(|update| (0, Status(update.value as u32))));
+        }
         fn executed(&self, _seq: u64) {}
         fn source(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Source, Status> {
             Err(Status::INVALID_VALUE)
@@ -344,6 +365,29 @@ mod tests {
             (4, Status::INVALID_HANDLE),
         ];
         assert_eq!(*answers.0.lock().unwrap(), expected);
+    }
+
+    #[test]
+    fn a_client_that_has_a_sticky_error_finds_the_context_failed() {
+        let answers = Arc::new(Answers::default());
+        let mut call = Call::new(answers.clone());
+        let fault = Status::ILLEGAL_ADDRESS;
+        call.begin(1, 0);
+        call.context = ContextId(2);
+        call.refuse(fault);
+        call.begin(2, 0);
+        call.context = ContextId(2);
+        call.later().answer::<protocol::ops::memory::MemShrinkReply>(Err(fault));
+        call.begin(3, 0);
+        call.context = ContextId(2);
+        call.later().settle(fault);
+        // Nobody knows whose it is.
+        call.begin(4, 0);
+        call.refuse(fault);
+        assert_eq!(
+            *answers.0.lock().unwrap(),
+            [(0, fault), (1, fault), (0, fault), (2, fault), (0, fault), (3, fault), (4, fault)]
+        );
     }
 
     #[test]

@@ -260,7 +260,7 @@ impl Dispatcher<'_> {
         }
         match info.class {
             Class::Sync => self.call.refuse(status),
-            Class::Async => self.errors.publish(self.call.context, status, record.seq),
+            Class::Async => self.errors.publish(self.call.failing_context(), status, record.seq),
         }
     }
 

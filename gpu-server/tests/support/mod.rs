@@ -16,6 +16,7 @@ use protocol::handle::*;
 use protocol::ops::launch::Launch;
 use protocol::ops::module::ModuleLoad;
 use test_kit::daemon::Daemon;
+use test_kit::free_port;
 use test_kit::link::Session;
 use test_kit::manager::Manager;
 
@@ -56,7 +57,7 @@ impl Server {
     /// with their connections, because that is how tests end them.
     pub fn start(more: &[&str]) -> Server {
         let folder = Arc::new(tempfile::tempdir().unwrap());
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = free_port();
         Server::start_by(Command::new(binary()), &folder, port, &[&["--grace-seconds=0"], more].concat())
             .ready()
     }
@@ -90,7 +91,7 @@ impl Server {
 
     /// Starts one that serves TLS over TCP, in a folder left by another one.
     pub fn start_protected_in(folder: &Arc<tempfile::TempDir>, more: &[&str]) -> Server {
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = free_port();
         Server::start_protected_at(folder, port, more)
     }
 
@@ -139,7 +140,7 @@ pub struct Service {
 impl Service {
     /// One that has not been started yet.
     pub fn new(flags: &[&str]) -> Service {
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = free_port();
         let folder = Arc::new(tempfile::tempdir().unwrap());
         Service {
             manager: Manager::new(),

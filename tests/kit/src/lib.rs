@@ -36,6 +36,7 @@ pub mod server;
 pub mod session;
 pub mod tcp_server;
 
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
@@ -59,6 +60,19 @@ pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
 /// [`until`] for a condition that the calling test explains well enough.
 pub fn eventually(condition: impl FnMut() -> bool) {
     until("a condition holds", condition);
+}
+
+/// A port of the loopback interface on which nothing listens.
+///
+/// It is below the range from which the kernel gives ports to outgoing connections and to whoever asks for any port, and
+/// chosen at random, so that it is still free when a daemon is started on it a moment later, or again after its end.
+pub fn free_port() -> u16 {
+    const FIRST: u64 = 12_000;
+    const COUNT: u64 = 20_000;
+    // The standard library's hash keys are random.
+    let random = || (FIRST + RandomState::new().build_hasher().finish() % COUNT) as u16;
+    let mut ports = std::iter::repeat_with(random).take(1000);
+    ports.find(|port| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok()).expect("a port is free")
 }
 
 /// A memfd of `size` bytes, not sealed.

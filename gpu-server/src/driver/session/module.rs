@@ -9,7 +9,7 @@ use protocol::ops::launch::*;
 use protocol::ops::module::*;
 
 use super::{Session, now};
-use crate::driver::call::{Call, Reply, Result};
+use crate::driver::call::{Call, Reply, Result, is_sticky};
 use crate::driver::gpu::{Gpu, GpuModules, LinkInput, Loaded};
 use crate::driver::ids::Ids;
 use crate::driver::quota::Charge;
@@ -187,6 +187,7 @@ impl<G: Gpu> Session<G> {
             self.gpu.load_module(context, device, image, options, info.is_some())?;
         let (native, functions) = match module {
             Ok(module) => module,
+            Err(status) if is_sticky(status) => return Err(status),
             Err(Status(result)) => {
                 return Ok(ModuleLoadReply { result, info_size: 0, prints: false, info_log, error_log });
             }
