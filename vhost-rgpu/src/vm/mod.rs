@@ -1,6 +1,6 @@
 //! One virtual machine, as its device process serves it.
 //!
-//! In reading order: [`control`] parses requests, [`device`] executes them, [`gate`] says when guest memory may be touched, [`budget`] counts what they cost, [`events`] wakes the guest, [`recovery`] is for what outlives the process.
+//! In reading order: [`control`] parses requests, [`device`] executes them, [`gate`] says when guest memory may be touched, [`budget`] counts what they cost, [`events`] wakes the guest, [`recovery`] is for what outlives the process. `fuzzing` is a guest that may do anything.
 //!
 //! A device lives as long as its process: until the VMM disconnects. Every session of its guest ends then, and the guest's memory is released.
 
@@ -8,6 +8,8 @@ mod budget;
 mod control;
 mod device;
 mod events;
+#[cfg(any(test, fuzzing))]
+mod fuzzing;
 mod gate;
 mod recovery;
 
@@ -27,6 +29,8 @@ use crate::registry::Registry;
 use device::{Device, Predecessor};
 use recovery::{Requests, Store};
 
+#[cfg(fuzzing)]
+pub use fuzzing::control_any;
 pub use recovery::REQUESTS_SIZE;
 
 /// The guest's current memory, which the VMM can replace as a whole.
