@@ -464,7 +464,7 @@ pub fn parts() -> [Part; 1] {
     }]
 }
 
-#[cfg(test)]
+#[cfg(any(test, fuzzing))]
 impl Serve {
     /// The options that these flags give.
     pub fn from_flags(flags: &[&str]) -> Serve {

@@ -9,6 +9,11 @@
 //! One thread serves all of them, because whoever says nothing must cost next to nothing: a descriptor, and under TLS some kilobytes. There is room for [`MAX_SILENT`] such connections, and
 //! for [`MAX_SILENT_OF_ONE`] of one source: beyond that the source's own oldest one is closed, and never another's. A client says everything at once, so its connection is not among the
 //! oldest.
+//!
+//! `fuzzing` has peers that may do anything.
+
+#[cfg(any(test, fuzzing))]
+pub(super) mod fuzzing;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, Read, Write};
