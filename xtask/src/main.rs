@@ -8,7 +8,7 @@
 //!   guests
 //! - [`test`] (with [`unit_tests`]), [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with [`dependencies`],
 //!   [`licenses`], [`sbom`] and [`stage`]), [`package`], [`bench`], [`book`]: the commands built from these;
-//!   [`nightly`]: fuzzing and Miri
+//!   [`fuzz`]; [`nightly`]: Miri
 
 mod artifacts;
 mod bench;
@@ -19,6 +19,7 @@ mod demo;
 mod demo_shell;
 mod dependencies;
 mod dist;
+mod fuzz;
 mod licenses;
 mod machines;
 mod nightly;
