@@ -10,8 +10,9 @@ use crate::schema::{Field, Shape};
 const EDGES: [u64; 16] =
     [0, 1, 2, 3, 7, 8, 63, 64, 4096, 0xffff, 1 << 20, 1 << 21, 1 << 31, u32::MAX as u64, 1 << 63, u64::MAX];
 
-/// The programs of a target's tests: its seeds, and others of all lengths up to `longest`, which are always the same.
+/// The programs of a target's tests: its seeds, and `count` others (or `RGPU_FUZZ_PROGRAMS`) of all lengths up to `longest`, which are always the same.
 pub fn programs(target: &str, count: usize, longest: usize) -> Vec<Vec<u8>> {
+    let count = std::env::var("RGPU_FUZZ_PROGRAMS").ok().and_then(|text| text.parse().ok()).unwrap_or(count);
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds").join(target);
     let seeds = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut programs: Vec<_> = seeds.filter_map(|seed| std::fs::read(seed.path()).ok()).collect();

@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use host_bridge::endpoint::{Client, Commands, Lost, Mapped, Region, Sink, Source};
 use identity::Identity;
 use protocol::Status;
-use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES, MAX_PAYLOAD, MAX_RECORD, MAX_STREAMS, NO_SLOT, Record};
+use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES, MAX_PAYLOAD, MAX_RECORD, NO_SLOT, Record};
 use protocol::data::{HostIn, HostRange, Place};
 use protocol::fuzzing::Steps;
 use protocol::handle::{ContextId, EventId, FunctionId, ModuleId, StreamId};
@@ -102,12 +102,11 @@ impl Client for AnyClient {
     fn publish(&self, updates: &[ProgressUpdate]) {
         for update in updates {
             assert!(update.seq <= self.sent.load(Ordering::SeqCst), "{update:?}");
-            match update.kind {
-                progress::STREAM => assert!(update.index < MAX_STREAMS, "{update:?}"),
-                progress::ERROR => assert!(update.index & !(1 << 31) < MAX_CONTEXTS, "{update:?}"),
-                progress::OUTPUT => {}
-                _ => panic!("progress of another kind: {update:?}"),
-            }
+            // A wrong index is left out.
+            assert!(
+                [progress::STREAM, progress::ERROR, progress::OUTPUT].contains(&update.kind),
+                "{update:?}"
+            );
         }
     }
 
@@ -348,8 +347,7 @@ pub fn session_any(bytes: &[u8]) -> u64 {
     let lost = session::run(&mut program, &listener, &mut *backend, &shared, Kind::Gpu, turns, residence);
     assert!(lost.is_none_or(|lost| !lost.reason.is_empty()));
     drop(backend);
-    let answers = client.seen().answers;
-    answers
+    client.seen().answers
 }
 
 #[cfg(test)]

@@ -669,7 +669,7 @@ impl<'c, S: AnySchedule> Session<'c, S> {
         asked.map_err(|seconds| EndReason::Gone(format!("silent for {seconds} s")))?;
         let rest = self.machine.rest(&self.out, self.now);
         self.machine.rested(rest.is_some(), self.now);
-        let _ = (self.machine.is_bulk(), self.session.counters.commands.get());
+        let _ = self.machine.is_bulk();
         Ok(())
     }
 }
