@@ -267,7 +267,6 @@ pub fn relay_any(bytes: &[u8]) {
 
 struct Session<'c, S: AnySchedule> {
     fixture: &'c Fixture,
-    session: &'c SessionState,
     machine: Machine<'c, S>,
     out: SendBuffer,
     /// The client's cursor, and the number of its last record.
@@ -299,7 +298,6 @@ impl<'c, S: AnySchedule> Session<'c, S> {
         }
         Session {
             fixture,
-            session,
             machine,
             out,
             tail: 0,
