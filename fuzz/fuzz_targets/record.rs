@@ -19,6 +19,7 @@ impl ops::texture::TextureOps<()> for Nothing {}
 impl ops::array::ArrayOps<()> for Nothing {}
 impl ops::green::GreenOps<()> for Nothing {}
 impl ops::direct::DirectOps<()> for Nothing {}
+impl ops::activity::ActivityOps<()> for Nothing {}
 
 fuzz_target!(|input: (u16, &[u8])| {
     let (opcode, body) = input;

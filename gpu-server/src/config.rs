@@ -502,7 +502,7 @@ pub fn parts() -> [Part; 1] {
     }]
 }
 
-#[cfg(test)]
+#[cfg(any(test, fuzzing))]
 impl Serve {
     /// The options that these flags set.
     pub fn from_flags(flags: &[&str]) -> Serve {

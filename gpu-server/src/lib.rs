@@ -35,6 +35,13 @@ pub mod worker_protocol;
 
 use std::process::ExitCode;
 
+#[cfg(fuzzing)]
+pub use parent::handshake_any;
+#[cfg(fuzzing)]
+pub use policy::policy_any;
+#[cfg(fuzzing)]
+pub use worker::fuzzing::session_any;
+
 /// Runs what the command line asks for.
 pub fn main() -> ExitCode {
     match run() {

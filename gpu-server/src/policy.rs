@@ -452,6 +452,33 @@ fn parts() -> [Part; 3] {
     ]
 }
 
+/// For fuzzing: reads rules, and asks what clients may use by them. Gives how many were allowed something, if the rules are valid.
+#[cfg(any(test, fuzzing))]
+pub fn policy_any(text: &str) -> Option<usize> {
+    let path = Path::new("clients.toml");
+    let file = File::parse(path, text, &["group", "client"]).ok()?;
+    let policy = Policy::of(&file, path, &[0, 1, 2, 3]).ok()?;
+    let share = crate::config::Serve::from_flags(&[]).share;
+    let strangers = ["uid:0", "insecure:10.0.0.1", "cert:host", "nobody", ""];
+    let names = policy.clients.keys().map(String::as_str).chain(strangers);
+    let allowed = names.filter(|name| match policy.grant(name, &share) {
+        Ok(Grant { limits, rules, data_connections, leasing }) => {
+            assert!(limits.devices.iter().all(|device| *device < 4), "{limits:?}");
+            assert!(
+                (1..=10_000).contains(&limits.weight)
+                    && data_connections.is_none_or(|most| (1..=16).contains(&most))
+            );
+            assert!(leasing.seconds.0 > 0 && !rules.sessions.is_empty());
+            true
+        }
+        Err(why) => {
+            assert!(why.contains("clients.toml, line "), "a refusal without its rule: {why}");
+            false
+        }
+    });
+    Some(allowed.count())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -465,6 +492,14 @@ mod tests {
 
     fn share(flags: &[&str]) -> Share {
         Serve::from_flags(flags).share
+    }
+
+    #[test]
+    fn any_of_the_rules_may_be_cut_short() {
+        assert_eq!(policy_any(TEXT).map(|allowed| allowed > 0), Some(true));
+        for end in (0..TEXT.len()).filter(|end| TEXT.is_char_boundary(*end)) {
+            policy_any(&TEXT[..end]);
+        }
     }
 
     const TEXT: &str = "\

@@ -25,6 +25,8 @@
 pub mod channel;
 pub mod data;
 pub mod device;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod handle;
 pub mod link;
 pub mod native;

@@ -9,7 +9,7 @@
 //! - [`test`] (with [`unit_tests`]), [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with [`dependencies`],
 //!   [`licenses`], [`sbom`] and [`stage`]), [`package`], [`image`], [`bench`], [`book`],
 //!   [`screenshots`]: the commands built from these;
-//!   [`nightly`]: fuzzing and Miri
+//!   [`fuzz`]; [`nightly`]: Miri
 
 mod artifacts;
 mod bench;
@@ -20,6 +20,7 @@ mod demo;
 mod demo_shell;
 mod dependencies;
 mod dist;
+mod fuzz;
 mod image;
 mod licenses;
 mod machines;

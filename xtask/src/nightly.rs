@@ -1,66 +1,11 @@
-//! The parts of the tests that need a nightly compiler: fuzzing and Miri.
+//! The part of the tests that needs a nightly compiler: Miri.
 
-use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use rgpu_tests::tree;
 
-use crate::{process, toolchain};
-
-/// How long each fuzz target runs, in seconds. For longer runs use `cargo fuzz run TARGET`.
-const FUZZ_SECONDS: u32 = 30;
-
-/// Runs every fuzz target for a while, starting from its corpus. Returns how many targets found no error, and
-/// how many did.
-pub fn fuzz(log: &Path) -> Result<(u64, u64)> {
-    ensure!(
-        process::output(&mut nightly(&["rustc", "--version"])).is_ok(),
-        "fuzzing needs a nightly compiler: rustup toolchain install nightly --profile minimal"
-    );
-    let binary = toolchain::cargo_fuzz()?;
-    let mut found = (0, 0);
-    for target in targets()? {
-        let mut command = Command::new(&binary);
-        let folder = tree::root().join("fuzz");
-        let (corpus, seeds) = (folder.join("corpus").join(&target), folder.join("seeds").join(&target));
-        std::fs::create_dir_all(&corpus).with_context(|| format!("cannot create {}", corpus.display()))?;
-        command.args(["run", "--fuzz-dir"]).arg(&folder).arg(&target).arg(&corpus);
-        if seeds.is_dir() {
-            command.arg(&seeds);
-        }
-        command.arg("--");
-        command
-            .arg(format!("-max_total_time={FUZZ_SECONDS}"))
-            .args(["-rss_limit_mb=2048", "-print_final_stats=1"]);
-        on_nightly(&mut command);
-        match process::run(&mut command, log) {
-            Ok(()) => {
-                println!("fuzz {target} ... ok");
-                found.0 += 1;
-            }
-            Err(error) => {
-                println!("fuzz {target} ... FAILED: {error:#}");
-                found.1 += 1;
-            }
-        }
-    }
-    Ok(found)
-}
-
-/// The names of the targets in `fuzz/fuzz_targets/`.
-fn targets() -> Result<Vec<String>> {
-    let folder = tree::root().join("fuzz/fuzz_targets");
-    let context = || format!("cannot list {}", folder.display());
-    let mut names = Vec::new();
-    for entry in std::fs::read_dir(&folder).with_context(context)? {
-        let path = entry.with_context(context)?.path();
-        names.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
-    }
-    names.sort();
-    ensure!(!names.is_empty(), "there are no fuzz targets in {}", folder.display());
-    Ok(names)
-}
+use crate::process;
 
 /// The commands that run tests under Miri: the protocol's, and those of the copies to and from shared memory.
 pub fn miri() -> Result<[Command; 2]> {

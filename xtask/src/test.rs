@@ -2,9 +2,10 @@
 //!
 //! `demo` is the demonstration, which must succeed like any test. `unit` is the tests of every package.
 //! `loom` checks the channel's atomics exhaustively. Each file in `tests/tests/` is a part with the file's
-//! name; this module prepares what it needs. Some parts run only on request: `gpu` needs a GPU, `fuzz` and
-//! `miri` a nightly compiler, `guest_packages` the time to compile the driver in an emulated guest, `image` that
-//! to make a disk and to boot it, `debug_kernels` that to compile two kernels, and `libvirt` many packages.
+//! name; this module prepares what it needs. Some parts run only on request: `gpu` needs a GPU, `miri` a nightly
+//! compiler, `fuzz` the time to compile nearly everything once more, `guest_packages` that to compile the driver
+//! in an emulated guest, `image` that to make a disk and to boot it, `debug_kernels` that to compile two kernels,
+//! and `libvirt` many packages.
 
 use std::time::Instant;
 
@@ -13,7 +14,8 @@ use clap::Args;
 use rgpu_tests::tree::{self, Build};
 
 use crate::{
-    artifacts, bench, debian, demo, dist, image, machines, nightly, package, process, programs, unit_tests,
+    artifacts, bench, debian, demo, dist, fuzz, image, machines, nightly, package, process, programs,
+    unit_tests,
 };
 
 /// Parts that run only on request.
@@ -113,7 +115,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             command.arg(tree::target().join("loom")).arg("loom").env("RUSTFLAGS", "--cfg loom");
         }
         "fuzz" => {
-            let (passed, failed) = nightly::fuzz(&log)?;
+            let (passed, failed) = fuzz::fuzz(&log)?;
             tally.passed += passed;
             tally.failed += failed;
             return Ok(failed == 0);

@@ -10,6 +10,11 @@
 //! some kilobytes with TLS. At most [`MAX_SILENT`] such connections are kept, and [`MAX_SILENT_OF_ONE`] of
 //! one source: beyond that, the oldest of the same source is closed, never one of another source. Real
 //! clients send everything immediately, so they are not among the oldest.
+//!
+//! `fuzzing` has peers that may do anything.
+
+#[cfg(any(test, fuzzing))]
+pub(super) mod fuzzing;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, Read, Write};

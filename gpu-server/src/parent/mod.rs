@@ -303,6 +303,8 @@ impl Server {
     }
 }
 
+#[cfg(fuzzing)]
+pub use self::listen::fuzzing::handshake_any;
 pub(crate) use self::takeover::takes_over;
 
 /// Checks the options and what they name, and returns the rules for clients.

@@ -1,9 +1,12 @@
 //! A worker: a process that serves one session.
 //!
 //! It prepares its first device (unless it is for NVML queries), tells the daemon, waits for a session,
-//! executes it to its end, and exits. Whatever a session leaves behind ends with the process.
+//! executes it to its end, and exits. Whatever a session leaves behind ends with the process. `fuzzing` is a
+//! client that may do anything.
 
 mod door;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod host_waits;
 pub(crate) mod pace;
 mod read_ahead;

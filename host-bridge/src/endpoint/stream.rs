@@ -1,7 +1,9 @@
 //! The two streams between a bridge and a worker, whatever carries them: records that come, and frames that go.
 
 use protocol::Status;
-use protocol::channel::{MAX_PAYLOAD, MAX_RECORD, NO_SLOT, PAD, RECORD_HEADER, Record};
+use protocol::channel::{
+    MAX_CONTEXTS, MAX_PAYLOAD, MAX_RECORD, MAX_STREAMS, NO_SLOT, PAD, RECORD_HEADER, Record,
+};
 use protocol::link::{FrameHeader, ProgressUpdate, ReplyHeader, frame, progress};
 use zerocopy::IntoBytes;
 
@@ -74,6 +76,23 @@ pub(crate) fn put(out: &mut Vec<u8>, kind: u32, parts: &[&[u8]]) {
     parts.iter().for_each(|p| out.extend_from_slice(p));
 }
 
+/// Appends words of progress. Those with a wrong index are left out: a client may have named a context or a stream
+/// that there cannot be, and the bridge takes such a word for the server's fault.
+pub(crate) fn put_progress(out: &mut Vec<u8>, updates: &[ProgressUpdate]) {
+    let exists = |update: &&ProgressUpdate| match update.kind {
+        progress::STREAM => update.index < MAX_STREAMS,
+        progress::ERROR => update.index & !(1 << 31) < MAX_CONTEXTS,
+        _ => true,
+    };
+    let (count, all) = (updates.iter().filter(exists).count(), updates.len());
+    if count == all && all > 0 {
+        put(out, frame::PROGRESS, &[updates.as_bytes()]);
+    } else if count > 0 {
+        let parts: Vec<_> = updates.iter().filter(exists).map(IntoBytes::as_bytes).collect();
+        put(out, frame::PROGRESS, &parts);
+    }
+}
+
 /// Appends that every command up to `seq` has been executed.
 pub(crate) fn put_executed(out: &mut Vec<u8>, seq: u64) {
     let update = ProgressUpdate { kind: progress::EXECUTED, index: 0, seq, value: 0 };
@@ -133,6 +152,28 @@ mod tests {
             let lost = records.take(&mut Vec::new()).unwrap_err();
             assert!(lost.reason.contains(words), "{lost:?}");
         }
+    }
+
+    #[test]
+    fn words_that_a_channel_does_not_have_are_left_out() {
+        let word = |kind, index| ProgressUpdate { kind, index, seq: 7, value: 201 };
+        let words = [
+            word(progress::ERROR, MAX_CONTEXTS),
+            word(progress::ERROR, 1 << 31 | 3),
+            word(progress::STREAM, MAX_STREAMS),
+            word(progress::STREAM, MAX_STREAMS - 1),
+            word(progress::OUTPUT, 99),
+        ];
+        let (mut out, mut expected) = (Vec::new(), Vec::new());
+        put_progress(&mut out, &words);
+        put(
+            &mut expected,
+            frame::PROGRESS,
+            &[words[1], words[3], words[4]].each_ref().map(IntoBytes::as_bytes),
+        );
+        assert_eq!(out, expected);
+        put_progress(&mut out, &words[..1]);
+        assert_eq!(out, expected, "no frame without a word");
     }
 
     #[test]

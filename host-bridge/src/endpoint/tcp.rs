@@ -33,7 +33,7 @@ use super::dispatcher_poll::Replies;
 use super::incoming::{Bridge, Inbox};
 use super::link::{Connection, Counted, DataIn, DataOwner, Link};
 use super::outgoing::{Outbox, Outgoing};
-use super::stream::{check_slot, put, put_executed, put_reply};
+use super::stream::{check_slot, put, put_executed, put_progress, put_reply};
 use super::wake::StopEvent;
 use super::{Client, Farewell, Lost, Sink, Source};
 use crate::framing::{BadAcknowledgement, SendBuffer, watch_peer};
@@ -505,9 +505,7 @@ impl Client for TcpClient {
     }
 
     fn publish(&self, updates: &[ProgressUpdate]) {
-        if !updates.is_empty() {
-            self.send(|buffer| put(buffer, frame::PROGRESS, &[updates.as_bytes()]));
-        }
+        self.send(|buffer| put_progress(buffer, updates));
     }
 
     fn executed(&self, seq: u64) {

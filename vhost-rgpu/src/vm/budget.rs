@@ -73,6 +73,12 @@ impl Budget {
         Budget { pieces: Limited::new(max_pieces), mappings: Limited::new(max_mappings) }
     }
 
+    /// Whether nothing is charged.
+    #[cfg(any(test, fuzzing))]
+    pub fn is_unused(&self) -> bool {
+        [&self.pieces, &self.mappings].iter().all(|limited| limited.used.load(Ordering::SeqCst) == 0)
+    }
+
     /// A region of `count` pieces.
     pub fn region(&self, count: usize) -> Result<Charge, Refusal> {
         self.pieces.charge(count).map_err(|used| {

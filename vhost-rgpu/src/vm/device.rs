@@ -319,6 +319,22 @@ impl Device {
         self.memories.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Whether nothing is left of what the guest had.
+    #[cfg(any(test, fuzzing))]
+    pub fn is_empty(&self) -> bool {
+        let count = |of: &AtomicUsize| of.load(Ordering::SeqCst);
+        self.channels().is_empty()
+            && count(&self.jobs) + count(&self.job_bytes) == 0
+            && self.budget.is_unused()
+    }
+
+    /// What is left, in words.
+    #[cfg(any(test, fuzzing))]
+    pub fn leftovers(&self) -> String {
+        let channels: Vec<u32> = self.channels().keys().copied().collect();
+        format!("channels {channels:?}, {:?} jobs, {:?} bytes, {:?}", self.jobs, self.job_bytes, self.budget)
+    }
+
     /// Whether the device was reset since.
     fn epoch_changed(&self, epoch: u64) -> bool {
         self.gate.epoch() != epoch

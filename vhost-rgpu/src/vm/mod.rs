@@ -2,7 +2,7 @@
 //!
 //! In reading order: [`control`] parses requests, [`device`] executes them, [`gate`] controls when guest
 //! memory may be touched, [`budget`] counts what requests cost, [`events`] wakes the guest, [`recovery`]
-//! defines what outlives the process.
+//! defines what outlives the process. `fuzzing` is a guest that may do anything.
 //!
 //! A device lives as long as its process: until the VMM disconnects. All sessions of its guest then end, and
 //! the guest's memory is released.
@@ -11,6 +11,8 @@ mod budget;
 mod control;
 mod device;
 mod events;
+#[cfg(any(test, fuzzing))]
+mod fuzzing;
 mod gate;
 mod recovery;
 
@@ -30,6 +32,8 @@ use crate::registry::Registry;
 use device::{Device, Predecessor};
 use recovery::{Requests, Store};
 
+#[cfg(fuzzing)]
+pub use fuzzing::control_any;
 pub use recovery::REQUESTS_SIZE;
 
 /// The guest's current memory, which the VMM can replace as a whole.

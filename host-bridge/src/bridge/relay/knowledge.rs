@@ -17,6 +17,8 @@ use super::pace::Pace;
 const LEAST: u64 = 32 << 10;
 /// Bytes of blocks that the server is asked about and that have not been sent. A server keeps twice as much.
 const MOST_ASKED: u64 = 32 << 20;
+/// Blocks that may wait to be asked about. A client that names much memory in many commands has more: those are sent.
+const MOST_QUEUED: u64 = 1 << 16;
 /// How many answers that the server has a block make up for as many that it does not.
 const MOST_SCORE: i32 = 4;
 
@@ -72,6 +74,9 @@ impl Knowledge {
             return Vec::new();
         }
         let count = len.div_ceil(CACHE_BLOCK);
+        if self.queue.len() as u64 + count > MOST_QUEUED {
+            return Vec::new();
+        }
         self.queue.extend((0..count).map(|block| (seq, piece, block * CACHE_BLOCK)));
         vec![Block::Unasked; count as usize]
     }
@@ -106,5 +111,21 @@ impl Knowledge {
                 CacheUse::Slow => pace.is_slow(),
                 CacheUse::Always => true,
             }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_that_names_much_memory_again_and_again_takes_little_of_the_relays() {
+        let (mut knowledge, pace) = (Knowledge::new(CacheUse::Always), Pace::new(1, 1));
+        let asked: usize = (1..1000).map(|seq| knowledge.blocks(seq, 0, 64 << 30, &pace).len()).sum();
+        assert_eq!((asked, knowledge.queue.len()), (MOST_QUEUED as usize, MOST_QUEUED as usize));
+        assert!(knowledge.blocks(1000, 0, LEAST, &pace).is_empty());
+        // What was taken up makes room.
+        assert!(knowledge.next().is_some());
+        assert_eq!(knowledge.blocks(1001, 0, LEAST, &pace).len(), 1);
     }
 }

@@ -17,10 +17,14 @@
 //! - [`carrier`]: what a transport must do, and the loop that has it do so;
 //! - [`handle`], [`mailbox`]: the relay as other threads see it;
 //! - [`ledger`], [`succession`]: how another process goes on where this one ended.
+//!
+//! `fuzzing` has a client and a server that keep to nothing.
 
 mod carrier;
 mod downloads;
 mod flows;
+#[cfg(any(test, fuzzing))]
+mod fuzzing;
 mod handle;
 mod knowledge;
 mod ledger;
@@ -43,6 +47,8 @@ use protocol::wire::WireError;
 
 pub(super) use self::carrier::{Carrier, Wakeups, run};
 pub(super) use self::flows::{Carries, Flows, ToHash};
+#[cfg(fuzzing)]
+pub use self::fuzzing::relay_any;
 pub(super) use self::handle::RelayHandle;
 pub use self::knowledge::CacheUse;
 #[doc(hidden)]

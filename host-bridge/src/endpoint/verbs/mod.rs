@@ -37,7 +37,7 @@ use zerocopy::IntoBytes;
 use super::incoming::{Bridge, Inbox};
 use super::outgoing::Outgoing;
 use super::planned_slots::{Arrivals, Freed, PlannedSlots};
-use super::stream::{Records, check_slot, put, put_executed, put_reply};
+use super::stream::{Records, check_slot, put, put_executed, put_progress, put_reply};
 use super::wake::StopEvent;
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source, StagingArea};
 use crate::framing::{FrameReader, split_struct, watch_peer};
@@ -425,9 +425,7 @@ impl Client for VerbsClient {
     }
 
     fn publish(&self, updates: &[ProgressUpdate]) {
-        if !updates.is_empty() {
-            self.say(|engine| put(engine.link.out(), frame::PROGRESS, &[updates.as_bytes()]));
-        }
+        self.say(|engine| put_progress(engine.link.out(), updates));
     }
 
     fn executed(&self, seq: u64) {

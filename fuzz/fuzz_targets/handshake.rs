@@ -1,0 +1,9 @@
+//! Peers of the daemon that are not clients yet: bytes, hellos, TLS that is changed on its way, connections that say nothing.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use rgpu_server::handshake_any;
+
+fuzz_target!(|program: &[u8]| {
+    handshake_any(program);
+});

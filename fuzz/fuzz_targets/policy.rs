@@ -1,0 +1,9 @@
+//! Rules for clients, as an operator may write them: they are refused with a reason, or each client gets a decision that keeps to the limits of its keys.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use rgpu_server::policy_any;
+
+fuzz_target!(|text: &str| {
+    policy_any(text);
+});

@@ -1,0 +1,7 @@
+//! A relayed session whose client and server both do whatever they like: records, scribbled memory, frames, data, lost links, regions that come and go.
+#![no_main]
+
+use host_bridge::bridge::relay_any;
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|program: &[u8]| relay_any(program));

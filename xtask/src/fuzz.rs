@@ -1,0 +1,68 @@
+//! Fuzzing: every target in `fuzz/fuzz_targets/` for a while, with the workspace's own compiler.
+//!
+//! Coverage and the address sanitizer are features of nightly compilers. `RUSTC_BOOTSTRAP` has any compiler offer them, so nothing has to be installed but cargo-fuzz.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use rgpu_tests::tree;
+
+use crate::{process, toolchain};
+
+/// How long each target runs, in seconds, unless `RGPU_FUZZ_SECONDS` says otherwise. For longer runs of one target use `cargo fuzz run TARGET`.
+const SECONDS: u32 = 30;
+
+/// Runs every fuzz target for a while, starting from its corpus and its seeds. Returns how many targets found no error, and how many did.
+pub fn fuzz(log: &Path) -> Result<(u64, u64)> {
+    let seconds = match std::env::var("RGPU_FUZZ_SECONDS") {
+        Ok(text) => text.parse().with_context(|| format!("RGPU_FUZZ_SECONDS={text}: not a number"))?,
+        Err(_) => SECONDS,
+    };
+    let binary = toolchain::cargo_fuzz()?;
+    let folder = tree::root().join("fuzz");
+    let cargo_fuzz = |verb: &str| {
+        let mut command = Command::new(&binary);
+        command.args([verb, "--fuzz-dir"]).arg(&folder).env("RUSTC_BOOTSTRAP", "1");
+        command
+    };
+    // All at once: what they have in common is compiled on all processors.
+    process::run(&mut cargo_fuzz("build"), log)?;
+    let mut found = (0, 0);
+    for target in targets()? {
+        let (corpus, seeds) = (folder.join("corpus").join(&target), folder.join("seeds").join(&target));
+        std::fs::create_dir_all(&corpus).with_context(|| format!("cannot create {}", corpus.display()))?;
+        let mut command = cargo_fuzz("run");
+        command.arg(&target).arg(&corpus);
+        if seeds.is_dir() {
+            command.arg(&seeds);
+        }
+        command.arg("--").arg(format!("-max_total_time={seconds}"));
+        command.args(["-rss_limit_mb=2048", "-timeout=120", "-print_final_stats=1"]);
+        match process::run(&mut command, log) {
+            Ok(()) => {
+                println!("fuzz {target} ... ok");
+                found.0 += 1;
+            }
+            Err(error) => {
+                println!("fuzz {target} ... FAILED: {error:#}");
+                found.1 += 1;
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// The names of the targets in `fuzz/fuzz_targets/`.
+fn targets() -> Result<Vec<String>> {
+    let folder = tree::root().join("fuzz/fuzz_targets");
+    let context = || format!("cannot list {}", folder.display());
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(&folder).with_context(context)? {
+        let path = entry.with_context(context)?.path();
+        names.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
+    }
+    names.sort();
+    ensure!(!names.is_empty(), "there are no fuzz targets in {}", folder.display());
+    Ok(names)
+}
