@@ -38,8 +38,12 @@ metrics::families! {
     COMMANDS: Counter "rgpu_host_commands" { "vm", "uid" };
     /// Commands whose answer was passed on to a program.
     ROUND_TRIPS: Counter "rgpu_host_round_trips" { "vm", "uid" };
-    /// Bulk data that was sent to servers.
+    /// Bulk data that was sent to servers. Where it was compressed, the compressed bytes count.
     DATA_SENT: Counter "rgpu_host_data_sent" ["bytes"] { "vm", "uid" };
+    /// Bulk data that was compressed before it was sent to servers.
+    DATA_COMPRESSED: Counter "rgpu_host_data_compressed" ["bytes"] { "vm", "uid" };
+    /// What was sent in place of the bulk data that was compressed.
+    DATA_COMPRESSED_TO: Counter "rgpu_host_data_compressed_to" ["bytes"] { "vm", "uid" };
     /// Bulk data that was not sent because servers had it in their caches.
     DATA_KNOWN: Counter "rgpu_host_data_known" ["bytes"] { "vm", "uid" };
     /// Bulk data that was received from servers.
