@@ -226,7 +226,7 @@ fn another_version_is_refused_by_name() {
 
 #[test]
 fn a_server_built_from_other_sources_is_refused() {
-    static OTHER: [u64; 1] = [1];
+    static OTHER: [u64; protocol::VERSION.minor as usize + 1] = [1; protocol::VERSION.minor as usize + 1];
     let speaks = Some(Speaks::new(protocol::VERSION.major, &OTHER));
     let server = FakeServer::start(Behavior { speaks, ..Behavior::default() });
     let error = Client::try_connect(&server.config()).err().unwrap();
@@ -237,7 +237,7 @@ fn a_server_built_from_other_sources_is_refused() {
 #[test]
 fn with_a_newer_server_the_session_speaks_our_version_and_the_client_is_told() {
     // The newer server knows our version, and has compared fingerprints itself.
-    static NEWER: [u64; 2] = [2, 3];
+    static NEWER: [u64; protocol::VERSION.minor as usize + 2] = [2; protocol::VERSION.minor as usize + 2];
     let speaks = Some(Speaks::new(protocol::VERSION.major, &NEWER));
     let server = FakeServer::start(Behavior { speaks, ..Behavior::default() });
     let client = Client::connect(&server.config());

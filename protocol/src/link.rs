@@ -90,8 +90,13 @@ pub const HASH_FLAG: u32 = 1 << 30;
 pub const KNOWN_FLAG: u32 = 1 << 29;
 /// Set in [`DataHeader::len`]: the server may keep these bytes, so as to have them the next time.
 pub const KEEP_FLAG: u32 = 1 << 28;
+/// Set in [`DataHeader::len`], to a server of version 2.1 or later: the bytes follow compressed. First comes how many bytes that is, as u32, which are fewer than [`DataHeader::len`] says, then one LZ4
+/// block without a header.
+pub const COMPRESSED_FLAG: u32 = 1 << 27;
 /// All flags of [`DataHeader::len`].
-pub const DATA_FLAGS: u32 = EAGER_FLAG | HASH_FLAG | KNOWN_FLAG | KEEP_FLAG;
+pub const DATA_FLAGS: u32 = EAGER_FLAG | HASH_FLAG | KNOWN_FLAG | KEEP_FLAG | COMPRESSED_FLAG;
+/// The version from which on a server takes compressed data.
+pub const COMPRESSED_SINCE: Version = Version { major: 2, minor: 1 };
 /// Bytes of a block, the unit in which a server knows data: a piece is cut at multiples of this, and its last block may be shorter.
 pub const CACHE_BLOCK: u64 = MAX_DATA as u64;
 /// `flags` of [`Attach`]: the client's threads sleep by futex on the channel's words. Otherwise a write to the wake eventfd reaches them.
@@ -401,7 +406,7 @@ layouts! {
         pub offset: u64,
         /// Which of the command's pieces of bulk data.
         pub piece: u32,
-        /// Bytes that follow, at most [`MAX_DATA`]; over `tcp` with [`EAGER_FLAG`] where no grant covers them, and with [`HASH_FLAG`], [`KNOWN_FLAG`] or [`KEEP_FLAG`] in a session with a cache.
+        /// Bytes that follow, at most [`MAX_DATA`]; over `tcp` with [`EAGER_FLAG`] where no grant covers them, with [`HASH_FLAG`], [`KNOWN_FLAG`] or [`KEEP_FLAG`] in a session with a cache, and with [`COMPRESSED_FLAG`] where fewer bytes follow.
         pub len: u32,
     }
 

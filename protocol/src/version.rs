@@ -36,7 +36,7 @@ pub struct Version {
 }
 
 /// The version of this build.
-pub const VERSION: Version = Version { major: 2, minor: 0 };
+pub const VERSION: Version = Version { major: 2, minor: 1 };
 
 /// Whether the entries of [`VERSION`] may no longer change. See the module's text.
 pub const FROZEN: bool = false;
@@ -81,7 +81,7 @@ const LIMITS: Numbers = limits! {
     device::REGISTER_READ_ONLY, ops::memory::FIRST_WINDOW, ops::memory::WINDOW_SIZE, ops::memory::DEVICE_PART,
     ops::memory::SPACE, ops::memory::SPACE_SIZE, ops::memory::SPACE_ALIGN, ops::memory::MOST_PATCHES,
     ops::memory::MIRROR_PAGE, ops::stream::memory_op::MOST, ops::array::MOST, ops::green::MAX_GROUPS,
-    ops::nvml::MAX_OUTPUT, ops::nvml::FIELD_SIZE, ops::nvml::MAX_FIELDS,
+    ops::nvml::MAX_OUTPUT, ops::nvml::FIELD_SIZE, ops::nvml::MAX_FIELDS, link::COMPRESSED_FLAG since 1,
 };
 
 /// The fingerprint of `VERSION.major` with this minor number, as this build knows it.

@@ -21,7 +21,8 @@ use protocol::data::{HostIn, HostOut, HostRange, Place};
 use protocol::device::{Answer, request, text};
 use protocol::handle::{ContextId, EventId, FunctionId, ModuleId, StreamId};
 use protocol::link::{
-    self, DataAsk, DataHeader, EAGER_FLAG, FrameHeader, HASH_FLAG, Hello, KNOWN_FLAG, frame, purpose,
+    self, COMPRESSED_FLAG, DataAsk, DataHeader, EAGER_FLAG, FrameHeader, HASH_FLAG, Hello, KNOWN_FLAG, frame,
+    purpose,
 };
 use protocol::native::Request;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD, Memset};
@@ -767,6 +768,27 @@ fn a_bridge_that_breaks_the_link_loses_its_own_session() -> Result<()> {
         ("data-hash", "a cache that there is not", |b| {
             begin_copy(b)?;
             chunk(b, 3, 0, 0, HASH_FLAG | 64, &[7; 32])
+        }),
+        ("data-compressed-to-nothing", "0 compressed bytes in place of 64", |b| {
+            begin_copy(b)?;
+            chunk(b, 3, 0, 0, COMPRESSED_FLAG | 64, &0u32.to_le_bytes())
+        }),
+        ("data-compressed-to-more", "64 compressed bytes in place of 64", |b| {
+            begin_copy(b)?;
+            chunk(b, 3, 0, 0, COMPRESSED_FLAG | 64, &64u32.to_le_bytes())
+        }),
+        ("data-compressed-rubbish", "do not decompress to 64", |b| {
+            begin_copy(b)?;
+            chunk(b, 3, 0, 0, COMPRESSED_FLAG | 64, &[4, 0, 0, 0, 0xff, 0xff, 0xff, 0xff])
+        }),
+        // One byte, 200 times.
+        ("data-compressed-bomb", "do not decompress to 64", |b| {
+            begin_copy(b)?;
+            chunk(b, 3, 0, 0, COMPRESSED_FLAG | 64, &[6, 0, 0, 0, 0x1f, 7, 1, 0, 181, 0])
+        }),
+        ("data-compressed-hash", "a chunk of 64 bytes", |b| {
+            begin_copy(b)?;
+            chunk(b, 3, 0, 0, COMPRESSED_FLAG | HASH_FLAG | 64, &[7; 32])
         }),
         ("data-empty", "a chunk of 0 bytes", |b| chunk(b, 3, 0, 0, 0, &[])),
     ];

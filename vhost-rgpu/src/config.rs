@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, value_parser};
-use host_bridge::bridge::{CacheUse, Security, SessionConfig, TransportKind};
+use host_bridge::bridge::{CacheUse, CompressUse, Security, SessionConfig, TransportKind};
 use host_bridge::framing::Address;
 use host_bridge::server::Server;
 use host_bridge::verbs::Settings;
@@ -200,6 +200,9 @@ struct SessionOptions {
     /// server has one with --cache
     #[arg(long, value_name = "WHEN", value_enum, default_value_t = CacheUse::Slow)]
     cache: CacheUse,
+    /// When to compress data on its way to the server (transport tcp)
+    #[arg(long, value_name = "WHEN", value_enum, default_value_t = CompressUse::Auto)]
+    compress: CompressUse,
     /// TCP connections for bulk data to request for each session; the server decides
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u32).range(1..=16))]
     data_connections: u32,
@@ -528,7 +531,7 @@ fn session(
     if let Some(transport) = options.transport.filter(|transport| transport.reaches(&session.server)) {
         session.transport = transport;
     }
-    session.cache = options.cache;
+    (session.cache, session.compress) = (options.cache, options.compress);
     session.security = match options.insecure {
         true => Security::Insecure,
         false => Security::Tls(Arc::new(ClientFiles { folder: options.identity.clone() })),

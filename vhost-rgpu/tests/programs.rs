@@ -88,7 +88,9 @@ fn crash(daemon: Daemon) -> Daemon {
 /// Repeatedly replaces the process of some programs.
 fn programs_do_not_notice(mut daemon: Daemon, replace: impl Fn(Daemon) -> Daemon, ended: impl Fn() -> usize) {
     let (mut program, mut neighbor) = (Program::start(&daemon), Program::start(&daemon));
-    let bytes = pattern(LEN as usize, 7);
+    // A part of it compresses.
+    let mut bytes = pattern(LEN as usize, 7);
+    bytes[..LEN as usize / 2].fill(7);
     let mut regions = Vec::new();
     for round in 0..3u32 {
         let (file, memories) = own();
@@ -146,6 +148,27 @@ fn programs_with_sessions_over_tcp_do_not_notice_that_their_process_was_killed()
     let server = TcpServer::start();
     let daemon = Daemon::start(&["--server", &server.config.server.to_string()]);
     programs_do_not_notice(daemon, crash, || server.ended());
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+#[test]
+fn programs_whose_data_is_compressed_do_not_notice_that_their_process_was_killed() {
+    let server = TcpServer::start();
+    let address = server.config.server.to_string();
+    let daemon = Daemon::start(&["--server", &address, "--compress", "always"]);
+    // It is: what a killed process had counted is gone, so a program says so whose process lives on.
+    let mut program = Program::start(&daemon);
+    let (file, memories) = own();
+    session::write(&memories, &AT, &vec![1; LEN as usize]);
+    assert_eq!(program.ask(register(1), &[&file]), (Answer::Ok, String::new()));
+    let src = HostIn::Range(region(1, 0, LEN));
+    program.channel.push(&MemcpyHtoD { stream: StreamId(0), dst: 1, src }, NO_SLOT);
+    program.channel.synchronize();
+    let status = daemon.status();
+    assert_eq!(status["totals"]["data_bytes_compressed"].as_u64(), Some(LEN), "{status}");
+    drop(program);
+    eventually(|| server.ended() == 1 && daemon.sessions() == 0);
+    programs_do_not_notice(daemon, crash, || server.ended() - 1);
     assert!(server.trouble().is_empty(), "{:?}", server.trouble());
 }
 

@@ -45,8 +45,12 @@ counters! {
     control_bytes_sent,
     /// Bytes received on the control connection.
     control_bytes_received,
-    /// Bytes of bulk data sent to the server.
+    /// Bytes of bulk data sent to the server. Where data was compressed, the compressed bytes count.
     data_bytes_sent,
+    /// Bytes of bulk data that were compressed before they were sent.
+    data_bytes_compressed,
+    /// Bytes that were sent in place of those.
+    data_bytes_compressed_to,
     /// Bytes of bulk data that were not sent because the server had them in its cache.
     data_bytes_known,
     /// Bytes of bulk data received from the server.

@@ -99,16 +99,14 @@ impl Saved {
     pub fn from_parts(bytes: &[u8], descriptors: Vec<OwnedFd>) -> io::Result<Saved> {
         let malformed = || io::Error::new(ErrorKind::InvalidData, "what was saved of a session is malformed");
         let (kind, rest) = bytes.split_first_chunk().ok_or_else(malformed)?;
-        let kind = match (u64::from_le_bytes(*kind), <[OwnedFd; MAX_DESCRIPTORS]>::try_from(descriptors)) {
-            (REMOTE, Err(descriptors)) => {
-                Kind::Remote(Box::new(SavedTcp::from_parts(rest, descriptors).ok_or_else(malformed)?))
+        let kind = match u64::from_le_bytes(*kind) {
+            REMOTE => Kind::Remote(Box::new(SavedTcp::from_parts(rest, descriptors).ok_or_else(malformed)?)),
+            LOCAL => {
+                let [worker, doorbell, wake] = descriptors.try_into().map_err(|_| malformed())?;
+                let (doorbell, wake) = (event(doorbell)?, event(wake)?);
+                let about = About::read_from_bytes(rest).map_err(|_| malformed())?;
+                Kind::Local(SavedLocal { worker, doorbell, wake, about })
             }
-            (LOCAL, Ok([worker, doorbell, wake])) => Kind::Local(SavedLocal {
-                worker,
-                doorbell: event(doorbell)?,
-                wake: event(wake)?,
-                about: About::read_from_bytes(rest).map_err(|_| malformed())?,
-            }),
             _ => return Err(malformed()),
         };
         Ok(Saved(kind))

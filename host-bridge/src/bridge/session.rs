@@ -25,7 +25,7 @@ use super::saved::{About, Kind, Saved, duplicate};
 use super::state::{ChannelMemory, SessionState, Wakeup};
 use super::tcp::{self, Tcp};
 use super::verbs::{self, Verbs};
-use super::{CacheUse, Closed, Counters, LinkState, RegionError, RegionMemory, Transport};
+use super::{CacheUse, Closed, CompressUse, Counters, LinkState, RegionError, RegionMemory, Transport};
 use crate::framing::{self, Address};
 use crate::memory::Memories;
 use crate::stream::Stream;
@@ -132,6 +132,8 @@ pub struct SessionConfig {
     pub verbs: Settings,
     /// When the server's cache is used (transport `tcp`).
     pub cache: CacheUse,
+    /// When data to the server is compressed (transport `tcp`).
+    pub compress: CompressUse,
 }
 
 impl SessionConfig {
@@ -187,6 +189,7 @@ impl SessionConfig {
             max_regions: 65536,
             verbs: Settings::default(),
             cache: CacheUse::Slow,
+            compress: CompressUse::Auto,
         }
     }
 }

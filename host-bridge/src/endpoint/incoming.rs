@@ -34,6 +34,8 @@ use crate::shared::SharedBytes;
 pub use chunk_queue::{Chunk, ChunkQueue};
 #[cfg(test)]
 pub(crate) use chunk_reader::ChunkReader;
+#[doc(hidden)]
+pub use chunk_reader::receive_compressed;
 pub(super) use chunk_reader::{DataSource, look_for_some};
 
 /// How long eager bytes wait in their connection for a command that is about to be executed, before they are set aside: setting aside costs a copy.

@@ -42,6 +42,8 @@ pub mod tcp;
 pub mod verbs;
 mod wake;
 
+#[doc(hidden)]
+pub use incoming::receive_compressed;
 pub use incoming::{Chunk, ChunkQueue, Grants, Incoming, Landing};
 pub use local::LocalCommands;
 pub use outgoing::{Held, Lent, Outgoing, Unacknowledged};

@@ -147,6 +147,14 @@ impl Client {
         }
     }
 
+    /// Reads the arena.
+    pub fn read_arena(&self, len: usize) -> Vec<u8> {
+        let word = |at| self.word(self.geometry.arena_offset + at).load(Ordering::Relaxed);
+        let mut bytes: Vec<u8> = (0..len).step_by(8).flat_map(|at| word(at).to_le_bytes()).collect();
+        bytes.truncate(len);
+        bytes
+    }
+
     /// Why the session was lost, if it was.
     pub fn reason(&self) -> Option<String> {
         let header = self.view.header();

@@ -40,8 +40,12 @@ metrics::families! {
     COMMANDS: Counter "rgpu_host_commands" { "vm", "uid" };
     /// Commands whose reply was passed on to a program.
     ROUND_TRIPS: Counter "rgpu_host_round_trips" { "vm", "uid" };
-    /// Bulk data sent to servers.
+    /// Bulk data sent to servers. Compressed data counts with its compressed bytes.
     DATA_SENT: Counter "rgpu_host_data_sent" ["bytes"] { "vm", "uid" };
+    /// Bulk data that was compressed before it was sent to servers.
+    DATA_COMPRESSED: Counter "rgpu_host_data_compressed" ["bytes"] { "vm", "uid" };
+    /// Compressed bytes sent in place of that data.
+    DATA_COMPRESSED_TO: Counter "rgpu_host_data_compressed_to" ["bytes"] { "vm", "uid" };
     /// Bulk data not sent because servers had it in their caches.
     DATA_KNOWN: Counter "rgpu_host_data_known" ["bytes"] { "vm", "uid" };
     /// Bulk data received from servers.

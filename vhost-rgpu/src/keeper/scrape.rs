@@ -132,6 +132,8 @@ fn count(samples: &mut Samples, owner: [&str; 2], done: &Counted) {
         (&f::COMMANDS, "commands"),
         (&f::ROUND_TRIPS, "replies"),
         (&f::DATA_SENT, "data_bytes_sent"),
+        (&f::DATA_COMPRESSED, "data_bytes_compressed"),
+        (&f::DATA_COMPRESSED_TO, "data_bytes_compressed_to"),
         (&f::DATA_KNOWN, "data_bytes_known"),
         (&f::DATA_RECEIVED, "data_bytes_received"),
         (&f::CONTROL_SENT, "control_bytes_sent"),

@@ -26,7 +26,6 @@ use super::ledger::{self, Ledger};
 use super::pace::Pace;
 use super::regions::{ClientMemory, Span};
 use super::{EndReason, Schedule, Upload};
-use crate::journal::Piece;
 
 /// Fewest bytes of a chunk, where the piece is that long.
 const MIN_CHUNK: u64 = 256 << 10;
@@ -162,13 +161,6 @@ impl<M> Chunk<M> {
     /// Bytes of the client's memory behind its header.
     pub(in crate::bridge) fn sends(&self) -> u64 {
         if matches!(self.carries, Carries::Bytes { .. }) { self.len.into() } else { 0 }
-    }
-}
-
-impl<M> Piece for Chunk<M> {
-    fn stream_len(&self) -> u64 {
-        let hash = if let Carries::Hash(hash) = &self.carries { hash.len() } else { 0 };
-        (size_of::<DataHeader>() + hash) as u64 + self.sends()
     }
 }
 
@@ -391,17 +383,22 @@ impl<M> Flows<M> {
         free.into_iter().for_each(|number| self.turn(number));
     }
 
-    /// The server has a chunk.
-    pub(in crate::bridge) fn arrived(&mut self, chunk: &Chunk<M>) {
-        self.arrived_at(chunk, Instant::now);
+    /// Bytes a second that the link carries, if that is known.
+    pub(in crate::bridge) fn link(&self) -> Option<u64> {
+        self.pace.link()
     }
 
-    fn arrived_at(&mut self, chunk: &Chunk<M>, now: impl FnOnce() -> Instant) {
+    /// The server has a chunk, of which `crossed` bytes came over the link.
+    pub(in crate::bridge) fn arrived(&mut self, chunk: &Chunk<M>, crossed: u64) {
+        self.arrived_at(chunk, crossed, Instant::now);
+    }
+
+    fn arrived_at(&mut self, chunk: &Chunk<M>, crossed: u64, now: impl FnOnce() -> Instant) {
         if chunk.sends() == 0 {
             return;
         }
         let waited = self.waits();
-        if self.pace.arrives(chunk.seq, chunk.piece, chunk.at, chunk.len.into(), now) {
+        if self.pace.arrives(chunk.seq, chunk.piece, chunk.at, (chunk.len.into(), crossed), now) {
             // Those that began to wait before are not held yet.
             for (number, flow) in &mut self.flows {
                 if !flow.held && flow.jobs.front().is_some_and(|job| !job.has_room()) {

@@ -63,6 +63,8 @@ const UNPLACED: u32 = 7;
 const FRAMES_FRONT: u32 = 8;
 const UPLOADS_TOP: u32 = 10;
 const DOWNLOADS_TOP: u32 = 11;
+/// For each lane: 1 if the chunk behind the last one has been given out and is not sent yet, because it is being compressed.
+const AWAITING: u32 = 16;
 /// For each lane: bytes of whole chunks that came, where the first chunk under way begins, and which chunks those are.
 const LANE_HEADS: u32 = 64;
 const LANE_HEAD: u32 = 4;
@@ -80,7 +82,7 @@ const CELLS: u32 = LANES_AT + LANES * CHUNKS * CHUNK;
 /// Bytes of a ledger. Only the pages that were written take memory.
 const SIZE: usize = CELLS as usize * size_of::<u64>();
 
-const _: () = assert!(LANE_HEADS + LANES * LANE_HEAD <= LOG_AT);
+const _: () = assert!(AWAITING + LANES <= LANE_HEADS && LANE_HEADS + LANES * LANE_HEAD <= LOG_AT);
 
 /// A frame of the control stream that the server may not have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,7 +129,7 @@ pub(super) struct Lane {
     pub(super) received: u64,
     /// Where in the stream to the server the first of `chunks` begins.
     pub(super) base: u64,
-    /// Headers of the chunks that the server may not have, each with the hash that stands behind it if its header says so.
+    /// Headers of the chunks that the server may not have, each with the hash that stands behind it, or where its compressed bytes are, if its header says so. The last one may not have been sent yet.
     pub(super) chunks: Vec<(DataHeader, [u8; 32])>,
 }
 
@@ -327,6 +329,8 @@ pub(in crate::bridge) struct Ledger {
     uploads: Table,
     downloads: Table,
     lanes: Vec<(Ring, u64)>,
+    /// Lanes whose next chunk is noted and not sent.
+    awaiting: u32,
     unplaced: u64,
 }
 
@@ -363,6 +367,7 @@ impl Ledger {
             uploads: Table::new(UPLOADS_AT, UPLOAD, UPLOADS_TOP),
             downloads: Table::new(DOWNLOADS_AT, DOWNLOAD, DOWNLOADS_TOP),
             lanes: Vec::new(),
+            awaiting: 0,
             unplaced: 0,
         }
     }
@@ -443,7 +448,17 @@ impl Ledger {
         }
         for number in 0..lanes as u32 {
             let head = LANE_HEADS + number * LANE_HEAD;
-            let ring = Ring::read(cells, head + 2, CHUNKS)?;
+            let mut ring = Ring::read(cells, head + 2, CHUNKS)?;
+            match cells.get(AWAITING + number) {
+                0 => {}
+                // Whoever had it is gone. It is sent as it is, as the last one.
+                1 if ring.len < CHUNKS => {
+                    ring.len += 1;
+                    ledger.staged.set(AWAITING + number, 0);
+                    ledger.staged.set(head + 3, ring.len.into());
+                }
+                _ => return Err(malformed("a chunk that was being compressed")),
+            }
             let chunks = ring.places(CHUNKS).map(|place| {
                 let at = LANES_AT + (number * CHUNKS + place) * CHUNK;
                 let word = |index| cells.get(at + index);
@@ -463,6 +478,7 @@ impl Ledger {
             ledger.lanes.push((ring, lane.base));
             content.lanes.push(lane);
         }
+        ledger.commit();
         Ok((ledger, content))
     }
 
@@ -582,19 +598,39 @@ impl Ledger {
         self.lanes.get(lane).is_some_and(|(ring, _)| ring.len < CHUNKS - margin)
     }
 
-    /// A chunk is about to be sent on connection `lane`.
-    pub(super) fn sending(&mut self, lane: usize, header: &DataHeader, hash: Option<&[u8; 32]>) {
-        let Some((ring, _)) = self.lanes.get_mut(lane) else { return };
+    /// A chunk has been given out to connection `lane`, and what is to be sent of it will be known soon: its compressed bytes, or its own. Nothing else is sent there before.
+    pub(super) fn preparing(&mut self, lane: usize, header: &DataHeader) {
+        if self.note_chunk(lane, header, None).is_some() {
+            self.awaiting |= 1 << lane;
+            self.staged.set(AWAITING + lane as u32, 1);
+        }
+    }
+
+    /// A chunk is about to be sent on connection `lane`. `more` is what else must be known of it: a hash, or where compressed bytes are.
+    pub(super) fn sending(&mut self, lane: usize, header: &DataHeader, more: Option<&[u8; 32]>) {
+        let Some(len) = self.note_chunk(lane, header, more) else { return };
+        if let Some((ring, _)) = self.lanes.get_mut(lane) {
+            ring.len = len;
+        }
+        self.staged.set(LANE_HEADS + lane as u32 * LANE_HEAD + 3, len.into());
+        if self.awaiting & 1 << lane != 0 {
+            self.awaiting &= !(1 << lane);
+            self.staged.set(AWAITING + lane as u32, 0);
+        }
+    }
+
+    /// Notes a chunk behind the last one. Gives how many there are with it.
+    fn note_chunk(&mut self, lane: usize, header: &DataHeader, more: Option<&[u8; 32]>) -> Option<u32> {
+        let (ring, _) = self.lanes.get(lane)?;
         let place = (ring.front + ring.len) % CHUNKS;
-        ring.len += 1;
         let at = LANES_AT + (lane as u32 * CHUNKS + place) * CHUNK;
         let piece = u64::from(header.piece) | u64::from(header.len) << 32;
         self.staged.set_all(at, [header.seq, header.offset, piece]);
-        if let Some(hash) = hash {
-            let (words, _) = hash.as_chunks::<8>();
+        if let Some(more) = more {
+            let (words, _) = more.as_chunks::<8>();
             (at + 3..).zip(words).for_each(|(cell, word)| self.staged.set(cell, u64::from_le_bytes(*word)));
         }
-        self.staged.set(LANE_HEADS + lane as u32 * LANE_HEAD + 3, ring.len.into());
+        Some(ring.len + 1)
     }
 
     /// The server has the first chunk under way on connection `lane`, which takes `len` bytes of the stream.
@@ -671,6 +707,9 @@ pub fn take_over_any(words: &[(u32, u64)], slots: usize, lanes: usize) -> bool {
             ledger.download(number, index as u32, range);
         }
         if ledger.lane_has_room(lane, true) {
+            if index % 3 == 0 {
+                ledger.preparing(lane, &header);
+            }
             ledger.sending(lane, &header, Some(&[index as u8; 32]));
         }
         ledger.commit();

@@ -12,17 +12,19 @@ use protocol::channel::{
 use protocol::data::{DataUse, Place};
 use protocol::handle::{ContextId, StreamId};
 use protocol::link::{
-    ARENA_KEY, DataAsk, DataGrant, DataHeader, DataSent, ProgressUpdate, Received, RegionKey, ReplyHeader,
-    frame, progress,
+    ARENA_KEY, DataAsk, DataGrant, DataSent, ProgressUpdate, Received, RegionKey, ReplyHeader, frame,
+    progress,
 };
 use protocol::ops::{self, Class};
 use protocol::trace::Stage;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::downloads::Downloads;
+use super::flows::Chunk;
 use super::ledger::{Framed, Ledger};
 use super::mailbox::{Mailbox, Message};
 use super::regions::{Regions, Span};
+use super::sent::Sent;
 use super::unsent::Unsent;
 use super::{EndReason, Schedule, Upload};
 use crate::bridge::state::{SessionState, Waker};
@@ -424,10 +426,18 @@ impl<'c, S: Schedule> Machine<'c, S> {
         self.ledger.as_ref().is_none_or(|ledger| ledger.lane_has_room(lane, data))
     }
 
-    /// What has this header, and perhaps a hash behind it, is about to be sent on data connection `lane`.
-    pub(in crate::bridge) fn sending(&mut self, lane: usize, header: &DataHeader, hash: Option<&[u8; 32]>) {
+    /// A chunk was given out to data connection `lane`, and what is sent of it will be told to [`sending`](Self::sending). Until then nothing else is.
+    pub(in crate::bridge) fn preparing(&mut self, lane: usize, chunk: &Chunk<S::Memory>) {
         if let Some(ledger) = &mut self.ledger {
-            ledger.sending(lane, header, hash);
+            ledger.preparing(lane, &chunk.header());
+            self.commit();
+        }
+    }
+
+    /// This is about to be sent on data connection `lane`.
+    pub(in crate::bridge) fn sending(&mut self, lane: usize, what: &Sent<S::Memory>) {
+        if let Some(ledger) = &mut self.ledger {
+            ledger.sending(lane, &what.header(), what.noted().as_ref());
             self.commit();
         }
     }

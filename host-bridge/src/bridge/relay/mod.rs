@@ -14,6 +14,7 @@
 //! - [`machine`]: records, frames, replies, progress, whether the server is there;
 //! - [`regions`]: the memory that records may name; [`unsent`] and [`downloads`]: data under way to the server and from it; [`sent`]: what goes on a data connection;
 //! - [`flows`], [`slots`]: the two schedules; [`pace`]: how much should be on its way; [`knowledge`]: what the server has already;
+//! - [`compression`]: when data is compressed; [`compressed`]: where compressed bytes lie until the server has them;
 //! - [`carrier`]: what a transport must do, and the loop that has it do so;
 //! - [`handle`], [`mailbox`]: the relay as other threads see it;
 //! - [`ledger`], [`succession`]: how another process goes on where this one ended.
@@ -21,6 +22,8 @@
 //! `fuzzing` has a client and a server that keep to nothing.
 
 mod carrier;
+mod compressed;
+mod compression;
 mod downloads;
 mod flows;
 #[cfg(any(test, fuzzing))]
@@ -46,7 +49,10 @@ use protocol::ops::OpInfo;
 use protocol::wire::WireError;
 
 pub(super) use self::carrier::{Carrier, Wakeups, run};
-pub(super) use self::flows::{Carries, Flows, ToHash};
+pub(super) use self::compressed::{Compressed, Room, file as compressed_file, rooms};
+pub use self::compression::CompressUse;
+pub(super) use self::compression::{Compression, SAMPLE, Trial};
+pub(super) use self::flows::{Carries, Chunk, Flows, ToHash};
 #[cfg(fuzzing)]
 pub use self::fuzzing::relay_any;
 pub(super) use self::handle::RelayHandle;
@@ -57,7 +63,7 @@ pub(super) use self::ledger::{Ledger, file as ledger_file};
 pub(super) use self::machine::{Machine, untrue};
 pub(super) use self::mailbox::Mailbox;
 pub(super) use self::regions::{ClientMemory, MemoryKey, Span};
-pub(super) use self::sent::Sent;
+pub(super) use self::sent::{Head, Sent};
 pub(super) use self::slots::Slots;
 pub(super) use self::succession::{Restored, RestoredLane};
 

@@ -7,6 +7,8 @@
 //!   on the way in the shortest round trip ≈ received while watched × shortest ÷ time watched
 //! ```
 //!
+//! The same chunks tell what the link carries in a second. Bytes count as they cross the link there, which are fewer where data is compressed.
+//!
 //! The clock is the caller's.
 
 use std::time::{Duration, Instant};
@@ -21,6 +23,8 @@ const FAR: Duration = Duration::from_micros(500);
 const FAST: u64 = 1 << 30;
 /// The rate is known from as many bytes as this, received one after the other.
 const ENOUGH: u64 = 256 << 10;
+/// What the link carries is measured over as many bytes as this. (Each connection acknowledges a MiB at a time.)
+const MEASURED: u64 = 2 << 20;
 
 /// See the module's text.
 #[derive(Debug)]
@@ -34,6 +38,12 @@ pub(super) struct Pace {
     shortest: Duration,
     /// The most bytes a second that were received. 0: it is not known.
     rate: u64,
+    /// Bytes that have crossed the link.
+    crossed: u64,
+    /// Bytes a second that the link carries, smoothed.
+    link: Option<u64>,
+    /// Bytes that crossed the link while a chunk was watched, and in what time, since `link` was last reckoned.
+    measured: (u64, Duration),
     watched: Option<Watched>,
     /// When a watched chunk last arrived.
     arrived: Option<Instant>,
@@ -48,6 +58,8 @@ struct Watched {
     begun: Instant,
     /// [`Pace::received`] then.
     received: u64,
+    /// [`Pace::crossed`] then.
+    crossed: u64,
 }
 
 impl Pace {
@@ -60,6 +72,9 @@ impl Pace {
             received: 0,
             shortest: Duration::MAX,
             rate: 0,
+            crossed: 0,
+            link: None,
+            measured: (0, Duration::ZERO),
             watched: None,
             arrived: None,
         }
@@ -84,6 +99,11 @@ impl Pace {
         (1..FAST).contains(&self.rate)
     }
 
+    /// Bytes a second that the link carries, on average of what was sent lately. `None`: too little has been sent.
+    pub(super) fn link(&self) -> Option<u64> {
+        self.link
+    }
+
     /// A chunk is given out to be sent.
     pub(super) fn leaves(&mut self, seq: u64, piece: u32, at: u64, now: impl FnOnce() -> Instant) {
         if self.watched.is_some() || self.most == self.least {
@@ -92,20 +112,23 @@ impl Pace {
         let begun = now();
         if self.arrived.is_some_and(|arrived| begun.saturating_duration_since(arrived) > IDLE) {
             (self.window, self.shortest, self.rate, self.arrived) = (self.least, Duration::MAX, 0, None);
+            (self.link, self.measured) = (None, (0, Duration::ZERO));
         }
-        self.watched = Some(Watched { seq, piece, at, begun, received: self.received });
+        let Pace { received, crossed, .. } = *self;
+        self.watched = Some(Watched { seq, piece, at, begun, received, crossed });
     }
 
-    /// The server has a chunk of `len` bytes. True: the window has grown, or the link is found to be far.
+    /// The server has a chunk of `len` bytes, of which `crossed` came over the link. True: the window has grown, or the link is found to be far.
     pub(super) fn arrives(
         &mut self,
         seq: u64,
         piece: u32,
         at: u64,
-        len: u64,
+        (len, crossed): (u64, u64),
         now: impl FnOnce() -> Instant,
     ) -> bool {
         self.received += len;
+        self.crossed += crossed;
         let Some(watched) = self.watched.take_if(|w| (w.seq, w.piece, w.at) == (seq, piece, at)) else {
             return false;
         };
@@ -119,11 +142,25 @@ impl Pace {
             let rate = u64::try_from(meanwhile * 1_000_000_000 / time.as_nanos()).unwrap_or(u64::MAX);
             self.rate = self.rate.max(rate);
         }
+        self.measure(self.crossed - watched.crossed, time);
         let on_the_way = meanwhile * self.shortest.as_nanos() / time.as_nanos();
         let before = self.window;
         let wanted = u64::try_from(2 * on_the_way).unwrap_or(u64::MAX);
         self.window = self.window.max(wanted).min(self.most);
         self.window > before || near && self.is_far()
+    }
+
+    /// So many bytes crossed the link in this time.
+    fn measure(&mut self, bytes: u64, time: Duration) {
+        let (bytes, time) = (self.measured.0 + bytes, self.measured.1 + time);
+        if bytes < MEASURED {
+            self.measured = (bytes, time);
+            return;
+        }
+        let rate = u128::from(bytes) * 1_000_000_000 / time.as_nanos().max(1);
+        let rate = u64::try_from(rate).unwrap_or(u64::MAX);
+        self.link = Some(self.link.map_or(rate, |before| before - before / 4 + rate / 4));
+        self.measured = (0, Duration::ZERO);
     }
 }
 
@@ -138,15 +175,15 @@ mod tests {
     fn settled(pace: &mut Pace, rate: u64, round_trip: Duration, mut now: Instant) -> u64 {
         pace.leaves(u64::MAX, 0, 0, || now);
         now += round_trip;
-        pace.arrives(u64::MAX, 0, 0, 1, || now);
+        pace.arrives(u64::MAX, 0, 0, (1, 1), || now);
         for seq in 0..20 {
             let before = pace.window();
             // A window is sent in the time that the link takes, or the round trip limits.
             let time = Duration::from_secs_f64(before as f64 / rate as f64).max(round_trip);
             pace.leaves(seq, 0, 0, || now);
             now += time;
-            pace.arrives(seq + 1000, 0, 0, before - 1, || now);
-            pace.arrives(seq, 0, 0, 1, || now);
+            pace.arrives(seq + 1000, 0, 0, (before - 1, before - 1), || now);
+            pace.arrives(seq, 0, 0, (1, 1), || now);
         }
         pace.window()
     }
@@ -175,7 +212,7 @@ mod tests {
         // As large as the least: it never asks the clock.
         let mut pace = Pace::new(LEAST, 0);
         pace.leaves(1, 0, 0, || unreachable!());
-        assert!(!pace.arrives(1, 0, 0, 1 << 30, || unreachable!()));
+        assert!(!pace.arrives(1, 0, 0, (1 << 30, 1 << 30), || unreachable!()));
     }
 
     #[test]
@@ -184,10 +221,38 @@ mod tests {
         for (rate, fast) in [(125_000_000, false), (4 << 30, true)] {
             let mut pace = Pace::new(LEAST, MOST);
             pace.leaves(1, 0, 0, || begin);
-            pace.arrives(1, 0, 0, 1000, || begin + Duration::from_millis(1));
+            pace.arrives(1, 0, 0, (1000, 1000), || begin + Duration::from_millis(1));
             assert!(!pace.is_fast() && !pace.is_slow());
             settled(&mut pace, rate, Duration::from_micros(200), begin);
             assert_eq!((pace.is_fast(), pace.is_slow()), (fast, !fast));
+        }
+    }
+
+    #[test]
+    fn what_the_link_carries_is_reckoned_from_the_bytes_that_cross_it() {
+        let begin = Instant::now();
+        for fraction in [1, 10] {
+            let mut pace = Pace::new(LEAST, MOST);
+            let mut now = begin;
+            for seq in 0..200 {
+                pace.leaves(seq, 0, 0, || now);
+                now += Duration::from_millis(10);
+                // 25 MB/s, and what they stand for.
+                pace.arrives(seq, 0, 0, (250_000 * fraction, 250_000), || now);
+                assert_eq!(pace.link().is_some(), (seq + 1) * 250_000 >= MEASURED, "{seq}");
+            }
+            let link = pace.link().unwrap();
+            assert!((24_900_000..25_100_000).contains(&link), "{link}");
+            // It follows the link.
+            for seq in 200..400 {
+                pace.leaves(seq, 0, 0, || now);
+                now += Duration::from_millis(10);
+                pace.arrives(seq, 0, 0, (1_000_000, 1_000_000), || now);
+            }
+            let link = pace.link().unwrap();
+            assert!((99_000_000..101_000_000).contains(&link), "{link}");
+            pace.leaves(7, 0, 0, || now + Duration::from_secs(60));
+            assert_eq!(pace.link(), None);
         }
     }
 

@@ -4,11 +4,15 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use protocol::channel::RECORD_HEADER;
-use protocol::link::{DATA_FLAGS, DataHeader, EAGER_FLAG, HASH_FLAG, KEEP_FLAG, KNOWN_FLAG, frame};
+use protocol::link::{
+    COMPRESSED_FLAG, DATA_FLAGS, DataHeader, EAGER_FLAG, HASH_FLAG, KEEP_FLAG, KNOWN_FLAG, frame,
+};
 
+use super::compressed::Room;
 use super::flows::{Carries, Chunk, Flows};
 use super::ledger::{Content, Framed, Ledger};
 use super::machine::Machine;
@@ -44,13 +48,14 @@ fn wrong(what: impl std::fmt::Display) -> EndReason {
 }
 
 impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
-    /// Goes on with a session of `lanes` data connections from its ledger. `schedule` is [noted](Flows::noted) and new; the client's memory is as it was. The session's link is lost.
+    /// Goes on with a session of `lanes` data connections from its ledger, and the rooms of its compressed bytes if it has them. `schedule` is [noted](Flows::noted) and new; the client's memory is as it
+    /// was. The session's link is lost.
     pub(in crate::bridge) fn restore(
         session: &'c SessionState,
         (arena, regions): (Option<M>, Vec<(u32, M)>),
         schedule: Flows<M>,
         silence: Duration,
-        file: &impl AsFd,
+        (file, rooms): (&impl AsFd, &[Arc<Room>]),
         lanes: usize,
     ) -> Result<Restored<'c, M>, EndReason> {
         let slots = session.channel.view.geometry().slot_count;
@@ -61,7 +66,7 @@ impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
         let out = machine.restore_frames(&content)?;
         machine.restore_downloads(&content)?;
         machine.note_in(ledger);
-        let lanes = machine.restore_uploads(&content)?;
+        let lanes = machine.restore_uploads(&content, rooms)?;
         machine.waiting = content.awaited;
         (machine.control_received, machine.processed) = (content.control_in, content.control_in);
         machine.again = true;
@@ -121,7 +126,11 @@ impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
     }
 
     /// What was sent of uploads, by connection; what was not is for the schedule.
-    fn restore_uploads(&mut self, content: &Content) -> Result<Vec<RestoredLane<M>>, EndReason> {
+    fn restore_uploads(
+        &mut self,
+        content: &Content,
+        rooms: &[Arc<Room>],
+    ) -> Result<Vec<RestoredLane<M>>, EndReason> {
         let mut spans: BTreeMap<(u64, u32), (Span<M>, u64)> = BTreeMap::new();
         let mut pieces = Vec::new();
         for upload in &content.uploads {
@@ -132,8 +141,9 @@ impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
             pieces.push((Upload { seq, piece, span, late }, upload.job));
         }
         let mut lanes = Vec::new();
-        for lane in &content.lanes {
-            let sent = lane.chunks.iter().map(|(header, hash)| chunk(*header, *hash, &mut spans));
+        for (index, lane) in content.lanes.iter().enumerate() {
+            let room = rooms.get(index);
+            let sent = lane.chunks.iter().map(|(header, more)| chunk(*header, *more, &mut spans, room));
             let sent = sent.collect::<Option<_>>().ok_or_else(|| wrong("what was sent of an upload"))?;
             lanes.push(RestoredLane { received: lane.received, base: lane.base, sent });
         }
@@ -150,8 +160,9 @@ impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
 /// A chunk that was sent. What it has of its piece is added to what the server may not have of that.
 fn chunk<M>(
     header: DataHeader,
-    hash: [u8; 32],
+    more: [u8; 32],
     spans: &mut BTreeMap<(u64, u32), (Span<M>, u64)>,
+    room: Option<&Arc<Room>>,
 ) -> Option<Sent<M>> {
     let DataHeader { seq, offset: at, piece, len: flags } = header;
     let (len, has) = (flags & !DATA_FLAGS, |flag| flags & flag != 0);
@@ -160,11 +171,19 @@ fn chunk<M>(
     }
     if has(HASH_FLAG) {
         // The server may have had all that it was asked about in the meantime.
-        return Some(Sent::Plain(header, Some(hash)));
+        return Some(Sent::Plain(header, Some(more)));
     }
     let (span, left) = spans.get_mut(&(seq, piece))?;
     span.part(at, len.into())?;
     *left += u64::from(len);
     let carries = if has(KNOWN_FLAG) { Carries::Nothing } else { Carries::Bytes { keep: has(KEEP_FLAG) } };
-    Some(Sent::Chunk(Chunk { seq, piece, span: span.clone(), at, len, eager: has(EAGER_FLAG), carries }))
+    let chunk = Chunk { seq, piece, span: span.clone(), at, len, eager: has(EAGER_FLAG), carries };
+    if !has(COMPRESSED_FLAG) {
+        return Some(Sent::Chunk(chunk));
+    }
+    let ([begin, compressed, ..], _) = more.as_chunks::<8>() else { return None };
+    let (begin, compressed) = (u64::from_le_bytes(*begin), u64::from_le_bytes(*compressed));
+    let fewer = compressed < len.into() && carries != Carries::Nothing;
+    let bytes = room.filter(|_| fewer)?.find(begin, compressed)?;
+    Some(Sent::Compressed(chunk, bytes))
 }

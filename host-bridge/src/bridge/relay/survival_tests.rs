@@ -4,8 +4,8 @@
 //! the order that a seed says. What must hold: every command arrives once, unchanged and in order; so does every answer; no byte of data is wrong, missing or written twice; nothing is read from the
 //! client's memory after it was released; and the session comes to its end, with nothing kept.
 //!
-//! The bridge's process ends again and again as well, between any two words that it writes into its [ledger](super::ledger), and another one goes on from there: with the client's memory and
-//! the ledger, and nothing else.
+//! Some of the data is compressed on its way. The bridge's process ends again and again as well, between any two words that it writes into its [ledger](super::ledger), and another one goes on from there: with the client's memory,
+//! the ledger and what was compressed, and nothing else.
 //!
 //! `RGPU_SURVIVAL_CUTS=1000000 cargo test -p rgpu-host-bridge survival -- --nocapture` runs until so many cuts were made.
 
@@ -27,7 +27,9 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::ledger::{self, Ended, Ledger};
 use super::tests::{Random, TestMemory, producer, push, session};
-use super::{CacheUse, Carries, EndReason, Flows, Machine, Sent, ToHash};
+use super::{
+    CacheUse, Carries, Chunk, EndReason, Flows, Machine, Room, Sent, ToHash, compressed_file, rooms,
+};
 use crate::bridge::state::SessionState;
 use crate::endpoint::cache::tests::Memory;
 use crate::endpoint::cache::{BlockCache, Blocks};
@@ -45,9 +47,10 @@ const HEADER: usize = size_of::<DataHeader>();
 const COMMANDS: u64 = 60;
 const LENGTHS: [u64; 8] = [0, 1, 24, 100, 999, 5000, 5000, 70_000];
 
-/// The byte at `offset` of a command's data.
+/// The byte at `offset` of a command's data. That of every other pair of commands compresses.
 fn byte(seq: u64, offset: u64) -> u8 {
-    (seq.wrapping_mul(131) ^ offset.wrapping_mul(7) ^ offset >> 8) as u8
+    let of_offset = if seq % 4 < 2 { offset >> 5 } else { offset.wrapping_mul(7) ^ offset >> 8 };
+    (seq.wrapping_mul(131) ^ of_offset) as u8
 }
 
 fn bytes(seq: u64, offset: u64, len: usize) -> Vec<u8> {
@@ -74,6 +77,8 @@ impl Wire {
 #[derive(Default)]
 struct NearData {
     journal: Journal<Outbound>,
+    /// What is being compressed.
+    preparing: Option<Chunk<TestMemory>>,
     /// What is being sent, and how much of it was.
     sending: Option<(Outbound, u64)>,
     received: u64,
@@ -188,6 +193,9 @@ struct Model<'c> {
     session: &'c SessionState,
     /// Where the ledger is.
     file: OwnedFd,
+    /// Where what was compressed is.
+    compressed_file: OwnedFd,
+    rooms: Vec<Arc<Room>>,
     cache: CacheUse,
     producer: Producer<'c>,
     machine: Machine<'c, Flows<TestMemory>>,
@@ -198,6 +206,9 @@ struct Model<'c> {
     hashing: VecDeque<ToHash<TestMemory>>,
     /// Bytes that were not sent because the server had them.
     known: u64,
+    /// Bytes that were compressed; one of so many chunks is.
+    compressed: u64,
+    compresses: usize,
     far: Far,
     /// Control stream first: to the server, and to the bridge.
     there: Vec<Wire>,
@@ -225,7 +236,8 @@ fn arena() -> Option<TestMemory> {
 
 impl<'c> Model<'c> {
     fn new(session: &'c SessionState, seed: u64) -> Model<'c> {
-        let file = ledger::file().unwrap();
+        let (file, compressed_file) = (ledger::file().unwrap(), compressed_file(DATA).unwrap());
+        let rooms = rooms(&compressed_file, DATA).unwrap();
         let cache = if seed.is_multiple_of(2) { CacheUse::Always } else { CacheUse::Never };
         let schedule = Flows::new(DATA, 0, cache).noted();
         let mut machine = Machine::new(session, arena(), schedule, Duration::from_secs(60));
@@ -256,6 +268,8 @@ impl<'c> Model<'c> {
         Model {
             session,
             file,
+            compressed_file,
+            rooms,
             cache,
             producer: producer(session),
             machine,
@@ -264,6 +278,8 @@ impl<'c> Model<'c> {
             data: (0..DATA).map(|_| NearData::default()).collect(),
             hashing: VecDeque::new(),
             known: 0,
+            compressed: 0,
+            compresses: 2,
             far,
             there: wires(),
             back: wires(),
@@ -360,39 +376,68 @@ impl<'c> Model<'c> {
             hashed = true;
         }
         let data = &mut self.data[index];
+        let mut waits = false;
+        if let Some(chunk) = &data.preparing {
+            waits = self.random.below(3) == 0;
+            if !waits {
+                let all = bytes(chunk.seq, chunk.at, chunk.len as usize);
+                let fewer = lz4_flex::block::compress(&all);
+                let kept = if fewer.len() < all.len() { self.rooms[index].keep(&fewer) } else { None };
+                self.compressed += if kept.is_some() { all.len() as u64 } else { 0 };
+                let what = match (kept, data.preparing.take()) {
+                    (Some(kept), Some(chunk)) => Outbound::Compressed(chunk, kept),
+                    (None, Some(chunk)) => Outbound::Chunk(chunk),
+                    (_, None) => unreachable!(),
+                };
+                self.machine.sending(index, &what);
+                data.journal.push(what);
+            }
+        }
         if data.sending.is_none() {
-            if data.journal.next().is_none() {
+            if data.journal.next().is_none() && data.preparing.is_none() {
                 if data.whole > data.told + 200 && self.random.below(2) == 0 {
                     data.told = data.whole;
                     let what = Outbound::received(data.whole);
-                    self.machine.sending(index, &what.header(), None);
+                    self.machine.sending(index, &what);
                     data.journal.push(what);
                 } else if let Some(chunk) = self.machine.schedule().next_chunk() {
                     self.known += if chunk.carries == Carries::Nothing { chunk.len.into() } else { 0 };
+                    if chunk.sends() > 0 && self.random.below(self.compresses) == 0 {
+                        self.machine.preparing(index, &chunk);
+                        data.preparing = Some(chunk);
+                        return true;
+                    }
                     let what = Outbound::Chunk(chunk);
-                    self.machine.sending(index, &what.header(), what.hash());
+                    self.machine.sending(index, &what);
                     data.journal.push(what);
                 }
             }
             data.sending = data.journal.take();
         }
-        let Some((what, sent)) = data.sending.take() else { return hashed };
-        let (header, hash) = (what.header(), what.hash().copied());
-        if let Outbound::Chunk(chunk) = &what {
+        let Some((what, sent)) = data.sending.take() else { return hashed || waits };
+        if let Some(chunk) = what.chunk() {
             // What was released is the client's: it may hold anything now.
             let gone = self.session.channel.view.progress().released() >= chunk.seq;
             assert!(!gone || chunk.sends() == 0, "command {} is sent after it was released", chunk.seq);
         }
         let whole = what.stream_len() as usize;
-        let head = [header.as_bytes(), hash.as_ref().map_or(&[][..], |hash| hash)].concat();
+        let head = what.head().as_bytes().to_vec();
         let (at, left) = (sent as usize, whole - sent as usize);
         let n = self.random.below(left + 1).max(1).min(left);
         let of_head = n.min(head.len().saturating_sub(at));
         let begin = at.min(head.len());
         self.there[number].send(&head[begin..begin + of_head]);
-        if let Outbound::Chunk(chunk) = &what {
-            let data = (at + of_head).saturating_sub(head.len()) as u64;
-            self.there[number].send(&bytes(chunk.seq, chunk.at + data, n - of_head));
+        let of_data = (at + of_head).saturating_sub(head.len());
+        match &what {
+            Outbound::Chunk(chunk) => {
+                self.there[number].send(&bytes(chunk.seq, chunk.at + of_data as u64, n - of_head));
+            }
+            Outbound::Compressed(_, kept) => {
+                let mut copy = vec![0; n - of_head];
+                kept.bytes().part(of_data, copy.len()).read(&mut copy);
+                self.there[number].send(&copy);
+            }
+            Outbound::Plain(..) => {}
         }
         let sent = sent + n as u64;
         if sent < whole as u64 {
@@ -475,11 +520,14 @@ impl<'c> Model<'c> {
             self.far_frames();
             return any;
         };
-        while n > 0 {
+        loop {
             let far = &mut self.far;
             let data = &mut far.data[index];
-            // Data without a place waits in its connection.
+            // Data without a place waits in its connection. What was decompressed and had no place may have one now.
             let Some((at, len)) = data.reader.room(&far.inbox, false).unwrap() else { break };
+            if n == 0 {
+                break;
+            }
             let now = self.there[number].take(len.min(n));
             // SAFETY: `room` has just given `len` writable bytes to this thread alone.
             unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), at.as_ptr(), now.len()) };
@@ -764,15 +812,15 @@ impl<'c> Model<'c> {
 /// Nobody has to send it any more.
 fn freed(machine: &mut Machine<'_, Flows<TestMemory>>, index: usize, what: &Outbound) {
     machine.arrived(index, what.stream_len());
-    if let Outbound::Chunk(chunk) = what
+    if let Some(chunk) = what.chunk()
         && !matches!(chunk.carries, Carries::Hash(_))
     {
         machine.sent(chunk.seq, chunk.len.into());
     }
 }
 
-/// A session whose link is cut about every `every` steps. Gives the number of cuts, and of bytes that the server knew.
-fn cut_often(seed: u64, every: usize) -> (u64, u64) {
+/// A session whose link is cut about every `every` steps. Gives the number of cuts, of bytes that the server knew, and of bytes that were compressed.
+fn cut_often(seed: u64, every: usize) -> [u64; 3] {
     let (session, _) = session();
     let mut model = Model::new(&session, seed);
     while model.producer.last_seq() < COMMANDS || model.random.below(300) > 0 {
@@ -789,34 +837,36 @@ fn cut_often(seed: u64, every: usize) -> (u64, u64) {
         }
     }
     model.settle();
-    (model.cuts, model.known)
+    [model.cuts, model.known, model.compressed]
 }
 
 #[test]
 fn sessions_survive_any_number_of_cuts_anywhere() {
     let wanted = std::env::var("RGPU_SURVIVAL_CUTS").ok().and_then(|text| text.parse().ok()).unwrap_or(2_000);
     let first = std::env::var("RGPU_SURVIVAL_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
-    let (mut cuts, mut known, mut sessions) = (0, 0, 0);
+    let (mut cuts, mut known, mut compressed, mut sessions) = (0, 0, 0, 0);
     for seed in first.. {
         let every = [2, 10, 50, 300][seed as usize / 2 % 4];
-        let (more, knew) = cut_often(seed, every);
-        (cuts, known) = (cuts + more, known + knew);
+        let [more, knew, fewer] = cut_often(seed, every);
+        (cuts, known, compressed) = (cuts + more, known + knew, compressed + fewer);
         sessions += 1;
         if cuts >= wanted {
             break;
         }
     }
-    println!("{sessions} sessions survived {cuts} cuts of their links; {known} bytes were not sent");
-    assert!(known > 0);
+    println!(
+        "{sessions} sessions survived {cuts} cuts of their links; {known} bytes were not sent, {compressed} compressed"
+    );
+    assert!(known > 0 && compressed > 0);
 }
 
 #[test]
 fn a_session_survives_a_cut_at_every_single_byte() {
-    let mut cuts = 0;
+    let (mut cuts, mut compressed) = (0, 0);
     for byte in 1.. {
         let (session, _) = session();
         let mut model = Model::new(&session, 7);
-        model.cut_in = Some(byte);
+        (model.cut_in, model.compresses) = (Some(byte), 1);
         let range = HostRange { place: Place::Arena, offset: 0, len: 300 };
         let stream = StreamId(0);
         model.append(&MemcpyHtoD { stream, dst: 0, src: HostIn::Range(range) }, NO_SLOT);
@@ -833,7 +883,8 @@ fn a_session_survives_a_cut_at_every_single_byte() {
             break;
         }
         cuts += model.cuts;
+        compressed += u32::from(model.compressed > 0);
     }
-    println!("a session survived a cut at each of its {cuts} bytes");
-    assert!(cuts > 1000, "{cuts}");
+    println!("a session survived a cut at each of its {cuts} bytes; {compressed} times some were compressed");
+    assert!(cuts > 1000 && compressed > 500, "{cuts} {compressed}");
 }

@@ -16,7 +16,9 @@ use super::resume::{Interruption, Ticket};
 use super::socket::{Gather, Socket, not_now};
 use crate::bridge::SessionConfig;
 use crate::bridge::connect::Daemon;
-use crate::bridge::relay::{CacheUse, Carrier, EndReason, Flows, Mailbox, RestoredLane, ToHash, Wakeups};
+use crate::bridge::relay::{
+    CacheUse, Carrier, CompressUse, EndReason, Flows, Mailbox, RestoredLane, Room, ToHash, Wakeups,
+};
 use crate::bridge::state::{SessionState, thread_name};
 use crate::framing::SendBuffer;
 use crate::stream::Stream;
@@ -44,6 +46,8 @@ pub(super) struct TcpCarrier {
     /// Bytes of the control stream that the server was told of.
     told: u64,
     data: Vec<DataConnection>,
+    /// Where compressed bytes lie, for each data connection. Empty: nothing is compressed.
+    rooms: Vec<Arc<Room>>,
     /// Computes hashes of blocks that the server may have in its cache.
     hasher: Option<IoThread<ToHash<SocketMemory>>>,
     wakeups: Wakeups,
@@ -62,8 +66,8 @@ impl TcpCarrier {
     ) -> Result<TcpCarrier, EndReason> {
         let mut carrier = TcpCarrier::over(session, mailbox, links, config)?;
         session.link.stands(&carrier.control);
-        for (index, connection) in carrier.data.iter_mut().enumerate() {
-            open(connection, index, session, mailbox, config, &carrier.wakeups)?;
+        for index in 0..carrier.data.len() {
+            carrier.open(index, mailbox)?;
         }
         Ok(carrier)
     }
@@ -127,11 +131,26 @@ impl TcpCarrier {
             out: SendBuffer::keeping(),
             told: 0,
             data,
+            rooms: links.rooms,
             hasher,
             wakeups,
             watched: (true, false),
             gather: Gather::new(),
         })
+    }
+
+    /// Begins to use a data connection.
+    fn open(&mut self, index: usize, mailbox: &Mailbox<SocketMemory>) -> Result<(), EndReason> {
+        let here = |e: std::io::Error| EndReason::Here(e.to_string());
+        let wake = || mailbox.wake().as_fd().try_clone_to_owned().map_err(here);
+        let Some(connection) = self.data.get_mut(index) else { return Ok(()) };
+        if self.config.io_threads {
+            connection.start_threads(&self.session, &wake()?).map_err(here)?;
+        }
+        if let (Some(room), true) = (self.rooms.get(index), self.ticket.compress != CompressUse::Never) {
+            connection.compress(self.ticket.compress, room, wake()?);
+        }
+        self.wakeups.add(connection.socket(), FIRST_DATA + index)
     }
 
     /// Has the server told what has come of the control stream, once that is much, and a little sooner when it is
@@ -269,23 +288,6 @@ fn first_attempt(generation: u64) -> Option<u32> {
     u32::try_from(generation).ok()?.checked_mul(OF_A_PROCESS)?.checked_add(1)
 }
 
-/// Begins to use a data connection.
-fn open(
-    connection: &mut DataConnection,
-    index: usize,
-    session: &Arc<SessionState>,
-    mailbox: &Mailbox<SocketMemory>,
-    config: &SessionConfig,
-    wakeups: &Wakeups,
-) -> Result<(), EndReason> {
-    let here = |e: std::io::Error| EndReason::Here(e.to_string());
-    if config.io_threads {
-        let wake = mailbox.wake().as_fd().try_clone_to_owned().map_err(here)?;
-        connection.start_threads(session, &wake).map_err(here)?;
-    }
-    wakeups.add(connection.socket(), FIRST_DATA + index)
-}
-
 fn read_control(control: &Socket, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
     match not_now(machine.read(&mut &*control)) {
         Ok(Some(0)) => Err(EndReason::Gone("the server closed the connection".into())),
@@ -373,6 +375,7 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         if mailbox.is_to_pause() {
             // It reads the client's memory, too.
             self.hasher.iter().for_each(IoThread::wait_for_rest);
+            self.data.iter().for_each(DataConnection::rest);
             mailbox.rest();
         }
         let lost = Interruption::begin(Arc::clone(&self.session), why, limit);
@@ -406,7 +409,7 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         for (index, (stream, upto)) in resumed.links.data.into_iter().zip(data).enumerate() {
             let Some(connection) = self.data.get_mut(index) else { break };
             connection.reconnect(machine, Socket::new(stream).map_err(here)?, *upto)?;
-            open(connection, index, &self.session, mailbox, &self.config, &self.wakeups)?;
+            self.open(index, mailbox)?;
         }
         self.session.link.stands(&self.control);
         self.session.counters.resumed.add(1);

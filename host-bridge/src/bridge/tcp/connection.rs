@@ -9,18 +9,19 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use protocol::link::{ACKNOWLEDGE_OUT, DataHeader, MAX_DATA};
-use zerocopy::{FromBytes, FromZeros, IntoBytes};
+use zerocopy::{FromBytes, FromZeros};
 
+use super::compressor::Compressor;
 use super::io_thread::IoThread;
 use super::memory::{SocketMemory, gather_span};
 use super::socket::{Gather, Socket, not_now};
-use crate::bridge::relay::{Carries, EndReason, Flows, RestoredLane, Sent, Span, untrue};
+use crate::bridge::relay::{
+    Carries, CompressUse, EndReason, Flows, Head, RestoredLane, Room, Sent, Span, untrue,
+};
 use crate::bridge::state::{SessionState, thread_name};
 use crate::journal::{Journal, Piece};
 
 const HEADER: usize = size_of::<DataHeader>();
-/// A header with a hash behind it.
-const WITH_HASH: usize = HEADER + 32;
 /// Bytes moved in one turn, each way. Then the relay turns to the others.
 const TURN: usize = 4 << 20;
 /// Chunks of at least so many bytes are left to a thread, where there is one.
@@ -33,9 +34,8 @@ type Outbound = Sent<SocketMemory>;
 #[derive(Debug)]
 struct Sending {
     what: Outbound,
-    /// What stands before the client's bytes, and how long that is.
-    head: [u8; WITH_HASH],
-    head_len: usize,
+    /// What stands before its bytes.
+    head: Head,
     sent: usize,
 }
 
@@ -124,33 +124,29 @@ fn receive_whole(socket: &Socket, session: &SessionState, arriving: &mut Arrivin
 impl Sending {
     /// The server has the first `sent` bytes of it.
     fn new(what: Outbound, sent: u64) -> Sending {
-        let (mut head, mut head_len) = ([0; WITH_HASH], HEADER);
-        head[..HEADER].copy_from_slice(what.header().as_bytes());
-        if let Some(hash) = what.hash() {
-            head[HEADER..].copy_from_slice(hash);
-            head_len = WITH_HASH;
-        }
-        Sending { what, head, head_len, sent: sent as usize }
+        Sending { head: what.head(), what, sent: sent as usize }
     }
 
-    /// Bytes of the client's memory that have been sent.
+    /// Bytes behind the head that have been sent.
     fn data_sent(&self) -> u64 {
-        self.sent.saturating_sub(self.head_len) as u64
+        self.sent.saturating_sub(self.head.as_bytes().len()) as u64
     }
 
     /// What is left to send.
     fn gather(&mut self, gather: &mut Gather) {
         gather.clear();
         let at = self.data_sent();
-        if self.sent < self.head_len {
-            let rest = &mut self.head[self.sent..self.head_len];
+        if let Some(rest @ [_, ..]) = self.head.as_mut_bytes().get_mut(self.sent..) {
             gather.push(NonNull::from(&mut *rest).cast(), rest.len());
         }
-        if let Outbound::Chunk(chunk) = &self.what {
-            let left = chunk.sends() - at;
-            if left > 0 {
-                gather_span(&chunk.span, chunk.at + at, left, gather);
+        let left = self.what.len() - at;
+        match &self.what {
+            Outbound::Chunk(chunk) if left > 0 => gather_span(&chunk.span, chunk.at + at, left, gather),
+            Outbound::Compressed(_, bytes) if left > 0 => {
+                // SAFETY: `at` is less than the number of bytes that lie there.
+                gather.push(unsafe { bytes.address().add(at as usize) }, left as usize);
             }
+            _ => {}
         }
     }
 }
@@ -160,6 +156,8 @@ impl Sending {
 pub(super) struct DataConnection {
     /// They end before the rest goes; [`Drop`] has shut the connection down by then.
     threads: Option<Threads>,
+    /// In a session that compresses. It goes on while there is no link.
+    compressor: Option<Compressor>,
     socket: Arc<Socket>,
     index: usize,
     journal: Journal<Outbound>,
@@ -184,8 +182,8 @@ impl Drop for DataConnection {
 /// Nobody has to send it any more.
 fn freed(machine: &mut Machine<'_>, index: usize, what: &Outbound) {
     machine.arrived(index, what.stream_len());
-    if let Outbound::Chunk(chunk) = what {
-        machine.schedule().arrived(chunk);
+    if let Some(chunk) = what.chunk() {
+        machine.schedule().arrived(chunk, what.stream_len());
         if !matches!(chunk.carries, Carries::Hash(_)) {
             machine.sent(chunk.seq, chunk.len.into());
         }
@@ -196,6 +194,7 @@ impl DataConnection {
     pub(super) fn new(socket: Socket, index: usize) -> DataConnection {
         DataConnection {
             threads: None,
+            compressor: None,
             socket: Arc::new(socket),
             index,
             journal: Journal::default(),
@@ -232,6 +231,21 @@ impl DataConnection {
         Ok(())
     }
 
+    /// Has long chunks compressed from now on where that saves time. The compressor writes to `wake` when it is done with one.
+    pub(super) fn compress(&mut self, when: CompressUse, room: &Arc<Room>, wake: OwnedFd) {
+        // It goes on over every connection.
+        self.compressor.get_or_insert_with(|| Compressor::new(when, Arc::clone(room), wake));
+    }
+
+    fn is_compressing(&self) -> bool {
+        self.compressor.as_ref().is_some_and(Compressor::is_busy)
+    }
+
+    /// Waits until nothing reads the client's memory. The connection is lost.
+    pub(super) fn rest(&self) {
+        self.compressor.iter().for_each(Compressor::wait_for_rest);
+    }
+
     pub(super) fn socket(&self) -> &Socket {
         &self.socket
     }
@@ -259,7 +273,10 @@ impl DataConnection {
     /// Whether [`send`](Self::send) has something to do even if there are no further chunks.
     pub(super) fn may_send(&self) -> bool {
         let held = self.threads.as_ref().is_some_and(|threads| threads.sends.held() > 0);
-        held || self.sending.is_some() || self.journal.next().is_some() || self.socket.has_output()
+        held || self.sending.is_some()
+            || self.journal.next().is_some()
+            || self.is_compressing()
+            || self.socket.has_output()
     }
 
     /// The server has received the first `upto` bytes of the stream.
@@ -318,10 +335,10 @@ impl DataConnection {
     /// Has the server told what has come, once that is much.
     fn acknowledge(&mut self, machine: &mut Machine<'_>) {
         let enough = self.whole.saturating_sub(self.told) >= ACKNOWLEDGE_OUT;
-        if enough && machine.lane_has_room(self.index, false) {
+        if enough && !self.is_compressing() && machine.lane_has_room(self.index, false) {
             self.told = self.whole;
             let what = Outbound::received(self.whole);
-            machine.sending(self.index, &what.header(), None);
+            machine.sending(self.index, &what);
             self.journal.push(what);
         }
     }
@@ -368,6 +385,17 @@ impl DataConnection {
         if self.has_output() {
             self.socket.flush().map_err(|e| self.gone(e))?;
         }
+        if let Some(what) = self.compressor.as_mut().and_then(Compressor::take) {
+            if let (Outbound::Compressed(chunk, _), counters) = (&what, &session.counters) {
+                counters.data_bytes_compressed.add(chunk.len.into());
+                counters.data_bytes_compressed_to.add(what.len());
+            }
+            machine.sending(self.index, &what);
+            self.journal.push(what);
+            // It had to wait.
+            self.acknowledge(machine);
+            worked = true;
+        }
         let mut budget = TURN;
         while budget > 0 {
             let held = self.threads.as_ref().map_or(0, |threads| threads.sends.held());
@@ -375,19 +403,31 @@ impl DataConnection {
                 // A short chunk waits until the thread is done: the relay would have to send it in between.
                 let fits = |len| held == 0 || (held < ahead && len >= LONG);
                 let next = self.journal.next().map(Outbound::len);
-                if !next.or_else(|| machine.schedule().peek()).is_some_and(fits) {
+                let Some(len) = next.or_else(|| machine.schedule().peek()).filter(|len| fits(*len)) else {
                     break;
-                }
+                };
                 if next.is_none() {
-                    if !machine.lane_has_room(self.index, true) {
+                    // What is being compressed comes first.
+                    let waits = |compressor: &Compressor| compressor.is_busy() || compressor.is_full(len);
+                    if self.compressor.as_ref().is_some_and(waits) || !machine.lane_has_room(self.index, true)
+                    {
                         break;
                     }
                     let Some(chunk) = machine.schedule().next_chunk() else { break };
                     if chunk.carries == Carries::Nothing {
                         session.counters.data_bytes_known.add(chunk.len.into());
                     }
+                    let link = machine.schedule().link();
+                    if let Some(compressor) = &mut self.compressor
+                        && let Some(trial) = compressor.tries(chunk.sends(), link)
+                    {
+                        machine.preparing(self.index, &chunk);
+                        compressor.give(chunk, trial).map_err(|e| EndReason::Here(e.to_string()))?;
+                        worked = true;
+                        break;
+                    }
                     let what = Outbound::Chunk(chunk);
-                    machine.sending(self.index, &what.header(), what.hash());
+                    machine.sending(self.index, &what);
                     self.journal.push(what);
                 }
                 let Some((what, skip)) = self.journal.take() else { break };

@@ -56,6 +56,18 @@ pub(super) fn gather_span(span: &Span<SocketMemory>, at: u64, len: u64, gather: 
     each_run(span, at, len, |at, len| gather.push(at, len));
 }
 
+/// Copies the first bytes of a part of a span, as many as `to` has. False: they are not there. The client may write them meanwhile.
+pub(super) fn copy(span: &Span<SocketMemory>, at: u64, to: &mut [u8]) -> bool {
+    let mut filled = 0;
+    each_run(span, at, to.len() as u64, |at, len| {
+        // SAFETY: the span keeps the client's memory mapped, and this process accesses that through `shared` and the kernel only.
+        unsafe { SharedBytes::new(at, len) }.read(&mut to[filled..filled + len]);
+        filled += len;
+        true
+    });
+    filled == to.len()
+}
+
 /// Computes the hash of a block. The client may write its memory meanwhile, so a copy of it is read.
 pub(super) fn hash(task: &mut ToHash<SocketMemory>) {
     const STEP: usize = 128 << 10;

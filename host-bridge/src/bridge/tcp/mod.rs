@@ -7,10 +7,11 @@
 //! ```
 //!
 //! The rules are the relay's ([`relay`](super::relay)). In reading order: the [`Greeting`] here, then `carrier` (what the relay calls), `connection` (one data connection), `io_thread` (threads for
-//! long chunks), `memory` (the client's memory for vectored calls), `socket` (system calls), `resume`
+//! long chunks), `compressor` (one that compresses chunks), `memory` (the client's memory for vectored calls), `socket` (system calls), `resume`
 //! (new connections for a session that has lost its own), `saved` and `regions` (what another process needs to go on with a session).
 
 mod carrier;
+mod compressor;
 mod connection;
 mod io_thread;
 mod memory;
@@ -21,7 +22,7 @@ mod socket;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,9 +35,12 @@ use self::regions::{RegionsFile, StoredRegion};
 pub use self::resume::finish_farewells;
 use self::resume::{Ticket, Unbegun};
 pub(super) use self::saved::SavedTcp;
-use self::saved::Terms;
+use self::saved::{SavedMemory, Terms};
 use super::connect::{Connections, Daemon, Greeted, greet, open};
-use super::relay::{EndReason, Flows, Ledger, Machine, Mailbox, RelayHandle, Restored, ledger_file, run};
+use super::relay::{
+    CompressUse, EndReason, Flows, Ledger, Machine, Mailbox, RelayHandle, Restored, Room, compressed_file,
+    ledger_file, rooms, run,
+};
 use super::saved::About;
 use super::session::{Handshake, InheritedRegion, Turn, hello};
 use super::state::{ChannelMemory, SessionState};
@@ -59,6 +63,8 @@ pub(super) struct Links {
     /// Under TLS, of a session's first link: the connection to the daemon.
     daemon: Option<Daemon>,
     ticket: Ticket,
+    /// Where compressed bytes lie, for each data connection. Empty: nothing is compressed.
+    rooms: Vec<Arc<Room>>,
     /// For the first links of a session that has not begun.
     unbegun: Option<Unbegun>,
     /// If the session was saved: what another process goes on from.
@@ -83,6 +89,8 @@ pub(super) struct Greeting {
     control: Hello,
     data: Vec<Hello>,
     ticket: Ticket,
+    /// For compressed bytes, in a session that has some.
+    compressed: Option<(OwnedFd, Vec<Arc<Room>>)>,
     /// Whatever fails from here on: the server has the session already.
     unbegun: Unbegun,
     succession: Option<Succession>,
@@ -93,19 +101,22 @@ impl Greeting {
     pub(super) fn save(&mut self, about: About) -> io::Result<SavedTcp> {
         let mut saved = SavedTcp::new(&self.ticket, self.data.len(), about);
         if self.ticket.survives() {
-            let (file, regions) = (ledger_file()?, RegionsFile::new()?);
-            let ledger = Ledger::begin(&file, self.data.len())?;
-            saved.memory = Some((file, regions.file().try_clone_to_owned()?));
-            self.succession = Some(Succession { ledger, regions });
+            let (file, regions_file) = (ledger_file()?, RegionsFile::new()?);
+            let noted = Ledger::begin(&file, self.data.len())?;
+            let compressed = self.compressed.as_ref().map(|(file, _)| file.try_clone()).transpose()?;
+            let regions = regions_file.file().try_clone_to_owned()?;
+            saved.memory = Some(SavedMemory { ledger: file, regions, compressed });
+            self.succession = Some(Succession { ledger: noted, regions: regions_file });
         }
         Ok(saved)
     }
 
     /// Opens the session's other connections.
     pub(super) fn open(self, config: &SessionConfig) -> Result<Links, ConnectError> {
-        let Greeting { greeted, control, data, ticket, unbegun, succession } = self;
+        let Greeting { greeted, control, data, ticket, compressed, unbegun, succession } = self;
         let Connections { control, data, daemon } = open(config, greeted, control, data)?;
-        Ok(Links { control, data, daemon, ticket, unbegun: Some(unbegun), succession })
+        let rooms = compressed.map(|(_, rooms)| rooms).unwrap_or_default();
+        Ok(Links { control, data, daemon, ticket, rooms, unbegun: Some(unbegun), succession })
     }
 }
 
@@ -117,7 +128,7 @@ pub(super) fn greet_server(
 ) -> Result<(Greeting, Handshake), ConnectError> {
     let control = hello(config, channel, purpose::CONTROL, config.data_connections);
     let (greeted, handshake) = greet(config, &control, turn)?;
-    let ticket = Ticket::new(control, &greeted, &handshake);
+    let ticket = Ticket::new(control, &greeted, &handshake, config);
     let unbegun = Unbegun::new(&ticket, config);
     let count = handshake.data_connections;
     if count == 0 || count > MAX_DATA_CONNECTIONS {
@@ -129,7 +140,24 @@ pub(super) fn greet_server(
         });
     }
     let data = (0..count).map(|index| Hello { index, ..hello(config, channel, purpose::DATA, 0) }).collect();
-    Ok((Greeting { greeted, control, data, ticket, unbegun, succession: None }, handshake))
+    let compressed = match ticket.compress {
+        CompressUse::Never => None,
+        _ => match compressed_memory(count as usize) {
+            Ok(compressed) => Some(compressed),
+            Err(e) => {
+                tracing::warn!(server = %config.server, "data of a session is not compressed: {e}");
+                None
+            }
+        },
+    };
+    Ok((Greeting { greeted, control, data, ticket, compressed, unbegun, succession: None }, handshake))
+}
+
+/// A file for the compressed bytes of `count` data connections, and their rooms.
+fn compressed_memory(count: usize) -> io::Result<(OwnedFd, Vec<Arc<Room>>)> {
+    let file = compressed_file(count)?;
+    let rooms = rooms(&file, count)?;
+    Ok((file, rooms))
 }
 
 /// A session over TCP (or, for tests and special set-ups, over Unix stream sockets in the same manner).
@@ -178,7 +206,7 @@ impl Tcp {
         saved: &SavedTcp,
         own: Option<&BTreeMap<u32, Memories>>,
     ) -> io::Result<(Tcp, Vec<InheritedRegion>)> {
-        let Some((ledger, regions)) = &saved.memory else {
+        let Some(SavedMemory { ledger, regions, compressed }) = &saved.memory else {
             return Err(io::Error::other("the server keeps no session whose connections are closed"));
         };
         if session.header().state() != State::Ready {
@@ -194,8 +222,9 @@ impl Tcp {
             memory.push((id, SocketMemory::Region { runs, read_only }));
         }
         let (config, saved) = (config.clone(), saved.terms());
+        let rooms = compressed.as_ref().map(|file| rooms(file, saved.connections())).transpose()?;
         let relay = RelayHandle::start(session, move |session, mailbox| {
-            relay_on(session, mailbox, &config, saved, &ledger, memory)
+            relay_on(session, mailbox, &config, saved, (&ledger, rooms), memory)
         });
         Ok((Tcp { relay: relay.map_err(io::Error::other)?, regions: Some(regions) }, inherited))
     }
@@ -207,19 +236,20 @@ fn relay_on(
     mailbox: &Mailbox<SocketMemory>,
     config: &SessionConfig,
     saved: Terms,
-    ledger: &OwnedFd,
+    (ledger, rooms): (&impl AsFd, Option<Vec<Arc<Room>>>),
     regions: Vec<(u32, SocketMemory)>,
 ) -> EndReason {
     let here = |what: &dyn std::fmt::Display| EndReason::Here(what.to_string());
     let lanes = saved.connections();
-    let ticket = match saved.ticket(config) {
+    let ticket = match saved.ticket(config, rooms.is_some()) {
         Ok(ticket) => ticket,
         Err(e) => return here(&e),
     };
     let schedule = Flows::new(lanes, ticket.eager, ticket.cache(config)).noted();
     let memory = (Some(SocketMemory::Arena(Arc::clone(session))), regions);
     let silence = config.silence.min(SILENCE);
-    let restored = Machine::restore(session, memory, schedule, silence, ledger, lanes);
+    let rooms = rooms.unwrap_or_default();
+    let restored = Machine::restore(session, memory, schedule, silence, (ledger, &rooms), lanes);
     let begun = restored.and_then(|Restored { machine, out, lanes, generation }| {
         let control = closed().map_err(|e| here(&e))?;
         let links = Links {
@@ -227,6 +257,7 @@ fn relay_on(
             data: Vec::new(),
             daemon: None,
             ticket: ticket.clone(),
+            rooms,
             unbegun: None,
             succession: None,
         };

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use identity::{Fingerprint, Secret};
 use protocol::device::Answer;
-use protocol::link::{Hello, Received, frame, purpose};
+use protocol::link::{COMPRESSED_SINCE, Hello, Received, frame, purpose};
 use rustls::ClientConfig;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -25,7 +25,7 @@ use super::Links;
 use super::memory::SocketMemory;
 use super::socket::{Socket, not_now};
 use crate::bridge::connect::{Greeted, protect_session, session_trust};
-use crate::bridge::relay::{CacheUse, Mailbox};
+use crate::bridge::relay::{CacheUse, CompressUse, Mailbox};
 use crate::bridge::session::{Handshake, welcome_at_once};
 use crate::bridge::state::{SessionState, thread_name};
 use crate::bridge::{ConnectError, SessionConfig};
@@ -63,6 +63,8 @@ pub(super) struct Ticket {
     pub(super) eager: u64,
     /// The server keeps what it is sent.
     pub(super) has_cache: bool,
+    /// When data to the server is compressed, as far as it understands that.
+    pub(super) compress: CompressUse,
 }
 
 /// Connections over which the session goes on.
@@ -125,23 +127,30 @@ impl From<ConnectError> for Failure {
 
 impl Ticket {
     /// For a session whose server was greeted with `hello`.
-    pub(super) fn new(hello: Hello, greeted: &Greeted, handshake: &Handshake) -> Ticket {
-        let Handshake { token, secret, grace, eager, has_cache, session_key: key, .. } = *handshake;
+    pub(super) fn new(
+        hello: Hello,
+        greeted: &Greeted,
+        handshake: &Handshake,
+        config: &SessionConfig,
+    ) -> Ticket {
+        let Handshake { version, token, secret, grace, eager, has_cache, session_key: key, .. } = *handshake;
         let (dialed_in, tls) = (greeted.dialed_in, greeted.session.clone());
-        Ticket { hello, token, secret, grace, eager, has_cache, dialed_in, key, tls }
+        let compress = compress(config, version >= COMPRESSED_SINCE, tls.is_some());
+        Ticket { hello, token, secret, grace, eager, has_cache, compress, dialed_in, key, tls }
     }
 
-    /// For a session of which another process has left this.
+    /// For a session of which another process has left this. `compresses`: the server understands compressed data.
     pub(super) fn restored(
         Farewell { hello, key, grace }: Farewell,
         config: &SessionConfig,
         eager: u64,
         dialed_in: Duration,
-        has_cache: bool,
+        (has_cache, compresses): (bool, bool),
     ) -> Result<Ticket, ConnectError> {
         let tls = session_trust(config, key)?;
         let (token, secret) = (hello.token, Secret(hello.secret));
-        Ok(Ticket { hello, token, secret, grace, eager, has_cache, dialed_in, key, tls })
+        let compress = compress(config, compresses, tls.is_some());
+        Ok(Ticket { hello, token, secret, grace, eager, has_cache, compress, dialed_in, key, tls })
     }
 
     /// Whether the server keeps the session when its connections are lost.
@@ -203,6 +212,16 @@ impl Ticket {
             .name(thread_name("resume"))
             .spawn(move || attempts.run(attempt, &sender))?;
         Ok(Resumption { outcome, given_up, last_failure })
+    }
+}
+
+/// When a session compresses data to its server.
+fn compress(config: &SessionConfig, understood: bool, tls: bool) -> CompressUse {
+    match config.compress {
+        _ if !understood => CompressUse::Never,
+        // How long compressed data is tells something about it.
+        CompressUse::Auto if tls => CompressUse::Never,
+        when => when,
     }
 }
 
@@ -467,6 +486,7 @@ impl Attempts {
                 data,
                 daemon: None,
                 ticket: self.ticket.clone(),
+                rooms: Vec::new(),
                 unbegun: None,
                 succession: None,
             };
@@ -543,5 +563,26 @@ impl Interruption {
             last => format!(" (last attempt: {last})"),
         };
         format!("{}; it did not come back within {seconds} s{last}", self.why)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::framing::Address;
+
+    #[test]
+    fn tls_and_servers_that_do_not_understand_it_are_left_without_compression() {
+        let mut config = SessionConfig::new(Address::Tcp("127.0.0.1".into(), 1), "test");
+        assert_eq!(config.compress, CompressUse::Auto);
+        for (when, with_tls, without) in [
+            (CompressUse::Never, CompressUse::Never, CompressUse::Never),
+            (CompressUse::Auto, CompressUse::Never, CompressUse::Auto),
+            (CompressUse::EvenTls, CompressUse::EvenTls, CompressUse::EvenTls),
+        ] {
+            config.compress = when;
+            assert_eq!((compress(&config, true, true), compress(&config, true, false)), (with_tls, without));
+            assert_eq!(compress(&config, false, false), CompressUse::Never);
+        }
     }
 }

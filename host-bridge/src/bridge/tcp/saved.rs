@@ -15,8 +15,19 @@ pub(in crate::bridge) struct SavedTcp {
     /// What an operator is told of it.
     pub(in crate::bridge) about: About,
     terms: Terms,
-    /// The [ledger](crate::bridge::relay::Ledger) and the [regions](super::RegionsFile). `None`: the server does not keep the session, which can only be ended.
-    pub(super) memory: Option<(OwnedFd, OwnedFd)>,
+    /// `None`: the server does not keep the session, which can only be ended.
+    pub(super) memory: Option<SavedMemory>,
+}
+
+/// Files in memory that change while the session runs.
+#[derive(Debug)]
+pub(super) struct SavedMemory {
+    /// The [ledger](crate::bridge::relay::Ledger).
+    pub(super) ledger: OwnedFd,
+    /// The [regions](super::RegionsFile).
+    pub(super) regions: OwnedFd,
+    /// What was [compressed](crate::bridge::relay::Room). `None`: the server does not understand that, or nothing is to be compressed.
+    pub(super) compressed: Option<OwnedFd>,
 }
 
 /// What the server has granted, and how it knows the session.
@@ -54,7 +65,9 @@ impl SavedTcp {
     pub(in crate::bridge) fn parts(&self) -> (Vec<u8>, Vec<BorrowedFd<'_>>) {
         let Terms { numbers, farewell } = &self.terms;
         let bytes = [self.about.as_bytes(), numbers.as_bytes(), &farewell.to_bytes()].concat();
-        let files = self.memory.iter().flat_map(|(ledger, regions)| [ledger.as_fd(), regions.as_fd()]);
+        let files = self.memory.iter().flat_map(|SavedMemory { ledger, regions, compressed }| {
+            [Some(ledger), Some(regions), compressed.as_ref()].into_iter().flatten().map(OwnedFd::as_fd)
+        });
         (bytes, files.collect())
     }
 
@@ -66,9 +79,12 @@ impl SavedTcp {
         let mut descriptors = descriptors.into_iter();
         let memory = match (descriptors.next(), descriptors.next(), descriptors.next()) {
             (None, ..) => None,
-            (Some(ledger), Some(regions), None) => Some((ledger, regions)),
+            (Some(ledger), Some(regions), compressed) => Some(SavedMemory { ledger, regions, compressed }),
             _ => return None,
         };
+        if descriptors.next().is_some() {
+            return None;
+        }
         Some(SavedTcp { about, terms, memory })
     }
 
@@ -88,9 +104,10 @@ impl Terms {
         self.numbers.connections as usize
     }
 
-    /// What it takes to resume the session. May ask for the host's key.
-    pub(super) fn ticket(self, config: &SessionConfig) -> Result<Ticket, ConnectError> {
+    /// What it takes to resume the session. May ask for the host's key. `compresses`: its server understands compressed data.
+    pub(super) fn ticket(self, config: &SessionConfig, compresses: bool) -> Result<Ticket, ConnectError> {
         let Numbers { eager, dialed_in, cache, .. } = self.numbers;
-        Ticket::restored(self.farewell, config, eager, Duration::from_nanos(dialed_in), cache != 0)
+        let dialed_in = Duration::from_nanos(dialed_in);
+        Ticket::restored(self.farewell, config, eager, dialed_in, (cache != 0, compresses))
     }
 }

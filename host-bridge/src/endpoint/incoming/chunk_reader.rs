@@ -1,4 +1,6 @@
 //! Takes the stream of a data connection apart into chunks, which go where the [`Inbox`] says.
+//!
+//! A compressed chunk is received whole and decompressed into memory of the reader's; from there its bytes go where they would have gone if they had come as they are.
 
 use std::io;
 use std::ptr::NonNull;
@@ -6,7 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use protocol::link::{DATA_FLAGS, DataHeader, EAGER_FLAG, HASH_FLAG, KEEP_FLAG, KNOWN_FLAG, MAX_DATA};
+use lz4_flex::block::decompress_into;
+use protocol::link::{
+    COMPRESSED_FLAG, DATA_FLAGS, DataHeader, EAGER_FLAG, HASH_FLAG, KEEP_FLAG, KNOWN_FLAG, MAX_DATA,
+};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{Aside, Inbox, Landing, Place, linger};
@@ -28,8 +33,8 @@ impl Inbox {
     ) -> io::Result<()> {
         let mut reader = ChunkReader::default();
         loop {
-            let starts = reader.is_between_chunks();
             let Some((at, len)) = reader.room(self, true)? else { continue };
+            let starts = reader.is_between_chunks();
             // SAFETY: `room` gives `len` writable bytes to this thread alone until `filled`.
             let room = unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), len) };
             match source.receive(room, starts)? {
@@ -55,23 +60,68 @@ pub(in crate::endpoint) fn look_for_some(stream: &Stream) -> bool {
     }
 }
 
+/// For fuzzing: receives a chunk of `len` bytes in place of which `says` compressed ones are announced and others come, `step` of them at a time. Gives the chunk, if all of it came.
+#[doc(hidden)]
+pub fn receive_compressed(len: u32, says: u32, bytes: &[u8], step: usize) -> Option<Vec<u8>> {
+    let whole = u64::from(len & !DATA_FLAGS);
+    let inbox = Inbox::new(0);
+    let mut queue = inbox.incoming(1, 0, whole).into_queue(MAX_DATA as usize);
+    let header = DataHeader { seq: 1, offset: 0, piece: 0, len: len & !KEEP_FLAG | COMPRESSED_FLAG };
+    let stream = [header.as_bytes(), says.as_bytes(), bytes].concat();
+    let (mut rest, mut reader) = (stream.as_slice(), ChunkReader::default());
+    loop {
+        let (at, room) = reader.room(&inbox, false).ok()??;
+        if reader.is_between_chunks() && rest.len() < stream.len() {
+            break;
+        }
+        let (now, behind) = rest.split_at_checked(room.min(step.max(1)).min(rest.len()))?;
+        if now.is_empty() {
+            return None;
+        }
+        // SAFETY: `room` gives so many writable bytes to this thread alone until `filled`, and `now` has no more.
+        unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), at.as_ptr(), now.len()) };
+        reader.filled(&inbox, now.len()).ok()?;
+        rest = behind;
+    }
+    let chunk = queue.next_chunk().ok()??;
+    assert_eq!(chunk.bytes.len() as u64, whole, "a whole chunk has come");
+    Some(chunk.bytes.into())
+}
+
 const HEADER: usize = size_of::<DataHeader>();
 /// A header with the hash behind it.
 const WITH_HASH: usize = HEADER + size_of::<Hash>();
+/// A header with the number of compressed bytes behind it.
+const WITH_LENGTH: usize = HEADER + size_of::<u32>();
 
 /// The stream of a data connection, taken apart into chunks that go where they belong. Bytes may come in any pieces.
 pub(crate) struct ChunkReader {
-    /// Room for a header, and for the hash behind it if there is one.
+    /// Room for a header, and for the hash or the length behind it if there is one.
     header: [u8; WITH_HASH],
     got: usize,
     /// Bytes of it that are to come.
     whole: usize,
     chunk: Option<Receiving>,
+    /// For a chunk that comes compressed: its bytes as they come, and how many have.
+    compressed: Vec<u8>,
+    compressed_got: usize,
+    /// The bytes of such a chunk, and how many of them are where they belong.
+    plain: Vec<u8>,
+    placed: usize,
 }
 
 impl Default for ChunkReader {
     fn default() -> ChunkReader {
-        ChunkReader { header: [0; WITH_HASH], got: 0, whole: HEADER, chunk: None }
+        ChunkReader {
+            header: [0; WITH_HASH],
+            got: 0,
+            whole: HEADER,
+            chunk: None,
+            compressed: Vec::new(),
+            compressed_got: 0,
+            plain: Vec::new(),
+            placed: 0,
+        }
     }
 }
 
@@ -122,6 +172,23 @@ impl ChunkReader {
 
     /// Where the next bytes go: at least one. Waits until that is known, if `wait`; otherwise `None` says that it is not. The place is the caller's until it calls [`filled`](Self::filled).
     pub(crate) fn room(&mut self, inbox: &Inbox, wait: bool) -> io::Result<Option<(NonNull<u8>, usize)>> {
+        if let Some(rest @ [_, ..]) = self.compressed.get_mut(self.compressed_got..) {
+            return Ok(Some((NonNull::from(&mut *rest).cast(), rest.len())));
+        }
+        while self.placed < self.plain.len() {
+            let Some((to, room)) = self.place(inbox, wait)? else { return Ok(None) };
+            let bytes = &self.plain[self.placed..];
+            let n = room.min(bytes.len());
+            // SAFETY: `place` gives `room` writable bytes to this thread alone until `placed`; the others are the reader's own.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), n) };
+            self.placed += n;
+            self.placed(inbox, n)?;
+        }
+        self.place(inbox, wait)
+    }
+
+    /// Where the next bytes of a header or of a chunk go, as they are. See [`room`](Self::room).
+    fn place(&mut self, inbox: &Inbox, wait: bool) -> io::Result<Option<(NonNull<u8>, usize)>> {
         let Some(chunk) = &mut self.chunk else {
             let rest = &mut self.header[self.got..self.whole];
             return Ok(Some((NonNull::from(&mut *rest).cast(), rest.len())));
@@ -150,14 +217,40 @@ impl ChunkReader {
 
     /// `n` bytes have come to where [`room`](Self::room) said. Gives what the bridge acknowledges, if these bytes say so.
     pub(crate) fn filled(&mut self, inbox: &Inbox, n: usize) -> io::Result<Option<u64>> {
-        let Some(chunk) = &mut self.chunk else {
+        if self.compressed_got < self.compressed.len() {
+            self.compressed_got += n;
+            return if self.compressed_got < self.compressed.len() { Ok(None) } else { self.decompress() };
+        }
+        if self.chunk.is_none() {
             self.got += n;
             return if self.got == self.whole { self.begin(inbox) } else { Ok(None) };
+        }
+        self.placed(inbox, n).map(|()| None)
+    }
+
+    /// All of a compressed chunk has come.
+    fn decompress(&mut self) -> io::Result<Option<u64>> {
+        let Some(chunk) = &self.chunk else { return Ok(None) };
+        self.plain.resize(chunk.left, 0);
+        self.placed = 0;
+        let wrong = match decompress_into(&self.compressed, &mut self.plain) {
+            Ok(len) if len == chunk.left => return Ok(None),
+            Ok(len) => format!("they are {len} bytes"),
+            Err(e) => e.to_string(),
         };
+        let DataHeader { seq, .. } = chunk.header;
+        let (of, left) = (self.compressed.len(), chunk.left);
+        let text = format!("command {seq}: {of} bytes do not decompress to {left}: {wrong}");
+        Err(io::Error::new(io::ErrorKind::InvalidData, text))
+    }
+
+    /// `n` bytes of the chunk have come to where [`place`](Self::place) said.
+    fn placed(&mut self, inbox: &Inbox, n: usize) -> io::Result<()> {
+        let Some(chunk) = &mut self.chunk else { return Ok(()) };
         chunk.filled += n;
         let whole = chunk.target.as_mut().map_or(0, |target| target.bytes().1);
         if chunk.filled < whole {
-            return Ok(None);
+            return Ok(());
         }
         let key = (chunk.header.seq, chunk.header.piece);
         match chunk.target.take() {
@@ -174,7 +267,7 @@ impl ChunkReader {
             Some(Target::Aside(bytes)) => {
                 let (noted, offset, keep) = (chunk.noted, chunk.offset, chunk.keep);
                 self.chunk = None;
-                return inbox.set_aside(key, noted, Aside { offset, bytes, keep }).map(|()| None);
+                return inbox.set_aside(key, noted, Aside { offset, bytes, keep });
             }
             Some(Target::Nowhere(_)) | None => {}
         }
@@ -187,10 +280,10 @@ impl ChunkReader {
         if chunk.left == 0 {
             self.chunk = None;
         }
-        Ok(None)
+        Ok(())
     }
 
-    /// A whole header has come, or a hash behind it.
+    /// A whole header has come, or what is behind it.
     fn begin(&mut self, inbox: &Inbox) -> io::Result<Option<u64>> {
         let mut header = DataHeader::new_zeroed();
         header.as_mut_bytes().copy_from_slice(&self.header[..HEADER]);
@@ -200,13 +293,19 @@ impl ChunkReader {
         }
         let has = |flag| header.len & flag != 0;
         let (eager, hash, known, keep) = (has(EAGER_FLAG), has(HASH_FLAG), has(KNOWN_FLAG), has(KEEP_FLAG));
+        let compressed = has(COMPRESSED_FLAG);
         header.len &= !DATA_FLAGS;
-        if header.len == 0 || header.len > MAX_DATA || hash && (eager || known || keep) || known && keep {
+        let both = hash && (eager || known || keep) || known && keep || compressed && (hash || known);
+        if header.len == 0 || header.len > MAX_DATA || both {
             let text = format!("a chunk of {} bytes for command {}", header.len, header.seq);
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
         if hash && self.whole == HEADER {
             self.whole = WITH_HASH;
+            return Ok(None);
+        }
+        if compressed && self.whole == HEADER {
+            self.whole = WITH_LENGTH;
             return Ok(None);
         }
         (self.got, self.whole) = (0, HEADER);
@@ -217,6 +316,19 @@ impl ChunkReader {
         }
         if known {
             return inbox.bring_known(&header, eager).map(|()| None);
+        }
+        self.plain.clear();
+        self.compressed.clear();
+        (self.placed, self.compressed_got) = (0, 0);
+        if compressed {
+            let mut length = 0u32;
+            length.as_mut_bytes().copy_from_slice(&self.header[HEADER..WITH_LENGTH]);
+            if length == 0 || length >= header.len {
+                let (seq, len) = (header.seq, header.len);
+                let text = format!("command {seq}: {length} compressed bytes in place of {len}");
+                return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+            }
+            self.compressed.resize(length as usize, 0);
         }
         inbox.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
         if let Some(blocks) = inbox.blocks.get() {

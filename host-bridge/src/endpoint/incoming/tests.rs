@@ -3,7 +3,8 @@
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 
-use protocol::link::EAGER_FLAG;
+use proptest::prelude::*;
+use protocol::link::{COMPRESSED_FLAG, EAGER_FLAG, HASH_FLAG, KNOWN_FLAG, MAX_DATA};
 use zerocopy::IntoBytes;
 
 use super::*;
@@ -254,4 +255,115 @@ fn a_cpu_copies_only_what_came_before_there_was_room() {
     assert_eq!(inbox.copied.load(Ordering::Relaxed), 100);
     drop(a);
     thread.join().unwrap().unwrap();
+}
+
+/// A compressed chunk that says that it is so long, and has so many compressed bytes.
+fn compressed(seq: u64, offset: u64, len: u32, says: u32, bytes: &[u8]) -> Vec<u8> {
+    let header = DataHeader { seq, offset, piece: 0, len: len | COMPRESSED_FLAG };
+    [header.as_bytes(), says.as_bytes(), bytes].concat()
+}
+
+/// Has a reader take a stream in pieces of `step` bytes at most, one of which may be a part of its room.
+fn read(inbox: &Inbox, mut stream: &[u8], step: usize) -> io::Result<()> {
+    let mut reader = ChunkReader::default();
+    loop {
+        let Some((at, len)) = reader.room(inbox, true)? else { continue };
+        let n = len.min(step).min(stream.len());
+        if n == 0 {
+            assert!(reader.is_between_chunks(), "the stream ends inside a chunk");
+            return Ok(());
+        }
+        // SAFETY: `room` has just given `len` writable bytes to this thread alone.
+        unsafe { std::ptr::copy_nonoverlapping(stream.as_ptr(), at.as_ptr(), n) };
+        stream = &stream[n..];
+        reader.filled(inbox, n)?;
+    }
+}
+
+/// What has come of a command's data.
+fn taken(mut queue: ChunkQueue, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    while let Some(chunk) = queue.next_chunk().unwrap() {
+        bytes[chunk.offset as usize..][..chunk.bytes.len()].copy_from_slice(&chunk.bytes);
+    }
+    bytes
+}
+
+proptest! {
+    /// Compressed chunks among others arrive as they were, cut anywhere, wherever there is room for them and whether their command is there yet.
+    #[test]
+    fn compressed_chunks_arrive_as_what_they_stand_for(
+        chunks in prop::collection::vec((1usize..5000, any::<u8>(), any::<bool>(), any::<bool>()), 1..8), step in 1usize..3000, early: bool,
+    ) {
+        let inbox = Inbox::new(0);
+        let told = told(&inbox);
+        let (mut stream, mut all) = (Vec::new(), Vec::new());
+        for (len, byte, is_compressed, eager) in chunks {
+            let bytes: Vec<u8> = (0..len).map(|at| byte ^ (at / 50) as u8).collect();
+            let eager = if eager || early { EAGER_FLAG } else { 0 };
+            let fewer = lz4_flex::block::compress(&bytes);
+            if is_compressed && fewer.len() < len {
+                let len = len as u32 | eager;
+                stream.extend(compressed(1, all.len() as u64, len, fewer.len() as u32, &fewer));
+            } else {
+                let header = DataHeader { seq: 1, offset: all.len() as u64, piece: 0, len: len as u32 | eager };
+                stream.extend([header.as_bytes(), &bytes].concat());
+            }
+            all.extend(bytes);
+        }
+        let queue = |bound| inbox.incoming(1, 0, all.len() as u64).into_queue(bound);
+        let arrived = if early {
+            read(&inbox, &stream, step).unwrap();
+            taken(queue(100), all.len())
+        } else {
+            let queue = queue(all.len());
+            read(&inbox, &stream, step).unwrap();
+            taken(queue, all.len())
+        };
+        prop_assert!(arrived == all);
+        prop_assert!(told.wrong.lock().unwrap().is_none());
+        let state = inbox.lock();
+        prop_assert_eq!((state.eager, state.early.len(), state.expected.len()), (0, 0, 0));
+    }
+
+    /// Whatever stands in place of compressed bytes is an error of its session, or so many bytes.
+    #[test]
+    fn any_bytes_in_place_of_compressed_ones_are_survived(
+        len in prop_oneof![1u32..300, 1..=MAX_DATA, any::<u32>()], says in prop_oneof![Just(None), any::<u32>().prop_map(Some)],
+        bytes in prop::collection::vec(any::<u8>(), 0..400), step in 1usize..100,
+    ) {
+        super::receive_compressed(len, says.unwrap_or(bytes.len() as u32), &bytes, step);
+    }
+}
+
+#[test]
+fn a_lying_length_of_a_compressed_chunk_ends_the_connection() {
+    let bytes = [7; 1000];
+    let fewer = lz4_flex::block::compress(&bytes);
+    let (len, fits) = (1000, fewer.len() as u32);
+    let read = |stream: Vec<u8>| {
+        let inbox = Inbox::new(0);
+        let _queue = inbox.incoming(1, 0, 2000).into_queue(5000);
+        read(&inbox, &stream, 100)
+    };
+    read(compressed(1, 0, len, fits, &fewer)).unwrap();
+    for (words, stream) in [
+        ("0 compressed bytes in place of 1000", compressed(1, 0, len, 0, &[])),
+        ("1000 compressed bytes in place of 1000", compressed(1, 0, len, len, &bytes)),
+        ("4294967295 compressed bytes", compressed(1, 0, len, u32::MAX, &bytes)),
+        ("do not decompress to 999", compressed(1, 0, 999, fits, &fewer)),
+        ("do not decompress to 1001", compressed(1, 0, 1001, fits, &fewer)),
+        ("do not decompress to 1000", compressed(1, 0, len, fits - 1, &fewer[..fewer.len() - 1])),
+        ("2001 bytes at 0 where 2000", compressed(1, 0, 2001, fits, &fewer)),
+        ("1000 bytes at 1001 where 2000", compressed(1, 1001, len, fits, &fewer)),
+        ("a chunk of", compressed(1, 0, MAX_DATA + 1, fits, &fewer)),
+        ("a chunk of 1000", compressed(1, 0, len | HASH_FLAG, fits, &fewer)),
+        ("a chunk of 1000", compressed(1, 0, len | KNOWN_FLAG, fits, &fewer)),
+    ] {
+        let error = read(stream).unwrap_err();
+        assert!(
+            error.kind() == io::ErrorKind::InvalidData && error.to_string().contains(words),
+            "{words}: {error}"
+        );
+    }
 }

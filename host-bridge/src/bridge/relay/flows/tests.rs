@@ -288,7 +288,7 @@ fn share_of_the_link(
             }
             Event::Acknowledged(chunk) => {
                 ahead -= u64::from(chunk.len);
-                flows.arrived_at(&chunk, || now);
+                flows.arrived_at(&chunk, chunk.sends(), || now);
             }
             Event::Placed(bytes) => {
                 assert!(flows.frame(frame::DATA_PLACED, &bytes.to_le_bytes()).unwrap())

@@ -12,7 +12,9 @@ impl Model<'_> {
         let schedule = Flows::new(DATA, 0, self.cache).noted();
         let memory = (arena(), Vec::new());
         let silence = Duration::from_secs(60);
-        let restored = Machine::restore(self.session, memory, schedule, silence, &self.file, DATA).unwrap();
+        self.rooms = rooms(&self.compressed_file, DATA).unwrap();
+        let files = (&self.file, &self.rooms[..]);
+        let restored = Machine::restore(self.session, memory, schedule, silence, files, DATA).unwrap();
         let Restored { machine, out, lanes, generation } = restored;
         assert_eq!(generation, self.crashes);
         (self.machine, self.out) = (machine, out);
@@ -48,8 +50,8 @@ impl Model<'_> {
     }
 }
 
-/// A session whose bridge's process ends about every `every` steps. False: one of them could not say what its predecessor had done.
-fn crash_often(seed: u64, every: usize) -> (u64, bool) {
+/// A session whose bridge's process ends about every `every` steps. Gives how often, and how many bytes were compressed. False: one of them could not say what its predecessor had done.
+fn crash_often(seed: u64, every: usize) -> (u64, u64, bool) {
     let (session, _) = session();
     let mut model = Model::new(&session, seed);
     while (model.producer.last_seq() < COMMANDS || model.random.below(300) > 0) && !model.unknown {
@@ -66,26 +68,28 @@ fn crash_often(seed: u64, every: usize) -> (u64, bool) {
     if !model.unknown {
         model.settle();
     }
-    (model.crashes, !model.unknown)
+    (model.crashes, model.compressed, !model.unknown)
 }
 
 #[test]
 fn sessions_go_on_in_any_number_of_processes() {
     let wanted = std::env::var("RGPU_SURVIVAL_CUTS").ok().and_then(|text| text.parse().ok()).unwrap_or(2_000);
     let first = std::env::var("RGPU_SURVIVAL_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
-    let (mut crashes, mut sessions, mut lost) = (0, 0, 0);
+    let (mut crashes, mut compressed, mut sessions, mut lost) = (0, 0, 0, 0);
     for seed in first.. {
         let every = [2, 10, 50, 300][seed as usize / 2 % 4];
-        let (more, survived) = crash_often(seed, every);
-        crashes += more;
+        let (more, fewer, survived) = crash_often(seed, every);
+        (crashes, compressed) = (crashes + more, compressed + fewer);
         sessions += 1;
         lost += u64::from(!survived);
         if crashes >= wanted {
             break;
         }
     }
-    println!("{sessions} sessions went on in {crashes} more processes; {lost} were lost");
-    assert!(lost * 20 < sessions, "{lost} of {sessions} sessions lost");
+    println!(
+        "{sessions} sessions went on in {crashes} more processes; {lost} were lost; {compressed} bytes compressed"
+    );
+    assert!(compressed > 0 && lost * 20 < sessions, "{lost} of {sessions} sessions lost");
 }
 
 proptest! {
@@ -110,7 +114,8 @@ proptest! {
         }
         let (schedule, silence) = (Flows::new(DATA, 0, model.cache).noted(), Duration::from_secs(60));
         let memory = (arena(), Vec::new());
-        let restored = Machine::restore(&session, memory, schedule, silence, &model.file, DATA);
+        let rooms = rooms(&model.compressed_file, DATA).unwrap();
+        let restored = Machine::restore(&session, memory, schedule, silence, (&model.file, &rooms), DATA);
         let Ok(Restored { mut machine, mut out, lanes, .. }) = restored else { return Ok(()) };
         let known = machine.frames_resume(&mut out, model.far.received).is_ok();
         for (index, (lane, far)) in lanes.into_iter().zip(&model.far.data).enumerate() {

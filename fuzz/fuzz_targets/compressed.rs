@@ -1,0 +1,17 @@
+//! Bytes in place of compressed ones, as a server receives them from whoever has a session: its decoder, and the lengths that are said of them.
+#![no_main]
+
+use host_bridge::endpoint::receive_compressed;
+use libfuzzer_sys::fuzz_target;
+use protocol::link::DATA_FLAGS;
+
+fuzz_target!(|input: (u8, u32, bool, u32, &[u8])| {
+    let (step, len, honest, says, bytes) = input;
+    let says = if honest { bytes.len() as u32 } else { says };
+    // Chunks of a length that inputs can stand for, mostly.
+    for len in [len, len % 5000] {
+        if let Some(chunk) = receive_compressed(len, says, bytes, usize::from(step) + 1) {
+            assert_eq!(chunk.len() as u32, len & !DATA_FLAGS);
+        }
+    }
+});
