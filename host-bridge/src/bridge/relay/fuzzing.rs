@@ -30,7 +30,7 @@ use super::ledger::{Ledger, file as ledger_file};
 use super::machine::Machine;
 use super::mailbox::Message;
 use super::regions::{ClientMemory, MemoryKey, Span};
-use super::{CacheUse, Carries, EndReason, Flows, Schedule, Slots, ToHash};
+use super::{CacheUse, Carries, EndReason, Flows, Schedule, Sent, Slots, ToHash};
 use crate::bridge::RegionError;
 use crate::bridge::state::{ChannelMemory, SessionState, Wakeup};
 use crate::framing::SendBuffer;
@@ -129,7 +129,7 @@ impl AnySchedule for Flows<AnyMemory> {
 
     fn done(&mut self, moving: &Moving) {
         if let Some(chunk) = &moving.chunk {
-            self.arrived(chunk);
+            self.arrived(chunk, chunk.sends());
         }
     }
 
@@ -577,7 +577,11 @@ impl<'c, S: AnySchedule> Session<'c, S> {
         if moving.chunk.is_some() {
             assert!(moving.at + moving.len <= moving.span.len(), "a chunk beyond its piece: {moving:?}");
         }
-        self.machine.sending(lane, &moving.header, moving.hash.as_ref());
+        let what = match &moving.chunk {
+            Some(chunk) => Sent::Chunk(chunk.clone()),
+            None => Sent::Plain(moving.header, moving.hash),
+        };
+        self.machine.sending(lane, &what);
         self.moving.push(moving);
     }
 
