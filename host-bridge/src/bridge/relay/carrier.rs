@@ -240,7 +240,7 @@ impl Wakeups {
         // Edge-triggered, since neither is ever read: the client holds the doorbell too and may do with it what it likes.
         let edge = EpollFlags::EPOLLIN | EpollFlags::EPOLLET;
         epoll.add(&session.doorbell, EpollEvent::new(edge, DOORBELL)).map_err(broken)?;
-        epoll.add(mailbox.wake(), EpollEvent::new(edge, MAILBOX)).map_err(broken)?;
+        epoll.add(&**mailbox.wake(), EpollEvent::new(edge, MAILBOX)).map_err(broken)?;
         Ok(Wakeups { epoll, events: [EpollEvent::empty(); EVENTS] })
     }
 

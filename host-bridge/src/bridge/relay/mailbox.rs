@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::mpsc::Sender;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -36,14 +36,15 @@ pub(in crate::bridge) struct Mailbox<M> {
     messages: Mutex<Option<VecDeque<Message<M>>>>,
     raised: Raised,
     /// Watched edge-triggered, never read.
-    wake: EventFd,
+    wake: Arc<EventFd>,
     pause: Mutex<Pause>,
     changed: Condvar,
 }
 
 impl<M> Mailbox<M> {
     pub(super) fn new() -> io::Result<Mailbox<M>> {
-        let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let wake =
+            Arc::new(EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
         let messages = Mutex::new(Some(VecDeque::new()));
         let (raised, pause, changed) = Default::default();
         Ok(Mailbox { messages, raised, wake, pause, changed })
@@ -96,7 +97,8 @@ impl<M> Mailbox<M> {
         self.changed.notify_all();
     }
 
-    pub(in crate::bridge) fn wake(&self) -> &EventFd {
+    /// Wakes the relay when it is written to.
+    pub(in crate::bridge) fn wake(&self) -> &Arc<EventFd> {
         &self.wake
     }
 

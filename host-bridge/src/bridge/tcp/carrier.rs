@@ -1,6 +1,6 @@
 //! The sockets of a session, as its relay uses them.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -109,12 +109,11 @@ impl TcpCarrier {
         let hasher = match links.ticket.cache(config) {
             CacheUse::Never => None,
             CacheUse::Slow | CacheUse::Always => {
-                let wake = mailbox.wake().as_fd().try_clone_to_owned().map_err(here)?;
                 let work = |task: &mut ToHash<SocketMemory>| {
                     hash(task);
                     Ok(())
                 };
-                Some(IoThread::start(thread_name("hash"), work, waker(wake)).map_err(here)?)
+                Some(IoThread::start(thread_name("hash"), work, waker(mailbox.wake())).map_err(here)?)
             }
         };
         // From now on the carrier ends the session.
@@ -142,13 +141,12 @@ impl TcpCarrier {
     /// Begins to use a data connection.
     fn open(&mut self, index: usize, mailbox: &Mailbox<SocketMemory>) -> Result<(), EndReason> {
         let here = |e: std::io::Error| EndReason::Here(e.to_string());
-        let wake = || mailbox.wake().as_fd().try_clone_to_owned().map_err(here);
         let Some(connection) = self.data.get_mut(index) else { return Ok(()) };
         if self.config.io_threads {
-            connection.start_threads(&self.session, &wake()?).map_err(here)?;
+            connection.start_threads(&self.session, mailbox.wake()).map_err(here)?;
         }
         if let (Some(room), true) = (self.rooms.get(index), self.ticket.compress != CompressUse::Never) {
-            connection.compress(self.ticket.compress, room, wake()?);
+            connection.compress(self.ticket.compress, room, mailbox.wake());
         }
         self.wakeups.add(connection.socket(), FIRST_DATA + index)
     }

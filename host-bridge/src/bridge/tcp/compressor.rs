@@ -5,11 +5,11 @@
 
 use std::cell::RefCell;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
 use lz4_flex::block::{compress_into, get_maximum_output_size};
+use nix::sys::eventfd::EventFd;
 
 use super::connection::waker;
 use super::io_thread::IoThread;
@@ -34,7 +34,7 @@ pub(super) struct Compressor {
     /// From the first trial on.
     thread: Option<IoThread<Task>>,
     /// What the thread writes to when it is done with a chunk.
-    wake: OwnedFd,
+    wake: Arc<EventFd>,
     rule: Compression,
     room: Arc<Room>,
 }
@@ -74,7 +74,8 @@ impl Buffers {
 
 impl Compressor {
     /// One that writes to `wake` when it is done with a chunk.
-    pub(super) fn new(when: CompressUse, room: Arc<Room>, wake: OwnedFd) -> Compressor {
+    pub(super) fn new(when: CompressUse, room: &Arc<Room>, wake: &Arc<EventFd>) -> Compressor {
+        let (room, wake) = (Arc::clone(room), Arc::clone(wake));
         Compressor { thread: None, wake, rule: Compression::new(when), room }
     }
 
@@ -97,7 +98,7 @@ impl Compressor {
     pub(super) fn give(&mut self, chunk: Chunk<SocketMemory>, trial: Trial) -> io::Result<()> {
         let thread = match &mut self.thread {
             Some(thread) => thread,
-            none => none.insert(start(self.wake.try_clone()?)?),
+            none => none.insert(start(&self.wake)?),
         };
         thread.give(Task { chunk, trial, room: Arc::clone(&self.room), paid: false, bytes: None });
         Ok(())
@@ -119,7 +120,7 @@ impl Compressor {
     }
 }
 
-fn start(wake: OwnedFd) -> io::Result<IoThread<Task>> {
+fn start(wake: &Arc<EventFd>) -> io::Result<IoThread<Task>> {
     let buffers = RefCell::new(Buffers::default());
     let work = move |task: &mut Task| {
         buffers.borrow_mut().work(task);

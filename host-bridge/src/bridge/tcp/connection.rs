@@ -4,10 +4,10 @@
 //! acknowledged it, and what came is counted and acknowledged, on this connection's own stream.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use nix::sys::eventfd::EventFd;
 use protocol::link::{ACKNOWLEDGE_OUT, DataHeader, MAX_DATA};
 use zerocopy::{FromBytes, FromZeros};
 
@@ -65,10 +65,11 @@ struct Threads {
 }
 
 /// Wakes the relay, which watches `wake`.
-pub(super) fn waker(wake: OwnedFd) -> impl Fn() {
+pub(super) fn waker(wake: &Arc<EventFd>) -> impl Fn() + use<> {
+    let wake = Arc::clone(wake);
     move || {
         // A full counter means that it is raised already.
-        let _ = nix::unistd::write(&wake, &1u64.to_ne_bytes());
+        let _ = wake.write(1);
     }
 }
 
@@ -219,22 +220,25 @@ impl DataConnection {
     }
 
     /// Starts threads for long chunks. They write to `wake` when they are done with one.
-    pub(super) fn start_threads(&mut self, session: &Arc<SessionState>, wake: &OwnedFd) -> io::Result<()> {
+    pub(super) fn start_threads(
+        &mut self,
+        session: &Arc<SessionState>,
+        wake: &Arc<EventFd>,
+    ) -> io::Result<()> {
         let (socket, held) = (self.socket.clone(), session.clone());
         let work = move |sending: &mut Sending| send_whole(&socket, &held, sending);
-        let sends = IoThread::start(thread_name("send"), work, waker(wake.as_fd().try_clone_to_owned()?))?;
+        let sends = IoThread::start(thread_name("send"), work, waker(wake))?;
         let (socket, held) = (self.socket.clone(), session.clone());
         let work = move |arriving: &mut Arriving| receive_whole(&socket, &held, arriving);
-        let receives =
-            IoThread::start(thread_name("receive"), work, waker(wake.as_fd().try_clone_to_owned()?))?;
+        let receives = IoThread::start(thread_name("receive"), work, waker(wake))?;
         self.threads = Some(Threads { sends, receives });
         Ok(())
     }
 
     /// Has long chunks compressed from now on where that saves time. The compressor writes to `wake` when it is done with one.
-    pub(super) fn compress(&mut self, when: CompressUse, room: &Arc<Room>, wake: OwnedFd) {
+    pub(super) fn compress(&mut self, when: CompressUse, room: &Arc<Room>, wake: &Arc<EventFd>) {
         // It goes on over every connection.
-        self.compressor.get_or_insert_with(|| Compressor::new(when, Arc::clone(room), wake));
+        self.compressor.get_or_insert_with(|| Compressor::new(when, room, wake));
     }
 
     fn is_compressing(&self) -> bool {

@@ -9,13 +9,14 @@
 //! A server keeps a session whose connections are merely closed, so [`end`] makes sure that it learns of the end.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use identity::{Fingerprint, Secret};
+use nix::sys::eventfd::EventFd;
 use protocol::device::Answer;
 use protocol::link::{COMPRESSED_SINCE, Hello, Received, frame, purpose};
 use rustls::ClientConfig;
@@ -203,7 +204,7 @@ impl Ticket {
             received,
             given_up: Arc::clone(&given_up),
             last_failure: Arc::clone(&last_failure),
-            wake: mailbox.wake().as_fd().try_clone_to_owned()?,
+            wake: Arc::clone(mailbox.wake()),
         };
         tracing::info!(
             server = %session.server, program = %session.channel.program, pid = session.channel.pid, "link lost: resuming the session"
@@ -401,7 +402,7 @@ struct Attempts {
     received: Vec<u64>,
     given_up: Arc<AtomicBool>,
     last_failure: Arc<Mutex<String>>,
-    wake: OwnedFd,
+    wake: Arc<EventFd>,
 }
 
 impl Attempts {
@@ -431,7 +432,7 @@ impl Attempts {
             attempt = attempt.saturating_add(1);
         }
         // A full counter means that it is raised already.
-        let _ = nix::unistd::write(&self.wake, &1u64.to_ne_bytes());
+        let _ = self.wake.write(1);
     }
 
     fn dial(&self) -> Result<OwnedFd, Failure> {
