@@ -28,8 +28,9 @@ const FIND: u32 = 1;
 /// A worker adds a block, whose bytes follow. There is no answer.
 const KEEP: u32 = 2;
 
-/// A cache that takes longer is no longer used: its disk hangs, and the client waits for answers.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// A cache that takes longer is no longer used by this session: its disk hangs, and the client waits for
+/// answers. A disk that is only busy may take some seconds.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A worker's request.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]

@@ -58,6 +58,8 @@ use crate::worker_protocol::{self, Counters, FromWorker, Kind, ToWorker, Transpo
 const REPORT_EVERY: Duration = Duration::from_secs(1);
 /// How long the dispatcher may stay in a driver call after its session has ended.
 const LAST_CALL: Duration = Duration::from_secs(5);
+/// How long the blocks that a session sent last may take to get into the cache after its end.
+const CACHE_WITHIN: Duration = Duration::from_secs(10);
 
 /// Kinds of commands that are counted separately; all others are 0.
 const LAUNCHES: usize = 1;
@@ -266,8 +268,10 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
         }
         Ok((begun, door))
     });
+    let mut cached = None;
     let (lost, counters) = match begun {
         Ok(((mut commands, client, tcp), door)) => {
+            cached.clone_from(&tcp);
             let from =
                 Daemon { socket: Arc::clone(&daemon), terms: told, broker: Arc::clone(&broker), orders };
             watch(&from, tcp, door, &client, &shared, backend.beside())?;
@@ -298,8 +302,12 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
         &FromWorker::Ended { lost: lost.map(|l| l.reason), counters },
         &[],
     )?;
+    // The program's next start is to find the data that this one sent last.
+    if let Some(client) = cached {
+        client.finish_cache(CACHE_WITHIN);
+    }
     // Whatever is still running, such as an endless kernel or a thread in the driver, ends with the process.
-    // There is nothing to save.
+    // There is nothing else to save.
     std::process::exit(0)
 }
 

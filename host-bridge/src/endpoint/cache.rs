@@ -14,6 +14,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use protocol::link::{CACHE_BLOCK, DataHeader, DataKnown};
 
@@ -61,6 +62,8 @@ struct State {
     /// With those that are about to be kept.
     gathered_bytes: u64,
     over: bool,
+    /// Everything that was gathered has been kept, and nothing more will be.
+    done: bool,
 }
 
 enum Task {
@@ -174,17 +177,27 @@ impl Blocks {
         }
     }
 
-    /// The session is over.
+    /// The session is over. Blocks that were gathered are still kept.
     pub(super) fn close(&self) {
-        self.lock().over = true;
+        let mut state = self.lock();
+        state.over = true;
+        state.tasks.retain(|task| matches!(task, Task::Keep(_)));
+        drop(state);
         self.came.notify_all();
     }
 
-    /// Asks `cache` and gives to it, and tells `answer` what is known, until the session is over.
+    /// Waits until all blocks that were gathered before [`close`](Self::close) are kept, at most this long.
+    pub(super) fn finish(&self, limit: Duration) {
+        drop(self.came.wait_timeout_while(self.lock(), limit, |state| !state.done));
+    }
+
+    /// Asks `cache` and gives to it, and tells `answer` what is known, until the session is over and all is kept.
     pub(super) fn serve(&self, cache: &dyn BlockCache, answer: impl Fn(DataKnown)) {
         while let Some(task) = self.wait() {
             self.carry_out(task, cache, &answer);
         }
+        self.lock().done = true;
+        self.came.notify_all();
     }
 
     /// Does what there is to do, once. False: there was nothing.
@@ -210,11 +223,11 @@ impl Blocks {
     fn wait(&self) -> Option<Task> {
         let mut state = self.lock();
         loop {
-            if state.over {
-                return None;
-            }
             if let Some(task) = state.tasks.pop_front() {
                 return Some(task);
+            }
+            if state.over {
+                return None;
             }
             state = self.came.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -320,6 +333,23 @@ pub(crate) mod tests {
     fn is_empty(blocks: &Blocks) -> bool {
         let state = blocks.lock();
         (state.asked.len(), state.found_bytes, state.gathered.len(), state.gathered_bytes) == (0, 0, 0, 0)
+    }
+
+    #[test]
+    fn what_was_gathered_before_the_end_is_kept_behind_it() {
+        let (blocks, cache) = (Blocks::new(), Memory::default());
+        let bytes = [5; 1000];
+        blocks.gather((1, 0), 1000, 0, &bytes);
+        // A question that nobody waits for any more.
+        ask(&blocks, 2, 0, &bytes).unwrap();
+        blocks.close();
+        blocks.finish(Duration::ZERO);
+        assert_eq!(cache.0.lock().unwrap().len(), 0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| blocks.serve(&cache, |_| panic!("an answer after the end")));
+            blocks.finish(Duration::from_secs(240));
+        });
+        assert_eq!(cache.find(blake3::hash(&bytes).as_bytes()).as_deref(), Some(&bytes[..]));
     }
 
     #[test]

@@ -468,6 +468,11 @@ impl Inbox {
         }
     }
 
+    /// Waits until the cache has what has come for it, at most this long. The session is over.
+    pub(crate) fn finish_cache(&self, limit: Duration) {
+        self.blocks.get().inspect(|blocks| blocks.finish(limit));
+    }
+
     /// The session is over: all threads that wait for data, or with data, return.
     pub(super) fn close(&self) {
         let mut state = self.lock();

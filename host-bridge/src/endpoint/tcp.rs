@@ -139,6 +139,11 @@ impl TcpClient {
         std::thread::Builder::new().name("rgpu-cache".into()).spawn(serve).map(drop)
     }
 
+    /// Waits until the cache has what the session's bridge has sent for it, at most this long. To be called after the session's end.
+    pub fn finish_cache(&self, limit: Duration) {
+        self.inbox.finish_cache(limit);
+    }
+
     /// Has `told` called after the session has lost its link (false), or has one again (true). To be called once.
     pub fn when_link_changes(&self, told: Box<dyn Fn(bool) + Send + Sync>) {
         // A second one would be the same.
