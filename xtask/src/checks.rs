@@ -1,9 +1,10 @@
-//! Checks that come before all tests: formatting, lints, licenses.
+//! Checks that come before all tests: formatting, lints, fuzz targets, licenses.
 
 use anyhow::Result;
+use rgpu_tests::tree;
 
 use crate::progress::Step;
-use crate::{licenses, process};
+use crate::{debian, licenses, process};
 
 /// Runs the checks in order and stops at the first that fails.
 pub fn checks() -> Result<()> {
@@ -19,6 +20,15 @@ pub fn checks() -> Result<()> {
         "checking the lints",
         &["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"],
     )?;
+
+    // They are a workspace of their own, compiled only to fuzz: a change elsewhere would break them unnoticed.
+    debian::packages(&["g++"], "checking the fuzz targets")?;
+    let step = Step::spinner("checking the fuzz targets");
+    let mut fuzz = process::cargo();
+    fuzz.args(["check", "--quiet", "--locked", "--manifest-path"]).arg(tree::root().join("fuzz/Cargo.toml"));
+    fuzz.arg("--target-dir").arg(tree::target().join("fuzz")).env("RUSTFLAGS", "--cfg fuzzing -D warnings");
+    process::watch(&mut fuzz, &log, &step)?;
+    step.done("");
 
     let step = Step::spinner("checking the dependencies' licenses, versions and sources");
     let count = licenses::check()?;
