@@ -6,7 +6,7 @@ use ratatui::style::{Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::Paragraph;
 
-use super::app::{App, Cell, Column, Row, View};
+use super::views::{App, Cell, Column, Row, View};
 
 /// Most lines about the daemons: one for each, and the sockets that do not answer.
 const SUMMARY: usize = 3;

@@ -6,12 +6,12 @@
 //! ```
 //!
 //! - [`sample`]: what the status sockets say, and what follows from two such answers;
-//! - [`app`]: what is shown, and what keys do; no I/O;
+//! - [`views`]: what is shown, and what keys do; no I/O;
 //! - [`draw`]: how it looks.
 
-mod app;
 mod draw;
 mod sample;
+mod views;
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -23,8 +23,8 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 
-use self::app::{App, Order};
 use self::sample::Sample;
+use self::views::{App, Order};
 use crate::status::sockets;
 
 /// How long a key may wait for the screen.
