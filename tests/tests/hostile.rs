@@ -7,7 +7,7 @@
 mod support;
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{Ipv4Addr, TcpStream};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ use protocol::ops::stream::{StreamMark, StreamSynchronize};
 use protocol::ops::{Op, encode};
 use support::client::Client;
 use support::{Bystanders, PATIENCE, Rig, TRANSPORTS, Transport, eventually};
-use test_kit::link::{TcpBridge, connect_tcp, hear_welcome, hello, say_hello};
+use test_kit::link::{TcpBridge, connect_tcp, connect_tcp_from, hear_welcome, hello, say_hello};
 use test_kit::native_client::{NativeClient, create_channel};
 use test_kit::{memfd, sealed_memfd};
 use zerocopy::IntoBytes;
@@ -584,6 +584,9 @@ fn set_nonblocking(connection: &NativeClient) -> Result<()> {
     Ok(())
 }
 
+/// Where an attacker's connections come from.
+const ATTACKER: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
+
 #[test]
 fn connections_that_say_nothing_are_closed() -> Result<()> {
     attack("silent", |rig| {
@@ -592,11 +595,12 @@ fn connections_that_say_nothing_are_closed() -> Result<()> {
             .flat_map(|&t| (0..20).map(move |_| rig.socket(t)))
             .map(|s| NativeClient::connect(&s))
             .collect::<std::io::Result<_>>()?;
+        // More than one source may have: it pushes out its own, and not those of the bystanders.
         let mut tcp: Vec<TcpStream> =
-            (0..200).map(|_| connect_tcp(rig.port)).collect::<std::io::Result<_>>()?;
+            (0..200).map(|_| connect_tcp_from(ATTACKER, rig.port)).collect::<std::io::Result<_>>()?;
         let mut unix: Vec<UnixStream> =
             (0..50).map(|_| Ok(UnixStream::connect(rig.server_socket())?)).collect::<Result<_>>()?;
-        // Some of them send a part of a hello. These are more than one address may have, so some are closed already.
+        // Some of them send a part of a hello, unless they are closed already.
         for stream in tcp.iter_mut().step_by(2) {
             let _ = stream.write_all(&link::MAGIC.to_le_bytes());
         }

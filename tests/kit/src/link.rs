@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
-use std::net::{Ipv4Addr, TcpStream};
+use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
 use std::ops::{Deref, DerefMut};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use host_bridge::framing::{recv_frame, recv_struct, send_frame, send_message};
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrIn, bind, connect, socket};
 use protocol::Status;
 use protocol::channel::{NO_SLOT, Record};
 use protocol::data::{DataUse, HostRange};
@@ -87,7 +88,17 @@ pub fn greet(socket: impl AsFd, hello: &Hello) -> io::Result<Welcome> {
 
 /// Connects to a server's TCP port on this host.
 pub fn connect_tcp(port: u16) -> io::Result<TcpStream> {
-    let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
+    connect_tcp_from(Ipv4Addr::LOCALHOST, port)
+}
+
+/// The same from one of this host's addresses, 127.0.0.1 to 127.255.255.254: another host, as far as the server can tell.
+pub fn connect_tcp_from(source: Ipv4Addr, port: u16) -> io::Result<TcpStream> {
+    let [source, server] = [(source, 0), (Ipv4Addr::LOCALHOST, port)]
+        .map(|(ip, port)| SockaddrIn::from(SocketAddrV4::new(ip, port)));
+    let socket = socket(AddressFamily::Inet, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    bind(socket.as_raw_fd(), &source)?;
+    connect(socket.as_raw_fd(), &server)?;
+    let stream = TcpStream::from(socket);
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     Ok(stream)
