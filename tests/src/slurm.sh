@@ -22,8 +22,8 @@ chown munge: /etc/munge/munge.key
 chmod 400 /etc/munge/munge.key
 setpriv --reuid munge --regid munge --clear-groups munged
 
-# Without the kernel's asynchronous I/O, whose number of requests is limited for the whole machine.
-options='--user=root --datadir=/var/lib/mysql --innodb-use-native-aio=0'
+# Temporary files are named after the process, whose number is the same in another test's namespaces.
+options='--user=root --datadir=/var/lib/mysql --tmpdir=/run/mysqld'
 # shellcheck disable=SC2086 # several options
 mariadb-install-db --no-defaults $options --auth-root-authentication-method=socket >"$folder/mariadb.log" 2>&1
 # shellcheck disable=SC2086
