@@ -77,7 +77,7 @@ enum Command {
     Book,
     /// Make the pictures of `rgpuctl top` and of a timeline anew (docs/pictures)
     Screenshots(screenshots::Arguments),
-    /// Check formatting, lints and the dependencies' licenses
+    /// Check formatting, lints, the fuzz targets and the dependencies' licenses
     CiChecks,
 }
 
