@@ -1,12 +1,16 @@
 //! Debian packages that a step needs. Missing ones are installed.
 
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Result, bail};
 use nix::unistd::geteuid;
 
 use crate::process;
 use crate::progress::Step;
+
+/// How often refreshing the package lists is tried.
+const UPDATES: u32 = 12;
 
 /// Fails if packages in `names` are missing and this user may not install them, so that the error appears
 /// before other steps run. `purpose` completes the sentence "… needs packages".
@@ -45,7 +49,15 @@ pub fn packages(names: &[&str], purpose: &str) -> Result<()> {
     };
     // Refreshing the package lists takes a while, so do that only if they are missing or out of date.
     if install().is_err() {
-        process::watch(&mut apt(&["update"]), &log, &step)?;
+        // APT does not wait for another process that refreshes them.
+        let mut tries = 0;
+        while let Err(e) = process::watch(&mut apt(&["update"]), &log, &step) {
+            tries += 1;
+            if tries == UPDATES {
+                return Err(e);
+            }
+            std::thread::sleep(Duration::from_secs(5));
+        }
         install()?;
     }
     step.done(&list);
