@@ -262,7 +262,8 @@ impl Memories {
             )
         }
         .map_err(failed)?;
-        let reserved = Reserved { at: base.cast(), len: length.get() };
+        // SAFETY: the reservation just made, which nothing else unmaps.
+        let reserved = unsafe { OwnPages::new(base.cast(), length.get()) };
         let mut offset = 0usize;
         for Piece { index, mapping, file_offset, len } in self.pieces(extents)? {
             let page = mapping.page;
@@ -336,21 +337,41 @@ impl Runs {
     }
 }
 
-/// A reservation of address space with everything mapped into it.
+/// A mapping of this process, with everything in its range of addresses. Unmapped when dropped.
 #[derive(Debug)]
-struct Reserved {
+pub(crate) struct OwnPages {
     at: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: the reservation belongs to no thread, and only `drop` unmaps it.
-unsafe impl Send for Reserved {}
-// SAFETY: the fields are never changed; what is shared through `at` is accessed as the module's text says.
-unsafe impl Sync for Reserved {}
+// SAFETY: a mapping belongs to no thread, and only `drop` unmaps it.
+unsafe impl Send for OwnPages {}
+// SAFETY: the fields are never changed; who accesses the bytes at `at`, and how, is up to the owner.
+unsafe impl Sync for OwnPages {}
 
-impl Drop for Reserved {
+impl OwnPages {
+    /// Takes over `len` mapped bytes from `at` on.
+    ///
+    /// # Safety
+    /// Nothing else unmaps them, and nothing uses them after this is dropped.
+    pub(crate) unsafe fn new(at: NonNull<u8>, len: usize) -> OwnPages {
+        OwnPages { at, len }
+    }
+
+    /// The first byte.
+    pub(crate) fn at(&self) -> NonNull<u8> {
+        self.at
+    }
+
+    /// Number of bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl Drop for OwnPages {
     fn drop(&mut self) {
-        // SAFETY: made by `Memories::view`; whatever borrows from it has ended.
+        // SAFETY: the caller of `new` has given this the range, and nothing uses it any more.
         let _ = unsafe { munmap(self.at.cast(), self.len) };
     }
 }
@@ -358,7 +379,7 @@ impl Drop for Reserved {
 /// A channel, contiguous, with its parts. Unmapped when dropped.
 #[derive(Debug)]
 pub struct ChannelView {
-    reserved: Reserved,
+    reserved: OwnPages,
     geometry: Geometry,
     fields: HeaderFields,
 }

@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
-use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 
 use super::pause::InUse;
-use crate::memory::{ChannelView, Runs};
+use crate::memory::{ChannelView, OwnPages, Runs};
 use crate::shared::SharedBytes;
 
 /// Memory that commands can name: the arena, or a registered region.
@@ -30,25 +30,7 @@ pub struct Region {
 enum Memory {
     Runs(Runs),
     Arena(Arc<ChannelView>),
-    Own(Own),
-}
-
-/// Memory of this process. Unmapped when dropped.
-struct Own {
-    at: NonNull<u8>,
-    len: NonZeroUsize,
-}
-
-// SAFETY: the mapping belongs to no thread, and only `drop` unmaps it.
-unsafe impl Send for Own {}
-// SAFETY: the fields are never changed; who uses which of its bytes is the business of whoever made the region.
-unsafe impl Sync for Own {}
-
-impl Drop for Own {
-    fn drop(&mut self) {
-        // SAFETY: made by `Region::own`; whatever uses it holds the region.
-        let _ = unsafe { munmap(self.at.cast(), self.len.get()) };
-    }
+    Own(OwnPages),
 }
 
 impl std::fmt::Debug for Region {
@@ -70,7 +52,9 @@ impl Region {
         let rights = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a fresh mapping.
         let at = unsafe { mmap_anonymous(None, len, rights, MapFlags::MAP_PRIVATE) }?;
-        Ok(Arc::new(Region::new(Memory::Own(Own { at: at.cast(), len }), false)))
+        // SAFETY: just mapped, and whatever uses it holds the region.
+        let own = unsafe { OwnPages::new(at.cast(), len.get()) };
+        Ok(Arc::new(Region::new(Memory::Own(own), false)))
     }
 
     /// Its size in bytes.
@@ -78,7 +62,7 @@ impl Region {
         match &self.memory {
             Memory::Runs(runs) => runs.size(),
             Memory::Arena(view) => view.geometry().arena_size,
-            Memory::Own(own) => own.len.get(),
+            Memory::Own(own) => own.len(),
         }
     }
 
@@ -100,9 +84,9 @@ impl Region {
                 view.arena(offset, len).map(|run| if run.1 > 0 { vec![run] } else { Vec::new() })
             }
             Memory::Own(own) => {
-                let end = offset.checked_add(len).filter(|end| *end <= own.len.get() as u64);
+                let end = offset.checked_add(len).filter(|end| *end <= own.len() as u64);
                 // SAFETY: the offset lies inside the mapping, or just behind it.
-                let run = |_| (unsafe { own.at.add(offset as usize) }, len as usize);
+                let run = |_| (unsafe { own.at().add(offset as usize) }, len as usize);
                 end.map(run).map(|run| if run.1 > 0 { vec![run] } else { Vec::new() })
             }
         }

@@ -12,34 +12,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap};
 use nix::unistd::ftruncate;
 
+use crate::memory::OwnPages;
 use crate::shared::SharedBytes;
 
 /// Bytes of a room. Only pages that were written take memory, and the first ones are used again first.
 const ROOM: usize = 8 << 20;
 /// Most rooms of a file.
 const MOST: usize = 32;
-
-/// The file, mapped.
-#[derive(Debug)]
-struct Mapping {
-    at: NonNull<u8>,
-    size: NonZeroUsize,
-}
-
-// SAFETY: the mapping belongs to no thread, and its bytes are accessed through `SharedBytes` and the kernel only.
-unsafe impl Send for Mapping {}
-// SAFETY: as above.
-unsafe impl Sync for Mapping {}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: `rooms` made this mapping, and whoever uses it holds it.
-        let _ = unsafe { munmap(self.at.cast(), self.size.get()) };
-    }
-}
 
 /// A file in memory with a room for each of `count` data connections.
 pub(in crate::bridge) fn file(count: usize) -> io::Result<OwnedFd> {
@@ -63,7 +45,8 @@ pub(in crate::bridge) fn rooms(file: &impl AsFd, count: usize) -> io::Result<Vec
     let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
     // SAFETY: a fresh mapping at an address of the kernel's choice.
     let at = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, file, 0) }?.cast();
-    let mapping = Arc::new(Mapping { at, size });
+    // SAFETY: just mapped, and every room and its bytes hold it.
+    let mapping = Arc::new(unsafe { OwnPages::new(at, size.get()) });
     let room = |index| Room { mapping: Arc::clone(&mapping), begin: index * ROOM, used: Mutex::default() };
     Ok((0..count).map(|index| Arc::new(room(index))).collect())
 }
@@ -71,7 +54,7 @@ pub(in crate::bridge) fn rooms(file: &impl AsFd, count: usize) -> io::Result<Vec
 /// Where the compressed bytes of one data connection lie.
 #[derive(Debug)]
 pub(in crate::bridge) struct Room {
-    mapping: Arc<Mapping>,
+    mapping: Arc<OwnPages>,
     /// Where it begins in the file.
     begin: usize,
     /// Where bytes lie: begins and ends, in order. Those of another process may overlap, because it may have used a place again before it noted that it had become free.
@@ -145,7 +128,7 @@ impl Compressed {
     /// The first byte. There are [`len`](Self::len) of them, and they stay mapped as long as this is held.
     pub(in crate::bridge) fn address(&self) -> NonNull<u8> {
         // SAFETY: the room lies in the mapping, and these bytes in the room.
-        unsafe { self.room.mapping.at.add(self.room.begin + self.at) }
+        unsafe { self.room.mapping.at().add(self.room.begin + self.at) }
     }
 
     /// The bytes.

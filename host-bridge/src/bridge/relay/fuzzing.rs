@@ -53,14 +53,14 @@ const SERVER_SLOT: u32 = SLOT_DATA + (64 << 10);
 
 /// Memory of a client of which only the size matters.
 #[derive(Debug)]
-struct AnyMemory {
+pub(super) struct AnyMemory {
     size: u64,
     read_only: bool,
     key_taken: AtomicBool,
 }
 
 impl AnyMemory {
-    fn new(size: u64, read_only: bool) -> AnyMemory {
+    pub(super) fn new(size: u64, read_only: bool) -> AnyMemory {
         AnyMemory { size, read_only, key_taken: AtomicBool::new(false) }
     }
 }

@@ -9,7 +9,7 @@ mod server;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -28,8 +28,9 @@ use protocol::ops::{self, Class, Op};
 use zerocopy::IntoBytes;
 
 use self::server::Server;
+pub(super) use super::fuzzing::AnyMemory as TestMemory;
 use super::mailbox::Message;
-use super::regions::{ClientMemory, MemoryKey, Span};
+use super::regions::Span;
 use super::{CacheUse, EndReason, Flows, Machine, Schedule, Slots};
 use crate::bridge::state::{ChannelMemory, SessionState, Wakeup};
 use crate::framing::{FrameReader, SendBuffer};
@@ -38,36 +39,9 @@ use crate::memory::Memories;
 /// A generous limit on anything that is waited for.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Memory of a client of which only the size matters.
-#[derive(Debug)]
-pub(super) struct TestMemory {
-    size: u64,
-    read_only: bool,
-    key_taken: AtomicBool,
-}
-
 impl TestMemory {
-    pub(super) fn new(size: u64, read_only: bool) -> TestMemory {
-        TestMemory { size, read_only, key_taken: AtomicBool::new(false) }
-    }
-
     pub(super) fn span(len: u64) -> Span<TestMemory> {
         Span::of(Arc::new(TestMemory::new(len, false)), 0, len)
-    }
-}
-
-impl ClientMemory for TestMemory {
-    fn size(&self) -> u64 {
-        self.size
-    }
-
-    fn is_read_only(&self) -> bool {
-        self.read_only
-    }
-
-    fn take_key(&self) -> Option<MemoryKey> {
-        let first = !self.key_taken.swap(true, Ordering::Relaxed);
-        first.then_some(MemoryKey { address: 0, size: self.size, key: 7 })
     }
 }
 
