@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Copies between the devices of two servers by size: from worker to worker, and through the program's machine.
 
-    peer_copies.py DIST [--backend cuda|software] [--most MIB] [--rate RATE] [--delay TIME] [--markdown]
+    peer_copies.py DIST [--backend cuda|software] [--most MIB] [--rate RATE] [--delay TIME] [--own-devices] [--markdown]
 
-DIST is a folder that `cargo xtask dist` makes. Two servers run on this machine, on its first device, and so they need no second GPU. A program copies from one to the other, over TCP without TLS: sizes from 4 bytes to
+DIST is a folder that `cargo xtask dist` makes. Two servers run on this machine, on its first device, and so they need no second GPU; with --own-devices, the second server has the second device. A program copies from one to the other, over TCP without TLS: sizes from 4 bytes to
 --most MiB (default: 1024), first one copy at a time (cuMemcpyPeer, then a synchronize; median), then eight one after the other on a stream (cuMemcpyPeerAsync). Each result is compared. This is done once with --direct-to and
 once without it, and in one process on one device for comparison. The last column is what one plain TCP stream carries in the same run. --rate and --delay put the two servers and the program into network namespaces of their own, joined by a bridge whose
 links have that rate and delay each (`tc` with tbf, or netem if there is a delay, e.g. 10gbit and 100us; needs root). Exit status: 1 if a run fails or a byte is wrong.
@@ -159,7 +159,8 @@ def servers(options, place, direct):
     for name, other in (("first", "second"), ("second", "first")):
         command = [*place.prefix(name), binary, "--backend", options.backend, "--insecure", "--listen", addresses[name]]
         command += ["--direct-to", addresses[other]] if direct else []
-        running.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+        own = {"CUDA_VISIBLE_DEVICES": str(len(running))} if options.own_devices else {}
+        running.append(subprocess.Popen(command, env=os.environ | own, stderr=subprocess.DEVNULL))
     for i, name in enumerate(addresses):
         reach = f"import socket; socket.create_connection(('{place.address(name)}', {PORT + i}))"
         for _ in range(600):
@@ -197,6 +198,7 @@ def main():
     parser.add_argument("--most", type=int, default=1024)
     parser.add_argument("--rate")
     parser.add_argument("--delay")
+    parser.add_argument("--own-devices", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     place = Place(bool(options.rate))

@@ -231,6 +231,18 @@ int main(int argc, char **argv) {
         REQUIRE(found.resType == cudaResourceTypeLinear && found.res.linear.devPtr == device && found.res.linear.desc.w == 32, "the texture's description");
         CHECK(cudaDestroyTextureObject(texture));
 
+        // The driver does not compare a texture's size with that of the memory: NVIDIA's sample convolutionFFT2D names more than there is.
+        resource.res.linear.sizeInBytes += 64 << 20;
+        CHECK(cudaCreateTextureObject(&texture, &resource, &desc, nullptr));
+        CHECK(cudaMemset(dout, 0, n * sizeof *dout));
+        fetch<<<8, 128>>>(texture, dout, n);
+        CHECK(cudaMemcpy(out.data(), dout, n * sizeof *dout, cudaMemcpyDeviceToHost));
+        REQUIRE(memcmp(out.data(), values.data(), n * sizeof *dout) == 0, "what is fetched by a texture longer than its memory differs");
+        CHECK(cudaDestroyTextureObject(texture));
+        resource.res.linear.devPtr = nullptr;
+        REQUIRE(cudaCreateTextureObject(&texture, &resource, &desc, nullptr) == cudaErrorInvalidValue, "a texture without memory");
+        cudaGetLastError();
+
         const int w = 50, h = 20;
         float *rows;
         size_t pitch;

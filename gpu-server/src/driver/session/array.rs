@@ -178,7 +178,10 @@ impl<G: Gpu> Session<G> {
                 let [row, rows, _] = shape.extent().ok_or(Status::INVALID_VALUE)?;
                 let pitch = if r.kind == OF_LINEAR { row } else { r.pitch };
                 let memory = Rows { at: r.address, pitch, slice: 0, width: row, height: rows, depth: 1 };
-                self.check_range(r.address, memory.sizes()?.1, self.device_of(context)?)?;
+                memory.sizes()?;
+                // The texture may be longer than the memory that it begins in: a kernel reaches no more by it
+                // than by a pointer.
+                self.check_range(r.address, 1, self.device_of(context)?)?;
                 Ok(TextureSource::Memory { resource: r, memory, is_linear: r.kind == OF_LINEAR })
             }
             _ => Err(Status::INVALID_VALUE),

@@ -136,7 +136,11 @@ pub(crate) fn resource(driver: &Driver, context: &'static Context, desc: &Resour
             if resource.width == 0 {
                 return Err(Status::INVALID_VALUE);
             }
-            address::check(driver, resource.address, span)?;
+            // As with NVIDIA's driver, a texture may be longer than the memory that it begins in. A kernel
+            // that reads what is not there fails.
+            let found = address::check(driver, resource.address, 1)?;
+            let rest = found.base + found.size - resource.address;
+            address::check(driver, resource.address, span.min(rest))?;
         }
         _ => return Err(Status::INVALID_VALUE),
     }
