@@ -111,16 +111,36 @@ fn server(identity: &Identity, verifier: Arc<dyn ClientCertVerifier>) -> Result<
     Ok(Arc::new(config))
 }
 
-fn signature(
-    message: &[u8],
-    certificate: &CertificateDer<'_>,
-    signed: &DigitallySignedStruct,
-) -> Result<HandshakeSignatureValid, Error> {
-    verify_tls13_signature(message, certificate, signed, &provider().signature_verification_algorithms)
-}
+/// The methods of a verifier that check whether the peer has its certificate's key. Only TLS 1.3 is used.
+macro_rules! tls13_signatures {
+    () => {
+        fn verify_tls12_signature(
+            &self,
+            _message: &[u8],
+            _certificate: &CertificateDer<'_>,
+            _signed: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            Err(CertificateError::BadSignature.into())
+        }
 
-fn schemes() -> Vec<SignatureScheme> {
-    provider().signature_verification_algorithms.supported_schemes()
+        fn verify_tls13_signature(
+            &self,
+            message: &[u8],
+            certificate: &CertificateDer<'_>,
+            signed: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            verify_tls13_signature(
+                message,
+                certificate,
+                signed,
+                &provider().signature_verification_algorithms,
+            )
+        }
+
+        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+            provider().signature_verification_algorithms.supported_schemes()
+        }
+    };
 }
 
 /// Trusts these keys, whatever the certificate says around them. That the peer has the key is shown by its signature.
@@ -174,27 +194,7 @@ impl ServerCertVerifier for Trusted {
         }
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _message: &[u8],
-        _certificate: &CertificateDer<'_>,
-        _signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        Err(CertificateError::BadSignature.into())
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        signature(message, certificate, signed)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        schemes()
-    }
+    tls13_signatures!();
 }
 
 macro_rules! client_verifier {
@@ -213,27 +213,7 @@ macro_rules! client_verifier {
                 $check.map(|_| ClientCertVerified::assertion())
             }
 
-            fn verify_tls12_signature(
-                &self,
-                _message: &[u8],
-                _certificate: &CertificateDer<'_>,
-                _signed: &DigitallySignedStruct,
-            ) -> Result<HandshakeSignatureValid, Error> {
-                Err(CertificateError::BadSignature.into())
-            }
-
-            fn verify_tls13_signature(
-                &self,
-                message: &[u8],
-                certificate: &CertificateDer<'_>,
-                signed: &DigitallySignedStruct,
-            ) -> Result<HandshakeSignatureValid, Error> {
-                signature(message, certificate, signed)
-            }
-
-            fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-                schemes()
-            }
+            tls13_signatures!();
         }
     };
 }
