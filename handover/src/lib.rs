@@ -25,8 +25,10 @@
 //! - [`store`]: what a process keeps for the next one;
 //! - [`program`]: whether another program can take over;
 //! - [`text`]: what it writes down for the next one;
-//! - [`clock`]: times that another process understands.
+//! - [`clock`]: times that another process understands;
+//! - [`admin`]: the operator's requests, of which an upgrade is one.
 
+pub mod admin;
 pub mod clock;
 mod inherited;
 mod program;
