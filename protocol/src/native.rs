@@ -1,4 +1,5 @@
-//! How a process on the host opens a channel: a Unix `SOCK_SEQPACKET` socket of `vhost-rgpu`, one connection for each channel.
+//! How a process on the host opens a channel: through a Unix `SOCK_SEQPACKET` socket of `vhost-rgpu`, with
+//! one connection for each channel.
 //!
 //! The client sends a [`Request`] in one packet, with the file descriptor that belongs to it as `SCM_RIGHTS`. The daemon answers each in order with a
 //! [`crate::device::Response`]. The answer to [`CREATE_CHANNEL`](crate::device::request::CREATE_CHANNEL) carries one descriptor, an eventfd: the

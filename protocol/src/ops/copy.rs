@@ -47,7 +47,8 @@ ops! {
         dst: HostOut,
     }
 
-    /// `cuMemcpyDtoH` of few bytes (at most [`crate::channel::MAX_PAYLOAD`] − 4). The reply has the bytes and comes when the stream has reached this point.
+    /// `cuMemcpyDtoH` of a few bytes (at most [`crate::channel::MAX_PAYLOAD`] − 4). The reply has the bytes
+    /// and comes when the stream has reached this point.
     sync 0x0403 memcpy_dtoh_inline: MemcpyDtoHInline
         [order Streams, may_block Stream, lane Main]
     {
@@ -76,7 +77,8 @@ ops! {
         len: u64,
     }
 
-    /// `cuMemcpy2DAsync`, `cuMemcpy3DAsync` from host to device; the source is packed: no gap between rows or slices.
+    /// `cuMemcpy2DAsync`, `cuMemcpy3DAsync` from host to device; the source is packed, without gaps between
+    /// rows or slices.
     async 0x0405 memcpy_htod_3d: MemcpyHtoD3D<'a>
         [order Streams, may_block Never, lane Main]
     {

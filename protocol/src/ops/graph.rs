@@ -1,7 +1,7 @@
 //! Graphs: work that is described once and launched often.
 //!
-//! A client captures and builds graphs without the server. The server learns of a graph when it is instantiated: as a list of stream operations of this
-//! table, with the dependencies of each.
+//! A client captures and builds graphs without the server. When a graph is instantiated, the client sends it
+//! as a list of stream operations of this table, with the dependencies of each.
 
 use crate::data::HostIn;
 use crate::handle::{ContextId, GraphId, StreamId};
@@ -22,7 +22,7 @@ crate::wire_struct! {
 }
 
 crate::wire_struct! {
-    /// A graph. Every node comes after those that it depends on.
+    /// A graph. Every node comes after the nodes that it depends on.
     pub struct GraphNodes {
         /// The nodes.
         nodes: Vec<GraphNode>,
@@ -49,11 +49,11 @@ crate::wire_struct! {
 
 /// `CUgraphConditionalNodeType`.
 pub mod conditional {
-    /// Runs one graph or the other.
+    /// Runs one of two graphs.
     pub const IF: u32 = 0;
     /// Runs a graph repeatedly.
     pub const WHILE: u32 = 1;
-    /// Runs the graph with that number.
+    /// Runs the graph whose number is the condition's value.
     pub const SWITCH: u32 = 2;
 }
 
@@ -66,11 +66,12 @@ pub mod condition_flag {
 ops! {
     /// Graphs.
     ///
-    /// The server knows a graph with conditional nodes before it is instantiated, as a *draft*, because kernels are given the handles of its conditions and
-    /// the server's driver chooses these.
+    /// The server knows a graph with conditional nodes before it is instantiated, as a *draft*, because
+    /// kernels take the handles of its conditions and the server's driver chooses these handles.
     trait GraphOps;
 
-    /// `cuGraphInstantiateWithFlags`. The status is the error of the first node's operation that could not be enqueued on a stream either, if there is one.
+    /// `cuGraphInstantiateWithFlags`. If a node's operation could not be enqueued on a stream either, the
+    /// status is the error of the first such operation.
     sync 0x0a01 graph_instantiate: GraphInstantiate<'a>
         [order None, may_block Context, lane Main]
     {
@@ -78,7 +79,7 @@ ops! {
         context: ContextId,
         /// Its id.
         graph: GraphId,
-        /// `CUgraphInstantiate_flags`, those that concern the server.
+        /// Those of `CUgraphInstantiate_flags` that concern the server.
         flags: u64,
         /// The wire form of [`GraphNodes`].
         nodes: HostIn<'a>,
@@ -114,7 +115,7 @@ ops! {
         nodes: HostIn<'a>,
     } -> GraphUpdateReply {}
 
-    /// `cuGraphExecDestroy`. Launches that are under way complete.
+    /// `cuGraphExecDestroy`. Launches in progress complete.
     async 0x0a04 graph_destroy: GraphDestroy
         [order Earlier, may_block Never, lane Main]
     {
