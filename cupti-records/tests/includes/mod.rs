@@ -1,4 +1,4 @@
-//! NVIDIA's headers, for tests, from packages on PyPI that are installed in `build/cupti/`.
+//! NVIDIA's headers for tests, from PyPI packages that are installed in `build/cupti/`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
