@@ -1,4 +1,4 @@
-//! Where the installed tree has the daemons and the guest libraries. `cargo xtask dist` makes that tree.
+//! Finds the daemons and the guest libraries in the installed tree, which `cargo xtask dist` makes.
 
 use std::path::{Path, PathBuf};
 

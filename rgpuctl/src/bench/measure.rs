@@ -69,7 +69,7 @@ impl Gpu {
     }
 
     fn synchronize(&self) -> Result<()> {
-        // SAFETY: the stream is this value's and never destroyed.
+        // SAFETY: this value owns the stream and never destroys it.
         unsafe { stream::synchronize(self.stream) }.context("cannot synchronize")
     }
 
@@ -170,7 +170,7 @@ impl Host {
         // SAFETY: a context is current; the memory is used within `size` bytes and freed once.
         let pointer = unsafe { result::malloc_host(size, 0) };
         let pointer = pointer.with_context(|| format!("cannot pin {size} bytes"))?.cast::<u8>();
-        // SAFETY: the memory is this value's and `size` bytes long; written before it is read.
+        // SAFETY: this value owns the memory, which has `size` bytes and is written before it is read.
         unsafe { pointer.write_bytes(0, size) };
         Ok(Host::Pinned(pointer, size))
     }

@@ -1,4 +1,4 @@
-//! Checks what transport `verbs` needs on a host: library, device, port, address, MTU, locked memory.
+//! Checks what the transport `verbs` needs on a host: library, device, port, address, MTU, locked memory.
 //!
 //! Everything is read from sysfs and proc, so the checks need no RDMA tools and can be tested with fake file trees.
 
