@@ -132,8 +132,8 @@ pub fn build_quickly() -> Result<()> {
     Ok(())
 }
 
-/// Builds the examples of `host-bridge`, the peers of the RDMA tests: in a build of their own, because their
-/// dependencies would give the executables' dependencies other features.
+/// Builds the examples of `host-bridge`, which are peers in the RDMA tests. They are built separately,
+/// because their dependencies would change the features of the executables' dependencies.
 pub fn verbs_examples() -> Result<()> {
     let step = Step::spinner("building the peers of the RDMA tests");
     let mut command = process::cargo();

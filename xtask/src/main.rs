@@ -73,9 +73,9 @@ enum Command {
     Bench(bench::Arguments),
     /// Put everything that `test gpu` needs into a folder, for a machine with a GPU but no compiler
     StageGpu(stage::Arguments),
-    /// Make a book of the pages in docs, with mdBook (target/book)
+    /// Make a book from the pages in docs, with mdBook (target/book)
     Book,
-    /// Make the pictures of `rgpuctl top` and of a timeline anew (docs/pictures)
+    /// Remake the pictures of `rgpuctl top` and of a timeline (docs/pictures)
     Screenshots(screenshots::Arguments),
     /// Check formatting, lints, the fuzz targets and the dependencies' licenses
     CiChecks,
