@@ -1,4 +1,5 @@
-//! A terminal of 80 columns and 24 lines with a program in it, to see what it shows and to press its keys.
+//! A terminal of 80 columns and 24 lines that runs a program, so that a test can read its screen and press
+//! keys.
 
 use std::fs::File;
 use std::io::Read;
