@@ -1,5 +1,5 @@
-//! For the tests of `cuda` and `cudart`: the argument types of functions in NVIDIA's headers. The C compiler, not the name
-//! of a type, determines how it is passed.
+//! For the tests of `cuda` and `cudart`: the argument types of functions in NVIDIA's headers. How a type is
+//! passed is determined with the C compiler, not from its name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -87,8 +87,7 @@ fn type_of(declaration: &str) -> String {
     }
 }
 
-/// The functions with a certain result type that a header declares, with their argument types. `defines` is for the
-/// preprocessor.
+/// A header's functions with this result type, with their argument types. `defines` is for the preprocessor.
 pub fn prototypes(
     includes: &[PathBuf],
     header: &str,
@@ -124,7 +123,8 @@ pub fn classes(
     let types: Vec<String> = types.into_iter().collect();
     let mut code = format!("#include <stdio.h>\n#include <{header}>\nint main(void) {{\n");
     for kind in &types {
-        // The type class is that of an expression, so an enumeration counts as an integer. Nothing is evaluated.
+        // The type class is that of an expression, so an enumeration counts as an integer. The expression is
+        // not evaluated.
         writeln!(code, "printf(\"%d %zu\\n\", __builtin_classify_type(*(({kind} *)0)), sizeof({kind}));")
             .expect("a string grows");
     }

@@ -106,13 +106,13 @@ thread_local! {
     static INSIDE: Cell<Option<&'static Call>> = const { Cell::new(None) };
     /// The runtime API function that this thread is inside.
     static RUNTIME: Cell<Option<&'static Call>> = const { Cell::new(None) };
-    /// When it entered that.
+    /// When it entered that function.
     static SINCE: Cell<u64> = const { Cell::new(0) };
     /// That call's correlation.
     static CORRELATION: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Whether [`activity`] is told of the functions that the program calls.
+/// Sets whether the functions that the program calls are reported to [`activity`].
 pub(crate) fn watch_calls(watched: bool) {
     WATCHED.store(watched, Ordering::Relaxed);
     BY_CALL.store(watched || COUNTED.load(Ordering::Relaxed), Ordering::Relaxed);
@@ -152,7 +152,7 @@ fn put_down(index: usize, n: u64) {
 #[derive(Debug)]
 pub struct Call {
     name: &'static str,
-    /// It is a function of the runtime API, which calls others.
+    /// Whether it is a function of the runtime API, which calls functions of the driver API.
     runtime: bool,
     calls: AtomicU64,
     counts: [AtomicU64; NAMES.len()],

@@ -1,7 +1,8 @@
 //! Pinned program memory, which the host can read and write in place.
 //!
-//! A process with several servers has a session with each, and each session has an ID of its own for a region: from the
-//! start in the session that the region was made with, in the others when a copy first names it there.
+//! A process with several servers has a session with each, and each session has its own ID for a region. The
+//! session with which the region was created has it from the start, the others from the first copy that names
+//! the region.
 
 use std::collections::BTreeMap;
 use std::sync::{PoisonError, RwLock};
@@ -33,13 +34,13 @@ impl<T> Region<T> {
         self.memory.is_some()
     }
 
-    /// What a session knows it by; the outer `None`: the session was not asked to register it.
+    /// Its ID in a session. The outer `None`: the session was not asked to register it.
     #[inline]
     fn id(&self, session: &Session) -> Option<Option<u32>> {
         self.ids.iter().find(|(other, _)| std::ptr::eq(*other, session)).map(|(_, id)| *id)
     }
 
-    /// Has another session register it.
+    /// Registers it in another session.
     fn register_with(&mut self, session: &'static Session, base: usize) {
         if self.id(session).is_some() {
             return;
@@ -202,7 +203,7 @@ impl<T: Clone> Regions<T> {
         Some(HostRange { place: Place::Region(id), offset: offset as u64, len: len as u64 })
     }
 
-    /// The ID of the region at `base` in a session that has not known it.
+    /// The ID of the region at `base` in a session that did not know the region before.
     #[cold]
     fn register_with(&self, session: &'static Session, base: usize) -> Option<u32> {
         let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);

@@ -1,37 +1,38 @@
 //! Which servers a process uses.
 //!
-//! The host decides: it offers a list, which a process gets whole unless `RGPU_SERVERS` names some of those that the
-//! host lets its programs choose. There is one channel for each server; its header says which one it is for.
+//! The host offers a list of servers. A process uses all of them, unless `RGPU_SERVERS` names servers among
+//! those that the host lets its programs choose. There is one channel for each server; its header says for
+//! which one.
 
 use std::path::PathBuf;
 
 use crate::port::PortError;
 use protocol::channel::{Header, MAX_SERVERS, SERVER_NAME_SIZE};
 
-/// The variable in which a user names servers.
+/// The environment variable with which a user chooses servers.
 const VARIABLE: &str = "RGPU_SERVERS";
 
 /// The server of a session.
 #[derive(Debug, Clone, Copy)]
 pub struct Choice<'n> {
-    /// Its place among the process's servers.
+    /// Its index among the process's servers.
     pub index: usize,
     /// Its name, if the user chose it.
     pub name: Option<&'n str>,
 }
 
 impl Choice<'_> {
-    /// Asks for it, before the channel is connected.
+    /// Writes the request for this server into the channel's header, before the channel is connected.
     pub(crate) fn write_to(&self, header: &Header) {
-        // All zeros is the first server, and what the channel has already.
+        // All zeros stand for the first server, and a new channel has zeros already.
         if self.index > 0 || self.name.is_some() {
             header.ask_for_server(self.index as u32, self.name.unwrap_or_default());
         }
     }
 }
 
-/// The PCI domain that a program sees for a domain of one of its servers: devices of two servers may have the same
-/// addresses on their buses. The first server's are its own.
+/// The PCI domain that a program sees for a PCI domain of one of its servers, since devices of two servers
+/// may have the same PCI addresses. The domains of the first server do not change.
 pub fn distinct_domain(server: usize, domain: u32) -> u32 {
     const { assert!(MAX_SERVERS <= 16) };
     if server == 0 { domain } else { domain.wrapping_add((server as u32) << 12) & 0xffff }
@@ -54,7 +55,7 @@ fn parse(text: &str) -> Result<Vec<String>, String> {
     }
     match names.iter().find(|name| name.len() >= SERVER_NAME_SIZE) {
         Some(name) => {
-            // What is behind it is a lease's key.
+            // The key of a lease follows.
             let name = name.split('#').next().unwrap_or_default();
             Err(format!("{name}: a server's name has fewer than {SERVER_NAME_SIZE} bytes"))
         }

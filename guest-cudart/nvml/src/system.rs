@@ -98,7 +98,7 @@ unsafe fn device_count(count: *mut u32) -> Result {
     unsafe { put(count, state::connected()?.device_count()) }
 }
 
-/// What is so of two devices of different servers.
+/// The answers about two devices of different servers.
 fn between_servers(question: u32) -> Result<u32> {
     /// `NVML_TOPOLOGY_SYSTEM`.
     const SYSTEM: u32 = 50;
