@@ -285,8 +285,8 @@ impl Gpu {
         self.memory().bring_back(addr, size, file)
     }
 
-    /// The host address of `size` bytes, which must be in one mapping, allocated or not. They are readable and
-    /// writable as long as the mapping is not set aside.
+    /// The host address of `size` bytes, which must be in one mapping, allocated or not. They are readable
+    /// and writable as long as the mapping is not set aside.
     pub fn mapped_range(&self, addr: u64, size: u64) -> Result<*mut u8> {
         self.memory().mapped_range(addr, size)
     }

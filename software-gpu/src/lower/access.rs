@@ -182,8 +182,8 @@ impl<'a> Lowering<'a, '_> {
         {}
     }
 
-    /// Takes the memory order. Returns whether it needs a fence, and whether a program may wait for the value in a
-    /// loop.
+    /// Takes the memory order. Returns whether it needs a fence, and whether a program may wait for the value
+    /// in a loop.
     fn take_order(mods: &mut Modifiers<'a>) -> (bool, bool) {
         let order = mods.one_of(&["weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"]);
         mods.one_of(&["relaxed"]);
@@ -194,8 +194,8 @@ impl<'a> Lowering<'a, '_> {
         )
     }
 
-    /// What loads and stores have in common. `data` and `at` are the numbers of the operands with the registers
-    /// and with the address.
+    /// What loads and stores have in common. `data` and `at` are the numbers of the operands with the
+    /// registers and with the address.
     fn access<'i>(&mut self, inst: &'i Inst<'a>, data: usize, at: usize) -> Result<Access<'i, 'a>> {
         let mut mods = Modifiers::new(inst);
         let ty = mods.last();
