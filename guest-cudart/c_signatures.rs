@@ -70,13 +70,15 @@ pub fn bracketed(text: &str) -> &str {
     panic!("a bracket that nothing closes: {}", text.chars().take(80).collect::<String>());
 }
 
-/// An argument's type: its declaration without its name and without `const`, which does not affect how it is passed.
+/// An argument's type: its declaration without its name and without `const`, which does not affect how it is
+/// passed.
 fn type_of(declaration: &str) -> String {
     if declaration.contains(['*', '[']) {
         return "void *".into();
     }
     let words: Vec<&str> = declaration.split_whitespace().filter(|word| *word != "const").collect();
-    // `struct x name`, `unsigned int name`, `name_t name`: the last word is the name unless it is a word of a type.
+    // `struct x name`, `unsigned int name`, `name_t name`: the last word is the name unless it is a word of a
+    // type.
     let is_type =
         |word: &str| matches!(word, "int" | "char" | "short" | "long" | "unsigned" | "float" | "double");
     let tagged = matches!(words.first(), Some(&"struct" | &"enum" | &"union"));

@@ -179,8 +179,8 @@ impl Arena {
         found
     }
 
-    /// After a wait for room or for a block that was in use for `time`: adds a piece, if more of them would have
-    /// made the wait shorter.
+    /// After a wait for room or for a block that was in use for `time`: adds a piece, if more of them would
+    /// have made the wait shorter.
     pub fn grow(&self, session: &Session, time: Option<Duration>) {
         let in_time = time.is_some_and(|time| time <= session.round_trip() * ROUND_TRIPS);
         if !session.is_far() || !in_time {

@@ -264,7 +264,8 @@ fn report() -> String {
     text
 }
 
-/// The driver API's functions that waited for the host side, one line for each: `name calls waits microseconds`.
+/// The driver API's functions that waited for the host side, one line for each: `name calls waits
+/// microseconds`.
 fn waits() -> String {
     let of = |call: &Call, counter: &Counter| call.counts[counter.index].load(Ordering::Relaxed);
     let called = CALLED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -277,8 +278,8 @@ fn waits() -> String {
         .collect()
 }
 
-/// If `RGPU_TRACE` names a folder, starts recording a timeline and counting by function, and writes both to files
-/// there when the process exits.
+/// If `RGPU_TRACE` names a folder, starts recording a timeline and counting by function, and writes both to
+/// files there when the process exits.
 pub fn trace_to_exit() {
     static ONCE: Once = Once::new();
     extern "C" fn write() {

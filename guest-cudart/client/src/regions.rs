@@ -17,8 +17,8 @@ use protocol::data::{HostRange, Place};
 pub struct Region<T> {
     /// Size in bytes, as the program requested.
     pub size: usize,
-    /// Its ID in each session that was asked to register it. `None` if that port cannot register it: it is then
-    /// recorded as pinned, but copied like pageable memory.
+    /// Its ID in each session that was asked to register it. `None` if that port cannot register it: it is
+    /// then recorded as pinned, but copied like pageable memory.
     ids: Vec<(&'static Session, Option<u32>)>,
     /// The owner's data.
     pub tag: T,
@@ -183,8 +183,8 @@ impl<T: Clone> Regions<T> {
         }
     }
 
-    /// How a command of a session names `len` bytes at `address`, if they are all in place within one range that
-    /// the host knows.
+    /// How a command of a session names `len` bytes at `address`, if they are all in place within one range
+    /// that the host knows.
     #[inline]
     pub fn range(&self, session: &'static Session, address: usize, len: usize) -> Option<HostRange> {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);

@@ -1,8 +1,8 @@
 //! Positions in a session's sequence of records.
 //!
-//! Every session counts its own records, so positions in two sessions have no order. A [`Seq`] therefore has none at
-//! all: `<` between two of them does not compile. Whether one position has been reached is a question to a
-//! [`LastSeq`], which belongs to an object of one session and answers "no" for a position in another.
+//! Every session counts its own records, so positions in two sessions have no order. A [`Seq`] therefore has
+//! none at all: `<` between two of them does not compile. Whether one position has been reached is a question
+//! to a [`LastSeq`], which belongs to an object of one session and answers "no" for a position in another.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -31,6 +31,19 @@ impl Choice<'_> {
     }
 }
 
+/// The domain, bus and device in `domain:bus:device` or `bus:device`, and the function's text if `.function`
+/// follows. The numbers are hexadecimal.
+pub fn parse_pci(text: &str) -> Option<([u32; 3], Option<&str>)> {
+    let (address, function) =
+        text.split_once('.').map_or((text, None), |(address, function)| (address, Some(function)));
+    let parts: Result<Vec<u32>, _> = address.split(':').map(|part| u32::from_str_radix(part, 16)).collect();
+    match parts.ok()?[..] {
+        [domain, bus, device] => Some(([domain, bus, device], function)),
+        [bus, device] => Some(([0, bus, device], function)),
+        _ => None,
+    }
+}
+
 /// The PCI domain that a program sees for a PCI domain of one of its servers, since devices of two servers
 /// may have the same PCI addresses. The domains of the first server do not change.
 pub fn distinct_domain(server: usize, domain: u32) -> u32 {
@@ -66,6 +79,14 @@ fn parse(text: &str) -> Result<Vec<String>, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pci_addresses_are_read_in_both_forms() {
+        assert_eq!(parse_pci("00000000:1B:00.0"), Some(([0, 0x1b, 0], Some("0"))));
+        assert_eq!(parse_pci("ffff:00:03"), Some(([0xffff, 0, 3], None)));
+        assert_eq!(parse_pci("1b:02.7"), Some(([0, 0x1b, 2], Some("7"))));
+        assert_eq!(parse_pci("nonsense"), None);
+    }
 
     #[test]
     fn servers_have_different_pci_domains() {

@@ -1,9 +1,9 @@
 //! The channel as this process uses it: appends records and receives replies and progress.
 //!
-//! A process has one session for each of its servers, all opened on first use. [`Session::append`] takes tens of nanoseconds: it encodes
-//! into a thread-local buffer, locks the ring, writes, and checks whether the host side sleeps.
-//! [`Session::submit`] also takes a reply slot; [`Pending::wait`] polls it for a limited time and then
-//! sleeps.
+//! A process has one session for each of its servers, all opened on first use. [`Session::append`] takes tens
+//! of nanoseconds: it encodes into a thread-local buffer, locks the ring, writes, and checks whether the host
+//! side sleeps. [`Session::submit`] also takes a reply slot; [`Pending::wait`] polls it for a limited time
+//! and then sleeps.
 //!
 //! **Loss.** A waiting thread checks the channel's state whenever it wakes, and at least every
 //! [`LIVENESS_CHECK`]. Once the session is lost, one line on stderr gives the reason, and every call fails
@@ -224,7 +224,8 @@ fn arena_size() -> usize {
     asked.unwrap_or(32).clamp(4, 1024) << 20
 }
 
-/// Size in bytes up to which the staging memory grows over a long distance: 256 MiB, or `RGPU_ARENA_MOST_MIB`.
+/// Size in bytes up to which the staging memory grows over a long distance: 256 MiB, or
+/// `RGPU_ARENA_MOST_MIB`.
 fn most_staging() -> usize {
     let asked =
         std::env::var("RGPU_ARENA_MOST_MIB").ok().and_then(|value| value.trim().parse::<usize>().ok());
@@ -264,8 +265,8 @@ impl Session {
         let base = port.channel().base();
         assert_eq!(port.channel().len(), geometry.size, "the port's channel has the wrong size");
         // SAFETY: the mapping is page-aligned and as long as the geometry says, its parts do not overlap, and
-        // everything in these parts is an atomic. The port, which unmaps it, lives in the session, and the session
-        // gives these references to nobody for longer than it is borrowed.
+        // everything in these parts is an atomic. The port, which unmaps it, lives in the session, and the
+        // session gives these references to nobody for longer than it is borrowed.
         let (header, progress, ring, slots) = unsafe {
             (
                 &*base.cast::<Header>(),

@@ -376,7 +376,8 @@ pub unsafe extern "C" fn cuptiActivityGetAttribute(
 
 /// Bytes of an attribute: a flag has one, a size eight.
 fn attribute_size(number: u32) -> usize {
-    /// `CUPTI_ACTIVITY_ATTR_ZEROED_OUT_ACTIVITY_BUFFER` and `CUPTI_ACTIVITY_ATTR_MEM_ALLOCATION_TYPE_HOST_PINNED`.
+    /// `CUPTI_ACTIVITY_ATTR_ZEROED_OUT_ACTIVITY_BUFFER` and
+    /// `CUPTI_ACTIVITY_ATTR_MEM_ALLOCATION_TYPE_HOST_PINNED`.
     const FLAGS: [u32; 3] = [5, 8, attribute::PER_THREAD_ACTIVITY_BUFFER];
     if FLAGS.contains(&number) { 1 } else { 8 }
 }

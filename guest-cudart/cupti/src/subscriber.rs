@@ -90,7 +90,8 @@ unsafe extern "C" fn context_made(context: usize) {
         .and_then(|s| s.exceptions.contains(&(RESOURCE, CONTEXT_CREATED)).then_some((s.callback, s.user)));
     if let Some((callback, user)) = found {
         let told = ResourceData { context, stream: std::ptr::null_mut(), descriptor: std::ptr::null_mut() };
-        // SAFETY: the program's function and word, as it has given them; the structure lives until it returns.
+        // SAFETY: the program's function and word, as it has given them; the structure lives until it
+        // returns.
         unsafe { callback(user.0, RESOURCE, CONTEXT_CREATED, (&raw const told).cast()) };
     }
 }

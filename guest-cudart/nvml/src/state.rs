@@ -1,8 +1,8 @@
 //! The process's NVML state: how often it was initialized, and its sessions, one for each of the process's
 //! servers.
 //!
-//! The first `nvmlInit`, or the first call in a forked child, opens the sessions. They stay open as long as the
-//! process, or until one is lost; the next `nvmlInit` then opens another in its place.
+//! The first `nvmlInit`, or the first call in a forked child, opens the sessions. They stay open as long as
+//! the process, or until one is lost; the next `nvmlInit` then opens another in its place.
 
 use std::ptr;
 use std::sync::Mutex;
