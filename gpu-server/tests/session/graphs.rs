@@ -1,4 +1,4 @@
-//! Graphs.
+//! Graphs and drafts.
 
 use super::*;
 

@@ -4,7 +4,7 @@
 //! - [`kernels`]: modules and their kernels;
 //! - [`memory`]: copies, the memory limit, and memory that sessions share;
 //! - [`streams`]: streams, events, and their waits;
-//! - [`graphs`]: graphs;
+//! - [`graphs`]: graphs and drafts;
 //! - [`errors`]: how a client learns of failures;
 //! - [`hostile`]: commands that no correct client sends, and limits.
 
