@@ -46,6 +46,6 @@ pub use text::Text;
 pub const VARIABLES: &[&str] =
     &["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "FDSTORE", KEPT];
 
-/// What [`Store::exec`] tells the next program: its process ID, and `NAME=NUMBER` for each descriptor, separated by
-/// colons.
+/// What [`Store::exec`] tells the next program: its process ID, and `NAME=NUMBER` for each descriptor,
+/// separated by colons.
 const KEPT: &str = "RGPU_KEPT";

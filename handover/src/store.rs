@@ -56,8 +56,8 @@ impl Manager {
     }
 }
 
-/// Descriptors for the next process, by name. A name is at most 200 characters of ASCII without `:`, `=` and control
-/// characters.
+/// Descriptors for the next process, by name. A name is at most 200 characters of ASCII without `:`, `=` and
+/// control characters.
 #[derive(Debug, Default)]
 pub struct Store {
     manager: Option<Manager>,
@@ -131,7 +131,8 @@ impl Store {
         }
     }
 
-    /// Tells the service manager that this daemon serves: the first time, or again after [`reloading`](Store::reloading).
+    /// Tells the service manager that this daemon serves: the first time, or again after
+    /// [`reloading`](Store::reloading).
     pub fn ready(&self) {
         self.tell("READY=1", None);
     }

@@ -1,4 +1,5 @@
-//! The servers that a client knows: `servers.json` in the client's identity folder, written by `rgpuctl join`.
+//! The servers that a client knows: `servers.json` in the client's identity folder, written by `rgpuctl
+//! join`.
 
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};

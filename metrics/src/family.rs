@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn what_breaks_conventions_is_found() {
+    fn broken_conventions_are_found() {
         let family = |base, unit, help| Family { base, kind: Kind::Gauge, unit, help, labels: &[] };
         for (base, unit, help) in [
             ("rgpu_Sent", "", "Sent."),

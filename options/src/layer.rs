@@ -20,7 +20,8 @@ pub struct Layer<'a> {
 }
 
 impl Layer<'_> {
-    /// The values of `T`: its defaults, overridden by the section, overridden by the command line. A key of the section that `T` does not have is an error.
+    /// The values of `T`: its defaults, overridden by the section, overridden by the command line. A key of
+    /// the section that `T` does not have is an error.
     pub fn read<T: Args>(&self) -> Result<T, Error> {
         let command = T::augment_args(Command::new("options").no_binary_name(true).disable_help_flag(true));
         let mut words = Vec::new();

@@ -1,4 +1,5 @@
-//! The options of a daemon: one definition for its command line, its configuration file and their documentation.
+//! The options of a daemon: one definition for its command line, its configuration file and their
+//! documentation.
 //!
 //! The definition is a structure that derives [`clap::Args`]. A field's documentation, type and default are
 //! those of the option, and its `id` is the key in the file:

@@ -114,7 +114,8 @@ pub const SHARED_LAYOUTS: &[Layout] = SPLIT.0;
 pub const DEVICE_LAYOUTS: &[Layout] = SPLIT.1;
 
 numbered! {
-    /// A response's status: of the device, of the native socket ([`crate::native`]) and of a server's welcome ([`crate::link`]).
+    /// A response's status: of the device, of the native socket ([`crate::native`]) and of a server's welcome
+    /// ([`crate::link`]).
     pub enum Answer {
         /// Done.
         Ok = 0,

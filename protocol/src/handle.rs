@@ -33,11 +33,13 @@ macro_rules! handles {
 }
 
 handles! {
-    /// A context. Below [`crate::channel::MAX_CONTEXTS`]: it is also the index of the context's error word. The primary
-    /// context of device *n* is *n*; created contexts follow from [`crate::channel::MAX_DEVICES`].
+    /// A context. Below [`crate::channel::MAX_CONTEXTS`]: it is also the index of the context's error word.
+    /// The primary context of device *n* is *n*; created contexts follow from
+    /// [`crate::channel::MAX_DEVICES`].
     ContextId(u32);
-    /// A stream. Below [`crate::channel::MAX_STREAMS`]: it is also the index of the stream's progress word. The legacy default
-    /// stream of context *c* is *c*; created streams follow from [`crate::channel::MAX_CONTEXTS`].
+    /// A stream. Below [`crate::channel::MAX_STREAMS`]: it is also the index of the stream's progress word.
+    /// The legacy default stream of context *c* is *c*; created streams follow from
+    /// [`crate::channel::MAX_CONTEXTS`].
     StreamId(u32) => Stream;
     /// An event.
     EventId(u32) => Event;

@@ -9,12 +9,13 @@
 //!     │ ◀═════════════ frames ══════════════════▶│
 //! ```
 //!
-//! **Greetings.** [`Hello`] and [`Welcome`] begin with the sender's version and fingerprint ([`crate::version`]). Either side judges what it
-//! receives by [`greeting`].
+//! **Greetings.** [`Hello`] and [`Welcome`] begin with the sender's version and fingerprint
+//! ([`crate::version`]). Either side judges what it receives by [`greeting`].
 //!
-//! **tcp.** The control connection carries frames ([`FrameHeader`]) both ways. The bridge forwards the records of the ring in [`frame::COMMANDS`],
-//! unchanged and in order. Bulk data crosses on the data connections: [`DataHeader`]s, each followed by its bytes. A data header names the command
-//! and counts the command's pieces of bulk data ([`crate::data::DataUse`], from 0, both directions together).
+//! **tcp.** The control connection carries frames ([`FrameHeader`]) both ways. The bridge forwards the
+//! records of the ring in [`frame::COMMANDS`], unchanged and in order. Bulk data crosses on the data
+//! connections: [`DataHeader`]s, each followed by its bytes. A data header names the command and counts the
+//! command's pieces of bulk data ([`crate::data::DataUse`], from 0, both directions together).
 //!
 //! - *In* (to the server): the bridge may send a command's data before, with or after the command, in the
 //!   order of the commands of one stream. The server limits how much: the bridge may send *eagerly*, without
@@ -42,8 +43,8 @@
 //! has reported until all of it has come, as a reference or as bytes. A bridge waits for such an answer only
 //! if it must, because a command is executed only as far as its data has come.
 //!
-//! A piece of no bytes is not sent at all. Every data connection has its own [`Hello`] (with the session's token) and [`Welcome`]; frames may
-//! follow once all are welcomed.
+//! A piece of no bytes is not sent at all. Every data connection has its own [`Hello`] (with the session's
+//! token) and [`Welcome`]; frames may follow once all are welcomed.
 //!
 //! **TLS.** The connection on which the bridge greets the server belongs to the daemon, and stays open
 //! without frames as long as the session: the server may send [`frame::BYE`] on it. After the welcome the
@@ -59,9 +60,10 @@
 //! the session: another process of the bridge passes in another socket ([`frame::TAKE_OVER`]). The session
 //! ends when no process is left that could.
 //!
-//! **verbs.** The TCP control connection stays open for the whole session, for `ALIVE` and `BYE`. After the welcome both sides send one
-//! [`frame::QUEUES`], the bridge first, and then connect their queue pairs: queue 0 for messages, the others for data. A message is a
-//! [`MessageHeader`] and some bytes; the bytes of all messages one way form a stream of the same frames as on a control connection.
+//! **verbs.** The TCP control connection stays open for the whole session, for `ALIVE` and `BYE`. After the
+//! welcome both sides send one [`frame::QUEUES`], the bridge first, and then connect their queue pairs: queue
+//! 0 for messages, the others for data. A message is a [`MessageHeader`] and some bytes; the bytes of all
+//! messages one way form a stream of the same frames as on a control connection.
 //!
 //! - *In*: the bridge writes pieces (a [`DataHeader`] and its bytes) into free slots of the server's memory,
 //!   cut as [`chunk_len`] says. The session's n-th piece goes to slot n modulo their number, so that the
@@ -73,9 +75,9 @@
 //! - *Out*: the server writes to the place that the command names in the client's memory, with the key from a
 //!   [`frame::REGION_KEY`]. Immediate data says what was written.
 //!
-//! **End.** The bridge sends [`frame::BYE`] and shuts its direction down; the worker releases all memory and then closes the socket. A worker that
-//! ends the session does the same: `BYE` with the reason, memory released, socket closed. A closed socket therefore means that the peer no longer
-//! touches the memory.
+//! **End.** The bridge sends [`frame::BYE`] and shuts its direction down; the worker releases all memory and
+//! then closes the socket. A worker that ends the session does the same: `BYE` with the reason, memory
+//! released, socket closed. A closed socket therefore means that the peer no longer touches the memory.
 
 use thiserror::Error;
 use zerocopy::FromBytes;
@@ -114,9 +116,11 @@ pub const COMPRESSED_FLAG: u32 = 1 << 27;
 pub const DATA_FLAGS: u32 = EAGER_FLAG | HASH_FLAG | KNOWN_FLAG | KEEP_FLAG | COMPRESSED_FLAG;
 /// The first version in which a server takes compressed data.
 pub const COMPRESSED_SINCE: Version = Version { major: 2, minor: 1 };
-/// Bytes of a block, the unit in which a server knows data: a piece is cut at multiples of this, and its last block may be shorter.
+/// Bytes of a block, the unit in which a server knows data: a piece is cut at multiples of this, and its last
+/// block may be shorter.
 pub const CACHE_BLOCK: u64 = MAX_DATA as u64;
-/// `flags` of [`Attach`]: the client's threads sleep by futex on the channel's words. Otherwise a write to the wake eventfd reaches them.
+/// `flags` of [`Attach`]: the client's threads sleep by futex on the channel's words. Otherwise a write to
+/// the wake eventfd reaches them.
 pub const ATTACH_FUTEX: u32 = 1;
 /// `flags` of [`Attach`]: another process may replace the bridge's process. The last descriptor is the packet
 /// socket on which the new process announces itself ([`frame::TAKE_OVER`]).
@@ -186,7 +190,8 @@ numbers! {
         /// Ends the session that the token and the secret name, if its bridge could not do so on the control
         /// connection. The server sends a welcome and closes.
         END = 7;
-        /// A [direct connection](crate::ops::direct) from another server's worker. The token and the secret are a ticket's; [`DirectHeader`](super::DirectHeader)s follow the answer.
+        /// A [direct connection](crate::ops::direct) from another server's worker. The token and the secret
+        /// are a ticket's; [`DirectHeader`](super::DirectHeader)s follow the answer.
         DIRECT = 8;
         /// A question that needs no session, such as a request for a lease. Its
         /// [`Hello::index`](super::Hello) bytes follow at once; the answer is one
@@ -235,13 +240,16 @@ numbers! {
         REGION_ADD = 8;
         /// Bridge → worker, `local`: u32 region. Acknowledged when the worker no longer touches it.
         REGION_REMOVE = 9;
-        /// Worker → bridge, `local`: [`Ack`](super::Ack), to `ATTACH`, `REGION_ADD` and `REGION_REMOVE`, in order.
+        /// Worker → bridge, `local`: [`Ack`](super::Ack), to `ATTACH`, `REGION_ADD` and `REGION_REMOVE`, in
+        /// order.
         ACK = 10;
         /// Either way, `verbs`, on the control connection, once: [`Queues`](super::Queues).
         QUEUES = 11;
-        /// Bridge → server, `verbs`: [`RegionKey`](super::RegionKey). Comes before the first command that has the server write into that memory.
+        /// Bridge → server, `verbs`: [`RegionKey`](super::RegionKey). Comes before the first command that has
+        /// the server write into that memory.
         REGION_KEY = 12;
-        /// Server → bridge, `verbs`: one or more u32: slots that are free again, in the order in which they are to be written.
+        /// Server → bridge, `verbs`: one or more u32: slots that are free again, in the order in which they
+        /// are to be written.
         SLOTS_FREE = 13;
         /// Server → bridge, `tcp`, `verbs`: one or more [`DataGrant`](super::DataGrant)s.
         DATA_GRANT = 14;
@@ -262,8 +270,9 @@ numbers! {
         /// a data connection's stream on that connection, with a [`DataHeader`](super::DataHeader) of no
         /// bytes whose `seq` is 0 and whose `offset` is the number.
         RECEIVED = 18;
-        /// Either way, `tcp`: the first frame on each control connection but the session's first, before its stream goes on: a
-        /// [`Received`](super::Received) for each of the session's streams, in order. It does not count as part of a stream.
+        /// Either way, `tcp`: the first frame on each control connection but the session's first, before its
+        /// stream goes on: a [`Received`](super::Received) for each of the session's streams, in order. It
+        /// does not count as part of a stream.
         RESUMED = 19;
         /// Bridge → worker, `local`, as one packet on the socket of
         /// [`ATTACH_SUCCESSION`](super::ATTACH_SUCCESSION), empty: the attached descriptor is a stream
@@ -274,7 +283,8 @@ numbers! {
         /// of memory that the region consists of. Only this list says which of the earlier requests were
         /// carried out.
         TAKEN_OVER = 21;
-        /// Server → bridge, `tcp`: one or more [`DataKnown`](super::DataKnown), one for each [`HASH_FLAG`](super::HASH_FLAG).
+        /// Server → bridge, `tcp`: one or more [`DataKnown`](super::DataKnown), one for each
+        /// [`HASH_FLAG`](super::HASH_FLAG).
         DATA_KNOWN = 22;
         /// Server → client, to a question ([`purpose::ASK`](super::purpose::ASK)): the answer as JSON.
         ANSWER = 23;
@@ -316,9 +326,11 @@ layouts! {
         pub purpose: u32,
         /// The fingerprint of `version`.
         pub fingerprint: u64,
-        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's token. `DIRECT`: the ticket's. Otherwise zero.
+        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's token.
+        /// `DIRECT`: the ticket's. Otherwise zero.
         pub token: [u8; 16],
-        /// `DATA`: which of the session's data connections this is. `CONTROL`: how many the bridge would like. `ASK`: bytes of the question, at most [`MAX_QUESTION`]. Otherwise zero.
+        /// `DATA`: which of the session's data connections this is. `CONTROL`: how many the bridge would
+        /// like. `ASK`: bytes of the question, at most [`MAX_QUESTION`]. Otherwise zero.
         pub index: u32,
         /// Process id of the program, in its own namespace; for display.
         pub pid: u32,
@@ -334,7 +346,8 @@ layouts! {
         /// `JOIN`: the token's. `DIRECT`: the ticket's. A hello that opens a session: the key of the lease
         /// that the session uses, or zero. Otherwise zero.
         pub secret: [u8; 32],
-        /// `DATA`, `RESUME`: which of the session's links the connection belongs to. The first link is 0; each attempt to resume has a higher number.
+        /// `DATA`, `RESUME`: which of the session's links the connection belongs to. The first link is 0;
+        /// each attempt to resume has a higher number.
         pub attempt: u32,
         /// Zero.
         pub reserved: u32,
@@ -345,9 +358,9 @@ layouts! {
 
     /// Answer to every [`Hello`].
     ///
-    /// While no worker is ready for a session, the server answers a bridge that [may wait](wish::MAY_WAIT) with
-    /// [`Answer::Waiting`](crate::device::Answer::Waiting), again each second or so; another `Welcome` follows. A bridge leaves the queue by closing
-    /// its connection.
+    /// While no worker is ready for a session, the server answers a bridge that [may wait](wish::MAY_WAIT)
+    /// with [`Answer::Waiting`](crate::device::Answer::Waiting), again each second or so; another `Welcome`
+    /// follows. A bridge leaves the queue by closing its connection.
     pub struct Welcome {
         /// [`MAGIC`].
         pub magic: u64,
@@ -370,7 +383,8 @@ layouts! {
         pub reason: [u8; 256],
         /// Proves that a later connection comes from the session's bridge. Random; the bridge tells nobody.
         pub secret: [u8; 32],
-        /// Seconds for which the server keeps the session when its connections are lost. 0: it ends with them.
+        /// Seconds for which the server keeps the session when its connections are lost. 0: it ends with
+        /// them.
         pub grace: u32,
         /// `tcp`: MiB of the session's data that may be sent eagerly and wait for room. Less than [`EAGER`]
         /// stands for [`EAGER`].
@@ -435,7 +449,8 @@ layouts! {
         pub index: u32,
         /// The new `seq`.
         pub seq: u64,
-        /// [`progress::ERROR`]: the [`crate::Status`], by number; 0 clears. [`progress::OUTPUT`]: the bytes. Otherwise 0.
+        /// [`progress::ERROR`]: the [`crate::Status`], by number; 0 clears. [`progress::OUTPUT`]: the bytes.
+        /// Otherwise 0.
         pub value: u64,
     }
 
@@ -465,7 +480,8 @@ layouts! {
     pub struct DirectHeader {
         /// The piece's number, which is higher than that of the previous piece.
         pub number: u64,
-        /// Bytes that follow, from 1 to [`MAX_PIECE`](crate::ops::direct::MAX_PIECE). 0: the piece will not come.
+        /// Bytes that follow, from 1 to [`MAX_PIECE`](crate::ops::direct::MAX_PIECE). 0: the piece will not
+        /// come.
         pub len: u32,
         /// Zero.
         pub reserved: u32,
@@ -568,7 +584,8 @@ layouts! {
         pub slots_key: u32,
         /// Server: number of slots, all free at first; more than [`GRANTED_SLOTS`].
         pub slots: u32,
-        /// Server: bytes from one slot to the next. A piece's bytes begin [`SLOT_DATA`] bytes into its slot, its [`DataHeader`] right before them.
+        /// Server: bytes from one slot to the next. A piece's bytes begin [`SLOT_DATA`] bytes into its slot,
+        /// its [`DataHeader`] right before them.
         pub slot_size: u32,
         /// Maximum writes that this side has in flight on each queue. The bridge sends its own number; the
         /// server answers with that number or a lower one.
@@ -586,7 +603,8 @@ layouts! {
         pub credits: [u16; MAX_QUEUES],
     }
 
-    /// Body of [`frame::REGION_KEY`]: memory of the client that the server may write until the bridge removes the region.
+    /// Body of [`frame::REGION_KEY`]: memory of the client that the server may write until the bridge removes
+    /// the region.
     pub struct RegionKey {
         /// Address of the first byte.
         pub address: u64,

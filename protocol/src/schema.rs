@@ -1,8 +1,8 @@
 //! Descriptions of the wire: shapes of values, layouts of structures, and named numbers.
 //!
-//! [`crate::version`] hashes these descriptions into the fingerprint at compile time, `tests/snapshot.rs` writes them into the committed
-//! snapshot, and `tests/docs.rs` into `docs/wire.md`. Every item says in which minor version it appeared (`since`), so that a build can tell what
-//! an older peer knows.
+//! [`crate::version`] hashes these descriptions into the fingerprint at compile time, `tests/snapshot.rs`
+//! writes them into the committed snapshot, and `tests/docs.rs` into `docs/wire.md`. Every item says in which
+//! minor version it appeared (`since`), so that a build can tell what an older peer knows.
 
 use std::fmt;
 

@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_counted() {
+    fn entries_without_room_are_counted() {
         let recorder = Recorder::new();
         recorder.start();
         for seq in 0..MOST as u64 + 5 {

@@ -1,14 +1,15 @@
 //! Which version of the wire two peers speak.
 //!
-//! Every connection begins with both peers' [`Version`] and the fingerprint of that version: a hash of the operations table, of the structures and
-//! numbers of the link, and of the channel's header, computed when a peer was compiled. The rules:
+//! Every connection begins with both peers' [`Version`] and the fingerprint of that version: a hash of the
+//! operations table, of the structures and numbers of the link, and of the channel's header, computed when a
+//! peer was compiled. The rules:
 //!
 //! - **Another major version is refused**, with an error that names both versions.
-//! - **An older minor version is served.** The session speaks the older peer's version: the newer peer omits what the older one lacks, that is,
-//!   everything that the table marks with a later `since`. A client library answers a call for which that leaves no operation with
-//!   `CUDA_ERROR_NOT_SUPPORTED`.
-//! - **The newer peer compares fingerprints**, since it alone knows both versions; peers of equal version both do. A difference means that the two
-//!   were built from different sources, and is refused.
+//! - **An older minor version is served.** The session speaks the older peer's version: the newer peer omits
+//!   what the older one lacks, that is, everything that the table marks with a later `since`. A client
+//!   library answers a call for which that leaves no operation with `CUDA_ERROR_NOT_SUPPORTED`.
+//! - **The newer peer compares fingerprints**, since it alone knows both versions; peers of equal version
+//!   both do. A difference means that the two were built from different sources, and is refused.
 //!
 //! The wire only grows. An entry never changes in place and no number is used twice: a change is a new
 //! opcode, a new kind of frame or a new structure, with the next minor version as its `since`. The snapshot
@@ -314,7 +315,7 @@ mod tests {
 
         /// Whatever version a client announces, its relay announces one whose fingerprint it has.
         #[test]
-        fn a_relay_has_the_fingerprint_of_what_it_says(major: u16, minor: u16, ours in 0usize..4) {
+        fn a_relay_has_the_fingerprint_of_the_version_that_it_announces(major: u16, minor: u16, ours in 0usize..4) {
             let relay = peer(ours).at_most(Version { major, minor });
             prop_assert!(relay.version() <= peer(ours).version());
             prop_assert_eq!(relay.fingerprint(), 10 + u64::from(relay.version().minor));
@@ -322,7 +323,7 @@ mod tests {
 
         /// Whatever a peer announces, the result is a version that both have, or a refusal.
         #[test]
-        fn no_claim_leads_beyond_what_both_speak(major in 0u16..4, minor: u16, fingerprint: u64, ours in 0usize..4) {
+        fn no_announcement_leads_beyond_the_versions_of_both(major in 0u16..4, minor: u16, fingerprint: u64, ours in 0usize..4) {
             let theirs = Version { major, minor };
             if let Ok(version) = peer(ours).agree(theirs, fingerprint) {
                 prop_assert!(major == 2 && version <= theirs && version <= peer(ours).version());

@@ -162,7 +162,8 @@ fn specification(way: &Way, libraries: &Path, library_path: &[PathBuf], gpus: u3
         ensure!(!folder.contains(':'), "--library-path {folder}: a folder's name cannot contain a colon");
         search = format!("{search}:{folder}");
     }
-    // A variable for each, because a container may have several and engines keep only one value of a variable.
+    // A variable for each, because a container may have several and engines keep only one value of a
+    // variable.
     let device =
         |name: &str, variable: &str| json!({ "name": name, "containerEdits": { "env": [variable] } });
     let mut devices = vec![device("all", "RGPU_GPU_ALL=1")];

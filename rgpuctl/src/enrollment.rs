@@ -44,8 +44,8 @@ pub struct Admin {
 pub struct Enroll {
     /// Name of the other machine: letters, digits, "-", "_" and "."
     name: String,
-    /// Where the other machine reaches this server: HOST or HOST:PORT. May be given more than once. By default the addresses
-    /// of this machine
+    /// Where the other machine reaches this server: HOST or HOST:PORT. May be given more than once. By
+    /// default the addresses of this machine
     #[arg(long, value_name = "ADDRESS")]
     address: Vec<String>,
     /// Minutes until the token expires
@@ -57,14 +57,14 @@ pub struct Enroll {
 
 /// Join a server with a token of `rgpuctl enroll`: makes a key for this machine and pins the server's.
 ///
-/// The key stays in this machine, in a folder that only its user can read: /var/lib/rgpu/client for root, where vhost-rgpu
-/// looks, or ~/.config/rgpu for another user's `rgpuctl run`.
+/// The key stays in this machine, in a folder that only its user can read: /var/lib/rgpu/client for root,
+/// where vhost-rgpu looks, or ~/.config/rgpu for another user's `rgpuctl run`.
 #[derive(Args)]
 pub struct Join {
     /// The token
     token: String,
-    /// Folder of this machine's key and of the servers that it trusts. By default /var/lib/rgpu/client for root, and
-    /// ~/.config/rgpu for other users
+    /// Folder of this machine's key and of the servers that it trusts. By default /var/lib/rgpu/client for
+    /// root, and ~/.config/rgpu for other users
     #[arg(long, value_name = "FOLDER")]
     identity: Option<PathBuf>,
 }

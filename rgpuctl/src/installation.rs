@@ -21,7 +21,8 @@ pub fn find(name: &str) -> Result<PathBuf> {
     }
 }
 
-/// The folder of the guest libraries: `RGPU_LIB_DIR`, otherwise `../lib/rgpu` as installed, otherwise the source tree's.
+/// The folder of the guest libraries: `RGPU_LIB_DIR`, otherwise `../lib/rgpu` as installed, otherwise the
+/// source tree's.
 pub fn libraries() -> Result<PathBuf> {
     if let Some(folder) = std::env::var_os("RGPU_LIB_DIR") {
         return Ok(folder.into());

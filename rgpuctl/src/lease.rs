@@ -32,7 +32,8 @@ const RENEW_EVERY: Duration = Duration::from_secs(20);
 /// key with which they were leased. Anyone who sees the text can use the GPUs from this machine until the
 /// lease ends.
 ///
-/// A lease ends when its time is over and it was not renewed, and when it is released. Its sessions end with it.
+/// A lease ends when its time is over and it was not renewed, and when it is released. Its sessions end with
+/// it.
 #[derive(Args)]
 #[command(after_long_help = "Examples:
   export RGPU_SERVERS=\"$(rgpuctl lease --gpus 3 --exclusive --model H100)\"    three H100 of the pool in /etc/rgpu/pool.toml
@@ -85,8 +86,8 @@ pub struct How {
     /// Connect over TCP without TLS
     #[arg(long)]
     insecure: bool,
-    /// Folder of this machine's key and of the servers that it trusts. By default /var/lib/rgpu/client for root, and
-    /// ~/.config/rgpu for other users
+    /// Folder of this machine's key and of the servers that it trusts. By default /var/lib/rgpu/client for
+    /// root, and ~/.config/rgpu for other users
     #[arg(long, value_name = "FOLDER")]
     identity: Option<PathBuf>,
 }

@@ -2,7 +2,8 @@
 //!
 //! In reading order:
 //! - [`run`]: runs a program as a native client;
-//! - [`trace`]: runs a program and shows where its calls spend their time, from its [`recording`]s: as tables, and as a [`timeline`];
+//! - [`trace`]: runs a program and shows where its calls spend their time, from its [`recording`]s: as
+//!   tables, and as a [`timeline`];
 //! - [`bench`]: measures the latency of calls and the bandwidth of copies, as a client sees them;
 //! - [`session`]: the daemons that these commands start, with a private server if none is given;
 //! - [`daemon`]: starting and ending daemons, and quoting their log when that fails;

@@ -37,8 +37,8 @@ pub struct Place {
     /// /etc/rgpu/pool.toml
     #[arg(long, value_name = "FILE", conflicts_with = "servers")]
     pub pool: Option<PathBuf>,
-    /// Connect over TCP without TLS. Everybody on the network can read and change what is sent, and the server must be
-    /// insecure, too
+    /// Connect over TCP without TLS. Everybody on the network can read and change what is sent, and the
+    /// server must be insecure, too
     #[arg(long)]
     pub insecure: bool,
     /// Folder of this machine's key and of the servers that it trusts, both made by rgpuctl join. By default
@@ -50,7 +50,8 @@ pub struct Place {
 /// Which GPUs to choose.
 #[derive(Args, Clone)]
 pub struct Wanted {
-    /// Number of GPUs to choose among the servers, the least used ones, and to lease. By default none are chosen
+    /// Number of GPUs to choose among the servers, the least used ones, and to lease. By default none are
+    /// chosen
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_GPUS as i64))]
     pub gpus: Option<u32>,
     /// Let nobody else use them meanwhile. The servers' rules must allow that (exclusive_leases in
@@ -60,8 +61,8 @@ pub struct Wanted {
     /// Choose only GPUs whose name contains this text, such as H100, in upper or lower case
     #[arg(long, value_name = "TEXT", requires = "gpus", default_value = "", hide_default_value = true)]
     pub model: String,
-    /// Memory on each GPU, in bytes or with a unit (K, M, G, T): the program gets no more, and no other lease gets it. By
-    /// default what the server's rules give
+    /// Memory on each GPU, in bytes or with a unit (K, M, G, T): the program gets no more, and no other lease
+    /// gets it. By default what the server's rules give
     #[arg(long, value_name = "SIZE", requires = "gpus", value_parser = parse_size, default_value = "0", hide_default_value = true)]
     pub memory: u64,
     /// Weight of the lease, a number from 1 to 10000: its share of the GPUs' time while others compete for

@@ -1,6 +1,7 @@
 //! Reads what the processes of traced programs have recorded ([`protocol::trace`]).
 //!
-//! With `RGPU_TRACE=FOLDER` each process writes a file there: the program's library `program-PID`, the bridge `bridge-PID` (with the program's PID), the worker `worker-PID`.
+//! With `RGPU_TRACE=FOLDER` each process writes a file there: the program's library `program-PID`, the bridge
+//! `bridge-PID` (with the program's PID), the worker `worker-PID`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;

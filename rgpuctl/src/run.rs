@@ -42,7 +42,8 @@ pub fn run(arguments: Arguments) -> Result<ExitCode> {
     run_program(&arguments.target, &arguments.program)
 }
 
-/// Runs `program` (its path and its arguments) and returns its exit status. The daemons have ended when this returns.
+/// Runs `program` (its path and its arguments) and returns its exit status. The daemons have ended when this
+/// returns.
 pub fn run_program(target: &Target, program: &[OsString]) -> Result<ExitCode> {
     let (path, arguments) = program.split_first().context("no program was given")?;
     let mut session = Session::start(target)?;

@@ -1,6 +1,7 @@
 //! A private session: a `vhost-rgpu` for native clients and, if no server is given, a private `rgpu-server`.
 //!
-//! Their sockets are in a folder that only this user can enter. Both end with the [`Session`], whether it is dropped or this process is killed.
+//! Their sockets are in a folder that only this user can enter. Both end with the [`Session`], whether it is
+//! dropped or this process is killed.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -256,8 +257,8 @@ fn with_libraries(libraries: &Path, before: Option<OsString>) -> Result<OsString
 
 /// A folder for sockets that only this user can enter. It is removed with this value.
 ///
-/// Its file `lock` stays locked while its rgpuctl runs. The next rgpuctl recognizes the folder of a killed one by the
-/// missing lock and removes it.
+/// Its file `lock` stays locked while its rgpuctl runs. The next rgpuctl recognizes the folder of a killed
+/// one by the missing lock and removes it.
 struct RuntimeFolder {
     path: PathBuf,
     _lock: Flock<File>,
@@ -283,7 +284,8 @@ impl RuntimeFolder {
         Ok(Self { path, _lock: lock })
     }
 
-    /// Locks the file under another name first, because a file `lock` that is not locked means that its owner is gone.
+    /// Locks the file under another name first, because a file `lock` that is not locked means that its owner
+    /// is gone.
     fn lock(folder: &Path) -> std::io::Result<Flock<File>> {
         let (fresh, place) = (folder.join("lock.new"), folder.join("lock"));
         let lock = Flock::lock(File::create(&fresh)?, FlockArg::LockExclusiveNonblock)
@@ -292,7 +294,8 @@ impl RuntimeFolder {
         Ok(lock)
     }
 
-    /// Removes folders that killed rgpuctl processes of this user left behind. One that cannot be removed does no harm.
+    /// Removes folders that killed rgpuctl processes of this user left behind. One that cannot be removed
+    /// does no harm.
     fn remove_abandoned(parent: &Path) {
         let Ok(entries) = std::fs::read_dir(parent) else { return };
         for entry in entries.flatten() {

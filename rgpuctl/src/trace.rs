@@ -27,11 +27,13 @@ use crate::timeline;
 /// (the program's thread has the answer). With the transport local there are no stages of the bridge. With
 /// --server HOST the stages on that host are missing.
 ///
-/// Below is a line for each function that waited for the server: the number of calls, how many answers they waited for, and the time that they spent waiting in milliseconds, the longest first. Over a slow
-/// network, these are the calls that make a program slow.
+/// Below is a line for each function that waited for the server: the number of calls, how many answers they
+/// waited for, and the time that they spent waiting in milliseconds, the longest first. Over a slow network,
+/// these are the calls that make a program slow.
 #[derive(Args)]
 ///
-/// --output writes a timeline that shows every call and command, and with --devices every kernel and copy. Open it at https://ui.perfetto.dev, which keeps it in the browser, or in chrome://tracing.
+/// --output writes a timeline that shows every call and command, and with --devices every kernel and copy.
+/// Open it at https://ui.perfetto.dev, which keeps it in the browser, or in chrome://tracing.
 #[command(after_long_help = "Examples:
   rgpuctl trace --transport tcp -- ./vectorAdd
   rgpuctl trace --output train.json --devices -- python3 train.py")]
@@ -45,7 +47,8 @@ pub struct Arguments {
     /// default the timeline only has calls and commands
     #[arg(long, requires = "output")]
     devices: bool,
-    /// Keep the timestamps of every command in this folder, which is created if needed. By default they are not kept
+    /// Keep the timestamps of every command in this folder, which is created if needed. By default they are
+    /// not kept
     #[arg(long, value_name = "FOLDER")]
     keep: Option<PathBuf>,
     /// The program and its arguments

@@ -1,7 +1,8 @@
 //! Limits of memory, tasks and CPU time, with cgroup v2.
 //!
-//! A daemon [claims](Cgroups::claim) its own cgroup and divides it: a child named `daemon` for itself, and one for each process that it starts. systemd must have delegated the cgroup
-//! (`Delegate=yes`). Without systemd, root makes a cgroup at the top of the tree.
+//! A daemon [claims](Cgroups::claim) its own cgroup and divides it: a child named `daemon` for itself, and
+//! one for each process that it starts. systemd must have delegated the cgroup (`Delegate=yes`). Without
+//! systemd, root makes a cgroup at the top of the tree.
 
 use std::fs;
 use std::io::{self, Write};

@@ -112,7 +112,8 @@ fn failed_io(what: impl Into<String>) -> impl FnOnce(io::Error) -> Failure {
     move |e| (what, e)
 }
 
-/// Size of the file systems in memory, for their folders and what the process writes to `/tmp` and `/dev/shm`.
+/// Size of the file systems in memory, for their folders and what the process writes to `/tmp` and
+/// `/dev/shm`.
 const ROOT: &str = "mode=0755,size=1M,nr_inodes=4k";
 const SCRATCH: &str = "mode=1777,size=64M,nr_inodes=4k";
 

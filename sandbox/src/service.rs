@@ -21,7 +21,8 @@ use crate::users::{Error as UsersError, Range, Users};
 pub enum Mode {
     /// Confined
     On,
-    /// Confined, but system calls that are not in the list are executed, and named in the log. For finding out what a process needs
+    /// Confined, but system calls that are not in the list are executed, and named in the log. For finding
+    /// out what a process needs
     Report,
     /// Not confined: whoever takes over such a process has all rights of the daemon
     Off,

@@ -502,7 +502,8 @@ fn guard() -> Result<Guard, Error> {
     // SAFETY: the copy only makes system calls, and never leaves this block.
     let copied = unsafe { copy(0, None) }.map_err(|e| Error::Call("clone3", e))?;
     let Some((pid, handle)) = copied else {
-        // SAFETY: plain system calls on numbers and on buffers of this function. The copy owns every descriptor that it closes.
+        // SAFETY: plain system calls on numbers and on buffers of this function. The copy owns every
+        // descriptor that it closes.
         unsafe {
             libc::prctl(libc::PR_SET_NAME, c"rgpu-guard".as_ptr());
             libc::prctl(libc::PR_SET_DUMPABLE, 0);

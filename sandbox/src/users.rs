@@ -13,7 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-/// Default IDs of rgpu-server's workers. systemd documents IDs from 1879048192 (0x70000000) to 2147483647 as unused by any allocation that it knows.
+/// Default IDs of rgpu-server's workers. systemd documents IDs from 1879048192 (0x70000000) to 2147483647 as
+/// unused by any allocation that it knows.
 pub const WORKER_USERS: Range = Range { first: 0x7000_0000, last: 0x7000_ffff };
 /// Default IDs of vhost-rgpu's device processes.
 pub const DEVICE_PROCESS_USERS: Range = Range { first: 0x7001_0000, last: 0x7001_ffff };

@@ -814,7 +814,8 @@ fn a_bridge_that_breaks_the_link_loses_its_own_session() -> Result<()> {
             closed(&bridge).context(*name)?;
             logged(&rig.server, &["session lost", &format!("program=\"{name}\""), says])?;
         }
-        // Data for commands that never come, and for pieces that a command does not have. It is dropped with the session.
+        // Data for commands that never come, and for pieces that a command does not have. It is dropped with
+        // the session.
         for (name, seq, piece) in [("data-nobody", 1_000_000, 0), ("data-piece", 3, 5)] {
             let bridge = open(name)?;
             begin_copy(&bridge)?;

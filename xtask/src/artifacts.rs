@@ -145,7 +145,8 @@ pub fn verbs_examples() -> Result<()> {
 
 /// Waits until no other `cargo xtask` builds in this tree, and keeps others waiting until the file is closed.
 ///
-/// Cargo's own lock does not cover the links: both versions of libcudart are linked from an archive of the same name.
+/// Cargo's own lock does not cover the links: both versions of libcudart are linked from an archive of the
+/// same name.
 fn alone() -> Result<File> {
     let path = tree::target().join("xtask-build.lock");
     std::fs::create_dir_all(tree::target())

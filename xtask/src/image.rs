@@ -21,8 +21,8 @@ use crate::{debian, package, process};
 
 /// Build a disk for guests: Debian 12 with rgpu's driver and libraries, and cloud-init.
 ///
-/// Run it as root on Debian 12 or newer. Next to the disk, it leaves the guest's kernel and initial file system
-/// (.vmlinuz, .initrd), for VMMs that start these themselves. docs/first-guest.md boots it.
+/// Run it as root on Debian 12 or newer. Next to the disk, it leaves the guest's kernel and initial file
+/// system (.vmlinuz, .initrd), for VMMs that start these themselves. docs/first-guest.md boots it.
 #[derive(Args)]
 #[command(after_long_help = "Examples:
   cargo xtask image                                target/image/rgpu-guest.qcow2, 4 GiB

@@ -6,10 +6,9 @@
 //! - [`debian`], [`toolchain`]: install external tools
 //! - [`artifacts`], [`programs`], [`machines`]: build the daemons and libraries, the CUDA programs, and the
 //!   guests
-//! - [`test`] (with [`unit_tests`]), [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with [`dependencies`],
-//!   [`licenses`], [`sbom`] and [`stage`]), [`package`], [`image`], [`bench`], [`book`],
-//!   [`screenshots`]: the commands built from these;
-//!   [`fuzz`]; [`nightly`]: Miri
+//! - [`test`] (with [`unit_tests`]), [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with
+//!   [`dependencies`], [`licenses`], [`sbom`] and [`stage`]), [`package`], [`image`], [`bench`], [`book`],
+//!   [`screenshots`]: the commands built from these; [`fuzz`]; [`nightly`]: Miri
 
 mod artifacts;
 mod bench;

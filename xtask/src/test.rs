@@ -214,8 +214,8 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
                 "survive" => debian::packages(&["iproute2"], "testing with networks of their own")?,
                 _ => {}
             }
-            // Whole daemons run one at a time, so that tests do not affect each other's counters. Tests with a
-            // machine have daemons of their own, too, and wait for it most of the time, so two run at once.
+            // Whole daemons run one at a time, so that tests do not affect each other's counters. Tests with
+            // a machine have daemons of their own, too, and wait for it most of the time, so two run at once.
             let threads = match part {
                 "rdma" | "vm" => "2",
                 // Each test has a cluster in namespaces of its own, and one waits for a lease to end.

@@ -1,5 +1,5 @@
-//! Installs tools from package registries: NVIDIA's CUDA compiler and the Perfetto UI from PyPI; cargo-fuzz and
-//! mdBook from crates.io.
+//! Installs tools from package registries: NVIDIA's CUDA compiler and the Perfetto UI from PyPI; cargo-fuzz
+//! and mdBook from crates.io.
 //!
 //! Each tool has a folder in `build/` with a file that lists its versions. It is reinstalled only if the
 //! versions below change.
@@ -64,7 +64,8 @@ pub fn cargo_fuzz() -> Result<PathBuf> {
     cargo_tool("cargo-fuzz", CARGO_FUZZ, &[])
 }
 
-/// The mdBook executable. Builds it if missing: without the server and the watcher, which take most of the time.
+/// The mdBook executable. Builds it if missing: without the server and the watcher, which take most of the
+/// time.
 pub fn mdbook() -> Result<PathBuf> {
     cargo_tool("mdbook", MDBOOK, &["--no-default-features", "--features", "search"])
 }

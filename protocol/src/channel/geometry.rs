@@ -9,7 +9,8 @@ use crate::version::{Mismatch, OURS, Version};
 use thiserror::Error;
 
 layouts! {
-    /// What the client writes at offset 0 before it connects, little-endian. All offsets and sizes are in bytes.
+    /// What the client writes at offset 0 before it connects, little-endian. All offsets and sizes are in
+    /// bytes.
     pub struct HeaderFields {
         /// [`MAGIC`].
         pub magic: u64,
@@ -62,13 +63,15 @@ pub struct Header {
     state: AtomicU32,
     /// In [`State::Waiting`]: sessions that the server serves before this one. Written by the host side.
     ahead: AtomicU32,
-    /// The version that the session speaks, as the two `u16`s of a [`Version`]. Written by the host side before [`State::Ready`].
+    /// The version that the session speaks, as the two `u16`s of a [`Version`]. Written by the host side
+    /// before [`State::Ready`].
     session_version: AtomicU32,
     /// 1 while the link to the server is interrupted and has been for some seconds. Written by the host side.
     interrupted: AtomicU32,
     /// The fingerprint that the host side has of `session_version`.
     session_fingerprint: AtomicU64,
-    /// How many servers the host offers this client. Written by the host side before [`State::Ready`]. 0 stands for 1.
+    /// How many servers the host offers this client. Written by the host side before [`State::Ready`]. 0
+    /// stands for 1.
     servers: AtomicU32,
     _to_tail: [AtomicU32; 25],
     /// Total bytes appended to the ring. Written by the client.
@@ -89,8 +92,8 @@ pub struct Header {
     /// The host side increases it at each doorbell of a guest's device.
     alive: AtomicU32,
     _to_asked: [AtomicU32; 31],
-    /// The server that the client asks for, as in `RGPU_SERVERS`: UTF-8, NUL-terminated. Empty: the one with the number [`HeaderFields::server`]. Written by the
-    /// client before it connects.
+    /// The server that the client asks for, as in `RGPU_SERVERS`: UTF-8, NUL-terminated. Empty: the one with
+    /// the number [`HeaderFields::server`]. Written by the client before it connects.
     asked_server: [AtomicU64; SERVER_NAME_SIZE / 8],
     _to_reason: [AtomicU64; 96],
     /// Why the session was lost, or the name of the server in whose queue it waits: UTF-8, NUL-terminated.
@@ -368,7 +371,8 @@ impl Geometry {
     /// Number of reply slots that libraries choose.
     pub const SLOT_COUNT: usize = 64;
 
-    /// The usual channel: [`RING_SIZE`](Self::RING_SIZE), [`SLOT_COUNT`](Self::SLOT_COUNT), and an arena of `arena_size` bytes (a multiple of 4096).
+    /// The usual channel: [`RING_SIZE`](Self::RING_SIZE), [`SLOT_COUNT`](Self::SLOT_COUNT), and an arena of
+    /// `arena_size` bytes (a multiple of 4096).
     pub fn with_arena(arena_size: usize) -> Geometry {
         let ring_offset = HEADER_SIZE;
         let (ring_size, slot_count) = (Self::RING_SIZE, Self::SLOT_COUNT);

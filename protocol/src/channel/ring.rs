@@ -424,7 +424,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_goes_in_comes_out(records in proptest::collection::vec((1u16.., proptest::collection::vec(any::<u8>(), 0..200)), 1..300)) {
+        fn records_come_out_as_they_went_in(records in proptest::collection::vec((1u16.., proptest::collection::vec(any::<u8>(), 0..200)), 1..300)) {
             let ring = Ring::new(1024);
             let (mut producer, mut consumer) = ring.ends();
             let mut expected = std::collections::VecDeque::new();

@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn levels_halve_what_is_not_a_layer() {
+    fn levels_halve_every_dimension_but_layers() {
         let sizes = |s: &ArrayShape, level| {
             let l = s.level(level);
             [l.width, l.height, l.depth]

@@ -1,6 +1,7 @@
 //! Copies and fills. All are work on a stream.
 //!
-//! For a synchronous copy the client sends one of these and a [`crate::ops::stream::StreamSynchronize`]: two records, one reply.
+//! For a synchronous copy the client sends one of these and a [`crate::ops::stream::StreamSynchronize`]: two
+//! records, one reply.
 
 use crate::data::{HostIn, HostOut};
 use crate::handle::StreamId;
@@ -35,7 +36,8 @@ ops! {
         src: HostIn<'a>,
     }
 
-    /// `cuMemcpyDtoHAsync`. The bytes are in the client's memory before any progress or reply that says the stream has passed this point.
+    /// `cuMemcpyDtoHAsync`. The bytes are in the client's memory before any progress or reply that says the
+    /// stream has passed this point.
     async 0x0402 memcpy_dtoh: MemcpyDtoH
         [order Streams, may_block Never, lane Main]
     {

@@ -41,8 +41,8 @@ ops! {
         runs_machine_code: bool,
     }
 
-    /// Everything about a device that does not change: `cuDeviceGetName`, `cuDeviceGetUuid`, `cuDeviceTotalMem`, `cuDeviceGetAttribute`,
-    /// `cuDeviceGetPCIBusId`.
+    /// Everything about a device that does not change: `cuDeviceGetName`, `cuDeviceGetUuid`,
+    /// `cuDeviceTotalMem`, `cuDeviceGetAttribute`, `cuDeviceGetPCIBusId`.
     sync 0x0102 device_info: DeviceInfo
         [order None, may_block Never, lane Main]
     {
@@ -65,8 +65,8 @@ ops! {
         attributes: Vec<Attribute>,
     }
 
-    /// Whether a device of the session can map another's memory, and what it can do there: `cuDeviceCanAccessPeer`, `cuDeviceGetP2PAttribute` and
-    /// `cuDeviceGetP2PAtomicCapabilities`.
+    /// Whether a device of the session can map another's memory, and what it can do there:
+    /// `cuDeviceCanAccessPeer`, `cuDeviceGetP2PAttribute` and `cuDeviceGetP2PAtomicCapabilities`.
     sync 0x0103 peer_info: PeerInfo
         [order None, may_block Never, lane Main]
     {
@@ -92,8 +92,9 @@ ops! {
     {
         /// Ordinals, without repetition.
         devices: Vec<u32>,
-        /// For each, the number of its [window](crate::ops::memory::window) of addresses: ascending, below [`MAX_DEVICES`](crate::channel::MAX_DEVICES). A process with
-        /// several sessions gives their devices different windows. Empty: window *n* for ordinal *n*.
+        /// For each, the number of its [window](crate::ops::memory::window) of addresses: ascending, below
+        /// [`MAX_DEVICES`](crate::channel::MAX_DEVICES). A process with several sessions gives their devices
+        /// different windows. Empty: window *n* for ordinal *n*.
         windows: Vec<u32>,
     } -> SelectDevicesReply {}
 }

@@ -57,8 +57,8 @@ ops! {
         key: [u8; 32],
     }
 
-    /// Makes a ticket for a connection to this session. Answered `CUDA_ERROR_OUT_OF_MEMORY` if the session has [`MAX_DIRECTS`], and
-    /// `CUDA_ERROR_NOT_SUPPORTED` if the server gives out no tickets.
+    /// Makes a ticket for a connection to this session. Answered `CUDA_ERROR_OUT_OF_MEMORY` if the session
+    /// has [`MAX_DIRECTS`], and `CUDA_ERROR_NOT_SUPPORTED` if the server gives out no tickets.
     sync 0x0e02 direct_offer: DirectOffer
         [order None, may_block Never, lane Main]
     {

@@ -11,8 +11,9 @@ use crate::wire::Bytes;
 crate::wire_struct! {
     /// A node of a graph.
     pub struct GraphNode {
-        /// Opcode of its operation: `launch`, `memset`, `memcpy_dtod`, `memcpy_dtod_3d` or `stream_batch_mem_op`; `graph_conditional`, whose body here is
-        /// only the id of the conditional node's first graph; 0: an empty node.
+        /// Opcode of its operation: `launch`, `memset`, `memcpy_dtod`, `memcpy_dtod_3d` or
+        /// `stream_batch_mem_op`; `graph_conditional`, whose body here is only the id of the conditional
+        /// node's first graph; 0: an empty node.
         opcode: u16,
         /// Indices of the earlier nodes that it depends on.
         dependencies: Vec<u32>,
@@ -40,7 +41,8 @@ crate::wire_struct! {
 }
 
 crate::wire_struct! {
-    /// A graph with conditional nodes: the draft itself, and the drafts of all conditional nodes in it, nested ones included.
+    /// A graph with conditional nodes: the draft itself, and the drafts of all conditional nodes in it,
+    /// nested ones included.
     pub struct GraphParts {
         /// The parts.
         parts: Vec<GraphPart>,
@@ -105,7 +107,8 @@ ops! {
         stream: StreamId,
     }
 
-    /// `cuGraphExecUpdate`: changes what later launches do. Launches that are already enqueued are unaffected.
+    /// `cuGraphExecUpdate`: changes what later launches do. Launches that are already enqueued are
+    /// unaffected.
     sync 0x0a05 graph_update: GraphUpdate<'a>
         [order Object, may_block Context, lane Main]
     {
@@ -140,8 +143,8 @@ ops! {
         handle: u64,
     }
 
-    /// Adds a conditional node to a draft: `cuGraphAddNode`. Its dependencies follow when the graph is instantiated. Refused with `NOT_SUPPORTED` if
-    /// the draft was instantiated before.
+    /// Adds a conditional node to a draft: `cuGraphAddNode`. Its dependencies follow when the graph is
+    /// instantiated. Refused with `NOT_SUPPORTED` if the draft was instantiated before.
     sync 0x0a07 graph_conditional: GraphConditional
         [order None, may_block Never, lane Main]
     {
@@ -155,7 +158,8 @@ ops! {
         bodies: Vec<GraphId>,
     } -> GraphConditionalReply {}
 
-    /// `cuGraphInstantiateWithFlags` of a draft. Refused with `NOT_SUPPORTED` if its parts have changed since it was first instantiated.
+    /// `cuGraphInstantiateWithFlags` of a draft. Refused with `NOT_SUPPORTED` if its parts have changed since
+    /// it was first instantiated.
     sync 0x0a08 graph_instantiate_draft: GraphInstantiateDraft<'a>
         [order None, may_block Context, lane Main]
     {
@@ -169,7 +173,8 @@ ops! {
         parts: HostIn<'a>,
     } -> GraphInstantiateDraftReply {}
 
-    /// `cuGraphDestroy` of a draft that is part of no other, with the drafts that are part of it. Its instances stay.
+    /// `cuGraphDestroy` of a draft that is part of no other, with the drafts that are part of it. Its
+    /// instances stay.
     async 0x0a09 graph_forget: GraphForget
         [order None, may_block Never, lane Main]
     {
@@ -177,7 +182,8 @@ ops! {
         graph: GraphId,
     }
 
-    /// Removes a conditional node and its graphs from a draft: `cuGraphDestroyNode`. Refused with `NOT_SUPPORTED` if the draft was instantiated before.
+    /// Removes a conditional node and its graphs from a draft: `cuGraphDestroyNode`. Refused with
+    /// `NOT_SUPPORTED` if the draft was instantiated before.
     sync 0x0a0a graph_conditional_remove: GraphConditionalRemove
         [order None, may_block Never, lane Main]
     {

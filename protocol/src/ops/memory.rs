@@ -1,7 +1,8 @@
 //! Device memory, at addresses that the client chooses.
 //!
-//! A session has one window of addresses for each device: [`window`]. The client asks the server to back a range of it with memory ([`MemGrow`]), and
-//! then places allocations in that range itself ([`MemAlloc`], not answered).
+//! A session has one window of addresses for each device: [`window`]. The client asks the server to back a
+//! range of it with memory ([`MemGrow`]), and then places allocations in that range itself ([`MemAlloc`], not
+//! answered).
 
 use crate::Status;
 use crate::channel::MAX_DEVICES;
@@ -13,8 +14,8 @@ use crate::wire::Bytes;
 /// Bytes of one device's window.
 pub const WINDOW_SIZE: u64 = 1 << 40;
 
-/// First address of the window of device 0. Address sanitizers use lower addresses, and the mappings of a worker's process begin higher on every
-/// machine.
+/// First address of the window of device 0. Address sanitizers use lower addresses, and the mappings of a
+/// worker's process begin higher on every machine.
 pub const FIRST_WINDOW: u64 = 0x1100_0000_0000;
 
 /// First address of the window of device `ordinal`.
@@ -104,7 +105,8 @@ ops! {
         size: u64,
     } -> MemGrowReply {}
 
-    /// Releases exactly what one [`MemGrow`] backed: `cuMemUnmap`, `cuMemRelease`. Waits for work that may use it.
+    /// Releases exactly what one [`MemGrow`] backed: `cuMemUnmap`, `cuMemRelease`. Waits for work that may
+    /// use it.
     sync 0x0302 mem_shrink: MemShrink
         [order Earlier, may_block Never, lane Main]
     {
@@ -267,7 +269,8 @@ ops! {
         exportable: bool,
     } -> MemoryCreateReply {}
 
-    /// Releases memory that is no longer mapped: the last `cuMemRelease` or `cuMemUnmap`. Processes that imported it keep it.
+    /// Releases memory that is no longer mapped: the last `cuMemRelease` or `cuMemUnmap`. Processes that
+    /// imported it keep it.
     sync 0x0343 memory_release: MemoryRelease
         [order None, may_block Never, lane Main]
     {
@@ -275,7 +278,8 @@ ops! {
         memory: MemoryId,
     } -> MemoryReleaseReply {}
 
-    /// Maps memory, or a part of it, at reserved addresses: `cuMemMap`. No device may use it there before [`MemoryAccess`].
+    /// Maps memory, or a part of it, at reserved addresses: `cuMemMap`. No device may use it there before
+    /// [`MemoryAccess`].
     sync 0x0344 memory_map: MemoryMap
         [order None, may_block Never, lane Main]
     {
@@ -313,8 +317,8 @@ ops! {
         flags: u32,
     } -> MemoryAccessReply {}
 
-    /// Makes memory available to the other sessions of the same client under a token that cannot be guessed: `cuMemExportToShareableHandle`. The token ends
-    /// with the memory and with the session.
+    /// Makes memory available to the other sessions of the same client under a token that cannot be guessed:
+    /// `cuMemExportToShareableHandle`. The token ends with the memory and with the session.
     sync 0x0347 memory_export: MemoryExport
         [order None, may_block Never, lane Main]
     {

@@ -14,17 +14,20 @@
 //! { device: u32 } -> MemGetInfoReply { free: u64, total: u64 }
 //! ```
 //!
-//! The macro generates from it: the request type (an [`Op`]), the reply type, a method of the chapter's trait (all chapters together are
-//! [`Driver`]), an arm of [`dispatch`], and a row of the table ([`info`], [`all`]).
+//! The macro generates from it: the request type (an [`Op`]), the reply type, a method of the chapter's trait
+//! (all chapters together are [`Driver`]), an arm of [`dispatch`], and a row of the table ([`info`],
+//! [`all`]).
 //!
 //! - **Opcodes** are stable and never reused. The upper byte is the chapter. Opcode 0 is the ring's padding.
-//! - **Classes** ([`Class`]). An `async` operation is never answered: a failure becomes the deferred error of its context. A `sync` operation is
-//!   answered in a reply slot, and only `sync` operations have a reply. A call that the client library answers by itself has no entry.
-//! - **Scheduling facts.** [`Order`] says which earlier commands come first, [`MayBlock`] what the driver's call may wait for, [`Lane`] how the
-//!   command travels, and [`Hold`] whether it stops its stream until the program acts. Server and bridge schedule by these facts and keep no
-//!   lists of opcodes.
+//! - **Classes** ([`Class`]). An `async` operation is never answered: a failure becomes the deferred error of
+//!   its context. A `sync` operation is answered in a reply slot, and only `sync` operations have a reply. A
+//!   call that the client library answers by itself has no entry.
+//! - **Scheduling facts.** [`Order`] says which earlier commands come first, [`MayBlock`] what the driver's
+//!   call may wait for, [`Lane`] how the command travels, and [`Hold`] whether it stops its stream until the
+//!   program acts. Server and bridge schedule by these facts and keep no lists of opcodes.
 //!
-//! "Executing" an operation that is work on a stream means enqueuing it: it completes later, in its stream's order.
+//! "Executing" an operation that is work on a stream means enqueuing it: it completes later, in its stream's
+//! order.
 
 use crate::data::DataUse;
 use crate::handle::Handle;

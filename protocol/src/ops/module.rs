@@ -22,8 +22,8 @@ crate::wire_struct! {
         name: String,
         /// Parameters in order: `cuFuncGetParamInfo`.
         params: Vec<Param>,
-        /// `CUfunction_attribute` by number, from 0 (`MAX_THREADS_PER_BLOCK`); as many as the server's driver knows. If empty, [`FunctionAttributes`]
-        /// returns them.
+        /// `CUfunction_attribute` by number, from 0 (`MAX_THREADS_PER_BLOCK`); as many as the server's driver
+        /// knows. If empty, [`FunctionAttributes`] returns them.
         attributes: Vec<i32>,
     }
 }
@@ -104,9 +104,10 @@ ops! {
     /// Modules.
     trait ModuleOps;
 
-    /// Loads an image (fat binary, cubin, PTX): `cuModuleLoadDataEx`, `cuLibraryLoadData`. The server returns the function table as well: if its wire form
-    /// ([`FunctionTable`]) fits `info`, it is written there and `info_size` is its length. If not, nothing is written and `info_size` is the size needed
-    /// for [`ModuleInfo`].
+    /// Loads an image (fat binary, cubin, PTX): `cuModuleLoadDataEx`, `cuLibraryLoadData`. The server returns
+    /// the function table as well: if its wire form ([`FunctionTable`]) fits `info`, it is written there and
+    /// `info_size` is its length. If not, nothing is written and `info_size` is the size needed for
+    /// [`ModuleInfo`].
     sync 0x0501 module_load: ModuleLoad<'a>
         [order None, may_block Context, lane Main]
     {
@@ -353,7 +354,8 @@ ops! {
         error_log: String,
     }
 
-    /// `cuLinkComplete`. An image that fits `image` is written there. If it does not fit, the client asks again with more room.
+    /// `cuLinkComplete`. An image that fits `image` is written there. If it does not fit, the client asks
+    /// again with more room.
     sync 0x050c link_complete: LinkComplete
         [order None, may_block Never, lane Main]
     {

@@ -91,7 +91,8 @@ pub struct Query {
     pub number: u32,
     /// NVML's function.
     pub function: &'static str,
-    /// How many numeric arguments (each an `unsigned int` or an enumeration) the function takes after the device.
+    /// How many numeric arguments (each an `unsigned int` or an enumeration) the function takes after the
+    /// device.
     pub arguments: usize,
     /// What it writes.
     pub output: Output,

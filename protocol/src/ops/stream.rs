@@ -116,7 +116,8 @@ ops! {
     {
         /// Context.
         context: ContextId,
-        /// Its id, not in use and not below [`crate::channel::MAX_CONTEXTS`]. The client zeroes its progress word first.
+        /// Its id, not in use and not below [`crate::channel::MAX_CONTEXTS`]. The client zeroes its progress
+        /// word first.
         stream: StreamId,
         /// `CUstream_flags`.
         flags: u32,
@@ -180,7 +181,8 @@ ops! {
         ticket: TicketId,
     }
 
-    /// `cuStreamWaitValue32`, `cuStreamWriteValue32`, their 64-bit forms, and `cuStreamBatchMemOp`. The words lie in the session's own memory.
+    /// `cuStreamWaitValue32`, `cuStreamWriteValue32`, their 64-bit forms, and `cuStreamBatchMemOp`. The words
+    /// lie in the session's own memory.
     async 0x0708 stream_batch_mem_op: StreamBatchMemOp
         [order Streams, may_block Never, lane Main, hold UntilWord]
     {

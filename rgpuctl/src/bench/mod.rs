@@ -1,4 +1,5 @@
-//! `rgpuctl bench`: measures the latency of calls and the bandwidth of copies on this installation, as a program sees them.
+//! `rgpuctl bench`: measures the latency of calls and the bandwidth of copies on this installation, as a
+//! program sees them.
 //!
 //! ```text
 //!  rgpuctl bench ──▶ rgpuctl bench --measure   a client of rgpu: its libcuda comes first in LD_LIBRARY_PATH

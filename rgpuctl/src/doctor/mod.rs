@@ -1,7 +1,7 @@
 //! `rgpuctl doctor`: checks this machine's setup and suggests fixes.
 //!
-//! Each check looks at one thing and returns a [`Finding`]. Which checks run depends on whether this is a guest with an
-//! rgpu device or a host.
+//! Each check looks at one thing and returns a [`Finding`]. Which checks run depends on whether this is a
+//! guest with an rgpu device or a host.
 
 mod rdma;
 mod slurm;

@@ -1,4 +1,5 @@
-//! Checks what a node of Slurm needs to lease GPUs for its jobs (docs/slurm.md), if rgpu's script for that is installed.
+//! Checks what a node of Slurm needs to lease GPUs for its jobs (docs/slurm.md), if rgpu's script for that is
+//! installed.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -306,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn what_slurm_lacks_is_named() {
+    fn missing_settings_of_slurm_are_named() {
         let whole = "GresTypes               = gpu,rgpu,rgpumem\nProlog[0]               = /usr/lib/rgpu/rgpu-slurm\nEpilog                  = /usr/lib/rgpu/rgpu-slurm\nTaskProlog = /usr/lib/rgpu/rgpu-slurm\nPrologFlags             = Alloc,Contain\n";
         assert!(matches!(&configuration(whole)[..], [Good(_)]));
         let changed = whole

@@ -32,8 +32,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Show sessions, programs, GPUs and links of this machine live.
 ///
-/// Reads the status sockets of rgpu-server and vhost-rgpu. Keys: 1 to 4 or Tab choose what is shown, ← and → the column
-/// to sort by, r the direction, ↑ ↓ PgUp PgDn Home End scroll, p pauses, q quits.
+/// Reads the status sockets of rgpu-server and vhost-rgpu. Keys: 1 to 4 or Tab choose what is shown, ← and →
+/// the column to sort by, r the direction, ↑ ↓ PgUp PgDn Home End scroll, p pauses, q quits.
 #[derive(Args)]
 pub struct Arguments {
     /// Status socket to read. May be given more than once. By default /run/rgpu/vhost-rgpu.status and

@@ -1,7 +1,9 @@
 //! `cargo xtask screenshots`: remakes the pictures in `docs/pictures/` that show rgpu at work.
 //!
-//! - `top.svg`: `rgpuctl top` in a terminal, while twenty programs use a software GPU over TCP ([`terminal`] draws it);
-//! - `timeline.png`: a file of `rgpuctl trace --output` in the Perfetto UI, which runs in Chromium ([`browser`]).
+//! - `top.svg`: `rgpuctl top` in a terminal, while twenty programs use a software GPU over TCP ([`terminal`]
+//!   draws it);
+//! - `timeline.png`: a file of `rgpuctl trace --output` in the Perfetto UI, which runs in Chromium
+//!   ([`browser`]).
 //!
 //! The numbers in them are those of this machine and of the software GPU.
 
