@@ -409,7 +409,7 @@ layouts! {
     }
 
     /// An entry of [`frame::DATA_GRANT`]: the server has room for the piece up to an offset, or will have it
-    /// whatever else the session does.
+    /// even if nothing else of the session happens first.
     pub struct DataGrant {
         /// The command.
         pub seq: u64,
