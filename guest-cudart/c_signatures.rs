@@ -1,5 +1,5 @@
-//! For the tests of `cuda` and `cudart`: the argument types of functions in NVIDIA's headers. The C compiler, not the name
-//! of a type, determines how it is passed.
+//! For the tests of `cuda` and `cudart`: the argument types of functions in NVIDIA's headers. How a type is
+//! passed is determined with the C compiler, not from its name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -70,13 +70,15 @@ pub fn bracketed(text: &str) -> &str {
     panic!("a bracket that nothing closes: {}", text.chars().take(80).collect::<String>());
 }
 
-/// An argument's type: its declaration without its name and without `const`, which does not affect how it is passed.
+/// An argument's type: its declaration without its name and without `const`, which does not affect how it is
+/// passed.
 fn type_of(declaration: &str) -> String {
     if declaration.contains(['*', '[']) {
         return "void *".into();
     }
     let words: Vec<&str> = declaration.split_whitespace().filter(|word| *word != "const").collect();
-    // `struct x name`, `unsigned int name`, `name_t name`: the last word is the name unless it is a word of a type.
+    // `struct x name`, `unsigned int name`, `name_t name`: the last word is the name unless it is a word of a
+    // type.
     let is_type =
         |word: &str| matches!(word, "int" | "char" | "short" | "long" | "unsigned" | "float" | "double");
     let tagged = matches!(words.first(), Some(&"struct" | &"enum" | &"union"));
@@ -87,8 +89,7 @@ fn type_of(declaration: &str) -> String {
     }
 }
 
-/// The functions with a certain result type that a header declares, with their argument types. `defines` is for the
-/// preprocessor.
+/// A header's functions with this result type, with their argument types. `defines` is for the preprocessor.
 pub fn prototypes(
     includes: &[PathBuf],
     header: &str,
@@ -124,7 +125,8 @@ pub fn classes(
     let types: Vec<String> = types.into_iter().collect();
     let mut code = format!("#include <stdio.h>\n#include <{header}>\nint main(void) {{\n");
     for kind in &types {
-        // The type class is that of an expression, so an enumeration counts as an integer. Nothing is evaluated.
+        // The type class is that of an expression, so an enumeration counts as an integer. The expression is
+        // not evaluated.
         writeln!(code, "printf(\"%d %zu\\n\", __builtin_classify_type(*(({kind} *)0)), sizeof({kind}));")
             .expect("a string grows");
     }

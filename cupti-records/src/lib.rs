@@ -1,7 +1,9 @@
-//! The layouts of CUPTI's activity records, as `cupti_activity.h` of CUDA 13.0 has them: `guest-cudart/cupti` writes them for programs, and `gpu-server` reads those of NVIDIA's library.
+//! The layouts of CUPTI's activity records, as in `cupti_activity.h` of CUDA 13.0. `guest-cudart/cupti`
+//! writes records for programs, and `gpu-server` reads those of NVIDIA's library.
 //!
-//! A later CUPTI only appends fields to a record, under a new name. What a reader of another version finds in [`Kernel`], [`Memcpy`] and [`Memset`] is right as far as both have the fields.
-//! `tests/header.rs` compares everything here with NVIDIA's header.
+//! A later CUPTI only appends fields to a record, under a new name. So a reader of another version can use
+//! those fields of [`Kernel`], [`Memcpy`] and [`Memset`] that both versions have. `tests/header.rs` compares
+//! everything here with NVIDIA's header.
 
 #![allow(missing_docs, non_snake_case, reason = "the fields, their names and their meanings are CUPTI's")]
 
@@ -48,7 +50,7 @@ pub mod flag {
     pub const FLUSH_FORCED: u32 = 1;
 }
 
-/// `CUpti_ActivityAttribute`, as far as it is looked at.
+/// Those values of `CUpti_ActivityAttribute` that rgpu uses.
 pub mod attribute {
     pub const PER_THREAD_ACTIVITY_BUFFER: u32 = 9;
     pub const LAST: u32 = 10;
@@ -68,7 +70,7 @@ pub mod channel {
     pub const ASYNC_MEMCPY: u32 = 2;
 }
 
-/// Defines records, and says where their fields are ([`layouts`]).
+/// Defines records, and [`layouts`], which lists their fields.
 macro_rules! records {
     ($($(#[$meta:meta])* $name:ident = $c:literal { $($field:ident: $ty:ty),* $(,)? })*) => {
         $(

@@ -1,4 +1,4 @@
-//! The layouts against NVIDIA's header: the C compiler says where the fields are.
+//! Compares the layouts with NVIDIA's header, as the C compiler lays it out.
 
 mod includes;
 

@@ -1,5 +1,5 @@
-//! Prints what is read of the cubins in some images, a line for each kernel, to be compared with what NVIDIA's
-//! driver reports for them.
+//! Prints what this crate reads from the cubins in some images, one line for each kernel, for comparison with
+//! what NVIDIA's driver reports.
 //!
 //! `cargo run -p device-code --example kernels -- IMAGE…`
 

@@ -9,9 +9,9 @@
 //! | `.note.nv.cuinfo`, the header's flags | the architectures of the machine code and of the PTX that it was made from |
 //! | `.text.KERNEL`'s flags | with CUDA 12's version of the ABI: its barriers |
 //!
-//! The format is not documented. What is read here was compared with what NVIDIA's driver reports for the same
-//! cubins: for two versions of the ABI ([`Abi`]) and for [`ARCHITECTURES`]. [`read`] refuses all others,
-//! and whatever contradicts itself, so that the caller asks the driver.
+//! The format is not documented. What this module reads was compared with what NVIDIA's driver reports for
+//! the same cubins, for two versions of the ABI ([`Abi`]) and for [`ARCHITECTURES`]. [`read`] refuses all
+//! other cubins and those that contradict themselves; the caller then asks the driver.
 
 use std::collections::HashMap;
 
@@ -19,17 +19,18 @@ use object::LittleEndian;
 use object::elf::{ET_EXEC, FileHeader64, SHN_UNDEF, SHT_SYMTAB, STT_FUNC, SectionHeader64};
 use object::read::elf::{FileHeader, SectionHeader, Sym};
 
-/// The architectures whose cubins are read: 90 for compute capability 9.0.
+/// The architectures whose cubins [`read`] accepts: 90 for compute capability 9.0.
 pub const ARCHITECTURES: &[u32] = &[90];
-/// Shared memory that the system reserves at the beginning of each block's, in bytes, on these architectures.
+/// Bytes at the beginning of each block's shared memory that are reserved for the system on these
+/// architectures.
 pub const RESERVED_SHARED: u64 = 1024;
 
-/// The versions of the ABI of cubins that are read.
+/// The ABI versions that [`read`] accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Abi {
-    /// Version 7: what CUDA 12's tools make. Many kernels in the libraries of CUDA 13 are older than these, too.
+    /// Version 7, of CUDA 12's tools. Many kernels in the libraries of CUDA 13 have this version, too.
     Cuda12,
-    /// Version 8: CUDA 13's.
+    /// Version 8, of CUDA 13's tools.
     Cuda13,
 }
 
@@ -37,21 +38,23 @@ enum Abi {
 const MACHINE: u16 = 190;
 /// `STO_CUDA_ENTRY`.
 const ENTRY: u8 = 0x10;
-/// Parameters of a kernel, and bytes of them; the toolkit's own limits are lower.
+/// Maximum parameters of a kernel, and maximum bytes of them. The toolkit's own limits are lower.
 const MOST_PARAMS: usize = 4096;
 const MOST_PARAM_BYTES: u64 = 40 << 10;
-/// Bytes of a name.
+/// Maximum bytes of a name.
 const MOST_NAME: usize = 16 << 10;
-/// The bytes of all names together are at most the image's times this: names may share bytes, but not without end.
+/// Maximum total bytes of all names, as a multiple of the image's size. Names may share bytes, but not
+/// without limit.
 const MOST_SHARING: usize = 4;
-/// What a kernel of [`ARCHITECTURES`] can have at most: registers and bytes of stack of a thread, barriers, bytes of shared memory and threads of a block, blocks of a cluster.
+/// Limits of kernels of [`ARCHITECTURES`]: registers and stack bytes of a thread; barriers, shared memory
+/// bytes and threads of a block; blocks of a cluster.
 const MOST_REGISTERS: u32 = 255;
 const MOST_STACK: u32 = 512 << 10;
 const MOST_BARRIERS: u32 = 16;
 const MOST_SHARED: u64 = 227 << 10;
 const MOST_THREADS: u64 = 1024;
 const MOST_CLUSTER: u64 = 16;
-/// Bytes of constant variables.
+/// Maximum bytes of constant variables.
 const MOST_CONSTANTS: u64 = 64 << 10;
 
 /// `EIATTR_…`: kinds of items in `.nv.info` sections.
@@ -68,21 +71,21 @@ mod item {
     pub const BARRIERS: u8 = 0x4c;
 }
 
-/// Why a cubin is not read.
+/// Why [`read`] refuses a cubin.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Unread {
-    /// It is no ELF file, or a damaged one.
+    /// It is not an ELF file, or it is damaged.
     #[error("the cubin is damaged: {0}")]
     Damaged(String),
-    /// It is of a kind that is not known here.
-    #[error("the cubin's {what} is {value:#x}, which is not known here")]
+    /// It is of an unknown kind.
+    #[error("the cubin's {what} is {value:#x}, which is unknown")]
     Unknown {
-        /// What is not known.
+        /// What is unknown.
         what: &'static str,
         /// Its value.
         value: u64,
     },
-    /// What it says of a kernel is not complete, or contradicts itself.
+    /// The description of a kernel is incomplete, or contradicts itself.
     #[error("kernel {kernel}: {what}")]
     Kernel {
         /// The kernel's name.
@@ -92,7 +95,7 @@ pub enum Unread {
     },
 }
 
-/// Place of a parameter in the parameter block.
+/// Where a parameter is in the parameter block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Param {
     /// Offset in bytes.
@@ -101,7 +104,7 @@ pub struct Param {
     pub size: u32,
 }
 
-/// What a cubin says of a kernel.
+/// A kernel's description in a cubin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kernel {
     /// Mangled name.
@@ -110,15 +113,15 @@ pub struct Kernel {
     pub params: Vec<Param>,
     /// Registers of a thread.
     pub registers: u32,
-    /// Static shared memory of a block in bytes, without what the system reserves.
+    /// Static shared memory of a block in bytes, excluding the part reserved for the system.
     pub shared: u32,
-    /// Stack of a thread in bytes, as far as the compiler could tell.
+    /// Stack of a thread in bytes, as far as the compiler could determine it.
     pub stack: u32,
     /// Barriers of a block.
     pub barriers: u32,
-    /// Most threads of a block in x, y and z (`__launch_bounds__`, `.maxntid`).
+    /// Maximum threads of a block in x, y and z (`__launch_bounds__`, `.maxntid`).
     pub max_threads: Option<[u32; 3]>,
-    /// Threads that each block must have (`.reqntid`).
+    /// Required threads of a block (`.reqntid`).
     pub required_threads: Option<[u32; 3]>,
     /// Blocks of a cluster (`__cluster_dims__`).
     pub cluster: Option<[u32; 3]>,
@@ -137,7 +140,7 @@ pub struct Cubin {
     pub constants: u64,
     /// Its kernels, in the order of their names.
     pub kernels: Vec<Kernel>,
-    /// Whether a kernel of it may call `printf`.
+    /// Whether any of its kernels may call `printf`.
     pub prints: bool,
 }
 
@@ -152,7 +155,7 @@ fn damaged(error: object::Error) -> Unread {
     Unread::Damaged(error.to_string())
 }
 
-/// A name. `left`: bytes that names may still have, which become fewer.
+/// Reads a name. `left` is the number of bytes that names may still have; this subtracts the name's.
 fn name<'a>(bytes: object::Result<&'a [u8]>, left: &mut usize) -> Result<&'a str, Unread> {
     let bytes = bytes.map_err(damaged)?;
     let fits = left.checked_sub(bytes.len()).filter(|_| bytes.len() <= MOST_NAME);
@@ -163,7 +166,7 @@ fn name<'a>(bytes: object::Result<&'a [u8]>, left: &mut usize) -> Result<&'a str
 /// An item of a `.nv.info` section.
 struct Item<'a> {
     kind: u8,
-    /// A byte or half word that stands in the item itself.
+    /// A byte or half word that is in the item itself.
     short: u16,
     bytes: &'a [u8],
 }
@@ -182,7 +185,8 @@ impl Item<'_> {
     }
 }
 
-/// The items of a `.nv.info` section. `None` stands for one that is cut off or of an unknown form; it is the last.
+/// The items of a `.nv.info` section. `None` stands for an item that is cut off or of an unknown form, and is
+/// the last one.
 fn items(mut bytes: &[u8]) -> impl Iterator<Item = Option<Item<'_>>> {
     std::iter::from_fn(move || {
         if bytes.is_empty() {
@@ -209,12 +213,12 @@ fn items(mut bytes: &[u8]) -> impl Iterator<Item = Option<Item<'_>>> {
     })
 }
 
-/// Sets a value that may be said once. `None` if it was said before.
+/// Sets a value that may be given once. `None` if it was given before.
 fn once<T>(place: &mut Option<T>, value: T) -> Option<()> {
     place.replace(value).is_none().then_some(())
 }
 
-/// What is gathered of a kernel.
+/// What has been read about a kernel so far.
 #[derive(Default)]
 struct Found {
     /// By ordinal.
@@ -236,7 +240,7 @@ impl Found {
                 item::PARAM | item::LARGE_PARAM => {
                     let ordinal = usize::from(item.half(4)?);
                     let (offset, size) = (item.half(6)?, item.word(2)?);
-                    // The size's lower bits say where the parameter may be.
+                    // The lower bits of the size say where the parameter may be.
                     let size = if item.kind == item::PARAM { size >> 18 } else { size };
                     if ordinal >= MOST_PARAMS || item.bytes.len() != 12 {
                         return None;
@@ -261,7 +265,7 @@ impl Found {
         Some(found)
     }
 
-    /// Whether the sizes are such as a kernel can have.
+    /// Whether a kernel can have these sizes.
     fn is_possible(&self) -> bool {
         let within = |sizes: Option<[u32; 3]>, most: u64| {
             sizes.is_none_or(|sizes| {
@@ -276,7 +280,7 @@ impl Found {
             && self.barriers.is_none_or(|barriers| barriers <= MOST_BARRIERS)
     }
 
-    /// The parameters, if they are all there, one after the other, and as long together as is said.
+    /// The parameters, if none is missing, none overlaps the next, and their total size is as given.
     fn params(&self) -> Option<Vec<Param>> {
         let params: Vec<Param> = self.params.iter().copied().collect::<Option<_>>()?;
         let mut end = 0;
@@ -290,7 +294,8 @@ impl Found {
     }
 }
 
-/// The architecture of the PTX, from the note that the toolkit leaves: a header, "NVIDIA Corp", a version, and the number.
+/// The architecture of the PTX, from the note that the toolkit writes: a header, "NVIDIA Corp", a version,
+/// and the number.
 fn ptx_arch(note: &[u8]) -> Option<u32> {
     let (head, rest) = note.split_first_chunk::<24>()?;
     let (version, rest) = rest.split_first_chunk::<2>()?;
@@ -301,7 +306,7 @@ fn ptx_arch(note: &[u8]) -> Option<u32> {
 /// Reads a cubin.
 ///
 /// # Errors
-/// [`Unread`], if anything is unknown here: the driver may still load it.
+/// [`Unread`], if anything is unknown. The driver may still load such a cubin.
 pub fn read(image: &[u8]) -> Result<Cubin, Unread> {
     let endian = LittleEndian;
     let header = Elf::parse(image).map_err(damaged)?;
@@ -310,7 +315,7 @@ pub fn read(image: &[u8]) -> Result<Cubin, Unread> {
     if header.e_machine(endian).0 != MACHINE {
         return Err(unknown("machine", header.e_machine(endian).0.into()));
     }
-    // Others are to be linked first.
+    // Other types must be linked first.
     if header.e_type(endian) != ET_EXEC {
         return Err(unknown("type", header.e_type(endian).0.into()));
     }
@@ -328,13 +333,13 @@ pub fn read(image: &[u8]) -> Result<Cubin, Unread> {
         return Err(unknown("architecture", arch.into()));
     }
     let sections = header.sections(endian, image).map_err(damaged)?;
-    // Bytes of names that are still plausible.
+    // Bytes that names may still have.
     let mut left = image.len().saturating_mul(MOST_SHARING);
     let mut by_name = HashMap::with_capacity(sections.len());
     let mut tables = 0;
     for (index, section) in sections.enumerate() {
         let name = name(sections.section_name(endian, section), &mut left)?;
-        // Every section lies inside the image, also those that are not read here.
+        // Every section must be inside the image, including those that are not read here.
         section.data(endian, image).map_err(damaged)?;
         tables += usize::from(section.sh_type(endian) == SHT_SYMTAB);
         if by_name.insert(name, (index, section)).is_some() {
@@ -344,7 +349,7 @@ pub fn read(image: &[u8]) -> Result<Cubin, Unread> {
     if tables != 1 {
         return Err(Unread::Damaged(format!("{tables} symbol tables")));
     }
-    // CUDA 12's tools leave this out, but reserve it in each kernel's part.
+    // CUDA 12's tools omit this section, but reserve the memory in each kernel's section.
     if abi == Abi::Cuda13 && !by_name.contains_key(".nv.shared.reserved.0") {
         return Err(unknown("shared memory, without a reserved part,", 0));
     }
@@ -361,7 +366,7 @@ pub fn read(image: &[u8]) -> Result<Cubin, Unread> {
         Abi::Cuda12 => flags >> 16 & 0xff,
         Abi::Cuda13 => ptx_arch(data(".note.nv.cuinfo")?).ok_or_else(|| unknown("note", 0))?,
     };
-    // By symbol: registers and stack.
+    // Registers and stack, by symbol.
     let (mut registers, mut stacks) = (HashMap::new(), HashMap::new());
     for item in items(data(".nv.info")?) {
         let item = item.ok_or_else(|| Unread::Damaged(".nv.info".into()))?;
@@ -395,22 +400,23 @@ pub fn read(image: &[u8]) -> Result<Cubin, Unread> {
         if symbols.symbol_section(endian, symbol, index).ok().flatten() != Some(code) {
             return Err(refuse("its code is elsewhere"));
         }
-        // What is said of a kernel belongs to its code by the section's name, and by its number.
+        // The section that describes a kernel refers to the kernel's code by its own name, and by the number
+        // of the code's section.
         let belongs = |section: &SectionHeader64<LittleEndian>| section.sh_info(endian) as usize == code.0;
         let said = match by_name.get(format!(".nv.info.{name}").as_str()) {
             Some((_, section)) if belongs(section) => section.data(endian, image).map_err(damaged)?,
-            Some(_) => return Err(refuse("its section .nv.info is another's")),
+            Some(_) => return Err(refuse("its section .nv.info belongs to another kernel")),
             None => &[],
         };
         let mut found = Found::of(said).ok_or_else(|| refuse("its section .nv.info is damaged"))?;
         if abi == Abi::Cuda12 {
             let barriers = (text.sh_flags(endian).0 >> 20) as u32 & 0x7f;
-            once(&mut found.barriers, barriers).ok_or_else(|| refuse("its barriers are said twice"))?;
+            once(&mut found.barriers, barriers).ok_or_else(|| refuse("its barriers are given twice"))?;
         }
         if !found.is_possible() {
             return Err(refuse("its sizes are impossible"));
         }
-        // Without a section of its own it has none but the reserved part.
+        // Without its own section it has only the reserved part.
         let shared = match by_name.get(format!(".nv.shared.{name}").as_str()) {
             Some((_, section)) if belongs(section) => section.sh_size(endian).checked_sub(RESERVED_SHARED),
             Some(_) => None,
@@ -426,10 +432,9 @@ pub fn read(image: &[u8]) -> Result<Cubin, Unread> {
             name: name.to_owned(),
             params,
             registers: number(&registers, MOST_REGISTERS)
-                .ok_or_else(|| refuse("its registers are not known, or too many"))?,
+                .ok_or_else(|| refuse("its registers are unknown or too many"))?,
             shared,
-            stack: number(&stacks, MOST_STACK)
-                .ok_or_else(|| refuse("its stack is not known, or too large"))?,
+            stack: number(&stacks, MOST_STACK).ok_or_else(|| refuse("its stack is unknown or too large"))?,
             barriers: found.barriers.unwrap_or(0),
             max_threads: found.max_threads,
             required_threads: found.required_threads,
@@ -439,7 +444,7 @@ pub fn read(image: &[u8]) -> Result<Cubin, Unread> {
     }
     kernels.sort_by(|a, b| a.name.cmp(&b.name));
     if kernels.windows(2).any(|pair| pair[0].name == pair[1].name) {
-        return Err(Unread::Damaged("two kernels have one name".into()));
+        return Err(Unread::Damaged("two kernels have the same name".into()));
     }
     Ok(Cubin { arch, ptx_arch, constants, kernels, prints })
 }

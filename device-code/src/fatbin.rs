@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::io::Read as _;
 
-/// How a container begins, as a little-endian number.
+/// The magic at the start of a container, as a little-endian number.
 pub const MAGIC: u32 = 0xba55_ed50;
 
 const LZ4: u64 = 0x2000;
@@ -18,15 +18,15 @@ const ENTRY: usize = 0x30;
 /// What is wrong with a fat binary.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// It ends too early.
-    #[error("the fat binary ends at byte {len}, inside what begins at {at}")]
+    /// It is cut off.
+    #[error("the fat binary ends at byte {len}, inside the part that begins at {at}")]
     Truncated {
-        /// Where the missing part begins.
+        /// Where the cut part begins.
         at: usize,
-        /// Bytes that are there.
+        /// Size of the fat binary in bytes.
         len: usize,
     },
-    /// An entry's header is shorter than any.
+    /// An entry's header is shorter than any valid one.
     #[error("an entry's header of {len} bytes at {at}")]
     Header {
         /// Where the entry begins.
@@ -34,10 +34,10 @@ pub enum Error {
         /// Bytes of its header.
         len: usize,
     },
-    /// Unpacked, a payload would be longer than the caller takes.
+    /// The unpacked payload would be longer than the caller allows.
     #[error("code of {0} bytes")]
     TooLong(u64),
-    /// A payload does not unpack.
+    /// A payload cannot be unpacked.
     #[error("{0}")]
     Packed(String),
 }
@@ -62,10 +62,10 @@ pub struct Entry<'a> {
     pub kind: Kind,
     /// The architecture that it was compiled for: 90 for compute capability 9.0.
     pub arch: u32,
-    /// Whether it is for that architecture and no later one, whatever its kind.
+    /// Whether it is only for that architecture or its family, not for later ones. This holds for PTX, too.
     pub specific: bool,
     flags: u64,
-    /// Bytes unpacked; 0 if it is not packed.
+    /// Size of the unpacked payload in bytes; 0 if it is not packed.
     size: u64,
     payload: &'a [u8],
 }
@@ -92,7 +92,7 @@ pub fn is_fat_binary(image: &[u8]) -> bool {
     word(image, 0) == Ok(MAGIC)
 }
 
-/// The containers of a fat binary, each with its entries. Whatever follows the last one is not looked at.
+/// The containers of a fat binary, each with its entries. Anything after the last container is ignored.
 pub fn containers(image: &[u8]) -> impl Iterator<Item = Result<Vec<Entry<'_>>>> {
     let mut rest = image;
     std::iter::from_fn(move || {
@@ -163,7 +163,7 @@ impl<'a> Entry<'a> {
         self.flags & (LZ4 | ZSTD) != 0
     }
 
-    /// Its code, if that is at most `most` bytes.
+    /// Its code, unpacked, if that has at most `most` bytes.
     ///
     /// # Errors
     /// [`Error::TooLong`], or [`Error::Packed`] if the payload is damaged.
@@ -191,7 +191,7 @@ impl<'a> Entry<'a> {
     }
 }
 
-/// Unpacks at most one byte more than `size`.
+/// Unpacks at most `size` + 1 bytes.
 fn zstd(payload: &[u8], size: u64) -> std::result::Result<Vec<u8>, String> {
     let decoder = ruzstd::decoding::StreamingDecoder::new(payload).map_err(|error| error.to_string())?;
     let mut code = Vec::new();
@@ -201,7 +201,7 @@ fn zstd(payload: &[u8], size: u64) -> std::result::Result<Vec<u8>, String> {
 }
 
 fn lz4(payload: &[u8], size: u64) -> std::result::Result<Vec<u8>, String> {
-    // A byte of LZ4 stands for 255 at most.
+    // A byte of LZ4 stands for at most 255 bytes.
     let plausible = (payload.len() as u64).saturating_mul(255);
     if size > plausible {
         return Err(format!("{} bytes cannot become {size}", payload.len()));

@@ -38,7 +38,7 @@ fn parameters_are_where_the_kernel_expects_them() {
 }
 
 #[test]
-fn the_shape_that_a_kernel_requires_is_not_the_most_that_it_can_have() {
+fn a_kernels_required_shape_is_not_its_maximum() {
     let cubin = cubin::read(include_bytes!("required.cubin")).unwrap();
     let shapes = |kernel: &cubin::Kernel| (kernel.required_threads, kernel.max_threads);
     let found: Vec<_> = cubin.kernels.iter().map(|kernel| (kernel.name.as_str(), shapes(kernel))).collect();
@@ -49,20 +49,20 @@ fn the_shape_that_a_kernel_requires_is_not_the_most_that_it_can_have() {
         ("most", (None, Some([100, 1, 1]))),
     ];
     assert_eq!(found, expected);
-    // The parameter block begins at no multiple of 64 bytes, so what is aligned begins behind a gap.
+    // The parameter block does not begin at a multiple of 64 bytes, so aligned parameters come after a gap.
     let places: Vec<_> = cubin.kernels[0].params.iter().map(|p| (p.offset, p.size)).collect();
     assert_eq!(places, [(0, 4), (48, 64), (112, 128)]);
 }
 
 #[test]
-fn the_cubins_of_two_versions_of_the_abi_say_the_same() {
+fn the_same_kernels_are_read_from_both_abi_versions() {
     let (older, newer) = (cubin::read(CUDA12).unwrap(), cubin::read(CUBIN).unwrap());
     assert_eq!((CUDA12[8], CUBIN[8]), (7, 8));
     assert_eq!(older, newer);
 }
 
 #[test]
-fn what_is_not_known_is_not_read() {
+fn unknown_kinds_of_cubins_are_refused() {
     let changed = |at: usize, value: u8| {
         let mut image = CUBIN.to_vec();
         image[at] = value;
@@ -76,7 +76,7 @@ fn what_is_not_known_is_not_read() {
     }
 }
 
-/// Place of the header of a section in [`CUBIN`].
+/// Offset of the header of a section in [`CUBIN`].
 fn header_of(name: &str) -> usize {
     let word = |at: usize, len: usize| {
         CUBIN[at..at + len].iter().rev().fold(0, |word, byte| word << 8 | usize::from(*byte))
@@ -96,7 +96,7 @@ fn with(at: usize, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn sections_that_are_elsewhere_or_another_s_are_not_read() {
+fn sections_outside_the_image_or_of_another_kernel_are_refused() {
     let refused = |section: &str, at: usize, bytes: &[u8]| {
         cubin::read(&with(header_of(section) + at, bytes)).unwrap_err().to_string()
     };
@@ -108,13 +108,13 @@ fn sections_that_are_elsewhere_or_another_s_are_not_read() {
             assert!(refused(section, at, &[0xff; 8]).contains("damaged"), "{section}");
         }
     }
-    // A section without bytes, which no end of the file limits.
+    // A section without bytes, which the end of the file does not limit.
     for size in [0, 1023, 1 << 20, u64::MAX] {
         let error = refused(".nv.shared.shared", 0x20, &size.to_le_bytes());
         assert_eq!(error, "kernel shared: its shared memory is impossible");
     }
     // sh_info: the section that it belongs to.
-    assert!(refused(".nv.info.params", 0x2c, &[1]).contains("another's"));
+    assert!(refused(".nv.info.params", 0x2c, &[1]).contains("another kernel"));
     // sh_name
     let name = &CUBIN[header_of(".text.empty")..][..4];
     assert!(refused(".text.bounds", 0, name).contains("two sections have the name .text.empty"));
@@ -123,15 +123,13 @@ fn sections_that_are_elsewhere_or_another_s_are_not_read() {
 }
 
 #[test]
-fn numbers_that_no_kernel_can_have_are_not_read() {
+fn numbers_that_no_kernel_can_have_are_refused() {
     // The table of registers: form, kind, length, then a symbol and a number.
     let places = CUBIN.windows(4).enumerate().filter(|(_, item)| *item == [4, 0x2f, 8, 0]);
     let places: Vec<usize> = places.map(|(at, _)| at).collect();
     assert_eq!(places.len(), cubin::read(CUBIN).unwrap().kernels.len());
     let refused = |at, bytes: &[u8]| cubin::read(&with(at, bytes)).unwrap_err().to_string();
-    assert!(
-        refused(places[0] + 8, &256_u32.to_le_bytes()).contains("its registers are not known, or too many")
-    );
+    assert!(refused(places[0] + 8, &256_u32.to_le_bytes()).contains("its registers are unknown or too many"));
     // The second item describes the symbol of the first.
     let symbol = &CUBIN[places[0] + 4..][..4];
     assert!(refused(places[1] + 4, symbol).contains("twice"));
@@ -185,13 +183,13 @@ fn code_that_unpacks_to_another_length_is_refused() {
     }
 }
 
-/// Somewhere in [`CUBIN`], with preference for its header and the headers of its sections, which are at its end.
+/// An offset in [`CUBIN`], preferably in its header or in the headers of its sections, which are at its end.
 fn place() -> impl Strategy<Value = usize> {
     let headers = CUBIN.len() - 64 * 40;
     prop_oneof![0..CUBIN.len(), 0..64_usize, headers..CUBIN.len(), (0..64_usize).prop_map(header_word)]
 }
 
-/// A word of the header of a section that matters.
+/// A word of the header of an important section.
 fn header_word(choice: usize) -> usize {
     const SECTIONS: [&str; 8] = [
         ".text.empty",
@@ -206,13 +204,13 @@ fn header_word(choice: usize) -> usize {
     header_of(SECTIONS[choice / 8]) + 8 * (choice % 8)
 }
 
-/// Bytes that are likely to matter.
+/// Values that are likely to have an effect.
 fn value() -> impl Strategy<Value = Vec<u8>> {
     let word = prop_oneof![Just(0), Just(u64::MAX), Just(1 << 31), Just(1 << 63), 0..CUBIN.len() as u64];
     prop_oneof![any::<u8>().prop_map(|byte| vec![byte]), word.prop_map(|word| word.to_le_bytes().to_vec())]
 }
 
-/// That a cubin says nothing that no kernel can have.
+/// Checks that a cubin claims nothing that no kernel can have.
 fn check(cubin: &cubin::Cubin) -> Result<(), TestCaseError> {
     prop_assert!(cubin.constants <= 64 << 10);
     for kernel in &cubin.kernels {
@@ -233,7 +231,7 @@ fn check(cubin: &cubin::Cubin) -> Result<(), TestCaseError> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Whatever a few changed bytes do, reading ends, with numbers that a kernel can have.
+    /// Whatever bytes change, reading ends, and returns only numbers that a kernel can have.
     #[test]
     fn damaged_cubins_are_read_without_panic(
         changes in prop::collection::vec((place(), value()), 1..6), end in 0..CUBIN.len()

@@ -1,4 +1,5 @@
-//! What a client asks that needs no session: JSON that may be anything. What is understood is within its limits and means the same when it is sent again.
+//! Questions of clients that need no session: arbitrary JSON. A question that is understood is within its
+//! limits, and means the same when it is encoded again.
 #![no_main]
 
 use host_bridge::ask::{MAX_GPUS, MAX_NAME, Question};

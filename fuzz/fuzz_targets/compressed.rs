@@ -1,4 +1,5 @@
-//! Bytes in place of compressed ones, as a server receives them from whoever has a session: its decoder, and the lengths that are said of them.
+//! Arbitrary bytes in place of compressed data, as a server may receive them in a session: the decoder, and
+//! the claimed lengths.
 #![no_main]
 
 use host_bridge::endpoint::receive_compressed;

@@ -1,4 +1,5 @@
-//! A guest that does whatever it likes with its device: requests, descriptor chains, memory, doorbells, stops and resets, and a server that may refuse or vanish.
+//! A guest that does anything with its device: requests, descriptor chains, memory, doorbells, stops and
+//! resets. The server may refuse or disappear.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,5 @@
-//! What comes on a direct connection: headers, each with its bytes behind it, as long as they are those of a correct peer.
+//! The data of a direct connection: headers followed by their bytes, until a correct peer would not send
+//! them.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,5 @@
-//! Peers of the daemon that are not clients yet: bytes, hellos, TLS that is changed on its way, connections that say nothing.
+//! Peers of the daemon that are not clients yet: bytes, hellos, TLS data that is changed in transit, silent
+//! connections.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

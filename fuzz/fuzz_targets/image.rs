@@ -1,4 +1,5 @@
-//! An image as the guest library reads it in the program's process: a cubin, or a fat binary of some. Reading ends, with numbers that a kernel can have.
+//! An image that the guest library reads in the program's process: a cubin or a fat binary. Reading ends, and
+//! returns only numbers that a kernel can have.
 #![no_main]
 
 use device_code::{cubin, fatbin};

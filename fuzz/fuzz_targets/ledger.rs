@@ -1,4 +1,5 @@
-//! A ledger that a device process has left, which a guest may have taken over: its successor reads it and goes on with it.
+//! The ledger of a device process that a guest may have compromised: the process's successor reads it and
+//! continues with it.
 #![no_main]
 
 use host_bridge::bridge::take_over_any;

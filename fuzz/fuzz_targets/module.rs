@@ -1,4 +1,5 @@
-//! A module as a program may send it: PTX, or a container of it. Loading ends in a module or in an error that says what is wrong.
+//! A module that a program sends: PTX, or a container with PTX. Loading returns a module, or an error that
+//! says what is wrong.
 #![no_main]
 
 use std::sync::LazyLock;

@@ -1,4 +1,5 @@
-//! Rules for clients, as an operator may write them: they are refused with a reason, or each client gets a decision that keeps to the limits of its keys.
+//! Rules for clients that an operator may write: they are refused with a reason, or each client gets a
+//! decision within the limits of its keys.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

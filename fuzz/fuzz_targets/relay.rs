@@ -1,4 +1,5 @@
-//! A relayed session whose client and server both do whatever they like: records, scribbled memory, frames, data, lost links, regions that come and go.
+//! A relayed session whose client and server both do anything: records, overwritten memory, frames, data,
+//! lost links, regions that are added and removed.
 #![no_main]
 
 use host_bridge::bridge::relay_any;

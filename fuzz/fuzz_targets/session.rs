@@ -1,4 +1,5 @@
-//! A client that does whatever it likes with its session: operations of the table with values and handles of which some are valid, executed on the software GPU.
+//! A client that does anything with its session: operations with values and handles of which some are valid,
+//! executed on the software GPU.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Links libcuda.so.1 from the static library that cargo makes of rgpu-cuda.
+# Links libcuda.so.1 from cargo's static library of rgpu-cuda.
 #
 #   link.sh STATICLIB OUTDIR
 #
-# What is exported is exports/libcuda.txt, unversioned, as NVIDIA's libcuda has it, and nothing of Rust's own.
+# It exports the names in exports/libcuda.txt, without versions like NVIDIA's library, and nothing else.
 set -eu
 static=$1
 out=$2

@@ -3,8 +3,9 @@
 #
 #   link.sh STATICLIB OUTDIR
 #
-# It exports the names in exports/13.txt, all under one version node with the library's name, as NVIDIA's library has them, and a name that tells the two apart. It needs no other library than the
-# C library's: a program may have it loaded without ever using CUDA. CC sets the compiler (default gcc).
+# It exports the names in exports/13.txt, all under one version node with the library's name, like NVIDIA's library,
+# and a name that distinguishes it from that one. It only needs the C library, because programs may load it without
+# using CUDA. CC sets the compiler (default gcc).
 set -eu
 
 [ $# -eq 2 ] || { echo "usage: link.sh STATICLIB OUTDIR" >&2; exit 2; }

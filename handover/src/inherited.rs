@@ -1,4 +1,4 @@
-//! What a process was given at its start.
+//! The descriptors that a process gets at its start.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -8,18 +8,18 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
 use crate::KEPT;
 
-/// Most descriptors that are taken.
+/// Maximum descriptors that a process takes.
 const MOST: i32 = 1 << 16;
 /// The first descriptor of `sd_listen_fds(3)`.
 const FIRST: RawFd = 3;
 
-/// Descriptors by name. Those that nobody takes are closed when this is dropped.
+/// Descriptors by name. Dropping this closes those that were not taken.
 #[derive(Debug, Default)]
 pub struct Inherited(BTreeMap<String, OwnedFd>);
 
 impl Inherited {
-    /// What this process was given by [`Store::exec`](crate::Store::exec) or by its service manager. Call it once, before anything else opens
-    /// descriptors: it takes ownership of those that the environment names.
+    /// The descriptors from [`Store::exec`](crate::Store::exec) or from the service manager. Call this once,
+    /// before anything else opens descriptors: it takes ownership of those that the environment names.
     pub fn take() -> Inherited {
         let read = |name: &str| std::env::var(name).unwrap_or_default();
         let kept = read(KEPT);
@@ -49,7 +49,7 @@ impl Inherited {
         Inherited::of(pairs.collect::<Vec<_>>())
     }
 
-    /// These descriptors, as if this process had been given them.
+    /// An `Inherited` with these descriptors.
     pub fn from_pairs(pairs: impl IntoIterator<Item = (String, OwnedFd)>) -> Inherited {
         Inherited(pairs.into_iter().collect())
     }
@@ -60,11 +60,12 @@ impl Inherited {
             if number < FIRST {
                 continue;
             }
-            // SAFETY: whoever started this process says that it owns this descriptor, and this is called before anything else opens one. One that is not open is found out next.
+            // SAFETY: the environment says that this process owns the descriptor, and this runs before
+            // anything else opens descriptors. The next lines check that it is open.
             let fd = unsafe { OwnedFd::from_raw_fd(number) };
             if let Err(e) = fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)) {
-                tracing::error!("cannot use descriptor {number} ({name:?}) that this process was given: {e}");
-                // It is not open, so there is nothing to close.
+                tracing::error!("cannot use the inherited descriptor {number} ({name:?}): {e}");
+                // The descriptor is not open, so there is nothing to close.
                 std::mem::forget(fd);
                 continue;
             }
@@ -75,7 +76,7 @@ impl Inherited {
                 Entry::Occupied(taken) => {
                     let name = taken.key();
                     tracing::warn!(
-                        "this process was given two descriptors named {name:?}; the second is closed"
+                        "this process inherited two descriptors named {name:?}; closing the second"
                     );
                 }
             }
@@ -88,7 +89,7 @@ impl Inherited {
         self.0.remove(name)
     }
 
-    /// Names that begin with `prefix`, without it.
+    /// Names that begin with `prefix`, returned without it.
     pub fn names(&self, prefix: &str) -> Vec<String> {
         self.0.keys().filter_map(|name| name.strip_prefix(prefix)).map(str::to_owned).collect()
     }
@@ -99,7 +100,7 @@ mod tests {
     use super::*;
     use std::os::fd::IntoRawFd;
 
-    /// A pipe's end under a high number that parallel tests do not use.
+    /// The end of a pipe, with a high number that parallel tests do not use.
     fn open(least: RawFd) -> RawFd {
         let (reader, _writer) = std::io::pipe().unwrap();
         fcntl(OwnedFd::from(reader), FcntlArg::F_DUPFD_CLOEXEC(least)).unwrap()

@@ -1,4 +1,4 @@
-//! The program that is to be executed next.
+//! Checks the program that will be executed next.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -6,11 +6,13 @@ use std::process::Command;
 
 use crate::VARIABLES;
 
-/// Asks a program whether it accepts the configuration that these arguments name (the first is the program itself), and whether it goes on with what a daemon of this
-/// format has written down: it is run with the same arguments, `--check-config` and `--takes-over=FORMAT`. One that cannot, or does not know the question, must not be executed.
+/// Checks whether a program accepts the configuration that these arguments name (the first is the program
+/// itself), and whether it understands what a daemon of this format has kept. For that, the program is run
+/// with the same arguments, `--check-config` and `--takes-over=FORMAT`. If it fails, also because it does not
+/// know these options, it must not be executed.
 ///
 /// # Errors
-/// Why it cannot, in the program's own words.
+/// The program's own error message.
 pub fn can_take_over(program: &Path, arguments: &[OsString], format: u32) -> Result<(), String> {
     let mut command = Command::new(program);
     command.args(arguments.iter().skip(1)).arg("--check-config").arg(format!("--takes-over={format}"));
@@ -30,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_says_itself_whether_it_can() {
+    fn a_program_decides_whether_it_can_take_over() {
         let ask = |program: &str| can_take_over(Path::new(program), &["x".into(), "--flag".into()], 7);
         assert_eq!(ask("/bin/true"), Ok(()));
         assert_eq!(ask("/bin/false"), Err("/bin/false cannot take over: ".into()));

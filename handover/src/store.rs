@@ -1,4 +1,4 @@
-//! What a process keeps for the next one.
+//! The descriptors that a process keeps for the next one.
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, OsStr, OsString};
@@ -19,10 +19,10 @@ use nix::sys::time::TimeVal;
 
 use crate::{KEPT, VARIABLES, clock};
 
-/// How long a service manager may take for a message before the daemon goes on without it.
+/// How long a service manager may take for a message before the daemon continues without it.
 const SENT_WITHIN: TimeVal = TimeVal::new(2, 0);
 
-/// The service manager's end of `sd_notify(3)`.
+/// The connection to the service manager, as in `sd_notify(3)`.
 #[derive(Debug)]
 struct Manager {
     socket: OwnedFd,
@@ -56,18 +56,19 @@ impl Manager {
     }
 }
 
-/// Descriptors for the next process, by name. A name is at most 200 characters of ASCII without `:`, `=` and control
-/// characters.
+/// Descriptors for the next process, by name. A name is at most 200 characters of ASCII without `:`, `=` and
+/// control characters.
 #[derive(Debug, Default)]
 pub struct Store {
     manager: Option<Manager>,
     kept: Mutex<BTreeMap<String, OwnedFd>>,
-    /// That the service manager does not take what it is given was logged.
+    /// Whether the log already says that the service manager does not take messages.
     complained: AtomicBool,
 }
 
 impl Store {
-    /// A store that the service manager has part in, if the environment names one (`NOTIFY_SOCKET`).
+    /// A store that passes everything to the service manager too, if the environment names one
+    /// (`NOTIFY_SOCKET`).
     pub fn new() -> Store {
         let named = std::env::var_os("NOTIFY_SOCKET").filter(|address| !address.is_empty());
         let manager = named.and_then(|address| {
@@ -92,14 +93,15 @@ impl Store {
         }
     }
 
-    /// Keeps a duplicate of a descriptor, in place of what had the same name.
+    /// Keeps a duplicate of a descriptor. It replaces any other descriptor with this name.
     ///
     /// # Errors
-    /// If this process can have no more descriptors.
+    /// If this process cannot open more descriptors.
     pub fn keep(&self, name: &str, fd: &impl AsFd) -> io::Result<()> {
         debug_assert!(is_name(name), "{name:?}");
         let own = fd.as_fd().try_clone_to_owned()?;
-        // Polling would remove a connection whose other end has closed, and with it the reason that a successor has to tell.
+        // If the service manager polled the descriptor, it would remove a connection whose other end has
+        // closed, and a successor could not report why the connection ended.
         let text = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
         if self.lock().insert(name.to_owned(), own).is_some() {
             self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
@@ -108,51 +110,54 @@ impl Store {
         Ok(())
     }
 
-    /// The name under which this very file is kept already, among the names that begin with `prefix`. A service manager keeps no
-    /// file twice, so what came again has to stay under its first name.
+    /// The name under which this same file is already kept, among the names that begin with `prefix`. A
+    /// service manager stores a file only once, so the file must keep its first name.
     pub fn name_of(&self, prefix: &str, fd: &impl AsFd) -> Option<String> {
         let kept = self.lock();
         let mut all = kept.range(prefix.to_owned()..).take_while(|(name, _)| name.starts_with(prefix));
         all.find(|(_, own)| is_same(own.as_fd(), fd.as_fd())).map(|(name, _)| name.clone())
     }
 
-    /// Does not keep this any more, whether it is this process or the one before that kept it.
+    /// Stops keeping the descriptor with this name, whether this process or an earlier one kept it.
     pub fn forget(&self, name: &str) {
         self.lock().remove(name);
         self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
     }
 
-    /// Keeps nothing any more.
+    /// Stops keeping all descriptors.
     pub fn forget_all(&self) {
         for (name, _) in std::mem::take(&mut *self.lock()) {
             self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
         }
     }
 
-    /// Tells the service manager that this daemon serves: the first time, or again after [`reloading`](Store::reloading).
+    /// Tells the service manager that this daemon serves: the first time, or again after
+    /// [`reloading`](Store::reloading).
     pub fn ready(&self) {
         self.tell("READY=1", None);
     }
 
-    /// Tells the service manager that this daemon reads its configuration again, or makes way for another program, until
-    /// it is [`ready`](Store::ready).
+    /// Tells the service manager that this daemon rereads its configuration or is being replaced, until it is
+    /// [`ready`](Store::ready).
     pub fn reloading(&self) {
         let now = Duration::from_nanos(clock::to_ns(Instant::now())).as_micros();
         self.tell(&format!("RELOADING=1\nMONOTONIC_USEC={now}"), None);
     }
 
-    /// Tells the service manager that this daemon needs so long to end, however short it is configured to wait.
+    /// Tells the service manager that this daemon needs this long to end, even if the service manager is
+    /// configured to wait for less.
     pub fn ends_within(&self, time: Duration) {
         self.tell(&format!("EXTEND_TIMEOUT_USEC={}", time.as_micros()), None);
     }
 
-    /// Tells the service manager that this daemon ends now.
+    /// Tells the service manager that this daemon is ending.
     pub fn stopping(&self) {
         self.tell("STOPPING=1", None);
     }
 
-    /// Executes `program` in place of this one, with this process's environment and all that is kept. Returns only if
-    /// that fails, and then nothing has changed. The signal mask stays as it is, so blocked signals wait for the next program.
+    /// Executes `program` in place of this one, with this process's environment and all kept descriptors.
+    /// Returns only if that fails, and then nothing has changed. The signal mask stays as it is, so blocked
+    /// signals wait for the next program.
     pub fn exec(&self, program: &Path, arguments: &[OsString]) -> io::Error {
         let kept = self.lock();
         let mut words = vec![std::process::id().to_string()];
@@ -161,7 +166,7 @@ impl Store {
             kept.values().try_for_each(|fd| close_on_exec(fd, false))?;
             Err(prepared.run())
         });
-        // A descriptor that was open a moment ago still is.
+        // This cannot fail for a descriptor that was just open.
         kept.values().for_each(|fd| drop(close_on_exec(fd, true)));
         match result {
             Ok(()) => io::Error::other("the program was executed"),
@@ -170,13 +175,13 @@ impl Store {
     }
 }
 
-/// Whether a name is one of a descriptor.
+/// Whether a descriptor may have this name.
 fn is_name(name: &str) -> bool {
     (1..=200).contains(&name.len())
         && name.bytes().all(|byte| byte.is_ascii_graphic() && !b":=".contains(&byte))
 }
 
-/// Whether two descriptors are of one open file. If the kernel does not say, they are not.
+/// Whether two descriptors refer to the same open file. False if the kernel does not tell.
 fn is_same(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> bool {
     /// `KCMP_FILE` of linux/kcmp.h.
     const FILE: libc::c_int = 0;
@@ -203,7 +208,7 @@ fn c_string(text: impl AsRef<OsStr>) -> io::Result<CString> {
 
 fn prepare(program: &Path, arguments: &[OsString], kept: &str) -> io::Result<Prepared> {
     let stays = |name: &OsString| {
-        // The service manager's socket stays the next program's, too.
+        // The next program talks to the same service manager.
         name == "NOTIFY_SOCKET" || name == "FDSTORE" || !VARIABLES.iter().any(|variable| name == variable)
     };
     let environment = std::env::vars_os().filter(|(name, _)| stays(name)).map(|(name, value)| {

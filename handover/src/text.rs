@@ -1,12 +1,12 @@
-//! A text that a process writes for the next one, again and again, so that a process that is killed at any point leaves
-//! one that is whole.
+//! A text that a process keeps for the next one and rewrites often. A process that is killed at any time
+//! leaves a complete text.
 //!
 //! ```text
-//!  at        which of both places counts, and the length of its text: 8 bytes
-//!  places    the first place, and behind it the second
+//!  at        which of the two places is current, and the length of its text: 8 bytes
+//!  places    the first place, followed by the second
 //! ```
 //!
-//! A text is written to the place that does not count. Then the eight bytes say that it does.
+//! A text is written to the place that is not current. Then the eight bytes make it the current one.
 
 use std::fs::File;
 use std::io;
@@ -16,7 +16,7 @@ use std::sync::{Mutex, PoisonError};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-/// A text in a file in memory. The rest of the file is its owner's.
+/// A text in a file in memory. The rest of the file belongs to the file's owner.
 #[derive(Debug)]
 pub struct Text {
     file: File,
@@ -34,12 +34,13 @@ impl AsFd for Text {
 }
 
 impl Text {
-    /// The text in `file`: which place counts is said at `at`, and the places begin at `places`. A text has at most `room` bytes.
+    /// The text in `file`, with the eight bytes at `at` and the places at `places`. A text has at most `room`
+    /// bytes.
     pub fn within(file: OwnedFd, at: u64, places: u64, room: u64) -> Text {
         Text { file: file.into(), at, places, room, writing: Mutex::new(()) }
     }
 
-    /// A file of its own, with a text of at most `room` bytes.
+    /// A text of at most `room` bytes, in a new file.
     ///
     /// # Errors
     /// If this process can have no more descriptors.
@@ -48,15 +49,15 @@ impl Text {
         Ok(Text::open(file, room))
     }
 
-    /// That of the process before this one.
+    /// The text of the previous process, in that process's file.
     pub fn open(file: OwnedFd, room: u64) -> Text {
         Text::within(file, 0, 8, room)
     }
 
-    /// Writes a text in place of the one before.
+    /// Replaces the text.
     ///
     /// # Errors
-    /// If the text is too long, or there is no memory for it. The one before counts then.
+    /// If the text is too long, or there is no memory for it. The previous text stays.
     pub fn write(&self, text: &[u8]) -> io::Result<()> {
         if text.len() as u64 > self.room {
             return Err(io::ErrorKind::FileTooLarge.into());
@@ -64,11 +65,11 @@ impl Text {
         let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
         let place = 1 - self.counts()?.0;
         self.file.write_all_at(text, self.places + place * self.room)?;
-        // Eight bytes at once: a process is not killed in the middle of them.
+        // The kernel writes the eight bytes at once, even if the process is killed.
         self.file.write_all_at(&(place << 32 | text.len() as u64).to_ne_bytes(), self.at)
     }
 
-    /// Reads the text. It is empty before the first one is written.
+    /// Reads the text. It is empty until it is first written.
     ///
     /// # Errors
     /// If this is not a file in memory.
@@ -79,7 +80,7 @@ impl Text {
         Ok(text)
     }
 
-    /// Which place counts, and the length of its text.
+    /// Which place is current, and the length of its text.
     fn counts(&self) -> io::Result<(u64, u64)> {
         let mut bytes = [0; 8];
         match self.file.read_at(&mut bytes, self.at)? {
@@ -103,15 +104,15 @@ mod tests {
     }
 
     #[test]
-    fn a_text_is_the_last_one_that_was_written_whole() {
+    fn the_last_complete_text_is_read() {
         let text = Text::new(100).unwrap();
-        assert!(text.read().unwrap().is_empty(), "there is none yet");
+        assert!(text.read().unwrap().is_empty(), "nothing was written yet");
         for what in ["first", "a longer second", "3"] {
             text.write(what.as_bytes()).unwrap();
             assert_eq!(copy(&text).read().unwrap(), what.as_bytes());
         }
         assert!(text.write(&[b'x'; 101]).is_err());
-        // Killed while it wrote the next one.
+        // As if killed while writing the next text.
         let place = 1 - text.counts().unwrap().0;
         text.file.write_all_at(b"half", text.places + place * text.room).unwrap();
         assert_eq!(copy(&text).read().unwrap(), b"3");
@@ -124,7 +125,7 @@ mod tests {
         let short = Text::new(100).unwrap();
         short.file.write_all_at(&[1, 2, 3], 0).unwrap();
         assert!(short.read().is_err());
-        // It says that it is longer than it is.
+        // Claims a length beyond the file's end.
         short.file.write_all_at(&u64::MAX.to_ne_bytes(), 0).unwrap();
         assert!(short.read().is_err());
     }

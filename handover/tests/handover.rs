@@ -1,4 +1,4 @@
-//! A process that hands over to another program, and to a service manager: this test is all of them.
+//! Hands over to another program, and to a service manager. This test's program plays all of these processes.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode};
 
 use rgpu_handover::{Inherited, Store};
 
-/// What the processes do, by the variable that says so.
+/// The environment variable that tells a process which part it plays.
 const ROLE: &str = "HANDOVER_TEST";
 
 fn main() -> ExitCode {
@@ -43,7 +43,7 @@ fn first() {
     panic!("not executed: {}", store.exec(&program, &arguments));
 }
 
-/// Has what the program before it kept.
+/// Checks that it got what the previous program kept.
 fn second() {
     let mut inherited = Inherited::take();
     assert_eq!(inherited.names(""), ["greeting", "other"]);
@@ -54,7 +54,7 @@ fn second() {
         file.read_to_string(&mut found).expect("reading");
         assert_eq!(found, text);
     }
-    // A program that this one starts has nothing of it.
+    // A program that this one starts inherits none of it.
     assert!(std::env::var("LISTEN_FDS").is_err());
     println!("handed over");
 }

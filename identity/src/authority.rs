@@ -1,12 +1,12 @@
-//! Certification authorities: whom certificates prove to be who, where an operator has an authority of its own.
+//! Certificates of an operator's own certification authority, which prove the names of servers and clients.
 //!
 //! An identity folder may contain, besides `key.pem`:
 //!
-//! - `certificate.pem`: the certificate of that key, and those between it and the authority's;
-//! - `authority.pem`: the certificates of authorities whose certificates count;
+//! - `certificate.pem`: the certificate of that key, followed by its intermediate certificates;
+//! - `authority.pem`: the certificates of the trusted authorities;
 //! - `revoked.pem`: their lists of revoked certificates.
 //!
-//! All are in PEM, and are read anew when they are needed (client) or on SIGHUP (server).
+//! All are in PEM. A client reads them whenever it needs them, a server at its start and on SIGHUP.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -28,12 +28,12 @@ pub const AUTHORITY_FILE: &str = "authority.pem";
 /// The file of the authorities' lists of revoked certificates.
 pub const REVOKED_FILE: &str = "revoked.pem";
 
-/// Before the name of a principal that a certificate names: no name of an enrolled client has a `:`.
+/// Prefix of a principal whose name comes from a certificate. No name of an enrolled client contains a `:`.
 const PREFIX: &str = "cert:";
-/// Most characters of such a name.
+/// Maximum characters of such a name.
 const MAX_NAME: usize = 200;
 
-/// The authorities that somebody trusts.
+/// The trusted authorities.
 #[derive(Debug)]
 pub struct Authority {
     pub(crate) roots: Vec<CertificateDer<'static>>,
@@ -53,7 +53,7 @@ fn read<T: PemObject>(path: &Path, what: &str) -> Result<Option<Vec<T>>, FileErr
 }
 
 impl Authority {
-    /// Reads what `folder` has. `None`: no authority is trusted.
+    /// Reads the authorities in `folder`. `None`: no authority is trusted.
     pub fn load(folder: &Path) -> Result<Option<Authority>, FileError> {
         let (path, list) = (folder.join(AUTHORITY_FILE), folder.join(REVOKED_FILE));
         let revoked = read(&list, "list of revoked certificates")?;
@@ -67,7 +67,8 @@ impl Authority {
         Authority::new(roots, revoked.unwrap_or_default()).map(Some).map_err(wrong)
     }
 
-    /// Trusts certificates of the owners of `roots`, but for those in the lists. With lists, each certificate's authority must have one.
+    /// Trusts certificates that the authorities in `roots` signed, except revoked ones. If there are lists,
+    /// each certificate's authority must have one.
     pub(crate) fn new(
         roots: Vec<CertificateDer<'static>>,
         revoked: Vec<CertificateRevocationListDer<'static>>,
@@ -87,7 +88,8 @@ impl Authority {
         Ok(Authority { roots, revoked, clients, servers })
     }
 
-    /// The principal that these certificates prove a client to be that has shown to have the first one's key. The error says why they prove nothing.
+    /// The principal to whom these certificates belong. The client must have proved that it has the first
+    /// certificate's key. The error says why the certificates are not accepted.
     pub fn principal(&self, chain: &[CertificateDer<'_>], now: UnixTime) -> Result<String, String> {
         let (own, between) = chain.split_first().ok_or("there is no certificate")?;
         self.clients.verify_client_cert(own, between, now).map_err(|e| describe(&e))?;
@@ -95,7 +97,7 @@ impl Authority {
     }
 }
 
-/// Why a certificate does not count.
+/// Why a certificate is not accepted.
 fn describe(error: &Error) -> String {
     match error {
         Error::InvalidCertificate(CertificateError::Revoked) => "it was revoked".into(),
@@ -109,7 +111,7 @@ fn describe(error: &Error) -> String {
     }
 }
 
-/// The name in a certificate: its first DNS name, or else its first URI.
+/// The name in a certificate: its first DNS name, or its first URI if it has no DNS name.
 fn name_of(certificate: &CertificateDer<'_>) -> Result<String, String> {
     let parsed = webpki::EndEntityCert::try_from(certificate).map_err(|e| e.to_string())?;
     let name = parsed.valid_dns_names().next().or_else(|| parsed.valid_uri_names().next());
@@ -120,7 +122,7 @@ fn name_of(certificate: &CertificateDer<'_>) -> Result<String, String> {
     Ok(format!("{PREFIX}{name}"))
 }
 
-/// Checks the name of a principal that a certificate may name.
+/// Checks a principal's name that comes from a certificate.
 pub fn is_certified_name(name: &str) -> bool {
     name.strip_prefix(PREFIX).is_some_and(|name| {
         !name.is_empty() && name.len() <= MAX_NAME && name.chars().all(|c| c.is_ascii_graphic())

@@ -1,4 +1,4 @@
-//! How keys and lists are written: whole or not at all, and readable by their owner alone.
+//! Writes keys and lists: completely or not at all, and readable only by their owner.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -26,15 +26,15 @@ pub enum FileError {
         /// Why.
         source: io::Error,
     },
-    /// Others may read a private key.
-    #[error("{} can be read by others than its owner (mode {mode:o}): chmod 600 {}", path.display(), path.display())]
+    /// Other users may read a private key.
+    #[error("{} can be read by other users than its owner (mode {mode:o}): chmod 600 {}", path.display(), path.display())]
     Open {
         /// The file.
         path: PathBuf,
         /// Its permissions.
         mode: u32,
     },
-    /// What it contains is wrong.
+    /// Its content is invalid.
     #[error("{}: {text}", path.display())]
     Content {
         /// The file.
@@ -45,7 +45,7 @@ pub enum FileError {
 }
 
 impl FileError {
-    /// Something is wrong with what a file contains.
+    /// An error about the content of a file.
     pub fn content(path: &Path, text: impl Into<String>) -> FileError {
         FileError::Content { path: path.to_owned(), text: text.into() }
     }
@@ -67,12 +67,13 @@ pub fn create_folder(folder: &Path) -> Result<(), FileError> {
     }
 }
 
-/// Replaces a file's content at once: a reader finds the old one or the new one. Mode 0600. On return it survives a loss of power.
+/// Replaces a file's content atomically: a reader finds the old content or the new one. The mode is 0600.
+/// After the return, the new content survives a power failure.
 pub fn replace(path: &Path, content: &[u8]) -> Result<(), FileError> {
     write_new(path, content, |from, to| fs::rename(from, to))
 }
 
-/// Creates a file with its whole content. False: another process has created it meanwhile.
+/// Creates a file with its whole content. Returns false if another process has created it meanwhile.
 pub fn create(path: &Path, content: &[u8]) -> Result<bool, FileError> {
     match write_new(path, content, |from, to| fs::hard_link(from, to).and_then(|()| fs::remove_file(from))) {
         Err(FileError::Write { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => Ok(false),
@@ -89,7 +90,7 @@ fn write_new(
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".{}.new", std::process::id()));
     let new = path.with_file_name(name);
-    // What a process of the same number left behind.
+    // An earlier process with the same ID may have left this file.
     let _ = fs::remove_file(&new);
     let write = || {
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
@@ -116,7 +117,8 @@ pub fn read(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     }
 }
 
-/// Reads a file that holds a secret. It is refused if others than its owner may read it. `None`: it does not exist.
+/// Reads a file with a secret. Refuses a file that other users than its owner may read. `None`: it does not
+/// exist.
 pub fn read_secret(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     let failed = |source| FileError::Read { path: path.to_owned(), source };
     let mut file = match File::open(path) {
@@ -126,7 +128,7 @@ pub fn read_secret(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     };
     let about = file.metadata().map_err(failed)?;
     let mode = about.permissions().mode() & 0o777;
-    // A key of root's for a daemon of another user: that user's group may read it (ssl-cert, for one).
+    // root may own a key that a daemon of another user reads through a group, such as ssl-cert.
     let group_of_root = about.uid() == 0 && mode & 0o037 == 0;
     if mode & 0o077 != 0 && !group_of_root {
         return Err(FileError::Open { path: path.to_owned(), mode });

@@ -1,4 +1,4 @@
-//! Names of keys.
+//! Fingerprints, which are the names of keys.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,18 +10,18 @@ use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
 use thiserror::Error;
 
-/// The SHA-256 of a public key (its SubjectPublicKeyInfo, RFC 5280). Written as 64 hexadecimal digits.
+/// The SHA-256 of a public key (its SubjectPublicKeyInfo, RFC 5280), written as 64 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Fingerprint(pub [u8; 32]);
 
-/// Why a text is no fingerprint.
+/// A text is not a fingerprint.
 #[derive(Debug, Error, PartialEq, Eq)]
-#[error("{0:?} is not the fingerprint of a key: 64 hexadecimal digits")]
+#[error("{0:?} is not the fingerprint of a key, which has 64 hexadecimal digits")]
 pub struct FingerprintError(String);
 
 impl Fingerprint {
-    /// That of the key in a certificate.
+    /// The fingerprint of the key in a certificate.
     pub fn of(certificate: &CertificateDer<'_>) -> Result<Fingerprint, rustls::Error> {
         let key = ParsedCertificate::try_from(certificate)?.subject_public_key_info();
         Ok(Fingerprint::hash(&key))
@@ -34,7 +34,7 @@ impl Fingerprint {
         Fingerprint(hash)
     }
 
-    /// Whether both are the same, in a time that does not depend on where they differ.
+    /// Compares both, in a time that does not depend on where they differ.
     pub fn matches(&self, other: &Fingerprint) -> bool {
         self.0.ct_eq(&other.0).into()
     }

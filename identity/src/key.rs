@@ -23,15 +23,16 @@ pub enum KeyError {
     /// A file cannot be used.
     #[error(transparent)]
     File(#[from] FileError),
-    /// A key could not be made.
-    #[error("cannot make a key")]
+    /// A key could not be generated.
+    #[error("cannot generate a key")]
     Make(#[source] rcgen::Error),
     /// A key cannot be used.
     #[error("cannot use a key")]
     Use(#[source] rustls::Error),
 }
 
-/// A private key and what proves whose it is: a certificate made for it, which only a pin can trust, or a certification authority's.
+/// A private key and its certificate: a self-signed one, which a peer can only trust by a pin, or one of a
+/// certification authority.
 #[derive(Debug, Clone)]
 pub struct Identity {
     pub(crate) certified: Arc<CertifiedKey>,
@@ -39,12 +40,12 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Makes a key that exists in memory only.
+    /// Generates a key that exists only in memory.
     pub fn generate() -> Result<Identity, KeyError> {
         Identity::from_pair(&KeyPair::generate().map_err(KeyError::Make)?)
     }
 
-    /// Reads the key in `folder`, which `None` says is not there, and its certificate if there is one.
+    /// Reads the key in `folder`, and its certificate if there is one. `None`: there is no key.
     pub fn load(folder: &Path) -> Result<Option<Identity>, KeyError> {
         let (path, certificate) = (folder.join(KEY_FILE), folder.join(CERTIFICATE_FILE));
         if certificate.exists() {
@@ -57,7 +58,7 @@ impl Identity {
         Identity::from_pair(&pair).map(Some)
     }
 
-    /// Reads the key in `folder`, or makes one (mode 0600) if there is none.
+    /// Reads the key in `folder`, or generates one (mode 0600) if there is none.
     pub fn load_or_create(folder: &Path) -> Result<Identity, KeyError> {
         if let Some(identity) = Identity::load(folder)? {
             return Ok(identity);
@@ -94,7 +95,7 @@ impl Identity {
     }
 
     fn from_pair(pair: &KeyPair) -> Result<Identity, KeyError> {
-        // Nobody looks at what the certificate says: whoever trusts it trusts the key in it.
+        // A peer that trusts this certificate trusts its key; the other fields are not used.
         let certificate = CertificateParams::new(vec!["rgpu".to_owned()])
             .and_then(|params| params.self_signed(pair))
             .map_err(KeyError::Make)?;
@@ -110,7 +111,7 @@ impl Identity {
         Ok(Identity { certified: Arc::new(certified), fingerprint })
     }
 
-    /// A key that something else signs with.
+    /// A key whose signatures another process makes.
     pub(crate) fn of_signer(
         chain: Vec<CertificateDer<'static>>,
         signer: Arc<dyn SigningKey>,
@@ -120,7 +121,7 @@ impl Identity {
         Ok(Identity { certified: Arc::new(CertifiedKey::new(chain, signer)), fingerprint })
     }
 
-    /// The name of its public key.
+    /// The fingerprint of its public key.
     pub fn fingerprint(&self) -> Fingerprint {
         self.fingerprint
     }

@@ -1,4 +1,4 @@
-//! Who is who: the keys of servers and clients, and whom each of them trusts.
+//! The keys of servers and clients, and which keys each of them trusts.
 //!
 //! ```text
 //!   client (host, VM, user)                       server
@@ -6,19 +6,21 @@
 //!   servers.json: address ─ fingerprint ─ pins ─▶ key.pem, made at the first start
 //! ```
 //!
-//! A connection is TLS 1.3, and both sides prove that they have their keys. Whom to trust is decided by the SHA-256 of the other's public key (a *pin*), or by certificates of a certification
-//! authority if the operator has one. A **principal** is the name that the server knows a client by: nothing that the client says about itself counts.
+//! Connections use TLS 1.3, and both sides prove that they have their keys. Each side trusts the other by the
+//! SHA-256 of its public key (a *pin*), or by a certificate of the operator's certification authority, if
+//! there is one. A **principal** is the name under which the server knows a client; it never depends on what
+//! the client says about itself.
 //!
 //! In reading order:
-//! - [`fingerprint`]: names of keys;
+//! - [`fingerprint`]: the names of keys;
 //! - [`key`]: a private key with its certificate, in files or in memory;
 //! - [`authority`]: certificates of an authority;
 //! - [`tls`]: rustls configurations for every connection;
 //! - [`token`]: the text that `rgpuctl enroll` prints;
-//! - [`principals`]: the clients that a server knows, and the tokens that it has given out;
+//! - [`principals`]: the clients that a server knows, and the tokens that it has issued;
 //! - [`servers`]: the servers that a client knows;
-//! - [`remote`]: a client's key that another process has;
-//! - [`files`]: how these are written.
+//! - [`remote`]: a client's key in another process;
+//! - [`files`]: reads and writes the files of all these.
 
 pub mod authority;
 pub mod files;

@@ -1,4 +1,5 @@
-//! The clients that a server knows, and the tokens that it has given out: `principals.json` in the server's identity folder, written by the daemon alone.
+//! The clients that a server knows, and the tokens that it has issued: `principals.json` in the server's
+//! identity folder, which only the daemon writes.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -12,10 +13,11 @@ use crate::token::Secret;
 
 /// The file, in the identity folder.
 const FILE: &str = "principals.json";
-/// Most tokens that may be out at a time.
+/// Maximum number of unused tokens.
 const MAX_TOKENS: usize = 1024;
 
-/// Checks the name of a principal: 1 to 63 letters, digits, `-`, `_` and `.`. Principals that the server names itself have a `:`, so nobody can take such a name.
+/// Checks the name of a principal: 1 to 63 letters, digits, `-`, `_` and `.`. Names that the server itself
+/// makes contain a `:`, so no client can get such a name.
 pub fn check_name(name: &str) -> Result<(), String> {
     let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if name.is_empty() || name.len() > 63 || !name.chars().all(fits) {
@@ -35,10 +37,10 @@ pub struct Client {
     pub since: u64,
 }
 
-/// A token that was given out and not used.
+/// A token that was issued and not used.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Offer {
-    /// The name that its user gets.
+    /// The name that the client gets.
     pub name: String,
     /// The hash of its secret.
     secret: Fingerprint,
@@ -61,7 +63,7 @@ pub enum JoinError {
         "the server does not know this token: it was used already, has expired, or was made by another server; make a new one with rgpuctl enroll"
     )]
     Unknown,
-    /// The key is another principal's.
+    /// The key belongs to another principal.
     #[error("this client's key is known already, as {0:?}: revoke that name first, or use another key")]
     Taken(String),
     /// The list cannot be written.
@@ -69,16 +71,16 @@ pub enum JoinError {
     File(#[from] FileError),
 }
 
-/// Why a token was not given out.
+/// Why a token was not issued.
 #[derive(Debug, Error)]
 pub enum EnrollError {
-    /// The name cannot be one.
+    /// The name is invalid.
     #[error("{0}")]
     Name(String),
-    /// Too many are out.
-    #[error("{MAX_TOKENS} tokens are out and not used")]
+    /// Too many tokens are unused.
+    #[error("{MAX_TOKENS} tokens are unused: wait until some expire, or revoke their names")]
     TooMany,
-    /// There are no random numbers.
+    /// The system provides no random numbers.
     #[error("cannot make a token")]
     Random(#[source] std::io::Error),
     /// The list cannot be written.
@@ -99,7 +101,7 @@ pub fn now() -> u64 {
 }
 
 impl Principals {
-    /// Reads the list in `folder`. If there is none, nobody is known.
+    /// Reads the list in `folder`. If there is none, the server knows no clients.
     pub fn open(folder: &Path) -> Result<Principals, FileError> {
         let path = folder.join(FILE);
         let stored = match files::read(&path)? {
@@ -111,7 +113,7 @@ impl Principals {
         Ok(Principals { path, stored })
     }
 
-    /// Writes `stored`, and takes it over once it is written.
+    /// Writes `stored` to the file, and uses it once it is written.
     fn store(&mut self, stored: Stored) -> Result<(), FileError> {
         let text =
             serde_json::to_vec_pretty(&stored).map_err(|e| FileError::content(&self.path, e.to_string()))?;
@@ -125,7 +127,7 @@ impl Principals {
         Stored { clients: self.stored.clients.clone(), tokens }
     }
 
-    /// Gives out a token for `name`: its secret, which works once and until `valid` is over.
+    /// Issues a token for `name` and returns its secret, which works once, within the time `valid`.
     pub fn enroll(&mut self, name: &str, now: u64, valid: Duration) -> Result<Secret, EnrollError> {
         check_name(name).map_err(EnrollError::Name)?;
         let secret = Secret::random().map_err(EnrollError::Random)?;
@@ -139,11 +141,12 @@ impl Principals {
         Ok(secret)
     }
 
-    /// Takes a token back for a client's key, which is the principal's from now on. A key that the name had before counts no longer.
+    /// Redeems a token: the client's key becomes the principal's. It replaces an earlier key of the same
+    /// name.
     pub fn join(&mut self, secret: &Secret, key: Fingerprint, now: u64) -> Result<String, JoinError> {
         let hash = secret.hash();
         let mut stored = self.copy(now);
-        // All are compared, so that the time does not tell which.
+        // Compares all tokens, so that the time does not reveal which one matches.
         let found: Vec<usize> =
             (0..stored.tokens.len()).filter(|at| stored.tokens[*at].secret.matches(&hash)).collect();
         let Some(at) = found.first() else { return Err(JoinError::Unknown) };
@@ -158,7 +161,7 @@ impl Principals {
         Ok(name)
     }
 
-    /// Forgets a name, and tokens for it. False: nobody has it.
+    /// Removes a name and its tokens. Returns false if there is no such name.
     pub fn revoke(&mut self, name: &str) -> Result<bool, FileError> {
         let mut stored = self.copy(0);
         let before = stored.clients.len() + stored.tokens.len();

@@ -1,9 +1,13 @@
-//! A client's key in another process: [`serve`] has it, [`Remote`] uses it.
+//! A client's key in another process: the process that runs [`serve`] has it, and a process with a [`Remote`]
+//! uses it.
 //!
-//! `vhost-rgpu` separates its guests and users from one another with processes, and none of them is to have the key of the host. So the keeper keeps it: a process that shakes hands asks for a
-//! signature, and gets one for this purpose only. Whoever takes over such a process speaks for the host as long as it runs, and has nothing afterwards.
+//! `vhost-rgpu` separates its guests and users from one another with device processes, none of which may have
+//! the host's key. So the keeper has the key: a device process asks it for a signature during a TLS
+//! handshake, and gets signatures only for that purpose. An attacker in a device process can act for the host
+//! while the process runs, but not afterwards.
 //!
-//! Both talk over a connected pair of stream sockets: a line of JSON as the question, one as the answer.
+//! Both processes talk over a connected pair of stream sockets, with a line of JSON for each question and
+//! each answer.
 
 use std::collections::HashMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -22,16 +26,18 @@ use crate::fingerprint::Fingerprint;
 use crate::key::Identity;
 use crate::servers::{Credentials, CredentialsError, Source, Trust};
 
-/// Most bytes of a question: what is signed is about 150 bytes long.
+/// Maximum bytes of a question. The message to sign has about 150 bytes.
 const MAX_QUESTION: u64 = 4096;
-/// Most bytes of an answer: certificates are a few kilobytes long, and lists of revoked ones some megabytes at most.
+/// Maximum bytes of an answer. Certificates have a few kilobytes, and lists of revoked certificates at most
+/// some megabytes.
 const MAX_ANSWER: u64 = 64 << 20;
 
-/// What a key may be used for: the proof of a TLS 1.3 client that it has the key (RFC 8446, section 4.4.3). A hash follows.
+/// The only purpose for which the key signs: a TLS 1.3 client's proof that it has the key (RFC 8446, section
+/// 4.4.3). A hash follows.
 const PURPOSE: &[u8] = b"TLS 1.3, client CertificateVerify\0";
-/// Spaces in front of it.
+/// Number of spaces before it.
 const SPACES: usize = 64;
-/// Most bytes of the hash.
+/// Maximum bytes of the hash.
 const MAX_HASH: usize = 64;
 
 /// Signature schemes of TLS 1.3, the preferred ones first.
@@ -47,13 +53,13 @@ const SCHEMES: [SignatureScheme; 6] = [
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Question {
-    /// What is public of the credentials.
+    /// Asks for the public part of the credentials.
     Credentials,
-    /// A signature by the key of credentials that were asked for.
+    /// Asks for a signature with the key of credentials that were asked for before.
     Sign { key: Fingerprint, scheme: u16, message: String },
 }
 
-/// What is public of a client's credentials.
+/// The public part of a client's credentials.
 #[derive(Serialize, Deserialize)]
 struct Public {
     /// Certificates, the client's own first.
@@ -63,7 +69,7 @@ struct Public {
     server: PublicTrust,
 }
 
-/// How the server is known.
+/// How the client recognizes the server.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum PublicTrust {
@@ -90,15 +96,16 @@ fn write_line(to: &UnixStream, what: &impl Serialize) -> io::Result<()> {
     (&mut &*to).write_all(&line)
 }
 
-/// Whether a message is the proof of a TLS client, and nothing else that the key could be misused for.
+/// Whether a message is a TLS client's proof, and nothing for which the key could be misused.
 fn is_clients_proof(message: &[u8]) -> bool {
     let Some((spaces, rest)) = message.split_at_checked(SPACES) else { return false };
     let Some(hash) = rest.strip_prefix(PURPOSE) else { return false };
     spaces.iter().all(|byte| *byte == b' ') && (32..=MAX_HASH).contains(&hash.len())
 }
 
-/// Answers one process's questions about the credentials of `source` for the server at `address`, until the other end is closed or says what is no question. A session goes on with the key that
-/// it began with, also if the source has another one meanwhile.
+/// Answers a process's questions about the credentials of `source` for the server at `address`, until the
+/// other end closes or sends something else. A session continues with the key with which it began, even if
+/// the source has another one by then.
 pub fn serve(socket: &UnixStream, source: &dyn Source, address: &str) -> io::Result<()> {
     let mut from = BufReader::new(socket);
     let mut keys = HashMap::new();
@@ -166,12 +173,12 @@ fn sign(key: Option<&Arc<CertifiedKey>>, scheme: SignatureScheme, message: &[u8]
     signer.sign(message).map_err(|e| e.to_string())
 }
 
-/// Credentials whose key another process has.
+/// Credentials whose key is in another process.
 #[derive(Debug)]
 pub struct Remote(Mutex<BufReader<UnixStream>>);
 
 impl Remote {
-    /// Asks at the other end of this socket.
+    /// Uses the key of the process at the other end of this socket.
     pub fn new(socket: UnixStream) -> Arc<Remote> {
         Arc::new(Remote(Mutex::new(BufReader::new(socket))))
     }
@@ -190,7 +197,7 @@ impl Remote {
     }
 }
 
-/// A [`Remote`] as the source of credentials. (It is shared with the keys that come of it.)
+/// A [`Remote`] as the source of credentials. The keys that it returns share it.
 impl Source for Arc<Remote> {
     fn credentials(&self, _address: &str) -> Result<Credentials, CredentialsError> {
         let failed = |e: io::Error| CredentialsError::Remote(e.to_string());
@@ -217,7 +224,7 @@ impl Source for Arc<Remote> {
     }
 }
 
-/// A key that another process has.
+/// A key in another process.
 #[derive(Debug)]
 struct RemoteKey {
     remote: Arc<Remote>,
@@ -263,7 +270,7 @@ mod tests {
 
     const ADDRESS: &str = "tcp:gpu:9700";
 
-    /// A folder with a key that has joined, and the key's user in another process.
+    /// A folder with a key that has joined a server, and a process that uses the key.
     fn joined() -> (tempfile::TempDir, Arc<Remote>, UnixStream) {
         let folder = tempfile::tempdir().unwrap();
         Identity::load_or_create(folder.path()).unwrap();
@@ -285,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn an_authority_is_trusted_by_the_process_that_asks_as_by_the_one_that_has_the_key() {
+    fn the_asking_process_trusts_the_same_authority_as_the_one_with_the_key() {
         use test_kit::authority::{Authority, Use};
         let (folder, ours) = (tempfile::tempdir().unwrap(), Authority::new("ours"));
         ours.issue("host1", Use::Client).put(folder.path());
@@ -303,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_signs_for_another_process_which_never_has_it() {
+    fn another_process_gets_signatures_but_never_the_key() {
         let (folder, remote, _) = joined();
         let own = ClientFiles { folder: folder.path().to_owned() }.identity().unwrap();
         let credentials = remote.credentials(ADDRESS).unwrap();
@@ -333,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_goes_on_with_the_key_that_it_began_with() {
+    fn a_session_keeps_its_first_key() {
         let (folder, remote, _) = joined();
         let before = remote.credentials(ADDRESS).unwrap();
         std::fs::remove_file(folder.path().join(crate::key::KEY_FILE)).unwrap();
@@ -348,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_said_and_is_found_once_it_is_there() {
+    fn missing_files_are_named_and_found_once_they_exist() {
         let folder = tempfile::tempdir().unwrap();
         let (remote, _) = keeping(folder.path());
         let error = remote.credentials(ADDRESS).unwrap_err().to_string();
@@ -361,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_question_ends_the_connection() {
+    fn an_invalid_question_ends_the_connection() {
         for nonsense in
             [&b"{}\n"[..], b"\xff\n", &[b'x'; 10_000], b"{\"sign\": {\"scheme\": 1, \"message\": 2}}\n"]
         {

@@ -1,4 +1,5 @@
-//! The servers that a client knows: `servers.json` in the client's identity folder, written by `rgpuctl join`.
+//! The servers that a client knows: `servers.json` in the client's identity folder, written by `rgpuctl
+//! join`.
 
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
@@ -17,9 +18,9 @@ use crate::tls;
 
 /// The file, in the identity folder.
 const FILE: &str = "servers.json";
-/// The client's identity folder of a machine.
+/// The identity folder of a machine's clients.
 pub const CLIENT_FOLDER: &str = "/var/lib/rgpu/client";
-/// The server's identity folder of a machine.
+/// The identity folder of a machine's server.
 pub const SERVER_FOLDER: &str = "/var/lib/rgpu/server";
 
 /// A server.
@@ -29,7 +30,7 @@ pub struct KnownServer {
     pub address: String,
     /// Its key.
     pub key: Fingerprint,
-    /// The name that this client has there.
+    /// The name of this client on that server.
     pub principal: String,
 }
 
@@ -49,7 +50,7 @@ pub enum CredentialsError {
         address: String,
         /// The identity folder.
         folder: PathBuf,
-        /// What it has instead, as a part of the sentence.
+        /// The servers that it has pins for, as a part of the sentence.
         known: String,
     },
     /// No certificate can name the server.
@@ -61,7 +62,7 @@ pub enum CredentialsError {
     /// A file cannot be used.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The process that has the key says why not, or does not answer.
+    /// The process with the key refuses, or does not answer.
     #[error("{0}")]
     Remote(String),
     /// rustls refuses.
@@ -69,9 +70,9 @@ pub enum CredentialsError {
     Tls(#[from] rustls::Error),
 }
 
-/// Where credentials come from. They are asked for once for each session, so a change needs no restart.
+/// A source of credentials. Each session asks for them once, so a change needs no restart.
 pub trait Source: Debug + Send + Sync {
-    /// What a session with the server at `address` (`tcp:HOST:PORT`) needs. May block for a moment.
+    /// The credentials for a session with the server at `address` (`tcp:HOST:PORT`). May block briefly.
     fn credentials(&self, address: &str) -> Result<Credentials, CredentialsError>;
 }
 
@@ -84,7 +85,7 @@ pub fn known(folder: &Path) -> Result<Vec<KnownServer>, FileError> {
     }
 }
 
-/// Adds a server under each of its addresses. What was known of them before counts no longer.
+/// Adds a server under each of its addresses, and replaces earlier entries for these addresses.
 pub fn add(folder: &Path, addresses: &[String], key: Fingerprint, principal: &str) -> Result<(), FileError> {
     let mut all = known(folder)?;
     all.retain(|server| !addresses.contains(&server.address));
@@ -98,14 +99,15 @@ pub fn add(folder: &Path, addresses: &[String], key: Fingerprint, principal: &st
     files::replace(&path, &text)
 }
 
-/// Where a client's key and its servers' are.
+/// The files with a client's key and its servers' fingerprints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientFiles {
     /// The identity folder.
     pub folder: PathBuf,
 }
 
-/// What a client needs for a session: its key and the server's. Kept as long as the session, so that all of its connections agree.
+/// A client's key and the way it recognizes the server. A session keeps its credentials, so that all of its
+/// connections use the same ones.
 #[derive(Debug, Clone)]
 pub struct Credentials {
     identity: Identity,
@@ -113,12 +115,12 @@ pub struct Credentials {
     greeting: Arc<ClientConfig>,
 }
 
-/// How a client knows its server.
+/// How a client recognizes its server.
 #[derive(Debug, Clone)]
 pub(crate) enum Trust {
     /// By its key.
     Pinned(Fingerprint),
-    /// By an authority's certificate for this name.
+    /// By a certificate of an authority for this name.
     Certified(Arc<Authority>, ServerName<'static>),
 }
 
@@ -140,7 +142,7 @@ impl Trust {
     }
 }
 
-/// The host of `tcp:HOST:PORT`, as a certificate names it.
+/// The host in `tcp:HOST:PORT`, in the form in which a certificate names it.
 fn host_of(address: &str) -> Result<ServerName<'static>, CredentialsError> {
     let unnamed = || CredentialsError::Name(address.to_owned());
     let rest = address.strip_prefix("tcp:").unwrap_or(address);
@@ -150,7 +152,7 @@ fn host_of(address: &str) -> Result<ServerName<'static>, CredentialsError> {
 }
 
 impl ClientFiles {
-    /// Those of a machine's daemons.
+    /// The files of a machine's daemons.
     pub fn of_machine() -> ClientFiles {
         ClientFiles { folder: CLIENT_FOLDER.into() }
     }
@@ -171,8 +173,11 @@ impl Source for ClientFiles {
             (None, Some(authority)) => Credentials::certified(identity, authority, host_of(address)?),
             (None, None) => {
                 let names: Vec<_> = all.iter().map(|server| server.address.as_str()).collect();
-                let known =
-                    if names.is_empty() { String::new() } else { format!(" (but for {})", names.join(", ")) };
+                let known = if names.is_empty() {
+                    String::new()
+                } else {
+                    format!(" (only for {})", names.join(", "))
+                };
                 Err(CredentialsError::Unknown { address: address.to_owned(), folder, known })
             }
         }
@@ -204,12 +209,13 @@ impl Credentials {
         &self.identity
     }
 
-    /// For the connection to the daemon.
+    /// The TLS configuration for the connection to the daemon.
     pub fn greeting(&self) -> &Arc<ClientConfig> {
         &self.greeting
     }
 
-    /// For the connections of a session with this key. When the session is over, the daemon says so, with its own key.
+    /// The TLS configuration for the connections of a session whose worker has this key. When the session is
+    /// over, the daemon tells the client, with the daemon's own key.
     pub fn session(&self, key: Fingerprint) -> Result<Arc<ClientConfig>, rustls::Error> {
         self.trust.config(&self.identity, Some(key))
     }
@@ -220,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_is_found_by_its_address_and_what_is_missing_is_said() {
+    fn a_server_is_found_by_its_address_and_missing_files_are_named() {
         let folder = tempfile::tempdir().unwrap();
         let files = ClientFiles { folder: folder.path().to_owned() };
         let error = files.credentials("tcp:a:1").unwrap_err().to_string();
@@ -230,7 +236,7 @@ mod tests {
         add(folder.path(), &["tcp:b:1".into()], Fingerprint([9; 32]), "other").unwrap();
         assert!(files.credentials("tcp:a:1").is_ok());
         let error = files.credentials("tcp:c:1").unwrap_err().to_string();
-        assert!(error.contains("tcp:c:1") && error.contains("but for tcp:a:1, tcp:b:1"), "{error}");
+        assert!(error.contains("tcp:c:1") && error.contains("only for tcp:a:1, tcp:b:1"), "{error}");
         let all = known(folder.path()).unwrap();
         assert_eq!((all.len(), all[1].principal.as_str(), all[1].key), (2, "other", Fingerprint([9; 32])));
     }

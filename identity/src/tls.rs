@@ -1,4 +1,5 @@
-//! rustls configurations: TLS 1.3 alone, both sides with a certificate, nothing resumed, and nothing sent before the handshake is over. So nothing can be replayed.
+//! rustls configurations: only TLS 1.3, with a certificate on both sides, without resumption and without
+//! early data. So nothing can be replayed.
 
 use std::fmt::Debug;
 use std::sync::{Arc, LazyLock};
@@ -22,10 +23,10 @@ use rustls::{
 use crate::fingerprint::Fingerprint;
 use crate::key::Identity;
 
-/// The part of a session's name behind its id, in the clear part of a TLS hello.
+/// The suffix of a session's name, after its id, in the clear part of a TLS hello.
 const SESSION_DOMAIN: &str = ".session.rgpu";
 
-/// AES-128 first: it is as safe here as the others, and faster.
+/// AES-128 comes first: here it is as safe as the others, and faster.
 static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
     Arc::new(CryptoProvider {
         cipher_suites: vec![
@@ -42,7 +43,8 @@ pub(crate) fn provider() -> &'static Arc<CryptoProvider> {
     &PROVIDER
 }
 
-/// The name under which a client opens a session's connections. It is visible to everybody on the network, and means nothing without the session's secret and the client's key.
+/// The server name with which a client opens a session's connections. Everyone on the network can see it, but
+/// it is useless without the session's secret and the client's key.
 pub fn session_name(session: &[u8; 16]) -> ServerName<'static> {
     let digits: String = session.iter().map(|byte| format!("{byte:02x}")).collect();
     let name = format!("{digits}{SESSION_DOMAIN}");
@@ -52,7 +54,7 @@ pub fn session_name(session: &[u8; 16]) -> ServerName<'static> {
     }
 }
 
-/// The session that a name of a TLS hello means, if it means one.
+/// The session to which a server name in a TLS hello refers, if any.
 pub fn session_of(name: &str) -> Option<[u8; 16]> {
     let digits = name.strip_suffix(SESSION_DOMAIN)?;
     if digits.len() != 32 || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
@@ -65,12 +67,13 @@ pub fn session_of(name: &str) -> Option<[u8; 16]> {
     Some(session)
 }
 
-/// For the connections of a client that trusts servers with one of these keys, and nobody else.
+/// For a client that trusts only servers with one of these keys.
 pub fn client_pinning(identity: &Identity, servers: &[Fingerprint]) -> Result<Arc<ClientConfig>, Error> {
     client(identity, servers, None)
 }
 
-/// For the connections of a client that trusts servers with one of these keys, and one whose certificate is an authority's for a name.
+/// For a client that trusts servers with one of these keys, and the server that an authority's certificate
+/// names.
 pub(crate) fn client(
     identity: &Identity,
     servers: &[Fingerprint],
@@ -88,12 +91,13 @@ pub(crate) fn client(
     Ok(Arc::new(config))
 }
 
-/// For the connections of a server that lets in the client with this key alone.
+/// For a server that accepts only the client with this key.
 pub fn server_pinning(identity: &Identity, client: Fingerprint) -> Result<Arc<ServerConfig>, Error> {
     server(identity, Arc::new(Pinned(vec![client])))
 }
 
-/// For a server that lets in every client that has the key of its certificate. Who that is, and whether it may do anything, is decided when the handshake is over: then the client can be told why not.
+/// For a server that accepts every client that has the key of its certificate. Who the client is, and whether
+/// it may do anything, is decided after the handshake, so that a refused client can be told why.
 pub fn server_for_anyone(identity: &Identity) -> Result<Arc<ServerConfig>, Error> {
     server(identity, Arc::new(AnyKey))
 }
@@ -111,19 +115,40 @@ fn server(identity: &Identity, verifier: Arc<dyn ClientCertVerifier>) -> Result<
     Ok(Arc::new(config))
 }
 
-fn signature(
-    message: &[u8],
-    certificate: &CertificateDer<'_>,
-    signed: &DigitallySignedStruct,
-) -> Result<HandshakeSignatureValid, Error> {
-    verify_tls13_signature(message, certificate, signed, &provider().signature_verification_algorithms)
+/// The methods of a verifier that check whether the peer has its certificate's key. Only TLS 1.3 is used.
+macro_rules! tls13_signatures {
+    () => {
+        fn verify_tls12_signature(
+            &self,
+            _message: &[u8],
+            _certificate: &CertificateDer<'_>,
+            _signed: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            Err(CertificateError::BadSignature.into())
+        }
+
+        fn verify_tls13_signature(
+            &self,
+            message: &[u8],
+            certificate: &CertificateDer<'_>,
+            signed: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            verify_tls13_signature(
+                message,
+                certificate,
+                signed,
+                &provider().signature_verification_algorithms,
+            )
+        }
+
+        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+            provider().signature_verification_algorithms.supported_schemes()
+        }
+    };
 }
 
-fn schemes() -> Vec<SignatureScheme> {
-    provider().signature_verification_algorithms.supported_schemes()
-}
-
-/// Trusts these keys, whatever the certificate says around them. That the peer has the key is shown by its signature.
+/// Trusts these keys and ignores the rest of the certificate. The peer's signature proves that it has the
+/// key.
 #[derive(Debug)]
 struct Pinned(Vec<Fingerprint>);
 
@@ -138,7 +163,7 @@ impl Pinned {
     }
 }
 
-/// A server that an authority's certificate names, whatever name a connection uses.
+/// A server named by an authority's certificate, whatever server name a connection uses.
 #[derive(Debug, Clone)]
 pub(crate) struct Named {
     pub(crate) verifier: Arc<WebPkiServerVerifier>,
@@ -152,7 +177,7 @@ struct Trusted {
     named: Option<Named>,
 }
 
-/// Trusts every key that the peer shows to have.
+/// Trusts every key that the peer proves to have.
 #[derive(Debug)]
 struct AnyKey;
 
@@ -174,27 +199,7 @@ impl ServerCertVerifier for Trusted {
         }
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _message: &[u8],
-        _certificate: &CertificateDer<'_>,
-        _signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        Err(CertificateError::BadSignature.into())
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        signature(message, certificate, signed)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        schemes()
-    }
+    tls13_signatures!();
 }
 
 macro_rules! client_verifier {
@@ -213,27 +218,7 @@ macro_rules! client_verifier {
                 $check.map(|_| ClientCertVerified::assertion())
             }
 
-            fn verify_tls12_signature(
-                &self,
-                _message: &[u8],
-                _certificate: &CertificateDer<'_>,
-                _signed: &DigitallySignedStruct,
-            ) -> Result<HandshakeSignatureValid, Error> {
-                Err(CertificateError::BadSignature.into())
-            }
-
-            fn verify_tls13_signature(
-                &self,
-                message: &[u8],
-                certificate: &CertificateDer<'_>,
-                signed: &DigitallySignedStruct,
-            ) -> Result<HandshakeSignatureValid, Error> {
-                signature(message, certificate, signed)
-            }
-
-            fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-                schemes()
-            }
+            tls13_signatures!();
         }
     };
 }

@@ -1,7 +1,8 @@
 //! The text that `rgpuctl enroll` prints and `rgpuctl join` takes.
 //!
-//! It contains everything that the other machine needs: where the server is, which key it has, and a secret that the server accepts once. Whoever reads a token before it is used can join in
-//! its place; a used one is worth nothing.
+//! It contains everything that the other machine needs: the server's addresses, the fingerprint of its key,
+//! and a secret that the server accepts once. Anyone who reads a token before it is used can join with it; a
+//! used token is worthless.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,11 +15,11 @@ use thiserror::Error;
 
 use crate::fingerprint::Fingerprint;
 
-/// What every token begins with: a later format has another number.
+/// The beginning of every token. A later format will have another number.
 const PREFIX: &str = "rgpu1-";
-/// Bytes of the checksum at the end, which finds what was mistyped or cut.
+/// Bytes of the checksum at the end, which detects typing errors and cut tokens.
 const CHECK: usize = 4;
-/// Most bytes of a token's text.
+/// Maximum bytes of a token's text.
 const MAX_TEXT: usize = 4096;
 
 /// A secret of 32 random bytes. It is neither printed nor logged.
@@ -26,7 +27,7 @@ const MAX_TEXT: usize = 4096;
 pub struct Secret(pub [u8; 32]);
 
 impl Secret {
-    /// A new one.
+    /// A new random secret.
     pub fn random() -> std::io::Result<Secret> {
         let mut bytes = [0; 32];
         SystemRandom::new()
@@ -35,7 +36,7 @@ impl Secret {
         Ok(Secret(bytes))
     }
 
-    /// Whether both are the same, in a time that does not depend on where they differ.
+    /// Compares both, in a time that does not depend on where they differ.
     pub fn matches(&self, other: &[u8; 32]) -> bool {
         self.0.ct_eq(other).into()
     }
@@ -45,7 +46,7 @@ impl Secret {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// The secret that [`to_text`](Self::to_text) has written.
+    /// The secret from the text of [`to_text`](Self::to_text).
     pub fn from_text(text: &str) -> Option<Secret> {
         if text.len() != 64 || !text.bytes().all(|digit| digit.is_ascii_hexdigit()) {
             return None;
@@ -57,7 +58,7 @@ impl Secret {
         Some(Secret(bytes))
     }
 
-    /// What a server stores of it.
+    /// Its hash, which is all that a server stores.
     pub fn hash(&self) -> Fingerprint {
         Fingerprint::hash(&self.0)
     }
@@ -74,17 +75,17 @@ impl fmt::Debug for Secret {
 pub struct Token {
     /// The fingerprint of the server's key.
     pub server: Fingerprint,
-    /// What the server knows the client by.
+    /// The secret by which the server recognizes the client.
     pub secret: Secret,
-    /// Where the server may be: `tcp:HOST:PORT`, to be tried in this order.
+    /// Addresses of the server: `tcp:HOST:PORT`, to try in this order.
     pub addresses: Vec<String>,
 }
 
-/// Why a text is no token.
+/// Why a text is not a token.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum TokenError {
-    /// It is something else.
-    #[error("this is not a token of rgpuctl enroll: those begin with {PREFIX}")]
+    /// It does not look like a token.
+    #[error("this is not a token of rgpuctl enroll, which begins with {PREFIX}")]
     Other,
     /// It is damaged.
     #[error("the token is damaged or incomplete: copy it again, all of it")]

@@ -1,4 +1,4 @@
-//! Whom certificates of an authority prove to be who.
+//! Which certificates of an authority are accepted, and whom they name.
 
 #![allow(clippy::unwrap_used)]
 
@@ -9,7 +9,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use test_kit::authority::{Authority as Issuer, Issued, Use};
 
-/// An identity folder that trusts an authority, and what it says of a certificate.
+/// An identity folder that trusts an authority, and that judges certificates.
 struct Server(tempfile::TempDir);
 
 impl Server {
@@ -70,7 +70,7 @@ fn files_that_are_wrong_are_named() {
     let error = Authority::load(folder.path()).unwrap_err().to_string();
     assert!(error.contains("authority.pem: contains no"), "{error}");
 
-    // A certificate of another key, and one whose key is not there.
+    // A certificate of another key, and a certificate without its key.
     let (one, other) = (ours.issue("a", Use::Client), ours.issue("b", Use::Client));
     one.put(folder.path());
     assert!(Identity::load(folder.path()).unwrap().is_some());

@@ -1,11 +1,11 @@
-//! Metrics as they are defined: name, kind, unit, labels and help.
+//! Definitions of metrics: name, kind, unit, labels and help.
 
 use std::fmt::Write;
 
-/// What a family's values do.
+/// How a family's values change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// They only grow. Prometheus' name ends in `_total`.
+    /// They only grow. The name in Prometheus ends in `_total`.
     Counter,
     /// They go up and down.
     Gauge,
@@ -18,9 +18,10 @@ pub enum Kind {
 pub struct Family {
     /// The name, without unit and `_total`.
     pub base: &'static str,
-    /// What its values do.
+    /// How its values change.
     pub kind: Kind,
-    /// The unit, which is a part of the name; empty if the value is a plain number or the name is another project's.
+    /// The unit, which is a part of the name; empty if the value is a plain number or another project defined
+    /// the name.
     pub unit: &'static str,
     /// What it means, in one line.
     pub help: &'static str,
@@ -29,19 +30,19 @@ pub struct Family {
 }
 
 impl Family {
-    /// The name as Prometheus stores it. A histogram's series have a suffix more.
+    /// The name in Prometheus. A histogram's series have a further suffix.
     pub fn name(&self) -> String {
         let unit = if self.unit.is_empty() { String::new() } else { format!("_{}", self.unit) };
         let total = if self.kind == Kind::Counter { "_total" } else { "" };
         format!("{}{unit}{total}", self.base)
     }
 
-    /// The help as one line.
+    /// The help text as one line.
     pub fn help(&self) -> &'static str {
         self.help.trim()
     }
 
-    /// What breaks Prometheus' conventions in this definition, if anything does.
+    /// In what way this definition breaks Prometheus' conventions, if it does.
     pub fn fault(&self) -> Option<String> {
         let word = |text: &str, also: &str| {
             !text.is_empty()
@@ -75,7 +76,8 @@ impl Family {
     }
 }
 
-/// Defines a daemon's families as statics, and `ALL` of them in this order. The comment is the help, which operators read.
+/// Defines a daemon's families as statics, and `ALL`, which lists them in this order. The comment becomes the
+/// help text, which operators read.
 ///
 /// ```
 /// rgpu_metrics::families! {
@@ -144,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn what_breaks_conventions_is_found() {
+    fn broken_conventions_are_found() {
         let family = |base, unit, help| Family { base, kind: Kind::Gauge, unit, help, labels: &[] };
         for (base, unit, help) in [
             ("rgpu_Sent", "", "Sent."),

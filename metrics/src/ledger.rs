@@ -1,23 +1,25 @@
-//! Values by names that clients choose: whose they are, which virtual machine's, which program's.
+//! Values by owner, virtual machine and program, whose names clients choose.
 //!
-//! Each name costs memory here and in Prometheus, and a client can invent as many as it likes. So there is room for a bounded number of rows, and for a part of that for one owner. What finds no
-//! room is counted under the name [`OTHER`]. A row that nothing has used for a day makes room for a new one.
+//! Each name costs memory here and in Prometheus, and a client can invent any number of names. So the number
+//! of rows is limited, in all and for one owner. Values without room are counted under the name [`OTHER`]. A
+//! new row may replace a row that was unused for a day.
 
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The name of everything that found no room.
+/// The name for values without room.
 pub const OTHER: &str = "other";
-/// Most rows, besides those of others.
+/// Maximum rows, besides those with the name [`OTHER`].
 const MOST: usize = 1024;
-/// The same of one owner.
+/// Maximum rows of one owner.
 const MOST_OF_ONE: usize = 64;
-/// A row that nothing has used for this long makes room for others.
+/// A row that was unused for this long may be replaced.
 const UNUSED: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Names of a row: the owner, a virtual machine or host, and a program. A row stays as long as somebody holds its key.
+/// The names of a row: the owner, a virtual machine or host, and a program. A row stays as long as its key is
+/// held.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key(Arc<[String; 3]>);
 
@@ -57,7 +59,7 @@ impl<T> Default for Ledger<T> {
 }
 
 impl<T: Default> Ledger<T> {
-    /// The row for these names, or for others of this owner, or of all, if there is no room.
+    /// The row for these names. If there is no room: the owner's row for [`OTHER`], or that of all owners.
     pub fn enter(&mut self, names: [&str; 3], now: Instant) -> Key {
         let names = names.map(str::to_owned);
         if let Some((key, _)) = self.rows.get_key_value(&names) {
@@ -118,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_owner_that_invents_names_takes_its_own_room_and_no_more() {
+    fn an_owner_that_invents_names_uses_up_only_its_own_room() {
         let (mut ledger, now) = (Ledger::<u64>::default(), Instant::now());
         for number in 0..100_000 {
             let key = ledger.enter(["hostile", "vm", &format!("program{number}")], now);
@@ -133,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn owners_without_end_share_one_row() {
+    fn too_many_owners_share_one_row() {
         let (mut ledger, now) = (Ledger::<u64>::default(), Instant::now());
         for number in 0..10_000 {
             ledger.enter([&format!("address{number}"), "vm", "program"], now);
@@ -143,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_nothing_uses_makes_room_and_one_in_use_does_not() {
+    fn only_an_unused_row_is_replaced() {
         let (mut ledger, start) = (Ledger::<u64>::default(), Instant::now());
         let held = ledger.enter(["a", "vm", "held"], start);
         for number in 1..MOST_OF_ONE {

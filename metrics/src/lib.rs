@@ -1,4 +1,4 @@
-//! What the daemons count, as Prometheus reads it.
+//! The daemons' metrics for Prometheus.
 //!
 //! ```text
 //!   a daemon's definitions (families!) ──▶ docs/metrics.md
@@ -6,12 +6,12 @@
 //!   scrape ──▶ serve ──▶ the daemon reads its counters ──▶ Samples ──▶ OpenMetrics text
 //! ```
 //!
-//! Nothing here runs between scrapes: a daemon reads the counters that it keeps anyway when somebody asks.
+//! Nothing here runs between scrapes: only a scrape makes a daemon read its counters, which it keeps anyway.
 //!
-//! - [`family`]: what a metric is called and means, and the [`families!`] that define a daemon's;
+//! - [`family`]: definitions of metrics, and [`families!`] for those of a daemon;
 //! - [`samples`]: the values of one scrape;
-//! - [`ledger`]: values by names that clients choose, in bounded number;
-//! - [`options`]: where to listen, and who may scrape;
+//! - [`ledger`]: values by names that clients choose, limited in number;
+//! - [`options`]: where to listen, and which token a scraper needs;
 //! - [`serve`]: the HTTP listener.
 
 pub mod family;

@@ -1,4 +1,4 @@
-//! Where a daemon serves its metrics, and to whom.
+//! Options for where a daemon serves its metrics, and which token a scraper needs.
 
 use std::fmt;
 use std::os::unix::fs::PermissionsExt;
@@ -51,7 +51,7 @@ impl FromStr for Place {
             let (host, port) = text.strip_prefix("tcp:")?.rsplit_once(':')?;
             let port: u16 = port.parse().ok()?;
             let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
-            // Without brackets, it would not be clear where an IPv6 address ends.
+            // Without brackets, the end of an IPv6 address would be ambiguous.
             let host = bare.or((!host.contains(':')).then_some(host)).filter(|host| !host.is_empty())?;
             Some(Place::Tcp(host.to_owned(), port))
         };
@@ -78,7 +78,7 @@ pub enum OptionsError {
 }
 
 impl Options {
-    /// Checks that metrics are served to nobody by mistake.
+    /// Checks that the metrics are not served to everyone by mistake.
     pub fn check(&self) -> Result<(), OptionsError> {
         match (&self.listen, &self.token_file) {
             (Some(place @ Place::Tcp(..)), None) => Err(OptionsError::NoToken(place.clone())),

@@ -14,7 +14,7 @@ use prometheus_client::registry::{Registry, Unit};
 
 use crate::family::{Family, Kind};
 
-/// Most characters of a label's value. Names come from clients.
+/// Maximum characters of a label's value, since clients choose names.
 const MAX_VALUE: usize = 128;
 
 /// A value.
@@ -67,7 +67,7 @@ impl Value {
         }
     }
 
-    /// Both together. Saturates: a session may claim any number, and the sum stays one.
+    /// The sum of both. It saturates, because a session may report any number.
     fn plus(&self, other: &Value) -> Value {
         match (self, other) {
             (Value::Whole(a), Value::Whole(b)) => Value::Whole(a.saturating_add(*b)),
@@ -76,7 +76,7 @@ impl Value {
     }
 }
 
-/// The values of a family by those of its labels.
+/// The values of a family by the values of its labels.
 type Rows = BTreeMap<Vec<String>, Value>;
 
 /// The values of one scrape.
@@ -84,7 +84,8 @@ type Rows = BTreeMap<Vec<String>, Value>;
 pub struct Samples(BTreeMap<&'static str, (&'static Family, Rows)>);
 
 impl Samples {
-    /// Adds a value to a family, with the values of the family's labels in their order. Values with the same labels are added up.
+    /// Adds a value to a family, with the values of the family's labels in their order. Values with the same
+    /// labels are summed.
     pub fn add(&mut self, family: &'static Family, labels: &[&str], value: impl Into<Value>) {
         debug_assert_eq!(labels.len(), family.labels.len(), "{}", family.base);
         let (_, rows) = self.0.entry(family.base).or_insert_with(|| (family, Rows::new()));
@@ -104,7 +105,7 @@ impl Samples {
     }
 }
 
-/// A label's value that is short and steers no terminal.
+/// A label's value, cut to the maximum and without control characters.
 fn clean(value: &str) -> String {
     value.chars().take(MAX_VALUE).map(|c| if c.is_control() { '?' } else { c }).collect()
 }
@@ -121,7 +122,7 @@ impl Collector for Samples {
             let mut metric = encoder.encode_descriptor(family.base, family.help(), unit.as_ref(), kind)?;
             for (values, value) in rows {
                 if values.is_empty() {
-                    // With a label set that is empty, the encoder would write braces with nothing in them.
+                    // For an empty label set, the encoder would write empty braces.
                     write(family.kind, value, metric)?;
                     break;
                 }

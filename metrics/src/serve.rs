@@ -1,8 +1,9 @@
-//! The listener: HTTP for whoever scrapes.
+//! The HTTP listener for scrapers.
 //!
-//! It must not matter to anybody else what a scraper does. Each connection has a thread of its own, for one request and a few seconds; there are few of them, and of one source fewer. A source
-//! that has all of its own loses its oldest one that has not asked for anything yet, so connections that say nothing keep nobody out. The values are read at most twice a second, however often
-//! they are asked for.
+//! A scraper must not be able to disturb others. Each connection has its own thread, for one request and a
+//! few seconds. The number of connections is limited, in all and for one source. A new connection of a source
+//! at its limit replaces the source's oldest one without a request, so silent connections keep nobody out.
+//! The values are read at most twice a second, however many scrapers there are.
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
@@ -15,17 +16,17 @@ use subtle::ConstantTimeEq;
 
 use crate::options;
 
-/// Most connections.
+/// Maximum connections.
 const CONNECTIONS: usize = 16;
-/// The same of one source: an address, or all of this machine's users together.
+/// Maximum connections of one source: an address, or all of this machine's users together.
 const CONNECTIONS_OF_ONE: usize = 6;
-/// How long a scraper may take for its request, and again to take the answer.
+/// How long a scraper may take to send its request, and again to receive the answer.
 const WITHIN: Duration = Duration::from_secs(5);
-/// Most bytes of a request.
+/// Maximum bytes of a request.
 const MAX_REQUEST: usize = 8 << 10;
-/// Values are not read again before they are this old.
+/// Minimum age of the values before they are read again.
 const FRESH: Duration = Duration::from_millis(500);
-/// What Prometheus is told that it reads.
+/// The content type for Prometheus.
 const TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// A listening socket.
@@ -38,7 +39,7 @@ pub enum Listener {
 }
 
 impl Listener {
-    /// Listens on TCP. Warns if others than this machine can reach it.
+    /// Listens on TCP. Warns if other machines can reach the address.
     ///
     /// # Errors
     /// If the address cannot be used.
@@ -47,7 +48,7 @@ impl Listener {
         let address = listener.local_addr()?;
         if !address.ip().is_loopback() {
             tracing::warn!(
-                "metrics are served at {address} without TLS: everybody on the way can read them and their token; a proxy with TLS before 127.0.0.1 prevents that"
+                "metrics are served at {address} without TLS: everyone on the network can read them and their token; to prevent that, serve them at 127.0.0.1 behind a proxy with TLS"
             );
         }
         Ok(Listener::Tcp(listener))
@@ -77,7 +78,7 @@ impl Connection {
         })
     }
 
-    /// Bounds the next calls by what is left until `deadline`.
+    /// Limits the next calls to the time left until `deadline`.
     fn limit(&self, deadline: Instant) -> io::Result<()> {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -125,9 +126,9 @@ impl Connection {
 #[derive(Debug)]
 struct Served {
     number: u64,
-    /// Where it comes from. `None`: this machine, over a Unix socket.
+    /// Its source. `None`: this machine, over a Unix socket.
     source: Option<IpAddr>,
-    /// It has asked for something that it may have.
+    /// Whether it has sent a valid request.
     asked: bool,
     connection: Connection,
 }
@@ -143,7 +144,8 @@ struct Server {
     last: Mutex<Last>,
 }
 
-/// Serves what `collect` returns from then on, until the process ends. With a token's file, only to those who know the token.
+/// Serves what `collect` returns, until the process ends. If there is a token's file, only scrapers with the
+/// token are served.
 ///
 /// # Errors
 /// If no thread can be started.
@@ -181,7 +183,7 @@ impl Server {
         self.served.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Serves a connection by a thread of its own, if there is room.
+    /// Serves a connection in its own thread, if there is room.
     fn admit(self: &Arc<Self>, number: u64, connection: Connection, source: Option<IpAddr>) {
         let Ok(ours) = connection.try_clone() else { return };
         {
@@ -190,7 +192,8 @@ impl Server {
             if own >= CONNECTIONS_OF_ONE || served.len() >= CONNECTIONS {
                 let full_of_own = own >= CONNECTIONS_OF_ONE;
                 let silent = |other: &Served| !other.asked && (!full_of_own || other.source == source);
-                // In order of arrival. If all are being answered, the new one has to come again.
+                // In order of arrival. If all connections are being answered, the new one is closed, and its
+                // scraper has to connect again.
                 let Some(oldest) = served.iter().position(silent) else { return };
                 served.remove(oldest).connection.shut_down();
             }
@@ -199,12 +202,12 @@ impl Server {
         let server = Arc::clone(self);
         let serve = move || {
             if let Err(e) = server.serve(number, connection) {
-                tracing::debug!("a scraper of metrics: {e}");
+                tracing::debug!("serving metrics: {e}");
             }
             server.served().retain(|other| other.number != number);
         };
         if let Err(e) = std::thread::Builder::new().name("scrape".into()).spawn(serve) {
-            tracing::warn!("cannot start a thread for a scraper of metrics: {e}");
+            tracing::warn!("cannot start a thread to serve metrics: {e}");
             self.served().retain(|other| other.number != number);
         }
     }
@@ -241,7 +244,7 @@ impl Server {
         connection.write_all(body.as_bytes(), deadline)
     }
 
-    /// The answer to what has come of a request. `None`: more has to come.
+    /// The answer to the part of a request that has come. `None`: more must come first.
     fn judge(&self, request: &[u8]) -> Option<Answer> {
         let mut headers = [httparse::EMPTY_HEADER; 64];
         let mut parsed = httparse::Request::new(&mut headers);
@@ -258,7 +261,7 @@ impl Server {
         }
         if let Some(file) = &self.token_file {
             let Ok(token) = options::token(file) else {
-                tracing::error!("metrics are refused, because there is no token in {}", file.display());
+                tracing::error!("refusing to serve metrics, because there is no token in {}", file.display());
                 return Some(Answer::Refusal(
                     "500 Internal Server Error",
                     "This daemon has no token any more.\n",
@@ -267,7 +270,7 @@ impl Server {
             let given =
                 parsed.headers.iter().find(|header| header.name.eq_ignore_ascii_case("authorization"));
             if !given.is_some_and(|given| is_bearer(given.value, token.as_bytes())) {
-                let why = "Metrics are for those who know the token of metrics.token_file: Authorization: Bearer TOKEN.\n";
+                let why = "Metrics need the token of metrics.token_file: Authorization: Bearer TOKEN.\n";
                 return Some(Answer::Refusal("401 Unauthorized", why));
             }
         }
@@ -279,7 +282,8 @@ impl Server {
         })
     }
 
-    /// The values, as they are now or were a moment ago. Scrapers that come meanwhile wait for them, and get the same.
+    /// The current values, or those that were read a moment ago. Scrapers that ask meanwhile wait for them,
+    /// and get the same.
     fn text(&self) -> Arc<str> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((at, text)) = &last.0
@@ -293,7 +297,7 @@ impl Server {
     }
 }
 
-/// What a request is answered.
+/// The answer to a request.
 enum Answer {
     /// The values.
     Metrics,
@@ -348,7 +352,7 @@ mod tests {
             let mut stream = self.connect();
             stream.write_all(request.as_bytes()).unwrap();
             let mut answer = String::new();
-            // The listener may close with something unread.
+            // The listener may close the connection with something unread.
             let _ = stream.read_to_string(&mut answer);
             answer
         }
@@ -359,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_knows_the_token_reads_the_metrics_and_nobody_else() {
+    fn only_requests_with_the_token_read_the_metrics() {
         let rig = start_here();
         let answer = rig.scrape();
         assert!(answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("# EOF\n"), "{answer:.200}");
@@ -378,15 +382,19 @@ mod tests {
         assert!(rig.ask("\0\r\n\r\n").starts_with("HTTP/1.1 400 "));
         let long = format!("GET /metrics HTTP/1.1\r\nX: {}", "x".repeat(2 * MAX_REQUEST));
         assert!(rig.ask(&long).is_empty() || rig.ask(&long).starts_with("HTTP/1.1 431 "));
-        assert_eq!(rig.collected.load(Ordering::SeqCst), 1, "nobody else makes the daemon read its counters");
+        assert_eq!(
+            rig.collected.load(Ordering::SeqCst),
+            1,
+            "other requests do not make the daemon read its counters"
+        );
     }
 
     #[test]
-    fn connections_that_say_nothing_or_do_not_read_keep_nobody_out() {
+    fn silent_connections_and_those_that_do_not_read_keep_nobody_out() {
         let rig = start_here();
         let silent: Vec<TcpStream> = (0..CONNECTIONS * 4).map(|_| rig.connect()).collect();
         assert!(rig.scrape().starts_with("HTTP/1.1 200 "));
-        // These have said a part.
+        // These have sent a part of a request.
         let slow: Vec<TcpStream> = (0..CONNECTIONS * 4)
             .map(|_| {
                 let mut stream = rig.connect();

@@ -1,4 +1,4 @@
-//! The documents that follow from the definition: a commented example file, and a table of options.
+//! Documents generated from the definition: a commented example file, and a table of options.
 
 use std::fmt::Write;
 
@@ -16,7 +16,8 @@ pub struct Part {
     pub text: &'static str,
     /// The structure of its options, as arguments of a command.
     pub options: Command,
-    /// Values for options that the example sets, as they are written in the file. Every other option is shown as a comment, with its default or this value.
+    /// Values of the options that the example sets, as they are written in the file. Every other option is
+    /// shown as a comment, with its default or an example value.
     pub set: &'static [(&'static str, &'static str)],
     /// Example values of options that have no default.
     pub examples: &'static [(&'static str, &'static str)],
@@ -33,7 +34,7 @@ impl Part {
         };
         let shown = self.options.get_arguments().filter(|arg| !arg.is_hide_set());
         let mut options: Vec<_> = shown.map(|arg| (key(arg), arg)).collect();
-        // A table's keys come after the section's own.
+        // The keys of tables come after the section's own keys.
         options.sort_by_key(|(key, _)| key.contains('.'));
         options
     }
@@ -111,7 +112,7 @@ pub(crate) fn help(arg: &Arg) -> String {
     help.split_whitespace().collect::<Vec<_>>().join(" ").trim_end_matches('.').to_owned() + "."
 }
 
-/// The default as it would be written in the file.
+/// The default, as the file would have it.
 fn default(arg: &Arg) -> Option<String> {
     let written = |text: &str| match toml::from_str::<toml::Table>(&format!("x = {text}")) {
         Ok(_) => text.to_owned(),

@@ -1,4 +1,4 @@
-//! A configuration file as sections of keys and values that know their lines.
+//! A configuration file as sections of keys and values with their line numbers.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -8,14 +8,14 @@ use toml::de::{DeTable, DeValue};
 
 use crate::Error;
 
-/// A configuration file. Nothing is known yet about which keys exist.
+/// A configuration file, before its keys are checked.
 #[derive(Debug)]
 pub struct File {
     pub(crate) path: PathBuf,
     sections: Vec<Section>,
 }
 
-/// A section: a table of the file whose keys are one daemon's, or one virtual machine's, options.
+/// A section: a table of the file with the options of the daemon, or of one virtual machine.
 #[derive(Debug)]
 pub struct Section {
     /// Its name; empty for keys outside any section.
@@ -34,14 +34,15 @@ pub(crate) struct Value {
 }
 
 impl File {
-    /// Reads a file. `sections` names the tables that are sections of their own, which may appear more than once; the keys of other tables get the table's name as a prefix.
+    /// Reads a file. `sections` names the tables that are separate sections, which may appear more than once;
+    /// the keys of other tables get the table's name as a prefix.
     pub fn read(path: &Path, sections: &[&str]) -> Result<File, Error> {
         let text =
             std::fs::read_to_string(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
         File::parse(path, &text, sections)
     }
 
-    /// Does the same with the text of a file; `path` is for error messages.
+    /// Like [`read`](Self::read), with the text of a file; `path` is for error messages.
     pub fn parse(path: &Path, text: &str, sections: &[&str]) -> Result<File, Error> {
         let reader = Reader { path, text };
         let table = DeTable::parse(text).map_err(|e| Error::Syntax {
@@ -77,14 +78,14 @@ impl File {
         Ok(File { path: path.to_owned(), sections: found })
     }
 
-    /// The sections of a name, in the order of the file. There is always one section without a name.
+    /// The sections with this name, in the order of the file. There is always one section without a name.
     pub fn sections(&self, name: &str) -> impl Iterator<Item = &Section> {
         self.sections.iter().filter(move |section| section.name == name)
     }
 }
 
 impl Section {
-    /// The line of a key; the section's own if it lacks the key.
+    /// The line of a key, or the line of the section if it does not have the key.
     pub fn line_of(&self, key: &str) -> usize {
         self.values.iter().find(|value| value.key == key).map_or(self.line, |value| value.line)
     }

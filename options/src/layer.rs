@@ -1,4 +1,4 @@
-//! A section of the file under the command line.
+//! Combines a section of the file with the command line.
 
 use std::error::Error as _;
 use std::ffi::OsString;
@@ -20,7 +20,8 @@ pub struct Layer<'a> {
 }
 
 impl Layer<'_> {
-    /// The values of `T`: its defaults, overridden by the section, overridden by the command line. A key of the section that `T` does not have is an error.
+    /// The values of `T`: its defaults, overridden by the section, overridden by the command line. A key of
+    /// the section that `T` does not have is an error.
     pub fn read<T: Args>(&self) -> Result<T, Error> {
         let command = T::augment_args(Command::new("options").no_binary_name(true).disable_help_flag(true));
         let mut words = Vec::new();
@@ -49,12 +50,13 @@ impl Layer<'_> {
 
     /// Whether the command line gives the option with this id.
     pub fn has_flag(&self, id: &str) -> bool {
-        // An id that the daemon's command lacks is one that only the file has.
+        // If the daemon's command does not have the id, the option exists only in the file.
         self.given.try_contains_id(id).is_ok()
             && self.given.value_source(id) == Some(ValueSource::CommandLine)
     }
 
-    /// An error about an option's value: at its line if it comes from the file, or else about the flag. An option that is missing is reported at the section's line.
+    /// An error about an option's value. It names the line if the value comes from the file, and the flag if
+    /// not. A missing option is reported at the section's line.
     pub fn wrong(&self, key: &str, text: impl Into<String>) -> Error {
         match self.section {
             Some((file, section)) if !self.has_flag(key) => in_file(file, section, key, text),
@@ -72,7 +74,7 @@ fn in_file(file: &File, section: &Section, key: &str, text: impl Into<String>) -
     }
 }
 
-/// A value of the file as words of a command line, checked on its own. An error is what is wrong with it.
+/// A value of the file as words of a command line, checked separately. The error says what is wrong with it.
 fn from_file(command: &Command, arg: &Arg, value: &Value) -> Result<Vec<OsString>, String> {
     if !matches!(arg.get_action(), ArgAction::Append) && value.words.len() != 1 {
         return Err("must be a single value".into());
@@ -82,7 +84,8 @@ fn from_file(command: &Command, arg: &Arg, value: &Value) -> Result<Vec<OsString
     Ok(words)
 }
 
-/// Whether an argument is the option of a section's key: its id is the key, with or without the section before it.
+/// Whether an argument is the option for a section's key: its id is the key, with or without the section's
+/// name before it.
 fn is_key(arg: &Arg, section: &str, key: &str) -> bool {
     let id = arg.get_id().as_str();
     id == key || id.strip_prefix(section).and_then(|rest| rest.strip_prefix('.')) == Some(key)

@@ -1,20 +1,23 @@
-//! The options of a daemon: one definition for its command line, its configuration file and their documentation.
+//! The options of a daemon: one definition for its command line, its configuration file and their
+//! documentation.
 //!
-//! The definition is a structure that derives [`clap::Args`]. Each field's documentation, type and default are the option's, and its `id` is the key in the file:
+//! The definition is a structure that derives [`clap::Args`]. A field's documentation, type and default are
+//! those of the option, and its `id` is the key in the file:
 //!
 //! ```text
 //!   #[arg(id = "limits.max_channels", long = "max-channels")]      --max-channels 256
 //!   max_channels: u32                                              [limits] max_channels = 256
 //! ```
 //!
-//! Values come from three places, each of which overrides the one before: the default, the file, the command line. All of them pass through the option's value parser, so a value is valid in
-//! the file exactly when it is valid on the command line.
+//! A value on the command line overrides one in the file, which overrides the default. All of them pass
+//! through the option's value parser, so a value is valid in the file if and only if it is valid on the
+//! command line.
 //!
-//! - [`file`]: reads a file into sections of keys and values, with their lines;
+//! - [`file`]: reads a file into sections of keys and values with line numbers;
 //! - [`layer`]: combines a section with the command line into the structure;
 //! - [`document`]: writes the commented example file and the table of options;
 //! - [`manual`]: writes man pages and shell completions, also for a program without a file;
-//! - [`reference`]: writes the same as a page in Markdown.
+//! - [`reference`]: writes the command line as a page in Markdown.
 
 pub mod document;
 pub mod file;
@@ -29,7 +32,7 @@ use thiserror::Error;
 pub use file::{File, Section};
 pub use layer::Layer;
 
-/// What is wrong with the options.
+/// An error in the options.
 #[derive(Debug, Error)]
 pub enum Error {
     /// The file cannot be read.
@@ -45,7 +48,7 @@ pub enum Error {
     Syntax {
         /// The file.
         path: PathBuf,
-        /// The line where it stops being TOML.
+        /// The line of the syntax error.
         line: usize,
         /// What the parser expected.
         text: String,
@@ -55,7 +58,7 @@ pub enum Error {
     Key {
         /// The file.
         path: PathBuf,
-        /// The line of the key; of its section if it is missing.
+        /// The line of the key, or that of its section if the key is missing.
         line: usize,
         /// The key with its section.
         key: String,

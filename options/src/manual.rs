@@ -1,7 +1,8 @@
 //! A program's man pages and shell completions, from the definition of its command line.
 //!
-//! A command's `after_long_help` becomes sections of its page: a line that ends with a colon and is not indented is a heading, and the indented lines below it are the section's text, as they are.
-//! So the same words are in `--help`.
+//! A command's `after_long_help` becomes sections of its page: a line that is not indented and ends with a
+//! colon is a heading, and the indented lines below it are the section's text, unchanged. So `--help` has the
+//! same text.
 
 use std::fs;
 use std::io::{self, Write};
@@ -12,17 +13,19 @@ use clap_complete::Shell;
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
 
-/// All programs that have pages, each with its section of the manual.
+/// All programs with pages, each with its section of the manual.
 const PROGRAMS: [(&str, &str); 3] = [("rgpuctl", "1"), ("rgpu-server", "8"), ("vhost-rgpu", "8")];
 
-/// Where the completions of a shell lie below `share`, and what a file's name has before and after the program's.
+/// For each shell, the folder of its completions below `share`, and what comes before and after the program's
+/// name in a file's name.
 const COMPLETIONS: [(Shell, &str, &str, &str); 3] = [
     (Shell::Bash, "bash-completion/completions", "", ""),
     (Shell::Zsh, "zsh/vendor-completions", "_", ""),
     (Shell::Fish, "fish/vendor_completions.d", "", ".fish"),
 ];
 
-/// Writes the pages and completions of a program into the folder `share`, where a system has them below `/usr/share`.
+/// Writes the pages and completions of a program into the folder `share`, at the paths that they have below
+/// `/usr/share`.
 pub fn write(command: Command, share: &Path) -> io::Result<()> {
     let mut command = command.disable_help_subcommand(true);
     command.build();
@@ -41,7 +44,7 @@ pub fn write(command: Command, share: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The command without what is hidden, which completions would offer.
+/// The command without its hidden parts, which completions would otherwise offer.
 fn shown(command: &Command) -> Command {
     let mut copy = Command::new(command.get_name().to_owned()).disable_help_subcommand(true);
     if let Some(about) = command.get_about() {
@@ -56,7 +59,7 @@ fn shown(command: &Command) -> Command {
     copy.subcommands(command.get_subcommands().filter(|sub| !sub.is_hide_set()).map(shown))
 }
 
-/// Writes the page of a command and those of its subcommands. `above` are the pages of the commands that it belongs to.
+/// Writes the pages of a command and its subcommands. `above` are the pages of the commands that contain it.
 fn write_pages(command: &Command, section: &str, folder: &Path, above: &[String]) -> io::Result<()> {
     let name = command.get_display_name().unwrap_or_else(|| command.get_name()).to_owned();
     let mut related = above.to_vec();
@@ -83,7 +86,7 @@ fn write_pages(command: &Command, section: &str, folder: &Path, above: &[String]
 fn render(command: &Command, section: &str, related: &[String], out: &mut dyn Write) -> io::Result<()> {
     let mut command = command.clone();
     let has_subcommands = command.get_subcommands().any(|sub| !sub.is_hide_set());
-    // A usage line that lists 40 options is of no use.
+    // A usage line with 40 options would not help anyone.
     let usage = command.render_usage().to_string();
     let usage = usage.trim_start_matches("Usage:").trim().to_owned();
     let text = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
@@ -102,7 +105,7 @@ fn render(command: &Command, section: &str, related: &[String], out: &mut dyn Wr
     for (heading, lines) in sections(&text) {
         let mut roff = Roff::new();
         roff.control("SH", [heading.to_uppercase().as_str()]);
-        // Unfilled: the lines are laid out by hand.
+        // No filling: the lines are laid out by hand.
         roff.control("nf", []);
         for line in lines {
             roff.text([roman(line)]);
@@ -122,7 +125,7 @@ fn render(command: &Command, section: &str, related: &[String], out: &mut dyn Wr
     roff.to_writer(out)
 }
 
-/// The headings of a text with the lines below them, without the indentation that they share.
+/// The headings of a text with the lines below them, without their common indentation.
 pub(crate) fn sections(text: &str) -> Vec<(String, Vec<String>)> {
     let mut sections: Vec<(String, Vec<String>)> = Vec::new();
     for line in text.lines() {
@@ -143,7 +146,8 @@ pub(crate) fn sections(text: &str) -> Vec<(String, Vec<String>)> {
     sections
 }
 
-/// What a reader of a command's documentation would miss: options without a text, a unit or a default, and an exit status that is not explained.
+/// What is missing in a command's documentation: descriptions, units and defaults of options, and exit
+/// statuses.
 ///
 /// For tests.
 pub fn gaps(command: &Command) -> Vec<String> {
@@ -158,7 +162,7 @@ pub fn gaps(command: &Command) -> Vec<String> {
     gaps
 }
 
-/// Words that tell what a number counts.
+/// Words that name a number's unit.
 const UNITS: [&str; 12] = [
     "seconds",
     "minutes",
@@ -173,7 +177,7 @@ const UNITS: [&str; 12] = [
     "port",
     "connections",
 ];
-/// Words that tell what happens without an option.
+/// Words that introduce the default of an option.
 const DEFAULTS: [&str; 3] = ["by default", "default is", "must be given"];
 
 fn find_gaps(command: &Command, gaps: &mut Vec<String>) {
@@ -227,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_and_completions_show_everything_but_what_is_hidden() {
+    fn pages_and_completions_omit_only_hidden_parts() {
         let folder = tempfile::tempdir().unwrap();
         write(command(), folder.path()).unwrap();
         let page = read(&folder.path().join("man/man1/rgpuctl.1"));
@@ -256,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_text_leaves_out_is_found() {
+    fn gaps_in_the_documentation_are_found() {
         assert_eq!(gaps(&command()), Vec::<String>::new());
         let silent = command()
             .after_long_help("")

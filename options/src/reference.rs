@@ -7,9 +7,10 @@ use clap::{Arg, ArgAction, Command};
 use crate::document::help;
 use crate::manual::sections;
 
-/// Writes a program's commands: what each does, how it is called, its options, and what stands behind its help, such as exit status and examples. What is hidden is left out.
+/// Writes a program's commands: what each does, how it is called, its options, and what follows its help,
+/// such as exit status and examples. Hidden parts are omitted.
 ///
-/// Options that `elsewhere` has, too, are left out: another page lists them.
+/// Options that `elsewhere` has too are omitted, because another page lists them.
 pub fn markdown(command: Command, elsewhere: &Command) -> String {
     let mut command = command.disable_help_subcommand(true);
     command.build();
@@ -24,7 +25,7 @@ fn write_command(out: &mut String, command: &Command, elsewhere: &Command, level
     let about = command.get_long_about().or_else(|| command.get_about()).map(ToString::to_string);
     let usage = named.render_usage().to_string();
     let usage = usage.trim_start_matches("Usage:").lines().map(str::trim).collect::<Vec<_>>().join("\n");
-    // clap takes the full stop off a text of one paragraph.
+    // clap removes the full stop of a text with one paragraph.
     let about = cell(about.unwrap_or_default().trim_end_matches('.'), "\n\n");
     let _ = writeln!(out, "\n{} {name}\n\n{about}.\n", "#".repeat(level));
     let _ = writeln!(out, "```text\n{}\n```", usage.trim());
@@ -49,7 +50,7 @@ fn write_command(out: &mut String, command: &Command, elsewhere: &Command, level
     }
 }
 
-/// How an option is written: its flag with the name of its value, or the name alone.
+/// How an option is written: its flag with the name of its value, or only the name.
 fn form(arg: &Arg) -> String {
     let values = arg.get_value_names().unwrap_or_default();
     let value = values.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(" ");
@@ -89,7 +90,8 @@ fn meaning(arg: &Arg) -> String {
     cell(&text, " ").replace('|', "\\|")
 }
 
-/// Text for Markdown, in which paragraphs are joined by `between`. Placeholders in angle brackets would be tags.
+/// Text for Markdown, with paragraphs joined by `between`. Angle brackets are escaped, because placeholders
+/// in them would become tags.
 fn cell(text: &str, between: &str) -> String {
     let paragraphs = text.split("\n\n").map(|part| part.split_whitespace().collect::<Vec<_>>().join(" "));
     paragraphs.collect::<Vec<_>>().join(between).replace('<', "&lt;")
@@ -101,7 +103,7 @@ mod tests {
     use clap::builder::PossibleValue;
 
     #[test]
-    fn a_page_has_what_is_shown_and_not_what_is_listed_elsewhere() {
+    fn a_page_omits_hidden_options_and_those_listed_elsewhere() {
         let kind = Arg::new("kind").long("kind").value_name("KIND").default_value("a").help("What | kind");
         let kind = kind.value_parser([PossibleValue::new("a").help("The first"), PossibleValue::new("b")]);
         let port = Arg::new("port").long("port").value_name("N").help("In the file, too");

@@ -76,7 +76,7 @@ fn sections_keep_their_order_and_their_lines() {
 }
 
 #[test]
-fn documents_show_every_option_but_hidden_ones() {
+fn documents_omit_only_hidden_options() {
     let part = Part {
         name: "part",
         repeated: true,

@@ -1,4 +1,4 @@
-//! Where the bulk data of an operation lies on the client's side.
+//! Where the bulk data of an operation is in the client's memory.
 //!
 //! | kind | what | lifetime |
 //! |---|---|---|
@@ -12,7 +12,7 @@ use crate::wire::{Reader, Wire, WireError, Writer};
 /// A range of the client's memory outside the record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostRange {
-    /// The memory that the offset counts in.
+    /// The memory that the offset refers to.
     pub place: Place,
     /// Offset in bytes.
     pub offset: u64,
@@ -20,7 +20,7 @@ pub struct HostRange {
     pub len: u64,
 }
 
-/// A memory that a [`HostRange`] lies in.
+/// A memory that contains a [`HostRange`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Place {
     /// The channel's arena.
@@ -34,10 +34,11 @@ pub enum Place {
 pub enum HostIn<'a> {
     /// Inside the record.
     Inline(&'a [u8]),
-    /// In the client's memory. May be read from now on.
+    /// In the client's memory. The server may read it from now on.
     Range(HostRange),
-    /// In the client's memory. May be read only when the command's stream has reached the command, because earlier work on the stream may still write it.
-    /// Only for servers that can wait ([`SessionInfoReply::reads_late`](crate::ops::device::SessionInfoReply)).
+    /// In the client's memory. The server may read it only once the stream has reached the command, because
+    /// earlier work on the stream may still write it. Only for servers that can wait
+    /// ([`SessionInfoReply::reads_late`](crate::ops::device::SessionInfoReply)).
     Late(HostRange),
 }
 
@@ -45,14 +46,14 @@ pub enum HostIn<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostOut(pub HostRange);
 
-/// One piece of bulk data outside a record, as a relay sees it.
+/// One piece of bulk data outside a record, as a relay treats it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DataUse {
-    /// The server reads it: send it.
+    /// The server reads it, so the relay sends it.
     In(HostRange),
-    /// The server reads it, and grants it first: send it then.
+    /// The server reads it, and the relay sends it once the server has granted it.
     Late(HostRange),
-    /// The server writes it: expect it.
+    /// The server writes it, so the relay expects it.
     Out(HostRange),
 }
 
@@ -110,7 +111,8 @@ fn get_range(number: u32, r: &mut Reader<'_>) -> Result<HostRange, WireError> {
     Ok(HostRange { place, offset, len })
 }
 
-/// `u32` kind ([`kind::LATE`] more for late data); inline: `u32` length and the bytes; otherwise `u32` region, `u64` offset, `u64` length.
+/// `u32` kind (plus [`kind::LATE`] for late data); inline: `u32` length and the bytes; otherwise `u32`
+/// region, `u64` offset, `u64` length.
 impl<'a> Wire<'a> for HostIn<'a> {
     const SHAPE: Shape = Shape::Data { name: "HostIn", at_least: 8 };
     const CARRIES_DATA: bool = true;

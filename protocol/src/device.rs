@@ -1,7 +1,8 @@
 //! The virtio device of `docs/device.md`: its configuration space, requests and events, byte for byte.
 //!
-//! This contract has a version of its own ([`DEVICE_VERSION`]), because the guest's kernel module knows nothing of what is in a channel. [`Extent`],
-//! [`Answer`], [`Response`] and the request kinds are also used on the native socket and the link.
+//! The device has its own version ([`DEVICE_VERSION`]), because the guest's kernel module does not depend on
+//! what is in a channel. [`Extent`], [`Answer`], [`Response`] and the request kinds are also used on the
+//! native socket and the link.
 
 use crate::schema::{Layout, layouts, numbered, numbers};
 
@@ -65,11 +66,11 @@ layouts! {
         pub version: u32,
         /// Channel ids are below this.
         pub max_channels: u32,
-        /// Most extents in one request.
+        /// Maximum number of extents in one request.
         pub max_extents: u32,
-        /// Most bytes of one channel.
+        /// Maximum size of a channel in bytes.
         pub max_channel_size: u64,
-        /// Most bytes registered by one channel; 0: no limit.
+        /// Maximum bytes that one channel may register; 0: no limit.
         pub max_registered: u64,
         /// Zero.
         pub reserved: [u8; 32],
@@ -104,15 +105,17 @@ layouts! {
 
 const _: () = assert!(size_of::<Config>() == 64);
 
-/// The layouts that the native socket and the link use as well, and the virtio device's own.
+/// The layouts of this module, in two groups.
 const SPLIT: (&[Layout], &[Layout]) = LAYOUTS.split_at(2);
-/// The layouts that are part of the wire: [`Extent`] and [`Response`].
+/// The layouts that are part of the wire, because the native socket and the link use them too: [`Extent`] and
+/// [`Response`].
 pub const SHARED_LAYOUTS: &[Layout] = SPLIT.0;
 /// The layouts that belong to the virtio device alone.
 pub const DEVICE_LAYOUTS: &[Layout] = SPLIT.1;
 
 numbered! {
-    /// A response's status: of the device, of the native socket ([`crate::native`]) and of a server's welcome ([`crate::link`]).
+    /// A response's status: of the device, of the native socket ([`crate::native`]) and of a server's welcome
+    /// ([`crate::link`]).
     pub enum Answer {
         /// Done.
         Ok = 0,
@@ -128,7 +131,7 @@ numbered! {
         Denied = 5,
         /// The request is not known.
         Unsupported = 6,
-        /// Only in a server's welcome: the session waits for its turn, and another welcome follows.
+        /// Only in a server's welcome: the session is queued, and another welcome follows.
         Waiting = 7,
     }
 }
@@ -141,7 +144,7 @@ impl Answer {
 }
 
 impl Response {
-    /// A response with its reason, cut to what fits.
+    /// A response with its reason, cut to the field's size.
     pub fn new(answer: Answer, reason: &str) -> Response {
         Response { status: answer as u32, reserved: 0, reason: text(reason) }
     }

@@ -1,4 +1,5 @@
-//! A fuzzer's bytes as a program of steps, for the targets in `fuzz/` and for the tests that run the same programs. Nothing else uses it.
+//! Turns a fuzzer's bytes into a program of steps, for the targets in `fuzz/` and for the tests that run the
+//! same programs.
 
 use std::path::Path;
 
@@ -6,11 +7,12 @@ use crate::data::kind;
 use crate::ops::OpInfo;
 use crate::schema::{Field, Shape};
 
-/// Numbers at which limits are.
+/// Numbers that are often limits.
 const EDGES: [u64; 16] =
     [0, 1, 2, 3, 7, 8, 63, 64, 4096, 0xffff, 1 << 20, 1 << 21, 1 << 31, u32::MAX as u64, 1 << 63, u64::MAX];
 
-/// The programs of a target's tests: its seeds, and `count` others (or `RGPU_FUZZ_PROGRAMS`) of all lengths up to `longest`, which are always the same.
+/// The programs of a target's tests: its seeds, and `count` generated ones (or `RGPU_FUZZ_PROGRAMS`) of all
+/// lengths up to `longest`. They are the same in every run.
 pub fn programs(target: &str, count: usize, longest: usize) -> Vec<Vec<u8>> {
     let count = std::env::var("RGPU_FUZZ_PROGRAMS").ok().and_then(|text| text.parse().ok()).unwrap_or(count);
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds").join(target);
@@ -25,15 +27,15 @@ pub fn programs(target: &str, count: usize, longest: usize) -> Vec<Vec<u8>> {
     programs
 }
 
-/// Gives a number for a field, by the field's name and its type's.
+/// Chooses a number for a field from the field's name and its type's name.
 pub type Values<'v> = dyn FnMut(&str, &str, &mut Steps<'_>) -> u64 + 'v;
 
-/// Takes values off the front of the bytes. Behind their end everything is 0.
+/// Takes values from the front of the bytes. After the last byte, every value is 0.
 #[derive(Debug)]
 pub struct Steps<'a>(&'a [u8]);
 
 impl<'a> Steps<'a> {
-    /// The program that these bytes are.
+    /// The program that these bytes stand for.
     pub fn new(bytes: &'a [u8]) -> Steps<'a> {
         Steps(bytes)
     }
@@ -94,7 +96,7 @@ impl<'a> Steps<'a> {
         }
     }
 
-    /// Some bytes: a length of one byte, and they.
+    /// Some bytes: their length in one byte, then the bytes.
     pub fn bytes(&mut self) -> &'a [u8] {
         let n = usize::from(self.byte()).min(self.0.len());
         let (now, rest) = self.0.split_at(n);
@@ -171,7 +173,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn behind_its_end_a_program_is_zeros() {
+    fn a_program_that_has_ended_gives_zeros() {
         let mut steps = Steps::new(&[2, 7, 8, 9]);
         assert_eq!(steps.bytes(), [7, 8]);
         assert_eq!((steps.u64(), steps.is_over()), (9, true));
@@ -183,7 +185,7 @@ mod tests {
         fn requests_decode_unless_a_value_is_invalid(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
             for info in ops::all() {
                 let mut body = Vec::new();
-                // Ones are valid values of nearly everything.
+                // 1 is a valid value of nearly every field.
                 Steps::new(&bytes).request(info, &mut |_, _, _| 1, &mut body);
                 if let Err(e) = (info.visit_data)(&body, &mut |_| {}) {
                     let text = e.to_string();

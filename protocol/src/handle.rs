@@ -1,5 +1,6 @@
-//! Ids that a client gives to its objects. The client chooses them, so that creating an object needs no answer. The server maps them to the driver's
-//! handles, separately for each session, and refuses an id that is unknown or in use.
+//! Ids of a client's objects. The client chooses them, so that creating an object needs no answer. The server
+//! maps them to the driver's handles, separately for each session, and refuses an id that is unknown or in
+//! use.
 
 use crate::schema::Shape;
 use crate::wire::{Reader, Wire, WireError, Writer};
@@ -32,11 +33,13 @@ macro_rules! handles {
 }
 
 handles! {
-    /// A context. Below [`crate::channel::MAX_CONTEXTS`]: it is also the index of the context's error word. The primary
-    /// context of device *n* is *n*; created contexts follow from [`crate::channel::MAX_DEVICES`].
+    /// A context. Below [`crate::channel::MAX_CONTEXTS`]: it is also the index of the context's error word.
+    /// The primary context of device *n* is *n*; created contexts follow from
+    /// [`crate::channel::MAX_DEVICES`].
     ContextId(u32);
-    /// A stream. Below [`crate::channel::MAX_STREAMS`]: it is also the index of the stream's progress word. The legacy default
-    /// stream of context *c* is *c*; created streams follow from [`crate::channel::MAX_CONTEXTS`].
+    /// A stream. Below [`crate::channel::MAX_STREAMS`]: it is also the index of the stream's progress word.
+    /// The legacy default stream of context *c* is *c*; created streams follow from
+    /// [`crate::channel::MAX_CONTEXTS`].
     StreamId(u32) => Stream;
     /// An event.
     EventId(u32) => Event;
@@ -44,7 +47,8 @@ handles! {
     ModuleId(u32);
     /// A linker: `CUlinkState`.
     LinkId(u32);
-    /// A kernel: module in the upper half, the function's index in that module's function table in the lower.
+    /// A kernel: the module in the upper half, the function's index in that module's function table in the
+    /// lower half.
     FunctionId(u64) => Function;
     /// An instantiated graph.
     GraphId(u32) => Graph;
@@ -52,15 +56,15 @@ handles! {
     ArrayId(u32);
     /// A wait of a stream for the client ([`crate::ops::stream::StreamHostWait`]).
     TicketId(u64);
-    /// Device memory without an address: from `cuMemCreate`, or exported by another process.
+    /// Device memory without an address: created with `cuMemCreate`, or imported from another process.
     MemoryId(u32);
     /// A green context: a context with a part of a device.
     GreenId(u32);
-    /// A description of the parts of a green context.
+    /// A descriptor of a green context's parts: `CUdevResourceDesc`.
     DescriptorId(u32);
 }
 
-/// An object by which commands are ordered.
+/// An object that determines the order of commands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Handle {
     /// The command is work on this stream, or changes it.

@@ -1,4 +1,4 @@
-//! What crosses a boundary in rgpu: bytes and types. Nothing here moves them.
+//! The types and bytes that cross rgpu's boundaries. This crate defines them and does no I/O.
 //!
 //! ```text
 //!  program ──▶ guest libraries ══ channel ══▶ vhost-rgpu ══ link ══▶ rgpu-server ──▶ Driver
@@ -13,10 +13,10 @@
 //! - [`handle`] and [`data`]: the ids that a client gives to objects, and the places where bulk data lies;
 //! - [`ops`]: the table of operations with how each is scheduled, and the `Driver` trait generated from it;
 //! - [`channel`]: the memory that a program and the host side share: ring, reply slots, progress, arena;
-//! - [`link`]: greetings and frames between the host bridge and a server;
+//! - [`link`]: greetings and frames between the bridge and a server;
 //! - [`device`] and [`native`]: how a channel is opened, by a guest's driver and by a process on the host;
 //! - [`version`]: which version two peers speak, and the fingerprint that tells builds apart;
-//! - [`schema`]: how all of these describe themselves for the fingerprint, the snapshot and the docs;
+//! - [`schema`]: descriptions of all of these, for the fingerprint, the snapshot and the docs;
 //! - [`polling`]: how long each side polls before it sleeps;
 //! - [`trace`]: per-command timestamps, for latency analysis.
 //!

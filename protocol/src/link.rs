@@ -1,4 +1,4 @@
-//! The link between the host bridge and a server: greetings, then frames.
+//! The link between the bridge and a server: greetings, then frames.
 //!
 //! ```text
 //!   bridge                                    server
@@ -9,58 +9,75 @@
 //!     │ ◀═════════════ frames ══════════════════▶│
 //! ```
 //!
-//! **Greetings.** [`Hello`] and [`Welcome`] begin with the sender's version and fingerprint ([`crate::version`]). Either side judges what it
-//! receives by [`greeting`].
+//! **Greetings.** [`Hello`] and [`Welcome`] begin with the sender's version and fingerprint
+//! ([`crate::version`]). Either side judges what it receives by [`greeting`].
 //!
-//! **tcp.** The control connection carries frames ([`FrameHeader`]) both ways. The bridge forwards the records of the ring in [`frame::COMMANDS`],
-//! unchanged and in order. Bulk data crosses on the data connections: [`DataHeader`]s, each followed by its bytes. A data header names the command
-//! and counts the command's pieces of bulk data ([`crate::data::DataUse`], from 0, both directions together).
+//! **tcp.** The control connection carries frames ([`FrameHeader`]) both ways. The bridge forwards the
+//! records of the ring in [`frame::COMMANDS`], unchanged and in order. Bulk data crosses on the data
+//! connections: [`DataHeader`]s, each followed by its bytes. A data header names the command and counts the
+//! command's pieces of bulk data ([`crate::data::DataUse`], from 0, both directions together).
 //!
-//! - *In* (to the server): the bridge may send a command's data before, with or after the command, in the order of the commands of one stream. The
-//!   server limits how much: the bridge may send *eagerly*, without a grant, as long as no more than [`Welcome::eager`] of the session's bytes
-//!   await their place, and the rest when the server grants it ([`frame::DATA_GRANT`]). Of a piece of up to [`EAGER_PIECE`] bytes it sends all or nothing eagerly. So data of a stream that stands still never keeps another
-//!   stream's data waiting. A [`HostIn::Late`](crate::data::HostIn) piece goes by grants alone.
-//! - *Out* (to the client): the server sends a command's data at any time after it took the command. Before it says anything that depends on the
-//!   data's arrival it sends [`frame::DATA_SENT`] on the control connection, and the bridge reads no further there until all of the data is in
-//!   the client's memory. `DATA_SENT` comes exactly once for every command that names `Out` data, even when the command failed and fewer bytes, or
-//!   none, were sent.
+//! - *In* (to the server): the bridge may send a command's data before, with or after the command, in the
+//!   order of the commands of one stream. The server limits how much: the bridge may send *eagerly*, without
+//!   a grant, while at most [`Welcome::eager`] of the session's bytes wait for room at the server, and the
+//!   rest when the server grants it ([`frame::DATA_GRANT`]). A piece of up to [`EAGER_PIECE`] bytes is sent
+//!   eagerly as a whole or not at all. So data of a stream that makes no progress never delays another
+//!   stream's data. A [`HostIn::Late`](crate::data::HostIn) piece is sent only when granted.
+//! - *Out* (to the client): the server sends a command's data at any time after it took the command. Before
+//!   it sends anything that depends on the data's arrival, it sends [`frame::DATA_SENT`] on the control
+//!   connection, and the bridge reads no further there until all of the data is in the client's memory.
+//!   `DATA_SENT` comes exactly once for every command that names `Out` data, even when the command failed and
+//!   fewer bytes, or none, were sent.
 //!
-//! The bytes that cross the control connection one way are a *stream*, and so are those of each data connection. Each end counts what it has received of
-//! each stream, says so ([`frame::RECEIVED`]), and keeps what it has sent until the peer has said so. When a connection is lost, the bridge opens new ones
-//! ([`purpose::RESUME`], `DATA`), both ends say what they have ([`frame::RESUMED`]), and every stream goes on behind that byte. Only
-//! [`frame::BYE`] ends a session; a server keeps one without connections for [`Welcome::grace`] seconds.
+//! The bytes that cross the control connection in one direction are a *stream*, and so are those of each data
+//! connection. Each end acknowledges what it has received of each stream ([`frame::RECEIVED`]), and keeps
+//! what it has sent until the peer has acknowledged it. When a connection is lost, the bridge opens new ones
+//! ([`purpose::RESUME`], `DATA`), both ends report how much they have received ([`frame::RESUMED`]), and
+//! every stream continues after that byte. Only [`frame::BYE`] ends a session; a server keeps one without
+//! connections for [`Welcome::grace`] seconds.
 //!
-//! A server may have kept what its client has sent before ([`Welcome::cache`]). Then the bridge can tell it the hash of a block of *In* data ([`HASH_FLAG`]), and once the server has said that it has
-//! the block ([`frame::DATA_KNOWN`]), refer to it ([`KNOWN_FLAG`]) where its bytes would be sent. All else is the same: what may go eagerly, and what needs a grant. The server keeps a block that it has said it has
-//! until all of it has come, one way or the other. A bridge waits for no answer that it need not wait for, because a command may be executed no further than its data has come.
+//! A server may have kept what its client has sent before ([`Welcome::cache`]). Then the bridge can send it
+//! the hash of a block of *In* data ([`HASH_FLAG`]). Once the server has answered that it has the block
+//! ([`frame::DATA_KNOWN`]), the bridge refers to the block ([`KNOWN_FLAG`]) instead of sending its bytes. The
+//! rules of what may be sent eagerly and what needs a grant are the same. The server keeps a block that it
+//! has reported until all of it has come, as a reference or as bytes. A bridge waits for such an answer only
+//! if it must, because a command is executed only as far as its data has come.
 //!
-//! A piece of no bytes is not sent at all. Every data connection has its own [`Hello`] (with the session's token) and [`Welcome`]; frames may
-//! follow once all are welcomed.
+//! A piece of no bytes is not sent at all. Every data connection has its own [`Hello`] (with the session's
+//! token) and [`Welcome`]; frames may follow once all are welcomed.
 //!
-//! **TLS.** The connection on which the bridge greets the server is the daemon's alone, and stays open without frames as long as the session: on it the server may say
-//! [`frame::BYE`]. After the welcome the bridge opens all of the session's connections, control and data, each with a TLS hello of its own that has the session's token as a name in the clear
-//! ([`Welcome::token`]), and trusts the key with the fingerprint [`Welcome::session_key`] on them. Each begins with a [`Hello`] with token and secret, and a [`Welcome`].
+//! **TLS.** The connection on which the bridge greets the server belongs to the daemon, and stays open
+//! without frames as long as the session: the server may send [`frame::BYE`] on it. After the welcome the
+//! bridge opens all of the session's connections, control and data. Each has its own TLS hello with the
+//! session's token as a name in the clear ([`Welcome::token`]), and on each the bridge trusts the key with
+//! the fingerprint [`Welcome::session_key`]. Each begins with a [`Hello`] with token and secret, and a
+//! [`Welcome`].
 //!
-//! **local.** A Unix stream socket. After the welcome the bridge sends [`frame::ATTACH`], and later [`frame::REGION_ADD`] and
-//! [`frame::REGION_REMOVE`]; the worker answers each with [`frame::ACK`]. Descriptors travel with the first byte of their frame. Commands, replies
-//! and progress cross in the channel's memory. With [`ATTACH_SUCCESSION`], a socket that closes without a [`frame::BYE`] does not end the session: another
-//! process of the bridge brings another socket ([`frame::TAKE_OVER`]). The session ends when nobody is left who could.
+//! **local.** A Unix stream socket. After the welcome the bridge sends [`frame::ATTACH`], and later
+//! [`frame::REGION_ADD`] and [`frame::REGION_REMOVE`]; the worker answers each with [`frame::ACK`].
+//! Descriptors travel with the first byte of their frame. Commands, replies and progress cross in the
+//! channel's memory. With [`ATTACH_SUCCESSION`], a socket that closes without a [`frame::BYE`] does not end
+//! the session: another process of the bridge passes in another socket ([`frame::TAKE_OVER`]). The session
+//! ends when no process is left that could.
 //!
-//! **verbs.** The TCP control connection stays open for the whole session, for `ALIVE` and `BYE`. After the welcome both sides send one
-//! [`frame::QUEUES`], the bridge first, and then connect their queue pairs: queue 0 for messages, the others for data. A message is a
-//! [`MessageHeader`] and some bytes; the bytes of all messages one way form a stream of the same frames as on a control connection.
+//! **verbs.** The TCP control connection stays open for the whole session, for `ALIVE` and `BYE`. After the
+//! welcome both sides send one [`frame::QUEUES`], the bridge first, and then connect their queue pairs: queue
+//! 0 for messages, the others for data. A message is a [`MessageHeader`] and some bytes; the bytes of all
+//! messages one way form a stream of the same frames as on a control connection.
 //!
-//! - *In*: the bridge writes pieces (a [`DataHeader`] and its bytes) into free slots of the server's memory, cut as [`chunk_len`] says. The
-//!   session's n-th piece goes to slot n modulo their number, so that the server knows in advance where data will lie. Data whose stream may stand
-//!   still for long (behind a host function, or once a stream has waited for a word of memory) and late data wait for grants
-//!   ([`frame::DATA_ASK`]). Granted data has slots of its own ([`GRANTED_SLOTS`]), in any order. The server copies it out as it comes, so it never
-//!   waits for data of later commands, which stays in the other slots until those commands are executed.
-//! - *Out*: the server writes to the place that the command names in the client's memory, by the key from a [`frame::REGION_KEY`]. Immediate data
-//!   says what was written.
+//! - *In*: the bridge writes pieces (a [`DataHeader`] and its bytes) into free slots of the server's memory,
+//!   cut as [`chunk_len`] says. The session's n-th piece goes to slot n modulo their number, so that the
+//!   server knows in advance where data will arrive. Data whose stream may not progress for a long time
+//!   (after a host function, or once a stream has waited for a word of memory) and late data wait for grants
+//!   ([`frame::DATA_ASK`]). Granted data has slots of its own ([`GRANTED_SLOTS`]), in any order. The server
+//!   copies it out as it arrives, so it never waits for data of later commands, which stays in the other
+//!   slots until those commands are executed.
+//! - *Out*: the server writes to the place that the command names in the client's memory, with the key from a
+//!   [`frame::REGION_KEY`]. Immediate data says what was written.
 //!
-//! **End.** The bridge sends [`frame::BYE`] and shuts its direction down; the worker releases all memory and then closes the socket. A worker that
-//! ends the session does the same: `BYE` with the reason, memory released, socket closed. A closed socket therefore means that the peer no longer
-//! touches the memory.
+//! **End.** The bridge sends [`frame::BYE`] and shuts its direction down; the worker releases all memory and
+//! then closes the socket. A worker that ends the session does the same: `BYE` with the reason, memory
+//! released, socket closed. A closed socket therefore means that the peer no longer touches the memory.
 
 use thiserror::Error;
 use zerocopy::FromBytes;
@@ -72,66 +89,75 @@ use crate::version::{Mismatch, Speaks, Version};
 pub const MAGIC: u64 = u64::from_le_bytes(*b"rGPUlink");
 /// Default TCP port of `rgpu-server`.
 pub const DEFAULT_PORT: u16 = 9700;
-/// Largest body of a frame, in bytes.
+/// Maximum size of a frame's body in bytes.
 pub const MAX_FRAME: u32 = 32 << 20;
-/// Most bytes behind one [`DataHeader`].
+/// Maximum bytes after one [`DataHeader`].
 pub const MAX_DATA: u32 = 4 << 20;
-/// Of longer pieces of `In` data the server says what it grants without being asked.
+/// The server grants pieces of `In` data that are longer than this without being asked.
 pub const EAGER_PIECE: u64 = 1 << 20;
-/// Eager bytes of a session that any server lets await their place at one time.
+/// Eager bytes of a session that every server lets wait for room at one time.
 pub const EAGER: u64 = 16 << 20;
-/// Most bytes of a question ([`purpose::ASK`]).
+/// Maximum size of a question ([`purpose::ASK`]) in bytes.
 pub const MAX_QUESTION: u32 = 4096;
 /// Set in [`DataHeader::len`]: these bytes are eager.
 pub const EAGER_FLAG: u32 = 1 << 31;
-/// Set in [`DataHeader::len`]: no bytes follow but the BLAKE3 hash of so many bytes at this offset, which are a block ([`CACHE_BLOCK`]). The server says with [`frame::DATA_KNOWN`] whether it has them.
+/// Set in [`DataHeader::len`]: instead of the bytes at this offset, which are a block ([`CACHE_BLOCK`]),
+/// their BLAKE3 hash follows. The server answers with [`frame::DATA_KNOWN`] whether it has the block.
 pub const HASH_FLAG: u32 = 1 << 30;
-/// Set in [`DataHeader::len`]: no bytes follow, because they are part of a block that the server has said it has.
+/// Set in [`DataHeader::len`]: no bytes follow, because they are part of a block that the server has reported
+/// to have.
 pub const KNOWN_FLAG: u32 = 1 << 29;
-/// Set in [`DataHeader::len`]: the server may keep these bytes, so as to have them the next time.
+/// Set in [`DataHeader::len`]: the server may keep these bytes, so that they need not be sent again.
 pub const KEEP_FLAG: u32 = 1 << 28;
-/// Set in [`DataHeader::len`], to a server of version 2.1 or later: the bytes follow compressed. First comes how many bytes that is, as u32, which are fewer than [`DataHeader::len`] says, then one LZ4
-/// block without a header.
+/// Set in [`DataHeader::len`], to a server of version 2.1 or later: the bytes follow compressed. First comes
+/// their compressed size as u32, which is less than [`DataHeader::len`], then one LZ4 block without a header.
 pub const COMPRESSED_FLAG: u32 = 1 << 27;
 /// All flags of [`DataHeader::len`].
 pub const DATA_FLAGS: u32 = EAGER_FLAG | HASH_FLAG | KNOWN_FLAG | KEEP_FLAG | COMPRESSED_FLAG;
-/// The version from which on a server takes compressed data.
+/// The first version in which a server takes compressed data.
 pub const COMPRESSED_SINCE: Version = Version { major: 2, minor: 1 };
-/// Bytes of a block, the unit in which a server knows data: a piece is cut at multiples of this, and its last block may be shorter.
+/// Bytes of a block, the unit in which a server knows data: a piece is cut at multiples of this, and its last
+/// block may be shorter.
 pub const CACHE_BLOCK: u64 = MAX_DATA as u64;
-/// `flags` of [`Attach`]: the client's threads sleep by futex on the channel's words. Otherwise a write to the wake eventfd reaches them.
+/// `flags` of [`Attach`]: the client's threads sleep by futex on the channel's words. Otherwise a write to
+/// the wake eventfd reaches them.
 pub const ATTACH_FUTEX: u32 = 1;
-/// `flags` of [`Attach`]: the bridge's process may be replaced by another one. The last descriptor is the socket of packets on which that one says so ([`frame::TAKE_OVER`]).
+/// `flags` of [`Attach`]: another process may replace the bridge's process. The last descriptor is the packet
+/// socket on which the new process announces itself ([`frame::TAKE_OVER`]).
 pub const ATTACH_SUCCESSION: u32 = 2;
-/// `flags` of [`RegionAdd`]: a descriptor comes along, and extents are offsets in its file.
+/// `flags` of [`RegionAdd`]: a descriptor is attached, and extents are offsets in its file.
 pub const REGION_OWN_MEMORY: u32 = 1;
 /// `flags` of [`RegionAdd`]: the worker may only read.
 pub const REGION_READ_ONLY: u32 = 2;
-/// Most queues of a `verbs` session: one for messages, the others for data.
+/// Maximum queues of a `verbs` session: one for messages, the others for data.
 pub const MAX_QUEUES: usize = 8;
 /// How many of a `verbs` server's slots, the last ones, are for granted data.
 pub const GRANTED_SLOTS: u32 = 8;
-/// Most bytes of records that a `verbs` bridge may have sent and the server not taken ([`frame::COMMANDS_TAKEN`]). The server reads everything else
-/// at once, however long one command keeps it.
+/// Maximum bytes of records that a `verbs` bridge may have sent and the server not taken
+/// ([`frame::COMMANDS_TAKEN`]). The server reads everything else at once, however long a command takes.
 pub const COMMANDS_AHEAD: u64 = 1 << 20;
-/// Bytes of a `tcp` session's control stream after whose arrival [`frame::RECEIVED`] says so, at the latest.
+/// A peer acknowledges a `tcp` session's control stream ([`frame::RECEIVED`]) at least once in this many
+/// bytes.
 pub const ACKNOWLEDGE_CONTROL: u64 = 64 << 10;
 /// The same for the stream of a data connection to the server.
 pub const ACKNOWLEDGE_IN: u64 = 1 << 20;
 /// The same for the stream of a data connection to the bridge.
 pub const ACKNOWLEDGE_OUT: u64 = 1 << 20;
-/// Where a piece's bytes begin in a slot, in bytes. The header ends there, so that one write carries both and the bytes are well aligned.
+/// Offset of a piece's bytes in a slot, in bytes. The header ends there, so that one write carries both and
+/// the bytes are aligned.
 pub const SLOT_DATA: u32 = 64;
-/// Most devices that a session can [ask for](Hello::devices). The field has a number in its type, because rustc 1.95 ends with an internal error at some uses of `Hello` otherwise.
+/// Maximum devices that a session can [ask for](Hello::devices). The field's type repeats the number, because
+/// with the constant rustc 1.95 fails with an internal error at some uses of `Hello`.
 pub const MAX_DEVICE_LIST: usize = 32;
 /// `region` of [`RegionKey`]: the channel's arena.
 pub const ARENA_KEY: u32 = u32::MAX;
 
 impl DirectHeader {
-    /// The bytes that follow, if a correct peer sends this header after the piece with the number `last`.
+    /// The number of bytes that follow, if a correct peer may send this header after the piece with the
+    /// number `last`.
     ///
     /// # Errors
-    /// Says in words what is wrong.
+    /// What is wrong.
     pub fn check(&self, last: u64) -> Result<usize, String> {
         let DirectHeader { number, len, reserved } = *self;
         if number <= last {
@@ -155,25 +181,33 @@ numbers! {
         LOCAL = 3;
         /// The control connection of a session over verbs.
         VERBS = 4;
-        /// A new control connection of the session that the token and the secret name, whose connections were lost.
+        /// A new control connection of the session that the token and the secret name, after its connections
+        /// were lost.
         RESUME = 5;
-        /// A client gives a token of the server's for its key being known from now on. Only under TLS; nothing follows the answer.
+        /// A client presents a token of the server, so that the server trusts the client's key from now on.
+        /// Only under TLS; nothing follows the answer.
         JOIN = 6;
-        /// Ends the session that the token and the secret name: its bridge could not say so on the control connection. The server welcomes and closes.
+        /// Ends the session that the token and the secret name, if its bridge could not do so on the control
+        /// connection. The server sends a welcome and closes.
         END = 7;
-        /// A [direct connection](crate::ops::direct) from another server's worker. The token and the secret are a ticket's; [`DirectHeader`](super::DirectHeader)s follow the answer.
+        /// A [direct connection](crate::ops::direct) from another server's worker. The token and the secret
+        /// are a ticket's; [`DirectHeader`](super::DirectHeader)s follow the answer.
         DIRECT = 8;
-        /// A question that needs no session, such as for a lease. [`Hello::index`](super::Hello) bytes of it follow at once, the answer is one [`ANSWER`](super::frame::ANSWER) behind the welcome.
+        /// A question that needs no session, such as a request for a lease. Its
+        /// [`Hello::index`](super::Hello) bytes follow at once; the answer is one
+        /// [`ANSWER`](super::frame::ANSWER) after the welcome.
         ASK = 9;
     }
 
-    /// What a client asks of its session, in bits: in [`Hello::wishes`](super::Hello) and in a channel's header. These are hints: none gives a client
-    /// anything that it could not have otherwise.
+    /// A client's wishes for its session, as bits in [`Hello::wishes`](super::Hello) and in a channel's
+    /// header. They are hints: none gives a client anything that it could not have without it.
     pub mod wish: u32 {
-        /// The session only asks NVML's questions. The server gives it a process without CUDA contexts, which refuses every other operation.
+        /// The session only sends NVML queries. The server gives it a process without CUDA contexts, which
+        /// refuses every other operation.
         NVML_ONLY = 1;
         /// The client understands that it has to wait ([`Answer::Waiting`](crate::device::Answer::Waiting),
-        /// [`State::Waiting`](crate::channel::State::Waiting)). A client that does not is left without an answer until its session begins.
+        /// [`State::Waiting`](crate::channel::State::Waiting)). A client that does not gets no answer until
+        /// its session begins.
         MAY_WAIT = 2;
     }
 
@@ -187,61 +221,82 @@ numbers! {
         PROGRESS = 3;
         /// Server → bridge: [`DataSent`](super::DataSent).
         DATA_SENT = 4;
-        /// Either way: the sender ends the session; the body is the reason as text. Empty: as asked.
+        /// Either way: the sender ends the session; the body is the reason as text. Empty: the session ends
+        /// as intended.
         BYE = 5;
-        /// Either way, empty: still here. A bridge that expects something from the server asks after a second of silence, and the server answers. A
-        /// server that is silent for ten seconds on all of its connections (`verbs`: its queue pairs) while something is expected of it is lost.
-        /// `local` needs none, since a worker's death closes its socket, and ignores one that comes.
+        /// Either way, empty: the sender is alive. A bridge that expects something from the server sends one
+        /// after a second of silence, and the server answers. A server that is silent for ten seconds on all
+        /// of its connections (`verbs`: its queue pairs) while something is expected of it counts as lost.
+        /// `local` needs none, since a worker's death closes its socket, and ignores any.
         ALIVE = 6;
-        /// Bridge → worker, `local`: [`Attach`](super::Attach), then its memories, then its extents. Descriptors: one for each memory, the doorbell
-        /// eventfd, unless [`ATTACH_FUTEX`](super::ATTACH_FUTEX) is set the wake eventfd, and with [`ATTACH_SUCCESSION`](super::ATTACH_SUCCESSION) a
-        /// socket of packets.
+        /// Bridge → worker, `local`: [`Attach`](super::Attach), then its memories, then its extents.
+        /// Descriptors: one for each memory, the doorbell eventfd, the wake eventfd (unless
+        /// [`ATTACH_FUTEX`](super::ATTACH_FUTEX) is set), and with
+        /// [`ATTACH_SUCCESSION`](super::ATTACH_SUCCESSION) a packet socket.
         ATTACH = 7;
-        /// Bridge → worker, `local`: [`RegionAdd`](super::RegionAdd), then its extents. With [`REGION_OWN_MEMORY`](super::REGION_OWN_MEMORY): one
-        /// descriptor, and the extents count in it.
+        /// Bridge → worker, `local`: [`RegionAdd`](super::RegionAdd), then its extents. With
+        /// [`REGION_OWN_MEMORY`](super::REGION_OWN_MEMORY): one descriptor, and the extents are offsets in
+        /// its file.
         REGION_ADD = 8;
         /// Bridge → worker, `local`: u32 region. Acknowledged when the worker no longer touches it.
         REGION_REMOVE = 9;
-        /// Worker → bridge, `local`: [`Ack`](super::Ack), to `ATTACH`, `REGION_ADD` and `REGION_REMOVE`, in order.
+        /// Worker → bridge, `local`: [`Ack`](super::Ack), to `ATTACH`, `REGION_ADD` and `REGION_REMOVE`, in
+        /// order.
         ACK = 10;
         /// Either way, `verbs`, on the control connection, once: [`Queues`](super::Queues).
         QUEUES = 11;
-        /// Bridge → server, `verbs`: [`RegionKey`](super::RegionKey). Comes before the first command that has the server write into that memory.
+        /// Bridge → server, `verbs`: [`RegionKey`](super::RegionKey). Comes before the first command that has
+        /// the server write into that memory.
         REGION_KEY = 12;
-        /// Server → bridge, `verbs`: one or more u32: slots that are free again, in the order in which they are to be written.
+        /// Server → bridge, `verbs`: one or more u32: slots that are free again, in the order in which they
+        /// are to be written.
         SLOTS_FREE = 13;
         /// Server → bridge, `tcp`, `verbs`: one or more [`DataGrant`](super::DataGrant)s.
         DATA_GRANT = 14;
-        /// Server → bridge, `tcp`: u64: this many more bytes of eager data have found their place, or were thrown away.
+        /// Server → bridge, `tcp`: u64: this many more bytes of eager data have found room, or were
+        /// discarded.
         DATA_PLACED = 15;
-        /// Bridge → server: [`DataAsk`](super::DataAsk): that piece of data waits for a grant. Sent before the command, because a server may read
-        /// nothing behind a command while it executes it. `tcp`: only for pieces of up to [`EAGER_PIECE`](super::EAGER_PIECE) bytes; the server
-        /// grants others without being asked.
+        /// Bridge → server: [`DataAsk`](super::DataAsk): that piece of data waits for a grant. Sent before
+        /// the command, because a server may read nothing after a command while it executes it. `tcp`: only
+        /// for pieces of up to [`EAGER_PIECE`](super::EAGER_PIECE) bytes; the server grants others without
+        /// being asked.
         DATA_ASK = 16;
-        /// Server → bridge, `verbs`: u64: this many more bytes of records were taken to be executed ([`COMMANDS_AHEAD`](super::COMMANDS_AHEAD)).
+        /// Server → bridge, `verbs`: u64: the server has taken this many more bytes of records for execution
+        /// ([`COMMANDS_AHEAD`](super::COMMANDS_AHEAD)).
         COMMANDS_TAKEN = 17;
-        /// Either way, `tcp`: one or more [`Received`](super::Received): how much of the session's streams has come. The peer need not keep it any longer. A
-        /// bridge says so here only of the control stream, because a server may read nothing behind a command while it executes it; of a data connection's
-        /// stream it says so on that connection, by a [`DataHeader`](super::DataHeader) of no bytes whose `seq` is 0 and whose `offset` is the number.
+        /// Either way, `tcp`: one or more [`Received`](super::Received): how much of the session's streams
+        /// has come. The peer need not keep it any longer. A bridge acknowledges only the control stream in
+        /// this way, because a server may read nothing after a command while it executes it. It acknowledges
+        /// a data connection's stream on that connection, with a [`DataHeader`](super::DataHeader) of no
+        /// bytes whose `seq` is 0 and whose `offset` is the number.
         RECEIVED = 18;
-        /// Either way, `tcp`: the first frame on each control connection but the session's first, before its stream goes on: a
-        /// [`Received`](super::Received) for each of the session's streams, in order. It does not count as part of a stream.
+        /// Either way, `tcp`: the first frame on each control connection but the session's first, before its
+        /// stream goes on: a [`Received`](super::Received) for each of the session's streams, in order. It
+        /// does not count as part of a stream.
         RESUMED = 19;
-        /// Bridge → worker, `local`, as one packet on the socket of [`ATTACH_SUCCESSION`](super::ATTACH_SUCCESSION), empty: the descriptor that comes along is a
-        /// stream socket, in place of the one whose process has ended.
+        /// Bridge → worker, `local`, as one packet on the socket of
+        /// [`ATTACH_SUCCESSION`](super::ATTACH_SUCCESSION), empty: the attached descriptor is a stream
+        /// socket, which replaces that of the process that has ended.
         TAKE_OVER = 20;
-        /// Worker → bridge, `local`, the first frame on such a socket: a [`RegionAdd`](super::RegionAdd) for each region that is registered. Its extents do not
-        /// follow; `extent_count` says of how many pieces of memory the region is made. Of the requests before, the list alone says which were carried out.
+        /// Worker → bridge, `local`, the first frame on such a socket: a [`RegionAdd`](super::RegionAdd) for
+        /// each region that is registered. Its extents do not follow; `extent_count` is the number of pieces
+        /// of memory that the region consists of. Only this list says which of the earlier requests were
+        /// carried out.
         TAKEN_OVER = 21;
-        /// Server → bridge, `tcp`: one or more [`DataKnown`](super::DataKnown), one for each [`HASH_FLAG`](super::HASH_FLAG).
+        /// Server → bridge, `tcp`: one or more [`DataKnown`](super::DataKnown), one for each
+        /// [`HASH_FLAG`](super::HASH_FLAG).
         DATA_KNOWN = 22;
         /// Server → client, to a question ([`purpose::ASK`](super::purpose::ASK)): the answer as JSON.
         ANSWER = 23;
-        /// Bridge → worker, `local`, as one packet on the socket of [`ATTACH_SUCCESSION`](super::ATTACH_SUCCESSION), empty: the client was stopped, and its memory must not be touched.
+        /// Bridge → worker, `local`, as one packet on the socket of
+        /// [`ATTACH_SUCCESSION`](super::ATTACH_SUCCESSION), empty: the client was stopped, and the worker
+        /// must not touch its memory.
         PAUSE = 24;
-        /// Worker → bridge, in the same way: nothing of the worker touches it any more, and commands stay in the ring. None comes if work that uses the memory does not end.
+        /// Worker → bridge, in the same way: the worker no longer touches the memory and leaves commands in
+        /// the ring. Not sent if work that uses the memory does not end.
         PAUSED = 25;
-        /// Bridge → worker, in the same way: the client goes on. [`TAKE_OVER`](Self::TAKE_OVER) says the same.
+        /// Bridge → worker, in the same way: the client continues. [`TAKE_OVER`](Self::TAKE_OVER) implies the
+        /// same.
         CONTINUE = 26;
     }
 
@@ -253,7 +308,7 @@ numbers! {
         STREAM = 2;
         /// A context's error word.
         ERROR = 3;
-        /// `released`, where the server knows more than the bridge. Over tcp it does not: the bridge releases what it has sent.
+        /// `released`. Not over tcp, where the bridge itself releases what it has sent.
         RELEASED = 4;
         /// `output`: its value.
         OUTPUT = 5;
@@ -265,19 +320,21 @@ layouts! {
     pub struct Hello {
         /// [`MAGIC`].
         pub magic: u64,
-        /// What the bridge speaks for this client: the older of its own version and the client's.
+        /// The version that the bridge speaks for this client: the older of its own and the client's.
         pub version: Version,
         /// One of [`purpose`].
         pub purpose: u32,
         /// The fingerprint of `version`.
         pub fingerprint: u64,
-        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's token. `DIRECT`: the ticket's. Otherwise zero.
+        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's token.
+        /// `DIRECT`: the ticket's. Otherwise zero.
         pub token: [u8; 16],
-        /// `DATA`: which of the session's data connections this is. `CONTROL`: how many the bridge would like. `ASK`: bytes of the question, at most [`MAX_QUESTION`]. Otherwise zero.
+        /// `DATA`: which of the session's data connections this is. `CONTROL`: how many the bridge would
+        /// like. `ASK`: bytes of the question, at most [`MAX_QUESTION`]. Otherwise zero.
         pub index: u32,
         /// Process id of the program, in its own namespace; for display.
         pub pid: u32,
-        /// Reply slots of the channel. Replies name one below this.
+        /// Number of reply slots of the channel. Replies name a slot below this.
         pub slot_count: u32,
         /// Bits of [`wish`]. Zero on a data connection.
         pub wishes: u32,
@@ -285,27 +342,29 @@ layouts! {
         pub client: [u8; 64],
         /// Name of the program, for display. NUL-padded.
         pub program: [u8; 32],
-        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's secret. `JOIN`: the token's. `DIRECT`: the ticket's.
-        /// A hello that opens a session: the key of the lease that it is to have, or zero. Otherwise zero.
+        /// `DATA`, `RESUME`, `END`, and under TLS every connection of a session: the session's secret.
+        /// `JOIN`: the token's. `DIRECT`: the ticket's. A hello that opens a session: the key of the lease
+        /// that the session uses, or zero. Otherwise zero.
         pub secret: [u8; 32],
-        /// `DATA`, `RESUME`: which of the session's links the connection belongs to. The first link is 0; each attempt to resume has a higher number.
+        /// `DATA`, `RESUME`: which of the session's links the connection belongs to. The first link is 0;
+        /// each attempt to resume has a higher number.
         pub attempt: u32,
         /// Zero.
         pub reserved: u32,
-        /// The devices that the session asks for, by the server's numbers plus 1, in the order in which it is to have them. 0: no more; all 0: any.
-        /// Zero on a data connection.
+        /// The devices that the session asks for, by the server's numbers plus 1, in the order in which the
+        /// session numbers them. 0: no more; all 0: any. Zero on a data connection.
         pub devices: [u8; 32],
     }
 
     /// Answer to every [`Hello`].
     ///
-    /// While no worker is ready for a session, the server answers a bridge that [may wait](wish::MAY_WAIT) with
-    /// [`Answer::Waiting`](crate::device::Answer::Waiting), again each second or so; another `Welcome` follows. A bridge leaves the queue by closing
-    /// its connection.
+    /// While no worker is ready for a session, the server answers a bridge that [may wait](wish::MAY_WAIT)
+    /// with [`Answer::Waiting`](crate::device::Answer::Waiting), again each second or so; another `Welcome`
+    /// follows. A bridge leaves the queue by closing its connection.
     pub struct Welcome {
         /// [`MAGIC`].
         pub magic: u64,
-        /// The server's version, also when it refuses the bridge's.
+        /// The server's version, also when it refuses the bridge.
         pub version: Version,
         /// [`crate::device::Answer`], by number.
         pub status: u32,
@@ -313,31 +372,35 @@ layouts! {
         pub fingerprint: u64,
         /// Names the session on its other connections. Random.
         pub token: [u8; 16],
-        /// Data connections that the bridge must open.
+        /// Number of data connections that the bridge must open.
         pub data_connections: u32,
-        /// With [`Answer::Waiting`](crate::device::Answer::Waiting): sessions that the server serves before this one.
+        /// With [`Answer::Waiting`](crate::device::Answer::Waiting): number of sessions that the server
+        /// serves before this one.
         pub ahead: u32,
         /// The server's host name. NUL-padded.
         pub server: [u8; 64],
         /// Why the server refuses. NUL-padded.
         pub reason: [u8; 256],
-        /// Proves that a later connection comes from the session's bridge. Random, and nobody else's to know.
+        /// Proves that a later connection comes from the session's bridge. Random; the bridge tells nobody.
         pub secret: [u8; 32],
-        /// Seconds for which the server keeps the session when its connections are lost. 0: it ends with them.
+        /// Seconds for which the server keeps the session when its connections are lost. 0: it ends with
+        /// them.
         pub grace: u32,
-        /// MiB of the session's data that may be sent eagerly and await their place, `tcp`. Fewer than [`EAGER`] stand for as many as that.
+        /// `tcp`: MiB of the session's data that may be sent eagerly and wait for room. Less than [`EAGER`]
+        /// stands for [`EAGER`].
         pub eager: u32,
-        /// Under TLS, the SHA-256 of the public key that the session's connections have; otherwise zero. The key exists for this session only, and the server's worker has it.
+        /// Under TLS, the SHA-256 of the public key that the session's connections use; otherwise zero. The
+        /// key exists only for this session, in the server's worker.
         pub session_key: [u8; 32],
-        /// Whom the server takes the client for. NUL-padded.
+        /// The name under which the server knows the client. NUL-padded.
         pub principal: [u8; 64],
-        /// 1: the server keeps what the session sends over `tcp`, and need not be sent it again.
+        /// 1: the server keeps what the session sends over `tcp`, so that it need not be sent again.
         pub cache: u32,
         /// Zero.
         pub unused: u32,
     }
 
-    /// Begins every frame; `len` bytes of body follow.
+    /// Precedes every frame; `len` bytes of body follow.
     pub struct FrameHeader {
         /// One of [`frame`].
         pub kind: u32,
@@ -345,8 +408,8 @@ layouts! {
         pub len: u32,
     }
 
-    /// An entry of [`frame::DATA_GRANT`]: there is room for the piece up to an offset, or there will be without anything else of the session
-    /// happening first.
+    /// An entry of [`frame::DATA_GRANT`]: the server has room for the piece up to an offset, or will have it
+    /// even if nothing else of the session happens first.
     pub struct DataGrant {
         /// The command.
         pub seq: u64,
@@ -386,7 +449,8 @@ layouts! {
         pub index: u32,
         /// The new `seq`.
         pub seq: u64,
-        /// [`progress::ERROR`]: the [`crate::Status`], by number; 0 clears. [`progress::OUTPUT`]: the bytes. Otherwise 0.
+        /// [`progress::ERROR`]: the [`crate::Status`], by number; 0 clears. [`progress::OUTPUT`]: the bytes.
+        /// Otherwise 0.
         pub value: u64,
     }
 
@@ -398,7 +462,7 @@ layouts! {
         pub bytes: u64,
     }
 
-    /// Begins each part of a piece on a data connection; `len` bytes follow.
+    /// Precedes each part of a piece on a data connection; `len` bytes follow.
     pub struct DataHeader {
         /// The command that names the data.
         pub seq: u64,
@@ -406,15 +470,18 @@ layouts! {
         pub offset: u64,
         /// Which of the command's pieces of bulk data.
         pub piece: u32,
-        /// Bytes that follow, at most [`MAX_DATA`]; over `tcp` with [`EAGER_FLAG`] where no grant covers them, with [`HASH_FLAG`], [`KNOWN_FLAG`] or [`KEEP_FLAG`] in a session with a cache, and with [`COMPRESSED_FLAG`] where fewer bytes follow.
+        /// Bytes that follow, at most [`MAX_DATA`]; over `tcp` with [`EAGER_FLAG`] if no grant covers them,
+        /// with [`HASH_FLAG`], [`KNOWN_FLAG`] or [`KEEP_FLAG`] in a session with a cache, and with
+        /// [`COMPRESSED_FLAG`] if fewer bytes follow.
         pub len: u32,
     }
 
-    /// Begins each piece on a [direct connection](crate::ops::direct); `len` bytes follow.
+    /// Precedes each piece on a [direct connection](crate::ops::direct); `len` bytes follow.
     pub struct DirectHeader {
-        /// The piece's number, which is higher than that of the one before.
+        /// The piece's number, which is higher than that of the previous piece.
         pub number: u64,
-        /// Bytes that follow, from 1 to [`MAX_PIECE`](crate::ops::direct::MAX_PIECE). 0: the piece will not come.
+        /// Bytes that follow, from 1 to [`MAX_PIECE`](crate::ops::direct::MAX_PIECE). 0: the piece will not
+        /// come.
         pub len: u32,
         /// Zero.
         pub reserved: u32,
@@ -434,11 +501,12 @@ layouts! {
 
     /// An entry of [`frame::RECEIVED`] and [`frame::RESUMED`].
     pub struct Received {
-        /// The stream: 0 is the control connections', 1 the first data connections', and so on.
+        /// The stream: 0 for the control connection, 1 for the first data connection, and so on.
         pub stream: u32,
         /// Zero.
         pub reserved: u32,
-        /// Bytes of the stream that have come since the session began, over all of its links. Greetings and [`frame::RESUMED`] are not part of a stream.
+        /// Bytes of the stream that have come since the session began, over all of the session's links.
+        /// Greetings and [`frame::RESUMED`] are not part of a stream.
         pub bytes: u64,
     }
 
@@ -456,7 +524,7 @@ layouts! {
         pub size: u64,
     }
 
-    /// One memory of the client: part of a file, at an address that [`crate::device::Extent`]s count in.
+    /// A memory of the client: part of a file, at an address that [`crate::device::Extent`]s refer to.
     pub struct Memory {
         /// First (guest-physical) address.
         pub addr: u64,
@@ -488,14 +556,15 @@ layouts! {
         pub reserved: u32,
     }
 
-    /// Body of [`frame::QUEUES`]: what the peer needs to connect to this side's queue pairs and to use its memory.
+    /// Body of [`frame::QUEUES`]: what the peer needs to connect to this side's queue pairs and to use this
+    /// side's memory.
     pub struct Queues {
-        /// Queue pairs in all, 2 to [`MAX_QUEUES`]. The bridge says how many it would like; the server answers with as many or fewer, and the bridge
-        /// leaves the others unused.
+        /// Number of queue pairs, 2 to [`MAX_QUEUES`]. The bridge asks for a number; the server answers with
+        /// that number or a lower one, and the bridge leaves the others unused.
         pub count: u32,
-        /// Receives that this side has ready on each queue.
+        /// Receives that this side has posted on each queue.
         pub receives: u32,
-        /// Largest message in bytes, header included.
+        /// Maximum size of a message in bytes, including its header.
         pub message: u32,
         /// MTU of this side's port, in bytes. The smaller of the two is used.
         pub mtu: u32,
@@ -515,25 +584,27 @@ layouts! {
         pub slots_key: u32,
         /// Server: number of slots, all free at first; more than [`GRANTED_SLOTS`].
         pub slots: u32,
-        /// Server: bytes from one slot to the next. A piece's bytes begin [`SLOT_DATA`] bytes into its slot, its [`DataHeader`] right before them.
+        /// Server: bytes from one slot to the next. A piece's bytes begin [`SLOT_DATA`] bytes into its slot,
+        /// its [`DataHeader`] right before them.
         pub slot_size: u32,
-        /// Most writes that this side has under way on each queue. The bridge asks the server for as many as it has itself; the server answers with
-        /// as many or fewer.
+        /// Maximum writes that this side has in flight on each queue. The bridge sends its own number; the
+        /// server answers with that number or a lower one.
         pub depth: u32,
     }
 
-    /// Begins every message of a `verbs` session; bytes of the stream of frames follow, or none.
+    /// Precedes every message of a `verbs` session; bytes of the stream of frames follow, or none.
     pub struct MessageHeader {
         /// Bytes that follow.
         pub len: u32,
-        /// Which message of the session it is, counted from 0 each way. A device that loses or repeats one breaks what a reliable connection
-        /// promises; this notices it.
+        /// The message's number, counted from 0 in each direction. It detects a device that loses or repeats
+        /// messages in spite of a reliable connection.
         pub number: u32,
-        /// For each queue: receives that the sender has posted again since its last message.
+        /// For each queue: receives that the sender has posted since its last message.
         pub credits: [u16; MAX_QUEUES],
     }
 
-    /// Body of [`frame::REGION_KEY`]: memory of the client that the server may write until the bridge removes the region.
+    /// Body of [`frame::REGION_KEY`]: memory of the client that the server may write until the bridge removes
+    /// the region.
     pub struct RegionKey {
         /// Address of the first byte.
         pub address: u64,
@@ -546,16 +617,17 @@ layouts! {
     }
 }
 
-/// Size of the parts into which a `verbs` bridge cuts `len` bytes of `In` data, in bytes (the last part is shorter). There are enough parts for each
-/// of the `queues` for data to have two under way, so that the pipeline fills early, but none is below 64 KiB for that. Long data is cut into parts
-/// of `most` bytes, what a slot holds.
+/// Size in bytes of the parts into which a `verbs` bridge cuts `len` bytes of `In` data (the last part may be
+/// shorter). There are enough parts for two in flight on each of the data `queues`, so that the pipeline
+/// fills early, but for that no part is made smaller than 64 KiB. Long data is cut into parts of `most`
+/// bytes, which is the room of a slot.
 pub fn chunk_len(len: u64, queues: u64, most: u64) -> u64 {
     const LEAST: u64 = 64 << 10;
     let even = (len / (2 * queues.max(1))).checked_next_multiple_of(4096).unwrap_or(most);
     even.clamp(LEAST.min(most), most)
 }
 
-/// Bytes with which a greeting of every version begins: magic and version.
+/// Size of the beginning that greetings of all versions share: magic and version.
 const PREAMBLE: usize = 12;
 
 const _: () = {
@@ -586,16 +658,16 @@ impl Greeting for Welcome {
 /// Why a greeting is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum BadGreeting {
-    /// Whoever sent it does not speak rgpu.
+    /// The sender does not speak rgpu.
     #[error("it does not speak rgpu: its first bytes are {0:#x}")]
     Magic(u64),
-    /// The sender's version does not fit.
+    /// This side does not speak the sender's version.
     #[error("{}", .0.describe("the peer speaks", "this side speaks"))]
     Version(Mismatch),
 }
 
-/// Judges the bytes of a greeting that have come so far. `None`: more are needed, [`size_of::<T>()`](size_of) in all. A greeting comes with the
-/// version that the two peers speak from now on.
+/// Checks the bytes of a greeting that have come so far. `None`: more are needed, [`size_of::<T>()`](size_of)
+/// in all. A greeting is returned with the version that the two peers speak from now on.
 ///
 /// Another major version is refused as soon as the first 12 bytes are there, since the rest may be shorter.
 ///
@@ -675,7 +747,7 @@ mod tests {
         #[test]
         fn any_bytes_are_survived(bytes in proptest::collection::vec(any::<u8>(), 0..400), magic: bool, version: bool) {
             let mut bytes = bytes;
-            // Rubbish seldom gets past the first check.
+            // Random bytes seldom pass the first check.
             for (right, good) in [(magic, &MAGIC.to_le_bytes()[..]), (version, VERSION.as_bytes())] {
                 let at = if good.len() == 8 { 0 } else { 8 };
                 if right && bytes.len() >= at + good.len() {

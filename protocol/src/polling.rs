@@ -1,14 +1,18 @@
 //! How long a thread polls before it sleeps.
 //!
-//! Every part of rgpu that waits for another polls for a bounded time first. Polling costs a processor; sleeping costs the other side a system call and this side a wake-up, 5 to 50 µs together.
-//! So how long to poll depends on how many processors there are: where a thread that polls would stand in the way of the one that it waits for, it hardly polls, or not at all.
+//! Every part of rgpu that waits for another polls for a bounded time first. Polling occupies a processor;
+//! sleeping costs the other side a system call and this side a wake-up, 5 to 50 µs together. So how long to
+//! poll depends on the number of processors: if a polling thread would take the processor of the thread that
+//! it waits for, it polls briefly or not at all.
 //!
-//! The [`TABLE`] has every such time of every process, and `docs/polling.md` shows it. [`PollTime`] adapts a time to how well polling has paid lately. Why both are in this crate:
-//! `docs/decisions/0027-one-table-of-polling-times.md`.
+//! The [`TABLE`] has every such time of every process, and `docs/polling.md` shows it. [`PollTime`] adapts a
+//! time to how often polling has succeeded lately. `docs/decisions/0027-one-table-of-polling-times.md` says
+//! why both are in this crate.
 
 use std::time::Duration;
 
-/// With at least so many processors there are some to spare: for threads that do nothing but move data, and for polling without giving way to other threads.
+/// With at least this many processors, some are to spare: for threads that only move data, and for polling
+/// without yielding to other threads.
 pub const SPARE: usize = 4;
 
 /// A row of the [`TABLE`]: the longest time that one kind of thread polls for one kind of event.
@@ -23,7 +27,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// The time on a machine with so many processors.
+    /// The time on a machine with this many processors.
     pub const fn on(&self, processors: usize) -> Duration {
         Duration::from_micros(match processors {
             0 | 1 => self.micros[0],
@@ -55,35 +59,38 @@ macro_rules! table {
 }
 
 table! {
-    /// For as many threads at a time as [`long_polls`] says. `RGPU_POLL_US` sets it.
+    /// For as many threads at a time as [`long_polls`] returns. `RGPU_POLL_US` sets it.
     CLIENT_REPLY: "thread of a program", "a reply", [0, 20, 20, 50, 10_000];
-    /// At most [`CLIENT_REPLY`]. Also for a reply while enough other threads poll for theirs.
+    /// At most [`CLIENT_REPLY`]. Also for a reply while [`long_polls`] other threads poll for theirs.
     CLIENT_BRIEF: "thread of a program", "room in the ring, progress", [50, 50, 50, 50, 50];
-    /// There are as many of these threads as [`copy_threads`] says.
+    /// [`copy_threads`] returns the number of these threads.
     CLIENT_COPY_THREAD: "copy thread of a program", "the next long copy", [100, 100, 100, 100, 100];
     /// `poll_us` and `--poll-us` of `vhost-rgpu` set it.
     RELAY: "relay (`vhost-rgpu`)", "records, frames, data", [0, 20, 20, 50, 50];
-    /// There are such threads from [`SPARE`] processors on.
+    /// These threads exist only with [`SPARE`] or more processors.
     RELAY_IO_THREAD: "I/O thread of a data connection (`vhost-rgpu`, `tcp`)", "the next long chunk", [50, 50, 50, 50, 50];
     /// `rgpu-server --poll-us` sets it.
     DISPATCHER: "dispatcher (worker)", "records", [5, 5, 50, 50, 50];
     /// `rgpu-server --poll-us` sets it.
     DISPATCHER_REPLY_DUE: "dispatcher (worker)", "records, while a program waits for a reply", [5, 5, 50, 50, 10_000];
-    /// The upper bound of [`DISPATCHER_REPLY_DUE`] over `tcp`: the processors that would poll have data to move.
+    /// The upper bound of [`DISPATCHER_REPLY_DUE`] over `tcp`, where the processors are needed to move data.
     DISPATCHER_REPLY_DUE_TCP: "the same over `tcp`, at most", "records, while a program waits for a reply", [300, 300, 300, 300, 300];
     /// A thread reads a connection's next chunk, or waits for the command that the chunk belongs to.
     DATA_CONNECTION: "data connection (worker, `tcp`)", "the next chunk, the chunk's command", [0, 0, 0, 0, 50];
-    /// While no stream is awaited.
+    /// While it waits for no stream.
     COMPLETER_IDLE: "completer (worker)", "something to wait for", [0, 0, 20, 20, 100];
-    /// While a stream is awaited; then naps. As long as a large copy takes where processors are plentiful, for each nap is a part of that copy's time.
+    /// While it waits for a stream; afterwards it naps between polls. With many processors it polls for as
+    /// long as a large copy takes, because each nap would lengthen the copy.
     COMPLETER_BUSY: "completer (worker)", "a stream", [50, 50, 300, 300, 10_000];
-    /// The upper bound of [`COMPLETER_BUSY`] over a network: the processors that would poll have data to move.
+    /// The upper bound of [`COMPLETER_BUSY`] over a network, where the processors are needed to move data.
     COMPLETER_BUSY_NETWORK: "the same over a network, at most", "a stream", [300, 300, 300, 300, 300];
-    /// Over `verbs`, where a relay, dispatcher or pump gives way to other threads between two looks ([`PollTime::giving_way`]): at least this.
+    /// The lower bound over `verbs` for a relay, dispatcher or pump that yields to other threads between two
+    /// polls ([`PollTime::giving_way`]).
     GIVING_WAY: "relay, dispatcher and pump (`verbs`), if it gives way", "records, completions", [500, 500, 500, 0, 0];
 }
 
-/// How many threads of a program may poll for long at a time, so that a program with many waiting threads leaves the processors to those that work.
+/// How many threads of a program may poll for long at the same time, so that a program with many waiting
+/// threads leaves the processors to the threads that work.
 pub const fn long_polls(processors: usize) -> usize {
     match processors / 4 {
         0 => 1,
@@ -91,34 +98,38 @@ pub const fn long_polls(processors: usize) -> usize {
     }
 }
 
-/// How many threads besides the calling one share a long copy: the program, and on the same machine the worker, want processors too.
+/// How many threads besides the calling one share a long copy. The program, and the worker if it is on the
+/// same machine, need processors too.
 pub const fn copy_threads(processors: usize) -> usize {
     (processors / 2).saturating_sub(1)
 }
 
-/// While polling does not pay, the time shrinks to this part of the bound.
+/// While polling does not succeed, the time shrinks to this fraction of the bound.
 const LEAST: u32 = 8;
-/// The same for a thread that gives way: each look is a system call, and while bulk data is under way, with milliseconds between one event and the next, none finds anything.
+/// The same for a thread that yields: each poll is a system call, and during bulk transfers, with
+/// milliseconds between events, most polls find nothing.
 const LEAST_GIVING_WAY: u32 = 64;
 
-/// The adaptive polling time of one thread: between nothing and a bound, following how well polling has paid lately.
+/// The adaptive polling time of one thread: at most a bound, and shorter while polling has not succeeded
+/// lately.
 #[derive(Debug, Clone, Copy)]
 pub struct PollTime {
     bound: Duration,
     now: Duration,
-    /// The bound of a thread that does not give way.
+    /// The bound of a thread that does not yield.
     plain: Duration,
     gives_way: bool,
 }
 
 impl PollTime {
-    /// Polls for at most `bound`, and begins with that.
+    /// A time of at most `bound`, which it is at first.
     pub fn new(bound: Duration) -> PollTime {
         PollTime { bound, now: bound, plain: bound, gives_way: false }
     }
 
-    /// As [`new`](Self::new) where there are processors to [spare](SPARE). Elsewhere the thread gives way to any other between two looks, and polls for at least [`GIVING_WAY`]: it takes a
-    /// processor from nobody, and to sleep and be woken costs more than a call does. A bound of zero means that it never polls.
+    /// Like [`new`](Self::new) if there are processors to [spare](SPARE). If not, the thread yields to others
+    /// between two polls, and polls for at least [`GIVING_WAY`]: it takes the processor from no other thread,
+    /// and sleeping and being woken costs more than yielding. With a bound of zero it never polls.
     pub fn giving_way(bound: Duration, processors: usize) -> PollTime {
         if processors >= SPARE || bound.is_zero() {
             return PollTime::new(bound);
@@ -132,7 +143,7 @@ impl PollTime {
         self.gives_way
     }
 
-    /// To be called between two looks.
+    /// Call this between two polls.
     #[inline]
     pub fn pause(&self) {
         if self.gives_way { std::thread::yield_now() } else { std::hint::spin_loop() }
@@ -144,25 +155,27 @@ impl PollTime {
         self.now
     }
 
-    /// How long to poll now while bulk data is under way. Its parts come in bursts with milliseconds between them, so polling pays again and again and is in vain just as often: poll no
-    /// longer than a wake-up takes.
+    /// How long to poll now during a bulk transfer. Its parts come in bursts with milliseconds between them,
+    /// so half of all polling succeeds and half is wasted: poll no longer than a wake-up takes.
     pub fn during_bulk(&self) -> Duration {
         self.now.min(self.plain)
     }
 
-    /// Work came while polling: poll for longer.
+    /// Call this when work came while polling: the time grows.
     #[inline]
     pub fn paid(&mut self) {
         self.now = (self.now * 2).min(self.bound);
     }
 
-    /// No work came: poll for a shorter time, but not for none, so that a burst is still noticed.
+    /// Call this when no work came: the time shrinks, but not to zero, so that the thread still notices a
+    /// burst.
     pub fn wasted(&mut self) {
         let least = if self.gives_way { LEAST_GIVING_WAY } else { LEAST };
         self.now = (self.now / 2).max(self.bound / least);
     }
 
-    /// No work came, and then a sleep of this length. One within the bound shows that polling for longer would have paid; a longer one shows that polling was wasted.
+    /// Call this when no work came and the thread then slept for this long. A sleep within the bound shows
+    /// that longer polling would have succeeded; a longer sleep shows that polling was wasted.
     pub fn slept(&mut self, time: Duration) {
         if time <= self.bound { self.paid() } else { self.wasted() }
     }

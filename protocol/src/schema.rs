@@ -1,8 +1,8 @@
-//! How the wire describes itself: shapes of values, layouts of structures, numbers that have names.
+//! Descriptions of the wire: shapes of values, layouts of structures, and named numbers.
 //!
-//! [`crate::version`] hashes these descriptions into the fingerprint at compile time, `tests/snapshot.rs` writes them into the committed
-//! snapshot, and `tests/docs.rs` into `docs/wire.md`. Every item says in which minor version it appeared (`since`), so that a build can tell what
-//! an older peer knows.
+//! [`crate::version`] hashes these descriptions into the fingerprint at compile time, `tests/snapshot.rs`
+//! writes them into the committed snapshot, and `tests/docs.rs` into `docs/wire.md`. Every item says in which
+//! minor version it appeared (`since`), so that a build can tell what an older peer knows.
 
 use std::fmt;
 
@@ -45,11 +45,11 @@ pub enum Shape {
         /// Its fields.
         fields: &'static [Field],
     },
-    /// A reference to bulk data ([`crate::data`]), with what decides how it is encoded.
+    /// A reference to bulk data ([`crate::data`]), with the numbers that determine its encoding.
     Data {
         /// Its type.
         name: &'static str,
-        /// Its size in bytes at least.
+        /// Its minimum size in bytes.
         at_least: usize,
     },
 }
@@ -72,7 +72,7 @@ impl Shape {
         }
     }
 
-    /// The size in bytes, at least; and whether it is always this size.
+    /// The minimum size in bytes, and whether it is always this size.
     pub fn size(&self) -> (usize, bool) {
         match self {
             Shape::Scalar { bytes, .. } => (*bytes, true),
@@ -222,7 +222,7 @@ impl Hash {
         self
     }
 
-    /// Hashes the numbers that the minor version has.
+    /// Hashes the numbers that exist in the minor version.
     pub(crate) const fn numbers(mut self, numbers: &Numbers, minor: u16) -> Hash {
         let mut at = 0;
         while at < numbers.values.len() {
@@ -264,7 +264,7 @@ macro_rules! layouts {
 }
 pub(crate) use layouts;
 
-/// Describes a structure from the types of its fields, which may be atomics in truth.
+/// Describes a structure by the types of its fields. Plain numbers may stand for atomics.
 macro_rules! layout_of {
     ($name:ident $(since $since:literal)? { $($field:ident: $ty:ty),* $(,)? }) => {
         $crate::schema::Layout {

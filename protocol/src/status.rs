@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-/// A `CUresult` by number. It may be one that this release has no name for: whatever the server's driver returned.
+/// A `CUresult` by number. It may be one that this release has no name for: whatever the server's driver
+/// returned.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct Status(pub u32);

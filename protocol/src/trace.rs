@@ -5,9 +5,10 @@
 //!  appended ──▶  taken  ────────▶  received ─ begun ─ executed ─ answered ──▶ delivered ──▶ woken
 //! ```
 //!
-//! If the environment variable [`VARIABLE`] names a folder, each process records its [`Stage`]s by the command's `seq` ([`Recorder::start`]) and writes them
-//! there when its session ends, with the [`Span`]s that it recorded and the names of kernels. Otherwise each stage costs a command one check of a flag. The clock is the system's, so times of processes on one machine can
-//! be compared.
+//! If the environment variable [`VARIABLE`] names a folder, each process records its [`Stage`]s by the
+//! command's `seq` ([`Recorder::start`]) and writes them there when its session ends, with the [`Span`]s that
+//! it recorded and the names of kernels. Otherwise a stage costs only the check of a flag. Times are those of
+//! the system's clock, so they are comparable between processes of one machine.
 //!
 //! | line | |
 //! |---|---|
@@ -28,15 +29,15 @@ use std::time::SystemTime;
 /// The environment variable with the folder for the timestamps.
 pub const VARIABLE: &str = "RGPU_TRACE";
 
-/// If this environment variable is set for a server, its timelines have what devices did.
+/// If this environment variable is set for a server, its timelines include what devices did.
 pub const DEVICES: &str = "RGPU_TRACE_DEVICES";
 
-/// Most entries that a recorder keeps in its chunks, and most spans beside them. Later ones are only counted.
+/// Maximum entries that a recorder keeps in its chunks, and maximum spans. Later ones are only counted.
 const MOST: usize = 1 << 20;
 /// Entries of a chunk.
 const CHUNK: usize = 4096;
 
-/// A point on a command's way.
+/// A point in a command's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Stage {
@@ -56,7 +57,7 @@ pub enum Stage {
     Answered,
     /// The bridge wrote its reply into the reply slot.
     Delivered,
-    /// The program's thread has the reply.
+    /// The program's thread received the reply.
     Woken,
 }
 
@@ -89,41 +90,41 @@ impl Stage {
     }
 }
 
-/// A name in a recorder's table; not there before it is used.
+/// A name in a recorder's table, which gets it when it is first used.
 #[derive(Debug, Default)]
 pub struct Name(AtomicU32);
 
 impl Name {
-    /// One that was not used.
+    /// A name that was not used yet.
     pub const fn new() -> Name {
         Name(AtomicU32::new(0))
     }
 }
 
-/// A device was busy with the command of this `seq`, in this stream: with the kernel of this name, if it is known.
+/// A device executed the command with this `seq`, in this stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Work {
     /// The command.
     pub seq: u64,
     /// The stream.
     pub stream: u32,
-    /// From the first number of nanoseconds to the second.
+    /// When it began and ended, in nanoseconds.
     pub times: [u64; 2],
     /// The kernel's name; empty if it is not known, or there is none.
     pub name: String,
 }
 
-/// What a chunk's entry says: the first of its words.
+/// The first word of a chunk's entry, which says what the other words are.
 mod entry {
-    /// A stage, in the next byte, and an opcode above; the command, and when.
+    /// A stage in the next byte and an opcode above it. The other words: the command, and the time.
     pub const STAGE: u64 = 1;
-    /// A function of the program's, by name; from when to when.
+    /// A function that the program called, by name. The other words: when it began and ended.
     pub const CALL: u64 = 2;
-    /// The name of a kernel; the command.
+    /// The name of a kernel. The next word: the command.
     pub const KERNEL: u64 = 3;
 }
 
-/// Entries of one thread. Only that thread adds some; what it has added, all threads may read.
+/// Entries of one thread. Only that thread adds entries; all threads may read those that it has added.
 #[derive(Debug)]
 struct Chunk {
     /// The thread's number in the timeline.
@@ -138,7 +139,7 @@ impl Chunk {
         Chunk { thread, len: AtomicUsize::new(0), entries: (0..CHUNK).map(|_| empty()).collect() }
     }
 
-    /// Adds an entry. Whether there was room.
+    /// Adds an entry. Returns whether there was room.
     #[inline]
     fn push(&self, words: [u64; 3]) -> bool {
         let len = self.len.load(Ordering::Relaxed);
@@ -159,16 +160,16 @@ impl Chunk {
 }
 
 thread_local! {
-    /// The chunk that this thread fills, and the number of its recorder.
+    /// The chunk that this thread is filling, and the number of that chunk's recorder.
     static OWN: RefCell<Option<(u64, Arc<Chunk>)>> = const { RefCell::new(None) };
 }
 
-/// The timestamps of one process, or of one session in it. Each thread has chunks of its own, so recording takes no lock and allocates nothing but a chunk now and then; text is made of it only in
-/// the end ([`Recorder::take`]).
+/// The timestamps of one process, or of one session in it. Each thread has its own chunks, so recording takes
+/// no lock and only occasionally allocates a chunk. The text is formatted at the end ([`Recorder::take`]).
 #[derive(Debug)]
 pub struct Recorder {
     on: AtomicBool,
-    /// Tells it from others; 0 before it is used.
+    /// Its number, which differs from those of other recorders; 0 before it is used.
     number: AtomicU64,
     chunks: Mutex<Vec<Arc<Chunk>>>,
     names: Mutex<Vec<String>>,
@@ -179,7 +180,7 @@ pub struct Recorder {
 /// The recorder of this process.
 pub static RECORDER: Recorder = Recorder::new();
 
-/// The calling thread's number in the timeline, from 1 on.
+/// The calling thread's number in the timeline, counted from 1.
 fn thread() -> u32 {
     static COUNT: AtomicU32 = AtomicU32::new(1);
     thread_local! {
@@ -199,7 +200,7 @@ impl Default for Recorder {
 }
 
 impl Recorder {
-    /// One that does not record yet.
+    /// A recorder that does not record yet.
     pub const fn new() -> Recorder {
         Recorder {
             on: AtomicBool::new(false),
@@ -221,7 +222,7 @@ impl Recorder {
     pub fn start(&self) {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
-        // Once it has a number, it keeps that.
+        // Once it has a number, it keeps it.
         let _ = self.number.compare_exchange(0, number, Ordering::Relaxed, Ordering::Relaxed);
         self.on.store(true, Ordering::Relaxed);
     }
@@ -280,7 +281,7 @@ impl Recorder {
         self.lost.fetch_add(u32::try_from(entries).unwrap_or(u32::MAX), Ordering::Relaxed);
     }
 
-    /// A name's place in the table, counted from 1.
+    /// A name's position in the table, counted from 1.
     #[inline]
     fn number_of(&self, name: &Name, text: &str) -> u64 {
         let known = name.0.load(Ordering::Relaxed);
@@ -290,7 +291,7 @@ impl Recorder {
         let mut names = lock(&self.names);
         names.push(text.replace(char::is_whitespace, " "));
         let number = names.len() as u32;
-        // Where two threads come here at once, the name has two places.
+        // If two threads get here at once, the name is in the table twice.
         name.0.store(number, Ordering::Relaxed);
         number.into()
     }
@@ -320,11 +321,12 @@ impl Recorder {
             chunk
         };
         chunk.push(words);
-        // A thread that is being destroyed has no place for it, and gets another one for the next entry.
+        // A thread that is being destroyed cannot store the chunk, and gets a new one for its next entry.
         let _ = OWN.try_with(|own| own.try_borrow_mut().map(|mut own| *own = Some((number, chunk))).ok());
     }
 
-    /// What was recorded, as the lines above. `None` if nothing is recorded. To be called once, in the end: what a thread records afterwards may be missing.
+    /// What was recorded, as lines of the format above. `None` if nothing is recorded. Call this once, at the
+    /// end: what a thread records afterwards may be missing.
     pub fn take(&self) -> Option<String> {
         if !self.is_on() {
             return None;
@@ -336,7 +338,7 @@ impl Recorder {
             let thread = chunk.thread;
             for [what, first, second] in chunk.all() {
                 let name = || names.get((what >> 8) as usize - 1).map_or("-", String::as_str);
-                // Writing to a string does not fail.
+                // Writing to a string cannot fail.
                 let _ = match what & 0xff {
                     entry::STAGE => {
                         let stage = STAGES.get((what >> 8 & 0xff) as usize).map_or("-", |stage| stage.name());
@@ -425,7 +427,8 @@ mod tests {
                 let recorders = &recorders;
                 scope.spawn(move || {
                     for seq in 0..each {
-                        // They take turns rarely, as a thread changes from one session to another.
+                        // A thread seldom changes its recorder, as it seldom changes from one session to
+                        // another.
                         recorders[usize::from(seq > each / 2)].note_at(
                             Stage::Begun,
                             thread * each + seq,
@@ -446,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_counted() {
+    fn entries_without_room_are_counted() {
         let recorder = Recorder::new();
         recorder.start();
         for seq in 0..MOST as u64 + 5 {

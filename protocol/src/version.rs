@@ -1,21 +1,22 @@
 //! Which version of the wire two peers speak.
 //!
-//! Every connection begins with both peers' [`Version`] and the fingerprint of that version: a hash of the operations table, of the structures and
-//! numbers of the link, and of the channel's header, computed when a peer was compiled. The rules:
+//! Every connection begins with both peers' [`Version`] and the fingerprint of that version: a hash of the
+//! operations table, of the structures and numbers of the link, and of the channel's header, computed when a
+//! peer was compiled. The rules:
 //!
-//! - **Another major version is refused**, in words that name both versions.
-//! - **An older minor version is served.** The session speaks the older peer's version: the newer peer omits what the older one lacks, that is,
-//!   everything that the table marks with a later `since`. A client library answers a call for which that leaves no operation with
-//!   `CUDA_ERROR_NOT_SUPPORTED`.
-//! - **The newer peer compares fingerprints**, since it alone knows both versions; peers of equal version both do. A difference means that the two
-//!   were built from different sources, and is refused.
+//! - **Another major version is refused**, with an error that names both versions.
+//! - **An older minor version is served.** The session speaks the older peer's version: the newer peer omits
+//!   what the older one lacks, that is, everything that the table marks with a later `since`. A client
+//!   library answers a call for which that leaves no operation with `CUDA_ERROR_NOT_SUPPORTED`.
+//! - **The newer peer compares fingerprints**, since it alone knows both versions; peers of equal version
+//!   both do. A difference means that the two were built from different sources, and is refused.
 //!
-//! The wire only grows. An entry never changes in place and no number is used twice: what has to change gets a new opcode, a new kind of frame or
-//! a new structure, with the next minor version as its `since`. The snapshot `protocol/wire.txt` holds every entry, and a test compares it with
-//! the source.
+//! The wire only grows. An entry never changes in place and no number is used twice: a change is a new
+//! opcode, a new kind of frame or a new structure, with the next minor version as its `since`. The snapshot
+//! `protocol/wire.txt` holds every entry, and a test compares it with the source.
 //!
-//! Version 2.0 freezes when sessions survive their connections (the express lane and acknowledgements belong to it). Until then
-//! ([`FROZEN`]) an entry may be changed deliberately: the fingerprint keeps builds of different dates apart.
+//! Until the version is frozen ([`FROZEN`]), an entry may be changed deliberately: the fingerprint keeps
+//! builds of different dates apart.
 
 use std::fmt;
 
@@ -38,7 +39,7 @@ pub struct Version {
 /// The version of this build.
 pub const VERSION: Version = Version { major: 2, minor: 1 };
 
-/// Whether the entries of [`VERSION`] may no longer change. See the module's text.
+/// Whether the entries of [`VERSION`] may no longer change. See the module's documentation.
 pub const FROZEN: bool = false;
 
 impl fmt::Display for Version {
@@ -71,7 +72,8 @@ macro_rules! limits {
     };
 }
 
-/// Sizes, limits and addresses that both peers have compiled in. One that a later minor version adds says so: `link::NEW since 1`.
+/// Sizes, limits and addresses that both peers have compiled in. A constant that a later minor version adds
+/// is marked: `link::NEW since 1`.
 const LIMITS: Numbers = limits! {
     channel::MAGIC, channel::RECORD_HEADER, channel::MAX_RECORD, channel::NO_SLOT, channel::PAD, channel::SLOT_SIZE,
     channel::MAX_PAYLOAD, channel::PROGRESS_SIZE, channel::MAX_DEVICES, channel::MAX_CONTEXTS, channel::MAX_STREAMS,
@@ -160,7 +162,8 @@ pub struct Speaks<'a> {
 pub const OURS: Speaks<'static> = Speaks { version: VERSION, fingerprints: &FINGERPRINTS };
 
 impl<'a> Speaks<'a> {
-    /// A peer that speaks `major.0` and as many further minor versions as there are fingerprints behind the first.
+    /// A peer that speaks `major.0` and as many further minor versions as there are fingerprints after the
+    /// first.
     pub const fn new(major: u16, fingerprints: &'a [u64]) -> Speaks<'a> {
         Speaks { version: Version { major, minor: (fingerprints.len() - 1) as u16 }, fingerprints }
     }
@@ -175,7 +178,7 @@ impl<'a> Speaks<'a> {
         self.fingerprints[usize::from(self.version.minor)]
     }
 
-    /// The same peer, speaking no newer version than this one: a relay that speaks for a client of that version.
+    /// The same peer, limited to this version: a relay that speaks for a client of this version.
     #[must_use]
     pub fn at_most(self, version: Version) -> Speaks<'a> {
         let Version { major, minor } = self.version;
@@ -183,7 +186,7 @@ impl<'a> Speaks<'a> {
         Speaks { version: Version { major, minor }, ..self }
     }
 
-    /// Judges what a peer has said of itself. Returns the version that the two speak.
+    /// Checks what a peer has announced. Returns the version that the two speak.
     ///
     /// # Errors
     /// [`Mismatch`] if they cannot talk to each other.
@@ -200,10 +203,10 @@ impl<'a> Speaks<'a> {
         }
     }
 
-    /// The part of [`agree`](Self::agree) that needs no fingerprint.
+    /// The checks of [`agree`](Self::agree) that need no fingerprint.
     ///
     /// # Errors
-    /// [`Mismatch`] if the peer's major version is another.
+    /// [`Mismatch`] if the peer has another major version.
     pub fn check_major(&self, theirs: Version) -> Result<(), Mismatch> {
         if theirs.major == self.version.major {
             Ok(())
@@ -213,19 +216,20 @@ impl<'a> Speaks<'a> {
     }
 }
 
-/// Two peers that cannot talk to each other.
+/// Why two peers cannot talk to each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mismatch {
     /// The version of the peer that noticed.
     pub ours: Version,
     /// The other's version.
     pub theirs: Version,
-    /// The fingerprints of `theirs`, as the noticing peer and the other one know it, if these differ.
+    /// The fingerprints of version `theirs` that the noticing peer and the other one have, if these differ.
     pub fingerprints: Option<(u64, u64)>,
 }
 
 impl Mismatch {
-    /// What to tell the user. `they` and `we` name the peers and end in "speak" or "speaks": "the client speaks".
+    /// The message for the user. `they` and `we` name the peers and end in "speak" or "speaks", as in "the
+    /// client speaks".
     pub fn describe(&self, they: &str, we: &str) -> String {
         let Mismatch { ours, theirs, fingerprints } = self;
         match fingerprints {
@@ -283,7 +287,7 @@ mod tests {
         let stranger = Speaks::new(2, &[10, 11, 99]);
         let (newer, older) = meet(&peer(3), &stranger);
         assert_eq!(newer.unwrap_err().fingerprints, Some((12, 99)));
-        // It cannot know the newer peer's, and leaves the decision to that.
+        // It cannot know the newer peer's fingerprint, and leaves the decision to the newer peer.
         assert_eq!(older, Ok(stranger.version()));
     }
 
@@ -309,17 +313,17 @@ mod tests {
             prop_assert_eq!(meet(&peer(a), &peer(b)), (Ok(older), Ok(older)));
         }
 
-        /// Whatever version a client claims, its relay claims one whose fingerprint it has.
+        /// Whatever version a client announces, its relay announces one whose fingerprint it has.
         #[test]
-        fn a_relay_has_the_fingerprint_of_what_it_says(major: u16, minor: u16, ours in 0usize..4) {
+        fn a_relay_has_the_fingerprint_of_the_version_that_it_announces(major: u16, minor: u16, ours in 0usize..4) {
             let relay = peer(ours).at_most(Version { major, minor });
             prop_assert!(relay.version() <= peer(ours).version());
             prop_assert_eq!(relay.fingerprint(), 10 + u64::from(relay.version().minor));
         }
 
-        /// Whatever a peer says, the answer is a version that both have, or a refusal.
+        /// Whatever a peer announces, the result is a version that both have, or a refusal.
         #[test]
-        fn no_claim_leads_beyond_what_both_speak(major in 0u16..4, minor: u16, fingerprint: u64, ours in 0usize..4) {
+        fn no_announcement_leads_beyond_the_versions_of_both(major in 0u16..4, minor: u16, fingerprint: u64, ours in 0usize..4) {
             let theirs = Version { major, minor };
             if let Ok(version) = peer(ours).agree(theirs, fingerprint) {
                 prop_assert!(major == 2 && version <= theirs && version <= peer(ours).version());

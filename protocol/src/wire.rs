@@ -1,11 +1,13 @@
-//! How a value becomes bytes: fields one after the other, little-endian, without padding and without type information.
+//! How values are encoded: fields one after the other, little-endian, without padding and without type
+//! information.
 //!
-//! [`Reader`] never panics and never allocates more than its input is long. Whatever a guest sends, decoding ends in a value or in a [`WireError`].
+//! [`Reader`] never panics, and allocates no more than the length of its input. Whatever a guest sends,
+//! decoding returns a value or a [`WireError`].
 
 use crate::schema::Shape;
 use thiserror::Error;
 
-/// Why bytes did not decode.
+/// Why bytes cannot be decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum WireError {
     /// The input ended inside a value.
@@ -45,7 +47,7 @@ impl Writer<'_> {
     }
 }
 
-/// Takes values off the front of a byte slice.
+/// Takes values from the front of a byte slice.
 #[derive(Debug, Clone)]
 pub struct Reader<'a> {
     data: &'a [u8],
@@ -110,10 +112,10 @@ pub trait Wire<'a>: Sized {
     /// Appends the value.
     fn put(&self, w: &mut Writer<'_>);
 
-    /// Takes a value.
+    /// Decodes a value.
     fn get(r: &mut Reader<'a>) -> Result<Self, WireError>;
 
-    /// Calls `visit` for every piece of bulk data that the value names, in field order.
+    /// Calls `visit` for every piece of bulk data that the value names, in the order of the fields.
     fn visit_data(&self, _visit: &mut dyn FnMut(crate::data::DataUse)) {}
 
     /// Calls `visit` for every stream and event that the value names, in field order.

@@ -61,7 +61,8 @@ fn number_entries(numbers: &Numbers) -> impl Iterator<Item = String> {
         .map(|n| format!("number {} {}: {:#x}, since .{}\n", numbers.name, n.name, n.value, n.since))
 }
 
-/// All entries, in the order in which the source declares them. The first line of an entry names it, up to the colon.
+/// All entries, in the order in which the source declares them. The first line of an entry names it, up to
+/// the colon.
 fn entries() -> Vec<String> {
     let mut all = Vec::new();
     let mut found = BTreeMap::new();

@@ -1,7 +1,9 @@
-//! `rgpuctl cdi`: describes this machine's GPUs to container engines, as the Container Device Interface (CDI) specifies it.
+//! `rgpuctl cdi`: describes this machine's GPUs to container engines with the Container Device Interface
+//! (CDI).
 //!
-//! A container gets rgpu's libraries, and what leads out of it: the guest's devices, or on a host the socket of `vhost-rgpu`. There is no
-//! hook: nothing of rgpu runs in a container's files before the container does.
+//! A container gets rgpu's libraries, and access to a GPU: the guest's devices, or on a host the socket of
+//! `vhost-rgpu`. There is no hook, so no program of rgpu touches a container's files before the container
+//! runs.
 
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
@@ -15,10 +17,10 @@ use serde_json::{Value, json};
 
 use crate::installation;
 
-/// The version of the specification that the file follows: the first one in which a device's name may begin with a digit. Engines know all versions before their
-/// own; podman 4.3 of Debian 12 knows 0.5.0.
+/// The file's version of the specification: the first one in which a device's name may begin with a digit.
+/// Engines know all versions up to their own; podman 4.3 of Debian 12 knows 0.5.0.
 const VERSION: &str = "0.5.0";
-/// What devices are called: `rgpu.dev/gpu=NAME`.
+/// The kind of the devices, whose full names are `rgpu.dev/gpu=NAME`.
 const KIND: &str = "rgpu.dev/gpu";
 /// Where a container finds the libraries.
 const LIBRARIES: &str = "/usr/lib/rgpu";
@@ -39,9 +41,10 @@ enum Command {
 
 /// Write a CDI specification, so that containers get GPUs by name.
 ///
-/// With --device rgpu.dev/gpu=all a container has all GPUs that this machine's programs have, with rgpu.dev/gpu=0 only the
-/// first one. It also gets rgpu's CUDA libraries, first in LD_LIBRARY_PATH, and the way out: in a guest the devices
-/// /dev/rgpu*, on a host the socket of vhost-rgpu. Write the specification again when devices come or go.
+/// With --device rgpu.dev/gpu=all a container has all GPUs that this machine's programs have, with
+/// rgpu.dev/gpu=0 only the first one. It also gets rgpu's CUDA libraries, first in LD_LIBRARY_PATH, and in a
+/// guest the devices /dev/rgpu*, on a host the socket of vhost-rgpu. Write the specification again when
+/// devices are added or removed.
 #[derive(Args)]
 #[command(after_long_help = "Examples:
   rgpuctl cdi generate                                    for all engines of this machine
@@ -54,17 +57,18 @@ pub struct Generate {
     /// File to write, or - for standard output
     #[arg(long, value_name = "FILE", default_value = "/etc/cdi/rgpu.json")]
     output: PathBuf,
-    /// Give containers this socket of vhost-rgpu and no device. By default /run/rgpu/native.sock, if there is no /dev/rgpu*
+    /// Give containers this socket of vhost-rgpu instead of devices. By default /run/rgpu/native.sock, if
+    /// there is no /dev/rgpu*
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// Folder of rgpu's CUDA libraries. By default those that belong to this rgpuctl
     #[arg(long, value_name = "FOLDER")]
     libraries: Option<PathBuf>,
-    /// Another folder in a container to search for libraries: LD_LIBRARY_PATH of the image does not count. May be given more than
-    /// once. By default there is none
+    /// Another folder in a container to search for libraries, because the image's LD_LIBRARY_PATH is
+    /// replaced. May be given more than once. By default there is none
     #[arg(long, value_name = "FOLDER")]
     library_path: Vec<PathBuf>,
-    /// Number of GPUs that have names of their own, whether or not the server has so many
+    /// Number of GPUs that get their own names, even if the server has fewer
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=32))]
     gpus: u32,
 }
@@ -98,7 +102,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What leads from a container to a GPU.
+/// How a container reaches a GPU.
 #[derive(Debug, PartialEq, Eq)]
 enum Way {
     /// Devices of a guest.
@@ -108,7 +112,7 @@ enum Way {
 }
 
 impl Way {
-    /// What programs of this machine use.
+    /// The way that programs of this machine use.
     fn find(devices: &Path, socket: &Path) -> Result<Way> {
         let entries =
             std::fs::read_dir(devices).with_context(|| format!("cannot list {}", devices.display()))?;
@@ -137,7 +141,7 @@ impl Way {
 
 /// The specification.
 fn specification(way: &Way, libraries: &Path, library_path: &[PathBuf], gpus: u32) -> Result<Value> {
-    // Neither is a reason to let a container change the machine's files.
+    // No mount needs to let a container change the machine's files.
     let mount = |from: &Path, to: &str| -> Result<Value> {
         let options = ["ro", "nosuid", "nodev", "bind"];
         Ok(json!({ "hostPath": absolute(from)?, "containerPath": to, "options": options }))
@@ -158,7 +162,8 @@ fn specification(way: &Way, libraries: &Path, library_path: &[PathBuf], gpus: u3
         ensure!(!folder.contains(':'), "--library-path {folder}: a folder's name cannot contain a colon");
         search = format!("{search}:{folder}");
     }
-    // A variable for each, because a container may have several and engines keep only one value of a variable.
+    // A variable for each, because a container may have several and engines keep only one value of a
+    // variable.
     let device =
         |name: &str, variable: &str| json!({ "name": name, "containerEdits": { "env": [variable] } });
     let mut devices = vec![device("all", "RGPU_GPU_ALL=1")];
@@ -170,7 +175,7 @@ fn specification(way: &Way, libraries: &Path, library_path: &[PathBuf], gpus: u3
     Ok(json!({ "cdiVersion": VERSION, "kind": KIND, "devices": devices, "containerEdits": edits }))
 }
 
-/// The path as engines need it.
+/// The absolute path, as engines need it.
 fn absolute(path: &Path) -> Result<String> {
     let full = std::path::absolute(path).with_context(|| format!("the path {}", path.display()))?;
     match full.into_os_string().into_string() {
@@ -179,7 +184,7 @@ fn absolute(path: &Path) -> Result<String> {
     }
 }
 
-/// Writes the file at once, so that no engine reads half of it.
+/// Writes the file atomically, so that no engine reads a part of it.
 fn write(path: &Path, text: &str) -> Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let context = || match nix::unistd::geteuid().is_root() {
@@ -187,7 +192,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
         false => format!("cannot write {} (as root it can be written, or say --output FILE)", path.display()),
     };
     std::fs::create_dir_all(folder).with_context(context)?;
-    // Engines read files with names of specifications only.
+    // Engines only read files with names of specifications, so they ignore this one.
     let mut name = OsString::from(".");
     name.push(path.file_name().with_context(|| format!("{} is not a file's name", path.display()))?);
     name.push(".new");
@@ -244,16 +249,16 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_would_be_two_is_refused() {
+    fn a_folder_with_a_colon_is_refused() {
         let wrong = specification(&Way::Devices(Vec::new()), Path::new("/a"), &["/b:c".into()], 1);
         assert!(wrong.unwrap_err().to_string().contains("colon"));
     }
 
     #[test]
-    fn the_way_is_the_device_else_the_socket() {
+    fn containers_get_devices_if_there_are_any_and_otherwise_the_socket() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("native.sock");
-        // A file that only has a device's name is none.
+        // A regular file with a device's name is not a device.
         std::fs::write(folder.path().join("rgpu0"), "").unwrap();
         let missing = Way::find(folder.path(), &socket).unwrap_err().to_string();
         assert!(missing.contains("start vhost-rgpu"), "{missing}");

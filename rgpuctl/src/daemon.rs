@@ -1,6 +1,7 @@
 //! Starts daemons, waits until they are ready, and ends them.
 //!
-//! A daemon started here does not outlive this process: it gets SIGTERM when the [`Daemon`] is dropped, or from the kernel if this process dies first (`PR_SET_PDEATHSIG`).
+//! A daemon started here does not outlive this process: it gets SIGTERM when the [`Daemon`] is dropped, or
+//! from the kernel if this process dies first (`PR_SET_PDEATHSIG`).
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -30,7 +31,8 @@ pub struct Daemon {
 impl Daemon {
     /// Starts `binary` with `arguments`, its output in `log`, and waits until `status_socket` answers.
     ///
-    /// Fails, with the last lines of the log, when the binary cannot be started, ends, or is not ready in time.
+    /// Fails, with the last lines of the log, when the binary cannot be started, ends, or is not ready in
+    /// time.
     pub fn start(
         name: &'static str,
         binary: &Path,
@@ -116,8 +118,8 @@ impl Drop for Daemon {
     }
 }
 
-/// Makes the kernel send `signal` to the command's process when the thread that starts it dies, and unblocks the signals
-/// that this process has blocked.
+/// Makes the kernel send `signal` to the command's process when the thread that starts it dies, and unblocks
+/// the signals that this process has blocked.
 pub fn end_with_parent(command: &mut Command, signal: Signal) {
     let parent = nix::unistd::getpid();
     let before_exec = move || {
@@ -129,8 +131,8 @@ pub fn end_with_parent(command: &mut Command, signal: Signal) {
         }
         Ok(())
     };
-    // SAFETY: the closure runs between fork and exec. It only makes the system calls prctl, sigprocmask and getppid,
-    // which are async-signal-safe, and allocates nothing.
+    // SAFETY: the closure runs between fork and exec. It only makes the system calls prctl, sigprocmask and
+    // getppid, which are async-signal-safe, and allocates nothing.
     unsafe { command.pre_exec(before_exec) };
 }
 

@@ -10,30 +10,31 @@ use serde_json::{Value, json};
 
 use crate::enrollment::{Admin, request};
 
-/// How often the sessions that still run are counted aloud.
+/// How often the number of running sessions is printed.
 const REMIND: Duration = Duration::from_secs(10);
 /// The exit status when not every session has ended by itself.
 const NOT_ALL_FINISHED: u8 = 3;
 
 /// End rgpu-server on this machine, after its sessions.
 ///
-/// From now on the server begins no session. Sessions that run have some time to end by themselves; also those whose
-/// link is lost, which may still come back. Then the server ends them, and their programs are told. Prints what
-/// becomes of each session, and returns when the server has ended. Interrupting this command stops nothing; giving it
-/// again sets another time. The packaged systemd unit starts a server that was drained only when it is told to.
+/// From now on the server begins no session. Running sessions have some time to end by themselves, including
+/// those whose link is interrupted. Then the server ends them, and their programs get an error. Prints how
+/// each session ends, and returns when the server has ended. Interrupting this command does not stop the
+/// drain; giving it again sets another time. The packaged systemd unit does not restart a server that was
+/// drained.
 ///
-/// Exit status: 0 when every session has ended by itself, 3 when the server had to end some or some were lost, 125
-/// when the server does not obey or ends without a word.
+/// Exit status: 0 when every session has ended by itself, 3 when the server had to end some or some were
+/// lost, 125 when the server refuses or ends without an answer.
 #[derive(Args)]
 pub struct Arguments {
-    /// Seconds that sessions have to end by themselves. 0: they are ended at once
+    /// Seconds that sessions have to end by themselves. 0: end them at once
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     within: u32,
     #[command(flatten)]
     admin: Admin,
 }
 
-/// Has the server drain, and waits for its end.
+/// Tells the server to drain, and waits for its end.
 pub fn drain(arguments: &Arguments) -> Result<ExitCode> {
     let path = arguments.admin.socket.display();
     let server = request(&arguments.admin.socket, &json!({ "drain": { "seconds": arguments.within } }))?;
@@ -51,7 +52,7 @@ pub fn drain(arguments: &Arguments) -> Result<ExitCode> {
                 progress.heard(&said)?.into_iter().for_each(|text| println!("{text}"));
                 line.clear();
             }
-            // What has come of a line stays in it.
+            // The part of a line that has come stays in the buffer.
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                 progress.reminder().into_iter().for_each(|text| println!("{text}"));
             }
@@ -62,18 +63,18 @@ pub fn drain(arguments: &Arguments) -> Result<ExitCode> {
     progress.result()
 }
 
-/// What the server has said so far.
+/// What the server has reported so far.
 #[derive(Default)]
 struct Progress {
     running: u64,
-    /// When the sessions' time is over.
+    /// When the sessions' time ends.
     until: Option<Instant>,
     /// How many sessions ended by themselves, and how many did not.
     done: Option<(u64, u64)>,
 }
 
 impl Progress {
-    /// Takes in a line of the server's. Gives what to say about it.
+    /// Handles a line of the server. Returns the message to print.
     fn heard(&mut self, said: &Value) -> Result<Option<String>> {
         if let Some(why) = said["error"].as_str() {
             bail!("the server refuses: {why}");
@@ -112,11 +113,11 @@ impl Progress {
                 sessions(finished)
             )));
         }
-        // A newer server may say more.
+        // A newer server may send other lines.
         Ok(None)
     }
 
-    /// What to say when the server has said nothing for a while.
+    /// The message to print when the server has sent nothing for a while.
     fn reminder(&self) -> Option<String> {
         let left = self.until?.saturating_duration_since(Instant::now()).as_secs();
         self.done.is_none().then(|| format!("{}: {left} s left", sessions(self.running)))
@@ -127,7 +128,7 @@ impl Progress {
         match self.done {
             Some((_, 0)) => Ok(ExitCode::SUCCESS),
             Some(_) => Ok(ExitCode::from(NOT_ALL_FINISHED)),
-            None => bail!("the server ended without saying what became of its sessions: see its log"),
+            None => bail!("the server ended without reporting its sessions' ends: see its log"),
         }
     }
 }
@@ -141,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_session_is_told_of_and_the_exit_status_says_whether_all_finished() {
+    fn every_session_is_reported_and_the_exit_status_says_whether_all_finished() {
         let mut progress = Progress::default();
         let mut say = |said: Value| progress.heard(&said).unwrap().unwrap();
         assert_eq!(say(json!({"running": 2, "seconds": 60})), "2 sessions: 60 s to end by themselves");

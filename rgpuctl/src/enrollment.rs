@@ -1,6 +1,7 @@
 //! `rgpuctl enroll`, `join`, `clients` and `revoke`: which machines may use a server.
 //!
-//! `enroll`, `clients` and `revoke` ask the daemon of this machine, over its admin socket. `join` runs on the other machine, and talks to the server over TLS.
+//! `enroll`, `clients` and `revoke` send requests to this machine's daemon, over its admin socket. `join`
+//! runs on the other machine, and talks to the server over TLS.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -17,13 +18,13 @@ use identity::servers::{self, CLIENT_FOLDER};
 use identity::{Credentials, Identity, Token};
 use serde_json::{Value, json};
 
-/// Where the daemon takes requests unless it is configured otherwise.
+/// The default path of the daemon's admin socket.
 const ADMIN_SOCKET: &str = "/run/rgpu/server.admin";
 
 /// How long to wait for a daemon that does not take requests yet.
 const STARTED_WITHIN: Duration = Duration::from_secs(3);
 
-/// The daemon to ask.
+/// Which daemon to send requests to.
 #[derive(Args)]
 pub struct Admin {
     /// Admin socket of the rgpu-server on this machine (its option --admin-socket)
@@ -33,8 +34,9 @@ pub struct Admin {
 
 /// Let another machine use this server: prints a token for `rgpuctl join` there.
 ///
-/// The token works once, and until it expires. Whoever has it before that can join in the other machine's place, so give
-/// it only over a channel that you trust. A name that joins again gets a new key, and its old one counts no longer.
+/// The token works once, until it expires. Anyone who gets it before that can join in the other machine's
+/// place, so send it only over a channel that you trust. When a name joins again, its new key replaces the
+/// old one.
 #[derive(Args)]
 #[command(after_long_help = "Example:
   gpu7# rgpuctl enroll host1          prints a token
@@ -42,8 +44,8 @@ pub struct Admin {
 pub struct Enroll {
     /// Name of the other machine: letters, digits, "-", "_" and "."
     name: String,
-    /// Where the other machine reaches this server: HOST or HOST:PORT. May be given more than once. By default the addresses
-    /// of this machine
+    /// Where the other machine reaches this server: HOST or HOST:PORT. May be given more than once. By
+    /// default the addresses of this machine
     #[arg(long, value_name = "ADDRESS")]
     address: Vec<String>,
     /// Minutes until the token expires
@@ -55,19 +57,19 @@ pub struct Enroll {
 
 /// Join a server with a token of `rgpuctl enroll`: makes a key for this machine and pins the server's.
 ///
-/// The key stays in this machine, in a folder that only its user can read: /var/lib/rgpu/client for root, where vhost-rgpu
-/// looks, or ~/.config/rgpu for another user's `rgpuctl run`.
+/// The key stays in this machine, in a folder that only its user can read: /var/lib/rgpu/client for root,
+/// where vhost-rgpu looks, or ~/.config/rgpu for another user's `rgpuctl run`.
 #[derive(Args)]
 pub struct Join {
     /// The token
     token: String,
-    /// Folder of this machine's key and of the servers that it trusts. By default /var/lib/rgpu/client for root, and
-    /// ~/.config/rgpu for other users
+    /// Folder of this machine's key and of the servers that it trusts. By default /var/lib/rgpu/client for
+    /// root, and ~/.config/rgpu for other users
     #[arg(long, value_name = "FOLDER")]
     identity: Option<PathBuf>,
 }
 
-/// List the machines that may use this server, and the tokens that are out.
+/// List the machines that may use this server, and the tokens that are not used yet.
 #[derive(Args)]
 pub struct Clients {
     /// Print JSON
@@ -77,7 +79,7 @@ pub struct Clients {
     admin: Admin,
 }
 
-/// Take a machine's access to this server back. Its sessions end at once.
+/// Revoke a machine's access to this server. Its sessions end at once.
 #[derive(Args)]
 pub struct Revoke {
     /// Name of the machine, as `rgpuctl clients` lists it
@@ -86,7 +88,8 @@ pub struct Revoke {
     admin: Admin,
 }
 
-/// Where this user's key and servers are: root's folder if this user is root or can read nothing else.
+/// The folder of this user's key and servers: root's folder if this user is root, or if neither HOME nor
+/// XDG_CONFIG_HOME is set.
 pub fn client_folder() -> PathBuf {
     let own = std::env::var_os("XDG_CONFIG_HOME")
         .map(PathBuf::from)
@@ -114,11 +117,11 @@ fn reach(socket: &Path) -> std::io::Result<UnixStream> {
     }
 }
 
-/// Sends the daemon a request. Gives where the answer comes.
+/// Sends the daemon a request. Returns the connection, on which the answer comes.
 pub fn request(socket: &Path, request: &Value) -> Result<UnixStream> {
     let mut stream = reach(socket).with_context(|| {
         format!(
-            "no rgpu-server takes requests at {}: start it with --admin-socket, and run this command as its user or as root",
+            "no daemon takes requests at {}: start rgpu-server with --admin-socket, and run this command as its user or as root",
             socket.display()
         )
     })?;
@@ -127,7 +130,7 @@ pub fn request(socket: &Path, request: &Value) -> Result<UnixStream> {
     Ok(stream)
 }
 
-/// Sends the daemon a request and gives its answer.
+/// Sends the daemon a request and returns its answer.
 pub fn request_answer(socket: &Path, what: &Value) -> Result<Value> {
     let mut stream = request(socket, what)?;
     stream.set_read_timeout(Some(Duration::from_secs(30)))?;
@@ -164,7 +167,7 @@ pub fn join(arguments: &Join) -> Result<ExitCode> {
         let address: Address = text.parse().with_context(|| format!("the token names {text:?}"))?;
         match join_server(&address, &credentials, &token.secret) {
             Ok(principal) => {
-                // The addresses behind the first that works are the same server's: they have its key.
+                // All addresses of a token belong to the same server, which has the key in the token.
                 servers::add(&folder, &token.addresses, token.server, &principal)?;
                 println!(
                     "This machine is known to the server as {principal:?}. Its key is in {}.",

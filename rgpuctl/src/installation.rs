@@ -1,4 +1,4 @@
-//! Where the installed tree has the daemons and the guest libraries. `cargo xtask dist` makes that tree.
+//! Finds the daemons and the guest libraries in the installed tree, which `cargo xtask dist` makes.
 
 use std::path::{Path, PathBuf};
 
@@ -21,7 +21,8 @@ pub fn find(name: &str) -> Result<PathBuf> {
     }
 }
 
-/// The folder of the guest libraries: `RGPU_LIB_DIR`, otherwise `../lib/rgpu` as installed, otherwise the source tree's.
+/// The folder of the guest libraries: `RGPU_LIB_DIR`, otherwise `../lib/rgpu` as installed, otherwise the
+/// source tree's.
 pub fn libraries() -> Result<PathBuf> {
     if let Some(folder) = std::env::var_os("RGPU_LIB_DIR") {
         return Ok(folder.into());

@@ -18,20 +18,22 @@ use crate::enrollment::{Admin, request_answer};
 use crate::pool::{self, Asker, Held, Place, Wanted};
 use crate::status::table;
 
-/// The variable in which programs find their servers, with their leases.
+/// The environment variable with a program's servers and leases.
 pub const SERVERS: &str = "RGPU_SERVERS";
 /// Seconds of a lease that this process renews.
 const HELD_SECONDS: u64 = 120;
-/// How often it does.
+/// How often this process renews its leases.
 const RENEW_EVERY: Duration = Duration::from_secs(20);
 
-/// Lease GPUs of one or several servers for a time.
+/// Lease GPUs of one or several servers for a limited time.
 ///
-/// Prints the leases as RGPU_SERVERS takes them. Programs that are started with this variable use these GPUs, if vhost-rgpu on this machine
-/// is configured with these servers (server or named_servers) and has the key with which they were leased. Who sees the text can use the GPUs from this
-/// machine until the lease ends.
+/// Prints the leases in the form of RGPU_SERVERS. Programs that are started with this variable use these
+/// GPUs, if vhost-rgpu on this machine is configured with these servers (server or named_servers) and has the
+/// key with which they were leased. Anyone who sees the text can use the GPUs from this machine until the
+/// lease ends.
 ///
-/// A lease ends when its time is over and it was not renewed, and when it is released. Its sessions end with it.
+/// A lease ends when its time is over and it was not renewed, and when it is released. Its sessions end with
+/// it.
 #[derive(Args)]
 #[command(after_long_help = "Examples:
   export RGPU_SERVERS=\"$(rgpuctl lease --gpus 3 --exclusive --model H100)\"    three H100 of the pool in /etc/rgpu/pool.toml
@@ -45,7 +47,7 @@ pub struct Lease {
     /// Minutes until the lease ends unless it is renewed
     #[arg(long, value_name = "N", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=525_600))]
     minutes: u64,
-    /// What lists of leases call it
+    /// Name of the lease in lists
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     name: String,
     /// Print one JSON object
@@ -53,7 +55,7 @@ pub struct Lease {
     json: bool,
 }
 
-/// Begin the time of leases anew.
+/// Renew leases: their time begins again.
 #[derive(Args)]
 pub struct Renew {
     /// Leases, as rgpuctl lease prints them. By default those in RGPU_SERVERS
@@ -63,13 +65,13 @@ pub struct Renew {
     how: How,
 }
 
-/// Give leases back. Their sessions end at once.
+/// Release leases. Their sessions end at once.
 ///
-/// An operator of a server can also end a lease of somebody else there, by its number.
+/// An operator of a server can also end leases of others there, by their numbers.
 #[derive(Args)]
 pub struct Release {
-    /// Leases, as rgpuctl lease prints them, or on the server the numbers that rgpuctl leases prints. By default those in
-    /// RGPU_SERVERS
+    /// Leases, as rgpuctl lease prints them, or on the server the numbers from rgpuctl leases. By default
+    /// those in RGPU_SERVERS
     #[arg(value_name = "LEASE")]
     leases: Vec<String>,
     #[command(flatten)]
@@ -84,13 +86,14 @@ pub struct How {
     /// Connect over TCP without TLS
     #[arg(long)]
     insecure: bool,
-    /// Folder of this machine's key and of the servers that it trusts. By default /var/lib/rgpu/client for root, and
-    /// ~/.config/rgpu for other users
+    /// Folder of this machine's key and of the servers that it trusts. By default /var/lib/rgpu/client for
+    /// root, and ~/.config/rgpu for other users
     #[arg(long, value_name = "FOLDER")]
     identity: Option<PathBuf>,
 }
 
-/// List leases: with --server or --pool this machine's there, otherwise all of the server on this machine.
+/// List leases: with --server or --pool this machine's leases there, otherwise all leases of the server on
+/// this machine.
 #[derive(Args)]
 pub struct Leases {
     #[command(flatten)]
@@ -102,7 +105,7 @@ pub struct Leases {
     admin: Admin,
 }
 
-/// Show the GPUs of servers that this machine may use: their names, memory, sessions, leases and health.
+/// Show the GPUs that this machine may use on servers: their names, memory, sessions, leases and health.
 #[derive(Args)]
 pub struct Inventory {
     #[command(flatten)]
@@ -119,7 +122,7 @@ impl How {
     }
 }
 
-/// The leases as a program takes them.
+/// The leases in the form of RGPU_SERVERS.
 fn as_servers(held: &[Held]) -> String {
     held.iter().map(|held| held.server.with_key()).collect::<Vec<_>>().join(" ")
 }
@@ -158,7 +161,7 @@ fn row(server: &str, lease: &Row) -> Value {
     })
 }
 
-/// The leases that are given, or those in the environment.
+/// The given leases, or those in the environment.
 fn given(leases: &[String]) -> Result<Vec<String>> {
     if !leases.is_empty() {
         return Ok(leases.iter().flat_map(|text| text.split_whitespace()).map(str::to_owned).collect());
@@ -171,7 +174,7 @@ fn given(leases: &[String]) -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// Does something with each lease. Fails if that failed for one of them, after all.
+/// Does something with each lease. If that fails for one, does it with the others too, and fails at the end.
 fn each(leases: &[String], mut act: impl FnMut(&str) -> Result<()>) -> Result<ExitCode> {
     let mut failed = false;
     for lease in given(leases)? {
@@ -200,7 +203,7 @@ pub fn renew(arguments: &Renew) -> Result<ExitCode> {
     })
 }
 
-/// Gives leases back.
+/// Releases leases.
 pub fn release(arguments: &Release) -> Result<ExitCode> {
     let asker = arguments.how.asker();
     let number = |text: &str| text.len() == 8 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
@@ -222,7 +225,7 @@ pub fn release(arguments: &Release) -> Result<ExitCode> {
     })
 }
 
-/// Prints rows as JSON or as a table, and why some servers' are missing.
+/// Prints rows as JSON or as a table, and the reasons why rows of some servers are missing.
 fn print(rows: &[Value], json: bool, missing: &[String]) -> ExitCode {
     if json {
         println!("{}", Value::from(rows));
@@ -248,7 +251,7 @@ pub fn leases(arguments: &Leases) -> Result<ExitCode> {
                 Ok(Answer::Leases(leases)) => {
                     rows.extend(leases.iter().map(|lease| row(&server.to_string(), lease)));
                 }
-                Ok(_) => missing.push(format!("{server} gives another answer than its leases")),
+                Ok(_) => missing.push(format!("{server} does not answer with its leases")),
                 Err(error) => missing.push(with_causes(&error)),
             }
         }
@@ -275,14 +278,15 @@ pub fn inventory(arguments: &Inventory) -> Result<ExitCode> {
                     "leases": gpu.leases, "exclusive": gpu.exclusive, "utilization_percent": gpu.utilization,
                 })
             })),
-            Ok(_) => missing.push(format!("{server} gives another answer than its inventory")),
+            Ok(_) => missing.push(format!("{server} does not answer with its inventory")),
             Err(error) => missing.push(with_causes(&error)),
         }
     }
     Ok(print(&rows, *json, &missing))
 }
 
-/// Leases that are renewed as long as this value lives, and given back in the end. If this process is killed, they end with their time.
+/// Leases that are renewed as long as this value lives, and then released. If this process is killed, they
+/// end when their time is over.
 pub struct Renewed {
     asker: Asker,
     servers: Vec<Server>,
@@ -292,7 +296,7 @@ pub struct Renewed {
 }
 
 impl Renewed {
-    /// Takes leases of what is wanted.
+    /// Leases the wanted GPUs.
     pub fn take(place: &Place, wanted: &Wanted, name: &str) -> Result<Renewed> {
         let asker = place.asker();
         let held = pool::lease(&asker, &place.members()?, wanted, name, HELD_SECONDS)?;
@@ -310,7 +314,8 @@ impl Renewed {
             }
         };
         let mut renewed = Renewed { asker, servers, stop: Some(stop), thread: None };
-        // The thread takes no signals: those that come while a program runs are the main thread's, which reads them from a descriptor.
+        // The thread blocks all signals, because the main thread reads them from a descriptor while a program
+        // runs.
         let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK).context("cannot block signals")?;
         let thread = std::thread::Builder::new().name("renew".into()).spawn(work);
         before.thread_set_mask().context("cannot unblock signals")?;
@@ -327,7 +332,7 @@ impl Renewed {
 impl Drop for Renewed {
     fn drop(&mut self) {
         drop(self.stop.take());
-        // A thread that has panicked renews nothing, and the leases are given back all the same.
+        // If the thread has panicked, the leases are released all the same.
         self.thread.take().into_iter().for_each(|thread| drop(thread.join()));
         pool::release(&self.asker, self.servers.iter());
     }

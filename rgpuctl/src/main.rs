@@ -2,14 +2,15 @@
 //!
 //! In reading order:
 //! - [`run`]: runs a program as a native client;
-//! - [`trace`]: runs a program and shows where its calls spend their time, from its [`recording`]s: as tables, and as a [`timeline`];
+//! - [`trace`]: runs a program and shows where its calls spend their time, from its [`recording`]s: as
+//!   tables, and as a [`timeline`];
 //! - [`bench`]: measures the latency of calls and the bandwidth of copies, as a client sees them;
-//! - [`session`]: the daemons that these start, with a private server if none is given;
+//! - [`session`]: the daemons that these commands start, with a private server if none is given;
 //! - [`daemon`]: starting and ending daemons, and quoting their log when that fails;
 //! - [`enrollment`]: which machines may use a server;
-//! - [`lease`]: GPUs for a time; [`pool`]: asking servers, and choosing among them;
+//! - [`lease`]: GPUs for a limited time; [`pool`]: queries servers, and chooses among them;
 //! - [`status`]: shows the status of running daemons; [`top`] shows it live;
-//! - [`drain`]: ends a server after its sessions; [`upgrade`]: replaces it under them;
+//! - [`drain`]: ends a server after its sessions; [`upgrade`]: replaces it while they go on;
 //! - [`cdi`]: describes the GPUs to container engines;
 //! - [`doctor`]: checks this machine's setup and suggests fixes.
 

@@ -1,7 +1,7 @@
-//! A pool of servers: asking them, and choosing GPUs among them.
+//! A pool of servers: queries them, and chooses GPUs among them.
 //!
-//! Nobody else keeps a pool's state. Each server says what it has and how busy that is, the choice falls here, and a lease makes sure of it at the server. Whoever finds that somebody else was
-//! faster asks again.
+//! No process keeps a pool's state. Each server reports its GPUs and how busy they are, this module chooses,
+//! and a lease secures the choice at the server. If another client was faster, this module asks again.
 
 use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
@@ -22,23 +22,23 @@ use protocol::device::Answer as Refusal;
 const POOL: &str = "/etc/rgpu/pool.toml";
 /// How long to wait before asking again when GPUs are taken.
 const AGAIN: Duration = Duration::from_secs(1);
-/// How often to choose again at once because somebody else was faster.
+/// How often to choose again at once if another client was faster.
 const TRIES: u32 = 5;
 
 /// Which servers to ask, and how.
 #[derive(Args, Clone)]
 pub struct Place {
-    /// GPU server to use: HOST, HOST:PORT or unix:PATH, with /0,2 behind it for its devices 0 and 2 only, or a lease as
-    /// rgpuctl lease prints it. May be given several times: a program has the devices of all of them, in this order. By default none
-    /// is named
+    /// GPU server to use: HOST, HOST:PORT or unix:PATH, followed by /0,2 for only its devices 0 and 2, or a
+    /// lease as rgpuctl lease prints it. May be given several times: a program has the devices of all of
+    /// them, in this order. By default none is named
     #[arg(long = "server", value_name = "ADDRESS")]
     pub servers: Vec<Server>,
     /// File that lists the servers among which --gpus chooses, as servers = ["gpu1", "gpu2"]. By default
     /// /etc/rgpu/pool.toml
     #[arg(long, value_name = "FILE", conflicts_with = "servers")]
     pub pool: Option<PathBuf>,
-    /// Connect over TCP without TLS. Everybody on the network can read and change what is sent, and the server must be
-    /// insecure, too
+    /// Connect over TCP without TLS. Everybody on the network can read and change what is sent, and the
+    /// server must be insecure, too
     #[arg(long)]
     pub insecure: bool,
     /// Folder of this machine's key and of the servers that it trusts, both made by rgpuctl join. By default
@@ -50,23 +50,26 @@ pub struct Place {
 /// Which GPUs to choose.
 #[derive(Args, Clone)]
 pub struct Wanted {
-    /// Number of GPUs to choose among the servers, the least used ones, and to lease. By default none are chosen
+    /// Number of GPUs to choose among the servers, the least used ones, and to lease. By default none are
+    /// chosen
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_GPUS as i64))]
     pub gpus: Option<u32>,
-    /// Nobody else uses them meanwhile. The servers' rules must allow that (exclusive_leases in clients.toml)
+    /// Let nobody else use them meanwhile. The servers' rules must allow that (exclusive_leases in
+    /// clients.toml)
     #[arg(long, requires = "gpus")]
     pub exclusive: bool,
-    /// Only GPUs whose name has this in it, such as H100, in whatever case
+    /// Choose only GPUs whose name contains this text, such as H100, in upper or lower case
     #[arg(long, value_name = "TEXT", requires = "gpus", default_value = "", hide_default_value = true)]
     pub model: String,
-    /// Memory on each GPU, in bytes or with a unit (K, M, G, T): the program gets no more, and no other lease gets it. By
-    /// default what the server's rules give
+    /// Memory on each GPU, in bytes or with a unit (K, M, G, T): the program gets no more, and no other lease
+    /// gets it. By default what the server's rules give
     #[arg(long, value_name = "SIZE", requires = "gpus", value_parser = parse_size, default_value = "0", hide_default_value = true)]
     pub memory: u64,
-    /// Weight of the lease, a number from 1 to 10000: its share of the GPUs' time while others want it, too. By default what the server's rules give
+    /// Weight of the lease, a number from 1 to 10000: its share of the GPUs' time while others compete for
+    /// it. By default what the server's rules give
     #[arg(long, value_name = "N", requires = "gpus", default_value_t = 0, hide_default_value = true)]
     pub weight: u32,
-    /// Seconds to wait if so many are not free
+    /// Seconds to wait if not enough GPUs are free
     #[arg(long, value_name = "SECONDS", requires = "gpus", default_value_t = 0)]
     pub wait: u64,
 }
@@ -74,7 +77,7 @@ pub struct Wanted {
 /// The pool's file.
 #[derive(Debug, Args)]
 struct PoolFile {
-    /// The servers, as --server has them.
+    /// The servers, in the form of --server.
     #[arg(long, value_name = "ADDRESS", num_args = 1)]
     servers: Vec<Server>,
 }
@@ -92,7 +95,7 @@ fn read(path: &Path) -> Result<Vec<Server>> {
     Ok(servers)
 }
 
-/// How to ask servers.
+/// How to query servers.
 #[derive(Clone)]
 pub struct Asker(Security);
 
@@ -102,12 +105,12 @@ impl Place {
         !self.servers.is_empty() || self.pool.is_some()
     }
 
-    /// The folder of this machine's key.
+    /// The folder with this machine's key.
     pub fn identity(&self) -> PathBuf {
         self.identity.clone().unwrap_or_else(crate::enrollment::client_folder)
     }
 
-    /// How to ask these servers.
+    /// How to query these servers.
     pub fn asker(&self) -> Asker {
         Asker(if self.insecure {
             Security::Insecure
@@ -143,7 +146,8 @@ impl Asker {
     }
 }
 
-/// The GPUs of a server that are as wanted, the best ones first. `listed`: those that may be chosen; empty: all.
+/// The GPUs of a server that match the request, the best ones first. `listed`: the GPUs that may be chosen;
+/// empty: all.
 fn fitting<'g>(gpus: &'g [Gpu], listed: &[u8], wanted: &Wanted) -> Vec<&'g Gpu> {
     let model = wanted.model.to_lowercase();
     let unpromised = |gpu: &Gpu| gpu.memory.map(|bytes| bytes.saturating_sub(gpu.memory_leased));
@@ -160,16 +164,18 @@ fn fitting<'g>(gpus: &'g [Gpu], listed: &[u8], wanted: &Wanted) -> Vec<&'g Gpu> 
     fitting
 }
 
-/// How busy a GPU is: by who uses it, then by what they do, then by the memory that they leave.
+/// How busy a GPU is: by the number of its users, then by its utilization, then by its free memory.
 fn load(gpu: &Gpu) -> (u32, u32, Reverse<u64>) {
     (gpu.sessions + gpu.leases, gpu.utilization.unwrap_or(0), Reverse(gpu.memory_free.unwrap_or(0)))
 }
 
-/// Chooses `count` GPUs: for each server its place in `all`, and its numbers of them. All of one server if one has enough: its GPUs reach each other without the network. `Err`: how many there are.
+/// Chooses `count` GPUs. Returns for each server its index in `all` and the numbers of its GPUs. If one
+/// server has enough GPUs, all are chosen there, because its GPUs reach each other without the network.
+/// `Err`: the number of available GPUs.
 fn choose(all: &[Vec<&Gpu>], count: usize) -> Result<Vec<(usize, Vec<u32>)>, usize> {
     let numbers = |gpus: &[&Gpu]| gpus.iter().map(|gpu| gpu.gpu).collect::<Vec<u32>>();
     let enough = all.iter().enumerate().filter(|(_, gpus)| gpus.len() >= count);
-    // The busiest one counts first: it is what the others wait for.
+    // The busiest GPU counts first, because the others wait for it.
     let busyness = |gpus: &[&Gpu]| gpus.iter().rev().map(|gpu| load(gpu)).collect::<Vec<_>>();
     if let Some((place, gpus)) = enough.min_by_key(|(_, gpus)| busyness(&gpus[..count])) {
         return Ok(vec![(place, numbers(&gpus[..count]))]);
@@ -191,13 +197,14 @@ fn choose(all: &[Vec<&Gpu>], count: usize) -> Result<Vec<(usize, Vec<u32>)>, usi
 /// A lease that this process has taken.
 #[derive(Debug, Clone)]
 pub struct Held {
-    /// Where, with the key.
+    /// The server, with the lease's key.
     pub server: Server,
-    /// What the server says of it.
+    /// The server's description of it.
     pub lease: Lease,
 }
 
-/// Takes leases of as many GPUs as are wanted, for so many seconds each. The servers, and within each of them its GPUs, are in no order that counts.
+/// Leases the wanted number of GPUs, for this many seconds. The order of the servers and of their GPUs has no
+/// meaning.
 pub fn lease(
     asker: &Asker,
     members: &[Server],
@@ -207,7 +214,7 @@ pub fn lease(
 ) -> Result<Vec<Held>> {
     let count = wanted.gpus.unwrap_or(1) as usize;
     let deadline = Instant::now() + Duration::from_secs(wanted.wait);
-    // Servers whose rules refuse, with their words.
+    // Servers whose rules refuse, with their messages.
     let mut refusing: Vec<Option<String>> = vec![None; members.len()];
     let mut tries = 0;
     loop {
@@ -261,7 +268,7 @@ pub fn lease(
     }
 }
 
-/// Takes leases of what was chosen, all or none. The error is the place of the server that refused, and why.
+/// Leases all chosen GPUs or none. The error is the index of the server that refused, and the reason.
 fn take(
     asker: &Asker,
     members: &[Server],
@@ -286,7 +293,7 @@ fn take(
         let answer = asker.ask(server, &Question::Lease(wish));
         let granted = answer.and_then(|answer| {
             granted(answer).ok_or_else(|| {
-                let (server, what) = (server.to_string(), "its answer is no lease".to_owned());
+                let (server, what) = (server.to_string(), "its answer is not a lease".to_owned());
                 ConnectError::Protocol { server, what }
             })
         });
@@ -310,12 +317,13 @@ fn granted(answer: Answer) -> Option<(Lease, Secret)> {
     Some((lease, Secret::from_text(&key)?))
 }
 
-/// Gives leases back. What cannot be given back now ends with its time, and is said on standard error.
+/// Releases leases. Prints an error for each lease that cannot be released now, which ends when its time is
+/// over.
 pub fn release<'s>(asker: &Asker, leases: impl Iterator<Item = &'s Server>) {
     for server in leases {
         let Some(key) = server.lease else { continue };
         if let Err(error) = asker.ask(server, &Question::Release { key: key.to_text() }) {
-            eprintln!("rgpuctl: a lease was not given back: {}", with_causes(&error));
+            eprintln!("rgpuctl: a lease was not released: {}", with_causes(&error));
         }
     }
 }
@@ -361,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_not_chosen() {
+    fn gpus_that_do_not_match_are_not_chosen() {
         let leased = Gpu { leases: 1, memory_leased: 60 << 30, ..gpu(3, 0, 80) };
         let ill = Gpu { unhealthy: Some("Xid 79".into()), ..gpu(1, 0, 80) };
         let servers = [vec![
@@ -378,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_is_a_file_of_servers_and_what_is_wrong_is_said_with_its_line() {
+    fn a_pool_is_a_file_of_servers_and_errors_name_their_line() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("pool.toml");
         let read_text = |text: &str| {

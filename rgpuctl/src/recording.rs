@@ -1,6 +1,7 @@
-//! What the processes of traced programs have recorded ([`protocol::trace`]).
+//! Reads what the processes of traced programs have recorded ([`protocol::trace`]).
 //!
-//! With `RGPU_TRACE=FOLDER` each process writes a file there: the program's library `program-PID`, the bridge `bridge-PID` (with the program's PID), the worker `worker-PID`.
+//! With `RGPU_TRACE=FOLDER` each process writes a file there: the program's library `program-PID`, the bridge
+//! `bridge-PID` (with the program's PID), the worker `worker-PID`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -27,7 +28,7 @@ pub struct Command {
 }
 
 impl Command {
-    /// When it reached a stage.
+    /// When it reached this stage.
     pub fn at(&self, stage: &str) -> Option<u64> {
         self.stages.get(stage).map(|moment| moment.at)
     }
@@ -36,7 +37,7 @@ impl Command {
 /// Commands by `seq`.
 pub type Commands = BTreeMap<u64, Command>;
 
-/// A function that a thread was in, from `begin` to `end`.
+/// A function that a thread was executing from `begin` to `end`.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Call {
     pub thread: u32,
@@ -52,7 +53,7 @@ pub struct Work {
     pub begin: u64,
     pub end: u64,
     pub seq: u64,
-    /// The kernel's mangled name; empty if it is not known, or there is none.
+    /// The kernel's mangled name; empty if it is unknown or there is none.
     pub kernel: String,
 }
 
@@ -64,7 +65,7 @@ pub struct Recording {
     pub work: Vec<Work>,
     /// Mangled names of the kernels that commands launch, by `seq`.
     pub kernels: HashMap<u64, String>,
-    /// Entries that were not kept.
+    /// Number of entries that were not kept.
     pub lost: u64,
 }
 
@@ -105,13 +106,13 @@ impl Recording {
         Some(all)
     }
 
-    /// When the first command reached a stage.
+    /// When the first command reached this stage.
     fn begin(&self, stage: &str) -> Option<u64> {
         self.commands.first_key_value()?.1.at(stage)
     }
 }
 
-/// A program, and those that worked for it.
+/// A program, and the processes that worked for it.
 #[derive(Debug)]
 pub struct Traced {
     pub pid: u32,
@@ -134,7 +135,7 @@ impl Traced {
         commands
     }
 
-    /// Entries that processes did not keep.
+    /// Number of entries that the processes did not keep.
     pub fn lost(&self) -> u64 {
         let others = self.bridge.iter().chain(self.worker.iter().map(|(_, worker)| worker));
         others.chain([&self.program]).map(|recording| recording.lost).sum()
@@ -164,7 +165,8 @@ pub fn read(folder: &Path) -> Result<Vec<Traced>> {
     programs.sort_by_key(|(_, program)| program.begin(FIRST));
     let traced = programs.into_iter().map(|(pid, program)| {
         let start = program.begin(FIRST);
-        // The worker of this program is the first to begin a command after the program's first command was appended.
+        // This program's worker is the one that begins a command first after the program appended its first
+        // command.
         let later = workers.iter().enumerate().filter(|(_, (_, worker))| worker.begin("begun") >= start);
         let worker = later.min_by_key(|(_, (_, worker))| worker.begin("begun")).map(|(at, _)| at);
         let worker = worker.map(|at| workers.remove(at));
@@ -178,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_kind_of_line_is_read_and_what_is_none_is_refused() {
+    fn every_kind_of_line_is_read_and_other_lines_are_refused() {
         let text = "1 appended 1000 launch 2\ncall 2 900 1100 cudaLaunchKernel\nwork 3 2000 2500 1 add(int *)\nkernel 1 add(int *, int)\nlost 4\n";
         let all = Recording::read(text).unwrap();
         assert_eq!(all.commands[&1].stages[FIRST], Moment { at: 1000, thread: 2 });

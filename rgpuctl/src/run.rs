@@ -16,10 +16,10 @@ use crate::session::{Session, Target};
 
 /// Run a program on this machine as a client of rgpu.
 ///
-/// The program needs no change: rgpuctl puts rgpu's CUDA libraries first in LD_LIBRARY_PATH and tells them by RGPU_SOCKET
-/// where to connect. With --gpus, rgpuctl chooses among the servers of a pool, leases the GPUs while the program runs, and gives
-/// them back. Without either and without --server, rgpuctl starts a private server for the program, which uses this machine's GPU or,
-/// if there is none, a GPU in software.
+/// The program needs no change: rgpuctl puts rgpu's CUDA libraries first in LD_LIBRARY_PATH and sets
+/// RGPU_SOCKET to the socket to connect to. With --gpus, rgpuctl chooses among the servers of a pool and
+/// leases the GPUs while the program runs. Without --gpus and --server, rgpuctl starts a private server for
+/// the program, which uses this machine's GPU or, if there is none, a GPU in software.
 ///
 /// The exit status is the program's own, 128 + N if signal N ended it, or 125 if rgpuctl could not run it.
 #[derive(Args)]
@@ -42,7 +42,8 @@ pub fn run(arguments: Arguments) -> Result<ExitCode> {
     run_program(&arguments.target, &arguments.program)
 }
 
-/// Runs `program` (its path and its arguments) and returns its exit status. The daemons have ended when this returns.
+/// Runs `program` (its path and its arguments) and returns its exit status. The daemons have ended when this
+/// returns.
 pub fn run_program(target: &Target, program: &[OsString]) -> Result<ExitCode> {
     let (path, arguments) = program.split_first().context("no program was given")?;
     let mut session = Session::start(target)?;
@@ -52,8 +53,8 @@ pub fn run_program(target: &Target, program: &[OsString]) -> Result<ExitCode> {
     // Killing rgpuctl kills the program.
     end_with_parent(&mut command, Signal::SIGKILL);
     let name = path.to_string_lossy().into_owned();
-    // Until here a signal ends rgpuctl and the daemons with it. From here on signals are read from a descriptor, so that
-    // none is lost between starting the program and waiting for it.
+    // Until here a signal ends rgpuctl, and the daemons with it. From here on signals are read from a
+    // descriptor, so that none is lost between starting the program and waiting for it.
     let signals = Signals::block()?;
     let program = command.spawn().with_context(|| format!("cannot run {name}"))?;
     let status = wait(program, &signals, &mut session);
@@ -91,7 +92,7 @@ fn exit_code(status: ExitStatus) -> ExitCode {
     }
 }
 
-/// What a signal means here.
+/// What a signal means for rgpuctl.
 enum Received {
     /// A child ended, stopped or continued.
     ChildChanged,
@@ -125,7 +126,7 @@ impl Signals {
         Ok(Self { descriptor })
     }
 
-    /// Waits for the next signal that matters.
+    /// Waits for the next signal that has a meaning.
     fn next(&self) -> Result<Received> {
         loop {
             let Some(info) = self.descriptor.read_signal().context("cannot read signals")? else { continue };

@@ -1,6 +1,7 @@
 //! A private session: a `vhost-rgpu` for native clients and, if no server is given, a private `rgpu-server`.
 //!
-//! Their sockets are in a folder that only this user can enter. Both end with the [`Session`], whether it is dropped or this process is killed.
+//! Their sockets are in a folder that only this user can enter. Both end with the [`Session`], whether it is
+//! dropped or this process is killed.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -27,7 +28,7 @@ pub struct Target {
     place: Place,
     #[command(flatten)]
     wanted: Wanted,
-    /// What the private server runs GPU work on, which is started if there is no --server and no --gpus
+    /// What the private server uses, which is started if there is no --server and no --gpus
     #[arg(long, value_enum, default_value_t = Backend::Auto, conflicts_with_all = ["servers", "gpus"])]
     backend: Backend,
     /// Transport to the server: shared memory (needs a server on this machine) or TCP.
@@ -82,11 +83,11 @@ pub struct Session {
     socket: PathBuf,
     /// The bridge comes first and ends before the server, so that it never reports the server as lost.
     daemons: Vec<Daemon>,
-    /// The program has devices of several servers.
+    /// Whether the program has devices of several servers.
     several: bool,
-    /// What programs are told of their servers.
+    /// The programs' RGPU_SERVERS.
     named: Option<String>,
-    /// Given back after the daemons' end.
+    /// Released after the daemons' end.
     _leases: Option<Renewed>,
     _folder: RuntimeFolder,
 }
@@ -109,7 +110,7 @@ impl Session {
             .transpose()?;
         let servers = leases.as_ref().map_or(&target.place.servers[..], Renewed::servers);
         ensure!(!servers.is_empty() || target.place.pool.is_none(), "--pool needs --gpus");
-        // Who lists this machine's processes must not see keys, which a command line shows.
+        // The leases' keys must not be on a command line, which all users of this machine can see.
         let leased = servers.iter().any(|server| server.lease.is_some());
         let named = leased.then(|| servers.iter().map(Server::with_key).collect::<Vec<_>>().join(" "));
         let several = servers.len() > 1;
@@ -122,7 +123,8 @@ impl Session {
             (None, servers.iter().map(ToString::to_string).collect(), target.transport)
         };
         let socket = folder.path.join("native.sock");
-        // A private server listens on the loopback interface alone, where this user's sessions are as safe as a socket's.
+        // A private server listens only on the loopback interface, where the sessions of this user are as
+        // safe as over a Unix socket.
         let insecure = target.place.insecure || private;
         let identity = target.place.identity();
         let protection =
@@ -138,12 +140,14 @@ impl Session {
             .env("RGPU_SOCKET", &self.socket)
             .envs(self.named.as_ref().map(|named| (SERVERS, named)))
             .env("LD_LIBRARY_PATH", with_libraries(&self.libraries, std::env::var_os("LD_LIBRARY_PATH"))?);
-        // A library's own path to NVIDIA's libcupti (PyTorch has one) comes before LD_LIBRARY_PATH, but not before what is loaded already.
+        // A library's own path to NVIDIA's libcupti (PyTorch has one) comes before LD_LIBRARY_PATH, but a
+        // library that is already loaded comes before both.
         let profiler = self.libraries.join("libcupti.so.13");
         if profiler.exists() {
             command.env("LD_PRELOAD", preloaded(profiler, std::env::var_os("LD_PRELOAD")));
         }
-        // NCCL takes GPUs of one process for GPUs of one machine, and lets their kernels meet in a file of /dev/shm.
+        // NCCL assumes that a process's GPUs are in one machine, and has their kernels synchronize through a
+        // file in /dev/shm.
         if self.several && std::env::var_os("NCCL_SHM_DISABLE").is_none() {
             command.env("NCCL_SHM_DISABLE", "1");
         }
@@ -185,7 +189,8 @@ fn start_server(
         vec!["--insecure".into()],
         option("--listen", &address).to_vec(),
         option("--backend", backend.name()).to_vec(),
-        // One worker is ready when the program asks for it. Only a program with several processes needs more, which then start on demand.
+        // One worker is ready for the program. Only a program with several processes needs more workers,
+        // which then start on demand.
         option("--workers", "0").to_vec(),
         option("--first-workers", "1").to_vec(),
         option("--status-socket", &status).to_vec(),
@@ -216,8 +221,9 @@ fn start_bridge(
     Daemon::start("vhost-rgpu", &binary, &arguments, &logs.join("vhost-rgpu.log"), &status)
 }
 
-/// A port that was free a moment ago. If another process takes it first, the server cannot listen there and the run fails.
-/// So it is none of those that the kernel gives to outgoing connections, and chosen at random.
+/// A port that was free a moment ago. If another process takes it first, the server cannot listen there and
+/// the run fails. To make that unlikely, the port is random, and outside the range that the kernel uses for
+/// outgoing connections.
 fn free_port() -> Result<u16> {
     const FIRST: u64 = 12_000;
     const COUNT: u64 = 20_000;
@@ -229,7 +235,7 @@ fn free_port() -> Result<u16> {
         .context("cannot find a free TCP port on 127.0.0.1")
 }
 
-/// `LD_PRELOAD` with another library, behind those that are there.
+/// `LD_PRELOAD` with a library appended.
 fn preloaded(library: PathBuf, others: Option<OsString>) -> OsString {
     match others.filter(|others| !others.is_empty()) {
         Some(mut all) => {
@@ -251,8 +257,8 @@ fn with_libraries(libraries: &Path, before: Option<OsString>) -> Result<OsString
 
 /// A folder for sockets that only this user can enter. It is removed with this value.
 ///
-/// Its file `lock` stays locked while its rgpuctl runs. The next rgpuctl recognizes the folder of a killed one by the
-/// missing lock and removes it.
+/// Its file `lock` stays locked while its rgpuctl runs. The next rgpuctl recognizes the folder of a killed
+/// one by the missing lock and removes it.
 struct RuntimeFolder {
     path: PathBuf,
     _lock: Flock<File>,
@@ -278,7 +284,8 @@ impl RuntimeFolder {
         Ok(Self { path, _lock: lock })
     }
 
-    /// Locks the file under another name first, because a file `lock` that is not locked means that its owner is gone.
+    /// Locks the file under another name first, because a file `lock` that is not locked means that its owner
+    /// is gone.
     fn lock(folder: &Path) -> std::io::Result<Flock<File>> {
         let (fresh, place) = (folder.join("lock.new"), folder.join("lock"));
         let lock = Flock::lock(File::create(&fresh)?, FlockArg::LockExclusiveNonblock)
@@ -287,7 +294,8 @@ impl RuntimeFolder {
         Ok(lock)
     }
 
-    /// Removes folders that killed rgpuctl processes of this user left behind. One that cannot be removed does no harm.
+    /// Removes folders that killed rgpuctl processes of this user left behind. One that cannot be removed
+    /// does no harm.
     fn remove_abandoned(parent: &Path) {
         let Ok(entries) = std::fs::read_dir(parent) else { return };
         for entry in entries.flatten() {
@@ -328,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn the_profilers_library_comes_behind_others_that_are_preloaded() {
+    fn the_profilers_library_comes_after_other_preloaded_ones() {
         assert_eq!(preloaded("/opt/c.so".into(), None), "/opt/c.so");
         assert_eq!(preloaded("/opt/c.so".into(), Some("".into())), "/opt/c.so");
         assert_eq!(preloaded("/opt/c.so".into(), Some("/a.so".into())), "/a.so:/opt/c.so");

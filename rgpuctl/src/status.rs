@@ -1,7 +1,7 @@
 //! `rgpuctl status`: shows the status of the daemons on this machine.
 //!
-//! A daemon's status socket sends one JSON object to each connection. This command knows nothing of its content: it
-//! shows numbers and strings as lines, and lists of objects as tables.
+//! A daemon's status socket sends one JSON object to each connection. This command does not know its fields:
+//! it shows numbers and strings as lines, and lists of objects as tables.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -29,7 +29,7 @@ pub struct Arguments {
     json: bool,
 }
 
-/// The status sockets that are given, or the default ones.
+/// The given status sockets, or the default ones.
 pub fn sockets(given: &[PathBuf]) -> Vec<PathBuf> {
     if given.is_empty() { DEFAULT_SOCKETS.iter().map(PathBuf::from).collect() } else { given.to_vec() }
 }
@@ -116,7 +116,7 @@ fn is_scalar(value: &Value) -> bool {
 
 fn scalar(value: &Value) -> String {
     match value {
-        // Programs' names are in it: nothing may steer the terminal.
+        // Programs choose their names, so control characters are replaced.
         Value::String(text) => text.chars().map(|c| if c.is_control() { '?' } else { c }).collect(),
         Value::Null => "-".to_owned(),
         other => other.to_string(),

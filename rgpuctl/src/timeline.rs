@@ -7,7 +7,8 @@
 //!  GPU for PID        a track for each stream: kernels, copies, fills
 //! ```
 //!
-//! Arrows lead from the call to the dispatcher and to the device. All times are of one clock, so of processes on one machine.
+//! Arrows lead from the call to the dispatcher and to the device. All times must come from one clock, so only
+//! processes of one machine are shown.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -24,7 +25,7 @@ pub fn write(traced: &[Traced], path: &Path) -> Result<usize> {
     let context = || format!("cannot write {}", path.display());
     let events = events(traced);
     let mut file = BufWriter::new(File::create(path).with_context(context)?);
-    // An event a line: such files are searched and cut by hand.
+    // One event in each line, so that the file can be searched and cut by hand.
     let mut put = |text: &str| file.write_all(text.as_bytes());
     put("{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n").with_context(context)?;
     for (at, event) in events.iter().enumerate() {
@@ -61,19 +62,19 @@ impl Part {
 
 struct Writer {
     events: Vec<Value>,
-    /// The first moment, in nanoseconds.
+    /// The time of the first event, in nanoseconds.
     begin: u64,
     /// Tracks that have events, by the number of their process.
     tracks: BTreeSet<(usize, u32)>,
 }
 
 impl Writer {
-    /// Microseconds since the first moment.
+    /// Microseconds since the first event.
     fn time(&self, at: u64) -> f64 {
         at.saturating_sub(self.begin) as f64 / 1e3
     }
 
-    /// Something that a track was doing. Spans of one track are one after the other, or one inside the other.
+    /// A span of a track. Two spans of a track do not overlap, except if one contains the other.
     fn span(&mut self, (pid, tid): (usize, u32), [begin, end]: [u64; 2], name: &str, args: Value) {
         self.tracks.insert((pid, tid));
         let took = end.saturating_sub(begin) as f64 / 1e3;
@@ -82,7 +83,7 @@ impl Writer {
         }));
     }
 
-    /// Something that overlaps with others of its kind.
+    /// A span that may overlap with others of its kind.
     fn overlapping(&mut self, pid: usize, [begin, end]: [u64; 2], name: &str, kind: &str, id: &str) {
         for (ph, at) in [("b", begin), ("e", end.max(begin))] {
             self.events.push(json!({
@@ -91,7 +92,7 @@ impl Writer {
         }
     }
 
-    /// A step of an arrow: `s` begins it, `t` leads on, `f` ends it.
+    /// A step of an arrow: `s` begins the arrow, `t` continues it, `f` ends it.
     fn arrow(&mut self, ph: &str, (pid, tid): (usize, u32), at: u64, id: &str) {
         self.events.push(json!({
             "ph": ph, "bp": "e", "pid": pid, "tid": tid, "ts": self.time(at), "name": "command", "cat": "command", "id": id,
@@ -159,14 +160,15 @@ fn events(traced: &[Traced]) -> Vec<Value> {
     writer.events
 }
 
-/// What names a command: Perfetto takes only numbers, in hexadecimal if they are text.
+/// The id of a command. Perfetto accepts only numbers, in hexadecimal if they are text.
 fn id(pid: u32, seq: u64) -> String {
     format!("{:#x}", u64::from(pid) << 32 | seq & u64::from(u32::MAX))
 }
 
-/// When a program's threads are in calls. An arrow can begin only in one: some commands are of rgpu's own, and of no call.
+/// When a program's threads are in calls. An arrow can begin only in a call; commands that rgpu itself sends
+/// belong to no call.
 struct Within {
-    /// By thread and beginning, when calls that follow each other without a gap end.
+    /// The end of each sequence of calls without a gap, by thread and beginning.
     calls: BTreeMap<(u32, u64), u64>,
 }
 
@@ -188,7 +190,7 @@ impl Within {
         Within { calls }
     }
 
-    /// Whether a call has appended this command.
+    /// Whether this command was appended during a call.
     fn began(&self, command: &Command) -> bool {
         command.stages.get(FIRST).is_some_and(|moment| {
             let before = self.calls.range(..=(moment.thread, moment.at)).next_back();
@@ -230,7 +232,7 @@ fn put_command(
     }
 }
 
-/// A kernel's name as in its source, as far as it can be told.
+/// A kernel's name as in its source, if it can be demangled.
 fn demangled(name: &str) -> String {
     cpp_demangle::Symbol::new(name)
         .ok()
@@ -286,7 +288,7 @@ mod tests {
             .collect();
         assert_eq!(steps, ["b", "e", "s", "t", "f"]);
         assert!(events.iter().any(|event| event["args"]["name"] == "stream 5"));
-        // The third command is of no call, so no arrow leads to it.
+        // The third command belongs to no call, so no arrow leads to it.
         assert!(events.iter().all(|event| event["id"] != "0x700000003"), "{events:#?}");
         assert!(events.iter().any(|event| event["args"]["command"] == 3), "{events:#?}");
     }

@@ -1,6 +1,7 @@
 //! `rgpuctl trace`: runs a program as a native client and shows where its calls spend their time.
 //!
-//! Each process records what it does with every command ([`recording`](crate::recording)); this joins the recordings to tables and, with `--output`, to a [timeline](crate::timeline).
+//! Each process records what it does with every command ([`recording`](crate::recording)). This module makes
+//! tables from the recordings and, with `--output`, a [timeline](crate::timeline).
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -17,18 +18,22 @@ use crate::run::run_program;
 use crate::session::Target;
 use crate::timeline;
 
-/// Run a program as `run` does, and show where its calls spend their time
+/// Run a program like `run`, and show where its calls spend their time
 ///
-/// Prints a line for each operation that was sent to the server: the number of calls, the total time of one call, and the time from each stage to the next. Times are medians in
-/// microseconds. An operation without an answer ends when it is executed. The stages are: appended to the ring; taken by the bridge; received by the worker; begun; executed (for work on
-/// a stream: enqueued); answered; delivered by the bridge; woken (the program's thread has the answer). With transport local there are no stages of the bridge. With --server HOST the
-/// stages on that host are missing.
+/// Prints a line for each operation that was sent to the server: the number of calls, the total time of a
+/// call, and the time from each stage to the next. Times are medians in microseconds. An operation without an
+/// answer ends when it is executed. The stages are: appended to the ring; taken by the bridge; received by
+/// the worker; begun; executed (for work on a stream: enqueued); answered; delivered by the bridge; woken
+/// (the program's thread has the answer). With the transport local there are no stages of the bridge. With
+/// --server HOST the stages on that host are missing.
 ///
-/// Below is a line for each function that waited for the server: the number of calls, how many answers they waited for, and the time that they spent waiting in milliseconds, the longest first. Over a slow
-/// network, these are the calls that make a program slow.
+/// Below is a line for each function that waited for the server: the number of calls, how many answers they
+/// waited for, and the time that they spent waiting in milliseconds, the longest first. Over a slow network,
+/// these are the calls that make a program slow.
 #[derive(Args)]
 ///
-/// --output writes a timeline that shows every call and command, and with --devices every kernel and copy. Open it at https://ui.perfetto.dev, which keeps it in the browser, or in chrome://tracing.
+/// --output writes a timeline that shows every call and command, and with --devices every kernel and copy.
+/// Open it at https://ui.perfetto.dev, which keeps it in the browser, or in chrome://tracing.
 #[command(after_long_help = "Examples:
   rgpuctl trace --transport tcp -- ./vectorAdd
   rgpuctl trace --output train.json --devices -- python3 train.py")]
@@ -38,10 +43,12 @@ pub struct Arguments {
     /// Write a timeline to this file, in Chrome's trace format. By default none is written
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// With --output: show the device's kernels and copies, too. That takes microseconds of the server for each of them. By default the timeline has calls and commands only
+    /// With --output: show the device's kernels and copies, too. Each costs the server some microseconds. By
+    /// default the timeline only has calls and commands
     #[arg(long, requires = "output")]
     devices: bool,
-    /// Keep the timestamps of every command in this folder, which is created if needed. By default they are not kept
+    /// Keep the timestamps of every command in this folder, which is created if needed. By default they are
+    /// not kept
     #[arg(long, value_name = "FOLDER")]
     keep: Option<PathBuf>,
     /// The program and its arguments
@@ -90,7 +97,7 @@ pub fn trace(arguments: &Arguments) -> Result<ExitCode> {
     Ok(code)
 }
 
-/// A table of the functions that waited, for each process that has some, with its process id.
+/// A table of the functions that waited, for each process with such functions, with its process id.
 fn waits(folder: &Path) -> Result<Vec<(String, String)>> {
     let mut all = Vec::new();
     for entry in std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))? {
@@ -156,7 +163,7 @@ fn table(commands: &Commands) -> String {
         times.total.push(before.saturating_sub(first));
     }
     let mut rows: Vec<_> = by_operation.into_iter().collect();
-    // The operation that took most time in total comes first.
+    // The operation with the longest total time comes first.
     rows.sort_by_key(|(_, times)| std::cmp::Reverse(times.total.iter().sum::<u64>()));
     let mut text = format!("{:<26}{:>8}{:>10} ", "operation", "count", "total");
     STAGES.iter().for_each(|stage| text.extend([format!("{stage:>10}")]));
@@ -203,7 +210,7 @@ mod tests {
                 "worker-9",
                 "1 received 4500 stream_synchronize 1\n1 begun 5000 stream_synchronize 1\n1 executed 6000 - 1\n1 answered 16000 - 1\n2 begun 7000 launch 1\n2 executed 8000 launch 1\n",
             ),
-            // Of an earlier session.
+            // From an earlier session.
             ("worker-8", "1 begun 500 stream_synchronize 1\n1 answered 600 - 1\n"),
         ];
         for (name, text) in files {

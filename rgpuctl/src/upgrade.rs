@@ -1,4 +1,5 @@
-//! `rgpuctl upgrade`: replaces a running `rgpu-server`, or `vhost-rgpu`, by the program that is installed now.
+//! `rgpuctl upgrade`: replaces a running `rgpu-server` or `vhost-rgpu` with the program that is installed
+//! now.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::ExitCode;
@@ -10,28 +11,28 @@ use serde_json::{Value, json};
 
 use crate::enrollment::{Admin, request};
 
-/// How long the server may take until it makes way, and its successor until it answers.
+/// How long the daemon may take until it is replaced, and its successor until it answers.
 const WITHIN: Duration = Duration::from_secs(120);
-/// A successor that has not answered is asked again after this time.
+/// How long to wait before asking a successor that has not answered again.
 const AGAIN: Duration = Duration::from_millis(50);
 
-/// Replace the running rgpu-server, or vhost-rgpu, on this machine by the version that is installed now.
+/// Replace the running rgpu-server, or vhost-rgpu, on this machine with the version that is installed now.
 ///
-/// Sessions go on, and programs do not notice. The daemon first asks the installed program whether it can go on with
-/// these sessions and whether it accepts the configuration; if not, nothing happens.
+/// Sessions continue, and programs do not notice. The daemon first checks whether the installed program can
+/// continue these sessions and accepts the configuration; if not, nothing happens.
 ///
-/// rgpu-server's workers keep running, and keep their version until their sessions end. Clients that wait for a worker
-/// connect again. vhost-rgpu (--socket /run/rgpu/vhost-rgpu.admin) replaces its device processes, too. Sessions over
-/// verbs, and those of a server without a grace period, do not outlive that.
+/// rgpu-server's workers keep running, and keep their version until their sessions end. Clients that wait for
+/// a worker connect again. vhost-rgpu (--socket /run/rgpu/vhost-rgpu.admin) replaces its device processes,
+/// too. That ends sessions over verbs, and sessions with a server without a grace period.
 ///
-/// Exit status: 0 when the installed version serves, 125 when the old one goes on or none answers.
+/// Exit status: 0 when the installed version serves, 125 when the old one continues or none answers.
 #[derive(Args)]
 pub struct Arguments {
     #[command(flatten)]
     admin: Admin,
 }
 
-/// Has the server make way, and waits for its successor.
+/// Tells the daemon to be replaced, and waits for its successor.
 pub fn upgrade(arguments: &Arguments) -> Result<ExitCode> {
     let path = arguments.admin.socket.display();
     let server = request(&arguments.admin.socket, &json!({ "upgrade": {} }))?;
@@ -42,13 +43,14 @@ pub fn upgrade(arguments: &Arguments) -> Result<ExitCode> {
         .with_context(|| format!("listening to the daemon at {path}"))?;
     let (before, sessions) = agreed(&line)?;
     let text = successor(|| ask(arguments), Instant::now() + WITHIN).with_context(|| {
-        format!("the daemon at {path} has made way, and its successor does not answer: see its log")
+        format!("the daemon at {path} was replaced, and its successor does not answer: see its log")
     })?;
     println!("{}", outcome(&before, sessions, &text)?);
     Ok(ExitCode::SUCCESS)
 }
 
-/// Asks whoever serves now for its version. The listening socket stays the same, so this waits until it takes requests.
+/// Asks the daemon that serves now for its version. The listening socket stays the same, so this waits until
+/// the daemon takes requests.
 fn ask(arguments: &Arguments) -> Result<String> {
     let mut server = request(&arguments.admin.socket, &json!({ "version": {} }))?;
     server.set_read_timeout(Some(WITHIN))?;
@@ -57,7 +59,8 @@ fn ask(arguments: &Arguments) -> Result<String> {
     Ok(text)
 }
 
-/// The successor's answer. A request that comes a moment before the server makes way is accepted and never answered.
+/// The successor's answer. A request that comes right before the daemon is replaced is accepted and never
+/// answered.
 fn successor(mut ask: impl FnMut() -> Result<String>, deadline: Instant) -> Result<String> {
     loop {
         match ask() {
@@ -68,7 +71,7 @@ fn successor(mut ask: impl FnMut() -> Result<String>, deadline: Instant) -> Resu
     }
 }
 
-/// What the server says right before it makes way: its version, and how many sessions it has.
+/// What the daemon reports right before it is replaced: its name and version, and the number of its sessions.
 fn agreed(line: &str) -> Result<(String, u64)> {
     if line.is_empty() {
         bail!("the daemon ended without an answer: see its log");
@@ -83,16 +86,16 @@ fn agreed(line: &str) -> Result<(String, u64)> {
     }
 }
 
-/// The daemon and its version. rgpu-server does not say which daemon it is.
+/// The daemon and its version. rgpu-server does not send its name.
 fn name(said: &Value) -> String {
     let (daemon, version) = (said["daemon"].as_str(), said["version"].as_str());
     format!("{} {}", daemon.unwrap_or("rgpu-server"), version.unwrap_or("?"))
 }
 
-/// What to say about the successor.
+/// The message about the successor.
 fn outcome(before: &str, sessions: u64, text: &str) -> Result<String> {
     let said: Value = serde_json::from_str(text)
-        .with_context(|| format!("{before} has made way, and its successor said {text:?}: see its log"))?;
+        .with_context(|| format!("{before} was replaced, and its successor said {text:?}: see its log"))?;
     if let Some(why) = said["error"].as_str() {
         bail!("the successor of {before} does not understand this command: {why}");
     }
@@ -114,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_servers_say_is_told_in_one_line() {
+    fn the_result_is_reported_in_one_line() {
         let (before, sessions) = agreed(r#"{"upgrading": {"sessions": 1, "version": "0.1.0"}}"#).unwrap();
         let text = outcome(&before, sessions, r#"{"version": "0.2.0", "pid": 7, "sessions": 1}"#).unwrap();
         assert_eq!(text, "rgpu-server 0.2.0 serves in place of rgpu-server 0.1.0 and takes over 1 session");

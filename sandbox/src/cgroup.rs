@@ -1,7 +1,8 @@
-//! Limits of memory, tasks and CPU, by cgroup v2.
+//! Limits of memory, tasks and CPU time, with cgroup v2.
 //!
-//! A daemon [claims](Cgroups::claim) its own cgroup and divides it: a child named `daemon` for itself, and one for each process that it starts. systemd must have delegated the cgroup
-//! (`Delegate=yes`). Without systemd, root makes a cgroup at the top of the tree.
+//! A daemon [claims](Cgroups::claim) its own cgroup and divides it: a child named `daemon` for itself, and
+//! one for each process that it starts. systemd must have delegated the cgroup (`Delegate=yes`). Without
+//! systemd, root makes a cgroup at the top of the tree.
 
 use std::fs;
 use std::io::{self, Write};
@@ -10,10 +11,10 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// Limits of a process and what it starts. 0 means no limit.
+/// Limits of a process and its descendants. 0 means no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
-    /// Bytes of memory, swap included.
+    /// Bytes of memory, including swap.
     pub memory: u64,
     /// Threads and processes.
     pub tasks: u64,
@@ -21,7 +22,7 @@ pub struct Limits {
     pub cpu_percent: u64,
 }
 
-/// Why there are no cgroups.
+/// Why cgroups cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum Unavailable {
     /// No cgroup v2 tree is mounted.
@@ -50,7 +51,7 @@ pub enum Unavailable {
 }
 
 impl Unavailable {
-    /// There is such a group already.
+    /// Whether the error says that the group exists already.
     pub(crate) fn exists(&self) -> bool {
         matches!(self, Unavailable::Change { source, .. } if source.kind() == io::ErrorKind::AlreadyExists)
     }
@@ -61,14 +62,14 @@ impl Unavailable {
 pub struct Cgroups {
     root: PathBuf,
     has_cpu: bool,
-    /// Whether `root` is this daemon's own, to be removed with it.
+    /// Whether this daemon created `root` and removes it at its end.
     made: bool,
 }
 
 impl Drop for Cgroups {
     fn drop(&mut self) {
         if self.made {
-            // A process that still runs keeps it.
+            // The group stays if a process in it still runs.
             let _ = fs::remove_dir(&self.root);
         }
     }
@@ -79,23 +80,23 @@ impl Drop for Cgroups {
 pub struct Group {
     path: PathBuf,
     folder: OwnedFd,
-    /// Another daemon made it, whose own cgroup may have to be removed after it.
+    /// Whether another daemon created it, whose own cgroup may have to be removed afterwards.
     adopted: bool,
 }
 
 impl Group {
-    /// A group that another daemon made.
+    /// A group that another daemon created.
     pub(crate) fn adopt(path: &Path) -> io::Result<Group> {
         let folder = OwnedFd::from(fs::File::open(path)?);
         Ok(Group { path: path.to_owned(), folder, adopted: true })
     }
 
-    /// Where it is.
+    /// Its folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Moves a process here.
+    /// Moves a process into this group.
     pub(crate) fn add(&self, pid: i32) -> io::Result<()> {
         fs::write(self.path.join("cgroup.procs"), pid.to_string())
     }
@@ -113,13 +114,13 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Kills what is left, if anything. An older kernel has no such file.
+        // Kills the processes that are left. Older kernels do not have this file.
         let _ = write(&self.path.join("cgroup.kill"), "1");
-        // The kernel may still be taking the last process out of it.
+        // The kernel may still be removing the last process.
         for _ in 0..50 {
             if !matches!(fs::remove_dir(&self.path), Err(e) if e.kind() == io::ErrorKind::ResourceBusy) {
                 if let Some(parent) = self.path.parent().filter(|_| self.adopted) {
-                    // Busy as long as anything is in it, such as other groups or a daemon.
+                    // This fails as long as the cgroup contains other groups or a daemon.
                     let _ = fs::remove_dir(parent);
                 }
                 return;
@@ -158,15 +159,18 @@ pub(crate) fn mount_point(mounts: &str) -> Option<PathBuf> {
 }
 
 impl Cgroups {
-    /// Takes this process's cgroup, or one named `name` at the top of the tree, to make groups in. Moves this process into a child of it, because a cgroup that limits children may have no
-    /// processes of its own.
+    /// Takes over this process's cgroup, or creates one named `name` at the top of the tree, for groups of
+    /// processes. Moves this process into a child of it, because a cgroup that limits children may not
+    /// contain processes itself.
     pub fn claim(name: &str) -> Result<Cgroups, Unavailable> {
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
         let top = mount_point(&mounts).ok_or(Unavailable::Version)?;
         let of_process = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let path = of_process.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
         let mut root = top.join(path);
-        // The daemon before this one has divided the cgroup: it is the same process, or systemd has started this one there (DelegateSubgroup=). The part itself has no controllers before that.
+        // This process may already be in the child `daemon`: an earlier daemon in this process has created
+        // it, or systemd has started the process there (DelegateSubgroup=). The cgroup that counts is then
+        // the parent.
         if let Some(divided) = root.parent().filter(|_| root.ends_with(DAEMON)) {
             let divided = divided.to_owned();
             let children = fs::read_to_string(divided.join("cgroup.subtree_control")).unwrap_or_default();
@@ -181,7 +185,7 @@ impl Cgroups {
         }
         let has_cpu = has("cpu");
         let controllers = if has_cpu { "+memory +pids +cpu" } else { "+memory +pids" };
-        // Only the top of the whole tree has no type.
+        // Only the root of the tree has no type.
         let made = !root.join("cgroup.type").exists();
         if made {
             write(&root.join("cgroup.subtree_control"), controllers)?;
@@ -196,17 +200,18 @@ impl Cgroups {
             write(&own.join("cgroup.procs"), &std::process::id().to_string())?;
         }
         write(&root.join("cgroup.subtree_control"), controllers)?;
-        // What a daemon that crashed has left and nobody uses. Groups with processes are busy.
+        // Remove the groups that a crashed daemon has left. Groups with processes cannot be removed.
         for entry in fs::read_dir(&root).into_iter().flatten().flatten() {
             let _ = fs::remove_dir(entry.path());
         }
         Ok(Cgroups { root, has_cpu, made })
     }
 
-    /// Makes a group with limits. One process's lack of memory ends that group as a whole and nothing else.
+    /// Creates a group with limits. If a process of the group runs out of memory, the kernel ends the whole
+    /// group and nothing else.
     ///
     /// # Errors
-    /// Also if there is a group with that name.
+    /// Also if a group with this name exists.
     pub fn make(&self, name: &str, limits: &Limits) -> Result<Group, Unavailable> {
         let path = self.root.join(name);
         fs::create_dir(&path).map_err(|source| Unavailable::Change { path: path.clone(), source })?;
@@ -216,7 +221,7 @@ impl Cgroups {
         write(&path.join("memory.oom.group"), "1")?;
         if limits.memory != 0 {
             write(&path.join("memory.max"), &limits.memory.to_string())?;
-            // Absent without swap accounting; then there is nothing to limit.
+            // The file does not exist without swap accounting; then there is nothing to limit.
             if path.join("memory.swap.max").exists() {
                 write(&path.join("memory.swap.max"), "0")?;
             }
@@ -232,13 +237,13 @@ impl Cgroups {
     }
 }
 
-/// Whether systemd has delegated a cgroup. It marks those with an extended attribute.
+/// Whether systemd has delegated a cgroup, which it marks with an extended attribute.
 fn delegated(path: &Path) -> bool {
     use std::os::unix::ffi::OsStrExt;
     let Ok(path) = std::ffi::CString::new(path.as_os_str().as_bytes()) else { return false };
     [c"user.delegate", c"trusted.delegate"].iter().any(|name| {
         let mut value = [0_u8; 8];
-        // SAFETY: two strings that end with NUL, and a buffer of as many bytes as the call is told.
+        // SAFETY: two strings that end with NUL, and a buffer with its size.
         let length =
             unsafe { libc::getxattr(path.as_ptr(), name.as_ptr(), value.as_mut_ptr().cast(), value.len()) };
         length == 1 && value[0] == b'1'

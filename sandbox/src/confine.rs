@@ -1,4 +1,4 @@
-//! What a process does to itself before it reads untrusted data, in order.
+//! The steps by which a process confines itself before it reads untrusted data, in order.
 
 use std::fmt;
 use std::io;
@@ -17,13 +17,13 @@ use crate::filesystem::{self, Access, Visible};
 use crate::start::Isolation;
 use crate::syscalls::{OtherCalls, Syscalls};
 
-/// The network that a process has.
+/// The network that a process can use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Network {
-    /// None but the sockets that it was given.
+    /// None, except the sockets that it was given.
     Own,
-    /// The machine's.
+    /// The machine's network.
     Host,
 }
 
@@ -32,20 +32,20 @@ pub enum Network {
 pub struct Resources {
     /// Open descriptors.
     pub descriptors: Option<u64>,
-    /// Bytes that it may lock in memory. `u64::MAX` means no limit.
+    /// Bytes of memory that it may lock. `u64::MAX` means no limit.
     pub locked: Option<u64>,
-    /// Threads and processes of its user. Has an effect only with a user ID of its own.
+    /// Threads and processes of its user. Only has an effect if the process has its own user ID.
     pub tasks: Option<u64>,
 }
 
-/// What a process may reach. The daemon fills it and sends it to the process, which hands it to [`confine`].
+/// What a process may access. The daemon sends it to the process, which passes it to [`confine`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Confinement {
     /// How the process was started: [`Process::isolation`](crate::Process::isolation).
     pub isolation: Isolation,
     /// The user ID to change to, which is also the group ID: [`Process::user`](crate::Process::user).
     pub user: Option<u32>,
-    /// Files that stay visible.
+    /// The files that it can see.
     pub visible: Vec<Visible>,
     /// Its network.
     pub network: Network,
@@ -73,7 +73,7 @@ pub enum Layer {
     Limits,
     /// Limits by setrlimit(2).
     Resources,
-    /// No capability, and no program that could give one.
+    /// No capabilities, and no programs that could grant some.
     Privileges,
     /// Landlock.
     Landlock,
@@ -82,8 +82,10 @@ pub enum Layer {
 }
 
 impl Layer {
-    /// Whether a process without this layer could reach others' files, processes, sockets or memory. Landlock guards the same a second time, limits protect the machine's resources, and a
-    /// process in its own namespaces sees nothing that its user ID would open.
+    /// Whether a process without this layer could access files, processes, sockets or memory of others. It
+    /// could not without Landlock, which only guards the same things a second time, nor without limits, which
+    /// protect the machine's resources, nor without its own user ID, because in its own namespaces it sees
+    /// nothing that the daemon's ID would open.
     pub fn isolates(self) -> bool {
         !matches!(self, Layer::Limits | Layer::Resources | Layer::Landlock | Layer::User)
     }
@@ -104,7 +106,7 @@ impl Layer {
     }
 }
 
-/// A layer that a process does without.
+/// A layer that is missing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Missing {
     /// The layer.
@@ -126,25 +128,27 @@ impl Missing {
     }
 }
 
-/// What a process's sandbox lacks.
+/// The layers that a process's sandbox lacks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// The layers that are not there.
+    /// The missing layers.
     pub missing: Vec<Missing>,
 }
 
 impl Report {
-    /// Adds a layer that is not there.
+    /// Adds a missing layer.
     pub fn lacks(&mut self, layer: Layer, reason: impl fmt::Display) {
         self.missing.push(Missing { layer, reason: reason.to_string() });
     }
 
-    /// The layers that are not there but are wanted wherever possible, or `None`. Landlock is not one of them: what it guards is guarded by others, too.
+    /// The missing layers that a machine should provide, or `None`. Landlock is not one of them, because
+    /// other layers guard the same things.
     pub fn required(&self) -> Option<String> {
         self.list(|layer| layer != Layer::Landlock)
     }
 
-    /// The layers that are not there and that would keep the process from others, or `None` if all are there.
+    /// The missing layers that would keep the process away from others, or `None` if none of these is
+    /// missing.
     pub fn not_isolated(&self) -> Option<String> {
         self.list(Layer::isolates)
     }
@@ -162,26 +166,26 @@ impl fmt::Display for Report {
     }
 }
 
-/// Why a process could not confine itself at all. It must not go on.
+/// Why a process could not confine itself. It must not continue.
 #[derive(Debug, thiserror::Error)]
 pub enum Refused {
-    /// It runs threads, which would stay outside.
+    /// It has other threads, which would stay outside the sandbox.
     #[error("the process has {0} threads; it must confine itself before it starts any")]
     Threads(usize),
-    /// It stays privileged, which no missing feature of the kernel explains.
+    /// It could not drop its privileges, for which no missing kernel feature is the reason.
     #[error("cannot give up privileges: {0}")]
     Privileges(String),
 }
 
-/// Confines this process for the rest of its life, and everything that it starts. Must come before any other thread, and before any untrusted data. Returns what the machine does not
-/// provide.
+/// Confines this process and everything that it starts, permanently. Call it before starting threads and
+/// before reading untrusted data. Returns what the machine does not provide.
 pub fn confine(confinement: &Confinement, syscalls: &Syscalls) -> Result<Report, Refused> {
     let threads = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
     if threads != 1 {
         return Err(Refused::Threads(threads));
     }
     let mut report = Report::default();
-    // Limits may only be raised with privileges.
+    // Raising limits needs privileges, so this comes first.
     limit(&confinement.resources, &mut report);
     let groups = Visible::groups(&confinement.visible);
     let has_files = namespaces(confinement, &mut report);
@@ -213,7 +217,7 @@ fn limit(resources: &Resources, report: &mut Report) {
     for (resource, name, value) in wanted {
         let Some(value) = value else { continue };
         let set = setrlimit(resource, value, value).or_else(|_| {
-            // Only root may raise the upper limit. What there is has to do.
+            // Only root may raise the hard limit, so use the current one.
             let most = getrlimit(resource)?.1;
             setrlimit(resource, value.min(most), value.min(most))
         });
@@ -223,7 +227,7 @@ fn limit(resources: &Resources, report: &mut Report) {
     }
 }
 
-/// Enters namespaces. Returns whether the process has a tree of files of its own.
+/// Enters namespaces. Returns whether the process has its own tree of files.
 fn namespaces(confinement: &Confinement, report: &mut Report) -> bool {
     let mut enter = |flag, layer| {
         // SAFETY: a plain system call; the process has one thread.
@@ -234,7 +238,7 @@ fn namespaces(confinement: &Confinement, report: &mut Report) -> bool {
         entered
     };
     let (has_mounts, own_processes) = match &confinement.isolation {
-        // The clone that made the user namespace made the others, too.
+        // The clone that created the user namespace created the others, too.
         Isolation::UserNamespace => (true, true),
         isolation => {
             enter(libc::CLONE_NEWIPC, Layer::Ipc);
@@ -266,7 +270,7 @@ fn give_up_privileges(confinement: &Confinement, groups: &[u32], report: &mut Re
         caps::clear(None, CapSet::Bounding).map_err(|e| refused("the bounding set of capabilities", &e))?;
     }
     match (&confinement.isolation, confinement.user) {
-        // It is 0 of its namespace already, which stands for this user.
+        // The process is user 0 in its namespace already, which is mapped to this user.
         (Isolation::UserNamespace, user) => {
             if user.is_none() {
                 report.lacks(Layer::User, "the daemon may not change users");
@@ -294,7 +298,7 @@ fn give_up_privileges(confinement: &Confinement, groups: &[u32], report: &mut Re
     nix::sys::prctl::set_dumpable(false).map_err(|e| refused("PR_SET_DUMPABLE", &e))
 }
 
-/// The Landlock features that are used where they exist.
+/// The Landlock features that are used if the kernel has them.
 const LANDLOCK: ABI = ABI::V6;
 
 fn landlock(confinement: &Confinement, has_files: bool) -> Result<RulesetStatus, landlock::RulesetError> {
@@ -321,21 +325,22 @@ fn landlock(confinement: &Confinement, has_files: bool) -> Result<RulesetStatus,
         .collect();
     let scratch = all & !(AccessFs::Execute | AccessFs::MakeBlock | AccessFs::MakeChar);
     let facts = AccessFs::ReadFile | AccessFs::ReadDir;
-    // libcuda names its threads by /proc/self/task/TID/comm, as other programs write files, and cuInit fails if it cannot.
+    // libcuda names its threads by writing /proc/self/task/TID/comm, which it opens like a regular file.
+    // cuInit fails if that fails.
     let own = facts | AccessFs::WriteFile | AccessFs::Truncate;
     if has_files {
-        // All of these are the process's own.
+        // All of these files belong to the process itself.
         rules.push(("/proc".into(), own));
         rules.extend(["/tmp", "/dev/shm"].map(|path| (path.into(), scratch)));
     } else {
-        // The machine's /proc: this process and facts about the machine, but no other process.
+        // The machine's /proc: allow this process and facts about the machine, but no other process.
         let names =
             ["cpuinfo", "meminfo", "stat", "devices", "version", "driver", "sys", "modules", "filesystems"];
         rules.push(("/proc/self".into(), own));
         rules.extend(names.map(|name| (Path::new("/proc").join(name), facts)));
     }
     for (path, access) in rules {
-        // What does not exist needs no rule.
+        // A path that does not exist needs no rule.
         let Ok(file) = PathFd::new(&path) else { continue };
         let access = if path.is_dir() { access } else { access & AccessFs::from_file(LANDLOCK) };
         ruleset = ruleset.add_rule(PathBeneath::new(file, access))?;

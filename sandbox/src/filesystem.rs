@@ -1,7 +1,8 @@
-//! A tree of files that contains what is visible and nothing else.
+//! A tree of files that contains only what the process may see.
 //!
-//! The new root is a small file system in memory. What is visible is mounted into it under its own path, then the old root is detached. Everything but [`Access::Write`] is read-only, and nothing
-//! in the tree has set-user-ID bits or device nodes that work, except for [`Access::Device`].
+//! The new root is a small file system in memory. The visible files are mounted into it under their own
+//! paths, then the old root is detached. Everything except [`Access::Write`] is read-only. Set-user-ID bits
+//! have no effect in the tree, and neither do device nodes except [`Access::Device`].
 
 use std::ffi::CString;
 use std::fs;
@@ -14,7 +15,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::unistd::{chdir, pivot_root};
 use serde::{Deserialize, Serialize};
 
-/// Where the nodes of RDMA devices are.
+/// The folder with the nodes of RDMA devices.
 pub const RDMA_DEVICES: &str = "/dev/infiniband";
 
 /// What a process may do with files.
@@ -29,10 +30,10 @@ pub enum Access {
     Device,
 }
 
-/// A file or folder that stays visible.
+/// A visible file or folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Visible {
-    /// Its path, which stays the same.
+    /// Its path, which is the same inside.
     pub path: PathBuf,
     /// What the process may do with it.
     pub access: Access,
@@ -62,7 +63,8 @@ impl Visible {
         folders.into_iter().map(|path| Visible::new(path, Access::Read))
     }
 
-    /// What libibverbs opens: the nodes of RDMA devices ([`RDMA_DEVICES`]), and which drivers there are.
+    /// The files that libibverbs opens: the nodes of RDMA devices ([`RDMA_DEVICES`]), and the list of
+    /// drivers.
     pub fn rdma() -> impl Iterator<Item = Visible> {
         [(RDMA_DEVICES, Access::Device), ("/etc/libibverbs.d", Access::Read)]
             .into_iter()
@@ -76,13 +78,13 @@ impl Visible {
             .map(|name| Visible::new(format!("/dev/{name}"), Access::Device))
     }
 
-    /// The groups that may open these files where not everyone may.
+    /// The groups that may open those of these files that not everyone may open.
     pub fn groups(all: &[Visible]) -> Vec<u32> {
         let mut groups: Vec<u32> = all
             .iter()
             .filter(|visible| visible.access == Access::Device)
             .filter_map(|visible| fs::metadata(&visible.path).ok())
-            // Group 0 would give more than this file.
+            // Group 0 would grant access to more than this file.
             .filter(|file| {
                 !file.is_dir()
                     && file.mode() & 0o006 != 0o006
@@ -97,7 +99,7 @@ impl Visible {
     }
 }
 
-/// What failed, in words, and why.
+/// The step that failed, in words, and the error.
 pub(crate) type Failure = (String, io::Error);
 
 fn failed(what: impl Into<String>) -> impl FnOnce(nix::Error) -> Failure {
@@ -110,16 +112,17 @@ fn failed_io(what: impl Into<String>) -> impl FnOnce(io::Error) -> Failure {
     move |e| (what, e)
 }
 
-/// Size of the file systems in memory, for their folders and what the process writes to `/tmp` and `/dev/shm`.
+/// Size of the file systems in memory, for their folders and what the process writes to `/tmp` and
+/// `/dev/shm`.
 const ROOT: &str = "mode=0755,size=1M,nr_inodes=4k";
 const SCRATCH: &str = "mode=1777,size=64M,nr_inodes=4k";
 
-/// Changes flags of a mount that is there.
+/// Changes flags of an existing mount.
 fn set_attributes(path: &Path, set: u64, recursive: bool) -> io::Result<()> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     let attributes = libc::mount_attr { attr_set: set, attr_clr: 0, propagation: 0, userns_fd: 0 };
     let flags = if recursive { libc::AT_RECURSIVE } else { 0 };
-    // SAFETY: a string that ends with NUL, and a structure of the size that the call is told.
+    // SAFETY: a string that ends with NUL, and a structure with its size.
     let result = unsafe {
         libc::syscall(
             libc::SYS_mount_setattr,
@@ -133,13 +136,13 @@ fn set_attributes(path: &Path, set: u64, recursive: bool) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Makes the tree and enters it. The process must have a mount namespace of its own.
+/// Creates the tree and enters it. The process must have its own mount namespace.
 pub(crate) fn enter(visible: &[Visible], own_processes: bool) -> Result<(), Failure> {
     let none: Option<&str> = None;
-    // Nothing that is mounted here shows elsewhere, or the other way round.
+    // Mounts must not propagate between this namespace and others.
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
         .map_err(failed("making mounts private"))?;
-    // Any folder will do: it is covered only until the next step.
+    // Any folder will do, because it is only covered until the next step.
     let base = ["/tmp", "/run", "/mnt", "/var"].into_iter().find(|path| Path::new(path).is_dir());
     let base = base.ok_or_else(|| ("a folder to mount on".to_owned(), io::ErrorKind::NotFound.into()))?;
     let hidden = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
@@ -154,7 +157,7 @@ pub(crate) fn enter(visible: &[Visible], own_processes: bool) -> Result<(), Fail
     chdir("/").map_err(failed("chdir"))?;
 
     let (old, new) = (Path::new("/old"), Path::new("/new"));
-    // Before what is visible, some of which may be below them.
+    // These come before the visible files, some of which may be below them.
     for path in ["dev/shm", "tmp"] {
         let path = new.join(path);
         fs::create_dir_all(&path).map_err(failed_io(format!("creating {}", path.display())))?;
@@ -172,12 +175,12 @@ pub(crate) fn enter(visible: &[Visible], own_processes: bool) -> Result<(), Fail
         Err(nix::Error::EPERM)
     };
     if mounted.is_err() {
-        // Other processes can be listed, but they have other users.
+        // The process can list other processes, but they have other users.
         mount(Some(&old.join("proc")), &proc, none, MsFlags::MS_BIND | MsFlags::MS_REC, none)
             .map_err(failed("mounting /proc"))?;
     }
 
-    // From here nothing of the old tree can be reached by a path.
+    // From here on, no path leads to the old tree.
     mount(none, "/old", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
         .map_err(failed("making mounts private"))?;
     umount2("/old", MntFlags::MNT_DETACH).map_err(failed("detaching the old root"))?;
@@ -193,12 +196,12 @@ pub(crate) fn enter(visible: &[Visible], own_processes: bool) -> Result<(), Fail
     Ok(())
 }
 
-/// The path below another root.
+/// The same path below another root.
 fn below(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
 
-/// Follows links as if `root` were `/`.
+/// Resolves symbolic links as if `root` were `/`.
 fn resolve(root: &Path, path: &Path) -> Option<PathBuf> {
     let mut done = PathBuf::from("/");
     let mut todo: Vec<_> = path.components().rev().map(|part| part.as_os_str().to_owned()).collect();
@@ -233,16 +236,16 @@ fn show(entry: &Visible, all: &[Visible], old: &Path, new: &Path) -> Result<(), 
     let Some(source) = resolve(old, &entry.path) else { return Ok(()) };
     let at = below(new, &entry.path);
     if let Some(folder) = at.parent() {
-        // A folder that another entry has mounted may be read-only; then it already shows this entry.
+        // A folder that another entry has mounted may be read-only; then it already contains this entry.
         if let Err(e) = fs::create_dir_all(folder) {
             return Err((format!("creating {}", folder.display()), e));
         }
     }
-    // A link to something that is shown anyway, such as /lib to /usr/lib.
+    // The path is a link to something that is visible anyway, such as /lib to /usr/lib.
     if source != entry.path && all.iter().any(|other| source.starts_with(&other.path)) {
         return match fs::read_link(below(old, &entry.path)).and_then(|target| symlink(target, &at)) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            // A link in one of its parents.
+            // One of the path's parents is a link.
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => mount_at(entry, &below(old, &source), &at),
             result => result.map_err(failed_io(format!("linking {shown}"))),
         };
@@ -256,7 +259,7 @@ fn mount_at(entry: &Visible, source: &Path, at: &Path) -> Result<(), Failure> {
     if entry.access == Access::Device && !kind.is_char_device() && !kind.is_dir() {
         return Ok(());
     }
-    // What to mount on. It exists already if a parent is visible.
+    // The mount point. It exists already if a parent is visible.
     if !at.exists() {
         let made = if kind.is_dir() {
             fs::create_dir(at)

@@ -1,11 +1,11 @@
-//! What the kernel says about a running process: the real state of its sandbox.
+//! The real state of a running process's sandbox, according to the kernel.
 
 use std::fs;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-/// What the kernel says about a process. `None` if this process may not know.
+/// The state of a process. A field is `None` if this process may not read it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inspected {
     /// Its effective user ID.
@@ -14,11 +14,11 @@ pub struct Inspected {
     pub namespaces: Option<Vec<String>>,
     /// Filters of system calls.
     pub filters: Option<u32>,
-    /// Whether starting a program can give it no privileges.
+    /// Whether starting a program cannot give it privileges.
     pub no_new_privileges: Option<bool>,
-    /// Its effective capabilities, as a bit set. In a user namespace they count only there.
+    /// Its effective capabilities, as a bit set. In a user namespace they only have an effect there.
     pub capabilities: Option<u64>,
-    /// Its cgroup, if it is not this process's.
+    /// Its cgroup, if that is another one than this process's.
     pub group: Option<String>,
     /// Maximum bytes of memory of its cgroup.
     pub memory_limit: Option<u64>,

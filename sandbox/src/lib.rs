@@ -1,4 +1,4 @@
-//! sandbox: starts processes that reach only what they were given.
+//! sandbox: starts processes that can only access what they were given.
 //!
 //! ```text
 //!  daemon                                            process
@@ -8,20 +8,22 @@
 //!  Process::wait ◀── its end ───────────┘                                                        └▶ Report: what is missing
 //! ```
 //!
-//! A daemon starts the process ([`start`]) with only the descriptors that it names. The process is trusted until it has read the first untrusted byte, so it confines itself ([`confine`]): that
-//! runs ordinary code with ordinary error messages, not a few calls between fork and exec. It must come before any thread starts and before any library is loaded that other people's
-//! data reaches later.
+//! A daemon starts the process ([`start`]) with only the descriptors that it names. The process is trusted
+//! until it has read the first untrusted byte, so it confines itself ([`confine`]). That way, confinement is
+//! ordinary code with ordinary error messages, instead of a few calls between fork and exec. It must happen
+//! before any thread starts, and before loading libraries that will handle untrusted data.
 //!
-//! What the machine does not provide is left out and named in the [`Report`]; the caller decides whether to go on without it.
+//! Layers that the machine does not provide are omitted and named in the [`Report`]; the caller decides
+//! whether to continue without them.
 //!
 //! In reading order:
 //! - [`users`]: user IDs that no two live processes share;
 //! - [`cgroup`]: limits of memory, tasks and CPU;
 //! - [`start`](mod@start): from a command to a process in new namespaces;
-//! - [`confine`](mod@confine): what the process does to itself, in order;
-//! - [`filesystem`]: a tree of files that contains what is visible and nothing else;
+//! - [`confine`](mod@confine): the steps by which the process confines itself;
+//! - [`filesystem`]: a tree of files that contains only what the process may see;
 //! - [`syscalls`]: the list of allowed system calls, and what happens to others;
-//! - [`inspect`](mod@inspect): what the kernel says about a running process;
+//! - [`inspect`](mod@inspect): the sandbox of a running process, according to the kernel;
 //! - [`service`]: all of this for a daemon that starts many such processes.
 
 mod cgroup;

@@ -1,4 +1,4 @@
-//! A daemon's sandboxes: how its processes are started, and what it tells each of them.
+//! A daemon's sandboxes: starts its processes, and gives each of them its orders.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -21,26 +21,27 @@ use crate::users::{Error as UsersError, Range, Users};
 pub enum Mode {
     /// Confined
     On,
-    /// Confined, but system calls that are not in the list are executed, and named in the log. For finding out what a process needs
+    /// Confined, but system calls that are not in the list are executed, and named in the log. For finding
+    /// out what a process needs
     Report,
     /// Not confined: whoever takes over such a process has all rights of the daemon
     Off,
 }
 
-/// What an operator has chosen.
+/// The operator's settings.
 #[derive(Debug, Clone)]
 pub struct Policy {
     /// How processes are confined.
     pub mode: Mode,
-    /// Whether a process must not serve if this machine does not provide every part of its sandbox.
+    /// Whether a process must refuse to serve if this machine does not provide every part of its sandbox.
     pub require: bool,
-    /// User IDs, one for each process. `None`: processes keep the daemon's.
+    /// User IDs, one for each process. `None`: processes keep the daemon's user ID.
     pub users: Option<Range>,
     /// Maximum bytes of memory, tasks and CPU time of a process; 0 means no limit.
     pub limits: Limits,
 }
 
-/// What every process of a kind may reach.
+/// What every process of a kind may access.
 #[derive(Debug, Clone)]
 pub struct Reach {
     /// Files.
@@ -49,21 +50,21 @@ pub struct Reach {
     pub other_calls: OtherCalls,
 }
 
-/// What a process has to do, in its first message.
+/// A process's orders, which it gets in its first message.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Orders {
     /// How to confine itself. `None`: it runs without a sandbox.
     confinement: Option<Confinement>,
-    /// What the daemon knows to be missing.
+    /// The missing layers that the daemon knows of.
     known: Report,
-    /// Whether the process must not serve if something is missing.
+    /// Whether the process must refuse to serve if something is missing.
     required: bool,
 }
 
 /// Why a process could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum Failed {
-    /// There is no user ID for it.
+    /// No user ID is free.
     #[error("a user ID for it (--worker-users of rgpu-server, --device-users of vhost-rgpu)")]
     User(#[from] UsersError),
     /// It could not be started.
@@ -102,8 +103,9 @@ impl Sandboxes {
         self.policy.mode != Mode::Off
     }
 
-    /// Starts a process with `descriptors`, as [`start`] does. `kind` names its cgroup. It has to [enter](Orders::enter) its sandbox as its [orders](Self::orders) say. Returns
-    /// also why it has no cgroup, if only for it there is none.
+    /// Starts a process with `descriptors`, as [`start`] does. `kind` is part of its cgroup's name. The
+    /// process must [enter](Orders::enter) its sandbox according to its [orders](Self::orders). Also returns
+    /// why it has no cgroup, if there is none only for this process.
     pub fn start(
         &self,
         command: &Command,
@@ -126,14 +128,15 @@ impl Sandboxes {
         loop {
             let name = format!("{kind}-{}", self.number.fetch_add(1, Ordering::Relaxed));
             match groups.make(&name, &self.policy.limits) {
-                // A process of the daemon before this one has it.
+                // A process of the previous daemon uses this name.
                 Err(e) if e.exists() => {}
                 made => return made,
             }
         }
     }
 
-    /// Takes over a process that the daemon before this one has started. `alive` is what that one had from [`Process::alive`].
+    /// Takes over a process that the previous daemon has started. `alive` is the descriptor that the previous
+    /// daemon got from [`Process::alive`].
     ///
     /// # Errors
     /// If the process has ended, or is not the one that was described.
@@ -141,7 +144,7 @@ impl Sandboxes {
         description.adopt(alive, self.users.as_ref())
     }
 
-    /// What a process has to do.
+    /// The orders for a process.
     pub fn orders(&self, process: &Process) -> Orders {
         let mut known = Report::default();
         if let Err(reason) = &self.groups {
@@ -152,7 +155,7 @@ impl Sandboxes {
             user: process.user(),
             visible: self.reach.visible.clone(),
             network: Network::Own,
-            // Memory that devices read and write is locked, and so is memory that a client registers.
+            // Memory that devices access is locked, and so is memory that clients register.
             resources: Resources {
                 descriptors: None,
                 locked: Some(u64::MAX),
@@ -174,7 +177,7 @@ impl Orders {
         visible.into_iter().any(|visible| visible.path == Path::new(RDMA_DEVICES))
     }
 
-    /// Confines this process as [`confine`] does. The error says why it must not serve.
+    /// Confines this process with [`confine`]. The error says why it must not serve.
     pub fn enter(&self, syscalls: &Syscalls) -> Result<Report, String> {
         let mut report = self.known.clone();
         match &self.confinement {

@@ -1,10 +1,13 @@
 //! From a command to a process in new namespaces.
 //!
-//! With `CAP_SYS_ADMIN` (the daemon is root), the process gets a PID namespace whose first process is not the process itself but a **guard**: a copy of the daemon that has closed every
-//! descriptor, waits for the daemon's end of a pipe to close, and exits. The kernel then kills everything in the namespace, so nothing outlives the daemon or the process. (If the process
-//! were the first one itself, the kernel would discard signals such as SIGABRT that end any other process.) The other namespaces are made by [`confine`](crate::confine).
+//! With `CAP_SYS_ADMIN` (the daemon is root), the process gets a PID namespace whose first process is a
+//! **guard**: a copy of the daemon that closes every descriptor, waits until the daemon's end of a pipe
+//! closes, and exits. The kernel then kills everything in the namespace, so nothing outlives the daemon or
+//! the process. The process itself is not the first one, because the kernel would then discard signals such
+//! as SIGABRT that end other processes. [`confine`](crate::confine) creates the other namespaces.
 //!
-//! Without `CAP_SYS_ADMIN`, a user namespace provides the rights to make the others. The process is then the first of its PID namespace.
+//! Without `CAP_SYS_ADMIN`, a user namespace provides the rights to create the others. The process is then
+//! the first one of its PID namespace.
 
 use std::ffi::{CString, OsStr};
 use std::io;
@@ -35,7 +38,7 @@ pub struct Command {
 }
 
 fn c_string(text: &OsStr) -> CString {
-    // Arguments and variables of this process contain no NUL, and neither do texts of a program.
+    // This process's arguments and variables contain no NUL, and neither do the arguments of a program here.
     CString::new(text.as_bytes()).unwrap_or_default()
 }
 
@@ -104,30 +107,30 @@ pub enum Error {
     },
 }
 
-/// How a process was started, and so which rights it has to confine itself.
+/// How a process was started, which determines the rights with which it confines itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Isolation {
-    /// In a PID namespace of its own, as root.
+    /// In its own PID namespace, as root.
     Root,
-    /// In new namespaces below a user namespace.
+    /// In a new user namespace and other new namespaces.
     UserNamespace,
     /// In the daemon's namespaces.
     None {
-        /// Why not in others.
+        /// Why it has no namespaces of its own.
         reason: String,
     },
 }
 
-/// The user that a process is to run as.
+/// How a process gets its user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RunAs {
-    /// The process changes it itself.
+    /// The process changes its user ID.
     Itself,
-    /// 0 of the user namespace, which stands for this user ID.
+    /// The process is user 0 in its user namespace, which is mapped to this user ID.
     Mapped(u32),
 }
 
-/// Sends signals to a process. A process that has ended gets none, even if its ID belongs to another by now.
+/// Sends signals to a process, but never to another process with the same ID after the process has ended.
 #[derive(Debug, Clone)]
 pub struct Handle(Arc<OwnedFd>);
 
@@ -137,7 +140,7 @@ impl AsFd for Handle {
     }
 }
 
-/// From a descriptor of a process (`pidfd_open(2)`), such as another daemon had as its handle.
+/// From a process's descriptor (`pidfd_open(2)`), such as another daemon has kept.
 impl From<OwnedFd> for Handle {
     fn from(pidfd: OwnedFd) -> Handle {
         Handle(Arc::new(pidfd))
@@ -145,9 +148,10 @@ impl From<OwnedFd> for Handle {
 }
 
 impl Handle {
-    /// Kills the process. What it has started dies with it if it has a PID namespace of its own.
+    /// Kills the process. If it has its own PID namespace, everything that it has started dies with it.
     pub fn kill(&self) {
-        // SAFETY: a plain system call on a descriptor that is open as long as `self`. It fails if the process has ended, which is what the caller wants.
+        // SAFETY: a plain system call on a descriptor that is open as long as `self`. It fails if the process
+        // has ended, which is fine.
         unsafe { libc::syscall(libc::SYS_pidfd_send_signal, self.0.as_raw_fd(), libc::SIGKILL, 0, 0) };
     }
 
@@ -168,23 +172,24 @@ impl Handle {
 struct Guard {
     pid: libc::pid_t,
     handle: Handle,
-    /// It exits when this is closed, also by the daemon's death.
+    /// The guard exits when this is closed, also by the daemon's death.
     alive: OwnedFd,
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
         self.handle.kill();
-        // Returns when everything in the namespace is gone.
+        // This returns when everything in the namespace is gone.
         let _ = reap(self.pid, &self.handle);
     }
 }
 
-/// A process that may not be this daemon's child.
+/// A process that another daemon may have started.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Named {
     pid: libc::pid_t,
-    /// When it started, in clock ticks since the machine did: no two processes have both in common.
+    /// When it started, in clock ticks since the machine started. No two processes share both ID and start
+    /// time.
     started: u64,
 }
 
@@ -193,16 +198,17 @@ impl Named {
         Ok(Named { pid, started: start_time(pid)? })
     }
 
-    /// For signals to it and for its end. An error if it has ended and is no more.
+    /// A handle for signals to it and for its end. An error if it has ended and was removed.
     fn open(&self) -> io::Result<Handle> {
-        // SAFETY: a plain system call, which makes a descriptor.
+        // SAFETY: a plain system call, which creates a descriptor.
         let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, self.pid, 0) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: the kernel has just made this descriptor for this call, and nothing else owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd as RawFd) };
-        // The descriptor is one process's for ever, so what is read now is that one's, or it is gone.
+        // The descriptor always refers to the same process, so the values that are read now belong to this
+        // process, or it is gone.
         if start_time(self.pid)? != self.started {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
@@ -210,16 +216,17 @@ impl Named {
     }
 }
 
-/// When a process started, in clock ticks since the machine did.
+/// When a process started, in clock ticks since the machine started.
 fn start_time(pid: libc::pid_t) -> io::Result<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // The name, in parentheses, may contain anything. It is the second field, and the time is the 22nd.
+    // The second field is the name in parentheses, which may contain anything. The start time is the 22nd
+    // field.
     let rest = stat.rsplit_once(')').map(|(_, rest)| rest);
     let field = rest.and_then(|rest| rest.split_whitespace().nth(19)?.parse().ok());
     field.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
 }
 
-/// What another daemon must know of a process to take it over.
+/// The description of a process with which another daemon can take it over.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Description {
     process: Named,
@@ -235,7 +242,8 @@ impl Description {
         self.process.pid.cast_unsigned()
     }
 
-    /// The process, which another daemon has started. `alive` is what that one had from [`Process::alive`]. `users` are those of this daemon.
+    /// Takes over the process, which another daemon has started. `alive` is the descriptor that the other
+    /// daemon got from [`Process::alive`]. `users` is this daemon's allocator.
     pub(crate) fn adopt(&self, alive: Option<OwnedFd>, users: Option<&Arc<Users>>) -> io::Result<Process> {
         let handle = self.process.open()?;
         let guard = match (&self.guard, alive) {
@@ -257,7 +265,8 @@ pub struct Process {
     handle: Handle,
     isolation: Isolation,
     ended: bool,
-    // In the order in which they go: first what else runs in the namespace, then the group, and then the user ID, which nobody has any more.
+    // Dropped in this order: first everything else in the namespace ends, then the group is removed, and then
+    // the user ID, which no process has any more, is freed.
     guard: Option<Guard>,
     group: Option<Group>,
     user: Option<User>,
@@ -269,7 +278,7 @@ impl Process {
         self.pid.cast_unsigned()
     }
 
-    /// For sending signals to it from other threads.
+    /// A handle for sending signals to it from other threads.
     pub fn handle(&self) -> Handle {
         self.handle.clone()
     }
@@ -279,7 +288,7 @@ impl Process {
         &self.isolation
     }
 
-    /// Its user ID, for its [`Confinement`](crate::Confinement): `None` if it keeps the daemon's.
+    /// Its user ID, for its [`Confinement`](crate::Confinement). `None` if it keeps the daemon's.
     pub fn user(&self) -> Option<u32> {
         self.user.as_ref().map(User::id)
     }
@@ -289,7 +298,7 @@ impl Process {
         self.group.as_ref()
     }
 
-    /// What another daemon must know to take it over, together with [`alive`](Self::alive).
+    /// Its description for another daemon, which can take it over with this and [`alive`](Self::alive).
     pub fn describe(&self) -> io::Result<Description> {
         Ok(Description {
             process: Named::new(self.pid)?,
@@ -300,7 +309,7 @@ impl Process {
         })
     }
 
-    /// What ends the process when nobody has it open any more, if its namespace has a guard.
+    /// If its namespace has a guard: the descriptor whose last close ends the process.
     pub fn alive(&self) -> Option<BorrowedFd<'_>> {
         self.guard.as_ref().map(|guard| guard.alive.as_fd())
     }
@@ -308,7 +317,7 @@ impl Process {
     /// Waits until it has ended.
     ///
     /// # Errors
-    /// If it has ended and nobody knows how: another daemon had started it.
+    /// If it has ended and its status is unknown, because another daemon had started it.
     pub fn wait(&mut self) -> io::Result<ExitStatus> {
         let status = reap(self.pid, &self.handle);
         self.ended = true;
@@ -321,7 +330,7 @@ impl Drop for Process {
     fn drop(&mut self) {
         if !self.ended {
             self.handle.kill();
-            // It is gone now either way.
+            // It is gone now in any case.
             let _ = self.wait();
         }
     }
@@ -330,14 +339,14 @@ impl Drop for Process {
 fn reap(pid: libc::pid_t, handle: &Handle) -> io::Result<ExitStatus> {
     let mut status = 0;
     loop {
-        // SAFETY: writes the status to a variable that is there during the call.
+        // SAFETY: writes the status to a variable that lives during the call.
         if unsafe { libc::waitpid(pid, &mut status, 0) } == pid {
             return Ok(ExitStatus::from_raw(status));
         }
         let error = io::Error::last_os_error();
         match error.raw_os_error() {
             Some(libc::EINTR) => {}
-            // Somebody else's child.
+            // It is not this process's child.
             Some(libc::ECHILD) => return handle.wait().and(Err(error)),
             _ => return Err(error),
         }
@@ -349,8 +358,9 @@ fn has(capability: Capability) -> bool {
     caps::has_cap(None, CapSet::Effective, capability).unwrap_or(false)
 }
 
-/// Starts a process. It has `descriptors` under the numbers that they have here, the standard error of this process for its log, and nothing else. It runs as `user` once it
-/// has confined itself; without the rights to change users, `user` must be `None`.
+/// Starts a process. It inherits only `descriptors`, under their numbers in this process, and this process's
+/// standard error for its log. It runs as `user` once it has confined itself; without the rights to change
+/// users, `user` must be `None`.
 pub fn start(
     command: &Command,
     descriptors: &[BorrowedFd<'_>],
@@ -373,7 +383,7 @@ pub fn start_unconfined(command: &Command, descriptors: &[BorrowedFd<'_>]) -> Re
     Ok(Process { pid, handle, isolation, ended: false, guard: None, group: None, user: None })
 }
 
-/// Whether this process may give user IDs to others.
+/// Whether this process may give other user IDs to processes.
 pub fn may_change_users() -> bool {
     has(Capability::CAP_SETUID) && has(Capability::CAP_SETGID)
 }
@@ -390,7 +400,7 @@ fn in_pid_namespace(
     descriptors: &[BorrowedFd<'_>],
     group: Option<&Group>,
 ) -> Result<Started, Error> {
-    // A thread of its own, because the namespace for its children is a property of a thread that it cannot give up again.
+    // A separate thread does this, because a thread cannot undo its choice of the namespace for its children.
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("rgpu-start".into()).spawn_scoped(scope, || {
             // SAFETY: a plain system call.
@@ -433,14 +443,15 @@ fn in_user_namespace(
     Ok(Started { pid, handle, guard: None, isolation: Isolation::None { reason } })
 }
 
-/// A copy of this process, like fork(2), in new namespaces and in a group.
+/// Creates a copy of this process, like fork(2), in new namespaces and in a cgroup.
 ///
 /// # Safety
 ///
-/// Other threads of this process may hold locks that nobody will release in the copy. Until it runs another program, the copy may only make system calls, and must not allocate.
+/// In the copy, locks that other threads hold are never released. Until it runs another program, the copy may
+/// only make system calls, and must not allocate.
 unsafe fn copy(flags: libc::c_int, group: Option<&Group>) -> io::Result<Option<(libc::pid_t, Handle)>> {
     let mut handle: RawFd = -1;
-    // SAFETY: a structure of integers, for which zero means nothing.
+    // SAFETY: a structure of integers, for which zero is valid.
     let mut arguments: libc::clone_args = unsafe { std::mem::zeroed() };
     arguments.flags = u64::from(flags.cast_unsigned()) | u64::from(libc::CLONE_PIDFD.cast_unsigned());
     arguments.pidfd = ptr::from_mut(&mut handle) as u64;
@@ -449,10 +460,11 @@ unsafe fn copy(flags: libc::c_int, group: Option<&Group>) -> io::Result<Option<(
         arguments.flags |= CLONE_INTO_CGROUP;
         arguments.cgroup = group.folder().as_raw_fd() as u64;
     }
-    // SAFETY: the structure is initialized and its pointer refers to a local variable. Without CLONE_VM the copy has memory of its own, and the caller promises what it does there.
+    // SAFETY: the structure is initialized and its pointer refers to a local variable. Without CLONE_VM the
+    // copy has its own memory, and the caller guarantees what it does there.
     let mut pid = unsafe { libc::syscall(libc::SYS_clone3, &arguments, size_of::<libc::clone_args>()) };
     if pid == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
-        // Container runtimes answer so, because they cannot look into its arguments.
+        // Container runtimes refuse the call with this error, because their filters cannot see its arguments.
         // SAFETY: the caller promises what the copy does, as above.
         pid = unsafe { old_copy(flags, &mut handle) };
         if let (1.., Some(group)) = (pid, group) {
@@ -467,7 +479,7 @@ unsafe fn copy(flags: libc::c_int, group: Option<&Group>) -> io::Result<Option<(
     }
 }
 
-/// [`copy`] by the older system call, without a group. Returns what the system call returns.
+/// [`copy`] with the older system call, without a cgroup. Returns the system call's result.
 ///
 /// # Safety
 ///
@@ -476,28 +488,32 @@ unsafe fn copy(flags: libc::c_int, group: Option<&Group>) -> io::Result<Option<(
 unsafe fn old_copy(flags: libc::c_int, handle: &mut RawFd) -> libc::c_long {
     let flags = flags.cast_unsigned() | libc::CLONE_PIDFD.cast_unsigned() | libc::SIGCHLD.cast_unsigned();
     let (none, handle) = (0_usize, ptr::from_mut(handle));
-    // SAFETY: without CLONE_VM the copy has memory of its own and goes on with a copy of this stack; the descriptor is written to the caller's variable.
+    // SAFETY: without CLONE_VM the copy has its own memory and continues on a copy of this stack; the
+    // descriptor is written to the caller's variable.
     unsafe { libc::syscall(libc::SYS_clone, libc::c_ulong::from(flags), none, handle, none, none) }
 }
 
-/// `CLONE_INTO_CGROUP` of `linux/sched.h`, which does not fit the type of the C library's constant.
+/// `CLONE_INTO_CGROUP` of `linux/sched.h`. The C library's constant has too small a type.
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
 fn guard() -> Result<Guard, Error> {
     let (reader, alive) = pipe2(OFlag::O_CLOEXEC).map_err(|e| Error::Call("pipe2", e.into()))?;
     let pipe = reader.as_raw_fd();
-    // SAFETY: the copy makes system calls only, and never returns from this block.
+    // SAFETY: the copy only makes system calls, and never leaves this block.
     let copied = unsafe { copy(0, None) }.map_err(|e| Error::Call("clone3", e))?;
     let Some((pid, handle)) = copied else {
-        // SAFETY: plain system calls on numbers and on buffers of this function. The copy owns every descriptor that it closes.
+        // SAFETY: plain system calls on numbers and on buffers of this function. The copy owns every
+        // descriptor that it closes.
         unsafe {
             libc::prctl(libc::PR_SET_NAME, c"rgpu-guard".as_ptr());
             libc::prctl(libc::PR_SET_DUMPABLE, 0);
-            // Processes of the namespace that lose their parent become this one's children: let the kernel remove them.
+            // Orphaned processes of the namespace become this process's children: let the kernel remove them
+            // when they end.
             libc::signal(libc::SIGCHLD, libc::SIG_IGN);
             libc::dup2(pipe, 0);
             if libc::syscall(libc::SYS_close_range, 1, libc::c_uint::MAX, 0) != 0 {
-                // A kernel before 5.9. The daemon raises its limit no further than this.
+                // Kernels before 5.9 lack the call. The daemon does not raise its limit of descriptors above
+                // this.
                 for fd in 1..1 << 16 {
                     libc::close(fd);
                 }
@@ -514,7 +530,7 @@ fn guard() -> Result<Guard, Error> {
     Ok(Guard { pid, handle, alive })
 }
 
-/// What the copy needs, prepared by this process because the copy must not allocate.
+/// The data for the copy, which this process prepares because the copy must not allocate.
 struct Prepared<'a> {
     program: *const libc::c_char,
     arguments: Vec<*const libc::c_char>,
@@ -522,9 +538,9 @@ struct Prepared<'a> {
     personality: Option<libc::c_ulong>,
     descriptors: &'a [BorrowedFd<'a>],
     null: RawFd,
-    /// A byte arrives here when the user namespace has its maps.
+    /// A byte arrives here when the user namespace has its ID maps.
     mapped: Option<RawFd>,
-    /// Receives the number of the error.
+    /// The copy sends the error's number here.
     failed: RawFd,
 }
 
@@ -554,16 +570,16 @@ fn spawn(
         mapped: matches!(run_as, RunAs::Mapped(_)).then(|| mapped.as_raw_fd()),
         failed: failed.as_raw_fd(),
     };
-    // SAFETY: the copy only runs `become_program`, which keeps the promise and does not return.
+    // SAFETY: the copy only runs `become_program`, which follows these rules and does not return.
     let copied = unsafe { copy(flags, group) }.map_err(|e| Error::Call("clone3", e))?;
     let Some((pid, handle)) = copied else {
-        // SAFETY: this is the copy, and `prepared` refers to strings and descriptors that it has, too.
+        // SAFETY: this is the copy, which also has the strings and descriptors to which `prepared` refers.
         unsafe { become_program(&prepared) }
     };
     drop(failed);
     let undo = |error| {
         handle.kill();
-        // Killed just now.
+        // It was just killed.
         let _ = reap(pid, &handle);
         Err(error)
     };
@@ -571,10 +587,10 @@ fn spawn(
         if let Err(e) = write_maps(pid, user) {
             return undo(Error::Call("mapping the user of a namespace", e));
         }
-        // If the process is gone, the next read says why.
+        // If the process is gone, the next read returns the reason.
         let _ = nix::unistd::write(&map, &[1]);
     }
-    // Closed by the program's start.
+    // The start of the program closed the pipe.
     let mut number = [0; 4];
     match nix::unistd::read(&failure, &mut number) {
         Ok(0) => Ok((pid, handle)),
@@ -587,10 +603,10 @@ fn spawn(
     }
 }
 
-/// Lets 0 of the namespace stand for `user`.
+/// Maps user 0 of the namespace to `user`.
 fn write_maps(pid: libc::pid_t, user: u32) -> io::Result<()> {
     if !may_change_users() {
-        // Otherwise an ordinary user could leave groups that take rights away.
+        // Otherwise an ordinary user could leave groups that restrict its rights.
         std::fs::write(format!("/proc/{pid}/setgroups"), "deny")?;
     }
     let own = user == nix::unistd::geteuid().as_raw();
@@ -603,10 +619,11 @@ fn write_maps(pid: libc::pid_t, user: u32) -> io::Result<()> {
 ///
 /// # Safety
 ///
-/// Must be called in a copy that [`copy`] made, once.
+/// Call this once, in a process that [`copy`] created.
 unsafe fn become_program(prepared: &Prepared<'_>) -> ! {
-    // SAFETY: system calls with pointers to memory of `prepared` or of this function, and no allocation. The user and group IDs are set by system calls and not by the C library, which would
-    // wait for threads that the copy does not have.
+    // SAFETY: only system calls with pointers to memory of `prepared` or of this function, and no allocation.
+    // User and group IDs are set by system calls instead of the C library, which would wait for threads that
+    // the copy does not have.
     unsafe {
         let fail = || -> ! {
             let number = *libc::__errno_location();
@@ -615,14 +632,16 @@ unsafe fn become_program(prepared: &Prepared<'_>) -> ! {
         };
         if let Some(mapped) = prepared.mapped {
             let mut byte = 0_u8;
-            // The parent's maps must be there before the program starts: a program of a user without a map starts without capabilities.
+            // The parent must have written the ID maps before the program starts: a program of an unmapped
+            // user starts without capabilities.
             while libc::read(mapped, ptr::from_mut(&mut byte).cast(), 1) == -1 {
                 if *libc::__errno_location() != libc::EINTR {
                     fail();
                 }
             }
             let (none, zero) = (0_usize, 0_usize);
-            // Not permitted without the right to change users, and then not necessary: the process has the daemon's groups anyway.
+            // This fails without the right to change users, and is not necessary then: the process has the
+            // daemon's groups anyway.
             libc::syscall(libc::SYS_setgroups, none, ptr::null::<libc::gid_t>());
             if libc::syscall(libc::SYS_setresgid, zero, zero, zero) != 0
                 || libc::syscall(libc::SYS_setresuid, zero, zero, zero) != 0
@@ -630,7 +649,7 @@ unsafe fn become_program(prepared: &Prepared<'_>) -> ! {
                 fail();
             }
         }
-        // Programs start with these defaults when std starts them, too.
+        // The standard library starts programs with the same defaults.
         let mut none: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &none, ptr::null_mut());
@@ -638,7 +657,8 @@ unsafe fn become_program(prepared: &Prepared<'_>) -> ! {
         if libc::dup2(prepared.null, 0) == -1 || libc::dup2(prepared.null, 1) == -1 {
             fail();
         }
-        // A second guard: all descriptors of this process are closed on exec anyway. A kernel before 5.11 refuses.
+        // A second safeguard: all descriptors of this process are close-on-exec anyway. Kernels before 5.11
+        // lack the flag.
         let close_on_exec = libc::CLOSE_RANGE_CLOEXEC as libc::c_uint;
         libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, close_on_exec);
         for descriptor in prepared.descriptors {
@@ -647,7 +667,7 @@ unsafe fn become_program(prepared: &Prepared<'_>) -> ! {
             }
         }
         if let Some(personality) = prepared.personality {
-            // If the call is refused, the usual layout remains.
+            // If the call fails, the usual memory layout remains.
             libc::personality(personality);
         }
         libc::execve(prepared.program, prepared.arguments.as_ptr(), prepared.environment.as_ptr());

@@ -1,7 +1,8 @@
 //! The list of allowed system calls, and what happens to others.
 //!
-//! A list is a starting point plus what a program adds (workers in `gpu-server/src/confinement.rs`, device processes in `vhost-rgpu/src/confinement.rs`). It becomes two filters in the kernel (seccomp(2)): one that answers a few calls with an error that libraries expect, and one that
-//! lets only listed calls through.
+//! A list consists of a base and the calls that a program adds (workers in `gpu-server/src/confinement.rs`,
+//! device processes in `vhost-rgpu/src/confinement.rs`). It becomes two filters in the kernel (seccomp(2)):
+//! one returns an error that libraries expect for a few calls, and one only allows the listed calls.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -22,7 +23,8 @@ pub enum OtherCalls {
     End,
     /// The call fails with EPERM. The log names each such call once.
     Refuse,
-    /// The call is executed. The log names each such call once. For finding out what a list lacks; no protection at all.
+    /// The call is executed. The log names each such call once. This shows what a list lacks and does not
+    /// protect anything.
     Report,
 }
 
@@ -35,7 +37,8 @@ pub struct Argument {
 }
 
 impl Argument {
-    /// The argument with this index, starting at 0, has this value. Only its lower 32 bits count, as in the kernel for arguments of type `int`.
+    /// The argument with this index, starting at 0, has this value. Only the lower 32 bits are compared, as
+    /// the kernel only uses these for arguments of type `int`.
     pub const fn is(index: u8, value: u32) -> Argument {
         Argument { index, mask: 0xffff_ffff, value: value as u64 }
     }
@@ -54,14 +57,15 @@ impl Argument {
 /// A list of allowed system calls.
 #[derive(Debug, Clone, Default)]
 pub struct Syscalls {
-    /// The conditions under which a call is allowed, one of which must hold; none means always.
+    /// For each call, alternative conditions under which it is allowed; no condition means always.
     allowed: BTreeMap<i64, Vec<Vec<Argument>>>,
-    /// Calls that fail with a certain error without a message.
+    /// Calls that fail with a given error and without a message.
     absent: BTreeMap<i64, i32>,
 }
 
 impl Syscalls {
-    /// What every program needs: memory, threads, time, signals to itself, and the use of descriptors that it has. No file can be opened, no socket made, no program started.
+    /// The calls that every program needs: for memory, threads, time, signals to itself, and its existing
+    /// descriptors. They cannot open files, create sockets or start programs.
     pub fn basic() -> Syscalls {
         use libc::*;
         let always = [
@@ -120,7 +124,7 @@ impl Syscalls {
             SYS_getrlimit,
             SYS_getrandom,
             SYS_capget,
-            // Signals. A signal can only reach processes of the same namespace and user.
+            // Signals, which can only reach processes of the same namespace and user.
             SYS_rt_sigaction,
             SYS_rt_sigprocmask,
             SYS_rt_sigreturn,
@@ -168,7 +172,7 @@ impl Syscalls {
             SYS_epoll_pwait2,
             SYS_sendfile,
             SYS_splice,
-            // Sockets that it has.
+            // Existing sockets.
             SYS_recvmsg,
             SYS_sendmsg,
             SYS_recvfrom,
@@ -188,9 +192,10 @@ impl Syscalls {
                 SYS_clone,
                 &[Argument::has(0, (CLONE_THREAD | CLONE_VM) as u32), Argument::lacks(0, NAMESPACES)],
             )
-            // Its flags are in memory, where a filter cannot see them. The C library then uses clone.
+            // Its flags are in memory, which a filter cannot read. With ENOSYS the C library uses clone
+            // instead.
             .absent(SYS_clone3, ENOSYS)
-            // The limits of another process are its own affair.
+            // Only the process's own limits.
             .allow_if(SYS_prlimit64, &[Argument::is(0, 0)])
             .allow_if(SYS_socketpair, &[Argument::is(0, AF_UNIX as u32)])
             .allow_if(SYS_prctl, &[Argument::is(0, PR_SET_NAME as u32)])
@@ -204,7 +209,7 @@ impl Syscalls {
             .allow_if(SYS_ioctl, &[Argument::is(1, FIOCLEX as u32)])
     }
 
-    /// Also opening and reading files, as far as the tree of files allows.
+    /// Adds opening and reading files, as far as the tree of files allows.
     pub fn files(self) -> Syscalls {
         use libc::*;
         self.allow(&[
@@ -226,11 +231,11 @@ impl Syscalls {
             SYS_fadvise64,
             SYS_flock,
         ])
-        // Its flags are in memory. Libraries use openat instead.
+        // Its flags are in memory, which a filter cannot read. Libraries use openat instead.
         .absent(SYS_openat2, ENOSYS)
     }
 
-    /// Also RDMA: libibverbs finds its devices through netlink, and talks to them by ioctl.
+    /// Adds the calls for RDMA: libibverbs finds its devices through netlink, and uses ioctl.
     pub fn rdma(self) -> Syscalls {
         use libc::*;
         self.allow_if(SYS_socket, &[Argument::is(0, AF_NETLINK as u32)]).allow(&[SYS_bind, SYS_ioctl])
@@ -244,7 +249,7 @@ impl Syscalls {
         self
     }
 
-    /// Allows a call if all of these conditions hold. Several conditions for a call are alternatives.
+    /// Allows a call if all of these conditions hold. Several such rules for a call are alternatives.
     pub fn allow_if(mut self, call: i64, conditions: &[Argument]) -> Syscalls {
         let unconditional = self.allowed.get(&call).is_some_and(Vec::is_empty);
         if !unconditional {
@@ -253,7 +258,8 @@ impl Syscalls {
         self
     }
 
-    /// Lets a call fail with an error number, and without a message, as if the kernel lacked it or forbade it.
+    /// Makes a call fail with an error number and without a message, as if the kernel did not have it or
+    /// refused it.
     pub fn absent(mut self, call: i64, error: i32) -> Syscalls {
         self.absent.insert(call, error);
         self
@@ -271,7 +277,7 @@ impl Syscalls {
         for (call, alternatives) in &self.allowed {
             rules.insert(*call, alternatives.iter().map(rule).collect::<Result<Vec<_>, _>>()?);
         }
-        // The other filter answers them.
+        // The other filter handles these calls.
         rules.extend(self.absent.keys().map(|call| (*call, Vec::new())));
         Ok(rules)
     }
@@ -301,7 +307,7 @@ impl Syscalls {
         Ok(programs)
     }
 
-    /// Restricts this thread, and those that it starts from here on, to the list.
+    /// Restricts this thread, and threads that it starts from now on, to the list.
     pub(crate) fn install(&self, other: OtherCalls) -> io::Result<()> {
         let programs = self.programs(other).map_err(io::Error::other)?;
         let Some((last, first)) = programs.split_last() else { return Ok(()) };
@@ -337,7 +343,7 @@ const NAMESPACES: u32 = (libc::CLONE_NEWNS
 #[cfg(target_arch = "x86_64")]
 const ARCHITECTURE: TargetArch = TargetArch::x86_64;
 
-/// Marks the return that becomes [`libc::SECCOMP_RET_USER_NOTIF`], which seccompiler does not know.
+/// A placeholder for [`libc::SECCOMP_RET_USER_NOTIF`], which seccompiler does not support.
 const PLACEHOLDER: u32 = 0x5253;
 /// `BPF_RET | BPF_K`.
 const RETURN: u16 = 0x06;
@@ -345,23 +351,23 @@ const RETURN: u16 = 0x06;
 fn install(program: &BpfProgram, flags: libc::c_ulong) -> io::Result<RawFd> {
     let length = u16::try_from(program.len()).map_err(|_| io::Error::other("the filter is too long"))?;
     let filter = libc::sock_fprog { len: length, filter: program.as_ptr().cast_mut().cast() };
-    // SAFETY: the filter's instructions are there during the call, which copies them.
+    // SAFETY: the filter's instructions live during the call, which copies them.
     let result = unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &filter) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as RawFd) }
 }
 
 /// The log, for the signal handler.
 static LOG: AtomicI32 = AtomicI32::new(2);
-/// System calls that have been named in the log.
+/// The system calls that the log has named.
 static NAMED: [AtomicU64; 8] = [const { AtomicU64::new(0) }; 8];
 
-/// Whether a call is named for the first time.
+/// Notes that the log names a call. Returns whether it is the first time.
 fn first(call: usize) -> bool {
     let bit = 1 << (call % 64);
     NAMED.get(call / 64).is_none_or(|word| word.fetch_or(bit, Ordering::Relaxed) & bit == 0)
 }
 
-/// A message in a buffer, made without allocating.
+/// A message in a buffer, formatted without allocating.
 struct Message {
     text: [u8; 256],
     length: usize,
@@ -372,7 +378,7 @@ impl Message {
         let mut message = Message { text: [0; 256], length: 0 };
         let [a, b, c] = arguments;
         let name = syscalls::Sysno::new(call).map_or("of an unknown name", |call| call.name());
-        // The buffer is large enough; a text that is not is cut.
+        // The buffer is large enough; a longer text would be cut.
         let _ = writeln!(
             message,
             "rgpu sandbox: system call {name} ({call}), arguments {a:#x}, {b:#x}, {c:#x}: {what}"
@@ -395,14 +401,13 @@ impl Write for Message {
 }
 
 fn log(message: &Message) {
-    // SAFETY: as many bytes as the buffer has. A number that is not an open descriptor makes the call fail.
+    // SAFETY: the length is the buffer's. If the descriptor is not open, the call fails.
     unsafe { libc::write(LOG.load(Ordering::Relaxed), message.text.as_ptr().cast(), message.length) };
 }
 
 /// Handles SIGSYS, which the kernel sends instead of executing a call.
 fn watch_violations(other: OtherCalls) -> io::Result<()> {
-    // The log gets a descriptor of its own, because standard error may become another.
-    // SAFETY: a plain system call.
+    // The log gets its own descriptor, because standard error may be replaced. SAFETY: a plain system call.
     let log = unsafe { libc::fcntl(2, libc::F_DUPFD_CLOEXEC, 3) };
     if log >= 0 {
         LOG.store(log, Ordering::Relaxed);
@@ -415,7 +420,8 @@ fn watch_violations(other: OtherCalls) -> io::Result<()> {
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = handler;
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NODEFER;
-    // SAFETY: the handler has the signature that SA_SIGINFO asks for, and makes only system calls that the list contains.
+    // SAFETY: the handler has the signature for SA_SIGINFO, and only makes system calls that the list
+    // contains.
     if unsafe { libc::sigaction(libc::SIGSYS, &action, std::ptr::null_mut()) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -427,7 +433,7 @@ fn watch_violations(other: OtherCalls) -> io::Result<()> {
 fn call_of(context: &libc::ucontext_t) -> (usize, [u64; 3]) {
     let register = |index: libc::c_int| context.uc_mcontext.gregs[index as usize].cast_unsigned();
     let arguments = [libc::REG_RDI, libc::REG_RSI, libc::REG_RDX].map(register);
-    // The kernel leaves the call's number here, and sets the result only when the call returns.
+    // The kernel has stored the call's number here, and only sets the result when the call returns.
     (register(libc::REG_RAX) as usize, arguments)
 }
 
@@ -435,15 +441,17 @@ extern "C" fn end(_: libc::c_int, _: *mut libc::siginfo_t, context: *mut libc::c
     // SAFETY: the kernel passes the context of the interrupted thread to handlers installed with SA_SIGINFO.
     let (call, arguments) = call_of(unsafe { &*context.cast::<libc::ucontext_t>() });
     log(&Message::new(call, arguments, "not in the list; the process ends"));
-    // SAFETY: ends the process at once.
+    // SAFETY: this ends the process.
     unsafe { libc::_exit(EXIT_STATUS) }
 }
 
-/// The status with which a process ends that has made a call outside its list: that of a program that SIGSYS ended, as shells report it.
+/// The exit status of a process that made a call outside its list: the one that shells report for a program
+/// that SIGSYS ended.
 const EXIT_STATUS: libc::c_int = 128 + libc::SIGSYS;
 
 extern "C" fn refuse(_: libc::c_int, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: as in `end`: the kernel passes the context of the interrupted thread, which nobody else refers to while its handler runs.
+    // SAFETY: the kernel passes the context of the interrupted thread, to which nothing else refers while the
+    // handler runs.
     let context = unsafe { &mut *context.cast::<libc::ucontext_t>() };
     let (call, arguments) = call_of(context);
     if first(call) {
@@ -455,11 +463,11 @@ extern "C" fn refuse(_: libc::c_int, _: *mut libc::siginfo_t, context: *mut libc
     }
 }
 
-/// Names the calls that the kernel reports, and lets them continue.
+/// Logs the calls that the kernel reports, and lets them continue.
 struct Reporter(std::sync::mpsc::Sender<OwnedFd>);
 
 impl Reporter {
-    /// Starts its thread, which must happen before the filter is installed.
+    /// Starts the thread. This must happen before the filter is installed.
     fn start() -> io::Result<Reporter> {
         let (sender, receiver) = std::sync::mpsc::channel::<OwnedFd>();
         std::thread::Builder::new().name("rgpu-syscalls".into()).spawn(move || {
@@ -472,7 +480,7 @@ impl Reporter {
     fn watch(self, listener: RawFd) {
         // SAFETY: the kernel has just made this descriptor for the filter, and nothing else owns it.
         let listener = unsafe { OwnedFd::from_raw_fd(listener) };
-        // The thread waits for it.
+        // The thread waits for the descriptor.
         let _ = self.0.send(listener);
     }
 }
@@ -484,13 +492,14 @@ const NOTIFICATION_SEND: libc::c_ulong = 0xc018_2101;
 fn report(listener: &OwnedFd) {
     use std::os::fd::AsRawFd;
     loop {
-        // SAFETY: structures of integers, for which zero is a valid value; the kernel wants the first one to be zero.
+        // SAFETY: structures of integers, for which zero is a valid value; the kernel requires zeros in the
+        // first one.
         let (mut notification, mut response): (libc::seccomp_notif, libc::seccomp_notif_resp) =
             unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
         // SAFETY: the kernel writes a structure of this type.
         if unsafe { libc::ioctl(listener.as_raw_fd(), NOTIFICATION_RECEIVE, &mut notification) } != 0 {
             match io::Error::last_os_error().raw_os_error() {
-                // The thread that made the call has been killed, or a signal came.
+                // The thread that made the call was killed, or a signal came.
                 Some(libc::ENOENT | libc::EINTR) => continue,
                 _ => return,
             }
@@ -502,7 +511,8 @@ fn report(listener: &OwnedFd) {
         }
         response.id = notification.id;
         response.flags = libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32;
-        // SAFETY: the kernel reads a structure of this type. It fails if the thread has been killed meanwhile.
+        // SAFETY: the kernel reads a structure of this type. The call fails if the thread was killed
+        // meanwhile.
         unsafe { libc::ioctl(listener.as_raw_fd(), NOTIFICATION_SEND, &response) };
     }
 }

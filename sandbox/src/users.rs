@@ -13,15 +13,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-/// Default IDs of rgpu-server's workers. systemd documents IDs from 1879048192 (0x70000000) to 2147483647 as unused by any allocation that it knows.
+/// Default IDs of rgpu-server's workers. systemd documents IDs from 1879048192 (0x70000000) to 2147483647 as
+/// unused by any allocation that it knows.
 pub const WORKER_USERS: Range = Range { first: 0x7000_0000, last: 0x7000_ffff };
 /// Default IDs of vhost-rgpu's device processes.
 pub const DEVICE_PROCESS_USERS: Range = Range { first: 0x7001_0000, last: 0x7001_ffff };
 
-/// Where daemons of one machine agree on who uses which ID: a file for each ID, locked while it is in use.
+/// The folder through which daemons of a machine share IDs: it has a file for each ID, locked while the ID is
+/// in use.
 const FOLDER: &str = "/run/rgpu/users";
 
-/// A range of user IDs, both ends included.
+/// A range of user IDs, including both ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Range {
     /// The first ID. Never 0.
@@ -64,7 +66,7 @@ pub enum Error {
     /// Every ID is in use.
     #[error("every user ID from {0} is in use; widen the range")]
     Full(Range),
-    /// The table of processes cannot be read.
+    /// The list of processes cannot be read.
     #[error("cannot see which user IDs are in use in /proc")]
     Processes(#[source] io::Error),
 }
@@ -77,7 +79,7 @@ pub struct Users {
     taken: Mutex<BTreeSet<u32>>,
 }
 
-/// A user ID that nobody else uses until this is dropped.
+/// A user ID that no other process gets until this is dropped.
 #[derive(Debug)]
 pub struct User {
     id: u32,
@@ -99,7 +101,8 @@ impl Drop for User {
 }
 
 impl Users {
-    /// An allocator for `range`. Other daemons with the same range are respected, through locked files in `/run/rgpu/users` if that folder can be made, and by looking at what runs.
+    /// An allocator for `range`. Several daemons can share a range: they lock files in `/run/rgpu/users`, if
+    /// that folder can be created, and check the IDs of running processes.
     pub fn new(range: Range) -> Arc<Users> {
         Users::with_folder(range, Path::new(FOLDER))
     }
@@ -113,7 +116,8 @@ impl Users {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Allocates an ID. An ID that any process of the machine still has, such as one that outlived a daemon, is not given.
+    /// Allocates an ID that no process of the machine has. A process that outlived its daemon may still have
+    /// one.
     pub fn allocate(self: &Arc<Users>) -> Result<User, Error> {
         let running = running(self.range).map_err(Error::Processes)?;
         let mut taken = self.lock();
@@ -128,14 +132,15 @@ impl Users {
         Err(Error::Full(self.range))
     }
 
-    /// An ID that a process has which another daemon started. That one has let go of its lock; should anybody else have taken it, there is none.
+    /// Takes over the ID of a process that another daemon has started. That daemon no longer locks the ID. If
+    /// yet another daemon locks it, this takes the ID without the lock.
     pub(crate) fn adopt(self: &Arc<Users>, id: u32) -> User {
         let lock = self.claim(id).ok().flatten();
         self.lock().insert(id);
         User { id, users: Arc::clone(self), _lock: lock }
     }
 
-    /// Locks the ID's file. An error means that another daemon has it.
+    /// Locks the ID's file. An error means that another daemon has locked it.
     fn claim(&self, id: u32) -> Result<Option<Flock<File>>, Errno> {
         let Some(folder) = &self.folder else { return Ok(None) };
         let open = OpenOptions::new()
@@ -145,7 +150,8 @@ impl Users {
             .mode(0o600)
             .custom_flags(libc::O_NOFOLLOW)
             .open(folder.join(id.to_string()));
-        // A folder that is not ours, or a full disk: the look at what runs has to do.
+        // The folder belongs to another user, or the disk is full: the check of running processes must
+        // suffice.
         let Ok(file) = open else { return Ok(None) };
         Flock::lock(file, FlockArg::LockExclusiveNonblock).map(Some).map_err(|(_, e)| e)
     }
@@ -159,7 +165,7 @@ fn running(range: Range) -> io::Result<BTreeSet<u32>> {
         if !entry.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit) {
             continue;
         }
-        // The process may have ended.
+        // The process may have ended by now.
         let Ok(status) = std::fs::read_to_string(entry.path().join("status")) else { continue };
         let ids = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();
         found.extend(
@@ -202,7 +208,7 @@ mod tests {
     fn an_id_that_a_process_has_is_not_given() {
         let id = nix::unistd::geteuid().as_raw().max(1);
         let users = Users::with_folder(Range { first: id, last: id }, Path::new("/nonexistent/folder"));
-        // Root runs these tests in some places, and 1 is then nobody's.
+        // If root runs this test, no process has user ID 1.
         if !nix::unistd::geteuid().is_root() {
             assert!(matches!(users.allocate(), Err(Error::Full(_))));
         }

@@ -23,32 +23,34 @@ use rgpu_sandbox::{
 };
 use serde::{Deserialize, Serialize};
 
-/// What a confined process is to do.
+/// A task for a confined process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 enum Task {
-    /// Answer and wait for the end.
+    /// Answer, and wait for the end.
     Wait,
-    /// Open files for reading: which can be opened.
+    /// Open files for reading. The answer is which can be opened.
     Read(Vec<PathBuf>),
-    /// Create a file in each of these folders: where that works.
+    /// Create a file in each of these folders. The answer is where that works.
     Create(Vec<PathBuf>),
-    /// Name the thread as libcuda does: with a file of /proc that is opened as for a new file. The name.
+    /// Name the thread as libcuda does, through a file of /proc that is opened like a new file. The answer is
+    /// the name.
     NameThread,
     /// List the processes in /proc.
     Processes,
-    /// Send a signal to a process, trace it, and read its memory: what works.
+    /// Send a signal to a process, trace it, and read its memory. The answer is what works.
     Attack(i32),
-    /// Connect to these: `@name`, a path, or an address with a port. What works.
+    /// Connect to these: `@name`, a path, or an address with a port. The answer is what works.
     Connect(Vec<String>),
-    /// Make a system call outside the list: its error number, or 0.
+    /// Make a system call outside the list. The answer is its error number, or 0.
     Forbidden,
     /// Ignore the end of the connection and wait forever.
     Stay,
     /// Abort.
     Abort,
-    /// Start a process that stays, and end.
+    /// Start a process that keeps running, and end.
     LeaveBehind,
-    /// Make sockets of these families, and a thread: what works. The list allows Unix sockets only.
+    /// Create sockets of these families, and a thread. The answer is what works. The list only allows Unix
+    /// sockets.
     Conditions(Vec<i32>),
 }
 
@@ -69,7 +71,7 @@ fn list(task: &Task) -> Syscalls {
     match task {
         Task::LeaveBehind => list.allow(&[libc::SYS_clone, libc::SYS_fork]),
         Task::Conditions(_) => list.allow_if(libc::SYS_socket, &[Argument::is(0, libc::AF_UNIX as u32)]),
-        // Calls that a list would not contain, so that the other layers can be seen at work.
+        // Calls that a real list would not contain, which test the other layers.
         _ => list.allow(&[libc::SYS_socket, libc::SYS_connect, libc::SYS_ptrace, libc::SYS_process_vm_readv]),
     }
 }
@@ -122,7 +124,8 @@ fn confined(fd: RawFd) {
             let mut byte = 0_u8;
             let local = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
             let remote = libc::iovec { iov_base: confined as *mut libc::c_void, iov_len: 1 };
-            // SAFETY: system calls on another process's number; the one that writes here writes one byte to a variable.
+            // SAFETY: system calls on another process's ID; the one that writes to this process writes one
+            // byte to a variable.
             unsafe {
                 if libc::kill(pid, 0) == 0 {
                     works.push("signal".to_owned());
@@ -228,7 +231,7 @@ fn users() -> Arc<Users> {
 fn run(task: Task, visible: Vec<Visible>, other_calls: OtherCalls) -> Sandboxed {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let user = rgpu_sandbox::may_change_users().then(|| users().allocate().unwrap());
-    // Its messages go to a file, which this program opens for it as standard error.
+    // Its messages go to a file, which this program opens as its standard error.
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let log = scratch().join(format!("log-{}", NUMBER.fetch_add(1, Ordering::Relaxed)));
     let command = Command::new("/proc/self/exe", "confined").arguments([
@@ -442,7 +445,7 @@ fn nothing_outlives_a_daemon_that_is_killed() {
     until("the sandboxed process is gone", || of_user(user) == 0);
 }
 
-/// A daemon whose process ignores that the connection ends.
+/// A daemon whose process ignores the end of the connection.
 fn daemon() {
     let sandboxed = run(Task::Stay, Vec::new(), OtherCalls::End);
     sandboxed.answer();
@@ -471,7 +474,7 @@ fn a_container_runtime_may_hide_clone3() {
     assert!(output.status.success(), "{text}");
 }
 
-/// Where clone3 answers ENOSYS, as under the usual profile of container runtimes.
+/// An environment in which clone3 returns ENOSYS, as with the default profile of container runtimes.
 fn without_clone3() {
     use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
     let calls = [(libc::SYS_clone3, Vec::new())].into_iter().collect();
@@ -489,7 +492,7 @@ fn ordinary() {
     let victim = run(Task::Wait, Vec::new(), OtherCalls::End);
     let outcome = victim.answer();
     if matches!(victim.process.isolation(), Isolation::None { .. }) {
-        // This machine lets ordinary users make no namespaces; the report says so.
+        // This machine does not let ordinary users create namespaces; the report says so.
         let missing: Vec<Layer> = outcome.report.missing.iter().map(|missing| missing.layer).collect();
         assert!(missing.contains(&Layer::Processes) && missing.contains(&Layer::Files), "{}", outcome.report);
         return;

@@ -6,7 +6,8 @@ use crate::error::{Error, Result};
 
 /// `__fatBinC_Wrapper_t`, which only holds pointers.
 const WRAPPER_MAGIC: u32 = 0x4662_43b1;
-/// Most bytes of PTX of one image, when decompressed. No real image has more, but a few bytes can claim to be, or become, any number.
+/// Maximum bytes of an image's PTX, after decompression. No real image has more, but a few compressed bytes
+/// can expand to any number.
 const MAX_PTX: u64 = 256 << 20;
 
 fn too_large(size: u64) -> Error {

@@ -7,10 +7,11 @@
 #[allow(dead_code)]
 #[path = "h200/corpus.rs"]
 mod corpus;
-
-use std::collections::HashMap;
+#[path = "h200/recording.rs"]
+mod recording;
 
 use corpus::{Case, Check};
+use recording::recording;
 use software_gpu::{Error, GRANULE, Gpu, GpuConfig, LaunchConfig, Module};
 
 const BASE: u64 = 0x2000_0000_0000;
@@ -103,22 +104,6 @@ fn agree(case: &Case, thread: usize, ours: &[u8], theirs: &[u8]) -> bool {
     ours.iter().zip(&theirs).all(|(a, b)| near(*a, *b, relative, absolute))
 }
 
-/// The H200's results by the cases' hashes.
-fn recording() -> HashMap<u64, Vec<u8>> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/h200/results.bin");
-    let bytes = std::fs::read(path).expect("the recording is part of the repository");
-    let mut map = HashMap::new();
-    let mut at = 128;
-    while at + 12 <= bytes.len() {
-        let hash = u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
-        let len = u32::from_le_bytes(bytes[at + 8..at + 12].try_into().unwrap()) as usize;
-        map.insert(hash, bytes[at + 12..at + 12 + len].to_vec());
-        at += 12 + len;
-    }
-    assert_eq!(at, bytes.len(), "the recording is cut off");
-    map
-}
-
 #[test]
 fn every_case_of_the_corpus_loads_and_runs() {
     let (_, refused) = answers(&corpus::cases());
@@ -127,7 +112,7 @@ fn every_case_of_the_corpus_loads_and_runs() {
 
 #[test]
 fn results_match_an_h200() {
-    let recorded = recording();
+    let recorded = recording("results.bin");
     let cases = corpus::cases();
     let (answers, refused) = answers(&cases);
     let mut wrong = refused;

@@ -7,10 +7,11 @@
 #[allow(dead_code)]
 #[path = "h200/corpus.rs"]
 mod corpus;
-
-use std::collections::HashMap;
+#[path = "h200/recording.rs"]
+mod recording;
 
 use corpus::textures::{self, Case, Kind, Near};
+use recording::recording;
 use software_gpu::{
     AddressMode, ChannelFormat, GRANULE, Gpu, GpuConfig, Image, LaunchConfig, Module, Result, Sampler,
 };
@@ -94,21 +95,6 @@ fn run(gpu: &Gpu, module: &Module, kernel: usize, case: &Case, sampler: Sampler)
     Ok(out)
 }
 
-fn recording() -> HashMap<u64, Vec<u8>> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/h200/textures-results.bin");
-    let bytes = std::fs::read(path).expect("the recording is part of the repository");
-    let mut map = HashMap::new();
-    let mut at = 128;
-    while at + 12 <= bytes.len() {
-        let hash = u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
-        let len = u32::from_le_bytes(bytes[at + 8..at + 12].try_into().unwrap()) as usize;
-        map.insert(hash, bytes[at + 12..at + 12 + len].to_vec());
-        at += 12 + len;
-    }
-    assert_eq!(at, bytes.len(), "the recording is cut off");
-    map
-}
-
 fn agree(near: Near, ours: &[u8], theirs: &[u8]) -> bool {
     let Near::Within(most) = near else { return ours == theirs };
     let numbers =
@@ -118,7 +104,7 @@ fn agree(near: Near, ours: &[u8], theirs: &[u8]) -> bool {
 
 #[test]
 fn texture_results_match_an_h200() {
-    let recorded = recording();
+    let recorded = recording("textures-results.bin");
     let cases = textures::cases();
     let kernels = textures::kernels(&cases);
     let gpu = Gpu::new(GpuConfig { memory_bytes: 1 << 28, workers: 1, ..GpuConfig::default() }).unwrap();

@@ -136,7 +136,7 @@ pub fn recorded() -> Result<Places> {
 }
 
 /// Writes the record from the files of the last recording runs, if there are any.
-pub fn record_anew() -> Result<()> {
+pub fn update_record() -> Result<()> {
     let mut all = Places::new();
     let Ok(entries) = std::fs::read_dir(fresh()) else { return Ok(()) };
     for entry in entries {

@@ -1,4 +1,5 @@
-//! Support for the end-to-end tests: daemons, programs, and the machines that the tests boot. Fake peers are in `tests/kit`.
+//! Support for the end-to-end tests: daemons, programs, and the machines that the tests boot. Fake peers are
+//! in `tests/kit/`.
 
 pub mod calls;
 pub mod daemons;

@@ -547,7 +547,7 @@ impl Shared {
         bytes.extend_from_slice(&channel.to_le_bytes());
         match chain.writer(&memory).map(|mut w| w.write_all(&bytes)) {
             Ok(Ok(())) => self.used(&vring, head, 8),
-            _ => self.violate("an event buffer that is no 8 bytes".into()),
+            _ => self.violate("an event buffer that does not have 8 bytes".into()),
         }
         let _ = vring.enable_notification();
         true

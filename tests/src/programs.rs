@@ -218,7 +218,7 @@ pub fn run(command: &mut Command, limit: Duration) -> Result<Outcome> {
     .map(|pipe| {
         std::thread::spawn(move || {
             let mut bytes = Vec::new();
-            // What arrived before an error of the pipe is still worth showing.
+            // Keep what came before an error of the pipe.
             let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut bytes));
             String::from_utf8_lossy(&bytes).into_owned()
         })

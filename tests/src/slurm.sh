@@ -1,6 +1,8 @@
 #!/bin/sh
-# A cluster of Slurm in namespaces of its own: slurmctld and three slurmd of Debian's, slurmdbd with MariaDB, two rgpu-servers with two GPUs in software each, and one vhost-rgpu. The arguments: a
-# folder for logs and sockets, those of the executables and the guest libraries, and the script rgpu-slurm. The shell is the first process of the PID namespace.
+# A Slurm cluster in its own namespaces: Debian's slurmctld, three slurmd, and slurmdbd with MariaDB; two
+# rgpu-servers with two software GPUs each, and one vhost-rgpu. The arguments are a folder for logs and sockets,
+# the folders of the executables and of the guest libraries, and the script rgpu-slurm. The shell is the first
+# process of the PID namespace.
 set -eu
 folder=$1 binaries=$2 libraries=$3 script=$4
 hostname slurm

@@ -1,4 +1,5 @@
-//! A terminal of 80 columns and 24 lines with a program in it, to see what it shows and to press its keys.
+//! A terminal of 80 columns and 24 lines that runs a program, so that a test can read its screen and press
+//! keys.
 
 use std::fs::File;
 use std::io::Read;
@@ -41,7 +42,8 @@ impl Terminal {
             nix::errno::Errno::result(unsafe { libc::ioctl(0, libc::TIOCSCTTY, 0) })?;
             Ok(prctl::set_pdeathsig(Signal::SIGKILL)?)
         };
-        // SAFETY: the closure only makes the system calls setsid, ioctl and prctl, which are async-signal-safe.
+        // SAFETY: the closure only makes the system calls setsid, ioctl and prctl, which are
+        // async-signal-safe.
         unsafe { command.pre_exec(own) };
         let child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
         drop(program);

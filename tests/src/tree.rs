@@ -2,9 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-/// The root of the source tree: `RGPU_ROOT`, otherwise where this was compiled.
+/// The root of the source tree: `RGPU_ROOT`, or the tree in which this was compiled.
 ///
-/// The variable lets a test compiled on one machine run on another, over a copy of what it needs.
+/// With the variable, a test that was compiled on one machine can run on another, in a copy of the files that
+/// it needs.
 pub fn root() -> PathBuf {
     if let Some(root) = std::env::var_os("RGPU_ROOT") {
         return root.into();
@@ -24,14 +25,14 @@ pub fn target() -> PathBuf {
 /// A build of rgpu: its daemons, rgpuctl, and the libraries that a program loads instead of NVIDIA's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Build {
-    /// Optimized, as it is installed and tested: made by `cargo xtask build`.
+    /// Optimized, for installations and tests: `cargo xtask build` makes it.
     Release,
-    /// Quickly compiled, for `cargo xtask demo`, with only the libraries that it needs.
+    /// Not optimized, for `cargo xtask demo`, with only the libraries that it needs.
     Debug,
 }
 
 impl Build {
-    /// Where the daemons and rgpuctl are.
+    /// The folder of the daemons and rgpuctl.
     pub fn binaries(self) -> PathBuf {
         target().join(match self {
             Self::Release => "release",
@@ -39,7 +40,7 @@ impl Build {
         })
     }
 
-    /// Where the libraries are.
+    /// The folder of the libraries.
     pub fn guest_libraries(self) -> PathBuf {
         target().join(match self {
             Self::Release => "guest/lib",
@@ -63,7 +64,7 @@ pub fn programs() -> PathBuf {
     target().join("programs")
 }
 
-/// Where `cargo xtask programs` leaves those with NVIDIA's runtime inside.
+/// Where `cargo xtask programs` leaves the programs that contain NVIDIA's runtime.
 pub fn programs_static() -> PathBuf {
     target().join("programs-static")
 }

@@ -1,4 +1,4 @@
-//! What a server has in its cache is not sent again; everything else is sent as before.
+//! Data that a server has in its cache is not sent again; everything else is sent as without a cache.
 
 mod support;
 
@@ -25,7 +25,7 @@ use zerocopy::{FromZeros, IntoBytes};
 /// Bytes of bulk data that the bridge over TCP has sent, and bytes it saved because the server had them.
 fn sent_and_known(rig: &Rig) -> Result<[u64; 2]> {
     let status = rig.bridge(Transport::Tcp).status()?;
-    // There are none before the first session.
+    // The counters do not exist before the first session.
     let total = |name: &str| status["totals"][name].as_u64().unwrap_or(0);
     Ok([total("data_bytes_sent"), total("data_bytes_known")])
 }
@@ -188,7 +188,7 @@ fn the_cache_survives_a_killed_server_and_two_programs_that_send_the_same_at_onc
     Ok(())
 }
 
-/// A bridge whose bytes this test makes up.
+/// A bridge whose every byte the test chooses.
 struct Hostile(TcpBridge);
 
 impl Hostile {
@@ -213,12 +213,12 @@ impl Hostile {
         self.command(seq, NO_SLOT, &MemcpyHtoD { stream: StreamId(0), dst: window(0), src })
     }
 
-    /// Sends a data header with this length and these flags, and `behind` after it.
+    /// Sends a data header with this length and these flags, followed by `behind`.
     fn data(&self, seq: u64, offset: u64, len: u32, behind: &[u8]) -> Result<()> {
         Ok(self.0.send_data(0, DataHeader { seq, offset, piece: 0, len }, behind)?)
     }
 
-    /// Asks for the 64 bytes of command `seq` by their hash. Returns the server's answer.
+    /// Asks whether the server has the 64 bytes of command `seq`, by their hash. Returns the answer.
     fn is_known(&self, seq: u64, bytes: &[u8; 64]) -> Result<bool> {
         self.data(seq, 0, HASH_FLAG | 64, blake3::hash(bytes).as_bytes())?;
         loop {
@@ -258,7 +258,7 @@ fn a_bridge_finds_only_sent_blocks_and_may_refer_only_to_confirmed_ones() -> Res
     let (claimed, sent) = ([1; 64], [2; 64]);
     let liar = Hostile::open(&rig, "liar")?;
     liar.copy(3)?;
-    ensure!(!liar.is_known(3, &claimed)?, "it knows what was never sent");
+    ensure!(!liar.is_known(3, &claimed)?, "it knows data that was never sent");
     liar.data(3, 0, KEEP_FLAG | 64, &sent)?;
     eventually(|| {
         ensure!(cache_status(&rig, "bytes")? == 64, "it is not kept yet");

@@ -204,7 +204,7 @@ fn nvml() -> Table {
     table
 }
 
-/// Functions that do no more than this, as in NVIDIA's driver 580 on Linux.
+/// Functions with a limited effect, which NVIDIA's driver 580 on Linux limits in the same way.
 const NOTES: &[(&str, &str)] = &[
     ("cuDeviceGetLuid", "returns `CUDA_ERROR_NOT_SUPPORTED` for every device, as everywhere on Linux"),
     ("cuProfilerStart", "only checks that a context is current; there is no profiler"),
@@ -228,8 +228,8 @@ fn folded(table: &Table) -> BTreeMap<&str, (&How, Vec<&str>)> {
     rows
 }
 
-/// Where a function is served, according to the counts of its own calls and its variants', or else of the
-/// function that it is another name or version of.
+/// Where a function is served, according to the counts of its calls and those of its variants. Without such
+/// counts, those of the function that it is another name or version of.
 fn place(name: &str, variants: &[&str], others: &BTreeMap<String, String>, places: &Places) -> Option<Place> {
     let names = || [""].iter().chain(variants).map(|suffix| format!("{name}{suffix}"));
     let own = names().filter_map(|name| places.get(&name).copied()).max();
@@ -315,7 +315,7 @@ fn the_table_of_functions_matches_the_sources() {
     let path = tree::root().join("docs/compatibility.md");
     let update = std::env::var_os("UPDATE_DOCS").is_some();
     if update {
-        calls::record_anew().expect("the record of calls can be written");
+        calls::update_record().expect("the record of calls can be written");
     }
     let made = made();
     if update {

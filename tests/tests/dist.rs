@@ -1,4 +1,4 @@
-//! Takes the relocatable tree that `cargo xtask dist` makes to another place.
+//! Runs the relocatable tree of `cargo xtask dist` from another folder.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

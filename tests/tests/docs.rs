@@ -149,7 +149,7 @@ fn paths_and_links_in_the_documents_exist() {
 }
 
 #[test]
-fn every_picture_is_in_a_page_and_is_what_its_name_says() {
+fn every_picture_is_in_a_page_and_has_the_format_of_its_name() {
     let folder = tree::root().join("docs/pictures");
     let shown: BTreeSet<PathBuf> = pages()
         .iter()
@@ -247,7 +247,7 @@ fn known_flags() -> BTreeMap<String, BTreeSet<String>> {
             add(&mut all, daemon, line.split('|').nth(2).unwrap_or_default());
         }
     }
-    // cargo xtask's are the variants of an enum.
+    // The commands of cargo xtask are the variants of an enum.
     let xtask = fs::read_to_string(tree::root().join("xtask/src/main.rs")).expect("the file");
     let variants = xtask.split("enum Command {").nth(1).and_then(|rest| rest.split("\n}").next());
     for variant in variants.unwrap_or_default().lines().filter_map(|line| line.strip_prefix("    ")) {
@@ -264,8 +264,7 @@ fn known_flags() -> BTreeMap<String, BTreeSet<String>> {
     all
 }
 
-/// What is wrong with a command line that may call one of rgpu's programs. Words after "--" belong to another
-/// program.
+/// Checks a command line that may call one of rgpu's programs. Words after "--" belong to another program.
 fn fault(line: &str, known: &BTreeMap<String, BTreeSet<String>>) -> Option<String> {
     let line = line.split(" -- ").next().unwrap_or_default();
     let line = line.split(" #").next().unwrap_or_default();

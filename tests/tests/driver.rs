@@ -393,8 +393,8 @@ fn a_device_behind_an_iommu_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// The device is given guest-physical addresses, whatever stands between the guest's other devices and its
-/// memory.
+/// The device gets guest-physical addresses, even if the guest's other devices use an IOMMU or bounce
+/// buffers.
 fn works_next_to(builder: Builder, there: &str) -> Result<()> {
     let bed = Bed::boot(builder, Config::default())?;
     bed.machine.check(there, LONG)?;

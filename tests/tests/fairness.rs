@@ -39,7 +39,7 @@ fn an_endlessly_copying_session_does_not_starve_others() -> Result<()> {
         let moved = bytes_in(&rig, "kill_me")? - before;
         ensure!(moved < MOST, "{moved} bytes were copied over {transport:?} meanwhile");
         busy.kill()?;
-        // What it has sent is not to be counted for the next one.
+        // The next program must not count the bytes of this one.
         eventually(|| {
             let left = bytes_in(&rig, "kill_me")?;
             ensure!(left == 0, "a killed program's session, with {left} bytes, still stands");

@@ -388,7 +388,7 @@ fn a_server_without_sessions_drains_at_once() -> Result<()> {
 }
 
 #[test]
-fn draining_a_server_that_is_not_there_says_what_to_check() -> Result<()> {
+fn draining_a_missing_server_reports_what_to_check() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let mut command = std::process::Command::new(tree::binaries().join("rgpuctl"));
     let outcome =

@@ -2,7 +2,7 @@
 //! in both builds, with the same output.
 //!
 //! `cargo xtask test gpu` builds what this needs and runs it. A program that passes natively but not through
-//! rgpu shows a bug in rgpu; one that fails natively is itself wrong.
+//! rgpu shows a bug in rgpu; a program that fails natively has a bug itself.
 
 use std::process::ExitCode;
 

@@ -42,7 +42,7 @@ fn installation(machine: &Machine) -> Result<()> {
     machine.check("test ! -e /dev/rgpu0", LONG)?;
     install(machine, "packages")?;
     built(machine)?;
-    // Nobody has loaded the driver by hand.
+    // udev loads the driver.
     eventually(machine, "test -c /dev/rgpu0")?;
     machine.check("udevadm settle", LONG)?;
     let mode = machine.check("stat -c %a /dev/rgpu0", LONG)?;

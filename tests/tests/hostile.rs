@@ -1,8 +1,8 @@
-//! Hostile clients, bridges and unknown peers. Each attack must end with a log line that says what was wrong, must end the
-//! attacker's session and no other, and must leave nothing behind.
+//! Hostile clients, bridges and unknown peers. For each attack, a log line must say what was wrong, only the
+//! attacker's session may end, and nothing may be left behind.
 //!
-//! Both daemons are real, the workers use a GPU in software, and the results of CUDA programs that run during the attack
-//! are checked.
+//! Both daemons are real, and the workers use a GPU in software. CUDA programs run during the attacks, and
+//! their results are checked.
 
 mod support;
 
@@ -49,9 +49,11 @@ fn attack(name: &str, attack: impl FnOnce(&Rig) -> Result<()>) -> Result<()> {
     })
 }
 
-/// Attacks daemons that have served programs. Afterwards they must serve as before and have no more resources than before.
+/// Attacks daemons that have served programs. Afterwards they must still serve, and must hold no more
+/// resources than before.
 fn besieged(name: &str, siege: impl FnOnce(&Rig) -> Result<()>) -> Result<()> {
-    // A session whose connections close without a farewell is kept for so long. Data ahead of its turn is limited to what any server takes, which a test exceeds.
+    // The grace period is how long a session is kept whose connections close without a `BYE`. A test exceeds
+    // the eager data that every server accepts.
     let mut rig =
         Rig::with(&format!("hostile-{name}"), &["--grace-seconds", "3", "--ahead-memory", "16M"], &[])?;
     for transport in TRANSPORTS {
@@ -78,7 +80,7 @@ fn logged(daemon: &rgpu_tests::daemons::Daemon, words: &[&str]) -> Result<()> {
     })
 }
 
-/// An attack through a channel that ends the session, and what the log must say about it.
+/// An attack through a channel that ends the session, and the words that the log must have about it.
 struct Deed {
     name: &'static str,
     says: &'static str,
@@ -98,7 +100,7 @@ fn write_to(client: &mut Client, place: Place, offset: u64, len: u64) -> Result<
     client.tell(&MemcpyDtoH { stream: StreamId(0), src: window(0), dst: HostOut(range(place, offset, len)) })
 }
 
-/// Makes device memory, so that only the client's side of a copy is wrong.
+/// Allocates device memory, so that only the client's side of a copy is wrong.
 fn some_memory(client: &mut Client) -> Result<()> {
     let granule = 2 << 20;
     client.call(&MemGrow { device: 0, address: window(0), size: 8 * granule })??;
@@ -327,7 +329,7 @@ fn unknown_handles_and_wrong_parameters_are_answered_with_cudas_codes() -> Resul
                 width: 16,
                 height: 1,
             })?;
-            ensure!(error(c)?.is_some(), "filling memory that is not there");
+            ensure!(error(c)?.is_some(), "filling memory that does not exist");
 
             let image = HostIn::Inline(PTX.as_bytes());
             c.call(&ModuleLoad {
@@ -349,14 +351,14 @@ fn unknown_handles_and_wrong_parameters_are_answered_with_cudas_codes() -> Resul
             ensure!(error(c)?.is_some(), "a function beyond the module's table");
             for params in [&[][..], &[0; 13], &[0; 4096]] {
                 c.tell(&launch(5, 0, params))?;
-                ensure!(error(c)?.is_some(), "{} bytes of parameters where 12 were due", params.len());
+                ensure!(error(c)?.is_some(), "{} bytes of parameters instead of 12", params.len());
             }
             // Missing bytes at the end count as zero.
             for params in [&[0; 3][..], &[0; 11]] {
                 c.tell(&launch(5, 0, params))?;
                 ensure!(
                     error(c)?.is_none(),
-                    "{} bytes of parameters where 12 were due are refused",
+                    "{} bytes of parameters instead of 12 are refused",
                     params.len()
                 );
             }
@@ -424,7 +426,7 @@ fn memory_that_is_not_a_channel_is_refused() -> Result<()> {
                 logged(rig.bridge(transport), &[word])?;
             }
 
-            // A session that stands, and regions that make no sense.
+            // A valid session, and invalid regions.
             let client = Client::connect(&socket, "regions")?;
             let region = |offset, size| Request {
                 kind: request::REGISTER_MEMORY,
@@ -588,24 +590,25 @@ fn set_nonblocking(connection: &NativeClient) -> Result<()> {
 const ATTACKER: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
 
 #[test]
-fn connections_that_say_nothing_are_closed() -> Result<()> {
+fn silent_connections_are_closed() -> Result<()> {
     attack("silent", |rig| {
         let native: Vec<NativeClient> = TRANSPORTS
             .iter()
             .flat_map(|&t| (0..20).map(move |_| rig.socket(t)))
             .map(|s| NativeClient::connect(&s))
             .collect::<std::io::Result<_>>()?;
-        // More than one source may have: it pushes out its own, and not those of the bystanders.
+        // More connections than one source may have. They push out others of their own source, but not those
+        // of the bystanders.
         let mut tcp: Vec<TcpStream> =
             (0..200).map(|_| connect_tcp_from(ATTACKER, rig.port)).collect::<std::io::Result<_>>()?;
         let mut unix: Vec<UnixStream> =
             (0..50).map(|_| Ok(UnixStream::connect(rig.server_socket())?)).collect::<Result<_>>()?;
-        // Some of them send a part of a hello, unless they are closed already.
+        // Some send a part of a hello, unless they are closed already.
         for stream in tcp.iter_mut().step_by(2) {
             let _ = stream.write_all(&link::MAGIC.to_le_bytes());
         }
         for stream in &mut tcp {
-            // Closed with unread input, a connection ends in a reset.
+            // A connection that is closed with unread input ends in a reset.
             let read = stream.read(&mut [0; 400]);
             ensure!(
                 matches!(read, Ok(0)) || read.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionReset),
@@ -636,7 +639,7 @@ fn unknown_peers_at_the_servers_sockets_are_refused_or_disconnected() -> Result<
         for rubbish in [&b"GET / HTTP/1.1\r\nHost: gpu\r\n\r\n"[..], &[0; 500], &[0xff; 5000]] {
             let mut tcp = connect_tcp(rig.port)?;
             tcp.write_all(rubbish)?;
-            // Closed with unread input, a connection ends in a reset.
+            // A connection that is closed with unread input ends in a reset.
             let read = tcp.read(&mut [0; 400]);
             ensure!(
                 matches!(read, Ok(0)) || read.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionReset),
@@ -699,7 +702,8 @@ fn command<'a, T: Op<'a>>(bridge: &TcpBridge, seq: u64, slot: u16, op: &T) -> Re
     Ok(bridge.record(seq, T::INFO.opcode, slot, &body)?)
 }
 
-/// Device memory, and a copy of 64 bytes into it as command 3, whose data is still to come.
+/// Allocates device memory and appends a copy of 64 bytes to it as command 3. The copy's data does not come
+/// yet.
 fn begin_copy(bridge: &TcpBridge) -> Result<()> {
     command(bridge, 1, 0, &MemGrow { device: 0, address: window(0), size: 2 << 20 })?;
     command(bridge, 2, NO_SLOT, &MemAlloc { address: window(0), size: 4096 })?;
@@ -755,14 +759,17 @@ fn a_bridge_that_breaks_the_link_loses_its_own_session() -> Result<()> {
             begin_copy(b)?;
             let piece = vec![7; 4 << 20];
             let send = |_| chunk(b, 1_000_000, 0, 0, EAGER_FLAG | (4 << 20), &piece).is_ok();
-            ensure!((0..5).map(send).filter(|sent| *sent).count() >= 4, "fewer eager bytes are allowed");
+            ensure!(
+                (0..5).map(send).filter(|sent| *sent).count() >= 4,
+                "the server allows fewer eager bytes"
+            );
             Ok(())
         }),
         ("data-asks", "waits for grants", |b| {
             begin_copy(b)?;
             let ask = |seq: u64| DataAsk { seq, piece: 0, reserved: 0 };
             let asked = (10..70_000).take_while(|seq| b.frame(frame::DATA_ASK, ask(*seq).as_bytes()).is_ok());
-            ensure!(asked.count() > 60_000, "fewer may be asked for");
+            ensure!(asked.count() > 60_000, "the server allows fewer requests");
             Ok(())
         }),
         ("data-known", "a cache that there is not", |b| {
@@ -807,7 +814,8 @@ fn a_bridge_that_breaks_the_link_loses_its_own_session() -> Result<()> {
             closed(&bridge).context(*name)?;
             logged(&rig.server, &["session lost", &format!("program=\"{name}\""), says])?;
         }
-        // Data for commands that never come, and for pieces that a command does not have. It is dropped with the session.
+        // Data for commands that never come, and for pieces that a command does not have. It is dropped with
+        // the session.
         for (name, seq, piece) in [("data-nobody", 1_000_000, 0), ("data-piece", 3, 5)] {
             let bridge = open(name)?;
             begin_copy(&bridge)?;

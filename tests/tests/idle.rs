@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use support::{Idle, Rig, TRANSPORTS, eventually};
 
-/// How long nothing may happen: longer than any polling period this code ever had.
+/// How long nothing may happen: longer than any polling time in this project.
 const QUIET: Duration = Duration::from_secs(6);
 
 /// A thread's use of the processor: context switches (voluntary and involuntary) and clock ticks (user and

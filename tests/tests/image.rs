@@ -1,5 +1,6 @@
-//! The disk of `cargo xtask image`: it boots by itself and by its kernel's files, takes a user and commands from a seed, and finds its GPU. Booting
-//! takes minutes where the guest is emulated, so this part runs only on request.
+//! The disk of `cargo xtask image`: it boots by itself and with its kernel's files, takes a user and commands
+//! from a seed, and finds its GPU. Booting takes minutes in an emulated guest, so this part runs only on
+//! request.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -15,7 +16,8 @@ use rgpu_tests::{programs, tree};
 const LONG: Duration = Duration::from_secs(3600);
 const PROGRAMS: [&str; 2] = ["nvidia_smi", "vectorAdd"];
 
-/// What the guest runs at its first boot. It prints to the serial console, and the guest ends.
+/// The commands that the guest runs at its first boot. They print to the serial console and power the guest
+/// off.
 const USER_DATA: &str = "#cloud-config
 hostname: gpu-guest
 users:
@@ -28,7 +30,7 @@ runcmd:
 power_state: {mode: poweroff, condition: true}
 ";
 
-/// Each line that this prints about the guest begins with GUEST, and is looked at below.
+/// Each line about the guest begins with GUEST, and is checked below.
 const CHECK: &str = r#"
 echo "GUEST host $(hostname)"
 echo "GUEST keys $(cat /home/ada/.ssh/authorized_keys | wc -l)"
@@ -81,8 +83,8 @@ impl Drop for Guest {
     }
 }
 
-/// Boots the disk with a seed and these arguments of QEMU, waits until the guest powers off, and returns what its console has shown. The disk
-/// stays as it is.
+/// Boots the disk with a seed and these arguments of QEMU, waits until the guest powers off, and returns its
+/// console output. The disk does not change.
 fn boot(name: &str, arguments: &[String]) -> Result<String> {
     let folder = tempfile::tempdir()?;
     let host = Host::start(name, Options::software("local"))?;
@@ -126,7 +128,7 @@ fn boot(name: &str, arguments: &[String]) -> Result<String> {
     Ok(shown())
 }
 
-/// Requires that the guest has said all that a right one says.
+/// Requires that the guest has printed everything that a working guest prints.
 fn check(console: &str) -> Result<()> {
     let said = |what: &str| {
         let begin = format!("GUEST {what} ");

@@ -1,5 +1,5 @@
 //! Leases as programs and operators use them: chosen across servers by `rgpuctl run --gpus`, named in
-//! `RGPU_SERVERS`, listed, and given back.
+//! `RGPU_SERVERS`, listed, and released.
 
 mod support;
 
@@ -79,7 +79,7 @@ fn json(outcome: &Outcome) -> Result<Value> {
 }
 
 #[test]
-fn a_program_gets_gpus_that_were_chosen_among_servers_and_they_are_given_back() -> Result<()> {
+fn a_program_gets_gpus_chosen_among_servers_and_they_are_released() -> Result<()> {
     let pool = Pool::start("lease-run", &["2", "1"], "exclusive_leases = true\n")?;
     let outcome = pool.run(&["--gpus", "3", "--exclusive"], "device_list")?;
     ensure!(outcome.verdict("device_list")? == "3 device(s)", "{outcome:?}");
@@ -99,7 +99,7 @@ fn a_program_gets_gpus_that_were_chosen_among_servers_and_they_are_given_back() 
     ensure!(taken.count() == 2, "{inventory}");
     let leases = json(&pool.rgpuctl("leases", &["--json"])?)?;
     ensure!(leases[0]["name"] == "somebody" && leases[0]["devices"] == "0,1", "{leases}");
-    // The program waits for the GPU, which is given back meanwhile.
+    // The program waits for the GPU until it is released.
     let servers = held["servers"].as_str().context("no servers")?;
     let mut waiting = rgpuctl("run");
     let program = programs::built("device_list")?;
@@ -142,7 +142,7 @@ fn a_program_that_finds_a_lease_in_its_environment_runs_under_it() -> Result<()>
         ensure!(outcome.verdict("device_list")? == "1 device(s)", "{outcome:?}");
         let renewed = programs::run(rgpuctl("renew").arg(servers), LIMIT)?;
         ensure!(renewed.status == Some(0), "{renewed:?}");
-        // The operator takes it back.
+        // The operator releases it.
         let id = rig.server.status()?["leases"][0]["id"].as_str().context("no lease")?.to_owned();
         let released = operator(&rig.server_admin(), "release", &[&id])?;
         ensure!(released.status == Some(0), "{released:?}");

@@ -49,8 +49,8 @@ libvirtd --config "$folder/libvirtd.conf" --pid-file "$folder/pid" &
 wait
 "#;
 
-/// Takes QEMU's place: defines the domain of the file $DOMAIN with these arguments after its own, starts it,
-/// and lives as long as it does.
+/// Replaces QEMU: defines the domain in the file $DOMAIN with its arguments appended, starts the domain, and
+/// runs as long as the domain does.
 const START: &str = r#"
 set -eu
 for word; do
@@ -170,13 +170,13 @@ fn a_domain_is_defined_started_and_stopped() -> Result<()> {
     let folder = socket.parent().context("a socket lies in a folder")?;
     fs::set_permissions(folder, fs::Permissions::from_mode(0o711))?;
 
-    // The socket belongs to root, as vhost-rgpu makes it.
+    // The socket belongs to root, as vhost-rgpu creates it.
     let refused = libvirt.boot(&socket).err().context("QEMU reached a socket that is not its user's")?;
     let said = format!("{refused:#}");
     ensure!(said.contains("Permission denied"), "{said}");
     ensure!(libvirt.state()? == "shut off", "{}", libvirt.state()?);
 
-    // As systemd makes it with SocketUser=libvirt-qemu.
+    // The owner that systemd sets with SocketUser=libvirt-qemu.
     chown(&socket, Some(QEMU_USER), Some(QEMU_USER))?;
     let machine = libvirt.boot(&socket).with_context(|| libvirt.log())?;
     ensure!(libvirt.state()? == "running", "{}", libvirt.state()?);
@@ -192,7 +192,7 @@ fn a_domain_is_defined_started_and_stopped() -> Result<()> {
     })?;
     drop(machine);
 
-    // The daemons serve the next domain, which is stopped as if its plug were pulled.
+    // The daemons serve the next domain, which is destroyed instead of shut down.
     let machine = libvirt.boot(&socket)?;
     passes(&machine, "reduction")?;
     libvirt.virsh(&["destroy", "guest1"])?;

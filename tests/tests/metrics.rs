@@ -1,4 +1,5 @@
-//! What operators see: a real Prometheus that scrapes both daemons, its alert rules and queries, `rgpuctl status --json` and `rgpuctl top`.
+//! Monitoring: a real Prometheus that scrapes both daemons, its alert rules and queries, `rgpuctl status
+//! --json`, and `rgpuctl top`.
 
 mod support;
 
@@ -29,12 +30,12 @@ fn monitoring() -> PathBuf {
     tree::root().join("monitoring")
 }
 
-/// A server with a software GPU, a host over tcp, and the metrics of both.
+/// A server with a software GPU and a host over TCP, which both serve metrics.
 struct Site {
     server: Daemon,
     host: Daemon,
     folder: tempfile::TempDir,
-    /// Ports of the metrics, the server's first.
+    /// Ports of the metrics: the server's, then the host's.
     ports: [u16; 2],
 }
 
@@ -91,7 +92,7 @@ impl Site {
     }
 }
 
-/// A program that has worked and waits, until it is dropped.
+/// A program that has done some work and waits until it is dropped.
 struct Idle(Child);
 
 impl Idle {
@@ -117,11 +118,11 @@ impl Drop for Idle {
     }
 }
 
-/// The body of an HTTP answer and its status line.
+/// The status line and the body of an HTTP answer.
 fn get(port: u16, path: &str, token: Option<&str>) -> Result<(String, String)> {
     let mut stream = TcpStream::connect(("127.0.0.1", port))?;
     let token = token.map(|token| format!("Authorization: Bearer {token}\r\n")).unwrap_or_default();
-    // The answer of version 1.0 comes in one piece.
+    // An answer of HTTP 1.0 is not chunked.
     write!(stream, "GET {path} HTTP/1.0\r\nHost: localhost\r\n{token}\r\n")?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
@@ -129,7 +130,7 @@ fn get(port: u16, path: &str, token: Option<&str>) -> Result<(String, String)> {
     Ok((head.lines().next().unwrap_or_default().to_owned(), body.to_owned()))
 }
 
-/// A Prometheus with a folder of its own, ended when dropped.
+/// A Prometheus with its own folder. Dropping it ends it.
 struct Prometheus {
     child: Child,
     port: u16,
@@ -180,7 +181,7 @@ impl Prometheus {
         Ok(prometheus)
     }
 
-    /// The data of an answer of its API.
+    /// The data in an answer of its API.
     fn api(&self, path: &str) -> Result<Value> {
         let (status, body) = get(self.port, &format!("/api/v1/{path}"), None)?;
         let answer: Value =
@@ -189,7 +190,7 @@ impl Prometheus {
         Ok(answer["data"].clone())
     }
 
-    /// The values that a query gives now.
+    /// The current values of a query.
     fn query(&self, query: &str) -> Result<Vec<f64>> {
         let encoded: String = query
             .bytes()
@@ -211,7 +212,7 @@ impl Drop for Prometheus {
     }
 }
 
-/// Names of metrics in a text that begin like those of rgpu.
+/// The names in a text that begin like rgpu's metrics.
 fn metrics_in(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     let ours = words.filter(|word| {
@@ -220,7 +221,7 @@ fn metrics_in(text: &str) -> BTreeSet<String> {
     ours.map(str::to_owned).collect()
 }
 
-/// All queries of the dashboard, with its variables as "everything".
+/// All queries of the dashboard, with its variables set to match everything.
 fn dashboard_queries() -> Result<Vec<String>> {
     fn collect(value: &Value, found: &mut Vec<String>) {
         match value {
@@ -287,17 +288,17 @@ fn a_real_prometheus_scrapes_both_daemons_and_loads_the_rules() -> Result<()> {
         above("rgpu_host_link_round_trip_seconds", 1e-6)
     })?;
 
-    // What the dashboard and the rules ask for exists, and Prometheus understands the question.
+    // The metrics in the queries of the dashboard and the rules exist, and Prometheus can parse the queries.
     let documented = metrics_in(&fs::read_to_string(tree::root().join("docs/metrics.md"))?);
     let queries = dashboard_queries()?;
-    ensure!(queries.len() > 20, "the dashboard asks {} questions", queries.len());
+    ensure!(queries.len() > 20, "the dashboard has {} queries", queries.len());
     for query in &queries {
         prometheus.query(query)?;
     }
-    // This server has a cache, so each question about it has an answer.
+    // This server has a cache, so queries about it have results.
     eventually(|| {
         for query in queries.iter().filter(|query| query.contains("_cache_")) {
-            ensure!(!prometheus.query(query)?.is_empty(), "{query} finds nothing");
+            ensure!(!prometheus.query(query)?.is_empty(), "{query} has no result");
         }
         Ok(())
     })?;
@@ -320,14 +321,14 @@ fn a_real_prometheus_scrapes_both_daemons_and_loads_the_rules() -> Result<()> {
         ensure!(rules.len() == rules_in(&monitoring().join("rgpu-alerts.yml"))?, "{} rules", rules.len());
         for rule in rules {
             ensure!(rule["health"] == "ok", "{rule}");
-            ensure!(rule["state"] == "inactive", "an alert where nothing is wrong: {rule}");
+            ensure!(rule["state"] == "inactive", "an alert although nothing is wrong: {rule}");
         }
         Ok(())
     })?;
 
-    // What a session has done is not forgotten with it.
+    // A session's counts stay when it ends.
     let begun = "rgpu_server_commands_total{program=\"idle\"}";
-    // After a scrape that took too long there is no value for a moment.
+    // After a scrape that took too long, there is no value for a moment.
     let mut before = Vec::new();
     eventually(|| {
         before = prometheus.query(begun)?;
@@ -369,8 +370,9 @@ fn the_status_fits_its_schema() -> Result<()> {
     let site = Site::start("metrics-status")?;
     let schema: Value =
         serde_json::from_str(&fs::read_to_string(tree::root().join("docs/status.schema.json"))?)?;
-    jsonschema::meta::validate(&schema).map_err(|e| anyhow::anyhow!("the schema is none: {e}"))?;
-    // Without the alternative, an error says what is wrong instead of that neither fits.
+    jsonschema::meta::validate(&schema).map_err(|e| anyhow::anyhow!("the schema is invalid: {e}"))?;
+    // Check with one part of the schema at a time: errors of the alternative would only say that no part
+    // fits.
     let of = |daemon: &str| {
         let mut part = schema["$defs"][daemon].clone();
         part["$defs"] = schema["$defs"].clone();
@@ -397,7 +399,7 @@ fn the_status_fits_its_schema() -> Result<()> {
     eventually(|| check(0))
 }
 
-/// Waits until `rgpuctl top` shows what it should.
+/// Waits until the screen of `rgpuctl top` meets the condition.
 fn shows(top: &Terminal, what: &str, right: impl Fn(&[String]) -> bool) -> Result<()> {
     eventually(|| {
         let lines = top.lines();
@@ -429,7 +431,7 @@ fn top_shows_twenty_sessions_in_a_small_terminal() -> Result<()> {
     let rows = |lines: &[String]| {
         lines.iter().filter(|line| line.contains("train") || line.contains("evil")).count()
     };
-    // Two lines for the daemons, two for view and columns, one for the keys.
+    // Two lines are for the daemons, two for the view and its columns, and one for the keys.
     shows(&top, "20 sessions, of which 19 fit", |lines| {
         lines[0].contains("20 sessions of 256")
             && lines[2].contains("20 rows")
@@ -437,7 +439,7 @@ fn top_shows_twenty_sessions_in_a_small_terminal() -> Result<()> {
             && rows(lines) == 19
     })?;
     ensure!(top.lines().iter().all(|line| line.chars().count() <= 80), "{:#?}", top.lines());
-    // By program, and the other way round: from the column CMD/s it is four to the left.
+    // Sort by program, in both directions. Its column is four to the left of CMD/s.
     let first = |lines: &[String]| lines[4].clone();
     top.press(&LEFT.repeat(4))?;
     shows(&top, "the last program first", |lines| first(lines).contains("train18"))?;
@@ -473,7 +475,7 @@ fn top_shows_twenty_sessions_in_a_small_terminal() -> Result<()> {
 }
 
 #[test]
-fn top_says_what_is_missing() -> Result<()> {
+fn top_reports_a_missing_terminal_and_missing_daemons() -> Result<()> {
     let mut command = Command::new(tree::binaries().join("rgpuctl"));
     let outcome = run(command.args(["top", "--socket", "/nonexistent"]), LIMIT)?;
     ensure!(outcome.stderr.contains("needs a terminal"), "{outcome:?}");

@@ -1,5 +1,6 @@
-//! The Debian packages that `cargo xtask package` makes: their pages and completions, and what happens when they are installed, used,
-//! upgraded and purged in machines with Debian 12 and 13 and systemd as their first process. The daemons run under their own units there.
+//! The Debian packages of `cargo xtask package`: their pages and completions, and their installation, use,
+//! upgrade and purge in machines with Debian 12 and 13 and systemd. The daemons run under their own units
+//! there.
 
 #[path = "support/packages.rs"]
 mod support;
@@ -15,7 +16,7 @@ use rgpu_tests::machine::{Machine, systemd};
 use rgpu_tests::programs;
 use support::*;
 
-/// The packages of a machine that is server and host in one; a machine with the server is no guest.
+/// The packages of a machine that is both server and host. Such a machine is not a guest.
 const INSTALLED: [&str; 4] = ["rgpu-server", "vhost-rgpu", "rgpuctl", "rgpu-libs"];
 
 /// Unpacks packages into a folder.
@@ -141,7 +142,7 @@ fn the_package_for_slurm_has_its_script_and_a_timer_that_runs_it() -> Result<()>
     Ok(())
 }
 
-/// A machine with the packages at hand, not yet installed.
+/// A machine that has the packages' files, but has not installed them.
 fn boot(release: Release, newer: &[PathBuf]) -> Result<Machine> {
     systemd::boot(contents(systemd::builder(release)?, &INSTALLED, newer, &["vectorAdd", "idle"])?)
 }
@@ -193,7 +194,7 @@ fn native(machine: &Machine, user: &str, program: &str) -> Result<()> {
     Ok(())
 }
 
-/// What is tested, and how.
+/// A part of the test, by name.
 type Phase = (&'static str, fn(&Machine) -> Result<()>);
 
 #[test]
@@ -225,7 +226,7 @@ fn in_debian_13_sessions_go_on_if_the_server_is_killed() -> Result<()> {
     in_a_machine(Release::Debian13, &phases)
 }
 
-/// Boots a machine, does all this in it, and purges the packages.
+/// Boots a machine, runs these parts in it, and purges the packages.
 fn in_a_machine(release: Release, phases: &[Phase]) -> Result<()> {
     programs::built("vectorAdd")?;
     let begin = Instant::now();
@@ -256,14 +257,15 @@ fn units(machine: &Machine) -> Result<()> {
         .run("systemd-analyze verify rgpu-server.service vhost-rgpu.service vhost-rgpu.socket", LONG)?;
     ensure!(complaints.success() && complaints.stderr.is_empty(), "systemd-analyze verify: {complaints}");
     for unit in ["rgpu-server", "vhost-rgpu"] {
-        // 10 is no protection at all. What remains comes from what starting confined processes takes.
+        // A rating of 10 means no protection. The remaining exposure comes from the rights that a daemon
+        // needs to start confined processes.
         let rating =
             machine.run(&format!("systemd-analyze security --no-pager --threshold=50 {unit}"), LONG)?;
         ensure!(rating.success(), "systemd-analyze security: {rating}");
         println!("{}", rating.text().lines().last().unwrap_or_default());
     }
-    // Every part of the sandbox is there: otherwise the log says what is missing.
-    // Whoever is started serves.
+    // Every part of the sandbox works: otherwise the log would name what is missing. A daemon that was
+    // started answers.
     for (daemon, list) in [("server", "workers"), ("vhost-rgpu", "device_processes")] {
         let status = status(machine, daemon)?;
         ensure!(status.is_object(), "{daemon} reports {status}");
@@ -297,7 +299,7 @@ fn over_tls(machine: &Machine) -> Result<()> {
     machine.check("rgpuctl enroll host --address 127.0.0.1 > /tmp/join && sh /tmp/join", LONG)?;
     let run = machine.run(&format!("rgpuctl run --server 127.0.0.1 -- {PROGRAMS}/vectorAdd"), LONG)?;
     ensure!(run.success() && run.text().contains("PASS vectorAdd"), "rgpuctl run over TLS: {run}");
-    // And through the daemon of this host.
+    // The same through this host's daemon.
     machine.check(
         "sed -i 's|^server = .*|server = \"tcp:127.0.0.1\"|' /etc/rgpu/vhost-rgpu.toml && systemctl restart vhost-rgpu",
         LONG,
@@ -306,7 +308,7 @@ fn over_tls(machine: &Machine) -> Result<()> {
     quiet(machine)
 }
 
-/// The processes that work on data of clients have groups of their own, with limits.
+/// The processes that handle clients' data have their own cgroups with limits.
 fn groups(machine: &Machine) -> Result<()> {
     let held = Held::start(machine, "groups")?;
     for (daemon, unit, list, tasks) in [
@@ -356,7 +358,7 @@ fn reload_and_restart(machine: &Machine) -> Result<()> {
     for unit in ["rgpu-server", "vhost-rgpu"] {
         let stop = if unit == "vhost-rgpu" { "vhost-rgpu.socket vhost-rgpu" } else { unit };
         machine.check(&format!("systemctl stop {stop}"), LONG)?;
-        ensure!(property(machine, unit, "Result")? == "success", "{unit} did not stop in order");
+        ensure!(property(machine, unit, "Result")? == "success", "{unit} did not stop cleanly");
         let left = machine
             .check(&format!("ls -d /sys/fs/cgroup/system.slice/{unit}.service 2>/dev/null; true"), LONG)?;
         ensure!(left.is_empty(), "{left} is left");
@@ -365,7 +367,7 @@ fn reload_and_restart(machine: &Machine) -> Result<()> {
     machine.check("systemctl start rgpu-server vhost-rgpu.socket", LONG)?;
     ensure!(
         machine.run("systemctl is-active vhost-rgpu", LONG)?.text() == "inactive",
-        "it was to be inactive"
+        "it should be inactive"
     );
     native(machine, "root", "vectorAdd")?;
     machine.check("systemctl is-active vhost-rgpu", LONG)?;
@@ -374,11 +376,11 @@ fn reload_and_restart(machine: &Machine) -> Result<()> {
     let inode = "stat -c %i /run/rgpu/native.sock";
     let socket = machine.check(inode, LONG)?;
     machine.check("systemctl restart vhost-rgpu rgpu-server && rgpuctl status", LONG)?;
-    ensure!(machine.check(inode, LONG)? == socket, "the socket is another one after a restart");
+    ensure!(machine.check(inode, LONG)? == socket, "the restart replaced the socket");
     native(machine, "root", "vectorAdd")?;
     quiet(machine)?;
 
-    // A daemon that is killed is started again, without what its processes had.
+    // A daemon that is killed is restarted, without its processes' sessions.
     for unit in ["rgpu-server", "vhost-rgpu"] {
         let pid = property(machine, unit, "MainPID")?;
         machine.check(&format!("kill -9 {pid}"), LONG)?;
@@ -390,12 +392,13 @@ fn reload_and_restart(machine: &Machine) -> Result<()> {
         )?;
     }
     native(machine, "root", "vectorAdd")?;
-    // The kill is the only thing worth a warning so far.
+    // The kill may be the only warning so far.
     machine.check("sleep 2; journalctl --rotate; journalctl --vacuum-time=1s", LONG)?;
     Ok(())
 }
 
-/// The service manager keeps the descriptors of a daemon that is killed, from systemd 254 on, and the next daemon gets them: sessions do not notice.
+/// From systemd 254 on, the service manager keeps the descriptors of a killed daemon and passes them to the
+/// next one, so sessions continue.
 fn killed(machine: &Machine) -> Result<()> {
     let held = Held::start(machine, "killed")?;
     let worker = |machine: &Machine| -> Result<serde_json::Value> {
@@ -420,7 +423,7 @@ fn killed(machine: &Machine) -> Result<()> {
         native(machine, "root", "vectorAdd")?;
     }
     held.finish(machine, "killed")?;
-    // The kills are the only thing worth a warning so far.
+    // The kills may be the only warnings so far.
     machine.check("sleep 2; journalctl --rotate; journalctl --vacuum-time=1s", LONG)?;
     Ok(())
 }
@@ -440,7 +443,7 @@ fn upgrade(machine: &Machine) -> Result<()> {
     ensure!(pids(machine)? == before, "the upgrade has restarted a daemon");
     // The operator's change of the configuration is still there.
     machine.check("grep -q '^server = \"tcp:127.0.0.1\"' /etc/rgpu/vhost-rgpu.toml", LONG)?;
-    // Sessions go on, and others begin.
+    // Sessions continue, and others begin.
     native(machine, "root", "vectorAdd")?;
     // The new server takes the sessions over.
     machine.check("rgpuctl upgrade", LONG)?;
@@ -457,7 +460,7 @@ fn upgrade(machine: &Machine) -> Result<()> {
     machine.check_console()
 }
 
-/// A worker that needs more memory than it may ends alone.
+/// A worker that exceeds its memory limit ends without affecting others.
 fn limits(machine: &Machine) -> Result<()> {
     machine.check(
         "printf '[sandbox]\\nmemory = \"100M\"\\ntasks = 64\\ncpu_percent = 150\\n' > /tmp/limits; \
@@ -472,9 +475,9 @@ fn limits(machine: &Machine) -> Result<()> {
         LONG,
     )?;
     ensure!(group == "104857600 64 150000 100000", "the workers' limits are {group}");
-    // It copies 128 MiB to its device, which is memory of the worker.
+    // It copies 128 MiB to its device, which uses the worker's memory.
     let greedy = machine.run(&format!("LD_LIBRARY_PATH=/usr/lib/rgpu {PROGRAMS}/vectorAdd --full"), LONG)?;
-    ensure!(!greedy.success(), "a worker used more memory than it may: {greedy}");
+    ensure!(!greedy.success(), "a worker used more memory than allowed: {greedy}");
     eventually(
         machine,
         "journalctl -b --no-pager -u rgpu-server | grep -i 'session lost' | grep -qi memory",

@@ -235,7 +235,7 @@ fn libraries_that_are_read_in_the_process_are_not_waited_for() -> Result<()> {
         ("cuOccupancyMaxActiveClusters", 2),
         // PTX.
         ("cuModuleLoadData", 1),
-        // The last one: those after the tensors wait for nothing.
+        // Only the last copy waits: those of the tensors before it do not.
         ("cuStreamSynchronize", 1),
         // The result, and the model in two parts.
         ("cuMemcpyDtoH", 3),
@@ -261,9 +261,9 @@ fn a_module_and_its_first_launch_are_not_waited_for() -> Result<()> {
     Ok(())
 }
 
-/// What a program reads itself is the same as what the server tells it.
+/// What a program reads from images itself equals what the server reports.
 #[test]
-fn what_is_read_in_the_process_is_what_the_server_says() -> Result<()> {
+fn code_read_in_the_process_gives_what_the_server_reports() -> Result<()> {
     for reads in ["never", "auto", "always", "check"] {
         stats_with("local", "first_steps", &["3"], reads)?;
         stats_with("local", "libraries", &[], reads)?;

@@ -1,6 +1,7 @@
-//! Jobs of a real Slurm on nodes without GPUs: they get leases, which end with them, however that happens.
+//! Jobs of a real Slurm on nodes without GPUs: they get leases, which end with the jobs, however these end.
 //!
-//! `tests/src/slurm.sh` starts the cluster, in namespaces of its own: it finds nothing of this machine's and leaves nothing behind.
+//! `tests/src/slurm.sh` starts the cluster in its own namespaces, so it does not see this machine's files and
+//! processes and leaves nothing behind.
 
 mod support;
 
@@ -15,7 +16,7 @@ use rgpu_tests::tree;
 use serde_json::Value;
 use support::eventually;
 
-/// The script of packaging/rgpu-slurm.
+/// The script in `packaging/rgpu-slurm`.
 const SCRIPT: &str = "packaging/rgpu-slurm/files/usr/lib/rgpu/rgpu-slurm";
 
 struct Cluster {
@@ -45,7 +46,7 @@ impl Cluster {
         command.arg(tree::root().join(SCRIPT));
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let unshare = command.spawn().context("cannot run unshare")?;
-        // Jobs of another user write their output there.
+        // Jobs of another user write their output to this folder.
         let all = std::os::unix::fs::PermissionsExt::from_mode(0o777);
         fs::set_permissions(folder.path(), all)?;
         let mut cluster = Cluster { unshare, folder };
@@ -69,7 +70,7 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Runs a command in the cluster, as root. An error has what it said.
+    /// Runs a command in the cluster, as root. An error quotes its output.
     fn run(&self, command: &str) -> Result<String> {
         let unshare = self.unshare.id();
         let first = fs::read_to_string(format!("/proc/{unshare}/task/{unshare}/children"))?;
@@ -84,7 +85,8 @@ impl Cluster {
         Ok(said)
     }
 
-    /// Submits a script with these options, and returns the job's number. What it prints is in the file `out.NUMBER`.
+    /// Submits a script with these options, and returns the job's number. The job's output is in the file
+    /// `out.NUMBER`.
     fn submit(&self, options: &str, script: &str) -> Result<String> {
         let folder = self.folder.path().display();
         let job = self.run(&format!("sbatch --parsable -o {folder}/out.%j {options} --wrap '{script}'"))?;
@@ -96,7 +98,7 @@ impl Cluster {
         fs::read_to_string(self.folder.path().join(format!("out.{job}"))).unwrap_or_default()
     }
 
-    /// Waits until a job has printed this.
+    /// Waits until a job has printed these words.
     fn prints(&self, job: &str, words: &str) -> Result<()> {
         eventually(|| {
             let output = self.output(job);
@@ -161,7 +163,7 @@ impl Drop for Cluster {
     }
 }
 
-/// A job's script that waits until there is this file.
+/// A job's script that waits until this file exists.
 fn until_there_is(file: &Path) -> String {
     format!("until [ -e {} ]; do sleep 0.1; done", file.display())
 }
@@ -181,7 +183,8 @@ fn jobs_get_leases_that_end_with_them() -> Result<()> {
     let program = programs::built("device_list")?.display().to_string();
     let go = cluster.folder.path().join("go");
     let waits = until_there_is(&go);
-    // GPUs of its own, on one node; a share of one GPU on each of two nodes; nothing.
+    // A job with two exclusive GPUs on one node, a job with a share of a GPU on each of two nodes, and a job
+    // without GPUs.
     let alone = cluster.submit("--gres=rgpu:2", &format!("{program}; {waits}"))?;
     let shared = "--uid nobody -N 2 --gres=rgpu:1,rgpumem:256M";
     let shared = cluster.submit(shared, &format!("srun {program}; {waits}"))?;
@@ -210,11 +213,11 @@ fn jobs_get_leases_that_end_with_them() -> Result<()> {
     ensure!(queue.contains(&format!("{alone} gres:rgpu:2")), "{queue}");
     let node = cluster.run(&format!("scontrol show job -d {shared}"))?;
     ensure!(node.contains("GRES=rgpu(CNT:1),rgpumem(CNT:268435456)"), "{node}");
-    // The timer does not disturb them.
+    // The timer does not affect the leases.
     cluster.run("/etc/rgpu/rgpu-slurm renew")?;
     fs::write(&go, "")?;
     cluster.until_there_are_leases(0)?;
-    // The Epilog removes the file after it has given the lease back.
+    // The Epilog releases the lease and then removes the file.
     eventually(|| {
         let files = cluster.run("ls /run/rgpu-slurm")?;
         ensure!(files.is_empty(), "files of leases are left: {files}");
@@ -226,7 +229,7 @@ fn jobs_get_leases_that_end_with_them() -> Result<()> {
         Ok(())
     })
     .with_context(|| cluster.logs())?;
-    // One that finds no GPUs goes back into the queue, and its node is not to blame.
+    // A job that finds no GPUs goes back into the queue, and its node is not drained.
     let rgpuctl = "rgpuctl lease --insecure --gpus 1 --exclusive";
     let somebody = cluster.run(rgpuctl)?;
     let job = cluster.submit("--gres=rgpu:4", "echo started")?;
@@ -254,7 +257,8 @@ fn a_type_of_gres_is_a_model() -> Result<()> {
     ensure!(node.contains("GRES=rgpu:rgpu_software(CNT:2),rgpumem(CNT:268435456)"), "{node}");
     let leases = cluster.leases()?;
     ensure!(leases.len() == 1 && leases[0]["memory"] == 128 << 20, "{leases:?}");
-    // The pool has none of another model, so such jobs wait, and what they got of the first is given back.
+    // The pool has no GPU of another model, so such jobs wait, and a lease that they got for the first model
+    // is released.
     for gres in ["rgpu:h100:1", "rgpu:rgpu_software:1,rgpu:h100:1"] {
         let job = cluster.submit(&format!("--gres={gres}"), "echo started")?;
         eventually(|| {
@@ -272,7 +276,7 @@ fn a_type_of_gres_is_a_model() -> Result<()> {
     cluster.until_there_are_leases(0)
 }
 
-/// Begins a job that never ends by itself, on the first node.
+/// Starts a job that never ends by itself, on the first node.
 fn begin(cluster: &Cluster, gpus: u32) -> Result<String> {
     let never = until_there_is(Path::new("/never"));
     let job = cluster.submit(&format!("-w n1 --gres=rgpu:{gpus}"), &format!("echo begun; {never}"))?;
@@ -287,8 +291,8 @@ fn neither_a_dead_job_nor_a_restarted_slurmctld_leaves_a_lease() -> Result<()> {
     let job = begin(&cluster, 1)?;
     cluster.run(&format!("scancel {job}"))?;
     cluster.until_there_are_leases(0)?;
-    // Jobs go on while there is no slurmctld, and their leases are renewed. Killed, it could have forgotten that the job has
-    // started, and would start it anew, with another lease.
+    // Jobs continue without slurmctld, and their leases are renewed. slurmctld is ended cleanly: if it were
+    // killed, it could forget that the job has started, and would start it again with another lease.
     let job = begin(&cluster, 1)?;
     cluster.run(
         "pid=$(cat /run/slurmctld.pid); kill $pid; while kill -0 $pid; do sleep 0.1; done 2>/dev/null",
@@ -305,7 +309,7 @@ fn neither_a_dead_job_nor_a_restarted_slurmctld_leaves_a_lease() -> Result<()> {
     ensure!(cluster.leases()?.len() == 1, "with another slurmctld: {:?}", cluster.leases()?);
     cluster.run(&format!("scancel {job}"))?;
     cluster.until_there_are_leases(0)?;
-    // An Epilog that never ran: the job is over, and the timer notices.
+    // As if an Epilog never ran: the job is over, and the timer notices.
     cluster.run("rgpuctl lease --insecure --gpus 1 >/run/rgpu-slurm/4711.n2")?;
     ensure!(cluster.leases()?.len() == 1, "of no job: {:?}", cluster.leases()?);
     cluster.run("/etc/rgpu/rgpu-slurm renew")?;

@@ -109,8 +109,7 @@ fn passed(name: &str, output: &Output) -> Result<()> {
     Ok(())
 }
 
-/// The only line of rgpu's libraries on standard error, apart from the one after a while about waiting for
-/// the server.
+/// The only line of rgpu's libraries on standard error, apart from a line about waiting for the server.
 fn said(output: &Output) -> Result<String> {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let waits = |line: &&str| line.contains("this program waits until it is back");

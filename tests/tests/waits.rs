@@ -189,7 +189,7 @@ fn killing_a_program_ends_driver_calls_that_wait_for_it() -> Result<()> {
     for transport in TRANSPORTS {
         for state in ["copy", "kernel", "call", "callback"] {
             let running = support::Running::start(rig.program(transport, "kill_me")?.arg(state), "RUNNING")?;
-            // By then it may be in the call. Either way, nothing may be left.
+            // It may be in the call by then. In any case, nothing may be left.
             thread::sleep(Duration::from_millis(200));
             running.kill()?;
         }

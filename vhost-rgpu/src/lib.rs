@@ -68,7 +68,8 @@ fn run() -> Result<()> {
         return Arguments::write_manual(folder)
             .with_context(|| format!("cannot write into {}", folder.display()));
     }
-    // SAFETY: the keeper, and nobody else, starts processes with this argument and gives them the descriptor. Nothing before this uses descriptors.
+    // SAFETY: only the keeper starts processes with this argument, and passes them the descriptor. Nothing
+    // before this uses descriptors.
     let control = arguments
         .device_process
         .map(|descriptor| unsafe { device_process::inherited(descriptor) })

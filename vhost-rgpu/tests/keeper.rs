@@ -248,7 +248,8 @@ fn a_program_that_cannot_take_over_is_not_executed() {
     std::fs::rename(path("vhost-rgpu"), path("good")).unwrap();
     let upgrade = || ask(&daemon, &json!({ "upgrade": {} }));
     assert!(upgrade()["error"].as_str().unwrap().contains("cannot run"));
-    // By another process: a file that this one has open for writing while a thread starts something cannot be executed.
+    // Another process copies the program: if this process wrote the file, a process that another thread
+    // starts meanwhile could inherit the open descriptor, and the file could not be executed.
     let replace = |text: &str| {
         let write = "printf %s \"$1\" >\"$0\" && chmod 755 \"$0\"";
         let mut shell = std::process::Command::new("sh");

@@ -202,7 +202,7 @@ fn a_request_in_progress_is_answered_once_and_after_the_stop() {
 }
 
 #[test]
-fn what_a_program_did_just_before_the_stop_is_done_after_it() {
+fn work_from_just_before_the_stop_is_done_after_it() {
     let (local, tcp) = (LocalServer::start(Workers::Good), TcpServer::start());
     for daemon in [serving_locally(&local), serving_over_tcp(&tcp)] {
         let mut guest = Guest::connect(&daemon);

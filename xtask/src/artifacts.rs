@@ -132,8 +132,8 @@ pub fn build_quickly() -> Result<()> {
     Ok(())
 }
 
-/// Builds the examples of `host-bridge`, the peers of the RDMA tests: in a build of their own, because their
-/// dependencies would give the executables' dependencies other features.
+/// Builds the examples of `host-bridge`, which are peers in the RDMA tests. They are built separately,
+/// because their dependencies would change the features of the executables' dependencies.
 pub fn verbs_examples() -> Result<()> {
     let step = Step::spinner("building the peers of the RDMA tests");
     let mut command = process::cargo();
@@ -145,7 +145,8 @@ pub fn verbs_examples() -> Result<()> {
 
 /// Waits until no other `cargo xtask` builds in this tree, and keeps others waiting until the file is closed.
 ///
-/// Cargo's own lock does not cover the links: both versions of libcudart are linked from an archive of the same name.
+/// Cargo's own lock does not cover the links: both versions of libcudart are linked from an archive of the
+/// same name.
 fn alone() -> Result<File> {
     let path = tree::target().join("xtask-build.lock");
     std::fs::create_dir_all(tree::target())

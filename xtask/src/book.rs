@@ -1,4 +1,4 @@
-//! `cargo xtask book`: makes a book of the pages in `docs/`, in `target/book/`.
+//! `cargo xtask book`: makes a book from the pages in `docs/`, in `target/book/`.
 
 use std::process::Command;
 

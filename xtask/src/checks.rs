@@ -21,7 +21,8 @@ pub fn checks() -> Result<()> {
         &["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"],
     )?;
 
-    // They are a workspace of their own, compiled only to fuzz: a change elsewhere would break them unnoticed.
+    // The fuzz targets are a separate workspace. Without this check, a change elsewhere would break them
+    // unnoticed.
     debian::packages(&["g++"], "checking the fuzz targets")?;
     let step = Step::spinner("checking the fuzz targets");
     let mut fuzz = process::cargo();

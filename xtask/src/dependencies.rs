@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::process;
 
-/// A crate that is linked into what is delivered.
+/// A crate that is linked into a delivered program or library.
 #[derive(Debug, PartialEq)]
 pub struct Crate {
     pub name: String,
@@ -50,8 +50,8 @@ pub fn metadata() -> Result<Value> {
     serde_json::from_str(&metadata).context("cargo metadata is not valid JSON")
 }
 
-/// `packages` and everything that they link on the delivered platform: no build scripts' and no tests' dependencies.
-/// Sorted by name and version.
+/// `packages` and everything that they link on the delivered platform, without dependencies of build scripts
+/// and tests. Sorted by name and version.
 pub fn among(metadata: &Value, packages: &[&str]) -> Vec<Crate> {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();

@@ -16,7 +16,7 @@ use crate::{artifacts, dependencies, licenses, process, sbom};
 const GLIBC: (u32, u32) = (2, 36);
 /// The maximum size of the tree in bytes.
 const LARGEST: u64 = 40 << 20;
-/// What is copied unchanged: path in the source tree, and path below `share/rgpu/`.
+/// Files and folders that are copied unchanged: path in the source tree, and path below `share/rgpu/`.
 const SHARED: &[(&str, &str)] = &[
     ("guest-driver", "guest-driver"),
     ("qemu-configs", "qemu-configs"),
@@ -30,10 +30,10 @@ const SHARED: &[(&str, &str)] = &[
     ("README.md", "README.md"),
     ("LICENSE", "LICENSE"),
 ];
-/// Extensions of files that builds leave there, which are not copied.
+/// Extensions of files that builds leave in these folders and that are not copied.
 const LEFT_OUT: &[&str] = &["ko", "o", "cmd", "mod", "symvers", "order"];
 
-/// Where the tree is.
+/// The tree's folder.
 pub fn folder() -> PathBuf {
     tree::target().join("dist")
 }

@@ -1,6 +1,7 @@
 //! Fuzzing: every target in `fuzz/fuzz_targets/` for a while, with the workspace's own compiler.
 //!
-//! Coverage and the address sanitizer are features of nightly compilers. `RUSTC_BOOTSTRAP` has any compiler offer them, so nothing has to be installed but cargo-fuzz.
+//! Coverage and the address sanitizer are features of nightly compilers. `RUSTC_BOOTSTRAP` enables them in
+//! any compiler, so only cargo-fuzz has to be installed.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,10 +11,12 @@ use rgpu_tests::tree;
 
 use crate::{process, toolchain};
 
-/// How long each target runs, in seconds, unless `RGPU_FUZZ_SECONDS` says otherwise. For longer runs of one target use `cargo fuzz run TARGET`.
+/// Default duration of each target in seconds; `RGPU_FUZZ_SECONDS` overrides it. For longer runs of one
+/// target use `cargo fuzz run TARGET`.
 const SECONDS: u32 = 30;
 
-/// Runs every fuzz target for a while, starting from its corpus and its seeds. Returns how many targets found no error, and how many did.
+/// Runs every fuzz target for a while, starting from its corpus and its seeds. Returns how many targets
+/// passed, and how many found an error.
 pub fn fuzz(log: &Path) -> Result<(u64, u64)> {
     let seconds = match std::env::var("RGPU_FUZZ_SECONDS") {
         Ok(text) => text.parse().with_context(|| format!("RGPU_FUZZ_SECONDS={text}: not a number"))?,
@@ -26,7 +29,7 @@ pub fn fuzz(log: &Path) -> Result<(u64, u64)> {
         command.args([verb, "--fuzz-dir"]).arg(&folder).env("RUSTC_BOOTSTRAP", "1");
         command
     };
-    // All at once: what they have in common is compiled on all processors.
+    // Building all targets at once uses all processors for their common dependencies.
     process::run(&mut cargo_fuzz("build"), log)?;
     let mut found = (0, 0);
     for target in targets()? {

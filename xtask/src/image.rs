@@ -1,8 +1,9 @@
 //! `cargo xtask image`: makes a disk for guests: Debian 12 with rgpu's guest packages and cloud-init.
 //!
-//! debootstrap and apt install the system into a folder, where DKMS builds the driver at this machine's speed. mke2fs
-//! makes the file system from the folder, and GRUB's two parts go in front of it. So nothing is mounted, and no loop
-//! device is needed. `packaging/image/` has the files that no package has.
+//! debootstrap and apt install the system into a folder, where DKMS builds the driver at this machine's
+//! speed. mke2fs makes the file system from the folder, and GRUB's two parts are written before it. So
+//! nothing is mounted, and no loop device is needed. `packaging/image/` has the files that no package
+//! contains.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -20,8 +21,8 @@ use crate::{debian, package, process};
 
 /// Build a disk for guests: Debian 12 with rgpu's driver and libraries, and cloud-init.
 ///
-/// Run it as root on Debian 12 or newer. Next to the disk, it leaves the guest's kernel and initial file system
-/// (.vmlinuz, .initrd), for VMMs that start these themselves. docs/first-guest.md boots it.
+/// Run it as root on Debian 12 or newer. Next to the disk, it leaves the guest's kernel and initial file
+/// system (.vmlinuz, .initrd), for VMMs that start these themselves. docs/first-guest.md boots it.
 #[derive(Args)]
 #[command(after_long_help = "Examples:
   cargo xtask image                                target/image/rgpu-guest.qcow2, 4 GiB
@@ -32,7 +33,7 @@ A guest takes users, ssh keys, its network and commands from a seed: a disk with
 that has the files user-data and meta-data of cloud-init's NoCloud. Without one, nobody can log in. \
 If the disk has been enlarged (qemu-img resize), the guest's file system grows when it boots.")]
 pub struct Arguments {
-    /// The disk. Its ending is the format: .qcow2 or .raw. By default target/image/rgpu-guest.qcow2
+    /// The disk. The file's extension is the format: .qcow2 or .raw. By default target/image/rgpu-guest.qcow2
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Size of the disk in GiB
@@ -41,17 +42,17 @@ pub struct Arguments {
     /// One more Debian package to install; may be repeated
     #[arg(long, value_name = "NAME")]
     package: Vec<String>,
-    /// With Debian's whole kernel instead of the one for clouds, which has drivers for virtual hardware only
+    /// Use Debian's full kernel instead of the cloud kernel, which only has drivers for virtual hardware
     #[arg(long)]
     full_kernel: bool,
-    /// Build rgpu without optimization, which is quicker: to try the disk
+    /// Build rgpu without optimization, which is quicker, to try the disk
     #[arg(long)]
     debug: bool,
 }
 
 /// Debian's release in the guest.
 const SUITE: &str = "bookworm";
-/// The file system's label, which `packaging/image/` names, too.
+/// The file system's label. The files in `packaging/image/` use it, too.
 const LABEL: &str = "rgpu-guest";
 /// rgpu's packages in the guest.
 const OURS: [&str; 4] = ["rgpu-guest", "rgpu-guest-dkms", "rgpu-libs", "rgpuctl"];
@@ -80,7 +81,7 @@ const DEBIAN: &[&str] = &[
     "udev",
     "zstd",
 ];
-/// GRUB's modules that find and start the kernel, all within its core: the disk needs no others.
+/// The GRUB modules in its core, which find and start the kernel. The disk needs no others.
 const GRUB_MODULES: &[&str] = &[
     "biosdisk",
     "part_msdos",
@@ -96,25 +97,25 @@ const GRUB_MODULES: &[&str] = &[
 const GRUB: &str = "/usr/lib/grub/i386-pc";
 
 const SECTOR: u64 = 512;
-/// Where the partition begins, in bytes. GRUB's core lies in front of it.
+/// Where the partition begins, in bytes. GRUB's core is before it.
 const PARTITION: u64 = 1 << 20;
-/// How much of the first sector is code. Behind it are the disk's number and the table of partitions.
+/// Bytes of code in the first sector. The disk's number and the partition table follow.
 const BOOT_CODE: usize = 440;
 
-/// What is made.
+/// The disk to make.
 pub struct Wanted {
-    /// The disk, which ends in `.qcow2` or `.raw`.
+    /// The disk's file, with the extension `.qcow2` or `.raw`.
     pub output: PathBuf,
     /// Its size in bytes.
     size: u64,
     more: Vec<String>,
-    /// The package of the kernel's kind: `cloud-amd64` or `amd64`.
+    /// The kind of kernel: `cloud-amd64` or `amd64`.
     kernel: &'static str,
     build: Build,
 }
 
 impl Wanted {
-    /// The disk of the default options.
+    /// The disk that the default options make.
     pub fn usual() -> Wanted {
         Wanted {
             output: folder().join("rgpu-guest.qcow2"),
@@ -125,7 +126,7 @@ impl Wanted {
         }
     }
 
-    /// A file next to the disk, with another ending.
+    /// A file next to the disk, with another extension.
     fn beside(&self, ending: &str) -> PathBuf {
         self.output.with_extension(ending)
     }
@@ -135,7 +136,7 @@ fn folder() -> PathBuf {
     tree::target().join("image")
 }
 
-/// Makes the disk of a command line.
+/// Makes the disk that a command line describes.
 pub fn image(arguments: &Arguments) -> Result<()> {
     let mut wanted =
         Wanted { size: arguments.size << 30, more: arguments.package.clone(), ..Wanted::usual() };
@@ -154,7 +155,7 @@ pub fn image(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// Makes a disk, and next to it its kernel and initial file system.
+/// Makes a disk, and puts its kernel and initial file system next to it.
 pub fn make(wanted: &Wanted) -> Result<()> {
     let format = format(&wanted.output)?;
     ensure!(nix::unistd::geteuid().is_root(), "making a disk for guests takes root (debootstrap, chroot)");
@@ -191,12 +192,12 @@ pub fn make(wanted: &Wanted) -> Result<()> {
     Ok(())
 }
 
-/// qemu-img's name for the format that a file's ending names.
+/// qemu-img's name for the format that a file's extension names.
 fn format(output: &Path) -> Result<&'static str> {
     match output.extension().and_then(|ending| ending.to_str()) {
         Some("qcow2") => Ok("qcow2"),
         Some("raw") => Ok("raw"),
-        _ => bail!("{} ends neither in .qcow2 nor in .raw, which says its format", output.display()),
+        _ => bail!("{} must end in .qcow2 or .raw, which is its format", output.display()),
     }
 }
 
@@ -206,7 +207,7 @@ fn install(wanted: &Wanted, root: &Path, log: &Path) -> Result<String> {
     let mut debootstrap = quiet(Command::new("debootstrap"));
     debootstrap.arg("--variant=minbase").arg(SUITE).arg(root).args(setup::mirror());
     process::watch(&mut debootstrap, log, &step)?;
-    // Until the end, apt here uses the mirrors that this host uses, and no package starts its daemon.
+    // During the installation, apt uses this host's mirrors, and no package starts its daemon.
     let main = setup::mirror().unwrap_or_else(|| "http://deb.debian.org/debian".into());
     let security = setup::mirror_labelled("Debian-Security")
         .unwrap_or_else(|| "http://security.debian.org/debian-security".into());
@@ -255,14 +256,14 @@ fn install(wanted: &Wanted, root: &Path, log: &Path) -> Result<String> {
     Ok(release)
 }
 
-/// Makes an installed system one that boots for the first time.
+/// Prepares an installed system for its first boot.
 fn finish(root: &Path, log: &Path) -> Result<()> {
     let units = ["systemd-networkd.service", "systemd-resolved.service", "ssh.service"];
     process::run(inside(root, "systemctl").arg("enable").args(units), log)?;
     process::run(inside(root, "apt-get").arg("clean"), log)?;
     let own = tree::root().join("packaging/image/.");
     process::run(Command::new("cp").arg("-rT").arg("--no-preserve=ownership").arg(own).arg(root), log)?;
-    // Each guest makes its own: its number, its keys, its random numbers.
+    // Each guest makes its own machine ID, keys and random seed.
     write(&root.join("etc/machine-id"), "")?;
     let mut gone: Vec<PathBuf> = [
         setup::HOST_SETTINGS,
@@ -289,21 +290,21 @@ fn finish(root: &Path, log: &Path) -> Result<()> {
         .context("cannot make the guest's resolv.conf")
 }
 
-/// The release of the one kernel that is installed in `root`.
+/// The release of the only kernel in `root`.
 fn kernel_release(root: &Path) -> Result<String> {
     let link = root.join("vmlinuz");
     let target = fs::read_link(&link).with_context(|| format!("cannot read {}", link.display()))?;
     let name = target.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let release = name.strip_prefix("vmlinuz-").map(str::to_owned);
-    release.with_context(|| format!("{} names {}, which is no kernel", link.display(), target.display()))
+    release.with_context(|| format!("{} names {}, which is not a kernel", link.display(), target.display()))
 }
 
-/// Makes a disk that boots of a system: the table of partitions and GRUB, and behind them the file system.
+/// Makes a bootable disk from a system: the partition table and GRUB, followed by the file system.
 fn disk(root: &Path, raw: &Path, size: u64, log: &Path) -> Result<()> {
     let context = || format!("cannot write {}", raw.display());
     remove(raw)?;
     File::create(raw).and_then(|file| file.set_len(size)).with_context(context)?;
-    // GRUB 2.06 cannot read file systems with the features that newer versions of mke2fs give them.
+    // GRUB 2.06 cannot read file systems with the default features of newer versions of mke2fs.
     let mut make = Command::new("/sbin/mke2fs");
     make.args(["-q", "-F", "-t", "ext4", "-O", "^metadata_csum_seed,^orphan_file", "-L", LABEL]);
     make.arg("-E").arg(format!("offset={PARTITION},root_owner=0:0")).arg("-d").arg(root).arg(raw);
@@ -316,7 +317,7 @@ fn disk(root: &Path, raw: &Path, size: u64, log: &Path) -> Result<()> {
     process::run(&mut sfdisk, log)?;
     remove(&script)?;
 
-    // The first sector loads the sectors behind it: what the two parts do unless they are told of other places.
+    // By default, GRUB's first part loads the second one from the sectors after it.
     let core = raw.with_extension("core");
     let mut grub = Command::new("grub-mkimage");
     grub.args(["-O", "i386-pc", "-d", GRUB, "-p", "(,msdos1)/boot/grub", "-o"]).arg(&core).args(GRUB_MODULES);
@@ -333,7 +334,8 @@ fn disk(root: &Path, raw: &Path, size: u64, log: &Path) -> Result<()> {
     file.sync_all().with_context(context)
 }
 
-/// A program of the system in `root`, which asks no questions. What it starts ends with it, and /proc is there only for it.
+/// A non-interactive command that runs in the system in `root`, with its own /proc. The processes that it
+/// starts end with it.
 fn inside(root: &Path, program: &str) -> Command {
     let script = "mount -t proc proc \"$0/proc\" && exec chroot \"$0\" \"$@\"";
     let words: [OsString; 8] = [
@@ -381,7 +383,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_ending_is_the_format() {
+    fn the_extension_is_the_format() {
         assert_eq!(format(Path::new("a/guest.qcow2")).unwrap(), "qcow2");
         assert_eq!(format(Path::new("guest.raw")).unwrap(), "raw");
         let error = format(Path::new("guest.img")).unwrap_err().to_string();

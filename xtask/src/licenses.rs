@@ -12,8 +12,8 @@ use crate::dependencies::{self, Crate};
 /// Where every dependency comes from.
 const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
-/// Checks what `deny.toml` says of licenses, wildcards and sources, in the words of cargo-deny, which takes
-/// minutes to compile. Returns the number of dependencies.
+/// Checks the rules of `deny.toml` about licenses, wildcards and sources. This replaces cargo-deny, which
+/// takes minutes to compile. Returns the number of dependencies.
 ///
 /// # Errors
 /// Names every dependency with a license that is not allowed, that has no exact version, or that is not from

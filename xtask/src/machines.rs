@@ -12,7 +12,8 @@ use rgpu_tests::tree;
 use crate::progress::Step;
 use crate::{process, toolchain};
 
-/// Fetches what all tests together need, so that it comes while something else keeps the processors busy.
+/// Fetches everything that the tests need, so that downloads can run while something else uses the
+/// processors.
 pub fn fetch() -> Result<()> {
     toolchain::cuda()?;
     prepare_all_kernels()?;
@@ -51,7 +52,7 @@ pub fn prepare_rdma() -> Result<()> {
     Ok(())
 }
 
-/// Prepares machines with a whole Debian.
+/// Prepares machines with a complete Debian.
 pub fn prepare_systemd() -> Result<()> {
     for release in [Release::Debian12, Release::Debian13] {
         prepare_disk(release, || systemd::disk(release))?;
@@ -59,13 +60,13 @@ pub fn prepare_systemd() -> Result<()> {
     Ok(())
 }
 
-/// Prepares machines with a whole Debian that can build the driver.
+/// Prepares machines with a complete Debian that can build the driver.
 pub fn prepare_dkms() -> Result<()> {
     prepare_disk(Release::Debian12, systemd::disk_with_dkms)
 }
 
-/// Builds the kernels that watch themselves, which takes 20 minutes on two processors, in `build/machine/debug-kernels`, or in `RGPU_DEBUG_KERNELS`. Returns their
-/// folders, for `RGPU_TEST_KERNEL`.
+/// Builds the debug kernels in `build/machine/debug-kernels`, or in `RGPU_DEBUG_KERNELS`, which takes 20
+/// minutes on two processors. Returns their folders, for `RGPU_TEST_KERNEL`.
 pub fn debug_kernels() -> Result<Vec<PathBuf>> {
     let folder = std::env::var_os("RGPU_DEBUG_KERNELS");
     let folder = folder.map_or_else(|| setup::build_dir().join("debug-kernels"), PathBuf::from);

@@ -6,10 +6,9 @@
 //! - [`debian`], [`toolchain`]: install external tools
 //! - [`artifacts`], [`programs`], [`machines`]: build the daemons and libraries, the CUDA programs, and the
 //!   guests
-//! - [`test`] (with [`unit_tests`]), [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with [`dependencies`],
-//!   [`licenses`], [`sbom`] and [`stage`]), [`package`], [`image`], [`bench`], [`book`],
-//!   [`screenshots`]: the commands built from these;
-//!   [`fuzz`]; [`nightly`]: Miri
+//! - [`test`] (with [`unit_tests`]), [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with
+//!   [`dependencies`], [`licenses`], [`sbom`] and [`stage`]), [`package`], [`image`], [`bench`], [`book`],
+//!   [`screenshots`]: the commands built from these; [`fuzz`]; [`nightly`]: Miri
 
 mod artifacts;
 mod bench;
@@ -73,9 +72,9 @@ enum Command {
     Bench(bench::Arguments),
     /// Put everything that `test gpu` needs into a folder, for a machine with a GPU but no compiler
     StageGpu(stage::Arguments),
-    /// Make a book of the pages in docs, with mdBook (target/book)
+    /// Make a book from the pages in docs, with mdBook (target/book)
     Book,
-    /// Make the pictures of `rgpuctl top` and of a timeline anew (docs/pictures)
+    /// Remake the pictures of `rgpuctl top` and of a timeline (docs/pictures)
     Screenshots(screenshots::Arguments),
     /// Check formatting, lints, the fuzz targets and the dependencies' licenses
     CiChecks,

@@ -1,7 +1,7 @@
 //! `cargo xtask package`: builds Debian packages in `target/packages/` from the tree of `cargo xtask dist`.
 //!
-//! The table here says which file goes where. `packaging/` has what only Debian needs: descriptions and
-//! maintainer scripts. dpkg-deb makes the packages, and lintian must find no error in them.
+//! The table in this file lists the files of each package. `packaging/` has what only Debian needs:
+//! descriptions and maintainer scripts. dpkg-deb makes the packages, and lintian must find no error in them.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -22,16 +22,16 @@ pub struct Arguments {
     /// Debian revision of the packages: higher for packages that are made again from the same version
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     revision: u32,
-    /// Build without optimization, which is quicker: to try the packages
+    /// Build without optimization, which is quicker, to try the packages
     #[arg(long)]
     debug: bool,
 }
 
-/// Whoever makes the packages.
+/// The packages' maintainer.
 const MAINTAINER: &str = "rgpu developers <rgpu@rgpu.dev>";
 /// Libraries that programs may need, all in the packages that each `control` names.
 const LIBRARIES: [&str; 4] = ["libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"];
-/// What lintian says about every package here that does not apply.
+/// lintian's complaints about every package that do not apply here.
 const SUPPRESSED: &str = "initial-upload-closes-no-bugs";
 
 struct Package {
@@ -124,7 +124,7 @@ const PACKAGES: &[Package] = &[
     },
 ];
 
-/// Where the packages are.
+/// The folder of the packages.
 pub fn folder() -> PathBuf {
     tree::target().join("packages")
 }
@@ -145,7 +145,7 @@ pub fn package(arguments: &Arguments) -> Result<()> {
 
 /// Compression of packages that are published: dpkg-deb's method and level.
 const SMALL: Compression = ("xz", "6");
-/// Compression of packages that are only tried.
+/// Compression of packages that are built only for a trial.
 pub const QUICK: Compression = ("gzip", "1");
 
 type Compression = (&'static str, &'static str);
@@ -176,20 +176,20 @@ pub fn make(build: Build, revision: u32, compression: Compression) -> Result<()>
     step.note("lintian");
     let mut lintian = Command::new("lintian");
     lintian.args(["--fail-on", "error", "--suppress-tags", SUPPRESSED]).args(&made);
-    // It warns of its user being root, as a build in a container is.
+    // lintian warns if root runs it, as in a container.
     process::run(lintian.arg("--allow-root"), &log)?;
     step.done(&format!("{} in {}", made.len(), folder.display()));
     Ok(())
 }
 
-/// Which packages are made.
+/// The packages to make.
 struct Version {
     /// The version of the sources.
     upstream: String,
-    /// The same with Debian's revision.
+    /// That version with Debian's revision.
     full: String,
-    /// When the sources were last changed, in seconds since 1970: the packages say that they were made then, so
-    /// that the same sources make the same packages.
+    /// When the sources were last changed, in seconds since 1970. It becomes the packages' date, so that the
+    /// same sources make the same packages.
     time: String,
     compression: Compression,
     /// What Cargo knows about all crates.
@@ -254,7 +254,7 @@ impl Package {
         Ok(package)
     }
 
-    /// Writes the copyright, the changelog and what lintian is to overlook.
+    /// Writes the copyright, the changelog and lintian's overrides.
     fn documents(&self, root: &Path, version: &Version, own: &Path) -> Result<()> {
         let folder = root.join("usr/share/doc").join(self.name);
         let copyright = format!(

@@ -166,11 +166,11 @@ fn tail(log: &Path) -> String {
     quoted.iter().map(|line| format!("    {line}\n")).collect()
 }
 
-/// The cargo that runs xtask, in the environment of whoever started xtask.
+/// The cargo that runs xtask, with the environment in which xtask was started.
 ///
-/// Cargo tells xtask about its package in variables. Some build scripts look at variables with these names
-/// (ring's does). They would run again whenever cargo is started from elsewhere, and everything that depends on
-/// them would be compiled again.
+/// Cargo describes xtask's package in environment variables. Some build scripts, such as ring's, read
+/// variables with these names. They would run again whenever cargo is started without xtask, and everything
+/// that depends on them would be compiled again.
 pub fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     for (name, _) in std::env::vars_os() {

@@ -1,5 +1,5 @@
-//! The bill of materials: which crates, in which versions, are in the executables and libraries. In CycloneDX's format, which
-//! scanners for known vulnerabilities read: <https://cyclonedx.org/docs/1.5/json/>.
+//! The bill of materials: the crates in the executables and libraries, with their versions. Its format is
+//! CycloneDX, which vulnerability scanners read: <https://cyclonedx.org/docs/1.5/json/>.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::dependencies::Crate;
 
-/// Writes the bill of `crates` to `file`. The same crates make the same file.
+/// Writes the bill of materials of `crates` to `file`. The same crates make the same file.
 pub fn write(crates: &[Crate], file: &Path) -> Result<()> {
     let lock = std::fs::read_to_string(tree::root().join("Cargo.lock")).context("cannot read Cargo.lock")?;
     let bill = bill(crates, &checksums(&lock)?)?;

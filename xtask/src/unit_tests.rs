@@ -33,7 +33,7 @@ pub fn build(log: &Path) -> Result<Vec<Executable>> {
     for selection in selections {
         let mut command = process::cargo();
         process::watch(command.args(["test", "--no-run"]).args(selection), log, &step)?;
-        // Nothing is left to compile; this says where everything is.
+        // Everything is compiled now; this reports where the programs are.
         let mut command = process::cargo();
         command.args(["test", "--no-run", "--message-format", "json"]).args(selection);
         found.extend(executables(&process::output(&mut command)?));
@@ -56,8 +56,8 @@ fn executables(messages: &str) -> Vec<Executable> {
         .collect()
 }
 
-/// Runs all programs, twice as many at once as there are processors, and shows the output of each when it has ended. Passes every line to
-/// `line`. Returns whether all succeeded.
+/// Runs all programs, two at a time for each processor, and shows the output of each when it has ended.
+/// Passes every line to `line`. Returns whether all succeeded.
 pub fn run(executables: &[Executable], log: &Path, line: impl FnMut(&str) + Send) -> Result<bool> {
     let left = Mutex::new(executables.iter());
     let shown = Mutex::new((line, true));
@@ -85,10 +85,11 @@ pub fn run(executables: &[Executable], log: &Path, line: impl FnMut(&str) + Send
 }
 
 impl Executable {
-    /// What it prints, and whether its tests pass.
+    /// Runs it. Returns its output, and whether its tests pass.
     fn run(&self) -> Result<(String, bool)> {
         let context = || format!("cannot run {}", self.path.display());
-        // Into a file and not a pipe, which would have no end before that of everything the tests have started.
+        // The output goes to a file. A pipe would only end when all processes that the tests have started are
+        // gone.
         let mut output = tempfile::tempfile().with_context(context)?;
         let mut command = Command::new(&self.path);
         command.current_dir(&self.folder).env("CARGO_MANIFEST_DIR", &self.folder).stdin(Stdio::null());

@@ -1,4 +1,4 @@
-//! NVIDIA's headers, for tests, from packages on PyPI that are installed in `build/cupti/`.
+//! NVIDIA's headers for tests, from PyPI packages that are installed in `build/cupti/`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,8 @@ pub fn folder() -> &'static Path {
         let root = above.find(|folder| folder.join("Cargo.lock").exists()).expect("the workspace");
         let installed = root.join("build/cupti");
         if !installed.exists() {
-            // Install into a folder of this process's own and rename it, so that a concurrent test run never sees half an installation.
+            // Install into a folder of this process's own and rename it, so that a concurrent test run never
+            // sees half an installation.
             let fresh = root.join(format!("build/cupti.{}", process::id()));
             fs::create_dir_all(&fresh).expect("build/ can be written");
             let mut pip = Command::new("python3");

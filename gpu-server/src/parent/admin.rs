@@ -1,6 +1,5 @@
-//! `rgpuctl`'s requests to the daemon, over a Unix socket that only the daemon's user and root can open: one
-//! JSON object each way, then the connection closes. Only `drain` is answered with several objects, until the
-//! daemon has ended ([`drain`]).
+//! [`rgpuctl`'s requests](handover::admin) to the daemon. Only `drain` is answered with several objects, until
+//! the daemon has ended ([`drain`]).
 //!
 //! ```text
 //!   {"enroll": {"name": "host1", "valid_seconds": 3600}}     {"token": …}, which contains addresses and this
@@ -17,13 +16,12 @@
 //!
 //! A failed request is answered with `{"error": "why"}`.
 
-use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use handover::Inherited;
+use handover::{Inherited, admin};
 use host_bridge::framing::{Address, with_causes};
 use identity::Token;
 use identity::principals::now;
@@ -36,11 +34,6 @@ use serde_json::{Value, json};
 use super::listen::{Files, serve_unix};
 use super::trust::Trust;
 use super::{Server, drain, ends, leases, takeover};
-
-/// Maximum size of a request in bytes.
-const MAX_REQUEST: u64 = 64 << 10;
-/// How long a client may take to send its request, and to receive the answer.
-const WITHIN: Duration = Duration::from_secs(5);
 
 /// A request.
 #[derive(Debug, Deserialize)]
@@ -83,17 +76,13 @@ pub(super) fn start(
     })
 }
 
-fn serve(server: &Arc<Server>, mut stream: UnixStream) -> std::io::Result<()> {
+fn serve(server: &Arc<Server>, stream: UnixStream) -> std::io::Result<()> {
     let uid = getsockopt(&stream, PeerCredentials)?.uid();
     if uid != 0 && uid != geteuid().as_raw() {
         tracing::warn!(uid, "refused a request at the admin socket: this user may not make any");
         return Ok(());
     }
-    stream.set_read_timeout(Some(WITHIN))?;
-    stream.set_write_timeout(Some(WITHIN))?;
-    let mut text = String::new();
-    (&stream).take(MAX_REQUEST).read_to_string(&mut text)?;
-    let answer = match serde_json::from_str::<Request>(&text) {
+    let answer = match admin::request(&stream) {
         Ok(Request::Drain { seconds }) => return drain::order(server, seconds, stream),
         Ok(Request::Upgrade {}) => return upgrade(server, stream),
         Ok(Request::Version {}) => Ok(version(server)),
@@ -104,26 +93,17 @@ fn serve(server: &Arc<Server>, mut stream: UnixStream) -> std::io::Result<()> {
         }
         Ok(Request::Clients {}) => trust(server).map(clients),
         Ok(Request::Revoke { name }) => trust(server).and_then(|trust| revoke(server, trust, &name)),
-        Err(e) => Err(format!("the request cannot be parsed: {e}")),
+        Err(why) => Err(why),
     };
-    let answer = answer.unwrap_or_else(|why| json!({ "error": why }));
-    stream.write_all(format!("{answer}\n").as_bytes())
+    admin::conclude(&stream, answer);
+    Ok(())
 }
 
 /// Executes the installed program, and reports that right before. Runs in its own thread, so that other
 /// requests are still answered.
-fn upgrade(server: &Arc<Server>, mut stream: UnixStream) -> std::io::Result<()> {
+fn upgrade(server: &Arc<Server>, stream: UnixStream) -> std::io::Result<()> {
     let server = Arc::clone(server);
-    let work = move || {
-        let mut own = stream.try_clone();
-        let say = |what: &Value| {
-            // Even if the operator is gone, the upgrade continues.
-            own.iter_mut().for_each(|stream| drop(stream.write_all(format!("{what}\n").as_bytes())));
-        };
-        let Err(why) = takeover::upgrade(&server, say);
-        tracing::error!("rgpuctl upgrade: not upgraded: {why}");
-        drop(stream.write_all(format!("{}\n", json!({ "error": why })).as_bytes()));
-    };
+    let work = move || admin::upgrade(&stream, |say| takeover::upgrade(&server, say));
     std::thread::Builder::new().name("rgpu-upgrade".into()).spawn(work).map(drop)
 }
 

@@ -1,11 +1,12 @@
 //! Pointers that a program passes to an exported function, as types that know what the function may do with
 //! them.
 //!
-//! In memory each is the bare pointer, so an exported function takes them where C has pointers. The contract
-//! of each type is what CUDA's manual asks of such an argument. The caller of the exported function, which is
-//! `unsafe` for that reason, vouches for it. The only other ways to make such a value are from a reference,
-//! as NULL, and with the `unsafe` constructors here. None outlives its call, so reading and writing through
-//! them is safe code. They check for NULL, which is the library's error for invalid values ([`Library`]).
+//! In memory each is a bare pointer, so exported functions have these types where C has pointers. The
+//! contract of each type is what CUDA's manual requires of such an argument. The caller of the exported
+//! function, which is `unsafe` for that reason, must fulfill it. The only other ways to make such a value are
+//! from a reference, as NULL, and with the `unsafe` constructors here. None outlives its call, so reading and
+//! writing through them is safe code. They check for NULL, which is the library's error for invalid values
+//! ([`Library`]).
 
 use std::ffi::{CStr, c_char};
 use std::fmt::Debug;
@@ -37,13 +38,12 @@ impl<N: Copy + TryInto<usize>> Count<N> {
     /// The number.
     #[inline]
     pub fn get(self) -> usize {
-        // A negative number is no length; the largest number is none either, and refused where entries are
-        // read.
+        // A negative number becomes the largest one, which is refused when entries are read.
         self.0.try_into().unwrap_or(usize::MAX)
     }
 }
 
-/// Where a result goes: NULL, or a place that may be written with a `T` until the function returns.
+/// A place for a result: NULL, or memory in which a `T` may be written until the function returns.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct Out<'a, T, L>(*mut T, PhantomData<(&'a mut T, L)>);
@@ -168,8 +168,8 @@ impl<T: Copy, L: Library> InOut<'_, T, L> {
     }
 }
 
-/// An array that a function reads: NULL, or as many entries as the function's [`Count`] says, which may be
-/// read until it returns.
+/// An array that a function reads: NULL, or as many entries as the function's [`Count`], which may be read
+/// until it returns.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct Array<'a, T, L>(*const T, PhantomData<(&'a [T], L)>);
@@ -191,7 +191,7 @@ impl<'a, T: Copy, L: Library> Array<'a, T, L> {
         non_null::<L>(self.0)
     }
 
-    /// Its entries. An array of none may be NULL.
+    /// Its entries. An array without entries may be NULL.
     ///
     /// # Errors
     /// [`Library::INVALID_VALUE`] for NULL.
@@ -200,14 +200,14 @@ impl<'a, T: Copy, L: Library> Array<'a, T, L> {
         unsafe { self.first(count.get()) }
     }
 
-    /// As [`entries`](Self::entries), for a function whose arrays differ in length, or that reads only the
+    /// Like [`entries`](Self::entries), for a function whose arrays differ in length, or that reads only the
     /// first entries.
     ///
     /// # Errors
     /// [`Library::INVALID_VALUE`] for NULL.
     ///
     /// # Safety
-    /// Unless it is NULL, it has `count` entries.
+    /// The array is NULL or has `count` entries.
     pub unsafe fn first(&self, count: usize) -> Result<L, &'a [T]> {
         if count == 0 {
             return Ok(&[]);
@@ -251,7 +251,7 @@ impl<T: Copy, L: Library> OutArray<'_, T, L> {
     /// [`Library::INVALID_VALUE`] for NULL.
     ///
     /// # Safety
-    /// Unless it is NULL, it has as many places as there are values.
+    /// The array is NULL or has as many places as there are values.
     pub unsafe fn put(&self, values: impl IntoIterator<Item = T>) -> Result<L> {
         self.required()?;
         for (i, value) in values.into_iter().enumerate() {
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_is_there_and_what_is_there_is_got() {
+    fn values_are_written_and_read_back() {
         let mut place = 0;
         Out::<_, Lib>::from(&mut place).put(7).unwrap();
         assert_eq!(In::<_, Lib>::from(&place).get(), Ok(7));
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn an_argument_is_the_pointer_and_nothing_else() {
+    fn an_argument_has_the_layout_of_a_pointer() {
         assert_eq!(size_of::<Out<'_, u64, Lib>>(), size_of::<*mut u64>());
         assert_eq!(size_of::<Text<'_, Lib>>(), size_of::<*const c_char>());
     }

@@ -1,7 +1,10 @@
-//! What a profiler of this process is told: which functions the program calls, and which records of the ring belong to which call.
+//! Reports to a profiler of this process: which functions the program calls, and which records of the ring
+//! belong to which call.
 //!
-//! A profiler's library sets an [`Observer`]. From then on each outermost call of the driver or runtime API has a *correlation*, a number that the observer gives, and the records that the
-//! thread appends meanwhile are remembered with it ([`take`]). Without an observer all of this costs nothing: it hangs on the flag of [`counters`](crate::counters).
+//! A profiler's library sets an [`Observer`]. From then on the observer gives each outermost call of the
+//! driver or runtime API a *correlation*, a number, and the records that the thread appends during the call
+//! are stored with it ([`take`]). Without an observer this costs nothing, because it depends on the flag of
+//! [`counters`](crate::counters).
 
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -13,16 +16,18 @@ use std::time::SystemTime;
 use crate::seq::Seq;
 use crate::{counters, lock};
 
-/// Records that are remembered; the oldest are forgotten first.
+/// Maximum number of stored records; the oldest are dropped first.
 const MOST: usize = 1 << 20;
 
-/// Who is told of calls. In C's layout, since it lives in another library.
+/// Functions that are called at each call of the program. They are in another library, so this has C's
+/// layout.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Observer {
-    /// A thread enters a function: its name and the name's length, and 1 for a function of the runtime API. Returns the call's correlation, which is not 0.
+    /// Called when a thread enters a function, with the name, the name's length, and 1 for a function of the
+    /// runtime API. Returns the call's correlation, which is not 0.
     pub enters: unsafe extern "C" fn(*const c_char, usize, u32) -> u32,
-    /// The thread leaves it: the same, its correlation, and its status.
+    /// Called when the thread leaves the function, with the same arguments, the correlation and the status.
     pub leaves: unsafe extern "C" fn(*const c_char, usize, u32, u32, u32),
 }
 
@@ -33,13 +38,13 @@ static WORK: Mutex<Remembered> = Mutex::new(Remembered::new());
 thread_local! {
     /// The correlation of the call that this thread is in; 0: none.
     static CURRENT: Cell<u32> = const { Cell::new(0) };
-    /// Its status so far.
+    /// The call's status so far.
     static STATUS: Cell<u32> = const { Cell::new(0) };
-    /// Whether it copies memory that the program has not pinned.
+    /// Whether the call copies memory that the program has not pinned.
     static PAGEABLE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What a record was appended for.
+/// The call for which a record was appended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Work {
     /// The call's correlation.
@@ -78,23 +83,23 @@ pub fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos() as u64
 }
 
-/// Sets who is told of calls, or that nobody is.
+/// Sets or removes the observer of calls.
 pub fn observe(observer: Option<&'static Observer>) {
     let pointer = observer.map_or(std::ptr::null_mut(), |observer| std::ptr::from_ref(observer).cast_mut());
     OBSERVER.store(pointer, Ordering::Release);
     counters::watch_calls(observer.is_some());
 }
 
-/// Who is told of a new context, by its handle.
+/// A function that is called for each new context, with its handle.
 pub type ContextObserver = unsafe extern "C" fn(usize);
 
-/// Sets who is told of new contexts, or that nobody is.
+/// Sets or removes the observer of new contexts.
 pub fn observe_contexts(observer: Option<ContextObserver>) {
     let pointer = observer.map_or(std::ptr::null_mut(), |observer| observer as *mut c_void);
     CONTEXTS.store(pointer, Ordering::Release);
 }
 
-/// The program has a new context.
+/// Reports a new context.
 pub fn context_made(handle: usize) {
     let observer = CONTEXTS.load(Ordering::Acquire);
     if !observer.is_null() {
@@ -103,21 +108,21 @@ pub fn context_made(handle: usize) {
     }
 }
 
-/// Forgets all records.
+/// Drops all stored records.
 pub fn forget() {
     *lock(&WORK) = Remembered::new();
 }
 
-/// What a record was appended for, if that is remembered.
+/// Removes a stored record, and returns the call for which it was appended.
 pub fn work(seq: Seq) -> Option<Work> {
     lock(&WORK).work.as_ref()?.get(&seq).copied()
 }
 
-/// A thread enters a function. Returns the call's correlation; 0 if nobody is told of it.
+/// Reports that this thread enters a function. Returns the call's correlation; 0 if there is no observer.
 pub(crate) fn enter(name: &'static str, runtime: bool) -> u32 {
     // SAFETY: `observe` has stored a reference that lives as long as the process.
     let Some(observer) = (unsafe { OBSERVER.load(Ordering::Acquire).as_ref() }) else { return 0 };
-    // Calls that the observer makes itself are not told of.
+    // Calls that the observer itself makes are not reported.
     if !matches!(CURRENT.try_with(|current| current.replace(current.get().max(1))), Ok(0)) {
         return 0;
     }
@@ -129,13 +134,13 @@ pub(crate) fn enter(name: &'static str, runtime: bool) -> u32 {
     correlation
 }
 
-/// The thread leaves the function that [`enter`] gave this correlation.
+/// Reports that this thread leaves the function that [`enter`] gave this correlation.
 pub(crate) fn leave(name: &'static str, runtime: bool, correlation: u32) {
     if correlation == 0 {
         return;
     }
     let status = STATUS.try_with(Cell::get).unwrap_or(0);
-    // SAFETY: as in `enter`. Where there is no observer any more, nobody is told.
+    // SAFETY: `observe` has stored a reference that lives as long as the process, or NULL.
     if let Some(observer) = unsafe { OBSERVER.load(Ordering::Acquire).as_ref() } {
         // SAFETY: as in `enter`.
         unsafe { (observer.leaves)(name.as_ptr().cast(), name.len(), runtime.into(), correlation, status) };
@@ -143,12 +148,12 @@ pub(crate) fn leave(name: &'static str, runtime: bool, correlation: u32) {
     let _ = CURRENT.try_with(|current| current.set(0));
 }
 
-/// The call that this thread is in has failed.
+/// Notes that this thread's call has failed.
 pub fn failed(status: u32) {
     let _ = STATUS.try_with(|kept| kept.set(status));
 }
 
-/// The call that this thread is in copies memory that the program has not pinned.
+/// Notes that this thread's call copies memory that the program has not pinned.
 #[inline]
 pub fn copies_pageable() {
     if counters::calls_are_watched() {
@@ -156,7 +161,7 @@ pub fn copies_pageable() {
     }
 }
 
-/// This thread has appended a record.
+/// Stores a record that this thread has appended.
 pub(crate) fn appended(seq: Seq) {
     let correlation = CURRENT.try_with(Cell::get).unwrap_or(0);
     if correlation != 0 && !OBSERVER.load(Ordering::Relaxed).is_null() {
@@ -170,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_are_remembered_up_to_a_number() {
+    fn the_number_of_stored_records_is_limited() {
         let mut kept = Remembered::new();
         let work = Work { correlation: 3, at: 0, pageable: false };
         for number in 0..MOST as u64 + 5 {

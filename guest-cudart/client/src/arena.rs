@@ -7,11 +7,11 @@
 //! known to have passed the command ([`Owner`]). A copy on a running stream therefore never waits for a
 //! blocked stream. For the same reason, one stream's blocks never fill the whole arena.
 //!
-//! Over a long distance, a block is in use for a round trip at least, so the arena's size limits how much is on
-//! its way. When a copy has waited for room and the blocks are released in little more than a round trip, the
-//! link could carry more. Then the arena [grows](Arena::grow) by a piece of pinned memory. Where blocks take
-//! longer, the link is full, or a stream stands still. Such pieces are freed when they are not used for
-//! [`IDLE`].
+//! Over a long distance, a block is in use for at least a round trip, so the arena's size limits how much
+//! data is in flight. When a copy has waited for room and the blocks are released in little more than a round
+//! trip, the link could carry more. Then the arena [grows](Arena::grow) by a piece of pinned memory. If
+//! blocks take longer, the link is full, or a stream is blocked. The pieces are freed when they were unused
+//! for [`IDLE`].
 //!
 //! To avoid deadlock, a thread must not wait here while it holds blocks that only it can free. Use
 //! [`Arena::try_alloc`] for further blocks.
@@ -33,9 +33,10 @@ const ALIGN: u64 = 64;
 
 /// Bytes by which the arena grows.
 const PIECE: usize = 32 << 20;
-/// Blocks that are in use for so many round trips are not waited for because of the distance alone.
+/// If blocks are in use for longer than this many round trips, the distance is not the only reason for
+/// waiting.
 const ROUND_TRIPS: u32 = 3;
-/// Pieces that were not used for so long are freed.
+/// Pieces that were unused for this long are freed.
 const IDLE: Duration = Duration::from_secs(10);
 
 /// The arena's allocator.
@@ -50,15 +51,15 @@ pub struct Arena {
 
 #[derive(Debug)]
 struct State {
-    /// The channel's part, and the pieces behind it.
+    /// The channel's part, followed by the pieces.
     parts: Vec<Part>,
     /// Blocks that the host has not read yet.
     pending: Vec<Pending>,
-    /// How long the block was in use that was released last.
+    /// How long the block that was released last had been in use.
     in_use_for: Option<Duration>,
-    /// A thread is about to add a piece, or there is no memory for another.
+    /// Set while a thread adds a piece, and once there is no memory for another.
     growing: bool,
-    /// A piece was used since the last look.
+    /// Whether a piece was used since the last check.
     used: bool,
 }
 
@@ -122,7 +123,7 @@ impl State {
     }
 
     fn free(&mut self, part: usize, offset: u64, len: u64) {
-        // A part is there as long as a block of it is.
+        // A part exists as long as one of its blocks.
         if let Some(part) = self.parts.get_mut(part) {
             part.free.insert(offset, len);
         }
@@ -178,8 +179,8 @@ impl Arena {
         found
     }
 
-    /// After a wait for room or for a block that was in use for `time`: adds a piece, if more of them would have
-    /// made the wait shorter.
+    /// After a wait for room or for a block that was in use for `time`: adds a piece, if more of them would
+    /// have made the wait shorter.
     pub fn grow(&self, session: &Session, time: Option<Duration>) {
         let in_time = time.is_some_and(|time| time <= session.round_trip() * ROUND_TRIPS);
         if !session.is_far() || !in_time {
@@ -205,13 +206,13 @@ impl Arena {
                     free_when_idle(session);
                 }
             }
-            // It is not tried again.
+            // `growing` stays set, so no thread tries again.
             Err(error) => log::debug(format_args!("the staging memory cannot grow: {}", error.line())),
         }
     }
 
-    /// Frees the pieces at the end that nothing uses, unless there was a use of one since the last call.
-    /// Returns whether any is left.
+    /// Frees the unused pieces at the end, unless a piece was used since the last call. Returns whether any
+    /// piece is left.
     fn free_unused(&self, session: &Session) -> bool {
         let mut state = lock(&self.state);
         let mut freed = Vec::new();
@@ -368,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_goes_to_a_piece() {
+    fn blocks_without_room_in_the_channel_are_in_a_piece() {
         let arena = Arena::new(std::ptr::null_mut(), 4096, 0);
         let first = arena.try_alloc(4096, 0).unwrap();
         assert!(arena.try_alloc(64, 0).is_none());

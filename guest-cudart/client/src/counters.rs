@@ -106,13 +106,13 @@ thread_local! {
     static INSIDE: Cell<Option<&'static Call>> = const { Cell::new(None) };
     /// The runtime API function that this thread is inside.
     static RUNTIME: Cell<Option<&'static Call>> = const { Cell::new(None) };
-    /// When it entered that.
+    /// When it entered that function.
     static SINCE: Cell<u64> = const { Cell::new(0) };
     /// That call's correlation.
     static CORRELATION: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Whether [`activity`] is told of the functions that the program calls.
+/// Sets whether the functions that the program calls are reported to [`activity`].
 pub(crate) fn watch_calls(watched: bool) {
     WATCHED.store(watched, Ordering::Relaxed);
     BY_CALL.store(watched || COUNTED.load(Ordering::Relaxed), Ordering::Relaxed);
@@ -152,7 +152,7 @@ fn put_down(index: usize, n: u64) {
 #[derive(Debug)]
 pub struct Call {
     name: &'static str,
-    /// It is a function of the runtime API, which calls others.
+    /// Whether it is a function of the runtime API, which calls functions of the driver API.
     runtime: bool,
     calls: AtomicU64,
     counts: [AtomicU64; NAMES.len()],
@@ -264,7 +264,8 @@ fn report() -> String {
     text
 }
 
-/// The driver API's functions that waited for the host side, one line for each: `name calls waits microseconds`.
+/// The driver API's functions that waited for the host side, one line for each: `name calls waits
+/// microseconds`.
 fn waits() -> String {
     let of = |call: &Call, counter: &Counter| call.counts[counter.index].load(Ordering::Relaxed);
     let called = CALLED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -277,8 +278,8 @@ fn waits() -> String {
         .collect()
 }
 
-/// If `RGPU_TRACE` names a folder, starts recording a timeline and counting by function, and writes both to files
-/// there when the process exits.
+/// If `RGPU_TRACE` names a folder, starts recording a timeline and counting by function, and writes both to
+/// files there when the process exits.
 pub fn trace_to_exit() {
     static ONCE: Once = Once::new();
     extern "C" fn write() {

@@ -15,7 +15,7 @@
 //! - [`pages`]: memory whose page faults another thread resolves, for managed memory
 //! - [`regions`]: pinned program memory
 //! - [`handles`]: handles for C programs
-//! - [`activity`]: what a profiler of the process is told
+//! - [`activity`]: reports to a profiler of the process
 //! - [`thread`]: thread-local values that outlive `exit`
 //!
 //! ```text

@@ -9,8 +9,9 @@
 //! one chunk, is placed by best fit, and needs no round trip. One granule between chunks stays unbacked, so
 //! that free ranges of two chunks never merge and a kernel that runs past the end of a chunk faults.
 //!
-//! Where an answer takes long, the next chunks are asked for while the program still fills the last one: one at first, and one more each time that the program has to wait for one. They are larger, the more
-//! memory the program has.
+//! If answers take long, the next chunks are requested while the program still fills the last one: one chunk
+//! at first, and one more each time that the program has to wait for a chunk. The more memory the program
+//! has, the larger these chunks are.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -26,14 +27,14 @@ const MIN_CHUNK: u64 = 32 << 20;
 /// How many bytes of chunks without allocations are kept for later ones.
 const MAX_EMPTY: u64 = 256 << 20;
 
-/// The largest chunk in bytes that is asked for before it is needed.
+/// Maximum size in bytes of a chunk that is requested before it is needed.
 const MAX_AHEAD: u64 = 128 << 20;
-/// Chunks that are asked for before they are needed, at most.
+/// Maximum number of chunks that are requested before they are needed.
 const MOST_AHEAD: usize = 4;
-/// A chunk that is asked for ahead is at least this part of what the program has, as far as that is not more than [`MAX_AHEAD`].
+/// A chunk that is requested early has at least this fraction of the program's memory, up to [`MAX_AHEAD`].
 const AHEAD_PART: u64 = 8;
 
-/// Memory that was asked for and not waited for.
+/// A request for memory whose answer was not awaited yet.
 pub trait Growing: Send + std::fmt::Debug {
     /// Whether the answer has arrived.
     fn is_answered(&self) -> bool;
@@ -45,8 +46,8 @@ pub trait Growing: Send + std::fmt::Debug {
 pub trait Backing {
     /// `MemGrow`.
     fn grow(&self, device: u32, address: u64, size: u64) -> Result<(), Status>;
-    /// `MemGrow`, not waited for. `None` if waiting takes so little time that it is not worth it, or if it is
-    /// not possible now.
+    /// `MemGrow` without waiting for the answer. `None` if waiting is so short that this is not worth it, or
+    /// if it is not possible now.
     fn grow_ahead(&self, _device: u32, _address: u64, _size: u64) -> Option<Box<dyn Growing>> {
         None
     }
@@ -79,10 +80,10 @@ pub struct DeviceMemory<T> {
     chunks: BTreeMap<u64, Piece>,
     free: FreeRanges,
     empty: u64,
-    /// The next chunks that were asked for, in this order, and how many there should be.
+    /// The chunks that were requested early, in this order, and how many there should be.
     ahead: VecDeque<Ahead>,
     depth: usize,
-    /// The server had no more memory when it was last asked: nothing is asked for ahead until some is given back.
+    /// Set when the server had no more memory: nothing is requested early until memory is given back.
     full: bool,
     allocations: BTreeMap<u64, Allocation<T>>,
 }
@@ -202,7 +203,8 @@ impl<T> DeviceMemory<T> {
         self.grow_by(exact, backing)
     }
 
-    /// Asks for the chunks that may be needed next, after one of `wanted` bytes was. They are never more than the program has.
+    /// Requests the chunks that may be needed next, after a chunk of `wanted` bytes was needed. They never
+    /// have more bytes than the program's memory.
     fn ask_ahead(&mut self, wanted: u64, backing: &dyn Backing) {
         let has: u64 = self.chunks.values().map(|chunk| chunk.size).sum();
         let size = wanted.max(has / AHEAD_PART).clamp(MIN_CHUNK, MAX_AHEAD).next_multiple_of(self.granule);
@@ -222,19 +224,19 @@ impl<T> DeviceMemory<T> {
         }
     }
 
-    /// Takes the chunks that have come.
+    /// Takes the requested chunks whose answers have come.
     fn take_answered(&mut self) {
         while self.ahead.front().is_some_and(|ahead| ahead.growing.is_answered()) {
             self.take_ahead();
         }
     }
 
-    /// Waits for the next chunk that was asked for. Returns whether there is one now.
+    /// Waits for the next requested chunk. Returns whether there is one now.
     fn take_ahead(&mut self) -> bool {
         let Some(Ahead { address, size, growing }) = self.ahead.pop_front() else { return false };
         match growing.answer() {
             Ok(()) => self.add_chunk(address, size),
-            // Whoever needs memory learns why there is none.
+            // The request that needs memory reports the error.
             Err(status) => {
                 self.full |= status == Status::OUT_OF_MEMORY;
                 self.depth = 1;
@@ -293,7 +295,7 @@ impl<T> DeviceMemory<T> {
         Ok(gone)
     }
 
-    /// Drops everything, because it is gone on the server too.
+    /// Drops everything, because it no longer exists on the server.
     pub fn reset(&mut self) {
         *self = DeviceMemory::within(self.device, self.granule, self.window, self.align);
     }
@@ -448,10 +450,10 @@ mod tests {
             memory.alloc(20 << 20, (), &fake).unwrap();
         }
         assert_eq!(fake.waits.get(), 1);
-        // What does not fit into what was asked for is waited for.
+        // An allocation that does not fit into the requested chunks waits.
         memory.alloc(200 << 20, (), &fake).unwrap();
         assert_eq!(fake.waits.get(), 2);
-        // What is in nobody's hands is known, and bounded.
+        // The number of bytes outside allocations is known and bounded.
         assert_eq!(memory.free_bytes() + 800 * (1 << 20), fake.backed());
         assert!(memory.free_bytes() < 30 * (12 << 20) + 2 * MAX_AHEAD, "{}", memory.free_bytes());
     }
@@ -515,12 +517,12 @@ mod tests {
             })
             .collect();
         assert!(waits[199] <= 12 && waits[199] == waits[100], "{waits:?}");
-        // Not more than a few chunks lie idle.
+        // At most a few chunks are unused.
         assert!(memory.free_bytes() <= (MOST_AHEAD as u64 + 1) * MAX_AHEAD + 40 * (12 << 20));
     }
 
     #[test]
-    fn what_was_asked_for_ahead_is_given_back_when_it_is_needed() {
+    fn chunks_requested_early_are_given_back_when_memory_is_needed() {
         let fake = Fake::far(128 << 20);
         let mut memory = DeviceMemory::new(0, 2 << 20);
         let first = memory.alloc(32 << 20, (), &fake).unwrap();

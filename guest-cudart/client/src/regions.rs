@@ -1,7 +1,8 @@
 //! Pinned program memory, which the host can read and write in place.
 //!
-//! A process with several servers has a session with each, and each session has an ID of its own for a region: from the
-//! start in the session that the region was made with, in the others when a copy first names it there.
+//! A process with several servers has a session with each, and each session has its own ID for a region. The
+//! session with which the region was created has it from the start, the others from the first copy that names
+//! the region.
 
 use std::collections::BTreeMap;
 use std::sync::{PoisonError, RwLock};
@@ -16,8 +17,8 @@ use protocol::data::{HostRange, Place};
 pub struct Region<T> {
     /// Size in bytes, as the program requested.
     pub size: usize,
-    /// Its ID in each session that was asked to register it. `None` if that port cannot register it: it is then
-    /// recorded as pinned, but copied like pageable memory.
+    /// Its ID in each session that was asked to register it. `None` if that port cannot register it: it is
+    /// then recorded as pinned, but copied like pageable memory.
     ids: Vec<(&'static Session, Option<u32>)>,
     /// The owner's data.
     pub tag: T,
@@ -33,13 +34,13 @@ impl<T> Region<T> {
         self.memory.is_some()
     }
 
-    /// What a session knows it by; the outer `None`: the session was not asked to register it.
+    /// Its ID in a session. The outer `None`: the session was not asked to register it.
     #[inline]
     fn id(&self, session: &Session) -> Option<Option<u32>> {
         self.ids.iter().find(|(other, _)| std::ptr::eq(*other, session)).map(|(_, id)| *id)
     }
 
-    /// Has another session register it.
+    /// Registers it in another session.
     fn register_with(&mut self, session: &'static Session, base: usize) {
         if self.id(session).is_some() {
             return;
@@ -182,8 +183,8 @@ impl<T: Clone> Regions<T> {
         }
     }
 
-    /// How a command of a session names `len` bytes at `address`, if they are all in place within one range that
-    /// the host knows.
+    /// How a command of a session names `len` bytes at `address`, if they are all in place within one range
+    /// that the host knows.
     #[inline]
     pub fn range(&self, session: &'static Session, address: usize, len: usize) -> Option<HostRange> {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
@@ -202,7 +203,7 @@ impl<T: Clone> Regions<T> {
         Some(HostRange { place: Place::Region(id), offset: offset as u64, len: len as u64 })
     }
 
-    /// The ID of the region at `base` in a session that has not known it.
+    /// The ID of the region at `base` in a session that did not know the region before.
     #[cold]
     fn register_with(&self, session: &'static Session, base: usize) -> Option<u32> {
         let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);

@@ -1,8 +1,8 @@
 //! Positions in a session's sequence of records.
 //!
-//! Every session counts its own records, so positions in two sessions have no order. A [`Seq`] therefore has none at
-//! all: `<` between two of them does not compile. Whether one position has been reached is a question to a
-//! [`LastSeq`], which belongs to an object of one session and answers "no" for a position in another.
+//! Every session counts its own records, so positions in two sessions have no order. A [`Seq`] therefore has
+//! none at all: `<` between two of them does not compile. Whether one position has been reached is a question
+//! to a [`LastSeq`], which belongs to an object of one session and answers "no" for a position in another.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -32,24 +32,25 @@ impl Seq {
         Seq::new(session, number)
     }
 
-    /// The number as the session's channel has it.
+    /// The number in the session's channel.
     pub(crate) fn number(self) -> u64 {
         self.0 & ((1 << BITS) - 1)
     }
 
-    /// What stands for it in a timeline: the first session's numbers, and others for the other sessions' records.
+    /// Its number in a timeline: that in the channel for the first session, and a distinct one for other
+    /// sessions.
     pub fn in_timeline(self) -> u64 {
         self.0
     }
 
-    /// Whether a session's channel that has come to record `number` has come to this one, which is a record of that
-    /// session.
+    /// Whether the channel of this record's session, which has reached record `number`, has reached this
+    /// record.
     #[inline]
     pub fn is_reached_at(self, number: u64) -> bool {
         self.number() <= number
     }
 
-    /// Whether both are positions in one session.
+    /// Whether both are positions in the same session.
     pub fn is_of_session_of(self, other: Seq) -> bool {
         self.0 >> BITS == other.0 >> BITS
     }
@@ -60,18 +61,18 @@ impl Seq {
     }
 }
 
-/// The last of some positions in one session. It never goes back.
+/// The last of some positions in one session. It never decreases.
 #[derive(Debug, Default)]
 pub struct LastSeq(AtomicU64);
 
 impl LastSeq {
-    /// None so far.
+    /// No position yet.
     pub const fn new() -> LastSeq {
         LastSeq(AtomicU64::new(0))
     }
 
-    /// Notes a position. All of them are in one session. Returns whether the last one is now this one, and was before
-    /// it.
+    /// Notes a position, which must be in the same session as the others. Returns whether it became the last
+    /// one.
     #[inline]
     pub fn raise(&self, seq: Seq) -> bool {
         self.0.fetch_max(seq.0, Ordering::AcqRel) < seq.0
@@ -84,13 +85,13 @@ impl LastSeq {
         (last != 0).then_some(Seq(last))
     }
 
-    /// Whether it has come to a position: never to one in another session.
+    /// Whether it has reached a position. Always false for a position in another session.
     #[inline]
     pub fn has_reached(&self, seq: Seq) -> bool {
         self.get().is_some_and(|last| last.0 >= seq.0 && last.is_of_session_of(seq))
     }
 
-    /// Whether it has come as far as another, which belongs to the same session.
+    /// Whether it has reached another one, which belongs to the same session.
     #[inline]
     pub fn has_reached_all_of(&self, other: &LastSeq) -> bool {
         other.get().is_none_or(|other| self.has_reached(other))

@@ -1,37 +1,51 @@
 //! Which servers a process uses.
 //!
-//! The host decides: it offers a list, which a process gets whole unless `RGPU_SERVERS` names some of those that the
-//! host lets its programs choose. There is one channel for each server; its header says which one it is for.
+//! The host offers a list of servers. A process uses all of them, unless `RGPU_SERVERS` names servers among
+//! those that the host lets its programs choose. There is one channel for each server; its header says for
+//! which one.
 
 use std::path::PathBuf;
 
 use crate::port::PortError;
 use protocol::channel::{Header, MAX_SERVERS, SERVER_NAME_SIZE};
 
-/// The variable in which a user names servers.
+/// The environment variable with which a user chooses servers.
 const VARIABLE: &str = "RGPU_SERVERS";
 
 /// The server of a session.
 #[derive(Debug, Clone, Copy)]
 pub struct Choice<'n> {
-    /// Its place among the process's servers.
+    /// Its index among the process's servers.
     pub index: usize,
     /// Its name, if the user chose it.
     pub name: Option<&'n str>,
 }
 
 impl Choice<'_> {
-    /// Asks for it, before the channel is connected.
+    /// Writes the request for this server into the channel's header, before the channel is connected.
     pub(crate) fn write_to(&self, header: &Header) {
-        // All zeros is the first server, and what the channel has already.
+        // All zeros stand for the first server, and a new channel has zeros already.
         if self.index > 0 || self.name.is_some() {
             header.ask_for_server(self.index as u32, self.name.unwrap_or_default());
         }
     }
 }
 
-/// The PCI domain that a program sees for a domain of one of its servers: devices of two servers may have the same
-/// addresses on their buses. The first server's are its own.
+/// The domain, bus and device in `domain:bus:device` or `bus:device`, and the function's text if `.function`
+/// follows. The numbers are hexadecimal.
+pub fn parse_pci(text: &str) -> Option<([u32; 3], Option<&str>)> {
+    let (address, function) =
+        text.split_once('.').map_or((text, None), |(address, function)| (address, Some(function)));
+    let parts: Result<Vec<u32>, _> = address.split(':').map(|part| u32::from_str_radix(part, 16)).collect();
+    match parts.ok()?[..] {
+        [domain, bus, device] => Some(([domain, bus, device], function)),
+        [bus, device] => Some(([0, bus, device], function)),
+        _ => None,
+    }
+}
+
+/// The PCI domain that a program sees for a PCI domain of one of its servers, since devices of two servers
+/// may have the same PCI addresses. The domains of the first server do not change.
 pub fn distinct_domain(server: usize, domain: u32) -> u32 {
     const { assert!(MAX_SERVERS <= 16) };
     if server == 0 { domain } else { domain.wrapping_add((server as u32) << 12) & 0xffff }
@@ -54,7 +68,7 @@ fn parse(text: &str) -> Result<Vec<String>, String> {
     }
     match names.iter().find(|name| name.len() >= SERVER_NAME_SIZE) {
         Some(name) => {
-            // What is behind it is a lease's key.
+            // The key of a lease follows.
             let name = name.split('#').next().unwrap_or_default();
             Err(format!("{name}: a server's name has fewer than {SERVER_NAME_SIZE} bytes"))
         }
@@ -65,6 +79,14 @@ fn parse(text: &str) -> Result<Vec<String>, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pci_addresses_are_read_in_both_forms() {
+        assert_eq!(parse_pci("00000000:1B:00.0"), Some(([0, 0x1b, 0], Some("0"))));
+        assert_eq!(parse_pci("ffff:00:03"), Some(([0xffff, 0, 3], None)));
+        assert_eq!(parse_pci("1b:02.7"), Some(([0, 0x1b, 2], Some("7"))));
+        assert_eq!(parse_pci("nonsense"), None);
+    }
 
     #[test]
     fn servers_have_different_pci_domains() {

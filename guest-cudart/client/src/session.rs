@@ -1,14 +1,13 @@
 //! The channel as this process uses it: appends records and receives replies and progress.
 //!
-//! A process has one session for each of its servers, all opened on first use. [`Session::append`] takes tens of nanoseconds: it encodes
-//! into a thread-local buffer, locks the ring, writes, and checks whether the host side sleeps.
-//! [`Session::submit`] also takes a reply slot; [`Pending::wait`] polls it for a limited time and then
-//! sleeps.
+//! A process has one session for each of its servers, all opened on first use. [`Session::append`] takes tens
+//! of nanoseconds: it encodes into a thread-local buffer, locks the ring, writes, and checks whether the host
+//! side sleeps. [`Session::submit`] also takes a reply slot; [`Pending::wait`] polls it for a limited time
+//! and then sleeps.
 //!
 //! **Loss.** A waiting thread checks the channel's state whenever it wakes, and at least every
-//! [`LIVENESS_CHECK`]. Once the session is lost, every call immediately fails with
-//! `CUDA_ERROR_DEVICE_UNAVAILABLE`, or with the error of a context that nothing but its end could clear, after
-//! one line on stderr has given the reason.
+//! [`LIVENESS_CHECK`]. Once the session is lost, one line on stderr gives the reason, and every call fails
+//! immediately: with the sticky error of a context if there is one, or with `CUDA_ERROR_DEVICE_UNAVAILABLE`.
 //!
 //! **Fork.** A child has no session: its calls fail with `CUDA_ERROR_NOT_INITIALIZED` and do not touch the
 //! parent's.
@@ -39,14 +38,14 @@ use protocol::ops::{Op, SyncOp, decode_reply, encode};
 use protocol::trace::{RECORDER, Stage};
 use protocol::version::OURS;
 
-/// Answers that take longer come from a server that is [far](Session::is_far) away.
+/// If answers take longer than this, the server is [far](Session::is_far) away.
 const FAR: Duration = Duration::from_micros(500);
 /// How often a sleeping thread checks that the host side is alive.
 pub(crate) const LIVENESS_CHECK: Duration = Duration::from_millis(250);
 
 /// A session with one of the process's servers.
 pub struct Session {
-    /// Its place among the process's sessions.
+    /// Its index among the process's sessions.
     index: usize,
     port: Box<dyn Port>,
     geometry: Geometry,
@@ -60,10 +59,10 @@ pub struct Session {
     arena: Arena,
     /// The shortest time in microseconds in which a command was answered; `u32::MAX` before the first.
     fastest: AtomicU32,
-    /// Set when the host side has disappeared without reporting it.
+    /// Set when the host side has disappeared without publishing a loss.
     dead: AtomicBool,
     loss_reported: AtomicBool,
-    /// The program's user was told that the link to the server is interrupted.
+    /// Whether a message has reported that the link to the server is interrupted.
     interruption_reported: AtomicBool,
     server: OnceLock<String>,
     /// How many bytes of kernel output (`printf`) were passed on, out of those that the progress area
@@ -105,8 +104,8 @@ pub enum Purpose {
     Nvml,
 }
 
-/// The process's sessions, one for each of its servers and in their order, opened if necessary. Waits while a server
-/// serves others first.
+/// The process's sessions, one for each of its servers in their order, opened if necessary. Waits while a
+/// server serves others first.
 ///
 /// A failure is reported on stderr and is final for this process: a program whose first call failed does not
 /// expect the next one to succeed, and would continue without what the first should have set up.
@@ -159,8 +158,9 @@ pub fn open() -> Result<&'static [&'static Session], Status> {
     }
 }
 
-/// Opens a session with each of the process's servers, in their order. The first one says how many there are, unless
-/// `RGPU_SERVERS` names them; the others are opened at the same time. If one cannot be opened, the others are closed.
+/// Opens a session with each of the process's servers, in their order. Unless `RGPU_SERVERS` names the
+/// servers, the first session tells how many there are; the other sessions are opened concurrently. If one
+/// cannot be opened, the others are closed.
 pub fn open_all(geometry: Geometry, purpose: Purpose) -> Result<Vec<Box<Session>>, PortError> {
     let named = servers::named()?;
     let one = |index| open_one(&named, index, geometry, purpose);
@@ -185,7 +185,7 @@ pub fn open_all(geometry: Geometry, purpose: Purpose) -> Result<Vec<Box<Session>
     Ok(std::iter::once(first).chain(others).collect())
 }
 
-/// Opens another session with the server of one that is lost.
+/// Opens a new session with the server of a lost session.
 pub fn open_again(lost: &Session, purpose: Purpose) -> Result<Box<Session>, PortError> {
     open_one(&servers::named()?, lost.index, lost.geometry, purpose)
 }
@@ -211,7 +211,8 @@ extern "C" fn in_child() {
     }
 }
 
-/// For how many seconds the session may be interrupted before it is lost: `RGPU_LOST_AFTER`; 0 where it is not set, and the server decides.
+/// Maximum seconds that the session may be interrupted before it is lost: `RGPU_LOST_AFTER`, or 0 if that is
+/// not set, and then the server decides.
 fn lost_after() -> u32 {
     let asked = std::env::var("RGPU_LOST_AFTER").ok().and_then(|value| value.trim().parse::<u32>().ok());
     asked.map_or(0, |seconds| seconds.clamp(1, 86_400))
@@ -223,7 +224,8 @@ fn arena_size() -> usize {
     asked.unwrap_or(32).clamp(4, 1024) << 20
 }
 
-/// Size in bytes up to which the staging memory grows over a long distance: 256 MiB, or `RGPU_ARENA_MOST_MIB`.
+/// Size in bytes up to which the staging memory grows over a long distance: 256 MiB, or
+/// `RGPU_ARENA_MOST_MIB`.
 fn most_staging() -> usize {
     let asked =
         std::env::var("RGPU_ARENA_MOST_MIB").ok().and_then(|value| value.trim().parse::<usize>().ok());
@@ -263,8 +265,8 @@ impl Session {
         let base = port.channel().base();
         assert_eq!(port.channel().len(), geometry.size, "the port's channel has the wrong size");
         // SAFETY: the mapping is page-aligned and as long as the geometry says, its parts do not overlap, and
-        // everything in these parts is an atomic. The port, which unmaps it, lives in the session, and the session
-        // gives these references to nobody for longer than it is borrowed.
+        // everything in these parts is an atomic. The port, which unmaps it, lives in the session, and the
+        // session gives these references to nobody for longer than it is borrowed.
         let (header, progress, ring, slots) = unsafe {
             (
                 &*base.cast::<Header>(),
@@ -318,7 +320,7 @@ impl Session {
         }))
     }
 
-    /// Its place among the process's sessions.
+    /// Its index among the process's sessions.
     #[inline]
     pub fn index(&self) -> usize {
         self.index
@@ -403,7 +405,7 @@ impl Session {
         self.report_interruption();
     }
 
-    /// Reports on stderr that the link to the server is interrupted, and that it stands again; each once.
+    /// Reports on stderr when the link to the server is interrupted, and when it works again, once each.
     fn report_interruption(&self) {
         let interrupted = self.header.is_interrupted();
         if interrupted == self.interruption_reported.load(Ordering::Relaxed)
@@ -422,7 +424,8 @@ impl Session {
         }
     }
 
-    /// How long an answer takes at least: the shortest time in which a command was answered so far. Zero if none was.
+    /// The minimum time for an answer: the shortest time in which a command was answered so far. Zero if none
+    /// was.
     pub fn round_trip(&self) -> Duration {
         match self.fastest.load(Ordering::Relaxed) {
             u32::MAX => Duration::ZERO,
@@ -430,7 +433,8 @@ impl Session {
         }
     }
 
-    /// Whether the server is so far away that the time for an answer limits how fast data goes, and not the copies.
+    /// Whether the server is so far away that the round-trip time limits the bandwidth, instead of the
+    /// copies.
     pub fn is_far(&self) -> bool {
         self.round_trip() >= FAR
     }

@@ -126,14 +126,14 @@ fn compare(includes: &[PathBuf], least: usize) {
 }
 
 #[test]
-fn functions_take_what_the_header_of_13_says() {
+fn functions_have_the_arguments_of_the_header_of_13() {
     let places = ["cuda13/nvidia/cu13/include", "cuda13-headers/nvidia/cu13/include"];
     let packages = ["nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"];
     compare(&headers(&places, "cuda13-headers", &packages), 440);
 }
 
 #[test]
-fn functions_take_what_the_header_of_12_says() {
+fn functions_have_the_arguments_of_the_header_of_12() {
     let places =
         ["cuda-runtime/12.8/nvidia/cuda_runtime/include", "cuda12-headers/nvidia/cuda_runtime/include"];
     compare(&headers(&places, "cuda12-headers", &["nvidia-cuda-runtime-cu12==12.8.90"]), 430);

@@ -1,6 +1,7 @@
-//! With `RGPU_STATS=1`, rgpu's libcuda counts the operations that each of this library's functions causes, and with
-//! `RGPU_TRACE` it shows their calls in a timeline, if told when a function begins and ends; and it passes that on to
-//! a profiler (libcupti). No other libcuda has this table, so with those nothing is counted.
+//! With `RGPU_STATS=1`, rgpu's libcuda counts the operations that each of this library's functions causes,
+//! and with `RGPU_TRACE` it shows their calls in a timeline, if told when a function begins and ends; and it
+//! passes that on to a profiler (libcupti). No other libcuda has this table, so with those nothing is
+//! counted.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};

@@ -1,4 +1,5 @@
-//! Copies of contiguous bytes: between host and device, between devices, and in batches. Those with a pitch are in [`crate::copy_boxes`].
+//! Copies of contiguous bytes: between host and device, between devices, and in batches. Those with a pitch
+//! are in [`crate::copy_boxes`].
 
 use std::ffi::{c_int, c_uint, c_void};
 

@@ -186,8 +186,8 @@ fn pointer_attributes(d: &Driver, address: *mut c_void) -> Result<PointerAttribu
         ptr::from_mut(&mut managed).cast(),
         ptr::from_mut(&mut device).cast(),
     ];
-    // SAFETY: each attribute goes to a live local variable of the type that cuda.h gives for it. The driver looks the
-    // address up and does not follow it.
+    // SAFETY: each attribute goes to a live local variable of the type that cuda.h gives for it. The driver
+    // looks the address up and does not follow it.
     unsafe { d.cuPointerGetAttributes(5, attributes.as_mut_ptr(), data.as_mut_ptr(), address)? };
     // `cudaMemoryType` has the driver's numbers for host and device memory, and one of its own for managed
     // memory.

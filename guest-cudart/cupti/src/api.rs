@@ -27,16 +27,16 @@ const DEVICE_KINDS: u64 = 1 << kind::KERNEL
     | 1 << kind::MEMCPY
     | 1 << kind::MEMCPY2
     | 1 << kind::MEMSET;
-/// Kinds of which there are never any records, because nothing of theirs happens here.
+/// Kinds that are accepted but never have records, because such activity never happens here.
 const EMPTY_KINDS: u64 = 1 << kind::OVERHEAD;
 
 /// The kinds that are enabled, as bits.
 static ENABLED: AtomicU64 = AtomicU64::new(0);
 /// Held while kinds are enabled or disabled.
 static CHANGING: Mutex<()> = Mutex::new(());
-/// Held while devices' records are fetched.
+/// Held while the records of devices are fetched.
 static FETCHING: Mutex<()> = Mutex::new(());
-/// Values of attributes, which are hints here.
+/// Values of attributes, which have no effect here.
 static ATTRIBUTES: Mutex<[u64; attribute::LAST as usize + 1]> = Mutex::new([0; attribute::LAST as usize + 1]);
 
 fn is_enabled(number: u32) -> bool {
@@ -85,11 +85,11 @@ fn disable(number: u32) -> Result {
         kind::RUNTIME => WANTED[1].set(false),
         kind::EXTERNAL_CORRELATION => calls::EXTERNAL.store(false, Ordering::Relaxed),
         _ if bit & DEVICE_KINDS != 0 && others & DEVICE_KINDS == 0 => {
-            // What was done until now is still wanted.
+            // Fetch the records of what the devices have done until now.
             let _ = fetch(true);
             table()?.stop();
         }
-        // The records of this kind until now.
+        // Fetch the records of this kind until now.
         _ if bit & DEVICE_KINDS != 0 => drop(fetch(true)),
         _ => {}
     }
@@ -97,7 +97,8 @@ fn disable(number: u32) -> Result {
     calls::observe()
 }
 
-/// Gets what the devices did and writes it into the program's buffers. `all`: what the server has not been told of yet is included.
+/// Fetches the records of what the devices did and writes them into the program's buffers. `all`: includes
+/// records that the server does not have from its driver yet.
 pub fn fetch(all: bool) -> Result {
     let Ok(_turn) = FETCHING.try_lock() else { return Ok(()) };
     let table = table()?;
@@ -111,7 +112,7 @@ pub fn fetch(all: bool) -> Result {
     fetched
 }
 
-/// A record whose times are the system's.
+/// A record with times of the system's clock.
 enum Device {
     Kernel(Kernel),
     Memcpy(Memcpy),
@@ -218,7 +219,7 @@ fn device_record(r: &DeviceRecord) -> Device {
 }
 
 impl Device {
-    /// Passes it on, if its kind is wanted, with times by the program's clock.
+    /// Writes it to the program's buffers, if its kind is enabled, with times of the program's clock.
     fn write(self, times: &Times) {
         let span = |begin, end| (times.of(begin), times.of(end));
         match self {
@@ -272,7 +273,8 @@ pub unsafe extern "C" fn cuptiActivityRegisterCallbacks(
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuptiActivityFlushAll(_flag: u32) -> CUptiResult {
-    // Both flags mean the same: the server is asked for all that its devices have done, and tells only of what is done.
+    // Both flags have the same effect: the server returns the records of everything that its devices have
+    // completed.
     const { assert!(flag::FLUSH_FORCED == 1) };
     let fetched = if any_device_kind() { fetch(true) } else { Ok(()) };
     buffers::flush();
@@ -286,7 +288,7 @@ pub extern "C" fn cuptiActivityFlush(_context: *mut c_void, _stream: u32, flag: 
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuptiActivityFlushPeriod(_milliseconds: u32) -> CUptiResult {
-    // Buffers are given back when they are full, and with a flush.
+    // Buffers are only returned when they are full or flushed.
     NOT_SUPPORTED
 }
 
@@ -374,14 +376,15 @@ pub unsafe extern "C" fn cuptiActivityGetAttribute(
 
 /// Bytes of an attribute: a flag has one, a size eight.
 fn attribute_size(number: u32) -> usize {
-    /// `CUPTI_ACTIVITY_ATTR_ZEROED_OUT_ACTIVITY_BUFFER` and `CUPTI_ACTIVITY_ATTR_MEM_ALLOCATION_TYPE_HOST_PINNED`.
+    /// `CUPTI_ACTIVITY_ATTR_ZEROED_OUT_ACTIVITY_BUFFER` and
+    /// `CUPTI_ACTIVITY_ATTR_MEM_ALLOCATION_TYPE_HOST_PINNED`.
     const FLAGS: [u32; 3] = [5, 8, attribute::PER_THREAD_ACTIVITY_BUFFER];
     if FLAGS.contains(&number) { 1 } else { 8 }
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuptiActivityRegisterTimestampCallback(callback: Option<clock::Callback>) -> CUptiResult {
-    // Records of devices before and after would have times of two clocks.
+    // Otherwise device records before and after the call would have times of different clocks.
     if any_device_kind() {
         return INVALID_OPERATION;
     }
@@ -463,7 +466,7 @@ pub unsafe extern "C" fn cuptiGetThreadIdType(kind: *mut u32) -> CUptiResult {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuptiFinalize() -> CUptiResult {
     for number in 1..kind::COUNT {
-        // One that is not enabled needs nothing.
+        // A kind that is not enabled needs nothing.
         let _ = disable(number);
     }
     buffers::flush();

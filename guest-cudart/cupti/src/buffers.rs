@@ -1,7 +1,7 @@
-//! Records on their way to the program, which gives buffers and gets them back filled.
+//! Writes records into buffers that the program provides, and returns filled buffers to it.
 //!
-//! A buffer is asked for when there is something to record, and given back when it is full or when the program flushes. No lock is held while a function of the program runs: it may call this
-//! library.
+//! A buffer is requested when there is something to record, and returned when it is full or when the program
+//! flushes. No lock is held while a function of the program runs, because it may call this library.
 
 use std::ffi::c_void;
 use std::sync::Mutex;
@@ -22,7 +22,7 @@ struct Buffer {
     start: *mut u8,
     size: usize,
     used: usize,
-    /// Records that still go in.
+    /// Maximum number of further records.
     left: usize,
 }
 
@@ -40,21 +40,20 @@ static DROPPED: AtomicU64 = AtomicU64::new(0);
 /// A record: a structure of `cupti_records`.
 ///
 /// # Safety
-/// It begins with its kind, has no padding that matters, and has the size that [`size`] tells of its kind.
+/// It begins with its kind, may be copied with its padding, and has the size that [`size`] returns for its
+/// kind.
 pub unsafe trait Record: Copy {}
 
-// SAFETY: the layouts of CUPTI.
-unsafe impl Record for Api {}
-// SAFETY: as above.
-unsafe impl Record for ExternalCorrelation {}
-// SAFETY: as above.
-unsafe impl Record for Kernel {}
-// SAFETY: as above.
-unsafe impl Record for Memcpy {}
-// SAFETY: as above.
-unsafe impl Record for MemcpyPtoP {}
-// SAFETY: as above.
-unsafe impl Record for Memset {}
+macro_rules! records {
+    ($($record:ty),*) => {
+        $(
+            // SAFETY: it has the layout of CUPTI's record, whose first field is the kind.
+            unsafe impl Record for $record {}
+        )*
+    };
+}
+
+records!(Api, ExternalCorrelation, Kernel, Memcpy, MemcpyPtoP, Memset);
 
 /// Size in bytes of a record of this kind.
 fn size(kind: u32) -> Option<usize> {
@@ -74,12 +73,12 @@ pub fn register(requested: Requested, completed: Completed) {
     lock(&BUFFERS).callbacks = Some((requested, completed));
 }
 
-/// Records that are missing, since the last call.
+/// Number of records that were dropped since the last call.
 pub fn dropped() -> u64 {
     DROPPED.swap(0, Ordering::Relaxed)
 }
 
-/// Counts records that are missing.
+/// Counts dropped records.
 pub fn lose(records: u64) {
     DROPPED.fetch_add(records, Ordering::Relaxed);
 }
@@ -92,7 +91,8 @@ impl Buffers {
         if buffer.left == 0 || buffer.size - buffer.used < bytes {
             return false;
         }
-        // SAFETY: so many bytes are left in the program's buffer. A byte copy, whatever the alignment of the buffer.
+        // SAFETY: this many bytes are left in the program's buffer. The write is unaligned, so the buffer's
+        // alignment does not matter.
         unsafe { buffer.start.add(buffer.used).cast::<T>().write_unaligned(*record) };
         buffer.used += bytes.next_multiple_of(ALIGNMENT);
         buffer.left -= 1;
@@ -100,13 +100,13 @@ impl Buffers {
     }
 }
 
-/// Asks the program for a buffer. `None`: it gives none.
+/// Requests a buffer from the program. `None`: it provides none.
 fn request(requested: Requested) -> Option<Buffer> {
     let (mut start, mut size, mut most) = (std::ptr::null_mut(), 0, 0);
     // SAFETY: the program's function, as it has registered it.
     unsafe { requested(&mut start, &mut size, &mut most) };
     let left = if most == 0 { usize::MAX } else { most };
-    // What does not begin at a multiple of 8 would have records at places that the program cannot read.
+    // In a buffer that does not begin at a multiple of 8, records would be misaligned for the program.
     (!start.is_null() && start.addr().is_multiple_of(ALIGNMENT)).then_some(Buffer {
         start,
         size,
@@ -120,7 +120,7 @@ fn give_back(completed: Completed, buffer: Buffer) {
     unsafe { completed(std::ptr::null_mut(), 0, buffer.start, buffer.size, buffer.used) };
 }
 
-/// Has a buffer ready, as CUPTI has when a program calls CUDA.
+/// Requests a buffer if there is none, as CUPTI does when a program calls CUDA.
 pub fn prepare() {
     let (requested, completed) = {
         let buffers = lock(&BUFFERS);
@@ -139,7 +139,7 @@ pub fn prepare() {
     }
 }
 
-/// Passes a record on. It is dropped and counted if the program gives no buffer with room for it.
+/// Writes a record. If the program provides no buffer with room for it, the record is dropped and counted.
 pub fn write<T: Record>(record: &T) {
     let (callbacks, full) = {
         let mut buffers = lock(&BUFFERS);
@@ -171,7 +171,7 @@ pub fn write<T: Record>(record: &T) {
     }
 }
 
-/// Gives the buffer back to the program.
+/// Returns the buffer to the program.
 pub fn flush() {
     let (callbacks, current) = {
         let mut buffers = lock(&BUFFERS);
@@ -185,7 +185,7 @@ pub fn flush() {
     }
 }
 
-/// The record behind `record` in a buffer with `valid` bytes; the first behind NULL.
+/// The record after `record` in a buffer with `valid` bytes. For NULL, the first record.
 ///
 /// # Safety
 /// The buffer was filled by this library, and `record` is NULL or one of its records.
@@ -216,7 +216,7 @@ mod tests {
 
     static GIVEN: AtomicUsize = AtomicUsize::new(0);
     static BACK: Mutex<Vec<(u32, u32)>> = Mutex::new(Vec::new());
-    /// Room for two records and a half.
+    /// Room for two and a half records.
     const SIZE: usize = size_of::<Api>() * 5 / 2;
 
     unsafe extern "C" fn give(start: *mut *mut u8, size: *mut usize, most: *mut usize) {
@@ -241,10 +241,10 @@ mod tests {
     }
 
     #[test]
-    fn each_record_comes_once_and_what_finds_no_room_is_counted() {
+    fn each_record_comes_once_and_records_without_room_are_counted() {
         let record = |correlationId| Api { kind: kind::DRIVER, correlationId, ..Api::zeroed() };
         write(&record(0));
-        assert_eq!(dropped(), 1, "nobody takes records yet");
+        assert_eq!(dropped(), 1, "the program has no buffers yet");
         register(give, take);
         prepare();
         (1..=8).for_each(|number| write(&record(number)));

@@ -1,4 +1,4 @@
-//! What happens when the program calls a function of CUDA: its record, and what stood on the thread's stacks of external correlations.
+//! Records of the program's CUDA calls, and of the external correlations on the thread's stacks.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
@@ -12,7 +12,8 @@ use crate::driver::{Observer, table};
 use crate::result::{INVALID_PARAMETER, QUEUE_EMPTY, Result};
 use crate::{api, buffers, clock, lock, names, subscriber};
 
-/// Calls after which the devices' records are fetched, so that the server keeps up with a program that flushes rarely.
+/// The devices' records are fetched after this many calls, so that the server does not run out of room if a
+/// program flushes rarely.
 const FETCH_AFTER: usize = 1 << 15;
 
 const KINDS: usize = external::SIZE as usize;
@@ -26,7 +27,7 @@ thread_local! {
 
 /// Which calls are recorded, for one API.
 pub struct Wanted {
-    /// All but the exceptions; or else only these.
+    /// True: all calls except the exceptions. False: only the exceptions.
     all: AtomicBool,
     exceptions: Mutex<Option<HashSet<u32>>>,
 }
@@ -36,13 +37,13 @@ impl Wanted {
         Wanted { all: AtomicBool::new(false), exceptions: Mutex::new(None) }
     }
 
-    /// All, or none.
+    /// Sets whether all calls are recorded, or none.
     pub fn set(&self, all: bool) {
         *lock(&self.exceptions) = None;
         self.all.store(all, Ordering::Relaxed);
     }
 
-    /// One of them, or not.
+    /// Sets whether one function's calls are recorded.
     pub fn set_one(&self, number: u32, wanted: bool) {
         let mut exceptions = lock(&self.exceptions);
         let exceptions = exceptions.get_or_insert_default();
@@ -58,7 +59,7 @@ impl Wanted {
         self.all.load(Ordering::Relaxed) != is_exception
     }
 
-    /// Whether any may be.
+    /// Whether any calls may be recorded.
     pub fn any(&self) -> bool {
         self.all.load(Ordering::Relaxed)
             || lock(&self.exceptions).as_ref().is_some_and(|them| !them.is_empty())
@@ -67,9 +68,9 @@ impl Wanted {
 
 /// Calls of the driver API and of the runtime API that are recorded.
 pub static WANTED: [Wanted; 2] = [Wanted::new(), Wanted::new()];
-/// Whether external correlations are.
+/// Whether external correlations are recorded.
 pub static EXTERNAL: AtomicBool = AtomicBool::new(false);
-/// Whether threads are told by the kernel's numbers, not by `pthread_self`.
+/// Whether threads are identified by the kernel's thread IDs instead of `pthread_self`.
 pub static SYSTEM_THREADS: AtomicBool = AtomicBool::new(false);
 
 static CORRELATION: AtomicU32 = AtomicU32::new(1);
@@ -77,7 +78,7 @@ static CALLS: AtomicUsize = AtomicUsize::new(0);
 
 static OBSERVER: Observer = Observer { enters, leaves };
 
-/// Has libcuda tell of calls, or no longer, as it is wanted now.
+/// Makes libcuda report calls or stop reporting them, depending on what is enabled now.
 pub fn observe() -> Result {
     let wanted = api::any_device_kind() || WANTED.iter().any(Wanted::any) || subscriber::wants_calls();
     table()?.observe(wanted.then_some(&OBSERVER));
@@ -86,17 +87,17 @@ pub fn observe() -> Result {
 
 fn thread() -> u32 {
     if SYSTEM_THREADS.load(Ordering::Relaxed) {
-        // SAFETY: a plain question to the kernel.
+        // SAFETY: a plain system call without arguments.
         return unsafe { libc::gettid() }.cast_unsigned();
     }
-    // SAFETY: a plain question to the C library.
+    // SAFETY: the function takes no arguments.
     unsafe { libc::pthread_self() as u32 }
 }
 
-/// A name of libcuda's.
+/// A name that libcuda passes.
 ///
 /// # Safety
-/// So many bytes of a name that lives as long as the process.
+/// The pointer and the length are those of a name that lives as long as the process.
 unsafe fn name(name: *const c_char, len: usize) -> &'static str {
     // SAFETY: as the caller says.
     std::str::from_utf8(unsafe { std::slice::from_raw_parts(name.cast(), len) }).unwrap_or_default()
@@ -145,12 +146,12 @@ unsafe extern "C" fn leaves(text: *const c_char, len: usize, runtime: u32, corre
     }
     if CALLS.fetch_add(1, Ordering::Relaxed) + 1 >= FETCH_AFTER && api::any_device_kind() {
         CALLS.store(0, Ordering::Relaxed);
-        // What cannot be fetched now is fetched, or counted as missing, later.
+        // Records that cannot be fetched now are fetched, or counted as dropped, later.
         let _ = api::fetch(false);
     }
 }
 
-/// A record for each stack of this thread that has something on it.
+/// Writes a record for each stack of this thread that is not empty.
 fn note_external(correlation: u32) {
     if !EXTERNAL.load(Ordering::Relaxed) {
         return;
@@ -183,12 +184,12 @@ fn with_stack<R>(kind: u32, f: impl FnOnce(&mut Vec<u64>) -> R) -> Result<R> {
     done.ok().flatten().ok_or(INVALID_PARAMETER)
 }
 
-/// This thread's calls belong to something of the program's.
+/// Pushes an external correlation: this thread's calls now belong to it.
 pub fn push(kind: u32, id: u64) -> Result {
     with_stack(kind, |stack| stack.push(id))
 }
 
-/// They no longer do. Returns what it was.
+/// Pops an external correlation and returns it.
 pub fn pop(kind: u32) -> Result<u64> {
     with_stack(kind, Vec::pop)?.ok_or(QUEUE_EMPTY)
 }

@@ -1,4 +1,4 @@
-//! The times in records: nanoseconds since 1970, or what a function of the program's says ([`use_callback`]).
+//! The times in records: nanoseconds since 1970, or times from a function of the program ([`use_callback`]).
 
 use std::sync::Mutex;
 use std::time::SystemTime;
@@ -7,7 +7,8 @@ use crate::lock;
 
 pub type Callback = unsafe extern "C" fn() -> u64;
 
-/// How often both clocks are read, one after the other. The pair that took the least time counts.
+/// How often both clocks are read, one after the other. The pair with the shortest time between its readings
+/// is used.
 const PAIRS: usize = 16;
 
 /// The system's time and the program's at one moment.
@@ -36,20 +37,20 @@ fn pair(callback: Callback) -> Pair {
     (0..PAIRS).map(one).min_by_key(|(took, _)| *took).map_or((0, 0), |(_, pair)| pair)
 }
 
-/// Times are those of `callback` from here on.
+/// From now on, times are those of `callback`.
 pub fn use_callback(callback: Option<Callback>) {
     let now = callback.map_or((0, 0), pair);
     *lock(&CLOCK) = Clock { callback, first: now, last: now };
 }
 
-/// The time.
+/// The current time.
 pub fn now() -> u64 {
     let callback = lock(&CLOCK).callback;
     // SAFETY: the program's function, as it has registered it.
     callback.map_or_else(system, |callback| unsafe { callback() })
 }
 
-/// Compares the program's clock with the system's, so that [`Times`] can tell one by the other.
+/// Compares the program's clock with the system's, so that [`Times`] can convert times.
 pub fn compare() -> Times {
     let callback = lock(&CLOCK).callback;
     let Some(callback) = callback else { return Times(None) };
@@ -59,7 +60,7 @@ pub fn compare() -> Times {
     Times(Some((clock.first, clock.last)))
 }
 
-/// Tells times of the system's clock by the program's.
+/// Converts times of the system's clock to the program's.
 pub struct Times(Option<(Pair, Pair)>);
 
 impl Times {
@@ -79,8 +80,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_told_by_the_programs_clock() {
-        // Three ticks in a nanosecond.
+    fn times_are_converted_to_the_programs_clock() {
+        // Three ticks per nanosecond.
         let times = Times(Some(((1000, 50), (3000, 6050))));
         assert_eq!((times.of(1000), times.of(2000), times.of(3000), times.of(3500)), (50, 3050, 6050, 7550));
         assert_eq!(Times(None).of(77), 77);

@@ -1,4 +1,4 @@
-//! The table by which rgpu's libcuda tells this library what happens. Another libcuda does not have it.
+//! The table of functions through which rgpu's libcuda serves this library. Another libcuda does not have it.
 
 use std::ffi::{c_char, c_void};
 use std::sync::OnceLock;
@@ -20,14 +20,14 @@ pub struct Table {
     observe_contexts: unsafe extern "C" fn(Option<unsafe extern "C" fn(usize)>) -> u32,
 }
 
-/// Who is told of calls: as in the crate `client`.
+/// The observer of calls, as in the crate `client`.
 #[repr(C)]
 pub struct Observer {
     pub enters: unsafe extern "C" fn(*const c_char, usize, u32) -> u32,
     pub leaves: unsafe extern "C" fn(*const c_char, usize, u32, u32, u32),
 }
 
-/// What a device did: as in libcuda.
+/// A record of what a device did, as in libcuda.
 #[repr(C)]
 pub struct DeviceRecord {
     pub kind: u32,
@@ -95,7 +95,7 @@ pub fn table() -> Result<&'static Table> {
     TABLE.get_or_init(find).ok_or(NOT_INITIALIZED)
 }
 
-/// A status of libcuda's as a result of CUPTI's.
+/// Converts a status of libcuda to a result of CUPTI.
 fn result(status: u32, otherwise: CUptiResult) -> Result {
     match status {
         0 => Ok(()),
@@ -105,28 +105,28 @@ fn result(status: u32, otherwise: CUptiResult) -> Result {
 }
 
 impl Table {
-    /// Sets who is told of calls.
+    /// Sets the observer of calls.
     pub fn observe(&self, observer: Option<&'static Observer>) {
         let observer = observer.map_or(std::ptr::null(), std::ptr::from_ref);
         // SAFETY: NULL, or a static; this library is never unloaded.
         unsafe { (self.observe)(observer) };
     }
 
-    /// Sets who is told of new contexts, by their handles.
+    /// Sets the function that is called for new contexts, with their handles.
     pub fn observe_contexts(&self, observer: Option<unsafe extern "C" fn(usize)>) {
         // SAFETY: none, or a function of this library, which is never unloaded.
         unsafe { (self.observe_contexts)(observer) };
     }
 
-    /// Devices' work is recorded from here on.
+    /// Starts recording the devices' work.
     pub fn start(&self) -> Result {
         // SAFETY: takes nothing.
         result(unsafe { (self.start)() }, NOT_INITIALIZED)
     }
 
-    /// It no longer is.
+    /// Stops recording the devices' work.
     pub fn stop(&self) {
-        // SAFETY: takes nothing. A session that is lost records nothing either.
+        // SAFETY: takes nothing. Errors are ignored, because a lost session records nothing anyway.
         unsafe { (self.stop)() };
     }
 
@@ -144,13 +144,13 @@ impl Table {
         result(unsafe { (self.read)(flush.into(), function, (&raw mut sink).cast()) }, NOT_INITIALIZED)
     }
 
-    /// Records that are missing, since the last call.
+    /// Number of records that were dropped since the last call.
     pub fn dropped(&self) -> u64 {
         // SAFETY: takes nothing.
         unsafe { (self.dropped)() }
     }
 
-    /// Numbers of a context and its device; 0 is the current context.
+    /// The numbers of a context and its device; 0 stands for the current context.
     pub fn context_ids(&self, context: usize, otherwise: CUptiResult) -> Result<(u32, u32)> {
         let (mut id, mut device) = (0, 0);
         // SAFETY: writes two numbers.

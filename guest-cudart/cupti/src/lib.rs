@@ -1,14 +1,16 @@
 //! libcupti.so.13: the part of CUPTI's activity API that PyTorch's profiler (Kineto) uses.
 //!
-//! A program's calls are told by rgpu's libcuda (and libcudart, if it is rgpu's) through an [`Observer`](driver::Observer); what the devices did is told by the server, which has NVIDIA's CUPTI.
-//! libcuda puts both together by the calls' correlation numbers. This library turns them into CUPTI's records, in the buffers of the program. It does nothing, and loads nothing, before its first
-//! function is called: a program may have it loaded just in case.
+//! rgpu's libcuda (and libcudart, if it is rgpu's) reports a program's calls through an
+//! [`Observer`](driver::Observer). The server, which has NVIDIA's CUPTI, reports what the devices did.
+//! libcuda relates both by the calls' correlation numbers. This library converts them to CUPTI's records in
+//! the program's buffers. It does nothing, and loads nothing, before its first function is called, because
+//! programs may load it without using it.
 //!
 //! In reading order:
 //! - `api`: the functions of the activity API, and `subscriber`: callbacks at calls
-//! - `calls`: what happens when the program calls a function of CUDA; `names`: the numbers of these functions
-//! - `clock`: the times in records, which a program may want by a clock of its own
-//! - `buffers`: records on their way to the program
+//! - `calls`: records of the program's CUDA calls; `names`: the numbers of CUDA's functions
+//! - `clock`: the times in records, which may come from a clock of the program
+//! - `buffers`: the program's buffers for records
 //! - `driver`: libcuda's table
 //! - `result`: result codes; `unsupported`: the rest of CUPTI, exported but refused
 

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 pub const DRIVER: u32 = 1;
 pub const RUNTIME: u32 = 2;
 
-/// Names as CUPTI has them, with numbers. The runtime's end with the version that brought them.
+/// CUPTI's names with their numbers. Names of the runtime API end with the version that introduced them.
 pub const DRIVER_NAMES: &str = include_str!("../cbids/driver.txt");
 pub const RUNTIME_NAMES: &str = include_str!("../cbids/runtime.txt");
 
@@ -33,7 +33,7 @@ impl Names {
         let mut numbers = HashMap::new();
         for (name, number) in entries(text) {
             let key = if versions { plain(name) } else { name };
-            // Of several versions, programs call the last one.
+            // If there are several versions, programs call the last one.
             let known = numbers.entry(key).or_insert(number);
             *known = number.max(*known);
         }
@@ -44,11 +44,11 @@ impl Names {
 
     /// The number of a function; 0 if it has none.
     pub fn number(&self, function: &str) -> u32 {
-        // nvcc's launch stubs call `__cudaLaunchKernel`, which CUPTI does not tell from `cudaLaunchKernel`.
+        // nvcc's launch stubs call `__cudaLaunchKernel`, which CUPTI reports as `cudaLaunchKernel`.
         self.numbers.get(function.trim_start_matches('_')).copied().unwrap_or(0)
     }
 
-    /// The name of a number.
+    /// The name of the function with this number.
     pub fn name(&self, number: u32) -> Option<&CString> {
         self.names.get(&number)
     }

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char};
 
 pub type CUptiResult = u32;
-/// What functions here come to.
+/// The result of this library's functions.
 pub type Result<T = ()> = std::result::Result<T, CUptiResult>;
 
 pub const INVALID_PARAMETER: CUptiResult = 1;
@@ -74,15 +74,15 @@ pub fn finish(result: Result) -> CUptiResult {
     result.err().unwrap_or(0)
 }
 
-/// Writes to a place of the caller's.
+/// Writes a value for the caller.
 ///
 /// # Safety
-/// NULL, or a place for a `T`.
+/// `place` is NULL, or memory for a `T`.
 pub unsafe fn put<T>(place: *mut T, value: T) -> Result {
     if place.is_null() {
         return Err(INVALID_PARAMETER);
     }
-    // SAFETY: not NULL; the caller's to vouch for.
+    // SAFETY: not NULL, so memory for a `T`, as the caller guarantees.
     unsafe { place.write(value) };
     Ok(())
 }

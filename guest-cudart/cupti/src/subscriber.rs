@@ -1,6 +1,8 @@
-//! Callbacks at calls and new contexts: at most one subscriber, for the driver API and the runtime API, and of resources for the creation of contexts.
+//! Callbacks for calls and new contexts: at most one subscriber, for the driver API, the runtime API, and the
+//! creation of contexts.
 //!
-//! A callback learns which function is called, and its result. The function's arguments, and the context, are not told: `functionParams` and `context` are NULL.
+//! A callback gets the function and its result, but not its arguments and the context: `functionParams` and
+//! `context` are NULL.
 
 use std::collections::HashSet;
 use std::ffi::{CString, c_char, c_void};
@@ -16,9 +18,9 @@ use crate::{calls, lock, names};
 
 type Callback = unsafe extern "C" fn(*mut c_void, u32, u32, *const c_void);
 
-/// `CUpti_CallbackDomain`: one more than the last.
+/// One more than the last `CUpti_CallbackDomain`.
 const DOMAINS: u32 = 7;
-/// `CUPTI_CB_DOMAIN_RESOURCE`, and of it `CUPTI_CBID_RESOURCE_CONTEXT_CREATED`.
+/// `CUPTI_CB_DOMAIN_RESOURCE`, and its `CUPTI_CBID_RESOURCE_CONTEXT_CREATED`.
 const RESOURCE: u32 = 3;
 const CONTEXT_CREATED: u32 = 1;
 /// One more than the last `CUpti_CallbackIdResource`.
@@ -43,22 +45,22 @@ struct CallbackData {
 #[derive(Clone, Copy)]
 struct User(*mut c_void);
 
-// SAFETY: a word of the program's, which is only passed back to it.
+// SAFETY: the program's own pointer, which is only passed back to it.
 unsafe impl Send for User {}
 
 struct Subscriber {
     callback: Callback,
     user: User,
-    /// Domains of which all are wanted.
+    /// Domains whose functions are all enabled.
     domains: HashSet<u32>,
-    /// Functions that are wanted, or, in such a domain, not.
+    /// Enabled functions of other domains, and disabled functions of these domains.
     exceptions: HashSet<(u32, u32)>,
 }
 
 static SUBSCRIBER: Mutex<Option<Subscriber>> = Mutex::new(None);
 static WANTS: AtomicBool = AtomicBool::new(false);
 
-/// Whether calls are told to a subscriber.
+/// Whether a subscriber gets calls.
 pub fn wants_calls() -> bool {
     WANTS.load(Ordering::Relaxed)
 }
@@ -81,19 +83,20 @@ struct ResourceData {
     descriptor: *mut c_void,
 }
 
-/// There is a new context.
+/// Calls the subscriber for a new context.
 unsafe extern "C" fn context_made(context: usize) {
     let found = lock(&SUBSCRIBER)
         .as_ref()
         .and_then(|s| s.exceptions.contains(&(RESOURCE, CONTEXT_CREATED)).then_some((s.callback, s.user)));
     if let Some((callback, user)) = found {
         let told = ResourceData { context, stream: std::ptr::null_mut(), descriptor: std::ptr::null_mut() };
-        // SAFETY: the program's function and word, as it has given them; the structure lives until it returns.
+        // SAFETY: the program's function and word, as it has given them; the structure lives until it
+        // returns.
         unsafe { callback(user.0, RESOURCE, CONTEXT_CREATED, (&raw const told).cast()) };
     }
 }
 
-/// Has libcuda tell of new contexts, if they are wanted.
+/// Makes libcuda report new contexts if the subscriber wants them.
 fn observe_contexts() -> Result {
     let wanted =
         lock(&SUBSCRIBER).as_ref().is_some_and(|s| s.exceptions.contains(&(RESOURCE, CONTEXT_CREATED)));
@@ -101,7 +104,7 @@ fn observe_contexts() -> Result {
     Ok(())
 }
 
-/// Tells the subscriber of a call, if it wants to know: at its beginning, or with its status at its end.
+/// Calls the subscriber for a call, if it is enabled: at the call's beginning, or at its end with its status.
 pub fn call(domain: u32, function: &str, correlation: u32, status: Option<u32>) {
     let number = names::of(domain).map_or(0, |names| names.number(function));
     let (callback, user) = {
@@ -196,9 +199,10 @@ pub extern "C" fn cuptiEnableCallback(
     with_subscriber(subscriber, |s| {
         match (domain, cbid) {
             (RESOURCE, CONTEXT_CREATED) => {}
-            // Kineto gives a number of its own in place of CUPTI's, and records no devices if that is refused.
+            // Kineto passes a number of its own instead of CUPTI's, and records no device activity if that is
+            // refused.
             (RESOURCE, 1..RESOURCES) => log::info(format_args!(
-                "libcupti: a subscriber hears of new contexts, but never of resource {cbid}"
+                "libcupti: a subscriber is called for new contexts, but never for resource {cbid}"
             )),
             _ => check(domain)?,
         }

@@ -1,4 +1,5 @@
-//! The rest of CUPTI, exported but refused: events and metrics, the profilers of ranges, samples and instructions, checkpoints, and the parts of the activity API that nothing here records.
+//! The rest of CUPTI, exported but refused: events and metrics, range, PC sampling and SASS profiling,
+//! checkpoints, and the parts of the activity API for which there are no records.
 
 macro_rules! unsupported {
     ($($name:ident),* $(,)?) => {$(

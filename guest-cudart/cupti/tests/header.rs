@@ -1,4 +1,4 @@
-//! What this library has of CUPTI's headers: the numbers of functions, and the names of results.
+//! Compares the numbers of functions and the names of results with CUPTI's headers.
 
 #[path = "../../../cupti-records/tests/includes/mod.rs"]
 mod includes;
@@ -27,7 +27,7 @@ fn ours(text: &str) -> Vec<(String, u32)> {
 #[test]
 fn functions_have_the_numbers_of_the_headers() {
     let without = |mut all: Vec<(String, u32)>| {
-        // `INVALID`, `SIZE`, `FORCE_INT`: no functions.
+        // `INVALID`, `SIZE` and `FORCE_INT` are not functions.
         all.retain(|(name, _)| name.starts_with("cu"));
         all
     };

@@ -71,7 +71,8 @@ pub fn debug(message: Arguments<'_>) {
     write(Level::Debug, message);
 }
 
-/// The character that ends a sentence with this text, unless the text brings one: a reason may be a question.
+/// A full stop if this text needs one at its end. A reason may end with another mark, such as a question
+/// mark.
 pub fn full_stop(text: &str) -> &'static str {
     if text.ends_with(['.', '?', '!', '…']) { "" } else { "." }
 }

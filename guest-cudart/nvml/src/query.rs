@@ -38,7 +38,8 @@ pub(crate) fn ask(device: Handle, query: &Query, arguments: &[u32], input: &[u8]
     Ok(output)
 }
 
-/// Changes the PCI domain in a structure to the one that the program sees for this server, as the CUDA library does.
+/// Replaces the PCI domain in a structure by the one that the program sees for this server, as the CUDA
+/// library does.
 fn distinguish(
     info: &mut [u8],
     server: usize,
@@ -51,7 +52,7 @@ fn distinguish(
     let domain = servers::distinct_domain(server, domain);
     info.get_mut(at)?.copy_from_slice(&domain.to_le_bytes());
     for (place, digits) in short.map(|place| (place, 4)).into_iter().chain([(long, 8)]) {
-        // The digits of the domain come first, and keep their number.
+        // The digits of the domain come first; their number does not change.
         let text = format!("{domain:0digits$X}");
         info.get_mut(place)?.get_mut(..digits)?.copy_from_slice(text.as_bytes());
     }

@@ -1,7 +1,8 @@
-//! The process's NVML state: how often it was initialized, and its sessions, one with each of the process's servers.
+//! The process's NVML state: how often it was initialized, and its sessions, one for each of the process's
+//! servers.
 //!
-//! The first `nvmlInit`, or the first call in a forked child, opens the sessions. They stay open as long as the
-//! process, or until one is lost; the next `nvmlInit` then opens another in its place.
+//! The first `nvmlInit`, or the first call in a forked child, opens the sessions. They stay open as long as
+//! the process, or until one is lost; the next `nvmlInit` then opens another in its place.
 
 use std::ptr;
 use std::sync::Mutex;
@@ -113,7 +114,8 @@ pub(crate) fn ordinal(connected: &Connected, handle: Handle) -> Result<u32> {
     if device.ordinal < connected.device_count() { Ok(device.ordinal) } else { Err(status::INVALID_ARGUMENT) }
 }
 
-/// The current sessions, with new ones in place of those that are lost. Each distinct error is reported on stderr once.
+/// The current sessions, after replacing lost ones by new ones. Each distinct error is reported on stderr
+/// once.
 #[cold]
 fn connect() -> Result<&'static Connected> {
     static OPENING: Mutex<String> = Mutex::new(String::new());

@@ -3,6 +3,7 @@
 use std::ffi::{CStr, c_char};
 
 use client::ops::nvml::{self, NvmlPair, NvmlText, status};
+use client::servers::parse_pci;
 
 use crate::error::{Result, of_session};
 use crate::query::{ask, non_null, put_text};
@@ -47,21 +48,6 @@ fn find_by_text(query: &nvml::Query, wanted: &[u8]) -> Result<Handle> {
     find(connected, |device| ask(device, query, &[], &[]).is_ok_and(|text| text.eq_ignore_ascii_case(wanted)))
 }
 
-/// Domain, bus and device from `domain:bus:device.function` or `bus:device.function`, all hexadecimal.
-fn parse_pci(text: &str) -> Option<[u32; 3]> {
-    let address = text.split_once('.').map_or(text, |(address, _function)| address);
-    let parts: Vec<u32> = address
-        .split(':')
-        .map(|part| u32::from_str_radix(part, 16))
-        .collect::<std::result::Result<_, _>>()
-        .ok()?;
-    match parts[..] {
-        [domain, bus, device] => Some([domain, bus, device]),
-        [bus, device] => Some([0, bus, device]),
-        _ => None,
-    }
-}
-
 /// Whether an `nvmlPciInfo_t` is for this address. The numbers follow 16 bytes of text.
 fn is_at(info: &[u8], place: [u32; 3]) -> bool {
     let words = info.get(16..28).map(|bytes| bytes.chunks_exact(4));
@@ -75,8 +61,8 @@ unsafe fn by_pci(text: *const c_char, device: *mut Handle) -> Result {
     non_null(text)?;
     non_null(device)?;
     // SAFETY: checked for NULL; the caller passes a C string.
-    let place =
-        unsafe { CStr::from_ptr(text) }.to_str().ok().and_then(parse_pci).ok_or(status::INVALID_ARGUMENT)?;
+    let parsed = unsafe { CStr::from_ptr(text) }.to_str().ok().and_then(parse_pci);
+    let (place, _function) = parsed.ok_or(status::INVALID_ARGUMENT)?;
     let at = |device| ask(device, nvml::PCI_INFO, &[], &[]).is_ok_and(|info| is_at(&info, place));
     // SAFETY: the caller passes NULL or a writable pointer.
     unsafe { put(device, find(state::connected()?, at)?) }
@@ -98,7 +84,7 @@ unsafe fn device_count(count: *mut u32) -> Result {
     unsafe { put(count, state::connected()?.device_count()) }
 }
 
-/// What is so of two devices of different servers.
+/// The answers about two devices of different servers.
 fn between_servers(question: u32) -> Result<u32> {
     /// `NVML_TOPOLOGY_SYSTEM`.
     const SYSTEM: u32 = 50;
@@ -252,14 +238,6 @@ nvml! {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn pci_addresses_are_read_in_both_forms() {
-        assert_eq!(parse_pci("00000000:1B:00.0"), Some([0, 0x1b, 0]));
-        assert_eq!(parse_pci("ffff:00:03.0"), Some([0xffff, 0, 3]));
-        assert_eq!(parse_pci("1b:02.0"), Some([0, 0x1b, 2]));
-        assert_eq!(parse_pci("nonsense"), None);
-    }
 
     #[test]
     fn a_device_s_address_follows_its_short_name() {

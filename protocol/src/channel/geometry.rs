@@ -1,4 +1,4 @@
-//! The channel's header, and the checked copy of what it says.
+//! The channel's header, and the checked copy of its geometry.
 
 use super::ring::Cursors;
 use super::sleep::SleepFlag;
@@ -9,11 +9,12 @@ use crate::version::{Mismatch, OURS, Version};
 use thiserror::Error;
 
 layouts! {
-    /// What the client writes at offset 0 before it connects, little-endian. All offsets and sizes are in bytes.
+    /// What the client writes at offset 0 before it connects, little-endian. All offsets and sizes are in
+    /// bytes.
     pub struct HeaderFields {
         /// [`MAGIC`].
         pub magic: u64,
-        /// The client's version. Magic and version lie here in every version.
+        /// The client's version. Every version has the magic and the version at these offsets.
         pub version: Version,
         /// Process id of the client, in its own namespace; for display.
         pub pid: u32,
@@ -39,11 +40,13 @@ layouts! {
         pub program: [u8; 40],
         /// Bits of [`wish`](crate::link::wish).
         pub wishes: u32,
-        /// Most seconds for which the session may be [interrupted](Header::is_interrupted) before it is lost. 0: as long as the server keeps it.
+        /// Maximum seconds that the session may be [interrupted](Header::is_interrupted) before it is lost.
+        /// 0: as long as the server keeps it.
         pub lost_after: u32,
         /// The fingerprint of `version`.
         pub fingerprint: u64,
-        /// Which of the servers that the host offers the session is with, from 0; in a name's place if the client [names](Header::asked_server) none.
+        /// Which of the host's servers the client asks for, counted from 0. Ignored if the client asks for a
+        /// server [by name](Header::asked_server).
         pub server: u32,
         /// Zero.
         pub reserved_end: [u8; 12],
@@ -60,38 +63,41 @@ pub struct Header {
     state: AtomicU32,
     /// In [`State::Waiting`]: sessions that the server serves before this one. Written by the host side.
     ahead: AtomicU32,
-    /// The version that the session speaks, as the two `u16`s of a [`Version`]. Written by the host side before [`State::Ready`].
+    /// The version that the session speaks, as the two `u16`s of a [`Version`]. Written by the host side
+    /// before [`State::Ready`].
     session_version: AtomicU32,
-    /// 1 while the link to the server has been interrupted for some seconds. Written by the host side.
+    /// 1 while the link to the server is interrupted and has been for some seconds. Written by the host side.
     interrupted: AtomicU32,
-    /// The fingerprint of `session_version`, as the host side knows it.
+    /// The fingerprint that the host side has of `session_version`.
     session_fingerprint: AtomicU64,
-    /// How many servers the host offers this client. Written by the host side before [`State::Ready`]. 0 stands for 1.
+    /// How many servers the host offers this client. Written by the host side before [`State::Ready`]. 0
+    /// stands for 1.
     servers: AtomicU32,
     _to_tail: [AtomicU32; 25],
-    /// Bytes ever appended to the ring. Written by the client.
+    /// Total bytes appended to the ring. Written by the client.
     tail: AtomicU64,
     _to_head: [AtomicU64; 15],
-    /// Bytes ever taken from the ring. Written by the host side.
+    /// Total bytes taken from the ring. Written by the host side.
     head: AtomicU64,
     _to_host_sleep: [AtomicU64; 15],
-    /// The host side sleeps until the doorbell rings.
+    /// Set while the host side sleeps until the doorbell rings.
     pub host_sleep: SleepFlag,
     _to_ring_sleep: [AtomicU32; 31],
-    /// A client thread sleeps until there is room in the ring.
+    /// Set while a client thread sleeps until there is room in the ring.
     pub ring_sleep: SleepFlag,
     _to_progress_sleep: [AtomicU32; 31],
-    /// A client thread sleeps until something in the progress area changes.
+    /// Set while a client thread sleeps until something in the progress area changes.
     pub progress_sleep: SleepFlag,
     _to_alive: [AtomicU32; 31],
-    /// Increased by the host side at each doorbell of a guest's device.
+    /// The host side increases it at each doorbell of a guest's device.
     alive: AtomicU32,
     _to_asked: [AtomicU32; 31],
-    /// The server that the client asks for, as in `RGPU_SERVERS`: UTF-8, NUL-terminated. Empty: the one with the number [`HeaderFields::server`]. Written by the
-    /// client before it connects.
+    /// The server that the client asks for, as in `RGPU_SERVERS`: UTF-8, NUL-terminated. Empty: the one with
+    /// the number [`HeaderFields::server`]. Written by the client before it connects.
     asked_server: [AtomicU64; SERVER_NAME_SIZE / 8],
     _to_reason: [AtomicU64; 96],
-    /// Why the session was lost, or the name of the server that it waits for: UTF-8, NUL-terminated. Written by the host side before the state.
+    /// Why the session was lost, or the name of the server in whose queue it waits: UTF-8, NUL-terminated.
+    /// Written by the host side before the state.
     reason: [AtomicU64; REASON_SIZE / 8],
     _end: [AtomicU64; 224],
 }
@@ -139,12 +145,12 @@ numbered! {
     pub enum State {
         /// Not connected yet.
         New = 0,
-        /// Commands are being taken.
+        /// The host side takes commands.
         Ready = 1,
-        /// Over, against the client's will; the header has the reason.
+        /// The session ended without the client closing it; the header has the reason.
         Lost = 2,
-        /// In a server's queue; the header has the number of sessions that come first, and the server's name. Only for a client that
-        /// [may wait](crate::link::wish::MAY_WAIT).
+        /// The session is in a server's queue; the header has the number of sessions before it, and the
+        /// server's name. Only for a client that [may wait](crate::link::wish::MAY_WAIT).
         Waiting = 3,
     }
 }
@@ -154,7 +160,7 @@ impl Header {
         Cursors { tail: &self.tail, head: &self.head }
     }
 
-    /// Writes the header's fields. Client, before it connects.
+    /// Writes the header's fields. For the client, before it connects.
     #[cfg(not(loom))]
     pub fn write_fields(&self, fields: &HeaderFields) {
         let words: [u64; size_of::<HeaderFields>() / 8] = zerocopy::transmute!(*fields);
@@ -163,7 +169,7 @@ impl Header {
         }
     }
 
-    /// Copies the fields out, each byte once.
+    /// Copies the fields out, reading each byte once.
     #[cfg(not(loom))]
     pub fn read_fields(&self) -> HeaderFields {
         let words: [u64; size_of::<HeaderFields>() / 8] =
@@ -177,14 +183,14 @@ impl Header {
         State::with_number(self.state.load(Ordering::Acquire)).unwrap_or(State::Lost)
     }
 
-    /// Changes [`HeaderFields::wishes`]. Client, before it connects.
+    /// Changes [`HeaderFields::wishes`]. For the client, before it connects.
     #[cfg(not(loom))]
     pub fn set_wishes(&self, wishes: u32) {
         self.write_fields(&HeaderFields { wishes, ..self.read_fields() });
     }
 
-    /// Publishes [`State::Waiting`] with the session's place in the queue of the server of that name. Host side, which then wakes those who sleep on
-    /// the state.
+    /// Publishes [`State::Waiting`] with the session's place in the queue of the server of that name. For the
+    /// host side, which then wakes the threads that sleep on the state.
     pub fn set_waiting(&self, server: &str, ahead: u32) {
         if self.state() != State::Waiting {
             self.write_text(server);
@@ -193,45 +199,49 @@ impl Header {
         self.state.store(State::Waiting as u32, Ordering::Release);
     }
 
-    /// Sessions that the server serves before this one. Client, in [`State::Waiting`].
+    /// Number of sessions that the server serves before this one. For the client, in [`State::Waiting`].
     pub fn ahead(&self) -> u32 {
         self.ahead.load(Ordering::Relaxed)
     }
 
-    /// Writes the version that the session speaks, and the fingerprint by which the host side knows it. Host side, before [`State::Ready`].
+    /// Writes the version that the session speaks, and the fingerprint that the host side has of it. For the
+    /// host side, before [`State::Ready`].
     pub fn set_session_version(&self, version: Version, fingerprint: u64) {
         self.session_version.store(zerocopy::transmute!(version), Ordering::Relaxed);
         self.session_fingerprint.store(fingerprint, Ordering::Relaxed);
     }
 
-    /// The version that the session speaks, and its fingerprint. Client, in [`State::Ready`].
+    /// The version that the session speaks, and its fingerprint. For the client, in [`State::Ready`].
     pub fn session_version(&self) -> (Version, u64) {
         let version: Version = zerocopy::transmute!(self.session_version.load(Ordering::Relaxed));
         (version, self.session_fingerprint.load(Ordering::Relaxed))
     }
 
-    /// Changes [`HeaderFields::lost_after`]. Client, before it connects.
+    /// Changes [`HeaderFields::lost_after`]. For the client, before it connects.
     #[cfg(not(loom))]
     pub fn set_lost_after(&self, seconds: u32) {
         self.write_fields(&HeaderFields { lost_after: seconds, ..self.read_fields() });
     }
 
-    /// Says whether the link to the server is interrupted, once that has lasted for some seconds, and that it stands again. Host side.
+    /// Publishes that the link to the server has been interrupted for some seconds, or that it works again.
+    /// For the host side.
     pub fn set_interrupted(&self, interrupted: bool) {
         self.interrupted.store(interrupted.into(), Ordering::Release);
     }
 
-    /// Whether the link to the server has been interrupted for some seconds. The session goes on when it stands again. Client.
+    /// Whether the link to the server has been interrupted for some seconds. The session continues once the
+    /// link works again. For the client.
     pub fn is_interrupted(&self) -> bool {
         self.interrupted.load(Ordering::Acquire) != 0
     }
 
-    /// Publishes [`State::Ready`]. Host side.
+    /// Publishes [`State::Ready`]. For the host side.
     pub fn set_ready(&self) {
         self.state.store(State::Ready as u32, Ordering::Release);
     }
 
-    /// Publishes [`State::Lost`] with a reason (cut to [`REASON_SIZE`] − 1 bytes). Host side, which then wakes every sleeper.
+    /// Publishes [`State::Lost`] with a reason (cut to [`REASON_SIZE`] − 1 bytes). For the host side, which
+    /// then wakes every sleeping thread.
     pub fn set_lost(&self, reason: &str) {
         self.write_text(reason);
         self.state.store(State::Lost as u32, Ordering::Release);
@@ -241,54 +251,58 @@ impl Header {
         store_text(&self.reason, &crate::device::text::<REASON_SIZE>(text));
     }
 
-    /// Asks for a server: the one with that number, or one by its name, which is cut to [`SERVER_NAME_SIZE`] − 1 bytes. Client, before it connects.
+    /// Asks for a server, by number or by name (cut to [`SERVER_NAME_SIZE`] − 1 bytes). For the client,
+    /// before it connects.
     #[cfg(not(loom))]
     pub fn ask_for_server(&self, number: u32, name: &str) {
         self.write_fields(&HeaderFields { server: number, ..self.read_fields() });
         store_text(&self.asked_server, &crate::device::text::<SERVER_NAME_SIZE>(name));
     }
 
-    /// The name of the server that the client asks for; empty if it has asked by number. Host side: each byte is read once.
+    /// The name of the server that the client asks for; empty if it asks by number. For the host side; each
+    /// byte is read once.
     pub fn asked_server(&self) -> String {
         load_text(&self.asked_server)
     }
 
-    /// Says how many servers there are. Host side, before [`State::Ready`].
+    /// Publishes how many servers there are. For the host side, before [`State::Ready`].
     pub fn set_servers(&self, servers: u32) {
         self.servers.store(servers, Ordering::Relaxed);
     }
 
-    /// How many servers there are; 0 stands for 1. Client, in [`State::Ready`].
+    /// How many servers there are; 0 stands for 1. For the client, in [`State::Ready`].
     pub fn servers(&self) -> u32 {
         self.servers.load(Ordering::Relaxed)
     }
 
-    /// Whether the ring holds records that the host side has not taken. Good enough for passing doorbells on, and no more: a hostile client can make it
-    /// return anything.
+    /// Whether the ring holds records that the host side has not taken. A hostile client can make this return
+    /// anything, so use it only to decide whether to pass a doorbell on.
     pub fn has_records(&self) -> bool {
         self.tail.load(Ordering::Acquire) != self.head.load(Ordering::Acquire)
     }
 
-    /// Acknowledges a doorbell. Host side, for a guest that may be asking whether the host is still there.
+    /// Acknowledges a doorbell. For the host side: a guest may have rung to find out whether the host is
+    /// still there.
     pub fn raise_alive(&self) {
         self.alive.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A number that changes after each doorbell of a guest while the host side is there. Client.
+    /// A number that changes after each doorbell of a guest while the host side is there. For the client.
     pub fn alive(&self) -> u32 {
         self.alive.load(Ordering::Relaxed)
     }
 
-    /// Why the session was lost, after [`State::Lost`]; the server's name, in [`State::Waiting`]. Client.
+    /// In [`State::Lost`]: why the session was lost. In [`State::Waiting`]: the server's name. For the
+    /// client.
     pub fn reason(&self) -> String {
         load_text(&self.reason)
     }
 
-    /// Offset of the state in the channel, for a wait on it.
+    /// Offset of the state in the channel, for threads that wait on it.
     pub const STATE_OFFSET: u64 = 0x80;
-    /// Offset of [`Header::ring_sleep`] in the channel, for a wait on it.
+    /// Offset of [`Header::ring_sleep`] in the channel, for threads that wait on it.
     pub const RING_SLEEP_OFFSET: u64 = 0x280;
-    /// Offset of [`Header::progress_sleep`] in the channel, for a wait on it.
+    /// Offset of [`Header::progress_sleep`] in the channel, for threads that wait on it.
     pub const PROGRESS_SLEEP_OFFSET: u64 = 0x300;
 }
 
@@ -329,13 +343,13 @@ pub struct Geometry {
 /// Why a channel's header was refused.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum GeometryError {
-    /// The magic is wrong: no rgpu library has written this.
+    /// The magic is wrong, so no rgpu library wrote this.
     #[error("the channel header does not begin with rGPUchan but with {0:#x}")]
     Magic(u64),
-    /// The client's version does not fit.
+    /// The host side does not speak the client's version.
     #[error("{}", .0.describe("the guest's libraries speak", "this host speaks"))]
     Version(Mismatch),
-    /// A part is misplaced.
+    /// A part is at an invalid place.
     #[error(
         "channel header: {part} at {offset:#x}, {size:#x} bytes, is not a valid place in a channel of {channel:#x} bytes"
     )]
@@ -357,7 +371,8 @@ impl Geometry {
     /// Number of reply slots that libraries choose.
     pub const SLOT_COUNT: usize = 64;
 
-    /// The usual channel: [`RING_SIZE`](Self::RING_SIZE), [`SLOT_COUNT`](Self::SLOT_COUNT), and an arena of `arena_size` bytes (a multiple of 4096).
+    /// The usual channel: [`RING_SIZE`](Self::RING_SIZE), [`SLOT_COUNT`](Self::SLOT_COUNT), and an arena of
+    /// `arena_size` bytes (a multiple of 4096).
     pub fn with_arena(arena_size: usize) -> Geometry {
         let ring_offset = HEADER_SIZE;
         let (ring_size, slot_count) = (Self::RING_SIZE, Self::SLOT_COUNT);
@@ -376,7 +391,7 @@ impl Geometry {
         }
     }
 
-    /// What a client of this build writes into the header for this geometry. It has no wishes.
+    /// What a client of this build writes into the header for this geometry, without any wishes.
     pub fn fields(&self, pid: u32, program: &str) -> HeaderFields {
         HeaderFields {
             magic: MAGIC,
@@ -400,8 +415,9 @@ impl Geometry {
         }
     }
 
-    /// Checks a header's fields against the size of the memory that was really given. Parts must lie inside it, behind the header, in order,
-    /// page-aligned (the reply slots: 64-byte-aligned), without overlap. The client's version must be one that this build can speak.
+    /// Checks a header's fields against the actual size of the memory. The parts must lie inside it, after
+    /// the header, in order, page-aligned (the reply slots: 64-byte-aligned), without overlap. The client's
+    /// version must be one that this build can speak.
     pub fn check(fields: &HeaderFields, memory: u64) -> Result<Geometry, GeometryError> {
         if fields.magic != MAGIC {
             return Err(GeometryError::Magic(fields.magic));
@@ -485,7 +501,7 @@ mod tests {
         let other = HeaderFields { fingerprint: !ours.fingerprint, ..ours };
         let error = Geometry::check(&other, geometry.size as u64).unwrap_err().to_string();
         assert!(error.contains("different sources"), "{error}");
-        // Newer libraries judge for themselves, by what the host writes into the header.
+        // Newer libraries check this themselves, by what the host writes into the header.
         let version = Version { minor: ours.version.minor + 1, ..ours.version };
         assert_eq!(Geometry::check(&HeaderFields { version, ..other }, geometry.size as u64), Ok(geometry));
     }
@@ -508,7 +524,8 @@ mod tests {
         }
 
         fn header(&self) -> &Header {
-            // SAFETY: a page has a header's size and alignment. Both are made of atomics alone, so any bytes are valid and shared writes are fine.
+            // SAFETY: a page has a header's size and alignment. Both consist only of atomics, so any bytes
+            // are valid and shared writes are fine.
             unsafe { &*std::ptr::from_ref(self).cast::<Header>() }
         }
     }

@@ -1,4 +1,5 @@
-//! The channel's shared words under loom's model checker: every interleaving and every reordering that the memory model allows.
+//! Tests of the channel's shared words under loom, which tries every interleaving and every reordering that
+//! the memory model allows.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p rgpu-protocol --release loom`
 
@@ -25,7 +26,7 @@ fn a_wake_up_is_never_lost() {
         flag.announce();
         let saw = change.load(Ordering::Acquire) == 1;
         let woken = waker.join().unwrap();
-        assert!(saw || woken, "asleep for ever");
+        assert!(saw || woken, "asleep forever");
     });
 }
 
@@ -110,7 +111,7 @@ fn an_answer_reaches_a_thread_that_falls_asleep() {
         if !sleeps {
             assert!(early.is_some() && !wake);
         } else {
-            assert!(wake, "asleep for ever");
+            assert!(wake, "asleep forever");
         }
         let completion = early.or_else(|| slot.poll(&mut payload)).unwrap();
         assert_eq!((completion.status, payload.as_slice()), (Status::INVALID_VALUE, &[42][..]));

@@ -1,4 +1,5 @@
-//! The memory that a program's process and the host side share, and the only place with shared-memory atomics.
+//! The memory that a program's process and the host side share. Only this module uses atomics in shared
+//! memory.
 //!
 //! ```text
 //!  0 ┌────────────┐
@@ -14,12 +15,13 @@
 //!    └────────────┘
 //! ```
 //!
-//! Either side may be absent or hostile at any time. The host side enforces every rule itself: it takes the [`Geometry`] once, checks it, and never
-//! again reads a size or an offset from shared memory. The client trusts its host.
+//! The other side may disappear at any time, and the client may be hostile. The host side enforces every rule
+//! itself: it reads the [`Geometry`] once, checks it, and never reads a size or an offset from shared memory
+//! again. The client trusts its host.
 //!
-//! **Sleeping.** Every wait in the channel works the same way, by a [`SleepFlag`] or by the state word of a reply slot: the waiting thread polls for a
-//! while, announces that it will sleep, checks once more, and sleeps. A thread that changes something asks whether another one sleeps, and only then
-//! wakes it.
+//! **Sleeping.** Every wait in the channel works the same way, with a [`SleepFlag`] or with the state word of
+//! a reply slot: the waiting thread polls for a while, announces that it will sleep, checks once more, and
+//! sleeps. A thread that changes something wakes the other side only if a thread there sleeps.
 
 mod geometry;
 #[cfg(all(test, loom))]
@@ -54,25 +56,25 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"rGPUchan");
 pub const HEADER_SIZE: usize = 4096;
 /// Bytes of a record's header.
 pub const RECORD_HEADER: usize = 16;
-/// Longest record, header included, in bytes: a quarter of the smallest ring.
+/// Maximum size of a record, including its header, in bytes: a quarter of the smallest ring.
 pub const MAX_RECORD: usize = 64 * 1024;
-/// Reply slot of a record that is not answered.
+/// In place of a reply slot's number: the record is not answered.
 pub const NO_SLOT: u16 = 0xffff;
 /// Bytes of a reply slot: its words on one cache line, then the payload.
 pub const SLOT_SIZE: usize = 64 + MAX_PAYLOAD;
-/// Most bytes of payload in a reply.
+/// Maximum payload of a reply in bytes.
 pub const MAX_PAYLOAD: usize = if cfg!(loom) { 8 } else { 4096 };
 /// Bytes of the progress area.
 pub const PROGRESS_SIZE: usize = 64 * 1024;
-/// Most devices of a process, of all its sessions together.
+/// Maximum devices of a process, in all its sessions together.
 pub const MAX_DEVICES: u32 = 32;
-/// Most servers of a process.
+/// Maximum servers of a process.
 pub const MAX_SERVERS: usize = 16;
-/// Bytes of the name by which a client asks for a server, NUL included.
+/// Size of the name by which a client asks for a server, including the NUL, in bytes.
 pub const SERVER_NAME_SIZE: usize = 256;
-/// Most contexts of a session, primary ones included.
+/// Maximum contexts of a session, including primary ones.
 pub const MAX_CONTEXTS: u32 = 64;
-/// Most streams of a session, default ones included.
+/// Maximum streams of a session, including default ones.
 pub const MAX_STREAMS: u32 = ((PROGRESS_SIZE - 4096) / 8) as u32;
-/// Bytes of the reason for which a session was lost, NUL included.
+/// Size of the reason why a session was lost, including the NUL, in bytes.
 pub const REASON_SIZE: usize = 256;

@@ -1,4 +1,4 @@
-//! The progress area: what the host side publishes on its own.
+//! The progress area, in which the host side publishes how far the session's work has come.
 //!
 //! | offset | what |
 //! |---|---|
@@ -14,8 +14,8 @@ use crate::Status;
 use crate::handle::{ContextId, StreamId};
 use crate::schema::{Layout, layout_of};
 
-/// The progress area as it lies in shared memory. All of it is written by the host side, except that a client zeroes the word of a stream that
-/// it is about to create.
+/// The progress area as it lies in shared memory. Only the host side writes it, except that a client zeroes
+/// the word of a stream before it creates the stream.
 #[repr(C, align(4096))]
 #[derive(Debug)]
 pub struct Progress {
@@ -59,7 +59,8 @@ pub struct ErrorWord {
 }
 
 impl ErrorWord {
-    /// The error, if there is one, whether it is sticky (stays until the context is reset), and the `seq` of the command that failed.
+    /// The error if there is one, whether it is sticky (stays until the context is reset), and the `seq` of
+    /// the failed command.
     #[inline]
     pub fn get(&self) -> Option<(Status, bool, u64)> {
         let status = self.status.load(Ordering::Acquire);
@@ -68,7 +69,8 @@ impl ErrorWord {
         })
     }
 
-    /// Publishes an error. The first one stays, because a context's later errors follow from it. Host side.
+    /// Publishes an error, unless one is there: a context's later errors follow from its first one. For the
+    /// host side.
     pub fn set(&self, status: Status, sticky: bool, seq: u64) {
         if self.status.load(Ordering::Relaxed) == 0 {
             self.flags.store(sticky.into(), Ordering::Relaxed);
@@ -77,13 +79,15 @@ impl ErrorWord {
         }
     }
 
-    /// Whether [`set`](Self::set) was called for an error of command `seq` that is not there now: it was about to be published, or the client has taken it. For a process that takes the
-    /// place of one that may have published it. Host side.
+    /// Whether [`set`](Self::set) was called for an error of command `seq` that is not there now: it was
+    /// about to be published, or the client has taken it. For a process of the host side that replaces one
+    /// that may have published it.
     pub fn may_have_been_taken(&self, seq: u64) -> bool {
         self.seq.load(Ordering::Acquire) == seq && self.status.load(Ordering::Acquire) == 0
     }
 
-    /// Clears the error: the client after it returned one that is not sticky, the host side when a context is reset.
+    /// Clears the error. The client does this after it returned an error that is not sticky, the host side
+    /// when it resets a context.
     pub fn clear(&self) {
         self.status.store(0, Ordering::Release);
     }
@@ -99,7 +103,7 @@ impl Progress {
         self.released.load(Ordering::Acquire)
     }
 
-    /// Host side. Never decreases.
+    /// For the host side. The value never decreases.
     pub fn set_released(&self, seq: u64) {
         self.released.store(seq, Ordering::Release);
     }
@@ -109,7 +113,7 @@ impl Progress {
         self.executed.load(Ordering::Acquire)
     }
 
-    /// Host side. Never decreases.
+    /// For the host side. The value never decreases.
     pub fn set_executed(&self, seq: u64) {
         self.executed.store(seq, Ordering::Release);
     }
@@ -120,7 +124,7 @@ impl Progress {
         self.output.load(Ordering::Acquire)
     }
 
-    /// Host side. Never decreases.
+    /// For the host side. The value never decreases.
     pub fn set_output(&self, bytes: u64) {
         self.output.store(bytes, Ordering::Release);
     }

@@ -1,15 +1,16 @@
 //! The command ring: a byte ring with one producer at a time and one consumer.
 //!
-//! A record is a 16-byte header and a body, together a multiple of 16 bytes. It is never split at the ring's end: padding ([`PAD`]) fills the rest of
-//! the ring before a record that would be.
+//! A record is a 16-byte header and a body, together a multiple of 16 bytes. It is never split at the ring's
+//! end: before a record that would be, padding ([`PAD`]) fills the rest of the ring.
 //!
 //! ```text
 //! 0        4          6            8      16
 //! │size u32│opcode u16│reply_slot  │seq u64│ body, zero-padded to a multiple of 16
 //! ```
 //!
-//! `tail` and `head` count bytes for ever; their difference is what the ring holds. The consumer copies a record out once, by atomic loads, and checks
-//! the copy. A producer that writes meanwhile can spoil that record's content and nothing else.
+//! `tail` and `head` count all bytes since the start; their difference is what the ring holds. The consumer
+//! copies a record out once, with atomic loads, and checks the copy. A producer that writes at the same time
+//! can only corrupt that record's content.
 
 use super::geometry::Header;
 use super::sync::{AtomicU64, Ordering};
@@ -27,10 +28,10 @@ pub struct RingMemory<'m> {
 }
 
 impl<'m> RingMemory<'m> {
-    /// A ring over `words`, whose number is a power of two.
+    /// A ring over `words`.
     ///
     /// # Panics
-    /// If it is not. The caller has it from a checked geometry.
+    /// If the number of words is not a power of two. A checked geometry guarantees that it is.
     pub fn new(words: &'m [AtomicU64]) -> Self {
         assert!(words.len().is_power_of_two());
         RingMemory { words }
@@ -52,23 +53,23 @@ pub(super) struct Cursors<'m> {
     pub(super) head: &'m AtomicU64,
 }
 
-/// There is no room in the ring now.
+/// The ring has no room at the moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Full;
 
-/// The client's end. It has one user at a time: the caller holds a lock.
+/// The client's end. One thread uses it at a time: the caller holds a lock.
 #[derive(Debug)]
 pub struct Producer<'m> {
     cursors: Cursors<'m>,
     memory: RingMemory<'m>,
     tail: u64,
-    /// The consumer's cursor as last seen. Read again only when the ring seems full.
+    /// The consumer's cursor when it was last read. It is read again only when the ring seems full.
     head: u64,
     seq: u64,
 }
 
 impl<'m> Producer<'m> {
-    /// The producer of a fresh ring.
+    /// The producer of a new ring.
     pub fn new(header: &'m Header, memory: RingMemory<'m>) -> Self {
         Self::over(header.cursors(), memory)
     }
@@ -82,7 +83,8 @@ impl<'m> Producer<'m> {
         self.seq
     }
 
-    /// Appends a record and publishes it; returns its `seq`. The caller then asks [`Header::host_sleep`] whether to ring the doorbell.
+    /// Appends a record, publishes it, and returns its `seq`. Afterwards the caller asks
+    /// [`Header::host_sleep`] whether to ring the doorbell.
     ///
     /// # Panics
     /// If the record is longer than [`MAX_RECORD`]. Callers put long data elsewhere.
@@ -135,9 +137,9 @@ impl<'m> Producer<'m> {
 }
 
 layouts! {
-    /// The first 16 bytes of a record, as they stand in the ring and in a link frame.
+    /// The first 16 bytes of a record, in the ring and in a link frame.
     pub struct RecordHeader {
-        /// Bytes of the record, header included.
+        /// Bytes of the record, including this header.
         pub size: u32,
         /// The operation; [`PAD`]: padding.
         pub opcode: u16,
@@ -162,7 +164,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// The header's bytes, for a record of `size` bytes in all.
+    /// The header's bytes, for a record of `size` bytes including the header.
     pub fn to_bytes(&self, size: u32) -> [u8; RECORD_HEADER] {
         let Record { opcode, reply_slot, seq } = *self;
         zerocopy::transmute!(RecordHeader { size, opcode, reply_slot, seq })
@@ -175,15 +177,18 @@ impl Record {
     }
 }
 
-/// Something that no correct producer does. It ends the session.
+/// A violation that no correct producer commits. It ends the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum RecordError {
-    /// The cursor says that the ring holds more than it can, or less than nothing, or a part of 16 bytes.
-    #[error("ring cursor {tail:#x} does not fit consumer's cursor {head:#x} in a ring of {size:#x} bytes")]
+    /// According to the cursor, the ring holds more than its size, less than nothing, or no multiple of 16
+    /// bytes.
+    #[error(
+        "ring cursor {tail:#x} does not fit the consumer's cursor {head:#x} in a ring of {size:#x} bytes"
+    )]
     Cursor {
         /// The producer's cursor as read.
         tail: u64,
-        /// The consumer's own.
+        /// The consumer's own cursor.
         head: u64,
         /// The ring's size.
         size: u64,
@@ -197,7 +202,7 @@ pub enum RecordError {
         after: u64,
         /// The size as read.
         size: u32,
-        /// Most bytes that it could have.
+        /// The maximum that it could have.
         available: u64,
     },
     /// `seq` did not count up by one.
@@ -210,7 +215,7 @@ pub enum RecordError {
     },
 }
 
-/// How far a ring has been read: what a [`Consumer`] knows besides the ring itself.
+/// How far a ring has been read: the state of a [`Consumer`] besides the ring itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Position {
     head: u64,
@@ -223,7 +228,7 @@ impl Position {
         Position { head, seq }
     }
 
-    /// The cursor, and the number of the last record before it: for whoever keeps them while this process may end.
+    /// The cursor and the number of the last record before it, for storage outside this process.
     pub fn parts(&self) -> (u64, u64) {
         (self.head, self.seq)
     }
@@ -236,12 +241,12 @@ pub struct Consumer<'m> {
     memory: RingMemory<'m>,
     head: u64,
     seq: u64,
-    /// The cursor as the producer sees it: what is before it is the producer's again.
+    /// The cursor as the producer sees it. The room before it belongs to the producer again.
     released: u64,
 }
 
 impl<'m> Consumer<'m> {
-    /// The consumer of a fresh ring.
+    /// The consumer of a new ring.
     pub fn new(header: &'m Header, memory: RingMemory<'m>) -> Self {
         Self::over(header.cursors(), memory)
     }
@@ -250,7 +255,8 @@ impl<'m> Consumer<'m> {
         Consumer { cursors, memory, head: 0, seq: 0, released: 0 }
     }
 
-    /// The consumer of the same ring, at the [`position`](Self::position) where another one stopped.
+    /// A consumer that continues at the [`position`](Self::position) where an earlier one of the same ring
+    /// stopped.
     #[inline]
     pub fn resume(header: &'m Header, memory: RingMemory<'m>, position: Position) -> Self {
         Consumer {
@@ -268,21 +274,23 @@ impl<'m> Consumer<'m> {
         Position { head: self.head, seq: self.seq }
     }
 
-    /// Whether the producer has appended something that was not taken yet. True for a nonsensical cursor too, which [`pop`](Self::pop) then reports.
+    /// Whether the producer has appended something that has not been taken. Also true for an invalid cursor,
+    /// which [`pop`](Self::pop) then reports.
     #[inline]
     pub fn has_work(&self) -> bool {
         self.cursors.tail.load(Ordering::Acquire) != self.head
     }
 
-    /// Whether half of the ring is free, so that a producer that waits for room should be woken. If it were woken for each record that is taken, it would
-    /// fill that place and wait again, at the price of a system call each time. Half a ring is work for much longer than a wake-up takes. An empty ring
-    /// always has room, so a consumer that asks before it sleeps never leaves a producer asleep.
+    /// Whether half of the ring is free, so that a producer that waits for room should be woken. If it were
+    /// woken for each record that is taken, it would fill that room and wait again, at the cost of a system
+    /// call each time. The records of half a ring take much longer than a wake-up. An empty ring always has
+    /// room, so a consumer that asks before it sleeps never leaves a producer asleep.
     #[inline]
     pub fn has_room(&self) -> bool {
         self.cursors.tail.load(Ordering::Acquire).wrapping_sub(self.released) <= self.memory.size() / 2
     }
 
-    /// [Takes](Self::take) the next record and [releases](Self::release) its place at once.
+    /// [Takes](Self::take) the next record and [releases](Self::release) its room at once.
     #[inline]
     pub fn pop(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, RecordError> {
         let taken = self.take(body);
@@ -290,8 +298,9 @@ impl<'m> Consumer<'m> {
         taken
     }
 
-    /// Gives the place of all records before `position`, which this consumer has passed, back to the producer. If the ring [has room](Self::has_room)
-    /// then, the caller asks [`Header::ring_sleep`] whether to wake the client.
+    /// Returns to the producer the room of all records before `position`, which this consumer has passed. If
+    /// the ring then [has room](Self::has_room), the caller asks [`Header::ring_sleep`] whether to wake the
+    /// client.
     #[inline]
     pub fn release(&mut self, position: Position) {
         if position.head != self.released {
@@ -300,9 +309,11 @@ impl<'m> Consumer<'m> {
         }
     }
 
-    /// Copies the next record out: returns its header and fills `body` with its body, padding included. `None`: the ring is empty.
+    /// Copies the next record out: returns its header and fills `body` with its body, including padding.
+    /// `None`: the ring is empty.
     ///
-    /// The record stays in the ring until its place is [released](Self::release): whoever takes this consumer's place can read it again.
+    /// The record stays in the ring until its room is [released](Self::release), so a consumer that replaces
+    /// this one can read it again.
     #[inline]
     pub fn take(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, RecordError> {
         loop {
@@ -413,7 +424,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_goes_in_comes_out(records in proptest::collection::vec((1u16.., proptest::collection::vec(any::<u8>(), 0..200)), 1..300)) {
+        fn records_come_out_as_they_went_in(records in proptest::collection::vec((1u16.., proptest::collection::vec(any::<u8>(), 0..200)), 1..300)) {
             let ring = Ring::new(1024);
             let (mut producer, mut consumer) = ring.ends();
             let mut expected = std::collections::VecDeque::new();
@@ -440,7 +451,8 @@ mod tests {
             prop_assert!(take(&mut expected, &mut consumer) && !consumer.has_work());
         }
 
-        /// Whatever a hostile producer writes, the consumer answers with a record or an error, never reads outside, and does not loop.
+        /// Whatever a hostile producer writes, the consumer returns a record or an error, never reads outside
+        /// the ring, and does not loop.
         #[test]
         fn any_bytes_are_survived(words in proptest::collection::vec(any::<u64>(), 32), tail in prop_oneof![any::<u64>(), (0u64..40).prop_map(|n| n * 16)], small in any::<bool>()) {
             let ring = Ring::new(256);

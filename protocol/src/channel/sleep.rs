@@ -1,14 +1,16 @@
-//! The word by which a sleeping thread asks to be woken.
+//! The word with which a thread asks to be woken.
 
 use super::sync::{AtomicU32, Ordering, fence};
 
 /// 1 while a thread sleeps or is about to; 0 otherwise.
 ///
-/// Sleeper: [`announce`](Self::announce), check once more for the thing it waits for, then sleep while the word is 1 ([`ASLEEP`](Self::ASLEEP)), or
-/// [`cancel`](Self::cancel) if there is something after all. Waker: make the change visible, then wake if [`take`](Self::take) returns true.
+/// The sleeping side calls [`announce`](Self::announce), checks once more for what it waits for, and then
+/// sleeps while the word is 1 ([`ASLEEP`](Self::ASLEEP)), or calls [`cancel`](Self::cancel) if the wait is
+/// over. The waking side makes its change visible, and then wakes the sleeper if [`take`](Self::take) returns
+/// true.
 ///
-/// Both sides put a full fence between their write and their read, so one of the two always sees the other and no wake-up is lost. Several threads may
-/// sleep on one word; all are woken.
+/// Both sides put a full fence between their write and their read, so at least one of them sees the other's
+/// write and no wake-up is lost. Several threads may sleep on one word; all are woken.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct SleepFlag(AtomicU32);
@@ -28,7 +30,8 @@ impl SleepFlag {
         fence(Ordering::SeqCst);
     }
 
-    /// Takes the announcement back. Only for a word with a single sleeper. Where several share it, leave it: a spurious wake-up is harmless.
+    /// Takes the announcement back. Only for a word with a single sleeper. If several threads share the word,
+    /// leave the announcement: a spurious wake-up is harmless.
     pub fn cancel(&self) {
         self.0.store(0, Ordering::Relaxed);
     }

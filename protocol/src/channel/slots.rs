@@ -1,7 +1,7 @@
-//! Reply slots: where a thread waits for the answer to its `sync` operation.
+//! Reply slots, in which threads wait for the answers to their `sync` operations.
 //!
-//! One word is enough for the whole hand-over: a waiter that goes to sleep says so in the state, and the host side learns of it by the exchange that
-//! completes the slot.
+//! One word is enough for the whole exchange: a waiting thread announces its sleep in the state, and the host
+//! side learns of it from the atomic exchange that completes the slot.
 
 use super::MAX_PAYLOAD;
 use super::sync::{AtomicU32, AtomicU64, Ordering};
@@ -13,9 +13,9 @@ numbered! {
     pub enum SlotState {
         /// Unused.
         Free = 0,
-        /// A request is under way.
+        /// A request is in progress.
         Pending = 1,
-        /// A request is under way and its thread sleeps.
+        /// A request is in progress and its thread sleeps.
         Sleeping = 2,
         /// The answer is there.
         Done = 3,
@@ -57,14 +57,14 @@ pub struct Completion {
     pub len: usize,
 }
 
-/// What a slot says of an answer that it may have got.
+/// Whether a slot has received a certain answer, as far as the slot shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Completed {
-    /// It has not got it.
+    /// It has not received it.
     No,
-    /// It has got it.
+    /// It has received it.
     Yes,
-    /// Either it was about to get it, or the client has taken it and used the slot for another request.
+    /// Either it was about to receive it, or the client has taken it and used the slot for another request.
     Unknown,
 }
 
@@ -82,17 +82,19 @@ impl ReplySlot {
         }
     }
 
-    /// Takes the slot for a request that is about to be appended. Client; the slot is the calling thread's.
+    /// Takes the slot for a request that is about to be appended. For the client; the slot belongs to the
+    /// calling thread.
     pub fn prepare(&self) {
         self.state.store(SlotState::Pending as u32, Ordering::Relaxed);
     }
 
-    /// Whether the answer is there. Client.
+    /// Whether the answer is there. For the client.
     pub fn is_done(&self) -> bool {
         self.state.load(Ordering::Acquire) == SlotState::Done as u32
     }
 
-    /// The answer, if it is there; its payload is appended to `payload` and the slot is free again. Client.
+    /// Returns the answer if it is there, appends its payload to `payload`, and frees the slot. For the
+    /// client.
     #[inline]
     pub fn poll(&self, payload: &mut Vec<u8>) -> Option<Completion> {
         if self.state.load(Ordering::Acquire) != SlotState::Done as u32 {
@@ -109,7 +111,8 @@ impl ReplySlot {
         Some(Completion { status, len })
     }
 
-    /// Announces that the waiting thread is about to sleep while the word at the slot's offset is [`SlotState::Sleeping`]. False: the answer is there.
+    /// Announces that the waiting thread is about to sleep while the word at the slot's offset is
+    /// [`SlotState::Sleeping`]. Returns false if the answer is there.
     pub fn announce_sleep(&self) -> bool {
         let (pending, sleeping) = (SlotState::Pending as u32, SlotState::Sleeping as u32);
         match self.state.compare_exchange(pending, sleeping, Ordering::AcqRel, Ordering::Acquire) {
@@ -118,9 +121,10 @@ impl ReplySlot {
         }
     }
 
-    /// Writes an answer and publishes it. True: its thread sleeps; wake it. Host side.
+    /// Writes an answer and publishes it. Returns whether the waiting thread sleeps and must be woken. For
+    /// the host side.
     ///
-    /// A payload over [`MAX_PAYLOAD`] is cut; servers check first.
+    /// Cuts a payload longer than [`MAX_PAYLOAD`]; servers check the length before.
     pub fn complete(&self, seq: u64, status: Status, payload: &[u8]) -> bool {
         let payload = &payload[..payload.len().min(MAX_PAYLOAD)];
         for (word, bytes) in self.payload.iter().zip(payload.chunks(8)) {
@@ -134,14 +138,15 @@ impl ReplySlot {
         self.state.swap(SlotState::Done as u32, Ordering::AcqRel) == SlotState::Sleeping as u32
     }
 
-    /// Whether a request is under way whose thread sleeps. Host side.
+    /// Whether a request is in progress and its thread sleeps. For the host side.
     pub fn sleeps(&self) -> bool {
         self.state.load(Ordering::Acquire) == SlotState::Sleeping as u32
     }
 
-    /// Whether [`complete`](Self::complete) was called for request `seq`, for a process that takes the place of one that may have done so. Host side.
+    /// Whether [`complete`](Self::complete) was called for request `seq`. For a process of the host side that
+    /// replaces one that may have called it.
     pub fn was_completed(&self, seq: u64) -> Completed {
-        // Written before the state is, and by the host side alone.
+        // The host side writes this before the state, and the client never does.
         if self.seq.load(Ordering::Acquire) != seq {
             return Completed::No;
         }
@@ -153,7 +158,8 @@ impl ReplySlot {
         }
     }
 
-    /// Answers the slot with `status` if a request is under way in it. The host side does this with every slot when a session is lost. True: wake it.
+    /// Answers the slot with `status` if a request is in progress in it. The host side does this with every
+    /// slot when a session is lost. Returns whether the waiting thread must be woken.
     pub fn abandon(&self, status: Status) -> bool {
         let state = self.state.load(Ordering::Acquire);
         if state != SlotState::Pending as u32 && state != SlotState::Sleeping as u32 {

@@ -1,4 +1,4 @@
-//! The channel's atomics: the standard library's, or loom's under its model checker.
+//! The channel's atomics: the standard library's, or loom's when its model checker runs.
 
 #[cfg(not(loom))]
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};

@@ -1,15 +1,16 @@
-//! What devices did, and when: the source of profilers' device records.
+//! What devices did, and when: the source of a profiler's device records.
 //!
-//! A session that has started it gets a record of each kernel, copy and fill that its commands gave a device, with the times at which the device began and ended it. Records collect on the server
-//! until the client reads them; a server keeps [`MOST_RECORDS`] and counts those for which there was no room.
+//! A session that has started recording gets a record of each kernel, copy and fill of its commands, with the
+//! times at which the device began and ended it. The server collects records until the client reads them; it
+//! keeps at most [`MOST_RECORDS`] and counts those for which it had no room.
 
 use crate::data::HostOut;
 use crate::ops::ops;
 
-/// Most records that a server keeps for a session.
+/// Maximum records that a server keeps for a session.
 pub const MOST_RECORDS: usize = 1 << 18;
 
-/// What a record is about: [`ActivityRecord`]'s `kind`.
+/// Values of [`ActivityRecord`]'s `kind`.
 pub mod kind {
     /// A kernel.
     pub const KERNEL: u32 = 1;
@@ -20,9 +21,9 @@ pub mod kind {
 }
 
 crate::wire_struct! {
-    /// A kernel, a copy or a fill that a device has done. Fields that its kind does not have are 0.
+    /// A kernel, a copy or a fill that a device has executed. Fields that this kind does not have are 0.
     pub struct ActivityRecord {
-        /// The command that it was part of.
+        /// The command that caused it.
         seq: u64,
         /// A number of [`kind`].
         kind: u32,
@@ -30,7 +31,7 @@ crate::wire_struct! {
         stream: u32,
         /// Ordinal of the device.
         device: u32,
-        /// When the device began it, in nanoseconds by the server's clock ([`ActivityClock`]).
+        /// When the device began it, in nanoseconds of the server's clock ([`ActivityClock`]).
         begin: u64,
         /// When it ended.
         end: u64,
@@ -38,7 +39,8 @@ crate::wire_struct! {
         bytes: u64,
         /// The value of a fill.
         value: u32,
-        /// Of a copy: `CUpti_ActivityMemcpyKind`, and `CUpti_ActivityMemoryKind` of the source and the destination. Of a fill: 0, 0, `CUpti_ActivityMemoryKind`.
+        /// For a copy: `CUpti_ActivityMemcpyKind`, and `CUpti_ActivityMemoryKind` of the source and the
+        /// destination. For a fill: 0, 0, `CUpti_ActivityMemoryKind`.
         memory: [u8; 3],
         /// Ordinals of the devices of a copy's source and destination.
         ends: [u32; 2],
@@ -54,9 +56,9 @@ crate::wire_struct! {
         registers: u32,
         /// Local memory of a thread, in bytes.
         local: u32,
-        /// A number for the instantiated graph that it is part of, and one for its node there; 0: of none.
+        /// Number of the instantiated graph that it is part of, or 0.
         graph: u32,
-        /// See `graph`.
+        /// Number of its node in that graph, or 0.
         node: u64,
         /// The kernel's name: an index into [`ActivityRecords`]'s `names`.
         name: u32,
@@ -68,7 +70,7 @@ crate::wire_struct! {
     pub struct ActivityRecords {
         /// Names of kernels, as in their modules.
         names: Vec<String>,
-        /// The records, in no certain order.
+        /// The records, in any order.
         records: Vec<ActivityRecord>,
     }
 }
@@ -77,12 +79,13 @@ ops! {
     /// Activity of devices.
     trait ActivityOps;
 
-    /// Begins to record what the session's devices do from here on. Drops the records of an earlier time. `NOT_SUPPORTED` where the server cannot.
+    /// Begins to record what the session's devices do from now on. Drops earlier records. `NOT_SUPPORTED` if
+    /// the server cannot record.
     sync 0x0f01 activity_start: ActivityStart
         [order Session, may_block Never, lane Main]
     {} -> ActivityStartReply {}
 
-    /// Ends recording. What was recorded can still be read.
+    /// Ends recording. The records so far can still be read.
     sync 0x0f02 activity_stop: ActivityStop
         [order Earlier, may_block Never, lane Main]
     {} -> ActivityStopReply {}
@@ -93,20 +96,21 @@ ops! {
     {
         /// Where they go.
         out: HostOut,
-        /// Whether the driver is asked for all that devices have done. Otherwise these are the records that are there already.
+        /// Whether the server first asks the driver for the records of all work that is done. Otherwise it
+        /// returns those that it has already.
         flush: bool,
     } -> ActivityReadReply {
-        /// Bytes that were written. 0: there are no more records now.
+        /// Bytes that were written. 0: there are no more records at the moment.
         bytes: u64,
-        /// Records for which there was no room, since the last time that this was said.
+        /// Records for which there was no room since the last report of this number.
         dropped: u64,
     }
 
-    /// The clock by which records tell the time.
+    /// The clock of the records.
     sync 0x0f04 activity_clock: ActivityClock
         [order None, may_block Never, lane Main]
     {} -> ActivityClockReply {
-        /// Nanoseconds since an arbitrary moment.
+        /// Nanoseconds since an arbitrary time.
         now: u64,
     }
 }

@@ -1,14 +1,15 @@
 //! Arrays, mipmapped arrays, and the textures and surfaces through which kernels read and write them.
 //!
-//! Only the device knows how an array's elements lie in memory: copies name positions in it. A texture or surface has the number that kernels are given
-//! (`CUtexObject`, `CUsurfObject`), which the server's driver chooses. Numbers of `cuda.h`'s enumerations are sent unchanged.
+//! Only the device knows how an array's elements lie in memory, so copies name positions in the array.
+//! Textures and surfaces are named by the number that kernels get (`CUtexObject`, `CUsurfObject`), which the
+//! server's driver chooses. Values of `cuda.h`'s enumerations are sent unchanged.
 
 use crate::handle::{ArrayId, ContextId, StreamId};
 use crate::ops::copy::Pitched;
 use crate::ops::ops;
 
 crate::wire_struct! {
-    /// `CUDA_ARRAY3D_DESCRIPTOR`: elements in each direction, 0 where the array has no such direction.
+    /// `CUDA_ARRAY3D_DESCRIPTOR`: elements in each dimension, 0 for dimensions that the array does not have.
     pub struct ArrayShape {
         /// Elements of a row.
         width: u64,
@@ -29,20 +30,20 @@ crate::wire_struct! {
 pub mod flag {
     /// `depth` counts layers.
     pub const LAYERED: u32 = 0x01;
-    /// Surfaces may be made of it.
+    /// Surfaces may be created for it.
     pub const SURFACE_LDST: u32 = 0x02;
     /// `depth` counts faces, six to a cube.
     pub const CUBEMAP: u32 = 0x04;
     /// `tex2Dgather` may be used on it.
     const TEXTURE_GATHER: u32 = 0x08;
-    /// It has no memory until some is mapped to it.
+    /// It has no memory until memory is mapped to it.
     pub const DEFERRED_MAPPING: u32 = 0x80;
     /// All flags that an array may have.
     pub const KNOWN: u32 = LAYERED | SURFACE_LDST | CUBEMAP | TEXTURE_GATHER | DEFERRED_MAPPING;
 }
 
 impl ArrayShape {
-    /// Bytes of an element, for the formats whose elements are 1, 2 or 4 numbers.
+    /// Bytes of an element, for formats with 1, 2 or 4 numbers for each element.
     pub fn element_bytes(&self) -> Option<u64> {
         let channel = match self.format {
             0x01 | 0x08 => 1,
@@ -65,7 +66,7 @@ impl ArrayShape {
         row.checked_mul(rows)?.checked_mul(slices)
     }
 
-    /// Most levels of a mipmapped array of this shape: the last one has one element in each direction.
+    /// Maximum levels of a mipmapped array of this shape: the last one has one element in each dimension.
     pub fn most_levels(&self) -> u32 {
         let layers = self.flags & (flag::LAYERED | flag::CUBEMAP) != 0;
         let longest = self.width.max(self.height).max(if layers { 0 } else { self.depth });
@@ -77,7 +78,8 @@ impl ArrayShape {
         (0..levels.min(u64::BITS)).try_fold(0u64, |sum, level| sum.checked_add(self.level(level).bytes()?))
     }
 
-    /// For a cube map: whether its faces form cubes. They are squares, and six of them, or with layers a multiple of six. True for everything else.
+    /// For a cube map: whether its faces are squares, and six of them, or with layers a multiple of six. True
+    /// for everything else.
     pub fn is_whole_cubes(&self) -> bool {
         let cubes = match self.flags & flag::LAYERED {
             0 => self.depth == 6,
@@ -96,7 +98,7 @@ impl ArrayShape {
     }
 }
 
-/// Most arrays of a session, counting levels that have an id; and most textures and surfaces.
+/// Maximum arrays of a session, including levels that have an id; and maximum textures and surfaces.
 pub const MOST: usize = 1 << 20;
 
 crate::wire_struct! {
@@ -142,15 +144,15 @@ crate::wire_struct! {
         filter: u32,
         /// `CU_TRSF_…`.
         flags: u32,
-        /// Greatest anisotropy.
+        /// Maximum anisotropy.
         anisotropy: u32,
         /// `CUfilter_mode` between levels.
         level_filter: u32,
-        /// Added to the level.
+        /// Level bias.
         level_bias: u32,
-        /// Least and greatest level.
+        /// Minimum and maximum level.
         level_clamp: [u32; 2],
-        /// Colour outside.
+        /// Border color.
         border: [u32; 4],
     }
 }
@@ -199,7 +201,8 @@ ops! {
         array: ArrayId,
     } -> ArrayLevelReply {}
 
-    /// `cuArrayDestroy`, `cuMipmappedArrayDestroy`. For a level only its id is freed. No work that uses the array may be under way.
+    /// `cuArrayDestroy`, `cuMipmappedArrayDestroy`. For a level, only its id is freed. No work that uses the
+    /// array may be pending.
     async 0x0c03 array_destroy: ArrayDestroy
         [order Earlier, may_block Never, lane Main]
     {
@@ -238,7 +241,7 @@ ops! {
         texture: u64,
     }
 
-    /// `cuTexObjectDestroy`. No work that uses it may be under way.
+    /// `cuTexObjectDestroy`. No work that uses it may be pending.
     async 0x0c06 texture_destroy: TextureDestroy
         [order Earlier, may_block Never, lane Main]
     {
@@ -259,7 +262,7 @@ ops! {
         surface: u64,
     }
 
-    /// `cuSurfObjectDestroy`. No work that uses it may be under way.
+    /// `cuSurfObjectDestroy`. No work that uses it may be pending.
     async 0x0c08 surface_destroy: SurfaceDestroy
         [order Earlier, may_block Never, lane Main]
     {
@@ -282,7 +285,8 @@ ops! {
         width: u64,
     }
 
-    /// `cuArrayGetMemoryRequirements`, `cuMipmappedArrayGetMemoryRequirements`: what has to be mapped to an array without memory.
+    /// `cuArrayGetMemoryRequirements`, `cuMipmappedArrayGetMemoryRequirements`: the memory that must be
+    /// mapped to an array without memory.
     sync 0x0c0a array_requirements: ArrayRequirements
         [order None, may_block Never, lane Main]
     {
@@ -305,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn levels_halve_what_is_not_a_layer() {
+    fn levels_halve_every_dimension_but_layers() {
         let sizes = |s: &ArrayShape, level| {
             let l = s.level(level);
             [l.width, l.height, l.depth]

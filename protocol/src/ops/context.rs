@@ -5,7 +5,8 @@ use crate::ops::ops;
 use crate::wire::Bytes;
 
 ops! {
-    /// Contexts. The primary context of device *n* is [`ContextId`] *n* and exists for the whole session. A server creates it by the time that it is needed.
+    /// Contexts. The primary context of device *n* is [`ContextId`] *n* and exists for the whole session. A
+    /// server creates it when it is first needed.
     trait ContextOps;
 
     /// Creates a context: `cuCtxCreate`.
@@ -46,7 +47,8 @@ ops! {
         flags: u32,
     } -> PrimarySetFlagsReply {}
 
-    /// Answered when all work of the context is done: `cuCtxSynchronize`. The status is the context's deferred error, if it has one.
+    /// `cuCtxSynchronize`. Answered when all work of the context is done. The status is the context's
+    /// deferred error, if it has one.
     sync 0x0205 context_synchronize: ContextSynchronize
         [order Earlier, may_block Never, lane Main]
     {
@@ -79,8 +81,8 @@ ops! {
         value: u64,
     } -> ContextSetLimitReply {}
 
-    /// The next part of what kernels have printed (`printf`, the text of a failed `assert`). A client asks when the progress area's `output` has increased,
-    /// until it has that many bytes.
+    /// The next part of what kernels have printed (`printf`, the text of a failed `assert`). When the
+    /// progress area's `output` has increased, a client sends this until it has that many bytes.
     sync 0x0210 device_output: DeviceOutput
         [order None, may_block Never, lane Main]
     {} -> DeviceOutputReply {
@@ -92,7 +94,8 @@ ops! {
         dropped: u64,
     }
 
-    /// `cuCtxEnablePeerAccess`: kernels of the context may now access variables of the peer's modules. The peer's window they may access anyway.
+    /// `cuCtxEnablePeerAccess`: kernels of the context may now access variables of the peer's modules. They
+    /// may always access the peer's window.
     sync 0x0208 peer_enable: PeerEnable
         [order None, may_block Never, lane Main]
     {

@@ -1,6 +1,7 @@
 //! Copies and fills. All are work on a stream.
 //!
-//! For a synchronous copy the client sends one of these and a [`crate::ops::stream::StreamSynchronize`]: two records, one reply.
+//! For a synchronous copy the client sends one of these and a [`crate::ops::stream::StreamSynchronize`]: two
+//! records, one reply.
 
 use crate::data::{HostIn, HostOut};
 use crate::handle::StreamId;
@@ -35,7 +36,8 @@ ops! {
         src: HostIn<'a>,
     }
 
-    /// `cuMemcpyDtoHAsync`. The bytes are in the client's memory before any progress or reply that says the stream has passed this point.
+    /// `cuMemcpyDtoHAsync`. The bytes are in the client's memory before any progress or reply that says the
+    /// stream has passed this point.
     async 0x0402 memcpy_dtoh: MemcpyDtoH
         [order Streams, may_block Never, lane Main]
     {
@@ -47,7 +49,8 @@ ops! {
         dst: HostOut,
     }
 
-    /// `cuMemcpyDtoH` of few bytes (at most [`crate::channel::MAX_PAYLOAD`] − 4). The reply has the bytes and comes when the stream has reached this point.
+    /// `cuMemcpyDtoH` of a few bytes (at most [`crate::channel::MAX_PAYLOAD`] − 4). The reply has the bytes
+    /// and comes when the stream has reached this point.
     sync 0x0403 memcpy_dtoh_inline: MemcpyDtoHInline
         [order Streams, may_block Stream, lane Main]
     {
@@ -76,7 +79,8 @@ ops! {
         len: u64,
     }
 
-    /// `cuMemcpy2DAsync`, `cuMemcpy3DAsync` from host to device; the source is packed: no gap between rows or slices.
+    /// `cuMemcpy2DAsync`, `cuMemcpy3DAsync` from host to device; the source is packed, without gaps between
+    /// rows or slices.
     async 0x0405 memcpy_htod_3d: MemcpyHtoD3D<'a>
         [order Streams, may_block Never, lane Main]
     {

@@ -1,4 +1,5 @@
-//! Devices and the server itself. A client asks once at the start of a session and then answers the program itself.
+//! Devices and the server itself. A client asks once at the start of a session, and answers the program's
+//! calls itself.
 
 use crate::ops::ops;
 
@@ -25,7 +26,7 @@ ops! {
     sync 0x0101 session_info: SessionInfo
         [order None, may_block Never, lane Main]
     {} -> SessionInfoReply {
-        /// Devices of this session; ordinals are below it.
+        /// Number of devices of this session.
         device_count: u32,
         /// `cuDriverGetVersion`: 13000 for 13.0.
         driver_version: u32,
@@ -35,12 +36,13 @@ ops! {
         server: String,
         /// Whether commands may name [`HostIn::Late`](crate::data::HostIn) data.
         reads_late: bool,
-        /// Whether the devices run an image's machine code. If not, they run its PTX, and what the machine code says of a kernel need not be so.
+        /// Whether the devices run an image's machine code. If not, they run its PTX, and what the machine
+        /// code says about a kernel may not hold.
         runs_machine_code: bool,
     }
 
-    /// Everything about a device that does not change: `cuDeviceGetName`, `cuDeviceGetUuid`, `cuDeviceTotalMem`, `cuDeviceGetAttribute`,
-    /// `cuDeviceGetPCIBusId`.
+    /// Everything about a device that does not change: `cuDeviceGetName`, `cuDeviceGetUuid`,
+    /// `cuDeviceTotalMem`, `cuDeviceGetAttribute`, `cuDeviceGetPCIBusId`.
     sync 0x0102 device_info: DeviceInfo
         [order None, may_block Never, lane Main]
     {
@@ -55,41 +57,44 @@ ops! {
         pci: [u32; 3],
         /// Memory in bytes.
         total_memory: u64,
-        /// Granule of [`crate::ops::memory::MemGrow`], in bytes.
+        /// Granularity of [`crate::ops::memory::MemGrow`], in bytes.
         granule: u64,
-        /// Least and greatest stream priority.
+        /// Lowest and highest stream priority.
         stream_priorities: [i32; 2],
         /// Every attribute that the server's driver knows.
         attributes: Vec<Attribute>,
     }
 
-    /// Whether a device of the session can map another's memory, and what it can do there: `cuDeviceCanAccessPeer`, `cuDeviceGetP2PAttribute` and
-    /// `cuDeviceGetP2PAtomicCapabilities`.
+    /// Whether a device of the session can map another's memory, and what it can do there:
+    /// `cuDeviceCanAccessPeer`, `cuDeviceGetP2PAttribute` and `cuDeviceGetP2PAtomicCapabilities`.
     sync 0x0103 peer_info: PeerInfo
         [order None, may_block Never, lane Main]
     {
-        /// Device that would access.
+        /// Device that would access the memory.
         device: u32,
-        /// Device whose memory it would be.
+        /// Device that has the memory.
         peer: u32,
     } -> PeerInfoReply {
         /// `cuDeviceCanAccessPeer`.
         can_access: bool,
         /// `cuDeviceGetP2PAttribute` by number, from 1 (`PERFORMANCE_RANK`).
         attributes: Vec<i32>,
-        /// For each `CUatomicOperation` by number, its `CUatomicOperationCapability`s. Empty if the server's driver does not say (before 13.0).
+        /// For each `CUatomicOperation` by number, its `CUatomicOperationCapability`s. Empty if the server's
+        /// driver does not report them (before 13.0).
         atomics: Vec<u32>,
     }
 
-    /// `CUDA_VISIBLE_DEVICES`, and the place of the session's devices among all of the process's: from now on the session has only these devices, and their ordinals are
-    /// their positions in this list. Only before anything was created on a device.
+    /// `CUDA_VISIBLE_DEVICES`, and the positions of the session's devices among all devices of the process.
+    /// From now on the session has only these devices, and a device's ordinal is its position in this list.
+    /// Only allowed before anything was created on a device.
     sync 0x0104 select_devices: SelectDevices
         [order None, may_block Never, lane Main]
     {
         /// Ordinals, without repetition.
         devices: Vec<u32>,
-        /// For each, the number of its [window](crate::ops::memory::window) of addresses: ascending, below [`MAX_DEVICES`](crate::channel::MAX_DEVICES). A process with
-        /// several sessions gives their devices different windows. Empty: window *n* for ordinal *n*.
+        /// For each, the number of its [window](crate::ops::memory::window) of addresses: ascending, below
+        /// [`MAX_DEVICES`](crate::channel::MAX_DEVICES). A process with several sessions gives their devices
+        /// different windows. Empty: window *n* for ordinal *n*.
         windows: Vec<u32>,
     } -> SelectDevicesReply {}
 }

@@ -1,4 +1,4 @@
-//! Direct connections: from a worker of one server to a worker of another one, for copies between their GPUs.
+//! Direct connections from a worker of one server to a worker of another, for copies between their GPUs.
 //!
 //! ```text
 //!  sending server                     client                      receiving server
@@ -11,31 +11,33 @@
 //!        │                              │── DirectLand(number) ─────────▶│
 //! ```
 //!
-//! A connection carries pieces one way, from the server that has opened it. Each piece has a number, chosen by the client, which none before it had.
+//! A connection carries pieces in one direction, from the server that opened it. The client gives each piece
+//! a number that no earlier piece had.
 
 use crate::handle::StreamId;
 use crate::ops::copy::Pitched;
 use crate::ops::ops;
 
-/// Most bytes of a piece.
+/// Maximum size of a piece in bytes.
 pub const MAX_PIECE: u64 = 1 << 20;
-/// Pieces that each end has room for: at the sending one until they are sent, at the receiving one until a stream has landed them.
+/// Number of pieces that each end has room for: the sending end until they are sent, the receiving end until
+/// a stream has landed them.
 pub const PIECES: usize = 16;
-/// Most connections of a session, each way, open and closed.
+/// Maximum connections of a session in each direction, open or closed.
 pub const MAX_DIRECTS: usize = 64;
-/// Most addresses of a ticket.
+/// Maximum addresses of a ticket.
 pub const MAX_ADDRESSES: usize = 16;
 
 crate::wire_struct! {
-    /// Allows one connection to the server that has made it, once and for a short time. For the client it is only something to pass on.
+    /// Allows one connection to the server that made it, within a short time. A client only passes it on.
     pub struct DirectTicket {
-        /// Its name, which is no secret.
+        /// Its name, which is not secret.
         token: [u8; 16],
         /// Its secret.
         secret: [u8; 32],
-        /// Under TLS, the SHA-256 of the public key that the connection's other end will have.
+        /// Under TLS, the SHA-256 of the public key that the connection's receiving end has.
         key: [u8; 32],
-        /// Whether the server speaks TLS, and nothing else, at its addresses of TCP.
+        /// Whether the server accepts only TLS at its TCP addresses.
         encrypted: bool,
         /// Where the server listens; at most [`MAX_ADDRESSES`].
         addresses: Vec<String>,
@@ -46,7 +48,7 @@ ops! {
     /// Direct connections, and copies over them.
     trait DirectOps;
 
-    /// The key of the worker of this session, which is to open a connection.
+    /// Returns the key of this session's worker, which will open a connection.
     sync 0x0e01 direct_key: DirectKey
         [order None, may_block Never, lane Main]
     {
@@ -55,25 +57,26 @@ ops! {
         key: [u8; 32],
     }
 
-    /// Makes a ticket for a connection to this session. Answered `CUDA_ERROR_OUT_OF_MEMORY` if the session has [`MAX_DIRECTS`], and
-    /// `CUDA_ERROR_NOT_SUPPORTED` if the server gives out no tickets.
+    /// Makes a ticket for a connection to this session. Answered `CUDA_ERROR_OUT_OF_MEMORY` if the session
+    /// has [`MAX_DIRECTS`], and `CUDA_ERROR_NOT_SUPPORTED` if the server gives out no tickets.
     sync 0x0e02 direct_offer: DirectOffer
         [order None, may_block Never, lane Main]
     {
-        /// The connection's number, which none to this session had.
+        /// The connection's number, which no earlier connection to this session had.
         direct: u32,
-        /// The key of the worker that is to open it.
+        /// The key of the worker that will open it.
         key: [u8; 32],
     } -> DirectOfferReply {
         /// The ticket.
         ticket: DirectTicket,
     }
 
-    /// Opens a connection to another server. The server checks the ticket's addresses against those that its operator allows, and connects to no other.
+    /// Opens a connection to another server. The server connects only to addresses of the ticket that its
+    /// operator allows.
     sync 0x0e03 direct_open: DirectOpen
         [order None, may_block Never, lane Main]
     {
-        /// The connection's number, which none from this session had.
+        /// The connection's number, which no earlier connection from this session had.
         direct: u32,
         /// The other server's ticket.
         ticket: DirectTicket,
@@ -82,7 +85,8 @@ ops! {
         refusal: String,
     }
 
-    /// Sends a piece when its stream comes to it. Where this cannot be, the other end is told that the piece will not come.
+    /// Sends a piece when the stream reaches this command. If that is not possible, the other end is told
+    /// that the piece will not come.
     async 0x0e04 direct_send: DirectSend
         [order Streams, may_block Never, lane Main]
     {
@@ -98,7 +102,7 @@ ops! {
         extent: [u64; 3],
     }
 
-    /// Waits until a piece has come. An error: it will not come; pieces behind it may have.
+    /// Waits until a piece has come. An error means that it will not come; later pieces may have come.
     sync 0x0e05 direct_arrival: DirectArrival
         [order None, may_block Never, lane Main]
     {
@@ -111,7 +115,8 @@ ops! {
         upto: u64,
     }
 
-    /// Copies a piece that has come to its place when its stream comes to it. Each piece can be landed once.
+    /// Copies a piece that has come to its place when the stream reaches this command. Each piece can be
+    /// landed once.
     async 0x0e06 direct_land: DirectLand
         [order Streams, may_block Never, lane Main]
     {

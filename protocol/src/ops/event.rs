@@ -39,7 +39,7 @@ ops! {
         flags: u32,
     }
 
-    /// Answered when the event's last record is done, or at once if it has none: `cuEventSynchronize`.
+    /// `cuEventSynchronize`. Answered when the event's last record is done, or at once if it has none.
     sync 0x0804 event_synchronize: EventSynchronize
         [order Streams, may_block Never, lane Main]
     {
@@ -47,8 +47,9 @@ ops! {
         event: EventId,
     } -> EventSynchronizeReply {}
 
-    /// `cuEventElapsedTime` of the events' last records. Answered when that of `end` is done; neither event may have been recorded again by then.
-    /// `CUDA_ERROR_NOT_READY` if that of `start` is not done at that time. A client may ask long before.
+    /// `cuEventElapsedTime` of the events' last records. Answered when the record of `end` is done, with
+    /// `CUDA_ERROR_NOT_READY` if that of `start` is not done by then. A client may ask long before; it must
+    /// not record either event again until the answer comes.
     sync 0x0805 event_elapsed: EventElapsed
         [order Streams, may_block Never, lane Main]
     {

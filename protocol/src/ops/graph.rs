@@ -1,7 +1,7 @@
 //! Graphs: work that is described once and launched often.
 //!
-//! A client captures and builds graphs without the server. The server learns of a graph when it is instantiated: as a list of stream operations of this
-//! table, with the dependencies of each.
+//! A client captures and builds graphs without the server. When a graph is instantiated, the client sends it
+//! as a list of stream operations of this table, with the dependencies of each.
 
 use crate::data::HostIn;
 use crate::handle::{ContextId, GraphId, StreamId};
@@ -11,8 +11,9 @@ use crate::wire::Bytes;
 crate::wire_struct! {
     /// A node of a graph.
     pub struct GraphNode {
-        /// Opcode of its operation: `launch`, `memset`, `memcpy_dtod`, `memcpy_dtod_3d` or `stream_batch_mem_op`; `graph_conditional`, whose body here is
-        /// only the id of the conditional node's first graph; 0: an empty node.
+        /// Opcode of its operation: `launch`, `memset`, `memcpy_dtod`, `memcpy_dtod_3d` or
+        /// `stream_batch_mem_op`; `graph_conditional`, whose body here is only the id of the conditional
+        /// node's first graph; 0: an empty node.
         opcode: u16,
         /// Indices of the earlier nodes that it depends on.
         dependencies: Vec<u32>,
@@ -22,7 +23,7 @@ crate::wire_struct! {
 }
 
 crate::wire_struct! {
-    /// A graph. Every node comes after those that it depends on.
+    /// A graph. Every node comes after the nodes that it depends on.
     pub struct GraphNodes {
         /// The nodes.
         nodes: Vec<GraphNode>,
@@ -40,7 +41,8 @@ crate::wire_struct! {
 }
 
 crate::wire_struct! {
-    /// A graph with conditional nodes: the draft itself, and the drafts of all conditional nodes in it, nested ones included.
+    /// A graph with conditional nodes: the draft itself, and the drafts of all conditional nodes in it,
+    /// nested ones included.
     pub struct GraphParts {
         /// The parts.
         parts: Vec<GraphPart>,
@@ -49,11 +51,11 @@ crate::wire_struct! {
 
 /// `CUgraphConditionalNodeType`.
 pub mod conditional {
-    /// Runs one graph or the other.
+    /// Runs one of two graphs.
     pub const IF: u32 = 0;
     /// Runs a graph repeatedly.
     pub const WHILE: u32 = 1;
-    /// Runs the graph with that number.
+    /// Runs the graph whose number is the condition's value.
     pub const SWITCH: u32 = 2;
 }
 
@@ -66,11 +68,12 @@ pub mod condition_flag {
 ops! {
     /// Graphs.
     ///
-    /// The server knows a graph with conditional nodes before it is instantiated, as a *draft*, because kernels are given the handles of its conditions and
-    /// the server's driver chooses these.
+    /// The server knows a graph with conditional nodes before it is instantiated, as a *draft*, because
+    /// kernels take the handles of its conditions and the server's driver chooses these handles.
     trait GraphOps;
 
-    /// `cuGraphInstantiateWithFlags`. The status is the error of the first node's operation that could not be enqueued on a stream either, if there is one.
+    /// `cuGraphInstantiateWithFlags`. If a node's operation could not be enqueued on a stream either, the
+    /// status is the error of the first such operation.
     sync 0x0a01 graph_instantiate: GraphInstantiate<'a>
         [order None, may_block Context, lane Main]
     {
@@ -78,7 +81,7 @@ ops! {
         context: ContextId,
         /// Its id.
         graph: GraphId,
-        /// `CUgraphInstantiate_flags`, those that concern the server.
+        /// Those of `CUgraphInstantiate_flags` that concern the server.
         flags: u64,
         /// The wire form of [`GraphNodes`].
         nodes: HostIn<'a>,
@@ -104,7 +107,8 @@ ops! {
         stream: StreamId,
     }
 
-    /// `cuGraphExecUpdate`: changes what later launches do. Launches that are already enqueued are unaffected.
+    /// `cuGraphExecUpdate`: changes what later launches do. Launches that are already enqueued are
+    /// unaffected.
     sync 0x0a05 graph_update: GraphUpdate<'a>
         [order Object, may_block Context, lane Main]
     {
@@ -114,7 +118,7 @@ ops! {
         nodes: HostIn<'a>,
     } -> GraphUpdateReply {}
 
-    /// `cuGraphExecDestroy`. Launches that are under way complete.
+    /// `cuGraphExecDestroy`. Launches in progress complete.
     async 0x0a04 graph_destroy: GraphDestroy
         [order Earlier, may_block Never, lane Main]
     {
@@ -139,8 +143,8 @@ ops! {
         handle: u64,
     }
 
-    /// Adds a conditional node to a draft: `cuGraphAddNode`. Its dependencies follow when the graph is instantiated. Refused with `NOT_SUPPORTED` if
-    /// the draft was instantiated before.
+    /// Adds a conditional node to a draft: `cuGraphAddNode`. Its dependencies follow when the graph is
+    /// instantiated. Refused with `NOT_SUPPORTED` if the draft was instantiated before.
     sync 0x0a07 graph_conditional: GraphConditional
         [order None, may_block Never, lane Main]
     {
@@ -154,7 +158,8 @@ ops! {
         bodies: Vec<GraphId>,
     } -> GraphConditionalReply {}
 
-    /// `cuGraphInstantiateWithFlags` of a draft. Refused with `NOT_SUPPORTED` if its parts have changed since it was first instantiated.
+    /// `cuGraphInstantiateWithFlags` of a draft. Refused with `NOT_SUPPORTED` if its parts have changed since
+    /// it was first instantiated.
     sync 0x0a08 graph_instantiate_draft: GraphInstantiateDraft<'a>
         [order None, may_block Context, lane Main]
     {
@@ -168,7 +173,8 @@ ops! {
         parts: HostIn<'a>,
     } -> GraphInstantiateDraftReply {}
 
-    /// `cuGraphDestroy` of a draft that is part of no other, with the drafts that are part of it. Its instances stay.
+    /// `cuGraphDestroy` of a draft that is part of no other, with the drafts that are part of it. Its
+    /// instances stay.
     async 0x0a09 graph_forget: GraphForget
         [order None, may_block Never, lane Main]
     {
@@ -176,7 +182,8 @@ ops! {
         graph: GraphId,
     }
 
-    /// Removes a conditional node and its graphs from a draft: `cuGraphDestroyNode`. Refused with `NOT_SUPPORTED` if the draft was instantiated before.
+    /// Removes a conditional node and its graphs from a draft: `cuGraphDestroyNode`. Refused with
+    /// `NOT_SUPPORTED` if the draft was instantiated before.
     sync 0x0a0a graph_conditional_remove: GraphConditionalRemove
         [order None, may_block Never, lane Main]
     {

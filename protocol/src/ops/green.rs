@@ -1,12 +1,12 @@
-//! Parts of a device, and contexts that have only a part of one: green contexts.
+//! Green contexts, which have only a part of a device, and these parts.
 //!
-//! The driver's structures for parts (`CUdevResource`) are partly opaque. They stay on the server, which gives each a number; a program holds the number
-//! and the fields that it may read.
+//! The driver's structures for parts (`CUdevResource`) are partly opaque. They stay on the server, which
+//! gives each a number. A program has the number and the fields that it may read.
 
 use crate::handle::{DescriptorId, GreenId, StreamId};
 use crate::ops::ops;
 
-/// Most groups of one split: as many as fit into a reply.
+/// Maximum groups of one split: as many as fit into a reply.
 pub const MAX_GROUPS: u32 = 128;
 
 crate::wire_struct! {
@@ -16,7 +16,8 @@ crate::wire_struct! {
         number: u32,
         /// `CUdevResourceType`.
         kind: u32,
-        /// `CUdevSmResource`: multiprocessors, the fewest that a part of it can have, and the number that such a part's count is a multiple of.
+        /// `CUdevSmResource`: the number of multiprocessors, the minimum of a part of it, and the number of
+        /// which such a part's count is a multiple.
         sm: [u32; 3],
     }
 }
@@ -25,7 +26,8 @@ ops! {
     /// Green contexts. Their streams, modules and memory belong to the device's primary context.
     trait GreenOps;
 
-    /// The part of a kind that a device or green context has: `cuDeviceGetDevResource`, `cuGreenCtxGetDevResource`.
+    /// `cuDeviceGetDevResource`, `cuGreenCtxGetDevResource`: the part of this kind that a device or green
+    /// context has.
     sync 0x0d01 part_get: PartGet
         [order None, may_block Never, lane Main]
     {
@@ -46,11 +48,11 @@ ops! {
     {
         /// The part to split.
         part: u32,
-        /// Most groups to make, up to [`MAX_GROUPS`]; `None`: only count how many there can be.
+        /// Maximum number of groups to make, up to [`MAX_GROUPS`]; `None`: only count the possible groups.
         groups: Option<u32>,
         /// `CUdevSmResourceSplit_flags`.
         flags: u32,
-        /// Fewest multiprocessors of a group.
+        /// Minimum multiprocessors of a group.
         least: u32,
     } -> PartSplitReply {
         /// Number of groups made, or possible.
@@ -67,7 +69,7 @@ ops! {
     {
         /// Its id, not in use.
         descriptor: DescriptorId,
-        /// Numbers of the parts that it consists of.
+        /// Numbers of its parts.
         parts: Vec<u32>,
     } -> PartDescribeReply {}
 

@@ -8,8 +8,8 @@ crate::wire_struct! {
     pub struct LaunchAttribute {
         /// `CUlaunchAttributeID`.
         id: u32,
-        /// The value union as the program gave it. A server passes on attributes whose values hold no handle or pointer, translates those that it knows, and
-        /// refuses the rest.
+        /// The value union as the program passed it. A server passes on attributes whose values contain no
+        /// handle or pointer, translates the others that it knows, and refuses the rest.
         value: [u8; 64],
     }
 }

@@ -1,7 +1,8 @@
 //! Device memory, at addresses that the client chooses.
 //!
-//! A session has one window of addresses for each device: [`window`]. The client asks the server to back a range of it with memory ([`MemGrow`]), and
-//! then places allocations in that range itself ([`MemAlloc`], not answered).
+//! A session has one window of addresses for each device: [`window`]. The client asks the server to back a
+//! range of it with memory ([`MemGrow`]), and then places allocations in that range itself ([`MemAlloc`], not
+//! answered).
 
 use crate::Status;
 use crate::channel::MAX_DEVICES;
@@ -13,8 +14,8 @@ use crate::wire::Bytes;
 /// Bytes of one device's window.
 pub const WINDOW_SIZE: u64 = 1 << 40;
 
-/// First address of the window of device 0. Address sanitizers use lower addresses, and the mappings of a worker's process begin higher on every
-/// machine.
+/// First address of the window of device 0. Address sanitizers use lower addresses, and the mappings of a
+/// worker's process begin higher on every machine.
 pub const FIRST_WINDOW: u64 = 0x1100_0000_0000;
 
 /// First address of the window of device `ordinal`.
@@ -22,7 +23,8 @@ pub const fn window(ordinal: u32) -> u64 {
     FIRST_WINDOW + ordinal as u64 * WINDOW_SIZE
 }
 
-/// Bytes at the start of a window for memory that only the device has. Memory backed behind them is managed memory: the client has the same addresses.
+/// Bytes at the start of a window for memory that only the device has. Memory at later addresses is managed
+/// memory: the client uses the same addresses.
 pub const DEVICE_PART: u64 = 768 << 30;
 
 /// Whether an address is in the part of a window for managed memory.
@@ -34,13 +36,13 @@ pub const fn is_managed(address: u64) -> bool {
 
 /// First of the addresses that a client may reserve ([`AddressReserve`]); they belong to no device.
 pub const SPACE: u64 = 0x4000_0000_0000;
-/// Bytes of these addresses.
+/// Size of this address range in bytes.
 pub const SPACE_SIZE: u64 = 16 << 40;
-/// Alignment of a reservation's first address. NVIDIA's driver has smaller ranges reserved already, and returns those instead of the addresses asked
-/// for.
+/// Alignment of a reservation's first address. With a smaller alignment, NVIDIA's driver may return a part of
+/// a range that it has reserved already, instead of the requested address.
 pub const SPACE_ALIGN: u64 = 1 << 30;
 
-/// Most words of one [`HostPatch`].
+/// Maximum words of one [`HostPatch`].
 pub const MOST_PATCHES: usize = 256;
 
 crate::wire_struct! {
@@ -48,7 +50,7 @@ crate::wire_struct! {
     pub struct WordPatch {
         /// Address of the word, a multiple of 8.
         address: u64,
-        /// Ones for the bits that change.
+        /// Mask of the bits that change.
         mask: u64,
         /// Their new values.
         value: u64,
@@ -59,8 +61,8 @@ crate::wire_struct! {
 pub const MIRROR_PAGE: u64 = 4096;
 
 impl HostMirror {
-    /// Checks that the range consists of whole pages in a process's lower half, outside all windows. It may lie in [`SPACE`], where the session has nothing
-    /// reserved.
+    /// Checks that the range consists of whole pages in the lower half of a process's addresses, outside all
+    /// windows. It may be in a part of [`SPACE`] where the session has nothing reserved.
     ///
     /// # Errors
     /// `INVALID_VALUE` if not.
@@ -88,9 +90,10 @@ ops! {
     /// Device memory.
     trait MemoryOps;
 
-    /// Backs `size` bytes at `address` with memory: `cuMemCreate`, `cuMemMap`, and `cuMemSetAccess` for every device of the session that can reach this
-    /// one's memory. Both are multiples of the device's granule and inside one part of its window ([`DEVICE_PART`]). Answered
-    /// `CUDA_ERROR_OUT_OF_MEMORY` when the device, or this session's share of it, has no more.
+    /// Backs `size` bytes at `address` with memory: `cuMemCreate`, `cuMemMap`, and `cuMemSetAccess` for every
+    /// device of the session that can reach this one's memory. Both are multiples of the device's granule and
+    /// inside one part of its window ([`DEVICE_PART`]). The status is `CUDA_ERROR_OUT_OF_MEMORY` if the
+    /// device, or this session's share of it, has no more memory.
     sync 0x0301 mem_grow: MemGrow
         [order None, may_block Never, lane Main]
     {
@@ -102,7 +105,8 @@ ops! {
         size: u64,
     } -> MemGrowReply {}
 
-    /// Releases exactly what one [`MemGrow`] backed: `cuMemUnmap`, `cuMemRelease`. Waits for work that may use it.
+    /// Releases exactly what one [`MemGrow`] backed: `cuMemUnmap`, `cuMemRelease`. Waits for work that may
+    /// use it.
     sync 0x0302 mem_shrink: MemShrink
         [order Earlier, may_block Never, lane Main]
     {
@@ -114,17 +118,19 @@ ops! {
         size: u64,
     } -> MemShrinkReply {}
 
-    /// There is now an allocation at `address`: what the server learns of a `cuMemAlloc`. It lies inside backed memory and overlaps no other.
+    /// Tells the server of a `cuMemAlloc`: there is now an allocation at `address`. It is inside backed
+    /// memory and overlaps no other allocation.
     async 0x0303 mem_alloc: MemAlloc
         [order None, may_block Never, lane Main]
     {
         /// Address; a multiple of 512.
         address: u64,
-        /// Bytes, as the program asked.
+        /// Bytes, as the program requested.
         size: u64,
     }
 
-    /// The allocation at `address` is freed: `cuMemFree`. The client has already waited for the device, as CUDA does.
+    /// `cuMemFree`: the allocation at `address` is freed. The client has already waited for the device, as
+    /// CUDA does.
     async 0x0304 mem_free: MemFree
         [order None, may_block Never, lane Main]
     {
@@ -139,14 +145,15 @@ ops! {
         /// Ordinal.
         device: u32,
     } -> MemGetInfoReply {
-        /// Bytes that can still be backed.
+        /// Bytes that the session can still back.
         free: u64,
         /// Bytes in all.
         total: u64,
     }
 
-    /// Lets kernels read and write pinned program memory at the address that it has in the program: `cuMemHostGetDevicePointer`. A server that shares no
-    /// memory with the client answers `CUDA_ERROR_NOT_SUPPORTED`, as does one whose process has something else at the address.
+    /// Lets kernels read and write pinned program memory at the address that it has in the program:
+    /// `cuMemHostGetDevicePointer`. The status is `CUDA_ERROR_NOT_SUPPORTED` if the server shares no memory
+    /// with the client, or if its process has something else at the address.
     sync 0x0306 host_map: HostMap
         [order None, may_block Never, lane Main]
     {
@@ -158,20 +165,23 @@ ops! {
         memory: HostOut,
     } -> HostMapReply {}
 
-    /// Removes what [`HostMap`] or [`HostMirror`] made. The client has already waited for the work that may use it.
+    /// Removes what [`HostMap`] or [`HostMirror`] created. The client has already waited for the work that
+    /// may use it.
     async 0x0307 host_unmap: HostUnmap
         [order None, may_block Never, lane Main]
     {
-        /// Context that it was mapped in.
+        /// Context in which it was mapped.
         context: ContextId,
         /// The memory's address in the program.
         address: u64,
     }
 
-    /// Lets kernels use pinned program memory that the server does not share: the server maps memory of its own, zeroed, at the address that the memory has
-    /// in the program. From then on copies, fills and memory operations treat these addresses as a device's; the client keeps both sides equal. Address and
-    /// size are whole pages, outside all windows; in [`SPACE`] only where the session has nothing reserved. Answered `CUDA_ERROR_NOT_SUPPORTED` when the
-    /// server's process has something else there. Counts against the session's memory limit.
+    /// Lets kernels use pinned program memory that the server does not share: the server maps memory of its
+    /// own, zeroed, at the address that the memory has in the program. From then on copies, fills and memory
+    /// operations treat these addresses as a device's; the client keeps both sides equal. Address and size
+    /// are whole pages, outside all windows; in [`SPACE`] only where the session has nothing reserved. The
+    /// status is `CUDA_ERROR_NOT_SUPPORTED` if the server's process has something else there. Counts against
+    /// the session's memory limit.
     sync 0x0308 host_mirror: HostMirror
         [order None, may_block Never, lane Main]
     {
@@ -183,22 +193,24 @@ ops! {
         size: u64,
     } -> HostMirrorReply {}
 
-    /// Changes words of a [`HostMirror`] at once, whatever streams do: what the program wrote while kernels that use the memory may be running.
+    /// Changes words of a [`HostMirror`] at once, without waiting for any stream. A client sends what the
+    /// program wrote while kernels that use the memory may be running.
     async 0x0309 host_patch: HostPatch
         [order None, may_block Never, lane Express]
     {
-        /// Context that it was made in.
+        /// Context in which it was created.
         context: ContextId,
         /// Words of one mirror, at most [`MOST_PATCHES`].
         words: Vec<WordPatch>,
     }
 
-    /// The bytes of a [`HostMirror`] as they are now, whatever streams do. This uses no stream, because a stream's copy between two places in the server's
-    /// memory may wait for host functions of other streams.
+    /// Reads bytes of a [`HostMirror`] at once, without waiting for any stream. This uses no stream itself,
+    /// because a stream's copy between two places in the server's memory may wait for host functions of other
+    /// streams.
     sync 0x030a host_read: HostRead
         [order None, may_block Never, lane Express]
     {
-        /// Context that it was made in.
+        /// Context in which it was created.
         context: ContextId,
         /// First address.
         address: u64,
@@ -209,11 +221,11 @@ ops! {
         bytes: Bytes,
     }
 
-    /// Changes bytes of a [`HostMirror`] at once, as [`HostPatch`] does words.
+    /// Changes bytes of a [`HostMirror`] at once, as [`HostPatch`] changes words.
     async 0x030b host_write: HostWrite<'a>
         [order None, may_block Never, lane Express]
     {
-        /// Context that it was made in.
+        /// Context in which it was created.
         context: ContextId,
         /// First address.
         address: u64,
@@ -221,8 +233,9 @@ ops! {
         bytes: &'a [u8],
     }
 
-    /// Reserves addresses for later mappings: `cuMemAddressReserve`. The client chooses them inside [`SPACE`]. The first is a multiple of [`SPACE_ALIGN`],
-    /// the size a multiple of every device's granule. Answered `CUDA_ERROR_OUT_OF_MEMORY` when the server's process has something else there.
+    /// Reserves addresses for later mappings: `cuMemAddressReserve`. The client chooses them inside
+    /// [`SPACE`]. The first is a multiple of [`SPACE_ALIGN`], the size a multiple of every device's granule.
+    /// The status is `CUDA_ERROR_OUT_OF_MEMORY` if the server's process has something else there.
     sync 0x0340 address_reserve: AddressReserve
         [order None, may_block Never, lane Main]
     {
@@ -242,7 +255,7 @@ ops! {
         size: u64,
     } -> AddressFreeReply {}
 
-    /// Allocates memory of a device without an address: `cuMemCreate`.
+    /// `cuMemCreate`: allocates memory of a device without an address.
     sync 0x0342 memory_create: MemoryCreate
         [order None, may_block Never, lane Main]
     {
@@ -256,7 +269,8 @@ ops! {
         exportable: bool,
     } -> MemoryCreateReply {}
 
-    /// Releases memory that is no longer mapped: the last `cuMemRelease` or `cuMemUnmap`. Processes that imported it keep it.
+    /// Releases memory that is no longer mapped: the last `cuMemRelease` or `cuMemUnmap`. Processes that
+    /// imported it keep it.
     sync 0x0343 memory_release: MemoryRelease
         [order None, may_block Never, lane Main]
     {
@@ -264,13 +278,14 @@ ops! {
         memory: MemoryId,
     } -> MemoryReleaseReply {}
 
-    /// Maps memory, or a part of it, at reserved addresses: `cuMemMap`. No device may use it there before [`MemoryAccess`].
+    /// Maps memory, or a part of it, at reserved addresses: `cuMemMap`. No device may use it there before
+    /// [`MemoryAccess`].
     sync 0x0344 memory_map: MemoryMap
         [order None, may_block Never, lane Main]
     {
         /// The memory.
         memory: MemoryId,
-        /// Its first byte to be mapped.
+        /// Offset of its first byte to map.
         offset: u64,
         /// First address.
         address: u64,
@@ -278,7 +293,7 @@ ops! {
         size: u64,
     } -> MemoryMapReply {}
 
-    /// Removes one whole mapping: `cuMemUnmap`. No work may use it.
+    /// `cuMemUnmap`: removes one whole mapping. No work may use it.
     sync 0x0345 memory_unmap: MemoryUnmap
         [order None, may_block Never, lane Main]
     {
@@ -288,7 +303,7 @@ ops! {
         size: u64,
     } -> MemoryUnmapReply {}
 
-    /// Sets what a device may do in one mapping: `cuMemSetAccess`.
+    /// `cuMemSetAccess`: sets what a device may do in one mapping.
     sync 0x0346 memory_access: MemoryAccess
         [order None, may_block Never, lane Main]
     {
@@ -302,8 +317,8 @@ ops! {
         flags: u32,
     } -> MemoryAccessReply {}
 
-    /// Makes memory available to the other sessions of the same client under a token that cannot be guessed: `cuMemExportToShareableHandle`. The token ends
-    /// with the memory and with the session.
+    /// Makes memory available to the other sessions of the same client under a token that cannot be guessed:
+    /// `cuMemExportToShareableHandle`. The token ends with the memory and with the session.
     sync 0x0347 memory_export: MemoryExport
         [order None, may_block Never, lane Main]
     {
@@ -314,8 +329,8 @@ ops! {
         token: [u8; 16],
     }
 
-    /// Imports memory that a session of the same client has exported: `cuMemImportFromShareableHandle`. A token that is unknown, or another client's, is
-    /// `CUDA_ERROR_INVALID_VALUE`.
+    /// Imports memory that a session of the same client has exported: `cuMemImportFromShareableHandle`. The
+    /// status is `CUDA_ERROR_INVALID_VALUE` if the token is unknown or belongs to another client.
     sync 0x0348 memory_import: MemoryImport
         [order None, may_block Never, lane Main]
     {
@@ -332,7 +347,7 @@ ops! {
         own: bool,
     }
 
-    /// As [`MemoryExport`], for what one [`MemGrow`] backed: `cuIpcGetMemHandle`.
+    /// `cuIpcGetMemHandle`: like [`MemoryExport`], for the memory of one [`MemGrow`].
     sync 0x0349 piece_export: PieceExport
         [order None, may_block Never, lane Main]
     {
@@ -341,11 +356,11 @@ ops! {
     } -> PieceExportReply {
         /// The token.
         token: [u8; 16],
-        /// First address of what that [`MemGrow`] backed.
+        /// First address of that [`MemGrow`]'s memory.
         base: u64,
     }
 
-    /// Makes an interprocess event available, as [`MemoryExport`] does memory: `cuIpcGetEventHandle`.
+    /// `cuIpcGetEventHandle`: exports an interprocess event, as [`MemoryExport`] exports memory.
     sync 0x034a event_export: EventExport
         [order Streams, may_block Never, lane Main]
     {
@@ -356,7 +371,7 @@ ops! {
         token: [u8; 16],
     }
 
-    /// Imports another session's event: `cuIpcOpenEventHandle`.
+    /// `cuIpcOpenEventHandle`: imports another session's event.
     sync 0x034b event_import: EventImport
         [order Streams, may_block Never, lane Main]
     {
@@ -368,7 +383,7 @@ ops! {
         token: [u8; 16],
     } -> EventImportReply {}
 
-    /// Whether an event's last record, by any process, is done: `cuEventQuery` of an interprocess event.
+    /// `cuEventQuery` of an interprocess event: whether its last record, by any process, is done.
     sync 0x034c event_query: EventQuery
         [order Streams, may_block Never, lane Main]
     {

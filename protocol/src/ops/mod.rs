@@ -14,17 +14,20 @@
 //! { device: u32 } -> MemGetInfoReply { free: u64, total: u64 }
 //! ```
 //!
-//! The macro generates from it: the request type (an [`Op`]), the reply type, a method of the chapter's trait (all chapters together are
-//! [`Driver`]), an arm of [`dispatch`], and a row of the table ([`info`], [`all`]).
+//! The macro generates from it: the request type (an [`Op`]), the reply type, a method of the chapter's trait
+//! (all chapters together are [`Driver`]), an arm of [`dispatch`], and a row of the table ([`info`],
+//! [`all`]).
 //!
 //! - **Opcodes** are stable and never reused. The upper byte is the chapter. Opcode 0 is the ring's padding.
-//! - **Classes** ([`Class`]). An `async` operation is never answered: a failure becomes the deferred error of its context. A `sync` operation is
-//!   answered in a reply slot, and only `sync` operations have a reply. A call that the client library answers by itself has no entry.
-//! - **Scheduling facts.** [`Order`] says which earlier commands come first, [`MayBlock`] what the driver's call may wait for, [`Lane`] how the
-//!   command travels, and [`Hold`] whether it stops its stream until the program acts. Server and bridge schedule by these facts and keep no
-//!   lists of opcodes.
+//! - **Classes** ([`Class`]). An `async` operation is never answered: a failure becomes the deferred error of
+//!   its context. A `sync` operation is answered in a reply slot, and only `sync` operations have a reply. A
+//!   call that the client library answers by itself has no entry.
+//! - **Scheduling facts.** [`Order`] says which earlier commands come first, [`MayBlock`] what the driver's
+//!   call may wait for, [`Lane`] how the command travels, and [`Hold`] whether it stops its stream until the
+//!   program acts. Server and bridge schedule by these facts and keep no lists of opcodes.
 //!
-//! "Executing" an operation that is work on a stream means enqueuing it: it completes later, in its stream's order.
+//! "Executing" an operation that is work on a stream means enqueuing it: it completes later, in its stream's
+//! order.
 
 use crate::data::DataUse;
 use crate::handle::Handle;
@@ -57,52 +60,57 @@ pub enum Class {
     Sync,
 }
 
-/// Which commands of the session an operation keeps its order with.
+/// Relative to which other commands of the session an operation keeps its order.
 ///
-/// Commands arrive in the order of their `seq`. A server may execute one before an earlier one where this allows it, and does so while a stream
-/// waits for the client.
+/// Commands arrive in the order of their `seq`. A server may execute a command before an earlier one if this
+/// allows it, and does so while a stream waits for the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// Keeps the order of every stream and event that it names, and of the legacy default stream that orders them. Comes after earlier
-    /// [`Order::Object`] commands that change a function or graph that it names, and after earlier [`Order::Session`] commands.
+    /// Keeps its order relative to other commands of every stream and event that it names, and of the legacy
+    /// default stream that orders them. Comes after earlier [`Order::Object`] commands that change a function
+    /// or graph that it names, and after earlier [`Order::Session`] commands.
     Streams,
-    /// Changes a function or an instantiated graph that it names: comes after earlier commands that use or change it and before later ones, and
-    /// after earlier [`Order::Session`] commands.
+    /// Changes a function or an instantiated graph that it names. Comes after earlier commands that use or
+    /// change that object and before later ones, and after earlier [`Order::Session`] commands.
     Object,
-    /// Comes after every earlier command and before every later one: it makes, changes or destroys something that others name.
+    /// Creates, changes or destroys something that other commands name. Comes after every earlier command and
+    /// before every later one.
     Session,
-    /// Comes after every earlier command (of a context or device, if it is about the work of one). Later ones need not wait for it, since it changes
-    /// nothing that they name: it waits, or destroys something whose number is not used again.
+    /// Comes after every earlier command (of a context or device, if it is about the work of one). Later
+    /// commands need not wait for it, since it changes nothing that they name: it waits, or it destroys
+    /// something whose number is not used again.
     Earlier,
-    /// Is not ordered with work on streams: it asks a question or makes something new. Comes after earlier [`Order::Session`] commands, except in
-    /// [`Lane::Express`], which is ordered with nothing.
+    /// Is not ordered with work on streams: it is a query or creates something new. Comes after earlier
+    /// [`Order::Session`] commands, except in [`Lane::Express`], which has no order.
     None,
 }
 
 /// What the driver's call for an operation may wait for.
 ///
-/// This is about calls known to wait for work on the device. Nothing there waits for a [`Hold::UntilSignal`], but a kernel may wait for memory that the
-/// client writes: a server must be able to receive that write while it is in such a call. [`MayBlock::Never`] includes calls that wait in rare cases only
-/// (destroying a context with work under way).
+/// This is about calls that are known to wait for work on the device. No work there waits for a
+/// [`Hold::UntilSignal`], but a kernel may wait for memory that the client writes, so a server must be able
+/// to receive that write during such a call. [`MayBlock::Never`] includes calls that wait only in rare cases
+/// (destroying a context with pending work).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MayBlock {
-    /// For nothing.
+    /// Nothing.
     Never,
-    /// For the stream that it names: NVIDIA's driver may keep a copy's call until the stream has reached it.
+    /// The stream that it names: NVIDIA's driver may block in a copy's call until the stream has reached the
+    /// copy.
     Stream,
-    /// For all work of its context: loading and unloading code and changing a limit do.
+    /// All work of its context, as when code is loaded or unloaded or a limit is changed.
     Context,
-    /// As [`MayBlock::Context`], the first time that the function is launched: the driver loads its code then.
+    /// All work of its context, the first time that the function is launched: the driver loads its code then.
     FirstLaunch,
 }
 
 /// How a command travels from the client to the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lane {
-    /// In the session's ring, executed in the order that [`Order`] asks for.
+    /// In the session's ring. It is executed in the order that [`Order`] requires.
     Main,
-    /// For commands that end a wait or answer a page fault: a server executes them without calling the driver and ahead of everything else.
-    /// They share the ring with the others until the express lane has its own ring and connection.
+    /// For commands that end a wait or answer a page fault. A server executes them before everything else,
+    /// and without calling the driver. They use the session's ring, too.
     Express,
 }
 
@@ -113,9 +121,9 @@ pub enum Hold {
     None,
     /// Until a command with [`Hold::Ends`] comes for it.
     UntilSignal,
-    /// Until a word in memory changes, which the program may write whenever it likes.
+    /// Until a word in memory changes, which the program may write at any time.
     UntilWord,
-    /// The reverse: ends one [`Hold::UntilSignal`].
+    /// It ends a [`Hold::UntilSignal`] of another command.
     Ends,
 }
 
@@ -130,7 +138,7 @@ pub struct OpInfo {
     pub since: u16,
     /// Whether it is answered.
     pub class: Class,
-    /// Which commands it keeps its order with.
+    /// Relative to which commands it keeps its order.
     pub order: Order,
     /// What the driver's call may wait for.
     pub may_block: MayBlock,
@@ -138,7 +146,7 @@ pub struct OpInfo {
     pub lane: Lane,
     /// Whether it stops its stream.
     pub hold: Hold,
-    /// Whether its records can name bulk data outside themselves. A relay need not look into the others.
+    /// Whether its records can name bulk data outside themselves. A relay decodes only such records.
     pub carries_data: bool,
     /// The request's fields in wire order.
     pub request: &'static [Field],
@@ -165,7 +173,8 @@ impl OpInfo {
     }
 }
 
-/// The structures that travel as bulk data of an operation, each with the minor version that brought it.
+/// The structures that are sent as bulk data of an operation, each with the minor version in which it
+/// appeared.
 pub const DATA_SHAPES: &[(u16, Shape)] = &[
     (0, <module::FunctionTable as Wire<'_>>::SHAPE),
     (0, <graph::GraphNodes as Wire<'_>>::SHAPE),
@@ -196,7 +205,7 @@ pub trait SyncOp<'a>: Op<'a> {
 pub enum Answer<R> {
     /// The reply.
     Now(R),
-    /// The driver has taken the reply slot from the call's context and completes it when the work is done.
+    /// The driver took the reply slot from the call's context and completes it when the work is done.
     Later,
 }
 
@@ -213,7 +222,7 @@ pub enum Outcome {
     Failed(Status),
 }
 
-/// A record that no correct client sends. It ends the session.
+/// Why a record is one that no correct client sends. It ends the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
     /// The opcode is not in the table.
@@ -228,7 +237,7 @@ pub enum Malformed {
         #[source]
         source: WireError,
     },
-    /// A `sync` operation without a reply slot, or an `async` one with.
+    /// A `sync` operation without a reply slot, or an `async` operation with one.
     #[error("operation {0} has a reply slot where its class has none, or the reverse")]
     Slot(&'static str),
 }
@@ -283,8 +292,9 @@ macro_rules! ops {
 
         $(#[$tmeta])*
         ///
-        /// Each method is one operation. The request is decoded but its values are unchecked: handles may be unknown, and ranges may be anything. `cx` is the
-        /// call's context, which the server defines. A method that an implementation leaves out answers `CUDA_ERROR_NOT_SUPPORTED`.
+        /// Each method is one operation. The request is decoded but its values are unchecked: handles may be
+        /// unknown, and ranges may be anything. `cx` is the call's context, which the server defines. A
+        /// method that an implementation omits returns `CUDA_ERROR_NOT_SUPPORTED`.
         pub trait $chapter<C> {
             $(ops!{@method $class [$(#[$meta])*] $method $name ($($lt)?) $($reply)?})*
         }
@@ -292,7 +302,7 @@ macro_rules! ops {
         /// The chapter's rows of the table.
         pub(super) const ROWS: &[$crate::ops::OpInfo] = &[$(<$name as $crate::ops::Op>::INFO),*];
 
-        /// Executes the record if its opcode is of this chapter.
+        /// Executes the record if its opcode belongs to this chapter.
         pub(super) fn dispatch<C, D: $chapter<C> + ?Sized>(
             driver: &mut D,
             cx: &mut C,
@@ -477,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn every_operation_names_what_it_keeps_the_order_of() {
+    fn every_operation_names_the_objects_of_its_order() {
         let names = |row: &OpInfo, of: &[&str]| {
             row.request.iter().any(|field| of.contains(&field.shape.to_string().as_str()))
         };
@@ -489,7 +499,7 @@ mod tests {
                 }
                 _ => true,
             };
-            assert!(named, "{} does not name what it keeps the order of", row.name);
+            assert!(named, "{} names no object of its order", row.name);
         }
     }
 
@@ -525,7 +535,7 @@ mod tests {
                 Err(Malformed::Opcode(opcode))
             );
         }
-        // And what an implementation leaves out is "not supported", not success.
+        // A method that the implementation omits is "not supported", not success.
         let body = 7u32.to_le_bytes();
         assert_eq!(
             dispatch(

@@ -16,14 +16,14 @@ crate::wire_struct! {
 }
 
 crate::wire_struct! {
-    /// What a client knows about a function.
+    /// A function, as a client knows it.
     pub struct FunctionInfo {
         /// Mangled name.
         name: String,
         /// Parameters in order: `cuFuncGetParamInfo`.
         params: Vec<Param>,
-        /// `CUfunction_attribute` by number, from 0 (`MAX_THREADS_PER_BLOCK`); as many as the server's driver knows. If empty, [`FunctionAttributes`]
-        /// returns them.
+        /// `CUfunction_attribute` by number, from 0 (`MAX_THREADS_PER_BLOCK`); as many as the server's driver
+        /// knows. If empty, [`FunctionAttributes`] returns them.
         attributes: Vec<i32>,
     }
 }
@@ -47,7 +47,8 @@ crate::wire_struct! {
 }
 
 crate::wire_struct! {
-    /// A further question of [`OccupancyMaxActiveClusters`], for blocks of the same number of threads: clusters in a row, and a grid of one.
+    /// A further query of [`OccupancyMaxActiveClusters`], for the same number of threads in a block, and a
+    /// grid of one cluster, which is a row of blocks.
     pub struct ClusterShape {
         /// Blocks of a cluster.
         blocks: u32,
@@ -57,7 +58,7 @@ crate::wire_struct! {
 }
 
 impl ClusterShape {
-    /// The question that it stands for, otherwise as `first`, with which it goes along.
+    /// The query that it stands for: in all else it equals `first`, with which it is sent.
     pub fn question(&self, first: &OccupancyMaxActiveClusters) -> OccupancyMaxActiveClusters {
         let mut value = [0; 64];
         for (at, size) in [self.blocks, 1, 1].into_iter().enumerate() {
@@ -77,10 +78,10 @@ impl ClusterShape {
 /// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`: blocks of a cluster in x, y and z, as 32-bit numbers.
 pub const CLUSTER_DIMENSION: u32 = 4;
 
-/// Further questions of one [`OccupancyMaxActiveClusters`] at most.
+/// Maximum further queries of one [`OccupancyMaxActiveClusters`].
 pub const MOST_CLUSTER_SHAPES: usize = 256;
 
-/// Functions that a client can bind in one module.
+/// Maximum functions that a client can bind in one module.
 pub const MOST_FUNCTIONS: u32 = 1 << 16;
 
 /// `CUjitInputType`.
@@ -103,9 +104,10 @@ ops! {
     /// Modules.
     trait ModuleOps;
 
-    /// Loads an image (fat binary, cubin, PTX): `cuModuleLoadDataEx`, `cuLibraryLoadData`. The server returns the function table as well: if its wire form
-    /// ([`FunctionTable`]) fits `info`, it is written there and `info_size` is its length. If not, nothing is written and `info_size` is the size needed
-    /// for [`ModuleInfo`].
+    /// Loads an image (fat binary, cubin, PTX): `cuModuleLoadDataEx`, `cuLibraryLoadData`. The server returns
+    /// the function table as well: if its wire form ([`FunctionTable`]) fits `info`, it is written there and
+    /// `info_size` is its length. If not, nothing is written and `info_size` is the size needed for
+    /// [`ModuleInfo`].
     sync 0x0501 module_load: ModuleLoad<'a>
         [order None, may_block Context, lane Main]
     {
@@ -115,7 +117,7 @@ ops! {
         module: ModuleId,
         /// JIT options.
         options: Vec<JitOption>,
-        /// The image, to its end; PTX ends with a NUL byte.
+        /// The whole image; PTX ends with a NUL byte.
         image: HostIn<'a>,
         /// Room for the function table.
         info: HostOut,
@@ -124,7 +126,7 @@ ops! {
         result: u32,
         /// Size of the function table's wire form in bytes.
         info_size: u64,
-        /// Whether its code for this device has kernels that may call `printf`.
+        /// Whether the code for this device has kernels that may call `printf`.
         prints: bool,
         /// JIT information log, cut to fit into a reply.
         info_log: String,
@@ -145,8 +147,9 @@ ops! {
         info_size: u64,
     }
 
-    /// Loads an image that the client has read itself, so that it need not wait for the answer. There is no function table: the module's functions are
-    /// those that the client binds ([`FunctionBind`]). If the load fails, later commands for the module fail with its result.
+    /// Loads an image that the client has parsed itself, so that it need not wait for the answer. There is no
+    /// function table: the module's functions are those that the client binds ([`FunctionBind`]). If loading
+    /// fails, later commands for the module fail with that result.
     sync 0x0511 module_load_by_name: ModuleLoadByName<'a>
         [order None, may_block Context, lane Main]
     {
@@ -163,8 +166,10 @@ ops! {
         error_log: String,
     }
 
-    /// Gives a function of a module its id, if the module was loaded by [`ModuleLoadByName`]. The client states the parameters as it has read them from the image. A server whose
-    /// driver reports others refuses the function, and with it every launch: a kernel never gets parameters at places that it does not expect.
+    /// Gives a function an id, in a module that was loaded by [`ModuleLoadByName`]. The client sends the
+    /// parameters as it found them in the image. If the server's driver reports other parameters, the server
+    /// refuses the function and all its launches, so a kernel never gets parameters at places that it does
+    /// not expect.
     async 0x0510 function_bind: FunctionBind<'a>
         [order Object, may_block Context, lane Main]
     {
@@ -201,7 +206,7 @@ ops! {
         managed: bool,
     }
 
-    /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, where only the driver can tell whether it accepts the value.
+    /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, with a value that the driver may refuse.
     sync 0x0505 function_set_attribute: FunctionSetAttribute
         [order Object, may_block Never, lane Main]
     {
@@ -213,7 +218,8 @@ ops! {
         value: i32,
     } -> FunctionSetAttributeReply {}
 
-    /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, `cuFuncSetCacheConfig` (as attribute 0x1_0000), with a value that the driver is known to accept.
+    /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, `cuFuncSetCacheConfig` (as attribute 0x1_0000), with a
+    /// value that the driver certainly accepts.
     async 0x050f function_preset: FunctionPreset
         [order Object, may_block Never, lane Main]
     {
@@ -225,7 +231,8 @@ ops! {
         value: i32,
     }
 
-    /// Every `cuFuncGetAttribute` of a function whose row of the function table has none. Loads the function if the server's driver loads functions lazily.
+    /// All `cuFuncGetAttribute` values of a function whose row in the function table has none. Loads the
+    /// function if the server's driver loads functions lazily.
     sync 0x0506 function_attributes: FunctionAttributes
         [order Streams, may_block Never, lane Main]
     {
@@ -264,7 +271,7 @@ ops! {
         /// Threads of a block.
         block_size: u32,
     } -> OccupancyAvailableSharedReply {
-        /// Dynamic shared memory that each block may then have, in bytes.
+        /// Dynamic shared memory available to each block, in bytes.
         bytes: u64,
     }
 
@@ -282,14 +289,14 @@ ops! {
         dynamic_shared: u32,
         /// Attributes.
         attributes: Vec<LaunchAttribute>,
-        /// What the client may want to know next; at most [`MOST_CLUSTER_SHAPES`].
+        /// Further queries that the client expects the program to make; at most [`MOST_CLUSTER_SHAPES`].
         shapes: Vec<ClusterShape>,
     } -> OccupancyMaxActiveClustersReply {
-        /// `CUresult` of the question itself.
+        /// `CUresult` of the query itself.
         result: u32,
-        /// Clusters on the device.
+        /// Number of clusters that the device can run at once.
         clusters: i32,
-        /// The same for each of `shapes`; -1 where the driver has no answer.
+        /// The same for each of `shapes`; -1 if the driver has no answer.
         shapes: Vec<i32>,
     }
 
@@ -324,7 +331,7 @@ ops! {
         options: Vec<JitOption>,
     } -> LinkCreateReply {}
 
-    /// `cuLinkAddData`, `cuLinkAddFile`. The logs are returned whether the linker accepts the input or not.
+    /// `cuLinkAddData`, `cuLinkAddFile`. The logs are returned whether or not the linker accepts the input.
     sync 0x050b link_add: LinkAdd<'a>
         [order None, may_block Never, lane Main]
     {
@@ -347,7 +354,8 @@ ops! {
         error_log: String,
     }
 
-    /// `cuLinkComplete`. An image that fits `image` is written there. If it does not fit, the client asks again with more room.
+    /// `cuLinkComplete`. An image that fits `image` is written there. If it does not fit, the client asks
+    /// again with more room.
     sync 0x050c link_complete: LinkComplete
         [order None, may_block Never, lane Main]
     {

@@ -1,8 +1,9 @@
-//! NVML: what a management program asks about a device, forwarded question by question.
+//! NVML queries of management programs, forwarded one by one.
 //!
-//! NVML is a long list of functions that read one thing each, in a few shapes. One operation serves all of them, with a table of questions ([`QUERIES`]):
-//! the client exports the functions, the server calls the function of the same name in NVIDIA's library and returns the bytes that it wrote. Every answer
-//! has NVML's own status, so what a device does not have is "not supported" for that question only.
+//! NVML has many functions that read one value each, with a few different signatures. One operation serves
+//! all of them, with a table of queries ([`QUERIES`]): the client exports the functions, and the server calls
+//! the function of the same name in NVIDIA's library and returns the bytes that it wrote. Every answer has
+//! NVML's own status, so what a device does not have is "not supported" for that query only.
 //!
 //! Numbers are stable and never reused. Statuses are `nvmlReturn_t`.
 
@@ -10,14 +11,14 @@ use crate::ops::ops;
 use crate::schema::Hash;
 use crate::wire::Bytes;
 
-/// Most bytes of an answer.
+/// Maximum size of an answer in bytes.
 pub const MAX_OUTPUT: usize = 3072;
 /// Size of `nvmlFieldValue_t`, in bytes.
 pub const FIELD_SIZE: usize = 40;
-/// Most field values in one question.
+/// Maximum field values in one query.
 pub const MAX_FIELDS: usize = 64;
 
-/// The statuses that rgpu itself uses.
+/// The statuses that rgpu itself returns.
 pub mod status {
     /// The operation succeeded.
     pub const SUCCESS: u32 = 0;
@@ -55,7 +56,7 @@ pub mod pair {
     pub const P2P_STATUS: u32 = 2;
 }
 
-/// The shape of what a function writes, after the device and its numeric arguments.
+/// What a function writes: its parameters after the device and the numeric arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Output {
     /// `(char *text, unsigned int length)`; the answer is the text, without NUL.
@@ -66,8 +67,8 @@ pub enum Output {
     Words(usize),
     /// `(unsigned int *count, element *list)` with elements of this many bytes; the answer is the elements.
     List(usize),
-    /// A pointer to a structure that begins with this version word, and whose fields the caller may have set. The question's input and the answer are both
-    /// the whole structure, of [`struct_size`] bytes.
+    /// A pointer to a structure that begins with this version word, and whose fields the caller may have set.
+    /// The query's input and the answer are both the whole structure, of [`struct_size`] bytes.
     Struct(u32),
     /// `(int count, nvmlFieldValue_t *values)`; input and answer are the values.
     Fields,
@@ -83,14 +84,15 @@ pub const fn struct_size(version: u32) -> usize {
     (version & 0xff_ffff) as usize
 }
 
-/// A question.
+/// A query.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Query {
     /// Its number on the wire.
     pub number: u32,
     /// NVML's function.
     pub function: &'static str,
-    /// How many numeric arguments (each an `unsigned int` or an enumeration) the function takes after the device.
+    /// How many numeric arguments (each an `unsigned int` or an enumeration) the function takes after the
+    /// device.
     pub arguments: usize,
     /// What it writes.
     pub output: Output,
@@ -116,7 +118,7 @@ impl Query {
             .number(size as u64)
     }
 
-    /// The question with a number.
+    /// The query with a number.
     pub fn by_number(number: u32) -> Option<&'static Query> {
         QUERIES.binary_search_by_key(&number, |query| query.number).ok().map(|at| &QUERIES[at])
     }
@@ -134,7 +136,7 @@ macro_rules! queries {
                 since: 0 $(+ $since)?,
             };
         )*
-        /// All questions, by number.
+        /// All queries, by number.
         pub const QUERIES: &[Query] = &[$(*$name),*];
     };
 }
@@ -264,14 +266,14 @@ queries! {
     120 UPTIME = "nvmlDeviceGetGpuUptime_v1" 0 Block(4);
 }
 
-/// A UUID as NVML writes it behind `GPU-` or `MIG-`.
+/// A UUID as NVML writes it after `GPU-` or `MIG-`.
 pub fn uuid_text(uuid: &[u8; 16]) -> String {
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
     [&uuid[..4], &uuid[4..6], &uuid[6..8], &uuid[8..10], &uuid[10..]].map(hex).join("-")
 }
 
 crate::wire_struct! {
-    /// A text, or the reason why there is none.
+    /// A text, or the status that explains why there is none.
     pub struct NvmlText {
         /// `nvmlReturn_t`.
         status: u32,
@@ -284,7 +286,7 @@ ops! {
     /// NVML.
     trait NvmlOps;
 
-    /// Everything that concerns no device: `nvmlInit`, `nvmlSystemGet…Version`.
+    /// Everything that is not about a device: `nvmlInit`, `nvmlSystemGet…Version`.
     sync 0x0901 nvml_system: NvmlSystem
         [order None, may_block Never, lane Main]
     {} -> NvmlSystemReply {
@@ -300,7 +302,7 @@ ops! {
         cuda_version: u32,
     }
 
-    /// One question about one device.
+    /// A query about one device.
     sync 0x0902 nvml_query: NvmlQuery<'a>
         [order None, may_block Never, lane Main]
     {
@@ -308,7 +310,7 @@ ops! {
         device: u32,
         /// [`Query::number`].
         query: u32,
-        /// The question's arguments; unused ones are 0.
+        /// The query's arguments; unused ones are 0.
         arguments: [u32; 3],
         /// What the program passes, for [`Output::Struct`] and [`Output::Fields`]; otherwise empty.
         input: &'a [u8],
@@ -319,13 +321,13 @@ ops! {
         output: Bytes,
     }
 
-    /// One question about two devices of the session.
+    /// A query about two devices of the session.
     sync 0x0903 nvml_pair: NvmlPair
         [order None, may_block Never, lane Main]
     {
         /// Ordinal.
         device: u32,
-        /// The other's ordinal.
+        /// Ordinal of the other device.
         peer: u32,
         /// One of [`pair`].
         question: u32,

@@ -4,17 +4,17 @@ use crate::handle::{ContextId, EventId, StreamId, TicketId};
 use crate::ops::launch::LaunchAttribute;
 use crate::ops::ops;
 
-/// `CUstreamAttrID`: the values of `CUlaunchAttributeID` that streams have.
+/// `CUstreamAttrID`: the values of `CUlaunchAttributeID` that apply to streams.
 pub mod attribute {
-    /// How an extent of memory is cached.
+    /// How a range of memory is cached.
     pub const ACCESS_POLICY_WINDOW: u32 = 1;
     /// How a host thread waits for the stream.
     pub const SYNCHRONIZATION_POLICY: u32 = 3;
     /// Priority.
     pub const PRIORITY: u32 = 8;
-    /// Numbers of the domains within which fences order memory.
+    /// Mapping of memory synchronization domains.
     pub const MEM_SYNC_DOMAIN_MAP: u32 = 9;
-    /// The domain in which kernels run.
+    /// The memory synchronization domain of kernels.
     pub const MEM_SYNC_DOMAIN: u32 = 10;
     /// All attributes.
     pub const ALL: [u32; 5] =
@@ -39,7 +39,7 @@ pub mod memory_op {
     pub const WAIT_FLUSH: u32 = 1 << 30;
     /// `CU_STREAM_WAIT_VALUE_NOR`, the last of the conditions in a wait's flags.
     pub const WAIT_NOR: u32 = 3;
-    /// Most operations of one [`StreamBatchMemOp`](super::StreamBatchMemOp).
+    /// Maximum operations of one [`StreamBatchMemOp`](super::StreamBatchMemOp).
     pub const MOST: usize = 255;
 }
 
@@ -91,7 +91,7 @@ impl MemoryOp {
         let (now, value) =
             if wide { (now, self.value) } else { (now & 0xffff_ffff, self.value & 0xffff_ffff) };
         match self.flags & !memory_op::WAIT_FLUSH {
-            // Cyclic: a counter that wraps around keeps counting as later.
+            // Cyclic: after a wrap-around, the counter still compares as later.
             0 if wide => now.wrapping_sub(value) as i64 >= 0,
             0 => (now as u32).wrapping_sub(value as u32) as i32 >= 0,
             1 => now == value,
@@ -105,8 +105,9 @@ impl MemoryOp {
 ops! {
     /// Streams. The legacy default stream of context *c* is [`StreamId`] *c* and always exists.
     ///
-    /// [`StreamMark`] and [`EventRecord`](crate::ops::event::EventRecord) update the stream's progress word (`docs/wire.md`): it becomes their `seq` once the
-    /// stream has completed them. So a query is a read of memory.
+    /// [`StreamMark`] and [`EventRecord`](crate::ops::event::EventRecord) update the stream's progress word
+    /// (`docs/wire.md`): it becomes their `seq` once the stream has completed them. So a client queries a
+    /// stream by reading memory.
     trait StreamOps;
 
     /// `cuStreamCreateWithPriority`.
@@ -115,7 +116,8 @@ ops! {
     {
         /// Context.
         context: ContextId,
-        /// Its id, not in use and not below [`crate::channel::MAX_CONTEXTS`]. The client zeroes its progress word first.
+        /// Its id, not in use and not below [`crate::channel::MAX_CONTEXTS`]. The client zeroes its progress
+        /// word first.
         stream: StreamId,
         /// `CUstream_flags`.
         flags: u32,
@@ -131,7 +133,8 @@ ops! {
         stream: StreamId,
     }
 
-    /// Answered when everything before it on the stream is done: `cuStreamSynchronize`. The status is the context's deferred error, if it has one.
+    /// `cuStreamSynchronize`. Answered when everything before it on the stream is done. The status is the
+    /// context's deferred error, if it has one.
     sync 0x0703 stream_synchronize: StreamSynchronize
         [order Streams, may_block Never, lane Main]
     {
@@ -153,14 +156,14 @@ ops! {
     {
         /// Stream that waits.
         stream: StreamId,
-        /// Event. One that was never recorded is not waited for.
+        /// Event. The stream does not wait for an event that was never recorded.
         event: EventId,
         /// `CUevent_wait_flags`.
         flags: u32,
     }
 
-    /// Stops the stream until a [`StreamHostSignal`] with the same ticket comes. The client calls the host functions of `cuLaunchHostFunc` and
-    /// `cuStreamAddCallback` itself and builds these on this operation.
+    /// Stops the stream until a [`StreamHostSignal`] with the same ticket comes. With this operation the
+    /// client implements `cuLaunchHostFunc` and `cuStreamAddCallback`, whose host functions it calls itself.
     async 0x0706 stream_host_wait: StreamHostWait
         [order Streams, may_block Never, lane Main, hold UntilSignal]
     {
@@ -178,7 +181,8 @@ ops! {
         ticket: TicketId,
     }
 
-    /// `cuStreamWaitValue32`, `cuStreamWriteValue32`, their 64-bit forms, and `cuStreamBatchMemOp`. The words lie in the session's own memory.
+    /// `cuStreamWaitValue32`, `cuStreamWriteValue32`, their 64-bit forms, and `cuStreamBatchMemOp`. The words
+    /// lie in the session's own memory.
     async 0x0708 stream_batch_mem_op: StreamBatchMemOp
         [order Streams, may_block Never, lane Main, hold UntilWord]
     {
@@ -211,7 +215,7 @@ ops! {
         value: [u8; 64],
     }
 
-    /// `cuStreamCopyAttributes`: copies all attributes of a stream to another one of its context.
+    /// `cuStreamCopyAttributes`: copies all attributes of a stream to another stream of its context.
     sync 0x070b stream_copy_attributes: StreamCopyAttributes
         [order Streams, may_block Never, lane Main]
     {

@@ -1,13 +1,14 @@
-//! Tensor maps: descriptors of tensors in device memory that kernels are given by value.
+//! Tensor maps: descriptors of tensors in device memory, which kernels take by value.
 //!
-//! Encoding one is arithmetic in the driver whose result depends on the device, so the server's driver does it. Addresses are this session's device
-//! addresses. Numbers of `cuda.h`'s enumerations are sent unchanged; a server refuses those that its driver does not know.
+//! The driver encodes a tensor map by arithmetic that depends on the device, so the server's driver does it.
+//! Addresses are the session's device addresses. Values of `cuda.h`'s enumerations are sent unchanged; a
+//! server refuses those that its driver does not know.
 
 use crate::handle::ContextId;
 use crate::ops::ops;
 
 crate::wire_struct! {
-    /// What all tensor maps have in common.
+    /// The parameters that all tensor maps have in common.
     pub struct Tensor {
         /// `CUtensorMapDataType`.
         data_type: u32,

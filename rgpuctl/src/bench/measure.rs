@@ -1,6 +1,7 @@
 //! The measuring process: an ordinary program of the CUDA driver API that works with any libcuda.
 
 use std::ffi::{CString, c_void};
+use std::io::Read;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -68,7 +69,7 @@ impl Gpu {
     }
 
     fn synchronize(&self) -> Result<()> {
-        // SAFETY: the stream is this value's and never destroyed.
+        // SAFETY: this value owns the stream and never destroys it.
         unsafe { stream::synchronize(self.stream) }.context("cannot synchronize")
     }
 
@@ -90,7 +91,7 @@ impl Gpu {
         })?;
         report("launch and synchronize", "µs", together);
 
-        let sent = random(64);
+        let sent = random(64)?;
         let mut received = vec![0_u8; 64];
         let memory = Memory::new(64)?;
         report("64 B to device", "µs", times(|| memory.write(&sent))?);
@@ -102,7 +103,7 @@ impl Gpu {
 
     fn copies(&self, largest: usize, pinned: bool) -> Result<()> {
         let (mut up, mut down) = (Host::new(largest, pinned)?, Host::new(largest, pinned)?);
-        up.bytes().copy_from_slice(&random(largest));
+        up.bytes().copy_from_slice(&random(largest)?);
         let memory = Memory::new(largest)?;
         let kind = if pinned { "pinned" } else { "pageable" };
         let sizes =
@@ -169,7 +170,7 @@ impl Host {
         // SAFETY: a context is current; the memory is used within `size` bytes and freed once.
         let pointer = unsafe { result::malloc_host(size, 0) };
         let pointer = pointer.with_context(|| format!("cannot pin {size} bytes"))?.cast::<u8>();
-        // SAFETY: the memory is this value's and `size` bytes long; written before it is read.
+        // SAFETY: this value owns the memory, which has `size` bytes and is written before it is read.
         unsafe { pointer.write_bytes(0, size) };
         Ok(Host::Pinned(pointer, size))
     }
@@ -211,18 +212,11 @@ fn report(name: &str, unit: &str, mut values: Vec<f64>) {
     println!("{name}\t{unit}\t{median:.4}\t{low:.4}\t{high:.4}");
 }
 
-/// Bytes that differ from every earlier run: SplitMix64, seeded with the time.
-fn random(size: usize) -> Vec<u8> {
-    let seed = std::time::SystemTime::now()
-        .duration_since(std::time::UNIX_EPOCH)
-        .map_or(0, |time| time.as_nanos() as u64);
-    let words = (0..size.div_ceil(8) as u64).flat_map(|index| {
-        let mut z = seed.wrapping_add(index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)).to_ne_bytes()
-    });
-    words.take(size).collect()
+/// Bytes that differ from every earlier run.
+fn random(size: usize) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; size];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes)
 }
 
 fn bytes(size: usize) -> String {

@@ -1,4 +1,5 @@
-//! `rgpuctl bench`: measures the latency of calls and the bandwidth of copies on this installation, as a program sees them.
+//! `rgpuctl bench`: measures the latency of calls and the bandwidth of copies on this installation, as a
+//! program sees them.
 //!
 //! ```text
 //!  rgpuctl bench ──▶ rgpuctl bench --measure   a client of rgpu: its libcuda comes first in LD_LIBRARY_PATH
@@ -23,9 +24,10 @@ use crate::session::{Session, Target};
 
 /// Measure the latency of calls and the bandwidth of copies on this installation.
 ///
-/// Prints latencies in microseconds and copies in GB/s: the median, and the 10th and 90th percentile. Copies carry random
-/// data that is compared with what comes back; a difference fails the run. Below the table is what a program will notice of them: how long each wait for
-/// the GPU takes, and how long the data of a model takes to get there.
+/// Prints latencies in microseconds and copies in GB/s: the median, and the 10th and 90th percentile. Copies
+/// carry random data, which is compared with what comes back; a difference fails the run. Below the table are
+/// the consequences for programs: how long each wait for the GPU takes, and how long it takes to copy a
+/// model's data.
 ///
 /// Without --server, a private server is started that uses this machine's GPU or a GPU in software.
 #[derive(Args)]
@@ -36,7 +38,7 @@ use crate::session::{Session, Target};
 pub struct Arguments {
     #[command(flatten)]
     target: Target,
-    /// Start no daemon. Use the libcuda that programs find in this environment, as inside a guest
+    /// Start no daemon. Use the libcuda that programs find in this environment, such as in a guest
     #[arg(long, conflicts_with_all = ["servers", "pool", "gpus", "backend", "transport", "log_dir", "native"])]
     installed: bool,
     /// Also measure NVIDIA's driver on this machine, and show the ratio to it
@@ -48,15 +50,15 @@ pub struct Arguments {
     /// Print one JSON object instead of a table
     #[arg(long)]
     json: bool,
-    /// Be the measuring process.
+    /// Run as the measuring process.
     #[arg(long, hide = true)]
     measure: bool,
 }
 
-/// Erases the line of progress.
+/// Erases the progress line.
 const ERASE: &str = "\r\x1b[K";
 
-/// One line of the measuring process.
+/// One line of output of the measuring process.
 #[derive(Debug, PartialEq)]
 struct Measurement {
     name: String,
@@ -148,7 +150,8 @@ fn object(ways: &[(&str, Vec<Measurement>)]) -> Value {
     Value::Object(ways.iter().map(|(name, all)| ((*name).to_owned(), way(all))).collect())
 }
 
-/// A line for each measurement: the figures of the first way, then those of each other way with the ratio of the first to it.
+/// A line for each measurement: the figures of the first way, and those of each other way with the ratio
+/// between them.
 fn table(ways: &[(&str, Vec<Measurement>)]) -> String {
     let Some(((name, first), others)) = ways.split_first() else { return String::new() };
     let mut text = format!("{:<28}{:>24}", "", name);
@@ -171,7 +174,7 @@ fn table(ways: &[(&str, Vec<Measurement>)]) -> String {
     text
 }
 
-/// What a program will notice, given these figures: waits, and the time that a model's data takes.
+/// What these figures mean for a program: the duration of waits, and the time to copy a model's data.
 fn consequences(measurements: &[Measurement]) -> String {
     let median = |name: &str| {
         measurements.iter().rfind(|measurement| measurement.name.starts_with(name)).map(|m| m.median)

@@ -1,7 +1,7 @@
 //! `rgpuctl doctor`: checks this machine's setup and suggests fixes.
 //!
-//! Each check looks at one thing and returns a [`Finding`]. Which checks run depends on whether this is a guest with an
-//! rgpu device or a host.
+//! Each check looks at one thing and returns a [`Finding`]. Which checks run depends on whether this is a
+//! guest with an rgpu device or a host.
 
 mod rdma;
 mod slurm;
@@ -26,9 +26,9 @@ use crate::enrollment::client_folder;
 
 /// Check this machine's setup and suggest fixes.
 ///
-/// In a guest: the device, its driver, permissions, and the CUDA libraries that a program would load. On a host: QEMU,
-/// KVM, the daemons and their sockets, the server, the GPU and its driver; on a node of Slurm also what its jobs need for leases. The exit status is 1 if something is missing
-/// that rgpu needs.
+/// In a guest: the device, its driver, permissions, and the CUDA libraries that a program would load. On a
+/// host: QEMU, KVM, the daemons and their sockets, the server, the GPU and its driver; on a Slurm node also
+/// what jobs need for leases. The exit status is 1 if something is missing that rgpu needs.
 #[derive(Args)]
 pub struct Arguments {
     /// Also check that this GPU server can be reached: HOST:PORT. By default no server is checked
@@ -107,7 +107,8 @@ fn has_device() -> bool {
         .any(|id| id.trim() == "0x0026")
 }
 
-/// With an NVIDIA GPU: whether servers on this machine can tell profilers what it does. `root`: the root of the file system.
+/// With an NVIDIA GPU: whether servers on this machine can report its activity to profilers. `root`: the root
+/// of the file system.
 fn profiling(root: &Path) -> Option<Finding> {
     root.join("dev/nvidiactl").exists().then(|| {
         let toolkit = ["usr/local/cuda/extras/CUPTI/lib64", "usr/local/cuda/lib64"];
@@ -379,7 +380,7 @@ fn server(address: &str) -> Finding {
     Wrong(format!("the server {bare} cannot be reached: {last}"), step)
 }
 
-/// Whether this user's key and the server's fit.
+/// Whether this user and the server trust each other's keys.
 fn protected(server: &str, at: std::net::SocketAddr, socket: TcpStream) -> Finding {
     let files = ClientFiles { folder: client_folder() };
     let address = match server.parse::<Address>() {

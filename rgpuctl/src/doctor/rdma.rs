@@ -1,6 +1,7 @@
-//! Checks what transport `verbs` needs on a host: library, device, port, address, MTU, locked memory.
+//! Checks what the transport `verbs` needs on a host: library, device, port, address, MTU, locked memory.
 //!
-//! Everything is read from sysfs and proc, so the checks need no RDMA tools and can be tested with fake file trees.
+//! Everything is read from sysfs and proc, so the checks need no RDMA tools and can be tested with fake file
+//! trees.
 
 use std::fs;
 use std::net::Ipv6Addr;
@@ -17,7 +18,8 @@ const HEADERS: u32 = 96;
 /// Bytes of locked memory that a daemon needs for one session.
 const LOCKED: u64 = 1 << 30;
 
-/// Runs the checks. `root` is `/`, `library` is the path of libibverbs. Returns nothing if there is no RDMA device and none was asked for.
+/// Runs the checks. `root` is `/`, `library` is the path of libibverbs. Returns nothing if there is no RDMA
+/// device and none was asked for.
 pub fn check(root: &Path, choice: &Settings, library: Option<PathBuf>) -> Vec<Finding> {
     let mut devices = names(&root.join("sys/class/infiniband"));
     devices.sort();

@@ -1,4 +1,5 @@
-//! Checks what a node of Slurm needs to lease GPUs for its jobs (docs/slurm.md), if rgpu's script for that is installed.
+//! Checks what a node of Slurm needs to lease GPUs for its jobs (docs/slurm.md), if rgpu's script for that is
+//! installed.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -17,7 +18,7 @@ const SCRIPT: &str = "/usr/lib/rgpu/rgpu-slurm";
 const TIMER: &str = "rgpu-slurm.timer";
 /// How often the timer renews leases, in minutes.
 const RENEWED_EACH: u64 = 2;
-/// How many jobs without GPUs are told of.
+/// Maximum number of jobs without GPUs that are reported.
 const JOBS: usize = 3;
 
 /// The script's settings.
@@ -87,7 +88,7 @@ fn parse(text: &str) -> Option<Settings> {
     })
 }
 
-/// `active`: what systemctl says about it.
+/// `active`: what systemctl reports about the timer.
 fn timer(settings: &Settings, active: Result<&str, &String>) -> Finding {
     match active {
         Ok(_) => Good(format!("{TIMER} renews the leases of Slurm's jobs")),
@@ -113,7 +114,7 @@ fn minutes(settings: &Settings) -> Option<Finding> {
     })
 }
 
-/// What `scontrol show config` says.
+/// Checks the output of `scontrol show config`.
 fn configuration(text: &str) -> Vec<Finding> {
     // Newer versions number the scripts: Prolog[0].
     let value = |name: &str| {
@@ -178,7 +179,7 @@ fn pool(settings: &Settings) -> Vec<Finding> {
         Err(error) => {
             let step =
                 format!("list the servers in {}: servers = [\"gpu1\", \"gpu2\"]", settings.pool.display());
-            // Without the first part, which is about a command line.
+            // Omits the first part, which is about a command line.
             let why: Vec<String> = error.chain().skip(1).map(ToString::to_string).collect();
             return vec![Wrong(format!("Slurm's jobs have no pool of servers: {}", why.join(": ")), step)];
         }
@@ -189,7 +190,7 @@ fn pool(settings: &Settings) -> Vec<Finding> {
             findings.push(match answer {
                 Ok(Answer::Inventory(gpus)) => Good(format!("{server} has {} GPUs for jobs", gpus.len())),
                 Ok(_) => Wrong(
-                    format!("{server} gives another answer than its inventory"),
+                    format!("{server} does not answer with its inventory"),
                     "upgrade rgpu-server there".into(),
                 ),
                 Err(error) => Wrong(
@@ -213,7 +214,7 @@ fn pool(settings: &Settings) -> Vec<Finding> {
 
 /// The pool's servers that vhost-rgpu's configuration does not name: it would refuse leases there.
 fn unknown(members: &[Server], configuration: &str) -> Option<Finding> {
-    // What is wrong with the file, the daemon says when it starts.
+    // The daemon reports errors in the file when it starts.
     let table: toml::Table = configuration.parse().ok()?;
     let native = table.get("native").and_then(toml::Value::as_table);
     let texts = |value: Option<&toml::Value>| -> Vec<String> {
@@ -225,7 +226,7 @@ fn unknown(members: &[Server], configuration: &str) -> Option<Finding> {
             _ => Vec::new(),
         }
     };
-    // A section without a server has that of the whole file.
+    // A section without a server uses the file's.
     let server = native.and_then(|native| native.get("server")).or(table.get("server"));
     let named = native.and_then(|native| native.get("named_servers"));
     let known: Vec<Server> =
@@ -245,7 +246,7 @@ fn unknown(members: &[Server], configuration: &str) -> Option<Finding> {
 
 /// Whether jobs of all users can reach vhost-rgpu.
 fn socket(path: &Path) -> Option<Finding> {
-    // That it is not there is another check's finding.
+    // Another check reports a missing socket.
     let mode = fs::metadata(path).ok()?.permissions().mode();
     (mode & 0o006 != 0o006).then(|| {
         Note(
@@ -262,14 +263,14 @@ fn socket(path: &Path) -> Option<Finding> {
     })
 }
 
-/// Jobs of this node that were to have GPUs and got none, and why.
+/// Jobs of this node that asked for GPUs and got none, with the reasons.
 fn without_gpus(state: &Path) -> Vec<Finding> {
     let mut found = Vec::new();
     for entry in fs::read_dir(state).into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
         let Some(job) = name.strip_suffix(".why").and_then(|name| name.split('.').next()) else { continue };
         let text = fs::read_to_string(entry.path()).unwrap_or_default();
-        let why = text.lines().last().unwrap_or("it is not known why").to_owned();
+        let why = text.lines().last().unwrap_or("the reason is unknown").to_owned();
         found.push((job.parse::<u64>().unwrap_or(0), format!("job {job} has found no GPUs: {why}")));
     }
     found.sort();
@@ -296,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn leases_that_nobody_renews_are_told_of() {
+    fn leases_that_nobody_renews_are_reported() {
         let settings = Settings { minutes: 3, ..parse(SETTINGS).unwrap() };
         assert!(matches!(minutes(&settings), Some(Wrong(text, _)) if text.contains("MINUTES=3")));
         assert_eq!(minutes(&parse(SETTINGS).unwrap()), None);
@@ -306,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn what_slurm_lacks_is_named() {
+    fn missing_settings_of_slurm_are_named() {
         let whole = "GresTypes               = gpu,rgpu,rgpumem\nProlog[0]               = /usr/lib/rgpu/rgpu-slurm\nEpilog                  = /usr/lib/rgpu/rgpu-slurm\nTaskProlog = /usr/lib/rgpu/rgpu-slurm\nPrologFlags             = Alloc,Contain\n";
         assert!(matches!(&configuration(whole)[..], [Good(_)]));
         let changed = whole
@@ -336,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_without_gpus_are_told_of_and_the_newest_first() {
+    fn jobs_without_gpus_are_reported_newest_first() {
         let folder = tempfile::tempdir().unwrap();
         for job in [7, 12, 9, 11] {
             fs::write(folder.path().join(format!("{job}.n1.why")), format!("asking\ntoo few: {job}\n"))
@@ -353,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_is_not_for_all_users_is_told_of() {
+    fn a_socket_that_not_all_users_can_use_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("native.sock");
         assert_eq!(socket(&path), None);

@@ -1,4 +1,4 @@
-//! How it looks: 80 columns and 24 lines are enough, and more show more.
+//! Draws the screen. 80 columns and 24 lines are enough; a larger terminal shows more.
 
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -8,7 +8,7 @@ use ratatui::widgets::Paragraph;
 
 use super::views::{App, Cell, Column, Row, View};
 
-/// Most lines about the daemons: one for each, and the sockets that do not answer.
+/// Maximum lines about the daemons and the sockets that do not answer.
 const SUMMARY: usize = 3;
 
 /// Draws everything.
@@ -47,7 +47,7 @@ fn views(app: &App) -> Line<'static> {
     Line::from(spans)
 }
 
-/// How wide each column is. What room is left goes to those with words.
+/// The width of each column. Columns with words share the remaining width.
 fn widths(columns: &[Column], width: u16) -> Vec<usize> {
     let least: u16 = columns.iter().map(|column| column.width + 1).sum::<u16>().saturating_sub(1);
     let texts = columns.iter().filter(|column| column.text).count().max(1) as u16;
@@ -55,7 +55,7 @@ fn widths(columns: &[Column], width: u16) -> Vec<usize> {
     columns.iter().map(|column| usize::from(column.width + if column.text { more } else { 0 })).collect()
 }
 
-/// A text in so many characters: aligned, or cut with a sign that it is.
+/// A text with this many characters: aligned, or cut with an ellipsis.
 fn fit(text: &str, width: usize, left: bool) -> String {
     let length = text.chars().count();
     if length > width {
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_is_too_long_is_cut_and_says_so() {
+    fn a_text_that_is_too_long_is_cut_with_an_ellipsis() {
         assert_eq!(fit("abcdef", 4, true), "abc…");
         assert_eq!((fit("ab", 4, true), fit("ab", 4, false)), ("ab  ".into(), "  ab".into()));
     }

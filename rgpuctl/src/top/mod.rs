@@ -1,13 +1,13 @@
-//! `rgpuctl top`: sessions, programs, GPUs and links as they are now.
+//! `rgpuctl top`: shows the current sessions, programs, GPUs and links.
 //!
 //! ```text
 //!   thread: status sockets ──▶ Sample ──▶ App (rows, rates, order) ──▶ draw ──▶ terminal
 //!                                          ▲ keys
 //! ```
 //!
-//! - [`sample`]: what the status sockets say, and what follows from two such answers;
-//! - [`views`]: what is shown, and what keys do; no I/O;
-//! - [`draw`]: how it looks.
+//! - [`sample`]: the answers of the status sockets at one time;
+//! - [`views`]: columns, rows and keys, without I/O;
+//! - [`draw`]: draws the screen.
 
 mod draw;
 mod sample;
@@ -27,38 +27,38 @@ use self::sample::Sample;
 use self::views::{App, Order};
 use crate::status::sockets;
 
-/// How long a key may wait for the screen.
+/// Maximum delay between two updates of the screen.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Show sessions, programs, GPUs and links of this machine live.
 ///
-/// Reads the status sockets of rgpu-server and vhost-rgpu. Keys: 1 to 4 or Tab choose what is shown, ← and → the column
-/// to sort by, r the direction, ↑ ↓ PgUp PgDn Home End scroll, p pauses, q quits.
+/// Reads the status sockets of rgpu-server and vhost-rgpu. Keys: 1 to 4 or Tab choose what is shown, ← and →
+/// the column to sort by, r the direction, ↑ ↓ PgUp PgDn Home End scroll, p pauses, q quits.
 #[derive(Args)]
 pub struct Arguments {
     /// Status socket to read. May be given more than once. By default /run/rgpu/vhost-rgpu.status and
     /// /run/rgpu/server.status
     #[arg(long, value_name = "PATH")]
     socket: Vec<PathBuf>,
-    /// Seconds between two looks at the daemons, 0.2 to 3600
+    /// Seconds between two readings of the daemons' status, 0.2 to 3600
     #[arg(long, value_name = "SECONDS", default_value_t = 2.0, value_parser = parse_interval)]
     interval: f64,
 }
 
 fn parse_interval(text: &str) -> Result<f64, String> {
     let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is not a number of seconds"))?;
-    if (0.2..=3600.0).contains(&seconds) { Ok(seconds) } else { Err("0.2 to 3600 make sense".into()) }
+    if (0.2..=3600.0).contains(&seconds) { Ok(seconds) } else { Err("must be from 0.2 to 3600".into()) }
 }
 
 /// Shows the daemons until the user quits.
 pub fn top(arguments: &Arguments) -> Result<ExitCode> {
     ensure!(
         std::io::stdin().is_terminal() && std::io::stdout().is_terminal(),
-        "top needs a terminal; for programs there is rgpuctl status --json"
+        "top needs a terminal; a program can use rgpuctl status --json"
     );
     let sockets = sockets(&arguments.socket);
     let (first, others) = (Sample::read(&sockets), channel());
-    // Otherwise the reason would stand on a screen of its own, where nothing else is.
+    // Otherwise the error would be the only thing on an empty screen.
     ensure!(first.is_any(), "{}", first.failures().join("\n"));
     let interval = Duration::from_secs_f64(arguments.interval);
     let (samples, next) = look(sockets, interval, others)?;
@@ -69,7 +69,7 @@ pub fn top(arguments: &Arguments) -> Result<ExitCode> {
     result.map(|()| ExitCode::SUCCESS)
 }
 
-/// Starts the thread that reads the status sockets. A daemon that does not answer must not keep the keys from working.
+/// Starts the thread that reads the status sockets, so that keys work even while a daemon does not answer.
 fn look(
     sockets: Vec<PathBuf>,
     interval: Duration,
@@ -78,7 +78,7 @@ fn look(
     let (next, asked) = channel::<()>();
     let read = move || {
         loop {
-            // At once if the user asks.
+            // Returns at once if the user asks for new values.
             if asked.recv_timeout(interval) == Err(std::sync::mpsc::RecvTimeoutError::Disconnected) {
                 return;
             }
@@ -113,7 +113,7 @@ fn run(
         match event::read().context("cannot read from the terminal")? {
             Event::Key(key) if key.kind != KeyEventKind::Release => match app.key(key) {
                 Order::Quit => return Ok(()),
-                // The thread may be looking at the daemons already.
+                // The thread may be reading already.
                 Order::Look => drop(next.send(())),
                 Order::Nothing => {}
             },

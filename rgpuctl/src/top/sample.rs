@@ -1,4 +1,4 @@
-//! What the status sockets say at one time.
+//! The answers of the status sockets at one time.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -11,7 +11,7 @@ use crate::daemon::read_status;
 pub struct Sample {
     /// When they came.
     pub at: Instant,
-    /// A daemon's status, or why there is none, by socket.
+    /// Each socket's status, or why there is none.
     answers: Vec<(PathBuf, Result<Value, String>)>,
 }
 
@@ -34,12 +34,12 @@ impl Sample {
         self.answers.iter().any(|(_, answer)| answer.is_ok())
     }
 
-    /// Why sockets did not answer.
+    /// The errors of the sockets that did not answer.
     pub fn failures(&self) -> Vec<&str> {
         self.answers.iter().filter_map(|(_, answer)| answer.as_ref().err()).map(String::as_str).collect()
     }
 
-    /// The daemons of that name that have answered, with their sockets.
+    /// The daemons with this name that have answered, with their sockets.
     pub fn daemons<'a>(&'a self, name: &'a str) -> impl Iterator<Item = (&'a Path, &'a Value)> {
         let answered =
             self.answers.iter().filter_map(|(path, answer)| Some((path.as_path(), answer.as_ref().ok()?)));

@@ -1,4 +1,5 @@
-//! What is shown: columns, and rows of four kinds, made of the last two samples, in the order that the user has chosen.
+//! The four views: their columns, and their rows, which are made from the last two samples and sorted as the
+//! user has chosen.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
@@ -8,7 +9,7 @@ use serde_json::Value;
 
 use super::sample::Sample;
 
-/// What can be shown.
+/// A view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum View {
     Sessions,
@@ -106,7 +107,7 @@ impl View {
         }
     }
 
-    /// By what its rows are ordered at first: the busiest first.
+    /// The initial order of its rows: the busiest first.
     fn first_order(self) -> Sorting {
         let (column, descending) = match self {
             View::Sessions => (6, true),
@@ -121,33 +122,33 @@ impl View {
 /// A column.
 #[derive(Debug)]
 pub struct Column {
-    /// What stands above it.
+    /// Its heading.
     pub name: &'static str,
-    /// Characters that it takes at least.
+    /// Its minimum width in characters.
     pub width: u16,
-    /// Whether it has words, which are aligned left, and take what room there is.
+    /// Whether it has words, which are aligned left and share the remaining width.
     pub text: bool,
 }
 
-/// What stands in a row and column.
+/// The content of a row and column.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Cell {
     /// Words.
     Text(String),
     /// A number without unit.
     Number(f64),
-    /// Bytes, or bytes in a second.
+    /// Bytes, or bytes per second.
     Bytes(f64),
-    /// Seconds for which something lasts.
+    /// A long duration in seconds.
     Seconds(f64),
-    /// Seconds of a short time.
+    /// A short duration in seconds.
     Short(f64),
-    /// Not known.
+    /// Unknown.
     Unknown,
 }
 
 impl Cell {
-    /// As it is shown.
+    /// The text for the screen.
     pub fn shown(&self) -> String {
         match self {
             Cell::Text(text) => text.clone(),
@@ -203,33 +204,33 @@ fn scaled(value: f64, step: f64, units: &[&str]) -> String {
 /// A row of a view.
 pub type Row = Vec<Cell>;
 
-/// In which order rows are shown.
+/// The order of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sorting {
-    /// The column's place.
+    /// The column's index.
     pub column: usize,
     /// Whether the largest comes first.
     pub descending: bool,
 }
 
-/// What a key asks for.
+/// What to do after a key.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Nothing but another look at the screen.
+    /// Draw the screen again.
     Nothing,
-    /// The daemons are to be asked now.
+    /// Read the daemons' status now.
     Look,
-    /// The end.
+    /// End the program.
     Quit,
 }
 
-/// Everything that is shown.
+/// The state of the program.
 pub struct App {
     last: Sample,
     before: Option<Sample>,
     pub view: View,
     sortings: [Sorting; View::ALL.len()],
-    /// Rows that are scrolled past.
+    /// Number of rows above the visible ones.
     pub offset: usize,
     pub paused: bool,
     /// The rows of the view, in order.
@@ -237,7 +238,7 @@ pub struct App {
 }
 
 impl App {
-    /// With the first sample.
+    /// Starts with the first sample.
     pub fn new(first: Sample) -> App {
         let view = if first.daemons("rgpu-server").next().is_some() { View::Sessions } else { View::Links };
         let sortings = View::ALL.map(View::first_order);
@@ -247,7 +248,7 @@ impl App {
         app
     }
 
-    /// Another sample has come.
+    /// Takes another sample.
     pub fn take(&mut self, sample: Sample) {
         if !self.paused {
             self.before = Some(std::mem::replace(&mut self.last, sample));
@@ -255,12 +256,12 @@ impl App {
         }
     }
 
-    /// By what the view is sorted.
+    /// The order of the current view.
     pub fn sorting(&self) -> Sorting {
         self.sortings[self.view as usize]
     }
 
-    /// The user has pressed a key.
+    /// Handles a key.
     pub fn key(&mut self, key: KeyEvent) -> Order {
         let columns = self.view.columns().len();
         let sorting = &mut self.sortings[self.view as usize];
@@ -293,7 +294,7 @@ impl App {
         (self.view, self.offset) = (view, 0);
     }
 
-    /// Makes the rows anew.
+    /// Makes the rows again.
     fn arrange(&mut self) {
         let rates = Rates::new(self.before.as_ref(), &self.last);
         self.rows = match self.view {
@@ -306,7 +307,7 @@ impl App {
         self.rows.sort_by(|a, b| {
             let order = a[column].compare(&b[column]);
             let order = if descending { order.reverse() } else { order };
-            // Of equal ones the order stays, whatever order the daemon gave them in.
+            // Equal rows keep their order, even if the daemon lists them in another order.
             order.then_with(|| {
                 a.iter().zip(b).map(|(a, b)| a.compare(b)).find(|o| o.is_ne()).unwrap_or(Ordering::Equal)
             })
@@ -348,13 +349,13 @@ impl App {
     }
 }
 
-/// What a session's counters have risen by in a second, by its daemon and its number.
+/// Increase of each session's counters per second, by the session's daemon and number.
 struct Rates<'a> {
     seconds: f64,
     before: HashMap<(String, u64, u64), &'a Value>,
 }
 
-/// What tells a session from the others of its daemon: the worker, or the device process and a number.
+/// The key of a session among those of its daemon: the worker, or the device process and a number.
 fn identity(session: &Value) -> (u64, u64) {
     let number = |name: &str| session[name].as_u64().unwrap_or(0);
     (number("worker") + number("process"), number("id"))
@@ -376,7 +377,7 @@ impl<'a> Rates<'a> {
         Rates { seconds, before: by_session }
     }
 
-    /// How much a counter of a session rises in a second, if that is known.
+    /// Increase of a session's counter per second, if it is known.
     fn of(&self, socket: &str, session: &Value, counter: &str) -> Option<f64> {
         let (process, id) = identity(session);
         let before = self.before.get(&(socket.to_owned(), process, id))?[counter].as_u64()?;
@@ -385,7 +386,7 @@ impl<'a> Rates<'a> {
     }
 }
 
-/// Words of a daemon or a client, without what would steer the terminal.
+/// Text of a daemon or a client, without control characters.
 fn clean(value: &Value) -> String {
     let text = value.as_str().unwrap_or("?");
     text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
@@ -403,7 +404,7 @@ fn bytes(value: Option<f64>) -> Cell {
     value.map_or(Cell::Unknown, Cell::Bytes)
 }
 
-/// Each session of each daemon of that name, with the daemon's socket.
+/// Each session of each daemon with this name, with the daemon's socket.
 fn each<'a>(sample: &'a Sample, name: &'a str, list: &'a str) -> impl Iterator<Item = (String, &'a Value)> {
     sample.daemons(name).flat_map(move |(socket, status)| {
         let rows = status[list].as_array().into_iter().flatten();
@@ -503,7 +504,7 @@ fn links(sample: &Sample, rates: &Rates<'_>) -> Vec<Row> {
     }
     let row = |(socket, session): (String, &Value)| {
         let rate = |counter| rates.of(&socket, session, counter);
-        // With the transport local, nothing of a session passes through this host's side.
+        // With the transport local, a session's data does not pass through vhost-rgpu.
         let relayed = session["transport"] != "local";
         let server = clean(&session["server"]);
         vec![
@@ -598,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn a_status_with_other_fields_than_expected_is_shown_as_far_as_it_goes() {
+    fn unexpected_fields_of_a_status_are_skipped() {
         let odd = json!({"daemon": "rgpu-server", "sessions": [{"program": "a\u{1b}[2J", "commands": -1}, 7, null], "gpus": [{}]});
         let mut app = app(odd.clone(), odd);
         for view in ['1', '2', '3', '4'] {

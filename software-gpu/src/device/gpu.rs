@@ -274,19 +274,19 @@ impl Gpu {
         self.memory().map_file(addr, size, file, offset)
     }
 
-    /// Takes the file away from a mapping that [`Gpu::map_file`] made, given exactly as it was made. The mapping and
-    /// the allocations in it stay. Accesses to it end the process until [`Gpu::bring_back`] was called.
+    /// Removes the file from a mapping that [`Gpu::map_file`] created, given exactly as it was created. The
+    /// mapping and its allocations stay. Until [`Gpu::bring_back`], accesses to them end the process.
     pub fn set_aside(&self, addr: u64, size: u64) -> Result<()> {
         self.memory().set_aside(addr, size)
     }
 
-    /// Gives a mapping that was set aside a file again, from its beginning on.
+    /// Gives a mapping that was set aside a file again, from the file's beginning.
     pub fn bring_back(&self, addr: u64, size: u64, file: std::os::fd::BorrowedFd<'_>) -> Result<()> {
         self.memory().bring_back(addr, size, file)
     }
 
-    /// The host address of `size` bytes, which must be in one mapping, allocated or not. They are readable and
-    /// writable as long as the mapping is not set aside.
+    /// The host address of `size` bytes, which must be in one mapping, allocated or not. They are readable
+    /// and writable as long as the mapping is not set aside.
     pub fn mapped_range(&self, addr: u64, size: u64) -> Result<*mut u8> {
         self.memory().mapped_range(addr, size)
     }
@@ -367,7 +367,8 @@ impl Gpu {
         self.inner.failed.store(true, Ordering::Release);
     }
 
-    /// Fails as a GPU does whose hardware has failed: every operation, from those that run now, ends with this `CUresult`, unless the GPU has another error already.
+    /// Makes the GPU fail like one with a hardware failure: every operation, including running ones, ends
+    /// with this `CUresult`, unless the GPU already has another error.
     pub fn break_down(&self, code: u32) {
         self.fail(Error::Breakdown(code));
         self.cancel();

@@ -214,7 +214,8 @@ impl KernelRun {
 
     /// The next cluster to run: a new one as long as another may be resident, else one that was set aside.
     fn take(&self, scratch: &mut Scratch) -> Option<Box<Cluster>> {
-        // Other threads change both: a cluster that finishes between the two loads may be counted as started later.
+        // Other threads change both: a cluster that finishes between the two loads may be counted as started
+        // later.
         let finished = self.finished.load(Ordering::Relaxed);
         let resident = self.started.load(Ordering::Relaxed).saturating_sub(finished);
         if resident < self.resident_limit && self.next.load(Ordering::Relaxed) < self.all_clusters {

@@ -44,41 +44,31 @@ fn output32(x: f32, flags: i64) -> f32 {
     if x.is_nan() { f32::from_bits(0x7fff_ffff) } else { x }
 }
 
-fn exact_to_f64(v: i128, flags: i64) -> f64 {
-    let nearest = v as f64;
-    let back = nearest as i128;
-    let down = match flags & flag::ROUND {
-        flag::RM => true,
-        flag::RP => false,
-        flag::RZ => v > 0,
-        _ => return nearest,
+/// Defines the conversion of an integer to a float, rounded as the flags say.
+macro_rules! exact_to {
+    ($name:ident, $float:ty) => {
+        fn $name(v: i128, flags: i64) -> $float {
+            let nearest = v as $float;
+            let back = nearest as i128;
+            let down = match flags & flag::ROUND {
+                flag::RM => true,
+                flag::RP => false,
+                flag::RZ => v > 0,
+                _ => return nearest,
+            };
+            if down && back > v {
+                nearest.next_down()
+            } else if !down && back < v {
+                nearest.next_up()
+            } else {
+                nearest
+            }
+        }
     };
-    if down && back > v {
-        nearest.next_down()
-    } else if !down && back < v {
-        nearest.next_up()
-    } else {
-        nearest
-    }
 }
 
-fn exact_to_f32(v: i128, flags: i64) -> f32 {
-    let nearest = v as f32;
-    let back = nearest as i128;
-    let down = match flags & flag::ROUND {
-        flag::RM => true,
-        flag::RP => false,
-        flag::RZ => v > 0,
-        _ => return nearest,
-    };
-    if down && back > v {
-        nearest.next_down()
-    } else if !down && back < v {
-        nearest.next_up()
-    } else {
-        nearest
-    }
-}
+exact_to!(exact_to_f32, f32);
+exact_to!(exact_to_f64, f64);
 
 macro_rules! int_to_int {
     ($s:ty, $dst:expr) => {{

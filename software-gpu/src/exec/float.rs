@@ -145,26 +145,19 @@ pub(crate) fn narrow(x: f64, flags: i64) -> f32 {
     }
 }
 
-/// The sign of an exact zero sum: negative only when rounding down.
+/// Corrects the sign of the sum `x` of `a` and `b` if it is exactly zero. When rounding down, it is negative,
+/// except for a sum of two positive zeros.
 fn zero_sign(x: f32, a: f64, b: f64, flags: i64) -> f32 {
-    if x == 0.0 && a == -b && a != 0.0 && flags & flag::ROUND == flag::RM { -0.0 } else { x }
+    let zeros = a == 0.0 && b == 0.0;
+    let negative = if zeros { a.is_sign_negative() || b.is_sign_negative() } else { x == 0.0 && a == -b };
+    if negative && flags & flag::ROUND == flag::RM { -0.0 } else { x }
 }
 
 fn add_slow(a: f32, b: f32, flags: i64) -> f32 {
     let (a, b) = (start(a, flags), start(b, flags));
     let (wa, wb) = (f64::from(a), f64::from(b));
     let exact = add_odd(wa, wb);
-    let r = zero_sign(narrow(exact, flags), wa, wb, flags);
-    let r = if wa == 0.0
-        && wb == 0.0
-        && flags & flag::ROUND == flag::RM
-        && (a.is_sign_negative() || b.is_sign_negative())
-    {
-        -0.0
-    } else {
-        r
-    };
-    finish(r, exact, flags)
+    finish(zero_sign(narrow(exact, flags), wa, wb, flags), exact, flags)
 }
 
 fn mul_slow(a: f32, b: f32, flags: i64) -> f32 {
@@ -176,17 +169,7 @@ fn fma_slow(a: f32, b: f32, c: f32, flags: i64) -> f32 {
     let (a, b, c) = (start(a, flags), start(b, flags), start(c, flags));
     let p = f64::from(a) * f64::from(b);
     let exact = fma_odd(a, b, c);
-    let r = zero_sign(narrow(exact, flags), p, f64::from(c), flags);
-    let r = if p == 0.0
-        && c == 0.0
-        && flags & flag::ROUND == flag::RM
-        && (p.is_sign_negative() || c.is_sign_negative())
-    {
-        -0.0
-    } else {
-        r
-    };
-    finish(r, exact, flags)
+    finish(zero_sign(narrow(exact, flags), p, f64::from(c), flags), exact, flags)
 }
 
 fn div_slow(a: f32, b: f32, flags: i64) -> f32 {
@@ -214,8 +197,9 @@ fn sqrt_slow(a: f32, flags: i64) -> f32 {
     finish(narrow(exact, flags), exact, flags)
 }
 
+/// The smaller of two numbers, or the larger one.
 #[inline(always)]
-fn min32(a: f32, b: f32, flags: i64) -> f32 {
+fn extreme32<const LARGER: bool>(a: f32, b: f32, flags: i64) -> f32 {
     let (a, b) = (start(a, flags), start(b, flags));
     let (x, y) = if flags & flag::XORSIGN != 0 { (a.abs(), b.abs()) } else { (a, b) };
     let r = if x.is_nan() || y.is_nan() {
@@ -228,30 +212,9 @@ fn min32(a: f32, b: f32, flags: i64) -> f32 {
         }
     } else if x == y {
         // Minus zero is less than plus zero.
-        f32::from_bits(x.to_bits() | y.to_bits())
-    } else if x < y {
-        x
-    } else {
-        y
-    };
-    xorsign(r, a, b, flags)
-}
-
-#[inline(always)]
-fn max32(a: f32, b: f32, flags: i64) -> f32 {
-    let (a, b) = (start(a, flags), start(b, flags));
-    let (x, y) = if flags & flag::XORSIGN != 0 { (a.abs(), b.abs()) } else { (a, b) };
-    let r = if x.is_nan() || y.is_nan() {
-        if flags & flag::NAN != 0 || (x.is_nan() && y.is_nan()) {
-            f32::from_bits(NAN32)
-        } else if x.is_nan() {
-            y
-        } else {
-            x
-        }
-    } else if x == y {
-        f32::from_bits(x.to_bits() & y.to_bits())
-    } else if x > y {
+        let (x, y) = (x.to_bits(), y.to_bits());
+        f32::from_bits(if LARGER { x & y } else { x | y })
+    } else if (x < y) != LARGER {
         x
     } else {
         y
@@ -267,27 +230,18 @@ fn xorsign(r: f32, a: f32, b: f32, flags: i64) -> f32 {
     f32::from_bits(r.to_bits() | ((a.to_bits() ^ b.to_bits()) & 0x8000_0000))
 }
 
+/// The smaller of two numbers, or the larger one.
 #[inline(always)]
-fn min64(a: f64, b: f64) -> f64 {
+fn extreme64<const LARGER: bool>(a: f64, b: f64) -> f64 {
     if a.is_nan() {
         pass_nan(b, &[b])
-    } else if b.is_nan() || a < b {
+    } else if b.is_nan() {
         a
     } else if a == b {
-        f64::from_bits(a.to_bits() | b.to_bits())
-    } else {
-        b
-    }
-}
-
-#[inline(always)]
-fn max64(a: f64, b: f64) -> f64 {
-    if a.is_nan() {
-        pass_nan(b, &[b])
-    } else if b.is_nan() || a > b {
+        let (x, y) = (a.to_bits(), b.to_bits());
+        f64::from_bits(if LARGER { x & y } else { x | y })
+    } else if (a < b) != LARGER {
         a
-    } else if a == b {
-        f64::from_bits(a.to_bits() & b.to_bits())
     } else {
         b
     }
@@ -344,10 +298,18 @@ pub(crate) fn f32_op(name: &str, flags: i64) -> Option<Handler> {
         ("div", _) => handler!(|w, i, m| map2(w, i, m, |a, b| div_slow(a, b, i.imm))),
         ("sqrt", _) => handler!(|w, i, m| map1(w, i, m, |a| sqrt_slow(a, i.imm))),
         ("rcp", _) => handler!(|w, i, m| map1(w, i, m, |a| div_slow(1.0, a, i.imm))),
-        ("min", _) => handler!(|w, i, m| map2(w, i, m, |a, b| min32(a, b, i.imm))),
-        ("max", _) => handler!(|w, i, m| map2(w, i, m, |a, b| max32(a, b, i.imm))),
-        ("min3", _) => handler!(|w, i, m| map3(w, i, m, |a, b, c| min32(min32(a, b, i.imm), c, i.imm))),
-        ("max3", _) => handler!(|w, i, m| map3(w, i, m, |a, b, c| max32(max32(a, b, i.imm), c, i.imm))),
+        ("min", _) => handler!(|w, i, m| map2(w, i, m, |a, b| extreme32::<false>(a, b, i.imm))),
+        ("max", _) => handler!(|w, i, m| map2(w, i, m, |a, b| extreme32::<true>(a, b, i.imm))),
+        ("min3", _) => handler!(|w, i, m| map3(w, i, m, |a, b, c| extreme32::<false>(
+            extreme32::<false>(a, b, i.imm),
+            c,
+            i.imm
+        ))),
+        ("max3", _) => handler!(|w, i, m| map3(w, i, m, |a, b, c| extreme32::<true>(
+            extreme32::<true>(a, b, i.imm),
+            c,
+            i.imm
+        ))),
         ("abs", _) => handler!(|w, i, m| map1(w, i, m, |a| canon(start(f32::abs(a), i.imm)))),
         ("neg", _) => handler!(|w, i, m| map1(w, i, m, |a: f32| canon(start(-a, i.imm)))),
         ("copysign", _) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| b.copysign(a))),
@@ -411,8 +373,8 @@ pub(crate) fn f64_op(name: &str, flags: i64) -> Option<Handler> {
         }
         ("sqrt", _) => handler!(|w, i, m| map1(w, i, m, |a| pass_nan(exact_f64::sqrt(a, i.imm), &[a]))),
         ("rcp", _) => handler!(|w, i, m| map1(w, i, m, |a| pass_nan(exact_f64::div(1.0, a, i.imm), &[a]))),
-        ("min", _) => handler!(|w, i, m| map2(w, i, m, min64)),
-        ("max", _) => handler!(|w, i, m| map2(w, i, m, max64)),
+        ("min", _) => handler!(|w, i, m| map2(w, i, m, extreme64::<false>)),
+        ("max", _) => handler!(|w, i, m| map2(w, i, m, extreme64::<true>)),
         ("abs", _) => handler!(|w, i, m| map1(w, i, m, |a: f64| pass_nan(a.abs(), &[a]))),
         ("neg", _) => handler!(|w, i, m| map1(w, i, m, |a: f64| pass_nan(-a, &[a]))),
         ("copysign", _) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| b.copysign(a))),

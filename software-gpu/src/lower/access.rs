@@ -10,6 +10,20 @@ use crate::exec::moves::{IS_SPACE, OFFSET, mapa, rank};
 use crate::exec::{atomic, int, special_register};
 use crate::ptx::ast::{Inst, Operand, Space};
 
+/// The access of a load or store.
+struct Access<'i, 'a> {
+    ty: &'a str,
+    bits: u32,
+    /// The registers that are loaded or stored.
+    registers: &'i [Operand<'a>],
+    address: Address,
+    space: Space,
+    /// Whether its memory order needs a fence.
+    fence: bool,
+    /// Whether a program may wait for the value in a loop.
+    spin: bool,
+}
+
 fn space(mods: &mut Modifiers<'_>) -> Option<Space> {
     let name = mods.one_of(&[
         "global",
@@ -168,7 +182,8 @@ impl<'a> Lowering<'a, '_> {
         {}
     }
 
-    /// Takes the memory order; true if it needs a fence.
+    /// Takes the memory order. Returns whether it needs a fence, and whether a program may wait for the value
+    /// in a loop.
     fn take_order(mods: &mut Modifiers<'a>) -> (bool, bool) {
         let order = mods.one_of(&["weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"]);
         mods.one_of(&["relaxed"]);
@@ -179,7 +194,9 @@ impl<'a> Lowering<'a, '_> {
         )
     }
 
-    fn lower_load(&mut self, inst: &Inst<'a>) -> Result<()> {
+    /// What loads and stores have in common. `data` and `at` are the numbers of the operands with the
+    /// registers and with the address.
+    fn access<'i>(&mut self, inst: &'i Inst<'a>, data: usize, at: usize) -> Result<Access<'i, 'a>> {
         let mut mods = Modifiers::new(inst);
         let ty = mods.last();
         let (fence, spin) = Self::take_order(&mut mods);
@@ -187,12 +204,12 @@ impl<'a> Lowering<'a, '_> {
         let named = space(&mut mods);
         let vector = mods.one_of(&["v2", "v4", "v8"]);
         let Some(bits) = type_bits(ty).filter(|&b| b >= 8 && mods.done()) else { return self.unknown(inst) };
-        let outputs = self.operand(inst, 0)?.elements();
-        let n = outputs.len();
+        let registers = self.operand(inst, data)?.elements();
+        let n = registers.len();
         if n > 4 || vector.map_or(1, |v| if v == "v2" { 2 } else { 4 }) != n {
             return self.unknown(inst);
         }
-        let (address, implied) = self.address(self.operand(inst, 1)?)?;
+        let (address, implied) = self.address(self.operand(inst, at)?)?;
         let space = match (named, implied) {
             // A function's parameters, and those of the calls it makes, are in its local memory.
             (Some(Space::Param), Some(Space::Local)) => Space::Local,
@@ -201,9 +218,15 @@ impl<'a> Lowering<'a, '_> {
             (None, Some(implied)) => implied,
             (None, None) => Space::Generic,
         };
+        Ok(Access { ty, bits, registers, address, space, fence, spin })
+    }
+
+    fn lower_load(&mut self, inst: &Inst<'a>) -> Result<()> {
+        let Access { ty, bits, registers, address, space, fence, spin } = self.access(inst, 0, 1)?;
+        let n = registers.len();
         let mut r = [NONE; 6];
         let mut extend = Vec::new();
-        for (k, out) in outputs.iter().enumerate() {
+        for (k, out) in registers.iter().enumerate() {
             if *out == Operand::Sink {
                 continue;
             }
@@ -248,28 +271,10 @@ impl<'a> Lowering<'a, '_> {
     }
 
     fn lower_store(&mut self, inst: &Inst<'a>) -> Result<()> {
-        let mut mods = Modifiers::new(inst);
-        let ty = mods.last();
-        let (fence, _) = Self::take_order(&mut mods);
-        Self::take_hints(&mut mods);
-        let named = space(&mut mods);
-        let vector = mods.one_of(&["v2", "v4", "v8"]);
-        let Some(bits) = type_bits(ty).filter(|&b| b >= 8 && mods.done()) else { return self.unknown(inst) };
-        let inputs = self.operand(inst, 1)?.elements();
-        let n = inputs.len();
-        if n > 4 || vector.map_or(1, |v| if v == "v2" { 2 } else { 4 }) != n {
-            return self.unknown(inst);
-        }
-        let (address, implied) = self.address(self.operand(inst, 0)?)?;
-        let space = match (named, implied) {
-            (Some(Space::Param), Some(Space::Local)) => Space::Local,
-            (Some(Space::Param), None) if !self.is_kernel() => Space::Local,
-            (Some(space), _) => space,
-            (None, Some(implied)) => implied,
-            (None, None) => Space::Generic,
-        };
+        let Access { ty, bits, registers, address, space, fence, .. } = self.access(inst, 1, 0)?;
+        let n = registers.len();
         let mut r = [NONE; 6];
-        for (k, input) in inputs.iter().enumerate() {
+        for (k, input) in registers.iter().enumerate() {
             r[k] = self.source(input, ty)?;
         }
         if fence {

@@ -20,7 +20,8 @@ fn is_name(c: u8) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, b'_' | b'$' | b'%')
 }
 
-/// Most tokens of a text: 1 GiB of memory, at 32 bytes each. A text of one-byte tokens would otherwise take 32 times its size.
+/// Maximum tokens of a text: 1 GiB of memory, at 32 bytes each. Otherwise a text of one-byte tokens would
+/// take 32 times its size.
 const MAX_TOKENS: usize = 32 << 20;
 
 /// The tokens with their line numbers. `End` is the last.

@@ -231,9 +231,9 @@ impl Process {
             }
             record
                 .exited
-                .then(|| Err(anyhow!("the command ended without saying {text:?}: {}", record.output)))
+                .then(|| Err(anyhow!("the command ended without printing {text:?}: {}", record.output)))
         })?;
-        found.unwrap_or_else(|| Err(anyhow!("the command did not say {text:?} within {timeout:?}")))
+        found.unwrap_or_else(|| Err(anyhow!("the command did not print {text:?} within {timeout:?}")))
     }
 
     /// Kills the command and what it has started (its process group), with SIGKILL.
@@ -257,7 +257,7 @@ impl Process {
 
     fn ended(&self, state: &mut State) -> Option<Result<Output>> {
         if state.boots != self.boot {
-            return Some(Err(anyhow!("the machine was booted anew meanwhile")));
+            return Some(Err(anyhow!("the machine was rebooted meanwhile")));
         }
         let record = state.records.get(&self.id)?;
         record.exited.then(|| Ok(record.output.clone()))

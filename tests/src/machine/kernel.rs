@@ -92,7 +92,8 @@ impl Kernel {
     }
 
     /// Builds `virtio_rgpu.ko` for this kernel, unless it exists already, and returns its path. A compiler
-    /// warning is an error. Without BTF, which nothing here reads and which would need another package.
+    /// warning is an error. The module has no BTF, which nothing here reads and which would need another
+    /// package.
     pub fn driver(self) -> Result<PathBuf> {
         let files = self.files()?;
         let sources = setup::repository().join("guest-driver");
@@ -120,7 +121,7 @@ impl Kernel {
 /// A kernel, unpacked.
 #[derive(Clone, Debug)]
 pub struct KernelFiles {
-    /// As `uname -r` gives it.
+    /// Its release, as `uname -r` prints it.
     pub version: String,
     root: PathBuf,
     chroot: bool,

@@ -27,7 +27,7 @@ const LONG: Duration = Duration::from_secs(600);
 
 /// Command that cuts the link.
 pub const CUT: &str = "/bin/ip link set w0 down; /bin/ip link set w1 down";
-/// Command that mends it.
+/// Command that restores it.
 pub const MEND: &str = "/bin/ip link set w0 up; /bin/ip link set w1 up";
 
 const PACKAGES: [&str; 20] = [
@@ -101,8 +101,8 @@ pub fn userland() -> Result<PathBuf> {
 /// Such a machine's parts; [`boot`] boots it.
 pub fn builder() -> Result<Builder> {
     let mut builder = Machine::builder().kernel(Kernel::V6_1Full).memory_mib(2048).cpus(2).host_libraries();
-    // The processors' own clock, which perftest reads, too. Otherwise the kernel takes the HPET here, and
-    // each look at the clock is a system call and a device access.
+    // Use the processors' own clock (TSC), which perftest reads, too. Otherwise the kernel uses the HPET
+    // here, and each reading of the clock is a system call and a device access.
     builder = builder.kernel_arg("tsc=reliable").kernel_arg("clocksource=tsc");
     // rxe computes its checksums with a module that it does not ask the kernel to load.
     for module in ["crc32_generic", "rdma_rxe", "ib_uverbs", "veth", "bridge", "sch_netem"] {

@@ -1,4 +1,4 @@
-//! Where things lie, how they come there, and how concurrent tests share them.
+//! Installs and builds everything that the machines need, in folders that concurrent tests share.
 //!
 //! ```text
 //! build/machine/
@@ -7,7 +7,7 @@
 //!   driver/VERSION/    virtio_rgpu.ko for that kernel, and a stamp of the sources it was built from
 //!   agent              the guest's first process
 //!   debian12.ext4      a disk with Debian 12 and systemd; debian12-dkms-VERSION.ext4 has a compiler as well
-//!   *.stamp            what has been done; without its stamp, a step is done again from the beginning
+//!   *.stamp            completed steps; a step without its stamp is repeated from the beginning
 //! ```
 //!
 //! Packages come from the mirror that this host's own apt uses.
@@ -31,7 +31,7 @@ pub fn build_dir() -> PathBuf {
     repository().join("build/machine")
 }
 
-/// Holds off other processes that set up the same directory, until dropped. Not reentrant.
+/// Keeps other processes from setting up the same directory, until dropped. Not reentrant.
 pub(crate) fn lock(name: &str) -> Result<Flock<File>> {
     fs::create_dir_all(build_dir())?;
     let path = build_dir().join(format!("{name}.lock"));
@@ -44,12 +44,12 @@ pub(crate) fn lock(name: &str) -> Result<Flock<File>> {
 type Listener = Box<dyn Fn(&str)>;
 
 thread_local! {
-    /// Who wants to know what this thread's set-up is doing.
+    /// The listener for this thread's progress messages.
     static LISTENER: RefCell<Option<Listener>> = const { RefCell::new(None) };
 }
 
-/// Calls `work`. Meanwhile `listener` gets a line for everything that this thread sets up, and each line that its longer
-/// commands print.
+/// Calls `work`. Meanwhile `listener` gets a line for everything that this thread sets up, and each line that
+/// its long commands print.
 pub fn listening<T>(listener: impl Fn(&str) + 'static, work: impl FnOnce() -> T) -> T {
     let before = LISTENER.replace(Some(Box::new(listener)));
     let value = work();
@@ -57,7 +57,7 @@ pub fn listening<T>(listener: impl Fn(&str) + 'static, work: impl FnOnce() -> T)
     value
 }
 
-/// Tells the listener, if there is one.
+/// Passes a line to the listener, if there is one.
 fn tell(line: &str) {
     LISTENER.with_borrow(|listener| {
         if let Some(listener) = listener {
@@ -66,7 +66,7 @@ fn tell(line: &str) {
     });
 }
 
-/// Says what is about to be set up: to the listener, or on standard error if there is none.
+/// Announces a step: to the listener, or on standard error if there is none.
 pub(crate) fn announce(text: &str) {
     if LISTENER.with_borrow(Option::is_none) {
         eprintln!("machine: {text} …");
@@ -74,12 +74,13 @@ pub(crate) fn announce(text: &str) {
     tell(text);
 }
 
-/// Runs a command to its end and returns its standard output. If it fails, the error carries the end of what it wrote.
+/// Runs a command to its end and returns its standard output. If it fails, the error quotes the end of its
+/// output.
 pub(crate) fn run(command: &mut Command) -> Result<String> {
     run_with(command, |_| ())
 }
 
-/// The same for a command that takes a while: what it prints meanwhile goes to the listener.
+/// Like [`run`], for a long command: each line of its output goes to the listener, too.
 pub(crate) fn watch(command: &mut Command) -> Result<String> {
     run_with(command, tell)
 }
@@ -92,10 +93,11 @@ fn run_with(command: &mut Command, line: impl Fn(&str)) -> Result<String> {
         .spawn()
         .with_context(|| format!("cannot start {command:?}"))?;
     let errors = child.stderr.take();
-    // A thread of its own: a command that waits until somebody reads its errors would never close its output.
+    // A separate thread reads the errors. Otherwise a command that blocks on writing errors would never close
+    // its output.
     let errors = std::thread::spawn(move || {
         let mut bytes = Vec::new();
-        // What came before an error of the pipe is still worth showing.
+        // Keep what came before an error of the pipe.
         let _ = errors.map(|mut pipe| pipe.read_to_end(&mut bytes));
         bytes
     });
@@ -119,7 +121,7 @@ fn run_with(command: &mut Command, line: impl Fn(&str)) -> Result<String> {
     Ok(stdout)
 }
 
-/// Does a step once: `step` runs unless the stamp `name` says that it ran for the same `key`.
+/// Runs `step`, unless the stamp `name` says that it has already run with the same `key`.
 pub(crate) fn once(name: &str, key: &str, step: impl FnOnce() -> Result<()>) -> Result<()> {
     let stamp = build_dir().join(format!("{name}.stamp"));
     if fs::read_to_string(&stamp).is_ok_and(|have| have == key) {
@@ -134,14 +136,14 @@ pub(crate) fn once(name: &str, key: &str, step: impl FnOnce() -> Result<()>) -> 
     fs::write(&stamp, key).with_context(|| format!("cannot write {}", stamp.display()))
 }
 
-/// A `Command` for apt, dpkg and their kind, which asks no questions.
+/// A non-interactive `Command` for apt, dpkg and similar programs.
 pub(crate) fn apt(program: &str) -> Command {
     let mut command = Command::new(program);
     command.env("DEBIAN_FRONTEND", "noninteractive").env("LC_ALL", "C");
     command
 }
 
-/// Sees to it that `program` is on this host, installing the Debian package `package` if it is not.
+/// Makes sure that this host has `program`, by installing the Debian package `package` if necessary.
 pub(crate) fn need_program(program: &str, package: &str) -> Result<()> {
     let found = std::env::var_os("PATH")
         .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
@@ -156,7 +158,7 @@ pub(crate) fn need_program(program: &str, package: &str) -> Result<()> {
     })
 }
 
-/// Sees to it that a shared library is on this host, installing the Debian package `package` if it is not.
+/// Makes sure that this host has a shared library, by installing the Debian package `package` if necessary.
 pub(crate) fn need_library(name: &str, package: &str) -> Result<()> {
     let folders = ["/usr/lib/x86_64-linux-gnu", "/lib/x86_64-linux-gnu", "/usr/lib64"];
     if folders.iter().any(|folder| Path::new(folder).join(name).exists()) {
@@ -171,22 +173,23 @@ pub(crate) fn need_library(name: &str, package: &str) -> Result<()> {
 fn install(package: &str) -> Result<()> {
     let _lock = lock("apt")?;
     announce(&format!("installing Debian's package {package}"));
-    // Another process, one that knows nothing of the lock above, may be installing something just now.
+    // A process that does not use this module's lock may be installing packages at the moment.
     let args = ["install", "-y", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=600", package];
     with_lists(None, || watch(apt("apt-get").args(args)).map(drop))
 }
 
-/// Does what needs apt's lists of packages, on this host or in the Debian at `chroot`. If it fails, the lists are brought up to date, and it is done again: they may be missing, or older than the mirror, which has only
-/// the newest versions.
+/// Does something that needs apt's package lists, on this host or in the Debian at `chroot`. If it fails,
+/// updates the lists and tries again: the lists may be missing, or too old for the mirror, which only has the
+/// newest versions.
 pub(crate) fn with_lists<T>(chroot: Option<&Path>, attempt: impl Fn() -> Result<T>) -> Result<T> {
     attempt().or_else(|_| {
-        announce("bringing apt's lists of packages up to date");
+        announce("updating apt's package lists");
         watch(inside(chroot, "apt-get").arg("update"))?;
         attempt()
     })
 }
 
-/// A program of this host's, or of the Debian at `chroot`, with apt's settings.
+/// A program of this host, or of the Debian at `chroot`, with settings for apt.
 pub(crate) fn inside(chroot: Option<&Path>, program: &str) -> Command {
     match chroot {
         Some(dir) => {
@@ -198,8 +201,8 @@ pub(crate) fn inside(chroot: Option<&Path>, program: &str) -> Command {
     }
 }
 
-/// Downloads Debian packages into `dir` and unpacks them into `root`, without installing them. `chroot` runs apt in that
-/// Debian instead of on this host; then `root` is seen from inside it.
+/// Downloads Debian packages into `dir` and unpacks them into `root`, without installing them. With `chroot`,
+/// apt runs in that Debian, and `root` is a path inside it.
 pub(crate) fn unpack(packages: &[String], root: &Path, chroot: Option<&Path>) -> Result<()> {
     let on_host = |path: &Path| match chroot {
         Some(dir) => dir.join(path.strip_prefix("/").unwrap_or(path)),
@@ -208,7 +211,7 @@ pub(crate) fn unpack(packages: &[String], root: &Path, chroot: Option<&Path>) ->
     let downloads = root.join("packages");
     let _ = fs::remove_dir_all(on_host(&downloads));
     fs::create_dir_all(on_host(&downloads))?;
-    // apt-get downloads into its working directory, which a chroot takes from its caller only through a shell.
+    // apt-get downloads into its working directory, which only a shell can set inside a chroot.
     let script = "cd \"$0\" && exec apt-get -o APT::Sandbox::User=root download \"$@\"";
     watch(inside(chroot, "sh").args(["-c", script]).arg(&downloads).args(packages))?;
     for package in fs::read_dir(on_host(&downloads))? {
@@ -219,7 +222,7 @@ pub(crate) fn unpack(packages: &[String], root: &Path, chroot: Option<&Path>) ->
     Ok(())
 }
 
-/// The private Debian trixie with QEMU, made if it is not there (about a minute).
+/// The private Debian trixie with QEMU. Makes it if it is missing, which takes about a minute.
 pub fn trixie() -> Result<PathBuf> {
     let root = build_dir().join("trixie");
     once("trixie", "3", || {
@@ -240,9 +243,10 @@ pub fn trixie() -> Result<PathBuf> {
         }
         watch(&mut command)?;
         configure_apt(&root)?;
-        // Nothing in there is a service to start.
+        // No service must start in it.
         write_executable(&root.join("usr/sbin/policy-rc.d"), "#!/bin/sh\nexit 101\n")?;
-        // It can be made again at any time, so it need not survive a power failure; nobody reads its documentation.
+        // It can be made again at any time, so it need not survive a power failure. Its documentation is not
+        // needed.
         fs::write(
             root.join("etc/dpkg/dpkg.cfg.d/fast"),
             "force-unsafe-io\npath-exclude=/usr/share/doc/*\npath-exclude=/usr/share/man/*\n",
@@ -254,7 +258,7 @@ pub fn trixie() -> Result<PathBuf> {
     Ok(root)
 }
 
-/// The same with what it takes to build modules for its kernels.
+/// The same Debian, with a compiler to build modules for its kernels.
 pub(crate) fn trixie_with_compiler() -> Result<PathBuf> {
     let root = trixie()?;
     once("trixie-compiler", "1", || {
@@ -271,12 +275,12 @@ fn chroot_apt(root: &Path, args: &[&str]) -> Result<()> {
     watch(apt("chroot").arg(root).args(["apt-get", "-y", "--no-install-recommends"]).args(args)).map(drop)
 }
 
-/// The mirror of Debian that this host uses, if apt knows one; otherwise debootstrap has a default.
+/// The Debian mirror of this host, if apt knows one; otherwise debootstrap has a default.
 pub fn mirror() -> Option<String> {
     mirror_labelled("Debian")
 }
 
-/// The mirror of one of Debian's archives that this host uses, if apt knows one: `Debian`, or `Debian-Security`.
+/// This host's mirror of an archive of Debian (`Debian` or `Debian-Security`), if apt knows one.
 pub fn mirror_labelled(label: &str) -> Option<String> {
     let list = run(apt("apt-get").args([
         "indextargets",
@@ -289,7 +293,7 @@ pub fn mirror_labelled(label: &str) -> Option<String> {
     list.lines().find_map(|line| line.strip_suffix(&end).map(str::to_owned))
 }
 
-/// Gives a fresh Debian this host's way to the mirror, and the backports.
+/// Gives a new Debian this host's settings for the mirror, and the backports.
 fn configure_apt(root: &Path) -> Result<()> {
     let sources = root.join("etc/apt/sources.list");
     let main = fs::read_to_string(&sources).with_context(|| format!("cannot read {}", sources.display()))?;
@@ -300,10 +304,10 @@ fn configure_apt(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Where a Debian that this host installs has [`host_settings`].
+/// Where a Debian that this host installs keeps [`host_settings`].
 pub const HOST_SETTINGS: &str = "etc/apt/apt.conf.d/90host";
 
-/// This host's settings of apt for its way to the mirrors.
+/// This host's apt settings for reaching the mirrors.
 pub fn host_settings() -> Result<String> {
     let wanted = ["Acquire::Check-Date", "Acquire::Check-Valid-Until", "Acquire::Retries"];
     let all = run(apt("apt-config").arg("dump"))?;

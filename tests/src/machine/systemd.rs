@@ -1,5 +1,4 @@
-//! A machine that is a whole Debian with systemd as its first process: to install packages in, and to run
-//! services.
+//! A machine with a complete Debian and systemd, to install packages and run services in.
 //!
 //! The disk is made once; a machine's changes to it are lost when it ends. The kernel and its modules come
 //! from outside, as in every machine here.
@@ -132,7 +131,7 @@ fn make(
             fs::create_dir_all(&folder)?;
         }
         finish(&root)?;
-        // Written afresh each time, so a journal would only cost time.
+        // The file system is written from scratch each time, so a journal would only cost time.
         let mut make = Command::new("/sbin/mke2fs");
         make.args(["-q", "-F", "-t", "ext4", "-O", "^has_journal", "-L", "debian", "-d"]).arg(&root);
         let _ = fs::remove_file(&disk);
@@ -142,7 +141,7 @@ fn make(
     Ok(disk)
 }
 
-/// Such a machine's parts; [`boot`] boots it.
+/// A builder for such a machine; [`boot`] boots it.
 pub fn builder(release: Release) -> Result<Builder> {
     Ok(Machine::builder().kernel(release.kernel()).memory_mib(2048).cpus(2).disk(disk(release)?))
 }

@@ -1,5 +1,4 @@
-//! A native client that breaks the rules: it writes the channel's memory itself, word by word, as no library
-//! would.
+//! A native client that breaks the rules: it writes the channel's memory directly, word by word.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -165,7 +164,7 @@ impl Client {
     pub fn lost(&self) -> Result<String> {
         let mut reason = String::new();
         super::eventually(|| {
-            reason = self.reason().context("the session still stands")?;
+            reason = self.reason().context("the session is not lost")?;
             Ok(())
         })?;
         Ok(reason)

@@ -322,7 +322,8 @@ pub fn program(socket: &Path, name: &str) -> Result<Command> {
     Ok(command)
 }
 
-/// What a program was told, without that it waits, for its turn or for its server: on a busy machine it may be told that as well.
+/// A program's messages, without those about waiting for a worker or for its server, which a busy machine may
+/// cause as well.
 pub fn told_beside_waits(errors: &str) -> Vec<&str> {
     let waits = [
         "waiting for a GPU session on",

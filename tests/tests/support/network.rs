@@ -51,12 +51,12 @@ impl Network {
         self.host.run("ip route add default via 10.97.1.1")
     }
 
-    /// Whatever this thread opens and starts from now on is on the host.
+    /// Moves this thread to the host: what it opens and starts from now on is there.
     pub fn enter_host(&self) -> Result<()> {
         self.host.enter()
     }
 
-    /// The same for the server.
+    /// Moves this thread to the server.
     pub fn enter_server(&self) -> Result<()> {
         self.server.enter()
     }

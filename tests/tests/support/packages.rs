@@ -1,4 +1,4 @@
-//! What the tests of Debian packages share: the packages, and what happens to them in a machine with systemd.
+//! Shared code of the tests of Debian packages: the packages, and their use in a machine with systemd.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -134,6 +134,6 @@ pub fn purge(machine: &Machine, names: &[&str], settings: &str, before: &BTreeSe
     let left: Vec<_> = after.difference(before).collect();
     ensure!(left.is_empty(), "the purge leaves {left:#?}");
     let lost: Vec<_> = before.difference(&after).collect();
-    ensure!(lost.is_empty(), "the packages have removed what is not theirs: {lost:#?}");
+    ensure!(lost.is_empty(), "the packages have removed files that are not theirs: {lost:#?}");
     systemd::wait_up(machine)
 }

@@ -78,7 +78,8 @@ fn work_through(bed: &Bed, least: u64, mut interrupt: impl FnMut(u64) -> Result<
     Ok(count)
 }
 
-/// Stops, resets and kills: what is left of the sessions, and what the next programs find.
+/// Stops, resets and kills guests and device processes. Checks that no session is left, and that the next
+/// programs pass.
 fn stopped_guests_are_reset_or_lose_their_device_process(transport: &'static str) -> Result<()> {
     let bed = working("stopped", transport)?;
     let before = bed.base_line()?;
@@ -87,7 +88,7 @@ fn stopped_guests_are_reset_or_lose_their_device_process(transport: &'static str
     for line in ["launch_storm 3000", "copies"] {
         let deadline = Instant::now() + LONG;
         while !states(&bed.host)?.is_empty() {
-            ensure!(Instant::now() < deadline, "a session of before does not end");
+            ensure!(Instant::now() < deadline, "a session from before does not end");
             std::thread::sleep(Duration::from_millis(10));
         }
         let process = bed.machine.spawn(line)?;
@@ -95,7 +96,7 @@ fn stopped_guests_are_reset_or_lose_their_device_process(transport: &'static str
         let serving = bed.host.device_process()?;
         kill(Pid::from_raw(serving), Signal::SIGKILL)?;
         while bed.host.device_process().is_ok_and(|now| now == serving) {
-            ensure!(Instant::now() < deadline, "nobody takes the device process's place");
+            ensure!(Instant::now() < deadline, "no process replaces the device process");
         }
         bed.machine.cont()?;
         let name = line.split(' ').next().unwrap_or(line);

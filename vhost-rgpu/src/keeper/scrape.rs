@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_served_becomes_labels() {
+    fn roles_become_labels() {
         assert_eq!(
             [owner("vm a b"), owner("user 1000"), owner("other")],
             [["a b", ""], ["", "1000"], ["other"; 2]]

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_released_can_be_used_again() {
+    fn released_mappings_can_be_used_again() {
         let budget = Budget::with(10, 4);
         let held = budget.region(7).unwrap();
         let refusal = budget.region(4).unwrap_err();

@@ -1,7 +1,9 @@
-//! A guest that does whatever it likes with its device, as a fuzzer says: requests and descriptor chains of any kind, memory that changes at any time, doorbells, stops and resets.
+//! A guest that does anything with its device, driven by a fuzzer: requests and descriptor chains of any
+//! kind, memory that changes at any time, doorbells, stops and resets.
 //!
-//! [`control_any`] drives a [`Device`] as the threads of `vhost-user-backend` do. The device's server is a thread of this process that welcomes sessions, refuses them or is gone. In the end the
-//! device is reset, and then nothing may be left of what the guest had: no job, channel, session or charge.
+//! [`control_any`] drives a [`Device`] as the threads of `vhost-user-backend` do. The device's server is a
+//! thread of this process that welcomes sessions, refuses them or is gone. In the end the device is reset,
+//! and then nothing may be left of what the guest had: no job, channel, session or charge.
 
 use std::fs::File;
 use std::io::{self, Read, Write};

@@ -1,4 +1,5 @@
-//! A Chromium without a window, told what to do by the DevTools protocol over pipes: JSON, ended by zero bytes.
+//! A headless Chromium, controlled by the DevTools protocol over pipes: JSON messages that end with zero
+//! bytes.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -9,7 +10,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 
-/// A browser with one page. Dropping it ends it.
+/// A browser with one page. Dropping this ends the browser.
 pub struct Browser {
     child: Child,
     to: ChildStdin,
@@ -19,9 +20,9 @@ pub struct Browser {
 }
 
 impl Browser {
-    /// Starts it, with what it keeps in `folder` and a page of so many pixels.
+    /// Starts a browser with its data in `folder` and a page of this size in pixels.
     pub fn start(folder: &Path, width: u32, height: u32) -> Result<Browser> {
-        // It reads descriptor 3 and writes descriptor 4. Its sandbox needs another user than root.
+        // Chromium reads descriptor 3 and writes descriptor 4. Its sandbox does not work as root.
         let mut command = Command::new("sh");
         command.args(["-c", "exec \"$@\" 3<&0 4>&1 >/dev/null", "sh", "chromium", "--headless=new"]);
         command.args(["--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe"]);
@@ -44,20 +45,20 @@ impl Browser {
         self.ask("Page.navigate", json!({ "url": url })).map(drop)
     }
 
-    /// The value of an expression in the page, when it is there.
+    /// Evaluates an expression in the page, and waits for its value.
     pub fn evaluate(&mut self, expression: &str) -> Result<Value> {
         let wish = json!({ "expression": expression, "awaitPromise": true, "returnByValue": true });
         let mut answer = self.ask("Runtime.evaluate", wish)?;
         if let Some(thrown) = answer.get("exceptionDetails") {
             bail!(
                 "the page fails: {}",
-                thrown["exception"]["description"].as_str().unwrap_or("it is not known why")
+                thrown["exception"]["description"].as_str().unwrap_or("unknown reason")
             );
         }
         Ok(answer["result"]["value"].take())
     }
 
-    /// What the page looks like, as PNG.
+    /// A screenshot of the page, as PNG.
     pub fn screenshot(&mut self) -> Result<Vec<u8>> {
         let answer = self.ask("Page.captureScreenshot", json!({ "format": "png" }))?;
         let text = answer["data"].as_str().context("no picture")?;
@@ -80,7 +81,7 @@ impl Browser {
                 bail!("chromium has ended before it answered {method}");
             }
             let mut answer: Value = serde_json::from_slice(&bytes).context("chromium answers no JSON")?;
-            // Events come in between.
+            // Events come between answers.
             if answer["id"] == self.asked {
                 if let Some(error) = answer.get("error") {
                     bail!("chromium refuses {method}: {error}");

@@ -1,7 +1,9 @@
-//! `cargo xtask screenshots`: makes the pictures in `docs/pictures/` that show rgpu at work, anew.
+//! `cargo xtask screenshots`: remakes the pictures in `docs/pictures/` that show rgpu at work.
 //!
-//! - `top.svg`: `rgpuctl top` in a terminal, while twenty programs use a software GPU over TCP ([`terminal`] draws it);
-//! - `timeline.png`: a file of `rgpuctl trace --output` in the Perfetto UI, which runs in Chromium ([`browser`]).
+//! - `top.svg`: `rgpuctl top` in a terminal, while twenty programs use a software GPU over TCP ([`terminal`]
+//!   draws it);
+//! - `timeline.png`: a file of `rgpuctl trace --output` in the Perfetto UI, which runs in Chromium
+//!   ([`browser`]).
 //!
 //! The numbers in them are those of this machine and of the software GPU.
 
@@ -27,7 +29,7 @@ use crate::programs::{self, Runtime};
 use crate::progress::Step;
 use crate::{artifacts, debian, process, toolchain};
 
-/// Make the pictures of `rgpuctl top` and of a timeline anew (docs/pictures).
+/// Remake the pictures of `rgpuctl top` and of a timeline (docs/pictures).
 #[derive(Args)]
 pub struct Arguments {
     /// Which: top, timeline. By default all
@@ -38,7 +40,7 @@ pub struct Arguments {
 /// How long to wait for anything before giving up.
 const PATIENCE: Duration = Duration::from_secs(240);
 
-/// The programs of the picture of `top`: how many, what they are called there, and what they do for how long.
+/// The programs in the picture of `top`: their number, names, work and duration.
 const BUSY: [(usize, &str, &[&str]); 3] = [
     (8, "train", &["training", "1000000"]),
     (7, "generate", &["decoding", "1000000"]),
@@ -46,7 +48,7 @@ const BUSY: [(usize, &str, &[&str]); 3] = [
 ];
 /// The program of the timeline, with its arguments.
 const TRACED: [&str; 2] = ["decoding", "40"];
-/// What both run.
+/// The program that both run.
 const PROGRAM: &str = "framework_steps";
 
 /// Makes the pictures.
@@ -76,7 +78,7 @@ fn save(name: &str, bytes: &[u8]) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Calls `look` until it finds something.
+/// Calls `look` until it returns something.
 fn until<T>(what: &str, mut look: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -159,7 +161,7 @@ fn top() -> Result<()> {
     Ok(())
 }
 
-/// What a row has below a column's name.
+/// The part of a row below a column's name.
 fn below(heading: &str, name: &str, row: &str) -> String {
     let before = heading.split(name).next().unwrap_or_default().chars().count();
     row.chars().skip(before).take(name.chars().count()).collect()
@@ -191,11 +193,11 @@ fn timeline() -> Result<()> {
     browser.open(&format!("http://127.0.0.1:{port}/"))?;
     let ready = "document.title.includes('localtrace') && Boolean(app.trace) && !app.isLoadingTrace";
     until("opening the timeline", || Ok((browser.evaluate(ready)? == true).then_some(())))?;
-    // What Perfetto could not read, it only counts.
+    // Perfetto only counts events that it cannot read.
     let errors = browser.evaluate(ERRORS)?;
     ensure!(errors == 0, "Perfetto finds {errors} errors in the timeline");
     ensure!(browser.evaluate(SHOW)? == true, "Perfetto does not show the steps");
-    // It draws for a while after it has been told to.
+    // Perfetto continues drawing for a while.
     let (mut last, mut same) = (Vec::new(), 0);
     let shown = until("a picture that stays the same", || {
         let now = browser.screenshot()?;
@@ -207,14 +209,14 @@ fn timeline() -> Result<()> {
     Ok(())
 }
 
-/// How much of the file Perfetto has not understood.
+/// The number of events in the file that Perfetto could not read.
 const ERRORS: &str = r#"(async () => {
     const answer = await app.trace.engine.query("select ifnull(sum(value), 0) as errors from stats where severity != 'info'");
     return answer.firstRow({ errors: 0 }).errors;
 })()"#;
 
-/// Opens all tracks but the link's, which are many, and shows the two steps, of 16 launches each, that other programs of
-/// this machine have disturbed least.
+/// Opens all tracks except the link's many tracks, and shows the two steps, of 16 launches each, that other
+/// programs of this machine have disturbed least.
 const SHOW: &str = r#"(async () => {
     for (const track of app.trace.workspace.children) {
         track.name.startsWith('link') ? track.collapse() : track.expand();

@@ -1,4 +1,4 @@
-//! What a terminal shows, as SVG.
+//! Draws a terminal's screen as SVG.
 
 use std::fmt::Write;
 
@@ -13,7 +13,7 @@ const BORDER: u16 = 12;
 const PAPER: &str = "#14181f";
 const INK: &str = "#d8dee9";
 
-/// How a piece of a line looks.
+/// The style of a piece of a line.
 #[derive(Clone, Copy, Default, PartialEq)]
 struct Look {
     bold: bool,
@@ -27,7 +27,7 @@ impl Look {
     }
 }
 
-/// Draws a screen without colors, which is all that rgpuctl makes.
+/// Draws a screen without colors, since rgpuctl uses none.
 pub fn draw(screen: &Screen, title: &str) -> Result<String> {
     let (width, height) = (COLUMNS * WIDTH + 2 * BORDER, LINES * HEIGHT + 2 * BORDER);
     let mut svg = format!(
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_where_the_terminal_has_them() {
+    fn pieces_are_at_their_places_in_the_terminal() {
         let svg = draw(&screen("one\r\n  \x1b[1mtwo & <3\x1b[0m  \x1b[7m 4 \x1b[0m"), "a title").unwrap();
         assert!(
             svg.contains("<text x=\"12\" y=\"25\" textLength=\"24\" xml:space=\"preserve\">one</text>"),
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_color_is_not_left_out_silently() {
+    fn a_color_is_an_error() {
         assert!(draw(&screen("\x1b[31mred"), "").is_err());
     }
 }

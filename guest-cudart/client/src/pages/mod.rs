@@ -273,7 +273,7 @@ mod tests {
     fn each(test: impl Fn(Served)) {
         static UFFD: OnceLock<Option<Served>> = OnceLock::new();
         static SIGNAL: OnceLock<Served> = OnceLock::new();
-        // A machine may have no userfaultfd at all; the other mechanism is always there.
+        // A machine may have no userfaultfd; the other mechanism always works.
         let uffd =
             UFFD.get_or_init(|| uffd::Uffd::open().ok().map(|uffd| Served::new(Mechanism::Uffd(uffd))));
         if let Some(served) = uffd {

@@ -120,7 +120,8 @@ pub trait Port: Send + Sync {
     /// that the memory must be treated as pageable.
     fn pin(&self, addr: usize, size: usize) -> Option<Result<u32, PortError>>;
 
-    /// Registers memory that another port of this process has made with [`Port::pin_new`], and returns its region here.
+    /// Registers memory that another port of this process created with [`Port::pin_new`], and returns its
+    /// region in this port.
     fn pin_shared(&self, pinned: &Pinned) -> Result<u32, PortError>;
 
     /// Removes a registration. Returns when the host no longer uses the memory.
@@ -129,7 +130,7 @@ pub trait Port: Send + Sync {
     /// The descriptors to close in a child after `fork`.
     fn descriptors(&self) -> Vec<RawFd>;
 
-    /// The path by which the port is reached, for messages.
+    /// The port's path, for messages.
     fn path(&self) -> &Path;
 }
 
@@ -140,7 +141,7 @@ pub struct Pinned {
     pub mapping: Mapping,
     /// Its region.
     pub region: u32,
-    /// The memory as a file, where another port needs that to register it.
+    /// The memory as a file, if another port may need it to register the memory.
     pub file: Option<OwnedFd>,
 }
 

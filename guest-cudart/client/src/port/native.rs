@@ -179,7 +179,7 @@ impl Port for Native {
         let mapping =
             Mapping::pinned(Some(memory.as_fd()), size, at).map_err(error("mapping pinned memory"))?;
         let region = self.register(&memory, size)?;
-        // A process with one server has a descriptor less for each piece.
+        // A process with one server does not keep the file, which saves a descriptor for each piece.
         let file = SEVERAL.load(Ordering::Relaxed).then_some(memory);
         Ok(Pinned { mapping, region, file })
     }

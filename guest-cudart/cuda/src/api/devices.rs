@@ -12,6 +12,7 @@ use crate::process::device_attributes::attr;
 use crate::process::driver::{self, device, driver};
 use crate::work::direct_copy;
 use client::Status;
+use client::servers::parse_pci;
 
 /// Writes NUL-terminated text, truncated to `len` bytes.
 unsafe fn put_text(to: *mut c_char, len: i32, text: &str) -> Result {
@@ -34,21 +35,8 @@ fn pci_bus_id(pci: &[u32; 3]) -> String {
 /// Parses `[domain]:[bus]:[device].[function]`, `[domain]:[bus]:[device]` or `[bus]:[device].[function]`, all
 /// hexadecimal.
 fn parse_pci_bus_id(text: &str) -> Option<[u32; 3]> {
-    let (address, function) =
-        text.split_once('.').map_or((text, "0"), |(address, function)| (address, function));
-    if u32::from_str_radix(function, 16).ok()? != 0 {
-        return None;
-    }
-    let parts: Vec<u32> = address
-        .split(':')
-        .map(|part| u32::from_str_radix(part, 16))
-        .collect::<std::result::Result<_, _>>()
-        .ok()?;
-    match parts[..] {
-        [domain, bus, device] => Some([domain, bus, device]),
-        [bus, device] => Some([0, bus, device]),
-        _ => None,
-    }
+    let (address, function) = parse_pci(text)?;
+    (u32::from_str_radix(function.unwrap_or("0"), 16) == Ok(0)).then_some(address)
 }
 
 api! {

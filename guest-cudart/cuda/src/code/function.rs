@@ -96,6 +96,34 @@ pub(crate) struct Function {
 pub(crate) static FUNCTIONS: Slab<Function> = Slab::new(5);
 
 impl Function {
+    /// A function that has neither an ID nor code yet.
+    fn of(
+        context: &'static Context,
+        name: CString,
+        params: Vec<Param>,
+        params_size: usize,
+        prints: bool,
+    ) -> Function {
+        Function {
+            unsupported: None,
+            id: OnceLock::new(),
+            loading: None,
+            code: None,
+            required_block: None,
+            context,
+            name,
+            params_size,
+            params,
+            prints,
+            attributes: Default::default(),
+            settings: Mutex::default(),
+            loaded: OnceLock::new(),
+            handle: OnceLock::new(),
+            traced: Name::new(),
+            module: OnceLock::new(),
+        }
+    }
+
     pub fn new(
         module: ModuleId,
         index: u32,
@@ -116,20 +144,7 @@ impl Function {
         let function = Function {
             unsupported,
             id: OnceLock::from(FunctionId::new(module, index)),
-            loading: None,
-            code: None,
-            required_block: None,
-            context,
-            name,
-            params_size,
-            params: info.params,
-            prints,
-            attributes: Default::default(),
-            settings: Mutex::default(),
-            loaded: OnceLock::new(),
-            handle: OnceLock::new(),
-            traced: Name::new(),
-            module: OnceLock::new(),
+            ..Function::of(context, name, info.params, params_size, prints)
         };
         if !info.attributes.is_empty() {
             function.keep(&info.attributes);
@@ -149,24 +164,13 @@ impl Function {
         let name = CString::new(kernel.name).map_err(|_| Status::INVALID_IMAGE)?;
         let params: Vec<Param> =
             kernel.params.iter().map(|p| Param { offset: p.offset, size: p.size }).collect();
+        // The image reader bounds the size.
+        let params_size = params.last().map_or(0, |last| (last.offset + last.size) as usize);
         let function = Function {
-            unsupported: None,
-            id: OnceLock::new(),
             loading: Some(loading),
             code: Some(resources),
             required_block: kernel.required_threads,
-            context,
-            name,
-            // The image reader bounds the size.
-            params_size: params.last().map_or(0, |last| (last.offset + last.size) as usize),
-            params,
-            prints: cubin.prints,
-            attributes: Default::default(),
-            settings: Mutex::default(),
-            loaded: OnceLock::new(),
-            handle: OnceLock::new(),
-            traced: Name::new(),
-            module: OnceLock::new(),
+            ..Function::of(context, name, params, params_size, cubin.prints)
         };
         function.keep(&attributes);
         Ok(function)

@@ -380,7 +380,7 @@ mod tests {
 
     /// As recorded on an H200.
     #[test]
-    fn few_blocks_fit_of_what_needs_much() {
+    fn blocks_with_large_needs_fit_rarely() {
         let plain = with(10, 0, 1);
         let opted = Set { dynamic_limit: 232_448, carveout: -1 };
         let blocks = |set, threads, dynamic| plain.blocks(set, threads, dynamic);
@@ -396,7 +396,7 @@ mod tests {
 
     /// As recorded on an H200.
     #[test]
-    fn blocks_share_what_there_is() {
+    fn blocks_share_the_resources_of_a_multiprocessor() {
         let opted = |limit| Set { dynamic_limit: limit, carveout: -1 };
         let (plain, fixed) = (with(10, 0, 1), with(14, 12_000, 1));
         assert_eq!(

@@ -195,7 +195,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_place_lies_inside_and_beside_what_is_taken(
+        fn a_place_is_inside_the_range_and_does_not_overlap(
             room in 1u64..20, size in 1u64..6000, parts in proptest::collection::vec((0u64..40, 1u64..3000), 0..6)
         ) {
             let room = room * ALIGN * 4;

@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_attribute_of_the_api_has_a_value_and_what_is_not_here_has_none() {
+    fn only_attributes_of_the_api_have_values() {
         let mut attributes = vec![None; 120];
         attributes[10] = Some(32);
         attributes[89] = Some(1);

@@ -1,4 +1,4 @@
-//! The machine that everything is measured in, and the measurements.
+//! The machine for all measurements, and the measurements.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -102,7 +102,7 @@ impl Bed {
         };
         let looks: Vec<f64> =
             said.lines().filter(|line| line.starts_with("cpu ")).filter_map(in_kernel).collect();
-        ensure!(looks.len() == 2, "no two looks at the processors in {said:?}");
+        ensure!(looks.len() == 2, "not two readings of the processors' times in {said:?}");
         Ok((said, (looks[1] - looks[0]) / TICKS * 1e3))
     }
 
@@ -112,8 +112,8 @@ impl Bed {
         Bulk { rate, kernel: kernel / (volume as f64 / f64::from(1 << 20)), busy: kernel / 1e3 / seconds }
     }
 
-    /// The layer alone, by `host-bridge`'s example. `what`: `h2d` or `d2h`. Also returns the line that it
-    /// prints, with its counts.
+    /// Measures only the verbs layer, with `host-bridge`'s example. `what`: `h2d` or `d2h`. Also returns the
+    /// line that it prints, with its counts.
     pub fn layer(&self, what: &str, size: u64, pairs: u32, depth: u32) -> Result<(Bulk, String)> {
         let count = (VOLUME / size).clamp(1, 4000);
         let command = format!(
@@ -199,8 +199,8 @@ impl Bed {
             format!("{program} -d {} -x {} -m 4096 -F -u 16 {options}", ends[end], self.gid[end])
         };
         let server = self.machine.spawn(&format!("exec {} 2>&1", side(0)))?;
-        // It says that it waits, but only when it ends, because its output is not a terminal. Port 18515 in
-        // hexadecimal, listening.
+        // The program prints that it waits, but only when it ends, because its output is not a terminal. So
+        // look for a listening socket at port 18515 (hexadecimal 4853).
         self.machine.check("for i in $(seq 600); do grep -q ':4853 00000000:0000 0A' /proc/net/tcp && exit 0; grep -q ':4853 0*:0000 0A' /proc/net/tcp6 && exit 0; sleep 0.02; done; exit 1", LIMIT).with_context(|| format!("{program} does not listen"))?;
         let said = self.watched(&format!("{} 127.0.0.1 2>&1", side(1)));
         if said.is_err() {

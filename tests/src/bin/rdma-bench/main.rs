@@ -10,8 +10,8 @@
 //! [`bed`] is the machine and the measurements, [`report`] the text, [`plot`] the curves. `cargo xtask bench
 //! --verbs` builds what this needs and runs it.
 //!
-//! Without a card, RoCE is in software, so speeds are the processor's. What counts is the ratio between two
-//! lines measured one after the other.
+//! Without a card, RoCE is in software, so the processor limits all speeds. Only the ratio between two lines
+//! that are measured one after the other has a meaning.
 
 mod bed;
 mod plot;
@@ -36,11 +36,11 @@ const DEPTH_SIZE: u64 = 64 << 10;
 const ROUND_SIZES: [u64; 2] = [1 << 20, 4 << 20];
 const DIRECTIONS: [&str; 2] = ["h2d", "d2h"];
 
-/// A point of the studies: who, size, queue pairs, depth. Megabytes (10⁶) per second, one value for each
-/// repetition.
+/// A point of the studies: program, size, queue pairs, depth. The values are megabytes (10⁶) per second, one
+/// for each repetition.
 type Points = BTreeMap<(&'static str, u64, u32, u32), Vec<f64>>;
 
-/// Who transfers in bulk in a round.
+/// The programs whose bulk transfers a round measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Who {
     /// `ib_write_bw` with this many queue pairs.
@@ -53,7 +53,7 @@ enum Who {
     Program(&'static str),
 }
 
-/// Everything the rounds found, one value for each round.
+/// The results of the rounds, one value for each round.
 #[derive(Debug, Default)]
 struct Rounds {
     bulk: BTreeMap<(u64, Who), Vec<Bulk>>,

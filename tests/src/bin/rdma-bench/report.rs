@@ -1,4 +1,4 @@
-//! The findings, as text and plots.
+//! The results as text and plots.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
