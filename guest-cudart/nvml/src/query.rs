@@ -4,8 +4,8 @@ use std::ffi::c_char;
 use std::ops::Range;
 
 use client::ops::nvml::{
-    FIELD_SIZE, MAX_FIELDS, NVLINK_REMOTE_PCI_INFO, NvmlQuery, Output, PCI_INFO, PCI_INFO_EXT, Query, status,
-    struct_size,
+    FIELD_SIZE, MAX_FIELDS, NVLINK_CAPABILITY, NVLINK_REMOTE_PCI_INFO, NVLINK_STATE, NvmlQuery, Output,
+    PCI_INFO, PCI_INFO_EXT, Query, status, struct_size,
 };
 use client::servers;
 
@@ -26,6 +26,9 @@ pub(crate) fn ask(device: Handle, query: &Query, arguments: &[u32], input: &[u8]
         return Err(reply.status);
     }
     let mut output = reply.output.0;
+    if connected.has_several_servers() {
+        hide_links(query, &mut output);
+    }
     if server.session.index() > 0 {
         if [PCI_INFO.number, NVLINK_REMOTE_PCI_INFO.number].contains(&query.number) {
             // A short address, the numbers, two IDs, and a long address.
@@ -36,6 +39,15 @@ pub(crate) fn ask(device: Handle, query: &Query, arguments: &[u32], input: &[u8]
         }
     }
     Ok(output)
+}
+
+/// For a program with devices of several servers, their NVLinks are off. Links that lead to a switch look as
+/// if they led to the other servers' devices as well, and NCCL refuses to start where devices with NVLinks
+/// cannot access each other's memory.
+fn hide_links(query: &Query, output: &mut [u8]) {
+    if [NVLINK_STATE.number, NVLINK_CAPABILITY.number].contains(&query.number) {
+        output.fill(0);
+    }
 }
 
 /// Replaces the PCI domain in a structure by the one that the program sees for this server, as the CUDA
@@ -254,6 +266,15 @@ mod tests {
         assert_eq!(info[16..24], [0, 0x10, 0, 0, 0x41, 0, 0, 0]);
         assert_eq!(&info[36..52], b"00001000:41:00.0");
         assert!(distinguish(&mut [0; 10], 1, None, 4, 32..64).is_none());
+    }
+
+    #[test]
+    fn links_are_off_and_other_answers_stay() {
+        let mut answer = [1, 0, 0, 0];
+        hide_links(&client::ops::nvml::NVLINK_VERSION, &mut answer);
+        assert_eq!(answer, [1, 0, 0, 0]);
+        hide_links(&NVLINK_STATE, &mut answer);
+        assert_eq!(answer, [0; 4]);
     }
 
     #[test]

@@ -33,6 +33,11 @@ impl Connected {
         self.0[0]
     }
 
+    /// Whether the program uses more than one server.
+    pub fn has_several_servers(&self) -> bool {
+        self.0.len() > 1
+    }
+
     /// The devices of all servers.
     pub fn device_count(&self) -> u32 {
         self.0
