@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
+use host_bridge::endpoint::CompressUse;
 use host_bridge::framing::Address;
 use host_bridge::verbs::Settings;
 use identity::servers::SERVER_FOLDER;
@@ -291,6 +292,10 @@ pub struct WorkerOptions {
     /// connection may use 8M in any case
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_size)]
     pub replay_memory: u64,
+    /// When to compress data on its way to clients over TCP. A client's host can refuse it by its own
+    /// setting
+    #[arg(long, value_enum, value_name = "WHEN", default_value = "auto")]
+    pub compress: CompressUse,
     /// Memory of one session for data that arrives over TCP ahead of its turn, in bytes or with a unit (K, M,
     /// G, T). A distant client sends up to this much unasked, as far as its link needs that, so an upload
     /// carries at most this much per round trip; 16M are allowed in any case

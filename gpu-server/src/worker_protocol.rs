@@ -258,6 +258,8 @@ pub enum Transport {
         slot_count: u32,
         /// Number of data connections to come.
         data_connections: u32,
+        /// The client's host takes compressed data.
+        takes_compressed: bool,
     },
     /// The control connection of a session over verbs.
     Verbs {

@@ -12,6 +12,7 @@
 //! In reading order:
 //! - [`memory`]: the client's memory as a process sees it, every address checked once; [`shared`]: the copies to and from it;
 //! - [`server`]: servers as users name them; [`framing`]: addresses, and the structures of [`protocol::link`] over sockets; `journal`: data that was sent and may have to be sent again;
+//! - `compression`: when data is compressed, and the other end of that; `link_rate`: how fast the link is;
 //! - [`stream`]: the bytes of a connection, plain or encrypted;
 //! - [`bridge`]: the end that has the client: sessions, the trait [`bridge::Transport`] and its implementations;
 //! - [`ask`]: what a client asks a server that needs no session;
@@ -21,9 +22,11 @@
 
 pub mod ask;
 pub mod bridge;
+mod compression;
 pub mod endpoint;
 pub mod framing;
 mod journal;
+mod link_rate;
 pub mod memory;
 pub mod server;
 pub mod shared;

@@ -109,13 +109,16 @@ pub const HASH_FLAG: u32 = 1 << 30;
 pub const KNOWN_FLAG: u32 = 1 << 29;
 /// Set in [`DataHeader::len`]: the server may keep these bytes, so that they need not be sent again.
 pub const KEEP_FLAG: u32 = 1 << 28;
-/// Set in [`DataHeader::len`], to a server of version 2.1 or later: the bytes follow compressed. First comes
-/// their compressed size as u32, which is less than [`DataHeader::len`], then one LZ4 block without a header.
+/// Set in [`DataHeader::len`], to a server of version 2.1 or later, and to a bridge that
+/// [takes it](wish::COMPRESSED): the bytes follow compressed. First comes their compressed size as u32, which
+/// is less than [`DataHeader::len`], then one LZ4 block without a header.
 pub const COMPRESSED_FLAG: u32 = 1 << 27;
 /// All flags of [`DataHeader::len`].
 pub const DATA_FLAGS: u32 = EAGER_FLAG | HASH_FLAG | KNOWN_FLAG | KEEP_FLAG | COMPRESSED_FLAG;
 /// The first version in which a server takes compressed data.
 pub const COMPRESSED_SINCE: Version = Version { major: 2, minor: 1 };
+/// The first version in which a bridge takes compressed data, if it [says so](wish::COMPRESSED).
+pub const COMPRESSED_OUT_SINCE: Version = Version { major: 2, minor: 2 };
 /// Bytes of a block, the unit in which a server knows data: a piece is cut at multiples of this, and its last
 /// block may be shorter.
 pub const CACHE_BLOCK: u64 = MAX_DATA as u64;
@@ -209,6 +212,8 @@ numbers! {
         /// [`State::Waiting`](crate::channel::State::Waiting)). A client that does not gets no answer until
         /// its session begins.
         MAY_WAIT = 2;
+        /// In a hello only: the bridge takes compressed data ([`COMPRESSED_FLAG`](super::COMPRESSED_FLAG)). Without it none may be sent to it.
+        COMPRESSED = 4, since 2;
     }
 
     /// Kinds of frames, with their bodies.

@@ -1,11 +1,12 @@
-//! Over a slow link, data that compresses is sent compressed, and other data costs nothing. Decided by bytes that cross the link.
+//! Over a slow link, data that compresses is sent compressed, both ways, and other data costs nothing. Decided by bytes that cross the link.
 //!
-//! `cargo test -p rgpu-tests --test compression -- --ignored --nocapture` measures how long uploads take with the daemons in `target/release`.
+//! `cargo test -p rgpu-tests --test compression -- --ignored --nocapture` measures how long copies take with the daemons in `target/release`.
 
 mod support;
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,7 +19,10 @@ use protocol::handle::StreamId;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::memory::{MemAlloc, MemGrow, window};
 use protocol::ops::stream::StreamSynchronize;
+use rgpu_tests::daemons::Daemon;
 use rgpu_tests::guest::free_port;
+use rgpu_tests::programs::{LIMIT, run};
+use rgpu_tests::tree;
 use support::client::Client;
 use support::{Rig, Transport, eventually, on_this_host};
 
@@ -45,8 +49,25 @@ fn slow_link(port: u16, mbit: u32) -> Result<(Relay, u16)> {
     Ok((relay, listen))
 }
 
-/// Carries connections to `port`, and counts the bytes there. Gives where it listens.
-fn count(port: u16, carried: &Arc<AtomicU64>) -> Result<u16> {
+/// Bytes that a link has carried to the server, and from it.
+#[derive(Default)]
+struct Carried([AtomicU64; 2]);
+
+/// Where data goes: to the server, or from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Up,
+    Down,
+}
+
+impl Carried {
+    fn get(&self, way: Way) -> u64 {
+        self.0[way as usize].load(Ordering::SeqCst)
+    }
+}
+
+/// Carries connections to `port`, and counts the bytes. Gives where it listens.
+fn count(port: u16, carried: &Arc<Carried>) -> Result<u16> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let (here, carried) = (listener.local_addr()?.port(), Arc::clone(carried));
     std::thread::spawn(move || {
@@ -56,29 +77,59 @@ fn count(port: u16, carried: &Arc<AtomicU64>) -> Result<u16> {
                 continue;
             };
             let carried = Arc::clone(&carried);
-            std::thread::spawn(move || carry(&near, &far, &carried));
+            std::thread::spawn(move || {
+                let _ = near.set_nodelay(true).and(far.set_nodelay(true));
+                std::thread::scope(|scope| {
+                    scope.spawn(|| {
+                        carry(&far, &near, &carried.0[Way::Down as usize]);
+                        let _ = near.shutdown(Shutdown::Both);
+                    });
+                    carry(&near, &far, &carried.0[Way::Up as usize]);
+                    let _ = far.shutdown(Shutdown::Write);
+                });
+            });
         }
     });
     Ok(here)
 }
 
-fn carry(near: &TcpStream, far: &TcpStream, carried: &AtomicU64) {
-    let (mut from_near, mut to_near, mut from_far, mut to_far) = (near, near, far, far);
-    let nodelay = near.set_nodelay(true).and(far.set_nodelay(true));
-    std::thread::scope(|scope| {
-        scope.spawn(move || {
-            let _ = std::io::copy(&mut from_far, &mut to_near);
-            let _ = near.shutdown(Shutdown::Both);
-        });
-        let mut buffer = vec![0; 256 << 10];
-        while let (Ok(()), Ok(n @ 1..)) = (&nodelay, from_near.read(&mut buffer)) {
-            carried.fetch_add(n as u64, Ordering::SeqCst);
-            if to_far.write_all(&buffer[..n]).is_err() {
-                break;
-            }
+fn carry(mut from: &TcpStream, mut to: &TcpStream, carried: &AtomicU64) {
+    let mut buffer = vec![0; 256 << 10];
+    while let Ok(n @ 1..) = from.read(&mut buffer) {
+        carried.fetch_add(n as u64, Ordering::SeqCst);
+        if to.write_all(&buffer[..n]).is_err() {
+            break;
         }
-        let _ = far.shutdown(Shutdown::Write);
-    });
+    }
+}
+
+/// A server and its client's bridge.
+enum Daemons {
+    Plain(Rig),
+    Tls { _server: Daemon, bridge: Daemon, folder: tempfile::TempDir },
+}
+
+impl Daemons {
+    fn bridge(&self) -> &Daemon {
+        match self {
+            Daemons::Plain(rig) => rig.bridge(Transport::Tcp),
+            Daemons::Tls { bridge, .. } => bridge,
+        }
+    }
+
+    fn socket(&self) -> PathBuf {
+        match self {
+            Daemons::Plain(rig) => rig.socket(Transport::Tcp),
+            Daemons::Tls { folder, .. } => folder.path().join("native.sock"),
+        }
+    }
+}
+
+/// They and the link between them.
+struct Setup {
+    daemons: Daemons,
+    carried: Arc<Carried>,
+    _relay: Option<Relay>,
 }
 
 /// Bytes of one copy: the client's arena.
@@ -96,121 +147,217 @@ fn words(repeat: usize) -> Vec<u8> {
     (0..COPY / 4 / repeat).map(next).flat_map(|word| std::iter::repeat_n(word, repeat)).flatten().collect()
 }
 
-/// What an upload came to.
+/// What copies came to.
 #[derive(Debug)]
-struct Sent {
-    /// Bytes of its data that were compressed.
+struct Copies {
+    /// Bytes of their data that were compressed.
     compressed: u64,
-    /// Bytes that went over the link to the server, commands and all.
+    /// Bytes that went over the link, commands and all, the way of the data.
     link: u64,
     seconds: f64,
 }
 
-/// Has a client copy `bytes` to the device, `count` times, and one of the copies back.
-fn upload(rig: &Rig, carried: &AtomicU64, bytes: &[u8], count: u64) -> Result<Sent> {
+/// Has a client copy `bytes` to the device or back, `count` times.
+fn copy(setup: &Setup, way: Way, bytes: &[u8], count: u64) -> Result<Copies> {
     let (data, stream) = (count * COPY as u64, StreamId(0));
-    let totals = || -> Result<[u64; 3]> {
-        let status = rig.bridge(Transport::Tcp).status()?;
-        // There are none before the first session.
-        let total = |name: &str| status["totals"][name].as_u64().unwrap_or(0);
-        Ok([total("data_bytes_sent"), total("data_bytes_compressed"), total("data_bytes_compressed_to")])
+    let names = match way {
+        Way::Up => ["data_bytes_sent", "data_bytes_compressed", "data_bytes_compressed_to"],
+        Way::Down => ["data_bytes_received", "data_bytes_decompressed", "data_bytes_decompressed_from"],
     };
-    let (before, on_link) = (totals()?, carried.load(Ordering::SeqCst));
-    let mut client = Client::connect(&rig.socket(Transport::Tcp), "upload")?;
+    let totals = || -> Result<[u64; 3]> {
+        let status = setup.daemons.bridge().status()?;
+        // There are none before the first session.
+        Ok(names.map(|name| status["totals"][name].as_u64().unwrap_or(0)))
+    };
+    let before = totals()?;
+    let mut client = Client::connect(&setup.daemons.socket(), "copies")?;
     client.call(&MemGrow { device: 0, address: window(0), size: data })?.map_err(refused)?;
     client.tell(&MemAlloc { address: window(0), size: data })?;
     client.write_arena(bytes);
-    client.call(&StreamSynchronize { stream })?.map_err(refused)?;
-    let begun = Instant::now();
     let range = HostRange { place: Place::Arena, offset: 0, len: COPY as u64 };
-    for copy in 0..count {
-        let dst = window(0) + copy * COPY as u64;
-        client.push(&MemcpyHtoD { stream, dst, src: HostIn::Range(range) }, NO_SLOT)?;
+    let place = |copy: u64| window(0) + copy * COPY as u64;
+    let htod = |copy| MemcpyHtoD { stream, dst: place(copy), src: HostIn::Range(range) };
+    let dtoh = |copy| MemcpyDtoH { stream, src: place(copy), dst: HostOut(range) };
+    // What goes the other way is one copy.
+    if way == Way::Down {
+        client.push(&htod(0), NO_SLOT)?;
+    }
+    client.call(&StreamSynchronize { stream })?.map_err(refused)?;
+    let (begun, on_link) = (Instant::now(), setup.carried.get(way));
+    for number in 0..count {
+        match way {
+            Way::Up => client.push(&htod(number), NO_SLOT)?,
+            Way::Down => client.push(&dtoh(0), NO_SLOT)?,
+        };
         // Otherwise all of it is in the relay before the link is known: that holds more than the buffers of a real one.
         client.call(&StreamSynchronize { stream })?.map_err(refused)?;
+        if way == Way::Down && number + 2 == count {
+            client.write_arena(&vec![0; COPY]);
+        }
     }
     let seconds = begun.elapsed().as_secs_f64();
-    let link = carried.load(Ordering::SeqCst) - on_link;
-    client.write_arena(&vec![0; COPY]);
-    let src = window(0) + (count - 1) * COPY as u64;
-    client.push(&MemcpyDtoH { stream, src, dst: HostOut(range) }, NO_SLOT)?;
-    client.call(&StreamSynchronize { stream })?.map_err(refused)?;
+    let link = setup.carried.get(way) - on_link;
+    if way == Way::Up {
+        client.write_arena(&vec![0; COPY]);
+        client.push(&dtoh(count - 1), NO_SLOT)?;
+        client.call(&StreamSynchronize { stream })?.map_err(refused)?;
+    }
     ensure!(client.read_arena(COPY) == bytes, "other bytes come back");
     drop(client);
     // The session's end adds its counters to the totals.
     eventually(|| {
-        let status = rig.bridge(Transport::Tcp).status()?;
+        let status = setup.daemons.bridge().status()?;
         ensure!(status["sessions"].as_array().is_some_and(Vec::is_empty), "a session is left: {status}");
         Ok(())
     })?;
     let after = totals()?;
-    let [sent, compressed, compressed_to] = [0, 1, 2].map(|index| after[index] - before[index]);
-    ensure!(sent - compressed_to + compressed == data, "{data} bytes of data: {before:?}, {after:?}");
-    ensure!(sent <= link, "{sent} bytes were sent, and {link} are on the link");
-    Ok(Sent { compressed, link, seconds })
+    let [moved, compressed, compressed_to] = [0, 1, 2].map(|index| after[index] - before[index]);
+    ensure!(moved - compressed_to + compressed == data, "{data} bytes of data: {before:?}, {after:?}");
+    ensure!(moved <= link, "{moved} bytes were moved, and {link} are on the link");
+    Ok(Copies { compressed, link, seconds })
 }
 
 fn refused(status: protocol::Status) -> anyhow::Error {
     anyhow::anyhow!("the server answers {status:?}")
 }
 
-/// A server behind a counted link of so many Mb/s; 0 is any number.
-fn rig(name: &str, mbit: u32, compress: &str) -> Result<(Rig, Option<Relay>, Arc<AtomicU64>)> {
-    let (carried, mut relay) = (Arc::new(AtomicU64::new(0)), None);
-    let rig = Rig::through(name, &[], &["--compress", compress], |mut port| {
-        if mbit > 0 {
-            let (started, slow) = slow_link(port, mbit)?;
-            (relay, port) = (Some(started), slow);
-        }
-        Ok(on_this_host(count(port, &carried)?))
+/// A link of so many Mb/s to a server at `port`, which is counted; 0 is any number.
+fn link(port: u16, mbit: u32) -> Result<(Arc<Carried>, Option<Relay>, u16)> {
+    let carried = Arc::<Carried>::default();
+    if mbit == 0 {
+        let here = count(port, &carried)?;
+        return Ok((carried, None, here));
+    }
+    let (relay, slow) = slow_link(port, mbit)?;
+    let here = count(slow, &carried)?;
+    Ok((carried, Some(relay), here))
+}
+
+/// Daemons with these settings of `compress`, the server's and the bridge's, and a link of so many Mb/s.
+fn setup(name: &str, mbit: u32, [server, bridge]: [&str; 2]) -> Result<Setup> {
+    let mut between = None;
+    let rig = Rig::through(name, &["--compress", server], &["--compress", bridge], |port| {
+        let (carried, relay, here) = link(port, mbit)?;
+        between = Some((carried, relay));
+        Ok(on_this_host(here))
     })?;
-    Ok((rig, relay, carried))
+    let (carried, relay) = between.context("no link")?;
+    Ok(Setup { daemons: Daemons::Plain(rig), carried, _relay: relay })
+}
+
+/// The same with TLS.
+fn setup_with_tls(name: &str, mbit: u32, [server, bridge]: [&str; 2]) -> Result<Setup> {
+    let (folder, logs) = (tempfile::tempdir()?, tree::logs().join(name));
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let port = free_port()?;
+    let (carried, relay, here) = link(port, mbit)?;
+    let (listen, admin, identity) = (format!("tcp:127.0.0.1:{port}"), path("admin"), path("server"));
+    let words = ["--backend", "software", "--listen", &listen, "--compress", server];
+    let words = [&words[..], &["--identity", &identity, "--admin-socket", &admin]].concat();
+    let server =
+        Daemon::start("rgpu-server", words, &logs.join("rgpu-server.log"), &folder.path().join("status"))?;
+    let rgpuctl = |words: &[&str]| -> Result<String> {
+        let done = run(Command::new(tree::binaries().join("rgpuctl")).args(words), LIMIT)?;
+        ensure!(done.status == Some(0), "rgpuctl {words:?}: {done:?}");
+        Ok(done.stdout)
+    };
+    let enrolled =
+        rgpuctl(&["enroll", "host1", "--socket", &admin, "--address", &format!("127.0.0.1:{here}")])?;
+    let client = path("client");
+    let mut words: Vec<&str> = enrolled.split_whitespace().skip(1).collect();
+    words.extend(["--identity", &client]);
+    rgpuctl(&words)?;
+    let (address, socket) = (on_this_host(here), path("native.sock"));
+    let words = ["--server", &address, "--identity", &client, "--native-socket", &socket];
+    let words = [&words[..], &["--compress", bridge]].concat();
+    let status = folder.path().join("vhost-rgpu.status");
+    let bridge = Daemon::start("vhost-rgpu", words, &logs.join("vhost-rgpu.log"), &status)?;
+    Ok(Setup { daemons: Daemons::Tls { _server: server, bridge, folder }, carried, _relay: relay })
+}
+
+fn over_a_slow_link(way: Way) -> Result<()> {
+    let setup = setup(&format!("compression-{way:?}"), 200, ["auto"; 2])?;
+    let data = 40 * COPY as u64;
+    let copies = copy(&setup, way, &words(16), 40)?;
+    ensure!(copies.link * 2 < data, "data that compresses: {copies:?}");
+    let copies = copy(&setup, way, &words(1), 40)?;
+    ensure!(copies.link * 100 <= data * 101 && copies.compressed == 0, "data that does not: {copies:?}");
+    Ok(())
 }
 
 #[test]
-fn over_a_slow_link_what_compresses_takes_less_than_half_and_other_data_no_more() -> Result<()> {
-    let (rig, _relay, carried) = rig("compression", 200, "auto")?;
-    let data = 40 * COPY as u64;
-    let sent = upload(&rig, &carried, &words(16), 40)?;
-    ensure!(sent.link * 2 < data, "data that compresses: {sent:?}");
-    let sent = upload(&rig, &carried, &words(1), 40)?;
-    ensure!(sent.link * 100 <= data * 101 && sent.compressed == 0, "data that does not: {sent:?}");
-    Ok(())
+fn uploads_over_a_slow_link_that_compress_take_less_than_half_and_others_no_more() -> Result<()> {
+    over_a_slow_link(Way::Up)
+}
+
+#[test]
+fn downloads_over_a_slow_link_that_compress_take_less_than_half_and_others_no_more() -> Result<()> {
+    over_a_slow_link(Way::Down)
 }
 
 #[test]
 fn what_is_not_to_be_compressed_is_sent_as_it_is() -> Result<()> {
-    let (rig, _relay, carried) = rig("compression-never", 200, "never")?;
-    let sent = upload(&rig, &carried, &words(16), 4)?;
-    ensure!(sent.compressed == 0 && sent.link >= 4 * COPY as u64, "{sent:?}");
+    let plain = |setup: &Setup, way| -> Result<()> {
+        let copies = copy(setup, way, &words(16), 4)?;
+        ensure!(copies.compressed == 0 && copies.link >= 4 * COPY as u64, "{way:?}: {copies:?}");
+        Ok(())
+    };
+    // What a client does not want compressed it does not get compressed either, whatever its server would like.
+    let of_client = setup("compression-never", 200, ["always", "never"])?;
+    plain(&of_client, Way::Up)?;
+    plain(&of_client, Way::Down)?;
+    let of_server = setup("compression-server-never", 200, ["never", "always"])?;
+    plain(&of_server, Way::Down)?;
+    let copies = copy(&of_server, Way::Up, &words(16), 4)?;
+    ensure!(copies.compressed == 4 * COPY as u64, "{copies:?}");
     Ok(())
 }
 
-/// Medians of three uploads of 128 MiB each, in turn with and without compression.
+#[test]
+fn with_tls_data_is_compressed_only_where_both_ends_are_told_to() -> Result<()> {
+    for (settings, expected) in [
+        (["even-tls", "even-tls"], [true, true]),
+        (["auto", "even-tls"], [true, false]),
+        (["even-tls", "auto"], [false, false]),
+    ] {
+        let setup = setup_with_tls(&format!("compression-tls-{}", settings.join("-")), 200, settings)?;
+        for (way, expected) in [Way::Up, Way::Down].into_iter().zip(expected) {
+            let copies = copy(&setup, way, &words(16), 16)?;
+            ensure!((copies.compressed > 0) == expected, "{settings:?}, {way:?}: {copies:?}");
+        }
+    }
+    Ok(())
+}
+
+/// Medians of three times 128 MiB each way, in turn with and without compression.
 #[test]
 #[ignore = "it measures"]
-fn how_long_uploads_take() -> Result<()> {
-    println!("| Mb/s | data | compress | seconds | MiB on the link | MiB compressed |");
+fn how_long_copies_take() -> Result<()> {
+    println!("| Mb/s | way | data | compress | seconds | MiB on the link | MiB compressed |");
     for mbit in [200, 1000, 0] {
-        let rigs = ["auto", "never"].map(|compress| rig(&format!("measure-{compress}"), mbit, compress));
-        let [auto, never] = rigs;
-        let rigs = [("auto", auto?), ("never", never?)];
-        for (data, repeat) in [("compressible", 16), ("random", 1)] {
-            let bytes = words(repeat);
-            let mut runs = [Vec::new(), Vec::new()];
-            for _ in 0..3 {
-                for ((_, (rig, _, carried)), runs) in rigs.iter().zip(&mut runs) {
-                    runs.push(upload(rig, carried, &bytes, 32)?);
+        let setups = ["auto", "never"].map(|compress| {
+            Ok::<_, anyhow::Error>((compress, setup(&format!("measure-{compress}"), mbit, [compress; 2])?))
+        });
+        let [auto, never] = setups;
+        let setups = [auto?, never?];
+        for way in [Way::Up, Way::Down] {
+            for (data, repeat) in [("compressible", 16), ("random", 1)] {
+                let bytes = words(repeat);
+                let mut runs = [Vec::new(), Vec::new()];
+                for _ in 0..3 {
+                    for ((_, setup), runs) in setups.iter().zip(&mut runs) {
+                        runs.push(copy(setup, way, &bytes, 32)?);
+                    }
                 }
-            }
-            for ((compress, _), runs) in rigs.iter().zip(&mut runs) {
-                runs.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
-                let Sent { seconds, link, compressed } = runs[1];
-                let (link, compressed) = (link as f64 / 1048576.0, compressed as f64 / 1048576.0);
-                let (least, most) = (runs[0].seconds, runs[2].seconds);
-                println!(
-                    "| {mbit} | {data} | {compress} | {seconds:.2} ({least:.2} to {most:.2}) | {link:.1} | {compressed:.1} |"
-                );
+                for ((compress, _), runs) in setups.iter().zip(&mut runs) {
+                    runs.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+                    let Copies { seconds, link, compressed } = runs[1];
+                    let (link, compressed) = (link as f64 / 1048576.0, compressed as f64 / 1048576.0);
+                    let (least, most) = (runs[0].seconds, runs[2].seconds);
+                    println!(
+                        "| {mbit} | {way:?} | {data} | {compress} | {seconds:.2} ({least:.2} to {most:.2}) | {link:.1} | {compressed:.1} |"
+                    );
+                }
             }
         }
     }

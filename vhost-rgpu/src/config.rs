@@ -200,7 +200,8 @@ struct SessionOptions {
     /// server has one with --cache
     #[arg(long, value_name = "WHEN", value_enum, default_value_t = CacheUse::Slow)]
     cache: CacheUse,
-    /// When to compress data on its way to the server (transport tcp)
+    /// When to compress data on its way to the server, and whether the server may compress what it sends
+    /// (transport tcp)
     #[arg(long, value_name = "WHEN", value_enum, default_value_t = CompressUse::Auto)]
     compress: CompressUse,
     /// TCP connections for bulk data to request for each session; the server decides

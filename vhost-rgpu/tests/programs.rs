@@ -110,10 +110,19 @@ fn programs_do_not_notice(mut daemon: Daemon, replace: impl Fn(Daemon) -> Daemon
             program.channel.synchronize();
             assert!(session::read(memories, &AT) == bytes, "region {round}");
         }
+        // Data that comes while the process is replaced.
+        for (memories, round) in regions.iter().zip(0..) {
+            session::write(memories, &AT, &vec![0; LEN as usize]);
+            let dst = HostOut(region(round, 0, LEN));
+            program.channel.push(&MemcpyDtoH { stream: StreamId(0), src: round.into(), dst }, NO_SLOT);
+        }
         // What one process has registered can be unregistered with the next.
         let (file, _) = own();
         daemon = replace(daemon);
         program.channel.synchronize();
+        for (memories, round) in regions.iter().zip(0..) {
+            assert!(session::read(memories, &AT) == bytes, "region {round}, to both processes");
+        }
         assert_eq!(program.ask(register(77), &[&file]).0, Answer::Ok);
         let unregister = Request { region: 77, ..plain(request::UNREGISTER_MEMORY) };
         assert_eq!(program.ask(unregister, &[]).0, Answer::Ok);
@@ -166,6 +175,12 @@ fn programs_whose_data_is_compressed_do_not_notice_that_their_process_was_killed
     program.channel.synchronize();
     let status = daemon.status();
     assert_eq!(status["totals"]["data_bytes_compressed"].as_u64(), Some(LEN), "{status}");
+    program
+        .channel
+        .push(&MemcpyDtoH { stream: StreamId(0), src: 1, dst: HostOut(region(1, 0, LEN)) }, NO_SLOT);
+    program.channel.synchronize();
+    let status = daemon.status();
+    assert_eq!(status["totals"]["data_bytes_decompressed"].as_u64(), Some(LEN), "{status}");
     drop(program);
     eventually(|| server.ended() == 1 && daemon.sessions() == 0);
     programs_do_not_notice(daemon, crash, || server.ended() - 1);

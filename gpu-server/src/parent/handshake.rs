@@ -11,7 +11,7 @@ use std::time::Instant;
 use identity::Secret;
 use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
 use protocol::device::{Answer, text, untext};
-use protocol::link::{FrameHeader, Hello, MAGIC, Welcome, frame, purpose, wish};
+use protocol::link::{COMPRESSED_OUT_SINCE, FrameHeader, Hello, MAGIC, Welcome, frame, purpose, wish};
 use protocol::version::OURS;
 use rustls::ServerConnection;
 use zerocopy::IntoBytes;
@@ -404,7 +404,10 @@ fn open_session(
             let wanted =
                 if hello.index == 0 { DATA_CONNECTIONS.0 } else { hello.index.min(DATA_CONNECTIONS.1) };
             let wanted = wanted.min(grant.data_connections.unwrap_or(DATA_CONNECTIONS.1));
-            (Transport::Tcp { slot_count: hello.slot_count, data_connections: wanted }, wanted)
+            let takes_compressed =
+                hello.version >= COMPRESSED_OUT_SINCE && hello.wishes & wish::COMPRESSED != 0;
+            let slot_count = hello.slot_count;
+            (Transport::Tcp { slot_count, data_connections: wanted, takes_compressed }, wanted)
         }
     };
     let is_tcp = matches!(transport, Transport::Tcp { .. });

@@ -261,7 +261,7 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     }
     let connected = connect(&daemon, &told, &identity, visitor, transport, connection);
     let begun = connected.and_then(|(connection, door)| {
-        let begun = begin(transport, connection, &options, polling, cache)?;
+        let begun = begin(transport, (connection, door.is_some()), &options, polling, cache)?;
         if !devices.is_empty() {
             driver::restrict(&mut *backend, &options.backing, quota, &devices)
                 .map_err(|status| Lost::new(format!("preparing devices {devices:?}: {status}")))?;
@@ -338,16 +338,17 @@ fn connect(
 
 fn begin(
     transport: Transport,
-    connection: Stream,
+    (connection, tls): (Stream, bool),
     options: &WorkerOptions,
     polling: Polling,
     cache: Option<Remote>,
 ) -> Result<Begun, Lost> {
     let grace = Duration::from_secs(options.grace_seconds.into());
     match transport {
-        Transport::Tcp { slot_count, data_connections } => {
+        Transport::Tcp { slot_count, data_connections, takes_compressed } => {
             let (replay, eager) = (options.replay_memory, u64::from(options.eager_mib()) << 20);
-            let allowance = Allowance { grace, replay, eager };
+            let compress = options.compress.over(takes_compressed, tls);
+            let allowance = Allowance { grace, replay, eager, compress };
             let (commands, client) =
                 TcpCommands::start(connection, slot_count, data_connections, polling, allowance)
                     .map_err(|e| Lost::new(format!("preparing the connection: {e}")))?;

@@ -53,8 +53,12 @@ counters! {
     data_bytes_compressed_to,
     /// Bytes of bulk data that were not sent because the server had them in its cache.
     data_bytes_known,
-    /// Bytes of bulk data received from the server.
+    /// Bytes of bulk data received from the server. Where data came compressed, the compressed bytes count.
     data_bytes_received,
+    /// Bytes of bulk data that came compressed.
+    data_bytes_decompressed,
+    /// Bytes that came in place of those.
+    data_bytes_decompressed_from,
     /// Replies written into the channel.
     replies,
     /// Times that the doorbell woke this side.

@@ -36,12 +36,13 @@ use thiserror::Error;
 
 use crate::memory::{Memories, MemoryError};
 
+pub use self::relay::CacheUse;
 #[cfg(fuzzing)]
 pub use self::relay::relay_any;
 #[doc(hidden)]
 pub use self::relay::take_over_any;
-pub use self::relay::{CacheUse, CompressUse};
 pub use self::state::{ChannelMemory, Wakeup, tell_lost};
+pub use crate::compression::CompressUse;
 pub use connect::{ask, join};
 pub use counters::Counters;
 pub use link::LinkState;

@@ -14,7 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 use protocol::channel::{Header, State};
 use protocol::device::{Answer, text, untext};
-use protocol::link::{BadGreeting, Hello, MAGIC, MAX_DEVICE_LIST, purpose, wish};
+use protocol::link::{BadGreeting, COMPRESSED_OUT_SINCE, Hello, MAGIC, MAX_DEVICE_LIST, purpose, wish};
 use protocol::polling;
 use protocol::version::{Mismatch, OURS, Version};
 use thiserror::Error;
@@ -132,7 +132,7 @@ pub struct SessionConfig {
     pub verbs: Settings,
     /// When the server's cache is used (transport `tcp`).
     pub cache: CacheUse,
-    /// When data to the server is compressed (transport `tcp`).
+    /// When data to the server is compressed, and whether data from it may be (transport `tcp`).
     pub compress: CompressUse,
 }
 
@@ -312,6 +312,11 @@ pub(super) struct Handshake {
 /// The first message of a connection.
 pub(super) fn hello(config: &SessionConfig, channel: &ChannelMemory, purpose: u32, index: u32) -> Hello {
     let speaks = OURS.at_most(channel.version);
+    let understands = purpose == purpose::CONTROL && speaks.version() >= COMPRESSED_OUT_SINCE;
+    let compressed = match config.compress.over(understands, config.source().is_some()) {
+        CompressUse::Never => 0,
+        _ => wish::COMPRESSED,
+    };
     Hello {
         magic: MAGIC,
         version: speaks.version(),
@@ -321,7 +326,7 @@ pub(super) fn hello(config: &SessionConfig, channel: &ChannelMemory, purpose: u3
         index,
         pid: channel.pid,
         slot_count: channel.view.geometry().slot_count as u32,
-        wishes: channel.wishes & (wish::NVML_ONLY | wish::MAY_WAIT),
+        wishes: channel.wishes & (wish::NVML_ONLY | wish::MAY_WAIT) | compressed,
         client: text(&config.client),
         program: text(&channel.program),
         secret: config.lease_key(purpose),

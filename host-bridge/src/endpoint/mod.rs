@@ -42,6 +42,7 @@ pub mod tcp;
 pub mod verbs;
 mod wake;
 
+pub use crate::compression::CompressUse;
 #[doc(hidden)]
 pub use incoming::receive_compressed;
 pub use incoming::{Chunk, ChunkQueue, Grants, Incoming, Landing};

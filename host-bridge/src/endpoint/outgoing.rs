@@ -8,6 +8,12 @@
 //!
 //! The driver's memory would limit what is on its way over a long link. So where the bridge takes long to say
 //! that it has something, data is copied before it is sent.
+//!
+//! Over a slow link data is compressed where that takes less time ([`compression`](crate::compression)), by the thread that sends it
+//! and before anything else happens to it. Then its compressed bytes alone are kept: they are what may have to
+//! be sent again, and are never made twice.
+
+mod downlink;
 
 use std::io;
 use std::ptr::NonNull;
@@ -15,13 +21,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
-use protocol::link::{ACKNOWLEDGE_OUT, DataHeader, MAX_DATA};
+use protocol::link::{ACKNOWLEDGE_OUT, COMPRESSED_FLAG, DataHeader, MAX_DATA};
 use zerocopy::IntoBytes;
 
+use self::downlink::Downlink;
 use super::Lost;
 use super::link::Connection;
 use super::tcp::TcpClient;
 use super::verbs::VerbsClient;
+use crate::compression::{CompressUse, Compression, SAMPLE, compress};
 use crate::framing::BadAcknowledgement;
 use crate::journal::{Journal, Piece};
 
@@ -30,19 +38,28 @@ pub(super) struct Outbox {
     streams: Vec<Stream>,
     /// Most bytes that one stream keeps.
     limit: u64,
+    /// How fast the link is. `None`: nothing is compressed.
+    downlink: Option<Mutex<Downlink>>,
     pub(super) bytes: AtomicU64,
 }
 
 /// One of them.
-#[derive(Default)]
 struct Stream {
     kept: Mutex<Kept>,
+    /// One chunk is compressed at a time.
+    compressor: Mutex<Compressor>,
     /// Room has come in the journal, or the session is over.
     changed: Condvar,
     /// The connection; held while sending, so that the stream's bytes leave in order.
     turn: Mutex<Option<Connection>>,
     /// Bytes of the stream that the bridge has.
     arrived: AtomicU64,
+}
+
+/// When chunks of one stream are compressed, and memory for what becomes of one.
+struct Compressor {
+    rule: Compression,
+    made: Vec<u8>,
 }
 
 /// What one stream keeps.
@@ -118,11 +135,19 @@ struct Chunk {
     body: Body,
 }
 
+/// What stands before a chunk's bytes: a header, and of compressed ones their number.
+struct Head {
+    bytes: [u8; HEADER + size_of::<u32>()],
+    len: usize,
+}
+
 /// Where a chunk's bytes are.
 enum Body {
     /// In the first bytes of a buffer of this module's.
     Own(Vec<u8>),
     Held(Box<dyn Held>),
+    /// All of these are sent in place of the chunk's.
+    Compressed(Box<[u8]>),
 }
 
 /// Bytes that are sent from where they are, and stay as they are until this is dropped. That happens when the
@@ -137,23 +162,42 @@ const HEADER: usize = size_of::<DataHeader>();
 
 impl Piece for Chunk {
     fn stream_len(&self) -> u64 {
-        HEADER as u64 + u64::from(self.header.len)
+        (self.head().len + self.bytes().len()) as u64
     }
 }
 
 impl Chunk {
+    fn is_compressed(&self) -> bool {
+        matches!(self.body, Body::Compressed(_))
+    }
+
+    fn head(&self) -> Head {
+        let mut header = self.header;
+        let mut head = Head { bytes: [0; HEADER + size_of::<u32>()], len: HEADER };
+        if let Body::Compressed(bytes) = &self.body {
+            header.len |= COMPRESSED_FLAG;
+            head.bytes[HEADER..].copy_from_slice((bytes.len() as u32).as_bytes());
+            head.len = head.bytes.len();
+        }
+        head.bytes[..HEADER].copy_from_slice(header.as_bytes());
+        head
+    }
+
+    /// What is sent behind its head.
     fn bytes(&self) -> &[u8] {
         let all = match &self.body {
             Body::Own(bytes) => bytes,
             Body::Held(held) => held.bytes(),
+            Body::Compressed(bytes) => return bytes,
         };
         &all[..self.header.len as usize]
     }
 
     /// Sends it without its first `skip` bytes.
     fn send(&self, stream: &crate::stream::Stream, skip: usize) -> io::Result<()> {
-        let of_header = skip.min(HEADER);
-        stream.write_both(&self.header.as_bytes()[of_header..], &self.bytes()[skip - of_header..])
+        let head = self.head();
+        let of_head = skip.min(head.len);
+        stream.write_both(&head.bytes[of_head..head.len], &self.bytes()[skip - of_head..])
     }
 }
 
@@ -193,6 +237,16 @@ impl Kept {
 }
 
 impl Stream {
+    fn new(compress: CompressUse) -> Stream {
+        Stream {
+            kept: Mutex::default(),
+            compressor: Mutex::new(Compressor { rule: Compression::new(compress), made: Vec::new() }),
+            changed: Condvar::new(),
+            turn: Mutex::default(),
+            arrived: AtomicU64::new(0),
+        }
+    }
+
     /// A buffer of at least `len` bytes, whose contents are anything.
     fn buffer(&self, len: usize) -> Vec<u8> {
         let free = lock(&self.kept).take_free(len);
@@ -202,12 +256,27 @@ impl Stream {
 
 impl Outbox {
     /// For a session that has `count` data connections and keeps up to `replay` bytes for them. (A bridge need not acknowledge less than [`ACKNOWLEDGE_OUT`] of each, so there is room for twice
-    /// that at least.)
-    pub(super) fn new(count: usize, replay: u64) -> Arc<Outbox> {
+    /// that at least.) `compress`: when data is compressed.
+    pub(super) fn new(count: usize, replay: u64, compress: CompressUse) -> Arc<Outbox> {
         let count = count.max(1);
-        let streams = (0..count).map(|_| Stream::default()).collect();
+        let streams = (0..count).map(|_| Stream::new(compress)).collect();
         let limit = (replay / count as u64).max(2 * ACKNOWLEDGE_OUT);
-        Arc::new(Outbox { streams, limit, bytes: AtomicU64::new(0) })
+        let downlink = (compress != CompressUse::Never).then(|| Mutex::new(Downlink::new(count)));
+        Arc::new(Outbox { streams, limit, downlink, bytes: AtomicU64::new(0) })
+    }
+
+    /// Compresses a chunk for the stream that `lane` picks, if that pays.
+    fn compressed(&self, lane: usize, plain: &[u8]) -> Option<Box<[u8]>> {
+        let len = plain.len() as u64;
+        let downlink = self.downlink.as_ref().filter(|_| len >= SAMPLE)?;
+        let mut compressor = lock(&self.stream(lane).1.compressor);
+        let Compressor { rule, made } = &mut *compressor;
+        let mut trial = rule.tries(len, lock(downlink).rate())?;
+        let mut pays = |plain| compress(&mut trial, plain, made, Instant::now());
+        let (sample, rest) = plain.split_at(SAMPLE as usize);
+        let compressed = pays(sample).and_then(|of| if rest.is_empty() { Some(of) } else { pays(plain) });
+        rule.tried(&trial, len, compressed.is_some());
+        compressed.map(|len| made[..len].into())
     }
 
     fn stream(&self, lane: usize) -> (usize, &Stream) {
@@ -220,7 +289,7 @@ impl Outbox {
     fn append(&self, lane: usize, header: DataHeader, body: Body) -> Result<usize, Lost> {
         let (number, stream) = self.stream(lane);
         let chunk = Chunk { header, body };
-        let len = chunk.stream_len();
+        let (len, is_compressed) = (chunk.stream_len(), chunk.is_compressed());
         let mut kept = lock(&stream.kept);
         while !kept.over && kept.journal.kept() > 0 && kept.journal.kept() + len > self.limit {
             kept = stream.changed.wait(kept).unwrap_or_else(|e| e.into_inner());
@@ -230,7 +299,12 @@ impl Outbox {
         }
         kept.journal.push(Arc::new(chunk));
         let end = kept.journal.end();
-        kept.distance.leaves(end, Instant::now());
+        let now = Instant::now();
+        kept.distance.leaves(end, now);
+        if let Some(downlink) = &self.downlink {
+            // Under the lock, so that it learns of a stream's chunks in their order.
+            lock(downlink).leaves(number, end, is_compressed, now);
+        }
         drop(kept);
         self.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
         Ok(number)
@@ -258,6 +332,9 @@ impl Outbox {
         kept.journal.acknowledge(upto, |chunk| done.push(chunk))?;
         stream.arrived.fetch_max(upto, Ordering::Relaxed);
         kept.distance.arrives(upto, Instant::now);
+        if let Some(downlink) = &self.downlink {
+            lock(downlink).arrives(number, upto, Instant::now);
+        }
         let most = if kept.distance.is_far() { self.limit as usize } else { MOST_FREE };
         // Those of the driver's are dropped without the lock.
         done.retain_mut(|chunk| match Arc::get_mut(chunk).map(|chunk| &mut chunk.body) {
@@ -272,6 +349,11 @@ impl Outbox {
         drop(surplus);
         stream.changed.notify_all();
         Ok(())
+    }
+
+    /// A buffer is not needed after all.
+    fn give_back(&self, lane: usize, buffer: Vec<u8>) {
+        lock(&self.stream(lane).1.kept).put_back(buffer, MOST_FREE);
     }
 
     /// Whether the bridge takes long to say what it has of the stream that `lane` picks.
@@ -317,6 +399,9 @@ impl Outbox {
         let mut kept = lock(&stream.kept);
         kept.journal.resume(upto, |chunk| done.push(chunk))?;
         kept.distance.forget();
+        if let Some(downlink) = &self.downlink {
+            lock(downlink).resumes(number, upto);
+        }
         drop(kept);
         *turn = Some(connection);
         drop(turn);
@@ -449,8 +534,15 @@ impl Outgoing {
                 self.sent.fetch_add(room as u64, Ordering::Relaxed);
                 Ok(())
             }
-            (Way::Tcp { .. }, Lending::Own { buffer, .. }) => {
-                self.send_chunk(lane, offset, room, Body::Own(buffer))
+            (Way::Tcp { outbox, .. }, Lending::Own { buffer, .. }) => {
+                let body = match outbox.compressed(lane, &buffer[..room]) {
+                    Some(compressed) => {
+                        outbox.give_back(lane, buffer);
+                        Body::Compressed(compressed)
+                    }
+                    None => Body::Own(buffer),
+                };
+                self.send_chunk(lane, offset, room, body)
             }
             // A buffer of another session's.
             _ => Ok(()),
@@ -485,20 +577,26 @@ impl Outgoing {
                 self.sent.fetch_add(room as u64, Ordering::Relaxed);
                 Ok(())
             }
-            Way::Tcp { outbox, .. }
-                if (HELD_FROM..=MAX_DATA as usize).contains(&room) && !outbox.is_far(lane) =>
-            {
-                self.send_chunk(lane, offset, room, Body::Held(held))
-            }
-            Way::Tcp { .. } => {
+            Way::Tcp { outbox, .. } => {
                 let (mut held, mut at) = (Some(held), 0);
-                while let Some(bytes) = held.as_deref().map(Held::bytes) {
-                    let mut lent = self.lend(lane, room - at)?;
-                    let end = at + lent.len();
-                    lent.bytes().copy_from_slice(&bytes[at..end]);
-                    // The driver need not wait until the last copy is sent.
-                    held = held.filter(|_| end < room);
-                    self.send_lent(lane, offset + at as u64, lent)?;
+                while let Some(all) = held.take() {
+                    let end = room.min(at + MAX_DATA as usize);
+                    let bytes = &all.bytes()[at..end];
+                    let may_be_held = bytes.len() == room && room >= HELD_FROM;
+                    let body = match outbox.compressed(lane, bytes) {
+                        Some(compressed) => Body::Compressed(compressed),
+                        None if may_be_held && !outbox.is_far(lane) => {
+                            return self.send_chunk(lane, offset, room, Body::Held(all));
+                        }
+                        None => {
+                            let mut buffer = outbox.stream(lane).1.buffer(bytes.len());
+                            buffer[..bytes.len()].copy_from_slice(bytes);
+                            Body::Own(buffer)
+                        }
+                    };
+                    // The driver need not wait until the last bytes are sent.
+                    held = Some(all).filter(|_| end < room);
+                    self.send_chunk(lane, offset + at as u64, end - at, body)?;
                     at = end;
                 }
                 Ok(())
@@ -636,7 +734,7 @@ mod tests {
 
     #[test]
     fn data_waits_for_a_connection_and_is_sent_again_from_any_byte() {
-        let outbox = Outbox::new(1, 0);
+        let outbox = Outbox::new(1, 0, CompressUse::Never);
         outgoing(&outbox, 5).write(b"hello").unwrap();
         // Less than before, too: another process of the bridge knows of whole chunks only.
         for upto in [0, 3, HEADER + 2, HEADER] {
@@ -656,7 +754,7 @@ mod tests {
     #[test]
     fn what_is_kept_is_bounded_and_room_comes_with_acknowledgements() {
         const LEN: usize = 256 << 10;
-        let outbox = Outbox::new(1, 0);
+        let outbox = Outbox::new(1, 0, CompressUse::Never);
         let (mut ours, theirs) = pair();
         outbox.plug(0, theirs, 0).unwrap();
         let reading = std::thread::spawn(move || std::io::copy(&mut ours, &mut std::io::sink()));
@@ -679,7 +777,7 @@ mod tests {
 
     #[test]
     fn who_waits_for_room_is_let_go_at_the_end() {
-        let outbox = Outbox::new(1, 0);
+        let outbox = Outbox::new(1, 0, CompressUse::Never);
         let bytes = vec![1; 4 << 20];
         std::thread::scope(|scope| {
             let sending = scope.spawn(|| {
@@ -713,7 +811,7 @@ mod tests {
     fn over_a_long_link_nothing_is_held_and_buffers_are_kept_for_as_long_as_data_flows() {
         const LEN: usize = 1 << 20;
         static BYTES: [u8; LEN] = [5; LEN];
-        let outbox = Outbox::new(1, 64 << 20);
+        let outbox = Outbox::new(1, 64 << 20, CompressUse::Never);
         let (mut ours, theirs) = pair();
         outbox.plug(0, theirs, 0).unwrap();
         let reading = std::thread::spawn(move || std::io::copy(&mut ours, &mut std::io::sink()));
@@ -739,6 +837,84 @@ mod tests {
         assert!(kept().free_bytes <= MOST_FREE);
         outbox.close();
         reading.join().unwrap().unwrap();
+    }
+
+    /// The bytes that come behind the first `upto` of the stream, `count` of them.
+    fn sent_again(outbox: &Outbox, upto: u64, count: usize) -> Vec<u8> {
+        outbox.unplug(0);
+        let (mut ours, theirs) = pair();
+        outbox.plug(0, theirs, upto).unwrap();
+        outbox.send(0).unwrap();
+        let mut received = vec![0; count];
+        ours.read_exact(&mut received).unwrap();
+        received
+    }
+
+    #[test]
+    fn what_was_compressed_is_kept_as_it_was_sent_and_memory_of_the_drivers_is_free_at_once() {
+        const LEN: usize = 256 << 10;
+        static BYTES: [u8; LEN] = [5; LEN];
+        let outbox = Outbox::new(1, 0, CompressUse::Always);
+        let free: Arc<AtomicU64> = Arc::default();
+        let whole = outgoing(&outbox, 2 * LEN as u64 + 100);
+        whole.send_held(0, 0, Box::new(Slot(&BYTES, Arc::clone(&free)))).unwrap();
+        assert_eq!(free.load(Ordering::Relaxed), 1);
+        let mut lent = whole.lend(0, LEN).unwrap();
+        lent.bytes().fill(6);
+        whole.send_lent(0, LEN as u64, lent).unwrap();
+        // Its buffer is the next one.
+        let mut lent = whole.lend(0, LEN).unwrap();
+        assert!(lock(&outbox.streams[0].kept).free.is_empty() && lent.bytes() == [6; LEN]);
+        drop(lent);
+        // Short data is left as it is.
+        whole.send_held(0, 2 * LEN as u64, Box::new(Slot(&BYTES[..100], Arc::clone(&free)))).unwrap();
+        let kept = lock(&outbox.streams[0].kept).journal.kept();
+        assert!(kept < 5000, "{kept} bytes for {LEN} twice");
+        assert_eq!(outbox.bytes.load(Ordering::Relaxed), 2 * LEN as u64 + 100);
+        let stream = sent_again(&outbox, 0, kept as usize);
+        let mut rest = stream.as_slice();
+        for (offset, byte) in [(0, 5), (LEN, 6)] {
+            let header =
+                DataHeader { seq: 7, offset: offset as u64, piece: 0, len: LEN as u32 | COMPRESSED_FLAG };
+            let (head, behind) = rest.split_at(HEADER + 4);
+            assert_eq!(head[..HEADER], *header.as_bytes());
+            let len = u32::from_le_bytes(head[HEADER..].try_into().unwrap());
+            let (compressed, behind) = behind.split_at(len as usize);
+            assert!(lz4_flex::block::decompress(compressed, LEN).unwrap() == [byte; LEN]);
+            rest = behind;
+        }
+        assert_eq!(rest.len(), HEADER + 100);
+        // Cut anywhere, it goes on with the same bytes.
+        for upto in 0..kept {
+            let again = sent_again(&outbox, upto, (kept - upto) as usize);
+            assert!(again == stream[upto as usize..], "cut behind {upto} bytes");
+            if upto % 100 == 99 {
+                // A bridge that has a chunk wholly need not get any of it again.
+                outbox.acknowledge(0, upto + 1).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_compressed_while_the_link_is_not_known_or_once_it_is_known_as_fast() {
+        const LEN: usize = 1 << 20;
+        let outbox = Outbox::new(1, 64 << 20, CompressUse::Auto);
+        let (bytes, whole) = (vec![1; LEN], outgoing(&outbox, 1 << 40));
+        let mut at = 0;
+        let mut kept_of = |rate: Option<u64>| {
+            *lock(outbox.downlink.as_ref().unwrap()) = Downlink::that_carries(rate);
+            let before = lock(&outbox.streams[0].kept).journal.kept();
+            whole.send_held(0, at, Box::new(Slot(Vec::leak(bytes.clone()), Arc::default()))).unwrap();
+            at += LEN as u64;
+            lock(&outbox.streams[0].kept).journal.kept() - before
+        };
+        let plain = (HEADER + LEN) as u64;
+        assert_eq!([kept_of(None), kept_of(Some(1 << 30)), kept_of(Some(u64::MAX))], [plain; 3]);
+        assert!(kept_of(Some(1_000_000)) < plain / 100);
+        assert_eq!([kept_of(None), kept_of(Some(1 << 30))], [plain; 2]);
+        let never = Outbox::new(1, 64 << 20, CompressUse::Never);
+        outgoing(&never, LEN as u64).write(&bytes).unwrap();
+        assert_eq!(lock(&never.streams[0].kept).journal.kept(), plain);
     }
 
     #[test]
@@ -768,7 +944,7 @@ mod tests {
     fn memory_is_held_until_its_bytes_have_arrived_or_were_copied() {
         const LEN: usize = HELD_FROM;
         static BYTES: [[u8; LEN]; 3] = [[1; LEN], [2; LEN], [3; LEN]];
-        let outbox = Outbox::new(1, 0);
+        let outbox = Outbox::new(1, 0, CompressUse::Never);
         let (mut ours, theirs) = pair();
         outbox.plug(0, theirs, 0).unwrap();
         let free: Arc<AtomicU64> = Arc::default();

@@ -36,6 +36,7 @@ use super::outgoing::{Outbox, Outgoing};
 use super::stream::{check_slot, put, put_executed, put_progress, put_reply};
 use super::wake::StopEvent;
 use super::{Client, Farewell, Lost, Sink, Source};
+use crate::compression::CompressUse;
 use crate::framing::{BadAcknowledgement, SendBuffer, watch_peer};
 use crate::stream::Stream;
 
@@ -61,6 +62,8 @@ pub struct Allowance {
     pub replay: u64,
     /// How many bytes of data that came ahead of their turn it keeps, as the welcome said.
     pub eager: u64,
+    /// When data to its client is compressed.
+    pub compress: CompressUse,
 }
 
 /// The side of every other thread.
@@ -603,7 +606,8 @@ mod tests {
     use crate::endpoint::Polling;
     use crate::framing::FrameReader;
 
-    const ALLOWANCE: Allowance = Allowance { grace: Duration::ZERO, replay: 0, eager: 0 };
+    const ALLOWANCE: Allowance =
+        Allowance { grace: Duration::ZERO, replay: 0, eager: 0, compress: CompressUse::Never };
 
     /// The kinds of the frames that have come.
     fn kinds(stream: &mut TcpStream) -> Vec<u32> {

@@ -48,6 +48,8 @@ pub struct Behavior {
     pub extra_frame: Option<(u32, Vec<u8>)>,
     /// It sends this header and as many zeros at a `StreamMark`.
     pub extra_data: Option<DataHeader>,
+    /// It sends these bytes on a data connection in place of what copies to the host name.
+    pub instead_of_data: Option<Vec<u8>>,
     /// It pauses this long after each chunk of data that it reads.
     pub slow_reads: Option<Duration>,
     /// It executes no command until [`FakeServer::release`].
@@ -415,7 +417,12 @@ impl Gpu<'_> {
             if self.shared.behavior.hold_data {
                 self.shared.await_release();
             }
-            self.outgoing(seq, 0, bytes);
+            match &self.shared.behavior.instead_of_data {
+                Some(other) => {
+                    let _ = self.data[0].write_all(other);
+                }
+                None => self.outgoing(seq, 0, bytes),
+            }
             if !self.shared.behavior.data_after_sent {
                 let _ = send(self.control, frame::DATA_SENT, sent.as_bytes());
             }

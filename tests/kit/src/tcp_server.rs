@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use host_bridge::bridge::{Security, SessionConfig};
-use host_bridge::endpoint::{Allowance, Client, Polling, TcpClient, TcpCommands};
+use host_bridge::endpoint::{Allowance, Client, CompressUse, Polling, TcpClient, TcpCommands};
 use host_bridge::framing::Address;
 use host_bridge::stream::Stream;
 use protocol::device::Answer;
-use protocol::link::{Hello, MAGIC, Welcome, purpose};
+use protocol::link::{Hello, MAGIC, Welcome, purpose, wish};
 use zerocopy::{FromZeros, IntoBytes};
 
 use crate::PATIENCE;
@@ -120,7 +120,7 @@ impl Shared {
             },
         };
         if opens {
-            return self.serve(token, stream, hello.slot_count, &welcome);
+            return self.serve(token, stream, &hello, &welcome);
         }
         let (Ok(()), Some(client)) = (stream.write_all(welcome.as_bytes()), known) else { return };
         let stream = Stream::from(OwnedFd::from(stream));
@@ -140,11 +140,13 @@ impl Shared {
         };
     }
 
-    fn serve(&self, token: [u8; 16], mut socket: TcpStream, slots: u32, welcome: &Welcome) {
+    fn serve(&self, token: [u8; 16], mut socket: TcpStream, hello: &Hello, welcome: &Welcome) {
         let control = Stream::from(OwnedFd::from(socket.try_clone().unwrap()));
-        let allowance = Allowance { grace: PATIENCE, replay: 64 << 20, eager: 0 };
+        let takes = hello.wishes & wish::COMPRESSED != 0;
+        let compress = CompressUse::Always.over(takes, false);
+        let allowance = Allowance { grace: PATIENCE, replay: 64 << 20, eager: 0, compress };
         let (mut commands, client) =
-            TcpCommands::start(control, slots, DATA, Polling::default(), allowance).unwrap();
+            TcpCommands::start(control, hello.slot_count, DATA, Polling::default(), allowance).unwrap();
         // The data connections come as soon as the client is welcome.
         self.sessions.lock().unwrap().insert(token, client.clone());
         let _ = socket.write_all(welcome.as_bytes());

@@ -48,7 +48,11 @@ metrics::families! {
     DATA_COMPRESSED_TO: Counter "rgpu_host_data_compressed_to" ["bytes"] { "vm", "uid" };
     /// Bulk data not sent because servers had it in their caches.
     DATA_KNOWN: Counter "rgpu_host_data_known" ["bytes"] { "vm", "uid" };
-    /// Bulk data received from servers.
+    /// Bulk data received from servers that had compressed it.
+    DATA_DECOMPRESSED: Counter "rgpu_host_data_decompressed" ["bytes"] { "vm", "uid" };
+    /// Compressed bytes received in place of that data.
+    DATA_DECOMPRESSED_FROM: Counter "rgpu_host_data_decompressed_from" ["bytes"] { "vm", "uid" };
+    /// Bulk data received from servers. Compressed data counts with its compressed bytes.
     DATA_RECEIVED: Counter "rgpu_host_data_received" ["bytes"] { "vm", "uid" };
     /// Commands and their accompanying data sent on control connections.
     CONTROL_SENT: Counter "rgpu_host_control_sent" ["bytes"] { "vm", "uid" };

@@ -135,6 +135,8 @@ fn count(samples: &mut Samples, owner: [&str; 2], done: &Counted) {
         (&f::DATA_COMPRESSED, "data_bytes_compressed"),
         (&f::DATA_COMPRESSED_TO, "data_bytes_compressed_to"),
         (&f::DATA_KNOWN, "data_bytes_known"),
+        (&f::DATA_DECOMPRESSED, "data_bytes_decompressed"),
+        (&f::DATA_DECOMPRESSED_FROM, "data_bytes_decompressed_from"),
         (&f::DATA_RECEIVED, "data_bytes_received"),
         (&f::CONTROL_SENT, "control_bytes_sent"),
         (&f::CONTROL_RECEIVED, "control_bytes_received"),

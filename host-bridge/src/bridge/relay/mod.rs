@@ -14,7 +14,7 @@
 //! - [`machine`]: records, frames, replies, progress, whether the server is there;
 //! - [`regions`]: the memory that records may name; [`unsent`] and [`downloads`]: data under way to the server and from it; [`sent`]: what goes on a data connection;
 //! - [`flows`], [`slots`]: the two schedules; [`pace`]: how much should be on its way; [`knowledge`]: what the server has already;
-//! - [`compression`]: when data is compressed; [`compressed`]: where compressed bytes lie until the server has them;
+//! - [`compressed`]: where compressed bytes lie until the server has them ([`compression`](crate::compression) says when there are some);
 //! - [`carrier`]: what a transport must do, and the loop that has it do so;
 //! - [`handle`], [`mailbox`]: the relay as other threads see it;
 //! - [`ledger`], [`succession`]: how another process goes on where this one ended.
@@ -23,7 +23,6 @@
 
 mod carrier;
 mod compressed;
-mod compression;
 mod downloads;
 mod flows;
 #[cfg(any(test, fuzzing))]
@@ -50,8 +49,6 @@ use protocol::wire::WireError;
 
 pub(super) use self::carrier::{Carrier, Wakeups, run};
 pub(super) use self::compressed::{Compressed, Room, file as compressed_file, rooms};
-pub use self::compression::CompressUse;
-pub(super) use self::compression::{Compression, SAMPLE, Trial};
 pub(super) use self::flows::{Carries, Chunk, Flows, ToHash};
 #[cfg(fuzzing)]
 pub use self::fuzzing::relay_any;

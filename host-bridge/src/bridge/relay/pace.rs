@@ -7,14 +7,13 @@
 //!   on the way in the shortest round trip ≈ received while watched × shortest ÷ time watched
 //! ```
 //!
-//! The same chunks tell what the link carries in a second. Bytes count as they cross the link there, which are fewer where data is compressed.
+//! The same chunks tell what the link carries in a second ([`LinkRate`]).
 //!
 //! The clock is the caller's.
 
 use std::time::{Duration, Instant};
 
-/// A session without data for so long begins anew: it may have another path then.
-const IDLE: Duration = Duration::from_secs(10);
+use crate::link_rate::LinkRate;
 
 /// A chunk that takes so long came over a link whose distance matters.
 const FAR: Duration = Duration::from_micros(500);
@@ -23,8 +22,6 @@ const FAR: Duration = Duration::from_micros(500);
 const FAST: u64 = 1 << 30;
 /// The rate is known from as many bytes as this, received one after the other.
 const ENOUGH: u64 = 256 << 10;
-/// What the link carries is measured over as many bytes as this. (Each connection acknowledges a MiB at a time.)
-const MEASURED: u64 = 2 << 20;
 
 /// See the module's text.
 #[derive(Debug)]
@@ -38,28 +35,9 @@ pub(super) struct Pace {
     shortest: Duration,
     /// The most bytes a second that were received. 0: it is not known.
     rate: u64,
-    /// Bytes that have crossed the link.
-    crossed: u64,
-    /// Bytes a second that the link carries, smoothed.
-    link: Option<u64>,
-    /// Bytes that crossed the link while a chunk was watched, and in what time, since `link` was last reckoned.
-    measured: (u64, Duration),
-    watched: Option<Watched>,
-    /// When a watched chunk last arrived.
-    arrived: Option<Instant>,
-}
-
-/// A chunk on its way.
-#[derive(Debug)]
-struct Watched {
-    seq: u64,
-    piece: u32,
-    at: u64,
-    begun: Instant,
-    /// [`Pace::received`] then.
-    received: u64,
-    /// [`Pace::crossed`] then.
-    crossed: u64,
+    link: LinkRate<(u64, u32, u64)>,
+    /// `received` when the watched chunk was given out.
+    before: u64,
 }
 
 impl Pace {
@@ -72,11 +50,8 @@ impl Pace {
             received: 0,
             shortest: Duration::MAX,
             rate: 0,
-            crossed: 0,
-            link: None,
-            measured: (0, Duration::ZERO),
-            watched: None,
-            arrived: None,
+            link: LinkRate::new(),
+            before: 0,
         }
     }
 
@@ -101,21 +76,18 @@ impl Pace {
 
     /// Bytes a second that the link carries, on average of what was sent lately. `None`: too little has been sent.
     pub(super) fn link(&self) -> Option<u64> {
-        self.link
+        self.link.get()
     }
 
     /// A chunk is given out to be sent.
     pub(super) fn leaves(&mut self, seq: u64, piece: u32, at: u64, now: impl FnOnce() -> Instant) {
-        if self.watched.is_some() || self.most == self.least {
+        if self.link.watched().is_some() || self.most == self.least {
             return;
         }
-        let begun = now();
-        if self.arrived.is_some_and(|arrived| begun.saturating_duration_since(arrived) > IDLE) {
-            (self.window, self.shortest, self.rate, self.arrived) = (self.least, Duration::MAX, 0, None);
-            (self.link, self.measured) = (None, (0, Duration::ZERO));
+        if self.link.leaves((seq, piece, at), now()) {
+            (self.window, self.shortest, self.rate) = (self.least, Duration::MAX, 0);
         }
-        let Pace { received, crossed, .. } = *self;
-        self.watched = Some(Watched { seq, piece, at, begun, received, crossed });
+        self.before = self.received;
     }
 
     /// The server has a chunk of `len` bytes, of which `crossed` came over the link. True: the window has grown, or the link is found to be far.
@@ -128,39 +100,19 @@ impl Pace {
         now: impl FnOnce() -> Instant,
     ) -> bool {
         self.received += len;
-        self.crossed += crossed;
-        let Some(watched) = self.watched.take_if(|w| (w.seq, w.piece, w.at) == (seq, piece, at)) else {
-            return false;
-        };
-        let now = now();
-        let time = now.saturating_duration_since(watched.begun).max(Duration::from_nanos(1));
+        let Some(time) = self.link.arrives(&(seq, piece, at), crossed, now) else { return false };
         let near = !self.is_far();
         self.shortest = self.shortest.min(time);
-        self.arrived = Some(now);
-        let meanwhile = u128::from(self.received - watched.received);
+        let meanwhile = u128::from(self.received - self.before);
         if meanwhile >= ENOUGH.into() {
             let rate = u64::try_from(meanwhile * 1_000_000_000 / time.as_nanos()).unwrap_or(u64::MAX);
             self.rate = self.rate.max(rate);
         }
-        self.measure(self.crossed - watched.crossed, time);
         let on_the_way = meanwhile * self.shortest.as_nanos() / time.as_nanos();
         let before = self.window;
         let wanted = u64::try_from(2 * on_the_way).unwrap_or(u64::MAX);
         self.window = self.window.max(wanted).min(self.most);
         self.window > before || near && self.is_far()
-    }
-
-    /// So many bytes crossed the link in this time.
-    fn measure(&mut self, bytes: u64, time: Duration) {
-        let (bytes, time) = (self.measured.0 + bytes, self.measured.1 + time);
-        if bytes < MEASURED {
-            self.measured = (bytes, time);
-            return;
-        }
-        let rate = u128::from(bytes) * 1_000_000_000 / time.as_nanos().max(1);
-        let rate = u64::try_from(rate).unwrap_or(u64::MAX);
-        self.link = Some(self.link.map_or(rate, |before| before - before / 4 + rate / 4));
-        self.measured = (0, Duration::ZERO);
     }
 }
 
@@ -229,31 +181,17 @@ mod tests {
     }
 
     #[test]
-    fn what_the_link_carries_is_reckoned_from_the_bytes_that_cross_it() {
-        let begin = Instant::now();
-        for fraction in [1, 10] {
-            let mut pace = Pace::new(LEAST, MOST);
-            let mut now = begin;
-            for seq in 0..200 {
-                pace.leaves(seq, 0, 0, || now);
-                now += Duration::from_millis(10);
-                // 25 MB/s, and what they stand for.
-                pace.arrives(seq, 0, 0, (250_000 * fraction, 250_000), || now);
-                assert_eq!(pace.link().is_some(), (seq + 1) * 250_000 >= MEASURED, "{seq}");
-            }
-            let link = pace.link().unwrap();
-            assert!((24_900_000..25_100_000).contains(&link), "{link}");
-            // It follows the link.
-            for seq in 200..400 {
-                pace.leaves(seq, 0, 0, || now);
-                now += Duration::from_millis(10);
-                pace.arrives(seq, 0, 0, (1_000_000, 1_000_000), || now);
-            }
-            let link = pace.link().unwrap();
-            assert!((99_000_000..101_000_000).contains(&link), "{link}");
-            pace.leaves(7, 0, 0, || now + Duration::from_secs(60));
-            assert_eq!(pace.link(), None);
+    fn compressed_chunks_count_for_the_link_as_they_cross_it_and_for_the_window_as_they_are() {
+        let (mut pace, mut now) = (Pace::new(LEAST, MOST), Instant::now());
+        for seq in 0..200 {
+            pace.leaves(seq, 0, 0, || now);
+            now += Duration::from_millis(10);
+            // 25 MB/s, and what they stand for.
+            pace.arrives(seq, 0, 0, (2_500_000, 250_000), || now);
         }
+        let link = pace.link().unwrap();
+        assert!((24_900_000..25_100_000).contains(&link), "{link}");
+        assert!(pace.rate > 249_000_000, "{}", pace.rate);
     }
 
     #[test]

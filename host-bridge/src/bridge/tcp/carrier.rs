@@ -17,9 +17,10 @@ use super::socket::{Gather, Socket, not_now};
 use crate::bridge::SessionConfig;
 use crate::bridge::connect::Daemon;
 use crate::bridge::relay::{
-    CacheUse, Carrier, CompressUse, EndReason, Flows, Mailbox, RestoredLane, Room, ToHash, Wakeups,
+    CacheUse, Carrier, EndReason, Flows, Mailbox, RestoredLane, Room, ToHash, Wakeups,
 };
 use crate::bridge::state::{SessionState, thread_name};
+use crate::compression::CompressUse;
 use crate::framing::SendBuffer;
 use crate::stream::Stream;
 
@@ -83,10 +84,16 @@ impl TcpCarrier {
         let Some(attempt) = first_attempt(generation) else {
             return Err(EndReason::Here(format!("{generation} processes have served the program before")));
         };
+        let takes = links.ticket.takes_compressed();
         let mut carrier = TcpCarrier::over(session, mailbox, links, config)?;
         let restored = |(index, lane)| {
             let here = |e: std::io::Error| EndReason::Here(e.to_string());
-            Ok(DataConnection::restored(Socket::new(closed().map_err(here)?).map_err(here)?, index, lane))
+            Ok(DataConnection::restored(
+                Socket::new(closed().map_err(here)?).map_err(here)?,
+                index,
+                takes,
+                lane,
+            ))
         };
         carrier.data = lanes.into_iter().enumerate().map(restored).collect::<Result<_, EndReason>>()?;
         (carrier.out, carrier.attempt) = (out, attempt);
@@ -103,8 +110,9 @@ impl TcpCarrier {
         let wakeups = Wakeups::new(session, mailbox)?;
         let control = Arc::new(Socket::new(links.control).map_err(here)?);
         wakeups.add(&*control, CONTROL)?;
+        let takes = links.ticket.takes_compressed();
         let data = links.data.into_iter().enumerate();
-        let data = data.map(|(index, stream)| Ok(DataConnection::new(Socket::new(stream)?, index)));
+        let data = data.map(|(index, stream)| Ok(DataConnection::new(Socket::new(stream)?, index, takes)));
         let data = data.collect::<Result<Vec<_>, _>>().map_err(here)?;
         let hasher = match links.ticket.cache(config) {
             CacheUse::Never => None,

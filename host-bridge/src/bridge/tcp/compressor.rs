@@ -8,14 +8,14 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lz4_flex::block::{compress_into, get_maximum_output_size};
 use nix::sys::eventfd::EventFd;
 
 use super::connection::waker;
 use super::io_thread::IoThread;
 use super::memory::{SocketMemory, copy};
-use crate::bridge::relay::{Chunk, CompressUse, Compressed, Compression, Room, SAMPLE, Sent, Trial};
+use crate::bridge::relay::{Chunk, Compressed, Room, Sent};
 use crate::bridge::state::thread_name;
+use crate::compression::{CompressUse, Compression, SAMPLE, Trial, compress};
 
 /// A chunk that may be compressed.
 #[derive(Debug)]
@@ -52,12 +52,10 @@ impl Buffers {
         let begun = Instant::now();
         let Buffers { plain, compressed } = self;
         plain.resize(len as usize, 0);
-        compressed.resize(get_maximum_output_size(plain.len()), 0);
         if !copy(&task.chunk.span, task.chunk.at, plain) {
             return None;
         }
-        let made = compress_into(plain, compressed).ok()?;
-        task.trial.pays(len, made as u64, begun.elapsed()).then_some(made)
+        compress(&mut task.trial, plain, compressed, begun)
     }
 
     fn work(&mut self, task: &mut Task) {

@@ -8,20 +8,21 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use nix::sys::eventfd::EventFd;
-use protocol::link::{ACKNOWLEDGE_OUT, DataHeader, MAX_DATA};
-use zerocopy::{FromBytes, FromZeros};
+use protocol::link::{ACKNOWLEDGE_OUT, COMPRESSED_FLAG, DataHeader, MAX_DATA};
+use zerocopy::{FromZeros, IntoBytes};
 
 use super::compressor::Compressor;
 use super::io_thread::IoThread;
-use super::memory::{SocketMemory, gather_span};
+use super::memory::{SocketMemory, gather_span, write};
 use super::socket::{Gather, Socket, not_now};
-use crate::bridge::relay::{
-    Carries, CompressUse, EndReason, Flows, Head, RestoredLane, Room, Sent, Span, untrue,
-};
+use crate::bridge::relay::{Carries, EndReason, Flows, Head, RestoredLane, Room, Sent, Span, untrue};
 use crate::bridge::state::{SessionState, thread_name};
+use crate::compression::{CompressUse, Decompressor};
 use crate::journal::{Journal, Piece};
 
 const HEADER: usize = size_of::<DataHeader>();
+/// A header with the number of compressed bytes behind it.
+const WITH_LENGTH: usize = HEADER + size_of::<u32>();
 /// Bytes moved in one turn, each way. Then the relay turns to the others.
 const TURN: usize = 4 << 20;
 /// Chunks of at least so many bytes are left to a thread, where there is one.
@@ -39,11 +40,15 @@ struct Sending {
     sent: usize,
 }
 
+/// A chunk whose bytes are coming.
 #[derive(Debug)]
 struct Receiving {
     seq: u64,
     span: Span<SocketMemory>,
+    /// Bytes that are in the client's memory.
     at: u64,
+    /// Where it comes compressed.
+    compressed: Option<Box<Decompressor>>,
 }
 
 /// A long chunk that a thread receives, and what came of the header behind it.
@@ -52,6 +57,61 @@ struct Arriving {
     receiving: Receiving,
     header: [u8; HEADER],
     header_got: usize,
+    /// The chunk is not one that a server may send.
+    wrong: Option<EndReason>,
+}
+
+impl Receiving {
+    /// Where its next bytes go. Gives how many of them are to come, for all of which `gather` may have no room.
+    fn gather(&mut self, gather: &mut Gather) -> u64 {
+        gather.clear();
+        match &mut self.compressed {
+            None => {
+                let left = self.span.len() - self.at;
+                gather_span(&self.span, self.at, left, gather);
+                left
+            }
+            Some(compressed) => {
+                let room = compressed.room();
+                let len = room.len();
+                gather.push(NonNull::from(room).cast(), len);
+                len as u64
+            }
+        }
+    }
+
+    /// `n` bytes have come to where [`gather`](Self::gather) said. Gives how many more bytes are in the client's memory now.
+    fn filled(&mut self, session: &SessionState, n: u64) -> Result<u64, EndReason> {
+        session.counters.data_bytes_received.add(n);
+        let (seq, len) = (self.seq, self.span.len());
+        let now = match &mut self.compressed {
+            None => n,
+            Some(compressed) => {
+                let wrong = |wrong| EndReason::Server(format!("it sent data of command {seq}: {wrong}"));
+                if !compressed.filled(n as usize).map_err(wrong)? {
+                    return Ok(0);
+                }
+                if !write(&self.span, compressed.plain()) {
+                    let gone = format!("the memory for data of command {seq} is not there");
+                    return Err(EndReason::Here(gone));
+                }
+                session.counters.data_bytes_decompressed.add(len);
+                session.counters.data_bytes_decompressed_from.add(compressed.got() as u64);
+                len
+            }
+        };
+        self.at += now;
+        Ok(now)
+    }
+
+    fn is_whole(&self) -> bool {
+        self.at == self.span.len()
+    }
+
+    /// Bytes of the stream that have come for it.
+    fn came(&self) -> u64 {
+        self.compressed.as_ref().map_or(self.at, |compressed| compressed.got() as u64)
+    }
 }
 
 /// Most chunks that a thread may have to send, the current one among them: it need not wait for the relay between two.
@@ -99,22 +159,19 @@ fn send_whole(socket: &Socket, session: &SessionState, sending: &mut Sending) ->
 /// Receives a chunk to its end, and of the next header what is there already.
 fn receive_whole(socket: &Socket, session: &SessionState, arriving: &mut Arriving) -> io::Result<()> {
     let mut gather = Gather::new();
-    let Arriving { receiving, header, header_got } = arriving;
-    while receiving.at < receiving.span.len() {
-        let left = receiving.span.len() - receiving.at;
-        gather.clear();
-        gather_span(&receiving.span, receiving.at, left, &mut gather);
+    let Arriving { receiving, header, header_got, wrong } = arriving;
+    while !receiving.is_whole() && wrong.is_none() {
+        let left = receiving.gather(&mut gather);
         if gather.bytes() as u64 == left {
             gather.push(NonNull::from(&mut *header).cast(), HEADER);
         }
-        // SAFETY: the header lives in `arriving` and is not borrowed; `receiving` keeps the client's memory mapped, and no reference covers it.
+        // SAFETY: the header and compressed bytes live in `arriving` and are not borrowed; `receiving` keeps the client's memory mapped, and no reference covers it.
         match not_now(unsafe { socket.receive(&mut gather) })? {
             Some(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "closed by the server")),
             Some(n) => {
                 let data = (n as u64).min(left);
-                receiving.at += data;
                 *header_got = n - data as usize;
-                session.counters.data_bytes_received.add(data);
+                *wrong = receiving.filled(session, data).err();
             }
             None => socket.wait(true)?,
         }
@@ -163,9 +220,16 @@ pub(super) struct DataConnection {
     index: usize,
     journal: Journal<Outbound>,
     sending: Option<Sending>,
-    header: [u8; HEADER],
+    /// Room for a header, and for the number of compressed bytes behind it; how many of them are to come, and how many have.
+    header: [u8; WITH_LENGTH],
+    header_whole: usize,
     header_got: usize,
     receiving: Option<Receiving>,
+    /// The server may send compressed data. It has memory between two chunks here.
+    takes_compressed: bool,
+    decompressor: Box<Decompressor>,
+    /// A compressed chunk has come of which the server was not told.
+    tells_at_once: bool,
     /// Bytes of the stream that have come; how many of them are whole chunks; and how many the server was told of, which is the end of a chunk, because another process would not know of more.
     received: u64,
     whole: u64,
@@ -192,7 +256,7 @@ fn freed(machine: &mut Machine<'_>, index: usize, what: &Outbound) {
 }
 
 impl DataConnection {
-    pub(super) fn new(socket: Socket, index: usize) -> DataConnection {
+    pub(super) fn new(socket: Socket, index: usize, takes_compressed: bool) -> DataConnection {
         DataConnection {
             threads: None,
             compressor: None,
@@ -200,9 +264,13 @@ impl DataConnection {
             index,
             journal: Journal::default(),
             sending: None,
-            header: [0; HEADER],
+            header: [0; WITH_LENGTH],
+            header_whole: HEADER,
             header_got: 0,
             receiving: None,
+            takes_compressed,
+            decompressor: Box::default(),
+            tells_at_once: false,
             received: 0,
             whole: 0,
             told: 0,
@@ -211,9 +279,14 @@ impl DataConnection {
     }
 
     /// One that another process had, whose connection is lost.
-    pub(super) fn restored(socket: Socket, index: usize, lane: RestoredLane<SocketMemory>) -> DataConnection {
+    pub(super) fn restored(
+        socket: Socket,
+        index: usize,
+        takes_compressed: bool,
+        lane: RestoredLane<SocketMemory>,
+    ) -> DataConnection {
         let RestoredLane { received, base, sent } = lane;
-        let mut connection = DataConnection::new(socket, index);
+        let mut connection = DataConnection::new(socket, index, takes_compressed);
         connection.journal = Journal::restored(base, sent);
         (connection.received, connection.whole, connection.told) = (received, received, received);
         connection
@@ -306,20 +379,29 @@ impl DataConnection {
 
     /// Takes over what a thread has received, which may be a part.
     fn take_back(&mut self, machine: &mut Machine<'_>, arrived: Arriving) -> Result<(), EndReason> {
-        let Arriving { receiving, header, header_got } = arrived;
-        self.received += receiving.at + header_got as u64;
+        let Arriving { receiving, header, header_got, wrong } = arrived;
+        if let Some(wrong) = wrong {
+            return Err(wrong);
+        }
+        self.received += receiving.came() + header_got as u64;
         machine.received(receiving.seq, receiving.at)?;
-        if receiving.at == receiving.span.len() {
-            self.whole = self.received - header_got as u64;
-            machine.chunk_came(self.index, self.whole, receiving.seq, receiving.at);
-        }
-        (self.header, self.header_got) = (header, header_got);
-        if receiving.at < receiving.span.len() {
+        self.header[..HEADER].copy_from_slice(&header);
+        (self.header_whole, self.header_got) = (HEADER, header_got);
+        if !receiving.is_whole() {
             self.receiving = Some(receiving);
-        } else if self.header_got == HEADER {
-            self.begin(machine)?;
+            return Ok(());
         }
-        Ok(())
+        self.finish(machine, receiving);
+        if self.header_got == HEADER { self.begin(machine) } else { Ok(()) }
+    }
+
+    /// A whole chunk has come, and some of the next header.
+    fn finish(&mut self, machine: &mut Machine<'_>, receiving: Receiving) {
+        self.whole = self.received - self.header_got as u64;
+        machine.chunk_came(self.index, self.whole, receiving.seq, receiving.at);
+        if let Some(decompressor) = receiving.compressed {
+            (self.decompressor, self.tells_at_once) = (decompressor, true);
+        }
     }
 
     /// Goes on over a new connection, of whose stream the server has `upto` bytes.
@@ -330,17 +412,18 @@ impl DataConnection {
         upto: u64,
     ) -> Result<(), EndReason> {
         self.socket = Arc::new(socket);
-        self.told = self.received;
+        (self.told, self.tells_at_once) = (self.received, false);
         self.watched = (true, false);
         let index = self.index;
         self.journal.resume(upto, |what| freed(machine, index, &what)).map_err(untrue)
     }
 
-    /// Has the server told what has come, once that is much.
+    /// Has the server told what has come, once that is much, and at once of a compressed chunk: it measures the link by that.
     fn acknowledge(&mut self, machine: &mut Machine<'_>) {
-        let enough = self.whole.saturating_sub(self.told) >= ACKNOWLEDGE_OUT;
+        let enough = if self.tells_at_once { 1 } else { ACKNOWLEDGE_OUT };
+        let enough = self.whole.saturating_sub(self.told) >= enough;
         if enough && !self.is_compressing() && machine.lane_has_room(self.index, false) {
-            self.told = self.whole;
+            (self.told, self.tells_at_once) = (self.whole, false);
             let what = Outbound::received(self.whole);
             machine.sending(self.index, &what);
             self.journal.push(what);
@@ -350,7 +433,7 @@ impl DataConnection {
     /// What has come, if the server was not told of data among it: to be said now, along with something else.
     pub(super) fn tell_along(&mut self) -> Option<u64> {
         let untold = self.whole > self.told;
-        self.told = self.told.max(self.whole);
+        (self.told, self.tells_at_once) = (self.told.max(self.whole), false);
         untold.then_some(self.whole)
     }
 
@@ -476,15 +559,12 @@ impl DataConnection {
         while taken < TURN && self.wants_input() {
             // One call takes the rest of the chunk and, if all of its memory fits the call, the next header.
             gather.clear();
-            let body = self.receiving.as_ref().map_or(0, |r| r.span.len() - r.at);
-            if let Some(receiving) = &self.receiving {
-                gather_span(&receiving.span, receiving.at, body, gather);
-            }
+            let body = self.receiving.as_mut().map_or(0, |receiving| receiving.gather(gather));
             if gather.bytes() as u64 == body {
-                let rest = &mut self.header[self.header_got..];
+                let rest = &mut self.header[self.header_got..self.header_whole];
                 gather.push(NonNull::from(&mut *rest).cast(), rest.len());
             }
-            // SAFETY: the header lives in `self` and is not borrowed; `receiving` keeps the client's memory mapped, and no reference covers it.
+            // SAFETY: the header and compressed bytes live in `self` and are not borrowed; `receiving` keeps the client's memory mapped, and no reference covers it.
             let result = unsafe { self.socket.receive(gather) };
             let n = match not_now(result) {
                 Ok(Some(0)) => return Err(self.gone("closed by the server")),
@@ -495,19 +575,17 @@ impl DataConnection {
             taken += n;
             self.received += n as u64;
             let data = (n as u64).min(body);
-            if let Some(receiving) = &mut self.receiving {
-                receiving.at += data;
-                machine.received(receiving.seq, data)?;
-                session.counters.data_bytes_received.add(data);
-                let len = receiving.span.len();
-                if receiving.at == len {
-                    self.whole = self.received - (n as u64 - data);
-                    machine.chunk_came(self.index, self.whole, receiving.seq, len);
-                    self.receiving = None;
-                }
-            }
             self.header_got += n - data as usize;
-            if self.header_got == HEADER {
+            if let Some(receiving) = &mut self.receiving {
+                let now = receiving.filled(session, data)?;
+                machine.received(receiving.seq, now)?;
+                // A few compressed bytes may be much data.
+                taken += now.saturating_sub(data) as usize;
+            }
+            if let Some(receiving) = self.receiving.take_if(|receiving| receiving.is_whole()) {
+                self.finish(machine, receiving);
+            }
+            if self.header_got == self.header_whole {
                 self.begin(machine)?;
             }
         }
@@ -515,12 +593,18 @@ impl DataConnection {
         Ok(taken > 0)
     }
 
+    /// A whole header has come, or what is behind it.
     fn begin(&mut self, machine: &Machine<'_>) -> Result<(), EndReason> {
-        let mut header = DataHeader::new_zeroed();
-        if let Ok(read) = DataHeader::read_from_bytes(&self.header) {
-            header = read;
+        let (mut header, mut length) = (DataHeader::new_zeroed(), 0u32);
+        header.as_mut_bytes().copy_from_slice(&self.header[..HEADER]);
+        length.as_mut_bytes().copy_from_slice(&self.header[HEADER..]);
+        let compressed = self.takes_compressed && header.len & COMPRESSED_FLAG != 0;
+        if compressed && self.header_whole == HEADER {
+            self.header_whole = WITH_LENGTH;
+            return Ok(());
         }
-        self.header_got = 0;
+        (self.header_whole, self.header_got) = (HEADER, 0);
+        header.len &= if compressed { !COMPRESSED_FLAG } else { u32::MAX };
         if header.len > MAX_DATA {
             return Err(EndReason::Server(format!(
                 "it sent a piece of {} bytes, more than {MAX_DATA}",
@@ -528,10 +612,19 @@ impl DataConnection {
             )));
         }
         let span = machine.target(header.seq, header.piece, header.offset, header.len.into())?;
-        let receiving = Receiving { seq: header.seq, span, at: 0 };
+        let compressed = if compressed {
+            let mut decompressor = std::mem::take(&mut self.decompressor);
+            let wrong = |wrong| EndReason::Server(format!("it sent data of command {}: {wrong}", header.seq));
+            decompressor.begin(header.len, length).map_err(wrong)?;
+            Some(decompressor)
+        } else {
+            None
+        };
+        let receiving = Receiving { seq: header.seq, span, at: 0, compressed };
         match &self.threads {
             Some(threads) if receiving.span.len() >= LONG => {
-                threads.receives.give(Arriving { receiving, header: [0; HEADER], header_got: 0 });
+                let header = [0; HEADER];
+                threads.receives.give(Arriving { receiving, header, header_got: 0, wrong: None });
             }
             _ if receiving.span.len() > 0 => self.receiving = Some(receiving),
             _ => {}

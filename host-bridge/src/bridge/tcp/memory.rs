@@ -68,6 +68,19 @@ pub(super) fn copy(span: &Span<SocketMemory>, at: u64, to: &mut [u8]) -> bool {
     filled == to.len()
 }
 
+/// Writes a span. False: its memory is not there.
+pub(super) fn write(span: &Span<SocketMemory>, bytes: &[u8]) -> bool {
+    let mut rest = bytes;
+    each_run(span, 0, bytes.len() as u64, |at, len| {
+        let Some((now, behind)) = rest.split_at_checked(len) else { return false };
+        // SAFETY: the span keeps the client's memory mapped, which is writable where the server's data goes, and this process accesses that through `shared` and the kernel only.
+        unsafe { SharedBytes::new(at, len) }.write(now);
+        rest = behind;
+        true
+    });
+    rest.is_empty()
+}
+
 /// Computes the hash of a block. The client may write its memory meanwhile, so a copy of it is read.
 pub(super) fn hash(task: &mut ToHash<SocketMemory>) {
     const STEP: usize = 128 << 10;

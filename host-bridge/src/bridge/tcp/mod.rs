@@ -38,13 +38,14 @@ pub(super) use self::saved::SavedTcp;
 use self::saved::{SavedMemory, Terms};
 use super::connect::{Connections, Daemon, Greeted, greet, open};
 use super::relay::{
-    CompressUse, EndReason, Flows, Ledger, Machine, Mailbox, RelayHandle, Restored, Room, compressed_file,
-    ledger_file, rooms, run,
+    EndReason, Flows, Ledger, Machine, Mailbox, RelayHandle, Restored, Room, compressed_file, ledger_file,
+    rooms, run,
 };
 use super::saved::About;
 use super::session::{Handshake, InheritedRegion, Turn, hello};
 use super::state::{ChannelMemory, SessionState};
 use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
+use crate::compression::CompressUse;
 use crate::memory::Memories;
 use crate::stream::Stream;
 use protocol::polling::PollTime;

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use identity::{Fingerprint, Secret};
 use nix::sys::eventfd::EventFd;
 use protocol::device::Answer;
-use protocol::link::{COMPRESSED_SINCE, Hello, Received, frame, purpose};
+use protocol::link::{COMPRESSED_SINCE, Hello, Received, frame, purpose, wish};
 use rustls::ClientConfig;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -26,10 +26,11 @@ use super::Links;
 use super::memory::SocketMemory;
 use super::socket::{Socket, not_now};
 use crate::bridge::connect::{Greeted, protect_session, session_trust};
-use crate::bridge::relay::{CacheUse, CompressUse, Mailbox};
+use crate::bridge::relay::{CacheUse, Mailbox};
 use crate::bridge::session::{Handshake, welcome_at_once};
 use crate::bridge::state::{SessionState, thread_name};
 use crate::bridge::{ConnectError, SessionConfig};
+use crate::compression::CompressUse;
 use crate::framing::{FrameReader, with_causes};
 use crate::stream::Stream;
 
@@ -136,7 +137,7 @@ impl Ticket {
     ) -> Ticket {
         let Handshake { version, token, secret, grace, eager, has_cache, session_key: key, .. } = *handshake;
         let (dialed_in, tls) = (greeted.dialed_in, greeted.session.clone());
-        let compress = compress(config, version >= COMPRESSED_SINCE, tls.is_some());
+        let compress = config.compress.over(version >= COMPRESSED_SINCE, tls.is_some());
         Ticket { hello, token, secret, grace, eager, has_cache, compress, dialed_in, key, tls }
     }
 
@@ -150,13 +151,18 @@ impl Ticket {
     ) -> Result<Ticket, ConnectError> {
         let tls = session_trust(config, key)?;
         let (token, secret) = (hello.token, Secret(hello.secret));
-        let compress = compress(config, compresses, tls.is_some());
+        let compress = config.compress.over(compresses, tls.is_some());
         Ok(Ticket { hello, token, secret, grace, eager, has_cache, compress, dialed_in, key, tls })
     }
 
     /// Whether the server keeps the session when its connections are lost.
     pub(super) fn survives(&self) -> bool {
         !self.grace.is_zero()
+    }
+
+    /// Whether the server may compress data of the session on its way here.
+    pub(super) fn takes_compressed(&self) -> bool {
+        self.hello.wishes & wish::COMPRESSED != 0
     }
 
     /// Whether the session asks what the server has.
@@ -213,16 +219,6 @@ impl Ticket {
             .name(thread_name("resume"))
             .spawn(move || attempts.run(attempt, &sender))?;
         Ok(Resumption { outcome, given_up, last_failure })
-    }
-}
-
-/// When a session compresses data to its server.
-fn compress(config: &SessionConfig, understood: bool, tls: bool) -> CompressUse {
-    match config.compress {
-        _ if !understood => CompressUse::Never,
-        // How long compressed data is tells something about it.
-        CompressUse::Auto if tls => CompressUse::Never,
-        when => when,
     }
 }
 
@@ -564,26 +560,5 @@ impl Interruption {
             last => format!(" (last attempt: {last})"),
         };
         format!("{}; it did not come back within {seconds} s{last}", self.why)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::framing::Address;
-
-    #[test]
-    fn tls_and_servers_that_do_not_understand_it_are_left_without_compression() {
-        let mut config = SessionConfig::new(Address::Tcp("127.0.0.1".into(), 1), "test");
-        assert_eq!(config.compress, CompressUse::Auto);
-        for (when, with_tls, without) in [
-            (CompressUse::Never, CompressUse::Never, CompressUse::Never),
-            (CompressUse::Auto, CompressUse::Never, CompressUse::Auto),
-            (CompressUse::EvenTls, CompressUse::EvenTls, CompressUse::EvenTls),
-        ] {
-            config.compress = when;
-            assert_eq!((compress(&config, true, true), compress(&config, true, false)), (with_tls, without));
-            assert_eq!(compress(&config, false, false), CompressUse::Never);
-        }
     }
 }

@@ -1,6 +1,6 @@
 //! Takes the stream of a data connection apart into chunks, which go where the [`Inbox`] says.
 //!
-//! A compressed chunk is received whole and decompressed into memory of the reader's; from there its bytes go where they would have gone if they had come as they are.
+//! The bytes of a compressed chunk go there once all have come ([`Decompressor`]).
 
 use std::io;
 use std::ptr::NonNull;
@@ -8,13 +8,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use lz4_flex::block::decompress_into;
 use protocol::link::{
     COMPRESSED_FLAG, DATA_FLAGS, DataHeader, EAGER_FLAG, HASH_FLAG, KEEP_FLAG, KNOWN_FLAG, MAX_DATA,
 };
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{Aside, Inbox, Landing, Place, linger};
+use crate::compression::Decompressor;
 use crate::endpoint::cache::Hash;
 use crate::stream::Stream;
 
@@ -88,6 +88,11 @@ pub fn receive_compressed(len: u32, says: u32, bytes: &[u8], step: usize) -> Opt
     Some(chunk.bytes.into())
 }
 
+/// What a compressed chunk of a command has wrong.
+fn refused(seq: u64, wrong: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("command {seq}: {wrong}"))
+}
+
 const HEADER: usize = size_of::<DataHeader>();
 /// A header with the hash behind it.
 const WITH_HASH: usize = HEADER + size_of::<Hash>();
@@ -102,11 +107,8 @@ pub(crate) struct ChunkReader {
     /// Bytes of it that are to come.
     whole: usize,
     chunk: Option<Receiving>,
-    /// For a chunk that comes compressed: its bytes as they come, and how many have.
-    compressed: Vec<u8>,
-    compressed_got: usize,
-    /// The bytes of such a chunk, and how many of them are where they belong.
-    plain: Vec<u8>,
+    /// For a chunk that comes compressed, and how many of its bytes are where they belong.
+    compressed: Decompressor,
     placed: usize,
 }
 
@@ -117,9 +119,7 @@ impl Default for ChunkReader {
             got: 0,
             whole: HEADER,
             chunk: None,
-            compressed: Vec::new(),
-            compressed_got: 0,
-            plain: Vec::new(),
+            compressed: Decompressor::default(),
             placed: 0,
         }
     }
@@ -172,12 +172,12 @@ impl ChunkReader {
 
     /// Where the next bytes go: at least one. Waits until that is known, if `wait`; otherwise `None` says that it is not. The place is the caller's until it calls [`filled`](Self::filled).
     pub(crate) fn room(&mut self, inbox: &Inbox, wait: bool) -> io::Result<Option<(NonNull<u8>, usize)>> {
-        if let Some(rest @ [_, ..]) = self.compressed.get_mut(self.compressed_got..) {
+        if let rest @ [_, ..] = self.compressed.room() {
             return Ok(Some((NonNull::from(&mut *rest).cast(), rest.len())));
         }
-        while self.placed < self.plain.len() {
+        while self.placed < self.compressed.plain().len() {
             let Some((to, room)) = self.place(inbox, wait)? else { return Ok(None) };
-            let bytes = &self.plain[self.placed..];
+            let bytes = &self.compressed.plain()[self.placed..];
             let n = room.min(bytes.len());
             // SAFETY: `place` gives `room` writable bytes to this thread alone until `placed`; the others are the reader's own.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), n) };
@@ -217,31 +217,15 @@ impl ChunkReader {
 
     /// `n` bytes have come to where [`room`](Self::room) said. Gives what the bridge acknowledges, if these bytes say so.
     pub(crate) fn filled(&mut self, inbox: &Inbox, n: usize) -> io::Result<Option<u64>> {
-        if self.compressed_got < self.compressed.len() {
-            self.compressed_got += n;
-            return if self.compressed_got < self.compressed.len() { Ok(None) } else { self.decompress() };
+        if !self.compressed.room().is_empty() {
+            let seq = self.chunk.as_ref().map_or(0, |chunk| chunk.header.seq);
+            return self.compressed.filled(n).map(|_| None).map_err(|wrong| refused(seq, &wrong));
         }
         if self.chunk.is_none() {
             self.got += n;
             return if self.got == self.whole { self.begin(inbox) } else { Ok(None) };
         }
         self.placed(inbox, n).map(|()| None)
-    }
-
-    /// All of a compressed chunk has come.
-    fn decompress(&mut self) -> io::Result<Option<u64>> {
-        let Some(chunk) = &self.chunk else { return Ok(None) };
-        self.plain.resize(chunk.left, 0);
-        self.placed = 0;
-        let wrong = match decompress_into(&self.compressed, &mut self.plain) {
-            Ok(len) if len == chunk.left => return Ok(None),
-            Ok(len) => format!("they are {len} bytes"),
-            Err(e) => e.to_string(),
-        };
-        let DataHeader { seq, .. } = chunk.header;
-        let (of, left) = (self.compressed.len(), chunk.left);
-        let text = format!("command {seq}: {of} bytes do not decompress to {left}: {wrong}");
-        Err(io::Error::new(io::ErrorKind::InvalidData, text))
     }
 
     /// `n` bytes of the chunk have come to where [`place`](Self::place) said.
@@ -317,18 +301,12 @@ impl ChunkReader {
         if known {
             return inbox.bring_known(&header, eager).map(|()| None);
         }
-        self.plain.clear();
         self.compressed.clear();
-        (self.placed, self.compressed_got) = (0, 0);
+        self.placed = 0;
         if compressed {
             let mut length = 0u32;
             length.as_mut_bytes().copy_from_slice(&self.header[HEADER..WITH_LENGTH]);
-            if length == 0 || length >= header.len {
-                let (seq, len) = (header.seq, header.len);
-                let text = format!("command {seq}: {length} compressed bytes in place of {len}");
-                return Err(io::Error::new(io::ErrorKind::InvalidData, text));
-            }
-            self.compressed.resize(length as usize, 0);
+            self.compressed.begin(header.len, length).map_err(|wrong| refused(header.seq, &wrong))?;
         }
         inbox.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
         if let Some(blocks) = inbox.blocks.get() {

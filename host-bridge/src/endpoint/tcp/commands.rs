@@ -78,7 +78,7 @@ impl TcpCommands {
             }),
             slot_count,
             inbox: Inbox::new(allowance.eager),
-            outbox: Outbox::new(data_connections as usize, allowance.replay),
+            outbox: Outbox::new(data_connections as usize, allowance.replay, allowance.compress),
             executed: AtomicU64::new(0),
             end: OnceLock::new(),
             stop,

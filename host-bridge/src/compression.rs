@@ -1,4 +1,4 @@
-//! When a data connection compresses what it sends: where that takes less time than the link needs for the bytes that it saves.
+//! When a data connection compresses what it sends, to the server or to the client: where that takes less time, at both ends, than the link needs for the bytes that it saves.
 //!
 //! ```text
 //!            the link is fast, or not known yet, or the last trials were in vain
@@ -16,14 +16,20 @@
 //!
 //! Each trial in vain doubles what is sent before the next one, up to 64 times what was compressed in vain. Of data that does not compress, 64 KiB in 4 MiB are compressed then.
 //!
-//! No I/O, no clock: whoever compresses says how long that took.
+//! No I/O, and the rule has no clock: whoever compresses says how long that took. How fast the link is, [`LinkRate`](crate::link_rate::LinkRate) says. [`Decompressor`] is the other end.
 
-use std::time::Duration;
+mod decompressor;
+
+use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
+use lz4_flex::block::{compress_into, get_maximum_output_size};
+use serde::{Deserialize, Serialize};
+
+pub(crate) use self::decompressor::Decompressor;
 
 /// Bytes of a chunk that are compressed first. Shorter chunks are sent as they are.
-pub(in crate::bridge) const SAMPLE: u64 = 64 << 10;
+pub(crate) const SAMPLE: u64 = 64 << 10;
 /// Bytes a second from which on nothing is compressed: no compressor keeps up.
 const FAST: u64 = 1 << 30;
 /// So many times what was compressed in vain is sent before the next trial, at most.
@@ -31,8 +37,9 @@ const MOST_PATIENCE: u64 = 64;
 /// The speed is of about the last bytes compressed, twice as many at most.
 const REMEMBERED: u64 = 16 << 20;
 
-/// When bulk data is compressed on its way to the server.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+/// When bulk data is compressed before it is sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum CompressUse {
     /// Never
     Never,
@@ -42,6 +49,28 @@ pub enum CompressUse {
     EvenTls,
     /// All that becomes shorter, over every link. For tests
     Always,
+}
+
+impl CompressUse {
+    /// What comes of it in a session whose peer understands compressed data, or does not, with TLS or without.
+    pub fn over(self, understood: bool, tls: bool) -> CompressUse {
+        match self {
+            _ if !understood => CompressUse::Never,
+            // How long compressed data is tells something about it.
+            CompressUse::Auto if tls => CompressUse::Never,
+            when => when,
+        }
+    }
+}
+
+/// Compresses `plain` into the first bytes of `to`, which becomes as long as that takes at most. Gives how many it made of them, if that pays. The work began at `begun`.
+pub(crate) fn compress(trial: &mut Trial, plain: &[u8], to: &mut Vec<u8>, begun: Instant) -> Option<usize> {
+    let most = get_maximum_output_size(plain.len());
+    if to.len() < most {
+        to.resize(most, 0);
+    }
+    let made = compress_into(plain, to).ok()?;
+    trial.pays(plain.len() as u64, made as u64, begun.elapsed()).then_some(made)
 }
 
 /// Bytes that were compressed, and how long that took.
@@ -63,7 +92,7 @@ impl Speed {
 
 /// A chunk that is to be compressed if that pays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::bridge) struct Trial {
+pub(crate) struct Trial {
     /// Bytes a second that the link carries. `None`: it does not matter.
     link: Option<u64>,
     speed: Speed,
@@ -73,22 +102,22 @@ pub(in crate::bridge) struct Trial {
 
 impl Trial {
     /// `len` bytes were compressed to `compressed` in that time. Whether it pays to send these.
-    pub(in crate::bridge) fn pays(&mut self, len: u64, compressed: u64, time: Duration) -> bool {
+    pub(crate) fn pays(&mut self, len: u64, compressed: u64, time: Duration) -> bool {
         self.speed = self.speed.and(len, time);
         self.work += len;
         // Their length comes before them.
         let Some(saved @ 1..) = len.checked_sub(compressed + size_of::<u32>() as u64) else { return false };
         let Some(link) = self.link else { return true };
-        // len / link > len / speed + compressed / link, with link and speed in bytes a second.
+        // len / link > len / speed + compressed / link, with link and speed in bytes a second. To decompress is reckoned with half as long as to compress.
         let Speed { bytes, time } = self.speed;
         let gain = u128::from(saved) * u128::from(bytes) * 1_000_000_000;
-        gain > (u128::from(len) * u128::from(link)).saturating_mul(time.as_nanos())
+        gain > (u128::from(len) * u128::from(link)).saturating_mul(time.as_nanos() * 3 / 2)
     }
 }
 
 /// See the module's text.
 #[derive(Debug)]
-pub(in crate::bridge) struct Compression {
+pub(crate) struct Compression {
     when: CompressUse,
     speed: Speed,
     /// How many times what was compressed in vain is sent before the next trial. 1: the last trial was not in vain, or there was none.
@@ -100,7 +129,7 @@ pub(in crate::bridge) struct Compression {
 }
 
 impl Compression {
-    pub(in crate::bridge) fn new(when: CompressUse) -> Compression {
+    pub(crate) fn new(when: CompressUse) -> Compression {
         Compression {
             when,
             speed: Speed::default(),
@@ -111,12 +140,12 @@ impl Compression {
     }
 
     /// Whether chunks are being compressed.
-    pub(in crate::bridge) fn is_on(&self) -> bool {
+    pub(crate) fn is_on(&self) -> bool {
         self.pays
     }
 
     /// A chunk of `len` bytes is about to be sent over a link that carries so many bytes a second, if that is known. `None`: as it is. Otherwise the trial is told to [`tried`](Self::tried).
-    pub(in crate::bridge) fn tries(&mut self, len: u64, link: Option<u64>) -> Option<Trial> {
+    pub(crate) fn tries(&mut self, len: u64, link: Option<u64>) -> Option<Trial> {
         let link = match self.when {
             CompressUse::Never => return None,
             CompressUse::Always => None,
@@ -137,7 +166,7 @@ impl Compression {
     }
 
     /// What came of a trial with a chunk of `len` bytes.
-    pub(in crate::bridge) fn tried(&mut self, trial: &Trial, len: u64, paid: bool) {
+    pub(crate) fn tried(&mut self, trial: &Trial, len: u64, paid: bool) {
         self.speed = trial.speed;
         if paid || self.when == CompressUse::Always {
             (self.patience, self.pause) = (1, 0);
@@ -151,7 +180,10 @@ impl Compression {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::VecDeque;
+
     use super::*;
+    use crate::link_rate::LinkRate;
     use proptest::prelude::*;
 
     /// Bytes a second that the compressor of these tests takes.
@@ -203,8 +235,8 @@ mod tests {
 
     #[test]
     fn it_pays_exactly_where_the_link_is_slower_than_what_the_compressor_saves() {
-        // At a half, the compressor saves 400 MB in a second.
-        for (link, pays) in [(390_000_000, true), (410_000_000, false)] {
+        // At a half, the compressor saves 400 MB in a second, for which the other end is reckoned with half a second more.
+        for (link, pays) in [(260_000_000, true), (270_000_000, false)] {
             let mut rule = Compression::new(CompressUse::Auto);
             let mut trial = rule.tries(SAMPLE, Some(link)).unwrap();
             assert_eq!(trial.pays(SAMPLE, SAMPLE / 2, time(SAMPLE)), pays, "{link}");
@@ -212,6 +244,50 @@ mod tests {
         let mut trial = Compression::new(CompressUse::Auto).tries(SAMPLE, Some(0)).unwrap();
         assert!(!trial.pays(SAMPLE, SAMPLE - 4, Duration::ZERO), "nothing is saved");
         assert!(trial.pays(SAMPLE, SAMPLE - 5, Duration::from_secs(1)));
+    }
+
+    /// Sends 64 MiB that compress to a 16th, in chunks of a MiB, with a window of 16 under way, over a link that carries so many bytes a second. Gives the bytes that were compressed, those that
+    /// were sent before the link was known, and those that crossed it.
+    fn send_over(rate: u64) -> (u64, u64, u64) {
+        const CHUNK: u64 = 1 << 20;
+        let (mut rule, mut link) = (Compression::new(CompressUse::Auto), LinkRate::new());
+        let (mut now, mut under_way) = (Instant::now(), VecDeque::new());
+        let (mut worked, mut unknown, mut sent) = (0, 0, 0);
+        for number in 0..64 {
+            let mut crosses = CHUNK;
+            if let Some(mut trial) = rule.tries(CHUNK, link.get()) {
+                let paid = trial.pays(SAMPLE, SAMPLE / 16, time(SAMPLE))
+                    && trial.pays(CHUNK, CHUNK / 16, time(CHUNK));
+                worked += trial.work;
+                crosses = if paid { CHUNK / 16 } else { CHUNK };
+                rule.tried(&trial, CHUNK, paid);
+            } else if link.get().is_none() {
+                unknown += CHUNK;
+            }
+            sent += crosses;
+            if link.watched().is_none() {
+                link.leaves(number, now);
+            }
+            under_way.push_back((number, crosses));
+            if let Some((number, crosses)) = under_way.pop_front_if(|_| number >= 15) {
+                now += Duration::from_secs_f64(crosses as f64 / rate as f64);
+                link.arrives(&number, crosses, || now);
+            }
+        }
+        (worked, unknown, sent)
+    }
+
+    /// What the clock of a busy machine cannot show: over a link that is known as fast, nothing is even tried of data that compresses very well.
+    #[test]
+    fn nothing_of_64_mib_is_compressed_over_a_fast_link_whatever_they_are() {
+        for rate in [FAST + 1000, 4 << 30, 100 << 30] {
+            let (worked, unknown, sent) = send_over(rate);
+            assert_eq!((worked, sent), (0, 64 << 20), "{rate}");
+            assert!(unknown <= 32 << 20, "{unknown} before it was known");
+        }
+        // The same bytes over a slow link.
+        let (worked, unknown, sent) = send_over(25_000_000);
+        assert!(worked >= 32 << 20 && sent <= unknown + (64 << 20) / 16, "{worked} {unknown} {sent}");
     }
 
     #[test]
@@ -227,6 +303,16 @@ mod tests {
         send(&mut rule, Some(25_000_000), vec![(1 << 20, 100, 100); 1000]);
         let (_, _, sent) = send(&mut rule, Some(25_000_000), vec![(1 << 20, 10, 10); 100]);
         assert!(sent < 20 << 20, "{sent}");
+    }
+
+    #[test]
+    fn with_tls_it_is_off_unless_it_is_asked_for_and_never_for_a_peer_that_does_not_understand_it() {
+        use CompressUse::{Always, Auto, EvenTls, Never};
+        for when in [Never, Auto, EvenTls, Always] {
+            assert_eq!(when.over(true, false), when);
+            assert_eq!(when.over(true, true), if when == Auto { Never } else { when });
+            assert_eq!([when.over(false, false), when.over(false, true)], [Never; 2]);
+        }
     }
 
     #[test]
