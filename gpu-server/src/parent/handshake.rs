@@ -344,6 +344,11 @@ fn over(state: &State, hello: &Hello) -> Refused {
     Refused(Reason::SessionOver, why.to_owned())
 }
 
+/// Whether the bridge takes compressed data. In an older version the bit means nothing.
+fn takes_compressed(hello: &Hello) -> bool {
+    hello.version >= COMPRESSED_OUT_SINCE && hello.wishes & wish::COMPRESSED != 0
+}
+
 /// The devices that a client requests, by the server's numbers. Placement checks whether they exist.
 fn devices_asked_for(hello: &Hello) -> Vec<u32> {
     let mut devices = Vec::new();
@@ -404,9 +409,7 @@ fn open_session(
             let wanted =
                 if hello.index == 0 { DATA_CONNECTIONS.0 } else { hello.index.min(DATA_CONNECTIONS.1) };
             let wanted = wanted.min(grant.data_connections.unwrap_or(DATA_CONNECTIONS.1));
-            let takes_compressed =
-                hello.version >= COMPRESSED_OUT_SINCE && hello.wishes & wish::COMPRESSED != 0;
-            let slot_count = hello.slot_count;
+            let (slot_count, takes_compressed) = (hello.slot_count, takes_compressed(hello));
             (Transport::Tcp { slot_count, data_connections: wanted, takes_compressed }, wanted)
         }
     };
@@ -438,4 +441,27 @@ fn open_session(
             unplaced: None,
         },
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use protocol::Version;
+    use protocol::version::VERSION;
+    use zerocopy::FromZeros;
+
+    use super::*;
+
+    #[test]
+    fn compressed_data_goes_only_to_a_bridge_that_says_it_takes_it_in_a_version_that_has_it() {
+        let older = Version { minor: COMPRESSED_OUT_SINCE.minor - 1, ..COMPRESSED_OUT_SINCE };
+        for (version, wishes, takes) in [
+            (VERSION, wish::COMPRESSED, true),
+            (VERSION, !0, true),
+            (VERSION, !wish::COMPRESSED, false),
+            (older, !0, false),
+        ] {
+            let hello = Hello { version, wishes, ..Hello::new_zeroed() };
+            assert_eq!(takes_compressed(&hello), takes, "{version}, {wishes:#x}");
+        }
+    }
 }
