@@ -97,6 +97,8 @@ pub const COMPRESSED_FLAG: u32 = 1 << 27;
 pub const DATA_FLAGS: u32 = EAGER_FLAG | HASH_FLAG | KNOWN_FLAG | KEEP_FLAG | COMPRESSED_FLAG;
 /// The version from which on a server takes compressed data.
 pub const COMPRESSED_SINCE: Version = Version { major: 2, minor: 1 };
+/// The version from which on a session over verbs survives its connections.
+pub const VERBS_RESUME_SINCE: Version = Version { major: 2, minor: 2 };
 /// Bytes of a block, the unit in which a server knows data: a piece is cut at multiples of this, and its last block may be shorter.
 pub const CACHE_BLOCK: u64 = MAX_DATA as u64;
 /// `flags` of [`Attach`]: the client's threads sleep by futex on the channel's words. Otherwise a write to the wake eventfd reaches them.
@@ -204,7 +206,7 @@ numbers! {
         REGION_REMOVE = 9;
         /// Worker → bridge, `local`: [`Ack`](super::Ack), to `ATTACH`, `REGION_ADD` and `REGION_REMOVE`, in order.
         ACK = 10;
-        /// Either way, `verbs`, on the control connection, once: [`Queues`](super::Queues).
+        /// Either way, `verbs`, the first frame on the session's first control connection, and behind `RESUMED` on others: [`Queues`](super::Queues).
         QUEUES = 11;
         /// Bridge → server, `verbs`: [`RegionKey`](super::RegionKey). Comes before the first command that has the server write into that memory.
         REGION_KEY = 12;
@@ -224,8 +226,9 @@ numbers! {
         /// bridge says so here only of the control stream, because a server may read nothing behind a command while it executes it; of a data connection's
         /// stream it says so on that connection, by a [`DataHeader`](super::DataHeader) of no bytes whose `seq` is 0 and whose `offset` is the number.
         RECEIVED = 18;
-        /// Either way, `tcp`: the first frame on each control connection but the session's first, before its stream goes on: a
-        /// [`Received`](super::Received) for each of the session's streams, in order. It does not count as part of a stream.
+        /// Either way, the first frame on each control connection but the session's first: `tcp`, before its stream goes on, a
+        /// [`Received`](super::Received) for each of the session's streams, in order, which does not count as part of a stream;
+        /// `verbs`, since version 2.2, one for each queue.
         RESUMED = 19;
         /// Bridge → worker, `local`, as one packet on the socket of [`ATTACH_SUCCESSION`](super::ATTACH_SUCCESSION), empty: the descriptor that comes along is a
         /// stream socket, in place of the one whose process has ended.
@@ -439,6 +442,7 @@ layouts! {
         /// Zero.
         pub reserved: u32,
         /// Bytes of the stream that have come since the session began, over all of its links. Greetings and [`frame::RESUMED`] are not part of a stream.
+        /// `verbs`: requests of the peer on this queue that were acted on, likewise.
         pub bytes: u64,
     }
 

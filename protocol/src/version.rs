@@ -36,7 +36,7 @@ pub struct Version {
 }
 
 /// The version of this build.
-pub const VERSION: Version = Version { major: 2, minor: 1 };
+pub const VERSION: Version = Version { major: 2, minor: 2 };
 
 /// Whether the entries of [`VERSION`] may no longer change. See the module's text.
 pub const FROZEN: bool = false;
