@@ -69,6 +69,9 @@ struct Session {
     hello: Hello,
 }
 
+/// What a server gives a bridge that comes back: the connection, what it has acted on, and its queue pairs; and the bridge's own.
+type CameBack = (TcpStream, Vec<u64>, Queues, Unconnected);
+
 /// Changes what this side believes, or tells the peer, of the queue pairs.
 #[derive(Clone, Copy, PartialEq)]
 enum Twist {
@@ -145,15 +148,15 @@ impl Session {
         Ok(if welcomed { Ok(control) } else { Err(untext(&welcome.reason)) })
     }
 
-    /// Comes back, says that it has acted on so many requests, and offers queue pairs as `settings` have it. Gives the connection, what the server has acted on, and its queue pairs. `None`: the server
-    /// closed the connection.
+    /// Comes back, says that it has acted on so many requests, and offers queue pairs as `settings` have it. `None`: the server closed
+    /// the connection.
     fn come_back(
         &mut self,
         address: &str,
         settings: &Settings,
         attempt: u32,
         taken: &[u64],
-    ) -> Result<Option<(TcpStream, Vec<u64>, Queues, Unconnected)>> {
+    ) -> Result<Option<CameBack>> {
         let control = self.knock(address, &Hello { attempt, ..self.hello })??;
         let fresh = Unconnected::new(self.link.domain(), settings)?;
         let entry = |(stream, bytes): (u32, &u64)| Received { stream, reserved: 0, bytes: *bytes };
