@@ -265,6 +265,8 @@ pub enum Transport {
     Verbs {
         /// The channel's reply slots.
         slot_count: u32,
+        /// The bridge replaces connections that are lost.
+        resumes: bool,
     },
     /// A Unix socket.
     Local,

@@ -3,20 +3,23 @@
 //! ```text
 //! hostile bridge 10.0.1.1:9700 --device rxe1 --do outside       as a bridge, against rgpu-server
 //! hostile server 10.0.1.1:9701 --device rxe0 --do immediate     as a server, against vhost-rgpu
+//! hostile relay 127.0.0.1:9702 --do 127.0.0.1:9700              as the way between both: breaks each control connection some time after its handshake
 //! ```
 //!
 //! It shakes hands properly, does one forbidden thing, and prints in one line how that ended: `ended: REASON` when the other side ended the session and said why,
 //! `refused: REASON` when the device refused the request. It fails when nothing of that happened.
 
-use std::net::{TcpListener, TcpStream};
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use protocol::device::{Answer, untext};
 use protocol::link::{
-    DataHeader, DataSent, FrameHeader, Hello, ProgressUpdate, Queues, RegionKey, ReplyHeader, SLOT_DATA,
-    Welcome, frame, purpose,
+    DataHeader, DataSent, FrameHeader, Hello, ProgressUpdate, Queues, Received, RegionKey, ReplyHeader,
+    SLOT_DATA, Welcome, frame, purpose,
 };
 use rgpu_host_bridge::framing::{
     FrameReader, recv_frame, recv_struct, send_frame, send_message, split_struct,
@@ -32,6 +35,8 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// How long the other side may take to end the session.
 const PATIENCE: Duration = Duration::from_secs(40);
 const SOURCE: usize = 1 << 20;
+/// How long the relay leaves a control connection alone after its handshake.
+const LIFE: Duration = Duration::from_secs(3);
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
@@ -48,7 +53,9 @@ fn main() -> Result<()> {
     match role.as_str() {
         "bridge" => bridge(&address, &settings, &what),
         "server" => server(&address, &settings, &what),
-        _ => Err("hostile bridge|server ADDRESS --device NAME --do WHAT".into()),
+        "relay" => relay(&address, &what),
+        _ => Err("hostile bridge|server ADDRESS --device NAME --do WHAT, hostile relay ADDRESS --do ADDRESS"
+            .into()),
     }
 }
 
@@ -58,7 +65,12 @@ struct Session {
     source: Slab,
     peer: Queues,
     control: TcpStream,
+    /// For the bridge: what its session is resumed with.
+    hello: Hello,
 }
+
+/// What a server gives a bridge that comes back: the connection, what it has acted on, and its queue pairs; and the bridge's own.
+type CameBack = (TcpStream, Vec<u64>, Queues, Unconnected);
 
 /// Changes what this side believes, or tells the peer, of the queue pairs.
 #[derive(Clone, Copy, PartialEq)]
@@ -77,17 +89,25 @@ impl Session {
         if welcome.status != Answer::Ok as u32 {
             return Err(format!("refused: {}", untext(&welcome.reason)).into());
         }
-        Session::queues(control, settings, twist, true)
+        let Welcome { token, secret, .. } = welcome;
+        let hello = Hello { token, secret, ..hello(purpose::RESUME, token, 0) };
+        Session::queues(control, settings, twist, true, hello)
     }
 
     fn accept(control: TcpStream, settings: &Settings) -> Result<Session> {
         recv_struct::<Hello>(control.as_fd(), &mut Vec::new())?.ok_or("no hello")?;
         let welcome = Welcome { token: [1; 16], ..welcome(Answer::Ok, "") };
         send_message(control.as_fd(), &[welcome.as_bytes()], &[])?;
-        Session::queues(control, settings, Twist::None, false)
+        Session::queues(control, settings, Twist::None, false, hello(purpose::VERBS, [1; 16], 0))
     }
 
-    fn queues(control: TcpStream, settings: &Settings, twist: Twist, first: bool) -> Result<Session> {
+    fn queues(
+        control: TcpStream,
+        settings: &Settings,
+        twist: Twist,
+        first: bool,
+        hello: Hello,
+    ) -> Result<Session> {
         let domain: Arc<Domain> = Domain::new(Device::open(settings)?)?;
         let source = Slab::new(&domain, SOURCE, Access::RemoteWrite)?;
         let unconnected = Unconnected::new(&domain, settings)?;
@@ -116,7 +136,112 @@ impl Session {
             say()?;
         }
         control.set_nonblocking(true)?;
-        Ok(Session { link, source, peer, control })
+        Ok(Session { link, source, peer, control, hello })
+    }
+
+    /// Knocks as the session's bridge that comes back for the `attempt`-th time. The error is the server's refusal.
+    fn knock(&self, address: &str, hello: &Hello) -> Result<std::result::Result<TcpStream, String>> {
+        let control = TcpStream::connect(address)?;
+        control.set_read_timeout(Some(PATIENCE))?;
+        let welcome = greet(&control, hello)?;
+        let welcomed = welcome.status == Answer::Ok as u32;
+        Ok(if welcomed { Ok(control) } else { Err(untext(&welcome.reason)) })
+    }
+
+    /// Comes back, says that it has acted on so many requests, and offers queue pairs as `settings` have it. `None`: the server closed
+    /// the connection.
+    fn come_back(
+        &mut self,
+        address: &str,
+        settings: &Settings,
+        attempt: u32,
+        taken: &[u64],
+    ) -> Result<Option<CameBack>> {
+        let control = self.knock(address, &Hello { attempt, ..self.hello })??;
+        let fresh = Unconnected::new(self.link.domain(), settings)?;
+        let entry = |(stream, bytes): (u32, &u64)| Received { stream, reserved: 0, bytes: *bytes };
+        let entries: Vec<Received> = (0..).zip(taken).map(entry).collect();
+        let offer = fresh.offer(None);
+        for (kind, body) in [(frame::RESUMED, entries.as_bytes()), (frame::QUEUES, offer.as_bytes())] {
+            if send_frame(control.as_fd(), kind, &[body], &[]).is_err() {
+                return Ok(None);
+            }
+        }
+        let (mut counts, mut peer) = (Vec::new(), Vec::new());
+        let kinds = [
+            recv_frame(control.as_fd(), &mut counts, &mut Vec::new()),
+            recv_frame(control.as_fd(), &mut peer, &mut Vec::new()),
+        ];
+        let [Ok(Some(frame::RESUMED)), Ok(Some(frame::QUEUES))] = kinds else { return Ok(None) };
+        let number = |entry: &[u8]| Ok(split_struct::<Received>(entry)?.0.bytes);
+        let counts = counts.chunks(size_of::<Received>()).map(number).collect::<Result<_>>()?;
+        Ok(Some((control, counts, split_struct::<Queues>(&peer)?.0, fresh)))
+    }
+
+    /// Exchanges messages, one after the other.
+    fn chat(&mut self, count: usize) -> Result<()> {
+        let (mut reader, mut came, begin) = (FrameReader::new(), 0, Instant::now());
+        for number in 1..=count {
+            self.frame(frame::ALIVE, &[]);
+            while came < number * size_of::<FrameHeader>() {
+                if let Some(how) = self.turn(&mut reader, &mut came) {
+                    return Err(format!("a session that did nothing wrong {how}").into());
+                }
+                if begin.elapsed() > PATIENCE {
+                    return Err("no answer".into());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Does what a bridge may do in the wrong way when it comes back. Some: how the session ended.
+    fn resume(&mut self, address: &str, settings: &Settings, what: &str) -> Result<Option<String>> {
+        self.chat(100)?;
+        if what == "resume-stranger" {
+            let mut wrong = Hello { attempt: 1, ..self.hello };
+            wrong.secret[31] ^= 1;
+            let refused = self.knock(address, &wrong)?.err().ok_or("a stranger was let in")?;
+            self.chat(10)?;
+            return Ok(Some(format!("refused: {refused}")));
+        }
+        self.link.take_down::<VerbsError>(&mut |_| Ok(()))?;
+        let taken = self.link.taken();
+        let came_back = match what {
+            "resume-more" => self.come_back(address, settings, 1, &vec![u64::MAX; taken.len()])?,
+            "resume-less" => self.come_back(address, settings, 1, &vec![0; taken.len()])?,
+            "resume-queues" => {
+                let settings = Settings { queue_pairs: Some(1), ..settings.clone() };
+                self.come_back(address, &settings, 1, &taken)?
+            }
+            _ => {
+                let back = self.come_back(address, settings, 5, &taken)?.ok_or("it was not let in")?;
+                let (control, theirs, peer, fresh) = back;
+                self.link.settle::<VerbsError>(&theirs, &mut |_| Ok(()))?;
+                self.link.go_on(fresh, &peer, false)?;
+                control.set_nonblocking(true)?;
+                self.control = control;
+                self.chat(10)?;
+                for attempt in [5, 3] {
+                    if self.come_back(address, settings, attempt, &taken)?.is_some() {
+                        return Err(format!("attempt {attempt} was let in behind attempt 5").into());
+                    }
+                }
+                self.chat(10)?;
+                return Ok(Some("refused: attempts that were not the latest".into()));
+            }
+        };
+        if came_back.is_some() {
+            return Err("it was let in".into());
+        }
+        let begin = Instant::now();
+        while begin.elapsed() < PATIENCE {
+            if let Err(reason) = self.knock(address, &Hello { attempt: 100, ..self.hello })? {
+                return Ok(Some(format!("ended: {reason}")));
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        Ok(None)
     }
 
     fn frame(&mut self, kind: u32, body: &[u8]) {
@@ -225,6 +350,10 @@ fn bridge(address: &str, settings: &Settings, what: &str) -> Result<()> {
     let mut session = Session::connect(address, settings, twist)?;
     let key = session.peer.slots_key;
     let all = u64::from(session.peer.slots) * u64::from(session.peer.slot_size);
+    if what.starts_with("resume-") {
+        println!("{}", session.resume(address, settings, what)?.ok_or("nobody minded")?);
+        return Ok(());
+    }
     match what {
         "longer-header" => session.write(header(4000), 100, session.slot(0), key, 0)?,
         "no-header" => session.write(None, 8, session.slot(0), key, 0)?,
@@ -321,5 +450,44 @@ fn server(address: &str, settings: &Settings, what: &str) -> Result<()> {
         other => return Err(format!("no way to be hostile is called {other}").into()),
     }
     println!("{}", session.ending()?);
+    Ok(())
+}
+
+/// Passes connections on to `to`. Of each, the server's welcome and its queue pairs get through.
+fn relay(address: &str, to: &str) -> Result<()> {
+    let handshake = size_of::<Welcome>() + size_of::<FrameHeader>() + size_of::<Queues>();
+    let listener = TcpListener::bind(address)?;
+    println!("listening");
+    for client in listener.incoming() {
+        let (client, server) = (client?, TcpStream::connect(to)?);
+        let came = Arc::new(AtomicUsize::new(0));
+        for (mut from, mut into, count) in [
+            (client.try_clone()?, server.try_clone()?, None),
+            (server.try_clone()?, client.try_clone()?, Some(Arc::clone(&came))),
+        ] {
+            std::thread::spawn(move || {
+                let mut bytes = [0; 4096];
+                while let Ok(n @ 1..) = from.read(&mut bytes) {
+                    if into.write_all(&bytes[..n]).is_err() {
+                        break;
+                    }
+                    if let Some(count) = &count {
+                        count.fetch_add(n, Ordering::Relaxed);
+                    }
+                }
+                // Either end may have something to say that the other has not read.
+                let _ = into.shutdown(Shutdown::Write);
+            });
+        }
+        std::thread::spawn(move || {
+            while came.load(Ordering::Relaxed) < handshake {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            std::thread::sleep(LIFE);
+            for end in [client, server] {
+                let _ = end.shutdown(Shutdown::Both);
+            }
+        });
+    }
     Ok(())
 }

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! `h2d` writes from a scattered region into the listener's slots, `d2h` has the listener write into that region, `ping` sends messages to and fro. Data is verified
-//! unless `--fast` is given; the result is one line of `key=value`, `kernel_ms` among them: for how long the machine's processors, all together, were in the kernel meanwhile.
+//! unless `--fast` is given. With `--break N` the connecting side stops its queue pairs, wherever they are, when something has come up to N times, again and again, and both sides go on through new ones. The result is one line of `key=value`, `kernel_ms` among them: for how long the machine's processors, all together, were in the kernel meanwhile.
 
 use std::collections::VecDeque;
 use std::net::{TcpListener, TcpStream};
@@ -37,6 +37,8 @@ const POLL: Duration = Duration::from_micros(50);
 const PING: u32 = 100;
 const SUM: u32 = 101;
 const GO: u32 = 102;
+/// On the control connection: the queue pairs are gone. What was taken of the peer's requests on each queue, and the new queue pairs.
+const RENEW: u32 = 103;
 
 /// How long a peer may say nothing, in seconds, before it counts as lost.
 const SILENT: u32 = 20;
@@ -48,13 +50,15 @@ struct Job {
     count: u64,
     fast: bool,
     sleep: bool,
+    /// How often something comes before the queue pairs are replaced, at most; 0: they never are.
+    breaks: u64,
 }
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let (role, address) = (args.next().unwrap_or_default(), args.next().unwrap_or_default());
     let mut settings = Settings::default();
-    let mut job = Job { what: "h2d".into(), size: 1 << 20, count: 16, fast: false, sleep: false };
+    let mut job = Job { what: "h2d".into(), size: 1 << 20, count: 16, fast: false, sleep: false, breaks: 0 };
     while let Some(option) = args.next() {
         let mut value = || args.next().ok_or(format!("{option} wants a value"));
         match option.as_str() {
@@ -70,6 +74,7 @@ fn main() -> Result<()> {
             "--count" => job.count = value()?.parse()?,
             "--fast" => job.fast = true,
             "--sleep" => job.sleep = true,
+            "--break" => job.breaks = value()?.parse()?,
             _ => return Err(format!("unknown option {option}").into()),
         }
     }
@@ -106,6 +111,27 @@ struct Talk {
     control: TcpStream,
     /// How often in a row it slept for a second and nothing came.
     silent: u32,
+    /// If queue pairs are replaced.
+    renewal: Option<Renewal>,
+}
+
+/// When queue pairs are replaced, and how often they were.
+struct Renewal {
+    settings: Settings,
+    /// For the side that begins it: how often something comes in between, at most, and how often until the next time.
+    turns: Option<(u64, u64)>,
+    count: u64,
+}
+
+type Came<'t> = (&'t mut FrameReader, &'t mut VecDeque<(u32, u32)>, &'t mut u64);
+
+fn act((reader, placed, written): &mut Came<'_>, event: Event<'_>) -> std::result::Result<(), VerbsError> {
+    match event {
+        Event::Bytes(mut bytes) => while !bytes.is_empty() && reader.fill(&mut bytes).is_ok() {},
+        Event::Placed { immediate, len, .. } => placed.push_back((immediate, len)),
+        Event::Written { .. } => **written += 1,
+    }
+    Ok(())
 }
 
 impl Talk {
@@ -118,6 +144,7 @@ impl Talk {
             placed: VecDeque::new(),
             written: 0,
             sleep,
+            renewal: None,
         }
     }
 
@@ -128,20 +155,82 @@ impl Talk {
     }
 
     fn turn(&mut self) -> Result<bool> {
-        let (reader, placed, written) = (&mut self.reader, &mut self.placed, &mut self.written);
-        let mut worked = self.link.poll::<VerbsError>(&mut |event| {
-            match event {
-                Event::Bytes(mut bytes) => while !bytes.is_empty() && reader.fill(&mut bytes).is_ok() {},
-                Event::Placed { immediate, len, .. } => placed.push_back((immediate, len)),
-                Event::Written { .. } => *written += 1,
-            }
-            Ok(())
-        })?;
+        let renewed = self.renew_if_due()?;
+        let mut came = (&mut self.reader, &mut self.placed, &mut self.written);
+        let mut worked = renewed | self.link.poll::<VerbsError>(&mut |event| act(&mut came, event))?;
+        if let (true, Some(Renewal { turns: Some((_, left)), .. })) = (worked, &mut self.renewal) {
+            *left = left.saturating_sub(1);
+        }
         if worked && self.sleep {
             self.silent = 0;
         }
         worked |= self.link.flush()?;
         Ok(worked)
+    }
+
+    /// Replaces the queue pairs if it is time to, or if the peer has begun to. True: it did.
+    fn renew_if_due(&mut self) -> Result<bool> {
+        let Some(renewal) = &mut self.renewal else { return Ok(false) };
+        match &mut renewal.turns {
+            Some((most, left)) => {
+                if *left > 0 {
+                    return Ok(false);
+                }
+                renewal.count += 1;
+                *left = 1 + u64::from(pattern(renewal.count)) * *most / 256;
+                self.renew(true)?;
+            }
+            None => {
+                let mut peeked = [0; 4];
+                let peek = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+                if recv(self.control.as_raw_fd(), &mut peeked, peek) != Ok(4)
+                    || u32::from_le_bytes(peeked) != RENEW
+                {
+                    return Ok(false);
+                }
+                self.renew(false)?;
+            }
+        }
+        Ok(true)
+    }
+
+    fn renew(&mut self, first: bool) -> Result<()> {
+        let settings = self.renewal.as_ref().ok_or("no renewal")?.settings.clone();
+        let mut came = (&mut self.reader, &mut self.placed, &mut self.written);
+        self.link.take_down::<VerbsError>(&mut |event| act(&mut came, event))?;
+        let domain = self.link.domain().clone();
+        let taken = self.link.taken();
+        let say = |offer: &Queues| {
+            send_frame(self.control.as_fd(), RENEW, &[offer.as_bytes(), taken.as_bytes()], &[])
+        };
+        let hear = || -> Result<(Queues, Vec<u64>)> {
+            let mut body = Vec::new();
+            if recv_frame(self.control.as_fd(), &mut body, &mut Vec::new())? != Some(RENEW) {
+                return Err("the peer does not go on".into());
+            }
+            let (peer, taken) = split_struct::<Queues>(&body)?;
+            let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte));
+            Ok((peer, taken.chunks(8).map(number).collect()))
+        };
+        let (fresh, peer, theirs) = if first {
+            let fresh = Unconnected::new(&domain, &settings)?;
+            say(&fresh.offer(None))?;
+            let (peer, theirs) = hear()?;
+            (fresh, peer, theirs)
+        } else {
+            let (peer, theirs) = hear()?;
+            let fresh = Unconnected::answering(&domain, &settings, &peer)?;
+            (fresh, peer, theirs)
+        };
+        self.link.settle::<VerbsError>(&theirs, &mut |event| act(&mut came, event))?;
+        let offer = fresh.offer(None);
+        self.link.go_on(fresh, &peer, !first)?;
+        if first {
+            self.frame(frame::ALIVE, &[]);
+        } else {
+            say(&offer)?;
+        }
+        Ok(())
     }
 
     /// Turns until there was something; sleeps between if that is wanted.
@@ -162,7 +251,7 @@ impl Talk {
             }
             let device = self.link.domain().device().clone();
             let mut fds = [
-                PollFd::new(self.link.fd(), PollFlags::POLLIN),
+                PollFd::new(self.link.fd().ok_or("no queue pairs")?, PollFlags::POLLIN),
                 PollFd::new(device.event_fd(), PollFlags::POLLIN),
             ];
             // Counted and not measured: a machine that stood still says nothing about the peer.
@@ -189,8 +278,10 @@ impl Talk {
 
     fn next(&mut self) -> Result<(u32, Vec<u8>)> {
         loop {
-            if let Some((kind, body)) = self.reader.next_frame()? {
-                return Ok((kind, body.to_vec()));
+            match self.reader.next_frame()? {
+                Some((frame::ALIVE, _)) => continue,
+                Some((kind, body)) => return Ok((kind, body.to_vec())),
+                None => {}
             }
             self.wait()?;
         }
@@ -216,12 +307,15 @@ fn serve(control: TcpStream, settings: &Settings) -> Result<()> {
     let mut word = || job.next().ok_or("a job is cut off");
     let (what, size, count, fast) =
         (word()?.to_owned(), word()?.parse::<u64>()?, word()?.parse::<u64>()?, word()? == "true");
-    let sleep = word()? == "true";
+    let (sleep, breaks) = (word()? == "true", word()?.parse::<u64>()?);
     let domain = Domain::new(Device::open(settings)?)?;
     let slots = Slab::new(&domain, (SLOT_SIZE * SLOTS) as usize, Access::RemoteWrite)?;
     let link = Unconnected::answering(&domain, settings, &peer)?;
     send_frame(control.as_fd(), frame::QUEUES, &[link.offer(Some((&slots, SLOT_SIZE))).as_bytes()], &[])?;
     let mut talk = Talk::new(link.connect(&peer)?, control.try_clone()?, sleep);
+    if breaks > 0 {
+        talk.renewal = Some(Renewal { settings: settings.clone(), turns: None, count: 0 });
+    }
     match what.as_str() {
         "ping" => {
             for _ in 0..count {
@@ -234,11 +328,13 @@ fn serve(control: TcpStream, settings: &Settings) -> Result<()> {
         "d2h" => give(&mut talk, &slots, size, count, fast)?,
         other => return Err(format!("no job {other}").into()),
     }
-    while talk.link.wants_out() {
-        talk.turn()?;
-    }
     // The peer closes when it has seen everything.
-    let _ = recv_frame(control.as_fd(), &mut Vec::new(), &mut Vec::new());
+    let peek = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+    while matches!(recv(control.as_raw_fd(), &mut [0], peek), Ok(1..) | Err(nix::Error::EAGAIN)) {
+        if !talk.turn()? {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
     Ok(())
 }
 
@@ -336,10 +432,14 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
     let (memories, extents, runs) = scattered(job.size)?;
     let region = RegisteredRegion::new(&domain, &memories, &extents, job.size, job.what == "h2d")?;
     let link = Unconnected::new(&domain, settings)?;
-    let text = format!("{} {} {} {} {}", job.what, job.size, job.count, job.fast, job.sleep);
+    let text = format!("{} {} {} {} {} {}", job.what, job.size, job.count, job.fast, job.sleep, job.breaks);
     send_frame(control.as_fd(), frame::QUEUES, &[link.offer(None).as_bytes(), text.as_bytes()], &[])?;
     let (peer, _) = exchange(&control)?;
     let mut talk = Talk::new(link.connect(&peer)?, control.try_clone()?, job.sleep);
+    if job.breaks > 0 {
+        let turns = Some((job.breaks, job.breaks));
+        talk.renewal = Some(Renewal { settings: settings.clone(), turns, count: 0 });
+    }
     if job.what == "h2d" {
         fill(&runs);
     }
@@ -393,7 +493,7 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
     let kernel = in_kernel()? - kernel;
     let counts = talk.link.counts();
     println!(
-        "ok do={} size={} count={} seconds={time:.6} mb_per_s={:.2} us_each={:.2} us_median={:.2} kernel_ms={kernel:.0} sent={} received={} writes={} placed={} completions={}",
+        "ok do={} size={} count={} seconds={time:.6} mb_per_s={:.2} us_each={:.2} us_median={:.2} kernel_ms={kernel:.0} sent={} received={} writes={} placed={} completions={} renewed={}",
         job.what,
         job.size,
         job.count,
@@ -405,6 +505,7 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
         counts.writes,
         counts.placed,
         counts.completions,
+        talk.renewal.map_or(0, |renewal| renewal.count),
     );
     Ok(())
 }

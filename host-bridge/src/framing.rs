@@ -15,7 +15,7 @@ use std::time::Duration;
 use nix::sys::socket::{
     ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg, setsockopt, sockopt,
 };
-use protocol::link::{BadGreeting, DEFAULT_PORT, FrameHeader, Greeting, MAX_FRAME, greeting};
+use protocol::link::{BadGreeting, DEFAULT_PORT, FrameHeader, Greeting, MAX_FRAME, Received, greeting};
 use protocol::version::{Speaks, Version};
 use thiserror::Error;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
@@ -272,6 +272,24 @@ pub(crate) fn check_len(header: FrameHeader) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));
     }
     Ok(())
+}
+
+/// The body of [`RESUMED`](protocol::link::frame::RESUMED): what has come of each stream.
+pub(crate) fn resumed_body(received: &[u64]) -> Vec<u8> {
+    let entry = |(stream, bytes): (u32, &u64)| Received { stream, reserved: 0, bytes: *bytes };
+    (0..).zip(received).map(entry).flat_map(|entry| entry.as_bytes().to_vec()).collect()
+}
+
+/// The numbers in such a body of so many streams. `None`: it is none.
+pub(crate) fn resumed_counts(body: &[u8], streams: usize) -> Option<Vec<u64>> {
+    if body.len() != streams * size_of::<Received>() {
+        return None;
+    }
+    let entries = (0..).zip(body.chunks(size_of::<Received>()));
+    let number = |(number, entry)| {
+        Received::read_from_bytes(entry).ok().filter(|entry| entry.stream == number).map(|entry| entry.bytes)
+    };
+    entries.map(number).collect()
 }
 
 /// A structure off the front of a frame's body, with the rest.
@@ -579,6 +597,14 @@ mod tests {
         buffer.frame(3, &[]);
         assert!(buffer.acknowledge(buffer.appended()).is_err());
         assert_eq!(buffer.unsent().len(), 8);
+    }
+
+    #[test]
+    fn what_has_come_of_each_stream_reads_as_it_was_written() {
+        let body = resumed_body(&[7, 0, u64::MAX]);
+        assert_eq!(resumed_counts(&body, 3), Some(vec![7, 0, u64::MAX]));
+        assert_eq!((resumed_counts(&body, 2), resumed_counts(&body[1..], 3)), (None, None));
+        assert_eq!(resumed_counts(&resumed_body(&[1]).repeat(2), 2), None, "both are of stream 0");
     }
 
     #[test]

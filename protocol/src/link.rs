@@ -119,6 +119,8 @@ pub const DATA_FLAGS: u32 = EAGER_FLAG | HASH_FLAG | KNOWN_FLAG | KEEP_FLAG | CO
 pub const COMPRESSED_SINCE: Version = Version { major: 2, minor: 1 };
 /// The first version in which a bridge takes compressed data, if it [says so](wish::COMPRESSED).
 pub const COMPRESSED_OUT_SINCE: Version = Version { major: 2, minor: 2 };
+/// The first version in which a session over verbs survives its connections.
+pub const VERBS_RESUME_SINCE: Version = Version { major: 2, minor: 2 };
 /// Bytes of a block, the unit in which a server knows data: a piece is cut at multiples of this, and its last
 /// block may be shorter.
 pub const CACHE_BLOCK: u64 = MAX_DATA as u64;
@@ -248,7 +250,7 @@ numbers! {
         /// Worker → bridge, `local`: [`Ack`](super::Ack), to `ATTACH`, `REGION_ADD` and `REGION_REMOVE`, in
         /// order.
         ACK = 10;
-        /// Either way, `verbs`, on the control connection, once: [`Queues`](super::Queues).
+        /// Either way, `verbs`, the first frame on the session's first control connection, and behind `RESUMED` on others: [`Queues`](super::Queues).
         QUEUES = 11;
         /// Bridge → server, `verbs`: [`RegionKey`](super::RegionKey). Comes before the first command that has
         /// the server write into that memory.
@@ -275,9 +277,10 @@ numbers! {
         /// a data connection's stream on that connection, with a [`DataHeader`](super::DataHeader) of no
         /// bytes whose `seq` is 0 and whose `offset` is the number.
         RECEIVED = 18;
-        /// Either way, `tcp`: the first frame on each control connection but the session's first, before its
-        /// stream goes on: a [`Received`](super::Received) for each of the session's streams, in order. It
-        /// does not count as part of a stream.
+        /// Either way, the first frame on each control connection but the session's first: a
+        /// [`Received`](super::Received) for each of the session's streams, in order, before the stream of
+        /// `tcp` goes on; it does not count as part of a stream. `verbs`, since version 2.2: one for each
+        /// queue.
         RESUMED = 19;
         /// Bridge → worker, `local`, as one packet on the socket of
         /// [`ATTACH_SUCCESSION`](super::ATTACH_SUCCESSION), empty: the attached descriptor is a stream
@@ -511,7 +514,8 @@ layouts! {
         /// Zero.
         pub reserved: u32,
         /// Bytes of the stream that have come since the session began, over all of the session's links.
-        /// Greetings and [`frame::RESUMED`] are not part of a stream.
+        /// Greetings and [`frame::RESUMED`] are not part of a stream. `verbs`: requests of the peer on this
+        /// queue that were acted on, likewise.
         pub bytes: u64,
     }
 

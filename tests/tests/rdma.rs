@@ -4,14 +4,16 @@
 //! fails, its name is printed and the others still run. `RGPU_RDMA_PART=word` runs only parts with that word
 //! in their names. Limits are generous, because machines may be emulated on busy hosts.
 //!
-//! `cargo xtask test rdma` runs two tests at once, in the order of their names: the longest first, the other
-//! three beside it.
+//! `cargo xtask test rdma` runs two tests at once, in the order of their names: the longest first, the others
+//! beside it.
 //!
 //! - The layer itself, by `host-bridge/examples/verbs.rs`: two processes that check every byte.
 //! - rgpu: `rgpu-server` with the software GPU on one end of the link, `vhost-rgpu` and programs of the host
 //!   on the other.
 //! - Both of these once more on a virtual function: whatever may depend on the device.
 //! - Peers that break the protocol, by `host-bridge/examples/hostile.rs`, against both daemons.
+//! - Queue pairs and control connections that break, under a server that keeps sessions. All other tests have one
+//!   that does not (`--grace-seconds 0`).
 //!
 //! See `rgpu_tests::machine::rdma` for the machine.
 
@@ -242,6 +244,31 @@ fn a_killed_peer_is_noticed_and_leaves_nothing_behind(bed: &mut Bed) -> Result<(
     Ok(())
 }
 
+/// The queue pairs are stopped wherever they are, in both directions, with requests of all kinds under way, and
+/// everything goes on through new ones. Every byte is checked.
+fn queue_pairs_are_replaced_and_nothing_is_lost_or_repeated(bed: &Bed) -> Result<()> {
+    let mut renewed = 0;
+    for (what, size, count) in [
+        ("h2d", 300_000, 40),
+        ("h2d", 1, 300),
+        ("d2h", 300_000, 30),
+        ("d2h", 2_000_001, 4),
+        ("ping", 1000, 100),
+        ("ping", 100_000, 20),
+    ] {
+        for (breaks, depth) in [(20, 16), (60, 128)] {
+            let job =
+                format!("--do {what} --size {size} --count {count} --break {breaks} --queue-depth {depth}");
+            let said = bed.job(&job).with_context(|| format!("{job}\nlistener: {}", bed.log()))?;
+            let number = said.split_whitespace().find_map(|word| word.strip_prefix("renewed="));
+            renewed += number.and_then(|n| n.parse::<u64>().ok()).context("how often")?;
+        }
+    }
+    eprintln!("      replaced {renewed} times");
+    ensure!(renewed > 20, "replaced only {renewed} times");
+    Ok(())
+}
+
 fn loss_and_reordering_do_no_harm(bed: &Bed) -> Result<()> {
     bed.machine.check("/sbin/tc qdisc add dev v1 root netem loss 1% delay 1ms reorder 10% 50%", LONG)?;
     let jobs = [
@@ -287,6 +314,7 @@ fn the_verbs_layer_delivers_data_intact_and_detects_failures() -> Result<()> {
     parts.run("every depth and number of queues", || every_depth_and_number_of_queues(&bed));
     parts.run("a wrong choice is named", || a_wrong_choice_is_named(&bed));
     parts.run("loss and reordering", || loss_and_reordering_do_no_harm(&bed));
+    parts.run("replaced queue pairs", || queue_pairs_are_replaced_and_nothing_is_lost_or_repeated(&bed));
     parts.run("eight clients at once", || eight_clients_at_once_get_their_own_data(&bed));
     parts.run("a link down for a second", || a_link_down_for_a_second_is_outlived(&bed));
     parts.run("a link down for good", || a_link_down_for_good_ends_both_sides(&bed));
@@ -305,9 +333,14 @@ struct Rgpu {
 const ENVIRONMENT: &str = "export LD_LIBRARY_PATH=/opt/rgpu/lib RGPU_SOCKET=/run/native.sock; cd /tmp;";
 
 impl Rgpu {
+    /// With a server that ends a session with its connections.
     fn new(server: &str, client: &str, machine: Machine) -> Result<Rgpu> {
+        Rgpu::with_grace(server, client, machine, 0)
+    }
+
+    fn with_grace(server: &str, client: &str, machine: Machine, seconds: u32) -> Result<Rgpu> {
         let server = machine.spawn(&format!(
-            "export NO_COLOR=1; exec /opt/rgpu/rgpu-server --insecure --listen tcp:127.0.0.1:9700 --backend software --software-memory 512M --software-imitate queue=600,waiting-calls --rdma-device {server} --status-socket /run/server.status 2>/run/server.log"
+            "export NO_COLOR=1; exec /opt/rgpu/rgpu-server --insecure --grace-seconds {seconds} --listen tcp:127.0.0.1:9700 --backend software --software-memory 512M --software-imitate queue=600,waiting-calls --rdma-device {server} --status-socket /run/server.status 2>/run/server.log"
         ))?;
         let daemon = machine.spawn(&format!(
             "export NO_COLOR=1; exec /opt/rgpu/vhost-rgpu --insecure --socket /run/vm.sock --native-socket /run/native.sock --server tcp:127.0.0.1:9700 --transport verbs --rdma-device {client} --status-socket /run/vhost.status 2>/run/vhost.log"
@@ -668,6 +701,136 @@ fn a_hostile_bridge_is_shown_out(rgpu: &Rgpu) -> Result<()> {
     ensure!(output.success(), "the bystander: {output}\n{}", rgpu.logs());
     rgpu.nothing_left()?;
     rgpu.passes("vectorAdd")
+}
+
+/// The same when it comes back to its session. The server keeps sessions.
+const HOSTILE_RETURNS: [(&str, &str); 5] = [
+    ("resume-more", "of which"),
+    ("resume-less", "its device has acknowledged"),
+    ("resume-queues", "other queues than it began with"),
+    ("resume-stranger", "no session has this token"),
+    ("resume-twice", "not the latest"),
+];
+
+fn a_bridge_that_comes_back_and_lies_harms_itself_alone(rgpu: &Rgpu) -> Result<()> {
+    let bystander = rgpu.spawn("copies")?;
+    for (what, words) in HOSTILE_RETURNS {
+        let output = rgpu
+            .machine
+            .run(&format!("hostile bridge 127.0.0.1:9700 --device {} --do {what}", rdma::CLIENT.1), LONG)?;
+        let said = output.text();
+        ensure!(output.success() && said.contains(words), "{what}: {output}\n{}", rgpu.logs());
+        eprintln!("      {what}: {said}");
+    }
+    let output = bystander.wait(LONG)?;
+    ensure!(output.success(), "the bystander: {output}\n{}", rgpu.logs());
+    Ok(())
+}
+
+/// Programs with copies of all sizes and both ways, launches, and streams that wait.
+const SURVIVORS: [&str; 6] =
+    ["copies", "pinned_bulk", "many_small_copies", "launch_storm", "streams_events", "held_streams"];
+
+/// Each control connection breaks some seconds after its handshake, whatever the queue pairs carry then: they are given
+/// up with everything that is under way.
+fn programs_survive_broken_control_connections(rgpu: &Rgpu) -> Result<()> {
+    let machine = &rgpu.machine;
+    let relay = machine.spawn("exec hostile relay 127.0.0.1:9702 --do 127.0.0.1:9700")?;
+    relay.wait_for("listening", LONG)?;
+    let daemon = machine.spawn(&format!(
+        "export NO_COLOR=1; exec /opt/rgpu/vhost-rgpu --insecure --native-socket /run/relayed.sock --server tcp:127.0.0.1:9702 --transport verbs --rdma-device {} 2>/run/relayed.log",
+        rdma::CLIENT.1
+    ))?;
+    machine.check("for i in $(seq 3000); do [ -S /run/relayed.sock ] && exit 0; sleep 0.1; done; cat /run/relayed.log; exit 1", LONG)?;
+    let resumed = || -> Result<u64> {
+        let count = machine.run("grep -c 'link restored' /run/relayed.log", LONG)?;
+        count.text().trim().parse().with_context(|| format!("how often sessions were resumed: {count}"))
+    };
+    let mut ran = 0;
+    while ran < SURVIVORS.len() || resumed()? < 12 {
+        let program = SURVIVORS[ran % SURVIVORS.len()];
+        let output = machine
+            .spawn(&format!("{ENVIRONMENT} RGPU_SOCKET=/run/relayed.sock exec /opt/rgpu/programs/{program}"))?
+            .wait(LONG)?;
+        let log = || machine.run("tail -n 30 /run/relayed.log", LONG).map(|o| o.text()).unwrap_or_default();
+        ensure!(
+            output.success() && output.text().contains("PASS"),
+            "{program}: {output}\n{}\n{}",
+            log(),
+            rgpu.logs()
+        );
+        ran += 1;
+        eprintln!("      {program} passed; sessions were resumed {} times so far", resumed()?);
+        ensure!(ran < 60, "too few sessions were resumed:\n{}\n{}", log(), rgpu.logs());
+    }
+    daemon.kill()?;
+    relay.kill()?;
+    rgpu.nothing_left()
+}
+
+/// The packets of the queue pairs get lost, so that these are given up, and those that take their place, too, until
+/// the link is back.
+fn a_program_survives_a_long_cut(rgpu: &Rgpu) -> Result<()> {
+    let before = rgpu.bridge_counter("resumed")?;
+    let program = rgpu.endless_copies()?;
+    let log = rgpu.log_sizes()?;
+    let checked = rgpu.spawn("copies")?;
+    // A session does not begin while the port is down.
+    let opened = "for i in $(seq 3000); do grep -q 'session opened.*program=copies' /run/vhost.log && exit 0; sleep 0.1; done; exit 1";
+    rgpu.machine.check(opened, LONG)?;
+    rgpu.machine.check(rdma::CUT, LONG)?;
+    let deadline = Instant::now() + LONG;
+    // Both give up what they had, and at least one attempt comes to nothing.
+    let given_up = loop {
+        let [server, vhost] = rgpu.logs_since(log)?;
+        if vhost.contains("link lost") && server.contains("opens new connections") {
+            std::thread::sleep(Duration::from_secs(20));
+            break Ok(());
+        }
+        if Instant::now() > deadline {
+            break Err(anyhow::anyhow!("no link was given up: {server}\n{vhost}"));
+        }
+    };
+    rgpu.machine.check(rdma::MEND, LONG)?;
+    rdma::wait_up(&rgpu.machine)?;
+    given_up?;
+    rgpu.more_data_flows()?;
+    let output = checked.wait(LONG)?;
+    ensure!(output.success() && output.text().contains("PASS"), "{output}\n{}", rgpu.logs());
+    ensure!(rgpu.bridge_counter("resumed")? > before, "nothing was resumed\n{}", rgpu.logs());
+    program.kill()?;
+    rgpu.nothing_left()
+}
+
+/// A link that does not come back ends the program when it has waited as long as it is to.
+fn a_cut_that_lasts_too_long_ends_the_program(rgpu: &Rgpu) -> Result<()> {
+    let program = rgpu
+        .machine
+        .spawn(&format!("{ENVIRONMENT} RGPU_LOST_AFTER=15 exec /opt/rgpu/programs/kill_me copy"))?;
+    program.wait_for("RUNNING copy", LONG)?;
+    rgpu.machine.check(rdma::CUT, LONG)?;
+    let output = program.wait(LONG);
+    rgpu.machine.check(rdma::MEND, LONG)?;
+    rdma::wait_up(&rgpu.machine)?;
+    let output = output?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(!output.success() && said.contains("did not come back within"), "{output}\n{}", rgpu.logs());
+    rgpu.nothing_left()?;
+    rgpu.passes("vectorAdd")
+}
+
+#[test]
+fn sessions_survive_broken_queue_pairs_and_control_connections() -> Result<()> {
+    let machine = rdma::boot(Rgpu::builder()?)?;
+    let rgpu = Rgpu::with_grace(rdma::SERVER.1, rdma::CLIENT.1, machine, 120)?;
+    let mut parts = Parts::default();
+    parts.run("broken control connections", || programs_survive_broken_control_connections(&rgpu));
+    parts.run("a long cut", || a_program_survives_a_long_cut(&rgpu));
+    parts.run("a cut that lasts too long", || a_cut_that_lasts_too_long_ends_the_program(&rgpu));
+    parts.run("lies", || a_bridge_that_comes_back_and_lies_harms_itself_alone(&rgpu));
+    parts.run("nothing is left", || rgpu.nothing_left());
+    parts.run("the kernel's log", || rgpu.machine.check_console());
+    parts.end()
 }
 
 /// A hostile server's attacks, each with a word of its peer's answer.

@@ -11,7 +11,9 @@ use std::time::Instant;
 use identity::Secret;
 use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
 use protocol::device::{Answer, text, untext};
-use protocol::link::{COMPRESSED_OUT_SINCE, FrameHeader, Hello, MAGIC, Welcome, frame, purpose, wish};
+use protocol::link::{
+    COMPRESSED_OUT_SINCE, FrameHeader, Hello, MAGIC, VERBS_RESUME_SINCE, Welcome, frame, purpose, wish,
+};
 use protocol::version::OURS;
 use rustls::ServerConnection;
 use zerocopy::IntoBytes;
@@ -403,7 +405,8 @@ fn open_session(
     let (transport, data_connections) = match &**connection {
         Control::Local(_) => (Transport::Local, 0),
         Control::Tcp(_) | Control::Tls(..) if hello.purpose == purpose::VERBS => {
-            (Transport::Verbs { slot_count: hello.slot_count }, 0)
+            let resumes = hello.version >= VERBS_RESUME_SINCE;
+            (Transport::Verbs { slot_count: hello.slot_count, resumes }, 0)
         }
         Control::Tcp(_) | Control::Tls(..) => {
             let wanted =
@@ -414,6 +417,7 @@ fn open_session(
         }
     };
     let is_tcp = matches!(transport, Transport::Tcp { .. });
+    let resumes = is_tcp || matches!(transport, Transport::Verbs { resumes: true, .. });
     join(
         server,
         kind,
@@ -432,7 +436,7 @@ fn open_session(
             rules: grant.rules,
             secret,
             principal,
-            grace: if is_tcp { server.options.worker.grace_seconds } else { 0 },
+            grace: if resumes { server.options.worker.grace_seconds } else { 0 },
             eager: if is_tcp { server.options.worker.eager_mib() } else { 0 },
             may_wait: hello.wishes & wish::MAY_WAIT != 0,
             since: Instant::now(),

@@ -24,7 +24,8 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use host_bridge::endpoint::{
-    Allowance, Client, Commands, LocalCommands, Lost, Polling, TcpClient, TcpCommands, VerbsCommands,
+    Allowance, Client, Commands, LocalCommands, Lost, Polling, Survivor, TcpClient, TcpCommands,
+    VerbsCommands,
 };
 use host_bridge::stream::Stream;
 use identity::Identity;
@@ -270,11 +271,11 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     });
     let mut cached = None;
     let (lost, counters) = match begun {
-        Ok(((mut commands, client, tcp), door)) => {
+        Ok((Begun { mut commands, client, tcp, survivor }, door)) => {
             cached.clone_from(&tcp);
             let from =
                 Daemon { socket: Arc::clone(&daemon), terms: told, broker: Arc::clone(&broker), orders };
-            watch(&from, tcp, door, &client, &shared, backend.beside())?;
+            watch(&from, (tcp, survivor), door, &client, &shared, backend.beside())?;
             if kernel_seconds > 0 {
                 backend.watch(watch_kernels(kernel_seconds, &daemon, &client)?);
             }
@@ -311,7 +312,14 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     std::process::exit(0)
 }
 
-type Begun = (Box<dyn Commands>, Arc<dyn Client>, Option<Arc<TcpClient>>);
+/// A session that has begun.
+struct Begun {
+    commands: Box<dyn Commands>,
+    client: Arc<dyn Client>,
+    tcp: Option<Arc<TcpClient>>,
+    /// If its connections can be replaced.
+    survivor: Option<Arc<dyn Survivor>>,
+}
 
 /// The session's control connection: the one that came with it, or with TLS the one that its client opens.
 fn connect(
@@ -357,16 +365,24 @@ fn begin(
                     .use_cache(Arc::new(cache))
                     .map_err(|e| Lost::new(format!("preparing the cache: {e}")))?;
             }
-            Ok((Box::new(commands), Arc::<TcpClient>::clone(&client), Some(client)))
+            Ok(Begun {
+                commands: Box::new(commands),
+                client: Arc::<TcpClient>::clone(&client),
+                survivor: Some(Arc::<TcpClient>::clone(&client)),
+                tcp: Some(client),
+            })
         }
-        Transport::Verbs { slot_count } => {
-            let (commands, client) = VerbsCommands::start(connection, slot_count, &options.rdma, polling)?;
-            Ok((Box::new(commands), client, None))
+        Transport::Verbs { slot_count, resumes } => {
+            let grace = if resumes { grace } else { Duration::ZERO };
+            let (commands, client) =
+                VerbsCommands::start(connection, slot_count, &options.rdma, polling, grace)?;
+            let survivor: Arc<dyn Survivor> = client.clone();
+            Ok(Begun { commands: Box::new(commands), client, tcp: None, survivor: Some(survivor) })
         }
         Transport::Local => {
             let (commands, client) =
                 LocalCommands::attach(UnixStream::from(connection.into_socket()), polling, grace)?;
-            Ok((Box::new(commands), client, None))
+            Ok(Begun { commands: Box::new(commands), client, tcp: None, survivor: None })
         }
     }
 }
@@ -412,32 +428,34 @@ fn taken_over(terms: &Page<Terms>, fds: Vec<OwnedFd>) {
 /// other reports counters, and ends the process if the dispatcher cannot.
 fn watch(
     daemon: &Daemon,
-    tcp: Option<Arc<TcpClient>>,
+    (tcp, survivor): (Option<Arc<TcpClient>>, Option<Arc<dyn Survivor>>),
     door: Option<Arc<Door>>,
     client: &Arc<dyn Client>,
     shared: &Arc<Shared>,
     beside: Arc<dyn Beside>,
 ) -> anyhow::Result<()> {
-    if let (Some(door), Some(tcp)) = (&door, &tcp) {
-        let (tcp, listener) = (Arc::clone(tcp), Arc::clone(client));
+    if let (Some(door), Some(survivor)) = (&door, &survivor) {
+        let (tcp, survivor, listener) = (tcp.clone(), Arc::clone(survivor), Arc::clone(client));
         door.open(Box::new(move |Admitted { hello, stream }| match hello.purpose {
             purpose::END => listener.close(),
             // The connection closes if the session cannot use it; the bridge may try again.
             purpose::RESUME => {
-                if let Err(e) = tcp.resume(hello.attempt, stream) {
+                if let Err(e) = survivor.resume(hello.attempt, stream) {
                     tracing::warn!(attempt = hello.attempt, "cannot resume the session: {e}");
                 }
             }
             _ => {
+                // A session over verbs has none.
+                let Some(tcp) = &tcp else { return };
                 if let Err(e) = tcp.add_data_connection(hello.attempt, hello.index, stream) {
                     listener.lose(&format!("preparing a data connection: {e}"));
                 }
             }
         }));
     }
-    if let Some(tcp) = &tcp {
+    if let Some(survivor) = &survivor {
         let socket = Arc::clone(&daemon.socket);
-        tcp.when_link_changes(Box::new(move |up| {
+        survivor.when_link_changes(Box::new(move |up| {
             // The thread below notices when the daemon is gone.
             let _ = worker_protocol::send(socket.as_fd(), &FromWorker::Link { up }, &[]);
         }));
@@ -469,8 +487,8 @@ fn watch(
                 }
                 Ok(Some((ToWorker::Resume { attempt }, fds))) => {
                     // The connection closes if the session cannot use it; the bridge may try again.
-                    if let (Some(tcp), Some(fd)) = (&tcp, fds.into_iter().next())
-                        && let Err(e) = tcp.resume(attempt, Stream::from(fd))
+                    if let (Some(survivor), Some(fd)) = (&survivor, fds.into_iter().next())
+                        && let Err(e) = survivor.resume(attempt, Stream::from(fd))
                     {
                         tracing::warn!(attempt, "cannot resume the session: {e}");
                     }

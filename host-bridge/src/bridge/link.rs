@@ -45,6 +45,11 @@ impl Link {
         *self.lock() = Held::Measured(connection);
     }
 
+    /// It stands again, and nobody knows how long the way is.
+    pub(super) fn stands_unmeasured(&self) {
+        *self.lock() = Held::Unmeasured;
+    }
+
     /// It was lost.
     pub(super) fn lost(&self) {
         *self.lock() = Held::Lost;
@@ -95,6 +100,8 @@ mod tests {
         assert!(matches!(link.state(), LinkState::Up(Some(time)) if time < Duration::from_secs(60)));
         link.lost();
         assert_eq!(link.state(), LinkState::Lost);
+        link.stands_unmeasured();
+        assert_eq!(link.state(), LinkState::Up(None));
         link.stands(&near);
         drop(near);
         assert_eq!(link.state(), LinkState::Up(None), "the carrier has closed it");

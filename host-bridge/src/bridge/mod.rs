@@ -13,6 +13,7 @@
 //! - `connect`: connections to a server, protected and greeted;
 //! - [`state`]: what session and transport share; the only code that writes into a channel when a session is lost;
 //! - `relay`: the rules of a session whose server is elsewhere, without I/O, and the loop that carries them out;
+//! - `resume`: new connections for a session that has lost its own;
 //! - [`tcp`] and [`verbs`]: what carries a relay's bytes; [`local`]: a server of this host, which needs no relay;
 //! - [`polling`], [`counters`], `link` (how long the way to the server is): small parts.
 //!
@@ -23,6 +24,7 @@ pub mod counters;
 mod link;
 pub mod local;
 mod relay;
+mod resume;
 pub mod saved;
 pub mod session;
 pub mod state;
@@ -46,12 +48,12 @@ pub use crate::compression::CompressUse;
 pub use connect::{ask, join};
 pub use counters::Counters;
 pub use link::LinkState;
+pub use resume::finish_farewells;
 pub use saved::Saved;
 pub use session::{
     ConnectError, Connector, InheritedRegion, Opened, Prepared, Security, Session, SessionConfig,
     TransportKind, Turn,
 };
-pub use tcp::finish_farewells;
 
 /// A region of the client's memory that is about to be registered: where it lies, unchecked.
 #[derive(Debug)]

@@ -528,7 +528,7 @@ impl Prepared {
         Ok(match &mut self.link {
             Link::Tcp(greeting) => Some(Saved(Kind::Remote(Box::new(greeting.save(about)?)))),
             Link::Local(link) => Some(Saved(Kind::Local(link.save(&channel.doorbell, about)?))),
-            Link::Verbs(_) => None,
+            Link::Verbs(links) => links.save(about).map(|saved| Saved(Kind::Remote(Box::new(saved)))),
         })
     }
 
@@ -607,6 +607,9 @@ fn resume(
             let (local, inherited) = Local::resume(session.clone(), worker, wake, config.max_regions)?;
             session.counters.resumed.add(1);
             (Box::new(local), Inherited::Awaited(inherited), saved.about)
+        }
+        Kind::Remote(_) if config.transport == TransportKind::Verbs => {
+            return Err(io::Error::other("a session over verbs ends with the process that carries it"));
         }
         Kind::Remote(saved) => {
             let (tcp, inherited) = Tcp::resume(config, session.clone(), saved, own)?;

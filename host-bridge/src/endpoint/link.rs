@@ -1,4 +1,4 @@
-//! The connections of a `tcp` session: those that it has now, and those that take their place when they are lost.
+//! The connections of a session over `tcp` or `verbs`: those that it has now, and those that take their place when they are lost.
 //!
 //! ```text
 //!             a connection breaks                     the grace period is over
@@ -26,6 +26,8 @@ use crate::stream::Stream;
 const UNKNOWN: Duration = Duration::from_secs(10);
 /// Data connections that wait for the others of their attempt, at most.
 const MAX_WAITING: usize = 64;
+/// A link that is down for less long is not talked about.
+const QUIET: Duration = Duration::from_millis(200);
 
 /// One connection of a link.
 #[derive(Debug, Clone)]
@@ -232,6 +234,22 @@ impl Link {
                 return true;
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
+        }
+    }
+
+    /// Counts the grace period of a link that is down because of `why`, in a thread of its own. `down` is called when it is down for so long that it is worth telling, and `lost`, with the reason, if
+    /// none has come in time.
+    pub(super) fn count_down(&self, why: &str, down: impl FnOnce(), lost: impl FnOnce(&str)) {
+        // Most sessions whose connections close have ended: the bridge's farewell comes right behind.
+        if self.outlasts(|_| QUIET) {
+            tracing::info!("link lost ({why}); the session waits for its bridge");
+            down();
+        }
+        if self.outlasts(Link::patience) {
+            lost(&format!(
+                "its connections were lost and its bridge has not come back within {} s (--grace-seconds)",
+                self.patience().as_secs()
+            ));
         }
     }
 

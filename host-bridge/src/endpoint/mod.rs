@@ -16,6 +16,7 @@
 //! A worker uses [`Commands`] and [`Client`] only. The one difference that it must know is that data is
 //! [`Source::Mapped`], [`Source::Incoming`] or [`Source::Placed`], because only the worker knows how its device reads each.
 
+use std::io;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -26,6 +27,8 @@ use protocol::data::HostRange;
 use protocol::link::ProgressUpdate;
 use protocol::polling;
 use thiserror::Error;
+
+use crate::stream::Stream;
 
 pub mod cache;
 mod dispatcher_poll;
@@ -158,6 +161,16 @@ pub trait Client: Send + Sync {
     unsafe fn adopt(&self, _at: NonNull<u8>, _len: usize) -> Result<(), Lost> {
         Ok(())
     }
+}
+
+/// A session whose connections may be lost and replaced.
+pub trait Survivor: Send + Sync {
+    /// Has `told` called after the session has lost its link (false), or has one again (true). To be called once.
+    fn when_link_changes(&self, told: Box<dyn Fn(bool) + Send + Sync>);
+
+    /// Goes on over new connections, of which this is the control connection: `attempt` is higher than that of all before. The caller has made sure that it comes from the session's bridge. Does not
+    /// wait for it; what cannot be used is closed.
+    fn resume(&self, attempt: u32, control: Stream) -> io::Result<()>;
 }
 
 /// What is to be called when a session is over ([`Client::when_over`]).

@@ -25,7 +25,7 @@ use protocol::link::{
     ACKNOWLEDGE_CONTROL, ACKNOWLEDGE_IN, DataGrant, DataSent, ProgressUpdate, Received, frame,
 };
 use protocol::trace::{RECORDER, Stage};
-use zerocopy::{FromBytes, IntoBytes};
+use zerocopy::IntoBytes;
 
 use self::keep_alive::KeepAlive;
 use super::cache::{BlockCache, Blocks};
@@ -35,9 +35,9 @@ use super::link::{Connection, Counted, DataIn, DataOwner, Link};
 use super::outgoing::{Outbox, Outgoing};
 use super::stream::{check_slot, put, put_executed, put_progress, put_reply};
 use super::wake::StopEvent;
-use super::{Client, Farewell, Lost, Sink, Source};
+use super::{Client, Farewell, Lost, Sink, Source, Survivor};
 use crate::compression::CompressUse;
-use crate::framing::{BadAcknowledgement, SendBuffer, watch_peer};
+use crate::framing::{BadAcknowledgement, SendBuffer, resumed_body, resumed_counts, watch_peer};
 use crate::stream::Stream;
 
 pub use commands::TcpCommands;
@@ -46,8 +46,6 @@ pub use commands::TcpCommands;
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// Most bytes of the control stream that may wait to be sent or acknowledged. A bridge that acknowledges as it must never lets so many add up.
 const MOST_KEPT: usize = 64 << 20;
-/// A link that is down for less long is not talked about.
-const QUIET: Duration = Duration::from_millis(200);
 /// How long the other connections of an attempt to resume, and what the bridge says on them, may take to come.
 const RESUME_WITHIN: Duration = Duration::from_secs(10);
 /// Executed commands after which the client is told even while there is more to do.
@@ -147,12 +145,6 @@ impl TcpClient {
         self.inbox.finish_cache(limit);
     }
 
-    /// Has `told` called after the session has lost its link (false), or has one again (true). To be called once.
-    pub fn when_link_changes(&self, told: Box<dyn Fn(bool) + Send + Sync>) {
-        // A second one would be the same.
-        let _ = self.link_changes.set(told);
-    }
-
     /// Reads the stream of a data connection to its end.
     fn read_data(&self, index: usize) {
         let acknowledged = |upto| {
@@ -186,17 +178,7 @@ impl TcpClient {
     fn park(&self, watch: bool, why: String) {
         let (true, Some(client)) = (watch, self.this.upgrade()) else { return };
         let watching = std::thread::Builder::new().name("rgpu-parked".into()).spawn(move || {
-            // Most sessions whose connections close have ended: the bridge's farewell comes right behind.
-            if client.link.outlasts(|_| QUIET) {
-                tracing::info!("link lost ({why}); the session waits for its bridge");
-                client.announce();
-            }
-            if client.link.outlasts(Link::patience) {
-                client.lose(&format!(
-                    "its connections were lost and its bridge has not come back within {} s (--grace-seconds)",
-                    client.link.patience().as_secs()
-                ));
-            }
+            client.link.count_down(&why, || client.announce(), |reason| client.lose(reason));
         });
         if let Err(e) = watching {
             self.lose(&format!("its connections were lost and nobody can wait for others: {e}"));
@@ -212,26 +194,6 @@ impl TcpClient {
         }
     }
 
-    /// Goes on over new connections, of which this is the control connection: `attempt` is higher than that of all before. The caller has made sure that it comes from the session's bridge.
-    pub fn resume(&self, attempt: u32, control: Stream) -> io::Result<()> {
-        let Some(client) = self.this.upgrade() else { return Ok(()) };
-        self.link.introduce();
-        let control = prepared(control)?;
-        std::thread::Builder::new().name("rgpu-resume".into()).spawn(move || {
-            let resumed = client.relink(attempt, &control);
-            if !matches!(resumed, Ok(true)) {
-                // The bridge must notice, and the daemon has the connection too.
-                control.shut_down();
-            }
-            match resumed {
-                Ok(true) => tracing::info!(attempt, "link restored; the session goes on"),
-                Ok(false) => {}
-                Err(why) => tracing::info!(attempt, "the session was not resumed: {why}"),
-            }
-        })?;
-        Ok(())
-    }
-
     /// False: a later attempt has taken its place.
     fn relink(&self, attempt: u32, control: &Arc<Stream>) -> io::Result<bool> {
         let Some(watch) = self.link.begin(attempt, control) else { return Ok(false) };
@@ -245,12 +207,9 @@ impl TcpClient {
             counted.push(&data.counted);
         }
         lock(&self.sending).connection = None;
-        let mine: Vec<Received> = (0..)
-            .zip(&counted)
-            .map(|(stream, counted)| Received { stream, reserved: 0, bytes: counted.received() })
-            .collect();
+        let mine: Vec<u64> = counted.iter().map(|counted| counted.received()).collect();
         let mut said = Vec::new();
-        put(&mut said, frame::RESUMED, &[mine.as_bytes()]);
+        put(&mut said, frame::RESUMED, &[&resumed_body(&mine)]);
         control.write_all(&said)?;
         control.set_read_timeout(Some(RESUME_WITHIN))?;
         let mut body = Vec::new();
@@ -270,7 +229,7 @@ impl TcpClient {
             }
             let connection = Connection { attempt, stream: Arc::clone(control) };
             sending.connection = Some(connection.clone());
-            counted.iter().zip(&mine).for_each(|(counted, said)| counted.tell(said.bytes));
+            counted.iter().zip(&mine).for_each(|(counted, said)| counted.tell(*said));
             *lock(&self.control) = Some(connection);
             Ok::<(), BadAcknowledgement>(())
         });
@@ -469,21 +428,38 @@ fn prepared(stream: Stream) -> io::Result<Arc<Stream>> {
 }
 
 /// The numbers in a bridge's [`frame::RESUMED`].
-fn resumed(kind: Option<u32>, body: &[u8], streams: usize) -> io::Result<Vec<u64>> {
+pub(super) fn resumed(kind: Option<u32>, body: &[u8], streams: usize) -> io::Result<Vec<u64>> {
     let wrong = || {
         let text = format!("a frame of kind {kind:?} with {} bytes where RESUMED was expected", body.len());
         io::Error::new(io::ErrorKind::InvalidData, text)
     };
-    if kind != Some(frame::RESUMED) || body.len() != streams * size_of::<Received>() {
-        return Err(wrong());
+    resumed_counts(body, streams).filter(|_| kind == Some(frame::RESUMED)).ok_or_else(wrong)
+}
+
+impl Survivor for TcpClient {
+    fn when_link_changes(&self, told: Box<dyn Fn(bool) + Send + Sync>) {
+        // A second one would be the same.
+        let _ = self.link_changes.set(told);
     }
-    body.chunks(size_of::<Received>())
-        .zip(0..)
-        .map(|(entry, number)| match Received::read_from_bytes(entry) {
-            Ok(received) if received.stream == number => Ok(received.bytes),
-            _ => Err(wrong()),
-        })
-        .collect()
+
+    fn resume(&self, attempt: u32, control: Stream) -> io::Result<()> {
+        let Some(client) = self.this.upgrade() else { return Ok(()) };
+        self.link.introduce();
+        let control = prepared(control)?;
+        std::thread::Builder::new().name("rgpu-resume".into()).spawn(move || {
+            let resumed = client.relink(attempt, &control);
+            if !matches!(resumed, Ok(true)) {
+                // The bridge must notice, and the daemon has the connection too.
+                control.shut_down();
+            }
+            match resumed {
+                Ok(true) => tracing::info!(attempt, "link restored; the session goes on"),
+                Ok(false) => {}
+                Err(why) => tracing::info!(attempt, "the session was not resumed: {why}"),
+            }
+        })?;
+        Ok(())
+    }
 }
 
 impl Bridge for TcpClient {

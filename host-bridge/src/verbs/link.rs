@@ -9,6 +9,15 @@
 //! ([`next_queue`](Link::next_queue)), until a later [`poll`](Link::poll) has brought credits or completions.
 //!
 //! Requests are signalled selectively: the last of a run that a thread waits for, and every quarter of a queue. A completion covers all earlier requests on its queue.
+//!
+//! Queue pairs that break can be replaced; the stream and the writes go on behind what the peer has ([`requests`](super::requests)):
+//!
+//! ```text
+//!          poll() fails, or the owner gives the link up          the peer says the same
+//!   up ────────────────────────────────────────────────▶ down ──────── settle() ───────▶ go_on() ──▶ up
+//!                 take_down(): the queue pairs are destroyed, so nobody
+//!                 writes through them any more; taken() stands
+//! ```
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -22,12 +31,15 @@ use super::credits::{Credits, LEAST_RECEIVES};
 use super::device::mtu_number;
 use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target};
 use super::registration::{Access, Domain, Segment, Slab};
+use super::requests::Requests;
 use super::sys::{Library, SendWr, Sge, Wc, number};
 use super::{DEEPEST, Settings, VerbsError};
 use crate::framing::SendBuffer;
 
 /// When a completion says that the link has broken, how long to wait for the one that says why.
 const CAUSE: Duration = Duration::from_millis(20);
+/// How long queue pairs that were stopped may take to give all their receives back. What comes later is not acted on; the peer is told so.
+const DRAIN: Duration = Duration::from_secs(1);
 
 /// Maximum size of a message with its header, in bytes. A reply with the largest payload fits.
 const MESSAGE: usize = 8192;
@@ -83,31 +95,24 @@ pub struct Put {
 }
 
 /// A request that was posted and has not completed.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 enum Posted {
-    /// A message from this buffer.
-    Message(u16),
-    /// A message inside its request.
-    Inline,
-    Write(u64),
+    /// A message from this buffer, with so many bytes of the stream.
+    Message(u16, usize),
+    /// The same, of queue pairs that are gone: its bytes of the stream.
+    Left(Vec<u8>),
+    Write(Put),
 }
 
 #[derive(Debug)]
 struct Queue {
     pair: QueuePair,
-    posted: VecDeque<Posted>,
     /// Maximum number of outstanding requests.
     depth: usize,
-    /// Position of the next request; the front of `posted` is at `next - posted.len()`.
-    next: u64,
     unsignalled: usize,
 }
 
 impl Queue {
-    fn has_room(&self) -> bool {
-        self.posted.len() < self.depth
-    }
-
     /// Whether the next request is to be signalled.
     fn signals(&mut self, ask: bool) -> bool {
         self.unsignalled += 1;
@@ -116,11 +121,6 @@ impl Queue {
             self.unsignalled = 0;
         }
         signal
-    }
-
-    fn posted(&mut self, what: Posted) {
-        self.posted.push_back(what);
-        self.next += 1;
     }
 }
 
@@ -142,22 +142,45 @@ pub struct Unconnected {
 /// A link. See the module.
 #[derive(Debug)]
 pub struct Link {
+    /// Dropped first: after that the device touches none of the caller's memory.
+    up: Option<Up>,
+    /// For each queue.
+    requests: Vec<Requests<Posted>>,
+    /// Writes to be posted again, before others.
+    again: VecDeque<Put>,
+    out: SendBuffer,
+    domain: Arc<Domain>,
+    /// Maximum number of outstanding requests of each queue.
+    depths: Vec<usize>,
+    counts: Counts,
+}
+
+/// Connected queue pairs.
+#[derive(Debug)]
+struct Up {
     /// Dropped first: after that the device touches none of the memory below.
     queues: Vec<Queue>,
     completions: Arc<Completions>,
     inbox: Slab,
     outbox: Slab,
     headers: Slab,
-    domain: Arc<Domain>,
     credits: Credits,
     /// Free buffers of `outbox`.
     free: Vec<u16>,
-    out: SendBuffer,
     /// Queue of the last write.
     turn: usize,
     /// The most bytes of a message to the peer.
     message: usize,
-    counts: Counts,
+    /// Messages sent and received.
+    messages: (u32, u32),
+    /// Receives that the device has.
+    receives: usize,
+    /// Nothing is sent before the peer has sent something: it may not be connected yet.
+    quiet: bool,
+    /// The peer has sent something.
+    heard: bool,
+    /// They are to be taken down: nothing is sent or received any more.
+    stopped: bool,
 }
 
 /// What a link has done so far, for figures.
@@ -231,8 +254,7 @@ impl Unconnected {
                 &completions,
                 Depth { sends, receives, receive_segments: 1, inline: INLINE },
             )?;
-            let posted = VecDeque::with_capacity(sends as usize);
-            queues.push(Queue { pair, posted, depth: sends as usize, next: 0, unsignalled: 0 });
+            queues.push(Queue { pair, depth: sends as usize, unsignalled: 0 });
         }
         let mut random = [0u8; 4];
         // A packet number that an outsider cannot know.
@@ -283,7 +305,22 @@ impl Unconnected {
     }
 
     /// Connects to the peer's queue pairs. Queues that the peer does not have are dropped.
-    pub fn connect(mut self, peer: &Queues) -> Result<Link, VerbsError> {
+    pub fn connect(self, peer: &Queues) -> Result<Link, VerbsError> {
+        let domain = Arc::clone(&self.domain);
+        let up = self.up(peer)?;
+        let depths: Vec<usize> = up.queues.iter().map(|queue| queue.depth).collect();
+        Ok(Link {
+            up: Some(up),
+            requests: depths.iter().map(|depth| Requests::with_capacity(*depth)).collect(),
+            again: VecDeque::new(),
+            out: SendBuffer::new(),
+            domain,
+            depths,
+            counts: Counts::default(),
+        })
+    }
+
+    fn up(mut self, peer: &Queues) -> Result<Up, VerbsError> {
         check_peer(peer)?;
         let port = self.domain.device().port();
         if (peer.global != 0) != port.global {
@@ -306,20 +343,22 @@ impl Unconnected {
             )?;
         }
         let buffers = self.queues[0].depth as u16;
-        let Unconnected { queues, completions, inbox, outbox, headers, domain, receives, .. } = self;
-        Ok(Link {
+        let Unconnected { queues, completions, inbox, outbox, headers, receives, .. } = self;
+        Ok(Up {
+            receives: queues.len() * receives as usize,
             queues,
             completions,
             inbox,
             outbox,
             headers,
-            domain,
             credits: Credits::new(receives, peer.receives),
             free: (0..buffers).collect(),
-            out: SendBuffer::new(),
             turn: 1,
             message: MESSAGE.min(peer.message as usize),
-            counts: Counts::default(),
+            messages: (0, 0),
+            quiet: false,
+            heard: false,
+            stopped: false,
         })
     }
 }
@@ -347,15 +386,28 @@ fn post_receive(pair: &QueuePair, inbox: &Slab, queue: usize, index: usize) -> R
     unsafe { pair.receive(id, segment.as_ref().map(|s| &s.sge)) }
 }
 
+impl Up {
+    /// Whether requests may be posted now.
+    fn sends(&self) -> bool {
+        !self.stopped && (self.heard || !self.quiet)
+    }
+
+    fn stop(&mut self) {
+        if !std::mem::replace(&mut self.stopped, true) {
+            self.queues.iter().for_each(|queue| queue.pair.stop());
+        }
+    }
+}
+
 impl Link {
     /// Queues for data: numbers 1 to this.
     pub fn data_queues(&self) -> usize {
-        self.queues.len() - 1
+        self.depths.len() - 1
     }
 
     /// The most writes under way on all queues together.
     pub fn most_under_way(&self) -> usize {
-        self.queues[1..].iter().map(|queue| queue.depth).sum()
+        self.depths[1..].iter().sum()
     }
 
     /// The domain in which this link's memory is registered.
@@ -385,95 +437,114 @@ impl Link {
 
     /// Sends what waits, and what the peer must be told, as far as it can take it now. True: something went.
     pub fn flush(&mut self) -> Result<bool, VerbsError> {
-        let mut worked = false;
-        loop {
-            let waiting = self.out.unsent().len();
-            let stream = waiting > 0 && self.credits.may_send(0);
-            if !(stream || self.credits.must_announce()) || !self.queues[0].has_room() {
+        let mut worked = self.repeat()?;
+        let Link { up: Some(up), requests, out, depths, counts, .. } = self else { return Ok(false) };
+        while up.sends() {
+            let waiting = out.unsent().len();
+            let stream = waiting > 0 && up.credits.may_send(0);
+            if !(stream || up.credits.must_announce()) || requests[0].under_way() >= depths[0] {
                 break;
             }
-            let Some(buffer) = self.free.pop() else { break };
-            let len = if stream { waiting.min(self.message - HEADER) } else { 0 };
-            let header = MessageHeader {
-                len: len as u32,
-                number: self.counts.sent as u32,
-                credits: self.credits.announce(),
-            };
+            let Some(buffer) = up.free.pop() else { break };
+            let len = if stream { waiting.min(up.message - HEADER) } else { 0 };
+            let header =
+                MessageHeader { len: len as u32, number: up.messages.0, credits: up.credits.announce() };
             let at = usize::from(buffer) * MESSAGE;
-            store(&self.outbox, at, header.as_bytes());
-            store(&self.outbox, at + HEADER, &self.out.unsent()[..len]);
-            self.out.advance(len);
-            self.credits.spend(0);
-            self.send_message(buffer, HEADER + len)?;
+            store(&up.outbox, at, header.as_bytes());
+            store(&up.outbox, at + HEADER, &out.unsent()[..len]);
+            out.advance(len);
+            up.credits.spend(0);
+            let segment = up.outbox.registration().slice(at as u64, (HEADER + len) as u32);
+            let Some(segment) = segment else {
+                return Err(VerbsError::Wrong("a message does not fit its buffer".into()));
+            };
+            let queue = &mut up.queues[0];
+            let inline = (HEADER + len) as u32 <= queue.pair.inline;
+            let mut flags = if inline { number::SEND_INLINE } else { 0 };
+            if queue.signals(false) {
+                flags |= number::SEND_SIGNALED;
+            }
+            let mut wr = SendWr {
+                wr_id: requests[0].next(),
+                sg_list: &segment.sge,
+                num_sge: 1,
+                opcode: number::WR_SEND,
+                send_flags: flags,
+                ..SendWr::default()
+            };
+            // SAFETY: the buffer belongs to the outbox, is registered until after the queue pair is destroyed, and is not written again before this completes.
+            unsafe { queue.pair.send(&mut wr) }?;
+            requests[0].post(Posted::Message(buffer, len));
+            up.messages.0 = up.messages.0.wrapping_add(1);
+            counts.sent += 1;
             worked = true;
         }
         Ok(worked)
     }
 
-    fn send_message(&mut self, buffer: u16, len: usize) -> Result<(), VerbsError> {
-        let segment = self.outbox.registration().slice((usize::from(buffer) * MESSAGE) as u64, len as u32);
-        let Some(segment) = segment else {
-            return Err(VerbsError::Broken("a message does not fit its buffer".into()));
-        };
-        let queue = &mut self.queues[0];
-        let inline = len as u32 <= queue.pair.inline;
-        let mut flags = if inline { number::SEND_INLINE } else { 0 };
-        if queue.signals(false) {
-            flags |= number::SEND_SIGNALED;
-        }
-        let mut wr = SendWr {
-            wr_id: queue.next,
-            sg_list: &segment.sge,
-            num_sge: 1,
-            opcode: number::WR_SEND,
-            send_flags: flags,
-            ..SendWr::default()
-        };
-        // SAFETY: the buffer belongs to the outbox, is registered until after the queue pair is destroyed, and is not written again before this completes.
-        unsafe { queue.pair.send(&mut wr) }?;
-        queue.posted(if inline { Posted::Inline } else { Posted::Message(buffer) });
-        if inline {
-            self.free.push(buffer);
-        }
-        self.counts.sent += 1;
-        Ok(())
-    }
-
     /// Holds the peer's stream off, or ends that: for when it sends faster than its frames can be acted on. What is under way still comes. Writes are not held off.
     pub fn hold(&mut self, hold: bool) {
-        self.credits.hold(hold);
+        if let Some(up) = &mut self.up {
+            up.credits.hold(hold);
+        }
     }
 
     fn can_put(&self, queue: usize) -> bool {
-        queue > 0 && self.queues.get(queue).is_some_and(Queue::has_room) && self.credits.may_send(queue)
+        let room = |up: &Up| up.sends() && up.credits.may_send(queue);
+        queue > 0
+            && self.requests.get(queue).is_some_and(|sent| sent.under_way() < self.depths[queue])
+            && self.up.as_ref().is_some_and(room)
     }
 
     /// The queue for the next write, if one can take it now. Writes go in turn over the queues, but from one that is not signalled to the next that is they stay on one
     /// queue: so the signalled one stands for all of them.
     pub fn next_queue(&self) -> Option<usize> {
-        if self.queues[self.turn].unsignalled > 0 {
-            return self.can_put(self.turn).then_some(self.turn);
-        }
-        let count = self.data_queues();
-        (0..count).map(|i| 1 + (self.turn + i) % count).find(|queue| self.can_put(*queue))
+        // Those that have to be repeated come first.
+        if self.again.is_empty() { self.free_queue() } else { None }
     }
 
-    /// Writes into the peer's memory, on the queue that [`next_queue`](Self::next_queue) has just named.
-    pub fn put(&mut self, put: &Put) -> Result<(), VerbsError> {
-        if !self.can_put(put.queue) {
-            return Err(VerbsError::Broken(format!("queue {} takes no more writes", put.queue)));
+    fn free_queue(&self) -> Option<usize> {
+        let up = self.up.as_ref()?;
+        if up.queues[up.turn].unsignalled > 0 {
+            return self.can_put(up.turn).then_some(up.turn);
         }
-        let queue = &mut self.queues[put.queue];
+        let count = self.data_queues();
+        (0..count).map(|i| 1 + (up.turn + i) % count).find(|queue| self.can_put(*queue))
+    }
+
+    /// Posts writes once more that were under way when earlier queue pairs broke, as far as there is room. True: there was one.
+    fn repeat(&mut self) -> Result<bool, VerbsError> {
+        let mut worked = false;
+        while let (Some(put), Some(queue)) = (self.again.front().copied(), self.free_queue()) {
+            // One that is not signalled may be the last that anybody waits for.
+            self.put(&Put { queue, signal: true, ..put })?;
+            self.again.pop_front();
+            worked = true;
+        }
+        Ok(worked)
+    }
+
+    /// Writes into the peer's memory, on the queue that [`next_queue`](Self::next_queue) has just named. The source stays registered, and as it is, until [`Event::Written`].
+    pub fn put(&mut self, put: &Put) -> Result<(), VerbsError> {
+        let takes = self.can_put(put.queue);
+        let Link { up: Some(up), requests, depths, counts, .. } = self else {
+            return Err(VerbsError::Wrong("a write without queue pairs".into()));
+        };
+        if !takes {
+            return Err(VerbsError::Wrong(format!("queue {} takes no more writes", put.queue)));
+        }
+        let (queue, requests, depth) =
+            (&mut up.queues[put.queue], &mut requests[put.queue], depths[put.queue]);
         let mut segments = [Sge::default(); 2];
         let mut count = 0;
         let mut bytes = put.source.len();
         if let Some(header) = &put.header {
             // As many places as requests can be under way, so this one is free.
-            let place = (put.queue * queue.depth + queue.next as usize % queue.depth) * PIECE;
-            store(&self.headers, place, header.as_bytes());
-            let segment = self.headers.registration().slice(place as u64, size_of::<DataHeader>() as u32);
+            let place = (put.queue * depth + requests.next() as usize % depth) * PIECE;
+            store(&up.headers, place, header.as_bytes());
+            let segment = up.headers.registration().slice(place as u64, size_of::<DataHeader>() as u32);
             let Some(segment) = segment else {
-                return Err(VerbsError::Broken("no place for a piece's header".into()));
+                return Err(VerbsError::Wrong("no place for a piece's header".into()));
             };
             segments[0] = segment.sge;
             bytes += segment.len();
@@ -489,7 +560,7 @@ impl Link {
             flags |= number::SEND_SIGNALED;
         }
         let mut wr = SendWr {
-            wr_id: queue.next,
+            wr_id: requests.next(),
             sg_list: segments.as_ptr(),
             num_sge: count as i32,
             opcode: number::WR_RDMA_WRITE_WITH_IMM,
@@ -500,37 +571,39 @@ impl Link {
             ..SendWr::default()
         };
         // SAFETY: a segment comes from a registration; should that be dropped too early, its key is void and the device refuses. An inline one is host memory,
-        // mapped as long as its registration, which the caller holds at least during this call.
+        // mapped as long as its registration, which the caller holds until the write is done.
         unsafe { queue.pair.send(&mut wr) }?;
-        queue.posted(Posted::Write(put.token));
-        self.counts.writes += 1;
-        self.turn = put.queue;
-        self.credits.spend(put.queue);
+        requests.post(Posted::Write(*put));
+        counts.writes += 1;
+        up.turn = put.queue;
+        up.credits.spend(put.queue);
         Ok(())
     }
 
-    /// Takes what has happened, and gives it to `on`. True: there was something. Never waits, but for the cause of an error ([`CAUSE`]), which is final.
+    /// Takes what has happened, and gives it to `on`. True: there was something. Never waits, but for the cause of an error ([`CAUSE`]). After an error there is nothing any more: the link is to be
+    /// [taken down](Self::take_down), or dropped.
     pub fn poll<E: From<VerbsError>>(
         &mut self,
         on: &mut dyn FnMut(Event<'_>) -> Result<(), E>,
     ) -> Result<bool, E> {
-        let mut batch = [Wc::default(); POLL_BATCH];
         let mut worked = false;
+        if self.up.as_ref().is_none_or(|up| up.stopped) {
+            return Ok(false);
+        }
         loop {
-            let done = self.completions.poll(&mut batch)?;
-            if let Some(failed) = failure(done) {
-                let cause = self.cause(failed);
-                return Err(self.broken(cause).into());
-            }
-            let full = done.len() == POLL_BATCH;
-            self.counts.completions += done.len() as u64;
-            worked |= !done.is_empty();
-            for wc in done {
-                if wc.wr_id & RECEIVE == 0 {
-                    self.completed(wc, on)?;
-                } else {
-                    self.received(wc, on)?;
+            let Taken { some, full, failed } = self.take(on)?;
+            worked |= some;
+            if let Some(mut failed) = failed {
+                // What broke the link may be reported a little later, on another queue; this may be a mere consequence.
+                let begin = Instant::now();
+                while failed.status == number::WC_WR_FLUSH_ERR && begin.elapsed() < CAUSE {
+                    match self.take(on)?.failed {
+                        Some(found) if found.status != number::WC_WR_FLUSH_ERR => failed = found,
+                        _ => std::thread::yield_now(),
+                    }
                 }
+                self.stop();
+                return Err(self.broken(failed).into());
             }
             if !full {
                 return Ok(worked);
@@ -538,21 +611,41 @@ impl Link {
         }
     }
 
+    /// Takes completions once. Those of requests that were carried out count, also beside others that failed.
+    fn take<E: From<VerbsError>>(
+        &mut self,
+        on: &mut dyn FnMut(Event<'_>) -> Result<(), E>,
+    ) -> Result<Taken, E> {
+        let mut batch = [Wc::default(); POLL_BATCH];
+        let Some(up) = &mut self.up else { return Ok(Taken::default()) };
+        let done = up.completions.poll(&mut batch)?;
+        up.receives -= done.iter().filter(|wc| wc.wr_id & RECEIVE != 0).count().min(up.receives);
+        self.counts.completions += done.len() as u64;
+        let taken = Taken { some: !done.is_empty(), full: done.len() == POLL_BATCH, failed: failure(done) };
+        for wc in done.iter().filter(|wc| wc.status == number::WC_SUCCESS) {
+            if wc.wr_id & RECEIVE == 0 {
+                self.completed(wc, on)?;
+            } else {
+                self.received(wc, on)?;
+            }
+        }
+        Ok(taken)
+    }
+
     fn completed<E: From<VerbsError>>(
         &mut self,
         wc: &Wc,
         on: &mut dyn FnMut(Event<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let Some(queue) = self.queues.iter_mut().find(|q| q.pair.number() == wc.qp_num) else {
+        let Some(up) = &mut self.up else { return Ok(()) };
+        let Some(queue) = up.queues.iter().position(|q| q.pair.number() == wc.qp_num) else {
             return Ok(());
         };
-        // A completion stands for all requests before it.
-        while queue.next - queue.posted.len() as u64 <= wc.wr_id {
-            match queue.posted.pop_front() {
-                Some(Posted::Message(buffer)) => self.free.push(buffer),
-                Some(Posted::Inline) => {}
-                Some(Posted::Write(token)) => on(Event::Written { token })?,
-                None => break,
+        while let Some(done) = self.requests[queue].done(wc.wr_id) {
+            match done {
+                Posted::Message(buffer, _) => up.free.push(buffer),
+                Posted::Write(put) => on(Event::Written { token: put.token })?,
+                Posted::Left(_) => {}
             }
         }
         Ok(())
@@ -563,16 +656,17 @@ impl Link {
         wc: &Wc,
         on: &mut dyn FnMut(Event<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
+        let Link { up: Some(up), requests, counts, .. } = self else { return Ok(()) };
         let (queue, index) = ((wc.wr_id >> 32 & 0xff) as usize, wc.wr_id as u32 as usize);
         let mut stream = false;
-        if queue < self.queues.len() {
-            self.credits.arrived(queue)?;
+        if queue < up.queues.len() {
+            up.credits.arrived(queue)?;
         }
         match (wc.opcode, queue) {
             (number::WC_RECV, 0) => {
                 let len = (wc.byte_len as usize).min(MESSAGE);
-                let Some(at) = self.inbox.pointer(index * MESSAGE, len) else {
-                    return Err(VerbsError::Broken(format!("a completion names receive {index}")).into());
+                let Some(at) = up.inbox.pointer(index * MESSAGE, len) else {
+                    return Err(VerbsError::Wrong(format!("a completion names receive {index}")).into());
                 };
                 // SAFETY: the receive into this buffer has completed and it is not posted again before the end of this function, so nobody writes it. The
                 // peer has no key to it.
@@ -582,22 +676,23 @@ impl Link {
                 if bytes.len() != header.len as usize {
                     return Err(wrong().into());
                 }
-                let due = self.counts.received as u32;
+                let due = up.messages.1;
                 if header.number != due {
                     let number = header.number;
                     return Err(
                         VerbsError::Peer(format!("message {number} came where {due} was expected")).into()
                     );
                 }
-                self.credits.grant(&header.credits)?;
-                self.counts.received += 1;
+                up.credits.grant(&header.credits)?;
+                up.messages.1 = due.wrapping_add(1);
+                counts.received += 1;
                 stream = !bytes.is_empty();
                 if stream {
                     on(Event::Bytes(bytes))?;
                 }
             }
             (number::WC_RECV_RDMA_WITH_IMM, 1..) => {
-                self.counts.placed += 1;
+                counts.placed += 1;
                 on(Event::Placed { queue, immediate: u32::from_be(wc.imm_data), len: wc.byte_len })?;
             }
             (opcode, _) => {
@@ -607,69 +702,152 @@ impl Link {
                 .into());
             }
         }
-        if let Some(used) = self.queues.get(queue) {
-            post_receive(&used.pair, &self.inbox, queue, index)?;
-            if stream { self.credits.used_by_stream() } else { self.credits.used(queue) }
+        if let (Some(used), Some(requests)) = (up.queues.get(queue), requests.get_mut(queue)) {
+            requests.took();
+            up.heard = true;
+            if !up.stopped {
+                post_receive(&used.pair, &up.inbox, queue, index)?;
+                up.receives += 1;
+            }
+            if stream { up.credits.used_by_stream() } else { up.credits.used(queue) }
         }
         Ok(())
     }
 
-    /// What a link broke by, of which `failed` may be a mere consequence: the cause may be reported a little later, on another queue.
-    fn cause(&self, failed: Wc) -> Wc {
-        let mut batch = [Wc::default(); POLL_BATCH];
-        let begin = Instant::now();
-        while failed.status == number::WC_WR_FLUSH_ERR && begin.elapsed() < CAUSE {
-            match self.completions.poll(&mut batch).map(failure) {
-                Ok(Some(found)) if found.status != number::WC_WR_FLUSH_ERR => return found,
-                Ok(_) => std::thread::yield_now(),
-                Err(_) => break,
-            }
-        }
-        failed
-    }
-
     fn broken(&self, wc: Wc) -> VerbsError {
-        let queue = self.queues.iter().position(|q| q.pair.number() == wc.qp_num).unwrap_or(0);
+        let number = |up: &Up| up.queues.iter().position(|q| q.pair.number() == wc.qp_num);
+        let queue = self.up.as_ref().and_then(number).unwrap_or(0);
         let device = self.domain.device();
         let on = format!("queue {queue} of {} port {}", device.name(), device.port().number);
-        VerbsError::Broken(match wc.status {
-            number::WC_RETRY_EXC_ERR => {
-                format!(
-                    "{on}: the peer does not answer any more (retry limit exceeded: it is gone, the link is down, or UDP port 4791 is blocked)"
-                )
-            }
-            number::WC_RNR_RETRY_EXC_ERR => format!("{on}: the peer had no receive ready"),
-            number::WC_REM_INV_REQ_ERR => format!(
+        match wc.status {
+            number::WC_RETRY_EXC_ERR => VerbsError::Broken(format!(
+                "{on}: the peer does not answer any more (retry limit exceeded: it is gone, the link is down, or UDP port 4791 is blocked)"
+            )),
+            number::WC_RNR_RETRY_EXC_ERR => VerbsError::Wrong(format!("{on}: the peer had no receive ready")),
+            number::WC_REM_INV_REQ_ERR => VerbsError::Wrong(format!(
                 "{on}: the peer's device refused a request as invalid (status 9): one that does not fit its receive, or packets in another order than a message has"
-            ),
-            number::WC_WR_FLUSH_ERR => {
-                format!("{on} was stopped: the peer ended the connection or asked for what it may not")
-            }
+            )),
+            number::WC_WR_FLUSH_ERR => VerbsError::Broken(format!(
+                "{on} was stopped: the peer ended the connection or asked for what it may not"
+            )),
             other => {
                 let text = Library::get().map_or_else(|_| String::new(), |l| l.status_text(other));
-                format!("{on}: {text} (status {other}, vendor's {:#x})", wc.vendor_err)
+                VerbsError::Wrong(format!("{on}: {text} (status {other}, vendor's {:#x})", wc.vendor_err))
             }
-        })
+        }
     }
 
-    /// Readable when something has happened after [`arm`](Self::arm).
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.completions.as_fd()
+    /// Readable when something has happened after [`arm`](Self::arm). `None`: nothing happens, because there are no queue pairs, or they are broken.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.up.as_ref().filter(|up| !up.stopped).map(|up| up.completions.as_fd())
     }
 
     /// To be called before sleeping on [`fd`](Self::fd). What came before it does not wake: [`poll`](Self::poll) once more after it.
     pub fn arm(&self) -> Result<(), VerbsError> {
-        self.completions.arm()
+        self.up.as_ref().map_or(Ok(()), |up| up.completions.arm())
     }
 
     /// To be called after waking.
     pub fn disarm(&self) {
-        self.completions.disarm();
+        if let Some(up) = &self.up {
+            up.completions.disarm();
+        }
     }
 
     /// Ends the connection: nothing is sent or received any more, and what was under way is void. The peer sees it as a loss, unless it was told before.
-    pub fn stop(&self) {
-        self.queues.iter().for_each(|queue| queue.pair.stop());
+    pub fn stop(&mut self) {
+        if let Some(up) = &mut self.up {
+            up.stop();
+        }
+    }
+
+    /// Whether the peer has sent something through the queue pairs that there are now.
+    pub fn is_heard(&self) -> bool {
+        self.up.as_ref().is_some_and(|up| up.heard && !up.stopped)
+    }
+
+    /// Destroys the queue pairs, once `on` has got what had come through them. When this returns nobody writes any memory through them any more, however long a packet was under way, and
+    /// [`taken`](Self::taken) does not change.
+    pub fn take_down<E: From<VerbsError>>(
+        &mut self,
+        on: &mut dyn FnMut(Event<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.stop();
+        let begin = Instant::now();
+        // A stopped queue gives every receive back: those that were used before as such.
+        while self.up.as_ref().is_some_and(|up| up.receives > 0) && begin.elapsed() < DRAIN {
+            if !self.take(on)?.some {
+                std::thread::yield_now();
+            }
+        }
+        let Some(up) = self.up.take() else { return Ok(()) };
+        let stream = |posted: &mut Posted| {
+            let Posted::Message(buffer, len) = *posted else { return };
+            let mut bytes = vec![0; len];
+            if let Some(from) = up.outbox.pointer(usize::from(buffer) * MESSAGE + HEADER, len) {
+                // SAFETY: a buffer of the outbox, which only this thread writes, and `bytes` has room for as many.
+                unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), len) };
+            }
+            *posted = Posted::Left(bytes);
+        };
+        self.requests[0].each(stream);
+        Ok(())
+    }
+
+    /// Requests of the peer that were acted on, for each queue, since the session began.
+    pub fn taken(&self) -> Vec<u64> {
+        self.requests.iter().map(Requests::taken).collect()
+    }
+
+    /// The link is down, and the peer's too, which has acted on so many of our requests. What it has counts as done, as `on` hears; everything else will be sent again.
+    ///
+    /// # Errors
+    /// The peer cannot have acted on so many, or has lost some.
+    pub fn settle<E: From<VerbsError>>(
+        &mut self,
+        theirs: &[u64],
+        on: &mut dyn FnMut(Event<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if theirs.len() != self.requests.len() {
+            let (count, ours) = (theirs.len(), self.requests.len());
+            return Err(VerbsError::Peer(format!("it resumes {count} queues, where {ours} were")).into());
+        }
+        if self.up.is_some() {
+            return Err(VerbsError::Wrong("queue pairs are still there".into()).into());
+        }
+        let (mut stream, mut writes) = (SendBuffer::new(), VecDeque::new());
+        for (requests, theirs) in self.requests.iter_mut().zip(theirs) {
+            let (done, again) = requests.settle(*theirs)?;
+            for posted in done {
+                if let Posted::Write(put) = posted {
+                    on(Event::Written { token: put.token })?;
+                }
+            }
+            for posted in again {
+                match posted {
+                    Posted::Write(put) => writes.push_back(put),
+                    Posted::Left(bytes) => stream.end().extend_from_slice(&bytes),
+                    Posted::Message(..) => {}
+                }
+            }
+        }
+        stream.end().extend_from_slice(self.out.unsent());
+        self.out = stream;
+        writes.append(&mut self.again);
+        self.again = writes;
+        Ok(())
+    }
+
+    /// Goes on through new queue pairs, connected to the peer's. `quiet`: nothing is sent before the peer has sent something. The link is down and [settled](Self::settle).
+    pub fn go_on(&mut self, fresh: Unconnected, peer: &Queues, quiet: bool) -> Result<(), VerbsError> {
+        let up = fresh.up(peer)?;
+        if !up.queues.iter().map(|queue| queue.depth).eq(self.depths.iter().copied()) {
+            return Err(VerbsError::Peer(
+                "it resumes the session with other queues than it began with".into(),
+            ));
+        }
+        self.up = Some(Up { quiet, ..up });
+        Ok(())
     }
 
     /// What it has done so far.
@@ -679,8 +857,17 @@ impl Link {
 
     /// Requests under way, on all queues.
     pub fn under_way(&self) -> usize {
-        self.queues.iter().map(|q| q.posted.len()).sum()
+        self.requests.iter().map(Requests::under_way).sum()
     }
+}
+
+/// What [`Link::take`] has found.
+#[derive(Debug, Default)]
+struct Taken {
+    some: bool,
+    /// There may be more.
+    full: bool,
+    failed: Option<Wc>,
 }
 
 /// The completion that says best why a link broke: a flushed request is only a consequence.

@@ -10,7 +10,7 @@
 //! - [`device`]: which device, port and address;
 //! - [`memory`]: protection domains and registered memory; [`region`]: a client's scattered memory as one registration;
 //! - [`queue`]: queue pairs and completion queues; [`credits`]: how much each side may send;
-//! - [`link`]: all of that as one connection with messages and writes;
+//! - `requests`: what was sent and taken on one queue, over all queue pairs that a session has had; [`link`]: all of that as one connection with messages and writes, whose queue pairs can be replaced;
 //! - [`sys`]: the C library's types, and its functions found at run time.
 //!
 //! A device's context and domain belong to one session, so a key is valid only for that session's memory and queue pairs. A registration is always dropped before its memory.
@@ -23,6 +23,7 @@ mod error;
 pub mod link;
 mod queue;
 pub mod registration;
+mod requests;
 mod sys;
 
 use std::time::Duration;

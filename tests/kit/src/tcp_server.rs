@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use host_bridge::bridge::{Security, SessionConfig};
-use host_bridge::endpoint::{Allowance, Client, CompressUse, Polling, TcpClient, TcpCommands};
+use host_bridge::endpoint::{Allowance, Client, CompressUse, Polling, Survivor, TcpClient, TcpCommands};
 use host_bridge::framing::Address;
 use host_bridge::stream::Stream;
 use protocol::device::Answer;

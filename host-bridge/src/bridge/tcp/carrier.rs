@@ -12,13 +12,14 @@ use super::Links;
 use super::connection::{DataConnection, waker};
 use super::io_thread::IoThread;
 use super::memory::{SocketMemory, hash};
-use super::resume::{Interruption, Ticket};
+use super::redial::Redial;
 use super::socket::{Gather, Socket, not_now};
 use crate::bridge::SessionConfig;
 use crate::bridge::connect::Daemon;
 use crate::bridge::relay::{
     CacheUse, Carrier, EndReason, Flows, Mailbox, RestoredLane, Room, ToHash, Wakeups,
 };
+use crate::bridge::resume::{self, Interruption, Ticket};
 use crate::bridge::state::{SessionState, thread_name};
 use crate::compression::CompressUse;
 use crate::framing::SendBuffer;
@@ -385,7 +386,8 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
             mailbox.rest();
         }
         let lost = Interruption::begin(Arc::clone(&self.session), why, limit);
-        let resumption = self.ticket.resume(&self.config, &self.session, mailbox, self.attempt, received);
+        let redial = Redial { ticket: self.ticket.clone(), config: self.config.clone(), received };
+        let resumption = resume::resume(&self.session, mailbox, self.attempt, redial);
         let mut resumption = resumption.map_err(|e| EndReason::Here(e.to_string()))?;
         let resumed = loop {
             machine.serve(mailbox)?;
@@ -397,7 +399,9 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
             if let Some(words) = self.daemon.as_mut().and_then(Daemon::last_words) {
                 return Err(EndReason::Bye(words));
             }
-            let timeout = lost.look().map_err(|last| EndReason::Gone(lost.too_long(last, &resumption)))?;
+            let timeout = lost
+                .look()
+                .map_err(|last| EndReason::Gone(lost.too_long(last, &resumption.last_failure())))?;
             // The daemon's last words come without an event.
             let timeout = if self.daemon.is_some() { timeout.min(LISTEN_EVERY) } else { timeout };
             self.wakeups.wait(&self.session, Some(timeout), |_, _| Ok(()))?;
@@ -452,7 +456,7 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
             self.out.frame(frame::BYE, text.as_bytes());
             let said = self.send_frames().is_ok() && self.out.is_empty();
             let answered = said.then(|| (Arc::clone(&self.control), machine.take_reader()));
-            super::resume::end(&self.ticket, &self.config, answered);
+            resume::end(&self.ticket, &self.config, answered);
             self.control.finish();
         } else {
             self.control.shut_down();

@@ -7,16 +7,16 @@
 //! ```
 //!
 //! The rules are the relay's ([`relay`](super::relay)). In reading order: the [`Greeting`] here, then `carrier` (what the relay calls), `connection` (one data connection), `io_thread` (threads for
-//! long chunks), `compressor` (one that compresses chunks), `memory` (the client's memory for vectored calls), `socket` (system calls), `resume`
-//! (new connections for a session that has lost its own), `saved` and `regions` (what another process needs to go on with a session).
+//! long chunks), `compressor` (one that compresses chunks), `memory` (the client's memory for vectored calls), `socket` (system calls), `redial`
+//! (new connections for a session that has lost its own, see [`resume`](super::resume)), `saved` and `regions` (what another process needs to go on with a session).
 
 mod carrier;
 mod compressor;
 mod connection;
 mod io_thread;
 mod memory;
+mod redial;
 mod regions;
-mod resume;
 mod saved;
 mod socket;
 
@@ -32,15 +32,15 @@ use protocol::link::{Hello, purpose};
 use self::carrier::{Left, TcpCarrier, closed};
 use self::memory::SocketMemory;
 use self::regions::{RegionsFile, StoredRegion};
-pub use self::resume::finish_farewells;
-use self::resume::{Ticket, Unbegun};
 pub(super) use self::saved::SavedTcp;
 use self::saved::{SavedMemory, Terms};
+pub(super) use self::socket::{Socket, not_now};
 use super::connect::{Connections, Daemon, Greeted, greet, open};
 use super::relay::{
     EndReason, Flows, Ledger, Machine, Mailbox, RelayHandle, Restored, Room, compressed_file, ledger_file,
     rooms, run,
 };
+use super::resume::{Ticket, Unbegun};
 use super::saved::About;
 use super::session::{Handshake, InheritedRegion, Turn, hello};
 use super::state::{ChannelMemory, SessionState};

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::resume::{Farewell, Ticket};
+use crate::bridge::resume::{Farewell, Ticket};
 use crate::bridge::saved::About;
 use crate::bridge::{ConnectError, SessionConfig};
 
@@ -15,7 +15,7 @@ pub(in crate::bridge) struct SavedTcp {
     /// What an operator is told of it.
     pub(in crate::bridge) about: About,
     terms: Terms,
-    /// `None`: the server does not keep the session, which can only be ended.
+    /// `None`: the session can only be ended, because the server does not keep it, or because it goes over `verbs`.
     pub(super) memory: Option<SavedMemory>,
 }
 
@@ -51,7 +51,7 @@ struct Numbers {
 }
 
 impl SavedTcp {
-    pub(super) fn new(ticket: &Ticket, connections: usize, about: About) -> SavedTcp {
+    pub(in crate::bridge) fn new(ticket: &Ticket, connections: usize, about: About) -> SavedTcp {
         let numbers = Numbers {
             eager: ticket.eager,
             dialed_in: u64::try_from(ticket.dialed_in.as_nanos()).unwrap_or(u64::MAX),

@@ -4,17 +4,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use protocol::link::{DataHeader, FrameHeader, Queues, SLOT_DATA, frame};
-use zerocopy::IntoBytes;
+use protocol::link::{DataHeader, Queues, SLOT_DATA, frame};
 
+use super::Links;
+use super::redial::{Redial, Resumed};
+use crate::bridge::SessionConfig;
+use crate::bridge::connect::Daemon;
 use crate::bridge::relay::{Carrier, ClientMemory, EndReason, Mailbox, MemoryKey, Slots, Wakeups};
+use crate::bridge::resume::{self, Interruption, Ticket};
 use crate::bridge::state::SessionState;
+use crate::bridge::tcp::{Socket, not_now};
 use crate::framing::{FrameReader, SendBuffer};
-use crate::stream::Stream;
 use crate::verbs::{DeviceEvent, Event, Link, Put, RegisteredRegion, VerbsError};
 
 /// How often the control connection and the device's events are looked at while there is work.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// How often the daemon is listened to while a session is interrupted.
+const LISTEN_EVERY: Duration = Duration::from_millis(200);
+/// How long to wait before the next attempt when nothing came through new queue pairs.
+const PAUSE: Duration = Duration::from_millis(300);
 /// Bytes of the server's frames that may wait for data before it is held off.
 const MAX_BACKLOG: usize = 256 << 10;
 
@@ -76,59 +84,89 @@ pub(super) struct VerbsCarrier {
     /// Dropped first: after that nobody reaches the client's memory.
     link: Link,
     session: Arc<SessionState>,
+    config: SessionConfig,
+    ticket: Ticket,
+    /// The number of the next attempt to resume.
+    attempt: u32,
     queues: Queues,
-    control: Stream,
+    /// `None`: it is lost.
+    control: Option<Arc<Socket>>,
     control_reader: FrameReader,
+    /// Under TLS, where the daemon may say more than the control connection did.
+    daemon: Option<Daemon>,
     wakeups: Wakeups,
     looked: Instant,
 }
 
 impl VerbsCarrier {
-    /// `control` does not block.
+    /// The carrier of a session that begins with these connections.
     pub(super) fn new(
         session: &Arc<SessionState>,
         mailbox: &Mailbox<DeviceMemory>,
-        control: Stream,
-        link: Link,
-        queues: Queues,
+        links: Links,
+        config: &SessionConfig,
     ) -> Result<VerbsCarrier, EndReason> {
+        let Links { control, link, queues, daemon, ticket, unbegun } = links;
+        let control = Arc::new(Socket::new(control).map_err(|e| EndReason::Here(e.to_string()))?);
         let wakeups = Wakeups::new(session, mailbox)?;
-        wakeups.add(&control, CONTROL)?;
-        wakeups.add(link.fd(), COMPLETIONS)?;
         wakeups.add(link.domain().device().event_fd(), DEVICE)?;
-        Ok(VerbsCarrier {
+        let carrier = VerbsCarrier {
             link,
             session: Arc::clone(session),
+            config: config.clone(),
+            ticket,
+            attempt: 1,
             queues,
-            control,
+            control: Some(control),
             control_reader: FrameReader::new(),
+            daemon,
             wakeups,
             looked: Instant::now(),
-        })
+        };
+        carrier.watch()?;
+        // From now on the carrier ends the session.
+        unbegun.begun();
+        Ok(carrier)
+    }
+
+    /// Watches the connections that there are now.
+    fn watch(&self) -> Result<(), EndReason> {
+        if let Some(control) = &self.control {
+            self.wakeups.add(&**control, CONTROL)?;
+        }
+        self.link.fd().map_or(Ok(()), |fd| self.wakeups.add(fd, COMPLETIONS))
+    }
+
+    /// Acts on what has come through the link.
+    fn act(machine: &mut Machine<'_>, session: &SessionState, event: Event<'_>) -> Result<(), EndReason> {
+        match event {
+            Event::Bytes(mut bytes) => {
+                while !bytes.is_empty() {
+                    machine.read(&mut bytes).map_err(|e| EndReason::Here(e.to_string()))?;
+                }
+            }
+            Event::Placed { immediate, len, .. } => {
+                session.counters.data_bytes_received.add(len.into());
+                machine.written_by_server(immediate, len)?;
+            }
+            Event::Written { token } => {
+                if let Some((seq, len)) = machine.schedule().written(token) {
+                    machine.sent(seq, len);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Takes completions, and acts on the frames that they brought. True: there was one.
     fn poll(&mut self, machine: &mut Machine<'_>, now: Instant) -> Result<bool, EndReason> {
         let session = &self.session;
-        let heard = self.link.poll::<EndReason>(&mut |event| {
-            match event {
-                Event::Bytes(mut bytes) => {
-                    while !bytes.is_empty() {
-                        machine.read(&mut bytes).map_err(|e| EndReason::Here(e.to_string()))?;
-                    }
-                }
-                Event::Placed { immediate, len, .. } => {
-                    session.counters.data_bytes_received.add(len.into());
-                    machine.written_by_server(immediate, len)?;
-                }
-                Event::Written { token } => {
-                    if let Some((seq, len)) = machine.schedule().written(token) {
-                        machine.sent(seq, len);
-                    }
-                }
-            }
-            Ok(())
-        })?;
+        let polled = self.link.poll::<EndReason>(&mut |event| Self::act(machine, session, event));
+        if polled.is_err() {
+            // Also what came just before the link broke.
+            machine.take_frames()?;
+        }
+        let heard = polled?;
         if heard {
             machine.heard(now);
             machine.take_frames()?;
@@ -141,14 +179,11 @@ impl VerbsCarrier {
     fn look(&mut self) -> Result<bool, EndReason> {
         self.looked = Instant::now();
         self.device_events()?;
-        match self.control_reader.fill(&mut &self.control) {
-            Ok(0) => return Err(EndReason::Gone("the server closed the connection".into())),
-            Ok(_) => {}
-            Err(e)
-                if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted) =>
-            {
-                return Ok(false);
-            }
+        let Some(control) = &self.control else { return Ok(false) };
+        match not_now(self.control_reader.fill(&mut &**control)) {
+            Ok(Some(0)) => return Err(EndReason::Gone("the server closed the connection".into())),
+            Ok(Some(_)) => {}
+            Ok(None) => return Ok(false),
             Err(e) => return Err(EndReason::Gone(e.to_string())),
         }
         while let Some((kind, body)) =
@@ -177,11 +212,75 @@ impl VerbsCarrier {
                 DeviceEvent::PortUp(port) => {
                     tracing::info!(device = device.name(), port, "RDMA port came up")
                 }
-                DeviceEvent::Fatal(what) => return Err(EndReason::Gone(what)),
+                // The memory that is registered with it is gone, too.
+                DeviceEvent::Fatal(what) => return Err(EndReason::Here(what)),
                 DeviceEvent::Other => {}
             }
         }
         Ok(())
+    }
+
+    /// Gives up all connections. What has come through them counts, and nothing comes any more.
+    fn leave(&mut self, machine: &mut Machine<'_>) -> Result<(), EndReason> {
+        if let Some(control) = self.control.take() {
+            control.shut_down();
+        }
+        self.control_reader = FrameReader::new();
+        let session = &self.session;
+        self.link.take_down::<EndReason>(&mut |event| Self::act(machine, session, event))?;
+        machine.take_frames()
+    }
+
+    /// Goes on over new connections, behind what the server has. The error [`EndReason::Gone`]: they are of no use.
+    fn go_on(&mut self, machine: &mut Machine<'_>, resumed: Resumed) -> Result<(), EndReason> {
+        let Resumed { control, queues, peer, taken, attempt } = resumed;
+        self.attempt = attempt.saturating_add(1);
+        let session = &self.session;
+        self.link.settle::<EndReason>(&taken, &mut |event| Self::act(machine, session, event))?;
+        let same = |q: &Queues| (q.slots_address, q.slots_key, q.slots, q.slot_size);
+        if same(&peer) != same(&self.queues) {
+            return Err(EndReason::Server(
+                "it resumes the session with other slots than it began with".into(),
+            ));
+        }
+        self.link.go_on(queues, &peer, false).map_err(|e| match e {
+            VerbsError::Peer(what) => EndReason::Server(what),
+            // The way to the server may be down.
+            other => EndReason::Gone(other.to_string()),
+        })?;
+        self.control = Some(Arc::new(Socket::new(control).map_err(|e| EndReason::Here(e.to_string()))?));
+        // The server's answer shows that they carry something.
+        self.link.send_buffer().frame(frame::ALIVE, &[]);
+        self.watch()
+    }
+
+    /// Waits until something has come through new queue pairs. The error [`EndReason::Gone`]: they are of no use.
+    fn prove(
+        &mut self,
+        machine: &mut Machine<'_>,
+        mailbox: &Mailbox<DeviceMemory>,
+        lost: &Interruption,
+    ) -> Result<(), EndReason> {
+        let begun = Instant::now();
+        loop {
+            machine.serve(mailbox)?;
+            self.send(machine)?;
+            self.link.arm()?;
+            self.poll(machine, Instant::now())?;
+            if self.link.is_heard() {
+                return Ok(());
+            }
+            let left = self.config.silence.saturating_sub(begun.elapsed());
+            let Ok(limit) = lost.look() else {
+                return Err(EndReason::Gone(self.silent(begun.elapsed().as_secs())));
+            };
+            if left.is_zero() {
+                return Err(EndReason::Gone(self.silent(self.config.silence.as_secs())));
+            }
+            self.wakeups.wait(&self.session, Some(left.min(limit)), |_, _| Ok(()))?;
+            self.link.disarm();
+            self.look()?;
+        }
     }
 
     /// Posts writes as far as the schedule and the queues allow.
@@ -248,6 +347,67 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
         self.look().map(drop)
     }
 
+    fn reconnect(
+        &mut self,
+        machine: &mut Machine<'_>,
+        mailbox: &Mailbox<DeviceMemory>,
+        why: String,
+    ) -> Result<(), EndReason> {
+        let limit = self.ticket.limit(&self.session);
+        if limit.is_zero() {
+            return Err(EndReason::Gone(why));
+        }
+        self.session.link.lost();
+        let lost = Interruption::begin(Arc::clone(&self.session), why, limit);
+        let (mut pause, mut last) = (Duration::ZERO, String::new());
+        let lasted = loop {
+            self.leave(machine)?;
+            let redial = Redial {
+                ticket: self.ticket.clone(),
+                config: self.config.clone(),
+                domain: Arc::clone(self.link.domain()),
+                taken: self.link.taken(),
+                pause,
+                first: self.attempt,
+            };
+            let resumption = resume::resume(&self.session, mailbox, self.attempt, redial);
+            let mut resumption = resumption.map_err(|e| EndReason::Here(e.to_string()))?;
+            let resumed = loop {
+                machine.serve(mailbox)?;
+                match resumption.outcome() {
+                    Some(Ok(resumed)) => break resumed,
+                    Some(Err(refusal)) => return Err(EndReason::Gone(lost.ended(&refusal))),
+                    None => {}
+                }
+                if let Some(words) = self.daemon.as_mut().and_then(Daemon::last_words) {
+                    return Err(EndReason::Bye(words));
+                }
+                let timeout = lost.look().map_err(|seconds| {
+                    let failure = resumption.last_failure();
+                    let last = if failure.is_empty() { &last } else { &failure };
+                    EndReason::Gone(lost.too_long(seconds, last))
+                })?;
+                // The daemon's last words come without an event.
+                let timeout = if self.daemon.is_some() { timeout.min(LISTEN_EVERY) } else { timeout };
+                self.wakeups.wait(&self.session, Some(timeout), |_, _| Ok(()))?;
+                self.device_events()?;
+            };
+            match self.go_on(machine, resumed).and_then(|()| self.prove(machine, mailbox, &lost)) {
+                Ok(()) => break lost.end(),
+                // Their failure is no news: the session has no link now.
+                Err(EndReason::Gone(what)) => (pause, last) = (PAUSE, what),
+                Err(end) => return Err(end),
+            }
+        };
+        self.session.link.stands_unmeasured();
+        self.session.counters.resumed.add(1);
+        tracing::info!(
+            server = %self.session.server, program = %self.session.channel.program, pid = self.session.channel.pid,
+            seconds = lasted.as_secs_f32(), "link restored: the session continues"
+        );
+        Ok(())
+    }
+
     fn silent(&self, seconds: u64) -> String {
         let device = self.link.domain().device();
         let (name, port) = (device.name(), device.port().number);
@@ -259,11 +419,24 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
     }
 
     fn close(&mut self, _machine: &mut Machine<'_>, farewell: Option<&str>) {
-        if let Some(text) = farewell {
-            // The control connection is never behind: it carries little else. A server that misses the farewell sees it close.
-            let header = FrameHeader { kind: frame::BYE, len: text.len() as u32 };
-            let _ = self.control.send_bytes(&[header.as_bytes(), text.as_bytes()].concat());
+        let Some(text) = farewell else {
+            if let Some(control) = &self.control {
+                control.shut_down();
+            }
+            return;
+        };
+        let said = self.control.take().filter(|control| {
+            // The control connection is never behind: it carries little else.
+            let mut bye = SendBuffer::new();
+            bye.frame(frame::BYE, text.as_bytes());
+            let bytes = bye.unsent();
+            control.send_bytes(bytes).is_ok_and(|n| n == bytes.len()) && !control.has_output()
+        });
+        if let Some(control) = &said {
+            control.finish();
         }
-        self.control.shut_down();
+        // A server that keeps the session has to be told in any case; another one that misses the farewell sees the connection close.
+        let answered = said.map(|control| (control, std::mem::take(&mut self.control_reader)));
+        resume::end(&self.ticket, &self.config, answered);
     }
 }

@@ -9,9 +9,11 @@
 //!
 //! A region is registered with the RDMA device when the client registers it, and that registration serves until the client unregisters it. No CPU of this host touches bulk data;
 //! the server's copies once between the memory that is written or sent here and its driver's own (`endpoint/verbs/`). The rules are the relay's ([`relay`](super::relay)).
-//! The TCP connection of the handshake stays, for `ALIVE` and `BYE`. In reading order: [`connect`], then `carrier` (what the relay calls).
+//! The TCP connection of the handshake stays, for `ALIVE` and `BYE`. In reading order: [`connect`], then `carrier` (what the relay calls), `redial` (other queue pairs for a session that has lost its
+//! own).
 
 mod carrier;
+mod redial;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,12 +23,15 @@ use protocol::link::{GRANTED_SLOTS, Queues, SLOT_DATA, frame, purpose};
 use zerocopy::IntoBytes;
 
 use self::carrier::{DeviceMemory, VerbsCarrier};
-use super::connect::{Connections, greet, open};
-use super::relay::{EndReason, Machine, RelayHandle, Slots, run};
+use super::connect::{Connections, Daemon, greet, open};
+use super::relay::{Machine, RelayHandle, Slots, run};
+use super::resume::{Ticket, Unbegun};
+use super::saved::About;
 use super::session::{Handshake, Turn, hello};
 use super::state::{ChannelMemory, SessionState};
+use super::tcp::SavedTcp;
 use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
-use crate::framing::{split_struct, watch_peer};
+use crate::framing::split_struct;
 use crate::stream::Stream;
 use crate::verbs::{Device, Domain, Link, RegisteredRegion, Unconnected, VerbsError};
 use protocol::polling::{PollTime, processors};
@@ -37,6 +42,18 @@ pub(super) struct Links {
     control: Stream,
     link: Link,
     queues: Queues,
+    /// Under TLS: the connection to the daemon.
+    daemon: Option<Daemon>,
+    ticket: Ticket,
+    /// The session has not begun.
+    unbegun: Unbegun,
+}
+
+impl Links {
+    /// Has another process be able to end the session, which a server that keeps it would not learn otherwise. `None`: it ends with its connections.
+    pub(super) fn save(&self, about: About) -> Option<SavedTcp> {
+        self.ticket.survives().then(|| SavedTcp::new(&self.ticket, 0, about))
+    }
 }
 
 /// Connects to the server, shakes hands and connects the queue pairs.
@@ -54,7 +71,9 @@ pub(super) fn connect(
     let offer = unconnected.offer(None);
     let first = hello(config, channel, purpose::VERBS, offer.count - 1);
     let (greeted, handshake) = greet(config, &first, turn)?;
-    let Connections { control, .. } = open(config, greeted, first, Vec::new())?;
+    let ticket = Ticket::new(first, &greeted, &handshake, config);
+    let unbegun = Unbegun::new(&ticket, config);
+    let Connections { control, daemon, .. } = open(config, greeted, first, Vec::new())?;
     let protocol = |what: String| ConnectError::Protocol { server: server(), what };
     control.send_frame(frame::QUEUES, &[offer.as_bytes()]).map_err(failed)?;
     let mut body = Vec::new();
@@ -77,7 +96,7 @@ pub(super) fn connect(
         VerbsError::Peer(what) => protocol(what),
         source => ConnectError::Verbs { source },
     })?;
-    Ok((Links { control, link, queues }, handshake))
+    Ok((Links { control, link, queues, daemon, ticket, unbegun }, handshake))
 }
 
 /// A session over verbs.
@@ -99,13 +118,10 @@ impl Verbs {
         let arena = unsafe { RegisteredRegion::arena(&domain, &session.channel.view) }
             .map_err(|source| ConnectError::Verbs { source })?;
         let relay = RelayHandle::start(session, move |session, mailbox| {
-            let Links { control, link, queues } = links;
+            let (queues, link) = (&links.queues, &links.link);
             let under_way = link.most_under_way();
             let schedule = Slots::new(queues.slots, queues.slot_size, link.data_queues(), under_way);
-            let carrier = quiet(control)
-                .map_err(|e| EndReason::Here(e.to_string()))
-                .and_then(|control| VerbsCarrier::new(session, mailbox, control, link, queues));
-            let carrier = match carrier {
+            let carrier = match VerbsCarrier::new(session, mailbox, links, &config) {
                 Ok(carrier) => carrier,
                 Err(end) => return end,
             };
@@ -136,11 +152,4 @@ impl Transport for Verbs {
     fn close(&self, reason: &str, patience: Duration) -> Closed {
         self.relay.close(reason, patience)
     }
-}
-
-/// The control connection, which says little.
-fn quiet(control: Stream) -> std::io::Result<Stream> {
-    control.set_nonblocking(true)?;
-    watch_peer(&control);
-    Ok(control)
 }

@@ -12,9 +12,10 @@
 //! wrote into adopted memory ([`Client::adopt`]) or into a lent buffer ([`Outgoing::lend`]) goes out as it is. Other bytes are copied into such a buffer first, and counted
 //! ([`Client::copied`]).
 //!
-//! In reading order: the session here, then [`pump`], the one thread that takes completions, and [`send`], data on its way out.
+//! In reading order: the session here, then [`pump`], the one thread that takes completions, [`send`], data on its way out, and [`resume`], links that take the place of lost ones.
 
 mod pump;
+mod resume;
 mod send;
 
 use std::collections::HashMap;
@@ -25,6 +26,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::Status;
 use protocol::channel::Record;
 use protocol::data::{HostRange, Place};
@@ -35,6 +37,7 @@ use protocol::link::{
 use zerocopy::IntoBytes;
 
 use super::incoming::{Bridge, Inbox};
+use super::link::Link as Links;
 use super::outgoing::Outgoing;
 use super::planned_slots::{Arrivals, Freed, PlannedSlots};
 use super::stream::{Records, check_slot, put, put_executed, put_progress, put_reply};
@@ -83,7 +86,15 @@ pub struct VerbsClient {
     adopted: OnceLock<Registration>,
     buffers: Slab,
     slots: Slab,
-    control: Stream,
+    /// The links that there were, of which [`Engine::link`] knows the last.
+    links: Links,
+    /// The control connection, if there is one now. Changed only under the engine's lock.
+    control: Mutex<Option<Arc<Stream>>>,
+    /// Raised for the pump when there are other connections to watch.
+    changed: EventFd,
+    link_changes: OnceLock<Box<dyn Fn(bool) + Send + Sync>>,
+    announcing: Mutex<()>,
+    settings: Settings,
     /// The client's address, for messages.
     peer: String,
     slot_count: u32,
@@ -111,6 +122,8 @@ pub struct VerbsClient {
 
 struct Engine {
     link: Link,
+    /// The bridge's attempt that has brought it; 0 for the first.
+    attempt: u32,
     reader: FrameReader,
     control_reader: FrameReader,
     /// Records that have come, to be looked at for their data.
@@ -135,12 +148,13 @@ const SEND: u64 = 1 << 32;
 
 impl VerbsCommands {
     /// Begins a session on a control connection whose welcome has been sent: makes queue pairs as the bridge wishes and `settings` allow. On failure the bridge has
-    /// been told why. `slot_count`: the channel's reply slots, as the hello said.
+    /// been told why. `slot_count`: the channel's reply slots, as the hello said. `grace`: how long the session waits for other connections when its own are lost; zero: it ends with them.
     pub fn start(
         control: Stream,
         slot_count: u32,
         settings: &Settings,
         polling: Polling,
+        grace: Duration,
     ) -> Result<(VerbsCommands, Arc<VerbsClient>), Lost> {
         let failed = |e: io::Error| Lost::new(format!("preparing the connection: {e}"));
         control.set_nonblocking(false).map_err(failed)?;
@@ -165,8 +179,15 @@ impl VerbsCommands {
         let stop = StopEvent::new().map_err(failed)?;
         let peer = control.peer_addr().map_err(failed)?.to_string();
         let queues = link.data_queues();
+        let control = Arc::new(control);
+        let links = Links::new(Arc::clone(&control), grace);
+        // What it offers shows that it has the welcome, with the session's secret.
+        links.introduce();
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        let changed = EventFd::from_value_and_flags(0, flags).map_err(|e| failed(e.into()))?;
         let engine = Engine {
             link,
+            attempt: 0,
             reader: FrameReader::new(),
             control_reader: FrameReader::new(),
             records: Records::default(),
@@ -195,7 +216,12 @@ impl VerbsCommands {
                 adopted: OnceLock::new(),
                 buffers,
                 slots,
-                control,
+                links,
+                control: Mutex::new(Some(control)),
+                changed,
+                link_changes: OnceLock::new(),
+                announcing: Mutex::default(),
+                settings: settings.clone(),
                 peer,
                 slot_count,
                 ring,
@@ -398,12 +424,15 @@ impl VerbsClient {
             self.end.wait();
             return;
         }
-        if let Some(Lost { reason }) = &end {
-            let header = FrameHeader { kind: frame::BYE, len: reason.len() as u32 };
+        let reason = end.as_ref().map(|Lost { reason }| reason.as_str());
+        // A bridge whose session survives its connections must know that its farewell has come.
+        let said = reason.or_else(|| self.links.survives().then_some(""));
+        if let (Some(said), Some(control)) = (said, lock(&self.control).clone()) {
+            let header = FrameHeader { kind: frame::BYE, len: said.len() as u32 };
             // The peer may be the one that is gone.
-            let _ = self.control.send_bytes(&[header.as_bytes(), reason.as_bytes()].concat());
+            let _ = control.send_bytes(&[header.as_bytes(), said.as_bytes()].concat());
         }
-        self.control.shut_down();
+        self.links.close();
         let _ = self.end.set(end);
         self.stop.raise();
         self.ring.close();

@@ -16,8 +16,9 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::{Client, Engine, SEND, SLOT_SIZE, SLOTS, VerbsClient, lock};
 use crate::endpoint::stream::put;
 use crate::endpoint::wake;
-use crate::framing::split_struct;
+use crate::framing::{FrameReader, split_struct};
 use crate::shared::SharedBytes;
+use crate::stream::Stream;
 use crate::verbs::{DeviceEvent, Event, VerbsError};
 use protocol::polling::PollTime;
 
@@ -91,9 +92,10 @@ impl VerbsClient {
 
     /// A turn of the link, unless another thread is at it. True: there was something.
     pub(super) fn try_turn(&self) -> Result<bool, End> {
-        match self.engine.try_lock() {
-            Ok(mut engine) => self.turn(&mut engine),
-            Err(_) => Ok(false),
+        let Ok(mut engine) = self.engine.try_lock() else { return Ok(false) };
+        match self.turn(&mut engine) {
+            Err(end) => self.given_up(engine, end).map(|()| false),
+            worked => worked,
         }
     }
 
@@ -110,7 +112,7 @@ impl VerbsClient {
             End::Gone(what) => {
                 // Queue pairs break before a farewell on the other connection is read: its words are the better ones.
                 std::thread::sleep(Duration::from_millis(50));
-                let last = self.look(&mut self.lock());
+                let last = self.look(&mut self.lock(), None);
                 match last {
                     Err(End::Asked) => self.close(),
                     Err(End::Lost(reason)) => self.lose(&reason),
@@ -138,37 +140,57 @@ impl VerbsClient {
     /// One turn of the link. True: there was something.
     fn turn(&self, engine: &mut Engine) -> Result<bool, End> {
         let Engine { link, reader, sends, free_buffers, emptied, .. } = engine;
-        let worked = link.poll::<End>(&mut |event| {
-            match event {
-                Event::Bytes(mut bytes) => {
-                    while !bytes.is_empty() {
-                        reader.fill(&mut bytes).map_err(|e| End::Lost(e.to_string()))?;
-                    }
-                }
-                Event::Placed { immediate: slot, len, .. } => {
-                    let header = self.header(slot, len)?;
-                    if slot < SLOTS {
-                        self.ring.arrived(slot, header).map_err(End::Lost)?;
-                    } else {
-                        self.granted(slot, &header, emptied)?;
-                    }
-                }
-                Event::Written { token } => match token & SEND {
-                    0 => free_buffers.push(token as usize),
-                    _ => sends[(token ^ SEND) as usize] -= 1,
-                },
-            }
-            Ok(())
-        })?;
-        if worked {
+        let polled = link.poll::<End>(&mut |event| self.act(event, reader, sends, free_buffers, emptied));
+        // Also what came just before the link broke.
+        if !matches!(polled, Ok(false)) {
             self.frames(engine)?;
         }
+        let worked = polled?;
         self.announce(engine);
         engine.link.flush()?;
         if worked && engine.waiters > 0 {
             self.room.notify_all();
         }
         Ok(worked)
+    }
+
+    /// Acts on what has come through the link.
+    pub(super) fn act(
+        &self,
+        event: Event<'_>,
+        reader: &mut FrameReader,
+        sends: &mut [usize],
+        free_buffers: &mut Vec<usize>,
+        emptied: &mut Vec<u32>,
+    ) -> Result<(), End> {
+        VerbsClient::written(&event, sends, free_buffers);
+        match event {
+            Event::Bytes(mut bytes) => {
+                while !bytes.is_empty() {
+                    reader.fill(&mut bytes).map_err(|e| End::Lost(e.to_string()))?;
+                }
+            }
+            Event::Placed { immediate: slot, len, .. } => {
+                let header = self.header(slot, len)?;
+                if slot < SLOTS {
+                    self.ring.arrived(slot, header).map_err(End::Lost)?;
+                } else {
+                    self.granted(slot, &header, emptied)?;
+                }
+            }
+            Event::Written { .. } => {}
+        }
+        Ok(())
+    }
+
+    /// If a write to the client is done, what it was sent from is free.
+    pub(super) fn written(event: &Event<'_>, sends: &mut [usize], free_buffers: &mut Vec<usize>) {
+        if let Event::Written { token } = *event {
+            match token & SEND {
+                0 => free_buffers.push(token as usize),
+                _ => sends[(token ^ SEND) as usize] -= 1,
+            }
+        }
     }
 
     /// Granted data has come: copies it to where it belongs.
@@ -215,7 +237,7 @@ impl VerbsClient {
         if fits { Ok(header) } else { Err(wrong()) }
     }
 
-    fn frames(&self, engine: &mut Engine) -> Result<(), End> {
+    pub(super) fn frames(&self, engine: &mut Engine) -> Result<(), End> {
         let broken = |e: io::Error| End::Lost(format!("the bridge sent {e}"));
         let mut came = 0;
         while let Some((kind, body)) = engine.reader.next_frame().map_err(broken)? {
@@ -285,18 +307,25 @@ impl VerbsClient {
     /// Sleeps until something happens. Nothing is sent meanwhile, nor expected: a bridge that waits for something asks whether we are there, and ends the session if it hears nothing;
     /// one that is gone shows by its control connection, which the kernel watches.
     fn sleep(&self) -> Result<(), End> {
-        let device = {
-            let mut engine = self.lock();
-            engine.link.arm()?;
-            if self.turn(&mut engine)? {
-                return Ok(());
-            }
-            Arc::clone(engine.link.domain().device())
-        };
-        let completions = self.lock().link.fd().try_clone_to_owned().map_err(|e| End::Lost(e.to_string()))?;
-        let fds = [completions.as_fd(), self.control.as_fd(), device.event_fd(), self.stop.as_fd()];
+        let mut engine = self.lock();
+        let armed = engine.link.arm().map_err(End::from);
+        match armed.and_then(|()| self.turn(&mut engine)) {
+            Ok(true) => return Ok(()),
+            Ok(false) => {}
+            Err(end) => return self.given_up(engine, end),
+        }
+        let device = Arc::clone(engine.link.domain().device());
+        let completions = engine.link.fd().map(|fd| fd.try_clone_to_owned()).transpose();
+        let completions = completions.map_err(|e| End::Lost(e.to_string()))?;
+        let control = lock(&self.control).clone();
+        drop(engine);
+        let mut fds = vec![device.event_fd(), self.stop.as_fd(), self.changed.as_fd()];
+        fds.extend(completions.as_ref().map(|fd| fd.as_fd()));
+        fds.extend(control.as_ref().map(|control| control.as_fd()));
         let patience = self.ring.awaits_device().then_some(Duration::from_millis(1));
         wake::readable(&fds, patience).map_err(|e| End::Lost(format!("waiting: {e}")))?;
+        // It has done its part.
+        let _ = self.changed.read();
         let mut engine = self.lock();
         engine.link.disarm();
         while let Some(event) = device.next_event() {
@@ -307,23 +336,41 @@ impl VerbsClient {
                 DeviceEvent::PortUp(port) => {
                     tracing::info!(device = device.name(), port, "RDMA port came up")
                 }
-                DeviceEvent::Fatal(what) => return Err(End::Gone(what)),
+                // The memory that is registered with it is, too.
+                DeviceEvent::Fatal(what) => return Err(End::Lost(self.gone(&what))),
                 DeviceEvent::Other => {}
             }
         }
-        self.look(&mut engine)?;
-        Ok(())
+        match self.look(&mut engine, control.as_ref()) {
+            Err(end) => self.given_up(engine, end),
+            seen => seen,
+        }
     }
 
-    /// Looks at the control connection.
-    pub(super) fn look(&self, engine: &mut Engine) -> Result<(), End> {
+    /// Looks at the control connection, unless it is another one by now than `expected`.
+    pub(super) fn look(&self, engine: &mut Engine, expected: Option<&Arc<Stream>>) -> Result<(), End> {
+        let Some(control) = lock(&self.control).clone() else { return Ok(()) };
+        if expected.is_some_and(|expected| !Arc::ptr_eq(expected, &control)) {
+            return Ok(());
+        }
+        // A session that survives its connections ends by a farewell alone.
+        let closed = |what: &str| {
+            if !self.links.survives() {
+                return End::Asked;
+            }
+            *lock(&self.control) = None;
+            End::Gone(format!("its control connection: {what}"))
+        };
         loop {
-            match engine.control_reader.fill(&mut &self.control) {
-                Ok(0) => return Err(End::Asked),
+            match engine.control_reader.fill(&mut &*control) {
+                Ok(0) => return Err(closed("closed by the bridge")),
                 Ok(_) => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Err(End::Asked),
+                Err(e) if e.kind() == io::ErrorKind::ConnectionReset => {
+                    return Err(closed("reset by the bridge"));
+                }
+                Err(e) if self.links.survives() => return Err(closed(&e.to_string())),
                 Err(e) => return Err(End::Gone(format!("its control connection: {e}"))),
             }
             while let Some((kind, body)) =

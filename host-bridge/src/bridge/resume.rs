@@ -1,7 +1,7 @@
-//! New connections for a session that has lost its own.
+//! New connections for a session that has lost its own. What they are is the transport's matter.
 //!
 //! ```text
-//!   relay ── Ticket::resume ──▶ a thread: dials, greets and tells what has come, again and again
+//!   relay ── Ticket::resume ──▶ a thread: dials, greets and tells what has come ([`Attempt`]), again and again
 //!     │  ◀── Resumption::outcome ── new connections, or the server's refusal
 //!     └── Interruption: how long it has lasted; tells the client
 //! ```
@@ -9,7 +9,6 @@
 //! A server keeps a session whose connections are merely closed, so [`end`] makes sure that it learns of the end.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -18,20 +17,18 @@ use std::time::{Duration, Instant};
 use identity::{Fingerprint, Secret};
 use nix::sys::eventfd::EventFd;
 use protocol::device::Answer;
-use protocol::link::{COMPRESSED_SINCE, Hello, Received, frame, purpose, wish};
+use protocol::link::{COMPRESSED_SINCE, Hello, frame, purpose, wish};
 use rustls::ClientConfig;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::Links;
-use super::memory::SocketMemory;
-use super::socket::{Socket, not_now};
-use crate::bridge::connect::{Greeted, protect_session, session_trust};
-use crate::bridge::relay::{CacheUse, Mailbox};
-use crate::bridge::session::{Handshake, welcome_at_once};
-use crate::bridge::state::{SessionState, thread_name};
-use crate::bridge::{ConnectError, SessionConfig};
+use super::connect::{Greeted, protect_session, session_trust};
+use super::relay::{CacheUse, Mailbox};
+use super::session::{Handshake, welcome_at_once};
+use super::state::{SessionState, thread_name};
+use super::tcp::{Socket, not_now};
+use super::{ConnectError, SessionConfig};
 use crate::compression::CompressUse;
-use crate::framing::{FrameReader, with_causes};
+use crate::framing::{FrameReader, resumed_body, resumed_counts, with_causes};
 use crate::stream::Stream;
 
 /// An interruption that lasts longer is told to the client.
@@ -69,31 +66,22 @@ pub(super) struct Ticket {
     pub(super) compress: CompressUse,
 }
 
-/// Connections over which the session goes on.
-#[derive(Debug)]
-pub(super) struct Resumed {
-    pub(super) links: Links,
-    /// What the server has of each stream, the control stream first.
-    pub(super) received: Vec<u64>,
-    pub(super) attempt: u32,
-}
-
 /// An attempt to resume, repeated until it succeeds. It is given up when this is dropped.
-pub(super) struct Resumption {
-    outcome: Receiver<Result<Resumed, String>>,
+pub(super) struct Resumption<T> {
+    outcome: Receiver<Result<T, String>>,
     given_up: Arc<AtomicBool>,
     last_failure: Arc<Mutex<String>>,
 }
 
-impl Drop for Resumption {
+impl<T> Drop for Resumption<T> {
     fn drop(&mut self) {
         self.given_up.store(true, Ordering::Release);
     }
 }
 
-impl Resumption {
+impl<T> Resumption<T> {
     /// New connections, or why the session cannot be resumed. `None`: neither is there yet. The thread rings the mailbox when it is.
-    pub(super) fn outcome(&mut self) -> Option<Result<Resumed, String>> {
+    pub(super) fn outcome(&mut self) -> Option<Result<T, String>> {
         match self.outcome.try_recv() {
             Ok(outcome) => Some(outcome),
             Err(TryRecvError::Empty) => None,
@@ -101,13 +89,14 @@ impl Resumption {
         }
     }
 
-    fn last_failure(&self) -> String {
+    /// Why the last attempt failed. Empty: none has.
+    pub(super) fn last_failure(&self) -> String {
         self.last_failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
 /// Why an attempt failed.
-enum Failure {
+pub(super) enum Failure {
     /// The server does not know the session, or does not want it.
     Refused(String),
     /// It may succeed later.
@@ -125,6 +114,34 @@ impl From<ConnectError> for Failure {
             e => Failure::Later { why: with_causes(&e), answered_late: true },
         }
     }
+}
+
+impl Failure {
+    /// The server's answer has not come, or is broken.
+    pub(super) fn later(e: &dyn std::error::Error) -> Failure {
+        Failure::Later { why: with_causes(e), answered_late: true }
+    }
+
+    /// A frame of the server's that is not the one that was expected.
+    pub(super) fn unexpected(kind: Option<u32>, body: &[u8]) -> Failure {
+        match kind {
+            None => Failure::Later { why: "it closed the connection".into(), answered_late: false },
+            Some(frame::BYE) => Failure::Refused(String::from_utf8_lossy(body).into_owned()),
+            Some(kind) => {
+                let bytes = body.len();
+                Failure::Refused(format!("it answered with a frame of kind {kind}, {bytes} bytes"))
+            }
+        }
+    }
+}
+
+/// What a transport does to resume a session. Dropped when it has succeeded or was given up.
+pub(super) trait Attempt: Send + 'static {
+    /// What the session goes on over.
+    type Resumed: Send + 'static;
+
+    /// Tries once. The server's answers may take `patience`.
+    fn once(&self, attempt: u32, patience: Duration) -> Result<Self::Resumed, Failure>;
 }
 
 impl Ticket {
@@ -170,14 +187,47 @@ impl Ticket {
         if self.has_cache { config.cache } else { CacheUse::Never }
     }
 
-    fn hello(&self, purpose: u32, attempt: u32, index: u32) -> Hello {
+    pub(super) fn hello(&self, purpose: u32, attempt: u32, index: u32) -> Hello {
         let Ticket { token, secret: Secret(secret), .. } = *self;
         Hello { purpose, token, secret, attempt, index, ..self.hello }
     }
 
-    /// Protects a connection of the session as its first ones were.
-    fn protect(&self, config: &SessionConfig, socket: OwnedFd, deadline: Instant) -> io::Result<Stream> {
-        protect_session(config, socket, self.tls.as_ref(), &self.token, deadline)
+    /// Opens a connection of the session, protected as its first ones were, and says `hello` on it.
+    pub(super) fn dial(
+        &self,
+        config: &SessionConfig,
+        hello: &Hello,
+        patience: Duration,
+    ) -> Result<(Stream, Instant), Failure> {
+        let later = |e: io::Error| Failure::later(&e);
+        let limit = DIAL_WITHIN.max(4 * self.dialed_in).min(config.connect_timeout);
+        let socket = config.dial(limit);
+        let socket = socket.map_err(|e| Failure::Later { why: e.to_string(), answered_late: false })?;
+        let deadline = Instant::now() + patience;
+        let connection = protect_session(config, socket, self.tls.as_ref(), &self.token, deadline);
+        let connection = connection.map_err(later)?;
+        connection.write_all(hello.as_bytes()).map_err(later)?;
+        Ok((connection, deadline))
+    }
+
+    /// Begins attempt number `attempt`: its control connection, on which the server was told and has told how much has come of each stream. It is welcome, and its time limit stands.
+    pub(super) fn greet(
+        &self,
+        config: &SessionConfig,
+        attempt: u32,
+        received: &[u64],
+        along: impl FnOnce(&Stream) -> io::Result<()>,
+        patience: Duration,
+    ) -> Result<(Stream, Vec<u64>), Failure> {
+        let later = |e: io::Error| Failure::later(&e);
+        let (control, deadline) = self.dial(config, &self.hello(purpose::RESUME, attempt, 0), patience)?;
+        control.send_frame(frame::RESUMED, &[&resumed_body(received)]).map_err(later)?;
+        along(&control).map_err(later)?;
+        welcome_at_once(config, &control, deadline)?;
+        let mut body = Vec::new();
+        let kind = control.recv_frame(&mut body).map_err(later)?;
+        let counts = resumed_counts(&body, received.len()).filter(|_| kind == Some(frame::RESUMED));
+        counts.map(|counts| (control, counts)).ok_or_else(|| Failure::unexpected(kind, &body))
     }
 
     /// For telling the server that the session has ended.
@@ -192,34 +242,26 @@ impl Ticket {
             seconds => self.grace.min(Duration::from_secs(seconds.into())),
         }
     }
+}
 
-    /// Starts a thread that resumes the session, whose client side has `received` so much of each stream.
-    pub(super) fn resume(
-        &self,
-        config: &SessionConfig,
-        session: &Arc<SessionState>,
-        mailbox: &Mailbox<SocketMemory>,
-        attempt: u32,
-        received: Vec<u64>,
-    ) -> io::Result<Resumption> {
-        let (given_up, last_failure) = (Arc::new(AtomicBool::new(false)), Arc::<Mutex<String>>::default());
-        let (sender, outcome) = channel();
-        let attempts = Attempts {
-            ticket: self.clone(),
-            config: config.clone(),
-            received,
-            given_up: Arc::clone(&given_up),
-            last_failure: Arc::clone(&last_failure),
-            wake: Arc::clone(mailbox.wake()),
-        };
-        tracing::info!(
-            server = %session.server, program = %session.channel.program, pid = session.channel.pid, "link lost: resuming the session"
-        );
-        std::thread::Builder::new()
-            .name(thread_name("resume"))
-            .spawn(move || attempts.run(attempt, &sender))?;
-        Ok(Resumption { outcome, given_up, last_failure })
-    }
+/// Starts a thread that resumes a session, with attempts from number `first` on.
+pub(super) fn resume<M, A: Attempt>(
+    session: &SessionState,
+    mailbox: &Mailbox<M>,
+    first: u32,
+    attempt: A,
+) -> io::Result<Resumption<A::Resumed>> {
+    let (given_up, last_failure) = (Arc::new(AtomicBool::new(false)), Arc::<Mutex<String>>::default());
+    let (sender, outcome) = channel();
+    let attempts = Attempts {
+        attempt,
+        server: session.server.clone(),
+        given_up: Arc::clone(&given_up),
+        last_failure: Arc::clone(&last_failure),
+        wake: Arc::clone(mailbox.wake()),
+    };
+    std::thread::Builder::new().name(thread_name("resume")).spawn(move || attempts.run(first, &sender))?;
+    Ok(Resumption { outcome, given_up, last_failure })
 }
 
 /// Makes sure that the server knows that the session has ended: it keeps one whose connections are merely
@@ -261,7 +303,7 @@ impl Drop for Unbegun {
 
 /// What it takes to tell a server that a session has ended, also from another process than the one that had it.
 #[derive(Clone, Copy)]
-pub(in crate::bridge) struct Farewell {
+pub(super) struct Farewell {
     hello: Hello,
     /// The key of the session's connections under TLS; otherwise zero.
     key: Fingerprint,
@@ -276,7 +318,7 @@ impl std::fmt::Debug for Farewell {
 
 impl Farewell {
     /// For another process: it holds the session's secret.
-    pub(in crate::bridge) fn to_bytes(self) -> Vec<u8> {
+    pub(super) fn to_bytes(self) -> Vec<u8> {
         let mut bytes = self.grace.as_secs().to_le_bytes().to_vec();
         bytes.extend_from_slice(&self.key.0);
         bytes.extend_from_slice(self.hello.as_bytes());
@@ -284,7 +326,7 @@ impl Farewell {
     }
 
     /// What [`to_bytes`](Self::to_bytes) has given.
-    pub(in crate::bridge) fn from_bytes(bytes: &[u8]) -> Option<Farewell> {
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Farewell> {
         let (seconds, hello) = bytes.split_first_chunk()?;
         let (key, hello) = hello.split_first_chunk()?;
         let hello = Hello::read_from_bytes(hello).ok()?;
@@ -296,7 +338,7 @@ impl Farewell {
     }
 
     /// Tells the server, for as long as it would keep the session. Does not block.
-    pub(in crate::bridge) fn say(self, config: &SessionConfig) {
+    pub(super) fn say(self, config: &SessionConfig) {
         self.say_unless(config, || false);
     }
 
@@ -392,20 +434,19 @@ fn is_answered_within(control: &Socket, reader: &mut FrameReader, time: Duration
 }
 
 /// What the thread works with.
-struct Attempts {
-    ticket: Ticket,
-    config: SessionConfig,
-    received: Vec<u64>,
+struct Attempts<A> {
+    attempt: A,
+    server: String,
     given_up: Arc<AtomicBool>,
     last_failure: Arc<Mutex<String>>,
     wake: Arc<EventFd>,
 }
 
-impl Attempts {
-    fn run(&self, first: u32, outcome: &Sender<Result<Resumed, String>>) {
+impl<A: Attempt> Attempts<A> {
+    fn run(&self, first: u32, outcome: &Sender<Result<A::Resumed, String>>) {
         let (mut attempt, mut pause, mut patience) = (first, PAUSES.0, ANSWER_WITHIN.0);
         while !self.given_up.load(Ordering::Acquire) {
-            match self.once(attempt, patience) {
+            match self.attempt.once(attempt, patience) {
                 Ok(resumed) => {
                     // The relay may have ended meanwhile; then the connections close, and the server keeps the session for its grace period.
                     let _ = outcome.send(Ok(resumed));
@@ -416,7 +457,7 @@ impl Attempts {
                     break;
                 }
                 Err(Failure::Later { why, answered_late }) => {
-                    tracing::debug!(server = %self.config.server, attempt, "cannot resume yet: {why}");
+                    tracing::debug!(server = self.server, attempt, "cannot resume yet: {why}");
                     *self.last_failure.lock().unwrap_or_else(PoisonError::into_inner) = why;
                     if answered_late {
                         patience = (2 * patience).min(ANSWER_WITHIN.1);
@@ -430,85 +471,6 @@ impl Attempts {
         // A full counter means that it is raised already.
         let _ = self.wake.write(1);
     }
-
-    fn dial(&self) -> Result<OwnedFd, Failure> {
-        let limit = DIAL_WITHIN.max(4 * self.ticket.dialed_in).min(self.config.connect_timeout);
-        self.config.dial(limit).map_err(|e| Failure::Later { why: e.to_string(), answered_late: false })
-    }
-
-    /// One attempt. All connections come about side by side, so it takes two round trips.
-    fn once(&self, attempt: u32, patience: Duration) -> Result<Resumed, Failure> {
-        let later = |e: io::Error| Failure::Later { why: e.to_string(), answered_late: true };
-        let greet = |fd: OwnedFd, hello: Hello, deadline: Instant| {
-            let connection = self.ticket.protect(&self.config, fd, deadline).map_err(later)?;
-            connection.write_all(hello.as_bytes()).map_err(later)?;
-            if hello.purpose == purpose::RESUME {
-                let mine: Vec<Received> = (0..)
-                    .zip(&self.received)
-                    .map(|(stream, bytes)| Received { stream, reserved: 0, bytes: *bytes })
-                    .collect();
-                connection.send_frame(frame::RESUMED, &[mine.as_bytes()]).map_err(later)?;
-            }
-            welcome_at_once(&self.config, &connection, deadline)?;
-            Ok::<_, Failure>(connection)
-        };
-        let count = self.received.len() as u32 - 1;
-        std::thread::scope(|scope| {
-            let data: Vec<_> = (0..count)
-                .map(|index| {
-                    scope.spawn(move || {
-                        let fd = self.dial()?;
-                        let deadline = Instant::now() + patience;
-                        greet(fd, self.ticket.hello(purpose::DATA, attempt, index), deadline)
-                    })
-                })
-                .collect();
-            let control = self.dial()?;
-            let deadline = Instant::now() + patience;
-            let control = greet(control, self.ticket.hello(purpose::RESUME, attempt, 0), deadline)?;
-            // The socket's time limit stands since the welcome.
-            let mut body = Vec::new();
-            let kind = control.recv_frame(&mut body).map_err(later)?;
-            let received = counts(kind, &body, self.received.len())?;
-            let data = data
-                .into_iter()
-                .map(|thread| {
-                    let panicked =
-                        |_| Failure::Later { why: "a thread panicked".into(), answered_late: false };
-                    thread.join().map_err(panicked)?
-                })
-                .collect::<Result<Vec<_>, Failure>>()?;
-            let links = Links {
-                control,
-                data,
-                daemon: None,
-                ticket: self.ticket.clone(),
-                rooms: Vec::new(),
-                unbegun: None,
-                succession: None,
-            };
-            Ok(Resumed { links, received, attempt })
-        })
-    }
-}
-
-/// The numbers in a server's [`frame::RESUMED`].
-fn counts(kind: Option<u32>, body: &[u8], streams: usize) -> Result<Vec<u64>, Failure> {
-    let wrong =
-        || Failure::Refused(format!("it answered with a frame of kind {kind:?}, {} bytes", body.len()));
-    match kind {
-        None => Err(Failure::Later { why: "it closed the connection".into(), answered_late: false }),
-        Some(frame::RESUMED) if body.len() == streams * size_of::<Received>() => body
-            .chunks(size_of::<Received>())
-            .zip(0..)
-            .map(|(entry, number)| match Received::read_from_bytes(entry) {
-                Ok(received) if received.stream == number => Ok(received.bytes),
-                _ => Err(wrong()),
-            })
-            .collect(),
-        Some(frame::BYE) => Err(Failure::Refused(String::from_utf8_lossy(body).into_owned())),
-        Some(_) => Err(wrong()),
-    }
 }
 
 /// A time without a link. The client is told while it lasts.
@@ -521,6 +483,9 @@ pub(super) struct Interruption {
 
 impl Interruption {
     pub(super) fn begin(session: Arc<SessionState>, why: String, limit: Duration) -> Interruption {
+        tracing::info!(
+            server = %session.server, program = %session.channel.program, pid = session.channel.pid, "link lost: resuming the session"
+        );
         Interruption { session, why, begun: Instant::now(), limit }
     }
 
@@ -554,8 +519,8 @@ impl Interruption {
     }
 
     /// The words for an interruption that lasted too long.
-    pub(super) fn too_long(&self, seconds: u64, attempts: &Resumption) -> String {
-        let last = match attempts.last_failure().as_str() {
+    pub(super) fn too_long(&self, seconds: u64, last: &str) -> String {
+        let last = match last {
             "" => String::new(),
             last => format!(" (last attempt: {last})"),
         };

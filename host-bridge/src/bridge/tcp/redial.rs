@@ -1,0 +1,68 @@
+//! One attempt to open new connections for a session over `tcp`.
+
+use std::time::Duration;
+
+use protocol::link::purpose;
+
+use super::Links;
+use crate::bridge::SessionConfig;
+use crate::bridge::resume::{Attempt, Failure, Ticket};
+use crate::bridge::session::welcome_at_once;
+
+/// Connections over which the session goes on.
+#[derive(Debug)]
+pub(super) struct Resumed {
+    pub(super) links: Links,
+    /// What the server has of each stream, the control stream first.
+    pub(super) received: Vec<u64>,
+    pub(super) attempt: u32,
+}
+
+/// Opens as many connections as the session has.
+pub(super) struct Redial {
+    pub(super) ticket: Ticket,
+    pub(super) config: SessionConfig,
+    /// What has come of each stream, the control stream first.
+    pub(super) received: Vec<u64>,
+}
+
+impl Attempt for Redial {
+    type Resumed = Resumed;
+
+    /// All connections come about side by side, so it takes two round trips.
+    fn once(&self, attempt: u32, patience: Duration) -> Result<Resumed, Failure> {
+        let Redial { ticket, config, received } = self;
+        let count = received.len() as u32 - 1;
+        std::thread::scope(|scope| {
+            let data: Vec<_> = (0..count)
+                .map(|index| {
+                    scope.spawn(move || {
+                        let hello = ticket.hello(purpose::DATA, attempt, index);
+                        let (connection, deadline) = ticket.dial(config, &hello, patience)?;
+                        welcome_at_once(config, &connection, deadline)?;
+                        Ok(connection)
+                    })
+                })
+                .collect();
+            let (control, received) = ticket.greet(config, attempt, received, |_| Ok(()), patience)?;
+            let data = data
+                .into_iter()
+                .map(|thread| {
+                    let panicked =
+                        |_| Failure::Later { why: "a thread panicked".into(), answered_late: false };
+                    thread.join().map_err(panicked)?
+                })
+                .collect::<Result<Vec<_>, Failure>>()?;
+            let links = Links {
+                control,
+                data,
+                daemon: None,
+                ticket: ticket.clone(),
+                rooms: Vec::new(),
+                unbegun: None,
+                succession: None,
+            };
+            Ok(Resumed { links, received, attempt })
+        })
+    }
+}
