@@ -36,7 +36,7 @@ pub struct Version {
 }
 
 /// The version of this build.
-pub const VERSION: Version = Version { major: 2, minor: 1 };
+pub const VERSION: Version = Version { major: 2, minor: 2 };
 
 /// Whether the entries of [`VERSION`] may no longer change. See the module's text.
 pub const FROZEN: bool = false;
@@ -82,6 +82,7 @@ const LIMITS: Numbers = limits! {
     ops::memory::SPACE, ops::memory::SPACE_SIZE, ops::memory::SPACE_ALIGN, ops::memory::MOST_PATCHES,
     ops::memory::MIRROR_PAGE, ops::stream::memory_op::MOST, ops::array::MOST, ops::green::MAX_GROUPS,
     ops::nvml::MAX_OUTPUT, ops::nvml::FIELD_SIZE, ops::nvml::MAX_FIELDS, link::COMPRESSED_FLAG since 1,
+    link::DIRECT_VERBS since 2,
 };
 
 /// The fingerprint of `VERSION.major` with this minor number, as this build knows it.
