@@ -308,7 +308,11 @@ pub struct WorkerOptions {
     /// More device memory than the devices have.
     #[command(flatten)]
     pub swap: Swap,
-    /// Sessions over verbs.
+    /// Copies between GPUs of this and another server take verbs where --direct-verbs is set at both and both
+    /// have an RDMA device. Their bytes are not encrypted then, even if everything else between the servers is
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, action = clap::ArgAction::Set)]
+    pub direct_verbs: bool,
+    /// Sessions and copies over verbs.
     #[command(flatten)]
     pub rdma: Settings,
 }

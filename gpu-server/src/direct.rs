@@ -10,22 +10,27 @@
 //! first used. Nothing waits for a buffer: the sending end refuses a piece for which it has none, and the
 //! receiving end stops reading.
 //!
+//! If both operators allow it and both ends have a device, pieces take [`verbs`] instead of the socket, which
+//! stays open: its end is the connection's. The buffers and everything around them are the same.
+//!
 //! The daemons connect and accept, because workers have no network. `parent/direct.rs` says how far they
 //! trust a ticket. The peer is another server's worker, which its client may have taken over: the worst it
 //! can do is send wrong bytes for this session's client, or none.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::num::NonZeroUsize;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use host_bridge::endpoint::{Mapped, Region};
+mod verbs;
+
+use host_bridge::endpoint::Mapped;
 use host_bridge::framing::{Address, watch_peer};
 use host_bridge::stream::Stream;
+use host_bridge::verbs::{Pieces, Settings};
 use identity::{Fingerprint, Identity, Secret, tls};
 use protocol::Status;
 use protocol::device::{Answer, untext};
@@ -34,13 +39,15 @@ use protocol::ops::direct::{
     DirectArrivalReply, DirectOfferReply, DirectOpenReply, DirectTicket, MAX_ADDRESSES, MAX_DIRECTS,
     MAX_PIECE, PIECES,
 };
-use protocol::version::OURS;
+use protocol::version::{OURS, Version};
 use zerocopy::{FromZeros, IntoBytes};
 
+use self::verbs::{Bell, Memory, Verbs};
 use crate::cuda_ipc::{Broker, Token};
 use crate::driver::call::Pending;
 
-/// How long setting up a connection may take, from the connected socket on.
+/// How long setting up a connection may take, from the connected socket on, and then the first message over
+/// verbs.
 const WITHIN: Duration = Duration::from_secs(10);
 /// A peer that accepts nothing, or stops in the middle of a piece, for this long is lost.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -58,8 +65,17 @@ pub struct Directs {
     table: Mutex<Table>,
     /// Connections that have not yet shown whose they are.
     strangers: AtomicUsize,
-    /// Bytes of pieces sent and received.
-    bytes: Arc<AtomicU64>,
+    /// How connections use verbs. `None`: they use their sockets only.
+    verbs: Option<Verbs>,
+    bytes: Arc<Bytes>,
+}
+
+/// Bytes of pieces sent and received.
+#[derive(Default)]
+struct Bytes {
+    all: AtomicU64,
+    /// Those of them that went over verbs.
+    over_verbs: AtomicU64,
 }
 
 #[derive(Default)]
@@ -80,10 +96,10 @@ struct Offer {
 }
 
 impl Directs {
-    /// The connections of a session whose worker has this key.
-    pub fn new(identity: Arc<Identity>, broker: Arc<Broker>) -> Arc<Directs> {
+    /// The connections of a session whose worker has this key. `rdma`: how they may use verbs.
+    pub fn new(identity: Arc<Identity>, broker: Arc<Broker>, rdma: Option<Settings>) -> Arc<Directs> {
         let (table, strangers, bytes) = Default::default();
-        Arc::new(Directs { identity, broker, table, strangers, bytes })
+        Arc::new(Directs { identity, broker, table, strangers, verbs: rdma.map(Verbs::new), bytes })
     }
 
     /// The key with which this worker opens connections.
@@ -93,7 +109,12 @@ impl Directs {
 
     /// Bytes of pieces sent and received.
     pub fn bytes(&self) -> u64 {
-        self.bytes.load(Ordering::Relaxed)
+        self.bytes.all.load(Ordering::Relaxed)
+    }
+
+    /// Those of them that went over verbs.
+    pub fn bytes_over_verbs(&self) -> u64 {
+        self.bytes.over_verbs.load(Ordering::Relaxed)
     }
 
     /// Makes a ticket for a worker with this key. Returns at once, and answers `later`.
@@ -155,14 +176,21 @@ impl Directs {
         }
         let (directs, answer) = (Arc::clone(self), later());
         let open = move || {
-            let opened = directs.connect(&ticket).and_then(|stream| {
-                let outgoing = Outgoing::start(stream, Arc::clone(&directs.bytes));
-                outgoing.map_err(|e| format!("cannot start a thread: {e}"))
+            let opened = directs.connect(&ticket).and_then(|(stream, agreed)| {
+                let queue = verbs::offer(directs.verbs.as_ref(), &stream, agreed);
+                let queue = queue.map_err(|e| format!("the connection was lost: {e}"))?;
+                let (over, queue) = match queue {
+                    Ok(queue) => ("verbs".to_owned(), Some(queue)),
+                    Err(why) => (format!("its socket, because {why}"), None),
+                };
+                let outgoing = Outgoing::start(stream, queue, Arc::clone(&directs.bytes));
+                let outgoing = outgoing.map_err(|e| format!("cannot start a thread: {e}"))?;
+                Ok((outgoing, over))
             });
             let refusal = match opened {
-                Ok(outgoing) => {
+                Ok((outgoing, over)) => {
                     lock(&directs.table).outgoing.insert(direct, Some(outgoing));
-                    tracing::info!(direct, "a direct connection to another server is open");
+                    tracing::info!(direct, over, "a direct connection to another server is open");
                     String::new()
                 }
                 Err(why) => {
@@ -177,7 +205,7 @@ impl Directs {
     }
 
     /// Connects to the first of a ticket's addresses where that is allowed and possible.
-    fn connect(&self, ticket: &DirectTicket) -> Result<Stream, String> {
+    fn connect(&self, ticket: &DirectTicket) -> Result<(Stream, Version), String> {
         if ticket.addresses.is_empty() || ticket.addresses.len() > MAX_ADDRESSES {
             return Err(format!("a ticket with {} addresses", ticket.addresses.len()));
         }
@@ -189,7 +217,7 @@ impl Directs {
                 self.show(socket, ticket, encrypted).map_err(|e| format!("{address}: {e}"))
             });
             match connected {
-                Ok(stream) => return Ok(stream),
+                Ok(shown) => return Ok(shown),
                 Err(why) if !failed.contains(&why) => failed.push(why),
                 Err(_) => {}
             }
@@ -197,8 +225,8 @@ impl Directs {
         Err(failed.join("; "))
     }
 
-    /// Shows a ticket on a connected socket.
-    fn show(&self, socket: OwnedFd, ticket: &DirectTicket, encrypted: bool) -> io::Result<Stream> {
+    /// Shows a ticket on a connected socket. Returns the version that both ends speak, too.
+    fn show(&self, socket: OwnedFd, ticket: &DirectTicket, encrypted: bool) -> io::Result<(Stream, Version)> {
         watch_peer(&socket);
         let stream = if encrypted {
             let config = tls::client_pinning(&self.identity, &[Fingerprint(ticket.key)]);
@@ -221,12 +249,14 @@ impl Directs {
         stream.write_all(hello.as_bytes())?;
         let mut welcome = Welcome::new_zeroed();
         stream.read_exact(welcome.as_mut_bytes())?;
-        greeting::<Welcome>(welcome.as_bytes(), &OURS).map_err(|e| io::Error::other(e.to_string()))?;
+        let judged = greeting::<Welcome>(welcome.as_bytes(), &OURS);
+        let judged = judged.map_err(|e| io::Error::other(e.to_string()))?;
+        let (_, agreed) = judged.ok_or(io::ErrorKind::UnexpectedEof)?;
         if welcome.status != Answer::Ok as u32 {
             return Err(io::Error::other(format!("refused: {}", untext(&welcome.reason))));
         }
         stream.set_read_timeout(None)?;
-        Ok(stream)
+        Ok((stream, agreed))
     }
 
     /// Handles a new connection that names a ticket. `welcomed`: the daemon has checked and welcomed it;
@@ -244,7 +274,7 @@ impl Directs {
             match admitted {
                 Ok((stream, incoming)) => {
                     tracing::info!("a direct connection of another server is open");
-                    let why = incoming.read(&stream, PATIENCE);
+                    let why = incoming.read(&stream, directs.verbs.as_ref(), PATIENCE);
                     stream.shut_down();
                     tracing::info!("a direct connection of another server is over: {why}");
                 }
@@ -349,18 +379,20 @@ fn check(hello: &Hello, token: &Token, offer: &Offer) -> Result<(), String> {
 struct Pool {
     state: Mutex<PoolState>,
     changed: Condvar,
+    /// Rung when a buffer becomes free, for an end over verbs.
+    bell: OnceLock<Arc<Bell>>,
 }
 
 #[derive(Default)]
 struct PoolState {
-    free: Vec<Arc<Region>>,
+    free: Vec<Arc<Memory>>,
     made: usize,
     closed: bool,
 }
 
 impl Pool {
     fn new() -> Arc<Pool> {
-        Arc::new(Pool { state: Mutex::default(), changed: Condvar::new() })
+        Arc::new(Pool { state: Mutex::default(), changed: Condvar::new(), bell: OnceLock::new() })
     }
 
     /// Takes a buffer, unless all are in use.
@@ -372,18 +404,18 @@ impl Pool {
         if state.closed {
             return None;
         }
-        let region = match state.free.pop() {
-            Some(region) => region,
+        let memory = match state.free.pop() {
+            Some(memory) => memory,
             None if state.made < PIECES => {
-                let region = NonZeroUsize::new(MAX_PIECE as usize).map(Region::own)?;
-                let region = region.inspect_err(|e| tracing::warn!("no memory for a direct connection: {e}"));
-                let region = region.ok()?;
+                let memory = Memory::new(MAX_PIECE as usize);
+                let memory = memory.inspect_err(|e| tracing::warn!("no memory for a direct connection: {e}"));
+                let memory = memory.ok()?;
                 state.made += 1;
-                region
+                memory
             }
             None => return None,
         };
-        Some(Buffer { region, pool: Arc::clone(self) })
+        Some(Buffer { memory, pool: Arc::clone(self) })
     }
 
     /// Takes a buffer, waiting for one if necessary. `None`: the connection is closed, or there is no memory.
@@ -409,14 +441,14 @@ impl Pool {
 
 /// A buffer in use. Dropping it makes it free again.
 struct Buffer {
-    region: Arc<Region>,
+    memory: Arc<Memory>,
     pool: Arc<Pool>,
 }
 
 impl Buffer {
     /// Its first `len` bytes.
     fn bytes(&mut self, len: usize) -> &mut [u8] {
-        match self.region.runs(0, len as u64).as_deref() {
+        match self.memory.region().runs(0, len as u64).as_deref() {
             // SAFETY: the region belongs to this buffer, and whoever has the buffer has it exclusively: a
             // device is done with it when it is passed on.
             Some([(at, len)]) => unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), *len) },
@@ -429,8 +461,9 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         // Even if the pool is closed: this thread may be one that must not wait for the device, as releasing
         // the buffer may.
-        lock(&self.pool.state).free.push(Arc::clone(&self.region));
+        lock(&self.pool.state).free.push(Arc::clone(&self.memory));
         self.pool.changed.notify_all();
+        self.pool.bell.get().inspect(|bell| bell.ring());
     }
 }
 
@@ -467,6 +500,8 @@ impl Drop for InUse {
 pub struct Outgoing {
     jobs: Mutex<Option<Sender<Job>>>,
     pool: Arc<Pool>,
+    /// Rung for each job, if pieces go over verbs.
+    bell: Option<Arc<Bell>>,
 }
 
 enum Job {
@@ -476,12 +511,19 @@ enum Job {
 }
 
 impl Outgoing {
-    fn start(stream: Stream, bytes: Arc<AtomicU64>) -> io::Result<Arc<Outgoing>> {
+    /// `queue`: what pieces go over, instead of the socket.
+    fn start(stream: Stream, queue: Option<Pieces<Buffer>>, bytes: Arc<Bytes>) -> io::Result<Arc<Outgoing>> {
         let (jobs, due) = channel();
-        let outgoing = Arc::new(Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new() });
+        let due = Jobs { due, last: 0 };
+        let bell = queue.is_some().then(Bell::new).transpose()?.map(Arc::new);
+        let outgoing = Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new(), bell: bell.clone() };
+        let outgoing = Arc::new(outgoing);
         let own = Arc::clone(&outgoing);
         std::thread::Builder::new().name("rgpu-direct".into()).spawn(move || {
-            let why = send(&stream, &due, &bytes);
+            let why = match (queue, bell) {
+                (Some(queue), Some(bell)) => verbs::send(&stream, queue, due, &bell, &bytes),
+                _ => send(&stream, due, &bytes),
+            };
             stream.shut_down();
             drop(lock(&own.jobs).take());
             own.pool.close();
@@ -503,28 +545,62 @@ impl Outgoing {
             // The connection may just have been lost.
             let _ = jobs.send(job);
         }
+        self.bell.iter().for_each(|bell| bell.ring());
     }
 }
 
-/// Sends what arrives in the queue. Returns when the connection is lost.
-fn send(stream: &Stream, due: &Receiver<Job>, bytes: &AtomicU64) -> io::Result<()> {
-    // Numbers ascend on a connection. Streams may reach their pieces in another order; then the other end
-    // learns of a gap, and the client repeats the copy.
-    let mut last = 0;
-    while let Ok(job) = due.recv() {
+/// What is to be sent. Numbers ascend on a connection. Streams may reach their pieces in another order; then
+/// the other end learns of a gap, and the client repeats the copy.
+struct Jobs {
+    due: Receiver<Job>,
+    last: u64,
+}
+
+/// A piece's header, and its bytes if it has any.
+type Piece = (DirectHeader, Option<(Buffer, usize)>);
+
+impl Jobs {
+    /// The next piece, if there is one now.
+    ///
+    /// # Errors
+    /// There will be no more.
+    fn now(&mut self) -> io::Result<Option<Piece>> {
+        loop {
+            match self.due.try_recv() {
+                Ok(job) => {
+                    if let Some(piece) = self.judge(job) {
+                        return Ok(Some(piece));
+                    }
+                }
+                Err(TryRecvError::Empty) => return Ok(None),
+                Err(TryRecvError::Disconnected) => return Err(io::ErrorKind::BrokenPipe.into()),
+            }
+        }
+    }
+
+    /// A job's piece. `None`: it comes too late.
+    fn judge(&mut self, job: Job) -> Option<Piece> {
         let (number, piece) = match job {
             Job::Piece(number, buffer, len) => (number, Some((buffer, len))),
             Job::Nothing(number) => (number, None),
         };
-        if number <= last {
-            continue;
+        if number <= self.last {
+            return None;
         }
-        last = number;
-        let len = piece.as_ref().map_or(0, |(_, len)| *len);
-        stream.write_all(DirectHeader { number, len: len as u32, reserved: 0 }.as_bytes())?;
+        self.last = number;
+        let len = piece.as_ref().map_or(0, |(_, len)| *len as u32);
+        Some((DirectHeader { number, len, reserved: 0 }, piece))
+    }
+}
+
+/// Sends what arrives in the queue. Returns when the connection is lost.
+fn send(stream: &Stream, mut jobs: Jobs, bytes: &Bytes) -> io::Result<()> {
+    while let Ok(job) = jobs.due.recv() {
+        let Some((header, piece)) = jobs.judge(job) else { continue };
+        stream.write_all(header.as_bytes())?;
         if let Some((mut buffer, len)) = piece {
             stream.write_all(buffer.bytes(len))?;
-            bytes.fetch_add(len as u64, Ordering::Relaxed);
+            bytes.all.fetch_add(len as u64, Ordering::Relaxed);
         }
     }
     Ok(())
@@ -543,7 +619,7 @@ impl Sending {
     /// flight than there are buffers.
     pub fn fill(&mut self, len: u64) -> Option<Mapped> {
         let buffer = self.outgoing.pool.try_take()?;
-        let mapped = Mapped::of(&buffer.region, len)?;
+        let mapped = Mapped::of(buffer.memory.region(), len)?;
         (self.len, self.buffer) = (len as usize, Some(InUse(Some(buffer))));
         Some(mapped)
     }
@@ -572,7 +648,7 @@ impl Drop for Sending {
 pub struct Incoming {
     state: Mutex<Arrived>,
     pool: Arc<Pool>,
-    bytes: Arc<AtomicU64>,
+    bytes: Arc<Bytes>,
 }
 
 #[derive(Default)]
@@ -610,7 +686,7 @@ impl Arrived {
 }
 
 impl Incoming {
-    fn new(bytes: Arc<AtomicU64>) -> Incoming {
+    fn new(bytes: Arc<Bytes>) -> Incoming {
         Incoming { state: Mutex::default(), pool: Pool::new(), bytes }
     }
 
@@ -634,7 +710,7 @@ impl Incoming {
     /// `INVALID_VALUE` if it has not arrived or was already landed.
     pub fn land(&self, number: u64) -> Result<(InUse, Mapped), Status> {
         let (buffer, len) = lock(&self.state).pieces.remove(&number).ok_or(Status::INVALID_VALUE)?;
-        let mapped = Mapped::of(&buffer.region, len as u64).ok_or(Status::INVALID_VALUE)?;
+        let mapped = Mapped::of(buffer.memory.region(), len as u64).ok_or(Status::INVALID_VALUE)?;
         Ok((InUse(Some(buffer)), mapped))
     }
 
@@ -648,18 +724,24 @@ impl Incoming {
 
     /// Receives pieces until the connection is lost, and returns why. `patience`: how long the peer may pause
     /// in the middle of a piece.
-    fn read(&self, stream: &Stream, patience: Duration) -> String {
-        let why = self.receive(stream, patience).err();
+    fn read(&self, stream: &Stream, verbs: Option<&Verbs>, patience: Duration) -> String {
+        let why = self.receive(stream, verbs, patience).err();
         self.close();
         why.map_or_else(|| "closed".into(), |e| e.to_string())
     }
 
-    fn receive(&self, stream: &Stream, patience: Duration) -> io::Result<()> {
+    fn receive(&self, stream: &Stream, verbs: Option<&Verbs>, patience: Duration) -> io::Result<()> {
+        let mut first = true;
         loop {
             let mut header = DirectHeader::new_zeroed();
             stream.read_exact(header.as_mut_bytes())?;
-            let last = lock(&self.state).last;
-            let len = header.check(last).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
+            if std::mem::take(&mut first) && header == DirectHeader::offer() {
+                if let Some(queue) = verbs::answer(verbs, stream, &self.pool)? {
+                    return verbs::receive(self, stream, queue);
+                }
+                continue;
+            }
+            let len = self.check(&header)?;
             let mut piece = None;
             if len > 0 {
                 // The client lands what has arrived, or the session ends.
@@ -667,14 +749,26 @@ impl Incoming {
                 stream.set_read_timeout(Some(patience))?;
                 stream.read_exact(buffer.bytes(len))?;
                 stream.set_read_timeout(None)?;
-                self.bytes.fetch_add(len as u64, Ordering::Relaxed);
                 piece = Some((buffer, len));
             }
-            let mut state = lock(&self.state);
-            state.last = header.number;
-            piece.and_then(|piece| state.pieces.insert(header.number, piece));
-            state.answer();
+            self.arrived(header.number, piece);
         }
+    }
+
+    /// The bytes of the piece that has this header.
+    fn check(&self, header: &DirectHeader) -> io::Result<usize> {
+        let last = lock(&self.state).last;
+        header.check(last).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
+    }
+
+    /// A piece has arrived, or will not.
+    fn arrived(&self, number: u64, piece: Option<(Buffer, usize)>) {
+        let len = piece.as_ref().map_or(0, |(_, len)| *len as u64);
+        self.bytes.all.fetch_add(len, Ordering::Relaxed);
+        let mut state = lock(&self.state);
+        state.last = number;
+        piece.and_then(|piece| state.pieces.insert(number, piece));
+        state.answer();
     }
 }
 

@@ -388,6 +388,9 @@ pub struct Counters {
     /// Bytes copied to and from workers of other servers.
     #[serde(default)]
     pub bytes_direct: u64,
+    /// Those of them that went over verbs.
+    #[serde(default)]
+    pub bytes_direct_verbs: u64,
     /// Bytes of device memory held.
     pub device_memory: u64,
 }
@@ -403,6 +406,7 @@ impl Counters {
             || self.bytes_out < before.bytes_out
             || self.bytes_copied < before.bytes_copied
             || self.bytes_direct < before.bytes_direct
+            || self.bytes_direct_verbs < before.bytes_direct_verbs
     }
 }
 

@@ -13,7 +13,7 @@ use protocol::Status;
 use protocol::data::HostIn;
 use protocol::device::{Answer, untext};
 use protocol::handle::*;
-use protocol::link::{DirectHeader, Hello, Welcome, purpose};
+use protocol::link::{DirectHeader, DirectQueue, Hello, Welcome, purpose};
 use protocol::ops::copy::*;
 use protocol::ops::direct::*;
 use protocol::ops::memory::*;
@@ -114,6 +114,50 @@ fn pieces_travel_over_unix_sockets_over_tcp_and_under_tls() {
         // When one session ends, so does the connection.
         drop(from);
         assert!(rejects(&mut to, 1, 48));
+    }
+}
+
+#[test]
+fn where_an_end_cannot_use_verbs_pieces_take_the_socket_and_the_log_says_why() {
+    // This machine may have an RDMA device: one by that name it has not.
+    let verbs = ["--direct-verbs", "--rdma-device=none"];
+    let (target, unwilling) = (Server::start(&verbs), Server::start(&[]));
+    let to = [format!("--direct-to={}", unix(&target)), format!("--direct-to={}", unix(&unwilling))];
+    let willing = Server::start(&[&verbs[..], &[&to[0], &to[1]]].concat());
+    let plain = Server::start(&[&to[0]]);
+    for (source, target, why) in [
+        (&willing, &target, "RDMA|libibverbs"),
+        (&willing, &unwilling, "RDMA|libibverbs"),
+        (&plain, &target, "--direct-verbs"),
+    ] {
+        let (mut from, mut to) = (session(source), session(target));
+        let ticket = offer(&mut from, &mut to, 1);
+        open(&mut from, 1, &ticket).unwrap();
+        (1..4).for_each(|number| copies(&mut from, &mut to, 1, number));
+        until("the log says why", || {
+            let log = source.log();
+            let lines = log.lines().filter(|line| line.contains("another server is open"));
+            let mut lines = lines.filter(|line| line.contains("its socket, because"));
+            lines.any(|line| why.split('|').any(|why| line.contains(why)))
+        });
+    }
+    // The receiving end refuses an offer for the same reasons, and then takes pieces from the socket.
+    for (server, why) in [(&target, "RDMA|libibverbs"), (&unwilling, "--direct-verbs")] {
+        let mut to = session(server);
+        let mut stream = pretend(server, &mut to, 1);
+        let queue = DirectQueue { queue_pair: 17, mtu: 1024, ..DirectQueue::new_zeroed() };
+        stream.write_all(&[DirectHeader::offer().as_bytes(), queue.as_bytes()].concat()).unwrap();
+        let mut answer = DirectQueue::new_zeroed();
+        std::io::Read::read_exact(&mut stream, answer.as_mut_bytes()).unwrap();
+        let reason = untext(&answer.reason);
+        assert!(answer.queue_pair == 0 && why.split('|').any(|why| reason.contains(why)), "{reason}");
+        stream.write_all(&[header(1, 2).as_bytes(), &[1, 2]].concat()).unwrap();
+        assert_eq!(to.call(&DirectArrival { direct: 1, number: 1 }).unwrap().upto, 1);
+        land(&mut to, 1, 1, BASE, 2);
+        assert_eq!(get(&mut to, BASE, 2), [1, 2]);
+        // A second offer is none.
+        stream.write_all(&[DirectHeader::offer().as_bytes(), queue.as_bytes()].concat()).unwrap();
+        assert!(rejects(&mut to, 1, 2));
     }
 }
 

@@ -156,6 +156,11 @@ pub const SLOT_DATA: u32 = 64;
 pub const MAX_DEVICE_LIST: usize = 32;
 /// `region` of [`RegionKey`]: the channel's arena.
 pub const ARENA_KEY: u32 = u32::MAX;
+/// `reserved` of the first [`DirectHeader`] on a connection, whose number is 0, to a server of version 2.2 or later: a [`DirectQueue`] follows, because the
+/// connecting side would like to send pieces over verbs.
+pub const DIRECT_VERBS: u32 = 1;
+/// The version from which on a server understands [`DIRECT_VERBS`].
+pub const DIRECT_VERBS_SINCE: Version = Version { major: 2, minor: 2 };
 
 impl DirectHeader {
     /// The number of bytes that follow, if a correct peer may send this header after the piece with the
@@ -172,6 +177,11 @@ impl DirectHeader {
             return Err(format!("piece {number} with {len} bytes and {reserved} where 0 belongs"));
         }
         Ok(len as usize)
+    }
+
+    /// The header before a [`DirectQueue`].
+    pub fn offer() -> DirectHeader {
+        DirectHeader { number: 0, len: size_of::<DirectQueue>() as u32, reserved: DIRECT_VERBS }
     }
 }
 
@@ -491,8 +501,28 @@ layouts! {
         /// Bytes that follow, from 1 to [`MAX_PIECE`](crate::ops::direct::MAX_PIECE). 0: the piece will not
         /// come.
         pub len: u32,
-        /// Zero.
+        /// Zero, or [`DIRECT_VERBS`].
         pub reserved: u32,
+    }
+
+    /// One end's queue pair for the pieces of a [direct connection](crate::ops::direct), as the other end must know it.
+    pub struct DirectQueue since 2 {
+        /// Its number. 0: this end cannot use verbs; `reason` says why, and the other fields are 0.
+        pub queue_pair: u32,
+        /// The first packet number.
+        pub psn: u32,
+        /// MTU of this end's port, in bytes. The smaller of the two is used.
+        pub mtu: u32,
+        /// Receiving end: receives that it has posted, each for one piece. Sending end: 0.
+        pub receives: u32,
+        /// InfiniBand's local identifier; 0 with RoCE.
+        pub lid: u16,
+        /// 1: packets carry a global route.
+        pub global: u16,
+        /// This end's GID, in network byte order.
+        pub gid: [u8; 16],
+        /// Why there is no queue pair. NUL-padded.
+        pub reason: [u8; 220],
     }
 
     /// An entry of [`frame::DATA_KNOWN`].

@@ -84,6 +84,7 @@ const LIMITS: Numbers = limits! {
     ops::memory::SPACE, ops::memory::SPACE_SIZE, ops::memory::SPACE_ALIGN, ops::memory::MOST_PATCHES,
     ops::memory::MIRROR_PAGE, ops::stream::memory_op::MOST, ops::array::MOST, ops::green::MAX_GROUPS,
     ops::nvml::MAX_OUTPUT, ops::nvml::FIELD_SIZE, ops::nvml::MAX_FIELDS, link::COMPRESSED_FLAG since 1,
+    link::DIRECT_VERBS since 2,
 };
 
 /// The fingerprint of `VERSION.major` with this minor number, as this build knows it.

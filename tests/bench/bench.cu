@@ -234,13 +234,21 @@ static double in_kernel() {
 }
 
 // What one thing alone takes, N times in a row: calls that ask the server and wait (`memory_info`: nothing but that; `dtoh`: with the device's work), or page-locked
-// asynchronous copies, all under way before the first is done.
+// asynchronous copies, all under way before the first is done. `peer`: from the first device to the second.
 static void timed(const char *name, size_t size, int count) {
-    const size_t span = std::max<size_t>(4096, std::min<size_t>(size * count, 16 << 20)), places = span / size;
+    const size_t span = std::max<size_t>({4096, size, std::min<size_t>(size * count, 16 << 20)}), places = span / size;
     char *up, *down, *device;
     CHECK(cudaMallocHost(&up, span));
     CHECK(cudaMallocHost(&down, span));
     CHECK(cudaMalloc(&device, span));
+    char *source = device, *target = device;
+    if (!strcmp(name, "peer")) {
+        CHECK(cudaSetDevice(1));
+        CHECK(cudaMalloc(&target, span));
+        CHECK(cudaMemset(target, 0, span));
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaSetDevice(0));
+    }
     fill(up, span);
     memset(down, 0, span);
     const bool to = !strcmp(name, "htod_async");
@@ -248,12 +256,19 @@ static void timed(const char *name, size_t size, int count) {
     if (to) CHECK(cudaMemset(device, 0, span));
     else CHECK(cudaMemcpy(device, up, span, cudaMemcpyHostToDevice));
     CHECK(cudaDeviceSynchronize());
+    if (target != source) {
+        // The servers have connected and made their buffers when the time begins.
+        CHECK(cudaMemcpyPeer(target, 1, source, 0, span));
+        CHECK(cudaMemset(target, 0, span));
+        CHECK(cudaDeviceSynchronize());
+    }
     int i = 0;
     double kernel = in_kernel(), begin = now();
     std::vector<double> each = times(count, [&] {
         size_t at = i++ % places * size, free_bytes, total_bytes;
         if (to) CHECK(cudaMemcpyAsync(device + at, up + at, size, cudaMemcpyHostToDevice));
         else if (!strcmp(name, "dtoh_async")) CHECK(cudaMemcpyAsync(down + at, device + at, size, cudaMemcpyDeviceToHost));
+        else if (!strcmp(name, "peer")) CHECK(cudaMemcpyPeerAsync(target + at, 1, source + at, 0, size));
         else if (!strcmp(name, "dtoh")) CHECK(cudaMemcpy(down + at, device + at, size, cudaMemcpyDeviceToHost));
         else if (!strcmp(name, "memory_info")) CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
         else {
@@ -265,7 +280,7 @@ static void timed(const char *name, size_t size, int count) {
     double all = now() - begin;
     kernel = in_kernel() - kernel;
     const size_t whole = std::min<size_t>(count, places) * size;
-    if (to) CHECK(cudaMemcpy(down, device, whole, cudaMemcpyDeviceToHost));
+    if (to || target != source) CHECK(cudaMemcpy(down, target, whole, cudaMemcpyDeviceToHost));
     if (strcmp(name, "memory_info")) same(up, down, whole, name);
     std::sort(each.begin(), each.end());
     printf("do=%s size=%zu count=%d mb_per_s=%.2f us_median=%.2f kernel_ms=%.0f\n", name, size, count, size * count / all, each[each.size() / 2], kernel);

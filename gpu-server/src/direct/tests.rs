@@ -1,8 +1,10 @@
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
 use super::*;
 use proptest::prelude::*;
+use protocol::device::text;
+use protocol::link::DirectQueue;
 
 /// A receiving end that reads from the other end of a socket.
 fn receiving(patience: Duration) -> (UnixStream, Arc<Incoming>, std::thread::JoinHandle<String>) {
@@ -10,7 +12,7 @@ fn receiving(patience: Duration) -> (UnixStream, Arc<Incoming>, std::thread::Joi
     let incoming = Arc::new(Incoming::new(Arc::default()));
     let reading = Arc::clone(&incoming);
     let stream = Stream::from(OwnedFd::from(theirs));
-    let thread = std::thread::spawn(move || reading.read(&stream, patience));
+    let thread = std::thread::spawn(move || reading.read(&stream, None, patience));
     (ours, incoming, thread)
 }
 
@@ -40,12 +42,140 @@ fn between_pieces_a_peer_has_all_the_time() {
     assert_eq!(lock(&incoming.state).look(1), Some(Ok(4)));
 }
 
+/// What a receiving end without verbs answers to an offer.
+fn answer_of(mut ours: &UnixStream) -> DirectQueue {
+    ours.write_all(&[DirectHeader::offer().as_bytes(), DirectQueue::new_zeroed().as_bytes()].concat())
+        .unwrap();
+    let mut answer = DirectQueue::new_zeroed();
+    ours.read_exact(answer.as_mut_bytes()).unwrap();
+    answer
+}
+
+#[test]
+fn an_end_that_does_not_use_verbs_says_so_and_takes_pieces_from_the_socket() {
+    let (mut ours, incoming, thread) = receiving(PATIENCE);
+    let answer = answer_of(&ours);
+    assert_eq!(answer.queue_pair, 0);
+    assert!(untext(&answer.reason).contains("--direct-verbs"), "{}", untext(&answer.reason));
+    ours.write_all(&[header(1, 1).as_bytes(), &[1]].concat()).unwrap();
+    drop(ours);
+    thread.join().unwrap();
+    assert_eq!(lock(&incoming.state).look(1), Some(Ok(1)));
+    assert_eq!(incoming.bytes.over_verbs.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn an_offer_of_verbs_comes_first_and_whole_or_ends_the_connection() {
+    let offer = DirectHeader::offer();
+    let whole = [offer.as_bytes(), DirectQueue::new_zeroed().as_bytes()].concat();
+    let late = [header(1, 1).as_bytes(), &[1], &whole].concat();
+    for bad in [
+        DirectHeader { len: offer.len - 1, ..offer }.as_bytes(),
+        DirectHeader { len: u32::MAX, ..offer }.as_bytes(),
+        DirectHeader { reserved: 2, ..offer }.as_bytes(),
+        DirectHeader { number: 1, ..offer }.as_bytes(),
+        &whole[..whole.len() - 1],
+        &late,
+        &[&whole[..], &whole[..]].concat(),
+    ] {
+        let (mut ours, incoming, thread) = receiving(PATIENCE);
+        ours.write_all(bad).unwrap();
+        ours.shutdown(std::net::Shutdown::Write).unwrap();
+        assert_ne!(thread.join().unwrap(), "closed", "{bad:?}");
+        assert!(lock(&incoming.state).over);
+    }
+}
+
+/// What the sending end makes of these bytes as the answer to its offer.
+fn asked(answer: &[u8]) -> io::Result<Result<DirectQueue, String>> {
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    ours.write_all(answer).unwrap();
+    ours.shutdown(std::net::Shutdown::Write).unwrap();
+    let asked = verbs::ask(&Stream::from(OwnedFd::from(theirs)), &DirectQueue::new_zeroed());
+    let mut offer = [0; size_of::<DirectHeader>() + size_of::<DirectQueue>()];
+    ours.read_exact(&mut offer).unwrap();
+    assert!(offer.starts_with(DirectHeader::offer().as_bytes()));
+    asked
+}
+
+#[test]
+fn any_answer_to_an_offer_is_an_end_a_refusal_or_a_lost_connection() {
+    let refusal = DirectQueue { reason: text("no device"), ..DirectQueue::new_zeroed() };
+    assert_eq!(asked(refusal.as_bytes()).unwrap(), Err("no device".into()));
+    let good = DirectQueue { queue_pair: 17, receives: u32::MAX, ..refusal };
+    assert_eq!(asked(good.as_bytes()).unwrap(), Ok(good));
+    assert!(asked(&good.as_bytes()[1..]).is_err() && asked(&[]).is_err());
+    assert_eq!(asked(&[0xff; 256]).unwrap().unwrap().receives, u32::MAX);
+}
+
+#[test]
+fn receives_are_granted_by_bytes_and_the_end_of_the_socket_is_seen() {
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    let stream = Stream::from(OwnedFd::from(theirs));
+    let mut sum = 0;
+    let mut granted = |most: usize| {
+        verbs::granted(&stream, |receives| {
+            sum += receives;
+            if sum > most { Err(io::ErrorKind::InvalidData.into()) } else { Ok(()) }
+        })
+        .map(|worked| (worked, sum))
+    };
+    assert_eq!(granted(16).unwrap(), (false, 0));
+    ours.write_all(&[2, 0, 14]).unwrap();
+    assert_eq!(granted(16).unwrap(), (true, 16));
+    ours.write_all(&[1; 100]).unwrap();
+    assert!(granted(16).is_err());
+    drop(ours);
+    assert!(granted(usize::MAX).is_err(), "it has read to the end");
+}
+
+/// Both ends of a connection under TLS: the connecting one first.
+fn under_tls() -> (Stream, Stream) {
+    let [one, other] = [(); 2].map(|()| Arc::new(Identity::generate().unwrap()));
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let server = tls::server_pinning(&other, one.fingerprint()).unwrap();
+    let deadline = Instant::now() + WITHIN;
+    let accepted =
+        std::thread::spawn(move || Stream::tls_server(OwnedFd::from(theirs), &server, deadline).unwrap());
+    let client = tls::client_pinning(&one, &[other.fingerprint()]).unwrap();
+    let name = tls::session_name(&[7; 16]);
+    let stream = Stream::tls_client(OwnedFd::from(ours), &client, name, deadline).unwrap();
+    (stream, accepted.join().unwrap())
+}
+
+#[test]
+fn grants_and_the_end_of_the_socket_are_seen_under_tls() {
+    let (sending, receiving) = under_tls();
+    for stream in [&sending, &receiving] {
+        stream.set_nonblocking(false).unwrap();
+    }
+    assert!(!verbs::has_ended(&receiving).unwrap());
+    for count in [2, 14] {
+        receiving.write_all(&[count]).unwrap();
+    }
+    sending.set_nonblocking(true).unwrap();
+    let mut sum = 0;
+    while sum < 16 {
+        verbs::granted(&sending, |receives| {
+            sum += receives;
+            Ok(())
+        })
+        .unwrap();
+    }
+    sending.shut_down();
+    // A farewell, or a cut without one, which is an error.
+    assert!(verbs::has_ended(&receiving).unwrap_or(true));
+    receiving.shut_down();
+    assert!(verbs::granted(&sending, |_| Ok(())).is_err());
+}
+
 #[test]
 fn a_buffer_whose_device_may_still_use_it_is_not_used_again() {
     let pool = Pool::new();
     let buffers: Vec<Buffer> = std::iter::from_fn(|| pool.try_take()).collect();
     assert_eq!(buffers.len(), PIECES);
-    let at = |buffer: &Buffer| buffer.region.runs(0, 1).unwrap()[0].0;
+    let at = |buffer: &Buffer| buffer.memory.region().runs(0, 1).unwrap()[0].0;
     let mut buffers = buffers.into_iter();
     let (lost, released) = (buffers.next().unwrap(), buffers.next().unwrap());
     let (of_lost, of_released) = (at(&lost), at(&released));

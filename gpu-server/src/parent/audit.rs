@@ -111,7 +111,7 @@ impl Audit {
                 "session": hex(&session.token), "principal": principal.name, "key": key(principal), "peer": peer, "client": client,
                 "program": program, "pid": session.pid, "seconds": session.since.elapsed().as_secs(), "lost": lost, "reason": reason,
                 "commands": counters.commands, "bytes_in": counters.bytes_in, "bytes_out": counters.bytes_out,
-                "bytes_direct": counters.bytes_direct, "bytes_swapped": session.account.moved()[0],
+                "bytes_direct": counters.bytes_direct, "bytes_direct_verbs": counters.bytes_direct_verbs, "bytes_swapped": session.account.moved()[0],
             }),
         );
     }

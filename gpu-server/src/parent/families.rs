@@ -44,6 +44,8 @@ metrics::families! {
     COPIED: Counter "rgpu_server_copied" ["bytes"] { "principal", "client", "program" };
     /// Bytes of copies to and from GPUs of other servers that did not pass through the client.
     DIRECT: Counter "rgpu_server_direct" ["bytes"] { "principal", "client", "program" };
+    /// Of these, bytes that went over verbs.
+    DIRECT_VERBS: Counter "rgpu_server_direct_verbs" ["bytes"] { "principal", "client", "program" };
 
     /// Leases that a principal has.
     LEASES: Gauge "rgpu_server_leases" { "principal" };

@@ -46,6 +46,7 @@ impl Settled {
             bytes_out,
             bytes_copied,
             bytes_direct,
+            bytes_direct_verbs,
             ..
         } = session.counters;
         let sums = &mut self.counters;
@@ -61,6 +62,7 @@ impl Settled {
             (&mut sums.bytes_out, bytes_out),
             (&mut sums.bytes_copied, bytes_copied),
             (&mut sums.bytes_direct, bytes_direct),
+            (&mut sums.bytes_direct_verbs, bytes_direct_verbs),
         ] {
             *sum = sum.saturating_add(value);
         }
@@ -251,6 +253,7 @@ fn count(samples: &mut Samples, names: [&str; 3], done: &Settled) {
         bytes_out,
         bytes_copied,
         bytes_direct,
+        bytes_direct_verbs,
         ..
     } = done.counters;
     for (family, value) in [
@@ -265,6 +268,7 @@ fn count(samples: &mut Samples, names: [&str; 3], done: &Settled) {
         (&f::SENT, bytes_out),
         (&f::COPIED, bytes_copied),
         (&f::DIRECT, bytes_direct),
+        (&f::DIRECT_VERBS, bytes_direct_verbs),
     ] {
         samples.add(family, &names, value);
     }

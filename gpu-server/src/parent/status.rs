@@ -208,6 +208,7 @@ fn row(worker: u32, session: &Session, readings: &[Reading]) -> serde_json::Valu
         "bytes_out": session.counters.bytes_out,
         "bytes_copied": session.counters.bytes_copied,
         "bytes_direct": session.counters.bytes_direct,
+        "bytes_direct_verbs": session.counters.bytes_direct_verbs,
         "device_memory": session.counters.device_memory,
         "memory_away": session.devices.iter().map(|number| session.account.away(*number)).sum::<u64>(),
         "sm_percent": (!percents.is_empty()).then(|| percents.iter().sum::<u32>()),

@@ -172,6 +172,7 @@ impl Shared {
             bytes_out,
             bytes_copied: client.copied(),
             bytes_direct: self.directs.bytes(),
+            bytes_direct_verbs: self.directs.bytes_over_verbs(),
             device_memory: self.quota.held_on_devices(),
         }
     }
@@ -255,7 +256,8 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     let devices = limits.devices.clone();
     let kernel_seconds = limits.kernel_seconds;
     quota.begin(limits, terms, meter, Arc::clone(&broker), swaps.then_some(room));
-    let directs = Directs::new(Arc::clone(&identity), Arc::clone(&broker));
+    let rdma = options.direct_verbs.then(|| options.rdma.clone());
+    let directs = Directs::new(Arc::clone(&identity), Arc::clone(&broker), rdma);
     let shared = Arc::new(Shared::new(quota.clone(), directs));
     if timeline.is_some() {
         RECORDER.start();
@@ -295,6 +297,7 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
             bytes_out = counters.bytes_out,
             bytes_copied = counters.bytes_copied,
             bytes_direct = counters.bytes_direct,
+            bytes_direct_verbs = counters.bytes_direct_verbs,
             "session ended"
         ),
     }

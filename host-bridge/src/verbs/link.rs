@@ -28,8 +28,8 @@ use protocol::link::{DataHeader, MAX_QUEUES, MessageHeader, Queues};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::credits::{Credits, LEAST_RECEIVES};
-use super::device::mtu_number;
-use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target};
+use super::device::{Port, mtu_number};
+use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target, first_packet_number};
 use super::registration::{Access, Domain, Segment, Slab};
 use super::requests::Requests;
 use super::sys::{Library, SendWr, Sge, Wc, number};
@@ -199,7 +199,7 @@ pub struct Counts {
 }
 
 /// Writes a structure into a slab.
-fn store(slab: &Slab, offset: usize, bytes: &[u8]) {
+pub(super) fn store(slab: &Slab, offset: usize, bytes: &[u8]) {
     if let Some(at) = slab.pointer(offset, bytes.len()) {
         // SAFETY: `pointer` checked the range; the device does not use it now, since the caller takes a place that no request under way names.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at.as_ptr(), bytes.len()) };
@@ -256,14 +256,7 @@ impl Unconnected {
             )?;
             queues.push(Queue { pair, depth: sends as usize, unsignalled: 0 });
         }
-        let mut random = [0u8; 4];
-        // A packet number that an outsider cannot know.
-        nix::unistd::read(
-            std::fs::File::open("/dev/urandom").map_err(|e| VerbsError::call("/dev/urandom", e))?,
-            &mut random,
-        )
-        .map_err(|e| VerbsError::call("/dev/urandom", e.into()))?;
-        let psn = u32::from_le_bytes(random) & 0xff_ffff;
+        let psn = first_packet_number()?;
         let (domain, loss) = (Arc::clone(domain), settings.loss);
         let link =
             Unconnected { queues, completions, inbox, outbox, headers, domain, receives, depth, psn, loss };
@@ -323,16 +316,7 @@ impl Unconnected {
     fn up(mut self, peer: &Queues) -> Result<Up, VerbsError> {
         check_peer(peer)?;
         let port = self.domain.device().port();
-        if (peer.global != 0) != port.global {
-            let (one, other) = if port.global {
-                ("RoCE or a GID", "an InfiniBand LID")
-            } else {
-                ("an InfiniBand LID", "RoCE or a GID")
-            };
-            return Err(VerbsError::Peer(format!(
-                "it is reached by {other}, this side by {one}: both must be of one kind (gid_index of rdma, on InfiniBand)"
-            )));
-        }
+        check_route(port, peer.global)?;
         self.queues.truncate(peer.count as usize);
         for (queue, qpn) in self.queues.iter().zip(peer.queue_pairs) {
             let mtu = peer.mtu.min(port.mtu);
@@ -377,13 +361,28 @@ fn check_peer(peer: &Queues) -> Result<(), VerbsError> {
     }
 }
 
+/// Checks that both sides are reached in the same way.
+pub(super) fn check_route(port: &Port, peer_global: u16) -> Result<(), VerbsError> {
+    if (peer_global != 0) == port.global {
+        return Ok(());
+    }
+    let (one, other) = if port.global {
+        ("RoCE or a GID", "an InfiniBand LID")
+    } else {
+        ("an InfiniBand LID", "RoCE or a GID")
+    };
+    Err(VerbsError::Peer(format!(
+        "it is reached by {other}, this side by {one}: both must be of one kind (gid_index of rdma, on InfiniBand)"
+    )))
+}
+
 fn post_receive(pair: &QueuePair, inbox: &Slab, queue: usize, index: usize) -> Result<(), VerbsError> {
     let id = RECEIVE | (queue as u64) << 32 | index as u64;
     let segment =
         if queue == 0 { inbox.registration().slice((index * MESSAGE) as u64, MESSAGE as u32) } else { None };
     // SAFETY: a buffer of the inbox, which is registered for the device's writes until after the queue pair is destroyed, and which is only read between
     // this receive's completion and its being posted again.
-    unsafe { pair.receive(id, segment.as_ref().map(|s| &s.sge)) }
+    unsafe { pair.receive(id, segment.as_ref().map_or(&[], |s| std::slice::from_ref(&s.sge))) }
 }
 
 impl Up {
@@ -719,22 +718,7 @@ impl Link {
         let queue = self.up.as_ref().and_then(number).unwrap_or(0);
         let device = self.domain.device();
         let on = format!("queue {queue} of {} port {}", device.name(), device.port().number);
-        match wc.status {
-            number::WC_RETRY_EXC_ERR => VerbsError::Broken(format!(
-                "{on}: the peer does not answer any more (retry limit exceeded: it is gone, the link is down, or UDP port 4791 is blocked)"
-            )),
-            number::WC_RNR_RETRY_EXC_ERR => VerbsError::Wrong(format!("{on}: the peer had no receive ready")),
-            number::WC_REM_INV_REQ_ERR => VerbsError::Wrong(format!(
-                "{on}: the peer's device refused a request as invalid (status 9): one that does not fit its receive, or packets in another order than a message has"
-            )),
-            number::WC_WR_FLUSH_ERR => VerbsError::Broken(format!(
-                "{on} was stopped: the peer ended the connection or asked for what it may not"
-            )),
-            other => {
-                let text = Library::get().map_or_else(|_| String::new(), |l| l.status_text(other));
-                VerbsError::Wrong(format!("{on}: {text} (status {other}, vendor's {:#x})", wc.vendor_err))
-            }
-        }
+        describe(&on, &wc)
     }
 
     /// Readable when something has happened after [`arm`](Self::arm). `None`: nothing happens, because there are no queue pairs, or they are broken.
@@ -861,6 +845,26 @@ impl Link {
     }
 }
 
+/// Says why a request failed. `on`: the queue or the port.
+pub(super) fn describe(on: &str, wc: &Wc) -> VerbsError {
+    match wc.status {
+        number::WC_RETRY_EXC_ERR => VerbsError::Broken(format!(
+            "{on}: the peer does not answer any more (retry limit exceeded: it is gone, the link is down, or UDP port 4791 is blocked)"
+        )),
+        number::WC_RNR_RETRY_EXC_ERR => VerbsError::Wrong(format!("{on}: the peer had no receive ready")),
+        number::WC_REM_INV_REQ_ERR => VerbsError::Wrong(format!(
+            "{on}: the peer's device refused a request as invalid (status 9): one that does not fit its receive, or packets in another order than a message has"
+        )),
+        number::WC_WR_FLUSH_ERR => VerbsError::Broken(format!(
+            "{on} was stopped: the peer ended the connection or asked for what it may not"
+        )),
+        other => {
+            let text = Library::get().map_or_else(|_| String::new(), |l| l.status_text(other));
+            VerbsError::Wrong(format!("{on}: {text} (status {other}, vendor's {:#x})", wc.vendor_err))
+        }
+    }
+}
+
 /// What [`Link::take`] has found.
 #[derive(Debug, Default)]
 struct Taken {
@@ -871,7 +875,7 @@ struct Taken {
 }
 
 /// The completion that says best why a link broke: a flushed request is only a consequence.
-fn failure(done: &[Wc]) -> Option<Wc> {
+pub(super) fn failure(done: &[Wc]) -> Option<Wc> {
     let mut failed = done.iter().filter(|wc| wc.status != number::WC_SUCCESS);
     let first = failed.next()?;
     let cause = std::iter::once(first).chain(failed).find(|wc| wc.status != number::WC_WR_FLUSH_ERR);

@@ -11,6 +11,7 @@
 //! - [`memory`]: protection domains and registered memory; [`region`]: a client's scattered memory as one registration;
 //! - [`queue`]: queue pairs and completion queues; [`credits`]: how much each side may send;
 //! - `requests`: what was sent and taken on one queue, over all queue pairs that a session has had; [`link`]: all of that as one connection with messages and writes, whose queue pairs can be replaced;
+//! - [`pieces`]: one queue pair for copies between servers;
 //! - [`sys`]: the C library's types, and its functions found at run time.
 //!
 //! A device's context and domain belong to one session, so a key is valid only for that session's memory and queue pairs. A registration is always dropped before its memory.
@@ -21,6 +22,7 @@ mod credits;
 pub mod device;
 mod error;
 pub mod link;
+pub mod pieces;
 mod queue;
 pub mod registration;
 mod requests;
@@ -36,6 +38,7 @@ pub use client_memory::RegisteredRegion;
 pub use device::{Device, DeviceEvent, Port};
 pub use error::VerbsError;
 pub use link::{Event, Link, Put, Unconnected};
+pub use pieces::{PieceBuffer, Pieces};
 pub use registration::{Access, Domain, Registration, Segment, Slab};
 
 /// How to use verbs: one set of settings for both ends. `vhost-rgpu` and `rgpu-server` take them as the flags that their names here stand for (`--rdma-device`), `vhost-rgpu`

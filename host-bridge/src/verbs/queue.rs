@@ -2,7 +2,8 @@
 //!
 //! Posting and polling allocate nothing and make no system call of their own (the provider may).
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
@@ -295,13 +296,14 @@ impl QueuePair {
         }
     }
 
-    /// Posts a receive into `segment` (none: for writes with immediate data, which bring their own address).
+    /// Posts a receive into `segments`, one behind the other (none: for writes with immediate data, which
+    /// bring their own address).
     ///
     /// # Safety
-    /// The segment's memory is registered for the device's writes, stays registered until the receive
+    /// The segments' memory is registered for the device's writes, stays registered until the receive
     /// completes, and no Rust reference covers it until then.
-    pub(super) unsafe fn receive(&self, wr_id: u64, segment: Option<&Sge>) -> Result<(), VerbsError> {
-        let (sg_list, num_sge) = segment.map_or((ptr::null(), 0), |s| (ptr::from_ref(s), 1));
+    pub(super) unsafe fn receive(&self, wr_id: u64, segments: &[Sge]) -> Result<(), VerbsError> {
+        let (sg_list, num_sge) = (segments.as_ptr(), segments.len() as i32);
         let mut wr = RecvWr { wr_id, next: ptr::null_mut(), sg_list, num_sge };
         let mut bad = ptr::null_mut();
         // SAFETY: a queue pair that lives, a well-formed request that the call reads to its end, memory as
@@ -328,6 +330,14 @@ impl Drop for QueuePair {
             tracing::warn!("ibv_destroy_qp: {}", io::Error::last_os_error());
         }
     }
+}
+
+/// A first packet number that an outsider cannot know.
+pub(super) fn first_packet_number() -> Result<u32, VerbsError> {
+    let failed = |e: io::Error| VerbsError::call("/dev/urandom", e);
+    let mut random = [0; 4];
+    File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut random)).map_err(failed)?;
+    Ok(u32::from_le_bytes(random) & 0xff_ffff)
 }
 
 /// The local ACK timeout, as the exponent that InfiniBand wants (4.096 µs × 2^n), such that a packet and its

@@ -52,6 +52,7 @@ impl Bed {
         let binaries = tree::binaries();
         let mut builder =
             rdma::builder()?.memory_mib(3072).program(binaries.join("examples/verbs"), "/bin/verbs");
+        builder = builder.program(binaries.join("examples/pieces"), "/bin/pieces");
         for name in ["rgpu-server", "vhost-rgpu", "rgpuctl"] {
             builder = builder.program(binaries.join(name), Path::new("/opt/rgpu").join(name));
         }
@@ -70,7 +71,7 @@ impl Bed {
             .spawn(&format!("exec verbs listen 127.0.0.1:9800 --device {}", rdma::SERVER.1))?
             .wait_for("listening", LIMIT)?;
         machine.spawn(&format!(
-            "exec /opt/rgpu/rgpu-server --insecure --listen tcp:127.0.0.1:9700 --listen unix:/run/server.sock --backend software --software-memory 256M --rdma-device {} 2>/run/server.log",
+            "exec /opt/rgpu/rgpu-server --insecure --listen tcp:127.0.0.1:9700 --listen unix:/run/server.sock --backend software --software-memory 256M --rdma-device {} --direct-to tcp:127.0.0.1:9701 --direct-verbs 2>/run/server.log",
             rdma::SERVER.1
         ))?;
         machine.check("for i in $(seq 600); do [ -S /run/server.sock ] && exit 0; sleep 0.1; done; cat /run/server.log; exit 1", LIMIT)?;
@@ -145,6 +146,49 @@ impl Bed {
     pub fn copies(&self, what: &str, size: u64) -> Result<Bulk> {
         let (name, count) = (if what == "h2d" { "htod_async" } else { "dtoh_async" }, VOLUME / size);
         let said = self.machine.check(&Self::program("verbs", name, size, count), LIMIT)?;
+        Ok(Self::bulk(field(&said, "mb_per_s")?, count * size, field(&said, "kernel_ms")?))
+    }
+
+    /// Starts a second server at the other end of the link, and a daemon whose programs have the GPUs of both.
+    pub fn start_pair(&self) -> Result<()> {
+        let device = rdma::CLIENT.1;
+        self.machine
+            .spawn(&format!("exec pieces listen 127.0.0.1:9820 --device {}", rdma::SERVER.1))?
+            .wait_for("listening", LIMIT)?;
+        self.machine.spawn(&format!(
+            "exec /opt/rgpu/rgpu-server --insecure --listen tcp:127.0.0.1:9701 --listen unix:/run/second.sock --backend software --software-memory 256M --rdma-device {device} --direct-to tcp:127.0.0.1:9700 --direct-verbs 2>/run/second.log"
+        ))?;
+        self.machine.spawn(
+            "exec /opt/rgpu/vhost-rgpu --insecure --native-socket /run/pair.sock --server tcp:127.0.0.1:9700 --server tcp:127.0.0.1:9701 2>/run/pair.log",
+        )?;
+        self.machine.check("for i in $(seq 600); do [ -S /run/second.sock ] && [ -S /run/pair.sock ] && exit 0; sleep 0.1; done; cat /run/second.log /run/pair.log; exit 1", LIMIT)?;
+        Ok(())
+    }
+
+    /// Pieces of this size as between two servers, by `host-bridge`'s example: `volume` bytes in all.
+    pub fn pieces(&self, size: u64, volume: u64) -> Result<f64> {
+        let said = self.machine.check(
+            &format!(
+                "pieces connect 127.0.0.1:9820 --device {} --size {size} --count {}",
+                rdma::CLIENT.1,
+                volume / size
+            ),
+            LIMIT,
+        )?;
+        field(&said, "mb_per_s")
+    }
+
+    /// Copies of a CUDA program from the first server's GPU to the second one's, one after the other: `volume`
+    /// bytes in all.
+    pub fn peer_copies(&self, size: u64, volume: u64) -> Result<Bulk> {
+        let count = volume / size;
+        let said = self.machine.check(&Self::program("pair", "peer", size, count), LIMIT)?;
+        let sent = self.machine.check(
+            "sleep 1; grep 'session ended' /run/server.log | tail -n 1 | grep -o 'bytes_direct_verbs=[0-9]*'",
+            LIMIT,
+        )?;
+        // Also those of a copy before the time began.
+        ensure!(field(&sent, "bytes_direct_verbs")? >= (count * size) as f64, "not over verbs: {sent}");
         Ok(Self::bulk(field(&said, "mb_per_s")?, count * size, field(&said, "kernel_ms")?))
     }
 

@@ -26,7 +26,8 @@ use rgpu_tests::tree;
 
 use bed::{Bed, Bulk, Cost, WAYS, field};
 
-const USAGE: &str = "rdma-bench [--repetitions N] [--rounds N] [--out FOLDER]";
+const USAGE: &str =
+    "rdma-bench [--repetitions N] [--rounds N] [--out FOLDER]\n       rdma-bench --peers ROUNDS";
 const SIZES: [u64; 6] = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20];
 const PAIRS: [u32; 4] = [1, 2, 3, 4];
 const DEPTHS: [u32; 8] = [2, 4, 8, 16, 32, 64, 128, 256];
@@ -34,6 +35,11 @@ const DEPTHS: [u32; 8] = [2, 4, 8, 16, 32, 64, 128, 256];
 const DEPTH_SIZE: u64 = 64 << 10;
 /// The transfer sizes of the rounds.
 const ROUND_SIZES: [u64; 2] = [1 << 20, 4 << 20];
+/// The sizes of copies between servers, and the bytes of one measurement of them.
+const PEER_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, 64 << 20];
+/// The sizes of pieces.
+const PIECE_SIZES: [u64; 2] = [256 << 10, 1 << 20];
+const PEER_VOLUME: u64 = 64 << 20;
 const DIRECTIONS: [&str; 2] = ["h2d", "d2h"];
 
 /// A point of the studies: program, size, queue pairs, depth. The values are megabytes (10⁶) per second, one
@@ -87,6 +93,7 @@ fn run() -> Result<()> {
             "--repetitions" => repetitions = value.parse().context(USAGE)?,
             "--rounds" => rounds = value.parse().context(USAGE)?,
             "--out" => out = PathBuf::from(value),
+            "--peers" => return peers(value.parse().context(USAGE)?),
             _ => bail!(USAGE),
         }
     }
@@ -170,6 +177,38 @@ fn round(bed: &Bed, found: &mut Rounds) -> Result<()> {
             eprintln!("    {what} over {way}: {time:.1} µs");
             found.calls.entry((way, what)).or_default().push(time);
         }
+    }
+    Ok(())
+}
+
+/// Compares copies from server to server with `ib_write_bw`, and prints a table.
+fn peers(rounds: usize) -> Result<()> {
+    ensure!(rounds > 0, "at least one round");
+    let bed = Bed::new()?;
+    bed.start_pair()?;
+    let mut found: BTreeMap<(&str, u64), [Vec<f64>; 3]> = BTreeMap::new();
+    let pieces = PIECE_SIZES.map(|size| ("pieces", size));
+    let copies = PEER_SIZES.map(|size| ("copies", size));
+    for round in 1..=rounds {
+        for (what, size) in pieces.into_iter().chain(copies) {
+            let theirs = bed.perftest(1 << 20, 1, 128, false, 0.0)?.rate;
+            let ours = match what {
+                "pieces" => bed.pieces(size, bed::VOLUME)?,
+                _ => bed.peer_copies(size, PEER_VOLUME)?.rate,
+            };
+            eprintln!("{round}: {what} {}: {ours:.1} MB/s, ib_write_bw {theirs:.1}", report::bytes(size));
+            let row = found.entry((what, size)).or_default();
+            row.iter_mut()
+                .zip([ours, theirs, 100.0 * ours / theirs])
+                .for_each(|(all, value)| all.push(value));
+        }
+    }
+    println!(
+        "| what | bytes of each | MB/s | `ib_write_bw`, MB/s | % of `ib_write_bw` |\n|---|---|---|---|---|"
+    );
+    for ((what, size), columns) in found {
+        let [ours, theirs, share] = columns.map(|all| report::spread(all.into_iter(), 0, ""));
+        println!("| {what} | {} | {ours} | {theirs} | {share} |", report::bytes(size));
     }
     Ok(())
 }

@@ -240,7 +240,7 @@ fn median(all: &[f64]) -> f64 {
 }
 
 /// Median, least and most.
-fn spread(all: impl Iterator<Item = f64>, digits: usize, unit: &str) -> String {
+pub fn spread(all: impl Iterator<Item = f64>, digits: usize, unit: &str) -> String {
     let all: Vec<f64> = all.collect();
     let (least, most) =
         all.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), v| (a.min(*v), b.max(*v)));

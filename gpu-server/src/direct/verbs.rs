@@ -1,0 +1,413 @@
+//! Pieces over verbs: how the two ends agree on it, and how each of them works then.
+//!
+//! ```text
+//!  sending end                                                   receiving end
+//!     header with DIRECT_VERBS, DirectQueue   ──socket──▶            makes a queue pair, posts receives
+//!     connects                                ◀──socket──  DirectQueue, or the reason why there is none
+//!     a header of zeros                       ══verbs═══▶            the probe: only now is the path known to work
+//!     a byte: 1 verbs, 0 socket               ──socket──▶
+//!     headers, each with its piece            ══verbs═══▶            receives them into its free buffers
+//!                                             ◀──socket──  a byte: it has posted so many more receives
+//! ```
+//!
+//! Up to the byte, either end may decline, and then pieces take the socket. After it, whatever goes wrong ends
+//! the connection at both ends, as on a socket.
+//!
+//! [`host_bridge::verbs::pieces`] says why pieces are messages and not writes: neither end gets a key to the
+//! other's memory.
+
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use host_bridge::endpoint::Region;
+use host_bridge::stream::Stream;
+use host_bridge::verbs::pieces::{Done, End};
+use host_bridge::verbs::{Access, Device, Domain, PieceBuffer, Pieces, Registration, Settings, VerbsError};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use protocol::device::{text, untext};
+use protocol::link::{DIRECT_VERBS_SINCE, DirectHeader, DirectQueue};
+use protocol::ops::direct::PIECES;
+use protocol::version::Version;
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::{Buffer, Bytes, Incoming, Jobs, PATIENCE, Pool, WITHIN, lock};
+
+/// Receives that are posted at first. There are twice as many whenever half of them are used at once, up to
+/// [`PIECES`]: each costs a buffer of page-locked memory.
+const FIRST_RECEIVES: usize = 2;
+/// How often an end that waits for its peer looks whether it has waited too long.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// How a session's connections use verbs.
+pub(super) struct Verbs {
+    settings: Settings,
+    /// Opened for the first connection.
+    domain: Mutex<Option<Arc<Domain>>>,
+}
+
+impl Verbs {
+    pub(super) fn new(settings: Settings) -> Verbs {
+        Verbs { settings, domain: Mutex::default() }
+    }
+
+    fn queue(&self, end: End) -> Result<Pieces<Buffer>, VerbsError> {
+        let mut kept = lock(&self.domain);
+        let domain = match &*kept {
+            Some(domain) => Arc::clone(domain),
+            None => Arc::clone(kept.insert(Domain::new(Device::open(&self.settings)?)?)),
+        };
+        drop(kept);
+        Pieces::new(&domain, end, PIECES, &self.settings)
+    }
+}
+
+/// A buffer's memory.
+pub(super) struct Memory {
+    /// Made when the buffer is first used over verbs. Dropped before the memory.
+    registration: OnceLock<Registration>,
+    region: Arc<Region>,
+}
+
+impl Memory {
+    pub(super) fn new(len: usize) -> io::Result<Arc<Memory>> {
+        let len = NonZeroUsize::new(len).ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(Arc::new(Memory { registration: OnceLock::new(), region: Region::own(len)? }))
+    }
+
+    pub(super) fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// Registers it, unless that was done. Each buffer is used by one connection, and in one way.
+    fn register(&self, domain: &Arc<Domain>, access: Access) -> Result<(), VerbsError> {
+        if self.registration.get().is_some() {
+            return Ok(());
+        }
+        let len = self.region.size();
+        let runs = self.region.runs(0, len as u64).unwrap_or_default();
+        let [(at, len)] = runs[..] else {
+            return Err(VerbsError::Region { size: len as u64, why: "it is not in one piece".into() });
+        };
+        // SAFETY: the region is mapped as long as this, which drops the registration first. Slices of it exist
+        // only while its buffer is with its owner, and not with a queue.
+        let registration = unsafe { domain.register(at, len, access) }?;
+        // Nobody else registers it: one thread has the buffer.
+        let _ = self.registration.set(registration);
+        Ok(())
+    }
+}
+
+// SAFETY: the memory belongs to the buffer, and whoever has the buffer has it exclusively (`Buffer::bytes`). A
+// registration that was made stays as long as the memory.
+unsafe impl PieceBuffer for Buffer {
+    fn registration(&self) -> Option<&Registration> {
+        self.memory.registration.get()
+    }
+}
+
+/// Wakes the thread of one end.
+pub(super) struct Bell(EventFd);
+
+impl Bell {
+    pub(super) fn new() -> io::Result<Bell> {
+        Ok(Bell(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
+    }
+
+    pub(super) fn ring(&self) {
+        // A full counter means that it has rung.
+        let _ = self.0.write(1);
+    }
+
+    fn silence(&self) {
+        // It may not have rung.
+        let _ = self.0.read();
+    }
+}
+
+/// Waits until one of these is readable or broken, or for `limit`.
+fn wait(fds: &[BorrowedFd<'_>], limit: Option<Duration>) -> io::Result<()> {
+    let mut polled: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::new(*fd, PollFlags::POLLIN)).collect();
+    let limit = limit.map_or(PollTimeout::NONE, |limit| {
+        PollTimeout::try_from(limit.as_millis()).unwrap_or(PollTimeout::MAX)
+    });
+    match poll(&mut polled, limit) {
+        Ok(_) | Err(nix::Error::EINTR) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn broken(e: VerbsError) -> io::Error {
+    io::Error::other(e.to_string())
+}
+
+fn wrong(what: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+/// The sending end's part of the agreement. `Ok(Err(…))`: pieces take the socket, and why.
+///
+/// # Errors
+/// The connection is lost.
+pub(super) fn offer(
+    verbs: Option<&Verbs>,
+    stream: &Stream,
+    agreed: Version,
+) -> io::Result<Result<Pieces<Buffer>, String>> {
+    let Some(verbs) = verbs else {
+        return Ok(Err("this server does not use verbs for that (--direct-verbs)".into()));
+    };
+    if agreed < DIRECT_VERBS_SINCE {
+        return Ok(Err(format!("the other server speaks version {agreed} of rgpu")));
+    }
+    let mut queue = match verbs.queue(End::Sending) {
+        Ok(queue) => queue,
+        Err(e) => return Ok(Err(e.to_string())),
+    };
+    let ours = queue.offer();
+    let theirs = match ask(stream, &ours)? {
+        Ok(theirs) => theirs,
+        Err(why) => return Ok(Err(format!("the other server says: {why}"))),
+    };
+    let tried = queue.connect(&theirs).map_err(|e| e.to_string()).and_then(|()| probe(&mut queue));
+    stream.write_all(&[u8::from(tried.is_ok())])?;
+    Ok(tried.map(|()| queue))
+}
+
+/// Sends an offer, and reads the answer. `Ok(Err(…))`: a refusal.
+pub(super) fn ask(stream: &Stream, ours: &DirectQueue) -> io::Result<Result<DirectQueue, String>> {
+    stream.write_all(&[DirectHeader::offer().as_bytes(), ours.as_bytes()].concat())?;
+    let mut theirs = DirectQueue::new_zeroed();
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.read_exact(theirs.as_mut_bytes())?;
+    stream.set_read_timeout(None)?;
+    Ok(if theirs.queue_pair == 0 { Err(untext(&theirs.reason)) } else { Ok(theirs) })
+}
+
+/// Sends the first message, and waits until the peer's device has it.
+fn probe(queue: &mut Pieces<Buffer>) -> Result<(), String> {
+    let failed = |e: VerbsError| e.to_string();
+    queue.send(&DirectHeader::new_zeroed(), None).map_err(failed)?;
+    let until = Instant::now() + WITHIN;
+    let mut done = Vec::new();
+    loop {
+        queue.arm().map_err(failed)?;
+        queue.poll(&mut done).map_err(failed)?;
+        if !done.is_empty() {
+            queue.disarm();
+            return Ok(());
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(format!(
+                "the other server's device does not answer within {WITHIN:?} (is UDP port 4791 blocked?)"
+            ));
+        }
+        wait(&[queue.fd()], Some(left)).map_err(|e| e.to_string())?;
+        queue.disarm();
+    }
+}
+
+/// The receiving end's part of the agreement, after the header of an offer. `None`: pieces take the socket.
+///
+/// # Errors
+/// The connection is lost.
+pub(super) fn answer(
+    verbs: Option<&Verbs>,
+    stream: &Stream,
+    pool: &Arc<Pool>,
+) -> io::Result<Option<Receiving>> {
+    let mut theirs = DirectQueue::new_zeroed();
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.read_exact(theirs.as_mut_bytes())?;
+    let made = match verbs {
+        Some(verbs) => prepare(verbs, pool, &theirs).map_err(|e| e.to_string()),
+        None => Err("it does not use verbs for that (--direct-verbs)".into()),
+    };
+    let agreed = match made {
+        Ok(queue) => {
+            stream.write_all(queue.pieces.offer().as_bytes())?;
+            let mut byte = [0];
+            stream.read_exact(&mut byte)?;
+            let agreed = (byte == [1]).then_some(queue);
+            agreed.inspect(|_| {
+                tracing::info!("pieces of a direct connection of another server come over verbs")
+            })
+        }
+        Err(why) => {
+            tracing::info!(
+                "pieces of a direct connection of another server come over its socket, because {why}"
+            );
+            let refusal = DirectQueue { reason: text(&why), ..DirectQueue::new_zeroed() };
+            stream.write_all(refusal.as_bytes())?;
+            None
+        }
+    };
+    stream.set_read_timeout(None)?;
+    Ok(agreed)
+}
+
+/// A receiving end's queue.
+pub(super) struct Receiving {
+    pieces: Pieces<Buffer>,
+    /// Receives that it should have posted.
+    most: usize,
+    bell: Arc<Bell>,
+}
+
+fn prepare(verbs: &Verbs, pool: &Arc<Pool>, theirs: &DirectQueue) -> Result<Receiving, VerbsError> {
+    let bell = Bell::new().map_err(|source| VerbsError::Call { what: "making an eventfd".into(), source })?;
+    let bell = Arc::clone(pool.bell.get_or_init(|| Arc::new(bell)));
+    let pieces = verbs.queue(End::Receiving)?;
+    let mut queue = Receiving { pieces, most: FIRST_RECEIVES, bell };
+    if queue.post(pool)? == 0 {
+        return Err(VerbsError::Broken("there is no memory for it".into()));
+    }
+    // The sending end grants nothing, whatever it says.
+    queue.pieces.connect(&DirectQueue { receives: 0, ..*theirs })?;
+    Ok(queue)
+}
+
+impl Receiving {
+    /// Posts receives as long as there are buffers. Returns how many.
+    fn post(&mut self, pool: &Arc<Pool>) -> Result<u8, VerbsError> {
+        let mut posted = 0;
+        while self.pieces.under_way() < self.most
+            && let Some(buffer) = pool.try_take()
+        {
+            buffer.memory.register(self.pieces.domain(), Access::Write)?;
+            self.pieces.receive(buffer)?;
+            posted += 1;
+        }
+        Ok(posted)
+    }
+}
+
+/// Receives pieces until the connection is lost.
+pub(super) fn receive(incoming: &Incoming, stream: &Stream, mut queue: Receiving) -> io::Result<()> {
+    let mut done = Vec::new();
+    let mut probed = false;
+    loop {
+        // What has come before the end of the connection counts.
+        let ended = has_ended(stream);
+        queue.pieces.arm().map_err(broken)?;
+        queue.pieces.poll(&mut done).map_err(broken)?;
+        let came = !done.is_empty();
+        for done in done.drain(..) {
+            if std::mem::replace(&mut probed, true) {
+                take(incoming, done)?;
+            } else if done.header != DirectHeader::new_zeroed() || done.len > 0 {
+                return Err(wrong(format!("piece {} came before the probe", done.header.number)));
+            }
+        }
+        if ended? {
+            return Ok(());
+        }
+        if came && queue.pieces.under_way() <= queue.most / 2 {
+            queue.most = (queue.most * 2).min(PIECES);
+        }
+        let posted = queue.post(&incoming.pool).map_err(broken)?;
+        if posted > 0 {
+            stream.write_all(&[posted])?;
+        }
+        if !came {
+            wait(&[queue.pieces.fd(), stream.as_fd(), queue.bell.0.as_fd()], None)?;
+            queue.bell.silence();
+        }
+        queue.pieces.disarm();
+    }
+}
+
+/// Takes a piece that has come.
+fn take(incoming: &Incoming, Done { header, len, buffer }: Done<Buffer>) -> io::Result<()> {
+    let expected = incoming.check(&header)?;
+    if len != expected {
+        return Err(wrong(format!("piece {} has {len} bytes where {expected} are announced", header.number)));
+    }
+    incoming.bytes.over_verbs.fetch_add(len as u64, Ordering::Relaxed);
+    incoming.arrived(header.number, buffer.filter(|_| len > 0).map(|buffer| (buffer, len)));
+    Ok(())
+}
+
+/// Whether the sending end has closed the connection.
+///
+/// # Errors
+/// The connection is broken, or bytes came, which do not belong there.
+pub(super) fn has_ended(stream: &Stream) -> io::Result<bool> {
+    stream.set_nonblocking(true)?;
+    let read = io::Read::read(&mut &*stream, &mut [0]);
+    stream.set_nonblocking(false)?;
+    match read {
+        Ok(0) => Ok(true),
+        Ok(_) => Err(wrong("bytes on the socket of a connection over verbs".into())),
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+/// Sends what arrives in the queue. Returns when the connection is lost.
+pub(super) fn send(
+    stream: &Stream,
+    mut queue: Pieces<Buffer>,
+    mut jobs: Jobs,
+    bell: &Bell,
+    bytes: &Bytes,
+) -> io::Result<()> {
+    stream.set_nonblocking(true)?;
+    let (mut done, mut next) = (Vec::new(), None);
+    let mut moved = Instant::now();
+    loop {
+        let mut worked = granted(stream, |receives| queue.grant(receives).map_err(broken))?;
+        queue.arm().map_err(broken)?;
+        queue.poll(&mut done).map_err(broken)?;
+        for Done { len, .. } in done.drain(..) {
+            worked = true;
+            bytes.all.fetch_add(len as u64, Ordering::Relaxed);
+            bytes.over_verbs.fetch_add(len as u64, Ordering::Relaxed);
+        }
+        while let Some((header, piece)) = next.take().map_or_else(|| jobs.now(), |piece| Ok(Some(piece)))? {
+            if !queue.may_send() {
+                next = Some((header, piece));
+                break;
+            }
+            if let Some((buffer, _)) = &piece {
+                buffer.memory.register(queue.domain(), Access::Read).map_err(broken)?;
+            }
+            queue.send(&header, piece).map_err(broken)?;
+        }
+        let waits = next.is_some() || queue.under_way() > 0;
+        if worked || !waits {
+            moved = Instant::now();
+        } else if moved.elapsed() > PATIENCE {
+            let what = format!("the other server has taken no piece for {PATIENCE:?}");
+            return Err(io::Error::new(io::ErrorKind::TimedOut, what));
+        }
+        if !worked {
+            wait(&[queue.fd(), stream.as_fd(), bell.0.as_fd()], waits.then_some(LOOK))?;
+            bell.silence();
+        }
+        queue.disarm();
+    }
+}
+
+/// Reads how many more receives the other end has posted, and gives them to `grant`. True: there was
+/// something.
+pub(super) fn granted(stream: &Stream, mut grant: impl FnMut(usize) -> io::Result<()>) -> io::Result<bool> {
+    let mut worked = false;
+    let mut bytes = [0; PIECES];
+    loop {
+        match io::Read::read(&mut &*stream, &mut bytes) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => {
+                bytes[..n].iter().try_for_each(|receives| grant(usize::from(*receives)))?;
+                worked = true;
+            }
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(worked),
+            Err(e) => return Err(e),
+        }
+    }
+}
