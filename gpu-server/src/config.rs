@@ -283,7 +283,7 @@ pub struct WorkerOptions {
     /// Which devices.
     #[command(flatten)]
     pub backing: Backing,
-    /// Seconds to keep a session over TCP whose connections are lost, with everything it has on the devices.
+    /// Seconds to keep a session over TCP or verbs whose connections are lost, with everything it has on the devices.
     /// 0 ends it with its connections
     #[arg(long, value_name = "N", default_value_t = 600)]
     pub grace_seconds: u32,
