@@ -271,9 +271,9 @@ mod tests {
     #[test]
     fn links_are_off_and_other_answers_stay() {
         let mut answer = [1, 0, 0, 0];
-        hide_links(&client::ops::nvml::NVLINK_VERSION, &mut answer);
+        hide_links(client::ops::nvml::NVLINK_VERSION, &mut answer);
         assert_eq!(answer, [1, 0, 0, 0]);
-        hide_links(&NVLINK_STATE, &mut answer);
+        hide_links(NVLINK_STATE, &mut answer);
         assert_eq!(answer, [0; 4]);
     }
 
