@@ -22,6 +22,8 @@ import sys
 import threading
 import time
 
+from ports import wait_for
+
 PORTS = {"server": 9796, "relay": 9797, "sink": 9798, "plain": 9799}
 CONNECTIONS = 4
 ROUNDS = 3
@@ -122,16 +124,6 @@ def plain(mib):
                 connection.close()
         rates[way] = best
     return rates
-
-
-def wait_for(port):
-    for _ in range(600):
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    sys.exit(f"nothing listens at port {port}")
 
 
 def main():

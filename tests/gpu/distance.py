@@ -13,26 +13,17 @@ with 10 ms to a server with a cache, which is empty the first time. Exit status:
 import os
 import pathlib
 import re
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 
+from ports import wait_for
+
 HERE = pathlib.Path(__file__).parent
 SERVER_PORT, RELAY_PORT, CACHE_PORT = 9790, 9791, 9789
 START_RTT_US, STARTS = 10_000, 3
-
-
-def wait_for(port):
-    for _ in range(600):
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    sys.exit(f"nothing listens at port {port}")
 
 
 def run(prefix, arguments=(), **environment):

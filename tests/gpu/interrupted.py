@@ -15,11 +15,12 @@ import argparse
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+
+from ports import wait_for
 
 HERE = pathlib.Path(__file__).parent
 SERVER_PORT, RELAY_PORT = 9786, 9787
@@ -45,16 +46,6 @@ def train(steps):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         print(step, loss.item().hex(), flush=True)
-
-
-def wait_for(port):
-    for _ in range(600):
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    sys.exit(f"nothing listens at port {port}")
 
 
 def children(pid):
