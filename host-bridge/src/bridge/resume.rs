@@ -21,8 +21,8 @@ use protocol::link::{COMPRESSED_SINCE, Hello, frame, purpose, wish};
 use rustls::ClientConfig;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::connect::{Greeted, protect_session, session_trust};
-use super::relay::{CacheUse, Mailbox};
+use super::connect::{Daemon, Greeted, protect_session, session_trust};
+use super::relay::{CacheUse, EndReason, Mailbox, Wakeups};
 use super::session::{Handshake, welcome_at_once};
 use super::state::{SessionState, thread_name};
 use super::tcp::{Socket, not_now};
@@ -39,6 +39,9 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(20), Duration::from_
 const DIAL_WITHIN: Duration = Duration::from_millis(500);
 /// How long the server's answers may take: the first time, and at most. Doubled each time that they did not come.
 const ANSWER_WITHIN: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(15));
+
+/// How often the daemon is listened to while a session is interrupted: its last words come without an event.
+const LISTEN_EVERY: Duration = Duration::from_millis(200);
 
 /// How long a server may take to answer the farewell before it is told in another way.
 const FAREWELL_WITHIN: Duration = Duration::from_secs(2);
@@ -81,7 +84,7 @@ impl<T> Drop for Resumption<T> {
 
 impl<T> Resumption<T> {
     /// New connections, or why the session cannot be resumed. `None`: neither is there yet. The thread rings the mailbox when it is.
-    pub(super) fn outcome(&mut self) -> Option<Result<T, String>> {
+    fn outcome(&mut self) -> Option<Result<T, String>> {
         match self.outcome.try_recv() {
             Ok(outcome) => Some(outcome),
             Err(TryRecvError::Empty) => None,
@@ -90,8 +93,34 @@ impl<T> Resumption<T> {
     }
 
     /// Why the last attempt failed. Empty: none has.
-    pub(super) fn last_failure(&self) -> String {
+    fn last_failure(&self) -> String {
         self.last_failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Waits for new connections, doing `turn` each time that something happens. The error: the session is over.
+    pub(super) fn wait(
+        mut self,
+        lost: &Interruption,
+        wakeups: &mut Wakeups,
+        mut daemon: Option<&mut Daemon>,
+        mut turn: impl FnMut() -> Result<(), EndReason>,
+    ) -> Result<T, EndReason> {
+        loop {
+            turn()?;
+            match self.outcome() {
+                Some(Ok(resumed)) => return Ok(resumed),
+                Some(Err(refusal)) => return Err(EndReason::Gone(lost.ended(&refusal))),
+                None => {}
+            }
+            if let Some(words) = daemon.as_mut().and_then(|daemon| daemon.last_words()) {
+                return Err(EndReason::Bye(words));
+            }
+            let left = lost.look();
+            let left =
+                left.map_err(|seconds| EndReason::Gone(lost.too_long(seconds, &self.last_failure())))?;
+            let timeout = if daemon.is_some() { left.min(LISTEN_EVERY) } else { left };
+            wakeups.wait(&lost.session, Some(timeout), |_, _| Ok(()))?;
+        }
     }
 }
 
@@ -137,7 +166,7 @@ impl Failure {
 
 /// What a transport does to resume a session. Dropped when it has succeeded or was given up.
 pub(super) trait Attempt: Send + 'static {
-    /// What the session goes on over.
+    /// The session's new connections.
     type Resumed: Send + 'static;
 
     /// Tries once. The server's answers may take `patience`.
@@ -244,14 +273,18 @@ impl Ticket {
     }
 }
 
-/// Starts a thread that resumes a session, with attempts from number `first` on.
+/// Starts a thread that resumes a session, with attempts from number `first` on. `failed`: connections of an
+/// earlier one were of no use, for this reason.
 pub(super) fn resume<M, A: Attempt>(
     session: &SessionState,
     mailbox: &Mailbox<M>,
     first: u32,
+    failed: Option<String>,
     attempt: A,
-) -> io::Result<Resumption<A::Resumed>> {
-    let (given_up, last_failure) = (Arc::new(AtomicBool::new(false)), Arc::<Mutex<String>>::default());
+) -> Result<Resumption<A::Resumed>, EndReason> {
+    let pause = if failed.is_some() { PAUSES.1 } else { Duration::ZERO };
+    let given_up = Arc::new(AtomicBool::new(false));
+    let last_failure = Arc::new(Mutex::new(failed.unwrap_or_default()));
     let (sender, outcome) = channel();
     let attempts = Attempts {
         attempt,
@@ -260,7 +293,12 @@ pub(super) fn resume<M, A: Attempt>(
         last_failure: Arc::clone(&last_failure),
         wake: Arc::clone(mailbox.wake()),
     };
-    std::thread::Builder::new().name(thread_name("resume")).spawn(move || attempts.run(first, &sender))?;
+    let run = move || {
+        std::thread::sleep(pause);
+        attempts.run(first, &sender);
+    };
+    let thread = std::thread::Builder::new().name(thread_name("resume")).spawn(run);
+    thread.map_err(|e| EndReason::Here(e.to_string()))?;
     Ok(Resumption { outcome, given_up, last_failure })
 }
 
@@ -507,19 +545,23 @@ impl Interruption {
         Ok(left)
     }
 
-    /// The link stands again. (A client whose session is lost is told that instead.)
-    pub(super) fn end(self) -> Duration {
+    /// The session continues. (A client whose session is lost is told that instead.)
+    pub(super) fn end(self) {
         self.session.header().set_interrupted(false);
-        self.since()
+        self.session.counters.resumed.add(1);
+        tracing::info!(
+            server = %self.session.server, program = %self.session.channel.program, pid = self.session.channel.pid,
+            seconds = self.since().as_secs_f32(), "link restored: the session continues"
+        );
     }
 
     /// The words for a session that the server does not resume.
-    pub(super) fn ended(&self, refusal: &str) -> String {
+    fn ended(&self, refusal: &str) -> String {
         format!("{}; it cannot be resumed: {refusal}", self.why)
     }
 
     /// The words for an interruption that lasted too long.
-    pub(super) fn too_long(&self, seconds: u64, last: &str) -> String {
+    fn too_long(&self, seconds: u64, last: &str) -> String {
         let last = match last {
             "" => String::new(),
             last => format!(" (last attempt: {last})"),

@@ -29,9 +29,6 @@ use crate::stream::Stream;
 const CONTROL: usize = 0;
 const FIRST_DATA: usize = 1;
 
-/// How often the daemon is listened to while a session is interrupted.
-const LISTEN_EVERY: Duration = Duration::from_millis(200);
-
 type Machine<'c> = crate::bridge::relay::Machine<'c, Flows<SocketMemory>>;
 
 /// A session's connections.
@@ -387,25 +384,9 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         }
         let lost = Interruption::begin(Arc::clone(&self.session), why, limit);
         let redial = Redial { ticket: self.ticket.clone(), config: self.config.clone(), received };
-        let resumption = resume::resume(&self.session, mailbox, self.attempt, redial);
-        let mut resumption = resumption.map_err(|e| EndReason::Here(e.to_string()))?;
-        let resumed = loop {
-            machine.serve(mailbox)?;
-            match resumption.outcome() {
-                Some(Ok(resumed)) => break resumed,
-                Some(Err(refusal)) => return Err(EndReason::Gone(lost.ended(&refusal))),
-                None => {}
-            }
-            if let Some(words) = self.daemon.as_mut().and_then(Daemon::last_words) {
-                return Err(EndReason::Bye(words));
-            }
-            let timeout = lost
-                .look()
-                .map_err(|last| EndReason::Gone(lost.too_long(last, &resumption.last_failure())))?;
-            // The daemon's last words come without an event.
-            let timeout = if self.daemon.is_some() { timeout.min(LISTEN_EVERY) } else { timeout };
-            self.wakeups.wait(&self.session, Some(timeout), |_, _| Ok(()))?;
-        };
+        let resumption = resume::resume(&self.session, mailbox, self.attempt, None, redial)?;
+        let turn = || machine.serve(mailbox);
+        let resumed = resumption.wait(&lost, &mut self.wakeups, self.daemon.as_mut(), turn)?;
         self.attempt = resumed.attempt + 1;
         let here = |e: std::io::Error| EndReason::Here(e.to_string());
         let [control, data @ ..] = resumed.received.as_slice() else {
@@ -422,11 +403,7 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
             self.open(index, mailbox)?;
         }
         self.session.link.stands(&self.control);
-        self.session.counters.resumed.add(1);
-        tracing::info!(
-            server = %self.session.server, program = %self.session.channel.program, pid = self.session.channel.pid,
-            seconds = lost.end().as_secs_f32(), "link restored: the session continues"
-        );
+        lost.end();
         Ok(())
     }
 

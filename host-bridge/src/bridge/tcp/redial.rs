@@ -9,7 +9,7 @@ use crate::bridge::SessionConfig;
 use crate::bridge::resume::{Attempt, Failure, Ticket};
 use crate::bridge::session::welcome_at_once;
 
-/// Connections over which the session goes on.
+/// The session's new connections.
 #[derive(Debug)]
 pub(super) struct Resumed {
     pub(super) links: Links,

@@ -19,10 +19,6 @@ use crate::verbs::{DeviceEvent, Event, Link, Put, RegisteredRegion, VerbsError};
 
 /// How often the control connection and the device's events are looked at while there is work.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
-/// How often the daemon is listened to while a session is interrupted.
-const LISTEN_EVERY: Duration = Duration::from_millis(200);
-/// How long to wait before the next attempt when nothing came through new queue pairs.
-const PAUSE: Duration = Duration::from_millis(300);
 /// Bytes of the server's frames that may wait for data before it is held off.
 const MAX_BACKLOG: usize = 256 << 10;
 
@@ -178,7 +174,7 @@ impl VerbsCarrier {
     /// Looks at the control connection, which says little, and at the device's events. True: there was something.
     fn look(&mut self) -> Result<bool, EndReason> {
         self.looked = Instant::now();
-        self.device_events()?;
+        device_events(&self.link)?;
         let Some(control) = &self.control else { return Ok(false) };
         match not_now(self.control_reader.fill(&mut &**control)) {
             Ok(Some(0)) => return Err(EndReason::Gone("the server closed the connection".into())),
@@ -200,24 +196,6 @@ impl VerbsCarrier {
             }
         }
         Ok(true)
-    }
-
-    fn device_events(&self) -> Result<(), EndReason> {
-        let device = self.link.domain().device();
-        while let Some(event) = device.next_event() {
-            match event {
-                DeviceEvent::PortDown(port) => {
-                    tracing::warn!(device = device.name(), port, "RDMA port went down")
-                }
-                DeviceEvent::PortUp(port) => {
-                    tracing::info!(device = device.name(), port, "RDMA port came up")
-                }
-                // The memory that is registered with it is gone, too.
-                DeviceEvent::Fatal(what) => return Err(EndReason::Here(what)),
-                DeviceEvent::Other => {}
-            }
-        }
-        Ok(())
     }
 
     /// Gives up all connections. What has come through them counts, and nothing comes any more.
@@ -314,6 +292,23 @@ impl VerbsCarrier {
     }
 }
 
+/// Takes what the device has to tell.
+fn device_events(link: &Link) -> Result<(), EndReason> {
+    let device = link.domain().device();
+    while let Some(event) = device.next_event() {
+        match event {
+            DeviceEvent::PortDown(port) => {
+                tracing::warn!(device = device.name(), port, "RDMA port went down")
+            }
+            DeviceEvent::PortUp(port) => tracing::info!(device = device.name(), port, "RDMA port came up"),
+            // The memory that is registered with it is gone, too.
+            DeviceEvent::Fatal(what) => return Err(EndReason::Here(what)),
+            DeviceEvent::Other => {}
+        }
+    }
+    Ok(())
+}
+
 impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
     const LAST_WORDS: Duration = Duration::from_millis(300);
     const RING_LOOKS: u32 = 1;
@@ -359,52 +354,30 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
         }
         self.session.link.lost();
         let lost = Interruption::begin(Arc::clone(&self.session), why, limit);
-        let (mut pause, mut last) = (Duration::ZERO, String::new());
-        let lasted = loop {
+        let mut failed = None;
+        loop {
             self.leave(machine)?;
             let redial = Redial {
                 ticket: self.ticket.clone(),
                 config: self.config.clone(),
                 domain: Arc::clone(self.link.domain()),
                 taken: self.link.taken(),
-                pause,
-                first: self.attempt,
             };
-            let resumption = resume::resume(&self.session, mailbox, self.attempt, redial);
-            let mut resumption = resumption.map_err(|e| EndReason::Here(e.to_string()))?;
-            let resumed = loop {
-                machine.serve(mailbox)?;
-                match resumption.outcome() {
-                    Some(Ok(resumed)) => break resumed,
-                    Some(Err(refusal)) => return Err(EndReason::Gone(lost.ended(&refusal))),
-                    None => {}
-                }
-                if let Some(words) = self.daemon.as_mut().and_then(Daemon::last_words) {
-                    return Err(EndReason::Bye(words));
-                }
-                let timeout = lost.look().map_err(|seconds| {
-                    let failure = resumption.last_failure();
-                    let last = if failure.is_empty() { &last } else { &failure };
-                    EndReason::Gone(lost.too_long(seconds, last))
-                })?;
-                // The daemon's last words come without an event.
-                let timeout = if self.daemon.is_some() { timeout.min(LISTEN_EVERY) } else { timeout };
-                self.wakeups.wait(&self.session, Some(timeout), |_, _| Ok(()))?;
-                self.device_events()?;
+            let resumption = resume::resume(&self.session, mailbox, self.attempt, failed, redial)?;
+            let turn = || {
+                device_events(&self.link)?;
+                machine.serve(mailbox)
             };
+            let resumed = resumption.wait(&lost, &mut self.wakeups, self.daemon.as_mut(), turn)?;
             match self.go_on(machine, resumed).and_then(|()| self.prove(machine, mailbox, &lost)) {
-                Ok(()) => break lost.end(),
+                Ok(()) => break,
                 // Their failure is no news: the session has no link now.
-                Err(EndReason::Gone(what)) => (pause, last) = (PAUSE, what),
+                Err(EndReason::Gone(what)) => failed = Some(what),
                 Err(end) => return Err(end),
             }
-        };
+        }
         self.session.link.stands_unmeasured();
-        self.session.counters.resumed.add(1);
-        tracing::info!(
-            server = %self.session.server, program = %self.session.channel.program, pid = self.session.channel.pid,
-            seconds = lasted.as_secs_f32(), "link restored: the session continues"
-        );
+        lost.end();
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use crate::framing::split_struct;
 use crate::stream::Stream;
 use crate::verbs::{Domain, Unconnected};
 
-/// What the session goes on over, once the queue pairs are connected. They are not yet: as long as nobody has decided to use them, nothing can come through them and be lost.
+/// The session's new connections. The queue pairs are not connected yet: nothing may come through them, and be lost, before the relay has decided to use them.
 #[derive(Debug)]
 pub(super) struct Resumed {
     pub(super) control: Stream,
@@ -31,18 +31,12 @@ pub(super) struct Redial {
     pub(super) domain: Arc<Domain>,
     /// The server's requests that were acted on here, for each queue.
     pub(super) taken: Vec<u64>,
-    /// Waits so long before the first attempt.
-    pub(super) pause: Duration,
-    pub(super) first: u32,
 }
 
 impl Attempt for Redial {
     type Resumed = Resumed;
 
     fn once(&self, attempt: u32, patience: Duration) -> Result<Resumed, Failure> {
-        if attempt == self.first {
-            std::thread::sleep(self.pause);
-        }
         let here = |why: String| Failure::Later { why, answered_late: false };
         let queues = Unconnected::new(&self.domain, &self.config.verbs).map_err(|e| here(e.to_string()))?;
         let offer = queues.offer(None);
