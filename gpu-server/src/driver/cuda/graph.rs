@@ -172,11 +172,11 @@ impl Cuda {
         let capture = Capture::new(self.api, graph)?;
         let mut made: Vec<Vec<CUgraphNode>> = Vec::with_capacity(nodes.len());
         let mut seen: HashSet<usize> = HashSet::new();
-        // Which nodes begin the graph. A conditional node that begins it, too, comes after them. The driver
+        // The nodes that begin the graph. A conditional node that begins it, too, comes after them. The driver
         // starts such nodes in the order in which they were added, and programs depend on it without knowing:
         // NVIDIA's sample graphConditionalNodes sets a condition in a kernel on which the conditional node
         // does not depend. Here conditional nodes have been added before all others.
-        let mut first: Vec<bool> = Vec::new();
+        let mut begin: Vec<CUgraphNode> = Vec::new();
         for node in nodes {
             seen.clear();
             let mut before: Vec<CUgraphNode> = Vec::new();
@@ -184,18 +184,16 @@ impl Cuda {
                 let of = made.get(*dependency as usize).ok_or(Status::INVALID_VALUE)?;
                 before.extend(of.iter().filter(|node| seen.insert(node.addr())));
             }
+            let begins = node.dependencies.is_empty();
             let is_conditional = matches!(node.work, NodeWork::Conditional(_));
-            if is_conditional && node.dependencies.is_empty() {
-                before = made
-                    .iter()
-                    .zip(&first)
-                    .filter(|(_, first)| **first)
-                    .flat_map(|(of, _)| of)
-                    .copied()
-                    .collect();
+            if begins && is_conditional {
+                before.clone_from(&begin);
             }
-            first.push(!is_conditional && node.dependencies.is_empty());
-            made.push(self.add_node(context, &capture, before, node.work)?);
+            let added = self.add_node(context, &capture, before, node.work)?;
+            if begins && !is_conditional {
+                begin.extend(&added);
+            }
+            made.push(added);
         }
         Ok(())
     }
