@@ -247,6 +247,16 @@ fn data_of_all_kinds_survives_compression() {
     assert_eq!(server.trouble(), [""; 0]);
 }
 
+fn a_chunk_goes_there_as_it_is_and_comes_back(client: &mut Client) {
+    client.write_arena(0, &chunk(1));
+    client.htod(1, arena(0, CHUNK as u64));
+    client.dtoh(1, arena(1 << 20, CHUNK as u64));
+    client.synchronize();
+    assert!(client.read_arena(1 << 20, CHUNK as u64) == chunk(1));
+    let counters = client.session.counters();
+    assert_eq!((counters.data_bytes_compressed.get(), counters.data_bytes_sent.get()), (0, CHUNK as u64));
+}
+
 #[test]
 fn a_server_of_version_2_0_is_sent_nothing_that_is_compressed() {
     // Its fingerprint is as this build knows it.
@@ -257,13 +267,7 @@ fn a_server_of_version_2_0_is_sent_nothing_that_is_compressed() {
     let mut config = server.config();
     config.compress = CompressUse::Always;
     let mut client = Client::connect(&config);
-    client.write_arena(0, &chunk(1));
-    client.htod(1, arena(0, CHUNK as u64));
-    client.dtoh(1, arena(1 << 20, CHUNK as u64));
-    client.synchronize();
-    assert!(client.read_arena(1 << 20, CHUNK as u64) == chunk(1));
-    let counters = client.session.counters();
-    assert_eq!((counters.data_bytes_compressed.get(), counters.data_bytes_sent.get()), (0, CHUNK as u64));
+    a_chunk_goes_there_as_it_is_and_comes_back(&mut client);
     assert_eq!(client.header().session_version().0, older.version());
 }
 
@@ -273,13 +277,8 @@ fn a_client_that_wants_nothing_compressed_gets_everything_as_it_is() {
     let mut config = server.config.clone();
     config.compress = CompressUse::Never;
     let mut client = Client::connect(&config);
-    client.write_arena(0, &chunk(1));
-    client.htod(1, arena(0, CHUNK as u64));
-    client.dtoh(1, arena(1 << 20, CHUNK as u64));
-    client.synchronize();
-    assert!(client.read_arena(1 << 20, CHUNK as u64) == chunk(1));
+    a_chunk_goes_there_as_it_is_and_comes_back(&mut client);
     let counters = client.session.counters();
-    assert_eq!((counters.data_bytes_compressed.get(), counters.data_bytes_sent.get()), (0, CHUNK as u64));
     assert_eq!(
         (counters.data_bytes_decompressed.get(), counters.data_bytes_received.get()),
         (0, CHUNK as u64)
