@@ -17,7 +17,7 @@ const WITHIN: Duration = Duration::from_secs(5);
 /// Reads the request of a connection: everything until the operator closes its sending direction.
 ///
 /// # Errors
-/// What the operator is told if it is not a `Request`.
+/// The answer to something that is not a `Request`.
 pub fn request<Request: DeserializeOwned>(stream: &UnixStream) -> Result<Request, String> {
     let read = || -> io::Result<Request> {
         stream.set_read_timeout(Some(WITHIN))?;

@@ -5,7 +5,7 @@
 //! hostile_direct receiver 9700 --device rxe1 --do no-grants       against its sending end; the server must have --direct-to tcp:127.0.0.1:9810
 //! ```
 //!
-//! It opens a session of its own, agrees on verbs properly, does one forbidden thing, and checks that the session goes on and only the connection has ended. Then it prints
+//! It opens a session of its own, agrees on verbs properly, does one forbidden thing, and checks that only the connection has ended and the session continues. Then it prints
 //! `harmless`.
 
 use std::io::{Read, Write};
@@ -61,7 +61,7 @@ fn main() -> Result<()> {
         "receiver" => receiver(&mut session, &domain, &settings, &what)?,
         _ => return Err("hostile_direct sender|receiver PORT --device NAME --do WHAT".into()),
     }
-    // The session goes on, and has no error.
+    // The session continues, without an error.
     session.push(&MemcpyHtoD { stream: STREAM, dst: BASE, src: HostIn::Inline(&[7; 8]) });
     let back = session.call(&MemcpyDtoHInline { stream: STREAM, src: BASE, len: 8 })?.bytes.0;
     if back != [7; 8] || session.error(0).is_some() || session.lost().is_some() {
