@@ -69,6 +69,11 @@ impl Blocks {
         start / BLOCK..end.div_ceil(BLOCK)
     }
 
+    /// The block of an address.
+    pub fn block(&self, address: u64) -> Run {
+        self.run((address - self.base) / BLOCK, 1)
+    }
+
     /// What an access needs. Recorded only when it [is given](Self::given).
     pub fn fault(&self, address: u64, write: bool) -> Answer {
         let at = (address - self.base) / BLOCK;
@@ -94,6 +99,12 @@ impl Blocks {
             self.host.insert(n, write);
         }
         if write { &mut self.writes } else { &mut self.reads }.answered(first, count);
+    }
+
+    /// The device has the same bytes again in a range of which the host keeps its copies.
+    pub fn cleaned(&mut self, range: &Range<u64>) {
+        let numbers = self.numbers(range);
+        self.host.range_mut(numbers).for_each(|(_, dirty)| *dirty = false);
     }
 
     fn runs(&self, range: &Range<u64>, wanted: impl Fn(bool) -> bool) -> Vec<Run> {

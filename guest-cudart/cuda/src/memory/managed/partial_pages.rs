@@ -10,8 +10,9 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::abi::result::Result;
-use crate::memory::managed::{STATE, State, mirror, shared_blocks};
+use crate::memory::managed::{STATE, State, mirror, pages, shared_blocks};
 use crate::process::context::{self, Context};
+use crate::process::driver::driver;
 use crate::process::work_signal::{self, EDGES, WORK};
 use client::ops::memory::WordPatch;
 use client::{lock, log};
@@ -140,13 +141,17 @@ impl State {
         EDGES.store(self.edges.len(), Ordering::Release);
     }
 
-    /// Sends the program's changes in the pages that a range touches.
+    /// Sends the program's changes in the pages that a range touches. Before them goes what it has changed in
+    /// pages that are watched: these words may tell kernels that it is there.
     pub(crate) fn send_edges(&mut self, range: &Range<u64>) -> Result<bool> {
-        let mut changed = false;
-        for edge in self.edges.iter_mut().filter(|edge| edge.touches(range)) {
-            let changes = edge.changes();
-            changed |= !changes.is_empty();
-            shared_blocks::send(edge.context, changes)?;
+        let touched = self.edges.iter_mut().filter(|edge| edge.touches(range));
+        let changes: Vec<_> = touched.map(|edge| (edge.context, edge.changes())).collect();
+        let changed = changes.iter().any(|(_, words)| !words.is_empty());
+        if changed {
+            self.publish(pages(driver()?)?)?;
+        }
+        for (context, words) in changes {
+            shared_blocks::send(context, words)?;
         }
         Ok(changed)
     }

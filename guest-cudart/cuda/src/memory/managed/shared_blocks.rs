@@ -12,10 +12,13 @@
 //! when the program learns that work is done. Only the bytes that the program changed go to the device; what
 //! kernels wrote beside them stays.
 //!
-//! Ordering: before a block is given, all other blocks that the host has are checked again, and those that
-//! the device has changed are taken away, so the program never sees a later write of the device before an
-//! earlier one in another block. What the program writes in one block is sent before it can write in another.
-//! The order of its writes to words of the same block is unknown.
+//! Ordering of the device's writes: a block is read until two readings are the same, and before it is given,
+//! all other blocks that the host has are checked again and those that the device has changed are taken away.
+//! So the program never sees a later write of the device before an earlier one.
+//!
+//! Ordering of the program's writes: it can write to one block at a time. Before it can write to another one,
+//! its changes of the first are sent, and it can only read that one. The order of its writes to words of the
+//! same block is unknown.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,7 +26,7 @@ use std::sync::{Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
-use crate::memory::managed::blocks::{Answer, Run};
+use crate::memory::managed::blocks::{Answer, BLOCK, Run};
 use crate::memory::managed::{STATE, State, page_faults, pages, partial_pages};
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
@@ -37,6 +40,8 @@ use client::{lock, log};
 const WHILE: Duration = Duration::from_micros(100);
 /// Maximum number of runs that the host has at once.
 const MOST: usize = 4;
+/// How often a block that the device keeps changing is read again.
+const MOST_READINGS: usize = 8;
 
 /// A run that the host was given while the device worked.
 pub(crate) struct Together {
@@ -45,11 +50,29 @@ pub(crate) struct Together {
     /// Whether the piece is pinned memory, where each side soon sees what the other writes.
     pinned: bool,
     run: Run,
-    /// The bytes when the host was given them.
+    /// The bytes when the host was given them, or when its changes were last sent.
     before: Vec<u8>,
 }
 
+/// The bytes of a run that the host has, which it cannot change from now on.
+fn written<'p>(pages: &'p Pages, run: &Run) -> Result<&'p [u8]> {
+    let (at, len) = (run.address as usize, run.len as usize);
+    pages.forbid_writes(at, len).map_err(page_faults::failed)?;
+    // SAFETY: present pages, which stay until their piece is released, and that nobody changes now.
+    Ok(unsafe { std::slice::from_raw_parts(pages.bytes(at), len) })
+}
+
 impl Together {
+    fn range(&self) -> Range<u64> {
+        self.run.address..self.run.address + self.run.len
+    }
+
+    /// The bytes of a part of it when the host was given them, or when they were last sent.
+    fn before_of(&mut self, part: &Run) -> &mut [u8] {
+        let first = (part.address - self.run.address) as usize;
+        &mut self.before[first..first + part.len as usize]
+    }
+
     pub fn touches(&self, range: &Range<u64>) -> bool {
         self.run.address < range.end && range.start < self.run.address + self.run.len
     }
@@ -139,35 +162,33 @@ impl State {
     pub(crate) fn part(&mut self, driver: &'static Driver, which: impl Fn(&Together) -> bool) -> Result {
         let (gone, rest) = std::mem::take(&mut self.together).into_iter().partition(which);
         self.together = rest;
-        let gone: Vec<Together> = gone;
-        let taken = gone.iter().try_for_each(|together| self.take_away(driver, together));
+        let mut gone: Vec<Together> = gone;
+        let taken = gone.iter_mut().try_for_each(|together| self.take_away(driver, together));
         // After they are gone, because a thread that reads 0 lets the program continue without taking the
         // lock.
         GIVEN.store(self.together.len(), Ordering::SeqCst);
         taken
     }
 
-    fn take_away(&mut self, driver: &'static Driver, together: &Together) -> Result {
+    fn take_away(&mut self, driver: &'static Driver, together: &mut Together) -> Result {
         let pages = pages(driver)?;
-        let Together { base, pinned, run, before } = together;
-        let Some((_, piece)) = self.pieces.get(base) else { return Ok(()) };
-        let range = run.address..run.address + run.len;
-        let (at, len) = (run.address as usize, run.len as usize);
-        if !piece.blocks.dirty(&range).is_empty() {
-            pages.forbid_writes(at, len).map_err(page_faults::failed)?;
-            // SAFETY: present pages that nobody changes now.
-            let now = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
-            if *pinned {
-                send(piece.context, changes(run.address, before, now))?;
+        let (base, pinned, run, range) = (together.base, together.pinned, together.run, together.range());
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        let (context, dirty) = (piece.context, piece.blocks.dirty(&range));
+        for part in &dirty {
+            let now = written(pages, part)?;
+            let before = together.before_of(part);
+            if pinned {
+                send(context, changes(part.address, before, now))?;
             } else {
-                self.overwrite(*base, run, before, now)?;
+                self.overwrite(base, part, before, now)?;
             }
         }
-        pages.clear(at, len).map_err(page_faults::failed)?;
-        let Some((_, piece)) = self.pieces.get_mut(base) else { return Ok(()) };
+        pages.clear(run.address as usize, run.len as usize).map_err(page_faults::failed)?;
+        let Some((_, piece)) = self.pieces.get_mut(&base) else { return Ok(()) };
         piece.blocks.taken(&range);
         if !piece.blocks.is_held() {
-            self.held.remove(base);
+            self.held.remove(&base);
             self.counted();
         }
         Ok(())
@@ -225,22 +246,19 @@ impl State {
         GIVEN.store(self.together.len() + 1, Ordering::SeqCst);
     }
 
-    /// Sends the program's changes so far, because it is about to change another block and the device must
-    /// see the changes of two blocks in order.
-    fn publish(&mut self, pages: &Pages) -> Result {
-        for Together { base, run, before, .. } in self.together.iter_mut().filter(|together| together.pinned)
-        {
-            let Some((_, piece)) = self.pieces.get(base) else { continue };
-            let (at, len) = (run.address as usize, run.len as usize);
-            if piece.blocks.dirty(&(run.address..run.address + run.len)).is_empty() {
-                continue;
+    /// Sends the program's changes, after which it cannot write to any pinned memory that it was given while
+    /// the device worked. Otherwise its changes of two blocks could reach the device in the wrong order.
+    pub(crate) fn publish(&mut self, pages: &Pages) -> Result {
+        for together in self.together.iter_mut().filter(|together| together.pinned) {
+            let Some((_, piece)) = self.pieces.get_mut(&together.base) else { continue };
+            let range = together.range();
+            for run in piece.blocks.dirty(&range) {
+                let now = written(pages, &run)?;
+                let before = together.before_of(&run);
+                send(piece.context, changes(run.address, before, now))?;
+                before.copy_from_slice(now);
             }
-            pages.forbid_writes(at, len).map_err(page_faults::failed)?;
-            // SAFETY: present pages that nobody changes now.
-            let now = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
-            send(piece.context, changes(run.address, before, now))?;
-            before.copy_from_slice(now);
-            pages.allow_writes(at, len).map_err(page_faults::failed)?;
+            piece.blocks.cleaned(&range);
         }
         Ok(())
     }
@@ -255,26 +273,50 @@ impl State {
         let Some((base, answer)) = self.answer(fault) else { return Ok(false) };
         match answer {
             Answer::Nothing => {}
-            Answer::Allow(run) => {
-                self.publish(pages)?;
-                self.given(base, run, true);
-                pages.allow_writes(run.address as usize, run.len as usize).map_err(page_faults::failed)?;
-            }
+            Answer::Allow(_) => self.let_write(pages, base, fault.address as u64)?,
             Answer::Zeroes(run) | Answer::Fetch(run) => {
                 self.announce();
-                self.fetch(base, run, buffer)?;
+                self.fetch_settled(base, run, buffer)?;
                 let before = buffer.clone();
                 self.look_again(driver, buffer)?;
-                if fault.write {
-                    self.publish(pages)?;
-                }
-                self.given(base, run, fault.write);
-                pages.fill(run.address as usize, &before, fault.write).map_err(page_faults::failed)?;
+                self.given(base, run, false);
+                pages.fill(run.address as usize, &before, false).map_err(page_faults::failed)?;
                 self.together.push(Together { base, pinned: true, run, before });
+                if fault.write {
+                    self.let_write(pages, base, fault.address as u64)?;
+                }
                 work_signal::wake();
             }
         }
         Ok(true)
+    }
+
+    /// Lets the program write to the block of an address, which it can read, and to no other one.
+    fn let_write(&mut self, pages: &Pages, base: u64, address: u64) -> Result {
+        self.publish(pages)?;
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        let block = piece.blocks.block(address);
+        self.given(base, block, true);
+        pages.allow_writes(block.address as usize, block.len as usize).map_err(page_faults::failed)
+    }
+
+    /// Reads the device's bytes of a run. A single block, which may contain a word that the program polls, is
+    /// read again until nothing has changed meanwhile: bytes that are read one after the other could contain
+    /// a later write and lack an earlier one.
+    fn fetch_settled(&mut self, base: u64, run: Run, buffer: &mut Vec<u8>) -> Result {
+        self.fetch(base, run, buffer)?;
+        if run.len > BLOCK {
+            return Ok(());
+        }
+        let mut again = Vec::new();
+        for _ in 0..MOST_READINGS {
+            self.fetch(base, run, &mut again)?;
+            std::mem::swap(buffer, &mut again);
+            if *buffer == again {
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// Takes away the runs that the device has changed since the host was given them, and surplus runs.
@@ -289,7 +331,7 @@ impl State {
             self.fetch(together.base, together.run, buffer)?;
             if *buffer == together.before { &mut self.together } else { &mut gone }.push(together);
         }
-        gone.iter().try_for_each(|together| self.take_away(driver, together))
+        gone.iter_mut().try_for_each(|together| self.take_away(driver, together))
     }
 }
 
