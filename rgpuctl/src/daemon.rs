@@ -41,15 +41,8 @@ impl Daemon {
         status_socket: &Path,
     ) -> Result<Self> {
         let output = File::create(log).with_context(|| format!("cannot write the log {}", log.display()))?;
-        let mut command = Command::new(binary);
-        command
-            .args(arguments)
-            .env("NO_COLOR", "1")
-            .stdin(Stdio::null())
-            .stdout(output.try_clone().context("cannot duplicate a file descriptor")?)
-            .stderr(output)
-            // Ctrl-C at the terminal goes to the program. The daemons end after it.
-            .process_group(0);
+        let mut command = command(binary, arguments);
+        command.stdout(output.try_clone().context("cannot duplicate a file descriptor")?).stderr(output);
         end_with_parent(&mut command, Signal::SIGTERM);
         let child = command.spawn().with_context(|| format!("cannot start {}", binary.display()))?;
         let mut daemon = Self { name, child, log: log.to_owned() };
@@ -116,6 +109,19 @@ impl Drop for Daemon {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+fn command(binary: &Path, arguments: &[OsString]) -> Command {
+    let mut command = Command::new(binary);
+    command
+        .args(arguments)
+        .env("NO_COLOR", "1")
+        // The program chooses among the server's devices. If the server did so, too, ordinals would count twice.
+        .env_remove("CUDA_VISIBLE_DEVICES")
+        .stdin(Stdio::null())
+        // Ctrl-C at the terminal goes to the program. The daemons end after it.
+        .process_group(0);
+    command
 }
 
 /// Makes the kernel send `signal` to the command's process when the thread that starts it dies, and unblocks
@@ -190,6 +196,12 @@ pub fn option(name: &str, value: impl AsRef<OsStr>) -> [OsString; 2] {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_program_alone_chooses_its_devices() {
+        let command = command(Path::new("rgpu-server"), &[]);
+        assert!(command.get_envs().any(|variable| variable == (OsStr::new("CUDA_VISIBLE_DEVICES"), None)));
+    }
 
     #[test]
     fn the_last_lines_of_a_log_are_quoted() {
