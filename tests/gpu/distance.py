@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Step times of PyTorch next to the GPU and far from it, and the round trips of one step.
 
-    distance.py DIST RELAY [RTT_US...]
+    distance.py [--plot FILE] DIST RELAY [RTT_US...]
 
 DIST is a folder that `cargo xtask dist` makes, RELAY the program `delay-relay` (`cargo build --release -p rgpu-tests --bin delay-relay`). The script runs
 torch_speed.py natively, over `local`, over `tcp`, and over `tcp` through the relay with each added round-trip time [µs] (default: 0 200 1000), and prints a
-table. Losses and tokens must be the same everywhere. It then runs twice over `tcp` with different numbers of steps: the difference of the round trips that
+table. Losses and tokens must be the same everywhere. With --plot, it also draws the times against the round-trip time, as SVG. It then runs twice over `tcp` with different numbers of steps: the difference of the round trips that
 RGPU_STATS counts is what a step needs. Last, it times processes that make one training step, from their start to their end: natively, and through the relay
 with 10 ms to a server with a cache, which is empty the first time. Exit status: 1 if a result differs or a run fails.
 """
 
+import argparse
 import os
 import pathlib
 import re
@@ -23,6 +24,8 @@ from ports import wait_for
 
 HERE = pathlib.Path(__file__).parent
 SERVER_PORT, RELAY_PORT, CACHE_PORT = 9790, 9791, 9789
+KINDS = ("training step", "graph step", "token")
+COLORS = ("#1f77b4", "#2ca02c", "#d62728")
 START_RTT_US, STARTS = 10_000, 3
 
 
@@ -35,13 +38,13 @@ def run(prefix, arguments=(), **environment):
 
 
 def figures(output):
-    times = [re.search(rf"^{what}: ([0-9.]+) ms", output, re.M) for what in ("training step", "token")]
-    results = re.findall(r"^(?:losses|tokens): .*", output, re.M)
+    times = [re.search(rf"^{kind}: ([0-9.]+) ms", output, re.M) for kind in KINDS]
+    results = re.findall(r"^(?:losses|graph losses|tokens): .*", output, re.M)
     return [float(time.group(1)) if time else float("nan") for time in times], results
 
 
-def round_trips(prefix, steps, tokens):
-    done = run(prefix, ("--steps", steps, "--tokens", tokens), RGPU_STATS="1")
+def round_trips(prefix, steps, tokens, graph_steps=0):
+    done = run(prefix, ("--steps", steps, "--graph-steps", graph_steps, "--tokens", tokens), RGPU_STATS="1")
     total = re.search(r"stats: pid=.* round_trips=(\d+)", done.stderr)
     calls = dict(re.findall(r"stats: (\w+) calls=.* round_trips=(\d+)", done.stderr))
     return int(total.group(1)) if total else -1, {name: int(count) for name, count in calls.items()}
@@ -93,9 +96,39 @@ def starts(dist, relay):
         return all(losses == native[0][1] and losses for _, losses in native + far)
 
 
+def plot(file, native, far):
+    """Draws the times [ms] of `far`, by added round-trip time [ms], and for each kind a line: native and one round trip."""
+    width, height, left, bottom = 720, 440, 60, 50
+    most_x = max(far)
+    most_y = 1.05 * max(max(times) for times in [*far.values(), [time + most_x for time in native]])
+    x = lambda rtt: left + rtt / most_x * (width - left - 20)
+    y = lambda time: height - bottom - time / most_y * (height - bottom - 20)
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">']
+    out.append(f'<rect width="{width}" height="{height}" fill="white"/>')
+    for tick in range(0, int(most_x) + 1, 10):
+        out.append(f'<text x="{x(tick):.0f}" y="{height - bottom + 18}" text-anchor="middle">{tick}</text>')
+    for tick in range(0, int(most_y) + 1, 10):
+        out.append(f'<path d="M{left} {y(tick):.1f}H{width - 20}" stroke="#ddd"/><text x="{left - 8}" y="{y(tick) + 4:.0f}" text-anchor="end">{tick}</text>')
+    out.append(f'<text x="{(width + left) / 2:.0f}" y="{height - 12}" text-anchor="middle">added round-trip time, ms</text>')
+    out.append(f'<text transform="translate(16 {height / 2:.0f}) rotate(-90)" text-anchor="middle">ms</text>')
+    for i, (kind, color) in enumerate(zip(KINDS, COLORS)):
+        goal = f"M{x(0):.1f} {y(native[i]):.1f}L{x(most_x):.1f} {y(native[i] + most_x):.1f}"
+        out.append(f'<path d="{goal}" stroke="{color}" stroke-dasharray="5 4" fill="none"/>')
+        points = [(x(rtt), y(times[i])) for rtt, times in sorted(far.items())]
+        out.append(f'<polyline points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in points)}" stroke="{color}" stroke-width="2" fill="none"/>')
+        out += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{color}"/>' for a, b in points]
+        out.append(f'<text x="{left + 15}" y="{30 + 18 * i}" fill="{color}">{kind}; dashed: native + 1 round trip</text>')
+    pathlib.Path(file).write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
+
+
 def main():
-    dist, relay = pathlib.Path(sys.argv[1]), sys.argv[2]
-    delays = [int(delay) for delay in sys.argv[3:]] or [0, 200, 1000]
+    parser = argparse.ArgumentParser(usage=__doc__.split("\n\n")[1])
+    parser.add_argument("dist", type=pathlib.Path)
+    parser.add_argument("relay")
+    parser.add_argument("--plot")
+    parser.add_argument("delays", type=int, nargs="*", default=[0, 200, 1000])
+    options = parser.parse_args()
+    dist, relay = options.dist, options.relay
     rgpuctl, failed = dist / "bin/rgpuctl", False
     tcp = [rgpuctl, "run", "--insecure", "--server", f"127.0.0.1:{SERVER_PORT}", "--"]
     server = subprocess.Popen(
@@ -105,11 +138,11 @@ def main():
     try:
         wait_for(SERVER_PORT)
         ways = {"native": [], "local": [rgpuctl, "run", "--backend", "cuda", "--"], "tcp": tcp}
-        expected = None
-        print(f"{'way':16}{'training step [ms]':>20}{'token [ms]':>12}")
-        for way in [*ways, *delays]:
+        expected, measured = None, {}
+        print(f"{'way':16}" + "".join(f"{kind + ' [ms]':>20}" for kind in KINDS))
+        for way in [*ways, *options.delays]:
             between = None
-            if way in delays:
+            if way in options.delays:
                 between = subprocess.Popen(
                     [relay, "--listen", f"127.0.0.1:{RELAY_PORT}", "--to", f"127.0.0.1:{SERVER_PORT}", "--rtt-us", str(way)]
                 )
@@ -117,18 +150,22 @@ def main():
                 prefix = [rgpuctl, "run", "--insecure", "--server", f"127.0.0.1:{RELAY_PORT}", "--"]
             else:
                 prefix = ways[way]
-            times, results = figures(run(prefix).stdout)
+            times, results = figures(run(prefix, ("--graph-steps", 40)).stdout)
             if between:
                 between.kill()
                 between.wait()
             expected = expected or results
-            same = results == expected and len(results) == 2
+            same = results == expected and len(results) == len(KINDS)
             failed |= not same
+            measured[way] = times
             name = f"tcp +{way / 1000:g} ms" if between else way
-            print(f"{name:16}{times[0]:20.2f}{times[1]:12.2f}{'' if same else '   results differ: ' + '; '.join(results)}", flush=True)
+            print(f"{name:16}" + "".join(f"{time:20.2f}" for time in times) + ("" if same else "   results differ: " + "; ".join(results)), flush=True)
+        if options.plot:
+            plot(options.plot, measured["native"], {delay / 1000: measured[delay] for delay in options.delays})
         fewest = round_trips(tcp, 20, 48)
         per_turn("training step", 20, fewest, round_trips(tcp, 40, 48))
         per_turn("token", 48, fewest, round_trips(tcp, 20, 96))
+        per_turn("graph step", 20, round_trips(tcp, 20, 0, 20), round_trips(tcp, 20, 0, 40))
     finally:
         server.terminate()
         server.wait()

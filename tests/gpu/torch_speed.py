@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Two everyday loops of PyTorch, timed: a training step of a small GPT in bf16, and decoding token by token.
+"""Three everyday loops of PyTorch, timed: a training step of a small GPT in bf16, the same as a CUDA graph, and decoding token by token.
 
-    torch_speed.py [--no-cudnn-attention] [--steps N] [--tokens N]
+    torch_speed.py [--no-cudnn-attention] [--steps N] [--graph-steps N] [--tokens N]
 
 Run it natively and through rgpu in turn and compare the medians. It prints losses and tokens as well, which must be the same.
 """
@@ -55,24 +55,71 @@ def median(times):
     return f"{statistics.median(times) * 1e3:.2f} ms (from {min(times) * 1e3:.2f} to {max(times) * 1e3:.2f})"
 
 
-def train(steps):
+def training():
+    """The model, its optimizer, and a function that computes the loss and the gradients of one step."""
     torch.manual_seed(0)
     model = GPT().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, capturable=True)
     data = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(1)).cuda()
-    times, losses = [], []
-    for _ in range(steps):
-        begin = time.perf_counter()
+
+    def forward_and_backward():
         with torch.autocast("cuda", torch.bfloat16):
             loss = F.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
         loss.backward()
+        return loss
+
+    return model, optimizer, forward_and_backward
+
+
+def timed(step, steps):
+    """Calls `step` and returns how long each call took, and the losses that they returned."""
+    times, losses = [], []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        losses.append(step().item())
+        times.append(time.perf_counter() - begin)
+    return times, losses
+
+
+def train(steps):
+    model, optimizer, forward_and_backward = training()
+
+    def step():
+        loss = forward_and_backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        times.append(time.perf_counter() - begin)
+        return loss
+
+    times, losses = timed(step, steps)
     print("training step:", median(times[10:] or times))
     print("losses:", " ".join(f"{losses[i]:.4f}" for i in (0, steps // 2, -1)))
     return model
+
+
+def train_graph(steps):
+    """The same steps, but captured once and launched as a graph."""
+    _, optimizer, forward_and_backward = training()
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            forward_and_backward()
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        loss = forward_and_backward()
+        optimizer.step()
+
+    def step():
+        graph.replay()
+        return loss
+
+    times, losses = timed(step, steps)
+    print("graph step:", median(times[10:] or times))
+    print("graph losses:", " ".join(f"{losses[i]:.4f}" for i in (0, steps // 2, -1)))
 
 
 @torch.no_grad()
@@ -94,9 +141,12 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser()
     options.add_argument("--no-cudnn-attention", action="store_true", help="use PyTorch's own attention for decoding")
     options.add_argument("--steps", type=int, default=40, help="training steps, of which the first 10 are not timed")
+    options.add_argument("--graph-steps", type=int, default=0, help="training steps as a graph, of which the first 10 are not timed; 0: none")
     options.add_argument("--tokens", type=int, default=128, help="tokens to decode, of which the first 32 are not timed; 0: none")
     options = options.parse_args()
     trained = train(options.steps)
+    if options.graph_steps:
+        train_graph(options.graph_steps)
     if not options.tokens:
         raise SystemExit
     if options.no_cudnn_attention:

@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""PyTorch training tenants on one GPU: what all of them get together, next to native processes side by side, and their shares next to their weights.
+
+    tenants.py DIST [--tenants N...] [--weights A:B] [--seconds S]
+
+DIST is a folder that `cargo xtask dist` makes. Each tenant trains the small GPT of torch_speed.py for --seconds (default: 10), all of them at the same time. For each number of tenants (default: 1 2 4 8) the script prints the steps a second of all
+tenants together, natively and through one server (`local`), and the smallest and the largest share of a tenant. With rgpu, each tenant is a user of its own, and so a principal of its own. Then two tenants run with the weights A and B
+(default: 3:1). Each tenant's losses must be those of the first one. Needs root, for the users. Exit status: 1 if a run fails or a loss differs.
+
+RGPU_LIB_DIR names the folder of the guest libraries where DIST has none.
+"""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+# The tenants' users; those with weights have others, from WEIGHTED on.
+USERS, WEIGHTED = 24_000, 24_100
+# Losses of so many steps are compared.
+COMPARED = 30
+
+
+def tenant(seconds):
+    """Prepares, says so, waits for a line, and trains for a while."""
+    import torch
+    from torch_speed import training
+
+    _, optimizer, forward_and_backward = training()
+
+    def step():
+        loss = forward_and_backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    losses = [step() for _ in range(COMPARED)]
+    torch.cuda.synchronize()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    steps, begin = 0, time.monotonic()
+    while time.monotonic() < begin + seconds:
+        step()
+        steps += 1
+    print(steps / (time.monotonic() - begin), " ".join(f"{loss:.4f}" for loss in losses), flush=True)
+    # The others end at the same time, and not on what this one leaves.
+    sys.stdin.readline()
+
+
+def together(prefix, count, seconds, first_user=None):
+    """Steps a second of each of `count` tenants that run at the same time, each as a user of its own if there is a first one, and their losses."""
+    running = []
+    for i in range(count):
+        as_user = {"user": first_user + i, "group": first_user + i, "extra_groups": []} if first_user else {}
+        command = [*prefix, sys.executable, __file__, "--tenant", str(seconds)]
+        environment = dict(os.environ, HOME=tempfile.gettempdir(), PYTHONDONTWRITEBYTECODE="1")
+        running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, **as_user))
+    if any(each.stdout.readline() != "ready\n" for each in running):
+        sys.exit("a tenant did not begin")
+    for each in running:
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    lines = [each.stdout.readline().split(" ", 1) for each in running]
+    for each in running:
+        each.communicate("end\n")
+    if any(each.returncode or len(line) != 2 for each, line in zip(running, lines)):
+        sys.exit("a tenant failed")
+    return [float(line[0]) for line in lines], [line[1] for line in lines]
+
+
+def main():
+    parser = argparse.ArgumentParser(usage=__doc__.split("\n\n")[1])
+    parser.add_argument("dist", type=pathlib.Path, nargs="?")
+    parser.add_argument("--tenants", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--weights", default="3:1")
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--tenant", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.tenant:
+        return tenant(options.tenant)
+    weights = [int(weight) for weight in options.weights.split(":")]
+    rgpuctl, wrong, expected = options.dist.resolve() / "bin/rgpuctl", False, None
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        socket, rules = f"{folder}/server.sock", pathlib.Path(folder, "clients.toml")
+        rules.write_text("".join(f'[[client]]\nname = "uid:{WEIGHTED + i}"\nweight = {weight * 100}\n' for i, weight in enumerate(weights)))
+        command = [options.dist / "bin/rgpu-server", "--backend", "cuda", "--listen", f"unix:{socket}", "--clients", rules]
+        log = open(pathlib.Path(folder, "log"), "w", encoding="utf-8")
+        server = subprocess.Popen(command, stderr=log)
+        try:
+            while not os.path.exists(socket) and server.poll() is None:
+                time.sleep(0.1)
+            os.chmod(socket, 0o666)
+            remote = [rgpuctl, "run", "--server", f"unix:{socket}", "--"]
+            print(f"{'tenants':>8}{'native, steps/s':>17}{'rgpu':>9}{'rgpu/native':>13}{'shares, native':>18}{'shares, rgpu':>18}")
+            for count in options.tenants:
+                totals, shares = [], []
+                for prefix, users in (([], None), (remote, USERS)):
+                    rates, losses = together(prefix, count, options.seconds, users)
+                    expected = expected or losses[0]
+                    wrong |= any(each != expected for each in losses)
+                    totals.append(sum(rates))
+                    shares.append(f"{min(rates) / sum(rates):.3f} to {max(rates) / sum(rates):.3f}")
+                print(f"{count:8}{totals[0]:17.1f}{totals[1]:9.1f}{totals[1] / totals[0]:13.2f}{shares[0]:>18}{shares[1]:>18}", flush=True)
+            rates, losses = together(remote, len(weights), options.seconds, WEIGHTED)
+            wrong |= any(each != expected for each in losses)
+            print(f"weights {options.weights}: {sum(rates):.1f} steps/s, shares " + ", ".join(f"{rate / sum(rates):.3f}" for rate in rates))
+        finally:
+            server.terminate()
+            server.wait()
+            log.close()
+            if wrong:
+                print("losses differ", pathlib.Path(log.name).read_text(encoding="utf-8")[-2000:])
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())
