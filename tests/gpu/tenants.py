@@ -56,7 +56,8 @@ def together(prefix, count, seconds, first_user=None):
     for i in range(count):
         as_user = {"user": first_user + i, "group": first_user + i, "extra_groups": []} if first_user else {}
         command = [*prefix, sys.executable, __file__, "--tenant", str(seconds)]
-        environment = dict(os.environ, HOME=tempfile.gettempdir(), PYTHONDONTWRITEBYTECODE="1")
+        # These users have no home and no entry in /etc/passwd; PyTorch asks for the name.
+        environment = dict(os.environ, HOME=tempfile.gettempdir(), USER=f"tenant{i}", PYTHONDONTWRITEBYTECODE="1")
         running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, **as_user))
     if any(each.stdout.readline() != "ready\n" for each in running):
         sys.exit("a tenant did not begin")

@@ -9,8 +9,12 @@ use std::ops::Range;
 
 use super::read_ahead::Streak;
 
-/// Size of a block, in bytes.
+/// Size of a block of managed memory, in bytes.
 pub(crate) const BLOCK: u64 = 64 << 10;
+/// Size of a block of pinned memory, in bytes: a page, because a program may poll a word while the device works.
+pub(crate) const SMALL: u64 = client::pages::PAGE as u64;
+/// Maximum bytes that one fault fetches.
+const LONGEST: u64 = 4 << 20;
 
 /// Contiguous bytes: whole blocks, except at the end of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,6 +41,8 @@ pub(crate) enum Answer {
 pub(crate) struct Blocks {
     base: u64,
     size: u64,
+    /// Bytes of a block.
+    grain: u64,
     /// The blocks that the host has: their numbers, and whether they are dirty.
     host: BTreeMap<u64, bool>,
     /// Whether the device's bytes are all zero, and no work has been enqueued since that was known.
@@ -46,10 +52,10 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    /// All blocks are the device's. `zero`: whether they are known to be zero.
-    pub fn new(base: u64, size: u64, zero: bool) -> Blocks {
+    /// All blocks are the device's. `zero`: whether they are known to be zero. `grain`: the size of a block.
+    pub fn new(base: u64, size: u64, grain: u64, zero: bool) -> Blocks {
         let (reads, writes) = <(Streak, Streak)>::default();
-        Blocks { base, size, host: BTreeMap::new(), zero, reads, writes }
+        Blocks { base, size, grain, host: BTreeMap::new(), zero, reads, writes }
     }
 
     /// Whether the device's next work changes anything here.
@@ -58,28 +64,28 @@ impl Blocks {
     }
 
     fn run(&self, first: u64, count: u64) -> Run {
-        let address = self.base + first * BLOCK;
-        Run { address, len: (count * BLOCK).min(self.base + self.size - address) }
+        let address = self.base + first * self.grain;
+        Run { address, len: (count * self.grain).min(self.base + self.size - address) }
     }
 
     /// Numbers of the blocks that a range touches.
     fn numbers(&self, range: &Range<u64>) -> Range<u64> {
         let end = range.end.clamp(self.base, self.base + self.size) - self.base;
         let start = range.start.clamp(self.base, self.base + self.size) - self.base;
-        start / BLOCK..end.div_ceil(BLOCK)
+        start / self.grain..end.div_ceil(self.grain)
     }
 
     /// The block of an address.
     pub fn block(&self, address: u64) -> Run {
-        self.run((address - self.base) / BLOCK, 1)
+        self.run((address - self.base) / self.grain, 1)
     }
 
     /// What an access needs. Recorded only when it [is given](Self::given).
     pub fn fault(&self, address: u64, write: bool) -> Answer {
-        let at = (address - self.base) / BLOCK;
-        let all = self.size.div_ceil(BLOCK);
+        let at = (address - self.base) / self.grain;
+        let all = self.size.div_ceil(self.grain);
         let streak = if write { &self.writes } else { &self.reads };
-        let most = streak.longest(at).min(all - at);
+        let most = streak.longest(at, LONGEST / self.grain).min(all - at);
         let count = |wanted: Option<bool>| {
             (at..at + most).take_while(|n| self.host.get(n).copied() == wanted).count() as u64
         };
@@ -93,8 +99,8 @@ impl Blocks {
 
     /// The host has been given a run.
     pub fn given(&mut self, run: Run, write: bool) {
-        let first = (run.address - self.base) / BLOCK;
-        let count = run.len.div_ceil(BLOCK);
+        let first = (run.address - self.base) / self.grain;
+        let count = run.len.div_ceil(self.grain);
         for n in first..first + count {
             self.host.insert(n, write);
         }
@@ -132,7 +138,10 @@ impl Blocks {
     /// Gives a range back to the device, which may change it.
     pub fn taken(&mut self, range: &Range<u64>) {
         let numbers = self.numbers(range);
-        self.host.retain(|n, _| !numbers.contains(n));
+        let held: Vec<u64> = self.host.range(numbers.clone()).map(|(n, _)| *n).collect();
+        for n in held {
+            self.host.remove(&n);
+        }
         if !numbers.is_empty() {
             self.zero = false;
         }
@@ -148,7 +157,7 @@ mod tests {
 
     #[test]
     fn faults_in_a_row_are_answered_with_longer_and_longer_runs() {
-        let mut blocks = Blocks::new(BASE, 1 << 30, false);
+        let mut blocks = Blocks::new(BASE, 1 << 30, BLOCK, false);
         let mut at = BASE;
         let mut lengths = Vec::new();
         for _ in 0..9 {
@@ -164,7 +173,7 @@ mod tests {
 
     #[test]
     fn the_last_block_ends_with_the_piece() {
-        let blocks = Blocks::new(BASE, BLOCK + 4096, true);
+        let blocks = Blocks::new(BASE, BLOCK + 4096, BLOCK, true);
         let last = Run { address: BASE + BLOCK, len: 4096 };
         assert_eq!(blocks.fault(BASE + BLOCK + 5, true), Answer::Zeroes(last));
     }
@@ -198,7 +207,7 @@ mod tests {
             let first: u8 = if zero { 0 } else { 1 };
             let (mut right, mut device) = ([first; PAGES], [first; PAGES]);
             let mut host: [Option<(u8, bool)>; PAGES] = [None; PAGES];
-            let mut blocks = Blocks::new(BASE, PAGES as u64 * 4096, zero);
+            let mut blocks = Blocks::new(BASE, PAGES as u64 * 4096, BLOCK, zero);
             let mut value = 2u8;
             for step in steps {
                 value = value.wrapping_add(1).max(2);

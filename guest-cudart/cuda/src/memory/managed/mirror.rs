@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::abi::result::Result;
 use crate::memory::managed::advice::Advised;
-use crate::memory::managed::blocks::{Answer, BLOCK, Blocks, Run};
+use crate::memory::managed::blocks::{Answer, BLOCK, Blocks, Run, SMALL};
 use crate::memory::managed::partial_pages::{self, Edge};
 use crate::memory::managed::{ORDER, Piece, STATE, State, page_faults, pages, shared_blocks};
 use crate::memory::pinned_regions::REGIONS;
@@ -155,18 +155,32 @@ fn mirror(context: &Context, first: u64, size: u64) -> Result<u64> {
 const TO_MIRROR: usize = 8 << 10;
 const FROM_MIRROR: usize = client::channel::MAX_PAYLOAD - 64;
 /// Number of answers that are requested at a time.
-const AT_ONCE: usize = 16;
+const AT_ONCE: usize = 32;
 
 /// Reads the current bytes of a mirror.
 pub(crate) fn read(context: &Context, address: u64, to: &mut [u8]) -> Result {
-    for (group, bytes) in to.chunks_mut(AT_ONCE * FROM_MIRROR).enumerate() {
-        let first = address + (group * AT_ONCE * FROM_MIRROR) as u64;
-        let ask = |(i, part): (usize, &mut [u8])| {
-            let address = first + (i * FROM_MIRROR) as u64;
-            context.session().submit(&HostRead { context: context.id, address, len: part.len() as u32 })
+    read_in_order([(context, address, to)])
+}
+
+/// Reads the current bytes of several ranges, those of one server in this order.
+pub(crate) fn read_in_order<'a>(
+    ranges: impl IntoIterator<Item = (&'a Context, u64, &'a mut [u8])>,
+) -> Result {
+    let parts = ranges.into_iter().flat_map(|(context, address, to)| {
+        let part = move |(i, part): (usize, _)| (context, address + (i * FROM_MIRROR) as u64, part);
+        to.chunks_mut(FROM_MIRROR).enumerate().map(part)
+    });
+    let mut parts: Vec<(&Context, u64, &mut [u8])> = parts.collect();
+    for group in parts.chunks_mut(AT_ONCE) {
+        let ask = |(context, address, part): &(&Context, u64, &mut [u8])| {
+            context.session().submit(&HostRead {
+                context: context.id,
+                address: *address,
+                len: part.len() as u32,
+            })
         };
-        let asked: Vec<_> = bytes.chunks_mut(FROM_MIRROR).enumerate().map(ask).collect::<Result<_>>()?;
-        for (pending, part) in asked.into_iter().zip(bytes.chunks_mut(FROM_MIRROR)) {
+        let asked: Vec<_> = group.iter().map(ask).collect::<Result<_>>()?;
+        for (pending, (_, _, part)) in asked.into_iter().zip(group) {
             let answer = pending.wait()?.bytes.0;
             if answer.len() != part.len() {
                 return Err(Status::UNKNOWN);
@@ -218,7 +232,7 @@ impl State {
             .clear(base as usize, size as usize)
             .map_err(page_faults::failed)
             .inspect_err(|_| pages.release(base as usize, size as usize))?;
-        let blocks = Blocks::new(base, size, false);
+        let blocks = Blocks::new(base, size, SMALL, false);
         let all = base..base + size;
         let piece = Piece { context, blocks, parts: vec![all], advised: Advised::default(), pinned: true };
         self.insert(base, size, piece);
@@ -241,7 +255,10 @@ impl State {
                     run
                 }
                 Answer::Allow(run) => run,
-                Answer::Nothing => Run { address: at, len: (BLOCK - (at - base) % BLOCK).min(end - at) },
+                Answer::Nothing => {
+                    let block = piece.blocks.block(at);
+                    Run { address: at, len: block.address + block.len - at }
+                }
             };
             if let Some((_, piece)) = self.pieces.get_mut(&base) {
                 piece.blocks.given(run, true);

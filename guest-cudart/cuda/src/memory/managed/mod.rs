@@ -41,7 +41,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 use crate::abi::result::Result;
 use crate::memory::device_memory;
 use crate::memory::managed::advice::Advised;
-use crate::memory::managed::blocks::{Blocks, Run};
+use crate::memory::managed::blocks::{BLOCK, Blocks, Run};
 use crate::memory::managed::mirror::Mirrors;
 use crate::memory::managed::partial_pages::Edge;
 use crate::memory::managed::shared_blocks::Together;
@@ -406,7 +406,7 @@ fn prepare(driver: &'static Driver, context: &'static Context, address: u64, siz
     stream.synchronize()?;
     pages.open_range(address as usize, size as usize).map_err(|_| Status::OUT_OF_MEMORY)?;
     let all = address..address + size;
-    let blocks = Blocks::new(address, size, true);
+    let blocks = Blocks::new(address, size, BLOCK, true);
     state.insert(
         address,
         size,
@@ -504,7 +504,7 @@ pub(crate) fn variable(
                 return Err(Status::NOT_SUPPORTED);
             }
             let part = part.start..part.end.min(at + len);
-            let blocks = Blocks::new(at, len, false);
+            let blocks = Blocks::new(at, len, BLOCK, false);
             let piece =
                 Piece { context, blocks, parts: vec![part], advised: Advised::default(), pinned: false };
             state.insert(at, len, piece);

@@ -1,8 +1,5 @@
 //! How many blocks of managed memory one page fault fetches.
 
-/// Maximum blocks per fault.
-const LONGEST: u64 = 64;
-
 /// A sequence of faults, each at the block after the previous answer.
 #[derive(Debug, Default)]
 pub(super) struct Streak {
@@ -11,10 +8,10 @@ pub(super) struct Streak {
 }
 
 impl Streak {
-    /// How many blocks to give at block `at`: twice as many as last time if the faults continue each other,
-    /// otherwise one.
-    pub fn longest(&self, at: u64) -> u64 {
-        if self.len > 0 && at == self.next { (self.len * 2).min(LONGEST) } else { 1 }
+    /// How many blocks to give at block `at`, at most `most`: twice as many as last time if the faults continue
+    /// each other, otherwise one.
+    pub fn longest(&self, at: u64, most: u64) -> u64 {
+        if self.len > 0 && at == self.next { (self.len * 2).min(most) } else { 1 }
     }
 
     /// Records that `len` blocks were given at block `at`.

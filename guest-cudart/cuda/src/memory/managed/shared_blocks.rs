@@ -13,12 +13,13 @@
 //! kernels wrote beside them stays.
 //!
 //! Ordering of the device's writes: a block is read until two readings are the same, and before it is given,
-//! all other blocks that the host has are checked again and those that the device has changed are taken away.
-//! So the program never sees a later write of the device before an earlier one.
+//! the other blocks that the host has are read again or taken away, so that it has none that the device has
+//! changed. So the program never sees a later write of the device before an earlier one. Where the program
+//! reads one block after the other, several are fetched at once, and read only once.
 //!
-//! Ordering of the program's writes: it can write to one block at a time. Before it can write to another one,
-//! its changes of the first are sent, and it can only read that one. The order of its writes to words of the
-//! same block is unknown.
+//! Ordering of the program's writes: it can write to one block at a time, or to a few in a row if it writes
+//! them one after the other. Before it can write elsewhere, its changes there are sent, and it can only read
+//! these blocks. The order of its writes to words of the same blocks is unknown.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -26,8 +27,8 @@ use std::sync::{Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
-use crate::memory::managed::blocks::{Answer, BLOCK, Run};
-use crate::memory::managed::{STATE, State, page_faults, pages, partial_pages};
+use crate::memory::managed::blocks::{Answer, Run, SMALL};
+use crate::memory::managed::{STATE, State, mirror, page_faults, pages, partial_pages};
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
@@ -39,9 +40,13 @@ use client::{lock, log};
 /// Minimum time that the host keeps a block.
 const WHILE: Duration = Duration::from_micros(100);
 /// Maximum number of runs that the host has at once.
-const MOST: usize = 4;
+const MOST: usize = 8;
+/// Maximum size of a run that is read again when another one is given. Longer ones are taken away.
+const READ_AGAIN: u64 = 2 * SMALL;
 /// How often a block that the device keeps changing is read again.
 const MOST_READINGS: usize = 8;
+/// Maximum number of bytes that the program can write to at a time.
+const WRITABLE: u64 = 64 << 10;
 
 /// A run that the host was given while the device worked.
 pub(crate) struct Together {
@@ -105,7 +110,7 @@ pub(crate) fn answer(
     }
     start(driver);
     let mut state = lock(&STATE);
-    let given = state.give_together(driver, pages, fault, buffer);
+    let given = state.give_together(driver, pages, fault);
     drop(state);
     page_faults::finish(pages, fault, given);
 }
@@ -263,27 +268,19 @@ impl State {
         Ok(())
     }
 
-    fn give_together(
-        &mut self,
-        driver: &'static Driver,
-        pages: &Pages,
-        fault: &Fault,
-        buffer: &mut Vec<u8>,
-    ) -> Result<bool> {
+    fn give_together(&mut self, driver: &'static Driver, pages: &Pages, fault: &Fault) -> Result<bool> {
         let Some((base, answer)) = self.answer(fault) else { return Ok(false) };
         match answer {
             Answer::Nothing => {}
-            Answer::Allow(_) => self.let_write(pages, base, fault.address as u64)?,
+            Answer::Allow(run) => self.let_write(pages, base, run)?,
             Answer::Zeroes(run) | Answer::Fetch(run) => {
                 self.announce();
-                self.fetch_settled(base, run, buffer)?;
-                let before = buffer.clone();
-                self.look_again(driver, buffer)?;
+                let before = self.fetch_after_others(driver, base, run)?;
                 self.given(base, run, false);
                 pages.fill(run.address as usize, &before, false).map_err(page_faults::failed)?;
                 self.together.push(Together { base, pinned: true, run, before });
                 if fault.write {
-                    self.let_write(pages, base, fault.address as u64)?;
+                    self.let_write(pages, base, run)?;
                 }
                 work_signal::wake();
             }
@@ -291,48 +288,68 @@ impl State {
         Ok(true)
     }
 
-    /// Lets the program write to the block of an address, which it can read, and to no other one.
-    fn let_write(&mut self, pages: &Pages, base: u64, address: u64) -> Result {
+    /// Lets the program write to the beginning of a run that it can read, and to nothing else.
+    fn let_write(&mut self, pages: &Pages, base: u64, run: Run) -> Result {
         self.publish(pages)?;
-        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
-        let block = piece.blocks.block(address);
-        self.given(base, block, true);
-        pages.allow_writes(block.address as usize, block.len as usize).map_err(page_faults::failed)
+        let run = Run { len: run.len.min(WRITABLE), ..run };
+        self.given(base, run, true);
+        pages.allow_writes(run.address as usize, run.len as usize).map_err(page_faults::failed)
     }
 
-    /// Reads the device's bytes of a run. A single block, which may contain a word that the program polls, is
-    /// read again until nothing has changed meanwhile: bytes that are read one after the other could contain
-    /// a later write and lack an earlier one.
-    fn fetch_settled(&mut self, base: u64, run: Run, buffer: &mut Vec<u8>) -> Result {
-        self.fetch(base, run, buffer)?;
-        if run.len > BLOCK {
-            return Ok(());
-        }
-        let mut again = Vec::new();
-        for _ in 0..MOST_READINGS {
-            self.fetch(base, run, &mut again)?;
-            std::mem::swap(buffer, &mut again);
-            if *buffer == again {
-                break;
-            }
-        }
-        Ok(())
-    }
-
-    /// Takes away the runs that the device has changed since the host was given them, and surplus runs.
-    fn look_again(&mut self, driver: &'static Driver, buffer: &mut Vec<u8>) -> Result {
+    /// Reads the device's bytes of a run, and then takes away those runs that the host was given before and
+    /// that have become old by then, and surplus ones.
+    fn fetch_after_others(&mut self, driver: &'static Driver, base: u64, run: Run) -> Result<Vec<u8>> {
         let (pinned, managed): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.together).into_iter().partition(|together| together.pinned);
         self.together = managed;
         let oldest = pinned.len().saturating_sub(MOST - 1);
-        let mut pinned = pinned.into_iter();
-        let mut gone: Vec<Together> = pinned.by_ref().take(oldest).collect();
-        for together in pinned {
-            self.fetch(together.base, together.run, buffer)?;
-            if *buffer == together.before { &mut self.together } else { &mut gone }.push(together);
+        let of = |together: &Together| self.pieces.get(&together.base).map(|(_, piece)| piece.context);
+        let mut gone: Vec<Together> = Vec::new();
+        let mut others: Vec<(&'static Context, Together, Vec<u8>)> = Vec::new();
+        for (i, together) in pinned.into_iter().enumerate() {
+            match of(&together).filter(|_| i >= oldest && together.run.len <= READ_AGAIN) {
+                Some(context) => {
+                    let now = vec![0; together.run.len as usize];
+                    others.push((context, together, now));
+                }
+                None => gone.push(together),
+            }
         }
-        gone.iter_mut().try_for_each(|together| self.take_away(driver, together))
+        let mut bytes = vec![0; run.len as usize];
+        let read = match self.pieces.get(&base) {
+            Some((_, piece)) => read_settled(piece.context, run, &mut bytes, &mut others),
+            None => Ok(()),
+        };
+        for (_, together, now) in others {
+            if read.is_ok() && now == together.before { &mut self.together } else { &mut gone }
+                .push(together);
+        }
+        let taken = gone.iter_mut().try_for_each(|together| self.take_away(driver, together));
+        read.and(taken).map(|()| bytes)
     }
+}
+
+/// Reads a run, and after it the others. A single block, which may contain a word that the program polls, is
+/// read until nothing has changed between two readings: bytes that are read one after the other could contain
+/// a later write of the device and lack an earlier one.
+fn read_settled(
+    context: &Context,
+    run: Run,
+    bytes: &mut [u8],
+    others: &mut [(&'static Context, Together, Vec<u8>)],
+) -> Result {
+    let mut again = vec![0; if run.len <= SMALL { bytes.len() } else { 0 }];
+    for _ in 0..MOST_READINGS {
+        let own = [&mut *bytes, &mut again[..]].map(|bytes| (context, run.address, bytes));
+        let after =
+            others.iter_mut().map(|(context, other, now)| (*context, other.run.address, &mut now[..]));
+        mirror::read_in_order(own.into_iter().chain(after))?;
+        if again.is_empty() || *bytes == again[..] {
+            break;
+        }
+        bytes.copy_from_slice(&again);
+    }
+    Ok(())
 }
 
 /// Sends changed words. It is not known which of them the program changed last. Most likely it is those that
