@@ -25,6 +25,8 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod verbs;
 
 use host_bridge::endpoint::Mapped;
@@ -666,9 +668,10 @@ impl Arrived {
     /// Whether a piece has arrived, and the next arrived one after it. `None`: it may still arrive.
     fn look(&self, number: u64) -> Option<Result<u64, Status>> {
         if self.pieces.contains_key(&number) {
-            let after = self.pieces.keys().skip_while(|at| **at < number).zip(number..);
-            let upto = after.take_while(|(at, expected)| *at == expected).last();
-            return Some(Ok(upto.map_or(number, |(_, upto)| upto)));
+            let after = self.pieces.keys().skip_while(|at| **at <= number);
+            // The peer chooses the numbers, up to the last one that there is.
+            let upto = after.fold(number, |upto, at| if at - 1 == upto { *at } else { upto });
+            return Some(Ok(upto));
         }
         (self.over || number <= self.last).then_some(Err(Status::DEVICE_UNAVAILABLE))
     }

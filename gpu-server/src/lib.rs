@@ -36,6 +36,8 @@ pub mod worker_protocol;
 use std::process::ExitCode;
 
 #[cfg(fuzzing)]
+pub use direct::fuzzing::pieces_any;
+#[cfg(fuzzing)]
 pub use parent::handshake_any;
 #[cfg(fuzzing)]
 pub use policy::policy_any;

@@ -2,9 +2,10 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
 use super::*;
+use host_bridge::verbs::software::{self, Outside};
 use proptest::prelude::*;
 use protocol::device::text;
-use protocol::link::DirectQueue;
+use protocol::link::{DIRECT_VERBS_SINCE, DirectQueue};
 
 /// A receiving end that reads from the other end of a socket.
 fn receiving(patience: Duration) -> (UnixStream, Arc<Incoming>, std::thread::JoinHandle<String>) {
@@ -40,6 +41,19 @@ fn between_pieces_a_peer_has_all_the_time() {
     drop(ours);
     thread.join().unwrap();
     assert_eq!(lock(&incoming.state).look(1), Some(Ok(4)));
+}
+
+#[test]
+fn the_last_number_that_there_is_can_arrive() {
+    let (mut ours, incoming, thread) = receiving(PATIENCE);
+    for number in [1, 2, 4, u64::MAX - 1, u64::MAX] {
+        ours.write_all(&[header(number, 1).as_bytes(), &[0]].concat()).unwrap();
+    }
+    drop(ours);
+    thread.join().unwrap();
+    let look = |number| lock(&incoming.state).look(number);
+    assert_eq!(look(u64::MAX), Some(Ok(u64::MAX)));
+    assert_eq!([1, 2, 4, u64::MAX - 1].map(look), [2, 2, 4, u64::MAX].map(|upto| Some(Ok(upto))));
 }
 
 /// What a receiving end without verbs answers to an offer.
@@ -122,12 +136,121 @@ fn receives_are_granted_by_bytes_and_the_end_of_the_socket_is_seen() {
         .map(|worked| (worked, sum))
     };
     assert_eq!(granted(16).unwrap(), (false, 0));
-    ours.write_all(&[2, 0, 14]).unwrap();
+    ours.write_all(&[2, 14]).unwrap();
     assert_eq!(granted(16).unwrap(), (true, 16));
-    ours.write_all(&[1; 100]).unwrap();
+    ours.write_all(&[1; 16]).unwrap();
     assert!(granted(16).is_err());
+    // A peer that grants nothing again and again would otherwise never have to take a piece.
+    ours.write_all(&[0]).unwrap();
+    assert!(granted(usize::MAX).unwrap_err().to_string().contains("0 more receives"));
     drop(ours);
     assert!(granted(usize::MAX).is_err(), "it has read to the end");
+}
+
+/// A sending end whose pieces go over verbs to a peer outside, which has this many receives for them.
+fn sending_over_verbs(verbs: &Verbs, receives: u32) -> (UnixStream, Stream, Arc<Outgoing>, verbs::Sender) {
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    let stream = Stream::from(OwnedFd::from(theirs));
+    // One more, for the probe.
+    let answer =
+        DirectQueue { queue_pair: 0xff_fff0, mtu: 4096, receives: receives + 1, ..DirectQueue::new_zeroed() };
+    ours.write_all(answer.as_bytes()).unwrap();
+    software::outside(Outside::Done(0));
+    let queue = verbs::offer(Some(verbs), &stream, DIRECT_VERBS_SINCE).unwrap().unwrap();
+    software::outside(Outside::Kept);
+    stream.set_nonblocking(true).unwrap();
+    let (jobs, due) = channel();
+    let outgoing = Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new(), bell: None };
+    (ours, stream, Arc::new(outgoing), verbs::Sender::new(queue, Jobs { due, last: 0 }))
+}
+
+/// Sends a piece of one byte.
+fn send_one(outgoing: &Arc<Outgoing>, number: u64) {
+    let mut piece = outgoing.piece(number);
+    piece.fill(1).unwrap().write(0, &[number as u8]);
+    piece.finish(Status::SUCCESS);
+}
+
+#[test]
+fn a_connection_over_verbs_that_was_idle_takes_the_next_piece() {
+    let _one = lock(&fuzzing::ONE);
+    software::install();
+    let verbs = Verbs::new(Settings::default());
+    let (_ours, stream, outgoing, mut sender) = sending_over_verbs(&verbs, 2);
+    let (pair, bytes) = (software::pairs()[0], Bytes::default());
+    let mut now = Instant::now();
+    for number in 1..=2 {
+        send_one(&outgoing, number);
+        sender.turn(&stream, &bytes, now).unwrap();
+        assert!(software::complete(pair, 0));
+        sender.turn(&stream, &bytes, now).unwrap();
+        sender.turn(&stream, &bytes, now).unwrap();
+        now += 10 * PATIENCE;
+    }
+    assert_eq!(bytes.over_verbs.load(Ordering::Relaxed), 2);
+    // But one that takes nothing is given up.
+    send_one(&outgoing, 3);
+    sender.turn(&stream, &bytes, now).unwrap();
+    sender.turn(&stream, &bytes, now + PATIENCE).unwrap();
+    let late = sender.turn(&stream, &bytes, now + 2 * PATIENCE);
+    assert_eq!(late.err().unwrap().kind(), io::ErrorKind::TimedOut);
+}
+
+#[test]
+fn pieces_go_over_verbs_from_one_end_to_the_other() {
+    const BATCH: u64 = 8;
+    let _one = lock(&fuzzing::ONE);
+    software::install();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let [ours, theirs] = [ours, theirs].map(|socket| Stream::from(OwnedFd::from(socket)));
+    let incoming = Arc::new(Incoming::new(Arc::default()));
+    let reading = Arc::clone(&incoming);
+    let receiving = std::thread::spawn(move || {
+        let verbs = Verbs::new(Settings::default());
+        reading.read(&theirs, Some(&verbs), PATIENCE)
+    });
+    let verbs = Verbs::new(Settings::default());
+    let queue = verbs::offer(Some(&verbs), &ours, DIRECT_VERBS_SINCE).unwrap().unwrap();
+    let bytes = Arc::<Bytes>::default();
+    let outgoing = Outgoing::start(ours, Some(queue), Arc::clone(&bytes)).unwrap();
+    let content = |number: u64| vec![number as u8; (number * 104_729 % MAX_PIECE + 1) as usize];
+    let until = Instant::now() + 20 * PATIENCE;
+    // Polls until there is something.
+    fn soon<T>(until: Instant, mut look: impl FnMut() -> Option<T>) -> T {
+        loop {
+            if let Some(found) = look() {
+                return found;
+            }
+            assert!(Instant::now() < until, "nothing comes");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    let mut all = 0;
+    for first in (1..100).step_by(BATCH as usize) {
+        for number in first..first + BATCH {
+            let content = content(number);
+            let mut piece = outgoing.piece(number);
+            soon(until, || piece.fill(content.len() as u64)).write(0, &content);
+            piece.finish(Status::SUCCESS);
+            all += content.len() as u64;
+        }
+        for number in first..first + BATCH {
+            let (buffer, mapped) = soon(until, || incoming.land(number).ok());
+            let mut came = vec![0; mapped.len()];
+            mapped.read(0, &mut came);
+            assert!(came == content(number), "piece {number}");
+            buffer.release(Status::SUCCESS);
+        }
+    }
+    soon(until, || (bytes.over_verbs.load(Ordering::Relaxed) == all).then_some(()));
+    assert_eq!(incoming.bytes.over_verbs.load(Ordering::Relaxed), all);
+    // The session ends.
+    drop(lock(&outgoing.jobs).take());
+    outgoing.bell.iter().for_each(|bell| bell.ring());
+    assert_eq!(receiving.join().unwrap(), "closed");
+    drop((outgoing, incoming, verbs));
+    // The sending end's thread ends by itself.
+    soon(until, || (software::objects() == 0).then_some(()));
 }
 
 /// Both ends of a connection under TLS: the connecting one first.

@@ -35,7 +35,7 @@ use protocol::ops::direct::PIECES;
 use protocol::version::Version;
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::{Buffer, Bytes, Incoming, Jobs, PATIENCE, Pool, WITHIN, lock};
+use super::{Buffer, Bytes, Incoming, Jobs, PATIENCE, Piece, Pool, WITHIN, lock};
 
 /// Receives that are posted at first. There are twice as many whenever half of them are used at once, up to
 /// [`PIECES`]: each costs a buffer of page-locked memory.
@@ -251,11 +251,24 @@ pub(super) fn answer(
     Ok(agreed)
 }
 
+/// What an end does after a turn of its thread.
+pub(super) enum Turn {
+    /// Something has happened: another turn at once.
+    Worked,
+    /// Nothing has: another turn when something happens, or after this time.
+    Idle(Option<Duration>),
+    /// The other end has closed the connection.
+    Over,
+}
+
 /// A receiving end's queue.
 pub(super) struct Receiving {
-    pieces: Pieces<Buffer>,
+    pub(super) pieces: Pieces<Buffer>,
     /// Receives that it should have posted.
     most: usize,
+    /// The first message has come.
+    probed: bool,
+    done: Vec<Done<Buffer>>,
     bell: Arc<Bell>,
 }
 
@@ -263,7 +276,7 @@ fn prepare(verbs: &Verbs, pool: &Arc<Pool>, theirs: &DirectQueue) -> Result<Rece
     let bell = Bell::new().map_err(|source| VerbsError::Call { what: "making an eventfd".into(), source })?;
     let bell = Arc::clone(pool.bell.get_or_init(|| Arc::new(bell)));
     let pieces = verbs.queue(End::Receiving)?;
-    let mut queue = Receiving { pieces, most: FIRST_RECEIVES, bell };
+    let mut queue = Receiving { pieces, most: FIRST_RECEIVES, probed: false, done: Vec::new(), bell };
     if queue.post(pool)? == 0 {
         return Err(VerbsError::Broken("there is no memory for it".into()));
     }
@@ -285,38 +298,48 @@ impl Receiving {
         }
         Ok(posted)
     }
-}
 
-/// Receives pieces until the connection is lost.
-pub(super) fn receive(incoming: &Incoming, stream: &Stream, mut queue: Receiving) -> io::Result<()> {
-    let mut done = Vec::new();
-    let mut probed = false;
-    loop {
+    /// Takes what has come, and posts receives for more.
+    ///
+    /// # Errors
+    /// The connection is lost, or the peer does what it may not.
+    pub(super) fn turn(&mut self, incoming: &Incoming, stream: &Stream) -> io::Result<Turn> {
         // What has come before the end of the connection counts.
         let ended = has_ended(stream);
-        queue.pieces.arm().map_err(broken)?;
-        queue.pieces.poll(&mut done).map_err(broken)?;
-        let came = !done.is_empty();
-        for done in done.drain(..) {
-            if std::mem::replace(&mut probed, true) {
+        self.pieces.arm().map_err(broken)?;
+        self.pieces.poll(&mut self.done).map_err(broken)?;
+        let came = !self.done.is_empty();
+        for done in self.done.drain(..) {
+            if std::mem::replace(&mut self.probed, true) {
                 take(incoming, done)?;
             } else if done.header != DirectHeader::new_zeroed() || done.len > 0 {
                 return Err(wrong(format!("piece {} came before the probe", done.header.number)));
             }
         }
         if ended? {
-            return Ok(());
+            return Ok(Turn::Over);
         }
-        if came && queue.pieces.under_way() <= queue.most / 2 {
-            queue.most = (queue.most * 2).min(PIECES);
+        if came && self.pieces.under_way() <= self.most / 2 {
+            self.most = (self.most * 2).min(PIECES);
         }
-        let posted = queue.post(&incoming.pool).map_err(broken)?;
+        let posted = self.post(&incoming.pool).map_err(broken)?;
         if posted > 0 {
             stream.write_all(&[posted])?;
         }
-        if !came {
-            wait(&[queue.pieces.fd(), stream.as_fd(), queue.bell.0.as_fd()], None)?;
-            queue.bell.silence();
+        Ok(if came { Turn::Worked } else { Turn::Idle(None) })
+    }
+}
+
+/// Receives pieces until the connection is lost.
+pub(super) fn receive(incoming: &Incoming, stream: &Stream, mut queue: Receiving) -> io::Result<()> {
+    loop {
+        match queue.turn(incoming, stream)? {
+            Turn::Worked => {}
+            Turn::Idle(limit) => {
+                wait(&[queue.pieces.fd(), stream.as_fd(), queue.bell.0.as_fd()], limit)?;
+                queue.bell.silence();
+            }
+            Turn::Over => return Ok(()),
         }
         queue.pieces.disarm();
     }
@@ -349,53 +372,89 @@ pub(super) fn has_ended(stream: &Stream) -> io::Result<bool> {
     }
 }
 
-/// Sends what arrives in the queue. Returns when the connection is lost.
-pub(super) fn send(
-    stream: &Stream,
-    mut queue: Pieces<Buffer>,
-    mut jobs: Jobs,
-    bell: &Bell,
-    bytes: &Bytes,
-) -> io::Result<()> {
-    stream.set_nonblocking(true)?;
-    let (mut done, mut next) = (Vec::new(), None);
-    let mut moved = Instant::now();
-    loop {
-        let mut worked = granted(stream, |receives| queue.grant(receives).map_err(broken))?;
-        queue.arm().map_err(broken)?;
-        queue.poll(&mut done).map_err(broken)?;
-        for Done { len, .. } in done.drain(..) {
+/// A sending end's queue, and what is to be sent.
+pub(super) struct Sender {
+    pub(super) pieces: Pieces<Buffer>,
+    jobs: Jobs,
+    /// A piece for which the other end has no receive yet.
+    next: Option<Piece>,
+    done: Vec<Done<Buffer>>,
+    /// Since when something waits for the other end, and that has taken and granted nothing.
+    stalled: Option<Instant>,
+}
+
+impl Sender {
+    pub(super) fn new(pieces: Pieces<Buffer>, jobs: Jobs) -> Sender {
+        Sender { pieces, jobs, next: None, done: Vec::new(), stalled: None }
+    }
+
+    /// Sends what there is, as far as the other end has receives for it. The stream does not block. `now`: the
+    /// time.
+    ///
+    /// # Errors
+    /// The connection is lost, or the peer does what it may not.
+    pub(super) fn turn(&mut self, stream: &Stream, bytes: &Bytes, now: Instant) -> io::Result<Turn> {
+        let mut worked = granted(stream, |receives| self.pieces.grant(receives).map_err(broken))?;
+        self.pieces.arm().map_err(broken)?;
+        self.pieces.poll(&mut self.done).map_err(broken)?;
+        for Done { len, .. } in self.done.drain(..) {
             worked = true;
             bytes.all.fetch_add(len as u64, Ordering::Relaxed);
             bytes.over_verbs.fetch_add(len as u64, Ordering::Relaxed);
         }
-        while let Some((header, piece)) = next.take().map_or_else(|| jobs.now(), |piece| Ok(Some(piece)))? {
-            if !queue.may_send() {
-                next = Some((header, piece));
+        while let Some((header, piece)) =
+            self.next.take().map_or_else(|| self.jobs.now(), |piece| Ok(Some(piece)))?
+        {
+            if !self.pieces.may_send() {
+                self.next = Some((header, piece));
                 break;
             }
             if let Some((buffer, _)) = &piece {
-                buffer.memory.register(queue.domain(), Access::Read).map_err(broken)?;
+                buffer.memory.register(self.pieces.domain(), Access::Read).map_err(broken)?;
             }
-            queue.send(&header, piece).map_err(broken)?;
+            self.pieces.send(&header, piece).map_err(broken)?;
         }
-        let waits = next.is_some() || queue.under_way() > 0;
+        let waits = self.next.is_some() || self.pieces.under_way() > 0;
         if worked || !waits {
-            moved = Instant::now();
-        } else if moved.elapsed() > PATIENCE {
+            self.stalled = None;
+        }
+        if waits && now.saturating_duration_since(*self.stalled.get_or_insert(now)) > PATIENCE {
             let what = format!("the other server has taken no piece for {PATIENCE:?}");
             return Err(io::Error::new(io::ErrorKind::TimedOut, what));
         }
-        if !worked {
-            wait(&[queue.fd(), stream.as_fd(), bell.0.as_fd()], waits.then_some(LOOK))?;
-            bell.silence();
+        Ok(if worked { Turn::Worked } else { Turn::Idle(waits.then_some(LOOK)) })
+    }
+}
+
+/// Sends what arrives in the queue. Returns when the connection is lost.
+pub(super) fn send(
+    stream: &Stream,
+    pieces: Pieces<Buffer>,
+    jobs: Jobs,
+    bell: &Bell,
+    bytes: &Bytes,
+) -> io::Result<()> {
+    stream.set_nonblocking(true)?;
+    let mut sender = Sender::new(pieces, jobs);
+    loop {
+        match sender.turn(stream, bytes, Instant::now())? {
+            Turn::Worked => {}
+            Turn::Idle(limit) => {
+                wait(&[sender.pieces.fd(), stream.as_fd(), bell.0.as_fd()], limit)?;
+                bell.silence();
+            }
+            Turn::Over => return Ok(()),
         }
-        queue.disarm();
+        sender.pieces.disarm();
     }
 }
 
 /// Reads how many more receives the other end has posted, and gives them to `grant`. True: there was
 /// something.
+///
+/// # Errors
+/// The connection is lost, or the other end grants nothing: so it could keep a piece waiting for ever, and this
+/// thread busy.
 pub(super) fn granted(stream: &Stream, mut grant: impl FnMut(usize) -> io::Result<()>) -> io::Result<bool> {
     let mut worked = false;
     let mut bytes = [0; PIECES];
@@ -403,7 +462,12 @@ pub(super) fn granted(stream: &Stream, mut grant: impl FnMut(usize) -> io::Resul
         match io::Read::read(&mut &*stream, &mut bytes) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(n) => {
-                bytes[..n].iter().try_for_each(|receives| grant(usize::from(*receives)))?;
+                for receives in &bytes[..n] {
+                    if *receives == 0 {
+                        return Err(wrong("it says that it has posted 0 more receives".into()));
+                    }
+                    grant(usize::from(*receives))?;
+                }
                 worked = true;
             }
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(worked),

@@ -12,7 +12,7 @@
 //! - [`queue`]: queue pairs and completion queues; [`credits`]: how much each side may send;
 //! - `requests`: what was sent and taken on one queue, over all queue pairs that a session has had; [`link`]: all of that as one connection with messages and writes, whose queue pairs can be replaced;
 //! - [`pieces`]: one queue pair for copies between servers;
-//! - [`sys`]: the C library's types, and its functions found at run time.
+//! - [`sys`]: the C library's types, and its functions found at run time; `software`, for tests: the same functions without a device.
 //!
 //! A device's context and domain belong to one session, so a key is valid only for that session's memory and queue pairs. A registration is always dropped before its memory.
 //! `docs/decisions/0005-verbs-by-own-bindings.md` explains why rgpu has its own bindings.
@@ -26,6 +26,8 @@ pub mod pieces;
 mod queue;
 pub mod registration;
 mod requests;
+#[cfg(any(test, fuzzing, feature = "software-verbs"))]
+pub mod software;
 mod sys;
 
 use std::time::Duration;
