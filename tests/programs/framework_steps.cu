@@ -1,9 +1,11 @@
-// One step of three programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, and of a LAMMPS step with its GPU package, in the order and number in which
-// they were traced. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
+// One step of six programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, of inference as a CUDA graph, of a JAX
+// training step and of a loop of CuPy with four streams, in the order and number in which they were traced. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
 #define PROGRAM "framework_steps"
 #include "common.h"
 
+#include <condition_variable>
 #include <cuda.h>
+#include <mutex>
 #include <vector>
 
 #define OK(call)                                                                                                         \
@@ -145,11 +147,123 @@ static void lammps(CUstream stream, int step) {
     REQUIRE(total > 0, "no time has passed");
 }
 
+static void *pinned_bytes(size_t bytes) {
+    void *memory;
+    OK(cuMemHostAlloc(&memory, bytes, 0));
+    return memory;
+}
+
+// A graph of kernels, one after the other.
+struct Graph {
+    CUgraph graph;
+    CUgraphExec exec;
+    std::vector<CUgraphNode> nodes;
+    int n = N;
+    void *arguments[2] = {&data, &n};
+
+    CUDA_KERNEL_NODE_PARAMS params(unsigned shared) {
+        CUDA_KERNEL_NODE_PARAMS p = {};
+        p.func = (CUfunction)kernel;
+        p.gridDimX = 4;
+        p.blockDimX = 32;
+        p.gridDimY = p.gridDimZ = p.blockDimY = p.blockDimZ = 1;
+        p.sharedMemBytes = shared;
+        p.kernelParams = arguments;
+        return p;
+    }
+    explicit Graph(int kernels) : nodes(kernels) {
+        OK(cuGraphCreate(&graph, 0));
+        auto p = params(128);
+        for (int i = 0; i < kernels; i++) OK(cuGraphAddKernelNode(&nodes[i], graph, i ? &nodes[i - 1] : nullptr, i > 0, &p));
+        OK(cuGraphInstantiate(&exec, graph, 0));
+    }
+    void launch(CUstream stream) {
+        OK(cuGraphLaunch(exec, stream));
+        launches += nodes.size();
+    }
+};
+
+// The input goes into the graph's memory, the graph runs, and its result is looked at.
+static void graph(CUstream stream, int) {
+    static Graph inference(12);
+    static void *input = pinned_bytes(4 * N);
+    OK(cuMemcpyHtoDAsync(data + 4 * N, input, 4 * N, stream));
+    inference.launch(stream);
+    float value = 0;
+    OK(cuMemcpyDtoHAsync(&value, data, sizeof value, stream));
+    OK(cuStreamSynchronize(stream));
+    check(value);
+}
+
+struct Done {
+    std::mutex mutex;
+    std::condition_variable changed;
+    int steps = 0;
+};
+
+static void CUDA_CB announce(void *to) {
+    Done *done = (Done *)to;
+    std::lock_guard<std::mutex> lock(done->mutex);
+    done->steps++;
+    done->changed.notify_all();
+}
+
+static void CUDA_CB nothing(void *) {}
+
+// XLA changes the nodes of its graph before each launch, gets the result on another stream, and learns from a host function that it is there.
+static void xla(CUstream stream, int step) {
+    static Graph command_buffer(8);
+    static Done done;
+    static float *result = (float *)pinned_bytes(sizeof(float));
+    static CUstream other = nullptr;
+    static CUevent events[3];
+    if (!other) {
+        OK(cuStreamCreate(&other, CU_STREAM_NON_BLOCKING));
+        for (CUevent &event : events) OK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
+    }
+    auto p = command_buffer.params(128 + 128 * (step % 2));
+    for (CUgraphNode node : command_buffer.nodes) OK(cuGraphExecKernelNodeSetParams(command_buffer.exec, node, &p));
+    command_buffer.launch(stream);
+    OK(cuEventRecord(events[0], stream));
+    OK(cuStreamWaitEvent(other, events[0], 0));
+    OK(cuMemcpyDtoHAsync(result, data, sizeof *result, other));
+    OK(cuEventRecord(events[1], other));
+    OK(cuLaunchHostFunc(other, announce, &done));
+    OK(cuStreamWaitEvent(stream, events[1], 0));
+    OK(cuLaunchHostFunc(stream, nothing, nullptr));
+    std::unique_lock<std::mutex> lock(done.mutex);
+    static int steps = 0;
+    steps++;
+    done.changed.wait(lock, [&] { return done.steps == steps; });
+    check(*result);
+}
+
+// Four streams, each with a kernel and a download; the first waits for the others.
+static void cupy(CUstream, int) {
+    static CUstream streams[4] = {};
+    static CUevent done[4];
+    static float *results[4];
+    for (int i = 0; i < 4 && !streams[3]; i++) {
+        OK(cuStreamCreate(&streams[i], CU_STREAM_NON_BLOCKING));
+        OK(cuEventCreate(&done[i], CU_EVENT_DISABLE_TIMING));
+        results[i] = (float *)pinned_bytes(4 * N);
+    }
+    for (int i = 0; i < 4; i++) {
+        if (i) OK(cuStreamWaitEvent(streams[i], done[i - 1], 0));
+        launch(streams[i], 128, false);
+        OK(cuMemcpyDtoHAsync(results[i], data, 4 * N, streams[i]));
+        OK(cuEventRecord(done[i], streams[i]));
+    }
+    for (CUevent event : done) OK(cuStreamWaitEvent(streams[0], event, 0));
+    OK(cuStreamSynchronize(streams[0]));
+    check(results[3][N - 1]);
+}
+
 int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));

@@ -149,6 +149,21 @@ fn a_step_of_lammps_waits_once() -> Result<()> {
 }
 
 #[test]
+fn inference_as_a_graph_waits_once() -> Result<()> {
+    waits_of_a_step("graph", 1)
+}
+
+#[test]
+fn a_step_of_jax_waits_only_for_its_host_function() -> Result<()> {
+    waits_of_a_step("xla", 0)
+}
+
+#[test]
+fn four_streams_of_cupy_are_waited_for_once() -> Result<()> {
+    waits_of_a_step("cupy", 1)
+}
+
+#[test]
 fn the_time_of_a_call_is_counted_for_its_function() -> Result<()> {
     let lines = stats("local", "launches", 300)?;
     let launches = lines

@@ -63,9 +63,22 @@ fn a_graphs_nodes_are_checked_when_it_is_instantiated() {
         let nodes = encoded(&GraphNodes { nodes: vec![fill] });
         s.call(&GraphUpdate { graph: GraphId(1), nodes: HostIn::Inline(&nodes) }).unwrap();
         s.push(&GraphLaunch { graph: GraphId(1), stream: StreamId(0) });
-        s.push(&GraphDestroy { graph: GraphId(1) });
         assert_eq!((word_at(s, BASE), word_at(s, BASE + 8)), (5, 15));
+        // A change without an answer. A wrong one is reported by launches, which do nothing.
+        let change = |fill: GraphNode| encoded(&GraphNodes { nodes: vec![fill] });
+        s.push(&GraphChange { graph: GraphId(1), nodes: &change(fill_node(BASE + 8, 7, &[])) });
+        s.push(&GraphLaunch { graph: GraphId(1), stream: StreamId(0) });
+        assert_eq!((word_at(s, BASE), word_at(s, BASE + 8)), (5, 7));
+        s.push(&GraphChange { graph: GraphId(1), nodes: &change(launch_node(9, 1, &[], &[])) });
         assert_eq!(s.error(0), None);
+        s.push(&GraphLaunch { graph: GraphId(1), stream: StreamId(0) });
+        s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+        assert!(s.error(0).is_some_and(|(_, sticky)| !sticky));
+        assert_eq!((word_at(s, BASE), word_at(s, BASE + 8)), (5, 7));
+        s.push(&GraphChange { graph: GraphId(1), nodes: &change(fill_node(BASE + 8, 8, &[])) });
+        s.push(&GraphLaunch { graph: GraphId(1), stream: StreamId(0) });
+        s.push(&GraphDestroy { graph: GraphId(1) });
+        assert_eq!((word_at(s, BASE), word_at(s, BASE + 8)), (5, 8));
         s.push(&GraphLaunch { graph: GraphId(1), stream: StreamId(0) });
         s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
         assert_eq!(s.error(0), Some((Status::INVALID_HANDLE, false)));

@@ -459,11 +459,16 @@ impl Session {
         seq.is_reached_at(self.progress.released())
     }
 
+    /// Whether the server knows an operation. Decided at compile time for one that every version has.
+    #[inline]
+    pub fn knows<'a, T: Op<'a>>(&self) -> bool {
+        T::INFO.since == 0 || T::INFO.since <= self.minor
+    }
+
     #[inline]
     fn record<'a, T: Op<'a>>(&self, op: &T, slot: u16) -> Result<u64, Status> {
         self.check()?;
-        // Decided at compile time for an operation that every version has.
-        if T::INFO.since > 0 && T::INFO.since > self.minor {
+        if !self.knows::<T>() {
             return Err(Status::NOT_SUPPORTED);
         }
         let push = |buffer: &mut Vec<u8>| {

@@ -118,6 +118,17 @@ ops! {
         nodes: HostIn<'a>,
     } -> GraphUpdateReply {}
 
+    /// The same as [`GraphUpdate`] without an answer. If it fails, later launches of the graph fail with its
+    /// status until it has been changed successfully.
+    async 0x0a0b graph_change: GraphChange<'a>
+        [order Object, may_block Context, lane Main, since 3]
+    {
+        /// The graph.
+        graph: GraphId,
+        /// The wire form of [`GraphNodes`].
+        nodes: &'a [u8],
+    }
+
     /// `cuGraphExecDestroy`. Launches in progress complete.
     async 0x0a04 graph_destroy: GraphDestroy
         [order Earlier, may_block Never, lane Main]

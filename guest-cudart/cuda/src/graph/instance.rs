@@ -31,8 +31,8 @@ use client::data::HostIn;
 use client::handle::GraphId;
 use client::handles::Slab;
 use client::ops::graph::{
-    GraphDestroy, GraphInstantiate, GraphInstantiateDraft, GraphLaunch, GraphNode, GraphNodes, GraphPart,
-    GraphParts, GraphUpdate, GraphUpload,
+    GraphChange, GraphDestroy, GraphInstantiate, GraphInstantiateDraft, GraphLaunch, GraphNode, GraphNodes,
+    GraphPart, GraphParts, GraphUpdate, GraphUpload,
 };
 use client::session::Session;
 use client::wire::{Bytes, Wire, Writer};
@@ -364,9 +364,7 @@ impl State {
                     self.instantiate(driver, context, flags)?;
                     break;
                 };
-                with_bytes(context.session(), &bytes, |nodes| {
-                    context.session().call(&GraphUpdate { graph: *id, nodes }).map(|_| ())
-                })?;
+                change(context.session(), *id, &bytes)?;
             }
         }
         self.changed.clear();
@@ -412,6 +410,15 @@ pub(crate) fn describe(
         described.push(GraphNode { opcode, dependencies, body: Bytes(body) });
     }
     Ok(described)
+}
+
+/// Changes a graph of the server. A short description goes without waiting: its nodes were checked here, and if
+/// the server refuses it all the same, the launch fails.
+fn change(session: &'static Session, graph: GraphId, bytes: &[u8]) -> Result {
+    if bytes.len() <= INLINE && session.knows::<GraphChange<'_>>() {
+        return session.append(&GraphChange { graph, nodes: bytes }).map(|_| ());
+    }
+    with_bytes(session, bytes, |nodes| session.call(&GraphUpdate { graph, nodes }).map(|_| ()))
 }
 
 /// Sends a description inside the record or through the arena.

@@ -29,6 +29,8 @@ struct Instance<N> {
     context: ContextId,
     flags: u64,
     native: N,
+    /// Why the last change without an answer failed. Then it cannot be launched.
+    failed: Option<Status>,
 }
 
 impl<G: GpuGraphs> Default for Graphs<G> {
@@ -53,10 +55,13 @@ impl<G: GpuGraphs> Graphs<G> {
         self.instances.get(&id.0).ok_or(Status::INVALID_HANDLE)
     }
 
-    /// An instance of a context.
+    /// An instance of a context, for a launch.
     fn get_in(&self, id: GraphId, context: ContextId) -> Result<&G::Graph> {
-        let found = self.get(id)?;
-        if found.context == context { Ok(&found.native) } else { Err(Status::INVALID_HANDLE) }
+        match self.get(id)? {
+            Instance { failed: Some(status), .. } => Err(*status),
+            found if found.context == context => Ok(&found.native),
+            _ => Err(Status::INVALID_HANDLE),
+        }
     }
 }
 
@@ -123,6 +128,16 @@ impl<G: Gpu> Session<G> {
         Ok(())
     }
 
+    /// Changes what later launches of an instance do.
+    fn update(&mut self, cx: &mut Call, id: GraphId, bytes: &[u8]) -> Result {
+        let nodes = nodes::read(bytes)?;
+        let draft = self.draft(cx, cx.context, &nodes)?;
+        let graph = self.graphs.instances.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)?;
+        self.gpu.update_graph(graph.context, &mut graph.native, &draft, graph.flags)?;
+        graph.failed = None;
+        Ok(())
+    }
+
     /// Checks that conditional nodes may still be added to or removed from a draft. Enters its context, which
     /// becomes the call's.
     fn enter_open_draft(&mut self, cx: &mut Call, graph: GraphId) -> Result<ContextId> {
@@ -149,18 +164,22 @@ impl<G: Gpu> GraphOps<Call> for Session<G> {
         let nodes = nodes::read(&cx.input(op.nodes)?.collect(MAX_GRAPH)?)?;
         let draft = self.draft(cx, context, &nodes)?;
         let native = self.gpu.instantiate(context, &draft, op.flags)?;
-        self.graphs.instances.insert(op.graph.0, Instance { context, flags: op.flags, native });
+        self.graphs.instances.insert(op.graph.0, Instance { context, flags: op.flags, native, failed: None });
         now(GraphInstantiateReply {})
     }
 
     fn graph_update<'a>(&mut self, cx: &mut Call, op: GraphUpdate<'a>) -> Reply<GraphUpdateReply> {
-        let context = self.graphs.get(op.graph)?.context;
-        cx.context = context;
-        let nodes = nodes::read(&cx.input(op.nodes)?.collect(MAX_GRAPH)?)?;
-        let draft = self.draft(cx, context, &nodes)?;
-        let graph = self.graphs.instances.get_mut(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
-        self.gpu.update_graph(context, &mut graph.native, &draft, graph.flags)?;
+        cx.context = self.graphs.get(op.graph)?.context;
+        let bytes = cx.input(op.nodes)?.collect(MAX_GRAPH)?;
+        self.update(cx, op.graph, &bytes)?;
         now(GraphUpdateReply {})
+    }
+
+    fn graph_change<'a>(&mut self, cx: &mut Call, op: GraphChange<'a>) -> Result {
+        cx.context = self.graphs.get(op.graph)?.context;
+        let failed = self.update(cx, op.graph, op.nodes).err();
+        self.graphs.instances.get_mut(&op.graph.0).ok_or(Status::INVALID_HANDLE)?.failed = failed;
+        Ok(())
     }
 
     fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result {
@@ -230,7 +249,7 @@ impl<G: Gpu> GraphOps<Call> for Session<G> {
         self.fill_parts(context, op.draft, bytes)?;
         let draft = &self.graphs.drafts.get(op.draft)?.native;
         let native = self.gpu.instantiate(context, draft, op.flags)?;
-        self.graphs.instances.insert(op.graph.0, Instance { context, flags: op.flags, native });
+        self.graphs.instances.insert(op.graph.0, Instance { context, flags: op.flags, native, failed: None });
         now(GraphInstantiateDraftReply {})
     }
 
