@@ -201,7 +201,7 @@ fn killing_a_program_ends_driver_calls_that_wait_for_it() -> Result<()> {
     }
     let before = rig.idle_holdings()?;
     for transport in TRANSPORTS {
-        for state in ["copy", "kernel", "call", "callback"] {
+        for state in ["copy", "kernel", "call", "callback", "queue"] {
             let running = support::Running::start(rig.program(transport, "kill_me")?.arg(state), "RUNNING")?;
             // It may be in the call by then. In any case, nothing may be left.
             thread::sleep(Duration::from_millis(200));
