@@ -1,9 +1,17 @@
 // A program to be killed in the middle of a copy (argument "copy"), of a kernel that never ends ("kernel"), or of a call for which a driver may wait until such a kernel
-// ("call") or a host function that never returns ("callback") has ended. It prints RUNNING once it is there. Left alone, it never ends; without an argument it only says that it works.
+// ("call") or a host function that never returns ("callback") has ended, or of a launch that waits because too much is queued behind such a function ("queue"). It prints
+// RUNNING once it is there. Left alone, it never ends; without an argument it only says that it works.
 #define PROGRAM "kill_me"
 #include "common.h"
 
 #include <unistd.h>
+
+#include <atomic>
+#include <thread>
+
+struct Long {
+    unsigned words[1000];
+};
 
 static void CUDART_CB never_returns(void *) {
     for (;;) pause();
@@ -14,6 +22,8 @@ __global__ void endless(volatile int *stop, int *steps) {
     while (*stop == 0) n++;
     *steps = n;
 }
+
+__global__ void add(Long numbers, unsigned *sum) { *sum += numbers.words[999]; }
 
 int main(int argc, char **argv) {
     Options options = parse_options(argc, argv);
@@ -51,6 +61,25 @@ int main(int argc, char **argv) {
         CHECK(cudaMalloc(&pinned, 1 << 30));
         for (;;) pause();
     }
+    if (options.word == "queue") {
+        Long numbers = {};
+        add<<<1, 1>>>(numbers, (unsigned *)device);
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaLaunchHostFunc(nullptr, never_returns, nullptr));
+        std::atomic<unsigned> queued(0);
+        std::thread([&] {
+            for (unsigned seen = 1, same = 0; same < 50; usleep(10000)) {
+                same = seen == queued ? same + 1 : 0;
+                seen = queued;
+            }
+            printf("RUNNING queue\n");
+            fflush(stdout);
+        }).detach();
+        for (;; queued++) {
+            add<<<1, 1>>>(numbers, (unsigned *)device);
+            LAUNCHED();
+        }
+    }
     if (options.word == "kernel") {
         CHECK(cudaMemset(device, 0, 64));
         CHECK(cudaDeviceSynchronize());
@@ -61,7 +90,7 @@ int main(int argc, char **argv) {
         CHECK(cudaDeviceSynchronize());
         fail("the endless kernel ended");
     }
-    REQUIRE(options.word.empty(), "the argument is copy, kernel, call or callback, not %s", options.word.c_str());
+    REQUIRE(options.word.empty(), "the argument is copy, kernel, call, callback or queue, not %s", options.word.c_str());
     CHECK(cudaMemset(device, 1, 64));
     endless<<<1, 32>>>((volatile int *)device, (int *)(device + 32));
     LAUNCHED();
@@ -71,5 +100,5 @@ int main(int argc, char **argv) {
     CHECK(cudaFreeHost(pinned));
     CHECK(cudaFree(device));
     free(pageable);
-    return pass("ready to be killed (arguments: copy, kernel, call, callback)");
+    return pass("ready to be killed (arguments: copy, kernel, call, callback, queue)");
 }

@@ -98,7 +98,7 @@ fn a_worker_that_is_killed_costs_one_session() -> Result<()> {
     }
     let before = rig.idle_holdings()?;
     for transport in TRANSPORTS {
-        for state in ["copy", "kernel"] {
+        for state in ["copy", "kernel", "queue"] {
             let killed = || rig.server.log_text().matches("its worker was killed by signal 9").count();
             let before = killed();
             let running = Running::start(rig.program(transport, "kill_me")?.arg(state), "RUNNING")?;

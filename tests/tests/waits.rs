@@ -87,6 +87,20 @@ fn more_streams_wait_for_the_program_than_there_are_hardware_queues() -> Result<
     Ok(())
 }
 
+/// Behind a host function, a program queues more commands than a server holds: it has to wait, and keeps its
+/// session. So does one that queues them behind a kernel that waits for the program, while the thread that
+/// executes commands is blocked in the driver's full queue.
+#[test]
+fn a_program_waits_when_much_is_queued_behind_it() -> Result<()> {
+    let mut rig = Rig::with("waits-held-queue", &["--software-imitate", "queue=64,waiting-calls"], &[])?;
+    for transport in TRANSPORTS {
+        for mode in ["function", "beside", "word"] {
+            passes(&rig, transport, "held_queue", &[mode], None)?;
+        }
+    }
+    rig.check_healthy()
+}
+
 /// Copies of all kinds, loading, graphs, host functions, mirrored and managed memory, threads.
 const PROGRAMS: [&str; 26] = [
     "alloc_churn",
@@ -187,7 +201,7 @@ fn killing_a_program_ends_driver_calls_that_wait_for_it() -> Result<()> {
     }
     let before = rig.idle_holdings()?;
     for transport in TRANSPORTS {
-        for state in ["copy", "kernel", "call", "callback"] {
+        for state in ["copy", "kernel", "call", "callback", "queue"] {
             let running = support::Running::start(rig.program(transport, "kill_me")?.arg(state), "RUNNING")?;
             // It may be in the call by then. In any case, nothing may be left.
             thread::sleep(Duration::from_millis(200));

@@ -13,6 +13,9 @@
 //! Held commands and open waits form a graph. Each counts the earlier ones that it still has to follow. For
 //! everything that commands can have in common, [`Ends`] knows the last one held. So a signal costs only as
 //! much as it releases, however much is held.
+//!
+//! A client limits what is held: it asks for room ([`StreamRoom`]) before it sends much more, and is answered
+//! when there is some. [`MAX_HELD`] is only for clients that do not.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -22,12 +25,15 @@ use protocol::handle::{ContextId, Handle, StreamId, TicketId};
 use protocol::ops::context::{ContextCreate, ContextSynchronize};
 use protocol::ops::green::GreenStream;
 use protocol::ops::memory::MemShrink;
-use protocol::ops::stream::{StreamCreate, StreamDestroy, StreamHostSignal, StreamHostWait};
+use protocol::ops::stream::{StreamCreate, StreamDestroy, StreamHostSignal, StreamHostWait, StreamRoom};
 use protocol::ops::{self, Lane, Op, Order};
 use protocol::wire::Reader;
 
-/// Maximum bytes of held commands.
+/// Maximum bytes of held commands. Beyond it the session is lost. A client that asks for room stays far below
+/// it.
 const MAX_HELD: usize = 256 << 20;
+/// Maximum number of questions for room that are not answered at once: as many as a client has reply slots.
+const MAX_ASKED: usize = 64;
 /// Maximum number of signals remembered before their waits. A client signals only after it has requested the
 /// wait, so few are in transit at a time.
 const MAX_EARLY: usize = 1 << 16;
@@ -39,6 +45,7 @@ const STREAM_CREATE: u16 = <StreamCreate as Op>::INFO.opcode;
 const GREEN_STREAM: u16 = <GreenStream as Op>::INFO.opcode;
 const WAIT: u16 = <StreamHostWait as Op>::INFO.opcode;
 const SIGNAL: u16 = <StreamHostSignal as Op>::INFO.opcode;
+const ROOM: u16 = <StreamRoom as Op>::INFO.opcode;
 
 /// A command's decoded body, if it is this operation.
 fn decoded<'a, T: Op<'a>>(opcode: u16, body: &'a [u8]) -> Option<T> {
@@ -185,6 +192,10 @@ pub(super) struct HostWaits {
     /// Held commands that name the client's data.
     with_data: BTreeSet<u64>,
     bytes: usize,
+    /// Questions for room that are not answered yet.
+    asked: Vec<(Record, Vec<u8>)>,
+    /// Whether less is held than when the questions were last looked at.
+    shrunk: bool,
     /// `seq` of the latest command.
     last: u64,
 }
@@ -378,6 +389,7 @@ impl HostWaits {
     fn finish(&mut self, seq: u64) {
         let Some(held) = self.held.remove(&seq) else { return };
         self.bytes -= held.cost + held.body.len();
+        self.shrunk = true;
         self.with_data.remove(&seq);
         self.ends.remove(seq, &held.named);
         for follower in held.followers {
@@ -390,12 +402,51 @@ impl HostWaits {
         }
     }
 
-    /// A held command that must be executed now, and then passed to [`HostWaits::executed`] like any other.
+    /// A held command, or a question for room, that must be executed now, and then passed to
+    /// [`HostWaits::executed`] like any other.
     pub(super) fn next_ready(&mut self) -> Option<(Record, Vec<u8>)> {
+        let asked = self.next_with_room();
+        if asked.is_some() {
+            return asked;
+        }
         let held = self.held.get_mut(&self.ready.pop_first()?)?;
         let body = std::mem::take(&mut held.body);
         self.bytes -= body.len();
         Some((held.record, body))
+    }
+
+    /// Keeps a command that is to be executed, if it is a question for room and there is none. Returns whether
+    /// it was kept.
+    #[inline]
+    pub(super) fn keeps(&mut self, record: &Record, body: &[u8]) -> bool {
+        if record.opcode != ROOM || self.asked.len() == MAX_ASKED || self.has_room(body) {
+            return false;
+        }
+        // Nothing has to come after its answer.
+        self.finish(record.seq);
+        self.asked.push((*record, body.to_vec()));
+        true
+    }
+
+    /// A question for room that can be answered now.
+    #[inline]
+    fn next_with_room(&mut self) -> Option<(Record, Vec<u8>)> {
+        if !self.shrunk || self.asked.is_empty() {
+            return None;
+        }
+        let next = self.asked.iter().position(|(_, body)| self.has_room(body));
+        self.shrunk = next.is_some();
+        Some(self.asked.remove(next?))
+    }
+
+    /// Whether a question for room can be answered. One that cannot be decoded is refused when it is executed.
+    fn has_room(&self, body: &[u8]) -> bool {
+        let Some(op) = decoded::<StreamRoom>(ROOM, body) else { return true };
+        let would_be_held = |stream| {
+            let named = vec![Handle::Stream(stream)];
+            !self.to_follow(&Ties { order: Order::Streams, named, scope: Scope::Session }).is_empty()
+        };
+        self.bytes as u64 <= op.bytes || op.stream.is_some_and(|stream| !would_be_held(stream))
     }
 
     /// Checks that not too much is held for the session to continue.

@@ -30,7 +30,8 @@ use crate::driver::beside::serve;
 const TICK: Duration = Duration::from_millis(1);
 /// Number of checks without a command after which the watcher sleeps until there is one.
 const IDLE: u32 = 100;
-/// Maximum bytes of commands read ahead. Beyond it the client is blocked, as with a full queue.
+/// Maximum bytes of commands read ahead. A client stays far below it, because it asks for room in between and
+/// waits for the answer ([`protocol::ops::stream::StreamRoom`]), which comes from the dispatcher.
 const MAX_BYTES: usize = 64 << 20;
 
 /// A session's commands, including those that were read ahead.
@@ -45,6 +46,7 @@ pub(super) struct Source<'a> {
 /// A command that was read ahead.
 struct Next {
     record: Record,
+    /// Empty once it was served.
     body: Vec<u8>,
     served: bool,
 }
@@ -174,8 +176,6 @@ impl<'a> Ahead<'a> {
     }
 
     fn read_ahead(&self, mut source: MutexGuard<'_, Source<'_>>) {
-        // A signal that arrived before its stream began to wait may be useful now.
-        source.ahead.iter_mut().filter(|next| !next.served).for_each(|next| self.serve(next));
         while source.lost.is_none() && source.bytes < MAX_BYTES {
             let mut body = Vec::new();
             match source.commands.try_next(&mut body) {
@@ -196,6 +196,8 @@ impl<'a> Ahead<'a> {
         let Next { record, body, served } = next;
         let Some(reply) = serve(&*self.beside, record, body) else { return };
         *served = true;
+        // Only commands that the dispatcher executes count against the limit with their bytes.
+        *body = Vec::new();
         if let Some(payload) = reply {
             self.client.reply(record.seq, record.reply_slot, Status::SUCCESS, &payload);
         }
@@ -332,6 +334,27 @@ mod tests {
         fn fail_device(&self, _number: u32, _status: Status) {}
     }
 
+    /// Any mirror.
+    #[derive(Default)]
+    struct Zeros;
+
+    impl Beside for Zeros {
+        fn is_needed(&self) -> bool {
+            true
+        }
+        fn read(&self, _address: u64, bytes: &mut [u8]) -> Result<(), Status> {
+            bytes.fill(0);
+            Ok(())
+        }
+        fn write(&self, _address: u64, _bytes: &[u8]) -> Result<(), Status> {
+            Ok(())
+        }
+        fn patch(&self, _words: &[WordPatch]) -> Result<(), Status> {
+            Ok(())
+        }
+        fn fail_device(&self, _number: u32, _status: Status) {}
+    }
+
     #[test]
     fn a_later_command_releases_the_blocked_one() {
         let (mut peer, mut queue, client) = Peer::new();
@@ -367,6 +390,29 @@ mod tests {
             }
             drop(peer);
             assert_eq!(source.next(&mut body, &mut || {}), Ok(None));
+        });
+    }
+
+    #[test]
+    fn what_the_dispatcher_does_not_execute_again_takes_no_room() {
+        let (mut peer, mut queue, client) = Peer::new();
+        let context = ContextId(0);
+        peer.mark();
+        let ahead = Ahead::new(&mut queue, client, Arc::<Zeros>::default());
+        std::thread::scope(|scope| {
+            let _ending = ahead.ending();
+            let mut body = Vec::new();
+            let first = ahead.source().next(&mut body, &mut || {}).expect("a session").expect("a command");
+            assert_eq!((first.0.seq, first.1), (1, false));
+            ahead.lend(scope);
+            let bytes = &[0; 8 << 10];
+            let writes = MAX_BYTES / bytes.len() + 10;
+            (0..writes).for_each(|_| _ = peer.send(&HostWrite { context, address: MIRROR, bytes }));
+            let read = peer.send(&HostRead { context, address: MIRROR, len: 16 });
+            let (seq, _) = peer.answers.recv_timeout(LONG).expect("an answer");
+            assert_eq!(seq, read);
+            let source = ahead.source();
+            assert!(source.ahead.len() == writes + 1 && source.bytes < MAX_BYTES / 8);
         });
     }
 

@@ -53,6 +53,26 @@ fn a_host_wait_is_released_however_much_is_enqueued_behind_it() {
 }
 
 #[test]
+fn a_question_for_room_is_answered_beside_a_wait_and_after_it() {
+    fn body<S: Session>(s: &mut S) {
+        let (held, free) = (StreamId(MADE), StreamId(MADE + 1));
+        for stream in [held, free] {
+            s.push(&StreamCreate { context: ContextId(0), stream, flags: 1, priority: 0 });
+        }
+        s.push(&StreamHostWait { stream: held, ticket: TicketId(1) });
+        s.push(&StreamMark { stream: held });
+        let waiting = [None, Some(held)].map(|stream| StreamRoom { stream, bytes: 0 });
+        let asked = [s.send(1, &waiting[0]), s.send(2, &waiting[1])];
+        s.call(&StreamRoom { stream: None, bytes: 1 << 20 }).unwrap();
+        s.call(&StreamRoom { stream: Some(free), bytes: 0 }).unwrap();
+        s.push(&StreamHostSignal { ticket: TicketId(1) });
+        assert_eq!(s.wait(1, asked[0]), (Status::SUCCESS, vec![]));
+        assert_eq!(s.wait(2, asked[1]), (Status::SUCCESS, vec![]));
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
 fn the_legacy_stream_waits_for_blocking_streams_and_they_for_it() {
     fn body<S: Session>(s: &mut S) {
         grow(s, 4096);

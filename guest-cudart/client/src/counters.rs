@@ -82,6 +82,8 @@ counters! {
     page_faults;
     /// Times that a thread found the ring full.
     ring_full;
+    /// Times that a thread waited because much of the program's work was queued behind a host function.
+    queue_full;
     /// Times that a thread found the arena full.
     arena_full;
     /// Pieces by which the arena grew.

@@ -454,6 +454,12 @@ impl Session {
         self.seq(lock(&self.producer).last_seq())
     }
 
+    /// Bytes of records that were appended to the ring so far.
+    #[inline]
+    pub fn appended(&self) -> u64 {
+        self.header.appended()
+    }
+
     /// Whether the source data of a record of this session, and of all before it, has been read.
     pub fn has_released(&self, seq: Seq) -> bool {
         seq.is_reached_at(self.progress.released())

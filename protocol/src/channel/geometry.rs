@@ -281,6 +281,12 @@ impl Header {
         self.tail.load(Ordering::Acquire) != self.head.load(Ordering::Acquire)
     }
 
+    /// Bytes that the client has appended to the ring, padding included. For the client, which wrote them.
+    #[inline]
+    pub fn appended(&self) -> u64 {
+        self.tail.load(Ordering::Relaxed)
+    }
+
     /// Acknowledges a doorbell. For the host side: a guest may have rung to find out whether the host is
     /// still there.
     pub fn raise_alive(&self) {

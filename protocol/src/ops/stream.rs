@@ -224,6 +224,18 @@ ops! {
         /// Source.
         src: StreamId,
     } -> StreamCopyAttributesReply {}
+
+    /// Answered when there is room for more commands: when no more than `bytes` of them are held back behind a
+    /// [`StreamHostWait`], or when the next command of the stream would not be. A client asks from time to
+    /// time, and its program waits, as it natively does when a queue of the driver is full.
+    sync 0x070c stream_room: StreamRoom
+        [order None, may_block Never, lane Main, since 3]
+    {
+        /// Stream; `None` if the commands may be of any.
+        stream: Option<StreamId>,
+        /// Bytes as the server counts them, with its own data about each command.
+        bytes: u64,
+    } -> StreamRoomReply {}
 }
 
 #[cfg(test)]

@@ -152,6 +152,11 @@ impl<G: Gpu> StreamOps<Call> for Session<G> {
         Ok(())
     }
 
+    fn stream_room(&mut self, _cx: &mut Call, _op: StreamRoom) -> Reply<StreamRoomReply> {
+        // The worker itself executes this only when there is room.
+        now(StreamRoomReply {})
+    }
+
     fn stream_batch_mem_op(&mut self, cx: &mut Call, op: StreamBatchMemOp) -> Result {
         let place = self.enter(cx, op.stream)?;
         let operations = self.memory_ops(&op.operations, G::device_at(&place))?;

@@ -2,7 +2,7 @@
 
 mod model;
 
-use protocol::channel::NO_SLOT;
+use protocol::channel::{NO_SLOT, RECORD_HEADER};
 use protocol::data::{HostIn, HostRange, Place};
 use protocol::handle::{EventId, FunctionId, ModuleId};
 use protocol::ops::context::{ContextDestroy, ContextSetLimit};
@@ -27,6 +27,9 @@ struct Fake {
 
 impl Fake {
     fn run(&mut self, record: Record, body: &[u8]) {
+        if self.waits.keeps(&record, body) {
+            return;
+        }
         self.executed.push(record.seq);
         let stream = decoded::<StreamHostWait>(record.opcode, body).map(|op| op.stream);
         let done = stream.is_none_or(|stream| !self.missing.contains(&stream));
@@ -67,6 +70,10 @@ impl Fake {
 
     fn signal(&mut self, ticket: u64) {
         self.push(&StreamHostSignal { ticket: TicketId(ticket) });
+    }
+
+    fn ask_for_room(&mut self, stream: Option<StreamId>, bytes: usize) -> u64 {
+        self.push(&StreamRoom { stream, bytes: bytes as u64 })
     }
 
     fn has_executed(&self, seq: u64) -> bool {
@@ -304,4 +311,102 @@ fn what_is_held_is_bounded() {
     assert!(count >= MAX_HELD / 2 / body.len() && count <= MAX_HELD / body.len() + 1);
     fake.signal(1);
     assert!(fake.waits.check_size().is_ok() && fake.waits.bytes == 0);
+}
+
+#[test]
+fn a_question_for_room_is_answered_when_little_enough_is_held() {
+    let mut fake = Fake::default();
+    let held = fake.stream(100, NON_BLOCKING);
+    let early = fake.ask_for_room(Some(held), 0);
+    assert!(fake.has_executed(early), "nothing is held");
+    fake.wait(held, 1);
+    fake.mark(held);
+    let little = fake.waits.bytes;
+    fake.wait(held, 2);
+    (0..50).for_each(|_| _ = fake.mark(held));
+    let much = fake.waits.bytes;
+    let [none, some, all] = [0, little, much].map(|bytes| fake.ask_for_room(None, bytes));
+    assert!(fake.has_executed(all) && !fake.has_executed(some) && !fake.has_executed(none));
+    // What is behind the second wait is still more than that.
+    fake.signal(1);
+    assert!(!fake.has_executed(some));
+    fake.signal(2);
+    assert!(fake.has_executed(some) && fake.has_executed(none));
+    assert!(fake.waits.held.is_empty() && fake.waits.bytes == 0 && fake.waits.asked.is_empty());
+}
+
+#[test]
+fn a_question_is_answered_when_a_wait_ends_that_nothing_follows() {
+    let mut fake = Fake::default();
+    let held = fake.stream(100, NON_BLOCKING);
+    fake.wait(held, 1);
+    let asked = fake.ask_for_room(None, 0);
+    assert!(!fake.has_executed(asked));
+    fake.signal(1);
+    assert!(fake.has_executed(asked));
+}
+
+#[test]
+fn there_is_always_room_on_a_stream_that_is_not_held() {
+    let mut fake = Fake::default();
+    let (held, free) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
+    let blocking = fake.stream(102, 0);
+    fake.wait(held, 1);
+    let first = fake.ask_for_room(Some(free), 0);
+    assert!(fake.has_executed(first));
+    // By an event, and by the order with the legacy default stream.
+    let event = EventId(7);
+    fake.push(&EventRecord { event, stream: held, flags: 0 });
+    fake.push(&StreamWaitEvent { stream: free, event, flags: 0 });
+    fake.wait(StreamId(0), 2);
+    let asked = [free, blocking].map(|stream| fake.ask_for_room(Some(stream), 0));
+    assert!(asked.iter().all(|seq| !fake.has_executed(*seq)));
+    fake.signal(2);
+    assert!(fake.has_executed(asked[1]) && !fake.has_executed(asked[0]));
+    fake.signal(1);
+    assert!(fake.has_executed(asked[0]));
+}
+
+#[test]
+fn later_commands_do_not_wait_for_the_answer_to_a_question() {
+    let mut fake = Fake::default();
+    let held = fake.stream(100, NON_BLOCKING);
+    fake.wait(held, 1);
+    // Held itself, behind what keeps the session's order, and then without an answer.
+    let session = fake.push(&ContextSetLimit { context: ContextId(0), limit: 0, value: 0 });
+    let asked = fake.ask_for_room(None, 0);
+    fake.wait(held, 2);
+    fake.signal(1);
+    assert!(fake.has_executed(session) && !fake.has_executed(asked));
+    let other = fake.stream(101, NON_BLOCKING);
+    fake.signal(2);
+    let synchronized = fake.push(&ContextSynchronize { context: ContextId(0) });
+    assert!(fake.has_executed(asked) && fake.has_executed(synchronized));
+    let free = fake.mark(other);
+    assert!(fake.has_executed(free) && fake.waits.held.is_empty());
+}
+
+#[test]
+fn a_client_that_only_asks_is_answered() {
+    let mut fake = Fake::default();
+    let held = fake.stream(100, NON_BLOCKING);
+    fake.wait(held, 1);
+    (0..1000).for_each(|_| _ = fake.ask_for_room(None, 0));
+    assert_eq!(fake.waits.asked.len(), MAX_ASKED);
+}
+
+/// The client's numbers: `MOST_HELD` and twice `STEP` in `guest-cudart/cuda/src/process/room.rs`.
+#[test]
+fn a_client_that_asks_for_room_stays_far_below_the_limit() {
+    const ANSWERED_BELOW: usize = 64 << 20;
+    const SENT_MEANWHILE: usize = 16 << 20;
+    let mut fake = Fake::default();
+    let held = fake.stream(100, NON_BLOCKING);
+    fake.wait(held, 1);
+    let before = fake.waits.bytes;
+    // A shorter command than this names no stream.
+    fake.mark(held);
+    let record = (RECORD_HEADER + size_of::<StreamId>()).next_multiple_of(16);
+    let most = ANSWERED_BELOW + SENT_MEANWHILE / record * (fake.waits.bytes - before);
+    assert!(most < MAX_HELD / 4 * 3, "{} MiB", most >> 20);
 }

@@ -5,7 +5,7 @@
 //! only reads memory.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
@@ -62,6 +62,8 @@ pub(crate) struct Stream {
     pub capturing: Mutex<Option<Arc<Capture>>>,
     /// What its synchronous copies have promised the program.
     pub promise: Promise,
+    /// The number of bytes in the session's ring up to which its work needs no other [`room`](super::room).
+    pub room_until: AtomicU64,
 }
 
 impl Stream {
@@ -89,6 +91,7 @@ impl Stream {
             finished: AtomicBool::new(false),
             capturing: Mutex::default(),
             promise: Promise::new(),
+            room_until: AtomicU64::new(0),
         }
     }
 

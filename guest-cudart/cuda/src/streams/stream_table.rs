@@ -14,7 +14,7 @@ use crate::process::driver::{Driver, driver};
 use crate::process::green::Green;
 use crate::process::ids;
 use crate::process::stream::{LEGACY, NON_BLOCKING, PER_THREAD, Stream};
-use crate::process::{context, driver, fences, green, host_calls, stream};
+use crate::process::{context, driver, fences, green, host_calls, room, stream};
 use crate::streams::{capture_rules, green_gates};
 use client::handle::StreamId;
 use client::handles::Slab;
@@ -82,10 +82,20 @@ thread_local! {
     static OWN: Lasting<RefCell<Own>> = const { Lasting::new(RefCell::new(Own(Vec::new()))) };
 }
 
-/// As [`plain`], for a stream that gets work. Fails for the legacy default stream if a stream that would wait
-/// for it is being captured.
+/// As [`plain`], for a stream that gets work. Waits if too much is queued already. Fails for the legacy default
+/// stream if a stream that would wait for it is being captured.
 #[inline]
 pub(crate) fn any(context: &'static Context, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
+    let stream = ordered(context, handle, per_thread)?;
+    if stream.capture().is_none() {
+        room::wait(&stream)?;
+    }
+    Ok(stream)
+}
+
+/// As [`any`], but never waits.
+#[inline]
+fn ordered(context: &'static Context, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
     let stream = plain(context, handle, per_thread)?;
     capture_rules::implicit(&stream)?;
     if stream.capture().is_none() {
@@ -342,5 +352,5 @@ pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, A
         return Ok((driver, named(handle)?));
     }
     let context = context::current()?;
-    Ok((driver, any(context, handle, per_thread)?))
+    Ok((driver, ordered(context, handle, per_thread)?))
 }
