@@ -7,11 +7,11 @@
 //! `cargo xtask test rdma` runs two tests at once, in the order of their names: the longest first, the others
 //! beside it.
 //!
-//! - The layer itself, by `host-bridge/examples/verbs.rs`: two processes that check every byte.
+//! - The layer itself, by `tests/peers/src/bin/verbs.rs`: two processes that check every byte.
 //! - rgpu: `rgpu-server` with the software GPU on one end of the link, `vhost-rgpu` and programs of the host
 //!   on the other.
 //! - Both of these once more on a virtual function: whatever may depend on the device.
-//! - Peers that break the protocol, by `host-bridge/examples/hostile.rs`, against both daemons.
+//! - Peers that break the protocol, by `tests/peers/src/bin/hostile.rs`, against both daemons.
 //! - Queue pairs and control connections that break, under a server that keeps sessions. All other tests have one
 //!   that does not (`--grace-seconds 0`).
 //! - Copies between two servers, one at each end of the link (`rdma/copies.rs`).
@@ -35,14 +35,7 @@ const LONG: Duration = Duration::from_secs(900);
 /// Where the daemons and the examples are; `cargo xtask test rdma` builds them.
 fn built() -> Result<PathBuf> {
     let binaries = tree::binaries();
-    for name in [
-        "rgpu-server",
-        "vhost-rgpu",
-        "rgpuctl",
-        "examples/verbs",
-        "examples/hostile",
-        "examples/hostile_direct",
-    ] {
+    for name in ["rgpu-server", "vhost-rgpu", "rgpuctl", "verbs", "hostile", "hostile_direct"] {
         ensure!(binaries.join(name).exists(), "{name} is missing: run `cargo xtask test rdma`");
     }
     Ok(binaries)
@@ -95,7 +88,7 @@ impl Bed {
     }
 
     fn builder() -> Result<Builder> {
-        Ok(rdma::builder()?.program(built()?.join("examples/verbs"), "/bin/verbs"))
+        Ok(rdma::builder()?.program(built()?.join("verbs"), "/bin/verbs"))
     }
 
     fn command(&self, what: &str) -> String {
@@ -374,7 +367,7 @@ impl Rgpu {
             );
         }
         Ok(builder
-            .program(binaries.join("examples/hostile"), "/bin/hostile")
+            .program(binaries.join("hostile"), "/bin/hostile")
             .dir(tree::guest_libraries(), "/opt/rgpu/lib")
             .dir(tree::programs(), "/opt/rgpu/programs"))
     }

@@ -193,7 +193,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             match part {
                 "guest_counts" | "vm" => drop(machines::prepare()?),
                 "rdma" => {
-                    artifacts::verbs_examples()?;
+                    artifacts::peers()?;
                     machines::prepare_rdma()?;
                 }
                 "containers" => {
