@@ -95,9 +95,8 @@ fn known_parts() -> Result<Vec<String>> {
 /// Prepares and runs a part. Returns whether it succeeded as a whole.
 fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
     let log = process::log(&format!("test-{part}"))?;
-    let mut command = process::cargo();
-    command.args(["test", "--no-fail-fast"]);
-    match part {
+    // The arguments of the part's program.
+    let arguments: &[&str] = match part {
         "demo" => {
             tally.passed += demo::demonstrate(false)?;
             return Ok(true);
@@ -106,13 +105,16 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             let executables = unit_tests::build(&log)?;
             let succeeded = unit_tests::run(&executables, &log, |line| tally.count(line))?;
             // The examples in the documentation.
-            command.args(["--workspace", "--doc"]);
+            let mut command = process::cargo();
+            command.args(["test", "--no-fail-fast", "--workspace", "--doc"]);
             return Ok(process::show(&mut command, &log, |line| tally.count(line))? && succeeded);
         }
         "loom" => {
             // loom replaces the atomics. A separate target folder keeps this build from invalidating others.
-            command.args(["--release", "-p", "rgpu-protocol", "--lib", "--target-dir"]);
+            let mut command = process::cargo();
+            command.args(["test", "--release", "-p", "rgpu-protocol", "--lib", "--target-dir"]);
             command.arg(tree::target().join("loom")).arg("loom").env("RUSTFLAGS", "--cfg loom");
+            return process::show(&mut command, &log, |line| tally.count(line));
         }
         "fuzz" => {
             let (passed, failed) = fuzz::fuzz(&log)?;
@@ -129,15 +131,13 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             artifacts::build()?;
             programs::build()?;
             // Each test starts a server with its own workers: two at once are enough for a small machine.
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
+            &["--test-threads", "2"]
         }
-        "compatibility" | "docs" => {
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "1"]);
-        }
+        "compatibility" | "docs" => &["--test-threads", "1"],
         "driver" => {
             machines::prepare_all_kernels()?;
             // Each test has its own machine and device and mostly waits for the boot.
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
+            &["--test-threads", "2"]
         }
         "debug_kernels" => {
             artifacts::build()?;
@@ -150,8 +150,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
                 let skipped = ["--skip", "the_driver_works_on_linux"];
                 let asleep: &[&str] = if kernel.ends_with("kcsan") { &["--skip", "a_suspend"] } else { &[] };
                 for part in ["driver", part] {
-                    let mut command = process::cargo();
-                    command.args(["test", "--no-fail-fast", "-p", "rgpu-tests", "--test", part, "--"]);
+                    let mut command = unit_tests::part(part, &log)?;
                     command.args(["--test-threads", "2", "--nocapture"]).args(skipped).args(asleep);
                     command.env("RGPU_TEST_KERNEL", &kernel);
                     succeeded &= process::show(&mut command, &log, |line| tally.count(line))?;
@@ -162,27 +161,27 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
         "dist" => {
             dist::dist()?;
             programs::build()?;
-            command.args(["-p", "rgpu-tests", "--test", part]);
+            &[]
         }
         "guest_packages" => {
             package::make(Build::Release, 1, package::QUICK)?;
             programs::build()?;
             machines::prepare_dkms()?;
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--nocapture"]);
+            &["--nocapture"]
         }
         "image" => {
             debian::packages(&["genisoimage"], "giving a guest its seed")?;
             image::make(&image::Wanted::usual())?;
             programs::build()?;
             machines::prepare()?;
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2", "--nocapture"]);
+            &["--test-threads", "2", "--nocapture"]
         }
         "packages" => {
             debian::packages(&["fish", "man-db", "zsh"], "checking man pages and completions")?;
             package::make(Build::Release, 1, package::QUICK)?;
             programs::build()?;
             machines::prepare_systemd()?;
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2", "--nocapture"]);
+            &["--test-threads", "2", "--nocapture"]
         }
         _ => {
             artifacts::build()?;
@@ -204,7 +203,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
                     debian::packages(&names, "testing a domain of libvirt")?;
                     machines::prepare()?;
                 }
-                "metrics" => debian::packages(&["prometheus"], "testing the metrics")?,
+                "metrics" => debian::packages(&["prometheus", "python3-jsonschema"], "testing the metrics")?,
                 "slurm" => {
                     let names =
                         ["iproute2", "mariadb-server", "munge", "shellcheck", "slurm-client", "slurmctld"];
@@ -216,16 +215,16 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             }
             // Whole daemons run one at a time, so that tests do not affect each other's counters. Tests with
             // a machine have daemons of their own, too, and wait for it most of the time, so two run at once.
-            let threads = match part {
-                "rdma" | "vm" => "2",
+            match part {
+                "rdma" | "vm" => &["--test-threads", "2"],
                 // Each test has a cluster in namespaces of its own, and one waits for a lease to end.
-                "slurm" => "4",
-                _ => "1",
-            };
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", threads]);
+                "slurm" => &["--test-threads", "4"],
+                _ => &["--test-threads", "1"],
+            }
         }
-    }
-    process::show(&mut command, &log, |line| tally.count(line))
+    };
+    let mut command = unit_tests::part(part, &log)?;
+    process::show(command.args(arguments), &log, |line| tally.count(line))
 }
 
 impl Tally {
