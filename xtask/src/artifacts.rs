@@ -6,6 +6,7 @@
 use std::fs::{File, TryLockError};
 use std::path::Path;
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail};
 use rgpu_tests::tree::{self, Build};
@@ -84,8 +85,14 @@ pub fn build() -> Result<()> {
     build_as(Build::Release)
 }
 
-/// Builds everything.
+/// Builds everything, once in this process: many parts of the tests ask for it, and programs of one part may
+/// run while another begins.
 pub fn build_as(build: Build) -> Result<()> {
+    static MADE: Mutex<Vec<Build>> = Mutex::new(Vec::new());
+    let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
+    if made.contains(&build) {
+        return Ok(());
+    }
     debian::packages(PACKAGES, "building")?;
     let _alone = alone()?;
     let log = process::log("build")?;
@@ -108,6 +115,7 @@ pub fn build_as(build: Build) -> Result<()> {
         }
     }
     step.done(&format!("libraries in {}", build.guest_libraries().display()));
+    made.push(build);
     Ok(())
 }
 
