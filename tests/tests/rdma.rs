@@ -366,10 +366,13 @@ impl Rgpu {
                 needed.display()
             );
         }
+        // Not all programs: the machine unpacks them when it boots.
+        for name in PROGRAMS.iter().chain(&SURVIVORS).chain(&OTHER_PROGRAMS) {
+            builder = builder.file(tree::programs().join(name), format!("/opt/rgpu/programs/{name}"));
+        }
         Ok(builder
             .program(binaries.join("hostile"), "/bin/hostile")
-            .dir(tree::guest_libraries(), "/opt/rgpu/lib")
-            .dir(tree::programs(), "/opt/rgpu/programs"))
+            .dir(tree::guest_libraries(), "/opt/rgpu/lib"))
     }
 
     /// Starts a test program.
@@ -486,6 +489,9 @@ const PROGRAMS: [&str; 21] = [
     "many_small_copies",
     "batched_asks",
 ];
+
+/// Programs of single parts.
+const OTHER_PROGRAMS: [&str; 4] = ["idle", "kill_me", "pinned_bulk", "two_servers"];
 
 /// While a session is idle, no thread of the daemons and the worker is scheduled. Afterwards it continues.
 fn an_idle_session_takes_no_processor(rgpu: &Rgpu) -> Result<()> {
