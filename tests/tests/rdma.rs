@@ -260,7 +260,7 @@ fn queue_pairs_are_replaced_and_nothing_is_lost_or_repeated(bed: &Bed) -> Result
         ("ping", 1000, 100),
         ("ping", 100_000, 20),
     ] {
-        for (breaks, depth) in [(20, 16), (60, 128)] {
+        for (breaks, depth) in [(8, 16), (30, 128)] {
             let job =
                 format!("--do {what} --size {size} --count {count} --break {breaks} --queue-depth {depth}");
             let said = bed.job(&job).with_context(|| format!("{job}\nlistener: {}", bed.log()))?;

@@ -138,6 +138,7 @@ pub fn build_quickly() -> Result<()> {
 /// Builds the peers of the RDMA tests. They are selected together with everything else, because their
 /// dependencies would have fewer features without the daemons, and would be compiled once more.
 pub fn peers() -> Result<()> {
+    let _alone = alone()?;
     let step = Step::spinner("building the peers of the RDMA tests");
     let mut command = process::cargo();
     command.args(["build", "--release", "-p", "rgpu-test-peers"]).args(packages()).args(libraries());

@@ -36,8 +36,7 @@ pub fn build(log: &Path) -> Result<Vec<Executable>> {
     };
     let parts = tree::root().join("tests");
     let is_part = |one: &Executable| one.folder == parts && one.integration.is_some();
-    let mut found =
-        compile(&["--lib", "--bins", "--examples"], &in_packages(&|folder| folder != parts), log, &step)?;
+    let mut found = compile(&["--lib", "--bins"], &in_packages(&|folder| folder != parts), log, &step)?;
     found.retain(|one| !is_part(one));
     // CUDA 12's runtime is built from the same source with different structures and names.
     let cudart = tree::root().join("guest-cudart/cudart");
