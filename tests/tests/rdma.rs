@@ -4,8 +4,7 @@
 //! fails, its name is printed and the others still run. `RGPU_RDMA_PART=word` runs only parts with that word
 //! in their names. Limits are generous, because machines may be emulated on busy hosts.
 //!
-//! `cargo xtask test rdma` runs two tests at once, in the order of their names: the longest first, the others
-//! beside it.
+//! `cargo xtask test rdma` runs three tests at once, in the order of their names.
 //!
 //! - The layer itself, by `tests/peers/src/bin/verbs.rs`: two processes that check every byte.
 //! - rgpu: `rgpu-server` with the software GPU on one end of the link, `vhost-rgpu` and programs of the host

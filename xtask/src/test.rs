@@ -296,7 +296,9 @@ fn run_part(part: &str, report: &mut Report) -> Result<bool> {
             // Whole daemons run one at a time, so that tests do not affect each other's counters. Tests with
             // a machine have daemons of their own, too, and wait for it most of the time, so two run at once.
             match part {
-                "rdma" | "vm" => &["--test-threads", "2"],
+                "vm" => &["--test-threads", "2"],
+                // Its tests also wait until links and peers count as lost, for 10 to 30 seconds each.
+                "rdma" => &["--test-threads", "3"],
                 // Each test has a cluster in namespaces of its own, and one waits for a lease to end.
                 "slurm" => &["--test-threads", "4"],
                 _ => &["--test-threads", "1"],
