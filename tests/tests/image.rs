@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use rgpu_tests::guest::{Host, Options};
-use rgpu_tests::machine::{Accelerator, Qemu};
+use rgpu_tests::machine::Qemu;
 use rgpu_tests::{programs, tree};
 
 /// How long a guest may take to boot, emulated on a busy host, run its commands, and power off.
@@ -90,13 +90,10 @@ fn boot(name: &str, arguments: &[String]) -> Result<String> {
     let host = Host::start(name, Options::software("local"))?;
     let console = host.logs().join("console");
     let qemu = Qemu::find()?;
-    let (accelerator, cpu) = match qemu.accelerator()? {
-        Accelerator::Kvm => ("kvm", "host"),
-        Accelerator::Tcg => ("tcg", "max"),
-    };
+    let accelerator = qemu.accelerator()?;
     let mut command = qemu.command();
     command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-snapshot"]);
-    command.args(["-accel", accelerator, "-cpu", cpu, "-smp", "2", "-m", "2G"]);
+    command.args(["-accel", accelerator.name(), "-cpu", accelerator.cpu(), "-smp", "2", "-m", "2G"]);
     command.args(["-machine", "q35,memory-backend=ram", "-nic", "user,model=virtio-net-pci"]);
     command.args(["-object", "memory-backend-memfd,id=ram,size=2G,share=on"]);
     for (file, format) in [(image("qcow2")?, "qcow2"), (seed(folder.path())?, "raw")] {

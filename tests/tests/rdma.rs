@@ -4,14 +4,13 @@
 //! fails, its name is printed and the others still run. `RGPU_RDMA_PART=word` runs only parts with that word
 //! in their names. Limits are generous, because machines may be emulated on busy hosts.
 //!
-//! `cargo xtask test rdma` runs two tests at once, in the order of their names: the longest first, the others
-//! beside it.
+//! `cargo xtask test rdma` runs three tests at once, in the order of their names.
 //!
-//! - The layer itself, by `host-bridge/examples/verbs.rs`: two processes that check every byte.
+//! - The layer itself, by `tests/peers/src/bin/verbs.rs`: two processes that check every byte.
 //! - rgpu: `rgpu-server` with the software GPU on one end of the link, `vhost-rgpu` and programs of the host
 //!   on the other.
 //! - Both of these once more on a virtual function: whatever may depend on the device.
-//! - Peers that break the protocol, by `host-bridge/examples/hostile.rs`, against both daemons.
+//! - Peers that break the protocol, by `tests/peers/src/bin/hostile.rs`, against both daemons.
 //! - Queue pairs and control connections that break, under a server that keeps sessions. All other tests have one
 //!   that does not (`--grace-seconds 0`).
 //! - Copies between two servers, one at each end of the link (`rdma/copies.rs`).
@@ -35,14 +34,7 @@ const LONG: Duration = Duration::from_secs(900);
 /// Where the daemons and the examples are; `cargo xtask test rdma` builds them.
 fn built() -> Result<PathBuf> {
     let binaries = tree::binaries();
-    for name in [
-        "rgpu-server",
-        "vhost-rgpu",
-        "rgpuctl",
-        "examples/verbs",
-        "examples/hostile",
-        "examples/hostile_direct",
-    ] {
+    for name in ["rgpu-server", "vhost-rgpu", "rgpuctl", "verbs", "hostile", "hostile_direct"] {
         ensure!(binaries.join(name).exists(), "{name} is missing: run `cargo xtask test rdma`");
     }
     Ok(binaries)
@@ -95,7 +87,7 @@ impl Bed {
     }
 
     fn builder() -> Result<Builder> {
-        Ok(rdma::builder()?.program(built()?.join("examples/verbs"), "/bin/verbs"))
+        Ok(rdma::builder()?.program(built()?.join("verbs"), "/bin/verbs"))
     }
 
     fn command(&self, what: &str) -> String {
@@ -267,7 +259,7 @@ fn queue_pairs_are_replaced_and_nothing_is_lost_or_repeated(bed: &Bed) -> Result
         ("ping", 1000, 100),
         ("ping", 100_000, 20),
     ] {
-        for (breaks, depth) in [(20, 16), (60, 128)] {
+        for (breaks, depth) in [(8, 16), (30, 128)] {
             let job =
                 format!("--do {what} --size {size} --count {count} --break {breaks} --queue-depth {depth}");
             let said = bed.job(&job).with_context(|| format!("{job}\nlistener: {}", bed.log()))?;
@@ -373,10 +365,13 @@ impl Rgpu {
                 needed.display()
             );
         }
+        // Not all programs: the machine unpacks them when it boots.
+        for name in PROGRAMS.iter().chain(&SURVIVORS).chain(&OTHER_PROGRAMS) {
+            builder = builder.file(tree::programs().join(name), format!("/opt/rgpu/programs/{name}"));
+        }
         Ok(builder
-            .program(binaries.join("examples/hostile"), "/bin/hostile")
-            .dir(tree::guest_libraries(), "/opt/rgpu/lib")
-            .dir(tree::programs(), "/opt/rgpu/programs"))
+            .program(binaries.join("hostile"), "/bin/hostile")
+            .dir(tree::guest_libraries(), "/opt/rgpu/lib"))
     }
 
     /// Starts a test program.
@@ -493,6 +488,9 @@ const PROGRAMS: [&str; 21] = [
     "many_small_copies",
     "batched_asks",
 ];
+
+/// Programs of single parts.
+const OTHER_PROGRAMS: [&str; 4] = ["idle", "kill_me", "pinned_bulk", "two_servers"];
 
 /// While a session is idle, no thread of the daemons and the worker is scheduled. Afterwards it continues.
 fn an_idle_session_takes_no_processor(rgpu: &Rgpu) -> Result<()> {

@@ -6,6 +6,7 @@
 use std::fs::{File, TryLockError};
 use std::path::Path;
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail};
 use rgpu_tests::tree::{self, Build};
@@ -23,7 +24,7 @@ pub const EXECUTABLES: &[&str] = &["vhost-rgpu", "rgpu-server", "rgpuctl"];
 pub struct Library {
     /// Its package.
     pub package: &'static str,
-    /// Features of the package.
+    /// Features that it is built with, as `PACKAGE/FEATURE`.
     features: &'static [&'static str],
     /// The static library that Cargo builds from the package.
     archive: &'static str,
@@ -55,7 +56,7 @@ pub const LIBRARIES: &[Library] = &[
     },
     Library {
         package: "rgpu-cudart",
-        features: &["v12"],
+        features: &["rgpu-cudart/v12"],
         archive: "libcudart.a",
         folder: "cudart",
         arguments: &["12"],
@@ -84,35 +85,37 @@ pub fn build() -> Result<()> {
     build_as(Build::Release)
 }
 
-/// Builds everything.
+/// Builds everything, once in this process: many parts of the tests ask for it, and programs of one part may
+/// run while another begins.
 pub fn build_as(build: Build) -> Result<()> {
+    static MADE: Mutex<Vec<Build>> = Mutex::new(Vec::new());
+    let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
+    if made.contains(&build) {
+        return Ok(());
+    }
     debian::packages(PACKAGES, "building")?;
     let _alone = alone()?;
     let log = process::log("build")?;
     let profile: &[&str] = if build == Build::Release { &["--release"] } else { &[] };
-    let step = Step::spinner("building the daemons and rgpuctl");
-    let mut command = process::cargo();
-    command.arg("build").args(profile).args(packages());
-    process::watch(&mut command, &log, &step)?;
-    step.done("");
-
-    let step = Step::spinner("building the libraries that programs load");
-    for library in LIBRARIES {
+    let step = Step::spinner("building the daemons, rgpuctl and the libraries that programs load");
+    // All packages at once: one by one, they would have other features of some dependencies, which Cargo
+    // would compile once more. Libraries with features of their own have archives of the same names as others.
+    let mut features: Vec<&[&str]> = LIBRARIES.iter().map(|library| library.features).collect();
+    features.sort_unstable();
+    features.dedup();
+    for features in features {
         let mut command = process::cargo();
-        command.arg("rustc").args(profile).args([
-            "--lib",
-            "--crate-type",
-            "staticlib",
-            "-p",
-            library.package,
-        ]);
-        if !library.features.is_empty() {
-            command.arg("--features").arg(library.features.join(","));
+        command.arg("build").args(profile).args(packages()).args(libraries());
+        if !features.is_empty() {
+            command.arg("--features").arg(features.join(","));
         }
         process::watch(&mut command, &log, &step)?;
-        link(library, build, &log)?;
+        for library in LIBRARIES.iter().filter(|library| library.features == features) {
+            link(library, build, &log)?;
+        }
     }
-    step.done(&format!("{} in {}", LIBRARIES.len(), build.guest_libraries().display()));
+    step.done(&format!("libraries in {}", build.guest_libraries().display()));
+    made.push(build);
     Ok(())
 }
 
@@ -132,13 +135,14 @@ pub fn build_quickly() -> Result<()> {
     Ok(())
 }
 
-/// Builds the examples of `host-bridge`, which are peers in the RDMA tests. They are built separately,
-/// because their dependencies would change the features of the executables' dependencies.
-pub fn verbs_examples() -> Result<()> {
+/// Builds the peers of the RDMA tests. They are selected together with everything else, because their
+/// dependencies would have fewer features without the daemons, and would be compiled once more.
+pub fn peers() -> Result<()> {
+    let _alone = alone()?;
     let step = Step::spinner("building the peers of the RDMA tests");
     let mut command = process::cargo();
-    command.args(["build", "--release", "-p", "rgpu-host-bridge", "--examples"]);
-    process::watch(&mut command, &process::log("examples")?, &step)?;
+    command.args(["build", "--release", "-p", "rgpu-test-peers"]).args(packages()).args(libraries());
+    process::watch(&mut command, &process::log("peers")?, &step)?;
     step.done("");
     Ok(())
 }
@@ -164,6 +168,11 @@ fn alone() -> Result<File> {
 /// Cargo's arguments that select all executables.
 fn packages() -> impl Iterator<Item = &'static str> {
     EXECUTABLES.iter().flat_map(|package| ["-p", package])
+}
+
+/// Cargo's arguments that select all libraries.
+fn libraries() -> impl Iterator<Item = &'static str> {
+    LIBRARIES.iter().flat_map(|library| ["-p", library.package])
 }
 
 /// Links the static library that Cargo has built into a shared one.

@@ -78,7 +78,7 @@ fn build_release(what: &str, which: &[&str]) -> Result<()> {
 /// Compares verbs with perftest. The rounds that are compared one by one run three times as often as the
 /// other studies.
 fn verbs(repetitions: usize) -> Result<()> {
-    artifacts::verbs_examples()?;
+    artifacts::peers()?;
     build_release("building rdma-bench", &["-p", "rgpu-tests", "--bin", "rdma-bench"])?;
     let mut command = Command::new(tree::binaries().join("rdma-bench"));
     command.args(["--repetitions", &repetitions.to_string(), "--rounds", &(3 * repetitions).to_string()]);

@@ -103,13 +103,13 @@ fn plain(text: &str) -> String {
     plain
 }
 
-/// Runs a command from the root of the tree, shows its output and appends it to `log`.
+/// Runs a command from the root of the tree, or from the folder that it has, and appends its output to `log`.
 ///
 /// Passes every line of standard output to `line`. Returns whether the command succeeded.
-pub fn show(command: &mut Command, log: &Path, mut line: impl FnMut(&str)) -> Result<bool> {
+pub fn lines(command: &mut Command, log: &Path, mut line: impl FnMut(&str)) -> Result<bool> {
     let mut output = append(command, log)?;
     let mut child = command
-        .current_dir(tree::root())
+        .current_dir(command.get_current_dir().map_or_else(tree::root, Path::to_owned))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::inherit())
@@ -118,7 +118,6 @@ pub fn show(command: &mut Command, log: &Path, mut line: impl FnMut(&str)) -> Re
     if let Some(stdout) = child.stdout.take() {
         for text in BufReader::new(stdout).lines() {
             let text = text.context("cannot read a command's output")?;
-            println!("{text}");
             writeln!(output, "{text}").with_context(|| format!("cannot write {}", log.display()))?;
             line(&text);
         }

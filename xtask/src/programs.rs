@@ -86,10 +86,15 @@ struct Job<'a> {
     runtimes: Vec<Runtime>,
 }
 
-/// Builds every test program in both ways and returns the list.
+/// Builds every test program in both ways, once in this process, and returns the list.
 pub fn build() -> Result<Vec<Program>> {
+    static MADE: Mutex<bool> = Mutex::new(false);
+    let mut made = lock(&MADE);
     let programs = manifest()?;
-    build_these(&programs, &[Runtime::Shared, Runtime::Static])?;
+    if !*made {
+        build_these(&programs, &[Runtime::Shared, Runtime::Static])?;
+        *made = true;
+    }
     Ok(programs)
 }
 

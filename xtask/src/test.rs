@@ -7,6 +7,8 @@
 //! `guest_packages` compiles the driver in an emulated guest, `image` makes a disk and boots it, and
 //! `debug_kernels` compiles two kernels.
 
+use std::path::Path;
+use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
@@ -29,6 +31,37 @@ pub struct Arguments {
     parts: Vec<String>,
 }
 
+/// Parts that leave the processors idle: they run one test at a time, and most of their tests wait for a
+/// server that was killed, a link that is cut, or a lease to end. They run beside the others.
+const WAITING: &[&str] = &[
+    "compression",
+    "containers",
+    "faults",
+    "hostile",
+    "leases",
+    "metrics",
+    "pool",
+    "queue",
+    "slurm",
+    "survive",
+    "waits",
+];
+
+/// Parts that come before all others.
+const FIRST: &[&str] = &["demo", "unit", "loom", "fuzz", "miri"];
+
+/// What the parts of a run have reported.
+#[derive(Default)]
+struct Report {
+    tally: Tally,
+    /// The parts that failed.
+    broken: Vec<String>,
+    /// Each part's name and duration.
+    times: Vec<String>,
+    /// The lines of a part that runs beside others, which are shown when it has ended.
+    kept: Option<String>,
+}
+
 /// How many tests passed and failed, as reported by the test runners.
 #[derive(Default)]
 struct Tally {
@@ -44,37 +77,84 @@ pub fn test(arguments: &Arguments) -> Result<()> {
             bail!("unknown part {part:?}; the parts are: {}", known.join(", "));
         }
     }
-    let parts: Vec<&String> = match arguments.parts.as_slice() {
-        [] => known.iter().filter(|part| !ON_REQUEST.contains(&part.as_str())).collect(),
-        named => named.iter().collect(),
+    let parts: Vec<&str> = match arguments.parts.as_slice() {
+        [] => known.iter().map(String::as_str).filter(|part| !ON_REQUEST.contains(part)).collect(),
+        named => named.iter().map(String::as_str).collect(),
     };
 
-    let mut tally = Tally::default();
-    let mut broken = Vec::new();
-    let mut times = Vec::new();
-    for part in parts {
-        eprintln!("== {part}");
+    let mut report = Report::default();
+    let (first, others): (Vec<&str>, Vec<&str>) = parts.into_iter().partition(|part| FIRST.contains(part));
+    first.into_iter().for_each(|part| report.run(part));
+    let (waiting, busy): (Vec<&str>, Vec<&str>) = others.into_iter().partition(|part| WAITING.contains(part));
+    if waiting.is_empty() || busy.is_empty() {
+        busy.into_iter().chain(waiting).for_each(|part| report.run(part));
+    } else {
+        let beside = std::thread::scope(|scope| {
+            let beside = scope.spawn(|| {
+                let mut report = Report { kept: Some(String::new()), ..Report::default() };
+                waiting.into_iter().for_each(|part| report.run(part));
+                report
+            });
+            busy.into_iter().for_each(|part| report.run(part));
+            beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        report.add(beside);
+    }
+    println!("{}", report.times.join(", "));
+    println!("{} passed, {} failed", report.tally.passed, report.tally.failed);
+    if !report.broken.is_empty() {
+        bail!("these parts failed: {}; the logs are in {}", report.broken.join(", "), tree::logs().display());
+    }
+    Ok(())
+}
+
+impl Report {
+    /// Runs a part.
+    fn run(&mut self, part: &str) {
+        if self.kept.is_none() {
+            eprintln!("== {part}");
+        }
         let start = Instant::now();
-        let before = tally.failed;
-        let succeeded = run_part(part, &mut tally).unwrap_or_else(|error| {
-            eprintln!("error: {error:#}");
+        let before = self.tally.failed;
+        let succeeded = run_part(part, self).unwrap_or_else(|error| {
+            let told = format!("error: {error:#}");
+            match &mut self.kept {
+                Some(kept) => *kept += &format!("{told}\n"),
+                None => eprintln!("{told}"),
+            }
             false
         });
         // A runner that failed before reporting a test counts as one failed test.
-        if !succeeded && tally.failed == before {
-            tally.failed += 1;
+        if !succeeded && self.tally.failed == before {
+            self.tally.failed += 1;
         }
         if !succeeded {
-            broken.push(part.as_str());
+            self.broken.push(part.to_owned());
         }
-        times.push(format!("{part} {:.0} s", start.elapsed().as_secs_f64()));
+        self.times.push(format!("{part} {:.0} s", start.elapsed().as_secs_f64()));
+        if let Some(kept) = &mut self.kept {
+            print!("== {part}, which ran beside others\n{}", std::mem::take(kept));
+        }
     }
-    println!("{}", times.join(", "));
-    println!("{} passed, {} failed", tally.passed, tally.failed);
-    if !broken.is_empty() {
-        bail!("these parts failed: {}; the logs are in {}", broken.join(", "), tree::logs().display());
+
+    /// Runs a command of a part. Shows its lines, or keeps them, and counts the tests. Returns whether it
+    /// succeeded.
+    fn command(&mut self, command: &mut Command, log: &Path) -> Result<bool> {
+        process::lines(command, log, |line| {
+            match &mut self.kept {
+                Some(kept) => *kept += &format!("{line}\n"),
+                None => println!("{line}"),
+            }
+            self.tally.count(line);
+        })
     }
-    Ok(())
+
+    fn add(&mut self, other: Report) {
+        self.tally.passed += other.tally.passed;
+        self.tally.failed += other.tally.failed;
+        self.broken.extend(other.broken);
+        self.times.extend(other.times);
+    }
 }
 
 /// The built-in parts and the names of the files in `tests/tests/`.
@@ -93,51 +173,51 @@ fn known_parts() -> Result<Vec<String>> {
 }
 
 /// Prepares and runs a part. Returns whether it succeeded as a whole.
-fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
+fn run_part(part: &str, report: &mut Report) -> Result<bool> {
     let log = process::log(&format!("test-{part}"))?;
-    let mut command = process::cargo();
-    command.args(["test", "--no-fail-fast"]);
-    match part {
+    // The arguments of the part's program.
+    let arguments: &[&str] = match part {
         "demo" => {
-            tally.passed += demo::demonstrate(false)?;
+            report.tally.passed += demo::demonstrate(false)?;
             return Ok(true);
         }
         "unit" => {
             let executables = unit_tests::build(&log)?;
-            let succeeded = unit_tests::run(&executables, &log, |line| tally.count(line))?;
+            let succeeded = unit_tests::run(&executables, &log, |line| report.tally.count(line))?;
             // The examples in the documentation.
-            command.args(["--workspace", "--doc"]);
-            return Ok(process::show(&mut command, &log, |line| tally.count(line))? && succeeded);
+            let mut command = process::cargo();
+            command.args(["test", "--no-fail-fast", "--workspace", "--doc"]);
+            return Ok(report.command(&mut command, &log)? && succeeded);
         }
         "loom" => {
             // loom replaces the atomics. A separate target folder keeps this build from invalidating others.
-            command.args(["--release", "-p", "rgpu-protocol", "--lib", "--target-dir"]);
+            let mut command = process::cargo();
+            command.args(["test", "--release", "-p", "rgpu-protocol", "--lib", "--target-dir"]);
             command.arg(tree::target().join("loom")).arg("loom").env("RUSTFLAGS", "--cfg loom");
+            return report.command(&mut command, &log);
         }
         "fuzz" => {
             let (passed, failed) = fuzz::fuzz(&log)?;
-            tally.passed += passed;
-            tally.failed += failed;
+            report.tally.passed += passed;
+            report.tally.failed += failed;
             return Ok(failed == 0);
         }
         "miri" => {
             let [mut protocol, mut shared] = nightly::miri()?;
-            let succeeded = process::show(&mut protocol, &log, |line| tally.count(line))?;
-            return Ok(process::show(&mut shared, &log, |line| tally.count(line))? && succeeded);
+            let succeeded = report.command(&mut protocol, &log)?;
+            return Ok(report.command(&mut shared, &log)? && succeeded);
         }
         "programs" => {
             artifacts::build()?;
             programs::build()?;
             // Each test starts a server with its own workers: two at once are enough for a small machine.
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
+            &["--test-threads", "2"]
         }
-        "compatibility" | "docs" => {
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "1"]);
-        }
+        "compatibility" | "docs" => &["--test-threads", "1"],
         "driver" => {
             machines::prepare_all_kernels()?;
             // Each test has its own machine and device and mostly waits for the boot.
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
+            &["--test-threads", "2"]
         }
         "debug_kernels" => {
             artifacts::build()?;
@@ -150,11 +230,10 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
                 let skipped = ["--skip", "the_driver_works_on_linux"];
                 let asleep: &[&str] = if kernel.ends_with("kcsan") { &["--skip", "a_suspend"] } else { &[] };
                 for part in ["driver", part] {
-                    let mut command = process::cargo();
-                    command.args(["test", "--no-fail-fast", "-p", "rgpu-tests", "--test", part, "--"]);
+                    let mut command = unit_tests::part(part, &log)?;
                     command.args(["--test-threads", "2", "--nocapture"]).args(skipped).args(asleep);
                     command.env("RGPU_TEST_KERNEL", &kernel);
-                    succeeded &= process::show(&mut command, &log, |line| tally.count(line))?;
+                    succeeded &= report.command(&mut command, &log)?;
                 }
             }
             return Ok(succeeded);
@@ -162,27 +241,27 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
         "dist" => {
             dist::dist()?;
             programs::build()?;
-            command.args(["-p", "rgpu-tests", "--test", part]);
+            &[]
         }
         "guest_packages" => {
             package::make(Build::Release, 1, package::QUICK)?;
             programs::build()?;
             machines::prepare_dkms()?;
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--nocapture"]);
+            &["--nocapture"]
         }
         "image" => {
             debian::packages(&["genisoimage"], "giving a guest its seed")?;
             image::make(&image::Wanted::usual())?;
             programs::build()?;
             machines::prepare()?;
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2", "--nocapture"]);
+            &["--test-threads", "2", "--nocapture"]
         }
         "packages" => {
             debian::packages(&["fish", "man-db", "zsh"], "checking man pages and completions")?;
             package::make(Build::Release, 1, package::QUICK)?;
             programs::build()?;
             machines::prepare_systemd()?;
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2", "--nocapture"]);
+            &["--test-threads", "2", "--nocapture"]
         }
         _ => {
             artifacts::build()?;
@@ -193,7 +272,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             match part {
                 "guest_counts" | "vm" => drop(machines::prepare()?),
                 "rdma" => {
-                    artifacts::verbs_examples()?;
+                    artifacts::peers()?;
                     machines::prepare_rdma()?;
                 }
                 "containers" => {
@@ -204,7 +283,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
                     debian::packages(&names, "testing a domain of libvirt")?;
                     machines::prepare()?;
                 }
-                "metrics" => debian::packages(&["prometheus"], "testing the metrics")?,
+                "metrics" => debian::packages(&["prometheus", "python3-jsonschema"], "testing the metrics")?,
                 "slurm" => {
                     let names =
                         ["iproute2", "mariadb-server", "munge", "shellcheck", "slurm-client", "slurmctld"];
@@ -216,16 +295,18 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             }
             // Whole daemons run one at a time, so that tests do not affect each other's counters. Tests with
             // a machine have daemons of their own, too, and wait for it most of the time, so two run at once.
-            let threads = match part {
-                "rdma" | "vm" => "2",
+            match part {
+                "vm" => &["--test-threads", "2"],
+                // Its tests also wait until links and peers count as lost, for 10 to 30 seconds each.
+                "rdma" => &["--test-threads", "3"],
                 // Each test has a cluster in namespaces of its own, and one waits for a lease to end.
-                "slurm" => "4",
-                _ => "1",
-            };
-            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", threads]);
+                "slurm" => &["--test-threads", "4"],
+                _ => &["--test-threads", "1"],
+            }
         }
-    }
-    process::show(&mut command, &log, |line| tally.count(line))
+    };
+    let mut command = unit_tests::part(part, &log)?;
+    report.command(command.args(arguments), &log)
 }
 
 impl Tally {
@@ -248,6 +329,31 @@ impl Tally {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_parts_with_a_place_of_their_own_exist() {
+        let known = known_parts().unwrap();
+        for part in WAITING.iter().chain(FIRST).chain(ON_REQUEST) {
+            assert!(known.iter().any(|name| name == part), "{part}");
+        }
+    }
+
+    #[test]
+    fn what_runs_beside_others_is_counted_and_kept() {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let mut beside = Report { kept: Some(String::new()), ..Report::default() };
+        let mut command = Command::new("printf");
+        command.arg("test a ... ok\\ntest result: ok. 1 passed; 0 failed; 0 ignored\\n");
+        assert!(beside.command(&mut command, log.path()).unwrap());
+        assert_eq!(
+            beside.kept.as_deref(),
+            Some("test a ... ok\ntest result: ok. 1 passed; 0 failed; 0 ignored\n")
+        );
+        assert!(!beside.command(&mut Command::new("false"), log.path()).unwrap());
+        let mut all = Report { tally: Tally { passed: 2, failed: 1 }, ..Report::default() };
+        all.add(beside);
+        assert_eq!((all.tally.passed, all.tally.failed), (3, 1));
+    }
 
     #[test]
     fn result_lines_are_added_up() {

@@ -1,4 +1,8 @@
-//! Runs the programs that contain the unit tests, several at once: many tests wait most of the time.
+//! Compiles the programs that contain tests, and runs those of the unit tests several at once: many tests wait
+//! most of the time.
+//!
+//! Each command to Cargo selects the whole workspace. With fewer packages, Cargo would choose other features
+//! for some dependencies, and compile these and everything that needs them once more.
 
 use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
@@ -6,10 +10,11 @@ use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result};
+use rgpu_tests::tree;
 use serde_json::Value;
 
-use crate::process;
 use crate::progress::{self, Step};
+use crate::{dependencies, process};
 
 /// A program with tests.
 #[derive(Debug, PartialEq)]
@@ -17,29 +22,75 @@ pub struct Executable {
     path: PathBuf,
     /// The folder of its package, in which Cargo would run it.
     folder: PathBuf,
+    /// The name of the file in the package's folder `tests` from which it was made, if any.
+    integration: Option<String>,
 }
 
 /// Compiles the tests of all packages, without those of the other parts.
 pub fn build(log: &Path) -> Result<Vec<Executable>> {
-    let selections: [&[&str]; 3] = [
-        &["--workspace", "--exclude", "rgpu-tests"],
-        // CUDA 12's runtime is built from the same source with different structures and names.
-        &["-p", "rgpu-cudart", "--features", "v12"],
-        // The tests' own package has unit tests, too; its integration tests are the other parts.
-        &["-p", "rgpu-tests", "--lib", "--bins"],
-    ];
     let step = Step::spinner("compiling the unit tests");
-    let mut found = Vec::new();
-    for selection in selections {
-        let mut command = process::cargo();
-        process::watch(command.args(["test", "--no-run"]).args(selection), log, &step)?;
-        // Everything is compiled now; this reports where the programs are.
-        let mut command = process::cargo();
-        command.args(["test", "--no-run", "--message-format", "json"]).args(selection);
-        found.extend(executables(&process::output(&mut command)?));
-    }
+    let all = integration_tests(&dependencies::metadata()?);
+    let in_packages = |wanted: &dyn Fn(&Path) -> bool| -> Vec<String> {
+        let names = all.iter().filter(|(folder, _)| wanted(folder));
+        names.flat_map(|(_, name)| ["--test".to_owned(), name.clone()]).collect()
+    };
+    let parts = tree::root().join("tests");
+    let is_part = |one: &Executable| one.folder == parts && one.integration.is_some();
+    let mut found = compile(&["--lib", "--bins"], &in_packages(&|folder| folder != parts), log, &step)?;
+    found.retain(|one| !is_part(one));
+    // CUDA 12's runtime is built from the same source with different structures and names.
+    let cudart = tree::root().join("guest-cudart/cudart");
+    let mut v12 = compile(
+        &["--features", "rgpu-cudart/v12", "--lib"],
+        &in_packages(&|folder| folder == cudart),
+        log,
+        &step,
+    )?;
+    v12.retain(|one| one.folder == cudart);
+    found.extend(v12);
     step.done(&format!("{} programs", found.len()));
     Ok(found)
+}
+
+/// Compiles the tests of a file in `tests/tests/`, and returns the command that runs them.
+pub fn part(name: &str, log: &Path) -> Result<Command> {
+    let step = Step::spinner(format!("compiling tests/tests/{name}.rs"));
+    let found = compile(&[], &["--test".to_owned(), name.to_owned()], log, &step)?;
+    let folder = tree::root().join("tests");
+    // Other packages may have tests of the same name.
+    let one = found
+        .iter()
+        .find(|one| one.folder == folder)
+        .with_context(|| format!("Cargo made no test {name}"))?;
+    step.done("");
+    Ok(one.command())
+}
+
+/// Compiles tests of the workspace. Returns their programs.
+fn compile(selection: &[&str], tests: &[String], log: &Path, step: &Step) -> Result<Vec<Executable>> {
+    let command = || {
+        let mut command = process::cargo();
+        command.args(["test", "--no-run", "--workspace"]).args(selection).args(tests);
+        command
+    };
+    process::watch(&mut command(), log, step)?;
+    // Everything is compiled now; this reports where the programs are.
+    Ok(executables(&process::output(command().args(["--message-format", "json"]))?))
+}
+
+/// The files with tests beside the packages' sources: the package's folder, and the test's name.
+fn integration_tests(metadata: &Value) -> Vec<(PathBuf, String)> {
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let own = list(&metadata["packages"]).into_iter().filter(|package| package["source"].is_null());
+    own.flat_map(|package| {
+        let folder =
+            Path::new(package["manifest_path"].as_str().unwrap_or_default()).parent().map(Path::to_owned);
+        let targets = list(&package["targets"]).into_iter().filter(|target| target["kind"][0] == "test");
+        targets
+            .filter_map(|target| Some((folder.clone()?, target["name"].as_str()?.to_owned())))
+            .collect::<Vec<_>>()
+    })
+    .collect()
 }
 
 /// The tests in Cargo's messages, one JSON object per line.
@@ -51,7 +102,14 @@ fn executables(messages: &str) -> Vec<Executable> {
         .filter(|message| message["profile"]["test"] == true)
         .filter_map(|message| {
             let folder = path(&message["manifest_path"])?.parent()?.to_owned();
-            Some(Executable { path: path(&message["executable"])?, folder })
+            let target = &message["target"];
+            let integration =
+                (target["kind"][0] == "test").then(|| target["name"].as_str().map(str::to_owned));
+            Some(Executable {
+                path: path(&message["executable"])?,
+                folder,
+                integration: integration.flatten(),
+            })
         })
         .collect()
 }
@@ -85,15 +143,22 @@ pub fn run(executables: &[Executable], log: &Path, line: impl FnMut(&str) + Send
 }
 
 impl Executable {
+    /// Runs its tests as Cargo would.
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.path);
+        command.current_dir(&self.folder).env("CARGO_MANIFEST_DIR", &self.folder);
+        command
+    }
+
     /// Runs it. Returns its output, and whether its tests pass.
     fn run(&self) -> Result<(String, bool)> {
         let context = || format!("cannot run {}", self.path.display());
         // The output goes to a file. A pipe would only end when all processes that the tests have started are
         // gone.
         let mut output = tempfile::tempfile().with_context(context)?;
-        let mut command = Command::new(&self.path);
-        command.current_dir(&self.folder).env("CARGO_MANIFEST_DIR", &self.folder).stdin(Stdio::null());
+        let mut command = self.command();
         command
+            .stdin(Stdio::null())
             .stdout(output.try_clone().with_context(context)?)
             .stderr(output.try_clone().with_context(context)?);
         let status = command.status().with_context(context)?;
@@ -115,12 +180,25 @@ mod tests {
     #[test]
     fn test_programs_are_found_in_cargo_s_messages() {
         let messages = concat!(
-            "{\"manifest_path\":\"/w/a/Cargo.toml\",\"profile\":{\"test\":true},\"executable\":\"/t/a-1\"}\n",
+            "{\"manifest_path\":\"/w/a/Cargo.toml\",\"profile\":{\"test\":true},\"executable\":\"/t/a-1\",\"target\":{\"kind\":[\"lib\"],\"name\":\"a\"}}\n",
+            "{\"manifest_path\":\"/w/a/Cargo.toml\",\"profile\":{\"test\":true},\"executable\":\"/t/t-1\",\"target\":{\"kind\":[\"test\"],\"name\":\"t\"}}\n",
             "{\"manifest_path\":\"/w/a/Cargo.toml\",\"profile\":{\"test\":true},\"executable\":null}\n",
             "{\"manifest_path\":\"/w/b/Cargo.toml\",\"profile\":{\"test\":false},\"executable\":\"/t/b\"}\n",
             "{\"reason\":\"build-finished\"}\n"
         );
-        assert_eq!(executables(messages), [Executable { path: "/t/a-1".into(), folder: "/w/a".into() }]);
+        let expected = [("/t/a-1", None), ("/t/t-1", Some("t".to_owned()))]
+            .map(|(path, integration)| Executable { path: path.into(), folder: "/w/a".into(), integration });
+        assert_eq!(executables(messages), expected);
+    }
+
+    #[test]
+    fn integration_tests_are_those_of_own_packages() {
+        let metadata = serde_json::json!({ "packages": [
+            { "source": null, "manifest_path": "/w/a/Cargo.toml", "targets": [
+                { "kind": ["lib"], "name": "a" }, { "kind": ["test"], "name": "t" }] },
+            { "source": "registry", "manifest_path": "/r/b/Cargo.toml", "targets": [{ "kind": ["test"], "name": "u" }] },
+        ] });
+        assert_eq!(integration_tests(&metadata), [(PathBuf::from("/w/a"), "t".to_owned())]);
     }
 
     #[test]
@@ -128,7 +206,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log");
         std::fs::write(&log, "").unwrap();
-        let program = |name: &str| Executable { path: name.into(), folder: folder.path().to_owned() };
+        let program = |name: &str| Executable {
+            path: name.into(),
+            folder: folder.path().to_owned(),
+            integration: None,
+        };
         let mut lines = Vec::new();
         let all = [program("/bin/pwd"), program("/bin/pwd")];
         assert!(run(&all, &log, |line| lines.push(line.to_owned())).unwrap());

@@ -25,15 +25,20 @@
 
 pub mod authority;
 pub mod channel;
+#[cfg(feature = "folders")]
 pub mod daemon;
 pub mod link;
+#[cfg(feature = "folders")]
 pub mod local_server;
+#[cfg(feature = "folders")]
 pub mod manager;
 pub mod native_client;
+#[cfg(feature = "folders")]
 pub mod native_host;
 pub mod resources;
 pub mod server;
 pub mod session;
+#[cfg(feature = "folders")]
 pub mod tcp_server;
 
 use std::hash::{BuildHasher, Hasher, RandomState};

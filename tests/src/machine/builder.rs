@@ -229,10 +229,7 @@ impl Builder {
         let listener =
             UnixListener::bind(&port).with_context(|| format!("cannot listen on {}", port.display()))?;
 
-        let (accel, cpu) = match accelerator {
-            Accelerator::Kvm => ("kvm", "host"),
-            Accelerator::Tcg => ("tcg", "max"),
-        };
+        let (accel, cpu) = (accelerator.name(), accelerator.cpu());
         let memory = format!("{}M", self.memory_mib);
         let mut command = match &self.hardware {
             Hardware::Own => {
@@ -282,6 +279,7 @@ impl Builder {
         // fault. Without the last option it counts timer ticks for a moment at its start, and panics if there
         // are too few.
         line.extend(["rcupdate.rcu_cpu_stall_timeout=300", "watchdog_thresh=60", "no_timer_check"]);
+        line.extend(accelerator.kernel_arguments());
         line.extend(self.kernel_args.iter().map(String::as_str));
         command.arg("-append").arg(line.join(" ")).args(&self.qemu_args);
 

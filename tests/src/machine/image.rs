@@ -24,6 +24,9 @@ const HOST_LIBRARIES: [&str; 12] = [
     "libz.so.1",
 ];
 
+/// Programs of at least so many bytes are stripped: the daemons and rgpuctl.
+const LARGE: usize = 8 << 20;
+
 enum Entry {
     Directory,
     File { mode: u32, data: Vec<u8> },
@@ -64,9 +67,14 @@ impl Image {
         self.insert(guest.as_ref(), Entry::File { mode, data: data.into() });
     }
 
-    /// Adds a host's file, with its permissions; a symbolic link is followed.
+    /// Adds a host's file, with its permissions; a symbolic link is followed. A large program loses its debug
+    /// information, which no guest reads, and which would take a translated guest seconds to unpack.
     pub fn file(&mut self, host: &Path, guest: impl AsRef<Path>) -> Result<()> {
-        let data = fs::read(host).with_context(|| format!("cannot read {} for the guest", host.display()))?;
+        let mut data =
+            fs::read(host).with_context(|| format!("cannot read {} for the guest", host.display()))?;
+        if data.len() >= LARGE && data.starts_with(b"\x7fELF") {
+            data = without_debug_information(host)?;
+        }
         let mode = fs::metadata(host)?.permissions().mode() & 0o7777;
         self.contents(guest, mode, data);
         Ok(())
@@ -195,6 +203,14 @@ impl Image {
     }
 }
 
+/// A program as it is after `strip`, with its symbols.
+fn without_debug_information(program: &Path) -> Result<Vec<u8>> {
+    setup::need_program("strip", "binutils")?;
+    let stripped = tempfile::NamedTempFile::new().context("cannot create a file")?;
+    setup::run(Command::new("strip").arg("--strip-debug").arg("-o").arg(stripped.path()).arg(program))?;
+    fs::read(stripped.path()).context("cannot read what strip has written")
+}
+
 /// Appends one member: header, name and data, the latter two padded to four bytes.
 fn member(archive: &mut Vec<u8>, inode: usize, name: &str, mode: u32, data: &[u8]) {
     let fields = [inode as u32, mode, 0, 0, 1, 0, data.len() as u32, 0, 0, 0, 0, name.len() as u32 + 1, 0];
@@ -266,6 +282,15 @@ mod tests {
         assert!(at("a/b/file\0") < at("text"));
         assert!(at("text") < at("TRAILER!!!\0"));
         assert_eq!(archive.len() % 4, 0);
+    }
+
+    #[test]
+    fn debug_information_is_left_out() {
+        let this = std::env::current_exe().unwrap();
+        let (before, after) = (fs::read(&this).unwrap(), without_debug_information(&this).unwrap());
+        let has = |data: &[u8], section: &[u8]| data.windows(section.len()).any(|bytes| bytes == section);
+        assert!(has(&before, b"\0.debug_line\0") && !has(&after, b"\0.debug_line\0"));
+        assert!(after.starts_with(b"\x7fELF") && has(&after, b"\0.symtab\0"));
     }
 
     #[test]

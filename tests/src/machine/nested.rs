@@ -5,7 +5,7 @@
 //! machine. Nested emulation is slow: a boot takes a minute or more.
 
 use super::image::Image;
-use super::{Builder, Kernel, Qemu};
+use super::{Accelerator, Builder, Kernel, Qemu};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 
@@ -61,12 +61,13 @@ impl Nested {
 
     /// The command that boots it in the outer machine, its rgpu device served at `socket`.
     pub fn command(socket: &str) -> String {
+        let (cpu, arguments) = (Accelerator::Tcg.cpu(), Accelerator::Tcg.kernel_arguments().join(" "));
         format!(
-            "exec /opt/qemu/ld.so --library-path /opt/qemu/lib /opt/qemu/qemu -L /opt/qemu/share -accel tcg -cpu max \
+            "exec /opt/qemu/ld.so --library-path /opt/qemu/lib /opt/qemu/qemu -L /opt/qemu/share -accel tcg -cpu {cpu} \
              -machine q35,memory-backend=ram,vmport=off -object memory-backend-memfd,id=ram,size=384M,share=on -m 384M -nodefaults \
              -no-user-config -display none -monitor none -no-reboot -serial stdio -chardev socket,id=rgpu0,path={socket} \
              -device vhost-user-test-device-pci,chardev=rgpu0,virtio-id=38,num_vqs=3,vq_size=256,config_size=64 \
-             -kernel /opt/nested/kernel -initrd /opt/nested/initramfs -append 'console=ttyS0 loglevel=4 panic=-1 mitigations=off no_timer_check'"
+             -kernel /opt/nested/kernel -initrd /opt/nested/initramfs -append 'console=ttyS0 loglevel=4 panic=-1 no_timer_check {arguments}'"
         )
     }
 }

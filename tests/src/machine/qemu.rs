@@ -20,6 +20,39 @@ pub enum Accelerator {
     Tcg,
 }
 
+impl Accelerator {
+    /// QEMU's name for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Tcg => "tcg",
+        }
+    }
+
+    /// The processor of such a guest, for `-cpu`.
+    ///
+    /// A translated one does not claim that byte-wise string instructions are fast (ERMS, FSRM): the guest's
+    /// kernel would copy with them, which takes eight times as long as copying words.
+    pub fn cpu(self) -> &'static str {
+        match self {
+            Self::Kvm => "host",
+            Self::Tcg => "max,-erms,-fsrm",
+        }
+    }
+
+    /// Words for the kernel's command line that make such a guest faster.
+    ///
+    /// A translated guest reads the processor's own clock (TSC); otherwise its kernel uses the HPET, and each
+    /// reading of the clock is a system call and a device access. Detours around speculative execution have
+    /// no use there.
+    pub(super) fn kernel_arguments(self) -> &'static [&'static str] {
+        match self {
+            Self::Kvm => &[],
+            Self::Tcg => &["tsc=reliable", "clocksource=tsc", "mitigations=off"],
+        }
+    }
+}
+
 /// A QEMU to start.
 #[derive(Clone, Debug)]
 pub struct Qemu {

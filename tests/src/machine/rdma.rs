@@ -101,8 +101,7 @@ pub fn userland() -> Result<PathBuf> {
 /// Such a machine's parts; [`boot`] boots it.
 pub fn builder() -> Result<Builder> {
     let mut builder = Machine::builder().kernel(Kernel::V6_1Full).memory_mib(2048).cpus(2).host_libraries();
-    // Use the processors' own clock (TSC), which perftest reads, too. Otherwise the kernel uses the HPET
-    // here, and each reading of the clock is a system call and a device access.
+    // perftest reads the processors' own clock (TSC), so the kernel uses it here with KVM, too.
     builder = builder.kernel_arg("tsc=reliable").kernel_arg("clocksource=tsc");
     // rxe computes its checksums with a module that it does not ask the kernel to load.
     for module in ["crc32_generic", "rdma_rxe", "ib_uverbs", "veth", "bridge", "sch_netem"] {

@@ -14,7 +14,7 @@ const PORTS: [u16; 2] = [9700, 9701];
 
 impl Pair {
     fn new() -> Result<Pair> {
-        let hostile = built()?.join("examples/hostile_direct");
+        let hostile = built()?.join("hostile_direct");
         let machine = rdma::boot(Rgpu::builder()?.program(hostile, "/bin/hostile_direct"))?;
         let mut pair = Pair { machine, servers: Vec::new() };
         for (place, device) in [rdma::SERVER.1, rdma::CLIENT.1].into_iter().enumerate() {
@@ -185,7 +185,7 @@ fn a_cut_link_makes_copies_go_through_the_program(pair: &Pair) -> Result<()> {
     pair.nothing_left()
 }
 
-/// What hostile senders and receivers of pieces do, by `host-bridge/examples/hostile_direct.rs`, which checks that
+/// What hostile senders and receivers of pieces do, by `tests/peers/src/bin/hostile_direct.rs`, which checks that
 /// its own session goes on and that the connection ends, or takes the socket.
 const HOSTILE_DIRECTS: [(&str, &[&str]); 2] = [
     (

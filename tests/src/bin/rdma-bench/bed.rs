@@ -50,9 +50,8 @@ impl Bed {
     /// Boots it, and starts `host-bridge`'s example and rgpu's daemons in it.
     pub fn new() -> Result<Bed> {
         let binaries = tree::binaries();
-        let mut builder =
-            rdma::builder()?.memory_mib(3072).program(binaries.join("examples/verbs"), "/bin/verbs");
-        builder = builder.program(binaries.join("examples/pieces"), "/bin/pieces");
+        let mut builder = rdma::builder()?.memory_mib(3072).program(binaries.join("verbs"), "/bin/verbs");
+        builder = builder.program(binaries.join("pieces"), "/bin/pieces");
         for name in ["rgpu-server", "vhost-rgpu", "rgpuctl"] {
             builder = builder.program(binaries.join(name), Path::new("/opt/rgpu").join(name));
         }

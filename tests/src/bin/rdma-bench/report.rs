@@ -75,7 +75,7 @@ impl Study<'_> {
              Made by `cargo xtask bench --verbs`, in one machine with two processors and RoCE in software (`rdma_rxe`, Linux 6.1), {}. There is no card: the\n\
              speeds are those of processors that copy and checksum each packet for both ends, and only ratios of consecutive measurements mean something.\n\
              `h2d` is from a client's pages, no two of them neighbours, into the server's slots; `d2h` from the server's registered memory into such pages. \"The layer\" is\n\
-             `host-bridge/examples/verbs.rs`: the code that both daemons use, without the rest of what they do. \"A CUDA program\" makes page-locked asynchronous copies through\n\
+             `tests/peers/src/bin/verbs.rs`: the code that both daemons use, without the rest of what they do. \"A CUDA program\" makes page-locked asynchronous copies through\n\
              `vhost-rgpu` and `rgpu-server` with the GPU in software; the same two processors make its copy into its own memory.\n",
             if self.fast { "virtualised by KVM" } else { "emulated by QEMU (TCG) on a host with other work" },
         );

@@ -16,16 +16,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use host_bridge::framing::{FrameReader, recv_frame, recv_struct, send_frame, send_message, split_struct};
+use host_bridge::verbs::{Access, Device, Domain, Event, Link, Put, Settings, Slab, Unconnected, VerbsError};
 use protocol::device::{Answer, untext};
 use protocol::link::{
     DataHeader, DataSent, FrameHeader, Hello, ProgressUpdate, Queues, Received, RegionKey, ReplyHeader,
     SLOT_DATA, Welcome, frame, purpose,
-};
-use rgpu_host_bridge::framing::{
-    FrameReader, recv_frame, recv_struct, send_frame, send_message, split_struct,
-};
-use rgpu_host_bridge::verbs::{
-    Access, Device, Domain, Event, Link, Put, Settings, Slab, Unconnected, VerbsError,
 };
 use test_kit::link::{greet, hello, welcome};
 use zerocopy::IntoBytes;

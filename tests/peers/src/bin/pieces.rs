@@ -13,11 +13,11 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
 
+use host_bridge::verbs::pieces::End;
+use host_bridge::verbs::{Access, Device, Domain, PieceBuffer, Pieces, Registration, Settings, Slab};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use protocol::link::{DirectHeader, DirectQueue};
 use protocol::ops::direct::{MAX_PIECE, PIECES};
-use rgpu_host_bridge::verbs::pieces::End;
-use rgpu_host_bridge::verbs::{Access, Device, Domain, PieceBuffer, Pieces, Registration, Settings, Slab};
 use zerocopy::{FromZeros, IntoBytes};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;

@@ -13,16 +13,16 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use host_bridge::framing::{FrameReader, recv_frame, send_frame, split_struct};
+use host_bridge::memory::{Memories, Runs};
+use host_bridge::verbs::{
+    Access, Device, Domain, Event, Link, Put, RegisteredRegion, Settings, Slab, Unconnected, VerbsError,
+};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{MsgFlags, recv};
 use protocol::device::Extent;
 use protocol::link::{ARENA_KEY, DataHeader, DataSent, Memory, Queues, RegionKey, SLOT_DATA, frame};
-use rgpu_host_bridge::framing::{FrameReader, recv_frame, send_frame, split_struct};
-use rgpu_host_bridge::memory::{Memories, Runs};
-use rgpu_host_bridge::verbs::{
-    Access, Device, Domain, Event, Link, Put, RegisteredRegion, Settings, Slab, Unconnected, VerbsError,
-};
 use zerocopy::{FromBytes, IntoBytes};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;

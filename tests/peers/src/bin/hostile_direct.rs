@@ -14,6 +14,11 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use host_bridge::framing::{recv_struct, send_message};
+use host_bridge::verbs::pieces::End;
+use host_bridge::verbs::{
+    Access, Device, Domain, PieceBuffer, Pieces, Put, Registration, Settings, Slab, Unconnected,
+};
 use protocol::data::HostIn;
 use protocol::device::Answer;
 use protocol::handle::StreamId;
@@ -21,11 +26,6 @@ use protocol::link::{DirectHeader, DirectQueue, Hello, Queues, purpose};
 use protocol::ops::copy::{MemcpyDtoHInline, MemcpyHtoD, Pitched};
 use protocol::ops::direct::*;
 use protocol::ops::memory::{FIRST_WINDOW, MemAlloc, MemGrow};
-use rgpu_host_bridge::framing::{recv_struct, send_message};
-use rgpu_host_bridge::verbs::pieces::End;
-use rgpu_host_bridge::verbs::{
-    Access, Device, Domain, PieceBuffer, Pieces, Put, Registration, Settings, Slab, Unconnected,
-};
 use test_kit::link::{Session, TcpSession, connect_tcp, greet, hello, welcome};
 use zerocopy::{FromZeros, IntoBytes};
 
