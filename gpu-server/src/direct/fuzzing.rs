@@ -500,7 +500,7 @@ impl HostileSender<'_, '_> {
             self.waiting.iter().filter_map(|message| DirectHeader::read_from_prefix(&message.bytes).ok());
         numbers
             .map(|(header, _)| header.number)
-            .last()
+            .next_back()
             .unwrap_or_default()
             .max(self.expected.last)
             .min(1 << 63)
