@@ -23,7 +23,7 @@ unsafe fn copy_box(copier: &Copier, copy: &Memcpy3D, peer: bool) -> Result {
         return Ok(());
     }
     if let Some(capture) = copier.capture()? {
-        return record(copier, &capture, &Memcpy3D { reserved0: 0, reserved1: 0, ..*copy });
+        return record(copier, &capture, copy);
     }
     // SAFETY: guaranteed by the caller.
     unsafe { copy_boxes::run(copier, copy) }

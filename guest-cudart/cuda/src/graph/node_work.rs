@@ -113,14 +113,14 @@ impl Kernel {
         p: &KernelNodeParams,
         attributes: Vec<LaunchAttribute>,
     ) -> Result<Kernel> {
-        let context = if p.ctx == 0 { context::current()? } else { context::of(p.ctx)? };
         let (handle, function) = match (p.func, p.kern) {
             (0, 0) => return Err(Status::INVALID_VALUE),
             (0, kern) => {
                 let kernel = KERNELS.get(kern).ok_or(Status::INVALID_HANDLE)?;
-                (kern, kernel.in_context(context)?)
+                (kern, kernel.in_context(context::of(p.ctx)?)?)
             }
-            // With a function, the kernel is ignored: NVIDIA's runtime leaves arbitrary bytes there.
+            // With a function, the kernel and the context are ignored: NVIDIA's runtime and cuda-api-wrappers
+            // leave arbitrary bytes there.
             (func, _) => (func, library::of(func)?),
         };
         let shape = launch::Shape { grid: p.grid, block: p.block, shared: p.sharedMemBytes };
@@ -230,9 +230,9 @@ impl Work {
         addresses.into_iter().filter_map(graph_memory::at)
     }
 
-    /// A copy, checked as on a stream.
+    /// A copy, checked as on a stream. A node's description has no contexts.
     pub fn copy(driver: &Driver, copy: &Memcpy3D) -> Result<Work> {
-        let copy = copy_boxes::resolve(driver, copy)?;
+        let copy = Memcpy3D { reserved0: 0, reserved1: 0, ..copy_boxes::resolve(driver, copy)? };
         copy_boxes::route(driver, address::nearest(driver), &copy)?;
         Ok(Work::Copy(copy))
     }

@@ -580,7 +580,9 @@ fn described(c: &Memcpy3D) -> (Described, Described, Extent) {
 
 /// Checks a program's description by itself. Returns false if there is nothing to copy.
 pub(crate) fn is_some(c: &Memcpy3D, peer: bool) -> Result<bool> {
-    if !peer && (c.reserved0 != 0 || c.reserved1 != 0) || c.srcLOD != 0 || c.dstLOD != 0 {
+    // The reserved fields are the contexts of the peer form. CUDA's manual wants them to be NULL, but NVIDIA's
+    // driver takes descriptions with contexts there, as cuda-api-wrappers makes them.
+    if c.srcLOD != 0 || c.dstLOD != 0 {
         return Err(Status::INVALID_VALUE);
     }
     if c.WidthInBytes == 0 || c.Height == 0 || c.Depth == 0 {
