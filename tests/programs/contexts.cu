@@ -41,6 +41,11 @@ static void primary(CUdevice device) {
     IS(CUDA_SUCCESS, cuDevicePrimaryCtxGetState(device, &flags, &active));
     IS(0, active);
     IS(CUDA_ERROR_INVALID_CONTEXT, cuDevicePrimaryCtxRelease(device));
+    // It stays the thread's context, whose device is known.
+    TRUE_THAT(current() == one);
+    CUdevice found = 99;
+    IS(CUDA_SUCCESS, cuCtxGetDevice(&found));
+    IS(device, found);
     IS(CUDA_SUCCESS, cuCtxSetCurrent(nullptr));
 }
 

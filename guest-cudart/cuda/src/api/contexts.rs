@@ -93,7 +93,7 @@ api! {
         if session::forked() {
             return Err(Status::NOT_INITIALIZED);
         }
-        device.put(context::current()?.device as i32)
+        device.put(context::current_or_inactive()?.device as i32)
     }
 
     fn cuCtxGetDevice_v2(device: Out<i32>, ctx: usize) {

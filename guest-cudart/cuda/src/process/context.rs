@@ -431,6 +431,19 @@ pub(crate) fn current() -> Result<&'static Context> {
     }
 }
 
+/// The calling thread's current context, which may also be a primary context that nobody retains.
+///
+/// # Errors
+/// As [`current`].
+pub(crate) fn current_or_inactive() -> Result<&'static Context> {
+    let plain = |top: &Named| top.green.is_none().then_some(top.context);
+    let top = Lasting::with(&STACK, |stack| stack.borrow().last().and_then(plain)).flatten();
+    match top.filter(|context| context.is_primary()) {
+        Some(context) => driver().map(|_| context),
+        None => current(),
+    }
+}
+
 /// The handle of the calling thread's current context, or 0.
 pub(crate) fn current_handle() -> usize {
     Lasting::with(&STACK, |stack| stack.borrow().last().map_or(0, Named::handle)).unwrap_or(0)
