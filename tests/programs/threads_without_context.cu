@@ -1,4 +1,4 @@
-// A thread that has no current context puts work on a stream that another has made: launches, copies, fills and host functions belong to the stream's context, and the thread has none afterwards
+// A thread that has no current context puts work on a stream that another has made: launches, copies, fills, allocations and host functions belong to the stream's context, and the thread has none afterwards
 // either. cuBLAS works so when its handle was made in one thread and is used in another, and asks first for the number of no context, by a table of its own.
 #define PROGRAM "threads_without_context"
 #include "common.h"
@@ -62,7 +62,8 @@ struct Setting {
     CUkernel kernel;
     CUstream stream;
     CUevent event;
-    CUdeviceptr values, copy;
+    CUdeviceptr values, copy, managed, to_free[2];
+    CUmemoryPool pool;
 };
 
 static void work(const Setting &s) {
@@ -96,11 +97,43 @@ static void work(const Setting &s) {
     OK(cuStreamSynchronize(s.stream));
     for (unsigned i = 0; i < N; i++) REQUIRE(back[i] == 8 * (i ? 5 : 7), "value %u is %u", i, back[i]);
 
+    // Memory in the stream's order, of the device's pool and of a named one.
+    CUdeviceptr ordered[2];
+    unsigned first = 0;
+    OK(cuMemAllocAsync(&ordered[0], N * 4, s.stream));
+    OK(cuMemAllocFromPoolAsync(&ordered[1], N * 4, s.pool, s.stream));
+    for (CUdeviceptr p : ordered) {
+        OK(cuMemcpyDtoDAsync(p, s.values, N * 4, s.stream));
+        OK(cuMemcpyDtoHAsync(&first, p, 4, s.stream));
+        OK(cuMemFreeAsync(p, s.stream));
+        OK(cuStreamSynchronize(s.stream));
+        REQUIRE(first == 8 * 7, "the first value is %u", first);
+    }
+
+    // A capture of the stream, and managed memory that is moved in its order.
+    CUgraph graph;
+    size_t nodes = 0;
+    OK(cuStreamBeginCapture(s.stream, CU_STREAM_CAPTURE_MODE_RELAXED));
+    OK(cuMemsetD32Async(s.values, 6, N, s.stream));
+    OK(cuStreamEndCapture(s.stream, &graph));
+    OK(cuGraphGetNodes(graph, nullptr, &nodes));
+    REQUIRE(nodes == 1, "%zu nodes were captured", nodes);
+    OK(cuGraphDestroy(graph));
+    CUmemLocation there = {};
+    there.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    OK(cuMemPrefetchAsync(s.managed, N * 4, there, 0, s.stream));
+    OK(cuStreamSynchronize(s.stream));
+
+    // Memory belongs to the context in which it was made, so it can be freed.
+    for (CUdeviceptr p : s.to_free) OK(cuMemFree(p));
+
     // The default streams are those of the current context, and there is none.
     for (CUstream none : {(CUstream) nullptr, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD}) {
         NO_CONTEXT(cuMemsetD32Async(s.values, 5, N, none));
         NO_CONTEXT(cuLaunchKernel(s.function, 1, 1, 1, 1, 1, 1, 0, none, arguments, nullptr));
         NO_CONTEXT(cuMemcpyDtoDAsync(s.copy, s.values, 4, none));
+        NO_CONTEXT(cuMemAllocAsync(&ordered[0], 4, none));
+        NO_CONTEXT(cuMemFreeAsync(s.copy, none));
     }
     CUdeviceptr more;
     NO_CONTEXT(cuMemAlloc(&more, 4));
@@ -126,12 +159,20 @@ int main(int argc, char **argv) {
     OK(cuLibraryGetKernel(&s.kernel, library, "twice"));
     OK(cuMemAlloc(&s.values, N * 4));
     OK(cuMemAlloc(&s.copy, N * 4));
+    OK(cuMemAllocManaged(&s.managed, N * 4, CU_MEM_ATTACH_GLOBAL));
+    CUmemPoolProps props = {};
+    props.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
+    props.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    OK(cuMemPoolCreate(&s.pool, &props));
     OK(cuEventCreate(&s.event, 0));
     for (unsigned flags : {CU_STREAM_DEFAULT, CU_STREAM_NON_BLOCKING}) {
         OK(cuStreamCreate(&s.stream, flags));
+        OK(cuMemAlloc(&s.to_free[0], 100));
+        OK(cuMemAllocManaged(&s.to_free[1], 100, CU_MEM_ATTACH_GLOBAL));
         std::thread(work, s).join();
         OK(cuStreamDestroy(s.stream));
     }
+    OK(cuMemPoolDestroy(s.pool));
     OK(cuLibraryUnload(library));
     OK(cuModuleUnload(module));
     OK(cuDevicePrimaryCtxRelease(device));

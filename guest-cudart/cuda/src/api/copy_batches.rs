@@ -7,8 +7,7 @@ use crate::abi::arguments::{Array, Count, Out};
 use crate::abi::result::Result;
 use crate::abi::types::{Memcpy3D, Memcpy3DBatchOp, Memcpy3DOperand, MemcpyAttributes, memory_type};
 use crate::memory::{array, pending_writes};
-use crate::process::context;
-use crate::streams::{capture_rules, stream_table};
+use crate::streams::capture_rules;
 use crate::work::copy::{Copier, Mode};
 use crate::work::copy_boxes;
 use client::Status;
@@ -40,13 +39,12 @@ fn check_hints(order: u32, flags: u32) -> Result {
 
 /// The stream of a batch: neither the legacy default stream nor one that is being captured.
 fn copier(handle: usize, per_thread: bool) -> Result<Copier> {
-    let (driver, context) = context::ready()?;
-    let stream = stream_table::any(context, handle, per_thread)?;
-    if stream.is_legacy() {
+    let copier = Copier::new(handle, per_thread, Mode::Async)?;
+    if copier.stream.is_legacy() {
         return Err(Status::INVALID_VALUE);
     }
-    capture_rules::forbid(&stream)?;
-    Ok(Copier::on(driver, stream, Mode::Async, false))
+    capture_rules::forbid(&copier.stream)?;
+    Ok(copier)
 }
 
 /// A contiguous copy.

@@ -8,7 +8,6 @@ use crate::abi::types::MemLocation;
 use crate::memory::managed::advice::{self, Advice, CPU, NO_PLACE, NOWHERE, Place, location};
 use crate::memory::managed::lend;
 use crate::memory::managed_advice;
-use crate::process::context;
 use crate::streams::stream_table;
 use client::Status;
 
@@ -25,7 +24,7 @@ pub(crate) fn prefetch(
     handle: usize,
     per_thread: bool,
 ) -> Result {
-    let (driver, context) = context::ready()?;
+    let (driver, context, _lent) = stream_table::ready_on(handle)?;
     stream_table::plain(context, handle, per_thread)?;
     let at = advice::place(to)?;
     if flags != 0 {
@@ -149,7 +148,7 @@ api! {
     }
 
     fn cuMemDiscardBatchAsync / cuMemDiscardBatchAsync_ptsz(dptrs: Array<u64>, sizes: Array<usize>, count: Count, flags: u64, stream: usize) |pt| {
-        let (driver, context) = context::ready()?;
+        let (driver, context, _lent) = stream_table::ready_on(stream)?;
         stream_table::plain(context, stream, pt)?;
         if flags != 0 {
             return Err(Status::INVALID_VALUE);

@@ -29,7 +29,7 @@ api! {
     }
 
     fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz(handle: usize, dptr: u64, length: usize, flags: u32) |pt| {
-        let (driver, context) = context::ready()?;
+        let (driver, context, _lent) = stream_table::ready_on(handle)?;
         stream_table::plain(context, handle, pt)?;
         // Host accesses wait for all streams, whichever the memory is attached to.
         let found = address::find(driver, dptr).filter(|found| found.managed && found.base == dptr);

@@ -8,7 +8,8 @@ use crate::memory::{
 };
 use crate::process::capture;
 use crate::process::context::{self, Context};
-use crate::process::driver::driver;
+use crate::process::driver::{Driver, driver};
+use crate::streams::stream_table::{self, Lent};
 use client::ops::memory::{MemFree, MemGetInfo};
 use client::{Status, lock};
 
@@ -19,8 +20,20 @@ pub(crate) const PITCH: usize = 512;
 fn free_to_pool(context: &'static Context, address: u64) -> Result {
     capture::unsafe_call()?;
     stream_ordered::settle_all()?;
-    let stream = crate::streams::stream_table::any(context, 0, false)?;
+    let stream = stream_table::any(context, 0, false)?;
     if host_pool::free(address, stream)? { Ok(()) } else { Err(Status::INVALID_VALUE) }
+}
+
+/// As [`context::ready`], for freeing memory. In a thread without a current context, the memory's own one is
+/// current until the guard is dropped.
+fn ready_to_free(address: u64) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
+    match context::ready() {
+        Err(Status::INVALID_CONTEXT) if context::current_handle() == 0 => {
+            let found = address::find(driver()?, address).ok_or(Status::INVALID_CONTEXT)?;
+            stream_table::lend(found.context)
+        }
+        other => other.map(|(driver, context)| (driver, context, None)),
+    }
 }
 
 api! {
@@ -62,7 +75,7 @@ api! {
     }
 
     fn cuMemFree_v2(dptr: u64) {
-        let (driver, context) = context::ready()?;
+        let (driver, context, _lent) = ready_to_free(dptr)?;
         if dptr == 0 {
             return Ok(());
         }

@@ -14,7 +14,6 @@ use crate::memory::pool::{
 };
 use crate::memory::pool_export::{self, FABRIC, POSIX_FD};
 use crate::memory::stream_ordered;
-use crate::process::context;
 use crate::process::device_attributes::attr;
 use crate::process::driver::{self, driver};
 use crate::streams::stream_table;
@@ -29,7 +28,7 @@ pub(crate) fn alloc(
 ) -> Result {
     static SAID: AtomicBool = AtomicBool::new(false);
     dptr.required()?;
-    let (driver, context) = context::ready()?;
+    let (driver, context, _lent) = stream_table::ready_on(handle)?;
     let stream = stream_table::any(context, handle, per_thread)?;
     let pool_handle = match pool {
         Some(pool) => pool,
@@ -125,7 +124,7 @@ api! {
     }
 
     fn cuMemFreeAsync / cuMemFreeAsync_ptsz(dptr: u64, stream: usize) |pt| {
-        let (driver, context) = context::ready()?;
+        let (driver, context, _lent) = stream_table::ready_on(stream)?;
         let stream = stream_table::any(context, stream, pt)?;
         if dptr == 0 {
             return Ok(());

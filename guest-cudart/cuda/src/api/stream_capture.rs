@@ -8,8 +8,9 @@ use crate::abi::types::EdgeData;
 use crate::graph::recording::graph_of;
 use crate::graph::{self, Graph};
 use crate::process::capture::{Capture, RELAXED};
+use crate::process::context;
 use crate::process::driver::driver;
-use crate::process::{context, stream};
+use crate::process::stream::{self, Stream};
 use crate::streams::{capture_rules, stream_table};
 use client::{Status, lock};
 
@@ -20,7 +21,7 @@ pub(crate) fn begin(
     mode: u32,
     into: Option<(Arc<Graph>, Vec<u64>)>,
 ) -> Result {
-    let (_, context) = context::ready()?;
+    let (_, context, _lent) = stream_table::ready_on(handle)?;
     let stream = stream_table::plain(context, handle, per_thread)?;
     if mode > RELAXED {
         return Err(Status::INVALID_VALUE);
@@ -39,7 +40,7 @@ pub(crate) fn begin(
 }
 
 pub(crate) fn end(handle: usize, per_thread: bool, graph: Out<usize>) -> Result {
-    let (_, context) = context::ready()?;
+    let (_, context, _lent) = stream_table::ready_on(handle)?;
     // A capture into an existing graph need not return it. If the program passes no place, a new graph is
     // dropped.
     let tell = |handle: usize| graph.put_if_wanted(handle);
@@ -88,15 +89,19 @@ fn tell<T>(to: Option<Out<T>>, value: T) {
     }
 }
 
+/// The stream that a question about its capture names.
+fn asked(handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
+    if handle > stream::PER_THREAD {
+        // The thread may have no current context.
+        return Ok(stream_table::ask(handle, per_thread)?.1);
+    }
+    driver()?;
+    stream_table::plain(context::current()?, handle, per_thread)
+}
+
 fn info(handle: usize, per_thread: bool, status: Out<u32>, wanted: &CaptureInfo<'_>) -> Result {
     status.required()?;
-    let stream = if handle > stream::PER_THREAD {
-        // The thread may have no current context.
-        stream_table::ask(handle, per_thread)?.1
-    } else {
-        driver()?;
-        stream_table::plain(context::current()?, handle, per_thread)?
-    };
+    let stream = asked(handle, per_thread)?;
     // The query does not invalidate that capture.
     if capture_rules::in_the_way(&stream).is_some() {
         return Err(code::STREAM_CAPTURE_IMPLICIT);
@@ -134,8 +139,7 @@ fn update(
     if flags > 1 {
         return Err(Status::INVALID_VALUE);
     }
-    driver()?;
-    let stream = stream_table::plain(context::current()?, handle, per_thread)?;
+    let stream = asked(handle, per_thread)?;
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
     capture.check()?;
     let edges = graph::edges(&graph_of(&capture)?, nodes, data, count)?;

@@ -40,7 +40,7 @@ pub(crate) fn ready_on(stream: usize) -> Result<(&'static Driver, &'static Conte
     }
 }
 
-/// Makes a stream's context current in a thread without one, until this is dropped.
+/// Makes a context current in a thread without one, until this is dropped.
 pub(crate) struct Lent(());
 
 impl Drop for Lent {
@@ -55,7 +55,12 @@ pub(crate) fn lent_by(stream: usize) -> Result<(&'static Driver, &'static Contex
         return Err(Status::INVALID_CONTEXT);
     }
     let (_, stream) = ask(stream, false)?;
-    context::push(stream.context);
+    lend(stream.context)
+}
+
+/// Makes a context current until the guard is dropped.
+pub(crate) fn lend(context: &'static Context) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
+    context::push(context);
     let lent = Lent(());
     let (driver, context) = context::ready()?;
     Ok((driver, context, Some(lent)))
