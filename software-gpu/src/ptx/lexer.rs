@@ -17,7 +17,7 @@ pub(crate) enum Token<'a> {
 }
 
 fn is_name(c: u8) -> bool {
-    c.is_ascii_alphanumeric() || matches!(c, b'_' | b'$' | b'%')
+    c.is_ascii_alphanumeric() || matches!(c, b'_' | b'$')
 }
 
 /// Maximum tokens of a text: 1 GiB of memory, at 32 bytes each. Otherwise a text of one-byte tokens would
@@ -97,8 +97,10 @@ fn up_to(text: &str, most: usize) -> Result<Vec<(Token<'_>, u32)>> {
                 i = end;
                 out.push((token, line));
             }
-            _ if is_name(c) => {
+            // A percent sign only begins a name, so a register may follow an instruction without a space.
+            _ if is_name(c) || c == b'%' => {
                 let start = i;
+                i += 1;
                 while i < b.len() && is_name(b[i]) {
                     i += 1;
                 }
@@ -169,6 +171,15 @@ fn number(text: &str, start: usize) -> Option<(Token<'_>, usize)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_register_follows_an_instruction_without_a_space() {
+        let tokens: Vec<Token> =
+            up_to("mov.u32%r6, %tid.x;", 100).unwrap().into_iter().map(|(t, _)| t).collect();
+        let (mov, kind, to) = (Token::Ident("mov"), Token::Dot("u32"), Token::Ident("%r6"));
+        assert_eq!(tokens[..4], [mov, kind, to, Token::Punct(b',')]);
+        assert_eq!(tokens[4..6], [Token::Ident("%tid"), Token::Dot("x")]);
+    }
 
     #[test]
     fn a_text_of_many_tokens_is_refused() {
