@@ -359,6 +359,7 @@ static void copies() {
     OK(cuGraphMemcpyNodeSetParams(node, &reserved));
     for (int form = 0; form < 4; form++) {
         OK(cuMemsetD8(other, 0, 256));
+        OK(cuCtxSynchronize());
         if (form == 0) {
             OK(cuMemcpy3D(&reserved));
             OK(cuCtxSynchronize());

@@ -7,6 +7,9 @@
 __device__ int variable[256];
 __constant__ int constant[16];
 __managed__ int managed_variable;
+__device__ const char *text;
+
+__global__ void give_text() { text = "a text of the device"; }
 
 static void runtime(const char *what, const void *p, cudaMemoryType type, bool on_device, bool on_host) {
     cudaPointerAttributes a;
@@ -122,6 +125,12 @@ int main(int argc, char **argv) {
     size_t size = 0;
     IS(CUDA_SUCCESS, cuMemGetAddressRange(&base, &size, (CUdeviceptr)(device + 4000)));
     TRUE_THAT(base == (CUdeviceptr)device && size == 5000);
+    // A text that only a kernel has the address of.
+    CUdeviceptr literal;
+    give_text<<<1, 1>>>();
+    CHECK(cudaMemcpyFromSymbol(&literal, text, sizeof literal));
+    IS(CUDA_SUCCESS, cuMemGetAddressRange(&base, &size, literal));
+    TRUE_THAT(base <= literal && literal + sizeof "a text of the device" <= base + size);
     IS(CUDA_ERROR_NOT_FOUND, cuMemGetAddressRange(&base, &size, (CUdeviceptr)&local));
     CHECK(cudaHostUnregister(registered));
     runtime("memory that was registered", registered, cudaMemoryTypeUnregistered, false, true);

@@ -1,4 +1,4 @@
-// Variables by their symbols: copies at once and in a stream, from and to the device, at offsets, past the end; and in graphs.
+// Variables by their symbols: copies at once and in a stream, from and to the device, at offsets, past the end; and in graphs. Parts of a module without symbols.
 #define PROGRAM "symbol_copies"
 #include "cases.h"
 
@@ -10,6 +10,19 @@ __device__ struct {
 } pair = {'a', 1.5};
 
 __global__ void apply(int *to) { to[threadIdx.x] = coefficients[threadIdx.x % 64] * table[threadIdx.x]; }
+
+struct Told {
+    const char *text;
+    int *kept;
+};
+
+// Addresses that have no symbol: of a text, and of a variable of a kernel.
+__global__ void tell(Told *to, int value) {
+    static int kept;
+    kept = value;
+    to->text = "a text of the device";
+    to->kept = &kept;
+}
 
 int main(int argc, char **argv) {
     parse_options(argc, argv);
@@ -54,6 +67,28 @@ int main(int argc, char **argv) {
     IS(-1, got[0]);
     RETURNS(cudaSuccess, cudaGetSymbolSize(&size, pair));
     IS(16, size);
+
+    // What only a kernel knows the address of: read, written, copied on the device and filled.
+    Told told, *room;
+    char text[sizeof "a text of the device"] = "";
+    int kept = 0, seven = 7;
+    RETURNS(cudaSuccess, cudaMalloc(&room, sizeof told));
+    tell<<<1, 1, 0, stream>>>(room, 77);
+    RETURNS(cudaSuccess, cudaMemcpyAsync(&told, room, sizeof told, cudaMemcpyDeviceToHost, stream));
+    RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
+    RETURNS(cudaSuccess, cudaMemcpy(text, told.text, sizeof text, cudaMemcpyDeviceToHost));
+    TRUE_THAT(strcmp(text, "a text of the device") == 0);
+    RETURNS(cudaSuccess, cudaMemcpyAsync(&kept, told.kept, 4, cudaMemcpyDeviceToHost, stream));
+    RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
+    IS(77, kept);
+    RETURNS(cudaSuccess, cudaMemcpy(told.kept, &seven, 4, cudaMemcpyHostToDevice));
+    RETURNS(cudaSuccess, cudaMemcpy(device, told.kept, 4, cudaMemcpyDeviceToDevice));
+    RETURNS(cudaSuccess, cudaMemcpy(&kept, device, 4, cudaMemcpyDeviceToHost));
+    IS(7, kept);
+    RETURNS(cudaSuccess, cudaMemset(told.kept, 0xff, 4));
+    RETURNS(cudaSuccess, cudaMemcpy(&kept, told.kept, 4, cudaMemcpyDeviceToHost));
+    IS(-1, kept);
+    RETURNS(cudaSuccess, cudaFree(room));
 
     // In a graph, added and captured.
     cudaGraph_t graph;

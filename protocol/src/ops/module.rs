@@ -206,6 +206,23 @@ ops! {
         managed: bool,
     }
 
+    /// What a module of a context has at an address that no window contains. The client knows the variables
+    /// that it has asked for by name; a program may have the address of another one, or of a string literal,
+    /// from a kernel. `NOT_FOUND` if no module has anything there.
+    sync 0x0512 module_memory: ModuleMemory
+        [order None, may_block Never, lane Main, since 3]
+    {
+        /// The context.
+        context: ContextId,
+        /// The address.
+        address: u64,
+    } -> ModuleMemoryReply {
+        /// First address of what contains it: the variable, or more of the module, as the driver says.
+        base: u64,
+        /// Size in bytes.
+        size: u64,
+    }
+
     /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, with a value that the driver may refuse.
     sync 0x0505 function_set_attribute: FunctionSetAttribute
         [order Object, may_block Never, lane Main]

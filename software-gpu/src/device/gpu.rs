@@ -7,7 +7,7 @@ use std::time::Instant;
 use crate::device::child_launch::Child;
 use crate::device::error_text::ErrorTexts;
 use crate::device::launch::{KernelRun, LaunchConfig, Pool};
-use crate::device::memory::Memory;
+use crate::device::memory::{Memory, is_of_module};
 use crate::device::module::{self, Function, Module};
 use crate::device::stream::Stream;
 use crate::device::texture::Textures;
@@ -253,6 +253,12 @@ impl Gpu {
     /// Existing allocations are not affected.
     pub fn set_heap_limit(&self, bytes: u64) {
         self.memory().set_heap_limit(bytes);
+    }
+
+    /// The address and size of the allocation that contains `addr`, if it is a module's or from
+    /// [`Gpu::allocate`].
+    pub fn module_allocation(&self, addr: u64) -> Option<(u64, u64)> {
+        if is_of_module(addr) { self.allocation(addr) } else { None }
     }
 
     /// The address and size of the allocation that contains `addr`.

@@ -37,6 +37,11 @@ const HEAP_HEADER: u64 = 16;
 /// Default size in bytes of the heap for kernels, as in CUDA.
 const HEAP_LIMIT: u64 = 8 << 20;
 
+/// Whether an address is in the range of modules' globals and constants.
+pub(crate) fn is_of_module(addr: u64) -> bool {
+    (MODULE_BASE..HEAP_BASE).contains(&addr)
+}
+
 /// The allocation that contains an address: its bounds on the device and its place on the host.
 #[derive(Clone, Copy)]
 pub(crate) struct FoundAllocation {

@@ -157,6 +157,7 @@ api! {
     module_function = "cuModuleGetFunction" (*mut CUfunction, CUmodule, *const c_char);
     module_functions = "cuModuleEnumerateFunctions" (*mut CUfunction, c_uint, CUmodule);
     pointer_attribute = "cuPointerGetAttribute" (*mut c_void, c_uint, CUdeviceptr);
+    address_range = "cuMemGetAddressRange_v2" (*mut CUdeviceptr, *mut usize, CUdeviceptr);
     module_global = "cuModuleGetGlobal_v2" (*mut CUdeviceptr, *mut usize, CUmodule, *const c_char);
     link_create = "cuLinkCreate_v2" (c_uint, *mut u32, *mut *mut c_void, *mut CUlinkState);
     link_add = "cuLinkAddData_v2" (

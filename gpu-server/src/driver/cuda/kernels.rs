@@ -21,7 +21,7 @@ use crate::driver::output::may_print;
 use crate::driver::streams::Streams;
 
 /// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
-const POINTER_IS_MANAGED: u32 = 8;
+pub(super) const POINTER_IS_MANAGED: u32 = 8;
 
 /// Function attributes are read for modules of up to this many functions, because reading them loads the
 /// function.

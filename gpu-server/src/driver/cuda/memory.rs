@@ -10,6 +10,7 @@ use protocol::ops::memory::SPACE_ALIGN;
 
 use super::Cuda;
 use super::api::{AccessDesc, AllocationProp, CUstream};
+use super::kernels::POINTER_IS_MANAGED;
 use crate::driver::gpu::{GpuMemory, STREAM_NON_BLOCKING};
 use crate::driver::space::Mapping;
 use crate::driver::store::{Chunk, Lane, Part, Way};
@@ -18,6 +19,11 @@ use crate::driver::store::{Chunk, Lane, Part, Way};
 const POSIX_FD: u32 = 1;
 /// `CU_MEMHOSTREGISTER_PORTABLE`.
 const PORTABLE: u32 = 1;
+
+/// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`.
+const POINTER_MEMORY_TYPE: u32 = 2;
+/// `CU_MEMORYTYPE_DEVICE`.
+const DEVICE_MEMORY: u32 = 2;
 
 /// The size that the driver reserves for one of the client's reservations: see [`SPACE_ALIGN`]. No other
 /// reservation can begin in the excess.
@@ -148,6 +154,25 @@ impl GpuMemory for Cuda {
             // SAFETY: locked by `lock`, and no copy is pending.
             let _ = unsafe { self.api.host_unregister(chunk.at().as_ptr().cast()) };
         }
+    }
+
+    fn module_memory(&self, address: u64, _device: u32) -> Option<(u64, u64)> {
+        let asked = |attribute| {
+            let mut value = 0u32;
+            // SAFETY: both attributes are ints.
+            let found = unsafe {
+                self.api.pointer_attribute(std::ptr::from_mut(&mut value).cast(), attribute, address)
+            };
+            found.is_ok().then_some(value)
+        };
+        // Not pinned memory of this process, and not a managed variable, which the client has by its name.
+        if asked(POINTER_MEMORY_TYPE)? != DEVICE_MEMORY || asked(POINTER_IS_MANAGED)? != 0 {
+            return None;
+        }
+        let (mut base, mut size) = (0, 0);
+        // SAFETY: writes two integers.
+        unsafe { self.api.address_range(&mut base, &mut size, address) }.ok()?;
+        Some((base, size as u64))
     }
 
     fn reserve(&mut self, address: u64, size: u64) -> Result {

@@ -73,11 +73,9 @@ pub trait GpuMemory {
         Ok(())
     }
 
-    /// Whether `len` bytes from `address`, outside all windows, are device memory that the session may not
-    /// know: a variable that the client has not asked for.
-    fn knows(&self, _address: u64, _len: u64, _device: u32) -> bool {
-        false
-    }
+    /// What a module has at an address that is outside all windows: first address and size. The session may
+    /// not know it, because the client has not asked for it by name.
+    fn module_memory(&self, address: u64, device: u32) -> Option<(u64, u64)>;
 
     /// Reserves addresses of [`SPACE`](protocol::ops::memory::SPACE).
     fn reserve(&mut self, address: u64, size: u64) -> Result;

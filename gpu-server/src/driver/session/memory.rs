@@ -99,13 +99,26 @@ impl<G: Gpu> Session<G> {
             }
             None if self.space.has_reserved(address, 1) => self.space.reached_by(address, len, home),
             None => {
+                let in_module = || self.in_module(address, home);
                 let reached = self.modules.has_variable(address, len)
                     || self.is_host_view(address, len)
-                    || self.gpu.knows(address, len, home);
+                    || in_module().is_some_and(|(base, size)| len <= size - (address - base));
                 reached.then_some(home)
             }
         };
         found.or((len == 0).then_some(home)).ok_or(Status::INVALID_VALUE)
+    }
+
+    /// What a module has at an address, whether or not the client has asked for it: first address and size.
+    pub(super) fn in_module(&self, address: u64, device: u32) -> Option<(u64, u64)> {
+        let is_other = self.ordinal_of(address).is_some()
+            || self.space.has_reserved(address, 1)
+            || self.is_host_view(address, 1);
+        if is_other {
+            return None;
+        }
+        let found = self.gpu.module_memory(address, device);
+        found.filter(|(base, size)| address.checked_sub(*base).is_some_and(|at| at < *size))
     }
 
     fn is_host_view(&self, address: u64, len: u64) -> bool {

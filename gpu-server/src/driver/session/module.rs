@@ -347,6 +347,14 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         now(found)
     }
 
+    fn module_memory(&mut self, cx: &mut Call, op: ModuleMemory) -> Reply<ModuleMemoryReply> {
+        cx.context = op.context;
+        let device = self.device_of(op.context)?;
+        self.gpu.enter(op.context)?;
+        let (base, size) = self.in_module(op.address, device).ok_or(Status::NOT_FOUND)?;
+        now(ModuleMemoryReply { base, size })
+    }
+
     fn function_set_attribute(
         &mut self,
         cx: &mut Call,

@@ -148,9 +148,8 @@ impl GpuMemory for Software {
         self.gpu(device)?.release(address).map(|_| ()).map_err(|e| code(&e))
     }
 
-    fn knows(&self, address: u64, len: u64, device: u32) -> bool {
-        let found = self.gpu(device).ok().and_then(|gpu| gpu.allocation(address));
-        found.is_some_and(|(start, size)| len <= size - (address - start))
+    fn module_memory(&self, address: u64, device: u32) -> Option<(u64, u64)> {
+        self.gpu(device).ok()?.module_allocation(address)
     }
 
     fn reserve(&mut self, _address: u64, _size: u64) -> Result {

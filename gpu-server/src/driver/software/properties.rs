@@ -129,6 +129,8 @@ pub(super) fn describe(number: u32, p: &Properties) -> DeviceInfoReply {
         (120, 1),
         (122, 1),
         (123, 1),
+        // Events for other processes.
+        (125, 1),
         (126, MEM_SYNC_DOMAINS),
         (127, 1),
     ];

@@ -120,7 +120,10 @@ api! {
     fn cuMemGetAddressRange_v2(base: Out<u64>, size: Out<usize>, dptr: u64) {
         let driver = driver()?;
         context::current()?;
-        let found = address::find(driver, dptr).ok_or(Status::NOT_FOUND)?;
+        let found = match address::find(driver, dptr) {
+            Some(found) => found,
+            None => address::unnamed(driver, address::nearest(driver), dptr)?.ok_or(Status::NOT_FOUND)?,
+        };
         base.put_if_wanted(found.base);
         size.put_if_wanted(found.size as usize);
         Ok(())

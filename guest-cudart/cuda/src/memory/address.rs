@@ -10,6 +10,7 @@ use crate::memory::{graph_memory, pinned_regions, virtual_memory};
 use crate::process::context;
 use crate::process::driver::{Driver, Server};
 use client::ops::memory::is_managed;
+use client::ops::module::ModuleMemory;
 use client::{Status, lock};
 
 /// Whether an address is in device memory: in a window, or in a module's variable.
@@ -87,6 +88,31 @@ pub(crate) fn variable(server: &Server, address: u64) -> Option<Found> {
     })
 }
 
+/// What a module has at an address that [`find`] does not know: a string literal, or a variable whose address
+/// came from a kernel. Asks the server each time, because such memory ends with its module; so it is only
+/// for addresses that are otherwise errors.
+#[cold]
+pub(crate) fn unnamed(driver: &Driver, near: &'static Server, address: u64) -> Result<Option<Found>> {
+    let context = context::current().ok().filter(|context| std::ptr::eq(context.server, near));
+    let is_hosts = || mirror::is_here(address) || pinned_regions::find(address).is_some();
+    let Some(context) = context.filter(|_| !is_reserved(driver, address) && !is_hosts()) else {
+        return Ok(None);
+    };
+    match context.session().call(&ModuleMemory { context: context.id, address }) {
+        Ok(found) => Ok(Some(Found {
+            base: found.base,
+            size: found.size,
+            context,
+            buffer: 0,
+            pool: 0,
+            sync_memops: false,
+            managed: false,
+        })),
+        Err(Status::NOT_FOUND) => Ok(None),
+        Err(status) => Err(status),
+    }
+}
+
 /// Checks that `len` bytes (not 0) at a device address are in one allocation or are mapped. Sends the host's
 /// copies of them to the device.
 ///
@@ -103,7 +129,10 @@ pub(crate) fn check_near(driver: &Driver, near: &'static Server, address: u64, l
     if virtual_memory::is_here(address) && graph_memory::found(address).is_none() {
         return virtual_memory::check(driver, address, len);
     }
-    let found = find_near(driver, near, address).ok_or(Status::INVALID_VALUE)?;
+    let found = match find_near(driver, near, address) {
+        Some(found) => found,
+        None => unnamed(driver, near, address)?.ok_or(Status::INVALID_VALUE)?,
+    };
     let end = address.checked_add(len).ok_or(Status::INVALID_VALUE)?;
     if end > found.base + found.size {
         return Err(Status::INVALID_VALUE);
