@@ -108,7 +108,8 @@ pub(crate) fn unnamed(driver: &Driver, near: &'static Server, address: u64) -> R
             sync_memops: false,
             managed: false,
         })),
-        Err(Status::NOT_FOUND) => Ok(None),
+        // An older server cannot tell.
+        Err(Status::NOT_FOUND | Status::NOT_SUPPORTED) => Ok(None),
         Err(status) => Err(status),
     }
 }
