@@ -72,6 +72,17 @@ def together(prefix, count, seconds, first_user=None):
     return [float(line[0]) for line in lines], [line[1] for line in lines]
 
 
+def differing(where, losses, expected):
+    """A line for each tenant whose losses are not those of the first one: the first step that differs."""
+    found = []
+    for i, each in enumerate(losses):
+        pairs = list(zip(each.split(), expected.split()))
+        step = next((step for step, (one, other) in enumerate(pairs) if one != other), None)
+        if step is not None:
+            found.append(f"{where}, tenant {i}: loss {pairs[step][0]} in step {step} and not {pairs[step][1]}, at last {pairs[-1][0]} and not {pairs[-1][1]}")
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(usage=__doc__.split("\n\n")[1])
     parser.add_argument("dist", type=pathlib.Path, nargs="?")
@@ -83,7 +94,7 @@ def main():
     if options.tenant:
         return tenant(options.tenant)
     weights = [int(weight) for weight in options.weights.split(":")]
-    rgpuctl, wrong, expected = options.dist.resolve() / "bin/rgpuctl", False, None
+    rgpuctl, wrong, expected = options.dist.resolve() / "bin/rgpuctl", [], None
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         socket, rules = f"{folder}/server.sock", pathlib.Path(folder, "clients.toml")
@@ -102,20 +113,19 @@ def main():
                 for prefix, users in (([], None), (remote, USERS)):
                     rates, losses = together(prefix, count, options.seconds, users)
                     expected = expected or losses[0]
-                    wrong |= any(each != expected for each in losses)
+                    wrong += differing(f"{count} {'with rgpu' if prefix else 'natively'}", losses, expected)
                     totals.append(sum(rates))
                     shares.append(f"{min(rates) / sum(rates):.3f} to {max(rates) / sum(rates):.3f}")
                 print(f"{count:8}{totals[0]:17.1f}{totals[1]:9.1f}{totals[1] / totals[0]:13.2f}{shares[0]:>18}{shares[1]:>18}", flush=True)
             rates, losses = together(remote, len(weights), options.seconds, WEIGHTED)
-            wrong |= any(each != expected for each in losses)
+            wrong += differing("with weights", losses, expected)
             print(f"weights {options.weights}: {sum(rates):.1f} steps/s, shares " + ", ".join(f"{rate / sum(rates):.3f}" for rate in rates))
         finally:
             server.terminate()
             server.wait()
             log.close()
-            if wrong:
-                print("losses differ", pathlib.Path(log.name).read_text(encoding="utf-8")[-2000:])
-    return wrong
+    print(*wrong, sep="\n")
+    return bool(wrong)
 
 
 if __name__ == "__main__":
