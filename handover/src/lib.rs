@@ -27,6 +27,7 @@
 //! - [`program`]: checks whether another program can take over;
 //! - [`text`]: a text that a process keeps for the next one;
 //! - [`clock`]: times that another process can use;
+//! - [`thread`]: threads that begin while the next program is being executed;
 //! - [`admin`]: the operator's requests, of which an upgrade is one.
 
 pub mod admin;
@@ -35,11 +36,13 @@ mod inherited;
 mod program;
 mod store;
 mod text;
+mod thread;
 
 pub use inherited::Inherited;
 pub use program::can_take_over;
 pub use store::Store;
 pub use text::Text;
+pub use thread::start_thread;
 
 /// Environment variables for one process only: those of `sd_listen_fds(3)` and `sd_notify(3)`, and this
 /// crate's own. Processes that a daemon starts must not inherit them.

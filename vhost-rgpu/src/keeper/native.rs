@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use handover::{Inherited, Store};
+use handover::{Inherited, Store, start_thread};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{MsgFlags, Shutdown, UnixCredentials, getsockopt, recv, shutdown, sockopt};
 use protocol::device::Answer;
@@ -299,9 +299,7 @@ impl Server {
             server.changed.notify_all();
         };
         let (for_thread, server) = (process.clone(), me.clone());
-        let spawned =
-            std::thread::Builder::new().name("dismiss".to_owned()).spawn(move || end(&for_thread, &server));
-        if let Err(e) = spawned {
+        if let Err(e) = start_thread("dismiss", move || end(&for_thread, &server)) {
             tracing::error!("{}: killing its device process: no thread to wait for it: {e}", process.name);
             let _ = process.reap();
             state.leaving -= 1;
@@ -450,7 +448,7 @@ impl Owner for Server {
         let Some(me) = self.me.upgrade() else { return };
         let old = process.clone();
         let replace = move || me.replace(uid, old);
-        if let Err(e) = std::thread::Builder::new().name("replace".to_owned()).spawn(replace) {
+        if let Err(e) = start_thread("replace", replace) {
             tracing::error!("{}: no thread to replace its device process: {e}", process.name);
             self.give_up(&mut state, uid);
         }
@@ -500,7 +498,7 @@ impl Server {
                     }
                 }
             };
-            if let Err(e) = std::thread::Builder::new().name("take-over".to_owned()).spawn(serve) {
+            if let Err(e) = start_thread("take-over", serve) {
                 tracing::error!("user {uid}: no thread to start its device process: {e}");
                 self.give_up(&mut self.lock(), uid);
             }
