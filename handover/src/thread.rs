@@ -12,7 +12,7 @@ const AGAIN_AFTER: Duration = Duration::from_millis(1);
 ///
 /// Until such an `execve` has succeeded or failed, the kernel lets no thread begin (`EAGAIN`: `copy_fs` in
 /// Linux's `kernel/fork.c` looks at `fs->in_exec`). If it succeeds, this thread has ended; if it fails, the
-/// daemon goes on and needs what the new thread was to do. So this tries again for a moment.
+/// daemon continues and needs the new thread. So this tries again for up to two seconds.
 ///
 /// # Errors
 /// That of [`std::thread::Builder::spawn`]; then `work` is dropped.

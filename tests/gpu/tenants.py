@@ -27,23 +27,17 @@ COMPARED = 30
 def tenant(seconds):
     """Prepares, says so, waits for a line, and trains for a while."""
     import torch
-    from torch_speed import training
+    from torch_speed import eager, timed, training
 
     _, optimizer, forward_and_backward = training()
-
-    def step():
-        loss = forward_and_backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    losses = [step() for _ in range(COMPARED)]
+    step = eager(optimizer, forward_and_backward)
+    _, losses = timed(step, COMPARED)
     torch.cuda.synchronize()
     print("ready", flush=True)
     sys.stdin.readline()
     steps, begin = 0, time.monotonic()
     while time.monotonic() < begin + seconds:
-        step()
+        step().item()
         steps += 1
     print(steps / (time.monotonic() - begin), " ".join(f"{loss:.4f}" for loss in losses), flush=True)
     # The others end at the same time, and not on what this one leaves.

@@ -81,8 +81,8 @@ def timed(step, steps):
     return times, losses
 
 
-def train(steps):
-    model, optimizer, forward_and_backward = training()
+def eager(optimizer, forward_and_backward):
+    """A whole training step, without a graph, as a function that returns the loss."""
 
     def step():
         loss = forward_and_backward()
@@ -90,7 +90,12 @@ def train(steps):
         optimizer.zero_grad(set_to_none=True)
         return loss
 
-    times, losses = timed(step, steps)
+    return step
+
+
+def train(steps):
+    model, optimizer, forward_and_backward = training()
+    times, losses = timed(eager(optimizer, forward_and_backward), steps)
     print("training step:", median(times[10:] or times))
     print("losses:", " ".join(f"{losses[i]:.4f}" for i in (0, steps // 2, -1)))
     return model

@@ -372,7 +372,7 @@ pub(super) fn has_ended(stream: &Stream) -> io::Result<bool> {
     }
 }
 
-/// A sending end's queue, and what is to be sent.
+/// The sender's queue pair, and the pieces that it still has to send.
 pub(super) struct Sender {
     pub(super) pieces: Pieces<Buffer>,
     jobs: Jobs,

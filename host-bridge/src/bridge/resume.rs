@@ -545,7 +545,7 @@ impl Interruption {
         Ok(left)
     }
 
-    /// The session continues. (A client whose session is lost is told that instead.)
+    /// The session continues. If it is lost instead, the client is told so elsewhere.
     pub(super) fn end(self) {
         self.session.header().set_interrupted(false);
         self.session.counters.resumed.add(1);

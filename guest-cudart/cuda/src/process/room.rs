@@ -8,10 +8,10 @@
 //! The program looks for the answer when it has sent another [`STEP`] bytes, and waits only if it has not
 //! come by then.
 //!
-//! Only calls that put work on a stream wait, before they take any lock. So whatever ends the hold goes on:
-//! the threads that call host functions, watch words of memory and answer page faults, and calls that only
-//! ask. Work on a stream that is not held goes on, too: the server says so at once, and the stream need not
-//! ask again for [`BESIDE`] bytes.
+//! Only calls that put work on a stream wait, before they take any lock. Nothing that can end the hold waits:
+//! neither the threads that call host functions, watch words of memory and answer page faults, nor calls that
+//! only ask a question. Streams that are not held are not stopped either: the server answers their question
+//! immediately, and they need not ask again for [`BESIDE`] bytes.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -68,7 +68,7 @@ pub(crate) fn wait(stream: &Stream) -> Result {
 
 #[cold]
 fn ask(session: &'static Session, room: &Room, stream: &Stream) -> Result {
-    // The stream goes on only when its host function returns.
+    // The stream cannot continue until the host function that makes this call has returned.
     if CALLED.get() || room.ask_ahead(session)? {
         return Ok(());
     }
