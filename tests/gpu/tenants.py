@@ -29,6 +29,8 @@ def tenant(seconds):
     import torch
     from torch_speed import eager, timed, training
 
+    # Otherwise the order of some sums changes from run to run, natively as well.
+    torch.use_deterministic_algorithms(True)
     _, optimizer, forward_and_backward = training()
     step = eager(optimizer, forward_and_backward)
     _, losses = timed(step, COMPARED)
@@ -51,7 +53,7 @@ def together(prefix, count, seconds, first_user=None):
         as_user = {"user": first_user + i, "group": first_user + i, "extra_groups": []} if first_user else {}
         command = [*prefix, sys.executable, __file__, "--tenant", str(seconds)]
         # These users have no home and no entry in /etc/passwd; PyTorch asks for the name.
-        environment = dict(os.environ, HOME=tempfile.gettempdir(), USER=f"tenant{i}", PYTHONDONTWRITEBYTECODE="1")
+        environment = dict(os.environ, HOME=tempfile.gettempdir(), USER=f"tenant{i}", PYTHONDONTWRITEBYTECODE="1", CUBLAS_WORKSPACE_CONFIG=":4096:8")
         running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, **as_user))
     if any(each.stdout.readline() != "ready\n" for each in running):
         sys.exit("a tenant did not begin")

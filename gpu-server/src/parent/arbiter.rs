@@ -21,6 +21,11 @@
 //!   work gets no turn.
 //! - A turn ends early if there is no work, so idle time goes to whoever has some. A principal that returns
 //!   after a pause starts level with the others, without credit for the time before.
+//! - A program that gives its device one short kernel after another, and waits for none of them, often leaves
+//!   it idle between them. If the holder does, the next principal has its turn beside it, provided that it
+//!   leaves room as well when it is alone: neither keeps the other waiting for long. Work that fills the
+//!   device never runs beside another principal's: it would get more than its share, and both would lose time
+//!   to the driver's switching.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -40,6 +45,10 @@ const IMITATED_PAUSE: u64 = 60_000_000_000;
 const STUCK: u64 = 1_000_000;
 /// After this many steps, unfinished work is assumed to be running, not waiting for other work.
 const STEPS: u32 = 3;
+/// Part of its time alone on its devices from which on a principal without unfinished work leaves room for
+/// others, and the time in ns over which that is averaged.
+const ROOM: f64 = 0.4;
+const AVERAGED: u64 = 10_000_000;
 /// Maximum usual duration of a session's work, in ns, whatever its worker reports.
 const MOST_USUAL: u64 = 200_000_000;
 /// Maximum time in ns between closing the gates and the next turn, even with unfinished work.
@@ -111,6 +120,8 @@ struct Part {
     active: bool,
     /// When it last had work.
     worked: u64,
+    /// Average part of the recent time alone on its devices in which it had no unfinished work.
+    idle: f64,
     /// When it last made progress, by itself or by a step, and the number of steps granted since it last
     /// progressed by itself.
     moved: u64,
@@ -188,6 +199,7 @@ impl Arbiter {
         let all = self.look(views);
         self.parts.retain(|name, _| all.contains_key(name.as_str()));
         self.charge(passed, &all);
+        self.notice_room(passed, &all);
         self.notice_work(now, &all);
         let groups = self.groups(&all);
         let contended = |name: &str| groups.iter().any(|group| group.len() > 1 && group.contains(&name));
@@ -258,22 +270,38 @@ impl Arbiter {
             }
             return;
         }
-        let holders: Vec<String> = self.turns.iter().map(|turn| turn.holder.clone()).collect();
-        for holder in &holders {
-            let Some(held) = all.get(holder.as_str()) else { continue };
-            // Work from before its gates closed runs next to the holder's, unless it waits for work behind
-            // its gates.
-            let beside = |(name, other): &(&&str, &Together)| {
-                let runs =
-                    || !other.waits || self.parts.get(**name).is_some_and(|part| part.granted >= STEPS);
-                **name != holder && other.unfinished && other.devices & held.devices != 0 && runs()
-            };
-            let others: Vec<&str> = all.iter().filter(beside).map(|(name, _)| *name).collect();
-            let part = passed / (1 + others.len() as u64);
-            for name in others.into_iter().chain([holder.as_str()]) {
-                if let Some(together) = all.get(name) {
-                    self.add(name, together, part);
-                }
+        let running: Vec<&str> = all.keys().copied().filter(|name| self.runs(name, all)).collect();
+        for name in &running {
+            let beside = |other: &&&str| all[**other].devices & all[*name].devices != 0;
+            let part = passed / running.iter().filter(beside).count() as u64;
+            self.add(name, &all[name], part);
+        }
+    }
+
+    /// Whether a principal's work has a part of its devices' time: it has its turn, or work from before its
+    /// gates closed runs next to a holder's and does not wait for work behind them.
+    fn runs(&self, name: &str, all: &BTreeMap<&str, Together>) -> bool {
+        let together = &all[name];
+        let beside = |turn: &Turn| {
+            all.get(turn.holder.as_str()).is_some_and(|held| held.devices & together.devices != 0)
+        };
+        let stuck = || together.waits && self.parts.get(name).is_none_or(|part| part.granted < STEPS);
+        self.turns.iter().any(|turn| turn.holder == name)
+            || together.unfinished && !stuck() && self.turns.iter().any(beside)
+    }
+
+    /// Notes how much of its devices' time a principal leaves to others. That shows only while it is alone on
+    /// them.
+    fn notice_room(&mut self, passed: u64, all: &BTreeMap<&str, Together>) {
+        let share = 1.0 - (-(passed as f64) / AVERAGED as f64).exp();
+        for turn in self.turns.iter().filter(|turn| turn.closed.is_none()) {
+            let Some(held) = all.get(turn.holder.as_str()) else { continue };
+            let alone = all.iter().all(|(name, other)| {
+                *name == turn.holder || other.devices & held.devices == 0 || !self.runs(name, all)
+            });
+            if let Some(part) = self.parts.get_mut(&turn.holder).filter(|_| alone) {
+                let idle = f64::from(u8::from(!held.unfinished));
+                part.idle += (idle - part.idle) * share;
             }
         }
     }
@@ -361,55 +389,101 @@ impl Arbiter {
     }
 
     fn take_turns(&mut self, now: u64, group: &[&str], all: &BTreeMap<&str, Together>, views: &[View<'_>]) {
-        let mut held =
-            self.turns.iter().enumerate().filter(|(_, turn)| group.contains(&turn.holder.as_str()));
-        let (first, others): (Option<usize>, Vec<usize>) =
-            (held.next().map(|(at, _)| at), held.map(|(at, _)| at).collect());
-        // Groups that have merged had several turns.
-        for at in others.into_iter().rev() {
-            self.turns.swap_remove(at);
-        }
-        let next = self.next(now, group, all);
-        let (most_idle, _) = self.patience();
-        let Some(at) = first else {
-            let holder = next.or(group.first().copied()).unwrap_or_default().to_owned();
-            self.allow(&holder, views);
-            self.turns.push(Turn { holder, used: 0, closed: None });
-            return;
+        let (mine, others): (Vec<Turn>, Vec<Turn>) = std::mem::take(&mut self.turns)
+            .into_iter()
+            .partition(|turn| group.contains(&turn.holder.as_str()));
+        self.turns = others;
+        let mut mine = mine.into_iter();
+        let Some(first) = mine.next() else {
+            let holder = self.next(now, group, all).or(group.first().copied()).unwrap_or_default();
+            return self.begin(holder, views);
         };
-        let turn = &mut self.turns[at];
-        let holder = all.get(turn.holder.as_str());
-        match turn.closed {
-            None => {
-                let worked = self.parts.get(&turn.holder).map_or(0, |part| part.worked);
-                let idle = now.saturating_sub(worked) > most_idle;
-                let outranked = next.and_then(|name| all.get(name)).zip(holder);
-                let outranked = outranked.is_some_and(|(next, holder)| next.priority > holder.priority);
-                match next {
-                    Some(next) if turn.used >= TURN || idle || outranked => {
-                        if next == turn.holder {
-                            turn.used = 0;
-                            let holder = turn.holder.clone();
-                            self.allow(&holder, views);
-                        } else {
-                            turn.closed = Some(now);
-                        }
+        // Groups that have merged had turns of their own, which are not meant to be side by side.
+        let beside: Vec<Turn> =
+            mine.filter(|turn| self.leaves_room(&first.holder) && self.leaves_room(&turn.holder)).collect();
+        let mut held: Vec<Turn> = [first].into_iter().chain(beside).collect();
+        let mut ended = None;
+        for at in (0..held.len()).rev() {
+            let beside = held.len() > 1;
+            let others =
+                |name: &&str| held.iter().enumerate().all(|(n, turn)| n == at || turn.holder != *name);
+            let free: Vec<&str> = group.iter().copied().filter(others).collect();
+            let next = self.next(now, &free, all);
+            let turn = &mut held[at];
+            match turn.closed {
+                None if self.is_over(now, turn, next, all) => {
+                    // Beside others it ends, too: then the others are alone, and it shows how much room they leave.
+                    if !beside && next == Some(turn.holder.as_str()) {
+                        turn.used = 0;
+                        self.allow(&turn.holder, views);
+                    } else if next.is_some() {
+                        turn.closed = Some(now);
                     }
-                    _ => {}
                 }
-            }
-            Some(since) => {
-                let done = holder.is_none_or(|holder| !holder.unfinished);
-                if done || now.saturating_sub(since) > MOST_CLOSING {
-                    let other = group.iter().copied().filter(|name| *name != turn.holder).collect::<Vec<_>>();
-                    let next = self.next(now, &other, all).map(str::to_owned);
-                    // Those that wanted it no longer do: it continues.
-                    let holder = next.unwrap_or_else(|| self.turns[at].holder.clone());
-                    self.allow(&holder, views);
-                    self.turns[at] = Turn { holder, used: 0, closed: None };
+                None => {}
+                Some(since) => {
+                    let done = all.get(turn.holder.as_str()).is_none_or(|holder| !holder.unfinished);
+                    if done || now.saturating_sub(since) > MOST_CLOSING {
+                        ended = Some(held.remove(at).holder);
+                    }
                 }
             }
         }
+        let next = if held.is_empty() {
+            let others: Vec<&str> =
+                group.iter().copied().filter(|name| ended.as_deref() != Some(name)).collect();
+            // Those that wanted it may no longer do: it continues.
+            self.next(now, &others, all).map(str::to_owned).or(ended)
+        } else {
+            self.next_beside(now, group, &held, all).map(str::to_owned)
+        };
+        self.turns.extend(held);
+        if let Some(next) = next {
+            self.begin(&next, views);
+        }
+    }
+
+    fn begin(&mut self, holder: &str, views: &[View<'_>]) {
+        self.allow(holder, views);
+        self.turns.push(Turn { holder: holder.to_owned(), used: 0, closed: None });
+    }
+
+    /// Whether a turn is to end, if there is somebody for the next one.
+    fn is_over(&self, now: u64, turn: &Turn, next: Option<&str>, all: &BTreeMap<&str, Together>) -> bool {
+        let (most_idle, _) = self.patience();
+        let worked = self.parts.get(&turn.holder).map_or(0, |part| part.worked);
+        let priority = |name: &str| all.get(name).map(|together| together.priority);
+        let outranked =
+            next.and_then(priority).zip(priority(&turn.holder)).is_some_and(|(next, own)| next > own);
+        turn.used >= TURN || now.saturating_sub(worked) > most_idle || outranked
+    }
+
+    /// Whether a principal's work, alone on its devices, leaves much of their time to others.
+    fn leaves_room(&self, name: &str) -> bool {
+        self.clock == Clock::Observed && self.parts.get(name).is_some_and(|part| part.idle >= ROOM)
+    }
+
+    /// Who may have its turn beside those who have theirs: none of them fills the devices, and it is not ahead
+    /// of its share.
+    fn next_beside<'a>(
+        &self,
+        now: u64,
+        group: &[&'a str],
+        held: &[Turn],
+        all: &BTreeMap<&str, Together>,
+    ) -> Option<&'a str> {
+        let has_turn = |name: &&str| held.iter().any(|turn| turn.holder == *name);
+        let free: Vec<&str> = group.iter().copied().filter(|name| !has_turn(name)).collect();
+        let next = self.next(now, &free, all).filter(|name| self.leaves_room(name))?;
+        let weighted = |name: &str| self.parts.get(name).map_or(0.0, |part| part.weighted);
+        let least = held.iter().map(|turn| weighted(&turn.holder)).fold(f64::INFINITY, f64::min);
+        let priority = |name: &str| all.get(name).map(|together| together.priority);
+        let fits = |turn: &Turn| {
+            turn.closed.is_none()
+                && self.leaves_room(&turn.holder)
+                && priority(&turn.holder) == priority(next)
+        };
+        (held.iter().all(fits) && weighted(next) <= least + TURN as f64).then_some(next)
     }
 
     /// Unfinished work of a principal whose gates are closed may wait for work behind them. If it makes no

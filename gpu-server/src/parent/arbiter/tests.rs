@@ -35,6 +35,10 @@ struct Program {
     /// Whether its kernels are collectives with its principal's other sessions: each waits for their
     /// kernels with the same number.
     collective: bool,
+    /// The time that the program itself takes for each launch. Then it waits for all kernels of a step, `ahead` of them, before it goes on.
+    host: u64,
+    /// The time that it has taken for launches, for those of earlier steps all that they need.
+    prepared: u64,
     /// When it has work.
     works: std::ops::Range<u64>,
     queue: VecDeque<Kernel>,
@@ -73,6 +77,8 @@ impl Program {
             now_and_then: (u64::MAX, 0),
             ahead: 2 * (20 * MS / kernel).clamp(1, 500),
             collective: false,
+            host: 0,
+            prepared: 0,
             works: 0..u64::MAX,
             queue: VecDeque::new(),
             pace: Pace::default(),
@@ -136,10 +142,19 @@ impl Program {
         }
     }
 
+    /// How many kernels the program has launched in all, if it takes time for each.
+    fn launched(&mut self) -> u64 {
+        let step = (self.ended / self.ahead + 1) * self.ahead;
+        self.prepared = (self.prepared + TICK).min(step * self.host);
+        self.prepared / self.host
+    }
+
     fn issue(&mut self, now: u64) {
+        let launched = if self.host > 0 { self.launched() } else { u64::MAX };
         for _ in 0..QUICK {
             // The program waits for its kernels, and the worker for the program.
-            if !self.works.contains(&now) || self.begun - self.ended >= self.ahead {
+            let waits = self.host == 0 && self.begun - self.ended >= self.ahead;
+            if !self.works.contains(&now) || waits || self.begun >= launched {
                 self.waits = false;
                 self.fence(now);
                 return;
@@ -411,4 +426,44 @@ fn endless_work_delays_others_for_a_bounded_time() {
     programs[2].works = 0..0;
     simulate(&mut programs, 10_000 * MS);
     assert!(programs[1].finished > 4_000, "{}", programs[1].finished);
+}
+
+/// Trains a small model: a step has 1,100 kernels of 10 µs, and the program takes 17 µs for each.
+fn small_model(worker: u32, principal: &'static str, weight: u32) -> Program {
+    Program { weight, ahead: 1100, host: 17 * US, ..Program::new(worker, principal, 10 * US) }
+}
+
+#[test]
+fn programs_that_leave_room_run_side_by_side() {
+    let duration = 10_000 * MS;
+    for count in [2, 3, 4, 8] {
+        let names = ["a", "b", "c", "d", "e", "f", "g", "h"];
+        let mut programs: Vec<Program> =
+            names.iter().zip(1..).take(count).map(|(name, worker)| small_model(worker, name, 100)).collect();
+        simulate(&mut programs, duration);
+        assert_shares(&programs, &vec![100.0 / count as f64; count]);
+        let busy: u64 = programs.iter().map(|program| program.ran).sum();
+        assert!(busy * 100 > duration * 93, "{count} programs use {busy} ns of {duration}");
+    }
+}
+
+#[test]
+fn weights_hold_for_programs_that_leave_room() {
+    let mut programs = [small_model(1, "a", 300), small_model(2, "b", 100)];
+    let duration = 10_000 * MS;
+    simulate(&mut programs, duration);
+    // The first cannot use three quarters of the device: alone it takes 59 %.
+    assert_shares(&programs, &[68.0, 32.0]);
+    let busy: u64 = programs.iter().map(|program| program.ran).sum();
+    assert!(busy * 100 > duration * 78, "they use {busy} ns of {duration}");
+}
+
+#[test]
+fn work_that_fills_the_device_does_not_run_beside_a_turn() {
+    let mut programs = [small_model(1, "a", 100), Program::new(2, "b", MS)];
+    simulate(&mut programs, 10_000 * MS);
+    // It was alone for half of the time.
+    let steps = programs[0].ended / 1100;
+    assert!((235..=320).contains(&steps), "{steps} steps");
+    assert!(programs[1].ran > 4_700 * MS, "{} ns", programs[1].ran);
 }
