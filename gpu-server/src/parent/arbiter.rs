@@ -208,6 +208,11 @@ impl Arbiter {
             self.take_turns(now, group, &all, views);
             self.grant_steps(now, group, &all, views);
         }
+        let has_turn = |name: &&&str| self.turns.iter().any(|turn| turn.holder == **name);
+        let beside = |name: &str| {
+            let group = groups.iter().find(|group| group.contains(&name));
+            group.is_some_and(|group| group.iter().filter(has_turn).count() > 1)
+        };
         let decide = |view: &View<'_>| {
             let mine = all.get(view.principal).map_or(0, |together| together.devices);
             let shared = all.iter().any(|(name, other)| *name != view.principal && other.devices & mine != 0);
@@ -217,6 +222,9 @@ impl Arbiter {
                 _ if !shared => Gate::Open,
                 _ if !active => Gate::Tell,
                 _ if !contended(view.principal) => Gate::Open,
+                // Side by side, the driver's own switching is what divides the time, and it is best at that
+                // if all have work ready.
+                Some(Turn { closed: None, .. }) if beside(view.principal) => Gate::Tell,
                 Some(Turn { closed: None, .. }) => Gate::Metered { steps: 0, allowance: 0 },
                 _ => Gate::Closed { steps: 0 },
             }
