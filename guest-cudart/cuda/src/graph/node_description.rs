@@ -66,6 +66,7 @@ pub(crate) unsafe fn words(p: In<BatchMemOpNodeParams>) -> Result<Work> {
 /// # Safety
 /// The structure points to as many access descriptions as it says.
 pub(crate) unsafe fn alloc(graph: &Graph, before: &[Edge], to: InOut<MemAllocNodeParams>) -> Result<Work> {
+    static SAID: AtomicBool = AtomicBool::new(false);
     let mut p = to.get()?;
     let driver = driver()?;
     if p.poolProps.allocType != 1 || p.poolProps.handleTypes != 0 || p.bytesize == 0 {
@@ -79,7 +80,10 @@ pub(crate) unsafe fn alloc(graph: &Graph, before: &[Edge], to: InOut<MemAllocNod
         }
         // SAFETY: not NULL, and as many as the caller says, whose bytes fit into the address space.
         let access = unsafe { std::slice::from_raw_parts(p.accessDescs, p.accessDescCount) };
-        pool::check_access(device as u32, access)?;
+        let given = pool::check_access(device as u32, access)?;
+        if given.iter().any(|(to, flags)| *to != device as u32 && *flags != 0) {
+            return refuse_form("access of another device to memory of a graph", &SAID);
+        }
     }
     let memory = graph.allocate(driver, before, device as u32, p.bytesize as u64)?;
     p.dptr = memory.address;

@@ -355,6 +355,15 @@ impl Space {
         if at == end && !found.is_empty() { Ok(found) } else { Err(Status::INVALID_VALUE) }
     }
 
+    /// First address and size of the mapping that [`open`] made for the part at an address.
+    fn opened(&self, address: u64) -> Result<(u64, u64)> {
+        let found = self.mappings.range(..=address).next_back();
+        found
+            .filter(|(_, mapping)| mapping.part.is_some_and(|(base, _)| base == address))
+            .map(|(start, mapping)| (*start, mapping.size))
+            .ok_or(Status::INVALID_VALUE)
+    }
+
     pub fn unmap(&mut self, driver: &Driver, address: u64, size: u64) -> Result {
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get(&address) else { continue };
@@ -504,14 +513,17 @@ pub(crate) fn open(
     opened
 }
 
+/// Sets what devices may do with what [`open`] opened: pairs of a device and its `CUmemAccess_flags`.
+pub(crate) fn set_access_to(driver: &Driver, address: u64, given: &[(u32, u32)]) -> Result {
+    let mut space = write();
+    let (start, size) = space.opened(address)?;
+    given.iter().try_for_each(|(device, flags)| space.set_access(driver, start, size, *device, *flags))
+}
+
 /// Closes what [`open`] opened.
 pub(crate) fn close(driver: &Driver, address: u64) -> Result {
     let mut space = write();
-    let found = space.mappings.range(..=address).next_back();
-    let (start, size) = found
-        .filter(|(_, mapping)| mapping.part.is_some_and(|(base, _)| base == address))
-        .map(|(start, mapping)| (*start, mapping.size))
-        .ok_or(Status::INVALID_VALUE)?;
+    let (start, size) = space.opened(address)?;
     space.unmap(driver, start, size)?;
     space.free(driver, start, size)
 }
