@@ -914,7 +914,11 @@ impl HostileReceiver<'_, '_> {
                 self.under_way.push_back((number, bytes));
             }
         }
-        let owed = self.due.iter().any(|(number, _)| *number > self.last) || !self.under_way.is_empty();
+        // It looks for the next piece even if it may not send it yet, and lets go of those before it that come too late.
+        while self.due.front().is_some_and(|(number, _)| *number <= self.last) {
+            self.due.pop_front();
+        }
+        let owed = !self.due.is_empty() || !self.under_way.is_empty();
         self.stalled = owed.then(|| self.stalled.filter(|_| !worked).unwrap_or(self.now));
         let sends = software::sends(self.pair);
         assert!(

@@ -128,7 +128,7 @@ pub(in crate::bridge) enum Carries {
 pub(in crate::bridge) struct Chunk<M> {
     pub(in crate::bridge) seq: u64,
     pub(in crate::bridge) piece: u32,
-    /// The whole piece.
+    /// The whole piece; of a question, the block that it is about.
     pub(in crate::bridge) span: Span<M>,
     /// Offset of the chunk in the piece.
     pub(in crate::bridge) at: u64,
