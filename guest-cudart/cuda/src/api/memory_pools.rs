@@ -1,10 +1,10 @@
 //! Stream-ordered allocation and memory pools.
 
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use crate::abi::arguments::{Array, Count, In, Out, non_null, put};
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::abi::types::{MemAccessDesc, MemLocation, MemPoolProps};
 use crate::graph::recording;
 use crate::memory::host_pool;
@@ -27,7 +27,6 @@ pub(crate) fn alloc(
     handle: usize,
     per_thread: bool,
 ) -> Result {
-    static SAID: AtomicBool = AtomicBool::new(false);
     dptr.required()?;
     let (driver, context, _lent) = stream_table::ready_on(handle)?;
     let stream = stream_table::any(context, handle, per_thread)?;
@@ -42,7 +41,7 @@ pub(crate) fn alloc(
     stream_ordered::collect(driver);
     if let Some(capture) = stream.capture() {
         if pool.managed.is_some() || pool.host.is_some() {
-            return refuse_form("an allocation of a pool that is not in device memory in a graph", &SAID);
+            return refuse_form!("an allocation of a pool that is not in device memory in a graph");
         }
         let address = recording::allocate(&capture, driver, &stream, pool.device, size as u64)?;
         return dptr.put(address);
@@ -99,7 +98,6 @@ fn set_current(device: i32, pool: usize) -> Result {
 
 /// Checks access to pinned host memory. All devices have access, and it cannot be revoked.
 fn host_access(map: &[MemAccessDesc]) -> Result<Vec<(u32, u32)>> {
-    static SAID: AtomicBool = AtomicBool::new(false);
     let mut given = Vec::new();
     for access in map {
         match access.location.kind {
@@ -108,7 +106,7 @@ fn host_access(map: &[MemAccessDesc]) -> Result<Vec<(u32, u32)>> {
             _ => return Err(Status::INVALID_VALUE),
         }
         if access.flags != READ_WRITE {
-            return refuse_form("restricted access to a memory pool of the host", &SAID);
+            return refuse_form!("restricted access to a memory pool of the host");
         }
     }
     Ok(given)
@@ -189,7 +187,6 @@ api! {
     }
 
     fn cuMemPoolCreate(pool: Out<usize>, props: In<MemPoolProps>) {
-        static SAID: AtomicBool = AtomicBool::new(false);
         pool.required()?;
         props.required()?;
         let driver = driver()?;
@@ -206,7 +203,7 @@ api! {
         }
         if is_host(props.location)? {
             if props.handleTypes != 0 {
-                return refuse_form("sharing a memory pool of the host with other processes", &SAID);
+                return refuse_form!("sharing a memory pool of the host with other processes");
             }
             return pool.put(pool::insert(Pool { limit: limit(&props), ..Pool::on_host() })?);
         }
@@ -217,7 +214,7 @@ api! {
         }
         let supported = device.attribute(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES) as u32;
         if props.handleTypes & !supported != 0 {
-            return refuse_form("a memory pool with these handle types", &SAID);
+            return refuse_form!("a memory pool with these handle types");
         }
         let name = if props.handleTypes == 0 { None } else { Some(pool_export::new_name()?) };
         let made = Pool { name, limit: limit(&props), ..Pool::new(device.ordinal) };

@@ -5,10 +5,10 @@
 //! attributes. All pools of a device share its window.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::abi::types::{MemAccessDesc, MemLocation};
 use crate::memory::host_pool::HostPool;
 use crate::memory::managed::advice::Place;
@@ -194,9 +194,8 @@ pub(crate) fn own(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
 
 /// The device that a location names.
 pub(crate) fn location(location: MemLocation) -> Result<i32> {
-    static SAID: AtomicBool = AtomicBool::new(false);
     if location.kind != LOCATION_DEVICE {
-        return refuse_form("a memory pool that is not in device memory", &SAID);
+        return refuse_form!("a memory pool that is not in device memory");
     }
     driver::device(location.id)?;
     Ok(location.id)

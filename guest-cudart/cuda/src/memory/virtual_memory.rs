@@ -6,10 +6,10 @@
 //! windows.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::abi::types::MemLocation;
 use crate::memory::device_memory::Found;
 use crate::memory::host_memory::HostMemory;
@@ -278,7 +278,6 @@ impl Space {
     /// address. A reservation that has had host memory can have nothing else, because the server may not have
     /// unregistered its mirror yet.
     fn prepare(&mut self, driver: &Driver, address: u64, size: u64, for_host: bool) -> Result<u64> {
-        static SAID: AtomicBool = AtomicBool::new(false);
         let (start, whole) = self
             .reserved
             .range(..=address)
@@ -292,7 +291,7 @@ impl Space {
             return Ok(start);
         }
         if !for_host || self.mappings.range(start..start + whole).next().is_some() {
-            return refuse_form("cuMemMap of host memory and memory of a device in one reservation", &SAID);
+            return refuse_form!("cuMemMap of host memory and memory of a device in one reservation");
         }
         free_with_all(driver, start, whole)?;
         self.given_up.insert(start);
@@ -316,7 +315,6 @@ impl Space {
         handle: usize,
         part: Option<(u64, u64)>,
     ) -> Result {
-        static SAID: AtomicBool = AtomicBool::new(false);
         let memory = memory_of(handle)?;
         let reservation = self.prepare(driver, address, size, matches!(memory.home, Home::Host(_)))?;
         match &memory.home {
@@ -330,7 +328,7 @@ impl Space {
                     return Err(Status::INVALID_VALUE);
                 }
                 if memory.mapped.load(Ordering::Relaxed) > 0 || size < memory.size {
-                    return refuse_form("cuMemMap of host memory at two places, or of a part of it", &SAID);
+                    return refuse_form!("cuMemMap of host memory at two places, or of a part of it");
                 }
                 host.map(reservation, address, size)?;
             }
@@ -413,11 +411,10 @@ impl Space {
 
     /// The host can always reach host memory.
     pub fn set_host_access(&mut self, address: u64, size: u64, flags: u32) -> Result {
-        static SAID: AtomicBool = AtomicBool::new(false);
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get_mut(&address) else { continue };
             if let Home::Device(..) = mapping.memory.home {
-                return refuse_form("cuMemSetAccess for the host on memory of a device", &SAID);
+                return refuse_form!("cuMemSetAccess for the host on memory of a device");
             }
             mapping.host_access = flags;
         }
