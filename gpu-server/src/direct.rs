@@ -312,14 +312,7 @@ impl Directs {
         };
         if !welcomed {
             let answer = if incoming.is_some() { Answer::Ok } else { Answer::Denied };
-            let welcome = Welcome {
-                magic: MAGIC,
-                version: OURS.version(),
-                status: answer as u32,
-                fingerprint: OURS.fingerprint(),
-                token: *token,
-                ..Welcome::new_zeroed()
-            };
+            let welcome = Welcome { token: *token, ..Welcome::new(answer, "") };
             stream.write_all(welcome.as_bytes())?;
         }
         if let Some(why) = refused {

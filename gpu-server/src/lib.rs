@@ -24,6 +24,8 @@ mod config;
 pub mod confinement;
 mod cuda_ipc;
 mod direct;
+#[cfg(any(test, fuzzing))]
+mod doubles;
 mod driver;
 mod pages;
 mod parent;

@@ -398,15 +398,23 @@ pub struct Counters {
 impl Counters {
     /// Whether any of the counters that only grow is smaller than before.
     pub fn is_before(&self, before: &Counters) -> bool {
-        self.commands < before.commands
-            || self.launches < before.launches
-            || self.copies < before.copies
-            || self.round_trips < before.round_trips
-            || self.bytes_in < before.bytes_in
-            || self.bytes_out < before.bytes_out
-            || self.bytes_copied < before.bytes_copied
-            || self.bytes_direct < before.bytes_direct
-            || self.bytes_direct_verbs < before.bytes_direct_verbs
+        let (mut now, mut before) = (*self, *before);
+        now.growing().into_iter().zip(before.growing()).any(|(now, before)| now < before)
+    }
+
+    /// The counters that only grow, in the order of their fields.
+    pub fn growing(&mut self) -> [&mut u64; 9] {
+        [
+            &mut self.commands,
+            &mut self.launches,
+            &mut self.copies,
+            &mut self.round_trips,
+            &mut self.bytes_in,
+            &mut self.bytes_out,
+            &mut self.bytes_copied,
+            &mut self.bytes_direct,
+            &mut self.bytes_direct_verbs,
+        ]
     }
 }
 

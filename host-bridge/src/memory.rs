@@ -9,6 +9,7 @@
 //! Addresses come from a guest and are checked here, once. The memory behind [`Runs`] or a [`ChannelView`] is valid and stays mapped until they are dropped. Its *content* can change at any
 //! time, so it is accessed through atomics, through [`SharedBytes`](crate::shared::SharedBytes), and by the kernel or a device only.
 
+use std::ffi::c_void;
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, OwnedFd};
@@ -138,6 +139,14 @@ fn page_size(file: &OwnedFd) -> u64 {
     }
 }
 
+/// Reserves fresh address space, in which to map other things.
+pub(crate) fn reserve(length: NonZeroUsize) -> nix::Result<NonNull<c_void>> {
+    // SAFETY: the kernel chooses addresses that nothing uses.
+    unsafe {
+        mmap_anonymous(None, length, ProtFlags::PROT_NONE, MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE)
+    }
+}
+
 /// A piece of a channel that is contiguous in a file.
 struct Piece<'m> {
     /// The first extent in it.
@@ -252,16 +261,7 @@ impl Memories {
             return Err(MemoryError::Size { sum: sum.unwrap_or(u64::MAX), size });
         };
         let failed = |e: nix::Error| MemoryError::Map { size, source: e.into() };
-        // SAFETY: reserves fresh address space, to be overlaid below.
-        let base = unsafe {
-            mmap_anonymous(
-                None,
-                length,
-                ProtFlags::PROT_NONE,
-                MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE,
-            )
-        }
-        .map_err(failed)?;
+        let base = reserve(length).map_err(failed)?;
         // SAFETY: the reservation just made, which nothing else unmaps.
         let reserved = unsafe { OwnPages::new(base.cast(), length.get()) };
         let mut offset = 0usize;

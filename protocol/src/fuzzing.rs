@@ -1,5 +1,5 @@
 //! Turns a fuzzer's bytes into a program of steps, for the targets in `fuzz/` and for the tests that run the
-//! same programs.
+//! same programs; and random numbers, for tests.
 
 use std::path::Path;
 
@@ -25,6 +25,31 @@ pub fn programs(target: &str, count: usize, longest: usize) -> Vec<Vec<u8>> {
     };
     programs.extend((0..count).map(|number| (0..longest * number / count).map(|_| byte()).collect()));
     programs
+}
+
+/// Random numbers that a seed determines, by SplitMix64.
+#[derive(Debug)]
+pub struct Random(pub u64);
+
+impl Random {
+    /// Any number.
+    pub fn number(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number less than `n`; 0 if that is 0.
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.number() % n.max(1) as u64) as usize
+    }
+
+    /// One of these.
+    pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len())]
+    }
 }
 
 /// Chooses a number for a field from the field's name and its type's name.

@@ -80,10 +80,11 @@
 //! released, socket closed. A closed socket therefore means that the peer no longer touches the memory.
 
 use thiserror::Error;
-use zerocopy::FromBytes;
+use zerocopy::{FromBytes, FromZeros};
 
+use crate::device::{Answer, text};
 use crate::schema::{layouts, numbers};
-use crate::version::{Mismatch, Speaks, Version};
+use crate::version::{Mismatch, OURS, Speaks, Version};
 
 /// The bytes `rGPUlink`, with which both greetings begin.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"rGPUlink");
@@ -685,6 +686,20 @@ pub trait Greeting: FromBytes {
 impl Greeting for Hello {
     fn claim(&self) -> (Version, u64) {
         (self.version, self.fingerprint)
+    }
+}
+
+impl Welcome {
+    /// This version's answer, with no more than that.
+    pub fn new(answer: Answer, reason: &str) -> Welcome {
+        Welcome {
+            magic: MAGIC,
+            version: OURS.version(),
+            status: answer as u32,
+            fingerprint: OURS.fingerprint(),
+            reason: text(reason),
+            ..Welcome::new_zeroed()
+        }
     }
 }
 

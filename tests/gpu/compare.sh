@@ -3,7 +3,7 @@
 #
 #   compare.sh RGPUCTL [NAME...]
 #
-# RGPUCTL is the command of a build whose guest libraries lie beside it; NAME picks from the files here, without their ending. It needs nvcc, and a python3
+# RGPUCTL is the command of a build whose guest libraries lie beside it; NAME picks from the files here and from the programs in ../programs, without their ending. It needs nvcc, and a python3
 # with what the scripts import: PyTorch, CuPy, JAX, Numba. Exit status: how many comparisons failed.
 set -u
 
@@ -41,8 +41,10 @@ compare() { # name, then the command
 
 [ $# -gt 0 ] || set -- mapped_host graph_capture torch_ops
 for name in "$@"; do
-    if [ -f "$here/$name.cu" ]; then
-        nvcc -cudart shared -arch=native -o "$work/$name" "$here/$name.cu" -lcuda || { failed=$((failed + 1)); continue; }
+    source=$here/$name.cu
+    [ -f "$source" ] || source=$here/../programs/$name.cu
+    if [ -f "$source" ]; then
+        nvcc -cudart shared -arch=native -o "$work/$name" "$source" -lcuda || { failed=$((failed + 1)); continue; }
         compare "$name" "$work/$name"
     else
         compare "$name" python3 "$here/$name.py"

@@ -44,6 +44,8 @@ pub enum Device {
     Any,
     /// Two devices of two servers, of any kind.
     Servers,
+    /// Two devices of one server that can access each other's memory.
+    Peers,
     /// An NVIDIA GPU of the generation that the project is measured on, or later.
     Cuda,
 }

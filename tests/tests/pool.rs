@@ -322,6 +322,20 @@ fn the_server_gives_the_requested_devices_and_names_those_it_lacks() -> Result<(
 }
 
 #[test]
+fn devices_of_one_server_reach_each_others_memory() -> Result<()> {
+    let rig = Rig::with("pool-peers", &["--software-devices", "2"], &[])?;
+    for transport in [Transport::Local, Transport::Tcp] {
+        let peers = |program: &programs::Program| program.device == programs::Device::Peers;
+        for program in programs::manifest()?.iter().filter(|program| peers(program)) {
+            programs::run(&mut rig.program(transport, &program.name)?, programs::LIMIT)?
+                .verdict(&program.name)
+                .with_context(|| format!("over {transport:?}"))?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn programs_name_only_the_servers_that_the_host_allows() -> Result<()> {
     let other = Rig::with("pool-named-other", &["--software-devices", "3"], &[])?;
     let named = address(&other, Transport::Tcp);

@@ -24,13 +24,13 @@ use nix::sys::socket::{setsockopt, sockopt};
 use nix::unistd::Pid;
 use protocol::channel::NO_SLOT;
 use protocol::device::{Answer, untext};
+use protocol::fuzzing::Random;
 use protocol::handle::StreamId;
 use protocol::link::{Hello, Received, frame, purpose};
 use protocol::ops::stream::StreamMark;
 use protocol::ops::{Op, encode};
 use rgpu_tests::{programs, tree};
 use support::network::{Network, SERVER};
-use support::random::Random;
 use support::{Bystanders, PATIENCE, Rig, Running, Transport, eventually, on_this_host};
 use test_kit::link::{TcpBridge, connect_tcp, greet, hello};
 use zerocopy::{FromBytes, IntoBytes};
@@ -286,11 +286,11 @@ fn while_cut<T>(link: &Arc<Link>, seed: u64, work: impl FnOnce() -> T) -> T {
                 {
                     std::thread::sleep(Duration::from_millis(5));
                 }
-                std::thread::sleep(Duration::from_millis(20 + random.below(300)));
-                let pause = Duration::from_millis(random.below(300));
+                std::thread::sleep(Duration::from_millis(20 + random.number() % 300));
+                let pause = Duration::from_millis(random.number() % 300);
                 match random.below(4) {
                     0 => link.reset(),
-                    1 => link.reset_one(random.below(1 << 20)),
+                    1 => link.reset_one(random.number() % (1 << 20)),
                     2 => {
                         link.set(State::Refusing);
                         link.reset();
@@ -575,12 +575,12 @@ fn both_ends_notice_a_network_that_loses_everything_without_a_word() -> Result<(
 /// Lets the network lose packets now and then until the work is done.
 fn lose_packets(network: &Network, cuts: &Cuts, over: &AtomicBool, mut random: Random) -> Result<()> {
     while !over.load(Ordering::Relaxed) {
-        std::thread::sleep(Duration::from_millis(100 + random.below(1000)));
+        std::thread::sleep(Duration::from_millis(100 + random.number() % 1000));
         network.lose(true)?;
         cuts.cut();
         // Mostly short, sometimes longer than the bridge tolerates.
         let most = if random.below(8) == 0 { 5000 } else { 600 };
-        std::thread::sleep(Duration::from_millis(100 + random.below(most)));
+        std::thread::sleep(Duration::from_millis(100 + random.number() % most));
         network.lose(false)?;
         cuts.up();
     }
@@ -670,7 +670,7 @@ fn while_daemons_end(rig: &mut Rig, transport: Transport, name: &str, random: &m
         // Its session does not begin if the daemon ends while the client waits in its queue.
         let running = scope.spawn(|| retry(&mut command));
         while !running.is_finished() {
-            std::thread::sleep(Duration::from_millis(random.below(400)));
+            std::thread::sleep(Duration::from_millis(random.number() % 400));
             replace_daemon(rig, if random.below(2) == 0 { End::Killed } else { End::Upgraded })?;
             ends += 1;
         }

@@ -11,8 +11,8 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use protocol::fuzzing::Random;
 use rgpu_tests::programs;
-use support::random::Random;
 use support::{Rig, TRANSPORTS, Transport, on_this_host};
 
 /// Time limit of a program. Only a hang takes this long.
@@ -180,10 +180,10 @@ fn pass_on(mut from: TcpStream, mut to: TcpStream, mut random: Random) {
     let mut buffer = vec![0; 256 << 10];
     loop {
         // Sometimes only a part, so that frames are split anywhere.
-        let most = if random.below(8) == 0 { 1 + random.below(100) as usize } else { buffer.len() };
+        let most = if random.below(8) == 0 { 1 + random.below(100) } else { buffer.len() };
         let Ok(got @ 1..) = from.read(&mut buffer[..most]) else { break };
         let delay = if random.below(40) == 0 { 5000 } else { 300 };
-        thread::sleep(Duration::from_micros(random.below(delay)));
+        thread::sleep(Duration::from_micros(random.number() % delay));
         if to.write_all(&buffer[..got]).is_err() {
             break;
         }

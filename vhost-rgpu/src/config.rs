@@ -186,7 +186,10 @@ struct SessionOptions {
     server: Vec<Server>,
     /// Transport: tcp, verbs (InfiniBand or RoCE; the server's address is still that of its TCP socket) or
     /// local (the server maps the client's memory; needs a unix: address). By default local for unix: and tcp
-    /// for tcp:. With several servers, those that the transport cannot reach use their default
+    /// for tcp:. With several servers, those that the transport cannot reach use their default. With local,
+    /// client and server share memory: the server's worker can read and change all memory of the virtual
+    /// machine, or the memory that a host's program shares with rgpu, at any time and not only during copies.
+    /// Nobody proves to be the server at a unix: address: who can put a socket there gets this memory
     #[arg(long, value_name = "NAME")]
     transport: Option<TransportKind>,
     /// Connect over tcp without TLS. Anyone on the network can then read and change what is sent. The server

@@ -73,27 +73,9 @@ pub fn serve(beside: &dyn Beside, record: &Record, body: &[u8]) -> Option<Option
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::doubles::Zeros;
     use protocol::handle::ContextId;
     use protocol::ops::Hold;
-
-    /// Accepts everything.
-    struct Willing;
-
-    impl Beside for Willing {
-        fn is_needed(&self) -> bool {
-            true
-        }
-        fn read(&self, _address: u64, _bytes: &mut [u8]) -> Result<(), Status> {
-            Ok(())
-        }
-        fn write(&self, _address: u64, _bytes: &[u8]) -> Result<(), Status> {
-            Ok(())
-        }
-        fn patch(&self, _words: &[WordPatch]) -> Result<(), Status> {
-            Ok(())
-        }
-        fn fail_device(&self, _number: u32, _status: Status) {}
-    }
 
     #[test]
     fn every_operation_of_the_express_lane_is_served_and_no_other() {
@@ -101,7 +83,7 @@ mod tests {
             let mut body = Vec::new();
             ops::encode(op, &mut body);
             let record = Record { opcode: T::INFO.opcode, reply_slot: slot, seq: 1 };
-            (T::INFO.opcode, serve(&Willing, &record, &body).is_some())
+            (T::INFO.opcode, serve(&Zeros, &record, &body).is_some())
         }
         let context = ContextId(0);
         let served = [

@@ -309,41 +309,29 @@ pub fn check_windows(windows: Vec<u32>, devices: usize) -> Result<Vec<u32>, Stat
 #[cfg(test)]
 mod tests {
     use super::*;
-    use protocol::data::HostRange;
+    use crate::doubles::{Listener, Told};
+
+    type Answers = Arc<Mutex<Vec<(u64, Status)>>>;
 
     /// The statuses of the answers, and of the errors that are published: those as of command 0.
-    #[derive(Default)]
-    struct Answers(Mutex<Vec<(u64, Status)>>);
-
-    impl Client for Answers {
-        fn reply(&self, seq: u64, _slot: u16, status: Status, _payload: &[u8]) {
-            self.0.lock().unwrap().push((seq, status));
-        }
-        fn publish(&self, updates: &[ProgressUpdate]) {
-            self.0.lock().unwrap().extend(updates.iter().map(|update| (0, Status(update.value as u32))));
-        }
-        fn executed(&self, _seq: u64) {}
-        fn source(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Source, Status> {
-            Err(Status::INVALID_VALUE)
-        }
-        fn sink(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Sink, Status> {
-            Err(Status::INVALID_VALUE)
-        }
-        fn nothing_sent(&self, _seq: u64) {}
-        fn lose(&self, _reason: &str) {}
-        fn close(&self) {}
-        fn streams_data(&self) -> bool {
-            true
-        }
-        fn traffic(&self) -> (u64, u64) {
-            (0, 0)
-        }
+    fn call() -> (Call, Answers) {
+        let answers = Answers::default();
+        let kept = answers.clone();
+        let client = Listener(move |told: Told<'_>| {
+            let mut kept = kept.lock().unwrap();
+            match told {
+                Told::Reply { seq, status, .. } => kept.push((seq, status)),
+                Told::Published(updates) => {
+                    kept.extend(updates.iter().map(|update| (0, Status(update.value as u32))));
+                }
+            }
+        });
+        (Call::new(Arc::new(client)), answers)
     }
 
     #[test]
     fn a_failed_command_is_answered_once_even_with_a_later_answer() {
-        let answers = Arc::new(Answers::default());
-        let mut call = Call::new(answers.clone());
+        let (mut call, answers) = call();
         call.begin(1, 0);
         call.refuse(Status::INVALID_VALUE);
         // Dropped before the command is refused.
@@ -364,13 +352,12 @@ mod tests {
             (3, Status::OUT_OF_MEMORY),
             (4, Status::INVALID_HANDLE),
         ];
-        assert_eq!(*answers.0.lock().unwrap(), expected);
+        assert_eq!(*answers.lock().unwrap(), expected);
     }
 
     #[test]
     fn a_client_that_has_a_sticky_error_finds_the_context_failed() {
-        let answers = Arc::new(Answers::default());
-        let mut call = Call::new(answers.clone());
+        let (mut call, answers) = call();
         let fault = Status::ILLEGAL_ADDRESS;
         call.begin(1, 0);
         call.context = ContextId(2);
@@ -385,7 +372,7 @@ mod tests {
         call.begin(4, 0);
         call.refuse(fault);
         assert_eq!(
-            *answers.0.lock().unwrap(),
+            *answers.lock().unwrap(),
             [(0, fault), (1, fault), (0, fault), (2, fault), (0, fault), (3, fault), (4, fault)]
         );
     }

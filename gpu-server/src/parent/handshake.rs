@@ -12,9 +12,8 @@ use identity::Secret;
 use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
 use protocol::device::{Answer, text, untext};
 use protocol::link::{
-    COMPRESSED_OUT_SINCE, FrameHeader, Hello, MAGIC, VERBS_RESUME_SINCE, Welcome, frame, purpose, wish,
+    COMPRESSED_OUT_SINCE, FrameHeader, Hello, VERBS_RESUME_SINCE, Welcome, frame, purpose, wish,
 };
-use protocol::version::OURS;
 use rustls::ServerConnection;
 use zerocopy::IntoBytes;
 
@@ -239,24 +238,7 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
 
 /// A welcome or a refusal, as a message.
 pub(super) fn welcome(answer: Answer, token: Token, data_connections: u32, reason: &str) -> Welcome {
-    Welcome {
-        magic: MAGIC,
-        version: OURS.version(),
-        status: answer as u32,
-        fingerprint: OURS.fingerprint(),
-        token,
-        data_connections,
-        ahead: 0,
-        server: text(&super::host_name()),
-        reason: text(reason),
-        secret: [0; 32],
-        grace: 0,
-        eager: 0,
-        session_key: [0; 32],
-        principal: [0; 64],
-        cache: 0,
-        unused: 0,
-    }
+    Welcome { token, data_connections, server: text(&super::host_name()), ..Welcome::new(answer, reason) }
 }
 
 /// Passes a connection without TLS to the worker of its session. Without the session's secret, a client

@@ -37,33 +37,14 @@ pub(super) struct Settled {
 impl Settled {
     /// Adds a session.
     fn add(&mut self, session: &Session) {
-        let Counters {
-            commands,
-            launches,
-            copies,
-            round_trips,
-            bytes_in,
-            bytes_out,
-            bytes_copied,
-            bytes_direct,
-            bytes_direct_verbs,
-            ..
-        } = session.counters;
-        let sums = &mut self.counters;
-        for (sum, value) in [
+        let mut counters = session.counters;
+        let own = [
             (&mut self.sessions, 1),
-            (&mut self.lost, u64::from(session.lost)),
+            (&mut self.lost, session.lost.into()),
             (&mut self.resumed, session.resumed),
-            (&mut sums.commands, commands),
-            (&mut sums.launches, launches),
-            (&mut sums.copies, copies),
-            (&mut sums.round_trips, round_trips),
-            (&mut sums.bytes_in, bytes_in),
-            (&mut sums.bytes_out, bytes_out),
-            (&mut sums.bytes_copied, bytes_copied),
-            (&mut sums.bytes_direct, bytes_direct),
-            (&mut sums.bytes_direct_verbs, bytes_direct_verbs),
-        ] {
+        ];
+        let of_worker = self.counters.growing().into_iter().zip(counters.growing().map(|value| *value));
+        for (sum, value) in own.into_iter().chain(of_worker) {
             *sum = sum.saturating_add(value);
         }
         self.time = self.time.saturating_add(session.since.elapsed());
@@ -244,31 +225,20 @@ fn sessions(samples: &mut Samples, state: &State, readings: &[Reading]) {
 
 /// Adds what sessions under these names have done.
 fn count(samples: &mut Samples, names: [&str; 3], done: &Settled) {
-    let Counters {
-        commands,
-        launches,
-        copies,
-        round_trips,
-        bytes_in,
-        bytes_out,
-        bytes_copied,
-        bytes_direct,
-        bytes_direct_verbs,
-        ..
-    } = done.counters;
+    let counters = &done.counters;
     for (family, value) in [
         (&f::SESSIONS_BEGUN, done.sessions),
         (&f::SESSIONS_LOST, done.lost),
         (&f::RESUMES, done.resumed),
-        (&f::COMMANDS, commands),
-        (&f::LAUNCHES, launches),
-        (&f::COPIES, copies),
-        (&f::ROUND_TRIPS, round_trips),
-        (&f::RECEIVED, bytes_in),
-        (&f::SENT, bytes_out),
-        (&f::COPIED, bytes_copied),
-        (&f::DIRECT, bytes_direct),
-        (&f::DIRECT_VERBS, bytes_direct_verbs),
+        (&f::COMMANDS, counters.commands),
+        (&f::LAUNCHES, counters.launches),
+        (&f::COPIES, counters.copies),
+        (&f::ROUND_TRIPS, counters.round_trips),
+        (&f::RECEIVED, counters.bytes_in),
+        (&f::SENT, counters.bytes_out),
+        (&f::COPIED, counters.bytes_copied),
+        (&f::DIRECT, counters.bytes_direct),
+        (&f::DIRECT_VERBS, counters.bytes_direct_verbs),
     ] {
         samples.add(family, &names, value);
     }

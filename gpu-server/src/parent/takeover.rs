@@ -589,7 +589,8 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
             UNUSED_WITHIN.as_secs()
         ));
     }
-    // From here on nothing changes: every change needs the lock.
+    // From here on nothing changes: every change needs the lock. So no thread that a session needs begins
+    // while the program is being executed, when the kernel would refuse it (see `handover::start_thread`).
     state.sessions.keys().for_each(|worker| state.save(*worker));
     state.save_daemon(&server.succession, true);
     server.audit.flush();

@@ -16,8 +16,8 @@ use host_bridge::stream::Stream;
 use identity::{Identity, Secret, tls};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use protocol::device::{Answer, text};
-use protocol::link::{Hello, MAGIC, Welcome, greeting, purpose};
+use protocol::device::Answer;
+use protocol::link::{Hello, Welcome, greeting, purpose};
 use protocol::version::OURS;
 use rustls::ServerConfig;
 use zerocopy::{FromZeros, IntoBytes};
@@ -118,22 +118,9 @@ impl Door {
         let (answer, reason) =
             refused.as_ref().map_or((Answer::Ok, ""), |(answer, reason)| (*answer, reason.as_str()));
         let welcome = Welcome {
-            magic: MAGIC,
-            version: OURS.version(),
-            status: answer as u32,
-            fingerprint: OURS.fingerprint(),
             token: self.visitor.token,
             data_connections: self.data_connections,
-            ahead: 0,
-            server: [0; 64],
-            reason: text(reason),
-            secret: [0; 32],
-            grace: 0,
-            eager: 0,
-            session_key: [0; 32],
-            principal: [0; 64],
-            cache: 0,
-            unused: 0,
+            ..Welcome::new(answer, reason)
         };
         stream.write_all(welcome.as_bytes())?;
         match refused {

@@ -217,10 +217,9 @@ impl Drop for Ending<'_, '_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use host_bridge::endpoint::{Sink, Source as Data};
-    use protocol::data::HostRange;
+    use crate::doubles::{Listener, Told, Zeros};
+    use protocol::Status;
     use protocol::handle::{ContextId, StreamId};
-    use protocol::link::ProgressUpdate;
     use protocol::ops::memory::{HostPatch, HostRead, HostWrite, WordPatch};
     use protocol::ops::stream::StreamMark;
     use protocol::ops::{self, Op};
@@ -255,7 +254,12 @@ mod tests {
     impl Peer {
         fn new() -> (Peer, Queue, Arc<dyn Client>) {
             let ((sender, commands), (answer, answers)) = (channel(), channel());
-            (Peer { sender, seq: 0, answers }, Queue(commands), Arc::new(Answers(Mutex::new(answer))))
+            let client = Listener(move |told: Told<'_>| {
+                let Told::Reply { seq, slot, status, payload } = told else { return };
+                assert!(slot == 3 && status.is_success());
+                answer.send((seq, payload.to_vec())).expect("the client is there");
+            });
+            (Peer { sender, seq: 0, answers }, Queue(commands), Arc::new(client))
         }
 
         fn send<'a, T: Op<'a>>(&mut self, op: &T) -> u64 {
@@ -271,32 +275,6 @@ mod tests {
 
         fn mark(&mut self) -> u64 {
             self.send(&StreamMark { stream: StreamId(0) })
-        }
-    }
-
-    struct Answers(Mutex<Sender<(u64, Vec<u8>)>>);
-
-    impl Client for Answers {
-        fn reply(&self, seq: u64, slot: u16, status: Status, payload: &[u8]) {
-            assert!(slot == 3 && status.is_success());
-            self.0.lock().expect("no panic").send((seq, payload.to_vec())).expect("the client is there");
-        }
-        fn publish(&self, _updates: &[ProgressUpdate]) {}
-        fn executed(&self, _seq: u64) {}
-        fn source(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Data, Status> {
-            Err(Status::INVALID_VALUE)
-        }
-        fn sink(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Sink, Status> {
-            Err(Status::INVALID_VALUE)
-        }
-        fn nothing_sent(&self, _seq: u64) {}
-        fn lose(&self, _reason: &str) {}
-        fn close(&self) {}
-        fn streams_data(&self) -> bool {
-            true
-        }
-        fn traffic(&self) -> (u64, u64) {
-            (0, 0)
         }
     }
 
@@ -331,27 +309,6 @@ mod tests {
             })
         }
 
-        fn fail_device(&self, _number: u32, _status: Status) {}
-    }
-
-    /// Any mirror.
-    #[derive(Default)]
-    struct Zeros;
-
-    impl Beside for Zeros {
-        fn is_needed(&self) -> bool {
-            true
-        }
-        fn read(&self, _address: u64, bytes: &mut [u8]) -> Result<(), Status> {
-            bytes.fill(0);
-            Ok(())
-        }
-        fn write(&self, _address: u64, _bytes: &[u8]) -> Result<(), Status> {
-            Ok(())
-        }
-        fn patch(&self, _words: &[WordPatch]) -> Result<(), Status> {
-            Ok(())
-        }
         fn fail_device(&self, _number: u32, _status: Status) {}
     }
 

@@ -43,6 +43,28 @@ impl<N: Copy + TryInto<usize>> Count<N> {
     }
 }
 
+/// What the types for a pointer have in common.
+macro_rules! pointers {
+    ($($name:ident)*) => {$(
+        impl<T, L: Library> $name<'_, T, L> {
+            /// Whether it is NULL: the program gives nothing, or wants no result.
+            #[inline]
+            pub fn is_null(&self) -> bool {
+                self.0.is_null()
+            }
+
+            /// # Errors
+            /// [`Library::INVALID_VALUE`] for NULL.
+            #[inline]
+            pub fn required(&self) -> Result<L> {
+                non_null::<L>(self.0)
+            }
+        }
+    )*};
+}
+
+pointers! { Out In Array OutArray }
+
 /// A place for a result: NULL, or memory in which a `T` may be written until the function returns.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
@@ -51,19 +73,6 @@ pub struct Out<'a, T, L>(*mut T, PhantomData<(&'a mut T, L)>);
 impl<T, L: Library> Out<'_, T, L> {
     /// No place.
     pub const NULL: Self = Out(std::ptr::null_mut(), PhantomData);
-
-    /// Whether the program wants no result.
-    #[inline]
-    pub fn is_null(&self) -> bool {
-        self.0.is_null()
-    }
-
-    /// # Errors
-    /// [`Library::INVALID_VALUE`] for NULL.
-    #[inline]
-    pub fn required(&self) -> Result<L> {
-        non_null::<L>(self.0)
-    }
 
     /// Writes the result.
     ///
@@ -100,19 +109,6 @@ impl<'a, T, L> From<&'a mut T> for Out<'a, T, L> {
 pub struct In<'a, T, L>(*const T, PhantomData<(&'a T, L)>);
 
 impl<T: Copy, L: Library> In<'_, T, L> {
-    /// Whether the program gives nothing.
-    #[inline]
-    pub fn is_null(&self) -> bool {
-        self.0.is_null()
-    }
-
-    /// # Errors
-    /// [`Library::INVALID_VALUE`] for NULL.
-    #[inline]
-    pub fn required(&self) -> Result<L> {
-        non_null::<L>(self.0)
-    }
-
     /// The value.
     ///
     /// # Errors
@@ -178,19 +174,6 @@ impl<'a, T: Copy, L: Library> Array<'a, T, L> {
     /// No array.
     pub const NULL: Self = Array(std::ptr::null(), PhantomData);
 
-    /// Whether the program gives none.
-    #[inline]
-    pub fn is_null(&self) -> bool {
-        self.0.is_null()
-    }
-
-    /// # Errors
-    /// [`Library::INVALID_VALUE`] for NULL.
-    #[inline]
-    pub fn required(&self) -> Result<L> {
-        non_null::<L>(self.0)
-    }
-
     /// Its entries. An array without entries may be NULL.
     ///
     /// # Errors
@@ -231,19 +214,6 @@ pub struct OutArray<'a, T, L>(*mut T, PhantomData<(&'a mut [T], L)>);
 impl<T: Copy, L: Library> OutArray<'_, T, L> {
     /// No array.
     pub const NULL: Self = OutArray(std::ptr::null_mut(), PhantomData);
-
-    /// Whether the program wants no results.
-    #[inline]
-    pub fn is_null(&self) -> bool {
-        self.0.is_null()
-    }
-
-    /// # Errors
-    /// [`Library::INVALID_VALUE`] for NULL.
-    #[inline]
-    pub fn required(&self) -> Result<L> {
-        non_null::<L>(self.0)
-    }
 
     /// Writes results into the first places.
     ///

@@ -18,6 +18,12 @@ pub(crate) mod kind {
     pub(crate) const DEFAULT: c_uint = 4;
 }
 
+/// Whether there is nothing to copy.
+#[inline]
+fn is_empty(direction: c_uint, count: usize) -> Result<bool> {
+    if direction > kind::DEFAULT { Err(Error::INVALID_MEMCPY_DIRECTION) } else { Ok(count == 0) }
+}
+
 /// Copies and waits, like `cudaMemcpy`.
 #[inline]
 pub(crate) unsafe fn copy(
@@ -28,10 +34,7 @@ pub(crate) unsafe fn copy(
     count: usize,
     direction: c_uint,
 ) -> Result {
-    if direction > kind::DEFAULT {
-        return Err(Error::INVALID_MEMCPY_DIRECTION);
-    }
-    if count == 0 {
+    if is_empty(direction, count)? {
         return Ok(());
     }
     // SAFETY: the caller upholds the requirements of `cudaMemcpy`, which are the driver's for the same
@@ -57,10 +60,7 @@ pub(crate) unsafe fn copy_async(
     direction: c_uint,
     stream: CUstream,
 ) -> Result {
-    if direction > kind::DEFAULT {
-        return Err(Error::INVALID_MEMCPY_DIRECTION);
-    }
-    if count == 0 {
+    if is_empty(direction, count)? {
         return Ok(());
     }
     // SAFETY: the caller upholds the requirements of `cudaMemcpyAsync`, which are the driver's for the same

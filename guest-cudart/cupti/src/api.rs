@@ -121,99 +121,93 @@ enum Device {
     None,
 }
 
+/// A device's record: what all kinds have, and these fields.
+macro_rules! record {
+    ($r:ident, $record:ident { $($field:ident : $value:expr),* $(,)? }) => {
+        Device::$record($record {
+            start: $r.begin,
+            end: $r.end,
+            deviceId: $r.device,
+            contextId: $r.context,
+            streamId: $r.stream,
+            correlationId: $r.correlation,
+            graphNodeId: $r.node,
+            graphId: $r.graph,
+            $($field: $value,)*
+            ..$record::zeroed()
+        })
+    };
+}
+
 fn device_record(r: &DeviceRecord) -> Device {
     let [copy, from, to, _] = r.memory;
     match r.kind {
-        work::KERNEL => Device::Kernel(Kernel {
-            kind: if is_enabled(kind::KERNEL) && !is_enabled(kind::CONCURRENT_KERNEL) {
-                kind::KERNEL
-            } else {
-                kind::CONCURRENT_KERNEL
-            },
-            registersPerThread: r.registers as u16,
-            start: r.begin,
-            end: r.end,
-            deviceId: r.device,
-            contextId: r.context,
-            streamId: r.stream,
-            gridX: r.grid[0].cast_signed(),
-            gridY: r.grid[1].cast_signed(),
-            gridZ: r.grid[2].cast_signed(),
-            blockX: r.block[0].cast_signed(),
-            blockY: r.block[1].cast_signed(),
-            blockZ: r.block[2].cast_signed(),
-            staticSharedMemory: r.shared[0].cast_signed(),
-            dynamicSharedMemory: r.shared[1].cast_signed(),
-            localMemoryPerThread: r.local,
-            correlationId: r.correlation,
-            gridId: r.correlation.into(),
-            name: r.name,
-            graphNodeId: r.node,
-            graphId: r.graph,
-            channelType: channel::COMPUTE,
-            clusterX: r.cluster[0],
-            clusterY: r.cluster[1],
-            clusterZ: r.cluster[2],
-            ..Kernel::zeroed()
-        }),
-        work::COPY if copy == copy::PTOP => Device::MemcpyPtoP(MemcpyPtoP {
-            kind: kind::MEMCPY2,
-            copyKind: copy,
-            srcKind: from,
-            dstKind: to,
-            flags: ASYNC,
-            bytes: r.bytes,
-            start: r.begin,
-            end: r.end,
-            deviceId: r.device,
-            contextId: r.context,
-            streamId: r.stream,
-            srcDeviceId: r.ends[0],
-            srcContextId: r.ends[0] + 1,
-            dstDeviceId: r.ends[1],
-            dstContextId: r.ends[1] + 1,
-            correlationId: r.correlation,
-            graphNodeId: r.node,
-            graphId: r.graph,
-            channelType: channel::ASYNC_MEMCPY,
-            ..MemcpyPtoP::zeroed()
-        }),
-        work::COPY => Device::Memcpy(Memcpy {
-            kind: kind::MEMCPY,
-            copyKind: copy,
-            srcKind: from,
-            dstKind: to,
-            flags: ASYNC,
-            bytes: r.bytes,
-            start: r.begin,
-            end: r.end,
-            deviceId: r.device,
-            contextId: r.context,
-            streamId: r.stream,
-            correlationId: r.correlation,
-            graphNodeId: r.node,
-            graphId: r.graph,
-            channelType: channel::ASYNC_MEMCPY,
-            copyCount: 1,
-            ..Memcpy::zeroed()
-        }),
-        work::FILL => Device::Memset(Memset {
-            kind: kind::MEMSET,
-            value: r.value,
-            bytes: r.bytes,
-            start: r.begin,
-            end: r.end,
-            deviceId: r.device,
-            contextId: r.context,
-            streamId: r.stream,
-            correlationId: r.correlation,
-            flags: ASYNC.into(),
-            memoryKind: to.into(),
-            graphNodeId: r.node,
-            graphId: r.graph,
-            channelType: channel::COMPUTE,
-            ..Memset::zeroed()
-        }),
+        work::KERNEL => record!(
+            r,
+            Kernel {
+                kind: if is_enabled(kind::KERNEL) && !is_enabled(kind::CONCURRENT_KERNEL) {
+                    kind::KERNEL
+                } else {
+                    kind::CONCURRENT_KERNEL
+                },
+                registersPerThread: r.registers as u16,
+                gridX: r.grid[0].cast_signed(),
+                gridY: r.grid[1].cast_signed(),
+                gridZ: r.grid[2].cast_signed(),
+                blockX: r.block[0].cast_signed(),
+                blockY: r.block[1].cast_signed(),
+                blockZ: r.block[2].cast_signed(),
+                staticSharedMemory: r.shared[0].cast_signed(),
+                dynamicSharedMemory: r.shared[1].cast_signed(),
+                localMemoryPerThread: r.local,
+                gridId: r.correlation.into(),
+                name: r.name,
+                channelType: channel::COMPUTE,
+                clusterX: r.cluster[0],
+                clusterY: r.cluster[1],
+                clusterZ: r.cluster[2],
+            }
+        ),
+        work::COPY if copy == copy::PTOP => record!(
+            r,
+            MemcpyPtoP {
+                kind: kind::MEMCPY2,
+                copyKind: copy,
+                srcKind: from,
+                dstKind: to,
+                flags: ASYNC,
+                bytes: r.bytes,
+                srcDeviceId: r.ends[0],
+                srcContextId: r.ends[0] + 1,
+                dstDeviceId: r.ends[1],
+                dstContextId: r.ends[1] + 1,
+                channelType: channel::ASYNC_MEMCPY,
+            }
+        ),
+        work::COPY => record!(
+            r,
+            Memcpy {
+                kind: kind::MEMCPY,
+                copyKind: copy,
+                srcKind: from,
+                dstKind: to,
+                flags: ASYNC,
+                bytes: r.bytes,
+                channelType: channel::ASYNC_MEMCPY,
+                copyCount: 1,
+            }
+        ),
+        work::FILL => record!(
+            r,
+            Memset {
+                kind: kind::MEMSET,
+                value: r.value,
+                bytes: r.bytes,
+                flags: ASYNC.into(),
+                memoryKind: to.into(),
+                channelType: channel::COMPUTE,
+            }
+        ),
         _ => Device::None,
     }
 }

@@ -587,52 +587,6 @@ impl Opened {
     }
 }
 
-/// Goes on with a session that another process had, which has ended. See [`Session::resume`].
-fn resume(
-    config: &SessionConfig,
-    saved: &Saved,
-    channel: ChannelMemory,
-    own: Option<&BTreeMap<u32, Memories>>,
-    wakeup: Wakeup,
-    on_lost: Box<dyn FnOnce(&str) + Send>,
-) -> io::Result<Session> {
-    let channel = match &saved.0 {
-        Kind::Local(saved) => ChannelMemory { doorbell: Arc::new(duplicate(&saved.doorbell)?), ..channel },
-        Kind::Remote(_) => channel,
-    };
-    let session = Arc::new(SessionState::new(channel, config.server.to_string(), wakeup, on_lost));
-    let (transport, inherited, about): (Box<dyn Transport>, _, _) = match &saved.0 {
-        Kind::Local(saved) => {
-            let (worker, wake) = (saved.worker.try_clone()?, duplicate(&saved.wake)?);
-            let (local, inherited) = Local::resume(session.clone(), worker, wake, config.max_regions)?;
-            session.counters.resumed.add(1);
-            (Box::new(local), Inherited::Awaited(inherited), saved.about)
-        }
-        Kind::Remote(_) if config.transport == TransportKind::Verbs => {
-            return Err(io::Error::other("a session over verbs ends with the process that carries it"));
-        }
-        Kind::Remote(saved) => {
-            let (tcp, inherited) = Tcp::resume(config, session.clone(), saved, own)?;
-            (Box::new(tcp), Inherited::Known(inherited), saved.about)
-        }
-    };
-    let regions = match &inherited {
-        Inherited::Known(regions) => regions.iter().map(|region| (region.region, region.size)).collect(),
-        Inherited::Taken | Inherited::Awaited(_) => HashMap::new(),
-    };
-    Ok(Session {
-        session,
-        transport,
-        regions: Mutex::new(regions),
-        max_registered: config.max_registered,
-        max_regions: config.max_regions,
-        inherited: Mutex::new(inherited),
-        server_name: printable(&about.server_name),
-        kind: config.transport,
-        since: handover::clock::from_ns(about.since),
-    })
-}
-
 /// What is known of the regions that the session had under another process.
 #[derive(Debug, Default)]
 enum Inherited {
@@ -694,7 +648,43 @@ impl Session {
         wakeup: Wakeup,
         on_lost: Box<dyn FnOnce(&str) + Send>,
     ) -> io::Result<Session> {
-        resume(config, saved, channel, own, wakeup, on_lost)
+        let channel = match &saved.0 {
+            Kind::Local(saved) => {
+                ChannelMemory { doorbell: Arc::new(duplicate(&saved.doorbell)?), ..channel }
+            }
+            Kind::Remote(_) => channel,
+        };
+        let session = Arc::new(SessionState::new(channel, config.server.to_string(), wakeup, on_lost));
+        let (transport, inherited, about): (Box<dyn Transport>, _, _) = match &saved.0 {
+            Kind::Local(saved) => {
+                let (worker, wake) = (saved.worker.try_clone()?, duplicate(&saved.wake)?);
+                let (local, inherited) = Local::resume(session.clone(), worker, wake, config.max_regions)?;
+                session.counters.resumed.add(1);
+                (Box::new(local), Inherited::Awaited(inherited), saved.about)
+            }
+            Kind::Remote(_) if config.transport == TransportKind::Verbs => {
+                return Err(io::Error::other("a session over verbs ends with the process that carries it"));
+            }
+            Kind::Remote(saved) => {
+                let (tcp, inherited) = Tcp::resume(config, session.clone(), saved, own)?;
+                (Box::new(tcp), Inherited::Known(inherited), saved.about)
+            }
+        };
+        let regions = match &inherited {
+            Inherited::Known(regions) => regions.iter().map(|region| (region.region, region.size)).collect(),
+            Inherited::Taken | Inherited::Awaited(_) => HashMap::new(),
+        };
+        Ok(Session {
+            session,
+            transport,
+            regions: Mutex::new(regions),
+            max_registered: config.max_registered,
+            max_regions: config.max_regions,
+            inherited: Mutex::new(inherited),
+            server_name: printable(&about.server_name),
+            kind: config.transport,
+            since: handover::clock::from_ns(about.since),
+        })
     }
 
     /// Wakes all threads of the client, wherever they sleep: a process before this one may have been about to.

@@ -108,45 +108,32 @@ trait Side: Sized {
     fn finish(self) -> Result<(ExtractedSecrets, Keys), rustls::Error>;
 }
 
-impl Side for UnbufferedClientConnection {
-    type Data = ClientConnectionData;
+macro_rules! side {
+    ($connection:ident, $data:ident, $keys:ident) => {
+        impl Side for $connection {
+            type Data = $data;
 
-    fn process<'c, 'i>(&'c mut self, incoming: &'i mut [u8]) -> UnbufferedStatus<'c, 'i, Self::Data> {
-        self.process_tls_records(incoming)
-    }
+            fn process<'c, 'i>(&'c mut self, incoming: &'i mut [u8]) -> UnbufferedStatus<'c, 'i, Self::Data> {
+                self.process_tls_records(incoming)
+            }
 
-    fn is_handshaking(&self) -> bool {
-        (**self).is_handshaking()
-    }
+            fn is_handshaking(&self) -> bool {
+                (**self).is_handshaking()
+            }
 
-    fn wants_write(&self) -> bool {
-        (**self).wants_write()
-    }
+            fn wants_write(&self) -> bool {
+                (**self).wants_write()
+            }
 
-    fn finish(self) -> Result<(ExtractedSecrets, Keys), rustls::Error> {
-        self.dangerous_into_kernel_connection().map(|(secrets, keys)| (secrets, Keys::Client(keys)))
-    }
+            fn finish(self) -> Result<(ExtractedSecrets, Keys), rustls::Error> {
+                self.dangerous_into_kernel_connection().map(|(secrets, keys)| (secrets, Keys::$keys(keys)))
+            }
+        }
+    };
 }
 
-impl Side for UnbufferedServerConnection {
-    type Data = ServerConnectionData;
-
-    fn process<'c, 'i>(&'c mut self, incoming: &'i mut [u8]) -> UnbufferedStatus<'c, 'i, Self::Data> {
-        self.process_tls_records(incoming)
-    }
-
-    fn is_handshaking(&self) -> bool {
-        (**self).is_handshaking()
-    }
-
-    fn wants_write(&self) -> bool {
-        (**self).wants_write()
-    }
-
-    fn finish(self) -> Result<(ExtractedSecrets, Keys), rustls::Error> {
-        self.dangerous_into_kernel_connection().map(|(secrets, keys)| (secrets, Keys::Server(keys)))
-    }
-}
+side!(UnbufferedClientConnection, ClientConnectionData, Client);
+side!(UnbufferedServerConnection, ServerConnectionData, Server);
 
 /// Shakes hands as the client. `name` is what the client calls the server, in the clear.
 pub(super) fn client(

@@ -10,12 +10,12 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use protocol::device::Extent;
 
 use super::VerbsError;
 use super::registration::{Access, Domain, Registration};
-use crate::memory::{ChannelView, Memories};
+use crate::memory::{ChannelView, Memories, reserve};
 
 const PAGE: u64 = 4096;
 /// Maximum number of mappings of one region. By default a process can have 65530 mappings.
@@ -171,16 +171,7 @@ impl RegisteredRegion {
             .ok()
             .and_then(NonZeroUsize::new)
             .ok_or_else(|| failed(nix::Error::ENOMEM))?;
-        // SAFETY: reserves fresh address space, to be overlaid below.
-        let at = unsafe {
-            mmap_anonymous(
-                None,
-                length,
-                ProtFlags::PROT_NONE,
-                MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE,
-            )
-        }
-        .map_err(failed)?;
+        let at = reserve(length).map_err(failed)?;
         let mapping = Mapping { at: at.cast(), len: length.get(), _share: share };
         let mut offset = 0;
         for range in &ranges {

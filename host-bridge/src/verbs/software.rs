@@ -667,15 +667,22 @@ fn segments(list: *const Sge, count: c_int, most: c_int) -> Vec<Sge> {
     unsafe { std::slice::from_raw_parts(list, count as usize) }.to_vec()
 }
 
+/// What is posted to a queue of a pair: the pair's number, its protection domain, and the request's segments.
+macro_rules! posted {
+    ($fabric:ident, $qp:ident, $wr:ident, $($most:tt)+) => {{
+        if $fabric.fails() {
+            return libc::ENOMEM;
+        }
+        assert!(of!($wr, next).is_null(), "a chain of requests");
+        let number = of!($qp, qp_num);
+        let Some(pair) = $fabric.pairs.get(&number) else { panic!("an unknown queue pair") };
+        (number, pair.domain, segments(of!($wr, sg_list), of!($wr, num_sge), pair.$($most)+))
+    }};
+}
+
 extern "C" fn post_send(qp: *mut Qp, wr: *mut SendWr, _bad: *mut *mut SendWr) -> c_int {
     let mut fabric = fabric();
-    if fabric.fails() {
-        return libc::ENOMEM;
-    }
-    assert!(of!(wr, next).is_null(), "a chain of requests");
-    let from = of!(qp, qp_num);
-    let Some(pair) = fabric.pairs.get(&from) else { panic!("an unknown queue pair") };
-    let parts = segments(of!(wr, sg_list), of!(wr, num_sge), pair.most_segments.0);
+    let (from, domain, parts) = posted!(fabric, qp, wr, most_segments.0);
     let opcode = of!(wr, opcode);
     let write = (opcode == number::WR_RDMA_WRITE_WITH_IMM)
         .then(|| (of!(wr, remote_addr), of!(wr, rkey), of!(wr, imm_data)));
@@ -692,7 +699,7 @@ extern "C" fn post_send(qp: *mut Qp, wr: *mut SendWr, _bad: *mut *mut SendWr) ->
         Payload::Inline(bytes)
     } else {
         // Checks all of them.
-        fabric.memory(pair.domain, &parts, 0).for_each(drop);
+        fabric.memory(domain, &parts, 0).for_each(drop);
         Payload::Segments(parts)
     };
     let Some(pair) = fabric.pairs.get_mut(&from) else { return libc::EINVAL };
@@ -710,14 +717,8 @@ extern "C" fn post_send(qp: *mut Qp, wr: *mut SendWr, _bad: *mut *mut SendWr) ->
 
 extern "C" fn post_recv(qp: *mut Qp, wr: *mut RecvWr, _bad: *mut *mut RecvWr) -> c_int {
     let mut fabric = fabric();
-    if fabric.fails() {
-        return libc::ENOMEM;
-    }
-    assert!(of!(wr, next).is_null(), "a chain of receives");
-    let number = of!(qp, qp_num);
-    let Some(pair) = fabric.pairs.get(&number) else { panic!("an unknown queue pair") };
-    let parts = segments(of!(wr, sg_list), of!(wr, num_sge), pair.most_segments.1);
-    fabric.memory(pair.domain, &parts, number::ACCESS_LOCAL_WRITE).for_each(drop);
+    let (number, domain, parts) = posted!(fabric, qp, wr, most_segments.1);
+    fabric.memory(domain, &parts, number::ACCESS_LOCAL_WRITE).for_each(drop);
     let Some(pair) = fabric.pairs.get_mut(&number) else { return libc::EINVAL };
     if pair.receives.len() >= pair.most_receives {
         return libc::ENOMEM;

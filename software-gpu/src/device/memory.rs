@@ -9,6 +9,7 @@
 //! may share. An *allocation* inside mappings is what accesses are checked against.
 //!
 //! A GPU may be given access to *peers*: it looks in their windows for addresses that its own do not contain.
+//! What [`Memory::show`] shows is mapped by each GPU that may use it, so it is not found at a peer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -409,18 +410,17 @@ impl Memory {
             // Module memory has the same addresses in every GPU and is never visible to peers.
             let peers = self.peers.read().unwrap_or_else(poisoned);
             let shared = addr >= FIRST_ADDRESS;
-            peers.iter().filter(|_| shared).find_map(|peer| peer.as_ref().as_ref().find_own(addr))
+            peers.iter().filter(|_| shared).find_map(|peer| peer.as_ref().as_ref().find_for_peer(addr))
         })
     }
 
     fn find_own(&self, addr: u64) -> Option<FoundAllocation> {
+        find_in(&self.maps.read().unwrap_or_else(poisoned), addr)
+    }
+
+    fn find_for_peer(&self, addr: u64) -> Option<FoundAllocation> {
         let maps = self.maps.read().unwrap_or_else(poisoned);
-        let (&start, &size) = maps.allocations.range(..=addr).next_back()?;
-        if addr >= start + size {
-            return None;
-        }
-        let base = *maps.windows.get(&(addr / WINDOW))? as u64;
-        Some(FoundAllocation { start, end: start + size, delta: base.wrapping_sub(addr / WINDOW * WINDOW) })
+        find_in(&maps, addr).filter(|found| !maps.shown.contains(&found.start))
     }
 
     /// The host address of `size` bytes, which must be in one allocation.
@@ -430,6 +430,15 @@ impl Memory {
             _ => Err(Error::NotAllocated { address: addr, size }),
         }
     }
+}
+
+fn find_in(maps: &Maps, addr: u64) -> Option<FoundAllocation> {
+    let (&start, &size) = maps.allocations.range(..=addr).next_back()?;
+    if addr >= start + size {
+        return None;
+    }
+    let base = *maps.windows.get(&(addr / WINDOW))? as u64;
+    Some(FoundAllocation { start, end: start + size, delta: base.wrapping_sub(addr / WINDOW * WINDOW) })
 }
 
 impl Drop for Memory {
@@ -587,4 +596,30 @@ fn discard(host: usize, size: u64) {
     // SAFETY: the range lies inside a window's reservation. Its pages stay mapped and become zero, so a
     // kernel that still uses them stays inside the reservation.
     unsafe { libc::madvise(host as *mut libc::c_void, size as usize, libc::MADV_DONTNEED) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    impl AsRef<Memory> for Memory {
+        fn as_ref(&self) -> &Memory {
+            self
+        }
+    }
+
+    #[test]
+    fn a_peer_s_allocations_are_found_but_not_what_it_shows() {
+        let (own, peer) = (Memory::new(1 << 30), Arc::new(Memory::new(1 << 30)));
+        let (placed, shown) = (FIRST_ADDRESS, FIRST_ADDRESS + GRANULE);
+        [placed, shown].iter().for_each(|addr| peer.map(*addr, GRANULE).unwrap());
+        peer.place(placed, 4096).unwrap();
+        peer.show(shown, GRANULE).unwrap();
+        let reached = || [placed, placed + 4096, shown].map(|addr| own.host_range(addr, 8).is_ok());
+        assert_eq!(reached(), [false; 3]);
+        own.enable_peer(peer.clone());
+        assert_eq!(reached(), [true, false, false]);
+        own.disable_peer(&peer);
+        assert_eq!(reached(), [false; 3]);
+    }
 }

@@ -50,24 +50,7 @@ pub fn hello(purpose: u32, token: [u8; 16], index: u32) -> Hello {
 
 /// A server's answer to a [`Hello`]; tests set the token and the number of data connections.
 pub fn welcome(answer: Answer, reason: &str) -> Welcome {
-    Welcome {
-        magic: MAGIC,
-        version: OURS.version(),
-        status: answer as u32,
-        fingerprint: OURS.fingerprint(),
-        token: [0; 16],
-        data_connections: 0,
-        ahead: 0,
-        server: text("fake"),
-        reason: text(reason),
-        secret: [0; 32],
-        grace: 0,
-        eager: 0,
-        session_key: [0; 32],
-        principal: text(""),
-        cache: 0,
-        unused: 0,
-    }
+    Welcome { server: text("fake"), ..Welcome::new(answer, reason) }
 }
 
 /// Sends a hello.

@@ -5,7 +5,6 @@
 
 pub mod client;
 pub mod network;
-pub mod random;
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsFd;

@@ -57,7 +57,7 @@ fn while_hosts_end(host: &Daemon, mut command: Command, name: &str, random: &mut
             if running.is_finished() {
                 break;
             }
-            std::thread::sleep(Duration::from_millis(random.below(300)));
+            std::thread::sleep(Duration::from_millis(random.number() % 300));
             ends += u64::from(replace(host, number)?);
         }
         running.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?

@@ -15,6 +15,22 @@ use protocol::ops::activity::{self, ActivityRecord};
 
 use crate::driver::activity::{Activity, blank};
 
+/// Converts a record of the library: what all kinds have, and these fields.
+macro_rules! converted {
+    ($found:ident, $kind:ident { $($field:ident $(: $value:expr)?),* $(,)? }) => {
+        ActivityRecord {
+            kind: activity::kind::$kind,
+            device: $found.deviceId,
+            begin: $found.start,
+            end: $found.end,
+            graph: $found.graphId,
+            node: $found.graphNodeId,
+            $($field $(: $value)?,)*
+            ..blank()
+        }
+    };
+}
+
 /// Size of a record buffer, in bytes.
 const BUFFER: usize = 1 << 20;
 /// Alignment of buffers.
@@ -315,49 +331,21 @@ impl State {
                 }
                 kind::MEMCPY => {
                     let found = record.cast::<Memcpy>().read_unaligned();
-                    let record = ActivityRecord {
-                        kind: activity::kind::COPY,
-                        device: found.deviceId,
-                        begin: found.start,
-                        end: found.end,
-                        bytes: found.bytes,
-                        memory: [found.copyKind, found.srcKind, found.dstKind],
-                        graph: found.graphId,
-                        node: found.graphNodeId,
-                        ..blank()
-                    };
+                    let memory = [found.copyKind, found.srcKind, found.dstKind];
+                    let record = converted!(found, COPY { bytes: found.bytes, memory });
                     self.done(found.correlationId, record, String::new());
                 }
                 kind::MEMCPY2 => {
                     let found = record.cast::<MemcpyPtoP>().read_unaligned();
-                    let record = ActivityRecord {
-                        kind: activity::kind::COPY,
-                        device: found.deviceId,
-                        begin: found.start,
-                        end: found.end,
-                        bytes: found.bytes,
-                        ends: [found.srcDeviceId, found.dstDeviceId],
-                        memory: [found.copyKind, found.srcKind, found.dstKind],
-                        graph: found.graphId,
-                        node: found.graphNodeId,
-                        ..blank()
-                    };
+                    let memory = [found.copyKind, found.srcKind, found.dstKind];
+                    let ends = [found.srcDeviceId, found.dstDeviceId];
+                    let record = converted!(found, COPY { bytes: found.bytes, ends, memory });
                     self.done(found.correlationId, record, String::new());
                 }
                 kind::MEMSET => {
                     let found = record.cast::<Memset>().read_unaligned();
-                    let record = ActivityRecord {
-                        kind: activity::kind::FILL,
-                        device: found.deviceId,
-                        begin: found.start,
-                        end: found.end,
-                        bytes: found.bytes,
-                        value: found.value,
-                        memory: [0, 0, found.memoryKind as u8],
-                        graph: found.graphId,
-                        node: found.graphNodeId,
-                        ..blank()
-                    };
+                    let memory = [0, 0, found.memoryKind as u8];
+                    let record = converted!(found, FILL { bytes: found.bytes, value: found.value, memory });
                     self.done(found.correlationId, record, String::new());
                 }
                 _ => {}
@@ -369,21 +357,17 @@ impl State {
 /// Converts a kernel's record. Returns its correlation ID, too.
 fn kernel(found: &Kernel) -> (u32, ActivityRecord) {
     let dimensions = |all: [i32; 3]| all.map(i32::cast_unsigned);
-    let record = ActivityRecord {
-        kind: activity::kind::KERNEL,
-        device: found.deviceId,
-        begin: found.start,
-        end: found.end,
-        grid: dimensions([found.gridX, found.gridY, found.gridZ]),
-        block: dimensions([found.blockX, found.blockY, found.blockZ]),
-        cluster: [found.clusterX, found.clusterY, found.clusterZ],
-        shared: [found.staticSharedMemory.cast_unsigned(), found.dynamicSharedMemory.cast_unsigned()],
-        registers: found.registersPerThread.into(),
-        local: found.localMemoryPerThread,
-        graph: found.graphId,
-        node: found.graphNodeId,
-        ..blank()
-    };
+    let record = converted!(
+        found,
+        KERNEL {
+            grid: dimensions([found.gridX, found.gridY, found.gridZ]),
+            block: dimensions([found.blockX, found.blockY, found.blockZ]),
+            cluster: [found.clusterX, found.clusterY, found.clusterZ],
+            shared: [found.staticSharedMemory.cast_unsigned(), found.dynamicSharedMemory.cast_unsigned()],
+            registers: found.registersPerThread.into(),
+            local: found.localMemoryPerThread,
+        }
+    );
     (found.correlationId, record)
 }
 

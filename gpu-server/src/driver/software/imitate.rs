@@ -4,7 +4,6 @@
 //! longer while kernels run. NVIDIA's driver does wait, and a session must cope with that: while the
 //! dispatcher is inside such a call, it reads no further commands. A server without this option only ever
 //! checks an empty [`Imitate`].
-//! is given none of them never comes here but for one look at an empty [`Imitate`].
 
 use std::collections::HashMap;
 use std::fmt;
@@ -12,6 +11,7 @@ use std::str::FromStr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
+use protocol::fuzzing::Random;
 use serde::{Deserialize, Serialize};
 use software_gpu::{Event, Stream};
 
@@ -116,21 +116,17 @@ impl Imitate {
 #[derive(Debug)]
 pub(super) struct Delays {
     most_us: u32,
-    state: u64,
+    random: Random,
 }
 
 impl Delays {
     pub(super) fn new(imitate: &Imitate) -> Delays {
-        Delays { most_us: imitate.call_us, state: u64::from(imitate.seed) }
+        Delays { most_us: imitate.call_us, random: Random(imitate.seed.into()) }
     }
 
-    /// The next delay in microseconds, by SplitMix64.
+    /// The next delay in microseconds.
     fn next(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % (u64::from(self.most_us) + 1)
+        self.random.number() % (u64::from(self.most_us) + 1)
     }
 
     /// Delays the caller.

@@ -25,7 +25,7 @@ mod streams;
 mod tensor;
 mod transfer;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,6 +54,11 @@ use crate::config::Backing;
 const NAME: &str = "rgpu software GPU";
 /// The answer to `cuDriverGetVersion`.
 const DRIVER_VERSION: u32 = 13000;
+/// `CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED`.
+const P2P_ACCESS_SUPPORTED: usize = 2;
+/// `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED`, `…_NOT_ENABLED`.
+const PEER_ACCESS_ALREADY_ENABLED: Status = Status(704);
+const PEER_ACCESS_NOT_ENABLED: Status = Status(705);
 
 /// The devices of a session, in software.
 pub struct Software {
@@ -61,6 +66,9 @@ pub struct Software {
     output: Arc<Output>,
     errors: Option<Errors>,
     contexts: HashMap<u32, Context>,
+    /// Contexts, and the ones whose devices they may access by `cuCtxEnablePeerAccess`. It changes nothing:
+    /// all devices are each other's peers.
+    peers: BTreeSet<(u32, u32)>,
     /// The granules that mirrors use.
     granules: Granules,
     beside: Arc<Reach>,
@@ -164,11 +172,12 @@ impl Software {
             devices.push(Device { gpu, number, config, context });
         }
         let contexts = (0..devices.len() as u32).map(|n| (n, Context::new(n))).collect();
-        Ok(Software {
+        let software = Software {
             devices,
             output,
             errors: None,
             contexts,
+            peers: BTreeSet::new(),
             granules: Granules::default(),
             beside,
             bell: Arc::default(),
@@ -177,7 +186,18 @@ impl Software {
             marked: None,
             delays: Delays::new(&backing.software_imitate),
             hardware_queues: HardwareQueues::default(),
-        })
+        };
+        software.pairs().for_each(|(gpu, peer)| gpu.enable_peer(peer));
+        Ok(software)
+    }
+
+    /// Each device with each other one.
+    fn pairs(&self) -> impl Iterator<Item = (&Gpu, &Gpu)> {
+        let others = |device: &'_ Device| {
+            let number = device.number;
+            self.devices.iter().filter(move |other| other.number != number)
+        };
+        self.devices.iter().flat_map(move |device| others(device).map(move |other| (&device.gpu, &other.gpu)))
     }
 
     /// Makes the device's context, if it was not made yet.
@@ -187,6 +207,10 @@ impl Software {
             self.imitate.make_context();
         }
         Ok(())
+    }
+
+    fn forget_peers(&mut self, gone: ContextId) {
+        self.peers.retain(|(context, peer)| *context != gone.0 && *peer != gone.0);
     }
 
     fn device(&self, ordinal: u32) -> Result<&Device> {
@@ -264,15 +288,19 @@ impl driver::Gpu for Software {
     }
 
     fn describe_peer(&mut self, _device: u32, _peer: u32) -> Result<PeerInfoReply> {
-        // Copies between devices work, but a kernel cannot access another device's memory.
-        let (attributes, atomics) = (vec![0; PEER_ATTRIBUTES], vec![0; ATOMIC_OPERATIONS]);
-        Ok(PeerInfoReply { can_access: false, attributes, atomics })
+        // A kernel can read and write another device's memory. Atomic operations there are not promised.
+        let (mut attributes, atomics) = (vec![0; PEER_ATTRIBUTES], vec![0; ATOMIC_OPERATIONS]);
+        attributes[P2P_ACCESS_SUPPORTED - 1] = 1;
+        Ok(PeerInfoReply { can_access: true, attributes, atomics })
     }
 
     fn select(&mut self, devices: &[u32], _windows: &[u32]) -> Result {
+        // A peer would keep a device that is not selected.
+        self.pairs().for_each(|(gpu, peer)| gpu.disable_peer(peer));
         let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
         self.devices.extend(devices.iter().filter_map(|number| old[*number as usize].take()));
         self.beside.keep_devices(&self.devices.iter().map(|device| device.number).collect::<Vec<_>>());
+        self.pairs().for_each(|(gpu, peer)| gpu.enable_peer(peer));
         self.contexts = (0..self.devices.len() as u32).map(|n| (n, Context::new(n))).collect();
         Ok(())
     }
@@ -288,6 +316,7 @@ impl driver::Gpu for Software {
     fn forget_context(&mut self, _context: ContextId) {}
 
     fn destroy_context(&mut self, context: ContextId) -> Result {
+        self.forget_peers(context);
         self.contexts.remove(&context.0);
         Ok(())
     }
@@ -302,6 +331,16 @@ impl driver::Gpu for Software {
         let fresh = Gpu::new(self.device(device)?.config.clone()).map_err(|e| code(&e))?;
         self.beside.set_device(self.device(device)?.number, &fresh)?;
         Software::map_again(device, &fresh, space)?;
+        for (ordinal, other) in (0..).zip(&self.devices).filter(|(ordinal, _)| *ordinal != device) {
+            let old = &self.device(device)?.gpu;
+            other.gpu.disable_peer(old);
+            other.gpu.enable_peer(&fresh);
+            fresh.enable_peer(&other.gpu);
+            old.disable_peer(&other.gpu);
+            // A kernel of the other device may still use the old memory.
+            let old = old.clone();
+            streams::after_all(&other.gpu, &self.streams_of_device(streams, ordinal), move |_| drop(old));
+        }
         let device = self.devices.get_mut(device as usize).ok_or(Status::INVALID_DEVICE)?;
         std::mem::replace(&mut device.gpu, fresh).cancel();
         device.context.store(false, Ordering::Relaxed);
@@ -309,6 +348,7 @@ impl driver::Gpu for Software {
     }
 
     fn reset(&mut self, device: u32) -> Result {
+        self.forget_peers(ContextId(device));
         self.contexts.insert(device, Context::new(device));
         Ok(())
     }
@@ -344,6 +384,17 @@ impl driver::Gpu for Software {
             (properties::PRINTF_FIFO_SIZE | properties::MALLOC_HEAP_SIZE, _) => value,
             _ => 0,
         }
+    }
+
+    fn enable_peer(&mut self, context: ContextId, peer: ContextId) -> Result {
+        if self.context(context)?.device == self.context(peer)?.device {
+            return Err(Status::INVALID_DEVICE);
+        }
+        if self.peers.insert((context.0, peer.0)) { Ok(()) } else { Err(PEER_ACCESS_ALREADY_ENABLED) }
+    }
+
+    fn disable_peer(&mut self, context: ContextId, peer: ContextId) -> Result {
+        if self.peers.remove(&(context.0, peer.0)) { Ok(()) } else { Err(PEER_ACCESS_NOT_ENABLED) }
     }
 
     fn end(&mut self, streams: &mut Streams<SoftwareStream>) {

@@ -404,8 +404,9 @@ impl Answers for Devices {
             // NVML_TOPOLOGY_INTERNAL, NVML_TOPOLOGY_SYSTEM
             pair::TOPOLOGY_COMMON_ANCESTOR => Ok(if same { 0 } else { 50 }),
             pair::ON_SAME_BOARD => Ok(same.into()),
-            // Kernels cannot access another device's memory: NVML_P2P_STATUS_NOT_SUPPORTED.
-            pair::P2P_STATUS if op.argument < 5 => Ok(5),
+            // NVML_P2P_STATUS_OK for reading and writing another device's memory, and
+            // NVML_P2P_STATUS_NOT_SUPPORTED.
+            pair::P2P_STATUS if op.argument < 5 => Ok(if op.argument < 2 && !same { 0 } else { 5 }),
             _ => Err(status::INVALID_ARGUMENT),
         }
     }

@@ -20,21 +20,21 @@
 macro_rules! api {
     () => {};
     (fn $name:ident / $per_thread:ident ($($arg:ident : $ty:ty),* $(,)?) |$pt:ident| $body:block $($rest:tt)*) => {
-        api! { @export $name ($($arg: $ty),*) { let $pt = false; $body } }
-        api! { @export $per_thread ($($arg: $ty),*) { let $pt = true; $body } }
+        api! { @export [] $name ($($arg: $ty),*) { let $pt = false; $body } }
+        api! { @export [] $per_thread ($($arg: $ty),*) { let $pt = true; $body } }
         api! { $($rest)* }
     };
     (fn $name:ident ($($arg:ident : $ty:ty),* $(,)?) $body:block $($rest:tt)*) => {
-        api! { @export $name ($($arg: $ty),*) $body }
+        api! { @export [] $name ($($arg: $ty),*) $body }
         api! { $($rest)* }
     };
     (unsafe fn $name:ident / $per_thread:ident ($($arg:ident : $ty:ty),* $(,)?) |$pt:ident| $body:block $($rest:tt)*) => {
-        api! { @export_unsafe $name ($($arg: $ty),*) { let $pt = false; $body } }
-        api! { @export_unsafe $per_thread ($($arg: $ty),*) { let $pt = true; $body } }
+        api! { @export [unsafe] $name ($($arg: $ty),*) { let $pt = false; $body } }
+        api! { @export [unsafe] $per_thread ($($arg: $ty),*) { let $pt = true; $body } }
         api! { $($rest)* }
     };
     (unsafe fn $name:ident ($($arg:ident : $ty:ty),* $(,)?) $body:block $($rest:tt)*) => {
-        api! { @export_unsafe $name ($($arg: $ty),*) $body }
+        api! { @export [unsafe] $name ($($arg: $ty),*) $body }
         api! { $($rest)* }
     };
     (alias $name:ident = $target:ident ($($arg:ident : $ty:ty),* $(,)?); $($rest:tt)*) => {
@@ -45,30 +45,18 @@ macro_rules! api {
         }
         api! { $($rest)* }
     };
-    (@export $name:ident ($($arg:ident : $ty:ty),*) $body:block) => {
+    (@export [$($unsafe:tt)?] $name:ident ($($arg:ident : $ty:ty),*) $body:block) => {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $ty),*) -> u32 {
             #[inline(always)]
-            fn body($($arg: $ty),*) -> $crate::abi::result::Result {
-                $body
-            }
-            static CALL: ::client::counters::Call = ::client::counters::Call::new(stringify!($name));
-            let _inside = ::client::counters::enter(&CALL);
-            $crate::abi::result::finish(stringify!($name), body($($arg),*))
-        }
-    };
-    (@export_unsafe $name:ident ($($arg:ident : $ty:ty),*) $body:block) => {
-        #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($($arg: $ty),*) -> u32 {
-            #[inline(always)]
-            unsafe fn body($($arg: $ty),*) -> $crate::abi::result::Result {
+            $($unsafe)? fn body($($arg: $ty),*) -> $crate::abi::result::Result {
                 $body
             }
             static CALL: ::client::counters::Call = ::client::counters::Call::new(stringify!($name));
             let _inside = ::client::counters::enter(&CALL);
             // SAFETY: the caller of the exported function meets the manual's requirements for its arguments,
             // and the body needs nothing else.
-            let result = unsafe { body($($arg),*) };
+            let result = $($unsafe)? { body($($arg),*) };
             $crate::abi::result::finish(stringify!($name), result)
         }
     };
@@ -84,4 +72,12 @@ macro_rules! unsupported {
             $crate::abi::result::refuse(stringify!($name), &SAID)
         }
     )*};
+}
+
+/// `Err(NOT_SUPPORTED)` for an unsupported form of a supported function. Each place logs its form once.
+macro_rules! refuse_form {
+    ($what:expr $(,)?) => {{
+        static SAID: ::std::sync::atomic::AtomicBool = ::std::sync::atomic::AtomicBool::new(false);
+        $crate::abi::result::refuse_form($what, &SAID)
+    }};
 }

@@ -3,10 +3,9 @@
 use std::cell::RefCell;
 use std::ffi::c_void;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use crate::abi::arguments::In;
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::abi::types::launch_attr;
 use crate::abi::types::{LaunchAttr, LaunchConfig};
 use crate::code::library;
@@ -120,7 +119,6 @@ api! {
     unsafe fn cuLaunchKernelEx / cuLaunchKernelEx_ptsz(
         config: In<LaunchConfig>, function: usize, params: *const *const c_void, extra: *const *mut c_void
     ) |pt| {
-        static SAID: AtomicBool = AtomicBool::new(false);
         config.required()?;
         let c = config.get()?;
         let shape = Shape { grid: c.grid, block: c.block, shared: c.sharedMemBytes };
@@ -138,7 +136,7 @@ api! {
         let (_, context, _lent) = stream_table::ready_on(c.hStream)?;
         let stream = stream_table::any(context, c.hStream, pt)?;
         if stream.capture().is_some() {
-            return refuse_form("a captured launch that records an event", &SAID);
+            return refuse_form!("a captured launch that records an event");
         }
         let events = events.into_iter().map(event::of).collect::<Result<Vec<_>>>()?;
         // SAFETY: the program passes what CUDA's manual requires.

@@ -122,32 +122,22 @@ unsafe fn graph_edges(
     unsafe { tell(&found, &[(from, |edge| edge.from), (to, |edge| edge.to)], data, count) }
 }
 
+/// The nodes on which a node depends, or those that depend on it.
+///
 /// # Safety
 /// As for [`list`].
-unsafe fn dependencies(
+unsafe fn neighbors(
     handle: usize,
-    to: OutArray<usize>,
+    dependents: bool,
+    found: OutArray<usize>,
     data: OutArray<EdgeData>,
     count: InOut<usize>,
 ) -> Result {
     let (graph, id) = node(handle)?;
-    let found = edges(&graph, |_, to| to == id)?;
+    let edges = edges(&graph, |from, to| if dependents { from == id } else { to == id })?;
+    let other: fn(&Named) -> usize = if dependents { |edge| edge.to } else { |edge| edge.from };
     // SAFETY: guaranteed by the caller.
-    unsafe { tell(&found, &[(to, |edge| edge.from)], data, count) }
-}
-
-/// # Safety
-/// As for [`list`].
-unsafe fn dependents(
-    handle: usize,
-    to: OutArray<usize>,
-    data: OutArray<EdgeData>,
-    count: InOut<usize>,
-) -> Result {
-    let (graph, id) = node(handle)?;
-    let found = edges(&graph, |from, _| from == id)?;
-    // SAFETY: guaranteed by the caller.
-    unsafe { tell(&found, &[(to, |edge| edge.to)], data, count) }
+    unsafe { tell(&edges, &[(found, other)], data, count) }
 }
 
 fn label(work: &Work) -> String {
@@ -293,22 +283,22 @@ api! {
 
     unsafe fn cuGraphNodeGetDependencies(node: usize, to: OutArray<usize>, count: InOut<usize>) {
         // SAFETY: there is room for `count` values, by CUDA's manual.
-        unsafe { dependencies(node, to, OutArray::NULL, count) }
+        unsafe { neighbors(node, false, to, OutArray::NULL, count) }
     }
 
     unsafe fn cuGraphNodeGetDependencies_v2(node: usize, to: OutArray<usize>, data: OutArray<EdgeData>, count: InOut<usize>) {
         // SAFETY: there is room for `count` values, by CUDA's manual.
-        unsafe { dependencies(node, to, data, count) }
+        unsafe { neighbors(node, false, to, data, count) }
     }
 
     unsafe fn cuGraphNodeGetDependentNodes(node: usize, to: OutArray<usize>, count: InOut<usize>) {
         // SAFETY: there is room for `count` values, by CUDA's manual.
-        unsafe { dependents(node, to, OutArray::NULL, count) }
+        unsafe { neighbors(node, true, to, OutArray::NULL, count) }
     }
 
     unsafe fn cuGraphNodeGetDependentNodes_v2(node: usize, to: OutArray<usize>, data: OutArray<EdgeData>, count: InOut<usize>) {
         // SAFETY: there is room for `count` values, by CUDA's manual.
-        unsafe { dependents(node, to, data, count) }
+        unsafe { neighbors(node, true, to, data, count) }
     }
 
     fn cuGraphNodeGetType(node: usize, kind: Out<u32>) {

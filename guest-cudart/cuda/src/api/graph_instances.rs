@@ -2,10 +2,9 @@
 
 use std::ffi::c_char;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use crate::abi::arguments::{In, InOut, Out};
-use crate::abi::result::{Result, code, refuse_form};
+use crate::abi::result::{Result, code};
 use crate::abi::types::{
     BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, InstantiateParams, KernelNodeParams,
     KernelNodeParams1, Memcpy3D, MemsetNodeParams, UpdateResultInfo,
@@ -32,13 +31,12 @@ fn exec(handle: usize) -> Result<(&'static Driver, Arc<Exec>)> {
 }
 
 fn instantiate(graph: usize, flags: u64) -> Result<usize> {
-    static SAID: AtomicBool = AtomicBool::new(false);
     let graph = of(graph)?;
     if flags & !flag::ALL != 0 {
         return Err(Status::INVALID_VALUE);
     }
     if flags & flag::DEVICE_LAUNCH != 0 {
-        return refuse_form("a graph that kernels launch", &SAID);
+        return refuse_form!("a graph that kernels launch");
     }
     if conditional::has_unused(&graph) {
         return Err(Status::INVALID_VALUE);

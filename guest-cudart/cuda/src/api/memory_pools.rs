@@ -1,16 +1,17 @@
 //! Stream-ordered allocation and memory pools.
 
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use crate::abi::arguments::{Array, Count, In, Out, non_null, put};
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::abi::types::{MemAccessDesc, MemLocation, MemPoolProps};
 use crate::graph::recording;
-use crate::memory::host_pool::{self, HostPool};
+use crate::memory::host_pool;
 use crate::memory::managed::advice::{self, Place};
 use crate::memory::pool::{
     self, CURRENT, LIMIT_STEP, LOCATION_DEVICE, LOCATION_HOST, LOCATION_NONE, MANAGED, PINNED, POOLS, Pool,
+    READ_WRITE,
 };
 use crate::memory::pool_export::{self, FABRIC, POSIX_FD};
 use crate::memory::stream_ordered;
@@ -26,7 +27,6 @@ pub(crate) fn alloc(
     handle: usize,
     per_thread: bool,
 ) -> Result {
-    static SAID: AtomicBool = AtomicBool::new(false);
     dptr.required()?;
     let (driver, context, _lent) = stream_table::ready_on(handle)?;
     let stream = stream_table::any(context, handle, per_thread)?;
@@ -41,7 +41,7 @@ pub(crate) fn alloc(
     stream_ordered::collect(driver);
     if let Some(capture) = stream.capture() {
         if pool.managed.is_some() || pool.host.is_some() {
-            return refuse_form("an allocation of a pool that is not in device memory in a graph", &SAID);
+            return refuse_form!("an allocation of a pool that is not in device memory in a graph");
         }
         let address = recording::allocate(&capture, driver, &stream, pool.device, size as u64)?;
         return dptr.put(address);
@@ -96,22 +96,20 @@ fn set_current(device: i32, pool: usize) -> Result {
     Ok(())
 }
 
-/// Gives access to pinned host memory. All devices have access, and it cannot be revoked.
-fn give_host_access(pool: &HostPool, map: &[MemAccessDesc]) -> Result {
-    static SAID: AtomicBool = AtomicBool::new(false);
-    let mut devices = Vec::new();
+/// Checks access to pinned host memory. All devices have access, and it cannot be revoked.
+fn host_access(map: &[MemAccessDesc]) -> Result<Vec<(u32, u32)>> {
+    let mut given = Vec::new();
     for access in map {
         match access.location.kind {
             LOCATION_HOST => {}
-            LOCATION_DEVICE => devices.push(driver::device(access.location.id)?.ordinal),
+            LOCATION_DEVICE => given.push((driver::device(access.location.id)?.ordinal, access.flags)),
             _ => return Err(Status::INVALID_VALUE),
         }
-        if access.flags != 3 {
-            return refuse_form("restricted access to a memory pool of the host", &SAID);
+        if access.flags != READ_WRITE {
+            return refuse_form!("restricted access to a memory pool of the host");
         }
     }
-    devices.into_iter().for_each(|device| pool.tell(device));
-    Ok(())
+    Ok(given)
 }
 
 api! {
@@ -189,7 +187,6 @@ api! {
     }
 
     fn cuMemPoolCreate(pool: Out<usize>, props: In<MemPoolProps>) {
-        static SAID: AtomicBool = AtomicBool::new(false);
         pool.required()?;
         props.required()?;
         let driver = driver()?;
@@ -206,7 +203,7 @@ api! {
         }
         if is_host(props.location)? {
             if props.handleTypes != 0 {
-                return refuse_form("sharing a memory pool of the host with other processes", &SAID);
+                return refuse_form!("sharing a memory pool of the host with other processes");
             }
             return pool.put(pool::insert(Pool { limit: limit(&props), ..Pool::on_host() })?);
         }
@@ -217,7 +214,7 @@ api! {
         }
         let supported = device.attribute(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES) as u32;
         if props.handleTypes & !supported != 0 {
-            return refuse_form("a memory pool with these handle types", &SAID);
+            return refuse_form!("a memory pool with these handle types");
         }
         let name = if props.handleTypes == 0 { None } else { Some(pool_export::new_name()?) };
         let made = Pool { name, limit: limit(&props), ..Pool::new(device.ordinal) };
@@ -285,11 +282,15 @@ api! {
     }
 
     fn cuMemPoolSetAccess(pool: usize, map: Array<MemAccessDesc>, count: Count) {
-        let (_, pool) = pool::of(pool)?;
-        if let Some(host) = &pool.host {
-            return give_host_access(host, map.entries(count)?);
+        let (driver, pool) = pool::of(pool)?;
+        let map = map.entries(count)?;
+        let given = if pool.host.is_some() { host_access(map) } else { pool::check_access(pool.device, map) }?;
+        let mut access = lock(&pool.access);
+        if pool.imported {
+            pool_export::set_access(driver, &pool, &given)?;
         }
-        pool::check_access(pool.device, map.entries(count)?)
+        access.extend(given);
+        Ok(())
     }
 
     fn cuMemPoolGetAccess(flags: Out<u32>, pool: usize, place: In<MemLocation>) {
@@ -299,11 +300,9 @@ api! {
             place.required()?;
             return flags.put(0);
         }
-        if let Some(host) = &pool.host {
-            let told = is_host(place.get()?)? || host.is_told(pool::location(place.get()?)? as u32);
-            return flags.put(if told { 3 } else { 0 });
+        if pool.host.is_some() && is_host(place.get()?)? {
+            return flags.put(READ_WRITE);
         }
-        let device = pool::location(place.get()?)?;
-        flags.put(if device == pool.device as i32 { 3 } else { 0 })
+        flags.put(pool.access_of(pool::location(place.get()?)? as u32))
     }
 }

@@ -3,10 +3,10 @@
 use crate::abi::arguments::{Array, Count, Out, OutArray};
 use crate::abi::result::{Result, code};
 use crate::process::context::{self, Context};
-use crate::process::driver::{Device, device};
+use crate::process::driver::device;
 use client::Status;
 use client::ops::context::{PeerDisable, PeerEnable};
-use client::ops::device::{ATOMIC_OPERATIONS, PEER_ATTRIBUTES, PeerInfo, PeerInfoReply};
+use client::ops::device::{ATOMIC_OPERATIONS, PEER_ATTRIBUTES};
 
 /// The current context and its peer, for enabling or disabling peer access between them.
 fn pair(peer: usize) -> Result<(&'static Context, &'static Context)> {
@@ -19,21 +19,6 @@ fn pair(peer: usize) -> Result<(&'static Context, &'static Context)> {
         return Err(Status::INVALID_CONTEXT);
     }
     Ok((context, other))
-}
-
-/// What a server reports about two of its devices. `None` if they are on two servers, where neither can
-/// access the other's memory.
-///
-/// # Errors
-/// `INVALID_DEVICE` if they are the same device.
-fn asked(device: &Device, peer: &Device) -> Result<Option<PeerInfoReply>> {
-    if device.ordinal == peer.ordinal {
-        return Err(Status::INVALID_DEVICE);
-    }
-    if !std::ptr::eq(device.server, peer.server) {
-        return Ok(None);
-    }
-    device.server.session.call(&PeerInfo { device: device.number, peer: peer.number }).map(Some)
 }
 
 /// Writes the capabilities of the requested operations, from all that are `known`.
@@ -58,7 +43,7 @@ api! {
     }
 
     fn cuDeviceGetP2PAtomicCapabilities(capabilities: OutArray<u32>, operations: Array<u32>, count: Count<u32>, src: i32, dst: i32) {
-        let known = match asked(device(src)?, device(dst)?)? {
+        let known = match device(src)?.as_peer_of(device(dst)?)? {
             Some(info) => info.atomics,
             None => vec![0; ATOMIC_OPERATIONS],
         };
@@ -75,12 +60,12 @@ api! {
         if a.ordinal == b.ordinal {
             return can.put(0);
         }
-        can.put(asked(a, b)?.is_some_and(|info| info.can_access).into())
+        can.put(a.as_peer_of(b)?.is_some_and(|info| info.can_access).into())
     }
 
     fn cuDeviceGetP2PAttribute(value: Out<i32>, attribute: u32, src: i32, dst: i32) {
         value.required()?;
-        let info = asked(device(src)?, device(dst)?)?;
+        let info = device(src)?.as_peer_of(device(dst)?)?;
         let at = (attribute as usize).checked_sub(1).filter(|at| *at < PEER_ATTRIBUTES).ok_or(Status::INVALID_VALUE)?;
         let Some(info) = info else { return value.put(0) };
         value.put(*info.attributes.get(at).ok_or(Status::INVALID_VALUE)?)

@@ -1,10 +1,9 @@
 //! Pinned host memory.
 
 use std::ffi::c_void;
-use std::sync::atomic::AtomicBool;
 
 use crate::abi::arguments::Out;
-use crate::abi::result::{Result, code, refuse_form};
+use crate::abi::result::{Result, code};
 use crate::memory::managed::mirror;
 use crate::memory::pinned::{self, DEVICEMAP};
 use crate::memory::pinned_regions::{self, HostTag, REGIONS};
@@ -105,7 +104,6 @@ api! {
     }
 
     fn cuMemHostGetDevicePointer_v2(dptr: Out<u64>, p: *mut c_void, flags: u32) {
-        static SAID: AtomicBool = AtomicBool::new(false);
         dptr.required()?;
         let (driver, context) = context::ready()?;
         let found = pinned_regions::find(p as u64).filter(|_| flags == 0);
@@ -116,10 +114,8 @@ api! {
         }
         match pinned::map(context, base, size) {
             Ok(()) => dptr.put(p as u64),
-            Err(Status::NOT_SUPPORTED) => refuse_form(
-                "cuMemHostGetDevicePointer of memory that cannot be mirrored for a GPU that does not share it",
-                &SAID,
-            ),
+            Err(Status::NOT_SUPPORTED) => refuse_form!(
+                "cuMemHostGetDevicePointer of memory that cannot be mirrored for a GPU that does not share it"),
             Err(status) => Err(status),
         }
     }

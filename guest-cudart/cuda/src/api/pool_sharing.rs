@@ -68,6 +68,7 @@ api! {
         pool_export::collect(driver);
         virtual_memory::share(driver)?;
         let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        let access = lock(&pool.access);
         let mut imported = lock(&IMPORTED);
         // Memory that is imported twice has one address, and freeing it once removes it.
         let known = imported.iter().find(|(_, known)| known.name == name && known.leaving.is_none());
@@ -75,6 +76,11 @@ api! {
             return address.put(*known);
         }
         let opened = virtual_memory::open(driver, device.server, name.token, name.offset, name.size, true)?;
+        let given: Vec<_> = access.iter().map(|(device, flags)| (*device, *flags)).collect();
+        if let Err(status) = virtual_memory::set_access_to(driver, opened, &given) {
+            let _ = virtual_memory::close(driver, opened);
+            return Err(status);
+        }
         imported.insert(opened, Imported { name, context: device.primary, leaving: None });
         address.put(opened)
     }

@@ -2,10 +2,10 @@
 
 use std::ffi::c_void;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use crate::abi::arguments::{Array, Count, In, Out, non_null, put};
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::abi::types::{AccessDesc, AllocationProp, MemLocation};
 use crate::memory::virtual_memory::{self, DEVICE, Home, MAGIC, PINNED, POSIX_FD, Space};
 use crate::memory::{host_memory, shared_descriptor, stream_ordered};
@@ -41,7 +41,6 @@ api! {
     }
 
     fn cuMemCreate(handle: Out<u64>, size: usize, prop: In<AllocationProp>, flags: u64) {
-        static SAID: AtomicBool = AtomicBool::new(false);
         handle.required()?;
         prop.required()?;
         let driver = driver()?;
@@ -53,7 +52,7 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         if prop.handle_types & !POSIX_FD != 0 || prop.gpu_direct_rdma != 0 {
-            return refuse_form("cuMemCreate of memory for fabric handles or GPUDirect RDMA", &SAID);
+            return refuse_form!("cuMemCreate of memory for fabric handles or GPUDirect RDMA");
         }
         let exportable = prop.handle_types & POSIX_FD != 0;
         let Some(device) = device else {
@@ -62,7 +61,7 @@ api! {
                 return Err(Status::INVALID_VALUE);
             }
             if exportable {
-                return refuse_form("cuMemCreate of host memory for export", &SAID);
+                return refuse_form!("cuMemCreate of host memory for export");
             }
             return handle.put(virtual_memory::make_host(size, prop.location)? as u64);
         };

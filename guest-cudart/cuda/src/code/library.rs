@@ -2,10 +2,9 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
 
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::code::function::{FUNCTIONS, Function, func};
 use crate::code::jit_options::Jit;
 use crate::code::module::{self, Module, Variable};
@@ -206,8 +205,7 @@ impl Kernel {
 
 /// The error for using a library with managed variables on a second server.
 fn on_two_servers<T>() -> Result<T> {
-    static SAID: AtomicBool = AtomicBool::new(false);
-    refuse_form("code with __managed__ variables on GPUs of two servers", &SAID)
+    refuse_form!("code with __managed__ variables on GPUs of two servers")
 }
 
 /// Drops what libraries loaded into a context. `with_server`: the server unloads it with the context.

@@ -3,10 +3,9 @@
 //! conditional nodes are drafts as well.
 
 use std::collections::HashSet;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::abi::types::ConditionalNodeParams;
 use crate::graph::instance::{self, Flat};
 use crate::graph::node_work::Work;
@@ -165,7 +164,6 @@ fn conditionals<'a>(nodes: impl Iterator<Item = &'a Flat>) -> Vec<Arc<Conditiona
 
 /// The nodes of a conditional node's graph. The server does all of them.
 fn body_nodes(driver: &Driver, body: &Arc<Graph>) -> Result<(Vec<GraphNode>, Vec<Arc<Conditional>>)> {
-    static SAID: AtomicBool = AtomicBool::new(false);
     let mut nodes = Vec::new();
     instance::flatten(body, &[], &mut nodes);
     if nodes.iter().any(|node| matches!(node.work, Work::Alloc(_) | Work::Free(_))) {
@@ -174,9 +172,8 @@ fn body_nodes(driver: &Driver, body: &Arc<Graph>) -> Result<(Vec<GraphNode>, Vec
     }
     let places: Vec<usize> = instance::plan(&nodes).into_iter().flat_map(|(_, places)| places).collect();
     if nodes.iter().any(|node| !node.is_servers()) {
-        return refuse_form(
-            "a graph of a conditional node with copies from or to the host's memory, host functions or events",
-            &SAID,
+        return refuse_form!(
+            "a graph of a conditional node with copies from or to the host's memory, host functions or events"
         );
     }
     let described = instance::describe(&nodes, driver, body.context, &places)?;
@@ -185,16 +182,13 @@ fn body_nodes(driver: &Driver, body: &Arc<Graph>) -> Result<(Vec<GraphNode>, Vec
 
 /// Logs that an instance with conditional nodes cannot be changed.
 pub(crate) fn refuse_change<T>() -> Result<T> {
-    static SAID: AtomicBool = AtomicBool::new(false);
-    refuse_form("changing an instance of a graph with conditional nodes", &SAID)
+    refuse_form!("changing an instance of a graph with conditional nodes")
 }
 
 /// Logs that kernels which may set conditions are in another graph of the server's than the conditional
 /// nodes.
 pub(crate) fn refuse_apart<T>() -> Result<T> {
-    static SAID: AtomicBool = AtomicBool::new(false);
-    refuse_form(
-        "a graph with conditional nodes that has kernels both before and after host functions, events or copies of host memory",
-        &SAID,
+    refuse_form!(
+        "a graph with conditional nodes that has kernels both before and after host functions, events or copies of host memory"
     )
 }

@@ -9,10 +9,10 @@
 //! A change of parameters marks nodes, and the next launch sends them to the server.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::abi::types::MemsetNodeParams;
 use crate::graph::launch_steps::{self, Bounce};
 use crate::graph::node_work::{Way, Work};
@@ -503,11 +503,10 @@ impl Exec {
 
     /// Checks that the server which has the graph also has a stream.
     fn check_server(&self, stream: &Stream) -> Result {
-        static SAID: AtomicBool = AtomicBool::new(false);
         if std::ptr::eq(self.context.server, stream.context.server) {
             return Ok(());
         }
-        refuse_form("launching a graph on a stream of another server than its kernels'", &SAID)
+        refuse_form!("launching a graph on a stream of another server than its kernels'")
     }
 
     /// Enqueues a launch on a stream that is not being captured.

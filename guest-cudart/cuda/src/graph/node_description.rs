@@ -1,10 +1,9 @@
 //! Nodes from the structures in which programs describe them.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use crate::abi::arguments::{In, InOut, non_null};
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::abi::types::{
     BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, MemAccessDesc,
     MemAllocNodeParams, UserData,
@@ -79,7 +78,10 @@ pub(crate) unsafe fn alloc(graph: &Graph, before: &[Edge], to: InOut<MemAllocNod
         }
         // SAFETY: not NULL, and as many as the caller says, whose bytes fit into the address space.
         let access = unsafe { std::slice::from_raw_parts(p.accessDescs, p.accessDescCount) };
-        pool::check_access(device as u32, access)?;
+        let given = pool::check_access(device as u32, access)?;
+        if given.iter().any(|(to, flags)| *to != device as u32 && *flags != 0) {
+            return refuse_form!("access of another device to memory of a graph");
+        }
     }
     let memory = graph.allocate(driver, before, device as u32, p.bytesize as u64)?;
     p.dptr = memory.address;
@@ -120,7 +122,6 @@ pub(crate) unsafe fn generic(
 /// # Safety
 /// As for [`generic`].
 pub(crate) unsafe fn described(p: In<GraphNodeParams>) -> Result<Work> {
-    static SAID: AtomicBool = AtomicBool::new(false);
     let p = p.get()?;
     let first = p.body[0];
     let body = p.body.as_ptr();
@@ -138,7 +139,7 @@ pub(crate) unsafe fn described(p: In<GraphNodeParams>) -> Result<Work> {
             kind::EVENT_RECORD => recorded(first as usize),
             kind::MEM_ALLOC | kind::MEM_FREE | kind::CONDITIONAL => Err(Status::NOT_SUPPORTED),
             kind::BATCH_MEM_OP => words(In::from(&*body.cast())),
-            8 | 9 => refuse_form("a graph's node for semaphores", &SAID),
+            8 | 9 => refuse_form!("a graph's node for semaphores"),
             _ => Err(Status::INVALID_VALUE),
         }
     }

@@ -1,9 +1,9 @@
 //! Arrays and mipmapped arrays.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::abi::types::Array3DDescriptor;
 use crate::process::context::Context;
 use crate::process::driver::{self, driver};
@@ -68,11 +68,9 @@ mod limit {
 
 /// Checks a description against the device's attributes.
 pub(crate) fn shape(context: &Context, d: &Array3DDescriptor, mipmapped: bool) -> Result<ArrayShape> {
-    static SAID: AtomicBool = AtomicBool::new(false);
     if d.flags & !flag::KNOWN != 0 {
-        return refuse_form(
-            "an array with flags beyond layers, cube maps, surfaces, gathers and deferred mapping",
-            &SAID,
+        return refuse_form!(
+            "an array with flags beyond layers, cube maps, surfaces, gathers and deferred mapping"
         );
     }
     let [width, height, depth] = [d.width, d.height, d.depth].map(|n| n as u64);
@@ -80,11 +78,7 @@ pub(crate) fn shape(context: &Context, d: &Array3DDescriptor, mipmapped: bool) -
     if shape.element_bytes().is_none() {
         // Video, compressed and normalized formats.
         let known = matches!(d.format, 0x50 | 0x91..=0x9e | 0xb0..=0xcb);
-        return if known {
-            refuse_form("an array of this format", &SAID)
-        } else {
-            Err(Status::INVALID_VALUE)
-        };
+        return if known { refuse_form!("an array of this format") } else { Err(Status::INVALID_VALUE) };
     }
     shape.bytes().ok_or(Status::INVALID_VALUE)?;
     let device = driver::device(context.device as i32)?;

@@ -6,7 +6,7 @@
 //! all of it when the pool is destroyed.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
@@ -37,9 +37,6 @@ struct Free {
 pub(crate) struct HostPool {
     free: Mutex<Vec<Free>>,
     idle: AtomicU64,
-    /// A bit for each device that was given access. All devices have access, but queries report it only for
-    /// these, as with NVIDIA's driver.
-    told: AtomicU32,
 }
 
 /// An allocation.
@@ -63,16 +60,6 @@ impl HostPool {
     /// Size of its free memory, in bytes.
     pub fn idle(&self) -> u64 {
         self.idle.load(Ordering::Relaxed)
-    }
-
-    /// Gives a device access.
-    pub fn tell(&self, device: u32) {
-        self.told.fetch_or(1 << device, Ordering::Relaxed);
-    }
-
-    /// Whether a device was given access.
-    pub fn is_told(&self, device: u32) -> bool {
-        self.told.load(Ordering::Relaxed) & 1 << device != 0
     }
 
     /// A piece of this size that a stream may use now.

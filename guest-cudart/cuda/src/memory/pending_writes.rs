@@ -7,11 +7,10 @@
 //! for the calling thread. A stream that waits for a word of memory may be waiting for that thread, so behind
 //! such a wait the call gives up after a while and logs why.
 
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::memory::pinned_regions;
 use crate::process::context;
 use crate::process::driver::{Driver, Server, driver};
@@ -76,7 +75,6 @@ pub(crate) fn holds(stream: &Arc<Stream>, seq: Seq) {
 
 /// Waits until no stream that this one may be waiting for is held by a wait for a word.
 fn released(driver: &Driver, stream: &Stream) -> Result {
-    static SAID: AtomicBool = AtomicBool::new(false);
     let mut waiting = lock(&HOLDS).clone();
     waiting.retain(|(other, seq)| !other.has_passed(*seq) && stream.may_be_behind(other, *seq));
     // What is published after the wait shows whether the stream has passed it.
@@ -87,9 +85,8 @@ fn released(driver: &Driver, stream: &Stream) -> Result {
     if patiently(driver, held)? {
         return Ok(());
     }
-    refuse_form(
-        "a copy of pinned memory behind a wait for memory that stays unmet while the copy is called, to a GPU in another machine,",
-        &SAID,
+    refuse_form!(
+        "a copy of pinned memory behind a wait for memory that stays unmet while the copy is called, to a GPU in another machine,"
     )
 }
 

@@ -5,10 +5,10 @@
 //! attributes. All pools of a device share its window.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::abi::types::{MemAccessDesc, MemLocation};
 use crate::memory::host_pool::HostPool;
 use crate::memory::managed::advice::Place;
@@ -25,6 +25,8 @@ pub(crate) const LOCATION_DEVICE: u32 = 1;
 pub(crate) const LOCATION_HOST: u32 = 2;
 /// A pool's limit is rounded up to a multiple of this, as by NVIDIA's driver.
 pub(crate) const LIMIT_STEP: u64 = 32 << 20;
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
+pub(crate) const READ_WRITE: u32 = 3;
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 pub(crate) const PINNED: u32 = 1;
 /// `CU_MEM_ALLOCATION_TYPE_MANAGED`.
@@ -41,6 +43,9 @@ pub(crate) struct Pool {
     pub managed: Option<Place>,
     /// Whether its allocations are pinned host memory.
     pub host: Option<HostPool>,
+    /// What each other device was given: `CUmemAccess_flags`. The server maps device memory for all devices
+    /// that reach it, and host memory for all, so only an imported pool's memory depends on this.
+    pub access: Mutex<BTreeMap<u32, u32>>,
     /// Maximum size of its allocations together, in bytes. 0: no limit.
     pub limit: u64,
     /// The three reuse attributes and the release threshold. They are only stored: reuse is always the
@@ -61,6 +66,7 @@ impl Pool {
             imported: false,
             managed: None,
             host: None,
+            access: Mutex::default(),
             limit: 0,
             reuse: [const { AtomicI32::new(1) }; 3],
             threshold: AtomicU64::new(0),
@@ -78,6 +84,14 @@ impl Pool {
     /// A pool of pinned memory of the host.
     pub fn on_host() -> Pool {
         Pool { host: Some(HostPool::default()), ..Pool::new(0) }
+    }
+
+    /// What a device may do with its memory: `CUmemAccess_flags`.
+    pub fn access_of(&self, device: u32) -> u32 {
+        if self.host.is_none() && device == self.device {
+            return READ_WRITE;
+        }
+        lock(&self.access).get(&device).copied().unwrap_or(0)
     }
 
     /// Its state as a pool of pinned host memory, if it is one.
@@ -180,9 +194,8 @@ pub(crate) fn own(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
 
 /// The device that a location names.
 pub(crate) fn location(location: MemLocation) -> Result<i32> {
-    static SAID: AtomicBool = AtomicBool::new(false);
     if location.kind != LOCATION_DEVICE {
-        return refuse_form("a memory pool that is not in device memory", &SAID);
+        return refuse_form!("a memory pool that is not in device memory");
     }
     driver::device(location.id)?;
     Ok(location.id)
@@ -225,24 +238,26 @@ pub(crate) fn set_host(pool: usize) -> Result {
     Ok(())
 }
 
-/// Checks the access that a program sets for memory of a device.
-pub(crate) fn check_access(device: u32, map: &[MemAccessDesc]) -> Result {
-    static SAID: AtomicBool = AtomicBool::new(false);
-    for access in map {
-        if access.location.kind != LOCATION_DEVICE {
+/// Checks what a program gives devices to do with memory of a device: pairs of a device and its
+/// `CUmemAccess_flags`. The memory's own device can always read and write it.
+pub(crate) fn check_access(device: u32, map: &[MemAccessDesc]) -> Result<Vec<(u32, u32)>> {
+    let own = driver::device(device as i32)?;
+    let check = |access: &MemAccessDesc| {
+        if access.location.kind != LOCATION_DEVICE || !matches!(access.flags, 0 | 1 | READ_WRITE) {
             return Err(Status::INVALID_VALUE);
         }
-        driver::device(access.location.id)?;
-        // The owner's access cannot be removed, and access of other devices is not supported.
-        if access.location.id == device as i32 {
-            if access.flags != 3 {
-                return Err(Status::INVALID_VALUE);
-            }
-        } else if access.flags != 0 {
-            return refuse_form("access of another device to a memory pool", &SAID);
+        let to = driver::device(access.location.id)?;
+        match access.flags {
+            READ_WRITE if to.ordinal == device => {}
+            1 if to.ordinal == device => return Err(Status::NOT_SUPPORTED),
+            0 if to.ordinal == device => return Err(Status::INVALID_DEVICE),
+            0 => {}
+            _ if to.as_peer_of(own)?.is_some_and(|info| info.can_access) => {}
+            _ => return Err(Status::INVALID_DEVICE),
         }
-    }
-    Ok(())
+        Ok((to.ordinal, access.flags))
+    };
+    map.iter().map(check).collect()
 }
 
 /// Gives a pool a name that all processes can use.

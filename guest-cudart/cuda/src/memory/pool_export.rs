@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
 use crate::abi::types::PointerData;
-use crate::memory::pool::PoolName;
+use crate::memory::pool::{Pool, PoolName};
 use crate::memory::{shared_descriptor, virtual_memory};
 use crate::process::context::Context;
 use crate::process::driver::Driver;
@@ -93,6 +93,15 @@ pub(crate) fn forget_pool(driver: &Driver, name: &PoolName) -> Result {
         return Err(Status::INVALID_VALUE);
     }
     lock(&POOLS).remove(name);
+    Ok(())
+}
+
+/// Gives devices access to all allocations of an imported pool.
+pub(crate) fn set_access(driver: &Driver, pool: &Pool, given: &[(u32, u32)]) -> Result {
+    let imported = lock(&IMPORTED);
+    for (address, _) in imported.iter().filter(|(_, found)| pool.name == Some(found.name.pool)) {
+        virtual_memory::set_access_to(driver, *address, given)?;
+    }
     Ok(())
 }
 

@@ -6,10 +6,10 @@
 //! windows.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::abi::types::MemLocation;
 use crate::memory::device_memory::Found;
 use crate::memory::host_memory::HostMemory;
@@ -278,7 +278,6 @@ impl Space {
     /// address. A reservation that has had host memory can have nothing else, because the server may not have
     /// unregistered its mirror yet.
     fn prepare(&mut self, driver: &Driver, address: u64, size: u64, for_host: bool) -> Result<u64> {
-        static SAID: AtomicBool = AtomicBool::new(false);
         let (start, whole) = self
             .reserved
             .range(..=address)
@@ -292,7 +291,7 @@ impl Space {
             return Ok(start);
         }
         if !for_host || self.mappings.range(start..start + whole).next().is_some() {
-            return refuse_form("cuMemMap of host memory and memory of a device in one reservation", &SAID);
+            return refuse_form!("cuMemMap of host memory and memory of a device in one reservation");
         }
         free_with_all(driver, start, whole)?;
         self.given_up.insert(start);
@@ -316,7 +315,6 @@ impl Space {
         handle: usize,
         part: Option<(u64, u64)>,
     ) -> Result {
-        static SAID: AtomicBool = AtomicBool::new(false);
         let memory = memory_of(handle)?;
         let reservation = self.prepare(driver, address, size, matches!(memory.home, Home::Host(_)))?;
         match &memory.home {
@@ -330,7 +328,7 @@ impl Space {
                     return Err(Status::INVALID_VALUE);
                 }
                 if memory.mapped.load(Ordering::Relaxed) > 0 || size < memory.size {
-                    return refuse_form("cuMemMap of host memory at two places, or of a part of it", &SAID);
+                    return refuse_form!("cuMemMap of host memory at two places, or of a part of it");
                 }
                 host.map(reservation, address, size)?;
             }
@@ -353,6 +351,15 @@ impl Space {
             at += mapping.size;
         }
         if at == end && !found.is_empty() { Ok(found) } else { Err(Status::INVALID_VALUE) }
+    }
+
+    /// First address and size of the mapping that [`open`] made for the part at an address.
+    fn opened(&self, address: u64) -> Result<(u64, u64)> {
+        let found = self.mappings.range(..=address).next_back();
+        found
+            .filter(|(_, mapping)| mapping.part.is_some_and(|(base, _)| base == address))
+            .map(|(start, mapping)| (*start, mapping.size))
+            .ok_or(Status::INVALID_VALUE)
     }
 
     pub fn unmap(&mut self, driver: &Driver, address: u64, size: u64) -> Result {
@@ -404,11 +411,10 @@ impl Space {
 
     /// The host can always reach host memory.
     pub fn set_host_access(&mut self, address: u64, size: u64, flags: u32) -> Result {
-        static SAID: AtomicBool = AtomicBool::new(false);
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get_mut(&address) else { continue };
             if let Home::Device(..) = mapping.memory.home {
-                return refuse_form("cuMemSetAccess for the host on memory of a device", &SAID);
+                return refuse_form!("cuMemSetAccess for the host on memory of a device");
             }
             mapping.host_access = flags;
         }
@@ -504,14 +510,17 @@ pub(crate) fn open(
     opened
 }
 
+/// Sets what devices may do with what [`open`] opened: pairs of a device and its `CUmemAccess_flags`.
+pub(crate) fn set_access_to(driver: &Driver, address: u64, given: &[(u32, u32)]) -> Result {
+    let mut space = write();
+    let (start, size) = space.opened(address)?;
+    given.iter().try_for_each(|(device, flags)| space.set_access(driver, start, size, *device, *flags))
+}
+
 /// Closes what [`open`] opened.
 pub(crate) fn close(driver: &Driver, address: u64) -> Result {
     let mut space = write();
-    let found = space.mappings.range(..=address).next_back();
-    let (start, size) = found
-        .filter(|(_, mapping)| mapping.part.is_some_and(|(base, _)| base == address))
-        .map(|(start, mapping)| (*start, mapping.size))
-        .ok_or(Status::INVALID_VALUE)?;
+    let (start, size) = space.opened(address)?;
     space.unmap(driver, start, size)?;
     space.free(driver, start, size)
 }

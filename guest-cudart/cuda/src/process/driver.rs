@@ -11,7 +11,9 @@ use crate::process::visible_devices;
 use client::channel::MAX_DEVICES;
 use client::handle::ContextId;
 use client::memory::{Backing, DeviceMemory, Growing};
-use client::ops::device::{DeviceInfo, DeviceInfoReply, SelectDevices, SessionInfo, SessionInfoReply};
+use client::ops::device::{
+    DeviceInfo, DeviceInfoReply, PeerInfo, PeerInfoReply, SelectDevices, SessionInfo, SessionInfoReply,
+};
 use client::ops::memory::{MemGrow, MemGrowReply, MemShrink, is_managed};
 use client::servers::distinct_domain;
 use client::session::{self, Ahead, Pending, Session};
@@ -262,6 +264,21 @@ impl Server {
 }
 
 impl Device {
+    /// What the server reports about this device's access to another one's memory. `None` if they are on two
+    /// servers, where neither can access the other's memory.
+    ///
+    /// # Errors
+    /// `INVALID_DEVICE` if they are the same device.
+    pub fn as_peer_of(&self, peer: &Device) -> Result<Option<PeerInfoReply>> {
+        if self.ordinal == peer.ordinal {
+            return Err(Status::INVALID_DEVICE);
+        }
+        if !std::ptr::eq(self.server, peer.server) {
+            return Ok(None);
+        }
+        self.server.session.call(&PeerInfo { device: self.number, peer: peer.number }).map(Some)
+    }
+
     fn new(ordinal: u32, found: Found) -> Device {
         let Found { server, number, info } = found;
         let most = info

@@ -1,9 +1,8 @@
 //! What a capture forbids. As in CUDA, calls that cannot become part of a graph invalidate it.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
-use crate::abi::result::{Result, code, refuse_form};
+use crate::abi::result::{Result, code};
 use crate::process::capture::{self, Capture};
 use crate::process::context::Context;
 use crate::process::stream::Stream;
@@ -53,12 +52,11 @@ pub(crate) fn forbid(stream: &Stream) -> Result {
 
 /// Fails for work that CUDA can capture but this library cannot.
 pub(crate) fn refuse(stream: &Stream) -> Result {
-    static SAID: AtomicBool = AtomicBool::new(false);
     match stream.capture() {
         None => Ok(()),
         Some(capture) => {
             capture.spoil();
-            refuse_form("capturing a copy of bytes in a row from or to an array", &SAID)
+            refuse_form!("capturing a copy of bytes in a row from or to an array")
         }
     }
 }

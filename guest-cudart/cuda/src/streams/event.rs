@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use crate::abi::result::{Result, code, refuse_form};
+use crate::abi::result::{Result, code};
 use crate::process::capture::Capture;
 use crate::process::context::Context;
 use crate::process::driver::driver;
@@ -48,11 +48,10 @@ pub(crate) fn wait(stream: &Stream, event: &Event) -> Result {
 
 /// Makes a stream wait for an event of another server.
 fn wait_for_other_server(stream: &Stream, event: &Event, last: Option<(Arc<Stream>, Seq)>) -> Result {
-    static SAID: AtomicBool = AtomicBool::new(false);
     match last {
         Some((other, record)) if !event.is_shared() => server_waits::hold(stream, &other, record),
         // Its server does not tell this process when another one's record is passed.
-        _ => refuse_form("waiting for another process's event on a GPU of another server", &SAID),
+        _ => refuse_form!("waiting for another process's event on a GPU of another server"),
     }
 }
 

@@ -5,7 +5,7 @@
 //! reached. Until then the stream is kept in [`ENDING`].
 
 use std::cell::RefCell;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
@@ -331,11 +331,7 @@ pub(crate) fn create_in(
     }
     driver()?;
     if green.is_some() && flags & NON_BLOCKING == 0 {
-        static SAID: AtomicBool = AtomicBool::new(false);
-        return crate::abi::result::refuse_form(
-            "a stream of a green context that waits for its default stream",
-            &SAID,
-        );
+        return refuse_form!("a stream of a green context that waits for its default stream");
     }
     let [least, greatest] = driver::device(context.device as i32)?.info.stream_priorities;
     let priority = priority.clamp(greatest.min(least), least.max(greatest));

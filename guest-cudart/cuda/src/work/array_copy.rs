@@ -4,9 +4,7 @@
 //! array and the host goes through temporary device memory, which is freed in stream order; the host's side
 //! is copied by [`copy_boxes`](crate::work::copy_boxes).
 
-use std::sync::atomic::AtomicBool;
-
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::memory::address::{self, is_device};
 use crate::memory::array::{self, End};
 use crate::memory::stream_ordered;
@@ -66,12 +64,8 @@ impl Copier {
         };
         let mut ends = [Some(array.context), home].into_iter().flatten();
         if let Some(other) = ends.find(|context| !self.is_own(context)) {
-            static SAID: AtomicBool = AtomicBool::new(false);
             if home.is_some_and(|home| !std::ptr::eq(home.server, array.context.server)) {
-                return refuse_form(
-                    "copying bytes in a row between an array and another server's memory",
-                    &SAID,
-                );
+                return refuse_form!("copying bytes in a row between an array and another server's memory");
             }
             let stays = home.is_some() || is_pinned(memory, bytes);
             // SAFETY: the call waits unless the memory is pinned or a device's, as the caller requires.

@@ -1,10 +1,9 @@
 //! Launches. They are checked here before they are appended, and errors get CUDA's status codes.
 
 use std::ffi::c_void;
-use std::sync::atomic::AtomicBool;
 
 use crate::abi::arguments::non_null;
-use crate::abi::result::{Result, code, refuse_form};
+use crate::abi::result::{Result, code};
 use crate::abi::types::{LaunchAttr, LaunchConfig, launch_attr};
 use crate::code::function::{Function, func};
 use crate::process::device_attributes::attr;
@@ -127,7 +126,6 @@ unsafe fn unpack(function: &Function, extra: *const *mut c_void, block: &mut Vec
 /// # Safety
 /// The array has as many entries as the configuration says.
 pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttribute>> {
-    static SAID: AtomicBool = AtomicBool::new(false);
     let mut out = Vec::new();
     if config.numAttrs == 0 {
         return Ok(out);
@@ -141,7 +139,7 @@ pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttri
             // Events are recorded after the launch, see `events`.
             launch_attr::PROGRAMMATIC_EVENT | launch_attr::LAUNCH_COMPLETION_EVENT => {}
             launch_attr::DEVICE_UPDATABLE_KERNEL_NODE => {
-                return refuse_form("a launch attribute that names a graph node", &SAID);
+                return refuse_form!("a launch attribute that names a graph node");
             }
             launch_attr::END.. => return Err(Status::INVALID_VALUE),
             _ => out.push(LaunchAttribute { id, value: value.0 }),

@@ -6,12 +6,12 @@
 //! condition met.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use std::time::Duration;
 
 use crate::abi::arguments::non_null;
-use crate::abi::result::{Result, refuse_form};
+use crate::abi::result::Result;
 use crate::abi::types::BatchMemOp;
 use crate::memory::managed::{self, mirror};
 use crate::memory::{address, pending_writes, pinned_regions};
@@ -200,7 +200,6 @@ fn on_server(stream: StreamId, ops: &[Checked]) -> StreamBatchMemOp {
 
 /// One operation, checked.
 fn check(driver: &Driver, device: &Device, given: &BatchMemOp, first: bool) -> Result<Checked> {
-    static SAID: AtomicBool = AtomicBool::new(false);
     let operation = given.operation;
     let mut op = MemoryOp { operation, flags: given.flags, address: given.address, value: given.value };
     match operation {
@@ -225,10 +224,7 @@ fn check(driver: &Driver, device: &Device, given: &BatchMemOp, first: bool) -> R
         || op.is_wait() && op.flags & !memory_op::WAIT_FLUSH == memory_op::WAIT_NOR && !has(nor)
         || (flushes || operation == memory_op::FLUSH_REMOTE_WRITES) && !has(attr::CAN_FLUSH_REMOTE_WRITES)
     {
-        return refuse_form(
-            "a memory operation of streams that the device has not (see its attributes)",
-            &SAID,
-        );
+        return refuse_form!("a memory operation of streams that the device has not (see its attributes)");
     }
     place(driver, device, &op).map(|place| Checked { op, place })
 }

@@ -18,6 +18,7 @@ use std::time::Duration;
 use protocol::Status;
 use protocol::channel::{NO_SLOT, Producer, Record};
 use protocol::data::{DataUse, HostIn, HostOut, HostRange, Place};
+use protocol::fuzzing::Random;
 use protocol::handle::StreamId;
 use protocol::link::{DataAsk, DataGrant, DataHeader, DataSent, EAGER_PIECE, Received, frame};
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
@@ -26,7 +27,7 @@ use protocol::ops::{self, Op};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::ledger::{self, Ended, Ledger};
-use super::tests::{Random, TestMemory, producer, push, session};
+use super::tests::{TestMemory, producer, push, session};
 use super::{
     CacheUse, Carries, Chunk, EndReason, Flows, Machine, Room, Sent, ToHash, compressed_file, rooms,
 };
@@ -659,7 +660,7 @@ impl<'c> Model<'c> {
                     let len = range.len as usize;
                     let land = Arc::new(Land { seq, state: Mutex::new((vec![0; len], vec![false; len])) });
                     far.lands.insert(seq, Arc::clone(&land));
-                    let window = self.random.next() % (range.len + 1);
+                    let window = self.random.number() % (range.len + 1);
                     let incoming = if late { incoming.late() } else { incoming };
                     let grants = incoming.land(land, window);
                     let granted = if late { 0 } else { window };
@@ -669,7 +670,7 @@ impl<'c> Model<'c> {
                     let all = if self.random.below(8) == 0 { range.len / 2 } else { range.len };
                     let mut at = 0;
                     while at < all {
-                        let now = (all - at).min(1 + self.random.next() % 30_000);
+                        let now = (all - at).min(1 + self.random.number() % 30_000);
                         far.sends.push_back(ToSend::Part { seq, at, len: now as usize });
                         at += now;
                     }
@@ -708,7 +709,7 @@ impl<'c> Model<'c> {
         let keys: Vec<u64> = self.far.granting.keys().copied().collect();
         for seq in &keys {
             let Some((grants, granted, len)) = self.far.granting.get_mut(seq) else { continue };
-            *granted = if all { *len } else { (*granted + 1 + self.random.next() % 20_000).min(*len) };
+            *granted = if all { *len } else { (*granted + 1 + self.random.number() % 20_000).min(*len) };
             grants.upto(*granted);
             if *granted == *len {
                 self.far.granting.remove(seq);
@@ -832,7 +833,7 @@ fn cut_often(seed: u64, every: usize) -> [u64; 3] {
             // At once, or within bytes of what comes next.
             match model.random.below(3) {
                 0 => model.cut(),
-                _ => model.cut_in = Some(1 + model.random.next() % 200),
+                _ => model.cut_in = Some(1 + model.random.number() % 200),
             }
         }
     }

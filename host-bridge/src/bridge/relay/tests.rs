@@ -18,6 +18,7 @@ use proptest::prelude::*;
 use protocol::channel::{Geometry, Header, NO_SLOT, Position, Producer, RingMemory};
 use protocol::data::{HostIn, HostOut, HostRange, Place};
 use protocol::device::Extent;
+use protocol::fuzzing::Random;
 use protocol::handle::{StreamId, TicketId};
 use protocol::link::{
     COMMANDS_AHEAD, DataGrant, EAGER, EAGER_PIECE, GRANTED_SLOTS, Memory, SLOT_DATA, frame,
@@ -143,27 +144,6 @@ pub(super) fn producer(session: &SessionState) -> Producer<'_> {
     Producer::new(view.header(), RingMemory::new(words))
 }
 
-/// A small generator: the order of things follows from its seed.
-pub(super) struct Random(pub(super) u64);
-
-impl Random {
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    pub(super) fn below(&mut self, n: usize) -> usize {
-        (self.next() % n.max(1) as u64) as usize
-    }
-
-    pub(super) fn pick<T: Copy>(&mut self, of: &[T]) -> T {
-        of[self.below(of.len())]
-    }
-}
-
 /// A session in memory: client, machine, server, and what is under way between them.
 struct Session<'c, S: TestSchedule> {
     session: &'c SessionState,
@@ -240,7 +220,7 @@ impl<'c, S: TestSchedule> Session<'c, S> {
             0 => Place::Arena,
             n => Place::Region(n as u32),
         };
-        let range = HostRange { place, offset: self.random.next() % 4096, len };
+        let range = HostRange { place, offset: self.random.number() % 4096, len };
         match self.random.below(9) {
             0..=2 => {
                 let src = HostIn::Range(range);
@@ -467,7 +447,7 @@ fn any_frames<S: TestSchedule>(seed: u64) {
     while session.give() {}
     for _ in 0..60 {
         let random = &mut session.random;
-        let numbers = [0, 1, 2, 3, 5, 40, 1 << 20, u64::from(u32::MAX), u64::MAX, random.next()];
+        let numbers = [0, 1, 2, 3, 5, 40, 1 << 20, u64::from(u32::MAX), u64::MAX, random.number()];
         let mut body = Vec::new();
         let words = random.below(8);
         (0..words).for_each(|_| body.extend(random.pick(&numbers).to_le_bytes()));
@@ -502,9 +482,9 @@ fn any_records<S: TestSchedule>(seed: u64) {
     let opcodes: Vec<u16> = (0..=u16::MAX).filter(|opcode| ops::info(*opcode).is_some()).collect();
     for _ in 0..60 {
         let random = &mut session.random;
-        let opcode = if random.below(20) == 0 { random.next() as u16 } else { random.pick(&opcodes) };
+        let opcode = if random.below(20) == 0 { random.number() as u16 } else { random.pick(&opcodes) };
         let slot = random.pick(&[NO_SLOT, NO_SLOT, 0, 1, 63, 64, 1000]);
-        let numbers = [0, 1, 2, 3, 7, 40, u64::from(u32::MAX), u64::MAX, random.next()];
+        let numbers = [0, 1, 2, 3, 7, 40, u64::from(u32::MAX), u64::MAX, random.number()];
         let words = random.below(10);
         let body: Vec<u8> = (0..words).flat_map(|_| random.pick(&numbers).to_le_bytes()).collect();
         if session.producer.push(opcode.max(1), slot, &body).is_err() {

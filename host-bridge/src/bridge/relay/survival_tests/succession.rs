@@ -59,7 +59,7 @@ fn crash_often(seed: u64, every: usize) -> (u64, u64, bool) {
             7 | 8 => model.command(),
             what if model.random.below(every) == 0 => {
                 let words = [0, 3, 30, 300][model.random.below(4)];
-                let words = model.random.next() % (words + 1);
+                let words = model.random.number() % (words + 1);
                 model.crash(what, words);
             }
             what => drop(model.step(what)),

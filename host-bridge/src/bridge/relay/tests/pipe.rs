@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::channel::NO_SLOT;
 use protocol::data::{HostIn, HostOut, HostRange, Place};
+use protocol::fuzzing::Random;
 use protocol::handle::StreamId;
 use protocol::link::{GRANTED_SLOTS, frame};
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
@@ -15,7 +16,7 @@ use protocol::ops::stream::{StreamMark, StreamSynchronize};
 use protocol::polling::PollTime;
 
 use super::server::Server;
-use super::{PATIENCE, Random, SLOTS, Sent, TestMemory, TestSchedule, producer, push, session};
+use super::{PATIENCE, SLOTS, Sent, TestMemory, TestSchedule, producer, push, session};
 use crate::bridge::relay::carrier::{Carrier, Wakeups, run};
 use crate::bridge::relay::mailbox::{Mailbox, Message};
 use crate::bridge::relay::{EndReason, Machine, Slots};

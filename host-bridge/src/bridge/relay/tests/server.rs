@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use protocol::channel::{MAX_RECORD, NO_SLOT, RECORD_HEADER, Record};
 use protocol::data::{DataUse, Place};
+use protocol::fuzzing::Random;
 use protocol::link::{
     COMMANDS_AHEAD, DataAsk, DataGrant, DataSent, EAGER_PIECE, GRANTED_SLOTS, ProgressUpdate, RegionKey,
     ReplyHeader, frame, progress,
@@ -11,7 +12,7 @@ use protocol::link::{
 use protocol::ops;
 use zerocopy::IntoBytes;
 
-use super::{Random, SLOTS, Sent};
+use super::{SLOTS, Sent};
 use crate::framing::{FrameReader, SendBuffer, split_struct};
 
 /// A server that keeps to the protocol and checks that the bridge does.
@@ -117,7 +118,7 @@ impl Server {
                     let all = if random.below(8) == 0 { range.len / 2 } else { range.len };
                     let mut at = 0;
                     while at < all {
-                        let now = (all - at).min(1 + random.next() % (1 << 20));
+                        let now = (all - at).min(1 + random.number() % (1 << 20));
                         data.push((seq, key.1, at, now));
                         at += now;
                     }
@@ -151,7 +152,7 @@ impl Server {
                 continue;
             }
             let Some((len, granted)) = self.granting.get_mut(&key) else { continue };
-            *granted = if all { u64::MAX } else { *granted + 1 + random.next() % (2 << 20) };
+            *granted = if all { u64::MAX } else { *granted + 1 + random.number() % (2 << 20) };
             let upto = *granted;
             self.granted.insert(key, upto);
             grants.push(DataGrant { seq: key.0, piece: key.1, reserved: 0, upto });

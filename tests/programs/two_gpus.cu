@@ -1,6 +1,4 @@
 // Two GPUs of one server: copies between them, kernels that reach the other's memory, managed memory of both, events across devices.
-//
-//   nvcc -cudart shared -arch=native -o two_gpus two_gpus.cu
 
 #include <cstdio>
 #include <vector>
@@ -142,6 +140,21 @@ int main()
             REQUIRE(managed[i] == i + 3);
     }
     CHECK(cudaFree(managed));
+
+    // After a reset of one device, the other reaches what is allocated there then.
+    if (can && back) {
+        CHECK(cudaSetDevice(1));
+        CHECK(cudaDeviceReset());
+        CHECK(cudaMalloc(&memory[1], bytes));
+        CHECK(cudaMemset(memory[1], 0, bytes));
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaSetDevice(0));
+        CHECK(cudaDeviceEnablePeerAccess(1, 0));
+        add<<<blocks, 256>>>(memory[0], memory[1], n, 3);
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaMemcpy(host.data(), memory[0], bytes, cudaMemcpyDeviceToHost));
+        REQUIRE(all_are(host, 0, 3));
+    }
     printf("PASS two_gpus\n");
     return 0;
 }
