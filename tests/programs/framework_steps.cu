@@ -1,5 +1,5 @@
-// One step of six programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, of inference as a CUDA graph, of a JAX
-// training step and of a loop of CuPy with four streams, in the order and number in which they were traced. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
+// One step of seven programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, of inference as a CUDA graph, of a JAX
+// training step, of a loop of CuPy with four streams, and of a solver that iterates with a graph, in the order and number in which they were traced. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
 #define PROGRAM "framework_steps"
 #include "common.h"
 
@@ -259,11 +259,37 @@ static void cupy(CUstream, int) {
     check(results[3][N - 1]);
 }
 
+// A solver's graph copies what is left of the error to a variable of the host; its kernel gets other parameters after each iteration.
+static void solver(CUstream stream, int step) {
+    static Graph iteration(1);
+    static float left = 0;
+    if (!step) {
+        OK(cuGraphExecDestroy(iteration.exec));
+        CUcontext context;
+        OK(cuCtxGetCurrent(&context));
+        CUDA_MEMCPY3D copy = {};
+        copy.srcMemoryType = CU_MEMORYTYPE_DEVICE;
+        copy.srcDevice = data;
+        copy.dstMemoryType = CU_MEMORYTYPE_HOST;
+        copy.dstHost = &left;
+        copy.WidthInBytes = sizeof left;
+        copy.Height = copy.Depth = 1;
+        CUgraphNode node;
+        OK(cuGraphAddMemcpyNode(&node, iteration.graph, iteration.nodes.data(), 1, &copy, context));
+        OK(cuGraphInstantiate(&iteration.exec, iteration.graph, 0));
+    }
+    iteration.launch(stream);
+    OK(cuStreamSynchronize(stream));
+    check(left);
+    auto p = iteration.params(128 + 128 * (step % 2));
+    OK(cuGraphExecKernelNodeSetParams(iteration.exec, iteration.nodes[0], &p));
+}
+
 int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));

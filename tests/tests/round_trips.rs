@@ -158,6 +158,12 @@ fn a_step_of_jax_waits_only_for_its_host_function() -> Result<()> {
     waits_of_a_step("xla", 0)
 }
 
+/// The stream is done when this process has copied the result from pinned memory to where it belongs.
+#[test]
+fn an_iteration_of_a_solver_as_a_graph_does_not_ask_whether_the_stream_is_done() -> Result<()> {
+    waits_of_a_step("solver", 0)
+}
+
 #[test]
 fn four_streams_of_cupy_are_waited_for_once() -> Result<()> {
     waits_of_a_step("cupy", 1)
