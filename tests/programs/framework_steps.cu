@@ -1,5 +1,6 @@
-// One step of seven programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, of inference as a CUDA graph, of a JAX
-// training step, of a loop of CuPy with four streams, and of a solver that iterates with a graph, in the order and number in which they were traced. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
+// One step of eleven programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, of inference as a CUDA graph, of a JAX
+// training step, of a loop of CuPy with four streams, of a solver that iterates with a graph, of an algorithm of
+// Thrust's, and of loops that copy results, in the order and number in which they were traced. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
 #define PROGRAM "framework_steps"
 #include "common.h"
 
@@ -285,11 +286,62 @@ static void solver(CUstream stream, int step) {
     OK(cuGraphExecKernelNodeSetParams(iteration.exec, iteration.nodes[0], &p));
 }
 
+// Thrust allocates, waits for its kernel, and copies a result of some bytes from what it has allocated.
+static void thrust(CUstream, int) {
+    CUdeviceptr scratch;
+    float value = 0;
+    OK(cuMemAlloc(&scratch, 4 * N));
+    launch(nullptr, 128, false);
+    OK(cuMemcpyDtoDAsync(scratch, data, 4 * N, nullptr));
+    OK(cuStreamSynchronize(nullptr));
+    OK(cuMemcpyDtoHAsync(&value, scratch, sizeof value, nullptr));
+    OK(cuStreamSynchronize(nullptr));
+    OK(cuMemFree(scratch));
+    check(value);
+}
+
+// A kernel and its results, each copied where the host needs it.
+static void results(CUstream, int) {
+    float first = 0, second = 0, both[2] = {};
+    launch(nullptr, 128, false);
+    OK(cuMemcpyDtoH(&first, data, sizeof first));
+    OK(cuMemcpyDtoH(&second, data + 4, sizeof second));
+    OK(cuMemcpyDtoH(both, data + 8, sizeof both));
+    check(first);
+    check(second);
+    check(both[1]);
+}
+
+// The same, but every eighth step changes the results between two copies.
+static void changes(CUstream, int step) {
+    float value = 0;
+    launch(nullptr, 128, false);
+    OK(cuMemcpyDtoH(&value, data, sizeof value));
+    check(value);
+    if (step % 8 == 7) launch(nullptr, 128, false);
+    OK(cuMemcpyDtoH(&value, data + 4, sizeof value));
+    check(value);
+}
+
+// After some steps, a stream that the wait does not wait for changes the result, and the program learns from an event that it has.
+static void beside(CUstream stream, int step) {
+    static CUevent done = nullptr;
+    if (!done) OK(cuEventCreate(&done, CU_EVENT_DISABLE_TIMING));
+    float value = 0;
+    launch(step < 8 ? nullptr : stream, 128, false);
+    OK(cuEventRecord(done, step < 8 ? nullptr : stream));
+    OK(cuMemsetD32Async(data + 4 * N, 0, 1, nullptr));
+    OK(cuStreamSynchronize(nullptr));
+    while (cuEventQuery(done) == CUDA_ERROR_NOT_READY) {}
+    OK(cuMemcpyDtoH(&value, data, sizeof value));
+    check(value);
+}
+
 int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));

@@ -164,6 +164,28 @@ fn an_iteration_of_a_solver_as_a_graph_does_not_ask_whether_the_stream_is_done()
     waits_of_a_step("solver", 0)
 }
 
+/// What is copied after a wait, step after step, comes with the wait.
+#[test]
+fn a_small_result_comes_with_the_wait_before_it() -> Result<()> {
+    waits_of_a_step("thrust", 1)
+}
+
+#[test]
+fn results_that_are_copied_one_after_the_other_come_together() -> Result<()> {
+    waits_of_a_step("results", 1)
+}
+
+/// The program checks what it has copied: bytes that came with a wait and were changed since are not used.
+#[test]
+fn results_that_change_after_the_wait_are_copied_again() -> Result<()> {
+    for transport in ["local", "tcp"] {
+        let [few, many] = waits(transport, "framework_steps", &["changes"], 24, 120)?;
+        assert_eq!(many - few, 96 + 96 / 8, "over {transport}");
+        stats_of(transport, "framework_steps", &["beside", "200"])?;
+    }
+    Ok(())
+}
+
 #[test]
 fn four_streams_of_cupy_are_waited_for_once() -> Result<()> {
     waits_of_a_step("cupy", 1)

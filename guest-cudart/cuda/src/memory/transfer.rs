@@ -10,13 +10,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use crate::abi::result::Result;
+use crate::process::copies_ahead::{Piece, Wait};
 use crate::process::stream::Stream;
 use client::Status;
 use client::arena::{Block, Owner};
 use client::channel::MAX_PAYLOAD;
 use client::counters::{self, COUNTERS};
 use client::data::{HostIn, HostOut};
-use client::ops::copy::{MemcpyDtoH, MemcpyDtoHInline, MemcpyHtoD};
+use client::ops::copy::{MemcpyDtoH, MemcpyDtoHInline, MemcpyDtoHInlineReply, MemcpyHtoD};
 use client::ops::stream::{StreamSynchronize, StreamSynchronizeReply};
 use client::seq::Seq;
 use client::session::{Pending, Session};
@@ -137,17 +138,34 @@ impl Transfer<'_> {
                 unsafe { move_bytes(block, dst.add(at), n) }
             });
         }
-        let op = MemcpyDtoHInline { stream: self.stream.id, src, len: len as u32 };
-        let pending = self.stream.session().submit(&op)?;
-        let seq = pending.seq();
-        let bytes = pending.wait()?.bytes.0;
+        let bytes = self.answer(Piece { src, len: len as u32 })?.bytes.0;
         if bytes.len() != len {
             return Err(Status::UNKNOWN);
         }
-        self.stream.is_synced(seq);
         // SAFETY: as the caller says; the lengths are equal.
         unsafe { move_bytes(bytes.as_ptr(), dst, len) };
         Ok(())
+    }
+
+    /// Device memory that fits in an answer.
+    fn answer(&self, piece: Piece) -> Result<MemcpyDtoHInlineReply> {
+        let (stream, context) = (self.stream, self.stream.context);
+        let copy = || {
+            let op = MemcpyDtoHInline { stream: stream.id, src: piece.src, len: piece.len };
+            stream.session().submit(&op)
+        };
+        let pending = if stream.is_legacy() {
+            if let Some(answer) = context.take_copy(piece) {
+                return Ok(answer);
+            }
+            context.submit_wait(Wait::Copy(piece), copy)?
+        } else {
+            copy()?
+        };
+        let seq = pending.seq();
+        let answer = pending.wait()?;
+        stream.is_synced(seq);
+        Ok(answer)
     }
 
     /// Fetches `len` bytes through the arena, with several chunks under way at once. Calls `out` for each

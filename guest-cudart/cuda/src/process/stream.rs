@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 use crate::abi::result::Result;
 use crate::process::capture::{self, Capture};
 use crate::process::context::Context;
+use crate::process::copies_ahead::Wait;
 use crate::process::fences::Promise;
 use crate::process::green::Green;
 use crate::process::host_calls;
@@ -370,7 +371,8 @@ impl Stream {
             self.session().check()?;
             return self.context.deferred();
         }
-        let pending = self.session().submit(&StreamSynchronize { stream: self.id })?;
+        let wait = || self.session().submit(&StreamSynchronize { stream: self.id });
+        let pending = if self.legacy { self.context.submit_wait(Wait::Work, wait)? } else { wait()? };
         let seq = pending.seq();
         let result = pending.wait().map(|_| ());
         if result.is_ok() {
