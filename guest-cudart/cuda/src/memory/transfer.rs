@@ -17,7 +17,7 @@ use client::arena::{Block, Owner};
 use client::channel::MAX_PAYLOAD;
 use client::counters::{self, COUNTERS};
 use client::data::{HostIn, HostOut};
-use client::ops::copy::{MemcpyDtoH, MemcpyDtoHInline, MemcpyDtoHInlineReply, MemcpyHtoD};
+use client::ops::copy::{MemcpyDtoH, MemcpyDtoHInline, MemcpyHtoD};
 use client::ops::stream::{StreamSynchronize, StreamSynchronizeReply};
 use client::seq::Seq;
 use client::session::{Pending, Session};
@@ -138,7 +138,7 @@ impl Transfer<'_> {
                 unsafe { move_bytes(block, dst.add(at), n) }
             });
         }
-        let bytes = self.answer(Piece { src, len: len as u32 })?.bytes.0;
+        let bytes = self.answer(Piece { src, len: len as u32 })?;
         if bytes.len() != len {
             return Err(Status::UNKNOWN);
         }
@@ -147,25 +147,25 @@ impl Transfer<'_> {
         Ok(())
     }
 
-    /// Device memory that fits in an answer.
-    fn answer(&self, piece: Piece) -> Result<MemcpyDtoHInlineReply> {
+    /// The bytes of device memory that fits in an answer.
+    fn answer(&self, piece: Piece) -> Result<Vec<u8>> {
         let (stream, context) = (self.stream, self.stream.context);
         let copy = || {
             let op = MemcpyDtoHInline { stream: stream.id, src: piece.src, len: piece.len };
             stream.session().submit(&op)
         };
         let pending = if stream.is_legacy() {
-            if let Some(answer) = context.take_copy(piece) {
-                return Ok(answer);
+            if let Some(bytes) = context.take_copy(piece) {
+                return Ok(bytes);
             }
-            context.submit_wait(Wait::Copy(piece), copy)?
+            context.submit_wait(Wait::Copy(piece.src), copy)?
         } else {
             copy()?
         };
         let seq = pending.seq();
         let answer = pending.wait()?;
         stream.is_synced(seq);
-        Ok(answer)
+        Ok(answer.bytes.0)
     }
 
     /// Fetches `len` bytes through the arena, with several chunks under way at once. Calls `out` for each

@@ -23,7 +23,6 @@ use crate::process::stream::Stream;
 use client::handle::{ContextId, StreamId};
 use client::handles::Slab;
 use client::ops::context::{ContextCreate, ContextSynchronize, PrimarySetFlags};
-use client::ops::copy::MemcpyDtoHInlineReply;
 use client::seq::{LastSeq, Seq};
 use client::session::{Pending, Session};
 use client::thread::Lasting;
@@ -264,7 +263,7 @@ impl Context {
     }
 
     /// The bytes of such a copy.
-    pub fn take_copy(&self, piece: Piece) -> Option<MemcpyDtoHInlineReply> {
+    pub fn take_copy(&self, piece: Piece) -> Option<Vec<u8>> {
         self.copies_ahead.take(self.session(), piece)
     }
 

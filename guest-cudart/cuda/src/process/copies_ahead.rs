@@ -39,12 +39,12 @@ const MOST_KNOWN: usize = 64;
 pub(crate) enum Wait {
     /// A wait for the stream or the context.
     Work,
-    /// A copy to the host.
-    Copy(Piece),
+    /// A copy to the host from this address.
+    Copy(u64),
 }
 
 /// Device memory that fits in an answer.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy)]
 pub(crate) struct Piece {
     pub src: u64,
     pub len: u32,
@@ -52,6 +52,7 @@ pub(crate) struct Piece {
 
 /// The copy that followed a wait the last time, and how likely it is to follow it again.
 struct Next {
+    /// As long as the longest one, because the first of several results is often the others' length.
     piece: Piece,
     times: i32,
 }
@@ -77,7 +78,8 @@ impl State {
             self.next.clear();
         }
         let next = self.next.entry(after).or_insert(Next { piece, times: 0 });
-        if next.piece == piece {
+        if next.piece.src == piece.src {
+            next.piece.len = next.piece.len.max(piece.len);
             next.times = (next.times + 1).min(*RANGE.end());
         } else {
             *next = Next { piece, times: next.times.min(1) };
@@ -105,7 +107,7 @@ impl State {
             let op = MemcpyDtoHInline { stream, src: piece.src, len: piece.len };
             let Ok(Some(answer)) = session.submit_ahead(&op) else { return };
             self.asked.push_back(Asked { after, piece, answer });
-            after = Wait::Copy(piece);
+            after = Wait::Copy(piece.src);
         }
     }
 
@@ -152,16 +154,24 @@ impl CopiesAhead {
 
     /// The bytes of a copy to the host that the program calls for, if they were fetched with the wait before
     /// it.
-    pub fn take(&self, session: &Session, piece: Piece) -> Option<MemcpyDtoHInlineReply> {
+    pub fn take(&self, session: &Session, piece: Piece) -> Option<Vec<u8>> {
         let mut state = lock(&self.state);
         let (after, seq) = state.last?;
         if session.last_seq() != seq {
             return None;
         }
         state.learn(after, piece);
-        let asked = state.asked.pop_front_if(|asked| asked.piece == piece)?;
-        state.last = Some((Wait::Copy(piece), seq));
+        let holds = |asked: &mut Asked| asked.piece.src == piece.src && asked.piece.len >= piece.len;
+        let asked = state.asked.pop_front_if(holds)?;
+        state.last = Some((Wait::Copy(piece.src), seq));
         drop(state);
-        asked.answer.take().ok()
+        let Ok(answer) = asked.answer.take() else {
+            // Memory of that length may be gone.
+            lock(&self.state).next.remove(&after);
+            return None;
+        };
+        let mut bytes = answer.bytes.0;
+        bytes.truncate(piece.len as usize);
+        Some(bytes)
     }
 }
