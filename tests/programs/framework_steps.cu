@@ -1,4 +1,4 @@
-// One step of eleven programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, of inference as a CUDA graph, of a JAX
+// One step of twelve programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, of inference as a CUDA graph, of a JAX
 // training step, of a loop of CuPy with four streams, of a solver that iterates with a graph, of an algorithm of
 // Thrust's, and of loops that copy results, in the order and number in which they were traced. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
 #define PROGRAM "framework_steps"
@@ -338,11 +338,28 @@ static void beside(CUstream stream, int step) {
     check(value);
 }
 
+// A result in memory that is freed every fourth step, before another wait.
+static void freed(CUstream, int step) {
+    static CUdeviceptr memory;
+    float value = 0;
+    if (step % 4 == 0) OK(cuMemAlloc(&memory, 96 << 20));
+    launch(nullptr, 128, false);
+    OK(cuMemcpyDtoDAsync(memory, data, 4 * N, nullptr));
+    OK(cuStreamSynchronize(nullptr));
+    OK(cuMemcpyDtoH(&value, memory, sizeof value));
+    check(value);
+    if (step % 4 < 3) return;
+    OK(cuMemFree(memory));
+    launch(nullptr, 128, false);
+    OK(cuStreamSynchronize(nullptr));
+    OK(cuCtxSynchronize());
+}
+
 int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));
