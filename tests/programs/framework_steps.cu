@@ -1,5 +1,6 @@
-// One step of six programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, of inference as a CUDA graph, of a JAX
-// training step and of a loop of CuPy with four streams, in the order and number in which they were traced. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
+// One step of twelve programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, of inference as a CUDA graph, of a JAX
+// training step, of a loop of CuPy with four streams, of a solver that iterates with a graph, of an algorithm of
+// Thrust's, and of loops that copy results, in the order and number in which they were traced. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
 #define PROGRAM "framework_steps"
 #include "common.h"
 
@@ -259,11 +260,106 @@ static void cupy(CUstream, int) {
     check(results[3][N - 1]);
 }
 
+// A solver's graph copies what is left of the error to a variable of the host; its kernel gets other parameters after each iteration.
+static void solver(CUstream stream, int step) {
+    static Graph iteration(1);
+    static float left = 0;
+    if (!step) {
+        OK(cuGraphExecDestroy(iteration.exec));
+        CUcontext context;
+        OK(cuCtxGetCurrent(&context));
+        CUDA_MEMCPY3D copy = {};
+        copy.srcMemoryType = CU_MEMORYTYPE_DEVICE;
+        copy.srcDevice = data;
+        copy.dstMemoryType = CU_MEMORYTYPE_HOST;
+        copy.dstHost = &left;
+        copy.WidthInBytes = sizeof left;
+        copy.Height = copy.Depth = 1;
+        CUgraphNode node;
+        OK(cuGraphAddMemcpyNode(&node, iteration.graph, iteration.nodes.data(), 1, &copy, context));
+        OK(cuGraphInstantiate(&iteration.exec, iteration.graph, 0));
+    }
+    iteration.launch(stream);
+    OK(cuStreamSynchronize(stream));
+    check(left);
+    auto p = iteration.params(128 + 128 * (step % 2));
+    OK(cuGraphExecKernelNodeSetParams(iteration.exec, iteration.nodes[0], &p));
+}
+
+// Thrust allocates, waits for its kernel, and copies a result of some bytes from what it has allocated.
+static void thrust(CUstream, int) {
+    CUdeviceptr scratch;
+    float value = 0;
+    OK(cuMemAlloc(&scratch, 4 * N));
+    launch(nullptr, 128, false);
+    OK(cuMemcpyDtoDAsync(scratch, data, 4 * N, nullptr));
+    OK(cuStreamSynchronize(nullptr));
+    OK(cuMemcpyDtoHAsync(&value, scratch, sizeof value, nullptr));
+    OK(cuStreamSynchronize(nullptr));
+    OK(cuMemFree(scratch));
+    check(value);
+}
+
+// A kernel and its results, each copied where the host needs it; the last one is not always as long.
+static void results(CUstream, int step) {
+    int count = 1 + step % 5;
+    float first = 0, second = 0, others[5] = {};
+    launch(nullptr, 128, false);
+    OK(cuMemcpyDtoH(&first, data, sizeof first));
+    OK(cuMemcpyDtoH(&second, data + 4, sizeof second));
+    OK(cuMemcpyDtoH(others, data + 8, count * sizeof(float)));
+    check(first);
+    check(second);
+    for (int i = 0; i < 5; i++) REQUIRE(others[i] == (i < count ? launches : 0), "%f in place %d of %d", others[i], i, count);
+}
+
+// The same, but every eighth step changes the results between two copies.
+static void changes(CUstream, int step) {
+    float value = 0;
+    launch(nullptr, 128, false);
+    OK(cuMemcpyDtoH(&value, data, sizeof value));
+    check(value);
+    if (step % 8 == 7) launch(nullptr, 128, false);
+    OK(cuMemcpyDtoH(&value, data + 4, sizeof value));
+    check(value);
+}
+
+// After some steps, a stream that the wait does not wait for changes the result, and the program learns from an event that it has.
+static void beside(CUstream stream, int step) {
+    static CUevent done = nullptr;
+    if (!done) OK(cuEventCreate(&done, CU_EVENT_DISABLE_TIMING));
+    float value = 0;
+    launch(step < 8 ? nullptr : stream, 128, false);
+    OK(cuEventRecord(done, step < 8 ? nullptr : stream));
+    OK(cuMemsetD32Async(data + 4 * N, 0, 1, nullptr));
+    OK(cuStreamSynchronize(nullptr));
+    while (cuEventQuery(done) == CUDA_ERROR_NOT_READY) {}
+    OK(cuMemcpyDtoH(&value, data, sizeof value));
+    check(value);
+}
+
+// A result in memory that is freed every fourth step, before another wait.
+static void freed(CUstream, int step) {
+    static CUdeviceptr memory;
+    float value = 0;
+    if (step % 4 == 0) OK(cuMemAlloc(&memory, 96 << 20));
+    launch(nullptr, 128, false);
+    OK(cuMemcpyDtoDAsync(memory, data, 4 * N, nullptr));
+    OK(cuStreamSynchronize(nullptr));
+    OK(cuMemcpyDtoH(&value, memory, sizeof value));
+    check(value);
+    if (step % 4 < 3) return;
+    OK(cuMemFree(memory));
+    launch(nullptr, 128, false);
+    OK(cuStreamSynchronize(nullptr));
+    OK(cuCtxSynchronize());
+}
+
 int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));

@@ -188,6 +188,16 @@ static void by_module(const std::string &code) {
     TRUE_THAT((std::string(first) == "count" && std::string(second) == "nothing") || (std::string(first) == "nothing" && std::string(second) == "count"));
     IS(CUDA_SUCCESS, cuModuleGetFunction(&function, module, "count"));
     TRUE_THAT(function == all[0] || function == all[1]);
+    // A function of the same name has the same text in another module: programs compare the addresses.
+    CUmodule again = nullptr;
+    CUfunction same = nullptr;
+    const char *here = nullptr, *there = nullptr;
+    IS(CUDA_SUCCESS, cuModuleLoadData(&again, code.c_str()));
+    IS(CUDA_SUCCESS, cuModuleGetFunction(&same, again, "count"));
+    IS(CUDA_SUCCESS, cuFuncGetName(&here, function));
+    IS(CUDA_SUCCESS, cuFuncGetName(&there, same));
+    TRUE_THAT(function != same && here == there);
+    IS(CUDA_SUCCESS, cuModuleUnload(again));
     size_t offset = 0, size = 0;
     IS(CUDA_SUCCESS, cuFuncGetParamInfo(function, 1, &offset, &size));
     TRUE_THAT(offset == 8 && size == 4);

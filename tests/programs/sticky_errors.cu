@@ -14,6 +14,10 @@ static int *device;
 static cudaStream_t stream, other;
 static cudaEvent_t event;
 
+static int called = 0;
+static void CUDART_CB call(void *) { called++; }
+static void CUDART_CB tell(cudaStream_t, cudaError_t, void *) {}
+
 static void fault() { store<<<1, 1, 0, stream>>>((int *)0x400, 1); }
 
 static cudaError_t found_by(const std::string &way) {
@@ -44,6 +48,38 @@ static cudaError_t found_by(const std::string &way) {
         cudaError_t answer = cudaFree(device);
         return answer == cudaSuccess ? cudaDeviceSynchronize() : answer;
     }
+    if (way == "functions" || way == "graph") {
+        // Host functions behind the fault, and more behind these: none is called, and none is waited for.
+        bool refused = false;
+        cudaGraph_t graph = nullptr;
+        cudaGraphExec_t instance = nullptr;
+        if (way == "graph") {
+            cudaStreamBeginCapture(other, cudaStreamCaptureModeRelaxed);
+            store<<<1, 1, 0, other>>>((int *)0x400, 1);
+            cudaMemcpyAsync(&word, device, 4, cudaMemcpyDeviceToHost, other);
+            cudaLaunchHostFunc(other, call, nullptr);
+            store<<<1, 1, 0, other>>>(device, 1);
+            RETURNS(cudaSuccess, cudaStreamEndCapture(other, &graph));
+            RETURNS(cudaSuccess, cudaGraphInstantiate(&instance, graph, 0));
+        }
+        for (int at = 0; at < 6; at++) {
+            cudaError_t answer = instance ? cudaGraphLaunch(instance, stream) : cudaLaunchHostFunc(stream, call, nullptr);
+            // Refused once the fault is known.
+            refused |= answer != cudaSuccess;
+            TRUE_THAT(answer == (refused ? cudaErrorIllegalAddress : cudaSuccess));
+        }
+        cudaError_t answer = cudaStreamSynchronize(stream);
+        IS(0, called);
+        return answer;
+    }
+    if (way == "callbacks") {
+        cudaError_t first = cudaStreamAddCallback(stream, tell, nullptr, 0);
+        cudaError_t second = cudaStreamAddCallback(stream, tell, nullptr, 0);
+        cudaError_t answer = cudaStreamSynchronize(stream);
+        TRUE_THAT(first == cudaSuccess || first == cudaErrorIllegalAddress);
+        TRUE_THAT(second == cudaSuccess || second == cudaErrorIllegalAddress);
+        return answer;
+    }
     return cudaErrorUnknown;
 }
 
@@ -61,7 +97,7 @@ static int child(const std::string &way) {
         through_wild<<<1, 1, 0, stream>>>();
         RETURNS(want, cudaDeviceSynchronize());
     } else {
-        fault();
+        if (way != "graph") fault();
         RETURNS(want, found_by(way));
     }
     // Everything fails from here on, whatever it would do.
@@ -90,7 +126,7 @@ static int child(const std::string &way) {
 int main(int argc, char **argv) {
     Options options = parse_options(argc, argv);
     if (!options.word.empty()) return child(options.word);
-    for (const char *way : {"stream", "device", "event", "copy", "query", "other", "free", "trap", "wild"}) {
+    for (const char *way : {"stream", "device", "event", "copy", "query", "other", "free", "trap", "wild", "functions", "callbacks", "graph"}) {
         fflush(stdout);
         pid_t pid = fork();
         REQUIRE(pid >= 0, "fork failed");

@@ -158,6 +158,36 @@ fn a_step_of_jax_waits_only_for_its_host_function() -> Result<()> {
     waits_of_a_step("xla", 0)
 }
 
+/// The stream is done when this process has copied the result from pinned memory to where it belongs.
+#[test]
+fn an_iteration_of_a_solver_as_a_graph_does_not_ask_whether_the_stream_is_done() -> Result<()> {
+    waits_of_a_step("solver", 0)
+}
+
+/// What is copied after a wait, step after step, comes with the wait.
+#[test]
+fn a_small_result_comes_with_the_wait_before_it() -> Result<()> {
+    waits_of_a_step("thrust", 1)
+}
+
+#[test]
+fn results_that_are_copied_one_after_the_other_come_together() -> Result<()> {
+    waits_of_a_step("results", 1)
+}
+
+/// The program checks what it has copied: bytes that came with a wait and were changed since are not used.
+#[test]
+fn results_that_change_after_the_wait_are_copied_again() -> Result<()> {
+    for transport in ["local", "tcp"] {
+        let [few, many] = waits(transport, "framework_steps", &["changes"], 24, 120)?;
+        assert_eq!(many - few, 96 + 96 / 8, "over {transport}");
+        for name in ["beside", "freed"] {
+            stats_of(transport, "framework_steps", &[name, "200"])?;
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn four_streams_of_cupy_are_waited_for_once() -> Result<()> {
     waits_of_a_step("cupy", 1)

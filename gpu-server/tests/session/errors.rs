@@ -42,6 +42,28 @@ fn a_kernel_fault_is_sticky_until_the_context_is_reset() {
     on_each_transport!(Server::start(&[]), body);
 }
 
+/// Clients wait for streams' progress words, so a mark or a record that a failed context refuses raises the word, too.
+#[test]
+fn progress_goes_on_in_a_failed_context() {
+    fn body<S: Session>(s: &mut S) {
+        grow(s, 4096);
+        load(s);
+        s.push(&StreamCreate { context: ContextId(0), stream: StreamId(MADE), flags: 1, priority: 0 });
+        s.push(&EventCreate { context: ContextId(0), event: EventId(1), flags: 2 });
+        launch(s, MADE, 1, &0x1234_0000u64.to_le_bytes());
+        assert_eq!(
+            s.call(&StreamSynchronize { stream: StreamId(MADE) }).unwrap_err(),
+            Status::ILLEGAL_ADDRESS
+        );
+        let marked = s.push(&StreamMark { stream: StreamId(MADE) });
+        until("the mark is passed", || s.word(MADE) >= marked);
+        let recorded = s.push(&EventRecord { event: EventId(1), stream: StreamId(MADE), flags: 0 });
+        until("the record is passed", || s.word(MADE) >= recorded);
+        assert_eq!(s.error(0), Some((Status::ILLEGAL_ADDRESS, true)));
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
 /// As long as no mark, record or synchronization stands behind the fault, only the answers themselves can tell the client.
 #[test]
 fn a_client_that_is_answered_with_a_fault_finds_the_context_failed() {

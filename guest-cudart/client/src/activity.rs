@@ -90,6 +90,11 @@ pub fn observe(observer: Option<&'static Observer>) {
     counters::watch_calls(observer.is_some());
 }
 
+/// Whether calls are observed.
+pub fn is_observed() -> bool {
+    !OBSERVER.load(Ordering::Acquire).is_null()
+}
+
 /// A function that is called for each new context, with its handle.
 pub type ContextObserver = unsafe extern "C" fn(usize);
 

@@ -50,6 +50,11 @@ impl Seq {
         self.number() <= number
     }
 
+    /// Whether this record came right after `other` in the same session.
+    pub fn is_next_after(self, other: Seq) -> bool {
+        self.is_of_session_of(other) && self.0 == other.0 + 1
+    }
+
     /// Whether both are positions in the same session.
     pub fn is_of_session_of(self, other: Seq) -> bool {
         self.0 >> BITS == other.0 >> BITS
@@ -118,6 +123,14 @@ mod tests {
         assert!(last.has_reached_all_of(&other) && !other.has_reached_all_of(&last));
         other.raise(first);
         assert!(!last.has_reached_all_of(&other) && !other.has_reached_all_of(&last));
+    }
+
+    #[test]
+    fn nothing_is_next_after_a_record_of_another_session() {
+        assert!(Seq::new(1, 9).is_next_after(Seq::new(1, 8)));
+        assert!(
+            !Seq::new(1, 9).is_next_after(Seq::new(1, 7)) && !Seq::new(1, 9).is_next_after(Seq::new(0, 8))
+        );
     }
 
     #[test]

@@ -466,6 +466,12 @@ impl GpuStreams for Cuda {
         self.fence(streams, &place, seq, move |status| progress.publish(seq, status))
     }
 
+    fn give_up(&mut self, streams: &mut Streams<CudaStream>, id: StreamId, seq: u64, status: Status) {
+        if let Ok(stream) = find(streams, id) {
+            stream.native.progress.publish(seq, status);
+        }
+    }
+
     fn wait_event(&mut self, place: &Place, event: &CudaEvent, flags: u32) -> Result {
         // SAFETY: live handles of this session.
         let waits = unsafe { self.api.stream_wait_event(place.stream, event.handle, flags) };

@@ -11,7 +11,7 @@ use protocol::ops::stream::*;
 
 use super::{Session, now};
 use crate::cuda_ipc::Token;
-use crate::driver::call::{Call, Reply, Result};
+use crate::driver::call::{Call, Reply, Result, is_sticky};
 use crate::driver::gpu::{EVENT_DISABLE_TIMING, EVENT_INTERPROCESS, Gpu, STREAM_NON_BLOCKING};
 use crate::driver::streams::Stream;
 use crate::shared_event::SharedEvent;
@@ -89,6 +89,28 @@ impl<G: Gpu> Session<G> {
         id < MAX_CONTEXTS && self.streams.iter().any(ordered)
     }
 
+    fn record(&mut self, cx: &mut Call, op: &EventRecord) -> Result {
+        let place = self.enter(cx, op.stream)?;
+        let event = self.events.get_mut(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
+        if event.context != cx.context {
+            return Err(Status::INVALID_HANDLE);
+        }
+        self.gpu.record_event(cx, &mut self.streams, &place, &mut event.native, op.flags)?;
+        let Some(running) = event.shared.as_ref().map(SharedEvent::record) else { return Ok(()) };
+        self.gpu.after_stream(cx, &mut self.streams, op.stream, Box::new(move |_| drop(running)))
+    }
+
+    /// Returns the result of a command that raises its stream's progress word. If the context has failed, the
+    /// word rises at once: the client waits for it, and calls its host functions after it.
+    fn published(&mut self, cx: &Call, id: StreamId, result: Result) -> Result {
+        if let Err(status) = result
+            && is_sticky(status)
+        {
+            self.gpu.give_up(&mut self.streams, id, cx.seq, status);
+        }
+        result
+    }
+
     /// Counts a piece of work for an existing stream.
     #[inline]
     pub(super) fn works(&mut self, id: StreamId) {
@@ -122,7 +144,8 @@ impl<G: Gpu> StreamOps<Call> for Session<G> {
 
     fn stream_mark(&mut self, cx: &mut Call, op: StreamMark) -> Result {
         self.ensure_stream(op.stream)?;
-        self.gpu.mark_stream(cx, &mut self.streams, op.stream)
+        let marked = self.gpu.mark_stream(cx, &mut self.streams, op.stream);
+        self.published(cx, op.stream, marked)
     }
 
     fn stream_wait_event(&mut self, cx: &mut Call, op: StreamWaitEvent) -> Result {
@@ -238,14 +261,8 @@ impl<G: Gpu> EventOps<Call> for Session<G> {
     }
 
     fn event_record(&mut self, cx: &mut Call, op: EventRecord) -> Result {
-        let place = self.enter(cx, op.stream)?;
-        let event = self.events.get_mut(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
-        if event.context != cx.context {
-            return Err(Status::INVALID_HANDLE);
-        }
-        self.gpu.record_event(cx, &mut self.streams, &place, &mut event.native, op.flags)?;
-        let Some(running) = event.shared.as_ref().map(SharedEvent::record) else { return Ok(()) };
-        self.gpu.after_stream(cx, &mut self.streams, op.stream, Box::new(move |_| drop(running)))
+        let recorded = self.record(cx, &op);
+        self.published(cx, op.stream, recorded)
     }
 
     fn event_synchronize(&mut self, cx: &mut Call, op: EventSynchronize) -> Reply<EventSynchronizeReply> {

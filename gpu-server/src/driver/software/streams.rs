@@ -443,6 +443,12 @@ impl GpuStreams for Software {
         Ok(())
     }
 
+    fn give_up(&mut self, streams: &mut Streams<SoftwareStream>, id: StreamId, seq: u64, status: Status) {
+        if let Ok(stream) = find(streams, id) {
+            stream.native.word.publish(seq, status);
+        }
+    }
+
     fn wait_event(&mut self, place: &Place, event: &SoftwareEvent, _flags: u32) -> Result {
         place.stream.wait(&event.event).map_err(|e| code(&e))
     }

@@ -1,11 +1,11 @@
 //! Functions.
 
-use std::ffi::c_char;
+use std::ffi::{CStr, c_char};
 use std::sync::Weak;
 
 use crate::abi::arguments::Out;
 use crate::abi::result::Result;
-use crate::code::library;
+use crate::code::{library, names};
 use client::Status;
 use client::ops::module::Param;
 
@@ -14,6 +14,11 @@ pub(crate) fn put_param(param: &Param, offset: Out<usize>, size: Out<usize>) -> 
     offset.put(param.offset as usize)?;
     size.put_if_wanted(param.size as usize);
     Ok(())
+}
+
+/// Returns a function's or a kernel's name. CUDA says that the text lives as long as the module or library.
+pub(crate) fn put_name(known: &CStr, name: Out<*const c_char>) -> Result {
+    name.put(names::kept(known.to_bytes()).unwrap_or(known).as_ptr())
 }
 
 api! {
@@ -44,8 +49,7 @@ api! {
     }
 
     fn cuFuncGetName(name: Out<*const c_char>, function: usize) {
-        // The text lives as long as the module is loaded, as CUDA says.
-        name.put(library::of(function)?.name.as_ptr())
+        put_name(&library::of(function)?.name, name)
     }
 
     fn cuFuncGetParamInfo(function: usize, index: usize, offset: Out<usize>, size: Out<usize>) {

@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_void};
 
 use crate::abi::arguments::{Out, OutArray, Text};
 use crate::abi::result::Result;
-use crate::api::functions::put_param;
+use crate::api::functions::{put_name, put_param};
 use crate::api::modules::put_variable;
 use crate::code::function::func;
 use crate::code::image::{self, read_file};
@@ -107,8 +107,7 @@ api! {
     }
 
     fn cuKernelGetName(name: Out<*const c_char>, handle: usize) {
-        // The text lives as long as the library is loaded, as CUDA requires.
-        name.put(library::kernel(handle)?.1.name.as_ptr())
+        put_name(&library::kernel(handle)?.1.name, name)
     }
 
     fn cuKernelGetAttribute(value: Out<i32>, number: u32, handle: usize, dev: i32) {

@@ -7,5 +7,6 @@ pub(crate) mod library;
 pub(crate) mod linker;
 pub(crate) mod loading;
 pub(crate) mod module;
+pub(crate) mod names;
 pub(crate) mod occupancy;
 pub(crate) mod reading;

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use crate::abi::result::Result;
+use crate::process::copies_ahead::{Piece, Wait};
 use crate::process::stream::Stream;
 use client::Status;
 use client::arena::{Block, Owner};
@@ -29,6 +30,8 @@ pub(crate) const MAX_INLINE_ANSWER: usize = MAX_PAYLOAD - 4;
 /// distance it takes more than the first number to fill the link.
 const DEPTH: usize = 4;
 const MOST_DEPTH: usize = 32;
+/// Number of bytes that are under way from the start over a long distance.
+const AT_ONCE: usize = 8 << 20;
 /// A chunk that takes this many round trips is waiting for other chunks, not for the distance.
 const ROUND_TRIPS: u32 = 3;
 /// The depth that the last large copy ended with.
@@ -44,6 +47,13 @@ const MOST_CHUNK_TO_DEVICE: usize = 4 << 20;
 /// Size of one chunk of a transfer, in bytes.
 pub(crate) fn chunk(session: &Session, len: usize) -> usize {
     (len / CHUNKS).clamp(LEAST_CHUNK, MOST_CHUNK).min(session.arena().largest())
+}
+
+/// Number of chunks of this size that are under way at first. `deep` is the number that was right for the last
+/// large copy. Over a long distance, a shorter copy goes as a whole: a last chunk that is requested when the
+/// first has come costs a round trip.
+fn first_depth(deep: usize, chunk: usize, is_far: bool) -> usize {
+    if is_far { deep.max(AT_ONCE / chunk).min(MOST_DEPTH) } else { deep }
 }
 
 /// Copies bytes between program memory and the arena, which another process may be writing or will read.
@@ -137,17 +147,34 @@ impl Transfer<'_> {
                 unsafe { move_bytes(block, dst.add(at), n) }
             });
         }
-        let op = MemcpyDtoHInline { stream: self.stream.id, src, len: len as u32 };
-        let pending = self.stream.session().submit(&op)?;
-        let seq = pending.seq();
-        let bytes = pending.wait()?.bytes.0;
+        let bytes = self.answer(Piece { src, len: len as u32 })?;
         if bytes.len() != len {
             return Err(Status::UNKNOWN);
         }
-        self.stream.is_synced(seq);
         // SAFETY: as the caller says; the lengths are equal.
         unsafe { move_bytes(bytes.as_ptr(), dst, len) };
         Ok(())
+    }
+
+    /// The bytes of device memory that fits in an answer.
+    fn answer(&self, piece: Piece) -> Result<Vec<u8>> {
+        let (stream, context) = (self.stream, self.stream.context);
+        let copy = || {
+            let op = MemcpyDtoHInline { stream: stream.id, src: piece.src, len: piece.len };
+            stream.session().submit(&op)
+        };
+        let pending = if stream.is_legacy() {
+            if let Some(bytes) = context.take_copy(piece) {
+                return Ok(bytes);
+            }
+            context.submit_wait(Wait::Copy(piece.src), copy)?
+        } else {
+            copy()?
+        };
+        let seq = pending.seq();
+        let answer = pending.wait()?;
+        stream.is_synced(seq);
+        Ok(answer.bytes.0)
     }
 
     /// Fetches `len` bytes through the arena, with several chunks under way at once. Calls `out` for each
@@ -156,7 +183,8 @@ impl Transfer<'_> {
         let session = self.stream.session();
         let stream = self.stream.id;
         let chunk = chunk(session, len);
-        let (mut depth, mut no_room) = (DEEP.load(Ordering::Relaxed), false);
+        let deep = DEEP.load(Ordering::Relaxed);
+        let (mut depth, mut no_room) = (first_depth(deep, chunk, session.is_far()), false);
         let mut flights: VecDeque<Flight<'_>> = VecDeque::with_capacity(depth);
         let mut at = 0;
         while at < len || !flights.is_empty() {
@@ -211,5 +239,21 @@ impl Transfer<'_> {
             DEEP.store(depth, Ordering::Relaxed);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_short_copy_over_a_long_distance_is_under_way_as_a_whole() {
+        for len in [300 << 10, 1600 << 10, 2 << 20, 5 << 20, AT_ONCE] {
+            let chunk = (len / CHUNKS).clamp(LEAST_CHUNK, MOST_CHUNK);
+            assert!(first_depth(DEPTH, chunk, true) >= len.div_ceil(chunk), "{len} bytes");
+        }
+        assert_eq!(first_depth(DEPTH, LEAST_CHUNK, false), DEPTH);
+        assert_eq!(first_depth(20, MOST_CHUNK, true), 20);
+        assert_eq!(first_depth(DEPTH, 1, true), MOST_DEPTH);
     }
 }

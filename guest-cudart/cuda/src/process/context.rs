@@ -12,19 +12,21 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
+use crate::process::copies_ahead::{CopiesAhead, Piece, Wait};
 use crate::process::driver::{Device, Driver, Server, device, driver};
-use crate::process::fences::Fences;
+use crate::process::fences::{self, Fences};
 use crate::process::green::{self, Green};
 use crate::process::host_calls;
 use crate::process::ids::{self, unique_id};
 use crate::process::limits::Limits;
 use crate::process::stream::Stream;
-use client::handle::ContextId;
+use client::handle::{ContextId, StreamId};
 use client::handles::Slab;
 use client::ops::context::{ContextCreate, ContextSynchronize, PrimarySetFlags};
 use client::seq::{LastSeq, Seq};
-use client::session::Session;
+use client::session::{Pending, Session};
 use client::thread::Lasting;
+use client::wire::Wire;
 use client::{Status, lock};
 
 /// A context.
@@ -59,6 +61,8 @@ pub(crate) struct Context {
     synced: LastSeq,
     /// The copies that work on streams not ordered behind theirs has to wait for.
     pub fences: Fences,
+    /// What is fetched together with waits for the legacy default stream.
+    copies_ahead: CopiesAhead,
     pub cache_config: AtomicU32,
     pub limits: Limits,
     /// The storage that `cuGetExportTable` offers other libraries: key → value and destructor.
@@ -151,6 +155,7 @@ impl Context {
                 appending_free: AtomicU64::new(0),
                 synced: LastSeq::new(),
                 fences: Fences::new(),
+                copies_ahead: CopiesAhead::default(),
                 cache_config: AtomicU32::new(0),
                 limits: Limits::default(),
                 storage: Mutex::default(),
@@ -237,6 +242,31 @@ impl Context {
         self.legacy.get().is_some_and(|legacy| legacy.promise.covers(seq))
     }
 
+    /// The last work on streams that don't wait for the legacy default stream, if all of it is known to be done,
+    /// and if nothing outside the context changes its memory.
+    fn finished_beside(&self) -> Option<Option<Seq>> {
+        let none_open = self.appending_free.load(Ordering::Acquire) == 0;
+        let last = self.last_free_work.get();
+        let done = none_open && last.is_none_or(|last| self.synced.has_reached(last));
+        (done && !fences::shares() && is_only(self)).then_some(last)
+    }
+
+    /// Submits a wait for everything that the legacy default stream waits for, together with the small copies
+    /// that are likely to follow it.
+    pub fn submit_wait<R: for<'r> Wire<'r>>(
+        &'static self,
+        wait: Wait,
+        submit: impl FnOnce() -> Result<Pending<'static, R>>,
+    ) -> Result<Pending<'static, R>> {
+        let stream = StreamId(self.id.0);
+        self.copies_ahead.submit(self.session(), stream, wait, || self.finished_beside(), submit)
+    }
+
+    /// The bytes of such a copy.
+    pub fn take_copy(&self, piece: Piece) -> Option<Vec<u8>> {
+        self.copies_ahead.take(self.session(), piece)
+    }
+
     /// Whether work may be under way.
     pub fn is_busy(&self) -> bool {
         !self.synced.has_reached_all_of(&self.last_work)
@@ -258,7 +288,8 @@ impl Context {
             self.session().check()?;
             return self.deferred();
         }
-        let pending = self.session().submit(&ContextSynchronize { context: self.id })?;
+        let wait = || self.session().submit(&ContextSynchronize { context: self.id });
+        let pending = self.submit_wait(Wait::Work, wait)?;
         let seq = pending.seq();
         let result = pending.wait().map(|_| ());
         if result.is_ok() {

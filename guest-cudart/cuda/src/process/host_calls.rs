@@ -2,10 +2,12 @@
 //! writes.
 
 use std::cell::Cell;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Instant;
 
 use crate::abi::result::Result;
+use client::counters::{COUNTERS, add};
 use client::handle::TicketId;
 use client::{Status, lock};
 
@@ -33,6 +35,32 @@ pub(crate) fn is_calling() -> bool {
 /// removed from here, `managed::before_going_on` runs before its next work.
 pub(crate) fn stopped() -> Vec<u64> {
     lock(&STOPPED).clone()
+}
+
+/// The number of threads that wait for a function to return, and what wakes them.
+static AWAITED: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
+
+/// Waits until `over`, which becomes true right before a call of [`returned`].
+pub(crate) fn wait_for_return(over: impl Fn() -> bool) {
+    if over() {
+        return;
+    }
+    let begun = Instant::now();
+    let mut waiting = lock(&AWAITED.0);
+    *waiting += 1;
+    while !over() {
+        waiting = AWAITED.1.wait(waiting).unwrap_or_else(PoisonError::into_inner);
+    }
+    *waiting -= 1;
+    drop(waiting);
+    add(&COUNTERS.waited_us, begun.elapsed().as_micros() as u64);
+}
+
+/// Wakes the threads that wait for a function to return: one has, or will not be called.
+pub(crate) fn returned() {
+    if *lock(&AWAITED.0) > 0 {
+        AWAITED.1.notify_all();
+    }
 }
 
 thread_local! {

@@ -2,6 +2,7 @@
 
 pub(crate) mod capture;
 pub(crate) mod context;
+pub(crate) mod copies_ahead;
 pub(crate) mod device_attributes;
 pub(crate) mod driver;
 pub(crate) mod fences;

@@ -11,8 +11,10 @@ use std::sync::{Arc, Mutex};
 use crate::abi::result::Result;
 use crate::process::capture::{self, Capture};
 use crate::process::context::Context;
+use crate::process::copies_ahead::Wait;
 use crate::process::fences::Promise;
 use crate::process::green::Green;
+use crate::process::host_calls;
 use crate::process::ids::unique_id;
 use crate::process::work_signal;
 use client::handle::StreamId;
@@ -50,6 +52,10 @@ pub(crate) struct Stream {
     pub last_unread: LastSeq,
     pub last_mark: LastSeq,
     pub synced: LastSeq,
+    /// Its last wait for a function of this process that directly follows the mark before it, and the last
+    /// one whose function has returned or was not called. See [`synchronize`](Self::synchronize).
+    pub last_call: LastSeq,
+    pub called: LastSeq,
     /// The records of other streams that this one has waited for: the wait's own `seq`, the stream, and the
     /// record's `seq` in that stream's session. Once this stream is known to have passed the wait, the other
     /// is known to have passed the record, even if its progress word doesn't show it yet.
@@ -86,6 +92,8 @@ impl Stream {
             last_unread: LastSeq::new(),
             last_mark: LastSeq::new(),
             synced: LastSeq::new(),
+            last_call: LastSeq::new(),
+            called: LastSeq::new(),
             waited_for: Mutex::default(),
             forgotten: Mutex::default(),
             finished: AtomicBool::new(false),
@@ -349,13 +357,22 @@ impl Stream {
     }
 
     /// Waits until everything on the stream is done. No round trip if that is already known.
+    ///
+    /// If the last thing on the stream is a function of this process, the stream is done when the function has
+    /// returned, which nobody needs to ask the server about.
     pub fn synchronize(&self) -> Result {
+        if let Some(due) = self.due()
+            && self.last_call.get() == Some(due)
+        {
+            host_calls::wait_for_return(|| self.called.has_reached(due));
+        }
         if self.is_known_idle() {
             self.session().show_output();
             self.session().check()?;
             return self.context.deferred();
         }
-        let pending = self.session().submit(&StreamSynchronize { stream: self.id })?;
+        let wait = || self.session().submit(&StreamSynchronize { stream: self.id });
+        let pending = if self.legacy { self.context.submit_wait(Wait::Work, wait)? } else { wait()? };
         let seq = pending.seq();
         let result = pending.wait().map(|_| ());
         if result.is_ok() {

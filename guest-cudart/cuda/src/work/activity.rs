@@ -7,10 +7,11 @@
 //! records that seem to are moved.
 
 use std::collections::HashMap;
-use std::ffi::{CString, c_char};
+use std::ffi::c_char;
 use std::sync::Mutex;
 
 use crate::abi::result::Result;
+use crate::code::names;
 use crate::memory::staging::Staging;
 use crate::process::driver::{self, Driver};
 use client::channel::MAX_CONTEXTS;
@@ -29,8 +30,6 @@ const ROOM: usize = 1 << 20;
 const QUESTIONS: usize = 8;
 /// Maximum records of one session read at a time: more than a server keeps.
 const MOST: usize = 2 * MOST_RECORDS;
-/// Maximum number of kernel names kept.
-const MOST_NAMES: usize = 1 << 17;
 /// CUPTI's number for the legacy default stream.
 const DEFAULT_STREAM: u32 = 7;
 /// CUPTI's number for the first other stream.
@@ -96,24 +95,6 @@ impl Clock {
 /// One for each recording session.
 static CLOCKS: Mutex<Vec<Option<Clock>>> = Mutex::new(Vec::new());
 static DROPPED: Mutex<u64> = Mutex::new(0);
-/// Kernel names, kept until the process ends because CUPTI's records refer to them by address.
-static NAMES: Mutex<Option<HashMap<String, &'static CString>>> = Mutex::new(None);
-
-fn name(text: &str) -> *const c_char {
-    let mut names = lock(&NAMES);
-    let names = names.get_or_insert_default();
-    if let Some(known) = names.get(text) {
-        return known.as_ptr();
-    }
-    if names.len() >= MOST_NAMES {
-        return c"".as_ptr();
-    }
-    let whole = CString::new(text.replace('\0', "")).unwrap_or_default();
-    let kept: &'static CString = Box::leak(Box::new(whole));
-    names.insert(text.to_owned(), kept);
-    kept.as_ptr()
-}
-
 /// This machine's time, and the server's minus that.
 fn compare(session: &Session) -> Result<(u64, i64)> {
     let mut best: Option<(u64, u64, i64)> = None;
@@ -274,7 +255,9 @@ fn describe(
         cluster: record.cluster,
         shared: record.shared,
         name: match batch.names.get(record.name as usize) {
-            Some(text) if record.kind == kind::KERNEL => name(text),
+            Some(text) if record.kind == kind::KERNEL => {
+                names::kept(text.as_bytes()).unwrap_or_default().as_ptr()
+            }
             _ => std::ptr::null(),
         },
     }
@@ -295,12 +278,6 @@ mod tests {
         let _ = (hostile.here(0), hostile.here(u64::MAX));
         let behind = Clock { first: (1000, -400), last: (3000, -400) };
         assert_eq!((behind.here(600), behind.here(100)), (1000, 500));
-    }
-
-    #[test]
-    fn names_are_kept_once() {
-        assert_eq!(name("kept once"), name("kept once"));
-        assert_ne!(name("kept once"), name("another"));
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
+use std::mem::ManuallyDrop;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 
@@ -36,6 +37,9 @@ pub(crate) enum Function {
 struct Call {
     stream: Arc<Stream>,
     mark: Seq,
+    /// The stream's wait for the ticket, and whether it directly follows the mark.
+    wait: Seq,
+    adjacent: bool,
     ticket: TicketId,
     function: Function,
     data: *mut c_void,
@@ -110,9 +114,14 @@ pub(crate) fn on(
     // Under the queue's lock, so that calls are queued in their streams' order.
     let mut calls = lock(&queue.calls);
     let mark = stream.publishing_work(&StreamMark { stream: stream.id })?;
-    let seq = stream.work(&StreamHostWait { stream: stream.id, ticket })?;
-    pending_writes::calls(&stream, seq);
-    calls.push_back(Call { stream, mark, ticket, function, data });
+    let wait = stream.work(&StreamHostWait { stream: stream.id, ticket })?;
+    pending_writes::calls(&stream, wait);
+    // Otherwise another thread's work on the stream may be between them.
+    let adjacent = wait.is_next_after(mark);
+    if adjacent {
+        stream.last_call.raise(wait);
+    }
+    calls.push_back(Call { stream, mark, wait, adjacent, ticket, function, data });
     queue.came.notify_one();
     Ok(())
 }
@@ -186,11 +195,12 @@ fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue
             },
             (None, Ok(())) => continue,
         };
-        let Call { stream, ticket, function, data, .. } = call;
+        let Call { stream, wait, adjacent, ticket, function, data, .. } = call;
+        // The function may end the thread: nothing is to be dropped then.
+        let stream = ManuallyDrop::new(stream);
         // As with NVIDIA's driver, although calls are still refused there.
         context::enter(stream.context);
         let (context, stopped) = (stream.context, stream.unique());
-        drop(stream);
         // The function must see what the stream has written before it.
         shared_blocks::after_wait(driver);
         lock(&STOPPED).push(stopped);
@@ -220,6 +230,12 @@ fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue
         lock(&STOPPED).retain(|stream| *stream != stopped);
         managed::before_going_on(driver);
         // Let the stream continue. If the session is lost, nothing continues.
-        let _ = session.append(&StreamHostSignal { ticket });
+        let signaled = session.append(&StreamHostSignal { ticket });
+        let stream = ManuallyDrop::into_inner(stream);
+        if status == Status::SUCCESS && signaled.is_ok() && adjacent {
+            stream.is_synced(wait);
+        }
+        stream.called.raise(wait);
+        host_calls::returned();
     }
 }
