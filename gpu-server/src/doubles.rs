@@ -9,6 +9,7 @@ use protocol::link::ProgressUpdate;
 use protocol::ops::memory::WordPatch;
 
 use crate::driver::beside::Beside;
+use crate::driver::watches::Watches;
 
 /// What a client is told.
 pub(crate) enum Told<'a> {
@@ -55,7 +56,7 @@ impl<F: Fn(Told<'_>) + Send + Sync> Client for Listener<F> {
 
 /// Mirrored memory at all addresses, which stays 0.
 #[derive(Default)]
-pub(crate) struct Zeros;
+pub(crate) struct Zeros(Watches);
 
 impl Beside for Zeros {
     fn is_needed(&self) -> bool {
@@ -73,6 +74,10 @@ impl Beside for Zeros {
 
     fn patch(&self, _words: &[WordPatch]) -> Result<(), Status> {
         Ok(())
+    }
+
+    fn watches(&self) -> &Watches {
+        &self.0
     }
 
     fn fail_device(&self, _number: u32, _status: Status) {}

@@ -84,6 +84,8 @@ table! {
     COMPLETER_BUSY: "completer (worker)", "a stream", [50, 50, 300, 300, 10_000];
     /// The upper bound of [`COMPLETER_BUSY`] over a network, where the processors are needed to move data.
     COMPLETER_BUSY_NETWORK: "the same over a network, at most", "a stream", [300, 300, 300, 300, 300];
+    /// Afterwards it naps between two looks.
+    MIRROR_WATCHER: "watcher of mirrors (worker)", "a device's change", [0, 0, 20, 50, 2_000];
     /// The lower bound over `verbs` for a relay, dispatcher or pump that yields to other threads between two
     /// polls ([`PollTime::giving_way`]).
     GIVING_WAY: "relay, dispatcher and pump (`verbs`), if it gives way", "records, completions", [500, 500, 500, 0, 0];

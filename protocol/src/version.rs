@@ -37,7 +37,7 @@ pub struct Version {
 }
 
 /// The version of this build.
-pub const VERSION: Version = Version { major: 2, minor: 3 };
+pub const VERSION: Version = Version { major: 2, minor: 4 };
 
 /// Whether the entries of [`VERSION`] may no longer change. See the module's documentation.
 pub const FROZEN: bool = false;
@@ -84,7 +84,8 @@ const LIMITS: Numbers = limits! {
     ops::memory::SPACE, ops::memory::SPACE_SIZE, ops::memory::SPACE_ALIGN, ops::memory::MOST_PATCHES,
     ops::memory::MIRROR_PAGE, ops::stream::memory_op::MOST, ops::array::MOST, ops::green::MAX_GROUPS,
     ops::nvml::MAX_OUTPUT, ops::nvml::FIELD_SIZE, ops::nvml::MAX_FIELDS, link::COMPRESSED_FLAG since 1,
-    link::DIRECT_VERBS since 2,
+    link::DIRECT_VERBS since 2, ops::memory::MOST_REMEMBERED since 4,
+    ops::memory::MOST_REMEMBERED_BYTES since 4, ops::memory::MOST_CHANGES since 4,
 };
 
 /// The fingerprint of `VERSION.major` with this minor number, as this build knows it.

@@ -75,6 +75,7 @@ fn only_operations_with_data_are_marked() {
         marked,
         [
             "host_map",
+            "host_fetch",
             "memcpy_htod",
             "memcpy_dtoh",
             "memcpy_htod_3d",

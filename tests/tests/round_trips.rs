@@ -315,3 +315,34 @@ fn code_read_in_the_process_gives_what_the_server_reports() -> Result<()> {
     }
     Ok(())
 }
+
+/// What each chunk costs that the program and a running kernel pass to each other through pinned memory over
+/// a network: exchanges and bytes.
+fn costs_of_a_chunk(way: &str, bytes: u64) -> Result<[u64; 2]> {
+    let (few, many) = (16, 64);
+    let counts = |chunks: u64| -> Result<[u64; 2]> {
+        let lines = stats_of("tcp", "mapped_fifo", &[&format!("{way}-{bytes}-{chunks}")])?;
+        let total = lines.first().context("no counters")?;
+        Ok([counter_of(total, "exchanges")?, counter_of(total, "mirror_bytes")?])
+    };
+    let (begun, ended) = (counts(few)?, counts(many)?);
+    Ok([0, 1].map(|n| ended[n].saturating_sub(begun[n]) / (many - few)))
+}
+
+/// A chunk from a kernel: the server reports the flag, and the bytes come in two parts, of which the second
+/// shows that the program reads on. A chunk to a kernel: nothing has to be fetched, because the program keeps
+/// the pages. The limits leave room for a busy machine.
+#[test]
+fn chunks_in_pinned_memory_take_few_exchanges() -> Result<()> {
+    let bytes = 512 << 10;
+    let [exchanges, moved] = costs_of_a_chunk("out", bytes)?;
+    assert!(exchanges <= 12, "a chunk from a kernel took {exchanges} exchanges");
+    assert!(moved <= bytes * 3 / 2, "a chunk of {bytes} bytes from a kernel moved {moved} bytes");
+    let [exchanges, moved] = costs_of_a_chunk("in", bytes)?;
+    assert!(exchanges <= 10, "a chunk to a kernel took {exchanges} exchanges");
+    assert!(moved <= bytes * 2, "a chunk of {bytes} bytes to a kernel moved {moved} bytes");
+    let [exchanges, moved] = costs_of_a_chunk("both", 8)?;
+    assert!(exchanges <= 6, "a word each way took {exchanges} exchanges");
+    assert!(moved <= 16 << 10, "a word each way moved {moved} bytes");
+    Ok(())
+}

@@ -102,7 +102,7 @@ fn a_program_waits_when_much_is_queued_behind_it() -> Result<()> {
 }
 
 /// Copies of all kinds, loading, graphs, host functions, mirrored and managed memory, threads.
-const PROGRAMS: [&str; 26] = [
+const PROGRAMS: [&str; 28] = [
     "alloc_churn",
     "batched_asks",
     "callback_load",
@@ -119,7 +119,9 @@ const PROGRAMS: [&str; 26] = [
     "host_registration",
     "managed_memory",
     "many_small_copies",
+    "mapped_fifo",
     "mapped_memory",
+    "mapped_order",
     "memcpy_batch",
     "pinned_bulk",
     "pinned_kernels",

@@ -5,11 +5,19 @@
 //! so are all commands behind it. The worker therefore also executes these operations next to the dispatcher
 //! ([`crate::worker`]), using state that each backend shares for this purpose. Nothing here calls the driver.
 
+use std::sync::Arc;
+
+use host_bridge::endpoint::{Client, Sink};
 use protocol::Status;
 use protocol::channel::{MAX_PAYLOAD, NO_SLOT, Record};
-use protocol::ops::memory::{HostPatch, HostRead, HostReadReply, HostWrite, WordPatch};
-use protocol::ops::{self, Class, Lane, Op};
+use protocol::ops::memory::{
+    HostChange, HostFetch, HostFetchReply, HostPatch, HostRead, HostReadReply, HostWatch, HostWrite,
+    WordPatch,
+};
+use protocol::ops::{self, Class, Hold, Lane, Op};
 use protocol::wire::{Bytes, Wire, Writer};
+
+use super::watches::Watches;
 
 /// Mirrors of the client's memory, usable from every thread of a worker. None of these methods waits for a
 /// device.
@@ -29,6 +37,32 @@ pub trait Beside: Send + Sync {
     /// Writes words of one mirror. Errors as for [`Beside::read`], and if a word is not aligned.
     fn patch(&self, words: &[WordPatch]) -> Result<(), Status>;
 
+    /// Changes some bytes of words in a row, in this order: `masks` says which of each. Errors as for
+    /// [`Beside::patch`].
+    fn change(&self, address: u64, masks: &[u8], bytes: &[u8]) -> Result<(), Status> {
+        let mut at = 0;
+        for row in masks.chunk_by(|a, b| (*a == 0xff) == (*b == 0xff)) {
+            let words = &bytes[8 * at..8 * (at + row.len())];
+            let from = address + 8 * at as u64;
+            if row[0] == 0xff {
+                self.write(from, words)?;
+            } else {
+                let patch = |(n, mask): (usize, &u8)| WordPatch {
+                    address: from + 8 * n as u64,
+                    mask: bits_of(*mask),
+                    value: words[8 * n..8 * n + 8].try_into().map_or(0, u64::from_le_bytes),
+                };
+                let patches: Vec<WordPatch> = row.iter().enumerate().map(patch).collect();
+                self.patch(&patches)?;
+            }
+            at += row.len();
+        }
+        Ok(())
+    }
+
+    /// What the client has of the mirrors. Its changes pass through there.
+    fn watches(&self) -> &Watches;
+
     /// The device with this server-wide number has failed: everything that waits for its work ends with
     /// `status`, and so does everything that uses it later.
     fn fail_device(&self, number: u32, status: Status);
@@ -44,9 +78,48 @@ pub fn read(beside: &dyn Beside, op: &HostRead) -> Result<HostReadReply, Status>
     Ok(HostReadReply { bytes: Bytes(bytes) })
 }
 
-/// Executes a command out of order if it is one of these operations and is valid. Returns `Some` with the
-/// reply's payload, if it has one, once it was executed.
-pub fn serve(beside: &dyn Beside, record: &Record, body: &[u8]) -> Option<Option<Vec<u8>>> {
+/// The bits of the bytes of a word that a mask of [`HostChange`] selects.
+pub fn bits_of(mask: u8) -> u64 {
+    (0..8).filter(|n| mask >> n & 1 != 0).fold(0, |bits, n| bits | 0xff << (8 * n))
+}
+
+/// Executes a [`HostChange`].
+///
+/// # Errors
+/// As for [`Beside::change`], and `INVALID_VALUE` if the row is empty or masks and words are not as many.
+pub fn change(beside: &dyn Beside, op: &HostChange<'_>) -> Result<(), Status> {
+    let len = op.bytes.len() as u64;
+    let inside = op.address.checked_add(len).is_some() && op.address.is_multiple_of(8);
+    if op.masks.is_empty() || op.masks.len() * 8 != op.bytes.len() || !inside {
+        return Err(Status::INVALID_VALUE);
+    }
+    beside.watches().change(beside, op.address, op.masks, op.bytes)
+}
+
+/// Whether an operation is one of these. None of them waits, or lets a command go on that has waited.
+pub fn is_served(opcode: u16) -> bool {
+    ops::info(opcode).is_some_and(|info| info.lane == Lane::Express && info.hold != Hold::Ends)
+}
+
+/// Executes a command out of order if it is one of these operations and is valid. Returns whether it was
+/// executed, and answered if it has an answer.
+pub fn serve(client: &Arc<dyn Client>, beside: &Arc<dyn Beside>, record: &Record, body: &[u8]) -> bool {
+    match answer(client, beside, record, body) {
+        Some(Some(payload)) => client.reply(record.seq, record.reply_slot, Status::SUCCESS, &payload),
+        Some(None) => {}
+        None => return false,
+    }
+    true
+}
+
+/// Executes one of these operations. Returns `Some` with the reply's payload, unless there is none or it
+/// comes later, once it was executed.
+fn answer(
+    client: &Arc<dyn Client>,
+    beside: &Arc<dyn Beside>,
+    record: &Record,
+    body: &[u8],
+) -> Option<Option<Vec<u8>>> {
     /// The operation, if the record is one of this type and has a slot exactly if its class needs one.
     fn is<'a, T: Op<'a>>(record: &Record, body: &'a [u8]) -> Option<T> {
         let answered = T::INFO.class == Class::Sync;
@@ -55,27 +128,75 @@ pub fn serve(beside: &dyn Beside, record: &Record, body: &[u8]) -> Option<Option
         }
         ops::decode(body).ok()
     }
-    if ops::info(record.opcode)?.lane != Lane::Express {
+    if !is_served(record.opcode) {
         return None;
     }
     if let Some(op) = is::<HostWrite>(record, body) {
-        return beside.write(op.address, op.bytes).ok().map(|()| None);
+        return beside.watches().write(&**beside, op.address, op.bytes).ok().map(|()| None);
     }
     if let Some(op) = is::<HostPatch>(record, body) {
-        return beside.patch(&op.words).ok().map(|()| None);
+        return beside.watches().patch(&**beside, &op.words).ok().map(|()| None);
     }
-    let reply = read(beside, &is::<HostRead>(record, body)?).ok()?;
+    if let Some(op) = is::<HostChange>(record, body) {
+        return change(&**beside, &op).ok().map(|()| None);
+    }
+    if let Some(op) = is::<HostFetch>(record, body) {
+        let (bytes, changed) = beside.watches().fetch(&**beside, &op).ok()?;
+        match client.sink(record.seq, 0, op.dst.0).ok()? {
+            Sink::Mapped(mapped) => mapped.write(0, &bytes),
+            // On an error, the session is over and nothing is needed.
+            Sink::Outgoing(outgoing) => _ = outgoing.write(&bytes),
+        }
+        return Some(Some(encoded(&HostFetchReply { changed })));
+    }
+    if let Some(op) = is::<HostWatch>(record, body) {
+        let begun = beside.watches().begin(client, beside, (record.seq, record.reply_slot), &op);
+        return begun.ok().map(|()| None);
+    }
+    let reply = read(&**beside, &is::<HostRead>(record, body)?).ok()?;
+    Some(Some(encoded(&reply)))
+}
+
+fn encoded<R: for<'r> Wire<'r>>(reply: &R) -> Vec<u8> {
     let mut payload = Vec::new();
     reply.put(&mut Writer(&mut payload));
-    Some(Some(payload))
+    payload
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::doubles::Zeros;
+    use host_bridge::endpoint::{Mapped, Region, Source};
+    use protocol::data::{HostOut, HostRange, Place};
     use protocol::handle::ContextId;
-    use protocol::ops::Hold;
+    use protocol::link::ProgressUpdate;
+    use protocol::ops::memory::MirrorRange;
+    use std::num::NonZeroUsize;
+
+    /// A client with a page of memory.
+    struct Page(Arc<Region>);
+
+    impl Client for Page {
+        fn reply(&self, _seq: u64, _slot: u16, _status: Status, _payload: &[u8]) {}
+        fn publish(&self, _updates: &[ProgressUpdate]) {}
+        fn executed(&self, _seq: u64) {}
+        fn source(&self, _: u64, _: u32, _: HostRange) -> Result<Source, Status> {
+            Err(Status::INVALID_VALUE)
+        }
+        fn sink(&self, _seq: u64, _piece: u32, range: HostRange) -> Result<Sink, Status> {
+            Mapped::of(&self.0, range.len).map(Sink::Mapped).ok_or(Status::INVALID_VALUE)
+        }
+        fn nothing_sent(&self, _seq: u64) {}
+        fn lose(&self, _reason: &str) {}
+        fn close(&self) {}
+        fn streams_data(&self) -> bool {
+            true
+        }
+        fn traffic(&self) -> (u64, u64) {
+            (0, 0)
+        }
+    }
 
     #[test]
     fn every_operation_of_the_express_lane_is_served_and_no_other() {
@@ -83,13 +204,24 @@ mod tests {
             let mut body = Vec::new();
             ops::encode(op, &mut body);
             let record = Record { opcode: T::INFO.opcode, reply_slot: slot, seq: 1 };
-            (T::INFO.opcode, serve(&Zeros, &record, &body).is_some())
+            let memory = Region::own(NonZeroUsize::MIN.saturating_add(4095)).expect("a page");
+            let client: Arc<dyn Client> = Arc::new(Page(memory));
+            let beside: Arc<dyn Beside> = Arc::<Zeros>::default();
+            (T::INFO.opcode, serve(&client, &beside, &record, &body))
         }
         let context = ContextId(0);
+        let ranges = vec![MirrorRange { address: 0, len: 8 }];
+        let dst = HostOut(HostRange { place: Place::Arena, offset: 0, len: 8 });
         let served = [
             is_served(&HostRead { context, address: 0, len: 8 }, 0),
             is_served(&HostWrite { context, address: 0, bytes: &[1] }, NO_SLOT),
             is_served(&HostPatch { context, words: vec![] }, NO_SLOT),
+            is_served(&HostChange { context, address: 0, masks: &[1], bytes: &[1; 8] }, NO_SLOT),
+            is_served(&HostFetch { context, ranges, settled: true, remember: true, has: vec![], dst }, 0),
+            is_served(
+                &HostWatch { context, number: 1, after: 0, most_us: 0, watched: vec![0], has: vec![] },
+                0,
+            ),
         ];
         assert!(served.iter().all(|(_, served)| *served), "{served:?}");
         let mut express: Vec<u16> = ops::all()

@@ -42,6 +42,7 @@ pub mod space;
 pub mod store;
 pub mod streams;
 pub mod watchdog;
+pub mod watches;
 
 pub use beside::Beside;
 pub use call::{Call, Errors};

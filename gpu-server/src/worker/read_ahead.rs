@@ -20,11 +20,10 @@ use std::thread::{Builder, Scope, Thread};
 use std::time::Duration;
 
 use host_bridge::endpoint::{Client, Commands, Lost};
-use protocol::Status;
 use protocol::channel::Record;
 
 use crate::driver::Beside;
-use crate::driver::beside::serve;
+use crate::driver::beside::{is_served, serve};
 
 /// How often the watcher checks.
 const TICK: Duration = Duration::from_millis(1);
@@ -113,10 +112,11 @@ impl<'a> Ahead<'a> {
         self.source.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Whether a command blocked in a driver call may need a later one.
+    /// Whether a command may block in a driver call and need a later one. One that reads or writes mirrors
+    /// does not, and must not be overtaken by another one, however long it takes.
     #[inline]
-    pub(super) fn is_needed(&self) -> bool {
-        self.beside.is_needed()
+    pub(super) fn is_needed(&self, record: &Record) -> bool {
+        self.beside.is_needed() && !is_served(record.opcode)
     }
 
     /// Lends the source until the caller takes it back. The caller must not be holding it.
@@ -194,12 +194,10 @@ impl<'a> Ahead<'a> {
     /// Executes a command if it belongs to the express lane. A failing one is left to the dispatcher.
     fn serve(&self, next: &mut Next) {
         let Next { record, body, served } = next;
-        let Some(reply) = serve(&*self.beside, record, body) else { return };
-        *served = true;
-        // Only commands that the dispatcher executes count against the limit with their bytes.
-        *body = Vec::new();
-        if let Some(payload) = reply {
-            self.client.reply(record.seq, record.reply_slot, Status::SUCCESS, &payload);
+        if serve(&self.client, &self.beside, record, body) {
+            *served = true;
+            // Only commands that the dispatcher executes count against the limit with their bytes.
+            *body = Vec::new();
         }
     }
 }
@@ -218,6 +216,7 @@ impl Drop for Ending<'_, '_> {
 mod tests {
     use super::*;
     use crate::doubles::{Listener, Told, Zeros};
+    use crate::driver::watches::Watches;
     use protocol::Status;
     use protocol::handle::{ContextId, StreamId};
     use protocol::ops::memory::{HostPatch, HostRead, HostWrite, WordPatch};
@@ -280,7 +279,7 @@ mod tests {
 
     /// Sixteen bytes of mirrored memory.
     #[derive(Default)]
-    struct Bytes(Mutex<[u8; 16]>);
+    struct Bytes(Mutex<[u8; 16]>, Watches);
 
     impl Beside for Bytes {
         fn is_needed(&self) -> bool {
@@ -307,6 +306,10 @@ mod tests {
                 self.read(patch.address, &mut word)?;
                 self.write(patch.address, &patch.apply(u64::from_le_bytes(word)).to_le_bytes())
             })
+        }
+
+        fn watches(&self) -> &Watches {
+            &self.1
         }
 
         fn fail_device(&self, _number: u32, _status: Status) {}
@@ -348,6 +351,20 @@ mod tests {
             drop(peer);
             assert_eq!(source.next(&mut body, &mut || {}), Ok(None));
         });
+    }
+
+    #[test]
+    fn a_write_to_a_mirror_is_not_overtaken() {
+        let (mut peer, mut queue, client) = Peer::new();
+        peer.send(&HostWrite { context: ContextId(0), address: MIRROR, bytes: &[5] });
+        peer.mark();
+        let ahead = Ahead::new(&mut queue, client, Arc::<Bytes>::default());
+        let mut body = Vec::new();
+        let needed = [(); 2].map(|()| {
+            let next = ahead.source().next(&mut body, &mut || {}).expect("a session").expect("a command");
+            ahead.is_needed(&next.0)
+        });
+        assert_eq!(needed, [false, true]);
     }
 
     #[test]

@@ -117,7 +117,7 @@ impl Dispatcher<'_> {
                 Ok(None) => return None,
                 Err(lost) => return Some(lost),
             };
-            let taken = if ahead.is_needed() {
+            let taken = if ahead.is_needed(&record) {
                 drop(source);
                 ahead.lend(scope);
                 let taken = self.take(record, &body, served);

@@ -80,6 +80,9 @@ counters! {
     system_calls;
     /// Accesses to managed memory that this library resolved.
     page_faults;
+    /// Bytes of mirrored pinned memory that this process fetched and sent, with what a change needs besides
+    /// the bytes.
+    mirror_bytes;
     /// Times that a thread found the ring full.
     ring_full;
     /// Times that a thread waited because much of the program's work was queued behind a host function.

@@ -60,6 +60,24 @@ crate::wire_struct! {
 /// Page size of mirrored memory, in bytes.
 pub const MIRROR_PAGE: u64 = 4096;
 
+/// Maximum runs of bytes of mirrors that a server remembers for a client ([`HostFetch`]), and their bytes.
+pub const MOST_REMEMBERED: usize = 64;
+/// See [`MOST_REMEMBERED`].
+pub const MOST_REMEMBERED_BYTES: usize = 8 << 20;
+
+/// Maximum words of the answer to a [`HostWatch`].
+pub const MOST_CHANGES: usize = 128;
+
+crate::wire_struct! {
+    /// Bytes of a mirror.
+    pub struct MirrorRange {
+        /// First address.
+        address: u64,
+        /// Bytes.
+        len: u64,
+    }
+}
+
 impl HostMirror {
     /// Checks that the range consists of whole pages in the lower half of a process's addresses, outside all
     /// windows. It may be in a part of [`SPACE`] where the session has nothing reserved.
@@ -231,6 +249,74 @@ ops! {
         address: u64,
         /// Their new values.
         bytes: &'a [u8],
+    }
+
+    /// Changes bytes in a row of words of a [`HostMirror`] at once, as [`HostPatch`] does, in the order of
+    /// their addresses. A long row takes a third as many bytes.
+    async 0x030c host_change: HostChange<'a>
+        [order None, may_block Never, lane Express, since 4]
+    {
+        /// Context in which it was created.
+        context: ContextId,
+        /// Address of the first word, a multiple of 8.
+        address: u64,
+        /// For each word, which of its 8 bytes change: bit 0 is the first byte.
+        masks: &'a [u8],
+        /// The words; their other bytes mean nothing.
+        bytes: &'a [u8],
+    }
+
+    /// Reads bytes of [`HostMirror`]s at once, as [`HostRead`] does, one range after the other.
+    ///
+    /// If they are to be remembered, the server keeps a copy of each range, in which it makes the client's
+    /// own later changes too: the copy is what the client has. It then compares the copies from earlier
+    /// commands with the mirrors, and the answer names those that a device has changed.
+    sync 0x030d host_fetch: HostFetch
+        [order None, may_block Never, lane Express, since 4]
+    {
+        /// Context in which they were created.
+        context: ContextId,
+        /// What to read, in this order.
+        ranges: Vec<MirrorRange>,
+        /// Whether to read the first range until two readings are the same. If a device keeps changing it,
+        /// the last reading counts.
+        settled: bool,
+        /// Whether to remember the ranges, at most [`MOST_REMEMBERED_BYTES`] with those from before.
+        remember: bool,
+        /// First addresses of what the client still has. The rest is forgotten first.
+        has: Vec<u64>,
+        /// Where the bytes go. Its size is that of all ranges.
+        dst: HostOut,
+    } -> HostFetchReply {
+        /// First addresses of remembered ranges that have changed.
+        changed: Vec<u64>,
+    }
+
+    /// Answers when remembered ranges ([`HostFetch`]) have changed, or after a time. The server compares those
+    /// to watch as often as it can, the others from time to time. A later [`HostWatch`] of
+    /// the session replaces this one, which is then answered without changes.
+    sync 0x030e host_watch: HostWatch
+        [order None, may_block Never, lane Express, since 4]
+    {
+        /// Context in which they were created.
+        context: ContextId,
+        /// A number that no other watch of the session has, not 0.
+        number: u64,
+        /// Number of the watch whose answer the client has taken over since the one before this; 0 if none.
+        /// Its words count as what the client has.
+        after: u64,
+        /// Microseconds after which it is answered in any case.
+        most_us: u32,
+        /// First addresses of the ranges to watch. They are small.
+        watched: Vec<u64>,
+        /// First addresses of what the client still has, including those. The rest is forgotten first.
+        has: Vec<u64>,
+    } -> HostWatchReply {
+        /// The bytes of watched ranges that differ, at most [`MOST_CHANGES`] words, as all these ranges had
+        /// them at one time.
+        words: Vec<WordPatch>,
+        /// First addresses of other ranges that had changed by then, and of watched ones with more changes.
+        changed: Vec<u64>,
     }
 
     /// Reserves addresses for later mappings: `cuMemAddressReserve`. The client chooses them inside

@@ -9,7 +9,8 @@ use protocol::Status;
 use protocol::ops::memory::WordPatch;
 
 use super::fence::Health;
-use crate::driver::beside::Beside;
+use crate::driver::beside::{Beside, bits_of};
+use crate::driver::watches::Watches;
 
 /// See the module's documentation.
 #[derive(Default)]
@@ -20,6 +21,7 @@ pub struct Reach {
     count: AtomicUsize,
     /// The health of each context, with its device's number on the server.
     contexts: Mutex<Vec<(u32, Weak<Health>)>>,
+    watches: Watches,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -87,6 +89,28 @@ impl Beside for Reach {
         for (_, health) in lock(&self.contexts).iter().filter(|(device, _)| *device == number) {
             health.upgrade().inspect(|health| health.fail(status));
         }
+    }
+
+    fn watches(&self) -> &Watches {
+        &self.watches
+    }
+
+    fn change(&self, address: u64, masks: &[u8], bytes: &[u8]) -> Result {
+        self.at(address, bytes.len(), |to| {
+            for (n, (mask, word)) in masks.iter().zip(bytes.as_chunks::<8>().0).enumerate() {
+                // SAFETY: the caller has checked that the address is aligned and that there are 8 bytes for
+                // each mask; they are mapped, readable and writable while this runs.
+                let at = unsafe { AtomicU64::from_ptr(to.cast::<u64>().add(n)) };
+                let (bits, word) = (bits_of(*mask), u64::from_le_bytes(*word));
+                // Released, so that a device sees the words in the order of their addresses.
+                if bits == u64::MAX {
+                    at.store(word, Ordering::Release);
+                } else if bits != 0 {
+                    let patch = |now: u64| Some(now & !bits | word & bits);
+                    let _ = at.fetch_update(Ordering::Release, Ordering::Relaxed, patch);
+                }
+            }
+        })
     }
 
     fn patch(&self, words: &[WordPatch]) -> Result {

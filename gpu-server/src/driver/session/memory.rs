@@ -1,6 +1,8 @@
 //! Device memory: windows that are backed piece by piece, memory without an address, client memory that
 //! kernels use, and memory shared with the client's other sessions.
 
+use std::sync::Arc;
+
 use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::Answer;
@@ -297,7 +299,8 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
 
     fn host_patch(&mut self, cx: &mut Call, op: HostPatch) -> Result {
         cx.context = op.context;
-        self.gpu.beside().patch(&op.words)
+        let beside = &**self.gpu.beside();
+        beside.watches().patch(beside, &op.words)
     }
 
     fn host_read(&mut self, cx: &mut Call, op: HostRead) -> Reply<HostReadReply> {
@@ -307,7 +310,28 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
 
     fn host_write(&mut self, cx: &mut Call, op: HostWrite<'_>) -> Result {
         cx.context = op.context;
-        self.gpu.beside().write(op.address, op.bytes)
+        let beside = &**self.gpu.beside();
+        beside.watches().write(beside, op.address, op.bytes)
+    }
+
+    fn host_change(&mut self, cx: &mut Call, op: HostChange<'_>) -> Result {
+        cx.context = op.context;
+        beside::change(&**self.gpu.beside(), &op)
+    }
+
+    fn host_fetch(&mut self, cx: &mut Call, op: HostFetch) -> Reply<HostFetchReply> {
+        cx.context = op.context;
+        let beside = &**self.gpu.beside();
+        let (bytes, changed) = beside.watches().fetch(beside, &op)?;
+        cx.write_if_it_fits(op.dst, &bytes)?;
+        now(HostFetchReply { changed })
+    }
+
+    fn host_watch(&mut self, cx: &mut Call, op: HostWatch) -> Reply<HostWatchReply> {
+        cx.context = op.context;
+        let beside: Arc<dyn Beside> = Arc::<G::Beside>::clone(self.gpu.beside());
+        beside.watches().begin(&cx.client, &beside, (cx.seq, cx.slot), &op)?;
+        Ok(Answer::Later)
     }
 
     fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result {

@@ -23,6 +23,7 @@ use crate::driver::beside::Beside;
 use crate::driver::call::{Call, Result};
 use crate::driver::gpu::GpuHostMemory;
 use crate::driver::quota::{MirrorCharge, Quota};
+use crate::driver::watches::Watches;
 
 /// The number of mirrors in each mapped granule, and the granule's charge.
 pub(super) type Granules = BTreeMap<u64, (usize, MirrorCharge)>;
@@ -41,6 +42,7 @@ pub struct Reach {
     count: AtomicUsize,
     /// The devices by their number on the server.
     devices: Mutex<BTreeMap<u32, Gpu>>,
+    watches: Watches,
 }
 
 impl Reach {
@@ -109,6 +111,10 @@ impl Beside for Reach {
 
     fn write(&self, address: u64, bytes: &[u8]) -> Result {
         self.at(address, bytes.len() as u64, |gpu| gpu.write(address, bytes))
+    }
+
+    fn watches(&self) -> &Watches {
+        &self.watches
     }
 
     fn fail_device(&self, number: u32, status: Status) {

@@ -4,7 +4,7 @@
 //! program has only read it, otherwise dirty. Work of the device takes all of them back, dirty ones with
 //! their bytes. Consecutive faults are answered with longer and longer runs of blocks.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use super::read_ahead::Streak;
@@ -13,8 +13,9 @@ use super::read_ahead::Streak;
 pub(crate) const BLOCK: u64 = 64 << 10;
 /// Size of a block of pinned memory, in bytes: a page, because a program may poll a word while the device works.
 pub(crate) const SMALL: u64 = client::pages::PAGE as u64;
-/// Maximum bytes that one fault fetches.
+/// Maximum bytes that one fault fetches, of managed and of pinned memory.
 const LONGEST: u64 = 4 << 20;
+const LONGEST_SMALL: u64 = 1 << 20;
 
 /// Contiguous bytes: whole blocks, except at the end of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,15 +48,18 @@ pub(crate) struct Blocks {
     host: BTreeMap<u64, bool>,
     /// Whether the device's bytes are all zero, and no work has been enqueued since that was known.
     zero: bool,
-    reads: Streak,
-    writes: Streak,
+    fetched: Streak,
+    allowed: Streak,
+    /// Blocks with words for which the program waits. Each is given alone.
+    polled: BTreeSet<u64>,
 }
 
 impl Blocks {
     /// All blocks are the device's. `zero`: whether they are known to be zero. `grain`: the size of a block.
     pub fn new(base: u64, size: u64, grain: u64, zero: bool) -> Blocks {
-        let (reads, writes) = <(Streak, Streak)>::default();
-        Blocks { base, size, grain, host: BTreeMap::new(), zero, reads, writes }
+        let (fetched, allowed) = <(Streak, Streak)>::default();
+        let (host, polled) = <(BTreeMap<_, _>, BTreeSet<_>)>::default();
+        Blocks { base, size, grain, host, zero, fetched, allowed, polled }
     }
 
     /// Whether the device's next work changes anything here.
@@ -84,10 +88,13 @@ impl Blocks {
     pub fn fault(&self, address: u64, write: bool) -> Answer {
         let at = (address - self.base) / self.grain;
         let all = self.size.div_ceil(self.grain);
-        let streak = if write { &self.writes } else { &self.reads };
-        let most = streak.longest(at, LONGEST / self.grain).min(all - at);
+        let streak = if self.host.contains_key(&at) { &self.allowed } else { &self.fetched };
+        let longest = if self.grain == SMALL { LONGEST_SMALL } else { LONGEST };
+        let alone = self.polled.contains(&at);
+        let most = if alone { 1 } else { streak.longest(at, longest / self.grain).min(all - at) };
+        let others = self.polled.range(at + 1..at + most).next().copied().unwrap_or(at + most);
         let count = |wanted: Option<bool>| {
-            (at..at + most).take_while(|n| self.host.get(n).copied() == wanted).count() as u64
+            (at..others).take_while(|n| self.host.get(n).copied() == wanted).count() as u64
         };
         match self.host.get(&at) {
             None if self.zero => Answer::Zeroes(self.run(at, count(None))),
@@ -101,10 +108,40 @@ impl Blocks {
     pub fn given(&mut self, run: Run, write: bool) {
         let first = (run.address - self.base) / self.grain;
         let count = run.len.div_ceil(self.grain);
+        let streak = if self.host.contains_key(&first) { &mut self.allowed } else { &mut self.fetched };
+        if !self.polled.contains(&first) {
+            streak.answered(first, count);
+        }
         for n in first..first + count {
             self.host.insert(n, write);
         }
-        if write { &mut self.writes } else { &mut self.reads }.answered(first, count);
+    }
+
+    /// Notes whether the program waits for words in the block of an address.
+    pub fn set_polled(&mut self, address: u64, polled: bool) {
+        let block = (address - self.base) / self.grain;
+        if polled {
+            self.polled.insert(block)
+        } else {
+            self.polled.remove(&block)
+        };
+    }
+
+    /// Whether the program waits for words in the block of an address, as far as is known.
+    pub fn is_polled(&self, address: u64) -> bool {
+        self.polled.contains(&((address - self.base) / self.grain))
+    }
+
+    /// The program writes to a block, for example that it has read something.
+    pub fn writes(&mut self, address: u64) {
+        if !self.fetched.contains((address - self.base) / self.grain) {
+            self.fetched.may_end();
+        }
+    }
+
+    /// The program learns that there is something new to read.
+    pub fn has_news(&mut self) {
+        self.fetched.may_end();
     }
 
     /// The device has the same bytes again in a range of which the host keeps its copies.

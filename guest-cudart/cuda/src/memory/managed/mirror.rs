@@ -15,10 +15,17 @@ use crate::memory::managed::blocks::{Answer, BLOCK, Blocks, Run, SMALL};
 use crate::memory::managed::partial_pages::{self, Edge};
 use crate::memory::managed::{ORDER, Piece, STATE, State, page_faults, pages, shared_blocks};
 use crate::memory::pinned_regions::REGIONS;
+use crate::memory::transfer::move_bytes;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
-use client::ops::memory::{HostMirror, HostRead, HostUnmap, HostWrite};
+use client::arena::Block;
+use client::counters::{self, COUNTERS};
+use client::data::HostOut;
+use client::ops::memory::{
+    HostFetch, HostFetchReply, HostMirror, HostRead, HostUnmap, HostWrite, MirrorRange,
+};
 use client::pages::{PAGE, Pages};
+use client::session::Pending;
 use client::{Status, lock, log};
 
 /// Pinned memory that kernels use, by first address: its size, and the mirror that it lies in.
@@ -157,22 +164,102 @@ const FROM_MIRROR: usize = client::channel::MAX_PAYLOAD - 64;
 /// Number of answers that are requested at a time.
 const AT_ONCE: usize = 32;
 
+/// A range of a mirror, and where its bytes go.
+pub(crate) type Part<'a> = (&'a Context, u64, &'a mut [u8]);
+
 /// Reads the current bytes of a mirror.
 pub(crate) fn read(context: &Context, address: u64, to: &mut [u8]) -> Result {
-    read_in_order([(context, address, to)])
+    read_in_order(vec![(context, address, to)])
 }
 
 /// Reads the current bytes of several ranges, those of one server in this order.
-pub(crate) fn read_in_order<'a>(
-    ranges: impl IntoIterator<Item = (&'a Context, u64, &'a mut [u8])>,
-) -> Result {
+pub(crate) fn read_in_order(ranges: Vec<Part<'_>>) -> Result {
+    let first = ranges.first().map(|(context, ..)| *context);
+    let (mut one, others): (Vec<_>, Vec<_>) = ranges.into_iter().partition(|(context, ..)| {
+        first.is_some_and(|first| std::ptr::eq(context.session(), first.session()))
+    });
+    match Fetch::begin(&one, false, None)? {
+        Some(fetch) => {
+            read_in_answers(others)?;
+            fetch.end(&mut one).map(drop)
+        }
+        None => read_in_answers(one.into_iter().chain(others).collect()),
+    }
+}
+
+/// Reads a range that the server remembers from then on, if `settled` until nothing has changed between two
+/// readings. `has`: what the program has already of what the server remembers. Returns which of that has
+/// changed. `None` if the server or the arena cannot do that now.
+pub(crate) fn read_remembered(
+    context: &Context,
+    address: u64,
+    to: &mut [u8],
+    settled: bool,
+    has: Vec<u64>,
+) -> Result<Option<Vec<u64>>> {
+    let mut part = [(context, address, to)];
+    let Some(fetch) = Fetch::begin(&part, settled, Some(has))? else { return Ok(None) };
+    fetch.end(&mut part).map(Some)
+}
+
+/// Bytes on their way through the arena.
+struct Fetch<'s> {
+    pending: Pending<'s, HostFetchReply>,
+    block: Block<'s>,
+}
+
+impl<'s> Fetch<'s> {
+    /// `None` if the bytes fit into one answer, or if there is no room for them in the arena: work that waits
+    /// for the program may occupy it, and the program waits for this.
+    fn begin(ranges: &[Part<'s>], settled: bool, has: Option<Vec<u64>>) -> Result<Option<Fetch<'s>>> {
+        let Some((context, ..)) = ranges.first() else { return Ok(None) };
+        let session = context.session();
+        let len: usize = ranges.iter().map(|(.., to)| to.len()).sum();
+        let fits = ranges.len() == 1 && len <= FROM_MIRROR && has.is_none();
+        if fits || !session.knows::<HostFetch>() || len > session.arena().largest() {
+            return Ok(None);
+        }
+        let Some(block) = session.arena().try_alloc(len, session.progress().released()) else {
+            return Ok(None);
+        };
+        let range = |(_, address, to): &Part<'_>| MirrorRange { address: *address, len: to.len() as u64 };
+        let ranges = ranges.iter().map(range).collect();
+        let dst = HostOut(block.range(len));
+        let (remember, has) = (has.is_some(), has.unwrap_or_default());
+        let op = HostFetch { context: context.id, ranges, settled, remember, has, dst };
+        let pending = match session.submit(&op) {
+            Ok(pending) => pending,
+            Err(status) => {
+                // The block is lost with the session.
+                std::mem::forget(block);
+                return Err(status);
+            }
+        };
+        Ok(Some(Fetch { pending, block }))
+    }
+
+    fn end(self, ranges: &mut [Part<'_>]) -> Result<Vec<u64>> {
+        let changed = self.pending.wait()?.changed;
+        let mut at = 0;
+        for (.., to) in ranges {
+            // SAFETY: the block has the bytes of all ranges, one after the other.
+            unsafe { move_bytes(self.block.ptr().add(at), to.as_mut_ptr(), to.len()) };
+            at += to.len();
+        }
+        counters::add(&COUNTERS.mirror_bytes, at as u64);
+        Ok(changed)
+    }
+}
+
+/// Reads ranges, those of one server in this order, in the answers' own memory.
+fn read_in_answers(ranges: Vec<Part<'_>>) -> Result {
     let parts = ranges.into_iter().flat_map(|(context, address, to)| {
         let part = move |(i, part): (usize, _)| (context, address + (i * FROM_MIRROR) as u64, part);
         to.chunks_mut(FROM_MIRROR).enumerate().map(part)
     });
-    let mut parts: Vec<(&Context, u64, &mut [u8])> = parts.collect();
+    let mut parts: Vec<Part<'_>> = parts.collect();
     for group in parts.chunks_mut(AT_ONCE) {
-        let ask = |(context, address, part): &(&Context, u64, &mut [u8])| {
+        let ask = |(context, address, part): &Part<'_>| {
             context.session().submit(&HostRead {
                 context: context.id,
                 address: *address,
@@ -185,6 +272,7 @@ pub(crate) fn read_in_order<'a>(
             if answer.len() != part.len() {
                 return Err(Status::UNKNOWN);
             }
+            counters::add(&COUNTERS.mirror_bytes, answer.len() as u64);
             part.copy_from_slice(&answer);
         }
     }
@@ -195,6 +283,7 @@ pub(crate) fn read_in_order<'a>(
 pub(crate) fn write(context: &Context, address: u64, bytes: &[u8]) -> Result {
     for (i, bytes) in bytes.chunks(TO_MIRROR).enumerate() {
         let address = address + (i * TO_MIRROR) as u64;
+        counters::add(&COUNTERS.mirror_bytes, bytes.len() as u64);
         context.session().append(&HostWrite { context: context.id, address, bytes })?;
     }
     Ok(())

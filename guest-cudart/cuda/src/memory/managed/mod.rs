@@ -31,6 +31,7 @@ pub(crate) mod page_faults;
 pub(crate) mod partial_pages;
 mod read_ahead;
 pub(crate) mod shared_blocks;
+mod watch;
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -44,7 +45,8 @@ use crate::memory::managed::advice::Advised;
 use crate::memory::managed::blocks::{BLOCK, Blocks, Run};
 use crate::memory::managed::mirror::Mirrors;
 use crate::memory::managed::partial_pages::Edge;
-use crate::memory::managed::shared_blocks::Together;
+use crate::memory::managed::shared_blocks::{Publishing, Together};
+use crate::memory::managed::watch::Watch;
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
 use crate::process::driver::{Device, Driver, Tag, driver};
@@ -81,6 +83,10 @@ pub(crate) struct State {
     movers: Vec<(&'static Context, Arc<Stream>)>,
     /// Pinned memory that the host was given while the device worked.
     together: Vec<Together>,
+    /// When the program's changes there are sent.
+    publishing: Publishing,
+    /// What servers watch.
+    watches: Vec<Watch>,
     /// Pinned memory that cannot be watched.
     edges: Vec<Edge>,
     /// The server's mirrors of pinned memory.
@@ -93,6 +99,8 @@ pub(crate) static STATE: Mutex<State> = Mutex::new(State {
     held: BTreeSet::new(),
     movers: Vec::new(),
     together: Vec::new(),
+    publishing: Publishing::new(),
+    watches: Vec::new(),
     edges: Vec::new(),
     mirrors: Mirrors::new(),
 });

@@ -80,11 +80,21 @@ impl Edge {
         changes
     }
 
-    /// Applies the device's changes. Returns whether there were any.
-    fn take(&mut self, device: &[u64]) -> bool {
+    /// The words that the device has changed.
+    fn differing(&self, device: &[u64]) -> impl Iterator<Item = usize> {
         let differs =
             |i: &usize| device.get(*i).is_some_and(|there| (there ^ self.known[*i]) & self.mask(*i) != 0);
-        let differing: Vec<usize> = (0..self.words()).filter(differs).collect();
+        (0..self.words()).filter(differs)
+    }
+
+    /// Whether the device has changed something.
+    fn differs(&self, device: &[u64]) -> bool {
+        self.differing(device).next().is_some()
+    }
+
+    /// Applies the device's changes. Returns whether there were any.
+    fn take(&mut self, device: &[u64]) -> bool {
+        let differing: Vec<usize> = self.differing(device).collect();
         // As when sending, words that stand alone come last.
         let mut rows: Vec<&[usize]> = differing.chunk_by(|a, b| a + 1 == *b).collect();
         rows.sort_by_key(|row| std::cmp::Reverse(row.len()));
@@ -158,16 +168,19 @@ impl State {
 
     pub(crate) fn compare_edges(&mut self) -> Result<bool> {
         let mut changed = self.send_edges(&(0..u64::MAX))?;
-        for n in 0..self.edges.len() {
-            let (context, first, len) = {
-                let edge = &self.edges[n];
-                (edge.context, edge.first(), edge.words() * 8)
-            };
-            let mut bytes = vec![0; len];
-            mirror::read(context, first, &mut bytes)?;
-            let words: Vec<u64> =
-                bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect();
-            changed |= self.edges[n].take(&words);
+        let mut read: Vec<Vec<u8>> = self.edges.iter().map(|edge| vec![0; edge.words() * 8]).collect();
+        let parts = self.edges.iter().zip(&mut read);
+        mirror::read_in_order(parts.map(|(edge, to)| (edge.context, edge.first(), &mut to[..])).collect())?;
+        let words = |bytes: &Vec<u8>| -> Vec<u64> {
+            bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect()
+        };
+        let device: Vec<Vec<u64>> = read.iter().map(words).collect();
+        if self.edges.iter().zip(&device).any(|(edge, device)| edge.differs(device)) {
+            // These words may tell the program that something is in pages that it has from before.
+            self.part(driver()?, |together| together.pinned)?;
+        }
+        for (edge, device) in self.edges.iter_mut().zip(&device) {
+            changed |= edge.take(device);
         }
         Ok(changed)
     }
