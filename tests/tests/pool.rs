@@ -77,10 +77,12 @@ fn a_program_uses_the_devices_of_two_servers() -> Result<()> {
     }
     // NCCL's GPUs are in one process, yet not in one machine.
     let told = |named: &[String]| -> Result<String> {
-        let output = run_with(named).args(["sh", "-c", "echo ${NCCL_SHM_DISABLE-unset}"]).output()?;
+        let output = run_with(named)
+            .args(["sh", "-c", "echo ${NCCL_SHM_DISABLE-unset} ${NCCL_BUFFSIZE-unset}"])
+            .output()?;
         Ok(String::from_utf8(output.stdout)?.trim().to_owned())
     };
-    ensure!(told(&servers)? == "1" && told(&servers[..1])? == "unset", "NCCL is not told");
+    ensure!(told(&servers)? == "1 524288" && told(&servers[..1])? == "unset unset", "NCCL is not told");
     // Management programs.
     for program in ["nvidia_smi", "nvml"] {
         programs::run(&mut with_servers(&servers, program)?, programs::LIMIT)?.verdict(program)?;
