@@ -2,7 +2,9 @@
 
 #![cfg_attr(not(test), allow(dead_code, reason = "the fuzz targets use a part of it"))]
 
-use host_bridge::endpoint::{Client, Sink, Source};
+use std::sync::Arc;
+
+use host_bridge::endpoint::{Client, Mapped, Region, Sink, Source};
 use protocol::Status;
 use protocol::data::HostRange;
 use protocol::link::ProgressUpdate;
@@ -17,16 +19,26 @@ pub(crate) enum Told<'a> {
     Published(&'a [ProgressUpdate]),
 }
 
-/// A client without memory, which passes on what it is told.
-pub(crate) struct Listener<F>(pub F);
+/// A client that passes on what it is told. All its places in memory are the beginning of a region, if it has one.
+pub(crate) struct Listener<F> {
+    pub told: F,
+    pub memory: Option<Arc<Region>>,
+}
+
+impl<F: Fn(Told<'_>)> Listener<F> {
+    /// One without memory.
+    pub fn new(told: F) -> Listener<F> {
+        Listener { told, memory: None }
+    }
+}
 
 impl<F: Fn(Told<'_>) + Send + Sync> Client for Listener<F> {
     fn reply(&self, seq: u64, slot: u16, status: Status, payload: &[u8]) {
-        self.0(Told::Reply { seq, slot, status, payload });
+        (self.told)(Told::Reply { seq, slot, status, payload });
     }
 
     fn publish(&self, updates: &[ProgressUpdate]) {
-        self.0(Told::Published(updates));
+        (self.told)(Told::Published(updates));
     }
 
     fn executed(&self, _seq: u64) {}
@@ -35,8 +47,9 @@ impl<F: Fn(Told<'_>) + Send + Sync> Client for Listener<F> {
         Err(Status::INVALID_VALUE)
     }
 
-    fn sink(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Sink, Status> {
-        Err(Status::INVALID_VALUE)
+    fn sink(&self, _seq: u64, _piece: u32, range: HostRange) -> Result<Sink, Status> {
+        let mapped = self.memory.as_ref().and_then(|memory| Mapped::of(memory, range.len));
+        mapped.map(Sink::Mapped).ok_or(Status::INVALID_VALUE)
     }
 
     fn nothing_sent(&self, _seq: u64) {}

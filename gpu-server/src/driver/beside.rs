@@ -166,37 +166,12 @@ fn encoded<R: for<'r> Wire<'r>>(reply: &R) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doubles::Zeros;
-    use host_bridge::endpoint::{Mapped, Region, Source};
+    use crate::doubles::{Listener, Told, Zeros};
+    use host_bridge::endpoint::Region;
     use protocol::data::{HostOut, HostRange, Place};
     use protocol::handle::ContextId;
-    use protocol::link::ProgressUpdate;
     use protocol::ops::memory::MirrorRange;
     use std::num::NonZeroUsize;
-
-    /// A client with a page of memory.
-    struct Page(Arc<Region>);
-
-    impl Client for Page {
-        fn reply(&self, _seq: u64, _slot: u16, _status: Status, _payload: &[u8]) {}
-        fn publish(&self, _updates: &[ProgressUpdate]) {}
-        fn executed(&self, _seq: u64) {}
-        fn source(&self, _: u64, _: u32, _: HostRange) -> Result<Source, Status> {
-            Err(Status::INVALID_VALUE)
-        }
-        fn sink(&self, _seq: u64, _piece: u32, range: HostRange) -> Result<Sink, Status> {
-            Mapped::of(&self.0, range.len).map(Sink::Mapped).ok_or(Status::INVALID_VALUE)
-        }
-        fn nothing_sent(&self, _seq: u64) {}
-        fn lose(&self, _reason: &str) {}
-        fn close(&self) {}
-        fn streams_data(&self) -> bool {
-            true
-        }
-        fn traffic(&self) -> (u64, u64) {
-            (0, 0)
-        }
-    }
 
     #[test]
     fn every_operation_of_the_express_lane_is_served_and_no_other() {
@@ -205,7 +180,7 @@ mod tests {
             ops::encode(op, &mut body);
             let record = Record { opcode: T::INFO.opcode, reply_slot: slot, seq: 1 };
             let memory = Region::own(NonZeroUsize::MIN.saturating_add(4095)).expect("a page");
-            let client: Arc<dyn Client> = Arc::new(Page(memory));
+            let client: Arc<dyn Client> = Arc::new(Listener { told: |_: Told<'_>| {}, memory: Some(memory) });
             let beside: Arc<dyn Beside> = Arc::<Zeros>::default();
             (T::INFO.opcode, serve(&client, &beside, &record, &body))
         }

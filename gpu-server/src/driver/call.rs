@@ -317,7 +317,7 @@ mod tests {
     fn call() -> (Call, Answers) {
         let answers = Answers::default();
         let kept = answers.clone();
-        let client = Listener(move |told: Told<'_>| {
+        let client = Listener::new(move |told: Told<'_>| {
             let mut kept = kept.lock().unwrap();
             match told {
                 Told::Reply { seq, status, .. } => kept.push((seq, status)),

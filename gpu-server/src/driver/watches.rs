@@ -431,13 +431,12 @@ impl Watch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use host_bridge::endpoint::{Sink, Source};
+    use crate::doubles::{Listener, Told};
     use protocol::data::{HostOut, HostRange, Place};
     use protocol::handle::ContextId;
-    use protocol::link::ProgressUpdate;
     use protocol::ops::memory::{MIRROR_PAGE, MirrorRange};
     use protocol::wire::Reader;
-    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::sync::mpsc::{Receiver, channel};
 
     const PAGE: usize = MIRROR_PAGE as usize;
     const LONG: Duration = Duration::from_secs(240);
@@ -483,33 +482,6 @@ mod tests {
         fn fail_device(&self, _number: u32, _status: Status) {}
     }
 
-    struct Answers(Mutex<Sender<(u64, HostWatchReply)>>);
-
-    impl Client for Answers {
-        fn reply(&self, seq: u64, _slot: u16, status: Status, payload: &[u8]) {
-            assert!(status.is_success());
-            let reply = HostWatchReply::get(&mut Reader::new(payload)).expect("a reply");
-            self.0.lock().expect("no panic").send((seq, reply)).expect("the test waits");
-        }
-        fn publish(&self, _updates: &[ProgressUpdate]) {}
-        fn executed(&self, _seq: u64) {}
-        fn source(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Source, Status> {
-            Err(Status::INVALID_VALUE)
-        }
-        fn sink(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Sink, Status> {
-            Err(Status::INVALID_VALUE)
-        }
-        fn nothing_sent(&self, _seq: u64) {}
-        fn lose(&self, _reason: &str) {}
-        fn close(&self) {}
-        fn streams_data(&self) -> bool {
-            true
-        }
-        fn traffic(&self) -> (u64, u64) {
-            (0, 0)
-        }
-    }
-
     struct Test {
         mirror: Arc<Mirror>,
         client: Arc<dyn Client>,
@@ -519,7 +491,13 @@ mod tests {
     impl Test {
         fn new() -> Test {
             let (sender, answers) = channel();
-            Test { mirror: Mirror::new(), client: Arc::new(Answers(Mutex::new(sender))), answers }
+            let client = Listener::new(move |told: Told<'_>| {
+                let Told::Reply { seq, status, payload, .. } = told else { return };
+                assert!(status.is_success());
+                let reply = HostWatchReply::get(&mut Reader::new(payload)).expect("a reply");
+                sender.send((seq, reply)).expect("the test waits");
+            });
+            Test { mirror: Mirror::new(), client: Arc::new(client), answers }
         }
 
         fn fetch(&self, address: u64, len: usize, has: &[u64]) -> Result<(Vec<u8>, Vec<u64>), Status> {

@@ -253,7 +253,7 @@ mod tests {
     impl Peer {
         fn new() -> (Peer, Queue, Arc<dyn Client>) {
             let ((sender, commands), (answer, answers)) = (channel(), channel());
-            let client = Listener(move |told: Told<'_>| {
+            let client = Listener::new(move |told: Told<'_>| {
                 let Told::Reply { seq, slot, status, payload } = told else { return };
                 assert!(slot == 3 && status.is_success());
                 answer.send((seq, payload.to_vec())).expect("the client is there");

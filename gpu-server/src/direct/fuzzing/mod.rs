@@ -146,7 +146,7 @@ impl Asker {
     fn new() -> Asker {
         let asked = Arc::<Mutex<BTreeMap<u64, u64>>>::default();
         let open = asked.clone();
-        let client = Listener(move |told: Told<'_>| {
+        let client = Listener::new(move |told: Told<'_>| {
             let Told::Reply { seq, status, payload, .. } = told else { return };
             let number = lock(&open).remove(&seq);
             let number = number.unwrap_or_else(|| panic!("another answer to question {seq}"));
