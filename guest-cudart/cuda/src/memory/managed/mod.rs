@@ -32,6 +32,7 @@ pub(crate) mod partial_pages;
 mod read_ahead;
 pub(crate) mod shared_blocks;
 mod watch;
+mod watched_pages;
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};

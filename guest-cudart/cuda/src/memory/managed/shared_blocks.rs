@@ -4,7 +4,7 @@
 //! For pinned memory, an access of the host while the device works is answered at once with the current
 //! bytes, and those bytes are remembered. Bytes that differ from the remembered ones a moment later were
 //! written by the program and go to the device. The blocks stay with the program until the server, which
-//! remembers them too, reports that the device has changed them ([`watch`](super::watch)). From an older
+//! remembers them too, reports that the device has changed them ([`watched_pages`](super::watched_pages)). From an older
 //! server, a thread takes them away again after a moment, and the device's bytes are found at the next access.
 //! So each side sees the other's changes within about a millisecond, and neither side waits.
 //!
