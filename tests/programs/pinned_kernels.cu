@@ -67,6 +67,16 @@ static void together(int *words) {
         CHECK(cudaStreamSynchronize(stream));
         REQUIRE(*answered == round + 1 && words[100] == round * 3, "round %d: found %d and %d when it was over", round, *answered, words[100]);
     }
+    // The same if the program learns that it is over without looking at the memory meanwhile.
+    for (int round = 1; round <= 50; round++) {
+        *asked = *answered = words[100] = 0;
+        answer<<<1, 1, 0, stream>>>(asked, answered, words, 200000000000ll);
+        CHECK(cudaGetLastError());
+        REQUIRE(((volatile int *)words)[100] == 0, "round %d: the kernel did not wait", round);
+        *asked = round;
+        CHECK(cudaStreamSynchronize(stream));
+        REQUIRE(*answered == round + 1 && words[100] == round * 3, "round %d: found %d and %d after the wait", round, *answered, words[100]);
+    }
     CHECK(cudaStreamDestroy(stream));
 }
 

@@ -84,6 +84,8 @@ pub(crate) struct State {
     movers: Vec<(&'static Context, Arc<Stream>)>,
     /// Pinned memory that the host was given while the device worked.
     together: Vec<Together>,
+    /// Whether another one is being given.
+    gives: bool,
     /// When the program's changes there are sent.
     publishing: Publishing,
     /// What servers watch.
@@ -100,6 +102,7 @@ pub(crate) static STATE: Mutex<State> = Mutex::new(State {
     held: BTreeSet::new(),
     movers: Vec::new(),
     together: Vec::new(),
+    gives: false,
     publishing: Publishing::new(),
     watches: Vec::new(),
     edges: Vec::new(),

@@ -83,7 +83,7 @@ fn answer_waiting(pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
     let given = if order.is_some() && stream_table::all_stopped() {
         state.give_to_host(pages, fault, buffer)
     } else {
-        state.give_beside_work(pages, fault, buffer)
+        state.announced(|state| state.give_beside_work(pages, fault, buffer))
     };
     drop(state);
     finish(pages, fault, given);

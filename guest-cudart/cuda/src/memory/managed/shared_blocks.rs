@@ -166,7 +166,7 @@ pub(crate) fn answer(
     }
     start(driver);
     let mut state = lock(&STATE);
-    let given = state.give_together(driver, pages, fault);
+    let given = state.announced(|state| state.give_together(driver, pages, fault));
     state.watch();
     drop(state);
     page_faults::finish(pages, fault, given);
@@ -247,7 +247,7 @@ impl State {
         let taken = gone.iter_mut().try_for_each(|together| self.take_away(driver, together));
         // After they are gone, because a thread that reads 0 lets the program continue without taking the
         // lock.
-        GIVEN.store(self.together.len(), Ordering::SeqCst);
+        self.count_given();
         sent.and(taken)
     }
 
@@ -327,7 +327,6 @@ impl State {
                 pages.allow_writes(run.address as usize, run.len as usize).map_err(page_faults::failed)?;
             }
             Answer::Zeroes(run) | Answer::Fetch(run) => {
-                self.announce();
                 self.fetch(base, run, buffer)?;
                 self.given(base, run, fault.write);
                 pages.fill(run.address as usize, buffer, fault.write).map_err(page_faults::failed)?;
@@ -347,10 +346,19 @@ impl State {
         Ok(true)
     }
 
-    /// Called before bytes are fetched for the host while the device works. From now on, a thread that learns
-    /// that work has finished takes them away again.
-    fn announce(&self) {
-        GIVEN.store(self.together.len() + 1, Ordering::SeqCst);
+    /// Gives the host something while the device works. From before its bytes are fetched, a thread that
+    /// learns that work has finished takes away all such runs.
+    pub(crate) fn announced<T>(&mut self, give: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
+        self.gives = true;
+        self.count_given();
+        let given = give(self);
+        self.gives = false;
+        self.count_given();
+        given
+    }
+
+    fn count_given(&self) {
+        GIVEN.store(self.together.len() + usize::from(self.gives), Ordering::SeqCst);
     }
 
     /// Sends the program's changes, after which it cannot write to any pinned memory that it was given while
@@ -388,7 +396,6 @@ impl State {
             Answer::Nothing => {}
             Answer::Allow(run) => self.let_write(pages, base, run)?,
             Answer::Zeroes(run) | Answer::Fetch(run) => {
-                self.announce();
                 let begun = Instant::now();
                 let Some(context) = self.pieces.get(&base).map(|(_, piece)| piece.context) else {
                     return Ok(false);
