@@ -13,13 +13,14 @@ use protocol::ops::memory::WordPatch;
 use crate::driver::beside::Beside;
 use crate::driver::watches::Watches;
 
-/// What a client is told.
+/// Something that a session sends its client.
 pub(crate) enum Told<'a> {
     Reply { seq: u64, slot: u16, status: Status, payload: &'a [u8] },
     Published(&'a [ProgressUpdate]),
 }
 
-/// A client that passes on what it is told. All its places in memory are the beginning of a region, if it has one.
+/// A client that passes on what the session sends. Results that go to its memory, wherever they should go there,
+/// are written to the start of `memory`; without a region they are refused.
 pub(crate) struct Listener<F> {
     pub told: F,
     pub memory: Option<Arc<Region>>,

@@ -545,7 +545,7 @@ impl Interruption {
         Ok(left)
     }
 
-    /// The session continues. If it is lost instead, the client is told so elsewhere.
+    /// Tells the client that its session continues. (Whoever ends a session tells the client of a loss.)
     pub(super) fn end(self) {
         self.session.header().set_interrupted(false);
         self.session.counters.resumed.add(1);

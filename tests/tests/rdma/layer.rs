@@ -156,8 +156,8 @@ pub(super) fn a_killed_peer_is_noticed_and_leaves_nothing_behind(bed: &mut Bed) 
     Ok(())
 }
 
-/// The queue pairs are stopped wherever they are, in both directions, with requests of all kinds under way, and
-/// everything goes on through new ones. Every byte is checked.
+/// Stops the queue pairs in both directions, at any point and with requests of all kinds under way. The work
+/// continues on new queue pairs, and every byte is checked.
 pub(super) fn queue_pairs_are_replaced_and_nothing_is_lost_or_repeated(bed: &Bed) -> Result<()> {
     let mut renewed = 0;
     for (what, size, count) in [

@@ -35,9 +35,10 @@ struct Program {
     /// Whether its kernels are collectives with its principal's other sessions: each waits for their
     /// kernels with the same number.
     collective: bool,
-    /// The time that the program itself takes for each launch. Then it waits for all kernels of a step, `ahead` of them, before it goes on.
+    /// Time that the program spends on each launch; 0: none. After a step of `ahead` launches, such a program
+    /// waits for all of its kernels.
     host: u64,
-    /// The time that it has taken for launches, for those of earlier steps all that they need.
+    /// Time that it has spent on all launches so far.
     prepared: u64,
     /// When it has work.
     works: std::ops::Range<u64>,

@@ -4,8 +4,9 @@
 //! For pinned memory, an access of the host while the device works is answered at once with the current
 //! bytes, and those bytes are remembered. Bytes that differ from the remembered ones a moment later were
 //! written by the program and go to the device. The blocks stay with the program until the server, which
-//! remembers them too, reports that the device has changed them ([`watched_pages`](super::watched_pages)). From an older
-//! server, a thread takes them away again after a moment, and the device's bytes are found at the next access.
+//! remembers them too, reports that the device has changed them ([`watched_pages`](super::watched_pages)).
+//! With an older server, a thread takes them away again after a moment, and the device's bytes are found at
+//! the next access.
 //! So each side sees the other's changes within about a millisecond, and neither side waits.
 //!
 //! Managed memory is shared like this only while the device waits for this process on one stream and may work
@@ -41,7 +42,7 @@ use client::pages::{Fault, Pages};
 use client::{lock, log};
 
 /// Minimum time that the host keeps a block that is not watched.
-const WHILE: Duration = Duration::from_micros(100);
+pub(crate) const WHILE: Duration = Duration::from_micros(100);
 /// The same for a run that is longer than [`READ_AGAIN`].
 const WHILE_LONG: Duration = Duration::from_millis(1);
 /// The shortest and the longest time between a write and sending it. It becomes longer while the program

@@ -62,7 +62,7 @@ impl Watch {
         Ok(Watch { context, number: 0, after: 0, what: None, mailbox })
     }
 
-    /// The answer to this watch is due. Those to earlier ones mean nothing any more.
+    /// Waits for the answer to this watch from now on, and no longer for those to earlier ones.
     pub fn expect(&self, answer: Ahead<'static, HostWatchReply>) {
         drop(lock(&self.mailbox.0).replace(Asked { number: self.number, answer }));
         self.mailbox.1.notify_one();

@@ -13,7 +13,7 @@
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
-use crate::memory::managed::shared_blocks::{Together, new_number, told};
+use crate::memory::managed::shared_blocks::{Together, WHILE, new_number, told};
 use crate::memory::managed::watch::Watch;
 use crate::memory::managed::{STATE, State, page_faults, pages};
 use crate::process::context::Context;
@@ -26,8 +26,6 @@ use client::{Status, lock, log};
 
 /// How long a watch lasts if nothing changes.
 const MOST_TIME: Duration = Duration::from_millis(100);
-/// Time after which pages are taken away that could not be watched.
-const WHILE: Duration = Duration::from_micros(100);
 /// A page in which more words change at a time is not one that the program polls.
 const MOST_POLLED: usize = 16;
 
