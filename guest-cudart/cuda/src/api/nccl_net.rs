@@ -331,7 +331,8 @@ unsafe extern "C" fn test(request: *mut c_void, done: *mut c_int, size: *mut c_i
 unsafe extern "C" fn close(end: *mut c_void) -> c_int {
     if !end.is_null() {
         // SAFETY: what `connect` or `accept` returned, which NCCL uses no more.
-        drop(unsafe { Box::from_raw(end.cast::<Comm>()) });
+        let Comm(end) = *unsafe { Box::from_raw(end.cast::<Comm>()) };
+        end.close();
     }
     SUCCESS
 }

@@ -47,6 +47,10 @@ pub(crate) enum Frame {
     Direct(u64),
     /// Sender: the next message has this many bytes, which follow.
     Bytes(u64),
+    /// Receiver: it has received so many messages in all, and waits for none.
+    Received(u64),
+    /// Sender: there will be no more messages.
+    Bye,
     /// This end has failed, and why. It closes the connection.
     Failed(String),
 }
@@ -69,6 +73,8 @@ mod kind {
     pub const DIRECT: u32 = 11;
     pub const BYTES: u32 = 12;
     pub const FAILED: u32 = 13;
+    pub const RECEIVED: u32 = 14;
+    pub const BYE: u32 = 15;
 }
 
 impl Frame {
@@ -98,6 +104,8 @@ impl Frame {
             Frame::Landed(pieces) => (kind::LANDED, *pieces, Vec::new()),
             Frame::Direct(len) => (kind::DIRECT, *len, Vec::new()),
             Frame::Bytes(len) => (kind::BYTES, *len, Vec::new()),
+            Frame::Received(messages) => (kind::RECEIVED, *messages, Vec::new()),
+            Frame::Bye => (kind::BYE, 0, Vec::new()),
             Frame::Failed(why) => text(kind::FAILED, why),
         };
         out.extend(u32::to_le_bytes(kind));
@@ -142,6 +150,8 @@ impl Frame {
             kind::LANDED => nothing(Frame::Landed(number))?,
             kind::DIRECT => size(Frame::Direct)?,
             kind::BYTES => size(Frame::Bytes)?,
+            kind::RECEIVED => nothing(Frame::Received(number))?,
+            kind::BYE => nothing(Frame::Bye)?,
             kind::FAILED => Frame::Failed(text()),
             _ => return Err(Malformed("a frame of an unknown kind")),
         };
@@ -178,6 +188,8 @@ mod tests {
             any::<u64>().prop_map(Frame::Landed),
             size().prop_map(Frame::Direct),
             size().prop_map(Frame::Bytes),
+            any::<u64>().prop_map(Frame::Received),
+            Just(Frame::Bye),
             ".{0,200}".prop_map(Frame::Failed),
         ]
     }

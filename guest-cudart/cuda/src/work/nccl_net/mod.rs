@@ -26,6 +26,7 @@ mod socket;
 
 use std::collections::HashMap;
 use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 pub(crate) use places::Place;
 pub(crate) use requests::Requests;
@@ -36,6 +37,9 @@ use sender::Sender;
 use socket::{Connecting, Place as Address};
 
 use client::{lock, log};
+
+/// How long the end of a connection waits for the receiver.
+const DELIVERED_WITHIN: Duration = Duration::from_secs(10);
 
 /// One end of a connection.
 pub(crate) struct End(Mutex<State>);
@@ -162,6 +166,23 @@ impl End {
         receiver.receive(request, place, at, most);
         state.progress()?;
         Ok(Some(request))
+    }
+
+    /// Ends it. A sender waits until the receiver has what was sent.
+    pub fn close(self) {
+        let mut state = self.0.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Side::Sender(sender) = &mut state.side
+            && !sender.is_delivered()
+        {
+            sender.say_goodbye();
+        }
+        let begin = Instant::now();
+        while state.progress().is_ok()
+            && matches!(&state.side, Side::Sender(sender) if !sender.is_delivered())
+            && begin.elapsed() < DELIVERED_WITHIN
+        {
+            std::thread::sleep(Duration::from_micros(50));
+        }
     }
 
     /// Whether a request is done, and with how many bytes. A request that is done ends.

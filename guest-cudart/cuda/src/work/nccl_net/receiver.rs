@@ -41,6 +41,11 @@ pub(crate) struct Receiver {
     told: u64,
     landed: u64,
     confirmed: u64,
+    /// Messages that are received, and those of them that the sender knows of.
+    received: u64,
+    told_received: u64,
+    /// The sender sends no more messages.
+    bye: bool,
     /// Records that stand for pieces that are not known to be landed.
     landing: VecDeque<Seq>,
 }
@@ -87,6 +92,9 @@ impl Receiver {
             told: 0,
             landed: 0,
             confirmed: 0,
+            received: 0,
+            told_received: 0,
+            bye: false,
             landing,
         }
     }
@@ -127,7 +135,6 @@ impl Receiver {
             self.confirmed = self.landed;
             self.connection.put(&Frame::Landed(self.landed));
         }
-        self.connection.flush()?;
         while let Some(Posted { request, message: Some(message), .. }) = self.posted.front()
             && message.taken == message.len
             && match &message.way {
@@ -140,14 +147,22 @@ impl Receiver {
             self.posted.pop_front();
             self.credited -= 1;
             self.announced -= 1;
+            self.received += 1;
         }
+        if self.posted.is_empty() && self.received > self.told_received {
+            self.told_received = self.received;
+            self.connection.put(&Frame::Received(self.received));
+        }
+        // A sender that has said goodbye may be gone.
+        self.connection.flush().or_else(|broken| if self.bye { Ok(()) } else { Err(broken) })?;
         if let Receiving::Open(incoming) = &self.direct
             && !self.landing.is_empty()
             && incoming.has_failed().map_err(here)?
         {
             return Err(Broken::Peer("the direct connection of the servers was lost".into()));
         }
-        if self.connection.is_over() && (self.announced < self.posted.len() || !self.is_between_messages()) {
+        let over = self.bye || self.connection.is_over();
+        if over && (self.announced < self.posted.len() || !self.is_between_messages()) {
             return Err(Broken::Peer("the sender has closed the connection".into()));
         }
         Ok(())
@@ -172,6 +187,7 @@ impl Receiver {
             (Frame::NotOpen(why), Receiving::Offered(_)) => self.no_direct(&why),
             (Frame::Direct(len), _) => self.announce(len, true)?,
             (Frame::Bytes(len), _) => self.announce(len, false)?,
+            (Frame::Bye, _) => self.bye = true,
             (Frame::Failed(why), _) => return Err(Broken::Peer(why)),
             _ => return Err(Broken::Peer("the sender sent a frame that is not due".into())),
         }

@@ -36,6 +36,9 @@ pub(crate) struct Sender {
     /// Pieces sent over the direct connection, and those of them that were landed.
     sent: u64,
     landed: u64,
+    /// Messages that were accepted, and those of them that the receiver says it has.
+    accepted: u64,
+    received: u64,
 }
 
 #[derive(Clone, Copy)]
@@ -67,7 +70,18 @@ impl Sender {
     pub fn new(connection: Connection) -> Sender {
         let (credits, messages, stage) = Default::default();
         let direct = Sending::Unknown;
-        Sender { connection, direct, credits, messages, begun: 0, stage, sent: 0, landed: 0 }
+        Sender {
+            connection,
+            direct,
+            credits,
+            messages,
+            begun: 0,
+            stage,
+            sent: 0,
+            landed: 0,
+            accepted: 0,
+            received: 0,
+        }
     }
 
     /// NCCL has registered memory.
@@ -84,7 +98,9 @@ impl Sender {
             self.direct = Sending::None;
             self.connection.put(&Frame::NoKey("the sender has host memory".into()));
         }
-        let Some(Credit { most, direct }) = self.credits.front().copied() else { return Ok(false) };
+        let Some(Credit { most, direct }) = self.credits.front().copied() else {
+            return if self.connection.is_over() { Err(closed()) } else { Ok(false) };
+        };
         if len > most {
             return Err(Broken::Here(format!(
                 "a message of {len} bytes where the receiver has room for {most}"
@@ -105,6 +121,7 @@ impl Sender {
         };
         // Bytes of an earlier message that are still to come precede it on the socket.
         let end = if self.begun == self.messages.len() { self.announce(&frame) } else { 0 };
+        self.accepted += 1;
         self.messages.push_back(Message { request, at, len, begun: 0, put: 0, way, end });
         Ok(true)
     }
@@ -138,7 +155,7 @@ impl Sender {
             self.begun -= 1;
         }
         if self.connection.is_over() && !self.messages.is_empty() {
-            return Err(Broken::Peer("the receiver has closed the connection".into()));
+            return Err(closed());
         }
         Ok(())
     }
@@ -153,6 +170,9 @@ impl Sender {
             (Frame::DirectCredit(most), Sending::Open(_)) => self.credit(most, true)?,
             (Frame::Landed(landed), _) if landed >= self.landed && landed <= self.sent => {
                 self.landed = landed
+            }
+            (Frame::Received(received), _) if received >= self.received && received <= self.accepted => {
+                self.received = received;
             }
             (Frame::Failed(why), _) => return Err(Broken::Peer(why)),
             _ => return Err(Broken::Peer("the receiver sent a frame that is not due".into())),
@@ -278,6 +298,18 @@ impl Sender {
         }
     }
 
+    /// Whether the receiver has everything, or never will. Pieces may still be in a server's buffers when their
+    /// requests are done, and are lost with the session if the process ends. With requests that are not done,
+    /// this end gives up.
+    pub fn is_delivered(&self) -> bool {
+        self.received == self.accepted || !self.messages.is_empty() || self.connection.is_over()
+    }
+
+    /// Tells the receiver that there will be no more messages.
+    pub fn say_goodbye(&mut self) {
+        self.connection.put(&Frame::Bye);
+    }
+
     /// Tells the receiver that this end has failed.
     pub fn fail(&mut self, why: &Broken) {
         self.connection.put(&Frame::Failed(why.to_string()));
@@ -290,4 +322,8 @@ impl Sender {
     pub fn peer(&self) -> &str {
         self.connection.peer()
     }
+}
+
+fn closed() -> Broken {
+    Broken::Peer("the receiver has closed the connection".into())
 }
