@@ -505,11 +505,14 @@ fn an_expected_piece_that_does_not_come_or_has_another_size_is_a_failure() {
     }
 }
 
+/// A connection, a piece's number, where it goes, and its size.
+type Piece = (u32, u64, u64, u64);
+
 #[test]
 fn what_a_client_expects_wrongly_is_refused() {
     let server = Server::start(&[]);
     let most = 1024;
-    let wrong: [(&[(u32, u64, u64, u64)], Status); 7] = [
+    let wrong: [(&[Piece], Status); 7] = [
         (&[(2, 1, BASE, 8)], Status::INVALID_HANDLE),
         (&[(1, 1, BASE + (2 << 20) - 4, 8)], Status::INVALID_VALUE),
         (&[(1, 1, BASE, 0)], Status::INVALID_VALUE),
@@ -518,7 +521,7 @@ fn what_a_client_expects_wrongly_is_refused() {
         (&[(1, 5, BASE, 2), (1, 4, BASE, 2)], Status::INVALID_VALUE),
         (&[(1, 0, BASE, 2)], Status::INVALID_VALUE),
     ];
-    let mut all: Vec<(Vec<(u32, u64, u64, u64)>, Status)> =
+    let mut all: Vec<(Vec<Piece>, Status)> =
         wrong.into_iter().map(|(pieces, status)| (pieces.to_vec(), status)).collect();
     all.push(((1..=most + 1).map(|number| (1, number, BASE, 2)).collect(), Status::OUT_OF_MEMORY));
     for (pieces, status) in all {

@@ -217,7 +217,7 @@ impl Connecting {
         if unsafe { libc::poll(&mut wait, 1, 0) } <= 0 {
             return Ok(false);
         }
-        let failed = self.socket.take_error().map_or_else(Some, |error| error);
+        let failed = self.socket.take_error().unwrap_or_else(Some);
         match failed {
             Some(e) => Err(Broken::Peer(format!("cannot connect to {}: {e}", self.place.address))),
             None => Ok(true),
