@@ -10,6 +10,9 @@
 //! first used. Nothing waits for a buffer: the sending end refuses a piece for which it has none, and the
 //! receiving end stops reading.
 //!
+//! A piece that has arrived waits until the client lands it, unless the client has said in advance where it goes
+//! ([`Expected`]): then the thread that receives it starts its copy to the device, too.
+//!
 //! If both operators allow it and both ends have a device, pieces take [`verbs`] instead of the socket, which
 //! stays open: its end is the connection's. The buffers and everything around them are the same.
 //!
@@ -38,8 +41,8 @@ use protocol::Status;
 use protocol::device::{Answer, untext};
 use protocol::link::{DirectHeader, Hello, MAGIC, Welcome, greeting, purpose};
 use protocol::ops::direct::{
-    DirectArrivalReply, DirectOfferReply, DirectOpenReply, DirectTicket, MAX_ADDRESSES, MAX_DIRECTS,
-    MAX_PIECE, PIECES,
+    DirectArrivalReply, DirectCloseReply, DirectFailuresReply, DirectOfferReply, DirectOpenReply,
+    DirectTicket, MAX_ADDRESSES, MAX_DIRECTS, MAX_PIECE, PIECES,
 };
 use protocol::version::{OURS, Version};
 use zerocopy::{FromZeros, IntoBytes};
@@ -47,6 +50,8 @@ use zerocopy::{FromZeros, IntoBytes};
 use self::verbs::{Bell, Memory, Verbs};
 use crate::cuda_ipc::{Broker, Token};
 use crate::driver::call::Pending;
+use crate::driver::gpu::Lander;
+use crate::driver::rows::Rows;
 
 /// How long setting up a connection may take, from the connected socket on, and then the first message over
 /// verbs.
@@ -55,6 +60,8 @@ const WITHIN: Duration = Duration::from_secs(10);
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Maximum number of answers that a client may wait for on one connection.
 const MAX_WAITING: usize = 64;
+/// Maximum number of pieces that a client may expect on one connection.
+const MAX_EXPECTED: usize = 1024;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -70,6 +77,28 @@ pub struct Directs {
     /// How connections use verbs. `None`: they use their sockets only.
     verbs: Option<Verbs>,
     bytes: Arc<Bytes>,
+    failures: Arc<Failures>,
+}
+
+/// Connections on which an expected piece will not come.
+#[derive(Default)]
+struct Failures(Mutex<(Vec<u32>, Option<Pending>)>);
+
+impl Failures {
+    /// A connection has failed.
+    fn tell(&self, direct: u32) {
+        let mut state = lock(&self.0);
+        state.0.push(direct);
+        Self::answer(&mut state);
+    }
+
+    fn answer((failed, waiting): &mut (Vec<u32>, Option<Pending>)) {
+        if !failed.is_empty()
+            && let Some(pending) = waiting.take()
+        {
+            pending.answer(Ok(DirectFailuresReply { directs: std::mem::take(failed) }));
+        }
+    }
 }
 
 /// Bytes of pieces sent and received.
@@ -100,8 +129,8 @@ struct Offer {
 impl Directs {
     /// The connections of a session whose worker has this key. `rdma`: how they may use verbs.
     pub fn new(identity: Arc<Identity>, broker: Arc<Broker>, rdma: Option<Settings>) -> Arc<Directs> {
-        let (table, strangers, bytes) = Default::default();
-        Arc::new(Directs { identity, broker, table, strangers, verbs: rdma.map(Verbs::new), bytes })
+        let (table, strangers, bytes, failures) = Default::default();
+        Arc::new(Directs { identity, broker, table, strangers, verbs: rdma.map(Verbs::new), bytes, failures })
     }
 
     /// The key with which this worker opens connections.
@@ -132,7 +161,8 @@ impl Directs {
         {
             let mut table = lock(&self.table);
             may_be_new(table.incoming.contains_key(&direct), table.incoming.len())?;
-            table.incoming.insert(direct, Arc::new(Incoming::new(Arc::clone(&self.bytes))));
+            let failures = Some((direct, Arc::clone(&self.failures)));
+            table.incoming.insert(direct, Arc::new(Incoming::new(Arc::clone(&self.bytes), failures)));
         }
         let (directs, answer) = (Arc::clone(self), later());
         let offer = move || {
@@ -191,7 +221,11 @@ impl Directs {
             });
             let refusal = match opened {
                 Ok((outgoing, over)) => {
-                    lock(&directs.table).outgoing.insert(direct, Some(outgoing));
+                    match lock(&directs.table).outgoing.get_mut(&direct) {
+                        Some(place) => *place = Some(outgoing),
+                        // The client has closed it meanwhile.
+                        None => outgoing.end(),
+                    }
                     tracing::info!(direct, over, "a direct connection to another server is open");
                     String::new()
                 }
@@ -276,6 +310,8 @@ impl Directs {
             match admitted {
                 Ok((stream, incoming)) => {
                     tracing::info!("a direct connection of another server is open");
+                    let stream = Arc::new(stream);
+                    incoming.over(&stream);
                     let why = incoming.read(&stream, directs.verbs.as_ref(), PATIENCE);
                     stream.shut_down();
                     tracing::info!("a direct connection of another server is over: {why}");
@@ -320,6 +356,50 @@ impl Directs {
         }
         stream.set_read_timeout(None)?;
         incoming.map(|incoming| (stream, incoming)).ok_or_else(unknown)
+    }
+
+    /// Whether a client expects pieces that have not come, or not landed.
+    pub fn expects(&self) -> bool {
+        let incoming: Vec<Arc<Incoming>> = lock(&self.table).incoming.values().cloned().collect();
+        incoming.iter().any(|incoming| incoming.expects())
+    }
+
+    /// Answers once an expected piece will not come.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` if the client already waits for that.
+    pub fn failures(&self, later: impl FnOnce() -> Pending) -> Result<(), Status> {
+        let mut state = lock(&self.failures.0);
+        if state.1.is_some() {
+            return Err(Status::INVALID_VALUE);
+        }
+        state.1 = Some(later());
+        Failures::answer(&mut state);
+        Ok(())
+    }
+
+    /// Closes a connection to another server once what was sent is out.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` if there is none.
+    pub fn end_outgoing(&self, direct: u32) -> Result<(), Status> {
+        let ended = lock(&self.table).outgoing.remove(&direct).ok_or(Status::INVALID_HANDLE)?;
+        ended.inspect(|outgoing| outgoing.end());
+        Ok(())
+    }
+
+    /// Closes a connection from another server. Answers when nothing is being landed any more.
+    ///
+    /// # Errors
+    /// As [`end_outgoing`](Self::end_outgoing).
+    pub fn end_incoming(&self, direct: u32, later: impl FnOnce() -> Pending) -> Result<(), Status> {
+        let ended = {
+            let mut table = lock(&self.table);
+            table.offers.retain(|_, offer| offer.direct != direct);
+            table.incoming.remove(&direct)
+        };
+        ended.ok_or(Status::INVALID_HANDLE)?.end(later());
+        Ok(())
     }
 
     /// A connection to another server.
@@ -509,7 +589,7 @@ impl Outgoing {
     /// `queue`: what pieces go over, instead of the socket.
     fn start(stream: Stream, queue: Option<Pieces<Buffer>>, bytes: Arc<Bytes>) -> io::Result<Arc<Outgoing>> {
         let (jobs, due) = channel();
-        let due = Jobs { due, last: 0 };
+        let due = Jobs { due, last: 0, over: false };
         let bell = queue.is_some().then(Bell::new).transpose()?.map(Arc::new);
         let outgoing = Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new(), bell: bell.clone() };
         let outgoing = Arc::new(outgoing);
@@ -527,6 +607,13 @@ impl Outgoing {
             }
         })?;
         Ok(outgoing)
+    }
+
+    /// Closes it once everything before is sent.
+    fn end(&self) {
+        // The thread sees the end of its queue after the last job.
+        drop(lock(&self.jobs).take());
+        self.bell.iter().for_each(|bell| bell.ring());
     }
 
     /// Begins to send a piece, which must be [filled](Sending::fill) and [finished](Sending::finish). If it
@@ -549,6 +636,8 @@ impl Outgoing {
 struct Jobs {
     due: Receiver<Job>,
     last: u64,
+    /// There will be no more.
+    over: bool,
 }
 
 /// A piece's header, and its bytes if it has any.
@@ -556,19 +645,19 @@ type Piece = (DirectHeader, Option<(Buffer, usize)>);
 
 impl Jobs {
     /// The next piece, if there is one now.
-    ///
-    /// # Errors
-    /// There will be no more.
-    fn now(&mut self) -> io::Result<Option<Piece>> {
+    fn now(&mut self) -> Option<Piece> {
         loop {
             match self.due.try_recv() {
                 Ok(job) => {
                     if let Some(piece) = self.judge(job) {
-                        return Ok(Some(piece));
+                        return Some(piece);
                     }
                 }
-                Err(TryRecvError::Empty) => return Ok(None),
-                Err(TryRecvError::Disconnected) => return Err(io::ErrorKind::BrokenPipe.into()),
+                Err(TryRecvError::Empty) => return None,
+                Err(TryRecvError::Disconnected) => {
+                    self.over = true;
+                    return None;
+                }
             }
         }
     }
@@ -639,11 +728,56 @@ impl Drop for Sending {
     }
 }
 
+/// Where a piece goes that the client expects.
+pub struct Expected {
+    /// As many bytes as the piece must have.
+    pub to: Rows,
+    /// The command's, which becomes the progress of the lander's stream.
+    pub seq: u64,
+    /// What lands it.
+    pub lander: Arc<dyn Lander>,
+}
+
+/// Pieces that are being landed.
+#[derive(Default)]
+struct Landings(Mutex<(usize, Option<Pending>)>);
+
+impl Landings {
+    fn begin(self: &Arc<Landings>) -> Landing {
+        lock(&self.0).0 += 1;
+        Landing(Arc::clone(self))
+    }
+
+    /// Answers when nothing is being landed any more.
+    fn when_over(&self, pending: Pending) {
+        let mut state = lock(&self.0);
+        if state.0 == 0 { pending.answer(Ok(DirectCloseReply {})) } else { state.1 = Some(pending) }
+    }
+}
+
+/// One of them.
+struct Landing(Arc<Landings>);
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        let mut state = lock(&self.0.0);
+        state.0 -= 1;
+        if state.0 == 0
+            && let Some(pending) = state.1.take()
+        {
+            pending.answer(Ok(DirectCloseReply {}));
+        }
+    }
+}
+
 /// The receiving end of a connection.
 pub struct Incoming {
     state: Mutex<Arrived>,
     pool: Arc<Pool>,
     bytes: Arc<Bytes>,
+    landings: Arc<Landings>,
+    /// Its number, and who is told if an expected piece will not come.
+    failures: Option<(u32, Arc<Failures>)>,
 }
 
 #[derive(Default)]
@@ -652,9 +786,17 @@ struct Arrived {
     pieces: BTreeMap<u64, (Buffer, usize)>,
     /// What the client waits for.
     waiting: Vec<(u64, Pending)>,
+    /// What the client expects and has not arrived. All have higher numbers than `last`.
+    expected: BTreeMap<u64, Expected>,
+    /// The last piece that the client has expected.
+    expected_last: u64,
+    /// An expected piece has not come.
+    failed: bool,
     /// The last piece that has arrived or will not.
     last: u64,
     over: bool,
+    /// What they come over.
+    stream: Option<Arc<Stream>>,
 }
 
 impl Arrived {
@@ -682,8 +824,90 @@ impl Arrived {
 }
 
 impl Incoming {
-    fn new(bytes: Arc<Bytes>) -> Incoming {
-        Incoming { state: Mutex::default(), pool: Pool::new(), bytes }
+    fn new(bytes: Arc<Bytes>, failures: Option<(u32, Arc<Failures>)>) -> Incoming {
+        Incoming { state: Mutex::default(), pool: Pool::new(), bytes, landings: Arc::default(), failures }
+    }
+
+    /// Pieces come over this, unless the connection was closed before it was open.
+    fn over(&self, stream: &Arc<Stream>) {
+        let mut state = lock(&self.state);
+        if state.over {
+            stream.shut_down();
+        }
+        state.stream = Some(Arc::clone(stream));
+    }
+
+    /// Lands a piece as soon as it is here.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` unless the number is higher than that of all that were expected before;
+    /// `OUT_OF_MEMORY` if the client expects too many.
+    pub fn expect(&self, number: u64, expected: Expected) -> Result<(), Status> {
+        let mut state = lock(&self.state);
+        if number <= state.expected_last {
+            return Err(Status::INVALID_VALUE);
+        }
+        state.expected_last = number;
+        if state.failed {
+            return Ok(());
+        }
+        if number > state.last && !state.over {
+            if state.expected.len() >= MAX_EXPECTED {
+                return Err(Status::OUT_OF_MEMORY);
+            }
+            state.expected.insert(number, expected);
+            return Ok(());
+        }
+        let piece = state.pieces.remove(&number);
+        self.land_expected(&mut state, expected, piece);
+        Ok(())
+    }
+
+    /// Lands an expected piece. `None`: it will not come. The state stays locked, so that pieces are landed in
+    /// their order.
+    fn land_expected(&self, state: &mut Arrived, expected: Expected, piece: Option<(Buffer, usize)>) {
+        let Expected { to, seq, lander } = expected;
+        let piece = piece.filter(|(_, len)| *len as u64 == to.width);
+        let bytes = piece.as_ref().and_then(|(buffer, len)| Mapped::of(buffer.memory.region(), *len as u64));
+        let (Some((buffer, _)), Some(bytes), false) = (piece, bytes, state.failed) else {
+            return self.fail(state);
+        };
+        let (buffer, landing) = (InUse(Some(buffer)), self.landings.begin());
+        let end = move |status| {
+            buffer.release(status);
+            drop(landing);
+        };
+        lander.land(&to, bytes, seq, Box::new(end));
+    }
+
+    /// An expected piece will not come.
+    fn fail(&self, state: &mut Arrived) {
+        state.expected.clear();
+        if !std::mem::replace(&mut state.failed, true)
+            && let Some((direct, failures)) = &self.failures
+        {
+            failures.tell(*direct);
+        }
+    }
+
+    /// Whether the client expects a piece that has not come, or not landed.
+    fn expects(&self) -> bool {
+        !lock(&self.state).expected.is_empty() || lock(&self.landings.0).0 > 0
+    }
+
+    /// Closes it, and answers when nothing is being landed any more.
+    fn end(&self, pending: Pending) {
+        let stream = {
+            let mut state = lock(&self.state);
+            // Nobody is to be told any more.
+            state.failed = true;
+            state.expected.clear();
+            state.stream.take()
+        };
+        self.close();
+        // Its thread returns.
+        stream.inspect(|stream| stream.shut_down());
+        self.landings.when_over(pending);
     }
 
     /// Answers once a piece has arrived, or when it cannot arrive any more.
@@ -715,6 +939,9 @@ impl Incoming {
         self.pool.close();
         let mut state = lock(&self.state);
         state.over = true;
+        if !state.expected.is_empty() {
+            self.fail(&mut state);
+        }
         state.answer();
     }
 
@@ -763,7 +990,15 @@ impl Incoming {
         self.bytes.all.fetch_add(len, Ordering::Relaxed);
         let mut state = lock(&self.state);
         state.last = number;
-        piece.and_then(|piece| state.pieces.insert(number, piece));
+        let expected = state.expected.remove(&number);
+        // Numbers ascend, so these will not come.
+        if state.expected.first_key_value().is_some_and(|(first, _)| *first < number) {
+            self.fail(&mut state);
+        }
+        match expected {
+            Some(expected) => self.land_expected(&mut state, expected, piece),
+            None => drop(piece.and_then(|piece| state.pieces.insert(number, piece))),
+        }
         state.answer();
     }
 }

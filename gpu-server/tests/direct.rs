@@ -416,3 +416,177 @@ fn a_piece_that_cannot_be_sent_is_announced_to_the_other_end() {
     assert_eq!(from.error(0), Some((Status::INVALID_VALUE, false)));
     copies(&mut from, &mut to, 1, 4);
 }
+
+/// Says where a piece goes. Returns the command's number.
+fn receive(to: &mut impl Session, direct: u32, number: u64, at: u64, len: u64) -> u64 {
+    to.push(&DirectReceive { stream: STREAM, direct, number, dst: at, len })
+}
+
+/// Waits until the stream's progress word has reached a command.
+fn landed(to: &mut impl Session, seq: u64) {
+    until("the piece is there", || to.word(STREAM.0) >= seq);
+}
+
+#[test]
+fn pieces_are_received_without_the_client_whoever_comes_first() {
+    let target = Server::start(&[]);
+    let source = Server::start(&[&format!("--direct-to={}", unix(&target))]);
+    let (mut from, mut to) = (session(&source), session(&target));
+    let ticket = offer(&mut from, &mut to, 1);
+    open(&mut from, 1, &ticket).unwrap();
+    put(&mut from, BASE, &[1, 2, 3, 4]);
+    // Expected before they are sent.
+    let expected = [1, 2, 3].map(|number| receive(&mut to, 1, number, BASE + 512 * number, 4));
+    assert!(to.word(STREAM.0) < expected[0]);
+    (1..=3).for_each(|number| send(&mut from, 1, number, BASE, 4));
+    landed(&mut to, expected[2]);
+    (1..=3).for_each(|number| assert_eq!(get(&mut to, BASE + 512 * number, 4), [1, 2, 3, 4]));
+    // Arrived before they are expected, and one that the client lands itself between them.
+    (4..=6).for_each(|number| send(&mut from, 1, number, BASE, 4));
+    assert_eq!(to.call(&DirectArrival { direct: 1, number: 6 }).unwrap().upto, 6);
+    receive(&mut to, 1, 4, BASE + 4096, 4);
+    land(&mut to, 1, 5, BASE + 5120, 4);
+    let last = receive(&mut to, 1, 6, BASE + 6144, 4);
+    landed(&mut to, last);
+    for at in [4096, 5120, 6144] {
+        assert_eq!(get(&mut to, BASE + at, 4), [1, 2, 3, 4]);
+    }
+    // More than the buffers at both ends, over and over.
+    for round in 0..8 {
+        let mut last = 0;
+        for number in 7 + round * 12..19 + round * 12 {
+            last = receive(&mut to, 1, number, BASE, 1 << 20);
+            send(&mut from, 1, number, BASE, 1 << 20);
+        }
+        landed(&mut to, last);
+    }
+    assert_eq!((from.error(0), to.error(0)), (None, None));
+}
+
+#[test]
+fn an_expected_piece_that_does_not_come_or_has_another_size_is_a_failure() {
+    let server = Server::start(&[]);
+    let mut to = session(&server);
+    put(&mut to, BASE, &[7; 8]);
+    let sent = |number, len, bytes: &[u8]| [header(number, len).as_bytes(), bytes].concat();
+    let wrong = [
+        // Another size, announced as missing, left out.
+        (sent(1, 2, &[1, 2]), false),
+        (sent(1, 0, &[]), false),
+        (sent(2, 8, &[1; 8]), false),
+        // Closed at once, in the piece, and with something that is no piece.
+        (Vec::new(), true),
+        (sent(1, 8, &[1; 7]), true),
+        (sent(1, u32::MAX, &[]), false),
+    ];
+    for (direct, (bytes, close)) in (1..).zip(&wrong) {
+        for late in [false, true] {
+            let direct = 2 * direct + u32::from(late);
+            let mut stream = pretend(&server, &mut to, direct);
+            if late {
+                let _ = stream.write_all(bytes);
+            } else {
+                receive(&mut to, direct, 1, BASE, 8);
+                let _ = stream.write_all(bytes);
+            }
+            let kept = (!*close).then_some(stream);
+            if late {
+                let arrived = to.call(&DirectArrival { direct, number: 1 });
+                assert_eq!(arrived.is_ok(), bytes.len() == size_of::<DirectHeader>() + 2);
+                receive(&mut to, direct, 1, BASE, 8);
+            }
+            assert_eq!(to.call(&DirectFailures {}).unwrap().directs, [direct]);
+            // Nothing later is written.
+            receive(&mut to, direct, 2, BASE, 8);
+            assert_eq!((get(&mut to, BASE, 8), to.error(0)), (vec![7; 8], None));
+            to.call(&DirectClose { direct, outgoing: false }).unwrap();
+            drop(kept);
+        }
+    }
+}
+
+/// A connection, a piece's number, where it goes, and its size.
+type Piece = (u32, u64, u64, u64);
+
+#[test]
+fn what_a_client_expects_wrongly_is_refused() {
+    let server = Server::start(&[]);
+    let most = 1024;
+    let wrong: [(&[Piece], Status); 7] = [
+        (&[(2, 1, BASE, 8)], Status::INVALID_HANDLE),
+        (&[(1, 1, BASE + (2 << 20) - 4, 8)], Status::INVALID_VALUE),
+        (&[(1, 1, BASE, 0)], Status::INVALID_VALUE),
+        (&[(1, 1, BASE, MAX_PIECE + 1)], Status::INVALID_VALUE),
+        (&[(1, 5, BASE, 2), (1, 5, BASE, 2)], Status::INVALID_VALUE),
+        (&[(1, 5, BASE, 2), (1, 4, BASE, 2)], Status::INVALID_VALUE),
+        (&[(1, 0, BASE, 2)], Status::INVALID_VALUE),
+    ];
+    let mut all: Vec<(Vec<Piece>, Status)> =
+        wrong.into_iter().map(|(pieces, status)| (pieces.to_vec(), status)).collect();
+    all.push(((1..=most + 1).map(|number| (1, number, BASE, 2)).collect(), Status::OUT_OF_MEMORY));
+    for (pieces, status) in all {
+        let mut to = session(&server);
+        let mut stream = pretend(&server, &mut to, 1);
+        let (last, before) = pieces.split_last().unwrap();
+        let expect = |to: &mut LocalBridge, (direct, number, at, len)| {
+            let seq = receive(to, direct, number, at, len);
+            to.call(&StreamSynchronize { stream: STREAM }).map(|_| seq).ok()
+        };
+        let first = before.first().map(|first| (expect(&mut to, *first).unwrap(), first.1));
+        for piece in before.iter().skip(1) {
+            expect(&mut to, *piece).unwrap();
+        }
+        assert_eq!(to.error(0), None);
+        expect(&mut to, *last);
+        assert_eq!(to.error(0), Some((status, false)), "{last:?}");
+        // What was expected before is not harmed.
+        if let Some((seq, number)) = first {
+            stream.write_all(&[header(number, 2).as_bytes(), &[1, 2]].concat()).unwrap();
+            landed(&mut to, seq);
+            assert_eq!(get(&mut to, BASE, 2), [1, 2]);
+        }
+    }
+    let mut to = session(&server);
+    assert_eq!(to.call(&DirectClose { direct: 1, outgoing: false }).unwrap_err(), Status::INVALID_HANDLE);
+    // The question is asked once at a time.
+    Session::send(&mut to, 1, &DirectFailures {});
+    assert_eq!(to.call(&DirectFailures {}).unwrap_err(), Status::INVALID_VALUE);
+    drop(to);
+    until("its session has ended", || server.sessions() == 0);
+}
+
+#[test]
+fn closed_connections_make_room_for_others() {
+    let target = Server::start(&[]);
+    let source = Server::start(&[&format!("--direct-to={}", unix(&target))]);
+    let (mut from, mut to) = (session(&source), session(&target));
+    let close = |direct, outgoing| DirectClose { direct, outgoing };
+    for direct in 1..=2 * MAX_DIRECTS as u32 {
+        let ticket = offer(&mut from, &mut to, direct);
+        open(&mut from, direct, &ticket).unwrap();
+        let expected = receive(&mut to, direct, 1, BASE + 512, 8);
+        put(&mut from, BASE, &u64::from(direct).to_le_bytes());
+        send(&mut from, direct, 1, BASE, 8);
+        from.call(&StreamSynchronize { stream: STREAM }).unwrap();
+        // What was sent before the end still comes, and the end is no failure.
+        from.call(&close(direct, true)).unwrap();
+        landed(&mut to, expected);
+        assert_eq!(get(&mut to, BASE + 512, 8), u64::from(direct).to_le_bytes());
+        to.call(&close(direct, false)).unwrap();
+        assert_eq!(to.call(&close(direct, false)).unwrap_err(), Status::INVALID_HANDLE);
+        assert_eq!(from.call(&close(direct, true)).unwrap_err(), Status::INVALID_HANDLE);
+    }
+    // Closed by the receiving end, with a piece that does not come: nobody is told, and the sender finds out.
+    let ticket = offer(&mut from, &mut to, 1);
+    open(&mut from, 1, &ticket).unwrap();
+    receive(&mut to, 1, 1, BASE, 8);
+    to.call(&close(1, false)).unwrap();
+    let mut number = 0;
+    until("the connection is over", || {
+        number += 1;
+        send(&mut from, 1, number, BASE, 8);
+        from.call(&StreamSynchronize { stream: STREAM }).unwrap();
+        source.log().contains("a direct connection to another server is over: ")
+    });
+    assert_eq!((from.error(0), to.error(0)), (None, None));
+}

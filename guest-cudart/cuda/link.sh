@@ -3,7 +3,8 @@
 #
 #   link.sh STATICLIB OUTDIR
 #
-# It exports the names in exports/libcuda.txt, without versions like NVIDIA's library, and nothing else.
+# It exports the names in exports/libcuda.txt, without versions like NVIDIA's library, and nothing else. NCCL
+# finds its network in it by the name libnccl-net.so.
 set -eu
 static=$1
 out=$2
@@ -21,3 +22,4 @@ ${CC:-cc} -shared -o "$out/libcuda.so.1" -Wl,-soname,libcuda.so.1 -Wl,--version-
     -Wl,--gc-sections -Wl,-z,defs -Wl,-z,relro -Wl,-z,now -Wl,-z,nodelete -Wl,-Bsymbolic -Wl,--strip-all \
     -lpthread -ldl -lm -lgcc_s -lc
 ln -sf libcuda.so.1 "$out/libcuda.so"
+ln -sf libcuda.so.1 "$out/libnccl-net.so"

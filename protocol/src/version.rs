@@ -37,7 +37,7 @@ pub struct Version {
 }
 
 /// The version of this build.
-pub const VERSION: Version = Version { major: 2, minor: 4 };
+pub const VERSION: Version = Version { major: 2, minor: 5 };
 
 /// Whether the entries of [`VERSION`] may no longer change. See the module's documentation.
 pub const FROZEN: bool = false;

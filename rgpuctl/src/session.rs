@@ -21,10 +21,9 @@ use crate::installation::{find, libraries};
 use crate::lease::{Renewed, SERVERS};
 use crate::pool::{Place, Wanted};
 
-/// NCCL's settings for GPUs of several servers. It assumes that a process's GPUs are in one machine, and has
-/// their kernels synchronize through a file in /dev/shm. Buffers of 4 MiB, its default, are more than a server
-/// remembers of mirrored memory.
-const NCCL: [(&str, &str); 2] = [("NCCL_SHM_DISABLE", "1"), ("NCCL_BUFFSIZE", "524288")];
+/// NCCL's setting for GPUs of several servers. It assumes that a process's GPUs are in one machine, and has
+/// their kernels synchronize through a file in /dev/shm.
+const NCCL: (&str, &str) = ("NCCL_SHM_DISABLE", "1");
 
 /// Which server to use, and how.
 #[derive(Args)]
@@ -151,8 +150,8 @@ impl Session {
         if profiler.exists() {
             command.env("LD_PRELOAD", preloaded(profiler, std::env::var_os("LD_PRELOAD")));
         }
-        if self.several {
-            command.envs(NCCL.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()));
+        if self.several && std::env::var_os(NCCL.0).is_none() {
+            command.env(NCCL.0, NCCL.1);
         }
         Ok(())
     }

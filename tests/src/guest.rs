@@ -35,6 +35,7 @@ pub fn builder_of(build: Build, programs: &[Program], folder: &Path) -> Builder 
             builder = builder.file(file, format!("{LIBRARIES}/{name}"));
         }
     }
+    builder = builder.link(format!("{LIBRARIES}/libnccl-net.so"), "libcuda.so.1");
     builder = builder.file(build.binaries().join("rgpuctl"), format!("{PROGRAMS}/rgpuctl"));
     for program in programs {
         builder = builder.file(folder.join(&program.name), format!("{PROGRAMS}/{}", program.name));

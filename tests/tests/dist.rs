@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use rgpu_tests::{programs, tree};
 
 /// A copy of the tree in a fresh folder.
@@ -62,6 +62,7 @@ fn an_installation_contains_every_file_it_needs() -> Result<()> {
         "lib/rgpu/libcudart.so.13",
         "lib/rgpu/libnvidia-ml.so.1",
         "lib/rgpu/libcupti.so.13",
+        "lib/rgpu/libnccl-net.so",
         "share/rgpu/LICENSE",
         "share/rgpu/README.md",
         "share/rgpu/docs/wire.md",
@@ -85,6 +86,9 @@ fn an_installation_contains_every_file_it_needs() -> Result<()> {
     ] {
         ensure!(found.iter().any(|path| path == Path::new(file)), "{file} is missing");
     }
+    // A second copy of the library would be a second library in a process.
+    let link = std::fs::read_link(dist.join("lib/rgpu/libnccl-net.so")).context("no link for NCCL")?;
+    ensure!(link == Path::new("libcuda.so.1"), "NCCL's network is {}", link.display());
     let licences = found.iter().filter(|path| path.starts_with("share/rgpu/licences")).count();
     ensure!(licences > 50, "{licences} files of licences");
     let bill: serde_json::Value =

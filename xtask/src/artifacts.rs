@@ -80,6 +80,9 @@ pub const LIBRARIES: &[Library] = &[
     },
 ];
 
+/// The name by which NCCL finds its network in `libcuda.so.1`: a link to that.
+pub const NCCL_NETWORK: &str = "libnccl-net.so";
+
 /// Builds everything with optimization.
 pub fn build() -> Result<()> {
     build_as(Build::Release)

@@ -70,6 +70,8 @@ pub fn dist_of(build: Build) -> Result<()> {
         process::run(strip.arg("--strip-unneeded").arg("-o").arg(to).arg(from), &log)?;
         check_glibc(to)?;
     }
+    std::os::unix::fs::symlink("libcuda.so.1", lib.join(artifacts::NCCL_NETWORK))
+        .context("cannot make the link for NCCL")?;
     for name in artifacts::EXECUTABLES {
         let write = if *name == "rgpuctl" { "write-manual" } else { "--write-manual" };
         process::run(Command::new(bin.join(name)).arg(write).arg(dist.join("share")), &log)?;

@@ -401,8 +401,13 @@ fn check_libraries(file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Copies a file; in a package only programs are executable.
+/// Copies a file; in a package only programs are executable. A link stays one: a second copy of a library would
+/// be a second library in a process.
 fn copy(from: &Path, to: &Path) -> Result<()> {
+    if let Ok(target) = fs::read_link(from) {
+        return std::os::unix::fs::symlink(target, to)
+            .with_context(|| format!("cannot make the link {}", to.display()));
+    }
     fs::copy(from, to).with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))?;
     let programs = ["bin", "system-generators"];
     let program = to.components().any(|part| programs.iter().any(|name| part.as_os_str() == *name));

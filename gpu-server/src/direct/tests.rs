@@ -10,7 +10,7 @@ use protocol::link::{DIRECT_VERBS_SINCE, DirectQueue};
 /// A receiving end that reads from the other end of a socket.
 fn receiving(patience: Duration) -> (UnixStream, Arc<Incoming>, std::thread::JoinHandle<String>) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let incoming = Arc::new(Incoming::new(Arc::default()));
+    let incoming = Arc::new(Incoming::new(Arc::default(), None));
     let reading = Arc::clone(&incoming);
     let stream = Stream::from(OwnedFd::from(theirs));
     let thread = std::thread::spawn(move || reading.read(&stream, None, patience));
@@ -161,7 +161,7 @@ fn sending_over_verbs(verbs: &Verbs, receives: u32) -> (UnixStream, Stream, Arc<
     stream.set_nonblocking(true).unwrap();
     let (jobs, due) = channel();
     let outgoing = Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new(), bell: None };
-    (ours, stream, Arc::new(outgoing), verbs::Sender::new(queue, Jobs { due, last: 0 }))
+    (ours, stream, Arc::new(outgoing), verbs::Sender::new(queue, Jobs { due, last: 0, over: false }))
 }
 
 /// Sends a piece of one byte.
@@ -203,7 +203,7 @@ fn pieces_go_over_verbs_from_one_end_to_the_other() {
     software::install();
     let (ours, theirs) = UnixStream::pair().unwrap();
     let [ours, theirs] = [ours, theirs].map(|socket| Stream::from(OwnedFd::from(socket)));
-    let incoming = Arc::new(Incoming::new(Arc::default()));
+    let incoming = Arc::new(Incoming::new(Arc::default(), None));
     let reading = Arc::clone(&incoming);
     let receiving = std::thread::spawn(move || {
         let verbs = Verbs::new(Settings::default());

@@ -402,9 +402,7 @@ impl Sender {
             bytes.all.fetch_add(len as u64, Ordering::Relaxed);
             bytes.over_verbs.fetch_add(len as u64, Ordering::Relaxed);
         }
-        while let Some((header, piece)) =
-            self.next.take().map_or_else(|| self.jobs.now(), |piece| Ok(Some(piece)))?
-        {
+        while let Some((header, piece)) = self.next.take().or_else(|| self.jobs.now()) {
             if !self.pieces.may_send() {
                 self.next = Some((header, piece));
                 break;
@@ -415,6 +413,9 @@ impl Sender {
             self.pieces.send(&header, piece).map_err(broken)?;
         }
         let waits = self.next.is_some() || self.pieces.under_way() > 0;
+        if self.jobs.over && !waits {
+            return Ok(Turn::Over);
+        }
         if worked || !waits {
             self.stalled = None;
         }

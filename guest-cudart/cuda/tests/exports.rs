@@ -84,9 +84,10 @@ fn the_list_is_that_of_the_header() {
             expected.extend(names);
         }
     }
-    // cudaProfiler.h, which is not in the wheel, and rgpu's own symbol.
+    // cudaProfiler.h, which is not in the wheel, the network for NCCL, and rgpu's own symbol.
     expected.extend(
-        ["cuProfilerInitialize", "cuProfilerStart", "cuProfilerStop", "rgpu_libcuda"].map(str::to_owned),
+        ["cuProfilerInitialize", "cuProfilerStart", "cuProfilerStop", "ncclNetPlugin_v8", "rgpu_libcuda"]
+            .map(str::to_owned),
     );
     assert_eq!(listed(), expected);
 }

@@ -11,6 +11,8 @@
 //!        │                              │── DirectLand(number) ─────────▶│
 //! ```
 //!
+//! A piece can also be received without the client in between: [`DirectReceive`] says in advance where it goes.
+//!
 //! A connection carries pieces in one direction, from the server that opened it. The client gives each piece
 //! a number that no earlier piece had.
 
@@ -23,7 +25,7 @@ pub const MAX_PIECE: u64 = 1 << 20;
 /// Number of pieces that each end has room for: the sending end until they are sent, the receiving end until
 /// a stream has landed them.
 pub const PIECES: usize = 16;
-/// Maximum connections of a session in each direction, open or closed.
+/// Maximum connections of a session in each direction that were not closed by [`DirectClose`].
 pub const MAX_DIRECTS: usize = 64;
 /// Maximum addresses of a ticket.
 pub const MAX_ADDRESSES: usize = 16;
@@ -62,7 +64,7 @@ ops! {
     sync 0x0e02 direct_offer: DirectOffer
         [order None, may_block Never, lane Main]
     {
-        /// The connection's number, which no earlier connection to this session had.
+        /// The connection's number, which no other connection to this session has.
         direct: u32,
         /// The key of the worker that will open it.
         key: [u8; 32],
@@ -76,7 +78,7 @@ ops! {
     sync 0x0e03 direct_open: DirectOpen
         [order None, may_block Never, lane Main]
     {
-        /// The connection's number, which no earlier connection from this session had.
+        /// The connection's number, which no other connection from this session has.
         direct: u32,
         /// The other server's ticket.
         ticket: DirectTicket,
@@ -131,4 +133,44 @@ ops! {
         /// Width in bytes, height in rows, depth in slices: as many bytes as the piece has.
         extent: [u64; 3],
     }
+
+    /// Receives a piece without the client: copies it to its place as soon as it has come, on a stream of the
+    /// server's own, and raises the stream's progress word to this command's number when the bytes are there.
+    /// The pieces of a connection that are received like this are named in ascending order. A piece that will
+    /// not come, or has another size, becomes a [`DirectFailures`] of the connection: neither it nor a later one
+    /// is written then.
+    async 0x0e07 direct_receive: DirectReceive
+        [order None, may_block Never, lane Main, since 5]
+    {
+        /// The stream whose progress word is raised. It takes no other part.
+        stream: StreamId,
+        /// A connection to this session.
+        direct: u32,
+        /// The piece's number.
+        number: u64,
+        /// Where its bytes go.
+        dst: u64,
+        /// The piece's size in bytes: at most [`MAX_PIECE`].
+        len: u64,
+    }
+
+    /// Waits until a [`DirectReceive`] has failed. The client asks at most once at a time.
+    sync 0x0e08 direct_failures: DirectFailures
+        [order None, may_block Never, lane Main, since 5]
+    {
+    } -> DirectFailuresReply {
+        /// The connections that have failed since the last answer. Nothing more is received on them.
+        directs: Vec<u32>,
+    }
+
+    /// Closes a connection, whose number may be used again then. Answered when no piece is being written to the
+    /// device's memory any more.
+    sync 0x0e09 direct_close: DirectClose
+        [order None, may_block Never, lane Main, since 5]
+    {
+        /// The connection's number.
+        direct: u32,
+        /// Whether it leads from this session. What was sent before still goes out.
+        outgoing: bool,
+    } -> DirectCloseReply {}
 }

@@ -274,7 +274,7 @@ fn socket(steps: &mut Steps<'_>) -> usize {
     }
 
     let (ours, stream) = pair();
-    let (asker, incoming) = (Asker::new(), Incoming::new(Arc::default()));
+    let (asker, incoming) = (Asker::new(), Incoming::new(Arc::default(), None));
     (0..steps.below(4)).for_each(|n| asker.ask(&incoming, n as u64));
     assert!(say(&ours, &bytes));
     ours.shutdown(Shutdown::Write).expect("a socket");

@@ -26,7 +26,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> usize {
         software::fail(Some(steps.byte().into()));
     }
     let asker = Asker::new();
-    let incoming = Incoming::new(Arc::default());
+    let incoming = Incoming::new(Arc::default(), None);
     let answered = answer(Some(&verbs), &stream, &incoming.pool);
     assert_eq!(software::registered_for(REMOTE_WRITE), 0, "the peer has been given a key");
     let mut moved = 0;

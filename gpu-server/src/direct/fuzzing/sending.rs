@@ -59,7 +59,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> usize {
         ours,
         stream: &stream,
         outgoing: Arc::new(outgoing),
-        sender: VerbsSender::new(queue, Jobs { due, last: 0 }),
+        sender: VerbsSender::new(queue, Jobs { due, last: 0, over: false }),
         pair,
         bytes: Bytes::default(),
         // One was for the probe.

@@ -12,7 +12,7 @@ use std::sync::mpsc::channel;
 use cudarc::driver::sys::CUmemorytype;
 use host_bridge::endpoint::{Incoming, Landing, Mapped, Placed, Region, Sink};
 use protocol::Status;
-use protocol::handle::ContextId;
+use protocol::handle::{ContextId, StreamId};
 use protocol::ops::copy::MemcpyDtoHInlineReply;
 use protocol::wire::Bytes;
 
@@ -20,9 +20,9 @@ use super::Cuda;
 use super::api::{Api, CUDA_MEMCPY3D, CUstream, WAIT_AT_LEAST};
 use super::registration;
 use super::staging::{ANSWER, ChunkPlace, Transfer};
-use super::streams::{CudaStream, Place};
+use super::streams::{CudaStream, Place, find};
 use crate::driver::call::{Call, Input, Result};
-use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, LineCopy};
+use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, Lander, LineCopy};
 use crate::driver::rows::{Part, Rows};
 use crate::driver::streams::Streams;
 
@@ -45,7 +45,7 @@ struct Answered(NonNull<u8>);
 unsafe impl Send for Answered {}
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Direction {
+pub(super) enum Direction {
     ToDevice,
     FromDevice,
 }
@@ -55,7 +55,7 @@ enum Direction {
 /// # Safety
 /// The device rows belong to the session. `host` is valid for `len` bytes until the stream has passed this
 /// point, or (towards the device) until the driver has read it.
-unsafe fn copy_rows(
+pub(super) unsafe fn copy_rows(
     api: &Api,
     stream: CUstream,
     direction: Direction,
@@ -368,6 +368,21 @@ impl GpuCopies for Cuda {
             progress.complain(status);
             drop(transfer);
         })
+    }
+
+    fn lander(
+        &mut self,
+        streams: &mut Streams<CudaStream>,
+        place: &Place,
+        id: StreamId,
+        _device: u32,
+    ) -> Result<Arc<dyn Lander>> {
+        if let Some(lander) = &find(streams, id)?.native.lander {
+            return Ok(Arc::clone(lander));
+        }
+        let lander: Arc<dyn Lander> = Arc::new(self.make_lander(place)?);
+        find(streams, id)?.native.lander = Some(Arc::clone(&lander));
+        Ok(lander)
     }
 
     fn download_inline(

@@ -222,6 +222,14 @@ impl Health {
         f()
     }
 
+    /// Like [`with`](Self::with), but leaves this thread's current context as it was. `f` gets the context.
+    pub fn within<T>(&self, api: &Api, f: impl FnOnce(CUcontext) -> Result<T>) -> Result<T> {
+        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
+        self.check()?;
+        // SAFETY: a live context: `retire` waits for the lock.
+        unsafe { api.within(held.0, || f(held.0)) }
+    }
+
     /// Makes the driver print what kernels of the context have printed. It does so whenever a stream is
     /// synchronized, and the probe stream is always idle.
     fn flush(&self, api: &Api) {

@@ -17,7 +17,7 @@ use super::api::{Api, BatchMemOp, CUevent, CUstream, WAIT_AT_LEAST};
 use super::fence::{Health, Word};
 use crate::driver::End;
 use crate::driver::call::{Call, Errors, Reply, Result};
-use crate::driver::gpu::{EVENT_DISABLE_TIMING, GpuStreams};
+use crate::driver::gpu::{EVENT_DISABLE_TIMING, GpuStreams, Lander};
 use crate::driver::slots::Flow;
 use crate::driver::streams::{Stream, Streams};
 use crate::shared_event::{Lookout, Moment};
@@ -36,6 +36,8 @@ pub struct CudaStream {
     /// Value of its last fence.
     last: u64,
     flows: Flows,
+    /// Lands pieces from other servers for it; made with the first.
+    pub(super) lander: Option<Arc<dyn Lander>>,
 }
 
 /// A stream's identities for the staging buffers.
@@ -55,7 +57,7 @@ pub(super) struct Publisher {
 
 impl Publisher {
     /// Everything on the stream up to `seq` is done, or never will be; `status` says why.
-    fn publish(&self, seq: u64, status: Status) {
+    pub(super) fn publish(&self, seq: u64, status: Status) {
         self.complain(status);
         let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
         if seq > *last {
@@ -198,7 +200,7 @@ impl Drop for Gather {
 }
 
 /// A stream in the table.
-fn find(streams: &mut Streams<CudaStream>, id: StreamId) -> Result<&mut Stream<CudaStream>> {
+pub(super) fn find(streams: &mut Streams<CudaStream>, id: StreamId) -> Result<&mut Stream<CudaStream>> {
     streams.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)
 }
 
@@ -219,6 +221,7 @@ impl Cuda {
             dirty: false,
             last: 0,
             flows: Flows { inbound: Flow::fresh(), outbound: Flow::fresh() },
+            lander: None,
         })
     }
 

@@ -1,8 +1,12 @@
 //! Copies and fills.
 
-use host_bridge::endpoint::Sink;
+use std::sync::Arc;
+
+use host_bridge::endpoint::{Mapped, Sink};
+use protocol::handle::StreamId;
 
 use super::GpuStreams;
+use crate::driver::End;
 use crate::driver::call::{Call, Input, Result};
 use crate::driver::rows::Rows;
 use crate::driver::streams::Streams;
@@ -54,6 +58,13 @@ pub struct Fill {
     pub height: u64,
 }
 
+/// Lands what arrives from other servers, in any thread. It has a stream of its own, which waits for nothing.
+pub trait Lander: Send + Sync {
+    /// Copies bytes to checked device memory. When they are there, or never will be, it publishes `seq` as the
+    /// progress of the stream for which it was made and calls `end`. Landings end in the order of these calls.
+    fn land(&self, to: &Rows, bytes: Mapped, seq: u64, end: End);
+}
+
 /// Copies and fills. Device memory is inside the session's ranges and is accessed through the given device.
 /// Client memory has the same size as the device memory. Only a [`copy_line`](Self::copy_line) may be empty.
 pub trait GpuCopies: GpuStreams {
@@ -78,6 +89,16 @@ pub trait GpuCopies: GpuStreams {
         device: u32,
         sink: Sink,
     ) -> Result;
+
+    /// What lands pieces for a stream, which was entered, in memory that is accessed through `device`: the same
+    /// for each call.
+    fn lander(
+        &mut self,
+        streams: &mut Streams<Self::Stream>,
+        place: &Self::Place,
+        id: StreamId,
+        device: u32,
+    ) -> Result<Arc<dyn Lander>>;
 
     /// Answers the call, a [`MemcpyDtoHInline`](protocol::ops::copy::MemcpyDtoHInline), with `len` bytes when
     /// the stream has reached it.

@@ -10,8 +10,8 @@
 //! and [`GpuHostMemory`], [`GpuStreams`], [`GpuCopies`], [`GpuModules`], [`GpuGraphs`], [`GpuArrays`] and
 //! [`GpuTensorMaps`], [`GpuGreenContexts`], [`GpuActivity`].
 //!
-//! The dispatcher's thread makes all these calls, one at a time. None of them may wait for work on the
-//! device.
+//! The dispatcher's thread makes all these calls, one at a time, except those of a [`Lander`]. None of them may
+//! wait for work on the device.
 
 mod activity;
 mod array;
@@ -24,7 +24,7 @@ mod stream;
 
 pub use activity::GpuActivity;
 pub use array::{AnyArray, CopyEnd, GpuArrays, GpuTensorMaps, TextureSource};
-pub use copy::{BoxCopy, Fill, GpuCopies, LineCopy};
+pub use copy::{BoxCopy, Fill, GpuCopies, Lander, LineCopy};
 pub use graph::{GpuGraphs, Node, NodeWork};
 pub use green::{GpuGreenContexts, Split};
 pub use memory::{GpuHostMemory, GpuMemory};

@@ -8,7 +8,7 @@ use protocol::ops::Answer;
 use protocol::ops::direct::*;
 
 use super::{Session, now};
-use crate::direct::Directs;
+use crate::direct::{Directs, Expected};
 use crate::driver::call::{Call, Input, Reply, Result};
 use crate::driver::gpu::Gpu;
 use crate::driver::rows::Rows;
@@ -70,5 +70,31 @@ impl<G: Gpu> DirectOps<Call> for Session<G> {
         self.gpu.upload(cx, &mut self.streams, &place, &to, device, Input::Mapped(bytes))?;
         let landed = Box::new(move |status| buffer.release(status));
         self.gpu.after_stream(cx, &mut self.streams, op.stream, landed)
+    }
+
+    fn direct_receive(&mut self, cx: &mut Call, op: DirectReceive) -> Result {
+        let incoming = self.directs()?.incoming(op.direct)?;
+        let place = self.enter(cx, op.stream)?;
+        let device = self.check_range(op.dst, op.len, G::device_at(&place))?;
+        if op.len == 0 || op.len > MAX_PIECE {
+            return Err(Status::INVALID_VALUE);
+        }
+        let lander = self.gpu.lander(&mut self.streams, &place, op.stream, device)?;
+        incoming.expect(op.number, Expected { to: Rows::line(op.dst, op.len), seq: cx.seq, lander })
+    }
+
+    fn direct_failures(&mut self, cx: &mut Call, _op: DirectFailures) -> Reply<DirectFailuresReply> {
+        self.directs()?.failures(|| cx.later())?;
+        Ok(Answer::Later)
+    }
+
+    fn direct_close(&mut self, cx: &mut Call, op: DirectClose) -> Reply<DirectCloseReply> {
+        let directs = self.directs()?;
+        if op.outgoing {
+            directs.end_outgoing(op.direct)?;
+            return now(DirectCloseReply {});
+        }
+        directs.end_incoming(op.direct, || cx.later())?;
+        Ok(Answer::Later)
     }
 }

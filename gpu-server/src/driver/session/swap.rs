@@ -53,6 +53,10 @@ impl<G: Gpu> Session<G> {
         file: Option<OwnedFd>,
         patience: Duration,
     ) -> Result<u64> {
+        // What comes from other servers is written without the dispatcher.
+        if self.directs.as_ref().is_some_and(|directs| directs.expects()) {
+            return Err(Status::NOT_READY);
+        }
         self.wait_for_devices(cx.seq, patience)?;
         let mut leaving: Vec<Moving> = Vec::new();
         let mut at = 0;

@@ -26,7 +26,7 @@ use super::transfer::enqueue_checked;
 use super::{Software, code};
 use crate::driver::End;
 use crate::driver::call::{Call, Errors, Reply, Result};
-use crate::driver::gpu::{EVENT_DISABLE_TIMING, GpuStreams, STREAM_NON_BLOCKING};
+use crate::driver::gpu::{EVENT_DISABLE_TIMING, GpuStreams, Lander, STREAM_NON_BLOCKING};
 use crate::driver::streams::{self, Streams};
 use crate::shared_event::Moment;
 
@@ -42,6 +42,8 @@ pub struct SoftwareStream {
     word: Arc<Word>,
     queue: Arc<Queue>,
     attributes: StreamAttributes,
+    /// Lands pieces from other servers for it, in memory of this device; made with the first.
+    pub(super) lander: Option<(u32, Arc<dyn Lander>)>,
 }
 
 impl Drop for SoftwareStream {
@@ -66,8 +68,13 @@ impl Word {
         self.gone.load(Ordering::Acquire)
     }
 
+    /// Publishes an error of the context at a command.
+    pub(super) fn complain(&self, status: Status, seq: u64) {
+        self.errors.publish(self.context, status, seq);
+    }
+
     /// Everything on the stream up to `seq` is done, or never will be; `status` says why.
-    fn publish(&self, seq: u64, status: Status) {
+    pub(super) fn publish(&self, seq: u64, status: Status) {
         if !status.is_success() {
             self.errors.publish(self.context, status, 0);
         }
@@ -174,7 +181,10 @@ impl Place {
 }
 
 /// A stream in the table.
-fn find(streams: &mut Streams<SoftwareStream>, id: StreamId) -> Result<&mut streams::Stream<SoftwareStream>> {
+pub(super) fn find(
+    streams: &mut Streams<SoftwareStream>,
+    id: StreamId,
+) -> Result<&mut streams::Stream<SoftwareStream>> {
     streams.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)
 }
 
@@ -202,6 +212,7 @@ impl Software {
             word: Arc::new(word),
             queue: Arc::default(),
             attributes: StreamAttributes::default(),
+            lander: None,
         })
     }
 

@@ -1,17 +1,21 @@
 //! Copies and fills. They are checked when they are enqueued, and the stream's thread executes them.
 
+use std::sync::Arc;
+
 use cupti_records::{copy, memory};
-use host_bridge::endpoint::Sink;
+use host_bridge::endpoint::{Mapped, Sink};
 use protocol::Status;
+use protocol::handle::StreamId;
 use protocol::ops::copy::MemcpyDtoHInlineReply;
 use protocol::wire::Bytes;
-use software_gpu::{Gpu, Plane, Result};
+use software_gpu::{Gpu, Plane, Result, Stream};
 
 use super::activity::{Timer, What};
-use super::streams::{Place, SoftwareStream, step};
+use super::streams::{Place, SoftwareStream, Word, find, step};
 use super::{Software, code};
+use crate::driver::End;
 use crate::driver::call::{Call, Input};
-use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, LineCopy};
+use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, Lander, LineCopy};
 use crate::driver::rows::Rows;
 use crate::driver::streams::Streams;
 
@@ -48,7 +52,7 @@ fn read(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &mut [u8]) -> Result<()> {
 
 enum Upload {
     Here(Vec<u8>),
-    Mapped(host_bridge::endpoint::Mapped),
+    Mapped(Mapped),
     Coming(host_bridge::endpoint::ChunkQueue),
     Placed(host_bridge::endpoint::Placed),
 }
@@ -133,6 +137,36 @@ pub(super) fn enqueue_checked(
     place.stream.enqueue(step).map_err(|e| code(&e))
 }
 
+/// A stream's lander: see [`Lander`].
+struct SoftwareLander {
+    /// Its own.
+    stream: Stream,
+    /// The device that accesses the memory.
+    memory: Gpu,
+    word: Arc<Word>,
+}
+
+impl Lander for SoftwareLander {
+    fn land(&self, to: &Rows, bytes: Mapped, seq: u64, end: End) {
+        let (to, memory, word) = (*to, self.memory.clone(), Arc::clone(&self.word));
+        let copy = move |_: &Gpu| {
+            if let Err(e) = Upload::Mapped(bytes).run(&memory, &to) {
+                word.complain(code(&e), seq);
+            }
+            Ok(())
+        };
+        // If the device has failed, this is refused, and so is the step.
+        let _ = self.stream.enqueue(copy);
+        let word = Arc::clone(&self.word);
+        step(&self.stream, &self.memory, move |status| {
+            if !word.is_gone() {
+                word.publish(seq, status);
+            }
+            end(status);
+        });
+    }
+}
+
 impl GpuCopies for Software {
     fn upload(
         &mut self,
@@ -204,6 +238,26 @@ impl GpuCopies for Software {
             timer.end();
             Ok(())
         })
+    }
+
+    fn lander(
+        &mut self,
+        streams: &mut Streams<SoftwareStream>,
+        place: &Place,
+        id: StreamId,
+        device: u32,
+    ) -> std::result::Result<Arc<dyn Lander>, Status> {
+        let memory = self.device(device)?.gpu.clone();
+        let native = &mut find(streams, id)?.native;
+        match &native.lander {
+            Some((of, lander)) if *of == device => return Ok(Arc::clone(lander)),
+            Some(_) => return Err(Status::INVALID_VALUE),
+            None => {}
+        }
+        let lander: Arc<dyn Lander> =
+            Arc::new(SoftwareLander { stream: memory.stream(), memory, word: place.word() });
+        native.lander = Some((device, Arc::clone(&lander)));
+        Ok(lander)
     }
 
     fn download_inline(

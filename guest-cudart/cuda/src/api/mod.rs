@@ -30,6 +30,7 @@ pub(crate) mod managed_memory;
 pub(crate) mod memory_allocation;
 pub(crate) mod memory_pools;
 pub(crate) mod modules;
+pub(crate) mod nccl_net;
 pub(crate) mod occupancy;
 pub(crate) mod peers;
 pub(crate) mod pinned_memory;

@@ -36,6 +36,7 @@ pub(crate) mod attr {
     pub const MAX_BLOCKS_PER_MULTIPROCESSOR: usize = 106;
     pub const RESERVED_SHARED_MEMORY_PER_BLOCK: usize = 111;
     pub const MEMORY_POOLS_SUPPORTED: usize = 115;
+    pub const GPU_DIRECT_RDMA_SUPPORTED: usize = 116;
     pub const MEMPOOL_SUPPORTED_HANDLE_TYPES: usize = 119;
     pub const CAN_USE_64_BIT_STREAM_MEM_OPS: usize = 122;
     pub const CAN_USE_STREAM_WAIT_VALUE_NOR: usize = 123;
@@ -63,7 +64,6 @@ pub(crate) const NOT_HERE: &[usize] = &[
     110, // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
     112, // SPARSE_CUDA_ARRAY_SUPPORTED
     114, // TIMELINE_SEMAPHORE_INTEROP_SUPPORTED
-    116, // GPU_DIRECT_RDMA_SUPPORTED
     117, // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
     118, // GPU_DIRECT_RDMA_WRITES_ORDERING
     119, // GENERIC_COMPRESSION_SUPPORTED
@@ -114,6 +114,9 @@ pub(crate) fn complete_attributes(attributes: &mut Vec<Option<i32>>) {
     set(attr::HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
     set(attr::HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
     set(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES, pool_handles);
+    // NCCL passes device memory to a network only then: see `api::nccl_net`. What a network card of this machine
+    // would need is not here (110, 124).
+    set(attr::GPU_DIRECT_RDMA_SUPPORTED, 1);
     // −1: no NUMA node of this machine is near the GPU.
     set(131, -1);
     set(134, -1);

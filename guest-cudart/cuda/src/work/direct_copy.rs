@@ -100,9 +100,14 @@ fn ensure(connection: &mut Connection, from: &Server, to: &Server) {
     };
 }
 
+/// A number for a connection, from or to any server, that no other one of this process has.
+pub(crate) fn next_number() -> u32 {
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
 fn open(from: &Server, to: &Server) -> std::result::Result<u32, String> {
     let failed = |end: &str, status: Status| format!("the {end} server answers {status}");
-    let direct = NEXT.fetch_add(1, Ordering::Relaxed);
+    let direct = next_number();
     let sending = |status| failed("sending", status);
     let key = from.session.call(&DirectKey {}).map_err(sending)?.key;
     let offer =

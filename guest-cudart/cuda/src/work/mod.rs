@@ -9,4 +9,5 @@ pub(crate) mod fill;
 pub(crate) mod host_function;
 pub(crate) mod launch;
 pub(crate) mod memory_operation;
+pub(crate) mod nccl_net;
 pub(crate) mod server_copy;

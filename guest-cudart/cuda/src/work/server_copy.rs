@@ -34,7 +34,7 @@ use client::{Status, lock, log};
 /// Slot size in bytes.
 pub(crate) const SLOT: usize = 1 << 20;
 /// Slots per copy.
-const SLOTS: usize = 4;
+pub(crate) const SLOTS: usize = 4;
 
 /// The streams for this work, one per context.
 static STREAMS: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
@@ -178,11 +178,11 @@ fn join(from: &Arc<Stream>, to: &Stream) -> Result {
 }
 
 /// The slots of one copy, returned when dropped.
-struct Slots(Vec<usize>);
+pub(crate) struct Slots(pub Vec<usize>);
 
 impl Slots {
     /// Takes as many as a copy of this many parts uses.
-    fn take(context: &'static Context, parts: usize) -> Result<Slots> {
+    pub(crate) fn take(context: &'static Context, parts: usize) -> Result<Slots> {
         let mut slots = Slots(Vec::new());
         while slots.0.len() < parts.min(SLOTS) {
             let free = lock(&FREE).pop();

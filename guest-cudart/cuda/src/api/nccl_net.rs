@@ -1,0 +1,346 @@
+//! NCCL's interface to network plugins, version 8: `src/include/plugin/net/net_v8.h` of NCCL. NCCL 2.20 and
+//! later accept it.
+//!
+//! NCCL loads `libnccl-net.so`, which is a link to this library, and calls `init` in each process before it
+//! looks for other networks.
+
+use std::ffi::{CStr, c_char, c_float, c_int, c_void};
+use std::sync::Mutex;
+
+use crate::process::driver::{Driver, driver};
+use crate::work::nccl_net::{Broken, End, HANDLE, Listener, Place, Requests};
+use client::{lock, log};
+
+const SUCCESS: c_int = 0;
+const SYSTEM_ERROR: c_int = 2;
+const INTERNAL_ERROR: c_int = 3;
+const INVALID_ARGUMENT: c_int = 4;
+const REMOTE_ERROR: c_int = 6;
+
+/// `NCCL_PTR_HOST` and `NCCL_PTR_CUDA`.
+const POINTER_HOST: c_int = 1;
+const POINTER_CUDA: c_int = 2;
+
+/// The plugin's name in NCCL's messages, and as a value of `NCCL_NET`.
+const NAME: &CStr = c"rgpu";
+
+/// `ncclNetProperties_v8_t`.
+#[repr(C)]
+pub struct Properties {
+    name: *const c_char,
+    pci_path: *const c_char,
+    guid: u64,
+    pointers: c_int,
+    registrations_are_global: c_int,
+    /// In Mbit/s.
+    speed: c_int,
+    port: c_int,
+    /// In microseconds.
+    latency: c_float,
+    max_comms: c_int,
+    max_receives: c_int,
+    /// `NCCL_NET_DEVICE_HOST`: NCCL's kernels don't use the network by themselves.
+    device_type: c_int,
+    device_version: c_int,
+}
+
+/// `ncclNet_v8_t`.
+#[repr(C)]
+pub struct Net {
+    name: *const c_char,
+    init: unsafe extern "C" fn(*const c_void) -> c_int,
+    devices: unsafe extern "C" fn(*mut c_int) -> c_int,
+    properties: unsafe extern "C" fn(c_int, *mut Properties) -> c_int,
+    listen: unsafe extern "C" fn(c_int, *mut [u8; HANDLE], *mut *mut c_void) -> c_int,
+    connect: unsafe extern "C" fn(c_int, *mut [u8; HANDLE], *mut *mut c_void, *mut *mut c_void) -> c_int,
+    accept: unsafe extern "C" fn(*mut c_void, *mut *mut c_void, *mut *mut c_void) -> c_int,
+    register: unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int, *mut *mut c_void) -> c_int,
+    register_dma_buf: Option<unsafe extern "C" fn()>,
+    deregister: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int,
+    send:
+        unsafe extern "C" fn(*mut c_void, *mut c_void, c_int, c_int, *mut c_void, *mut *mut c_void) -> c_int,
+    receive: unsafe extern "C" fn(
+        *mut c_void,
+        c_int,
+        *mut *mut c_void,
+        *mut c_int,
+        *mut c_int,
+        *mut *mut c_void,
+        *mut *mut c_void,
+    ) -> c_int,
+    flush: unsafe extern "C" fn(
+        *mut c_void,
+        c_int,
+        *mut *mut c_void,
+        *mut c_int,
+        *mut *mut c_void,
+        *mut *mut c_void,
+    ) -> c_int,
+    test: unsafe extern "C" fn(*mut c_void, *mut c_int, *mut c_int) -> c_int,
+    close_send: unsafe extern "C" fn(*mut c_void) -> c_int,
+    close_receive: unsafe extern "C" fn(*mut c_void) -> c_int,
+    close_listen: unsafe extern "C" fn(*mut c_void) -> c_int,
+    device_memory: Option<unsafe extern "C" fn()>,
+    receive_consumed: Option<unsafe extern "C" fn()>,
+}
+
+// SAFETY: constants.
+unsafe impl Sync for Net {}
+
+/// What NCCL looks for.
+#[unsafe(no_mangle)]
+pub static ncclNetPlugin_v8: Net = Net {
+    name: NAME.as_ptr(),
+    init,
+    devices,
+    properties,
+    listen,
+    connect,
+    accept,
+    register,
+    register_dma_buf: None,
+    deregister,
+    send,
+    receive,
+    flush,
+    test,
+    close_send: close,
+    close_receive: close,
+    close_listen,
+    device_memory: None,
+    receive_consumed: None,
+};
+
+/// An end of a connection, as NCCL knows it. A request is its address plus the request's number.
+#[repr(align(64))]
+struct Comm(End);
+
+const _: () = assert!(align_of::<Comm>() >= Requests::MOST);
+
+fn comm<'a>(pointer: *mut c_void) -> Option<&'a Comm> {
+    // SAFETY: NCCL passes what `connect` and `accept` returned, until it closes it.
+    unsafe { pointer.cast::<Comm>().as_ref() }
+}
+
+fn answer(result: Result<(), Broken>) -> c_int {
+    match result {
+        Ok(()) => SUCCESS,
+        Err(Broken::Peer(_)) => REMOTE_ERROR,
+        Err(Broken::Here(_)) => SYSTEM_ERROR,
+    }
+}
+
+/// Sets a variable of NCCL's, unless the user has.
+fn set(name: &CStr, value: &CStr) {
+    // SAFETY: two strings. NCCL calls this before it reads the variables, and its documentation asks plugins
+    // to do it like this.
+    unsafe { libc::setenv(name.as_ptr(), value.as_ptr(), 0) };
+}
+
+unsafe extern "C" fn init(_log: *const c_void) -> c_int {
+    // NCCL asks no plugin of another name itself, but not all versions compare it before this call.
+    let wanted = std::env::var("NCCL_NET").ok();
+    if wanted.is_some_and(|wanted| !wanted.is_empty() && !wanted.eq_ignore_ascii_case("rgpu")) {
+        return SYSTEM_ERROR;
+    }
+    let Ok(driver) = driver() else { return SYSTEM_ERROR };
+    // Device memory goes over the network, wherever NCCL believes it to be.
+    set(c"NCCL_NET_GDR_LEVEL", c"SYS");
+    set(c"NCCL_NET_GDR_READ", c"1");
+    // NCCL's other protocols have their buffers in host memory. That is good only inside one server.
+    if driver.servers.len() > 1 || driver.devices.len() == 1 {
+        set(c"NCCL_PROTO", c"Simple");
+    }
+    log::info(format_args!("NCCL uses the network of rgpu (NCCL_NET=Socket: NCCL's own)"));
+    SUCCESS
+}
+
+unsafe extern "C" fn devices(count: *mut c_int) -> c_int {
+    // SAFETY: NCCL passes a place for the result.
+    unsafe { count.write(1) };
+    SUCCESS
+}
+
+unsafe extern "C" fn properties(_device: c_int, properties: *mut Properties) -> c_int {
+    let all = Properties {
+        name: NAME.as_ptr(),
+        pci_path: std::ptr::null(),
+        guid: 0x7267_7075,
+        pointers: POINTER_HOST | POINTER_CUDA,
+        registrations_are_global: 0,
+        speed: 100_000,
+        port: 0,
+        latency: 0.0,
+        max_comms: 1 << 16,
+        max_receives: 1,
+        device_type: 0,
+        device_version: 0,
+    };
+    // SAFETY: NCCL passes a place for the result.
+    unsafe { properties.write(all) };
+    SUCCESS
+}
+
+unsafe extern "C" fn listen(_device: c_int, handle: *mut [u8; HANDLE], listener: *mut *mut c_void) -> c_int {
+    answer(Listener::new().inspect_err(|why| log::warn(format_args!("{why}"))).map(|new| {
+        // SAFETY: NCCL passes places for the results.
+        unsafe {
+            handle.write(new.place().to_handle());
+            listener.write(Box::into_raw(Box::new(Mutex::new(new))).cast());
+        }
+    }))
+}
+
+unsafe extern "C" fn connect(
+    _device: c_int,
+    handle: *mut [u8; HANDLE],
+    end: *mut *mut c_void,
+    _of_device: *mut *mut c_void,
+) -> c_int {
+    // SAFETY: NCCL passes the handle that `listen` made, and calls again with the same memory.
+    let connected = End::connect(handle as usize, &unsafe { handle.read() });
+    put(end, connected.inspect_err(|why| log::warn(format_args!("{why}"))))
+}
+
+unsafe extern "C" fn accept(
+    listener: *mut c_void,
+    end: *mut *mut c_void,
+    _of_device: *mut *mut c_void,
+) -> c_int {
+    // SAFETY: what `listen` made.
+    let Some(listener) = (unsafe { listener.cast::<Mutex<Listener>>().as_ref() }) else {
+        return INVALID_ARGUMENT;
+    };
+    put(end, End::accept(&mut lock(listener)))
+}
+
+fn put(place: *mut *mut c_void, end: Result<Option<End>, Broken>) -> c_int {
+    answer(end.map(|end| {
+        let end = end.map_or(std::ptr::null_mut(), |end| Box::into_raw(Box::new(Comm(end))).cast());
+        // SAFETY: NCCL passes a place for the result.
+        unsafe { place.write(end) };
+    }))
+}
+
+/// Where memory is that NCCL registers.
+fn place_of(driver: &'static Driver, at: *mut c_void, device: bool) -> Option<Place> {
+    let place = Place::of(driver, at as u64, device);
+    place.inspect_err(|_| log::warn(format_args!("NCCL passes {at:p}, which is not device memory"))).ok()
+}
+
+unsafe extern "C" fn register(
+    end: *mut c_void,
+    at: *mut c_void,
+    _size: usize,
+    kind: c_int,
+    memory: *mut *mut c_void,
+) -> c_int {
+    let (Some(Comm(end)), Ok(driver)) = (comm(end), driver()) else { return INVALID_ARGUMENT };
+    let Some(place) = place_of(driver, at, kind == POINTER_CUDA) else { return INVALID_ARGUMENT };
+    end.registered(place);
+    // SAFETY: NCCL passes a place for the result.
+    unsafe { memory.write(Box::into_raw(Box::new(place)).cast()) };
+    SUCCESS
+}
+
+unsafe extern "C" fn deregister(_end: *mut c_void, memory: *mut c_void) -> c_int {
+    if !memory.is_null() {
+        // SAFETY: what `register` made, which NCCL uses no more.
+        drop(unsafe { Box::from_raw(memory.cast::<Place>()) });
+    }
+    SUCCESS
+}
+
+/// # Safety
+/// `memory` is null or what `register` made.
+unsafe fn registered(memory: *mut c_void) -> Place {
+    // SAFETY: guaranteed by the caller.
+    unsafe { memory.cast::<Place>().as_ref() }.copied().unwrap_or(Place::Host)
+}
+
+/// Writes a request, or null for "not now".
+fn begun(end: *mut c_void, place: *mut *mut c_void, request: Result<Option<usize>, Broken>) -> c_int {
+    answer(request.map(|request| {
+        let request = request.map_or(std::ptr::null_mut(), |request| end.wrapping_byte_add(request));
+        // SAFETY: NCCL passes a place for the result.
+        unsafe { place.write(request) };
+    }))
+}
+
+unsafe extern "C" fn send(
+    end: *mut c_void,
+    data: *mut c_void,
+    size: c_int,
+    _tag: c_int,
+    memory: *mut c_void,
+    request: *mut *mut c_void,
+) -> c_int {
+    let (Some(Comm(to)), Ok(size)) = (comm(end), u64::try_from(size)) else { return INVALID_ARGUMENT };
+    // SAFETY: NCCL passes what it registered, and keeps it until the request is done.
+    begun(end, request, unsafe { to.send(registered(memory), data as u64, size) })
+}
+
+unsafe extern "C" fn receive(
+    end: *mut c_void,
+    count: c_int,
+    data: *mut *mut c_void,
+    sizes: *mut c_int,
+    _tags: *mut c_int,
+    memories: *mut *mut c_void,
+    request: *mut *mut c_void,
+) -> c_int {
+    if count != 1 {
+        return INTERNAL_ERROR;
+    }
+    // SAFETY: NCCL passes arrays of `count` elements. It may have none of registrations for host memory.
+    let (at, size, memory) =
+        unsafe { (*data as u64, *sizes, if memories.is_null() { std::ptr::null_mut() } else { *memories }) };
+    let (Some(Comm(from)), Ok(size)) = (comm(end), u64::try_from(size)) else { return INVALID_ARGUMENT };
+    // SAFETY: NCCL passes what it registered, and keeps it until the request is done.
+    begun(end, request, unsafe { from.receive(registered(memory), at, size) })
+}
+
+/// A request to receive is done only when the device sees the bytes.
+unsafe extern "C" fn flush(
+    _end: *mut c_void,
+    _count: c_int,
+    _data: *mut *mut c_void,
+    _sizes: *mut c_int,
+    _memories: *mut *mut c_void,
+    request: *mut *mut c_void,
+) -> c_int {
+    // SAFETY: NCCL passes a place for the result.
+    unsafe { request.write(std::ptr::null_mut()) };
+    SUCCESS
+}
+
+unsafe extern "C" fn test(request: *mut c_void, done: *mut c_int, size: *mut c_int) -> c_int {
+    let number = request.addr() % align_of::<Comm>();
+    let Some(Comm(end)) = comm(request.wrapping_byte_sub(number)) else { return INVALID_ARGUMENT };
+    answer(end.test(number).map(|bytes| {
+        // SAFETY: NCCL passes a place for the result, and may pass one for the size.
+        unsafe {
+            done.write(bytes.is_some().into());
+            if let (Some(bytes), false) = (bytes, size.is_null()) {
+                size.write(bytes as c_int);
+            }
+        }
+    }))
+}
+
+unsafe extern "C" fn close(end: *mut c_void) -> c_int {
+    if !end.is_null() {
+        // SAFETY: what `connect` or `accept` returned, which NCCL uses no more.
+        let Comm(end) = *unsafe { Box::from_raw(end.cast::<Comm>()) };
+        end.close();
+    }
+    SUCCESS
+}
+
+unsafe extern "C" fn close_listen(listener: *mut c_void) -> c_int {
+    if !listener.is_null() {
+        // SAFETY: what `listen` made, which NCCL uses no more.
+        drop(unsafe { Box::from_raw(listener.cast::<Mutex<Listener>>()) });
+    }
+    SUCCESS
+}

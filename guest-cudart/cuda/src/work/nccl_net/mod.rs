@@ -1,0 +1,197 @@
+//! A network for NCCL: its messages between GPUs of different servers go from server to server.
+//!
+//! ```text
+//!  sending process                                   receiving process
+//!     isend ── DirectSend ──▶ server A ══ pieces ══▶ server B ◀── DirectReceive ── irecv
+//!       │                                                                            │
+//!       └───── lengths ────────────────── TCP connection ──────────────── credits ───┘
+//! ```
+//!
+//! The two processes may be one. Each connection of NCCL's has a TCP connection ([`socket`]), on which the
+//! receiver says how much it has room for and the sender which messages it sends ([`frames`]). If the servers'
+//! workers get a [direct connection](direct), device memory takes that. Otherwise it takes the TCP connection,
+//! through page-locked memory of both processes ([`places`]); so does host memory.
+//!
+//! NCCL calls this from threads that must not wait, again and again until a request is done. So there are no
+//! threads here: each call does what can be done now ([`sender`], [`receiver`]).
+
+mod direct;
+mod frames;
+mod interfaces;
+mod places;
+mod receiver;
+mod requests;
+mod sender;
+mod socket;
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+pub(crate) use places::Place;
+pub(crate) use requests::Requests;
+pub(crate) use socket::{Broken, HANDLE, Listener};
+
+use receiver::Receiver;
+use sender::Sender;
+use socket::{Connecting, Place as Address};
+
+use client::{lock, log};
+
+/// How long the end of a connection waits for the receiver.
+const DELIVERED_WITHIN: Duration = Duration::from_secs(10);
+
+/// One end of a connection.
+pub(crate) struct End(Mutex<State>);
+
+struct State {
+    requests: Requests,
+    side: Side,
+    /// Why it is broken.
+    broken: Option<Broken>,
+}
+
+enum Side {
+    Sender(Sender),
+    Receiver(Receiver),
+}
+
+impl State {
+    /// Does what can be done now.
+    fn progress(&mut self) -> Result<(), Broken> {
+        self.usable()?;
+        let progress = match &mut self.side {
+            Side::Sender(sender) => sender.progress(&mut self.requests),
+            Side::Receiver(receiver) => receiver.progress(&mut self.requests),
+        };
+        progress.or_else(|why| self.fail(why))
+    }
+
+    fn usable(&self) -> Result<(), Broken> {
+        self.broken.clone().map_or(Ok(()), Err)
+    }
+
+    fn fail<T>(&mut self, why: Broken) -> Result<T, Broken> {
+        let peer = match &mut self.side {
+            Side::Sender(sender) => {
+                sender.fail(&why);
+                sender.peer()
+            }
+            Side::Receiver(receiver) => {
+                receiver.fail(&why);
+                receiver.peer()
+            }
+        };
+        log::warn(format_args!("NCCL's connection with {peer} is broken: {why}"));
+        self.broken = Some(why.clone());
+        Err(why)
+    }
+}
+
+impl End {
+    fn new(side: Side) -> End {
+        End(Mutex::new(State { requests: Requests::new(), side, broken: None }))
+    }
+
+    /// Connects to a listener. `caller` tells this call from others with the same address. `Ok(None)`: the
+    /// connection is not there yet.
+    pub fn connect(caller: usize, handle: &[u8; HANDLE]) -> Result<Option<End>, Broken> {
+        static CONNECTING: Mutex<Option<HashMap<(usize, Address), Connecting>>> = Mutex::new(None);
+        let wrong =
+            || Broken::Peer("a handle of another network plugin: all processes must use the same".into());
+        let address = Address::from_handle(handle).ok_or_else(wrong)?;
+        let key = (caller, address);
+        let mut all = lock(&CONNECTING);
+        let all = all.get_or_insert_default();
+        let connecting = match all.remove(&key) {
+            Some(connecting) => connecting,
+            None => Connecting::new(address)?,
+        };
+        if connecting.is_done()? {
+            return Ok(Some(End::new(Side::Sender(Sender::new(connecting.end()?)))));
+        }
+        all.insert(key, connecting);
+        Ok(None)
+    }
+
+    /// The connection that a listener waits for, once it is there.
+    pub fn accept(listener: &mut Listener) -> Result<Option<End>, Broken> {
+        let connection = listener.accept()?;
+        Ok(connection.map(|connection| End::new(Side::Receiver(Receiver::new(connection)))))
+    }
+
+    /// NCCL has registered memory.
+    pub fn registered(&self, place: Place) {
+        let mut state = lock(&self.0);
+        match &mut state.side {
+            Side::Sender(sender) => sender.registered(place),
+            Side::Receiver(receiver) => receiver.registered(place),
+        }
+    }
+
+    /// Begins to send. `Ok(None)`: not now.
+    ///
+    /// # Safety
+    /// The memory stays valid, and unchanged, until the request is done or the end is dropped.
+    pub unsafe fn send(&self, place: Place, at: u64, len: u64) -> Result<Option<usize>, Broken> {
+        let mut state = lock(&self.0);
+        state.progress()?;
+        let State { requests, side: Side::Sender(sender), .. } = &mut *state else {
+            return Err(Broken::Here("a receiving end cannot send".into()));
+        };
+        let Some(request) = requests.begin() else { return Ok(None) };
+        match sender.send(request, place, at, len) {
+            Ok(true) => {}
+            Ok(false) => {
+                requests.cancel(request);
+                return Ok(None);
+            }
+            Err(why) => return state.fail(why),
+        }
+        state.progress()?;
+        Ok(Some(request))
+    }
+
+    /// Begins to receive up to `most` bytes. `Ok(None)`: not now.
+    ///
+    /// # Safety
+    /// The memory stays valid, and nobody else uses it, until the request is done or the end is dropped.
+    pub unsafe fn receive(&self, place: Place, at: u64, most: u64) -> Result<Option<usize>, Broken> {
+        let mut state = lock(&self.0);
+        state.usable()?;
+        let State { requests, side: Side::Receiver(receiver), .. } = &mut *state else {
+            return Err(Broken::Here("a sending end cannot receive".into()));
+        };
+        let Some(request) = requests.begin() else { return Ok(None) };
+        receiver.receive(request, place, at, most);
+        state.progress()?;
+        Ok(Some(request))
+    }
+
+    /// Ends it. A sender waits until the receiver has what was sent.
+    pub fn close(self) {
+        let mut state = self.0.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Side::Sender(sender) = &mut state.side
+            && !sender.is_delivered()
+        {
+            sender.say_goodbye();
+        }
+        let begin = Instant::now();
+        while state.progress().is_ok()
+            && matches!(&state.side, Side::Sender(sender) if !sender.is_delivered())
+            && begin.elapsed() < DELIVERED_WITHIN
+        {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    /// Whether a request is done, and with how many bytes. A request that is done ends.
+    pub fn test(&self, request: usize) -> Result<Option<u64>, Broken> {
+        let mut state = lock(&self.0);
+        if let Some(bytes) = state.requests.test(request) {
+            return Ok(Some(bytes));
+        }
+        state.progress()?;
+        Ok(state.requests.test(request))
+    }
+}

@@ -1,0 +1,368 @@
+//! The receiving end of a connection.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::abi::result::Result as Cuda;
+use crate::process::context::Context;
+use crate::process::driver::Server;
+use crate::process::stream::Stream;
+use crate::streams::stream_table;
+use crate::work::nccl_net::direct::{Offering, Receiving};
+use crate::work::nccl_net::frames::Frame;
+use crate::work::nccl_net::places::{Place, Stage, has_passed};
+use crate::work::nccl_net::requests::Requests;
+use crate::work::nccl_net::socket::{Broken, Connection};
+use client::log;
+use client::ops::direct::{DirectReceive, MAX_PIECE, PIECES};
+use client::seq::Seq;
+
+/// The sender is told of landed pieces when there are so many.
+const TELL_AFTER: u64 = PIECES as u64 / 8;
+
+/// See the module.
+pub(crate) struct Receiver {
+    connection: Connection,
+    direct: Receiving,
+    /// The server of the memory that NCCL has registered.
+    server: Option<&'static Server>,
+    /// The sender's key, until this end has memory on a server.
+    key: Option<[u8; 32]>,
+    /// The context in whose memory pieces are landed, and the stream whose progress word says which have been.
+    context: Option<&'static Context>,
+    stream: Option<Arc<Stream>>,
+    /// What NCCL has posted.
+    posted: VecDeque<Posted>,
+    /// How many of them the sender knows about, and for how many its message has been announced.
+    credited: usize,
+    announced: usize,
+    stage: Stage,
+    /// Pieces that the server was told to land, those of them that it has, and those that the sender knows of.
+    told: u64,
+    landed: u64,
+    confirmed: u64,
+    /// Messages that are received, and those of them that the sender knows of.
+    received: u64,
+    told_received: u64,
+    /// The sender sends no more messages.
+    bye: bool,
+    /// Records that stand for pieces that are not known to be landed.
+    landing: VecDeque<Seq>,
+}
+
+struct Posted {
+    request: usize,
+    place: Place,
+    at: u64,
+    most: u64,
+    /// Whether its message may take the direct connection.
+    direct: bool,
+    /// Its message, once it has been announced.
+    message: Option<Message>,
+}
+
+struct Message {
+    len: u64,
+    /// Bytes for which the server knows where they go, or which have been read from the socket.
+    taken: u64,
+    way: Way,
+}
+
+enum Way {
+    /// Done when so many pieces have been landed.
+    Direct(u64),
+    /// Done when the stream has passed the mark, if there is one.
+    Socket(Option<(Arc<Stream>, Seq)>),
+}
+
+impl Receiver {
+    pub fn new(connection: Connection) -> Receiver {
+        let (posted, stage, landing) = Default::default();
+        Receiver {
+            connection,
+            direct: Receiving::Unknown,
+            server: None,
+            key: None,
+            context: None,
+            stream: None,
+            posted,
+            credited: 0,
+            announced: 0,
+            stage,
+            told: 0,
+            landed: 0,
+            confirmed: 0,
+            received: 0,
+            told_received: 0,
+            bye: false,
+            landing,
+        }
+    }
+
+    /// NCCL has registered memory.
+    pub fn registered(&mut self, place: Place) {
+        self.server = self.server.or(place.server());
+    }
+
+    /// Takes memory for the next message.
+    pub fn receive(&mut self, request: usize, place: Place, at: u64, most: u64) {
+        self.registered(place);
+        self.posted.push_back(Posted { request, place, at, most, direct: false, message: None });
+    }
+
+    /// Does what can be done without waiting.
+    pub fn progress(&mut self, requests: &mut Requests) -> Result<(), Broken> {
+        let here = |status| Broken::Here(format!("CUDA answers {status}"));
+        loop {
+            self.connection.read()?;
+            self.settle_direct();
+            self.give_credits();
+            // The bytes of a message precede what comes after it.
+            let mut worked = self.take_bytes().map_err(here)?;
+            while self.is_between_messages()
+                && let Some(frame) = self.connection.take()?
+            {
+                self.hear(frame)?;
+                worked = true;
+            }
+            if !worked {
+                break;
+            }
+        }
+        self.tell_server().map_err(here)?;
+        self.look_for_landed().map_err(here)?;
+        if self.landed - self.confirmed >= TELL_AFTER {
+            self.confirmed = self.landed;
+            self.connection.put(&Frame::Landed(self.landed));
+        }
+        while let Some(Posted { request, message: Some(message), .. }) = self.posted.front()
+            && message.taken == message.len
+            && match &message.way {
+                Way::Direct(pieces) => self.landed >= *pieces,
+                Way::Socket(Some((stream, mark))) => has_passed(stream, *mark).map_err(here)?,
+                Way::Socket(None) => true,
+            }
+        {
+            requests.done(*request, message.len);
+            self.posted.pop_front();
+            self.credited -= 1;
+            self.announced -= 1;
+            self.received += 1;
+        }
+        if self.posted.is_empty() && self.received > self.told_received {
+            self.told_received = self.received;
+            self.connection.put(&Frame::Received(self.received));
+        }
+        // A sender that has said goodbye may be gone.
+        self.connection.flush().or_else(|broken| if self.bye { Ok(()) } else { Err(broken) })?;
+        if let Receiving::Open(incoming) = &self.direct
+            && !self.landing.is_empty()
+            && incoming.has_failed().map_err(here)?
+        {
+            return Err(Broken::Peer("the direct connection of the servers was lost".into()));
+        }
+        let over = self.bye || self.connection.is_over();
+        if over && (self.announced < self.posted.len() || !self.is_between_messages()) {
+            return Err(Broken::Peer("the sender has closed the connection".into()));
+        }
+        Ok(())
+    }
+
+    /// Whether the next bytes of the socket are a frame.
+    fn is_between_messages(&self) -> bool {
+        let last = self.announced.checked_sub(1).and_then(|last| self.posted.get(last));
+        let message = last.and_then(|posted| posted.message.as_ref());
+        message.is_none_or(|message| matches!(message.way, Way::Direct(_)) || message.taken == message.len)
+    }
+
+    fn hear(&mut self, frame: Frame) -> Result<(), Broken> {
+        match (frame, &mut self.direct) {
+            (Frame::Key(key), Receiving::Unknown) if self.key.is_none() => self.key = Some(key),
+            (Frame::NoKey(why), Receiving::Unknown) => self.no_direct(&why),
+            (Frame::Open, direct @ Receiving::Offered(_)) => {
+                if let Receiving::Offered(incoming) = std::mem::replace(direct, Receiving::None) {
+                    *direct = Receiving::Open(incoming);
+                }
+            }
+            (Frame::NotOpen(why), Receiving::Offered(_)) => self.no_direct(&why),
+            (Frame::Direct(len), _) => self.announce(len, true)?,
+            (Frame::Bytes(len), _) => self.announce(len, false)?,
+            (Frame::Bye, _) => self.bye = true,
+            (Frame::Failed(why), _) => return Err(Broken::Peer(why)),
+            _ => return Err(Broken::Peer("the sender sent a frame that is not due".into())),
+        }
+        Ok(())
+    }
+
+    fn announce(&mut self, len: u64, direct: bool) -> Result<(), Broken> {
+        let room = self.posted.get_mut(self.announced).filter(|_| self.announced < self.credited);
+        let Some(posted) = room.filter(|posted| len <= posted.most && (posted.direct || !direct)) else {
+            return Err(Broken::Peer("the sender sent a message for which there is no room".into()));
+        };
+        let way = if direct { Way::Direct(0) } else { Way::Socket(None) };
+        posted.message = Some(Message { len, taken: 0, way });
+        self.announced += 1;
+        Ok(())
+    }
+
+    fn no_direct(&mut self, why: &str) {
+        if self.server.is_some() {
+            log::info(format_args!(
+                "NCCL's messages from {} pass through this machine: {why}",
+                self.connection.peer()
+            ));
+        }
+        self.direct = Receiving::None;
+    }
+
+    fn settle_direct(&mut self) {
+        if let (Receiving::Unknown, Some(server), Some(key)) = (&self.direct, self.server, self.key) {
+            match Offering::new(server, key) {
+                Ok(offering) => self.direct = Receiving::Offering(offering),
+                Err(why) => {
+                    self.connection.put(&Frame::NoTicket(why.clone()));
+                    self.no_direct(&why);
+                }
+            }
+        }
+        if let Receiving::Offering(offering) = &mut self.direct
+            && let Some(answer) = offering.answer()
+        {
+            match answer {
+                Ok((incoming, ticket)) => {
+                    self.connection.put(&Frame::Ticket(ticket));
+                    self.direct = Receiving::Offered(incoming);
+                }
+                Err(why) => {
+                    self.connection.put(&Frame::NoTicket(why.clone()));
+                    self.no_direct(&why);
+                }
+            }
+        }
+    }
+
+    /// Tells the sender what was posted. Device memory waits until it is clear which way messages take.
+    fn give_credits(&mut self) {
+        for posted in self.posted.iter_mut().skip(self.credited) {
+            posted.direct = match (posted.place, &self.direct) {
+                (Place::Host, _) | (_, Receiving::None) => false,
+                (Place::Device(context), Receiving::Open(incoming)) => {
+                    let known = *self.context.get_or_insert(context);
+                    std::ptr::eq(known, context) && std::ptr::eq(context.server, incoming.server)
+                }
+                _ => return,
+            };
+            let credit = if posted.direct { Frame::DirectCredit } else { Frame::Credit };
+            self.connection.put(&credit(posted.most));
+            self.credited += 1;
+        }
+    }
+
+    /// Tells the server where the pieces of announced messages go.
+    fn tell_server(&mut self) -> Cuda {
+        let Receiving::Open(incoming) = &mut self.direct else { return Ok(()) };
+        for posted in self.posted.iter_mut().take(self.announced) {
+            let Posted { place: Place::Device(context), at, message: Some(message), .. } = posted else {
+                continue;
+            };
+            let Way::Direct(last) = &mut message.way else { continue };
+            while message.taken < message.len {
+                if self.told - self.landed >= 2 * PIECES as u64 {
+                    return Ok(());
+                }
+                let stream = stream_for(&mut self.stream, context)?;
+                let len = (message.len - message.taken).min(MAX_PIECE);
+                let (direct, number, dst) = (incoming.direct, self.told + 1, *at + message.taken);
+                let receive = DirectReceive { stream: stream.id, direct, number, dst, len };
+                incoming.settled = false;
+                self.landing.push_back(stream.session().append(&receive)?);
+                self.told = number;
+                *last = number;
+                message.taken += len;
+            }
+        }
+        Ok(())
+    }
+
+    fn look_for_landed(&mut self) -> Cuda {
+        let Some(stream) = &self.stream else { return Ok(()) };
+        while let Some(seq) = self.landing.front()
+            && has_passed(stream, *seq)?
+        {
+            self.landing.pop_front();
+            self.landed += 1;
+        }
+        if let Receiving::Open(incoming) = &mut self.direct {
+            incoming.settled = self.landing.is_empty();
+        }
+        Ok(())
+    }
+
+    /// Takes bytes of the announced message from the socket. True: there were some.
+    fn take_bytes(&mut self) -> Cuda<bool> {
+        let Some(last) = self.announced.checked_sub(1) else { return Ok(false) };
+        let Some(Posted { place, at, message: Some(message), .. }) = self.posted.get_mut(last) else {
+            return Ok(false);
+        };
+        let Way::Socket(behind) = &mut message.way else { return Ok(false) };
+        let mut worked = false;
+        while message.taken < message.len && self.connection.unread() > 0 {
+            let most = usize::try_from(message.len - message.taken).unwrap_or(usize::MAX);
+            let at = *at + message.taken;
+            let len = match *place {
+                Place::Host => {
+                    let bytes = self.connection.bytes(most);
+                    // SAFETY: memory that NCCL has given to the plugin until the message is here, and it has
+                    // room for it.
+                    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at as *mut u8, bytes.len()) };
+                    bytes.len()
+                }
+                Place::Device(context) => {
+                    let connection = &mut self.connection;
+                    let bytes = |room: usize| connection.bytes(most.min(room)).to_vec();
+                    let Some((len, stream, mark)) = self.stage.begin_to_device(context, at, bytes)? else {
+                        return Ok(worked);
+                    };
+                    *behind = Some((stream, mark));
+                    len
+                }
+            };
+            message.taken += len as u64;
+            worked = true;
+        }
+        Ok(worked)
+    }
+
+    /// Tells the sender that this end has failed.
+    pub fn fail(&mut self, why: &Broken) {
+        self.connection.put(&Frame::Failed(why.to_string()));
+        // The peer may be gone.
+        let _ = self.connection.flush();
+        self.connection.close();
+    }
+
+    /// Its peer, for messages.
+    pub fn peer(&self) -> &str {
+        self.connection.peer()
+    }
+}
+
+/// The stream of a receiver, in the context of the memory that it received first.
+fn stream_for(stream: &mut Option<Arc<Stream>>, context: &'static Context) -> Cuda<Arc<Stream>> {
+    if let Some(stream) = stream {
+        return Ok(Arc::clone(stream));
+    }
+    let new = stream_table::unnamed(context)?;
+    *stream = Some(Arc::clone(&new));
+    Ok(new)
+}
+
+impl Drop for Receiver {
+    fn drop(&mut self) {
+        // First the connection: nothing is landed for the stream after that.
+        self.direct = Receiving::None;
+        if let Some(stream) = self.stream.take() {
+            stream_table::end(stream);
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! The sending end of a connection.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::abi::result::Result as Cuda;
+use crate::process::context::Context;
+use crate::process::stream::Stream;
+use crate::work::nccl_net::direct::{Key, Opening, Sending};
+use crate::work::nccl_net::frames::Frame;
+use crate::work::nccl_net::places::{Place, Stage, has_passed, stream_of};
+use crate::work::nccl_net::requests::Requests;
+use crate::work::nccl_net::socket::{Broken, Connection};
+use client::counters::{COUNTERS, add};
+use client::log;
+use client::ops::copy::Pitched;
+use client::ops::direct::{DirectSend, MAX_PIECE, PIECES};
+use client::seq::Seq;
+
+/// Size of what is put on the socket at a time, in bytes.
+const PART: u64 = 256 << 10;
+/// Pieces that were sent and are not known to be landed. The servers have room for twice as many, because the
+/// sending one may take a moment longer to see that a buffer is free.
+const WINDOW: u64 = PIECES as u64 / 2;
+
+/// See the module.
+pub(crate) struct Sender {
+    connection: Connection,
+    direct: Sending,
+    /// What the receiver has room for, one entry for each message.
+    credits: VecDeque<Credit>,
+    messages: VecDeque<Message>,
+    /// How many of them are on their way completely. Messages begin one after the other.
+    begun: usize,
+    stage: Stage,
+    /// Pieces sent over the direct connection, and those of them that were landed.
+    sent: u64,
+    landed: u64,
+    /// Messages that were accepted, and those of them that the receiver says it has.
+    accepted: u64,
+    received: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Credit {
+    most: u64,
+    direct: bool,
+}
+
+struct Message {
+    request: usize,
+    at: u64,
+    len: u64,
+    /// Bytes whose way has begun, and bytes that have been put on the socket.
+    begun: u64,
+    put: u64,
+    way: Way,
+    /// The end of its frame and of its bytes on the socket.
+    end: u64,
+}
+
+enum Way {
+    /// Over the direct connection. With the last piece comes the mark behind it.
+    Direct(&'static Context, Option<(Arc<Stream>, Seq)>),
+    /// Over the socket.
+    Socket(Place),
+}
+
+impl Sender {
+    pub fn new(connection: Connection) -> Sender {
+        let (credits, messages, stage) = Default::default();
+        let direct = Sending::Unknown;
+        Sender {
+            connection,
+            direct,
+            credits,
+            messages,
+            begun: 0,
+            stage,
+            sent: 0,
+            landed: 0,
+            accepted: 0,
+            received: 0,
+        }
+    }
+
+    /// NCCL has registered memory.
+    pub fn registered(&mut self, place: Place) {
+        if let (Sending::Unknown, Some(server)) = (&self.direct, place.server()) {
+            self.direct = Sending::Key(Key::of(server));
+        }
+    }
+
+    /// Begins to send a message, if the receiver has room for it. False: not now.
+    pub fn send(&mut self, request: usize, place: Place, at: u64, len: u64) -> Result<bool, Broken> {
+        if let (Sending::Unknown, Place::Host) = (&self.direct, place) {
+            // The receiver waits for a word.
+            self.direct = Sending::None;
+            self.connection.put(&Frame::NoKey("the sender has host memory".into()));
+        }
+        let Some(Credit { most, direct }) = self.credits.front().copied() else {
+            return if self.connection.is_over() { Err(closed()) } else { Ok(false) };
+        };
+        if len > most {
+            return Err(Broken::Here(format!(
+                "a message of {len} bytes where the receiver has room for {most}"
+            )));
+        }
+        self.credits.pop_front();
+        let (way, frame) = match (place, &self.direct) {
+            (Place::Device(context), Sending::Open(open))
+                if direct && std::ptr::eq(open.server, context.server) =>
+            {
+                add(&COUNTERS.nccl_direct_bytes, len);
+                (Way::Direct(context, None), Frame::Direct(len))
+            }
+            _ => {
+                add(&COUNTERS.nccl_staged_bytes, len);
+                (Way::Socket(place), Frame::Bytes(len))
+            }
+        };
+        // Bytes of an earlier message that are still to come precede it on the socket.
+        let end = if self.begun == self.messages.len() { self.announce(&frame) } else { 0 };
+        self.accepted += 1;
+        self.messages.push_back(Message { request, at, len, begun: 0, put: 0, way, end });
+        Ok(true)
+    }
+
+    fn announce(&mut self, frame: &Frame) -> u64 {
+        self.connection.put(frame);
+        self.connection.end_of_due()
+    }
+
+    /// Does what can be done without waiting.
+    pub fn progress(&mut self, requests: &mut Requests) -> Result<(), Broken> {
+        self.connection.read()?;
+        while let Some(frame) = self.connection.take()? {
+            self.hear(frame)?;
+        }
+        self.settle_direct();
+        let here = |status| Broken::Here(format!("CUDA answers {status}"));
+        while self.begun < self.messages.len() && self.begin().map_err(here)? {
+            self.begun += 1;
+        }
+        self.connection.flush()?;
+        while let Some(message) = self.messages.front().filter(|_| self.begun > 0)
+            && self.connection.has_flushed(message.end)
+            && match &message.way {
+                Way::Direct(_, Some((stream, mark))) => has_passed(stream, *mark).map_err(here)?,
+                Way::Direct(_, None) | Way::Socket(_) => true,
+            }
+        {
+            requests.done(message.request, message.len);
+            self.messages.pop_front();
+            self.begun -= 1;
+        }
+        if self.connection.is_over() && !self.messages.is_empty() {
+            return Err(closed());
+        }
+        Ok(())
+    }
+
+    fn hear(&mut self, frame: Frame) -> Result<(), Broken> {
+        match (frame, &self.direct) {
+            (Frame::Ticket(ticket), Sending::Known(server)) => {
+                self.direct = Sending::Opening(Opening::new(server, ticket));
+            }
+            (Frame::NoTicket(why), Sending::Known(_)) => self.no_direct(&why),
+            (Frame::Credit(most), _) => self.credit(most, false)?,
+            (Frame::DirectCredit(most), Sending::Open(_)) => self.credit(most, true)?,
+            (Frame::Landed(landed), _) if landed >= self.landed && landed <= self.sent => {
+                self.landed = landed
+            }
+            (Frame::Received(received), _) if received >= self.received && received <= self.accepted => {
+                self.received = received;
+            }
+            (Frame::Failed(why), _) => return Err(Broken::Peer(why)),
+            _ => return Err(Broken::Peer("the receiver sent a frame that is not due".into())),
+        }
+        Ok(())
+    }
+
+    fn credit(&mut self, most: u64, direct: bool) -> Result<(), Broken> {
+        if self.credits.len() >= Requests::MOST {
+            return Err(Broken::Peer("the receiver gave too many credits".into()));
+        }
+        self.credits.push_back(Credit { most, direct });
+        Ok(())
+    }
+
+    fn no_direct(&mut self, why: &str) {
+        log::info(format_args!(
+            "NCCL's messages to {} pass through this machine: {why}",
+            self.connection.peer()
+        ));
+        self.direct = Sending::None;
+    }
+
+    fn settle_direct(&mut self) {
+        match &mut self.direct {
+            Sending::Key(key) => match key.answer() {
+                Some(Ok(known)) => {
+                    self.connection.put(&Frame::Key(known));
+                    self.direct = Sending::Known(key.server());
+                }
+                Some(Err(why)) => {
+                    self.connection.put(&Frame::NoKey(why.clone()));
+                    self.no_direct(&why);
+                }
+                None => {}
+            },
+            Sending::Opening(opening) => match opening.answer() {
+                Some(Ok(open)) => {
+                    log::info(format_args!(
+                        "NCCL's messages to {} go from server to server",
+                        self.connection.peer()
+                    ));
+                    self.connection.put(&Frame::Open);
+                    self.direct = Sending::Open(open);
+                }
+                Some(Err(why)) => {
+                    self.connection.put(&Frame::NotOpen(why.clone()));
+                    self.no_direct(&why);
+                }
+                None => {}
+            },
+            _ => {}
+        }
+    }
+
+    /// Continues the first message that is not on its way completely. True: now it is.
+    fn begin(&mut self) -> Cuda<bool> {
+        let Some(message) = self.messages.get_mut(self.begun) else { return Ok(false) };
+        if message.end == 0 {
+            let frame = match message.way {
+                Way::Direct(..) => Frame::Direct(message.len),
+                Way::Socket(_) => Frame::Bytes(message.len),
+            };
+            self.connection.put(&frame);
+            message.end = self.connection.end_of_due();
+        }
+        match (&mut message.way, &self.direct) {
+            (Way::Direct(context, behind), Sending::Open(open)) => {
+                let stream = stream_of(context)?;
+                while message.begun < message.len && self.sent - self.landed < WINDOW {
+                    let len = (message.len - message.begun).min(MAX_PIECE);
+                    let src = Pitched { address: message.at + message.begun, pitch: len, slice: len };
+                    let (direct, number, extent) = (open.direct, self.sent + 1, [len, 1, 1]);
+                    stream.work(&DirectSend { stream: stream.id, direct, number, src, extent })?;
+                    self.sent += 1;
+                    message.begun += len;
+                }
+                if message.begun < message.len {
+                    return Ok(false);
+                }
+                if message.len > 0 {
+                    *behind = Some((Arc::clone(&stream), stream.mark()?));
+                }
+                Ok(true)
+            }
+            (Way::Socket(Place::Host), _) => {
+                while message.put < message.len && self.connection.has_room() {
+                    let len = (message.len - message.put).min(PART);
+                    let at = message.at + message.put;
+                    // SAFETY: memory that NCCL has given to the plugin until the message is sent. It is read
+                    // here and not by the kernel, which cannot resolve the page faults of mirrored memory.
+                    self.connection.put_bytes(|due| unsafe {
+                        due.extend_from_slice(std::slice::from_raw_parts(at as *const u8, len as usize));
+                    });
+                    message.put += len;
+                }
+                message.end = self.connection.end_of_due();
+                Ok(message.put == message.len)
+            }
+            (Way::Socket(Place::Device(context)), _) => loop {
+                while message.begun < message.len {
+                    let left = (message.len - message.begun) as usize;
+                    let begun = self.stage.begin_to_host(context, message.at + message.begun, left)?;
+                    if begun == 0 {
+                        break;
+                    }
+                    message.begun += begun as u64;
+                }
+                let mut put = 0;
+                if self.connection.has_room() {
+                    let stage = &mut self.stage;
+                    let mut ended = Ok(0);
+                    self.connection.put_bytes(|due| ended = stage.end_to_host(due));
+                    put = ended?;
+                }
+                message.put += put as u64;
+                message.end = self.connection.end_of_due();
+                if message.put == message.len || put == 0 {
+                    return Ok(message.put == message.len);
+                }
+            },
+            (Way::Direct(..), _) => Ok(false),
+        }
+    }
+
+    /// Whether the receiver has everything, or never will. Pieces may still be in a server's buffers when their
+    /// requests are done, and are lost with the session if the process ends. With requests that are not done,
+    /// this end gives up.
+    pub fn is_delivered(&self) -> bool {
+        self.received == self.accepted || !self.messages.is_empty() || self.connection.is_over()
+    }
+
+    /// Tells the receiver that there will be no more messages.
+    pub fn say_goodbye(&mut self) {
+        self.connection.put(&Frame::Bye);
+    }
+
+    /// Tells the receiver that this end has failed.
+    pub fn fail(&mut self, why: &Broken) {
+        self.connection.put(&Frame::Failed(why.to_string()));
+        // The peer may be gone.
+        let _ = self.connection.flush();
+        self.connection.close();
+    }
+
+    /// Its peer, for messages.
+    pub fn peer(&self) -> &str {
+        self.connection.peer()
+    }
+}
+
+fn closed() -> Broken {
+    Broken::Peer("the receiver has closed the connection".into())
+}
