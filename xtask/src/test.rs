@@ -184,7 +184,7 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
     // The arguments of the part's program.
     let arguments: &[&str] = match part {
         "demo" => {
-            report.tally.passed += demo::demonstrate(false)?;
+            report.tally.passed += demo::demonstrate(false, executables.have_unit())?;
             return Ok(true);
         }
         "unit" => {

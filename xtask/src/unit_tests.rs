@@ -41,6 +41,11 @@ impl Executables {
         Self { unit, parts, compiled: Mutex::new(None) }
     }
 
+    /// Whether the unit tests are among them.
+    pub fn have_unit(&self) -> bool {
+        self.unit
+    }
+
     /// The tests of all packages, without those of the parts.
     pub fn unit(&self, log: &Path) -> Result<Vec<Executable>> {
         Ok(self.all(log)?.into_iter().filter(|one| !one.is_part()).collect())
