@@ -9,6 +9,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
@@ -31,20 +32,20 @@ pub struct Arguments {
     parts: Vec<String>,
 }
 
-/// Parts that leave the processors idle: they run one test at a time, and most of their tests wait for a
-/// server that was killed, a link that is cut, or a lease to end. They run beside the others.
-const WAITING: &[&str] = &[
-    "compression",
-    "containers",
-    "faults",
-    "hostile",
-    "leases",
-    "metrics",
-    "pool",
-    "queue",
-    "slurm",
-    "survive",
-    "waits",
+/// Parts that boot machines, longest first, and `dist`, which writes the same folder as `packages`. They run one
+/// after another. The others run beside them, also one after another: most of their tests wait for a server that
+/// was killed, a link that is cut, or a lease to end.
+const MACHINES: &[&str] = &[
+    "rdma",
+    "vm",
+    "packages",
+    "driver",
+    "guest_counts",
+    "dist",
+    "debug_kernels",
+    "guest_packages",
+    "image",
+    "libvirt",
 ];
 
 /// Parts that come before all others.
@@ -91,21 +92,24 @@ pub fn test(arguments: &Arguments) -> Result<()> {
     let mut report = Report::default();
     let (first, others): (Vec<&str>, Vec<&str>) = parts.into_iter().partition(|part| FIRST.contains(part));
     first.into_iter().for_each(|part| report.run(part, &executables));
-    let (waiting, busy): (Vec<&str>, Vec<&str>) = others.into_iter().partition(|part| WAITING.contains(part));
-    if waiting.is_empty() || busy.is_empty() {
-        busy.into_iter().chain(waiting).for_each(|part| report.run(part, &executables));
-    } else {
-        let beside = std::thread::scope(|scope| {
-            let beside = scope.spawn(|| {
+    let (mut machines, others): (Vec<&str>, Vec<&str>) =
+        others.into_iter().partition(|part| MACHINES.contains(part));
+    machines.sort_by_key(|part| MACHINES.iter().position(|name| name == part));
+    let others = Mutex::new(others.into_iter());
+    let next = || others.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let beside = std::thread::scope(|scope| {
+        let beside = (!machines.is_empty()).then(|| {
+            scope.spawn(|| {
                 let mut report = Report { kept: Some(String::new()), ..Report::default() };
-                waiting.into_iter().for_each(|part| report.run(part, &executables));
+                std::iter::from_fn(next).for_each(|part| report.run(part, &executables));
                 report
-            });
-            busy.into_iter().for_each(|part| report.run(part, &executables));
-            beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
         });
-        report.add(beside);
-    }
+        // Whoever has ended first takes what is left.
+        machines.into_iter().chain(std::iter::from_fn(next)).for_each(|part| report.run(part, &executables));
+        beside.map(|beside| beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    });
+    report.add(beside.unwrap_or_default());
     println!("{}", report.times.join(", "));
     println!("{} passed, {} failed", report.tally.passed, report.tally.failed);
     if !report.broken.is_empty() {
@@ -338,7 +342,7 @@ mod tests {
     #[test]
     fn the_parts_with_a_place_of_their_own_exist() {
         let known = known_parts().unwrap();
-        for part in WAITING.iter().chain(FIRST).chain(ON_REQUEST) {
+        for part in MACHINES.iter().chain(FIRST).chain(ON_REQUEST) {
             assert!(known.iter().any(|name| name == part), "{part}");
         }
     }
