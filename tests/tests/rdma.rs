@@ -4,7 +4,7 @@
 //! fails, its name is printed and the others still run. `RGPU_RDMA_PART=word` runs only parts with that word
 //! in their names. Limits are generous, because machines may be emulated on busy hosts.
 //!
-//! `cargo xtask test rdma` runs three tests at once, in the order of their names.
+//! `cargo xtask test rdma` runs three tests at once, in the order of their names: the long ones come first.
 //!
 //! The tests are here, with whatever may depend on the device once more on a virtual function. Their parts:
 //!
@@ -107,6 +107,20 @@ fn cut_for_a_second(machine: &Machine) -> Result<bool> {
 const CUTS: usize = 10;
 
 #[test]
+fn broken_queue_pairs_and_control_connections_are_survived() -> Result<()> {
+    let machine = rdma::boot(Rgpu::builder()?)?;
+    let rgpu = Rgpu::with_grace(rdma::SERVER.1, rdma::CLIENT.1, machine, 120)?;
+    let mut parts = Parts::default();
+    parts.run("broken control connections", || programs_survive_broken_control_connections(&rgpu));
+    parts.run("a long cut", || a_program_survives_a_long_cut(&rgpu));
+    parts.run("a cut that lasts too long", || a_cut_that_lasts_too_long_ends_the_program(&rgpu));
+    parts.run("lies", || a_bridge_that_comes_back_and_lies_harms_itself_alone(&rgpu));
+    parts.run("nothing is left", || rgpu.nothing_left());
+    parts.run("the kernel's log", || rgpu.machine.check_console());
+    parts.end()
+}
+
+#[test]
 fn the_verbs_layer_delivers_data_intact_and_detects_failures() -> Result<()> {
     let machine = rdma::boot(Bed::builder()?)?;
     let mut bed = Bed::new(machine, rdma::SERVER.1, rdma::CLIENT.1)?;
@@ -120,20 +134,6 @@ fn the_verbs_layer_delivers_data_intact_and_detects_failures() -> Result<()> {
     parts.run("a link down for good", || a_link_down_for_good_ends_both_sides(&bed));
     parts.run("a killed peer", || a_killed_peer_is_noticed_and_leaves_nothing_behind(&mut bed));
     parts.run("the kernel's log", || bed.machine.check_console());
-    parts.end()
-}
-
-#[test]
-fn sessions_survive_broken_queue_pairs_and_control_connections() -> Result<()> {
-    let machine = rdma::boot(Rgpu::builder()?)?;
-    let rgpu = Rgpu::with_grace(rdma::SERVER.1, rdma::CLIENT.1, machine, 120)?;
-    let mut parts = Parts::default();
-    parts.run("broken control connections", || programs_survive_broken_control_connections(&rgpu));
-    parts.run("a long cut", || a_program_survives_a_long_cut(&rgpu));
-    parts.run("a cut that lasts too long", || a_cut_that_lasts_too_long_ends_the_program(&rgpu));
-    parts.run("lies", || a_bridge_that_comes_back_and_lies_harms_itself_alone(&rgpu));
-    parts.run("nothing is left", || rgpu.nothing_left());
-    parts.run("the kernel's log", || rgpu.machine.check_console());
     parts.end()
 }
 

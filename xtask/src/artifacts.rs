@@ -17,6 +17,10 @@ use crate::{debian, process};
 /// Debian packages that the build needs besides Cargo.
 pub const PACKAGES: &[&str] = &["gcc", "libc6-dev", "binutils"];
 
+/// Arguments of `cargo build` with which dependencies have the features that they have in tests. Cargo enables
+/// those of development dependencies only if it builds something that may use these, such as this small example.
+const WITH_TESTS_FEATURES: [&str; 3] = ["--workspace", "--example", "kernels"];
+
 /// The packages with an executable of the same name.
 pub const EXECUTABLES: &[&str] = &["vhost-rgpu", "rgpu-server", "rgpuctl"];
 
@@ -124,14 +128,25 @@ pub fn build_as(build: Build) -> Result<()> {
 
 /// Builds the executables, and of the libraries only `libcuda.so.1`, without optimization. Programs that
 /// contain NVIDIA's runtime need nothing else.
-pub fn build_quickly() -> Result<()> {
+///
+/// `before_tests` says that the unit tests are compiled next. Everything is then built with the features that
+/// these need of it, so that it is not compiled twice.
+pub fn build_quickly(before_tests: bool) -> Result<()> {
     let _alone = alone()?;
     let log = process::log("build-debug")?;
     let step = Step::spinner("building the daemons, rgpuctl and libcuda");
     let library = LIBRARIES.iter().find(|library| library.name == "libcuda.so.1");
     let library = library.context("libcuda.so.1 is not in the list of libraries")?;
     let mut command = process::cargo();
-    command.arg("build").args(packages()).args(["-p", library.package]);
+    command.arg("build");
+    if before_tests {
+        command
+            .args(WITH_TESTS_FEATURES)
+            .arg("--lib")
+            .args(EXECUTABLES.iter().flat_map(|name| ["--bin", name]));
+    } else {
+        command.args(packages()).args(["-p", library.package]);
+    }
     process::watch(&mut command, &log, &step)?;
     link(library, Build::Debug, &log)?;
     step.done("without optimization");

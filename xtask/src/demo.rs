@@ -65,7 +65,7 @@ struct Row {
 /// Runs the demonstration. Fails if any program fails.
 pub fn demo(arguments: &Arguments) -> Result<()> {
     let start = Instant::now();
-    demonstrate(arguments.keep)?;
+    demonstrate(arguments.keep, false)?;
     println!(
         "Done in {:.0} s. What to do next:
 
@@ -80,10 +80,10 @@ pub fn demo(arguments: &Arguments) -> Result<()> {
 }
 
 /// Prepares everything, boots the guest and runs the programs. Returns how many programs ran, all of which
-/// passed.
-pub fn demonstrate(keep: bool) -> Result<u64> {
+/// passed. `before_tests` is that of [`artifacts::build_quickly`].
+pub fn demonstrate(keep: bool, before_tests: bool) -> Result<u64> {
     let programs = chosen()?;
-    let accelerator = prepare(&programs)?;
+    let accelerator = prepare(&programs, before_tests)?;
 
     let step = Step::spinner("starting rgpu-server and vhost-rgpu");
     let options =
@@ -152,12 +152,12 @@ fn chosen() -> Result<Vec<Program>> {
 }
 
 /// Builds and fetches rgpu, the programs and the guest concurrently.
-fn prepare(programs: &[Program]) -> Result<Accelerator> {
+fn prepare(programs: &[Program], before_tests: bool) -> Result<Accelerator> {
     let packages = [&toolchain::packages()[..], &machine::PACKAGES].concat();
     debian::check(&packages, PURPOSE)?;
     std::thread::scope(|scope| {
         // Compiling takes longest and needs nothing else, so it starts first.
-        let build = scope.spawn(|| report_error(artifacts::build_quickly()));
+        let build = scope.spawn(|| report_error(artifacts::build_quickly(before_tests)));
         let others = debian::packages(&packages, PURPOSE).and_then(|()| {
             let compile = scope.spawn(|| report_error(programs::build_these(programs, &[Runtime::Static])));
             let accelerator = report_error(machines::prepare());

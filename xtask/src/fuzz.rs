@@ -9,7 +9,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use rgpu_tests::tree;
 
-use crate::{process, toolchain};
+use crate::{debian, process, toolchain};
 
 /// Default duration of each target in seconds; `RGPU_FUZZ_SECONDS` overrides it. For longer runs of one
 /// target use `cargo fuzz run TARGET`.
@@ -22,6 +22,8 @@ pub fn fuzz(log: &Path) -> Result<(u64, u64)> {
         Ok(text) => text.parse().with_context(|| format!("RGPU_FUZZ_SECONDS={text}: not a number"))?,
         Err(_) => SECONDS,
     };
+    // libFuzzer is written in C++.
+    debian::packages(&["g++"], "building the fuzz targets")?;
     let binary = toolchain::cargo_fuzz()?;
     let folder = tree::root().join("fuzz");
     let cargo_fuzz = |verb: &str| {

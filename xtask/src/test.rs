@@ -9,15 +9,16 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use rgpu_tests::tree::{self, Build};
 
+use crate::unit_tests::{self, Executables};
 use crate::{
     artifacts, bench, debian, demo, dist, fuzz, image, machines, nightly, package, process, programs,
-    unit_tests,
 };
 
 /// Parts that run only on request.
@@ -31,20 +32,20 @@ pub struct Arguments {
     parts: Vec<String>,
 }
 
-/// Parts that leave the processors idle: they run one test at a time, and most of their tests wait for a
-/// server that was killed, a link that is cut, or a lease to end. They run beside the others.
-const WAITING: &[&str] = &[
-    "compression",
-    "containers",
-    "faults",
-    "hostile",
-    "leases",
-    "metrics",
-    "pool",
-    "queue",
-    "slurm",
-    "survive",
-    "waits",
+/// Parts that boot machines, longest first, and `dist`, which writes the same folder as `packages`. They run one
+/// after another. The others run beside them, also one after another: most of their tests wait for a server that
+/// was killed, a link that is cut, or a lease to end.
+const MACHINES: &[&str] = &[
+    "rdma",
+    "vm",
+    "packages",
+    "driver",
+    "guest_counts",
+    "dist",
+    "debug_kernels",
+    "guest_packages",
+    "image",
+    "libvirt",
 ];
 
 /// Parts that come before all others.
@@ -82,24 +83,33 @@ pub fn test(arguments: &Arguments) -> Result<()> {
         named => named.iter().map(String::as_str).collect(),
     };
 
+    let files = parts.iter().filter(|part| !FIRST.contains(part)).map(|part| (*part).to_owned());
+    // The part debug_kernels runs tests of the part driver, too.
+    let driver =
+        (parts.contains(&"debug_kernels") && !parts.contains(&"driver")).then(|| "driver".to_owned());
+    let executables = Executables::of(parts.contains(&"unit"), files.chain(driver).collect());
+
     let mut report = Report::default();
     let (first, others): (Vec<&str>, Vec<&str>) = parts.into_iter().partition(|part| FIRST.contains(part));
-    first.into_iter().for_each(|part| report.run(part));
-    let (waiting, busy): (Vec<&str>, Vec<&str>) = others.into_iter().partition(|part| WAITING.contains(part));
-    if waiting.is_empty() || busy.is_empty() {
-        busy.into_iter().chain(waiting).for_each(|part| report.run(part));
-    } else {
-        let beside = std::thread::scope(|scope| {
-            let beside = scope.spawn(|| {
+    first.into_iter().for_each(|part| report.run(part, &executables));
+    let (mut machines, others): (Vec<&str>, Vec<&str>) =
+        others.into_iter().partition(|part| MACHINES.contains(part));
+    machines.sort_by_key(|part| MACHINES.iter().position(|name| name == part));
+    let others = Mutex::new(others.into_iter());
+    let next = || others.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let beside = std::thread::scope(|scope| {
+        let beside = (!machines.is_empty()).then(|| {
+            scope.spawn(|| {
                 let mut report = Report { kept: Some(String::new()), ..Report::default() };
-                waiting.into_iter().for_each(|part| report.run(part));
+                std::iter::from_fn(next).for_each(|part| report.run(part, &executables));
                 report
-            });
-            busy.into_iter().for_each(|part| report.run(part));
-            beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
         });
-        report.add(beside);
-    }
+        // Whoever has ended first takes what is left.
+        machines.into_iter().chain(std::iter::from_fn(next)).for_each(|part| report.run(part, &executables));
+        beside.map(|beside| beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    });
+    report.add(beside.unwrap_or_default());
     println!("{}", report.times.join(", "));
     println!("{} passed, {} failed", report.tally.passed, report.tally.failed);
     if !report.broken.is_empty() {
@@ -110,13 +120,13 @@ pub fn test(arguments: &Arguments) -> Result<()> {
 
 impl Report {
     /// Runs a part.
-    fn run(&mut self, part: &str) {
+    fn run(&mut self, part: &str, executables: &Executables) {
         if self.kept.is_none() {
             eprintln!("== {part}");
         }
         let start = Instant::now();
         let before = self.tally.failed;
-        let succeeded = run_part(part, self).unwrap_or_else(|error| {
+        let succeeded = run_part(part, executables, self).unwrap_or_else(|error| {
             let told = format!("error: {error:#}");
             match &mut self.kept {
                 Some(kept) => *kept += &format!("{told}\n"),
@@ -173,17 +183,16 @@ fn known_parts() -> Result<Vec<String>> {
 }
 
 /// Prepares and runs a part. Returns whether it succeeded as a whole.
-fn run_part(part: &str, report: &mut Report) -> Result<bool> {
+fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Result<bool> {
     let log = process::log(&format!("test-{part}"))?;
     // The arguments of the part's program.
     let arguments: &[&str] = match part {
         "demo" => {
-            report.tally.passed += demo::demonstrate(false)?;
+            report.tally.passed += demo::demonstrate(false, executables.have_unit())?;
             return Ok(true);
         }
         "unit" => {
-            let executables = unit_tests::build(&log)?;
-            let succeeded = unit_tests::run(&executables, &log, |line| report.tally.count(line))?;
+            let succeeded = unit_tests::run(&executables.unit(&log)?, &log, |line| report.tally.count(line))?;
             // The examples in the documentation.
             let mut command = process::cargo();
             command.args(["test", "--no-fail-fast", "--workspace", "--doc"]);
@@ -230,7 +239,7 @@ fn run_part(part: &str, report: &mut Report) -> Result<bool> {
                 let skipped = ["--skip", "the_driver_works_on_linux"];
                 let asleep: &[&str] = if kernel.ends_with("kcsan") { &["--skip", "a_suspend"] } else { &[] };
                 for part in ["driver", part] {
-                    let mut command = unit_tests::part(part, &log)?;
+                    let mut command = executables.part(part, &log)?;
                     command.args(["--test-threads", "2", "--nocapture"]).args(skipped).args(asleep);
                     command.env("RGPU_TEST_KERNEL", &kernel);
                     succeeded &= report.command(&mut command, &log)?;
@@ -305,7 +314,7 @@ fn run_part(part: &str, report: &mut Report) -> Result<bool> {
             }
         }
     };
-    let mut command = unit_tests::part(part, &log)?;
+    let mut command = executables.part(part, &log)?;
     report.command(command.args(arguments), &log)
 }
 
@@ -333,7 +342,7 @@ mod tests {
     #[test]
     fn the_parts_with_a_place_of_their_own_exist() {
         let known = known_parts().unwrap();
-        for part in WAITING.iter().chain(FIRST).chain(ON_REQUEST) {
+        for part in MACHINES.iter().chain(FIRST).chain(ON_REQUEST) {
             assert!(known.iter().any(|name| name == part), "{part}");
         }
     }

@@ -17,7 +17,7 @@ use crate::progress::{self, Step};
 use crate::{dependencies, process};
 
 /// A program with tests.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Executable {
     path: PathBuf,
     /// The folder of its package, in which Cargo would run it.
@@ -26,44 +26,77 @@ pub struct Executable {
     integration: Option<String>,
 }
 
-/// Compiles the tests of all packages, without those of the other parts.
-pub fn build(log: &Path) -> Result<Vec<Executable>> {
-    let step = Step::spinner("compiling the unit tests");
-    let all = integration_tests(&dependencies::metadata()?);
-    let in_packages = |wanted: &dyn Fn(&Path) -> bool| -> Vec<String> {
-        let names = all.iter().filter(|(folder, _)| wanted(folder));
-        names.flat_map(|(_, name)| ["--test".to_owned(), name.clone()]).collect()
-    };
-    let parts = tree::root().join("tests");
-    let is_part = |one: &Executable| one.folder == parts && one.integration.is_some();
-    let mut found = compile(&["--lib", "--bins"], &in_packages(&|folder| folder != parts), log, &step)?;
-    found.retain(|one| !is_part(one));
-    // CUDA 12's runtime is built from the same source with different structures and names.
-    let cudart = tree::root().join("guest-cudart/cudart");
-    let mut v12 = compile(
-        &["--features", "rgpu-cudart/v12", "--lib"],
-        &in_packages(&|folder| folder == cudart),
-        log,
-        &step,
-    )?;
-    v12.retain(|one| one.folder == cudart);
-    found.extend(v12);
-    step.done(&format!("{} programs", found.len()));
-    Ok(found)
+/// The programs of one run of the tests, which are compiled at once when the first is needed: one by one, the
+/// processors would be idle half of the time, and Cargo would look at the whole workspace for each.
+pub struct Executables {
+    unit: bool,
+    /// The files in `tests/tests/`, without `.rs`.
+    parts: Vec<String>,
+    compiled: Mutex<Option<Vec<Executable>>>,
 }
 
-/// Compiles the tests of a file in `tests/tests/`, and returns the command that runs them.
-pub fn part(name: &str, log: &Path) -> Result<Command> {
-    let step = Step::spinner(format!("compiling tests/tests/{name}.rs"));
-    let found = compile(&[], &["--test".to_owned(), name.to_owned()], log, &step)?;
-    let folder = tree::root().join("tests");
-    // Other packages may have tests of the same name.
-    let one = found
-        .iter()
-        .find(|one| one.folder == folder)
-        .with_context(|| format!("Cargo made no test {name}"))?;
-    step.done("");
-    Ok(one.command())
+impl Executables {
+    /// Those of these parts, and of the unit tests if `unit`.
+    pub fn of(unit: bool, parts: Vec<String>) -> Self {
+        Self { unit, parts, compiled: Mutex::new(None) }
+    }
+
+    /// Whether the unit tests are among them.
+    pub fn have_unit(&self) -> bool {
+        self.unit
+    }
+
+    /// The tests of all packages, without those of the parts.
+    pub fn unit(&self, log: &Path) -> Result<Vec<Executable>> {
+        Ok(self.all(log)?.into_iter().filter(|one| !one.is_part()).collect())
+    }
+
+    /// The command that runs the tests of a file in `tests/tests/`.
+    pub fn part(&self, name: &str, log: &Path) -> Result<Command> {
+        let all = self.all(log)?;
+        // Other packages may have tests of the same name.
+        let mut parts = all.iter().filter(|one| one.is_part());
+        let one = parts.find(|one| one.integration.as_deref() == Some(name));
+        Ok(one.with_context(|| format!("Cargo made no test {name}"))?.command())
+    }
+
+    fn all(&self, log: &Path) -> Result<Vec<Executable>> {
+        let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(all) = &*compiled {
+            return Ok(all.clone());
+        }
+        let step = Step::spinner("compiling the tests");
+        let all = self.compile(log, &step)?;
+        step.done(&format!("{} programs", all.len()));
+        Ok(compiled.insert(all).clone())
+    }
+
+    fn compile(&self, log: &Path, step: &Step) -> Result<Vec<Executable>> {
+        let named = |name: &String| ["--test".to_owned(), name.clone()];
+        let mut tests: Vec<String> = self.parts.iter().flat_map(named).collect();
+        if !self.unit {
+            return compile(&[], &tests, log, step);
+        }
+        let all = integration_tests(&dependencies::metadata()?);
+        let in_packages = |wanted: &dyn Fn(&Path) -> bool| -> Vec<String> {
+            let names = all.iter().filter(|(folder, _)| wanted(folder));
+            names.flat_map(|(_, name)| named(name)).collect()
+        };
+        let parts = tree::root().join("tests");
+        tests.extend(in_packages(&|folder| folder != parts));
+        let mut found = compile(&["--lib", "--bins"], &tests, log, step)?;
+        // CUDA 12's runtime is built from the same source with different structures and names.
+        let cudart = tree::root().join("guest-cudart/cudart");
+        let mut v12 = compile(
+            &["--features", "rgpu-cudart/v12", "--lib"],
+            &in_packages(&|folder| folder == cudart),
+            log,
+            step,
+        )?;
+        v12.retain(|one| one.folder == cudart);
+        found.extend(v12);
+        Ok(found)
+    }
 }
 
 /// Compiles tests of the workspace. Returns their programs.
@@ -143,6 +176,11 @@ pub fn run(executables: &[Executable], log: &Path, line: impl FnMut(&str) + Send
 }
 
 impl Executable {
+    /// Whether it was made from a file in `tests/tests/`.
+    fn is_part(&self) -> bool {
+        self.integration.is_some() && self.folder == tree::root().join("tests")
+    }
+
     /// Runs its tests as Cargo would.
     fn command(&self) -> Command {
         let mut command = Command::new(&self.path);

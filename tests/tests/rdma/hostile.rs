@@ -23,22 +23,30 @@ const HOSTILE_BRIDGES: [(&str, &str); 16] = [
     ("impossible-key", "key that cannot be"),
 ];
 
-pub(super) fn a_hostile_bridge_is_shown_out(rgpu: &Rgpu) -> Result<()> {
-    // Its session survives all attacks and gets the right data.
+/// Has a bridge do all of this beside a session that survives it and gets the right data. Passes what the bridge
+/// says, and the expected words, to `answered`, which returns whether they fit.
+fn attacks(rgpu: &Rgpu, attacks: &[(&str, &str)], answered: impl Fn(&str, &str) -> bool) -> Result<()> {
     let bystander = rgpu.spawn("copies")?;
-    for (what, words) in HOSTILE_BRIDGES {
+    for (what, words) in attacks {
         let output = rgpu
             .machine
             .run(&format!("hostile bridge 127.0.0.1:9700 --device {} --do {what}", rdma::CLIENT.1), LONG)?;
         let said = output.text();
-        // The device refuses an access and stops the queue. The server may learn of either first.
-        let refused = words == "access error" && said.contains("asked for what it may not");
-        ensure!(output.success() && (said.contains(words) || refused), "{what}: {output}\n{}", rgpu.logs());
-        ensure!(said.starts_with("ended: ") || said.starts_with("refused: "), "{what}: {said}");
+        ensure!(output.success() && answered(&said, words), "{what}: {output}\n{}", rgpu.logs());
         eprintln!("      {what}: {said}");
     }
     let output = bystander.wait(LONG)?;
     ensure!(output.success(), "the bystander: {output}\n{}", rgpu.logs());
+    Ok(())
+}
+
+pub(super) fn a_hostile_bridge_is_shown_out(rgpu: &Rgpu) -> Result<()> {
+    attacks(rgpu, &HOSTILE_BRIDGES, |said, words| {
+        // The device refuses an access and stops the queue. The server may learn of either first.
+        let refused = words == "access error" && said.contains("asked for what it may not");
+        let over = said.starts_with("ended: ") || said.starts_with("refused: ");
+        over && (said.contains(words) || refused)
+    })?;
     rgpu.nothing_left()?;
     rgpu.passes("vectorAdd")
 }
@@ -53,18 +61,7 @@ const HOSTILE_RETURNS: [(&str, &str); 5] = [
 ];
 
 pub(super) fn a_bridge_that_comes_back_and_lies_harms_itself_alone(rgpu: &Rgpu) -> Result<()> {
-    let bystander = rgpu.spawn("copies")?;
-    for (what, words) in HOSTILE_RETURNS {
-        let output = rgpu
-            .machine
-            .run(&format!("hostile bridge 127.0.0.1:9700 --device {} --do {what}", rdma::CLIENT.1), LONG)?;
-        let said = output.text();
-        ensure!(output.success() && said.contains(words), "{what}: {output}\n{}", rgpu.logs());
-        eprintln!("      {what}: {said}");
-    }
-    let output = bystander.wait(LONG)?;
-    ensure!(output.success(), "the bystander: {output}\n{}", rgpu.logs());
-    Ok(())
+    attacks(rgpu, &HOSTILE_RETURNS, |said, words| said.contains(words))
 }
 
 /// A hostile server's attacks, each with a word of its peer's answer.
