@@ -17,6 +17,7 @@ use protocol::version::{OURS, Speaks};
 use rgpu_host_bridge::bridge::{Closed, ConnectError, RegionError};
 use test_kit::server::{Behavior, FakeServer};
 use test_kit::session::{Client, RAM};
+use test_kit::tcp_server::TcpServer;
 use test_kit::*;
 use zerocopy::IntoBytes;
 
@@ -263,6 +264,74 @@ fn a_server_that_is_not_there_is_named() {
     let error = Client::try_connect(&config).err().unwrap();
     assert_eq!(error.answer(), Answer::NoServer);
     assert!(error.to_string().contains(&format!("127.0.0.1:{port}")), "{error}");
+}
+
+/// Moves bytes there and back.
+fn copies(client: &mut Client, len: u64) {
+    let bytes = pattern(len as usize, len);
+    client.write_arena(0, &bytes);
+    client.htod(1, arena(0, len));
+    client.dtoh(1, arena(len, len));
+    client.synchronize();
+    assert!(client.read_arena(len, len) == bytes);
+}
+
+/// Over a long way each answer that a program's start waits for counts.
+#[test]
+fn a_session_begins_before_its_data_connections_stand() {
+    let server = TcpServer::start();
+    server.hold_data();
+    let mut client = Client::connect(&server.config);
+    (0..3).for_each(|_| client.synchronize());
+    eventually(|| server.held() == 3);
+    // Data waits for them.
+    client.write_arena(0, &pattern(100_000, 1));
+    let seq = client.htod(1, arena(0, 100_000));
+    client.prepare(5);
+    client.push(&StreamSynchronize { stream: StreamId(0) }, 5);
+    assert!(client.progress().released() < seq);
+    server.release_data();
+    assert_eq!(client.answer(5).0.status, Status::SUCCESS);
+    copies(&mut client, 1_000_000);
+    assert_eq!((client.session.counters().resumed.get(), server.resumed()), (0, 0));
+    assert_eq!(client.session.close("done", PATIENCE), Closed::Released);
+    eventually(|| server.ended() == 1);
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+#[test]
+fn a_data_connection_that_does_not_come_about_is_a_lost_link() {
+    let server = TcpServer::start();
+    server.hold_data();
+    let mut client = Client::connect(&server.config);
+    client.write_arena(0, &pattern(100_000, 1));
+    client.htod(1, arena(0, 100_000));
+    eventually(|| server.held() == 3);
+    server.drop_data();
+    client.synchronize();
+    copies(&mut client, 1_000_000);
+    assert_eq!(client.session.counters().resumed.get(), 1);
+    // Where the server keeps no session without connections, it is over.
+    let why = "no more connections today";
+    let server = FakeServer::start(Behavior { refuses_data: Some(why), ..Behavior::default() });
+    let client = Client::connect(&server.config());
+    let reason = client.wait_lost();
+    assert!(reason.contains("data connections") && reason.contains(why), "{reason}");
+}
+
+#[test]
+fn a_session_that_ends_before_its_data_connections_stand_ends_properly() {
+    let server = TcpServer::start();
+    server.hold_data();
+    let mut client = Client::connect(&server.config);
+    client.write_arena(0, &pattern(100_000, 1));
+    client.htod(1, arena(0, 100_000));
+    eventually(|| server.held() == 3);
+    assert_eq!(client.session.close("done", PATIENCE), Closed::Released);
+    eventually(|| server.ended() == 1);
+    // They are of no use, and harm nobody.
+    server.release_data();
+    copies(&mut Client::connect(&server.config), 1000);
 }
 
 #[test]

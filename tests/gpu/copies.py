@@ -26,7 +26,7 @@ from ports import wait_for
 
 PORTS = {"server": 9796, "relay": 9797, "sink": 9798, "plain": 9799}
 CONNECTIONS = 4
-ROUNDS = 3
+ROUNDS = 5
 
 
 def program(mib):

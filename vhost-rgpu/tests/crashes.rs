@@ -196,24 +196,33 @@ fn a_channel_that_was_being_created_is_created_by_the_successor() {
     assert_eq!(guest.used(CONTROL_QUEUE), None);
 }
 
+/// Commands go to the server before the session's data connections stand.
 #[test]
-fn a_session_that_was_just_beginning_is_ended_by_the_successor() {
+fn a_session_that_has_just_begun_goes_on_in_the_next_device_process() {
     let server = TcpServer::start();
-    server.hold_data(true);
+    server.hold_data();
     let daemon = serving_over_tcp(&server);
     let mut guest = Guest::connect(&daemon);
-    let (extents, geometry) = guest.prepare(1);
-    let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
-    let (head, at) = guest.send(&message(create(1, &extents), &extents));
-    // From the first data connection on, the server keeps the session for the whole grace period.
+    let mut channel = guest.create(1);
+    channel.synchronize();
+    let extents = scattered(100_000, 1);
+    let bytes = pattern(100_000, 7);
+    session::write(&guest.memories, &extents, &bytes);
+    let register = Request { kind: request::REGISTER_MEMORY, region: 4, ..create(1, &extents) };
+    assert_eq!(guest.ask(register, &extents), (Answer::Ok, String::new()));
+    let src = HostIn::Range(region(4, 0, 100_000));
+    channel.push(&MemcpyHtoD { stream: StreamId(0), dst: 1, src }, NO_SLOT);
     eventually(|| server.held() > 0);
-    server.hold_data(false);
+    server.drop_data();
     crash(&daemon);
-    eventually(|| server.farewells() == 1 && server.ended() == 1);
-    // The program gets another session.
-    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, head);
-    assert_eq!(guest.answer_at(at), (Answer::Ok, String::new()));
-    assert_eq!((view.header().state(), server.farewells()), (State::Ready, 1));
+    channel.synchronize();
+    session::write(&guest.memories, &extents, &vec![0; 100_000]);
+    let dst = HostOut(region(4, 0, 100_000));
+    channel.push(&MemcpyDtoH { stream: StreamId(0), src: 1, dst }, NO_SLOT);
+    channel.synchronize();
+    assert!(session::read(&guest.memories, &extents) == bytes);
+    assert_eq!((daemon.number("sessions_lost"), server.farewells(), server.ended()), (0, 0, 0));
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
 }
 
 #[test]

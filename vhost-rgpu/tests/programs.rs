@@ -249,20 +249,29 @@ fn a_program_that_is_just_starting_is_started_by_the_next_process() {
     assert_eq!(native.ask(register(1), &[&own().0]).unwrap().0, Answer::Invalid, "it has no channel");
 }
 
+/// Commands go to the server before the session's data connections stand.
 #[test]
-fn a_session_that_was_just_beginning_is_ended_by_the_next_process() {
+fn a_session_that_has_just_begun_goes_on_in_the_next_process() {
     let server = TcpServer::start();
-    server.hold_data(true);
+    server.hold_data();
     let daemon = Daemon::start(&["--server", &server.config.server.to_string()]);
-    let native = NativeClient::connect(&daemon.native()).unwrap();
-    let (file, view) = in_a_file(1 << 20, "program");
-    native.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
-    // From the first data connection on, the server keeps the session for the whole grace period.
+    let mut program = Program::start(&daemon);
+    program.channel.synchronize();
+    let (file, memories) = own();
+    let bytes = pattern(LEN as usize, 7);
+    session::write(&memories, &AT, &bytes);
+    assert_eq!(program.ask(register(1), &[&file]), (Answer::Ok, String::new()));
+    let src = HostIn::Range(region(1, 0, LEN));
+    program.channel.push(&MemcpyHtoD { stream: StreamId(0), dst: 1, src }, NO_SLOT);
     eventually(|| server.held() > 0);
-    server.hold_data(false);
-    let _daemon = crash(daemon);
-    eventually(|| server.farewells() == 1 && server.ended() == 1);
-    // The program gets another session.
-    assert_eq!(native.response().unwrap().unwrap().0, Answer::Ok);
-    assert_eq!((view.header().state(), server.farewells()), (State::Ready, 1));
+    server.drop_data();
+    let daemon = crash(daemon);
+    program.channel.synchronize();
+    session::write(&memories, &AT, &vec![0; LEN as usize]);
+    let dst = HostOut(region(1, 0, LEN));
+    program.channel.push(&MemcpyDtoH { stream: StreamId(0), src: 1, dst }, NO_SLOT);
+    program.channel.synchronize();
+    assert!(session::read(&memories, &AT) == bytes);
+    assert_eq!((daemon.number("sessions_lost"), server.farewells(), server.ended()), (0, 0, 0));
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
 }

@@ -6,15 +6,19 @@
 //!   TLS     ── Hello ─▶ ◀─ Welcome{session_key} ──          the daemon, which has the server's key; this connection stays for its last words
 //!           ── Hello{CONTROL | DATA} ─▶ ◀─ Welcome ──       the session's worker, which has a key of its own; all connections at once
 //! ```
+//!
+//! Nobody waits for data connections before a session begins ([`Opening`]): commands go on the control connection meanwhile.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
 use identity::servers::CredentialsError;
 use identity::tls::session_name;
 use identity::{Credentials, Fingerprint, Secret};
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{setsockopt, sockopt};
 use nix::sys::time::TimeVal;
 use protocol::device::text;
@@ -25,6 +29,7 @@ use rustls::pki_types::ServerName;
 use zerocopy::IntoBytes;
 
 use super::session::{Handshake, Turn, welcome_at_once, welcome_in_turn};
+use super::state::thread_name;
 use super::{ConnectError, Security, SessionConfig};
 use crate::ask::{self, Question};
 use crate::framing::{Address, FrameReader, recv_greeting};
@@ -43,13 +48,12 @@ pub(super) struct Greeted {
     pub(super) dialed_in: Duration,
 }
 
-/// The connections of a session.
+/// A session's data connections, on their way: threads open them, which end with them.
 #[derive(Debug)]
-pub(super) struct Connections {
-    pub(super) control: Stream,
-    pub(super) data: Vec<Stream>,
-    /// Under TLS, the connection to the daemon.
-    pub(super) daemon: Option<Daemon>,
+pub(super) struct Opening {
+    outcome: Receiver<Result<Vec<Stream>, ConnectError>>,
+    /// Raised when there is an outcome.
+    done: Arc<EventFd>,
 }
 
 /// The connection on which a daemon may say why a session ended whose worker no longer can.
@@ -166,32 +170,79 @@ pub(super) fn greet(
     Ok((Greeted { token, secret, connection, session, dialed_in }, handshake))
 }
 
-/// Opens the session's connections: `control` begins its control connection under TLS, and each of `data` begins a data connection.
-pub(super) fn open(
+impl Opening {
+    /// Opens a data connection for each of `hellos`. Does not block.
+    pub(super) fn begin(
+        config: &SessionConfig,
+        greeted: &Greeted,
+        hellos: Vec<Hello>,
+    ) -> Result<Opening, ConnectError> {
+        let here = |source| ConnectError::Here { source };
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        let done = Arc::new(EventFd::from_value_and_flags(0, flags).map_err(|e| here(e.into()))?);
+        let hellos: Vec<Hello> = hellos.into_iter().map(|hello| greeted.own(hello)).collect();
+        let (config, session, raised) = (config.clone(), greeted.session.clone(), Arc::clone(&done));
+        let (sender, outcome) = channel();
+        let open = move || {
+            // The session may have ended meanwhile; then the connections close.
+            let _ = sender.send(open_all(&config, session.as_ref(), &hellos));
+            // A full counter means that it is raised already.
+            let _ = raised.write(1);
+        };
+        std::thread::Builder::new().name(thread_name("open")).spawn(open).map_err(here)?;
+        Ok(Opening { outcome, done })
+    }
+
+    /// The connections, in the order of their hellos, or why there is one that the session will not have. Once. `None`: not yet.
+    pub(super) fn outcome(&self) -> Option<Result<Vec<Stream>, ConnectError>> {
+        match self.outcome.try_recv() {
+            Ok(outcome) => Some(outcome),
+            Err(TryRecvError::Empty) => None,
+            Err(TryRecvError::Disconnected) => Some(Err(panicked())),
+        }
+    }
+
+    /// Readable when there is an outcome.
+    pub(super) fn done(&self) -> &EventFd {
+        &self.done
+    }
+}
+
+fn panicked() -> ConnectError {
+    ConnectError::Here { source: io::Error::other("a thread that connects has panicked") }
+}
+
+/// Opens connections of a session side by side: each waits for the network a few times, and all of them together no longer.
+fn open_all(
     config: &SessionConfig,
-    greeted: Greeted,
-    control: Hello,
-    data: Vec<Hello>,
-) -> Result<Connections, ConnectError> {
-    let Greeted { token, secret: Secret(secret), connection, session, .. } = greeted;
-    let first = session.is_some().then_some(control);
-    let hellos: Vec<Hello> =
-        first.into_iter().chain(data).map(|hello| Hello { token, secret, ..hello }).collect();
-    let session = session.as_ref();
-    // Each waits for the network a few times; all of them together wait no longer.
-    let opened: Vec<Result<Stream, ConnectError>> = std::thread::scope(|scope| {
+    session: Option<&Arc<ClientConfig>>,
+    hellos: &[Hello],
+) -> Result<Vec<Stream>, ConnectError> {
+    std::thread::scope(|scope| {
         let opening: Vec<_> =
             hellos.iter().map(|hello| scope.spawn(move || open_one(config, session, hello))).collect();
-        let broken =
-            || ConnectError::Here { source: io::Error::other("a thread that connects has panicked") };
-        opening.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(broken()))).collect()
-    });
-    let mut opened = opened.into_iter().collect::<Result<Vec<_>, _>>()?;
-    let (control, daemon) = match session {
-        Some(_) => (opened.remove(0), Some(Daemon { connection, reader: FrameReader::new() })),
-        None => (connection, None),
-    };
-    Ok(Connections { control, data: opened, daemon })
+        opening.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect()
+    })
+}
+
+impl Greeted {
+    /// A hello of this session.
+    fn own(&self, hello: Hello) -> Hello {
+        Hello { token: self.token, secret: self.secret.0, ..hello }
+    }
+
+    /// The session's control connection, which under TLS has to be opened and begins with `control`, and then the one to the daemon.
+    pub(super) fn control(
+        self,
+        config: &SessionConfig,
+        control: Hello,
+    ) -> Result<(Stream, Option<Daemon>), ConnectError> {
+        if self.session.is_none() {
+            return Ok((self.connection, None));
+        }
+        let stream = open_one(config, self.session.as_ref(), &self.own(control))?;
+        Ok((stream, Some(Daemon { connection: self.connection, reader: FrameReader::new() })))
+    }
 }
 
 /// Gives the server at `address` a token's secret, so that it knows the key of `credentials` from now on. Returns the name that this client has there.

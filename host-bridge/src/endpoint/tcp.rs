@@ -176,6 +176,10 @@ impl TcpClient {
 
     /// The link is down. `watch`: the grace period is not counted yet.
     fn park(&self, watch: bool, why: String) {
+        // A bridge sends commands once it has the welcome, perhaps before any data connection stands.
+        if self.control_counted.received() > 0 {
+            self.link.introduce();
+        }
         let (true, Some(client)) = (watch, self.this.upgrade()) else { return };
         let watching = std::thread::Builder::new().name("rgpu-parked".into()).spawn(move || {
             client.link.count_down(&why, || client.announce(), |reason| client.lose(reason));

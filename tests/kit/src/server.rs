@@ -30,6 +30,8 @@ pub struct Behavior {
     pub speaks: Option<Speaks<'static>>,
     /// Its answer to a hello, with the reason.
     pub answer: Option<(Answer, &'static str)>,
+    /// It refuses data connections, for this reason.
+    pub refuses_data: Option<&'static str>,
     /// It first tells a client that may wait these positions in its queue.
     pub queue: &'static [u32],
     /// It never serves a client that waits in its queue.
@@ -182,7 +184,9 @@ impl Shared {
             token[..8].copy_from_slice(&self.next.fetch_add(1, Ordering::SeqCst).to_le_bytes());
             self.programs.lock().unwrap().push(untext(&hello.program));
         }
-        let (answer, reason) = self.behavior.answer.unwrap_or((Answer::Ok, ""));
+        let refuses = self.behavior.refuses_data.filter(|_| hello.purpose == purpose::DATA);
+        let refusal = refuses.map(|reason| (Answer::NoResources, reason)).or(self.behavior.answer);
+        let (answer, reason) = refusal.unwrap_or((Answer::Ok, ""));
         let mut welcome = Welcome { token, data_connections: hello.index, ..welcome(answer, reason) };
         let speaks = self.behavior.speaks.unwrap_or(OURS);
         (welcome.version, welcome.fingerprint) = (speaks.version(), speaks.fingerprint());
@@ -210,6 +214,7 @@ impl Shared {
         }
         match data {
             Some(data) => self.serve(stream, &data, hello.index, hello.slot_count),
+            None if answer != Answer::Ok => {}
             None => drop(self.sessions.lock().unwrap()[&token].send((hello.index, stream))),
         }
     }

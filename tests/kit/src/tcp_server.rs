@@ -39,7 +39,7 @@ struct Shared {
     trouble: Mutex<Vec<String>>,
     /// Whether data connections are left without an answer, and those that were.
     holds_data: AtomicBool,
-    held: Mutex<Vec<TcpStream>>,
+    held: Mutex<Vec<(Hello, TcpStream)>>,
 }
 
 impl TcpServer {
@@ -75,9 +75,27 @@ impl TcpServer {
         self.shared.farewells.load(Ordering::SeqCst)
     }
 
-    /// Leaves the data connections that come from now on open and without an answer, or answers them again.
-    pub fn hold_data(&self, holds: bool) {
-        self.shared.holds_data.store(holds, Ordering::SeqCst);
+    /// Leaves the data connections that come from now on open and without an answer.
+    pub fn hold_data(&self) {
+        self.shared.holds_data.store(true, Ordering::SeqCst);
+    }
+
+    /// Answers data connections again, those that are held, too.
+    pub fn release_data(&self) {
+        for (hello, stream) in self.answer_data_again() {
+            self.shared.answer(&hello, stream);
+        }
+    }
+
+    /// Closes the data connections that are held, and answers those that come from now on.
+    pub fn drop_data(&self) {
+        drop(self.answer_data_again());
+    }
+
+    fn answer_data_again(&self) -> Vec<(Hello, TcpStream)> {
+        let mut held = self.shared.held.lock().unwrap();
+        self.shared.holds_data.store(false, Ordering::SeqCst);
+        std::mem::take(&mut held)
     }
 
     /// Data connections without an answer.
@@ -99,9 +117,15 @@ impl Shared {
             return;
         }
         assert_eq!(hello.magic, MAGIC);
+        let mut held = self.held.lock().unwrap();
         if hello.purpose == purpose::DATA && self.holds_data.load(Ordering::SeqCst) {
-            return self.held.lock().unwrap().push(stream);
+            return held.push((hello, stream));
         }
+        drop(held);
+        self.answer(&hello, stream);
+    }
+
+    fn answer(&self, hello: &Hello, mut stream: TcpStream) {
         if hello.purpose == purpose::END {
             self.farewells.fetch_add(1, Ordering::SeqCst);
         }
@@ -120,7 +144,7 @@ impl Shared {
             },
         };
         if opens {
-            return self.serve(token, stream, &hello, &welcome);
+            return self.serve(token, stream, hello, &welcome);
         }
         let (Ok(()), Some(client)) = (stream.write_all(welcome.as_bytes()), known) else { return };
         let stream = Stream::from(OwnedFd::from(stream));

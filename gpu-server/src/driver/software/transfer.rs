@@ -222,7 +222,7 @@ impl GpuCopies for Software {
                     }
                     // Directly into the transport's buffers.
                     Sink::Outgoing(outgoing) => {
-                        let lane = at as usize / CHUNK;
+                        let lane = outgoing.idlest_lane();
                         // On an error, the session is over and the rest is not needed.
                         let Ok(mut lent) = outgoing.lend(lane, n) else { return Ok(()) };
                         let bytes = lent.bytes();

@@ -31,7 +31,8 @@ use super::{EndReason, Schedule, Upload};
 const MIN_CHUNK: u64 = 256 << 10;
 /// Most bytes of a chunk.
 const MAX_CHUNK: u64 = 1 << 20;
-/// Data of more bytes than this is not sent eagerly behind other data of its stream: its grant will be here by the time of its turn, and what comes before its room is copied once more.
+/// Data of more bytes than this is not sent eagerly behind other data of its stream, where the server is near: its grant will be here by the time of its turn, and what comes before its room is
+/// copied once more.
 const SHORT: u64 = 64 << 10;
 /// Bytes of the window that are kept for data that is shorter than [`EAGER_PIECE`].
 const FOR_SHORT: u64 = EAGER / 8;
@@ -509,7 +510,11 @@ impl<M: ClientMemory> Schedule for Flows<M> {
         let flow = self.flows.entry(self.flow).or_default();
         let wish = len.min(EAGER_PIECE);
         let at_once = !late && (len <= SHORT || flow.jobs.is_empty());
-        let eager = if at_once && self.unplaced + wish <= self.pace.window() { wish } else { 0 };
+        // The grant may come a round trip later than its turn. (Of longer pieces, what goes ahead of the grant is decided when it is their turn.)
+        let behind = !late && len <= EAGER_PIECE && self.pace.may_be_far();
+        let window = if at_once { Some(self.pace.window()) } else { None };
+        let window = window.or(behind.then(|| self.pace.window() - FOR_SHORT));
+        let eager = window.filter(|window| self.unplaced + wish <= *window).map_or(0, |_| wish);
         self.unplaced += eager;
         // The server tells of longer pieces, and of late ones, without being asked.
         let ask = eager == 0 && !late && len <= EAGER_PIECE;

@@ -65,6 +65,11 @@ impl Pace {
         (FAR..Duration::MAX).contains(&self.shortest)
     }
 
+    /// The same, also as long as nothing is known.
+    pub(super) fn may_be_far(&self) -> bool {
+        self.most > self.least && self.shortest >= FAR
+    }
+
     /// Whether the link is known to carry many bytes a second, or few. Neither, if too little has been sent.
     pub(super) fn is_fast(&self) -> bool {
         self.rate >= FAST

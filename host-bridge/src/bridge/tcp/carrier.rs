@@ -1,33 +1,36 @@
 //! The sockets of a session, as its relay uses them.
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nix::sys::eventfd::EventFd;
 use protocol::link::{ACKNOWLEDGE_CONTROL, Received, frame};
 use zerocopy::IntoBytes;
 
-use super::Links;
 use super::connection::{DataConnection, waker};
 use super::io_thread::IoThread;
 use super::memory::{SocketMemory, hash};
 use super::redial::Redial;
 use super::socket::{Gather, Socket, not_now};
+use super::{Links, MAX_DATA_CONNECTIONS};
 use crate::bridge::SessionConfig;
-use crate::bridge::connect::Daemon;
+use crate::bridge::connect::{Daemon, Opening};
 use crate::bridge::relay::{
     CacheUse, Carrier, EndReason, Flows, Mailbox, RestoredLane, Room, ToHash, Wakeups,
 };
 use crate::bridge::resume::{self, Interruption, Ticket};
 use crate::bridge::state::{SessionState, thread_name};
 use crate::compression::CompressUse;
-use crate::framing::SendBuffer;
+use crate::framing::{SendBuffer, with_causes};
 use crate::stream::Stream;
 
-/// The control connection's number among the descriptors that are watched; the data connections come behind it.
+/// The control connection's number among the descriptors that are watched; the data connections come behind it, and behind them what tells that they stand.
 const CONTROL: usize = 0;
 const FIRST_DATA: usize = 1;
+const OPENED: usize = FIRST_DATA + MAX_DATA_CONNECTIONS as usize;
 
 type Machine<'c> = crate::bridge::relay::Machine<'c, Flows<SocketMemory>>;
 
@@ -44,11 +47,15 @@ pub(super) struct TcpCarrier {
     out: SendBuffer,
     /// Bytes of the control stream that the server was told of.
     told: u64,
+    /// The session has begun, and its data connections do not stand yet: those in `data` are closed until then.
+    opening: Option<Opening>,
     data: Vec<DataConnection>,
     /// Where compressed bytes lie, for each data connection. Empty: nothing is compressed.
     rooms: Vec<Arc<Room>>,
     /// Computes hashes of blocks that the server may have in its cache.
     hasher: Option<IoThread<ToHash<SocketMemory>>>,
+    /// Raised by threads that work for this one.
+    wake: Arc<EventFd>,
     wakeups: Wakeups,
     /// What the control connection is watched for: input, room.
     watched: (bool, bool),
@@ -63,10 +70,14 @@ impl TcpCarrier {
         links: Links,
         config: &SessionConfig,
     ) -> Result<TcpCarrier, EndReason> {
+        let (lanes, takes) = (links.lanes, links.ticket.takes_compressed());
         let mut carrier = TcpCarrier::over(session, mailbox, links, config)?;
         session.link.stands(&carrier.control);
-        for index in 0..carrier.data.len() {
-            carrier.open(index, mailbox)?;
+        let connection = |index| Ok(DataConnection::new(Socket::new(closed()?)?, index, takes));
+        let data = (0..lanes).map(connection).collect::<io::Result<_>>();
+        carrier.data = data.map_err(|e| EndReason::Here(e.to_string()))?;
+        if let Some(opening) = &carrier.opening {
+            carrier.wakeups.add(opening.done(), OPENED)?;
         }
         Ok(carrier)
     }
@@ -85,7 +96,7 @@ impl TcpCarrier {
         let takes = links.ticket.takes_compressed();
         let mut carrier = TcpCarrier::over(session, mailbox, links, config)?;
         let restored = |(index, lane)| {
-            let here = |e: std::io::Error| EndReason::Here(e.to_string());
+            let here = |e: io::Error| EndReason::Here(e.to_string());
             Ok(DataConnection::restored(
                 Socket::new(closed().map_err(here)?).map_err(here)?,
                 index,
@@ -104,14 +115,10 @@ impl TcpCarrier {
         links: Links,
         config: &SessionConfig,
     ) -> Result<TcpCarrier, EndReason> {
-        let here = |e: std::io::Error| EndReason::Here(e.to_string());
+        let here = |e: io::Error| EndReason::Here(e.to_string());
         let wakeups = Wakeups::new(session, mailbox)?;
         let control = Arc::new(Socket::new(links.control).map_err(here)?);
         wakeups.add(&*control, CONTROL)?;
-        let takes = links.ticket.takes_compressed();
-        let data = links.data.into_iter().enumerate();
-        let data = data.map(|(index, stream)| Ok(DataConnection::new(Socket::new(stream)?, index, takes)));
-        let data = data.collect::<Result<Vec<_>, _>>().map_err(here)?;
         let hasher = match links.ticket.cache(config) {
             CacheUse::Never => None,
             CacheUse::Slow | CacheUse::Always => {
@@ -135,26 +142,48 @@ impl TcpCarrier {
             daemon: links.daemon,
             out: SendBuffer::keeping(),
             told: 0,
-            data,
+            opening: links.opening,
+            data: Vec::new(),
             rooms: links.rooms,
             hasher,
+            wake: Arc::clone(mailbox.wake()),
             wakeups,
             watched: (true, false),
             gather: Gather::new(),
         })
     }
 
-    /// Begins to use a data connection.
-    fn open(&mut self, index: usize, mailbox: &Mailbox<SocketMemory>) -> Result<(), EndReason> {
-        let here = |e: std::io::Error| EndReason::Here(e.to_string());
-        let Some(connection) = self.data.get_mut(index) else { return Ok(()) };
-        if self.config.io_threads {
-            connection.start_threads(&self.session, mailbox.wake()).map_err(here)?;
+    /// Begins to use new data connections, of whose streams the server has `upto`.
+    fn connect(
+        &mut self,
+        machine: &mut Machine<'_>,
+        streams: Vec<Stream>,
+        upto: &[u64],
+    ) -> Result<(), EndReason> {
+        let here = |e: io::Error| EndReason::Here(e.to_string());
+        let streams = streams.into_iter().zip(upto).enumerate();
+        for (connection, (index, (stream, upto))) in self.data.iter_mut().zip(streams) {
+            connection.reconnect(machine, Socket::new(stream).map_err(here)?, *upto)?;
+            if self.config.io_threads {
+                connection.start_threads(&self.session, &self.wake).map_err(here)?;
+            }
+            if let (Some(room), true) = (self.rooms.get(index), self.ticket.compress != CompressUse::Never) {
+                connection.compress(self.ticket.compress, room, &self.wake);
+            }
+            self.wakeups.add(connection.socket(), FIRST_DATA + index)?;
         }
-        if let (Some(room), true) = (self.rooms.get(index), self.ticket.compress != CompressUse::Never) {
-            connection.compress(self.ticket.compress, room, mailbox.wake());
-        }
-        self.wakeups.add(connection.socket(), FIRST_DATA + index)
+        Ok(())
+    }
+
+    /// Begins to use the data connections once they stand. That one does not come about is as if it were lost. True: they stand now.
+    fn opened(&mut self, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
+        let Some(outcome) = self.opening.as_ref().and_then(Opening::outcome) else { return Ok(false) };
+        self.opening = None;
+        let streams =
+            outcome.map_err(|e| EndReason::Gone(format!("data connections: {}", with_causes(&e))))?;
+        let none = vec![0; streams.len()];
+        self.connect(machine, streams, &none)?;
+        Ok(true)
     }
 
     /// Has the server told what has come of the control stream, once that is much, and a little sooner when it is
@@ -220,7 +249,7 @@ impl TcpCarrier {
             self.wakeups.change(&*self.control, CONTROL, wanted)?;
             self.watched = wanted;
         }
-        for (index, connection) in self.data.iter_mut().enumerate() {
+        for (index, connection) in standing(&self.opening, &mut self.data).iter_mut().enumerate() {
             let wanted = (connection.wants_input(), connection.wants_room());
             if wanted != connection.watched {
                 self.wakeups.change(connection.socket(), FIRST_DATA + index, wanted)?;
@@ -233,10 +262,11 @@ impl TcpCarrier {
     /// Waits for events and receives on the connections that have something. True: there was something.
     fn take(&mut self, machine: &mut Machine<'_>, timeout: Option<Duration>) -> Result<bool, EndReason> {
         self.watch(machine)?;
-        let TcpCarrier { session, control, data, wakeups, gather, .. } = self;
+        let TcpCarrier { session, control, opening, data, wakeups, gather, .. } = self;
+        let data = standing(opening, data);
         let mut heard = false;
         // No event tells of what was received with something else and could not be taken then.
-        for connection in &mut *data {
+        for connection in data.iter_mut() {
             if connection.has_input() {
                 heard |= connection.receive(machine, session, gather)?;
             }
@@ -272,6 +302,11 @@ impl TcpCarrier {
     }
 }
 
+/// The data connections among `data` that stand.
+fn standing<'d>(opening: &Option<Opening>, data: &'d mut [DataConnection]) -> &'d mut [DataConnection] {
+    if opening.is_some() { &mut [] } else { data }
+}
+
 /// What of a session's streams another process has left.
 pub(super) struct Left {
     /// The control stream to the server.
@@ -282,7 +317,7 @@ pub(super) struct Left {
 }
 
 /// A connection that is closed already.
-pub(super) fn closed() -> std::io::Result<Stream> {
+pub(super) fn closed() -> io::Result<Stream> {
     Ok(OwnedFd::from(UnixStream::pair()?.0).into())
 }
 
@@ -334,9 +369,10 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         self.acknowledge(machine);
         machine.commit();
         let mut worked = self.send_frames()?;
+        worked |= self.opened(machine)?;
         // Every connection has something to send before one has something ahead.
         for ahead in 1..=super::connection::AHEAD {
-            for connection in &mut self.data {
+            for connection in standing(&self.opening, &mut self.data) {
                 if connection.may_send() || machine.schedule().has_chunks() {
                     worked |= connection.send(machine, &self.session, &mut self.gather, ahead)?;
                 }
@@ -371,6 +407,7 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         }
         // After this, the numbers of bytes that have come stand.
         self.control.shut_down();
+        self.opening = None;
         self.session.link.lost();
         let mut received = vec![machine.restart_frames()];
         for connection in &mut self.data {
@@ -388,20 +425,16 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         let turn = || machine.serve(mailbox);
         let resumed = resumption.wait(&lost, &mut self.wakeups, self.daemon.as_mut(), turn)?;
         self.attempt = resumed.attempt + 1;
-        let here = |e: std::io::Error| EndReason::Here(e.to_string());
+        let here = |e: io::Error| EndReason::Here(e.to_string());
         let [control, data @ ..] = resumed.received.as_slice() else {
             return Err(EndReason::Server("it resumes a session without streams".into()));
         };
-        self.control = Arc::new(Socket::new(resumed.links.control).map_err(here)?);
+        self.control = Arc::new(Socket::new(resumed.control).map_err(here)?);
         self.wakeups.add(&*self.control, CONTROL)?;
         self.watched = (true, false);
         self.told = machine.control_taken();
         machine.frames_resume(&mut self.out, *control)?;
-        for (index, (stream, upto)) in resumed.links.data.into_iter().zip(data).enumerate() {
-            let Some(connection) = self.data.get_mut(index) else { break };
-            connection.reconnect(machine, Socket::new(stream).map_err(here)?, *upto)?;
-            self.open(index, mailbox)?;
-        }
+        self.connect(machine, resumed.data, data)?;
         self.session.link.stands(&self.control);
         lost.end();
         Ok(())

@@ -35,7 +35,7 @@ use self::regions::{RegionsFile, StoredRegion};
 pub(super) use self::saved::SavedTcp;
 use self::saved::{SavedMemory, Terms};
 pub(super) use self::socket::{Socket, not_now};
-use super::connect::{Connections, Daemon, Greeted, greet, open};
+use super::connect::{Daemon, Greeted, Opening, greet};
 use super::relay::{
     EndReason, Flows, Ledger, Machine, Mailbox, RelayHandle, Restored, Room, compressed_file, ledger_file,
     rooms, run,
@@ -60,7 +60,9 @@ const SILENCE: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub(super) struct Links {
     control: Stream,
-    data: Vec<Stream>,
+    /// The data connections, and how many they are. `None`: there are none, nor will there be before the session is resumed.
+    opening: Option<Opening>,
+    lanes: usize,
     /// Under TLS, of a session's first link: the connection to the daemon.
     daemon: Option<Daemon>,
     ticket: Ticket,
@@ -112,12 +114,15 @@ impl Greeting {
         Ok(saved)
     }
 
-    /// Opens the session's other connections.
+    /// Opens the session's other connections. Waits for the control connection only, on which commands may go before there is a data connection.
     pub(super) fn open(self, config: &SessionConfig) -> Result<Links, ConnectError> {
         let Greeting { greeted, control, data, ticket, compressed, unbegun, succession } = self;
-        let Connections { control, data, daemon } = open(config, greeted, control, data)?;
+        let lanes = data.len();
+        let opening = Some(Opening::begin(config, &greeted, data)?);
+        let (control, daemon) = greeted.control(config, control)?;
         let rooms = compressed.map(|(_, rooms)| rooms).unwrap_or_default();
-        Ok(Links { control, data, daemon, ticket, rooms, unbegun: Some(unbegun), succession })
+        let unbegun = Some(unbegun);
+        Ok(Links { control, opening, lanes, daemon, ticket, rooms, unbegun, succession })
     }
 }
 
@@ -181,7 +186,7 @@ impl Tcp {
             links.succession.take().map(|Succession { ledger, regions }| (ledger, regions)).unzip();
         let relay = RelayHandle::start(session, move |session, mailbox| {
             let cache = links.ticket.cache(&config);
-            let schedule = Flows::new(links.data.len(), links.ticket.eager, cache);
+            let schedule = Flows::new(links.lanes, links.ticket.eager, cache);
             let schedule = if ledger.is_some() { schedule.noted() } else { schedule };
             let survives = !links.ticket.limit(session).is_zero();
             let carrier = match TcpCarrier::new(session, mailbox, links, &config) {
@@ -255,7 +260,8 @@ fn relay_on(
         let control = closed().map_err(|e| here(&e))?;
         let links = Links {
             control,
-            data: Vec::new(),
+            opening: None,
+            lanes: saved.connections(),
             daemon: None,
             ticket: ticket.clone(),
             rooms,

@@ -4,15 +4,16 @@ use std::time::Duration;
 
 use protocol::link::purpose;
 
-use super::Links;
 use crate::bridge::SessionConfig;
 use crate::bridge::resume::{Attempt, Failure, Ticket};
 use crate::bridge::session::welcome_at_once;
+use crate::stream::Stream;
 
 /// The session's new connections.
 #[derive(Debug)]
 pub(super) struct Resumed {
-    pub(super) links: Links,
+    pub(super) control: Stream,
+    pub(super) data: Vec<Stream>,
     /// What the server has of each stream, the control stream first.
     pub(super) received: Vec<u64>,
     pub(super) attempt: u32,
@@ -53,16 +54,7 @@ impl Attempt for Redial {
                     thread.join().map_err(panicked)?
                 })
                 .collect::<Result<Vec<_>, Failure>>()?;
-            let links = Links {
-                control,
-                data,
-                daemon: None,
-                ticket: ticket.clone(),
-                rooms: Vec::new(),
-                unbegun: None,
-                succession: None,
-            };
-            Ok(Resumed { links, received, attempt })
+            Ok(Resumed { control, data, received, attempt })
         })
     }
 }

@@ -23,7 +23,7 @@ use protocol::link::{GRANTED_SLOTS, Queues, SLOT_DATA, frame, purpose};
 use zerocopy::IntoBytes;
 
 use self::carrier::{DeviceMemory, VerbsCarrier};
-use super::connect::{Connections, Daemon, greet, open};
+use super::connect::{Daemon, greet};
 use super::relay::{Machine, RelayHandle, Slots, run};
 use super::resume::{Ticket, Unbegun};
 use super::saved::About;
@@ -73,7 +73,7 @@ pub(super) fn connect(
     let (greeted, handshake) = greet(config, &first, turn)?;
     let ticket = Ticket::new(first, &greeted, &handshake, config);
     let unbegun = Unbegun::new(&ticket, config);
-    let Connections { control, daemon, .. } = open(config, greeted, first, Vec::new())?;
+    let (control, daemon) = greeted.control(config, first)?;
     let protocol = |what: String| ConnectError::Protocol { server: server(), what };
     control.send_frame(frame::QUEUES, &[offer.as_bytes()]).map_err(failed)?;
     let mut body = Vec::new();

@@ -212,6 +212,28 @@ fn long_data_behind_other_data_of_its_stream_waits_for_its_grant_and_short_data_
     assert_eq!(drain(&mut flows).iter().map(|(_, _, len)| len).sum::<u64>(), (512 << 10) + SHORT);
 }
 
+/// Otherwise a program's second copy of 80 kB comes a round trip after its first.
+#[test]
+fn over_a_link_that_may_be_far_data_of_a_megabyte_waits_for_no_grant_behind_other_data() {
+    let begin = Instant::now();
+    for (time, waits) in [(Duration::from_millis(10), false), (Duration::from_micros(100), true)] {
+        let mut flows = TestFlows::new(4, 128 << 20, CacheUse::Never);
+        push(&mut flows, 1, 1, 0, 100_000);
+        push(&mut flows, 1, 2, 0, EAGER_PIECE);
+        let first = flows.next_chunk_at(|| begin).unwrap();
+        assert_eq!(drain(&mut flows).iter().map(|(_, _, len)| len).sum::<u64>(), EAGER_PIECE);
+        flows.arrived_at(&first, 100_000, || begin + time);
+        push(&mut flows, 1, 3, 0, 100_000);
+        assert_eq!(flows.push(upload(4, 0, EAGER_PIECE, false)), waits);
+        // As much as the window has room for.
+        flows.flow = 2;
+        let asked = (5..50).filter(|seq| flows.push(upload(*seq, 0, EAGER_PIECE, false))).count() as u64;
+        let eager = 2 * 100_000 + (1 + u64::from(!waits) + 45 - asked) * EAGER_PIECE;
+        assert_eq!(flows.unplaced, eager);
+        assert!(if waits { asked == 44 } else { (EAGER - FOR_SHORT - EAGER_PIECE..EAGER).contains(&eager) });
+    }
+}
+
 #[test]
 fn streams_take_turns() {
     let mut flows = TestFlows::new(4, 0, CacheUse::Never);
