@@ -42,7 +42,7 @@ use protocol::device::{Answer, untext};
 use protocol::link::{DirectHeader, Hello, MAGIC, Welcome, greeting, purpose};
 use protocol::ops::direct::{
     DirectArrivalReply, DirectCloseReply, DirectFailuresReply, DirectOfferReply, DirectOpenReply,
-    DirectTicket, MAX_ADDRESSES, MAX_DIRECTS, MAX_PIECE, PIECES,
+    DirectPrepareReply, DirectTicket, MAX_ADDRESSES, MAX_DIRECTS, MAX_PIECE, PIECES,
 };
 use protocol::version::{OURS, Version};
 use zerocopy::{FromZeros, IntoBytes};
@@ -50,7 +50,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use self::verbs::{Bell, Memory, Verbs};
 use crate::cuda_ipc::{Broker, Token};
 use crate::driver::call::Pending;
-use crate::driver::gpu::Lander;
+use crate::driver::gpu::{Lander, Preparer};
 use crate::driver::rows::Rows;
 
 /// How long setting up a connection may take, from the connected socket on, and then the first message over
@@ -60,6 +60,8 @@ const WITHIN: Duration = Duration::from_secs(10);
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Maximum number of answers that a client may wait for on one connection.
 const MAX_WAITING: usize = 64;
+/// Buffers that are made ready for a connection in advance. It has no others then.
+const PREPARED: usize = PIECES / 4 * 3;
 /// Maximum number of pieces that a client may expect on one connection.
 const MAX_EXPECTED: usize = 1024;
 
@@ -76,7 +78,7 @@ pub struct Directs {
     strangers: AtomicUsize,
     /// How connections use verbs. `None`: they use their sockets only.
     verbs: Option<Verbs>,
-    bytes: Arc<Bytes>,
+    bytes: Arc<Common>,
     failures: Arc<Failures>,
 }
 
@@ -101,12 +103,16 @@ impl Failures {
     }
 }
 
-/// Bytes of pieces sent and received.
+/// What a session's connections share.
 #[derive(Default)]
-struct Bytes {
+struct Common {
+    /// Bytes of pieces sent and received.
     all: AtomicU64,
     /// Those of them that went over verbs.
     over_verbs: AtomicU64,
+    /// Buffers of closed connections. CUDA would wait for running kernels if they were released, and others
+    /// will need them.
+    spare: Mutex<Vec<Arc<Memory>>>,
 }
 
 #[derive(Default)]
@@ -358,6 +364,29 @@ impl Directs {
         incoming.map(|incoming| (stream, incoming)).ok_or_else(unknown)
     }
 
+    /// Makes a connection's buffers ready. Answers when they are.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` if there is no such connection.
+    pub fn prepare(
+        &self,
+        direct: u32,
+        outgoing: bool,
+        ready: Preparer,
+        later: impl FnOnce() -> Pending,
+    ) -> Result<(), Status> {
+        let pool = if outgoing {
+            Arc::clone(&self.outgoing(direct)?.pool)
+        } else {
+            Arc::clone(&self.incoming(direct)?.pool)
+        };
+        let answer = later();
+        start(move || {
+            pool.prepare(&ready);
+            answer.answer(Ok(DirectPrepareReply {}));
+        })
+    }
+
     /// Whether a client expects pieces that have not come, or not landed.
     pub fn expects(&self) -> bool {
         let incoming: Vec<Arc<Incoming>> = lock(&self.table).incoming.values().cloned().collect();
@@ -452,22 +481,59 @@ fn check(hello: &Hello, token: &Token, offer: &Offer) -> Result<(), String> {
 
 /// The buffers of one end of a connection.
 struct Pool {
+    common: Arc<Common>,
     state: Mutex<PoolState>,
     changed: Condvar,
     /// Rung when a buffer becomes free, for an end over verbs.
     bell: OnceLock<Arc<Bell>>,
 }
 
-#[derive(Default)]
 struct PoolState {
     free: Vec<Arc<Memory>>,
     made: usize,
+    most: usize,
     closed: bool,
 }
 
 impl Pool {
-    fn new() -> Arc<Pool> {
-        Arc::new(Pool { state: Mutex::default(), changed: Condvar::new(), bell: OnceLock::new() })
+    fn new(common: &Arc<Common>) -> Arc<Pool> {
+        let state = PoolState { free: Vec::new(), made: 0, most: PIECES, closed: false };
+        let (state, changed, bell) = (Mutex::new(state), Condvar::new(), OnceLock::new());
+        Arc::new(Pool { common: Arc::clone(common), state, changed, bell })
+    }
+
+    /// A buffer that no connection has.
+    fn fresh(&self) -> Option<Arc<Memory>> {
+        if let Some(memory) = lock(&self.common.spare).pop() {
+            return Some(memory);
+        }
+        let memory = Memory::new(MAX_PIECE as usize);
+        memory.inspect_err(|e| tracing::warn!("no memory for a direct connection: {e}")).ok()
+    }
+
+    /// Makes buffers ready. Nothing that pieces do later calls the driver for them.
+    fn prepare(&self, ready: &Preparer) {
+        loop {
+            {
+                let mut state = lock(&self.state);
+                if state.closed || state.made >= PREPARED {
+                    state.most = state.made;
+                    return;
+                }
+                state.made += 1;
+            }
+            // Nobody waits for this lock meanwhile: it may take long.
+            let memory = self.fresh();
+            memory.iter().for_each(|memory| ready(memory.region()));
+            let mut state = lock(&self.state);
+            match memory {
+                Some(memory) => state.free.push(memory),
+                None => {
+                    state.made -= 1;
+                    return;
+                }
+            }
+        }
     }
 
     /// Takes a buffer, unless all are in use.
@@ -481,10 +547,8 @@ impl Pool {
         }
         let memory = match state.free.pop() {
             Some(memory) => memory,
-            None if state.made < PIECES => {
-                let memory = Memory::new(MAX_PIECE as usize);
-                let memory = memory.inspect_err(|e| tracing::warn!("no memory for a direct connection: {e}"));
-                let memory = memory.ok()?;
+            None if state.made < state.most => {
+                let memory = self.fresh()?;
                 state.made += 1;
                 memory
             }
@@ -496,21 +560,20 @@ impl Pool {
     /// Takes a buffer, waiting for one if necessary. `None`: the connection is closed, or there is no memory.
     fn take(self: &Arc<Pool>) -> Option<Buffer> {
         let mut state = lock(&self.state);
-        while state.free.is_empty() && state.made >= PIECES && !state.closed {
+        while state.free.is_empty() && state.made >= state.most && !state.closed {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         self.take_from(&mut state)
     }
 
-    /// Closes the pool: nothing can be taken any more. Free buffers are released now; the few others stay.
+    /// Closes the pool: nothing can be taken any more. Other connections get the buffers.
     fn close(&self) {
         let mut state = lock(&self.state);
         state.closed = true;
-        let free = std::mem::take(&mut state.free);
+        let mut free = std::mem::take(&mut state.free);
         drop(state);
         self.changed.notify_all();
-        // This may wait for the device.
-        drop(free);
+        lock(&self.common.spare).append(&mut free);
     }
 }
 
@@ -534,9 +597,13 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // Even if the pool is closed: this thread may be one that must not wait for the device, as releasing
-        // the buffer may.
-        lock(&self.pool.state).free.push(Arc::clone(&self.memory));
+        let mut state = lock(&self.pool.state);
+        if state.closed {
+            lock(&self.pool.common.spare).push(Arc::clone(&self.memory));
+        } else {
+            state.free.push(Arc::clone(&self.memory));
+        }
+        drop(state);
         self.pool.changed.notify_all();
         self.pool.bell.get().inspect(|bell| bell.ring());
     }
@@ -587,11 +654,11 @@ enum Job {
 
 impl Outgoing {
     /// `queue`: what pieces go over, instead of the socket.
-    fn start(stream: Stream, queue: Option<Pieces<Buffer>>, bytes: Arc<Bytes>) -> io::Result<Arc<Outgoing>> {
+    fn start(stream: Stream, queue: Option<Pieces<Buffer>>, bytes: Arc<Common>) -> io::Result<Arc<Outgoing>> {
         let (jobs, due) = channel();
         let due = Jobs { due, last: 0, over: false };
         let bell = queue.is_some().then(Bell::new).transpose()?.map(Arc::new);
-        let outgoing = Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new(), bell: bell.clone() };
+        let outgoing = Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new(&bytes), bell: bell.clone() };
         let outgoing = Arc::new(outgoing);
         let own = Arc::clone(&outgoing);
         std::thread::Builder::new().name("rgpu-direct".into()).spawn(move || {
@@ -678,7 +745,7 @@ impl Jobs {
 }
 
 /// Sends what arrives in the queue. Returns when the connection is lost.
-fn send(stream: &Stream, mut jobs: Jobs, bytes: &Bytes) -> io::Result<()> {
+fn send(stream: &Stream, mut jobs: Jobs, bytes: &Common) -> io::Result<()> {
     while let Ok(job) = jobs.due.recv() {
         let Some((header, piece)) = jobs.judge(job) else { continue };
         stream.write_all(header.as_bytes())?;
@@ -774,7 +841,7 @@ impl Drop for Landing {
 pub struct Incoming {
     state: Mutex<Arrived>,
     pool: Arc<Pool>,
-    bytes: Arc<Bytes>,
+    bytes: Arc<Common>,
     landings: Arc<Landings>,
     /// Its number, and who is told if an expected piece will not come.
     failures: Option<(u32, Arc<Failures>)>,
@@ -824,8 +891,14 @@ impl Arrived {
 }
 
 impl Incoming {
-    fn new(bytes: Arc<Bytes>, failures: Option<(u32, Arc<Failures>)>) -> Incoming {
-        Incoming { state: Mutex::default(), pool: Pool::new(), bytes, landings: Arc::default(), failures }
+    fn new(bytes: Arc<Common>, failures: Option<(u32, Arc<Failures>)>) -> Incoming {
+        Incoming {
+            state: Mutex::default(),
+            pool: Pool::new(&bytes),
+            bytes,
+            landings: Arc::default(),
+            failures,
+        }
     }
 
     /// Pieces come over this, unless the connection was closed before it was open.

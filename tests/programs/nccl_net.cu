@@ -208,12 +208,15 @@ static void finish_all(std::vector<Side *> sides) {
 
 struct Pair {
     void *listener = nullptr, *send = nullptr, *receive = nullptr;
-    Pair() {
+    Pair(int from, int to) {
         Handle handle;
         NET(net->listen(0, &handle, &listener));
         Deadline deadline;
+        // As in NCCL's threads, the current device is that of the messages.
         while (!send || !receive) {
+            CHECK(cudaSetDevice(from));
             if (!send) NET(net->connect(0, &handle, &send, nullptr));
+            CHECK(cudaSetDevice(to));
             if (!receive) NET(net->accept(listener, &receive, nullptr));
             deadline.check("a connection");
         }
@@ -264,7 +267,7 @@ static void transfer(Pair &pair, int from, int to, const std::vector<Shape> &sha
 }
 
 static void one_connection() {
-    Pair forth, back;
+    Pair forth(0, 1), back(1, 0);
     transfer(forth, 0, 1, all_kinds());
     transfer(back, 1, 0, devices_only());
     // Again, over the same connections.
@@ -274,13 +277,14 @@ static void one_connection() {
 }
 
 static void only_host_memory() {
-    Pair pair;
+    Pair pair(0, 1);
     transfer(pair, 0, 1, {{70000, 70000, HOST, HOST}, {0, 0, HOST, HOST}, {3 << 20, 4 << 20, HOST, HOST}});
     pair.close();
 }
 
 static void many_connections() {
-    std::vector<Pair> pairs(20);
+    std::vector<Pair> pairs;
+    for (int i = 0; i < 20; i++) pairs.emplace_back(i % 2, 1 - i % 2);
     std::vector<Shape> shapes;
     for (int i = 0; i < 30; i++) shapes.push_back({(size_t)(i * 7919), 300000, CUDA, CUDA});
     std::vector<Side *> sides;
@@ -299,7 +303,7 @@ static void many_connections() {
 // More than the servers keep at a time.
 static void one_connection_after_the_other() {
     for (int i = 0; i < 100; i++) {
-        Pair pair;
+        Pair pair(0, 1);
         transfer(pair, 0, 1, {{1000, 1000, CUDA, CUDA}});
         pair.close();
     }
@@ -319,7 +323,7 @@ static void ends_with_an_error(Side &side) {
 static void closed_early() {
     std::vector<Shape> shapes(40, Shape{1 << 20, 1 << 20, CUDA, CUDA});
     for (bool sender_goes : {true, false}) {
-        Pair pair;
+        Pair pair(0, 1);
         Side sender(pair.send, true, 0, shapes), receiver(pair.receive, false, 1, shapes);
         Deadline deadline;
         while (receiver.done < 5) {
@@ -366,7 +370,7 @@ static void wrong_handles() {
 static void bench() {
     for (size_t size : {(size_t)8, (size_t)4096, (size_t)65536, (size_t)524288, (size_t)1 << 20}) {
         for (size_t most : {(size_t)1, (size_t)4, (size_t)8}) {
-            Pair pair;
+            Pair pair(0, 1);
             size_t count = size <= 65536 ? 1000 : 200;
             Memory from(pair.send, 0, CUDA, size), to(pair.receive, 1, CUDA, size);
             std::vector<void *> sends, receives;

@@ -160,7 +160,7 @@ fn sending_over_verbs(verbs: &Verbs, receives: u32) -> (UnixStream, Stream, Arc<
     software::outside(Outside::Kept);
     stream.set_nonblocking(true).unwrap();
     let (jobs, due) = channel();
-    let outgoing = Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new(), bell: None };
+    let outgoing = Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new(&Arc::default()), bell: None };
     (ours, stream, Arc::new(outgoing), verbs::Sender::new(queue, Jobs { due, last: 0, over: false }))
 }
 
@@ -177,7 +177,7 @@ fn a_connection_over_verbs_that_was_idle_takes_the_next_piece() {
     software::install();
     let verbs = Verbs::new(Settings::default());
     let (_ours, stream, outgoing, mut sender) = sending_over_verbs(&verbs, 2);
-    let (pair, bytes) = (software::pairs()[0], Bytes::default());
+    let (pair, bytes) = (software::pairs()[0], Common::default());
     let mut now = Instant::now();
     for number in 1..=2 {
         send_one(&outgoing, number);
@@ -211,7 +211,7 @@ fn pieces_go_over_verbs_from_one_end_to_the_other() {
     });
     let verbs = Verbs::new(Settings::default());
     let queue = verbs::offer(Some(&verbs), &ours, DIRECT_VERBS_SINCE).unwrap().unwrap();
-    let bytes = Arc::<Bytes>::default();
+    let bytes = Arc::<Common>::default();
     let outgoing = Outgoing::start(ours, Some(queue), Arc::clone(&bytes)).unwrap();
     let content = |number: u64| vec![number as u8; (number * 104_729 % MAX_PIECE + 1) as usize];
     let until = Instant::now() + 20 * PATIENCE;
@@ -295,7 +295,7 @@ fn grants_and_the_end_of_the_socket_are_seen_under_tls() {
 
 #[test]
 fn a_buffer_whose_device_may_still_use_it_is_not_used_again() {
-    let pool = Pool::new();
+    let pool = Pool::new(&Arc::default());
     let buffers: Vec<Buffer> = std::iter::from_fn(|| pool.try_take()).collect();
     assert_eq!(buffers.len(), PIECES);
     let at = |buffer: &Buffer| buffer.memory.region().runs(0, 1).unwrap()[0].0;

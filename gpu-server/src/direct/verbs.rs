@@ -35,7 +35,7 @@ use protocol::ops::direct::PIECES;
 use protocol::version::Version;
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::{Buffer, Bytes, Incoming, Jobs, PATIENCE, Piece, Pool, WITHIN, lock};
+use super::{Buffer, Common, Incoming, Jobs, PATIENCE, Piece, Pool, WITHIN, lock};
 
 /// Receives that are posted at first. There are twice as many whenever half of them are used at once, up to
 /// [`PIECES`]: each costs a buffer of page-locked memory.
@@ -393,7 +393,7 @@ impl Sender {
     ///
     /// # Errors
     /// The connection is lost, or the peer does what it may not.
-    pub(super) fn turn(&mut self, stream: &Stream, bytes: &Bytes, now: Instant) -> io::Result<Turn> {
+    pub(super) fn turn(&mut self, stream: &Stream, bytes: &Common, now: Instant) -> io::Result<Turn> {
         let mut worked = granted(stream, |receives| self.pieces.grant(receives).map_err(broken))?;
         self.pieces.arm().map_err(broken)?;
         self.pieces.poll(&mut self.done).map_err(broken)?;
@@ -433,7 +433,7 @@ pub(super) fn send(
     pieces: Pieces<Buffer>,
     jobs: Jobs,
     bell: &Bell,
-    bytes: &Bytes,
+    bytes: &Common,
 ) -> io::Result<()> {
     stream.set_nonblocking(true)?;
     let mut sender = Sender::new(pieces, jobs);

@@ -163,6 +163,20 @@ ops! {
         directs: Vec<u32>,
     }
 
+    /// Makes ready whatever pieces of a connection need: page-locked buffers at this end and, for one to this
+    /// session, what lands them for a stream. Without it that happens with the first pieces, in calls of the
+    /// driver that may wait for kernels that are running.
+    sync 0x0e0a direct_prepare: DirectPrepare
+        [order None, may_block Never, lane Main, since 5]
+    {
+        /// The connection's number.
+        direct: u32,
+        /// Whether it leads from this session.
+        outgoing: bool,
+        /// The stream on which pieces are sent, or whose progress word says what has been landed.
+        stream: StreamId,
+    } -> DirectPrepareReply {}
+
     /// Closes a connection, whose number may be used again then. Answered when no piece is being written to the
     /// device's memory any more.
     sync 0x0e09 direct_close: DirectClose

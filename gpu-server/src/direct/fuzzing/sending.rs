@@ -53,7 +53,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> usize {
     assert_eq!(software::peer(pair), Some(answer.queue_pair));
     stream.set_nonblocking(true).expect("a socket");
     let (jobs, due) = channel();
-    let outgoing = Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new(), bell: None };
+    let outgoing = Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new(&Arc::default()), bell: None };
     let mut receiver = HostileReceiver {
         steps,
         ours,
@@ -61,7 +61,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> usize {
         outgoing: Arc::new(outgoing),
         sender: VerbsSender::new(queue, Jobs { due, last: 0, over: false }),
         pair,
-        bytes: Bytes::default(),
+        bytes: Common::default(),
         // One was for the probe.
         receives: answer.receives as usize - 1,
         granted: Vec::new(),
@@ -89,7 +89,7 @@ struct HostileReceiver<'p, 's> {
     outgoing: Arc<Outgoing>,
     sender: VerbsSender,
     pair: u32,
-    bytes: Bytes,
+    bytes: Common,
     /// Receives that the other end may use, and those that it has not heard of.
     receives: usize,
     granted: Vec<u8>,

@@ -22,7 +22,7 @@ use super::registration;
 use super::staging::{ANSWER, ChunkPlace, Transfer};
 use super::streams::{CudaStream, Place, find};
 use crate::driver::call::{Call, Input, Result};
-use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, Lander, LineCopy};
+use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, Lander, LineCopy, Preparer};
 use crate::driver::rows::{Part, Rows};
 use crate::driver::streams::Streams;
 
@@ -370,6 +370,10 @@ impl GpuCopies for Cuda {
         })
     }
 
+    fn preparer(&mut self, place: &Place) -> Result<Preparer> {
+        Ok(self.make_preparer(place))
+    }
+
     fn lander(
         &mut self,
         streams: &mut Streams<CudaStream>,
@@ -380,7 +384,7 @@ impl GpuCopies for Cuda {
         if let Some(lander) = &find(streams, id)?.native.lander {
             return Ok(Arc::clone(lander));
         }
-        let lander: Arc<dyn Lander> = Arc::new(self.make_lander(place)?);
+        let lander = self.make_lander(place)?;
         find(streams, id)?.native.lander = Some(Arc::clone(&lander));
         Ok(lander)
     }

@@ -222,6 +222,12 @@ impl Health {
         f()
     }
 
+    /// The context's handle, for calls that may wait for the device, which must not hold the lock. The driver
+    /// refuses the handle of a context that was destroyed meanwhile.
+    pub fn handle(&self) -> CUcontext {
+        self.context.lock().unwrap_or_else(|e| e.into_inner()).0
+    }
+
     /// Like [`with`](Self::with), but leaves this thread's current context as it was. `f` gets the context.
     pub fn within<T>(&self, api: &Api, f: impl FnOnce(CUcontext) -> Result<T>) -> Result<T> {
         let held = self.context.lock().unwrap_or_else(|e| e.into_inner());

@@ -1,12 +1,16 @@
 //! Lands pieces from other servers, in the thread that receives them.
+//!
+//! All landings of a context share one stream. It has the highest priority, because streams of one priority share
+//! a few hardware queues: behind a running kernel of another stream in its queue, a piece could wait for ever, if
+//! that kernel waits for the piece.
 
 use std::sync::{Arc, Mutex};
 
-use host_bridge::endpoint::Mapped;
+use host_bridge::endpoint::{Mapped, Region};
 use protocol::Status;
 
 use super::Cuda;
-use super::api::{Api, CUstream};
+use super::api::{Api, CUcontext, CUstream};
 use super::copies::{Direction, copy_rows};
 use super::fence::{Completer, Health, Word};
 use super::registration;
@@ -14,11 +18,11 @@ use super::streams::{Place, Publisher};
 use crate::driver::End;
 use crate::driver::call::Result;
 use crate::driver::call::is_sticky;
-use crate::driver::gpu::{Lander, STREAM_NON_BLOCKING};
+use crate::driver::gpu::{Lander, Preparer, STREAM_NON_BLOCKING};
 use crate::driver::rows::Rows;
 
-/// A stream's lander: see [`Lander`].
-pub(super) struct CudaLander {
+/// A context's stream for landings.
+pub(super) struct Landings {
     api: &'static Api,
     completer: Arc<Completer>,
     /// Of its context, and of the one in which page-locked memory is registered.
@@ -27,55 +31,99 @@ pub(super) struct CudaLander {
     stream: CUstream,
     /// The stream writes into it how many landings are over.
     word: Arc<Word>,
-    landings: Mutex<u64>,
-    progress: Arc<Publisher>,
+    begun: Mutex<u64>,
 }
 
 // SAFETY: the driver API takes handles from any thread.
-unsafe impl Send for CudaLander {}
+unsafe impl Send for Landings {}
 // SAFETY: the driver API takes handles from any thread; what changes is behind a lock.
-unsafe impl Sync for CudaLander {}
+unsafe impl Sync for Landings {}
+
+/// A stream's lander: see [`Lander`].
+struct CudaLander {
+    landings: Arc<Landings>,
+    progress: Arc<Publisher>,
+}
+
+/// A context's handle, which any thread may use.
+struct Handle(CUcontext);
+// SAFETY: the driver API takes handles from any thread.
+unsafe impl Send for Handle {}
 
 impl Cuda {
-    /// Makes the lander of a place's stream. The place's context is current.
-    pub(super) fn make_lander(&mut self, place: &Place) -> Result<CudaLander> {
+    /// The health of the context in which page-locked memory is registered.
+    fn home_of(&self, place: &Place) -> Arc<Health> {
         let home = self.home.and_then(|home| self.contexts.get(&home));
-        let home = home.map_or_else(|| Arc::clone(&place.health), |home| Arc::clone(&home.health));
+        home.map_or_else(|| Arc::clone(&place.health), |home| Arc::clone(&home.health))
+    }
+
+    /// See [`preparer`](crate::driver::gpu::GpuCopies::preparer).
+    pub(super) fn make_preparer(&self, place: &Place) -> Preparer {
+        let (api, home) = (self.api, self.home_of(place));
+        let handle = Handle(home.handle());
+        Box::new(move |region: &Arc<Region>| {
+            let Handle(context) = &handle;
+            // SAFETY: a context of this process. If this fails, copies are slower.
+            let _ = unsafe { registration::in_place(api, *context, &home, region) };
+        })
+    }
+
+    /// The lander of a place's stream. The place's context is current.
+    pub(super) fn make_lander(&mut self, place: &Place) -> Result<Arc<dyn Lander>> {
+        self.landings.retain(|landings| landings.health.check().is_ok());
+        let known = self.landings.iter().find(|landings| Arc::ptr_eq(&landings.health, &place.health));
+        let landings = match known {
+            Some(landings) => Arc::clone(landings),
+            None => {
+                let landings = Arc::new(self.make_landings(place)?);
+                self.landings.push(Arc::clone(&landings));
+                landings
+            }
+        };
+        Ok(Arc::new(CudaLander { landings, progress: Arc::clone(&place.progress) }))
+    }
+
+    fn make_landings(&self, place: &Place) -> Result<Landings> {
         let word = self.words.take().map(Arc::new)?;
-        let mut stream: CUstream = std::ptr::null_mut();
-        // SAFETY: writes a stream handle.
-        let made = unsafe { self.api.stream_create(&mut stream, STREAM_NON_BLOCKING, 0) };
+        let (mut stream, mut least, mut greatest): (CUstream, _, _) = (std::ptr::null_mut(), 0, 0);
+        // SAFETY: writes two integers, and a stream handle.
+        let made = unsafe {
+            self.api
+                .context_priorities(&mut least, &mut greatest)
+                .and_then(|()| self.api.stream_create(&mut stream, STREAM_NON_BLOCKING, greatest))
+                // Now, because its first use may take longer.
+                .and_then(|()| self.api.stream_write(stream, word.address(), 0, 0))
+        };
         self.note(place.context, made)?;
-        Ok(CudaLander {
+        Ok(Landings {
             api: self.api,
             completer: Arc::clone(&self.completer),
             health: Arc::clone(&place.health),
-            home,
+            home: self.home_of(place),
             stream,
             word,
-            landings: Mutex::new(0),
-            progress: Arc::clone(&place.progress),
+            begun: Mutex::new(0),
         })
     }
 }
 
 impl Lander for CudaLander {
     fn land(&self, to: &Rows, bytes: Mapped, seq: u64, end: End) {
-        // SAFETY: a live context. Unregistered memory can be copied too, only more slowly.
-        let _ = self.home.within(self.api, |context| unsafe {
-            registration::in_place(self.api, context, &self.home, bytes.region())
-        });
-        let mut landings = self.landings.lock().unwrap_or_else(|e| e.into_inner());
-        *landings += 1;
-        let enqueued = self.health.within(self.api, |_| {
+        let Landings { api, completer, health, home, stream, word, begun } = &*self.landings;
+        // SAFETY: a context of this process. Usually this is known and calls no driver. Unregistered memory can
+        // be copied too, only more slowly.
+        let _ = unsafe { registration::in_place(api, home.handle(), home, bytes.region()) };
+        let mut begun = begun.lock().unwrap_or_else(|e| e.into_inner());
+        *begun += 1;
+        let enqueued = health.within(api, |_| {
             let mut offset = 0;
             for (at, len) in bytes.runs() {
                 // SAFETY: the rows were checked; the bytes are held until the stream has written the word.
-                unsafe { copy_rows(self.api, self.stream, Direction::ToDevice, to, offset, *at, *len) }?;
+                unsafe { copy_rows(api, *stream, Direction::ToDevice, to, offset, *at, *len) }?;
                 offset += *len as u64;
             }
             // SAFETY: a live stream of the current context; the word is registered memory.
-            unsafe { self.api.stream_write(self.stream, self.word.address(), *landings, 0) }
+            unsafe { api.stream_write(*stream, word.address(), *begun, 0) }
         });
         let progress = Arc::clone(&self.progress);
         let landed = move |status: Status| {
@@ -84,10 +132,10 @@ impl Lander for CudaLander {
             end(status);
         };
         match enqueued {
-            Ok(()) => self.completer.when(&self.word, *landings, &self.health, Box::new(landed)),
+            Ok(()) => completer.when(word, *begun, health, Box::new(landed)),
             Err(status) => {
                 if is_sticky(status) {
-                    self.health.fail(status);
+                    health.fail(status);
                 }
                 landed(status);
             }
@@ -95,7 +143,7 @@ impl Lander for CudaLander {
     }
 }
 
-impl Drop for CudaLander {
+impl Drop for Landings {
     fn drop(&mut self) {
         // SAFETY: made by this; its work still completes. A destroyed context has destroyed it.
         let _ = self.health.within(self.api, |_| unsafe { self.api.stream_destroy(self.stream) });

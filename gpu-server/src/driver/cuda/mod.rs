@@ -102,6 +102,8 @@ pub struct Cuda {
     /// The streams for moving memory from and to devices, by ordinal and lane, and their contexts; made on
     /// demand.
     moving: HashMap<(u32, Lane), (CUcontext, CUstream)>,
+    /// The streams that land pieces from other servers, by context; made on demand.
+    landings: Vec<Arc<landing::Landings>>,
     /// Makes mirrors of client memory; started with the first.
     mirrors: Option<host_map::Helper>,
     beside: Arc<Reach>,
@@ -231,6 +233,7 @@ impl Cuda {
             resets: false,
             home_goes: false,
             moving: HashMap::new(),
+            landings: Vec::new(),
             mirrors: None,
             beside: Arc::default(),
             words,

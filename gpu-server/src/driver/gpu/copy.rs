@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use host_bridge::endpoint::{Mapped, Sink};
+use host_bridge::endpoint::{Mapped, Region, Sink};
 use protocol::handle::StreamId;
 
 use super::GpuStreams;
@@ -65,6 +65,9 @@ pub trait Lander: Send + Sync {
     fn land(&self, to: &Rows, bytes: Mapped, seq: u64, end: End);
 }
 
+/// See [`GpuCopies::preparer`].
+pub type Preparer = Box<dyn Fn(&Arc<Region>) + Send>;
+
 /// Copies and fills. Device memory is inside the session's ranges and is accessed through the given device.
 /// Client memory has the same size as the device memory. Only a [`copy_line`](Self::copy_line) may be empty.
 pub trait GpuCopies: GpuStreams {
@@ -89,6 +92,10 @@ pub trait GpuCopies: GpuStreams {
         device: u32,
         sink: Sink,
     ) -> Result;
+
+    /// What makes page-locked memory of this process ready for copies, in any thread: it may wait for work on
+    /// the device.
+    fn preparer(&mut self, place: &Self::Place) -> Result<Preparer>;
 
     /// What lands pieces for a stream, which was entered, in memory that is accessed through `device`: the same
     /// for each call.

@@ -24,7 +24,7 @@ mod stream;
 
 pub use activity::GpuActivity;
 pub use array::{AnyArray, CopyEnd, GpuArrays, GpuTensorMaps, TextureSource};
-pub use copy::{BoxCopy, Fill, GpuCopies, Lander, LineCopy};
+pub use copy::{BoxCopy, Fill, GpuCopies, Lander, LineCopy, Preparer};
 pub use graph::{GpuGraphs, Node, NodeWork};
 pub use green::{GpuGreenContexts, Split};
 pub use memory::{GpuHostMemory, GpuMemory};

@@ -83,6 +83,16 @@ impl<G: Gpu> DirectOps<Call> for Session<G> {
         incoming.expect(op.number, Expected { to: Rows::line(op.dst, op.len), seq: cx.seq, lander })
     }
 
+    fn direct_prepare(&mut self, cx: &mut Call, op: DirectPrepare) -> Reply<DirectPrepareReply> {
+        let place = self.enter(cx, op.stream)?;
+        if !op.outgoing {
+            self.gpu.lander(&mut self.streams, &place, op.stream, G::device_at(&place))?;
+        }
+        let ready = self.gpu.preparer(&place)?;
+        self.directs()?.prepare(op.direct, op.outgoing, ready, || cx.later())?;
+        Ok(Answer::Later)
+    }
+
     fn direct_failures(&mut self, cx: &mut Call, _op: DirectFailures) -> Reply<DirectFailuresReply> {
         self.directs()?.failures(|| cx.later())?;
         Ok(Answer::Later)

@@ -15,7 +15,7 @@ use super::streams::{Place, SoftwareStream, Word, find, step};
 use super::{Software, code};
 use crate::driver::End;
 use crate::driver::call::{Call, Input};
-use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, Lander, LineCopy};
+use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, Lander, LineCopy, Preparer};
 use crate::driver::rows::Rows;
 use crate::driver::streams::Streams;
 
@@ -238,6 +238,11 @@ impl GpuCopies for Software {
             timer.end();
             Ok(())
         })
+    }
+
+    fn preparer(&mut self, _place: &Place) -> std::result::Result<Preparer, Status> {
+        // The CPU copies any memory.
+        Ok(Box::new(|_| {}))
     }
 
     fn lander(

@@ -8,7 +8,7 @@ use std::ffi::{CStr, c_char, c_float, c_int, c_void};
 use std::sync::Mutex;
 
 use crate::process::driver::{Driver, driver};
-use crate::work::nccl_net::{Broken, End, HANDLE, Listener, Place, Requests};
+use crate::work::nccl_net::{Accepting, Broken, End, HANDLE, Place, Requests};
 use client::{lock, log};
 
 const SUCCESS: c_int = 0;
@@ -143,14 +143,12 @@ unsafe extern "C" fn init(_log: *const c_void) -> c_int {
     if wanted.is_some_and(|wanted| !wanted.is_empty() && !wanted.eq_ignore_ascii_case("rgpu")) {
         return SYSTEM_ERROR;
     }
-    let Ok(driver) = driver() else { return SYSTEM_ERROR };
+    if driver().is_err() {
+        return SYSTEM_ERROR;
+    }
     // Device memory goes over the network, wherever NCCL believes it to be.
     set(c"NCCL_NET_GDR_LEVEL", c"SYS");
     set(c"NCCL_NET_GDR_READ", c"1");
-    // NCCL's other protocols have their buffers in host memory. That is good only inside one server.
-    if driver.servers.len() > 1 || driver.devices.len() == 1 {
-        set(c"NCCL_PROTO", c"Simple");
-    }
     log::info(format_args!("NCCL uses the network of rgpu (NCCL_NET=Socket: NCCL's own)"));
     SUCCESS
 }
@@ -182,10 +180,10 @@ unsafe extern "C" fn properties(_device: c_int, properties: *mut Properties) -> 
 }
 
 unsafe extern "C" fn listen(_device: c_int, handle: *mut [u8; HANDLE], listener: *mut *mut c_void) -> c_int {
-    answer(Listener::new().inspect_err(|why| log::warn(format_args!("{why}"))).map(|new| {
+    answer(Accepting::new().inspect_err(|why| log::warn(format_args!("{why}"))).map(|new| {
         // SAFETY: NCCL passes places for the results.
         unsafe {
-            handle.write(new.place().to_handle());
+            handle.write(new.handle());
             listener.write(Box::into_raw(Box::new(Mutex::new(new))).cast());
         }
     }))
@@ -208,10 +206,10 @@ unsafe extern "C" fn accept(
     _of_device: *mut *mut c_void,
 ) -> c_int {
     // SAFETY: what `listen` made.
-    let Some(listener) = (unsafe { listener.cast::<Mutex<Listener>>().as_ref() }) else {
+    let Some(listener) = (unsafe { listener.cast::<Mutex<Accepting>>().as_ref() }) else {
         return INVALID_ARGUMENT;
     };
-    put(end, End::accept(&mut lock(listener)))
+    put(end, lock(listener).accept())
 }
 
 fn put(place: *mut *mut c_void, end: Result<Option<End>, Broken>) -> c_int {
@@ -235,9 +233,8 @@ unsafe extern "C" fn register(
     kind: c_int,
     memory: *mut *mut c_void,
 ) -> c_int {
-    let (Some(Comm(end)), Ok(driver)) = (comm(end), driver()) else { return INVALID_ARGUMENT };
+    let (Some(_), Ok(driver)) = (comm(end), driver()) else { return INVALID_ARGUMENT };
     let Some(place) = place_of(driver, at, kind == POINTER_CUDA) else { return INVALID_ARGUMENT };
-    end.registered(place);
     // SAFETY: NCCL passes a place for the result.
     unsafe { memory.write(Box::into_raw(Box::new(place)).cast()) };
     SUCCESS
@@ -340,7 +337,7 @@ unsafe extern "C" fn close(end: *mut c_void) -> c_int {
 unsafe extern "C" fn close_listen(listener: *mut c_void) -> c_int {
     if !listener.is_null() {
         // SAFETY: what `listen` made, which NCCL uses no more.
-        drop(unsafe { Box::from_raw(listener.cast::<Mutex<Listener>>()) });
+        drop(unsafe { Box::from_raw(listener.cast::<Mutex<Accepting>>()) });
     }
     SUCCESS
 }

@@ -9,10 +9,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::process::driver::Server;
 use crate::work::direct_copy;
+use client::handle::StreamId;
 use client::ops::SyncOp;
 use client::ops::direct::{
     DirectClose, DirectFailures, DirectFailuresReply, DirectKey, DirectKeyReply, DirectOffer,
-    DirectOfferReply, DirectOpen, DirectOpenReply, DirectReceive, DirectTicket,
+    DirectOfferReply, DirectOpen, DirectOpenReply, DirectPrepare, DirectPrepareReply, DirectReceive,
+    DirectTicket,
 };
 use client::session::Ahead;
 use client::{Status, lock};
@@ -51,14 +53,27 @@ fn says(status: Status) -> String {
 
 /// A sender's part.
 pub(crate) enum Sending {
-    /// NCCL has registered no device memory yet.
-    Unknown,
     Key(Key),
     /// The receiver has the key.
     Known(&'static Server),
     Opening(Opening),
+    Preparing(Preparing, Outgoing),
     Open(Outgoing),
     None,
+}
+
+/// Buffers that are being made ready, before there are kernels that wait for messages.
+pub(crate) struct Preparing(Question<DirectPrepare, DirectPrepareReply>);
+
+impl Preparing {
+    pub fn new(server: &'static Server, direct: u32, outgoing: bool, stream: StreamId) -> Preparing {
+        Preparing(Question::new(server, DirectPrepare { direct, outgoing, stream }))
+    }
+
+    /// Whether they are, or why not.
+    pub fn answer(&mut self) -> Option<Result<(), String>> {
+        self.0.answer().map(|answer| answer.map(drop).map_err(says))
+    }
 }
 
 pub(crate) struct Key(Question<DirectKey, DirectKeyReply>);
@@ -147,9 +162,10 @@ fn close(server: &Server, direct: u32, outgoing: bool) {
 
 /// A receiver's part.
 pub(crate) enum Receiving {
-    /// NCCL has registered no device memory yet, or the sender has said nothing.
+    /// The sender has said nothing.
     Unknown,
     Offering(Offering),
+    Preparing(Preparing, Incoming, DirectTicket),
     /// The sender has the ticket.
     Offered(Incoming),
     Open(Incoming),

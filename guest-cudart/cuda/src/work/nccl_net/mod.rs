@@ -12,6 +12,9 @@
 //! workers get a [direct connection](direct), device memory takes that. Otherwise it takes the TCP connection,
 //! through page-locked memory of both processes ([`places`]); so does host memory.
 //!
+//! A connection is given to NCCL only when everything is ready for messages: while a kernel is running that waits
+//! for them, calls of the driver that make something might wait for the kernel.
+//!
 //! NCCL calls this from threads that must not wait, again and again until a request is done. So there are no
 //! threads here: each call does what can be done now ([`sender`], [`receiver`]).
 
@@ -30,13 +33,51 @@ use std::time::{Duration, Instant};
 
 pub(crate) use places::Place;
 pub(crate) use requests::Requests;
-pub(crate) use socket::{Broken, HANDLE, Listener};
+pub(crate) use socket::{Broken, HANDLE};
 
 use receiver::Receiver;
 use sender::Sender;
-use socket::{Connecting, Place as Address};
+use socket::{Connecting, Listener, Place as Address};
 
+use crate::process::context;
 use client::{lock, log};
+
+/// A connection that NCCL does not have yet.
+enum Coming {
+    Connecting(Connecting),
+    Settling(Box<Sender>),
+}
+
+/// A listener, and the connection that has come and is not ready for messages.
+pub(crate) struct Accepting {
+    listener: Listener,
+    came: Option<Receiver>,
+}
+
+impl Accepting {
+    pub fn new() -> Result<Accepting, Broken> {
+        Ok(Accepting { listener: Listener::new()?, came: None })
+    }
+
+    /// What NCCL passes to the peer.
+    pub fn handle(&self) -> [u8; HANDLE] {
+        self.listener.place().to_handle()
+    }
+
+    /// The connection that it waits for, once it is there and ready. The device is that of the current context.
+    pub fn accept(&mut self) -> Result<Option<End>, Broken> {
+        if self.came.is_none() {
+            let came = self.listener.accept()?;
+            self.came = came.map(|connection| Receiver::new(connection, context::current().ok()));
+        }
+        let Some(receiver) = &mut self.came else { return Ok(None) };
+        receiver.progress(&mut Requests::new())?;
+        if !receiver.is_settled() {
+            return Ok(None);
+        }
+        Ok(self.came.take().map(|receiver| End::new(Side::Receiver(receiver))))
+    }
+}
 
 /// How long the end of a connection waits for the receiver.
 const DELIVERED_WITHIN: Duration = Duration::from_secs(10);
@@ -94,39 +135,35 @@ impl End {
     }
 
     /// Connects to a listener. `caller` tells this call from others with the same address. `Ok(None)`: the
-    /// connection is not there yet.
+    /// connection is not there yet, or not ready for messages. The device is that of the current context.
     pub fn connect(caller: usize, handle: &[u8; HANDLE]) -> Result<Option<End>, Broken> {
-        static CONNECTING: Mutex<Option<HashMap<(usize, Address), Connecting>>> = Mutex::new(None);
+        static CONNECTING: Mutex<Option<HashMap<(usize, Address), Coming>>> = Mutex::new(None);
         let wrong =
             || Broken::Peer("a handle of another network plugin: all processes must use the same".into());
         let address = Address::from_handle(handle).ok_or_else(wrong)?;
         let key = (caller, address);
         let mut all = lock(&CONNECTING);
         let all = all.get_or_insert_default();
-        let connecting = match all.remove(&key) {
-            Some(connecting) => connecting,
-            None => Connecting::new(address)?,
+        let mut coming = match all.remove(&key) {
+            Some(coming) => coming,
+            None => Coming::Connecting(Connecting::new(address)?),
         };
-        if connecting.is_done()? {
-            return Ok(Some(End::new(Side::Sender(Sender::new(connecting.end()?)))));
+        if let Coming::Connecting(connecting) = coming {
+            if !connecting.is_done()? {
+                all.insert(key, Coming::Connecting(connecting));
+                return Ok(None);
+            }
+            coming = Coming::Settling(Box::new(Sender::new(connecting.end()?, context::current().ok())));
         }
-        all.insert(key, connecting);
-        Ok(None)
-    }
-
-    /// The connection that a listener waits for, once it is there.
-    pub fn accept(listener: &mut Listener) -> Result<Option<End>, Broken> {
-        let connection = listener.accept()?;
-        Ok(connection.map(|connection| End::new(Side::Receiver(Receiver::new(connection)))))
-    }
-
-    /// NCCL has registered memory.
-    pub fn registered(&self, place: Place) {
-        let mut state = lock(&self.0);
-        match &mut state.side {
-            Side::Sender(sender) => sender.registered(place),
-            Side::Receiver(receiver) => receiver.registered(place),
+        if let Coming::Settling(sender) = &mut coming {
+            sender.progress(&mut Requests::new())?;
+            if !sender.is_settled() {
+                all.insert(key, coming);
+                return Ok(None);
+            }
         }
+        let Coming::Settling(sender) = coming else { return Ok(None) };
+        Ok(Some(End::new(Side::Sender(*sender))))
     }
 
     /// Begins to send. `Ok(None)`: not now.

@@ -7,7 +7,7 @@ use crate::abi::result::Result;
 use crate::memory::address;
 use crate::memory::pinned_regions::REGIONS;
 use crate::process::context::Context;
-use crate::process::driver::{Driver, Server};
+use crate::process::driver::Driver;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
 use crate::work::server_copy::{SLOT, Slots, alive};
@@ -40,18 +40,11 @@ impl Place {
         // The CPU has managed memory at the same address.
         Ok(if found.managed { Place::Host } else { Place::Device(alive(driver, found.context)) })
     }
-
-    /// The server that has it.
-    pub fn server(self) -> Option<&'static Server> {
-        match self {
-            Place::Device(context) => Some(context.server),
-            Place::Host => None,
-        }
-    }
 }
 
 /// The plugin's stream of a context for what it sends and stages. It waits for no other stream: a collective's
-/// kernel is running and waits for this. It need not be ordered behind
+/// kernel is running and waits for this. For the same reason it has the highest priority: streams of one
+/// priority share a few hardware queues. It need not be ordered behind
 /// [fences](crate::process::fences) either: the kernel that filled the memory is.
 pub(crate) fn stream_of(context: &'static Context) -> Result<Arc<Stream>> {
     static STREAMS: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
@@ -60,7 +53,9 @@ pub(crate) fn stream_of(context: &'static Context) -> Result<Arc<Stream>> {
     if let Some(found) = streams.iter().find(|stream| std::ptr::eq(stream.context, context)) {
         return Ok(Arc::clone(found));
     }
-    let stream = stream_table::unnamed(context)?;
+    let stream = stream_table::unnamed_first(context)?;
+    // Now, because a stream's first use may take longer.
+    stream.mark()?;
     streams.push(Arc::clone(&stream));
     Ok(stream)
 }

@@ -1,21 +1,20 @@
 //! The receiving end of a connection.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result as Cuda;
 use crate::process::context::Context;
-use crate::process::driver::Server;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
-use crate::work::nccl_net::direct::{Offering, Receiving};
+use crate::work::nccl_net::direct::{Offering, Preparing, Receiving};
 use crate::work::nccl_net::frames::Frame;
 use crate::work::nccl_net::places::{Place, Stage, has_passed};
 use crate::work::nccl_net::requests::Requests;
 use crate::work::nccl_net::socket::{Broken, Connection};
-use client::log;
 use client::ops::direct::{DirectReceive, MAX_PIECE, PIECES};
 use client::seq::Seq;
+use client::{Status, lock, log};
 
 /// The sender is told of landed pieces when there are so many.
 const TELL_AFTER: u64 = PIECES as u64 / 8;
@@ -24,12 +23,8 @@ const TELL_AFTER: u64 = PIECES as u64 / 8;
 pub(crate) struct Receiver {
     connection: Connection,
     direct: Receiving,
-    /// The server of the memory that NCCL has registered.
-    server: Option<&'static Server>,
-    /// The sender's key, until this end has memory on a server.
-    key: Option<[u8; 32]>,
     /// The context in whose memory pieces are landed, and the stream whose progress word says which have been.
-    context: Option<&'static Context>,
+    here: Option<&'static Context>,
     stream: Option<Arc<Stream>>,
     /// What NCCL has posted.
     posted: VecDeque<Posted>,
@@ -76,14 +71,13 @@ enum Way {
 }
 
 impl Receiver {
-    pub fn new(connection: Connection) -> Receiver {
+    /// `here`: the context that NCCL uses.
+    pub fn new(connection: Connection, here: Option<&'static Context>) -> Receiver {
         let (posted, stage, landing) = Default::default();
         Receiver {
             connection,
             direct: Receiving::Unknown,
-            server: None,
-            key: None,
-            context: None,
+            here,
             stream: None,
             posted,
             credited: 0,
@@ -99,14 +93,13 @@ impl Receiver {
         }
     }
 
-    /// NCCL has registered memory.
-    pub fn registered(&mut self, place: Place) {
-        self.server = self.server.or(place.server());
+    /// Whether it is clear which way messages take, and everything is ready for them.
+    pub fn is_settled(&self) -> bool {
+        matches!(self.direct, Receiving::Open(_) | Receiving::None)
     }
 
     /// Takes memory for the next message.
     pub fn receive(&mut self, request: usize, place: Place, at: u64, most: u64) {
-        self.registered(place);
         self.posted.push_back(Posted { request, place, at, most, direct: false, message: None });
     }
 
@@ -162,7 +155,8 @@ impl Receiver {
             return Err(Broken::Peer("the direct connection of the servers was lost".into()));
         }
         let over = self.bye || self.connection.is_over();
-        if over && (self.announced < self.posted.len() || !self.is_between_messages()) {
+        let waits = self.announced < self.posted.len() || !self.is_between_messages() || !self.is_settled();
+        if over && waits {
             return Err(Broken::Peer("the sender has closed the connection".into()));
         }
         Ok(())
@@ -177,7 +171,7 @@ impl Receiver {
 
     fn hear(&mut self, frame: Frame) -> Result<(), Broken> {
         match (frame, &mut self.direct) {
-            (Frame::Key(key), Receiving::Unknown) if self.key.is_none() => self.key = Some(key),
+            (Frame::Key(key), Receiving::Unknown) => self.offer(key),
             (Frame::NoKey(why), Receiving::Unknown) => self.no_direct(&why),
             (Frame::Open, direct @ Receiving::Offered(_)) => {
                 if let Receiving::Offered(incoming) = std::mem::replace(direct, Receiving::None) {
@@ -206,7 +200,7 @@ impl Receiver {
     }
 
     fn no_direct(&mut self, why: &str) {
-        if self.server.is_some() {
+        if self.here.is_some() {
             log::info(format_args!(
                 "NCCL's messages from {} pass through this machine: {why}",
                 self.connection.peer()
@@ -216,29 +210,49 @@ impl Receiver {
     }
 
     fn settle_direct(&mut self) {
-        if let (Receiving::Unknown, Some(server), Some(key)) = (&self.direct, self.server, self.key) {
-            match Offering::new(server, key) {
-                Ok(offering) => self.direct = Receiving::Offering(offering),
-                Err(why) => {
-                    self.connection.put(&Frame::NoTicket(why.clone()));
-                    self.no_direct(&why);
+        match &mut self.direct {
+            Receiving::Offering(offering) => match offering.answer() {
+                Some(Ok((incoming, ticket))) => match self.here.map(receiving_stream) {
+                    Some(Ok(stream)) => {
+                        let preparing = Preparing::new(incoming.server, incoming.direct, false, stream.id);
+                        self.stream = Some(stream);
+                        self.direct = Receiving::Preparing(preparing, incoming, ticket);
+                    }
+                    _ => self.refuse("there is no stream"),
+                },
+                Some(Err(why)) => self.refuse(&why),
+                None => {}
+            },
+            Receiving::Preparing(preparing, ..) => match preparing.answer() {
+                Some(Ok(())) => {
+                    let direct = std::mem::replace(&mut self.direct, Receiving::None);
+                    if let Receiving::Preparing(_, incoming, ticket) = direct {
+                        self.connection.put(&Frame::Ticket(ticket));
+                        self.direct = Receiving::Offered(incoming);
+                    }
                 }
-            }
+                Some(Err(why)) => self.refuse(&why),
+                None => {}
+            },
+            _ => {}
         }
-        if let Receiving::Offering(offering) = &mut self.direct
-            && let Some(answer) = offering.answer()
-        {
-            match answer {
-                Ok((incoming, ticket)) => {
-                    self.connection.put(&Frame::Ticket(ticket));
-                    self.direct = Receiving::Offered(incoming);
-                }
-                Err(why) => {
-                    self.connection.put(&Frame::NoTicket(why.clone()));
-                    self.no_direct(&why);
-                }
-            }
+    }
+
+    /// Asks for a ticket for the sender.
+    fn offer(&mut self, key: [u8; 32]) {
+        let offering = match self.here {
+            Some(context) => Offering::new(context.server, key),
+            None => Err("the receiver uses no device".into()),
+        };
+        match offering {
+            Ok(offering) => self.direct = Receiving::Offering(offering),
+            Err(why) => self.refuse(&why),
         }
+    }
+
+    fn refuse(&mut self, why: &str) {
+        self.connection.put(&Frame::NoTicket(why.into()));
+        self.no_direct(why);
     }
 
     /// Tells the sender what was posted. Device memory waits until it is clear which way messages take.
@@ -246,9 +260,8 @@ impl Receiver {
         for posted in self.posted.iter_mut().skip(self.credited) {
             posted.direct = match (posted.place, &self.direct) {
                 (Place::Host, _) | (_, Receiving::None) => false,
-                (Place::Device(context), Receiving::Open(incoming)) => {
-                    let known = *self.context.get_or_insert(context);
-                    std::ptr::eq(known, context) && std::ptr::eq(context.server, incoming.server)
+                (Place::Device(context), Receiving::Open(_)) => {
+                    self.here.is_some_and(|here| std::ptr::eq(here, context))
                 }
                 _ => return,
             };
@@ -262,15 +275,13 @@ impl Receiver {
     fn tell_server(&mut self) -> Cuda {
         let Receiving::Open(incoming) = &mut self.direct else { return Ok(()) };
         for posted in self.posted.iter_mut().take(self.announced) {
-            let Posted { place: Place::Device(context), at, message: Some(message), .. } = posted else {
-                continue;
-            };
+            let Posted { at, message: Some(message), .. } = posted else { continue };
             let Way::Direct(last) = &mut message.way else { continue };
             while message.taken < message.len {
                 if self.told - self.landed >= 2 * PIECES as u64 {
                     return Ok(());
                 }
-                let stream = stream_for(&mut self.stream, context)?;
+                let stream = self.stream.as_ref().ok_or(Status::INVALID_HANDLE)?;
                 let len = (message.len - message.taken).min(MAX_PIECE);
                 let (direct, number, dst) = (incoming.direct, self.told + 1, *at + message.taken);
                 let receive = DirectReceive { stream: stream.id, direct, number, dst, len };
@@ -347,22 +358,24 @@ impl Receiver {
     }
 }
 
-/// The stream of a receiver, in the context of the memory that it received first.
-fn stream_for(stream: &mut Option<Arc<Stream>>, context: &'static Context) -> Cuda<Arc<Stream>> {
-    if let Some(stream) = stream {
-        return Ok(Arc::clone(stream));
+/// Streams of receivers that have ended. They are used again: neither making nor destroying one could disturb
+/// kernels that are running.
+static UNUSED: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
+
+/// A stream of a context, of which only the progress word is used.
+fn receiving_stream(context: &'static Context) -> Cuda<Arc<Stream>> {
+    let mut unused = lock(&UNUSED);
+    unused.retain(|stream| !stream.is_finished());
+    match unused.iter().position(|stream| std::ptr::eq(stream.context, context)) {
+        Some(found) => Ok(unused.swap_remove(found)),
+        None => stream_table::unnamed(context),
     }
-    let new = stream_table::unnamed(context)?;
-    *stream = Some(Arc::clone(&new));
-    Ok(new)
 }
 
 impl Drop for Receiver {
     fn drop(&mut self) {
         // First the connection: nothing is landed for the stream after that.
         self.direct = Receiving::None;
-        if let Some(stream) = self.stream.take() {
-            stream_table::end(stream);
-        }
+        lock(&UNUSED).extend(self.stream.take());
     }
 }

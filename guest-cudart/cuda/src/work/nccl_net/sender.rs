@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::abi::result::Result as Cuda;
 use crate::process::context::Context;
 use crate::process::stream::Stream;
-use crate::work::nccl_net::direct::{Key, Opening, Sending};
+use crate::work::nccl_net::direct::{Key, Opening, Preparing, Sending};
 use crate::work::nccl_net::frames::Frame;
 use crate::work::nccl_net::places::{Place, Stage, has_passed, stream_of};
 use crate::work::nccl_net::requests::Requests;
@@ -25,6 +25,7 @@ const WINDOW: u64 = PIECES as u64 / 2;
 
 /// See the module.
 pub(crate) struct Sender {
+    here: Option<&'static Context>,
     connection: Connection,
     direct: Sending,
     /// What the receiver has room for, one entry for each message.
@@ -67,37 +68,27 @@ enum Way {
 }
 
 impl Sender {
-    pub fn new(connection: Connection) -> Sender {
+    /// `here`: the context that NCCL uses.
+    pub fn new(mut connection: Connection, here: Option<&'static Context>) -> Sender {
+        let direct = match here {
+            Some(context) => Sending::Key(Key::of(context.server)),
+            None => {
+                connection.put(&Frame::NoKey("the sender uses no device".into()));
+                Sending::None
+            }
+        };
         let (credits, messages, stage) = Default::default();
-        let direct = Sending::Unknown;
-        Sender {
-            connection,
-            direct,
-            credits,
-            messages,
-            begun: 0,
-            stage,
-            sent: 0,
-            landed: 0,
-            accepted: 0,
-            received: 0,
-        }
+        let (begun, sent, landed, accepted, received) = (0, 0, 0, 0, 0);
+        Sender { here, connection, direct, credits, messages, begun, stage, sent, landed, accepted, received }
     }
 
-    /// NCCL has registered memory.
-    pub fn registered(&mut self, place: Place) {
-        if let (Sending::Unknown, Some(server)) = (&self.direct, place.server()) {
-            self.direct = Sending::Key(Key::of(server));
-        }
+    /// Whether it is clear which way messages take, and everything is ready for them.
+    pub fn is_settled(&self) -> bool {
+        matches!(self.direct, Sending::Open(_) | Sending::None)
     }
 
     /// Begins to send a message, if the receiver has room for it. False: not now.
     pub fn send(&mut self, request: usize, place: Place, at: u64, len: u64) -> Result<bool, Broken> {
-        if let (Sending::Unknown, Place::Host) = (&self.direct, place) {
-            // The receiver waits for a word.
-            self.direct = Sending::None;
-            self.connection.put(&Frame::NoKey("the sender has host memory".into()));
-        }
         let Some(Credit { most, direct }) = self.credits.front().copied() else {
             return if self.connection.is_over() { Err(closed()) } else { Ok(false) };
         };
@@ -154,7 +145,7 @@ impl Sender {
             self.messages.pop_front();
             self.begun -= 1;
         }
-        if self.connection.is_over() && !self.messages.is_empty() {
+        if self.connection.is_over() && !(self.messages.is_empty() && self.is_settled()) {
             return Err(closed());
         }
         Ok(())
@@ -196,6 +187,11 @@ impl Sender {
         self.direct = Sending::None;
     }
 
+    fn not_open(&mut self, why: &str) {
+        self.connection.put(&Frame::NotOpen(why.into()));
+        self.no_direct(why);
+    }
+
     fn settle_direct(&mut self) {
         match &mut self.direct {
             Sending::Key(key) => match key.answer() {
@@ -210,18 +206,30 @@ impl Sender {
                 None => {}
             },
             Sending::Opening(opening) => match opening.answer() {
-                Some(Ok(open)) => {
+                Some(Ok(outgoing)) => match self.here.map(stream_of) {
+                    Some(Ok(stream)) => {
+                        let preparing = Preparing::new(outgoing.server, outgoing.direct, true, stream.id);
+                        self.direct = Sending::Preparing(preparing, outgoing);
+                    }
+                    _ => self.not_open("there is no stream"),
+                },
+                Some(Err(why)) => self.not_open(&why),
+                None => {}
+            },
+            Sending::Preparing(preparing, _) => match preparing.answer() {
+                Some(Ok(())) => {
+                    if let Sending::Preparing(_, outgoing) =
+                        std::mem::replace(&mut self.direct, Sending::None)
+                    {
+                        self.direct = Sending::Open(outgoing);
+                    }
                     log::info(format_args!(
                         "NCCL's messages to {} go from server to server",
                         self.connection.peer()
                     ));
                     self.connection.put(&Frame::Open);
-                    self.direct = Sending::Open(open);
                 }
-                Some(Err(why)) => {
-                    self.connection.put(&Frame::NotOpen(why.clone()));
-                    self.no_direct(&why);
-                }
+                Some(Err(why)) => self.not_open(&why),
                 None => {}
             },
             _ => {}
