@@ -149,6 +149,9 @@ unsafe extern "C" fn init(_log: *const c_void) -> c_int {
     // Device memory goes over the network, wherever NCCL believes it to be.
     set(c"NCCL_NET_GDR_LEVEL", c"SYS");
     set(c"NCCL_NET_GDR_READ", c"1");
+    // As large as the steps of collectives: a step takes longer than over NCCL's own network, because its counters
+    // are mirrored host memory.
+    set(c"NCCL_P2P_NET_CHUNKSIZE", c"524288");
     log::info(format_args!("NCCL uses the network of rgpu (NCCL_NET=Socket: NCCL's own)"));
     SUCCESS
 }
