@@ -556,6 +556,38 @@ fn what_a_client_expects_wrongly_is_refused() {
 }
 
 #[test]
+fn a_prepared_connection_has_its_buffers_from_the_beginning() {
+    let target = Server::start(&[]);
+    let source = Server::start(&[&format!("--direct-to={}", unix(&target))]);
+    let (mut from, mut to) = (session(&source), session(&target));
+    let prepare = |direct, outgoing| DirectPrepare { direct, outgoing, stream: STREAM };
+    for direct in 1..=3 {
+        assert_eq!(to.call(&prepare(direct, false)).unwrap_err(), Status::INVALID_HANDLE);
+        assert_eq!(from.call(&prepare(direct, true)).unwrap_err(), Status::INVALID_HANDLE);
+        let ticket = offer(&mut from, &mut to, direct);
+        to.call(&prepare(direct, false)).unwrap();
+        open(&mut from, direct, &ticket).unwrap();
+        // A second time does no harm.
+        for _ in 0..2 {
+            from.call(&prepare(direct, true)).unwrap();
+        }
+        // More pieces than buffers, half of those in flight.
+        let mut last = 0;
+        for number in 1..=64 {
+            last = receive(&mut to, direct, number, BASE, 1 << 20);
+            send(&mut from, direct, number, BASE, 1 << 20);
+            if number % (PIECES as u64 / 2) == 0 {
+                landed(&mut to, last);
+            }
+        }
+        landed(&mut to, last);
+        from.call(&DirectClose { direct, outgoing: true }).unwrap();
+        to.call(&DirectClose { direct, outgoing: false }).unwrap();
+    }
+    assert_eq!((from.error(0), to.error(0)), (None, None));
+}
+
+#[test]
 fn closed_connections_make_room_for_others() {
     let target = Server::start(&[]);
     let source = Server::start(&[&format!("--direct-to={}", unix(&target))]);

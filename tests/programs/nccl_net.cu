@@ -466,9 +466,13 @@ int main(int argc, char **argv) {
     if (!net) fail("libnccl-net.so has no ncclNetPlugin_v8");
     // The same library, not a second one.
     if (dlsym(library, "rgpu_libcuda") != dlsym(dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL), "rgpu_libcuda")) fail("libcuda is there twice");
-    setenv("NCCL_NET", "Socket", 1);
-    if (net->init(nullptr) == SUCCESS) fail("the plugin takes over what NCCL_NET gives to another");
-    unsetenv("NCCL_NET");
+    // Only for who asks for it.
+    for (const char *other : {(const char *)nullptr, "", "Socket"}) {
+        if (other) setenv("NCCL_NET", other, 1);
+        else unsetenv("NCCL_NET");
+        if (net->init(nullptr) == SUCCESS) fail("the plugin is used although NCCL_NET is %s", other ? other : "not set");
+    }
+    setenv("NCCL_NET", "rgpu", 1);
     setenv("NCCL_NET_GDR_READ", "0", 1);
     NET(net->init(nullptr));
     if (strcmp(getenv("NCCL_NET_GDR_READ"), "0") || strcmp(getenv("NCCL_NET_GDR_LEVEL"), "SYS")) fail("wrong variables");

@@ -76,11 +76,21 @@ fn a_program_uses_the_devices_of_two_servers() -> Result<()> {
         outcome.verdict(PROGRAM).with_context(|| format!("with CUDA_VISIBLE_DEVICES={visible}"))?;
     }
     // NCCL's GPUs are in one process, yet not in one machine.
-    let told = |named: &[String]| -> Result<String> {
-        let output = run_with(named).args(["sh", "-c", "echo ${NCCL_SHM_DISABLE-unset}"]).output()?;
+    let told = |named: &[String], net: &str| -> Result<String> {
+        let output = run_with(named)
+            .args(["sh", "-c", "echo ${NCCL_SHM_DISABLE-unset} ${NCCL_BUFFSIZE-unset}"])
+            .env("NCCL_NET", net)
+            .output()?;
         Ok(String::from_utf8(output.stdout)?.trim().to_owned())
     };
-    ensure!(told(&servers)? == "1" && told(&servers[..1])? == "unset", "NCCL is not told");
+    for (named, net, expected) in [
+        (&servers[..], "", "1 524288"),
+        (&servers[..], "rgpu", "1 unset"),
+        (&servers[..1], "", "unset unset"),
+    ] {
+        let found = told(named, net)?;
+        ensure!(found == expected, "NCCL_NET={net}: NCCL is told {found:?} instead of {expected:?}");
+    }
     // Management programs.
     for program in ["nvidia_smi", "nvml"] {
         programs::run(&mut with_servers(&servers, program)?, programs::LIMIT)?.verdict(program)?;

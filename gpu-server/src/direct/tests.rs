@@ -248,7 +248,7 @@ fn pieces_go_over_verbs_from_one_end_to_the_other() {
     drop(lock(&outgoing.jobs).take());
     outgoing.bell.iter().for_each(|bell| bell.ring());
     assert_eq!(receiving.join().unwrap(), "closed");
-    drop((outgoing, incoming, verbs));
+    drop((outgoing, incoming, verbs, bytes));
     // The sending end's thread ends by itself.
     soon(until, || (software::objects() == 0).then_some(()));
 }

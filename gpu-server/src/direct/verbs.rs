@@ -323,8 +323,10 @@ impl Receiving {
             self.most = (self.most * 2).min(PIECES);
         }
         let posted = self.post(&incoming.pool).map_err(broken)?;
-        if posted > 0 {
-            stream.write_all(&[posted])?;
+        if posted > 0 && stream.write_all(&[posted]).is_err() {
+            // The sending end has just closed the connection. The next turn sees that, and takes what has come
+            // before.
+            return Ok(Turn::Worked);
         }
         Ok(if came { Turn::Worked } else { Turn::Idle(None) })
     }
