@@ -7,6 +7,7 @@
 use std::ffi::{CStr, c_char, c_float, c_int, c_void};
 use std::sync::Mutex;
 
+use crate::process::device_attributes::nccl_network_is_wanted;
 use crate::process::driver::{Driver, driver};
 use crate::work::nccl_net::{Accepting, Broken, End, HANDLE, Place, Requests};
 use client::{lock, log};
@@ -139,10 +140,7 @@ fn set(name: &CStr, value: &CStr) {
 
 unsafe extern "C" fn init(_log: *const c_void) -> c_int {
     // Only for who asks for it: see docs/decisions/0121 for what it cannot do yet.
-    if !std::env::var("NCCL_NET").is_ok_and(|wanted| wanted.eq_ignore_ascii_case("rgpu")) {
-        return SYSTEM_ERROR;
-    }
-    if driver().is_err() {
+    if !nccl_network_is_wanted() || driver().is_err() {
         return SYSTEM_ERROR;
     }
     // Device memory goes over the network, wherever NCCL believes it to be.

@@ -83,6 +83,11 @@ pub(crate) const NOT_HERE: &[usize] = &[
 /// The highest attribute of `cuda.h` 13.0.
 pub(crate) const LAST: usize = 147;
 
+/// Whether the user wants NCCL to use this library's network (`api::nccl_net`): `NCCL_NET` names it.
+pub(crate) fn nccl_network_is_wanted() -> bool {
+    std::env::var("NCCL_NET").is_ok_and(|wanted| wanted.eq_ignore_ascii_case("rgpu"))
+}
+
 /// Replaces the values that differ on this side of the connection. Every attribute of this API gets a value,
 /// as with any driver (NVIDIA's runtime library doesn't start otherwise); those the server doesn't report
 /// become 0.
@@ -114,9 +119,8 @@ pub(crate) fn complete_attributes(attributes: &mut Vec<Option<i32>>) {
     set(attr::HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
     set(attr::HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
     set(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES, pool_handles);
-    // NCCL passes device memory to a network only then: see `api::nccl_net`. What a network card of this machine
-    // would need is not here (110, 124).
-    set(attr::GPU_DIRECT_RDMA_SUPPORTED, 1);
+    // NCCL passes device memory to a network only then. Network cards of this machine cannot reach it (110, 124).
+    set(attr::GPU_DIRECT_RDMA_SUPPORTED, nccl_network_is_wanted().into());
     // −1: no NUMA node of this machine is near the GPU.
     set(131, -1);
     set(134, -1);
