@@ -120,8 +120,8 @@ pub const DATA_FLAGS: u32 = EAGER_FLAG | HASH_FLAG | KNOWN_FLAG | KEEP_FLAG | CO
 pub const COMPRESSED_SINCE: Version = Version { major: 2, minor: 1 };
 /// The first version in which a bridge takes compressed data, if it [says so](wish::COMPRESSED).
 pub const COMPRESSED_OUT_SINCE: Version = Version { major: 2, minor: 2 };
-/// The first version in which a session over verbs survives its connections.
-pub const VERBS_RESUME_SINCE: Version = Version { major: 2, minor: 2 };
+/// The first version in which a session over verbs survives its connections and the bridge's process. (Versions 2.2 to 2.4 had another way for connections alone; with them such a session ends.)
+pub const VERBS_RESUME_SINCE: Version = Version { major: 2, minor: 5 };
 /// Bytes of a block, the unit in which a server knows data: a piece is cut at multiples of this, and its last
 /// block may be shorter.
 pub const CACHE_BLOCK: u64 = MAX_DATA as u64;
@@ -264,7 +264,8 @@ numbers! {
         /// Either way, `verbs`, the first frame on the session's first control connection, and behind `RESUMED` on others: [`Queues`](super::Queues).
         QUEUES = 11;
         /// Bridge → server, `verbs`: [`RegionKey`](super::RegionKey). Comes before the first command that has
-        /// the server write into that memory.
+        /// the server write into that memory. Between `RESUMED` and `QUEUES`, since version 2.5: the same
+        /// memory has this key and address from now on, because another process of the bridge has it.
         REGION_KEY = 12;
         /// Server → bridge, `verbs`: one or more u32: slots that are free again, in the order in which they
         /// are to be written.
@@ -282,16 +283,16 @@ numbers! {
         /// Server → bridge, `verbs`: u64: the server has taken this many more bytes of records for execution
         /// ([`COMMANDS_AHEAD`](super::COMMANDS_AHEAD)).
         COMMANDS_TAKEN = 17;
-        /// Either way, `tcp`: one or more [`Received`](super::Received): how much of the session's streams
-        /// has come. The peer need not keep it any longer. A bridge acknowledges only the control stream in
+        /// Either way, `tcp`, and since version 2.5 `verbs`: one or more [`Received`](super::Received): how much of the session's streams
+        /// has come. (`verbs` has stream 0 alone.) The peer need not keep it any longer. A bridge acknowledges only the control stream in
         /// this way, because a server may read nothing after a command while it executes it. It acknowledges
         /// a data connection's stream on that connection, with a [`DataHeader`](super::DataHeader) of no
         /// bytes whose `seq` is 0 and whose `offset` is the number.
         RECEIVED = 18;
         /// Either way, the first frame on each control connection but the session's first: a
         /// [`Received`](super::Received) for each of the session's streams, in order, before the stream of
-        /// `tcp` goes on; it does not count as part of a stream. `verbs`, since version 2.2: one for each
-        /// queue.
+        /// `tcp` goes on; it does not count as part of a stream. `verbs`, since version 2.5: one for each
+        /// queue. (Versions 2.2 to 2.4 counted requests of queue 0, too.)
         RESUMED = 19;
         /// Bridge → worker, `local`, as one packet on the socket of
         /// [`ATTACH_SUCCESSION`](super::ATTACH_SUCCESSION), empty: the attached descriptor is a stream
@@ -317,6 +318,10 @@ numbers! {
         /// Bridge → worker, in the same way: the client continues. [`TAKE_OVER`](Self::TAKE_OVER) implies the
         /// same.
         CONTINUE = 26;
+        /// Server → bridge, `verbs`, between `RESUMED` and `QUEUES`: one or more [`Written`](super::Written),
+        /// those of a queue in order: writes that the bridge's `RESUMED` does not count and that are in the
+        /// client's memory. They came to a process that has ended.
+        WRITTEN = 27, since 5;
     }
 
     /// Kinds of [`ProgressUpdate`](super::ProgressUpdate).
@@ -545,9 +550,21 @@ layouts! {
         /// Zero.
         pub reserved: u32,
         /// Bytes of the stream that have come since the session began, over all of the session's links.
-        /// Greetings and [`frame::RESUMED`] are not part of a stream. `verbs`: requests of the peer on this
-        /// queue that were acted on, likewise.
+        /// Greetings and [`frame::RESUMED`] are not part of a stream. `verbs`: of stream 0, bytes whose frames
+        /// were acted on; of others, the peer's writes on this queue that were acted on, likewise.
         pub bytes: u64,
+    }
+
+    /// An entry of [`frame::WRITTEN`]: a write with immediate data.
+    pub struct Written since 5 {
+        /// The queue.
+        pub queue: u32,
+        /// The immediate data.
+        pub immediate: u32,
+        /// Bytes.
+        pub len: u32,
+        /// Zero.
+        pub reserved: u32,
     }
 
     /// Fixed part of [`frame::ATTACH`].

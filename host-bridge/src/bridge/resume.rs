@@ -273,6 +273,21 @@ impl Ticket {
     }
 }
 
+/// The first attempt to resume of the process that comes after so many others: higher than any that they have made.
+pub(super) fn first_attempt(generation: u64) -> Result<u32, EndReason> {
+    const OF_A_PROCESS: u32 = 1 << 20;
+    let first =
+        u32::try_from(generation).ok().and_then(|number| number.checked_mul(OF_A_PROCESS)?.checked_add(1));
+    first.ok_or_else(|| EndReason::Here(format!("{generation} processes have served the program before")))
+}
+
+/// Why a session begins without a link that another process had.
+pub(super) const PROCESS_ENDED: &str = "the process of this host that carried the session has ended";
+
+/// Why a session that is to pause ends instead.
+pub(super) const CANNOT_PAUSE: &str =
+    "the guest was stopped, and the server keeps no session without connections (--grace-seconds 0)";
+
 /// Starts a thread that resumes a session, with attempts from number `first` on. `failed`: connections of an
 /// earlier one were of no use, for this reason.
 pub(super) fn resume<M, A: Attempt>(

@@ -1,7 +1,7 @@
 //! What of a session outlives the bridge's process: enough for another one to go on with it, or to end it.
 //!
 //! It is made before the session begins ([`Prepared::save`](super::Prepared::save)) and never changes. What changes while the session runs is with its worker, which tells a successor, or over
-//! `tcp` in the files that belong to it: the relay's ledger and the list of regions.
+//! `tcp` and `verbs` in the files that belong to it: the relay's ledger and the list of regions.
 //!
 //! A successor gets it from whoever keeps it, and does not trust it more than the client that it belongs to: the process that made it may have been taken over by that client.
 
@@ -17,7 +17,7 @@ use protocol::device::text;
 use protocol::link::{FrameHeader, frame};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::tcp::SavedTcp;
+use super::tcp::{SavedQueues, SavedRemote};
 use super::{Closed, SessionConfig};
 use crate::framing::recv_some;
 
@@ -33,7 +33,7 @@ pub struct Saved(pub(super) Kind);
 #[derive(Debug)]
 pub(super) enum Kind {
     /// The server is elsewhere. The next process takes the relay's place.
-    Remote(Box<SavedTcp>),
+    Remote(Box<SavedRemote>),
     /// The worker is on this host and goes on by itself.
     Local(SavedLocal),
 }
@@ -67,6 +67,7 @@ impl About {
 
 const REMOTE: u64 = 1;
 const LOCAL: u64 = 2;
+const VERBS: u64 = 3;
 
 /// A descriptor that can be anything, as an eventfd that never blocks. If it is something else, what is done with it fails or has no meaning.
 pub fn event(fd: OwnedFd) -> io::Result<EventFd> {
@@ -84,9 +85,13 @@ impl Saved {
     /// Bytes, which contain the session's secret, and descriptors.
     pub fn parts(&self) -> (Vec<u8>, Vec<BorrowedFd<'_>>) {
         match &self.0 {
-            Kind::Remote(tcp) => {
-                let (bytes, descriptors) = tcp.parts();
-                ([&REMOTE.to_le_bytes(), &bytes[..]].concat(), descriptors)
+            Kind::Remote(remote) => {
+                let (bytes, descriptors) = remote.parts();
+                let begin = match &remote.queues {
+                    Some(queues) => [&VERBS.to_le_bytes(), queues.as_bytes()].concat(),
+                    None => REMOTE.to_le_bytes().to_vec(),
+                };
+                ([begin, bytes].concat(), descriptors)
             }
             Kind::Local(local) => {
                 let bytes = [&LOCAL.to_le_bytes(), local.about.as_bytes()].concat();
@@ -100,7 +105,17 @@ impl Saved {
         let malformed = || io::Error::new(ErrorKind::InvalidData, "what was saved of a session is malformed");
         let (kind, rest) = bytes.split_first_chunk().ok_or_else(malformed)?;
         let kind = match u64::from_le_bytes(*kind) {
-            REMOTE => Kind::Remote(Box::new(SavedTcp::from_parts(rest, descriptors).ok_or_else(malformed)?)),
+            kind @ (REMOTE | VERBS) => {
+                let (queues, rest) = match kind {
+                    VERBS => SavedQueues::read_from_prefix(rest)
+                        .map(|(queues, rest)| (Some(queues), rest))
+                        .map_err(|_| malformed())?,
+                    _ => (None, rest),
+                };
+                let mut saved = SavedRemote::from_parts(rest, descriptors).ok_or_else(malformed)?;
+                saved.queues = queues;
+                Kind::Remote(Box::new(saved))
+            }
             LOCAL => {
                 let [worker, doorbell, wake] = descriptors.try_into().map_err(|_| malformed())?;
                 let (doorbell, wake) = (event(doorbell)?, event(wake)?);
@@ -116,7 +131,7 @@ impl Saved {
     pub fn end(&self, config: &SessionConfig) {
         match &self.0 {
             // A server keeps a session whose connections are merely closed.
-            Kind::Remote(tcp) => tcp.end(config),
+            Kind::Remote(remote) => remote.end(config),
             // The worker finds that nobody can come, as if nobody held the socket.
             Kind::Local(local) => {
                 let _ = shutdown(local.worker.as_raw_fd(), Shutdown::Write);
@@ -219,7 +234,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn anything_that_was_saved_is_refused_or_understood(bytes in proptest::collection::vec(any::<u8>(), 0..600), kind in 0u64..4, descriptors in 0usize..5) {
+        fn anything_that_was_saved_is_refused_or_understood(bytes in proptest::collection::vec(any::<u8>(), 0..600), kind in 0u64..5, descriptors in 0usize..5) {
             let bytes = [&kind.to_le_bytes(), &bytes[..]].concat();
             if let Ok(saved) = Saved::from_parts(&bytes, files(descriptors)) {
                 prop_assert_eq!(saved.parts().0, bytes);

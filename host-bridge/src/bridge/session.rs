@@ -528,7 +528,7 @@ impl Prepared {
         Ok(match &mut self.link {
             Link::Tcp(greeting) => Some(Saved(Kind::Remote(Box::new(greeting.save(about)?)))),
             Link::Local(link) => Some(Saved(Kind::Local(link.save(&channel.doorbell, about)?))),
-            Link::Verbs(links) => links.save(about).map(|saved| Saved(Kind::Remote(Box::new(saved)))),
+            Link::Verbs(links) => links.save(about)?.map(|saved| Saved(Kind::Remote(Box::new(saved)))),
         })
     }
 
@@ -662,8 +662,12 @@ impl Session {
                 session.counters.resumed.add(1);
                 (Box::new(local), Inherited::Awaited(inherited), saved.about)
             }
-            Kind::Remote(_) if config.transport == TransportKind::Verbs => {
-                return Err(io::Error::other("a session over verbs ends with the process that carries it"));
+            Kind::Remote(saved) if config.transport == TransportKind::Verbs => {
+                let (verbs, inherited) = Verbs::resume(config, session.clone(), saved, own)?;
+                (Box::new(verbs), Inherited::Known(inherited), saved.about)
+            }
+            Kind::Remote(saved) if saved.queues.is_some() => {
+                return Err(io::Error::other("it went over verbs, which is not configured any more"));
             }
             Kind::Remote(saved) => {
                 let (tcp, inherited) = Tcp::resume(config, session.clone(), saved, own)?;

@@ -28,7 +28,7 @@ use self::downlink::Downlink;
 use super::Lost;
 use super::link::Connection;
 use super::tcp::TcpClient;
-use super::verbs::VerbsClient;
+use super::verbs::{Target, VerbsClient};
 use crate::compression::{CompressUse, Compression, SAMPLE, compress};
 use crate::framing::BadAcknowledgement;
 use crate::journal::{Journal, Piece};
@@ -458,11 +458,10 @@ enum Way {
         client: Weak<TcpClient>,
         outbox: Arc<Outbox>,
     },
-    /// By writes to this address of the client's memory.
+    /// By writes to this place of the client's memory.
     Verbs {
         client: Weak<VerbsClient>,
-        address: u64,
-        key: u32,
+        at: Target,
     },
 }
 
@@ -483,14 +482,8 @@ impl Outgoing {
         Outgoing { way: Way::Tcp { client, outbox }, seq, piece, len, sent: AtomicU64::new(0) }
     }
 
-    pub(super) fn over_verbs(
-        client: Weak<VerbsClient>,
-        seq: u64,
-        address: u64,
-        key: u32,
-        len: u64,
-    ) -> Outgoing {
-        Outgoing { way: Way::Verbs { client, address, key }, seq, piece: 0, len, sent: AtomicU64::new(0) }
+    pub(super) fn over_verbs(client: Weak<VerbsClient>, seq: u64, at: Target, len: u64) -> Outgoing {
+        Outgoing { way: Way::Verbs { client, at }, seq, piece: 0, len, sent: AtomicU64::new(0) }
     }
 
     /// Bytes in all.
@@ -541,8 +534,8 @@ impl Outgoing {
             return Ok(());
         }
         match (&self.way, lent.0) {
-            (Way::Verbs { address, key, .. }, Lending::Registered(lent)) => {
-                lent.send(self.seq, address + offset, *key, room)?;
+            (Way::Verbs { at, .. }, Lending::Registered(lent)) => {
+                lent.send(self.seq, at.behind(offset), room)?;
                 self.sent.fetch_add(room as u64, Ordering::Relaxed);
                 Ok(())
             }
@@ -583,9 +576,9 @@ impl Outgoing {
         let room = self.len.saturating_sub(offset).min(bytes.len() as u64) as usize;
         match &self.way {
             _ if room == 0 => Ok(()),
-            Way::Verbs { client, address, key } => {
+            Way::Verbs { client, at } => {
                 let Some(client) = client.upgrade() else { return Err(Lost::new("the session is over")) };
-                client.send(self.seq, address + offset, *key, &bytes[..room])?;
+                client.send(self.seq, at.behind(offset), &bytes[..room])?;
                 self.sent.fetch_add(room as u64, Ordering::Relaxed);
                 Ok(())
             }
@@ -695,12 +688,12 @@ impl Registered {
         unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.len) }
     }
 
-    /// Writes the first `len` bytes to `address` of the client's memory.
-    pub(super) fn send(self, seq: u64, address: u64, key: u32, len: usize) -> Result<(), Lost> {
+    /// Writes the first `len` bytes to a place of the client's memory.
+    pub(super) fn send(self, seq: u64, at: Target, len: usize) -> Result<(), Lost> {
         let lent = std::mem::ManuallyDrop::new(self);
         // SAFETY: taken out once, of a value that is not dropped.
         let client = unsafe { std::ptr::read(&lent.client) };
-        client.send_buffer(seq, address, key, lent.number, len)
+        client.send_buffer(seq, at, lent.number, len)
     }
 }
 

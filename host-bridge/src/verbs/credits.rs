@@ -47,6 +47,11 @@ impl Credits {
         self.have[queue] > if queue == 0 { 1 } else { 0 }
     }
 
+    /// How much was sent on that queue of which the peer has not shown that it has acted on it.
+    pub(super) fn unknown(&self, queue: usize) -> usize {
+        self.theirs.saturating_sub(self.have[queue]) as usize
+    }
+
     /// Something was sent on that queue.
     pub(super) fn spend(&mut self, queue: usize) {
         self.have[queue] = self.have[queue].saturating_sub(1);

@@ -10,7 +10,8 @@
 //!
 //! Requests are signalled selectively: the last of a run that a thread waits for, and every quarter of a queue. A completion covers all earlier requests on its queue.
 //!
-//! Queue pairs that break can be replaced; the stream and the writes go on behind what the peer has ([`requests`](super::requests)):
+//! Queue pairs that break can be replaced. Writes go on behind those that the peer has ([`requests`](super::requests)); the stream behind what the peer has acted on of it, if it is
+//! [kept](Link::keep), as over any other connection:
 //!
 //! ```text
 //!          poll() fails, or the owner gives the link up          the peer says the same
@@ -31,7 +32,7 @@ use super::credits::{Credits, LEAST_RECEIVES};
 use super::device::{Port, mtu_number};
 use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target, first_packet_number};
 use super::registration::{Access, Domain, Segment, Slab};
-use super::requests::Requests;
+use super::requests::{Requests, Settled};
 use super::sys::{Library, SendWr, Sge, Wc, number};
 use super::{DEEPEST, Settings, VerbsError};
 use crate::framing::SendBuffer;
@@ -65,9 +66,13 @@ pub enum Event<'l> {
         immediate: u32,
         /// Number of bytes written.
         len: u32,
+        /// Which of the peer's writes on that queue it is, counted from 1 since the session began.
+        number: u64,
     },
     /// One of our writes has completed, and its source may be reused.
     Written {
+        /// The queue. Those of a queue come in order.
+        queue: usize,
         /// The token given to [`Link::put`].
         token: u64,
     },
@@ -95,13 +100,22 @@ pub struct Put {
 }
 
 /// A request that was posted and has not completed.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 enum Posted {
-    /// A message from this buffer, with so many bytes of the stream.
-    Message(u16, usize),
-    /// The same, of queue pairs that are gone: its bytes of the stream.
-    Left(Vec<u8>),
+    /// A message from this buffer.
+    Message(u16),
     Write(Put),
+}
+
+/// The writes of a queue under earlier queue pairs, which another process has had.
+#[derive(Debug, Default)]
+pub struct EarlierWrites {
+    /// Those that the peer is known to have.
+    pub done: u64,
+    /// Those behind them, in order.
+    pub under_way: Vec<Put>,
+    /// The peer's that were acted on.
+    pub taken: u64,
 }
 
 #[derive(Debug)]
@@ -241,20 +255,20 @@ impl Unconnected {
                 most: most.into(),
             });
         }
-        let messages = receives.min(256);
+        let depths = depths(count, depth);
         let completions = Completions::new(domain.device(), count * 2 * receives)?;
         let inbox = Slab::new(domain, receives as usize * MESSAGE, Access::Write)?;
-        let outbox = Slab::new(domain, messages as usize * MESSAGE, Access::Read)?;
+        let outbox = Slab::new(domain, depths[0] * MESSAGE, Access::Read)?;
         let headers = Slab::new(domain, MAX_QUEUES * depth as usize * PIECE, Access::Read)?;
         let mut queues = Vec::with_capacity(count as usize);
-        for index in 0..count {
-            let sends = if index == 0 { messages } else { depth };
+        for depth in depths {
+            let sends = depth as u32;
             let pair = QueuePair::new(
                 domain,
                 &completions,
                 Depth { sends, receives, receive_segments: 1, inline: INLINE },
             )?;
-            queues.push(Queue { pair, depth: sends as usize, unsignalled: 0 });
+            queues.push(Queue { pair, depth, unsignalled: 0 });
         }
         let psn = first_packet_number()?;
         let (domain, loss) = (Arc::clone(domain), settings.loss);
@@ -347,6 +361,12 @@ impl Unconnected {
     }
 }
 
+/// Maximum number of outstanding requests of each queue: of messages, and of writes.
+fn depths(count: u32, writes: u32) -> Vec<usize> {
+    let messages = writes.max(LEAST_RECEIVES).min(256) as usize;
+    std::iter::once(messages).chain((1..count).map(|_| writes as usize)).collect()
+}
+
 fn check_peer(peer: &Queues) -> Result<(), VerbsError> {
     let wrong = |what: &str, value: u32| Err(VerbsError::Peer(format!("it offers {what} {value}")));
     match peer {
@@ -399,6 +419,30 @@ impl Up {
 }
 
 impl Link {
+    /// A link that is down, of a session that another process has had. `writes`: for each queue of data.
+    pub fn restored(domain: &Arc<Domain>, settings: &Settings, writes: Vec<EarlierWrites>) -> Link {
+        let (_, depth) = settings.wish();
+        let depths = depths(writes.len() as u32 + 1, depth);
+        let earlier = |EarlierWrites { done, under_way, taken }| {
+            Requests::restored(done, under_way.into_iter().map(Posted::Write).collect(), taken)
+        };
+        let messages = Requests::with_capacity(depths[0]);
+        Link {
+            up: None,
+            requests: std::iter::once(messages).chain(writes.into_iter().map(earlier)).collect(),
+            again: VecDeque::new(),
+            out: SendBuffer::keeping(),
+            domain: Arc::clone(domain),
+            depths,
+            counts: Counts::default(),
+        }
+    }
+
+    /// Keeps the stream until the peer acknowledges it. To be called before anything is appended.
+    pub fn keep(&mut self) {
+        self.out = SendBuffer::keeping();
+    }
+
     /// Queues for data: numbers 1 to this.
     pub fn data_queues(&self) -> usize {
         self.depths.len() - 1
@@ -473,7 +517,7 @@ impl Link {
             };
             // SAFETY: the buffer belongs to the outbox, is registered until after the queue pair is destroyed, and is not written again before this completes.
             unsafe { queue.pair.send(&mut wr) }?;
-            requests[0].post(Posted::Message(buffer, len));
+            requests[0].post(Posted::Message(buffer));
             up.messages.0 = up.messages.0.wrapping_add(1);
             counts.sent += 1;
             worked = true;
@@ -499,10 +543,9 @@ impl Link {
     /// queue: so the signalled one stands for all of them.
     pub fn next_queue(&self) -> Option<usize> {
         // Those that have to be repeated come first.
-        if self.again.is_empty() { self.free_queue() } else { None }
-    }
-
-    fn free_queue(&self) -> Option<usize> {
+        if !self.again.is_empty() {
+            return None;
+        }
         let up = self.up.as_ref()?;
         if up.queues[up.turn].unsignalled > 0 {
             return self.can_put(up.turn).then_some(up.turn);
@@ -511,12 +554,12 @@ impl Link {
         (0..count).map(|i| 1 + (up.turn + i) % count).find(|queue| self.can_put(*queue))
     }
 
-    /// Posts writes once more that were under way when earlier queue pairs broke, as far as there is room. True: there was one.
+    /// Posts writes once more that were under way when earlier queue pairs broke, on their queues, as far as there is room: whoever remembers them knows them by their number there. True: there was one.
     fn repeat(&mut self) -> Result<bool, VerbsError> {
         let mut worked = false;
-        while let (Some(put), Some(queue)) = (self.again.front().copied(), self.free_queue()) {
+        while let Some(put) = self.again.front().copied().filter(|put| self.can_put(put.queue)) {
             // One that is not signalled may be the last that anybody waits for.
-            self.put(&Put { queue, signal: true, ..put })?;
+            self.put(&Put { signal: true, ..put })?;
             self.again.pop_front();
             worked = true;
         }
@@ -640,13 +683,14 @@ impl Link {
         let Some(queue) = up.queues.iter().position(|q| q.pair.number() == wc.qp_num) else {
             return Ok(());
         };
-        while let Some(done) = self.requests[queue].done(wc.wr_id) {
+        let requests = &mut self.requests[queue];
+        while let Some(done) = requests.done(wc.wr_id) {
             match done {
-                Posted::Message(buffer, _) => up.free.push(buffer),
-                Posted::Write(put) => on(Event::Written { token: put.token })?,
-                Posted::Left(_) => {}
+                Posted::Message(buffer) => up.free.push(buffer),
+                Posted::Write(put) => on(Event::Written { queue, token: put.token })?,
             }
         }
+        requests.trim(if queue == 0 { 0 } else { up.credits.unknown(queue) });
         Ok(())
     }
 
@@ -692,7 +736,8 @@ impl Link {
             }
             (number::WC_RECV_RDMA_WITH_IMM, 1..) => {
                 counts.placed += 1;
-                on(Event::Placed { queue, immediate: u32::from_be(wc.imm_data), len: wc.byte_len })?;
+                let number = requests.get(queue).map_or(0, Requests::taken) + 1;
+                on(Event::Placed { queue, immediate: u32::from_be(wc.imm_data), len: wc.byte_len, number })?;
             }
             (opcode, _) => {
                 return Err(VerbsError::Peer(format!(
@@ -764,26 +809,24 @@ impl Link {
                 std::thread::yield_now();
             }
         }
-        let Some(up) = self.up.take() else { return Ok(()) };
-        let stream = |posted: &mut Posted| {
-            let Posted::Message(buffer, len) = *posted else { return };
-            let mut bytes = vec![0; len];
-            if let Some(from) = up.outbox.pointer(usize::from(buffer) * MESSAGE + HEADER, len) {
-                // SAFETY: a buffer of the outbox, which only this thread writes, and `bytes` has room for as many.
-                unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), len) };
-            }
-            *posted = Posted::Left(bytes);
-        };
-        self.requests[0].each(stream);
+        self.up = None;
         Ok(())
     }
 
-    /// Requests of the peer that were acted on, for each queue, since the session began.
+    /// Writes of the peer that were acted on, for each queue of data, since the session began.
     pub fn taken(&self) -> Vec<u64> {
-        self.requests.iter().map(Requests::taken).collect()
+        self.requests[1..].iter().map(Requests::taken).collect()
     }
 
-    /// The link is down, and the peer's too, which has acted on so many of our requests. What it has counts as done, as `on` hears; everything else will be sent again.
+    /// A write of the peer was acted on that came to an earlier process.
+    pub fn took(&mut self, queue: usize) -> Option<u64> {
+        let requests = self.requests.get_mut(queue).filter(|_| queue > 0)?;
+        requests.took();
+        Some(requests.taken())
+    }
+
+    /// The link is down, and the peer's too, which has acted on so many of our writes on each queue of data. What it has counts as done, as `on` hears; everything else will be sent again. Gives those
+    /// that were reported as done and that the peer does not know of: it has to be told, or the session ends.
     ///
     /// # Errors
     /// The peer cannot have acted on so many, or has lost some.
@@ -791,35 +834,34 @@ impl Link {
         &mut self,
         theirs: &[u64],
         on: &mut dyn FnMut(Event<'_>) -> Result<(), E>,
-    ) -> Result<(), E> {
-        if theirs.len() != self.requests.len() {
-            let (count, ours) = (theirs.len(), self.requests.len());
+    ) -> Result<Vec<Put>, E> {
+        if theirs.len() != self.data_queues() {
+            let (count, ours) = (theirs.len(), self.data_queues());
             return Err(VerbsError::Peer(format!("it resumes {count} queues, where {ours} were")).into());
         }
         if self.up.is_some() {
             return Err(VerbsError::Wrong("queue pairs are still there".into()).into());
         }
-        let (mut stream, mut writes) = (SendBuffer::new(), VecDeque::new());
-        for (requests, theirs) in self.requests.iter_mut().zip(theirs) {
-            let (done, again) = requests.settle(*theirs)?;
-            for posted in done {
-                if let Posted::Write(put) = posted {
-                    on(Event::Written { token: put.token })?;
-                }
+        let (mut writes, mut untold) = (VecDeque::new(), Vec::new());
+        let write = |posted: Posted| if let Posted::Write(put) = posted { Some(put) } else { None };
+        for ((queue, requests), theirs) in (1..).zip(&mut self.requests[1..]).zip(theirs) {
+            let Settled { done, unknown, again } = requests.settle(*theirs)?;
+            for put in done.into_iter().filter_map(write) {
+                on(Event::Written { queue, token: put.token })?;
             }
-            for posted in again {
-                match posted {
-                    Posted::Write(put) => writes.push_back(put),
-                    Posted::Left(bytes) => stream.end().extend_from_slice(&bytes),
-                    Posted::Message(..) => {}
-                }
-            }
+            untold.extend(unknown.into_iter().filter_map(write));
+            writes.extend(again.into_iter().filter_map(write));
         }
-        stream.end().extend_from_slice(self.out.unsent());
-        self.out = stream;
+        // The stream goes on where the peer says.
+        self.requests[0] = Requests::with_capacity(self.depths[0]);
         writes.append(&mut self.again);
         self.again = writes;
-        Ok(())
+        Ok(untold)
+    }
+
+    /// Changes the writes that will be sent again.
+    pub fn each_again(&mut self, change: impl FnMut(&mut Put)) {
+        self.again.iter_mut().for_each(change);
     }
 
     /// Goes on through new queue pairs, connected to the peer's. `quiet`: nothing is sent before the peer has sent something. The link is down and [settled](Self::settle).

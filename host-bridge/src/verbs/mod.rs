@@ -39,7 +39,7 @@ use serde::{Deserialize, Serialize};
 pub use client_memory::RegisteredRegion;
 pub use device::{Device, DeviceEvent, Port};
 pub use error::VerbsError;
-pub use link::{Event, Link, Put, Unconnected};
+pub use link::{EarlierWrites, Event, Link, Put, Unconnected};
 pub use pieces::{PieceBuffer, Pieces};
 pub use registration::{Access, Domain, Registration, Segment, Slab};
 

@@ -17,7 +17,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::os::fd::RawFd;
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use nix::errno::Errno;
@@ -36,6 +36,8 @@ const LID: u16 = 7;
 const MTU: u32 = 5;
 
 static INSTALLED: AtomicBool = AtomicBool::new(false);
+static WORDS: AtomicU64 = AtomicU64::new(u64::MAX);
+static ENDED: AtomicU64 = AtomicU64::new(0);
 static FABRIC: LazyLock<Mutex<Fabric>> = LazyLock::new(Mutex::default);
 
 /// Puts this module in the place of libibverbs, for the rest of the process.
@@ -49,6 +51,37 @@ pub(super) fn installed() -> Option<&'static Library> {
 
 fn fabric() -> MutexGuard<'static, Fabric> {
     FABRIC.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A relay's thread ends when it has written so many more words into its ledger, as if its process did: nothing is said to anybody, and its queue pairs and registrations are gone.
+pub fn end_process_after(words: u64) {
+    WORDS.store(words, Ordering::SeqCst);
+}
+
+/// How many have ended so.
+pub fn processes_ended() -> u64 {
+    ENDED.load(Ordering::SeqCst)
+}
+
+/// What a thread ends with.
+pub(crate) struct Ended;
+
+/// Counts a word of a ledger.
+pub(crate) fn writes_word() {
+    let left = |words: u64| words.checked_sub(1).filter(|_| words < u64::MAX);
+    if WORDS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left) == Err(0) {
+        WORDS.store(u64::MAX, Ordering::SeqCst);
+        std::panic::resume_unwind(Box::new(Ended));
+    }
+}
+
+/// Whether a thread ended in this way.
+pub(crate) fn has_ended(why: &(dyn std::any::Any + Send)) -> bool {
+    let ended = why.is::<Ended>();
+    if ended {
+        ENDED.fetch_add(1, Ordering::SeqCst);
+    }
+    ended
 }
 
 /// What becomes of requests to a peer that is not in this process.
@@ -193,6 +226,8 @@ struct Pair {
 struct Request {
     id: u64,
     opcode: u32,
+    /// Its success is reported. (Its failure always is.)
+    signalled: bool,
     payload: Payload,
     write: Option<(u64, u32, u32)>,
 }
@@ -315,6 +350,9 @@ impl Fabric {
         let Some(pair) = self.pairs.get_mut(&from) else { return false };
         let Some(request) = pair.sends.pop_front() else { return false };
         let queue = pair.send_queue;
+        if status == number::WC_SUCCESS && !request.signalled {
+            return true;
+        }
         // IBV_WC_SEND is 0, IBV_WC_RDMA_WRITE is 1.
         let opcode = u32::from(request.opcode == number::WR_RDMA_WRITE_WITH_IMM);
         self.completed(queue, Wc { wr_id: request.id, status, opcode, qp_num: from, ..Wc::default() });
@@ -687,7 +725,7 @@ extern "C" fn post_send(qp: *mut Qp, wr: *mut SendWr, _bad: *mut *mut SendWr) ->
     let write = (opcode == number::WR_RDMA_WRITE_WITH_IMM)
         .then(|| (of!(wr, remote_addr), of!(wr, rkey), of!(wr, imm_data)));
     assert!(write.is_some() || opcode == number::WR_SEND, "a request of kind {opcode}");
-    assert!(of!(wr, send_flags) & number::SEND_SIGNALED != 0, "a request that does not complete");
+    let signalled = of!(wr, send_flags) & number::SEND_SIGNALED != 0;
     let payload = if of!(wr, send_flags) & number::SEND_INLINE != 0 {
         let mut bytes = Vec::new();
         for part in parts {
@@ -706,7 +744,7 @@ extern "C" fn post_send(qp: *mut Qp, wr: *mut SendWr, _bad: *mut *mut SendWr) ->
     if pair.sends.len() >= pair.most_sends {
         return libc::ENOMEM;
     }
-    pair.sends.push_back(Request { id: of!(wr, wr_id), opcode, payload, write });
+    pair.sends.push_back(Request { id: of!(wr, wr_id), opcode, signalled, payload, write });
     match pair.state {
         number::QPS_RTS => fabric.carry(from),
         number::QPS_ERR => fabric.stop(from),

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use host_bridge::bridge::SessionConfig;
-use host_bridge::endpoint::{Client, Commands, LocalCommands, Mapped, Polling, Sink, Source};
+use host_bridge::endpoint::{Client, Commands, LocalCommands, Lost, Mapped, Polling, Sink, Source};
 use host_bridge::framing::{Address, recv_frame, recv_struct, send_frame, send_message};
 use protocol::Status;
 use protocol::channel::NO_SLOT;
@@ -162,7 +162,17 @@ pub(crate) fn execute(
                     Ok(came) => bytes = came,
                     Err(e) => break Err(e.reason),
                 },
-                Source::Placed(_) => panic!("no slots"),
+                Source::Placed(placed) => {
+                    let read = placed.read::<Lost>(|_, chunk| {
+                        let at = bytes.len();
+                        bytes.resize(at + chunk.len(), 0);
+                        chunk.read(&mut bytes[at..]);
+                        Ok(())
+                    });
+                    if let Err(e) = read {
+                        break Err(e.reason);
+                    }
+                }
             }
             memory.insert(op.dst, bytes);
         } else if record.opcode == MemcpyDtoH::INFO.opcode {

@@ -1,4 +1,4 @@
-//! A server whose workers are the real ends of `tcp` sessions, in threads, over "device memory" in a map. Sessions outlive their connections.
+//! A server whose workers are the real ends of `tcp` and `verbs` sessions, in threads, over "device memory" in a map. Sessions outlive their connections.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -8,9 +8,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use host_bridge::bridge::{Security, SessionConfig};
-use host_bridge::endpoint::{Allowance, Client, CompressUse, Polling, Survivor, TcpClient, TcpCommands};
+use host_bridge::endpoint::{
+    Allowance, Client, Commands, CompressUse, Polling, Survivor, TcpClient, TcpCommands, VerbsClient,
+    VerbsCommands,
+};
 use host_bridge::framing::Address;
 use host_bridge::stream::Stream;
+use host_bridge::verbs::Settings;
 use protocol::device::Answer;
 use protocol::link::{Hello, MAGIC, Welcome, purpose, wish};
 use zerocopy::{FromZeros, IntoBytes};
@@ -29,9 +33,32 @@ pub struct TcpServer {
     shared: Arc<Shared>,
 }
 
+/// The end of a session.
+#[derive(Clone)]
+enum Worker {
+    Tcp(Arc<TcpClient>),
+    Verbs(Arc<VerbsClient>),
+}
+
+impl Worker {
+    fn survivor(&self) -> &dyn Survivor {
+        match self {
+            Worker::Tcp(client) => &**client,
+            Worker::Verbs(client) => &**client,
+        }
+    }
+
+    fn client(&self) -> &dyn Client {
+        match self {
+            Worker::Tcp(client) => &**client,
+            Worker::Verbs(client) => &**client,
+        }
+    }
+}
+
 #[derive(Default)]
 struct Shared {
-    sessions: Mutex<HashMap<[u8; 16], Arc<TcpClient>>>,
+    sessions: Mutex<HashMap<[u8; 16], Worker>>,
     begun: AtomicUsize,
     resumed: AtomicUsize,
     ended: AtomicUsize,
@@ -129,7 +156,7 @@ impl Shared {
         if hello.purpose == purpose::END {
             self.farewells.fetch_add(1, Ordering::SeqCst);
         }
-        let opens = hello.purpose == purpose::CONTROL;
+        let opens = matches!(hello.purpose, purpose::CONTROL | purpose::VERBS);
         let number = if opens { self.begun.fetch_add(1, Ordering::SeqCst) as u8 } else { 0 };
         let token = if opens { [number; 16] } else { hello.token };
         let known = self.sessions.lock().unwrap().get(&token).cloned();
@@ -146,18 +173,21 @@ impl Shared {
         if opens {
             return self.serve(token, stream, hello, &welcome);
         }
-        let (Ok(()), Some(client)) = (stream.write_all(welcome.as_bytes()), known) else { return };
+        let (Ok(()), Some(worker)) = (stream.write_all(welcome.as_bytes()), known) else { return };
         let stream = Stream::from(OwnedFd::from(stream));
         assert_eq!(hello.secret, [token[0]; 32]);
         // A session may end meanwhile.
         let _ = match hello.purpose {
-            purpose::DATA => client.add_data_connection(hello.attempt, hello.index, stream),
+            purpose::DATA => match worker {
+                Worker::Tcp(client) => client.add_data_connection(hello.attempt, hello.index, stream),
+                Worker::Verbs(_) => panic!("a data connection over verbs"),
+            },
             purpose::RESUME => {
                 self.resumed.fetch_add(1, Ordering::SeqCst);
-                client.resume(hello.attempt, stream)
+                worker.survivor().resume(hello.attempt, stream)
             }
             purpose::END => {
-                client.close();
+                worker.client().close();
                 Ok(())
             }
             other => panic!("a connection for {other}"),
@@ -166,18 +196,31 @@ impl Shared {
 
     fn serve(&self, token: [u8; 16], mut socket: TcpStream, hello: &Hello, welcome: &Welcome) {
         let control = Stream::from(OwnedFd::from(socket.try_clone().unwrap()));
+        if hello.purpose == purpose::VERBS {
+            let _ = socket.write_all(welcome.as_bytes());
+            let (slots, settings) = (hello.slot_count, Settings::default());
+            let begun = VerbsCommands::start(control, slots, &settings, Polling::default(), PATIENCE);
+            let (commands, client) = begun.unwrap();
+            return self.work(token, commands, Worker::Verbs(client));
+        }
         let takes = hello.wishes & wish::COMPRESSED != 0;
         let compress = CompressUse::Always.over(takes, false);
         let allowance = Allowance { grace: PATIENCE, replay: 64 << 20, eager: 0, compress };
-        let (mut commands, client) =
+        let (commands, client) =
             TcpCommands::start(control, hello.slot_count, DATA, Polling::default(), allowance).unwrap();
         // The data connections come as soon as the client is welcome.
-        self.sessions.lock().unwrap().insert(token, client.clone());
+        self.sessions.lock().unwrap().insert(token, Worker::Tcp(client.clone()));
         let _ = socket.write_all(welcome.as_bytes());
-        if let Err(e) = execute(&mut commands, &*client, Behavior::Good, &Kept::default()) {
+        self.work(token, commands, Worker::Tcp(client));
+    }
+
+    fn work(&self, token: [u8; 16], mut commands: impl Commands, worker: Worker) {
+        self.sessions.lock().unwrap().insert(token, worker.clone());
+        let executed = execute(&mut commands, worker.client(), Behavior::Good, &Kept::default());
+        if let Err(e) = executed {
             self.trouble.lock().unwrap().push(e);
         }
-        client.close();
+        worker.client().close();
         self.sessions.lock().unwrap().remove(&token);
         self.ended.fetch_add(1, Ordering::SeqCst);
     }

@@ -54,7 +54,7 @@ pub(super) fn a_hostile_bridge_is_shown_out(rgpu: &Rgpu) -> Result<()> {
 /// The same when it comes back to its session. The server keeps sessions.
 const HOSTILE_RETURNS: [(&str, &str); 5] = [
     ("resume-more", "of which"),
-    ("resume-less", "its device has acknowledged"),
+    ("resume-less", "resumes what cannot be"),
     ("resume-queues", "other queues than it began with"),
     ("resume-stranger", "no session has this token"),
     ("resume-twice", "not the latest"),

@@ -487,7 +487,10 @@ impl<M: ClientMemory> Flows<M> {
 impl<M: ClientMemory> Schedule for Flows<M> {
     type Memory = M;
     const COMMANDS_AHEAD: Option<u64> = None;
-    const ACKNOWLEDGED: bool = true;
+
+    fn is_acknowledged(&self) -> bool {
+        true
+    }
 
     fn command(&mut self, seq: u64, info: &OpInfo, body: &[u8]) -> Result<(), WireError> {
         if !info.carries_data {

@@ -346,7 +346,7 @@ impl<'c, S: AnySchedule> Session<'c, S> {
                 self.machine.finish_turn();
                 self.waiting.retain(|done| done.try_recv().is_err());
             }
-            20 if S::ACKNOWLEDGED => {
+            20 if self.machine.schedule.is_acknowledged() => {
                 // What the server has acknowledged is looked at by the carrier.
                 for received in self.machine.take_acknowledged() {
                     if received.stream == 0 {
@@ -354,7 +354,7 @@ impl<'c, S: AnySchedule> Session<'c, S> {
                     }
                 }
             }
-            21 if S::ACKNOWLEDGED => self.resume(steps)?,
+            21 if self.machine.schedule.is_acknowledged() => self.resume(steps)?,
             22 => self.hash(steps),
             _ => return self.wait(steps),
         }
@@ -603,7 +603,7 @@ impl<'c, S: AnySchedule> Session<'c, S> {
     fn data(&mut self, steps: &mut Steps<'_>) -> Result<(), EndReason> {
         let (seq, len) = (self.command(steps), steps.number());
         if S::COMMANDS_AHEAD.is_some() {
-            self.machine.written_by_server(seq as u32, len as u32)?;
+            self.machine.written_by_server(0, 0, (seq as u32, len as u32))?;
             return self.machine.take_frames();
         }
         let len = len % (4 << 20);

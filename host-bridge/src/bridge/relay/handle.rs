@@ -23,6 +23,13 @@ struct Ended {
     changed: Condvar,
 }
 
+impl Ended {
+    fn tell(&self) {
+        *self.over.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.changed.notify_all();
+    }
+}
+
 /// A running relay. `M`: the client's memory, as its transport uses it.
 pub(in crate::bridge) struct RelayHandle<M> {
     session: Arc<SessionState>,
@@ -52,10 +59,17 @@ impl<M: Send + 'static> RelayHandle<M> {
             .name(thread_name("relay"))
             .spawn(move || {
                 // A defect must end this session with a reason, and not leave its client waiting.
-                let end =
-                    catch_unwind(AssertUnwindSafe(|| relay(&for_relay, &for_mailbox))).unwrap_or_else(|_| {
-                        EndReason::Here("the relay panicked: its message is on standard error".into())
-                    });
+                let end = catch_unwind(AssertUnwindSafe(|| relay(&for_relay, &for_mailbox)));
+                #[cfg(feature = "software-verbs")]
+                if let Err(why) = &end
+                    && crate::verbs::software::has_ended(&**why)
+                {
+                    for_mailbox.close();
+                    return for_ended.tell();
+                }
+                let end = end.unwrap_or_else(|_| {
+                    EndReason::Here("the relay panicked: its message is on standard error".into())
+                });
                 if let Some(timeline) = Timeline::create(&format!("bridge-{}", for_relay.channel.pid)) {
                     timeline.save(&for_relay.trace);
                 }
@@ -66,8 +80,7 @@ impl<M: Send + 'static> RelayHandle<M> {
                     _ => for_relay.lose(&reason),
                 }
                 for_mailbox.gone();
-                *for_ended.over.lock().unwrap_or_else(PoisonError::into_inner) = true;
-                for_ended.changed.notify_all();
+                for_ended.tell();
             })
             .map_err(here)?;
         Ok(RelayHandle { session, mailbox, ended, thread: Mutex::new(Some(thread)) })

@@ -4,6 +4,8 @@
 //!   memfd:  head │ log │ awaited answers │ outline of the control stream │ uploads │ downloads │ lanes: chunks under way, by data connection
 //! ```
 //!
+//! Over `verbs` a lane is a queue of writes: where a connection has bytes, it has writes, each of length 1. The server's slots stand where a session over `tcp` has the last of its lanes.
+//!
 //! The commands themselves stay in the client's ring, and data in the client's memory, until the server has them; here is what neither of them says: where frames and chunks begin and end in the
 //! streams, which data and which answers are awaited, and how far the server's streams have been acted on.
 //!
@@ -27,7 +29,7 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::unistd::ftruncate;
 use protocol::channel::Position;
 use protocol::data::{HostRange, Place};
-use protocol::link::DataHeader;
+use protocol::link::{DataHeader, MAX_QUEUES};
 
 /// What a ledger begins with. Another layout gets another number.
 const MAGIC: u64 = u64::from_le_bytes(*b"rGPUled1");
@@ -63,6 +65,11 @@ const UNPLACED: u32 = 7;
 const FRAMES_FRONT: u32 = 8;
 const UPLOADS_TOP: u32 = 10;
 const DOWNLOADS_TOP: u32 = 11;
+/// Over `verbs`: the slot whose turn is next, what may hold the streams up, and bytes of records that the server has not taken.
+const NEXT_SLOT: u32 = 12;
+const HOST_HOLDS: u32 = 13;
+const WORD_HOLD: u32 = 14;
+const UNTAKEN: u32 = 15;
 /// For each lane: 1 if the chunk behind the last one has been given out and is not sent yet, because it is being compressed.
 const AWAITING: u32 = 16;
 /// For each lane: bytes of whole chunks that came, where the first chunk under way begins, and which chunks those are.
@@ -78,10 +85,14 @@ const DOWNLOADS_AT: u32 = UPLOADS_AT + PIECES * UPLOAD;
 const DOWNLOAD: u32 = 6;
 const LANES_AT: u32 = DOWNLOADS_AT + PIECES * DOWNLOAD;
 const CHUNK: u32 = 7;
+/// For each slot of a server over `verbs`: 1 if it is in use.
+const SLOTS_AT: u32 = LANES_AT + MAX_QUEUES as u32 * CHUNKS * CHUNK;
+const SLOTS: u32 = 1 << 16;
 const CELLS: u32 = LANES_AT + LANES * CHUNKS * CHUNK;
 /// Bytes of a ledger. Only the pages that were written take memory.
 const SIZE: usize = CELLS as usize * size_of::<u64>();
 
+const _: () = assert!(SLOTS_AT + SLOTS <= CELLS && UNTAKEN < AWAITING);
 const _: () = assert!(AWAITING + LANES <= LANE_HEADS && LANE_HEADS + LANES * LANE_HEAD <= LOG_AT);
 
 /// A frame of the control stream that the server may not have.
@@ -133,6 +144,28 @@ pub(super) struct Lane {
     pub(super) chunks: Vec<(DataHeader, [u8; 32])>,
 }
 
+/// The flow of an upload over `verbs` that waits for grants.
+pub(super) const ASKED: u64 = 1;
+
+/// What becomes of an upload over `verbs`.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Progress {
+    /// It waits for grants.
+    Asked,
+    /// It has been given out up to here.
+    Given(u64),
+    /// It has been granted up to here.
+    Granted(u64),
+}
+
+/// What a schedule over `verbs` has besides its writes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Turns {
+    pub(super) next_slot: u32,
+    pub(super) host_holds: u64,
+    pub(super) word_hold: bool,
+}
+
 /// All that a ledger says.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Content {
@@ -143,6 +176,8 @@ pub(super) struct Content {
     pub(super) frames: Vec<(u64, Framed)>,
     pub(super) control_in: u64,
     pub(super) unplaced: u64,
+    pub(super) untaken: u64,
+    pub(super) turns: Turns,
     /// By slot: the command whose answer is awaited, or 0.
     pub(super) awaited: Vec<u64>,
     /// In the order of their commands.
@@ -204,6 +239,8 @@ impl Cells {
                 std::panic::resume_unwind(Box::new(Ended));
             }
         }
+        #[cfg(feature = "software-verbs")]
+        crate::verbs::software::writes_word();
         self.cell(index).store(value, Ordering::Release);
     }
 }
@@ -392,6 +429,12 @@ impl Ledger {
             ring: Position::from_parts(length(RING)?, length(RING + 1)?),
             control_in: length(CONTROL_IN)?,
             unplaced: length(UNPLACED)?,
+            untaken: length(UNTAKEN)?,
+            turns: Turns {
+                next_slot: length(NEXT_SLOT)? as u32,
+                host_holds: length(HOST_HOLDS)?,
+                word_hold: cells.get(WORD_HOLD) != 0,
+            },
             awaited: (0..slots as u32).map(|slot| cells.get(AWAITED + slot)).collect(),
             ..Content::default()
         };
@@ -552,6 +595,18 @@ impl Ledger {
         self.staged.set_all(at, [seq, flags, place(memory), offset, len, 0, 0, 0, 0]);
     }
 
+    /// Over `verbs`: what has become of an upload.
+    pub(super) fn progress(&mut self, seq: u64, piece: u32, progress: Progress) {
+        let (word, value) = match progress {
+            Progress::Asked => (5, ASKED),
+            Progress::Given(at) => (6, at),
+            Progress::Granted(upto) => (8, upto),
+        };
+        if let Some(at) = self.uploads.entries.get(&(seq, piece)) {
+            self.staged.set(at + word, value);
+        }
+    }
+
     /// How far an upload has been given out.
     pub(super) fn job(&mut self, seq: u64, piece: u32, job: Job) {
         if let Some(at) = self.uploads.entries.get(&(seq, piece)) {
@@ -565,6 +620,37 @@ impl Ledger {
             self.unplaced = bytes;
             self.staged.set(UNPLACED, bytes);
         }
+    }
+
+    /// Sets a word that nothing else is staged for.
+    fn word(&mut self, cell: u32, value: u64) {
+        if self.cells.get(cell) != value {
+            self.staged.set(cell, value);
+        }
+    }
+
+    /// What there is of a schedule besides its writes. To be called right before a commit.
+    pub(super) fn turns(&mut self, Turns { next_slot, host_holds, word_hold }: Turns) {
+        self.word(NEXT_SLOT, next_slot.into());
+        self.word(HOST_HOLDS, host_holds);
+        self.word(WORD_HOLD, word_hold.into());
+    }
+
+    /// Bytes of records that the server has not taken. To be called right before a commit.
+    pub(super) fn untaken(&mut self, bytes: u64) {
+        self.word(UNTAKEN, bytes);
+    }
+
+    /// A slot is in use, or free again.
+    pub(super) fn slot(&mut self, slot: u32, used: bool) {
+        if slot < SLOTS {
+            self.staged.set(SLOTS_AT + slot, used.into());
+        }
+    }
+
+    /// The first `count` slots, by whether they were in use under another process.
+    pub(super) fn slots_in_use(&self, count: u32) -> Vec<bool> {
+        (0..count.min(SLOTS)).map(|slot| self.cells.get(SLOTS_AT + slot) != 0).collect()
     }
 
     /// The server has all uploads of a command.

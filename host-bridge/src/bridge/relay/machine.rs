@@ -9,11 +9,10 @@ use protocol::Status;
 use protocol::channel::{
     Completed, Consumer, Header, MAX_PAYLOAD, MAX_RECORD, NO_SLOT, Position, RECORD_HEADER, Record,
 };
-use protocol::data::{DataUse, Place};
+use protocol::data::DataUse;
 use protocol::handle::{ContextId, StreamId};
 use protocol::link::{
-    ARENA_KEY, DataAsk, DataGrant, DataSent, ProgressUpdate, Received, RegionKey, ReplyHeader, frame,
-    progress,
+    DataAsk, DataGrant, DataHeader, DataSent, ProgressUpdate, Received, ReplyHeader, frame, progress,
 };
 use protocol::ops::{self, Class};
 use protocol::trace::Stage;
@@ -25,6 +24,7 @@ use super::ledger::{Framed, Ledger};
 use super::mailbox::{Mailbox, Message};
 use super::regions::{Regions, Span};
 use super::sent::Sent;
+use super::succession::region_key;
 use super::unsent::Unsent;
 use super::{EndReason, Schedule, Upload};
 use crate::bridge::state::{SessionState, Waker};
@@ -53,7 +53,7 @@ pub(in crate::bridge) struct Machine<'c, S: Schedule> {
     /// For each reply slot the seq of the command that awaits an answer there; 0: none.
     pub(super) waiting: Vec<u64>,
     /// Bytes of records that the server has not taken, where it says what it takes.
-    untaken: u64,
+    pub(super) untaken: u64,
     /// Where the ring was read to when the control stream was so long. What the server has received leaves the ring.
     pub(super) forwarded: VecDeque<(u64, Position)>,
     /// What stands in frames that are finished.
@@ -128,6 +128,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
     pub(in crate::bridge) fn commit(&mut self) {
         if let Some(ledger) = &mut self.ledger {
             self.schedule.note(ledger);
+            ledger.untaken(self.untaken);
             ledger.commit();
         }
     }
@@ -221,7 +222,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
         let worked = taken?;
         if worked {
             self.commit();
-            if S::ACKNOWLEDGED {
+            if self.schedule.is_acknowledged() {
                 self.forwarded.push_back((out.appended(), self.consumer.position()));
             } else {
                 self.release_records(self.consumer.position());
@@ -386,11 +387,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
             let piece = piece as u32;
             if write {
                 if let Some(key) = super::ClientMemory::take_key(span.memory()) {
-                    let region = match range.place {
-                        Place::Arena => ARENA_KEY,
-                        Place::Region(id) => id,
-                    };
-                    let key = RegionKey { address: key.address, size: key.size, region, key: key.key };
+                    let key = region_key(range.place, key);
                     first(&mut self.ledger, frame::REGION_KEY, key.as_bytes());
                 }
                 self.downloads.expect(seq, piece, span);
@@ -442,6 +439,16 @@ impl<'c, S: Schedule> Machine<'c, S> {
         }
     }
 
+    /// This write is about to be posted on a queue of data, `lane`.
+    pub(in crate::bridge) fn posting(&mut self, lane: usize, header: &DataHeader, slot: u32) {
+        if let Some(ledger) = &mut self.ledger {
+            let mut more = [0; 32];
+            more[..4].copy_from_slice(&slot.to_le_bytes());
+            ledger.sending(lane, header, Some(&more));
+            self.commit();
+        }
+    }
+
     /// The server has what was sent first on data connection `lane` of what it had not, `len` bytes of the stream.
     pub(in crate::bridge) fn arrived(&mut self, lane: usize, len: u64) {
         if let Some(ledger) = &mut self.ledger {
@@ -473,15 +480,22 @@ impl<'c, S: Schedule> Machine<'c, S> {
         self.downloads.received(seq, len)
     }
 
-    /// The same for a server that writes by itself and names the lower half of the seq.
-    pub(in crate::bridge) fn written_by_server(&mut self, low: u32, len: u32) -> Result<(), EndReason> {
+    /// The same for a server that writes by itself and names the lower half of the seq. It is its write number `number` on the queue of data `lane`.
+    pub(in crate::bridge) fn written_by_server(
+        &mut self,
+        lane: usize,
+        number: u64,
+        (low, len): (u32, u32),
+    ) -> Result<(), EndReason> {
         let wrong = |what| EndReason::Server(format!("it wrote {len} bytes for command …{low:#x}, {what}"));
         let behind = u64::from((self.last_seq as u32).wrapping_sub(low));
         let seq = self.last_seq.checked_sub(behind).ok_or_else(|| wrong("which was not sent"))?;
         if len == 0 {
             return Err(wrong("which is no data"));
         }
-        self.downloads.received(seq, len.into())
+        self.downloads.received(seq, len.into())?;
+        self.chunk_came(lane, number, seq, len.into());
+        Ok(())
     }
 
     /// Whether so much data is under way that polling for each part of it would be in vain.
@@ -589,7 +603,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
                 frame::DATA_GRANT => {
                     each(body, "a frame of grants", |grant: DataGrant| self.schedule.grant(grant))?;
                 }
-                frame::RECEIVED if S::ACKNOWLEDGED => {
+                frame::RECEIVED if self.schedule.is_acknowledged() => {
                     each(body, "a frame of acknowledgements", |received| {
                         self.acknowledged.push(received);
                         Ok(())

@@ -61,8 +61,8 @@ pub(super) use self::machine::{Machine, untrue};
 pub(super) use self::mailbox::Mailbox;
 pub(super) use self::regions::{ClientMemory, MemoryKey, Span};
 pub(super) use self::sent::{Head, Sent};
-pub(super) use self::slots::Slots;
-pub(super) use self::succession::{Restored, RestoredLane};
+pub(super) use self::slots::{Slots, Write};
+pub(super) use self::succession::{Restored, RestoredLane, RestoredSlots, RestoredWrites};
 
 /// Why a relay ended.
 #[derive(Debug)]
@@ -123,8 +123,9 @@ pub(super) trait Schedule {
 
     /// Most bytes of records that the server may have received and not taken ([`COMMANDS_TAKEN`](protocol::link::frame::COMMANDS_TAKEN)). `None`: the connection itself holds records back.
     const COMMANDS_AHEAD: Option<u64>;
-    /// The server acknowledges what it has received ([`RECEIVED`](protocol::link::frame::RECEIVED)), so the session survives its connections.
-    const ACKNOWLEDGED: bool;
+
+    /// Whether the server acknowledges what it has received ([`RECEIVED`](protocol::link::frame::RECEIVED)), so that the session survives its connections.
+    fn is_acknowledged(&self) -> bool;
 
     /// A command is about to be sent. Called for each, in order, before its data is [pushed](Self::push). The error: its body does not decode.
     fn command(&mut self, seq: u64, info: &OpInfo, body: &[u8]) -> Result<(), WireError>;
@@ -135,7 +136,7 @@ pub(super) trait Schedule {
     /// The server has room for a part of a piece. The command and the piece are the server's words and may not exist.
     fn grant(&mut self, grant: DataGrant) -> Result<(), EndReason>;
 
-    /// Has a ledger note what has been done since the last call.
+    /// Has a ledger note what has been done since the last call. Right after it the ledger commits.
     fn note(&mut self, _ledger: &mut Ledger) {}
 
     /// Acts on a frame of a kind that only this schedule knows. `Ok(false)`: it does not know it.

@@ -21,6 +21,11 @@ pub(in crate::bridge) trait ClientMemory: Debug + Send + Sync + 'static {
     fn take_key(&self) -> Option<MemoryKey> {
         None
     }
+
+    /// The same without being asked for it: the server gets it in any case. `None`: it needs none.
+    fn key(&self) -> Option<MemoryKey> {
+        None
+    }
 }
 
 /// What a server needs to write memory of the client by itself.
@@ -100,6 +105,14 @@ impl<M: ClientMemory> Regions<M> {
         self.known.insert(id, Arc::new(region));
     }
 
+    /// A region's memory, or the arena's.
+    pub(super) fn memory(&self, place: Place) -> Option<&Arc<M>> {
+        match place {
+            Place::Arena => self.arena.as_ref(),
+            Place::Region(id) => self.known.get(&id),
+        }
+    }
+
     pub(super) fn register(&mut self, id: u32, region: M, done: Done) {
         self.known.insert(id, Arc::new(region));
         // The caller may have given up waiting.
@@ -114,16 +127,11 @@ impl<M: ClientMemory> Regions<M> {
     /// Checks a range that a record names. The error says what is wrong with it.
     pub(super) fn span(&self, range: HostRange, write: bool) -> Result<Span<M>, &'static str> {
         let HostRange { place, offset, len } = range;
-        let (memory, outside) = match place {
-            Place::Arena => (
-                self.arena.as_ref().ok_or("names an arena that the channel does not have")?,
-                "lies outside the arena",
-            ),
-            Place::Region(id) => (
-                self.known.get(&id).ok_or("names a region that is not registered")?,
-                "lies outside its region",
-            ),
+        let (missing, outside) = match place {
+            Place::Arena => ("names an arena that the channel does not have", "lies outside the arena"),
+            Place::Region(_) => ("names a region that is not registered", "lies outside its region"),
         };
+        let memory = self.memory(place).ok_or(missing)?;
         if write && memory.is_read_only() {
             return Err("would write a region that is registered for reading only");
         }

@@ -9,6 +9,7 @@ use protocol::link::{COMMANDS_AHEAD, DataGrant, DataHeader, GRANTED_SLOTS, SLOT_
 use protocol::ops::{Hold, OpInfo};
 use protocol::wire::WireError;
 
+use super::ledger::{self, Ledger, Progress, Turns};
 use super::regions::{ClientMemory, Span};
 use super::{EndReason, Schedule, Upload};
 
@@ -83,6 +84,8 @@ pub(in crate::bridge) struct Slots<M> {
     /// Free slots for planned data, in the order in which they are to be written, and those for granted data.
     free: VecDeque<u32>,
     free_granted: VecDeque<u32>,
+    /// Behind the one that was given out last.
+    next_slot: u32,
     /// For each slot whether it is free.
     is_free: Vec<bool>,
     posted: Vec<Option<Posted<M>>>,
@@ -91,6 +94,19 @@ pub(in crate::bridge) struct Slots<M> {
     most: u64,
     queues: u64,
     holds: Holds,
+    /// The server acknowledges what it has received.
+    acknowledged: bool,
+    /// What is to be noted, if it is.
+    changed: Option<Vec<Change>>,
+}
+
+/// A change that a ledger has to know of.
+#[derive(Debug)]
+enum Change {
+    /// Of a command's piece.
+    Piece(u64, u32, Progress),
+    /// A slot is in use, or free again.
+    Slot(u32, bool),
 }
 
 impl<M> Slots<M> {
@@ -103,13 +119,70 @@ impl<M> Slots<M> {
             asked: HashMap::new(),
             free: (0..planned).collect(),
             free_granted: (planned..count).collect(),
+            next_slot: 0,
             is_free: vec![true; count as usize],
             posted: std::iter::repeat_with(|| None).take(under_way).collect(),
             tokens: (0..under_way).rev().collect(),
             most: u64::from(slot_size.saturating_sub(SLOT_DATA)).max(1),
             queues: queues as u64,
             holds: Holds::default(),
+            acknowledged: false,
+            changed: None,
         }
+    }
+
+    /// The same, of a session whose server acknowledges what it has received.
+    pub(in crate::bridge) fn acknowledged(self) -> Slots<M> {
+        Slots { acknowledged: true, ..self }
+    }
+
+    /// The same, and what is done is [noted](Schedule::note).
+    pub(in crate::bridge) fn noted(self) -> Slots<M> {
+        Slots { changed: Some(Vec::new()), ..self }
+    }
+
+    fn to_note(&mut self, change: Change) {
+        if let Some(changed) = &mut self.changed {
+            changed.push(change);
+        }
+    }
+
+    /// Goes on with what another process has left: pieces with how far they were given out, in the order of their commands, and the slots that are in use.
+    pub(super) fn restore(&mut self, pieces: Vec<(Upload<M>, ledger::Job)>, in_use: &[bool], turns: Turns) {
+        for (Upload { seq, piece, span, .. }, ledger::Job { flow, at, granted, .. }) in pieces {
+            let len = span.len();
+            if flow != ledger::ASKED {
+                // Cut as it was, because the server knows where each part lies.
+                let job = self.job(seq, piece, span, 0, len);
+                self.planned.extend((at < len).then_some(Job { at, ..job }));
+                continue;
+            }
+            if at < granted {
+                let job = self.job(seq, piece, span.clone(), at, granted);
+                self.granted.push_back(job);
+            }
+            if granted < len {
+                self.asked.insert((seq, piece), (span, granted));
+            }
+        }
+        let count = self.is_free.len() as u32;
+        let planned = count.saturating_sub(GRANTED_SLOTS);
+        self.is_free = in_use.iter().map(|used| !used).collect();
+        self.is_free.resize(count as usize, true);
+        let first = turns.next_slot % planned.max(1);
+        self.next_slot = first;
+        self.free = (first..planned).chain(0..first).collect();
+        self.free.retain(|slot| self.is_free[*slot as usize]);
+        self.free_granted.retain(|slot| self.is_free[*slot as usize]);
+        self.holds = Holds { host: turns.host_holds, word: turns.word_hold };
+    }
+
+    /// Counts a write of another process as under way. Gives its token; `None`: there cannot be such a write.
+    pub(super) fn restore_write(&mut self, seq: u64, slot: u32, source: Span<M>) -> Option<u64> {
+        let fits = (slot as usize) < self.is_free.len() && source.len() <= self.most;
+        let token = self.tokens.pop().filter(|_| fits)?;
+        self.posted[token] = Some(Posted { seq, source });
+        Some(token as u64)
     }
 
     fn job(&self, seq: u64, piece: u32, span: Span<M>, at: u64, end: u64) -> Job<M> {
@@ -138,12 +211,18 @@ impl<M> Slots<M> {
         let source = job.span.part(job.at, len)?;
         let header = DataHeader { seq: job.seq, offset: job.at, piece: job.piece, len: len as u32 };
         job.at += len;
-        if job.at == job.end {
+        let (given, over) = (Progress::Given(job.at), job.at == job.end);
+        if over {
             jobs.pop_front();
         }
         let signal = len > SIGNALLED || jobs.is_empty();
         free.pop_front();
+        if !granted {
+            self.next_slot = slot + 1;
+        }
         self.is_free[slot as usize] = false;
+        self.to_note(Change::Piece(header.seq, header.piece, given));
+        self.to_note(Change::Slot(slot, true));
         self.tokens.pop();
         self.posted[token] = Some(Posted { seq: header.seq, source: source.clone() });
         Some(Write { slot, header, source, token: token as u64, signal })
@@ -165,6 +244,9 @@ impl<M> Slots<M> {
                     *free = true;
                     let list = if slot < planned { &mut self.free } else { &mut self.free_granted };
                     list.push_back(slot);
+                    if let Some(changed) = &mut self.changed {
+                        changed.push(Change::Slot(slot, false));
+                    }
                 }
                 _ => {
                     return Err(EndReason::Server(format!("it frees slot {slot:?}, which is not in use")));
@@ -178,7 +260,10 @@ impl<M> Slots<M> {
 impl<M: ClientMemory> Schedule for Slots<M> {
     type Memory = M;
     const COMMANDS_AHEAD: Option<u64> = Some(COMMANDS_AHEAD);
-    const ACKNOWLEDGED: bool = false;
+
+    fn is_acknowledged(&self) -> bool {
+        self.acknowledged
+    }
 
     fn command(&mut self, _seq: u64, info: &OpInfo, _body: &[u8]) -> Result<(), WireError> {
         self.holds.note(info.hold);
@@ -189,6 +274,7 @@ impl<M: ClientMemory> Schedule for Slots<M> {
     fn push(&mut self, Upload { seq, piece, span, late }: Upload<M>) -> bool {
         if late || self.holds.any() {
             self.asked.insert((seq, piece), (span, 0));
+            self.to_note(Change::Piece(seq, piece, Progress::Asked));
             return true;
         }
         let end = span.len();
@@ -213,7 +299,19 @@ impl<M: ClientMemory> Schedule for Slots<M> {
         }
         let job = self.job(seq, piece, span, at, end);
         self.granted.push_back(job);
+        self.to_note(Change::Piece(seq, piece, Progress::Granted(end)));
         Ok(())
+    }
+
+    fn note(&mut self, ledger: &mut Ledger) {
+        for change in self.changed.iter_mut().flat_map(|changed| changed.drain(..)) {
+            match change {
+                Change::Piece(seq, piece, progress) => ledger.progress(seq, piece, progress),
+                Change::Slot(slot, used) => ledger.slot(slot, used),
+            }
+        }
+        let Holds { host: host_holds, word: word_hold } = self.holds;
+        ledger.turns(Turns { next_slot: self.next_slot, host_holds, word_hold });
     }
 
     fn frame(&mut self, kind: u32, body: &[u8]) -> Result<bool, EndReason> {

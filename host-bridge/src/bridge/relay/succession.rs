@@ -1,6 +1,8 @@
-//! Going on with a session that another process's relay had: its [`Machine`], its [`Flows`] and its streams, out of the [ledger](super::ledger), the client's ring and the client's regions.
+//! Going on with a session that another process's relay had: its [`Machine`], its [`Flows`] or [`Slots`], and its streams, out of the [ledger](super::ledger), the client's ring and the client's
+//! regions.
 //!
-//! The streams are the same byte for byte as before, so everything else is as after a link that was lost: both ends say how far they have come, and go on from there.
+//! The streams are the same byte for byte as before, so everything else is as after a link that was lost: both ends say how far they have come, and go on from there. Over `verbs` one thing is not the
+//! same: the client's memory is registered anew. Frames that name a key, and have not been acted on, name the new one.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::AsFd;
@@ -8,17 +10,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use protocol::channel::RECORD_HEADER;
+use protocol::data::Place;
 use protocol::link::{
-    COMPRESSED_FLAG, DATA_FLAGS, DataHeader, EAGER_FLAG, HASH_FLAG, KEEP_FLAG, KNOWN_FLAG, frame,
+    ARENA_KEY, COMPRESSED_FLAG, DATA_FLAGS, DataHeader, EAGER_FLAG, HASH_FLAG, KEEP_FLAG, KNOWN_FLAG,
+    RegionKey, frame,
 };
+use zerocopy::{FromBytes, IntoBytes};
 
 use super::compressed::Room;
 use super::flows::{Carries, Chunk, Flows};
-use super::ledger::{Content, Framed, Ledger};
+use super::ledger::{Content, Framed, Job, Ledger};
 use super::machine::Machine;
-use super::regions::{ClientMemory, Span};
+use super::regions::{ClientMemory, MemoryKey, Span};
 use super::sent::Sent;
-use super::{EndReason, Upload};
+use super::slots::{Slots, Write};
+use super::{EndReason, Schedule, Upload};
 use crate::bridge::state::SessionState;
 use crate::framing::SendBuffer;
 
@@ -47,31 +53,147 @@ fn wrong(what: impl std::fmt::Display) -> EndReason {
     EndReason::Here(format!("the process that served the program before has left what cannot be: {what}"))
 }
 
+/// A session over `verbs` as another process left it.
+pub(in crate::bridge) struct RestoredSlots<'c, M: ClientMemory> {
+    pub(in crate::bridge) machine: Machine<'c, Slots<M>>,
+    /// The control stream to the server.
+    pub(in crate::bridge) out: SendBuffer,
+    /// For each queue of data.
+    pub(in crate::bridge) writes: Vec<RestoredWrites<M>>,
+    /// Keys of the memories that the server may be about to write.
+    pub(in crate::bridge) keys: Vec<RegionKey>,
+    /// How many processes have had the session before this one.
+    pub(in crate::bridge) generation: u64,
+}
+
+/// A queue's writes.
+#[derive(Debug)]
+pub(in crate::bridge) struct RestoredWrites<M> {
+    /// Those of the server that were acted on.
+    pub(in crate::bridge) taken: u64,
+    /// Those to the server that it is known to have.
+    pub(in crate::bridge) done: u64,
+    /// Those behind them, in order.
+    pub(in crate::bridge) under_way: Vec<Write<M>>,
+}
+
+/// A region's key as the server knows it.
+pub(super) fn region_key(place: Place, MemoryKey { address, size, key }: MemoryKey) -> RegionKey {
+    let region = match place {
+        Place::Arena => ARENA_KEY,
+        Place::Region(id) => id,
+    };
+    RegionKey { address, size, region, key }
+}
+
+impl<'c, M: ClientMemory> Machine<'c, Slots<M>> {
+    /// Goes on with a session of `lanes` queues and `slots` slots from its ledger. `schedule` is [noted](Slots::noted) and new; the client's memory is as it was, and registered anew. The session's
+    /// link is lost.
+    pub(in crate::bridge) fn restore_verbs(
+        session: &'c SessionState,
+        memory: (Option<M>, Vec<(u32, M)>),
+        schedule: Slots<M>,
+        silence: Duration,
+        file: &impl AsFd,
+        (lanes, slots): (usize, u32),
+    ) -> Result<RestoredSlots<'c, M>, EndReason> {
+        let (mut machine, content, ledger, out) =
+            Machine::restore_control(session, memory, schedule, silence, file, lanes)?;
+        let in_use = ledger.slots_in_use(slots);
+        machine.note_in(ledger);
+        let mut keys = BTreeMap::new();
+        for download in &content.downloads {
+            let place = download.range.place;
+            if let Some(key) = machine.regions.memory(place).and_then(|memory| memory.take_key()) {
+                keys.insert(region_key(place, key).region, region_key(place, key));
+            }
+        }
+        let (mut spans, pieces) = machine.uploads(&content)?;
+        machine.schedule.restore(pieces, &in_use, content.turns);
+        let mut writes = Vec::new();
+        for lane in &content.lanes {
+            let write = |(header, more): &(DataHeader, [u8; 32])| {
+                let DataHeader { seq, offset, piece, len } = *header;
+                let (span, left) = spans.get_mut(&(seq, piece))?;
+                let source = span.part(offset, len.into()).filter(|_| len > 0)?;
+                *left += u64::from(len);
+                let slot = u32::from_le_bytes(*more.first_chunk()?);
+                let token = machine.schedule.restore_write(seq, slot, source.clone())?;
+                Some(Write { slot, header: *header, source, token, signal: true })
+            };
+            let under_way = lane.chunks.iter().map(write).collect::<Option<_>>();
+            let under_way = under_way.ok_or_else(|| wrong("what was written of an upload"))?;
+            writes.push(RestoredWrites { taken: lane.received, done: lane.base, under_way });
+        }
+        let (keys, generation) = (keys.into_values().collect(), content.generation);
+        machine.finish_restoring(content, &spans);
+        Ok(RestoredSlots { machine, out, writes, keys, generation })
+    }
+}
+
 impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
     /// Goes on with a session of `lanes` data connections from its ledger, and the rooms of its compressed bytes if it has them. `schedule` is [noted](Flows::noted) and new; the client's memory is as it
     /// was. The session's link is lost.
     pub(in crate::bridge) fn restore(
         session: &'c SessionState,
-        (arena, regions): (Option<M>, Vec<(u32, M)>),
+        memory: (Option<M>, Vec<(u32, M)>),
         schedule: Flows<M>,
         silence: Duration,
         (file, rooms): (&impl AsFd, &[Arc<Room>]),
         lanes: usize,
     ) -> Result<Restored<'c, M>, EndReason> {
+        let (mut machine, content, ledger, out) =
+            Machine::restore_control(session, memory, schedule, silence, file, lanes)?;
+        machine.note_in(ledger);
+        let (mut spans, pieces) = machine.uploads(&content)?;
+        let mut lanes = Vec::new();
+        for (index, lane) in content.lanes.iter().enumerate() {
+            let room = rooms.get(index);
+            let sent = lane.chunks.iter().map(|(header, more)| chunk(*header, *more, &mut spans, room));
+            let sent = sent.collect::<Option<_>>().ok_or_else(|| wrong("what was sent of an upload"))?;
+            lanes.push(RestoredLane { received: lane.received, base: lane.base, sent });
+        }
+        machine.schedule.restore(pieces, content.unplaced);
+        let generation = content.generation;
+        machine.finish_restoring(content, &spans);
+        Ok(Restored { machine, out, lanes, generation })
+    }
+}
+
+/// By command and piece: where it lies, and how much of it the server may not have.
+type Spans<M> = BTreeMap<(u64, u32), (Span<M>, u64)>;
+
+impl<'c, S: Schedule> Machine<'c, S> {
+    /// What is the same for all schedules and comes first: the control stream, and what is awaited from the server.
+    fn restore_control(
+        session: &'c SessionState,
+        (arena, regions): (Option<S::Memory>, Vec<(u32, S::Memory)>),
+        schedule: S,
+        silence: Duration,
+        file: &impl AsFd,
+        lanes: usize,
+    ) -> Result<(Machine<'c, S>, Content, Ledger, SendBuffer), EndReason> {
         let slots = session.channel.view.geometry().slot_count;
         let (ledger, content) = Ledger::open(file, slots, lanes).map_err(wrong)?;
         let mut machine = Machine::new(session, arena, schedule, silence);
         regions.into_iter().for_each(|(id, region)| machine.regions.restore(id, region));
-        let generation = content.generation;
         let out = machine.restore_frames(&content)?;
         machine.restore_downloads(&content)?;
-        machine.note_in(ledger);
-        let lanes = machine.restore_uploads(&content, rooms)?;
-        machine.waiting = content.awaited;
-        (machine.control_received, machine.processed) = (content.control_in, content.control_in);
-        machine.again = true;
-        machine.commit();
-        Ok(Restored { machine, out, lanes, generation })
+        Ok((machine, content, ledger, out))
+    }
+
+    /// What comes last.
+    fn finish_restoring(&mut self, content: Content, spans: &Spans<S::Memory>) {
+        for ((seq, _), (_, left)) in spans {
+            if *left > 0 {
+                self.unsent.add(*seq, *left);
+            }
+        }
+        self.waiting = content.awaited;
+        self.untaken = content.untaken;
+        (self.control_received, self.processed) = (content.control_in, content.control_in);
+        self.again = true;
+        self.commit();
     }
 
     /// Reads again what was sent of the control stream.
@@ -82,7 +204,10 @@ impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
         let (mut out, mut body) = (SendBuffer::restored(begin, Vec::new()), Vec::new());
         for (end, framed) in &content.frames {
             match framed {
-                Framed::Short(kind, len, bytes) => out.frame(*kind, &bytes[..*len]),
+                Framed::Short(kind, len, bytes) => {
+                    let new = if *kind == frame::REGION_KEY { self.new_key(bytes) } else { None };
+                    out.frame(*kind, new.as_ref().map_or(&bytes[..*len], IntoBytes::as_bytes));
+                }
                 Framed::Commands(position) => {
                     let commands = out.begin(frame::COMMANDS);
                     while self.consumer.position() != *position && out.appended() < *end {
@@ -111,6 +236,13 @@ impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
         Ok(out)
     }
 
+    /// The key by which the server reaches the memory now of which a frame gives the former key. `None`: the region has left, so the server has acted on that frame.
+    fn new_key(&self, body: &[u8]) -> Option<RegionKey> {
+        let (RegionKey { region, .. }, _) = RegionKey::read_from_prefix(body).ok()?;
+        let place = if region == ARENA_KEY { Place::Arena } else { Place::Region(region) };
+        Some(region_key(place, self.regions.memory(place)?.key()?))
+    }
+
     fn restore_downloads(&mut self, content: &Content) -> Result<(), EndReason> {
         let mut received: BTreeMap<u64, u64> = BTreeMap::new();
         for download in &content.downloads {
@@ -125,14 +257,13 @@ impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
         Ok(())
     }
 
-    /// What was sent of uploads, by connection; what was not is for the schedule.
-    fn restore_uploads(
-        &mut self,
+    /// What the server may not have of uploads, as far as it was not given out, and the pieces with how far they were.
+    #[allow(clippy::type_complexity, reason = "two lists for two steps of one function")]
+    fn uploads(
+        &self,
         content: &Content,
-        rooms: &[Arc<Room>],
-    ) -> Result<Vec<RestoredLane<M>>, EndReason> {
-        let mut spans: BTreeMap<(u64, u32), (Span<M>, u64)> = BTreeMap::new();
-        let mut pieces = Vec::new();
+    ) -> Result<(Spans<S::Memory>, Vec<(Upload<S::Memory>, Job)>), EndReason> {
+        let (mut spans, mut pieces) = (BTreeMap::new(), Vec::new());
         for upload in &content.uploads {
             let span = self.regions.span(upload.range, false).map_err(wrong)?;
             let left = span.len() - upload.job.at;
@@ -140,20 +271,7 @@ impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
             let (seq, piece, late) = (upload.seq, upload.piece, upload.late);
             pieces.push((Upload { seq, piece, span, late }, upload.job));
         }
-        let mut lanes = Vec::new();
-        for (index, lane) in content.lanes.iter().enumerate() {
-            let room = rooms.get(index);
-            let sent = lane.chunks.iter().map(|(header, more)| chunk(*header, *more, &mut spans, room));
-            let sent = sent.collect::<Option<_>>().ok_or_else(|| wrong("what was sent of an upload"))?;
-            lanes.push(RestoredLane { received: lane.received, base: lane.base, sent });
-        }
-        for ((seq, _), (_, left)) in &spans {
-            if *left > 0 {
-                self.unsent.add(*seq, *left);
-            }
-        }
-        self.schedule.restore(pieces, content.unplaced);
-        Ok(lanes)
+        Ok((spans, pieces))
     }
 }
 
@@ -161,7 +279,7 @@ impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
 fn chunk<M>(
     header: DataHeader,
     more: [u8; 32],
-    spans: &mut BTreeMap<(u64, u32), (Span<M>, u64)>,
+    spans: &mut Spans<M>,
     room: Option<&Arc<Room>>,
 ) -> Option<Sent<M>> {
     let DataHeader { seq, offset: at, piece, len: flags } = header;

@@ -304,7 +304,7 @@ impl<'c, S: TestSchedule> Session<'c, S> {
                 let bytes = self.out.unsent()[..n].to_vec();
                 self.out.advance(n);
                 self.server.hear(&bytes);
-                if S::ACKNOWLEDGED {
+                if self.machine.schedule.is_acknowledged() {
                     let heard = self.out.appended() - self.out.unsent().len() as u64;
                     self.machine.frames_arrived(&mut self.out, heard).unwrap();
                 }
@@ -356,7 +356,7 @@ impl<'c, S: TestSchedule> Session<'c, S> {
             9 if !self.data.is_empty() => {
                 let (seq, piece, at, len) = self.data.swap_remove(self.random.below(self.data.len()));
                 if self.server.verbs {
-                    self.machine.written_by_server(seq as u32, len as u32).unwrap();
+                    self.machine.written_by_server(0, 0, (seq as u32, len as u32)).unwrap();
                 } else {
                     assert_eq!(self.machine.target(seq, piece, at, len).unwrap().len(), len);
                     self.machine.received(seq, len).unwrap();
@@ -459,7 +459,7 @@ fn any_frames<S: TestSchedule>(seed: u64) {
         let mut bytes = frames.unsent();
         session.machine.read(&mut bytes).unwrap();
         let data = match session.random.below(4) {
-            0 => session.machine.written_by_server(low as u32, len as u32),
+            0 => session.machine.written_by_server(0, 0, (low as u32, len as u32)),
             1 => session.machine.received(low, len),
             2 => session.machine.target(low, len as u32, len, low).map(drop),
             _ => Ok(()),

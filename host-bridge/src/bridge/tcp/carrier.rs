@@ -90,9 +90,7 @@ impl TcpCarrier {
         config: &SessionConfig,
         Left { out, lanes, generation }: Left,
     ) -> Result<TcpCarrier, EndReason> {
-        let Some(attempt) = first_attempt(generation) else {
-            return Err(EndReason::Here(format!("{generation} processes have served the program before")));
-        };
+        let attempt = resume::first_attempt(generation)?;
         let takes = links.ticket.takes_compressed();
         let mut carrier = TcpCarrier::over(session, mailbox, links, config)?;
         let restored = |(index, lane)| {
@@ -321,12 +319,6 @@ pub(super) fn closed() -> io::Result<Stream> {
     Ok(OwnedFd::from(UnixStream::pair()?.0).into())
 }
 
-/// The first attempt to resume of the process that comes after so many others: higher than any that they have made.
-fn first_attempt(generation: u64) -> Option<u32> {
-    const OF_A_PROCESS: u32 = 1 << 20;
-    u32::try_from(generation).ok()?.checked_mul(OF_A_PROCESS)?.checked_add(1)
-}
-
 fn read_control(control: &Socket, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
     match not_now(machine.read(&mut &*control)) {
         Ok(Some(0)) => Err(EndReason::Gone("the server closed the connection".into())),
@@ -402,8 +394,8 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
     ) -> Result<(), EndReason> {
         let limit = self.ticket.limit(&self.session);
         if limit.is_zero() {
-            let stopped = "the guest was stopped, and the server keeps no session without connections (--grace-seconds 0)";
-            return Err(EndReason::Gone(if mailbox.is_to_pause() { stopped.to_owned() } else { why }));
+            let why = if mailbox.is_to_pause() { resume::CANNOT_PAUSE.to_owned() } else { why };
+            return Err(EndReason::Gone(why));
         }
         // After this, the numbers of bytes that have come stand.
         self.control.shut_down();

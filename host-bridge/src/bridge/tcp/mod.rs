@@ -26,21 +26,18 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use protocol::channel::State;
 use protocol::link::{Hello, purpose};
 
 use self::carrier::{Left, TcpCarrier, closed};
 use self::memory::SocketMemory;
-use self::regions::{RegionsFile, StoredRegion};
-pub(super) use self::saved::SavedTcp;
-use self::saved::{SavedMemory, Terms};
+pub(super) use self::regions::{RegionsFile, StoredRegion};
+pub(super) use self::saved::{SavedQueues, SavedRemote, Succession, TakenOver, Terms};
 pub(super) use self::socket::{Socket, not_now};
 use super::connect::{Daemon, Greeted, Opening, greet};
 use super::relay::{
-    EndReason, Flows, Ledger, Machine, Mailbox, RelayHandle, Restored, Room, compressed_file, ledger_file,
-    rooms, run,
+    EndReason, Flows, Machine, Mailbox, RelayHandle, Restored, Room, compressed_file, rooms, run,
 };
-use super::resume::{Ticket, Unbegun};
+use super::resume::{PROCESS_ENDED, Ticket, Unbegun};
 use super::saved::About;
 use super::session::{Handshake, InheritedRegion, Turn, hello};
 use super::state::{ChannelMemory, SessionState};
@@ -74,13 +71,6 @@ pub(super) struct Links {
     succession: Option<Succession>,
 }
 
-/// Where it is noted what a session has done.
-#[derive(Debug)]
-struct Succession {
-    ledger: Ledger,
-    regions: RegionsFile,
-}
-
 /// A server that has welcomed a session, which has its first connection only.
 ///
 /// The server knows by the others that somebody has the session's secret, and keeps it for long from then on if connections are lost. So they are opened once the session is saved: whatever this
@@ -101,15 +91,11 @@ pub(super) struct Greeting {
 
 impl Greeting {
     /// Has another process be able to go on with the session, or at least to end it.
-    pub(super) fn save(&mut self, about: About) -> io::Result<SavedTcp> {
-        let mut saved = SavedTcp::new(&self.ticket, self.data.len(), about);
+    pub(super) fn save(&mut self, about: About) -> io::Result<SavedRemote> {
+        let mut saved = SavedRemote::new(&self.ticket, self.data.len(), about);
         if self.ticket.survives() {
-            let (file, regions_file) = (ledger_file()?, RegionsFile::new()?);
-            let noted = Ledger::begin(&file, self.data.len())?;
             let compressed = self.compressed.as_ref().map(|(file, _)| file.try_clone()).transpose()?;
-            let regions = regions_file.file().try_clone_to_owned()?;
-            saved.memory = Some(SavedMemory { ledger: file, regions, compressed });
-            self.succession = Some(Succession { ledger: noted, regions: regions_file });
+            self.succession = Some(saved.remember(compressed)?);
         }
         Ok(saved)
     }
@@ -209,26 +195,15 @@ impl Tcp {
     pub(super) fn resume(
         config: &SessionConfig,
         session: Arc<SessionState>,
-        saved: &SavedTcp,
+        saved: &SavedRemote,
         own: Option<&BTreeMap<u32, Memories>>,
     ) -> io::Result<(Tcp, Vec<InheritedRegion>)> {
-        let Some(SavedMemory { ledger, regions, compressed }) = &saved.memory else {
-            return Err(io::Error::other("the server keeps no session whose connections are closed"));
-        };
-        if session.header().state() != State::Ready {
-            return Err(io::Error::other("it had ended before"));
-        }
-        let (ledger, (regions, stored)) = (ledger.try_clone()?, RegionsFile::open(regions.try_clone()?)?);
-        let (mut memory, mut inherited) = (Vec::new(), Vec::new());
-        for StoredRegion { id, size, read_only, extents } in stored {
-            let memories = own.map_or(Some(&session.channel.memories), |own| own.get(&id));
-            let missing = || io::Error::other(format!("the memory of region {id} is missing"));
-            let runs = memories.ok_or_else(missing)?.resolve(&extents, size).map_err(io::Error::other)?;
-            inherited.push(InheritedRegion { region: id, size, pieces: runs.all().len() as u32 });
-            memory.push((id, SocketMemory::Region { runs, read_only }));
-        }
+        let region =
+            |_: &Memories, runs, StoredRegion { read_only, .. }| SocketMemory::Region { runs, read_only };
+        let TakenOver { ledger, regions, memory, inherited } = saved.take_over(&session, own, region)?;
+        let compressed = saved.memory.as_ref().and_then(|memory| memory.compressed.as_ref());
         let (config, saved) = (config.clone(), saved.terms());
-        let rooms = compressed.as_ref().map(|file| rooms(file, saved.connections())).transpose()?;
+        let rooms = compressed.map(|file| rooms(file, saved.connections())).transpose()?;
         let relay = RelayHandle::start(session, move |session, mailbox| {
             relay_on(session, mailbox, &config, saved, (&ledger, rooms), memory)
         });
@@ -273,8 +248,8 @@ fn relay_on(
     });
     match begun {
         Ok((machine, carrier)) => {
-            let lost = "the process of this host that carried the session has ended".to_owned();
-            run(session, mailbox, machine, carrier, PollTime::new(config.poll), Some(lost))
+            let lost = Some(PROCESS_ENDED.to_owned());
+            run(session, mailbox, machine, carrier, PollTime::new(config.poll), lost)
         }
         Err(end) => {
             ticket.farewell().say(config);
@@ -286,20 +261,13 @@ fn relay_on(
 impl Transport for Tcp {
     fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
         let runs = region.memories.resolve(&region.extents, region.size)?;
-        if let Some(regions) = &self.regions {
-            let noted = regions.add(id, region.size, region.read_only, &region.extents);
-            noted.map_err(|e| RegionError::Over(format!("this host cannot note the region: {e}")))?;
-        }
+        RegionsFile::note(self.regions.as_ref(), id, &region)?;
         self.relay.register(id, SocketMemory::Region { runs, read_only: region.read_only })
     }
 
     fn unregister_region(&self, id: u32) -> Result<(), RegionError> {
         self.relay.unregister(id)?;
-        if let Some(regions) = &self.regions
-            && let Err(e) = regions.remove(id)
-        {
-            tracing::warn!("region {id} is still noted for another process: {e}");
-        }
+        RegionsFile::forget(self.regions.as_ref(), id);
         Ok(())
     }
 

@@ -14,6 +14,8 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use protocol::device::Extent;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::bridge::{RegionError, RegionMemory};
+
 /// Bytes of entries that are read at most: more than a guest may register by default.
 const MOST: u64 = 512 << 20;
 /// Bytes of regions that have left, beyond those of regions that are there, for which the file is not written anew.
@@ -45,16 +47,16 @@ const ENTRY: u64 = size_of::<Entry>() as u64;
 
 /// A region that another process had registered.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct StoredRegion {
-    pub(super) id: u32,
-    pub(super) size: u64,
-    pub(super) read_only: bool,
-    pub(super) extents: Vec<Extent>,
+pub(in crate::bridge) struct StoredRegion {
+    pub(in crate::bridge) id: u32,
+    pub(in crate::bridge) size: u64,
+    pub(in crate::bridge) read_only: bool,
+    pub(in crate::bridge) extents: Vec<Extent>,
 }
 
 /// See the module's text.
 #[derive(Debug)]
-pub(super) struct RegionsFile {
+pub(in crate::bridge) struct RegionsFile {
     file: File,
     list: Mutex<List>,
 }
@@ -129,6 +131,24 @@ impl RegionsFile {
         self.set_ends(&mut list, ends)?;
         list.entries.insert(id, (at, bytes.len() as u64));
         Ok(())
+    }
+
+    /// The same, of a session that notes its regions or does not.
+    pub(in crate::bridge) fn note(
+        regions: Option<&RegionsFile>,
+        id: u32,
+        region: &RegionMemory,
+    ) -> Result<(), RegionError> {
+        let Some(regions) = regions else { return Ok(()) };
+        let noted = regions.add(id, region.size, region.read_only, &region.extents);
+        noted.map_err(|e| RegionError::Over(format!("this host cannot note the region: {e}")))
+    }
+
+    /// A region of such a session has left.
+    pub(in crate::bridge) fn forget(regions: Option<&RegionsFile>, id: u32) {
+        if let Some(Err(e)) = regions.map(|regions| regions.remove(id)) {
+            tracing::warn!("region {id} is still noted for another process: {e}");
+        }
     }
 
     /// A region has left.

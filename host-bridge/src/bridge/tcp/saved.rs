@@ -1,22 +1,60 @@
-//! What another process needs to go on with a session over `tcp`: how to reach the server as the same client, the relay's ledger, and the session's regions.
+//! What another process needs to go on with a session over `tcp` or `verbs`: how to reach the server as the same client, the relay's ledger, and the session's regions.
 
+use std::collections::BTreeMap;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
+use protocol::channel::State;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use super::regions::{RegionsFile, StoredRegion};
+use crate::bridge::relay::{Ledger, ledger_file};
 use crate::bridge::resume::{Farewell, Ticket};
 use crate::bridge::saved::About;
+use crate::bridge::session::InheritedRegion;
+use crate::bridge::state::SessionState;
 use crate::bridge::{ConnectError, SessionConfig};
+use crate::memory::{Memories, Runs};
 
-/// A saved session.
+/// A saved session with a server on another machine.
 #[derive(Debug)]
-pub(in crate::bridge) struct SavedTcp {
+pub(in crate::bridge) struct SavedRemote {
     /// What an operator is told of it.
     pub(in crate::bridge) about: About,
     terms: Terms,
-    /// `None`: the session can only be ended, because the server does not keep it, or because it goes over `verbs`.
+    /// Over `verbs`.
+    pub(in crate::bridge) queues: Option<SavedQueues>,
+    /// `None`: the session can only be ended, because the server does not keep it.
     pub(super) memory: Option<SavedMemory>,
+}
+
+/// What a session over `verbs` has that does not change.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+pub(in crate::bridge) struct SavedQueues {
+    /// The server's slots.
+    pub(in crate::bridge) slots_address: u64,
+    pub(in crate::bridge) slots_key: u32,
+    pub(in crate::bridge) slots: u32,
+    pub(in crate::bridge) slot_size: u32,
+    /// The most writes under way on each queue.
+    pub(in crate::bridge) depth: u32,
+}
+
+/// Where it is noted what a session has done.
+#[derive(Debug)]
+pub(in crate::bridge) struct Succession {
+    pub(in crate::bridge) ledger: Ledger,
+    pub(in crate::bridge) regions: RegionsFile,
+}
+
+/// What is taken over of a session from another process.
+pub(in crate::bridge) struct TakenOver<M> {
+    pub(in crate::bridge) ledger: OwnedFd,
+    pub(in crate::bridge) regions: RegionsFile,
+    pub(in crate::bridge) memory: Vec<(u32, M)>,
+    pub(in crate::bridge) inherited: Vec<InheritedRegion>,
 }
 
 /// Files in memory that change while the session runs.
@@ -32,7 +70,7 @@ pub(super) struct SavedMemory {
 
 /// What the server has granted, and how it knows the session.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Terms {
+pub(in crate::bridge) struct Terms {
     numbers: Numbers,
     /// It holds the session's secret.
     farewell: Farewell,
@@ -50,15 +88,54 @@ struct Numbers {
     cache: u32,
 }
 
-impl SavedTcp {
-    pub(in crate::bridge) fn new(ticket: &Ticket, connections: usize, about: About) -> SavedTcp {
+impl SavedRemote {
+    pub(in crate::bridge) fn new(ticket: &Ticket, connections: usize, about: About) -> SavedRemote {
         let numbers = Numbers {
             eager: ticket.eager,
             dialed_in: u64::try_from(ticket.dialed_in.as_nanos()).unwrap_or(u64::MAX),
             connections: connections as u32,
             cache: ticket.has_cache.into(),
         };
-        SavedTcp { about, terms: Terms { numbers, farewell: ticket.farewell() }, memory: None }
+        let terms = Terms { numbers, farewell: ticket.farewell() };
+        SavedRemote { about, terms, queues: None, memory: None }
+    }
+
+    /// Has another process be able to go on with the session, from where what it does is noted. `compressed`: where compressed bytes lie.
+    pub(in crate::bridge) fn remember(&mut self, compressed: Option<OwnedFd>) -> io::Result<Succession> {
+        let (file, regions_file) = (ledger_file()?, RegionsFile::new()?);
+        let ledger = Ledger::begin(&file, self.terms.connections())?;
+        let regions = regions_file.file().try_clone_to_owned()?;
+        self.memory = Some(SavedMemory { ledger: file, regions, compressed });
+        Ok(Succession { ledger, regions: regions_file })
+    }
+
+    /// Takes over what another process has left. `memory` makes what a transport needs of a region, whose pieces it gets as well.
+    pub(in crate::bridge) fn take_over<M>(
+        &self,
+        session: &SessionState,
+        own: Option<&BTreeMap<u32, Memories>>,
+        mut memory: impl FnMut(&Memories, Runs, StoredRegion) -> M,
+    ) -> io::Result<TakenOver<M>> {
+        let Some(SavedMemory { ledger, regions, .. }) = &self.memory else {
+            return Err(io::Error::other("the server keeps no session whose connections are closed"));
+        };
+        if session.header().state() != State::Ready {
+            return Err(io::Error::other("it had ended before"));
+        }
+        let (regions, stored) = RegionsFile::open(regions.try_clone()?)?;
+        let ledger = ledger.try_clone()?;
+        let mut taken = TakenOver { ledger, regions, memory: Vec::new(), inherited: Vec::new() };
+        for region in stored {
+            let (id, size) = (region.id, region.size);
+            let memories = own.map_or(Some(&session.channel.memories), |own| own.get(&id));
+            let missing = || io::Error::other(format!("the memory of region {id} is missing"));
+            let memories = memories.ok_or_else(missing)?;
+            let runs = memories.resolve(&region.extents, size).map_err(io::Error::other)?;
+            let pieces = runs.all().len() as u32;
+            taken.inherited.push(InheritedRegion { region: id, size, pieces });
+            taken.memory.push((id, memory(memories, runs, region)));
+        }
+        Ok(taken)
     }
 
     /// Bytes, which contain the session's secret, and descriptors.
@@ -72,7 +149,7 @@ impl SavedTcp {
     }
 
     /// What [`parts`](Self::parts) gave.
-    pub(in crate::bridge) fn from_parts(bytes: &[u8], descriptors: Vec<OwnedFd>) -> Option<SavedTcp> {
+    pub(in crate::bridge) fn from_parts(bytes: &[u8], descriptors: Vec<OwnedFd>) -> Option<SavedRemote> {
         let (about, rest) = About::read_from_prefix(bytes).ok()?;
         let (numbers, rest) = Numbers::read_from_prefix(rest).ok()?;
         let terms = Terms { numbers, farewell: Farewell::from_bytes(rest)? };
@@ -85,10 +162,10 @@ impl SavedTcp {
         if descriptors.next().is_some() {
             return None;
         }
-        Some(SavedTcp { about, terms, memory })
+        Some(SavedRemote { about, terms, queues: None, memory })
     }
 
-    pub(super) fn terms(&self) -> Terms {
+    pub(in crate::bridge) fn terms(&self) -> Terms {
         self.terms
     }
 
@@ -99,13 +176,17 @@ impl SavedTcp {
 }
 
 impl Terms {
-    /// Data connections.
-    pub(super) fn connections(&self) -> usize {
+    /// Data connections, or queues for data.
+    pub(in crate::bridge) fn connections(&self) -> usize {
         self.numbers.connections as usize
     }
 
     /// What it takes to resume the session. May ask for the host's key. `compresses`: its server understands compressed data.
-    pub(super) fn ticket(self, config: &SessionConfig, compresses: bool) -> Result<Ticket, ConnectError> {
+    pub(in crate::bridge) fn ticket(
+        self,
+        config: &SessionConfig,
+        compresses: bool,
+    ) -> Result<Ticket, ConnectError> {
         let Numbers { eager, dialed_in, cache, .. } = self.numbers;
         let dialed_in = Duration::from_nanos(dialed_in);
         Ticket::restored(self.farewell, config, eager, dialed_in, (cache != 0, compresses))

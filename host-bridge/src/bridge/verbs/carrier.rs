@@ -4,18 +4,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use protocol::link::{DataHeader, Queues, SLOT_DATA, frame};
+use protocol::link::{ACKNOWLEDGE_CONTROL, DataHeader, Received, RegionKey, SLOT_DATA, Written, frame};
+use zerocopy::IntoBytes;
 
-use super::Links;
 use super::redial::{Redial, Resumed};
+use super::{Links, saved_queues};
 use crate::bridge::SessionConfig;
 use crate::bridge::connect::Daemon;
-use crate::bridge::relay::{Carrier, ClientMemory, EndReason, Mailbox, MemoryKey, Slots, Wakeups};
+use crate::bridge::relay::{
+    Carrier, ClientMemory, EndReason, Mailbox, MemoryKey, RestoredWrites, Slots, Wakeups, Write,
+};
 use crate::bridge::resume::{self, Interruption, Ticket};
 use crate::bridge::state::SessionState;
-use crate::bridge::tcp::{Socket, not_now};
+use crate::bridge::tcp::{SavedQueues, Socket, not_now};
 use crate::framing::{FrameReader, SendBuffer};
-use crate::verbs::{DeviceEvent, Event, Link, Put, RegisteredRegion, VerbsError};
+use crate::verbs::{DeviceEvent, Domain, EarlierWrites, Event, Link, Put, RegisteredRegion, VerbsError};
 
 /// How often the control connection and the device's events are looked at while there is work.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -54,13 +57,14 @@ impl ClientMemory for DeviceMemory {
     }
 
     fn take_key(&self) -> Option<MemoryKey> {
-        let registration = self.registered.registration();
         let first = !self.key_taken.swap(true, Ordering::Relaxed);
-        first.then(|| MemoryKey {
-            address: registration.address(),
-            size: registration.len() as u64,
-            key: registration.remote_key(),
-        })
+        first.then(|| self.key()).flatten()
+    }
+
+    fn key(&self) -> Option<MemoryKey> {
+        let registration = self.registered.registration();
+        let (address, size) = (registration.address(), registration.len() as u64);
+        Some(MemoryKey { address, size, key: registration.remote_key() })
     }
 }
 
@@ -74,6 +78,18 @@ impl From<VerbsError> for EndReason {
     }
 }
 
+/// What of a session another process has left.
+pub(super) struct Left {
+    /// The control stream to the server.
+    pub(super) out: SendBuffer,
+    /// For each queue of data.
+    pub(super) writes: Vec<RestoredWrites<DeviceMemory>>,
+    /// Keys of memories that the server may be about to write.
+    pub(super) keys: Vec<RegionKey>,
+    /// How many processes have had the session before.
+    pub(super) generation: u64,
+}
+
 /// A session's queue pairs, and the control connection that stays beside them.
 #[derive(Debug)]
 pub(super) struct VerbsCarrier {
@@ -84,7 +100,11 @@ pub(super) struct VerbsCarrier {
     ticket: Ticket,
     /// The number of the next attempt to resume.
     attempt: u32,
-    queues: Queues,
+    queues: SavedQueues,
+    /// Keys that the server is to be given with the first link of this process.
+    keys: Vec<RegionKey>,
+    /// Bytes of the control stream that the server was told of.
+    told: u64,
     /// `None`: it is lost.
     control: Option<Arc<Socket>>,
     control_reader: FrameReader,
@@ -102,7 +122,7 @@ impl VerbsCarrier {
         links: Links,
         config: &SessionConfig,
     ) -> Result<VerbsCarrier, EndReason> {
-        let Links { control, link, queues, daemon, ticket, unbegun } = links;
+        let Links { control, link, queues, depth, daemon, ticket, unbegun, .. } = links;
         let control = Arc::new(Socket::new(control).map_err(|e| EndReason::Here(e.to_string()))?);
         let wakeups = Wakeups::new(session, mailbox)?;
         wakeups.add(link.domain().device().event_fd(), DEVICE)?;
@@ -112,7 +132,9 @@ impl VerbsCarrier {
             config: config.clone(),
             ticket,
             attempt: 1,
-            queues,
+            queues: saved_queues(&queues, depth),
+            keys: Vec::new(),
+            told: 0,
             control: Some(control),
             control_reader: FrameReader::new(),
             daemon,
@@ -123,6 +145,41 @@ impl VerbsCarrier {
         // From now on the carrier ends the session.
         unbegun.begun();
         Ok(carrier)
+    }
+
+    /// The carrier of a session that another process had. It has to [reconnect](Carrier::reconnect) first.
+    pub(super) fn restored(
+        session: &Arc<SessionState>,
+        mailbox: &Mailbox<DeviceMemory>,
+        (domain, ticket, queues): (&Arc<Domain>, &Ticket, &SavedQueues),
+        config: &SessionConfig,
+        Left { out, writes, keys, generation }: Left,
+    ) -> Result<VerbsCarrier, EndReason> {
+        let attempt = resume::first_attempt(generation)?;
+        let earlier = |(queue, RestoredWrites { taken, done, under_way })| {
+            let posted = under_way.iter().map(|write| put(queues, queue, write)).collect::<Result<_, _>>()?;
+            Ok(EarlierWrites { done, under_way: posted, taken })
+        };
+        let writes = (1..).zip(writes).map(earlier).collect::<Result<_, EndReason>>()?;
+        let mut link = Link::restored(domain, &config.verbs, writes);
+        *link.send_buffer() = out;
+        let wakeups = Wakeups::new(session, mailbox)?;
+        wakeups.add(domain.device().event_fd(), DEVICE)?;
+        Ok(VerbsCarrier {
+            link,
+            session: Arc::clone(session),
+            config: config.clone(),
+            ticket: ticket.clone(),
+            attempt,
+            queues: *queues,
+            keys,
+            told: 0,
+            control: None,
+            control_reader: FrameReader::new(),
+            daemon: None,
+            wakeups,
+            looked: Instant::now(),
+        })
     }
 
     /// Watches the connections that there are now.
@@ -141,13 +198,14 @@ impl VerbsCarrier {
                     machine.read(&mut bytes).map_err(|e| EndReason::Here(e.to_string()))?;
                 }
             }
-            Event::Placed { immediate, len, .. } => {
+            Event::Placed { queue, immediate, len, number } => {
                 session.counters.data_bytes_received.add(len.into());
-                machine.written_by_server(immediate, len)?;
+                machine.written_by_server(queue - 1, number, (immediate, len))?;
             }
-            Event::Written { token } => {
+            Event::Written { queue, token } => {
                 if let Some((seq, len)) = machine.schedule().written(token) {
                     machine.sent(seq, len);
+                    machine.arrived(queue - 1, 1);
                 }
             }
         }
@@ -160,15 +218,39 @@ impl VerbsCarrier {
         let polled = self.link.poll::<EndReason>(&mut |event| Self::act(machine, session, event));
         if polled.is_err() {
             // Also what came just before the link broke.
-            machine.take_frames()?;
+            self.take_frames(machine)?;
         }
         let heard = polled?;
         if heard {
             machine.heard(now);
-            machine.take_frames()?;
+            self.take_frames(machine)?;
             self.link.hold(machine.backlog() > MAX_BACKLOG);
         }
         Ok(heard)
+    }
+
+    /// Acts on the frames that have come, and forgets what the server has received.
+    fn take_frames(&mut self, machine: &mut Machine<'_>) -> Result<(), EndReason> {
+        machine.take_frames()?;
+        for Received { stream, bytes, .. } in machine.take_acknowledged() {
+            if stream != 0 {
+                return Err(EndReason::Server(format!("it acknowledges stream {stream} over verbs")));
+            }
+            machine.frames_arrived(self.link.send_buffer(), bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Has the server told what has been acted on of the control stream, once that is much, and a little sooner when it is told something anyway.
+    fn acknowledge(&mut self, machine: &mut Machine<'_>) {
+        let bytes = machine.control_taken();
+        let enough = if self.link.wants_out() { ACKNOWLEDGE_CONTROL / 8 } else { ACKNOWLEDGE_CONTROL };
+        if self.ticket.survives() && bytes - self.told >= enough {
+            let frame = Received { stream: 0, reserved: 0, bytes };
+            if machine.frame(self.link.send_buffer(), frame::RECEIVED, frame.as_bytes()) {
+                self.told = bytes;
+            }
+        }
     }
 
     /// Looks at the control connection, which says little, and at the device's events. True: there was something.
@@ -198,25 +280,47 @@ impl VerbsCarrier {
         Ok(true)
     }
 
-    /// Gives up all connections. What has come through them counts, and nothing comes any more.
-    fn leave(&mut self, machine: &mut Machine<'_>) -> Result<(), EndReason> {
+    /// Gives up all connections. What has come through them counts, and nothing comes any more. Gives how much has been acted on: bytes of frames, and of each queue, writes.
+    fn leave(&mut self, machine: &mut Machine<'_>) -> Result<Vec<u64>, EndReason> {
         if let Some(control) = self.control.take() {
             control.shut_down();
         }
         self.control_reader = FrameReader::new();
         let session = &self.session;
         self.link.take_down::<EndReason>(&mut |event| Self::act(machine, session, event))?;
-        machine.take_frames()
+        self.take_frames(machine)?;
+        self.told = machine.restart_frames();
+        machine.commit();
+        Ok(std::iter::once(self.told).chain(self.link.taken()).collect())
     }
 
     /// Goes on over new connections, behind what the server has. The error [`EndReason::Gone`]: they are of no use.
     fn go_on(&mut self, machine: &mut Machine<'_>, resumed: Resumed) -> Result<(), EndReason> {
-        let Resumed { control, queues, peer, taken, attempt } = resumed;
+        let Resumed { control, queues, peer, taken, written, attempt } = resumed;
         self.attempt = attempt.saturating_add(1);
         let session = &self.session;
-        self.link.settle::<EndReason>(&taken, &mut |event| Self::act(machine, session, event))?;
-        let same = |q: &Queues| (q.slots_address, q.slots_key, q.slots, q.slot_size);
-        if same(&peer) != same(&self.queues) {
+        let Some((stream, writes)) = taken.split_first() else {
+            return Err(EndReason::Server("it resumes a session without streams".into()));
+        };
+        machine.frames_resume(self.link.send_buffer(), *stream)?;
+        let lost = self.link.settle::<EndReason>(writes, &mut |event| Self::act(machine, session, event))?;
+        if !lost.is_empty() {
+            let count = lost.len();
+            return Err(EndReason::Server(format!(
+                "its device has acknowledged {count} writes and lost them"
+            )));
+        }
+        for Written { queue, immediate, len, .. } in written {
+            let number = self.link.took(queue as usize);
+            let number = number.ok_or_else(|| {
+                EndReason::Server(format!("it has written through queue {queue}, which there is not"))
+            })?;
+            let event = Event::Placed { queue: queue as usize, immediate, len, number };
+            Self::act(machine, session, event)?;
+        }
+        machine.commit();
+        let same = |q: &SavedQueues| (q.slots_address, q.slots_key, q.slots, q.slot_size);
+        if same(&saved_queues(&peer, 0)) != same(&self.queues) {
             return Err(EndReason::Server(
                 "it resumes the session with other slots than it began with".into(),
             ));
@@ -227,8 +331,8 @@ impl VerbsCarrier {
             other => EndReason::Gone(other.to_string()),
         })?;
         self.control = Some(Arc::new(Socket::new(control).map_err(|e| EndReason::Here(e.to_string()))?));
-        // The server's answer shows that they carry something.
-        self.link.send_buffer().frame(frame::ALIVE, &[]);
+        // The server's answer shows that they carry something. Without room there is enough to be sent again that it answers.
+        machine.frame(self.link.send_buffer(), frame::ALIVE, &[]);
         self.watch()
     }
 
@@ -264,32 +368,40 @@ impl VerbsCarrier {
     /// Posts writes as far as the schedule and the queues allow.
     fn post_writes(&mut self, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
         let mut worked = false;
-        let slots = machine.schedule();
-        while slots.has_writes() {
+        while machine.schedule().has_writes() {
             let Some(queue) = self.link.next_queue() else { break };
-            let Some(write) = slots.next_write() else { break };
-            let registration = write.source.memory().registered.registration();
-            let Some(source) = registration.slice(write.source.offset(), write.header.len) else {
-                return Err(EndReason::Here(format!("{:?} lies outside its registration", write.header)));
-            };
-            // The header ends where the slot's data begins.
-            let begin = u64::from(write.slot) * u64::from(self.queues.slot_size) + u64::from(SLOT_DATA)
-                - size_of::<DataHeader>() as u64;
-            self.link.put(&Put {
-                queue,
-                source,
-                header: Some(write.header),
-                address: self.queues.slots_address + begin,
-                key: self.queues.slots_key,
-                immediate: write.slot,
-                token: write.token,
-                signal: write.signal,
-            })?;
+            if !machine.lane_has_room(queue - 1, true) {
+                break;
+            }
+            let Some(write) = machine.schedule().next_write() else { break };
+            machine.posting(queue - 1, &write.header, write.slot);
+            self.link.put(&put(&self.queues, queue, &write)?)?;
             self.session.counters.data_bytes_sent.add(write.header.len.into());
             worked = true;
         }
         Ok(worked)
     }
+}
+
+/// A write of the client's memory into a slot of the server's, on this queue.
+fn put(queues: &SavedQueues, queue: usize, write: &Write<DeviceMemory>) -> Result<Put, EndReason> {
+    let registration = write.source.memory().registered.registration();
+    let Some(source) = registration.slice(write.source.offset(), write.header.len) else {
+        return Err(EndReason::Here(format!("{:?} lies outside its registration", write.header)));
+    };
+    // The header ends where the slot's data begins.
+    let begin = u64::from(write.slot) * u64::from(queues.slot_size) + u64::from(SLOT_DATA)
+        - size_of::<DataHeader>() as u64;
+    Ok(Put {
+        queue,
+        source,
+        header: Some(write.header),
+        address: queues.slots_address + begin,
+        key: queues.slots_key,
+        immediate: write.slot,
+        token: write.token,
+        signal: write.signal,
+    })
 }
 
 /// Takes what the device has to tell.
@@ -318,6 +430,8 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
     }
 
     fn send(&mut self, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
+        self.acknowledge(machine);
+        machine.commit();
         let worked = self.post_writes(machine)?;
         Ok(self.link.flush()? | worked)
     }
@@ -350,18 +464,25 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
     ) -> Result<(), EndReason> {
         let limit = self.ticket.limit(&self.session);
         if limit.is_zero() {
+            let why = if mailbox.is_to_pause() { resume::CANNOT_PAUSE.to_owned() } else { why };
             return Err(EndReason::Gone(why));
         }
         self.session.link.lost();
+        if mailbox.is_to_pause() {
+            // Without queue pairs no device reaches the client's memory.
+            self.leave(machine)?;
+            mailbox.rest();
+        }
         let lost = Interruption::begin(Arc::clone(&self.session), why, limit);
         let mut failed = None;
         loop {
-            self.leave(machine)?;
+            let taken = self.leave(machine)?;
             let redial = Redial {
                 ticket: self.ticket.clone(),
                 config: self.config.clone(),
                 domain: Arc::clone(self.link.domain()),
-                taken: self.link.taken(),
+                taken,
+                keys: self.keys.clone(),
             };
             let resumption = resume::resume(&self.session, mailbox, self.attempt, failed, redial)?;
             let turn = || {
@@ -376,6 +497,8 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
                 Err(end) => return Err(end),
             }
         }
+        // From now on the server is told as for any session.
+        self.keys.clear();
         self.session.link.stands_unmeasured();
         lost.end();
         Ok(())
@@ -388,6 +511,9 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
     }
 
     fn last_words(&mut self, _machine: &mut Machine<'_>) -> Result<(), EndReason> {
+        if self.control.is_none() {
+            return Err(EndReason::Gone("it has no control connection".into()));
+        }
         self.look().map(drop)
     }
 

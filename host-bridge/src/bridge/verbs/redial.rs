@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use protocol::link::{Queues, frame};
-use zerocopy::IntoBytes;
+use protocol::link::{MAX_QUEUES, Queues, RegionKey, Written, frame};
+use zerocopy::{FromBytes, IntoBytes};
 
 use crate::bridge::SessionConfig;
 use crate::bridge::resume::{Attempt, Failure, Ticket};
@@ -19,8 +19,10 @@ pub(super) struct Resumed {
     pub(super) queues: Unconnected,
     /// The server's queue pairs.
     pub(super) peer: Queues,
-    /// The requests that the server has acted on, for each queue.
+    /// What the server has acted on: bytes of frames, and of each queue of data, writes.
     pub(super) taken: Vec<u64>,
+    /// The server's writes that are here, and that an earlier process had not acted on.
+    pub(super) written: Vec<Written>,
     pub(super) attempt: u32,
 }
 
@@ -29,9 +31,14 @@ pub(super) struct Redial {
     pub(super) ticket: Ticket,
     pub(super) config: SessionConfig,
     pub(super) domain: Arc<Domain>,
-    /// The server's requests that were acted on here, for each queue.
+    /// What was acted on here, likewise.
     pub(super) taken: Vec<u64>,
+    /// The keys that the client's memory has under this process, if the server knows those of an earlier one.
+    pub(super) keys: Vec<RegionKey>,
 }
+
+/// The most writes of which a process may not know: all queues full of them.
+const MOST_WRITTEN: usize = MAX_QUEUES << 15;
 
 impl Attempt for Redial {
     type Resumed = Resumed;
@@ -40,12 +47,24 @@ impl Attempt for Redial {
         let here = |why: String| Failure::Later { why, answered_late: false };
         let queues = Unconnected::new(&self.domain, &self.config.verbs).map_err(|e| here(e.to_string()))?;
         let offer = queues.offer(None);
-        let along = |control: &Stream| control.send_frame(frame::QUEUES, &[offer.as_bytes()]);
+        let along = |control: &Stream| {
+            for key in &self.keys {
+                control.send_frame(frame::REGION_KEY, &[key.as_bytes()])?;
+            }
+            control.send_frame(frame::QUEUES, &[offer.as_bytes()])
+        };
         let (control, taken) = self.ticket.greet(&self.config, attempt, &self.taken, along, patience)?;
-        let mut body = Vec::new();
-        let kind = control.recv_frame(&mut body).map_err(|e| Failure::later(&e))?;
-        let peer = split_struct::<Queues>(&body).ok().filter(|_| kind == Some(frame::QUEUES));
-        let Some((peer, _)) = peer else { return Err(Failure::unexpected(kind, &body)) };
-        Ok(Resumed { control, queues, peer, taken, attempt })
+        let (mut body, mut written) = (Vec::new(), Vec::new());
+        loop {
+            let kind = control.recv_frame(&mut body).map_err(|e| Failure::later(&e))?;
+            if kind == Some(frame::WRITTEN) && written.len() <= MOST_WRITTEN {
+                let entries = body.chunks_exact(size_of::<Written>());
+                written.extend(entries.filter_map(|entry| Written::read_from_bytes(entry).ok()));
+                continue;
+            }
+            let peer = split_struct::<Queues>(&body).ok().filter(|_| kind == Some(frame::QUEUES));
+            let Some((peer, _)) = peer else { return Err(Failure::unexpected(kind, &body)) };
+            return Ok(Resumed { control, queues, peer, taken, written, attempt });
+        }
     }
 }

@@ -62,6 +62,8 @@ const SENDS: usize = 64;
 const SIGNALLED: usize = 32 << 10;
 /// A bridge that neither takes nor sends anything for this long before the session begins is lost.
 const SILENCE: Duration = Duration::from_secs(30);
+/// The client's memories for which the bridge may give keys.
+const MOST_KEYS: usize = 1 << 16;
 /// Executed commands after which the client is told even while there is more to do.
 const BATCH: u64 = 64;
 
@@ -125,6 +127,9 @@ struct Engine {
     /// The bridge's attempt that has brought it; 0 for the first.
     attempt: u32,
     reader: FrameReader,
+    /// Bytes of the bridge's stream that have come, and of which it was told.
+    came: u64,
+    told_came: u64,
     control_reader: FrameReader,
     /// Records that have come, to be looked at for their data.
     records: Records,
@@ -141,6 +146,32 @@ struct Engine {
     told: u64,
     /// Slots for granted data that were emptied, of which the bridge has not been told.
     emptied: Vec<u32>,
+}
+
+/// A place in the client's memory. What its address and its key are depends on the bridge's process.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Target {
+    region: u32,
+    offset: u64,
+}
+
+impl Target {
+    /// The place so many bytes behind it.
+    pub(super) fn behind(self, bytes: u64) -> Target {
+        Target { offset: self.offset.saturating_add(bytes), ..self }
+    }
+}
+
+impl Engine {
+    /// A place as a write names it. (That of a region without a key is refused by the bridge's device.)
+    fn address(&self, Target { region, offset }: Target) -> (u64, u32) {
+        self.keys.get(&region).map_or((0, 0), |key| (key.address.wrapping_add(offset), key.key))
+    }
+
+    /// Bytes of the bridge's stream whose frames were acted on.
+    fn processed(&self) -> u64 {
+        self.came - self.reader.buffered() as u64
+    }
 }
 
 /// What a write's token says when it is done: a buffer is free, or (with this bit) a waiting call's write has left.
@@ -169,7 +200,7 @@ impl VerbsCommands {
         }
         let peer = split_struct::<Queues>(&body).map_err(failed)?.0;
         let made = connect(&control, settings, &peer);
-        let (link, slots, buffers) = made.map_err(|e| {
+        let (mut link, slots, buffers) = made.map_err(|e| {
             let lost = Lost::new(format!("verbs: {e}"));
             // The bridge may be gone already.
             let _ = control.send_frame(frame::BYE, &[lost.reason.as_bytes()]);
@@ -183,12 +214,17 @@ impl VerbsCommands {
         let links = Links::new(Arc::clone(&control), grace);
         // What it offers shows that it has the welcome, with the session's secret.
         links.introduce();
+        if links.survives() {
+            link.keep();
+        }
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let changed = EventFd::from_value_and_flags(0, flags).map_err(|e| failed(e.into()))?;
         let engine = Engine {
             link,
             attempt: 0,
             reader: FrameReader::new(),
+            came: 0,
+            told_came: 0,
             control_reader: FrameReader::new(),
             records: Records::default(),
             body: Vec::new(),
@@ -486,13 +522,8 @@ impl Client for VerbsClient {
         if !inside {
             return Err(Status::INVALID_VALUE);
         }
-        Ok(Sink::Outgoing(Outgoing::over_verbs(
-            self.this.clone(),
-            seq,
-            key.address + range.offset,
-            key.key,
-            range.len,
-        )))
+        let at = Target { region, offset: range.offset };
+        Ok(Sink::Outgoing(Outgoing::over_verbs(self.this.clone(), seq, at, range.len)))
     }
 
     fn nothing_sent(&self, seq: u64) {

@@ -9,11 +9,13 @@ use std::time::{Duration, Instant};
 use protocol::channel::MAX_RECORD;
 use protocol::channel::Record;
 use protocol::data::DataUse;
-use protocol::link::{COMMANDS_AHEAD, DataAsk, DataHeader, RegionKey, SLOT_DATA, frame};
+use protocol::link::{
+    ACKNOWLEDGE_CONTROL, COMMANDS_AHEAD, DataAsk, DataHeader, Received, RegionKey, SLOT_DATA, frame,
+};
 use protocol::ops;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::{Client, Engine, SEND, SLOT_SIZE, SLOTS, VerbsClient, lock};
+use super::{Client, Engine, MOST_KEYS, SEND, SLOT_SIZE, SLOTS, VerbsClient, lock};
 use crate::endpoint::stream::put;
 use crate::endpoint::wake;
 use crate::framing::{FrameReader, split_struct};
@@ -139,14 +141,16 @@ impl VerbsClient {
 
     /// One turn of the link. True: there was something.
     fn turn(&self, engine: &mut Engine) -> Result<bool, End> {
-        let Engine { link, reader, sends, free_buffers, emptied, .. } = engine;
-        let polled = link.poll::<End>(&mut |event| self.act(event, reader, sends, free_buffers, emptied));
+        let Engine { link, reader, came, sends, free_buffers, emptied, .. } = engine;
+        let polled =
+            link.poll::<End>(&mut |event| self.act(event, (reader, came), sends, free_buffers, emptied));
         // Also what came just before the link broke.
         if !matches!(polled, Ok(false)) {
             self.frames(engine)?;
         }
         let worked = polled?;
         self.announce(engine);
+        self.acknowledge(engine);
         engine.link.flush()?;
         if worked && engine.waiters > 0 {
             self.room.notify_all();
@@ -158,7 +162,7 @@ impl VerbsClient {
     pub(super) fn act(
         &self,
         event: Event<'_>,
-        reader: &mut FrameReader,
+        (reader, came): (&mut FrameReader, &mut u64),
         sends: &mut [usize],
         free_buffers: &mut Vec<usize>,
         emptied: &mut Vec<u32>,
@@ -166,6 +170,7 @@ impl VerbsClient {
         VerbsClient::written(&event, sends, free_buffers);
         match event {
             Event::Bytes(mut bytes) => {
+                *came += bytes.len() as u64;
                 while !bytes.is_empty() {
                     reader.fill(&mut bytes).map_err(|e| End::Lost(e.to_string()))?;
                 }
@@ -185,7 +190,7 @@ impl VerbsClient {
 
     /// If a write to the client is done, what it was sent from is free.
     pub(super) fn written(event: &Event<'_>, sends: &mut [usize], free_buffers: &mut Vec<usize>) {
-        if let Event::Written { token } = *event {
+        if let Event::Written { token, .. } = *event {
             match token & SEND {
                 0 => free_buffers.push(token as usize),
                 _ => sends[(token ^ SEND) as usize] -= 1,
@@ -217,6 +222,17 @@ impl VerbsClient {
             engine.emptied.clear();
         }
         self.ring.take_free(|slots| put(engine.link.out(), frame::SLOTS_FREE, &[slots.as_bytes()]));
+    }
+
+    /// Tells the bridge what has come of its stream, once that is much, and a little sooner when it is told something anyway.
+    fn acknowledge(&self, engine: &mut Engine) {
+        let bytes = engine.processed();
+        let enough = if engine.link.wants_out() { ACKNOWLEDGE_CONTROL / 8 } else { ACKNOWLEDGE_CONTROL };
+        if self.links.survives() && bytes - engine.told_came >= enough {
+            engine.told_came = bytes;
+            let received = Received { stream: 0, reserved: 0, bytes };
+            put(engine.link.out(), frame::RECEIVED, &[received.as_bytes()]);
+        }
     }
 
     /// The header of a piece in a slot, judged against the slot and the length that the device reports.
@@ -265,10 +281,15 @@ impl VerbsClient {
                 }
                 frame::REGION_KEY => {
                     let (key, _) = split_struct::<RegionKey>(body).map_err(broken)?;
-                    if engine.keys.len() > 1 << 16 || key.address.checked_add(key.size).is_none() {
+                    if engine.keys.len() > MOST_KEYS || key.address.checked_add(key.size).is_none() {
                         return Err(End::Lost("the bridge gave a key that cannot be".into()));
                     }
                     engine.keys.insert(key.region, key);
+                }
+                frame::RECEIVED if self.links.survives() => {
+                    let (received, _) = split_struct::<Received>(body).map_err(broken)?;
+                    let stream = engine.link.send_buffer();
+                    stream.acknowledge(received.bytes).map_err(|e| End::Lost(format!("the bridge: {e}")))?;
                 }
                 frame::ALIVE => {
                     // One that asks again and again, and takes no answers, gets no more of them.

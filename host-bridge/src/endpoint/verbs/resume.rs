@@ -6,27 +6,33 @@
 //!                                                           both sides say how much that is, new queue pairs go on behind it
 //! ```
 //!
+//! It may be another process of the bridge that comes. It says which addresses and keys the client's memory has now, and is told of writes that its predecessor had and of which it does not know.
+//!
 //! While there is no link, threads that have something to send wait for room, as they do for a bridge that takes nothing.
 
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{Shutdown, shutdown};
-use protocol::link::{Queues, frame};
+use protocol::link::{Queues, RegionKey, Written, frame};
 use zerocopy::IntoBytes;
 
 use super::pump::End;
-use super::{Engine, SLOT_SIZE, VerbsClient, lock};
+use super::{Engine, MOST_KEYS, SLOT_SIZE, VerbsClient, lock};
 use crate::endpoint::tcp::resumed;
 use crate::endpoint::{Client, Survivor};
 use crate::framing::{FrameReader, resumed_body, split_struct, watch_peer};
 use crate::stream::Stream;
-use crate::verbs::{Unconnected, VerbsError};
+use crate::verbs::{Link, Put, Unconnected, VerbsError};
 
 /// How long what the bridge says on the connection, and the first message through the new queue pairs, may take to come.
 const WITHIN: Duration = Duration::from_secs(10);
+
+/// Entries of a frame about writes.
+const MANY: usize = 512;
 
 /// Why an attempt failed.
 enum Failed {
@@ -44,6 +50,26 @@ impl<T: Into<End>> From<T> for Failed {
 
 fn attempt(e: impl std::fmt::Display) -> Failed {
     Failed::Attempt(e.to_string())
+}
+
+/// The client's memory has other keys and addresses. Writes that will be sent again are meant for it, too.
+fn replace_keys(link: &mut Link, known: &mut HashMap<u32, RegionKey>, keys: &[RegionKey]) -> Result<(), End> {
+    let mut replaced = HashMap::new();
+    for key in keys {
+        let old = known.insert(key.region, *key);
+        let fits = old.is_none_or(|old| old.size == key.size) && known.len() <= MOST_KEYS;
+        if !fits || key.address.checked_add(key.size).is_none() {
+            return Err(End::Lost("the bridge gave a key that cannot be".into()));
+        }
+        replaced.extend(old.map(|old| (old.key, (old.address, *key))));
+    }
+    link.each_again(|put| {
+        if let Some((address, new)) = replaced.get(&put.key) {
+            let offset = put.address.wrapping_sub(*address);
+            (put.address, put.key) = (new.address.wrapping_add(offset), new.key);
+        }
+    });
+    Ok(())
 }
 
 impl VerbsClient {
@@ -96,24 +122,35 @@ impl VerbsClient {
         let mut body = Vec::new();
         let kind = control.recv_frame(&mut body).map_err(attempt)?;
         let theirs = resumed(kind, &body, taken.len()).map_err(attempt)?;
-        let kind = control.recv_frame(&mut body).map_err(attempt)?;
-        if kind != Some(frame::QUEUES) {
-            return Err(attempt(format_args!("frame of kind {kind:?} where QUEUES was expected")));
-        }
-        let peer = split_struct::<Queues>(&body).map_err(attempt)?.0;
+        let mut keys = Vec::new();
+        let peer = loop {
+            match control.recv_frame(&mut body).map_err(attempt)? {
+                Some(frame::QUEUES) => break split_struct::<Queues>(&body).map_err(attempt)?.0,
+                Some(frame::REGION_KEY) if keys.len() < MOST_KEYS => {
+                    keys.push(split_struct::<RegionKey>(&body).map_err(attempt)?.0);
+                }
+                kind => {
+                    return Err(attempt(format_args!("frame of kind {kind:?} where QUEUES was expected")));
+                }
+            }
+        };
         let domain = Arc::clone(self.lock().link.domain());
         let fresh = Unconnected::answering(&domain, &self.settings, &peer).map_err(attempt)?;
         let offer = fresh.offer(Some((&self.slots, SLOT_SIZE)));
-        {
+        let unknown = {
             let mut engine = self.lock();
             if engine.attempt != number {
                 return Ok(false);
             }
-            let Engine { link, sends, free_buffers, .. } = &mut *engine;
-            link.settle::<End>(&theirs, &mut |event| {
+            let Engine { link, sends, free_buffers, keys: known, .. } = &mut *engine;
+            let (stream, writes) = theirs.split_first().ok_or_else(|| attempt("it resumes nothing"))?;
+            let settled = link.send_buffer().resume(*stream);
+            settled.map_err(|e| End::Lost(format!("the bridge resumes what cannot be: {e}")))?;
+            let unknown = link.settle::<End>(writes, &mut |event| {
                 VerbsClient::written(&event, sends, free_buffers);
                 Ok(())
             })?;
+            replace_keys(link, known, &keys)?;
             // The bridge is connected when it has this side's offer.
             link.go_on(fresh, &peer, true).map_err(|e| match e {
                 e @ VerbsError::Peer(_) => e.into(),
@@ -121,8 +158,19 @@ impl VerbsClient {
                 e => attempt(e),
             })?;
             *lock(&self.control) = Some(Arc::clone(control));
-        }
+            unknown
+        };
         control.send_frame(frame::RESUMED, &[&resumed_body(&taken)]).map_err(attempt)?;
+        for some in unknown.chunks(MANY) {
+            let entry = |put: &Put| Written {
+                queue: put.queue as u32,
+                immediate: put.immediate,
+                len: put.source.len(),
+                reserved: 0,
+            };
+            let entries: Vec<Written> = some.iter().map(entry).collect();
+            control.send_frame(frame::WRITTEN, &[entries.as_bytes()]).map_err(attempt)?;
+        }
         control.send_frame(frame::QUEUES, &[offer.as_bytes()]).map_err(attempt)?;
         control.set_nonblocking(true).map_err(attempt)?;
         watch_peer(control);
@@ -137,7 +185,7 @@ impl VerbsClient {
         Ok(up)
     }
 
-    /// Leaves the link that there was, for attempt `number`. Gives what has come through all of them; `None`: there was a later attempt.
+    /// Leaves the link that there was, for attempt `number`. Gives what has come through all of them: bytes of frames, and writes of each queue; `None`: there was a later attempt.
     fn leave(&self, number: u32) -> Result<Option<Vec<u64>>, End> {
         let mut engine = self.lock();
         if number <= engine.attempt {
@@ -146,13 +194,17 @@ impl VerbsClient {
         engine.attempt = number;
         engine.control_reader = FrameReader::new();
         *lock(&self.control) = None;
-        let Engine { link, reader, sends, free_buffers, emptied, .. } = &mut *engine;
-        link.take_down::<End>(&mut |event| self.act(event, reader, sends, free_buffers, emptied))?;
+        let Engine { link, reader, came, sends, free_buffers, emptied, .. } = &mut *engine;
+        link.take_down::<End>(&mut |event| self.act(event, (reader, came), sends, free_buffers, emptied))?;
         self.frames(&mut engine)?;
+        // What has come of the next frame comes again.
+        engine.came = engine.processed();
+        (engine.told_came, engine.reader) = (engine.came, FrameReader::new());
         if engine.waiters > 0 {
             self.room.notify_all();
         }
-        Ok(Some(engine.link.taken()))
+        let writes = engine.link.taken();
+        Ok(Some(std::iter::once(engine.came).chain(writes).collect()))
     }
 
     /// Waits until something has come through the queue pairs of attempt `number`. `None`: nothing has.

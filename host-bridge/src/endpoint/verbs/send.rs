@@ -5,21 +5,15 @@ use std::sync::atomic::Ordering;
 
 use protocol::link::chunk_len;
 
-use super::{BUFFERS, CHUNK, SEND, SIGNALLED, VerbsClient};
+use super::{BUFFERS, CHUNK, SEND, SIGNALLED, Target, VerbsClient};
 use crate::endpoint::Lost;
 use crate::endpoint::outgoing::Registered;
 use crate::verbs::{Put, Registration, VerbsError};
 
 impl VerbsClient {
-    /// Writes `bytes` to `address` of the client's memory. Returns when they may be changed: at once when they had to be copied into registered memory, else when the
+    /// Writes `bytes` to a place of the client's memory. Returns when they may be changed: at once when they had to be copied into registered memory, else when the
     /// device is done with them.
-    pub(in crate::endpoint) fn send(
-        &self,
-        seq: u64,
-        address: u64,
-        key: u32,
-        bytes: &[u8],
-    ) -> Result<(), Lost> {
+    pub(in crate::endpoint) fn send(&self, seq: u64, at: Target, bytes: &[u8]) -> Result<(), Lost> {
         if bytes.is_empty() {
             return Ok(());
         }
@@ -28,13 +22,13 @@ impl VerbsClient {
             adopted.slice(offset, u32::try_from(bytes.len()).ok()?).map(|_| (adopted, offset))
         });
         if let Some((adopted, offset)) = offset {
-            return self.send_adopted(seq, address, key, adopted, offset, bytes.len());
+            return self.send_adopted(seq, at, adopted, offset, bytes.len());
         }
         for (number, chunk) in bytes.chunks(CHUNK).enumerate() {
             let mut lent = self.this.upgrade().ok_or_else(|| self.over())?.lend(chunk.len())?;
             lent.bytes().copy_from_slice(chunk);
             self.copied.fetch_add(chunk.len() as u64, Ordering::Relaxed);
-            lent.send(seq, address + (number * CHUNK) as u64, key, chunk.len())?;
+            lent.send(seq, at.behind((number * CHUNK) as u64), chunk.len())?;
         }
         Ok(())
     }
@@ -43,8 +37,7 @@ impl VerbsClient {
     fn send_adopted(
         &self,
         seq: u64,
-        address: u64,
-        key: u32,
+        to: Target,
         adopted: &Registration,
         offset: u64,
         len: usize,
@@ -58,11 +51,12 @@ impl VerbsClient {
                 let queue = engine.link.next_queue()?;
                 let bytes = chunk.min(len - at);
                 let posted = adopted.slice(offset + at as u64, bytes as u32).map(|source| {
+                    let (address, key) = engine.address(to.behind(at as u64));
                     engine.link.put(&Put {
                         queue,
                         source,
                         header: None,
-                        address: address + at as u64,
+                        address,
                         key,
                         immediate: seq as u32,
                         token: SEND | place as u64,
@@ -104,18 +98,18 @@ impl VerbsClient {
         }
     }
 
-    /// Writes a lent buffer's first `len` bytes to `address` of the client's memory. The buffer is free again when they have left.
+    /// Writes a lent buffer's first `len` bytes to a place of the client's memory. The buffer is free again when they have left.
     pub(in crate::endpoint) fn send_buffer(
         &self,
         seq: u64,
-        address: u64,
-        key: u32,
+        at: Target,
         number: usize,
         len: usize,
     ) -> Result<(), Lost> {
         let source = self.buffers.registration().slice((number * CHUNK) as u64, len as u32);
         let source = source.ok_or_else(|| Lost::new("data outside a buffer"))?;
         let posted = self.wait_for(|engine| {
+            let (address, key) = engine.address(at);
             Some(engine.link.put(&Put {
                 queue: engine.link.next_queue()?,
                 source,

@@ -63,6 +63,8 @@ struct Session {
     control: TcpStream,
     /// For the bridge: what its session is resumed with.
     hello: Hello,
+    /// Bytes that have come of the peer's stream.
+    heard: u64,
 }
 
 /// What a server gives a bridge that comes back: the connection, what it has acted on, and its queue pairs; and the bridge's own.
@@ -127,12 +129,15 @@ impl Session {
             Twist::Swapped => peer.queue_pairs.swap(0, 1),
             Twist::Greedy => peer.receives = 1 << 15,
         }
-        let link = unconnected.connect(&peer)?;
+        let mut link = unconnected.connect(&peer)?;
+        if first {
+            link.keep();
+        }
         if !first {
             say()?;
         }
         control.set_nonblocking(true)?;
-        Ok(Session { link, source, peer, control, hello })
+        Ok(Session { link, source, peer, control, hello, heard: 0 })
     }
 
     /// Knocks as the session's bridge that comes back for the `attempt`-th time. The error is the server's refusal.
@@ -144,7 +149,7 @@ impl Session {
         Ok(if welcomed { Ok(control) } else { Err(untext(&welcome.reason)) })
     }
 
-    /// Comes back, says that it has acted on so many requests, and offers queue pairs as `settings` have it. `None`: the server closed
+    /// Comes back, says that it has acted on so many bytes of frames and so many writes, and offers queue pairs as `settings` have it. `None`: the server closed
     /// the connection.
     fn come_back(
         &mut self,
@@ -201,8 +206,13 @@ impl Session {
             self.chat(10)?;
             return Ok(Some(format!("refused: {refused}")));
         }
+        if what == "resume-less" {
+            let received = Received { stream: 0, reserved: 0, bytes: self.heard };
+            self.frame(frame::RECEIVED, received.as_bytes());
+            self.chat(1)?;
+        }
         self.link.take_down::<VerbsError>(&mut |_| Ok(()))?;
-        let taken = self.link.taken();
+        let taken: Vec<u64> = std::iter::once(self.heard).chain(self.link.taken()).collect();
         let came_back = match what {
             "resume-more" => self.come_back(address, settings, 1, &vec![u64::MAX; taken.len()])?,
             "resume-less" => self.come_back(address, settings, 1, &vec![0; taken.len()])?,
@@ -213,7 +223,9 @@ impl Session {
             _ => {
                 let back = self.come_back(address, settings, 5, &taken)?.ok_or("it was not let in")?;
                 let (control, theirs, peer, fresh) = back;
-                self.link.settle::<VerbsError>(&theirs, &mut |_| Ok(()))?;
+                let (stream, writes) = theirs.split_first().ok_or("no stream")?;
+                self.link.send_buffer().resume(*stream)?;
+                self.link.settle::<VerbsError>(writes, &mut |_| Ok(()))?;
                 self.link.go_on(fresh, &peer, false)?;
                 control.set_nonblocking(true)?;
                 self.control = control;
@@ -272,9 +284,11 @@ impl Session {
 
     /// One turn. Some: how the session ended.
     fn turn(&mut self, reader: &mut FrameReader, came: &mut usize) -> Option<String> {
+        let heard = &mut self.heard;
         let turned = self.link.poll::<VerbsError>(&mut |event| {
             if let Event::Bytes(bytes) = event {
                 *came += bytes.len();
+                *heard += bytes.len() as u64;
             }
             Ok(())
         });

@@ -105,6 +105,8 @@ fn exchange(control: &TcpStream) -> Result<(Queues, Vec<u8>)> {
 struct Talk {
     link: Link,
     reader: FrameReader,
+    /// Bytes that have come of the peer's stream.
+    came: u64,
     placed: VecDeque<(u32, u32)>,
     written: u64,
     sleep: bool,
@@ -123,11 +125,17 @@ struct Renewal {
     count: u64,
 }
 
-type Came<'t> = (&'t mut FrameReader, &'t mut VecDeque<(u32, u32)>, &'t mut u64);
+type Came<'t> = (&'t mut FrameReader, &'t mut u64, &'t mut VecDeque<(u32, u32)>, &'t mut u64);
 
-fn act((reader, placed, written): &mut Came<'_>, event: Event<'_>) -> std::result::Result<(), VerbsError> {
+fn act(
+    (reader, came, placed, written): &mut Came<'_>,
+    event: Event<'_>,
+) -> std::result::Result<(), VerbsError> {
     match event {
-        Event::Bytes(mut bytes) => while !bytes.is_empty() && reader.fill(&mut bytes).is_ok() {},
+        Event::Bytes(mut bytes) => {
+            **came += bytes.len() as u64;
+            while !bytes.is_empty() && reader.fill(&mut bytes).is_ok() {}
+        }
         Event::Placed { immediate, len, .. } => placed.push_back((immediate, len)),
         Event::Written { .. } => **written += 1,
     }
@@ -141,6 +149,7 @@ impl Talk {
             silent: 0,
             link,
             reader: FrameReader::new(),
+            came: 0,
             placed: VecDeque::new(),
             written: 0,
             sleep,
@@ -156,7 +165,7 @@ impl Talk {
 
     fn turn(&mut self) -> Result<bool> {
         let renewed = self.renew_if_due()?;
-        let mut came = (&mut self.reader, &mut self.placed, &mut self.written);
+        let mut came = (&mut self.reader, &mut self.came, &mut self.placed, &mut self.written);
         let mut worked = renewed | self.link.poll::<VerbsError>(&mut |event| act(&mut came, event))?;
         if let (true, Some(Renewal { turns: Some((_, left)), .. })) = (worked, &mut self.renewal) {
             *left = left.saturating_sub(1);
@@ -196,10 +205,14 @@ impl Talk {
 
     fn renew(&mut self, first: bool) -> Result<()> {
         let settings = self.renewal.as_ref().ok_or("no renewal")?.settings.clone();
-        let mut came = (&mut self.reader, &mut self.placed, &mut self.written);
+        let mut came = (&mut self.reader, &mut self.came, &mut self.placed, &mut self.written);
         self.link.take_down::<VerbsError>(&mut |event| act(&mut came, event))?;
+        // Frames that were not asked for yet come again.
+        self.came -= self.reader.buffered() as u64;
+        self.reader = FrameReader::new();
+        let mut came = (&mut self.reader, &mut self.came, &mut self.placed, &mut self.written);
         let domain = self.link.domain().clone();
-        let taken = self.link.taken();
+        let taken: Vec<u64> = std::iter::once(*came.1).chain(self.link.taken()).collect();
         let say = |offer: &Queues| {
             send_frame(self.control.as_fd(), RENEW, &[offer.as_bytes(), taken.as_bytes()], &[])
         };
@@ -222,7 +235,11 @@ impl Talk {
             let fresh = Unconnected::answering(&domain, &settings, &peer)?;
             (fresh, peer, theirs)
         };
-        self.link.settle::<VerbsError>(&theirs, &mut |event| act(&mut came, event))?;
+        let (stream, writes) = theirs.split_first().ok_or("the peer has no stream")?;
+        self.link.send_buffer().resume(*stream)?;
+        if !self.link.settle::<VerbsError>(writes, &mut |event| act(&mut came, event))?.is_empty() {
+            return Err("a device has acknowledged writes and lost them".into());
+        }
         let offer = fresh.offer(None);
         self.link.go_on(fresh, &peer, !first)?;
         if first {
@@ -314,6 +331,7 @@ fn serve(control: TcpStream, settings: &Settings) -> Result<()> {
     send_frame(control.as_fd(), frame::QUEUES, &[link.offer(Some((&slots, SLOT_SIZE))).as_bytes()], &[])?;
     let mut talk = Talk::new(link.connect(&peer)?, control.try_clone()?, sleep);
     if breaks > 0 {
+        talk.link.keep();
         talk.renewal = Some(Renewal { settings: settings.clone(), turns: None, count: 0 });
     }
     match what.as_str() {
@@ -438,6 +456,7 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
     let mut talk = Talk::new(link.connect(&peer)?, control.try_clone()?, job.sleep);
     if job.breaks > 0 {
         let turns = Some((job.breaks, job.breaks));
+        talk.link.keep();
         talk.renewal = Some(Renewal { settings: settings.clone(), turns, count: 0 });
     }
     if job.what == "h2d" {

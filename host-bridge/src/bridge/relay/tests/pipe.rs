@@ -63,7 +63,7 @@ impl<S: TestSchedule> Pipe<S> {
                         machine.read(&mut rest).map_err(Self::gone)?;
                     }
                 }
-                FromServer::Data(seq, len) => machine.written_by_server(seq as u32, len)?,
+                FromServer::Data(seq, len) => machine.written_by_server(0, 0, (seq as u32, len))?,
                 FromServer::Gone => return Err(Self::gone(())),
             }
             machine.heard(Instant::now());

@@ -1,0 +1,213 @@
+//! The transport `verbs` between real ends, over queue pairs that are in this process only: links that break, clients that are stopped, and processes of the bridge that end.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use nix::poll::PollFd;
+use nix::sys::eventfd::EventFd;
+use protocol::device::Extent;
+use protocol::fuzzing::Random;
+use rgpu_host_bridge::bridge::saved::Saved;
+use rgpu_host_bridge::bridge::{
+    ChannelMemory, Closed, Prepared, RegionMemory, Session, SessionConfig, TransportKind, Turn, Wakeup,
+};
+use rgpu_host_bridge::memory::Memories;
+use rgpu_host_bridge::verbs::software;
+use test_kit::channel::Channel;
+use test_kit::session::{channel, read, write};
+use test_kit::tcp_server::TcpServer;
+use test_kit::*;
+
+/// What ends when belongs to the whole process, so tests take turns.
+fn alone() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    software::install();
+    one
+}
+
+struct Patient;
+
+impl Turn for Patient {
+    fn wait(&mut self, _server: &str, _ahead: u32) {}
+
+    fn given_up(&self) -> Option<PollFd<'_>> {
+        None
+    }
+}
+
+/// A session's processes, one after the other.
+struct Bridge {
+    config: SessionConfig,
+    memories: Memories,
+    /// The channel's extents, and its size.
+    extents: Vec<Extent>,
+    size: u64,
+    saved: Saved,
+    session: Option<Session>,
+    doorbell: Arc<Mutex<Arc<EventFd>>>,
+    lost: Arc<Mutex<Option<String>>>,
+}
+
+/// The regions that are registered: bytes, and whether the server may only read them.
+const REGIONS: [(u64, bool); 3] = [(700_001, false), (3_000_000, true), (2_500_000, false)];
+
+fn extents(id: u32) -> Vec<Extent> {
+    vec![Extent { addr: (16 << 20) + u64::from(id) * (8 << 20) + 24, len: REGIONS[id as usize].0 }]
+}
+
+impl Bridge {
+    fn begin(server: &TcpServer) -> (Bridge, Channel) {
+        let config = SessionConfig { transport: TransportKind::Verbs, ..server.config.clone() };
+        let (memories, channel) = channel(4 << 20);
+        let (extents, size) = (channel.extents.clone(), channel.size);
+        let view = memories.view(&extents, size).unwrap();
+        let lost = Arc::new(Mutex::new(None));
+        let mut prepared = Prepared::connect(&config, &channel, &mut Patient).unwrap();
+        let saved = prepared.save(&channel).unwrap().unwrap();
+        let opened = prepared.open().unwrap();
+        let session = opened.start(channel, Wakeup::Call(Arc::new(|| {})), on_lost(&lost)).unwrap();
+        let doorbell = Arc::new(Mutex::new(session.doorbell_fd().clone()));
+        let rung = Arc::clone(&doorbell);
+        let client = Channel::new(view, move || {
+            rung.lock().unwrap().write(1).unwrap();
+        });
+        let session = Some(session);
+        let bridge = Bridge { config, memories, extents, size, saved, session, doorbell, lost };
+        for (id, (size, read_only)) in (0..).zip(REGIONS) {
+            let (memories, extents) = (bridge.memories.clone(), self::extents(id));
+            let region = RegionMemory { memories, extents, size, own_memory: false, read_only };
+            bridge.session().register_region(id, region).unwrap();
+        }
+        (bridge, client)
+    }
+
+    fn session(&self) -> &Session {
+        self.session.as_ref().unwrap()
+    }
+
+    /// Another process goes on, with what the one before had saved.
+    fn succeed(&mut self) {
+        self.session = None;
+        let (bytes, descriptors) = self.saved.parts();
+        let descriptors = descriptors.iter().map(|fd| fd.try_clone_to_owned().unwrap()).collect();
+        let saved = Saved::from_parts(&bytes, descriptors).unwrap();
+        let channel = ChannelMemory::new(self.memories.clone(), self.extents.clone(), self.size).unwrap();
+        let wakeup = Wakeup::Call(Arc::new(|| {}));
+        let resumed =
+            Session::resume(&self.config, &saved, channel, None, wakeup, on_lost(&self.lost)).unwrap();
+        *self.doorbell.lock().unwrap() = resumed.doorbell_fd().clone();
+        let inherited = resumed.take_inherited();
+        assert_eq!(inherited.len(), REGIONS.len(), "{inherited:?}");
+        resumed.doorbell_fd().write(1).unwrap();
+        self.session = Some(resumed);
+    }
+
+    fn lost(&self) -> Option<String> {
+        self.lost.lock().unwrap().clone()
+    }
+}
+
+fn on_lost(lost: &Arc<Mutex<Option<String>>>) -> Box<dyn FnOnce(&str) + Send> {
+    let lost = Arc::clone(lost);
+    Box::new(move |reason| *lost.lock().unwrap() = Some(reason.to_owned()))
+}
+
+/// Copies back and forth until it is told to stop, and checks every byte. Gives how often.
+fn program(client: &mut Channel, memories: &Memories, seed: u64, stop: &AtomicBool) -> u64 {
+    let mut rounds = 0;
+    while !stop.load(Ordering::SeqCst) {
+        let lengths = [1, 4000, 70_000, 300_000, 700_001, 2_500_000];
+        let len = lengths[rounds as usize % lengths.len()];
+        let bytes = pattern(len as usize, seed + rounds);
+        let from = if rounds % 2 == 0 { 1 } else { 2 };
+        write(memories, &[Extent { len, ..extents(from)[0] }], &bytes);
+        client.htod(rounds % 4, region(from, 0, len));
+        for _ in 0..rounds % 50 {
+            client.mark();
+        }
+        let few = len.min(5000);
+        client.write_arena(0, &bytes[..few as usize]);
+        client.htod(10 + rounds % 4, arena(0, few));
+        client.synchronize();
+        // What comes goes where something else was.
+        let (to, back) = if len <= REGIONS[0].0 && rounds % 3 == 0 { (0, len) } else { (2, len) };
+        let place = [Extent { len, ..extents(to)[0] }];
+        write(memories, &place, &vec![0; len as usize]);
+        client.dtoh(rounds % 4, region(to, 0, back));
+        client.dtoh(10 + rounds % 4, arena(1 << 20, few));
+        client.synchronize();
+        assert!(read(memories, &place) == bytes, "round {rounds}: {len} bytes came back wrong");
+        assert!(client.read_arena(1 << 20, few) == bytes[..few as usize], "round {rounds}: the arena");
+        rounds += 1;
+    }
+    rounds
+}
+
+/// Runs a program while `disturb` does something, again and again.
+fn disturbed(seed: u64, times: u32, mut disturb: impl FnMut(&mut Bridge, &mut Random)) {
+    let _one = alone();
+    let server = TcpServer::start();
+    let (mut bridge, mut client) = Bridge::begin(&server);
+    let (memories, stop, mut random) = (bridge.memories.clone(), AtomicBool::new(false), Random(seed));
+    let rounds = std::thread::scope(|scope| {
+        let program = scope.spawn(|| program(&mut client, &memories, seed, &stop));
+        for _ in 0..times {
+            disturb(&mut bridge, &mut random);
+            if program.is_finished() || bridge.lost().is_some() {
+                break;
+            }
+        }
+        software::end_process_after(u64::MAX);
+        stop.store(true, Ordering::SeqCst);
+        until("the program has ended", || program.is_finished() || bridge.lost().is_some());
+        assert_eq!(bridge.lost(), None, "{:?}", server.trouble());
+        program.join().unwrap()
+    });
+    println!("{rounds} rounds; resumed {} times", server.resumed());
+    assert!(rounds > 0 && server.trouble().is_empty(), "{:?}", server.trouble());
+    assert_eq!(bridge.session().close("done", PATIENCE), Closed::Released);
+    until("the server's session has ended", || server.ended() == 1);
+    drop(bridge);
+    until("nothing is left", || software::objects() == 0);
+}
+
+#[test]
+fn a_session_outlives_the_processes_that_carry_it() {
+    disturbed(7, 200, |bridge, random| {
+        let ended = software::processes_ended();
+        let most = [3, 30, 300, 3000][random.below(4)];
+        software::end_process_after(random.below(most) as u64);
+        until("its process has ended", || software::processes_ended() > ended || bridge.lost().is_some());
+        bridge.succeed();
+    });
+}
+
+#[test]
+fn a_session_outlives_its_queue_pairs() {
+    disturbed(8, 20, |bridge, random| {
+        let resumed = bridge.session().counters().resumed.get();
+        let pairs = software::pairs();
+        if !pairs.is_empty() {
+            software::stop(pairs[random.below(pairs.len())]);
+        }
+        until("it goes on", || {
+            bridge.session().counters().resumed.get() > resumed || bridge.lost().is_some()
+        });
+    });
+}
+
+#[test]
+fn a_stopped_client_keeps_its_session_and_nobody_touches_its_memory() {
+    disturbed(9, 50, |bridge, random| {
+        std::thread::sleep(Duration::from_micros(random.below(3000) as u64));
+        bridge.session().pause();
+        assert!(bridge.session().is_paused(PATIENCE));
+        let connected = |pair: &u32| software::peer(*pair).and_then(software::peer) == Some(*pair);
+        assert!(!software::pairs().iter().any(connected), "queue pairs still reach the client's memory");
+        bridge.session().go_on();
+    });
+}
