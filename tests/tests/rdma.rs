@@ -12,7 +12,7 @@
 //! - [`sessions`]: programs, with a server that keeps no sessions (`--grace-seconds 0`), as in all tests but those
 //!   of [`survival`];
 //! - [`hostile`]: peers that break the protocol;
-//! - [`survival`]: queue pairs and control connections that break;
+//! - [`survival`]: queue pairs and control connections that break, and device processes that are killed;
 //! - [`copies`]: copies between two servers, one at each end of the link.
 //!
 //! See `rgpu_tests::machine::rdma` for the machine.
@@ -112,6 +112,7 @@ fn broken_queue_pairs_and_control_connections_are_survived() -> Result<()> {
     let rgpu = Rgpu::with_grace(rdma::SERVER.1, rdma::CLIENT.1, machine, 120)?;
     let mut parts = Parts::default();
     parts.run("broken control connections", || programs_survive_broken_control_connections(&rgpu));
+    parts.run("killed device processes", || programs_survive_killed_device_processes(&rgpu));
     parts.run("a long cut", || a_program_survives_a_long_cut(&rgpu));
     parts.run("a cut that lasts too long", || a_cut_that_lasts_too_long_ends_the_program(&rgpu));
     parts.run("lies", || a_bridge_that_comes_back_and_lies_harms_itself_alone(&rgpu));

@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use host_bridge::bridge::{Closed, Session, TransportKind, Wakeup};
+use host_bridge::bridge::{Closed, Session, Wakeup};
 use host_bridge::memory::Memories;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::device::{CONTROL_QUEUE, DOORBELL_QUEUE, EVENT_QUEUE, QUEUE_COUNT};
@@ -206,13 +206,8 @@ impl Device {
         let unable: Vec<_> = open.iter().filter(|(_, session)| !session.is_paused(left())).collect();
         let mut count = open.len() - unable.len();
         for (id, session) in &unable {
-            let (transport, reason) = (
-                session.transport(),
-                match session.transport() {
-                    TransportKind::Verbs => "the guest was stopped, which no session over verbs survives",
-                    _ => "the guest was stopped, but work on the GPU kept using its memory",
-                },
-            );
+            let transport = session.transport();
+            let reason = "the guest was stopped, but work on the GPU kept using its memory";
             tracing::warn!("{}: channel {id}: over {transport}: {reason}", self.who);
             self.registry.totals.lost.fetch_add(1, Ordering::Relaxed);
             session.close(reason, Duration::ZERO);
