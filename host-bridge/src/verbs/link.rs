@@ -363,7 +363,7 @@ impl Unconnected {
 
 /// Maximum number of outstanding requests of each queue: of messages, and of writes.
 fn depths(count: u32, writes: u32) -> Vec<usize> {
-    let messages = writes.max(LEAST_RECEIVES).min(256) as usize;
+    let messages = writes.clamp(LEAST_RECEIVES, 256) as usize;
     std::iter::once(messages).chain((1..count).map(|_| writes as usize)).collect()
 }
 

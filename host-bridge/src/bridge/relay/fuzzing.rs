@@ -76,7 +76,11 @@ impl ClientMemory for AnyMemory {
 
     fn take_key(&self) -> Option<MemoryKey> {
         let first = !self.key_taken.swap(true, Ordering::Relaxed);
-        first.then_some(MemoryKey { address: 0, size: self.size, key: 7 })
+        first.then(|| self.key()).flatten()
+    }
+
+    fn key(&self) -> Option<MemoryKey> {
+        Some(MemoryKey { address: 0, size: self.size, key: 7 })
     }
 }
 

@@ -751,7 +751,7 @@ impl Ledger {
     pub(super) fn spoil(file: &impl AsFd, at: u64, of: u64, value: u64) {
         // Where entries are that tests make, and not everywhere in so much memory.
         let places: Vec<u32> =
-            [0, LANE_HEADS, LOG_AT, AWAITED, FRAMES_AT, UPLOADS_AT, DOWNLOADS_AT, LANES_AT]
+            [0, LANE_HEADS, LOG_AT, AWAITED, FRAMES_AT, UPLOADS_AT, DOWNLOADS_AT, LANES_AT, SLOTS_AT]
                 .into_iter()
                 .chain([LANES_AT + CHUNKS * CHUNK])
                 .flat_map(|first| first..first + 60)
@@ -786,6 +786,8 @@ pub fn take_over_any(words: &[(u32, u64)], slots: usize, lanes: usize) -> bool {
         ledger.downloaded(number);
         ledger.job(number, 0, Job { flow: number, at: number, eager: number, granted: number });
         ledger.unplaced(number);
+        ledger.progress(number, 0, Progress::Given(number));
+        ledger.slot(number as u32, index % 2 == 0);
         if ledger.has_room() && ledger.has_room_for_frame() {
             let range = HostRange { place: Place::Arena, offset: number, len: number };
             ledger.frame(number, Framed::Short(1, 0, [0; 24]));
@@ -798,6 +800,8 @@ pub fn take_over_any(words: &[(u32, u64)], slots: usize, lanes: usize) -> bool {
             }
             ledger.sending(lane, &header, Some(&[index as u8; 32]));
         }
+        ledger.turns(Turns { next_slot: number as u32, host_holds: number, word_hold: index % 2 == 0 });
+        ledger.untaken(number);
         ledger.commit();
     }
     for (index, lane) in content.lanes.iter().enumerate() {

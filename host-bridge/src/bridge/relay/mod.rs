@@ -62,7 +62,7 @@ pub(super) use self::mailbox::Mailbox;
 pub(super) use self::regions::{ClientMemory, MemoryKey, Span};
 pub(super) use self::sent::{Head, Sent};
 pub(super) use self::slots::{Slots, Write};
-pub(super) use self::succession::{Restored, RestoredLane, RestoredSlots, RestoredWrites};
+pub(super) use self::succession::{AllMemory, Restored, RestoredLane, RestoredSlots, RestoredWrites};
 
 /// Why a relay ended.
 #[derive(Debug)]

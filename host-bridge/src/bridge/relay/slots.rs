@@ -141,7 +141,7 @@ impl<M> Slots<M> {
         Slots { changed: Some(Vec::new()), ..self }
     }
 
-    fn to_note(&mut self, change: Change) {
+    fn changed(&mut self, change: Change) {
         if let Some(changed) = &mut self.changed {
             changed.push(change);
         }
@@ -221,8 +221,8 @@ impl<M> Slots<M> {
             self.next_slot = slot + 1;
         }
         self.is_free[slot as usize] = false;
-        self.to_note(Change::Piece(header.seq, header.piece, given));
-        self.to_note(Change::Slot(slot, true));
+        self.changed(Change::Piece(header.seq, header.piece, given));
+        self.changed(Change::Slot(slot, true));
         self.tokens.pop();
         self.posted[token] = Some(Posted { seq: header.seq, source: source.clone() });
         Some(Write { slot, header, source, token: token as u64, signal })
@@ -274,7 +274,7 @@ impl<M: ClientMemory> Schedule for Slots<M> {
     fn push(&mut self, Upload { seq, piece, span, late }: Upload<M>) -> bool {
         if late || self.holds.any() {
             self.asked.insert((seq, piece), (span, 0));
-            self.to_note(Change::Piece(seq, piece, Progress::Asked));
+            self.changed(Change::Piece(seq, piece, Progress::Asked));
             return true;
         }
         let end = span.len();
@@ -299,7 +299,7 @@ impl<M: ClientMemory> Schedule for Slots<M> {
         }
         let job = self.job(seq, piece, span, at, end);
         self.granted.push_back(job);
-        self.to_note(Change::Piece(seq, piece, Progress::Granted(end)));
+        self.changed(Change::Piece(seq, piece, Progress::Granted(end)));
         Ok(())
     }
 

@@ -28,6 +28,9 @@ use super::{EndReason, Schedule, Upload};
 use crate::bridge::state::SessionState;
 use crate::framing::SendBuffer;
 
+/// A client's memory: the arena, and the regions by their ids.
+pub(in crate::bridge) type AllMemory<M> = (Option<M>, Vec<(u32, M)>);
+
 /// A data connection's streams.
 #[derive(Debug)]
 pub(in crate::bridge) struct RestoredLane<M> {
@@ -91,7 +94,7 @@ impl<'c, M: ClientMemory> Machine<'c, Slots<M>> {
     /// link is lost.
     pub(in crate::bridge) fn restore_verbs(
         session: &'c SessionState,
-        memory: (Option<M>, Vec<(u32, M)>),
+        memory: AllMemory<M>,
         schedule: Slots<M>,
         silence: Duration,
         file: &impl AsFd,
@@ -108,7 +111,8 @@ impl<'c, M: ClientMemory> Machine<'c, Slots<M>> {
                 keys.insert(region_key(place, key).region, region_key(place, key));
             }
         }
-        let (mut spans, pieces) = machine.uploads(&content)?;
+        let mut spans = BTreeMap::new();
+        let pieces = machine.pieces(&content, &mut spans)?;
         machine.schedule.restore(pieces, &in_use, content.turns);
         let mut writes = Vec::new();
         for lane in &content.lanes {
@@ -136,7 +140,7 @@ impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
     /// was. The session's link is lost.
     pub(in crate::bridge) fn restore(
         session: &'c SessionState,
-        memory: (Option<M>, Vec<(u32, M)>),
+        memory: AllMemory<M>,
         schedule: Flows<M>,
         silence: Duration,
         (file, rooms): (&impl AsFd, &[Arc<Room>]),
@@ -145,7 +149,8 @@ impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
         let (mut machine, content, ledger, out) =
             Machine::restore_control(session, memory, schedule, silence, file, lanes)?;
         machine.note_in(ledger);
-        let (mut spans, pieces) = machine.uploads(&content)?;
+        let mut spans = BTreeMap::new();
+        let pieces = machine.pieces(&content, &mut spans)?;
         let mut lanes = Vec::new();
         for (index, lane) in content.lanes.iter().enumerate() {
             let room = rooms.get(index);
@@ -163,11 +168,14 @@ impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
 /// By command and piece: where it lies, and how much of it the server may not have.
 type Spans<M> = BTreeMap<(u64, u32), (Span<M>, u64)>;
 
+/// Pieces, with how far each has been given out.
+type Pieces<M> = Vec<(Upload<M>, Job)>;
+
 impl<'c, S: Schedule> Machine<'c, S> {
     /// What is the same for all schedules and comes first: the control stream, and what is awaited from the server.
     fn restore_control(
         session: &'c SessionState,
-        (arena, regions): (Option<S::Memory>, Vec<(u32, S::Memory)>),
+        (arena, regions): AllMemory<S::Memory>,
         schedule: S,
         silence: Duration,
         file: &impl AsFd,
@@ -257,13 +265,13 @@ impl<'c, S: Schedule> Machine<'c, S> {
         Ok(())
     }
 
-    /// What the server may not have of uploads, as far as it was not given out, and the pieces with how far they were.
-    #[allow(clippy::type_complexity, reason = "two lists for two steps of one function")]
-    fn uploads(
+    /// The pieces of uploads, with how far each has been given out. What has not been is what the server does not have of it so far.
+    fn pieces(
         &self,
         content: &Content,
-    ) -> Result<(Spans<S::Memory>, Vec<(Upload<S::Memory>, Job)>), EndReason> {
-        let (mut spans, mut pieces) = (BTreeMap::new(), Vec::new());
+        spans: &mut Spans<S::Memory>,
+    ) -> Result<Pieces<S::Memory>, EndReason> {
+        let mut pieces = Vec::new();
         for upload in &content.uploads {
             let span = self.regions.span(upload.range, false).map_err(wrong)?;
             let left = span.len() - upload.job.at;
@@ -271,7 +279,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
             let (seq, piece, late) = (upload.seq, upload.piece, upload.late);
             pieces.push((Upload { seq, piece, span, late }, upload.job));
         }
-        Ok((spans, pieces))
+        Ok(pieces)
     }
 }
 

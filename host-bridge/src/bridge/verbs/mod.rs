@@ -27,7 +27,7 @@ use zerocopy::IntoBytes;
 
 use self::carrier::{DeviceMemory, Left, VerbsCarrier};
 use super::connect::{Daemon, greet};
-use super::relay::{EndReason, Machine, Mailbox, RelayHandle, RestoredSlots, Slots, run};
+use super::relay::{AllMemory, EndReason, Machine, Mailbox, RelayHandle, RestoredSlots, Slots, run};
 use super::resume::{PROCESS_ENDED, Ticket, Unbegun};
 use super::saved::About;
 use super::session::{Handshake, InheritedRegion, Turn, hello};
@@ -196,6 +196,9 @@ impl Verbs {
     }
 }
 
+/// Regions of another process by their ids, each with the memories that it lies in.
+type StoredRegions = Vec<(u32, (Memories, StoredRegion))>;
+
 /// The relay of a session that another process had.
 fn relay_on(
     session: &Arc<SessionState>,
@@ -203,7 +206,7 @@ fn relay_on(
     config: &SessionConfig,
     (terms, queues): (Terms, &SavedQueues),
     domain: &Arc<Domain>,
-    (ledger, regions): (&impl AsFd, Vec<(u32, (Memories, StoredRegion))>),
+    (ledger, regions): (&impl AsFd, StoredRegions),
 ) -> EndReason {
     let ticket = match terms.ticket(config, false) {
         Ok(ticket) => ticket,
@@ -232,12 +235,11 @@ fn relay_on(
 }
 
 /// Registers the client's memory: the arena, and regions.
-#[allow(clippy::type_complexity, reason = "what a machine takes")]
 fn memory(
     session: &SessionState,
     domain: &Arc<Domain>,
-    regions: Vec<(u32, (Memories, StoredRegion))>,
-) -> Result<(Option<DeviceMemory>, Vec<(u32, DeviceMemory)>), EndReason> {
+    regions: StoredRegions,
+) -> Result<AllMemory<DeviceMemory>, EndReason> {
     // SAFETY: the relay drops the registration before it ends, and `session`, which owns the view, outlives the relay.
     let arena = unsafe { RegisteredRegion::arena(domain, &session.channel.view) }?;
     let region = |(id, (memories, region)): (u32, (Memories, StoredRegion))| {

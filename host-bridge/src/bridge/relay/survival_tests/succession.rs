@@ -2,7 +2,9 @@
 
 use proptest::prelude::*;
 
-use super::super::{Restored, RestoredLane};
+use protocol::link::{ARENA_KEY, GRANTED_SLOTS, SLOT_DATA};
+
+use super::super::{Restored, RestoredLane, RestoredSlots, Schedule, Slots};
 use super::*;
 
 impl Model<'_> {
@@ -131,6 +133,113 @@ proptest! {
         let _ = machine.take_frames();
         while known && machine.take_records(&mut out).is_ok_and(|worked| worked) {}
         while machine.schedule().next_chunk().is_some() {}
+        machine.commit();
+    }
+}
+
+/// The server's slots, and queues of writes.
+const SLOTS: u32 = GRANTED_SLOTS + 6;
+const SLOT_SIZE: u32 = SLOT_DATA + (64 << 10);
+
+fn slots() -> Slots<TestMemory> {
+    Slots::new(SLOTS, SLOT_SIZE, DATA, 16).acknowledged().noted()
+}
+
+/// A session over `verbs`, of which a server has had `steps` things.
+fn begun_over_verbs(
+    session: &SessionState,
+    file: &impl std::os::fd::AsFd,
+    steps: usize,
+    random: &mut Random,
+) {
+    let mut machine = Machine::new(session, arena(), slots(), Duration::from_secs(60));
+    machine.note_in(Ledger::begin(file, DATA).unwrap());
+    let (mut producer, mut out) = (producer(session), SendBuffer::keeping());
+    let (mut tokens, mut slots_used, mut came) = (VecDeque::new(), Vec::new(), 0);
+    for _ in 0..steps {
+        let range = HostRange { place: Place::Arena, offset: 64, len: random.pick(&LENGTHS) };
+        let stream = StreamId(0);
+        match random.below(9) {
+            0 => {
+                push(&mut producer, &MemcpyHtoD { stream, dst: 0, src: HostIn::Range(range) }, NO_SLOT);
+            }
+            1 => {
+                push(&mut producer, &MemcpyHtoD { stream, dst: 0, src: HostIn::Late(range) }, NO_SLOT);
+            }
+            2 => {
+                push(&mut producer, &MemcpyDtoH { stream, src: 0, dst: HostOut(range) }, NO_SLOT);
+            }
+            3 | 4 => drop(machine.take_records(&mut out).unwrap()),
+            5 | 6 => {
+                if let Some(write) = machine.schedule().next_write() {
+                    let lane = random.below(DATA);
+                    machine.posting(lane, &write.header, write.slot);
+                    tokens.push_back((lane, write.token));
+                    slots_used.push(write.slot);
+                }
+            }
+            7 if !tokens.is_empty() => {
+                let (lane, token) = tokens.pop_front().unwrap();
+                let (seq, len) = machine.schedule().written(token).unwrap();
+                machine.sent(seq, len);
+                machine.arrived(lane, 1);
+                machine.commit();
+            }
+            _ if !slots_used.is_empty() => {
+                let free = slots_used.remove(0).to_le_bytes();
+                machine.schedule().frame(frame::SLOTS_FREE, &free).unwrap();
+            }
+            _ => {
+                came += 1;
+                let grant = DataGrant { seq: came, piece: 0, reserved: 0, upto: random.pick(&LENGTHS) };
+                machine.schedule().grant(grant).unwrap();
+                machine.commit();
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    /// The same over `verbs`.
+    #[test]
+    fn whatever_a_process_leaves_of_slots_the_next_one_goes_on_or_says_what_is_wrong(
+        seed in 1u64..1000, steps in 0usize..300,
+        spoiled in prop::collection::vec((0u64..1000, prop_oneof![0u64..70, any::<u64>(), Just(u64::MAX), Just(1 << 59)]), 0..6),
+    ) {
+        let (session, _) = session();
+        let file = ledger::file().unwrap();
+        begun_over_verbs(&session, &file, steps, &mut Random(seed));
+        for (at, value) in &spoiled {
+            Ledger::spoil(&file, *at, 1000, *value);
+        }
+        let (memory, silence) = ((arena(), Vec::new()), Duration::from_secs(60));
+        let restored = Machine::restore_verbs(&session, memory, slots(), silence, &file, (DATA, SLOTS));
+        let restored = match restored {
+            Ok(restored) => restored,
+            Err(end) => {
+                prop_assert!(!spoiled.is_empty(), "{end:?}");
+                return Ok(());
+            }
+        };
+        let RestoredSlots { mut machine, mut out, writes, keys, .. } = restored;
+        prop_assert!(keys.iter().all(|key| (key.region, key.key) == (ARENA_KEY, 7)));
+        while machine.take_records(&mut out).is_ok_and(|worked| worked) {}
+        for write in writes.into_iter().flat_map(|writes| writes.under_way) {
+            prop_assert!(write.slot < SLOTS && u64::from(write.header.len) == write.source.len());
+            let (seq, len) = machine.schedule().written(write.token).unwrap();
+            machine.sent(seq, len);
+        }
+        while let Some(write) = machine.schedule().next_write() {
+            machine.posting(0, &write.header, write.slot);
+            let (seq, len) = machine.schedule().written(write.token).unwrap();
+            machine.sent(seq, len);
+        }
+        for slot in 0..SLOTS {
+            let _ = machine.schedule().frame(frame::SLOTS_FREE, &slot.to_le_bytes());
+        }
+        machine.finish_turn();
         machine.commit();
     }
 }
