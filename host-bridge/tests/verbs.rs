@@ -1,4 +1,5 @@
-//! The transport `verbs` between real ends, over queue pairs that are in this process only: links that break, clients that are stopped, and processes of the bridge that end.
+//! The transport `verbs` between real ends, over queue pairs that are in this process only: links that break, clients that are stopped, and processes of the bridge that end (`RGPU_SURVIVAL_CUTS`
+//! of them).
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
@@ -10,7 +11,7 @@ use nix::poll::PollFd;
 use nix::sys::eventfd::EventFd;
 use protocol::device::Extent;
 use protocol::fuzzing::Random;
-use rgpu_host_bridge::bridge::saved::Saved;
+use rgpu_host_bridge::bridge::saved::{MAX_BYTES, MAX_DESCRIPTORS, Saved};
 use rgpu_host_bridge::bridge::{
     ChannelMemory, Closed, Prepared, RegionMemory, Session, SessionConfig, TransportKind, Turn, Wakeup,
 };
@@ -93,7 +94,8 @@ impl Bridge {
     fn succeed(&mut self) {
         self.session = None;
         let (bytes, descriptors) = self.saved.parts();
-        let descriptors = descriptors.iter().map(|fd| fd.try_clone_to_owned().unwrap()).collect();
+        let descriptors: Vec<_> = descriptors.iter().map(|fd| fd.try_clone_to_owned().unwrap()).collect();
+        assert!(bytes.len() <= MAX_BYTES && descriptors.len() <= MAX_DESCRIPTORS);
         let saved = Saved::from_parts(&bytes, descriptors).unwrap();
         let channel = ChannelMemory::new(self.memories.clone(), self.extents.clone(), self.size).unwrap();
         let wakeup = Wakeup::Call(Arc::new(|| {}));
@@ -148,7 +150,7 @@ fn program(client: &mut Channel, memories: &Memories, seed: u64, stop: &AtomicBo
 }
 
 /// Runs a program while `disturb` does something, again and again.
-fn disturbed(seed: u64, times: u32, mut disturb: impl FnMut(&mut Bridge, &mut Random)) {
+fn disturbed(seed: u64, times: u64, mut disturb: impl FnMut(&mut Bridge, &mut Random)) {
     let _one = alone();
     let server = TcpServer::start();
     let (mut bridge, mut client) = Bridge::begin(&server);
@@ -175,9 +177,15 @@ fn disturbed(seed: u64, times: u32, mut disturb: impl FnMut(&mut Bridge, &mut Ra
     until("nothing is left", || software::objects() == 0);
 }
 
+/// A number out of the environment.
+fn number(name: &str, otherwise: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
+}
+
 #[test]
 fn a_session_outlives_the_processes_that_carry_it() {
-    disturbed(7, 200, |bridge, random| {
+    let (seed, ends) = (number("RGPU_SURVIVAL_SEED", 7), number("RGPU_SURVIVAL_CUTS", 200));
+    disturbed(seed, ends, |bridge, random| {
         let ended = software::processes_ended();
         let most = [3, 30, 300, 3000][random.below(4)];
         software::end_process_after(random.below(most) as u64);
@@ -203,6 +211,9 @@ fn a_session_outlives_its_queue_pairs() {
 #[test]
 fn a_stopped_client_keeps_its_session_and_nobody_touches_its_memory() {
     disturbed(9, 50, |bridge, random| {
+        // It goes on in between.
+        let sent = bridge.session().counters().data_bytes_sent.get();
+        until("it goes on", || bridge.session().counters().data_bytes_sent.get() > sent);
         std::thread::sleep(Duration::from_micros(random.below(3000) as u64));
         bridge.session().pause();
         assert!(bridge.session().is_paused(PATIENCE));

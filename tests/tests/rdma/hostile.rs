@@ -52,9 +52,10 @@ pub(super) fn a_hostile_bridge_is_shown_out(rgpu: &Rgpu) -> Result<()> {
 }
 
 /// The same when it comes back to its session. The server keeps sessions.
-const HOSTILE_RETURNS: [(&str, &str); 5] = [
+const HOSTILE_RETURNS: [(&str, &str); 6] = [
     ("resume-more", "of which"),
     ("resume-less", "resumes what cannot be"),
+    ("resume-key", "key that cannot be"),
     ("resume-queues", "other queues than it began with"),
     ("resume-stranger", "no session has this token"),
     ("resume-twice", "not the latest"),

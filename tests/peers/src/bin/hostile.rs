@@ -157,13 +157,16 @@ impl Session {
         settings: &Settings,
         attempt: u32,
         taken: &[u64],
+        key: Option<RegionKey>,
     ) -> Result<Option<CameBack>> {
         let control = self.knock(address, &Hello { attempt, ..self.hello })??;
         let fresh = Unconnected::new(self.link.domain(), settings)?;
         let entry = |(stream, bytes): (u32, &u64)| Received { stream, reserved: 0, bytes: *bytes };
         let entries: Vec<Received> = (0..).zip(taken).map(entry).collect();
         let offer = fresh.offer(None);
-        for (kind, body) in [(frame::RESUMED, entries.as_bytes()), (frame::QUEUES, offer.as_bytes())] {
+        let key = key.as_ref().map(|key| (frame::REGION_KEY, key.as_bytes()));
+        let begin = [(frame::RESUMED, entries.as_bytes())].into_iter().chain(key);
+        for (kind, body) in begin.chain([(frame::QUEUES, offer.as_bytes())]) {
             if send_frame(control.as_fd(), kind, &[body], &[]).is_err() {
                 return Ok(None);
             }
@@ -214,14 +217,18 @@ impl Session {
         self.link.take_down::<VerbsError>(&mut |_| Ok(()))?;
         let taken: Vec<u64> = std::iter::once(self.heard).chain(self.link.taken()).collect();
         let came_back = match what {
-            "resume-more" => self.come_back(address, settings, 1, &vec![u64::MAX; taken.len()])?,
-            "resume-less" => self.come_back(address, settings, 1, &vec![0; taken.len()])?,
+            "resume-more" => self.come_back(address, settings, 1, &vec![u64::MAX; taken.len()], None)?,
+            "resume-less" => self.come_back(address, settings, 1, &vec![0; taken.len()], None)?,
+            "resume-key" => {
+                let key = RegionKey { address: u64::MAX, size: 2, region: 0, key: 1 };
+                self.come_back(address, settings, 1, &taken, Some(key))?
+            }
             "resume-queues" => {
                 let settings = Settings { queue_pairs: Some(1), ..settings.clone() };
-                self.come_back(address, &settings, 1, &taken)?
+                self.come_back(address, &settings, 1, &taken, None)?
             }
             _ => {
-                let back = self.come_back(address, settings, 5, &taken)?.ok_or("it was not let in")?;
+                let back = self.come_back(address, settings, 5, &taken, None)?.ok_or("it was not let in")?;
                 let (control, theirs, peer, fresh) = back;
                 let (stream, writes) = theirs.split_first().ok_or("no stream")?;
                 self.link.send_buffer().resume(*stream)?;
@@ -231,7 +238,7 @@ impl Session {
                 self.control = control;
                 self.chat(10)?;
                 for attempt in [5, 3] {
-                    if self.come_back(address, settings, attempt, &taken)?.is_some() {
+                    if self.come_back(address, settings, attempt, &taken, None)?.is_some() {
                         return Err(format!("attempt {attempt} was let in behind attempt 5").into());
                     }
                 }
