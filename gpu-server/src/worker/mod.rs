@@ -39,7 +39,7 @@ use protocol::ops::graph::GraphLaunch;
 use protocol::ops::launch::Launch;
 use protocol::trace::RECORDER;
 
-use self::door::{Admitted, Door};
+use self::door::{Admitted, Door, is_control};
 use self::residence::{Orders, Residence};
 use self::turns::{Link, Turns};
 use crate::cache::Remote;
@@ -447,6 +447,8 @@ fn watch(
         let (tcp, survivor, listener) = (tcp.clone(), Arc::clone(survivor), Arc::clone(client));
         door.open(Box::new(move |Admitted { hello, stream }| match hello.purpose {
             purpose::END => listener.close(),
+            // One that takes its place was admitted first.
+            purpose if is_control(purpose) => {}
             // The connection closes if the session cannot use it; the bridge may try again.
             purpose::RESUME => {
                 if let Err(e) = survivor.resume(hello.attempt, stream) {
