@@ -8,7 +8,9 @@ use base64::Engine;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use host_bridge::bridge::{ConnectError, Security, SessionConfig, join};
@@ -20,12 +22,13 @@ use protocol::device::{Answer, untext};
 
 use protocol::link::*;
 
+use protocol::ops::Op as _;
 use protocol::ops::device::SessionInfo;
 use protocol::ops::memory::window;
 use serde_json::json;
 use support::machine::*;
 use support::*;
-use test_kit::link::{LocalBridge, Session as _, greet, hello};
+use test_kit::link::{LocalBridge, Session as _, greet, hello, record};
 use test_kit::session::Client;
 
 use test_kit::{arena, until};
@@ -157,12 +160,17 @@ fn of_session(
     welcome: &Welcome,
     hello: &Hello,
 ) -> std::io::Result<(Stream, Welcome)> {
-    let config = client_pinning(&machine.identity(), &[Fingerprint(welcome.session_key)]).unwrap();
-    let socket = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
-    let stream = Stream::tls_client(socket.into(), &config, session_name(&welcome.token), soon())?;
+    let stream = to_session(server, machine, welcome)?;
     stream.write_all(hello.as_bytes())?;
     let welcome = hear(&stream)?;
     Ok((stream, welcome))
+}
+
+/// A connection to the session that `welcome` began, with `machine`'s key.
+fn to_session(server: &Server, machine: &Machine, welcome: &Welcome) -> std::io::Result<Stream> {
+    let config = client_pinning(&machine.identity(), &[Fingerprint(welcome.session_key)]).unwrap();
+    let socket = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+    Stream::tls_client(socket.into(), &config, session_name(&welcome.token), soon())
 }
 
 #[test]
@@ -253,6 +261,170 @@ impl Middle {
         cut.iter().flatten().for_each(|side| drop(side.shutdown(Shutdown::Both)));
         cut.len()
     }
+}
+
+/// A man in the middle who holds back what the first two connections carry behind the TLS handshake.
+struct Holding {
+    middle: Middle,
+    first: Arc<[Held; 2]>,
+}
+
+/// What a connection carries behind its handshake, in one direction.
+#[derive(Default)]
+struct Held {
+    /// The client's bytes.
+    said: Mutex<Vec<u8>>,
+    holds: AtomicBool,
+    passes: AtomicBool,
+}
+
+impl Held {
+    /// Whether something is held back.
+    fn holds(&self) -> bool {
+        self.holds.load(Ordering::SeqCst)
+    }
+
+    /// Lets it pass, and what comes from now on.
+    fn pass(&self) {
+        self.passes.store(true, Ordering::SeqCst);
+    }
+
+    fn hold(&self) {
+        self.holds.store(true, Ordering::SeqCst);
+        until("it may pass", || self.passes.load(Ordering::SeqCst));
+    }
+}
+
+/// Whether the server's part of a TLS handshake is over, by what the client has sent: something encrypted.
+fn is_past_servers_part(client: &[u8]) -> bool {
+    let mut rest = client;
+    while let [kind, _, _, high, low, ..] = *rest {
+        if kind == 23 {
+            return true;
+        }
+        rest = rest.get(5 + usize::from(u16::from_be_bytes([high, low]))..).unwrap_or_default();
+    }
+    false
+}
+
+impl Holding {
+    /// `upwards`: what the client sends; otherwise what the server sends.
+    fn between(server: u16, upwards: [bool; 2]) -> Holding {
+        let first = Arc::<[Held; 2]>::default();
+        let all = Arc::clone(&first);
+        let middle = Middle::between(server, move |number, way, _at, bytes| {
+            let Some(held) = all.get(number) else { return bytes };
+            if way {
+                held.said.lock().unwrap().extend(&bytes);
+            }
+            if way == upwards[number] && is_past_servers_part(&held.said.lock().unwrap()) {
+                held.hold();
+            }
+            bytes
+        });
+        Holding { middle, first }
+    }
+
+    /// Opens a session from `machine` and makes a call, in a thread.
+    fn begin(&self, server: &Server, machine: Machine) -> JoinHandle<Client> {
+        let port = self.middle.port;
+        machine.pin(port, servers::known(machine.folder.path()).unwrap()[0].key);
+        assert_eq!(server.sessions(), 0);
+        std::thread::spawn(move || {
+            let mut client = machine.try_connect(port).unwrap();
+            client.push(&SessionInfo {}, 0);
+            assert!(client.answer(0).0.status.ok().is_ok());
+            client
+        })
+    }
+
+    fn connections(&self) -> usize {
+        self.middle.connections.lock().unwrap().len()
+    }
+}
+
+fn commands(server: &Server) -> u64 {
+    server.status()["sessions"][0]["commands"].as_u64().unwrap_or(0)
+}
+
+/// Each step is a round trip, and nothing before its end needs another answer.
+#[test]
+fn a_programs_first_command_comes_after_four_round_trips() {
+    let server = Server::start_protected(&[]);
+    let holding = Holding::between(server.port, [false, false]);
+    let client = holding.begin(&server, joined(&server, "host1"));
+    let [daemon, worker] = &*holding.first;
+    // First the connection, second the daemon's part of TLS's handshake. The hello went along with the client's.
+    until("the daemon has welcomed the session", || daemon.holds());
+    // Third its welcome, and meanwhile the connection to the worker.
+    until("there is another connection", || holding.connections() == 2);
+    daemon.pass();
+    // Fourth the worker's part of TLS's handshake. Hello and command went along with the client's.
+    until("the worker has welcomed the connection", || worker.holds());
+    until("the command is executed", || commands(&server) == 1);
+    worker.pass();
+    drop(client.join().unwrap());
+    until("the session is over", || server.sessions() == 0);
+    assert_eq!(server.number("sessions_lost"), 0);
+}
+
+#[test]
+fn a_session_begins_though_the_connection_that_was_kept_for_it_is_cut() {
+    let server = Server::start_protected(&[]);
+    let holding = Holding::between(server.port, [false, false]);
+    let client = holding.begin(&server, joined(&server, "host1"));
+    until("there is another connection", || holding.connections() == 2);
+    let [daemon, worker] = &*holding.first;
+    until("the daemon has welcomed the session", || daemon.holds());
+    let kept = holding.middle.connections.lock().unwrap().pop().unwrap();
+    kept.iter().for_each(|side| side.shutdown(Shutdown::Both).unwrap());
+    daemon.pass();
+    works(&mut client.join().unwrap());
+    assert!(!worker.holds());
+    assert_eq!(resumed(&server), 0);
+}
+
+/// The client goes on once it knows the worker, which has not seen the hello yet.
+#[test]
+fn a_session_goes_on_whose_control_connection_is_lost_with_the_hello_and_the_first_commands() {
+    let server = Server::start_protected(&[]);
+    let holding = Holding::between(server.port, [false, true]);
+    let client = holding.begin(&server, joined(&server, "host1"));
+    let [daemon, worker] = &*holding.first;
+    until("there is another connection", || holding.connections() == 2);
+    daemon.pass();
+    until("the client believes that its connection stands", || worker.holds());
+    assert_eq!(commands(&server), 0);
+    let control = holding.middle.connections.lock().unwrap().swap_remove(1);
+    control.iter().for_each(|side| side.shutdown(Shutdown::Both).unwrap());
+    works(&mut client.join().unwrap());
+    assert_eq!(resumed(&server), 1);
+}
+
+#[test]
+fn commands_behind_a_hello_are_executed_only_if_it_is_welcome() {
+    let server = Server::start_protected(&[]);
+    let machine = joined(&server, "one");
+    let (_daemon, welcome) = greeted(&server, &machine, &hello(purpose::CONTROL, [0; 16], 1));
+    let right = Hello { secret: welcome.secret, ..hello(purpose::CONTROL, welcome.token, 0) };
+    let info = record(1, SessionInfo::INFO.opcode, 0, &[]);
+    let header = FrameHeader { kind: frame::COMMANDS, len: info.len() as u32 };
+    let say = |hello: &Hello| {
+        let stream = to_session(&server, &machine, &welcome).unwrap();
+        stream.write_all(&[hello.as_bytes(), header.as_bytes(), &info].concat()).unwrap();
+        stream
+    };
+    // Each connection may be reset before its answer is read: not all that came on it was taken.
+    for wrong in [Hello { secret: [7; 32], ..right }, Hello { fingerprint: !right.fingerprint, ..right }] {
+        let stream = say(&wrong);
+        assert!(hear(&stream).is_err() || stream.read_exact(&mut [0]).is_err());
+    }
+    let control = say(&right);
+    assert_eq!(hear(&control).unwrap().status, 0);
+    let mut body = Vec::new();
+    until("the answer", || control.recv_frame(&mut body).unwrap() == Some(frame::REPLY));
+    until("the command is counted", || commands(&server) > 0);
+    assert_eq!(commands(&server), 1);
 }
 
 /// All traffic, by connection and direction.

@@ -89,6 +89,11 @@ impl Copies {
         self.0.values().map(Vec::len).sum()
     }
 
+    /// The length of those that are at these addresses.
+    fn len_of(&self, addresses: &[u64]) -> usize {
+        addresses.iter().filter_map(|address| self.0.get(address)).map(Vec::len).sum()
+    }
+
     fn remember(&mut self, address: u64, bytes: Vec<u8>) {
         let end = address.saturating_add(bytes.len() as u64);
         self.0.retain(|from, copy| end <= *from || from + copy.len() as u64 <= address);
@@ -153,15 +158,14 @@ impl Copies {
         others.copied().filter(|address| self.differs(beside, *address)).collect()
     }
 
-    /// The current bytes of those mirrors, which are known to be small.
-    fn read(&self, beside: &dyn Beside, addresses: &[u64]) -> Result<Vec<u8>, Status> {
-        let mut bytes = Vec::new();
+    /// Reads the current bytes of those mirrors, [`len_of`](Self::len_of) of them.
+    fn read(&self, beside: &dyn Beside, addresses: &[u64], mut to: &mut [u8]) -> Result<(), Status> {
         for (address, copy) in addresses.iter().filter_map(|address| self.0.get_key_value(address)) {
-            let from = bytes.len();
-            bytes.resize(from + copy.len(), 0);
-            beside.read(*address, &mut bytes[from..])?;
+            let (now, after) = to.split_at_mut(copy.len());
+            to = after;
+            beside.read(*address, now)?;
         }
-        Ok(bytes)
+        Ok(())
     }
 }
 
@@ -190,15 +194,8 @@ impl State {
             }
         }
         // Bytes that were compared before the difference was found may have been written before it.
-        let (mut now, mut settled) = (copies.read(&*beside, watched)?, false);
-        for _ in 0..MOST_READINGS {
-            let again = copies.read(&*beside, watched)?;
-            settled = now == again;
-            now = again;
-            if settled {
-                break;
-            }
-        }
+        let mut now = vec![0; copies.len_of(watched)];
+        let settled = read_settled(&mut now, |to| copies.read(&*beside, watched, to))?;
         let (mut words, mut many) = (Vec::new(), Vec::new());
         let mut rest = &now[..];
         for (address, copy) in watched.iter().filter_map(|address| copies.0.get_key_value(address)) {
@@ -319,7 +316,11 @@ impl Watches {
         for (n, range) in op.ranges.iter().enumerate() {
             let (to, after) = std::mem::take(&mut rest).split_at_mut(range.len as usize);
             rest = after;
-            read(beside, range.address, to, n == 0 && op.settled)?;
+            let read = |to: &mut [u8]| beside.read(range.address, to);
+            match n == 0 && op.settled {
+                true => drop(read_settled(to, read)?),
+                false => read(to)?,
+            }
         }
         if !op.remember {
             return Ok((bytes, Vec::new()));
@@ -357,8 +358,7 @@ impl Watches {
             words.iter().for_each(|patch| state.copies.patch(patch));
         }
         state.keep(&op.has);
-        let len = |address: &u64| state.copies.0.get(address).map_or(0, Vec::len);
-        if op.watched.len() > MOST_REMEMBERED || op.watched.iter().map(len).sum::<usize>() > MOST_WATCHED {
+        if op.watched.len() > MOST_REMEMBERED || state.copies.len_of(&op.watched) > MOST_WATCHED {
             return Err(Status::INVALID_VALUE);
         }
         if !state.has_thread {
@@ -390,18 +390,21 @@ impl Watches {
     }
 }
 
-/// Reads bytes of a mirror, if `settled` until two readings are the same.
-fn read(beside: &dyn Beside, address: u64, to: &mut [u8], settled: bool) -> Result<(), Status> {
-    beside.read(address, to)?;
-    let mut again = vec![0; if settled { to.len() } else { 0 }];
-    for _ in 0..if settled { MOST_READINGS } else { 0 } {
-        beside.read(address, &mut again)?;
+/// Reads until two readings are the same, or it was too often: false.
+fn read_settled(
+    to: &mut [u8],
+    mut read: impl FnMut(&mut [u8]) -> Result<(), Status>,
+) -> Result<bool, Status> {
+    read(to)?;
+    let mut again = vec![0; to.len()];
+    for _ in 0..MOST_READINGS {
+        read(&mut again)?;
         if *to == again[..] {
-            break;
+            return Ok(true);
         }
         to.copy_from_slice(&again);
     }
-    Ok(())
+    Ok(false)
 }
 
 impl Drop for Watches {

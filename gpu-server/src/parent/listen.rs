@@ -309,6 +309,8 @@ enum Step {
     SpeaksTls,
     /// It belongs to a session's worker.
     Session([u8; 16]),
+    /// It was closed before anything came: a client keeps one ready, and has no use for it.
+    Unused,
     /// It is closed, for this reason.
     Over(String),
 }
@@ -330,7 +332,7 @@ impl Arrival {
                     let mut first = [0];
                     let n = recv(fd.as_raw_fd(), &mut first, MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT)?;
                     if n == 0 {
-                        return Err(io::ErrorKind::UnexpectedEof.into());
+                        return Ok(Step::Unused);
                     }
                     self.phase = if first[0] == TLS { Phase::ClientHello } else { Phase::Plain(Vec::new()) };
                 }
@@ -617,6 +619,7 @@ impl Greeter {
         let peer = arrival.peer.clone();
         match step {
             Step::More => {}
+            Step::Unused => tracing::debug!(peer, "connection closed before anything came"),
             Step::Over(why) => tracing::info!(peer, "connection closed in its handshake: {why}"),
             Step::SpeaksTls => {
                 let reason = "this server does not speak TLS (--insecure)".to_owned();

@@ -42,6 +42,11 @@ pub struct Admitted {
     pub stream: Stream,
 }
 
+/// Whether it is a session's first connection.
+pub fn is_control(purpose: u32) -> bool {
+    matches!(purpose, purpose::CONTROL | purpose::VERBS)
+}
+
 /// Handles an admitted connection.
 type Then = Box<dyn Fn(Admitted) + Send + Sync>;
 
@@ -138,8 +143,8 @@ impl Door {
         }
         let mut state = self.lock();
         match hello.purpose {
-            purpose::CONTROL | purpose::VERBS if !state.control => state.control = true,
-            purpose::CONTROL | purpose::VERBS => {
+            purpose if is_control(purpose) && !state.control => state.control = true,
+            purpose if is_control(purpose) => {
                 return Err((Answer::NoResources, "the session already has its control connection".into()));
             }
             // If connections replace lost ones, the session itself takes those of the last attempt.
@@ -179,15 +184,20 @@ impl Door {
         state.then = Some(then);
     }
 
-    /// Waits for the control connection. Until it arrives, nobody else receives the daemon's messages.
+    /// Waits for the control connection, or for what says that the client's end of it was lost: then it is one
+    /// that is closed. Until then, nobody else receives the daemon's messages.
     pub fn control(self: &Arc<Door>, daemon: &OwnedFd, terms: &Page<Terms>) -> Result<Stream, Lost> {
         let failed = |e: io::Error| Lost::new(format!("waiting for the client's connections: {e}"));
         let deadline = Instant::now() + FIRST_WITHIN;
         loop {
             {
                 let mut state = self.lock();
-                if let Some(at) = state.waiting.iter().position(|a| a.hello.purpose != purpose::DATA) {
+                let mut purposes = state.waiting.iter().map(|admitted| admitted.hello.purpose);
+                if let Some(at) = purposes.clone().position(is_control) {
                     return Ok(state.waiting.swap_remove(at).stream);
+                }
+                if purposes.any(|purpose| purpose != purpose::DATA) {
+                    return Stream::closed().map_err(failed);
                 }
             }
             let left = deadline.saturating_duration_since(Instant::now()).as_millis();

@@ -34,12 +34,12 @@ use protocol::link::purpose;
 use protocol::ops::Op;
 use protocol::ops::array::MemcpyArray;
 use protocol::ops::copy::{MemcpyHtoD, Memset};
-use protocol::ops::direct::{DirectLand, DirectSend};
+use protocol::ops::direct::{DirectLand, DirectSend, DirectSendNow};
 use protocol::ops::graph::GraphLaunch;
 use protocol::ops::launch::Launch;
 use protocol::trace::RECORDER;
 
-use self::door::{Admitted, Door};
+use self::door::{Admitted, Door, is_control};
 use self::residence::{Orders, Residence};
 use self::turns::{Link, Turns};
 use crate::cache::Remote;
@@ -78,7 +78,13 @@ impl Commanded {
         let kind = if opcode == Launch::INFO.opcode || opcode == GraphLaunch::INFO.opcode {
             LAUNCHES
         } else if opcode >> 8 == COPY_CHAPTER && opcode != Memset::INFO.opcode
-            || [MemcpyArray::INFO.opcode, DirectSend::INFO.opcode, DirectLand::INFO.opcode].contains(&opcode)
+            || [
+                MemcpyArray::INFO.opcode,
+                DirectSend::INFO.opcode,
+                DirectSendNow::INFO.opcode,
+                DirectLand::INFO.opcode,
+            ]
+            .contains(&opcode)
         {
             COPIES
         } else {
@@ -441,6 +447,8 @@ fn watch(
         let (tcp, survivor, listener) = (tcp.clone(), Arc::clone(survivor), Arc::clone(client));
         door.open(Box::new(move |Admitted { hello, stream }| match hello.purpose {
             purpose::END => listener.close(),
+            // One that takes its place was admitted first.
+            purpose if is_control(purpose) => {}
             // The connection closes if the session cannot use it; the bridge may try again.
             purpose::RESUME => {
                 if let Err(e) = survivor.resume(hello.attempt, stream) {

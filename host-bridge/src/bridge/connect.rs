@@ -4,30 +4,35 @@
 //!   plain   ── Hello ─▶ ◀─ Welcome ──                       the session's control connection
 //!           ── Hello{DATA} ─▶ ◀─ Welcome ──                 data connections, all at once
 //!   TLS     ── Hello ─▶ ◀─ Welcome{session_key} ──          the daemon, which has the server's key; this connection stays for its last words
-//!           ── Hello{CONTROL | DATA} ─▶ ◀─ Welcome ──       the session's worker, which has a key of its own; all connections at once
+//!           ── Hello{CONTROL} ── commands ─▶ ◀─ Welcome ──  the session's worker, which has a key of its own
+//!           ── Hello{DATA} ─▶ ◀─ Welcome ──                 data connections, all at once
 //! ```
 //!
-//! Nobody waits for data connections before a session begins ([`Opening`]): commands go on the control connection meanwhile.
+//! Nobody waits for data connections before a session begins ([`Opening`]): commands go on the control connection meanwhile. Nor for the worker's welcome, which comes before the first answer
+//! ([`Unwelcomed`]): the worker is known by its key, and its daemon has agreed to a version. That connection is established while the daemon answers ([`Spare`]).
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use identity::servers::CredentialsError;
 use identity::tls::session_name;
 use identity::{Credentials, Fingerprint, Secret};
+use nix::poll::PollFd;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{setsockopt, sockopt};
 use nix::sys::time::TimeVal;
-use protocol::device::text;
-use protocol::link::{BadGreeting, Hello, MAGIC, MAX_DEVICE_LIST, Welcome, frame, purpose};
+use protocol::device::{Answer, text, untext};
+use protocol::link::{BadGreeting, Hello, MAGIC, MAX_DEVICE_LIST, Welcome, frame, greeting, purpose};
 use protocol::version::{OURS, Version};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use zerocopy::IntoBytes;
 
+use super::relay::EndReason;
 use super::session::{Handshake, Turn, welcome_at_once, welcome_in_turn};
 use super::state::thread_name;
 use super::{ConnectError, Security, SessionConfig};
@@ -44,9 +49,22 @@ pub(super) struct Greeted {
     connection: Stream,
     /// What the session's own connections trust, under TLS.
     pub(super) session: Option<Arc<ClientConfig>>,
+    /// For the session's control connection, under TLS.
+    spare: Option<Spare>,
     /// How long it took to connect.
     pub(super) dialed_in: Duration,
 }
+
+/// A connection on which nothing was said yet. A thread opens it, which ends with it.
+#[derive(Debug)]
+struct Spare(JoinHandle<io::Result<OwnedFd>>);
+
+/// Lets go of a connection that the server would close while the session waits its turn.
+struct WithSpare<'t>(&'t mut dyn Turn, &'t mut Option<Spare>);
+
+/// What has come of the welcome on a connection on which commands went before it.
+#[derive(Debug, Default)]
+pub(super) struct Unwelcomed(Vec<u8>);
 
 /// A session's data connections, on their way: threads open them, which end with them.
 #[derive(Debug)]
@@ -154,6 +172,8 @@ pub(super) fn greet(
         None => Stream::from(socket),
     };
     say(config, &connection, hello)?;
+    let mut spare = credentials.as_ref().and_then(|_| Spare::begin(config));
+    let turn = &mut WithSpare(turn, &mut spare);
     let handshake = welcome_in_turn(config, &connection, deadline, turn)?;
     let wrong =
         |what: &str| ConnectError::Protocol { server: config.server.to_string(), what: what.to_owned() };
@@ -167,7 +187,55 @@ pub(super) fn greet(
         (None, false) => return Err(wrong("the session has a key, and the connection is not protected")),
     };
     let (token, secret) = (handshake.token, handshake.secret);
-    Ok((Greeted { token, secret, connection, session, dialed_in }, handshake))
+    Ok((Greeted { token, secret, connection, session, spare, dialed_in }, handshake))
+}
+
+impl Spare {
+    /// Begins to connect. Without a thread for it there is none.
+    fn begin(config: &SessionConfig) -> Option<Spare> {
+        let config = config.clone();
+        let dial = move || config.dial(config.connect_timeout);
+        std::thread::Builder::new().name(thread_name("dial")).spawn(dial).ok().map(Spare)
+    }
+
+    /// The connection, if it stands. Waits for it.
+    fn take(self) -> Option<OwnedFd> {
+        self.0.join().ok()?.ok()
+    }
+}
+
+impl Turn for WithSpare<'_> {
+    fn wait(&mut self, server: &str, ahead: u32) {
+        *self.1 = None;
+        self.0.wait(server, ahead);
+    }
+
+    fn given_up(&self) -> Option<PollFd<'_>> {
+        self.0.given_up()
+    }
+}
+
+impl Unwelcomed {
+    /// Reads of the welcome what there is, and nothing behind it. 0: the server closed the connection.
+    pub(super) fn read(&mut self, mut from: impl io::Read) -> io::Result<usize> {
+        let mut part = [0; size_of::<Welcome>()];
+        let left = part.len() - self.0.len();
+        let got = from.read(&mut part[..left])?;
+        self.0.extend_from_slice(&part[..got]);
+        Ok(got)
+    }
+
+    /// Whether it is complete, and the connection welcome.
+    pub(super) fn is_over(&self) -> Result<bool, EndReason> {
+        match greeting::<Welcome>(&self.0, &OURS) {
+            Ok(None) => Ok(false),
+            Ok(Some((welcome, _))) if Answer::from_number(welcome.status) == Answer::Ok => Ok(true),
+            Ok(Some((welcome, _))) => {
+                Err(EndReason::Gone(format!("control connection: {}", untext(&welcome.reason))))
+            }
+            Err(bad) => Err(EndReason::Server(bad.to_string())),
+        }
+    }
 }
 
 impl Opening {
@@ -231,17 +299,35 @@ impl Greeted {
         Hello { token: self.token, secret: self.secret.0, ..hello }
     }
 
-    /// The session's control connection, which under TLS has to be opened and begins with `control`, and then the one to the daemon.
+    /// The session's control connection, and under TLS then the one to the daemon. There it has to be opened; it begins with `control`, for which the worker's welcome comes on it, not waited for.
+    pub(super) fn begin_control(
+        self,
+        config: &SessionConfig,
+        control: Hello,
+    ) -> Result<(Stream, Option<Daemon>), ConnectError> {
+        let Some(tls) = &self.session else { return Ok((self.connection, None)) };
+        let hello = self.own(control);
+        // The server may have closed it, having waited too long.
+        let over = |socket| protect(config, socket, tls, session_name(&hello.token)).ok();
+        let stream = match self.spare.and_then(Spare::take).and_then(over) {
+            Some(stream) => stream,
+            None => reach_session(config, Some(tls), &hello)?,
+        };
+        say(config, &stream, &hello)?;
+        Ok((stream, Some(Daemon { connection: self.connection, reader: FrameReader::new() })))
+    }
+
+    /// The same, and it is welcome.
     pub(super) fn control(
         self,
         config: &SessionConfig,
         control: Hello,
     ) -> Result<(Stream, Option<Daemon>), ConnectError> {
-        if self.session.is_none() {
-            return Ok((self.connection, None));
+        let (stream, daemon) = self.begin_control(config, control)?;
+        if daemon.is_some() {
+            welcome_at_once(config, &stream, in_time(config))?;
         }
-        let stream = open_one(config, self.session.as_ref(), &self.own(control))?;
-        Ok((stream, Some(Daemon { connection: self.connection, reader: FrameReader::new() })))
+        Ok((stream, daemon))
     }
 }
 
@@ -311,14 +397,23 @@ fn open_one(
     session: Option<&Arc<ClientConfig>>,
     hello: &Hello,
 ) -> Result<Stream, ConnectError> {
-    let socket = reach(config)?;
-    let connection = match session {
-        Some(tls) => protect(config, socket, tls, session_name(&hello.token))?,
-        None => Stream::from(socket),
-    };
+    let connection = reach_session(config, session, hello)?;
     say(config, &connection, hello)?;
     welcome_at_once(config, &connection, in_time(config))?;
     Ok(connection)
+}
+
+/// A connection of the session that `hello` names, on which nothing was said yet.
+fn reach_session(
+    config: &SessionConfig,
+    session: Option<&Arc<ClientConfig>>,
+    hello: &Hello,
+) -> Result<Stream, ConnectError> {
+    let socket = reach(config)?;
+    match session {
+        Some(tls) => protect(config, socket, tls, session_name(&hello.token)),
+        None => Ok(Stream::from(socket)),
+    }
 }
 
 /// What the connections of a session with this key trust, under TLS.
@@ -366,4 +461,35 @@ pub(super) fn receive_welcome(
         }
         _ => e,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    #[test]
+    fn a_welcome_is_read_to_its_end_and_no_further_however_it_comes() {
+        let refusal = Welcome::new(Answer::Denied, "another secret");
+        let foreign = Welcome { magic: 7, ..Welcome::new(Answer::Ok, "") };
+        for step in [1, 100, size_of::<Welcome>() + 1] {
+            let read = |welcome: Welcome| {
+                let bytes = [welcome.as_bytes(), b"frames"].concat();
+                let (mut rest, mut unwelcomed) = (&bytes[..], Unwelcomed::default());
+                loop {
+                    assert!(unwelcomed.read(rest.by_ref().take(step as u64)).unwrap() > 0);
+                    match unwelcomed.is_over() {
+                        Ok(false) => {}
+                        outcome => return (outcome, rest.to_vec()),
+                    }
+                }
+            };
+            let (welcome, rest) = read(Welcome::new(Answer::Ok, ""));
+            assert_eq!((welcome.unwrap(), &rest[..]), (true, &b"frames"[..]));
+            let (refused, _) = read(refusal);
+            assert!(matches!(refused, Err(EndReason::Gone(why)) if why.contains("another secret")));
+            assert!(matches!(read(foreign), (Err(EndReason::Server(_)), _)));
+        }
+    }
 }

@@ -20,6 +20,7 @@ mod tests;
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -85,6 +86,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Stream {
+    /// A connection that is closed already.
+    pub fn closed() -> io::Result<Stream> {
+        Ok(OwnedFd::from(UnixStream::pair()?.0).into())
+    }
+
     /// Shakes hands as the client of a TLS connection, until `deadline` at most. `name` goes to the server in the clear; `config` decides whom to trust.
     pub fn tls_client(
         socket: OwnedFd,
@@ -119,7 +125,10 @@ impl Stream {
 
     /// Sends small messages at once. Sockets that are not TCP do so anyway.
     pub fn set_nodelay(&self) -> io::Result<()> {
-        self.socket.set_nodelay(true)
+        match self.socket.set_nodelay(true) {
+            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
+            result => result,
+        }
     }
 
     /// How long a blocking send waits for a peer that takes nothing.

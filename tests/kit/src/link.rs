@@ -48,6 +48,14 @@ pub fn hello(purpose: u32, token: [u8; 16], index: u32) -> Hello {
     }
 }
 
+/// A command as a ring has it and a frame carries it.
+pub fn record(seq: u64, opcode: u16, slot: u16, body: &[u8]) -> Vec<u8> {
+    let size = (16 + body.len()).next_multiple_of(16);
+    let mut bytes = [&Record { opcode, reply_slot: slot, seq }.to_bytes(size as u32), body].concat();
+    bytes.resize(size, 0);
+    bytes
+}
+
 /// A server's answer to a [`Hello`]; tests set the token and the number of data connections.
 pub fn welcome(answer: Answer, reason: &str) -> Welcome {
     Welcome { server: text("fake"), ..Welcome::new(answer, reason) }
@@ -329,10 +337,7 @@ impl TcpBridge {
 
     /// Sends one record in a frame of its own.
     pub fn record(&self, seq: u64, opcode: u16, slot: u16, body: &[u8]) -> io::Result<()> {
-        let size = (16 + body.len()).next_multiple_of(16);
-        let mut bytes = [&Record { opcode, reply_slot: slot, seq }.to_bytes(size as u32), body].concat();
-        bytes.resize(size, 0);
-        self.frame(frame::COMMANDS, &bytes)
+        self.frame(frame::COMMANDS, &record(seq, opcode, slot, body))
     }
 
     /// Sends a data header and bytes on a data connection.

@@ -1,8 +1,6 @@
 //! The sockets of a session, as its relay uses them.
 
 use std::io;
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,7 +15,7 @@ use super::redial::Redial;
 use super::socket::{Gather, Socket, not_now};
 use super::{Links, MAX_DATA_CONNECTIONS};
 use crate::bridge::SessionConfig;
-use crate::bridge::connect::{Daemon, Opening};
+use crate::bridge::connect::{Daemon, Opening, Unwelcomed};
 use crate::bridge::relay::{
     CacheUse, Carrier, EndReason, Flows, Mailbox, RestoredLane, Room, ToHash, Wakeups,
 };
@@ -42,6 +40,8 @@ pub(super) struct TcpCarrier {
     /// The number of the next attempt to resume.
     attempt: u32,
     control: Arc<Socket>,
+    /// The worker's welcome on it has not come.
+    unwelcomed: Option<Unwelcomed>,
     /// Under TLS, where the daemon may say more than the control connection did.
     daemon: Option<Daemon>,
     out: SendBuffer,
@@ -73,7 +73,7 @@ impl TcpCarrier {
         let (lanes, takes) = (links.lanes, links.ticket.takes_compressed());
         let mut carrier = TcpCarrier::over(session, mailbox, links, config)?;
         session.link.stands(&carrier.control);
-        let connection = |index| Ok(DataConnection::new(Socket::new(closed()?)?, index, takes));
+        let connection = |index| Ok(DataConnection::new(Socket::new(Stream::closed()?)?, index, takes));
         let data = (0..lanes).map(connection).collect::<io::Result<_>>();
         carrier.data = data.map_err(|e| EndReason::Here(e.to_string()))?;
         if let Some(opening) = &carrier.opening {
@@ -96,7 +96,7 @@ impl TcpCarrier {
         let restored = |(index, lane)| {
             let here = |e: io::Error| EndReason::Here(e.to_string());
             Ok(DataConnection::restored(
-                Socket::new(closed().map_err(here)?).map_err(here)?,
+                Socket::new(Stream::closed().map_err(here)?).map_err(here)?,
                 index,
                 takes,
                 lane,
@@ -137,6 +137,7 @@ impl TcpCarrier {
             ticket: links.ticket,
             attempt: 1,
             control,
+            unwelcomed: links.daemon.as_ref().map(|_| Unwelcomed::default()),
             daemon: links.daemon,
             out: SendBuffer::keeping(),
             told: 0,
@@ -236,8 +237,8 @@ impl TcpCarrier {
     }
 
     /// Reads the control connection once. True: there was something.
-    fn read_frames(&self, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
-        read_control(&self.control, machine)
+    fn read_frames(&mut self, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
+        read_control(&self.control, &mut self.unwelcomed, machine)
     }
 
     /// Has each connection watched for what it needs now.
@@ -260,7 +261,7 @@ impl TcpCarrier {
     /// Waits for events and receives on the connections that have something. True: there was something.
     fn take(&mut self, machine: &mut Machine<'_>, timeout: Option<Duration>) -> Result<bool, EndReason> {
         self.watch(machine)?;
-        let TcpCarrier { session, control, opening, data, wakeups, gather, .. } = self;
+        let TcpCarrier { session, control, unwelcomed, opening, data, wakeups, gather, .. } = self;
         let data = standing(opening, data);
         let mut heard = false;
         // No event tells of what was received with something else and could not be taken then.
@@ -270,7 +271,7 @@ impl TcpCarrier {
             }
         }
         if machine.takes_frames() && control.has_input() {
-            heard |= read_control(control, machine)?;
+            heard |= read_control(control, unwelcomed, machine)?;
         }
         let timeout = if heard { Some(Duration::ZERO) } else { timeout };
         let called = wakeups.wait(session, timeout, |number, broken| {
@@ -280,7 +281,7 @@ impl TcpCarrier {
                         heard |= connection.receive(machine, session, gather)?;
                     }
                 }
-                None if machine.takes_frames() => heard |= read_control(control, machine)?,
+                None if machine.takes_frames() => heard |= read_control(control, unwelcomed, machine)?,
                 None if broken => {
                     return Err(EndReason::Gone("the server closed the connection".into()));
                 }
@@ -314,15 +315,25 @@ pub(super) struct Left {
     pub(super) generation: u64,
 }
 
-/// A connection that is closed already.
-pub(super) fn closed() -> io::Result<Stream> {
-    Ok(OwnedFd::from(UnixStream::pair()?.0).into())
-}
-
-fn read_control(control: &Socket, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
-    match not_now(machine.read(&mut &*control)) {
+fn read_control(
+    control: &Socket,
+    unwelcomed: &mut Option<Unwelcomed>,
+    machine: &mut Machine<'_>,
+) -> Result<bool, EndReason> {
+    let read = match unwelcomed {
+        Some(unwelcomed) => unwelcomed.read(control),
+        None => machine.read(&mut &*control),
+    };
+    match not_now(read) {
         Ok(Some(0)) => Err(EndReason::Gone("the server closed the connection".into())),
-        Ok(n) => Ok(n.is_some()),
+        Ok(n) => {
+            if let Some(welcome) = unwelcomed
+                && welcome.is_over()?
+            {
+                *unwelcomed = None;
+            }
+            Ok(n.is_some())
+        }
         Err(e) => Err(EndReason::Gone(e.to_string())),
     }
 }
@@ -399,7 +410,7 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         }
         // After this, the numbers of bytes that have come stand.
         self.control.shut_down();
-        self.opening = None;
+        (self.unwelcomed, self.opening) = (None, None);
         self.session.link.lost();
         let mut received = vec![machine.restart_frames()];
         for connection in &mut self.data {
@@ -457,7 +468,9 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         if let Some(text) = farewell {
             self.out.frame(frame::BYE, text.as_bytes());
             let said = self.send_frames().is_ok() && self.out.is_empty();
-            let answered = said.then(|| (Arc::clone(&self.control), machine.take_reader()));
+            // Before the welcome there is no telling what an answer would be.
+            let heard = said && self.unwelcomed.is_none();
+            let answered = heard.then(|| (Arc::clone(&self.control), machine.take_reader()));
             resume::end(&self.ticket, &self.config, answered);
             self.control.finish();
         } else {

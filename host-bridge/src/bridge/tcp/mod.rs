@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use protocol::link::{Hello, purpose};
 
-use self::carrier::{Left, TcpCarrier, closed};
+use self::carrier::{Left, TcpCarrier};
 use self::memory::SocketMemory;
 pub(super) use self::regions::{RegionsFile, StoredRegion};
 pub(super) use self::saved::{SavedQueues, SavedRemote, Succession, TakenOver, Terms};
@@ -60,7 +60,7 @@ pub(super) struct Links {
     /// The data connections, and how many they are. `None`: there are none, nor will there be before the session is resumed.
     opening: Option<Opening>,
     lanes: usize,
-    /// Under TLS, of a session's first link: the connection to the daemon.
+    /// Under TLS, of a session's first link: the connection to the daemon. The worker's welcome then comes on the control connection.
     daemon: Option<Daemon>,
     ticket: Ticket,
     /// Where compressed bytes lie, for each data connection. Empty: nothing is compressed.
@@ -100,12 +100,12 @@ impl Greeting {
         Ok(saved)
     }
 
-    /// Opens the session's other connections. Waits for the control connection only, on which commands may go before there is a data connection.
+    /// Opens the session's other connections. Waits for the control connection only, on which commands may go before it is welcome and before there is a data connection.
     pub(super) fn open(self, config: &SessionConfig) -> Result<Links, ConnectError> {
         let Greeting { greeted, control, data, ticket, compressed, unbegun, succession } = self;
         let lanes = data.len();
         let opening = Some(Opening::begin(config, &greeted, data)?);
-        let (control, daemon) = greeted.control(config, control)?;
+        let (control, daemon) = greeted.begin_control(config, control)?;
         let rooms = compressed.map(|(_, rooms)| rooms).unwrap_or_default();
         let unbegun = Some(unbegun);
         Ok(Links { control, opening, lanes, daemon, ticket, rooms, unbegun, succession })
@@ -232,7 +232,7 @@ fn relay_on(
     let rooms = rooms.unwrap_or_default();
     let restored = Machine::restore(session, memory, schedule, silence, (ledger, &rooms), lanes);
     let begun = restored.and_then(|Restored { machine, out, lanes, generation }| {
-        let control = closed().map_err(|e| here(&e))?;
+        let control = Stream::closed().map_err(|e| here(&e))?;
         let links = Links {
             control,
             opening: None,

@@ -26,11 +26,14 @@
 
 pub(crate) mod advice;
 pub(crate) mod blocks;
+mod changes;
 pub(crate) mod mirror;
 pub(crate) mod page_faults;
 pub(crate) mod partial_pages;
+mod publishing;
 mod read_ahead;
 pub(crate) mod shared_blocks;
+mod shared_reads;
 mod watch;
 mod watched_pages;
 

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::abi::result::Result;
-use crate::memory::managed::{STATE, State, mirror, pages, shared_blocks};
+use crate::memory::managed::{STATE, State, changes, mirror, pages};
 use crate::process::context::{self, Context};
 use crate::process::driver::driver;
 use crate::process::work_signal::{self, EDGES, WORK};
@@ -72,7 +72,7 @@ impl Edge {
         let mut changes = Vec::new();
         for i in 0..self.words() {
             let now = self.word(i).load(Ordering::Acquire);
-            if let Some(patch) = shared_blocks::change(self.at(i), self.known[i], now, self.mask(i)) {
+            if let Some(patch) = changes::change(self.at(i), self.known[i], now, self.mask(i)) {
                 changes.push(patch);
                 self.known[i] = now;
             }
@@ -161,7 +161,7 @@ impl State {
             self.publish(pages(driver()?)?)?;
         }
         for (context, words) in changes {
-            shared_blocks::send(context, words)?;
+            changes::send(context, words)?;
         }
         Ok(changed)
     }
