@@ -123,8 +123,8 @@ pub struct Serve {
     /// Idle workers to keep ready until the first session begins. By default as many as later
     #[arg(long, value_name = "N")]
     pub first_workers: Option<usize>,
-    /// Maximum number of sessions, including those waiting for a worker. Sessions that only query NVML have
-    /// the same limit but are counted separately
+    /// Maximum number of sessions, including those waiting for a worker, but not those that have ended and whose
+    /// workers are about to exit. Sessions that only query NVML have the same limit but are counted separately
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_sessions: usize,
     /// Maximum seconds a session may wait for a worker while no other session begins and no worker becomes

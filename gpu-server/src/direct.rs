@@ -11,7 +11,8 @@
 //! receiving end stops reading.
 //!
 //! A piece that has arrived waits until the client lands it, unless the client has said in advance where it goes
-//! ([`Expected`]): then the thread that receives it starts its copy to the device, too.
+//! ([`Expected`]): then the thread that receives it starts its copy to the device, too. That, and what is
+//! [sent at once](Directs::send_now), goes on while the dispatcher is busy ([`near`]).
 //!
 //! If both operators allow it and both ends have a device, pieces take [`verbs`] instead of the socket, which
 //! stays open: its end is the connection's. The buffers and everything around them are the same.
@@ -23,13 +24,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
+mod near;
 mod verbs;
 
 use host_bridge::endpoint::Mapped;
@@ -39,18 +41,22 @@ use host_bridge::verbs::{Pieces, Settings};
 use identity::{Fingerprint, Identity, Secret, tls};
 use protocol::Status;
 use protocol::device::{Answer, untext};
+use protocol::handle::ContextId;
 use protocol::link::{DirectHeader, Hello, MAGIC, Welcome, greeting, purpose};
 use protocol::ops::direct::{
     DirectArrivalReply, DirectCloseReply, DirectFailuresReply, DirectOfferReply, DirectOpenReply,
-    DirectPrepareReply, DirectTicket, MAX_ADDRESSES, MAX_DIRECTS, MAX_PIECE, PIECES,
+    DirectPrepareReply, DirectReceive, DirectSendNow, DirectTicket, MAX_ADDRESSES, MAX_DIRECTS, MAX_PIECE,
+    PIECES,
 };
 use protocol::version::{OURS, Version};
 use zerocopy::{FromZeros, IntoBytes};
 
+use self::near::{Motion, Named};
+pub use self::near::{Near, Still};
 use self::verbs::{Bell, Memory, Verbs};
 use crate::cuda_ipc::{Broker, Token};
 use crate::driver::call::Pending;
-use crate::driver::gpu::{Lander, Preparer};
+use crate::driver::gpu::{Carrier, Preparer};
 use crate::driver::rows::Rows;
 
 /// How long setting up a connection may take, from the connected socket on, and then the first message over
@@ -80,6 +86,9 @@ pub struct Directs {
     verbs: Option<Verbs>,
     bytes: Arc<Common>,
     failures: Arc<Failures>,
+    motion: Arc<Motion>,
+    /// Whether a connection was ever prepared.
+    prepared: AtomicBool,
 }
 
 /// Connections on which an expected piece will not come.
@@ -135,8 +144,9 @@ struct Offer {
 impl Directs {
     /// The connections of a session whose worker has this key. `rdma`: how they may use verbs.
     pub fn new(identity: Arc<Identity>, broker: Arc<Broker>, rdma: Option<Settings>) -> Arc<Directs> {
-        let (table, strangers, bytes, failures) = Default::default();
-        Arc::new(Directs { identity, broker, table, strangers, verbs: rdma.map(Verbs::new), bytes, failures })
+        let verbs = rdma.map(Verbs::new);
+        let (table, strangers, bytes, failures, motion, prepared) = Default::default();
+        Arc::new(Directs { identity, broker, table, strangers, verbs, bytes, failures, motion, prepared })
     }
 
     /// The key with which this worker opens connections.
@@ -364,7 +374,8 @@ impl Directs {
         incoming.map(|incoming| (stream, incoming)).ok_or_else(unknown)
     }
 
-    /// Makes a connection's buffers ready. Answers when they are.
+    /// Makes a connection ready for pieces that are copied without the dispatcher, with device memory of `near`.
+    /// Answers when its buffers are.
     ///
     /// # Errors
     /// `INVALID_HANDLE` if there is no such connection.
@@ -372,14 +383,17 @@ impl Directs {
         &self,
         direct: u32,
         outgoing: bool,
+        near: Near,
         ready: Preparer,
         later: impl FnOnce() -> Pending,
     ) -> Result<(), Status> {
+        self.with_named(direct, outgoing, |named| named.prepare(near))?;
         let pool = if outgoing {
             Arc::clone(&self.outgoing(direct)?.pool)
         } else {
             Arc::clone(&self.incoming(direct)?.pool)
         };
+        self.prepared.store(true, Ordering::Release);
         let answer = later();
         start(move || {
             pool.prepare(&ready);
@@ -387,10 +401,81 @@ impl Directs {
         })
     }
 
-    /// Whether a client expects pieces that have not come, or not landed.
-    pub fn expects(&self) -> bool {
-        let incoming: Vec<Arc<Incoming>> = lock(&self.table).incoming.values().cloned().collect();
-        incoming.iter().any(|incoming| incoming.expects())
+    fn with_named<T>(&self, direct: u32, outgoing: bool, f: impl FnOnce(&Named) -> T) -> Result<T, Status> {
+        Ok(if outgoing { f(&self.outgoing(direct)?.named) } else { f(&self.incoming(direct)?.named) })
+    }
+
+    /// The context that a connection was prepared for.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` if it was not.
+    pub fn context(&self, direct: u32, outgoing: bool) -> Result<ContextId, Status> {
+        self.with_named(direct, outgoing, Named::context)?
+    }
+
+    /// Names device memory for a connection's pieces, or forgets it: address and size.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` if there is no such connection or it was not prepared, `INVALID_VALUE` if there is nothing
+    /// to forget, `OUT_OF_MEMORY` for too many parts.
+    pub fn name(&self, direct: u32, outgoing: bool, part: (u64, u64), allowed: bool) -> Result<(), Status> {
+        self.with_named(direct, outgoing, |named| named.name(part, allowed))?
+    }
+
+    /// Device memory is about to be freed. No piece begins to use it any more.
+    pub fn forget(&self, address: u64, size: u64) {
+        if !self.is_prepared() {
+            return;
+        }
+        let table = lock(&self.table);
+        table.outgoing.values().flatten().for_each(|outgoing| outgoing.named.forget(address, size));
+        table.incoming.values().for_each(|incoming| incoming.named.forget(address, size));
+    }
+
+    /// Whether a connection was ever prepared, so that there can be pieces that the dispatcher must not delay.
+    #[inline]
+    pub fn is_prepared(&self) -> bool {
+        self.prepared.load(Ordering::Acquire)
+    }
+
+    /// Sends a piece. `seq` is the command's. Any thread may call this, and nothing has happened after an error.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` if there is no such connection or it was not prepared, `INVALID_VALUE` for memory that was
+    /// not named, `NOT_READY` while memory [is still](Self::hold_still).
+    pub fn send_now(&self, op: &DirectSendNow, seq: u64) -> Result<(), Status> {
+        let outgoing = self.outgoing(op.direct)?;
+        let moving = self.motion.begin().ok_or(Status::NOT_READY)?;
+        outgoing.named.with(op.src, op.len, |carrier| {
+            let mut sending = outgoing.piece(op.number);
+            // Not an error: the other end learns that the piece does not come.
+            let Some(buffer) = sending.fill(op.len) else { return Ok(()) };
+            let copying = outgoing.copies.begin();
+            let end = move |status| {
+                sending.finish(status);
+                drop((copying, moving));
+            };
+            carrier.carry(&Rows::line(op.src, op.len), buffer, seq, Box::new(end));
+            Ok(())
+        })
+    }
+
+    /// Receives a piece when it comes. Otherwise as [`send_now`](Self::send_now), and with errors of
+    /// [`Incoming::expect`].
+    pub fn receive(&self, op: &DirectReceive, seq: u64) -> Result<(), Status> {
+        let incoming = self.incoming(op.direct)?;
+        // While a piece is expected, memory does not leave.
+        let _moving = self.motion.begin().ok_or(Status::NOT_READY)?;
+        let carrier = incoming.named.with(op.dst, op.len, |carrier| Ok(Arc::clone(carrier)))?;
+        incoming.expect(op.number, Expected { to: Rows::line(op.dst, op.len), seq, carrier })
+    }
+
+    /// While the result exists, no piece is copied but by the dispatcher. `None`: a piece is being copied, or a
+    /// client expects one that has not come.
+    pub fn hold_still(&self) -> Option<Still> {
+        let still = self.motion.stop()?;
+        let table = lock(&self.table);
+        (!table.incoming.values().any(|incoming| incoming.expects())).then_some(still)
     }
 
     /// Answers once an expected piece will not come.
@@ -407,13 +492,19 @@ impl Directs {
         Ok(())
     }
 
-    /// Closes a connection to another server once what was sent is out.
+    /// Closes a connection to another server once what was sent is out. Answers when nothing is being copied from
+    /// the device any more.
     ///
     /// # Errors
     /// `INVALID_HANDLE` if there is none.
-    pub fn end_outgoing(&self, direct: u32) -> Result<(), Status> {
-        let ended = lock(&self.table).outgoing.remove(&direct).ok_or(Status::INVALID_HANDLE)?;
-        ended.inspect(|outgoing| outgoing.end());
+    pub fn end_outgoing(&self, direct: u32, later: impl FnOnce() -> Pending) -> Result<(), Status> {
+        match lock(&self.table).outgoing.remove(&direct).ok_or(Status::INVALID_HANDLE)? {
+            Some(outgoing) => {
+                outgoing.end();
+                outgoing.copies.when_over(later());
+            }
+            None => later().answer(Ok(DirectCloseReply {})),
+        }
         Ok(())
     }
 
@@ -644,6 +735,8 @@ pub struct Outgoing {
     pool: Arc<Pool>,
     /// Rung for each job, if pieces go over verbs.
     bell: Option<Arc<Bell>>,
+    named: Named,
+    copies: Arc<Copies>,
 }
 
 enum Job {
@@ -653,13 +746,18 @@ enum Job {
 }
 
 impl Outgoing {
+    fn new(jobs: Sender<Job>, bytes: &Arc<Common>, bell: Option<Arc<Bell>>) -> Outgoing {
+        let (jobs, pool) = (Mutex::new(Some(jobs)), Pool::new(bytes));
+        let (named, copies) = Default::default();
+        Outgoing { jobs, pool, bell, named, copies }
+    }
+
     /// `queue`: what pieces go over, instead of the socket.
     fn start(stream: Stream, queue: Option<Pieces<Buffer>>, bytes: Arc<Common>) -> io::Result<Arc<Outgoing>> {
         let (jobs, due) = channel();
         let due = Jobs { due, last: 0, over: false };
         let bell = queue.is_some().then(Bell::new).transpose()?.map(Arc::new);
-        let outgoing = Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new(&bytes), bell: bell.clone() };
-        let outgoing = Arc::new(outgoing);
+        let outgoing = Arc::new(Outgoing::new(jobs, &bytes, bell.clone()));
         let own = Arc::clone(&outgoing);
         std::thread::Builder::new().name("rgpu-direct".into()).spawn(move || {
             let why = match (queue, bell) {
@@ -799,23 +897,23 @@ impl Drop for Sending {
 pub struct Expected {
     /// As many bytes as the piece must have.
     pub to: Rows,
-    /// The command's, which becomes the progress of the lander's stream.
+    /// The command's, which becomes the progress of the connection's stream.
     pub seq: u64,
     /// What lands it.
-    pub lander: Arc<dyn Lander>,
+    pub carrier: Arc<dyn Carrier>,
 }
 
-/// Pieces that are being landed.
+/// Copies of pieces that are under way at one end, and whom to tell when none is.
 #[derive(Default)]
-struct Landings(Mutex<(usize, Option<Pending>)>);
+struct Copies(Mutex<(usize, Option<Pending>)>);
 
-impl Landings {
-    fn begin(self: &Arc<Landings>) -> Landing {
+impl Copies {
+    fn begin(self: &Arc<Copies>) -> Copying {
         lock(&self.0).0 += 1;
-        Landing(Arc::clone(self))
+        Copying(Arc::clone(self))
     }
 
-    /// Answers when nothing is being landed any more.
+    /// Answers when none is under way any more.
     fn when_over(&self, pending: Pending) {
         let mut state = lock(&self.0);
         if state.0 == 0 { pending.answer(Ok(DirectCloseReply {})) } else { state.1 = Some(pending) }
@@ -823,9 +921,9 @@ impl Landings {
 }
 
 /// One of them.
-struct Landing(Arc<Landings>);
+struct Copying(Arc<Copies>);
 
-impl Drop for Landing {
+impl Drop for Copying {
     fn drop(&mut self) {
         let mut state = lock(&self.0.0);
         state.0 -= 1;
@@ -842,7 +940,8 @@ pub struct Incoming {
     state: Mutex<Arrived>,
     pool: Arc<Pool>,
     bytes: Arc<Common>,
-    landings: Arc<Landings>,
+    named: Named,
+    copies: Arc<Copies>,
     /// Its number, and who is told if an expected piece will not come.
     failures: Option<(u32, Arc<Failures>)>,
 }
@@ -896,7 +995,8 @@ impl Incoming {
             state: Mutex::default(),
             pool: Pool::new(&bytes),
             bytes,
-            landings: Arc::default(),
+            named: Named::default(),
+            copies: Arc::default(),
             failures,
         }
     }
@@ -910,7 +1010,7 @@ impl Incoming {
         state.stream = Some(Arc::clone(stream));
     }
 
-    /// Lands a piece as soon as it is here.
+    /// Lands a piece as soon as it is here. Nothing has happened after an error.
     ///
     /// # Errors
     /// `INVALID_VALUE` unless the number is higher than that of all that were expected before;
@@ -920,14 +1020,14 @@ impl Incoming {
         if number <= state.expected_last {
             return Err(Status::INVALID_VALUE);
         }
+        if state.expected.len() >= MAX_EXPECTED {
+            return Err(Status::OUT_OF_MEMORY);
+        }
         state.expected_last = number;
         if state.failed {
             return Ok(());
         }
         if number > state.last && !state.over {
-            if state.expected.len() >= MAX_EXPECTED {
-                return Err(Status::OUT_OF_MEMORY);
-            }
             state.expected.insert(number, expected);
             return Ok(());
         }
@@ -939,18 +1039,18 @@ impl Incoming {
     /// Lands an expected piece. `None`: it will not come. The state stays locked, so that pieces are landed in
     /// their order.
     fn land_expected(&self, state: &mut Arrived, expected: Expected, piece: Option<(Buffer, usize)>) {
-        let Expected { to, seq, lander } = expected;
+        let Expected { to, seq, carrier } = expected;
         let piece = piece.filter(|(_, len)| *len as u64 == to.width);
         let bytes = piece.as_ref().and_then(|(buffer, len)| Mapped::of(buffer.memory.region(), *len as u64));
         let (Some((buffer, _)), Some(bytes), false) = (piece, bytes, state.failed) else {
             return self.fail(state);
         };
-        let (buffer, landing) = (InUse(Some(buffer)), self.landings.begin());
+        let (buffer, copying) = (InUse(Some(buffer)), self.copies.begin());
         let end = move |status| {
             buffer.release(status);
-            drop(landing);
+            drop(copying);
         };
-        lander.land(&to, bytes, seq, Box::new(end));
+        carrier.carry(&to, bytes, seq, Box::new(end));
     }
 
     /// An expected piece will not come.
@@ -965,7 +1065,7 @@ impl Incoming {
 
     /// Whether the client expects a piece that has not come, or not landed.
     fn expects(&self) -> bool {
-        !lock(&self.state).expected.is_empty() || lock(&self.landings.0).0 > 0
+        !lock(&self.state).expected.is_empty() || lock(&self.copies.0).0 > 0
     }
 
     /// Closes it, and answers when nothing is being landed any more.
@@ -980,7 +1080,7 @@ impl Incoming {
         self.close();
         // Its thread returns.
         stream.inspect(|stream| stream.shut_down());
-        self.landings.when_over(pending);
+        self.copies.when_over(pending);
     }
 
     /// Answers once a piece has arrived, or when it cannot arrive any more.

@@ -419,7 +419,22 @@ fn a_piece_that_cannot_be_sent_is_announced_to_the_other_end() {
 
 /// Says where a piece goes. Returns the command's number.
 fn receive(to: &mut impl Session, direct: u32, number: u64, at: u64, len: u64) -> u64 {
-    to.push(&DirectReceive { stream: STREAM, direct, number, dst: at, len })
+    to.push(&DirectReceive { direct, number, dst: at, len })
+}
+
+/// Sends a piece at once. Returns the command's number.
+fn send_now(from: &mut impl Session, direct: u32, number: u64, at: u64, len: u64) -> u64 {
+    from.push(&DirectSendNow { direct, number, src: at, len })
+}
+
+/// Prepares a connection for pieces in all memory of the session.
+fn prepare(session: &mut impl Session, direct: u32, outgoing: bool) {
+    session.call(&DirectPrepare { direct, outgoing, stream: STREAM }).unwrap();
+    session.call(&memory(direct, outgoing, true)).unwrap();
+}
+
+fn memory(direct: u32, outgoing: bool, allowed: bool) -> DirectMemory {
+    DirectMemory { direct, outgoing, address: BASE, len: 2 << 20, allowed }
 }
 
 /// Waits until the stream's progress word has reached a command.
@@ -433,6 +448,7 @@ fn pieces_are_received_without_the_client_whoever_comes_first() {
     let source = Server::start(&[&format!("--direct-to={}", unix(&target))]);
     let (mut from, mut to) = (session(&source), session(&target));
     let ticket = offer(&mut from, &mut to, 1);
+    prepare(&mut to, 1, false);
     open(&mut from, 1, &ticket).unwrap();
     put(&mut from, BASE, &[1, 2, 3, 4]);
     // Expected before they are sent.
@@ -483,6 +499,7 @@ fn an_expected_piece_that_does_not_come_or_has_another_size_is_a_failure() {
         for late in [false, true] {
             let direct = 2 * direct + u32::from(late);
             let mut stream = pretend(&server, &mut to, direct);
+            prepare(&mut to, direct, false);
             if late {
                 let _ = stream.write_all(bytes);
             } else {
@@ -527,6 +544,7 @@ fn what_a_client_expects_wrongly_is_refused() {
     for (pieces, status) in all {
         let mut to = session(&server);
         let mut stream = pretend(&server, &mut to, 1);
+        prepare(&mut to, 1, false);
         let (last, before) = pieces.split_last().unwrap();
         let expect = |to: &mut LocalBridge, (direct, number, at, len)| {
             let seq = receive(to, direct, number, at, len);
@@ -560,22 +578,24 @@ fn a_prepared_connection_has_its_buffers_from_the_beginning() {
     let target = Server::start(&[]);
     let source = Server::start(&[&format!("--direct-to={}", unix(&target))]);
     let (mut from, mut to) = (session(&source), session(&target));
-    let prepare = |direct, outgoing| DirectPrepare { direct, outgoing, stream: STREAM };
+    let early = |direct, outgoing| DirectPrepare { direct, outgoing, stream: STREAM };
     for direct in 1..=3 {
-        assert_eq!(to.call(&prepare(direct, false)).unwrap_err(), Status::INVALID_HANDLE);
-        assert_eq!(from.call(&prepare(direct, true)).unwrap_err(), Status::INVALID_HANDLE);
+        assert_eq!(to.call(&early(direct, false)).unwrap_err(), Status::INVALID_HANDLE);
+        assert_eq!(from.call(&early(direct, true)).unwrap_err(), Status::INVALID_HANDLE);
         let ticket = offer(&mut from, &mut to, direct);
-        to.call(&prepare(direct, false)).unwrap();
+        prepare(&mut to, direct, false);
         open(&mut from, direct, &ticket).unwrap();
         // A second time does no harm.
-        for _ in 0..2 {
-            from.call(&prepare(direct, true)).unwrap();
-        }
+        (0..2).for_each(|_| prepare(&mut from, direct, true));
         // More pieces than buffers, half of those in flight.
         let mut last = 0;
         for number in 1..=64 {
             last = receive(&mut to, direct, number, BASE, 1 << 20);
-            send(&mut from, direct, number, BASE, 1 << 20);
+            if direct == 1 {
+                send(&mut from, direct, number, BASE, 1 << 20);
+            } else {
+                send_now(&mut from, direct, number, BASE, 1 << 20);
+            }
             if number % (PIECES as u64 / 2) == 0 {
                 landed(&mut to, last);
             }
@@ -588,6 +608,58 @@ fn a_prepared_connection_has_its_buffers_from_the_beginning() {
 }
 
 #[test]
+fn pieces_are_sent_at_once_from_named_memory_and_from_no_other() {
+    let target = Server::start(&[]);
+    let source = Server::start(&[&format!("--direct-to={}", unix(&target))]);
+    let to_whom = |direct| DirectSendNow { direct, number: 1, src: BASE, len: 8 };
+    let names = |address, len| DirectMemory { direct: 1, outgoing: true, address, len, allowed: true };
+    // Refused, each in a session of its own. Nothing is sent, so the number can be used.
+    for (forget, send, status) in [
+        (None, to_whom(2), Status::INVALID_HANDLE),
+        (None, DirectSendNow { src: BASE + (2 << 20) - 4, ..to_whom(1) }, Status::INVALID_VALUE),
+        (None, DirectSendNow { len: 0, ..to_whom(1) }, Status::INVALID_VALUE),
+        (None, DirectSendNow { len: MAX_PIECE + 1, ..to_whom(1) }, Status::INVALID_VALUE),
+        (Some(false), to_whom(1), Status::INVALID_VALUE),
+        (Some(true), to_whom(1), Status::INVALID_VALUE),
+    ] {
+        let (mut from, mut to) = (session(&source), session(&target));
+        let ticket = offer(&mut from, &mut to, 1);
+        open(&mut from, 1, &ticket).unwrap();
+        assert_eq!(from.call(&names(BASE, 8)).unwrap_err(), Status::INVALID_HANDLE);
+        prepare(&mut from, 1, true);
+        for (address, len) in
+            [(BASE - 1, 2), (BASE + (2 << 20) - 1, 2), (0, 8), (u64::MAX, 8), (BASE, u64::MAX)]
+        {
+            assert_eq!(from.call(&names(address, len)).unwrap_err(), Status::INVALID_VALUE, "{address:x}");
+        }
+        put(&mut from, BASE, &[5; 8]);
+        from.call(&StreamSynchronize { stream: STREAM }).unwrap();
+        match forget {
+            // Named again once it is there again, and by nobody else.
+            Some(true) => {
+                from.push(&MemFree { address: BASE });
+                from.push(&MemAlloc { address: BASE, size: 2 << 20 });
+            }
+            Some(false) => _ = from.call(&memory(1, true, false)).unwrap(),
+            None => {}
+        }
+        from.push(&send);
+        from.call(&StreamSynchronize { stream: STREAM }).unwrap();
+        assert_eq!(from.error(0), Some((status, false)), "{send:?}");
+        if forget.is_some() {
+            from.call(&names(BASE, 8)).unwrap();
+        }
+        prepare(&mut to, 1, false);
+        let expected = receive(&mut to, 1, 1, BASE, 8);
+        let sent = send_now(&mut from, 1, 1, BASE, 8);
+        landed(&mut to, expected);
+        // The bytes have been read.
+        landed(&mut from, sent);
+        assert_eq!(get(&mut to, BASE, 8), [5; 8]);
+    }
+}
+
+#[test]
 fn closed_connections_make_room_for_others() {
     let target = Server::start(&[]);
     let source = Server::start(&[&format!("--direct-to={}", unix(&target))]);
@@ -595,6 +667,7 @@ fn closed_connections_make_room_for_others() {
     let close = |direct, outgoing| DirectClose { direct, outgoing };
     for direct in 1..=2 * MAX_DIRECTS as u32 {
         let ticket = offer(&mut from, &mut to, direct);
+        prepare(&mut to, direct, false);
         open(&mut from, direct, &ticket).unwrap();
         let expected = receive(&mut to, direct, 1, BASE + 512, 8);
         put(&mut from, BASE, &u64::from(direct).to_le_bytes());
@@ -610,6 +683,7 @@ fn closed_connections_make_room_for_others() {
     }
     // Closed by the receiving end, with a piece that does not come: nobody is told, and the sender finds out.
     let ticket = offer(&mut from, &mut to, 1);
+    prepare(&mut to, 1, false);
     open(&mut from, 1, &ticket).unwrap();
     receive(&mut to, 1, 1, BASE, 8);
     to.call(&close(1, false)).unwrap();

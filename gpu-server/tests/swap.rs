@@ -9,7 +9,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use protocol::Status;
 use protocol::data::{HostIn, HostOut};
-use protocol::handle::StreamId;
+use protocol::handle::{MemoryId, StreamId};
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD, Memset};
 use protocol::ops::memory::*;
 use protocol::ops::stream::StreamSynchronize;
@@ -45,9 +45,13 @@ fn word(session: u64, round: u64, at: u64) -> u32 {
 
 /// Fills the memory, each mebibyte with its own word.
 fn fill<S: Session>(s: &mut S, session: u64, round: u64, size: u64) {
+    fill_at(s, window(0), session, round, size);
+}
+
+fn fill_at<S: Session>(s: &mut S, base: u64, session: u64, round: u64, size: u64) {
     for at in 0..size / MIB {
         let value = word(session, round, at);
-        let dst = window(0) + at * MIB;
+        let dst = base + at * MIB;
         s.push(&Memset { stream: STREAM, dst, pitch: 0, value, element: 4, width: MIB / 4, height: 1 });
     }
     s.call(&StreamSynchronize { stream: STREAM }).unwrap();
@@ -55,11 +59,15 @@ fn fill<S: Session>(s: &mut S, session: u64, round: u64, size: u64) {
 
 /// Checks all of it.
 fn check<S: Session>(s: &mut S, session: u64, round: u64, size: u64) {
+    check_at(s, window(0), session, round, size);
+}
+
+fn check_at<S: Session>(s: &mut S, base: u64, session: u64, round: u64, size: u64) {
     const AT_ONCE: u64 = 2 * MIB;
     for at in (0..size).step_by(AT_ONCE as usize) {
         let room = s.arena(0, &[]);
         let room = protocol::data::HostRange { len: AT_ONCE, ..room };
-        s.push(&MemcpyDtoH { stream: STREAM, dst: HostOut(room), src: window(0) + at });
+        s.push(&MemcpyDtoH { stream: STREAM, dst: HostOut(room), src: base + at });
         s.call(&StreamSynchronize { stream: STREAM }).unwrap();
         let bytes = s.read_arena(0, AT_ONCE as usize);
         for (index, mebibyte) in (at / MIB..).zip(bytes.chunks(MIB as usize)) {
@@ -78,15 +86,26 @@ fn swap(server: &Server, field: &str) -> u64 {
 }
 
 fn four_sessions_in_turn<S: Session>(server: &Server, connect: impl Fn() -> S) {
-    let mut sessions: Vec<S> = (0..4).map(|_| connect()).collect();
+    four_sessions_with(server, window(0), || {
+        let mut s = connect();
+        take(&mut s, SIZE).unwrap();
+        s
+    });
+}
+
+/// `connect`: makes a session with memory at `base`.
+fn four_sessions_with<S: Session>(server: &Server, base: u64, connect: impl Fn() -> S) {
+    let mut sessions: Vec<S> = Vec::new();
     for round in 0..3 {
-        for (number, s) in (0..).zip(&mut sessions) {
+        for number in 0..4 {
             if round == 0 {
-                take(s, SIZE).unwrap();
-            } else {
-                check(s, number, round - 1, SIZE);
+                sessions.push(connect());
             }
-            fill(s, number, round, SIZE);
+            let s = &mut sessions[number as usize];
+            if round > 0 {
+                check_at(s, base, number, round - 1, SIZE);
+            }
+            fill_at(s, base, number, round, SIZE);
         }
     }
     // Three of them are away at any time, however often they took turns.
@@ -218,7 +237,7 @@ fn memory_that_another_session_has_opened_stays() {
     fill(&mut first, 1, 0, SIZE);
     let exported = first.call(&PieceExport { address: window(0) }).unwrap();
     let mut reader = LocalBridge::connect(&server.socket());
-    let memory = protocol::handle::MemoryId(1);
+    let memory = MemoryId(1);
     let mut second = LocalBridge::connect(&server.socket());
     take(&mut second, SIZE).unwrap();
     fill(&mut second, 2, 0, SIZE);
@@ -227,6 +246,93 @@ fn memory_that_another_session_has_opened_stays() {
     reader.call(&MemoryImport { memory, token: exported.token }).unwrap();
     check(&mut first, 1, 0, SIZE);
     check(&mut second, 2, 0, SIZE);
+}
+
+/// Reserves addresses.
+fn reserve(s: &mut LocalBridge) {
+    s.call(&AddressReserve { address: SPACE, size: SPACE_ALIGN }).unwrap();
+}
+
+/// Memory without an address.
+fn create(s: &mut LocalBridge, number: u32, size: u64) -> Result<MemoryId, Status> {
+    let memory = MemoryId(number);
+    s.call(&MemoryCreate { memory, device: 0, size, exportable: true }).map(|_| memory)
+}
+
+/// Maps a part of it, from `offset` on.
+fn map(s: &mut LocalBridge, memory: MemoryId, offset: u64, address: u64, size: u64) {
+    s.call(&MemoryMap { memory, offset, address, size }).unwrap();
+    s.call(&MemoryAccess { address, size, device: 0, flags: 3 }).unwrap();
+}
+
+#[test]
+fn memory_without_an_address_leaves_and_comes_back_to_where_it_is_mapped() {
+    let server = Server::start(&SWAP);
+    four_sessions_with(&server, SPACE, || {
+        let mut s = LocalBridge::connect(&server.socket());
+        reserve(&mut s);
+        for (number, at) in (1..).zip((0..SIZE).step_by(PIECE as usize)) {
+            let size = PIECE.min(SIZE - at);
+            let memory = create(&mut s, number, size).unwrap();
+            map(&mut s, memory, 0, SPACE + at, size);
+        }
+        s
+    });
+}
+
+#[test]
+fn memory_without_an_address_stays_unless_it_is_mapped_once_as_a_whole_for_this_session_only() {
+    const PART: u64 = 16 * MIB;
+    let at = |part: u64| SPACE + part * PART;
+    let server = Server::start(&SWAP);
+    let mut s = LocalBridge::connect(&server.socket());
+    reserve(&mut s);
+    let all: Vec<MemoryId> = (0..7).map(|number| create(&mut s, number, PART).unwrap()).collect();
+    // As a whole; a part; the whole in two parts; twice; exported; no longer accessible. And one that is not mapped.
+    map(&mut s, all[0], 0, at(0), PART);
+    map(&mut s, all[1], 0, at(1), PART / 2);
+    map(&mut s, all[2], 0, at(2), PART / 2);
+    map(&mut s, all[2], PART / 2, at(2) + PART / 2, PART / 2);
+    map(&mut s, all[3], 0, at(3), PART);
+    map(&mut s, all[3], 0, at(8), PART);
+    map(&mut s, all[4], 0, at(4), PART);
+    s.call(&MemoryExport { memory: all[4] }).unwrap();
+    map(&mut s, all[5], 0, at(5), PART);
+    for part in [0, 2, 3, 4, 5] {
+        fill_at(&mut s, at(part), part, 0, PART);
+    }
+    s.call(&MemoryAccess { address: at(5), size: PART, device: 0, flags: 0 }).unwrap();
+    let mut other = LocalBridge::connect(&server.socket());
+    take(&mut other, SIZE).unwrap();
+    fill(&mut other, 9, 0, SIZE);
+    assert_eq!(swap(&server, "away"), PART);
+    // All of it is as it was. What is mapped once, as a whole, for this session can now leave, too.
+    for part in [0, 2, 3, 4] {
+        check_at(&mut s, at(part), part, 0, PART);
+    }
+    assert_eq!(swap(&server, "away"), SIZE);
+    s.call(&MemoryUnmap { address: at(8), size: PART }).unwrap();
+    s.call(&MemoryUnmap { address: at(1), size: PART / 2 }).unwrap();
+    map(&mut s, all[1], 0, at(1), PART);
+    s.call(&MemoryAccess { address: at(5), size: PART, device: 0, flags: 3 }).unwrap();
+    fill_at(&mut s, at(1), 1, 0, PART);
+    check(&mut other, 9, 0, SIZE);
+    assert_eq!(swap(&server, "away"), 4 * PART);
+    for part in 0..6 {
+        check_at(&mut s, at(part), part, 0, PART);
+    }
+    // It can be unmapped, exported and released as before.
+    let token = s.call(&MemoryExport { memory: all[0] }).unwrap().token;
+    let mut reader = LocalBridge::connect(&server.socket());
+    reserve(&mut reader);
+    reader.call(&MemoryImport { memory: all[0], token }).unwrap();
+    map(&mut reader, all[0], 0, at(0), PART);
+    check_at(&mut reader, at(0), 0, 0, PART);
+    for part in [1, 3, 5] {
+        s.call(&MemoryUnmap { address: at(part), size: PART }).unwrap();
+        s.call(&MemoryRelease { memory: all[part as usize] }).unwrap();
+    }
+    check(&mut other, 9, 0, SIZE);
 }
 
 #[test]

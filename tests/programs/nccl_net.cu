@@ -2,6 +2,7 @@
 //
 //   nccl_net                two devices of two servers in this process, everything
 //   nccl_net staged         the same where the servers have no direct connection
+//   nccl_net waiting        kernels wait for messages, and calls of the driver for the kernels
 //   nccl_net bench          messages and bytes per second between the two devices
 //   nccl_net receive        with the first device: prints a handle, receives from another process
 //   nccl_net send HANDLE    with the first device: sends to that process
@@ -10,12 +11,19 @@
 #define PROGRAM "nccl_net"
 #include "common.h"
 
+#include <cuda.h>
 #include <dlfcn.h>
 #include <strings.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <fstream>
+#include <memory>
 #include <random>
+#include <thread>
 #include <vector>
 
 // NCCL's src/include/plugin/net/net_v8.h.
@@ -412,6 +420,114 @@ static void bench() {
     }
 }
 
+__global__ void wait_for(const volatile unsigned *word, unsigned value) {
+    while (*word != value) {
+    }
+}
+
+// Loads a module in a thread of its own, and returns when that waits for the answer.
+struct Loader {
+    std::atomic<long> number{0};
+    std::thread thread;
+
+    explicit Loader(int device) : thread([this, device] {
+        number = syscall(SYS_gettid);
+        CHECK(cudaSetDevice(device));
+        CUmodule module;
+        const char *text = ".version 7.0\n.target sm_50\n.address_size 64\n.visible .entry nothing() { ret; }\n";
+        if (cuModuleLoadData(&module, text) != CUDA_SUCCESS) fail("a module is not loaded");
+        if (cuModuleUnload(module) != CUDA_SUCCESS) fail("a module is not unloaded");
+    }) {
+        Deadline deadline;
+        for (int asleep = 0; asleep < 10;) {
+            std::ifstream file("/proc/self/task/" + std::to_string(number) + "/stat");
+            std::string line;
+            std::getline(file, line);
+            size_t end = line.rfind(") ");
+            asleep = end != std::string::npos && line[end + 2] == 'S' ? asleep + 1 : 0;
+            usleep(1000);
+            deadline.check("a call that waits for a kernel");
+        }
+    }
+};
+
+// A kernel on each device waits for a message from the other one, as those of a collective do. Then a module is loaded:
+// NVIDIA's driver may wait in that call until the kernel has ended, and what comes after it waits with it. The messages must
+// arrive all the same, in both directions.
+static void while_kernels_wait() {
+    const int ROUNDS = 20;
+    Pair forth(0, 1), back(1, 0);
+    Pair *to[2] = {&back, &forth}, *from[2] = {&forth, &back};
+    std::vector<Memory> inbox, outbox;
+    cudaStream_t streams[2];
+    for (int device = 0; device < 2; device++) {
+        CHECK(cudaSetDevice(device));
+        CHECK(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking));
+        // Its code is loaded with the first launch.
+        inbox.emplace_back(to[device]->receive, device, CUDA, sizeof(unsigned));
+        CHECK(cudaMemset(inbox.back().at, 0, sizeof(unsigned)));
+        wait_for<<<1, 1, 0, streams[device]>>>((unsigned *)inbox.back().at, 0);
+        CHECK(cudaDeviceSynchronize());
+        outbox.emplace_back(from[device]->send, device, CUDA, (ROUNDS + 1) * sizeof(unsigned));
+        std::vector<unsigned> values;
+        for (unsigned i = 0; i <= ROUNDS; i++) values.push_back(i);
+        CHECK(cudaMemcpy(outbox.back().at, values.data(), outbox.back().size, cudaMemcpyHostToDevice));
+    }
+    for (int round = 1; round <= ROUNDS; round++) {
+        std::unique_ptr<Loader> loaders[2];
+        for (int device = 0; device < 2; device++) {
+            CHECK(cudaSetDevice(device));
+            wait_for<<<1, 1, 0, streams[device]>>>((unsigned *)inbox[device].at, round);
+            CHECK(cudaGetLastError());
+            loaders[device] = std::make_unique<Loader>(device);
+        }
+        std::vector<void *> open;
+        for (int device = 0; device < 2; device++) {
+            void *request = nullptr, *at = inbox[device].at;
+            int size = sizeof(unsigned), tag = 0;
+            NET(net->irecv(to[device]->receive, 1, &at, &size, &tag, &inbox[device].handle, &request));
+            if (!request) fail("a message is not received");
+            open.push_back(request);
+        }
+        Deadline deadline;
+        for (int device = 0; device < 2; device++) {
+            void *request = nullptr;
+            while (!request) {
+                NET(net->isend(from[device]->send, outbox[device].at + round * sizeof(unsigned), sizeof(unsigned), 0,
+                               outbox[device].handle, &request));
+                // The receiver says that it has room.
+                int finished = 0;
+                NET(net->test(open[1 - device], &finished, nullptr));
+                if (finished) fail("a message has come before it was sent");
+                deadline.check("the room for a message");
+            }
+            open.push_back(request);
+        }
+        while (!open.empty()) {
+            for (size_t i = 0; i < open.size();) {
+                int finished = 0, size = 0;
+                NET(net->test(open[i], &finished, &size));
+                if (finished && size != sizeof(unsigned)) fail("a message has %d bytes", size);
+                if (finished) open.erase(open.begin() + i);
+                else i++;
+            }
+            deadline.check("a message that a kernel waits for");
+        }
+        for (int device = 0; device < 2; device++) {
+            CHECK(cudaSetDevice(device));
+            CHECK(cudaStreamSynchronize(streams[device]));
+            loaders[device]->thread.join();
+        }
+        between_devices += 2 * sizeof(unsigned);
+    }
+    for (int device = 0; device < 2; device++) {
+        inbox[device].end(to[device]->receive);
+        outbox[device].end(from[device]->send);
+    }
+    forth.close();
+    back.close();
+}
+
 static void say(const Handle &handle) {
     for (unsigned char byte : handle.bytes) printf("%02x", byte);
     printf("\n");
@@ -455,6 +571,8 @@ static void *connected(const char *hex) {
 int main(int argc, char **argv) {
     std::string mode = argc > 1 ? argv[1] : "";
     if (mode == "--full") mode = "";
+    // Devices say that a network may have their memory only where this is set.
+    setenv("NCCL_NET", "rgpu", 1);
     CHECK(cudaSetDevice(0));
     CHECK(cudaFree(nullptr));
     int direct_rdma = 0;
@@ -521,6 +639,10 @@ int main(int argc, char **argv) {
     if (mode == "bench") {
         bench();
         return pass("measured");
+    }
+    if (mode == "waiting") {
+        while_kernels_wait();
+        return pass("%zu bytes between devices, %zu others", between_devices, others);
     }
     one_connection();
     only_host_memory();

@@ -117,15 +117,21 @@ fn if_a_kernel_cannot_reach_memory_of_the_other_server_only_its_device_has_the_e
 
 /// Two servers, each of which may connect to the other by these transports.
 fn connected(name: &str, transports: &[Transport]) -> Result<[Rig; 2]> {
+    connected_with(name, transports, &[])
+}
+
+/// The same, with further arguments.
+fn connected_with(name: &str, transports: &[Transport], more: &[&str]) -> Result<[Rig; 2]> {
     let mut first = Rig::start(&format!("{name}-1"))?;
-    let to = |rig: &Rig| -> Vec<String> {
-        transports.iter().map(|transport| format!("--direct-to={}", address(rig, *transport))).collect()
+    let arguments = |rig: &Rig| -> Vec<String> {
+        let to = transports.iter().map(|transport| format!("--direct-to={}", address(rig, *transport)));
+        to.chain(more.iter().map(|one| (*one).to_owned())).collect()
     };
-    let allowed = to(&first);
-    let mut arguments = vec!["--software-devices", "3"];
-    arguments.extend(allowed.iter().map(String::as_str));
-    let second = Rig::with(&format!("{name}-2"), &arguments, &[])?;
-    first.restart_server_with(&to(&second))?;
+    let allowed = arguments(&first);
+    let mut seconds = vec!["--software-devices", "3"];
+    seconds.extend(allowed.iter().map(String::as_str));
+    let second = Rig::with(&format!("{name}-2"), &seconds, &[])?;
+    first.restart_server_with(&arguments(&second))?;
     Ok([first, second])
 }
 
@@ -318,6 +324,21 @@ fn nccls_messages_between_devices_go_from_server_to_server() -> Result<()> {
                 Ok(())
             })?;
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn nccls_messages_arrive_while_calls_of_the_driver_wait_for_kernels_that_wait_for_them() -> Result<()> {
+    for transport in support::TRANSPORTS {
+        let rigs = connected_with("nccl-waiting", &[transport], &["--software-imitate", "waiting-calls"])?;
+        let mut command = with_servers(&servers(&rigs, [transport, transport]), NCCL)?;
+        let outcome = programs::run(command.arg("waiting").env("RGPU_STATS", "1"), programs::LIMIT)?;
+        let [devices, _] = told(outcome.verdict(NCCL).with_context(|| format!("over {transport:?}"))?)?;
+        let [direct, staged] =
+            ["nccl_direct_bytes", "nccl_staged_bytes"].map(|name| stats(&outcome.stderr, name));
+        let (direct, staged) = (direct?, staged?);
+        ensure!(direct == devices && staged == 0, "{direct} and {staged} of {devices} bytes");
     }
     Ok(())
 }

@@ -151,7 +151,12 @@ impl Cluster {
             "server2.log",
             "vhost.log",
         ];
-        names.map(|name| format!("{name}:\n{}\n", tail(read(name)))).concat()
+        let logs = names.map(|name| format!("{name}:\n{}\n", tail(read(name)))).concat();
+        let now = ["squeue -a", "sinfo -N -l", "scontrol show node"].map(|command| {
+            self.run(command)
+                .map_or_else(|e| format!("{command}: {e}\n"), |said| format!("{command}:\n{said}\n"))
+        });
+        logs + &now.concat()
     }
 }
 
@@ -226,6 +231,13 @@ fn jobs_get_leases_that_end_with_them() -> Result<()> {
     eventually(|| {
         let used = cluster.run(&format!("sacct -n -P -X -j {alone} -o AllocTRES,State"))?;
         ensure!(used.contains("gres/rgpu=2") && used.contains("COMPLETED"), "{used}");
+        Ok(())
+    })
+    .with_context(|| cluster.logs())?;
+    // Nodes are free again only when all of their jobs' Epilogs have ended.
+    eventually(|| {
+        let queue = cluster.run("squeue -a -h")?;
+        ensure!(queue.trim().is_empty(), "{queue}");
         Ok(())
     })
     .with_context(|| cluster.logs())?;

@@ -20,6 +20,7 @@ use protocol::device::{Answer, CONTROL_QUEUE, EVENT_QUEUE, Extent, Request, requ
 use protocol::handle::StreamId;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use serde_json::{Value, json};
+use test_kit::daemon::stop;
 use test_kit::local_server::{Behavior as Workers, LocalServer};
 use test_kit::manager::Manager;
 use test_kit::server::FakeServer;
@@ -190,7 +191,7 @@ fn unread_messages_of_a_device_process_reach_the_next_keeper() {
     let mut guest = Guest::connect(&daemon);
     guest.create(0).synchronize();
     eventually(|| !service.is_busy());
-    daemon.signal(Signal::SIGSTOP);
+    stop(daemon.pid());
     // The device process reports that the channel is destroyed, and the keeper never reads it.
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]), (Answer::Ok, String::new()));
     daemon.end(Signal::SIGKILL);
@@ -283,7 +284,7 @@ fn a_keeper_that_ends_during_a_vmms_message_disconnects_only_that_vmm() {
     guest.create(0).synchronize();
     // The device process does not answer, so the keeper is in the middle of the message.
     let process = daemon.status()["device_processes"][0]["process"].as_u64().unwrap();
-    kill(Pid::from_raw(process as i32), Signal::SIGSTOP).unwrap();
+    stop(process as u32);
     let asking = std::thread::spawn(move || guest.frontend.get_vring_base(0));
     eventually(|| service.is_busy());
     daemon.end(Signal::SIGKILL);

@@ -314,7 +314,12 @@ impl Package {
         let (mut sums, mut settings) = (String::new(), String::new());
         for file in &files {
             let name = within(file)?;
-            bytes += fs::metadata(file)?.len();
+            let metadata = fs::symlink_metadata(file)?;
+            bytes += metadata.len();
+            // dpkg has sums of regular files only.
+            if metadata.is_symlink() {
+                continue;
+            }
             if name.starts_with("etc/") {
                 settings += &format!("/{name}\n");
             }

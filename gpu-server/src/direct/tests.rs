@@ -1,11 +1,72 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::sync::LazyLock;
 
 use super::*;
+use crate::driver::End;
 use host_bridge::verbs::software::{self, Outside};
 use proptest::prelude::*;
 use protocol::device::text;
 use protocol::link::{DIRECT_VERBS_SINCE, DirectQueue};
+
+/// Copies nothing, and says that it is done.
+pub(super) struct Nothing;
+
+impl Carrier for Nothing {
+    fn carry(&self, _rows: &Rows, _bytes: Mapped, _seq: u64, end: End) {
+        end(Status::SUCCESS);
+    }
+}
+
+impl Directs {
+    /// A session's connections, of a daemon that refuses everything.
+    pub(crate) fn double() -> Arc<Directs> {
+        static IDENTITY: LazyLock<Arc<Identity>> =
+            LazyLock::new(|| Arc::new(Identity::generate().expect("a key")));
+        let bell = std::fs::File::options().write(true).open("/dev/null").expect("a bell");
+        let broker = Broker::new(Arc::new(bell.into()));
+        broker.close();
+        Directs::new(Arc::clone(&IDENTITY), broker, None)
+    }
+
+    /// The same, with prepared connections of this number in both directions, for pieces at any address. Nothing is
+    /// copied. Returns the other ends, too.
+    pub(crate) fn prepared_double(direct: u32) -> (Arc<Directs>, [UnixStream; 2]) {
+        let directs = Directs::double();
+        let ((ours, theirs), (from, to)) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
+        let outgoing = Outgoing::start(Stream::from(OwnedFd::from(ours)), None, Arc::default()).unwrap();
+        let incoming = Arc::new(Incoming::new(Arc::default(), Some((direct, Arc::clone(&directs.failures)))));
+        incoming.over(&Arc::new(Stream::from(OwnedFd::from(to))));
+        for named in [&outgoing.named, &incoming.named] {
+            named.prepare(Near { context: ContextId(0), carrier: Arc::new(Nothing) });
+            named.name((0, u64::MAX), true).unwrap();
+        }
+        directs.prepared.store(true, Ordering::Release);
+        lock(&directs.table).outgoing.insert(direct, Some(outgoing));
+        lock(&directs.table).incoming.insert(direct, incoming);
+        (directs, [theirs, from])
+    }
+}
+
+#[test]
+fn memory_does_not_leave_while_pieces_are_expected_and_no_piece_is_sent_while_it_is_away() {
+    let (directs, [mut theirs, _from]) = Directs::prepared_double(1);
+    let send = |number| directs.send_now(&DirectSendNow { direct: 1, number, src: 0, len: 1 }, 1);
+    let receive = |number| directs.receive(&DirectReceive { direct: 1, number, dst: 0, len: 1 }, 1);
+    let still = directs.hold_still().expect("nothing moves");
+    assert_eq!((send(1), receive(1)), (Err(Status::NOT_READY), Err(Status::NOT_READY)));
+    drop(still);
+    // Sent at last, and nothing of it is under way.
+    assert_eq!(send(1), Ok(()));
+    let mut header = DirectHeader::new_zeroed();
+    theirs.read_exact(header.as_mut_bytes()).unwrap();
+    assert_eq!((header.number, header.len), (1, 1));
+    drop(directs.hold_still().expect("nothing moves"));
+    assert_eq!(receive(1), Ok(()));
+    assert!(directs.hold_still().is_none());
+    // Refused, and nothing is still.
+    assert_eq!(send(2), Ok(()));
+}
 
 /// A receiving end that reads from the other end of a socket.
 fn receiving(patience: Duration) -> (UnixStream, Arc<Incoming>, std::thread::JoinHandle<String>) {
@@ -160,7 +221,7 @@ fn sending_over_verbs(verbs: &Verbs, receives: u32) -> (UnixStream, Stream, Arc<
     software::outside(Outside::Kept);
     stream.set_nonblocking(true).unwrap();
     let (jobs, due) = channel();
-    let outgoing = Outgoing { jobs: Mutex::new(Some(jobs)), pool: Pool::new(&Arc::default()), bell: None };
+    let outgoing = Outgoing::new(jobs, &Arc::default(), None);
     (ours, stream, Arc::new(outgoing), verbs::Sender::new(queue, Jobs { due, last: 0, over: false }))
 }
 

@@ -201,6 +201,12 @@ pub struct Pending {
 }
 
 impl Pending {
+    /// The answer of a command that the dispatcher does not execute. It is about no context.
+    pub fn new(client: Arc<dyn Client>, seq: u64, slot: u16) -> Pending {
+        let (fallback, answered) = (Mutex::new(Status::DEVICE_UNAVAILABLE), Arc::default());
+        Pending { client, context: UNNAMED, seq, slot, fallback, answered }
+    }
+
     /// Sets the fallback status, with which this answers when dropped. The first failure wins.
     pub fn settle(&self, status: Status) {
         let mut fallback = self.fallback.lock().unwrap_or_else(|e| e.into_inner());

@@ -4,13 +4,14 @@
 //! and the addresses must be inside one of its reservations and overlap no other mapping. The methods that
 //! change something are called after the GPU has succeeded.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Weak};
 
 use protocol::Status;
 use protocol::ops::memory::{SPACE, SPACE_ALIGN, SPACE_SIZE};
 
 use super::quota::{Charge, Quota};
+use super::store::Place;
 use crate::cuda_ipc::Token;
 use crate::worker_protocol::Resource;
 
@@ -29,9 +30,9 @@ pub struct Memory<M> {
     pub imported: Option<Token>,
     /// The token that it is exported under.
     pub token: Option<Token>,
-    /// The GPU's.
-    pub handle: M,
-    mapped: usize,
+    place: Place<M>,
+    /// Where it is mapped.
+    addresses: BTreeSet<u64>,
     /// Shared by all IDs of the same memory, so that it is charged once.
     charge: Arc<Charge>,
 }
@@ -40,7 +41,8 @@ impl<M> Memory<M> {
     /// New memory, not mapped.
     pub fn new(device: u32, size: u64, exportable: bool, handle: M, charge: Charge) -> Memory<M> {
         let charge = Arc::new(charge);
-        Memory { device, size, exportable, imported: None, token: None, handle, mapped: 0, charge }
+        let (place, addresses) = (Place::Device(handle), BTreeSet::new());
+        Memory { device, size, exportable, imported: None, token: None, place, addresses, charge }
     }
 
     /// Memory that was imported by a token. `charge` comes from [`Space::charge_import`].
@@ -51,10 +53,23 @@ impl<M> Memory<M> {
             exportable: false,
             imported: Some(token),
             token: None,
-            handle,
-            mapped: 0,
+            place: Place::Device(handle),
+            addresses: BTreeSet::new(),
             charge,
         }
+    }
+
+    /// The GPU's handle.
+    ///
+    /// # Errors
+    /// `UNKNOWN` while it is in the store: no command is executed then.
+    pub fn handle(&self) -> Result<&M, Status> {
+        if let Place::Device(handle) = &self.place { Ok(handle) } else { Err(Status::UNKNOWN) }
+    }
+
+    /// The same, of memory that was removed.
+    pub fn into_handle(self) -> Result<M, Status> {
+        if let Place::Device(handle) = self.place { Ok(handle) } else { Err(Status::UNKNOWN) }
     }
 
     /// The token that all IDs of the same memory share, if it was imported or exported.
@@ -74,6 +89,19 @@ pub struct Mapping {
     pub size: u64,
     /// Ordinals of the devices that may access it.
     pub access: Vec<u32>,
+    /// Those of them that may only read.
+    pub read_only: Vec<u32>,
+}
+
+/// Memory that can leave its device, and come back to its address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Movable {
+    /// Ordinal of its device.
+    pub device: u32,
+    /// Where it is mapped.
+    pub address: u64,
+    /// Its size in bytes.
+    pub size: u64,
 }
 
 /// A session's memories, reservations and mappings.
@@ -195,7 +223,7 @@ impl<M> Space<M> {
     /// # Errors
     /// `INVALID_VALUE` if it is mapped.
     pub fn remove(&mut self, id: u32) -> Result<Memory<M>, Status> {
-        if self.memory(id)?.mapped > 0 {
+        if !self.memory(id)?.addresses.is_empty() {
             return Err(Status::INVALID_VALUE);
         }
         let memory = self.memories.remove(&id).ok_or(Status::INVALID_HANDLE)?;
@@ -220,8 +248,9 @@ impl<M> Space<M> {
     /// The mapping was made.
     pub fn map(&mut self, id: u32, offset: u64, address: u64, size: u64) {
         if let Some(memory) = self.memories.get_mut(&id) {
-            memory.mapped += 1;
-            self.mappings.insert(address, Mapping { memory: id, offset, size, access: Vec::new() });
+            memory.addresses.insert(address);
+            let (access, read_only) = Default::default();
+            self.mappings.insert(address, Mapping { memory: id, offset, size, access, read_only });
         }
     }
 
@@ -240,18 +269,48 @@ impl<M> Space<M> {
         if let Some(mapping) = self.mappings.remove(&address)
             && let Some(memory) = self.memories.get_mut(&mapping.memory)
         {
-            memory.mapped -= 1;
+            memory.addresses.remove(&address);
         }
     }
 
-    /// A device was given access to a mapping, or lost it.
-    pub fn set_access(&mut self, address: u64, device: u32, access: bool) {
+    /// A device was given access to a mapping, or lost it: flags as for
+    /// [`set_access`](super::gpu::GpuMemory::set_access).
+    pub fn set_access(&mut self, address: u64, device: u32, flags: u32) {
         if let Some(mapping) = self.mappings.get_mut(&address) {
-            mapping.access.retain(|other| *other != device);
-            if access {
-                mapping.access.push(device);
-            }
+            let set = |devices: &mut Vec<u32>, on| {
+                devices.retain(|other| *other != device);
+                if on {
+                    devices.push(device);
+                }
+            };
+            set(&mut mapping.access, flags != 0);
+            set(&mut mapping.read_only, flags == 1);
         }
+    }
+
+    /// Whether memory can leave its device: no other session has it, and its device reads and writes all of it at
+    /// one address.
+    pub fn movable(&self, id: u32) -> Option<Movable> {
+        let memory = self.memories.get(&id).filter(|memory| memory.shared().is_none())?;
+        let Memory { device, size, ref addresses, .. } = *memory;
+        let address = *addresses.first().filter(|_| addresses.len() == 1)?;
+        let mapping = self.mappings.get(&address)?;
+        let whole = mapping.offset == 0 && mapping.size == size;
+        let own = mapping.access.contains(&device) && !mapping.read_only.contains(&device);
+        (whole && own).then_some(Movable { device, address, size })
+    }
+
+    /// All memory that can leave and has not, and all that has left, with the offset in the store.
+    pub fn all_movable(&self) -> impl Iterator<Item = (u32, Movable, Option<u64>)> {
+        self.memories.iter().filter_map(|(id, memory)| {
+            let at = if let Place::Store(at) = memory.place { Some(at) } else { None };
+            Some((*id, self.movable(*id)?, at))
+        })
+    }
+
+    /// Memory is at another place now. Returns the former one.
+    pub fn put(&mut self, id: u32, place: Place<M>) -> Option<Place<M>> {
+        self.memories.get_mut(&id).map(|memory| std::mem::replace(&mut memory.place, place))
     }
 
     /// The device through which `len` bytes from an address are accessed: `home` if it may access all of
@@ -364,6 +423,33 @@ mod tests {
     }
 
     #[test]
+    fn memory_can_leave_while_its_device_reads_and_writes_all_of_it_at_one_address() {
+        let quota = unlimited();
+        let mut space = space(&quota);
+        let whole = Movable { device: 0, address: SPACE, size: 4 * G };
+        assert_eq!(space.movable(1), None);
+        space.map(1, 0, SPACE, 4 * G);
+        assert_eq!(space.movable(1), None);
+        // Another device, its own one, which then may only read.
+        for (device, flags, movable) in [(1, 3, None), (0, 3, Some(whole)), (0, 1, None), (0, 3, Some(whole))]
+        {
+            space.set_access(SPACE, device, flags);
+            assert_eq!(space.movable(1), movable, "{device} {flags}");
+        }
+        space.map(1, 0, SPACE + 4 * G, G);
+        assert_eq!(space.movable(1), None);
+        space.unmap(SPACE + 4 * G);
+        assert_eq!(space.all_movable().collect::<Vec<_>>(), [(1, whole, None)]);
+        assert!(matches!(space.put(1, Place::Store(7)), Some(Place::Device(()))));
+        assert_eq!(space.all_movable().collect::<Vec<_>>(), [(1, whole, Some(7))]);
+        assert_eq!(space.memory(1).unwrap().handle(), Err(Status::UNKNOWN));
+        space.put(1, Place::Device(()));
+        space.export(1, [1; 16]);
+        assert_eq!(space.movable(1), None);
+        assert_eq!(space.movable(2), None);
+    }
+
+    #[test]
     fn mapped_memory_can_be_neither_released_nor_unreserved() {
         let quota = unlimited();
         let mut space = space(&quota);
@@ -413,15 +499,15 @@ mod tests {
         space.map(1, G, SPACE + G, G);
         assert_eq!(space.reached_by(SPACE, 1, 0), None);
         for address in [SPACE, SPACE + G] {
-            space.set_access(address, 1, true);
+            space.set_access(address, 1, 3);
         }
-        space.set_access(SPACE, 0, true);
+        space.set_access(SPACE, 0, 3);
         assert_eq!(space.reached_by(SPACE, G, 0), Some(0));
         assert_eq!(space.reached_by(SPACE + G - 1, 2, 0), Some(1));
         assert_eq!(space.reached_by(SPACE + G, G, 0), Some(1));
         assert_eq!(space.reached_by(SPACE + G, G + 1, 1), None);
         assert_eq!(space.reached_by(SPACE + 2 * G, 1, 1), None);
-        space.set_access(SPACE, 1, false);
+        space.set_access(SPACE, 1, 0);
         assert_eq!(space.reached_by(SPACE + G - 1, 2, 1), None);
     }
 }

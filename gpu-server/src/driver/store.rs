@@ -118,6 +118,14 @@ pub struct Store {
     file: Option<File>,
 }
 
+/// Where bytes are that can leave their device. `T` belongs to the GPU.
+pub enum Place<T> {
+    /// On their device.
+    Device(T),
+    /// In the store, from this offset on.
+    Store(u64),
+}
+
 /// The direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {

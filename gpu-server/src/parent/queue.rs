@@ -152,10 +152,13 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
             return Err(Refused(Reason::NoLease, leases::UNKNOWN.into()));
         }
         let most = server.options.max_sessions;
-        // A waiting client will become a session, so both count.
-        let taken = state.sessions.values().filter(|session| session.kind == kind).count()
-            + state.pool(kind).queue.len();
-        if taken >= most {
+        // A waiting client will become a session, so both count. One that has ended does not: its worker will be gone
+        // in a moment. So that a client which begins and ends many cannot fill the machine with those, there are at
+        // most as many again.
+        let sessions = state.sessions.values().filter(|session| session.kind == kind);
+        let (all, waiting) = (sessions.clone().count(), state.pool(kind).queue.len());
+        let running = sessions.filter(|session| !session.ended).count();
+        if running + waiting >= most || all + waiting >= 2 * most {
             let reason = format!("the server has its maximum of {most} sessions (--max-sessions)");
             return Err(Refused(Reason::ServerFull, reason));
         }
@@ -196,8 +199,8 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
 impl State {
     /// Number of a principal's sessions of a kind, including waiting ones.
     fn sessions_of(&self, principal: &str, kind: Kind) -> usize {
-        let running = self.sessions.values();
-        let running = running.filter(|s| s.kind == kind && s.limits.principal == principal).count();
+        let running = self.sessions.values().filter(|session| session.kind == kind && !session.ended);
+        let running = running.filter(|session| session.limits.principal == principal).count();
         running + self.pool(kind).queue.iter().filter(|parked| parked.limits.principal == principal).count()
     }
 }
@@ -650,6 +653,22 @@ pub(super) mod tests {
         server.lock().gpu.failed += 1;
         update(&server, &[], Instant::now());
         assert_eq!(heard(&late).0, Answer::NoResources);
+    }
+
+    #[test]
+    fn sessions_that_have_ended_count_only_if_there_are_as_many_again() {
+        let server = server(&["--max-sessions", "2"]);
+        let mut clients = Vec::new();
+        for number in 0..4 {
+            clients.push(client(&server, number).unwrap());
+            ready(&server, 100 + number);
+            server.lock().sessions.get_mut(&(100 + number)).unwrap().ended = number < 2;
+        }
+        assert!(client(&server, 4).unwrap_err().contains("--max-sessions"));
+        server.lock().sessions.get_mut(&102).unwrap().ended = true;
+        assert!(client(&server, 4).unwrap_err().contains("--max-sessions"));
+        server.lock().sessions.remove(&100);
+        client(&server, 4).unwrap();
     }
 
     #[test]

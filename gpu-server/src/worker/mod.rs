@@ -34,7 +34,7 @@ use protocol::link::purpose;
 use protocol::ops::Op;
 use protocol::ops::array::MemcpyArray;
 use protocol::ops::copy::{MemcpyHtoD, Memset};
-use protocol::ops::direct::{DirectLand, DirectSend};
+use protocol::ops::direct::{DirectLand, DirectSend, DirectSendNow};
 use protocol::ops::graph::GraphLaunch;
 use protocol::ops::launch::Launch;
 use protocol::trace::RECORDER;
@@ -78,7 +78,13 @@ impl Commanded {
         let kind = if opcode == Launch::INFO.opcode || opcode == GraphLaunch::INFO.opcode {
             LAUNCHES
         } else if opcode >> 8 == COPY_CHAPTER && opcode != Memset::INFO.opcode
-            || [MemcpyArray::INFO.opcode, DirectSend::INFO.opcode, DirectLand::INFO.opcode].contains(&opcode)
+            || [
+                MemcpyArray::INFO.opcode,
+                DirectSend::INFO.opcode,
+                DirectSendNow::INFO.opcode,
+                DirectLand::INFO.opcode,
+            ]
+            .contains(&opcode)
         {
             COPIES
         } else {

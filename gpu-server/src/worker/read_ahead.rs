@@ -2,8 +2,8 @@
 //!
 //! The dispatcher reads a session's commands and executes each before reading the next. A driver call may
 //! block until a kernel continues that waits for memory written by the client, while the command that writes
-//! it comes later. So while there is such memory ([`Beside::is_needed`]), the dispatcher lends its source of
-//! commands to a watcher before executing a command:
+//! it, or sends what it waits for, comes later. So while that can happen ([`Express::is_needed`]), the dispatcher
+//! lends its source of commands to a watcher before executing a command:
 //!
 //! ```text
 //!  dispatcher   next ─ lend ─ execute ────────────────────────── take back ─ next (commands read ahead come first)
@@ -15,15 +15,14 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
+use std::sync::{Mutex, MutexGuard, OnceLock, TryLockError};
 use std::thread::{Builder, Scope, Thread};
 use std::time::Duration;
 
-use host_bridge::endpoint::{Client, Commands, Lost};
+use host_bridge::endpoint::{Commands, Lost};
 use protocol::channel::Record;
 
-use crate::driver::Beside;
-use crate::driver::beside::{is_served, serve};
+use crate::driver::beside::{Express, is_served};
 
 /// How often the watcher checks.
 const TICK: Duration = Duration::from_millis(1);
@@ -79,8 +78,7 @@ impl Source<'_> {
 /// The source of commands, shared by the dispatcher and the watcher.
 pub(super) struct Ahead<'a> {
     source: Mutex<Source<'a>>,
-    client: Arc<dyn Client>,
-    beside: Arc<dyn Beside>,
+    express: Express,
     /// How many times the source was lent.
     turns: AtomicU64,
     /// Whether the watcher sleeps until the source is lent.
@@ -91,15 +89,10 @@ pub(super) struct Ahead<'a> {
 }
 
 impl<'a> Ahead<'a> {
-    pub(super) fn new(
-        commands: &'a mut dyn Commands,
-        client: Arc<dyn Client>,
-        beside: Arc<dyn Beside>,
-    ) -> Ahead<'a> {
+    pub(super) fn new(commands: &'a mut dyn Commands, express: Express) -> Ahead<'a> {
         Ahead {
             source: Mutex::new(Source { commands, ahead: VecDeque::new(), bytes: 0, lost: None }),
-            client,
-            beside,
+            express,
             turns: AtomicU64::new(0),
             resting: AtomicBool::new(false),
             over: AtomicBool::new(false),
@@ -112,11 +105,11 @@ impl<'a> Ahead<'a> {
         self.source.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Whether a command may block in a driver call and need a later one. One that reads or writes mirrors
-    /// does not, and must not be overtaken by another one, however long it takes.
+    /// Whether a command may block in a driver call and need a later one. One of the express lane does not, and
+    /// must not be overtaken by another one, however long it takes.
     #[inline]
     pub(super) fn is_needed(&self, record: &Record) -> bool {
-        self.beside.is_needed() && !is_served(record.opcode)
+        self.express.is_needed() && !is_served(record.opcode)
     }
 
     /// Lends the source until the caller takes it back. The caller must not be holding it.
@@ -194,7 +187,7 @@ impl<'a> Ahead<'a> {
     /// Executes a command if it belongs to the express lane. A failing one is left to the dispatcher.
     fn serve(&self, next: &mut Next) {
         let Next { record, body, served } = next;
-        if serve(&self.client, &self.beside, record, body) {
+        if self.express.serve(record, body) {
             *served = true;
             // Only commands that the dispatcher executes count against the limit with their bytes.
             *body = Vec::new();
@@ -215,13 +208,17 @@ impl Drop for Ending<'_, '_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::direct::Directs;
     use crate::doubles::{Listener, Told, Zeros};
+    use crate::driver::beside::Beside;
     use crate::driver::watches::Watches;
+    use host_bridge::endpoint::Client;
     use protocol::Status;
     use protocol::handle::{ContextId, StreamId};
     use protocol::ops::memory::{HostPatch, HostRead, HostWrite, WordPatch};
     use protocol::ops::stream::StreamMark;
     use protocol::ops::{self, Op};
+    use std::sync::Arc;
     use std::sync::mpsc::{Receiver, Sender, channel};
 
     const LONG: Duration = Duration::from_secs(240);
@@ -315,12 +312,16 @@ mod tests {
         fn fail_device(&self, _number: u32, _status: Status) {}
     }
 
+    fn express(client: Arc<dyn Client>, beside: Arc<dyn Beside>) -> Express {
+        Express { client, beside, directs: Directs::double() }
+    }
+
     #[test]
     fn a_later_command_releases_the_blocked_one() {
         let (mut peer, mut queue, client) = Peer::new();
         let context = ContextId(0);
         let waits = peer.mark();
-        let ahead = Ahead::new(&mut queue, client, Arc::<Bytes>::default());
+        let ahead = Ahead::new(&mut queue, express(client, Arc::<Bytes>::default()));
         std::thread::scope(|scope| {
             let _ending = ahead.ending();
             let mut body = Vec::new();
@@ -358,7 +359,7 @@ mod tests {
         let (mut peer, mut queue, client) = Peer::new();
         peer.send(&HostWrite { context: ContextId(0), address: MIRROR, bytes: &[5] });
         peer.mark();
-        let ahead = Ahead::new(&mut queue, client, Arc::<Bytes>::default());
+        let ahead = Ahead::new(&mut queue, express(client, Arc::<Bytes>::default()));
         let mut body = Vec::new();
         let needed = [(); 2].map(|()| {
             let next = ahead.source().next(&mut body, &mut || {}).expect("a session").expect("a command");
@@ -372,7 +373,7 @@ mod tests {
         let (mut peer, mut queue, client) = Peer::new();
         let context = ContextId(0);
         peer.mark();
-        let ahead = Ahead::new(&mut queue, client, Arc::<Zeros>::default());
+        let ahead = Ahead::new(&mut queue, express(client, Arc::<Zeros>::default()));
         std::thread::scope(|scope| {
             let _ending = ahead.ending();
             let mut body = Vec::new();
@@ -394,7 +395,7 @@ mod tests {
     fn commands_keep_their_order_whether_read_ahead_or_not() {
         let (mut peer, mut queue, client) = Peer::new();
         let mut turns = 0;
-        let ahead = Ahead::new(&mut queue, client, Arc::<Bytes>::default());
+        let ahead = Ahead::new(&mut queue, express(client, Arc::<Bytes>::default()));
         std::thread::scope(|scope| {
             let _ending = ahead.ending();
             scope.spawn(move || {

@@ -9,7 +9,7 @@ use host_bridge::endpoint::{Client, Commands, Lost, Mapped};
 use protocol::Status;
 use protocol::channel::{NO_SLOT, Record};
 use protocol::data::DataUse;
-use protocol::ops::memory::MemGrow;
+use protocol::ops::memory::{MemGrow, MemoryCreate};
 use protocol::ops::nvml::NvmlSystem;
 use protocol::ops::{self, Class, Malformed, Op, OpInfo, Outcome, dispatch};
 
@@ -21,6 +21,7 @@ use super::read_ahead::Ahead;
 use super::residence::{Patience, Residence};
 use super::timeline::{Timeline, work_stream};
 use super::turns::Turns;
+use crate::driver::beside::Express;
 use crate::driver::{Backend, Call, Errors};
 use crate::worker_protocol::Kind;
 
@@ -50,7 +51,8 @@ pub fn run(
         unsupported: HashSet::new(),
     };
     dispatcher.timeline.begin(&mut *dispatcher.backend, &mut dispatcher.call);
-    let ahead = Ahead::new(commands, Arc::clone(client), dispatcher.backend.beside());
+    let (beside, directs) = (dispatcher.backend.beside(), Arc::clone(&shared.directs));
+    let ahead = Ahead::new(commands, Express { client: Arc::clone(client), beside, directs });
     let lost = std::thread::scope(|scope| {
         let _ending = ahead.ending();
         dispatcher.run(&ahead, scope)
@@ -67,6 +69,11 @@ pub fn run(
 /// Whether an operation is an NVML query.
 fn asks_nvml(opcode: u16) -> bool {
     opcode >> 8 == NvmlSystem::INFO.opcode >> 8
+}
+
+/// Whether an operation waits for room on a device.
+fn takes_memory(opcode: u16) -> bool {
+    [MemGrow::INFO.opcode, MemoryCreate::INFO.opcode].contains(&opcode)
 }
 
 /// The client memory that a command names, kept while the result exists.
@@ -193,7 +200,7 @@ impl Dispatcher<'_> {
                 self.backend.mark_work(None);
             }
             match outcome.map_err(malformed)? {
-                Outcome::Failed(Status::NOT_READY) if record.opcode == MemGrow::INFO.opcode => {
+                Outcome::Failed(Status::NOT_READY) if takes_memory(record.opcode) => {
                     self.grow_when_there_is_room(&record, body)?
                 }
                 outcome => outcome,

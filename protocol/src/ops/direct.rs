@@ -12,6 +12,8 @@
 //! ```
 //!
 //! A piece can also be received without the client in between: [`DirectReceive`] says in advance where it goes.
+//! That and [`DirectSendNow`] are for programs with kernels that wait for pieces. A command before them may be
+//! waiting for such a kernel, so they are in the express lane, and name no stream.
 //!
 //! A connection carries pieces in one direction, from the server that opened it. The client gives each piece
 //! a number that no earlier piece had.
@@ -27,6 +29,8 @@ pub const MAX_PIECE: u64 = 1 << 20;
 pub const PIECES: usize = 16;
 /// Maximum connections of a session in each direction that were not closed by [`DirectClose`].
 pub const MAX_DIRECTS: usize = 64;
+/// Maximum parts of memory that are named for a connection ([`DirectMemory`]).
+pub const MAX_NAMED: usize = 1024;
 /// Maximum addresses of a ticket.
 pub const MAX_ADDRESSES: usize = 16;
 
@@ -135,15 +139,14 @@ ops! {
     }
 
     /// Receives a piece without the client: copies it to its place as soon as it has come, on a stream of the
-    /// server's own, and raises the stream's progress word to this command's number when the bytes are there.
+    /// server's own, and then raises the progress word of the connection's stream to this command's number. The
+    /// connection was [prepared](DirectPrepare), and the place is in [memory](DirectMemory) that was named for it.
     /// The pieces of a connection that are received like this are named in ascending order. A piece that will
     /// not come, or has another size, becomes a [`DirectFailures`] of the connection: neither it nor a later one
     /// is written then.
     async 0x0e07 direct_receive: DirectReceive
-        [order None, may_block Never, lane Main, since 5]
+        [order None, may_block Never, lane Express, since 5]
     {
-        /// The stream whose progress word is raised. It takes no other part.
-        stream: StreamId,
         /// A connection to this session.
         direct: u32,
         /// The piece's number.
@@ -154,18 +157,34 @@ ops! {
         len: u64,
     }
 
+    /// Sends a piece at once, on a stream of the server's own, and raises the progress word of the connection's
+    /// stream to this command's number when its bytes have been read. The connection was
+    /// [prepared](DirectPrepare), and the bytes are in [memory](DirectMemory) that was named for it. If it cannot
+    /// be sent, the other end is told that the piece will not come, and the word may stay as it is.
+    async 0x0e08 direct_send_now: DirectSendNow
+        [order None, may_block Never, lane Express, since 5]
+    {
+        /// A connection from this session.
+        direct: u32,
+        /// The piece's number.
+        number: u64,
+        /// Where its bytes are.
+        src: u64,
+        /// Their number: at most [`MAX_PIECE`].
+        len: u64,
+    }
+
     /// Waits until a [`DirectReceive`] has failed. The client asks at most once at a time.
-    sync 0x0e08 direct_failures: DirectFailures
-        [order None, may_block Never, lane Main, since 5]
+    sync 0x0e09 direct_failures: DirectFailures
+        [order None, may_block Never, lane Express, since 5]
     {
     } -> DirectFailuresReply {
         /// The connections that have failed since the last answer. Nothing more is received on them.
         directs: Vec<u32>,
     }
 
-    /// Makes ready whatever pieces of a connection need: page-locked buffers at this end and, for one to this
-    /// session, what lands them for a stream. Without it that happens with the first pieces, in calls of the
-    /// driver that may wait for kernels that are running.
+    /// Makes ready what [`DirectReceive`] or [`DirectSendNow`] need: page-locked buffers at this end, and what copies
+    /// pieces. This may wait for kernels that are running; those two never do.
     sync 0x0e0a direct_prepare: DirectPrepare
         [order None, may_block Never, lane Main, since 5]
     {
@@ -173,13 +192,30 @@ ops! {
         direct: u32,
         /// Whether it leads from this session.
         outgoing: bool,
-        /// The stream on which pieces are sent, or whose progress word says what has been landed.
+        /// The connection's stream. Only its progress word and its context are used. No other connection uses it.
         stream: StreamId,
     } -> DirectPrepareReply {}
 
-    /// Closes a connection, whose number may be used again then. Answered when no piece is being written to the
-    /// device's memory any more.
-    sync 0x0e09 direct_close: DirectClose
+    /// Names device memory that pieces of a prepared connection may be in. It is forgotten when it is freed.
+    /// Answered `CUDA_ERROR_OUT_OF_MEMORY` beyond [`MAX_NAMED`].
+    sync 0x0e0b direct_memory: DirectMemory
+        [order None, may_block Never, lane Main, since 5]
+    {
+        /// The connection's number.
+        direct: u32,
+        /// Whether it leads from this session.
+        outgoing: bool,
+        /// Its address. Memory of a kernel's module, and memory of the client, cannot be named.
+        address: u64,
+        /// Its size in bytes.
+        len: u64,
+        /// Whether pieces may be in it from now on. False: forgets what was named with this address and size.
+        allowed: bool,
+    } -> DirectMemoryReply {}
+
+    /// Closes a connection, whose number may be used again then. Answered when no piece is being copied to or from
+    /// the device's memory any more.
+    sync 0x0e0c direct_close: DirectClose
         [order None, may_block Never, lane Main, since 5]
     {
         /// The connection's number.

@@ -34,6 +34,19 @@ pub fn memory_contains(pid: u64, bytes: &[u8]) -> Option<bool> {
     Some(found)
 }
 
+/// Stops a process, and waits until none of its threads runs: the signal alone reaches one of them first.
+pub fn stop(pid: u32) {
+    kill(Pid::from_raw(pid.cast_signed()), Signal::SIGSTOP).unwrap();
+    until("the process is stopped", || {
+        let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+        threads.flatten().all(|thread| {
+            // A thread that has just ended has no state.
+            let state = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+            state.rsplit_once(") ").is_none_or(|(_, state)| state.starts_with('T'))
+        })
+    });
+}
+
 /// A running daemon. Killed when dropped; a test that fails prints its log.
 pub struct Daemon {
     child: Child,

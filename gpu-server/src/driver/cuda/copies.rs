@@ -12,7 +12,7 @@ use std::sync::mpsc::channel;
 use cudarc::driver::sys::CUmemorytype;
 use host_bridge::endpoint::{Incoming, Landing, Mapped, Placed, Region, Sink};
 use protocol::Status;
-use protocol::handle::{ContextId, StreamId};
+use protocol::handle::ContextId;
 use protocol::ops::copy::MemcpyDtoHInlineReply;
 use protocol::wire::Bytes;
 
@@ -20,10 +20,11 @@ use super::Cuda;
 use super::api::{Api, CUDA_MEMCPY3D, CUstream, WAIT_AT_LEAST};
 use super::registration;
 use super::staging::{ANSWER, ChunkPlace, Transfer};
-use super::streams::{CudaStream, Place, find};
+use super::streams::{CudaStream, Place};
 use crate::driver::call::{Call, Input, Result};
-use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, Lander, LineCopy, Preparer};
+use crate::driver::gpu::{BoxCopy, Carrier, Fill, GpuCopies, LineCopy, Preparer};
 use crate::driver::rows::{Part, Rows};
+use crate::driver::store::Way;
 use crate::driver::streams::Streams;
 
 /// Before the call returns, the driver has read pageable memory of up to this many bytes.
@@ -372,19 +373,8 @@ impl GpuCopies for Cuda {
         Ok(self.make_preparer(place))
     }
 
-    fn lander(
-        &mut self,
-        streams: &mut Streams<CudaStream>,
-        place: &Place,
-        id: StreamId,
-        _device: u32,
-    ) -> Result<Arc<dyn Lander>> {
-        if let Some(lander) = &find(streams, id)?.native.lander {
-            return Ok(Arc::clone(lander));
-        }
-        let lander = self.make_lander(place)?;
-        find(streams, id)?.native.lander = Some(Arc::clone(&lander));
-        Ok(lander)
+    fn carrier(&mut self, place: &Place, _device: u32, way: Way) -> Result<Arc<dyn Carrier>> {
+        self.make_carrier(place, way)
     }
 
     fn download_inline(

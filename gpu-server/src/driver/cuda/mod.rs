@@ -15,6 +15,7 @@ mod activity;
 pub mod api;
 mod array;
 mod arrivals;
+mod carrier;
 mod copies;
 pub mod cupti;
 mod fence;
@@ -22,7 +23,6 @@ mod graph;
 mod green;
 mod host_map;
 mod kernels;
-mod landing;
 mod link;
 mod memory;
 pub mod nvml;
@@ -103,7 +103,7 @@ pub struct Cuda {
     /// demand.
     moving: HashMap<(u32, Lane), (CUcontext, CUstream)>,
     /// The streams that land pieces from other servers, by context; made on demand.
-    landings: Vec<Arc<landing::Landings>>,
+    pieces: Vec<Arc<carrier::PieceStream>>,
     /// Makes mirrors of client memory; started with the first.
     mirrors: Option<host_map::Helper>,
     beside: Arc<Reach>,
@@ -233,7 +233,7 @@ impl Cuda {
             resets: false,
             home_goes: false,
             moving: HashMap::new(),
-            landings: Vec::new(),
+            pieces: Vec::new(),
             mirrors: None,
             beside: Arc::default(),
             words,

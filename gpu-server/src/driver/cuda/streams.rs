@@ -17,7 +17,7 @@ use super::api::{Api, BatchMemOp, CUevent, CUstream, WAIT_AT_LEAST};
 use super::fence::{Health, Word};
 use crate::driver::End;
 use crate::driver::call::{Call, Errors, Reply, Result};
-use crate::driver::gpu::{EVENT_DISABLE_TIMING, GpuStreams, Lander};
+use crate::driver::gpu::{EVENT_DISABLE_TIMING, GpuStreams};
 use crate::driver::slots::Flow;
 use crate::driver::streams::{Stream, Streams};
 use crate::shared_event::{Lookout, Moment};
@@ -36,8 +36,6 @@ pub struct CudaStream {
     /// Value of its last fence.
     last: u64,
     flows: Flows,
-    /// Lands pieces from other servers for it; made with the first.
-    pub(super) lander: Option<Arc<dyn Lander>>,
 }
 
 /// A stream's identities for the staging buffers.
@@ -221,7 +219,6 @@ impl Cuda {
             dirty: false,
             last: 0,
             flows: Flows { inbound: Flow::fresh(), outbound: Flow::fresh() },
-            lander: None,
         })
     }
 

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use host_bridge::endpoint::{Mapped, Region, Sink};
-use protocol::handle::StreamId;
 
 use super::GpuStreams;
 use crate::driver::End;
 use crate::driver::call::{Call, Input, Result};
 use crate::driver::rows::Rows;
+use crate::driver::store::Way;
 use crate::driver::streams::Streams;
 
 /// A contiguous copy. Both ranges are in memory that the devices can access.
@@ -58,11 +58,13 @@ pub struct Fill {
     pub height: u64,
 }
 
-/// Lands what arrives from other servers, in any thread. It has a stream of its own, which waits for nothing.
-pub trait Lander: Send + Sync {
-    /// Copies bytes to checked device memory. When they are there, or never will be, it publishes `seq` as the
-    /// progress of the stream for which it was made and calls `end`. Landings end in the order of these calls.
-    fn land(&self, to: &Rows, bytes: Mapped, seq: u64, end: End);
+/// Copies pieces of a direct connection to device memory, or from it, in any thread. It has a stream of its own,
+/// which waits for nothing.
+pub trait Carrier: Send + Sync {
+    /// Copies between `rows`, which is device memory that was checked, and `bytes`. When that is done, or never
+    /// will be, it publishes `seq` as the progress of the stream for which it was made and calls `end`. Copies end
+    /// in the order of these calls.
+    fn carry(&self, rows: &Rows, bytes: Mapped, seq: u64, end: End);
 }
 
 /// See [`GpuCopies::preparer`].
@@ -97,15 +99,9 @@ pub trait GpuCopies: GpuStreams {
     /// the device.
     fn preparer(&mut self, place: &Self::Place) -> Result<Preparer>;
 
-    /// What lands pieces for a stream, which was entered, in memory that is accessed through `device`: the same
-    /// for each call.
-    fn lander(
-        &mut self,
-        streams: &mut Streams<Self::Stream>,
-        place: &Self::Place,
-        id: StreamId,
-        device: u32,
-    ) -> Result<Arc<dyn Lander>>;
+    /// What copies pieces this way, in memory that is accessed through `device`. The place's stream was entered;
+    /// only its progress is used.
+    fn carrier(&mut self, place: &Self::Place, device: u32, way: Way) -> Result<Arc<dyn Carrier>>;
 
     /// Answers the call, a [`MemcpyDtoHInline`](protocol::ops::copy::MemcpyDtoHInline), with `len` bytes when
     /// the stream has reached it.

@@ -10,7 +10,7 @@
 //! and [`GpuHostMemory`], [`GpuStreams`], [`GpuCopies`], [`GpuModules`], [`GpuGraphs`], [`GpuArrays`] and
 //! [`GpuTensorMaps`], [`GpuGreenContexts`], [`GpuActivity`].
 //!
-//! The dispatcher's thread makes all these calls, one at a time, except those of a [`Lander`]. None of them may
+//! The dispatcher's thread makes all these calls, one at a time, except those of a [`Carrier`]. None of them may
 //! wait for work on the device.
 
 mod activity;
@@ -24,7 +24,7 @@ mod stream;
 
 pub use activity::GpuActivity;
 pub use array::{AnyArray, CopyEnd, GpuArrays, GpuTensorMaps, TextureSource};
-pub use copy::{BoxCopy, Fill, GpuCopies, Lander, LineCopy, Preparer};
+pub use copy::{BoxCopy, Carrier, Fill, GpuCopies, LineCopy, Preparer};
 pub use graph::{GpuGraphs, Node, NodeWork};
 pub use green::{GpuGreenContexts, Split};
 pub use memory::{GpuHostMemory, GpuMemory};

@@ -8,10 +8,11 @@ use protocol::ops::Answer;
 use protocol::ops::direct::*;
 
 use super::{Session, now};
-use crate::direct::{Directs, Expected};
+use crate::direct::{Directs, Near};
 use crate::driver::call::{Call, Input, Reply, Result};
 use crate::driver::gpu::Gpu;
 use crate::driver::rows::Rows;
+use crate::driver::store::Way;
 
 impl<G: Gpu> Session<G> {
     fn directs(&self) -> Result<&Arc<Directs>> {
@@ -73,24 +74,33 @@ impl<G: Gpu> DirectOps<Call> for Session<G> {
     }
 
     fn direct_receive(&mut self, cx: &mut Call, op: DirectReceive) -> Result {
-        let incoming = self.directs()?.incoming(op.direct)?;
-        let place = self.enter(cx, op.stream)?;
-        let device = self.check_range(op.dst, op.len, G::device_at(&place))?;
-        if op.len == 0 || op.len > MAX_PIECE {
-            return Err(Status::INVALID_VALUE);
-        }
-        let lander = self.gpu.lander(&mut self.streams, &place, op.stream, device)?;
-        incoming.expect(op.number, Expected { to: Rows::line(op.dst, op.len), seq: cx.seq, lander })
+        cx.context = self.directs()?.context(op.direct, false)?;
+        self.directs()?.receive(&op, cx.seq)
+    }
+
+    fn direct_send_now(&mut self, cx: &mut Call, op: DirectSendNow) -> Result {
+        cx.context = self.directs()?.context(op.direct, true)?;
+        self.directs()?.send_now(&op, cx.seq)
     }
 
     fn direct_prepare(&mut self, cx: &mut Call, op: DirectPrepare) -> Reply<DirectPrepareReply> {
         let place = self.enter(cx, op.stream)?;
-        if !op.outgoing {
-            self.gpu.lander(&mut self.streams, &place, op.stream, G::device_at(&place))?;
-        }
+        let device = G::device_at(&place);
+        let carrier = self.gpu.carrier(&place, device, if op.outgoing { Way::Out } else { Way::In })?;
+        let near = Near { context: cx.context, carrier };
         let ready = self.gpu.preparer(&place)?;
-        self.directs()?.prepare(op.direct, op.outgoing, ready, || cx.later())?;
+        self.directs()?.prepare(op.direct, op.outgoing, near, ready, || cx.later())?;
         Ok(Answer::Later)
+    }
+
+    fn direct_memory(&mut self, cx: &mut Call, op: DirectMemory) -> Reply<DirectMemoryReply> {
+        let DirectMemory { direct, outgoing, address, len, allowed } = op;
+        cx.context = self.directs()?.context(direct, outgoing)?;
+        if allowed && !self.is_devices_own(address, len) {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.directs()?.name(direct, outgoing, (address, len), allowed)?;
+        now(DirectMemoryReply {})
     }
 
     fn direct_failures(&mut self, cx: &mut Call, _op: DirectFailures) -> Reply<DirectFailuresReply> {
@@ -101,10 +111,10 @@ impl<G: Gpu> DirectOps<Call> for Session<G> {
     fn direct_close(&mut self, cx: &mut Call, op: DirectClose) -> Reply<DirectCloseReply> {
         let directs = self.directs()?;
         if op.outgoing {
-            directs.end_outgoing(op.direct)?;
-            return now(DirectCloseReply {});
+            directs.end_outgoing(op.direct, || cx.later())?;
+        } else {
+            directs.end_incoming(op.direct, || cx.later())?;
         }
-        directs.end_incoming(op.direct, || cx.later())?;
         Ok(Answer::Later)
     }
 }

@@ -16,6 +16,7 @@ use crate::driver::gpu::Gpu;
 use crate::driver::quota::Charge;
 use crate::driver::ranges::Ranges;
 use crate::driver::space::Memory;
+use crate::driver::store::Place;
 use crate::shared_event::SharedEvent;
 use crate::worker_protocol::Resource;
 
@@ -35,14 +36,6 @@ pub(super) struct Piece<P> {
     /// The token under which it is shared.
     pub(super) token: Option<Token>,
     _charge: Charge,
-}
-
-/// Where a piece's bytes are.
-pub(super) enum Place<P> {
-    /// On its device.
-    Device(P),
-    /// In the store, starting at this offset.
-    Store(u64),
 }
 
 impl<P> Window<P> {
@@ -111,6 +104,20 @@ impl<G: Gpu> Session<G> {
         found.or((len == 0).then_some(home)).ok_or(Status::INVALID_VALUE)
     }
 
+    /// Whether a range is in one allocation of a device, or in memory that the client has mapped, and so can be used
+    /// until it is freed or unmapped.
+    pub(super) fn is_devices_own(&self, address: u64, len: u64) -> bool {
+        match self.ordinal_of(address) {
+            Some(ordinal) => self.windows[ordinal as usize].allocations.holds(address, len),
+            None => self.space.reached_by(address, len, 0).is_some(),
+        }
+    }
+
+    /// A range of device memory is about to be freed: other servers' pieces do not use it any more.
+    fn disown(&self, address: u64, size: u64) {
+        self.directs.iter().for_each(|directs| directs.forget(address, size));
+    }
+
     /// What a module has at an address, whether or not the client has asked for it: first address and size.
     pub(super) fn in_module(&self, address: u64, device: u32) -> Option<(u64, u64)> {
         let is_other = self.ordinal_of(address).is_some()
@@ -165,6 +172,7 @@ impl<G: Gpu> Session<G> {
         let mut window = std::mem::replace(window, empty);
         let all: Vec<_> = window.pieces.iter().collect();
         for (address, size) in all {
+            self.disown(address, size);
             if let Some((_, piece)) = window.pieces.remove(address) {
                 self.forget_piece(device, size, piece);
             }
@@ -178,6 +186,40 @@ impl<G: Gpu> Session<G> {
         for (_, view) in self.host_views.extract_if(|_, view| view.context == context) {
             self.gpu.forget_host(view.native);
         }
+    }
+
+    /// Takes memory of a device.
+    ///
+    /// # Errors
+    /// `NOT_READY` while others make room: the dispatcher then waits and executes the command again.
+    fn take_memory<T>(
+        &mut self,
+        device: u32,
+        size: u64,
+        take: impl FnOnce(&mut G) -> Result<T>,
+    ) -> Result<(Charge, T)> {
+        let (quota, resource) = (self.quota.clone(), self.memory_of(device));
+        let charge = quota.charge_now(resource, size)?;
+        let taken = quota.if_there_is_room(resource, size, || {
+            take(&mut self.gpu).map_err(|status| match status {
+                // The daemon's figures for other processes' memory may be a second old.
+                Status::OUT_OF_MEMORY if quota.is_shared() => Status::NOT_READY,
+                other => other,
+            })
+        })?;
+        Ok((charge, taken))
+    }
+
+    /// Does something with memory without an address that may decide whether it can leave its device.
+    fn change_memory<T>(&mut self, id: u32, change: impl FnOnce(&mut Session<G>) -> T) -> T {
+        let before = self.space.movable(id);
+        let done = change(self);
+        let after = self.space.movable(id);
+        if before != after {
+            before.inspect(|memory| self.quota.less_movable(self.gpu.number(memory.device), memory.size));
+            after.inspect(|memory| self.quota.more_movable(self.gpu.number(memory.device), memory.size));
+        }
+        done
     }
 
     fn broker(&self) -> Result<&Broker> {
@@ -210,16 +252,9 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         {
             return Err(Status::INVALID_VALUE);
         }
-        let (quota, resource) = (self.quota.clone(), self.memory_of(op.device));
-        let charge = quota.charge_now(resource, op.size)?;
         self.gpu.before_waiting_call(&self.streams, op.device)?;
-        let native = quota.if_there_is_room(resource, op.size, || {
-            self.gpu.back(op.device, op.address, op.size).map_err(|status| match status {
-                // The daemon's figures for other processes' memory may be a second old.
-                Status::OUT_OF_MEMORY if quota.is_shared() => Status::NOT_READY,
-                other => other,
-            })
-        })?;
+        let back = |gpu: &mut G| gpu.back(op.device, op.address, op.size);
+        let (charge, native) = self.take_memory(op.device, op.size, back)?;
         let piece = Piece { place: Place::Device(native), token: None, _charge: charge };
         self.window_mut(op.device)?.pieces.insert(op.address, op.size, piece);
         self.quota.more_movable(self.gpu.number(op.device), op.size);
@@ -261,7 +296,9 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
     fn mem_free(&mut self, cx: &mut Call, op: MemFree) -> Result {
         let device = self.ordinal_of(op.address).ok_or(Status::INVALID_VALUE)?;
         cx.context = ContextId(device);
-        self.window_mut(device)?.allocations.remove(op.address).ok_or(Status::INVALID_VALUE)?;
+        let removed = self.window_mut(device)?.allocations.remove(op.address);
+        let (size, ()) = removed.ok_or(Status::INVALID_VALUE)?;
+        self.disown(op.address, size);
         self.gpu.release(device, op.address)
     }
 
@@ -366,11 +403,10 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         if op.size == 0 || !op.size.is_multiple_of(self.gpu.granule(op.device)) {
             return Err(Status::INVALID_VALUE);
         }
-        let charge = self.quota.charge(self.memory_of(op.device), op.size)?;
         if op.exportable && !self.gpu.exports(op.device) {
             return Err(Status::NOT_SUPPORTED);
         }
-        let handle = self.gpu.create(op.device, op.size)?;
+        let (charge, handle) = self.take_memory(op.device, op.size, |gpu| gpu.create(op.device, op.size))?;
         self.space.add(op.memory.0, Memory::new(op.device, op.size, op.exportable, handle, charge));
         now(MemoryCreateReply {})
     }
@@ -380,23 +416,30 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         if let (Some(token), Some(broker)) = (memory.token, &self.broker) {
             broker.unshare(token);
         }
-        let imported = memory.imported.is_some();
-        self.gpu.destroy(memory.device, memory.size, memory.handle, imported)?;
+        let (device, size, imported) = (memory.device, memory.size, memory.imported.is_some());
+        self.gpu.destroy(device, size, memory.into_handle()?, imported)?;
         now(MemoryReleaseReply {})
     }
 
     fn memory_map(&mut self, _cx: &mut Call, op: MemoryMap) -> Reply<MemoryMapReply> {
         self.space.may_map(op.memory.0, op.offset, op.address, op.size, self.granule())?;
         let memory = self.space.memory(op.memory.0)?;
-        self.gpu.map(&memory.handle, memory.device, op.offset, op.address, op.size)?;
-        self.space.map(op.memory.0, op.offset, op.address, op.size);
+        self.gpu.map(memory.handle()?, memory.device, op.offset, op.address, op.size)?;
+        self.change_memory(op.memory.0, |session| {
+            session.space.map(op.memory.0, op.offset, op.address, op.size);
+        });
         now(MemoryMapReply {})
     }
 
     fn memory_unmap(&mut self, _cx: &mut Call, op: MemoryUnmap) -> Reply<MemoryUnmapReply> {
-        let mapping = self.space.mapping_mut(op.address, op.size)?;
-        self.gpu.unmap(op.address, op.size, &mut mapping.access)?;
-        self.space.unmap(op.address);
+        let memory = self.space.mapping(op.address, op.size)?.memory;
+        self.disown(op.address, op.size);
+        self.change_memory(memory, |session| {
+            let mapping = session.space.mapping_mut(op.address, op.size)?;
+            session.gpu.unmap(op.address, op.size, &mut mapping.access)?;
+            session.space.unmap(op.address);
+            Ok(())
+        })?;
         now(MemoryUnmapReply {})
     }
 
@@ -407,9 +450,12 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         if !matches!(op.flags, 0 | 1 | 3) {
             return Err(Status::INVALID_VALUE);
         }
-        let memory = &self.space.memory(mapping.memory)?.handle;
+        let (id, memory) = (mapping.memory, self.space.memory(mapping.memory)?.handle()?);
+        if op.flags == 0 {
+            self.disown(op.address, op.size);
+        }
         self.gpu.set_access(memory, mapping, op.address, op.device, op.flags)?;
-        self.space.set_access(op.address, op.device, op.flags != 0);
+        self.change_memory(id, |session| session.space.set_access(op.address, op.device, op.flags));
         now(MemoryAccessReply {})
     }
 
@@ -423,8 +469,8 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         }
         let broker = self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)?;
         let what = Shared::Memory { device: self.gpu.number(memory.device), size: memory.size };
-        let token = broker.share(what, Some(&self.gpu.export(&memory.handle)?))?;
-        self.space.export(op.memory.0, token);
+        let token = broker.share(what, Some(&self.gpu.export(memory.handle()?)?))?;
+        self.change_memory(op.memory.0, |session| session.space.export(op.memory.0, token));
         now(MemoryExportReply { token })
     }
 

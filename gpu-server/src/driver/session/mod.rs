@@ -46,7 +46,7 @@ use super::streams::Streams;
 use super::watchdog::Watchdog;
 use super::{Backend, Beside, End, Unavailable};
 use crate::cuda_ipc::Broker;
-use crate::direct::Directs;
+use crate::direct::{Directs, Still};
 
 use self::array::Arrays;
 use self::graph::Graphs;
@@ -69,6 +69,8 @@ pub struct Session<G: Gpu> {
     broker: Option<Arc<Broker>>,
     /// The connection to other servers.
     directs: Option<Arc<Directs>>,
+    /// While memory is off the devices, nothing but the dispatcher copies it.
+    still: Option<Still>,
     /// Charges for limits of contexts, by context and limit.
     limits: HashMap<(u32, u32), Charge>,
     /// Devices of the contexts made by the program.
@@ -100,6 +102,7 @@ impl<G: Gpu> Session<G> {
             quota,
             broker: None,
             directs: None,
+            still: None,
             limits: HashMap::new(),
             made_contexts: HashMap::new(),
             streams: Streams::default(),

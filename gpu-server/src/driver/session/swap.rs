@@ -1,8 +1,8 @@
 //! Moves the session's memory off its devices, and back to the same addresses.
 //!
-//! The memory in the devices' windows moves: ordinary allocations and managed memory. What stays: pieces
-//! shared with other sessions, memory made without an address ([`space`](crate::driver::space)), arrays, code
-//! with its variables and heaps, and client memory that kernels access.
+//! What moves: the memory in the devices' windows (ordinary allocations and managed memory), and memory made without
+//! an address that is mapped once, as a whole ([`space`](crate::driver::space)). What stays: what is shared with other
+//! sessions, arrays, code with its variables and heaps, and client memory that kernels access.
 
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::channel;
@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use protocol::Status;
 
 use super::Session;
-use super::memory::Place;
 use crate::driver::call::{Call, Result};
 use crate::driver::gpu::Gpu;
-use crate::driver::store::{Lane, Store, Way};
+use crate::driver::space::{Mapping, Movable};
+use crate::driver::store::{Lane, Place, Store, Way};
 
 /// Bytes that are copied before the memory of these pieces is released.
 const BATCH: u64 = 512 << 20;
@@ -31,6 +31,8 @@ struct Moving {
     size: u64,
     /// Its offset in the store.
     at: u64,
+    /// Its number, if it is memory made without an address.
+    memory: Option<u32>,
 }
 
 /// Groups of neighbors in `all`, each of about one [`BATCH`] and on one device.
@@ -53,23 +55,29 @@ impl<G: Gpu> Session<G> {
         file: Option<OwnedFd>,
         patience: Duration,
     ) -> Result<u64> {
-        // What comes from other servers is written without the dispatcher.
-        if self.directs.as_ref().is_some_and(|directs| directs.expects()) {
-            return Err(Status::NOT_READY);
-        }
+        // What goes to other servers and comes from them is copied without the dispatcher.
+        let still = match (self.still.take(), &self.directs) {
+            (None, Some(directs)) => Some(directs.hold_still().ok_or(Status::NOT_READY)?),
+            (still, _) => still,
+        };
         self.wait_for_devices(cx.seq, patience)?;
         let mut leaving: Vec<Moving> = Vec::new();
         let mut at = 0;
         for (device, window) in (0..).zip(&mut self.windows) {
             for (address, size, piece) in window.pieces.iter_mut() {
                 if piece.token.is_none() && matches!(piece.place, Place::Device(_)) {
-                    leaving.push(Moving { device, address, size, at });
+                    leaving.push(Moving { device, address, size, at, memory: None });
                     at += size;
                 }
             }
         }
-        self.move_out(&leaving, store, file)?;
-        Ok(at)
+        for (id, Movable { device, address, size }, _) in self.space.all_movable() {
+            leaving.push(Moving { device, address, size, at, memory: Some(id) });
+            at += size;
+        }
+        let moved = self.move_out(&leaving, store, file);
+        self.still = still.filter(|_| self.has_left());
+        moved.map(|()| at)
     }
 
     /// Waits until no device works for the session.
@@ -133,9 +141,28 @@ impl<G: Gpu> Session<G> {
     fn set_aside(&mut self, lane: Lane, batch: &[Moving]) -> Result {
         for piece in batch {
             self.gpu.transferred(piece.device, lane)?;
-            self.gpu.set_aside(piece.device, piece.address, piece.size)?;
-            self.put(piece, Place::Store(piece.at), Way::Out);
+            self.take_off(piece)?;
         }
+        Ok(())
+    }
+
+    /// Takes a piece's memory off its device. Its bytes are in the store.
+    fn take_off(&mut self, piece: &Moving) -> Result {
+        let Moving { device, address, size, at, memory } = *piece;
+        match memory {
+            None => {
+                self.gpu.set_aside(device, address, size)?;
+                self.put(piece, Place::Store(at));
+            }
+            Some(id) => {
+                let mut access = self.space.mapping(address, size)?.access.clone();
+                self.gpu.unmap(address, size, &mut access)?;
+                if let Some(Place::Device(handle)) = self.space.put(id, Place::Store(at)) {
+                    self.gpu.destroy(device, size, handle, false)?;
+                }
+            }
+        }
+        self.quota.moved(Way::Out, self.gpu.number(device), size);
         Ok(())
     }
 
@@ -145,17 +172,19 @@ impl<G: Gpu> Session<G> {
         for (device, window) in (0..).zip(&mut self.windows) {
             for (address, size, piece) in window.pieces.iter_mut() {
                 if let Place::Store(at) = piece.place {
-                    coming.push(Moving { device, address, size, at });
+                    coming.push(Moving { device, address, size, at, memory: None });
                 }
             }
+        }
+        for (id, Movable { device, address, size }, at) in self.space.all_movable() {
+            coming.extend(at.map(|at| Moving { device, address, size, at, memory: Some(id) }));
         }
         let until = Instant::now() + ROOM_WITHIN;
         let mut back = 0;
         let mut bring = |session: &mut Session<G>| {
             for batch in batches(&coming) {
                 for piece in batch {
-                    let native = session.bring_back(piece, until)?;
-                    session.put(piece, Place::Device(native), Way::In);
+                    session.bring_back(piece, until)?;
                     back += 1;
                 }
                 session.begin_copy(Way::In, Lane::Even, batch, store)?;
@@ -171,35 +200,72 @@ impl<G: Gpu> Session<G> {
             // the rest would only block others.
             for piece in &coming[..back] {
                 let _ = self.gpu.transferred(piece.device, Lane::Even);
-                self.gpu.set_aside(piece.device, piece.address, piece.size)?;
-                self.put(piece, Place::Store(piece.at), Way::Out);
+                self.take_off(piece)?;
             }
             return Err(status);
         }
+        self.still = None;
         Ok(coming.iter().map(|piece| piece.size).sum())
     }
 
-    /// Notes where a piece is now.
-    fn put(&mut self, piece: &Moving, place: Place<G::Piece>, way: Way) {
+    /// Notes where a piece of a window is now.
+    fn put(&mut self, piece: &Moving, place: Place<G::Piece>) {
         let window = self.windows.get_mut(piece.device as usize);
         if let Some((_, _, known)) = window.and_then(|window| window.pieces.find_mut(piece.address)) {
             known.place = place;
         }
-        self.quota.moved(way, self.gpu.number(piece.device), piece.size);
     }
 
     /// Gives a piece memory again, as soon as a session that is leaving has released enough.
-    fn bring_back(&mut self, piece: &Moving, until: Instant) -> Result<G::Piece> {
+    fn bring_back(&mut self, piece: &Moving, until: Instant) -> Result {
         loop {
-            match self.gpu.bring_back(piece.device, piece.address, piece.size) {
+            let brought = match piece.memory {
+                None => self
+                    .gpu
+                    .bring_back(piece.device, piece.address, piece.size)
+                    .map(|native| self.put(piece, Place::Device(native))),
+                Some(id) => self.make_again(id, piece),
+            };
+            match brought {
                 Err(Status::OUT_OF_MEMORY) if Instant::now() < until => std::thread::sleep(LOOK_EVERY),
-                brought => return brought,
+                Ok(()) => {
+                    self.quota.moved(Way::In, self.gpu.number(piece.device), piece.size);
+                    return Ok(());
+                }
+                failed => return failed,
             }
         }
     }
 
+    /// Makes memory that had no address of its own again, where it was mapped.
+    fn make_again(&mut self, id: u32, piece: &Moving) -> Result {
+        let Moving { device, address, size, .. } = *piece;
+        let before = self.space.mapping(address, size)?.clone();
+        let handle = self.gpu.create(device, size)?;
+        let mut is_mapped = false;
+        let mut given = Mapping { access: Vec::new(), ..before.clone() };
+        let made = self.gpu.map(&handle, device, 0, address, size).and_then(|()| {
+            is_mapped = true;
+            before.access.iter().try_for_each(|of| {
+                let flags = if before.read_only.contains(of) { 1 } else { 3 };
+                self.gpu.set_access(&handle, &given, address, *of, flags)?;
+                given.access.push(*of);
+                Ok(())
+            })
+        });
+        if let Err(status) = made {
+            if is_mapped {
+                self.gpu.unmap(address, size, &mut given.access)?;
+            }
+            self.gpu.destroy(device, size, handle, false)?;
+            return Err(status);
+        }
+        self.space.put(id, Place::Device(handle));
+        Ok(())
+    }
+
     fn begin_copy(&mut self, way: Way, lane: Lane, batch: &[Moving], store: &mut Store) -> Result {
-        for Moving { device, address, size, at } in batch.iter().copied() {
+        for Moving { device, address, size, at, .. } in batch.iter().copied() {
             let gpu = std::cell::RefCell::new(&mut self.gpu);
             let copy = |part| gpu.borrow_mut().transfer(device, lane, way, part);
             store.transfer(way, address, at, size, copy, || gpu.borrow_mut().transferred(device, lane))?;
@@ -211,6 +277,7 @@ impl<G: Gpu> Session<G> {
     pub(super) fn has_left(&self) -> bool {
         let mut pieces = self.windows.iter().flat_map(|window| window.pieces.values());
         pieces.any(|piece| matches!(piece.place, Place::Store(_)))
+            || self.space.all_movable().any(|(_, _, at)| at.is_some())
     }
 }
 
@@ -220,7 +287,7 @@ mod tests {
 
     #[test]
     fn batches_are_of_one_device_and_limited() {
-        let piece = |device, size| Moving { device, address: 0, size, at: 0 };
+        let piece = |device, size| Moving { device, address: 0, size, at: 0, memory: None };
         let all = [
             piece(0, BATCH / 2),
             piece(0, BATCH / 2),

@@ -23,7 +23,7 @@ impl Software {
     pub(super) fn map_again(device: u32, fresh: &Gpu, space: &Space<OwnedFd>) -> Result {
         fresh.charge(space.created_on(device)).map_err(|e| code(&e))?;
         for (address, mapping) in space.mappings().filter(|(_, mapping)| mapping.access.contains(&device)) {
-            show(fresh, &space.memory(mapping.memory)?.handle, mapping, address)?;
+            show(fresh, space.memory(mapping.memory)?.handle()?, mapping, address)?;
         }
         Ok(())
     }

@@ -26,7 +26,7 @@ use super::transfer::enqueue_checked;
 use super::{Software, code};
 use crate::driver::End;
 use crate::driver::call::{Call, Errors, Reply, Result};
-use crate::driver::gpu::{EVENT_DISABLE_TIMING, GpuStreams, Lander, STREAM_NON_BLOCKING};
+use crate::driver::gpu::{EVENT_DISABLE_TIMING, GpuStreams, STREAM_NON_BLOCKING};
 use crate::driver::streams::{self, Streams};
 use crate::shared_event::Moment;
 
@@ -42,8 +42,6 @@ pub struct SoftwareStream {
     word: Arc<Word>,
     queue: Arc<Queue>,
     attributes: StreamAttributes,
-    /// Lands pieces from other servers for it, in memory of this device; made with the first.
-    pub(super) lander: Option<(u32, Arc<dyn Lander>)>,
 }
 
 impl Drop for SoftwareStream {
@@ -212,7 +210,6 @@ impl Software {
             word: Arc::new(word),
             queue: Arc::default(),
             attributes: StreamAttributes::default(),
-            lander: None,
         })
     }
 

@@ -1,22 +1,22 @@
 //! Copies and fills. They are checked when they are enqueued, and the stream's thread executes them.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cupti_records::{copy, memory};
 use host_bridge::endpoint::{Mapped, Sink};
 use protocol::Status;
-use protocol::handle::StreamId;
 use protocol::ops::copy::MemcpyDtoHInlineReply;
 use protocol::wire::Bytes;
 use software_gpu::{Gpu, Plane, Result, Stream};
 
 use super::activity::{Timer, What};
-use super::streams::{Place, SoftwareStream, Word, find, step};
+use super::streams::{Place, SoftwareStream, Word, step};
 use super::{Software, code};
 use crate::driver::End;
 use crate::driver::call::{Call, Input};
-use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, Lander, LineCopy, Preparer};
+use crate::driver::gpu::{BoxCopy, Carrier, Fill, GpuCopies, LineCopy, Preparer};
 use crate::driver::rows::Rows;
+use crate::driver::store::Way;
 use crate::driver::streams::Streams;
 
 /// Size of a copy's buffer on the heap, in bytes.
@@ -48,6 +48,19 @@ fn read(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &mut [u8]) -> Result<()> {
             part.rows,
         )
     })
+}
+
+/// Copies rows to memory that has as many bytes.
+fn download(gpu: &Gpu, from: &Rows, to: &Mapped) -> Result<()> {
+    let mut buffer = vec![0; CHUNK.min(to.len())];
+    let mut at = 0;
+    while at < to.len() {
+        let n = buffer.len().min(to.len() - at);
+        read(from, gpu, at as u64, &mut buffer[..n])?;
+        to.write(at, &buffer[..n]);
+        at += n;
+    }
+    Ok(())
 }
 
 enum Upload {
@@ -137,21 +150,30 @@ pub(super) fn enqueue_checked(
     place.stream.enqueue(step).map_err(|e| code(&e))
 }
 
-/// A stream's lander: see [`Lander`].
-struct SoftwareLander {
+/// See [`Carrier`].
+struct SoftwareCarrier {
     /// Its own.
     stream: Stream,
     /// The device that accesses the memory.
     memory: Gpu,
+    way: Way,
     word: Arc<Word>,
 }
 
-impl Lander for SoftwareLander {
-    fn land(&self, to: &Rows, bytes: Mapped, seq: u64, end: End) {
-        let (to, memory, word) = (*to, self.memory.clone(), Arc::clone(&self.word));
+impl Carrier for SoftwareCarrier {
+    fn carry(&self, rows: &Rows, bytes: Mapped, seq: u64, end: End) {
+        let (rows, way, memory, word) = (*rows, self.way, self.memory.clone(), Arc::clone(&self.word));
+        // Pieces must not be sent if the copy has failed, for example because the memory was freed.
+        let failed = Arc::<OnceLock<Status>>::default();
+        let fails = Arc::clone(&failed);
         let copy = move |_: &Gpu| {
-            if let Err(e) = Upload::Mapped(bytes).run(&memory, &to) {
+            let copied = match way {
+                Way::In => Upload::Mapped(bytes).run(&memory, &rows),
+                Way::Out => download(&memory, &rows, &bytes),
+            };
+            if let Err(e) = copied {
                 word.complain(code(&e), seq);
+                fails.get_or_init(|| code(&e));
             }
             Ok(())
         };
@@ -162,7 +184,7 @@ impl Lander for SoftwareLander {
             if !word.is_gone() {
                 word.publish(seq, status);
             }
-            end(status);
+            end(failed.get().copied().unwrap_or(status));
         });
     }
 }
@@ -209,19 +231,13 @@ impl GpuCopies for Software {
         let timer = self.timer(place, || What::copy(copy::DTOH, [memory::DEVICE, memory::PINNED], packed));
         enqueue_checked(place, cx.seq, move |_| {
             timer.begin();
-            let mut buffer = Vec::new();
-            let mut at = 0;
-            while at < packed {
-                let n = (packed - at).min(CHUNK as u64) as usize;
-                at += match &sink {
-                    Sink::Mapped(mapped) => {
-                        buffer.resize(n, 0);
-                        read(&from, &gpu, at, &mut buffer)?;
-                        mapped.write(at as usize, &buffer);
-                        n as u64
-                    }
-                    // Directly into the transport's buffers.
-                    Sink::Outgoing(outgoing) => {
+            match &sink {
+                Sink::Mapped(mapped) => download(&gpu, &from, mapped)?,
+                // Directly into the transport's buffers.
+                Sink::Outgoing(outgoing) => {
+                    let mut at = 0;
+                    while at < packed {
+                        let n = (packed - at).min(CHUNK as u64) as usize;
                         let lane = outgoing.idlest_lane();
                         // On an error, the session is over and the rest is not needed.
                         let Ok(mut lent) = outgoing.lend(lane, n) else { return Ok(()) };
@@ -231,9 +247,9 @@ impl GpuCopies for Software {
                         if outgoing.send_lent(lane, at, lent).is_err() {
                             return Ok(());
                         }
-                        n
+                        at += n;
                     }
-                };
+                }
             }
             timer.end();
             Ok(())
@@ -245,24 +261,14 @@ impl GpuCopies for Software {
         Ok(Box::new(|_| {}))
     }
 
-    fn lander(
+    fn carrier(
         &mut self,
-        streams: &mut Streams<SoftwareStream>,
         place: &Place,
-        id: StreamId,
         device: u32,
-    ) -> std::result::Result<Arc<dyn Lander>, Status> {
+        way: Way,
+    ) -> std::result::Result<Arc<dyn Carrier>, Status> {
         let memory = self.device(device)?.gpu.clone();
-        let native = &mut find(streams, id)?.native;
-        match &native.lander {
-            Some((of, lander)) if *of == device => return Ok(Arc::clone(lander)),
-            Some(_) => return Err(Status::INVALID_VALUE),
-            None => {}
-        }
-        let lander: Arc<dyn Lander> =
-            Arc::new(SoftwareLander { stream: memory.stream(), memory, word: place.word() });
-        native.lander = Some((device, Arc::clone(&lander)));
-        Ok(lander)
+        Ok(Arc::new(SoftwareCarrier { stream: memory.stream(), memory, way, word: place.word() }))
     }
 
     fn download_inline(

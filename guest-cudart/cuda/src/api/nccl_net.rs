@@ -220,6 +220,13 @@ fn put(place: *mut *mut c_void, end: Result<Option<End>, Broken>) -> c_int {
     }))
 }
 
+/// Memory that NCCL has registered for a connection.
+struct Registered {
+    place: Place,
+    at: u64,
+    len: u64,
+}
+
 /// Where memory is that NCCL registers.
 fn place_of(driver: &'static Driver, at: *mut c_void, device: bool) -> Option<Place> {
     let place = Place::of(driver, at as u64, device);
@@ -229,21 +236,26 @@ fn place_of(driver: &'static Driver, at: *mut c_void, device: bool) -> Option<Pl
 unsafe extern "C" fn register(
     end: *mut c_void,
     at: *mut c_void,
-    _size: usize,
+    size: usize,
     kind: c_int,
     memory: *mut *mut c_void,
 ) -> c_int {
-    let (Some(_), Ok(driver)) = (comm(end), driver()) else { return INVALID_ARGUMENT };
+    let (Some(Comm(end)), Ok(driver)) = (comm(end), driver()) else { return INVALID_ARGUMENT };
     let Some(place) = place_of(driver, at, kind == POINTER_CUDA) else { return INVALID_ARGUMENT };
+    let (at, len) = (at as u64, size as u64);
+    let registered = Registered { place: end.register(place, at, len), at, len };
     // SAFETY: NCCL passes a place for the result.
-    unsafe { memory.write(Box::into_raw(Box::new(place)).cast()) };
+    unsafe { memory.write(Box::into_raw(Box::new(registered)).cast()) };
     SUCCESS
 }
 
-unsafe extern "C" fn deregister(_end: *mut c_void, memory: *mut c_void) -> c_int {
+unsafe extern "C" fn deregister(end: *mut c_void, memory: *mut c_void) -> c_int {
     if !memory.is_null() {
         // SAFETY: what `register` made, which NCCL uses no more.
-        drop(unsafe { Box::from_raw(memory.cast::<Place>()) });
+        let Registered { place, at, len } = *unsafe { Box::from_raw(memory.cast::<Registered>()) };
+        if let Some(Comm(end)) = comm(end) {
+            end.deregister(place, at, len);
+        }
     }
     SUCCESS
 }
@@ -252,7 +264,7 @@ unsafe extern "C" fn deregister(_end: *mut c_void, memory: *mut c_void) -> c_int
 /// `memory` is null or what `register` made.
 unsafe fn registered(memory: *mut c_void) -> Place {
     // SAFETY: guaranteed by the caller.
-    unsafe { memory.cast::<Place>().as_ref() }.copied().unwrap_or(Place::Host)
+    unsafe { memory.cast::<Registered>().as_ref() }.map_or(Place::Host, |memory| memory.place)
 }
 
 /// Writes a request, or null for "not now".

@@ -7,14 +7,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::abi::result::Result as Cuda;
+use crate::process::context::Context;
 use crate::process::driver::Server;
 use crate::work::direct_copy;
-use client::handle::StreamId;
+use crate::work::nccl_net::progress::Progress;
 use client::ops::SyncOp;
 use client::ops::direct::{
-    DirectClose, DirectFailures, DirectFailuresReply, DirectKey, DirectKeyReply, DirectOffer,
+    DirectClose, DirectFailures, DirectFailuresReply, DirectKey, DirectKeyReply, DirectMemory, DirectOffer,
     DirectOfferReply, DirectOpen, DirectOpenReply, DirectPrepare, DirectPrepareReply, DirectReceive,
-    DirectTicket,
+    DirectSendNow, DirectTicket,
 };
 use client::session::Ahead;
 use client::{Status, lock};
@@ -55,10 +57,10 @@ fn says(status: Status) -> String {
 pub(crate) enum Sending {
     Key(Key),
     /// The receiver has the key.
-    Known(&'static Server),
+    Known,
     Opening(Opening),
-    Preparing(Preparing, Outgoing),
-    Open(Outgoing),
+    Preparing(Preparing, Line),
+    Open(Line),
     None,
 }
 
@@ -66,8 +68,8 @@ pub(crate) enum Sending {
 pub(crate) struct Preparing(Question<DirectPrepare, DirectPrepareReply>);
 
 impl Preparing {
-    pub fn new(server: &'static Server, direct: u32, outgoing: bool, stream: StreamId) -> Preparing {
-        Preparing(Question::new(server, DirectPrepare { direct, outgoing, stream }))
+    pub fn new(line: &Line) -> Preparing {
+        Preparing(Question::new(line.server(), line.prepare()))
     }
 
     /// Whether they are, or why not.
@@ -83,10 +85,6 @@ impl Key {
         Key(Question::new(server, DirectKey {}))
     }
 
-    pub fn server(&self) -> &'static Server {
-        self.0.server
-    }
-
     /// The key, or why there is none.
     pub fn answer(&mut self) -> Option<Result<[u8; 32], String>> {
         self.0.answer().map(|answer| answer.map(|reply| reply.key).map_err(says))
@@ -95,7 +93,7 @@ impl Key {
 
 pub(crate) struct Opening {
     question: Question<DirectOpen, DirectOpenReply>,
-    outgoing: Option<Outgoing>,
+    line: Option<Line>,
     turn: Option<Turn>,
 }
 
@@ -120,43 +118,116 @@ impl Drop for Turn {
 }
 
 impl Opening {
-    pub fn new(server: &'static Server, ticket: DirectTicket) -> Opening {
-        let direct = direct_copy::next_number();
-        let question = Question::new(server, DirectOpen { direct, ticket });
-        Opening { question, outgoing: Some(Outgoing { server, direct }), turn: None }
+    /// Opens a connection for pieces in this context's memory.
+    ///
+    /// # Errors
+    /// There is no stream for it.
+    pub fn new(context: &'static Context, ticket: DirectTicket) -> Result<Opening, String> {
+        let line = Line::new(context, true)?;
+        let question = Question::new(line.server(), DirectOpen { direct: line.direct, ticket });
+        Ok(Opening { question, line: Some(line), turn: None })
     }
 
     /// The connection, or why there is none.
-    pub fn answer(&mut self) -> Option<Result<Outgoing, String>> {
+    pub fn answer(&mut self) -> Option<Result<Line, String>> {
         if self.turn.is_none() {
             self.turn = Some(Turn::take()?);
         }
         Some(match self.question.answer()? {
-            Ok(reply) if reply.refusal.is_empty() => self.outgoing.take().ok_or_else(String::new),
+            Ok(reply) if reply.refusal.is_empty() => self.line.take().ok_or_else(String::new),
             Ok(reply) => Err(reply.refusal),
             Err(status) => Err(says(status)),
         })
     }
 }
 
-/// A connection from a server.
-pub(crate) struct Outgoing {
-    pub server: &'static Server,
-    pub direct: u32,
+/// A direct connection, of which this is one end.
+pub(crate) struct Line {
+    /// In whose memory its pieces are.
+    pub context: &'static Context,
+    direct: u32,
+    outgoing: bool,
+    pub progress: Progress,
 }
 
-impl Drop for Outgoing {
-    fn drop(&mut self) {
-        close(self.server, self.direct, true);
+impl Line {
+    fn new(context: &'static Context, outgoing: bool) -> Result<Line, String> {
+        let progress = Progress::new(context).map_err(|status| format!("CUDA answers {status}"))?;
+        Ok(Line { context, direct: direct_copy::next_number(), outgoing, progress })
+    }
+
+    fn server(&self) -> &'static Server {
+        self.context.server
+    }
+
+    fn prepare(&self) -> DirectPrepare {
+        let Line { direct, outgoing, .. } = *self;
+        DirectPrepare { direct, outgoing, stream: self.progress.stream() }
+    }
+
+    /// What names memory for its pieces.
+    pub fn naming(&self, address: u64, len: u64) -> Naming {
+        let Line { direct, outgoing, .. } = *self;
+        Naming(self.server(), DirectMemory { direct, outgoing, address, len, allowed: true })
+    }
+
+    /// Begins to send the next piece.
+    pub fn send(&mut self, src: u64, len: u64) -> Cuda {
+        let (direct, number) = (self.direct, self.progress.begun() + 1);
+        self.progress.begin(&DirectSendNow { direct, number, src, len })
+    }
+
+    /// Begins to receive the next piece.
+    pub fn receive(&mut self, dst: u64, len: u64) -> Cuda {
+        let (direct, number) = (self.direct, self.progress.begun() + 1);
+        self.progress.begin(&DirectReceive { direct, number, dst, len })
+    }
+
+    /// Whether a piece that was to be received will not come.
+    ///
+    /// # Errors
+    /// The session's.
+    pub fn has_failed(&self) -> Result<bool, Status> {
+        FAILURES.has(self.server(), self.direct)
     }
 }
 
-/// Closes a connection without waiting, if there is one. An older server closes it when the session ends.
-fn close(server: &Server, direct: u32, outgoing: bool) {
-    let question = DirectClose { direct, outgoing };
-    if let Ok(None) = server.session.submit_ahead(&question) {
+impl Drop for Line {
+    fn drop(&mut self) {
+        let close = DirectClose { direct: self.direct, outgoing: self.outgoing };
+        if self.progress.is_idle() {
+            // An older server closes it when the session ends.
+            tell(self.server(), &close);
+        } else {
+            // When this is answered, the memory is no longer used. A lost server doesn't use it.
+            let _ = self.server().session.call(&close);
+        }
+        if !self.outgoing {
+            FAILURES.forget(self.server(), self.direct);
+        }
+    }
+}
+
+/// Names device memory that pieces of a connection may be in.
+pub(crate) struct Naming(&'static Server, DirectMemory);
+
+impl Naming {
+    /// Waits for the server's answer. False: pieces may not be there.
+    pub fn ask(&self) -> bool {
+        self.0.session.call(&self.1).is_ok()
+    }
+
+    /// Says the contrary, without waiting.
+    pub fn undo(self) {
+        tell(self.0, &DirectMemory { allowed: false, ..self.1 });
+    }
+}
+
+/// Tells a server something without waiting for what it says, if possible.
+fn tell<'a>(server: &Server, what: &impl SyncOp<'a>) {
+    if let Ok(None) = server.session.submit_ahead(what) {
         // Other threads have all reply slots.
-        let _ = server.session.call(&question);
+        let _ = server.session.call(what);
     }
 }
 
@@ -165,70 +236,38 @@ pub(crate) enum Receiving {
     /// The sender has said nothing.
     Unknown,
     Offering(Offering),
-    Preparing(Preparing, Incoming, DirectTicket),
+    Preparing(Preparing, Line, DirectTicket),
     /// The sender has the ticket.
-    Offered(Incoming),
-    Open(Incoming),
+    Offered(Line),
+    Open(Line),
     None,
 }
 
 pub(crate) struct Offering {
     question: Question<DirectOffer, DirectOfferReply>,
-    incoming: Option<Incoming>,
+    line: Option<Line>,
 }
 
 impl Offering {
-    /// Asks for a ticket for the worker that has this key.
+    /// Asks for a ticket for the worker that has this key, for pieces in this context's memory.
     ///
     /// # Errors
-    /// The server cannot receive pieces by itself.
-    pub fn new(server: &'static Server, key: [u8; 32]) -> Result<Offering, String> {
-        if !server.session.knows::<DirectReceive>() {
+    /// The server cannot receive pieces by itself, or there is no stream.
+    pub fn new(context: &'static Context, key: [u8; 32]) -> Result<Offering, String> {
+        if !context.server.session.knows::<DirectReceive>() {
             return Err("the receiving server is older than version 2.5 of the protocol".into());
         }
-        let direct = direct_copy::next_number();
-        let question = Question::new(server, DirectOffer { direct, key });
-        Ok(Offering { question, incoming: Some(Incoming { server, direct, settled: true }) })
+        let line = Line::new(context, false)?;
+        let question = Question::new(line.server(), DirectOffer { direct: line.direct, key });
+        Ok(Offering { question, line: Some(line) })
     }
 
     /// The connection and its ticket, or why there is none.
-    pub fn answer(&mut self) -> Option<Result<(Incoming, DirectTicket), String>> {
+    pub fn answer(&mut self) -> Option<Result<(Line, DirectTicket), String>> {
         Some(match self.question.answer()? {
-            Ok(reply) => {
-                self.incoming.take().map(|incoming| (incoming, reply.ticket)).ok_or_else(String::new)
-            }
+            Ok(reply) => self.line.take().map(|line| (line, reply.ticket)).ok_or_else(String::new),
             Err(status) => Err(says(status)),
         })
-    }
-}
-
-/// A connection to a server.
-pub(crate) struct Incoming {
-    pub server: &'static Server,
-    pub direct: u32,
-    /// Whether every piece that was to be received is landed.
-    pub settled: bool,
-}
-
-impl Incoming {
-    /// Whether a piece that was to be received will not come.
-    ///
-    /// # Errors
-    /// The session's.
-    pub fn has_failed(&self) -> Result<bool, Status> {
-        FAILURES.has(self.server, self.direct)
-    }
-}
-
-impl Drop for Incoming {
-    fn drop(&mut self) {
-        if self.settled {
-            close(self.server, self.direct, false);
-        } else {
-            // When this is answered, the memory is no longer written. A lost server doesn't write.
-            let _ = self.server.session.call(&DirectClose { direct: self.direct, outgoing: false });
-        }
-        FAILURES.forget(self.server, self.direct);
     }
 }
 

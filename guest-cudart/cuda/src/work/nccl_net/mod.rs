@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  sending process                                   receiving process
-//!     isend ── DirectSend ──▶ server A ══ pieces ══▶ server B ◀── DirectReceive ── irecv
+//!     isend ─ DirectSendNow ▶ server A ══ pieces ══▶ server B ◀── DirectReceive ── irecv
 //!       │                                                                            │
 //!       └───── lengths ────────────────── TCP connection ──────────────── credits ───┘
 //! ```
@@ -11,6 +11,10 @@
 //! receiver says how much it has room for and the sender which messages it sends ([`frames`]). If the servers'
 //! workers get a [direct connection](direct), device memory takes that. Otherwise it takes the TCP connection,
 //! through page-locked memory of both processes ([`places`]); so does host memory.
+//!
+//! A kernel may be waiting for a message, and a command of another thread for that kernel. So the commands of messages
+//! are in the express lane: the servers execute them beside others, with memory that was named when NCCL registered
+//! it.
 //!
 //! A connection is given to NCCL only when everything is ready for messages: while a kernel is running that waits
 //! for them, calls of the driver that make something might wait for the kernel.
@@ -22,6 +26,7 @@ mod direct;
 mod frames;
 mod interfaces;
 mod places;
+mod progress;
 mod receiver;
 mod requests;
 mod sender;
@@ -35,11 +40,12 @@ pub(crate) use places::Place;
 pub(crate) use requests::Requests;
 pub(crate) use socket::{Broken, HANDLE};
 
+use direct::Naming;
 use receiver::Receiver;
 use sender::Sender;
 use socket::{Connecting, Listener, Place as Address};
 
-use crate::process::context;
+use crate::process::context::{self, Context};
 use client::{lock, log};
 
 /// A connection that NCCL does not have yet.
@@ -164,6 +170,34 @@ impl End {
         }
         let Coming::Settling(sender) = coming else { return Ok(None) };
         Ok(Some(End::new(Side::Sender(*sender))))
+    }
+
+    /// Takes memory that messages will be in. Returns where it is.
+    pub fn register(&self, place: Place, at: u64, len: u64) -> Place {
+        let Place::Device(context) = place else { return place };
+        // The lock is not held meanwhile: the answer may come after a kernel that waits for messages.
+        match self.naming(context, at, len) {
+            Some(naming) if naming.ask() => Place::Named(context),
+            _ => place,
+        }
+    }
+
+    /// Messages are in this memory no more.
+    pub fn deregister(&self, place: Place, at: u64, len: u64) {
+        if let Place::Named(context) = place
+            && let Some(naming) = self.naming(context, at, len)
+        {
+            naming.undo();
+        }
+    }
+
+    fn naming(&self, context: &'static Context, at: u64, len: u64) -> Option<Naming> {
+        let state = lock(&self.0);
+        let line = match &state.side {
+            Side::Sender(sender) => sender.line(),
+            Side::Receiver(receiver) => receiver.line(),
+        };
+        line.filter(|line| std::ptr::eq(line.context, context)).map(|line| line.naming(at, len))
     }
 
     /// Begins to send. `Ok(None)`: not now.

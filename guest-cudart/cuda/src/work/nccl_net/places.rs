@@ -26,6 +26,8 @@ const PART: usize = SLOT / 4;
 pub(crate) enum Place {
     /// Device memory, and the context that it is used in.
     Device(&'static Context),
+    /// The same, named for the direct connection.
+    Named(&'static Context),
     /// Memory that this process reads and writes.
     Host,
 }

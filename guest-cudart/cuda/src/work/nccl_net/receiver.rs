@@ -1,20 +1,19 @@
 //! The receiving end of a connection.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::abi::result::Result as Cuda;
 use crate::process::context::Context;
 use crate::process::stream::Stream;
-use crate::streams::stream_table;
-use crate::work::nccl_net::direct::{Offering, Preparing, Receiving};
+use crate::work::nccl_net::direct::{Line, Offering, Preparing, Receiving};
 use crate::work::nccl_net::frames::Frame;
 use crate::work::nccl_net::places::{Place, Stage, has_passed};
 use crate::work::nccl_net::requests::Requests;
 use crate::work::nccl_net::socket::{Broken, Connection};
-use client::ops::direct::{DirectReceive, MAX_PIECE, PIECES};
+use client::log;
+use client::ops::direct::{MAX_PIECE, PIECES};
 use client::seq::Seq;
-use client::{Status, lock, log};
 
 /// The sender is told of landed pieces when there are so many.
 const TELL_AFTER: u64 = PIECES as u64 / 8;
@@ -23,26 +22,21 @@ const TELL_AFTER: u64 = PIECES as u64 / 8;
 pub(crate) struct Receiver {
     connection: Connection,
     direct: Receiving,
-    /// The context in whose memory pieces are landed, and the stream whose progress word says which have been.
+    /// The context in whose memory pieces are landed.
     here: Option<&'static Context>,
-    stream: Option<Arc<Stream>>,
     /// What NCCL has posted.
     posted: VecDeque<Posted>,
     /// How many of them the sender knows about, and for how many its message has been announced.
     credited: usize,
     announced: usize,
     stage: Stage,
-    /// Pieces that the server was told to land, those of them that it has, and those that the sender knows of.
-    told: u64,
-    landed: u64,
+    /// Pieces that the sender knows to be landed.
     confirmed: u64,
     /// Messages that are received, and those of them that the sender knows of.
     received: u64,
     told_received: u64,
     /// The sender sends no more messages.
     bye: bool,
-    /// Records that stand for pieces that are not known to be landed.
-    landing: VecDeque<Seq>,
 }
 
 struct Posted {
@@ -73,23 +67,19 @@ enum Way {
 impl Receiver {
     /// `here`: the context that NCCL uses.
     pub fn new(connection: Connection, here: Option<&'static Context>) -> Receiver {
-        let (posted, stage, landing) = Default::default();
+        let (posted, stage) = Default::default();
         Receiver {
             connection,
             direct: Receiving::Unknown,
             here,
-            stream: None,
             posted,
             credited: 0,
             announced: 0,
             stage,
-            told: 0,
-            landed: 0,
             confirmed: 0,
             received: 0,
             told_received: 0,
             bye: false,
-            landing,
         }
     }
 
@@ -123,15 +113,21 @@ impl Receiver {
             }
         }
         self.tell_server().map_err(here)?;
-        self.look_for_landed().map_err(here)?;
-        if self.landed - self.confirmed >= TELL_AFTER {
-            self.confirmed = self.landed;
-            self.connection.put(&Frame::Landed(self.landed));
+        let landed = match &mut self.direct {
+            Receiving::Open(line) => {
+                line.progress.look().map_err(here)?;
+                line.progress.done()
+            }
+            _ => 0,
+        };
+        if landed - self.confirmed >= TELL_AFTER {
+            self.confirmed = landed;
+            self.connection.put(&Frame::Landed(landed));
         }
         while let Some(Posted { request, message: Some(message), .. }) = self.posted.front()
             && message.taken == message.len
             && match &message.way {
-                Way::Direct(pieces) => self.landed >= *pieces,
+                Way::Direct(pieces) => landed >= *pieces,
                 Way::Socket(Some((stream, mark))) => has_passed(stream, *mark).map_err(here)?,
                 Way::Socket(None) => true,
             }
@@ -148,9 +144,9 @@ impl Receiver {
         }
         // A sender that has said goodbye may be gone.
         self.connection.flush().or_else(|broken| if self.bye { Ok(()) } else { Err(broken) })?;
-        if let Receiving::Open(incoming) = &self.direct
-            && !self.landing.is_empty()
-            && incoming.has_failed().map_err(here)?
+        if let Receiving::Open(line) = &self.direct
+            && !line.progress.is_idle()
+            && line.has_failed().map_err(here)?
         {
             return Err(Broken::Peer("the direct connection of the servers was lost".into()));
         }
@@ -174,8 +170,8 @@ impl Receiver {
             (Frame::Key(key), Receiving::Unknown) => self.offer(key),
             (Frame::NoKey(why), Receiving::Unknown) => self.no_direct(&why),
             (Frame::Open, direct @ Receiving::Offered(_)) => {
-                if let Receiving::Offered(incoming) = std::mem::replace(direct, Receiving::None) {
-                    *direct = Receiving::Open(incoming);
+                if let Receiving::Offered(line) = std::mem::replace(direct, Receiving::None) {
+                    *direct = Receiving::Open(line);
                 }
             }
             (Frame::NotOpen(why), Receiving::Offered(_)) => self.no_direct(&why),
@@ -212,23 +208,18 @@ impl Receiver {
     fn settle_direct(&mut self) {
         match &mut self.direct {
             Receiving::Offering(offering) => match offering.answer() {
-                Some(Ok((incoming, ticket))) => match self.here.map(receiving_stream) {
-                    Some(Ok(stream)) => {
-                        let preparing = Preparing::new(incoming.server, incoming.direct, false, stream.id);
-                        self.stream = Some(stream);
-                        self.direct = Receiving::Preparing(preparing, incoming, ticket);
-                    }
-                    _ => self.refuse("there is no stream"),
-                },
+                Some(Ok((line, ticket))) => {
+                    self.direct = Receiving::Preparing(Preparing::new(&line), line, ticket);
+                }
                 Some(Err(why)) => self.refuse(&why),
                 None => {}
             },
             Receiving::Preparing(preparing, ..) => match preparing.answer() {
                 Some(Ok(())) => {
                     let direct = std::mem::replace(&mut self.direct, Receiving::None);
-                    if let Receiving::Preparing(_, incoming, ticket) = direct {
+                    if let Receiving::Preparing(_, line, ticket) = direct {
                         self.connection.put(&Frame::Ticket(ticket));
-                        self.direct = Receiving::Offered(incoming);
+                        self.direct = Receiving::Offered(line);
                     }
                 }
                 Some(Err(why)) => self.refuse(&why),
@@ -241,7 +232,7 @@ impl Receiver {
     /// Asks for a ticket for the sender.
     fn offer(&mut self, key: [u8; 32]) {
         let offering = match self.here {
-            Some(context) => Offering::new(context.server, key),
+            Some(context) => Offering::new(context, key),
             None => Err("the receiver uses no device".into()),
         };
         match offering {
@@ -259,10 +250,8 @@ impl Receiver {
     fn give_credits(&mut self) {
         for posted in self.posted.iter_mut().skip(self.credited) {
             posted.direct = match (posted.place, &self.direct) {
-                (Place::Host, _) | (_, Receiving::None) => false,
-                (Place::Device(context), Receiving::Open(_)) => {
-                    self.here.is_some_and(|here| std::ptr::eq(here, context))
-                }
+                (Place::Named(_), Receiving::Open(_)) => true,
+                (Place::Host, _) | (_, Receiving::None | Receiving::Open(_)) => false,
                 _ => return,
             };
             let credit = if posted.direct { Frame::DirectCredit } else { Frame::Credit };
@@ -273,40 +262,26 @@ impl Receiver {
 
     /// Tells the server where the pieces of announced messages go.
     fn tell_server(&mut self) -> Cuda {
-        let Receiving::Open(incoming) = &mut self.direct else { return Ok(()) };
+        let Receiving::Open(line) = &mut self.direct else { return Ok(()) };
         for posted in self.posted.iter_mut().take(self.announced) {
             let Posted { at, message: Some(message), .. } = posted else { continue };
             let Way::Direct(last) = &mut message.way else { continue };
             while message.taken < message.len {
-                if self.told - self.landed >= 2 * PIECES as u64 {
+                if line.progress.begun() - line.progress.done() >= 2 * PIECES as u64 {
                     return Ok(());
                 }
-                let stream = self.stream.as_ref().ok_or(Status::INVALID_HANDLE)?;
                 let len = (message.len - message.taken).min(MAX_PIECE);
-                let (direct, number, dst) = (incoming.direct, self.told + 1, *at + message.taken);
-                let receive = DirectReceive { stream: stream.id, direct, number, dst, len };
-                incoming.settled = false;
-                self.landing.push_back(stream.session().append(&receive)?);
-                self.told = number;
-                *last = number;
+                line.receive(*at + message.taken, len)?;
+                *last = line.progress.begun();
                 message.taken += len;
             }
         }
         Ok(())
     }
 
-    fn look_for_landed(&mut self) -> Cuda {
-        let Some(stream) = &self.stream else { return Ok(()) };
-        while let Some(seq) = self.landing.front()
-            && has_passed(stream, *seq)?
-        {
-            self.landing.pop_front();
-            self.landed += 1;
-        }
-        if let Receiving::Open(incoming) = &mut self.direct {
-            incoming.settled = self.landing.is_empty();
-        }
-        Ok(())
+    /// The direct connection, if there is one.
+    pub fn line(&self) -> Option<&Line> {
+        if let Receiving::Open(line) = &self.direct { Some(line) } else { None }
     }
 
     /// Takes bytes of the announced message from the socket. True: there were some.
@@ -328,7 +303,7 @@ impl Receiver {
                     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at as *mut u8, bytes.len()) };
                     bytes.len()
                 }
-                Place::Device(context) => {
+                Place::Device(context) | Place::Named(context) => {
                     let connection = &mut self.connection;
                     let bytes = |room: usize| connection.bytes(most.min(room)).to_vec();
                     let Some((len, stream, mark)) = self.stage.begin_to_device(context, at, bytes)? else {
@@ -355,27 +330,5 @@ impl Receiver {
     /// Its peer, for messages.
     pub fn peer(&self) -> &str {
         self.connection.peer()
-    }
-}
-
-/// Streams of receivers that have ended. They are used again: neither making nor destroying one could disturb
-/// kernels that are running.
-static UNUSED: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
-
-/// A stream of a context, of which only the progress word is used.
-fn receiving_stream(context: &'static Context) -> Cuda<Arc<Stream>> {
-    let mut unused = lock(&UNUSED);
-    unused.retain(|stream| !stream.is_finished());
-    match unused.iter().position(|stream| std::ptr::eq(stream.context, context)) {
-        Some(found) => Ok(unused.swap_remove(found)),
-        None => stream_table::unnamed(context),
-    }
-}
-
-impl Drop for Receiver {
-    fn drop(&mut self) {
-        // First the connection: nothing is landed for the stream after that.
-        self.direct = Receiving::None;
-        lock(&UNUSED).extend(self.stream.take());
     }
 }

@@ -1,21 +1,17 @@
 //! The sending end of a connection.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use crate::abi::result::Result as Cuda;
 use crate::process::context::Context;
-use crate::process::stream::Stream;
-use crate::work::nccl_net::direct::{Key, Opening, Preparing, Sending};
+use crate::work::nccl_net::direct::{Key, Line, Opening, Preparing, Sending};
 use crate::work::nccl_net::frames::Frame;
-use crate::work::nccl_net::places::{Place, Stage, has_passed, stream_of};
+use crate::work::nccl_net::places::{Place, Stage};
 use crate::work::nccl_net::requests::Requests;
 use crate::work::nccl_net::socket::{Broken, Connection};
 use client::counters::{COUNTERS, add};
 use client::log;
-use client::ops::copy::Pitched;
-use client::ops::direct::{DirectSend, MAX_PIECE, PIECES};
-use client::seq::Seq;
+use client::ops::direct::{DirectTicket, MAX_PIECE, PIECES};
 
 /// Size of what is put on the socket at a time, in bytes.
 const PART: u64 = 256 << 10;
@@ -34,8 +30,7 @@ pub(crate) struct Sender {
     /// How many of them are on their way completely. Messages begin one after the other.
     begun: usize,
     stage: Stage,
-    /// Pieces sent over the direct connection, and those of them that were landed.
-    sent: u64,
+    /// Pieces of the direct connection that were landed.
     landed: u64,
     /// Messages that were accepted, and those of them that the receiver says it has.
     accepted: u64,
@@ -61,8 +56,8 @@ struct Message {
 }
 
 enum Way {
-    /// Over the direct connection. With the last piece comes the mark behind it.
-    Direct(&'static Context, Option<(Arc<Stream>, Seq)>),
+    /// Over the direct connection. Done when so many of its pieces have been read.
+    Direct(u64),
     /// Over the socket.
     Socket(Place),
 }
@@ -78,8 +73,8 @@ impl Sender {
             }
         };
         let (credits, messages, stage) = Default::default();
-        let (begun, sent, landed, accepted, received) = (0, 0, 0, 0, 0);
-        Sender { here, connection, direct, credits, messages, begun, stage, sent, landed, accepted, received }
+        let (begun, landed, accepted, received) = (0, 0, 0, 0);
+        Sender { here, connection, direct, credits, messages, begun, stage, landed, accepted, received }
     }
 
     /// Whether it is clear which way messages take, and everything is ready for them.
@@ -99,11 +94,9 @@ impl Sender {
         }
         self.credits.pop_front();
         let (way, frame) = match (place, &self.direct) {
-            (Place::Device(context), Sending::Open(open))
-                if direct && std::ptr::eq(open.server, context.server) =>
-            {
+            (Place::Named(_), Sending::Open(_)) if direct => {
                 add(&COUNTERS.nccl_direct_bytes, len);
-                (Way::Direct(context, None), Frame::Direct(len))
+                (Way::Direct(0), Frame::Direct(len))
             }
             _ => {
                 add(&COUNTERS.nccl_staged_bytes, len);
@@ -134,11 +127,18 @@ impl Sender {
             self.begun += 1;
         }
         self.connection.flush()?;
+        let read = match &mut self.direct {
+            Sending::Open(line) => {
+                line.progress.look().map_err(here)?;
+                line.progress.done()
+            }
+            _ => 0,
+        };
         while let Some(message) = self.messages.front().filter(|_| self.begun > 0)
             && self.connection.has_flushed(message.end)
             && match &message.way {
-                Way::Direct(_, Some((stream, mark))) => has_passed(stream, *mark).map_err(here)?,
-                Way::Direct(_, None) | Way::Socket(_) => true,
+                Way::Direct(pieces) => read >= *pieces,
+                Way::Socket(_) => true,
             }
         {
             requests.done(message.request, message.len);
@@ -153,14 +153,14 @@ impl Sender {
 
     fn hear(&mut self, frame: Frame) -> Result<(), Broken> {
         match (frame, &self.direct) {
-            (Frame::Ticket(ticket), Sending::Known(server)) => {
-                self.direct = Sending::Opening(Opening::new(server, ticket));
-            }
-            (Frame::NoTicket(why), Sending::Known(_)) => self.no_direct(&why),
+            (Frame::Ticket(ticket), Sending::Known) => self.open(ticket),
+            (Frame::NoTicket(why), Sending::Known) => self.no_direct(&why),
             (Frame::Credit(most), _) => self.credit(most, false)?,
             (Frame::DirectCredit(most), Sending::Open(_)) => self.credit(most, true)?,
-            (Frame::Landed(landed), _) if landed >= self.landed && landed <= self.sent => {
-                self.landed = landed
+            (Frame::Landed(landed), Sending::Open(line))
+                if landed >= self.landed && landed <= line.progress.begun() =>
+            {
+                self.landed = landed;
             }
             (Frame::Received(received), _) if received >= self.received && received <= self.accepted => {
                 self.received = received;
@@ -192,12 +192,26 @@ impl Sender {
         self.no_direct(why);
     }
 
+    fn open(&mut self, ticket: DirectTicket) {
+        // Without a context there is no key, and so no ticket.
+        let opening = self.here.map(|context| Opening::new(context, ticket));
+        match opening.unwrap_or_else(|| Err("the sender uses no device".into())) {
+            Ok(opening) => self.direct = Sending::Opening(opening),
+            Err(why) => self.not_open(&why),
+        }
+    }
+
+    /// The direct connection, if there is one.
+    pub fn line(&self) -> Option<&Line> {
+        if let Sending::Open(line) = &self.direct { Some(line) } else { None }
+    }
+
     fn settle_direct(&mut self) {
         match &mut self.direct {
             Sending::Key(key) => match key.answer() {
                 Some(Ok(known)) => {
                     self.connection.put(&Frame::Key(known));
-                    self.direct = Sending::Known(key.server());
+                    self.direct = Sending::Known;
                 }
                 Some(Err(why)) => {
                     self.connection.put(&Frame::NoKey(why.clone()));
@@ -206,22 +220,14 @@ impl Sender {
                 None => {}
             },
             Sending::Opening(opening) => match opening.answer() {
-                Some(Ok(outgoing)) => match self.here.map(stream_of) {
-                    Some(Ok(stream)) => {
-                        let preparing = Preparing::new(outgoing.server, outgoing.direct, true, stream.id);
-                        self.direct = Sending::Preparing(preparing, outgoing);
-                    }
-                    _ => self.not_open("there is no stream"),
-                },
+                Some(Ok(line)) => self.direct = Sending::Preparing(Preparing::new(&line), line),
                 Some(Err(why)) => self.not_open(&why),
                 None => {}
             },
             Sending::Preparing(preparing, _) => match preparing.answer() {
                 Some(Ok(())) => {
-                    if let Sending::Preparing(_, outgoing) =
-                        std::mem::replace(&mut self.direct, Sending::None)
-                    {
-                        self.direct = Sending::Open(outgoing);
+                    if let Sending::Preparing(_, line) = std::mem::replace(&mut self.direct, Sending::None) {
+                        self.direct = Sending::Open(line);
                     }
                     log::info(format_args!(
                         "NCCL's messages to {} go from server to server",
@@ -247,24 +253,15 @@ impl Sender {
             self.connection.put(&frame);
             message.end = self.connection.end_of_due();
         }
-        match (&mut message.way, &self.direct) {
-            (Way::Direct(context, behind), Sending::Open(open)) => {
-                let stream = stream_of(context)?;
-                while message.begun < message.len && self.sent - self.landed < WINDOW {
+        match (&mut message.way, &mut self.direct) {
+            (Way::Direct(last), Sending::Open(line)) => {
+                while message.begun < message.len && line.progress.begun() - self.landed < WINDOW {
                     let len = (message.len - message.begun).min(MAX_PIECE);
-                    let src = Pitched { address: message.at + message.begun, pitch: len, slice: len };
-                    let (direct, number, extent) = (open.direct, self.sent + 1, [len, 1, 1]);
-                    stream.work(&DirectSend { stream: stream.id, direct, number, src, extent })?;
-                    self.sent += 1;
+                    line.send(message.at + message.begun, len)?;
+                    *last = line.progress.begun();
                     message.begun += len;
                 }
-                if message.begun < message.len {
-                    return Ok(false);
-                }
-                if message.len > 0 {
-                    *behind = Some((Arc::clone(&stream), stream.mark()?));
-                }
-                Ok(true)
+                Ok(message.begun == message.len)
             }
             (Way::Socket(Place::Host), _) => {
                 while message.put < message.len && self.connection.has_room() {
@@ -280,7 +277,7 @@ impl Sender {
                 message.end = self.connection.end_of_due();
                 Ok(message.put == message.len)
             }
-            (Way::Socket(Place::Device(context)), _) => loop {
+            (Way::Socket(Place::Device(context) | Place::Named(context)), _) => loop {
                 while message.begun < message.len {
                     let left = (message.len - message.begun) as usize;
                     let begun = self.stage.begin_to_host(context, message.at + message.begun, left)?;

@@ -1,8 +1,8 @@
-//! Lands pieces from other servers, in the thread that receives them.
+//! Copies pieces of direct connections, in any thread.
 //!
-//! All landings of a context share one stream. It has the highest priority, because streams of one priority share
-//! a few hardware queues: behind a running kernel of another stream in its queue, a piece could wait for ever, if
-//! that kernel waits for the piece.
+//! All pieces of a context that go the same way share one stream. It has the highest priority, because streams of one
+//! priority share a few hardware queues: behind a running kernel of another stream in its queue, a piece could wait
+//! for ever, if that kernel waits for the piece.
 
 use std::sync::{Arc, Mutex};
 
@@ -18,30 +18,32 @@ use super::streams::{Place, Publisher};
 use crate::driver::End;
 use crate::driver::call::Result;
 use crate::driver::call::is_sticky;
-use crate::driver::gpu::{Lander, Preparer, STREAM_NON_BLOCKING};
+use crate::driver::gpu::{Carrier, Preparer, STREAM_NON_BLOCKING};
 use crate::driver::rows::Rows;
+use crate::driver::store::Way;
 
-/// A context's stream for landings.
-pub(super) struct Landings {
+/// A context's stream for pieces that go one way.
+pub(super) struct PieceStream {
     api: &'static Api,
     completer: Arc<Completer>,
     /// Of its context, and of the one in which page-locked memory is registered.
     health: Arc<Health>,
     home: Arc<Health>,
+    way: Way,
     stream: CUstream,
-    /// The stream writes into it how many landings are over.
+    /// The stream writes into it how many copies are over.
     word: Arc<Word>,
     begun: Mutex<u64>,
 }
 
 // SAFETY: the driver API takes handles from any thread.
-unsafe impl Send for Landings {}
+unsafe impl Send for PieceStream {}
 // SAFETY: the driver API takes handles from any thread; what changes is behind a lock.
-unsafe impl Sync for Landings {}
+unsafe impl Sync for PieceStream {}
 
-/// A stream's lander: see [`Lander`].
-struct CudaLander {
-    landings: Arc<Landings>,
+/// See [`Carrier`].
+struct CudaCarrier {
+    pieces: Arc<PieceStream>,
     progress: Arc<Publisher>,
 }
 
@@ -68,22 +70,23 @@ impl Cuda {
         })
     }
 
-    /// The lander of a place's stream. The place's context is current.
-    pub(super) fn make_lander(&mut self, place: &Place) -> Result<Arc<dyn Lander>> {
-        self.landings.retain(|landings| landings.health.check().is_ok());
-        let known = self.landings.iter().find(|landings| Arc::ptr_eq(&landings.health, &place.health));
-        let landings = match known {
-            Some(landings) => Arc::clone(landings),
+    /// See [`carrier`](crate::driver::gpu::GpuCopies::carrier). The place's context is current.
+    pub(super) fn make_carrier(&mut self, place: &Place, way: Way) -> Result<Arc<dyn Carrier>> {
+        self.pieces.retain(|pieces| pieces.health.check().is_ok());
+        let is_it =
+            |pieces: &&Arc<PieceStream>| pieces.way == way && Arc::ptr_eq(&pieces.health, &place.health);
+        let pieces = match self.pieces.iter().find(is_it) {
+            Some(pieces) => Arc::clone(pieces),
             None => {
-                let landings = Arc::new(self.make_landings(place)?);
-                self.landings.push(Arc::clone(&landings));
-                landings
+                let pieces = Arc::new(self.make_piece_stream(place, way)?);
+                self.pieces.push(Arc::clone(&pieces));
+                pieces
             }
         };
-        Ok(Arc::new(CudaLander { landings, progress: Arc::clone(&place.progress) }))
+        Ok(Arc::new(CudaCarrier { pieces, progress: Arc::clone(&place.progress) }))
     }
 
-    fn make_landings(&self, place: &Place) -> Result<Landings> {
+    fn make_piece_stream(&self, place: &Place, way: Way) -> Result<PieceStream> {
         let word = self.words.take().map(Arc::new)?;
         let (mut stream, mut least, mut greatest): (CUstream, _, _) = (std::ptr::null_mut(), 0, 0);
         // SAFETY: writes two integers, and a stream handle.
@@ -95,11 +98,12 @@ impl Cuda {
                 .and_then(|()| self.api.stream_write(stream, word.address(), 0, 0))
         };
         self.note(place.context, made)?;
-        Ok(Landings {
+        Ok(PieceStream {
             api: self.api,
             completer: Arc::clone(&self.completer),
             health: Arc::clone(&place.health),
             home: self.home_of(place),
+            way,
             stream,
             word,
             begun: Mutex::new(0),
@@ -107,43 +111,47 @@ impl Cuda {
     }
 }
 
-impl Lander for CudaLander {
-    fn land(&self, to: &Rows, bytes: Mapped, seq: u64, end: End) {
-        let Landings { api, completer, health, home, stream, word, begun } = &*self.landings;
+impl Carrier for CudaCarrier {
+    fn carry(&self, rows: &Rows, bytes: Mapped, seq: u64, end: End) {
+        let PieceStream { api, completer, health, home, way, stream, word, begun } = &*self.pieces;
         // SAFETY: a context of this process. Usually this is known and calls no driver. Unregistered memory can
         // be copied too, only more slowly.
         let _ = unsafe { registration::in_place(api, home.handle(), home, bytes.region()) };
+        let direction = match way {
+            Way::In => Direction::ToDevice,
+            Way::Out => Direction::FromDevice,
+        };
         let mut begun = begun.lock().unwrap_or_else(|e| e.into_inner());
         *begun += 1;
         let enqueued = health.within(api, |_| {
             let mut offset = 0;
             for (at, len) in bytes.runs() {
                 // SAFETY: the rows were checked; the bytes are held until the stream has written the word.
-                unsafe { copy_rows(api, *stream, Direction::ToDevice, to, offset, *at, *len) }?;
+                unsafe { copy_rows(api, *stream, direction, rows, offset, *at, *len) }?;
                 offset += *len as u64;
             }
             // SAFETY: a live stream of the current context; the word is registered memory.
             unsafe { api.stream_write(*stream, word.address(), *begun, 0) }
         });
         let progress = Arc::clone(&self.progress);
-        let landed = move |status: Status| {
+        let copied = move |status: Status| {
             drop(bytes);
             progress.publish(seq, status);
             end(status);
         };
         match enqueued {
-            Ok(()) => completer.when(word, *begun, health, Box::new(landed)),
+            Ok(()) => completer.when(word, *begun, health, Box::new(copied)),
             Err(status) => {
                 if is_sticky(status) {
                     health.fail(status);
                 }
-                landed(status);
+                copied(status);
             }
         }
     }
 }
 
-impl Drop for Landings {
+impl Drop for PieceStream {
     fn drop(&mut self) {
         // SAFETY: made by this; its work still completes. A destroyed context has destroyed it.
         let _ = self.health.within(self.api, |_| unsafe { self.api.stream_destroy(self.stream) });
