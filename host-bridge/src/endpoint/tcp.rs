@@ -111,13 +111,16 @@ impl TcpClient {
                 format!("the session has no data connection {index}"),
             ));
         };
-        if self.link.join_first(&stream) {
-            let connection = Connection { attempt, stream };
-            if let Err(wrong) = self.outbox.plug(index as usize, connection.clone(), 0) {
-                return Err(io::Error::new(io::ErrorKind::InvalidInput, wrong));
-            }
-            data.plug(connection);
-            self.send_data(index as usize);
+        let connection = Connection { attempt, stream };
+        let joined = self.link.join_first(&connection.stream, || {
+            self.outbox.plug(index as usize, connection.clone(), 0)?;
+            data.plug(connection.clone());
+            Ok::<(), BadAcknowledgement>(())
+        });
+        match joined {
+            None => {}
+            Some(Ok(())) => self.send_data(index as usize),
+            Some(Err(wrong)) => return Err(io::Error::new(io::ErrorKind::InvalidInput, wrong)),
         }
         Ok(())
     }
