@@ -24,6 +24,8 @@ pub const ARCHITECTURES: &[u32] = &[90];
 /// Bytes at the beginning of each block's shared memory that are reserved for the system on these
 /// architectures.
 pub const RESERVED_SHARED: u64 = 1024;
+/// Maximum threads of a block on these architectures.
+pub const MOST_THREADS: u64 = 1024;
 
 /// The ABI versions that [`read`] accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,13 +48,12 @@ const MOST_NAME: usize = 16 << 10;
 /// Maximum total bytes of all names, as a multiple of the image's size. Names may share bytes, but not
 /// without limit.
 const MOST_SHARING: usize = 4;
-/// Limits of kernels of [`ARCHITECTURES`]: registers and stack bytes of a thread; barriers, shared memory
-/// bytes and threads of a block; blocks of a cluster.
+/// Limits of kernels of [`ARCHITECTURES`]: registers and stack bytes of a thread; barriers and shared memory
+/// bytes of a block; blocks of a cluster.
 const MOST_REGISTERS: u32 = 255;
 const MOST_STACK: u32 = 512 << 10;
 const MOST_BARRIERS: u32 = 16;
 const MOST_SHARED: u64 = 227 << 10;
-const MOST_THREADS: u64 = 1024;
 const MOST_CLUSTER: u64 = 16;
 /// Maximum bytes of constant variables.
 const MOST_CONSTANTS: u64 = 64 << 10;

@@ -52,26 +52,11 @@ pub struct Arguments {
     /// What to do instead of serving.
     #[command(subcommand)]
     pub command: Option<Command>,
-    /// Configuration file (TOML). Flags override it. None by default
-    #[arg(long, value_name = "FILE")]
-    pub config: Option<PathBuf>,
-    /// Check the configuration, report errors, and exit
-    #[arg(long)]
-    pub check_config: bool,
-    /// With --check-config: whether this program can take over sessions from a daemon that stores them in
-    /// this format
-    #[arg(long, value_name = "FORMAT", hide = true)]
-    pub takes_over: Option<u32>,
-    /// Print a commented configuration file with every option, and exit
-    #[arg(long)]
-    pub print_config: bool,
+    #[command(flatten)]
+    pub common: options::Common,
     /// Print a commented file of client rules with every key, and exit
     #[arg(long)]
     pub print_clients: bool,
-    /// Write the man pages and shell completions into a folder to install as /usr/share, and exit; for
-    /// packages
-    #[arg(long, hide = true, value_name = "FOLDER")]
-    pub write_manual: Option<PathBuf>,
     /// Options of the daemon.
     #[command(flatten)]
     pub serve: Serve,
@@ -450,7 +435,7 @@ impl Arguments {
     ) -> Result<Arguments, options::Error> {
         let given = Arguments::command().get_matches_from(words);
         let mut arguments = Arguments::from_arg_matches(&given).unwrap_or_else(|e| e.exit());
-        if let Some(path) = &arguments.config {
+        if let Some(path) = &arguments.common.config {
             let file = File::read(path, &[])?;
             let section = file.sections("").next().map(|section| (&file, section));
             arguments.serve = Layer { given: &given, section }.read()?;

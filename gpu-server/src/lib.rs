@@ -63,13 +63,13 @@ fn run() -> anyhow::Result<ExitCode> {
         Some(config::Command::Worker(worker)) => worker::main(worker)?,
         Some(config::Command::Check(options)) => return Ok(check::main(options)),
         None if arguments.print_clients => print!("{}", policy::example()),
-        None if arguments.print_config => print!("{}", config::example()),
-        None if let Some(folder) = &arguments.write_manual => config::write_manual(folder)?,
-        None if arguments.check_config && arguments.takes_over.is_some() => {
+        None if arguments.common.print_config => print!("{}", config::example()),
+        None if let Some(folder) = &arguments.common.write_manual => config::write_manual(folder)?,
+        None if arguments.common.check_config && arguments.common.takes_over.is_some() => {
             parent::check(&arguments.serve)?;
-            arguments.takes_over.map_or(Ok(()), parent::takes_over)?;
+            arguments.common.takes_over.map_or(Ok(()), parent::takes_over)?;
         }
-        None if arguments.check_config => match parent::check(&arguments.serve)?.counts() {
+        None if arguments.common.check_config => match parent::check(&arguments.serve)?.counts() {
             (0, 0) => println!("the configuration is valid"),
             (groups, clients) => {
                 println!("the configuration is valid, with rules for {groups} groups and {clients} clients");

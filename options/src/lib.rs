@@ -32,6 +32,28 @@ use thiserror::Error;
 pub use file::{File, Section};
 pub use layer::Layer;
 
+/// What every daemon can be told on its command line, besides what is in its configuration file.
+#[derive(Debug, clap::Args)]
+pub struct Common {
+    /// Configuration file (TOML). Flags override it. None by default
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Check the configuration, report errors, and exit
+    #[arg(long)]
+    pub check_config: bool,
+    /// With --check-config: whether this program can take over from a daemon that stores its state in this
+    /// format
+    #[arg(long, value_name = "FORMAT", hide = true)]
+    pub takes_over: Option<u32>,
+    /// Print a commented configuration file with every option, and exit
+    #[arg(long)]
+    pub print_config: bool,
+    /// Write the man pages and shell completions into a folder to install as /usr/share, and exit; for
+    /// packages
+    #[arg(long, hide = true, value_name = "FOLDER")]
+    pub write_manual: Option<PathBuf>,
+}
+
 /// An error in the options.
 #[derive(Debug, Error)]
 pub enum Error {

@@ -20,23 +20,35 @@ const DEFAULT_SOCKETS: [&str; 2] = ["/run/rgpu/vhost-rgpu.status", "/run/rgpu/se
 /// Fails if neither of them answers.
 #[derive(Args)]
 pub struct Arguments {
-    /// Status socket to read. May be given more than once. By default /run/rgpu/vhost-rgpu.status and
-    /// /run/rgpu/server.status
-    #[arg(long, value_name = "PATH")]
-    socket: Vec<PathBuf>,
+    #[command(flatten)]
+    sockets: Sockets,
     /// Print one JSON object that has each daemon's status under the path of its socket
     #[arg(long)]
     json: bool,
 }
 
-/// The given status sockets, or the default ones.
-pub fn sockets(given: &[PathBuf]) -> Vec<PathBuf> {
-    if given.is_empty() { DEFAULT_SOCKETS.iter().map(PathBuf::from).collect() } else { given.to_vec() }
+/// Whose status to read.
+#[derive(Args)]
+pub struct Sockets {
+    /// Status socket to read. May be given more than once. By default /run/rgpu/vhost-rgpu.status and
+    /// /run/rgpu/server.status
+    #[arg(long = "socket", value_name = "PATH")]
+    given: Vec<PathBuf>,
+}
+
+impl Sockets {
+    /// The given status sockets, or the default ones.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        match self.given.is_empty() {
+            true => DEFAULT_SOCKETS.iter().map(PathBuf::from).collect(),
+            false => self.given.clone(),
+        }
+    }
 }
 
 /// Prints every daemon's status.
 pub fn status(arguments: &Arguments) -> Result<ExitCode> {
-    let sockets = sockets(&arguments.socket);
+    let sockets = arguments.sockets.paths();
     let mut answers = serde_json::Map::new();
     for socket in &sockets {
         match read_status(socket) {

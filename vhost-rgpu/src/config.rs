@@ -52,23 +52,8 @@ Environment:
   RUST_LOG  what to log, as --log, which overrides it"
 )]
 pub struct Arguments {
-    /// Configuration file (TOML). Flags override it. None by default
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Check the configuration, report errors, and exit
-    #[arg(long)]
-    pub check_config: bool,
-    /// With --check-config: whether this program can take over from a daemon that stores its state in this
-    /// format
-    #[arg(long, value_name = "FORMAT", hide = true)]
-    pub takes_over: Option<u32>,
-    /// Print a commented configuration file with every option, and exit
-    #[arg(long)]
-    pub print_config: bool,
-    /// Write the man pages and shell completions into a folder to install as /usr/share, and exit; for
-    /// packages
-    #[arg(long, hide = true, value_name = "FOLDER")]
-    pub write_manual: Option<PathBuf>,
+    #[command(flatten)]
+    pub common: options::Common,
     /// Run as a device process, with this descriptor as the socket to the keeper; only vhost-rgpu itself
     /// starts one
     #[arg(long, hide = true, value_name = "N")]
@@ -378,12 +363,12 @@ impl Arguments {
             Ok(text) => Ok(Source { path: path.clone(), text }),
             Err(source) => Err(options::Error::Read { path: path.clone(), source }),
         };
-        Ok(self.config.as_ref().map(read).transpose()?)
+        Ok(self.common.config.as_ref().map(read).transpose()?)
     }
 
     /// Whether a configuration file is given.
     pub fn has_source(&self) -> bool {
-        self.config.is_some()
+        self.common.config.is_some()
     }
 
     /// What to serve.

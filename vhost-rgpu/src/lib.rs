@@ -60,11 +60,11 @@ pub fn main() -> ExitCode {
 
 fn run() -> Result<()> {
     let (arguments, given) = Arguments::read(std::env::args_os());
-    if arguments.print_config {
+    if arguments.common.print_config {
         print!("{}", config::example());
         return Ok(());
     }
-    if let Some(folder) = &arguments.write_manual {
+    if let Some(folder) = &arguments.common.write_manual {
         return Arguments::write_manual(folder)
             .with_context(|| format!("cannot write into {}", folder.display()));
     }
@@ -86,10 +86,10 @@ fn run() -> Result<()> {
     if control.is_none() {
         config.metrics.check()?;
     }
-    if let (true, Some(format)) = (arguments.check_config, arguments.takes_over) {
+    if let (true, Some(format)) = (arguments.common.check_config, arguments.common.takes_over) {
         return keeper::takeover::takes_over(format);
     }
-    if arguments.check_config {
+    if arguments.common.check_config {
         let vms: Vec<&str> = config.vms.iter().map(|vm| vm.name.as_str()).collect();
         let vms = if vms.is_empty() { "none".to_owned() } else { vms.join(", ") };
         let native = config.native.map_or("none".to_owned(), |native| native.socket.display().to_string());

@@ -1,7 +1,7 @@
 //! The release build: the daemons, rgpuctl, and the libraries that programs load instead of NVIDIA's.
 //!
 //! Each guest library is a Rust static library that the C compiler links into a shared one, because only then
-//! can it have the names and symbol versions of NVIDIA's. The `link.sh` in each library's folder does that.
+//! can it have the names and symbol versions of NVIDIA's ([`link`]).
 
 use std::fs::{File, TryLockError};
 use std::path::Path;
@@ -32,12 +32,15 @@ pub struct Library {
     features: &'static [&'static str],
     /// The static library that Cargo builds from the package.
     archive: &'static str,
-    /// The folder with its `link.sh`, in `guest-cudart/`.
-    folder: &'static str,
-    /// Arguments of `link.sh` after the static library and the output folder.
-    arguments: &'static [&'static str],
+    /// The list of names that it exports, in `guest-cudart/`, and others.
+    exports: &'static str,
+    more_exports: &'static [&'static str],
+    /// Whether all of them have the library's name as their version, as in NVIDIA's.
+    versioned: bool,
     /// The file name, which is also the soname.
     pub name: &'static str,
+    /// Other names of the file.
+    links: &'static [&'static str],
 }
 
 /// All guest libraries.
@@ -46,41 +49,52 @@ pub const LIBRARIES: &[Library] = &[
         package: "rgpu-cuda",
         features: &[],
         archive: "libcuda.a",
-        folder: "cuda",
-        arguments: &[],
+        exports: "cuda/exports/libcuda.txt",
+        more_exports: &[],
+        versioned: false,
         name: "libcuda.so.1",
+        links: &["libcuda.so", NCCL_NETWORK],
     },
     Library {
         package: "rgpu-cudart",
         features: &[],
         archive: "libcudart.a",
-        folder: "cudart",
-        arguments: &["13"],
+        exports: "cudart/exports/13.txt",
+        more_exports: &[],
+        versioned: true,
         name: "libcudart.so.13",
+        links: &[],
     },
     Library {
         package: "rgpu-cudart",
         features: &["rgpu-cudart/v12"],
         archive: "libcudart.a",
-        folder: "cudart",
-        arguments: &["12"],
+        exports: "cudart/exports/12.txt",
+        more_exports: &[],
+        versioned: true,
         name: "libcudart.so.12",
+        links: &[],
     },
     Library {
         package: "rgpu-nvml",
         features: &[],
         archive: "libnvml.a",
-        folder: "nvml",
-        arguments: &[],
+        exports: "nvml/exports/libnvidia-ml.txt",
+        more_exports: &[],
+        versioned: false,
         name: "libnvidia-ml.so.1",
+        links: &["libnvidia-ml.so"],
     },
     Library {
         package: "rgpu-cupti",
         features: &[],
         archive: "libcupti.a",
-        folder: "cupti",
-        arguments: &[],
+        exports: "cupti/exports/13.txt",
+        // Distinguishes it from NVIDIA's library.
+        more_exports: &["rgpu_libcupti"],
+        versioned: true,
         name: "libcupti.so.13",
+        links: &[],
     },
 ];
 
@@ -197,13 +211,41 @@ fn libraries() -> impl Iterator<Item = &'static str> {
 fn link(library: &Library, build: Build, log: &Path) -> Result<()> {
     let folder = build.guest_libraries();
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-    let script = tree::root().join("guest-cudart").join(library.folder).join("link.sh");
-    let archive = build.binaries().join(library.archive);
-    let mut link = Command::new("sh");
-    link.arg(&script).arg(&archive).arg(&folder).args(library.arguments);
+    let exports = tree::root().join("guest-cudart").join(library.exports);
+    let exports = std::fs::read_to_string(&exports)
+        .with_context(|| format!("cannot read the exports in {}", exports.display()))?;
+    let names = library.more_exports.iter().copied().chain(exports.lines());
+    let names: String = names.map(|name| format!("    {name};\n")).collect();
+    let node = if library.versioned { library.name } else { "" };
+    let [map, new] = ["map", "tmp"].map(|end| folder.join(format!("{}.{end}", library.name)));
+    std::fs::write(&map, format!("{node} {{\n  global:\n{names}  local: *;\n}};\n"))?;
+    let mut link = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+    link.args(["-shared", "-o"]).arg(&new);
+    link.arg(format!("-Wl,--version-script={}", map.display()));
+    link.arg(format!("-Wl,-soname,{}", library.name));
+    link.arg("-Wl,--whole-archive").arg(build.binaries().join(library.archive));
+    link.args(["-Wl,--no-whole-archive", "-Wl,--gc-sections", "-Wl,--strip-all"]);
+    // nodelete: the driver, the C library and other libraries of these keep addresses in a library, so it must
+    // stay loaded when its last user closes it.
+    link.args(["-Wl,-z,defs", "-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,nodelete"]);
+    // A listed name that the library lacks is an error where every name has a version.
+    link.args(match library.versioned {
+        true => ["-Wl,--no-undefined-version", "-static-libgcc"],
+        false => ["-Wl,-Bsymbolic", "-lgcc_s"],
+    });
+    link.args(["-lpthread", "-ldl", "-lm", "-lc"]);
     process::run(&mut link, log)?;
-
+    std::fs::remove_file(&map)?;
+    // Replaced at once, because a program may be starting.
     let built = folder.join(library.name);
+    std::fs::rename(&new, &built)?;
+    for name in library.links {
+        let link = folder.join(name);
+        // There may be none yet.
+        let _ = std::fs::remove_file(&link);
+        std::os::unix::fs::symlink(library.name, &link)?;
+    }
+
     let dynamic = process::output(Command::new("readelf").arg("-d").arg(&built))?;
     if !dynamic.contains(&format!("[{}]", library.name)) {
         bail!("{} has the wrong soname; it should be {}", built.display(), library.name);

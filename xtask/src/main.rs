@@ -8,7 +8,7 @@
 //!   guests
 //! - [`test`] (with [`unit_tests`]), [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with
 //!   [`dependencies`], [`licenses`], [`sbom`] and [`stage`]), [`package`], [`image`], [`bench`], [`book`],
-//!   [`screenshots`]: the commands built from these; [`fuzz`]; [`nightly`]: Miri
+//!   [`screenshots`]: the commands built from these; [`fuzz`]; [`nightly`]: Miri; [`structure`]
 
 mod artifacts;
 mod bench;
@@ -31,6 +31,7 @@ mod progress;
 mod sbom;
 mod screenshots;
 mod stage;
+mod structure;
 mod test;
 mod toolchain;
 mod unit_tests;
@@ -76,6 +77,8 @@ enum Command {
     Book,
     /// Remake the pictures of `rgpuctl top` and of a timeline (docs/pictures)
     Screenshots(screenshots::Arguments),
+    /// Print how many lines the sources have, and which modules use each other in a cycle
+    Structure(structure::Arguments),
     /// Check formatting, lints, the fuzz targets and the dependencies' licenses
     CiChecks,
 }
@@ -105,6 +108,7 @@ fn run(command: Command) -> Result<()> {
         Command::StageGpu(arguments) => stage::stage(&arguments),
         Command::Book => book::book(),
         Command::Screenshots(arguments) => screenshots::screenshots(&arguments),
+        Command::Structure(arguments) => structure::structure(&arguments),
         Command::CiChecks => checks::checks(),
     }
 }

@@ -4,7 +4,7 @@
 //! arguments and meanings of NVIDIA's "CUDA Driver API" manual; comments here add only what the manual leaves
 //! out.
 //!
-//! The crate has eight chapters. Each uses only those above it in this list (`tests/chapters.rs` checks this;
+//! The crate has eight chapters. Each uses only those above it in this list (`xtask/src/structure.rs` checks this;
 //! docs/decisions/0029 gives the reasons):
 //!
 //! - [`abi`]: structures of `cuda.h`, argument types, status codes, and the macro that exports functions;

@@ -330,20 +330,13 @@ pub unsafe extern "C" fn cuptiActivitySetAttribute(
     size: *mut usize,
     value: *mut c_void,
 ) -> CUptiResult {
-    if number > attribute::LAST || size.is_null() || value.is_null() {
-        return INVALID_PARAMETER;
-    }
-    let wanted = attribute_size(number);
-    let mut bytes = [0; 8];
-    // SAFETY: not NULL; the caller says how many bytes its value has, and no more than these are read.
-    unsafe {
-        if *size < wanted {
-            return PARAMETER_SIZE_NOT_SUFFICIENT;
-        }
-        std::ptr::copy_nonoverlapping(value.cast(), bytes.as_mut_ptr(), wanted);
-    }
-    lock(&ATTRIBUTES)[number as usize] = u64::from_le_bytes(bytes);
-    0
+    // SAFETY: NULL, or how many bytes the caller's value has, of which no more are read.
+    finish(unsafe { attribute_size(number, size, value) }.map(|wanted| {
+        let mut bytes = [0; 8];
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(value.cast(), bytes.as_mut_ptr(), wanted) };
+        lock(&ATTRIBUTES)[number as usize] = u64::from_le_bytes(bytes);
+    }))
 }
 
 #[unsafe(no_mangle)]
@@ -352,28 +345,31 @@ pub unsafe extern "C" fn cuptiActivityGetAttribute(
     size: *mut usize,
     value: *mut c_void,
 ) -> CUptiResult {
-    if number > attribute::LAST || size.is_null() || value.is_null() {
-        return INVALID_PARAMETER;
-    }
-    let wanted = attribute_size(number);
-    let bytes = lock(&ATTRIBUTES)[number as usize].to_le_bytes();
-    // SAFETY: not NULL; the caller says how much room there is.
-    unsafe {
-        if *size < wanted {
-            return PARAMETER_SIZE_NOT_SUFFICIENT;
+    // SAFETY: NULL, or how much room the caller has.
+    finish(unsafe { attribute_size(number, size, value) }.map(|wanted| {
+        let bytes = lock(&ATTRIBUTES)[number as usize].to_le_bytes();
+        // SAFETY: there is room for that.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), value.cast(), wanted);
+            *size = wanted;
         }
-        std::ptr::copy_nonoverlapping(bytes.as_ptr(), value.cast(), wanted);
-        *size = wanted;
-    }
-    0
+    }))
 }
 
-/// Bytes of an attribute: a flag has one, a size eight.
-fn attribute_size(number: u32) -> usize {
+/// Bytes of an attribute, if the caller's value has as many: a flag has one, a size eight.
+///
+/// # Safety
+/// `size` is NULL or points to a number.
+unsafe fn attribute_size(number: u32, size: *const usize, value: *const c_void) -> Result<usize> {
     /// `CUPTI_ACTIVITY_ATTR_ZEROED_OUT_ACTIVITY_BUFFER` and
     /// `CUPTI_ACTIVITY_ATTR_MEM_ALLOCATION_TYPE_HOST_PINNED`.
     const FLAGS: [u32; 3] = [5, 8, attribute::PER_THREAD_ACTIVITY_BUFFER];
-    if FLAGS.contains(&number) { 1 } else { 8 }
+    if number > attribute::LAST || size.is_null() || value.is_null() {
+        return Err(INVALID_PARAMETER);
+    }
+    let wanted = if FLAGS.contains(&number) { 1 } else { 8 };
+    // SAFETY: not NULL, so it points to a number.
+    if unsafe { *size } < wanted { Err(PARAMETER_SIZE_NOT_SUFFICIENT) } else { Ok(wanted) }
 }
 
 #[unsafe(no_mangle)]

@@ -119,14 +119,14 @@ impl Link {
         if self.introduced.load(Ordering::Acquire) { self.grace } else { self.grace.min(UNKNOWN) }
     }
 
-    /// Adds a connection to the first link. False: that one is gone, and the connection with it.
-    pub(super) fn join_first(&self, stream: &Arc<Stream>) -> bool {
+    /// Adds a connection to the first link, and calls `install`. No later link begins in between. `None`: the first one is gone, and the connection with it.
+    pub(super) fn join_first<T>(&self, stream: &Arc<Stream>, install: impl FnOnce() -> T) -> Option<T> {
         let mut state = self.lock();
-        let joins = state.attempt == 0 && state.down.is_none() && !state.over;
-        if joins {
-            state.connections.push(Arc::clone(stream));
+        if state.attempt > 0 || state.down.is_some() || state.over {
+            return None;
         }
-        joins
+        state.connections.push(Arc::clone(stream));
+        Some(install())
     }
 
     /// A connection of `attempt` is broken: shuts the data connections down, so that the bridge notices. The control connection is read to its end: the bridge's farewell may be on it. True: the
@@ -415,9 +415,12 @@ mod tests {
     fn only_a_higher_attempt_takes_a_links_place_and_only_its_own_connections_break_it() {
         let [(mut far0, first), (mut far1, second), (_far2, third)] = [pair(), pair(), pair()];
         let link = Link::new(first, Duration::from_secs(60));
+        let alone = || link.state.try_lock().is_err();
+        assert_eq!(link.join_first(&third, alone), Some(true), "no later link begins meanwhile");
         assert_eq!(link.begin(0, &second), None);
         assert_eq!(link.begin(2, &second), Some(true), "also while the link is up");
         assert!(is_shut_down(&mut far0));
+        assert_eq!(link.join_first(&third, || ()), None);
         assert!(!link.lose(0), "a thread that comes late");
         assert_eq!(link.begin(1, &third), None);
         assert_eq!(link.begin(2, &third), None, "twice the same");

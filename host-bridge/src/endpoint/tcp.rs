@@ -111,13 +111,16 @@ impl TcpClient {
                 format!("the session has no data connection {index}"),
             ));
         };
-        if self.link.join_first(&stream) {
-            let connection = Connection { attempt, stream };
-            if let Err(wrong) = self.outbox.plug(index as usize, connection.clone(), 0) {
-                return Err(io::Error::new(io::ErrorKind::InvalidInput, wrong));
-            }
-            data.plug(connection);
-            self.send_data(index as usize);
+        let connection = Connection { attempt, stream };
+        let joined = self.link.join_first(&connection.stream, || {
+            self.outbox.plug(index as usize, connection.clone(), 0)?;
+            data.plug(connection.clone());
+            Ok::<(), BadAcknowledgement>(())
+        });
+        match joined {
+            None => {}
+            Some(Ok(())) => self.send_data(index as usize),
+            Some(Err(wrong)) => return Err(io::Error::new(io::ErrorKind::InvalidInput, wrong)),
         }
         Ok(())
     }
@@ -350,8 +353,19 @@ impl TcpClient {
         self.send(|buffer| put(buffer, frame::ALIVE, &[]));
     }
 
-    /// The session has ended: all threads that wait in here return.
-    fn finish(&self) {
+    /// Ends the session, once: all threads that wait in here return.
+    fn finish(&self, end: Option<Lost>) {
+        // Without a reason, too: the bridge must know that its farewell has come.
+        let reason = end.as_ref().map_or(String::new(), |lost| lost.reason.clone());
+        // Under the lock, so that a thread that finds the session lost, and ends the process, does so after the client was told.
+        let mut sending = lock(&self.sending);
+        if self.end.set(end).is_err() {
+            return;
+        }
+        put(sending.buffer.end(), frame::BYE, &[reason.as_bytes()]);
+        // The peer may be the one that is gone.
+        let _ = sending.write();
+        drop(sending);
         self.keep_alive.end();
         self.stop.raise();
         self.link.close();
@@ -525,33 +539,11 @@ impl Client for TcpClient {
     }
 
     fn lose(&self, reason: &str) {
-        // Under the lock, so that a thread that finds the session lost, and ends the process, does so after the client was told.
-        let mut sending = lock(&self.sending);
-        let first = self.end.set(Some(Lost::new(reason))).is_ok();
-        if first {
-            put(sending.buffer.end(), frame::BYE, &[reason.as_bytes()]);
-            // The peer may be the one that is gone.
-            let _ = sending.write();
-        }
-        drop(sending);
-        if first {
-            self.finish();
-        }
+        self.finish(Some(Lost::new(reason)));
     }
 
     fn close(&self) {
-        let mut sending = lock(&self.sending);
-        let first = self.end.set(None).is_ok();
-        if first {
-            // The bridge must know that its farewell has come.
-            put(sending.buffer.end(), frame::BYE, &[]);
-            // It may be gone.
-            let _ = sending.write();
-        }
-        drop(sending);
-        if first {
-            self.finish();
-        }
+        self.finish(None);
     }
 
     fn when_over(&self, then: Box<dyn FnOnce() + Send>) {

@@ -25,7 +25,7 @@ use ratatui::crossterm::event::{self, Event, KeyEventKind};
 
 use self::sample::Sample;
 use self::views::{App, Order};
-use crate::status::sockets;
+use crate::status::Sockets;
 
 /// Maximum delay between two updates of the screen.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -36,10 +36,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// the column to sort by, r the direction, ↑ ↓ PgUp PgDn Home End scroll, p pauses, q quits.
 #[derive(Args)]
 pub struct Arguments {
-    /// Status socket to read. May be given more than once. By default /run/rgpu/vhost-rgpu.status and
-    /// /run/rgpu/server.status
-    #[arg(long, value_name = "PATH")]
-    socket: Vec<PathBuf>,
+    #[command(flatten)]
+    sockets: Sockets,
     /// Seconds between two readings of the daemons' status, 0.2 to 3600
     #[arg(long, value_name = "SECONDS", default_value_t = 2.0, value_parser = parse_interval)]
     interval: f64,
@@ -56,7 +54,7 @@ pub fn top(arguments: &Arguments) -> Result<ExitCode> {
         std::io::stdin().is_terminal() && std::io::stdout().is_terminal(),
         "top needs a terminal; a program can use rgpuctl status --json"
     );
-    let sockets = sockets(&arguments.socket);
+    let sockets = arguments.sockets.paths();
     let (first, others) = (Sample::read(&sockets), channel());
     // Otherwise the error would be the only thing on an empty screen.
     ensure!(first.is_any(), "{}", first.failures().join("\n"));

@@ -150,6 +150,30 @@ impl Cuda {
         unsafe { registration::in_place(self.api, home.handle, &home.health, region) }
     }
 
+    /// Copies between rows and client memory that the device accesses [in place](Self::in_place).
+    fn copy_in_place(
+        &mut self,
+        cx: &Call,
+        streams: &mut Streams<CudaStream>,
+        place: &Place,
+        direction: Direction,
+        rows: &Rows,
+        mapped: Mapped,
+    ) -> Result {
+        let mut offset = 0;
+        for (at, len) in mapped.runs() {
+            // SAFETY: the rows were checked; the run is registered and held until the fence below.
+            let copied = unsafe { copy_rows(self.api, place.stream, direction, rows, offset, *at, *len) };
+            self.note(place.context, copied)?;
+            offset += *len as u64;
+        }
+        let progress = Arc::clone(&place.progress);
+        self.fence(streams, place, cx.seq, move |status| {
+            progress.complain(status);
+            drop(mapped);
+        })
+    }
+
     /// Enqueues copies from the slots where the data arrives.
     fn upload_placed(
         &mut self,
@@ -297,21 +321,7 @@ impl GpuCopies for Cuda {
             Input::Inline(bytes) => self.upload_at_once(place, to, bytes),
             Input::Mapped(mapped) => {
                 if self.in_place(place.context, mapped.region())? {
-                    let mut offset = 0;
-                    for (at, len) in mapped.runs() {
-                        // SAFETY: the rows were checked; the run is registered and held until the fence
-                        // below.
-                        let copied = unsafe {
-                            copy_rows(self.api, place.stream, Direction::ToDevice, to, offset, *at, *len)
-                        };
-                        self.note(place.context, copied)?;
-                        offset += *len as u64;
-                    }
-                    let progress = Arc::clone(&place.progress);
-                    return self.fence(streams, place, cx.seq, move |status| {
-                        progress.complain(status);
-                        drop(mapped);
-                    });
+                    return self.copy_in_place(cx, streams, place, Direction::ToDevice, to, mapped);
                 }
                 if mapped.len() <= TAKEN_AT_ONCE && mapped.region().is_arena() {
                     let mut bytes = vec![0; mapped.len()];
@@ -336,24 +346,12 @@ impl GpuCopies for Cuda {
         sink: Sink,
     ) -> Result {
         let packed = from.width * from.height * from.depth;
-        if let Sink::Mapped(mapped) = &sink
-            && self.in_place(place.context, mapped.region())?
-        {
-            let mut offset = 0;
-            for (at, len) in mapped.runs() {
-                // SAFETY: the rows were checked; the run is registered and held until the fence below.
-                let copied = unsafe {
-                    copy_rows(self.api, place.stream, Direction::FromDevice, from, offset, *at, *len)
-                };
-                self.note(place.context, copied)?;
-                offset += *len as u64;
+        let sink = match sink {
+            Sink::Mapped(mapped) if self.in_place(place.context, mapped.region())? => {
+                return self.copy_in_place(cx, streams, place, Direction::FromDevice, from, mapped);
             }
-            let progress = Arc::clone(&place.progress);
-            return self.fence(streams, place, cx.seq, move |status| {
-                progress.complain(status);
-                drop(sink);
-            });
-        }
+            sink => sink,
+        };
         let chunk_in = |slot| chunk_of(from, packed, slot);
         let transfer = self.staging.begin(place.flows.outbound, packed, chunk_in, &place.health)?;
         self.staging.send(Arc::clone(&transfer), sink);

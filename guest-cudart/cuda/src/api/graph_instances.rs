@@ -69,16 +69,7 @@ fn launch(handle: usize, stream: usize, per_thread: bool) -> Result {
 
 fn set(handle: usize, node: usize, work: Result<Work>) -> Result {
     let (_, exec) = exec(handle)?;
-    exec.change(node, |before| {
-        let work = work?;
-        Ok(match (before, work) {
-            // The parameters don't include attributes.
-            (Work::Kernel(before), Work::Kernel(work)) => {
-                Work::Kernel(Arc::new(work.with_attributes(before.attributes.clone())))
-            }
-            (_, work) => work,
-        })
-    })
+    exec.change(node, |before| Ok(work?.in_place_of(before)))
 }
 
 fn apply(handle: usize, graph: usize, info: Out<UpdateResultInfo>) -> Result {

@@ -21,13 +21,7 @@ fn replace(handle: usize, work: Result<Work>) -> Result {
         if work.kind() != before.kind() {
             return Err(Status::INVALID_VALUE);
         }
-        Ok(match (before, work) {
-            // The parameters don't include attributes.
-            (Work::Kernel(before), Work::Kernel(work)) => {
-                Work::Kernel(Arc::new(work.with_attributes(before.attributes.clone())))
-            }
-            (_, work) => work,
-        })
+        Ok(work.in_place_of(before))
     })
 }
 

@@ -37,12 +37,22 @@ pub(crate) fn one(
 }
 
 /// A program's array of operations.
-fn operations_of(given: Array<'_, BatchMemOp>, count: Count<u32>) -> Result<&[BatchMemOp]> {
+fn batch(
+    stream: usize,
+    per_thread: bool,
+    count: Count<u32>,
+    given: Array<'_, BatchMemOp>,
+    flags: u32,
+    first: bool,
+) -> Result {
+    if flags != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
     given.required()?;
     if count.get() > memory_op::MOST {
         return Err(Status::INVALID_VALUE);
     }
-    given.entries(count)
+    enqueue(stream, per_thread, given.entries(count)?, first)
 }
 
 api! {
@@ -63,10 +73,7 @@ api! {
     }
 
     fn cuStreamBatchMemOp_v2 / cuStreamBatchMemOp_v2_ptsz(stream: usize, count: Count<u32>, operations: Array<BatchMemOp>, flags: u32) |pt| {
-        if flags != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        enqueue(stream, pt, operations_of(operations, count)?, false)
+        batch(stream, pt, count, operations, flags, false)
     }
 
     fn cuStreamWaitValue32 / cuStreamWaitValue32_ptsz(stream: usize, address: u64, value: u32, flags: u32) |pt| {
@@ -86,9 +93,6 @@ api! {
     }
 
     fn cuStreamBatchMemOp / cuStreamBatchMemOp_ptsz(stream: usize, count: Count<u32>, operations: Array<BatchMemOp>, flags: u32) |pt| {
-        if flags != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        enqueue(stream, pt, operations_of(operations, count)?, true)
+        batch(stream, pt, count, operations, flags, true)
     }
 }

@@ -16,7 +16,7 @@ use crate::process::device_attributes::attr;
 use crate::process::driver::{self, Device};
 use client::ops::module::{ClusterShape, OccupancyMaxActiveClusters};
 use client::{Status, lock};
-use device_code::cubin::{Cubin, Kernel};
+use device_code::cubin::{Cubin, Kernel, MOST_THREADS, RESERVED_SHARED};
 
 /// Possible sizes of a multiprocessor's shared memory, in KiB.
 const SHARED_KIB: [u64; 10] = [0, 8, 16, 32, 64, 100, 132, 164, 196, 228];
@@ -32,12 +32,9 @@ const USUAL_SHARED: u64 = 48 << 10;
 const WARP: u64 = 32;
 /// Registers per multiprocessor, and per block.
 const REGISTERS: u64 = 64 << 10;
-/// Maximum threads and warps.
-const MOST_THREADS: u64 = 1024;
+/// Maximum warps and blocks of a multiprocessor.
 const MOST_WARPS: u64 = 64;
 const MOST_BLOCKS: u64 = 32;
-/// Shared memory that the system takes per block, in bytes.
-const RESERVED: u64 = device_code::cubin::RESERVED_SHARED;
 
 /// The resources of a kernel's block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,7 +124,8 @@ impl Resources {
         // Registers are checked as if a block's warps were spread evenly.
         let registers = self.of_warp() * warps.next_multiple_of(PARTS);
         let shared = self.shared.saturating_add(dynamic);
-        let each = shared.saturating_add(RESERVED).checked_next_multiple_of(SHARED_UNIT).unwrap_or(u64::MAX);
+        let each =
+            shared.saturating_add(RESERVED_SHARED).checked_next_multiple_of(SHARED_UNIT).unwrap_or(u64::MAX);
         let most = SHARED_KIB[SHARED_KIB.len() - 1] << 10;
         let allowed = USUAL_SHARED.max(set.dynamic_limit.saturating_add(self.shared));
         if warps == 0 || threads > MOST_THREADS || registers > REGISTERS || shared > allowed || each > most {
@@ -148,7 +146,7 @@ impl Resources {
         let each = most / resident / SHARED_UNIT * SHARED_UNIT;
         let allowed =
             USUAL_SHARED.max(set.dynamic_limit.saturating_add(self.shared)).saturating_sub(self.shared);
-        let dynamic = each.checked_sub(RESERVED + self.shared)?.min(allowed);
+        let dynamic = each.checked_sub(RESERVED_SHARED + self.shared)?.min(allowed);
         let fits = |dynamic| self.blocks(set, threads, dynamic).min(Clusters::MOST_RESIDENT) == resident;
         [dynamic, 0].into_iter().find(|dynamic| fits(*dynamic)).map(|dynamic| dynamic as u32)
     }
@@ -182,7 +180,7 @@ fn is_known(device: &Device) -> bool {
         (attr::MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, 228 << 10),
         (attr::MAX_REGISTERS_PER_MULTIPROCESSOR, REGISTERS as i32),
         (attr::MAX_BLOCKS_PER_MULTIPROCESSOR, MOST_BLOCKS as i32),
-        (attr::RESERVED_SHARED_MEMORY_PER_BLOCK, RESERVED as i32),
+        (attr::RESERVED_SHARED_MEMORY_PER_BLOCK, RESERVED_SHARED as i32),
     ];
     known.iter().all(|(number, value)| attribute(*number) == *value)
 }

@@ -58,6 +58,19 @@ pub(crate) enum Work {
     Conditional(Arc<Conditional>),
 }
 
+impl Work {
+    /// This work as a node's new work in place of `before`. Parameters of a kernel don't include attributes,
+    /// so it keeps those.
+    pub fn in_place_of(self, before: &Work) -> Work {
+        match (before, self) {
+            (Work::Kernel(before), Work::Kernel(work)) => {
+                Work::Kernel(Arc::new(work.with_attributes(before.attributes.clone())))
+            }
+            (_, work) => work,
+        }
+    }
+}
+
 /// A launch, with everything that belongs to it.
 pub(crate) struct Kernel {
     /// The function or the kernel, as the program named it.

@@ -95,7 +95,7 @@ impl Owner for Transfer<'_> {
     }
 }
 
-impl Transfer<'_> {
+impl<'s> Transfer<'s> {
     /// Copies from the host to the device. When this returns, the source has been read. Calls `before` for
     /// each range of the target before the operation that writes it, and keeps the result until that
     /// operation was enqueued.
@@ -177,6 +177,22 @@ impl Transfer<'_> {
         Ok(answer.bytes.0)
     }
 
+    /// Asks when the stream has written a block.
+    pub fn ask_when_written(
+        &self,
+        block: Block<'s>,
+    ) -> Result<(Pending<'s, StreamSynchronizeReply>, Block<'s>)> {
+        match self.stream.session().submit(&StreamSynchronize { stream: self.stream.id }) {
+            Ok(pending) => Ok((pending, block)),
+            Err(status) => {
+                // The server may still write the block and will not report when it has. The block is lost with
+                // the session.
+                std::mem::forget(block);
+                Err(status)
+            }
+        }
+    }
+
     /// Fetches `len` bytes through the arena, with several chunks under way at once. Calls `out` for each
     /// with its offset, its bytes and its length.
     fn pipeline(&self, src: u64, len: usize, out: &mut dyn FnMut(usize, *const u8, usize)) -> Result {
@@ -205,15 +221,7 @@ impl Transfer<'_> {
                 };
                 let dst = HostOut(block.range(n));
                 self.stream.work(&MemcpyDtoH { stream, src: src + at as u64, dst })?;
-                let pending = match session.submit(&StreamSynchronize { stream }) {
-                    Ok(pending) => pending,
-                    Err(status) => {
-                        // The server may still write the block and will not report when it has. The block is
-                        // lost with the session.
-                        std::mem::forget(block);
-                        return Err(status);
-                    }
-                };
+                let (pending, block) = self.ask_when_written(block)?;
                 flights.push_back(Flight { pending, block, begun: Instant::now(), at, len: n });
                 at += n;
             }

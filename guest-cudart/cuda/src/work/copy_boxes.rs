@@ -22,7 +22,6 @@ use client::Status;
 use client::data::{HostIn, HostOut};
 use client::handle::StreamId;
 use client::ops::copy::{MemcpyDtoD, MemcpyDtoD3D, MemcpyDtoH3D, MemcpyHtoD3D, Pitched};
-use client::ops::stream::StreamSynchronize;
 
 /// One side of a copy: linear memory of either kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -226,14 +225,7 @@ impl Copier {
                 dst: HostOut(block.range(n)),
             };
             self.stream.work(&op)?;
-            let pending = match session.submit(&StreamSynchronize { stream }) {
-                Ok(pending) => pending,
-                Err(status) => {
-                    // The host may still write the block, so it is lost with the session.
-                    std::mem::forget(block);
-                    return Err(status);
-                }
-            };
+            let (pending, block) = self.transfer().ask_when_written(block)?;
             let seq = pending.seq();
             if let Err(status) = pending.wait() {
                 return self.stream.context.settle(Err(status));

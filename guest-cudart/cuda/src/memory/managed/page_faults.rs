@@ -149,10 +149,7 @@ impl State {
         let Some((base, answer)) = self.answer(fault) else { return Ok(false) };
         match answer {
             Answer::Nothing => {}
-            Answer::Allow(run) => {
-                self.given(base, run, true);
-                pages.allow_writes(run.address as usize, run.len as usize).map_err(failed)?;
-            }
+            Answer::Allow(run) => self.allow_writes(pages, base, run)?,
             Answer::Zeroes(run) => {
                 self.given(base, run, fault.write);
                 fill(pages, run, zeroed(buffer, run), fault.write)?;
@@ -174,6 +171,12 @@ impl State {
             self.held.insert(base);
             self.counted();
         }
+    }
+
+    /// Lets the host write to a run that it has.
+    pub(crate) fn allow_writes(&mut self, pages: &Pages, base: u64, run: Run) -> Result {
+        self.given(base, run, true);
+        pages.allow_writes(run.address as usize, run.len as usize).map_err(failed)
     }
 
     /// Reads the device's bytes of a run.

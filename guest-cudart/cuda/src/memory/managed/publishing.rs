@@ -2,10 +2,10 @@
 //! which it may have made them.
 
 use crate::abi::result::Result;
+use crate::memory::managed::State;
 use crate::memory::managed::blocks::Run;
 use crate::memory::managed::changes::{changes, send};
 use crate::memory::managed::shared_blocks::written;
-use crate::memory::managed::{State, page_faults};
 use crate::process::context::Context;
 use crate::process::work_signal;
 use client::ops::memory::WordPatch;
@@ -51,9 +51,8 @@ impl State {
         if let Some((_, piece)) = self.pieces.get_mut(&base) {
             piece.blocks.writes(run.address);
         }
-        self.given(base, run, true);
         self.publishing.allowed(run.address);
         work_signal::wake();
-        pages.allow_writes(run.address as usize, run.len as usize).map_err(page_faults::failed)
+        self.allow_writes(pages, base, run)
     }
 }

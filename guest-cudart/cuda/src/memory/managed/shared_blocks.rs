@@ -50,6 +50,7 @@ const SOON: Duration = Duration::from_micros(30);
 const LATER: Duration = Duration::from_micros(240);
 /// Maximum size of a run that is read again when another one is given. Longer ones are taken away.
 pub(super) const READ_AGAIN: u64 = 2 * SMALL;
+
 /// A run that the host was given while the device worked.
 pub(crate) struct Together {
     /// First address of the piece.
@@ -311,10 +312,7 @@ impl State {
         let Some((base, answer)) = self.answer(fault) else { return Ok(false) };
         match answer {
             Answer::Nothing => {}
-            Answer::Allow(run) => {
-                self.given(base, run, true);
-                pages.allow_writes(run.address as usize, run.len as usize).map_err(page_faults::failed)?;
-            }
+            Answer::Allow(run) => self.allow_writes(pages, base, run)?,
             Answer::Zeroes(run) | Answer::Fetch(run) => {
                 self.fetch(base, run, buffer)?;
                 self.given(base, run, fault.write);
