@@ -463,6 +463,11 @@ impl Link {
         self.out.has_room()
     }
 
+    /// Whether bytes wait to be sent.
+    pub fn wants_out(&self) -> bool {
+        !self.out.is_empty()
+    }
+
     /// The stream to the peer, to be appended to. It goes with the next [`flush`](Self::flush), everything together.
     pub fn out(&mut self) -> &mut Vec<u8> {
         self.out.end()
