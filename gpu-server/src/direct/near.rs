@@ -8,9 +8,10 @@ use std::sync::{Arc, Mutex};
 
 use protocol::Status;
 use protocol::handle::ContextId;
-use protocol::ops::direct::{MAX_NAMED, MAX_PIECE};
+use protocol::ops::direct::{DirectCloseReply, MAX_NAMED, MAX_PIECE};
 
 use super::lock;
+use crate::driver::call::Pending;
 use crate::driver::gpu::Carrier;
 
 /// A prepared end's device memory.
@@ -134,6 +135,38 @@ pub struct Still(Arc<Motion>);
 impl Drop for Still {
     fn drop(&mut self) {
         lock(&self.0.0).1 = false;
+    }
+}
+
+/// Copies of pieces that are under way at one end, and whom to tell when none is.
+#[derive(Default)]
+pub(super) struct Copies(pub(super) Mutex<(usize, Option<Pending>)>);
+
+impl Copies {
+    pub(super) fn begin(self: &Arc<Copies>) -> Copying {
+        lock(&self.0).0 += 1;
+        Copying(Arc::clone(self))
+    }
+
+    /// Answers when none is under way any more.
+    pub(super) fn when_over(&self, pending: Pending) {
+        let mut state = lock(&self.0);
+        if state.0 == 0 { pending.answer(Ok(DirectCloseReply {})) } else { state.1 = Some(pending) }
+    }
+}
+
+/// One of them.
+pub(super) struct Copying(pub(super) Arc<Copies>);
+
+impl Drop for Copying {
+    fn drop(&mut self) {
+        let mut state = lock(&self.0.0);
+        state.0 -= 1;
+        if state.0 == 0
+            && let Some(pending) = state.1.take()
+        {
+            pending.answer(Ok(DirectCloseReply {}));
+        }
     }
 }
 

@@ -1,13 +1,19 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::LazyLock;
+use std::sync::mpsc::channel;
 
+use super::buffers::*;
+use super::outgoing::*;
 use super::*;
 use crate::driver::End;
+use crate::driver::gpu::Carrier;
+use host_bridge::endpoint::Mapped;
 use host_bridge::verbs::software::{self, Outside};
 use proptest::prelude::*;
 use protocol::device::text;
-use protocol::link::{DIRECT_VERBS_SINCE, DirectQueue};
+use protocol::link::{DIRECT_VERBS_SINCE, DirectHeader, DirectQueue};
+use protocol::ops::direct::MAX_PIECE;
 
 /// Copies nothing, and says that it is done.
 pub(super) struct Nothing;

@@ -35,7 +35,9 @@ use protocol::ops::direct::PIECES;
 use protocol::version::Version;
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::{Buffer, Common, Incoming, Jobs, PATIENCE, Piece, Pool, WITHIN, lock};
+use super::buffers::{Buffer, Pool};
+use super::outgoing::{Jobs, Piece};
+use super::{Common, Incoming, PATIENCE, WITHIN, lock};
 
 /// Receives that are posted at first. There are twice as many whenever half of them are used at once, up to
 /// [`PIECES`]: each costs a buffer of page-locked memory.

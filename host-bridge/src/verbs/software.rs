@@ -17,7 +17,9 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::os::fd::RawFd;
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+#[cfg(feature = "software-verbs")]
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use nix::errno::Errno;
@@ -36,7 +38,9 @@ const LID: u16 = 7;
 const MTU: u32 = 5;
 
 static INSTALLED: AtomicBool = AtomicBool::new(false);
+#[cfg(feature = "software-verbs")]
 static WORDS: AtomicU64 = AtomicU64::new(u64::MAX);
+#[cfg(feature = "software-verbs")]
 static ENDED: AtomicU64 = AtomicU64::new(0);
 static FABRIC: LazyLock<Mutex<Fabric>> = LazyLock::new(Mutex::default);
 
@@ -54,19 +58,23 @@ fn fabric() -> MutexGuard<'static, Fabric> {
 }
 
 /// A relay's thread ends when it has written so many more words into its ledger, as if its process did: nothing is said to anybody, and its queue pairs and registrations are gone.
+#[cfg(feature = "software-verbs")]
 pub fn end_process_after(words: u64) {
     WORDS.store(words, Ordering::SeqCst);
 }
 
 /// How many have ended so.
+#[cfg(feature = "software-verbs")]
 pub fn processes_ended() -> u64 {
     ENDED.load(Ordering::SeqCst)
 }
 
 /// What a thread ends with.
+#[cfg(feature = "software-verbs")]
 pub(crate) struct Ended;
 
 /// Counts a word of a ledger.
+#[cfg(feature = "software-verbs")]
 pub(crate) fn writes_word() {
     let left = |words: u64| words.checked_sub(1).filter(|_| words < u64::MAX);
     if WORDS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left) == Err(0) {
@@ -76,6 +84,7 @@ pub(crate) fn writes_word() {
 }
 
 /// Whether a thread ended in this way.
+#[cfg(feature = "software-verbs")]
 pub(crate) fn has_ended(why: &(dyn std::any::Any + Send)) -> bool {
     let ended = why.is::<Ended>();
     if ended {

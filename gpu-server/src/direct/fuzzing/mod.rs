@@ -17,14 +17,19 @@ use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::sync::mpsc::channel;
 
 use host_bridge::endpoint::Client;
 use host_bridge::verbs::software;
 use protocol::channel::MAX_PAYLOAD;
 use protocol::fuzzing::Steps;
-use protocol::link::DirectQueue;
+use protocol::link::{DirectHeader, DirectQueue};
+use protocol::ops::direct::MAX_PIECE;
 use zerocopy::FromBytes;
 
+use super::buffers::*;
+use super::incoming::*;
+use super::outgoing::*;
 use super::*;
 use crate::doubles::{Listener, Told};
 use crate::driver::call::Call;

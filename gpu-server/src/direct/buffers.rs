@@ -1,0 +1,172 @@
+//! The buffers that pieces are in at one end of a connection.
+
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+
+use protocol::Status;
+use protocol::ops::direct::{MAX_PIECE, PIECES};
+
+use super::verbs::{Bell, Memory};
+use super::{Common, lock};
+use crate::driver::gpu::Preparer;
+
+/// Buffers that are made ready for a connection in advance. It has no others then.
+const PREPARED: usize = PIECES / 4 * 3;
+
+/// The buffers of one end of a connection.
+pub(super) struct Pool {
+    pub(super) common: Arc<Common>,
+    pub(super) state: Mutex<PoolState>,
+    pub(super) changed: Condvar,
+    /// Rung when a buffer becomes free, for an end over verbs.
+    pub(super) bell: OnceLock<Arc<Bell>>,
+}
+
+pub(super) struct PoolState {
+    pub(super) free: Vec<Arc<Memory>>,
+    pub(super) made: usize,
+    pub(super) most: usize,
+    pub(super) closed: bool,
+}
+
+impl Pool {
+    pub(super) fn new(common: &Arc<Common>) -> Arc<Pool> {
+        let state = PoolState { free: Vec::new(), made: 0, most: PIECES, closed: false };
+        let (state, changed, bell) = (Mutex::new(state), Condvar::new(), OnceLock::new());
+        Arc::new(Pool { common: Arc::clone(common), state, changed, bell })
+    }
+
+    /// A buffer that no connection has.
+    pub(super) fn fresh(&self) -> Option<Arc<Memory>> {
+        if let Some(memory) = lock(&self.common.spare).pop() {
+            return Some(memory);
+        }
+        let memory = Memory::new(MAX_PIECE as usize);
+        memory.inspect_err(|e| tracing::warn!("no memory for a direct connection: {e}")).ok()
+    }
+
+    /// Makes buffers ready. Nothing that pieces do later calls the driver for them.
+    pub(super) fn prepare(&self, ready: &Preparer) {
+        loop {
+            {
+                let mut state = lock(&self.state);
+                if state.closed || state.made >= PREPARED {
+                    state.most = state.made;
+                    return;
+                }
+                state.made += 1;
+            }
+            // Nobody waits for this lock meanwhile: it may take long.
+            let memory = self.fresh();
+            memory.iter().for_each(|memory| ready(memory.region()));
+            let mut state = lock(&self.state);
+            match memory {
+                Some(memory) => state.free.push(memory),
+                None => {
+                    state.made -= 1;
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Takes a buffer, unless all are in use.
+    pub(super) fn try_take(self: &Arc<Pool>) -> Option<Buffer> {
+        self.take_from(&mut lock(&self.state))
+    }
+
+    pub(super) fn take_from(self: &Arc<Pool>, state: &mut PoolState) -> Option<Buffer> {
+        if state.closed {
+            return None;
+        }
+        let memory = match state.free.pop() {
+            Some(memory) => memory,
+            None if state.made < state.most => {
+                let memory = self.fresh()?;
+                state.made += 1;
+                memory
+            }
+            None => return None,
+        };
+        Some(Buffer { memory, pool: Arc::clone(self) })
+    }
+
+    /// Takes a buffer, waiting for one if necessary. `None`: the connection is closed, or there is no memory.
+    pub(super) fn take(self: &Arc<Pool>) -> Option<Buffer> {
+        let mut state = lock(&self.state);
+        while state.free.is_empty() && state.made >= state.most && !state.closed {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        self.take_from(&mut state)
+    }
+
+    /// Closes the pool: nothing can be taken any more. Other connections get the buffers.
+    pub(super) fn close(&self) {
+        let mut state = lock(&self.state);
+        state.closed = true;
+        let mut free = std::mem::take(&mut state.free);
+        drop(state);
+        self.changed.notify_all();
+        lock(&self.common.spare).append(&mut free);
+    }
+}
+
+/// A buffer in use. Dropping it makes it free again.
+pub(super) struct Buffer {
+    pub(super) memory: Arc<Memory>,
+    pub(super) pool: Arc<Pool>,
+}
+
+impl Buffer {
+    /// Its first `len` bytes.
+    pub(super) fn bytes(&mut self, len: usize) -> &mut [u8] {
+        match self.memory.region().runs(0, len as u64).as_deref() {
+            // SAFETY: the region belongs to this buffer, and whoever has the buffer has it exclusively: a
+            // device is done with it when it is passed on.
+            Some([(at, len)]) => unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), *len) },
+            _ => &mut [],
+        }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let mut state = lock(&self.pool.state);
+        if state.closed {
+            lock(&self.pool.common.spare).push(Arc::clone(&self.memory));
+        } else {
+            state.free.push(Arc::clone(&self.memory));
+        }
+        drop(state);
+        self.pool.changed.notify_all();
+        self.pool.bell.get().inspect(|bell| bell.ring());
+    }
+}
+
+/// A buffer that a device uses. Unless the device is known to be [done](InUse::over), its memory is never
+/// freed.
+pub struct InUse(pub(super) Option<Buffer>);
+
+impl InUse {
+    /// The device is done with it.
+    pub(super) fn over(mut self) -> Option<Buffer> {
+        self.0.take()
+    }
+
+    /// Releases it if the status says that the device is done; nobody needs its bytes.
+    pub fn release(self, status: Status) {
+        if status.is_success() {
+            drop(self.over());
+        }
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.0.take() {
+            // A new buffer takes its place.
+            lock(&buffer.pool.state).made -= 1;
+            buffer.pool.changed.notify_all();
+            std::mem::forget(buffer);
+        }
+    }
+}
