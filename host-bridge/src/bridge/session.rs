@@ -532,7 +532,7 @@ impl Prepared {
         })
     }
 
-    /// Opens the connections that the session needs besides. Blocks until they stand or one has failed.
+    /// Opens the connections that the session needs besides. Waits for the control connection only.
     pub fn open(self) -> Result<Opened, ConnectError> {
         let Prepared { config, link, handshake } = self;
         let link = match link {
