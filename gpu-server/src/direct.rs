@@ -11,8 +11,8 @@
 //! receiving end stops reading.
 //!
 //! A piece that has arrived waits until the client lands it, unless the client has said in advance where it goes
-//! ([`Expected`]): then the thread that receives it starts its copy to the device, too. That, and what is
-//! [sent at once](Directs::send_now), goes on while the dispatcher is busy ([`near`]).
+//! ([`Expected`]): then the thread that receives it starts its copy to the device, too. Receiving like this and
+//! [sending at once](Directs::send_now) both work while the dispatcher is busy ([`near`]).
 //!
 //! If both operators allow it and both ends have a device, pieces take [`verbs`] instead of the socket, which
 //! stays open: its end is the connection's. The buffers and everything around them are the same.

@@ -387,7 +387,7 @@ fn a_session_begins_though_the_connection_that_was_kept_for_it_is_cut() {
     assert!(!worker.holds());
 }
 
-/// The client goes on once it knows the worker, which has not seen the hello yet.
+/// The client continues as soon as it knows the worker, even though the worker has not seen the hello yet.
 #[test]
 fn a_session_goes_on_whose_control_connection_is_lost_with_the_hello_and_the_first_commands() {
     let server = Server::start_protected(&[]);

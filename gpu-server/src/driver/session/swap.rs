@@ -56,10 +56,24 @@ impl<G: Gpu> Session<G> {
         patience: Duration,
     ) -> Result<u64> {
         // What goes to other servers and comes from them is copied without the dispatcher.
-        let still = match (self.still.take(), &self.directs) {
-            (None, Some(directs)) => Some(directs.hold_still().ok_or(Status::NOT_READY)?),
-            (still, _) => still,
-        };
+        if let (None, Some(directs)) = (&self.still, &self.directs) {
+            self.still = Some(directs.hold_still().ok_or(Status::NOT_READY)?);
+        }
+        let left = self.leave_idle_devices(cx, store, file, patience);
+        if !self.has_left() {
+            self.still = None;
+        }
+        left
+    }
+
+    /// The same, once nothing but the dispatcher copies pieces of other servers.
+    fn leave_idle_devices(
+        &mut self,
+        cx: &mut Call,
+        store: &mut Store,
+        file: Option<OwnedFd>,
+        patience: Duration,
+    ) -> Result<u64> {
         self.wait_for_devices(cx.seq, patience)?;
         let mut leaving: Vec<Moving> = Vec::new();
         let mut at = 0;
@@ -71,13 +85,14 @@ impl<G: Gpu> Session<G> {
                 }
             }
         }
-        for (id, Movable { device, address, size }, _) in self.space.all_movable() {
-            leaving.push(Moving { device, address, size, at, memory: Some(id) });
-            at += size;
+        for (id, Movable { device, address, size }, left) in self.space.all_movable() {
+            if left.is_none() {
+                leaving.push(Moving { device, address, size, at, memory: Some(id) });
+                at += size;
+            }
         }
-        let moved = self.move_out(&leaving, store, file);
-        self.still = still.filter(|_| self.has_left());
-        moved.map(|()| at)
+        self.move_out(&leaving, store, file)?;
+        Ok(at)
     }
 
     /// Waits until no device works for the session.

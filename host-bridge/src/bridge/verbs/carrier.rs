@@ -241,7 +241,7 @@ impl VerbsCarrier {
         Ok(())
     }
 
-    /// Has the server told what has been acted on of the control stream, once that is much, and a little sooner when it is told something anyway.
+    /// Acknowledges the control stream as far as it has been acted on: once much has come, or sooner if something goes to the server anyway.
     fn acknowledge(&mut self, machine: &mut Machine<'_>) {
         let bytes = machine.control_taken();
         let enough = if self.link.wants_out() { ACKNOWLEDGE_CONTROL / 8 } else { ACKNOWLEDGE_CONTROL };
@@ -497,7 +497,7 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
                 Err(end) => return Err(end),
             }
         }
-        // From now on the server is told as for any session.
+        // From here on, this is a session like any other.
         self.keys.clear();
         self.session.link.stands_unmeasured();
         lost.end();
