@@ -42,24 +42,25 @@ use host_bridge::verbs::Settings;
 use identity::{Fingerprint, Identity, Secret, tls};
 use protocol::Status;
 use protocol::device::{Answer, untext};
-use protocol::handle::ContextId;
+use protocol::handle::{ContextId, StreamId};
 use protocol::link::{Hello, MAGIC, Welcome, greeting, purpose};
 use protocol::ops::direct::{
-    DirectCloseReply, DirectFailuresReply, DirectOfferReply, DirectOpenReply, DirectPrepareReply,
-    DirectReceive, DirectSendNow, DirectTicket, MAX_ADDRESSES, MAX_DIRECTS, PIECES,
+    DirectCloseReply, DirectFailuresReply, DirectMemoryReply, DirectOfferReply, DirectOpenReply,
+    DirectPrepareReply, DirectReceive, DirectSendNow, DirectTicket, MAX_ADDRESSES, MAX_DIRECTS, PIECES,
 };
 use protocol::version::{OURS, Version};
 use zerocopy::{FromZeros, IntoBytes};
 
+use self::buffers::Pool;
 use self::incoming::Expected;
 pub use self::incoming::Incoming;
+pub use self::near::{Memory as PieceMemory, MirrorCarrier, Near, Still};
 use self::near::{Motion, Named};
-pub use self::near::{Near, Still};
 pub use self::outgoing::Outgoing;
 use self::verbs::{Memory, Verbs};
 use crate::cuda_ipc::{Broker, Token};
 use crate::driver::call::Pending;
-use crate::driver::gpu::Preparer;
+use crate::driver::gpu::{Carrier, Preparer};
 use crate::driver::rows::Rows;
 
 /// How long setting up a connection may take, from the connected socket on, and then the first message over
@@ -371,8 +372,7 @@ impl Directs {
         incoming.map(|incoming| (stream, incoming)).ok_or_else(unknown)
     }
 
-    /// Makes a connection ready for pieces that are copied without the dispatcher, with device memory of `near`.
-    /// Answers when its buffers are.
+    /// Makes a connection ready for pieces that are copied without the dispatcher. Answers when its buffers are there.
     ///
     /// # Errors
     /// `INVALID_HANDLE` if there is no such connection.
@@ -381,20 +381,46 @@ impl Directs {
         direct: u32,
         outgoing: bool,
         near: Near,
-        ready: Preparer,
         later: impl FnOnce() -> Pending,
     ) -> Result<(), Status> {
         self.with_named(direct, outgoing, |named| named.prepare(near))?;
-        let pool = if outgoing {
+        self.prepared.store(true, Ordering::Release);
+        let (pool, answer) = (self.pool(direct, outgoing)?, later());
+        start(move || {
+            pool.prepare();
+            answer.answer(Ok(DirectPrepareReply {}));
+        })
+    }
+
+    /// Makes a prepared connection ready for pieces in device memory as well, and names this memory, address and size.
+    /// Answers when its buffers are page-locked.
+    ///
+    /// # Errors
+    /// As [`name`](Self::name).
+    pub fn prepare_device(
+        &self,
+        (direct, outgoing): (u32, bool),
+        carrier: Arc<dyn Carrier>,
+        ready: Preparer,
+        part: (u64, u64),
+        later: impl FnOnce() -> Pending,
+    ) -> Result<(), Status> {
+        self.with_named(direct, outgoing, |named| {
+            named.set_device(carrier);
+            named.name(part, PieceMemory::Device)
+        })??;
+        let (pool, answer) = (self.pool(direct, outgoing)?, later());
+        start(move || {
+            pool.lock_pages(&ready);
+            answer.answer(Ok(DirectMemoryReply {}));
+        })
+    }
+
+    fn pool(&self, direct: u32, outgoing: bool) -> Result<Arc<Pool>, Status> {
+        Ok(if outgoing {
             Arc::clone(&self.outgoing(direct)?.pool)
         } else {
             Arc::clone(&self.incoming(direct)?.pool)
-        };
-        self.prepared.store(true, Ordering::Release);
-        let answer = later();
-        start(move || {
-            pool.prepare(&ready);
-            answer.answer(Ok(DirectPrepareReply {}));
         })
     }
 
@@ -402,21 +428,44 @@ impl Directs {
         Ok(if outgoing { f(&self.outgoing(direct)?.named) } else { f(&self.incoming(direct)?.named) })
     }
 
-    /// The context that a connection was prepared for.
+    /// The context and the stream that a connection was prepared for.
     ///
     /// # Errors
     /// `INVALID_HANDLE` if it was not.
-    pub fn context(&self, direct: u32, outgoing: bool) -> Result<ContextId, Status> {
-        self.with_named(direct, outgoing, Named::context)?
+    pub fn place(&self, direct: u32, outgoing: bool) -> Result<(ContextId, StreamId), Status> {
+        self.with_named(direct, outgoing, Named::place)?
     }
 
-    /// Names device memory for a connection's pieces, or forgets it: address and size.
+    /// Whether a connection's pieces can be in device memory.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` if there is no such connection.
+    pub fn has_device(&self, direct: u32, outgoing: bool) -> Result<bool, Status> {
+        self.with_named(direct, outgoing, Named::has_device)
+    }
+
+    /// Names memory for a connection's pieces: address and size.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` if there is no such connection or it was not prepared for this kind of memory,
+    /// `OUT_OF_MEMORY` for too many parts.
+    pub fn name(
+        &self,
+        direct: u32,
+        outgoing: bool,
+        part: (u64, u64),
+        memory: PieceMemory,
+    ) -> Result<(), Status> {
+        self.with_named(direct, outgoing, |named| named.name(part, memory))?
+    }
+
+    /// Forgets what was named with this address and size.
     ///
     /// # Errors
     /// `INVALID_HANDLE` if there is no such connection or it was not prepared, `INVALID_VALUE` if there is nothing
-    /// to forget, `OUT_OF_MEMORY` for too many parts.
-    pub fn name(&self, direct: u32, outgoing: bool, part: (u64, u64), allowed: bool) -> Result<(), Status> {
-        self.with_named(direct, outgoing, |named| named.name(part, allowed))?
+    /// to forget.
+    pub fn unname(&self, direct: u32, outgoing: bool, part: (u64, u64)) -> Result<(), Status> {
+        self.with_named(direct, outgoing, |named| named.unname(part))?
     }
 
     /// Device memory is about to be freed. No piece begins to use it any more.
@@ -443,16 +492,27 @@ impl Directs {
     pub fn send_now(&self, op: &DirectSendNow, seq: u64) -> Result<(), Status> {
         let outgoing = self.outgoing(op.direct)?;
         let moving = self.motion.begin().ok_or(Status::NOT_READY)?;
-        outgoing.named.with(op.src, op.len, |carrier| {
+        outgoing.named.with(op.src, op.len, |carrier, memory| {
             let mut sending = outgoing.piece(op.number);
             // Not an error: the other end learns that the piece does not come.
             let Some(buffer) = sending.fill(op.len) else { return Ok(()) };
             let copying = outgoing.copies.begin();
-            let end = move |status| {
-                sending.finish(status);
+            let end = move |status: Status| {
+                match (memory, status) {
+                    (PieceMemory::Mirror, status) if !status.is_success() => sending.give_up(),
+                    _ => sending.finish(status),
+                }
                 drop((copying, moving));
             };
-            carrier.carry(&Rows::line(op.src, op.len), buffer, seq, Box::new(end));
+            let rows = Rows::line(op.src, op.len);
+            match memory {
+                PieceMemory::Device => carrier.carry(&rows, buffer, seq, Box::new(end)),
+                // The processor copies these, and the connection's own thread has the time for it.
+                PieceMemory::Mirror => {
+                    let carrier = Arc::clone(carrier);
+                    outgoing.run(move || carrier.carry(&rows, buffer, seq, Box::new(end)));
+                }
+            }
             Ok(())
         })
     }
@@ -463,8 +523,10 @@ impl Directs {
         let incoming = self.incoming(op.direct)?;
         // While a piece is expected, memory does not leave.
         let _moving = self.motion.begin().ok_or(Status::NOT_READY)?;
-        let carrier = incoming.named.with(op.dst, op.len, |carrier| Ok(Arc::clone(carrier)))?;
-        incoming.expect(op.number, Expected { to: Rows::line(op.dst, op.len), seq, carrier })
+        let expected = incoming.named.with(op.dst, op.len, |carrier, memory| {
+            Ok(Expected { to: Rows::line(op.dst, op.len), memory, seq, carrier: Arc::clone(carrier) })
+        })?;
+        incoming.expect(op.number, expected)
     }
 
     /// While the result exists, no piece is copied but by the dispatcher. `None`: a piece is being copied, or a

@@ -77,6 +77,10 @@ impl Beside for Zeros {
         true
     }
 
+    fn holds(&self, _address: u64, _len: u64) -> bool {
+        true
+    }
+
     fn read(&self, _address: u64, bytes: &mut [u8]) -> Result<(), Status> {
         bytes.fill(0);
         Ok(())

@@ -660,6 +660,74 @@ fn pieces_are_sent_at_once_from_named_memory_and_from_no_other() {
 }
 
 #[test]
+fn pieces_are_in_mirrors_of_the_clients_memory_as_well() {
+    const MIRROR: u64 = 0x6000_0000_0000;
+    const SIZE: u64 = 2 << 20;
+    let context = ContextId(0);
+    let target = Server::start(&[]);
+    let source = Server::start(&[&format!("--direct-to={}", unix(&target))]);
+    let (mut from, mut to) = (session(&source), session(&target));
+    let ticket = offer(&mut from, &mut to, 1);
+    open(&mut from, 1, &ticket).unwrap();
+    for (session, outgoing) in [(&mut from, true), (&mut to, false)] {
+        prepare(session, 1, outgoing);
+        session.call(&HostMirror { context, address: MIRROR, size: SIZE }).unwrap();
+        let names = |address, len| DirectMemory { direct: 1, outgoing, address, len, allowed: true };
+        for (address, len) in [(MIRROR - 1, 2), (MIRROR + SIZE - 1, 2), (MIRROR, u64::MAX), (MIRROR, 0)] {
+            assert_eq!(session.call(&names(address, len)).unwrap_err(), Status::INVALID_VALUE, "{address:x}");
+        }
+        session.call(&names(MIRROR, SIZE)).unwrap();
+    }
+    from.push(&HostWrite { context, address: MIRROR, bytes: &[1, 2, 3, 4] });
+    put(&mut from, BASE, &[5, 6, 7, 8]);
+    from.call(&StreamSynchronize { stream: STREAM }).unwrap();
+    // From memory of both kinds to memory of both kinds. Some pieces come before the client says where they go.
+    let mut number = 0;
+    for (src, dst) in [(MIRROR, MIRROR + 4096), (MIRROR, BASE), (BASE, MIRROR + 8192), (BASE, BASE + 4096)] {
+        for early in [false, true] {
+            number += 1;
+            let mut expected = None;
+            if !early {
+                expected = Some(receive(&mut to, 1, number, dst, 4));
+            }
+            let sent = send_now(&mut from, 1, number, src, 4);
+            if early {
+                assert_eq!(to.call(&DirectArrival { direct: 1, number }).unwrap().upto, number);
+            }
+            let expected = expected.unwrap_or_else(|| receive(&mut to, 1, number, dst, 4));
+            landed(&mut to, expected);
+            landed(&mut from, sent);
+            let bytes = if dst < BASE + SIZE && dst >= BASE {
+                get(&mut to, dst, 4)
+            } else {
+                to.call(&HostRead { context, address: dst, len: 4 }).unwrap().bytes.0
+            };
+            assert_eq!(bytes, if src == MIRROR { [1, 2, 3, 4] } else { [5, 6, 7, 8] });
+        }
+    }
+    assert_eq!((from.error(0), to.error(0)), (None, None));
+    // Memory that is gone is an error, and costs no buffer, at either end.
+    to.push(&HostUnmap { context, address: MIRROR });
+    for _ in 0..2 * PIECES {
+        number += 1;
+        let expected = receive(&mut to, 1, number, MIRROR, 4);
+        send_now(&mut from, 1, number, BASE, 4);
+        landed(&mut to, expected);
+    }
+    assert_eq!(to.error(0), Some((Status::INVALID_VALUE, false)));
+    from.push(&HostUnmap { context, address: MIRROR });
+    for _ in 0..2 * PIECES {
+        number += 1;
+        send_now(&mut from, 1, number, MIRROR, 4);
+        assert!(rejects(&mut to, 1, number));
+    }
+    for _ in 0..2 * PIECES {
+        number += 1;
+        copies(&mut from, &mut to, 1, number);
+    }
+}
+
+#[test]
 fn closed_connections_make_room_for_others() {
     let target = Server::start(&[]);
     let source = Server::start(&[&format!("--direct-to={}", unix(&target))]);

@@ -21,14 +21,14 @@ use crate::installation::{find, libraries};
 use crate::lease::{Renewed, SERVERS};
 use crate::pool::{Place, Wanted};
 
-/// NCCL's settings for GPUs of several servers. It assumes that a process's GPUs are in one machine, and has
-/// their kernels synchronize through a file in /dev/shm. For its own network, buffers of 4 MiB, its default, are
-/// more than a server remembers of mirrored memory.
+/// NCCL's settings for GPUs of several servers if it uses another network than libcuda's, which makes its own. NCCL
+/// assumes that a process's GPUs are in one machine, and has their kernels synchronize through a file in /dev/shm.
+/// Buffers of 4 MiB, its default, are more than a server remembers of mirrored memory.
 const NCCL: [(&str, &str); 2] = [("NCCL_SHM_DISABLE", "1"), ("NCCL_BUFFSIZE", "524288")];
 
-/// Whether NCCL is told to use rgpu's network, whose buffers are in device memory.
-fn nccl_uses_rgpu() -> bool {
-    std::env::var("NCCL_NET").is_ok_and(|net| net.eq_ignore_ascii_case("rgpu"))
+/// Whether NCCL is told to use another network.
+fn nccl_uses_another() -> bool {
+    std::env::var("NCCL_NET").is_ok_and(|net| !net.is_empty() && !net.eq_ignore_ascii_case("rgpu"))
 }
 
 /// Which server to use, and how.
@@ -156,9 +156,8 @@ impl Session {
         if profiler.exists() {
             command.env("LD_PRELOAD", preloaded(profiler, std::env::var_os("LD_PRELOAD")));
         }
-        if self.several {
-            let settings = if nccl_uses_rgpu() { &NCCL[..1] } else { &NCCL[..] };
-            command.envs(settings.iter().copied().filter(|(name, _)| std::env::var_os(name).is_none()));
+        if self.several && nccl_uses_another() {
+            command.envs(NCCL.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()));
         }
         Ok(())
     }

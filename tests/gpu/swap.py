@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Device memory beyond what the device has: sessions that work in turn, through rgpu and with CUDA's managed memory natively.
 
-    swap.py DIST [--backend cuda|software] [--limit-mib N] [--percent N] [--sessions N] [--rounds N] [--host-mib N] [--folder FOLDER] [--native]
+    swap.py DIST [--backend cuda|software] [--limit-mib N] [--percent N] [--sessions N] [--rounds N] [--host-mib N] [--folder FOLDER] [--created] [--native]
 
 DIST is a folder that `cargo xtask dist` makes. The server lets its sessions use --limit-mib of the device at a time (default: 30720), and each of --sessions programs (default: 4) allocates --percent of that
 (default: 60). They take turns, --rounds each (default: 4). In its turn a program launches a first small kernel, then one that checks and changes all of its memory. The script prints, for each turn, the milliseconds until the
 first launch was done and for the whole turn, and at the end GB/s each way while memory moved, as the workers measured it, and the sessions' own memory in GB. The first round is not in the summary: programs
 allocate then, and memory of the server's machine is page-locked for the first time.
 
---native runs the same programs without rgpu with managed memory, while another program holds the rest of the device. --folder moves what does not fit into --host-mib (default: that of all sessions and a bit)
+With --created, the programs' memory is that of cuMemCreate, mapped once as a whole, as PyTorch's expandable segments are. --native runs the same programs without rgpu with managed memory, while another program holds the rest of the device. --folder moves what does not fit into --host-mib (default: that of all sessions and a bit)
 to files there. Exit status: 1 if a program found wrong data or failed.
 
 RGPU_LIB_DIR names the folder of the guest libraries where DIST has none.
@@ -76,7 +76,7 @@ PIECE = 1 << 30
 class Program:
     """A program that takes turns: it reads lines from its standard input, and answers each with one."""
 
-    def __init__(self, size, managed):
+    def __init__(self, size, kind):
         self.cuda = ctypes.CDLL("libcuda.so.1")
         device, context = ctypes.c_int(), ctypes.c_void_p()
         module, self.kernel = ctypes.c_void_p(), ctypes.c_void_p()
@@ -86,12 +86,12 @@ class Program:
         self.call("cuCtxSetCurrent", context)
         self.call("cuModuleLoadData", ctypes.byref(module), PTX)
         self.call("cuModuleGetFunction", ctypes.byref(self.kernel), module, b"step")
-        self.wrong = self.allocate(4, False)
+        self.wrong = self.allocate(4, "allocated")
         self.call("cuMemsetD32_v2", self.wrong, 0, ctypes.c_size_t(1))
         self.pieces = []
         while size > 0:
             piece = min(size, PIECE)
-            self.pieces.append((self.allocate(piece, managed), piece // 4))
+            self.pieces.append((self.allocate(piece, kind), piece // 4))
             size -= piece
 
     def call(self, name, *arguments):
@@ -99,10 +99,21 @@ class Program:
         if result:
             sys.exit(f"{name}: CUDA error {result}")
 
-    def allocate(self, size, managed):
+    def allocate(self, size, kind):
+        """`kind` is one of "allocated", "created" and "managed"."""
         at = ctypes.c_uint64()
-        if managed:
+        if kind == "managed":
             self.call("cuMemAllocManaged", ctypes.byref(at), ctypes.c_size_t(size), 1)
+        elif kind == "created":
+            # CUmemAllocationProp: pinned memory of device 0. CUmemAccessDesc: device 0 may read and write.
+            properties, access = (ctypes.c_uint32 * 8)(1, 0, 1, 0), (ctypes.c_uint32 * 3)(1, 0, 3)
+            granularity, handle = ctypes.c_size_t(), ctypes.c_uint64()
+            self.call("cuMemGetAllocationGranularity", ctypes.byref(granularity), properties, 0)
+            size = ctypes.c_size_t(-(-size // granularity.value) * granularity.value)
+            self.call("cuMemCreate", ctypes.byref(handle), size, properties, ctypes.c_uint64(0))
+            self.call("cuMemAddressReserve", ctypes.byref(at), size, ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0))
+            self.call("cuMemMap", at, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+            self.call("cuMemSetAccess", at, size, access, ctypes.c_size_t(1))
         else:
             self.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
         return at
@@ -135,19 +146,19 @@ class Program:
         return {"first_ms": first * 1e3, "whole_ms": whole * 1e3, "wrong": self.wrong_words()}
 
 
-def program(size, seed, managed):
-    running = Program(size, managed)
+def program(size, seed, kind):
+    running = Program(size, kind)
     for line in sys.stdin:
         print(json.dumps(running.turn(seed, int(line))), flush=True)
 
 
 def ballast(left):
     """Holds the device's memory but for so many bytes."""
-    holder = Program(4, False)
+    holder = Program(4, "allocated")
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     holder.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
     while free.value > left + (64 << 20):
-        holder.allocate(min(PIECE, free.value - left), False)
+        holder.allocate(min(PIECE, free.value - left), "allocated")
         holder.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
     print("held", flush=True)
     sys.stdin.read()
@@ -213,6 +224,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--host-mib", type=int)
     parser.add_argument("--folder")
+    parser.add_argument("--created", action="store_true")
     parser.add_argument("--native", action="store_true")
     options = parser.parse_args()
     size = options.limit_mib * options.percent // 100 << 20
@@ -234,7 +246,8 @@ def main():
                     break
                 time.sleep(0.1)
             run = [options.dist / "bin/rgpuctl", "run", "--server", f"unix:{socket_path}", "--"]
-            right &= take_turns("rgpu", [[*run, *command] for command in arguments], options.rounds)
+            kind = "created" if options.created else "allocated"
+            right &= take_turns("rgpu", [[*run, *command, kind] for command in arguments], options.rounds)
             with socket.socket(socket.AF_UNIX) as status:
                 status.connect(f"{folder}/status")
                 print(f"status: {json.load(status.makefile())['swap']}")
@@ -258,7 +271,7 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--program"]:
-        program(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:5] == ["managed"])
+        program(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     elif sys.argv[1:2] == ["--ballast"]:
         ballast(int(sys.argv[2]))
     else:

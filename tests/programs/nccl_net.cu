@@ -1,4 +1,4 @@
-// Drives rgpu's network for NCCL as NCCL does: through the structure that libnccl-net.so exports, with messages between devices, from and to host memory, several at a time, tested in any order, over many connections.
+// Drives rgpu's network for NCCL as NCCL does: through the structure that libnccl-net.so exports, with messages in memory that kernels use and in other host memory, several at a time, tested in any order, over many connections.
 //
 //   nccl_net                two devices of two servers in this process, everything
 //   nccl_net staged         the same where the servers have no direct connection
@@ -55,7 +55,7 @@ struct Net {
     int (*getDeviceMr)(void *, void *, void **);
     int (*irecvConsumed)(void *, int, void *);
 };
-enum { HOST = 1, CUDA = 2 };
+enum { POINTER_HOST = 1, POINTER_CUDA = 2 };
 enum { SUCCESS = 0, REMOTE_ERROR = 6 };
 struct Handle {
     char bytes[128];
@@ -81,7 +81,10 @@ struct Deadline {
 static uint8_t pattern(int message, size_t at) { return (uint8_t)(message * 131 + at * 7 + (at >> 8) * 3 + 1); }
 static const uint8_t UNTOUCHED = 0xee;
 
-// Memory for a message, of either kind, filled and checked by the host.
+// Page-locked memory that kernels use, as NCCL's kernels do, or other.
+enum { MAPPED, PLAIN };
+
+// Memory for a message, of either kind. What kernels use is filled and checked by a device.
 struct Memory {
     int device, type;
     size_t size;
@@ -91,30 +94,38 @@ struct Memory {
     Memory(void *comm, int device, int type, size_t size) : device(device), type(type), size(size) {
         CHECK(cudaSetDevice(device));
         size_t room = std::max(size, (size_t)1);
-        if (type == CUDA) CHECK(cudaMalloc(&at, room));
-        else CHECK(cudaMallocHost(&at, room));
-        NET(net->regMr(comm, at, room, type, &handle));
+        CHECK(cudaHostAlloc(&at, room, type == MAPPED ? cudaHostAllocMapped : cudaHostAllocDefault));
+        NET(net->regMr(comm, at, room, POINTER_HOST, &handle));
     }
     void put(const std::vector<uint8_t> &bytes) {
-        CHECK(cudaSetDevice(device));
-        if (type == HOST) memcpy(at, bytes.data(), bytes.size());
-        else if (!bytes.empty()) {
-            CHECK(cudaMemcpy(at, bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
-            CHECK(cudaDeviceSynchronize());
-        }
+        if (type == PLAIN) memcpy(at, bytes.data(), bytes.size());
+        else through_device([&](uint8_t *scratch) {
+            CHECK(cudaMemcpy(scratch, bytes.data(), size, cudaMemcpyHostToDevice));
+            CHECK(cudaMemcpy(at, scratch, size, cudaMemcpyDeviceToHost));
+        });
     }
     std::vector<uint8_t> get() {
-        std::vector<uint8_t> bytes(size);
-        CHECK(cudaSetDevice(device));
-        if (type == HOST) memcpy(bytes.data(), at, size);
-        else if (size) CHECK(cudaMemcpy(bytes.data(), at, size, cudaMemcpyDeviceToHost));
+        std::vector<uint8_t> bytes(size), seen(at, at + size);
+        if (type == PLAIN) return seen;
+        through_device([&](uint8_t *scratch) {
+            CHECK(cudaMemcpy(scratch, at, size, cudaMemcpyHostToDevice));
+            CHECK(cudaMemcpy(bytes.data(), scratch, size, cudaMemcpyDeviceToHost));
+        });
+        if (bytes != seen) fail("the host and the device see different bytes");
         return bytes;
+    }
+    template <class Use> void through_device(Use use) {
+        if (!size) return;
+        CHECK(cudaSetDevice(device));
+        uint8_t *scratch;
+        CHECK(cudaMalloc(&scratch, size));
+        use(scratch);
+        CHECK(cudaFree(scratch));
     }
     void end(void *comm) {
         NET(net->deregMr(comm, handle));
         CHECK(cudaSetDevice(device));
-        if (type == CUDA) CHECK(cudaFree(at));
-        else CHECK(cudaFreeHost(at));
+        CHECK(cudaFreeHost(at));
     }
 };
 
@@ -236,57 +247,60 @@ struct Pair {
     }
 };
 
-static std::vector<Shape> devices_only() {
+static std::vector<Shape> kernels_only() {
     std::vector<Shape> shapes;
-    for (size_t size : {(size_t)524288, (size_t)1, (size_t)0, (size_t)4096, (size_t)(3 << 20) + 7, (size_t)1 << 20, (size_t)40 << 20}) {
-        shapes.push_back({size, size, CUDA, CUDA});
-        shapes.push_back({size, size + 4096, CUDA, CUDA});
+    for (size_t size : {(size_t)524288, (size_t)1, (size_t)0, (size_t)4096, (size_t)(3 << 20) + 7, (size_t)1 << 20, (size_t)9 << 20}) {
+        shapes.push_back({size, size, MAPPED, MAPPED});
+        shapes.push_back({size, size + 4096, MAPPED, MAPPED});
     }
-    for (int i = 0; i < 40; i++) shapes.push_back({(size_t)i * 1000, 65536, CUDA, CUDA});
+    for (int i = 0; i < 40; i++) shapes.push_back({(size_t)i * 1000, 65536, MAPPED, MAPPED});
     return shapes;
 }
 
 static std::vector<Shape> all_kinds() {
-    std::vector<Shape> shapes = devices_only();
+    std::vector<Shape> shapes = kernels_only();
     for (size_t size : {(size_t)0, (size_t)5, (size_t)70000, (size_t)(3 << 20) + 7}) {
-        shapes.push_back({size, size, HOST, HOST});
-        shapes.push_back({size, size + 1, CUDA, HOST});
-        shapes.push_back({size, size + 100, HOST, CUDA});
-        shapes.push_back({size, size, CUDA, CUDA});
+        shapes.push_back({size, size, PLAIN, PLAIN});
+        shapes.push_back({size, size + 1, MAPPED, PLAIN});
+        shapes.push_back({size, size + 100, PLAIN, MAPPED});
+        shapes.push_back({size, size, MAPPED, MAPPED});
     }
     return shapes;
 }
 
-static size_t sum(const std::vector<Shape> &shapes, bool devices) {
+static size_t sum(const std::vector<Shape> &shapes, bool kernels) {
     size_t bytes = 0;
     for (const Shape &shape : shapes) {
-        if (devices == (shape.from == CUDA && shape.to == CUDA)) bytes += shape.size;
+        if (kernels == (shape.from == MAPPED && shape.to == MAPPED)) bytes += shape.size;
     }
     return bytes;
 }
 
-static size_t between_devices = 0, others = 0;
+static size_t between_kernels = 0, others = 0;
 
 static void transfer(Pair &pair, int from, int to, const std::vector<Shape> &shapes) {
     Side sender(pair.send, true, from, shapes), receiver(pair.receive, false, to, shapes);
     finish_all({&sender, &receiver});
-    between_devices += sum(shapes, true);
+    between_kernels += sum(shapes, true);
     others += sum(shapes, false);
 }
 
 static void one_connection() {
     Pair forth(0, 1), back(1, 0);
+    void *handle = nullptr;
+    uint8_t word[8];
+    if (net->regMr(forth.send, word, sizeof word, POINTER_CUDA, &handle) == SUCCESS) fail("device memory is taken");
     transfer(forth, 0, 1, all_kinds());
-    transfer(back, 1, 0, devices_only());
+    transfer(back, 1, 0, kernels_only());
     // Again, over the same connections.
-    transfer(forth, 0, 1, devices_only());
+    transfer(forth, 0, 1, kernels_only());
     forth.close();
     back.close();
 }
 
-static void only_host_memory() {
+static void only_other_memory() {
     Pair pair(0, 1);
-    transfer(pair, 0, 1, {{70000, 70000, HOST, HOST}, {0, 0, HOST, HOST}, {3 << 20, 4 << 20, HOST, HOST}});
+    transfer(pair, 0, 1, {{70000, 70000, PLAIN, PLAIN}, {0, 0, PLAIN, PLAIN}, {3 << 20, 4 << 20, PLAIN, PLAIN}});
     pair.close();
 }
 
@@ -294,13 +308,13 @@ static void many_connections() {
     std::vector<Pair> pairs;
     for (int i = 0; i < 20; i++) pairs.emplace_back(i % 2, 1 - i % 2);
     std::vector<Shape> shapes;
-    for (int i = 0; i < 30; i++) shapes.push_back({(size_t)(i * 7919), 300000, CUDA, CUDA});
+    for (int i = 0; i < 30; i++) shapes.push_back({(size_t)(i * 7919), 300000, MAPPED, MAPPED});
     std::vector<Side *> sides;
     for (size_t i = 0; i < pairs.size(); i++) {
         int from = (int)i % 2;
         sides.push_back(new Side(pairs[i].send, true, from, shapes));
         sides.push_back(new Side(pairs[i].receive, false, 1 - from, shapes));
-        between_devices += sum(shapes, true);
+        between_kernels += sum(shapes, true);
     }
     std::shuffle(sides.begin(), sides.end(), chance);
     finish_all(sides);
@@ -312,7 +326,7 @@ static void many_connections() {
 static void one_connection_after_the_other() {
     for (int i = 0; i < 100; i++) {
         Pair pair(0, 1);
-        transfer(pair, 0, 1, {{1000, 1000, CUDA, CUDA}});
+        transfer(pair, 0, 1, {{1000, 1000, MAPPED, MAPPED}});
         pair.close();
     }
 }
@@ -329,7 +343,7 @@ static void ends_with_an_error(Side &side) {
 }
 
 static void closed_early() {
-    std::vector<Shape> shapes(40, Shape{1 << 20, 1 << 20, CUDA, CUDA});
+    std::vector<Shape> shapes(40, Shape{1 << 20, 1 << 20, MAPPED, MAPPED});
     for (bool sender_goes : {true, false}) {
         Pair pair(0, 1);
         Side sender(pair.send, true, 0, shapes), receiver(pair.receive, false, 1, shapes);
@@ -380,7 +394,7 @@ static void bench() {
         for (size_t most : {(size_t)1, (size_t)4, (size_t)8}) {
             Pair pair(0, 1);
             size_t count = size <= 65536 ? 1000 : 200;
-            Memory from(pair.send, 0, CUDA, size), to(pair.receive, 1, CUDA, size);
+            Memory from(pair.send, 0, MAPPED, size), to(pair.receive, 1, MAPPED, size);
             std::vector<void *> sends, receives;
             size_t sent = 0, posted = 0, done = 0;
             auto run = [&](size_t all) {
@@ -464,14 +478,13 @@ static void while_kernels_wait() {
         CHECK(cudaSetDevice(device));
         CHECK(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking));
         // Its code is loaded with the first launch.
-        inbox.emplace_back(to[device]->receive, device, CUDA, sizeof(unsigned));
-        CHECK(cudaMemset(inbox.back().at, 0, sizeof(unsigned)));
+        inbox.emplace_back(to[device]->receive, device, MAPPED, sizeof(unsigned));
+        inbox.back().put(std::vector<uint8_t>(sizeof(unsigned)));
         wait_for<<<1, 1, 0, streams[device]>>>((unsigned *)inbox.back().at, 0);
         CHECK(cudaDeviceSynchronize());
-        outbox.emplace_back(from[device]->send, device, CUDA, (ROUNDS + 1) * sizeof(unsigned));
-        std::vector<unsigned> values;
-        for (unsigned i = 0; i <= ROUNDS; i++) values.push_back(i);
-        CHECK(cudaMemcpy(outbox.back().at, values.data(), outbox.back().size, cudaMemcpyHostToDevice));
+        outbox.emplace_back(from[device]->send, device, MAPPED, (ROUNDS + 1) * sizeof(unsigned));
+        // What the host writes is sent as well.
+        for (unsigned i = 0; i <= ROUNDS; i++) ((unsigned *)outbox.back().at)[i] = i;
     }
     for (int round = 1; round <= ROUNDS; round++) {
         std::unique_ptr<Loader> loaders[2];
@@ -495,6 +508,7 @@ static void while_kernels_wait() {
             while (!request) {
                 NET(net->isend(from[device]->send, outbox[device].at + round * sizeof(unsigned), sizeof(unsigned), 0,
                                outbox[device].handle, &request));
+                if (request) break;
                 // The receiver says that it has room.
                 int finished = 0;
                 NET(net->test(open[1 - device], &finished, nullptr));
@@ -518,7 +532,7 @@ static void while_kernels_wait() {
             CHECK(cudaStreamSynchronize(streams[device]));
             loaders[device]->thread.join();
         }
-        between_devices += 2 * sizeof(unsigned);
+        between_kernels += 2 * sizeof(unsigned);
     }
     for (int device = 0; device < 2; device++) {
         inbox[device].end(to[device]->receive);
@@ -571,34 +585,32 @@ static void *connected(const char *hex) {
 int main(int argc, char **argv) {
     std::string mode = argc > 1 ? argv[1] : "";
     if (mode == "--full") mode = "";
-    // Devices say that a network may have their memory only where this is set.
-    setenv("NCCL_NET", "rgpu", 1);
     CHECK(cudaSetDevice(0));
     CHECK(cudaFree(nullptr));
     int direct_rdma = 0;
     CHECK(cudaDeviceGetAttribute(&direct_rdma, cudaDevAttrGPUDirectRDMASupported, 0));
-    if (!direct_rdma) fail("NCCL would not pass device memory");
+    if (direct_rdma) fail("network cards of this machine do not reach the device");
     void *library = dlopen("libnccl-net.so", RTLD_NOW | RTLD_LOCAL);
     if (!library) fail("%s", dlerror());
     net = (Net *)dlsym(library, "ncclNetPlugin_v8");
     if (!net) fail("libnccl-net.so has no ncclNetPlugin_v8");
     // The same library, not a second one.
     if (dlsym(library, "rgpu_libcuda") != dlsym(dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL), "rgpu_libcuda")) fail("libcuda is there twice");
-    // Only for who asks for it.
-    for (const char *other : {(const char *)nullptr, "", "Socket"}) {
-        if (other) setenv("NCCL_NET", other, 1);
+    // For everybody who has not chosen another one.
+    setenv("NCCL_NET", "Socket", 1);
+    if (net->init(nullptr) == SUCCESS) fail("the plugin is used although NCCL_NET is Socket");
+    setenv("NCCL_P2P_NET_CHUNKSIZE", "17", 1);
+    for (const char *chosen : {(const char *)nullptr, "", "rgpu"}) {
+        if (chosen) setenv("NCCL_NET", chosen, 1);
         else unsetenv("NCCL_NET");
-        if (net->init(nullptr) == SUCCESS) fail("the plugin is used although NCCL_NET is %s", other ? other : "not set");
+        NET(net->init(nullptr));
     }
-    setenv("NCCL_NET", "rgpu", 1);
-    setenv("NCCL_NET_GDR_READ", "0", 1);
-    NET(net->init(nullptr));
-    if (strcmp(getenv("NCCL_NET_GDR_READ"), "0") || strcmp(getenv("NCCL_NET_GDR_LEVEL"), "SYS")) fail("wrong variables");
+    if (strcmp(getenv("NCCL_P2P_NET_CHUNKSIZE"), "17")) fail("the user's choice is gone");
     int count = 0;
     NET(net->devices(&count));
     Properties properties = {};
     NET(net->getProperties(0, &properties));
-    if (count != 1 || properties.ptrSupport != (HOST | CUDA) || properties.maxRecvs != 1 || properties.netDeviceType != 0 ||
+    if (count != 1 || properties.ptrSupport != POINTER_HOST || properties.maxRecvs != 1 || properties.netDeviceType != 0 ||
         strcmp(properties.name, net->name))
         fail("wrong properties");
 
@@ -612,13 +624,13 @@ int main(int argc, char **argv) {
         }
         NET(sends ? net->closeSend(comm) : net->closeRecv(comm));
         if (listener) NET(net->closeListen(listener));
-        return pass("%zu bytes between devices, %zu others", 2 * sum(all_kinds(), true), 2 * sum(all_kinds(), false));
+        return pass("%zu bytes between kernels, %zu others", 2 * sum(all_kinds(), true), 2 * sum(all_kinds(), false));
     }
     if (mode == "endless" || mode == "flood") {
         bool sends = mode == "flood";
         if (sends && argc < 3) fail("flood HANDLE");
         void *listener = nullptr, *comm = sends ? connected(argv[2]) : accepted(&listener);
-        std::vector<Shape> shapes(10, Shape{1 << 20, 1 << 20, CUDA, CUDA});
+        std::vector<Shape> shapes(10, Shape{1 << 20, 1 << 20, MAPPED, MAPPED});
         int result = SUCCESS;
         size_t rounds = 0;
         Deadline deadline;
@@ -636,20 +648,21 @@ int main(int argc, char **argv) {
     }
     CHECK(cudaGetDeviceCount(&count));
     if (count < 2) fail("there are not two devices");
+    if (!getenv("NCCL_SHM_DISABLE")) fail("NCCL would use shared memory between two servers");
     if (mode == "bench") {
         bench();
         return pass("measured");
     }
     if (mode == "waiting") {
         while_kernels_wait();
-        return pass("%zu bytes between devices, %zu others", between_devices, others);
+        return pass("%zu bytes between kernels, %zu others", between_kernels, others);
     }
     one_connection();
-    only_host_memory();
+    only_other_memory();
     many_connections();
     one_connection_after_the_other();
     closed_early();
     wrong_handles();
     one_connection();
-    return pass("%zu bytes between devices, %zu others", between_devices, others);
+    return pass("%zu bytes between kernels, %zu others", between_kernels, others);
 }

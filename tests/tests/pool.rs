@@ -75,7 +75,7 @@ fn a_program_uses_the_devices_of_two_servers() -> Result<()> {
         let outcome = programs::run(program.env("CUDA_VISIBLE_DEVICES", &visible), programs::LIMIT)?;
         outcome.verdict(PROGRAM).with_context(|| format!("with CUDA_VISIBLE_DEVICES={visible}"))?;
     }
-    // NCCL's GPUs are in one process, yet not in one machine.
+    // NCCL's GPUs are in one process, yet not in one machine. Its own network has to be told.
     let told = |named: &[String], net: &str| -> Result<String> {
         let output = run_with(named)
             .args(["sh", "-c", "echo ${NCCL_SHM_DISABLE-unset} ${NCCL_BUFFSIZE-unset}"])
@@ -84,9 +84,10 @@ fn a_program_uses_the_devices_of_two_servers() -> Result<()> {
         Ok(String::from_utf8(output.stdout)?.trim().to_owned())
     };
     for (named, net, expected) in [
-        (&servers[..], "", "1 524288"),
-        (&servers[..], "rgpu", "1 unset"),
-        (&servers[..1], "", "unset unset"),
+        (&servers[..], "Socket", "1 524288"),
+        (&servers[..], "rgpu", "unset unset"),
+        (&servers[..], "", "unset unset"),
+        (&servers[..1], "Socket", "unset unset"),
     ] {
         let found = told(named, net)?;
         ensure!(found == expected, "NCCL_NET={net}: NCCL is told {found:?} instead of {expected:?}");
@@ -296,31 +297,43 @@ fn stats(text: &str, name: &str) -> Result<u64> {
     Ok(found.with_context(|| format!("{total:?} has no {name}"))?.parse()?)
 }
 
-/// The numbers that the program tells: bytes between devices, and the others.
+/// The numbers that the program tells: bytes between kernels' memory, and the others.
 fn told(said: &str) -> Result<[u64; 2]> {
     let mut numbers = said.split(' ').filter_map(|word| word.parse().ok());
     Ok([(); 2].map(|()| numbers.next().unwrap_or(0)))
 }
 
+/// Which of the messages between kernels go from server to server over this transport. Over `local`, they are in
+/// memory that the processes share with the servers.
+fn direct_of(transport: Transport, kernels: u64) -> u64 {
+    if matches!(transport, Transport::Local) { 0 } else { kernels }
+}
+
+/// What went from server to server, and what through the processes.
+fn ways(stderr: &str) -> Result<[u64; 2]> {
+    Ok([stats(stderr, "nccl_direct_bytes")?, stats(stderr, "nccl_staged_bytes")?])
+}
+
 #[test]
-fn nccls_messages_between_devices_go_from_server_to_server() -> Result<()> {
+fn nccls_messages_between_kernels_go_from_server_to_server() -> Result<()> {
     for transport in support::TRANSPORTS {
         let rigs = connected("nccl-direct", &[transport])?;
         let mut command = with_servers(&servers(&rigs, [transport, transport]), NCCL)?;
         let outcome = programs::run(command.env("RGPU_STATS", "1"), programs::LIMIT)?;
-        let [devices, others] = told(outcome.verdict(NCCL).with_context(|| format!("over {transport:?}"))?)?;
-        let [direct, staged] =
-            ["nccl_direct_bytes", "nccl_staged_bytes"].map(|name| stats(&outcome.stderr, name));
-        let (direct, staged) = (direct?, staged?);
-        // Some of what is interrupted counts as well, and all of it goes from device to device.
-        ensure!(
-            direct >= devices && staged == others,
-            "{direct} and {staged} of {devices} and {others} bytes"
-        );
+        let [kernels, others] = told(outcome.verdict(NCCL).with_context(|| format!("over {transport:?}"))?)?;
+        let [direct, staged] = ways(&outcome.stderr)?;
+        let expected = direct_of(transport, kernels);
+        // Some of what is interrupted counts as well, and all of it goes from kernel to kernel.
+        let as_expected = if expected > 0 {
+            direct >= expected && staged == others
+        } else {
+            direct == 0 && staged >= kernels
+        };
+        ensure!(as_expected, "{transport:?}: {direct} and {staged} of {kernels} and {others} bytes");
         for rig in &rigs {
             eventually(|| {
                 let bytes = counter(rig, "bytes_direct")?;
-                ensure!(bytes >= devices, "{bytes} bytes where the program sent {devices}");
+                ensure!(bytes >= expected, "{bytes} bytes where the program sent {expected}");
                 Ok(())
             })?;
         }
@@ -334,11 +347,10 @@ fn nccls_messages_arrive_while_calls_of_the_driver_wait_for_kernels_that_wait_fo
         let rigs = connected_with("nccl-waiting", &[transport], &["--software-imitate", "waiting-calls"])?;
         let mut command = with_servers(&servers(&rigs, [transport, transport]), NCCL)?;
         let outcome = programs::run(command.arg("waiting").env("RGPU_STATS", "1"), programs::LIMIT)?;
-        let [devices, _] = told(outcome.verdict(NCCL).with_context(|| format!("over {transport:?}"))?)?;
-        let [direct, staged] =
-            ["nccl_direct_bytes", "nccl_staged_bytes"].map(|name| stats(&outcome.stderr, name));
-        let (direct, staged) = (direct?, staged?);
-        ensure!(direct == devices && staged == 0, "{direct} and {staged} of {devices} bytes");
+        let [kernels, _] = told(outcome.verdict(NCCL).with_context(|| format!("over {transport:?}"))?)?;
+        let direct = direct_of(transport, kernels);
+        let counted = ways(&outcome.stderr)?;
+        ensure!(counted == [direct, kernels - direct], "{transport:?}: {counted:?} of {kernels} bytes");
     }
     Ok(())
 }
@@ -350,12 +362,9 @@ fn where_servers_have_no_connection_nccls_messages_pass_through_the_processes() 
         let mut command = with_servers(&servers(&rigs, transports), NCCL)?;
         command.env("RGPU_STATS", "1").env("RGPU_LOG", "info");
         let outcome = programs::run(&mut command, programs::LIMIT)?;
-        let [devices, others] = told(outcome.verdict(NCCL).with_context(|| format!("over {transports:?}"))?)?;
-        let staged = stats(&outcome.stderr, "nccl_staged_bytes")?;
-        ensure!(
-            stats(&outcome.stderr, "nccl_direct_bytes")? == 0 && staged >= devices + others,
-            "{staged} bytes"
-        );
+        let [kernels, others] = told(outcome.verdict(NCCL).with_context(|| format!("over {transports:?}"))?)?;
+        let [direct, staged] = ways(&outcome.stderr)?;
+        ensure!(direct == 0 && staged >= kernels + others, "{direct} and {staged} bytes");
         ensure!(outcome.stderr.contains("NCCL's messages to"), "it is not said why: {}", outcome.stderr);
     }
     Ok(())
@@ -388,13 +397,12 @@ fn nccls_messages_go_from_server_to_server_for_two_processes_as_well() -> Result
     for (transport, direct) in [(Transport::Tcp, true), (Transport::Local, true), (Transport::Tcp, false)] {
         let rigs = if direct { connected("nccl-two", &[transport])? } else { two("nccl-two")? };
         let [receiver, sender] = two_processes(&rigs, transport, ["receive", "send"])?;
-        let (text, last) = ended(receiver)?;
-        ensure!(last.starts_with("PASS"), "the receiver, over {transport:?}: {text}");
-        let (text, last) = ended(sender)?;
-        ensure!(last.starts_with("PASS"), "the sender, over {transport:?}: {text}");
-        let [devices, others] = told(&last)?;
-        let expected = if direct { [devices, others] } else { [0, devices + others] };
-        let counted = [stats(&text, "nccl_direct_bytes")?, stats(&text, "nccl_staged_bytes")?];
+        let ends = [ended(receiver)?, ended(sender)?];
+        ensure!(ends.iter().all(|(_, last)| last.starts_with("PASS")), "over {transport:?}: {ends:?}");
+        let [_, (text, last)] = ends;
+        let [kernels, others] = told(&last)?;
+        let direct = if direct { direct_of(transport, kernels) } else { 0 };
+        let (expected, counted) = ([direct, kernels + others - direct], ways(&text)?);
         ensure!(counted == expected, "{counted:?} bytes instead of {expected:?}");
     }
     Ok(())

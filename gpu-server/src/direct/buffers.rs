@@ -44,8 +44,8 @@ impl Pool {
         memory.inspect_err(|e| tracing::warn!("no memory for a direct connection: {e}")).ok()
     }
 
-    /// Makes buffers ready. Nothing that pieces do later calls the driver for them.
-    pub(super) fn prepare(&self, ready: &Preparer) {
+    /// Makes the buffers that pieces will use, and no more later.
+    pub(super) fn prepare(&self) {
         loop {
             {
                 let mut state = lock(&self.state);
@@ -57,7 +57,6 @@ impl Pool {
             }
             // Nobody waits for this lock meanwhile: it may take long.
             let memory = self.fresh();
-            memory.iter().for_each(|memory| ready(memory.region()));
             let mut state = lock(&self.state);
             match memory {
                 Some(memory) => state.free.push(memory),
@@ -67,6 +66,12 @@ impl Pool {
                 }
             }
         }
+    }
+
+    /// Makes free buffers ready for a device. Nothing that pieces do later calls the driver for them.
+    pub(super) fn lock_pages(&self, ready: &Preparer) {
+        let free = lock(&self.state).free.clone();
+        free.iter().for_each(|memory| ready(memory.region()));
     }
 
     /// Takes a buffer, unless all are in use.

@@ -14,7 +14,7 @@ use protocol::ops::direct::DirectArrivalReply;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::buffers::{Buffer, InUse, Pool};
-use super::near::{Copies, Named};
+use super::near::{Copies, Memory, Named};
 use super::verbs::Verbs;
 use super::{Common, Failures, lock, verbs};
 use crate::driver::call::Pending;
@@ -30,6 +30,8 @@ const MAX_EXPECTED: usize = 1024;
 pub struct Expected {
     /// As many bytes as the piece must have.
     pub to: Rows,
+    /// What memory that is.
+    pub memory: Memory,
     /// The command's, which becomes the progress of the connection's stream.
     pub seq: u64,
     /// What lands it.
@@ -145,7 +147,7 @@ impl Incoming {
         expected: Expected,
         piece: Option<(Buffer, usize)>,
     ) {
-        let Expected { to, seq, carrier } = expected;
+        let Expected { to, memory, seq, carrier } = expected;
         let piece = piece.filter(|(_, len)| *len as u64 == to.width);
         let bytes = piece.as_ref().and_then(|(buffer, len)| Mapped::of(buffer.memory.region(), *len as u64));
         let (Some((buffer, _)), Some(bytes), false) = (piece, bytes, state.failed) else {
@@ -153,7 +155,10 @@ impl Incoming {
         };
         let (buffer, copying) = (InUse(Some(buffer)), self.copies.begin());
         let end = move |status| {
-            buffer.release(status);
+            match memory {
+                Memory::Device => buffer.release(status),
+                Memory::Mirror => drop(buffer.over()),
+            }
             drop(copying);
         };
         carrier.carry(&to, bytes, seq, Box::new(end));

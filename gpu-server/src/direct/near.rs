@@ -1,74 +1,127 @@
-//! The device memory that a connection's pieces are in, for ends that copy them without the dispatcher.
+//! The memory that a connection's pieces are in, for ends that copy them without the dispatcher.
 //!
 //! A kernel may be waiting for a piece, and the dispatcher for that kernel, in a call of the driver. So what such a
 //! piece needs is made in advance: what copies it ([`Carrier`]), and which memory it may be in. Any thread can then
-//! copy it, as long as the session's memory [stays where it is](Motion).
+//! copy it, as long as the session's device memory [stays where it is](Motion).
+//!
+//! Pieces in mirrors of the client's memory are copied by the processor, and no call of the driver is on their way.
+//! Those in device memory are added to a stream, and NVIDIA's driver does that only while no other thread is in a call
+//! that waits for a kernel.
 
 use std::sync::{Arc, Mutex};
 
+use host_bridge::endpoint::Mapped;
 use protocol::Status;
-use protocol::handle::ContextId;
+use protocol::handle::{ContextId, StreamId};
 use protocol::ops::direct::{DirectCloseReply, MAX_NAMED, MAX_PIECE};
 
 use super::lock;
+use crate::driver::End;
+use crate::driver::beside::Beside;
 use crate::driver::call::Pending;
-use crate::driver::gpu::Carrier;
+use crate::driver::gpu::{Carrier, Progress};
+use crate::driver::rows::Rows;
+use crate::driver::store::Way;
 
-/// A prepared end's device memory.
+/// A prepared end.
 pub struct Near {
     /// Its context.
     pub context: ContextId,
-    /// Copies pieces.
-    pub carrier: Arc<dyn Carrier>,
+    /// The connection's stream.
+    pub stream: StreamId,
+    /// Copies pieces in mirrors.
+    pub mirrors: Arc<dyn Carrier>,
 }
 
-/// A part of memory: address and size.
-type Part = (u64, u64);
+/// Which kind of memory pieces are in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// A device's.
+    Device,
+    /// A mirror of the client's.
+    Mirror,
+}
 
-/// An end's device memory, once it was prepared, and which parts of it the client has named.
+/// A part of memory.
+struct Part {
+    address: u64,
+    size: u64,
+    memory: Memory,
+}
+
+/// What an end has.
 #[derive(Default)]
-pub(super) struct Named(Mutex<(Option<Near>, Vec<Part>)>);
+struct State {
+    near: Option<Near>,
+    /// Copies pieces in device memory, once some was named.
+    device: Option<Arc<dyn Carrier>>,
+    parts: Vec<Part>,
+}
+
+/// An end's memory, once it was prepared: which parts of it the client has named.
+#[derive(Default)]
+pub(super) struct Named(Mutex<State>);
 
 impl Named {
     pub(super) fn prepare(&self, near: Near) {
-        lock(&self.0).0 = Some(near);
+        lock(&self.0).near = Some(near);
     }
 
-    /// The end's context.
+    /// The end's context and stream.
     ///
     /// # Errors
     /// `INVALID_HANDLE` if it was not prepared.
-    pub(super) fn context(&self) -> Result<ContextId, Status> {
-        lock(&self.0).0.as_ref().map(|near| near.context).ok_or(Status::INVALID_HANDLE)
+    pub(super) fn place(&self) -> Result<(ContextId, StreamId), Status> {
+        lock(&self.0).near.as_ref().map(|near| (near.context, near.stream)).ok_or(Status::INVALID_HANDLE)
     }
 
-    /// Names memory, or forgets it.
+    /// Whether pieces can be in device memory.
+    pub(super) fn has_device(&self) -> bool {
+        lock(&self.0).device.is_some()
+    }
+
+    /// Sets what copies pieces in device memory.
+    pub(super) fn set_device(&self, carrier: Arc<dyn Carrier>) {
+        lock(&self.0).device = Some(carrier);
+    }
+
+    /// Names memory: address and size.
     ///
     /// # Errors
-    /// `INVALID_HANDLE` if the end was not prepared, `INVALID_VALUE` if there is no such memory to forget,
-    /// `OUT_OF_MEMORY` beyond [`MAX_NAMED`].
-    pub(super) fn name(&self, part: Part, allowed: bool) -> Result<(), Status> {
-        let (near, parts) = &mut *lock(&self.0);
-        if near.is_none() {
+    /// `INVALID_HANDLE` if the end was not prepared for this kind, `OUT_OF_MEMORY` beyond [`MAX_NAMED`].
+    pub(super) fn name(&self, (address, size): (u64, u64), memory: Memory) -> Result<(), Status> {
+        let state = &mut *lock(&self.0);
+        if state.near.is_none() || memory == Memory::Device && state.device.is_none() {
             return Err(Status::INVALID_HANDLE);
         }
-        if !allowed {
-            let found = parts.iter().position(|known| *known == part).ok_or(Status::INVALID_VALUE)?;
-            parts.swap_remove(found);
-            return Ok(());
-        }
-        if parts.len() >= MAX_NAMED {
+        if state.parts.len() >= MAX_NAMED {
             return Err(Status::OUT_OF_MEMORY);
         }
-        parts.push(part);
+        state.parts.push(Part { address, size, memory });
+        Ok(())
+    }
+
+    /// Forgets what was named with this address and size.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` if the end was not prepared, `INVALID_VALUE` if there is nothing to forget.
+    pub(super) fn unname(&self, (address, size): (u64, u64)) -> Result<(), Status> {
+        let state = &mut *lock(&self.0);
+        if state.near.is_none() {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let is_it = |part: &Part| (part.address, part.size) == (address, size);
+        let found = state.parts.iter().position(is_it).ok_or(Status::INVALID_VALUE)?;
+        state.parts.swap_remove(found);
         Ok(())
     }
 
     /// Forgets every part that has bytes in this range.
     pub(super) fn forget(&self, address: u64, size: u64) {
-        let apart =
-            |part: &Part| part.0 >= address.saturating_add(size) || address >= part.0.saturating_add(part.1);
-        lock(&self.0).1.retain(apart);
+        let apart = |part: &Part| {
+            part.address >= address.saturating_add(size) || address >= part.address.saturating_add(part.size)
+        };
+        lock(&self.0).parts.retain(apart);
     }
 
     /// Does something with what copies a piece, while its memory is known to be named.
@@ -80,17 +133,57 @@ impl Named {
         &self,
         address: u64,
         len: u64,
-        f: impl FnOnce(&Arc<dyn Carrier>) -> Result<T, Status>,
+        f: impl FnOnce(&Arc<dyn Carrier>, Memory) -> Result<T, Status>,
     ) -> Result<T, Status> {
-        let state = lock(&self.0);
-        let (Some(near), parts) = &*state else { return Err(Status::INVALID_HANDLE) };
-        let holds = |(start, size): &Part| {
-            address.checked_sub(*start).is_some_and(|at| at <= *size && len <= size - at)
+        let State { near, device, parts } = &*lock(&self.0);
+        let near = near.as_ref().ok_or(Status::INVALID_HANDLE)?;
+        let holds = |part: &&Part| {
+            address.checked_sub(part.address).is_some_and(|at| at <= part.size && len <= part.size - at)
         };
-        if len == 0 || len > MAX_PIECE || !parts.iter().any(holds) {
-            return Err(Status::INVALID_VALUE);
+        let part = parts.iter().find(holds).filter(|_| len > 0 && len <= MAX_PIECE);
+        let memory = part.ok_or(Status::INVALID_VALUE)?.memory;
+        match memory {
+            Memory::Device => f(device.as_ref().ok_or(Status::INVALID_HANDLE)?, memory),
+            Memory::Mirror => f(&near.mirrors, memory),
         }
-        f(&near.carrier)
+    }
+}
+
+/// Copies pieces between mirrors and buffers, in the thread that calls it.
+pub struct MirrorCarrier {
+    /// The session's mirrors.
+    pub beside: Arc<dyn Beside>,
+    /// Whether pieces come in or go out.
+    pub way: Way,
+    /// That of the connection's stream.
+    pub progress: Progress,
+}
+
+impl MirrorCarrier {
+    fn copy(&self, mut at: u64, bytes: &Mapped) -> Result<(), Status> {
+        for (run, len) in bytes.runs() {
+            match self.way {
+                // SAFETY: the caller has these bytes of this process alone.
+                Way::In => {
+                    self.beside.write(at, unsafe { std::slice::from_raw_parts(run.as_ptr(), *len) })?
+                }
+                // SAFETY: as above.
+                Way::Out => {
+                    self.beside.read(at, unsafe { std::slice::from_raw_parts_mut(run.as_ptr(), *len) })?;
+                }
+            }
+            at += *len as u64;
+        }
+        Ok(())
+    }
+}
+
+impl Carrier for MirrorCarrier {
+    fn carry(&self, rows: &Rows, bytes: Mapped, seq: u64, end: End) {
+        let copied = self.copy(rows.at, &bytes);
+        drop(bytes);
+        (self.progress)(seq, copied.err().unwrap_or(Status::SUCCESS));
+        end(copied.err().unwrap_or(Status::SUCCESS));
     }
 }
 
@@ -177,17 +270,20 @@ mod tests {
 
     fn prepared() -> Named {
         let named = Named::default();
-        named.prepare(Near { context: ContextId(0), carrier: Arc::new(Nothing) });
+        named.prepare(Near { context: ContextId(0), stream: StreamId(0), mirrors: Arc::new(Nothing) });
+        named.set_device(Arc::new(Nothing));
         named
     }
+
+    const DEVICE: Memory = Memory::Device;
 
     #[test]
     fn pieces_are_in_named_memory_only() {
         let named = prepared();
-        let may = |address, len| named.with(address, len, |_| Ok(())).is_ok();
+        let may = |address, len| named.with(address, len, |_, _| Ok(())).is_ok();
         assert!(!may(100, 1));
-        named.name((100, 50), true).unwrap();
-        named.name((120, 80), true).unwrap();
+        named.name((100, 50), DEVICE).unwrap();
+        named.name((120, 80), Memory::Mirror).unwrap();
         for (address, len, allowed) in [
             (100, 50, true),
             (99, 2, false),
@@ -202,9 +298,11 @@ mod tests {
         ] {
             assert_eq!(may(address, len), allowed, "{address} {len}");
         }
-        named.name((0, u64::MAX), true).unwrap();
+        let kind = |address| named.with(address, 1, |_, memory| Ok(memory)).unwrap();
+        assert_eq!((kind(119), kind(150)), (DEVICE, Memory::Mirror));
+        named.name((0, u64::MAX), DEVICE).unwrap();
         assert!(may(300, MAX_PIECE) && !may(300, MAX_PIECE + 1));
-        named.name((0, u64::MAX), false).unwrap();
+        named.unname((0, u64::MAX)).unwrap();
         assert!(!may(300, 1) && may(120, 1));
     }
 
@@ -212,11 +310,11 @@ mod tests {
     fn memory_is_forgotten_as_it_was_named_or_with_any_byte_of_it() {
         let named = prepared();
         for _ in 0..2 {
-            named.name((100, 50), true).unwrap();
+            named.name((100, 50), DEVICE).unwrap();
         }
-        assert_eq!(named.name((100, 49), false), Err(Status::INVALID_VALUE));
-        let may = || named.with(100, 1, |_| Ok(())).is_ok();
-        named.name((100, 50), false).unwrap();
+        assert_eq!(named.unname((100, 49)), Err(Status::INVALID_VALUE));
+        let may = || named.with(100, 1, |_, _| Ok(())).is_ok();
+        named.unname((100, 50)).unwrap();
         assert!(may());
         named.forget(0, 100);
         named.forget(150, u64::MAX);
@@ -228,11 +326,15 @@ mod tests {
     #[test]
     fn an_end_that_is_not_prepared_has_no_memory_and_one_has_not_endlessly_much() {
         let named = Named::default();
-        assert_eq!(named.name((100, 50), true), Err(Status::INVALID_HANDLE));
-        assert_eq!(named.with(100, 1, |_| Ok(())), Err(Status::INVALID_HANDLE));
-        let named = prepared();
-        (0..MAX_NAMED).for_each(|_| named.name((100, 50), true).unwrap());
-        assert_eq!(named.name((100, 50), true), Err(Status::OUT_OF_MEMORY));
+        for memory in [DEVICE, Memory::Mirror] {
+            assert_eq!(named.name((100, 50), memory), Err(Status::INVALID_HANDLE));
+        }
+        assert_eq!(named.unname((100, 50)), Err(Status::INVALID_HANDLE));
+        assert_eq!(named.with(100, 1, |_, _| Ok(())), Err(Status::INVALID_HANDLE));
+        named.prepare(Near { context: ContextId(0), stream: StreamId(0), mirrors: Arc::new(Nothing) });
+        assert_eq!(named.name((100, 50), DEVICE), Err(Status::INVALID_HANDLE));
+        (0..MAX_NAMED).for_each(|_| named.name((100, 50), Memory::Mirror).unwrap());
+        assert_eq!(named.name((100, 50), Memory::Mirror), Err(Status::OUT_OF_MEMORY));
     }
 
     #[test]

@@ -31,6 +31,8 @@ pub(super) enum Job {
     Piece(u64, Buffer, usize),
     /// This piece will not come.
     Nothing(u64),
+    /// Something to do that ends with a piece's job.
+    Run(Box<dyn FnOnce() + Send>),
 }
 
 impl Outgoing {
@@ -79,6 +81,11 @@ impl Outgoing {
         Sending { outgoing: Arc::clone(self), number, len: 0, buffer: None }
     }
 
+    /// Does something in the thread that sends.
+    pub(super) fn run(&self, run: impl FnOnce() + Send + 'static) {
+        self.push(Job::Run(Box::new(run)));
+    }
+
     pub(super) fn push(&self, job: Job) {
         if let Some(jobs) = &*lock(&self.jobs) {
             // The connection may just have been lost.
@@ -119,11 +126,15 @@ impl Jobs {
         }
     }
 
-    /// A job's piece. `None`: it comes too late.
+    /// A job's piece. `None`: it comes too late, or this job ends with another one.
     pub(super) fn judge(&mut self, job: Job) -> Option<Piece> {
         let (number, piece) = match job {
             Job::Piece(number, buffer, len) => (number, Some((buffer, len))),
             Job::Nothing(number) => (number, None),
+            Job::Run(run) => {
+                run();
+                return None;
+            }
         };
         if number <= self.last {
             return None;
@@ -174,6 +185,13 @@ impl Sending {
             self.len = 0;
             self.number = 0;
         }
+    }
+}
+
+impl Sending {
+    /// There is nothing to send, and no device writes into the buffer: the other end is told.
+    pub fn give_up(mut self) {
+        drop(self.buffer.take().and_then(InUse::over));
     }
 }
 

@@ -44,8 +44,8 @@ impl Directs {
         let incoming = Arc::new(Incoming::new(Arc::default(), Some((direct, Arc::clone(&directs.failures)))));
         incoming.over(&Arc::new(Stream::from(OwnedFd::from(to))));
         for named in [&outgoing.named, &incoming.named] {
-            named.prepare(Near { context: ContextId(0), carrier: Arc::new(Nothing) });
-            named.name((0, u64::MAX), true).unwrap();
+            named.prepare(Near { context: ContextId(0), stream: StreamId(0), mirrors: Arc::new(Nothing) });
+            named.name((0, u64::MAX), PieceMemory::Mirror).unwrap();
         }
         directs.prepared.store(true, Ordering::Release);
         lock(&directs.table).outgoing.insert(direct, Some(outgoing));

@@ -5,7 +5,7 @@
 //! kernel, the dispatcher is stuck, and so are all commands behind it. The worker therefore also executes these
 //! operations next to the dispatcher ([`crate::worker`]), using state that is shared for this purpose: each
 //! backend's [mirrors](Beside), and the session's connections to other servers ([`Directs`]). Nothing here calls the
-//! driver, except to add a copy to a stream that waits for nothing.
+//! driver, except to add a copy to a stream that waits for nothing, for pieces in device memory.
 
 use std::sync::Arc;
 
@@ -39,6 +39,9 @@ pub struct Express {
 pub trait Beside: Send + Sync {
     /// Whether there are mirrors, so that the methods below can be needed.
     fn is_needed(&self) -> bool;
+
+    /// Whether the whole range is in one mirror.
+    fn holds(&self, address: u64, len: u64) -> bool;
 
     /// Reads `bytes` from a mirror, starting at `address`.
     ///

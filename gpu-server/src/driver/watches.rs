@@ -462,6 +462,9 @@ mod tests {
         fn is_needed(&self) -> bool {
             true
         }
+        fn holds(&self, address: u64, len: u64) -> bool {
+            address.saturating_add(len) <= 4 * MIRROR_PAGE
+        }
         fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {
             let (all, from) = (self.0.lock().expect("no panic"), address as usize);
             bytes.copy_from_slice(all.get(from..from + bytes.len()).ok_or(Status::INVALID_VALUE)?);

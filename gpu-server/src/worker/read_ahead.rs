@@ -283,6 +283,10 @@ mod tests {
             true
         }
 
+        fn holds(&self, address: u64, len: u64) -> bool {
+            address.checked_sub(MIRROR).is_some_and(|at| at.saturating_add(len) <= 16)
+        }
+
         fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {
             let from = address.checked_sub(MIRROR).ok_or(Status::INVALID_VALUE)? as usize;
             let all = self.0.lock().expect("no panic");

@@ -138,8 +138,8 @@ ops! {
         extent: [u64; 3],
     }
 
-    /// Receives a piece without the client: copies it to its place as soon as it has come, on a stream of the
-    /// server's own, and then raises the progress word of the connection's stream to this command's number. The
+    /// Receives a piece without the client: copies it to its place as soon as it has come, if that is device memory on
+    /// a stream of the server's own, and then raises the progress word of the connection's stream to this command's number. The
     /// connection was [prepared](DirectPrepare), and the place is in [memory](DirectMemory) that was named for it.
     /// The pieces of a connection that are received like this are named in ascending order. A piece that will
     /// not come, or has another size, becomes a [`DirectFailures`] of the connection: neither it nor a later one
@@ -157,7 +157,7 @@ ops! {
         len: u64,
     }
 
-    /// Sends a piece at once, on a stream of the server's own, and raises the progress word of the connection's
+    /// Sends a piece at once, from device memory on a stream of the server's own, and raises the progress word of the connection's
     /// stream to this command's number when its bytes have been read. The connection was
     /// [prepared](DirectPrepare), and the bytes are in [memory](DirectMemory) that was named for it. If it cannot
     /// be sent, the other end is told that the piece will not come, and the word may stay as it is.
@@ -183,8 +183,9 @@ ops! {
         directs: Vec<u32>,
     }
 
-    /// Makes ready what [`DirectReceive`] or [`DirectSendNow`] need: page-locked buffers at this end, and what copies
-    /// pieces. This may wait for kernels that are running; those two never do.
+    /// Makes ready what [`DirectReceive`] or [`DirectSendNow`] need: buffers at this end, and what copies pieces. This
+    /// and [`DirectMemory`] may wait for kernels that are running. Those two never do with mirrored memory; with device
+    /// memory, NVIDIA's driver may let them wait for a call in another thread that waits for a kernel.
     sync 0x0e0a direct_prepare: DirectPrepare
         [order None, may_block Never, lane Main, since 5]
     {
@@ -196,7 +197,8 @@ ops! {
         stream: StreamId,
     } -> DirectPrepareReply {}
 
-    /// Names device memory that pieces of a prepared connection may be in. It is forgotten when it is freed.
+    /// Names memory that pieces of a prepared connection may be in: device memory, which is forgotten when it is freed,
+    /// or a mirror's, which an older server refuses.
     /// Answered `CUDA_ERROR_OUT_OF_MEMORY` beyond [`MAX_NAMED`].
     sync 0x0e0b direct_memory: DirectMemory
         [order None, may_block Never, lane Main, since 5]
@@ -205,7 +207,7 @@ ops! {
         direct: u32,
         /// Whether it leads from this session.
         outgoing: bool,
-        /// Its address. Memory of a kernel's module, and memory of the client, cannot be named.
+        /// Its address. Memory of a kernel's module, and memory that the client shares, cannot be named.
         address: u64,
         /// Its size in bytes.
         len: u64,

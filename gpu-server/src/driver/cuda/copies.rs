@@ -22,7 +22,7 @@ use super::registration;
 use super::staging::{ANSWER, ChunkPlace, Transfer};
 use super::streams::{CudaStream, Place};
 use crate::driver::call::{Call, Input, Result};
-use crate::driver::gpu::{BoxCopy, Carrier, Fill, GpuCopies, LineCopy, Preparer};
+use crate::driver::gpu::{BoxCopy, Carrier, Fill, GpuCopies, LineCopy, Preparer, Progress};
 use crate::driver::rows::{Part, Rows};
 use crate::driver::store::Way;
 use crate::driver::streams::Streams;
@@ -367,6 +367,11 @@ impl GpuCopies for Cuda {
             progress.complain(status);
             drop(transfer);
         })
+    }
+
+    fn progress(&mut self, place: &Place) -> Progress {
+        let progress = Arc::clone(&place.progress);
+        Box::new(move |seq, status| progress.publish(seq, status))
     }
 
     fn preparer(&mut self, place: &Place) -> Result<Preparer> {

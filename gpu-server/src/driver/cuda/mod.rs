@@ -66,8 +66,6 @@ use crate::shared_event::Lookout;
 const CAN_USE_STREAM_WORDS: u32 = 122;
 /// `CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED`.
 const EXPORTS_FD: u32 = 103;
-/// `CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY`: true only if memory is shared with the client.
-const CAN_MAP_HOST_MEMORY: u32 = 19;
 /// `CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS`.
 const PAGEABLE_MEMORY: u32 = 88;
 /// The `CUdevice_attribute` numbers that are queried.
@@ -570,7 +568,7 @@ impl Gpu for Cuda {
         client.reads_late()
     }
 
-    fn describe(&mut self, device: u32, client: &dyn Client) -> Result<DeviceInfoReply> {
+    fn describe(&mut self, device: u32) -> Result<DeviceInfoReply> {
         let stream_priorities = self.priorities(device)?;
         let device = self.device(device)?;
         let (handle, name, granule) = (device.handle, device.name.clone(), device.granule);
@@ -583,14 +581,9 @@ impl Gpu for Cuda {
         let read = |number| attribute(self.api, handle, number);
         // CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, …BUS_ID, …DEVICE_ID
         let pci = [50, 33, 34].map(|number| read(number).unwrap_or(0) as u32);
-        let remote = client.streams_data();
-        let attributes =
-            ATTRIBUTES
-                .filter_map(|attribute| read(attribute).map(|value| Attribute { attribute, value }))
-                .map(|a| {
-                    if remote && a.attribute == CAN_MAP_HOST_MEMORY { Attribute { value: 0, ..a } } else { a }
-                })
-                .collect();
+        let attributes = ATTRIBUTES
+            .filter_map(|attribute| read(attribute).map(|value| Attribute { attribute, value }))
+            .collect();
         Ok(DeviceInfoReply {
             name,
             uuid,

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use crate::driver::call::Result;
 use protocol::Status;
@@ -16,7 +16,7 @@ use crate::driver::watches::Watches;
 #[derive(Default)]
 pub struct Reach {
     /// Sizes of mapped mirrors, by first address. They stay mapped while this is locked.
-    mirrors: Mutex<BTreeMap<usize, usize>>,
+    mirrors: RwLock<BTreeMap<usize, usize>>,
     /// The number of mirrors, readable without a lock.
     count: AtomicUsize,
     /// The health of each context, with its device's number on the server.
@@ -30,7 +30,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Reach {
     fn mirrors<R>(&self, change: impl FnOnce(&mut BTreeMap<usize, usize>) -> R) -> R {
-        let mut mirrors = lock(&self.mirrors);
+        let mut mirrors = self.mirrors.write().unwrap_or_else(PoisonError::into_inner);
         let result = change(&mut mirrors);
         self.count.store(mirrors.len(), Ordering::Relaxed);
         result
@@ -56,7 +56,7 @@ impl Reach {
     /// Passes the address of a mirror's bytes to `use_it`, which must not keep it.
     fn at(&self, address: u64, len: usize, use_it: impl FnOnce(*mut u8)) -> Result {
         let address = address as usize;
-        let mirrors = lock(&self.mirrors);
+        let mirrors = self.mirrors.read().unwrap_or_else(PoisonError::into_inner);
         let (first, size) = mirrors.range(..=address).next_back().ok_or(Status::INVALID_VALUE)?;
         if address - first >= *size || len == 0 || len > size - (address - first) {
             return Err(Status::INVALID_VALUE);
@@ -69,6 +69,10 @@ impl Reach {
 impl Beside for Reach {
     fn is_needed(&self) -> bool {
         self.count.load(Ordering::Relaxed) > 0
+    }
+
+    fn holds(&self, address: u64, len: u64) -> bool {
+        usize::try_from(len).is_ok_and(|len| self.at(address, len, |_| ()).is_ok())
     }
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use host_bridge::endpoint::{Mapped, Region, Sink};
+use protocol::Status;
 
 use super::GpuStreams;
 use crate::driver::End;
@@ -58,14 +59,17 @@ pub struct Fill {
     pub height: u64,
 }
 
-/// Copies pieces of a direct connection to device memory, or from it, in any thread. It has a stream of its own,
-/// which waits for nothing.
+/// Copies pieces of a direct connection to memory of one kind, or from it, in any thread. If that is device memory,
+/// it has a stream of its own, which waits for nothing.
 pub trait Carrier: Send + Sync {
-    /// Copies between `rows`, which is device memory that was checked, and `bytes`. When that is done, or never
+    /// Copies between `rows`, which is memory that was checked, and `bytes`. When that is done, or never
     /// will be, it publishes `seq` as the progress of the stream for which it was made and calls `end`. Copies end
     /// in the order of these calls.
     fn carry(&self, rows: &Rows, bytes: Mapped, seq: u64, end: End);
 }
+
+/// Publishes that a stream has reached a command, or why it never will, in any thread.
+pub type Progress = Box<dyn Fn(u64, Status) + Send + Sync>;
 
 /// See [`GpuCopies::preparer`].
 pub type Preparer = Box<dyn Fn(&Arc<Region>) + Send>;
@@ -94,6 +98,9 @@ pub trait GpuCopies: GpuStreams {
         device: u32,
         sink: Sink,
     ) -> Result;
+
+    /// What publishes progress of the place's stream, which was entered.
+    fn progress(&mut self, place: &Self::Place) -> Progress;
 
     /// What makes page-locked memory of this process ready for copies, in any thread: it may wait for work on
     /// the device.

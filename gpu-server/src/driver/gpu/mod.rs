@@ -24,7 +24,7 @@ mod stream;
 
 pub use activity::GpuActivity;
 pub use array::{AnyArray, CopyEnd, GpuArrays, GpuTensorMaps, TextureSource};
-pub use copy::{BoxCopy, Carrier, Fill, GpuCopies, LineCopy, Preparer};
+pub use copy::{BoxCopy, Carrier, Fill, GpuCopies, LineCopy, Preparer, Progress};
 pub use graph::{GpuGraphs, Node, NodeWork};
 pub use green::{GpuGreenContexts, Split};
 pub use memory::{GpuHostMemory, GpuMemory};
@@ -106,7 +106,7 @@ pub trait Gpu:
     fn reads_late(client: &dyn Client) -> bool;
 
     /// Describes a device to the client.
-    fn describe(&mut self, device: u32, client: &dyn Client) -> Result<DeviceInfoReply>;
+    fn describe(&mut self, device: u32) -> Result<DeviceInfoReply>;
 
     /// Describes what a device can do with another one's memory.
     fn describe_peer(&mut self, device: u32, peer: u32) -> Result<PeerInfoReply>;

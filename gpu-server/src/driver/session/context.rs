@@ -19,6 +19,8 @@ use crate::driver::quota::Charge;
 
 /// `CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT`.
 const KERNEL_EXEC_TIMEOUT: u32 = 17;
+/// `CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY`: here, whether the device shares memory with the client.
+const CAN_MAP_HOST_MEMORY: u32 = 19;
 
 impl<G: Gpu> Session<G> {
     /// The device of a context.
@@ -58,7 +60,11 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
     fn device_info(&mut self, cx: &mut Call, op: DeviceInfo) -> Reply<DeviceInfoReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
-        let mut description = self.gpu.describe(op.device, &*cx.client)?;
+        let mut description = self.gpu.describe(op.device)?;
+        if cx.client.streams_data() {
+            let shared = description.attributes.iter_mut().find(|a| a.attribute == CAN_MAP_HOST_MEMORY);
+            shared.into_iter().for_each(|a| a.value = 0);
+        }
         let (number, whole) = (self.gpu.number(op.device), description.total_memory);
         (_, description.total_memory) = self.quota.visible(number, whole, whole);
         if self.watchdog.is_some() {

@@ -8,7 +8,8 @@ use protocol::ops::Answer;
 use protocol::ops::direct::*;
 
 use super::{Session, now};
-use crate::direct::{Directs, Near};
+use crate::direct::{Directs, MirrorCarrier, Near, PieceMemory};
+use crate::driver::beside::Beside;
 use crate::driver::call::{Call, Input, Reply, Result};
 use crate::driver::gpu::Gpu;
 use crate::driver::rows::Rows;
@@ -18,6 +19,10 @@ impl<G: Gpu> Session<G> {
     fn directs(&self) -> Result<&Arc<Directs>> {
         self.directs.as_ref().ok_or(Status::NOT_SUPPORTED)
     }
+}
+
+fn way(outgoing: bool) -> Way {
+    if outgoing { Way::Out } else { Way::In }
 }
 
 impl<G: Gpu> DirectOps<Call> for Session<G> {
@@ -74,32 +79,44 @@ impl<G: Gpu> DirectOps<Call> for Session<G> {
     }
 
     fn direct_receive(&mut self, cx: &mut Call, op: DirectReceive) -> Result {
-        cx.context = self.directs()?.context(op.direct, false)?;
+        (cx.context, _) = self.directs()?.place(op.direct, false)?;
         self.directs()?.receive(&op, cx.seq)
     }
 
     fn direct_send_now(&mut self, cx: &mut Call, op: DirectSendNow) -> Result {
-        cx.context = self.directs()?.context(op.direct, true)?;
+        (cx.context, _) = self.directs()?.place(op.direct, true)?;
         self.directs()?.send_now(&op, cx.seq)
     }
 
     fn direct_prepare(&mut self, cx: &mut Call, op: DirectPrepare) -> Reply<DirectPrepareReply> {
         let place = self.enter(cx, op.stream)?;
-        let device = G::device_at(&place);
-        let carrier = self.gpu.carrier(&place, device, if op.outgoing { Way::Out } else { Way::In })?;
-        let near = Near { context: cx.context, carrier };
-        let ready = self.gpu.preparer(&place)?;
-        self.directs()?.prepare(op.direct, op.outgoing, near, ready, || cx.later())?;
+        let beside: Arc<dyn Beside> = Arc::clone(self.gpu.beside()) as _;
+        let mirrors = MirrorCarrier { beside, way: way(op.outgoing), progress: self.gpu.progress(&place) };
+        let near = Near { context: cx.context, stream: op.stream, mirrors: Arc::new(mirrors) };
+        self.directs()?.prepare(op.direct, op.outgoing, near, || cx.later())?;
         Ok(Answer::Later)
     }
 
     fn direct_memory(&mut self, cx: &mut Call, op: DirectMemory) -> Reply<DirectMemoryReply> {
         let DirectMemory { direct, outgoing, address, len, allowed } = op;
-        cx.context = self.directs()?.context(direct, outgoing)?;
-        if allowed && !self.is_devices_own(address, len) {
+        let part = (address, len);
+        let (context, stream) = self.directs()?.place(direct, outgoing)?;
+        cx.context = context;
+        if !allowed {
+            self.directs()?.unname(direct, outgoing, part)?;
+        } else if self.gpu.beside().holds(address, len) {
+            self.directs()?.name(direct, outgoing, part, PieceMemory::Mirror)?;
+        } else if !self.is_devices_own(address, len) {
             return Err(Status::INVALID_VALUE);
+        } else if self.directs()?.has_device(direct, outgoing)? {
+            self.directs()?.name(direct, outgoing, part, PieceMemory::Device)?;
+        } else {
+            let place = self.enter(cx, stream)?;
+            let carrier = self.gpu.carrier(&place, G::device_at(&place), way(outgoing))?;
+            let ready = self.gpu.preparer(&place)?;
+            self.directs()?.prepare_device((direct, outgoing), carrier, ready, part, || cx.later())?;
+            return Ok(Answer::Later);
         }
-        self.directs()?.name(direct, outgoing, (address, len), allowed)?;
         now(DirectMemoryReply {})
     }
 

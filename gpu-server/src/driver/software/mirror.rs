@@ -105,6 +105,10 @@ impl Beside for Reach {
         self.count.load(Ordering::Relaxed) > 0
     }
 
+    fn holds(&self, address: u64, len: u64) -> bool {
+        self.at(address, len, |_| Ok(())).is_ok()
+    }
+
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result {
         self.at(address, bytes.len() as u64, |gpu| gpu.read(address, bytes))
     }

@@ -282,7 +282,7 @@ impl driver::Gpu for Software {
         client.reads_late() || !client.streams_data()
     }
 
-    fn describe(&mut self, device: u32, _client: &dyn Client) -> Result<DeviceInfoReply> {
+    fn describe(&mut self, device: u32) -> Result<DeviceInfoReply> {
         let device = self.device(device)?;
         Ok(properties::describe(device.number, device.gpu.properties()))
     }

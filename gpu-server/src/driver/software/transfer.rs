@@ -14,7 +14,7 @@ use super::streams::{Place, SoftwareStream, Word, step};
 use super::{Software, code};
 use crate::driver::End;
 use crate::driver::call::{Call, Input};
-use crate::driver::gpu::{BoxCopy, Carrier, Fill, GpuCopies, LineCopy, Preparer};
+use crate::driver::gpu::{BoxCopy, Carrier, Fill, GpuCopies, LineCopy, Preparer, Progress};
 use crate::driver::rows::Rows;
 use crate::driver::store::Way;
 use crate::driver::streams::Streams;
@@ -253,6 +253,15 @@ impl GpuCopies for Software {
             }
             timer.end();
             Ok(())
+        })
+    }
+
+    fn progress(&mut self, place: &Place) -> Progress {
+        let word = place.word();
+        Box::new(move |seq, status| {
+            if !word.is_gone() {
+                word.publish(seq, status);
+            }
         })
     }
 

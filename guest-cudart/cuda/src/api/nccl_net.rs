@@ -2,13 +2,15 @@
 //! later accept it.
 //!
 //! NCCL loads `libnccl-net.so`, which is a link to this library, and calls `init` in each process before it
-//! looks for other networks. `init` declines unless the user says `NCCL_NET=rgpu`.
+//! looks for other networks. `init` declines if the user has chosen another one with `NCCL_NET`.
+//!
+//! The network takes host memory only. NCCL's kernels then write messages into page-locked memory and read them from
+//! there, as with NCCL's own network for sockets.
 
 use std::ffi::{CStr, c_char, c_float, c_int, c_void};
 use std::sync::Mutex;
 
-use crate::process::device_attributes::nccl_network_is_wanted;
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::driver;
 use crate::work::nccl_net::{Accepting, Broken, End, HANDLE, Place, Requests};
 use client::{lock, log};
 
@@ -18,9 +20,8 @@ const INTERNAL_ERROR: c_int = 3;
 const INVALID_ARGUMENT: c_int = 4;
 const REMOTE_ERROR: c_int = 6;
 
-/// `NCCL_PTR_HOST` and `NCCL_PTR_CUDA`.
+/// `NCCL_PTR_HOST`.
 const POINTER_HOST: c_int = 1;
-const POINTER_CUDA: c_int = 2;
 
 /// The plugin's name in NCCL's messages, and as a value of `NCCL_NET`.
 const NAME: &CStr = c"rgpu";
@@ -138,14 +139,18 @@ fn set(name: &CStr, value: &CStr) {
     unsafe { libc::setenv(name.as_ptr(), value.as_ptr(), 0) };
 }
 
+/// Whether the user has chosen another network.
+fn is_declined() -> bool {
+    std::env::var("NCCL_NET").is_ok_and(|wanted| !wanted.is_empty() && !wanted.eq_ignore_ascii_case("rgpu"))
+}
+
 unsafe extern "C" fn init(_log: *const c_void) -> c_int {
-    // Only for who asks for it: see docs/decisions/0121 for what it cannot do yet.
-    if !nccl_network_is_wanted() || driver().is_err() {
-        return SYSTEM_ERROR;
+    let (false, Ok(driver)) = (is_declined(), driver()) else { return SYSTEM_ERROR };
+    // NCCL believes that GPUs of one process are in one machine, and would have their kernels synchronize through a
+    // file in /dev/shm.
+    if driver.servers.len() > 1 {
+        set(c"NCCL_SHM_DISABLE", c"1");
     }
-    // Device memory goes over the network, wherever NCCL believes it to be.
-    set(c"NCCL_NET_GDR_LEVEL", c"SYS");
-    set(c"NCCL_NET_GDR_READ", c"1");
     // As large as the steps of collectives: a step takes longer than over NCCL's own network, because its counters
     // are mirrored host memory.
     set(c"NCCL_P2P_NET_CHUNKSIZE", c"524288");
@@ -164,7 +169,7 @@ unsafe extern "C" fn properties(_device: c_int, properties: *mut Properties) -> 
         name: NAME.as_ptr(),
         pci_path: std::ptr::null(),
         guid: 0x7267_7075,
-        pointers: POINTER_HOST | POINTER_CUDA,
+        pointers: POINTER_HOST,
         registrations_are_global: 0,
         speed: 100_000,
         port: 0,
@@ -227,12 +232,6 @@ struct Registered {
     len: u64,
 }
 
-/// Where memory is that NCCL registers.
-fn place_of(driver: &'static Driver, at: *mut c_void, device: bool) -> Option<Place> {
-    let place = Place::of(driver, at as u64, device);
-    place.inspect_err(|_| log::warn(format_args!("NCCL passes {at:p}, which is not device memory"))).ok()
-}
-
 unsafe extern "C" fn register(
     end: *mut c_void,
     at: *mut c_void,
@@ -240,10 +239,9 @@ unsafe extern "C" fn register(
     kind: c_int,
     memory: *mut *mut c_void,
 ) -> c_int {
-    let (Some(Comm(end)), Ok(driver)) = (comm(end), driver()) else { return INVALID_ARGUMENT };
-    let Some(place) = place_of(driver, at, kind == POINTER_CUDA) else { return INVALID_ARGUMENT };
+    let Some(Comm(end)) = comm(end).filter(|_| kind == POINTER_HOST) else { return INVALID_ARGUMENT };
     let (at, len) = (at as u64, size as u64);
-    let registered = Registered { place: end.register(place, at, len), at, len };
+    let registered = Registered { place: end.register(at, len), at, len };
     // SAFETY: NCCL passes a place for the result.
     unsafe { memory.write(Box::into_raw(Box::new(registered)).cast()) };
     SUCCESS
@@ -264,7 +262,7 @@ unsafe extern "C" fn deregister(end: *mut c_void, memory: *mut c_void) -> c_int 
 /// `memory` is null or what `register` made.
 unsafe fn registered(memory: *mut c_void) -> Place {
     // SAFETY: guaranteed by the caller.
-    unsafe { memory.cast::<Registered>().as_ref() }.map_or(Place::Host, |memory| memory.place)
+    unsafe { memory.cast::<Registered>().as_ref() }.map_or(Place::Here, |memory| memory.place)
 }
 
 /// Writes a request, or null for "not now".
@@ -309,7 +307,7 @@ unsafe extern "C" fn receive(
     begun(end, request, unsafe { from.receive(registered(memory), at, size) })
 }
 
-/// A request to receive is done only when the device sees the bytes.
+/// A request to receive is done only when a kernel sees the bytes.
 unsafe extern "C" fn flush(
     _end: *mut c_void,
     _count: c_int,

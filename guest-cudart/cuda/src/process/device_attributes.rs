@@ -36,7 +36,6 @@ pub(crate) mod attr {
     pub const MAX_BLOCKS_PER_MULTIPROCESSOR: usize = 106;
     pub const RESERVED_SHARED_MEMORY_PER_BLOCK: usize = 111;
     pub const MEMORY_POOLS_SUPPORTED: usize = 115;
-    pub const GPU_DIRECT_RDMA_SUPPORTED: usize = 116;
     pub const MEMPOOL_SUPPORTED_HANDLE_TYPES: usize = 119;
     pub const CAN_USE_64_BIT_STREAM_MEM_OPS: usize = 122;
     pub const CAN_USE_STREAM_WAIT_VALUE_NOR: usize = 123;
@@ -64,6 +63,7 @@ pub(crate) const NOT_HERE: &[usize] = &[
     110, // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
     112, // SPARSE_CUDA_ARRAY_SUPPORTED
     114, // TIMELINE_SEMAPHORE_INTEROP_SUPPORTED
+    116, // GPU_DIRECT_RDMA_SUPPORTED
     117, // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
     118, // GPU_DIRECT_RDMA_WRITES_ORDERING
     119, // GENERIC_COMPRESSION_SUPPORTED
@@ -82,11 +82,6 @@ pub(crate) const NOT_HERE: &[usize] = &[
 
 /// The highest attribute of `cuda.h` 13.0.
 pub(crate) const LAST: usize = 147;
-
-/// Whether the user wants NCCL to use this library's network (`api::nccl_net`): `NCCL_NET` names it.
-pub(crate) fn nccl_network_is_wanted() -> bool {
-    std::env::var("NCCL_NET").is_ok_and(|wanted| wanted.eq_ignore_ascii_case("rgpu"))
-}
 
 /// Replaces the values that differ on this side of the connection. Every attribute of this API gets a value,
 /// as with any driver (NVIDIA's runtime library doesn't start otherwise); those the server doesn't report
@@ -119,8 +114,6 @@ pub(crate) fn complete_attributes(attributes: &mut Vec<Option<i32>>) {
     set(attr::HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
     set(attr::HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
     set(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES, pool_handles);
-    // NCCL passes device memory to a network only then. Network cards of this machine cannot reach it (110, 124).
-    set(attr::GPU_DIRECT_RDMA_SUPPORTED, nccl_network_is_wanted().into());
     // −1: no NUMA node of this machine is near the GPU.
     set(131, -1);
     set(134, -1);

@@ -177,14 +177,6 @@ pub(crate) fn unnamed(context: &'static Context) -> Result<Arc<Stream>> {
     Ok(stream)
 }
 
-/// The same with the highest priority.
-pub(crate) fn unnamed_first(context: &'static Context) -> Result<Arc<Stream>> {
-    let [least, greatest] = driver::device(context.device as i32)?.info.stream_priorities;
-    let stream = Arc::new(make(context, NON_BLOCKING, greatest.min(least))?);
-    keep(&stream);
-    Ok(stream)
-}
-
 /// The same for one use. The caller destroys it.
 pub(crate) fn unnamed_once(context: &'static Context) -> Result<Stream> {
     make(context, NON_BLOCKING, 0)

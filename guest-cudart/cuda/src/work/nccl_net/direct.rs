@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::abi::result::Result as Cuda;
 use crate::process::context::Context;
-use crate::process::driver::Server;
+use crate::process::driver::{Server, driver};
 use crate::work::direct_copy;
 use crate::work::nccl_net::progress::Progress;
 use client::ops::SyncOp;
@@ -51,6 +51,17 @@ where
 
 fn says(status: Status) -> String {
     format!("the server answers {status}")
+}
+
+/// Whether messages of a context's device can take a direct connection, or why not.
+pub(crate) fn is_useful(context: &Context) -> Result<(), String> {
+    let driver = driver().map_err(|status| format!("CUDA answers {status}"))?;
+    match driver.devices.get(context.device as usize) {
+        Some(device) if device.shares_host_memory => {
+            Err("the server is on this machine, and the messages are in memory that both share".into())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// A sender's part.
@@ -208,7 +219,7 @@ impl Drop for Line {
     }
 }
 
-/// Names device memory that pieces of a connection may be in.
+/// Names mirrored memory that pieces of a connection may be in.
 pub(crate) struct Naming(&'static Server, DirectMemory);
 
 impl Naming {

@@ -8,16 +8,16 @@
 //! ```
 //!
 //! The two processes may be one. Each connection of NCCL's has a TCP connection ([`socket`]), on which the
-//! receiver says how much it has room for and the sender which messages it sends ([`frames`]). If the servers'
-//! workers get a [direct connection](direct), device memory takes that. Otherwise it takes the TCP connection,
-//! through page-locked memory of both processes ([`places`]); so does host memory.
+//! receiver says how much it has room for and the sender which messages it sends ([`frames`]). The messages are in
+//! page-locked memory of the processes, which NCCL's kernels write and read. For a device in another machine, the
+//! server has such memory ([mirrors](crate::memory::managed::mirror)). So if the servers' workers get a
+//! [direct connection](direct), messages go from mirror to mirror, and their bytes never come to the processes.
+//! Otherwise they take the TCP connection.
 //!
-//! A kernel may be waiting for a message, and a command of another thread for that kernel. So the commands of messages
-//! are in the express lane: the servers execute them beside others, with memory that was named when NCCL registered
-//! it.
-//!
-//! A connection is given to NCCL only when everything is ready for messages: while a kernel is running that waits
-//! for them, calls of the driver that make something might wait for the kernel.
+//! A kernel may be waiting for a message, and a call of the driver for that kernel. NVIDIA's driver lets no other
+//! thread add work to a stream then. So no call of the driver is on a message's way: the servers' processors copy it.
+//! Nor is another command: those of messages are in the express lane, and the servers execute them beside others,
+//! with memory that was named when NCCL registered it.
 //!
 //! NCCL calls this from threads that must not wait, again and again until a request is done. So there are no
 //! threads here: each call does what can be done now ([`sender`], [`receiver`]).
@@ -41,11 +41,12 @@ pub(crate) use requests::Requests;
 pub(crate) use socket::{Broken, HANDLE};
 
 use direct::Naming;
+use places::{give_to_server, is_mirrored};
 use receiver::Receiver;
 use sender::Sender;
 use socket::{Connecting, Listener, Place as Address};
 
-use crate::process::context::{self, Context};
+use crate::process::context;
 use client::{lock, log};
 
 /// A connection that NCCL does not have yet.
@@ -173,31 +174,31 @@ impl End {
     }
 
     /// Takes memory that messages will be in. Returns where it is.
-    pub fn register(&self, place: Place, at: u64, len: u64) -> Place {
-        let Place::Device(context) = place else { return place };
+    pub fn register(&self, at: u64, len: u64) -> Place {
         // The lock is not held meanwhile: the answer may come after a kernel that waits for messages.
-        match self.naming(context, at, len) {
-            Some(naming) if naming.ask() => Place::Named(context),
-            _ => place,
+        match self.naming(at, len) {
+            Some(naming) if give_to_server(at, len).is_ok() && naming.ask() => Place::Named,
+            _ => Place::Here,
         }
     }
 
     /// Messages are in this memory no more.
     pub fn deregister(&self, place: Place, at: u64, len: u64) {
-        if let Place::Named(context) = place
-            && let Some(naming) = self.naming(context, at, len)
+        if place == Place::Named
+            && let Some(naming) = self.naming(at, len)
         {
             naming.undo();
         }
     }
 
-    fn naming(&self, context: &'static Context, at: u64, len: u64) -> Option<Naming> {
+    /// What names memory for the direct connection, if there is one and its server mirrors the memory.
+    fn naming(&self, at: u64, len: u64) -> Option<Naming> {
         let state = lock(&self.0);
         let line = match &state.side {
             Side::Sender(sender) => sender.line(),
             Side::Receiver(receiver) => receiver.line(),
         };
-        line.filter(|line| std::ptr::eq(line.context, context)).map(|line| line.naming(at, len))
+        line.filter(|line| is_mirrored(line.context, at)).map(|line| line.naming(at, len))
     }
 
     /// Begins to send. `Ok(None)`: not now.

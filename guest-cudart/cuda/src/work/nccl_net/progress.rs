@@ -7,15 +7,29 @@ use crate::abi::result::Result;
 use crate::process::context::Context;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
-use crate::work::nccl_net::places::has_passed;
 use client::handle::StreamId;
-use client::lock;
 use client::ops::Op;
 use client::seq::Seq;
+use client::{Status, lock};
 
 /// Streams of connections that have ended. They are used again: neither making nor destroying one could disturb
 /// kernels that are running.
 static UNUSED: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
+
+/// Whether a stream has passed a mark.
+///
+/// # Errors
+/// Its context's, if something before has failed.
+fn has_passed(stream: &Stream, mark: Seq) -> Result<bool> {
+    if !stream.has_passed(mark) {
+        stream.session().check()?;
+        return Ok(false);
+    }
+    if stream.is_finished() {
+        return Err(Status::CONTEXT_IS_DESTROYED);
+    }
+    if stream.context.has_error() { Err(Status::UNKNOWN) } else { Ok(true) }
+}
 
 /// A stream of which only the progress word is used, and the pieces whose commands raise it.
 pub(super) struct Progress {

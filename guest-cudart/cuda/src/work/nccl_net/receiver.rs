@@ -1,19 +1,16 @@
 //! The receiving end of a connection.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use crate::abi::result::Result as Cuda;
 use crate::process::context::Context;
-use crate::process::stream::Stream;
-use crate::work::nccl_net::direct::{Line, Offering, Preparing, Receiving};
+use crate::work::nccl_net::direct::{self, Line, Offering, Preparing, Receiving};
 use crate::work::nccl_net::frames::Frame;
-use crate::work::nccl_net::places::{Place, Stage, has_passed};
+use crate::work::nccl_net::places::{Place, give_to_server};
 use crate::work::nccl_net::requests::Requests;
 use crate::work::nccl_net::socket::{Broken, Connection};
 use client::log;
 use client::ops::direct::{MAX_PIECE, PIECES};
-use client::seq::Seq;
 
 /// The sender is told of landed pieces when there are so many.
 const TELL_AFTER: u64 = PIECES as u64 / 8;
@@ -29,7 +26,6 @@ pub(crate) struct Receiver {
     /// How many of them the sender knows about, and for how many its message has been announced.
     credited: usize,
     announced: usize,
-    stage: Stage,
     /// Pieces that the sender knows to be landed.
     confirmed: u64,
     /// Messages that are received, and those of them that the sender knows of.
@@ -60,22 +56,20 @@ struct Message {
 enum Way {
     /// Done when so many pieces have been landed.
     Direct(u64),
-    /// Done when the stream has passed the mark, if there is one.
-    Socket(Option<(Arc<Stream>, Seq)>),
+    /// Done when its bytes have been read.
+    Socket,
 }
 
 impl Receiver {
     /// `here`: the context that NCCL uses.
     pub fn new(connection: Connection, here: Option<&'static Context>) -> Receiver {
-        let (posted, stage) = Default::default();
         Receiver {
             connection,
             direct: Receiving::Unknown,
             here,
-            posted,
+            posted: VecDeque::new(),
             credited: 0,
             announced: 0,
-            stage,
             confirmed: 0,
             received: 0,
             told_received: 0,
@@ -101,7 +95,7 @@ impl Receiver {
             self.settle_direct();
             self.give_credits();
             // The bytes of a message precede what comes after it.
-            let mut worked = self.take_bytes().map_err(here)?;
+            let mut worked = self.take_bytes();
             while self.is_between_messages()
                 && let Some(frame) = self.connection.take()?
             {
@@ -128,8 +122,7 @@ impl Receiver {
             && message.taken == message.len
             && match &message.way {
                 Way::Direct(pieces) => landed >= *pieces,
-                Way::Socket(Some((stream, mark))) => has_passed(stream, *mark).map_err(here)?,
-                Way::Socket(None) => true,
+                Way::Socket => true,
             }
         {
             requests.done(*request, message.len);
@@ -189,7 +182,7 @@ impl Receiver {
         let Some(posted) = room.filter(|posted| len <= posted.most && (posted.direct || !direct)) else {
             return Err(Broken::Peer("the sender sent a message for which there is no room".into()));
         };
-        let way = if direct { Way::Direct(0) } else { Way::Socket(None) };
+        let way = if direct { Way::Direct(0) } else { Way::Socket };
         posted.message = Some(Message { len, taken: 0, way });
         self.announced += 1;
         Ok(())
@@ -232,7 +225,7 @@ impl Receiver {
     /// Asks for a ticket for the sender.
     fn offer(&mut self, key: [u8; 32]) {
         let offering = match self.here {
-            Some(context) => Offering::new(context, key),
+            Some(context) => direct::is_useful(context).and_then(|()| Offering::new(context, key)),
             None => Err("the receiver uses no device".into()),
         };
         match offering {
@@ -246,14 +239,10 @@ impl Receiver {
         self.no_direct(why);
     }
 
-    /// Tells the sender what was posted. Device memory waits until it is clear which way messages take.
+    /// Tells the sender what was posted.
     fn give_credits(&mut self) {
         for posted in self.posted.iter_mut().skip(self.credited) {
-            posted.direct = match (posted.place, &self.direct) {
-                (Place::Named(_), Receiving::Open(_)) => true,
-                (Place::Host, _) | (_, Receiving::None | Receiving::Open(_)) => false,
-                _ => return,
-            };
+            posted.direct = posted.place == Place::Named && matches!(self.direct, Receiving::Open(_));
             let credit = if posted.direct { Frame::DirectCredit } else { Frame::Credit };
             self.connection.put(&credit(posted.most));
             self.credited += 1;
@@ -266,6 +255,9 @@ impl Receiver {
         for posted in self.posted.iter_mut().take(self.announced) {
             let Posted { at, message: Some(message), .. } = posted else { continue };
             let Way::Direct(last) = &mut message.way else { continue };
+            if message.taken == 0 {
+                give_to_server(*at, message.len)?;
+            }
             while message.taken < message.len {
                 if line.progress.begun() - line.progress.done() >= 2 * PIECES as u64 {
                     return Ok(());
@@ -285,38 +277,22 @@ impl Receiver {
     }
 
     /// Takes bytes of the announced message from the socket. True: there were some.
-    fn take_bytes(&mut self) -> Cuda<bool> {
-        let Some(last) = self.announced.checked_sub(1) else { return Ok(false) };
-        let Some(Posted { place, at, message: Some(message), .. }) = self.posted.get_mut(last) else {
-            return Ok(false);
-        };
-        let Way::Socket(behind) = &mut message.way else { return Ok(false) };
-        let mut worked = false;
-        while message.taken < message.len && self.connection.unread() > 0 {
+    fn take_bytes(&mut self) -> bool {
+        let Some(last) = self.announced.checked_sub(1) else { return false };
+        let Some(Posted { at, message: Some(message), .. }) = self.posted.get_mut(last) else { return false };
+        let before = message.taken;
+        while matches!(message.way, Way::Socket)
+            && message.taken < message.len
+            && self.connection.unread() > 0
+        {
             let most = usize::try_from(message.len - message.taken).unwrap_or(usize::MAX);
+            let bytes = self.connection.bytes(most);
             let at = *at + message.taken;
-            let len = match *place {
-                Place::Host => {
-                    let bytes = self.connection.bytes(most);
-                    // SAFETY: memory that NCCL has given to the plugin until the message is here, and it has
-                    // room for it.
-                    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at as *mut u8, bytes.len()) };
-                    bytes.len()
-                }
-                Place::Device(context) | Place::Named(context) => {
-                    let connection = &mut self.connection;
-                    let bytes = |room: usize| connection.bytes(most.min(room)).to_vec();
-                    let Some((len, stream, mark)) = self.stage.begin_to_device(context, at, bytes)? else {
-                        return Ok(worked);
-                    };
-                    *behind = Some((stream, mark));
-                    len
-                }
-            };
-            message.taken += len as u64;
-            worked = true;
+            // SAFETY: memory that NCCL has given to the plugin until the message is here, and it has room for it.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at as *mut u8, bytes.len()) };
+            message.taken += bytes.len() as u64;
         }
-        Ok(worked)
+        message.taken > before
     }
 
     /// Tells the sender that this end has failed.

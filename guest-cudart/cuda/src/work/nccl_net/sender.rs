@@ -4,14 +4,14 @@ use std::collections::VecDeque;
 
 use crate::abi::result::Result as Cuda;
 use crate::process::context::Context;
-use crate::work::nccl_net::direct::{Key, Line, Opening, Preparing, Sending};
+use crate::work::nccl_net::direct::{self, Key, Line, Opening, Preparing, Sending};
 use crate::work::nccl_net::frames::Frame;
-use crate::work::nccl_net::places::{Place, Stage};
+use crate::work::nccl_net::places::{Place, give_to_server};
 use crate::work::nccl_net::requests::Requests;
 use crate::work::nccl_net::socket::{Broken, Connection};
 use client::counters::{COUNTERS, add};
-use client::log;
 use client::ops::direct::{DirectTicket, MAX_PIECE, PIECES};
+use client::{Status, log};
 
 /// Size of what is put on the socket at a time, in bytes.
 const PART: u64 = 256 << 10;
@@ -29,7 +29,6 @@ pub(crate) struct Sender {
     messages: VecDeque<Message>,
     /// How many of them are on their way completely. Messages begin one after the other.
     begun: usize,
-    stage: Stage,
     /// Pieces of the direct connection that were landed.
     landed: u64,
     /// Messages that were accepted, and those of them that the receiver says it has.
@@ -47,9 +46,8 @@ struct Message {
     request: usize,
     at: u64,
     len: u64,
-    /// Bytes whose way has begun, and bytes that have been put on the socket.
+    /// Bytes whose way has begun.
     begun: u64,
-    put: u64,
     way: Way,
     /// The end of its frame and of its bytes on the socket.
     end: u64,
@@ -59,22 +57,27 @@ enum Way {
     /// Over the direct connection. Done when so many of its pieces have been read.
     Direct(u64),
     /// Over the socket.
-    Socket(Place),
+    Socket,
 }
 
 impl Sender {
     /// `here`: the context that NCCL uses.
     pub fn new(mut connection: Connection, here: Option<&'static Context>) -> Sender {
-        let direct = match here {
-            Some(context) => Sending::Key(Key::of(context.server)),
-            None => {
-                connection.put(&Frame::NoKey("the sender uses no device".into()));
+        let useful = here.ok_or_else(|| "the sender uses no device".into());
+        let useful = useful.and_then(|context| direct::is_useful(context).map(|()| context));
+        let (credits, messages) = Default::default();
+        let (begun, landed, accepted, received) = (0, 0, 0, 0);
+        let direct = match &useful {
+            Ok(context) => Sending::Key(Key::of(context.server)),
+            Err(why) => {
+                connection.put(&Frame::NoKey(why.clone()));
                 Sending::None
             }
         };
-        let (credits, messages, stage) = Default::default();
-        let (begun, landed, accepted, received) = (0, 0, 0, 0);
-        Sender { here, connection, direct, credits, messages, begun, stage, landed, accepted, received }
+        let sender =
+            Sender { here, connection, direct, credits, messages, begun, landed, accepted, received };
+        useful.err().inspect(|why| sender.tell_no_direct(why));
+        sender
     }
 
     /// Whether it is clear which way messages take, and everything is ready for them.
@@ -94,19 +97,20 @@ impl Sender {
         }
         self.credits.pop_front();
         let (way, frame) = match (place, &self.direct) {
-            (Place::Named(_), Sending::Open(_)) if direct => {
+            (Place::Named, Sending::Open(_)) if direct => {
+                give_to_server(at, len).map_err(here)?;
                 add(&COUNTERS.nccl_direct_bytes, len);
                 (Way::Direct(0), Frame::Direct(len))
             }
             _ => {
                 add(&COUNTERS.nccl_staged_bytes, len);
-                (Way::Socket(place), Frame::Bytes(len))
+                (Way::Socket, Frame::Bytes(len))
             }
         };
         // Bytes of an earlier message that are still to come precede it on the socket.
         let end = if self.begun == self.messages.len() { self.announce(&frame) } else { 0 };
         self.accepted += 1;
-        self.messages.push_back(Message { request, at, len, begun: 0, put: 0, way, end });
+        self.messages.push_back(Message { request, at, len, begun: 0, way, end });
         Ok(true)
     }
 
@@ -122,7 +126,6 @@ impl Sender {
             self.hear(frame)?;
         }
         self.settle_direct();
-        let here = |status| Broken::Here(format!("CUDA answers {status}"));
         while self.begun < self.messages.len() && self.begin().map_err(here)? {
             self.begun += 1;
         }
@@ -138,7 +141,7 @@ impl Sender {
             && self.connection.has_flushed(message.end)
             && match &message.way {
                 Way::Direct(pieces) => read >= *pieces,
-                Way::Socket(_) => true,
+                Way::Socket => true,
             }
         {
             requests.done(message.request, message.len);
@@ -179,11 +182,15 @@ impl Sender {
         Ok(())
     }
 
-    fn no_direct(&mut self, why: &str) {
+    fn tell_no_direct(&self, why: &str) {
         log::info(format_args!(
             "NCCL's messages to {} pass through this machine: {why}",
             self.connection.peer()
         ));
+    }
+
+    fn no_direct(&mut self, why: &str) {
+        self.tell_no_direct(why);
         self.direct = Sending::None;
     }
 
@@ -248,7 +255,7 @@ impl Sender {
         if message.end == 0 {
             let frame = match message.way {
                 Way::Direct(..) => Frame::Direct(message.len),
-                Way::Socket(_) => Frame::Bytes(message.len),
+                Way::Socket => Frame::Bytes(message.len),
             };
             self.connection.put(&frame);
             message.end = self.connection.end_of_due();
@@ -263,42 +270,20 @@ impl Sender {
                 }
                 Ok(message.begun == message.len)
             }
-            (Way::Socket(Place::Host), _) => {
-                while message.put < message.len && self.connection.has_room() {
-                    let len = (message.len - message.put).min(PART);
-                    let at = message.at + message.put;
+            (Way::Socket, _) => {
+                while message.begun < message.len && self.connection.has_room() {
+                    let len = (message.len - message.begun).min(PART);
+                    let at = message.at + message.begun;
                     // SAFETY: memory that NCCL has given to the plugin until the message is sent. It is read
                     // here and not by the kernel, which cannot resolve the page faults of mirrored memory.
                     self.connection.put_bytes(|due| unsafe {
                         due.extend_from_slice(std::slice::from_raw_parts(at as *const u8, len as usize));
                     });
-                    message.put += len;
+                    message.begun += len;
                 }
                 message.end = self.connection.end_of_due();
-                Ok(message.put == message.len)
+                Ok(message.begun == message.len)
             }
-            (Way::Socket(Place::Device(context) | Place::Named(context)), _) => loop {
-                while message.begun < message.len {
-                    let left = (message.len - message.begun) as usize;
-                    let begun = self.stage.begin_to_host(context, message.at + message.begun, left)?;
-                    if begun == 0 {
-                        break;
-                    }
-                    message.begun += begun as u64;
-                }
-                let mut put = 0;
-                if self.connection.has_room() {
-                    let stage = &mut self.stage;
-                    let mut ended = Ok(0);
-                    self.connection.put_bytes(|due| ended = stage.end_to_host(due));
-                    put = ended?;
-                }
-                message.put += put as u64;
-                message.end = self.connection.end_of_due();
-                if message.put == message.len || put == 0 {
-                    return Ok(message.put == message.len);
-                }
-            },
             (Way::Direct(..), _) => Ok(false),
         }
     }
@@ -327,6 +312,10 @@ impl Sender {
     pub fn peer(&self) -> &str {
         self.connection.peer()
     }
+}
+
+fn here(status: Status) -> Broken {
+    Broken::Here(format!("CUDA answers {status}"))
 }
 
 fn closed() -> Broken {
