@@ -1,7 +1,10 @@
-//! The transport `verbs` between real ends, over queue pairs that are in this process only: links that break, clients that are stopped, and processes of the bridge that end (`RGPU_SURVIVAL_CUTS`
-//! of them).
+//! The transport `verbs` between real ends, over queue pairs that are in this process only: links that break, clients that are stopped, processes of the bridge that end (`RGPU_SURVIVAL_CUTS`
+//! of each), and ends that lie to each other when they resume ([`lies`]).
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+#[path = "verbs/lies.rs"]
+mod lies;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -47,7 +50,8 @@ struct Bridge {
     /// The channel's extents, and its size.
     extents: Vec<Extent>,
     size: u64,
-    saved: Saved,
+    /// What its next process goes on with. `None`: it ends with its process.
+    saved: Option<Saved>,
     session: Option<Session>,
     doorbell: Arc<Mutex<Arc<EventFd>>>,
     lost: Arc<Mutex<Option<String>>>,
@@ -61,14 +65,14 @@ fn extents(id: u32) -> Vec<Extent> {
 }
 
 impl Bridge {
-    fn begin(server: &TcpServer) -> (Bridge, Channel) {
-        let config = SessionConfig { transport: TransportKind::Verbs, ..server.config.clone() };
+    fn begin(config: &SessionConfig, is_saved: bool) -> (Bridge, Channel) {
+        let config = SessionConfig { transport: TransportKind::Verbs, ..config.clone() };
         let (memories, channel) = channel(4 << 20);
         let (extents, size) = (channel.extents.clone(), channel.size);
         let view = memories.view(&extents, size).unwrap();
         let lost = Arc::new(Mutex::new(None));
         let mut prepared = Prepared::connect(&config, &channel, &mut Patient).unwrap();
-        let saved = prepared.save(&channel).unwrap().unwrap();
+        let saved = is_saved.then(|| prepared.save(&channel).unwrap().unwrap());
         let opened = prepared.open().unwrap();
         let session = opened.start(channel, Wakeup::Call(Arc::new(|| {})), on_lost(&lost)).unwrap();
         let doorbell = Arc::new(Mutex::new(session.doorbell_fd().clone()));
@@ -93,7 +97,7 @@ impl Bridge {
     /// Another process goes on, with what the one before had saved.
     fn succeed(&mut self) {
         self.session = None;
-        let (bytes, descriptors) = self.saved.parts();
+        let (bytes, descriptors) = self.saved.as_ref().unwrap().parts();
         let descriptors: Vec<_> = descriptors.iter().map(|fd| fd.try_clone_to_owned().unwrap()).collect();
         assert!(bytes.len() <= MAX_BYTES && descriptors.len() <= MAX_DESCRIPTORS);
         let saved = Saved::from_parts(&bytes, descriptors).unwrap();
@@ -153,7 +157,7 @@ fn program(client: &mut Channel, memories: &Memories, seed: u64, stop: &AtomicBo
 fn disturbed(seed: u64, times: u64, mut disturb: impl FnMut(&mut Bridge, &mut Random)) {
     let _one = alone();
     let server = TcpServer::start();
-    let (mut bridge, mut client) = Bridge::begin(&server);
+    let (mut bridge, mut client) = Bridge::begin(&server.config, true);
     let (memories, stop, mut random) = (bridge.memories.clone(), AtomicBool::new(false), Random(seed));
     let rounds = std::thread::scope(|scope| {
         let program = scope.spawn(|| program(&mut client, &memories, seed, &stop));
@@ -196,7 +200,7 @@ fn a_session_outlives_the_processes_that_carry_it() {
 
 #[test]
 fn a_session_outlives_its_queue_pairs() {
-    disturbed(8, 20, |bridge, random| {
+    disturbed(8, number("RGPU_SURVIVAL_CUTS", 20), |bridge, random| {
         let resumed = bridge.session().counters().resumed.get();
         let pairs = software::pairs();
         if !pairs.is_empty() {
@@ -210,7 +214,7 @@ fn a_session_outlives_its_queue_pairs() {
 
 #[test]
 fn a_stopped_client_keeps_its_session_and_nobody_touches_its_memory() {
-    disturbed(9, 50, |bridge, random| {
+    disturbed(9, number("RGPU_SURVIVAL_CUTS", 50), |bridge, random| {
         // It goes on in between.
         let sent = bridge.session().counters().data_bytes_sent.get();
         until("it goes on", || bridge.session().counters().data_bytes_sent.get() > sent);
@@ -221,4 +225,32 @@ fn a_stopped_client_keeps_its_session_and_nobody_touches_its_memory() {
         assert!(!software::pairs().iter().any(connected), "queue pairs still reach the client's memory");
         bridge.session().go_on();
     });
+}
+
+#[test]
+fn a_session_that_nobody_can_come_back_to_is_not_kept() {
+    let _one = alone();
+    let server = TcpServer::start();
+    // The process of the one ends when it has the session saved, before it has said anything through the queue pairs.
+    let (mut known, mut client) = Bridge::begin(&server.config, true);
+    software::end_process_after(0);
+    client.mark();
+    until("its process has ended", || software::processes_ended() > 0);
+    // That of the other ends before. Its link is lost later.
+    let config = SessionConfig { transport: TransportKind::Verbs, ..server.config.clone() };
+    let before = software::pairs();
+    let (_memories, channel) = channel(4 << 20);
+    let unknown = Prepared::connect(&config, &channel, &mut Patient).unwrap();
+    for pair in software::pairs().into_iter().filter(|pair| !before.contains(pair)) {
+        software::stop(pair);
+    }
+    until("the one that nobody knows of has ended", || server.ended() > 0);
+    let trouble = server.trouble();
+    assert!(matches!(&trouble[..], [why] if why.contains("has not come back within 10 s")), "{trouble:?}");
+    known.succeed();
+    client.synchronize();
+    assert_eq!((known.lost(), server.ended()), (None, 1));
+    assert_eq!(known.session().close("done", PATIENCE), Closed::Released);
+    drop((unknown, known));
+    until("nothing is left", || software::objects() == 0);
 }

@@ -23,7 +23,7 @@ const AGAIN: Duration = Duration::from_millis(50);
 ///
 /// rgpu-server's workers keep running, and keep their version until their sessions end. Clients that wait for
 /// a worker connect again. vhost-rgpu (--socket /run/rgpu/vhost-rgpu.admin) replaces its device processes,
-/// too. That ends sessions over verbs, and sessions with a server without a grace period.
+/// too. That ends sessions with a server without a grace period, and over verbs with one older than 2.5.
 ///
 /// Exit status: 0 when the installed version serves, 125 when the old one continues or none answers.
 #[derive(Args)]

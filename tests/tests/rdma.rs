@@ -12,7 +12,9 @@
 //! - [`sessions`]: programs, with a server that keeps no sessions (`--grace-seconds 0`), as in all tests but those
 //!   of [`survival`];
 //! - [`hostile`]: peers that break the protocol;
-//! - [`survival`]: queue pairs and control connections that break, and device processes that are killed;
+//! - [`survival`]: queue pairs and control connections that break, keepers and device processes that are killed,
+//!   and a guest that is stopped. With `RGPU_SURVIVE_CUTS`, so many interruptions of each kind; the figures are in
+//!   `target/logs/survive-verbs/`;
 //! - [`copies`]: copies between two servers, one at each end of the link.
 //!
 //! See `rgpu_tests::machine::rdma` for the machine.
@@ -47,7 +49,7 @@ const LONG: Duration = Duration::from_secs(900);
 /// Where the daemons and the examples are; `cargo xtask test rdma` builds them.
 fn built() -> Result<PathBuf> {
     let binaries = tree::binaries();
-    for name in ["rgpu-server", "vhost-rgpu", "rgpuctl", "verbs", "hostile", "hostile_direct"] {
+    for name in ["rgpu-server", "vhost-rgpu", "rgpuctl", "verbs", "hostile", "hostile_direct", "supervisor"] {
         ensure!(binaries.join(name).exists(), "{name} is missing: run `cargo xtask test rdma`");
     }
     Ok(binaries)
@@ -113,9 +115,15 @@ fn broken_queue_pairs_and_control_connections_are_survived() -> Result<()> {
     let mut parts = Parts::default();
     parts.run("broken control connections", || programs_survive_broken_control_connections(&rgpu));
     parts.run("killed device processes", || programs_survive_killed_device_processes(&rgpu));
+    parts.run("killed and upgraded keepers", || a_program_survives_killed_and_upgraded_keepers(&rgpu));
     parts.run("a long cut", || a_program_survives_a_long_cut(&rgpu));
     parts.run("a cut that lasts too long", || a_cut_that_lasts_too_long_ends_the_program(&rgpu));
     parts.run("lies", || a_bridge_that_comes_back_and_lies_harms_itself_alone(&rgpu));
+    if let Some(least) = interruptions()? {
+        for kind in INTERRUPTIONS {
+            parts.run(&format!("many: {}", kind.name()), || a_program_survives_many(&rgpu, kind, least));
+        }
+    }
     parts.run("nothing is left", || rgpu.nothing_left());
     parts.run("the kernel's log", || rgpu.machine.check_console());
     parts.end()
@@ -161,26 +169,33 @@ fn every_program_runs_over_verbs_and_hostile_peers_harm_no_other_session() -> Re
     parts.end()
 }
 
-/// The whole chain: a program in a virtual machine, on a host that reaches the server by RDMA. The hosts are
-/// in an emulated machine, so the virtual machine is emulated twice.
+/// The whole chain: programs in a virtual machine, on a host that reaches the server by RDMA. The hosts are in an
+/// emulated machine, so the virtual machine is emulated twice.
 #[test]
 fn guests_reach_the_server_over_verbs_and_no_cpu_copies_their_data() -> Result<()> {
-    let nested = Nested::new("export LD_LIBRARY_PATH=/opt/rgpu/lib; RGPU_STATS=1 /opt/rgpu/pinned_bulk")?
-        .dir(&tree::guest_libraries(), "/opt/rgpu/lib")?
-        .file(&tree::programs().join("pinned_bulk"), "/opt/rgpu/pinned_bulk")?;
+    // Each program begins when it is told to.
+    let nested = Nested::new(
+        "export LD_LIBRARY_PATH=/opt/rgpu/lib; RGPU_STATS=1 /opt/rgpu/pinned_bulk; read go; \
+         /opt/rgpu/rounds until & read go; kill -TERM $!; wait $!",
+    )?
+    .dir(&tree::guest_libraries(), "/opt/rgpu/lib")?
+    .file(&tree::programs().join("pinned_bulk"), "/opt/rgpu/pinned_bulk")?
+    .file(&tree::programs().join("rounds"), "/opt/rgpu/rounds")?;
     let machine = rdma::boot(nested.put_into(Rgpu::builder()?)?)?;
-    let rgpu = Rgpu::new(rdma::SERVER.1, rdma::CLIENT.1, machine)?;
-    let mut guest = String::new();
+    let rgpu = Rgpu::with_grace(rdma::SERVER.1, rdma::CLIENT.1, machine, 600)?;
+    let guest = rgpu.machine.spawn(&Nested::command("/run/vm.sock"))?;
     let mut parts = Parts::default();
     parts.run("no copy of what a guest sends", || {
         no_cpu_copies(&rgpu, "the guest", || {
             // It takes minutes to boot even on an idle host.
-            let output = rgpu.machine.run(&Nested::command("/run/vm.sock"), 3 * LONG)?;
-            guest = output.text();
-            ensure!(guest.contains("PASS pinned_bulk"), "{output}\n{}", rgpu.logs());
-            ensure!(guest.contains(&format!("{}0", nested::STATUS)), "{output}");
-            Ok(())
+            guest.wait_for("PASS pinned_bulk", 3 * LONG).with_context(|| rgpu.logs())
         })
+    });
+    parts.run("a stopped guest", || a_stopped_guest_goes_on(&rgpu, &guest));
+    parts.run("its end", || {
+        let output = guest.wait(LONG)?;
+        ensure!(output.text().contains(&format!("{}0", nested::STATUS)), "{output}");
+        rgpu.nothing_left()
     });
     parts.run("the kernel's log", || rgpu.machine.check_console());
     parts.end()

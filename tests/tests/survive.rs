@@ -2,8 +2,8 @@
 //! share memory. Their results must be the same as without cuts, and nothing may be left behind.
 //!
 //! The link is a relay on this host ([`Link`]) or a network of two namespaces. `RGPU_SURVIVE_CUTS` is the
-//! least number of cuts for each; without it, each program runs once. The figures are in
-//! `target/logs/survive-*/figures`.
+//! least number of cuts for each; without it, each program runs once. `RGPU_SURVIVE_SILENCE` is how long the
+//! network of the namespaces is silent at most, in seconds. The figures are in `target/logs/survive-*/figures`.
 
 #[path = "survive/host.rs"]
 mod host;
@@ -572,15 +572,27 @@ fn both_ends_notice_a_network_that_loses_everything_without_a_word() -> Result<(
     rig.check_healthy()
 }
 
+/// The longest silence of a network in seconds, if one is asked for: `RGPU_SURVIVE_SILENCE`.
+fn longest_silence() -> Result<Option<f64>> {
+    let number =
+        |text: String| text.trim().parse().with_context(|| format!("RGPU_SURVIVE_SILENCE: {text:?}"));
+    std::env::var("RGPU_SURVIVE_SILENCE").ok().map(number).transpose()
+}
+
 /// Lets the network lose packets now and then until the work is done.
 fn lose_packets(network: &Network, cuts: &Cuts, over: &AtomicBool, mut random: Random) -> Result<()> {
+    let longest = longest_silence()?;
     while !over.load(Ordering::Relaxed) {
         std::thread::sleep(Duration::from_millis(100 + random.number() % 1000));
         network.lose(true)?;
         cuts.cut();
         // Mostly short, sometimes longer than the bridge tolerates.
         let most = if random.below(8) == 0 { 5000 } else { 600 };
-        std::thread::sleep(Duration::from_millis(100 + random.number() % most));
+        let usual = Duration::from_millis(100 + random.number() % most);
+        // From 0.1 s on, every order of magnitude as often as every other.
+        let share = (random.number() % 1000) as f64 / 1000.0;
+        let silence = longest.map(|longest| Duration::from_secs_f64(0.1 * (10.0 * longest).powf(share)));
+        std::thread::sleep(silence.unwrap_or(usual));
         network.lose(false)?;
         cuts.up();
     }

@@ -537,7 +537,7 @@ impl Prepared {
         let Prepared { config, link, handshake } = self;
         let link = match link {
             Link::Tcp(greeting) => Link::Tcp(Box::new(greeting.open(&config)?)),
-            Link::Verbs(links) => Link::Verbs(links),
+            Link::Verbs(links) => Link::Verbs(Box::new(links.open())),
             Link::Local(link) => Link::Local(link),
         };
         Ok(Opened { config, link, handshake })

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use host_bridge::memory::{ChannelView, Memories};
 use protocol::channel::{
@@ -48,6 +48,7 @@ pub struct Channel {
     producer: Producer<'static>,
     view: Arc<ChannelView>,
     doorbell: Box<dyn Fn() + Send + Sync>,
+    patience: Duration,
 }
 
 impl Channel {
@@ -58,7 +59,12 @@ impl Channel {
         // `producer`, its only user, is dropped: fields are dropped in the order of their declaration.
         let forever: &'static ChannelView = unsafe { &*Arc::as_ptr(&view) };
         let producer = Producer::new(forever.header(), RingMemory::new(ring_words(forever)));
-        Channel { producer, view, doorbell: Box::new(doorbell) }
+        Channel { producer, view, doorbell: Box::new(doorbell), patience: PATIENCE }
+    }
+
+    /// Sets how long an answer may take, for a session whose ends may lose one.
+    pub fn wait_at_most(&mut self, patience: Duration) {
+        self.patience = patience;
     }
 
     /// The channel's memory.
@@ -129,7 +135,7 @@ impl Channel {
             if let Some(completion) = self.view.slot(slot).unwrap().poll(&mut payload) {
                 return (completion, payload);
             }
-            assert!(start.elapsed() < PATIENCE, "no answer; the session: {:?}", self.lost());
+            assert!(start.elapsed() < self.patience, "no answer; the session: {:?}", self.lost());
             std::thread::yield_now();
         }
     }

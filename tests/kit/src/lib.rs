@@ -30,7 +30,6 @@ pub mod daemon;
 pub mod link;
 #[cfg(feature = "folders")]
 pub mod local_server;
-#[cfg(feature = "folders")]
 pub mod manager;
 pub mod native_client;
 #[cfg(feature = "folders")]

@@ -6,6 +6,7 @@ use std::io::IoSliceMut;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -33,10 +34,14 @@ struct Heard {
 /// A service manager. What it keeps is closed when it is dropped.
 #[derive(Debug)]
 pub struct Manager {
-    folder: tempfile::TempDir,
+    socket: PathBuf,
+    /// Removed with the manager.
+    #[cfg(feature = "folders")]
+    _folder: Option<tempfile::TempDir>,
     heard: Arc<Mutex<Heard>>,
 }
 
+#[cfg(feature = "folders")]
 impl Default for Manager {
     fn default() -> Manager {
         Manager::new()
@@ -45,13 +50,26 @@ impl Default for Manager {
 
 impl Manager {
     /// One that keeps nothing yet.
+    #[cfg(feature = "folders")]
     pub fn new() -> Manager {
         let folder = tempfile::tempdir().unwrap();
-        let socket = UnixDatagram::bind(folder.path().join("notify")).unwrap();
+        let mut manager = Manager::at(folder.path().join("notify"));
+        manager._folder = Some(folder);
+        manager
+    }
+
+    /// One that keeps nothing yet, and listens at this path.
+    pub fn at(path: PathBuf) -> Manager {
+        let socket = UnixDatagram::bind(&path).unwrap();
         let heard = Arc::<Mutex<Heard>>::default();
         let for_thread = heard.clone();
         std::thread::spawn(move || while serve_one(&socket, &for_thread) {});
-        Manager { folder, heard }
+        Manager {
+            socket: path,
+            #[cfg(feature = "folders")]
+            _folder: None,
+            heard,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Heard> {
@@ -60,7 +78,7 @@ impl Manager {
 
     fn say(&self, text: &str) {
         let own = UnixDatagram::unbound().unwrap();
-        own.send_to(text.as_bytes(), self.folder.path().join("notify")).unwrap();
+        own.send_to(text.as_bytes(), &self.socket).unwrap();
     }
 
     /// Waits until everything that was said so far is heard.
@@ -107,7 +125,7 @@ impl Manager {
         command
             .args(["-c", "LISTEN_PID=$$ exec \"$0\" \"$@\""])
             .arg(program)
-            .env("NOTIFY_SOCKET", self.folder.path().join("notify"))
+            .env("NOTIFY_SOCKET", &self.socket)
             .env("LISTEN_FDS", kept.len().to_string())
             .env("LISTEN_FDNAMES", names.join(":"));
         // Out of the way of the numbers that they get.

@@ -2,7 +2,8 @@
 //!
 //! The inner guest has no agent. Its first process is a script that loads the image's modules, runs one
 //! command and powers off. Its output is QEMU's, on the standard output of [`Nested::command`] in the outer
-//! machine. Nested emulation is slow: a boot takes a minute or more.
+//! machine; what is written to [`CONSOLE`] there is its input. Nested emulation is slow: a boot takes a minute
+//! or more.
 
 use super::image::Image;
 use super::{Accelerator, Builder, Kernel, Qemu};
@@ -11,6 +12,10 @@ use std::path::{Path, PathBuf};
 
 /// What the inner guest prints before the status of its command.
 pub const STATUS: &str = "nested status ";
+/// A pipe of the outer machine: what the command reads.
+pub const CONSOLE: &str = "/run/nested.console";
+/// A pipe of the outer machine that takes commands for QEMU, such as `stop` and `cont`.
+pub const MONITOR: &str = "/run/nested.monitor.in";
 
 const INIT: &str = "#!/bin/sh
 mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs tmp /tmp
@@ -62,12 +67,13 @@ impl Nested {
     /// The command that boots it in the outer machine, its rgpu device served at `socket`.
     pub fn command(socket: &str) -> String {
         let (cpu, arguments) = (Accelerator::Tcg.cpu(), Accelerator::Tcg.kernel_arguments().join(" "));
+        // QEMU opens its monitor's pipes for both directions, and so waits for nobody.
         format!(
-            "exec /opt/qemu/ld.so --library-path /opt/qemu/lib /opt/qemu/qemu -L /opt/qemu/share -accel tcg -cpu {cpu} \
+            "mkfifo {CONSOLE} {MONITOR} /run/nested.monitor.out || exit 1; exec /opt/qemu/ld.so --library-path /opt/qemu/lib /opt/qemu/qemu -L /opt/qemu/share -accel tcg -cpu {cpu} \
              -machine q35,memory-backend=ram,vmport=off -object memory-backend-memfd,id=ram,size=384M,share=on -m 384M -nodefaults \
-             -no-user-config -display none -monitor none -no-reboot -serial stdio -chardev socket,id=rgpu0,path={socket} \
+             -no-user-config -display none -chardev pipe,id=monitor,path=/run/nested.monitor -mon chardev=monitor -no-reboot -serial stdio -chardev socket,id=rgpu0,path={socket} \
              -device vhost-user-test-device-pci,chardev=rgpu0,virtio-id=38,num_vqs=3,vq_size=256,config_size=64 \
-             -kernel /opt/nested/kernel -initrd /opt/nested/initramfs -append 'console=ttyS0 loglevel=4 panic=-1 no_timer_check {arguments}'"
+             -kernel /opt/nested/kernel -initrd /opt/nested/initramfs -append 'console=ttyS0 loglevel=4 panic=-1 no_timer_check {arguments}' <> {CONSOLE}"
         )
     }
 }

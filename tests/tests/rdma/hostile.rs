@@ -62,7 +62,14 @@ const HOSTILE_RETURNS: [(&str, &str); 6] = [
 ];
 
 pub(super) fn a_bridge_that_comes_back_and_lies_harms_itself_alone(rgpu: &Rgpu) -> Result<()> {
-    attacks(rgpu, &HOSTILE_RETURNS, |said, words| said.contains(words))
+    // One whose process ends before anybody could come back.
+    let vanish = format!("hostile bridge 127.0.0.1:9700 --device {} --do vanish", rdma::CLIENT.1);
+    rgpu.machine.check(&vanish, LONG)?;
+    attacks(rgpu, &HOSTILE_RETURNS, |said, words| said.contains(words))?;
+    // Its session is not kept for the grace period.
+    let ended = "for i in $(seq 3000); do grep -q 'bridge has not come back within 10 s' /run/server.log && exit 0; sleep 0.1; done; exit 1";
+    rgpu.machine.check(ended, LONG).with_context(|| rgpu.logs())?;
+    Ok(())
 }
 
 /// A hostile server's attacks, each with a word of its peer's answer.

@@ -49,6 +49,7 @@ impl Rgpu {
         }
         Ok(builder
             .program(binaries.join("hostile"), "/bin/hostile")
+            .program(binaries.join("supervisor"), "/bin/supervisor")
             .dir(tree::guest_libraries(), "/opt/rgpu/lib"))
     }
 
@@ -168,7 +169,7 @@ pub(super) const PROGRAMS: [&str; 21] = [
 ];
 
 /// Programs of single parts.
-const OTHER_PROGRAMS: [&str; 4] = ["idle", "kill_me", "pinned_bulk", "two_servers"];
+const OTHER_PROGRAMS: [&str; 5] = ["idle", "kill_me", "pinned_bulk", "rounds", "two_servers"];
 
 /// While a session is idle, no thread of the daemons and the worker is scheduled. Afterwards it continues.
 pub(super) fn an_idle_session_takes_no_processor(rgpu: &Rgpu) -> Result<()> {

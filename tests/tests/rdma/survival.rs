@@ -1,4 +1,6 @@
-//! Sessions whose queue pairs and control connections break, under a server that keeps sessions.
+//! Sessions whose queue pairs and control connections break, or whose processes are killed and whose guest is stopped, under a server that keeps sessions.
+
+use protocol::fuzzing::Random;
 
 use super::*;
 
@@ -153,4 +155,305 @@ pub(super) fn a_cut_that_lasts_too_long_ends_the_program(rgpu: &Rgpu) -> Result<
     ensure!(!output.success() && said.contains("did not come back within"), "{output}\n{}", rgpu.logs());
     rgpu.nothing_left()?;
     rgpu.passes("vectorAdd")
+}
+
+/// The program `rounds`, which checks every byte of each round.
+struct Rounds {
+    process: Process,
+}
+
+impl Rounds {
+    /// Starts it as a program of the `vhost-rgpu` called `name`, and waits for its first rounds.
+    fn start(rgpu: &Rgpu, name: &str) -> Result<Rounds> {
+        let command =
+            format!("{ENVIRONMENT} RGPU_SOCKET=/run/{name}.sock exec /opt/rgpu/programs/rounds until");
+        let rounds = Rounds { process: rgpu.machine.spawn(&command)? };
+        rounds.goes_on(rgpu, 0)?;
+        Ok(rounds)
+    }
+
+    fn count(&self) -> u64 {
+        rounds_of(&self.process)
+    }
+
+    /// Waits until it has made two more rounds than `before`: the second one began after that.
+    fn goes_on(&self, rgpu: &Rgpu, before: u64) -> Result<()> {
+        more_rounds(&self.process, before).with_context(|| rgpu.logs())
+    }
+
+    /// Has it end, which must be with the right bytes. Returns how many rounds it has made.
+    fn end(self, rgpu: &Rgpu) -> Result<u64> {
+        rgpu.machine.check("kill -TERM $(pidof rounds)", LONG)?;
+        let output = self.process.wait(LONG)?;
+        let passed = output.success() && output.text().contains("PASS rounds");
+        ensure!(passed, "{output}\n{}", rgpu.logs());
+        Ok(output.text().matches("ROUND ").count() as u64)
+    }
+}
+
+/// The rounds that a process has told of.
+fn rounds_of(process: &Process) -> u64 {
+    process.stdout().split(|byte| *byte == b'\n').filter(|line| line.starts_with(b"ROUND ")).count() as u64
+}
+
+/// Waits until there are two more rounds than `before`.
+fn more_rounds(process: &Process, before: u64) -> Result<()> {
+    let deadline = Instant::now() + LONG;
+    while rounds_of(process) < before + 2 {
+        let said = || {
+            String::from_utf8_lossy(&process.stdout()).lines().rev().take(5).collect::<Vec<_>>().join("\n")
+        };
+        ensure!(
+            !process.has_ended(),
+            "the program has ended after {} rounds: {}",
+            rounds_of(process),
+            said()
+        );
+        ensure!(
+            Instant::now() < deadline,
+            "the program stands after {} rounds: {}",
+            rounds_of(process),
+            said()
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
+/// The status of a daemon, once it answers.
+fn status(machine: &Machine, socket: &str) -> Result<serde_json::Value> {
+    let deadline = Instant::now() + LONG;
+    loop {
+        let said = machine.run(&format!("/opt/rgpu/rgpuctl status --json --socket {socket}"), LONG)?;
+        let status: Option<serde_json::Value> = serde_json::from_str(&said.text()).ok();
+        if let Some(status) = status.filter(|status| !status[socket]["sessions"].is_null()) {
+            return Ok(status[socket].clone());
+        }
+        ensure!(Instant::now() < deadline, "no status from {socket}: {said}");
+    }
+}
+
+/// The keeper is killed, and its service manager starts another one; or it executes the program that is installed. Its device processes go with it.
+pub(super) fn a_program_survives_killed_and_upgraded_keepers(rgpu: &Rgpu) -> Result<()> {
+    const SOCKET: &str = "/run/kept.status";
+    let machine = &rgpu.machine;
+    let service = machine.spawn(&format!(
+        "export NO_COLOR=1; exec supervisor /run/kept.notify /opt/rgpu/vhost-rgpu --insecure --native-socket /run/kept.sock --server tcp:127.0.0.1:9700 --transport verbs --rdma-device {} --status-socket {SOCKET} --admin-socket /run/kept.admin 2>/run/kept.log",
+        rdma::CLIENT.1
+    ))?;
+    service.wait_for("serves", LONG)?;
+    let program = Rounds::start(rgpu, "kept")?;
+    for number in 1..=4 {
+        let before = (status(machine, SOCKET)?, resumed(machine, "kept")?);
+        let process = before.0["process"].clone();
+        if number % 2 == 0 {
+            machine.check("/opt/rgpu/rgpuctl upgrade --socket /run/kept.admin", LONG)?;
+        } else {
+            // It answers no request: the program asks for nothing between its first round and its last.
+            machine.check(&format!("kill -9 {process}"), LONG)?;
+        }
+        let deadline = Instant::now() + LONG;
+        let now = loop {
+            let now = status(machine, SOCKET)?;
+            if now["keepers_before"] == number && resumed(machine, "kept")? > before.1 {
+                break now;
+            }
+            let log = || machine.run("tail -n 40 /run/kept.log", LONG).map(|o| o.text()).unwrap_or_default();
+            ensure!(Instant::now() < deadline, "keeper {number}: {now}\n{}\n{}", log(), rgpu.logs());
+        };
+        ensure!((now["process"] == process) == (number % 2 == 0), "{process} is followed by {now}");
+        program.goes_on(rgpu, program.count())?;
+    }
+    let rounds = program.end(rgpu)?;
+    let after = status(machine, SOCKET)?;
+    ensure!(after["sessions_lost"] == 0, "{after}");
+    eprintln!(
+        "      {rounds} rounds under 5 keepers; the session was resumed {} times",
+        resumed(machine, "kept")?
+    );
+    rgpu.nothing_left()?;
+    // Its device processes go with it. (The pattern does not find the shell that looks for it.)
+    let found = "grep -l 'kept[.]sock' /proc/[0-9]*/cmdline 2>/dev/null";
+    let serving = machine.check(&format!("{found} | wc -l"), LONG)?;
+    ensure!(serving != "0", "no process of the keeper is found");
+    service.kill()?;
+    let gone =
+        format!("for i in $(seq 3000); do {found} > /dev/null || exit 0; sleep 0.1; done; {found}; exit 1");
+    machine.check(&gone, LONG).context("processes are left")?;
+    Ok(())
+}
+
+/// QEMU stops the guest, for longer than anybody may be silent, and continues it. Meanwhile no queue pair reaches its memory; once its device process is killed, too.
+pub(super) fn a_stopped_guest_goes_on(rgpu: &Rgpu, guest: &Process) -> Result<()> {
+    /// Longer than the 10 seconds after which a link counts as lost.
+    const SECONDS: u64 = 13;
+    let machine = &rgpu.machine;
+    let tell = |pipe: &str, words: &str| machine.check(&format!("echo {words} > {pipe}"), LONG);
+    let states = || -> Result<String> {
+        let status = status(machine, "/run/vhost.status")?;
+        Ok(status["sessions"]
+            .as_array()
+            .context("no sessions")?
+            .iter()
+            .map(|row| row["state"].to_string())
+            .collect())
+    };
+    tell(nested::CONSOLE, "go")?;
+    for kills in [false, true] {
+        more_rounds(guest, rounds_of(guest))?;
+        let before = rgpu.bridge_counter("resumed")?;
+        tell(nested::MONITOR, "stop")?;
+        let deadline = Instant::now() + LONG;
+        let parked = loop {
+            let status = status(machine, "/run/server.status")?;
+            let parked = status["sessions"][0]["parked_seconds"].as_u64().unwrap_or(0);
+            if parked >= SECONDS {
+                break parked;
+            }
+            ensure!(Instant::now() < deadline, "it is not stopped: {status}\n{}", rgpu.logs());
+        };
+        let made = rounds_of(guest);
+        ensure!(states()? == "\"paused\"", "{}", states()?);
+        let pairs = machine.check("rdma resource show qp link rxe1 | grep -c 'type RC' || true", LONG)?;
+        ensure!(pairs == "0", "{pairs} queue pairs reach a stopped guest");
+        if kills {
+            let row = status(machine, "/run/vhost.status")?["device_processes"][0]["process"].clone();
+            machine.check(&format!("kill -9 {row}"), LONG)?;
+            loop {
+                let now = status(machine, "/run/vhost.status")?["device_processes"][0]["process"].clone();
+                if !now.is_null() && now != row {
+                    break;
+                }
+                ensure!(Instant::now() < deadline, "nobody replaces {row}\n{}", rgpu.logs());
+            }
+        }
+        ensure!(rounds_of(guest) == made, "a stopped guest makes rounds");
+        tell(nested::MONITOR, "cont")?;
+        more_rounds(guest, made).with_context(|| rgpu.logs())?;
+        ensure!(kills || rgpu.bridge_counter("resumed")? > before, "nothing was resumed\n{}", rgpu.logs());
+        eprintln!("      went on after {parked} s; {made} rounds before");
+    }
+    tell(nested::CONSOLE, "end")?;
+    guest.wait_for("PASS rounds", LONG)?;
+    let lost = status(machine, "/run/vhost.status")?["sessions_lost"].clone();
+    ensure!(lost == 0, "{lost} sessions were lost\n{}", rgpu.logs());
+    Ok(())
+}
+
+/// What happens to a session again and again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Interruption {
+    /// Its device process is killed.
+    Kill,
+    /// Its control connection is reset.
+    Reset,
+    /// The link of the queue pairs has no carrier, for up to 15 s.
+    Cut,
+    /// Nothing comes through, and nobody is told: 0.1 to 60 s.
+    Silence,
+}
+
+pub(super) const INTERRUPTIONS: [Interruption; 4] =
+    [Interruption::Kill, Interruption::Reset, Interruption::Cut, Interruption::Silence];
+
+impl Interruption {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Interruption::Kill => "kills",
+            Interruption::Reset => "resets",
+            Interruption::Cut => "cuts",
+            Interruption::Silence => "silences",
+        }
+    }
+}
+
+/// How many interruptions of each kind there are to be at least: `RGPU_SURVIVE_CUTS`. Without it there are only those of the other parts.
+pub(super) fn interruptions() -> Result<Option<u64>> {
+    let number = |text: String| text.trim().parse().with_context(|| format!("RGPU_SURVIVE_CUTS: {text:?}"));
+    std::env::var("RGPU_SURVIVE_CUTS").ok().map(number).transpose()
+}
+
+/// Interrupts programs so often. Each has to make rounds after each interruption, and to end with the right bytes.
+pub(super) fn a_program_survives_many(rgpu: &Rgpu, kind: Interruption, least: u64) -> Result<()> {
+    let machine = &rgpu.machine;
+    let of_a_program = if kind == Interruption::Kill { 6 } else { 40 };
+    let (mut random, begun) = (Random(40), Instant::now());
+    let (mut count, mut programs, mut rounds, mut continued, mut waits) = (0, 0, 0, 0, Vec::new());
+    while count < least {
+        let relay = (kind == Interruption::Reset)
+            .then(|| machine.spawn("exec hostile relay 127.0.0.1:9703 --do 127.0.0.1:9700 --life 300"))
+            .transpose()?;
+        relay.iter().try_for_each(|relay| relay.wait_for("listening", LONG))?;
+        let daemon = bridge(machine, "many", if relay.is_some() { 9703 } else { 9700 })?;
+        let program = Rounds::start(rgpu, "many")?;
+        programs += 1;
+        for _ in 0..of_a_program.min(least - count) {
+            std::thread::sleep(Duration::from_millis(random.number() % 300));
+            interrupt(rgpu, kind, &mut random)?;
+            let back = Instant::now();
+            program.goes_on(rgpu, program.count()).with_context(|| {
+                let log = machine.run("tail -n 40 /run/many.log", LONG).map(|output| output.text());
+                format!("after {count} interruptions: {}", log.unwrap_or_default())
+            })?;
+            waits.push(back.elapsed().as_secs_f64());
+            count += 1;
+        }
+        continued += resumed(machine, "many")?;
+        rounds += program.end(rgpu)?;
+        let lost = status(machine, "/run/many.status")?["sessions_lost"].clone();
+        ensure!(lost == 0, "{lost} sessions were lost\n{}", rgpu.logs());
+        daemon.kill()?;
+        relay.iter().try_for_each(Process::kill)?;
+        rgpu.nothing_left()?;
+        machine.check("rm -f /run/many.*", LONG)?;
+    }
+    waits.sort_by(f64::total_cmp);
+    let wait = |share: f64| waits.get((waits.len() as f64 * share) as usize).or(waits.last()).copied();
+    let figures = format!(
+        "{count} {}: {programs} programs with {rounds} rounds, {continued} times resumed, {:.0} s; two more rounds after the end of an interruption: median {:.2} s, 95 % {:.2} s, longest {:.2} s\n",
+        kind.name(),
+        begun.elapsed().as_secs_f64(),
+        wait(0.5).unwrap_or_default(),
+        wait(0.95).unwrap_or_default(),
+        wait(1.0).unwrap_or_default(),
+    );
+    eprint!("      {figures}");
+    let folder = tree::logs().join("survive-verbs");
+    std::fs::create_dir_all(&folder)?;
+    std::fs::write(folder.join(kind.name()), figures)?;
+    Ok(())
+}
+
+/// Interrupts the session of the program of `many`, and returns when the interruption is over.
+fn interrupt(rgpu: &Rgpu, kind: Interruption, random: &mut Random) -> Result<()> {
+    let machine = &rgpu.machine;
+    match kind {
+        Interruption::Kill => {
+            let process =
+                serving_process(machine, "/run/many.status")?.context("nobody serves the program")?;
+            machine.check(&format!("kill -9 {process}"), LONG)?;
+        }
+        Interruption::Reset => {
+            // The relay does it by itself.
+            let (before, deadline) = (resumed(machine, "many")?, Instant::now() + LONG);
+            while resumed(machine, "many")? == before {
+                ensure!(Instant::now() < deadline, "no connection was reset\n{}", rgpu.logs());
+            }
+        }
+        Interruption::Cut => {
+            let pause = 0.1 + (random.number() % 15_000) as f64 / 1000.0;
+            machine.check(&format!("{}; sleep {pause:.1}; {}", rdma::CUT, rdma::MEND), LONG)?;
+            rdma::wait_up(machine)?;
+        }
+        Interruption::Silence => {
+            // Every order of magnitude as often as every other.
+            let pause = 0.1 * 600f64.powf((random.number() % 1000) as f64 / 1000.0);
+            let each = |what: &str, how: &str| {
+                ["lo", "v0", "v1"].map(|end| format!("/sbin/tc qdisc {what} dev {end} root {how}")).join("; ")
+            };
+            let (lose, mend) = (each("add", "netem loss 100%"), each("del", ""));
+            machine.check(&format!("{lose}; sleep {pause:.1}; {mend}"), LONG)?;
+        }
+    }
+    Ok(())
 }

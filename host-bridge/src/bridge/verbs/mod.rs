@@ -68,6 +68,16 @@ impl Links {
         self.succession = Some(saved.remember(None)?);
         Ok(Some(saved))
     }
+
+    /// The bridge can come back to the session from now on, because what was [saved](Self::save) is kept. Tells the server, which does not keep a session for long before that: on the control
+    /// connection, where it arrives even if this process ends now.
+    pub(super) fn open(self) -> Links {
+        if self.ticket.survives() {
+            // If that fails, the link is lost, and the bridge shows it by coming back.
+            let _ = self.control.send_frame(frame::ALIVE, &[]);
+        }
+        self
+    }
 }
 
 fn saved_queues(queues: &Queues, depth: u32) -> SavedQueues {

@@ -57,7 +57,8 @@ impl Attempt for Redial {
         let (mut body, mut written) = (Vec::new(), Vec::new());
         loop {
             let kind = control.recv_frame(&mut body).map_err(|e| Failure::later(&e))?;
-            if kind == Some(frame::WRITTEN) && written.len() <= MOST_WRITTEN {
+            let whole = body.len().is_multiple_of(size_of::<Written>());
+            if kind == Some(frame::WRITTEN) && whole && written.len() <= MOST_WRITTEN {
                 let entries = body.chunks_exact(size_of::<Written>());
                 written.extend(entries.filter_map(|entry| Written::read_from_bytes(entry).ok()));
                 continue;

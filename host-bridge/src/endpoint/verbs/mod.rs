@@ -212,8 +212,6 @@ impl VerbsCommands {
         let queues = link.data_queues();
         let control = Arc::new(control);
         let links = Links::new(Arc::clone(&control), grace);
-        // What it offers shows that it has the welcome, with the session's secret.
-        links.introduce();
         if links.survives() {
             link.keep();
         }

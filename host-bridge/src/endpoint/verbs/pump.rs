@@ -398,7 +398,8 @@ impl VerbsClient {
                 engine.control_reader.next_frame().map_err(|e| End::Lost(e.to_string()))?
             {
                 match kind {
-                    frame::ALIVE => {}
+                    // The bridge can come back from now on.
+                    frame::ALIVE => self.links.introduce(),
                     frame::BYE if body.is_empty() => return Err(End::Asked),
                     frame::BYE => {
                         let (device, why) = (engine.link.domain().device(), String::from_utf8_lossy(body));

@@ -80,6 +80,10 @@ impl VerbsClient {
             return Err(End::Gone(what));
         }
         engine.link.stop();
+        // A bridge sends nothing before it can come back.
+        if engine.came > 0 {
+            self.links.introduce();
+        }
         let attempt = engine.attempt;
         // The bridge is to notice, and may still say farewell.
         if let Some(control) = lock(&self.control).as_ref() {
@@ -232,6 +236,7 @@ impl Survivor for VerbsClient {
         if !self.links.survives() {
             return Ok(());
         }
+        self.links.introduce();
         control.set_nonblocking(false)?;
         control.set_nodelay()?;
         control.set_read_timeout(Some(WITHIN))?;

@@ -31,25 +31,26 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// How long the other side may take to end the session.
 const PATIENCE: Duration = Duration::from_secs(40);
 const SOURCE: usize = 1 << 20;
-/// How long the relay leaves a control connection alone after its handshake.
+/// How long the relay leaves a control connection alone after its handshake, unless it is told (`--life`, in milliseconds).
 const LIFE: Duration = Duration::from_secs(3);
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let (role, address) = (args.next().unwrap_or_default(), args.next().unwrap_or_default());
-    let (mut settings, mut what) = (Settings::default(), String::new());
+    let (mut settings, mut what, mut life) = (Settings::default(), String::new(), LIFE);
     while let Some(option) = args.next() {
         let value = args.next().ok_or(format!("{option} wants a value"))?;
         match option.as_str() {
             "--device" => settings.device = Some(value),
             "--do" => what = value,
+            "--life" => life = Duration::from_millis(value.parse()?),
             _ => return Err(format!("unknown option {option}").into()),
         }
     }
     match role.as_str() {
         "bridge" => bridge(&address, &settings, &what),
         "server" => server(&address, &settings, &what),
-        "relay" => relay(&address, &what),
+        "relay" => relay(&address, &what, life),
         _ => Err("hostile bridge|server ADDRESS --device NAME --do WHAT, hostile relay ADDRESS --do ADDRESS"
             .into()),
     }
@@ -365,6 +366,10 @@ fn bridge(address: &str, settings: &Settings, what: &str) -> Result<()> {
         other = Some(Session::connect(address, settings, Twist::None)?);
     }
     let mut session = Session::connect(address, settings, twist)?;
+    if what == "vanish" {
+        // Like a process that is killed: nothing is said.
+        return Ok(());
+    }
     let key = session.peer.slots_key;
     let all = u64::from(session.peer.slots) * u64::from(session.peer.slot_size);
     if what.starts_with("resume-") {
@@ -471,7 +476,7 @@ fn server(address: &str, settings: &Settings, what: &str) -> Result<()> {
 }
 
 /// Passes connections on to `to`. Of each, the server's welcome and its queue pairs get through.
-fn relay(address: &str, to: &str) -> Result<()> {
+fn relay(address: &str, to: &str, life: Duration) -> Result<()> {
     let handshake = size_of::<Welcome>() + size_of::<FrameHeader>() + size_of::<Queues>();
     let listener = TcpListener::bind(address)?;
     println!("listening");
@@ -500,7 +505,7 @@ fn relay(address: &str, to: &str) -> Result<()> {
             while came.load(Ordering::Relaxed) < handshake {
                 std::thread::sleep(Duration::from_millis(50));
             }
-            std::thread::sleep(LIFE);
+            std::thread::sleep(life);
             for end in [client, server] {
                 let _ = end.shutdown(Shutdown::Both);
             }
