@@ -4,7 +4,8 @@
 //! piece needs is made in advance: what copies it ([`Carrier`]), and which memory it may be in. Any thread can then
 //! copy it, as long as the session's memory [stays where it is](Motion).
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use protocol::Status;
 use protocol::handle::ContextId;
@@ -140,12 +141,25 @@ impl Drop for Still {
 
 /// Copies of pieces that are under way at one end, and whom to tell when none is.
 #[derive(Default)]
-pub(super) struct Copies(pub(super) Mutex<(usize, Option<Pending>)>);
+pub(super) struct Copies(pub(super) Mutex<(usize, Option<Pending>)>, Condvar);
 
 impl Copies {
     pub(super) fn begin(self: &Arc<Copies>) -> Copying {
         lock(&self.0).0 += 1;
         Copying(Arc::clone(self))
+    }
+
+    /// Waits until none is under way, or the time is over.
+    pub(super) fn wait(&self, limit: Duration) {
+        let until = Instant::now() + limit;
+        let mut state = lock(&self.0);
+        while state.0 > 0 {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            state = self.1.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// Answers when none is under way any more.
@@ -162,6 +176,7 @@ impl Drop for Copying {
     fn drop(&mut self) {
         let mut state = lock(&self.0.0);
         state.0 -= 1;
+        self.0.1.notify_all();
         if state.0 == 0
             && let Some(pending) = state.1.take()
         {
