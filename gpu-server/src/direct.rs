@@ -12,7 +12,8 @@
 //!
 //! A piece that has arrived waits until the client lands it, unless the client has said in advance where it goes
 //! ([`Expected`]): then the thread that receives it starts its copy to the device, too. Receiving like this and
-//! [sending at once](Directs::send_now) both work while the dispatcher is busy ([`near`]).
+//! [sending at once](Directs::send_now) both work while the dispatcher is busy ([`near`]). Whole copies go in the same
+//! way, without the client in between ([`series`]).
 //!
 //! If both operators allow it and both ends have a device, pieces take [`verbs`] instead of the socket, which
 //! stays open: its end is the connection's. The buffers and everything around them are the same.
@@ -34,6 +35,7 @@ pub(crate) mod fuzzing;
 mod incoming;
 mod near;
 mod outgoing;
+mod series;
 mod verbs;
 
 use host_bridge::framing::{Address, watch_peer};
@@ -57,6 +59,7 @@ pub use self::incoming::Incoming;
 pub use self::near::{Memory as PieceMemory, MirrorCarrier, Near, Still};
 use self::near::{Motion, Named};
 pub use self::outgoing::Outgoing;
+pub use self::series::Series;
 use self::verbs::{Memory, Verbs};
 use crate::cuda_ipc::{Broker, Token};
 use crate::driver::call::Pending;
@@ -68,6 +71,8 @@ use crate::driver::rows::Rows;
 const WITHIN: Duration = Duration::from_secs(10);
 /// A peer that accepts nothing, or stops in the middle of a piece, for this long is lost.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// How long memory that is freed waits for pieces that are just being copied from or to it.
+const COPIED_WITHIN: Duration = Duration::from_secs(5);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -85,8 +90,9 @@ pub struct Directs {
     bytes: Arc<Common>,
     failures: Arc<Failures>,
     motion: Arc<Motion>,
-    /// Whether a connection was ever prepared.
+    /// Whether a connection was ever prepared, and whether one ever carried a box.
     prepared: AtomicBool,
+    boxes: AtomicBool,
 }
 
 /// Connections on which an expected piece will not come.
@@ -143,8 +149,19 @@ impl Directs {
     /// The connections of a session whose worker has this key. `rdma`: how they may use verbs.
     pub fn new(identity: Arc<Identity>, broker: Arc<Broker>, rdma: Option<Settings>) -> Arc<Directs> {
         let verbs = rdma.map(Verbs::new);
-        let (table, strangers, bytes, failures, motion, prepared) = Default::default();
-        Arc::new(Directs { identity, broker, table, strangers, verbs, bytes, failures, motion, prepared })
+        let (table, strangers, bytes, failures, motion, prepared, boxes) = Default::default();
+        Arc::new(Directs {
+            identity,
+            broker,
+            table,
+            strangers,
+            verbs,
+            bytes,
+            failures,
+            motion,
+            prepared,
+            boxes,
+        })
     }
 
     /// The key with which this worker opens connections.
@@ -468,14 +485,25 @@ impl Directs {
         self.with_named(direct, outgoing, |named| named.unname(part))?
     }
 
-    /// Device memory is about to be freed. No piece begins to use it any more.
+    /// Device memory is about to be freed. No piece begins to use it any more, and no piece of a box is being copied.
     pub fn forget(&self, address: u64, size: u64) {
-        if !self.is_prepared() {
+        if !self.is_prepared() && !self.boxes.load(Ordering::Acquire) {
             return;
         }
-        let table = lock(&self.table);
-        table.outgoing.values().flatten().for_each(|outgoing| outgoing.named.forget(address, size));
-        table.incoming.values().for_each(|incoming| incoming.named.forget(address, size));
+        let mut used = Vec::new();
+        {
+            let table = lock(&self.table);
+            for outgoing in table.outgoing.values().flatten() {
+                outgoing.named.forget(address, size);
+                used.extend(outgoing.forget(address, size));
+            }
+            for incoming in table.incoming.values() {
+                incoming.named.forget(address, size);
+                used.extend(incoming.forget(address, size));
+            }
+        }
+        // They wait for nothing. On a device that has failed they may not end.
+        used.iter().for_each(|copies| copies.wait(COPIED_WITHIN));
     }
 
     /// Whether a connection was ever prepared, so that there can be pieces that the dispatcher must not delay.
@@ -506,11 +534,11 @@ impl Directs {
             };
             let rows = Rows::line(op.src, op.len);
             match memory {
-                PieceMemory::Device => carrier.carry(&rows, buffer, seq, Box::new(end)),
+                PieceMemory::Device => carrier.carry(&rows, 0, buffer, seq, Box::new(end)),
                 // The processor copies these, and the connection's own thread has the time for it.
                 PieceMemory::Mirror => {
                     let carrier = Arc::clone(carrier);
-                    outgoing.run(move || carrier.carry(&rows, buffer, seq, Box::new(end)));
+                    outgoing.run(move || carrier.carry(&rows, 0, buffer, seq, Box::new(end)));
                 }
             }
             Ok(())
@@ -527,6 +555,32 @@ impl Directs {
             Ok(Expected { to: Rows::line(op.dst, op.len), memory, seq, carrier: Arc::clone(carrier) })
         })?;
         incoming.expect(op.number, expected)
+    }
+
+    /// Sends a box, without the client: see [`DirectSendAll`](protocol::ops::direct::DirectSendAll).
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` if there is no such connection, `NOT_READY` while memory [is still](Self::hold_still),
+    /// `OUT_OF_MEMORY` if too many boxes wait.
+    pub fn send_all(&self, direct: u32, series: Series) -> Result<(), Status> {
+        let outgoing = self.outgoing(direct)?;
+        let moving = self.motion.begin().ok_or(Status::NOT_READY)?;
+        self.boxes.store(true, Ordering::Release);
+        outgoing.send_all(series, moving)
+    }
+
+    /// Receives a box. Otherwise as [`send_all`](Self::send_all), and with errors of [`Incoming::receive_all`].
+    pub fn receive_all(
+        &self,
+        direct: u32,
+        series: Series,
+        later: impl FnOnce() -> Pending,
+    ) -> Result<(), Status> {
+        let incoming = self.incoming(direct)?;
+        // While a box is awaited, memory does not leave.
+        let _moving = self.motion.begin().ok_or(Status::NOT_READY)?;
+        self.boxes.store(true, Ordering::Release);
+        incoming.receive_all(series, later)
     }
 
     /// While the result exists, no piece is copied but by the dispatcher. `None`: a piece is being copied, or a

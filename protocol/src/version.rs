@@ -37,7 +37,7 @@ pub struct Version {
 }
 
 /// The version of this build.
-pub const VERSION: Version = Version { major: 2, minor: 5 };
+pub const VERSION: Version = Version { major: 2, minor: 6 };
 
 /// Whether the entries of [`VERSION`] may no longer change. See the module's documentation.
 pub const FROZEN: bool = false;
@@ -142,7 +142,7 @@ const fn fingerprint(minor: u16) -> u64 {
 }
 
 /// The fingerprints of all minor versions that this build can speak.
-const FINGERPRINTS: [u64; VERSION.minor as usize + 1] = {
+static FINGERPRINTS: [u64; VERSION.minor as usize + 1] = {
     let mut all = [0; VERSION.minor as usize + 1];
     let mut minor = 0;
     while minor < all.len() {

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 
+import plot as svg
 from ports import wait_for
 
 HERE = pathlib.Path(__file__).parent
@@ -98,27 +99,14 @@ def starts(dist, relay):
 
 def plot(file, native, far):
     """Draws the times [ms] of `far`, by added round-trip time [ms], and for each kind a line: native and one round trip."""
-    width, height, left, bottom = 720, 440, 60, 50
     most_x = max(far)
     most_y = 1.05 * max(max(times) for times in [*far.values(), [time + most_x for time in native]])
-    x = lambda rtt: left + rtt / most_x * (width - left - 20)
-    y = lambda time: height - bottom - time / most_y * (height - bottom - 20)
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">']
-    out.append(f'<rect width="{width}" height="{height}" fill="white"/>')
-    for tick in range(0, int(most_x) + 1, 10):
-        out.append(f'<text x="{x(tick):.0f}" y="{height - bottom + 18}" text-anchor="middle">{tick}</text>')
-    for tick in range(0, int(most_y) + 1, 10):
-        out.append(f'<path d="M{left} {y(tick):.1f}H{width - 20}" stroke="#ddd"/><text x="{left - 8}" y="{y(tick) + 4:.0f}" text-anchor="end">{tick}</text>')
-    out.append(f'<text x="{(width + left) / 2:.0f}" y="{height - 12}" text-anchor="middle">added round-trip time, ms</text>')
-    out.append(f'<text transform="translate(16 {height / 2:.0f}) rotate(-90)" text-anchor="middle">ms</text>')
+    axes = [svg.Axis(label, 0, most, range(0, int(most) + 1, 10)) for label, most in (("added round-trip time, ms", most_x), ("ms", most_y))]
+    lines = []
     for i, (kind, color) in enumerate(zip(KINDS, COLORS)):
-        goal = f"M{x(0):.1f} {y(native[i]):.1f}L{x(most_x):.1f} {y(native[i] + most_x):.1f}"
-        out.append(f'<path d="{goal}" stroke="{color}" stroke-dasharray="5 4" fill="none"/>')
-        points = [(x(rtt), y(times[i])) for rtt, times in sorted(far.items())]
-        out.append(f'<polyline points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in points)}" stroke="{color}" stroke-width="2" fill="none"/>')
-        out += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{color}"/>' for a, b in points]
-        out.append(f'<text x="{left + 15}" y="{30 + 18 * i}" fill="{color}">{kind}; dashed: native + 1 round trip</text>')
-    pathlib.Path(file).write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
+        lines.append(("", color, True, [(0, native[i]), (most_x, native[i] + most_x)]))
+        lines.append((f"{kind}; dashed: native + 1 round trip", color, False, [(rtt, times[i]) for rtt, times in sorted(far.items())]))
+    svg.draw(file, *axes, lines)
 
 
 def main():

@@ -1,16 +1,22 @@
 #!/usr/bin/env python3
 """Copies between the devices of two servers by size: from worker to worker, and through the program's machine.
 
-    peer_copies.py DIST [--backend cuda|software] [--most MIB] [--rate RATE] [--delay TIME] [--own-devices] [--markdown]
+    peer_copies.py DIST [--backend cuda|software] [--most MIB] [--rate RATE] [--delay TIME] [--own-devices] [--markdown] [--study FOLDER]
+    peer_copies.py --draw JSON FOLDER
 
 DIST is a folder that `cargo xtask dist` makes. Two servers run on this machine, on its first device, and so they need no second GPU; with --own-devices, the second server has the second device. A program copies from one to the other, over TCP without TLS: sizes from 4 bytes to
---most MiB (default: 1024), first one copy at a time (cuMemcpyPeer, then a synchronize; median), then eight one after the other on a stream (cuMemcpyPeerAsync). Each result is compared. This is done once with --direct-to and
+--most MiB (default: 1024), first one copy at a time (cuMemcpyPeer, then a synchronize), then eight one after the other on a stream (cuMemcpyPeerAsync), each several times, of which the median counts. Each result is compared. This is done once with --direct-to and
 once without it, and in one process on one device for comparison. The last column is what one plain TCP stream carries in the same run. --rate and --delay put the two servers and the program into network namespaces of their own, joined by a bridge whose
 links have that rate and delay each (`tc` with tbf, or netem if there is a delay, e.g. 10gbit and 100us; needs root). Exit status: 1 if a run fails or a byte is wrong.
+
+--study measures more ways, and writes peer-copies.json, peer-copies-latency.svg and peer-copies-bandwidth.svg into the folder; --draw makes the two plots of such a file again. Direct copies are made with pieces of one size, one at a time and several at a time, as the
+program asks for each (RGPU_DIRECT_PIECE, RGPU_DIRECT_DEPTH); with sizes that depend on the copy's, asked for ("adaptive, asked", how servers before version 2.6 of the protocol copy) and by the servers themselves ("adaptive", the default); and so that small copies take
+the way through the program ("hybrid", RGPU_DIRECT_LEAST). Beside them: copies through the program, on one device, natively (between the first two devices of this machine, or on its only one; not with the software GPU), and the same bytes over a plain TCP connection, each answered with a byte.
 """
 
 import argparse
 import ctypes
+import json
 import os
 import pathlib
 import re
@@ -18,11 +24,43 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 
+import plot
+
 PORT, PLAIN = 9790, 9793
+# What is set for copies, by way.
+STUDY = {
+    "128 KiB, one at a time": {"RGPU_DIRECT_PIECE": "131072", "RGPU_DIRECT_DEPTH": "1"},
+    "1 MiB, one at a time": {"RGPU_DIRECT_PIECE": "1048576", "RGPU_DIRECT_DEPTH": "1"},
+    "256 KiB, eight at a time": {"RGPU_DIRECT_PIECE": "262144", "RGPU_DIRECT_DEPTH": "8"},
+    "adaptive, asked": {"RGPU_DIRECT_DEPTH": "8"},
+    "adaptive": {},
+    "hybrid": {"RGPU_DIRECT_LEAST": "65537"},
+}
+# Ways that are none between two servers' workers.
+THROUGH, ONE_DEVICE, NATIVE, PLAIN_WAY = "through the program", "one device", "natively", "a plain TCP connection"
+OTHER_WAYS = (THROUGH, ONE_DEVICE, NATIVE, PLAIN_WAY)
+# A size is measured until it has taken so long, in seconds, but within these numbers of times.
+ENOUGH, TIMES = 0.2, (3, 30)
 NAMESPACES = {"program": "10.97.8.1", "first": "10.97.8.2", "second": "10.97.8.3"}
+
+
+def repeated(work):
+    """The median time of it, in seconds."""
+    times = []
+    while len(times) < TIMES[0] or sum(times) < ENOUGH and len(times) < TIMES[1]:
+        began = time.monotonic()
+        work()
+        times.append(time.monotonic() - began)
+    return statistics.median(times)
+
+
+def sizes(most):
+    lengths = [4]
+    while lengths[-1] < most:
+        lengths.append(min(most, lengths[-1] * 4))
+    return lengths
 
 
 def program(most):
@@ -54,10 +92,7 @@ def program(most):
     check(cuda.cuStreamCreate(ctypes.byref(stream), 1))
     sent = os.urandom(most)
     check(cuda.cuMemcpyHtoD_v2(source, sent, size(most)))
-    lengths = [4]
-    while lengths[-1] < most:
-        lengths.append(min(most, lengths[-1] * 4))
-    for length in lengths:
+    for length in sizes(most):
         def one():
             check(cuda.cuMemcpyPeer(target, there, source, here, size(length)))
             check(cuda.cuCtxSynchronize())
@@ -68,21 +103,17 @@ def program(most):
         check(cuda.cuMemsetD8_v2(target, 0, size(length)))
         check(cuda.cuCtxSynchronize())
         check(cuda.cuCtxSetCurrent(here))
-        times = []
-        for _ in range(30 if length <= 1 << 20 else 3):
-            began = time.monotonic()
-            one()
-            times.append(time.monotonic() - began)
-        began = time.monotonic()
-        for _ in range(8):
-            check(cuda.cuMemcpyPeerAsync(target, there, source, here, size(length), stream))
-        check(cuda.cuStreamSynchronize(stream))
-        rate = 8 * length / (time.monotonic() - began) / 1e9
+        def eight():
+            for _ in range(8):
+                check(cuda.cuMemcpyPeerAsync(target, there, source, here, size(length), stream))
+            check(cuda.cuStreamSynchronize(stream))
+
+        latency, rate = repeated(one), 8 * length / repeated(eight) / 1e9
         came = ctypes.create_string_buffer(length)
         check(cuda.cuMemcpyDtoH_v2(came, target, size(length)))
         if came.raw != sent[:length]:
             sys.exit(f"{length} bytes came wrong")
-        print(length, f"{statistics.median(times) * 1e6:.1f} {rate:.7f}", flush=True)
+        print(length, f"{latency * 1e6:.1f} {rate:.12f}", flush=True)
 
 
 def call(text):
@@ -129,27 +160,52 @@ class Place:
         return ["ip", "netns", "exec", f"rgpu-peer-{name}"] if self.apart else []
 
     def plain(self, size):
-        """GB/s of one TCP stream from the first server's place to the second's."""
+        """What one TCP stream carries from the first server's place to the second's: GB/s of `size` bytes, and as `measure`."""
         ends = [
             [*self.prefix(name), sys.executable, __file__, way, self.address("second"), str(size)]
             for name, way in (("second", "--take"), ("first", "--give"))
         ]
         with subprocess.Popen(ends[0], stdout=subprocess.PIPE, text=True) as taker:
             taker.stdout.readline()
-            subprocess.run(ends[1], check=True)
-            return float(taker.stdout.readline())
+            given = subprocess.run(ends[1], stdout=subprocess.PIPE, text=True, check=True).stdout
+            return float(taker.stdout.readline()), figures(given)
 
 
 def plain_end(way, address, size):
     if way == "--take":
         listener = socket.create_server((address, PLAIN))
         print("listening", flush=True)
+        answers, _ = listener.accept()
+        answers.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        buffer = bytearray(1 << 20)
+        while asked := answers.recv(16, socket.MSG_WAITALL):
+            left = int(asked)
+            while left:
+                left -= answers.recv_into(buffer, min(left, len(buffer)))
+            answers.sendall(b"!")
         print(receive(listener.accept()[0]))
         return
-    with socket.create_connection((address, PLAIN)) as connection:
-        chunk = os.urandom(1 << 20)
+    chunk = os.urandom(1 << 20)
+
+    def give(connection, size):
         for _ in range(size >> 20):
             connection.sendall(chunk)
+        connection.sendall(chunk[: size % (1 << 20)])
+
+    with socket.create_connection((address, PLAIN)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def exchange(size):
+            connection.sendall(f"{size:16}".encode())
+            give(connection, size)
+            connection.recv(1)
+
+        for length in sizes(size):
+            exchange(length)
+            latency, rate = repeated(lambda: exchange(length)), 8 * length / repeated(lambda: exchange(8 * length)) / 1e9
+            print(length, f"{latency * 1e6:.1f} {rate:.12f}")
+    with socket.create_connection((address, PLAIN)) as connection:
+        give(connection, size)
 
 
 def servers(options, place, direct):
@@ -172,14 +228,21 @@ def servers(options, place, direct):
     return running, [word for address in addresses.values() for word in ("--server", address.removeprefix("tcp:") + "/0")]
 
 
-def measure(options, place, way):
+def figures(text):
     """Bytes to (microseconds of a copy, GB/s of eight)."""
-    running, named = servers(options, place, way == "direct")
-    if way == "one device":
+    return {int(size): (float(one), float(rate)) for size, one, rate in re.findall(r"^(\d+) ([0-9.]+) ([0-9.]+)$", text, re.M)}
+
+
+def measure(options, place, way, **environment):
+    """The figures of a program's copies, which take this way."""
+    running, named = servers(options, place, way not in OTHER_WAYS) if way != NATIVE else ([], [])
+    if way == ONE_DEVICE:
         named = named[:2]
     try:
-        run = [*place.prefix("program"), options.dist / "bin/rgpuctl", "run", "--insecure", *named, "--", sys.executable, __file__, "--program", str(options.most << 20)]
-        done = subprocess.run(run, capture_output=True, text=True, check=False)
+        run = [sys.executable, __file__, "--program", str(options.most << 20)]
+        if way != NATIVE:
+            run = [*place.prefix("program"), options.dist / "bin/rgpuctl", "run", "--insecure", *named, "--", *run]
+        done = subprocess.run(run, env=os.environ | environment, capture_output=True, text=True, check=False)
     finally:
         for server in running:
             server.terminate()
@@ -188,36 +251,91 @@ def measure(options, place, way):
     if done.returncode:
         print(f"{way} failed: {done.stdout[-500:]} {done.stderr[-2000:]}")
         return None
-    return {int(size): (float(one), float(rate)) for size, one, rate in re.findall(r"^(\d+) ([0-9.]+) ([0-9.]+)$", done.stdout, re.M)}
+    return figures(done.stdout)
+
+
+def machine(options):
+    """What is known about it, for who reads the figures later."""
+    said = {"cpus": os.cpu_count(), "backend": options.backend, "own_devices": options.own_devices, "rate": options.rate, "delay": options.delay}
+    if options.backend == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        said["gpus"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[:-1]
+    return said
+
+
+def study(options, place):
+    """Measures all ways. Writes what was seen even if a way has failed."""
+    began = time.monotonic()
+    natively = {NATIVE: {}} if options.backend == "cuda" else {}
+    ways = {}
+    for way, environment in {**STUDY, THROUGH: {}, ONE_DEVICE: {}, **natively}.items():
+        ways[way] = measure(options, place, way, **environment)
+        print(f"{time.monotonic() - began:.0f} s: {way}", flush=True)
+    stream, ways[PLAIN_WAY] = place.plain(options.most << 20)
+    took = time.monotonic() - began
+    options.study.mkdir(parents=True, exist_ok=True)
+    seen = {"machine": machine(options), "plain_stream_gb_s": stream, "seconds": round(took), "us_and_gb_s_by_bytes": {way: figure for way, figure in ways.items() if figure}}
+    file = options.study / "peer-copies.json"
+    file.write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
+    draw(file, options.study)
+    print(f"{file}: {len(ways)} ways in {took:.0f} s; a plain TCP stream carries {stream:.2f} GB/s")
+    return int(None in ways.values())
+
+
+def draw(file, folder):
+    """Plots of a study: microseconds and GB/s by bytes, both logarithmic."""
+    ways = json.loads(file.read_text(encoding="utf-8"))["us_and_gb_s_by_bytes"]
+    ways = {way: {int(size): figure for size, figure in by_size.items()} for way, by_size in ways.items()}
+    names = {4: "4 B", 64: "64 B", 1 << 10: "1 KiB", 1 << 14: "16 KiB", 1 << 18: "256 KiB", 1 << 22: "4 MiB", 1 << 26: "64 MiB", 1 << 30: "1 GiB"}
+    most = max(max(by_size) for by_size in ways.values())
+    for name, column, label in (("latency", 0, "µs of one copy"), ("bandwidth", 1, "GB/s of eight copies")):
+        values = [figure[column] for by_size in ways.values() for figure in by_size.values()]
+        decades = [10.0**n for n in range(-12, 12)]
+        least = max(decade for decade in decades if decade <= min(values))
+        greatest = min(decade for decade in decades if decade >= max(values))
+        up = plot.Axis(label, least, greatest, {decade: f"{decade:g}" for decade in decades if least <= decade <= greatest}, True)
+        across = plot.Axis("bytes", 4, most, {size: text for size, text in names.items() if size <= most}, True)
+        lines = [
+            (way, color, way in OTHER_WAYS, sorted((size, figure[column]) for size, figure in by_size.items()))
+            for (way, by_size), color in zip(ways.items(), plot.COLORS)
+        ]
+        plot.draw(folder / f"peer-copies-{name}.svg", across, up, lines)
 
 
 def main():
+    if sys.argv[1:2] == ["--draw"]:
+        draw(*map(pathlib.Path, sys.argv[2:4]))
+        return 0
     parser = argparse.ArgumentParser()
     parser.add_argument("dist", type=lambda path: pathlib.Path(path).resolve())
+    parser.add_argument("--study", type=pathlib.Path)
     parser.add_argument("--backend", default="cuda")
-    parser.add_argument("--most", type=int, default=1024)
+    parser.add_argument("--most", type=int, help="MiB; default: 1024, with --study 64")
     parser.add_argument("--rate")
     parser.add_argument("--delay")
     parser.add_argument("--own-devices", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
+    options.most = options.most or (64 if options.study else 1024)
     place = Place(bool(options.rate))
     try:
         if options.rate:
             network(options.rate, options.delay)
-        ways = ("direct", "through the program", "one device")
-        figures = [measure(options, place, way) for way in ways]
-        plain = place.plain(min(options.most, 512) << 20)
+        if options.study:
+            return study(options, place)
+        ways = ("direct", THROUGH, ONE_DEVICE)
+        seen = [measure(options, place, way) for way in ways]
+        plain, _ = place.plain(min(options.most, 512) << 20)
     finally:
         if options.rate:
             remove_network()
-    if None in figures:
+    if None in seen:
         return 1
     heading = ["bytes", *(f"{way}, {unit}" for way in ways for unit in ("µs", "GB/s")), "direct / through", "direct / plain"]
     rows = []
-    for size in figures[0]:
-        rates = [figure[size][1] for figure in figures]
-        rows.append([str(size), *(f"{value:.4g}" for figure in figures for value in figure[size]), f"{rates[0] / rates[1]:.2f}", f"{rates[0] / plain:.2f}"])
+    for size in seen[0]:
+        rates = [figure[size][1] for figure in seen]
+        rows.append([str(size), *(f"{value:.4g}" for figure in seen for value in figure[size]), f"{rates[0] / rates[1]:.2f}", f"{rates[0] / plain:.2f}"])
     print(f"a plain TCP stream: {plain:.2f} GB/s; rate {options.rate or 'not limited'}, delay {options.delay or 'none'}")
     if options.markdown:
         rows.insert(0, ["---"] * len(heading))

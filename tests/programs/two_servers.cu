@@ -898,8 +898,38 @@ static int direct(bool forever) {
     return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%zu bytes each way", copied);
 }
 
+// Copies of so many bytes from the first device to the second, one after the other, each of which the host waits for.
+static int one_by_one(unsigned count, size_t bytes) {
+    const unsigned blocks = 32, threads = 64;
+    unsigned *source, *target;
+    int *wrong, found = 0;
+    size_t n = bytes / sizeof(unsigned);
+    set_device(1);
+    CHECK(cudaMalloc(&target, bytes));
+    CHECK(cudaMalloc(&wrong, sizeof(int)));
+    CHECK(cudaMemset(wrong, 0, sizeof(int)));
+    set_device(0);
+    CHECK(cudaMalloc(&source, bytes));
+    fill<<<blocks, threads>>>(source, n, 5u);
+    CHECK(cudaDeviceSynchronize());
+    cudaStream_t stream;
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    for (unsigned i = 0; i < count; i++) {
+        CHECK(cudaMemcpyPeerAsync(target, 1, source, 0, bytes, stream));
+        CHECK(cudaStreamSynchronize(stream));
+    }
+    set_device(1);
+    count_wrong<<<blocks, threads>>>(target, n, 5u, wrong);
+    CHECK(cudaMemcpy(&found, wrong, sizeof found, cudaMemcpyDeviceToHost));
+    expect_value("wrong words of a copy between servers", 0, found);
+    return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%u copies of %zu bytes", count, bytes);
+}
+
 int main(int argc, char **argv) {
     Options options = parse_options(argc, argv);
+    unsigned count;
+    size_t bytes;
+    if (sscanf(options.word.c_str(), "%ux%zu", &count, &bytes) == 2) return one_by_one(count, bytes);
     if (options.word == "unreachable") return unreachable();
     if (options.word == "pinned") return pinned_of_both();
     if (options.word == "lost") return lost();

@@ -146,11 +146,13 @@ fn counter(rig: &Rig, name: &str) -> Result<u64> {
 
 #[test]
 fn copies_between_servers_pass_from_worker_to_worker() -> Result<()> {
-    for transport in support::TRANSPORTS {
+    // Also as with servers before version 2.6, which a program asks for each piece.
+    let ways = support::TRANSPORTS.map(|transport| [(transport, ""), (transport, "8")]);
+    for (transport, depth) in ways.into_iter().flatten() {
         let rigs = connected("pool-direct", &[transport])?;
         let mut command = with_servers(&servers(&rigs, [transport, transport]), PROGRAM)?;
-        let outcome = programs::run(command.arg("direct"), programs::LIMIT)?;
-        let said = outcome.verdict(PROGRAM).with_context(|| format!("over {transport:?}"))?;
+        let outcome = programs::run(command.arg("direct").env("RGPU_DIRECT_DEPTH", depth), programs::LIMIT)?;
+        let said = outcome.verdict(PROGRAM).with_context(|| format!("over {transport:?} {depth}"))?;
         let bytes: u64 = said.split(' ').next().context("no number")?.parse()?;
         for rig in &rigs {
             eventually(|| {
@@ -162,10 +164,37 @@ fn copies_between_servers_pass_from_worker_to_worker() -> Result<()> {
             })?;
         }
         // Everything else works as well, and copies of all kinds go this way.
-        programs::run(&mut with_servers(&servers(&rigs, [transport, transport]), PROGRAM)?, programs::LIMIT)?
+        let mut command = with_servers(&servers(&rigs, [transport, transport]), PROGRAM)?;
+        programs::run(command.env("RGPU_DIRECT_DEPTH", depth), programs::LIMIT)?
             .verdict(PROGRAM)
-            .with_context(|| format!("over {transport:?}"))?;
+            .with_context(|| format!("over {transport:?} {depth}"))?;
     }
+    Ok(())
+}
+
+#[test]
+fn a_copy_between_servers_needs_one_question_whatever_its_size() -> Result<()> {
+    const FEW: u64 = 2;
+    const MANY: u64 = 42;
+    let rigs = connected("pool-questions", &[Transport::Tcp])?;
+    let round_trips = |count: u64, bytes: u64, depth: &str| -> Result<u64> {
+        let mut command = with_servers(&servers(&rigs, [Transport::Tcp, Transport::Tcp]), PROGRAM)?;
+        command.arg(format!("{count}x{bytes}")).env("RGPU_STATS", "1").env("RGPU_DIRECT_DEPTH", depth);
+        let outcome = programs::run(&mut command, programs::LIMIT)?;
+        outcome.verdict(PROGRAM)?;
+        stats(&outcome.stderr, "round_trips")
+    };
+    for bytes in [4, 256 << 10, 3 << 20, 40 << 20] {
+        let each = |depth| -> Result<u64> {
+            Ok(round_trips(MANY, bytes, depth)?.saturating_sub(round_trips(FEW, bytes, depth)?))
+        };
+        // How many others a program needs depends a little on how busy the machine is.
+        let (asked, copies) = (each("")?, MANY - FEW);
+        ensure!(asked < copies * 3 / 2, "{bytes} bytes: {asked} round trips of {copies} copies");
+    }
+    // A program that asks for each piece needs more, and so would notice that this counts something.
+    let asked = round_trips(MANY, 3 << 20, "1")? - round_trips(FEW, 3 << 20, "1")?;
+    ensure!(asked > 10 * (MANY - FEW), "{asked} round trips");
     Ok(())
 }
 

@@ -95,6 +95,12 @@ impl Pool {
         Some(Buffer { memory, pool: Arc::clone(self) })
     }
 
+    /// Whether there is a buffer, in use or free, so that one can be taken sooner or later.
+    pub(super) fn may_have_one_later(&self) -> bool {
+        let state = lock(&self.state);
+        !state.closed && state.made > 0
+    }
+
     /// Takes a buffer, waiting for one if necessary. `None`: the connection is closed, or there is no memory.
     pub(super) fn take(self: &Arc<Pool>) -> Option<Buffer> {
         let mut state = lock(&self.state);

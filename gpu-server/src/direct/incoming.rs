@@ -1,6 +1,6 @@
 //! The receiving end of a connection.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -10,11 +10,12 @@ use host_bridge::endpoint::Mapped;
 use host_bridge::stream::Stream;
 use protocol::Status;
 use protocol::link::DirectHeader;
-use protocol::ops::direct::DirectArrivalReply;
+use protocol::ops::direct::{DirectArrivalReply, MAX_COPIES};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::buffers::{Buffer, InUse, Pool};
 use super::near::{Copies, Memory, Named};
+use super::series::{Awaited, InMotion, Landing, Series};
 use super::verbs::Verbs;
 use super::{Common, Failures, lock, verbs};
 use crate::driver::call::Pending;
@@ -61,6 +62,11 @@ pub(super) struct Arrived {
     pub(super) expected_last: u64,
     /// An expected piece has not come.
     pub(super) failed: bool,
+    /// Boxes of which not all pieces have arrived, and the number after the last piece of all such boxes.
+    pub(super) awaited: VecDeque<Awaited>,
+    pub(super) awaited_end: u64,
+    /// The memory of all boxes that are landed.
+    pub(super) in_motion: InMotion,
     /// The last piece that has arrived or will not.
     pub(super) last: u64,
     pub(super) over: bool,
@@ -139,6 +145,68 @@ impl Incoming {
         Ok(())
     }
 
+    /// Lands the pieces of a box as they come, and answers `later` when all are landed, or will not be. Nothing has
+    /// happened after an error.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` unless the numbers are higher than those of all that were awaited before; `OUT_OF_MEMORY` if too
+    /// many others are not here.
+    pub fn receive_all(&self, series: Series, later: impl FnOnce() -> Pending) -> Result<(), Status> {
+        let mut state = lock(&self.state);
+        if series.next().is_none_or(|next| next.number < state.awaited_end) {
+            return Err(Status::INVALID_VALUE);
+        }
+        if state.awaited.len() >= MAX_COPIES {
+            return Err(Status::OUT_OF_MEMORY);
+        }
+        state.awaited_end = series.end();
+        state.in_motion.add(&series);
+        let landing = Landing::new(&series, later());
+        state.awaited.push_back(Awaited { series, landing });
+        self.advance(&mut state);
+        Ok(())
+    }
+
+    /// Lands what has arrived of the awaited boxes, and gives up those of which something will not come. The state
+    /// stays locked, so that pieces are landed in their order.
+    fn advance(&self, state: &mut Arrived) {
+        while let Some(Awaited { series, landing }) = state.awaited.front_mut() {
+            let Some(next) = series.next() else {
+                state.awaited.pop_front();
+                continue;
+            };
+            if next.number > state.last && !state.over {
+                return;
+            }
+            let piece = state.pieces.remove(&next.number).filter(|(_, len)| *len as u64 == next.len);
+            let Some((buffer, _)) = piece else {
+                state.awaited.pop_front();
+                continue;
+            };
+            let Some(bytes) = Mapped::of(buffer.memory.region(), next.len) else {
+                state.awaited.pop_front();
+                continue;
+            };
+            series.pass();
+            let (buffer, landing) = (InUse(Some(buffer)), Arc::clone(landing));
+            let copying = (self.copies.begin(), series.copies.begin());
+            let end = move |status| {
+                buffer.release(status);
+                drop(copying);
+                landing.landed(status);
+            };
+            series.carrier.carry(series.rows(), next.offset, bytes, 0, Box::new(end));
+        }
+    }
+
+    /// Device memory is about to be freed: no piece of a box is landed there any more. Returns those that are just
+    /// being landed.
+    pub(super) fn forget(&self, address: u64, size: u64) -> Vec<Arc<Copies>> {
+        let mut state = lock(&self.state);
+        state.awaited.retain(|awaited| !awaited.series.touches(address, size));
+        state.in_motion.within(address, size)
+    }
+
     /// Lands an expected piece. `None`: it will not come. The state stays locked, so that pieces are landed in
     /// their order.
     pub(super) fn land_expected(
@@ -161,7 +229,7 @@ impl Incoming {
             }
             drop(copying);
         };
-        carrier.carry(&to, bytes, seq, Box::new(end));
+        carrier.carry(&to, 0, bytes, seq, Box::new(end));
     }
 
     /// An expected piece will not come.
@@ -176,7 +244,8 @@ impl Incoming {
 
     /// Whether the client expects a piece that has not come, or not landed.
     pub(super) fn expects(&self) -> bool {
-        !lock(&self.state).expected.is_empty() || lock(&self.copies.0).0 > 0
+        let state = lock(&self.state);
+        !state.expected.is_empty() || !state.awaited.is_empty() || lock(&self.copies.0).0 > 0
     }
 
     /// Closes it, and answers when nothing is being landed any more.
@@ -186,6 +255,7 @@ impl Incoming {
             // Nobody is to be told any more.
             state.failed = true;
             state.expected.clear();
+            state.awaited.clear();
             state.stream.take()
         };
         self.close();
@@ -226,6 +296,7 @@ impl Incoming {
         if !state.expected.is_empty() {
             self.fail(&mut state);
         }
+        self.advance(&mut state);
         state.answer();
     }
 
@@ -288,6 +359,7 @@ impl Incoming {
             Some(expected) => self.land_expected(&mut state, expected, piece),
             None => drop(piece.and_then(|piece| state.pieces.insert(number, piece))),
         }
+        self.advance(&mut state);
         state.answer();
     }
 }

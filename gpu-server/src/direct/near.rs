@@ -8,7 +8,8 @@
 //! Those in device memory are added to a stream, and NVIDIA's driver does that only while no other thread is in a call
 //! that waits for a kernel.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use host_bridge::endpoint::Mapped;
 use protocol::Status;
@@ -149,7 +150,7 @@ impl Named {
     }
 }
 
-/// Copies pieces between mirrors and buffers, in the thread that calls it.
+/// Copies pieces between mirrors and buffers, in the thread that calls it. Rows in mirrors have no gaps.
 pub struct MirrorCarrier {
     /// The session's mirrors.
     pub beside: Arc<dyn Beside>,
@@ -179,8 +180,8 @@ impl MirrorCarrier {
 }
 
 impl Carrier for MirrorCarrier {
-    fn carry(&self, rows: &Rows, bytes: Mapped, seq: u64, end: End) {
-        let copied = self.copy(rows.at, &bytes);
+    fn carry(&self, rows: &Rows, offset: u64, bytes: Mapped, seq: u64, end: End) {
+        let copied = self.copy(rows.at + offset, &bytes);
         drop(bytes);
         (self.progress)(seq, copied.err().unwrap_or(Status::SUCCESS));
         end(copied.err().unwrap_or(Status::SUCCESS));
@@ -233,12 +234,25 @@ impl Drop for Still {
 
 /// Copies of pieces that are under way at one end, and whom to tell when none is.
 #[derive(Default)]
-pub(super) struct Copies(pub(super) Mutex<(usize, Option<Pending>)>);
+pub(super) struct Copies(pub(super) Mutex<(usize, Option<Pending>)>, Condvar);
 
 impl Copies {
     pub(super) fn begin(self: &Arc<Copies>) -> Copying {
         lock(&self.0).0 += 1;
         Copying(Arc::clone(self))
+    }
+
+    /// Waits until none is under way, or the time is over.
+    pub(super) fn wait(&self, limit: Duration) {
+        let until = Instant::now() + limit;
+        let mut state = lock(&self.0);
+        while state.0 > 0 {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            state = self.1.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// Answers when none is under way any more.
@@ -255,6 +269,7 @@ impl Drop for Copying {
     fn drop(&mut self) {
         let mut state = lock(&self.0.0);
         state.0 -= 1;
+        self.0.1.notify_all();
         if state.0 == 0
             && let Some(pending) = state.1.take()
         {

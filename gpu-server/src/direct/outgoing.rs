@@ -1,5 +1,6 @@
 //! The sending end of a connection.
 
+use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
@@ -10,10 +11,12 @@ use host_bridge::stream::Stream;
 use host_bridge::verbs::Pieces;
 use protocol::Status;
 use protocol::link::DirectHeader;
+use protocol::ops::direct::MAX_COPIES;
 use zerocopy::IntoBytes;
 
 use super::buffers::{Buffer, InUse, Pool};
-use super::near::{Copies, Named};
+use super::near::{Copies, Moving, Named};
+use super::series::{InMotion, Leaving, Series};
 use super::verbs::Bell;
 use super::{Common, lock, verbs};
 
@@ -25,6 +28,8 @@ pub struct Outgoing {
     pub(super) bell: Option<Arc<Bell>>,
     pub(super) named: Named,
     pub(super) copies: Arc<Copies>,
+    /// Boxes of which not all pieces have begun, and the memory of all.
+    series: Mutex<(VecDeque<Leaving>, InMotion)>,
 }
 
 pub(super) enum Job {
@@ -38,8 +43,8 @@ pub(super) enum Job {
 impl Outgoing {
     pub(super) fn new(jobs: Sender<Job>, bytes: &Arc<Common>, bell: Option<Arc<Bell>>) -> Outgoing {
         let (jobs, pool) = (Mutex::new(Some(jobs)), Pool::new(bytes));
-        let (named, copies) = Default::default();
-        Outgoing { jobs, pool, bell, named, copies }
+        let (named, copies, series) = Default::default();
+        Outgoing { jobs, pool, bell, named, copies, series }
     }
 
     /// `queue`: what pieces go over, instead of the socket.
@@ -55,12 +60,15 @@ impl Outgoing {
         let own = Arc::clone(&outgoing);
         std::thread::Builder::new().name("rgpu-direct".into()).spawn(move || {
             let why = match (queue, bell) {
-                (Some(queue), Some(bell)) => verbs::send(&stream, queue, due, &bell, &bytes),
-                _ => send(&stream, due, &bytes),
+                (Some(queue), Some(bell)) => {
+                    verbs::send(&stream, queue, due, &bell, &bytes, || own.advance())
+                }
+                _ => send(&stream, due, &bytes, || own.advance()),
             };
             stream.shut_down();
             drop(lock(&own.jobs).take());
             own.pool.close();
+            lock(&own.series).0.clear();
             if let Err(e) = why {
                 tracing::info!("a direct connection to another server is over: {e}");
             }
@@ -70,6 +78,7 @@ impl Outgoing {
 
     /// Closes it once everything before is sent.
     pub(super) fn end(&self) {
+        lock(&self.series).0.clear();
         // The thread sees the end of its queue after the last job.
         drop(lock(&self.jobs).take());
         self.bell.iter().for_each(|bell| bell.ring());
@@ -84,6 +93,74 @@ impl Outgoing {
     /// Does something in the thread that sends.
     pub(super) fn run(&self, run: impl FnOnce() + Send + 'static) {
         self.push(Job::Run(Box::new(run)));
+    }
+
+    /// Sends a box: begins what there are buffers for.
+    ///
+    /// # Errors
+    /// `OUT_OF_MEMORY` if too many others are not over.
+    pub(super) fn send_all(self: &Arc<Outgoing>, series: Series, moving: Moving) -> Result<(), Status> {
+        {
+            let (all, in_motion) = &mut *lock(&self.series);
+            if all.len() >= MAX_COPIES {
+                return Err(Status::OUT_OF_MEMORY);
+            }
+            in_motion.add(&series);
+            all.push_back(Leaving { series, moving: Arc::new(moving), failed: Arc::default() });
+        }
+        self.advance();
+        Ok(())
+    }
+
+    /// Begins the next pieces of boxes, as far as there are buffers. Called whenever there may be one: whatever ends a
+    /// piece's use of its buffer, good or bad, is a job of the connection's thread.
+    fn advance(self: &Arc<Outgoing>) {
+        // Stays locked, so that pieces are begun in their order.
+        let (all, _) = &mut *lock(&self.series);
+        while let Some(Leaving { series, moving, failed }) = all.front_mut() {
+            let Some(next) = series.next().filter(|_| !failed.load(Ordering::Acquire)) else {
+                all.pop_front();
+                continue;
+            };
+            let Some(buffer) = self.pool.try_take() else {
+                if self.pool.may_have_one_later() {
+                    return;
+                }
+                // There is no memory, or the connection is lost.
+                self.push(Job::Nothing(next.number));
+                all.pop_front();
+                continue;
+            };
+            let mut sending = self.piece(next.number);
+            let Some(mapped) = sending.put(buffer, next.len) else {
+                all.pop_front();
+                continue;
+            };
+            let (failed, moving) = (Arc::clone(failed), Arc::clone(moving));
+            let copying = (self.copies.begin(), series.copies.begin());
+            let end = move |status: Status| {
+                if !status.is_success() {
+                    failed.store(true, Ordering::Release);
+                }
+                sending.finish(status);
+                drop((copying, moving));
+            };
+            series.pass();
+            series.carrier.carry(series.rows(), next.offset, mapped, 0, Box::new(end));
+        }
+    }
+
+    /// Device memory is about to be freed: no piece of a box in it is read any more. Returns those that are being read.
+    pub(super) fn forget(&self, address: u64, size: u64) -> Vec<Arc<Copies>> {
+        let (all, in_motion) = &mut *lock(&self.series);
+        all.retain(|Leaving { series, .. }| {
+            let stays = !series.touches(address, size);
+            if let (false, Some(next)) = (stays, series.next()) {
+                self.push(Job::Nothing(next.number));
+            }
+            stays
+        });
+        in_motion.within(address, size)
     }
 
     pub(super) fn push(&self, job: Job) {
@@ -145,15 +222,17 @@ impl Jobs {
     }
 }
 
-/// Sends what arrives in the queue. Returns when the connection is lost.
-pub(super) fn send(stream: &Stream, mut jobs: Jobs, bytes: &Common) -> io::Result<()> {
+/// Sends what arrives in the queue, and calls `after` after each. Returns when the connection is lost.
+pub(super) fn send(stream: &Stream, mut jobs: Jobs, bytes: &Common, after: impl Fn()) -> io::Result<()> {
     while let Ok(job) = jobs.due.recv() {
-        let Some((header, piece)) = jobs.judge(job) else { continue };
-        stream.write_all(header.as_bytes())?;
-        if let Some((mut buffer, len)) = piece {
-            stream.write_all(buffer.bytes(len))?;
-            bytes.all.fetch_add(len as u64, Ordering::Relaxed);
+        if let Some((header, piece)) = jobs.judge(job) {
+            stream.write_all(header.as_bytes())?;
+            if let Some((mut buffer, len)) = piece {
+                stream.write_all(buffer.bytes(len))?;
+                bytes.all.fetch_add(len as u64, Ordering::Relaxed);
+            }
         }
+        after();
     }
     Ok(())
 }
@@ -171,9 +250,19 @@ impl Sending {
     /// flight than there are buffers.
     pub fn fill(&mut self, len: u64) -> Option<Mapped> {
         let buffer = self.outgoing.pool.try_take()?;
+        self.put(buffer, len)
+    }
+
+    /// The same, with a buffer that was taken.
+    fn put(&mut self, buffer: Buffer, len: u64) -> Option<Mapped> {
         let mapped = Mapped::of(buffer.memory.region(), len)?;
         (self.len, self.buffer) = (len as usize, Some(InUse(Some(buffer))));
         Some(mapped)
+    }
+
+    /// Others send it.
+    pub fn passed_on(mut self) {
+        self.number = 0;
     }
 
     /// Sends it, if the status says that its bytes are there.

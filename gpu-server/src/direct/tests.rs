@@ -19,7 +19,7 @@ use protocol::ops::direct::MAX_PIECE;
 pub(super) struct Nothing;
 
 impl Carrier for Nothing {
-    fn carry(&self, _rows: &Rows, _bytes: Mapped, _seq: u64, end: End) {
+    fn carry(&self, _rows: &Rows, _offset: u64, _bytes: Mapped, _seq: u64, end: End) {
         end(Status::SUCCESS);
     }
 }
@@ -72,6 +72,64 @@ fn memory_does_not_leave_while_pieces_are_expected_and_no_piece_is_sent_while_it
     assert!(directs.hold_still().is_none());
     // Refused, and nothing is still.
     assert_eq!(send(2), Ok(()));
+}
+
+/// Copies when it is told to, and says then that it has.
+#[derive(Default)]
+struct Patient(Mutex<Vec<End>>);
+
+impl Carrier for Patient {
+    fn carry(&self, _rows: &Rows, _offset: u64, _bytes: Mapped, _seq: u64, end: End) {
+        lock(&self.0).push(end);
+    }
+}
+
+impl Patient {
+    fn copies(&self) -> usize {
+        let ends = std::mem::take(&mut *lock(&self.0));
+        ends.into_iter().map(|end| end(Status::SUCCESS)).count()
+    }
+}
+
+#[test]
+fn memory_does_not_leave_until_a_box_is_sent() {
+    let (directs, [mut theirs, _from]) = Directs::prepared_double(1);
+    let patient = Arc::<Patient>::default();
+    let series = |first| Series::new(Rows::line(0, 3), 2, first, Arc::<Patient>::clone(&patient)).unwrap();
+    let still = directs.hold_still().expect("nothing moves");
+    assert_eq!(directs.send_all(1, series(1)), Err(Status::NOT_READY));
+    drop(still);
+    directs.send_all(1, series(1)).unwrap();
+    assert!(directs.hold_still().is_none());
+    assert_eq!(patient.copies(), 2);
+    drop(directs.hold_still().expect("nothing moves"));
+    for (number, len) in [(1, 2), (2, 1)] {
+        let mut header = DirectHeader::new_zeroed();
+        theirs.read_exact(header.as_mut_bytes()).unwrap();
+        assert_eq!((header.number, header.len), (number, len));
+        theirs.read_exact(&mut [0; 2][..len as usize]).unwrap();
+    }
+}
+
+#[test]
+fn memory_is_freed_only_when_no_piece_of_a_box_is_being_copied() {
+    let (directs, _peers) = Directs::prepared_double(1);
+    let patient = Arc::<Patient>::default();
+    let series = Series::new(Rows::line(100, 8), 8, 1, Arc::<Patient>::clone(&patient)).unwrap();
+    directs.send_all(1, series).unwrap();
+    // Other memory does not wait.
+    directs.forget(108, 8);
+    directs.forget(92, 8);
+    assert_eq!(lock(&patient.0).len(), 1);
+    let (freed, is_freed) = channel();
+    let freeing = Arc::clone(&directs);
+    std::thread::spawn(move || {
+        freeing.forget(107, 1);
+        freed.send(()).unwrap();
+    });
+    assert!(is_freed.recv_timeout(Duration::from_millis(50)).is_err());
+    assert_eq!(patient.copies(), 1);
+    is_freed.recv_timeout(PATIENCE).unwrap();
 }
 
 /// A receiving end that reads from the other end of a socket.

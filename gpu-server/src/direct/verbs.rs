@@ -431,18 +431,21 @@ impl Sender {
     }
 }
 
-/// Sends what arrives in the queue. Returns when the connection is lost.
+/// Sends what arrives in the queue, and calls `after` whenever something was. Returns when the connection is lost.
 pub(super) fn send(
     stream: &Stream,
     pieces: Pieces<Buffer>,
     jobs: Jobs,
     bell: &Bell,
     bytes: &Common,
+    after: impl Fn(),
 ) -> io::Result<()> {
     stream.set_nonblocking(true)?;
     let mut sender = Sender::new(pieces, jobs);
     loop {
-        match sender.turn(stream, bytes, Instant::now())? {
+        let turn = sender.turn(stream, bytes, Instant::now())?;
+        after();
+        match turn {
             Turn::Worked => {}
             Turn::Idle(limit) => {
                 wait(&[sender.pieces.fd(), stream.as_fd(), bell.0.as_fd()], limit)?;

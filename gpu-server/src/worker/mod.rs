@@ -34,7 +34,7 @@ use protocol::link::purpose;
 use protocol::ops::Op;
 use protocol::ops::array::MemcpyArray;
 use protocol::ops::copy::{MemcpyHtoD, Memset};
-use protocol::ops::direct::{DirectLand, DirectSend, DirectSendNow};
+use protocol::ops::direct::{DirectLand, DirectReceiveAll, DirectSend, DirectSendAll, DirectSendNow};
 use protocol::ops::graph::GraphLaunch;
 use protocol::ops::launch::Launch;
 use protocol::trace::RECORDER;
@@ -83,6 +83,8 @@ impl Commanded {
                 DirectSend::INFO.opcode,
                 DirectSendNow::INFO.opcode,
                 DirectLand::INFO.opcode,
+                DirectSendAll::INFO.opcode,
+                DirectReceiveAll::INFO.opcode,
             ]
             .contains(&opcode)
         {

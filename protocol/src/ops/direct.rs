@@ -11,7 +11,17 @@
 //!        │                              │── DirectLand(number) ─────────▶│
 //! ```
 //!
-//! A piece can also be received without the client in between: [`DirectReceive`] says in advance where it goes.
+//! That is how older peers copy. Since version 2.6 a copy is one command at each end: [`DirectSendAll`] sends its
+//! pieces, each as soon as there is a buffer for it, and [`DirectReceiveAll`] lands each as soon as it has come.
+//!
+//! ```text
+//!  sending server                     client                      receiving server
+//!        │ ◀── DirectSendAll ───────────│── DirectReceiveAll ───────────▶│
+//!        │ ══ pieces ═══════════════════╪═══════════════════════════════▶│  lands them
+//!        │                              │ ◀── all of them are landed ────│
+//! ```
+//!
+//! A single piece can also be received without the client in between: [`DirectReceive`] says in advance where it goes.
 //! That and [`DirectSendNow`] are for programs with kernels that wait for pieces. A command before them may be
 //! waiting for such a kernel, so they are in the express lane, and name no stream.
 //!
@@ -31,6 +41,8 @@ pub const PIECES: usize = 16;
 pub const MAX_DIRECTS: usize = 64;
 /// Maximum parts of memory that are named for a connection ([`DirectMemory`]).
 pub const MAX_NAMED: usize = 1024;
+/// Maximum copies of a connection that are not over, at each end ([`DirectSendAll`], [`DirectReceiveAll`]).
+pub const MAX_COPIES: usize = 16;
 /// Maximum addresses of a ticket.
 pub const MAX_ADDRESSES: usize = 16;
 
@@ -225,4 +237,46 @@ ops! {
         /// Whether it leads from this session. What was sent before still goes out.
         outgoing: bool,
     } -> DirectCloseReply {}
+
+    /// Sends a box in pieces, on a stream of the server's own: at once, as far as there are buffers, and the others
+    /// when there are. It waits for no stream, so whatever comes before the copy is over when the client says this. If
+    /// a piece cannot be sent, the other end is told that it will not come, and no later one does. More than
+    /// [`MAX_COPIES`] are an error (`CUDA_ERROR_OUT_OF_MEMORY`).
+    async 0x0e0d direct_send_all: DirectSendAll
+        [order None, may_block Never, lane Main, since 6]
+    {
+        /// A stream of the context that copies. Nothing is put on it.
+        stream: StreamId,
+        /// A connection from this session.
+        direct: u32,
+        /// The first piece's number. The others have the next ones.
+        first: u64,
+        /// Size of each piece in bytes, the last one's at most: at most [`MAX_PIECE`]. They are cut from the bytes of
+        /// all rows, one after the other, without the gaps.
+        piece: u64,
+        /// Where the bytes are.
+        src: Pitched,
+        /// Width in bytes, height in rows, depth in slices.
+        extent: [u64; 3],
+    }
+
+    /// Receives what a [`DirectSendAll`] sends: copies each piece to its place as soon as it has come, on a stream of
+    /// the server's own, which waits for nothing. Answered when all are there. An error means that some will not come
+    /// or could not be copied, and that nothing is written any more. `CUDA_ERROR_OUT_OF_MEMORY`: beyond [`MAX_COPIES`].
+    sync 0x0e0e direct_receive_all: DirectReceiveAll
+        [order None, may_block Never, lane Main, since 6]
+    {
+        /// A stream of the context that copies. Nothing is put on it.
+        stream: StreamId,
+        /// A connection to this session.
+        direct: u32,
+        /// The first piece's number, higher than those of all pieces that were received like this before.
+        first: u64,
+        /// As for the sending end.
+        piece: u64,
+        /// Where the bytes go.
+        dst: Pitched,
+        /// Width in bytes, height in rows, depth in slices: as many bytes as are sent.
+        extent: [u64; 3],
+    } -> DirectReceiveAllReply {}
 }

@@ -112,7 +112,7 @@ impl Cuda {
 }
 
 impl Carrier for CudaCarrier {
-    fn carry(&self, rows: &Rows, bytes: Mapped, seq: u64, end: End) {
+    fn carry(&self, rows: &Rows, offset: u64, bytes: Mapped, seq: u64, end: End) {
         let PieceStream { api, completer, health, home, way, stream, word, begun } = &*self.pieces;
         // SAFETY: a context of this process. Usually this is known and calls no driver. Unregistered memory can
         // be copied too, only more slowly.
@@ -124,7 +124,7 @@ impl Carrier for CudaCarrier {
         let mut begun = begun.lock().unwrap_or_else(|e| e.into_inner());
         *begun += 1;
         let enqueued = health.within(api, |_| {
-            let mut offset = 0;
+            let mut offset = offset;
             for (at, len) in bytes.runs() {
                 // SAFETY: the rows were checked; the bytes are held until the stream has written the word.
                 unsafe { copy_rows(api, *stream, direction, rows, offset, *at, *len) }?;

@@ -62,10 +62,10 @@ pub struct Fill {
 /// Copies pieces of a direct connection to memory of one kind, or from it, in any thread. If that is device memory,
 /// it has a stream of its own, which waits for nothing.
 pub trait Carrier: Send + Sync {
-    /// Copies between `rows`, which is memory that was checked, and `bytes`. When that is done, or never
-    /// will be, it publishes `seq` as the progress of the stream for which it was made and calls `end`. Copies end
-    /// in the order of these calls.
-    fn carry(&self, rows: &Rows, bytes: Mapped, seq: u64, end: End);
+    /// Copies between `bytes` and as many bytes of `rows`, from this offset in its packed bytes on. `rows` is
+    /// memory that was checked. When that is done, or never will be, it publishes `seq` as the progress of the stream
+    /// for which it was made (0: it does not) and calls `end`. Copies end in the order of these calls.
+    fn carry(&self, rows: &Rows, offset: u64, bytes: Mapped, seq: u64, end: End);
 }
 
 /// Publishes that a stream has reached a command, or why it never will, in any thread.

@@ -8,16 +8,34 @@ use protocol::ops::Answer;
 use protocol::ops::direct::*;
 
 use super::{Session, now};
-use crate::direct::{Directs, MirrorCarrier, Near, PieceMemory};
+use crate::direct::{Directs, MirrorCarrier, Near, PieceMemory, Series};
 use crate::driver::beside::Beside;
 use crate::driver::call::{Call, Input, Reply, Result};
 use crate::driver::gpu::Gpu;
 use crate::driver::rows::Rows;
 use crate::driver::store::Way;
+use protocol::handle::StreamId;
+use protocol::ops::copy::Pitched;
 
 impl<G: Gpu> Session<G> {
     fn directs(&self) -> Result<&Arc<Directs>> {
         self.directs.as_ref().ok_or(Status::NOT_SUPPORTED)
+    }
+
+    /// A box that goes this way in pieces.
+    fn series(
+        &mut self,
+        cx: &mut Call,
+        stream: StreamId,
+        way: Way,
+        (place, extent): (&Pitched, [u64; 3]),
+        (first, piece): (u64, u64),
+    ) -> Result<Series> {
+        let entered = self.enter(cx, stream)?;
+        let rows = Rows::of(place, extent);
+        let (_, span) = rows.sizes()?;
+        let device = self.check_range(rows.at, span, G::device_at(&entered))?;
+        Series::new(rows, piece, first, self.gpu.carrier(&entered, device, way)?)
     }
 }
 
@@ -122,6 +140,23 @@ impl<G: Gpu> DirectOps<Call> for Session<G> {
 
     fn direct_failures(&mut self, cx: &mut Call, _op: DirectFailures) -> Reply<DirectFailuresReply> {
         self.directs()?.failures(|| cx.later())?;
+        Ok(Answer::Later)
+    }
+
+    fn direct_send_all(&mut self, cx: &mut Call, op: DirectSendAll) -> Result {
+        // If this returns early, it is dropped, which tells the other end that the box will not arrive.
+        let sending = self.directs()?.outgoing(op.direct)?.piece(op.first);
+        let numbers = (op.first, op.piece);
+        let series = self.series(cx, op.stream, Way::Out, (&op.src, op.extent), numbers)?;
+        self.directs()?.send_all(op.direct, series)?;
+        sending.passed_on();
+        Ok(())
+    }
+
+    fn direct_receive_all(&mut self, cx: &mut Call, op: DirectReceiveAll) -> Reply<DirectReceiveAllReply> {
+        let numbers = (op.first, op.piece);
+        let series = self.series(cx, op.stream, Way::In, (&op.dst, op.extent), numbers)?;
+        self.directs()?.receive_all(op.direct, series, || cx.later())?;
         Ok(Answer::Later)
     }
 

@@ -34,7 +34,7 @@ use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::handle::{ContextId, StreamId};
 use protocol::ops::device::*;
-use software_gpu::{Gpu, GpuConfig};
+use software_gpu::{Gpu, GpuConfig, Stream};
 
 pub use self::imitate::Imitate;
 use self::imitate::{Delays, HardwareQueues};
@@ -88,6 +88,9 @@ struct Device {
     /// Its number on the server.
     number: u32,
     config: GpuConfig,
+    /// The streams on which pieces of direct connections are copied to and from its memory, once there are some.
+    landing: Option<Stream>,
+    sending: Option<Stream>,
     /// Whether something has needed its context. Nothing here does, but NVIDIA's driver takes time to make
     /// one.
     context: AtomicBool,
@@ -169,7 +172,7 @@ impl Software {
             beside
                 .set_device(number, &gpu)
                 .map_err(|status| format!("software device {number}: {status}"))?;
-            devices.push(Device { gpu, number, config, context });
+            devices.push(Device { gpu, number, config, landing: None, sending: None, context });
         }
         let contexts = (0..devices.len() as u32).map(|n| (n, Context::new(n))).collect();
         let software = Software {
@@ -215,6 +218,10 @@ impl Software {
 
     fn device(&self, ordinal: u32) -> Result<&Device> {
         self.devices.get(ordinal as usize).ok_or(Status::INVALID_DEVICE)
+    }
+
+    fn device_mut(&mut self, ordinal: u32) -> Result<&mut Device> {
+        self.devices.get_mut(ordinal as usize).ok_or(Status::INVALID_DEVICE)
     }
 
     fn context(&self, id: ContextId) -> Result<&Context> {
@@ -341,7 +348,8 @@ impl driver::Gpu for Software {
             let old = old.clone();
             streams::after_all(&other.gpu, &self.streams_of_device(streams, ordinal), move |_| drop(old));
         }
-        let device = self.devices.get_mut(device as usize).ok_or(Status::INVALID_DEVICE)?;
+        let device = self.device_mut(device)?;
+        (device.landing, device.sending) = (None, None);
         std::mem::replace(&mut device.gpu, fresh).cancel();
         device.context.store(false, Ordering::Relaxed);
         Ok(())

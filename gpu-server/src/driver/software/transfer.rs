@@ -50,14 +50,27 @@ fn read(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &mut [u8]) -> Result<()> {
     })
 }
 
-/// Copies rows to memory that has as many bytes.
-fn download(gpu: &Gpu, from: &Rows, to: &Mapped) -> Result<()> {
+/// Copies rows, from an offset on, to memory: as many bytes as that has.
+fn download(gpu: &Gpu, from: &Rows, offset: u64, to: &Mapped) -> Result<()> {
     let mut buffer = vec![0; CHUNK.min(to.len())];
     let mut at = 0;
     while at < to.len() {
         let n = buffer.len().min(to.len() - at);
-        read(from, gpu, at as u64, &mut buffer[..n])?;
+        read(from, gpu, offset + at as u64, &mut buffer[..n])?;
         to.write(at, &buffer[..n]);
+        at += n;
+    }
+    Ok(())
+}
+
+/// Copies memory to rows, from an offset on.
+fn upload(gpu: &Gpu, to: &Rows, offset: u64, from: &Mapped) -> Result<()> {
+    let mut buffer = vec![0; CHUNK.min(from.len())];
+    let mut at = 0;
+    while at < from.len() {
+        let n = buffer.len().min(from.len() - at);
+        from.read(at, &mut buffer[..n]);
+        write(to, gpu, offset + at as u64, &buffer[..n])?;
         at += n;
     }
     Ok(())
@@ -74,17 +87,7 @@ impl Upload {
     fn run(self, gpu: &Gpu, to: &Rows) -> Result<()> {
         match self {
             Upload::Here(bytes) => write(to, gpu, 0, &bytes),
-            Upload::Mapped(mapped) => {
-                let mut buffer = vec![0; CHUNK.min(mapped.len())];
-                let mut at = 0;
-                while at < mapped.len() {
-                    let n = buffer.len().min(mapped.len() - at);
-                    mapped.read(at, &mut buffer[..n]);
-                    write(to, gpu, at as u64, &buffer[..n])?;
-                    at += n;
-                }
-                Ok(())
-            }
+            Upload::Mapped(mapped) => upload(gpu, to, 0, &mapped),
             // This device's copy engine is the CPU. The peer may still write the bytes, so they are copied
             // exactly once.
             Upload::Placed(placed) => {
@@ -152,7 +155,7 @@ pub(super) fn enqueue_checked(
 
 /// See [`Carrier`].
 struct SoftwareCarrier {
-    /// Its own.
+    /// The device's own, for pieces that go this way.
     stream: Stream,
     /// The device that accesses the memory.
     memory: Gpu,
@@ -161,15 +164,15 @@ struct SoftwareCarrier {
 }
 
 impl Carrier for SoftwareCarrier {
-    fn carry(&self, rows: &Rows, bytes: Mapped, seq: u64, end: End) {
+    fn carry(&self, rows: &Rows, offset: u64, bytes: Mapped, seq: u64, end: End) {
         let (rows, way, memory, word) = (*rows, self.way, self.memory.clone(), Arc::clone(&self.word));
         // Pieces must not be sent if the copy has failed, for example because the memory was freed.
         let failed = Arc::<OnceLock<Status>>::default();
         let fails = Arc::clone(&failed);
         let copy = move |_: &Gpu| {
             let copied = match way {
-                Way::In => Upload::Mapped(bytes).run(&memory, &rows),
-                Way::Out => download(&memory, &rows, &bytes),
+                Way::In => upload(&memory, &rows, offset, &bytes),
+                Way::Out => download(&memory, &rows, offset, &bytes),
             };
             if let Err(e) = copied {
                 word.complain(code(&e), seq);
@@ -232,7 +235,7 @@ impl GpuCopies for Software {
         enqueue_checked(place, cx.seq, move |_| {
             timer.begin();
             match &sink {
-                Sink::Mapped(mapped) => download(&gpu, &from, mapped)?,
+                Sink::Mapped(mapped) => download(&gpu, &from, 0, mapped)?,
                 // Directly into the transport's buffers.
                 Sink::Outgoing(outgoing) => {
                     let mut at = 0;
@@ -276,8 +279,14 @@ impl GpuCopies for Software {
         device: u32,
         way: Way,
     ) -> std::result::Result<Arc<dyn Carrier>, Status> {
-        let memory = self.device(device)?.gpu.clone();
-        Ok(Arc::new(SoftwareCarrier { stream: memory.stream(), memory, way, word: place.word() }))
+        let device = self.device_mut(device)?;
+        let memory = device.gpu.clone();
+        let stream = match way {
+            Way::In => &mut device.landing,
+            Way::Out => &mut device.sending,
+        };
+        let stream = stream.get_or_insert_with(|| memory.stream()).clone();
+        Ok(Arc::new(SoftwareCarrier { stream, memory, way, word: place.word() }))
     }
 
     fn download_inline(

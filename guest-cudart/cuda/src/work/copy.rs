@@ -25,7 +25,7 @@ use crate::process::stream::Stream;
 use crate::streams::capture_rules;
 use crate::streams::stream_table::{self, Lent};
 use crate::work::host_function::{self, Function};
-use crate::work::server_copy::{self, Linear, Part};
+use crate::work::server_copy::{self, Linear, Part, Split};
 use client::Status;
 use client::activity;
 use client::data::HostOut;
@@ -281,8 +281,9 @@ impl Copier {
             Part { dst: dst + at as u64, src: src + at as u64, extent: [n, 1, 1] }
         };
         let parts = (0..len).step_by(server_copy::SLOT).map(part).collect();
+        let split = Split { extent: [len as u64, 1, 1], parts };
         let spans = [(dst, len as u64), (src, len as u64)];
-        server_copy::between(self.driver, &self.stream, to, from, spans, parts)?;
+        server_copy::between(self.driver, &self.stream, to, from, spans, split)?;
         self.finish_managed(&[dst, src])
     }
 

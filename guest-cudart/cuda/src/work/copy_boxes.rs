@@ -17,7 +17,7 @@ use crate::process::driver::{Driver, Server, driver};
 use crate::process::stream::Stream;
 use crate::streams::capture_rules;
 use crate::work::copy::{Copier, Mode};
-use crate::work::server_copy::{self, Linear};
+use crate::work::server_copy::{self, Linear, Split};
 use client::Status;
 use client::data::{HostIn, HostOut};
 use client::handle::StreamId;
@@ -155,7 +155,7 @@ impl Copier {
             let span = |side: &Side| Ok((side.address, side.span(&e).ok_or(Status::INVALID_VALUE)?));
             let spans = [span(&dst)?, span(&src)?];
             let (to, from) = (dst.on(to), src.on(from));
-            server_copy::between(self.driver, &self.stream, to, from, spans, pieces(&dst, &src, &e))?;
+            server_copy::between(self.driver, &self.stream, to, from, spans, split(&dst, &src, &e))?;
             return self.finish_managed(&[dst.address, src.address]);
         }
         let stays = [dst, src].iter().all(|side| side.device || self.pinned(side, &e));
@@ -303,15 +303,16 @@ fn parts(e: &Extent, most: u64) -> impl Iterator<Item = Part> + use<> {
     })
 }
 
-/// Splits a copy between two servers into pieces that fit into slots.
-fn pieces(dst: &Side, src: &Side, e: &Extent) -> Vec<server_copy::Part> {
+/// Splits a copy between two servers into parts that fit into slots.
+fn split(dst: &Side, src: &Side, e: &Extent) -> Split {
     let at = |side: &Side, part: &Part| side.row(part.z, part.y) + part.x;
     let piece = |part: Part| server_copy::Part {
         dst: at(dst, &part),
         src: at(src, &part),
         extent: [part.width, part.height, part.depth],
     };
-    parts(e, server_copy::SLOT as u64).map(piece).collect()
+    let parts = parts(e, server_copy::SLOT as u64).map(piece).collect();
+    Split { extent: [e.width, e.height, e.depth], parts }
 }
 
 /// One side of a program's description.
@@ -480,8 +481,8 @@ impl Copier {
             from.read_array(&copiers[1], &e)?;
             copiers[1].stream.synchronize()?;
             let spans = [to.span(&e)?, from.span(&e)?];
-            let pieces = pieces(&to.side, &from.side, &e);
-            server_copy::carry(&to.side.on(ends[0]), &from.side.on(ends[1]), spans, pieces)?;
+            let split = split(&to.side, &from.side, &e);
+            server_copy::carry(&to.side.on(ends[0]), &from.side.on(ends[1]), spans, split)?;
             to.write_array(&copiers[0], &e)?;
             copiers[0].stream.synchronize()
         })?;

@@ -2,24 +2,33 @@
 //! don't pass through it.
 //!
 //! ```text
-//!  server A ── DirectSend ──▶ buffer ══ connection ══▶ buffer ── DirectLand ──▶ server B
+//!  server A ── DirectSendAll ──▶ buffers ══ connection ══▶ buffers ── DirectReceiveAll ──▶ server B
 //! ```
 //!
-//! A copy is split into numbered pieces, of which at most [`WINDOW`] are in transit. A piece is landed once
-//! the receiving server reports its arrival. If there is no connection, or it fails, the copy goes through
-//! this process.
+//! A copy is split into numbered pieces. Each server is told once what to do with all of them, and the receiving one
+//! answers when the last is landed. Neither orders that with its streams: it is said when everything before the copy
+//! is over.
+//!
+//! Where a server is older than version 2.6, and for managed memory, this process asks for each piece (`DirectSend`,
+//! `DirectLand`), and at most [`WINDOW`] are in transit: a piece is landed once the receiving server reports its
+//! arrival.
+//!
+//! If there is no connection, or it fails, the copy goes through this process.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 
 use crate::abi::result::Result;
 use crate::memory::managed;
 use crate::process::driver::Server;
 use crate::process::stream::Stream;
-use crate::work::server_copy::{Linear, Part};
+use crate::work::server_copy::{Linear, Part, Split};
 use client::ops::copy::Pitched;
-use client::ops::direct::{DirectArrival, DirectKey, DirectLand, DirectOffer, DirectOpen, DirectSend};
+use client::ops::direct::{
+    DirectArrival, DirectKey, DirectLand, DirectOffer, DirectOpen, DirectReceiveAll, DirectSend,
+    DirectSendAll, MAX_PIECE,
+};
 use client::{Status, lock, log};
 
 /// Pieces of a copy that were sent and not yet reported as arrived. The servers have room for twice as many.
@@ -116,20 +125,33 @@ fn open(from: &Server, to: &Server) -> std::result::Result<u32, String> {
     if opened.refusal.is_empty() { Ok(direct) } else { Err(opened.refusal) }
 }
 
-/// Copies parts, in order, over a direct connection. Returns true when all bytes have arrived. False: the
-/// copy must be repeated from the start in another way; parts of it may have been made.
+/// Makes a copy over a direct connection. Returns true when all bytes have arrived. False: the copy must be
+/// repeated from the start in another way; parts of it may have been made.
 pub(crate) fn carry(
     (to, dst): (&Arc<Stream>, &Linear),
     (from, src): (&Arc<Stream>, &Linear),
     [(written, write_len), (read, read_len)]: [(u64, u64); 2],
-    parts: &[Part],
+    split: &Split,
 ) -> Result<bool> {
+    if split.bytes() < KNOBS.least {
+        return Ok(false);
+    }
     let connection = connection(src.context.server, dst.context.server);
     let mut connection = lock(&connection);
     ensure(&mut connection, src.context.server, dst.context.server);
     let Connection::Open(open) = &mut *connection else { return Ok(false) };
     managed::lend(read, read_len)?;
-    let carried = carry_over(open, (to, dst), (from, src), (written, write_len), parts);
+    // Managed memory that the host has is given to the device in the order of a stream.
+    let by_themselves = KNOBS.depth.is_none()
+        && from.session().knows::<DirectSendAll>()
+        && to.session().knows::<DirectReceiveAll>()
+        && ![written, read].into_iter().any(managed::is_here)
+        && [dst, src].into_iter().all(|end| are_apart(&end.place, split.extent));
+    let carried = if by_themselves {
+        carry_at_once(open, (to, dst), (from, src), split)
+    } else {
+        carry_over(open, (to, dst), (from, src), (written, write_len), &split.parts)
+    };
     if let Err(status) = carried {
         log::warn(format_args!(
             "a direct connection between servers has failed ({status}): copies from server {} to server {} pass through this machine from now on",
@@ -140,6 +162,10 @@ pub(crate) fn carry(
         return Ok(false);
     }
     drop(connection);
+    if by_themselves {
+        // Nothing is sent if it could not be read, and then not all is landed.
+        return Ok(true);
+    }
     // By now the sending stream's errors are known.
     let mark = from.mark()?;
     from.session().wait_progress(|| from.has_passed(mark))?;
@@ -148,6 +174,42 @@ pub(crate) fn carry(
     Ok(true)
 }
 
+/// Copies without this process in between.
+fn carry_at_once(
+    open: &mut Open,
+    (to, dst): (&Arc<Stream>, &Linear),
+    (from, src): (&Arc<Stream>, &Linear),
+    split: &Split,
+) -> Result {
+    // Usually these streams have nothing to do: they wait for copies that the program was told are done.
+    for stream in [to, from] {
+        if !stream.is_known_idle() {
+            let mark = stream.mark()?;
+            stream.session().wait_progress(|| stream.has_passed(mark))?;
+        }
+    }
+    let (direct, first, extent) = (open.direct, open.last + 1, split.extent);
+    let piece = whole_rows(piece_of(split.bytes()) as u64, extent[0]);
+    open.last += (split.bytes() as u64).div_ceil(piece);
+    let send = DirectSendAll { stream: from.id, direct, first, piece, src: src.place.clone(), extent };
+    from.session().append(&send)?;
+    let receive = DirectReceiveAll { stream: to.id, direct, first, piece, dst: dst.place.clone(), extent };
+    to.session().call(&receive).map(drop)
+}
+
+/// Whether the rows of a box are one behind the other, as servers want those of a whole copy. Single rows may also
+/// overlap.
+fn are_apart(place: &Pitched, [width, height, depth]: [u64; 3]) -> bool {
+    let rows = || place.pitch.checked_mul(height.checked_sub(1)?)?.checked_add(width);
+    (height == 1 || place.pitch >= width) && (depth == 1 || rows().is_some_and(|rows| place.slice >= rows))
+}
+
+/// A piece size of at most `piece` bytes that cuts no row, if rows are not longer than that.
+fn whole_rows(piece: u64, row: u64) -> u64 {
+    piece - if row <= piece { piece % row } else { 0 }
+}
+
+/// Copies piece by piece, as this process says.
 fn carry_over(
     Open { direct, last }: &mut Open,
     (to, dst): (&Arc<Stream>, &Linear),
@@ -161,7 +223,7 @@ fn carry_over(
     let mut sent = VecDeque::new();
     let mut come = *last;
     loop {
-        while sent.len() < WINDOW
+        while sent.len() < KNOBS.depth.unwrap_or(WINDOW)
             && let Some(piece) = pieces.next()
         {
             *last += 1;
@@ -183,6 +245,87 @@ fn carry_over(
 /// Piece size in bytes for a copy of this size. Short copies have short pieces, so that the first arrives
 /// earlier.
 fn piece_of(bytes: usize) -> usize {
+    if let Some(piece) = KNOBS.piece {
+        return piece;
+    }
     const STEPS: [(usize, usize); 3] = [(600 << 10, 128 << 10), (4 << 20, 256 << 10), (14 << 20, 512 << 10)];
     STEPS.iter().find(|(upto, _)| bytes <= *upto).map_or(1 << 20, |(_, piece)| *piece)
+}
+
+/// What measurements choose, by environment variables.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Knobs {
+    /// `RGPU_DIRECT_PIECE`: size of all pieces in bytes.
+    piece: Option<usize>,
+    /// `RGPU_DIRECT_DEPTH`: this process asks for each piece, and at most so many are in transit.
+    depth: Option<usize>,
+    /// `RGPU_DIRECT_LEAST`: shorter copies pass through this process.
+    least: usize,
+}
+
+static KNOBS: LazyLock<Knobs> = LazyLock::new(|| Knobs::of(|name| std::env::var(name).ok()));
+
+impl Knobs {
+    fn of(variable: impl Fn(&str) -> Option<String>) -> Knobs {
+        let number = |name: &str, least: usize, most: usize| {
+            let text = variable(name).filter(|text| !text.is_empty())?;
+            let number = text.parse().ok().filter(|number| (least..=most).contains(number));
+            if number.is_none() {
+                log::warn(format_args!("{name}={text} is ignored: it is no number from {least} to {most}"));
+            }
+            number
+        };
+        Knobs {
+            piece: number("RGPU_DIRECT_PIECE", 4 << 10, MAX_PIECE as usize),
+            depth: number("RGPU_DIRECT_DEPTH", 1, WINDOW),
+            least: number("RGPU_DIRECT_LEAST", 0, usize::MAX).unwrap_or(0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_whole_rows_unless_rows_are_longer() {
+        for (piece, row, expected) in
+            [(100, 7, 98), (100, 100, 100), (100, 101, 100), (100, 1, 100), (100, 60, 60)]
+        {
+            assert_eq!(whole_rows(piece, row), expected, "{piece} {row}");
+        }
+    }
+
+    #[test]
+    fn boxes_with_overlapping_rows_are_copied_in_parts() {
+        let place = |pitch, slice| Pitched { address: 0, pitch, slice };
+        for (pitch, slice, extent, apart) in [
+            (0, 0, [8, 1, 1], true),
+            (8, 0, [8, 9, 1], true),
+            (7, 0, [8, 2, 1], false),
+            (8, 16, [8, 2, 2], true),
+            (8, 15, [8, 2, 2], false),
+            (u64::MAX, u64::MAX, [8, 3, 2], false),
+        ] {
+            assert_eq!(are_apart(&place(pitch, slice), extent), apart, "{pitch} {slice} {extent:?}");
+        }
+    }
+
+    #[test]
+    fn knobs_beyond_what_the_buffers_allow_are_ignored() {
+        let of = |piece: &str, depth: &str, least: &str| {
+            let all =
+                [("RGPU_DIRECT_PIECE", piece), ("RGPU_DIRECT_DEPTH", depth), ("RGPU_DIRECT_LEAST", least)];
+            let all: BTreeMap<&str, String> = all.map(|(name, value)| (name, value.to_owned())).into();
+            let Knobs { piece, depth, least } = Knobs::of(|name| all.get(name).cloned());
+            (piece, depth, least)
+        };
+        assert_eq!(of("", "", ""), (None, None, 0));
+        assert_eq!(of("4096", "1", "70000"), (Some(4096), Some(1), 70000));
+        assert_eq!(of("1048576", "8", "0"), (Some(1 << 20), Some(8), 0));
+        for wrong in ["4095", "1048577", "-1", "many"] {
+            assert_eq!(of(wrong, "9", wrong).0, None);
+        }
+        assert_eq!((of("", "0", "").1, of("", "9", "").1), (None, None));
+    }
 }

@@ -127,7 +127,19 @@ impl Part {
     }
 }
 
-/// Copies `parts` from one server's memory to another's when a stream reaches it. `spans`: all bytes written
+/// A copy's extent (width in bytes, height in rows, depth in slices) and its parts, which are all of it.
+pub(crate) struct Split {
+    pub extent: [u64; 3],
+    pub parts: Vec<Part>,
+}
+
+impl Split {
+    pub(crate) fn bytes(&self) -> usize {
+        self.extent.iter().product::<u64>() as usize
+    }
+}
+
+/// Makes a copy from one server's memory to another's when a stream reaches it. `spans`: all bytes written
 /// and read.
 pub(crate) fn between(
     driver: &'static Driver,
@@ -135,11 +147,11 @@ pub(crate) fn between(
     dst: Linear,
     src: Linear,
     spans: [(u64, u64); 2],
-    parts: Vec<Part>,
+    split: Split,
 ) -> Result {
     let ends = [alive(driver, dst.context), alive(driver, src.context)];
     let (dst, src) = (Linear { context: ends[0], ..dst }, Linear { context: ends[1], ..src });
-    across(driver, stream, &ends, move || carry(&dst, &src, spans, parts))
+    across(driver, stream, &ends, move || carry(&dst, &src, spans, split))
 }
 
 /// Does work in this process when a stream reaches it, for contexts of other servers and possibly also of the
@@ -214,13 +226,13 @@ impl Drop for Slots {
     }
 }
 
-/// Copies parts, in order, from worker to worker or else through slots. All bytes have arrived when this
-/// returns.
-pub(crate) fn carry(dst: &Linear, src: &Linear, spans: [(u64, u64); 2], parts: Vec<Part>) -> Result {
+/// Makes a copy, from worker to worker or else through slots. All bytes have arrived when this returns.
+pub(crate) fn carry(dst: &Linear, src: &Linear, spans: [(u64, u64); 2], split: Split) -> Result {
     let (to, from) = (stream_of(dst.context)?, stream_of(src.context)?);
-    if direct_copy::carry((&to, dst), (&from, src), spans, &parts)? {
+    if direct_copy::carry((&to, dst), (&from, src), spans, &split)? {
         return Ok(());
     }
+    let parts = split.parts;
     let slots = Slots::take(src.context, parts.len())?;
     let carried = carry_through(&slots, (&to, dst), (&from, src), spans, parts);
     if carried.is_err() {
