@@ -412,6 +412,16 @@ fn two_processes(rigs: &[Rig; 2], transport: Transport, modes: [&str; 2]) -> Res
     Ok([receiver, sender])
 }
 
+/// The program that `rgpuctl run` has started.
+fn program_of(run: &Child) -> Result<i32> {
+    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", run.id()))?;
+    let mut children = children.split(' ').filter_map(|pid| pid.parse().ok());
+    let is_it = |pid: &i32| {
+        std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == NCCL)
+    };
+    children.find(is_it).context("there is no such program")
+}
+
 /// What a program printed until its end, and its last line.
 fn ended(program: Child) -> Result<(String, String)> {
     let output = program.wait_with_output()?;
@@ -446,16 +456,14 @@ fn if_one_end_of_nccls_messages_dies_the_other_one_has_an_error() -> Result<()> 
         for program in &mut both {
             ensure!(line(program)? == "under way\n", "round {round}: nothing is sent");
         }
-        let [mut receiver, mut sender] = both;
-        let kill = |rig: &Rig| -> Result<()> {
-            Ok(nix::sys::signal::kill(nix::unistd::Pid::from_raw(worker(rig)?), Signal::SIGKILL)?)
-        };
+        let [receiver, sender] = both;
+        let kill = |pid| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL);
         // A process, a server's worker, or the connection between the workers.
         match round {
-            0 => receiver.kill()?,
-            1 => sender.kill()?,
-            2 => kill(&rigs[0])?,
-            3 => kill(&rigs[1])?,
+            0 => kill(program_of(&receiver)?)?,
+            1 => kill(program_of(&sender)?)?,
+            2 => kill(worker(&rigs[0])?)?,
+            3 => kill(worker(&rigs[1])?)?,
             _ => cut(worker(&rigs[1])?, rigs[0].port)?,
         }
         let ends = [ended(receiver)?, ended(sender)?];
