@@ -697,7 +697,7 @@ fn pieces_are_in_mirrors_of_the_clients_memory_as_well() {
             let expected = expected.unwrap_or_else(|| receive(&mut to, 1, number, dst, 4));
             landed(&mut to, expected);
             landed(&mut from, sent);
-            let bytes = if dst < BASE + SIZE && dst >= BASE {
+            let bytes = if (BASE..BASE + SIZE).contains(&dst) {
                 get(&mut to, dst, 4)
             } else {
                 to.call(&HostRead { context, address: dst, len: 4 }).unwrap().bytes.0

@@ -163,15 +163,11 @@ pub struct MirrorCarrier {
 impl MirrorCarrier {
     fn copy(&self, mut at: u64, bytes: &Mapped) -> Result<(), Status> {
         for (run, len) in bytes.runs() {
+            // SAFETY: the caller has these bytes of this process alone.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(run.as_ptr(), *len) };
             match self.way {
-                // SAFETY: the caller has these bytes of this process alone.
-                Way::In => {
-                    self.beside.write(at, unsafe { std::slice::from_raw_parts(run.as_ptr(), *len) })?
-                }
-                // SAFETY: as above.
-                Way::Out => {
-                    self.beside.read(at, unsafe { std::slice::from_raw_parts_mut(run.as_ptr(), *len) })?;
-                }
+                Way::In => self.beside.write(at, bytes)?,
+                Way::Out => self.beside.read(at, bytes)?,
             }
             at += *len as u64;
         }
