@@ -151,8 +151,11 @@ unsafe extern "C" fn init(_log: *const c_void) -> c_int {
     if driver.servers.len() > 1 {
         set(c"NCCL_SHM_DISABLE", c"1");
     }
-    // Its kernels and threads look for every line of this protocol in mirrored memory; of others for a word a step.
-    set(c"NCCL_PROTO", c"^LL");
+    // With the other protocols, kernels and threads look for every line in mirrored memory; with this one, for a word
+    // a step. Where GPUs of one server talk to each other, those are faster.
+    if driver.servers.len() > 1 || driver.devices.len() == 1 {
+        set(c"NCCL_PROTO", c"Simple");
+    }
     // As large as the steps of collectives: a step takes longer than over NCCL's own network, because its counters
     // are mirrored host memory.
     set(c"NCCL_P2P_NET_CHUNKSIZE", c"524288");
