@@ -283,18 +283,19 @@ def study(options, place):
 
 
 def draw(file, folder):
-    """Plots of a study: microseconds and GB/s by bytes, both logarithmic."""
+    """Plots of a study: microseconds by bytes, and GB/s from 4 KiB on, both logarithmic."""
     ways = json.loads(file.read_text(encoding="utf-8"))["us_and_gb_s_by_bytes"]
     ways = {way: {int(size): figure for size, figure in by_size.items()} for way, by_size in ways.items()}
     names = {4: "4 B", 64: "64 B", 1 << 10: "1 KiB", 1 << 14: "16 KiB", 1 << 18: "256 KiB", 1 << 22: "4 MiB", 1 << 26: "64 MiB", 1 << 30: "1 GiB"}
     most = max(max(by_size) for by_size in ways.values())
-    for name, column, label in (("latency", 0, "µs of one copy"), ("bandwidth", 1, "GB/s of eight copies")):
+    for name, column, label, first in (("latency", 0, "µs of one copy", 4), ("bandwidth", 1, "GB/s of eight copies", 4096)):
+        ways = {way: {size: figure for size, figure in by_size.items() if size >= first} for way, by_size in ways.items()}
         values = [figure[column] for by_size in ways.values() for figure in by_size.values()]
         decades = [10.0**n for n in range(-12, 12)]
         least = max(decade for decade in decades if decade <= min(values))
         greatest = min(decade for decade in decades if decade >= max(values))
         up = plot.Axis(label, least, greatest, {decade: f"{decade:g}" for decade in decades if least <= decade <= greatest}, True)
-        across = plot.Axis("bytes", 4, most, {size: text for size, text in names.items() if size <= most}, True)
+        across = plot.Axis("bytes", first, most, {size: text for size, text in names.items() if first <= size <= most}, True)
         lines = [
             (way, color, way in OTHER_WAYS, sorted((size, figure[column]) for size, figure in by_size.items()))
             for (way, by_size), color in zip(ways.items(), plot.COLORS)

@@ -4,7 +4,7 @@ import math
 import pathlib
 
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#e377c2", "#7f7f7f", "#222222")
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 440, 60, 50, 20, 20
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 440, 60, 50, 20, 30
 
 
 class Axis:
