@@ -2,7 +2,18 @@
 
 use protocol::ops::{self, Class, Hold};
 use protocol::schema::Field;
+use protocol::version::{VERSION, Version};
 use std::fmt::Write;
+
+#[test]
+fn the_wire_document_names_the_version() {
+    let page = include_str!("../../docs/wire.md");
+    let Version { major, minor } = VERSION;
+    assert!(
+        page.contains(&format!("\nVersion: **{major}.{minor}**.")),
+        "docs/wire.md names another version than {major}.{minor}"
+    );
+}
 
 #[test]
 fn the_wire_document_lists_every_operation() {
