@@ -522,14 +522,12 @@ impl Directs {
         let moving = self.motion.begin().ok_or(Status::NOT_READY)?;
         outgoing.named.with(op.src, op.len, |carrier, memory| {
             let mut sending = outgoing.piece(op.number);
+            sending.by_processor = memory == PieceMemory::Mirror;
             // Not an error: the other end learns that the piece does not come.
             let Some(buffer) = sending.fill(op.len) else { return Ok(()) };
             let copying = outgoing.copies.begin();
-            let end = move |status: Status| {
-                match (memory, status) {
-                    (PieceMemory::Mirror, status) if !status.is_success() => sending.give_up(),
-                    _ => sending.finish(status),
-                }
+            let end = move |status| {
+                sending.finish(status);
                 drop((copying, moving));
             };
             let rows = Rows::line(op.src, op.len);

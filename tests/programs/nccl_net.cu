@@ -606,6 +606,7 @@ int main(int argc, char **argv) {
         NET(net->init(nullptr));
     }
     if (strcmp(getenv("NCCL_P2P_NET_CHUNKSIZE"), "17")) fail("the user's choice is gone");
+    if (!getenv("NCCL_SHM_DISABLE")) fail("NCCL would use shared memory between two servers");
     int count = 0;
     NET(net->devices(&count));
     Properties properties = {};
@@ -648,7 +649,6 @@ int main(int argc, char **argv) {
     }
     CHECK(cudaGetDeviceCount(&count));
     if (count < 2) fail("there are not two devices");
-    if (!getenv("NCCL_SHM_DISABLE")) fail("NCCL would use shared memory between two servers");
     if (mode == "bench") {
         bench();
         return pass("measured");

@@ -87,7 +87,7 @@ impl Outgoing {
     /// Begins to send a piece, which must be [filled](Sending::fill) and [finished](Sending::finish). If it
     /// is dropped before that, the other end learns that it will not come.
     pub fn piece(self: &Arc<Outgoing>, number: u64) -> Sending {
-        Sending { outgoing: Arc::clone(self), number, len: 0, buffer: None }
+        Sending { outgoing: Arc::clone(self), number, len: 0, buffer: None, by_processor: false }
     }
 
     /// Does something in the thread that sends.
@@ -164,10 +164,9 @@ impl Outgoing {
     }
 
     pub(super) fn push(&self, job: Job) {
-        if let Some(jobs) = &*lock(&self.jobs) {
-            // The connection may just have been lost.
-            let _ = jobs.send(job);
-        }
+        // The connection may just have been lost. What is dropped then may push another job, so not under the lock.
+        let refused = lock(&self.jobs).as_ref().and_then(|jobs| jobs.send(job).err());
+        drop(refused);
         self.bell.iter().for_each(|bell| bell.ring());
     }
 }
@@ -243,6 +242,8 @@ pub struct Sending {
     pub(super) number: u64,
     pub(super) len: usize,
     pub(super) buffer: Option<InUse>,
+    /// The buffer is filled by a processor, so once this is dropped nobody writes there.
+    pub(super) by_processor: bool,
 }
 
 impl Sending {
@@ -277,15 +278,11 @@ impl Sending {
     }
 }
 
-impl Sending {
-    /// There is nothing to send, and no device writes into the buffer: the other end is told.
-    pub fn give_up(mut self) {
-        drop(self.buffer.take().and_then(InUse::over));
-    }
-}
-
 impl Drop for Sending {
     fn drop(&mut self) {
+        if self.by_processor {
+            drop(self.buffer.take().and_then(InUse::over));
+        }
         if self.number > 0 {
             self.outgoing.push(Job::Nothing(self.number));
         }

@@ -289,6 +289,27 @@ fn sending_over_verbs(verbs: &Verbs, receives: u32) -> (UnixStream, Stream, Arc<
     (ours, stream, Arc::new(outgoing), verbs::Sender::new(queue, Jobs { due, last: 0, over: false }))
 }
 
+#[test]
+fn a_piece_that_a_processor_was_to_copy_costs_no_buffer_when_the_connection_is_lost() {
+    let (jobs, due) = channel();
+    let outgoing = Arc::new(Outgoing::new(jobs, &Arc::default(), None));
+    let copies_later = |number| {
+        let mut piece = outgoing.piece(number);
+        piece.by_processor = true;
+        piece.fill(1).unwrap();
+        outgoing.run(move || piece.finish(Status::SUCCESS));
+    };
+    let free = || lock(&outgoing.pool.state).free.len();
+    copies_later(1);
+    copies_later(2);
+    assert_eq!(free(), 0);
+    // Both are still due. The queue ends before the connection knows.
+    drop(due);
+    assert_eq!(free(), 2);
+    copies_later(3);
+    assert_eq!(free(), 2);
+}
+
 /// Sends a piece of one byte.
 fn send_one(outgoing: &Arc<Outgoing>, number: u64) {
     let mut piece = outgoing.piece(number);

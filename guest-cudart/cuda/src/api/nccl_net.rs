@@ -144,18 +144,14 @@ fn is_declined() -> bool {
     std::env::var("NCCL_NET").is_ok_and(|wanted| !wanted.is_empty() && !wanted.eq_ignore_ascii_case("rgpu"))
 }
 
+/// All processes of a collective must find the same settings, whatever devices they have: NCCL assumes that.
 unsafe extern "C" fn init(_log: *const c_void) -> c_int {
-    let (false, Ok(driver)) = (is_declined(), driver()) else { return SYSTEM_ERROR };
-    // NCCL believes that GPUs of one process are in one machine, and would have their kernels synchronize through a
-    // file in /dev/shm.
-    if driver.servers.len() > 1 {
-        set(c"NCCL_SHM_DISABLE", c"1");
+    if is_declined() || driver().is_err() {
+        return SYSTEM_ERROR;
     }
-    // With the other protocols, kernels and threads look for every line in mirrored memory; with this one, for a word
-    // a step. Where GPUs of one server talk to each other, those are faster.
-    if driver.servers.len() > 1 || driver.devices.len() == 1 {
-        set(c"NCCL_PROTO", c"Simple");
-    }
+    // NCCL believes that GPUs of processes on one machine are in that machine, and would have their kernels
+    // synchronize through a file in /dev/shm.
+    set(c"NCCL_SHM_DISABLE", c"1");
     // As large as the steps of collectives: a step takes longer than over NCCL's own network, because its counters
     // are mirrored host memory.
     set(c"NCCL_P2P_NET_CHUNKSIZE", c"524288");
