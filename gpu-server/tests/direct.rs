@@ -10,6 +10,7 @@ use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 
 use protocol::Status;
+use protocol::channel::MAX_CONTEXTS;
 use protocol::data::HostIn;
 use protocol::device::{Answer, untext};
 use protocol::handle::*;
@@ -725,6 +726,49 @@ fn pieces_are_in_mirrors_of_the_clients_memory_as_well() {
         number += 1;
         copies(&mut from, &mut to, 1, number);
     }
+}
+
+#[test]
+fn while_a_call_of_the_driver_waits_pieces_are_landed_in_mirrors_and_not_on_the_device() {
+    const MIRROR: u64 = 0x6000_0000_0000;
+    const GO: u64 = MIRROR + 8192;
+    let context = ContextId(0);
+    let target = Server::start(&["--software-imitate=waiting-calls"]);
+    let source = Server::start(&[&format!("--direct-to={}", unix(&target))]);
+    let (mut from, mut to) = (session(&source), session(&target));
+    to.call(&HostMirror { context, address: MIRROR, size: 2 << 20 }).unwrap();
+    for direct in [1, 2] {
+        let ticket = offer(&mut from, &mut to, direct);
+        open(&mut from, direct, &ticket).unwrap();
+    }
+    let [mirrors, device, held] = [STREAM, StreamId(MAX_CONTEXTS), StreamId(MAX_CONTEXTS + 1)];
+    to.push(&StreamCreate { context, stream: device, flags: 0, priority: 0 });
+    let names = |direct, address| DirectMemory { direct, outgoing: false, address, len: 4096, allowed: true };
+    for (direct, stream, address) in [(1, mirrors, MIRROR), (2, device, BASE)] {
+        to.call(&DirectPrepare { direct, outgoing: false, stream }).unwrap();
+        to.call(&names(direct, address)).unwrap();
+    }
+    put(&mut from, BASE, &[5, 6, 7, 8]);
+    // The device waits for a word of the mirror, and the dispatcher for the device.
+    let wait = MemoryOp { operation: memory_op::WAIT_32, flags: 0, address: GO, value: 1 };
+    to.push(&StreamCreate { context, stream: held, flags: 1, priority: 0 });
+    to.push(&StreamBatchMemOp { stream: held, operations: vec![wait] });
+    let grows = to.send(3, &MemGrow { device: 0, address: BASE + (2 << 20), size: 2 << 20 });
+    let on_device = receive(&mut to, 2, 1, BASE, 4);
+    let in_mirror = [1, 2].map(|number| receive(&mut to, 1, number, MIRROR, 4));
+    // Once the first one is there, the server knows where the others go. Copying one to the device would occupy the
+    // thread that reads commands now.
+    for (direct, number, seq) in [(1, 1, in_mirror[0]), (2, 1, 0), (1, 2, in_mirror[1])] {
+        send(&mut from, direct, number, BASE, 4);
+        until("the piece is in the mirror", || to.word(mirrors.0) >= seq);
+    }
+    assert!(to.word(device.0) < on_device, "a piece was copied to the device");
+    to.push(&HostWrite { context, address: GO, bytes: &1_u32.to_le_bytes() });
+    assert_eq!(to.wait(3, grows).0, Status::SUCCESS);
+    until("the piece is on the device", || to.word(device.0) >= on_device);
+    assert_eq!(to.call(&HostRead { context, address: MIRROR, len: 4 }).unwrap().bytes.0, [5, 6, 7, 8]);
+    assert_eq!(get(&mut to, BASE, 4), [5, 6, 7, 8]);
+    assert_eq!((from.error(0), to.error(0)), (None, None));
 }
 
 #[test]

@@ -21,7 +21,7 @@ use software_gpu::{Event, Stream};
 /// |---|---|
 /// | `queue=N` | a stream's queue holds N operations; adding another waits until there is room |
 /// | `hardware-queues=N` | streams share N queues; operations in one queue run in order, whichever stream they belong to |
-/// | `waiting-calls` | loading and unloading code, instantiating graphs, growing and shrinking device memory, and destroying or resetting a context wait for all work on the device |
+/// | `waiting-calls` | loading and unloading code, instantiating graphs, growing and shrinking device memory, and destroying or resetting a context wait for all work on the device; meanwhile no other thread copies pieces of direct connections from or to it |
 /// | `context-ms=N` | making a context takes N milliseconds |
 /// | `pageable-memory` | the device claims that kernels can access pageable memory |
 /// | `call-us=N` | commands are delayed by 0 to N microseconds, at random |

@@ -27,8 +27,8 @@ mod transfer;
 
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
@@ -75,6 +75,8 @@ pub struct Software {
     /// Rung by memory operations of streams.
     bell: Arc<Bell>,
     imitate: Imitate,
+    /// Held by a call that waits, if such calls are imitated. Other threads add nothing to a stream then.
+    driver: Arc<Mutex<()>>,
     /// Where its work is recorded.
     activity: Option<Arc<Activity>>,
     /// The command being executed and its stream, if its work is recorded.
@@ -185,6 +187,7 @@ impl Software {
             beside,
             bell: Arc::default(),
             imitate: backing.software_imitate,
+            driver: Arc::default(),
             activity: None,
             marked: None,
             delays: Delays::new(&backing.software_imitate),
@@ -267,6 +270,7 @@ impl driver::Gpu for Software {
     fn before_waiting_call(&mut self, streams: &Streams<SoftwareStream>, device: u32) -> Result {
         self.delays.delay();
         if self.imitate.waiting_calls {
+            let _held = self.driver.lock().unwrap_or_else(PoisonError::into_inner);
             let gpu = self.device(device)?.gpu.clone();
             let (done, all_done) = std::sync::mpsc::channel::<()>();
             // Nothing is sent: the sender is dropped with the last step, also on a failed device.

@@ -1,6 +1,6 @@
 //! Copies and fills. They are checked when they are enqueued, and the stream's thread executes them.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use cupti_records::{copy, memory};
 use host_bridge::endpoint::{Mapped, Sink};
@@ -161,10 +161,13 @@ struct SoftwareCarrier {
     memory: Gpu,
     way: Way,
     word: Arc<Word>,
+    /// Held by calls of the dispatcher that wait.
+    driver: Arc<Mutex<()>>,
 }
 
 impl Carrier for SoftwareCarrier {
     fn carry(&self, rows: &Rows, offset: u64, bytes: Mapped, seq: u64, end: End) {
+        let _held = self.driver.lock().unwrap_or_else(PoisonError::into_inner);
         let (rows, way, memory, word) = (*rows, self.way, self.memory.clone(), Arc::clone(&self.word));
         // Pieces must not be sent if the copy has failed, for example because the memory was freed.
         let failed = Arc::<OnceLock<Status>>::default();
@@ -279,6 +282,7 @@ impl GpuCopies for Software {
         device: u32,
         way: Way,
     ) -> std::result::Result<Arc<dyn Carrier>, Status> {
+        let driver = Arc::clone(&self.driver);
         let device = self.device_mut(device)?;
         let memory = device.gpu.clone();
         let stream = match way {
@@ -286,7 +290,7 @@ impl GpuCopies for Software {
             Way::Out => &mut device.sending,
         };
         let stream = stream.get_or_insert_with(|| memory.stream()).clone();
-        Ok(Arc::new(SoftwareCarrier { stream, memory, way, word: place.word() }))
+        Ok(Arc::new(SoftwareCarrier { stream, memory, way, word: place.word(), driver }))
     }
 
     fn download_inline(
