@@ -393,7 +393,9 @@ fn pieces_go_over_verbs_from_one_end_to_the_other() {
     // The session ends.
     drop(lock(&outgoing.jobs).take());
     outgoing.bell.iter().for_each(|bell| bell.ring());
-    assert_eq!(receiving.join().unwrap(), "closed");
+    let why = receiving.join().unwrap();
+    // A socket that is closed before its end has read the last grants is reset.
+    assert!(why == "closed" || why.contains("Connection reset"), "{why}");
     drop((outgoing, incoming, verbs, bytes));
     // The sending end's thread ends by itself.
     soon(until, || (software::objects() == 0).then_some(()));
