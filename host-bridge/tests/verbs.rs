@@ -50,7 +50,7 @@ struct Bridge {
     /// The channel's extents, and its size.
     extents: Vec<Extent>,
     size: u64,
-    /// What its next process goes on with. `None`: it ends with its process.
+    /// What its next process needs to continue the session. `None`: the session ends with its process.
     saved: Option<Saved>,
     session: Option<Session>,
     doorbell: Arc<Mutex<Arc<EventFd>>>,

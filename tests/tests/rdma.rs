@@ -173,7 +173,7 @@ fn every_program_runs_over_verbs_and_hostile_peers_harm_no_other_session() -> Re
 /// emulated machine, so the virtual machine is emulated twice.
 #[test]
 fn guests_reach_the_server_over_verbs_and_no_cpu_copies_their_data() -> Result<()> {
-    // Each program begins when it is told to.
+    // A line begins the second program, and another one ends it.
     let nested = Nested::new(
         "export LD_LIBRARY_PATH=/opt/rgpu/lib; RGPU_STATS=1 /opt/rgpu/pinned_bulk; read go; \
          /opt/rgpu/rounds until & read go; kill -TERM $!; wait $!",

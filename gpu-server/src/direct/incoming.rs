@@ -179,11 +179,9 @@ impl Incoming {
                 return;
             }
             let piece = state.pieces.remove(&next.number).filter(|(_, len)| *len as u64 == next.len);
-            let Some((buffer, _)) = piece else {
-                state.awaited.pop_front();
-                continue;
-            };
-            let Some(bytes) = Mapped::of(buffer.memory.region(), next.len) else {
+            let mapped =
+                |(buffer, _): (Buffer, usize)| Some((Mapped::of(buffer.memory.region(), next.len)?, buffer));
+            let Some((bytes, buffer)) = piece.and_then(mapped) else {
                 state.awaited.pop_front();
                 continue;
             };

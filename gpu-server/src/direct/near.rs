@@ -8,8 +8,8 @@
 //! Those in device memory are added to a stream, and NVIDIA's driver does that only while no other thread is in a call
 //! that waits for a kernel.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 use host_bridge::endpoint::Mapped;
 use protocol::Status;
@@ -240,15 +240,7 @@ impl Copies {
 
     /// Waits until none is under way, or the time is over.
     pub(super) fn wait(&self, limit: Duration) {
-        let until = Instant::now() + limit;
-        let mut state = lock(&self.0);
-        while state.0 > 0 {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            state = self.1.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        drop(self.1.wait_timeout_while(lock(&self.0), limit, |state| state.0 > 0));
     }
 
     /// Answers when none is under way any more.

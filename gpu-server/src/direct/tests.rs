@@ -74,7 +74,7 @@ fn memory_does_not_leave_while_pieces_are_expected_and_no_piece_is_sent_while_it
     assert_eq!(send(2), Ok(()));
 }
 
-/// Copies when it is told to, and says then that it has.
+/// Collects copies, and makes them only when the test asks for it.
 #[derive(Default)]
 struct Patient(Mutex<Vec<End>>);
 

@@ -327,7 +327,7 @@ fn distort(frames: &mut Frames, random: &mut Random) {
     }
 }
 
-/// Whatever either end says, also while much is under way and when the bridge's process has ended: the session goes on or ends with a reason, and no other session is harmed.
+/// Random lies of either end, also with many requests under way and after the bridge's process has ended: the session continues, or it ends with a reason. No other session is harmed.
 #[test]
 fn lies_harm_no_other_session() {
     let _one = alone();

@@ -240,7 +240,7 @@ ops! {
 
     /// Sends a box in pieces, on a stream of the server's own: at once, as far as there are buffers, and the others
     /// when there are. It waits for no stream, so whatever comes before the copy is over when the client says this. If
-    /// a piece cannot be sent, the other end is told that it will not come, and no later one does. More than
+    /// a piece cannot be sent, the other end learns that it will not come, and neither does any later one. More than
     /// [`MAX_COPIES`] are an error (`CUDA_ERROR_OUT_OF_MEMORY`).
     async 0x0e0d direct_send_all: DirectSendAll
         [order None, may_block Never, lane Main, since 6]

@@ -349,7 +349,7 @@ pub(super) enum Interruption {
     Reset,
     /// The link of the queue pairs has no carrier, for up to 15 s.
     Cut,
-    /// Nothing comes through, and nobody is told: 0.1 to 60 s.
+    /// All packets are dropped for 0.1 to 60 s, and neither end gets an error.
     Silence,
 }
 

@@ -5,9 +5,9 @@
 //!  server A ── DirectSendAll ──▶ buffers ══ connection ══▶ buffers ── DirectReceiveAll ──▶ server B
 //! ```
 //!
-//! A copy is split into numbered pieces. Each server is told once what to do with all of them, and the receiving one
-//! answers when the last is landed. Neither orders that with its streams: it is said when everything before the copy
-//! is over.
+//! A copy is split into numbered pieces. Each server gets one command for all of them, and the receiving server
+//! answers when the last piece is landed. The servers don't order this with their streams: this process sends the
+//! commands only when everything before the copy is over.
 //!
 //! Where a server is older than version 2.6, and for managed memory, this process asks for each piece (`DirectSend`,
 //! `DirectLand`), and at most [`WINDOW`] are in transit: a piece is landed once the receiving server reports its

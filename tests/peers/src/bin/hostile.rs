@@ -31,7 +31,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// How long the other side may take to end the session.
 const PATIENCE: Duration = Duration::from_secs(40);
 const SOURCE: usize = 1 << 20;
-/// How long the relay leaves a control connection alone after its handshake, unless it is told (`--life`, in milliseconds).
+/// The relay resets a control connection this long after its handshake. `--life` sets another time, in milliseconds.
 const LIFE: Duration = Duration::from_secs(3);
 
 fn main() -> Result<()> {
