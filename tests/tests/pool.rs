@@ -450,9 +450,7 @@ fn nccls_messages_go_from_server_to_server_for_two_processes_as_well() -> Result
 #[test]
 fn if_one_end_of_nccls_messages_dies_the_other_one_has_an_error() -> Result<()> {
     for round in 0..5 {
-        // On a busy machine the daemon of `rgpuctl run` may end before it has told the server of a killed program's end.
-        // The server then keeps the session for its grace period.
-        let mut rigs = connected_with("nccl-killed", &[Transport::Tcp], &["--grace-seconds", "5"])?;
+        let mut rigs = connected("nccl-killed", &[Transport::Tcp])?;
         let before: Vec<_> = rigs.iter().map(Rig::idle_holdings).collect::<Result<_>>()?;
         let mut both = two_processes(&rigs, Transport::Tcp, ["endless", "flood"])?;
         for program in &mut both {

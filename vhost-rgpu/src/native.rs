@@ -57,6 +57,35 @@ struct Connections {
     changed: Condvar,
 }
 
+/// What the keeper has answered, for the threads that wait for it.
+#[derive(Debug, Default)]
+struct Answers {
+    state: Mutex<AnswersState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct AnswersState {
+    /// Clients that were answered, whose threads don't know yet.
+    given: HashSet<u64>,
+    /// No more will come.
+    over: bool,
+}
+
+impl Answers {
+    fn change(&self, change: impl FnOnce(&mut AnswersState)) {
+        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
+        self.changed.notify_all();
+    }
+
+    fn wait_for(&self, client: u64) -> io::Result<()> {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let wait = self.changed.wait_while(state, |state| !state.given.contains(&client) && !state.over);
+        let mut state = wait.unwrap_or_else(PoisonError::into_inner);
+        if state.given.remove(&client) { Ok(()) } else { Err(io::Error::other("vhost-rgpu is ending")) }
+    }
+}
+
 /// The server of one user's programs.
 #[derive(Debug)]
 pub struct Server {
@@ -66,9 +95,7 @@ pub struct Server {
     connections: Connections,
     /// What predecessors have stored for clients that have not arrived yet.
     restored: Mutex<BTreeMap<u64, Stored>>,
-    /// Clients that the keeper has answered, whose threads don't know yet.
-    answered: Mutex<HashSet<u64>>,
-    answers: Condvar,
+    answers: Answers,
     /// Number of stored items.
     stored: AtomicUsize,
 }
@@ -82,8 +109,7 @@ impl Server {
             control,
             connections: Connections::default(),
             restored: Mutex::default(),
-            answered: Mutex::default(),
-            answers: Condvar::new(),
+            answers: Answers::default(),
             stored: AtomicUsize::new(0),
         })
     }
@@ -96,11 +122,12 @@ impl Server {
 
     /// The keeper has answered a client.
     pub fn answered(&self, number: u64) {
-        self.answered.lock().unwrap_or_else(PoisonError::into_inner).insert(number);
-        self.answers.notify_all();
+        self.answers.change(|state| {
+            state.given.insert(number);
+        });
     }
 
-    /// Asks the keeper to answer a client, and waits until it has.
+    /// Asks the keeper to answer a client, and waits until it has. The error: this process is ending.
     fn answer(
         &self,
         number: u64,
@@ -110,10 +137,7 @@ impl Server {
     ) -> io::Result<()> {
         let fd = fd.map(|fd| fd.try_clone_to_owned()).transpose()?;
         self.control.tell_keeper(&ToKeeper::Answer { number, status, reason: reason.to_owned(), fd })?;
-        let answered = self.answered.lock().unwrap_or_else(PoisonError::into_inner);
-        let wait = self.answers.wait_while(answered, |answered| !answered.remove(&number));
-        drop(wait.unwrap_or_else(PoisonError::into_inner));
-        Ok(())
+        self.answers.wait_for(number)
     }
 
     fn take_restored(&self, client: u64) -> BTreeMap<u64, Stored> {
@@ -191,6 +215,8 @@ impl Server {
         let mut open = self.connections.open.lock().unwrap_or_else(PoisonError::into_inner);
         open.1 = true;
         open.0.values().for_each(Stopper::stop);
+        // Nobody reads the keeper's messages any more.
+        self.answers.change(|state| state.over = true);
         let wait = self.connections.changed.wait_timeout_while(open, patience, |open| !open.0.is_empty());
         let (open, _) = wait.unwrap_or_else(PoisonError::into_inner);
         if !open.0.is_empty() {
@@ -612,4 +638,47 @@ pub fn answer(socket: &OwnedFd, status: Answer, reason: &str, fd: Option<Borrowe
     let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
     sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(response.as_bytes())], control, flags, None)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use host_bridge::bridge::SessionConfig;
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, send, socketpair};
+
+    use super::*;
+    use crate::config::Limits;
+    use crate::link::pair;
+    use crate::servers::Servers;
+
+    #[test]
+    fn a_process_that_is_told_to_end_does_not_wait_for_the_keepers_answer() {
+        let session = SessionConfig::new("tcp:127.0.0.1:1".parse().unwrap(), "test");
+        let config = Native {
+            socket: "unused".into(),
+            mode: 0,
+            max_channels_per_user: 1,
+            servers: Servers::new(session, Vec::new(), Vec::new()),
+            limits: Limits {
+                max_channels: 1,
+                max_extents: 1,
+                max_channel_size: 0,
+                max_registered: 0,
+                max_registered_extents: 1,
+            },
+        };
+        let (keeper, control) = pair().unwrap();
+        let server = Server::new(config, Arc::new(Registry::new()), Arc::new(Control::from(control)));
+        let (client, theirs) =
+            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
+        let answering = memfd_create(c"answering", MFdFlags::MFD_CLOEXEC).unwrap();
+        server.serve(7, "a client".into(), theirs, answering.into(), false);
+        // It is not a request, and the keeper is to say so.
+        send(client.as_raw_fd(), &[0; size_of::<Request>()], MsgFlags::empty()).unwrap();
+        let asked = keeper.next_from_device().unwrap();
+        assert!(matches!(asked, Some(ToKeeper::Answer { number: 7, status: Answer::Invalid, .. })));
+        server.drain(Duration::from_secs(60));
+        let left = server.connections.open.lock().unwrap_or_else(PoisonError::into_inner).0.len();
+        assert_eq!(left, 0);
+    }
 }
