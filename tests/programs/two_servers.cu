@@ -781,7 +781,7 @@ static int unreachable() {
     return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%s", cudaGetErrorName(error));
 }
 
-// Kernels of both servers use one piece of pinned memory, or the second one's fails. The first device goes on.
+// Kernels of both servers use one piece of pinned memory, or the second one's fails because only one server is on this host. The first device goes on.
 static int pinned_of_both() {
     bool wrong = false, both = mapped(&wrong);
     expect_value("bytes of pinned memory", 0, wrong);
@@ -796,6 +796,20 @@ static int pinned_of_both() {
 static int lost() {
     const int n = 1 << 12;
     int *a = on_device(0, n, 0), *b = on_device(1, n, 0);
+    // Kernels of both use it, if they can.
+    int *pinned, words = 0;
+    void *on_second;
+    set_device(0);
+    CHECK(cudaMallocHost(&pinned, n * sizeof(int)));
+    for (int i = 0; i < n; i++) pinned[i] = i;
+    add<<<n / 256, 256>>>(pinned, n, ++words);
+    CHECK(cudaDeviceSynchronize());
+    set_device(1);
+    if (cudaHostGetDevicePointer(&on_second, pinned, 0) == cudaSuccess) {
+        add<<<n / 256, 256>>>(pinned, n, 1);
+        CHECK(cudaDeviceSynchronize());
+        words++;
+    }
     cudaStream_t waits;
     cudaEvent_t event;
     static Gate gate;
@@ -830,6 +844,11 @@ static int lost() {
     expect_value("the first device goes on", 1, holds(a, n, 1));
     int *more = on_device(0, n, 5);
     expect_value("new memory", 1, holds(more, n, 5));
+    add<<<n / 256, 256>>>(pinned, n, 1);
+    CHECK(cudaDeviceSynchronize());
+    int wrong = 0;
+    for (int i = 0; i < n; i++) wrong += pinned[i] != i + words + 1;
+    expect_value("pinned memory that the lost device used as well", 0, wrong);
     return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("the other server's devices go on");
 }
 

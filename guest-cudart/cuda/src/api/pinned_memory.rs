@@ -109,7 +109,7 @@ api! {
         let found = pinned_regions::find(p as u64).filter(|_| flags == 0);
         let (base, size, _) = found.ok_or(Status::INVALID_VALUE)?;
         pinned::reach_at(driver, context, p as u64);
-        if mirror::is_here(p as u64) {
+        if mirror::is_on(context.server, p as u64) {
             return dptr.put(p as u64);
         }
         match pinned::map(context, base, size) {

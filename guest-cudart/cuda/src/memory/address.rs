@@ -61,7 +61,7 @@ pub(crate) fn find_near(driver: &Driver, near: &'static Server, address: u64) ->
         return Some(Found {
             base: base as u64,
             size: size as u64,
-            context: mirror::context_at(address)?,
+            context: mirror::context_near(near, address)?,
             buffer: tag.buffer,
             pool: 0,
             sync_memops: false,

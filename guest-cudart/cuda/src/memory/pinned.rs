@@ -61,7 +61,7 @@ fn bit(server: &Server) -> u32 {
 
 /// Whether kernels of a server can reach the piece that begins at `base`.
 pub(crate) fn is_reached_now(server: &Server, base: u64) -> bool {
-    pinned_regions::is_mapped(server, base) || mirror::is_here(base)
+    pinned_regions::is_mapped(server, base) || mirror::is_on(server, base)
 }
 
 /// Whether a kernel of a server can use this address.
@@ -135,7 +135,8 @@ fn reach_piece(driver: &'static Driver, context: &'static Context, base: usize) 
     };
     if let Err(status) = reached {
         log::warn(format_args!(
-            "kernels of {context:?} cannot use the {size} bytes of pinned memory at {base:#x}: {status}. Kernels of two servers can use the same pinned memory only if both servers are on this host"
+            "kernels of {context:?} cannot use the {size} bytes of pinned memory at {base:#x}: {status}. Kernels of several servers can use the same pinned memory if all servers are on this host, or none is and it is no more than {} MiB in all",
+            mirror::MOST_SHARED >> 20
         ));
     }
     settled(context.server, base);
@@ -143,7 +144,10 @@ fn reach_piece(driver: &'static Driver, context: &'static Context, base: usize) 
 
 /// Lets kernels reach the piece that begins at `base` by mirroring it. Copies that are under way end first.
 pub(crate) fn mirror(driver: &'static Driver, context: &'static Context, base: usize, size: usize) -> Result {
-    // Only one mirror can hold its bytes, and none can while another server's device accesses them in place.
+    if mirror::is_here(base as u64) {
+        return mirror::share(driver, context, base as u64);
+    }
+    // No mirror can hold its bytes while another server's device accesses them in place.
     if REGIONS.find(base).is_none() || lock(&MAPPED).contains_key(&base) {
         return Err(Status::NOT_SUPPORTED);
     }
@@ -194,8 +198,9 @@ pub(crate) fn unmap(driver: &'static Driver, base: usize, keep: bool) {
 /// Drops what was mapped in a context that is being destroyed.
 pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     for base in mirror::of_context(context) {
-        mirror::release(driver, base, true);
-        REGIONS.set_elsewhere(base as usize, false);
+        if mirror::leave(driver, context, base) {
+            REGIONS.set_elsewhere(base as usize, false);
+        }
     }
     lock(&MAPPED).retain(|_, contexts| {
         contexts.retain(|other| !std::ptr::eq(*other, context));

@@ -10,6 +10,7 @@ use crate::abi::result::Result;
 use crate::process::context::Context;
 use crate::process::host_calls;
 use crate::process::stream::Stream;
+use crate::process::work_signal;
 use client::channel::MAX_SERVERS;
 use client::handle::TicketId;
 use client::ops::stream::{StreamHostSignal, StreamHostWait};
@@ -40,6 +41,7 @@ static WAITS: [Waits; MAX_SERVERS] =
 /// Makes a stream wait for a publishing record of another server's stream.
 pub(crate) fn hold(stream: &Stream, other: &Arc<Stream>, record: Seq) -> Result {
     if other.has_passed(record) {
+        work_signal::other_servers_work_is_done();
         return Ok(());
     }
     let session = other.session();
@@ -73,6 +75,7 @@ impl Wait {
         if let Some(status) = lost.filter(|_| !self.is_over()) {
             self.held.fail(status);
         }
+        work_signal::other_servers_work_is_done();
         // If its own server is lost, nothing could continue anyway.
         let _ = self.held.session().append(&StreamHostSignal { ticket: self.ticket });
     }

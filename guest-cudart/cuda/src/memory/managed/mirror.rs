@@ -3,21 +3,22 @@
 //!
 //! The server allocates memory in its own machine at the same addresses, the mirror. The whole pages of the
 //! program's memory are watched like managed memory. Pages that other memory of the program shares are
-//! compared instead ([`partial_pages`]).
+//! compared instead ([`compared_words`]), and so is memory of which several servers have a mirror.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::abi::result::Result;
 use crate::memory::managed::advice::Advised;
 use crate::memory::managed::blocks::{Answer, BLOCK, Blocks, Run, SMALL};
-use crate::memory::managed::partial_pages::{self, Edge};
+use crate::memory::managed::compared_words::{self, Compared};
 use crate::memory::managed::{ORDER, Piece, STATE, State, page_faults, pages, shared_blocks};
 use crate::memory::pinned_regions::REGIONS;
 use crate::memory::transfer::move_bytes;
 use crate::process::context::Context;
-use crate::process::driver::Driver;
+use crate::process::driver::{Driver, Server};
 use client::arena::Block;
 use client::counters::{self, COUNTERS};
 use client::data::HostOut;
@@ -28,18 +29,27 @@ use client::pages::{PAGE, Pages};
 use client::session::Pending;
 use client::{Status, lock, log};
 
-/// Pinned memory that kernels use, by first address: its size, and the mirror that it lies in.
+/// Pinned memory that kernels use, by first address, and the servers' mirrors that it lies in.
 pub(crate) struct Mirrors {
     regions: BTreeMap<u64, Region>,
-    /// By first address: their sizes, and how many regions lie in each.
-    mirrors: BTreeMap<u64, (u64, usize)>,
+    /// By session and first address: their sizes, and how many regions lie in each.
+    mirrors: BTreeMap<(usize, u64), (u64, usize)>,
 }
 
-#[derive(Clone, Copy)]
 struct Region {
     size: u64,
-    context: &'static Context,
-    mirror: u64,
+    /// For each server whose kernels use it, a context, and where the mirror begins.
+    users: Vec<(&'static Context, u64)>,
+}
+
+impl Region {
+    fn context_on(&self, server: &Server) -> Option<&'static Context> {
+        self.users.iter().map(|(context, _)| *context).find(|context| std::ptr::eq(context.server, server))
+    }
+
+    fn is_shared(&self) -> bool {
+        self.users.len() > 1
+    }
 }
 
 impl Mirrors {
@@ -47,9 +57,14 @@ impl Mirrors {
         Mirrors { regions: BTreeMap::new(), mirrors: BTreeMap::new() }
     }
 
-    fn find(&self, address: u64) -> Option<(u64, Region)> {
+    fn find(&self, address: u64) -> Option<&Region> {
         let (base, region) = self.regions.range(..=address).next_back()?;
-        (address - base < region.size).then_some((*base, *region))
+        (address - base < region.size).then_some(region)
+    }
+
+    /// Whether kernels of several servers use the memory at an address.
+    pub(crate) fn is_shared(&self, address: u64) -> bool {
+        self.find(address).is_some_and(Region::is_shared)
     }
 }
 
@@ -62,16 +77,24 @@ pub(crate) fn is_here(address: u64) -> bool {
     PINNED.load(Ordering::Acquire) != 0 && lock(&STATE).mirrors.find(address).is_some()
 }
 
-/// The context whose device has the bytes of such memory.
-pub(crate) fn context_at(address: u64) -> Option<&'static Context> {
-    lock(&STATE).mirrors.find(address).map(|(_, region)| region.context)
+/// Whether an address is in memory that a server has a mirror of.
+pub(crate) fn is_on(server: &Server, address: u64) -> bool {
+    PINNED.load(Ordering::Acquire) != 0
+        && lock(&STATE).mirrors.find(address).is_some_and(|region| region.context_on(server).is_some())
+}
+
+/// A context whose device has the bytes of such memory, of the server `near` if that has them.
+pub(crate) fn context_near(near: &Server, address: u64) -> Option<&'static Context> {
+    let state = lock(&STATE);
+    let region = state.mirrors.find(address)?;
+    region.context_on(near).or_else(|| region.users.first().map(|(context, _)| *context))
 }
 
 /// The first addresses of those that were made in a context.
 pub(crate) fn of_context(context: &'static Context) -> Vec<u64> {
     let state = lock(&STATE);
-    let chosen = state.mirrors.regions.iter().filter(|(_, region)| std::ptr::eq(region.context, context));
-    chosen.map(|(base, _)| *base).collect()
+    let of_it = |region: &Region| region.users.iter().any(|(user, _)| std::ptr::eq(*user, context));
+    state.mirrors.regions.iter().filter(|(_, region)| of_it(region)).map(|(base, _)| *base).collect()
 }
 
 /// Lets kernels use the `size` bytes at `base`. No copy uses them in place.
@@ -80,13 +103,8 @@ pub(crate) fn of_context(context: &'static Context) -> Vec<u64> {
 /// The server's error; `NOT_SUPPORTED` if this process cannot watch the pages. Nothing has changed in either
 /// case.
 pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u64, size: u64) -> Result {
-    const PAGE: u64 = client::pages::PAGE as u64;
-    let (first, end) = (base & !(PAGE - 1), (base + size).next_multiple_of(PAGE));
-    // An allocation owns all bytes of its pages.
-    let owned =
-        if base.is_multiple_of(PAGE) && REGIONS.begins_at(base as usize, true) { end } else { base + size };
-    let (parts, whole) = partial_pages::cut(base..owned);
-    let mirror = mirror(context, first, end - first)?;
+    let (parts, whole) = compared_words::cut(owned(base, size));
+    let mirror = mirror(context, base, size)?;
     // A fault before the piece is registered waits for this lock.
     let state = &mut *lock(&STATE);
     let adopted = match &whole {
@@ -97,12 +115,80 @@ pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u6
         state.unmirror(context, mirror);
         return Err(status);
     }
-    state.add_edges(parts.into_iter().map(|bytes| Edge::new(base, context, bytes)));
+    state.add_compared(parts.into_iter().map(|bytes| Compared::new(base, context, bytes)));
     state.counted();
-    state.mirrors.regions.insert(base, Region { size, context, mirror });
+    state.mirrors.regions.insert(base, Region { size, users: vec![(context, mirror)] });
     PINNED.store(state.mirrors.regions.len(), Ordering::Release);
     shared_blocks::start(driver);
     Ok(())
+}
+
+/// Lets kernels of another server use such memory, too. From then on its words are compared.
+///
+/// # Errors
+/// The server's error; `NOT_SUPPORTED` if that would be more than [`MOST_SHARED`]. Kernels that can use the
+/// memory already still can.
+pub(crate) fn share(driver: &'static Driver, context: &'static Context, base: u64) -> Result {
+    let size = {
+        let regions = &lock(&STATE).mirrors.regions;
+        let size = regions.get(&base).ok_or(Status::NOT_SUPPORTED)?.size;
+        let shared =
+            |(at, region): (&u64, &Region)| (*at == base || region.is_shared()).then_some(region.size);
+        if regions.iter().filter_map(shared).sum::<u64>() > MOST_SHARED {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        size
+    };
+    let mirror = mirror(context, base, size)?;
+    let state = &mut *lock(&STATE);
+    if let Err(status) = state.compare_instead(driver, base, size) {
+        state.unmirror(context, mirror);
+        return Err(status);
+    }
+    state.add_compared([Compared::new(base, context, owned(base, size))]);
+    state.counted();
+    if let Some(region) = state.mirrors.regions.get_mut(&base) {
+        region.users.push((context, mirror));
+    }
+    // Kernels that are launched from now on find everything.
+    state.send_compared(&(base..base + size)).map(drop)
+}
+
+/// The bytes of a piece of pinned memory that are nobody else's.
+fn owned(base: u64, size: u64) -> Range<u64> {
+    // An allocation owns all bytes of its pages.
+    let pages = base.is_multiple_of(PAGE as u64) && REGIONS.begins_at(base as usize, true);
+    base..if pages { (base + size).next_multiple_of(PAGE as u64) } else { base + size }
+}
+
+/// Ends the mirroring of the piece at `base` on a context's server. The program gets the device's bytes.
+/// Returns whether that was the last one.
+pub(crate) fn leave(driver: &'static Driver, context: &'static Context, base: u64) -> bool {
+    {
+        let _order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
+        let state = &mut *lock(&STATE);
+        if state.mirrors.is_shared(base) {
+            if let Err(status) = state.compare() {
+                lost(base, status);
+            }
+            let it = |user: &'static Context| std::ptr::eq(user, context);
+            state.drop_compared(base, it);
+            state.counted();
+            let region = state.mirrors.regions.get_mut(&base);
+            let left = region.map(|region| region.users.extract_if(.., |(user, _)| it(user)).collect());
+            let left: Vec<_> = left.unwrap_or_default();
+            left.into_iter().for_each(|(context, mirror)| state.unmirror(context, mirror));
+            return false;
+        }
+    }
+    release(driver, base, true);
+    true
+}
+
+fn lost(base: u64, status: Status) {
+    log::error(format_args!(
+        "pinned memory at {base:#x}: the last bytes that kernels wrote there are lost ({status})"
+    ));
 }
 
 /// Ends the mirroring of the piece at `base`, if there is one. `keep`: whether the program gets the device's
@@ -113,12 +199,10 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     }
     let _order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
     let state = &mut *lock(&STATE);
-    let Some(Region { size, context, mirror }) = state.mirrors.regions.remove(&base) else { return };
+    let Some(Region { size, users }) = state.mirrors.regions.remove(&base) else { return };
     PINNED.store(state.mirrors.regions.len(), Ordering::Release);
     if keep && let Err(status) = state.fetch_all(driver, base, size) {
-        log::error(format_args!(
-            "pinned memory at {base:#x}: the last bytes that kernels wrote there are lost ({status})"
-        ));
+        lost(base, status);
     }
     let pieces: Vec<u64> = state.pieces.range(base..base + size).map(|(at, _)| *at).collect();
     for at in pieces {
@@ -126,19 +210,22 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
             pages.release(at as usize, size as usize);
         }
     }
-    state.drop_edges(base);
+    state.drop_compared(base, |_| true);
     state.counted();
-    state.unmirror(context, mirror);
+    users.into_iter().for_each(|(context, mirror)| state.unmirror(context, mirror));
 }
 
-/// Makes the server mirror whole pages, unless it already does, and returns where the mirror begins. Callers
-/// take turns. Must not be called under the lock, because the server may have to wait for work that waits for
+/// Makes a context's server mirror the pages of a piece, unless it already does, and returns where the mirror
+/// begins. Callers take turns. Must not be called under the lock, because the server may have to wait for work that waits for
 /// the answer to a fault.
-fn mirror(context: &Context, first: u64, size: u64) -> Result<u64> {
+fn mirror(context: &Context, base: u64, size: u64) -> Result<u64> {
+    let page = PAGE as u64;
+    let (first, end) = (base & !(page - 1), (base + size).next_multiple_of(page));
+    let (server, size) = (context.session().index(), end - first);
     {
         let mirrors = &mut lock(&STATE).mirrors.mirrors;
-        let before = mirrors.range_mut(..first + size).next_back();
-        if let Some((at, (has, users))) = before.filter(|(at, (has, _))| *at + *has > first) {
+        let before = mirrors.range_mut((server, 0)..(server, end)).next_back();
+        if let Some(((_, at), (has, users))) = before.filter(|((_, at), (has, _))| *at + *has > first) {
             if *at > first || at + *has < first + size {
                 log::warn(format_args!(
                     "pinned memory at {first:#x} partly overlaps pages of other pinned memory that kernels use: kernels cannot use it"
@@ -154,10 +241,12 @@ fn mirror(context: &Context, first: u64, size: u64) -> Result<u64> {
         let _ = context.session().append(&HostUnmap { context: context.id, address: first });
         return Err(status);
     }
-    lock(&STATE).mirrors.mirrors.insert(first, (size, 1));
+    lock(&STATE).mirrors.mirrors.insert((server, first), (size, 1));
     Ok(first)
 }
 
+/// Maximum number of bytes that kernels of several servers can use. All of them are compared while a device works.
+pub(crate) const MOST_SHARED: u64 = 1 << 20;
 /// Maximum number of bytes of one command to a mirror, and of one answer.
 const TO_MIRROR: usize = 8 << 10;
 const FROM_MIRROR: usize = client::channel::MAX_PAYLOAD - 64;
@@ -174,17 +263,24 @@ pub(crate) fn read(context: &Context, address: u64, to: &mut [u8]) -> Result {
 
 /// Reads the current bytes of several ranges, those of one server in this order.
 pub(crate) fn read_in_order(ranges: Vec<Part<'_>>) -> Result {
-    let first = ranges.first().map(|(context, ..)| *context);
-    let (mut one, others): (Vec<_>, Vec<_>) = ranges.into_iter().partition(|(context, ..)| {
-        first.is_some_and(|first| std::ptr::eq(context.session(), first.session()))
-    });
-    match Fetch::begin(&one, false, None)? {
-        Some(fetch) => {
-            read_in_answers(others)?;
-            fetch.end(&mut one).map(drop)
+    let mut by_server: Vec<Vec<Part<'_>>> = Vec::new();
+    for part in ranges {
+        let same = |parts: &&mut Vec<Part<'_>>| {
+            parts.first().is_some_and(|(context, ..)| std::ptr::eq(context.session(), part.0.session()))
+        };
+        match by_server.iter_mut().find(same) {
+            Some(parts) => parts.push(part),
+            None => by_server.push(vec![part]),
         }
-        None => read_in_answers(one.into_iter().chain(others).collect()),
     }
+    let begin = |parts: Vec<_>| Fetch::begin(&parts, false, None).map(|fetch| (fetch, parts));
+    let begun: Vec<_> = by_server.into_iter().map(begin).collect::<Result<_>>()?;
+    let (fetched, others): (Vec<_>, Vec<_>) = begun.into_iter().partition(|(fetch, _)| fetch.is_some());
+    read_in_answers(others.into_iter().flat_map(|(_, parts)| parts).collect())?;
+    for (fetch, mut parts) in fetched {
+        fetch.map(|fetch| fetch.end(&mut parts)).transpose()?;
+    }
+    Ok(())
 }
 
 /// Reads a range that the server remembers from then on, if `settled` until nothing has changed between two
@@ -291,10 +387,11 @@ pub(crate) fn write(context: &Context, address: u64, bytes: &[u8]) -> Result {
 
 impl State {
     fn unmirror(&mut self, context: &Context, mirror: u64) {
-        let Some((_, users)) = self.mirrors.mirrors.get_mut(&mirror) else { return };
+        let key = (context.session().index(), mirror);
+        let Some((_, users)) = self.mirrors.mirrors.get_mut(&key) else { return };
         *users -= 1;
         if *users == 0 {
-            self.mirrors.mirrors.remove(&mirror);
+            self.mirrors.mirrors.remove(&key);
             // After the session is lost there is no mirror.
             let _ = context.session().append(&HostUnmap { context: context.id, address: mirror });
         }
@@ -328,10 +425,31 @@ impl State {
         Ok(())
     }
 
+    /// The pages of a region are no longer watched, and their words are compared with those of the server that
+    /// has them.
+    fn compare_instead(&mut self, driver: &'static Driver, base: u64, size: u64) -> Result {
+        let watched: Vec<(u64, u64)> =
+            self.pieces.range(base..base + size).map(|(at, (size, _))| (*at, *size)).collect();
+        for (at, size) in watched {
+            let Some((_, Piece { context, .. })) = self.pieces.get(&at) else { continue };
+            let context: &'static Context = context;
+            // From here on the program's accesses wait for the lock.
+            self.give(driver, at, &(0..u64::MAX))?;
+            let mut bytes = vec![0; size as usize];
+            read(context, at, &mut bytes)?;
+            let pages = pages(driver)?;
+            pages.fill(at as usize, &bytes, true).map_err(page_faults::failed)?;
+            self.remove(at);
+            pages.release(at as usize, size as usize);
+            self.add_compared([Compared::known(base, context, at, &bytes)]);
+        }
+        Ok(())
+    }
+
     /// Gives the host all bytes of a region, writable.
     fn fetch_all(&mut self, driver: &'static Driver, region: u64, size: u64) -> Result {
         self.part(driver, |together| (region..region + size).contains(&together.base))?;
-        self.compare_edges()?;
+        self.compare()?;
         let mut buffer = Vec::new();
         let mut at = region.next_multiple_of(PAGE as u64);
         while let Some((base, _)) = self.find(at) {

@@ -19,7 +19,8 @@
 //! block at the same time ([`shared_blocks`]).
 //!
 //! Pinned memory that kernels use on a device that cannot share it is handled in the same way ([`mirror`]),
-//! but both sides may have it at the same time whenever the device works.
+//! but both sides may have it at the same time whenever the device works. If kernels of several servers use
+//! it, nobody owns its blocks, and its words are compared ([`compared_words`]).
 //!
 //! Variables (`__managed__`) are where the server's driver has put them. Their pages are handled in the same
 //! way.
@@ -27,9 +28,9 @@
 pub(crate) mod advice;
 pub(crate) mod blocks;
 mod changes;
+pub(crate) mod compared_words;
 pub(crate) mod mirror;
 pub(crate) mod page_faults;
-pub(crate) mod partial_pages;
 mod publishing;
 mod read_ahead;
 pub(crate) mod shared_blocks;
@@ -47,8 +48,8 @@ use crate::abi::result::Result;
 use crate::memory::device_memory;
 use crate::memory::managed::advice::Advised;
 use crate::memory::managed::blocks::{BLOCK, Blocks, Run};
+use crate::memory::managed::compared_words::Compared;
 use crate::memory::managed::mirror::Mirrors;
-use crate::memory::managed::partial_pages::Edge;
 use crate::memory::managed::shared_blocks::{Publishing, Together};
 use crate::memory::managed::watch::Watch;
 use crate::memory::transfer::Transfer;
@@ -93,8 +94,8 @@ pub(crate) struct State {
     publishing: Publishing,
     /// What servers watch.
     watches: Vec<Watch>,
-    /// Pinned memory that cannot be watched.
-    edges: Vec<Edge>,
+    /// Pinned memory whose words are compared.
+    compared: Vec<Compared>,
     /// The server's mirrors of pinned memory.
     mirrors: Mirrors,
 }
@@ -108,7 +109,7 @@ pub(crate) static STATE: Mutex<State> = Mutex::new(State {
     gives: false,
     publishing: Publishing::new(),
     watches: Vec::new(),
-    edges: Vec::new(),
+    compared: Vec::new(),
     mirrors: Mirrors::new(),
 });
 
@@ -210,10 +211,10 @@ impl State {
     }
 
     fn counted(&self) {
-        PIECES.store(self.pieces.len() + self.edges.len(), Ordering::Release);
-        ELSEWHERE.store(self.elsewhere + self.edges.len(), Ordering::Release);
+        PIECES.store(self.pieces.len() + self.compared.len(), Ordering::Release);
+        ELSEWHERE.store(self.elsewhere + self.compared.len(), Ordering::Release);
         // Memory that is not watched may have been changed at any time.
-        HELD.store(self.held.len() + self.edges.len(), Ordering::Release);
+        HELD.store(self.held.len() + self.compared.len(), Ordering::Release);
     }
 
     fn insert(&mut self, base: u64, size: u64, piece: Piece) {
@@ -341,7 +342,7 @@ fn give_all(driver: &'static Driver) -> Result {
             state.give(driver, base, &all)?;
         }
     }
-    state.send_edges(&all).map(drop)
+    state.send_compared(&all).map(drop)
 }
 
 /// Called before work is enqueued that writes a range of memory. Gives the device the blocks of it that the
@@ -377,13 +378,16 @@ pub(crate) fn lend(address: u64, len: u64) -> Result {
     for base in touched {
         state.give(driver, base, &range)?;
     }
-    state.send_edges(&range).map(drop)
+    state.send_compared(&range).map(drop)
 }
 
 /// Whether an address is in managed memory of any kind.
 #[inline]
 pub(crate) fn is_here(address: u64) -> bool {
-    PIECES.load(Ordering::Acquire) != 0 && lock(&STATE).find(address).is_some()
+    PIECES.load(Ordering::Acquire) != 0 && {
+        let state = lock(&STATE);
+        state.find(address).is_some() || state.mirrors.is_shared(address)
+    }
 }
 
 /// Whether an address only shares a page with managed memory, as a module's other variables may.

@@ -117,6 +117,8 @@ pub(crate) fn answer(pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>)
 pub(crate) fn finish(pages: &Pages, fault: &Fault, given: Result<bool>) {
     match given {
         Ok(true) => pages.retry(fault),
+        // Pages that are compared from now on are the program's.
+        Ok(false) if lock(&STATE).mirrors.is_shared(fault.address as u64) => pages.retry(fault),
         Ok(false) => pages.refuse(fault),
         Err(status) => {
             log::error(format_args!(

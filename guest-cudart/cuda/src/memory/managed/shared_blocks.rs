@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::{Answer, Run, SMALL};
 use crate::memory::managed::changes::{changes, rows, send};
-use crate::memory::managed::{STATE, State, page_faults, pages, partial_pages};
+use crate::memory::managed::{STATE, State, compared_words, page_faults, pages};
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
@@ -167,7 +167,7 @@ pub(crate) fn answer(
 fn serve(driver: &'static Driver) {
     let (mut seldom, mut compared) = (WHILE, Instant::now());
     loop {
-        let (due, compares) = (lock(&STATE).due(), partial_pages::is_due());
+        let (due, compares) = (lock(&STATE).due(), compared_words::is_due());
         if !compares {
             seldom = WHILE;
         }
@@ -190,7 +190,9 @@ fn serve(driver: &'static Driver) {
             told(lock(&STATE).send_and_take_due(driver, now));
         }
         if compares && compared + seldom <= now {
-            seldom = if partial_pages::compare_all() { WHILE } else { (seldom * 2).min(SELDOM) };
+            seldom = if compared_words::compare_all() { WHILE } else { (seldom * 2).min(SELDOM) };
+            // Most of the link is for others.
+            seldom = seldom.max(now.elapsed() * 4);
             compared = Instant::now();
         }
     }
@@ -206,9 +208,7 @@ pub(crate) fn after_wait(driver: &'static Driver) {
     if GIVEN.load(Ordering::SeqCst) != 0 {
         take_all(driver);
     }
-    if partial_pages::is_due() {
-        partial_pages::compare_all();
-    }
+    compared_words::compare_if_due();
 }
 
 #[cold]

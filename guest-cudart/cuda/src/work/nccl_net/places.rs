@@ -15,7 +15,7 @@ pub(crate) enum Place {
 
 /// Whether the server of a context mirrors this memory, so that the bytes that kernels see are there.
 pub(super) fn is_mirrored(context: &Context, at: u64) -> bool {
-    mirror::context_at(at).is_some_and(|mirrored| std::ptr::eq(mirrored.session(), context.session()))
+    mirror::is_on(context.server, at)
 }
 
 /// Gives the mirror what the program has changed, and takes the pages from the program: it fetches them when it uses

@@ -1,5 +1,5 @@
-//! Pinned memory in pages that it shares with other memory of the program. Such pages cannot be watched, so
-//! their words are compared.
+//! Pinned memory whose words are compared: in pages that it shares with other memory of the program, which
+//! cannot be watched, and in pieces that kernels of several servers use.
 //!
 //! A word that differs from the last known value was changed by one side and is sent to the other: the
 //! program's changes before work of the device begins, the device's changes before the program learns that
@@ -13,30 +13,43 @@ use crate::abi::result::Result;
 use crate::memory::managed::{STATE, State, changes, mirror, pages};
 use crate::process::context::{self, Context};
 use crate::process::driver::driver;
-use crate::process::work_signal::{self, EDGES, WORK};
+use crate::process::work_signal::{self, COMPARED_PIECES, WORK};
 use client::ops::memory::WordPatch;
 use client::{lock, log};
 
 /// The value of [`WORK`] when they were last compared with no work under way.
 static COMPARED: AtomicU64 = AtomicU64::new(0);
 
-/// Bytes that are compared.
-pub(crate) struct Edge {
+/// Bytes that are compared with those of one server.
+pub(crate) struct Compared {
     /// First address of their pinned piece.
     pub region: u64,
-    context: &'static Context,
-    /// Less than two pages.
+    pub context: &'static Context,
     bytes: Range<u64>,
     /// The last value of each word that both sides had.
     known: Vec<u64>,
 }
 
-impl Edge {
-    pub fn new(region: u64, context: &'static Context, bytes: Range<u64>) -> Edge {
-        let mut edge = Edge { region, context, bytes, known: Vec::new() };
+fn words(bytes: &[u8]) -> Vec<u64> {
+    bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect()
+}
+
+impl Compared {
+    pub fn new(region: u64, context: &'static Context, bytes: Range<u64>) -> Compared {
+        let mut new = Compared { region, context, bytes, known: Vec::new() };
         // The device's bytes are unknown, so everything is sent.
-        edge.known = (0..edge.words()).map(|i| !edge.word(i).load(Ordering::Relaxed)).collect();
-        edge
+        new.known = (0..new.words()).map(|i| !new.word(i).load(Ordering::Relaxed)).collect();
+        new
+    }
+
+    /// Whole pages from `at`, of which both sides had `bytes` last.
+    pub fn known(region: u64, context: &'static Context, at: u64, bytes: &[u8]) -> Compared {
+        Compared { region, context, bytes: at..at + bytes.len() as u64, known: words(bytes) }
+    }
+
+    /// Whether there is still a server to compare with.
+    fn is_alive(&self) -> bool {
+        !self.context.is_given_up()
     }
 
     pub fn touches(&self, range: &Range<u64>) -> bool {
@@ -116,7 +129,16 @@ impl Edge {
 
 /// Whether there is something to compare.
 pub(crate) fn is_due() -> bool {
-    EDGES.load(Ordering::Acquire) != 0 && WORK.load(Ordering::Acquire) != COMPARED.load(Ordering::Acquire)
+    COMPARED_PIECES.load(Ordering::Acquire) != 0
+        && WORK.load(Ordering::Acquire) != COMPARED.load(Ordering::Acquire)
+}
+
+/// Compares all of them if there may be something new.
+#[inline]
+pub(crate) fn compare_if_due() {
+    if is_due() {
+        compare_all();
+    }
 }
 
 /// Compares all of them. Returns whether either side had changed something.
@@ -126,7 +148,7 @@ pub(crate) fn compare_all() -> bool {
     // Work from here on is counted and causes another comparison.
     let work = WORK.load(Ordering::Acquire);
     let over = !context::any_busy();
-    let compared = state.compare_edges();
+    let compared = state.compare();
     if over || compared.is_err() {
         COMPARED.store(work, Ordering::Release);
     }
@@ -140,48 +162,66 @@ pub(crate) fn compare_all() -> bool {
 }
 
 impl State {
-    pub(crate) fn add_edges(&mut self, edges: impl IntoIterator<Item = Edge>) {
-        self.edges.extend(edges);
-        EDGES.store(self.edges.len(), Ordering::Release);
+    pub(crate) fn add_compared(&mut self, more: impl IntoIterator<Item = Compared>) {
+        work_signal::exchange_by(compare_if_due);
+        self.compared.extend(more);
+        self.count_compared();
         work_signal::work_came();
     }
 
-    pub(crate) fn drop_edges(&mut self, region: u64) {
-        self.edges.retain(|edge| edge.region != region);
-        EDGES.store(self.edges.len(), Ordering::Release);
+    /// Ends the comparing of a region's words, for the contexts that `which` selects.
+    pub(crate) fn drop_compared(&mut self, region: u64, which: impl Fn(&'static Context) -> bool) {
+        self.compared.retain(|one| one.region != region || !which(one.context));
+        self.count_compared();
+    }
+
+    fn count_compared(&self) {
+        COMPARED_PIECES.store(self.compared.len(), Ordering::Release);
     }
 
     /// Sends the program's changes in the pages that a range touches. Before them goes what it has changed in
     /// pages that are watched: these words may tell kernels that it is there.
-    pub(crate) fn send_edges(&mut self, range: &Range<u64>) -> Result<bool> {
-        let touched = self.edges.iter_mut().filter(|edge| edge.touches(range));
-        let changes: Vec<_> = touched.map(|edge| (edge.context, edge.changes())).collect();
+    pub(crate) fn send_compared(&mut self, range: &Range<u64>) -> Result<bool> {
+        let touched = self.compared.iter_mut().filter(|one| one.touches(range) && one.is_alive());
+        let changes: Vec<_> = touched.map(|one| (one.context, one.changes())).collect();
         let changed = changes.iter().any(|(_, words)| !words.is_empty());
         if changed {
             self.publish(pages(driver()?)?)?;
         }
         for (context, words) in changes {
-            changes::send(context, words)?;
+            let sent = changes::send(context, words);
+            // What a lost server does not get, the others still do.
+            if !context.is_given_up() {
+                sent?;
+            }
         }
         Ok(changed)
     }
 
-    pub(crate) fn compare_edges(&mut self) -> Result<bool> {
-        let mut changed = self.send_edges(&(0..u64::MAX))?;
-        let mut read: Vec<Vec<u8>> = self.edges.iter().map(|edge| vec![0; edge.words() * 8]).collect();
-        let parts = self.edges.iter().zip(&mut read);
-        mirror::read_in_order(parts.map(|(edge, to)| (edge.context, edge.first(), &mut to[..])).collect())?;
-        let words = |bytes: &Vec<u8>| -> Vec<u64> {
-            bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect()
-        };
-        let device: Vec<Vec<u64>> = read.iter().map(words).collect();
-        if self.edges.iter().zip(&device).any(|(edge, device)| edge.differs(device)) {
-            // These words may tell the program that something is in pages that it has from before.
-            self.part(driver()?, |together| together.pinned)?;
+    /// Exchanges all changes. What one server's device has changed is then also on its way to the others.
+    pub(crate) fn compare(&mut self) -> Result<bool> {
+        let all = 0..u64::MAX;
+        let mut changed = self.send_compared(&all)?;
+        let alive: Vec<bool> = self.compared.iter().map(Compared::is_alive).collect();
+        let space = |(one, alive): (&Compared, &bool)| vec![0; if *alive { one.words() * 8 } else { 0 }];
+        let mut read: Vec<Vec<u8>> = self.compared.iter().zip(&alive).map(space).collect();
+        let parts = self.compared.iter().zip(&mut read).filter(|(_, to)| !to.is_empty());
+        let parts = parts.map(|(one, to)| (one.context, one.first(), &mut to[..])).collect();
+        if let Err(status) = mirror::read_in_order(parts) {
+            let lost = self.compared.iter().zip(alive).any(|(one, was_alive)| was_alive && !one.is_alive());
+            return if lost { self.compare() } else { Err(status) };
         }
-        for (edge, device) in self.edges.iter_mut().zip(&device) {
-            changed |= edge.take(device);
+        // A lost server has none, and so nothing that differs.
+        let device: Vec<Vec<u64>> = read.iter().map(|bytes| words(bytes)).collect();
+        if !self.compared.iter().zip(&device).any(|(one, device)| one.differs(device)) {
+            return Ok(changed);
         }
+        // These words may tell the program that something is in pages that it has from before.
+        self.part(driver()?, |together| together.pinned)?;
+        for (one, device) in self.compared.iter_mut().zip(&device) {
+            changed |= one.take(device);
+        }
+        self.send_compared(&all)?;
         Ok(changed)
     }
 }
@@ -193,8 +233,8 @@ pub(crate) fn cut(bytes: Range<u64>) -> (Vec<Range<u64>>, Option<Range<u64>>) {
     if whole.is_empty() {
         return (vec![bytes], None);
     }
-    let edges = [bytes.start..whole.start, whole.end..bytes.end];
-    (edges.into_iter().filter(|edge| !edge.is_empty()).collect(), Some(whole))
+    let parts = [bytes.start..whole.start, whole.end..bytes.end];
+    (parts.into_iter().filter(|part| !part.is_empty()).collect(), Some(whole))
 }
 
 #[cfg(test)]
@@ -206,12 +246,12 @@ mod tests {
     proptest! {
         #[test]
         fn a_piece_is_cut_into_whole_pages_and_less_than_two_of_others(start in 0u64..20000, len in 1u64..40000) {
-            let (edges, whole) = cut(start..start + len);
-            let mut all: Vec<Range<u64>> = edges.iter().cloned().chain(whole.clone()).collect();
+            let (parts, whole) = cut(start..start + len);
+            let mut all: Vec<Range<u64>> = parts.iter().cloned().chain(whole.clone()).collect();
             all.sort_by_key(|part| part.start);
             prop_assert_eq!((all[0].start, all[all.len() - 1].end), (start, start + len));
             prop_assert!(all.windows(2).all(|pair| pair[0].end == pair[1].start));
-            prop_assert!(edges.iter().all(|edge| edge.end - edge.start < 8192));
+            prop_assert!(parts.iter().all(|part| part.end - part.start < 8192));
             prop_assert!(whole.is_none_or(|whole| whole.start % 4096 == 0 && whole.end % 4096 == 0));
         }
 
@@ -223,20 +263,20 @@ mod tests {
             let base = memory.as_mut_ptr() as u64;
             let context = Context::new(ContextId(0), crate::process::driver::Server::unused(), 0, 0, true);
             let range = base + start as u64..base + (start + len).min(64) as u64;
-            let mut edge = Edge::new(0, context, range.clone());
+            let mut compared = Compared::new(0, context, range.clone());
             let mut device = [0u8; 64];
-            let exchange = |edge: &mut Edge, device: &mut [u8; 64]| {
-                let first = (edge.first() - base) as usize;
-                for patch in edge.changes() {
+            let exchange = |compared: &mut Compared, device: &mut [u8; 64]| {
+                let first = (compared.first() - base) as usize;
+                for patch in compared.changes() {
                     let at = (patch.address - base) as usize;
                     let word = u64::from_le_bytes(device[at..at + 8].try_into().unwrap());
                     device[at..at + 8].copy_from_slice(&patch.apply(word).to_le_bytes());
                 }
                 let words: Vec<u64> =
                     device[first..].chunks_exact(8).map(|w| u64::from_le_bytes(w.try_into().unwrap())).collect();
-                edge.take(&words);
+                compared.take(&words);
             };
-            exchange(&mut edge, &mut device);
+            exchange(&mut compared, &mut device);
             let mut expected = [0x55u8; 64];
             for (at, value, by_host) in steps {
                 let here = range.contains(&(base + at as u64));
@@ -248,7 +288,7 @@ mod tests {
                     device[at] = value;
                     expected[at] = value;
                 }
-                exchange(&mut edge, &mut device);
+                exchange(&mut compared, &mut device);
             }
             for (at, expected) in expected.iter().enumerate() {
                 // SAFETY: inside the array, which nothing else uses.
