@@ -130,7 +130,9 @@ fn reach_piece(driver: &'static Driver, context: &'static Context, base: usize) 
     let context = if same_server && tag.context.is_alive() { tag.context } else { context };
     // A server that shares this process's memory has mapped what belongs to its own devices, if it can.
     let reached = match driver.devices.get(context.device as usize) {
-        Some(device) if device.shares_host_memory && !same_server => map(context, base, size),
+        Some(device) if device.shares_host_memory && !same_server && !mirror::is_here(base as u64) => {
+            map(context, base, size)
+        }
         _ => mirror(driver, context, base, size),
     };
     if let Err(status) = reached {

@@ -144,21 +144,52 @@ pub(crate) fn compare_if_due() {
 /// Compares all of them. Returns whether either side had changed something.
 #[cold]
 pub(crate) fn compare_all() -> bool {
-    let mut state = lock(&STATE);
     // Work from here on is counted and causes another comparison.
     let work = WORK.load(Ordering::Acquire);
     let over = !context::any_busy();
-    let compared = state.compare();
+    let compared = compare();
     if over || compared.is_err() {
         COMPARED.store(work, Ordering::Release);
     }
-    drop(state);
     compared.unwrap_or_else(|status| {
         log::error(format_args!(
             "pinned memory that kernels have written cannot be fetched from the device ({status})"
         ));
         false
     })
+}
+
+/// Attempts to compare without holding the lock while the servers' words are on their way.
+const ATTEMPTS: u32 = 3;
+
+fn compare() -> Result<bool> {
+    for _ in 0..ATTEMPTS {
+        let mut state = lock(&STATE);
+        let changed = state.send_compared(&ALL)?;
+        let (version, mut there) = (state.version, state.places());
+        drop(state);
+        let read = read(&mut there);
+        let mut state = lock(&STATE);
+        // What was sent or taken meanwhile may have been read as it was before.
+        if state.version == version {
+            if read.is_err() {
+                break;
+            }
+            return state.take_compared(&there).map(|taken| changed || taken);
+        }
+    }
+    lock(&STATE).compare()
+}
+
+/// All memory.
+const ALL: Range<u64> = 0..u64::MAX;
+
+/// What one server has: a context, the first address, and its bytes, none if the server is lost.
+type There = (&'static Context, u64, Vec<u8>);
+
+fn read(there: &mut [There]) -> Result {
+    let parts = there.iter_mut().filter(|(.., bytes)| !bytes.is_empty());
+    mirror::read_in_order(parts.map(|(context, at, bytes)| (*context, *at, &mut bytes[..])).collect())
 }
 
 impl State {
@@ -175,7 +206,8 @@ impl State {
         self.count_compared();
     }
 
-    fn count_compared(&self) {
+    fn count_compared(&mut self) {
+        self.version += 1;
         COMPARED_PIECES.store(self.compared.len(), Ordering::Release);
     }
 
@@ -184,10 +216,11 @@ impl State {
     pub(crate) fn send_compared(&mut self, range: &Range<u64>) -> Result<bool> {
         let touched = self.compared.iter_mut().filter(|one| one.touches(range) && one.is_alive());
         let changes: Vec<_> = touched.map(|one| (one.context, one.changes())).collect();
-        let changed = changes.iter().any(|(_, words)| !words.is_empty());
-        if changed {
-            self.publish(pages(driver()?)?)?;
+        if changes.iter().all(|(_, words)| words.is_empty()) {
+            return Ok(false);
         }
+        self.version += 1;
+        self.publish(pages(driver()?)?)?;
         for (context, words) in changes {
             let sent = changes::send(context, words);
             // What a lost server does not get, the others still do.
@@ -195,33 +228,44 @@ impl State {
                 sent?;
             }
         }
-        Ok(changed)
+        Ok(true)
     }
 
-    /// Exchanges all changes. What one server's device has changed is then also on its way to the others.
+    fn places(&self) -> Vec<There> {
+        let place = |one: &Compared| {
+            let size = if one.is_alive() { one.words() * 8 } else { 0 };
+            (one.context, one.first(), vec![0; size])
+        };
+        self.compared.iter().map(place).collect()
+    }
+
+    /// Exchanges all changes.
     pub(crate) fn compare(&mut self) -> Result<bool> {
-        let all = 0..u64::MAX;
-        let mut changed = self.send_compared(&all)?;
-        let alive: Vec<bool> = self.compared.iter().map(Compared::is_alive).collect();
-        let space = |(one, alive): (&Compared, &bool)| vec![0; if *alive { one.words() * 8 } else { 0 }];
-        let mut read: Vec<Vec<u8>> = self.compared.iter().zip(&alive).map(space).collect();
-        let parts = self.compared.iter().zip(&mut read).filter(|(_, to)| !to.is_empty());
-        let parts = parts.map(|(one, to)| (one.context, one.first(), &mut to[..])).collect();
-        if let Err(status) = mirror::read_in_order(parts) {
-            let lost = self.compared.iter().zip(alive).any(|(one, was_alive)| was_alive && !one.is_alive());
+        let changed = self.send_compared(&ALL)?;
+        let mut there = self.places();
+        if let Err(status) = read(&mut there) {
+            let is_lost = |(one, (.., bytes)): (&Compared, &There)| !bytes.is_empty() && !one.is_alive();
+            let lost = self.compared.iter().zip(&there).any(is_lost);
             return if lost { self.compare() } else { Err(status) };
         }
-        // A lost server has none, and so nothing that differs.
-        let device: Vec<Vec<u64>> = read.iter().map(|bytes| words(bytes)).collect();
+        self.take_compared(&there).map(|taken| changed || taken)
+    }
+
+    /// Takes what the devices have changed, as it was read. What one server's device has changed is then also
+    /// on its way to the others.
+    fn take_compared(&mut self, there: &[There]) -> Result<bool> {
+        let device: Vec<Vec<u64>> = there.iter().map(|(.., bytes)| words(bytes)).collect();
         if !self.compared.iter().zip(&device).any(|(one, device)| one.differs(device)) {
-            return Ok(changed);
+            return Ok(false);
         }
         // These words may tell the program that something is in pages that it has from before.
         self.part(driver()?, |together| together.pinned)?;
+        self.version += 1;
+        let mut changed = false;
         for (one, device) in self.compared.iter_mut().zip(&device) {
             changed |= one.take(device);
         }
-        self.send_compared(&all)?;
+        self.send_compared(&ALL)?;
         Ok(changed)
     }
 }

@@ -96,6 +96,8 @@ pub(crate) struct State {
     watches: Vec<Watch>,
     /// Pinned memory whose words are compared.
     compared: Vec<Compared>,
+    /// Counts the changes of what both sides have of it.
+    version: u64,
     /// The server's mirrors of pinned memory.
     mirrors: Mirrors,
 }
@@ -110,6 +112,7 @@ pub(crate) static STATE: Mutex<State> = Mutex::new(State {
     publishing: Publishing::new(),
     watches: Vec::new(),
     compared: Vec::new(),
+    version: 0,
     mirrors: Mirrors::new(),
 });
 
