@@ -316,6 +316,30 @@ fn only_visible_files_can_be_opened() {
     assert_eq!(sandboxed.answer().results, [shown.display().to_string()]);
 }
 
+fn folders_behind_links_in_visible_folders_can_be_read() {
+    // As CUDA is installed: /usr/local/cuda leads to /etc/alternatives/cuda, and that to /usr/local/cuda-13.0.
+    let tree = scratch().join("links");
+    let (cuda, elsewhere) = (tree.join("usr/local/cuda-13.0"), tree.join("opt/elsewhere"));
+    for folder in [cuda.join("targets/lib"), tree.join("etc/alternatives"), elsewhere.join("lib")] {
+        std::fs::create_dir_all(&folder).unwrap();
+    }
+    let link = |to: &Path, at: PathBuf| std::os::unix::fs::symlink(to, at).unwrap();
+    link(Path::new("targets/lib"), cuda.join("lib64"));
+    link(&cuda, tree.join("etc/alternatives/cuda"));
+    link(&tree.join("etc/alternatives/cuda"), tree.join("usr/local/cuda"));
+    link(&elsewhere, tree.join("usr/local/elsewhere"));
+    let files = [cuda.join("targets/lib/file"), elsewhere.join("lib/file"), elsewhere.join("hidden")];
+    files.iter().for_each(|file| std::fs::write(file, "bytes").unwrap());
+    let asked = ["usr/local/cuda/lib64/file", "usr/local/elsewhere/lib/file", "usr/local/elsewhere/hidden"];
+    let asked = asked.map(|path| tree.join(path));
+    let visible = ["usr", "usr/local/cuda/lib64", "usr/local/elsewhere/lib", "etc/alternatives"];
+    let visible = visible.map(|path| Visible::new(tree.join(path), Access::Read)).to_vec();
+    let sandboxed = run(Task::Read(asked.to_vec()), visible, OtherCalls::End);
+    let outcome = sandboxed.answer();
+    assert_eq!(outcome.results, [asked[0].display().to_string(), asked[1].display().to_string()]);
+    assert!(outcome.report.missing.iter().all(|missing| missing.layer != Layer::Files), "{}", outcome.report);
+}
+
 fn only_writable_folders_can_be_written() {
     let folder = |name: &str| {
         let path = scratch().join(name);
@@ -523,9 +547,13 @@ fn main() {
         _ => {}
     }
     let root = nix::unistd::geteuid().is_root();
-    let tests: [(&str, fn()); 16] = [
+    let tests: [(&str, fn()); 17] = [
         ("the_kernel_confirms_every_layer", the_kernel_confirms_every_layer),
         ("only_visible_files_can_be_opened", only_visible_files_can_be_opened),
+        (
+            "folders_behind_links_in_visible_folders_can_be_read",
+            folders_behind_links_in_visible_folders_can_be_read,
+        ),
         ("only_writable_folders_can_be_written", only_writable_folders_can_be_written),
         ("a_thread_can_be_named_through_proc", a_thread_can_be_named_through_proc),
         ("no_other_process_can_be_seen_or_reached", no_other_process_can_be_seen_or_reached),

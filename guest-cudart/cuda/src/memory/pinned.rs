@@ -131,7 +131,8 @@ fn reach_piece(driver: &'static Driver, context: &'static Context, base: usize) 
     // A server that shares this process's memory has mapped what belongs to its own devices, if it can.
     let reached = match driver.devices.get(context.device as usize) {
         Some(device) if device.shares_host_memory && !same_server && !mirror::is_here(base as u64) => {
-            map(context, base, size)
+            // The server may not know this memory.
+            map(context, base, size).or_else(|_| mirror(driver, context, base, size))
         }
         _ => mirror(driver, context, base, size),
     };
