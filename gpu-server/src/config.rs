@@ -137,6 +137,11 @@ pub struct Serve {
     /// What to log: a level (error, warn, info, debug, trace) or a filter as in RUST_LOG
     #[arg(long, value_name = "FILTER", default_value = "info")]
     pub log: String,
+    /// Let kernels of all sessions run on a device at the same time, by NVIDIA's Multi-Process Service, which
+    /// has its sockets and logs in this folder. For clients that trust each other: a kernel that fails may end
+    /// other sessions on its device, and shares of GPU time do not hold. By default clients take turns
+    #[arg(long, value_name = "FOLDER")]
+    pub mps: Option<PathBuf>,
     /// What each client may use.
     #[command(flatten)]
     pub share: Share,
@@ -482,6 +487,7 @@ pub fn parts() -> [Part; 1] {
             ("cupti", "\"/usr/local/cuda/extras/CUPTI/lib64/libcupti.so.13\""),
             ("metrics.listen", "\"tcp:127.0.0.1:9720\""),
             ("metrics.token_file", "\"/etc/rgpu/metrics.token\""),
+            ("mps", "\"/run/rgpu/mps\""),
             ("pinned_limit", "\"16G\""),
             ("client_pinned_limit", "\"64G\""),
             ("first_workers", "2"),

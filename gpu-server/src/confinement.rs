@@ -44,7 +44,8 @@ pub struct Confining {
 
 impl Confining {
     /// Prepares the sandboxes of this daemon's workers.
-    pub fn new(options: &Sandbox, backing: &Backing) -> Confining {
+    /// `mps`: the folder of the Multi-Process Service's sockets.
+    pub fn new(options: &Sandbox, backing: &Backing, mps: Option<&Path>) -> Confining {
         let calls = if backing.backend == Backend::Software { Calls::Software } else { Calls::Cuda };
         let policy = Policy {
             mode: options.mode,
@@ -60,7 +61,7 @@ impl Confining {
             Calls::Software => OtherCalls::End,
             Calls::Cuda => OtherCalls::Refuse,
         };
-        let reach = Reach { visible: visible(options, backing, calls), other_calls };
+        let reach = Reach { visible: visible(options, backing, calls, mps), other_calls };
         Confining { sandboxes: Sandboxes::new(policy, "rgpu-server", reach), calls }
     }
 
@@ -106,7 +107,7 @@ pub fn memory_limit(option: u64) -> u64 {
 }
 
 /// Files that workers can see.
-fn visible(options: &Sandbox, backing: &Backing, calls: Calls) -> Vec<Visible> {
+fn visible(options: &Sandbox, backing: &Backing, calls: Calls, mps: Option<&Path>) -> Vec<Visible> {
     let mut visible: Vec<Visible> = Visible::basic_devices().collect();
     let verbs = Path::new(sandbox::RDMA_DEVICES).exists();
     if calls == Calls::Cuda || verbs {
@@ -125,6 +126,8 @@ fn visible(options: &Sandbox, backing: &Backing, calls: Calls) -> Vec<Visible> {
     if verbs {
         visible.extend(Visible::rdma());
     }
+    // To connect to a socket needs no permission to write its folder.
+    visible.extend(mps.map(|path| Visible::new(path, Access::Read)));
     visible.extend(options.files.iter().map(|path| Visible::new(path, Access::Read)));
     visible.sort_by(|a, b| a.path.cmp(&b.path));
     visible.dedup_by(|a, b| a.path == b.path);

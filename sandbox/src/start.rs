@@ -9,7 +9,7 @@
 //! Without `CAP_SYS_ADMIN`, a user namespace provides the rights to create the others. The process is then
 //! the first one of its PID namespace.
 
-use std::ffi::{CString, OsStr};
+use std::ffi::{CString, OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
@@ -66,10 +66,11 @@ impl Command {
     }
 
     /// Sets a variable of its environment.
-    pub fn variable(mut self, name: &str, value: &str) -> Command {
-        let prefix = format!("{name}=");
-        self.environment.retain(|variable| !variable.as_bytes().starts_with(prefix.as_bytes()));
-        self.environment.push(c_string(format!("{prefix}{value}").as_ref()));
+    pub fn variable(mut self, name: &str, value: impl AsRef<OsStr>) -> Command {
+        let mut variable = OsString::from(format!("{name}="));
+        self.environment.retain(|other| !other.as_bytes().starts_with(variable.as_bytes()));
+        variable.push(value);
+        self.environment.push(c_string(&variable));
         self
     }
 

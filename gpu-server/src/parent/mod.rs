@@ -41,6 +41,7 @@ mod health;
 mod leases;
 mod listen;
 mod memory;
+mod mps;
 mod pace;
 mod placement;
 mod pool;
@@ -243,7 +244,8 @@ impl Server {
         let trust = if network && !options.insecure { Some(Trust::open(&options)?) } else { None };
         let policy = Mutex::new(Arc::new(read_policy(&options)?));
         let audit = Audit::open(options.audit_log.as_deref())?;
-        let confining = Confining::new(&options.sandbox, &options.worker.backing);
+        let sockets = options.mps.as_deref().map(mps::sockets);
+        let confining = Confining::new(&options.sandbox, &options.worker.backing, sockets.as_deref());
         let (state, changed) = (Mutex::default(), Condvar::new());
         let succession = Succession::new(inherited).context("what the next daemon gets")?;
         let (nudge, bell) = (Nudge::new()?, Bell::take_or_new(inherited, &succession.store)?);
@@ -374,9 +376,12 @@ pub fn init_log(filter: &str) {
 }
 
 /// Runs the daemon until it is told to end.
-pub fn main(options: Serve) -> anyhow::Result<()> {
+pub fn main(mut options: Serve) -> anyhow::Result<()> {
     let mut inherited = Inherited::take();
     init_log(&options.log);
+    options.mps = options.mps.map(std::path::absolute).transpose().context("the folder for --mps")?;
+    // Before signals are blocked, which the service would inherit. It ends with this function.
+    let _service = options.mps.as_deref().map(mps::Service::start).transpose()?;
     let mut ending = SigSet::empty();
     ending.add(Signal::SIGTERM);
     ending.add(Signal::SIGINT);

@@ -12,7 +12,7 @@ use sandbox::{Command, Process, Report};
 use super::queue::Parked;
 use super::watch::{describe, start_watching};
 use super::workers::{Managed, Worker};
-use super::{Server, State, takeover};
+use super::{Server, State, mps, takeover};
 use crate::config::Serve;
 use crate::worker_protocol::{self, FromWorker, Kind, ToWorker};
 
@@ -219,6 +219,9 @@ fn spawn(server: &Server, socket: &OwnedFd) -> anyhow::Result<Process> {
     // Loads a module's functions when they are first used, unless the operator chose otherwise.
     if std::env::var_os("CUDA_MODULE_LOADING").is_none() {
         command = command.variable("CUDA_MODULE_LOADING", "LAZY");
+    }
+    for (name, value) in server.options.mps.iter().flat_map(|folder| mps::variables(folder)) {
+        command = command.variable(name, value);
     }
     let confining = &server.confining;
     if confining.on() {

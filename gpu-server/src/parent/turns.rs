@@ -102,7 +102,10 @@ fn run(server: &Server) {
         server.bell.wait(limit);
         let since = Instant::now();
         let now = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        step(&mut server.lock(), &mut arbiter, now);
+        // With NVIDIA's Multi-Process Service all kernels run at the same time.
+        if server.options.mps.is_none() {
+            step(&mut server.lock(), &mut arbiter, now);
+        }
         waits_for_memory = swap::step(server);
         std::thread::sleep(LEAST.max(since.elapsed() * REST));
     }
