@@ -1,0 +1,41 @@
+//! What workers get of NVIDIA's Multi-Process Service, here of a command in its place.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+use std::sync::Arc;
+
+use nix::sys::signal::Signal;
+use support::*;
+use test_kit::link::LocalBridge;
+use test_kit::*;
+
+#[test]
+fn workers_find_the_service_which_ends_with_the_daemon() {
+    let folder = Arc::new(tempfile::tempdir().unwrap());
+    let (control, runs) = (folder.path().join("nvidia-cuda-mps-control"), folder.path().join("runs"));
+    let script = format!(
+        "#!/bin/sh\n[ \"$1\" = -d ] && exec touch {0}\n[ -e {0} ] || exit 1\nread word\ncase $word in quit*) rm {0};; esac\n",
+        runs.display()
+    );
+    std::fs::write(&control, script).unwrap();
+    std::fs::set_permissions(&control, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let mut command = Command::new(binary());
+    let path = std::env::var("PATH").unwrap_or_default();
+    command.env("PATH", format!("{}:{path}", folder.path().display()));
+    let at = folder.path().join("mps");
+    let option = format!("--mps={}", at.display());
+    let mut server = Server::start_by(command, &folder, free_port(), &[&option]).ready();
+    assert!(runs.exists());
+    let session = LocalBridge::connect(&server.socket());
+    let worker = server.status()["sessions"][0]["worker"].as_u64().unwrap();
+    let environment = std::fs::read(format!("/proc/{worker}/environ")).unwrap();
+    let expected = format!("CUDA_MPS_PIPE_DIRECTORY={}", at.join("pipe").display());
+    assert!(environment.split(|byte| *byte == 0).any(|variable| variable == expected.as_bytes()));
+    drop(session);
+    server.end(Signal::SIGTERM);
+    assert!(!runs.exists());
+}
