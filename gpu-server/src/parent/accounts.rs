@@ -11,9 +11,9 @@ use std::sync::atomic::Ordering;
 use super::arbiter::Gate;
 use super::record::Record;
 use super::{State, turns};
-use crate::cuda_ipc::{Refusal, Reply};
+use crate::limits::{MOST_DEVICES, Resource};
 use crate::pages::{Meter, Page, Terms, gate};
-use crate::worker_protocol::{MOST_DEVICES, Resource};
+use crate::worker_protocol::{Refusal, Reply};
 
 /// A session's charges, and the pages that it shares with the daemon.
 pub(super) struct Account {
@@ -190,8 +190,8 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limits::{Amounts, Limits};
     use crate::parent::queue::tests::session_of_limits;
-    use crate::worker_protocol::{Amounts, Limits};
     use std::os::fd::AsFd;
 
     const DEVICE: Resource = Resource::Device(1);

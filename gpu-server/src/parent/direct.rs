@@ -20,7 +20,8 @@ use protocol::ops::direct::{MAX_ADDRESSES, MAX_DIRECTS};
 
 use super::workers::Worker;
 use super::{Server, Token, admin};
-use crate::cuda_ipc::{Refusal, Reply, random_token};
+use crate::cuda_ipc::random_token;
+use crate::worker_protocol::{Refusal, Reply};
 
 /// How long a ticket is valid.
 const VALID: Duration = Duration::from_secs(30);

@@ -5,8 +5,7 @@ use super::leases::LeaseId;
 use super::refusals::Reason;
 use super::trust::Principal;
 use super::{Server, State};
-use crate::cuda_ipc::Token;
-use crate::worker_protocol::Kind;
+use crate::worker_protocol::{Kind, Token};
 
 /// Ends all sessions, including those waiting for a worker, for which `reason` returns one, and tells their
 /// clients. Returns their number.

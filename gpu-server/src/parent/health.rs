@@ -225,8 +225,8 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limits::Limits;
     use crate::parent::queue::tests::session_of_limits;
-    use crate::worker_protocol::Limits;
 
     fn state() -> (State, Serve) {
         let mut state =

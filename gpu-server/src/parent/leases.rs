@@ -23,8 +23,9 @@ use super::placement::NoDevice;
 use super::refusals::Reason;
 use super::{Server, State, ends, queue};
 use crate::cuda_ipc::random_token;
+use crate::limits::Limits;
 use crate::policy::Grant;
-use crate::worker_protocol::{Kind, Limits};
+use crate::worker_protocol::Kind;
 
 /// Maximum number of leases of all clients together.
 const MOST: usize = 256;

@@ -91,7 +91,7 @@ mod tests {
     use super::super::queue::tests::session_of_limits;
     use super::super::workers::{Managed, Stage};
     use super::*;
-    use crate::worker_protocol::Limits;
+    use crate::limits::Limits;
 
     #[test]
     fn a_workers_earlier_memory_use_counts_from_the_sessions_start() {

@@ -91,9 +91,10 @@ use self::workers::{Managed, Worker};
 use crate::cache::{self, store::Store};
 use crate::config::Serve;
 use crate::confinement::Confining;
-use crate::cuda_ipc::{Shares, Token};
+use crate::cuda_ipc::Shares;
+use crate::limits::Limits;
 use crate::policy::Policy;
-use crate::worker_protocol::{Counters, Kind, Limits};
+use crate::worker_protocol::{Counters, Kind, Token};
 
 /// The daemon's state.
 struct Server {

@@ -10,7 +10,8 @@
 //!   wait forever.
 
 use super::State;
-use crate::worker_protocol::{Kind, Limits};
+use crate::limits::Limits;
+use crate::worker_protocol::Kind;
 
 /// Why a session gets no devices.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -32,8 +32,9 @@ use super::refusals::Reason;
 use super::trust::Principal;
 use super::workers::{Stage, Worker};
 use super::{Server, Session, State, Token, takeover};
+use crate::limits::Limits;
 use crate::policy::Rules;
-use crate::worker_protocol::{Counters, Kind, Limits, ToWorker, Transport, Visitor};
+use crate::worker_protocol::{Counters, Kind, ToWorker, Transport, Visitor};
 
 /// How often waiting clients are told their position.
 const TELL_EVERY: Duration = Duration::from_secs(1);

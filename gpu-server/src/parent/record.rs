@@ -11,8 +11,8 @@ use handover::Text;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::limits::{MOST_DEVICES, Resource};
 use crate::pages::{self, Page, Shared};
-use crate::worker_protocol::{MOST_DEVICES, Resource};
 
 /// Maximum size of a text in bytes.
 const ROOM: u64 = 1 << 20;

@@ -279,7 +279,7 @@ fn gpus(samples: &mut Samples, server: &Server, state: &State, readings: &[Readi
 mod tests {
     use super::super::queue::tests::session_of_limits;
     use super::*;
-    use crate::worker_protocol::Limits;
+    use crate::limits::Limits;
 
     fn text(state: &State) -> String {
         let mut samples = Samples::default();

@@ -24,7 +24,8 @@ use super::workers::Stage;
 use super::{Server, Session, State};
 use crate::config::{Backend, Serve, Swap};
 use crate::confinement;
-use crate::worker_protocol::{Kind, MemoryOrder, Resource, ToWorker};
+use crate::limits::Resource;
+use crate::worker_protocol::{Kind, MemoryOrder, ToWorker};
 
 /// Memory of an NVIDIA device that stays free.
 const RESERVE: u64 = 1 << 30;
@@ -273,8 +274,8 @@ impl State {
 mod tests {
     use super::super::queue::tests::session_of_limits;
     use super::*;
-    use crate::cuda_ipc::{Refusal, Reply};
-    use crate::worker_protocol::Limits;
+    use crate::limits::Limits;
+    use crate::worker_protocol::{Refusal, Reply};
 
     const DEVICE: Resource = Resource::Device(0);
 

@@ -41,9 +41,10 @@ use super::trust::SavedPrincipal;
 use super::watch::start_watching;
 use super::workers::{Managed, Stage, Worker};
 use super::{Server, Session, State, ends, leases};
-use crate::cuda_ipc::{Shared, Token, origin};
+use crate::cuda_ipc::origin;
+use crate::limits::Limits;
 use crate::shared_event;
-use crate::worker_protocol::{Counters, FORMAT, Kind, Limits, ToWorker};
+use crate::worker_protocol::{Counters, FORMAT, Kind, Shared, ToWorker, Token};
 
 /// How long waiting clients may delay an upgrade.
 const QUEUE_WITHIN: Duration = Duration::from_secs(5);

@@ -17,8 +17,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::arbiter::{Arbiter, Clock, Gate, View};
 use super::{Server, Session, State, swap};
+use crate::limits::MOST_DEVICES;
 use crate::pages::gate;
-use crate::worker_protocol::{Kind, MOST_DEVICES};
+use crate::worker_protocol::Kind;
 
 /// The time between two steps while principals take turns.
 const TICK: u16 = 1;

@@ -14,8 +14,8 @@ use sandbox::Process;
 use super::pool::keep_idle;
 use super::workers::{Stage, Worker};
 use super::{Server, Session, State, direct, queue, takeover};
-use crate::cuda_ipc::{Refusal, Reply, Shared, Token, origin};
-use crate::worker_protocol::{self, FromWorker, Kind};
+use crate::cuda_ipc::origin;
+use crate::worker_protocol::{self, FromWorker, Kind, Refusal, Reply, Shared, Token};
 
 /// Starts the thread that receives a worker's messages until it ends.
 pub(super) fn start_watching(

@@ -9,8 +9,7 @@ use nix::sys::socket::{Shutdown, shutdown};
 use sandbox::{Description, Handle, Process};
 
 use super::State;
-use crate::cuda_ipc::Reply;
-use crate::worker_protocol::{self, Kind, ToWorker};
+use crate::worker_protocol::{self, Kind, Reply, ToWorker};
 
 /// A worker process.
 pub(super) struct Worker {
