@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::Context;
 use protocol::ops::nvml::status;
 
-use super::{Server, State};
+use super::state::{Server, State};
 use crate::driver::cuda::nvml::processes::{self, Use};
 
 /// The delay before a query.
